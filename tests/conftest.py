@@ -1,0 +1,47 @@
+import sys
+
+import pytest
+import torch
+from pool import Pool
+
+# Tests hold values to 1e-12: the same thread count everywhere keeps the order of sums the same.
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def pools():
+    held = {}
+    yield held
+    for pool in held.values():
+        if pool.alive:
+            pool.close()
+
+
+@pytest.fixture
+def ranks(pools):
+    """ranks(2, body, **arguments): run body(rank, world_size, **arguments) on warm ranks, results by rank."""
+
+    def run(world_size, body, **arguments):
+        pool = pools.get(world_size)
+        if pool is None or not pool.alive:
+            pool = pools[world_size] = Pool(world_size, [path for path in sys.path if path])
+        return pool.run(body, **arguments)
+
+    return run
+
+
+def missing_capability(item):
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        return "no CUDA device"
+    return None
+
+
+def pytest_runtest_setup(item):
+    reason = missing_capability(item)
+    if reason:
+        pytest.skip(reason)
+
+
+def pytest_terminal_summary(terminalreporter):
+    for report in terminalreporter.stats.get("skipped", []):
+        terminalreporter.write_line(f"NOT TESTED: {report.nodeid}: {report.longrepr[-1]}")

@@ -1,0 +1,99 @@
+"""Warm ranks for the tests: processes that stay up, so that a two-rank test costs milliseconds.
+
+A pool of n processes holds one gloo process group of n ranks on loopback. `pool.run(body, **arguments)` calls the
+module-level function `body(rank, world_size, **arguments)` on every rank and returns the results by rank. A failure
+ends the pool (its group may be in any state); the next test gets a new one, forked from a server with torch loaded.
+"""
+
+import datetime
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+import traceback
+from multiprocessing.connection import wait
+
+TIMEOUT = 60.0  # seconds a body may take
+GRACE = 1.0  # seconds the other ranks get to report once one has failed
+
+
+def serve(connection, rank, world_size, store_path, paths):
+    """Join the group, then run one body after the other until the test session closes the pipe."""
+    sys.path[:0] = [path for path in paths if path not in sys.path]
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), GLOO_SOCKET_IFNAME="lo")
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    store = dist.FileStore(store_path, world_size)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=world_size, timeout=datetime.timedelta(seconds=TIMEOUT / 2)
+    )
+    while True:
+        try:
+            body, arguments = connection.recv()
+        except EOFError:
+            return
+        try:
+            torch.manual_seed(0)
+            reply = (True, body(rank, world_size, **arguments))
+        except BaseException:
+            reply = (False, traceback.format_exc())
+        connection.send(reply)
+
+
+class Pool:
+    def __init__(self, world_size, paths):
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed", "labkit"])
+        self.folder = tempfile.TemporaryDirectory(prefix="labkit-pool-")
+        store_path = os.path.join(self.folder.name, "store")
+        self.connections, self.processes = [], []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            arguments = (theirs, rank, world_size, store_path, paths)
+            process = context.Process(target=serve, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            self.connections.append(ours)
+            self.processes.append(process)
+
+    def run(self, body, **arguments):
+        for connection in self.connections:
+            connection.send((body, arguments))
+        replies, failed = {}, []
+        deadline = time.monotonic() + TIMEOUT
+        while len(replies) < len(self.connections):
+            waiting = [c for rank, c in enumerate(self.connections) if rank not in replies]
+            ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for connection in ready:
+                rank = self.connections.index(connection)
+                try:
+                    replies[rank] = connection.recv()
+                except (EOFError, ConnectionResetError):
+                    replies[rank] = (False, f"rank {rank} died without an exception")
+                if not replies[rank][0]:
+                    failed.append(rank)
+                    deadline = min(deadline, time.monotonic() + GRACE)
+        if failed or len(replies) < len(self.connections):
+            self.close()
+            missing = sorted(set(range(len(self.connections))) - set(replies))
+            told = "\n".join(f"--- rank {rank}\n{replies[rank][1]}" for rank in failed)
+            raise AssertionError(f"ranks failed, in this order: {failed}; no answer from {missing}\n{told}")
+        return [replies[rank][1] for rank in range(len(self.connections))]
+
+    @property
+    def alive(self):
+        return all(process.is_alive() for process in self.processes)
+
+    def close(self):
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+        for connection in self.connections:
+            connection.close()
+        self.folder.cleanup()
