@@ -30,6 +30,6 @@ def test_every_rank_answers(ranks, world_size):
 
 @pytest.mark.parametrize("body", [one_rank_raises, one_rank_dies])
 def test_a_failure_is_told_and_the_next_run_works(ranks, body):
-    with pytest.raises(AssertionError, match="rank one says no|rank 1 died|Connection"):
+    with pytest.raises(AssertionError, match=r"rank one says no|rank 1 died|Connection"):
         ranks(2, body)
     assert ranks(2, sum_of_ranks)[0].item() == 1
