@@ -1,0 +1,94 @@
+"""A mesh: the ranks laid out as a grid with named axes, and one process group for every line along every axis.
+
+    Mesh({"data": 2, "model": 3})              model 0  model 1  model 2
+                                       data 0     0        1       [2]        rank 2: group("model") holds 0 1 2,
+                                       data 1     3        4        5                 group("data")  holds 2 5
+
+The last axis varies fastest (row-major), so ranks of one machine, numbered one after the other, lie along the last:
+put there what talks most. A rank is a member of one group per axis; n ranks with axes a x b x ... make n/a + n/b + ...
+groups, and a message along one axis never meets those along another.
+
+Passed explicitly to whatever needs it; there is no current mesh.
+Shoeybi et al., Megatron-LM, 2019, section 5 and appendix B.1; Narayanan et al., Efficient Large-Scale Language Model
+Training on GPU Clusters Using Megatron-LM, SC 2021, section 3.
+"""
+
+from dataclasses import dataclass, field
+from itertools import product
+from math import prod
+from types import MappingProxyType
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True, eq=False)
+class Mesh:
+    """Ranks as a grid. axes: name -> size, in order; the product of the sizes must be the world size.
+
+    Collective: every rank must build the same meshes in the same order, because process groups are made here.
+    Raises ValueError for sizes that are not positive integers or do not multiply to the world size.
+    """
+
+    axes: dict[str, int]
+    _groups: dict = field(init=False, repr=False)  # axis -> my process group
+    _ranks: dict = field(init=False, repr=False)  # axis -> the global ranks in it, in order along the axis
+
+    def __post_init__(self):
+        world_size = dist.get_world_size()
+        axes = dict(self.axes)
+        if not axes or any(type(size) is not int or size < 1 for size in axes.values()):
+            raise ValueError(f"a mesh needs named axes with sizes of 1 or more, not {axes}")
+        if prod(axes.values()) != world_size:
+            shape = " x ".join(f"{name} {size}" for name, size in axes.items())
+            raise ValueError(f"mesh {shape} needs {prod(axes.values())} ranks, but the world size is {world_size}")
+        groups, ranks = {}, {}
+        grid = torch.arange(world_size).reshape(*axes.values())
+        for dim, (name, size) in enumerate(axes.items()):
+            lines = grid.movedim(dim, -1).reshape(-1, size).tolist()
+            for line in lines:
+                # Every rank takes part in making every group, its own or not; the whole world has one already.
+                group = dist.group.WORLD if size == world_size else dist.new_group(line)
+                if dist.get_rank() in line:
+                    groups[name], ranks[name] = group, tuple(line)
+        object.__setattr__(self, "axes", MappingProxyType(axes))
+        object.__setattr__(self, "_groups", groups)
+        object.__setattr__(self, "_ranks", ranks)
+
+    def group(self, axis):
+        """The process group of the ranks that differ from this one only along axis."""
+        return self._groups[self._known(axis)]
+
+    def ranks(self, axis):
+        """The global ranks of that group, in order along the axis."""
+        return self._ranks[self._known(axis)]
+
+    def rank(self, axis):
+        """This rank's position along axis, from 0; equal to its rank within group(axis)."""
+        return self._ranks[self._known(axis)].index(dist.get_rank())
+
+    def size(self, axis):
+        """The number of ranks along axis."""
+        return self.axes[self._known(axis)]
+
+    def _known(self, axis):
+        if axis not in self.axes:
+            raise ValueError(f"this mesh has no axis {axis!r}, only {', '.join(self.axes)}")
+        return axis
+
+    def __str__(self):
+        """The grid, this rank in brackets; with more than two axes, one sheet per position along the first ones."""
+        *outer, rows, columns = [("", 1)] * (2 - len(self.axes)) + list(self.axes.items())
+        grid = torch.arange(prod(self.axes.values())).reshape(-1, rows[1], columns[1]).tolist()
+        sheets = product(*([f"{name} {i}" for i in range(size)] for name, size in outer))
+        left = len(f"{rows[0]} {rows[1] - 1}") if rows[0] else 0
+        width = len(f"{columns[0]} {columns[1] - 1}") + 2
+        lines = []
+        for title, sheet in zip(sheets, grid, strict=True):
+            lines += [", ".join(title) + ":"] if title else []
+            lines.append(" " * left + "".join(f"{columns[0]} {i}".center(width) for i in range(columns[1])))
+            for i, row in enumerate(sheet):
+                label = f"{rows[0]} {i}" if rows[0] else ""
+                cells = (f"[{rank}]" if rank == dist.get_rank() else str(rank) for rank in row)
+                lines.append(label.ljust(left) + "".join(cell.center(width) for cell in cells))
+        return "\n".join(line.rstrip() for line in lines)
