@@ -1,0 +1,15 @@
+"""From a notebook cell to real ranks.
+
+launch.py      the one door: target + parameters -> Run
+agent.py       the warm process that forks ranks through torchelastic
+worker.py      what a rank does: join the group, run the target, report
+report.py      which rank failed first, where, and what the others were waiting for
+console.py     whole, rank-prefixed lines and a progress bar
+magic.py       %%torchrun
+experiment.py  what to train, as a frozen dataclass
+compare.py     many experiments in one process group
+"""
+
+from labkit.run.launch import LaunchError, Run, launch
+
+__all__ = ["LaunchError", "Run", "launch"]

@@ -1,0 +1,150 @@
+"""The warm agent: a process with torch already imported that forks the ranks of one job after the other.
+
+    kernel ---- stdin: {"job": ..., "env": ...} or {"stop": true} ----> agent ---- fork ----> job ---- fork ----> rank 0
+           <--- stdout: {"ready"} ... {"ended": exit status} ----------        (torchelastic)             \\---> rank 1
+
+The import of torch, 1.2 s a process, is paid once: that is nearly the whole cost of a bare `torchrun`. The agent only
+imports (a fork must find neither CUDA initialised nor OpenMP used), and the job process runs torchrun's own launcher.
+
+Nothing outlives the notebook. The pipe from the kernel closes however the kernel dies, and then the agent kills all
+that descends from it: it is the subreaper, so that orphans become its children. If the agent itself is killed, the
+kernel of the operating system kills the job, and then the ranks (PR_SET_PDEATHSIG, Linux).
+"""
+
+import ctypes
+import json
+import os
+import selectors
+import signal
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import torch
+import torch.distributed.run  # noqa: F401
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from labkit.run import worker
+
+PR_SET_CHILD_SUBREAPER = 36
+GRACE = 1.5  # seconds between SIGTERM and SIGKILL
+POLL = 0.02  # seconds
+
+
+def serve():
+    """Run jobs until the kernel closes the pipe."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    requests = selectors.DefaultSelector()
+    requests.register(sys.stdin.fileno(), selectors.EVENT_READ)
+    pending, job = b"", None
+    say(ready=True)
+    while True:
+        if requests.select(timeout=POLL if job else None):
+            received = os.read(sys.stdin.fileno(), 1 << 20)
+            if not received:
+                return end_descendants(grace=0.0)
+            pending += received
+            *lines, pending = pending.split(b"\n")
+            for line in lines:
+                request = json.loads(line)
+                if request.get("stop"):
+                    end_descendants(GRACE)
+                else:
+                    job = start_job(request)
+        if job:
+            status = reap().get(job)
+            if status is not None:
+                end_descendants(grace=0.0)
+                job = None
+                say(ended=os.waitstatus_to_exitcode(status))
+
+
+def say(**message):
+    print(json.dumps(message), flush=True)
+
+
+def start_job(request):
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        worker.die_with_parent()
+        os.environ.clear()
+        os.environ.update(request["env"])
+        folder = Path(request["job"]).parent
+        worker.redirect_output(folder / "job.log")
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if request["command"]:
+            os.execv(request["command"][0], request["command"])
+        status = run_job(request["job"], request["nproc"], folder)
+    finally:
+        os._exit(status)
+
+
+def run_job(job_path, nproc, folder):
+    """torchrun's launcher, in this process, with a file in place of a listening store."""
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=nproc,
+        run_id=folder.name,
+        rdzv_backend="c10d",
+        rdzv_endpoint=str(folder / "rendezvous"),
+        rdzv_configs={"store_type": "file"},
+        local_addr="127.0.0.1",
+        max_restarts=0,
+        monitor_interval=POLL,
+        start_method="fork",
+        logs_specs=DefaultLogsSpecs(log_dir=str(folder / "elastic")),
+    )
+    try:
+        elastic_launch(config, worker.main)(job_path)
+    except ChildFailedError as error:
+        exits = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        (folder / "exits.json").write_text(json.dumps(exits))
+        return 1
+    return 0
+
+
+def end_descendants(grace):
+    """SIGTERM, then SIGKILL, for all below this process; psutil compares start times, so a reused pid is safe."""
+    below = psutil.Process().children(recursive=True)
+    for process in below if grace else []:
+        send(process, signal.SIGTERM)
+    deadline = time.monotonic() + grace
+    while time.monotonic() < deadline and any(alive(process) for process in below):
+        time.sleep(POLL)
+    for process in {*below, *psutil.Process().children(recursive=True)}:
+        send(process, signal.SIGKILL)
+
+
+def send(process, signal_number):
+    try:
+        process.send_signal(signal_number)
+    except psutil.NoSuchProcess:
+        return
+
+
+def alive(process):
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+def reap():
+    """Exit statuses by pid of all children that have ended, the orphans adopted by the agent among them."""
+    ended = {}
+    try:
+        while (found := os.waitpid(-1, os.WNOHANG))[0]:
+            ended[found[0]] = found[1]
+    except ChildProcessError:
+        return ended
+    return ended
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,90 @@
+"""The notebook's end of the pipe to the warm agent: start it once, hand it jobs, tell it to stop."""
+
+import functools
+import json
+import os
+import select
+import subprocess
+import sys
+import tempfile
+import time
+
+START_LIMIT = 60.0  # seconds the agent may take to import torch
+STOP_LIMIT = 5.0  # seconds in which a stopped job has to be gone
+
+
+class AgentError(RuntimeError):
+    """The warm agent could not be started, or died."""
+
+
+class AgentClient:
+    """Owns the agent process. The agent ends when this object's pipe closes, however that happens."""
+
+    def __init__(self):
+        self.log = tempfile.TemporaryFile()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "labkit.run.agent"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            start_new_session=True,  # Ctrl-C in a terminal reaches the notebook only, which then stops the job
+        )
+        self.buffer = b""
+
+    def start(self, job_path, nproc, command):
+        """Begin a job. command: None for the warm path, or the argument list of a plain torchrun."""
+        env = {"OMP_NUM_THREADS": "1", **os.environ}
+        self.send(job=str(job_path), nproc=nproc, command=command, env=env)
+
+    def send(self, **message):
+        try:
+            self.process.stdin.write(json.dumps(message).encode() + b"\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            raise self.death() from None
+
+    def poll(self, seconds):
+        """The exit status of the job if it has ended, else None, after at most so many seconds."""
+        message = self.receive(seconds)
+        return message.get("ended") if message else None
+
+    def receive(self, seconds):
+        """The agent's next message, or None after so many seconds."""
+        deadline = time.monotonic() + seconds
+        while b"\n" not in self.buffer:
+            if not select.select([self.process.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                return None
+            received = os.read(self.process.stdout.fileno(), 1 << 16)
+            if not received:
+                raise self.death()
+            self.buffer += received
+        line, _, self.buffer = self.buffer.partition(b"\n")
+        return json.loads(line)
+
+    def stop(self):
+        """End the job and everything below it, and wait until it is gone."""
+        self.send(stop=True)
+        deadline = time.monotonic() + STOP_LIMIT
+        while time.monotonic() < deadline:
+            if self.poll(0.05) is not None:
+                return
+        # An agent that cannot end its job goes itself: the ranks are bound to it by the operating system.
+        self.process.kill()
+        raise self.death()
+
+    def death(self):
+        self.log.seek(0)
+        last = self.log.read().decode(errors="replace").strip().splitlines()[-1:]
+        agent.cache_clear()
+        return AgentError(f"the launching agent died ({self.process.poll()}): {''.join(last) or 'no message'}")
+
+
+@functools.cache
+def agent():
+    """The agent of this process, started on first use."""
+    client = AgentClient()
+    if not client.receive(START_LIMIT):
+        client.process.kill()
+        raise AgentError(f"the launching agent did not start within {START_LIMIT:g} s")
+    return client

@@ -1,0 +1,97 @@
+"""What the person sees while ranks run: whole lines with their rank in front, and one progress bar.
+
+[rank 0] step 10  loss 2.31
+[rank 1] step 10  loss 2.29
+[rank 0] … 4,812 more lines: run.logs[0]
+"""
+
+import sys
+import time
+
+from tqdm import tqdm
+
+LINES_AT_ONCE = 200
+LINES_PER_SECOND = 20
+LINE_LENGTH = 500
+BAR_DELAY = 2.0  # seconds: shorter runs need no bar
+
+
+class Tail:
+    """Whole lines that were added to a file since the last look."""
+
+    def __init__(self, path):
+        self.path, self.position = path, 0
+
+    def lines(self, final=False):
+        try:
+            with open(self.path, "rb") as file:
+                file.seek(self.position)
+                added = file.read()
+        except FileNotFoundError:
+            return []
+        end = len(added) if final else added.rfind(b"\n") + 1
+        self.position += end
+        return added[:end].decode(errors="replace").splitlines()
+
+
+class Console:
+    """Prints the logs of all ranks as they grow; what is too much to print is counted and stays in the log."""
+
+    def __init__(self, logs, quiet):
+        self.tails = [Tail(path) for path in logs]
+        self.left_out = [0] * len(logs)
+        self.quiet = quiet
+        self.budget, self.filled = float(LINES_AT_ONCE), time.monotonic()
+
+    def show(self, final=False):
+        now = time.monotonic()
+        self.budget = min(LINES_AT_ONCE, self.budget + LINES_PER_SECOND * (now - self.filled))
+        self.filled = now
+        for rank, tail in enumerate(self.tails):
+            for line in [] if self.quiet else tail.lines(final):
+                if self.budget >= 1:
+                    self.budget -= 1
+                    cut = line if len(line) <= LINE_LENGTH else line[:LINE_LENGTH] + " …"
+                    print(f"[rank {rank}] {cut}", flush=True)
+                else:
+                    self.left_out[rank] += 1
+            if final and self.left_out[rank]:
+                print(f"[rank {rank}] … {self.left_out[rank]:,} more lines: run.logs[{rank}]", flush=True)
+
+
+class Bar:
+    """A progress bar with its estimate of the time left, in a notebook or a terminal; gone when the run is over."""
+
+    def __init__(self, quiet):
+        self.quiet, self.start = quiet, time.monotonic()
+        self.shown, self.handle = False, None
+
+    def update(self, step, total):
+        elapsed = time.monotonic() - self.start
+        if self.quiet or elapsed < BAR_DELAY:
+            return
+        self.draw(tqdm.format_meter(step, total, elapsed, ncols=78, unit="step"))
+
+    def close(self):
+        if self.shown:
+            self.draw("")
+
+    def draw(self, text):
+        self.shown = True
+        if not in_notebook():
+            if sys.stderr.isatty():
+                print(f"\r{text:78}", end="" if text else "\r", file=sys.stderr, flush=True)
+            return
+        from IPython.display import display
+
+        content = {"text/plain": text}
+        if self.handle is None:
+            self.handle = display(content, raw=True, display_id=True)
+        else:
+            self.handle.update(content, raw=True)
+
+
+def in_notebook():
+    """True in a Jupyter kernel, where an output can be redrawn in place."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    return hasattr(shell, "kernel")

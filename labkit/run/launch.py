@@ -1,0 +1,197 @@
+"""The one door from a notebook to ranks.
+
+    run = launch("labkit.run.experiment:train", nproc=2, steps=20)     a function, by name or as an object
+    run = launch("x = torch.ones(1); dist.all_reduce(x); record(x=x)") the source of a cell
+    run = launch("train.py", nproc=4, steps=20)                        a script, as torchrun would run it
+
+    run.records    one row per record(...) call          run.logs      one file per rank
+    run.command    the same from a shell                 run.seconds   wall-clock, from call to last rank's end
+
+The ranks are real processes, started by torchrun's launcher in a warm agent (agent.py). Interrupting the cell, the
+wall-clock limit or the end of the notebook ends them all; a failure is told by the rank that caused it (report.py).
+"""
+
+import inspect
+import json
+import os
+import re
+import shlex
+import sys
+import tempfile
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+from labkit.run.client import agent
+from labkit.run.console import Bar, Console, Tail
+from labkit.run.report import explain, read_ends
+
+POLL = 0.02  # seconds between looks at the ranks
+OTHERS_REPORT = 1.0  # seconds that the other ranks get to report, once one has failed
+
+one_at_a_time = threading.Lock()
+
+
+class LaunchError(RuntimeError):
+    """A launch that failed: the message names the rank, the line and the collective; .run holds logs and records."""
+
+    def __init__(self, message, run, cause=None):
+        super().__init__(message)
+        self.run, self.cause = run, cause
+
+    def _render_traceback_(self):
+        return ["LaunchError: " + str(self)]  # IPython: the ranks' traceback matters, the notebook's own does not
+
+
+class Run:
+    """What came of a launch. The folder with logs lives as long as this object.
+
+    nproc, seconds, parameters; device "cpu" or "cuda"; logs: one Path per rank; command: the same run from a shell.
+    """
+
+    def __init__(self, job, nproc):
+        self.job, self.nproc, self.seconds = job, nproc, 0.0
+        self.parameters, self.device = job["parameters"], job["device"]
+        self.holder = tempfile.TemporaryDirectory(prefix="labkit-")
+        self.folder = Path(self.holder.name)
+        self.logs = [self.folder / f"rank-{rank}.log" for rank in range(nproc)]
+        self.events = [[] for _ in range(nproc)]
+        self.job_path = self.folder / "job.json"
+        self.job_path.write_text(json.dumps(job))
+
+    @property
+    def records(self):
+        """pandas.DataFrame, one row per record(...) call, in the order of each rank."""
+        import pandas
+
+        rows = [event for events in self.events for event in events if event["kind"] == "record"]
+        return pandas.DataFrame([{name: value for name, value in row.items() if name != "kind"} for row in rows])
+
+    @property
+    def command(self):
+        return shlex.join(["torchrun", *self.torchrun_arguments(shell=True)])
+
+    def torchrun_arguments(self, shell=False):
+        """Arguments of torchrun; shell: by what it runs, where that has a name, rather than by this run's job file."""
+        start = ["--standalone", "--nproc-per-node", str(self.nproc)]
+        if shell and self.job["kind"] == "script":
+            return [*start, self.job["target"], *self.job["arguments"]]
+        if shell and self.job["kind"] == "function":
+            values = [f"{name}={json.dumps(value)}" for name, value in self.parameters.items()]
+            return [*start, "-m", "labkit.run.worker", self.job["target"], *values]
+        return [*start, "-m", "labkit.run.worker", str(self.job_path)]
+
+    def __repr__(self):
+        rows = sum(event["kind"] == "record" for events in self.events for event in events)
+        return f"Run({self.nproc} ranks on {self.device}, {rows} records)"
+
+
+def launch(
+    target,
+    *,
+    nproc=2,
+    timeout=600.0,
+    collective_timeout=60.0,
+    device="auto",
+    threads=1,
+    cold=False,
+    quiet=False,
+    **parameters,
+):
+    """Run the target on nproc ranks and wait for them.
+
+    target: "package.module:function" or a function (called as function(context, **parameters); a function's source
+        travels, so it sees torch, dist, comm and what it imports itself), a cell's source, or a path to a .py script.
+    timeout, collective_timeout: seconds for the whole run, and for one collective to wait for its peers.
+    device: "cpu" (gloo), "cuda" (NCCL, one GPU a rank) or "auto" (cuda where there are enough GPUs).
+    threads: of each rank's CPU arithmetic. cold: a plain `torchrun`, 3 s slower. quiet: print nothing.
+    Raises LaunchError for a failing rank, ValueError for arguments that cannot be, KeyboardInterrupt as it comes.
+    """
+    if not isinstance(nproc, int) or nproc < 1:
+        raise ValueError(f"nproc={nproc!r}: the number of ranks is a whole number of at least 1")
+    job = describe_target(target, parameters)
+    job |= {"device": choose_device(device, nproc), "threads": threads, "collective_timeout": collective_timeout}
+    job |= {"cwd": os.getcwd(), "sys_path": [path or os.getcwd() for path in sys.path]}
+    run = Run(job, nproc)
+    command = [sys.executable, "-m", "torch.distributed.run", *run.torchrun_arguments()] if cold else None
+    with one_at_a_time:
+        start = time.monotonic()
+        status, timed_out = watch(run, command, timeout, quiet)
+        run.seconds = time.monotonic() - start
+    ends = read_ends(run.folder, nproc, run.events)
+    if status == 0 and all(end.state == "finished" for end in ends):
+        return run
+    cause, message = explain(ends, timed_out)
+    if message.startswith("the launcher failed") and (run.folder / "job.log").exists():
+        message += "\n" + (run.folder / "job.log").read_text()[-2000:]
+    raise LaunchError(message, run, cause)
+
+
+def watch(run, command, timeout, quiet):
+    """Show the ranks until the job has ended: (its exit status, the limit that stopped it or None)."""
+    client = agent()
+    console, bar = Console(run.logs, quiet), Bar(quiet)
+    tails = [Tail(run.folder / f"rank-{rank}.jsonl") for rank in range(run.nproc)]
+    start, failed_at, status = time.monotonic(), None, None
+    client.start(run.job_path, run.nproc, command)
+    try:
+        while status is None:
+            status = client.poll(POLL)
+            take_events(run, tails, bar)
+            console.show()
+            now = time.monotonic()
+            if failed_at is None and any(event["kind"] == "error" for events in run.events for event in events[-1:]):
+                failed_at = now
+            late = failed_at is not None and now - failed_at > OTHERS_REPORT
+            if status is None and (late or now - start > timeout):
+                client.stop()
+                return 1, None if late else timeout
+        return status, None
+    except KeyboardInterrupt:
+        client.stop()
+        print(f"[launch] stopped: all {run.nproc} ranks have ended")
+        raise
+    finally:
+        take_events(run, tails, bar)
+        console.show(final=True)
+        bar.close()
+
+
+def take_events(run, tails, bar):
+    for events, tail in zip(run.events, tails, strict=True):
+        for event in map(json.loads, tail.lines()):
+            events.append(event)
+            if event["kind"] == "progress":
+                bar.update(event["step"], event["total"])
+
+
+def describe_target(target, parameters):
+    """The job's kind, target and parameters, as JSON can carry them."""
+    if callable(target):
+        if "<lambda>" in target.__qualname__ or target.__closure__:
+            raise ValueError("a lambda or closure cannot travel to other processes: pass a plain function")
+        source = textwrap.dedent(inspect.getsource(target))
+        return {"kind": "source", "target": source, "name": target.__name__, "parameters": parameters}
+    if "\n" not in target and target.endswith(".py"):
+        path = Path(target).resolve()
+        if not path.is_file():
+            raise ValueError(f"no such script: {target}")
+        options = [f"--{name.replace('_', '-')}={value}" for name, value in parameters.items()]
+        return {"kind": "script", "target": str(path), "arguments": options, "parameters": parameters}
+    kind = "function" if re.fullmatch(r"[\w.]+:\w+", target) else "cell"
+    return {"kind": kind, "target": target, "parameters": parameters}
+
+
+def choose_device(device, nproc):
+    """ "cpu" or "cuda". Counts GPUs without touching CUDA, so that later forks stay clean."""
+    import torch
+
+    if device not in ("auto", "cpu", "cuda"):
+        raise ValueError(f'device={device!r}: it is "auto", "cpu" or "cuda"')
+    gpus = 0 if device == "cpu" else torch.cuda.device_count()
+    if device == "cuda" and gpus < nproc:
+        raise ValueError(f"{nproc} ranks on cuda need {nproc} GPUs, and here are {gpus}: lower nproc, or device='cpu'")
+    if 0 < gpus < nproc:
+        print(f"[launch] {nproc} ranks and {gpus} GPUs: running on the CPU")
+    return "cuda" if gpus >= nproc else "cpu"

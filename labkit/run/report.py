@@ -1,0 +1,151 @@
+"""Which rank failed first, and why: read from what the ranks left behind, not from the loudest traceback.
+
+When one rank fails, its peers fail a moment later inside a collective ("Connection closed by peer"), and on gloo it is
+often rank 0 that shouts first. So the ranks are sorted by what is known of each:
+
+    raised     an exception of its own           -> the cause; the earliest of them
+    died       neither report nor goodbye        -> the cause: killed, crashed, or left through os._exit
+    finished   said goodbye while others waited  -> the cause, when those others lost their connection to it
+    stopped    alive until it was told to stop   -> the cause, when the others waited for it in vain
+    echo       an exception that another rank's end explains
+"""
+
+import json
+import re
+import signal
+from dataclasses import dataclass
+
+ECHO = re.compile(r"onnection (closed|reset|was|refused)|roken pipe|remote process exited|ncclRemoteError", re.I)
+TIMEOUT = re.compile(r"tim(ed|ing) ?out|timeout", re.I)
+
+
+@dataclass
+class RankEnd:
+    """How one rank ended. state: raised, echo, timeout, died, finished, stopped or absent."""
+
+    rank: int
+    state: str
+    error: dict
+    collective: dict | None  # {"count", "op", "bytes"}: the last one it started
+    stack: str
+    exit_code: int | None
+
+    def waiting_in(self):
+        if self.collective is None:
+            return "no collective through labkit.comm yet"
+        c = self.collective
+        return f"collective {c['count']}: {c['op']} of {c['bytes']:,} bytes"
+
+
+def read_ends(folder, nproc, events):
+    """One RankEnd for each rank, from its events, its black box, its stack and its exit code."""
+    exits_file = folder / "exits.json"
+    exits = json.loads(exits_file.read_text()) if exits_file.exists() else {}
+    ends = []
+    for rank in range(nproc):
+        kinds = {event["kind"]: event for event in events[rank]}
+        box = folder / f"rank-{rank}.box"
+        box_text = box.read_text().strip() if box.exists() else ""
+        stack = folder / f"rank-{rank}.stack"
+        stack_text = stack.read_text() if stack.exists() else ""
+        error = kinds.get("error", {})
+        if error:
+            text = error["message"]
+            state = "echo" if ECHO.search(text) else "timeout" if TIMEOUT.search(text) else "raised"
+        elif "done" in kinds:
+            state = "finished"
+        elif "start" not in kinds:
+            state = "absent"
+        else:
+            state = "stopped" if stack_text else "died"
+        collective = json.loads(box_text) if box_text else None
+        ends.append(RankEnd(rank, state, error, collective, stack_text, exits.get(str(rank))))
+    return ends
+
+
+def explain(ends, timed_out=None):
+    """(cause, text): the RankEnd that failed first, None where no single rank did, and the message for the person."""
+    by_state = {state: [end for end in ends if end.state == state] for state in {end.state for end in ends}}
+    waiting = by_state.get("echo", []) + by_state.get("timeout", [])
+    if raised := by_state.get("raised"):
+        cause = min(raised, key=lambda end: end.error["time"])
+        headline = f"rank {cause.rank} raised {cause.error['type']}: {cause.error['message']}"
+    elif clash := mismatch(ends):
+        cause, headline = clash
+    elif died := by_state.get("died"):
+        cause = next((end for end in died if end.exit_code), died[0])
+        headline = f"rank {cause.rank} {manner_of_death(cause)}"
+    elif timed_out:
+        cause, headline = None, f"stopped after {timed_out:g} s, the limit of this launch (timeout={timed_out:g})"
+    elif waiting and by_state.get("finished"):
+        cause = by_state["finished"][0]
+        headline = f"rank {cause.rank} finished early, while rank {waiting[0].rank} was still waiting for it"
+    elif waiting and by_state.get("stopped"):
+        cause = by_state["stopped"][0]
+        headline = f"rank {cause.rank} hangs: the others waited for it in vain"
+    elif waiting:
+        cause = None
+        headline = "the ranks waited for each other in vain" + different_lines(waiting)
+    elif absent := by_state.get("absent"):
+        cause, headline = absent[0], f"rank {absent[0].rank} never started"
+    else:
+        cause, headline = None, "the launcher failed"
+    return cause, "\n".join([headline, *details(ends, cause)])
+
+
+def mismatch(ends):
+    """The first collective that two ranks called differently, where both stand at the same count."""
+    known = [end for end in ends if end.collective and end.state in ("echo", "timeout", "died")]
+    for one in known:
+        for other in known:
+            a, b = one.collective, other.collective
+            if a["count"] == b["count"] and one.rank < other.rank and (a["op"], a["bytes"]) != (b["op"], b["bytes"]):
+                text = f"ranks {one.rank} and {other.rank} called different collectives: rank {one.rank} is in"
+                return None, f"{text} {one.waiting_in()}; rank {other.rank} is in {other.waiting_in()}"
+    return None
+
+
+def different_lines(waiting):
+    lines = {end.error["line"]: end.rank for end in waiting}
+    if len(lines) < 2:
+        return ""
+    return ", at different lines: " + "; ".join(f"rank {rank} at `{line}`" for line, rank in lines.items())
+
+
+def manner_of_death(end):
+    if end.exit_code is None:
+        return "died without a Python exception (killed, or crashed in native code)"
+    if end.exit_code == 0:
+        return "left early with exit code 0, before its work was done"
+    if end.exit_code > 0:
+        return f"left early with exit code {end.exit_code}"
+    name = signal.Signals(-end.exit_code).name
+    hint = ": killed from outside, often for want of memory" if name == "SIGKILL" else ""
+    return f"died of {name} (signal {-end.exit_code}){hint}"
+
+
+def details(ends, cause):
+    """The cause's line, last collective and traceback; each other rank in one line."""
+    for end in ends:
+        if end is cause:
+            if end.error:
+                yield f"    at line {end.error['lineno']}: {end.error['line']}"
+            yield f"    last collective of rank {end.rank}: {end.waiting_in()}"
+        elif end.state in ("echo", "timeout"):
+            yield f"    rank {end.rank} gave up waiting at `{end.error['line']}` ({end.waiting_in()})"
+        elif end.state == "raised":
+            yield f"    rank {end.rank} raised {end.error['type']}: {end.error['message']}"
+        else:
+            yield f"    rank {end.rank} {'was running' if end.state == 'stopped' else end.state} ({end.waiting_in()})"
+    for end in ends:
+        if end.state == "stopped":
+            yield f"\nrank {end.rank} was here when it was stopped:\n{own_frames(end.stack)}"
+    if cause is not None and cause.error:
+        yield f"\n{cause.error['traceback']}"
+
+
+def own_frames(stack):
+    """The innermost frame, and those of a cell; the machinery between them helps nobody."""
+    lines = [line for line in stack.splitlines() if line.startswith("  File")]
+    shown = lines[:1] + [line for line in lines[1:] if "<cell>" in line]
+    return "\n".join(re.sub(r'"[^"]*/', '"', line) for line in shown)

@@ -1,0 +1,239 @@
+"""What one rank does: redirect its output, join the process group, run the target, report how it ended.
+
+    run folder/
+      job.json         what to run                                   written by launch
+      rank-1.log       everything rank 1 prints, also from C++
+      rank-1.jsonl     its events: start, record, progress, error, done    read by launch as they come
+      rank-1.box       its last collective, in a memory map: survives kill -9
+      rank-1.stack     where it was when it was told to stop
+
+The same file serves the warm path (a fork of labkit.run.agent) and a plain shell:
+
+    torchrun --standalone --nproc-per-node 2 -m labkit.run.worker labkit.run.compare:train steps=20
+"""
+
+import ctypes
+import datetime
+import faulthandler
+import importlib
+import inspect
+import json
+import linecache
+import mmap
+import os
+import runpy
+import signal
+import sys
+import time
+import traceback
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from labkit import comm
+
+PR_SET_PDEATHSIG = 1
+BOX_BYTES = 256
+
+
+class EventFile:
+    """One JSON line an event, flushed as it is written: the notebook reads it while the rank runs."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def write(self, kind, **fields):
+        self.file.write(json.dumps({"kind": kind, **fields}, default=plain) + "\n")
+
+
+def plain(value):
+    """Tensors and numpy values of one element as Python numbers; anything else that JSON cannot hold is an error."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, (torch.dtype, torch.device, Path)):
+        return str(value)
+    raise TypeError(f"record() takes numbers, strings, lists and dicts, not {type(value).__name__}")
+
+
+class BlackBox:
+    """The last collective that this rank started, kept where a killed process leaves it readable."""
+
+    def __init__(self, path):
+        path.write_bytes(b" " * BOX_BYTES)
+        with open(path, "r+b") as file:
+            self.map = mmap.mmap(file.fileno(), BOX_BYTES)
+        self.count = 0
+        self.last = None
+
+    def append(self, event):
+        self.count += 1
+        self.last = event
+        line = f'{{"count": {self.count}, "op": "{event.op}", "bytes": {event.payload_bytes}}}'
+        self.map[:] = line.encode().ljust(BOX_BYTES)
+
+    def describe(self):
+        if self.last is None:
+            return None
+        return {"count": self.count, "op": self.last.op, "bytes": self.last.payload_bytes}
+
+
+@dataclass
+class Context:
+    """What the target gets: who this rank is, and how it reports.
+
+    record(**fields) adds one row to run.records; progress(step, total) moves the notebook's bar (rank 0's is shown).
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+    events: EventFile = field(repr=False)
+
+    def record(self, **fields):
+        self.events.write("record", rank=self.rank, **fields)
+
+    def progress(self, step, total):
+        if self.rank == 0:
+            self.events.write("progress", step=step, total=total)
+
+
+def main(job_path):
+    """Run the job on this rank. Raises what the target raises, after having reported it."""
+    die_with_parent()
+    folder = Path(job_path).parent
+    job = json.loads(Path(job_path).read_text())
+    rank, world_size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    redirect_output(folder / f"rank-{rank}.log")
+    stack_file = open(folder / f"rank-{rank}.stack", "w")
+    faulthandler.register(signal.SIGTERM, file=stack_file, all_threads=False, chain=True)
+    events = EventFile(open(folder / f"rank-{rank}.jsonl", "a", buffering=1))
+    events.write("start", pid=os.getpid())
+    box = BlackBox(folder / f"rank-{rank}.box")
+    sys.path[:0] = [path for path in job["sys_path"] if path not in sys.path]
+    os.chdir(job["cwd"])
+    context = Context(rank, world_size, local_rank, torch.device("cpu"), events)
+    try:
+        with comm.record(box):
+            if job["kind"] == "script":
+                run_script(job)
+            else:
+                join_group(job, f"file://{folder}/store", context)
+                run_target(job, context)
+                dist.destroy_process_group()
+        events.write("done", time=time.time())
+    except BaseException as error:
+        if isinstance(error, SystemExit) and not error.code:
+            events.write("done", time=time.time())
+        else:
+            traceback.print_exc()
+            events.write("error", **describe_error(error, job), collective=box.describe())
+        raise
+
+
+def die_with_parent():
+    """Linux: the kernel kills this process when its parent dies, however that happens."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def redirect_output(path):
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    sys.stdout.reconfigure(line_buffering=True)
+
+
+def join_group(job, init_method, context):
+    """One process group of all ranks: NCCL with one GPU a rank, or gloo on loopback sockets."""
+    if job["device"] == "cuda":
+        context.device = torch.device("cuda", context.local_rank)
+        torch.cuda.set_device(context.device)
+    else:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+        torch.set_num_threads(job["threads"])
+    dist.init_process_group(
+        "nccl" if job["device"] == "cuda" else "gloo",
+        init_method=init_method,
+        rank=context.rank,
+        world_size=context.world_size,
+        timeout=datetime.timedelta(seconds=job["collective_timeout"]),
+        device_id=context.device if job["device"] == "cuda" else None,
+    )
+
+
+def run_script(job):
+    sys.argv = [job["target"], *job["arguments"]]
+    runpy.run_path(job["target"], run_name="__main__")
+
+
+def run_target(job, context):
+    if job["kind"] == "function":
+        module, _, name = job["target"].partition(":")
+        function = getattr(importlib.import_module(module), name)
+        call(function, context, job["parameters"])
+        return
+    namespace = {"__name__": "cell", "torch": torch, "dist": dist, "comm": comm}
+    if job["kind"] == "cell":
+        namespace |= {name: getattr(context, name) for name in ("rank", "world_size", "local_rank", "device")}
+        namespace |= {"record": context.record, "progress": context.progress}
+        namespace |= job["parameters"]
+    exec(compile_source(job["target"]), namespace)
+    if job["kind"] == "source":
+        call(namespace[job["name"]], context, job["parameters"])
+
+
+def compile_source(source):
+    """Tracebacks show the lines of a cell as they show those of a file."""
+    linecache.cache["<cell>"] = (len(source), None, source.splitlines(keepends=True), "<cell>")
+    return compile(source, "<cell>", "exec")
+
+
+def call(function, context, parameters):
+    signature = inspect.signature(function)
+    try:
+        signature.bind(context, **parameters)
+    except TypeError as error:
+        raise TypeError(f"{function.__name__}{signature}: {error}") from None
+    function(context, **parameters)
+
+
+def describe_error(error, job):
+    """The last line of the target's own code on the way to the error, and the traceback from there on."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [i for i, f in enumerate(frames) if f.filename == "<cell>" or f.filename == job["target"]]
+    first = own[0] if own else next((i for i, f in enumerate(frames) if f.filename != __file__), 0)
+    shown = traceback.format_list(frames[first:]) + traceback.format_exception_only(error)
+    line = frames[own[-1]] if own else frames[-1]
+    return {
+        "time": time.time(),
+        "type": type(error).__name__,
+        "message": str(error),
+        "line": line.line,
+        "lineno": line.lineno,
+        "traceback": "".join(shown),
+    }
+
+
+def shell(target, *assignments):
+    """The same from a plain torchrun: records go to the terminal, as JSON lines."""
+    parameters = {name: json.loads(value) for name, _, value in (text.partition("=") for text in assignments)}
+    device = "cuda" if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]) else "cpu"
+    job = {"target": target, "kind": "function", "parameters": parameters, "device": device, "threads": 1}
+    rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+    context = Context(rank, int(os.environ["WORLD_SIZE"]), local_rank, torch.device("cpu"), EventFile(sys.stdout))
+    join_group(job | {"collective_timeout": 600}, "env://", context)
+    run_target(job, context)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    if sys.argv[1].endswith(".json"):
+        main(sys.argv[1])
+    else:
+        shell(*sys.argv[1:])
