@@ -1,0 +1,78 @@
+"""Models by name: plain torch modules that know nothing of ranks, in three sizes, each with its loss.
+
+              tiny                     small (about 1 million)      medium (about 10 million parameters)
+    mlp       64-256-256-10            4 hidden layers of 576       5 of 1536
+    resnet    depth 8, width 4         depth 20, width 32           depth 20, width 96
+    gpt       2 layers of 32           4 layers of 128              6 layers of 384
+
+tiny is for tests and first looks (a step of a batch of 32 in milliseconds on one core), medium for benchmarks.
+"""
+
+import inspect
+
+from torch.nn import functional as F
+
+from labkit.models import data
+from labkit.models.gpt import GPT, Block
+from labkit.models.mlp import MLP, is_hidden
+from labkit.models.names import known
+from labkit.models.resnet import ResNet, is_plain_block
+
+__all__ = ["SIZES", "build", "cross_entropy", "data", "loss", "unit"]
+
+CLASSES = {"mlp": MLP, "resnet": ResNet, "gpt": GPT}
+SIZES = {
+    "mlp": {
+        "tiny": {"sizes": (64, 256, 256, 10)},
+        "small": {"sizes": (64, 576, 576, 576, 576, 10)},
+        "medium": {"sizes": (64, 1536, 1536, 1536, 1536, 1536, 10)},
+    },
+    "resnet": {
+        "tiny": {"depth": 8, "width": 4},
+        "small": {"depth": 20, "width": 32},
+        "medium": {"depth": 20, "width": 96},
+    },
+    "gpt": {
+        "tiny": {"layers": 2, "heads": 2, "width": 32},
+        "small": {"layers": 4, "heads": 4, "width": 128},
+        "medium": {"layers": 6, "heads": 6, "width": 384},
+    },
+}
+UNITS = {"mlp": is_hidden, "resnet": is_plain_block, "gpt": Block}  # the part that repeats and keeps its input's shape
+
+
+def build(name, size="tiny", **overrides):
+    """The model `name` ("mlp", "resnet", "gpt") of a size ("tiny", "small", "medium"), with torch's own random weights.
+
+    `overrides` replace arguments of the class, as in build("gpt", "small", layers=8, dropout=0.1).
+    Raises ValueError for a name, a size or an override that does not exist, and lists those that do.
+    """
+    sizes = known("model", name, SIZES)
+    arguments = {**known("size", size, sizes), **overrides}
+    accepted = inspect.signature(CLASSES[name]).parameters
+    for argument in arguments:
+        known(f"argument of {CLASSES[name].__name__}", argument, accepted)
+    return CLASSES[name](**arguments)
+
+
+def loss(name):
+    """The loss of model `name`: a function (output, target) -> mean over samples (and tokens), a scalar.
+
+    Classifiers: output [B, classes], target [B]. gpt: output [B, T, vocab], target [B, T]. Targets are int64.
+    Raises ValueError for an unknown name.
+    """
+    known("model", name, SIZES)
+    return cross_entropy
+
+
+def unit(name):
+    """What repeats in model `name` and keeps its input's shape: a class, or a function module -> bool.
+
+    Raises ValueError for an unknown name.
+    """
+    return known("model", name, UNITS)
+
+
+def cross_entropy(output, target):
+    """Mean cross-entropy over all targets. output [..., classes] floats, target [...] int64 -> scalar."""
+    return F.cross_entropy(output.flatten(0, -2), target.flatten())

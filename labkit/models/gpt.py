@@ -1,0 +1,97 @@
+"""A GPT: embeddings, blocks of causal attention and a two-layer network, and the embedding again as the output layer.
+
+    tokens [B, T] -- E + position -- | x + attention(norm(x)) ; x + network(norm(x)) | -- norm -- E^T -- [B, T, vocab]
+                     ^                              one block, layers times                       ^
+                     |_________________________ tied: the same matrix ____________________________|
+
+Parameters: 12 x layers x width^2 in the blocks' matrices, plus (vocab + context) x width.
+Multiply-adds of a forward, per token: the blocks' matrices + 2 x layers x context x width (attention) + vocab x width.
+Vaswani et al., Attention Is All You Need, NeurIPS 2017, section 3; Radford et al., Language Models are Unsupervised
+Multitask Learners, 2019, section 2.3 (norms first, scaled initialisation); Press and Wolf, EACL 2017 (tied embeddings).
+"""
+
+import math
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Attention(nn.Module):
+    """Causal self-attention. forward: [B, T, C] -> [B, T, C]; position t sees positions 0 to t."""
+
+    def __init__(self, width, heads, dropout):
+        super().__init__()
+        self.heads = heads
+        self.dropout = dropout
+        self.query_key_value = nn.Linear(width, 3 * width)
+        self.output = nn.Linear(width, width)
+
+    def forward(self, x):
+        B, T, C = x.shape
+        heads = self.query_key_value(x).view(B, T, 3, self.heads, C // self.heads)  # [B, T, 3, heads, C / heads]
+        query, key, value = heads.permute(2, 0, 3, 1, 4)  # each [B, heads, T, C / heads]
+        dropout = self.dropout if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
+        mixed = mixed.transpose(1, 2).reshape(B, T, C)
+        return F.dropout(self.output(mixed), self.dropout, self.training)
+
+
+class Block(nn.Module):
+    """Attention, then a network four times as wide, each added to its input. forward: [B, T, C] -> [B, T, C]."""
+
+    def __init__(self, width, heads, dropout=0.0):
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(width)
+        self.attention = Attention(width, heads, dropout)
+        self.network_norm = nn.LayerNorm(width)
+        self.network = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(dropout)
+        )
+
+    def forward(self, x):
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.network(self.network_norm(x))
+
+
+class GPT(nn.Module):
+    """`vocab` tokens, `context` positions at most, `layers` blocks of `heads` heads, `width` channels.
+
+    `tied`: the output layer *is* the token embedding: one parameter, whose gradient is the sum over both its uses.
+    forward: tokens [B, T] int64 -> logits [B, T, vocab].
+    Raises ValueError when `heads` does not divide `width`, and in forward when T > context.
+    """
+
+    def __init__(self, vocab=256, context=64, layers=4, heads=4, width=128, dropout=0.0, tied=True):
+        super().__init__()
+        if width % heads:
+            raise ValueError(f"the heads must divide the width, got heads={heads}, width={width}")
+        self.context = context
+        self.dropout = dropout
+        self.token_embedding = nn.Embedding(vocab, width)
+        self.position_embedding = nn.Embedding(context, width)
+        self.blocks = nn.Sequential(*[Block(width, heads, dropout) for _ in range(layers)])
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocab, bias=False)
+        self.initialise(layers)
+        if tied:
+            self.head.weight = self.token_embedding.weight
+
+    def initialise(self, layers):
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+        for block in self.blocks:  # 2 x layers terms are added up: each starts smaller, so that their sum does not grow
+            nn.init.normal_(block.attention.output.weight, std=0.02 / math.sqrt(2 * layers))
+            nn.init.normal_(block.network[2].weight, std=0.02 / math.sqrt(2 * layers))
+
+    def forward(self, tokens):  # [B, T]
+        T = tokens.shape[1]
+        if self.context < T:
+            raise ValueError(f"{T} tokens do not fit the model's context of {self.context}")
+        positions = torch.arange(T, device=tokens.device)
+        x = self.token_embedding(tokens) + self.position_embedding(positions)  # [B, T, C]
+        x = F.dropout(x, self.dropout, self.training)
+        return self.head(self.norm(self.blocks(x)))  # [B, T, vocab]

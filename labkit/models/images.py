@@ -1,0 +1,32 @@
+"""Labelled images as bytes, turned into floats one at a time: a quarter of the memory of storing floats.
+
+    pixels [N, C, H, W] or [N, features] uint8    item i -> (pixels[i] / 127.5 - 1 float32, labels[i] int64)
+
+Held: C x H x W + 8 bytes per image.
+"""
+
+import torch
+from torch.utils.data import Dataset
+
+
+class Images(Dataset):
+    """Pixels [N, ...] uint8 and labels [N] int64 -> items (floats from -1 to 1, label as a scalar int64 tensor).
+
+    `str(dataset)` says what they are. Raises ValueError when the two numbers differ.
+    """
+
+    def __init__(self, pixels, labels, description):
+        if len(pixels) != len(labels):
+            raise ValueError(f"{len(pixels)} images and {len(labels)} labels")
+        self.pixels = pixels
+        self.labels = labels
+        self.description = description
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitem__(self, index):
+        return self.pixels[index].to(torch.float32) / 127.5 - 1, self.labels[index].to(torch.int64)
+
+    def __str__(self):
+        return self.description

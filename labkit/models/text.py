@@ -1,0 +1,85 @@
+"""Python's own standard library as text: source files as bytes, cut into windows, each with the bytes that follow.
+
+    ...import os\\nimport sys\\n\\ndef main...      item i: tokens  bytes [i T, i T + T)
+       [ tokens: T bytes  ]                             target  bytes [i T + 1, i T + T + 1)
+        [ target: T bytes  ]
+
+Held: one byte per token. A window is used once per epoch: N bytes make (N - 1) // T items.
+Byte-level modelling as in Al-Rfou et al., Character-Level Language Modeling with Deeper Self-Attention, AAAI 2019.
+"""
+
+import os
+import platform
+import sysconfig
+from pathlib import Path
+
+import torch
+from torch.utils.data import Dataset
+
+from labkit.models.names import known
+
+# Other people's packages, tests (half of the library's bytes), and what differs from one build to the next.
+LEFT_OUT = ("site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "turtledemo")
+BUILD_DEPENDENT = ("config-", "_sysconfigdata", "sitecustomize", "usercustomize")
+TRAINING_SHARE = 0.9
+
+
+class Text(Dataset):
+    """Bytes [N] uint8 -> items (tokens [context] int64, the next tokens [context] int64), values 0 to 255.
+
+    `str(dataset)` says what it is. Raises ValueError when the bytes do not fill one window.
+    """
+
+    def __init__(self, corpus, context, description):
+        if len(corpus) <= context:
+            raise ValueError(f"{len(corpus)} bytes of text do not fill one window of {context} and the byte after it")
+        self.corpus = corpus
+        self.context = context
+        self.description = description
+
+    def __len__(self):
+        return (len(self.corpus) - 1) // self.context
+
+    def __getitem__(self, index):
+        if not 0 <= index < len(self):
+            raise IndexError(f"window {index} of {len(self)}")
+        start = index * self.context
+        window = self.corpus[start : start + self.context + 1].to(torch.int64)
+        return window[:-1], window[1:]
+
+    def __str__(self):
+        return self.description
+
+
+def stdlib_text(context=64, split="train", max_bytes=4 * 2**20):
+    """The standard library of the running Python as `Text`: whole .py files in sorted order, at most `max_bytes`.
+
+    The first nine tenths are split="train", the rest "test". The same Python version gives the same bytes.
+    Raises ValueError for another split, FileNotFoundError for a Python that comes without its source.
+    """
+    known("split", split, ("train", "test"))
+    folder = Path(sysconfig.get_path("stdlib"))
+    chunks, size = [], 0
+    for path in source_files(folder):
+        chunk = path.read_bytes()
+        if size + len(chunk) > max_bytes:
+            break
+        chunks.append(chunk)
+        size += len(chunk)
+    if not size:
+        raise FileNotFoundError(f"no Python source of at most {max_bytes} bytes in {folder}")
+    corpus = torch.frombuffer(bytearray(b"".join(chunks)), dtype=torch.uint8)
+    boundary = int(size * TRAINING_SHARE)
+    corpus = corpus[:boundary] if split == "train" else corpus[boundary:]
+    version = platform.python_version()
+    source = f"Python {version}'s standard library: {len(chunks)} files, {size} bytes"
+    return Text(corpus, context, f"{source}; {len(corpus)} of them ({split}) in windows of {context}")
+
+
+def source_files(folder):
+    """The library's .py files, sorted by their path below `folder` (a Path), whatever order the file system has."""
+    found = []
+    for place, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if name not in LEFT_OUT and not name.startswith(BUILD_DEPENDENT)]
+        found += [Path(place, name) for name in files if name.endswith(".py") and not name.startswith(BUILD_DEPENDENT)]
+    return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
