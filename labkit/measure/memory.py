@@ -1,0 +1,248 @@
+"""Memory by kind: every live storage, counted once, to the byte, the same on CPU and GPU.
+
+    bytes |            ______ <- peak
+          |         __|  a   |__                parameters        held all along
+          |      __|  activations __            gradients         appear as backward goes
+          |   __|____________|_gradients|___    activations       grow in forward, fall in backward
+          |  |  parameters              |st|    optimizer_states  appear in the first step
+          +--+------------+-------------+--+-> time
+             forward       backward       step
+
+A tensor is a window on a storage, and views share one; so storages are counted, not tensors. A dispatch mode sees every
+operator, in backward too, and hence every new storage; a weak reference tells when one is freed. What is kept is
+one list of (moment, storage, change in bytes), and everything else is a sum over it. What a storage is *for* is often
+known only later (a temporary of backward becomes `p.grad`), so a kind, once learnt, holds for its whole life.
+
+Not seen: work space inside one kernel, and what the allocator rounds up; on CUDA `cuda_peak` stands beside it.
+"""
+
+import time
+import weakref
+from contextlib import ExitStack
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+# Where a storage serves two ends the first counts: a bucket whose views are `p.grad` is gradients, not communication.
+KINDS = ("parameters", "gradients", "optimizer_states", "buffers", "communication", "activations")
+
+COLLECTIVES = {"c10d", "_c10d_functional", "symm_mem"}
+
+
+class Storage:
+    """What is known of one storage: its bytes now, its kind, and a weak reference that tells when it is freed."""
+
+    __slots__ = ("kind", "marked", "reference", "size")
+
+    def __init__(self, reference):
+        self.reference = reference
+        self.size = 0
+        self.kind = "activations"
+        self.marked = False
+
+
+class MemoryTracker(TorchDispatchMode):
+    """Context manager that counts live tensor bytes by kind while it is entered; every entry starts anew.
+
+        with MemoryTracker(model, optimizer) as memory:
+            loss(model(x), y).backward()
+            optimizer.step()
+        memory.peak           {"parameters": 1024, ..., "activations": 4096}   bytes, when the total was largest
+
+    module: its parameters, their gradients and its buffers count from the start. optimizer: so do its states.
+    Neither is needed for what is created inside: parameters are known when an operator uses them, gradients when they
+    are accumulated, optimizer states when any torch optimizer steps, communication when a collective touches it.
+    Everything else created inside is activations. Tensors made before, such as the input batch, do not count.
+    device: count only this device type ("cuda" leaves the batches of a loader on the host out).
+    """
+
+    def __init__(self, module=None, optimizer=None, device=None):
+        super().__init__()
+        self._module = module
+        self._first_optimizer = optimizer
+        self._device = torch.device(device).type if device is not None else None
+        self._watched = None
+
+    def __enter__(self):
+        self._storages = {}  # address of the storage -> Storage, alive ones only
+        self._log = []  # (moment, Storage, change in bytes); append is atomic, so backward threads may write too
+        self._parameters = WeakIdKeyDictionary()
+        self._optimizers = WeakIdKeyDictionary()
+        self._watched = ExitStack()
+        self._start = time.perf_counter()
+        if self._first_optimizer is not None:
+            self._optimizers[self._first_optimizer] = True
+        self._scan()
+        for hook, register in (
+            (self._before_step, register_optimizer_step_pre_hook),
+            (self._after_step, register_optimizer_step_post_hook),
+        ):
+            self._watched.callback(register(hook).remove)
+        self._watch_storage_resize()
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.reset_peak_memory_stats()
+        return super().__enter__()
+
+    def __exit__(self, *exception):
+        super().__exit__(*exception)
+        self._scan()
+        self._watched.close()
+        self._watched = None
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # a DTensor first becomes operators on its local shard; those come back here
+        inputs = tree_leaves((args, kwargs))
+        result = operator(*args, **(kwargs or {}))
+        outputs = tree_leaves(result)
+        # torch.tensor(...) builds its storage unseen and hands it to lift_fresh: the one input that is new.
+        given = set() if operator is torch.ops.aten.lift_fresh.default else {s._cdata for s in storages_of(inputs)}
+        for storage in storages_of(outputs):
+            if storage._cdata in self._storages or storage._cdata not in given:
+                self._count(storage)
+        for tensor in inputs:
+            if isinstance(tensor, torch.nn.Parameter):
+                self._watch_parameter(tensor)
+        if operator.namespace in COLLECTIVES:
+            self._learn([*inputs, *outputs], "communication")
+        return result
+
+    def mark(self, tensor, kind):
+        """Say what `tensor` is for (one of KINDS), whatever the tracker thinks; its storage counts from now on."""
+        if kind not in KINDS:
+            raise ValueError(f"unknown kind of memory {kind!r}; the kinds are {', '.join(KINDS)}")
+        for storage in storages_of([tensor]):
+            if known := self._count(storage):
+                known.kind, known.marked = kind, True
+
+    @property
+    def current(self):
+        """Bytes by kind alive now (inside) or at exit."""
+        self._scan()
+        return self._totals(len(self._log))
+
+    @property
+    def peak(self):
+        """Bytes by kind at the moment when their sum was largest."""
+        self._scan()
+        return self._totals(self._peak()[1])
+
+    @property
+    def peak_total(self):
+        """The largest number of bytes alive at once."""
+        return self._peak()[0]
+
+    @property
+    def cuda_peak(self):
+        """torch.cuda.max_memory_allocated() since entry, work space and rounding included; None without CUDA."""
+        return torch.cuda.max_memory_allocated() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+
+    @property
+    def samples(self):
+        """[(seconds since entry, bytes by kind)], one after every change: the data of a memory timeline."""
+        self._scan()
+        totals, samples = dict.fromkeys(KINDS, 0), []
+        for moment, storage, change in self._log:
+            totals[storage.kind] += change
+            samples.append((moment - self._start, dict(totals)))
+        return samples
+
+    def _totals(self, length):
+        totals = dict.fromkeys(KINDS, 0)
+        for _, storage, change in self._log[:length]:
+            totals[storage.kind] += change
+        return totals
+
+    def _peak(self):
+        """Largest total, and how many log entries lead up to it."""
+        total = peak = length = 0
+        for position, (_, _, change) in enumerate(self._log, start=1):
+            total += change
+            if total > peak:
+                peak, length = total, position
+        return peak, length
+
+    def _count(self, storage):
+        """Begin to count a storage, or note its new size; None for one on a device that is left out."""
+        if storage.device.type == "meta" or self._device not in (None, storage.device.type):
+            return None
+        address = storage._cdata
+        known = self._storages.get(address)
+        if known is None:
+            known = self._storages[address] = Storage(weakref.ref(storage, lambda _: self._freed(address)))
+        if change := storage.nbytes() - known.size:
+            known.size += change
+            self._log.append((time.perf_counter(), known, change))
+        return known
+
+    def _freed(self, address):
+        known = self._storages.pop(address)
+        if self._watched is not None and known.size:
+            self._log.append((time.perf_counter(), known, -known.size))
+
+    def _learn(self, tensors, kind):
+        for storage in storages_of(tensors):
+            known = self._count(storage)
+            if known and not known.marked and KINDS.index(kind) < KINDS.index(known.kind):
+                known.kind = kind
+
+    def _scan(self):
+        """Look at what module and optimizers hold now; after exit nothing new is learnt."""
+        if self._watched is None:
+            return
+        if self._module is not None:
+            for parameter in self._module.parameters():
+                self._watch_parameter(parameter)
+            self._learn(self._module.buffers(), "buffers")
+        for optimizer in list(self._optimizers):
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    self._watch_parameter(parameter)
+            # An optimizer may keep a reference to a gradient or a weight in its state; those keep their kind.
+            self._learn(tree_leaves(list(optimizer.state.values())), "optimizer_states")
+        for parameter in list(self._parameters):
+            self._learn([parameter.grad], "gradients")
+
+    def _watch_parameter(self, parameter):
+        self._learn([parameter], "parameters")
+        if parameter not in self._parameters:
+            self._parameters[parameter] = True
+            self._learn([parameter.grad], "gradients")
+            if parameter.requires_grad and parameter.is_leaf:
+                hook = parameter.register_post_accumulate_grad_hook(lambda p: self._learn([p.grad], "gradients"))
+                self._watched.callback(hook.remove)
+
+    def _before_step(self, optimizer, args, kwargs):
+        self._optimizers[optimizer] = True
+        self._scan()  # FSDP sets the gradients of its shards itself, without accumulation
+
+    def _after_step(self, optimizer, args, kwargs):
+        self._scan()
+
+    def _watch_storage_resize(self):
+        """FSDP frees and refills gathered parameters with storage.resize_, which is no operator: stand in its way."""
+        original = torch.UntypedStorage.resize_
+
+        def resize_(storage, size):
+            result = original(storage, size)
+            if storage._cdata in self._storages:
+                self._count(storage)
+            return result
+
+        torch.UntypedStorage.resize_ = resize_
+        self._watched.callback(setattr, torch.UntypedStorage, "resize_", original)
+
+
+def storages_of(values):
+    """The storages of all tensors among `values`; of a DTensor or another wrapper, those of the tensors inside."""
+    for value in values:
+        if isinstance(value, torch.UntypedStorage):
+            yield value
+        elif isinstance(value, torch.Tensor):
+            if hasattr(value, "__tensor_flatten__"):
+                yield from storages_of(getattr(value, name) for name in value.__tensor_flatten__()[0])
+            elif value.layout is torch.strided:
+                yield value.untyped_storage()

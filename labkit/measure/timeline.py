@@ -1,0 +1,245 @@
+"""What one rank did when: spans in two lanes, and how much of the network time nobody computed under.
+
+    compute   |--- forward ---|---------- backward ----------|////////|- optimizer -|
+    network                        |= bucket 2 =|= bucket 1 =|= bucket 0 =|
+                                                             ^^^^^^^^ exposed: the network works, compute stands still
+
+    exposed communication = network time - the part of it under which this rank computed
+
+A span of `backward()` includes the moments at its end in which backward waits for the last bucket. The event log says
+how long each operation kept its caller waiting, so these moments leave the compute lane and count as exposed.
+All times are `time.perf_counter()`, one clock for all processes of a machine, so ranks merge without alignment.
+
+Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, VLDB 2020, section 5 (figure 6).
+Export: the Chrome trace event format, as read by Perfetto (ui.perfetto.dev) and chrome://tracing.
+"""
+
+import json
+import math
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pandas as pd
+import torch
+
+LANES = ("compute", "network")
+
+
+@dataclass(slots=True)
+class Span:
+    """Something that one rank did from `start` to `end`, in seconds of time.perf_counter(). info: JSON scalars."""
+
+    name: str
+    lane: str
+    start: float
+    end: float
+    rank: int = 0
+    info: dict = field(default_factory=dict)
+
+
+class Timeline:
+    """The spans of one rank (or, merged, of several).
+
+        timeline = Timeline(rank)
+        with comm.record() as events:
+            with timeline.span("forward"): ...
+            with timeline.span("backward"): ...
+        timeline.add_comm(events)
+
+    device: give a CUDA device, and each span waits for its work at both edges. Its length is then the device's time,
+    but what would have run side by side across an edge no longer does.
+    """
+
+    def __init__(self, rank=0, device=None):
+        self.rank = rank
+        self.spans = []
+        self._on_cuda = device is not None and torch.device(device).type == "cuda"
+
+    def _now(self):
+        if self._on_cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    @contextmanager
+    def span(self, name, lane="compute", **info):
+        """Time a block. It is kept also when the block raises: a trace of a failure is worth most."""
+        start = self._now()
+        try:
+            yield
+        finally:
+            self.spans.append(Span(name, lane, start, self._now(), self.rank, info))
+
+    def add_comm(self, events, names=None):
+        """Add the events of `comm.record()` as network spans. names: one label each, by default the operation."""
+        names = [event.op for event in events] if names is None else list(names)
+        if len(names) != len(events):
+            raise ValueError(f"{len(events)} events but {len(names)} names")
+        for event, name in zip(events, names, strict=True):
+            if event.end is None:
+                raise ValueError(f"{event.op} is still in flight: wait for it before adding it to the timeline")
+            info = {
+                "op": event.op,
+                "group_size": event.group_size,
+                "payload_bytes": event.payload_bytes,
+                "sent_bytes": event.sent_bytes,
+                "waited": event.waited,
+            }
+            self.spans.append(Span(name, "network", event.start, event.end, self.rank, info))
+
+    @contextmanager
+    def watch(self, **units):
+        """Time submodules: `with timeline.watch(l1=model[0], l2=model[2]):` adds "l1" and "l1 backward" spans.
+
+        A unit's backward lasts from the arrival of its output's gradient to that of the next unit, the last one's until
+        this block ends; this suits a chain of units. The spans say unit=True, and lie within forward and backward.
+        """
+        entered, open_backward, handles = {}, [], []
+
+        def close_backward(now):
+            if open_backward:
+                name, start = open_backward.pop()
+                self.spans.append(Span(name, "compute", start, now, self.rank, {"unit": True}))
+
+        def before(name):
+            def hook(module, args):
+                entered[name] = self._now()
+
+            return hook
+
+        def after(name):
+            def arrived(gradient):
+                now = self._now()
+                close_backward(now)
+                open_backward.append((f"{name} backward", now))
+
+            def hook(module, args, output):
+                self.spans.append(Span(name, "compute", entered.pop(name), self._now(), self.rank, {"unit": True}))
+                if isinstance(output, torch.Tensor) and output.requires_grad:
+                    output.register_hook(arrived)
+
+            return hook
+
+        for name, module in units.items():
+            handles += [module.register_forward_pre_hook(before(name)), module.register_forward_hook(after(name))]
+        try:
+            yield
+        finally:
+            close_backward(self._now())
+            for handle in handles:
+                handle.remove()
+
+    @classmethod
+    def merge(cls, timelines):
+        """One timeline with the spans of all, in order of start."""
+        merged = cls()
+        merged.spans = sorted((span for t in timelines for span in t.spans), key=lambda span: span.start)
+        return merged
+
+    def rows(self):
+        """Spans as flat dicts of JSON scalars, to send through record(**row); from_rows() is the way back."""
+        return [
+            {"rank": s.rank, "name": s.name, "lane": s.lane, "start": s.start, "end": s.end, **s.info}
+            for s in self.spans
+        ]
+
+    @classmethod
+    def from_rows(cls, rows):
+        """A timeline from rows() of one or several ranks, as dicts or as a DataFrame; empty cells are left out."""
+        rows = rows.to_dict("records") if isinstance(rows, pd.DataFrame) else rows
+        timeline = cls()
+        for row in rows:
+            info = {key: value for key, value in row.items() if not (isinstance(value, float) and math.isnan(value))}
+            fixed = [info.pop(key) for key in ("name", "lane", "start", "end", "rank")]
+            timeline.spans.append(Span(*fixed, info=info))
+        return timeline
+
+    def frame(self):
+        """One row per span: rank, lane, name, start_ms, end_ms, duration_ms (from the first start), and the info."""
+        origin = min((span.start for span in self.spans), default=0.0)
+        rows = []
+        for span in sorted(self.spans, key=lambda s: (s.rank, s.lane, s.start)):
+            start, end = 1e3 * (span.start - origin), 1e3 * (span.end - origin)
+            times = {"start_ms": start, "end_ms": end, "duration_ms": end - start}
+            rows.append({"rank": span.rank, "lane": span.lane, "name": span.name, **times, **span.info})
+        return pd.DataFrame(
+            rows, columns=None if rows else ["rank", "lane", "name", "start_ms", "end_ms", "duration_ms"]
+        )
+
+    def chrome_trace(self, path):
+        """Write the trace event JSON (times in us; process = rank, thread = lane) and return its path."""
+        origin = min((span.start for span in self.spans), default=0.0)
+        lanes = list(dict.fromkeys([*LANES, *(span.lane for span in self.spans)]))
+        events = []
+        for rank in sorted({span.rank for span in self.spans}):
+            events.append({"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}})
+            for thread, lane in enumerate(lanes):
+                events.append({"ph": "M", "pid": rank, "tid": thread, "name": "thread_name", "args": {"name": lane}})
+        for span in self.spans:
+            times = {"ts": 1e6 * (span.start - origin), "dur": 1e6 * (span.end - span.start)}
+            place = {"ph": "X", "pid": span.rank, "tid": lanes.index(span.lane)}
+            events.append({"name": span.name, "cat": span.lane, **place, **times, "args": span.info})
+        path = Path(path)
+        path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, indent=1))
+        return path
+
+
+def union(intervals):
+    """The same set of moments as disjoint, sorted intervals."""
+    merged = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        elif end > start:
+            merged.append((start, end))
+    return merged
+
+
+def subtract(intervals, taken):
+    """The moments in `intervals` that are not in `taken`, as disjoint intervals."""
+    left = union(intervals)
+    for start, end in union(taken):
+        left = [piece for a, b in left for piece in ((a, min(b, start)), (max(a, end), b)) if piece[0] < piece[1]]
+    return left
+
+
+def lanes_of(frame, rank):
+    """(computing, network) of one rank as disjoint intervals in ms; computing leaves out what was spent waiting."""
+    mine = frame[frame["rank"] == rank]
+    compute, network = (mine[mine["lane"] == lane] for lane in LANES)
+    # wait() returns as the operation completes, so the moments spent in it are the last ones before its end.
+    waited = network["waited"].fillna(0.0) * 1e3 if "waited" in network else 0.0 * network["end_ms"]
+    blocked = zip(network["end_ms"] - waited, network["end_ms"], strict=True)
+    computing = subtract(zip(compute["start_ms"], compute["end_ms"], strict=True), blocked)
+    return computing, union(zip(network["start_ms"], network["end_ms"], strict=True))
+
+
+def exposed(frame, rank):
+    """Intervals (start_ms, end_ms) in which `rank` had the network at work and did not compute."""
+    computing, network = lanes_of(frame, rank)
+    return subtract(network, computing)
+
+
+def overlap(frame):
+    """A row per rank: compute_ms, network_ms, hidden_ms (under compute), exposed_ms, total_ms (first start to last end)."""
+    rows = []
+    for rank in sorted(frame["rank"].unique()):
+        mine = frame[frame["rank"] == rank]
+        computing, network = lanes_of(frame, rank)
+        bare = length(subtract(network, computing))
+        rows.append(
+            {
+                "rank": rank,
+                "compute_ms": length(computing),
+                "network_ms": length(network),
+                "hidden_ms": length(network) - bare,
+                "exposed_ms": bare,
+                "total_ms": mine["end_ms"].max() - mine["start_ms"].min(),
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def length(intervals):
+    return sum(end - start for start, end in intervals)
