@@ -1,5 +1,6 @@
 import json
 
+import pandas as pd
 import pytest
 import torch
 import torch.distributed as dist
@@ -58,15 +59,18 @@ def test_waiting_inside_backward_is_not_computing():
 
 
 def test_ranks_merge_on_one_clock_and_survive_rows():
-    import pandas as pd
-
     one = timeline_of(("forward", "compute", 5, 9, {}), rank=0)
     two = timeline_of(("forward", "compute", 4, 9, {}), ("sum", "network", 6, 8, {"waited": 0.001}), rank=1)
     merged = Timeline.merge([one, two])
     assert [s.rank for s in merged.spans] == [1, 0, 1]
     assert merged.frame()["start_ms"].min() == 0
-    for back in (Timeline.from_rows(merged.rows()), Timeline.from_rows(pd.DataFrame(merged.rows()))):
-        assert back.rows() == merged.rows()
+    assert Timeline.from_rows(merged.rows()).rows() == merged.rows()
+    records = pd.DataFrame(
+        [{"rank": 0, "loss": 1.0}, {"rank": 0, "spans": one.rows()}, {"rank": 1, "spans": two.rows()}]
+    )
+    assert Timeline.from_records(records).rows() == one.rows() + two.rows()
+    with pytest.raises(ValueError, match="hold no timeline"):
+        Timeline.from_records(records[["rank", "loss"]])
 
 
 def test_empty():

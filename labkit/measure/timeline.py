@@ -15,7 +15,6 @@ Export: the Chrome trace event format, as read by Perfetto (ui.perfetto.dev) and
 """
 
 import json
-import math
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -138,7 +137,7 @@ class Timeline:
         return merged
 
     def rows(self):
-        """Spans as flat dicts of JSON scalars, to send through record(**row); from_rows() is the way back."""
+        """Spans as flat dicts of JSON scalars: a rank sends them home with record(spans=timeline.rows())."""
         return [
             {"rank": s.rank, "name": s.name, "lane": s.lane, "start": s.start, "end": s.end, **s.info}
             for s in self.spans
@@ -146,14 +145,20 @@ class Timeline:
 
     @classmethod
     def from_rows(cls, rows):
-        """A timeline from rows() of one or several ranks, as dicts or as a DataFrame; empty cells are left out."""
-        rows = rows.to_dict("records") if isinstance(rows, pd.DataFrame) else rows
+        """The timeline that rows() came from; rows of several ranks may stand in one list."""
         timeline = cls()
         for row in rows:
-            info = {key: value for key, value in row.items() if not (isinstance(value, float) and math.isnan(value))}
+            info = dict(row)
             fixed = [info.pop(key) for key in ("name", "lane", "start", "end", "rank")]
             timeline.spans.append(Span(*fixed, info=info))
         return timeline
+
+    @classmethod
+    def from_records(cls, records):
+        """All ranks' spans from a run's records, where each rank called record(spans=timeline.rows())."""
+        if "spans" not in records:
+            raise ValueError("these records hold no timeline: each rank must call record(spans=timeline.rows())")
+        return cls.from_rows(row for rows in records["spans"] if isinstance(rows, list) for row in rows)
 
     def frame(self):
         """One row per span: rank, lane, name, start_ms, end_ms, duration_ms (from the first start), and the info."""
@@ -222,7 +227,7 @@ def exposed(frame, rank):
 
 
 def overlap(frame):
-    """A row per rank: compute_ms, network_ms, hidden_ms (under compute), exposed_ms, total_ms (first start to last end)."""
+    """A row per rank: compute_ms, network_ms, hidden_ms (under compute), exposed_ms, total_ms (first to last moment)."""
     rows = []
     for rank in sorted(frame["rank"].unique()):
         mine = frame[frame["rank"] == rank]
