@@ -17,12 +17,11 @@ import os
 import selectors
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
 import psutil
-import torch
-import torch.distributed.run  # noqa: F401
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -103,13 +102,34 @@ def run_job(job_path, nproc, folder):
         start_method="fork",
         logs_specs=DefaultLogsSpecs(log_dir=str(folder / "elastic")),
     )
+    threading.Thread(target=note_exits, args=(folder / "exits.jsonl",), daemon=True).start()
     try:
         elastic_launch(config, worker.main)(job_path)
     except ChildFailedError as error:
-        exits = {rank: failure.exitcode for rank, failure in error.failures.items()}
-        (folder / "exits.json").write_text(json.dumps(exits))
+        with open(folder / "exits.jsonl", "a") as file:
+            for failure in error.failures.values():
+                file.write(json.dumps({"pid": failure.pid, "exit_code": failure.exitcode}) + "\n")
         return 1
     return 0
+
+
+def note_exits(path):
+    """Write down every rank's exit code as it dies: torchelastic tells one failure only, and not always the first.
+
+    WNOWAIT looks without reaping, so that torchelastic still finds its children.
+    """
+    seen = set()
+    with open(path, "a", buffering=1) as file:
+        while True:
+            try:
+                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+            except ChildProcessError:
+                ended = None
+            if ended and ended.si_pid not in seen:
+                seen.add(ended.si_pid)
+                code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+                file.write(json.dumps({"pid": ended.si_pid, "exit_code": code}) + "\n")
+            time.sleep(POLL / 4)
 
 
 def end_descendants(grace):

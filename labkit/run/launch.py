@@ -25,7 +25,7 @@ from pathlib import Path
 
 from labkit.run.client import agent
 from labkit.run.console import Bar, Console, Tail
-from labkit.run.report import explain, read_ends
+from labkit.run.report import explain, read_ends, read_exits
 
 POLL = 0.02  # seconds between looks at the ranks
 OTHERS_REPORT = 1.0  # seconds that the other ranks get to report, once one has failed
@@ -106,7 +106,8 @@ def launch(
     timeout, collective_timeout: seconds for the whole run, and for one collective to wait for its peers.
     device: "cpu" (gloo), "cuda" (NCCL, one GPU a rank) or "auto" (cuda where there are enough GPUs).
     threads: of each rank's CPU arithmetic. cold: a plain `torchrun`, 3 s slower. quiet: print nothing.
-    Raises LaunchError for a failing rank, ValueError for arguments that cannot be, KeyboardInterrupt as it comes.
+    Raises LaunchError for a failing rank, ValueError for arguments that cannot be, SyntaxError for a cell that does
+    not compile, KeyboardInterrupt as it comes.
     """
     if not isinstance(nproc, int) or nproc < 1:
         raise ValueError(f"nproc={nproc!r}: the number of ranks is a whole number of at least 1")
@@ -117,9 +118,9 @@ def launch(
     command = [sys.executable, "-m", "torch.distributed.run", *run.torchrun_arguments()] if cold else None
     with one_at_a_time:
         start = time.monotonic()
-        status, timed_out = watch(run, command, timeout, quiet)
+        status, exits, timed_out = watch(run, command, timeout, quiet)
         run.seconds = time.monotonic() - start
-    ends = read_ends(run.folder, nproc, run.events)
+    ends = read_ends(run.folder, nproc, run.events, exits)
     if status == 0 and all(end.state == "finished" for end in ends):
         return run
     cause, message = explain(ends, timed_out)
@@ -129,7 +130,7 @@ def launch(
 
 
 def watch(run, command, timeout, quiet):
-    """Show the ranks until the job has ended: (its exit status, the limit that stopped it or None)."""
+    """Show the ranks until the job has ended: (exit status, exit codes before any stop, the limit that was hit)."""
     client = agent()
     console, bar = Console(run.logs, quiet), Bar(quiet)
     tails = [Tail(run.folder / f"rank-{rank}.jsonl") for rank in range(run.nproc)]
@@ -145,9 +146,10 @@ def watch(run, command, timeout, quiet):
                 failed_at = now
             late = failed_at is not None and now - failed_at > OTHERS_REPORT
             if status is None and (late or now - start > timeout):
+                exits = read_exits(run.folder)
                 client.stop()
-                return 1, None if late else timeout
-        return status, None
+                return 1, exits, None if late else timeout
+        return status, read_exits(run.folder), None
     except KeyboardInterrupt:
         client.stop()
         print(f"[launch] stopped: all {run.nproc} ranks have ended")
@@ -180,6 +182,8 @@ def describe_target(target, parameters):
         options = [f"--{name.replace('_', '-')}={value}" for name, value in parameters.items()]
         return {"kind": "script", "target": str(path), "arguments": options, "parameters": parameters}
     kind = "function" if re.fullmatch(r"[\w.]+:\w+", target) else "cell"
+    if kind == "cell":
+        compile(target, "<cell>", "exec")
     return {"kind": kind, "target": target, "parameters": parameters}
 
 

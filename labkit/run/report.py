@@ -10,6 +10,7 @@ often rank 0 that shouts first. So the ranks are sorted by what is known of each
     echo       an exception that another rank's end explains
 """
 
+import itertools
 import json
 import re
 import signal
@@ -37,10 +38,15 @@ class RankEnd:
         return f"collective {c['count']}: {c['op']} of {c['bytes']:,} bytes"
 
 
-def read_ends(folder, nproc, events):
-    """One RankEnd for each rank, from its events, its black box, its stack and its exit code."""
-    exits_file = folder / "exits.json"
-    exits = json.loads(exits_file.read_text()) if exits_file.exists() else {}
+def read_exits(folder):
+    """Exit codes by process id, of the ranks that have ended until now; empty for a plain torchrun."""
+    file = folder / "exits.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else []
+    return {entry["pid"]: entry["exit_code"] for entry in map(json.loads, lines)}
+
+
+def read_ends(folder, nproc, events, exits):
+    """One RankEnd for each rank, from its events, its black box, its stack, and the exit codes before any stop."""
     ends = []
     for rank in range(nproc):
         kinds = {event["kind"]: event for event in events[rank]}
@@ -49,6 +55,7 @@ def read_ends(folder, nproc, events):
         stack = folder / f"rank-{rank}.stack"
         stack_text = stack.read_text() if stack.exists() else ""
         error = kinds.get("error", {})
+        exit_code = exits.get(kinds["start"]["pid"]) if "start" in kinds else None
         if error:
             text = error["message"]
             state = "echo" if ECHO.search(text) else "timeout" if TIMEOUT.search(text) else "raised"
@@ -57,9 +64,9 @@ def read_ends(folder, nproc, events):
         elif "start" not in kinds:
             state = "absent"
         else:
-            state = "stopped" if stack_text else "died"
+            state = "stopped" if stack_text or (exits and exit_code is None) else "died"
         collective = json.loads(box_text) if box_text else None
-        ends.append(RankEnd(rank, state, error, collective, stack_text, exits.get(str(rank))))
+        ends.append(RankEnd(rank, state, error, collective, stack_text, exit_code))
     return ends
 
 
@@ -71,7 +78,7 @@ def explain(ends, timed_out=None):
         cause = min(raised, key=lambda end: end.error["time"])
         headline = f"rank {cause.rank} raised {cause.error['type']}: {cause.error['message']}"
     elif clash := mismatch(ends):
-        cause, headline = clash
+        cause, headline = None, clash
     elif died := by_state.get("died"):
         cause = next((end for end in died if end.exit_code), died[0])
         headline = f"rank {cause.rank} {manner_of_death(cause)}"
@@ -94,14 +101,22 @@ def explain(ends, timed_out=None):
 
 
 def mismatch(ends):
-    """The first collective that two ranks called differently, where both stand at the same count."""
-    known = [end for end in ends if end.collective and end.state in ("echo", "timeout", "died")]
-    for one in known:
-        for other in known:
-            a, b = one.collective, other.collective
-            if a["count"] == b["count"] and one.rank < other.rank and (a["op"], a["bytes"]) != (b["op"], b["bytes"]):
-                text = f"ranks {one.rank} and {other.rank} called different collectives: rank {one.rank} is in"
-                return None, f"{text} {one.waiting_in()}; rank {other.rank} is in {other.waiting_in()}"
+    """In words, the collective that two ranks called differently where both stand at the same count; else None.
+
+    Messages between two ranks differ by nature, and a rank that was killed may have stood anywhere.
+    """
+    aborted = any(end.exit_code == -signal.SIGABRT for end in ends)
+    if any(end.state == "died" and end.exit_code not in (None, -signal.SIGABRT) for end in ends):
+        return None
+    states = ("echo", "timeout", "died", "stopped") if aborted else ("echo", "timeout", "died")
+    known = [end for end in ends if end.state in states and end.collective]
+    for one, other in itertools.combinations(known, 2):
+        a, b = one.collective, other.collective
+        if a["count"] == b["count"] and a != b and {a["op"], b["op"]}.isdisjoint(("send", "recv")):
+            return (
+                f"ranks {one.rank} and {other.rank} called different collectives: "
+                f"rank {one.rank} is in {one.waiting_in()}; rank {other.rank} is in {other.waiting_in()}"
+            )
     return None
 
 
@@ -126,19 +141,21 @@ def manner_of_death(end):
 
 def details(ends, cause):
     """The cause's line, last collective and traceback; each other rank in one line."""
+    if cause is not None:
+        if cause.error:
+            yield f"    at line {cause.error['lineno']}: {cause.error['line']}"
+        yield f"    last collective of rank {cause.rank}: {cause.waiting_in()}"
     for end in ends:
         if end is cause:
-            if end.error:
-                yield f"    at line {end.error['lineno']}: {end.error['line']}"
-            yield f"    last collective of rank {end.rank}: {end.waiting_in()}"
-        elif end.state in ("echo", "timeout"):
+            continue
+        if end.state in ("echo", "timeout"):
             yield f"    rank {end.rank} gave up waiting at `{end.error['line']}` ({end.waiting_in()})"
         elif end.state == "raised":
             yield f"    rank {end.rank} raised {end.error['type']}: {end.error['message']}"
         else:
             yield f"    rank {end.rank} {'was running' if end.state == 'stopped' else end.state} ({end.waiting_in()})"
     for end in ends:
-        if end.state == "stopped":
+        if end.stack and end.state == "stopped":
             yield f"\nrank {end.rank} was here when it was stopped:\n{own_frames(end.stack)}"
     if cause is not None and cause.error:
         yield f"\n{cause.error['traceback']}"

@@ -35,6 +35,8 @@ import torch.distributed as dist
 from labkit import comm
 
 PR_SET_PDEATHSIG = 1
+# Where an error passes through code that is not the target's own.
+MACHINERY = (__file__, comm.__file__, str(Path(torch.__file__).parent), str(Path(os.__file__).parent))
 BOX_BYTES = 256
 
 
@@ -108,6 +110,7 @@ def main(job_path):
     rank, world_size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     redirect_output(folder / f"rank-{rank}.log")
     stack_file = open(folder / f"rank-{rank}.stack", "w")
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a fork inherits torchelastic's handler, which raises
     faulthandler.register(signal.SIGTERM, file=stack_file, all_threads=False, chain=True)
     events = EventFile(open(folder / f"rank-{rank}.jsonl", "a", buffering=1))
     events.write("start", pid=os.getpid())
@@ -129,7 +132,7 @@ def main(job_path):
             events.write("done", time=time.time())
         else:
             traceback.print_exc()
-            events.write("error", **describe_error(error, job), collective=box.describe())
+            events.write("error", **describe_error(error), collective=box.describe())
         raise
 
 
@@ -203,12 +206,11 @@ def call(function, context, parameters):
     function(context, **parameters)
 
 
-def describe_error(error, job):
+def describe_error(error):
     """The last line of the target's own code on the way to the error, and the traceback from there on."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [i for i, f in enumerate(frames) if f.filename == "<cell>" or f.filename == job["target"]]
-    first = own[0] if own else next((i for i, f in enumerate(frames) if f.filename != __file__), 0)
-    shown = traceback.format_list(frames[first:]) + traceback.format_exception_only(error)
+    own = [i for i, frame in enumerate(frames) if not frame.filename.startswith(MACHINERY)]
+    shown = traceback.format_list(frames[own[0] :]) if own else []
     line = frames[own[-1]] if own else frames[-1]
     return {
         "time": time.time(),
@@ -216,7 +218,7 @@ def describe_error(error, job):
         "message": str(error),
         "line": line.line,
         "lineno": line.lineno,
-        "traceback": "".join(shown),
+        "traceback": "".join([*shown, *traceback.format_exception_only(error)]),
     }
 
 
