@@ -1,0 +1,289 @@
+"""A notebook as a batch job: find it, check its parameters, execute it on its own kernel, harvest what it shows."""
+
+import ast
+import base64
+import html.parser
+import os
+import re
+import signal
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import nbformat
+import psutil
+from IPython.core.inputtransformer2 import TransformerManager
+from terminal import UserError
+
+ROOT = Path(__file__).resolve().parent.parent
+NOTEBOOKS = ROOT / "notebooks"
+MAIN_JOB = "04_compare"
+RANKS = "world_size"  # the parameter that --nproc sets
+GRACE = 5.0  # seconds that an interrupted kernel gets to end its ranks itself
+
+
+def course():
+    """The notebooks of the course, in order."""
+    return sorted(NOTEBOOKS.glob("[0-9][0-9]_*.ipynb"))
+
+
+def find(name):
+    """The notebook that `name` means: a path, a stem, or the start of exactly one stem ("04", "04_comp")."""
+    path = Path(name)
+    if path.suffix == ".ipynb":
+        if not path.is_file():
+            raise UserError(f"no notebook {name}")
+        return path.resolve()
+    hits = [path for path in course() if path.stem == name] or [path for path in course() if path.stem.startswith(name)]
+    if len(hits) != 1:
+        names = ", ".join(path.stem for path in hits or course()) or "none yet"
+        raise UserError(f"{'several notebooks start with' if hits else 'no notebook'} {name!r}; there are: {names}")
+    return hits[0]
+
+
+def read(path):
+    return nbformat.read(path, as_version=4)
+
+
+# Parameters
+
+
+def defaults(notebook):
+    """The cell tagged `parameters`: name -> default value. Defaults must be literals, or nbval and papermill differ."""
+    found = {}
+    for cell in code_cells(notebook):
+        if "parameters" in cell.metadata.get("tags", []):
+            for statement in ast.parse(cell.source).body:
+                if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
+                    found[statement.targets[0].id] = ast.literal_eval(statement.value)
+    return found
+
+
+def names_read(notebook):
+    """Every name that the cells other than `parameters` read, inside a magic's line and cell too."""
+    names = set()
+    for cell in code_cells(notebook):
+        if "parameters" in cell.metadata.get("tags", []):
+            continue
+        for node in ast.walk(ast.parse(TransformerManager().transform_cell(cell.source))):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+                names.add(node.id)
+            elif isinstance(node, ast.Call) and getattr(node.func, "attr", "").startswith(("run_cell_m", "run_line_m")):
+                texts = [argument.value for argument in node.args if isinstance(argument, ast.Constant)]
+                names.update(re.findall(r"\w+", " ".join(map(str, texts))))
+    return names
+
+
+def code_cells(notebook):
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def check_parameters(path, given):
+    """`given` (name -> text) as values of the defaults' types; UserError names what is unknown, unread or unfit."""
+    notebook = read(path)
+    known, used = defaults(notebook), names_read(notebook)
+    values = {}
+    for name, text in given.items():
+        if name not in known:
+            there = ", ".join(f"{key}={value!r}" for key, value in known.items()) or "none"
+            raise UserError(f"{path.name} has no parameter {name!r}; it has: {there}")
+        if name not in used:
+            raise UserError(f"{path.name} declares the parameter {name!r}, but no cell of it reads it")
+        values[name] = value_like(known[name], text, f"{path.name}: parameter {name!r}")
+    return values
+
+
+def value_like(default, text, what):
+    """The text as a value of the default's type: a string stays as it is, an int may stand for a float."""
+    if isinstance(default, str):
+        return text
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        value = text if default is None else {"true": True, "false": False}.get(text, text)
+    kinds = (int, float) if type(default) is float else (type(default),)
+    if default is not None and type(value) not in kinds:
+        raise UserError(f"{what} is {text!r}, and must be {type(default).__name__} like {default!r}")
+    return value
+
+
+# Execution
+
+
+@dataclass
+class Outcome:
+    """What became of one notebook. `error` is the first failing line; empty when every cell ran."""
+
+    name: str
+    folder: Path
+    seconds: float = 0.0
+    error: str = ""
+    interrupted: bool = False
+    figures: list[Path] = field(default_factory=list)
+
+
+def execute(path, folder, values, *, timeout=900.0, progress=True):
+    """Run the notebook in `folder` with papermill and leave there NAME.ipynb, NAME.html and figures/."""
+    outcome = Outcome(path.stem, folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    executed = folder / path.name
+    os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"  # the kernel is this .venv's, whatever the person has installed
+    os.environ.setdefault("LABKIT_FIGURES", str(folder / "figures"))
+    started = time.monotonic()
+    before = psutil.Process().children(recursive=True)
+    # nbclient takes over SIGINT in the main thread; in another thread Ctrl-C stays ours, and so does the time limit.
+    job = Papermill(path, executed, values, progress)
+    job.start()
+    try:
+        if not job.done.wait(timeout):
+            outcome.error = f"still running after {timeout:.0f} s"
+    except KeyboardInterrupt:
+        outcome.error, outcome.interrupted = "interrupted", True
+    if not job.done.is_set():
+        stop_kernel(job, before)
+    outcome.seconds = time.monotonic() - started
+    outcome.error = outcome.error or (one_line(job.error) if job.error else "")
+    if executed.exists():
+        outcome.figures = harvest(executed, folder)
+    return outcome
+
+
+class Papermill(threading.Thread):
+    """One notebook under papermill. `done` is set at the end (an interrupted join() would call a live thread dead)."""
+
+    def __init__(self, path, executed, values, progress):
+        super().__init__(daemon=True)
+        self.path, self.executed, self.values, self.progress = path, executed, values, progress
+        self.done, self.error = threading.Event(), None
+
+    def run(self):
+        import papermill
+
+        try:
+            papermill.execute_notebook(
+                self.path,
+                self.executed,
+                parameters=self.values,
+                kernel_name="python3",
+                language="python",
+                extra_arguments=[
+                    "--IPKernelApp.log_level=ERROR"
+                ],  # else a warning about loopback sockets opens every run
+                cwd=self.path.parent,
+                progress_bar={"desc": self.path.stem, "bar_format": BAR, "disable": None if self.progress else True},
+            )
+        except Exception as error:
+            self.error = error
+        finally:
+            self.done.set()
+
+
+BAR = "{desc}: cell {n_fmt} of {total_fmt} |{bar:20}| {elapsed}, about {remaining} left"
+
+
+def stop_kernel(job, before):
+    """End the kernel and everything it started: first as the stop button does, then by force."""
+    held = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not leave ranks behind
+    ours = [process for process in psutil.Process().children(recursive=True) if process not in before]
+    for process in ours:
+        if "ipykernel_launcher" in command_of(process):
+            process.send_signal(signal.SIGINT)
+    job.done.wait(GRACE)
+    for process in ours:  # psutil compares start times, so a reused pid is not hit
+        if process.is_running():
+            process.kill()
+    psutil.wait_procs(ours, timeout=GRACE)
+    job.done.wait(GRACE)
+    signal.signal(signal.SIGINT, held)
+
+
+def command_of(process):
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+def one_line(error):
+    """papermill's page-long error as `cell 7: ValueError: ...`."""
+    name = getattr(error, "ename", None)
+    if name is None:
+        return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+    value = (error.evalue.strip().splitlines() or [""])[0]
+    return f"cell {error.exec_count}: {name}: {value}"
+
+
+# Harvest
+
+
+def harvest(executed, folder):
+    """Write NAME.html and the figures that the cells displayed; returns the figures' paths."""
+    notebook = read(executed)
+    (folder / f"{executed.stem}.html").write_text(as_page(notebook), encoding="utf-8")
+    pictures = folder / "figures"
+    for number, (kind, data) in enumerate(displayed_pictures(notebook), start=1):
+        pictures.mkdir(exist_ok=True)
+        raw = data.encode() if kind == "svg" else base64.b64decode(data)
+        (pictures / f"{executed.stem}-{number}.{kind}").write_bytes(raw)
+    return sorted(pictures.glob("*.[sp][vn]g"))
+
+
+def as_page(notebook):
+    from nbconvert import HTMLExporter
+
+    page, _ = HTMLExporter(template_name="lab", embed_images=True).from_notebook_node(notebook)
+    return page
+
+
+def displayed_pictures(notebook):
+    for cell in code_cells(notebook):
+        for output in cell.outputs:
+            for mime, kind in (("image/svg+xml", "svg"), ("image/png", "png")):
+                if mime in output.get("data", {}):
+                    yield kind, output.data[mime]
+                    break
+
+
+def tables(executed):
+    """The tables of the cells tagged `table`; without such a cell, the last table of the notebook. As rows of text."""
+    cells = code_cells(read(executed))
+    tagged = [cell for cell in cells if "table" in cell.metadata.get("tags", [])]
+    found = [
+        rows
+        for cell in tagged or cells
+        for output in cell.outputs
+        for rows in TableReader.read(output.get("data", {}).get("text/html", ""))
+    ]
+    return found if tagged else found[-1:]
+
+
+class TableReader(html.parser.HTMLParser):
+    """Tables in a page, each a list of rows of text."""
+
+    def __init__(self):
+        super().__init__()
+        self.tables, self.cell = [], None
+
+    @classmethod
+    def read(cls, page):
+        reader = cls()
+        reader.feed(page)
+        return [rows for rows in reader.tables if rows]
+
+    def handle_starttag(self, tag, attributes):
+        if tag == "table":
+            self.tables.append([])
+        elif tag == "tr" and self.tables:
+            self.tables[-1].append([])
+        elif tag in ("td", "th"):
+            self.cell = []
+
+    def handle_data(self, data):
+        if self.cell is not None:
+            self.cell.append(data)
+
+    def handle_endtag(self, tag):
+        if tag in ("td", "th") and self.cell is not None and self.tables and self.tables[-1]:
+            self.tables[-1][-1].append(" ".join("".join(self.cell).split()))
+            self.cell = None

@@ -1,0 +1,78 @@
+"""What the commands print: one-line errors, aligned tables, a line that is redrawn while something runs."""
+
+import sys
+import time
+
+
+class UserError(Exception):
+    """What the person can change, in one line. `main` prints it and exits with 2."""
+
+
+def say(text=""):
+    print(text, flush=True)
+
+
+def main(command, arguments):
+    """Run a command: its exit code is the process's; a UserError is one line, Ctrl-C is 130 without a traceback."""
+    try:
+        return command(arguments)
+    except UserError as error:
+        print(f"lab: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nlab: interrupted", file=sys.stderr)
+        return 130
+
+
+def table(rows, header=None):
+    """Rows of cells as aligned text: numbers to the right, words to the left."""
+    rows = [[str(cell) for cell in row] for row in ([header] if header else []) + list(rows)]
+    if not rows:
+        return ""
+    columns = list(zip(*rows, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    body = columns if not header else [column[1:] for column in columns]
+    right = [all(is_number(cell) for cell in column) for column in body]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.rjust(width) if flush else cell.ljust(width)
+            for cell, width, flush in zip(row, widths, right, strict=True)
+        ]
+        lines.append("  ".join(cells).rstrip())
+    if header:
+        lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(lines)
+
+
+def is_number(cell):
+    try:
+        float(cell.replace(",", "").rstrip("%"))
+    except ValueError:
+        return cell in ("", "-", "NaN")
+    return True
+
+
+class Line:
+    """`label: detail, 12 s`, redrawn in place on a terminal; in a log, at the start and every minute."""
+
+    def __init__(self, label):
+        self.label, self.start, self.logged = label, time.monotonic(), None
+        self.live = sys.stdout.isatty()
+
+    @property
+    def seconds(self):
+        return time.monotonic() - self.start
+
+    def show(self, detail=""):
+        text = f"{self.label}  {detail}  {self.seconds:.0f} s"
+        if self.live:
+            sys.stdout.write(f"\r\033[K{text[:118]}")
+            sys.stdout.flush()
+        elif self.logged is None or self.seconds - self.logged > 60:
+            self.logged = self.seconds
+            say(text)
+
+    def close(self, result):
+        """The line that stays."""
+        say(f"{chr(13) + chr(27) + '[K' if self.live else ''}{self.label}  {result}  {self.seconds:.1f} s")
