@@ -12,16 +12,15 @@ He, Zhang, Ren, Sun, Deep Residual Learning for Image Recognition, CVPR 2016, se
 from torch import nn
 from torch.nn import functional as F
 
+from labkit.models.names import known
+
 GROUPS = 4  # channels are normalised in this many groups: divides every width used here
 
 
 def normalisation(kind, channels):
     """BatchNorm ("batch": statistics of the batch, so they differ per rank) or GroupNorm ("group": of each image)."""
-    if kind == "batch":
-        return nn.BatchNorm2d(channels)
-    if kind == "group":
-        return nn.GroupNorm(GROUPS, channels)
-    raise ValueError(f'unknown norm {kind!r}: known are "batch" and "group"')
+    known("norm", kind, ("batch", "group"))
+    return nn.BatchNorm2d(channels) if kind == "batch" else nn.GroupNorm(GROUPS, channels)
 
 
 class BasicBlock(nn.Module):
