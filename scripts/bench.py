@@ -1,0 +1,70 @@
+"""`lab bench [NAME...] [--quick]`: ours against PyTorch's, in pairs, as ratios with a 95 % interval.
+
+The protocol is in benchmarks/protocol.py. The table is printed; the rows, every single time, the machine card and the
+versions are kept in runs/bench-TIME.json. Exits with 1 when a target is missed.
+"""
+
+import argparse
+import importlib
+import json
+import subprocess
+import sys
+import time
+
+from batch import ROOT
+from benchmarks.protocol import REPETITIONS
+from terminal import main, say, table
+
+from labkit.measure import machine
+
+NAMES = ("exact", "launching", "all_reduce", "data_parallel", "overlap")
+QUICK = 5
+
+
+def commit():
+    """The commit that was measured, with a + if the work tree differs from it."""
+    asked = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=12", "--dirty=+"]
+    told = subprocess.run(asked, capture_output=True, text=True)
+    return told.stdout.strip() or "unknown"
+
+
+def printed(row):
+    ratio = f"{row['ratio']:.3f}"
+    interval = "exact" if row["low"] is None else f"{row['low']:.3f} to {row['high']:.3f}"
+    return row["benchmark"], row["row"], row["ranks"], ratio, interval, row["target"] or "-", row["verdict"] or "-"
+
+
+def bench(arguments):
+    parser = argparse.ArgumentParser(
+        prog="lab bench", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(NAMES)} (all)")
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK} repetitions: a look, no verdict")
+    options = parser.parse_args(arguments)
+    unknown = [name for name in options.names if name not in NAMES]
+    if unknown:
+        parser.error(f"unknown benchmark {unknown[0]!r}; there are: {', '.join(NAMES)}")
+    repetitions = QUICK if options.quick else REPETITIONS
+    started = time.strftime("%Y%m%d-%H%M%S")
+    say(machine.describe())
+    rows, raw = [], []
+    for name in options.names or NAMES:
+        say(f"\n{name}: {repetitions} repetitions")
+        for new, values in importlib.import_module(f"benchmarks.{name}").run(repetitions):
+            rows += new
+            raw.append({"benchmark": name, "values": values})
+            for row in new:
+                say("  " + "  ".join(str(cell) for cell in printed(row)))
+    header = ("benchmark", "row", "ranks", "ratio", "95 % interval", "target", "verdict")
+    say(f"\n{table(map(printed, rows), header=header)}\n")
+    path = ROOT / "runs" / f"bench-{started}.json"
+    path.parent.mkdir(exist_ok=True)
+    facts = {"time": started, "commit": commit(), "host": machine.card(), "repetitions": repetitions}
+    path.write_text(json.dumps({**facts, "rows": rows, "raw": raw}, indent=1))
+    missed = sum(row["verdict"] == "missed" for row in rows)
+    say(f"{path.relative_to(ROOT)}: {missed} of {len(rows)} rows missed their target")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(bench, sys.argv[1:]))

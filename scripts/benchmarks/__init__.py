@@ -1,0 +1,9 @@
+"""Ours against PyTorch's, one file for each thing that is timed. scripts/bench.py runs them and prints the table.
+
+protocol.py        variants in one process group, shuffled inside each repetition; what a ratio must be to be claimed
+data_parallel.py   a training step: our DDP, PyTorch's DDP, and no communication at all as the floor
+all_reduce.py      our ring and halving-doubling against gloo's own
+launching.py       from a notebook cell to the first finished all-reduce, warm against a bare torchrun
+overlap.py         a step with emulated compute against the sooner of what compute and network allow
+exact.py           what is counted, not timed: bytes sent, bytes held
+"""

@@ -1,0 +1,67 @@
+"""A training step with SGD and momentum: our bucketed DDP, PyTorch's DDP, and no communication at all.
+
+The opponent is PyTorch's DDP with gradient_as_bucket_view=True, its faster form. All variants start from the same
+weights, see the same batch, and own a copy of the model.
+"""
+
+import copy
+
+import torch
+
+from benchmarks.protocol import Comparison, columns, time_variants
+from labkit import models
+from labkit.run import launch
+
+BATCH = {"mlp": 64, "resnet": 8, "gpt": 4}  # samples a rank
+COMPARISONS = [
+    Comparison("ours / PyTorch's", "ours", "torch", at_most=1.00, upper=1.03),
+    Comparison("no communication / PyTorch's", "floor", "torch"),
+    Comparison("A/A: PyTorch's / PyTorch's", "torch again", "torch"),
+]
+
+
+def times(context, model, size, repetitions):
+    """Runs on every rank."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    from labkit.ddp import DDP
+
+    torch.manual_seed(0)
+    module = models.build(model, size).to(context.device)
+    samples = models.data.load("auto", model)
+    first = context.rank * BATCH[model]
+    batch = [
+        torch.stack([torch.as_tensor(part) for part in parts]).to(context.device)
+        for parts in zip(*(samples[first + i] for i in range(BATCH[model])), strict=True)
+    ]
+    wraps = {
+        "ours": DDP,
+        "torch": lambda copied: DistributedDataParallel(copied, gradient_as_bucket_view=True),
+        "torch again": lambda copied: DistributedDataParallel(copied, gradient_as_bucket_view=True),
+        "floor": lambda copied: copied,
+    }
+    variants = {
+        name: training_step(wrap(copy.deepcopy(module)), models.loss(model), *batch) for name, wrap in wraps.items()
+    }
+    time_variants(context, variants, repetitions=repetitions)
+
+
+def training_step(model, loss, inputs, targets):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+    def step():
+        optimizer.zero_grad()
+        loss(model(inputs), targets).backward()
+        optimizer.step()
+
+    return step
+
+
+def run(repetitions):
+    """Yield the rows and the raw milliseconds of each run."""
+    for model in ("mlp", "resnet", "gpt"):
+        for nproc in (2, 4):
+            parameters = {"model": model, "size": "small", "repetitions": repetitions}
+            measured = launch("benchmarks.data_parallel:times", nproc=nproc, **parameters)
+            values = columns(measured.records)
+            yield [comparison.row(f"DDP, {model}", nproc, values) for comparison in COMPARISONS], values
