@@ -13,11 +13,11 @@ Bytes one rank of n sends, for a payload (the whole tensor, before it is cut or 
     reduce_scatter, all_gather      (n-1)/n P   derived: one half of that ring
     broadcast                       (n-1)/n P   derived: n-1 ranks must be given P; this is the mean over the ranks
     all_to_all                      P - own     derived: all that the rank does not keep for itself
-    send                            P           counted: we send that message ourselves
+    send, exchange                  P           counted: we send that message ourselves
     recv, barrier                   0           counted
 
 "derived" is the formula rounded down to whole bytes, not a measurement: the backend may choose another algorithm.
-Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, JPDC 2009, sections 3 and 4.
+Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, JPDC 2009.
 """
 
 from contextlib import contextmanager
@@ -31,6 +31,8 @@ from torch.distributed import ReduceOp
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+_MESSAGES = ("send", "recv", "exchange")
+
 # The open logs. Module-wide and not a ContextVar, because autograd calls hooks, and so us, from its own threads.
 _logs = []
 
@@ -40,7 +42,7 @@ class Event:
     """One operation of one rank. Times are `time.perf_counter()` seconds: one clock for all processes of a machine.
 
     start, end: from the call until the operation was complete; end is None while it is in flight, or if it failed.
-        An async operation without a future (gloo's send, recv and reduce_scatter) is known to be complete
+        An async operation without a future (gloo's send, recv, exchange and reduce_scatter) is known to be complete
         only when `wait()` returns, so its end is that moment.
     waited: seconds the caller was blocked: the whole duration, or with async_op the time inside `Work.wait()`.
     On CUDA the host only enqueues: start, end and waited are then the host's times, and say nothing of the device.
@@ -78,7 +80,7 @@ class MeteredWork:
 
     def __init__(self, work, event):
         self.work, self.event = work, event
-        if event.op not in ("send", "recv"):
+        if event.op not in _MESSAGES:
             try:
                 future = work.get_future()
             except RuntimeError:  # gloo's reduce_scatter has none
@@ -113,7 +115,7 @@ def _metered(op, group, payload, sent, async_op, launch):
     size = dist.get_world_size(group)
     if size < 1:  # not a member of the group: torch warns and does nothing
         return launch()
-    source = "counted" if op in ("send", "recv", "barrier") else "derived"
+    source = "counted" if op in (*_MESSAGES, "barrier") else "derived"
     event = Event(op, size, payload, sent(size), source, perf_counter())
     for log in tuple(_logs):
         log.append(event)
@@ -212,6 +214,39 @@ def recv(tensor, src, group=None, async_op=False):
     if not _logs:
         return launch()
     return _metered("recv", group, tensor.nbytes, lambda n: 0, async_op, launch)
+
+
+class _Both:
+    """The two requests of an exchange as one Work. (NCCL fuses them into one by itself.)"""
+
+    def __init__(self, works):
+        self.works = works
+
+    def wait(self, *timeout):
+        done = [work.wait(*timeout) for work in self.works]
+        return all(done)
+
+    def is_completed(self):
+        return all(work.is_completed() for work in self.works)
+
+
+def exchange(outgoing, dst, incoming, src, group=None, async_op=False):
+    """Send outgoing to dst while incoming is filled by src (ranks within the group): MPI's sendrecv, safe in a circle.
+
+    Both tensors contiguous; a rank that sends must find the other receiving as many elements. payload: outgoing.
+    """
+
+    def launch():
+        receive = dist.P2POp(dist.irecv, incoming, group=group, group_peer=src)
+        works = dist.batch_isend_irecv([receive, dist.P2POp(dist.isend, outgoing, group=group, group_peer=dst)])
+        work = works[0] if len(works) == 1 else _Both(works)
+        if async_op:
+            return work
+        work.wait()
+
+    if not _logs:
+        return launch()
+    return _metered("exchange", group, outgoing.nbytes, lambda n: outgoing.nbytes, async_op, launch)
 
 
 def barrier(group=None):

@@ -9,7 +9,7 @@ put there what talks most. A rank is a member of one group per axis; n ranks wit
 groups, and a message along one axis never meets those along another.
 
 Passed explicitly to whatever needs it; there is no current mesh.
-Shoeybi et al., Megatron-LM, 2019, section 5 and appendix B.1; Narayanan et al., Efficient Large-Scale Language Model
+Shoeybi et al., Megatron-LM, 2019; Narayanan et al., Efficient Large-Scale Language Model
 Training on GPU Clusters Using Megatron-LM, SC 2021, section 3.
 """
 

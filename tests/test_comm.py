@@ -29,7 +29,7 @@ def every_operation(rank, n):
             assert a.eq(total).all() and part.eq(total).all() and b.eq(n).all()
             assert c.eq(torch.arange(1.0, n + 1).repeat_interleave(4)).all()
             assert whole[: 4 * n * n].eq(torch.arange(1.0, n + 1).repeat_interleave(4 * n)).all()
-    assert all(0 <= e.waited <= e.end - e.start + 1e-4 for e in log)
+    assert all(e.end > e.start and e.waited >= 0 for e in log)
     return [(e.op, e.group_size, e.payload_bytes, e.sent_bytes, e.source) for e in log]
 
 

@@ -1,0 +1,189 @@
+"""All-reduce: every rank ends with the sum over all ranks, here built from messages between two ranks.
+
+    ring (n = 4; each tensor cut into n chunks a b c d; ' = partly summed, A B C D = summed)
+
+        rank 0 -> 1 -> 2 -> 3 -> 0     every rank sends to its right, receives from its left, all at once
+
+        reduce-scatter: n-1 steps, what arrives is added          all-gather: n-1 steps, what arrives is kept
+        0  a b c d    a  b  c' d     a  b' c' d     A  b' c' d     A  b' c' D     A  b' C  D     A B C D
+        1  a b c d  > a  b  c  d'  > a  b  c' d'  > a  B  c' d'  > A  B  c' d'  > A  B  c' D   > A B C D
+        2  a b c d    a' b  c  d     a' b  c  d'    a' b  C  d'    a' B  C  d'    A  B  C  d'    A B C D
+        3  a b c d    a  b' c  d     a' b' c  d     a' b' c  D     a' b' C  D     a' B  C  D     A B C D
+
+    tree (n = 7)                halving-doubling (n = 4)
+             0                    halve:   0 <-> 2, 1 <-> 3   send one half of the tensor, add the other
+          1     2                          0 <-> 1, 2 <-> 3   send one half of that half, add the other
+         3 4   5 6                double:  the same pairs backwards, giving back what each has summed
+    sums go up, the total down
+
+Time for P bytes, with alpha seconds per message and beta seconds per byte, and what one rank sends:
+
+    ring               2 (n-1) alpha + 2 (n-1)/n P beta          2 (n-1)/n P, the least possible
+    halving-doubling   2 log2(n) alpha + 2 (n-1)/n P beta        the same; n no power of two: at most P more
+    tree               about 2 log2(n) alpha + 4 P beta          P (a leaf), 2 P (the root), 3 P (in between)
+
+So: many ranks and few bytes want few steps, many bytes want the least sent.
+Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, JPDC 2009 (the ring).
+Thakur, Rabenseifner and Gropp, Optimization of Collective Communication Operations in MPICH, IJHPCA 2005, on Reduce and
+Allreduce (halving-doubling, the fold of the ranks beyond a power of two, and when to use which).
+"""
+
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from labkit import comm
+
+# Chunks travel in segments, several under way at once: large enough that the cost per message does not show, small
+# enough that a segment is still in the cache when it is added.
+SEGMENT_BYTES = 2 << 20
+IN_FLIGHT = 4
+
+
+def ring(tensor, group=None):
+    """Sum tensor over the group, in place: ring_reduce_scatter, then ring_all_gather. Any shape, dtype, world size.
+
+    Every chunk is summed once and then copied, so all ranks end bitwise equal.
+    """
+    with _flat(tensor) as flat:
+        ring_reduce_scatter(flat, group)
+        ring_all_gather(flat, group)
+
+
+def ring_reduce_scatter(flat, group=None):
+    """First half of the ring: chunk r of flat.tensor_split(n) becomes the sum, on rank r. The other chunks are spoilt.
+
+    flat: contiguous, 1-dimensional. Returns this rank's chunk, a view of flat.
+    """
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    left, right = (rank - 1) % n, (rank + 1) % n
+    chunks = _cut(flat, n)
+    for step in range(1, n):
+        _exchange(chunks[(rank - step) % n], right, chunks[(rank - step - 1) % n], left, group, add=True)
+    return flat.tensor_split(n)[rank]
+
+
+def ring_all_gather(flat, group=None):
+    """Second half of the ring: chunk r of flat.tensor_split(n) is taken from rank r, for every r. In place."""
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    left, right = (rank - 1) % n, (rank + 1) % n
+    chunks = _cut(flat, n)
+    for step in range(n - 1):
+        _exchange(chunks[(rank - step) % n], right, chunks[(rank - step - 1) % n], left, group, add=False)
+
+
+def halving_doubling(tensor, group=None):
+    """Sum tensor over the group, in place: recursive halving, then recursive doubling. Any shape, dtype, world size.
+
+    With p the largest power of two up to n, the n-p ranks beyond are folded in: each hands its tensor to one of the
+    first p, and is handed the sum at the end.
+    """
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    p = 1 << (n.bit_length() - 1)
+    extra = rank + p if rank + p < n else None
+    with _flat(tensor) as flat:
+        if rank >= p:
+            _send(flat, rank - p, group)
+            _receive(flat, rank - p, group, add=False)
+            return
+        if extra is not None:
+            _receive(flat, extra, group, add=True)
+        _halve_and_double(flat, rank, p // 2, group)
+        if extra is not None:
+            _send(flat, extra, group)
+
+
+def _halve_and_double(span, rank, distance, group):
+    """Sum span over the 2 * distance ranks that differ from this one only in the bits up to distance."""
+    if distance == 0:
+        return
+    partner = rank ^ distance
+    mine, theirs = (0, 1) if rank < partner else (1, 0)
+    halves = _cut(span, 2)
+    _exchange(halves[theirs], partner, halves[mine], partner, group, add=True)
+    _halve_and_double(span.tensor_split(2)[mine], rank, distance // 2, group)
+    _exchange(halves[mine], partner, halves[theirs], partner, group, add=False)
+
+
+def tree(tensor, group=None):
+    """Sum tensor over the group, in place: sums go up a binary tree, the total comes down. Any shape, dtype, size.
+
+    Rank r has the parent (r-1)//2 and the children 2r+1 and 2r+2. Segments follow each other, so that all levels work.
+    """
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    parent = (rank - 1) // 2
+    children = [child for child in (2 * rank + 1, 2 * rank + 2) if child < n]
+    with _flat(tensor) as flat:
+        (segments,) = _cut(flat, 1)
+        received = torch.empty_like(segments[0])
+        for segment in segments:
+            for child in children:
+                arrived = received[: segment.numel()]
+                comm.recv(arrived, child, group)
+                segment.add_(arrived)
+            if rank > 0:
+                comm.send(segment, parent, group)
+        for segment in segments:
+            if rank > 0:
+                comm.recv(segment, parent, group)
+            for child in children:
+                comm.send(segment, child, group)
+
+
+ALGORITHMS = {"ring": ring, "tree": tree, "halving_doubling": halving_doubling}
+
+
+@contextmanager
+def _flat(tensor):
+    """The elements of tensor in one contiguous line: a view where it can be, else a copy that is written back."""
+    flat = tensor.detach().contiguous().view(-1)
+    yield flat
+    if flat.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(flat.view(tensor.shape))
+
+
+def _cut(flat, parts):
+    """flat in chunks, as many as parts, and each chunk in segments: equally many in all, the longest first."""
+    chunks = flat.tensor_split(parts)
+    segments = max(1, -(-chunks[0].nbytes // SEGMENT_BYTES))
+    return [chunk.tensor_split(segments) for chunk in chunks]
+
+
+def _exchange(outgoing, dst, incoming, src, group, add):
+    """Send the segments outgoing to dst; meanwhile fill (add: increase) the segments incoming by what src sends.
+
+    arriving   | 0 | 1 | 2 | 3 | 4 |          IN_FLIGHT segments are under way while one is added
+    added          | 0 | 1 | 2 | 3 | 4 |
+    """
+    depth = min(IN_FLIGHT, len(incoming))
+    landing = incoming
+    if add:
+        places = [torch.empty_like(incoming[0]) for _ in range(depth)]
+        landing = [places[i % depth][: segment.numel()] for i, segment in enumerate(incoming)]
+
+    def start(i):
+        return comm.exchange(outgoing[i], dst, landing[i], src, group, async_op=True)
+
+    under_way = [start(i) for i in range(depth)]
+    for i, segment in enumerate(incoming):
+        under_way[i].wait()
+        if add:
+            segment.add_(landing[i])
+        if i + depth < len(incoming):
+            under_way.append(start(i + depth))
+
+
+def _send(flat, dst, group):
+    for segment in _cut(flat, 1)[0]:
+        comm.send(segment, dst, group)
+
+
+def _receive(flat, src, group, add):
+    (segments,) = _cut(flat, 1)
+    place = torch.empty_like(segments[0])
+    for segment in segments:
+        arrived = place[: segment.numel()] if add else segment
+        comm.recv(arrived, src, group)
+        if add:
+            segment.add_(arrived)
