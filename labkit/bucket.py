@@ -1,0 +1,156 @@
+"""Buckets: many small gradients travel as one message, which leaves as soon as its last gradient is in.
+
+    parameters    w1   b1   w2   b2   w3   b3           backward makes the gradients from right to left
+    bucket 0                          [b3 | w3]  --->   all_reduce while w2 is still being computed
+    bucket 1                [b2 | w2]            --->   strictly after bucket 0: the order must agree on all ranks
+    bucket 2      [b1 | w1]                      --->
+                    ^ p.grad is a view of the bucket: what the optimizer reads is what has travelled, no second copy
+
+Messages per step: gradient bytes / bucket_cap (+ 1 per dtype and device), instead of one per parameter; a message costs
+latency + bytes / bandwidth, so small ones waste the link, while a single one leaves nothing to overlap with.
+Held: gradients once. A bucket of one parameter holds nothing at all: that parameter's gradient is the buffer.
+Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, VLDB 2020, sections 3.2.3 and 4.2.
+"""
+
+import torch
+
+
+class Bucket:
+    """A flat buffer and its gradients, in the order in which they are expected. What a comm hook is handed.
+
+    Answers to the names of torch.distributed.GradBucket, so that hooks written for either run on both.
+    """
+
+    def __init__(self, parameters, index=0, is_last=True):
+        self.members, self._index, self._is_last = list(parameters), index, is_last
+        self.dtype, self.device = self.members[0].dtype, self.members[0].device
+        self._flat = self._views = self._replacement = None
+        self.numel = sum(p.numel() for p in self.members)
+        self.nbytes = self.numel * self.members[0].element_size()
+        # The strides that autograd gives to the gradient: the parameter's own where they leave no gaps.
+        self._strides = [torch.empty_like(p, device="meta").stride() for p in self.members]
+        self.used = bytearray(len(self.members))  # had a gradient since the last average, in no_sync() too
+        self.skipped = {}  # slot -> the gradient it had before, or None
+        self.reset()
+        if len(self.members) > 1:
+            self._allocate()
+
+    def reset(self):
+        """Expect every gradient anew."""
+        self.arrived = bytearray(len(self.members))
+        self.missing = len(self.members)
+
+    def _allocate(self):
+        self._flat = torch.zeros(self.numel, dtype=self.dtype, device=self.device)
+        self._views, offset = [], 0
+        for p, stride in zip(self.members, self._strides, strict=True):
+            self._views.append(self._flat.as_strided(p.shape, stride, offset))
+            offset += p.numel()
+
+    def index(self):
+        """Position in the order of launching, 0 first."""
+        return self._index
+
+    def is_last(self):
+        return self._is_last
+
+    def parameters(self):
+        return list(self.members)
+
+    def buffer(self):
+        """The flat gradients, [numel] in the parameters' dtype: what a hook averages."""
+        if self._replacement is not None:
+            return self._replacement
+        if self._flat is None:
+            self._allocate()
+        return self._flat
+
+    def set_buffer(self, buffer):
+        """Give the hooks that follow another tensor (say, a half-precision copy) until the bucket is averaged."""
+        self._replacement = buffer
+
+    def gradients(self):
+        """Views of `buffer()` with the parameters' shapes."""
+        if self._replacement is None:
+            self.buffer()
+            return list(self._views)
+        parts = self._replacement.split([p.numel() for p in self.members])
+        return [
+            part.as_strided(p.shape, stride, part.storage_offset())
+            for part, p, stride in zip(parts, self.members, self._strides, strict=True)
+        ]
+
+    def put(self, slot, factor=None):
+        """Move the gradient of parameter number `slot` into the buffer, times factor, and let p.grad be the view."""
+        p = self.members[slot]
+        gradient = p.grad
+        if self._views is not None and gradient is self._views[slot]:
+            if factor is not None:
+                gradient.mul_(factor)
+        elif gradient.requires_grad or len(self.members) > 1 or gradient.stride() != self._strides[slot]:
+            self.buffer()
+            p.grad = self._views[slot]
+            self._copy(gradient.detach() if gradient.requires_grad else gradient, slot, factor)
+        else:
+            self._views, self._flat = [gradient], gradient.as_strided((self.numel,), (1,))
+            if factor is not None:
+                gradient.mul_(factor)
+
+    def _copy(self, gradient, slot, factor):
+        if factor is None:
+            self._views[slot].copy_(gradient)
+        else:  # divided on the way: one pass over memory instead of two
+            torch.mul(gradient, factor, out=self._views[slot])
+
+    def skip(self, slot, factor=None):
+        """No gradient came for this parameter: send what p.grad held before (no_sync), else zeros; leave p.grad."""
+        self.buffer()
+        view, gradient = self._views[slot], self.members[slot].grad
+        self.skipped[slot] = gradient.clone() if gradient is view else gradient
+        if gradient is None:
+            view.zero_()
+        else:
+            self._copy(gradient, slot, factor)
+
+    def receive(self, averaged):
+        """What a hook's future brought: any shape, any dtype, the buffer itself or another tensor."""
+        if averaged.data_ptr() != self._flat.data_ptr():
+            self._flat.copy_(averaged.view(-1))
+
+    def settle(self, adopt):
+        """After the average: a skipped parameter gets it as p.grad where adopt (a bool per slot), else keeps its own."""
+        for slot, before in self.skipped.items():
+            p, view = self.members[slot], self._views[slot]
+            if adopt[slot]:
+                p.grad = view
+            elif p.grad is view:
+                view.copy_(before)
+        self.skipped = {}
+        self.used = bytearray(len(self.members))
+        if len(self.members) == 1:  # the buffer is the gradient: do not outlive it
+            self._flat = self._views = None
+
+    def zeros(self):
+        """The same bucket with a buffer of its own, all zero: what a rank without data sends."""
+        twin = Bucket(self.members, self._index, self._is_last)
+        twin.buffer()
+        return twin
+
+
+def assign_buckets(parameters, cap_bytes):
+    """Lists of parameters, one per bucket, in the order in which backward completes them.
+
+    Reverse order of registration stands for the order of the gradients. One dtype and device a bucket; a bucket is
+    closed before it would exceed cap_bytes, so only a single larger parameter exceeds it; 0: one parameter a bucket.
+    """
+    filling, done = {}, []
+    for position, p in enumerate(reversed(list(parameters))):
+        kind = (p.dtype, p.device)
+        size, members, _ = filling.get(kind, (0, [], 0))
+        if members and (cap_bytes == 0 or size + p.nbytes > cap_bytes):
+            done.append(filling.pop(kind))
+            size, members = 0, []
+        filling[kind] = (size + p.nbytes, [*members, p], position)
+    done.extend(filling.values())
+    done.sort(key=lambda entry: entry[2])  # a bucket is complete when its last gradient is
+    return [members for _, members, _ in done]

@@ -1,0 +1,225 @@
+"""Data parallelism: every rank holds the whole model, sees its share of the batch, and averages gradients.
+
+    compute   |--- forward ---|--- backward: l4 | l3 | l2 | l1 ---|        |- step -|
+    network                        [ bucket 0: l4 l3 ]  [ bucket 1: l2 l1 ]
+                                   leaves as soon as its last gradient is ready      ^ exposed: what the step waits for
+
+    naive        DDP(module, bucket_cap_mb=0, overlap=False)   one message per parameter, all after backward
+    overlapped   DDP(module, bucket_cap_mb=0)                  one message per parameter, as soon as it is ready
+    bucketed     DDP(module)                                   few large messages, as soon as they are full
+
+Sent per rank and step: 2 (n-1)/n x gradient bytes. Held per rank: parameters + gradients + optimizer states, whole.
+Time: max(backward, communication) + first and last bucket where they overlap, backward + communication where not.
+Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, VLDB 2020, section 3.2.
+"""
+
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch.autograd import Variable
+from torch.autograd.graph import get_gradient_edge
+
+from labkit import comm
+from labkit.join import Join
+from labkit.reducer import Reducer
+from labkit.replicas import Replicas
+from labkit.wrapper import Wrapper, find_tensors
+
+
+def average_gradients(parameters, group=None):
+    """The whole idea, without the speed: call it between backward and step. One all_reduce per parameter."""
+    for p in parameters:
+        if p.grad is not None:
+            comm.all_reduce(p.grad, group=group)
+            p.grad /= dist.get_world_size(group)
+
+
+class DDP(Wrapper):
+    """module, with its gradients averaged over the group when backward() returns. Collective: all ranks construct it.
+
+    bucket_cap_mb: MiB of gradients per message; 0 for one message per parameter. overlap: send during backward.
+    broadcast_buffers: before each forward that will be averaged, buffers become those of rank 0.
+    find_unused_parameters: a parameter that the loss does not depend on counts as zero on this rank; if it is unused
+        on all ranks its .grad is left alone. Without it, backward() raises RuntimeError naming the parameters.
+    Names in module._ddp_params_and_buffers_to_ignore are left alone. Parameters must not be added, replaced,
+    frozen or unfrozen afterwards. Names in state_dict(), named_parameters() and so on are the module's own.
+    Raises ValueError, on every rank, if the model differs between ranks or has nothing to train.
+    """
+
+    def __init__(
+        self,
+        module,
+        process_group=None,
+        bucket_cap_mb=25,
+        overlap=True,
+        broadcast_buffers=True,
+        find_unused_parameters=False,
+    ):
+        super().__init__(module)
+        if not dist.is_initialized():
+            raise RuntimeError("DDP needs ranks: call torch.distributed.init_process_group first")
+        if dist.get_rank(process_group) < 0:
+            raise ValueError("this rank is not in process_group: construct DDP on the group's ranks only")
+        if bucket_cap_mb < 0:
+            raise ValueError(f"bucket_cap_mb must be at least 0, not {bucket_cap_mb}")
+        self.process_group, self.bucket_cap_mb, self.overlap = process_group, bucket_cap_mb, overlap
+        self.find_unused_parameters = find_unused_parameters
+        self.require_backward_grad_sync = True
+        self._joining = None  # the Join whose block we are in
+        self._buffers_due = True
+        self._replicas = Replicas(module, process_group, broadcast_buffers)
+        self._replicas.check(f"{bucket_cap_mb=}, {overlap=}, {broadcast_buffers=}, {find_unused_parameters=}")
+        self._replicas.become(0)
+        self._watch()
+
+    def _watch(self):
+        """Give the parameters buckets, where these parameters are now."""
+        self._trainable = [(name, p, p.requires_grad) for name, p in self._replicas.parameters()]
+        chosen = [(name, p) for name, p, trainable in self._trainable if trainable]
+        cap_bytes = int(self.bucket_cap_mb * 2**20)
+        self._reducer = Reducer(chosen, self._on_gradient, self.process_group, cap_bytes, self.overlap)
+        # The node of the autograd graph that adds to p.grad; holding it keeps it the same one.
+        self._nodes = {p: get_gradient_edge(p).node for _, p in chosen}
+        self._expecting = self._armed = False
+        self._backward = None  # the engine's number for the backward that we are armed for
+
+    def _apply(self, fn, recurse=True):
+        """to(), double(), cuda(): the parameters have moved, so their buckets must."""
+        super()._apply(fn, recurse)
+        old = self._reducer
+        old.detach()
+        self._watch()
+        self._reducer.hook, self._reducer.state = old.hook, old.state
+        return self
+
+    @property
+    def buckets(self):
+        """The list of Bucket, in the order in which they leave."""
+        return self._reducer.buckets
+
+    def register_comm_hook(self, state, hook):
+        """Replace the all_reduce of each bucket by hook(state, bucket) -> Future of the averaged flat tensor.
+
+        Gradients are then not divided: that is the hook's. PyTorch's own hooks (torch.distributed.algorithms.
+        ddp_comm_hooks) run as they are, and ours run on PyTorch's DDP. Raises RuntimeError if there is one already.
+        """
+        if not callable(hook):
+            raise TypeError(f"hook must be callable, not {type(hook).__name__}")
+        if self._reducer.hook is not None:
+            raise RuntimeError("a comm hook is registered already: one DDP has one")
+        self._reducer.hook, self._reducer.state = hook, state
+
+    @contextmanager
+    def no_sync(self):
+        """Forwards in this block do not average: backward adds to .grad on this rank alone.
+
+        The forward decides, as in PyTorch: with only the backward in the block, gradients are averaged. The first
+        averaging backward afterwards averages the whole sum.
+        """
+        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    def join(self, divide_by_initial_world_size=True, enable=True, throw_on_early_termination=False):
+        """`with model.join(): ...` around a loop that is longer on some ranks than on others; see labkit.join.
+
+        divide_by_initial_world_size: an absent rank counts as a zero gradient; else divide by the ranks still there.
+        throw_on_early_termination: end with RuntimeError on all ranks as soon as one has run out.
+        """
+        return Join(self, divide_by_initial_world_size, enable, throw_on_early_termination)
+
+    # ---- one step
+
+    def forward(self, *args, **kwargs):
+        """The module's forward. It decides: a backward through this output averages, unless this is in no_sync()."""
+        averages = self.require_backward_grad_sync and torch.is_grad_enabled()
+        if averages and torch._C._current_graph_task_id() == -1:  # checkpointing may run us again, inside a backward
+            self._prepare()
+        source = self._joining.announce(averages) if self._joining else 0
+        if self._buffers_due:
+            self._replicas.share_buffers(source)
+        self._buffers_due = averages  # as in PyTorch: shared again only after a forward that averages
+        output = self.module(*args, **kwargs)
+        if averages:
+            self._expecting = True
+            for t in find_tensors(output):
+                if t.grad_fn is not None:
+                    t.register_hook(self._arm)
+        return output
+
+    def _prepare(self):
+        if self._reducer.started:
+            self._end_backward()  # an exception has left the last one; other ranks may be waiting in it
+        self._armed = False
+        for name, p, trainable in self._trainable:
+            if p.requires_grad != trainable and not (trainable and self.find_unused_parameters):
+                raise RuntimeError(
+                    f"{name!r} was {'frozen' if trainable else 'unfrozen'} after DDP was constructed: "
+                    "set requires_grad first, then construct DDP"
+                )
+
+    def _arm(self, _=None):
+        """A backward has begun: have the engine call _finish when it is done.
+
+        Called by the outputs, whose gradients come first: reentrant checkpointing runs further backwards inside this
+        one, and the callback must belong to the outermost. A loss that bypasses the outputs arms at a parameter.
+        """
+        backward = torch._C._current_graph_task_id()
+        if not self._armed or backward != self._backward:
+            self._armed, self._backward = True, backward
+            Variable._execution_engine.queue_callback(self._finish)
+
+    def _on_gradient(self, index, slot):
+        if not self._armed:
+            if not self._expecting:
+                return self._reducer.keep(index, slot)  # no_sync()
+            self._arm()
+        first = not self._reducer.started
+        self._reducer.arrive(index, slot)
+        if first and self.find_unused_parameters:
+            self._skip_unused()
+
+    def _skip_unused(self):
+        """The engine knows which parameters this backward will reach: do not hold back buckets for the others."""
+        if torch._C._current_graph_task_id() == self._backward:  # else it knows only this checkpointed segment
+            for bucket in self.buckets:
+                for slot, p in enumerate(bucket.members):
+                    if not bucket.arrived[slot] and not torch._C._will_engine_execute_node(self._nodes[p]):
+                        self._reducer.skip(bucket.index(), slot)
+            self._reducer.launch_full()
+
+    def _finish(self):
+        self._armed = False
+        if self._reducer.started:  # else it was torch.autograd.grad, which leaves .grad alone
+            self._expecting = False
+            skipped = self._end_backward()
+            if skipped and not self.find_unused_parameters:
+                raise RuntimeError(
+                    f"the loss does not depend on {', '.join(skipped)}: "
+                    "pass find_unused_parameters=True if it need not depend on every parameter"
+                )
+
+    @torch.no_grad()
+    def _end_backward(self):
+        """Send what has not left, wait for everything. Returns the names of the parameters without a gradient."""
+        adopt = [[False] * len(bucket.members) for bucket in self.buckets]
+        try:
+            self._reducer.launch_rest()
+            if self.find_unused_parameters:
+                adopt = self._reducer.used()
+            return self._reducer.wait()
+        finally:
+            self._reducer.settle(adopt)
+
+    def _shadow(self, source, averages):
+        """For a rank without data: the collectives of one step of the others. source: the rank with the buffers."""
+        if self._buffers_due:
+            self._replicas.share_buffers(source)
+        self._buffers_due = averages
+        if averages:
+            self._reducer.send_zeros()
+            if self.find_unused_parameters:
+                self._reducer.used()
