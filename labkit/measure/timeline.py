@@ -227,7 +227,7 @@ def exposed(frame, rank):
 
 
 def overlap(frame):
-    """A row per rank: compute_ms, network_ms, hidden_ms (under compute), exposed_ms, total_ms (first to last moment)."""
+    """A row per rank: compute_ms, network_ms, hidden_ms (under compute), exposed_ms, total_ms (first to last)."""
     rows = []
     for rank in sorted(frame["rank"].unique()):
         mine = frame[frame["rank"] == rank]

@@ -1,0 +1,165 @@
+"""Bars: values compared with their spread, memory stacked by kind, and the measured held against the predicted."""
+
+import numpy as np
+
+from labkit.measure.memory import KINDS
+from labkit.measure.stats import summary
+from labkit.show import style
+
+THICK = 0.72
+
+
+def grouped_bars(frame, value, category="strategy", group=None, title=None, unit=None):
+    """Figure: a bar per category (and, within it, per group) to the median of `value`, with quartile whiskers.
+
+    frame: long form, several rows (rounds, ranks) per bar; unit: by default what the column's name ends in.
+    Categories and groups keep their order of appearance; every bar says its own value.
+    """
+    unit = style.unit_of(value) if unit is None else unit
+    categories = list(dict.fromkeys(frame[category]))
+    groups = list(dict.fromkeys(frame[group])) if group else [None]
+    colours = style.palette(groups if group else categories)
+    bars = []  # (y, label of the bar, Summary, colour)
+    y, heads = 0.0, []
+    for one in categories:
+        first = y
+        for part in groups:
+            rows = frame[(frame[category] == one) & ((frame[group] == part) if group else True)]
+            values = rows[value].dropna()
+            if len(values):
+                bars.append((y, style.name(part), summary(values), colours[part if group else one]))
+                y += 1
+        heads.append(((first + y - 1) / 2, style.name(one)))
+        y += 0.6 if group else 0
+    if not bars:
+        raise ValueError(f"no values of {value!r} to draw")
+    with style.look():
+        figure, axes = style.new_figure(8.0, 1.25 + 0.42 * y)
+        draw_bars(axes, bars, unit)
+        axes.set_yticks([at for at, _ in heads], [words for _, words in heads])
+        axes.set_xlabel(style.axis_label(value, axes.value_unit))
+        if group:
+            label_groups(axes, bars)
+        finish(figure, axes, title)
+    return figure
+
+
+def draw_bars(axes, bars, unit):
+    """Bars with whiskers; the value stands at the end of its whisker. The axis' unit is left in axes.value_unit."""
+    largest = max(s.high for _, _, s, _ in bars)
+    divisor, axes.value_unit = style.byte_scale(largest) if unit == "bytes" else (1, unit)
+    for y, _, spread, colour in bars:
+        median = spread.median / divisor
+        axes.barh(y, median, THICK, color=colour)
+        if spread.high > spread.low:
+            reach = [[median - spread.low / divisor], [spread.high / divisor - median]]
+            axes.errorbar(median, y, xerr=reach, color=style.INK, capsize=3, capthick=1.2, elinewidth=1.2)
+        place = {"xytext": (6, 0), "textcoords": "offset points", "va": "center_baseline", "size": 9.5}
+        axes.annotate(style.quantity(spread.median, unit), (spread.high / divisor, y), weight="bold", **place)
+    axes.set_xlim(0, (largest / divisor or 1) * 1.16)
+    axes.set_ylim(bars[-1][0] + 0.6, -0.6)
+
+
+def label_groups(axes, bars):
+    """The group's name inside its bar, at the left, or after the value where the bar is too short."""
+    axes.figure.draw_without_rendering()
+    for (y, words, _, colour), bar in zip(bars, axes.patches, strict=True):
+        place = {"xytext": (6, 0), "textcoords": "offset points", "va": "center_baseline", "size": 9}
+        text = axes.annotate(words, (0, y), color=style.text_on(colour), **place)
+        if text.get_window_extent().width + 10 > bar.get_window_extent().width:
+            text.remove()
+            value = next(t for t in axes.texts if t.xy[1] == y)
+            value.set_text(f"{value.get_text()}   {words}")
+
+
+def finish(figure, axes, title):
+    axes.grid(axis="x")
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+    style.entitle(figure, title)
+
+
+def memory_bars(frame, title=None, label="strategy"):
+    """Figure: one stacked bar per row, by kind. frame: column `label`, and bytes in columns named after KINDS.
+
+    A segment says its size where there is room (without the unit, the axis'), a bar its sum; unused kinds are left out.
+    """
+    kinds = [kind for kind in KINDS if kind in frame and frame[kind].max() > 0]
+    if not kinds:
+        raise ValueError(f"no bytes to draw: none of the columns {', '.join(KINDS)} holds any")
+    totals = frame[kinds].sum(axis=1)
+    divisor, unit = style.byte_scale(totals.max())
+    with style.look():
+        figure, axes = style.new_figure(8.0, 1.6 + 0.5 * len(frame))
+        left, written = np.zeros(len(frame)), []
+        places = range(len(frame))
+        for kind in kinds:
+            colour, sizes = style.COLOURS[kind], frame[kind].to_numpy(float)
+            axes.barh(
+                places, sizes / divisor, THICK, left=left, color=colour, edgecolor=style.GROUND, label=style.name(kind)
+            )
+            for y, start, size in zip(places, left, sizes, strict=True):
+                ink = {"color": style.text_on(colour), "ha": "center", "va": "center_baseline", "size": 9}
+                written.append((axes.text(start + size / divisor / 2, y, style.quantity(size, "bytes"), **ink), size))
+            left += sizes / divisor
+        for y, total in zip(places, totals, strict=True):
+            place = {
+                "xytext": (6, 0),
+                "textcoords": "offset points",
+                "va": "center_baseline",
+                "weight": "bold",
+                "size": 9.5,
+            }
+            axes.annotate(style.quantity(total, "bytes"), (total / divisor, y), **place)
+        axes.set_xlim(0, totals.max() / divisor * 1.14)
+        axes.set_yticks(places, [style.name(one) for one in frame[label]])
+        axes.invert_yaxis()
+        axes.set_xlabel(f"memory per rank at its peak ({unit})")
+        figure.legend(
+            loc="outside lower left", ncols=len(kinds), handlelength=0.9, columnspacing=1.3, handletextpad=0.5
+        )
+        finish(figure, axes, title)
+        figure.draw_without_rendering()
+        scale = axes.transData.transform([(1 / divisor, 0)])[0][0] - axes.transData.transform([(0, 0)])[0][0]
+        for text, size in written:
+            for words in (text.get_text(), f"{size / divisor:.3g}", ""):
+                text.set_text(words)
+                if not words or text.get_window_extent().width + 4 <= size * scale:
+                    break
+    return figure
+
+
+def measured_against_predicted(frame, title=None):
+    """Figure: measured / predicted of every row on one axis, the values beside it; on the line at 1 they agree.
+
+    frame: columns quantity, unit, predicted, measured, and optionally low, high (quartiles, in the row's unit).
+    """
+    ratios = frame["measured"] / frame["predicted"]
+    with style.look():
+        figure, axes = style.new_figure(8.0, 1.3 + 0.42 * len(frame))
+        axes.axvline(1, color=style.FAINT, linewidth=1.2, zorder=1)
+        edges = [1.0, *ratios]
+        for y, (ratio, row) in enumerate(zip(ratios, frame.to_dict("records"), strict=True)):
+            axes.plot([1, ratio], [y, y], color=style.BLUE, linewidth=2, zorder=2)
+            axes.plot(ratio, y, "o", color=style.BLUE, markersize=8, zorder=3)
+            if "low" in row and np.isfinite(row["low"]):
+                ends = [row["low"] / row["predicted"], row["high"] / row["predicted"]]
+                axes.plot(ends, [y, y], color=style.INK, linewidth=1.2, marker="|", markersize=8, zorder=4)
+                edges += ends
+            measured, predicted = (style.quantity(row[which], row["unit"]) for which in ("measured", "predicted"))
+            beside(axes, y, style.ratio_text(ratio), f"{measured} of {predicted}")
+        beside(axes, -0.75, "ratio", "measured of predicted", color=style.FAINT)
+        reach = max(0.1, 1.15 * max(abs(edge - 1) for edge in edges))
+        axes.set_xlim(max(0, 1 - reach), 1 + reach)
+        axes.set_ylim(len(frame) - 0.5, -0.6)
+        axes.set_yticks(range(len(frame)), list(frame["quantity"]))
+        axes.set_xlabel("measured / predicted (1: as predicted)")
+        finish(figure, axes, title)
+    return figure
+
+
+def beside(axes, y, ratio, values, **look):
+    """Two columns of text at the right of the axes."""
+    for words, offset in ((ratio, 10), (values, 54)):
+        place = {"xycoords": ("axes fraction", "data"), "xytext": (offset, 0), "textcoords": "offset points"}
+        axes.annotate(words, (1, y), va="center_baseline", size=9.5, annotation_clip=False, **place, **look)

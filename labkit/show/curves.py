@@ -1,0 +1,141 @@
+"""Curves: a loss over steps, a cost over sizes, memory over time. A curve carries its name at its end."""
+
+import numpy as np
+from matplotlib.ticker import FuncFormatter
+
+from labkit.measure.memory import KINDS
+from labkit.show import style
+
+
+def loss_curves(frame, x="step", y="loss", by="strategy", title=None):
+    """Figure: y over x, a line per `by`; where several rows share an x (ranks, seeds) the median and its quartiles.
+
+    Runs that agree lie on one another, so the first is drawn broad and each later one narrower.
+    """
+    groups = list(dict.fromkeys(frame[by]))
+    colours = style.palette(groups)
+    with style.look():
+        figure, axes = style.new_figure(8.0, 4.0)
+        widths = np.linspace(1.6 + 1.5 * (len(groups) - 1), 1.6, len(groups))
+        ends = []
+        for one, width in zip(groups, widths, strict=True):
+            xs, middle = draw_line(axes, frame[frame[by] == one], x, y, colours[one], linewidth=width)
+            ends.append((xs[-1], middle[-1], style.name(one), colours[one]))
+        axes.set_xlabel(style.axis_label(x))
+        axes.set_ylabel(style.axis_label(y))
+        axes.margins(x=0.01)
+        close(figure, axes, ends, title)
+    return figure
+
+
+def sweep(frame, x, y, by="strategy", title=None, x_unit=None, y_unit=None, predicted=None, log_y=False):
+    """Figure: y over x on a logarithmic axis (sizes, world sizes), a line per `by`, quartiles shaded.
+
+    predicted: column with the formula's value, drawn dashed in the line's colour. Units: by the columns' names.
+    """
+    x_unit = style.unit_of(x) if x_unit is None else x_unit
+    y_unit = style.unit_of(y) if y_unit is None else y_unit
+    groups = list(dict.fromkeys(frame[by]))
+    colours = style.palette(groups)
+    values = [*frame[y], *(frame[predicted] if predicted else [])]
+    factor, shown_unit = style.byte_scale(max(values)) if y_unit == "bytes" else (1, y_unit)
+    with style.look():
+        figure, axes = style.new_figure(8.0, 4.2)
+        ends = []
+        for one in groups:
+            mine = frame[frame[by] == one]
+            xs, middle = draw_line(axes, mine, x, y, colours[one], factor=factor, marker="o")
+            ends.append((xs[-1], middle[-1], style.name(one), colours[one]))
+            if predicted:
+                formula = mine.groupby(x)[predicted].median() / factor
+                axes.plot(formula.index, formula, color=colours[one], linestyle=(0, (4, 2)), linewidth=1.4)
+        axes.set_xscale("log", base=2)
+        label_sizes(axes, sorted(frame[x].unique()), x_unit)
+        if log_y:
+            axes.set_yscale("log")
+            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: style.quantity(value)))
+        else:
+            axes.set_ylim(0, max(values) / factor * 1.06)
+        axes.set_xlabel(style.name(x))
+        axes.set_ylabel(style.axis_label(y, shown_unit))
+        note = "dashed: predicted" if predicted else None
+        close(figure, axes, ends, title, note)
+    return figure
+
+
+def draw_line(axes, rows, x, y, colour, factor=1, **look):
+    """Draw the median over x and its quartiles; returns both coordinates of the line."""
+    grouped = rows.dropna(subset=[y]).groupby(x)[y]
+    middle, low, high = (grouped.quantile(q) / factor for q in (0.5, 0.25, 0.75))
+    if (high > low).any():
+        axes.fill_between(middle.index, low, high, color=colour, alpha=0.18, linewidth=0)
+    axes.plot(middle.index, middle, color=colour, **look)
+    return middle.index.to_numpy(), middle.to_numpy()
+
+
+def label_sizes(axes, sizes, unit):
+    """Ticks at the sizes that were measured, thinned to at most nine, in KiB and MiB where they are bytes."""
+    every = -(-len(sizes) // 9)
+    axes.set_xticks(sizes[::every], [style.quantity(size, unit) for size in sizes[::every]])
+    axes.set_xticks([], minor=True)
+
+
+def close(figure, axes, ends, title, note=None):
+    """Name each line at its end, moved apart where they meet, with a thin leader; then the title and the grid."""
+    axes.grid(axis="y")
+    style.entitle(figure, title)
+    if note:
+        axes.annotate(note, (0, 1), xycoords="axes fraction", va="bottom", size=9, color=style.FAINT)
+    figure.draw_without_rendering()
+    heights = [axes.transData.transform((x, y))[1] for x, y, _, _ in ends]
+    pixels_per_point = figure.dpi / 72
+    frame_top = axes.bbox.y1
+    moved = style.spread_apart(heights, 15 * pixels_per_point)
+    excess = max(0.0, max(moved) - frame_top) + min(0.0, min(moved) - axes.bbox.y0 - 6 * pixels_per_point)
+    right = axes.bbox.x1
+    for (x, y, words, colour), height, wanted in zip(ends, heights, moved, strict=True):
+        start = axes.transData.transform((x, y))[0]
+        offset = ((right - start) / pixels_per_point + 16, (wanted - excess - height) / pixels_per_point)
+        leader = {"arrowstyle": "-", "color": colour, "linewidth": 0.9, "shrinkA": 1, "shrinkB": 3, "relpos": (0, 0.5)}
+        place = {
+            "xytext": offset,
+            "textcoords": "offset points",
+            "va": "center",
+            "ha": "left",
+            "annotation_clip": False,
+        }
+        axes.annotate(words, (x, y), arrowprops=leader, size=9.5, weight="bold", **place)
+
+
+def memory_over_time(samples, title=None):
+    """Figure: MemoryTracker.samples as areas by kind, with the peak marked.
+
+    The axis counts allocations and releases, not seconds: each is equally wide, and the picture is the same everywhere.
+    """
+    if not samples:
+        raise ValueError("no samples to draw")
+    moments = np.arange(1, len(samples) + 1)
+    kinds = [kind for kind in KINDS if any(sizes[kind] for _, sizes in samples)]
+    table = np.array([[sizes[kind] for kind in kinds] for _, sizes in samples], dtype=float)
+    divisor, unit = style.byte_scale(table.sum(axis=1).max())
+    with style.look():
+        figure, axes = style.new_figure(8.0, 4.0)
+        colours = [style.COLOURS[kind] for kind in kinds]
+        names = [style.name(kind) for kind in kinds]
+        axes.stackplot(moments, table.T / divisor, step="post", colors=colours, labels=names, linewidth=0)
+        top = int(table.sum(axis=1).argmax())
+        peak = table[top].sum()
+        axes.plot(moments[top], peak / divisor, "o", color=style.RED, zorder=5)
+        words = f"peak {style.quantity(peak, 'bytes')}"
+        place = {"xytext": (0, 8), "textcoords": "offset points", "ha": "center", "weight": "bold", "color": style.RED}
+        axes.annotate(words, (moments[top], peak / divisor), **place)
+        axes.set_ylim(0, peak / divisor * 1.14)
+        axes.margins(x=0)
+        axes.set_xlabel("allocations and releases so far")
+        axes.set_ylabel(f"live tensors of this rank ({unit})")
+        figure.legend(
+            loc="outside lower left", ncols=len(kinds), handlelength=0.9, columnspacing=1.3, handletextpad=0.5
+        )
+        axes.grid(axis="y")
+        style.entitle(figure, title)
+    return figure

@@ -1,0 +1,141 @@
+"""The timeline: two lanes a rank, compute and network, drawn on one clock.
+
+rank 0  compute  [ forward ][     backward      |//waiting//][opt]
+        network                 [ bucket 1 ][ bucket 0 ######]      ####: exposed, nobody computes meanwhile
+"""
+
+from matplotlib import patheffects
+
+from labkit.measure.timeline import LANES, exposed, length, subtract
+from labkit.show import style
+
+BAR = 0.8  # of one row's height
+SHORT = {"optimizer": "opt", "forward": "fwd", "backward": "bwd"}
+
+
+def timeline(frame, title=None):
+    """Figure of a Timeline.frame(): bars named where the name fits, exposed communication hatched and summed.
+
+    Spans that overlap within a lane get a row each; spans with unit=True lie in a row of their own, paler.
+    """
+    if frame.empty:
+        raise ValueError("an empty timeline cannot be drawn")
+    ranks = sorted(frame["rank"].unique())
+    rows = place(frame, ranks)
+    count = 1 + max(row for _, row in rows.values())
+    with style.look():
+        figure, axes = style.new_figure(9.0, 1.3 + 0.42 * count + 0.15 * len(ranks))
+        axes.set_xlim(0, frame["end_ms"].max() * 1.005)
+        heights = {key: y for key, (y, _) in rows.items()}
+        axes.set_ylim(max(heights.values()) + 0.75, min(heights.values()) - 0.75)
+        labels = []
+        for rank in ranks:
+            mine, bare = frame[frame["rank"] == rank], exposed(frame, rank)
+            for index, span in mine.iterrows():
+                labels += draw_span(axes, span, heights[index], bare)
+            write_exposed(axes, mine, bare, heights)
+        label_lanes(axes, frame, ranks, heights)
+        axes.set_xlabel("time (ms)")
+        axes.grid(axis="x")
+        axes.tick_params(axis="y", length=0)
+        axes.spines["left"].set_visible(False)
+        style.entitle(figure, title)
+        figure.draw_without_rendering()
+        for label in labels:
+            fit(label, axes)
+    return figure
+
+
+def place(frame, ranks):
+    """{index: (y, row)}: rank by rank, lane by lane; a span goes to the first row of its lane that is free."""
+    rows, row, y = {}, 0, 0.0
+    for rank in ranks:
+        mine = frame[frame["rank"] == rank]
+        lanes = [*LANES, *(lane for lane in mine["lane"].unique() if lane not in LANES)]
+        for lane in lanes:
+            spans = mine[mine["lane"] == lane]
+            inner = spans["unit"].fillna(False).astype(bool) if "unit" in spans else spans["rank"] < 0
+            for part in (spans[~inner], spans[inner]):
+                ends = []
+                for index, span in part.sort_values("start_ms").iterrows():
+                    free = next((i for i, end in enumerate(ends) if end <= span["start_ms"] + 1e-6), len(ends))
+                    ends[free : free + 1] = [span["end_ms"]]
+                    rows[index] = (y + free, row + free)
+                y, row = y + len(ends), row + len(ends)
+        y += 0.5
+    return rows
+
+
+def colour_of(span):
+    words = span["name"].split()
+    if span["lane"] == "network":
+        return style.COLOURS["network"]
+    known = next((word for word in reversed(words) if word in style.COLOURS), None)
+    inner = span.get("unit") is True
+    base = style.COLOURS[known] if known else style.COLOURS["forward"] if inner else style.OLIVE
+    return style.lighter(base) if inner else base
+
+
+def draw_span(axes, span, y, bare):
+    """One bar: plain where it works; hatched where it is exposed (network) or waits for the network (compute)."""
+    colour, whole = colour_of(span), [(span["start_ms"], span["end_ms"])]
+    free = subtract(whole, bare)
+    hatched = subtract(whole, free)
+    network = span["lane"] == "network"
+    waiting = style.RED if network else style.lighter(colour, 0.75)
+    for pieces, face, hatch in ((free, colour, None), (hatched, waiting, "////")):
+        for start, end in pieces:
+            line = style.lighter(style.RED, 0.35) if network else colour
+            axes.barh(y, end - start, BAR, left=start, facecolor=face, hatch=hatch, edgecolor=line, linewidth=0)
+    axes.barh(y, whole[0][1] - whole[0][0], BAR, left=whole[0][0], fill=False, edgecolor=style.GROUND, linewidth=0.9)
+    lies_in_hatched = not free or (network and length(hatched) > length(free))
+    names = [(span["name"], hatched if lies_in_hatched else free, waiting if lies_in_hatched else colour)]
+    if not network and free and span.get("unit") is not True:
+        names.append(("waits", hatched, waiting))
+    return [write(axes, words, max(pieces, key=size), y, face) for words, pieces, face in names if pieces]
+
+
+def size(piece):
+    return piece[1] - piece[0]
+
+
+def write(axes, words, piece, y, face):
+    """A name in the middle of a piece of a bar, with a rim in the bar's colour so that a hatch does not cut it."""
+    rim = [patheffects.withStroke(linewidth=2.5, foreground=face)]
+    place = {"ha": "center", "va": "center_baseline", "size": 8.5, "color": style.text_on(face), "path_effects": rim}
+    text = axes.text(sum(piece) / 2, y, words, **place)
+    text.room = size(piece)
+    return text
+
+
+def fit(text, axes):
+    """Keep a name that fits its bar; else a shorter one ("bucket 3" -> "3", "optimizer" -> "opt"); else none."""
+    origin, end = axes.transData.transform([(0, 0), (text.room, 0)])
+    words = text.get_text()
+    short = words.removesuffix(" backward").split()[-1]
+    for shorter in (words, short, SHORT.get(short, ""), ""):
+        text.set_text(shorter)
+        if not shorter or text.get_window_extent().width <= end[0] - origin[0] - 3:
+            return
+
+
+def write_exposed(axes, mine, bare, heights):
+    """The sum of what is exposed, beside the network lane."""
+    network = [heights[i] for i in mine.index[mine["lane"] == "network"]]
+    if network:
+        total = length(bare)
+        words = f"exposed\n{style.quantity(total, 'ms')}" if total else "nothing\nexposed"
+        place = {"xytext": (8, 0), "textcoords": "offset points", "ha": "left", "va": "center"}
+        look = {"color": style.RED, "weight": "bold", "size": 9}
+        axes.annotate(words, (1, sum(network) / len(network)), xycoords=("axes fraction", "data"), **place, **look)
+
+
+def label_lanes(axes, frame, ranks, heights):
+    ticks, names = [], []
+    for rank in ranks:
+        mine = frame[frame["rank"] == rank]
+        for lane in mine["lane"].unique():
+            ys = [heights[i] for i in mine.index[mine["lane"] == lane]]
+            ticks.append((min(ys) + max(ys)) / 2)
+            names.append(f"rank {rank}  {lane}")
+    axes.set_yticks(ticks, names)

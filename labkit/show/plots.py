@@ -1,0 +1,27 @@
+"""All pictures of the lab by one name: pure functions from data to a Figure, and the two ways to hand it on.
+
+timeline                      two lanes a rank, compute and network            gantt.py
+grouped_bars                  medians with quartiles, a value on each bar      bars.py
+memory_bars                   memory by kind, stacked                          bars.py
+measured_against_predicted    ratios around 1                                  bars.py
+loss_curves, sweep            lines named at their ends                        curves.py
+memory_over_time              what one rank holds, change by change            curves.py
+present, save                 into the notebook, into figures/                 publish.py
+"""
+
+from labkit.show.bars import grouped_bars, measured_against_predicted, memory_bars
+from labkit.show.curves import loss_curves, memory_over_time, sweep
+from labkit.show.gantt import timeline
+from labkit.show.publish import present, save
+
+__all__ = [
+    "grouped_bars",
+    "loss_curves",
+    "measured_against_predicted",
+    "memory_bars",
+    "memory_over_time",
+    "present",
+    "save",
+    "sweep",
+    "timeline",
+]

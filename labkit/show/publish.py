@@ -1,0 +1,97 @@
+"""Where a figure goes: into a notebook, with words for those who do not see it, or into figures/, with its data.
+
+    present(figure, caption, provenance, alt)               image + alt text, caption and provenance beneath it
+    save(figure, "overlap", data, parameters, ...)          figures/overlap.svg   the picture, same bytes for same data
+                                                            figures/overlap.json  what it was drawn from
+
+JupyterLab ignores alt text given with an image, so the sentence is in the plain text, in the metadata, and visible.
+"""
+
+import html
+import io
+import json
+import subprocess
+from pathlib import Path
+
+import pandas as pd
+from IPython.display import display
+
+from labkit.measure import machine
+from labkit.show import style
+
+ROOT = Path(__file__).resolve().parents[2]
+FIGURES = ROOT / "figures"
+PROVENANCE = ("measured", "counted", "throttled", "emulated", "simulated", "predicted", "published")
+
+
+def check(alt, provenance):
+    """Raise ValueError for a picture without words or without an origin among PROVENANCE (its first word)."""
+    if not alt.strip():
+        raise ValueError("a figure needs alt text: one sentence that says what is to be seen")
+    if provenance.split(" ")[0].strip(",;:") not in PROVENANCE:
+        raise ValueError(f"provenance must begin with one of {', '.join(PROVENANCE)}; got {provenance!r}")
+
+
+def png(figure, dpi=200):
+    """The figure as PNG bytes."""
+    held = io.BytesIO()
+    with style.look():
+        figure.savefig(held, format="png", dpi=dpi, bbox_inches="tight", pad_inches=0.15)
+    return held.getvalue()
+
+
+def present(figure, caption, provenance, alt):
+    """Display a figure in a notebook: the picture, then a caption that ends in the provenance.
+
+    provenance: "measured on 2 cores, no GPU, torch 2.13.0"; its first word is one of PROVENANCE.
+    """
+    check(alt, provenance)
+    image = png(figure)
+    width = int.from_bytes(image[16:20], "big") // 2  # a PNG's header holds its size; two pixels to a point are crisp
+    about = {"alt": alt, "width": width, "needs_background": "light"}
+    display({"image/png": image, "text/plain": alt}, metadata={"image/png": about, "alt": alt}, raw=True)
+    text = f"{caption} ({provenance})"
+    body = f"<b>{html.escape(caption)}</b> <span style='opacity:.75'>({html.escape(provenance)})</span>"
+    seen = (
+        f"<br><span style='opacity:.75'>In words: {html.escape(alt)}</span>" if alt.strip() != caption.strip() else ""
+    )
+    about_width = f"max-width:{width}px"
+    display({"text/html": f"<p style='{about_width}'>{body}{seen}</p>", "text/plain": text}, raw=True)
+
+
+def commit():
+    """The commit checked out in this repository, "+" behind it where files differ; None outside git."""
+    try:
+        head = subprocess.run(["git", "-C", ROOT, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True)
+        changes = subprocess.run(["git", "-C", ROOT, "status", "--porcelain", "-uno"], capture_output=True, text=True)
+    except FileNotFoundError:
+        return None
+    return head.stdout.strip() + ("+" if changes.stdout.strip() else "") if head.returncode == 0 else None
+
+
+def save(figure, name, data, parameters, provenance, alt, folder=FIGURES):
+    """Write folder/NAME.svg and folder/NAME.json; returns the path of the SVG.
+
+    data: DataFrame, or anything JSON holds: what the picture shows. parameters: what the run was given.
+    The JSON adds provenance, alt text, the class of machine (never its name), versions and the commit.
+    """
+    check(alt, provenance)
+    if isinstance(data, pd.DataFrame):
+        data = json.loads(data.to_json(orient="records", double_precision=6))
+    about = {
+        "alt": alt,
+        "provenance": provenance,
+        "parameters": parameters,
+        "commit": commit(),
+        "machine": machine.card(),
+    }
+    text = json.dumps({"figure": f"{name}.svg", **about, "data": data}, indent=1, sort_keys=True, allow_nan=False)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with style.look():
+        note = figure.text(0.012, -0.005, provenance, ha="left", va="top", size=8, color=style.FAINT)
+        about = {"Date": None, "Creator": None, "Title": alt}
+        figure.savefig(folder / f"{name}.svg", bbox_inches="tight", pad_inches=0.12, metadata=about)
+        note.remove()
+    (folder / f"{name}.json").write_text(text + "\n")
+    return folder / f"{name}.svg"

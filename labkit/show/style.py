@@ -1,0 +1,184 @@
+"""The look of all pictures: one style file, one colour and one name for each thing, units as people read them.
+
+Petroff, Accessible Color Sequences for Data Visualization, arXiv:2107.02270 (the ten colours).
+"""
+
+import re
+from contextlib import contextmanager
+from pathlib import Path
+
+import matplotlib
+from matplotlib import colors
+from matplotlib import style as matplotlib_style
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+STYLE_FILE = Path(__file__).with_name("labkit.mplstyle")
+BLUE, ORANGE, RED, GREY, PURPLE, BROWN, DEEP_ORANGE, OLIVE, SLATE, PALE_BLUE = [
+    "#3f90da",
+    "#ffa90e",
+    "#bd1f01",
+    "#94a4a2",
+    "#832db6",
+    "#a96b59",
+    "#e76300",
+    "#b9ac70",
+    "#717581",
+    "#92dadd",
+]
+CYCLE = (BLUE, ORANGE, PURPLE, GREY, BROWN, PALE_BLUE, OLIVE, SLATE, DEEP_ORANGE)  # red is kept for what to look at
+INK, FAINT, GROUND = "#24292f", "#57606a", "#fafaf7"
+
+# What has a name here keeps its colour in every picture; the rest takes the colours left, in order of appearance.
+COLOURS = {
+    "single": GREY,
+    "ddp_naive": ORANGE,
+    "ddp_overlapped": BROWN,
+    "ddp_bucketed": BLUE,
+    "torch_ddp": PURPLE,
+    "torch_fsdp": SLATE,
+    "forward": BLUE,
+    "backward": ORANGE,
+    "optimizer": GREY,
+    "network": PURPLE,
+    "parameters": BLUE,
+    "gradients": ORANGE,
+    "optimizer_states": PURPLE,
+    "activations": PALE_BLUE,
+    "buffers": GREY,
+    "communication": BROWN,
+}
+NAMES = {
+    "single": "single process",
+    "ddp_naive": "DDP, naive",
+    "ddp_overlapped": "DDP, overlapped",
+    "ddp_bucketed": "DDP, bucketed",
+    "torch_ddp": "PyTorch DDP",
+    "torch_fsdp": "PyTorch FSDP",
+    "mlp": "MLP",
+    "resnet": "ResNet",
+    "gpt": "GPT",
+    "optimizer_states": "optimizer states",
+    "step_ms": "step time",
+    "forward_ms": "forward",
+    "backward_ms": "backward",
+    "optimizer_ms": "optimizer",
+    "exposed_comm_ms": "exposed communication",
+    "sent_bytes": "sent per rank and step",
+    "peak_bytes": "peak memory per rank",
+    "samples_per_s": "throughput",
+    "bucket_cap_mb": "bucket size",
+}
+BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def use():
+    """Make the lab's look the default of matplotlib for this process."""
+    matplotlib_style.use(STYLE_FILE)
+
+
+@contextmanager
+def look():
+    """The lab's look inside a block only, whatever the notebook has set."""
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib_style.use(STYLE_FILE)
+        yield
+
+
+def new_figure(width=8.0, height=4.2, rows=1, columns=1, **layout):
+    """(figure, axes), outside pyplot's global list, with a canvas that can measure text. Sizes in inches."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, figure.subplots(rows, columns, **layout)
+
+
+def name(key):
+    """The words for a key: "ddp_bucketed" -> "DDP, bucketed", "all_reduce_ms" -> "all reduce"."""
+    return NAMES.get(key) or re.sub("(_ms|_bytes|_seconds|_per_s)$", "", str(key)).replace("_", " ")
+
+
+def axis_label(column, unit=None):
+    """The words and the unit of a column, as an axis says them: "step time (ms)"."""
+    unit = unit_of(column) if unit is None else unit
+    return f"{name(column)} ({unit})" if unit else name(column)
+
+
+def palette(keys):
+    """{key: colour}: its own for what has one, else the next colour that none of the others uses."""
+    keys = list(dict.fromkeys(keys))
+    taken = {COLOURS[key] for key in keys if key in COLOURS}
+    free = [colour for colour in CYCLE if colour not in taken] or list(CYCLE)
+    others = [key for key in keys if key not in COLOURS]
+    return {key: COLOURS[key] if key in COLOURS else free[others.index(key) % len(free)] for key in keys}
+
+
+def text_on(colour):
+    """Dark or white ink, whichever has the better contrast on `colour` (WCAG relative luminance)."""
+    parts = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in colors.to_rgb(colour)]
+    luminance = sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), parts, strict=True))
+    return "white" if (1.05 / (luminance + 0.05)) > ((luminance + 0.05) / 0.07) else INK
+
+
+def lighter(colour, amount=0.55):
+    """`colour` mixed with the ground."""
+    return tuple(c + (g - c) * amount for c, g in zip(colors.to_rgb(colour), colors.to_rgb(GROUND), strict=True))
+
+
+def unit_of(column):
+    """The unit that a column's name ends in: "ms", "s", "bytes", "samples/s", else ""."""
+    ends = {"_per_s": f"{column.split('_')[0]}/s", "_ms": "ms", "_bytes": "bytes", "_seconds": "s"}
+    return next((unit for end, unit in ends.items() if column.endswith(end)), "")
+
+
+def byte_scale(largest):
+    """(divisor, unit) in which `largest` bytes are between 1 and 1024."""
+    power = 0
+    while largest >= 1024 ** (power + 1) and power < len(BINARY) - 1:
+        power += 1
+    return 1024**power, BINARY[power]
+
+
+def quantity(value, unit=""):
+    """A value as text, three digits: (26214400, "bytes") -> "25 MiB", (12.345, "ms") -> "12.3 ms"."""
+    if unit == "bytes":
+        divisor, unit = byte_scale(abs(value))
+        value = value / divisor
+    digits = f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"
+    return f"{digits} {unit}".rstrip()
+
+
+def entitle(figure, title):
+    if title:
+        figure.suptitle(title, x=0.01, ha="left", weight="bold", size=12)
+
+
+def ratio_text(ratio):
+    """Measured by predicted, to three digits behind the point; exactly one reads "= 1"."""
+    return "= 1" if ratio == 1 else f"{ratio:.3f}"
+
+
+def spread_apart(positions, gap):
+    """Positions moved as little as needed to be at least `gap` apart, order kept; for labels at the ends of lines."""
+    order = sorted(range(len(positions)), key=positions.__getitem__)
+    blocks = []  # [sum of wanted starts, members]: neighbours that touch move as one
+    for index in order:
+        blocks.append([positions[index], [index]])
+        while len(blocks) > 1 and top(blocks[-2], gap) > bottom(blocks[-1], gap):
+            wanted, members = blocks.pop()
+            before, earlier = blocks.pop()
+            total = before * len(earlier) + wanted * len(members)
+            blocks.append([total / (len(earlier) + len(members)), earlier + members])
+    moved = list(positions)
+    for block in blocks:
+        for place, index in enumerate(block[1]):
+            moved[index] = bottom(block, gap) + (place + 0.5) * gap
+    return moved
+
+
+def bottom(block, gap):
+    return block[0] - gap * len(block[1]) / 2
+
+
+def top(block, gap):
+    return block[0] + gap * len(block[1]) / 2

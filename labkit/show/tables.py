@@ -1,0 +1,58 @@
+"""Tables as DataFrames: numbers for machines in one, words for people in the other."""
+
+import pandas as pd
+
+from labkit.measure.stats import summary
+from labkit.show import style
+
+
+def predicted_measured(rows):
+    """DataFrame quantity, unit, predicted, measured, ratio, from dicts or tuples of the first four.
+
+    rows: [{"quantity": "sent per step", "unit": "bytes", "predicted": 4096, "measured": 4096}, ...]
+    or [("sent per step", "bytes", 4096, 4096), ...]. ratio = measured / predicted; a prediction of 0 has none (NaN).
+    """
+    names = ["quantity", "unit", "predicted", "measured"]
+    frame = pd.DataFrame([row if isinstance(row, dict) else dict(zip(names, row, strict=True)) for row in rows])
+    missing = [name for name in names if name not in frame]
+    if missing:
+        raise ValueError(f"a row of predicted_measured() needs {', '.join(names)}; missing: {', '.join(missing)}")
+    frame["ratio"] = frame["measured"] / frame["predicted"].where(frame["predicted"] != 0)
+    return frame[[*names, "ratio", *(name for name in frame if name not in (*names, "ratio"))]]
+
+
+def readable(frame):
+    """A predicted_measured() frame in words: values with their unit, the ratio to three digits."""
+    words = pd.DataFrame({"quantity": frame["quantity"]})
+    for which in ("predicted", "measured"):
+        values = zip(frame[which], frame["unit"], strict=True)
+        words[which] = [style.quantity(value, unit) for value, unit in values]
+    words["ratio"] = ["" if pd.isna(ratio) else style.ratio_text(ratio) for ratio in frame["ratio"]]
+    return words.set_index("quantity")
+
+
+def comparison(frame, metrics, by="strategy"):
+    """One row per `by`, one column per metric: "median (quartile to quartile)" in the metric's unit.
+
+    frame: rows of compare(); metrics that have no value for a strategy are left blank there.
+    """
+    table = {}
+    for metric in metrics:
+        unit = style.unit_of(metric)
+        cells = []
+        for one in dict.fromkeys(frame[by]):
+            values = frame.loc[frame[by] == one, metric].dropna()
+            cells.append(cell(summary(values), unit) if len(values) else "")
+        table[style.name(metric)] = cells
+    return pd.DataFrame(
+        table, index=pd.Index([style.name(one) for one in dict.fromkeys(frame[by])], name=style.name(by))
+    )
+
+
+def cell(spread, unit):
+    if spread.low == spread.high:
+        return style.quantity(spread.median, unit)
+    low, high = (style.quantity(edge, unit) for edge in (spread.low, spread.high))
+    shared = f" {unit}"
+    low = low.removesuffix(shared) if high.endswith(shared) else low
+    return f"{style.quantity(spread.median, unit)} ({low} to {high})"
