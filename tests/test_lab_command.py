@@ -1,0 +1,208 @@
+"""scripts/lab as a person meets it: first use, later uses, and everything that can be wrong, each told in one line."""
+
+import ast
+import importlib.machinery
+import importlib.util
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+STUB = "import sys; print('ran', sys.argv[1:])"
+RUN_IT = "; import runpy, sys; sys.argv[:] = ['lab', 'run']; runpy.run_path({!r}, run_name='__main__')"
+FAKE_PYTHON = "import sys; sys.version_info = (3, 9, 1)" + RUN_IT
+FULL_DISK = "import shutil; shutil.disk_usage = lambda path: type('Usage', (), {{'free': 2e8}})" + RUN_IT
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory):
+    """A copy of the command with nothing to install, after its first use."""
+    root = new_tree(tmp_path_factory.mktemp("lab"))
+    first = lab(root, "run", "-x")
+    assert (first.returncode, first.stdout) == (0, "ran ['-x']\n"), first.stderr
+    assert "setting up .venv: creating it" in first.stderr
+    return root
+
+
+def new_tree(root):
+    (root / "scripts").mkdir()
+    shutil.copy(ROOT / "scripts" / "lab", root / "scripts")
+    (root / "scripts" / "run.py").write_text(STUB)
+    (root / "requirements.txt").write_text("")
+    return root
+
+
+def environment(port=None):
+    """Ours, with pip looking nowhere but at a loopback port."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
+    index = {} if port is None else {"PIP_INDEX_URL": f"http://127.0.0.1:{port}/simple"}
+    return {**kept, **index, "PIP_CONFIG_FILE": os.devnull, "PIP_RETRIES": "1"}
+
+
+def lab(root, *arguments, **options):
+    command = [sys.executable, str(root / "scripts" / "lab"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment(), **options)
+
+
+def closed_port():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return taken.getsockname()[1]
+
+
+def assert_one_line(finished, *words, code=1):
+    """The last line says it; a traceback is never shown."""
+    assert finished.returncode == code, finished.stderr
+    assert "Traceback" not in finished.stderr
+    last = finished.stderr.splitlines()[-1]
+    assert last.startswith("lab: ")
+    for word in words:
+        assert word in last
+
+
+def test_any_python_3_can_read_it():
+    ast.parse((ROOT / "scripts" / "lab").read_text(), feature_version=(3, 6))
+
+
+def test_later_uses_start_at_once(tree):
+    later = lab(tree, "run", "all", "-p", "a", "1")
+    assert (later.stdout, later.stderr) == ("ran ['all', '-p', 'a', '1']\n", "")
+
+
+def test_exit_code_is_the_commands(tree):
+    (tree / "scripts" / "bench.py").write_text("import sys; sys.exit(7)")
+    assert lab(tree, "bench").returncode == 7
+
+
+def test_unknown_command(tree):
+    assert_one_line(lab(tree, "rum"), "'rum'", "run, test, bench, figures", code=2)
+
+
+def test_help_needs_no_setup(tmp_path):
+    assert "./scripts/lab test" in lab(new_tree(tmp_path), "--help").stdout
+    assert not (tmp_path / ".venv").exists()
+
+
+def test_wrong_python(tmp_path):
+    root = new_tree(tmp_path)
+    code = FAKE_PYTHON.format(str(root / "scripts" / "lab"))
+    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={"PATH": str(tmp_path)})
+    assert_one_line(finished, "needs Python 3.11 or 3.12", "this is 3.9")
+    assert finished.stderr.count("\n") == 1
+
+
+def test_wrong_python_hands_over_to_a_right_one_on_the_path(tmp_path):
+    root = new_tree(tmp_path)
+    stub = tmp_path / "python3.12"
+    stub.write_text('#!/bin/sh\n[ "$1" = -c ] || echo "took over: $(basename "$1") $2"\n')
+    stub.chmod(0o755)
+    code = FAKE_PYTHON.format(str(root / "scripts" / "lab"))
+    path = os.pathsep.join([str(tmp_path), os.defpath])
+    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={"PATH": path})
+    assert finished.stdout == "took over: lab run\n"
+
+
+def test_no_disk(tmp_path):
+    code = FULL_DISK.format(str(new_tree(tmp_path) / "scripts" / "lab"))
+    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert_one_line(finished, "needs 3 GB", "0.2 GB free")
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device", "no space left"),
+        (
+            "WARNING: Retrying: NewConnectionError()\nERROR: No matching",
+            "cannot reach the package",
+        ),
+        ("ERROR: No matching distribution found for torch==99\nnoise", "No matching distribution found for torch==99"),
+    ],
+)
+def test_pips_many_lines_become_one(words, line):
+    explained = load_lab().explain(words)
+    assert line in explained
+    assert "\n" not in explained
+
+
+def load_lab():
+    loader = importlib.machinery.SourceFileLoader("lab_command", str(ROOT / "scripts" / "lab"))
+    sys.dont_write_bytecode, held = True, sys.dont_write_bytecode
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("lab_command", loader))
+    loader.exec_module(module)
+    sys.dont_write_bytecode = held
+    return module
+
+
+def test_progress_is_read_from_pip():
+    phase_of = load_lab().phase_of
+    assert phase_of("Collecting torch==2.13.0\n  Downloading https://host/a/b/torch-2.13.0.whl (526 MB)") == (
+        "fetching",
+        "torch-2.13.0.whl (526 MB)",
+    )
+    phase, detail = phase_of("Collecting a\nInstalling collected packages: a, b, c")
+    assert phase == "installing"
+    assert detail.endswith(" of 3 packages")
+
+
+def test_a_failed_setup_is_told_and_the_next_use_repairs_it(tree):
+    requirements, stamp = tree / "requirements.txt", tree / ".venv" / "lab-stamp"
+    requirements.write_text("a-package-for-this-test==1\n")
+    command = [sys.executable, str(tree / "scripts" / "lab"), "run"]
+    offline = subprocess.run(command, capture_output=True, text=True, env=environment(closed_port()))
+    assert_one_line(offline, "cannot reach the package index", "needs a network")
+    assert not stamp.exists()  # so the half-made .venv is not taken for a whole one
+    leftover = tree / ".venv" / "half-made"
+    leftover.write_text("")
+    requirements.write_text("")
+    assert lab(tree, "run").stdout == "ran []\n"
+    assert not leftover.exists()
+
+
+def test_changed_requirements_keep_the_venv(tree):
+    kept = tree / ".venv" / "kept"
+    kept.write_text("")
+    (tree / "requirements.txt").write_text("# a comment more\n")
+    changed = lab(tree, "run")
+    assert changed.stdout == "ran []\n"
+    assert "setting up" in changed.stderr
+    assert kept.exists()
+
+
+def test_interrupted_setup(tree):
+    """The package index never answers; Ctrl-C ends pip, says so in one line, and leaves no stamp."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        (tree / "requirements.txt").write_text("a-package-for-this-test==2\n")
+        command = [sys.executable, str(tree / "scripts" / "lab"), "run"]
+        child = subprocess.Popen(
+            command, text=True, stderr=subprocess.PIPE, env=environment(silent.getsockname()[1]), start_new_session=True
+        )
+        silent.settimeout(30)
+        connection, _ = silent.accept()  # pip is asking
+        os.killpg(child.pid, signal.SIGINT)
+        told = child.communicate(timeout=30)[1]
+        connection.close()
+    assert child.returncode == 130
+    assert told.splitlines()[-1] == "lab: setup interrupted; the next use starts it afresh"
+    assert "Traceback" not in told
+    assert not (tree / ".venv" / "lab-stamp").exists()
+    (tree / "requirements.txt").write_text("")
+
+
+def test_two_first_uses_at_once_wait_for_each_other(tmp_path):
+    root = new_tree(tmp_path)
+    command = [sys.executable, str(root / "scripts" / "lab"), "run"]
+    children = [
+        subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment())
+        for _ in range(2)
+    ]
+    told = [child.communicate(timeout=60) for child in children]
+    assert [child.returncode for child in children] == [0, 0], told
+    assert sum("another setup of this .venv is running" in stderr for _, stderr in told) == 1
+    assert sum("the next use starts at once" in stderr for _, stderr in told) == 1
