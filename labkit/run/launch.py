@@ -123,6 +123,10 @@ def launch(
     ends = read_ends(run.folder, nproc, run.events, exits)
     if status == 0 and all(end.state == "finished" for end in ends):
         return run
+    for end in ends:
+        if end.error:
+            with open(run.logs[end.rank], "a") as log:
+                log.write(end.error["traceback"])
     cause, message = explain(ends, timed_out)
     if message.startswith("the launcher failed") and (run.folder / "job.log").exists():
         message += "\n" + (run.folder / "job.log").read_text()[-2000:]

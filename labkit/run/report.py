@@ -142,7 +142,7 @@ def manner_of_death(end):
 def details(ends, cause):
     """The cause's line, last collective and traceback; each other rank in one line."""
     if cause is not None:
-        if cause.error:
+        if cause.error.get("line"):
             yield f"    at line {cause.error['lineno']}: {cause.error['line']}"
         yield f"    last collective of rank {cause.rank}: {cause.waiting_in()}"
     for end in ends:

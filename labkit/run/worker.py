@@ -67,18 +67,11 @@ class BlackBox:
         with open(path, "r+b") as file:
             self.map = mmap.mmap(file.fileno(), BOX_BYTES)
         self.count = 0
-        self.last = None
 
     def append(self, event):
         self.count += 1
-        self.last = event
         line = f'{{"count": {self.count}, "op": "{event.op}", "bytes": {event.payload_bytes}}}'
         self.map[:] = line.encode().ljust(BOX_BYTES)
-
-    def describe(self):
-        if self.last is None:
-            return None
-        return {"count": self.count, "op": self.last.op, "bytes": self.last.payload_bytes}
 
 
 @dataclass
@@ -103,7 +96,7 @@ class Context:
 
 
 def main(job_path):
-    """Run the job on this rank. Raises what the target raises, after having reported it."""
+    """Run the job on this rank; an error of the target is reported, and then ends the process with status 1."""
     die_with_parent()
     folder = Path(job_path).parent
     job = json.loads(Path(job_path).read_text())
@@ -130,10 +123,10 @@ def main(job_path):
     except BaseException as error:
         if isinstance(error, SystemExit) and not error.code:
             events.write("done", time=time.time())
-        else:
-            traceback.print_exc()
-            events.write("error", **describe_error(error), collective=box.describe())
-        raise
+            return
+        # Not printed here: of all ranks' tracebacks the notebook shows the one that matters (report.py).
+        events.write("error", **describe_error(error))
+        sys.exit(1)
 
 
 def die_with_parent():
@@ -199,10 +192,10 @@ def compile_source(source):
 
 def call(function, context, parameters):
     signature = inspect.signature(function)
-    try:
-        signature.bind(context, **parameters)
-    except TypeError as error:
-        raise TypeError(f"{function.__name__}{signature}: {error}") from None
+    names = list(signature.parameters)[1:]
+    unknown = [name for name in parameters if name not in names]
+    if unknown and not any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):
+        raise TypeError(f"{function.__name__}() has no parameter {unknown[0]!r}: it takes {', '.join(names)}")
     function(context, **parameters)
 
 
@@ -211,13 +204,12 @@ def describe_error(error):
     frames = traceback.extract_tb(error.__traceback__)
     own = [i for i, frame in enumerate(frames) if not frame.filename.startswith(MACHINERY)]
     shown = traceback.format_list(frames[own[0] :]) if own else []
-    line = frames[own[-1]] if own else frames[-1]
     return {
         "time": time.time(),
         "type": type(error).__name__,
         "message": str(error),
-        "line": line.line,
-        "lineno": line.lineno,
+        "line": frames[own[-1]].line if own else None,
+        "lineno": frames[own[-1]].lineno if own else None,
         "traceback": "".join([*shown, *traceback.format_exception_only(error)]),
     }
 

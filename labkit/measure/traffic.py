@@ -1,0 +1,54 @@
+"""What a step sends, whoever sends it: counted where every collective of torch passes, under all Python wrappers.
+
+    our DDP      -> labkit.comm -> torch.distributed --+
+    PyTorch DDP  -> its reducer, in C++ ---------------+--> c10d operators --> gloo or NCCL
+    fully_shard  -> torch.distributed -----------------+         ^ counted here
+
+`comm.record()` sees our own messages, with times; a dispatch mode sees those that PyTorch's wrappers send as well, but
+only that they start. Bytes sent per rank are derived from the payload by the ring formulas of labkit.comm.
+"""
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+# operator -> (index of the argument that holds the whole payload, share of it that each of n ranks sends)
+RING = {
+    "allreduce_": (0, lambda n: 2 * (n - 1) / n),
+    "allreduce_coalesced_": (0, lambda n: 2 * (n - 1) / n),
+    "_reduce_scatter_base_": (1, lambda n: (n - 1) / n),
+    "_allgather_base_": (0, lambda n: (n - 1) / n),
+    "broadcast_": (0, lambda n: (n - 1) / n),
+    "send": (0, lambda n: 1.0),
+    "recv_": (0, lambda n: 0.0),
+}
+
+
+class TrafficCounter(TorchDispatchMode):
+    """Context manager: messages (operations), payload_bytes and sent_bytes of this rank while it is entered.
+
+    world_size: ranks of the groups that communicate. Raises ValueError for a collective it has no formula for.
+    """
+
+    def __init__(self, world_size):
+        super().__init__()
+        self.world_size = world_size
+        self.messages = self.payload_bytes = self.sent_bytes = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # a DTensor becomes operators on its local shard, which come back here
+        if operator.namespace == "c10d":
+            self.count(operator.overloadpacket.__name__, args)
+        return operator(*args, **(kwargs or {}))
+
+    def count(self, name, args):
+        if name == "barrier":
+            return
+        if name not in RING:
+            raise ValueError(f"no formula for the bytes that c10d.{name} sends: add it to labkit.measure.traffic.RING")
+        position, share = RING[name]
+        payload = sum(t.nbytes for t in tree_leaves(args[position]) if isinstance(t, torch.Tensor))
+        self.messages += 1
+        self.payload_bytes += payload
+        self.sent_bytes += int(share(self.world_size) * payload)

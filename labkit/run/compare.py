@@ -1,0 +1,176 @@
+"""Many experiments in one process group, in shuffled turns: the only fair way to compare times on a noisy machine.
+
+    round 0    | torch_ddp 3 steps | single 3 steps | ddp_naive 3 steps |
+    round 1    | ddp_naive 3 steps | torch_ddp 3 steps | single 3 steps |     ^ a barrier before each turn
+
+All take the same weights, and the same global batch in step i, so their losses are comparable number by number. Before
+the turns, each trains `WARMUP` steps, in the last of which memory and traffic are counted (that slows a step down, so
+that step is not timed). Rows are documented at `step_row`.
+"""
+
+import time
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from labkit import comm, models
+from labkit.measure.memory import MemoryTracker
+from labkit.measure.stats import shuffled_rounds
+from labkit.measure.timeline import Timeline
+from labkit.measure.traffic import TrafficCounter
+from labkit.run.experiment import Experiment
+from labkit.run.launch import launch
+from labkit.sampler import DistributedSampler
+from labkit.trainer import Trainer, parallelize, scaled_lr, warmup
+
+WARMUP = 3  # PyTorch's DDP sends its new bucket order in the second
+OPTIMIZERS = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+
+
+def compare(experiments, nproc=2, rounds=10, steps_per_round=3, **options):
+    """Train all experiments in turns on nproc ranks; returns a Run whose records have one row per step and rank.
+
+    experiments: a list of Experiment, or a dict of label -> Experiment; the label of a list's is its strategy.
+    options: those of launch (device, timeout, quiet ...). Raises ValueError for labels that are not unique.
+    """
+    labelled = experiments if isinstance(experiments, dict) else {e.strategy: e for e in experiments}
+    if len(labelled) < len(experiments):
+        raise ValueError("two experiments have the same strategy: give a dict of label -> Experiment")
+    for experiment in labelled.values():
+        experiment.check_ranks(nproc)
+    fields = {label: experiment.to_dict() for label, experiment in labelled.items()}
+    return launch(
+        "labkit.run.compare:take_turns",
+        nproc=nproc,
+        **options,
+        experiments=fields,
+        rounds=rounds,
+        steps_per_round=steps_per_round,
+    )
+
+
+def train(context, **fields):
+    """One experiment from its first step to its last, a row per step: launch("labkit.run.compare:train", steps=50)."""
+    experiment = Experiment.from_dict(fields)
+    experiment.check_ranks(context.world_size)
+    participant = Participant(context, experiment)
+    for step in range(experiment.steps):
+        if participant.takes_part:
+            context.record(strategy=experiment.strategy, step=step, **participant.step())
+        context.progress(step + 1, experiment.steps)
+    dist.barrier()
+
+
+def take_turns(context, experiments, rounds, steps_per_round):
+    """What each rank of `compare` runs."""
+    participants = {label: Participant(context, Experiment.from_dict(fields)) for label, fields in experiments.items()}
+    counted = {}
+    for label, participant in participants.items():
+        counted[label] = participant.prepare()
+        dist.barrier()
+    for done, (turn, label) in enumerate(shuffled_rounds(participants, rounds)):
+        participant = participants[label]
+        dist.barrier()
+        for _ in range(steps_per_round if participant.takes_part else 0):
+            row = participant.step()
+            context.record(label=label, strategy=participant.experiment.strategy, round=turn, **row, **counted[label])
+        context.progress(done + 1, rounds * len(participants))
+    dist.barrier()
+
+
+class Participant:
+    """One experiment on this rank: its model, data and trainer, and the measuring of its steps."""
+
+    def __init__(self, context, experiment):
+        self.experiment, self.device = experiment, context.device
+        alone = experiment.strategy == "single"
+        self.takes_part = context.rank == 0 or not alone
+        self.done = 0
+        self.timeline = Timeline(context.rank, context.device)
+        if not self.takes_part:
+            return
+        self.world_size = 1 if alone else context.world_size
+        self.share = experiment.batch_size // self.world_size
+        dataset = models.data.load(experiment.data, experiment.model)
+        if len(dataset) < experiment.batch_size:
+            raise ValueError(f"{dataset}: {len(dataset)} samples are fewer than batch_size={experiment.batch_size}")
+        rank = 0 if alone else context.rank
+        self.batches = endless_batches(dataset, self.share, self.world_size, rank, experiment.seed)
+        self.build()
+
+    def build(self):
+        e = self.experiment
+        torch.manual_seed(e.seed)
+        self.dtype = DTYPES[e.precision]
+        module = models.build(e.model, e.size).to(self.device, self.dtype)
+        if e.compute == "emulated":
+            part = self.share / e.batch_size / e.accumulation
+            models.emulate(module, models.unit(e.model), forward_ms=e.block_ms * part)
+        self.model = parallelize(module, e.strategy, models.unit(e.model), e.bucket_cap_mb)
+        lr = scaled_lr(e.lr, e.batch_size, e.reference_batch, e.lr_rule)
+        momentum = {"momentum": e.momentum} if e.optimizer == "sgd" else {}
+        optimizer = OPTIMIZERS[e.optimizer](self.model.parameters(), lr=lr, weight_decay=e.weight_decay, **momentum)
+        schedule = warmup(optimizer, e.warmup_steps) if e.warmup_steps else None
+        loss = models.loss(e.model)
+        self.trainer = Trainer(self.model, optimizer, loss, e.accumulation, schedule, self.timeline.span)
+        self.last_gradient = 0.0
+        for parameter in self.model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self.note_gradient)
+
+    def note_gradient(self, parameter):
+        self.last_gradient = time.perf_counter()
+
+    def prepare(self):
+        """Warm up; returns what never moves: peak bytes by kind, sent bytes and the number of messages of one step."""
+        if not self.takes_part:
+            return {}
+        for _ in range(WARMUP - 1):
+            self.step()
+        with MemoryTracker(self.model, self.trainer.optimizer) as memory, TrafficCounter(self.world_size) as traffic:
+            self.step()
+        peaks = {f"peak_{kind}_bytes": size for kind, size in memory.peak.items()}
+        return {"sent_bytes": traffic.sent_bytes, "messages": traffic.messages, "peak_bytes": memory.peak_total} | peaks
+
+    def step(self):
+        """Train one step; returns its row."""
+        input, target = next(self.batches)
+        input, target = input.to(self.device), target.to(self.device)
+        input = input.to(self.dtype) if input.is_floating_point() else input
+        self.timeline.spans.clear()
+        with comm.record() as events, self.timeline.span("step"):
+            loss = self.trainer.train_step(input, target)
+        self.done += 1
+        return self.step_row(loss, events)
+
+    def step_row(self, loss, events):
+        """step, loss (of this rank's share); step_ms, forward_ms, backward_ms, optimizer_ms, exposed_comm_ms;
+        samples_per_s, of all ranks. Every one is measured in this step.
+
+        exposed_comm_ms: how long this rank stood still for messages: the time inside wait(). PyTorch's DDP waits where
+        Python cannot see, so for it: from the last gradient's arrival until backward() returned.
+        """
+        ms = dict.fromkeys(("step", "forward", "backward", "optimizer"), 0.0)
+        for span in self.timeline.spans:
+            ms[span.name] += 1e3 * (span.end - span.start)
+            if span.name == "backward":
+                backward_end = span.end
+        exposed = 1e3 * sum(event.waited for event in events)
+        if self.experiment.strategy == "torch_ddp":
+            exposed = 1e3 * (backward_end - self.last_gradient)
+        times = {f"{name}_ms": value for name, value in ms.items()}
+        samples_per_s = 1e3 * self.experiment.batch_size / ms["step"]
+        loss = loss.item()
+        return {"step": self.done, "loss": loss, **times, "exposed_comm_ms": exposed, "samples_per_s": samples_per_s}
+
+
+def endless_batches(dataset, batch_size, world_size, rank, seed):
+    """(input, target) batches of this rank, epoch after epoch, in a new order each; a last short batch is left out."""
+    sampler = DistributedSampler(dataset, world_size, rank, seed=seed)
+    epoch = 0
+    while True:
+        sampler.set_epoch(epoch)
+        yield from DataLoader(dataset, batch_size, sampler=sampler, drop_last=True)
+        epoch += 1

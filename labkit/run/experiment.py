@@ -1,0 +1,140 @@
+"""What to train, as a frozen dataclass: checked when it is made, the same in Python, YAML and JSON.
+
+    Experiment(model="gpt", strategy="ddp_bucketed", batch_size=64)       from Python
+    experiment.to_yaml(path)   Experiment.from_yaml(path)                 and back, field for field
+
+A wrong value or an unknown key is told at once, with what would be right, and not by a rank that dies later.
+"""
+
+import dataclasses
+import difflib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from labkit import models
+from labkit.trainer import LR_RULES, STRATEGIES
+
+CHOICES = {
+    "model": tuple(models.SIZES),
+    "size": ("tiny", "small", "medium"),
+    "data": ("auto", *models.data.DATASETS),
+    "strategy": tuple(STRATEGIES),
+    "optimizer": ("sgd", "adamw"),
+    "lr_rule": tuple(LR_RULES),
+    "precision": ("fp32", "fp64"),
+    "compute": ("real", "emulated"),
+}
+SMALLEST = {
+    "batch_size": 1,
+    "reference_batch": 1,
+    "accumulation": 1,
+    "steps": 1,
+    "warmup_steps": 0,
+    "bucket_cap_mb": 0,
+    "block_ms": 0,
+    "lr": 0,
+    "momentum": 0,
+    "weight_decay": 0,
+    "seed": 0,
+}
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One training run. Raises ValueError, naming field and choices, for a value that cannot be; TypeError for a type.
+
+    batch_size: of all ranks together. lr suits reference_batch, and lr_rule scales it to batch_size.
+    bucket_cap_mb: MiB, of DDP. precision: of weights and arithmetic.
+    compute="emulated": each unit of the model (labkit.models.unit) sleeps in place of its arithmetic, block_ms
+    milliseconds forward and twice that backward for the whole batch; a rank sleeps for its share of it.
+    """
+
+    model: str = "mlp"
+    size: str = "tiny"
+    data: str = "auto"
+    strategy: str = "ddp_bucketed"
+    batch_size: int = 64
+    accumulation: int = 1
+    optimizer: str = "sgd"
+    lr: float = 0.05
+    momentum: float = 0.9
+    weight_decay: float = 0.0
+    reference_batch: int = 64
+    lr_rule: str = "none"
+    warmup_steps: int = 0
+    steps: int = 20
+    precision: str = "fp32"
+    bucket_cap_mb: float = 25.0
+    compute: str = "real"
+    block_ms: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.type is float and type(value) is int:
+                object.__setattr__(self, field.name, float(value))
+            elif type(value) is not field.type:
+                raise TypeError(f"Experiment({field.name}={value!r}): takes {field.type.__name__}")
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"Experiment({name}={getattr(self, name)!r}): choose from {', '.join(choices)}")
+        for name, smallest in SMALLEST.items():
+            if not smallest <= getattr(self, name) < float("inf"):
+                raise ValueError(f"Experiment({name}={getattr(self, name)!r}): at least {smallest}, and finite")
+        if self.data not in ("auto", *models.data.FITTING[self.model]):
+            fitting = ", ".join(models.data.FITTING[self.model])
+            raise ValueError(f"Experiment(data={self.data!r}): the model {self.model} takes {fitting}")
+
+    def check_ranks(self, nproc):
+        """Raise ValueError where the batch does not split evenly over the ranks and the accumulation."""
+        ranks = 1 if self.strategy == "single" else nproc
+        if self.batch_size % (ranks * self.accumulation):
+            raise ValueError(
+                f"batch_size={self.batch_size} does not split into equal parts for {ranks} ranks "
+                f"x {self.accumulation} micro-batches: take a multiple of {ranks * self.accumulation}"
+            )
+
+    def replace(self, **changes):
+        return dataclasses.replace(self, **changes)
+
+    def to_dict(self):
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields, source="these fields"):
+        """The experiment of a dict. Raises ValueError for an unknown key, with the nearest one that exists."""
+        if not isinstance(fields, dict):
+            raise ValueError(f"{source}: an experiment is a mapping of fields to values")
+        names = [field.name for field in dataclasses.fields(cls)]
+        for key in fields:
+            if key not in names:
+                near = difflib.get_close_matches(str(key), names, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(names)}"
+                raise ValueError(f"{source}: unknown key {key!r}: {hint}")
+        return cls(**fields)
+
+    def to_yaml(self, path):
+        Path(path).write_text(yaml.safe_dump(self.to_dict(), sort_keys=False))
+
+    @classmethod
+    def from_yaml(cls, path):
+        try:
+            fields = yaml.safe_load(Path(path).read_text())
+        except yaml.YAMLError as error:
+            raise ValueError(f"{path}: not YAML: {error}") from None
+        return cls.from_dict(fields, source=str(path))
+
+    def to_json(self, path):
+        Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n")
+
+    @classmethod
+    def from_json(cls, path):
+        try:
+            fields = json.loads(Path(path).read_text())
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}: not JSON: {error}") from None
+        return cls.from_dict(fields, source=str(path))

@@ -1,0 +1,148 @@
+"""Training: one recipe for every strategy of the lab, behind one `train_step`.
+
+    model      = parallelize(model, strategy)        who holds and who sends what
+    trainer    = Trainer(model, optimizer, loss)
+    train_step = zero_grad, then for each micro-batch forward and backward, then the learning rate, then step
+
+With accumulation over k micro-batches only the last backward communicates: 1/k of the messages for the same gradient.
+
+Learning rate for a global batch k times as large: linear k x (Goyal et al., Accurate, Large Minibatch SGD, 2017,
+section 2.1), with warm-up over the first steps (section 2.2); square root (Krizhevsky, One weird trick for
+parallelizing convolutional neural networks, 2014, section 5).
+"""
+
+from contextlib import nullcontext
+from functools import partial
+
+import torch
+
+from labkit import comm
+from labkit.ddp import DDP
+
+LR_RULES = {"none": lambda factor: 1.0, "linear": lambda factor: factor, "sqrt": lambda factor: factor**0.5}
+
+
+def parallelize(module, strategy, unit=torch.nn.Linear, bucket_cap_mb=25):
+    """The module, wrapped so that the ranks of the default process group train it together.
+
+    unit: a class, or a function module -> bool: what FSDP gathers together. Raises ValueError for an unknown strategy.
+    """
+    if strategy not in STRATEGIES:
+        raise ValueError(f"unknown strategy {strategy!r}: known are {', '.join(STRATEGIES)}")
+    return STRATEGIES[strategy](module, unit, bucket_cap_mb)
+
+
+def ddp_naive(module, unit, bucket_cap_mb):
+    return DDP(module, bucket_cap_mb=0, overlap=False)
+
+
+def ddp_overlapped(module, unit, bucket_cap_mb):
+    return DDP(module, bucket_cap_mb=0, overlap=True)
+
+
+def ddp_bucketed(module, unit, bucket_cap_mb):
+    return DDP(module, bucket_cap_mb=bucket_cap_mb)
+
+
+def torch_ddp(module, unit, bucket_cap_mb):
+    """PyTorch's own, in the setting that is closest to ours."""
+    return torch.nn.parallel.DistributedDataParallel(module, bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=True)
+
+
+def torch_fsdp(module, unit, bucket_cap_mb):
+    """PyTorch's fully_shard, with its messages sent through labkit.comm so that they are counted as ours are."""
+    from torch.distributed.fsdp import fully_shard
+
+    # fully_shard takes every rank's own weights as they are, where DDP broadcasts those of rank 0.
+    for tensor in [*module.parameters(), *module.buffers()]:
+        comm.broadcast(tensor.detach())
+    is_unit = (lambda part: isinstance(part, unit)) if isinstance(unit, type) else unit
+    for part in [*filter(is_unit, module.modules()), module]:
+        fully_shard(part)
+        part.set_custom_all_gather(MeteredGather())
+        part.set_custom_reduce_scatter(MeteredScatter())
+    return module
+
+
+class MeteredGather:
+    """The all-gather that fully_shard is told to use."""
+
+    def allocate(self, size, *, dtype, device):
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor, input_tensor, group, async_op=False):
+        return comm.all_gather(output_tensor, input_tensor, group, async_op)
+
+
+class MeteredScatter(MeteredGather):
+    """The reduce-scatter that fully_shard is told to use."""
+
+    def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
+        return comm.reduce_scatter(output_tensor, input_tensor, op, group, async_op)
+
+
+STRATEGIES = {
+    "single": lambda module, unit, bucket_cap_mb: module,
+    "ddp_naive": ddp_naive,
+    "ddp_overlapped": ddp_overlapped,
+    "ddp_bucketed": ddp_bucketed,
+    "torch_ddp": torch_ddp,
+    "torch_fsdp": torch_fsdp,
+}
+
+
+class Trainer:
+    """A model, its optimizer and its loss, behind `train_step`.
+
+    loss: function (output, target) -> mean over the batch. accumulation: micro-batches of one step.
+    schedule: anything with step(), called after the optimizer. span: a context manager factory, called with
+    "forward", "backward" and "optimizer", for whoever measures.
+    """
+
+    def __init__(self, model, optimizer, loss, accumulation=1, schedule=None, span=lambda name: nullcontext()):
+        self.model, self.optimizer, self.loss = model, optimizer, loss
+        self.accumulation, self.schedule, self.span = accumulation, schedule, span
+
+    def train_step(self, input, target):
+        """One optimizer step on this rank's share of the batch; returns its mean loss, detached, a scalar tensor.
+
+        Raises ValueError where the batch does not split into equal micro-batches.
+        """
+        if len(input) % self.accumulation:
+            raise ValueError(f"a batch of {len(input)} does not split into {self.accumulation} equal micro-batches")
+        self.optimizer.zero_grad()
+        total = 0.0
+        micro_batches = list(zip(input.chunk(self.accumulation), target.chunk(self.accumulation), strict=True))
+        for index, (x, y) in enumerate(micro_batches):
+            last = index == len(micro_batches) - 1
+            with nullcontext() if last else self.quiet():
+                with self.span("forward"):
+                    loss = self.loss(self.model(x), y) / self.accumulation
+                with self.span("backward"):
+                    loss.backward()
+            total = total + loss.detach()
+        with self.span("optimizer"):
+            self.optimizer.step()
+        if self.schedule is not None:
+            self.schedule.step()
+        return total
+
+    def quiet(self):
+        """Backward without communication; a model of one process, and fully_shard's here, has nothing to keep quiet."""
+        return self.model.no_sync() if hasattr(self.model, "no_sync") else nullcontext()
+
+
+def scaled_lr(lr, batch_size, reference_batch, rule):
+    """The learning rate for batch_size, given one that suits reference_batch. rule: "none", "linear" or "sqrt"."""
+    if rule not in LR_RULES:
+        raise ValueError(f"unknown learning-rate rule {rule!r}: known are {', '.join(LR_RULES)}")
+    return lr * LR_RULES[rule](batch_size / reference_batch)
+
+
+def warmup(optimizer, steps):
+    """A schedule that raises the learning rate in equal steps from lr / (steps + 1) to lr, and holds it there."""
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, partial(warmup_factor, steps))
+
+
+def warmup_factor(steps, step):
+    return min(1.0, (step + 1) / (steps + 1))

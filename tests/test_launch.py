@@ -1,0 +1,225 @@
+"""The launcher on real ranks: what comes back, and how each way of failing is told."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import psutil
+import pytest
+
+from labkit.run import LaunchError, launch
+from labkit.run.client import agent
+
+QUICK = {"collective_timeout": 3, "timeout": 30, "quiet": True}
+
+
+def below_agent():
+    return psutil.Process(agent().process.pid).children(recursive=True)
+
+
+def failure(source, **options):
+    with pytest.raises(LaunchError) as caught:
+        launch(source, **{**QUICK, **options})
+    assert below_agent() == []
+    return str(caught.value)
+
+
+def double(context, value):
+    context.record(doubled=2 * value, rank_of=context.rank)
+
+
+def test_a_cell_runs_on_every_rank_and_records_come_back():
+    run = launch("x = torch.tensor([rank + 1.0]); comm.all_reduce(x); record(total=x.item())", nproc=3, quiet=True)
+    assert run.records["total"].tolist() == [6.0, 6.0, 6.0]
+    assert run.records["rank"].tolist() == [0, 1, 2]
+
+
+def test_a_function_travels_as_source_or_by_name():
+    for target in (double, "test_launch:double"):
+        assert launch(target, value=21, quiet=True).records["doubled"].tolist() == [42, 42]
+
+
+def test_a_script_runs_as_torchrun_runs_it(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import argparse, os, torch, torch.distributed as dist\n"
+        "parser = argparse.ArgumentParser(); parser.add_argument('--max-steps', type=int)\n"
+        "dist.init_process_group('gloo')\n"
+        "print('steps', parser.parse_args().max_steps, 'of rank', dist.get_rank(), 'of', dist.get_world_size())\n"
+    )
+    run = launch(str(script), max_steps=7)
+    assert run.logs[1].read_text().strip().endswith("steps 7 of rank 1 of 2")
+
+
+def test_the_shell_command_does_the_same():
+    run = launch("test_launch:double", value=21, quiet=True)
+    assert run.command.startswith("torchrun --standalone --nproc-per-node 2 -m labkit.run.worker test_launch:double")
+    command = [sys.executable, "-m", "torch.distributed.run", *run.torchrun_arguments(shell=True)]
+    folder = os.path.dirname(__file__)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=os.environ | {"PYTHONPATH": folder})
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert sorted(row["rank_of"] for row in rows) == [0, 1], done.stderr
+
+
+def test_the_cold_path_gives_the_same_run():
+    assert launch("record(sum=rank)", cold=True, quiet=True).records["sum"].tolist() == [0, 1]
+
+
+def test_lines_come_whole_and_with_their_rank(capfd):
+    launch("print('one'); print('two ' * 300)")
+    lines = capfd.readouterr().out.splitlines()
+    assert lines.count("[rank 0] one") == 1 and lines.count("[rank 1] one") == 1
+    assert all(line.startswith("[rank ") and len(line) < 600 for line in lines)
+
+
+def test_a_flood_of_lines_is_counted_and_kept_in_the_log(capfd):
+    run = launch("for i in range(5000): print('line', i)", nproc=1)
+    shown = capfd.readouterr().out.splitlines()
+    assert len(shown) < 1000 and "more lines: run.logs[0]" in shown[-1]
+    assert len(run.logs[0].read_text().splitlines()) == 5000
+
+
+def test_the_folder_of_a_run_goes_with_the_run():
+    run = launch("pass", quiet=True)
+    folder = run.folder
+    assert folder.exists()
+    run.holder.cleanup()
+    assert not folder.exists()
+
+
+def test_ranks_use_one_thread_and_loopback():
+    source = "import os; record(threads=torch.get_num_threads(), interface=os.environ['GLOO_SOCKET_IFNAME'])"
+    records = launch(source, quiet=True).records
+    assert set(records["threads"]) == {1}
+    assert set(records["interface"]) <= {"lo", "lo0"}
+
+
+def test_a_rank_that_raises_is_named_with_its_own_line():
+    text = failure("if rank == 1:\n    raise ValueError('bad batch')\ncomm.all_reduce(torch.ones(4))")
+    assert text.startswith("rank 1 raised ValueError: bad batch\n    at line 2: raise ValueError('bad batch')")
+
+
+def test_the_echo_of_another_rank_is_not_blamed():
+    text = failure("if rank == 1:\n    raise ValueError('bad batch')\ndist.all_reduce(torch.ones(4))")
+    assert text.startswith("rank 1 raised ValueError") and text.count("Traceback") == 0
+
+
+def test_a_killed_rank_is_named_with_its_signal_and_last_collective():
+    text = failure(
+        "import os\ncomm.barrier()\nif rank == 1:\n    os.kill(os.getpid(), 9)\ncomm.all_reduce(torch.ones(4))"
+    )
+    assert text.startswith("rank 1 died of SIGKILL (signal 9)")
+    assert "last collective of rank 1: collective 1: barrier" in text
+
+
+@pytest.mark.parametrize("leave", ["import os; os._exit(0)", "import sys; sys.exit(0)"])
+def test_an_early_clean_exit_is_named_as_such(leave):
+    text = failure(f"if rank == 1:\n    {leave}\ncomm.all_reduce(torch.ones(4))")
+    assert text.startswith(("rank 1 left early with exit code 0", "rank 1 finished early"))
+
+
+@pytest.mark.parametrize("hang", ["import time; time.sleep(100)", "import os, signal; os.kill(os.getpid(), 19)"])
+def test_a_hanging_or_frozen_rank_is_named_within_the_limit(hang):
+    start = time.monotonic()
+    text = failure(f"if rank == 1:\n    {hang}\ncomm.all_reduce(torch.ones(4))")
+    assert text.startswith("rank 1 hangs")
+    assert time.monotonic() - start < 15  # 3 s for the collective; torchelastic alone takes 35 s for a frozen rank
+
+
+def test_another_order_of_collectives_is_named():
+    text = failure("x = torch.ones(4)\nif rank:\n    comm.broadcast(x)\nelse:\n    comm.all_reduce(x)")
+    assert text.startswith("ranks 0 and 1 called different collectives") and "broadcast of 16 bytes" in text
+
+
+def test_another_shape_is_named():
+    text = failure("comm.all_reduce(torch.ones(4 + rank))")
+    assert text.startswith("ranks 0 and 1 called different collectives")
+    assert "all_reduce of 16 bytes" in text and "all_reduce of 20 bytes" in text
+
+
+def test_another_order_is_named_even_without_our_collectives():
+    text = failure("x = torch.ones(4)\nif rank:\n    dist.broadcast(x, 0)\nelse:\n    dist.all_reduce(x)")
+    assert "at different lines: rank 0 at `dist.all_reduce(x)`; rank 1 at `dist.broadcast(x, 0)`" in text
+
+
+def test_the_wall_clock_limit_ends_the_run():
+    text = failure("import time; time.sleep(60)", timeout=2)
+    assert text.startswith("stopped after 2 s, the limit of this launch")
+
+
+def test_a_wrong_parameter_name_is_told_with_the_right_ones():
+    assert "double() has no parameter 'valeu': it takes value" in failure(double, valeu=1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"nproc": 0}, "nproc=0"),
+        ({"nproc": "2"}, "nproc='2'"),
+        ({"device": "tpu"}, "device='tpu'"),
+        ({"target": "absent.py"}, "no such script: absent.py"),
+        ({"target": lambda context: None}, "lambda"),
+    ],
+)
+def test_arguments_that_cannot_be_are_refused_at_once(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        launch(**{"target": "pass", **arguments})
+
+
+def test_a_cell_that_does_not_compile_never_reaches_the_ranks():
+    with pytest.raises(SyntaxError):
+        launch("x = = 1")
+
+
+def test_more_ranks_than_gpus_is_one_clear_line():
+    with pytest.raises(ValueError, match="1000 ranks on cuda need 1000 GPUs"):
+        launch("pass", nproc=1000, device="cuda")
+
+
+def test_an_unrecordable_value_is_named():
+    assert "record() takes numbers, strings, lists and dicts, not object" in failure("record(x=object())")
+
+
+def test_an_interrupt_leaves_no_rank_and_the_next_launch_works(capfd):
+    ranks_seen = []
+
+    def interrupt():
+        while len(ranks_seen) < 3:  # the job and two ranks
+            ranks_seen[:] = below_agent()
+            time.sleep(0.05)
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        launch("import time; time.sleep(60)", timeout=30)
+    assert below_agent() == []
+    assert "all 2 ranks have ended" in capfd.readouterr().out
+    assert launch("record(x=1)", quiet=True).records["x"].sum() == 2
+
+
+@pytest.mark.parametrize("victim", ["kernel", "agent"])
+def test_no_rank_outlives_a_killed_kernel_or_agent(victim):
+    program = "from labkit.run import launch\nlaunch('import time; print(\"up\"); time.sleep(60)')"
+    kernel = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    for _ in range(2):
+        assert b"up" in kernel.stdout.readline()
+    family = psutil.Process(kernel.pid).children(recursive=True)
+    assert len(family) == 4  # agent, job, two ranks
+    (kernel if victim == "kernel" else family[0]).kill()
+    _, alive = psutil.wait_procs(family, timeout=5)
+    kernel.kill()
+    kernel.wait()
+    assert alive == []
+
+
+def test_two_notebooks_at_once():
+    program = (
+        "from labkit.run import launch\nprint(launch('comm.barrier(); record(x=rank)', quiet=True).records['x'].sum())"
+    )
+    kernels = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) for _ in range(2)]
+    assert [kernel.communicate(timeout=60)[0].strip() for kernel in kernels] == [b"1", b"1"]
