@@ -118,7 +118,7 @@ class Bucket:
             self._flat.copy_(averaged.view(-1))
 
     def settle(self, adopt):
-        """After the average: a skipped parameter gets it as p.grad where adopt (a bool per slot), else keeps its own."""
+        """After the average: a skipped parameter gets it as p.grad where adopt (bool a slot), else keeps its own."""
         for slot, before in self.skipped.items():
             p, view = self.members[slot], self._views[slot]
             if adopt[slot]:

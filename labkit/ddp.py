@@ -13,6 +13,7 @@ Time: max(backward, communication) + first and last bucket where they overlap, b
 Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, VLDB 2020, section 3.2.
 """
 
+import copy
 from contextlib import contextmanager
 
 import torch
@@ -92,6 +93,16 @@ class DDP(Wrapper):
         self._watch()
         self._reducer.hook, self._reducer.state = old.hook, old.state
         return self
+
+    def __deepcopy__(self, memo):
+        """A copy of the module with buckets of its own, on the same ranks. Sends nothing."""
+        twin = type(self).__new__(type(self))
+        memo[id(self)], memo[id(self.process_group)] = twin, self.process_group
+        own = ("_reducer", "_nodes", "_trainable")
+        twin.__dict__ = copy.deepcopy({k: v for k, v in self.__dict__.items() if k not in own}, memo)
+        twin._watch()
+        twin._reducer.hook, twin._reducer.state = self._reducer.hook, self._reducer.state
+        return twin
 
     @property
     def buckets(self):

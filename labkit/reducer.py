@@ -6,7 +6,7 @@
     bucket 2                      [===|===] - all_reduce ->|   wait for all of them: exposed
 
 Two rules keep the ranks together. Buckets leave strictly in order, however the gradients arrive: collectives match by
-order alone. Every bucket leaves once a step, whatever happens on this rank: a gradient that does not come goes as zeros.
+order alone. Every bucket leaves once a step, whatever happens on this rank: a gradient that does not come is zeros.
 Cost in Python: one hook, 3 us, per parameter and step. Nothing in a hook waits.
 Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, VLDB 2020, sections 3.2.2 and 4.2.
 """
@@ -62,12 +62,14 @@ class Reducer:
         return repr(self._names[self.buckets[index].members[slot]])
 
     def arrive(self, index, slot):
-        """This gradient is complete for this step. Raises RuntimeError if it had arrived already."""
+        """This gradient is complete for this step. With overlap, raises RuntimeError if it had arrived before."""
         bucket = self.buckets[index]
         if bucket.arrived[slot]:
+            if not self.overlap:
+                return
             raise RuntimeError(
-                f"{self.name(index, slot)} got a gradient again in one backward, after its bucket had been told that it "
-                "was complete: reentrant checkpointing of a shared or conditional part does so; use_reentrant=False not"
+                f"{self.name(index, slot)} got a gradient again in one backward, after its bucket had taken it for "
+                "complete: reentrant checkpointing of a shared or conditional part does so; use_reentrant=False not"
             )
         self.started = True
         bucket.arrived[slot] = bucket.used[slot] = 1

@@ -49,27 +49,22 @@ class Replicas:
         parameters, buffers = self.parameters(), self.buffers()
         lines = [f"settings {settings}"]
         for name, t in parameters + buffers:
-            kind = str(t.dtype).removeprefix("torch.")
-            lines.append(
-                f"{name!r} {kind} {list(t.shape)} {'trainable' if t.requires_grad else 'fixed'} strides {t.stride()}"
-            )
+            dtype, trainable = str(t.dtype).removeprefix("torch."), "trainable" if t.requires_grad else "fixed"
+            lines.append(f"{name!r} {dtype} {list(t.shape)} {trainable}, strides {list(t.stride())}")
         check_agreement(lines, self.group, parameters[0][1].device if parameters else "cpu")
         if not any(p.requires_grad for _, p in parameters):
-            raise ValueError(
-                f"{type(self.module).__name__} has no parameter that requires a gradient: nothing to train"
-            )
+            raise ValueError(f"{type(self.module).__name__} has no parameter that requires a gradient")
         for name, part in self.module.named_modules():
-            if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
-                raise ValueError(
-                    f"{name!r} makes sparse gradients, which fit in no bucket: construct it with sparse=False"
-                )
+            makes_sparse = isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse
+            if makes_sparse and f"{name}.weight".removeprefix(".") not in self._ignored:
+                raise ValueError(f"{name!r} makes sparse gradients, which fit in no bucket: set sparse=False")
 
     def become(self, src):
         """Take all values of rank src of the group. Collective."""
         broadcast_tensors([t for _, t in self.parameters() + self.buffers()], src, self.group)
 
     def share_buffers(self, src):
-        """Take the buffers of rank src of the group. Collective; called every step, so it keeps its message's memory."""
+        """Take the buffers of rank src of the group. Collective. Keeps the message's memory for next time."""
         self._packed = broadcast_tensors([b for _, b in self.buffers()], src, self.group, self._packed)
 
 
@@ -131,7 +126,7 @@ def kind(tensors):
 
 
 def broadcast_tensors(tensors, src=0, group=None, packed=()):
-    """Overwrite the tensors (any shapes, dtypes, devices; in the same order on all ranks) by those of rank src of group.
+    """Overwrite the tensors (any shapes, dtypes, devices; the same order on all ranks) by those of rank src.
 
     Returns the list of Packed that was used, to be given as `packed` when similar tensors are sent again.
     """

@@ -1,7 +1,7 @@
 """A wrapper that the model does not notice: a module around a module, under whose names everything stays.
 
     wrapped = Wrapper(net)        net.state_dict()       layer.weight   layer.bias
-                                  wrapped.state_dict()   layer.weight   layer.bias        (PyTorch's DDP: module.layer.weight)
+                                  wrapped.state_dict()   layer.weight   layer.bias     (torch DDP: module.layer.weight)
 
 So a checkpoint written through the wrapper loads without it and the other way round, and one that PyTorch's DDP has
 written loads too. The wrapper costs nothing per step.
@@ -62,7 +62,7 @@ def _insert_module(wrapper, state_dict, prefix, *_):
 
 
 def find_tensors(value):
-    """All tensors in nested dicts, lists, tuples (named ones too) and dataclasses, in order. Other objects hold none."""
+    """All tensors in nested dicts, lists, tuples (named ones too) and dataclasses, in order; none in other objects."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, dict):

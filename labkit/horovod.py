@@ -1,0 +1,208 @@
+"""Horovod's face: the optimizer averages gradients, and the model stays as it is.
+
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr), model.named_parameters())
+    broadcast_parameters(model.state_dict()); broadcast_optimizer_state(optimizer)
+
+    compute   |-- forward --|-- backward: l3 | l2 | l1 --|  synchronize()  |- step -|
+    network                       [ l3 l2 ]  [ l1 ]            ^ in step(), or called before it to clip gradients
+
+The same buckets as DDP's; only the end differs: gradients are averages after synchronize(), not after backward().
+Sent per rank and step: 2 (n-1)/n x gradient bytes, half of that with Compression.fp16.
+Sergeev and Del Balso, Horovod: fast and easy distributed deep learning in TensorFlow, 2018, section 4.
+"""
+
+import json
+import warnings
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from labkit import comm
+from labkit.reducer import Reducer
+from labkit.replicas import broadcast_tensors
+
+
+class Compression:
+    """How gradients travel. Your own: any class with compress(tensor) -> (tensor, context) and decompress(...) back."""
+
+    class none:
+        """As they are."""
+
+    class fp16:
+        """As 16-bit floats: half the bytes, 10 bits of mantissa, at most 65504."""
+
+        @staticmethod
+        def compress(tensor):
+            return (tensor.half(), tensor.dtype) if tensor.is_floating_point() else (tensor, tensor.dtype)
+
+        @staticmethod
+        def decompress(tensor, context):
+            return tensor.to(context)
+
+
+def compressed_average(state, bucket):
+    """A comm hook. state: (compression, group)."""
+    compression, group = state
+    small, context = compression.compress(bucket.buffer().div_(dist.get_world_size(group)))
+    future = comm.all_reduce(small, group=group, async_op=True).get_future()
+    return future.then(lambda done: compression.decompress(done.value()[0], context))
+
+
+def DistributedOptimizer(
+    optimizer,
+    named_parameters=None,
+    compression=Compression.none,
+    backward_passes_per_step=1,
+    process_group=None,
+    bucket_cap_mb=25,
+):
+    """optimizer, sharing its state and still an instance of its class, with gradients averaged before each step.
+
+    backward_passes_per_step: backwards that are added up, not averaged, before gradients are sent once.
+    Raises ValueError where named_parameters does not name every trainable parameter of the optimizer exactly once.
+    """
+    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    if named_parameters is None:
+        named_parameters = [(f"parameter {i}", p) for i, p in enumerate(trained)]
+    named = [(name, p) for name, p in named_parameters if p.requires_grad]
+    names = [name for name, _ in named]
+    if len(set(names)) < len(names):
+        raise ValueError(f"named_parameters has a name twice: {max(names, key=names.count)!r}")
+    if {id(p) for p in trained} - {id(p) for _, p in named}:
+        raise ValueError("named_parameters leaves out parameters that the optimizer trains")
+    if backward_passes_per_step < 1:
+        raise ValueError(f"backward_passes_per_step must be at least 1, not {backward_passes_per_step}")
+    mine = {id(p) for p in trained}
+    named = list({id(p): (name, p) for name, p in named if id(p) in mine}.values())  # tied parameters once
+    kind = type(optimizer)
+    face = object.__new__(type(kind.__name__, (_Distributed, kind), {"__module__": kind.__module__}))
+    face.__dict__ = optimizer.__dict__
+    face._start(named, compression, backward_passes_per_step, process_group, bucket_cap_mb)
+    return face
+
+
+class _Distributed:
+    def _start(self, named, compression, backward_passes_per_step, process_group, bucket_cap_mb):
+        self.backward_passes_per_step = backward_passes_per_step
+        self._reducer = Reducer(named, self._on_gradient, process_group, int(bucket_cap_mb * 2**20))
+        if compression is not Compression.none:
+            self._reducer.hook, self._reducer.state = compressed_average, (compression, process_group)
+        self._passes = [[0] * len(bucket.members) for bucket in self._reducer.buckets]
+        self._synchronized, self._should_synchronize = False, True
+
+    def _on_gradient(self, index, slot):
+        self._passes[index][slot] += 1
+        passes = self._passes[index][slot]
+        self._synchronized = False
+        if passes > self.backward_passes_per_step:
+            raise RuntimeError(
+                f"{self._reducer.name(index, slot)} got gradient number {passes} before step(), but "
+                f"backward_passes_per_step is {self.backward_passes_per_step}"
+            )
+        if passes < self.backward_passes_per_step:
+            self._reducer.keep(index, slot)
+        else:
+            self._reducer.arrive(index, slot)
+
+    @torch.no_grad()
+    def synchronize(self):
+        """Wait until every gradient is the average; those that did not come count as zeros. Collective."""
+        everything = [[True] * len(bucket.members) for bucket in self._reducer.buckets]
+        try:
+            self._reducer.launch_rest()
+            self._reducer.wait()
+        finally:
+            self._reducer.settle(everything)
+            self._passes = [[0] * len(passes) for passes in self._passes]
+        self._synchronized = True
+
+    @contextmanager
+    def skip_synchronize(self):
+        """`with optimizer.skip_synchronize(): optimizer.step()`, after a synchronize() of your own."""
+        self._should_synchronize = False
+        try:
+            yield
+        finally:
+            self._should_synchronize = True
+
+    def step(self, closure=None):
+        """Average, then the optimizer's own step. A closure's gradients are averaged each time it has run."""
+
+        def averaged():
+            loss = closure()
+            self.synchronize()
+            return loss
+
+        if closure is not None:
+            result = super().step(averaged)
+        else:
+            if self._should_synchronize:
+                if self._synchronized:
+                    warnings.warn("step() after synchronize() averages again: use skip_synchronize()", stacklevel=2)
+                self.synchronize()
+            result = super().step()
+        self._synchronized = False
+        return result
+
+    def zero_grad(self, *args, **kwargs):
+        """As the optimizer's. Raises RuntimeError while gradients are on their way."""
+        if self._reducer.started:
+            raise RuntimeError("zero_grad() between backward() and step(): gradients are being averaged; step() first")
+        return super().zero_grad(*args, **kwargs)
+
+
+def broadcast_parameters(parameters, root_rank=0, process_group=None):
+    """Overwrite tensors by those of root_rank. parameters: a state_dict, or (name, tensor) pairs. Collective."""
+    pairs = parameters.items() if isinstance(parameters, dict) else parameters
+    broadcast_tensors([t.detach() for _, t in pairs if isinstance(t, torch.Tensor)], root_rank, process_group)
+
+
+def broadcast_optimizer_state(optimizer, root_rank=0, process_group=None):
+    """Give every rank root_rank's optimizer state, also where there is none yet (root_rank resumed alone). Collective.
+
+    What is not a tensor travels as JSON text: numbers, strings, None, lists, tuples, dicts. Raises TypeError else.
+    """
+    is_root = dist.get_rank(process_group) == root_rank
+    device = optimizer.param_groups[0]["params"][0].device
+    tensors = []
+    text = torch.frombuffer(bytearray(json.dumps(_encode(optimizer.state_dict(), tensors)).encode()), dtype=torch.uint8)
+    size = torch.tensor(len(text), device=device)
+    broadcast_tensors([size], root_rank, process_group)
+    sent = text.to(device) if is_root else torch.zeros(int(size), dtype=torch.uint8, device=device)
+    broadcast_tensors([sent], root_rank, process_group)
+    if is_root:
+        broadcast_tensors([t.to(device) for t in tensors], root_rank, process_group)
+    else:
+        received = []
+        state = _decode(json.loads(bytes(sent.tolist())), received, device)
+        broadcast_tensors(received, root_rank, process_group)
+        optimizer.load_state_dict(state)
+
+
+def _encode(value, tensors):
+    """value as JSON: every container and tensor becomes {kind: content}. Tensors are appended to the list."""
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return {"tensor": [str(value.dtype).removeprefix("torch."), list(value.shape)]}
+    if isinstance(value, dict):
+        return {"dict": [[_encode(k, tensors), _encode(v, tensors)] for k, v in value.items()]}
+    if isinstance(value, list | tuple):
+        return {type(value).__name__: [_encode(item, tensors) for item in value]}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(f"optimizer state holds a {type(value).__name__}, which cannot be sent")
+
+
+def _decode(coded, tensors, device):
+    if not isinstance(coded, dict):
+        return coded
+    [(kind, content)] = coded.items()
+    if kind == "tensor":
+        dtype, shape = content
+        tensors.append(torch.zeros(shape, dtype=getattr(torch, dtype), device=device))
+        return tensors[-1]
+    if kind == "dict":
+        return {_decode(k, tensors, device): _decode(v, tensors, device) for k, v in content}
+    items = [_decode(item, tensors, device) for item in content]
+    return tuple(items) if kind == "tuple" else items
