@@ -53,7 +53,7 @@ def sweep(frame, x, y, by="strategy", title=None, x_unit=None, y_unit=None, pred
         label_sizes(axes, sorted(frame[x].unique()), x_unit)
         if log_y:
             axes.set_yscale("log")
-            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: style.quantity(value)))
+            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         else:
             axes.set_ylim(0, max(values) / factor * 1.06)
         axes.set_xlabel(style.name(x))

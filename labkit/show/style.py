@@ -144,7 +144,7 @@ def quantity(value, unit=""):
     if unit == "bytes":
         divisor, unit = byte_scale(abs(value))
         value = value / divisor
-    digits = f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"
+    digits = f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:#.3g}"
     return f"{digits} {unit}".rstrip()
 
 

@@ -1,0 +1,198 @@
+"""A comparison to turn in the hand: saved measurements re-plotted by controls, new ones only when a button is pressed.
+
+    [ figure ] one-line takeaway, table      ordinary outputs: GitHub, a batch run and an offline page show them
+    model v   measure v   bucket --o--       controls: they re-plot what is in the frame and measure nothing
+    [x] single [x] naive [x] bucketed
+    (Measure this choice)                    only with launch=: calls it, and adds its rows to the frame
+
+What is drawn is a pure function of (frame, state), so that it can be tested without a browser.
+"""
+
+import base64
+import html
+from dataclasses import dataclass, replace
+
+import ipywidgets
+import pandas as pd
+from IPython.display import display
+
+from labkit.show import style, tables
+from labkit.show.bars import grouped_bars
+from labkit.show.notebook import table
+from labkit.show.publish import png, present
+
+METRICS = ("step_ms", "exposed_comm_ms", "sent_bytes", "peak_bytes", "samples_per_s")
+KEYS = ["model", "strategy", "bucket_cap_mb"]
+
+
+@dataclass(frozen=True)
+class State:
+    """What the controls say. bucket_cap_mb filters only strategies that were measured with several bucket sizes."""
+
+    model: str
+    strategies: tuple
+    bucket_cap_mb: float | None
+    metric: str
+
+
+def initial(frame):
+    """The first state: the first model, all its strategies, its largest bucket size, the first metric there is."""
+    metrics = [metric for metric in METRICS if metric in frame]
+    missing = [key for key in KEYS if key not in frame]
+    if missing or not metrics or frame.empty:
+        wanted = f"rows with {', '.join(KEYS)} and one of {', '.join(METRICS)}"
+        raise ValueError(
+            f"a comparison needs {wanted}; it got {len(frame)} rows with {', '.join(frame) or 'no columns'}"
+        )
+    model = frame["model"].iloc[0]
+    mine = frame[frame["model"] == model]
+    sizes = bucket_sizes(mine)
+    return State(model, tuple(dict.fromkeys(mine["strategy"])), sizes[-1] if sizes else None, metrics[0])
+
+
+def bucket_sizes(frame):
+    """The bucket sizes (MB) to choose from: those of the strategies that were measured with more than one."""
+    several = frame.groupby("strategy")["bucket_cap_mb"].transform("nunique") > 1
+    return sorted(frame.loc[several, "bucket_cap_mb"].dropna().unique().tolist())
+
+
+def chosen(frame, state):
+    """The rows that `state` asks for."""
+    mine = frame[(frame["model"] == state.model) & frame["strategy"].isin(state.strategies)]
+    several = mine.groupby("strategy")["bucket_cap_mb"].transform("nunique") > 1
+    return mine[~several | (mine["bucket_cap_mb"] == state.bucket_cap_mb)].dropna(subset=[state.metric])
+
+
+def headline(state):
+    size = f", buckets of {state.bucket_cap_mb:g} MB" if state.bucket_cap_mb is not None else ""
+    return f"{style.name(state.model)}{size}: {style.name(state.metric)}"
+
+
+def draw(frame, state):
+    """Figure of the chosen rows; ValueError where the frame holds none."""
+    rows = chosen(frame, state)
+    if rows.empty:
+        raise ValueError(f"nothing measured yet for {headline(state)}")
+    return grouped_bars(rows, state.metric, title=headline(state))
+
+
+def takeaway(frame, state):
+    """One sentence: who is best, who is last, and by how much."""
+    rows, unit = chosen(frame, state), style.unit_of(state.metric)
+    medians = rows.groupby("strategy", sort=False)[state.metric].median()
+    more_is_better = state.metric.endswith("_per_s")
+    ranked = medians.sort_values(ascending=not more_is_better, kind="stable")
+    words = f"{headline(state)} is {style.quantity(ranked.iloc[0], unit)}"
+    if len(ranked) > 1 and ranked.iloc[0] == ranked.iloc[-1]:
+        return f"{words} for all of them."
+    words += f" for {style.name(ranked.index[0])}"
+    if len(ranked) == 1:
+        return words + "."
+    words += f" and {style.quantity(ranked.iloc[-1], unit)} for {style.name(ranked.index[-1])}"
+    small, large = sorted((ranked.iloc[0], ranked.iloc[-1]))
+    return words + (f", a factor of {large / small:.2f}." if small > 0 else ".")
+
+
+def picture(frame, state):
+    """The widget's image as HTML with alt text; a sentence where there is nothing to draw."""
+    if not state.strategies:
+        return "<p>Tick at least one strategy.</p>"
+    if chosen(frame, state).empty:
+        return f"<p>Nothing measured yet for {html.escape(headline(state))}.</p>"
+    data = base64.b64encode(png(draw(frame, state), dpi=130)).decode()
+    words = html.escape(takeaway(frame, state), quote=True)
+    return f'<img style="max-width:100%;width:760px" alt="{words}" src="data:image/png;base64,{data}"><p>{words}</p>'
+
+
+def merged(frame, rows):
+    """The frame with `rows` added; what was measured before of the same model, strategy and bucket size gives way."""
+
+    def keys(of):
+        return list(of[KEYS].fillna({"bucket_cap_mb": -1}).itertuples(index=False, name=None))  # NaN equals no NaN
+
+    fresh = set(keys(rows))
+    return pd.concat([frame[[key not in fresh for key in keys(frame)]], rows], ignore_index=True)
+
+
+class Comparison:
+    """The controls, their state, and the frame they show. `.panel` is the widget, `.frame` grows with each launch."""
+
+    def __init__(self, frame, launch=None, sizes=None):
+        self.frame, self.launch, self.state = frame, launch, initial(frame)
+        models = [(style.name(model), model) for model in dict.fromkeys(frame["model"])]
+        metrics = [(style.name(metric), metric) for metric in METRICS if metric in frame]
+        sizes = sorted({*bucket_sizes(frame), *(sizes or [])}) or [None]
+        steps = [("any" if size is None else f"{size:g} MB", size) for size in sizes]
+        first = self.state.bucket_cap_mb if self.state.bucket_cap_mb in sizes else sizes[-1]
+        wide = {"description_width": "initial"}
+        self.model = ipywidgets.Dropdown(options=models, value=self.state.model, description="model", style=wide)
+        self.metric = ipywidgets.Dropdown(options=metrics, value=self.state.metric, description="measure", style=wide)
+        self.size = ipywidgets.SelectionSlider(
+            options=steps, value=first, description="bucket size", continuous_update=False, style=wide
+        )
+        self.size.disabled = len(steps) == 1
+        self.boxes = {
+            one: ipywidgets.Checkbox(value=True, description=style.name(one), indent=False, layout={"width": "auto"})
+            for one in dict.fromkeys(frame["strategy"])
+        }
+        self.image, self.message = ipywidgets.HTML(), ipywidgets.HTML()
+        self.output = ipywidgets.Output()
+        self.button = ipywidgets.Button(description="Measure this choice", icon="play", button_style="primary")
+        self.button.on_click(self.measure)
+        for control in (self.model, self.metric, self.size, *self.boxes.values()):
+            control.observe(self.changed, names="value")
+        row = ipywidgets.Layout(flex_flow="row wrap", grid_gap="4px 18px", display="flex")
+        parts = [
+            ipywidgets.Box([self.model, self.metric, self.size], layout=row),
+            ipywidgets.Box(list(self.boxes.values()), layout=row),
+        ]
+        parts += [ipywidgets.HBox([self.button, self.message]), self.output] if launch else []
+        self.panel = ipywidgets.VBox([*parts, self.image])
+        self.changed()
+
+    def changed(self, change=None):
+        """Read the controls and draw anew."""
+        ticked = tuple(one for one, box in self.boxes.items() if box.value)
+        self.state = replace(
+            self.state,
+            model=self.model.value,
+            strategies=ticked,
+            bucket_cap_mb=self.size.value,
+            metric=self.metric.value,
+        )
+        self.image.value = picture(self.frame, self.state)
+
+    def measure(self, button=None):
+        """Call launch for what the controls say and show its rows; a failure becomes one line beside the button."""
+        self.button.disabled, self.message.value = True, "measuring …"
+        try:
+            with self.output:
+                result = self.launch(self.state.model, list(self.state.strategies), self.state.bucket_cap_mb)
+            rows = getattr(result, "records", result)
+            self.frame = merged(self.frame, rows)
+            self.message.value = f"measured: {len(rows)} rows added"
+        except Exception as error:  # whatever launch raises is the reader's answer, and belongs where they look
+            first_line = (str(error).strip() or "no message").splitlines()[0]
+            self.message.value = f"<b>{type(error).__name__}</b>: {html.escape(first_line)}"
+        finally:
+            self.button.disabled = False
+            self.output.outputs = ()
+        self.changed()
+
+
+def comparison(frame, launch=None, provenance=None, sizes=None):
+    """Show a comparison: figure, takeaway and table as ordinary outputs, then the controls. Returns the Comparison.
+
+    frame: rows of compare() with model, strategy, bucket_cap_mb and metrics among METRICS, one per round and rank.
+    launch: function (model, strategies, bucket_cap_mb) -> Run or DataFrame of such rows, called only by the button.
+    provenance: as in present(), e.g. "measured on 2 cores". sizes: more bucket sizes (MB) that launch may be asked for.
+    """
+    state = initial(frame)
+    words = takeaway(frame, state)
+    present(draw(frame, state), words, provenance or "measured", words)
+    metrics = [metric for metric in METRICS if metric in frame]
+    small = tables.comparison(chosen(frame, state), metrics).reset_index()
+    table(small, f"{headline(state).split(':')[0]}, median (quartiles)")
+    shown = Comparison(frame, launch, sizes)
+    display(shown.panel)
+    return shown
