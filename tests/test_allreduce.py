@@ -45,3 +45,145 @@ def against_gloo(rank, n, name):
 @algorithms
 def test_equals_gloo_and_the_exact_sum(ranks, n, name):
     ranks(n, against_gloo, name=name)
+
+
+def in_many_segments(rank, n, name, elements, segment_bytes):
+    """More segments than are under way at once, the last ones shorter; random values, so that order shows."""
+    whole = allreduce.SEGMENT_BYTES
+    allreduce.SEGMENT_BYTES = segment_bytes
+    try:
+        exact = values((elements,), torch.float64, rank)
+        ALGORITHMS[name](exact)
+        assert torch.equal(exact, sum(values((elements,), torch.float64, r) for r in range(n)))
+        random = torch.randn(elements, generator=torch.Generator().manual_seed(rank))
+        ALGORITHMS[name](random)
+        return random
+    finally:
+        allreduce.SEGMENT_BYTES = whole
+
+
+@sizes
+@algorithms
+@pytest.mark.parametrize(("elements", "segment_bytes"), [(1009, 64), (1024, 256), (3 << 18, 2 << 20), (23, 8)])
+def test_many_segments_and_ranks_end_bitwise_equal(ranks, n, name, elements, segment_bytes):
+    first, *others = ranks(n, in_many_segments, name=name, elements=elements, segment_bytes=segment_bytes)
+    for other in others:
+        assert torch.equal(first, other)  # each element is added up once, on one rank, then copied
+    # fp32 sums of n normals in any order
+    random = [torch.randn(elements, generator=torch.Generator().manual_seed(r)) for r in range(n)]
+    assert torch.allclose(first, sum(random), atol=1e-5, rtol=0)
+
+
+def layouts(rank, n, name):
+    """Tensors that are not one contiguous line, and their neighbours in memory, which must stay as they were."""
+
+    def check(view_of, shape):
+        base = values(shape, torch.float32, rank)
+        before, exact = base.clone(), view_of(sum(values(shape, torch.float32, r) for r in range(n)))
+        ALGORITHMS[name](view_of(base))
+        assert torch.equal(view_of(base), exact)
+        view_of(before).copy_(exact)
+        assert torch.equal(base, before), "an element outside the view was changed"
+
+    check(lambda t: t.t(), (6, 9))
+    check(lambda t: t[:, 1::3], (5, 8))
+    check(lambda t: t[2:5], (7, 4))  # contiguous, but inside a larger storage
+    check(lambda t: t.select(1, 2), (6, 4))
+    check(lambda t: t.permute(2, 0, 1), (2, 3, 4))
+    image = values((2, 3, 4, 4), torch.float32, rank).to(memory_format=torch.channels_last)
+    ALGORITHMS[name](image)
+    assert torch.equal(image, sum(values((2, 3, 4, 4), torch.float32, r) for r in range(n)))
+    assert image.is_contiguous(memory_format=torch.channels_last)
+    parameter = torch.nn.Parameter(values((3, 3), torch.float32, rank))
+    ALGORITHMS[name](parameter)
+    assert parameter.requires_grad and parameter.is_leaf
+    assert torch.equal(parameter.detach(), sum(values((3, 3), torch.float32, r) for r in range(n)))
+
+
+@sizes
+@algorithms
+def test_any_layout(ranks, n, name):
+    ranks(n, layouts, name=name)
+
+
+def in_groups(rank, n, name):
+    """Two groups at once, one of them with its ranks in another order than the world's."""
+    members = [[0, 2], [3, 1]] if n == 4 else [[0], [2, 1]]
+    groups = [dist.new_group(m, use_local_synchronization=False) for m in members]
+    which = next(i for i, m in enumerate(members) if rank in m)
+    tensor = values((7,), torch.float64, rank)
+    ALGORITHMS[name](tensor, group=groups[which])
+    assert torch.equal(tensor, sum(values((7,), torch.float64, r) for r in members[which]))
+    for group in groups:
+        if dist.get_rank(group) >= 0:
+            dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize("n", [3, 4])
+@algorithms
+def test_sub_groups(ranks, n, name):
+    ranks(n, in_groups, name=name)
+
+
+def counted(rank, n, name, elements):
+    tensor = torch.ones(elements)
+    with comm.record() as log:
+        ALGORITHMS[name](tensor)
+    assert tensor.eq(n).all()
+    assert all(event.source == "counted" and event.end is not None for event in log)
+    return sum(event.sent_bytes for event in log), len(log)
+
+
+@pytest.mark.parametrize("elements", [12, 12 << 10, 3 << 20])
+@sizes
+def test_the_ring_sends_exactly_the_formula(ranks, n, elements):
+    for sent, messages in ranks(n, counted, name="ring", elements=elements):
+        assert sent == 2 * (n - 1) * elements * 4 // n
+        segments = max(1, -(-elements * 4 // n // allreduce.SEGMENT_BYTES))
+        assert messages == 2 * (n - 1) * segments
+
+
+@pytest.mark.parametrize("elements", [12, 12 << 10])
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_halving_doubling_sends_as_little_in_fewer_messages(ranks, n, elements):
+    for sent, messages in ranks(n, counted, name="halving_doubling", elements=elements):
+        assert sent == 2 * (n - 1) * elements * 4 // n
+        assert messages == 2 * (n.bit_length() - 1)
+
+
+def test_what_the_fold_and_the_tree_send(ranks):
+    P = 48
+    # p = 2: rank 2 hands over P, rank 0 halves and doubles (2 (p-1)/p P) and hands P back
+    assert [sent for sent, _ in ranks(3, counted, name="halving_doubling", elements=12)] == [2 * P, P, P]
+    # 0 over 1 and 2; 1 over 3
+    assert [sent for sent, _ in ranks(4, counted, name="tree", elements=12)] == [2 * P, 2 * P, P, P]
+
+
+def phases(rank, n, elements):
+    flat = values((elements,), torch.float64, rank)
+    exact = sum(values((elements,), torch.float64, r) for r in range(n))
+    chunk = allreduce.ring_reduce_scatter(flat)
+    assert torch.equal(chunk, exact.tensor_split(n)[rank])
+    assert chunk.numel() == 0 or chunk.data_ptr() == flat.tensor_split(n)[rank].data_ptr()  # a view: no copy
+    other = torch.full((elements,), -1.0)
+    other.tensor_split(n)[rank].fill_(rank)
+    allreduce.ring_all_gather(other)
+    for r, chunk in enumerate(other.tensor_split(n)):
+        assert chunk.eq(r).all()
+
+
+@sizes
+@pytest.mark.parametrize("elements", [0, 1, 3, 12, 101])
+def test_the_two_phases_of_the_ring_alone(ranks, n, elements):
+    ranks(n, phases, elements=elements)
+
+
+def overlapping(rank, n, name):
+    tensor = torch.ones(1).expand(4)
+    with pytest.raises(RuntimeError, match="single memory location"):
+        ALGORITHMS[name](tensor)
+
+
+@algorithms
+def test_a_tensor_that_cannot_hold_the_sum_is_refused(ranks, name):
+    ranks(2, overlapping, name=name)
