@@ -1,0 +1,211 @@
+"""`lab run` and `lab test`: notebooks as batch jobs, in a copy of the scripts with small notebooks of its own."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import nbformat
+import psutil
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = ROOT / "scripts"
+sys.path.append(str(SCRIPTS))
+
+import batch  # noqa: E402
+import terminal  # noqa: E402
+
+PARAMETERS = "world_size = 2\nmodel = 'mlp'\nlr = 0.05\nunread = 1\nflag = False\nlimit = None"
+READERS = "print(model, flag, limit)\n%time x = lr"
+MAGIC = "%%torchrun --nproc $world_size\nprint(rank)"
+TABLE = "import pandas\npandas.DataFrame({'strategy': ['ddp', 'fsdp'], 'step_ms': [1.25, 30.5]})"
+FIGURE = "import matplotlib.pyplot as plt\nplt.plot([world_size, 2])\nplt.show()"
+RANKS = """
+from labkit.run import launch
+def hang(context):
+    import os, pathlib, time
+    pathlib.Path(f"{os.environ['PIDS']}/{os.getpid()}").touch()
+    time.sleep(60)
+launch(hang, nproc=world_size)
+"""
+
+
+def notebook(path, *sources):
+    """A notebook whose first code cell is tagged parameters."""
+    cells = [nbformat.v4.new_code_cell(source.strip()) for source in sources]
+    if cells:
+        cells[0].metadata.tags = ["parameters"]
+    nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell("# a title"), *cells]), path)
+    return path
+
+
+@pytest.fixture
+def tree(tmp_path):
+    shutil.copytree(SCRIPTS, tmp_path / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "notebooks").mkdir()
+    return tmp_path
+
+
+def command(tree, name, *arguments):
+    return [sys.executable, str(tree / "scripts" / f"{name}.py"), *arguments]
+
+
+def finished(tree, name, *arguments):
+    return subprocess.run(command(tree, name, *arguments), capture_output=True, text=True, timeout=100)
+
+
+# Parameters
+
+
+@pytest.fixture
+def parametrised(tmp_path):
+    return notebook(tmp_path / "07_small.ipynb", PARAMETERS, READERS, MAGIC)
+
+
+def test_values_take_the_types_of_the_defaults(parametrised):
+    given = {"world_size": "4", "model": "5", "lr": "1", "flag": "true", "limit": "3"}
+    values = batch.check_parameters(parametrised, given)
+    assert values == {"world_size": 4, "model": "5", "lr": 1, "flag": True, "limit": 3}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("wordl_size", "4", "07_small.ipynb has no parameter 'wordl_size'; it has: world_size=2"),
+        ("unread", "4", "declares the parameter 'unread', but no cell of it reads it"),
+        ("world_size", "two", "parameter 'world_size' is 'two', and must be int like 2"),
+        ("world_size", "2.5", "must be int like 2"),
+        ("flag", "1", "must be bool like False"),
+        ("lr", "fast", "must be float like 0.05"),
+    ],
+)
+def test_a_wrong_parameter_is_named(parametrised, name, value, words):
+    with pytest.raises(terminal.UserError, match=re.escape(words)):
+        batch.check_parameters(parametrised, {name: value})
+
+
+def test_a_parameter_is_read_where_a_magic_line_names_it(tmp_path):
+    path = notebook(tmp_path / "a.ipynb", "n = 2", "%%torchrun --nproc {n}\nprint(rank)")
+    assert batch.check_parameters(path, {"n": "3"}) == {"n": 3}
+
+
+def test_names_of_notebooks(tree, monkeypatch):
+    monkeypatch.setattr(batch, "NOTEBOOKS", tree / "notebooks")
+    for name in ("00_start_here", "04_compare", "05_scaling"):
+        notebook(tree / "notebooks" / f"{name}.ipynb")
+    notebook(tree / "notebooks" / "scratch.ipynb")
+    assert [path.stem for path in batch.course()] == ["00_start_here", "04_compare", "05_scaling"]
+    assert batch.find("04").stem == batch.find("04_compare").stem == "04_compare"
+    for name, words in (("0", "several notebooks start with '0'"), ("4", "no notebook '4'; there are: 00_start_here")):
+        with pytest.raises(terminal.UserError, match=words):
+            batch.find(name)
+
+
+# Runs
+
+
+def test_run_leaves_the_notebook_a_page_and_figures_and_prints_the_table(tree):
+    notebook(tree / "notebooks" / "04_compare.ipynb", "world_size = 2", TABLE, FIGURE)
+    done = finished(tree, "run", "--nproc", "3")
+    assert done.returncode == 0, done.stderr
+    assert "strategy  step_ms" in done.stdout
+    assert re.search(r"fsdp +30\.50", done.stdout)
+    (folder,) = (tree / "runs").glob("*-04_compare")
+    listed = [line.strip() for line in done.stdout.splitlines() if line.startswith("  runs/")]
+    assert [str(folder.relative_to(tree) / name) for name in ("04_compare.ipynb", "04_compare.html")] == listed[:2]
+    assert listed[2].endswith("figures/04_compare-1.png")
+    assert (tree / listed[2]).read_bytes().startswith(b"\x89PNG")
+    executed = nbformat.read(folder / "04_compare.ipynb", 4)
+    assert [cell.source for cell in executed.cells if "injected-parameters" in cell.metadata.get("tags", [])] == [
+        "# Parameters\nworld_size = 3\n"
+    ]
+
+
+def test_run_all_sums_up_and_tells_the_first_failing_line(tree):
+    notebook(tree / "notebooks" / "00_a.ipynb", "lr = 1", "print(lr)")
+    notebook(tree / "notebooks" / "01_b.ipynb", "n = 2", "raise ValueError(f'no such thing: {n}')", "print(1)")
+    notebook(tree / "notebooks" / "02_c.ipynb", "n = 2", "assert n == 3")
+    done = finished(tree, "run", "all", "-p", "n", "3")
+    assert done.returncode == 1
+    rows = [line.split(maxsplit=3) for line in done.stdout.splitlines()[-6:-2]]
+    assert [row[:2] for row in rows[1:]] == [["00_a", "ok"], ["01_b", "failed"], ["02_c", "ok"]]
+    assert rows[2][3] == "cell 3: ValueError: no such thing: 3"
+    assert done.stdout.splitlines()[-1].startswith("2 of 3 notebooks ok")
+    unknown = finished(tree, "run", "all", "-p", "m", "3")
+    assert (unknown.returncode, unknown.stdout) == (2, "")
+    assert unknown.stderr == "lab: no notebook has a parameter 'm'; there are: lr, n\n"
+
+
+def test_no_notebook(tree):
+    done = finished(tree, "run")
+    assert (done.returncode, done.stderr) == (2, "lab: no notebook '04_compare'; there are: none yet\n")
+
+
+def test_ctrl_c_stops_the_kernel_and_all_ranks(tree):
+    notebook(tree / "notebooks" / "04_compare.ipynb", "world_size = 2", RANKS)
+    pids = tree / "pids"
+    pids.mkdir()
+    environment = {**os.environ, "PIDS": str(pids)}
+    child = subprocess.Popen(command(tree, "run"), text=True, stderr=subprocess.PIPE, env=environment)
+    deadline = time.monotonic() + 60
+    while len(list(pids.iterdir())) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    ranks = [int(path.name) for path in pids.iterdir()]
+    family = [process.pid for process in psutil.Process(child.pid).children(recursive=True)]
+    assert len(ranks) == 2
+    assert set(ranks) < set(family)
+    child.send_signal(signal.SIGINT)
+    child.send_signal(signal.SIGINT)  # people press it twice
+    told = child.communicate(timeout=30)[1]
+    assert child.returncode == 130
+    assert told.strip().splitlines()[-1] == "lab: interrupted"
+    assert "Traceback" not in told
+    assert [pid for pid in family if psutil.pid_exists(pid)] == []
+
+
+def test_a_time_limit_stops_a_notebook(tree):
+    notebook(tree / "notebooks" / "04_compare.ipynb", "n = 2", "import time; time.sleep(60 + n)")
+    done = finished(tree, "run", "--timeout", "4")
+    assert done.returncode == 1
+    assert "still running after 4 s" in done.stdout
+
+
+# lab test
+
+
+def test_lab_test_sums_up_and_closes_with_the_counts(tree):
+    (tree / "tests").mkdir()
+    (tree / "tests" / "test_it.py").write_text(
+        "import pytest\ndef test_a(): pass\n"
+        "def test_b(): assert 1 + 1 == 3\n"
+        "def test_c(): pytest.skip('no CUDA device')\n"
+    )
+    (tree / "pyproject.toml").write_text("[tool.pytest.ini_options]\nmarkers = ['browser: x']\n")
+    done = finished(tree, "test", "tests", "browser")
+    lines = done.stdout.splitlines()
+    assert done.returncode == 1
+    assert "assert (1 + 1) == 3" in done.stdout
+    assert "FAILED: tests: tests.test_it::test_b" in lines
+    assert any(line.startswith("NOT TESTED: tests.test_it::test_c") and "no CUDA device" in line for line in lines)
+    assert lines[-1] == "1 passed, 1 failed"
+
+
+def test_lab_test_without_any_test_is_a_failure(tree):
+    (tree / "pyproject.toml").write_text("[tool.pytest.ini_options]\nmarkers = ['browser: x']\n")
+    (tree / "tests").mkdir()
+    done = finished(tree, "test", "tests", "nbval", "papermill")
+    assert done.returncode == 1
+    assert "NOT TESTED: notebooks: there are none" in done.stdout
+    assert done.stdout.splitlines()[-1] == "0 passed, 0 failed"
+
+
+def test_lab_test_runs_notebooks_under_nbval_and_with_2_and_4_ranks(tree):
+    notebook(tree / "notebooks" / "00_a.ipynb", "world_size = 2", "assert world_size < 4, 'too many'")
+    done = finished(tree, "test", "nbval", "papermill")
+    assert "FAILED: papermill: 00_a, 4 ranks: cell 3: AssertionError: too many" in done.stdout
+    assert done.stdout.splitlines()[-1] == "3 passed, 1 failed"
