@@ -21,7 +21,7 @@ PROVENANCE = "emulated"
 def emulate(module, unit, forward_ms, backward_ms=None):
     """Let every part of `module` that matches `unit` sleep instead of compute; changes the module and returns it.
 
-    unit: a class, a tuple of classes, or a function module -> bool; of nested matches the outermost counts. It must map
+    unit: a class, a tuple of classes, or a function module -> bool; of nested matches the outer one counts. It must map
         one floating-point tensor to one of the same shape, as what `labkit.models.unit(name)` gives does.
     forward_ms, backward_ms: milliseconds for one call of one unit; backward_ms=None is twice forward_ms.
 
@@ -35,7 +35,7 @@ def emulate(module, unit, forward_ms, backward_ms=None):
     if forward_ms < 0 or backward_ms < 0:
         raise ValueError(f"times must not be negative, got forward_ms={forward_ms}, backward_ms={backward_ms}")
     is_unit = (lambda part: isinstance(part, unit)) if isinstance(unit, type | tuple) else unit
-    units = list(outermost(module, is_unit))
+    units = [part for part in module.modules() if is_unit(part)]  # one inside another is never called
     if not units:
         classes = sorted({type(part).__name__ for part in module.modules()})
         raise ValueError(f"no part of the model matches unit {unit}; it consists of {', '.join(classes)}")
@@ -43,14 +43,6 @@ def emulate(module, unit, forward_ms, backward_ms=None):
         part.emulated_seconds = (forward_ms / 1000, backward_ms / 1000)
         part.forward = types.MethodType(sleeping_forward, part)  # a method, so that deepcopy binds it to the copy
     return module
-
-
-def outermost(module, is_unit):
-    if is_unit(module):
-        yield module
-        return
-    for child in module.children():
-        yield from outermost(child, is_unit)
 
 
 def sleeping_forward(part, x):
