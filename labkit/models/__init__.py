@@ -6,6 +6,7 @@
     gpt       2 layers of 32           4 layers of 128              6 layers of 384
 
 tiny is for tests and first looks (a step of a batch of 32 in milliseconds on one core), medium for benchmarks.
+`data` has real inputs for each; `emulate` lets a model sleep in place of its arithmetic.
 """
 
 import inspect
@@ -13,12 +14,13 @@ import inspect
 from torch.nn import functional as F
 
 from labkit.models import data
+from labkit.models.emulated import emulate
 from labkit.models.gpt import GPT, Block
 from labkit.models.mlp import MLP, is_hidden
 from labkit.models.names import known
 from labkit.models.resnet import ResNet, is_plain_block
 
-__all__ = ["SIZES", "build", "cross_entropy", "data", "loss", "unit"]
+__all__ = ["SIZES", "build", "cross_entropy", "data", "emulate", "loss", "unit"]
 
 CLASSES = {"mlp": MLP, "resnet": ResNet, "gpt": GPT}
 SIZES = {
