@@ -56,10 +56,10 @@ def train(context, **fields):
     experiment = Experiment.from_dict(fields)
     experiment.check_ranks(context.world_size)
     participant = Participant(context, experiment)
-    for step in range(experiment.steps):
+    for done in range(experiment.steps):
         if participant.takes_part:
-            context.record(strategy=experiment.strategy, step=step, **participant.step())
-        context.progress(step + 1, experiment.steps)
+            context.record(strategy=experiment.strategy, **participant.step())
+        context.progress(done + 1, experiment.steps)
     dist.barrier()
 
 

@@ -1,0 +1,31 @@
+"""An exercise of a notebook: the reader's function, held against a checker on real ranks.
+
+def average(tensor): raise NotImplementedError          the stub, in one cell; the reader fills it in
+def is_average(average): assert ...                     the checker, which every rank calls
+check(average, is_average, nproc=2)                     "not solved yet", "solved", or what is wrong and where
+"""
+
+import inspect
+import textwrap
+
+from labkit.run.launch import LaunchError, launch
+
+
+def check(solution, checker, nproc=2, **options):
+    """Call checker(solution) on nproc ranks, print the verdict in one line, and return whether it is solved.
+
+    Both are functions of the notebook; their sources travel, and see rank, world_size, device, torch, dist and comm.
+    options: those of launch.
+    """
+    sources = [textwrap.dedent(inspect.getsource(function)) for function in (solution, checker)]
+    program = "\n".join([*sources, f"{checker.__name__}({solution.__name__})"])
+    options = {"timeout": 60, "collective_timeout": 10, "quiet": True} | options
+    try:
+        launch(program, nproc=nproc, **options)
+    except LaunchError as error:
+        headline = str(error).splitlines()[0]
+        stub = error.cause is not None and error.cause.error.get("type") == "NotImplementedError"
+        print(f"{solution.__name__}: " + ("not solved yet" if stub else f"not right yet: {headline}"))
+        return False
+    print(f"{solution.__name__}: solved, on {nproc} ranks")
+    return True

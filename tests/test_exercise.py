@@ -1,0 +1,30 @@
+from labkit.run.exercise import check
+
+
+def average(tensor):
+    raise NotImplementedError
+
+
+def summed(tensor):
+    comm.all_reduce(tensor)  # noqa: F821: a rank's name
+    return tensor
+
+
+def averaged(tensor):
+    comm.all_reduce(tensor)  # noqa: F821
+    return tensor / world_size  # noqa: F821
+
+
+def is_average(solution):
+    found = solution(torch.tensor([float(rank)])).item()  # noqa: F821
+    assert found == (world_size - 1) / 2, f"rank {rank} has {found}"  # noqa: F821
+
+
+def test_the_three_verdicts(capsys):
+    assert not check(average, is_average)
+    assert not check(summed, is_average)
+    assert check(averaged, is_average, nproc=3)
+    told = capsys.readouterr().out.splitlines()
+    assert told[0] == "average: not solved yet"
+    assert told[1].startswith("summed: not right yet: rank ") and "has 1.0" in told[1]
+    assert told[2] == "averaged: solved, on 3 ranks"

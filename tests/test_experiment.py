@@ -1,0 +1,137 @@
+"""The experiment: every field checked, the round trip exact; and the comparison: one table, equal losses."""
+
+import dataclasses
+import json
+
+import pytest
+
+from labkit.run import launch
+from labkit.run.compare import compare
+from labkit.run.experiment import Experiment
+from labkit.trainer import STRATEGIES, scaled_lr
+
+OURS = ("ddp_naive", "ddp_overlapped", "ddp_bucketed")
+
+
+def test_yaml_and_json_give_the_same_experiment_back(tmp_path):
+    experiment = Experiment(model="gpt", strategy="torch_fsdp", lr=0.1, steps=7, compute="emulated", block_ms=2)
+    experiment.to_yaml(tmp_path / "e.yaml")
+    experiment.to_json(tmp_path / "e.json")
+    assert Experiment.from_yaml(tmp_path / "e.yaml") == experiment
+    assert Experiment.from_json(tmp_path / "e.json") == experiment
+
+
+def test_it_is_frozen_and_replace_checks_again():
+    experiment = Experiment()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        experiment.lr = 1.0
+    assert experiment.replace(lr=1).lr == 1.0
+    with pytest.raises(ValueError, match="choose from"):
+        experiment.replace(model="transformer")
+
+
+@pytest.mark.parametrize("field", dataclasses.fields(Experiment), ids=lambda field: field.name)
+def test_every_field_refuses_another_type(field):
+    with pytest.raises(TypeError, match=field.name):
+        Experiment(**{field.name: [1]})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("model", "bert"),
+        ("size", "huge"),
+        ("data", "imagenet"),
+        ("strategy", "zero9"),
+        ("optimizer", "lion"),
+        ("lr_rule", "cubic"),
+        ("precision", "fp8"),
+        ("compute", "guessed"),
+        ("batch_size", 0),
+        ("accumulation", 0),
+        ("steps", -1),
+        ("lr", -0.1),
+        ("lr", float("nan")),
+        ("lr", float("inf")),
+        ("bucket_cap_mb", -1.0),
+        ("seed", -1),
+    ],
+)
+def test_every_value_that_cannot_be_is_named(field, value):
+    with pytest.raises(ValueError, match=f"Experiment\\({field}="):
+        Experiment(**{field: value})
+
+
+def test_data_that_does_not_fit_the_model_is_named():
+    with pytest.raises(ValueError, match="the model gpt takes stdlib_text"):
+        Experiment(model="gpt", data="digits")
+
+
+@pytest.mark.parametrize("suffix", ["yaml", "json"])
+def test_an_unknown_key_is_told_with_the_file_and_the_nearest_key(tmp_path, suffix):
+    path = tmp_path / f"e.{suffix}"
+    path.write_text(json.dumps({"batchsize": 8}))  # JSON is YAML
+    with pytest.raises(ValueError, match=rf"e\.{suffix}: unknown key 'batchsize': did you mean 'batch_size'\?"):
+        getattr(Experiment, f"from_{suffix}")(path)
+
+
+def test_broken_files_are_one_clear_error(tmp_path):
+    (tmp_path / "e.yaml").write_text("model: [mlp")
+    (tmp_path / "e.json").write_text("{")
+    (tmp_path / "list.yaml").write_text("- mlp")
+    for name, load in (("e.yaml", Experiment.from_yaml), ("e.json", Experiment.from_json)):
+        with pytest.raises(ValueError, match=f"{name}: not "):
+            load(tmp_path / name)
+    with pytest.raises(ValueError, match="mapping"):
+        Experiment.from_yaml(tmp_path / "list.yaml")
+
+
+def test_a_batch_that_does_not_split_is_told_with_what_would():
+    with pytest.raises(ValueError, match="batch_size=10 does not split .* take a multiple of 4"):
+        compare([Experiment(batch_size=10, accumulation=2)], nproc=2)
+
+
+def test_two_experiments_with_one_label_are_refused():
+    with pytest.raises(ValueError, match="label"):
+        compare([Experiment(lr=0.1), Experiment(lr=0.2)])
+
+
+@pytest.mark.parametrize(("batch", "rule", "factor"), [(256, "linear", 4), (256, "sqrt", 2), (256, "none", 1)])
+def test_learning_rate_rules(batch, rule, factor):
+    assert scaled_lr(0.1, batch, 64, rule) == pytest.approx(0.1 * factor)
+
+
+def test_the_square_root_rule_never_drops():
+    rates = [scaled_lr(0.1, batch, 64, "sqrt") for batch in range(64, 20000, 64)]
+    assert rates == sorted(rates)
+
+
+@pytest.mark.parametrize(("model", "nproc"), [("mlp", 2), ("gpt", 2), ("mlp", 4)])
+def test_all_strategies_follow_the_single_process(model, nproc):
+    experiments = [Experiment(model=model, strategy=name, batch_size=16, precision="fp64") for name in STRATEGIES]
+    records = compare(experiments, nproc=nproc, rounds=2, steps_per_round=2, quiet=True).records
+    losses = records.groupby(["label", "step"])["loss"].mean().unstack("label")
+    # Equal shares: the mean of the ranks' means is the mean over the batch; fp64 leaves only the order of sums.
+    assert losses.sub(losses["single"], axis=0).abs().max().max() < 1e-12
+    first = records[records["rank"] == 0].groupby("label").first()
+    gradient_bytes = first.loc["ddp_bucketed", "peak_parameters_bytes"]
+    # Every gradient is sent once, by the ring formula 2 (n-1)/n, in all three forms and by PyTorch.
+    for label in (*OURS, "torch_ddp"):
+        assert abs(first.loc[label, "sent_bytes"] - 2 * (nproc - 1) / nproc * gradient_bytes) < nproc * 40
+    assert first.loc["single", "sent_bytes"] == 0
+    assert (records["step_ms"] >= records["forward_ms"] + records["backward_ms"]).all()
+    assert (records["exposed_comm_ms"] >= 0).all() and (records["exposed_comm_ms"] <= records["step_ms"]).all()
+
+
+def test_accumulation_changes_the_messages_and_not_the_loss():
+    steps = {"whole": Experiment(batch_size=32), "parts": Experiment(batch_size=32, accumulation=4)}
+    records = compare(steps, rounds=1, steps_per_round=3, quiet=True).records
+    losses = records.groupby(["label", "step"])["loss"].mean().unstack("label")
+    assert (losses["whole"] - losses["parts"]).abs().max() < 1e-6
+    assert records.groupby("label")["sent_bytes"].first().nunique() == 1
+
+
+def test_train_records_a_row_per_step_and_learns():
+    records = launch("labkit.run.compare:train", quiet=True, steps=30, model="mlp").records
+    mean = records.groupby("step")["loss"].mean()
+    assert len(mean) == 30 and mean.iloc[-5:].mean() < 0.5 * mean.iloc[:5].mean()
