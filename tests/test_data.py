@@ -153,6 +153,13 @@ def test_slow_waits_before_every_item(monkeypatch):
     assert waits == [0.005] * 3
 
 
+def test_a_loader_s_batch_is_its_items():
+    dataset = data.digits("rgb")
+    pixels, labels = next(iter(DataLoader(dataset, batch_sampler=[[5, 3, 700]])))
+    for row, index in enumerate((5, 3, 700)):
+        assert torch.equal(pixels[row], dataset[index][0]) and labels[row] == dataset[index][1]
+
+
 def test_images_and_labels_must_match():
     with pytest.raises(ValueError, match="3 images and 2 labels"):
         Images(torch.zeros(3, 4, dtype=torch.uint8), torch.zeros(2), "")

@@ -6,7 +6,7 @@ def average(tensor):
 
 
 def summed(tensor):
-    comm.all_reduce(tensor)  # noqa: F821: a rank's name
+    comm.all_reduce(tensor)  # noqa: F821
     return tensor
 
 

@@ -87,7 +87,7 @@ def test_broken_files_are_one_clear_error(tmp_path):
 
 
 def test_a_batch_that_does_not_split_is_told_with_what_would():
-    with pytest.raises(ValueError, match="batch_size=10 does not split .* take a multiple of 4"):
+    with pytest.raises(ValueError, match=r"batch_size=10 does not split .* take a multiple of 4"):
         compare([Experiment(batch_size=10, accumulation=2)], nproc=2)
 
 
