@@ -28,5 +28,10 @@ class Images(Dataset):
     def __getitem__(self, index):
         return self.pixels[index].to(torch.float32) / 127.5 - 1, self.labels[index].to(torch.int64)
 
+    def __getitems__(self, indices):
+        """Many items at once, which a DataLoader asks for where it can: one conversion instead of one per image."""
+        pixels, labels = self[indices]
+        return list(zip(pixels.unbind(), labels.unbind(), strict=True))
+
     def __str__(self):
         return self.description
