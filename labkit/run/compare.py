@@ -58,7 +58,7 @@ def train(context, **fields):
     participant = Participant(context, experiment)
     for done in range(experiment.steps):
         if participant.takes_part:
-            context.record(strategy=experiment.strategy, **participant.step())
+            context.record(**participant.step())
         context.progress(done + 1, experiment.steps)
     dist.barrier()
 
@@ -74,8 +74,7 @@ def take_turns(context, experiments, rounds, steps_per_round):
         participant = participants[label]
         dist.barrier()
         for _ in range(steps_per_round if participant.takes_part else 0):
-            row = participant.step()
-            context.record(label=label, strategy=participant.experiment.strategy, round=turn, **row, **counted[label])
+            context.record(label=label, round=turn, **participant.step(), **counted[label])
         context.progress(done + 1, rounds * len(participants))
     dist.barrier()
 
@@ -146,8 +145,8 @@ class Participant:
         return self.step_row(loss, events)
 
     def step_row(self, loss, events):
-        """step, loss (of this rank's share); step_ms, forward_ms, backward_ms, optimizer_ms, exposed_comm_ms;
-        samples_per_s, of all ranks. Every one is measured in this step.
+        """strategy, model, bucket_cap_mb; step, loss (of this rank's share); step_ms, forward_ms, backward_ms,
+        optimizer_ms, exposed_comm_ms; samples_per_s, of all ranks. All but the first three are measured in this step.
 
         exposed_comm_ms: how long this rank stood still for messages: the time inside wait(). PyTorch's DDP waits where
         Python cannot see, so for it: from the last gradient's arrival until backward() returned.
@@ -161,9 +160,9 @@ class Participant:
         if self.experiment.strategy == "torch_ddp":
             exposed = 1e3 * (backward_end - self.last_gradient)
         times = {f"{name}_ms": value for name, value in ms.items()}
-        samples_per_s = 1e3 * self.experiment.batch_size / ms["step"]
-        loss = loss.item()
-        return {"step": self.done, "loss": loss, **times, "exposed_comm_ms": exposed, "samples_per_s": samples_per_s}
+        named = {name: getattr(self.experiment, name) for name in ("strategy", "model", "bucket_cap_mb")}
+        measured = {"step": self.done, "loss": loss.item(), **times, "exposed_comm_ms": exposed}
+        return named | measured | {"samples_per_s": 1e3 * self.experiment.batch_size / ms["step"]}
 
 
 def endless_batches(dataset, batch_size, world_size, rank, seed):
