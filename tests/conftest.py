@@ -1,5 +1,6 @@
 import sys
 
+import browser
 import pytest
 import torch
 from pool import Pool
@@ -33,6 +34,8 @@ def ranks(pools):
 def missing_capability(item):
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         return "no CUDA device"
+    if item.get_closest_marker("browser") and not browser.CHROMIUM:
+        return "no Chromium"
     return None
 
 

@@ -1,0 +1,182 @@
+"""A person in JupyterLab, played by a real browser: open a notebook, run it, stop it, move a control, look.
+
+The server is the one that `lab` starts (scripts/open.py), the browser Debian's Chromium through playwright; nothing is
+downloaded. Jupyter gets folders of its own, so that the person's settings play no part and are not touched.
+"""
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from playwright.sync_api import expect, sync_playwright
+
+ROOT = Path(__file__).resolve().parent.parent
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+FLAGS = [
+    "--headless",
+    "--no-sandbox",  # CI runs as root in a container
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+THEMES = {"light": "JupyterLab Light", "dark": "JupyterLab Dark"}
+PATIENCE = 60_000  # ms for anything to appear
+CELL_PATIENCE = 120_000  # ms for a notebook to finish
+
+
+@contextlib.contextmanager
+def server(folder, start):
+    """JupyterLab on `folder`; yields a function (path, theme) -> the address of a notebook, token included."""
+    sys.path.append(str(ROOT / "scripts"))
+    from open import server_command
+
+    token = secrets.token_hex(16)
+    home = Path(folder, ".jupyter-home")
+    home.mkdir()
+    places = {f"JUPYTER_{kind.upper()}_DIR": str(home / kind) for kind in ("config", "data", "runtime")}
+    environment = {**os.environ, **places, "HOME": str(home), "JUPYTER_PREFER_ENV_PATH": "1"}
+    command = server_command(folder, start, "--no-browser", f"--IdentityProvider.token={token}")
+    with open(home / "server.log", "w") as log:
+        child = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+    try:
+        port = wait_for_port(child, home / "server.log")
+
+        def address(path, theme):
+            set_up(home / "config", "apputils-extension/themes", theme=THEMES[theme])
+            set_up(home / "config", "notebook-extension/tracker", windowingMode="none")  # the whole notebook is drawn
+            return f"http://127.0.0.1:{port}/lab/tree/{path}?reset&token={token}"
+
+        yield address
+    finally:
+        child.send_signal(signal.SIGTERM)
+        try:
+            child.wait(15)
+        except subprocess.TimeoutExpired:
+            os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+
+
+def set_up(config, name, **settings):
+    path = config / "lab" / "user-settings" / "@jupyterlab" / f"{name}.jupyterlab-settings"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(settings))
+
+
+def wait_for_port(child, log):
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and child.poll() is None:
+        found = re.search(r"http://127\.0\.0\.1:(\d+)/", log.read_text())
+        if found:
+            return int(found.group(1))
+        time.sleep(0.1)
+    raise AssertionError(f"JupyterLab did not start:\n{log.read_text()[-3000:]}")
+
+
+@contextlib.contextmanager
+def browser():
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield chromium
+        chromium.close()
+
+
+class Notebook:
+    """One open notebook. `offsite` and `errors` collect requests to elsewhere and the page's own errors."""
+
+    def __init__(self, chromium, address):
+        self.page = chromium.new_page(viewport={"width": 1280, "height": 1000})
+        self.offsite, self.errors = [], []
+        home = address.split("/lab/")[0]
+        here = (home, home.replace("http", "ws"), "data:", "blob:")
+        self.page.on("request", lambda request: request.url.startswith(here) or self.offsite.append(request.url))
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.goto(address)
+        self.panel = self.page.locator(".jp-NotebookPanel").first
+        self.panel.locator(".jp-Cell").first.wait_for(timeout=PATIENCE)
+        self.wait_idle()  # the toolbar's dot says so before a kernel is there; the status bar is honest
+
+    def menu(self, *names):
+        for name in names:
+            self.page.get_by_role("menuitem", name=name, exact=True).click()
+
+    def status(self, words):
+        return self.page.locator("#jp-main-statusbar").get_by_text(words).first
+
+    def wait_idle(self, timeout=PATIENCE):
+        expect(self.status("| Idle")).to_be_visible(timeout=timeout)
+
+    def run_all(self):
+        self.menu("Run", "Run All Cells")
+
+    def run_and_finish(self, timeout=CELL_PATIENCE):
+        """Run all cells of a notebook without outputs; AssertionError, with its words, if it stops before the end."""
+        self.run_all()
+        self.page.wait_for_function(STOPPED, timeout=timeout)
+        self.wait_idle()
+        prompts = self.panel.locator(".jp-CodeCell .jp-InputPrompt").all_inner_texts()
+        wrong = [number for number, prompt in enumerate(prompts) if not re.search(r"\d", prompt)]
+        assert not wrong, f"stopped before code cell {wrong[0]} of {len(prompts)}: {self.outputs()[-2000:]}"
+
+    def interrupt(self):
+        """The toolbar's stop button."""
+        self.panel.locator("jp-button[data-command='notebook:interrupt-kernel']").click()
+
+    def outputs(self):
+        return "\n".join(self.panel.locator(".jp-OutputArea-output").all_inner_texts())
+
+    def images(self):
+        return [image.get_attribute("src") for image in self.panel.locator(".jp-OutputArea-output img").all()]
+
+    def wait_for_change(self, before):
+        """Until the last image is another than `before`."""
+        self.page.wait_for_function(CHANGED, arg=before, timeout=PATIENCE)
+
+    def theme(self):
+        return {"true": "light", "false": "dark"}[self.page.evaluate("document.body.dataset.jpThemeLight")]
+
+    def screenshot(self, path):
+        self.page.wait_for_timeout(500)  # let the last output settle
+        self.page.screenshot(path=str(path))
+
+    def screenshot_all(self, stem):
+        """The whole notebook, a screen at a time: stem-0.png, stem-1.png, ..."""
+        scroller = self.panel.locator(".jp-WindowedPanel-outer").first
+        height, total = scroller.evaluate("e => [e.clientHeight, e.scrollHeight]")
+        for number in range(-(-total // height)):
+            scroller.evaluate("(e, top) => e.scrollTo(0, top)", number * height)
+            self.screenshot(f"{stem}-{number}.png")
+
+    def check(self):
+        assert self.offsite == []
+        assert self.errors == []
+
+    def close(self):
+        self.page.close()
+
+
+# Some cell has its number and none is waiting for one: all have run, or one has failed and the rest were dropped.
+STOPPED = """
+() => {
+  const cells = document.querySelectorAll('.jp-NotebookPanel .jp-CodeCell .jp-InputPrompt');
+  const prompts = [...cells].map(e => e.textContent);
+  return prompts.some(text => /\\d/.test(text)) && !prompts.some(text => text.includes('*'));
+}
+"""
+
+CHANGED = """
+(before) => {
+  const images = [...document.querySelectorAll('.jp-NotebookPanel .jp-OutputArea-output img')];
+  return images.length > 0 && images.at(-1).src !== before;
+}
+"""

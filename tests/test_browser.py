@@ -1,0 +1,136 @@
+"""The course in JupyterLab, seen by a real browser: it runs, stops at the stop button, and its controls redraw.
+
+LABKIT_SCREENSHOTS=folder keeps the pictures of the pages.
+"""
+
+import os
+import time
+from pathlib import Path
+
+import nbformat
+import psutil
+import pytest
+from browser import ROOT, Notebook, browser, server
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
+
+CONTROL = """
+import matplotlib.pyplot as plt, ipywidgets
+from IPython.display import display
+def draw(world_size):
+    plt.figure(figsize=(4, 2)); plt.bar(range(world_size), [1 / world_size] * world_size); plt.show()
+slider = ipywidgets.IntSlider(value=2, min=1, max=8, continuous_update=False)
+display(slider, ipywidgets.interactive_output(draw, {"world_size": slider}))
+"""
+HANG = """
+from labkit.run import launch
+def hang(context, folder):
+    import os, pathlib, time
+    pathlib.Path(folder, str(os.getpid())).touch()
+    time.sleep(120)
+launch(hang, nproc=2, folder={folder!r})
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The course without its outputs, and two small notebooks; what JupyterLab saves stays here."""
+    folder = tmp_path_factory.mktemp("course")
+    for path in (ROOT / "notebooks").glob("*.ipynb"):
+        notebook = nbformat.read(path, 4)
+        for cell in notebook.cells:
+            if cell.cell_type == "code":
+                cell.outputs, cell.execution_count = [], None
+        nbformat.write(notebook, folder / path.name)
+    (folder / "pids").mkdir()
+    write(folder / "control.ipynb", CONTROL, "print('six times seven is', 6 * 7)")
+    write(folder / "hang.ipynb", HANG.format(folder=str(folder / "pids")), "print('alive after the stop')")
+    return folder
+
+
+def write(path, *sources):
+    cells = [nbformat.v4.new_code_cell(source.strip()) for source in sources]
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    nbformat.write(notebook, path)
+
+
+@pytest.fixture(scope="module")
+def lab(folder):
+    with server(folder, "control.ipynb") as address, browser() as chromium:
+        yield lambda name, theme="light": Notebook(chromium, address(name, theme))
+
+
+@pytest.fixture
+def screenshots(tmp_path):
+    folder = Path(os.environ.get("LABKIT_SCREENSHOTS", tmp_path))
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def course_notebook(name):
+    missing = not (ROOT / "notebooks" / f"{name}.ipynb").exists()
+    return pytest.param(name, marks=pytest.mark.skipif(missing, reason=f"there is no notebook {name} yet"))
+
+
+def move_slider(page):
+    page.panel.locator(".jupyter-widgets .noUi-handle").first.focus()
+    page.page.keyboard.press("ArrowRight")
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_a_control_redraws_the_plot(lab, screenshots, theme):
+    page = lab("control.ipynb", theme)
+    page.run_and_finish()
+    assert "six times seven is 42" in page.outputs()
+    assert page.theme() == theme
+    (before,) = page.images()
+    move_slider(page)
+    page.wait_for_change(before)
+    page.screenshot(screenshots / f"control-{theme}.png")
+    page.check()
+    page.close()
+
+
+def test_the_stop_button_leaves_no_rank(lab, folder):
+    page = lab("hang.ipynb")
+    page.run_all()
+    pids = wait_for(lambda: [int(path.name) for path in (folder / "pids").iterdir()], lambda found: len(found) == 2)
+    assert all(map(psutil.pid_exists, pids))
+    page.interrupt()
+    assert wait_for(lambda: [pid for pid in pids if psutil.pid_exists(pid)], lambda left: not left, seconds=5) == []
+    page.wait_idle()
+    assert "KeyboardInterrupt" in page.outputs()
+    page.check()
+    page.close()
+
+
+def wait_for(look, good, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not good(seen := look()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return seen
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("name", [course_notebook("00_start_here"), course_notebook("04_compare")])
+def test_the_course_runs(lab, screenshots, name, theme):
+    page = lab(f"{name}.ipynb", theme)
+    page.run_and_finish()
+    assert page.images()
+    page.screenshot_all(screenshots / f"{name}-{theme}")
+    page.check()
+    page.close()
+
+
+@pytest.mark.parametrize("name", [course_notebook("04_compare")])
+def test_the_comparisons_controls_redraw(lab, screenshots, name):
+    page = lab(f"{name}.ipynb")
+    page.run_and_finish()
+    dropdown = page.panel.locator(".jupyter-widgets.widget-dropdown select").last
+    before = page.images()[-1]
+    dropdown.select_option(index=1)
+    page.wait_for_change(before)
+    page.screenshot(screenshots / f"{name}-control.png")
+    page.check()
+    page.close()
