@@ -139,6 +139,16 @@ def test_bars_carry_their_medians():
     assert {"2 ms", "4 ms", "a", "b", "step time (ms)"} <= set(words)
 
 
+def test_memory_bars_take_the_rows_of_compare():
+    rows = pd.DataFrame(
+        {"strategy": one, "peak_parameters_bytes": 1 << 20, "peak_activations_bytes": size << 20}
+        for one in ("single", "ddp_naive")
+        for size in (2, 3)
+    )
+    words = [text.get_text() for text in texts(plots.memory_bars(rows))]
+    assert words.count("4 MiB") == 2 and words.count("3 MiB") == 2 and {"parameters", "activations"} <= set(words)
+
+
 @pytest.mark.parametrize(
     "draw",
     [
@@ -281,7 +291,7 @@ def test_predictions(shown):
 def test_comparison_table():
     table = tables.comparison(compared(), ["step_ms", "sent_bytes"])
     assert list(table.index) == ["single process", "DDP, naive", "DDP, bucketed", "something new"]
-    assert re.fullmatch(r"[\d.]+ ms \([\d.]+ to [\d.]+ ms\)", table["step time"].iloc[0])
+    assert re.fullmatch(r"[\d.]+ ms \([\d.]+–[\d.]+\)", table["step time"].iloc[0])
     assert set(table["sent per rank and step"]) == {"3 MiB"}
 
 

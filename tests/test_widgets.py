@@ -68,6 +68,7 @@ def test_the_takeaway_is_one_sentence(strategies, metric, words):
 def test_controls_redraw_from_saved_data_and_launch_nothing():
     shown = widgets.Comparison(rows_of(), launch=lambda *_: pytest.fail("launched without the button"))
     seen = [shown.image.value]
+    assert seen[0].startswith("<p>Change a control")
     for change in (
         lambda: setattr(shown.model, "value", "gpt"),
         lambda: setattr(shown.metric, "value", "sent_bytes"),
@@ -125,10 +126,9 @@ def test_a_failing_launch_is_one_line_in_the_widget():
         raise RuntimeError("rank 1 failed: <out of memory>\nTraceback ...")
 
     shown = widgets.Comparison(rows_of(), launch)
-    before = shown.image.value
     shown.button.click()
     assert shown.message.value == "<b>RuntimeError</b>: rank 1 failed: &lt;out of memory&gt;"
-    assert shown.image.value == before and not shown.button.disabled
+    assert shown.image.value == widgets.picture(rows_of(), shown.state) and not shown.button.disabled
 
 
 def test_what_is_seen_without_a_kernel_comes_first(monkeypatch):
@@ -138,3 +138,8 @@ def test_what_is_seen_without_a_kernel_comes_first(monkeypatch):
     monkeypatch.setattr(widgets, "display", lambda *_: order.append("controls"))
     widgets.comparison(rows_of())
     assert order == ["figure", "table", "controls"]
+
+
+def test_emulated_rows_are_called_so():
+    assert widgets.origin(rows_of()) == "measured"
+    assert widgets.origin(rows_of().assign(compute="emulated")).startswith("emulated")

@@ -80,13 +80,16 @@ def finish(figure, axes, title):
 
 
 def memory_bars(frame, title=None, label="strategy"):
-    """Figure: one stacked bar per row, by kind. frame: column `label`, and bytes in columns named after KINDS.
+    """Figure: one stacked bar per `label`, by kind.
 
+    frame: bytes in columns named after KINDS, or peak_KIND_bytes as compare() has them; of several rows the largest.
     A segment says its size where there is room (without the unit, the axis'), a bar its sum; unused kinds are left out.
     """
+    frame = frame.rename(columns={f"peak_{kind}_bytes": kind for kind in KINDS})
     kinds = [kind for kind in KINDS if kind in frame and frame[kind].max() > 0]
     if not kinds:
         raise ValueError(f"no bytes to draw: none of the columns {', '.join(KINDS)} holds any")
+    frame = frame.groupby(label, sort=False)[kinds].max().reset_index()
     totals = frame[kinds].sum(axis=1)
     divisor, unit = style.byte_scale(totals.max())
     with style.look():

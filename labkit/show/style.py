@@ -113,6 +113,12 @@ def palette(keys):
     return {key: COLOURS[key] if key in COLOURS else free[others.index(key) % len(free)] for key in keys}
 
 
+def in_order(frame, column):
+    """The frame's rows sorted by `column` in the order of COLOURS; what has no colour of its own comes last."""
+    places = {key: place for place, key in enumerate(COLOURS)}
+    return frame.sort_values(column, key=lambda keys: keys.map(places).fillna(len(places)), kind="stable")
+
+
 def text_on(colour):
     """Dark or white ink, whichever has the better contrast on `colour` (WCAG relative luminance)."""
     parts = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in colors.to_rgb(colour)]

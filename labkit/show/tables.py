@@ -32,7 +32,7 @@ def readable(frame):
 
 
 def comparison(frame, metrics, by="strategy"):
-    """One row per `by`, one column per metric: "median (quartile to quartile)" in the metric's unit.
+    """One row per `by`, one column per metric: "median (lower–upper quartile)" in the metric's unit.
 
     frame: rows of compare(); metrics that have no value for a strategy are left blank there.
     """
@@ -50,9 +50,11 @@ def comparison(frame, metrics, by="strategy"):
 
 
 def cell(spread, unit):
+    """ "11.7 ms (11.6–11.9)"; the quartiles keep their unit where it is another one (900 KiB, 1.1 MiB)."""
+    median, *edges = (style.quantity(value, unit) for value in (spread.median, spread.low, spread.high))
     if spread.low == spread.high:
-        return style.quantity(spread.median, unit)
-    low, high = (style.quantity(edge, unit) for edge in (spread.low, spread.high))
-    shared = f" {unit}"
-    low = low.removesuffix(shared) if high.endswith(shared) else low
-    return f"{style.quantity(spread.median, unit)} ({low} to {high})"
+        return median
+    end = f" {median.split()[1]}" if " " in median else ""
+    if all(edge.endswith(end) for edge in edges):
+        edges = [edge.removesuffix(end) for edge in edges]
+    return f"{median} ({'–'.join(edges)})"

@@ -47,7 +47,12 @@ def initial(frame):
     model = frame["model"].iloc[0]
     mine = frame[frame["model"] == model]
     sizes = bucket_sizes(mine)
-    return State(model, tuple(dict.fromkeys(mine["strategy"])), sizes[-1] if sizes else None, metrics[0])
+    return State(model, strategies_of(mine), sizes[-1] if sizes else None, metrics[0])
+
+
+def strategies_of(frame):
+    """The strategies in the frame, in the order in which every picture shows them; rounds are shuffled."""
+    return tuple(dict.fromkeys(style.in_order(frame, "strategy")["strategy"]))
 
 
 def bucket_sizes(frame):
@@ -59,6 +64,7 @@ def bucket_sizes(frame):
 def chosen(frame, state):
     """The rows that `state` asks for."""
     mine = frame[(frame["model"] == state.model) & frame["strategy"].isin(state.strategies)]
+    mine = style.in_order(mine, "strategy")
     several = mine.groupby("strategy")["bucket_cap_mb"].transform("nunique") > 1
     return mine[~several | (mine["bucket_cap_mb"] == state.bucket_cap_mb)].dropna(subset=[state.metric])
 
@@ -104,6 +110,12 @@ def picture(frame, state):
     return f'<img style="max-width:100%;width:760px" alt="{words}" src="data:image/png;base64,{data}"><p>{words}</p>'
 
 
+def origin(frame):
+    """The provenance of the rows: emulated where any of them says so."""
+    emulated = "compute" in frame and (frame["compute"] == "emulated").any()
+    return "emulated compute, real messages" if emulated else "measured"
+
+
 def merged(frame, rows):
     """The frame with `rows` added; what was measured before of the same model, strategy and bucket size gives way."""
 
@@ -123,7 +135,7 @@ class Comparison:
         metrics = [(style.name(metric), metric) for metric in METRICS if metric in frame]
         sizes = sorted({*bucket_sizes(frame), *(sizes or [])}) or [None]
         steps = [("any" if size is None else f"{size:g} MB", size) for size in sizes]
-        first = self.state.bucket_cap_mb if self.state.bucket_cap_mb in sizes else sizes[-1]
+        first = sizes[-1] if self.state.bucket_cap_mb is None else self.state.bucket_cap_mb
         wide = {"description_width": "initial"}
         self.model = ipywidgets.Dropdown(options=models, value=self.state.model, description="model", style=wide)
         self.metric = ipywidgets.Dropdown(options=metrics, value=self.state.metric, description="measure", style=wide)
@@ -133,11 +145,13 @@ class Comparison:
         self.size.disabled = len(steps) == 1
         self.boxes = {
             one: ipywidgets.Checkbox(value=True, description=style.name(one), indent=False, layout={"width": "auto"})
-            for one in dict.fromkeys(frame["strategy"])
+            for one in strategies_of(frame)
         }
         self.image, self.message = ipywidgets.HTML(), ipywidgets.HTML()
         self.output = ipywidgets.Output()
-        self.button = ipywidgets.Button(description="Measure this choice", icon="play", button_style="primary")
+        self.button = ipywidgets.Button(
+            description="Measure this choice", icon="play", button_style="primary", layout={"width": "auto"}
+        )
         self.button.on_click(self.measure)
         for control in (self.model, self.metric, self.size, *self.boxes.values()):
             control.observe(self.changed, names="value")
@@ -147,8 +161,9 @@ class Comparison:
             ipywidgets.Box(list(self.boxes.values()), layout=row),
         ]
         parts += [ipywidgets.HBox([self.button, self.message]), self.output] if launch else []
+        # The first state's figure stands above already, as an ordinary output.
+        self.image.value = "<p>Change a control: the picture for your choice is drawn here, from the saved rows.</p>"
         self.panel = ipywidgets.VBox([*parts, self.image])
-        self.changed()
 
     def changed(self, change=None):
         """Read the controls and draw anew."""
@@ -185,11 +200,11 @@ def comparison(frame, launch=None, provenance=None, sizes=None):
 
     frame: rows of compare() with model, strategy, bucket_cap_mb and metrics among METRICS, one per round and rank.
     launch: function (model, strategies, bucket_cap_mb) -> Run or DataFrame of such rows, called only by the button.
-    provenance: as in present(), e.g. "measured on 2 cores". sizes: more bucket sizes (MB) that launch may be asked for.
+    provenance: as in present(), by default what origin() says. sizes: more bucket sizes (MB) to offer for a launch.
     """
     state = initial(frame)
     words = takeaway(frame, state)
-    present(draw(frame, state), words, provenance or "measured", words)
+    present(draw(frame, state), words, provenance or origin(frame), words)
     metrics = [metric for metric in METRICS if metric in frame]
     small = tables.comparison(chosen(frame, state), metrics).reset_index()
     table(small, f"{headline(state).split(':')[0]}, median (quartiles)")
