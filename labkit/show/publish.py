@@ -1,7 +1,8 @@
 """Where a figure goes: into a notebook, with words for those who do not see it, or into figures/, with its data.
 
     present(figure, caption, provenance, alt)               image + alt text, caption and provenance beneath it
-    save(figure, "overlap", data, parameters, ...)          figures/overlap.svg   the picture, same bytes for same data
+    save(figure, "overlap", data, parameters, ...)          figures/overlap.svg   the picture (`lab figures` only),
+                                                                                  same bytes for same data
                                                             figures/overlap.json  what it was drawn from
 
 JupyterLab ignores alt text given with an image, so the sentence is in the plain text, in the metadata, and visible.
@@ -10,6 +11,7 @@ JupyterLab ignores alt text given with an image, so the sentence is in the plain
 import html
 import io
 import json
+import os
 import subprocess
 from pathlib import Path
 
@@ -20,7 +22,7 @@ from labkit.measure import machine
 from labkit.show import style
 
 ROOT = Path(__file__).resolve().parents[2]
-FIGURES = ROOT / "figures"
+FOLDER = "LABKIT_FIGURES"  # the variable with which `lab run` and `lab figures` say where pictures are to be written
 PROVENANCE = ("measured", "counted", "throttled", "emulated", "simulated", "predicted", "published")
 
 
@@ -69,13 +71,19 @@ def commit():
     return head.stdout.strip() + ("+" if changes.stdout.strip() else "") if head.returncode == 0 else None
 
 
-def save(figure, name, data, parameters, provenance, alt, folder=FIGURES):
+def save(figure, name, data, parameters, provenance, alt, folder=None):
     """Write folder/NAME.svg and folder/NAME.json; returns the path of the SVG.
+
+    folder: by default the one that the environment variable LABKIT_FIGURES names. Without one nothing is written and
+        None is returned: reading through a notebook leaves the committed figures as they are.
 
     data: DataFrame, or anything JSON holds: what the picture shows. parameters: what the run was given.
     The JSON adds provenance, alt text, the class of machine (never its name), versions and the commit.
     """
     check(alt, provenance)
+    folder = folder or os.environ.get(FOLDER)
+    if not folder:
+        return None
     if isinstance(data, pd.DataFrame):
         data = json.loads(data.to_json(orient="records", double_precision=6))
     about = {
