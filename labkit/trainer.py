@@ -56,12 +56,17 @@ def torch_fsdp(module, unit, bucket_cap_mb):
     # fully_shard takes every rank's own weights as they are, where DDP broadcasts those of rank 0.
     for tensor in [*module.parameters(), *module.buffers()]:
         comm.broadcast(tensor.detach())
-    is_unit = (lambda part: isinstance(part, unit)) if isinstance(unit, type) else unit
-    for part in [*filter(is_unit, module.modules()), module]:
+    for part in [*units(module, unit), module]:
         fully_shard(part)
         part.set_custom_all_gather(MeteredGather())
         part.set_custom_reduce_scatter(MeteredScatter())
     return module
+
+
+def units(module, unit):
+    """The submodules that `unit`, a class or a function module -> bool, says are gathered together."""
+    is_unit = (lambda part: isinstance(part, unit)) if isinstance(unit, type) else unit
+    return [part for part in module.modules() if part is not module and is_unit(part)]
 
 
 class MeteredGather:

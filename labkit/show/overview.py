@@ -1,0 +1,56 @@
+"""The overview: what every strategy costs, side by side, and that all of them learn the same.
+
+    strategy      step time   exposed   sent   memory        each panel its own unit, whiskers: quartiles
+    single        ====        |         |      ========
+    DDP, naive    ========    ====      ====   ====
+    loss          curves that lie on one another
+"""
+
+from labkit.measure.stats import summary
+from labkit.show import style
+from labkit.show.bars import draw_bars
+
+PANELS = ("step_ms", "exposed_comm_ms", "sent_bytes", "peak_bytes")
+
+
+def overview(frame, title=None, panels=PANELS):
+    """Figure of the records of compare(): a panel per metric, a bar per strategy, and the loss over the steps below."""
+    frame = style.in_order(frame, "strategy")
+    strategies = list(dict.fromkeys(frame["strategy"]))
+    colours = style.palette(strategies)
+    places = list(range(len(strategies)))
+    with style.look():
+        figure, grid = style.new_figure(11.0, 2.9 + 0.42 * len(strategies), rows=2, columns=1, height_ratios=(1.25, 1))
+        specification = grid[0].get_subplotspec().subgridspec(1, len(panels), wspace=0.06)
+        grid[0].remove()
+        for column, metric in enumerate(panels):
+            axes = figure.add_subplot(specification[0, column])
+            bars = []
+            for place, strategy in zip(places, strategies, strict=True):
+                spread = summary(frame.loc[frame["strategy"] == strategy, metric].dropna())
+                bars.append((place, style.name(strategy), spread, colours[strategy]))
+            draw_bars(axes, bars, style.unit_of(metric))
+            axes.set_xlim(0, axes.get_xlim()[1] * 1.22)
+            names = [style.name(strategy) for strategy in strategies]
+            axes.set_yticks(places, names if column == 0 else [""] * len(names))
+            axes.set_title(style.axis_label(metric, axes.value_unit), loc="left", size=9.5, weight="normal")
+            axes.tick_params(axis="y", length=0)
+            axes.spines["left"].set_visible(False)
+            axes.grid(axis="x")
+        draw_losses(grid[1], frame, strategies, colours)
+        style.entitle(figure, title)
+    return figure
+
+
+def draw_losses(axes, frame, strategies, colours):
+    """Mean loss over the ranks at each step; the first strategy's line is the broadest, so that all are seen."""
+    for place, strategy in enumerate(strategies):
+        mean = frame[frame["strategy"] == strategy].groupby("step")["loss"].mean()
+        width = 1.4 + 1.6 * (len(strategies) - 1 - place)
+        axes.plot(mean.index, mean, color=colours[strategy], linewidth=width, label=style.name(strategy))
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss")
+    axes.grid(axis="y")
+    axes.legend(ncols=1, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=9)
+    axes.margins(x=0.01)
+
