@@ -311,3 +311,22 @@ def test_the_same_on_cuda():
     torch.cuda.init()
     on_cpu, on_cuda = held("cpu"), held("cuda")
     assert on_cpu.current == on_cuda.current and on_cuda.cuda_peak >= on_cuda.peak_total
+
+
+def one_step_of_our_ddp(rank, world_size, **form):
+    from labkit.ddp import DDP
+
+    model = small_mlp()
+    with MemoryTracker(model) as memory:
+        ddp = DDP(model, **form)
+        ddp(torch.ones(4, 8)).sum().backward()
+        held = memory.current
+        del ddp
+    return held
+
+
+@pytest.mark.parametrize("form", [{}, {"bucket_cap_mb": 0}, {"bucket_cap_mb": 0, "overlap": False}])
+def test_our_ddp_holds_gradients_once(ranks, form):
+    for held in ranks(2, one_step_of_our_ddp, **form):
+        assert held["parameters"] == held["gradients"] == FLOAT * WEIGHTS
+        assert held["communication"] == 0  # no second copy of the gradients
