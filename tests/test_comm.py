@@ -1,3 +1,9 @@
+import threading
+import time
+import warnings
+from collections import deque
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -55,3 +61,203 @@ def unlogged(rank, n):
 
 def test_without_a_record_the_work_is_torchs_own(ranks):
     assert ranks(2, unlogged) == [True, True]
+
+
+class Opening:
+    """A log that notes how each event looked when it was appended."""
+
+    def __init__(self):
+        self.seen = []
+
+    def append(self, event):
+        self.seen.append((event.op, event.end))
+
+
+def logs(rank, n):
+    with comm.record() as outer:
+        comm.barrier()
+        # Two empty lists are equal: closing the inner one must not close the other.
+        with comm.record() as inner, comm.record(deque(maxlen=1)) as last:
+            comm.all_reduce(torch.ones(2))
+            comm.broadcast(torch.ones(2))
+        with pytest.raises(ZeroDivisionError), comm.record() as broken:
+            comm.barrier()
+            raise ZeroDivisionError
+        with comm.record() as empty:
+            pass
+        with comm.record(Opening()) as opening:
+            comm.all_reduce(torch.ones(2))
+            comm.all_reduce(torch.ones(2), async_op=True).wait()
+    comm.barrier()
+    assert opening.seen == [("all_reduce", None)] * 2  # an event is there from the start, so a hang can be named
+    assert inner[0] is outer[1]
+    assert not comm._logs
+    return [[e.op for e in log] for log in (outer, inner, last, broken, empty)]
+
+
+def test_logs_nest_and_close(ranks):
+    inner = ["all_reduce", "broadcast"]
+    outer = ["barrier", *inner, "barrier", "all_reduce", "all_reduce"]
+    assert ranks(2, logs) == [[outer, inner, ["broadcast"], ["barrier"], []]] * 2
+
+
+def times(rank, n):
+    with comm.record() as log:
+        comm.all_reduce(torch.ones(2))
+        early = comm.all_reduce(torch.ones(2), async_op=True)
+        wait_until(lambda: log[1].end is not None)  # nobody has waited: a callback saw it end
+        assert log[1].waited == 0
+        ended = log[1].end
+        time.sleep(0.02)
+        early.wait()
+        assert log[1].end == ended
+
+        box = torch.empty(1)
+        if rank == 0:
+            late = comm.recv(box, 1, async_op=True)
+            assert log[2].end is None and log[2].waited == 0
+            comm.barrier()
+            late.wait()
+            assert log[2].waited >= 0.02
+        else:
+            comm.barrier()
+            time.sleep(0.05)
+            comm.send(torch.ones(1), 0)
+    first = log[0]
+    assert first.waited == first.end - first.start > 0
+    assert all(event.end > event.start for event in log)
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_end_is_known_without_waiting_and_waited_is_the_blocked_time(ranks):
+    ranks(2, times)
+
+
+def failures(rank, n):
+    with comm.record() as log, pytest.raises(RuntimeError, match="Invalid scalar type"):
+        comm.all_reduce(torch.ones(2, dtype=torch.int16))
+    assert log[0].op == "all_reduce" and log[0].end is None
+
+
+def test_what_failed_has_no_end(ranks):
+    ranks(2, failures)
+
+
+def test_an_async_operation_that_failed_has_no_end():
+    class Failing:
+        def get_future(self):
+            future = torch.futures.Future()
+            future.set_exception(RuntimeError("peer gone"))
+            return future
+
+        def wait(self):
+            raise RuntimeError("peer gone")
+
+    event = comm.Event("all_reduce", 2, 8, 8, "derived", 0.0)
+    with pytest.raises(RuntimeError, match="peer gone"):
+        comm.MeteredWork(Failing(), event).wait()
+    assert event.end is None
+
+
+def from_a_thread(rank, n):
+    with comm.record() as log:
+        thread = threading.Thread(target=lambda: comm.all_reduce(torch.ones(2)))
+        thread.start()
+        thread.join()
+    return len(log)
+
+
+def test_events_of_other_threads_are_seen(ranks):
+    assert ranks(2, from_a_thread) == [1, 1]
+
+
+def in_a_group(rank, n):
+    """src, dst count within the group: its rank 0 is the world's 1."""
+    group = dist.new_group([1, 2])
+    x = torch.tensor([float(rank)])
+    with comm.record() as log, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that rank 0 is not in the group
+        comm.broadcast(x, src=0, group=group)
+        comm.all_reduce(x, group=group)
+        y = torch.tensor([-1.0])
+        if rank == 1:
+            comm.send(x, 1, group)
+            comm.recv(y, 1, group)
+        if rank == 2:
+            comm.recv(y, 0, group)
+            comm.send(x + 1, 0, group)
+    if rank > 0:
+        dist.destroy_process_group(group)
+    return x.item(), y.item(), [(e.op, e.group_size, e.payload_bytes, e.sent_bytes, e.source) for e in log]
+
+
+def test_ranks_count_within_the_group(ranks):
+    outside, one, two = ranks(3, in_a_group)
+    assert outside == (0.0, -1.0, [])
+    both = [("broadcast", 2, 4, 2, "derived"), ("all_reduce", 2, 4, 4, "derived")]
+    send, recv = ("send", 2, 4, 4, "counted"), ("recv", 2, 4, 0, "counted")
+    assert one == (2.0, 3.0, [*both, send, recv])
+    assert two == (2.0, 2.0, [*both, recv, send])
+
+
+def around_the_circle(rank, n, async_op):
+    """Large messages: were the sends not matched by posted receives, all ranks would wait for each other."""
+    mine, theirs = torch.full((1 << 19,), float(rank)), torch.empty(1 << 19)
+    with comm.record() as log:
+        work = comm.exchange(mine, (rank + 1) % n, theirs, (rank - 1) % n, async_op=async_op)
+        if async_op:
+            work.wait()
+            assert work.is_completed()
+    assert theirs.eq((rank - 1) % n).all()
+    (event,) = log
+    assert event.end > event.start
+    return event.op, event.payload_bytes, event.sent_bytes, event.source
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("n", [2, 3])
+def test_exchange(ranks, n, async_op):
+    assert ranks(n, around_the_circle, async_op=async_op) == [("exchange", 4 << 19, 4 << 19, "counted")] * n
+
+
+def uneven(rank, n):
+    """Rank r sends j + 1 rows to rank j and keeps r + 1."""
+    rows = torch.full((sum(range(1, n + 1)), 2), float(rank))
+    received = torch.empty(n * (rank + 1), 2)
+    with comm.record() as log:
+        comm.all_to_all(received, rows, [rank + 1] * n, list(range(1, n + 1)))
+    assert received[:, 0].eq(torch.arange(0.0, n).repeat_interleave(rank + 1)).all()
+    return log[0].payload_bytes, log[0].sent_bytes
+
+
+def test_all_to_all_of_uneven_parts(ranks):
+    assert ranks(3, uneven) == [(48, 40), (48, 32), (48, 24)]
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+def test_arguments_reach_torch(ranks, async_op):
+    assert ranks(2, maximum, async_op=async_op) == [2.0, 2.0]
+
+
+def maximum(rank, n, async_op):
+    results = []
+    for recorded in (False, True):
+        x, part = torch.tensor([rank + 1.0, 0.0]), torch.empty(1)
+        with comm.record() if recorded else nullcontext():
+            for work in (
+                comm.reduce_scatter(part, x.clone(), op=dist.ReduceOp.MAX, async_op=async_op),
+                comm.all_reduce(x, op=dist.ReduceOp.MAX, async_op=async_op),
+            ):
+                assert (work is not None) == async_op
+                if async_op:
+                    work.wait()
+        assert part.item() == (2.0 if rank == 0 else 0.0)
+        results.append(x[0].item())
+    assert results[0] == results[1]
+    return results[0]
