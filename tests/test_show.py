@@ -298,3 +298,18 @@ def test_comparison_table():
 def test_machine_card_is_shown(shown):
     notebook.machine_card()
     assert "processor" in shown[0][0]["text/plain"]
+
+
+def test_stacked_bars_draw_every_repetition_and_say_the_median_of_the_totals():
+    rows = [
+        {"launch": launch, "round": number, "phase": phase, "wall_clock_seconds": seconds + number}
+        for launch, parts in (("cold", {"start": 3.0, "leave": 1.0}), ("warm", {"leave": 0.5}))
+        for number in range(3)
+        for phase, seconds in parts.items()
+    ]
+    figure = plots.stacked_bars(pd.DataFrame(rows), "wall_clock_seconds", "launch", "phase", "round")
+    axes = figure.axes[0]
+    widths = [bar.get_width() for bar in axes.patches]
+    assert widths == [3, 4, 5, 1, 2, 3, 0, 0, 0, 0.5, 1.5, 2.5]
+    assert [text.get_text() for text in axes.texts] == ["6 s", "1.50 s"]
+    assert axes.get_xlabel() == "wall clock (s)"

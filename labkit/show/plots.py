@@ -4,6 +4,7 @@ timeline                      two lanes a rank, compute and network            g
 grouped_bars                  medians with quartiles, a value on each bar      bars.py
 memory_bars                   memory by kind, stacked                          bars.py
 measured_against_predicted    ratios around 1                                  bars.py
+stacked_bars                  parts of a whole, a thin bar a repetition        stacks.py
 loss_curves, sweep            lines named at their ends                        curves.py
 memory_over_time              what one rank holds, change by change            curves.py
 present, save                 into the notebook, into figures/                 publish.py
@@ -13,6 +14,7 @@ from labkit.show.bars import grouped_bars, measured_against_predicted, memory_ba
 from labkit.show.curves import loss_curves, memory_over_time, sweep
 from labkit.show.gantt import timeline
 from labkit.show.publish import present, save
+from labkit.show.stacks import stacked_bars
 
 __all__ = [
     "grouped_bars",
@@ -22,6 +24,7 @@ __all__ = [
     "memory_over_time",
     "present",
     "save",
+    "stacked_bars",
     "sweep",
     "timeline",
 ]

@@ -1,0 +1,55 @@
+"""Where the time of something goes: every repetition a thin bar, its parts one after the other.
+
+cold   [ start processes, import torch          |join |.]
+       [ start processes, import torch     |join |.]           median 4.1 s
+       [ start processes, import torch           |join|.]
+warm   [.|.]                                                    median 0.2 s
+"""
+
+import numpy as np
+
+from labkit.measure.stats import summary
+from labkit.show import style
+from labkit.show.bars import finish
+
+THIN = 0.84  # of one repetition's height
+GAP = 0.7  # between two categories, in repetitions
+
+
+def stacked_bars(frame, value, category, part, repetition, title=None, unit=None):
+    """Figure: a thin bar per category and repetition, cut into its parts, so that the spread is seen and not told.
+
+    frame: one row per (category, repetition, part), `value` in seconds, bytes, ...; unit: by default what the column's
+    name ends in. Beside each category stands the median of its totals; parts keep their order of appearance.
+    """
+    unit = style.unit_of(value) if unit is None else unit
+    parts = list(dict.fromkeys(frame[part]))
+    colours = style.palette(parts)
+    totals = frame.groupby([category, repetition])[value].sum()
+    divisor, shown_unit = style.byte_scale(totals.max()) if unit == "bytes" else (1, unit)
+    with style.look():
+        figure, axes = style.new_figure(8.0, 1.6 + 0.24 * len(totals))
+        y, middles = 0.0, {}
+        for one in dict.fromkeys(frame[category]):
+            mine = frame[frame[category] == one].pivot(index=repetition, columns=part, values=value).fillna(0.0)
+            rows = y + np.arange(len(mine))
+            left = np.zeros(len(mine))
+            for name in parts:
+                sizes = mine[name].to_numpy() / divisor if name in mine else np.zeros(len(mine))
+                axes.barh(rows, sizes, THIN, left=left, color=colours[name], label=style.name(name))
+                left += sizes
+            middles[one] = rows.mean()
+            words = style.quantity(summary(left * divisor).median, unit)
+            place = {"xytext": (7, 0), "textcoords": "offset points", "va": "center_baseline", "size": 10}
+            axes.annotate(words, (left.max(), rows.mean()), weight="bold", **place)
+            y += len(mine) + GAP
+        axes.set_xlim(0, totals.max() / divisor * 1.14)
+        axes.set_ylim(y - GAP, -1)
+        axes.set_yticks(list(middles.values()), [style.name(one) for one in middles])
+        axes.set_xlabel(style.axis_label(value, shown_unit))
+        handles, names = axes.get_legend_handles_labels()
+        shown = dict(zip(names, handles, strict=True))
+        place = {"loc": "outside lower left", "ncols": len(shown), "handlelength": 0.9, "columnspacing": 1.3}
+        figure.legend(list(shown.values()), list(shown), handletextpad=0.5, **place)
+        finish(figure, axes, title)
+    return figure
