@@ -106,7 +106,7 @@ def main(job_path):
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a fork inherits torchelastic's handler, which raises
     faulthandler.register(signal.SIGTERM, file=stack_file, all_threads=False, chain=True)
     events = EventFile(open(folder / f"rank-{rank}.jsonl", "a", buffering=1))
-    events.write("start", pid=os.getpid())
+    events.write("start", time=time.time(), pid=os.getpid())
     box = BlackBox(folder / f"rank-{rank}.box")
     sys.path[:0] = [path for path in job["sys_path"] if path not in sys.path]
     os.chdir(job["cwd"])
