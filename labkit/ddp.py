@@ -163,7 +163,9 @@ class DDP(Wrapper):
 
     def _prepare(self):
         if self._reducer.started:
-            self._end_backward()  # an exception has left the last one; other ranks may be waiting in it
+            self._reducer.abandon()
+            if self.find_unused_parameters:
+                self._reducer.used()
         self._armed = False
         for name, p, trainable in self._trainable:
             if p.requires_grad != trainable and not (trainable and self.find_unused_parameters):
@@ -190,7 +192,7 @@ class DDP(Wrapper):
             self._arm()
         first = not self._reducer.started
         self._reducer.arrive(index, slot)
-        if first and self.find_unused_parameters:
+        if first and self.find_unused_parameters and self.overlap:
             self._skip_unused()
 
     def _skip_unused(self):

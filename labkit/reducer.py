@@ -153,6 +153,19 @@ class Reducer:
         flags = iter(counts.tolist())
         return [[next(flags) > 0 for _ in bucket.used] for bucket in self.buckets]
 
+    def abandon(self):
+        """An exception has left a backward, in which others may be waiting: send zeros for the rest, keep nothing."""
+        try:
+            for bucket in self.buckets[len(self._pending) :]:
+                bucket.set_buffer(None)
+                bucket.buffer().zero_()
+                self._launch(bucket)
+            self.wait()
+        finally:
+            for bucket in self.buckets:
+                bucket.buffer().zero_()
+                bucket.settle([False] * len(bucket.members))
+
     def settle(self, adopt):
         """Parameters whose gradient did not come get the average where adopt, else keep what they had."""
         for bucket, choice in zip(self.buckets, adopt, strict=True):
