@@ -99,7 +99,14 @@ def memory_bars(frame, title=None, label="strategy"):
         for kind in kinds:
             colour, sizes = style.COLOURS[kind], frame[kind].to_numpy(float)
             axes.barh(
-                places, sizes / divisor, THICK, left=left, color=colour, edgecolor=style.GROUND, label=style.name(kind)
+                places,
+                sizes / divisor,
+                THICK,
+                left=left,
+                color=colour,
+                edgecolor=style.GROUND,
+                linewidth=0.5,
+                label=style.name(kind),
             )
             for y, start, size in zip(places, left, sizes, strict=True):
                 ink = {"color": style.text_on(colour), "ha": "center", "va": "center_baseline", "size": 9}
