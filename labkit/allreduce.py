@@ -21,6 +21,7 @@ Time for P bytes, with alpha seconds per message and beta seconds per byte, and 
     ring               2 (n-1) alpha + 2 (n-1)/n P beta          2 (n-1)/n P, the least possible
     halving-doubling   2 log2(n) alpha + 2 (n-1)/n P beta        the same; n no power of two: at most P more
     tree               about 2 log2(n) alpha + 4 P beta          P (a leaf), 2 P (the root), 3 P (in between)
+    naive              2 (n-1) alpha + 2 (n-1) P beta            (n-1) P (rank 0), P (the others)
 
 So: many ranks and few bytes want few steps, many bytes want the least sent.
 Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, JPDC 2009 (the ring).
@@ -39,6 +40,25 @@ from labkit import comm
 # enough that a segment is still in the cache when it is added.
 SEGMENT_BYTES = 2 << 20
 IN_FLIGHT = 4
+
+
+def naive(tensor, group=None):
+    """Sum tensor over the group, in place: everybody sends everything to rank 0, which adds and answers. Any size.
+
+    What the others are measured by: rank 0 receives (n-1) P and sends (n-1) P, one message after the other.
+    """
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    with _flat(tensor) as flat:
+        if rank > 0:
+            comm.send(flat, 0, group)
+            comm.recv(flat, 0, group)
+            return
+        arrived = torch.empty_like(flat)
+        for other in range(1, n):
+            comm.recv(arrived, other, group)
+            flat.add_(arrived)
+        for other in range(1, n):
+            comm.send(flat, other, group)
 
 
 def ring(tensor, group=None):

@@ -187,3 +187,18 @@ def overlapping(rank, n, name):
 @algorithms
 def test_a_tensor_that_cannot_hold_the_sum_is_refused(ranks, name):
     ranks(2, overlapping, name=name)
+
+
+def naively(rank, n):
+    for shape in SHAPES:
+        ours = values(shape, torch.float64, rank)
+        with comm.record() as log:
+            allreduce.naive(ours)
+        assert torch.equal(ours, sum(values(shape, torch.float64, r) for r in range(n)))
+        if n > 1:
+            assert sum(event.sent_bytes for event in log) == ours.nbytes * (n - 1 if rank == 0 else 1)
+
+
+@sizes
+def test_the_naive_one_is_right_and_rank_0_sends_what_the_formula_says(ranks, n):
+    ranks(n, naively)

@@ -7,16 +7,20 @@ measured_against_predicted    ratios around 1                                  b
 stacked_bars                  parts of a whole, a thin bar a repetition        stacks.py
 loss_curves, sweep            lines named at their ends                        curves.py
 memory_over_time              what one rank holds, change by change            curves.py
+before_after, step_by_step,   chunks with the numbers that are in them         contents.py
+side_by_side
 present, save                 into the notebook, into figures/                 publish.py
 """
 
 from labkit.show.bars import grouped_bars, measured_against_predicted, memory_bars
+from labkit.show.contents import before_after, side_by_side, step_by_step
 from labkit.show.curves import loss_curves, memory_over_time, sweep
 from labkit.show.gantt import timeline
 from labkit.show.publish import present, save
 from labkit.show.stacks import stacked_bars
 
 __all__ = [
+    "before_after",
     "grouped_bars",
     "loss_curves",
     "measured_against_predicted",
@@ -24,7 +28,9 @@ __all__ = [
     "memory_over_time",
     "present",
     "save",
+    "side_by_side",
     "stacked_bars",
+    "step_by_step",
     "sweep",
     "timeline",
 ]
