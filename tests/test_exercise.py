@@ -1,3 +1,4 @@
+from labkit.run import exercise
 from labkit.run.exercise import check
 
 
@@ -28,3 +29,12 @@ def test_the_three_verdicts(capsys):
     assert told[0] == "average: not solved yet"
     assert told[1].startswith("summed: not right yet: rank ") and "has 1.0" in told[1]
     assert told[2] == "averaged: solved, on 3 ranks"
+
+
+def test_an_untouched_stub_starts_no_ranks(capsys, monkeypatch):
+    monkeypatch.setattr(exercise, "launch", None)
+    assert not check(average, is_average)
+    assert capsys.readouterr().out == "average: not solved yet\n"
+    assert exercise.is_stub("def f(x):\n    'the mean'\n    raise NotImplementedError()")
+    assert not exercise.is_stub("def f(x):\n    y = 1\n    raise NotImplementedError")
+    assert not exercise.is_stub("def f(x):\n    x = 0")

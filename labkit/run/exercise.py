@@ -5,6 +5,7 @@ def is_average(average): assert ...                     the checker, which every
 check(average, is_average, nproc=2)                     "not solved yet", "solved", or what is wrong and where
 """
 
+import ast
 import inspect
 import textwrap
 
@@ -18,6 +19,9 @@ def check(solution, checker, nproc=2, **options):
     options: those of launch.
     """
     sources = [textwrap.dedent(inspect.getsource(function)) for function in (solution, checker)]
+    if is_stub(sources[0]):
+        print(f"{solution.__name__}: not solved yet")
+        return False
     program = "\n".join([*sources, f"{checker.__name__}({solution.__name__})"])
     options = {"timeout": 60, "collective_timeout": 10, "quiet": True} | options
     try:
@@ -29,3 +33,10 @@ def check(solution, checker, nproc=2, **options):
         return False
     print(f"{solution.__name__}: solved, on {nproc} ranks")
     return True
+
+
+def is_stub(source):
+    """Whether a function's source has no statement but `raise NotImplementedError`: no ranks are needed to see that."""
+    function = ast.parse(source).body[0]
+    body = function.body[1:] if ast.get_docstring(function) else function.body
+    return [ast.unparse(one).removesuffix("()") for one in body] == ["raise NotImplementedError"]
