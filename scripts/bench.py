@@ -16,6 +16,7 @@ from benchmarks.protocol import REPETITIONS
 from terminal import main, say, table
 
 from labkit.measure import machine
+from labkit.run import LaunchError
 
 NAMES = ("exact", "launching", "all_reduce", "data_parallel", "overlap")
 QUICK = 5
@@ -47,14 +48,18 @@ def bench(arguments):
     repetitions = QUICK if options.quick else REPETITIONS
     started = time.strftime("%Y%m%d-%H%M%S")
     say(machine.describe())
-    rows, raw = [], []
+    rows, raw, broken = [], [], []
     for name in options.names or NAMES:
         say(f"\n{name}: {repetitions} repetitions")
-        for new, values in importlib.import_module(f"benchmarks.{name}").run(repetitions):
-            rows += new
-            raw.append({"benchmark": name, "values": values})
-            for row in new:
-                say("  " + "  ".join(str(cell) for cell in printed(row)))
+        try:
+            for new, values in importlib.import_module(f"benchmarks.{name}").run(repetitions):
+                rows += new
+                raw.append({"benchmark": name, "values": values})
+                for row in new:
+                    say("  " + "  ".join(str(cell) for cell in printed(row)))
+        except LaunchError as error:  # what the other benchmarks measured stays
+            broken.append(name)
+            say(f"{name} failed: {error}")
     header = ("benchmark", "row", "ranks", "ratio", "95 % interval", "target", "verdict")
     say(f"\n{table(map(printed, rows), header=header)}\n")
     path = ROOT / "runs" / f"bench-{started}.json"
@@ -62,8 +67,9 @@ def bench(arguments):
     facts = {"time": started, "commit": commit(), "host": machine.card(), "repetitions": repetitions}
     path.write_text(json.dumps({**facts, "rows": rows, "raw": raw}, indent=1))
     missed = sum(row["verdict"] == "missed" for row in rows)
-    say(f"{path.relative_to(ROOT)}: {missed} of {len(rows)} rows missed their target")
-    return 1 if missed else 0
+    failed = f"; failed: {', '.join(broken)}" if broken else ""
+    say(f"{path.relative_to(ROOT)}: {missed} of {len(rows)} rows missed their target{failed}")
+    return 1 if missed or broken else 0
 
 
 if __name__ == "__main__":
