@@ -59,18 +59,20 @@ class Event:
 
 
 @contextmanager
-def record(log=None):
+def record(log=None, timed=True):
     """`with record() as log:` appends an Event to log for every operation that starts inside, from any thread.
 
     log: a list is made, or give anything with `append`. Records nest; each sees all events.
+    timed=False: only that operations start is of interest; asynchronous ones then have no end, and cost less.
     """
     log = [] if log is None else log
-    _logs.append(log)
+    entry = (log, timed)
+    _logs.append(entry)
     try:
         yield log
     finally:
         # By identity: two empty lists are equal.
-        del _logs[max(i for i, open_log in enumerate(_logs) if open_log is log)]
+        del _logs[max(i for i, other in enumerate(_logs) if other is entry)]
 
 
 class MeteredWork:
@@ -117,11 +119,12 @@ def _metered(op, group, payload, sent, async_op, launch):
         return launch()
     source = "counted" if op in (*_MESSAGES, "barrier") else "derived"
     event = Event(op, size, payload, sent(size), source, perf_counter())
-    for log in tuple(_logs):
+    open_logs = tuple(_logs)
+    for log, _ in open_logs:
         log.append(event)
     work = launch()
     if async_op:
-        return MeteredWork(work, event)
+        return MeteredWork(work, event) if any(timed for _, timed in open_logs) else work
     event.end = perf_counter()
     event.waited = event.end - event.start
     return work

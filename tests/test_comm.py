@@ -63,6 +63,17 @@ def test_without_a_record_the_work_is_torchs_own(ranks):
     assert ranks(2, unlogged) == [True, True]
 
 
+def untimed(rank, n):
+    with comm.record(timed=False) as log:
+        work = comm.all_reduce(torch.ones(2), async_op=True)
+        work.wait()
+    return type(work) is dist.Work, [(event.op, event.end) for event in log]
+
+
+def test_an_untimed_record_sees_the_start_and_leaves_torchs_own_work(ranks):
+    assert ranks(2, untimed) == [(True, [("all_reduce", None)])] * 2
+
+
 class Opening:
     """A log that notes how each event looked when it was appended."""
 

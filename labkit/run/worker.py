@@ -112,7 +112,7 @@ def main(job_path):
     os.chdir(job["cwd"])
     context = Context(rank, world_size, local_rank, torch.device("cpu"), events)
     try:
-        with comm.record(box):
+        with comm.record(box, timed=False):
             if job["kind"] == "script":
                 run_script(job)
             else:

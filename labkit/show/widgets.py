@@ -129,9 +129,9 @@ def merged(frame, rows):
 class Comparison:
     """The controls, their state, and the frame they show. `.panel` is the widget, `.frame` grows with each launch."""
 
-    def __init__(self, frame, launch=None, sizes=None):
+    def __init__(self, frame, launch=None, sizes=None, models=None):
         self.frame, self.launch, self.state = frame, launch, initial(frame)
-        models = [(style.name(model), model) for model in dict.fromkeys(frame["model"])]
+        models = [(style.name(model), model) for model in dict.fromkeys([*frame["model"], *(models or [])])]
         metrics = [(style.name(metric), metric) for metric in METRICS if metric in frame]
         sizes = sorted({*bucket_sizes(frame), *(sizes or [])}) or [None]
         steps = [("any" if size is None else f"{size:g} MB", size) for size in sizes]
@@ -195,7 +195,7 @@ class Comparison:
         self.changed()
 
 
-def comparison(frame, launch=None, provenance=None, sizes=None):
+def comparison(frame, launch=None, provenance=None, sizes=None, models=None):
     """Show a comparison: figure, takeaway and table as ordinary outputs, then the controls. Returns the Comparison.
 
     frame: rows of compare() with model, strategy, bucket_cap_mb and metrics among METRICS, one per round and rank.
@@ -208,6 +208,6 @@ def comparison(frame, launch=None, provenance=None, sizes=None):
     metrics = [metric for metric in METRICS if metric in frame]
     small = tables.comparison(chosen(frame, state), metrics).reset_index()
     table(small, f"{headline(state).split(':')[0]}, median (quartiles)")
-    shown = Comparison(frame, launch, sizes)
+    shown = Comparison(frame, launch, sizes, models)
     display(shown.panel)
     return shown
