@@ -10,7 +10,7 @@ import pytest
 
 from labkit.measure import memory
 from labkit.measure.timeline import Span, Timeline
-from labkit.show import notebook, plots, publish, style, tables
+from labkit.show import notebook, plots, publish, schedules, style, tables
 
 STRATEGIES = ["single", "ddp_naive", "ddp_bucketed", "something_new"]
 
@@ -65,6 +65,7 @@ def pictures():
     checked = tables.predicted_measured([("sent", "bytes", 4096, 4096), ("step time", "ms", 40.0, 44.0)])
     return {
         "timeline": lambda: plots.timeline(Timeline.merge([spans(0), spans(1)]).frame(), "A title"),
+        "schedules": lambda: plots.schedules({"one": spans(0).frame(), "other": spans(1).frame()}, "A title", 30.0),
         "bars": lambda: plots.grouped_bars(compared(), "step_ms"),
         "groups": lambda: plots.grouped_bars(compared(), "step_ms", group="model", title="A title"),
         "bytes": lambda: plots.grouped_bars(compared(), "sent_bytes"),
@@ -131,6 +132,18 @@ def test_timeline_names_what_fits_and_sums_what_is_exposed():
     words = [text.get_text() for text in texts(plots.timeline(spans(0).frame()))]
     assert {"forward", "backward", "bucket 1", "waits", "exposed\n8 ms", "rank 0  compute"} <= set(words)
     assert "rank 0  disk" in words and "optimizer" not in words  # one of 41 ms: no room for its name
+
+
+def test_schedules_draw_messages_in_turn_and_sum_what_is_exposed():
+    figure = plots.schedules({"bucketed": spans(0).frame()}, "A title", 30.0)
+    words = [text.get_text() for text in texts(figure)]
+    assert {"bucketed", "41 ms", "exposed 8 ms", "without messages: 30 ms", "compute", "network"} <= set(words)
+    assert "   2 messages" in words and "waits" in words
+    frame = spans(0).frame()
+    in_turn = schedules.in_turn(frame[frame["lane"] == "network"])
+    assert list(zip(in_turn["start_ms"].round(6), in_turn["end_ms"].round(6), strict=True)) == [(18, 30), (30, 40)]
+    with pytest.raises(ValueError, match="empty timeline"):
+        plots.schedules({"none": Timeline().frame()})
 
 
 def test_bars_carry_their_medians():

@@ -1,6 +1,7 @@
 """All pictures of the lab by one name: pure functions from data to a Figure, and the two ways to hand it on.
 
 timeline                      two lanes a rank, compute and network            gantt.py
+schedules                     one step in several orders, a band each          schedules.py
 grouped_bars                  medians with quartiles, a value on each bar      bars.py
 memory_bars                   memory by kind, stacked                          bars.py
 measured_against_predicted    ratios around 1                                  bars.py
@@ -17,6 +18,7 @@ from labkit.show.contents import before_after, side_by_side, step_by_step
 from labkit.show.curves import loss_curves, memory_over_time, sweep
 from labkit.show.gantt import timeline
 from labkit.show.publish import present, save
+from labkit.show.schedules import schedules
 from labkit.show.stacks import stacked_bars
 
 __all__ = [
@@ -28,6 +30,7 @@ __all__ = [
     "memory_over_time",
     "present",
     "save",
+    "schedules",
     "side_by_side",
     "stacked_bars",
     "step_by_step",
