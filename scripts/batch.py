@@ -2,7 +2,6 @@
 
 import ast
 import base64
-import html.parser
 import os
 import re
 import signal
@@ -246,44 +245,13 @@ def displayed_pictures(notebook):
 
 
 def tables(executed):
-    """The tables of the cells tagged `table`; without such a cell, the last table of the notebook. As rows of text."""
+    """The tables of the cells tagged `table`, as text; without such a cell, the notebook's last table."""
     cells = code_cells(read(executed))
     tagged = [cell for cell in cells if "table" in cell.metadata.get("tags", [])]
-    found = [
-        rows
-        for cell in tagged or cells
-        for output in cell.outputs
-        for rows in TableReader.read(output.get("data", {}).get("text/html", ""))
-    ]
+    shown = [output.get("data", {}) for cell in tagged or cells for output in cell.outputs]
+    found = [data["text/plain"] for data in shown if is_table(data)]
     return found if tagged else found[-1:]
 
 
-class TableReader(html.parser.HTMLParser):
-    """Tables in a page, each a list of rows of text."""
-
-    def __init__(self):
-        super().__init__()
-        self.tables, self.cell = [], None
-
-    @classmethod
-    def read(cls, page):
-        reader = cls()
-        reader.feed(page)
-        return [rows for rows in reader.tables if rows]
-
-    def handle_starttag(self, tag, attributes):
-        if tag == "table":
-            self.tables.append([])
-        elif tag == "tr" and self.tables:
-            self.tables[-1].append([])
-        elif tag in ("td", "th"):
-            self.cell = []
-
-    def handle_data(self, data):
-        if self.cell is not None:
-            self.cell.append(data)
-
-    def handle_endtag(self, tag):
-        if tag in ("td", "th") and self.cell is not None and self.tables and self.tables[-1]:
-            self.tables[-1][-1].append(" ".join("".join(self.cell).split()))
-            self.cell = None
+def is_table(data):
+    return "<table" in data.get("text/html", "") or "| :--" in data.get("text/markdown", "")

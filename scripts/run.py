@@ -51,8 +51,8 @@ def report(outcome):
     if outcome.error:
         say(f"{outcome.name} failed after {outcome.seconds:.0f} s: {outcome.error}")
     elif executed.exists():
-        for rows in batch.tables(executed):
-            say(f"\n{table(rows[1:], header=rows[0])}")
+        for text in batch.tables(executed):
+            say(f"\n{text}")
     say()
     for path in [executed, executed.with_suffix(".html"), *outcome.figures]:
         if path.exists():

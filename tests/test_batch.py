@@ -24,6 +24,7 @@ PARAMETERS = "world_size = 2\nmodel = 'mlp'\nlr = 0.05\nunread = 1\nflag = False
 READERS = "print(model, flag, limit)\n%time x = lr"
 MAGIC = "%%torchrun --nproc $world_size\nprint(rank)"
 TABLE = "import pandas\npandas.DataFrame({'strategy': ['ddp', 'fsdp'], 'step_ms': [1.25, 30.5]})"
+OTHER_TABLE = "import pandas\npandas.DataFrame({'what': ['not the last table']})"
 FIGURE = "import matplotlib.pyplot as plt\nplt.plot([world_size, 2])\nplt.show()"
 RANKS = """
 from labkit.run import launch
@@ -110,11 +111,12 @@ def test_names_of_notebooks(tree, monkeypatch):
 
 
 def test_run_leaves_the_notebook_a_page_and_figures_and_prints_the_table(tree):
-    notebook(tree / "notebooks" / "04_compare.ipynb", "world_size = 2", TABLE, FIGURE)
+    notebook(tree / "notebooks" / "04_compare.ipynb", "world_size = 2", OTHER_TABLE, TABLE, FIGURE)
     done = finished(tree, "run", "--nproc", "3")
     assert done.returncode == 0, done.stderr
     assert "strategy  step_ms" in done.stdout
     assert re.search(r"fsdp +30\.50", done.stdout)
+    assert "not the last table" not in done.stdout
     (folder,) = (tree / "runs").glob("*-04_compare")
     listed = [line.strip() for line in done.stdout.splitlines() if line.startswith("  runs/")]
     assert [str(folder.relative_to(tree) / name) for name in ("04_compare.ipynb", "04_compare.html")] == listed[:2]
