@@ -21,19 +21,10 @@ COLOURS = (style.BLUE, style.ORANGE, style.PURPLE, style.BROWN, style.OLIVE, sty
 EMPTY, ZERO = "#e8ebee", "#b3bac1"
 
 
-def number(rank, chunk, world_size):
-    """The number that rank fills chunk with, both counted from 0: number(1, 2, world_size=3) == 30."""
-    if not 0 <= rank < world_size <= len(COLOURS) or not 0 <= chunk < 9:
-        raise ValueError(
-            f"no digit for rank {rank} of {world_size}, chunk {chunk}: at most {len(COLOURS)} ranks, 9 chunks"
-        )
-    return (chunk + 1) * 10 ** (world_size - 1 - rank)
-
-
 def before_after(frame, columns=2, title=None):
     """Figure: per operation what the ranks held before it and after it.
 
-    frame: a row per operation and rank, with columns operation, rank, before, after (lists of such numbers).
+    frame: a row per operation and rank, with columns operation, rank, before, after (lists of numbers as above).
     """
     panels = [
         (operation, [list(rows["before"]), list(rows["after"])]) for operation, rows in by_rank(frame, "operation")
