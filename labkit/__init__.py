@@ -1,12 +1,19 @@
 """Distributed training from scratch. The listing of this folder is the syllabus: one idea, one file.
 
-    mesh.py  comm.py        ranks as a grid; every message, metered
+    mesh.py                 ranks as a grid: one process group per axis
+    comm.py                 every message goes through here, and is counted
     allreduce.py            ring, tree, halving-doubling, from send and recv
-    ddp.py  horovod.py      data parallelism, and its Horovod-style face
+    ddp.py                  data parallelism: average the gradients; it stands on
+        bucket.py           many small gradients travel as one message
+        reducer.py          a bucket leaves the moment it is full: overlap
+        replicas.py         the same model on all ranks, or a clear error
+        join.py             ranks that run out of data
+        wrapper.py          a module around a module, under the same names
+    horovod.py              the same averaging, as an optimizer
     sampler.py              every sample exactly once per epoch; exact distributed evaluation
     trainer.py              all of the above behind one train_step
 
-    run/      from a notebook cell to ranks        measure/  time, memory, the machine
+    run/      from a notebook cell to ranks        measure/  time, memory, traffic, the machine
     models/   plain torch, unaware of ranks        show/     pictures, tables, widgets
 
 Imports go downward only:
