@@ -12,7 +12,8 @@ import psutil
 import pytest
 
 from labkit.run import LaunchError, launch
-from labkit.run.client import agent
+from labkit.run.client import AgentClient, agent
+from labkit.run.report import RankEnd, explain
 
 QUICK = {"collective_timeout": 3, "timeout": 30, "quiet": True}
 
@@ -41,6 +42,11 @@ def test_a_cell_runs_on_every_rank_and_records_come_back():
 def test_a_function_travels_as_source_or_by_name():
     for target in (double, "test_launch:double"):
         assert launch(target, value=21, quiet=True).records["doubled"].tolist() == [42, 42]
+
+
+def test_ranks_that_leave_at_once_do_not_cut_off_slower_ones():
+    for _ in range(6):
+        launch("pass", nproc=4, quiet=True)
 
 
 def test_a_script_runs_as_torchrun_runs_it(tmp_path):
@@ -141,6 +147,15 @@ def test_another_shape_is_named():
     assert "all_reduce of 16 bytes" in text and "all_reduce of 20 bytes" in text
 
 
+def test_a_rank_that_came_through_with_another_shape_is_not_said_to_have_left_early():
+    def end(rank, state, size):
+        collective = {"count": 1, "op": "all_reduce", "bytes": size}
+        return RankEnd(rank, state, {"line": "comm.all_reduce(x)"} if state == "echo" else {}, collective, "", None)
+
+    cause, text = explain([end(0, "finished", 16), end(1, "echo", 28)])
+    assert cause is None and text.startswith("ranks 0 and 1 called different collectives")
+
+
 def test_another_order_is_named_even_without_our_collectives():
     text = failure("x = torch.ones(4)\nif rank:\n    dist.broadcast(x, 0)\nelse:\n    dist.all_reduce(x)")
     assert "at different lines: rank 0 at `dist.all_reduce(x)`; rank 1 at `dist.broadcast(x, 0)`" in text
@@ -200,6 +215,31 @@ def test_an_interrupt_leaves_no_rank_and_the_next_launch_works(capfd):
     assert below_agent() == []
     assert "all 2 ranks have ended" in capfd.readouterr().out
     assert launch("record(x=1)", quiet=True).records["x"].sum() == 2
+
+
+def test_two_presses_of_the_stop_button_leave_no_rank_and_the_next_launch_works(monkeypatch):
+    stop, stopped = AgentClient.stop, []
+
+    def interrupted_stop(client):
+        client.send(stop=client.job)
+        stopped.append(client.job)
+        raise KeyboardInterrupt  # the second press, while the first is being obeyed
+
+    monkeypatch.setattr(AgentClient, "stop", interrupted_stop)
+    threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        launch("import time; time.sleep(60)", timeout=30)
+    monkeypatch.setattr(AgentClient, "stop", stop)
+    assert len(stopped) == 1
+    for _ in range(2):
+        assert launch("comm.barrier(); record(x=1)", quiet=True).records["x"].sum() == 2
+    assert below_agent() == []
+
+
+def test_stopping_what_has_not_begun_or_has_ended_returns_at_once():
+    for _ in range(2):
+        agent().stop()
+        assert launch("record(x=1)", quiet=True).records["x"].sum() == 2
 
 
 @pytest.mark.parametrize("victim", ["kernel", "agent"])

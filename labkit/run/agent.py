@@ -1,7 +1,7 @@
 """The warm agent: a process with torch already imported that forks the ranks of one job after the other.
 
-    kernel ---- stdin: {"job": ..., "env": ...} or {"stop": true} ----> agent ---- fork ----> job ---- fork ----> rank 0
-           <--- stdout: {"ready"} ... {"ended": exit status} ----------        (torchelastic)             \\---> rank 1
+    kernel ---- stdin: {"job": ..., "env": ...} or {"stop": job} ---> agent ---- fork ----> job ---- fork ----> rank 0
+           <--- stdout: {"ended": exit status, "job"}, {"stopped": job}         (torchelastic)           \\---> rank 1
 
 The import of torch, 1.2 s a process, is paid once: that is nearly the whole cost of a bare `torchrun`. The agent only
 imports (a fork must find neither CUDA initialised nor OpenMP used), and the job process runs torchrun's own launcher.
@@ -40,7 +40,7 @@ def serve():
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     requests = selectors.DefaultSelector()
     requests.register(sys.stdin.fileno(), selectors.EVENT_READ)
-    pending, job = b"", None
+    pending, job, name, stopping = b"", None, None, None
     say(ready=True)
     while True:
         if requests.select(timeout=POLL if job else None):
@@ -51,16 +51,20 @@ def serve():
             *lines, pending = pending.split(b"\n")
             for line in lines:
                 request = json.loads(line)
-                if request.get("stop"):
+                if "stop" in request:
                     end_descendants(GRACE)
+                    stopping = request["stop"]
                 else:
-                    job = start_job(request)
+                    job, name = start_job(request), request["job"]
         if job:
             status = reap().get(job)
             if status is not None:
                 end_descendants(grace=0.0)
                 job = None
-                say(ended=os.waitstatus_to_exitcode(status))
+                say(ended=os.waitstatus_to_exitcode(status), job=name)
+        if stopping is not None and not job:
+            say(stopped=stopping)
+            stopping = None
 
 
 def say(**message):

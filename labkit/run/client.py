@@ -31,11 +31,13 @@ class AgentClient:
             start_new_session=True,  # Ctrl-C in a terminal reaches the notebook only, which then stops the job
         )
         self.buffer = b""
+        self.job = ""
 
     def start(self, job_path, nproc, command):
         """Begin a job. command: None for the warm path, or the argument list of a plain torchrun."""
         env = {"OMP_NUM_THREADS": "1", **os.environ}
-        self.send(job=str(job_path), nproc=nproc, command=command, env=env)
+        self.job = str(job_path)
+        self.send(job=self.job, nproc=nproc, command=command, env=env)
 
     def send(self, **message):
         try:
@@ -47,7 +49,8 @@ class AgentClient:
     def poll(self, seconds):
         """The exit status of the job if it has ended, else None, after at most so many seconds."""
         message = self.receive(seconds)
-        return message.get("ended") if message else None
+        # What is said of an earlier job comes late, where the person pressed stop twice.
+        return message.get("ended") if message and message.get("job") == self.job else None
 
     def receive(self, seconds):
         """The agent's next message, or None after so many seconds."""
@@ -63,11 +66,12 @@ class AgentClient:
         return json.loads(line)
 
     def stop(self):
-        """End the job and everything below it, and wait until it is gone."""
-        self.send(stop=True)
+        """End the job, if it still runs, and everything below it, and wait until it is gone."""
+        self.send(stop=self.job)
         deadline = time.monotonic() + STOP_LIMIT
         while time.monotonic() < deadline:
-            if self.poll(0.05) is not None:
+            message = self.receive(0.05)
+            if message and message.get("stopped") == self.job:
                 return
         # An agent that cannot end its job goes itself: the ranks are bound to it by the operating system.
         self.process.kill()

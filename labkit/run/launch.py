@@ -139,8 +139,8 @@ def watch(run, command, timeout, quiet):
     console, bar = Console(run.logs, quiet), Bar(quiet)
     tails = [Tail(run.folder / f"rank-{rank}.jsonl") for rank in range(run.nproc)]
     start, failed_at, status = time.monotonic(), None, None
-    client.start(run.job_path, run.nproc, command)
     try:
+        client.start(run.job_path, run.nproc, command)
         while status is None:
             status = client.poll(POLL)
             take_events(run, tails, bar)

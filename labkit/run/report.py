@@ -17,6 +17,7 @@ import signal
 from dataclasses import dataclass
 
 ECHO = re.compile(r"onnection (closed|reset|was|refused)|roken pipe|remote process exited|ncclRemoteError", re.I)
+DIFFER_BY_NATURE = ("send", "recv", "exchange", "all_to_all")
 TIMEOUT = re.compile(r"tim(ed|ing) ?out|timeout", re.I)
 
 
@@ -39,9 +40,11 @@ class RankEnd:
 
 
 def read_exits(folder):
-    """Exit codes by process id, of the ranks that have ended until now; empty for a plain torchrun."""
+    """Exit codes by process id, of the ranks that have ended until now; None for a plain torchrun, which hides them."""
     file = folder / "exits.jsonl"
-    lines = file.read_text().splitlines() if file.exists() else []
+    if not file.exists():
+        return None
+    lines = file.read_text().splitlines()
     return {entry["pid"]: entry["exit_code"] for entry in map(json.loads, lines)}
 
 
@@ -55,7 +58,7 @@ def read_ends(folder, nproc, events, exits):
         stack = folder / f"rank-{rank}.stack"
         stack_text = stack.read_text() if stack.exists() else ""
         error = kinds.get("error", {})
-        exit_code = exits.get(kinds["start"]["pid"]) if "start" in kinds else None
+        exit_code = exits.get(kinds["start"]["pid"]) if exits and "start" in kinds else None
         if error:
             text = error["message"]
             state = "echo" if ECHO.search(text) else "timeout" if TIMEOUT.search(text) else "raised"
@@ -64,7 +67,7 @@ def read_ends(folder, nproc, events, exits):
         elif "start" not in kinds:
             state = "absent"
         else:
-            state = "stopped" if stack_text or (exits and exit_code is None) else "died"
+            state = "stopped" if stack_text or (exits is not None and exit_code is None) else "died"
         collective = json.loads(box_text) if box_text else None
         ends.append(RankEnd(rank, state, error, collective, stack_text, exit_code))
     return ends
@@ -103,16 +106,19 @@ def explain(ends, timed_out=None):
 def mismatch(ends):
     """In words, the collective that two ranks called differently where both stand at the same count; else None.
 
-    Messages between two ranks differ by nature, and a rank that was killed may have stood anywhere.
+    Messages between two ranks differ by nature, and a rank that was killed may have stood anywhere. One that finished
+    (with a smaller tensor than its peers a rank may come through) or was stopped counts only beside one that waited.
     """
     aborted = any(end.exit_code == -signal.SIGABRT for end in ends)
     if any(end.state == "died" and end.exit_code not in (None, -signal.SIGABRT) for end in ends):
         return None
-    states = ("echo", "timeout", "died", "stopped") if aborted else ("echo", "timeout", "died")
-    known = [end for end in ends if end.state in states and end.collective]
+    waited = ("echo", "timeout", "died", *(["stopped"] if aborted else []))
+    known = [end for end in ends if end.state in (*waited, "finished", "stopped") and end.collective]
     for one, other in itertools.combinations(known, 2):
+        if one.state not in waited and other.state not in waited:
+            continue
         a, b = one.collective, other.collective
-        if a["count"] == b["count"] and a != b and {a["op"], b["op"]}.isdisjoint(("send", "recv")):
+        if a["count"] == b["count"] and a != b and {a["op"], b["op"]}.isdisjoint(DIFFER_BY_NATURE):
             return (
                 f"ranks {one.rank} and {other.rank} called different collectives: "
                 f"rank {one.rank} is in {one.waiting_in()}; rank {other.rank} is in {other.waiting_in()}"

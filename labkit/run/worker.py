@@ -161,6 +161,7 @@ def join_group(job, init_method, context):
         timeout=datetime.timedelta(seconds=job["collective_timeout"]),
         device_id=context.device if job["device"] == "cuda" else None,
     )
+    dist.barrier()  # a rank that leaves at once would close the connections that a slower one is still opening
 
 
 def run_script(job):
