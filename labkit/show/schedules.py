@@ -10,12 +10,14 @@ bucketed  4 messages                                         :
 """
 
 import pandas as pd
+from matplotlib import patheffects
 
 from labkit.measure.timeline import LANES, exposed, length
 from labkit.show import style
 from labkit.show.gantt import BAR, draw_span, fit
 
 BAND = 3.55  # height of one schedule, in rows
+NAMED = 20  # at most as many messages carry their names
 
 
 def schedules(frames, title=None, floor_ms=None, floor_words="without messages"):
@@ -62,18 +64,25 @@ def draw_band(axes, name, frame, top):
     bare = exposed(frame, rank)
     inner = frame["unit"].fillna(False).astype(bool) if "unit" in frame else frame["rank"] < 0
     network = frame["lane"] == "network"
-    labels = []
+    labels, count = [], int(network.sum())
     for _, span in pd.concat([frame[~inner & ~network], in_turn(frame[network])]).iterrows():
-        labels += draw_span(axes, span, top + (2 if span["lane"] == "network" else 1), bare)
+        row = 1 + LANES.index(span["lane"])
+        words = draw_span(axes, span, top + row, bare)
+        if row == 2 and count > NAMED:
+            for text in words:
+                text.remove()
+        else:
+            labels += words
     for _, span in frame[inner].iterrows():
         for x in (span["start_ms"], span["end_ms"]):
             axes.plot([x, x], [top + 1 - BAR / 2, top + 1 + BAR / 2], color=style.GROUND, linewidth=0.9)
-    end, count = frame["end_ms"].max(), int(network.sum())
+    end = frame["end_ms"].max()
     words = f"   {count} message{'' if count == 1 else 's'}"
     heading = axes.annotate(name, (0, top), va="center_baseline", ha="left", weight="bold", size=10.5)
     beside = {"xycoords": heading, "va": "center_baseline", "ha": "left", "size": 9.5, "color": style.FAINT}
     axes.annotate(words, (1, 0.5), **beside)
     at_end = {"textcoords": "offset points", "va": "center_baseline", "weight": "bold", "annotation_clip": False}
+    at_end["path_effects"] = [patheffects.withStroke(linewidth=3, foreground=style.GROUND)]
     axes.annotate(style.quantity(end, "ms"), (end, top + 1), xytext=(7, 0), size=10.5, **at_end)
     if count:
         last, sum_of = frame.loc[network, "end_ms"].max(), length(bare)
