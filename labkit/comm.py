@@ -71,8 +71,7 @@ def record(log=None, timed=True):
     try:
         yield log
     finally:
-        # By identity: two empty lists are equal.
-        del _logs[max(i for i, other in enumerate(_logs) if other is entry)]
+        _logs[:] = [other for other in _logs if other is not entry]  # by identity: two empty lists are equal
 
 
 class MeteredWork:

@@ -87,15 +87,17 @@ class Opening:
 def logs(rank, n):
     with comm.record() as outer:
         comm.barrier()
-        # Two empty lists are equal: closing the inner one must not close the other.
         with comm.record() as inner, comm.record(deque(maxlen=1)) as last:
             comm.all_reduce(torch.ones(2))
             comm.broadcast(torch.ones(2))
         with pytest.raises(ZeroDivisionError), comm.record() as broken:
             comm.barrier()
             raise ZeroDivisionError
-        with comm.record() as empty:
-            pass
+        with comm.record() as one:
+            # Two empty lists are equal: closing the inner one must not close the other.
+            with comm.record() as empty:
+                pass
+            comm.barrier()
         with comm.record(Opening()) as opening:
             comm.all_reduce(torch.ones(2))
             comm.all_reduce(torch.ones(2), async_op=True).wait()
@@ -103,13 +105,13 @@ def logs(rank, n):
     assert opening.seen == [("all_reduce", None)] * 2  # an event is there from the start, so a hang can be named
     assert inner[0] is outer[1]
     assert not comm._logs
-    return [[e.op for e in log] for log in (outer, inner, last, broken, empty)]
+    return [[e.op for e in log] for log in (outer, inner, last, broken, empty, one)]
 
 
 def test_logs_nest_and_close(ranks):
     inner = ["all_reduce", "broadcast"]
-    outer = ["barrier", *inner, "barrier", "all_reduce", "all_reduce"]
-    assert ranks(2, logs) == [[outer, inner, ["broadcast"], ["barrier"], []]] * 2
+    outer = ["barrier", *inner, "barrier", "barrier", "all_reduce", "all_reduce"]
+    assert ranks(2, logs) == [[outer, inner, ["broadcast"], ["barrier"], [], ["barrier"]]] * 2
 
 
 def times(rank, n):
