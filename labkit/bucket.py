@@ -21,8 +21,9 @@ class Bucket:
     Answers to the names of torch.distributed.GradBucket, so that hooks written for either run on both.
     """
 
-    def __init__(self, parameters, index=0, is_last=True):
+    def __init__(self, parameters, index=0, is_last=True, names=None):
         self.members, self._index, self._is_last = list(parameters), index, is_last
+        self.names = names or [f"parameter {slot}" for slot in range(len(self.members))]
         self.dtype, self.device = self.members[0].dtype, self.members[0].device
         self._flat = self._views = self._replacement = None
         self.numel = sum(p.numel() for p in self.members)
@@ -87,8 +88,11 @@ class Bucket:
         if self._views is not None and gradient is self._views[slot]:
             if factor is not None:
                 gradient.mul_(factor)
-        elif gradient.requires_grad or len(self.members) > 1 or gradient.stride() != self._strides[slot]:
-            self.buffer()
+        elif gradient.is_sparse:
+            raise TypeError(f"the gradient of {self.names[slot]!r} is sparse: make it dense (Embedding: sparse=False)")
+        elif len(self.members) > 1 or gradient.requires_grad or gradient.stride() != self._strides[slot]:
+            if self._views is None:
+                self._allocate()
             p.grad = self._views[slot]
             self._copy(gradient.detach() if gradient.requires_grad else gradient, slot, factor)
         else:

@@ -79,7 +79,7 @@ class DDP(Wrapper):
         self._trainable = [(name, p, p.requires_grad) for name, p in self._replicas.parameters()]
         chosen = [(name, p) for name, p, trainable in self._trainable if trainable]
         cap_bytes = int(self.bucket_cap_mb * 2**20)
-        self._reducer = Reducer(chosen, self._on_gradient, self.process_group, cap_bytes, self.overlap)
+        self._reducer = Reducer(chosen, self, self.process_group, cap_bytes, self.overlap)
         # The node of the autograd graph that adds to p.grad; holding it keeps it the same one.
         self._nodes = {p: get_gradient_edge(p).node for _, p in chosen}
         self._expecting = self._armed = False
@@ -91,7 +91,7 @@ class DDP(Wrapper):
         old = self._reducer
         old.detach()
         self._watch()
-        self._reducer.hook, self._reducer.state = old.hook, old.state
+        self._reducer.use_hook(old.state, old.hook)
         return self
 
     def __deepcopy__(self, memo):
@@ -101,7 +101,7 @@ class DDP(Wrapper):
         own = ("_reducer", "_nodes", "_trainable")
         twin.__dict__ = copy.deepcopy({k: v for k, v in self.__dict__.items() if k not in own}, memo)
         twin._watch()
-        twin._reducer.hook, twin._reducer.state = self._reducer.hook, self._reducer.state
+        twin._reducer.use_hook(self._reducer.state, self._reducer.hook)
         return twin
 
     @property
@@ -119,7 +119,7 @@ class DDP(Wrapper):
             raise TypeError(f"hook must be callable, not {type(hook).__name__}")
         if self._reducer.hook is not None:
             raise RuntimeError("a comm hook is registered already: one DDP has one")
-        self._reducer.hook, self._reducer.state = hook, state
+        self._reducer.use_hook(state, hook)
 
     @contextmanager
     def no_sync(self):
@@ -180,12 +180,10 @@ class DDP(Wrapper):
         Called by the outputs, whose gradients come first: reentrant checkpointing runs further backwards inside this
         one, and the callback must belong to the outermost. A loss that bypasses the outputs arms at a parameter.
         """
-        backward = torch._C._current_graph_task_id()
-        if not self._armed or backward != self._backward:
-            self._armed, self._backward = True, backward
-            Variable._execution_engine.queue_callback(self._finish)
+        self._armed, self._backward = True, torch._C._current_graph_task_id()
+        Variable._execution_engine.queue_callback(self._finish)
 
-    def _on_gradient(self, index, slot):
+    def on_gradient(self, index, slot):
         if not self._armed:
             if not self._expecting:
                 return self._reducer.keep(index, slot)  # no_sync()

@@ -85,19 +85,19 @@ def DistributedOptimizer(
 class _Distributed:
     def _start(self, named, compression, backward_passes_per_step, process_group, bucket_cap_mb):
         self.backward_passes_per_step = backward_passes_per_step
-        self._reducer = Reducer(named, self._on_gradient, process_group, int(bucket_cap_mb * 2**20))
+        self._reducer = Reducer(named, self, process_group, int(bucket_cap_mb * 2**20))
         if compression is not Compression.none:
-            self._reducer.hook, self._reducer.state = compressed_average, (compression, process_group)
+            self._reducer.use_hook((compression, process_group), compressed_average)
         self._passes = [[0] * len(bucket.members) for bucket in self._reducer.buckets]
         self._synchronized, self._should_synchronize = False, True
 
-    def _on_gradient(self, index, slot):
+    def on_gradient(self, index, slot):
         self._passes[index][slot] += 1
         passes = self._passes[index][slot]
         self._synchronized = False
         if passes > self.backward_passes_per_step:
             raise RuntimeError(
-                f"{self._reducer.name(index, slot)} got gradient number {passes} before step(), but "
+                f"{self._reducer.buckets[index].names[slot]!r} got gradient number {passes} before step(), but "
                 f"backward_passes_per_step is {self.backward_passes_per_step}"
             )
         if passes < self.backward_passes_per_step:

@@ -7,7 +7,7 @@
 
 Two rules keep the ranks together. Buckets leave strictly in order, however the gradients arrive: collectives match by
 order alone. Every bucket leaves once a step, whatever happens on this rank: a gradient that does not come is zeros.
-Cost in Python: one hook, 3 us, per parameter and step. Nothing in a hook waits.
+Cost in Python: one hook, a few microseconds, per parameter and step. Nothing in a hook waits.
 Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, VLDB 2020, sections 3.2.2 and 4.2.
 """
 
@@ -24,24 +24,25 @@ from labkit.bucket import Bucket, assign_buckets
 class Reducer:
     """Averages the gradients of named_parameters, [(name, parameter)], over the group.
 
-    on_gradient(index, slot): a bound method, called when the gradient of parameter number `slot` of bucket number
-        `index` is complete; it decides what to do, as a rule `arrive`. Held weakly: parameters outlive their owner.
+    owner: its on_gradient(index, slot) is called when the gradient of parameter number `slot` of bucket number `index`
+        is complete; it decides what to do, as a rule `arrive`. Held weakly: parameters outlive what watches them.
     cap_bytes: see assign_buckets. overlap: launch full buckets during backward, not in launch_rest().
-    hook: None averages with all_reduce; else hook(state, bucket) returns a Future of the averaged flat tensor, and
-        buckets hold the gradients undivided.
     """
 
-    def __init__(self, named_parameters, on_gradient, group=None, cap_bytes=25 * 2**20, overlap=True):
+    def __init__(self, named_parameters, owner, group=None, cap_bytes=25 * 2**20, overlap=True):
         named_parameters = list(named_parameters)
         self.group, self.overlap = group, overlap
-        self._names = {p: name for name, p in named_parameters}
+        names = {p: name for name, p in named_parameters}
         lists = assign_buckets([p for _, p in named_parameters], cap_bytes)
-        self.buckets = [Bucket(members, i, i == len(lists) - 1) for i, members in enumerate(lists)]
+        self.buckets = [
+            Bucket(members, i, i == len(lists) - 1, [names[p] for p in members]) for i, members in enumerate(lists)
+        ]
         self.hook = self.state = None
+        self.factor = None  # what gradients are multiplied by on their way into the bucket
         self.started = False  # something has arrived since the last average
         self._pending = []  # one Work or Future per bucket that has left
         self.divide_by(dist.get_world_size(group))
-        owner, handles = weakref.WeakMethod(on_gradient), []
+        owner, handles = weakref.ref(owner), []
         for bucket in self.buckets:
             for slot, p in enumerate(bucket.members):
                 arrived = partial(_notify, owner, bucket.index(), slot)
@@ -50,16 +51,16 @@ class Reducer:
         self.detach.atexit = False
 
     def divide_by(self, count):
-        # As a float64 scalar tensor it changes no gradient's dtype, and is cheaper to multiply by than a float.
-        self._factor = torch.tensor(1.0 / count, dtype=torch.float64)
+        """The average is the sum divided by count. Left to the hook if there is one."""
+        if self.hook is None:
+            # As a float64 scalar tensor it changes no gradient's dtype, and is cheaper to multiply by than a float.
+            self.factor = torch.tensor(1.0 / count, dtype=torch.float64)
 
-    @property
-    def factor(self):
-        """What gradients are multiplied by on their way into the bucket; None: left to the hook."""
-        return self._factor if self.hook is None else None
-
-    def name(self, index, slot):
-        return repr(self._names[self.buckets[index].members[slot]])
+    def use_hook(self, state, hook):
+        """hook(state, bucket) gets undivided gradients, returns a Future of the flat average. None: all_reduce."""
+        self.hook, self.state = hook, state
+        if hook is not None:
+            self.factor = None
 
     def arrive(self, index, slot):
         """This gradient is complete for this step. With overlap, raises RuntimeError if it had arrived before."""
@@ -68,29 +69,22 @@ class Reducer:
             if not self.overlap:
                 return
             raise RuntimeError(
-                f"{self.name(index, slot)} got a gradient again in one backward, after its bucket had taken it for "
+                f"{bucket.names[slot]!r} got a gradient again in one backward, after its bucket had taken it for "
                 "complete: reentrant checkpointing of a shared or conditional part does so; use_reentrant=False not"
             )
         self.started = True
         bucket.arrived[slot] = bucket.used[slot] = 1
         bucket.missing -= 1
         if self.overlap:
-            self.put(bucket, slot, self.factor)
-            if bucket.missing == 0:
+            bucket.put(slot, self.factor)
+            if not bucket.missing:
                 self.launch_full()
 
     def keep(self, index, slot):
         """This gradient is to be added to by a later backward: keep the sum in the bucket, undivided."""
         bucket = self.buckets[index]
         bucket.used[slot] = 1
-        self.put(bucket, slot, None)
-
-    def put(self, bucket, slot, factor):
-        if bucket.members[slot].grad.layout is not torch.strided:
-            raise TypeError(
-                f"the gradient of {self.name(bucket.index(), slot)} is sparse: make it dense (Embedding: sparse=False)"
-            )
-        bucket.put(slot, factor)
+        bucket.put(slot)
 
     def skip(self, index, slot):
         """No gradient will come for this parameter."""
@@ -112,7 +106,7 @@ class Reducer:
                 if not arrived:
                     self.skip(bucket.index(), slot)
                 elif not self.overlap and slot not in bucket.skipped:
-                    self.put(bucket, slot, self.factor)
+                    bucket.put(slot, self.factor)
             self._launch(bucket)
             if not self.overlap:
                 self._wait(bucket, self._pending[-1])
@@ -143,7 +137,7 @@ class Reducer:
             self._pending, self.started = [], False
             for bucket in self.buckets:
                 bucket.reset()
-        return [self.name(bucket.index(), slot) for bucket in self.buckets for slot in bucket.skipped]
+        return [repr(bucket.names[slot]) for bucket in self.buckets for slot in bucket.skipped]
 
     def used(self):
         """Which parameters have had a gradient on any rank since the last average: one bool per slot, by bucket."""
@@ -182,9 +176,9 @@ class Reducer:
 
 
 def _notify(owner, index, slot, parameter):
-    on_gradient = owner()
-    if on_gradient is not None:
-        on_gradient(index, slot)
+    alive = owner()
+    if alive is not None:
+        alive.on_gradient(index, slot)
 
 
 def _remove(handles):

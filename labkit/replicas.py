@@ -30,8 +30,9 @@ class Replicas:
     """
 
     def __init__(self, module, group=None, buffers=True):
-        self.module, self.group, self._with_buffers = module, group, buffers
+        self.module, self.group = module, group
         self._ignored = frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        self._has_buffers = buffers and any(True for _ in module.buffers())
         self._packed = []
 
     def parameters(self):
@@ -40,7 +41,7 @@ class Replicas:
 
     def buffers(self):
         """[(name, buffer)] as they are now: modules may replace their buffers."""
-        if not self._with_buffers:
+        if not self._has_buffers:  # going through all modules costs time, every step
             return []
         return [(name, b) for name, b in self.module.named_buffers() if name not in self._ignored]
 
@@ -102,11 +103,12 @@ class Packed:
         for t in tensors:
             starts.append(end)
             end += -(-t.nbytes // ALIGNMENT) * ALIGNMENT
-        self.bytes = torch.zeros(end, dtype=torch.uint8, device=tensors[0].device)
-        self.pieces = [
-            self.bytes[start : start + t.nbytes].view(t.dtype).view(t.shape)
-            for start, t in zip(starts, tensors, strict=True)
-        ]
+        with torch.inference_mode(False):  # the forward of an evaluation may come first, and training use these later
+            self.bytes = torch.zeros(end, dtype=torch.uint8, device=tensors[0].device)
+            self.pieces = [
+                self.bytes[start : start + t.nbytes].view(t.dtype).view(t.shape)
+                for start, t in zip(starts, tensors, strict=True)
+            ]
         self.kind = kind(tensors)
 
     def broadcast(self, tensors, src, group):

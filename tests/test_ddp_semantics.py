@@ -203,13 +203,15 @@ def buffers_of(rank, world_size, wrap):
             out.sum().backward()
         seen.append([b.clone() for b in module.buffers()])
 
+    with torch.inference_mode():
+        forward(9, backward=False)
     forward(0)
     forward(1)
     with wrapped.no_sync():
         forward(2)
         forward(3)
     forward(4)
-    with torch.no_grad():
+    with torch.inference_mode():
         forward(5, backward=False)
         forward(6, backward=False)
     wrapped.eval()
