@@ -47,6 +47,10 @@ COLOURS = {
     "activations": PALE_BLUE,
     "buffers": GREY,
     "communication": BROWN,
+    "ring": BLUE,
+    "halving_doubling": ORANGE,
+    "tree": PURPLE,
+    "naive": GREY,
 }
 NAMES = {
     "single": "single process",
@@ -59,6 +63,7 @@ NAMES = {
     "resnet": "ResNet",
     "gpt": "GPT",
     "optimizer_states": "optimizer states",
+    "halving_doubling": "halving-doubling",
     "step_ms": "step time",
     "forward_ms": "forward",
     "backward_ms": "backward",
