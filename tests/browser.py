@@ -30,34 +30,29 @@ FLAGS = [
     "--disable-component-update",
     "--disable-sync",
 ]
-THEMES = {"light": "JupyterLab Light", "dark": "JupyterLab Dark"}
 PATIENCE = 60_000  # ms for anything to appear
-CELL_PATIENCE = 120_000  # ms for a notebook to finish
+CELL_PATIENCE = 300_000  # ms for a notebook to finish
 
 
 @contextlib.contextmanager
 def server(folder, start):
-    """JupyterLab on `folder`; yields a function (path, theme) -> the address of a notebook, token included."""
+    """JupyterLab on `folder`; yields a function path -> the address of a notebook, token included."""
     sys.path.append(str(ROOT / "scripts"))
     from open import server_command
 
     token = secrets.token_hex(16)
     home = Path(folder, ".jupyter-home")
-    home.mkdir()
     places = {f"JUPYTER_{kind.upper()}_DIR": str(home / kind) for kind in ("config", "data", "runtime")}
+    settings = home / "config" / "lab" / "user-settings" / "@jupyterlab" / "notebook-extension"
+    settings.mkdir(parents=True)
+    (settings / "tracker.jupyterlab-settings").write_text(json.dumps({"windowingMode": "none"}))  # draw all cells
     environment = {**os.environ, **places, "HOME": str(home), "JUPYTER_PREFER_ENV_PATH": "1"}
     command = server_command(folder, start, "--no-browser", f"--IdentityProvider.token={token}")
     with open(home / "server.log", "w") as log:
         child = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
     try:
         port = wait_for_port(child, home / "server.log")
-
-        def address(path, theme):
-            set_up(home / "config", "apputils-extension/themes", theme=THEMES[theme])
-            set_up(home / "config", "notebook-extension/tracker", windowingMode="none")  # the whole notebook is drawn
-            return f"http://127.0.0.1:{port}/lab/tree/{path}?reset&token={token}"
-
-        yield address
+        yield lambda path: f"http://127.0.0.1:{port}/lab/tree/{path}?reset&token={token}"
     finally:
         child.send_signal(signal.SIGTERM)
         try:
@@ -65,12 +60,6 @@ def server(folder, start):
         except subprocess.TimeoutExpired:
             os.killpg(child.pid, signal.SIGKILL)
             child.wait()
-
-
-def set_up(config, name, **settings):
-    path = config / "lab" / "user-settings" / "@jupyterlab" / f"{name}.jupyterlab-settings"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(settings))
 
 
 def wait_for_port(child, log):
@@ -142,8 +131,13 @@ class Notebook:
         """Until the last image is another than `before`."""
         self.page.wait_for_function(CHANGED, arg=before, timeout=PATIENCE)
 
-    def theme(self):
-        return {"true": "light", "false": "dark"}[self.page.evaluate("document.body.dataset.jpThemeLight")]
+    def set_theme(self, name):
+        """ "Light" or "Dark", from the menu."""
+        self.page.get_by_role("menuitem", name="Settings", exact=True).click()
+        self.page.locator(".lm-Menu-item", has_text=re.compile("^Theme")).click()
+        self.page.locator(".lm-Menu-item", has_text=f"JupyterLab {name}").first.click()
+        light = "true" if name == "Light" else "false"
+        self.page.wait_for_function("(light) => document.body.dataset.jpThemeLight === light", arg=light)
 
     def screenshot(self, path):
         self.page.wait_for_timeout(500)  # let the last output settle
@@ -157,12 +151,10 @@ class Notebook:
             scroller.evaluate("(e, top) => e.scrollTo(0, top)", number * height)
             self.screenshot(f"{stem}-{number}.png")
 
-    def check(self):
+    def check_and_close(self):
+        self.page.close()
         assert self.offsite == []
         assert self.errors == []
-
-    def close(self):
-        self.page.close()
 
 
 # Some cell has its number and none is waiting for one: all have run, or one has failed and the rest were dropped.
