@@ -1,7 +1,11 @@
 """The warm agent: a process with torch already imported that forks the ranks of one job after the other.
 
-    kernel ---- stdin: {"job": ..., "env": ...} or {"stop": job} ---> agent ---- fork ----> job ---- fork ----> rank 0
-           <--- stdout: {"ended": exit status, "job"}, {"stopped": job}         (torchelastic)           \\---> rank 1
+    kernel                         agent                     job                ranks
+    +----------+  {"job": ...}     +----------+              +--------------+       +--------+
+    |          | ----------------> |  torch   |  fork, once  | torchelastic | fork  | rank 0 |
+    |   your   |  {"stop": job}    |    is    |    a job     |  starts and  | ----> +--------+
+    | notebook | <---------------- | imported | -----------> |   watches    |       | rank 1 |
+    +----------+  {"ended": ...}   +----------+              +--------------+       +--------+
 
 The import of torch, 1.2 s a process, is paid once: that is nearly the whole cost of a bare `torchrun`. The agent only
 imports (a fork must find neither CUDA initialised nor OpenMP used), and the job process runs torchrun's own launcher.
