@@ -4,6 +4,8 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit import comm, models
@@ -220,22 +222,46 @@ def test_buckets_follow_backward_and_hold_one_dtype():
     assert groups(10**6) == ids([second], [fifth, fourth, third, first])  # in order of completion
 
 
-@pytest.mark.gpu
-def test_on_cuda_gradients_are_the_mean_too(tmp_path):
-    """One GPU is enough: a group of one rank through NCCL, with streams, and the same result as without a wrapper."""
-    import torch.distributed as dist
+@pytest.fixture
+def nccl(tmp_path):
+    """A group of one rank: enough for streams, futures and buffers on the device to be the real ones."""
+    torch.cuda.set_device(0)
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=torch.device("cuda", 0))
+    yield
+    dist.destroy_process_group()
 
-    dist.init_process_group("nccl", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    try:
-        model = build("resnet", torch.float32, seed=0).cuda()
-        plain = copy.deepcopy(model)
-        for settings in FORMS.values():
-            wrapped = DDP(copy.deepcopy(plain), find_unused_parameters=True, **settings)
-            inputs, targets = (t.cuda() for t in batch("resnet", torch.float32, 0, 1))
-            for m in (model, wrapped):
-                m.zero_grad()
-                models.loss("resnet")(m(inputs), targets).backward()
-            for p, q in zip(trained(model), trained(wrapped), strict=True):
-                torch.testing.assert_close(p.grad, q.grad)
-    finally:
-        dist.destroy_process_group()
+
+def gradients_on_cuda(wrap):
+    wrapped = wrap(build("resnet", torch.float32, seed=0).cuda())
+    inputs, targets = (t.cuda() for t in batch("resnet", torch.float32, 0, 1))
+    for _ in range(2):
+        wrapped.zero_grad()
+        models.loss("resnet")(wrapped(inputs), targets).backward()
+    return [p.grad for p in trained(wrapped)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("find", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_on_cuda_gradients_are_the_mean_too(nccl, form, find):
+    ours = gradients_on_cuda(lambda m: DDP(m, find_unused_parameters=find, **FORMS[form]))
+    torch.testing.assert_close(ours, gradients_on_cuda(lambda m: m))
+
+
+@pytest.mark.gpu
+def test_on_cuda_a_hooks_future_is_waited_for(nccl):
+    def wrap(model):
+        wrapped = DDP(model, bucket_cap_mb=0.05)
+        wrapped.register_comm_hook(None, fp16_compress_hook)
+        return wrapped
+
+    torch.testing.assert_close(gradients_on_cuda(wrap), gradients_on_cuda(lambda m: m), rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.gpu
+def test_on_cuda_the_model_may_move_after_it_was_wrapped(nccl):
+    def wrap(model):
+        return DDP(model.cpu().cuda()).double().float()
+
+    torch.testing.assert_close(gradients_on_cuda(wrap), gradients_on_cuda(lambda m: m))
