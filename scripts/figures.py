@@ -14,8 +14,9 @@ import time
 
 import batch
 from batch import ROOT
-from labkit.measure import machine
 from terminal import UserError, main, say, table
+
+from labkit.measure import machine
 
 FIGURES = ROOT / "figures"
 README = ROOT / "README.md"
