@@ -210,7 +210,7 @@ def one_line(error):
     if name is None:
         return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
     value = (error.evalue.strip().splitlines() or [""])[0]
-    return f"cell {error.exec_count}: {name}: {value}"
+    return f"cell {error.exec_count}: {name}: {value}".rstrip(": ")
 
 
 # Harvest

@@ -211,3 +211,31 @@ def test_lab_test_runs_notebooks_under_nbval_and_with_2_and_4_ranks(tree):
     done = finished(tree, "test", "nbval", "papermill")
     assert "FAILED: papermill: 00_a, 4 ranks: cell 3: AssertionError: too many" in done.stdout
     assert done.stdout.splitlines()[-1] == "3 passed, 1 failed"
+
+
+# lab figures
+
+
+def test_figures_redraws_readmes_table_from_what_it_measured(tree):
+    save = "from labkit.show import plots\nplots.save(figure, \"bars\", {'a': 1}, {}, 'measured here', 'one bar')"
+    draw = "import matplotlib.pyplot as plt\nfigure = plt.figure()"
+    notebook(tree / "notebooks" / "00_a.ipynb", "n = 1", draw, save)
+    notebook(tree / "notebooks" / "01_b.ipynb", "n = 1", "assert n > 1")
+    for name, opening in (("00_a", "# Start\n\n**Who is\nthere?** More."), ("01_b", "# 01 · What fails?")):
+        path = tree / "notebooks" / f"{name}.ipynb"
+        book = nbformat.read(path, 4)
+        book.cells[0].source = opening
+        nbformat.write(book, path)
+    marks = "before\n<!-- the course, written by ./scripts/lab figures -->\nold\n<!-- end of the course -->\nafter\n"
+    (tree / "README.md").write_text(marks)
+    done = finished(tree, "figures")
+    assert done.returncode == 1  # 01_b failed: it is told, and not in the table
+    assert re.search(r"01_b +[\d.]+ +cell 3: AssertionError", done.stdout)
+    readme = (tree / "README.md").read_text()
+    assert re.fullmatch(r"before\n<!--.*<!-- end of the course -->\nafter\n", readme, re.DOTALL)
+    assert "old" not in readme
+    assert re.search(
+        r"\| \[00_a\]\(notebooks/00_a\.ipynb\) \| Who is there\? \| \d+ s \| <img src=\"figures/bars\.svg", readme
+    )
+    assert "01_b" not in readme
+    assert {path.name for path in (tree / "figures").iterdir()} == {"bars.svg", "bars.json", "course.json"}
