@@ -230,7 +230,7 @@ def test_figures_redraws_readmes_table_from_what_it_measured(tree):
     (tree / "README.md").write_text(marks)
     done = finished(tree, "figures")
     assert done.returncode == 1  # 01_b failed: it is told, and not in the table
-    assert re.search(r"01_b +[\d.]+ +cell 3: AssertionError", done.stdout)
+    assert re.search(r"01_b +[\d.]+ +cell 2: AssertionError", done.stdout)
     readme = (tree / "README.md").read_text()
     assert re.fullmatch(r"before\n<!--.*<!-- end of the course -->\nafter\n", readme, re.DOTALL)
     assert "old" not in readme
