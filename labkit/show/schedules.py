@@ -18,6 +18,7 @@ from labkit.show.gantt import BAR, draw_span, fit
 
 BAND = 3.55  # height of one schedule, in rows
 NAMED = 20  # at most as many messages carry their names
+FINEST = 2000  # an exposed moment shorter than this part of the width is counted, but not drawn
 
 
 def schedules(frames, title=None, floor_ms=None, floor_words="without messages"):
@@ -62,12 +63,13 @@ def draw_band(axes, name, frame, top):
     """One schedule; returns the texts in its bars, which may have to be shortened to fit."""
     rank = frame["rank"].iloc[0]
     bare = exposed(frame, rank)
+    seen = [piece for piece in bare if length([piece]) > axes.get_xlim()[1] / FINEST]
     inner = frame["unit"].fillna(False).astype(bool) if "unit" in frame else frame["rank"] < 0
     network = frame["lane"] == "network"
     labels, count = [], int(network.sum())
     for _, span in pd.concat([frame[~inner & ~network], in_turn(frame[network])]).iterrows():
         row = 1 + LANES.index(span["lane"])
-        words = draw_span(axes, span, top + row, bare)
+        words = draw_span(axes, span, top + row, seen)
         if row == 2 and count > NAMED:
             for text in words:
                 text.remove()
