@@ -146,12 +146,13 @@ def redirect_output(path):
 
 
 def join_group(job, init_method, context):
-    """One process group of all ranks: NCCL with one GPU a rank, or gloo on loopback sockets."""
+    """One process group of all ranks: NCCL (one GPU a rank), or gloo on loopback sockets."""
     if job["device"] == "cuda":
         context.device = torch.device("cuda", context.local_rank)
         torch.cuda.set_device(context.device)
     else:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+        loopback = "lo" if sys.platform == "linux" else "lo0"
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
         torch.set_num_threads(job["threads"])
     dist.init_process_group(
         "nccl" if job["device"] == "cuda" else "gloo",
@@ -161,7 +162,8 @@ def join_group(job, init_method, context):
         timeout=datetime.timedelta(seconds=job["collective_timeout"]),
         device_id=context.device if job["device"] == "cuda" else None,
     )
-    dist.barrier()  # a rank that leaves at once would close the connections that a slower one is still opening
+    # A rank that leaves at once would close connections that a slower one is still opening.
+    dist.barrier()
 
 
 def run_script(job):
