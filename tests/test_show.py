@@ -72,6 +72,7 @@ def pictures():
         "memory": lambda: plots.memory_bars(pd.DataFrame([{"strategy": one, **sizes} for one in STRATEGIES])),
         "ratio": lambda: plots.measured_against_predicted(checked.assign(low=[np.nan, 42.0], high=[np.nan, 47.0])),
         "loss": lambda: plots.loss_curves(compared(), title="A title"),
+        "log loss": lambda: plots.loss_curves(compared(), log_y=True, nested=False),
         "sweep": lambda: plots.sweep(
             sweep, "size_bytes", "time_ms", by="algorithm", predicted="formula_ms", log_y=True
         ),

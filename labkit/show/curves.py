@@ -7,20 +7,23 @@ from labkit.measure.memory import KINDS
 from labkit.show import style
 
 
-def loss_curves(frame, x="step", y="loss", by="strategy", title=None):
+def loss_curves(frame, x="step", y="loss", by="strategy", title=None, log_y=False, nested=True):
     """Figure: y over x, a line per `by`; where several rows share an x (ranks, seeds) the median and its quartiles.
 
-    Runs that agree lie on one another, so the first is drawn broad and each later one narrower.
+    nested: runs that agree lie on one another, so the first is drawn broad and each later one narrower. log_y: a
+    logarithmic axis, for losses that differ by orders of magnitude, as they do where a run diverges.
     """
     groups = list(dict.fromkeys(frame[by]))
     colours = style.palette(groups)
     with style.look():
         figure, axes = style.new_figure(8.0, 4.0)
-        widths = np.linspace(1.6 + 1.5 * (len(groups) - 1), 1.6, len(groups))
+        widths = np.linspace(1.6 + 1.5 * (len(groups) - 1) * nested, 1.6, len(groups))
         ends = []
         for one, width in zip(groups, widths, strict=True):
             xs, middle = draw_line(axes, frame[frame[by] == one], x, y, colours[one], linewidth=width)
             ends.append((xs[-1], middle[-1], style.name(one), colours[one]))
+        if log_y:
+            make_log(axes)
         axes.set_xlabel(style.axis_label(x))
         axes.set_ylabel(style.axis_label(y))
         axes.margins(x=0.01)
@@ -52,8 +55,7 @@ def sweep(frame, x, y, by="strategy", title=None, x_unit=None, y_unit=None, pred
         axes.set_xscale("log", base=2)
         label_sizes(axes, sorted(frame[x].unique()), x_unit)
         if log_y:
-            axes.set_yscale("log")
-            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+            make_log(axes)
         else:
             axes.set_ylim(0, max(values) / factor * 1.06)
         axes.set_xlabel(style.name(x))
@@ -61,6 +63,11 @@ def sweep(frame, x, y, by="strategy", title=None, x_unit=None, y_unit=None, pred
         note = "dashed: predicted" if predicted else None
         close(figure, axes, ends, title, note)
     return figure
+
+
+def make_log(axes):
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
 def draw_line(axes, rows, x, y, colour, factor=1, **look):

@@ -32,6 +32,7 @@ INK, FAINT, GROUND = "#24292f", "#57606a", "#fafaf7"
 # What has a name here keeps its colour in every picture; the rest takes the colours left, in order of appearance.
 COLOURS = {
     "single": GREY,
+    "reference": GREY,
     "ddp_naive": ORANGE,
     "ddp_overlapped": BROWN,
     "ddp_bucketed": BLUE,
