@@ -36,10 +36,10 @@ import torch.distributed as dist
 
 from labkit import comm
 
-# Chunks travel in segments, several under way at once: large enough that the cost per message does not show, small
-# enough that a segment is still in the cache when it is added.
+# Chunks travel in segments: large enough that the cost per message does not show, small enough that the places for
+# those that arrive before they are added take little memory, and that they are still in the cache when they are.
 SEGMENT_BYTES = 2 << 20
-IN_FLIGHT = 4
+PLACES = 3
 
 
 def naive(tensor, group=None):
@@ -166,32 +166,43 @@ def _flat(tensor):
 def _cut(flat, parts):
     """flat in chunks, as many as parts, and each chunk in segments: equally many in all, the longest first."""
     chunks = flat.tensor_split(parts)
-    segments = max(1, -(-chunks[0].nbytes // SEGMENT_BYTES))
+    segments = 1 if _cuts_by_itself(flat) else max(1, -(-chunks[0].nbytes // SEGMENT_BYTES))
     return [chunk.tensor_split(segments) for chunk in chunks]
+
+
+def _cuts_by_itself(tensor):
+    """Whether the backend pipelines each message: NCCL does, gloo does not."""
+    return tensor.is_cuda
 
 
 def _exchange(outgoing, dst, incoming, src, group, add):
     """Send the segments outgoing to dst; meanwhile fill (add: increase) the segments incoming by what src sends.
 
-    arriving   | 0 | 1 | 2 | 3 | 4 |          IN_FLIGHT segments are under way while one is added
+    arriving   | 0 | 1 | 2 | 3 | 4 |          received into PLACES in turn, while the one before is added
     added          | 0 | 1 | 2 | 3 | 4 |
     """
-    depth = min(IN_FLIGHT, len(incoming))
     landing = incoming
     if add:
-        places = [torch.empty_like(incoming[0]) for _ in range(depth)]
-        landing = [places[i % depth][: segment.numel()] for i, segment in enumerate(incoming)]
-
-    def start(i):
-        return comm.exchange(outgoing[i], dst, landing[i], src, group, async_op=True)
-
-    under_way = [start(i) for i in range(depth)]
+        places = [torch.empty_like(incoming[0]) for _ in range(min(PLACES, len(incoming)))]
+        landing = [places[i % len(places)][: segment.numel()] for i, segment in enumerate(incoming)]
+    if _cuts_by_itself(incoming[0]):
+        # To NCCL a send and a receive must be given as one, or two ranks that both send first wait forever.
+        comm.exchange(outgoing[0], dst, landing[0], src, group)
+        if add:
+            incoming[0].add_(landing[0])
+        return
+    # All sends are queued first: each leaves when the other side has a place for it. With the receives first, gloo
+    # would write from this thread, and its own would meanwhile spin on the lock of the connection.
+    sends = [comm.send(segment, dst, group, async_op=True) for segment in outgoing]
+    receives = [comm.recv(place, src, group, async_op=True) for place in landing[:PLACES]]
     for i, segment in enumerate(incoming):
-        under_way[i].wait()
+        receives[i].wait()
         if add:
             segment.add_(landing[i])
-        if i + depth < len(incoming):
-            under_way.append(start(i + depth))
+        if i + PLACES < len(incoming):
+            receives.append(comm.recv(landing[i + PLACES], src, group, async_op=True))
+    for send in sends:
+        send.wait()
 
 
 def _send(flat, dst, group):
