@@ -38,7 +38,7 @@ from labkit import comm
 
 # Chunks travel in segments: large enough that the cost per message does not show, small enough that the places for
 # those that arrive before they are added take little memory, and that they are still in the cache when they are.
-SEGMENT_BYTES = 2 << 20
+SEGMENT_BYTES = 4 << 20
 PLACES = 3
 
 
