@@ -1,9 +1,9 @@
 """The overview: what every strategy costs, side by side, and that all of them learn the same.
 
-    strategy      step time   exposed   sent   memory        each panel its own unit, whiskers: quartiles
-    single        ====        |         |      ========
-    DDP, naive    ========    ====      ====   ====
-    loss          curves that lie on one another
+strategy      step time   exposed   sent   memory        each panel its own unit, whiskers: quartiles
+single        ====        |         |      ========
+DDP, naive    ========    ====      ====   ====
+loss          curves that lie on one another
 """
 
 from labkit.measure.stats import summary
@@ -53,4 +53,3 @@ def draw_losses(axes, frame, strategies, colours):
     axes.grid(axis="y")
     axes.legend(ncols=1, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=9)
     axes.margins(x=0.01)
-

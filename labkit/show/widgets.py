@@ -180,19 +180,22 @@ class Comparison:
     def measure(self, button=None):
         """Call launch for what the controls say and show its rows; a failure becomes one line beside the button."""
         self.button.disabled, self.message.value = True, "measuring …"
+        with self.output:  # inside: where a kernel runs, an Output widget keeps exceptions to itself
+            self.message.value = self.added()
+        self.button.disabled = False
+        self.output.outputs = ()
+        self.changed()
+
+    def added(self):
+        """Launch, merge the new rows into the frame, and say in one line what came of it."""
         try:
-            with self.output:
-                result = self.launch(self.state.model, list(self.state.strategies), self.state.bucket_cap_mb)
+            result = self.launch(self.state.model, list(self.state.strategies), self.state.bucket_cap_mb)
             rows = getattr(result, "records", result)
             self.frame = merged(self.frame, rows)
-            self.message.value = f"measured: {len(rows)} rows added"
-        except Exception as error:  # whatever launch raises is the reader's answer, and belongs where they look
+        except (Exception, KeyboardInterrupt) as error:  # the reader's answer, and it belongs where they look
             first_line = (str(error).strip() or "no message").splitlines()[0]
-            self.message.value = f"<b>{type(error).__name__}</b>: {html.escape(first_line)}"
-        finally:
-            self.button.disabled = False
-            self.output.outputs = ()
-        self.changed()
+            return f"<b>{type(error).__name__}</b>: {html.escape(first_line)}"
+        return f"measured: {len(rows)} rows added"
 
 
 def comparison(frame, launch=None, provenance=None, sizes=None, models=None):
