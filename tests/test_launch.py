@@ -243,18 +243,21 @@ def test_stopping_what_has_not_begun_or_has_ended_returns_at_once():
 
 
 @pytest.mark.parametrize("victim", ["kernel", "agent"])
-def test_no_rank_outlives_a_killed_kernel_or_agent(victim):
+def test_no_rank_and_no_file_outlives_a_killed_kernel_or_agent(victim, tmp_path):
     program = "from labkit.run import launch\nlaunch('import time; print(\"up\"); time.sleep(60)')"
-    kernel = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    elsewhere = {"env": os.environ | {"TMPDIR": str(tmp_path)}, "stderr": subprocess.DEVNULL}
+    kernel = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, **elsewhere)
     for _ in range(2):
         assert b"up" in kernel.stdout.readline()
     family = psutil.Process(kernel.pid).children(recursive=True)
     assert len(family) == 4  # agent, job, two ranks
     (kernel if victim == "kernel" else family[0]).kill()
     _, alive = psutil.wait_procs(family, timeout=5)
-    kernel.kill()
-    kernel.wait()
+    if victim == "kernel":
+        kernel.kill()
+    kernel.wait(timeout=10)
     assert alive == []
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_two_notebooks_at_once():

@@ -19,6 +19,7 @@ import ctypes
 import json
 import os
 import selectors
+import shutil
 import signal
 import sys
 import threading
@@ -44,13 +45,16 @@ def serve():
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     requests = selectors.DefaultSelector()
     requests.register(sys.stdin.fileno(), selectors.EVENT_READ)
-    pending, job, name, stopping = b"", None, None, None
+    pending, job, name, stopping, folders = b"", None, None, None, set()
     say(ready=True)
     while True:
         if requests.select(timeout=POLL if job else None):
             received = os.read(sys.stdin.fileno(), 1 << 20)
             if not received:
-                return end_descendants(grace=0.0)
+                end_descendants(grace=0.0)
+                for folder in folders:  # of runs that the kernel could not take along, because it was killed
+                    shutil.rmtree(folder, ignore_errors=True)
+                return
             pending += received
             *lines, pending = pending.split(b"\n")
             for line in lines:
@@ -59,6 +63,7 @@ def serve():
                     end_descendants(GRACE)
                     stopping = request["stop"]
                 else:
+                    folders.add(Path(request["job"]).parent)
                     job, name = start_job(request), request["job"]
         if job:
             status = reap().get(job)
