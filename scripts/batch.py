@@ -2,6 +2,7 @@
 
 import ast
 import base64
+import itertools
 import os
 import re
 import signal
@@ -39,6 +40,18 @@ def find(name):
         names = ", ".join(path.stem for path in hits or course()) or "none yet"
         raise UserError(f"{'several notebooks start with' if hits else 'no notebook'} {name!r}; there are: {names}")
     return hits[0]
+
+
+def new_folder(label):
+    """runs/TIME-LABEL, new: two commands of one second get two folders."""
+    stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{label}"
+    for number in itertools.count(1):
+        folder = ROOT / "runs" / (stem if number == 1 else f"{stem}-{number}")
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            continue
 
 
 def read(path):

@@ -10,7 +10,6 @@ import json
 import os
 import re
 import sys
-import time
 
 import batch
 from batch import ROOT
@@ -70,7 +69,7 @@ def figures(arguments):
     paths = [batch.find(name) for name in options.names] or batch.course()
     if not paths:
         raise UserError("there is no notebook in notebooks/")
-    folder = ROOT / "runs" / f"{time.strftime('%Y%m%d-%H%M%S')}-figures"
+    folder = batch.new_folder("figures")
     os.environ["LABKIT_FIGURES"] = str(FIGURES)
     rows, measured = [], {}
     for path in paths:

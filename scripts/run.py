@@ -7,7 +7,6 @@ same as an HTML page, and its figures; its table is printed here. `all` runs the
 import argparse
 import signal
 import sys
-import time
 
 import batch
 from batch import ROOT
@@ -73,7 +72,7 @@ def run(arguments):
     if not planned:
         raise UserError("there is no notebook in notebooks/")
     label = "all" if options.name == "all" else planned[0][0].stem
-    folder = ROOT / "runs" / f"{time.strftime('%Y%m%d-%H%M%S')}-{label}"
+    folder = batch.new_folder(label)
     outcomes = []
     for path, values in planned:
         place = folder / path.stem if options.name == "all" else folder

@@ -1,7 +1,11 @@
 """What the commands print: one-line errors, aligned tables, a line that is redrawn while something runs."""
 
+import errno
+import shutil
 import sys
 import time
+
+OUTSIDE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)  # the disk's fault, not the program's
 
 
 class UserError(Exception):
@@ -13,12 +17,17 @@ def say(text=""):
 
 
 def main(command, arguments):
-    """Run a command: its exit code is the process's; a UserError is one line, Ctrl-C is 130 without a traceback."""
+    """Run a command: its exit code is the process's; what the person can change is one line, Ctrl-C 130."""
     try:
         return command(arguments)
     except UserError as error:
         print(f"lab: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        if error.errno not in OUTSIDE:
+            raise
+        print(f"lab: {error.strerror}: {error.filename or 'the disk'}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("\nlab: interrupted", file=sys.stderr)
         return 130
@@ -67,7 +76,7 @@ class Line:
     def show(self, detail=""):
         text = f"{self.label}  {detail}  {self.seconds:.0f} s"
         if self.live:
-            sys.stdout.write(f"\r\033[K{text[:118]}")
+            sys.stdout.write(f"\r\033[K{text[: shutil.get_terminal_size().columns - 1]}")
             sys.stdout.flush()
         elif self.logged is None or self.seconds - self.logged > 60:
             self.logged = self.seconds

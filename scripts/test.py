@@ -10,7 +10,6 @@ import sys
 import time
 import xml.etree.ElementTree as ElementTree
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import batch
 from batch import ROOT
@@ -170,9 +169,8 @@ def run_all(arguments):
     if unknown:
         parser.error(f"unknown step {unknown[0]!r}; there are: {', '.join(STEPS)}")
     started = time.monotonic()
-    folder = ROOT / "runs" / f"{time.strftime('%Y%m%d-%H%M%S')}-test"
-    folder.mkdir(parents=True)
-    say(f"logs: {Path(folder).relative_to(ROOT)}")
+    folder = batch.new_folder("test")
+    say(f"logs: {folder.relative_to(ROOT)}")
     results = [STEPS[step](folder) for step in options.steps or STEPS]
     return summary(results, time.monotonic() - started)
 

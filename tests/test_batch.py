@@ -1,5 +1,6 @@
 """`lab run` and `lab test`: notebooks as batch jobs, in a copy of the scripts with small notebooks of its own."""
 
+import errno
 import os
 import re
 import shutil
@@ -175,6 +176,24 @@ def test_a_time_limit_stops_a_notebook(tree):
     done = finished(tree, "run", "--timeout", "4")
     assert done.returncode == 1
     assert "still running after 4 s" in done.stdout
+
+
+def test_a_full_disk_is_one_line(capsys):
+    def write(arguments):
+        raise OSError(errno.ENOSPC, "No space left on device", "runs/x.ipynb")
+
+    assert terminal.main(write, []) == 1
+    assert capsys.readouterr().err == "lab: No space left on device: runs/x.ipynb\n"
+
+
+def test_two_runs_of_one_second_get_two_folders(tmp_path, monkeypatch):
+    monkeypatch.setattr(batch, "ROOT", tmp_path)
+    monkeypatch.setattr(time, "strftime", lambda _: "20300101-000000")
+    assert [batch.new_folder("all").name for _ in range(3)] == [
+        "20300101-000000-all",
+        "20300101-000000-all-2",
+        "20300101-000000-all-3",
+    ]
 
 
 # lab test
