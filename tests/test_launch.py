@@ -128,6 +128,14 @@ def test_an_early_clean_exit_is_named_as_such(leave):
     assert text.startswith(("rank 1 left early with exit code 0", "rank 1 finished early"))
 
 
+def test_a_rank_that_is_stopped_on_its_way_out_finished_early():
+    slowly = "lambda leave=dist.destroy_process_group: (leave(), __import__('time').sleep(9))"
+    text = failure(
+        f"if rank == 1:\n    dist.destroy_process_group = {slowly}\nelse:\n    comm.all_reduce(torch.ones(4))"
+    )
+    assert text.startswith("rank 1 finished early, while rank 0 was still waiting for it")
+
+
 @pytest.mark.parametrize("hang", ["import time; time.sleep(100)", "import os, signal; os.kill(os.getpid(), 19)"])
 def test_a_hanging_or_frozen_rank_is_named_within_the_limit(hang):
     start = time.monotonic()

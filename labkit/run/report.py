@@ -66,8 +66,10 @@ def read_ends(folder, nproc, events, exits):
             state = "finished"
         elif "start" not in kinds:
             state = "absent"
+        elif stack_text or (exits is not None and exit_code is None):
+            state = "finished" if "leaving" in kinds else "stopped"  # told to stop on its way out
         else:
-            state = "stopped" if stack_text or (exits is not None and exit_code is None) else "died"
+            state = "died"
         collective = json.loads(box_text) if box_text else None
         ends.append(RankEnd(rank, state, error, collective, stack_text, exit_code))
     return ends

@@ -3,7 +3,7 @@
     run folder/
       job.json         what to run                                   written by launch
       rank-1.log       everything rank 1 prints, also from C++
-      rank-1.jsonl     its events: start, record, progress, error, done    read by launch as they come
+      rank-1.jsonl     its events: start, record, progress, error, leaving, done    read by launch as they come
       rank-1.box       its last collective, in a memory map: survives kill -9
       rank-1.stack     where it was when it was told to stop
 
@@ -118,6 +118,7 @@ def main(job_path):
             else:
                 join_group(job, f"file://{folder}/store", context)
                 run_target(job, context)
+                events.write("leaving")  # from here on its peers may lose the connection to it
                 dist.destroy_process_group()
         events.write("done", time=time.time())
     except BaseException as error:
