@@ -1,3 +1,4 @@
+import signal
 import sys
 
 import browser
@@ -7,6 +8,8 @@ from pool import Pool
 
 # Tests hold values to 1e-12: the same thread count everywhere keeps the order of sums the same.
 torch.set_num_threads(1)
+# A shell starts background jobs with SIGINT ignored, and children inherit that: the tests press Ctrl-C for real.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

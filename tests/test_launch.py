@@ -64,7 +64,7 @@ def test_a_script_runs_as_torchrun_runs_it(tmp_path):
 def test_the_shell_command_does_the_same():
     run = launch("test_launch:double", value=21, quiet=True)
     assert run.command.startswith("torchrun --standalone --nproc-per-node 2 -m labkit.run.worker test_launch:double")
-    command = [sys.executable, "-m", "torch.distributed.run", *run.torchrun_arguments(shell=True)]
+    command = [sys.executable, "-m", "torch.distributed.run", *run.torchrun_arguments(by_name=True)]
     folder = os.path.dirname(__file__)
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=os.environ | {"PYTHONPATH": folder})
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
@@ -205,6 +205,10 @@ def test_more_ranks_than_gpus_is_one_clear_line():
 
 def test_an_unrecordable_value_is_named():
     assert "record() takes numbers, strings, lists and dicts, not object" in failure("record(x=object())")
+
+
+def test_a_reserved_field_is_named():
+    assert "record() notes the rank by itself" in failure("record(rank=rank)")
 
 
 def test_an_interrupt_leaves_no_rank_and_the_next_launch_works(capfd):

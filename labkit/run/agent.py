@@ -7,8 +7,8 @@
     | notebook | <---------------- | imported | -----------> |   watches    |       | rank 1 |
     +----------+  {"ended": ...}   +----------+              +--------------+       +--------+
 
-The import of torch, 1.2 s a process, is paid once: that is nearly the whole cost of a bare `torchrun`. The agent only
-imports (a fork must find neither CUDA initialised nor OpenMP used), and the job process runs torchrun's own launcher.
+Importing torch is nearly the whole cost of a bare `torchrun`, and here it is paid once, not by every process. The agent
+only imports (a fork must find neither CUDA initialised nor OpenMP used); the job process runs torchrun's own launcher.
 
 Nothing outlives the notebook. The pipe from the kernel closes however the kernel dies, and then the agent kills all
 that descends from it: it is the subreaper, so that orphans become its children. If the agent itself is killed, the

@@ -70,14 +70,14 @@ class Run:
 
     @property
     def command(self):
-        return shlex.join(["torchrun", *self.torchrun_arguments(shell=True)])
+        return shlex.join(["torchrun", *self.torchrun_arguments(by_name=True)])
 
-    def torchrun_arguments(self, shell=False):
-        """Arguments of torchrun; shell: by what it runs, where that has a name, rather than by this run's job file."""
+    def torchrun_arguments(self, by_name=False):
+        """Arguments of torchrun; by_name: what it runs by its name, where it has one, not by this run's job file."""
         start = ["--standalone", "--nproc-per-node", str(self.nproc)]
-        if shell and self.job["kind"] == "script":
+        if by_name and self.job["kind"] == "script":
             return [*start, self.job["target"], *self.job["arguments"]]
-        if shell and self.job["kind"] == "function":
+        if by_name and self.job["kind"] == "function":
             values = [f"{name}={json.dumps(value)}" for name, value in self.parameters.items()]
             return [*start, "-m", "labkit.run.worker", self.job["target"], *values]
         return [*start, "-m", "labkit.run.worker", str(self.job_path)]
@@ -105,7 +105,7 @@ def launch(
         travels, so it sees torch, dist, comm and what it imports itself), a cell's source, or a path to a .py script.
     timeout, collective_timeout: seconds for the whole run, and for one collective to wait for its peers.
     device: "cpu" (gloo), "cuda" (NCCL, one GPU a rank) or "auto" (cuda where there are enough GPUs).
-    threads: of each rank's CPU arithmetic. cold: a plain `torchrun`, 3 s slower. quiet: print nothing.
+    threads: of each rank's CPU arithmetic. cold: a plain `torchrun`. quiet: print nothing.
     Raises LaunchError for a failing rank, ValueError for arguments that cannot be, SyntaxError for a cell that does
     not compile, KeyboardInterrupt as it comes.
     """

@@ -88,6 +88,8 @@ class Context:
     events: EventFile = field(repr=False)
 
     def record(self, **fields):
+        if "rank" in fields or "kind" in fields:
+            raise ValueError("record() notes the rank by itself: give fields other names than rank and kind")
         self.events.write("record", rank=self.rank, **fields)
 
     def progress(self, step, total):
