@@ -78,7 +78,7 @@ def read_ends(folder, nproc, events, exits):
 def explain(ends, timed_out=None):
     """(cause, text): the RankEnd that failed first, None where no single rank did, and the message for the person."""
     by_state = {state: [end for end in ends if end.state == state] for state in {end.state for end in ends}}
-    waiting = by_state.get("echo", []) + by_state.get("timeout", [])
+    waiting = [end for end in ends if end.state in ("echo", "timeout")]
     if raised := by_state.get("raised"):
         cause = min(raised, key=lambda end: end.error["time"])
         headline = f"rank {cause.rank} raised {cause.error['type']}: {cause.error['message']}"
