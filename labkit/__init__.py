@@ -10,6 +10,13 @@
         join.py             ranks that run out of data
         wrapper.py          a module around a module, under the same names
     horovod.py              the same averaging, as an optimizer
+    zero.py                 ZeRO-1, ZeRO-2: shard optimizer states, then gradients; on
+        shard.py            many tensors as one flat buffer, cut evenly among the ranks
+    fsdp.py                 ZeRO-3: shard the parameters too, gather them unit by unit
+    amp.py                  autocast, fp32 master weights, dynamic loss scaling
+    recompute.py            activation checkpointing: forward again, instead of keeping
+    offload.py              optimizer states and activations in host memory or in a file
+    budget.py               where every byte goes, before anything is run; a strategy that fits
     sampler.py              every sample exactly once per epoch; exact distributed evaluation
     trainer.py              all of the above behind one train_step
 

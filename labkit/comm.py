@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
@@ -141,10 +142,44 @@ def all_reduce(tensor, op=ReduceOp.SUM, group=None, async_op=False):
     return _metered("all_reduce", group, payload, lambda n: 2 * (n - 1) * payload // n, async_op, launch)
 
 
+class _Sum:
+    """An all_to_all whose parts are added up when it is waited for: a reduce_scatter."""
+
+    def __init__(self, work, parts, output):
+        self.work, self.parts, self.output = work, parts, output
+
+    def wait(self, *timeout):
+        done = self.work.wait(*timeout)
+        if self.parts is not None:
+            torch.sum(self.parts, 0, out=self.output)
+            self.parts = None
+        return done
+
+    def is_completed(self):
+        return self.work.is_completed()
+
+    def get_future(self):
+        raise RuntimeError("a reduce_scatter on gloo is complete only when wait() returns")
+
+
+def _reduce_scatter_by_all_to_all(output, input, group, async_op):
+    parts = torch.empty_like(input)
+    work = dist.all_to_all_single(parts, input, group=group, async_op=True)
+    work = _Sum(work, parts.view(dist.get_world_size(group), output.numel()), output.view(-1))
+    if async_op:
+        return work
+    work.wait()
+
+
 def reduce_scatter(output, input, op=ReduceOp.SUM, group=None, async_op=False):
-    """output becomes this rank's n-th part of the sum of all inputs. input: n times the elements of output."""
+    """output becomes this rank's n-th part of the sum of all inputs. input: n times the elements of output, contiguous.
+
+    On gloo a sum is an all_to_all and n-1 additions, in the order of the ranks: gloo's own sends a whole all_reduce.
+    """
 
     def launch():
+        if op == ReduceOp.SUM and dist.get_backend(group) == "gloo":
+            return _reduce_scatter_by_all_to_all(output, input, group, async_op)
         return _reduce_scatter(output, input, op, group, async_op)
 
     if not _logs:

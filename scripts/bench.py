@@ -18,7 +18,10 @@ from terminal import main, say, table
 from labkit.measure import machine
 from labkit.run import LaunchError
 
-NAMES = ("exact", "launching", "all_reduce", "data_parallel", "overlap")
+NAMES = (
+    *("exact", "launching", "all_reduce", "data_parallel", "overlap"),
+    *("zero", "fsdp", "amp", "memory", "recompute"),
+)
 QUICK = 5
 
 

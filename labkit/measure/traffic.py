@@ -18,6 +18,7 @@ RING = {
     "allreduce_coalesced_": (0, lambda n: 2 * (n - 1) / n),
     "_reduce_scatter_base_": (1, lambda n: (n - 1) / n),
     "_allgather_base_": (0, lambda n: (n - 1) / n),
+    "alltoall_base_": (1, lambda n: (n - 1) / n),
     "broadcast_": (0, lambda n: (n - 1) / n),
     "send": (0, lambda n: 1.0),
     "recv_": (0, lambda n: 0.0),

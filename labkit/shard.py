@@ -1,0 +1,71 @@
+"""Flat shards: several tensors as one flat buffer, cut into one equal part per rank.
+
+    tensors      [ w1 ........ | b1 | w2 .............. | b2 ]            each flattened, one after the other
+    flat         |     shard 0     |     shard 1     |  shard 2    00|    zeros at the end, so that n divides it
+    pieces of rank 1:      [b1 | w2 ........... ]                         views of its shard; of w1 and b2 it has none
+
+One message then moves all of them, every rank holds and sends the same number of bytes, and no tensor need be divisible
+by anything. The price: a shard is one-dimensional, and its edges fall anywhere.
+
+Held per rank: ceil(elements / n). Padding: fewer than n elements per layout.
+Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020, section 5;
+Zhao et al., PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel, VLDB 2023, section 3.2.3.
+"""
+
+from itertools import accumulate
+from math import prod
+
+import torch
+
+
+class Layout:
+    """Where tensors of the given shapes lie in a flat buffer, and which part of it each of world_size ranks holds.
+
+    numel: elements of all tensors. padded: of the flat buffer. shard_numel: of one shard, padded / world_size.
+    """
+
+    def __init__(self, shapes, world_size):
+        self.shapes, self.world_size = [torch.Size(shape) for shape in shapes], world_size
+        sizes = [prod(shape) for shape in self.shapes]
+        self.stops = list(accumulate(sizes))
+        self.starts = [stop - size for stop, size in zip(self.stops, sizes, strict=True)]
+        self.numel = sum(sizes)
+        self.shard_numel = -(-self.numel // world_size)
+        self.padded = self.shard_numel * world_size
+
+    def views(self, flat):
+        """Views of a flat buffer, [padded] or [numel], with the tensors' shapes."""
+        return [
+            flat[start:stop].view(shape)
+            for start, stop, shape in zip(self.starts, self.stops, self.shapes, strict=True)
+        ]
+
+    def ranges(self, rank):
+        """For each tensor, the (start, stop) of its own flattened elements that this rank holds; 0, 0 for none."""
+        first = rank * self.shard_numel
+        last = first + self.shard_numel
+        found = []
+        for start, stop in zip(self.starts, self.stops, strict=True):
+            begin, end = max(start, first), min(stop, last)
+            found.append((begin - start, end - start) if begin < end else (0, 0))
+        return found
+
+    def pieces(self, shard, rank):
+        """For each tensor, the view of `shard`, [shard_numel], that holds this rank's elements of it; may be empty."""
+        first = rank * self.shard_numel
+        return [
+            shard[max(0, start + begin - first) :][: end - begin]
+            for start, (begin, end) in zip(self.starts, self.ranges(rank), strict=True)
+        ]
+
+    def shard(self, flat, rank):
+        """The view of a flat buffer, [padded], that is this rank's shard."""
+        return flat[rank * self.shard_numel : (rank + 1) * self.shard_numel]
+
+    @torch.no_grad()
+    def flatten(self, tensors, flat):
+        """Copy the tensors into a flat buffer, [padded] or [numel]; the padding becomes zero."""
+        for view, tensor in zip(self.views(flat), tensors, strict=True):
+            view.copy_(tensor)
+        flat[self.numel :].zero_()
+        return flat
