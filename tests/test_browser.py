@@ -131,4 +131,7 @@ def test_the_course_runs_and_is_seen_in_both_themes(lab, screenshots, name):
         before = page.images()[-1]
         measures.last.select_option(index=1)
         page.wait_for_change(before)
-        page.screenshot(screenshots / f"{name}-control.png")
+        for theme in ("Light", "Dark"):
+            page.set_theme(theme)
+            measures.first.scroll_into_view_if_needed()
+            page.screenshot(screenshots / f"{name}-control-{theme.lower()}.png")

@@ -13,7 +13,7 @@ import pytest
 
 from labkit.run import LaunchError, launch
 from labkit.run.client import AgentClient, agent
-from labkit.run.report import RankEnd, explain
+from labkit.run.report import RankEnd, explain, read_ends
 
 QUICK = {"collective_timeout": 3, "timeout": 30, "quiet": True}
 
@@ -112,6 +112,25 @@ def test_a_rank_that_raises_is_named_with_its_own_line():
 def test_the_echo_of_another_rank_is_not_blamed():
     text = failure("if rank == 1:\n    raise ValueError('bad batch')\ndist.all_reduce(torch.ones(4))")
     assert text.startswith("rank 1 raised ValueError") and text.count("Traceback") == 0
+
+
+@pytest.mark.parametrize("echo", ["Connection closed by peer [127.0.0.1]", "Connection reset by peer", "Broken pipe"])
+def test_an_echo_that_comes_first_is_not_blamed(tmp_path, echo):
+    def error(time, message):
+        return {
+            "kind": "error",
+            "time": time,
+            "type": "E",
+            "message": message,
+            "line": "x",
+            "lineno": 1,
+            "traceback": "",
+        }
+
+    starts = [{"kind": "start", "pid": pid} for pid in (1, 2)]
+    events = [[starts[0], error(1.0, echo)], [starts[1], error(2.0, "bad batch")]]
+    cause, text = explain(read_ends(tmp_path, 2, events, {1: 1, 2: 1}))
+    assert cause.rank == 1 and text.startswith("rank 1 raised E: bad batch")
 
 
 def test_a_killed_rank_is_named_with_its_signal_and_last_collective():
