@@ -16,7 +16,9 @@
     amp.py                  autocast, fp32 master weights, dynamic loss scaling
     recompute.py            activation checkpointing: forward again, instead of keeping
     offload.py              optimizer states and activations in host memory or in a file
-    budget.py               where every byte goes, before anything is run; a strategy that fits
+    budget.py               where every byte goes, before anything is run; a strategy that fits; on
+        rehearsal.py        one step on tensors without data: what would live, and when
+        holdings.py         what each strategy keeps of parameters, gradients and states
     sampler.py              every sample exactly once per epoch; exact distributed evaluation
     trainer.py              all of the above behind one train_step
 

@@ -15,7 +15,7 @@ import labkit
 ROOT = Path(labkit.__file__).parent
 
 # Parts of algorithms, too long to sit in one file with them: algorithms share these, never each other.
-PARTS = {"bucket", "reducer", "replicas", "join", "wrapper", "shard"}
+PARTS = {"bucket", "reducer", "replicas", "join", "wrapper", "shard", "rehearsal", "holdings"}
 BELOW = {
     "floor": set(),
     "part": {"floor", "part"},

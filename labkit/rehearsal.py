@@ -1,0 +1,207 @@
+"""A rehearsal: one training step on tensors that have shapes but no data, to see what would live, and when.
+
+    real      x [32, 64] 8 KiB  --- matmul ---> y 32 KiB  --- relu ---> ...     time and memory for every number
+    rehearsed x [32, 64]        --- matmul ---> y [32, 256]             ...     shapes only: nothing is computed or held
+    log       +32 KiB (activation) | +32 KiB (activation) | ... | gradient 3 is in | -32 KiB | ...
+
+Every operator says what it would allocate, in backward too, and autograd keeps what it would keep. So the log has each
+storage's birth and death in the order of the real step, whatever the model is, and a model that fits no machine can be
+rehearsed on a laptop: one on the meta device takes no memory at all.
+
+Cost: Python's share of a step. Not seen: work space inside one kernel, and what an allocator rounds up.
+"""
+
+import weakref
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+
+@dataclass
+class Piece:
+    """A storage: its bytes, and the number of the parameter whose gradient it became (None: an activation)."""
+
+    size: int
+    gradient_of: int | None = None
+
+
+@dataclass
+class Rehearsal:
+    """What one forward and backward would allocate.
+
+    parameters: name -> fake tensor, each once. buffers: name -> fake tensor. log: rows (Piece, change in bytes, event);
+    an event is None, ("gradient", number of the parameter), or (phase, number of the unit) with phase "forward",
+    "forward end", "backward". backward_at: the position in the log where backward begins.
+    """
+
+    parameters: dict
+    buffers: dict
+    units: list = field(default_factory=list)
+    log: list = field(default_factory=list)
+    backward_at: int = 0
+
+    def trained(self):
+        """Numbers of the parameters that want a gradient."""
+        return [i for i, p in enumerate(self.parameters.values()) if p.requires_grad]
+
+
+class Watch(TorchDispatchMode):
+    """Writes every new storage, and the end of every storage, into `log`."""
+
+    def __init__(self, log):
+        super().__init__()
+        self.log, self.alive = log, {}
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        result = operator(*args, **(kwargs or {}))
+        for t in tree_leaves(result):
+            if isinstance(t, torch.Tensor):
+                storage = t.untyped_storage()
+                if storage._cdata not in self.alive and (
+                    storage._cdata not in given or operator is torch.ops.aten.lift_fresh.default
+                ):
+                    self.born(storage)
+        return result
+
+    def born(self, storage):
+        address, piece = storage._cdata, Piece(storage.nbytes())
+        self.alive[address] = piece, weakref.ref(storage, lambda _: self.died(address))
+        self.log.append((piece, piece.size, None))
+
+    def died(self, address):
+        piece, _ = self.alive.pop(address)
+        self.log.append((piece, -piece.size, None))
+
+    def gradient(self, number, parameter):
+        """A parameter's gradient is complete: the storage that holds it has been one all its life."""
+        piece, _ = self.alive.get(parameter.grad.untyped_storage()._cdata, (None, None))
+        if piece is not None:
+            piece.gradient_of = number
+        self.log.append((piece, 0, ("gradient", number)))
+
+    def mark(self, phase, unit):
+        self.log.append((None, 0, (phase, unit)))
+
+
+class Step(torch.nn.Module):
+    """Forward, loss and backward as one module's forward, so that its parameters stay exchanged for all of it."""
+
+    def __init__(self, module, loss, precision, at_backward):
+        super().__init__()
+        self.module, self.loss, self.precision, self.at_backward = module, loss, precision, at_backward
+
+    def forward(self, inputs, target):
+        with self.precision:
+            output = self.module(*inputs)
+            value = total(output) if self.loss is None else self.loss(output, *target)
+            del output
+        self.at_backward()
+        value.backward()
+        return value  # the training loop keeps it, too: somebody wants to see it
+
+
+def total(output):
+    """A scalar that depends on every floating-point tensor in the output."""
+    return sum(t.sum() for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.is_floating_point())
+
+
+def rehearse(module, input, loss=None, target=None, dtype=None, device=None, units=(), autocast=None, checkpoint=None):
+    """The Rehearsal of one forward and backward of `module`, which is neither computed with nor changed.
+
+    input: a tensor or a tuple of them, one rank's batch; target: as `loss` takes it. Both may be on the meta device.
+    loss: function (output, target), or (output) without a target, -> scalar; None: the sum of the output.
+    dtype: of floating-point parameters, buffers and inputs (None: as they are). device: by default the module's, "cpu"
+    for the meta device. units: submodules whose forward and backward are marked in the log. autocast: a context manager
+    for forward. checkpoint: function (function, *args) that runs a unit and recomputes it in backward.
+    """
+    inputs = input if isinstance(input, tuple | list) else (input,)
+    targets = () if target is None else (target,)
+    named = dict(module.named_parameters())
+    if device is None:
+        device = next((t.device for t in named.values()), torch.device("cpu"))
+        device = torch.device("cpu") if device.type == "meta" else device
+    with FakeTensorMode(allow_non_fake_inputs=True), ExitStack() as undo:
+
+        def fake(t):
+            kind = dtype if dtype is not None and t.is_floating_point() else t.dtype
+            return torch.empty_strided(t.shape, t.stride(), dtype=kind, device=device, requires_grad=t.requires_grad)
+
+        done = Rehearsal(
+            {name: fake(p) for name, p in named.items()},
+            {name: fake(b) for name, b in module.named_buffers()},
+            list(units),
+        )
+        watch = Watch([])
+        for number, p in enumerate(done.parameters.values()):
+            if p.requires_grad:
+                p.register_post_accumulate_grad_hook(lambda p, number=number: watch.gradient(number, p))
+        for number, unit in enumerate(done.units):
+            mark_unit(undo, watch, number, unit, checkpoint)
+
+        def at_backward():
+            done.backward_at = len(watch.log)
+
+        step = Step(module, loss, autocast or nullcontext(), at_backward)
+        tensors = {f"module.{name}": t for name, t in (done.parameters | done.buffers).items()}
+        arguments = tree_map_only(torch.Tensor, fake, (tuple(inputs), targets))
+        with watch:
+            held = torch.func.functional_call(step, tensors, arguments)
+        done.log = list(watch.log)  # what is freed from here on was not freed in the step
+        del held
+    return done
+
+
+def mark_unit(undo, watch, number, unit, checkpoint):
+    """Write into the log when a unit's forward begins and ends, and when its backward begins."""
+
+    def before(_, args):
+        watch.mark("forward", number)
+
+    def after(_, args, output):
+        watch.mark("forward end", number)
+        for t in tree_leaves(output):
+            if isinstance(t, torch.Tensor) and t.requires_grad:
+                t.register_hook(lambda gradient: watch.mark("backward", number))
+                break
+
+    undo.callback(unit.register_forward_pre_hook(before).remove)
+    undo.callback(unit.register_forward_hook(after).remove)
+    if checkpoint is not None:
+        plain = unit.forward
+        unit.forward = lambda *args, **kwargs: checkpoint(plain, *args, **kwargs)
+        undo.callback(unit.__dict__.pop, "forward")
+
+
+def rehearse_optimizer(tensors, optimizer):
+    """(bytes of states, bytes of temporaries at most) of steps of optimizer(list of parameters) on such `tensors`.
+
+    tensors: (shape, dtype, device) of each parameter that has a gradient. The second step counts: states are there.
+    """
+    with FakeTensorMode():
+        parameters = []
+        for shape, dtype, device in tensors:
+            p = torch.empty(shape, dtype=dtype, device=device, requires_grad=True)
+            p.grad = torch.empty_like(p)
+            parameters.append(p)
+        if not parameters:
+            return 0, 0
+        made = optimizer(parameters)
+        made.step()
+        held = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in states(made)}
+        log = []
+        with Watch(log):
+            made.step()
+    live = most = 0
+    for _, change, _ in log:
+        live += change
+        most = max(most, live)
+    return sum(held.values()), most
+
+
+def states(optimizer):
+    return [t for t in tree_leaves(list(optimizer.state.values())) if isinstance(t, torch.Tensor)]

@@ -1,0 +1,180 @@
+"""Memory by kind in the hand: stage, world size, precision and batch move, and each byte goes where it will go.
+
+    [ figure ] one-line takeaway, table              ordinary outputs: GitHub, a batch run and an offline page show them
+    ranks --o--   precision v   batch --o--          controls: what they ask is estimated, nothing is launched
+    [x] DDP [x] ZeRO-1 [x] ZeRO-2 [x] FSDP           the stages side by side; a line where a rank's memory ends
+
+What is drawn is a pure function of (predict, state): predict(stage, world_size, precision, batch) -> bytes by kind.
+"""
+
+import base64
+import functools
+import html
+from dataclasses import dataclass, replace
+
+import ipywidgets
+import pandas as pd
+from IPython.display import display
+
+from labkit import budget
+from labkit.measure.memory import KINDS
+from labkit.show import style
+from labkit.show.bars import memory_bars
+from labkit.show.notebook import table
+from labkit.show.publish import png, present
+
+STAGES = ("ddp", "zero1", "zero2", "fsdp")
+
+
+@dataclass(frozen=True)
+class State:
+    """What the controls say. batch: samples of one rank. capacity: bytes that a rank has, None for no line."""
+
+    stages: tuple
+    world_size: int
+    precision: str
+    batch: int
+    capacity: int | None = None
+
+
+def predictor(module, batch_of, loss=None, unit=None, **options):
+    """predict(stage, world_size, precision, batch) -> bytes by kind at the peak, each remembered.
+
+    batch_of: function batch size -> (input, target), which may be on the meta device. unit, options: those of
+    labkit.budget.estimate.
+    """
+
+    @functools.cache
+    def rehearsed(precision, batch):
+        input, target = batch_of(batch)
+        return budget.rehearse_step(module, input, loss, target, precision, unit)
+
+    @functools.cache
+    def predict(stage, world_size, precision, batch):
+        return budget.account(rehearsed(precision, batch), stage, world_size, precision=precision, **options).peak
+
+    return predict
+
+
+def rows(predict, state):
+    """DataFrame: a row per stage with its bytes by kind and their sum, `total`."""
+    found = [{"stage": one, **predict(one, state.world_size, state.precision, state.batch)} for one in state.stages]
+    frame = pd.DataFrame(found)
+    return frame.assign(total=frame[list(KINDS)].sum(axis=1))
+
+
+def headline(state):
+    ranks = "1 rank" if state.world_size == 1 else f"{state.world_size} ranks"
+    return f"{ranks}, {state.precision}, {state.batch} samples each"
+
+
+def draw(predict, state):
+    """Figure: a stacked bar per stage; where the state has a capacity, a line. ValueError without a stage."""
+    if not state.stages:
+        raise ValueError("no stage to draw: choose at least one")
+    figure = memory_bars(rows(predict, state)[["stage", *KINDS]], title=headline(state), label="stage")
+    if state.capacity is not None:
+        axes = figure.axes[0]
+        longest = max(sum(predict(s, state.world_size, state.precision, state.batch).values()) for s in state.stages)
+        at = state.capacity / style.byte_scale(longest)[0]
+        axes.axvline(at, color=style.RED, linewidth=1.6, zorder=6)
+        axes.set_xlim(0, max(axes.get_xlim()[1], at * 1.14))
+        words = f"a rank has {style.quantity(state.capacity, 'bytes')}"
+        place = {"xytext": (4, 3), "textcoords": "offset points", "color": style.RED, "size": 9}
+        axes.annotate(words, (at, axes.get_ylim()[1]), annotation_clip=False, **place)
+    return figure
+
+
+def takeaway(predict, state):
+    """One sentence: the most, the least, and which stage is the first that fits."""
+    frame = rows(predict, state)
+    most, least = frame.loc[frame["total"].idxmax()], frame.loc[frame["total"].idxmin()]
+    words = f"{headline(state)}: {style.quantity(most['total'], 'bytes')} a rank for {style.name(most['stage'])}"
+    if most["total"] > least["total"]:
+        words += f", {style.quantity(least['total'], 'bytes')} for {style.name(least['stage'])}"
+        words += f", {most['total'] / least['total']:.1f} times less"
+    if state.capacity is None:
+        return words + "."
+    fits, room = frame[frame["total"] <= state.capacity], style.quantity(state.capacity, "bytes")
+    first = f"The first to fit into {room} is {style.name(fits['stage'].iloc[0])}." if len(fits) else ""
+    return f"{words}. {first or f'None of them fits into {room}.'}"
+
+
+def picture(predict, state):
+    """The widget's image as HTML with alt text; a sentence where there is nothing to draw."""
+    if not state.stages:
+        return "<p>Tick at least one stage.</p>"
+    data = base64.b64encode(png(draw(predict, state), dpi=130)).decode()
+    words = html.escape(takeaway(predict, state), quote=True)
+    return f'<img style="max-width:100%;width:760px" alt="{words}" src="data:image/png;base64,{data}"><p>{words}</p>'
+
+
+class Explorer:
+    """The controls and their state. `.panel` is the widget, `.image` what it shows."""
+
+    def __init__(self, predict, state, world_sizes, precisions, batches):
+        self.predict, self.state = predict, state
+        wide = {"description_width": "initial"}
+
+        def slider(name, values, value):
+            return ipywidgets.SelectionSlider(
+                options=values, value=value, description=name, continuous_update=False, style=wide
+            )
+
+        self.world_size = slider("ranks", world_sizes, state.world_size)
+        self.batch = slider("samples a rank", batches, state.batch)
+        self.precision = ipywidgets.Dropdown(
+            options=precisions, value=state.precision, description="precision", style=wide
+        )
+        self.boxes = {
+            one: ipywidgets.Checkbox(value=True, description=style.name(one), indent=False, layout={"width": "auto"})
+            for one in state.stages
+        }
+        for control in (self.world_size, self.precision, self.batch, *self.boxes.values()):
+            control.observe(self.changed, names="value")
+        row = ipywidgets.Layout(flex_flow="row wrap", grid_gap="4px 18px", display="flex")
+        self.image = ipywidgets.HTML("<p>Move a control: the memory of your choice is drawn here.</p>")
+        controls = ipywidgets.Box([self.world_size, self.precision, self.batch], layout=row)
+        stages = ipywidgets.Box(list(self.boxes.values()), layout=row)
+        self.panel = ipywidgets.VBox([controls, stages, self.image])
+
+    def changed(self, change=None):
+        """Read the controls and draw anew."""
+        self.state = replace(
+            self.state,
+            stages=tuple(one for one, box in self.boxes.items() if box.value),
+            world_size=self.world_size.value,
+            precision=self.precision.value,
+            batch=self.batch.value,
+        )
+        self.image.value = picture(self.predict, self.state)
+
+
+def explorer(
+    predict,
+    world_size=4,
+    precision="fp32",
+    batch=8,
+    capacity=None,
+    stages=STAGES,
+    world_sizes=(1, 2, 4, 8, 16, 64),
+    precisions=tuple(budget.PRECISIONS),
+    batches=(1, 2, 4, 8, 16, 32, 64),
+):
+    """Show memory by kind and stage: figure, takeaway and table as ordinary outputs, then controls. Returns Explorer.
+
+    predict: of predictor(), or any function (stage, world_size, precision, batch) -> bytes by kind. The controls offer
+    world_sizes, precisions and batches, to which the first choice is added. capacity: bytes that a rank has.
+    """
+    state = State(tuple(stages), world_size, precision, batch, capacity)
+    words = takeaway(predict, state)
+    present(draw(predict, state), words, "predicted", words)
+    frame = rows(predict, state)
+    small = pd.DataFrame({"stage": [style.name(one) for one in frame["stage"]]})
+    for kind in (*[k for k in KINDS if frame[k].max() > 0], "total"):
+        small[style.name(kind)] = [style.quantity(value, "bytes") for value in frame[kind]]
+    table(small, f"{headline(state)}: bytes of a rank at the peak; predicted")
+    choices = [sorted({*offered, first}) for offered, first in ((world_sizes, world_size), (batches, batch))]
+    shown = Explorer(predict, state, choices[0], list(dict.fromkeys([*precisions, precision])), choices[1])
+    display(shown.panel)
+    return shown
