@@ -14,7 +14,9 @@
         shard.py            many tensors as one flat buffer, cut evenly among the ranks
     fsdp.py                 ZeRO-3: shard the parameters too, gather them unit by unit
     amp.py                  autocast, fp32 master weights, dynamic loss scaling
-    recompute.py            activation checkpointing: forward again, instead of keeping
+    recompute.py            activation checkpointing: forward again, instead of keeping; on
+        surroundings.py     random state and autocast as they were the first time
+        keep.py             what is held, because it is dear to compute again
     offload.py              optimizer states and activations in host memory or in a file
     budget.py               where every byte goes, before anything is run; a strategy that fits; on
         rehearsal.py        one step on tensors without data: what would live, and when
