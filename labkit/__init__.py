@@ -12,6 +12,9 @@
     horovod.py              the same averaging, as an optimizer
     zero.py                 ZeRO-1, ZeRO-2: shard optimizer states, then gradients; on
         shard.py            many tensors as one flat buffer, cut evenly among the ranks
+        scatter.py          each rank gets the mean of the gradients of its part only
+        consolidate.py      states of shards as states of the whole, and back
+        elementwise.py      which optimizers may work on a shard
     fsdp.py                 ZeRO-3: shard the parameters too, gather them unit by unit
     amp.py                  autocast, fp32 master weights, dynamic loss scaling
     recompute.py            activation checkpointing: forward again, instead of keeping; on

@@ -35,7 +35,8 @@ class Reducer:
         names = {p: name for name, p in named_parameters}
         lists = assign_buckets([p for _, p in named_parameters], cap_bytes)
         self.buckets = [
-            Bucket(members, i, i == len(lists) - 1, [names[p] for p in members]) for i, members in enumerate(lists)
+            self._make_bucket(members, i, i == len(lists) - 1, [names[p] for p in members])
+            for i, members in enumerate(lists)
         ]
         self.hook = self.state = None
         self.factor = None  # what gradients are multiplied by on their way into the bucket
@@ -49,6 +50,9 @@ class Reducer:
                 handles.append(p.register_post_accumulate_grad_hook(arrived))
         self.detach = weakref.finalize(self, _remove, handles)  # runs when called, or when the reducer is gone
         self.detach.atexit = False
+
+    def _make_bucket(self, members, index, is_last, names):
+        return Bucket(members, index, is_last, names)
 
     def divide_by(self, count):
         """The average is the sum divided by count. Left to the hook if there is one."""
@@ -184,3 +188,10 @@ def _notify(owner, index, slot, parameter):
 def _remove(handles):
     for handle in handles:
         handle.remove()
+
+
+def watchers(parameter):
+    """The owners of all reducers, of whatever wrapper, that wait for the gradient of a parameter."""
+    hooks = (parameter._post_accumulate_grad_hooks or {}).values()
+    owners = [hook.args[0]() for hook in hooks if isinstance(hook, partial) and hook.func is _notify]
+    return [owner for owner in owners if owner is not None]

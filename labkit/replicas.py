@@ -1,6 +1,6 @@
 """Replicas: before training, every rank holds the same model with the same values, or a clear error says where not.
 
-    rank 0   w  b  running_mean       1. all_gather of a hash of names, shapes, dtypes: same model? (40 bytes a rank)
+    rank 0   w  b  running_mean       1. all_gather of a hash of names, shapes, dtypes: same model? (32 bytes a rank)
     rank 1   w' b' running_mean'      2. broadcast, many tensors as the bytes of one message:
 
              [ w ........ | b .. | running_mean .. ]  --->  all ranks        whatever their dtypes
@@ -75,19 +75,24 @@ def check_agreement(lines, group=None, device="cpu"):
     Raises ValueError on every rank, naming the first line that differs and what both ranks have there.
     """
     text = "\n".join(lines).encode()
-    head = hashlib.sha256(text).digest() + len(text).to_bytes(8, "big")
-    heads = _gather_bytes(head, len(head), group, device)
-    if all(other == heads[0] for other in heads):
+    hashes = _gather_equal(hashlib.sha256(text).digest(), 32, group, device)
+    if all(other == hashes[0] for other in hashes):
         return
-    longest = max(int.from_bytes(other[32:], "big") for other in heads)
-    texts = [text.rstrip(b"\0").decode().split("\n") for text in _gather_bytes(text, longest, group, device)]
+    texts = [text.decode().split("\n") for text in gather_bytes(text, group, device)]
     for rank, theirs in enumerate(texts):
         for first, other in zip_longest(texts[0], theirs, fillvalue="nothing"):
             if first != other:
                 raise ValueError(f"the model differs between ranks: rank 0 has {first}, rank {rank} has {other}")
 
 
-def _gather_bytes(payload, size, group, device):
+def gather_bytes(payload, group=None, device="cpu"):
+    """The payloads, bytes of any length, of all ranks. Collective."""
+    sizes = [int.from_bytes(size, "big") for size in _gather_equal(len(payload).to_bytes(8, "big"), 8, group, device)]
+    everyone = _gather_equal(payload, max(sizes), group, device)
+    return [theirs[:size] for theirs, size in zip(everyone, sizes, strict=True)]
+
+
+def _gather_equal(payload, size, group, device):
     world_size = dist.get_world_size(group)
     mine = torch.frombuffer(bytearray(payload.ljust(size, b"\0")), dtype=torch.uint8).to(device)
     everyone = torch.empty(world_size * size, dtype=torch.uint8, device=device)

@@ -15,7 +15,21 @@ import labkit
 ROOT = Path(labkit.__file__).parent
 
 # Parts of algorithms, too long to sit in one file with them: algorithms share these, never each other.
-PARTS = {"bucket", "reducer", "replicas", "join", "wrapper", "shard", "rehearsal", "holdings", "surroundings", "keep"}
+PARTS = {
+    "bucket",
+    "reducer",
+    "replicas",
+    "join",
+    "wrapper",
+    "shard",
+    "scatter",
+    "consolidate",
+    "elementwise",
+    "rehearsal",
+    "holdings",
+    "surroundings",
+    "keep",
+}
 BELOW = {
     "floor": set(),
     "part": {"floor", "part"},

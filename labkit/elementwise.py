@@ -1,0 +1,43 @@
+"""Elementwise: an optimizer may work on a shard if each element's update depends on that element's history alone.
+
+    whole     [ a b c ]   step, step  ->  [ a' b' c' ]        the same numbers: SGD, Adam, RMSprop, Adagrad ...
+              [ d e f ]                   [ d' e' f' ]
+    pieces    [ a b c d ]  [ e f ]  ->  [ a' b' c' d' ]  [ e' f' ]
+
+Not so where an update reads a tensor's norm (LAMB), its rows and columns (Adafactor, Muon) or all parameters (LBFGS).
+No list of names can know that of a class that is not torch's own, so it is tried, on six numbers.
+Rajbhandari et al., ZeRO, SC 2020, section 5.1, shards Adam; for the others see You et al., LAMB, ICLR 2020.
+"""
+
+import torch
+
+
+def check_elementwise(optimizer_class, defaults, device="cpu"):
+    """Raise ValueError if two steps of optimizer_class(..., **defaults) do not treat a matrix as they treat its parts.
+
+    Errors of optimizer_class about its own arguments pass through.
+    """
+    options = {**defaults, "lr": 0.1} if "lr" in defaults else defaults  # a rate of 0 would hide the difference
+    whole = torch.linspace(-1.0, 1.0, 6, device=device).view(2, 3)
+    optimizer_class([torch.nn.Parameter(whole.clone())], **options)
+    try:
+        together = _two_steps(optimizer_class, options, [whole])
+        apart = _two_steps(optimizer_class, options, [whole.flatten()[:4], whole.flatten()[4:]])
+        same = torch.allclose(together, apart, rtol=1e-4)
+    except Exception:  # whatever it needs that a shard does not have: a closure, two dimensions, sparse gradients
+        same = False
+    if not same:
+        raise ValueError(
+            f"{optimizer_class.__name__} is not elementwise: what it does to one element depends on the others, so it "
+            "cannot work on shards; SGD, Adam, AdamW, RMSprop, Adagrad and their like can"
+        )
+
+
+def _two_steps(optimizer_class, options, tensors):
+    parameters = [torch.nn.Parameter(t.clone()) for t in tensors]
+    optimizer = optimizer_class(parameters, **options)
+    for slope in (1.0, -0.3):
+        for p in parameters:
+            p.grad = slope * p.detach() + 0.1
+        optimizer.step()
+    return torch.cat([p.detach().flatten() for p in parameters])
