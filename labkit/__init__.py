@@ -16,7 +16,10 @@
         consolidate.py      states of shards as states of the whole, and back
         elementwise.py      which optimizers may work on a shard
     fsdp.py                 ZeRO-3: shard the parameters too, gather them unit by unit
-    amp.py                  autocast, fp32 master weights, dynamic loss scaling
+    amp.py                  mixed precision: dynamic loss scaling, agreed by all ranks; on
+        autocast.py         each operation in the precision that suits it
+        precision.py        which operations run low, which in fp32
+        master_weights.py   fp32 masters of a 16-bit model
     recompute.py            activation checkpointing: forward again, instead of keeping; on
         surroundings.py     random state and autocast as they were the first time
         keep.py             what is held, because it is dear to compute again

@@ -29,6 +29,9 @@ PARTS = {
     "holdings",
     "surroundings",
     "keep",
+    "autocast",
+    "precision",
+    "master_weights",
 }
 BELOW = {
     "floor": set(),

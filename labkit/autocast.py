@@ -1,0 +1,157 @@
+"""Autocast: parameters stay fp32, and each operation runs in the precision that suits it, cast on the way in.
+
+    x fp32 --+                    +-- weight fp32, cast once, kept while the block lasts
+             v                    v
+           [ bf16 ]   linear   [ bf16 ]  -> bf16 -> gelu -> bf16 -> linear -> bf16 -> loss [ fp32 ] -> fp32
+    backward: each cast is recorded by autograd, so every operation's gradient is cast back, and weight.grad is fp32
+
+It stands between the caller and torch's functions (a TorchFunctionMode), above autograd: an operation inside a C++
+function (the linear inside an LSTM) is not seen by itself. labkit/precision.py says what runs how.
+
+Cost: a copy of every weight that a product uses, in 16 bits: half the parameters' bytes, until backward is done.
+Micikevicius et al., Mixed Precision Training, ICLR 2018, sections 3.1 and 3.3.
+"""
+
+import functools
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+
+from labkit.precision import TABLES
+
+DEFAULT = {"cuda": torch.float16, "cpu": torch.bfloat16}
+CASTABLE = {torch.float32, torch.float16, torch.bfloat16}  # fp64 was chosen by someone: it stays
+
+
+class autocast(TorchFunctionMode):
+    """`with autocast("cuda", torch.float16): loss = ...`, or as a decorator. For forward and loss, not for backward.
+
+    dtype: torch.float16 or torch.bfloat16; default bfloat16 on "cpu", float16 on "cuda". enabled=False: operations run
+    as they are, also inside another autocast. cache_enabled: a weight is cast once, however often it is used.
+    Operations with out= and in-place ones are left alone. Raises ValueError for a device or dtype that it does not
+    know, RuntimeError where this machine cannot multiply in dtype, or for an operation that would overflow unseen.
+    """
+
+    def __init__(self, device_type, dtype=None, enabled=True, cache_enabled=True):
+        super().__init__()
+        if device_type not in TABLES:
+            raise ValueError(f"autocast knows {' and '.join(TABLES)}, not {device_type!r}")
+        self.device_type, self.dtype = device_type, dtype or DEFAULT[device_type]
+        self.enabled, self.cache_enabled = enabled, cache_enabled
+        if enabled:
+            if self.dtype not in (torch.float16, torch.bfloat16):
+                raise ValueError(f"autocast casts to torch.float16 or torch.bfloat16, not {self.dtype}")
+            if reason := why_not(device_type, self.dtype):
+                raise RuntimeError(f"autocast({device_type!r}, {self.dtype}): {reason}")
+        self._rules = TABLES[device_type] if enabled else {}
+        self._casts = {}
+        self._shadows = 0  # how many autocasts of this device are open inside this one: the innermost alone decides
+        self._outer = []
+
+    def __enter__(self):
+        open_ones = [m for m in _get_current_function_mode_stack() if isinstance(m, autocast) and m is not self]
+        self._outer.append([mode for mode in open_ones if mode.device_type == self.device_type])
+        for mode in self._outer[-1]:
+            mode._shadows += 1
+        return super().__enter__()
+
+    def __exit__(self, *exception):
+        super().__exit__(*exception)
+        for mode in self._outer.pop():
+            mode._shadows -= 1
+        if not self._outer:
+            self._casts.clear()
+
+    def __call__(self, function):
+        @functools.wraps(function)
+        def inside(*args, **kwargs):
+            with self.again():
+                return function(*args, **kwargs)
+
+        return inside
+
+    def again(self):
+        """A new autocast with the same settings."""
+        return autocast(self.device_type, self.dtype, self.enabled, self.cache_enabled)
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        rule = self._rules.get(function)
+        if rule is None or self._shadows or kwargs.get("out") is not None:
+            return function(*args, **kwargs)
+        if rule == "forbidden":
+            raise RuntimeError(
+                f"{function.__name__} overflows in 16 bits: use binary_cross_entropy_with_logits, "
+                "or autocast(enabled=False) around it with fp32 inputs"
+            )
+        if rule == "fp32" and asks_for_dtype(args, kwargs):
+            return function(*args, **kwargs)
+        dtype = self.dtype if rule == "low" else torch.float32
+        if rule == "promote" and not self._any_fp32((args, kwargs.values())):
+            dtype = self.dtype
+        cast = self._cast
+        return function(*[cast(a, dtype) for a in args], **{name: cast(a, dtype) for name, a in kwargs.items()})
+
+    def _cast(self, value, dtype):
+        if isinstance(value, torch.Tensor):
+            if value.dtype is dtype or value.dtype not in CASTABLE or value.device.type != self.device_type:
+                return value
+            if self.cache_enabled and dtype is self.dtype and value.is_leaf and value.requires_grad:
+                return self._cast_once(value, dtype)
+            return value.to(dtype)
+        if type(value) in (list, tuple):
+            return type(value)([self._cast(item, dtype) for item in value])
+        return value
+
+    def _cast_once(self, weight, dtype):
+        """The weight in dtype, cast at its first use and again after it has changed.
+
+        A copy made under no_grad has no way back to the weight: it is not the one to use where gradients are wanted.
+        """
+        now = (weight._version, torch.is_grad_enabled())
+        held = self._casts.get(id(weight))
+        if held is None or held[1] != now:
+            held = self._casts[id(weight)] = (weight, now, weight.to(dtype))  # holding the weight keeps its id taken
+        return held[2]
+
+    def _any_fp32(self, values):
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                if value.dtype is torch.float32 and value.device.type == self.device_type:
+                    return True
+            elif not isinstance(value, str) and hasattr(value, "__iter__") and self._any_fp32(value):
+                return True
+        return False
+
+
+def asks_for_dtype(args, kwargs):
+    """Whether the caller says the result's dtype, as in softmax(x, dim=-1, dtype=torch.float64)."""
+    return kwargs.get("dtype") is not None or any(isinstance(value, torch.dtype) for value in args)
+
+
+@functools.cache
+def why_not(device_type, dtype):
+    """None if this machine can multiply matrices of dtype on such a device, else the reason in words."""
+    if device_type == "cuda" and not torch.cuda.is_available():
+        return "this machine has no CUDA device: use 'cpu'"
+    one = torch.ones(1, 1, dtype=dtype, device=device_type)
+    try:
+        torch.mm(one, one)
+    except RuntimeError as error:
+        return f"this device cannot multiply in {dtype}: use the other 16-bit dtype or fp32 ({error})"
+    return None
+
+
+def same_autocast():
+    """A context manager factory that opens the autocasts of this moment again: what recomputation in backward needs."""
+    modes = [m.again() for m in _get_current_function_mode_stack() if isinstance(m, autocast)]
+
+    @contextmanager
+    def again():
+        with ExitStack() as stack:
+            for mode in modes:
+                stack.enter_context(mode.again())
+            yield
+
+    return again

@@ -1,0 +1,98 @@
+"""fp32 master weights: a model in 16 bits, trained by an optimizer that keeps every weight in 32.
+
+    model      w 16 bit --forward, backward--> g 16 bit
+                    ^                              | take_gradients: to fp32
+                    | rounded once a step          v
+    optimizer  master 32 bit  <--  step  <--  g 32 bit (unscaled, clipped here)
+
+Without them small steps are lost: bf16 has 8 significant bits, so w + d == w as soon as |d| < |w| / 512.
+Autocast needs none of this: there the parameters are the masters.
+
+Held per rank: 2 P (model) + 4 P (masters) + the optimizer's states in fp32, P parameters; gradients 2 P, then 4 P.
+Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.1.
+"""
+
+import torch
+
+
+class MasterWeights(torch.optim.Optimizer):
+    """optimizer_class(fp32 copies of params, **defaults), which keeps the params themselves rounded copies of them.
+
+    params: parameters of any floating dtype, or groups of them. param_groups hold the masters: schedulers, clipping
+    and labkit's GradScaler work on those. fp32 parameters are their own masters.
+    """
+
+    def __init__(self, params, optimizer_class, **defaults):
+        params = list(params)
+        groups = params if params and isinstance(params[0], dict) else [{"params": params}]
+        groups = [{**group, "params": list(group["params"])} for group in groups]
+        self._models = [p for group in groups for p in group["params"]]
+        for group in groups:
+            group["params"] = [master_of(p) for p in group["params"]]
+        self.optimizer = optimizer_class(groups, **defaults)
+        self._masters = [master for group in self.optimizer.param_groups for master in group["params"]]
+        super().__init__(self.optimizer.param_groups, self.optimizer.defaults)
+        self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
+
+    def pairs(self):
+        """(parameter, its master), where they are two."""
+        return [(p, m) for p, m in zip(self._models, self._masters, strict=True) if p is not m]
+
+    @torch.no_grad()
+    def take_gradients(self):
+        """Move the gradients of the 16-bit parameters to the masters, in fp32, adding to what is there.
+
+        step() and GradScaler.unscale_() begin with it; call it before you look at or clip the masters' gradients.
+        """
+        for p, master in self.pairs():
+            if p.grad is not None:
+                gradient = p.grad.float()
+                master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+                p.grad = None
+
+    def clip_grad_norm_(self, max_norm):
+        """Scale the masters' gradients to a common norm of at most max_norm; returns the norm before, a scalar."""
+        self.take_gradients()
+        return torch.nn.utils.clip_grad_norm_(self._masters, max_norm)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """One step of the masters, then each parameter becomes its master, rounded to nearest."""
+        if closure is not None:
+            raise RuntimeError("MasterWeights.step takes no closure: gradients must be moved to the masters in between")
+        self.take_gradients()
+        self.optimizer.step()
+        self._round()
+
+    @torch.no_grad()
+    def _round(self):
+        for p, master in self.pairs():
+            p.copy_(master)
+
+    def zero_grad(self, set_to_none=True):
+        for p in (*self._models, *self._masters):
+            if p.grad is not None:
+                p.grad = None if set_to_none else p.grad.zero_()
+
+    def state_dict(self):
+        """The optimizer's own, and "masters": without them a resumed run would start from rounded weights."""
+        return {**self.optimizer.state_dict(), "masters": [master.detach() for master in self._masters]}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict):
+        """Also sets the parameters. Raises ValueError for a state dict without masters, or of other shapes."""
+        masters = state_dict.get("masters")
+        if masters is None or [m.shape for m in masters] != [m.shape for m in self._masters]:
+            raise ValueError("not a state dict of MasterWeights over these parameters: its masters do not fit")
+        self.optimizer.load_state_dict({key: value for key, value in state_dict.items() if key != "masters"})
+        self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
+        for master, saved in zip(self._masters, masters, strict=True):
+            master.copy_(saved)
+        self._round()
+
+
+def master_of(p):
+    """An fp32 copy of a 16-bit parameter; another parameter is its own master."""
+    if p.dtype not in (torch.float16, torch.bfloat16):
+        return p
+    return torch.nn.Parameter(p.detach().float(), requires_grad=p.requires_grad)
