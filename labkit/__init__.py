@@ -23,7 +23,8 @@
     recompute.py            activation checkpointing: forward again, instead of keeping; on
         surroundings.py     random state and autocast as they were the first time
         keep.py             what is held, because it is dear to compute again
-    offload.py              optimizer states and activations in host memory or in a file
+    offload.py              optimizer states and activations in host memory or in a file; on
+        host.py             pinned memory, a mapped file, and copies beside the arithmetic
     budget.py               where every byte goes, before anything is run; a strategy that fits; on
         rehearsal.py        one step on tensors without data: what would live, and when
         holdings.py         what each strategy keeps of parameters, gradients and states

@@ -29,6 +29,7 @@ PARTS = {
     "holdings",
     "surroundings",
     "keep",
+    "host",
     "autocast",
     "precision",
     "master_weights",

@@ -171,6 +171,8 @@ class MemoryTracker(TorchDispatchMode):
             return None
         address = storage._cdata
         known = self._storages.get(address)
+        if known is None and storage.filename is not None:
+            return None  # mapped from a file: the system may drop its pages at any time
         if known is None:
             known = self._storages[address] = Storage(weakref.ref(storage, lambda _: self._freed(address)))
         if change := storage.nbytes() - known.size:

@@ -1,0 +1,247 @@
+"""Offload: what is not needed now waits in host memory or in a file, and comes back when it is.
+
+    device   parameters  gradients  activations of the layer at work            bytes -> time: each goes over the bus
+    host     optimizer states   activations of the other layers                 once there and once back
+
+Optimizer states are needed in step() only, a few parameters' at a time: the device then holds one chunk of them, where
+it held all (8 bytes a parameter for Adam in fp32). Activations are needed in backward, in the reverse order of their
+making: with a layer's compute longer than its copies, the next one is back before it is asked for.
+Offloading activations computes nothing twice, recomputation moves nothing: two prices for the same memory.
+Ren et al., ZeRO-Offload: Democratizing Billion-Scale Model Training, USENIX ATC 2021, section 4; Rajbhandari et al.,
+ZeRO-Infinity, SC 2021, section 5 (activations and disks).
+"""
+
+import copy
+import weakref
+from collections import defaultdict
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from labkit.host import Lane, is_outside, part, room
+
+ALIGNED = 64  # bytes: where a tensor may begin in a flat region
+
+
+class Offloaded(torch.optim.Optimizer):
+    """optimizer, any of torch.optim that updates each parameter by itself, with its states outside the device.
+
+    to: "cpu" for host memory (of parameters on the CPU nothing needs to move), or a folder, for one mapped file there.
+    chunk_mb: MiB of states that are on the device at once; those of one parameter at least.
+    Room for all states is made here, once: raises OSError where there is none. States of no dimension (`step`) stay.
+    param_groups, state and state_dict() are the optimizer's own: schedulers, scalers and checkpoints go on as before.
+    Raises ValueError for an optimizer whose states cannot be told in advance.
+    """
+
+    def __init__(self, optimizer, to="cpu", chunk_mb=32):
+        self.optimizer, self.to, self.chunk_bytes = optimizer, to, chunk_mb * 2**20
+        self._places = {}  # parameter -> {name of a state: its tensor outside the device}
+        self._lanes = {}
+        self._make_room(optimizer.param_groups)
+
+    param_groups = property(lambda self: self.optimizer.param_groups)
+    state = property(lambda self: self.optimizer.state)
+    defaults = property(lambda self: self.optimizer.defaults)
+
+    @property
+    def nbytes(self):
+        """Bytes of states outside the device."""
+        return sum(host.nbytes for places in self._places.values() for host in places.values())
+
+    def _make_room(self, groups):
+        moving = [p for group in groups for p in group["params"] if is_outside(p.device, self.to)]
+        looks = expected_states(self.optimizer, moving)
+        by_device = defaultdict(list)
+        for p, states in looks.items():
+            for name, like in states.items():
+                if like.dim():
+                    by_device[p.device].append((p, name, like))
+        for device, rows in by_device.items():
+            starts = [0]
+            for _, _, like in rows:
+                starts.append(starts[-1] + -(-like.nbytes // ALIGNED) * ALIGNED)
+            flat = room(starts[-1], self.to, device)
+            for (p, name, like), start in zip(rows, starts[:-1], strict=True):
+                self._places.setdefault(p, {})[name] = part(flat, start, like)
+            self._lanes.setdefault(device, Lane(device))
+        self._send(moving)
+
+    def _send(self, parameters):
+        """States that are new or came to the device go where they belong."""
+        for p in parameters:
+            for name, host in self._places.get(p, {}).items():
+                value = self.state[p].get(name) if p in self.state else None
+                if value is not None and value is not host:
+                    self._lanes[p.device].send(value, host)
+                    self.state[p][name] = host
+
+    def _bring(self, parameters):
+        """Begin to bring the states of these to the device: rows (parameter, name, what is coming)."""
+        return [
+            (p, name, self._lanes[p.device].bring(host))
+            for p in parameters
+            if p.device.type != "cpu"  # a processor computes on host memory and on mapped files as they are
+            for name, host in self._places.get(p, {}).items()
+            if name in self.state.get(p, {})
+        ]
+
+    def step(self, closure=None):
+        """One step, chunk by chunk; the states of the next chunk are on their way while this one is computed."""
+        if not self._places:
+            return self.optimizer.step(closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        chunks = list(self._chunks())
+        coming = self._bring(chunks[0][1]) if chunks else []
+        for number, (group, parameters) in enumerate(chunks):
+            for p, name, brought in coming:
+                self.state[p][name] = self._lanes[p.device].receive(brought)
+            coming = self._bring(chunks[number + 1][1]) if number + 1 < len(chunks) else []
+            self._step_only(group, parameters)
+            self._send(parameters)
+        return loss
+
+    def _chunks(self):
+        """(group, parameters of it that have a gradient), chunk after chunk."""
+        for group in self.param_groups:
+            chunk, size = [], 0
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                nbytes = sum(host.nbytes for host in self._places.get(p, {}).values())
+                if chunk and size + nbytes > self.chunk_bytes:
+                    yield group, chunk
+                    chunk, size = [], 0
+                chunk.append(p)
+                size += nbytes
+            if chunk:
+                yield group, chunk
+
+    def _step_only(self, group, parameters):
+        """The optimizer's own step, of which it sees these parameters alone."""
+        groups, everything = self.optimizer.param_groups, group["params"]
+        self.optimizer.param_groups, group["params"] = [group], parameters
+        try:
+            self.optimizer.step()
+        finally:
+            self.optimizer.param_groups, group["params"] = groups, everything
+
+    def zero_grad(self, set_to_none=True):
+        self.optimizer.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group):
+        self.optimizer.add_param_group(param_group)
+        self._make_room(self.param_groups[-1:])
+
+    def state_dict(self):
+        """The optimizer's own. Its tensors are the ones outside the device, not copies."""
+        for lane in self._lanes.values():
+            lane.finish()
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict):
+        self.optimizer.load_state_dict(state_dict)
+        self._send(list(self._places))
+
+
+def expected_states(optimizer, parameters):
+    """parameter -> {name: tensor} of its states: as they are, or else tensors without data that look as they will.
+
+    A copy of the optimizer, with parameters that have a shape and no data, takes one step and shows what it makes.
+    """
+    looks = {p: optimizer.state[p] for p in parameters if p in optimizer.state}
+    new = [p for p in parameters if p not in looks and p.requires_grad]
+    twins = {id(p): torch.empty_like(p, device="meta").requires_grad_() for p in new}
+    states, groups = optimizer.state, optimizer.param_groups
+    try:
+        wanted = [group | {"params": [p for p in group["params"] if id(p) in twins]} for group in groups]
+        optimizer.state, optimizer.param_groups = defaultdict(dict), [group for group in wanted if group["params"]]
+        twin = copy.deepcopy(optimizer, dict(twins))
+    finally:
+        optimizer.state, optimizer.param_groups = states, groups
+    for group in twin.param_groups:
+        group.update({key: False for key in ("foreach", "fused", "capturable") if key in group})
+    for p in twins.values():
+        p.grad = torch.empty_like(p)
+    try:
+        twin.step()
+    except Exception as error:
+        if any(p not in twin.state for p in twins.values()):  # else it failed for want of data, but had made them
+            raise ValueError(f"the states of {type(optimizer).__name__} cannot be told in advance: {error}") from None
+    looks |= {p: twin.state.get(twins[id(p)], {}) for p in new}
+    return {
+        p: {name: value for name, value in states.items() if isinstance(value, torch.Tensor)}
+        for p, states in looks.items()
+    }
+
+
+class offload_activations:
+    """`with offload: loss = model(x)`: what is saved for backward waits outside the device, of min_bytes and more.
+
+    to: "cpu" for host memory (what is on the CPU stays), or a folder, for mapped files there. Parameters stay.
+    Make one and use it for every step: its room outside is used again, and grows to what one step needs.
+    """
+
+    def __init__(self, to="cpu", min_bytes=2**16):
+        self.to, self.min_bytes = to, min_bytes
+        self._free = defaultdict(list)  # bytes -> regions that nobody uses
+        self._lanes = {}
+        self._last = None  # the one that was sent last: in backward its predecessor is wanted after it
+        self.nbytes = 0  # of all regions, used and free
+
+    def __enter__(self):
+        self._hooks = saved_tensors_hooks(self._pack, self._unpack)
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *exception):
+        self._hooks.__exit__(*exception)
+        self._last = None
+
+    def _pack(self, tensor):
+        base = tensor if tensor._base is None else tensor._base
+        tensor = tensor.detach()  # a node that saved its own output itself would never be freed
+        if tensor.nbytes < self.min_bytes or not is_outside(tensor.device, self.to):
+            return tensor
+        if isinstance(base, torch.nn.Parameter) or tensor.nbytes > tensor.untyped_storage().nbytes():
+            return tensor  # held anyway; or a few numbers repeated, which cost nothing to hold
+        lane = self._lanes.get(tensor.device) or self._lanes.setdefault(tensor.device, Lane(tensor.device))
+        away = Away(tensor, self._region(tensor), lane, self._last)
+        weakref.finalize(away, self._free[tensor.nbytes].append, away.region).atexit = False
+        self._last = weakref.ref(away)
+        return away
+
+    def _region(self, tensor):
+        free = self._free[tensor.nbytes]
+        if free:
+            return free.pop()
+        region = room(tensor.nbytes, self.to, tensor.device)
+        self.nbytes += region.nbytes
+        return region
+
+    def _unpack(self, saved):
+        return saved.bring() if isinstance(saved, Away) else saved
+
+
+class Away:
+    """One saved tensor outside the device. previous: weak reference to the one that was sent before it, or None."""
+
+    def __init__(self, tensor, region, lane, previous):
+        self.region, self.lane, self.previous = region, lane, previous
+        self.host, self.coming = part(region, 0, tensor), None
+        lane.send(tensor, self.host)
+
+    def start(self):
+        if self.coming is None:
+            self.coming = self.lane.bring(self.host)
+
+    def bring(self):
+        """The tensor on its device; where copies run beside the arithmetic, the one before it sets out too."""
+        self.start()
+        coming, self.coming = self.coming, None
+        previous = self.previous() if self.previous is not None else None
+        if previous is not None and self.lane.stream is not None:
+            previous.start()
+        return self.lane.receive(coming)
