@@ -161,15 +161,17 @@ def expected_states(optimizer, parameters):
         twin = copy.deepcopy(optimizer, dict(twins))
     finally:
         optimizer.state, optimizer.param_groups = states, groups
-    for group in twin.param_groups:
-        group.update({key: False for key in ("foreach", "fused", "capturable") if key in group})
     for p in twins.values():
         p.grad = torch.empty_like(p)
-    try:
-        twin.step()
-    except Exception as error:
-        if any(p not in twin.state for p in twins.values()):  # else it failed for want of data, but had made them
-            raise ValueError(f"the states of {type(optimizer).__name__} cannot be told in advance: {error}") from None
+    for group in twin.param_groups:
+        group.update({key: False for key in ("foreach", "fused", "capturable") if key in group})
+        twin.param_groups = [group]
+        try:
+            twin.step()
+        except Exception as error:
+            if any(p not in twin.state for p in group["params"]):  # else it failed for want of data, with states made
+                told = f"the states of {type(optimizer).__name__} cannot be told in advance: {error}"
+                raise ValueError(told) from None
     looks |= {p: twin.state.get(twins[id(p)], {}) for p in new}
     return {
         p: {name: value for name, value in states.items() if isinstance(value, torch.Tensor)}
