@@ -15,7 +15,11 @@
         scatter.py          each rank gets the mean of the gradients of its part only
         consolidate.py      states of shards as states of the whole, and back
         elementwise.py      which optimizers may work on a shard
-    fsdp.py                 ZeRO-3: shard the parameters too, gather them unit by unit
+    fsdp.py                 ZeRO-3: shard the parameters too, gather them unit by unit; on
+        units.py            what is gathered together, and what each unit owns
+        sharding.py         over which ranks shards are cut, over which they are held alike
+        flat_param.py       a unit's parameters as one tensor: a shard at rest, whole in use
+        full_state.py       whole state dicts out of shards, and back
     amp.py                  mixed precision: dynamic loss scaling, agreed by all ranks; on
         autocast.py         each operation in the precision that suits it
         precision.py        which operations run low, which in fp32

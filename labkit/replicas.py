@@ -45,14 +45,17 @@ class Replicas:
             return []
         return [(name, b) for name, b in self.module.named_buffers() if name not in self._ignored]
 
-    def check(self, settings=""):
-        """Collective. Raises ValueError, on every rank, where the ranks' modules (or settings, a text) differ."""
+    def check(self, settings="", device=None):
+        """Collective. Raises ValueError, on every rank, where the ranks' modules (or settings, a text) differ.
+
+        device: of the messages; None: where the first parameter is, which must then not be on the meta device.
+        """
         parameters, buffers = self.parameters(), self.buffers()
         lines = [f"settings {settings}"]
         for name, t in parameters + buffers:
             dtype, trainable = str(t.dtype).removeprefix("torch."), "trainable" if t.requires_grad else "fixed"
             lines.append(f"{name!r} {dtype} {list(t.shape)} {trainable}, strides {list(t.stride())}")
-        check_agreement(lines, self.group, parameters[0][1].device if parameters else "cpu")
+        check_agreement(lines, self.group, device or (parameters[0][1].device if parameters else "cpu"))
         if not any(p.requires_grad for _, p in parameters):
             raise ValueError(f"{type(self.module).__name__} has no parameter that requires a gradient")
         for name, part in self.module.named_modules():

@@ -44,11 +44,12 @@ class Wrapper(nn.Module):
         if assign:
             raise ValueError("assign=True replaces the parameters: load into the module before wrapping it")
         own = self.module.state_dict().keys()
-        plain = {_strip(name, own): value for name, value in state_dict.items()}
+        plain = {plain_name(name, own): value for name, value in state_dict.items()}
         return self.module.load_state_dict(plain, strict)
 
 
-def _strip(name, own):
+def plain_name(name, own):
+    """The name without the "module." that PyTorch's DDP puts before it, unless it is one of `own` as it is."""
     short = name.removeprefix("module.")
     return short if name not in own and short in own else name
 
@@ -58,7 +59,7 @@ def _insert_module(wrapper, state_dict, prefix, *_):
     own = wrapper.module.state_dict().keys()
     for name in [name for name in state_dict if name.startswith(prefix)]:
         short = name.removeprefix(prefix)
-        state_dict[f"{prefix}module.{_strip(short, own)}"] = state_dict.pop(name)
+        state_dict[f"{prefix}module.{plain_name(short, own)}"] = state_dict.pop(name)
 
 
 def find_tensors(value):

@@ -1,0 +1,195 @@
+"""A flat parameter: the parameters of one unit as one tensor, a shard of it at rest, all of it only while it is needed.
+
+                     gather()                  use()                     free()
+    shard   [ w1 | b ]  ---  all_gather  --->  [ w1 | b1 | w2 | b2 ]  ---------------->  [ w1 | b ]
+    the modules hold:  pieces, 1-D views          wholes, of true shape                    pieces
+                     launch_reduce()           settle()                  deliver()
+    gradients of the wholes -- / n --> [ flat ] -- reduce_scatter --> [ shard ]  ------->  .grad of the pieces
+
+The wholes are the same leaves in every step; what comes and goes is the memory under them. Autograd therefore may keep
+them for backward as always, and finds the values there again once the unit has been gathered a second time.
+
+Sent per rank: (n-1)/n x bytes, for each gather and for each reduction. Held: 1/n at rest.
+Zhao et al., PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel, VLDB 2023, sections 3.2 and 4.2.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from labkit import comm
+from labkit.shard import Layout
+
+
+class FlatParam:
+    """Parameters of one dtype, all trainable or all frozen. Collective: their values become those of rank 0.
+
+    names: list of str. places: for each parameter the (module, attribute) pairs that hold it; tied ones have several.
+    sharding: a labkit.sharding.Sharding. The places then hold the pieces, or, between use() and free(), the wholes.
+    """
+
+    def __init__(self, names, places, sharding):
+        self.names, self.places, self.sharding = names, places, sharding
+        values = [getattr(*first) for first, *_ in places]
+        self.trainable = values[0].requires_grad
+        self.rank = dist.get_rank(sharding.group)
+        self.layout = Layout([value.shape for value in values], dist.get_world_size(sharding.group))
+        flat = torch.empty(self.layout.padded, dtype=values[0].dtype, device=sharding.device)
+        comm.broadcast(self.layout.flatten(values, flat), 0, sharding.everyone)
+        self.pieces = [nn.Parameter(torch.empty(0, dtype=flat.dtype), self.trainable) for _ in values]
+        self._hold(self.layout.shard(flat, self.rank).clone())
+        # As a float64 scalar tensor it changes no gradient's dtype.
+        self.factor = torch.tensor(1.0 / dist.get_world_size(sharding.everyone), dtype=torch.float64)
+        self.whole = False  # the modules hold the wholes
+        self._gathering = self._reducing = self._averaging = self._output = None
+        self.put(self.pieces)
+
+    def _hold(self, shard):
+        """Keep this shard, and make room, without memory, for the whole."""
+        sharding = self.sharding
+        if sharding.offload:
+            shard = shard.cpu().pin_memory() if torch.cuda.is_available() else shard.cpu()
+        self.shard = shard
+        views = self.layout.pieces(shard, self.rank)
+        self._sizes = [view.numel() for view in views]
+        self._sizes.append(shard.numel() - sum(self._sizes))  # the padding
+        for piece, view in zip(self.pieces, views, strict=True):
+            piece.data = view
+        self._addresses = [view.data_ptr() for view in views]
+        self.flat = torch.empty(self.layout.padded, dtype=sharding.param_dtype or shard.dtype, device=sharding.device)
+        self.wholes = [nn.Parameter(view, self.trainable) for view in self.layout.views(self.flat)]
+        # Filling it again must not count as an in-place change of what autograd has saved: .data has its own version.
+        self._filled, self._memory = self.flat.data, self.flat.untyped_storage()
+        self._memory.resize_(0)
+
+    def put(self, parameters):
+        """Let the modules hold these, one for each parameter."""
+        for places, p in zip(self.places, parameters, strict=True):
+            for module, attribute in places:
+                module._parameters[attribute] = p  # not setattr, whose checks cost more than the message's launch
+
+    # ---- parameters
+
+    def gather(self):
+        """Begin to put the whole together, where that has not begun."""
+        if self.whole or self._gathering:
+            return
+        self._memory.resize_(self.flat.nbytes)
+        # A copy only where dtype or device differ: as a rule what is sent is the shard itself.
+        source = self.shard.to(self.flat.device, self.flat.dtype, non_blocking=True)
+        self._gathering = comm.all_gather(self._filled, source, self.sharding.group, async_op=True), source
+
+    def use(self):
+        """Wait for the whole and give it to the modules."""
+        if not self.whole:
+            self._gathering[0].wait()
+            self._gathering, self.whole = None, True
+            self.put(self.wholes)
+
+    def free(self):
+        """Give the modules their pieces back, and the memory of the whole to whoever needs it next."""
+        if self._gathering:  # it was fetched ahead, and not needed
+            self._gathering[0].wait()
+        elif not self.whole:
+            return
+        self._gathering, self.whole = None, False
+        self.put(self.pieces)
+        self._memory.resize_(0)
+
+    def check(self):
+        """Raise RuntimeError where someone has put other tensors where the pieces were."""
+        for name, places, piece, address in zip(self.names, self.places, self.pieces, self._addresses, strict=True):
+            for module, attribute in places:
+                if module._parameters.get(attribute) is not piece:
+                    raise RuntimeError(
+                        f"{name!r} was replaced behind FSDP: assign before constructing FSDP, or copy_()"
+                    )
+            if piece.data_ptr() != address and piece.numel():
+                raise RuntimeError(
+                    f"{name!r} was given other storage behind FSDP: change the values in place (p.data.copy_(...)), "
+                    "or construct FSDP after changing it"
+                )
+            if piece.requires_grad != self.trainable:
+                raise RuntimeError(
+                    f"{name!r} was {'frozen' if self.trainable else 'unfrozen'} after FSDP was constructed: "
+                    "set requires_grad first, then construct FSDP"
+                )
+
+    def renew(self):
+        """After to(), double(), cuda(): the pieces have moved; put them into one shard again."""
+        pieces = torch.cat([piece.data for piece in self.pieces])
+        shard = pieces.new_zeros(self.layout.shard_numel)
+        shard[: pieces.numel()] = pieces
+        self._hold(shard)
+
+    def gather_master(self):
+        """All values in the shards' own dtype, as new tensors of true shape. Collective."""
+        source = self.shard.to(self.flat.device)
+        flat = source.new_empty(self.layout.padded)
+        comm.all_gather(flat, source, self.sharding.group)
+        return self.layout.views(flat)
+
+    # ---- gradients
+
+    def launch_reduce(self):
+        """Send the gradients that backward has left at the wholes; one that did not come counts as zero."""
+        if all(p.grad is None for p in self.wholes):
+            return
+        dtype = self.sharding.reduce_dtype or self.flat.dtype
+        total = torch.empty(self.layout.padded, dtype=dtype, device=self.flat.device)
+        for view, p in zip(self.layout.views(total), self.wholes, strict=True):
+            self._divide(p.grad, view)
+            p.grad = None  # one by one, so that flat and single gradients are never all held at once
+        total[self.layout.numel :].zero_()
+        output = total.new_empty(self.layout.shard_numel)
+        work = comm.reduce_scatter(output, total, group=self.sharding.group, async_op=True)
+        self._reducing = work, output, total
+
+    def _divide(self, gradient, view):
+        if gradient is None:
+            view.zero_()
+        elif gradient.dtype == view.dtype:  # divided on the way: one pass over memory instead of two
+            torch.mul(gradient.detach(), self.factor, out=view)
+        else:
+            view.copy_(gradient.detach()).mul_(self.factor)
+
+    def settle(self):
+        """Wait for the reduce_scatter; where others hold the same shard, begin to sum with them."""
+        if not self._reducing:
+            return
+        work, output, _ = self._reducing
+        work.wait()
+        self._reducing = None
+        if self._output is not None:  # a second one in the same backward
+            output += self._take_output()
+        if self.sharding.across is not None:
+            self._averaging = comm.all_reduce(output, group=self.sharding.across, async_op=True)
+        self._output = output
+
+    def _take_output(self):
+        if self._averaging:
+            self._averaging.wait()
+        output, self._output, self._averaging = self._output, None, None
+        return output
+
+    def deliver(self):
+        """Add what was reduced to the gradients of the pieces."""
+        if self._output is None:
+            return
+        gradient = self._take_output().to(self.shard.dtype)
+        if self.sharding.offload and gradient.is_cuda:
+            host = torch.empty_like(self.shard, pin_memory=True)
+            gradient = host.copy_(gradient, non_blocking=True)
+        for piece, g in zip(self.pieces, gradient.split(self._sizes), strict=False):  # all but the padding
+            if piece.grad is None:
+                piece.grad = g
+            else:
+                piece.grad += g
+
+    def forget(self):
+        """Drop all gradients that are not yet delivered."""
+        self.settle()
+        if self._output is not None:
+            self._take_output()
+        for p in self.wholes:
+            p.grad = None

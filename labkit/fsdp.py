@@ -1,0 +1,304 @@
+"""Fully sharded data parallelism (ZeRO-3): each rank holds 1/n of everything, and gathers a unit only while it runs.
+
+    forward    network  [gather 0][gather 1][gather 2]
+               compute            [ unit 0 ][ unit 1 ][ unit 2 ]           each freed as soon as it has run
+    backward   network            [gather 1][gather 0]
+               compute  [ unit 2 ][ unit 1 ][ unit 0 ]                     each gathered again, and freed again
+               network            [reduce 2][reduce 1][reduce 0]           gradients: summed, and only 1/n kept
+
+    shard="full"      that                                    the root is gathered once, and kept till backward is over
+    shard="grad_op"   not freed between forward and backward: one gather fewer, the whole model held meanwhile
+    shard="hybrid"    shards within one mesh axis (a machine), replicas along the other: gathers stay in the machine
+
+Sent per rank and step: 3 (n-1)/n x parameter bytes: half as much again as DDP ("grad_op": as DDP).
+Held per rank: (parameters + gradients + optimizer states) / n, and whole: the root, the unit at work, `prefetch` more.
+Rajbhandari et al., ZeRO, SC 2020, section 5.3; Zhao et al., PyTorch FSDP, VLDB 2023, section 3.
+"""
+
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch.autograd import Variable
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils._pytree import tree_map_only
+
+from labkit.flat_param import FlatParam
+from labkit.full_state import full_state_dict, load_full_state_dict
+from labkit.reducer import Reducer
+from labkit.replicas import Replicas, broadcast_tensors
+from labkit.sharding import Sharding
+from labkit.units import materialise, split_units
+from labkit.wrapper import Wrapper, find_tensors
+
+
+class FSDP(Wrapper):
+    """module, with its parameters, gradients and so optimizer states sharded. Collective: all ranks construct it.
+
+    unit: what is gathered together: a module class, a tuple of them, or a function module -> bool (see labkit.units);
+        None: everything at once. root: what is in no unit is one more unit ("shard"), or whole on every rank, with its
+        gradients averaged at the end of backward ("replicate").
+    shard: "full", "grad_op" or "hybrid"; the last with a mesh of two axes: replicas along the first, shards along the
+        second. With another mode a mesh of one axis may stand for process_group.
+    param_dtype: gather, compute and reduce in this dtype; the shards stay as they are, the masters. reduce_dtype: sum
+        gradients in this one. offload: keep shards and their gradients in host memory. prefetch: units gathered ahead.
+    parameters() are this rank's shards, 1-D, some perhaps empty, under the module's own names: construct the optimizer
+    from them, after this. Values are rank 0's; modules on the meta device get theirs unit by unit (reset_parameters).
+    Every rank must call the same units in the same order. A parameter that the loss does not depend on counts as zero
+    on this rank; where no parameter of its unit has a gradient, .grad stays as it is.
+    Raises ValueError, on every rank, if the model differs between ranks, or where units match nothing or share.
+    """
+
+    def __init__(
+        self,
+        module,
+        unit=None,
+        root="shard",
+        mesh=None,
+        shard="full",
+        param_dtype=None,
+        reduce_dtype=None,
+        offload=False,
+        prefetch=1,
+        process_group=None,
+    ):
+        super().__init__(module)
+        if not dist.is_initialized():
+            raise RuntimeError("FSDP needs ranks: call torch.distributed.init_process_group first")
+        if root not in ("shard", "replicate"):
+            raise ValueError(f'root is "shard" or "replicate", not {root!r}')
+        if type(prefetch) is not int or prefetch < 0:
+            raise ValueError(f"prefetch is a number of units, 0 or more, not {prefetch!r}")
+        sharding = Sharding.choose(module, shard, mesh, process_group, param_dtype, reduce_dtype, offload)
+        self._sharding, self.process_group, self.prefetch = sharding, sharding.everyone, prefetch
+        self.require_backward_grad_sync = True
+        self.units = split_units(module, unit, keep=shard == "grad_op")
+        settings = f"{root=}, {shard=}, {param_dtype=}, {reduce_dtype=}, {prefetch=}, {len(self.units)} units"
+        Replicas(module, sharding.everyone).check(settings, sharding.device)
+        replicated = [] if root == "shard" else self._replicate(self.units[0])
+        for u in self.units:
+            self._shard(u, replicated)
+        broadcast_tensors(list(module.buffers()), 0, sharding.everyone)
+        averaged = [(name, p) for name, p in replicated if p.requires_grad]
+        self._reducer = Reducer(averaged, self, sharding.everyone, overlap=False) if averaged else None
+        self._order, self._expected = [], self.units  # units as this forward calls them, and as the last one did
+        self._armed = False  # a backward is under way, and will call _end_backward
+        self._averages = True  # as the forward found require_backward_grad_sync
+        self._reducing = None  # the unit whose gradients are on their way
+
+    def _replicate(self, root):
+        materialise(root, self._sharding.device)
+        named = [(places[0][0], p) for p, places in root.own_parameters().items()]
+        broadcast_tensors([p for _, p in named], 0, self.process_group)
+        return named
+
+    def _shard(self, unit, replicated):
+        materialise(unit, self._sharding.device)
+        kinds, left_out = {}, {p for _, p in replicated}
+        for p, places in unit.own_parameters().items():
+            if p not in left_out:
+                kinds.setdefault((p.dtype, p.requires_grad), []).append(places)
+        for members in kinds.values():
+            names = [places[0][0] for places in members]
+            places = [[(module, attribute) for _, module, attribute in places] for places in members]
+            unit.flats.append(FlatParam(names, places, self._sharding))
+        unit.module.register_forward_pre_hook(partial(self._before_forward, unit), prepend=True, with_kwargs=True)
+        unit.module.register_forward_hook(partial(self._after_forward, unit))
+
+    @property
+    def flats(self):
+        return [flat for unit in self.units for flat in unit.flats]
+
+    # ---- forward
+
+    def forward(self, *args, **kwargs):
+        """The module's forward; gathers and frees as it goes. If it raises, the next one starts afresh."""
+        try:
+            return self.module(*args, **kwargs)
+        except BaseException:
+            if not in_backward():  # checkpointing may run us again inside a backward, and stops us by an exception
+                self._rest()
+                for unit in self.units:
+                    unit.calls = 0
+            raise
+
+    def _before_forward(self, unit, module, args, kwargs):
+        inside = in_backward()
+        if unit is self.units[0] and not inside:
+            self._begin()
+        unit.gather()
+        if not inside:
+            self._gather_following(unit)
+        unit.use()
+        unit.versions = unit.shard_versions()
+        if torch.is_grad_enabled():
+            # A recomputation inside backward belongs to the forward that was counted, if that was run with gradients.
+            unit.calls = max(unit.calls, 1) if inside else unit.calls + 1
+        return self._watch_inputs(unit, args, kwargs)
+
+    def _begin(self):
+        if self._armed:  # an exception has left a backward
+            self._abandon()
+        self._rest()  # the optimizer may have changed the shards: what is still whole from an earlier forward is stale
+        for flat in self.flats:
+            flat.check()
+        self._expected, self._order = self._order or self._expected, []
+        if torch.is_grad_enabled():
+            self._averages = self.require_backward_grad_sync
+        for unit in self.units:
+            unit.passed = False
+
+    def _gather_following(self, unit):
+        position = len(self._order)
+        self._order.append(unit)
+        if self._expected[position : position + 1] == [unit]:
+            for following in self._expected[position + 1 : position + 1 + self.prefetch]:
+                following.gather()
+
+    def _watch_inputs(self, unit, args, kwargs):
+        """Have _after_backward called when backward has come to the inputs: then this unit's part of it is over."""
+        watched, param_dtype = [], self._sharding.param_dtype
+
+        def watch(t):
+            if param_dtype is not None and t.is_floating_point():
+                t = t.to(param_dtype)
+            if t.requires_grad:
+                t = t.view_as(t)  # a node of this unit's own: t itself may have other uses, whose gradients come later
+                watched.append(t)
+            return t
+
+        args, kwargs = tree_map_only(torch.Tensor, watch, (args, kwargs))
+        if watched and torch.is_grad_enabled():
+            register_multi_grad_hook(watched, lambda _: self._after_backward(unit))
+        return args, kwargs
+
+    def _after_forward(self, unit, module, args, output):
+        if torch.is_grad_enabled():
+            for t in find_tensors(output):
+                if t.grad_fn is not None:
+                    t.register_hook(partial(self._before_backward, unit))
+        if in_backward():  # a recomputation: backward is about to use what has been gathered
+            return
+        if not (unit.keep and torch.is_grad_enabled()):
+            unit.free()
+        if unit is self.units[0]:
+            for other in self.units:  # gathered ahead, but not called this time
+                if not other.keep:
+                    other.free()
+
+    # ---- backward
+
+    def _before_backward(self, unit, _=None):
+        """The first gradient has come to an output of this unit."""
+        self._arm()
+        if unit.versions != unit.shard_versions():
+            raise RuntimeError(
+                f"the parameters of {unit} were changed between forward and backward: call backward() before step()"
+            )
+        unit.gather()
+        self._gather_preceding(unit)
+        unit.use()
+
+    def _arm(self):
+        """Have the engine call _end_backward when it is done. The outermost backward is the first to come here."""
+        if not self._armed:
+            self._armed = True
+            Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _gather_preceding(self, unit):
+        if unit not in self._order:
+            return
+        last = len(self._order) - 1 - self._order[::-1].index(unit)
+        preceding = list(dict.fromkeys(other for other in self._order[:last][::-1] if other is not unit))
+        for other in preceding[: self.prefetch]:
+            if not other.passed:
+                other.gather()
+
+    @torch.no_grad()
+    def _after_backward(self, unit):
+        unit.calls = max(0, unit.calls - 1)
+        if unit.calls == 0:
+            unit.passed = True
+            unit.free()
+            self._reduce(unit)
+
+    def _reduce(self, unit):
+        if not self._averages:
+            return
+        if self._reducing is not None:  # one at a time: the last unit's gradients go out while this one computes
+            self._reducing.settle()
+        self._reducing = unit
+        unit.launch_reduce()
+
+    def on_gradient(self, index, slot):
+        """A replicated parameter has its gradient."""
+        if self._averages:
+            self._arm()
+            self._reducer.arrive(index, slot)
+        else:
+            self._reducer.keep(index, slot)
+
+    @torch.no_grad()
+    def _end_backward(self):
+        for unit in self.units:  # those at whose inputs nothing has come by, the root as a rule
+            unit.calls = 0
+            self._after_backward(unit)
+        for flat in self.flats:
+            flat.settle()
+        if self._reducer is not None and self._reducer.started:
+            # Not earlier: collectives match by order, and where these gradients arrive may differ between the ranks.
+            self._reducer.launch_rest()
+            self._reducer.wait()
+            self._reducer.settle([[True] * len(bucket.members) for bucket in self._reducer.buckets])
+        for flat in self.flats:
+            flat.deliver()
+        if self._sharding.offload and self._sharding.device.type == "cuda":
+            torch.cuda.current_stream(self._sharding.device).synchronize()  # the host reads the gradients next
+        self._armed, self._reducing = False, None
+
+    @contextmanager
+    def no_sync(self):
+        """Forwards in this block do not average: backward adds to whole gradients, kept on this rank.
+
+        Costs memory, saves the reductions: the first averaging backward afterwards sends the whole sum.
+        """
+        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    def _rest(self):
+        """Nothing is gathered."""
+        for unit in self.units:
+            unit.free()
+
+    def _abandon(self):
+        self._rest()
+        for flat in self.flats:
+            flat.forget()
+        if self._reducer is not None:
+            self._reducer.abandon()
+        for unit in self.units:
+            unit.calls = 0
+        self._armed, self._reducing = False, None
+
+    # ---- whole values, on every rank
+
+    def full_state_dict(self):
+        """The module's state_dict(), whole, the same on every rank: buffers are rank 0's. Collective."""
+        self._rest()
+        return full_state_dict(self)
+
+    def load_full_state_dict(self, state_dict, strict=True):
+        """Take this rank's parts of a whole state_dict, from any number of ranks. Every rank has to be given it.
+
+        Returns the missing and the unexpected names; RuntimeError names them all if strict, and every wrong shape.
+        """
+        self._rest()
+        return load_full_state_dict(self, state_dict, strict)
+
+
+def in_backward():
+    return torch._C._current_graph_task_id() != -1

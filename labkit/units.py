@@ -1,0 +1,169 @@
+"""Units: which parts of a model are gathered together, and which parameters each of them owns.
+
+    GPT                       unit=(Block,)         root      E, position, norm, head (tied to E)
+    |- token_embedding   E                          blocks.0  its norms, attention, network
+    |- blocks.0   Block                             blocks.1  its norms, attention, network
+    |- blocks.1   Block
+    |- norm, head                                   a parameter belongs to the innermost unit around it
+
+Large units make few messages and need much memory at once: gathered are, at the worst, the root and two units.
+Zhao et al., PyTorch FSDP, VLDB 2023, section 3.2.1.
+"""
+
+import torch
+
+from labkit.wrapper import find_tensors
+
+
+class Unit:
+    """A part of the model that is gathered together: its name, module, and modules (name -> module) that are its own.
+
+    keep: stays gathered from its forward to its backward.
+    """
+
+    def __init__(self, name, module, keep=False):
+        self.name, self.module, self.keep = name, module, keep
+        self.modules = {}
+        self.flats = []  # FlatParams, as a rule one; else one for each dtype, trainable and frozen
+        self.calls = 0  # forwards whose backward has not come yet
+        self.passed = False  # its backward is over
+        self.versions = None  # of the shards, when they were gathered for the forward
+
+    def gather(self):
+        for flat in self.flats:
+            flat.gather()
+
+    def use(self):
+        for flat in self.flats:
+            flat.use()
+
+    def free(self):
+        for flat in self.flats:
+            flat.free()
+
+    def launch_reduce(self):
+        for flat in self.flats:
+            flat.launch_reduce()
+
+    def settle(self):
+        for flat in self.flats:
+            flat.settle()
+
+    def shard_versions(self):
+        return [flat.shard._version for flat in self.flats]
+
+    def own_parameters(self):
+        """{parameter: [(name, module, attribute)]}, as they are in the modules now; tied ones have several places."""
+        found = {}
+        for prefix, module in self.modules.items():
+            for attribute, p in module._parameters.items():
+                if p is not None:
+                    found.setdefault(p, []).append((f"{prefix}.{attribute}".removeprefix("."), module, attribute))
+        return found
+
+    def __str__(self):
+        return repr(self.name) if self.name else "the root"
+
+
+def split_units(module, unit, keep=False):
+    """[Unit], the root first, then in the order of named_modules(). unit: see FSDP. keep: of the units but the root.
+
+    Raises ValueError where unit matches nothing, and where two units share a parameter or a module.
+    """
+    matches = as_policy(unit)
+    units, homes = [Unit("", module, keep=True)], {}
+
+    def walk(part, name, home):
+        if part is not module and matches(part) and part not in homes:
+            home = Unit(name, part, keep)
+            units.append(home)
+        if part in homes:
+            if homes[part] is not home and homes[part].module is not part:
+                raise ValueError(
+                    f"module {name!r} lies in {homes[part]} and in {home}: one unit must contain both places"
+                )
+            return
+        homes[part] = home
+        home.modules[name] = part
+        for key, child in part.named_children():
+            walk(child, f"{name}.{key}".removeprefix("."), home)
+
+    walk(module, "", units[0])
+    if unit is not None and len(units) == 1:
+        classes = sorted({type(part).__name__ for part in module.modules()} - {type(module).__name__})
+        raise ValueError(f"no part of the model matches unit {unit}; its parts are {', '.join(classes) or 'none'}")
+    _check_ties(units)
+    return units
+
+
+def _check_ties(units):
+    owners = {}
+    for unit in units:
+        for p, places in unit.own_parameters().items():
+            if p in owners:
+                name, other = owners[p]
+                raise ValueError(
+                    f"{name!r} in {other} and {places[0][0]!r} in {unit} are one parameter: "
+                    "choose units so that one contains both, or leave both to the root"
+                )
+            owners[p] = places[0][0], unit
+
+
+# ---- policies: functions module -> bool
+
+
+def as_policy(unit):
+    """The function module -> bool for what FSDP takes as unit: a class, a tuple of classes, a function, or None."""
+    if unit is None:
+        return lambda module: False
+    if isinstance(unit, type | tuple | list):
+        classes = unit if isinstance(unit, type) else tuple(unit)
+        return lambda module: isinstance(module, classes)
+    if not callable(unit):
+        raise TypeError(f"unit must be module classes or a function module -> bool, not {unit!r}")
+    return unit
+
+
+def by_size(numel):
+    """Units are the smallest modules with at least numel parameters."""
+
+    def large(module):
+        return sum(p.numel() for p in module.parameters()) >= numel
+
+    return lambda module: large(module) and not any(large(child) for child in module.children())
+
+
+def excluding(unit, *excluded):
+    """What `unit` matches, but not modules of the excluded classes, nor the excluded modules themselves."""
+    matches = as_policy(unit)
+    classes = tuple(item for item in excluded if isinstance(item, type))
+    modules = [item for item in excluded if not isinstance(item, type)]
+    return lambda module: (
+        matches(module) and not isinstance(module, classes) and not any(module is item for item in modules)
+    )
+
+
+# ---- the meta device
+
+
+def materialise(unit, device):
+    """Give what is on the meta device in this unit memory and its initial values, tied parameters included.
+
+    Each module with parameters or buffers of its own must have reset_parameters(), as torch's have; ValueError if not.
+    """
+    ties = [places for places in unit.own_parameters().values() if len(places) > 1]
+    for name, module in unit.modules.items():
+        own = [*module._parameters.values(), *module._buffers.values()]
+        if not any(t.is_meta for t in find_tensors(own)):
+            continue
+        if not hasattr(module, "reset_parameters"):
+            raise ValueError(
+                f"{name or 'the root'!r} ({type(module).__name__}) is on the meta device and has no reset_parameters() "
+                "to give it values: write one, or build this module on a real device"
+            )
+        module.to_empty(device=device, recurse=False)
+        with torch.no_grad():
+            module.reset_parameters()
+    for (_, first, attribute), *others in ties:
+        for _, module, other in others:
+            module._parameters[other] = first._parameters[attribute]
