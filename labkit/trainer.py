@@ -1,8 +1,9 @@
 """Training: one recipe for every strategy of the lab, behind one `train_step`.
 
-    model      = parallelize(model, strategy)        who holds and who sends what
+    model      = parallelize(model, strategy)                      who holds and who sends what
+    optimizer  = make_optimizer(model, strategy, AdamW, lr=3e-4)   ZeRO shards it, all else leaves it alone
     trainer    = Trainer(model, optimizer, loss)
-    train_step = zero_grad, then for each micro-batch forward and backward, then the learning rate, then step
+    train_step = zero_grad, then for each micro-batch forward and backward, then clip, step, and the learning rate
 
 With accumulation over k micro-batches only the last backward communicates: 1/k of the messages for the same gradient.
 
@@ -17,8 +18,13 @@ from functools import partial
 import torch
 
 from labkit import comm
+from labkit.amp import GradScaler, autocast
 from labkit.ddp import DDP
+from labkit.fsdp import FSDP
+from labkit.recompute import checkpoint_every
+from labkit.zero import ZeRO1, ZeRO2
 
+LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 LR_RULES = {"none": lambda factor: 1.0, "linear": lambda factor: factor, "sqrt": lambda factor: factor**0.5}
 
 
@@ -42,6 +48,19 @@ def ddp_overlapped(module, unit, bucket_cap_mb):
 
 def ddp_bucketed(module, unit, bucket_cap_mb):
     return DDP(module, bucket_cap_mb=bucket_cap_mb)
+
+
+def zero(module, unit, bucket_cap_mb):
+    """The model stays as it is, whole on every rank: the optimizer averages the gradients and shards what it keeps."""
+    return module
+
+
+def fsdp(module, unit, bucket_cap_mb):
+    return FSDP(module, unit=unit)
+
+
+def fsdp_grad_op(module, unit, bucket_cap_mb):
+    return FSDP(module, unit=unit, shard="grad_op")
 
 
 def torch_ddp(module, unit, bucket_cap_mb):
@@ -91,9 +110,41 @@ STRATEGIES = {
     "ddp_naive": ddp_naive,
     "ddp_overlapped": ddp_overlapped,
     "ddp_bucketed": ddp_bucketed,
+    "zero1": zero,
+    "zero2": zero,
+    "fsdp": fsdp,
+    "fsdp_grad_op": fsdp_grad_op,
     "torch_ddp": torch_ddp,
     "torch_fsdp": torch_fsdp,
 }
+
+
+def make_optimizer(model, strategy, optimizer_class, bucket_cap_mb=25, **options):
+    """The optimizer for a model that `parallelize` has returned for the same strategy."""
+    sharded = {"zero1": ZeRO1, "zero2": ZeRO2}.get(strategy)
+    if sharded:
+        return sharded(model.parameters(), optimizer_class, bucket_cap_mb=bucket_cap_mb, **options)
+    return optimizer_class(model.parameters(), **options)
+
+
+RECOMPUTE = {"none": None, "every": {"k": 1}, "alternate": {"k": 2}, "matmul": {"k": 1, "keep": "matmul"}}
+
+
+def recompute(module, which, unit):
+    """Let units of the module run again in backward, in place; before `parallelize`. which: a key of RECOMPUTE.
+
+    every, alternate: each unit, or each second one. matmul: each, but the results of its matrix products are kept.
+    """
+    if RECOMPUTE[which]:
+        checkpoint_every(module, unit, **RECOMPUTE[which])
+
+
+def mixed_precision(precision, device, group=None):
+    """The arguments of Trainer for "bf16" (autocast) and "fp16" (and a loss scale that the group agrees on)."""
+    if precision not in LOW:
+        return {}
+    scaler = GradScaler(device.type, process_group=group, enabled=precision == "fp16")
+    return {"autocast": partial(autocast, device.type, LOW[precision]), "scaler": scaler}
 
 
 class Trainer:
@@ -101,12 +152,24 @@ class Trainer:
 
     loss: function (output, target) -> mean over the batch. accumulation: micro-batches of one step.
     schedule: anything with step(), called after the optimizer. span: a context manager factory, called with
-    "forward", "backward" and "optimizer", for whoever measures.
+    "forward", "backward" and "optimizer", for whoever measures. autocast: a context manager factory, around the
+    forward. scaler: a GradScaler, for fp16.
     """
 
-    def __init__(self, model, optimizer, loss, accumulation=1, schedule=None, span=lambda name: nullcontext()):
+    def __init__(
+        self,
+        model,
+        optimizer,
+        loss,
+        accumulation=1,
+        schedule=None,
+        span=lambda name: nullcontext(),
+        autocast=nullcontext,
+        scaler=None,
+    ):
         self.model, self.optimizer, self.loss = model, optimizer, loss
         self.accumulation, self.schedule, self.span = accumulation, schedule, span
+        self.autocast, self.scaler = autocast, scaler or GradScaler(enabled=False)
 
     def train_step(self, input, target):
         """One optimizer step on this rank's share of the batch; returns its mean loss, detached, a scalar tensor.
@@ -121,20 +184,24 @@ class Trainer:
         for index, (x, y) in enumerate(micro_batches):
             last = index == len(micro_batches) - 1
             with nullcontext() if last else self.quiet():
-                with self.span("forward"):
+                with self.span("forward"), self.autocast():
                     loss = self.loss(self.model(x), y) / self.accumulation
                 with self.span("backward"):
-                    loss.backward()
+                    self.scaler.scale(loss).backward()
             total = total + loss.detach()
         with self.span("optimizer"):
-            self.optimizer.step()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
         if self.schedule is not None:
             self.schedule.step()
         return total
 
     def quiet(self):
-        """Backward without communication; a model of one process, and fully_shard's here, has nothing to keep quiet."""
-        return self.model.no_sync() if hasattr(self.model, "no_sync") else nullcontext()
+        """Backward without communication. A model of one process has none; ZeRO's is the optimizer's."""
+        for sender in (self.model, self.optimizer):
+            if hasattr(sender, "no_sync"):
+                return sender.no_sync()
+        return nullcontext()
 
 
 def scaled_lr(lr, batch_size, reference_batch, rule):

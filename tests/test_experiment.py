@@ -135,3 +135,24 @@ def test_train_records_a_row_per_step_and_learns():
     records = launch("labkit.run.compare:train", quiet=True, steps=30, model="mlp").records
     mean = records.groupby("step")["loss"].mean()
     assert len(mean) == 30 and mean.iloc[-5:].mean() < 0.5 * mean.iloc[:5].mean()
+
+
+def test_precision_and_recomputation_join_every_strategy():
+    base = Experiment(model="gpt", batch_size=16, lr=0.01)
+    runs = {
+        f"{strategy} {precision} {again}": base.replace(strategy=strategy, precision=precision, recompute=again)
+        for strategy, precision, again in [
+            ("single", "fp16", "none"),
+            ("ddp_bucketed", "fp16", "every"),
+            ("ddp_bucketed", "bf16", "none"),
+            ("zero2", "fp16", "alternate"),
+            ("fsdp", "fp16", "matmul"),
+        ]
+    }
+    records = compare({"fp32": base, **runs}, rounds=2, quiet=True).records
+    losses = records.groupby(["label", "step"])["loss"].mean().unstack("label")
+    # 11 and 8 significant bits of a loss near 5: none of them diverges, none is fp32 in disguise.
+    distance = losses.sub(losses["fp32"], axis=0).abs().max()
+    assert (distance[list(runs)] < 0.01).all() and (distance[list(runs)] > 0).all()
+    kept = records.groupby("label")["peak_activations_bytes"].max()
+    assert kept["ddp_bucketed fp16 every"] < kept["zero2 fp16 alternate"] < kept["ddp_bucketed bf16 none"]

@@ -22,11 +22,10 @@ from labkit.measure.traffic import TrafficCounter
 from labkit.run.experiment import Experiment
 from labkit.run.launch import launch
 from labkit.sampler import DistributedSampler
-from labkit.trainer import Trainer, parallelize, scaled_lr, warmup
+from labkit.trainer import Trainer, make_optimizer, mixed_precision, parallelize, recompute, scaled_lr, warmup
 
 WARMUP = 3  # PyTorch's DDP sends its new bucket order in the second
 OPTIMIZERS = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
-DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 def compare(experiments, nproc=2, rounds=10, steps_per_round=3, **options):
@@ -102,18 +101,22 @@ class Participant:
     def build(self):
         e = self.experiment
         torch.manual_seed(e.seed)
-        self.dtype = DTYPES[e.precision]
+        self.dtype = torch.float64 if e.precision == "fp64" else torch.float32
         module = models.build(e.model, e.size).to(self.device, self.dtype)
+        recompute(module, e.recompute, models.unit(e.model))
         if e.compute == "emulated":
             part = self.share / e.batch_size / e.accumulation
             models.emulate(module, models.unit(e.model), forward_ms=e.block_ms * part)
         self.model = parallelize(module, e.strategy, models.unit(e.model), e.bucket_cap_mb)
         lr = scaled_lr(e.lr, e.batch_size, e.reference_batch, e.lr_rule)
         momentum = {"momentum": e.momentum} if e.optimizer == "sgd" else {}
-        optimizer = OPTIMIZERS[e.optimizer](self.model.parameters(), lr=lr, weight_decay=e.weight_decay, **momentum)
+        options = {"lr": lr, "weight_decay": e.weight_decay, **momentum}
+        optimizer = make_optimizer(self.model, e.strategy, OPTIMIZERS[e.optimizer], e.bucket_cap_mb, **options)
         schedule = warmup(optimizer, e.warmup_steps) if e.warmup_steps else None
         loss = models.loss(e.model)
-        self.trainer = Trainer(self.model, optimizer, loss, e.accumulation, schedule, self.timeline.span)
+        alone = dist.new_group([0], use_local_synchronization=True) if e.strategy == "single" else None
+        low = mixed_precision(e.precision, self.device, alone)
+        self.trainer = Trainer(self.model, optimizer, loss, e.accumulation, schedule, self.timeline.span, **low)
         self.last_gradient = 0.0
         for parameter in self.model.parameters():
             if parameter.requires_grad:

@@ -15,7 +15,7 @@ from pathlib import Path
 import yaml
 
 from labkit import models
-from labkit.trainer import LR_RULES, STRATEGIES
+from labkit.trainer import LR_RULES, RECOMPUTE, STRATEGIES
 
 CHOICES = {
     "model": tuple(models.SIZES),
@@ -24,7 +24,8 @@ CHOICES = {
     "strategy": tuple(STRATEGIES),
     "optimizer": ("sgd", "adamw"),
     "lr_rule": tuple(LR_RULES),
-    "precision": ("fp32", "fp64"),
+    "precision": ("fp32", "fp64", "bf16", "fp16"),
+    "recompute": tuple(RECOMPUTE),
     "compute": ("real", "emulated"),
 }
 SMALLEST = {
@@ -47,7 +48,8 @@ class Experiment:
     """One training run. Raises ValueError, naming field and choices, for a value that cannot be; TypeError for a type.
 
     batch_size: of all ranks together. lr suits reference_batch, and lr_rule scales it to batch_size.
-    bucket_cap_mb: MiB, of DDP. precision: of weights and arithmetic.
+    bucket_cap_mb: MiB, of DDP and ZeRO. precision: of weights and arithmetic; bf16 and fp16: autocast over fp32
+    weights, fp16 with a loss scale. recompute: which units of the model (labkit.models.unit) run again in backward.
     compute="emulated": each unit of the model (labkit.models.unit) sleeps in place of its arithmetic, block_ms
     milliseconds forward and twice that backward for the whole batch; a rank sleeps for its share of it.
     """
@@ -67,6 +69,7 @@ class Experiment:
     warmup_steps: int = 0
     steps: int = 20
     precision: str = "fp32"
+    recompute: str = "none"
     bucket_cap_mb: float = 25.0
     compute: str = "real"
     block_ms: float = 0.0
