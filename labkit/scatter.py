@@ -123,13 +123,19 @@ class ShardedBucket(Bucket):
         """mean, [shard_numel]: the pieces' gradients become it, or, where those before were freed, are added to."""
         for piece, part in zip(self.pieces, self.layout.pieces(mean, self.rank), strict=True):
             if piece is not None and (self.keep or piece.grad is None):
-                piece.grad = part
+                piece.grad = part.data  # unscaling or clipping it is no change of p.grad in the eyes of is_averaged
             elif piece is not None:
                 piece.grad.add_(part)
         if self.keep:
-            self.averaged = True
+            self.averaged, self._version = True, self._flat._version
         else:
             self.release()
+
+    def is_averaged(self, slot):
+        """Whether this parameter's gradient, if it has one, went into the average and was left alone since."""
+        gradient = self.members[slot].grad
+        untouched = self.averaged and self._flat._version == self._version
+        return gradient is None or (untouched and gradient is self._views[slot])
 
     def settle(self, adopt):
         """Nothing was set aside: a parameter without a gradient has p.grad None, before and after."""

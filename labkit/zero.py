@@ -105,6 +105,7 @@ class ZeRO1(torch.optim.Optimizer):
     def _share(self):
         """What schedulers, GradScaler and trackers look at is what the inner optimizer works on."""
         self.param_groups, self.state = self._inner.param_groups, self._inner.state
+        self.defaults = self._inner.defaults
 
     @property
     def buckets(self):
@@ -187,7 +188,8 @@ class ZeRO1(torch.optim.Optimizer):
             comm.all_reduce(total, group=self.process_group)
             total = total.pow(1 / norm_type)
         factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_(grads, factor.to(torch.float32)) if grads else None
+        for g in grads:
+            g.mul_(factor)
         return total
 
     # ---- step
@@ -199,22 +201,28 @@ class ZeRO1(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._finish()
-        self._check_storage()
+        self._check_members()
         self._inner.step()
-        works = [comm.all_gather(b.values, b.shard(), self.process_group, async_op=True) for b in self.buckets]
-        for work in works:
+        full = [bucket for bucket in self.buckets if bucket.numel]
+        for work in [comm.all_gather(b.values, b.shard(), self.process_group, async_op=True) for b in full]:
             work.wait()
         # They changed through their buffers: autograd must notice where it holds an old value for a later backward.
         torch.autograd.graph.increment_version([p for b in self.buckets for p in b.members])
         return loss
 
-    def _check_storage(self):
+    def _check_members(self):
         for bucket in self.buckets:
-            for name, p, home in zip(bucket.names, bucket.members, bucket.homes, strict=True):
-                if p.data_ptr() != home.data_ptr():
+            for slot, (name, p) in enumerate(zip(bucket.names, bucket.members, strict=True)):
+                if p.data_ptr() != bucket.homes[slot].data_ptr():
                     raise RuntimeError(
                         f"{name!r} has moved to other memory since {type(self).__name__} was constructed: move or "
                         "convert the model first (to(), half()), then construct the optimizer"
+                    )
+                if not bucket.is_averaged(slot):
+                    raise RuntimeError(
+                        f"the gradient of {name!r} is not the average, or was changed after it: end accumulation with "
+                        "a backward outside no_sync(), clip with clip_grad_norm_ of this optimizer, and leave the "
+                        f"averaging to {type(self).__name__} (no PyTorch DDP around the model)"
                     )
         for p, name in self._frozen.items():
             if p.grad is not None:
