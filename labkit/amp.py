@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 
 from labkit import comm
-from labkit.autocast import autocast, same_autocast
+from labkit.autocast import autocast
 from labkit.master_weights import MasterWeights
 
-__all__ = ["GradScaler", "MasterWeights", "autocast", "gradients_of", "same_autocast", "unscale_and_check"]
+__all__ = ["GradScaler", "MasterWeights", "autocast", "gradients_of", "unscale_and_check"]
 
 NO_GRADIENTS = "nothing to check: no rank has a gradient among the optimizer's parameters"
 

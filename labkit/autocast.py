@@ -13,7 +13,7 @@ Micikevicius et al., Mixed Precision Training, ICLR 2018, sections 3.1 and 3.3.
 """
 
 import functools
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
@@ -46,52 +46,52 @@ class autocast(TorchFunctionMode):
                 raise RuntimeError(f"autocast({device_type!r}, {self.dtype}): {reason}")
         self._rules = TABLES[device_type] if enabled else {}
         self._casts = {}
-        self._shadows = 0  # how many autocasts of this device are open inside this one: the innermost alone decides
-        self._outer = []
+        self._depth = 0
+        self._around = []  # the autocasts of this device that this one was opened in: the innermost alone decides
+        self._quiet = False
 
     def __enter__(self):
         open_ones = [m for m in _get_current_function_mode_stack() if isinstance(m, autocast) and m is not self]
-        self._outer.append([mode for mode in open_ones if mode.device_type == self.device_type])
-        for mode in self._outer[-1]:
-            mode._shadows += 1
+        self._around = [mode for mode in open_ones if mode.device_type == self.device_type]
+        self._depth += 1
         return super().__enter__()
 
     def __exit__(self, *exception):
         super().__exit__(*exception)
-        for mode in self._outer.pop():
-            mode._shadows -= 1
-        if not self._outer:
+        self._depth -= 1
+        if self._depth == 0:
             self._casts.clear()
 
     def __call__(self, function):
         @functools.wraps(function)
         def inside(*args, **kwargs):
-            with self.again():
+            with autocast(self.device_type, self.dtype, self.enabled, self.cache_enabled):
                 return function(*args, **kwargs)
 
         return inside
 
-    def again(self):
-        """A new autocast with the same settings."""
-        return autocast(self.device_type, self.dtype, self.enabled, self.cache_enabled)
-
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        rule = self._rules.get(function)
-        if rule is None or self._shadows or kwargs.get("out") is not None:
+        rule = None if self._quiet else self._rules.get(function)
+        if rule is not None and kwargs.get("out") is None:
+            args, kwargs = self._apply(rule, function, args, kwargs)
+        if not self._around:
             return function(*args, **kwargs)
+        with quiet(self._around):
+            return function(*args, **kwargs)
+
+    def _apply(self, rule, function, args, kwargs):
+        """(args, kwargs), cast as the rule says."""
         if rule == "forbidden":
             raise RuntimeError(
                 f"{function.__name__} overflows in 16 bits: use binary_cross_entropy_with_logits, "
                 "or autocast(enabled=False) around it with fp32 inputs"
             )
         if rule == "fp32" and asks_for_dtype(args, kwargs):
-            return function(*args, **kwargs)
-        dtype = self.dtype if rule == "low" else torch.float32
-        if rule == "promote" and not self._any_fp32((args, kwargs.values())):
-            dtype = self.dtype
-        cast = self._cast
-        return function(*[cast(a, dtype) for a in args], **{name: cast(a, dtype) for name, a in kwargs.items()})
+            return args, kwargs
+        low = rule == "low" or (rule == "promote" and not self._any_fp32((args, kwargs.values())))
+        dtype, cast = self.dtype if low else torch.float32, self._cast
+        return [cast(a, dtype) for a in args], {name: cast(a, dtype) for name, a in kwargs.items()}
 
     def _cast(self, value, dtype):
         if isinstance(value, torch.Tensor):
@@ -143,15 +143,14 @@ def why_not(device_type, dtype):
     return None
 
 
-def same_autocast():
-    """A context manager factory that opens the autocasts of this moment again: what recomputation in backward needs."""
-    modes = [m.again() for m in _get_current_function_mode_stack() if isinstance(m, autocast)]
-
-    @contextmanager
-    def again():
-        with ExitStack() as stack:
-            for mode in modes:
-                stack.enter_context(mode.again())
-            yield
-
-    return again
+@contextmanager
+def quiet(modes):
+    """In this block these autocasts let everything pass: one inside them has decided."""
+    before = [mode._quiet for mode in modes]
+    try:
+        for mode in modes:
+            mode._quiet = True
+        yield
+    finally:
+        for mode, was in zip(modes, before, strict=True):
+            mode._quiet = was

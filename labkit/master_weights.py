@@ -40,15 +40,15 @@ class MasterWeights(torch.optim.Optimizer):
 
     @torch.no_grad()
     def take_gradients(self):
-        """Move the gradients of the 16-bit parameters to the masters, in fp32, adding to what is there.
+        """Move the gradients of the 16-bit parameters to the masters, in fp32; what was there is replaced.
 
         step() and GradScaler.unscale_() begin with it; call it before you look at or clip the masters' gradients.
+        Where there is nothing to move it changes nothing.
         """
-        for p, master in self.pairs():
-            if p.grad is not None:
-                gradient = p.grad.float()
-                master.grad = gradient if master.grad is None else master.grad.add_(gradient)
-                p.grad = None
+        pairs = self.pairs()
+        if any(p.grad is not None for p, _ in pairs):  # else they have been moved already, and perhaps unscaled
+            for p, master in pairs:
+                master.grad, p.grad = None if p.grad is None else p.grad.float(), None
 
     def clip_grad_norm_(self, max_norm):
         """Scale the masters' gradients to a common norm of at most max_norm; returns the norm before, a scalar."""
@@ -57,17 +57,14 @@ class MasterWeights(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        """One step of the masters, then each parameter becomes its master, rounded to nearest."""
+        """One step of the masters; then each parameter becomes its master, rounded to nearest."""
         if closure is not None:
             raise RuntimeError("MasterWeights.step takes no closure: gradients must be moved to the masters in between")
         self.take_gradients()
         self.optimizer.step()
-        self._round()
-
-    @torch.no_grad()
-    def _round(self):
         for p, master in self.pairs():
             p.copy_(master)
+            master.grad = None
 
     def zero_grad(self, set_to_none=True):
         for p in (*self._models, *self._masters):
@@ -88,7 +85,8 @@ class MasterWeights(torch.optim.Optimizer):
         self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
         for master, saved in zip(self._masters, masters, strict=True):
             master.copy_(saved)
-        self._round()
+        for p, master in self.pairs():
+            p.copy_(master)
 
 
 def master_of(p):
