@@ -11,6 +11,7 @@ from labkit.show import style
 from labkit.show.bars import draw_bars
 
 PANELS = ("step_ms", "exposed_comm_ms", "sent_bytes", "peak_bytes")
+BROADEST = 9.0  # points, of the first loss curve
 
 
 def overview(frame, title=None, panels=PANELS):
@@ -20,7 +21,7 @@ def overview(frame, title=None, panels=PANELS):
     colours = style.palette(strategies)
     places = list(range(len(strategies)))
     with style.look():
-        figure, grid = style.new_figure(11.0, 2.9 + 0.42 * len(strategies), rows=2, columns=1, height_ratios=(1.25, 1))
+        figure, grid = style.new_figure(11.0, 2.9 + 0.42 * len(strategies), rows=2, columns=1, height_ratios=(0.12 * len(strategies) + 0.5, 1))
         specification = grid[0].get_subplotspec().subgridspec(1, len(panels), wspace=0.06)
         grid[0].remove()
         for column, metric in enumerate(panels):
@@ -46,10 +47,10 @@ def draw_losses(axes, frame, strategies, colours):
     """Mean loss over the ranks at each step; the first strategy's line is the broadest, so that all are seen."""
     for place, strategy in enumerate(strategies):
         mean = frame[frame["strategy"] == strategy].groupby("step")["loss"].mean()
-        width = 1.4 + 1.6 * (len(strategies) - 1 - place)
+        width = BROADEST - (BROADEST - 1.2) * place / max(1, len(strategies) - 1)
         axes.plot(mean.index, mean, color=colours[strategy], linewidth=width, label=style.name(strategy))
     axes.set_xlabel("step")
     axes.set_ylabel("loss")
     axes.grid(axis="y")
-    axes.legend(ncols=1, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=9)
+    axes.set_title("training loss (colours as above)", loc="left", size=9.5, weight="normal")
     axes.margins(x=0.01)
