@@ -1,0 +1,117 @@
+"""Mixed precision: our GradScaler and autocast against torch.amp's, on the same gradients and the same model.
+
+The scaler is timed by itself: unscale, verdict, a step that does nothing, update. Ours has one all_reduce more on two
+ranks, because it asks all of them; torch's asks nobody, so that row informs. Autocast is timed in a training step.
+"""
+
+import copy
+from contextlib import nullcontext
+
+import torch
+
+from benchmarks.protocol import Comparison, columns, time_variants
+from labkit import models
+from labkit.run import launch
+
+BATCH = {"mlp": 64, "resnet": 8, "gpt": 4}
+ITERATIONS = 20  # of the scaler in one timed call: one alone is shorter than a barrier
+SCALER = [
+    Comparison("ours / PyTorch's", "ours", "torch", at_most=1.00, upper=1.03),
+    Comparison("A/A: PyTorch's / PyTorch's", "torch again", "torch"),
+]
+AGREED = [
+    Comparison("ours, agreed by all ranks / PyTorch's, not agreed", "ours", "torch"),
+    Comparison("A/A: PyTorch's / PyTorch's", "torch again", "torch"),
+]
+AUTOCAST = [
+    Comparison("ours / PyTorch's", "ours", "torch", at_most=1.05),
+    Comparison("fp32 / PyTorch's autocast", "fp32", "torch"),
+    Comparison("A/A: PyTorch's / PyTorch's", "torch again", "torch"),
+]
+
+
+class Idle(torch.optim.Optimizer):
+    """An optimizer that does nothing, so that only the scaler is timed."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    def step(self, closure=None):
+        pass
+
+
+def scaler_times(context, model, repetitions):
+    """Runs on every rank."""
+    from labkit.amp import GradScaler
+
+    variants = {}
+    for name, scaler in {
+        "ours": GradScaler,
+        "torch": torch.amp.GradScaler,
+        "torch again": torch.amp.GradScaler,
+    }.items():
+        parameters = list(models.build(model, "small").to(context.device).parameters())
+        for p in parameters:
+            p.grad = torch.full_like(p, 1e-3)
+        # A scale of 1 that stays: the same gradients can be unscaled again and again.
+        made = scaler(context.device.type, init_scale=1.0, growth_interval=2**30)
+        variants[name] = scaler_calls(made, Idle(parameters), torch.ones((), device=context.device))
+    time_variants(context, variants, repetitions=repetitions)
+
+
+def scaler_calls(scaler, optimizer, loss):
+    def calls():
+        for _ in range(ITERATIONS):
+            scaler.scale(loss)
+            scaler.step(optimizer)
+            scaler.update()
+
+    return calls
+
+
+def autocast_times(context, model, repetitions):
+    """Runs on one rank: bf16."""
+    from labkit.amp import autocast
+
+    torch.manual_seed(0)
+    module = models.build(model, "small").to(context.device)
+    samples = models.data.load("auto", model)
+    batch = [
+        torch.stack([torch.as_tensor(part) for part in parts]).to(context.device)
+        for parts in zip(*(samples[i] for i in range(BATCH[model])), strict=True)
+    ]
+    kind = context.device.type
+    contexts = {
+        "ours": lambda: autocast(kind, torch.bfloat16),
+        "torch": lambda: torch.autocast(kind, torch.bfloat16),
+        "torch again": lambda: torch.autocast(kind, torch.bfloat16),
+        "fp32": nullcontext,
+    }
+    loss = models.loss(model)
+    variants = {name: training_step(copy.deepcopy(module), loss, make, *batch) for name, make in contexts.items()}
+    time_variants(context, variants, repetitions=repetitions)
+
+
+def training_step(model, loss, precision, inputs, targets):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+    def step():
+        optimizer.zero_grad()
+        with precision():
+            value = loss(model(inputs), targets)
+        value.backward()
+        optimizer.step()
+
+    return step
+
+
+def run(repetitions):
+    """Yield the rows and the raw milliseconds of each run."""
+    for nproc, comparisons in ((1, SCALER), (2, AGREED)):
+        for model in ("resnet", "gpt"):
+            parameters = {"model": model, "repetitions": repetitions}
+            values = columns(launch("benchmarks.amp:scaler_times", nproc=nproc, **parameters).records)
+            yield [comparison.row(f"GradScaler, {model}", nproc, values) for comparison in comparisons], values
+    for model in ("mlp", "resnet", "gpt"):
+        values = columns(launch("benchmarks.amp:autocast_times", nproc=1, model=model, repetitions=repetitions).records)
+        yield [comparison.row(f"autocast bf16, {model}", 1, values) for comparison in AUTOCAST], values
