@@ -21,8 +21,10 @@ import tempfile
 import textwrap
 import threading
 import time
+from dataclasses import asdict
 from pathlib import Path
 
+from labkit.run import nodes as network
 from labkit.run.client import agent
 from labkit.run.console import Bar, Console, Tail
 from labkit.run.report import explain, read_ends, read_exits
@@ -47,16 +49,18 @@ class LaunchError(RuntimeError):
 class Run:
     """What came of a launch. The folder with logs lives as long as this object.
 
-    nproc, seconds, parameters; device "cpu" or "cuda"; logs: one Path per rank; command: the same run from a shell.
+    nproc (of each node), nodes, world_size, seconds, parameters; device "cpu" or "cuda"; logs: one Path per rank;
+    command: the same run from a shell, on every node.
     """
 
     def __init__(self, job, nproc):
-        self.job, self.nproc, self.seconds = job, nproc, 0.0
+        self.job, self.nproc, self.nodes, self.seconds = job, nproc, job["nodes"], 0.0
+        self.world_size = nproc * self.nodes
         self.parameters, self.device = job["parameters"], job["device"]
         self.holder = tempfile.TemporaryDirectory(prefix="labkit-")
         self.folder = Path(self.holder.name)
-        self.logs = [self.folder / f"rank-{rank}.log" for rank in range(nproc)]
-        self.events = [[] for _ in range(nproc)]
+        self.logs = [self.folder / f"rank-{rank}.log" for rank in range(self.world_size)]
+        self.events = [[] for _ in range(self.world_size)]
         self.job_path = self.folder / "job.json"
         self.job_path.write_text(json.dumps(job))
 
@@ -69,12 +73,36 @@ class Run:
         return pandas.DataFrame([{name: value for name, value in row.items() if name != "kind"} for row in rows])
 
     @property
+    def network(self):
+        """How the nodes were made, "root", "rootless" or "loopback", and notes on what is missing; {} for one node."""
+        file = self.folder / "nodes.json"
+        return json.loads(file.read_text()) if file.exists() else {}
+
+    @property
+    def wire(self):
+        """pandas.DataFrame, one row a node: bytes that its interface has counted, beside what labkit.comm has.
+
+        sent_bytes, received_bytes: on its link, headers and rendezvous included; none where nodes share the loopback.
+        counted_bytes: sent by its ranks, to whichever rank, those of their own node included; payload only.
+        """
+        import pandas
+
+        ends = [[event for event in events if event["kind"] == "leaving"] for events in self.events]
+        counted = [sum(event["sent_bytes"] for event in events) for events in ends]
+        frame = pandas.DataFrame(self.network.get("wire", []), columns=["node", "sent_bytes", "received_bytes"])
+        return frame.assign(counted_bytes=[sum(counted[n * self.nproc : (n + 1) * self.nproc]) for n in frame["node"]])
+
+    @property
     def command(self):
         return shlex.join(["torchrun", *self.torchrun_arguments(by_name=True)])
 
     def torchrun_arguments(self, by_name=False):
         """Arguments of torchrun; by_name: what it runs by its name, where it has one, not by this run's job file."""
         start = ["--standalone", "--nproc-per-node", str(self.nproc)]
+        if self.nodes > 1:
+            start = ["--nnodes", str(self.nodes), *start[1:], "--rdzv-backend", "c10d"]
+            # Without a name for what it runs, each node is told by its environment where the others are (agent.py).
+            start += ["--rdzv-endpoint", f"{network.address(0)}:{network.PORT}"] if by_name else []
         if by_name and self.job["kind"] == "script":
             return [*start, self.job["target"], *self.job["arguments"]]
         if by_name and self.job["kind"] == "function":
@@ -84,13 +112,18 @@ class Run:
 
     def __repr__(self):
         rows = sum(event["kind"] == "record" for events in self.events for event in events)
-        return f"Run({self.nproc} ranks on {self.device}, {rows} records)"
+        ranks = f"{self.nodes} nodes of {self.nproc} ranks" if self.nodes > 1 else f"{self.nproc} ranks"
+        return f"Run({ranks} on {self.device}, {rows} records)"
 
 
 def launch(
     target,
     *,
     nproc=2,
+    nodes=1,
+    link_mbit=None,
+    link_ms=0.0,
+    link_mtu=9000,
     timeout=600.0,
     collective_timeout=60.0,
     device="auto",
@@ -99,10 +132,12 @@ def launch(
     quiet=False,
     **parameters,
 ):
-    """Run the target on nproc ranks and wait for them.
+    """Run the target on nproc ranks, of each of so many nodes, and wait for them.
 
     target: "package.module:function" or a function (called as function(context, **parameters); a function's source
         travels, so it sees torch, dist, comm and what it imports itself), a cell's source, or a path to a .py script.
+    nodes: more than one are network namespaces of this machine, joined by links of link_mbit (10^6 bits a second each
+        way; None: unslowed), link_ms of delay each way and frames of link_mtu bytes (labkit.run.nodes). On the CPU.
     timeout, collective_timeout: seconds for the whole run, and for one collective to wait for its peers.
     device: "cpu" (gloo), "cuda" (NCCL, one GPU a rank) or "auto" (cuda where there are enough GPUs).
     threads: of each rank's CPU arithmetic. cold: a plain `torchrun`. quiet: print nothing.
@@ -111,8 +146,11 @@ def launch(
     """
     if not isinstance(nproc, int) or nproc < 1:
         raise ValueError(f"nproc={nproc!r}: the number of ranks is a whole number of at least 1")
-    job = describe_target(target, parameters)
-    job |= {"device": choose_device(device, nproc), "threads": threads, "collective_timeout": collective_timeout}
+    job = describe_target(target, parameters) | describe_nodes(nodes, link_mbit, link_ms, link_mtu)
+    device = choose_device(device if nodes == 1 or device != "auto" else "cpu", nproc)
+    if device == "cuda" and nodes > 1:
+        raise ValueError('nodes in namespaces share one machine and run on the CPU: device="cpu"')
+    job |= {"device": device, "threads": threads, "collective_timeout": collective_timeout}
     job |= {"cwd": os.getcwd(), "sys_path": [path or os.getcwd() for path in sys.path]}
     run = Run(job, nproc)
     command = [sys.executable, "-m", "torch.distributed.run", *run.torchrun_arguments()] if cold else None
@@ -120,7 +158,7 @@ def launch(
         start = time.monotonic()
         status, exits, timed_out = watch(run, command, timeout, quiet)
         run.seconds = time.monotonic() - start
-    ends = read_ends(run.folder, nproc, run.events, exits)
+    ends = read_ends(run.folder, run.world_size, run.events, exits)
     if status == 0 and all(end.state == "finished" for end in ends):
         return run
     for end in ends:
@@ -137,7 +175,7 @@ def watch(run, command, timeout, quiet):
     """Show the ranks until the job has ended: (exit status, exit codes before any stop, the limit that was hit)."""
     client = agent()
     console, bar = Console(run.logs, quiet), Bar(quiet)
-    tails = [Tail(run.folder / f"rank-{rank}.jsonl") for rank in range(run.nproc)]
+    tails = [Tail(run.folder / f"rank-{rank}.jsonl") for rank in range(run.world_size)]
     start, failed_at, status = time.monotonic(), None, None
     try:
         client.start(run.job_path, run.nproc, command)
@@ -156,7 +194,7 @@ def watch(run, command, timeout, quiet):
         return status, read_exits(run.folder), None
     except KeyboardInterrupt:
         client.stop()
-        print(f"[launch] stopped: all {run.nproc} ranks have ended")
+        print(f"[launch] stopped: all {run.world_size} ranks have ended")
         raise
     finally:
         take_events(run, tails, bar)
@@ -170,6 +208,16 @@ def take_events(run, tails, bar):
             events.append(event)
             if event["kind"] == "progress":
                 bar.update(event["step"], event["total"])
+
+
+def describe_nodes(nodes, mbit, ms, mtu):
+    """The job's nodes and links, checked."""
+    if not isinstance(nodes, int) or not 1 <= nodes <= network.MOST_NODES:
+        raise ValueError(f"nodes={nodes!r}: the number of nodes is a whole number from 1 to {network.MOST_NODES}")
+    link = network.Link(mbit, ms, mtu)
+    if nodes == 1 and link != network.Link():
+        raise ValueError("one node has no link to slow down: nodes=2 or more")
+    return {"nodes": nodes, "link": asdict(link)}
 
 
 def describe_target(target, parameters):

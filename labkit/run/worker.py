@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 
 from labkit import comm
+from labkit.run import nodes
 
 PR_SET_PDEATHSIG = 1
 # Where an error passes through code that is not the target's own.
@@ -66,10 +67,11 @@ class BlackBox:
         path.write_bytes(b" " * BOX_BYTES)
         with open(path, "r+b") as file:
             self.map = mmap.mmap(file.fileno(), BOX_BYTES)
-        self.count = 0
+        self.count = self.sent_bytes = 0
 
     def append(self, event):
         self.count += 1
+        self.sent_bytes += event.sent_bytes
         line = f'{{"count": {self.count}, "op": "{event.op}", "bytes": {event.payload_bytes}}}'
         self.map[:] = line.encode().ljust(BOX_BYTES)
 
@@ -78,12 +80,14 @@ class BlackBox:
 class Context:
     """What the target gets: who this rank is, and how it reports.
 
+    node counts the machines of the job, local_rank the ranks of one.
     record(**fields) adds one row to run.records; progress(step, total) moves the notebook's bar (rank 0's is shown).
     """
 
     rank: int
     world_size: int
     local_rank: int
+    node: int
     device: torch.device
     events: EventFile = field(repr=False)
 
@@ -102,7 +106,7 @@ def main(job_path):
     die_with_parent()
     folder = Path(job_path).parent
     job = json.loads(Path(job_path).read_text())
-    rank, world_size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    rank, *position = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK"))
     redirect_output(folder / f"rank-{rank}.log")
     stack_file = open(folder / f"rank-{rank}.stack", "w")
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a fork inherits torchelastic's handler, which raises
@@ -112,15 +116,17 @@ def main(job_path):
     box = BlackBox(folder / f"rank-{rank}.box")
     sys.path[:0] = [path for path in job["sys_path"] if path not in sys.path]
     os.chdir(job["cwd"])
-    context = Context(rank, world_size, local_rank, torch.device("cpu"), events)
+    context = Context(rank, *position, torch.device("cpu"), events)
     try:
         with comm.record(box, timed=False):
             if job["kind"] == "script":
                 run_script(job)
             else:
-                join_group(job, f"file://{folder}/store", context)
+                meeting = "env://" if nodes.FOLDER in os.environ else f"file://{folder}/store"
+                join_group(job, meeting, context)
                 run_target(job, context)
-                events.write("leaving")  # from here on its peers may lose the connection to it
+                # From here on its peers may lose the connection to it.
+                events.write("leaving", sent_bytes=box.sent_bytes)
                 dist.destroy_process_group()
         events.write("done", time=time.time())
     except BaseException as error:
@@ -182,7 +188,7 @@ def run_target(job, context):
         return
     namespace = {"__name__": "cell", "torch": torch, "dist": dist, "comm": comm}
     if job["kind"] == "cell":
-        namespace |= {name: getattr(context, name) for name in ("rank", "world_size", "local_rank", "device")}
+        namespace |= {name: getattr(context, name) for name in ("rank", "world_size", "local_rank", "node", "device")}
         namespace |= {"record": context.record, "progress": context.progress}
         namespace |= job["parameters"]
     exec(compile_source(job["target"]), namespace)
@@ -225,8 +231,8 @@ def shell(target, *assignments):
     parameters = {name: json.loads(value) for name, _, value in (text.partition("=") for text in assignments)}
     device = "cuda" if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]) else "cpu"
     job = {"target": target, "kind": "function", "parameters": parameters, "device": device, "threads": 1}
-    rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
-    context = Context(rank, int(os.environ["WORLD_SIZE"]), local_rank, torch.device("cpu"), EventFile(sys.stdout))
+    position = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK"))
+    context = Context(*position, torch.device("cpu"), EventFile(sys.stdout))
     join_group(job | {"collective_timeout": 600}, "env://", context)
     run_target(job, context)
     dist.destroy_process_group()

@@ -1,0 +1,91 @@
+"""The nodes' processes: one torchrun agent a node, in its namespace, as a cluster's scheduler would start them.
+
+    job process, in the switch's namespace          torchrun of node 0     hosts the rendezvous   -> rank 0, rank 1
+    builds the network, forks, waits, counts   -->  torchrun of node 1     meets it over the link -> rank 2, rank 3
+
+Into the run folder go nodes.json, how the nodes were made and what each interface has counted, and links.jsonl, what
+ranks did to their links.
+"""
+
+import json
+import os
+import signal
+import time
+from dataclasses import dataclass
+
+from labkit.run import nodes, worker
+
+OTHERS_END = 3.0  # seconds that the other nodes get to end by themselves, once one has failed
+POLL = 0.02
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a torchrun agent stands: node of count, at its own address; meeting: the endpoint of the rendezvous."""
+
+    node: int
+    count: int
+    address: str
+    meeting: str
+    store_type: str = "tcp"
+
+
+def run_nodes(job, folder, run_torchrun):
+    """Run run_torchrun(place), which returns an exit status, in a process per node; 0 if all have ended so."""
+    count, network = job["nodes"], None
+    report = {"how": "loopback", "notes": []}
+    try:
+        network = nodes.Network(count, nodes.Link(**job["link"]))
+        report = {"how": network.how, "notes": network.notes}
+    except nodes.Refused as reason:
+        report["notes"] = [f"{reason}: the nodes share the loopback, and nothing is slowed down"]
+    worker.die_with_parent()  # a user namespace is a change of rights, which resets this
+    write(folder / "nodes.json", report)
+    started = [start_node(network, node, count, folder, run_torchrun) for node in range(count)]
+    status = wait_for(started)
+    if network is not None:
+        write(folder / "nodes.json", report | {"wire": network.wire()})
+    return status
+
+
+def write(path, value):
+    """Whole or not at all: launch reads it while we run."""
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(value))
+    new.replace(path)
+
+
+def start_node(network, node, count, folder, run_torchrun):
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        worker.die_with_parent()
+        if network is None:
+            place = Place(node, count, "127.0.0.1", str(folder / "rendezvous"), "file")
+        else:
+            network.enter(node)
+            place = Place(node, count, nodes.address(node), f"{nodes.address(0)}:{nodes.PORT}")
+            os.environ |= {"GLOO_SOCKET_IFNAME": "eth0", "TP_SOCKET_IFNAME": "eth0", nodes.FOLDER: str(folder)}
+        status = run_torchrun(place)
+    finally:
+        os._exit(status)
+
+
+def wait_for(pids):
+    """0 when all end with 0; else 1, after the others have had a moment to end as well."""
+    running, failed_at = set(pids), None
+    while running:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid:
+            running.discard(pid)
+            if status and failed_at is None:
+                failed_at = time.monotonic()
+        elif failed_at is not None and time.monotonic() - failed_at > OTHERS_END:
+            for pid in running:
+                os.kill(pid, signal.SIGKILL)  # its ranks are bound to it
+            return 1
+        else:
+            time.sleep(POLL)
+    return int(failed_at is not None)

@@ -1,0 +1,196 @@
+"""Nodes on one machine: network namespaces joined by a switch, each on a link that is as slow as it is asked to be.
+
+        node 0                               switch                               node 1
+    +----------------------+        +------------------------+        +----------------------+
+    |  rank 0     rank 1   |  veth  |                        |  veth  |   rank 2     rank 3  |
+    |  torchrun       eth0 |========| port0   bridge   port1 |========| eth0       torchrun  |
+    |          10.77.0.100 |        |                        |        | 10.77.0.101          |
+    +----------------------+        +------------------------+        +----------------------+
+                       tbf -->           <-- tbf  tbf -->                   <-- tbf
+
+Ranks of one node talk over its own loopback; what leaves a node passes its eth0, is counted there by the operating
+system (counters), and is slowed down by tc's token bucket filter, at link_mbit each way, as on a full-duplex cable.
+
+Nothing here can be left behind, or touch a network that was there before: namespaces without a name live only as long
+as a process in them, and the kernel takes their interfaces along. So there is no clean-up to be forgotten, or killed.
+It works as root, and as a user who may make user namespaces; where neither may, nodes share the loopback, unshaped.
+Almesberger, Linux Network Traffic Control: Implementation Overview, 1999; namespaces(7), veth(4), tc-tbf(8).
+"""
+
+import ctypes
+import json
+import os
+import shutil
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
+SYSTEM_FOLDERS = os.pathsep.join(["/usr/sbin", "/sbin"])  # where ip and tc are, and not always on a user's PATH
+MOST_NODES = 64
+PORT = 29400  # of the rendezvous: a fixed one is safe, in a network that is nobody else's
+FOLDER = "LABKIT_NODES"  # environment: where a rank notes what it does to its link; absent without namespaces
+
+
+class Refused(RuntimeError):
+    """This system does not let us make nodes; the message is the reason."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """Each node's cable. mbit: 10^6 bits a second each way (None: as memory is); ms: delay each way; mtu: bytes."""
+
+    mbit: float | None = None
+    ms: float = 0.0
+    mtu: int = 9000
+
+    def __post_init__(self):
+        if self.mbit is not None and not 0.1 <= self.mbit <= 100_000:
+            raise ValueError(f"link_mbit={self.mbit}: a link carries 0.1 to 100,000 Mbit/s, or None for no limit")
+        if not 0 <= self.ms <= 10_000:
+            raise ValueError(f"link_ms={self.ms}: the delay is 0 to 10,000 milliseconds")
+        if type(self.mtu) is not int or not 1280 <= self.mtu <= 65_000:
+            raise ValueError(f"link_mtu={self.mtu}: a frame carries 1,280 to 65,000 bytes (1500 is usual, 9000 jumbo)")
+
+    def token_bucket(self):
+        """tc's words. The bucket holds what passes in 1 ms: more would let small messages through unslowed."""
+        burst = max(2 * (self.mtu + 14), int(self.mbit * 125))
+        return ["tbf", "rate", f"{int(self.mbit * 1e6)}bit", "burst", str(burst), "latency", "400ms"]
+
+
+class Network:
+    """A switch and its nodes, as network namespaces of this process, which ends up in the switch's.
+
+    how: "root" or "rootless". notes: what was asked for and is not there, one line each. Raises Refused.
+    The process must have one thread, and be one that nobody needs in its old network any more: a fork.
+    """
+
+    def __init__(self, count, link):
+        self.notes = []
+        self.link = link
+        self.how = leave_network()
+        self.switch = here()
+        run("ip", "link", "set", "lo", "up")
+        run("ip", "link", "add", "switch", "type", "bridge")
+        run("ip", "link", "set", "switch", "addrgenmode", "none", "up")
+        self.nodes = [self.attach(node) for node in range(count)]
+
+    def attach(self, node):
+        """Make one node and its cable: the file descriptor that keeps its namespace."""
+        call("unshare", CLONE_NEWNET)
+        inside = here()
+        run("ip", "link", "set", "lo", "up")
+        call("setns", self.switch, CLONE_NEWNET)
+        port = f"port{node}"
+        # gso_max_segs 1: packets are counted as they would be on a cable, each with its own headers.
+        shape = ["mtu", str(self.link.mtu), "gso_max_segs", "1", "addrgenmode", "none"]
+        ends = ["netns", f"/proc/{os.getpid()}/fd/{inside}", "name", "eth0"]
+        run("ip", "link", "add", port, "mtu", str(self.link.mtu), "type", "veth", "peer", *ends)
+        run("ip", "link", "set", port, *shape, "master", "switch", "up")
+        self.slow_down(port)
+        call("setns", inside, CLONE_NEWNET)
+        run("ip", "link", "set", "eth0", *shape, "up")
+        run("ip", "address", "add", f"{address(node)}/24", "dev", "eth0")
+        self.slow_down("eth0")
+        call("setns", self.switch, CLONE_NEWNET)
+        return inside
+
+    def slow_down(self, interface):
+        above = ["root"]
+        if self.link.mbit is not None:
+            run("tc", "qdisc", "add", "dev", interface, "root", "handle", "1:", *self.link.token_bucket())
+            above = ["parent", "1:1"]
+        if self.link.ms:
+            try:
+                run("tc", "qdisc", "add", "dev", interface, *above, "netem", "delay", f"{self.link.ms}ms")
+            except Refused:
+                self.notes = [f"this kernel has no netem: the links have no delay, {self.link.ms:g} ms were asked for"]
+
+    def enter(self, node):
+        """Move this process, a fork, into the node."""
+        call("setns", self.nodes[node], CLONE_NEWNET)
+
+    def wire(self):
+        """What has passed each node's link, as its port has counted: a list of dict(node, sent_bytes, received_bytes)."""
+        ports = [counters(f"port{node}") for node in range(len(self.nodes))]
+        return [{"node": i, "sent_bytes": there, "received_bytes": back} for i, (back, there) in enumerate(ports)]
+
+
+def leave_network():
+    """Move this process into an empty network: "root" or "rootless", by the rights it took."""
+    for tool in ("ip", "tc"):
+        find(tool)
+    try:
+        call("unshare", CLONE_NEWNET)
+        return "root"
+    except Refused:
+        user, group = os.geteuid(), os.getegid()
+        call("unshare", CLONE_NEWUSER | CLONE_NEWNET)
+        # Root of the new namespace is the user we were: nothing outside it becomes permitted by that.
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"0 {user} 1")
+        Path("/proc/self/gid_map").write_text(f"0 {group} 1")
+        return "rootless"
+
+
+def call(name, *arguments):
+    """unshare or setns: Python has them from 3.12 on."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if getattr(libc, name)(*arguments):
+        raise Refused(f"no network namespaces here ({name}: {os.strerror(ctypes.get_errno())})")
+
+
+def here():
+    """A file descriptor that keeps the network namespace this process is in now."""
+    return os.open("/proc/self/ns/net", os.O_RDONLY)
+
+
+def find(tool):
+    path = shutil.which(tool, path=os.pathsep.join([os.environ.get("PATH", os.defpath), SYSTEM_FOLDERS]))
+    if path is None:
+        raise Refused(f"no program `{tool}` here (Debian, Ubuntu: apt install iproute2)")
+    return path
+
+
+def run(tool, *arguments):
+    done = subprocess.run([find(tool), *arguments], capture_output=True, text=True)
+    if done.returncode:
+        raise Refused(f"{tool} {' '.join(arguments)}: {done.stderr.strip() or 'failed'}")
+
+
+def address(node):
+    """Three digits at the end: torch's rendezvous numbers the nodes by the order of their addresses as text."""
+    return f"10.77.0.{100 + node}"
+
+
+def counters(interface="eth0"):
+    """(sent, received): bytes that have passed an interface, headers included, as in /sys/class/net/*/statistics.
+
+    For a rank: of its node. Read from /proc, which shows a process its own network. Raises ValueError without nodes.
+    """
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        name, _, numbers = line.partition(":")
+        if name.strip() == interface:
+            fields = numbers.split()
+            return int(fields[8]), int(fields[0])
+    raise ValueError(f"no interface {interface} here: counters() is for ranks of launch(..., nodes=2) in namespaces")
+
+
+def cut():
+    """On a rank: take its node's link down. Connections live on, and nothing arrives, until heal()."""
+    set_link("down")
+
+
+def heal():
+    """On a rank: bring its node's link up again. What was sent meanwhile arrives when TCP tries next: in seconds."""
+    set_link("up")
+
+
+def set_link(state):
+    # An interface named eth0 may be the machine's own: only where we have made the network it is ours.
+    if FOLDER not in os.environ:
+        raise ValueError("this rank has no link of its own: launch(..., nodes=2), where namespaces are allowed")
+    run("ip", "link", "set", "eth0", state)
+    with open(Path(os.environ[FOLDER]) / "links.jsonl", "a") as file:
+        file.write(json.dumps({"node": int(os.environ["GROUP_RANK"]), "link": state, "time": time.time()}) + "\n")
