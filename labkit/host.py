@@ -21,7 +21,7 @@ def room(nbytes, to, device):
 
     Raises OSError, in one line, where the folder cannot be written to or the disk has no room; nothing is left there.
     """
-    if to == "cpu":
+    if to == "cpu" or nbytes == 0:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
     try:
         descriptor, path = tempfile.mkstemp(prefix="labkit-offload-", dir=to)

@@ -30,7 +30,11 @@ class Offloaded(torch.optim.Optimizer):
     chunk_mb: MiB of states that are on the device at once; those of one parameter at least.
     Room for all states is made here, once: raises OSError where there is none. States of no dimension (`step`) stay.
     param_groups, state and state_dict() are the optimizer's own: schedulers, scalers and checkpoints go on as before.
-    Raises ValueError for an optimizer whose states cannot be told in advance.
+    Raises ValueError for an optimizer whose states cannot be told in advance; with ZeRO, offload the one inside it:
+        class InFile(Offloaded):
+            def __init__(self, params, **defaults):
+                super().__init__(torch.optim.AdamW(params, **defaults), to=folder)
+        ZeRO1(params, InFile, lr=...)
     """
 
     def __init__(self, optimizer, to="cpu", chunk_mb=32):
