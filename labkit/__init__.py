@@ -31,7 +31,9 @@
         host.py             pinned memory, a mapped file, and copies beside the arithmetic
     budget.py               where every byte goes, before anything is run; a strategy that fits; on
         rehearsal.py        one step on tensors without data: what would live, and when
-        holdings.py         what each strategy keeps of parameters, gradients and states
+        holdings.py         what DDP and ZeRO keep of parameters, gradients and states
+        gathered.py         what FSDP does, unit by unit
+        batch_size.py       the largest batch that fits
     sampler.py              every sample exactly once per epoch; exact distributed evaluation
     trainer.py              all of the above behind one train_step
 

@@ -16,11 +16,20 @@ from dataclasses import dataclass
 
 import torch
 
-from labkit import holdings
+from labkit import gathered, holdings
 from labkit.rehearsal import rehearse, rehearse_optimizer
+from labkit.units import split_units
 
 KINDS = ("parameters", "gradients", "optimizer_states", "buffers", "communication", "activations")
-HOLDINGS = {"single": holdings.Single, "ddp": holdings.DDP}
+HOLDINGS = {
+    "single": holdings.Single,
+    "ddp": holdings.DDP,
+    "zero1": holdings.ZeRO1,
+    "zero2": holdings.ZeRO2,
+    "fsdp": gathered.FSDP,
+    "fsdp_grad_op": gathered.FSDPGradOp,
+    "fsdp_offload": gathered.FSDPOffload,
+}
 OPTIMIZERS = {"sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), "adamw": torch.optim.AdamW}
 PRECISIONS = {"fp64": torch.float64, "fp32": torch.float32}
 
@@ -66,25 +75,34 @@ def estimate(module, input, loss=None, strategy="single", world_size=1, target=N
 def rehearse_step(module, input, loss=None, target=None, precision="fp32", unit=None, device=None):
     """A Rehearsal to be accounted for under several strategies.
 
-    unit: what FSDP gathers together: a class, a tuple of them, or a function module -> bool. device: the type to
-    rehearse for, by default the module's. Raises ValueError for an unknown precision.
+    unit: what FSDP gathers together, as for FSDP: a class, a tuple of them, a function module -> bool, or None.
+    device: what to rehearse for, by default where the module is. Raises ValueError for an unknown precision.
     """
     known("precision", precision, PRECISIONS)
-    units = [] if unit is None else find_units(module, unit)
+    units = split_units(module, unit)
     return rehearse(module, input, loss, target, dtype=PRECISIONS[precision], device=device, units=units)
 
 
-def account(rehearsal, strategy="single", world_size=1, optimizer="adamw", precision="fp32", bucket_cap_mb=25):
-    """The Estimate of a rehearsed step under a strategy.
+def account(
+    rehearsal,
+    strategy="single",
+    world_size=1,
+    optimizer="adamw",
+    precision="fp32",
+    rank=0,
+    bucket_cap_mb=25,
+    prefetch=1,
+):
+    """The Estimate of a rehearsed step under a strategy, for one rank (the shards of others may hold less).
 
     strategy: one of HOLDINGS. optimizer: "adamw", "sgd" (with momentum), or a function parameters -> Optimizer.
     Raises ValueError, with what is known, for another.
     """
     rule = known("strategy", strategy, HOLDINGS)
     make = known("optimizer", optimizer, OPTIMIZERS) if isinstance(optimizer, str) else optimizer
-    holding = rule(rehearsal, world_size, int(bucket_cap_mb * 2**20))
-    states, temporaries = rehearse_optimizer(holding.stepped, make)
+    holding = rule(rehearsal, world_size, rank, int(bucket_cap_mb * 2**20), prefetch)
     start = dict.fromkeys(KINDS, 0) | holding.start()
+    states, temporaries = rehearse_optimizer(holding.stepped(), make)
     start |= {"optimizer_states": states, "buffers": sum(b.nbytes for b in rehearsal.buffers.values())}
     samples, backward_at = walk(rehearsal, holding, start)
     held = dict(samples[-1])
@@ -106,30 +124,21 @@ def known(what, name, table):
     return table[name]
 
 
-def find_units(module, unit):
-    """The submodules that are gathered together. Raises ValueError, with the classes there are, if there is none."""
-    classes = isinstance(unit, type | tuple)
-    found = [m for m in module.modules() if m is not module and (isinstance(m, unit) if classes else unit(m))]
-    if not found:
-        there = sorted({type(m).__name__ for m in module.modules()})
-        raise ValueError(f"unit {unit!r} matches no part of {type(module).__name__}: it is made of {', '.join(there)}")
-    return found
-
-
 def walk(rehearsal, holding, start):
-    """Bytes by kind after every row of the log, and how many of them belong to forward."""
+    """Bytes by kind after every change, and how many of them belong to forward."""
     now, samples, backward_at = dict(start), [dict(start)], 0
     for position, (piece, change, event) in enumerate(rehearsal.log):
         if position == rehearsal.backward_at:
             backward_at = len(samples)
-        mine = piece is not None and piece.gradient_of is not None and holding.keeps(piece.gradient_of)
-        now["gradients" if mine else "activations"] += change
+        changes = []
+        if change:
+            kept = piece.gradient_of is not None and holding.keeps(piece.gradient_of)
+            changes.append(("gradients" if kept else "activations", change))
         if event is not None:
-            if event[0] == "gradient" and piece is not None and not mine:
-                now["activations"] -= piece.size  # copied to where gradients are held
-            for kind, grown in holding.on(event).items():
-                now[kind] += grown
-        samples.append(dict(now))
+            changes += holding.on(event, piece.size if piece else 0)
+        for kind, grown in changes:
+            now[kind] += grown
+            samples.append(dict(now))
     return samples, backward_at
 
 

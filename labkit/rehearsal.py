@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -33,20 +34,19 @@ class Piece:
 class Rehearsal:
     """What one forward and backward would allocate.
 
-    parameters: name -> fake tensor, each once. buffers: name -> fake tensor. log: rows (Piece, change in bytes, event);
-    an event is None, ("gradient", number of the parameter), or (phase, number of the unit) with phase "forward",
-    "forward end", "backward". backward_at: the position in the log where backward begins.
+    parameters, buffers: name -> fake tensor, each once; their places are their numbers. device: what it is meant for.
+    units: for each unit, the root first, lists of numbers of its parameters, one a dtype and whether they are trained.
+    log: rows (Piece, change in bytes, event); event: None, ("gradient", number of the parameter), ("end", None), or
+    (phase, number of the unit) with phase "forward", "forward end", "backward", "backward end". backward_at: the
+    position in the log where backward begins.
     """
 
     parameters: dict
     buffers: dict
+    device: torch.device
     units: list = field(default_factory=list)
     log: list = field(default_factory=list)
     backward_at: int = 0
-
-    def trained(self):
-        """Numbers of the parameters that want a gradient."""
-        return [i for i, p in enumerate(self.parameters.values()) if p.requires_grad]
 
 
 class Watch(TorchDispatchMode):
@@ -115,66 +115,85 @@ def rehearse(module, input, loss=None, target=None, dtype=None, device=None, uni
 
     input: a tensor or a tuple of them, one rank's batch; target: as `loss` takes it. Both may be on the meta device.
     loss: function (output, target), or (output) without a target, -> scalar; None: the sum of the output.
-    dtype: of floating-point parameters, buffers and inputs (None: as they are). device: by default the module's, "cpu"
-    for the meta device. units: submodules whose forward and backward are marked in the log. autocast: a context manager
-    for forward. checkpoint: function (function, *args) that runs a unit and recomputes it in backward.
+    dtype: of floating-point parameters, buffers and inputs (None: as they are). device: by default the module's; one
+    that this machine has not is rehearsed on the CPU. units: [Unit] of labkit.units. autocast: a context manager for
+    forward and loss. checkpoint: function (function, *args) that runs a unit and recomputes it in backward.
     """
-    inputs = input if isinstance(input, tuple | list) else (input,)
-    targets = () if target is None else (target,)
+    inputs, targets = (t if isinstance(t, tuple | list) else (t,) for t in (input, () if target is None else target))
     named = dict(module.named_parameters())
-    if device is None:
-        device = next((t.device for t in named.values()), torch.device("cpu"))
-        device = torch.device("cpu") if device.type == "meta" else device
+    device = torch.device(device or next((t.device for t in named.values() if not t.is_meta), "cpu"))
+    here = device if device.type != "cuda" or torch.cuda.is_available() else torch.device("cpu")
     with FakeTensorMode(allow_non_fake_inputs=True), ExitStack() as undo:
 
         def fake(t):
             kind = dtype if dtype is not None and t.is_floating_point() else t.dtype
-            return torch.empty_strided(t.shape, t.stride(), dtype=kind, device=device, requires_grad=t.requires_grad)
+            return torch.empty_strided(t.shape, t.stride(), dtype=kind, device=here, requires_grad=t.requires_grad)
 
-        done = Rehearsal(
-            {name: fake(p) for name, p in named.items()},
-            {name: fake(b) for name, b in module.named_buffers()},
-            list(units),
-        )
+        parameters = {name: fake(p) for name, p in named.items()}
+        done = Rehearsal(parameters, {name: fake(b) for name, b in module.named_buffers()}, device)
         watch = Watch([])
-        for number, p in enumerate(done.parameters.values()):
+        for number, p in enumerate(parameters.values()):
             if p.requires_grad:
                 p.register_post_accumulate_grad_hook(lambda p, number=number: watch.gradient(number, p))
-        for number, unit in enumerate(done.units):
-            mark_unit(undo, watch, number, unit, checkpoint)
+        numbers = {p: number for number, p in enumerate(named.values())}
+        for number, unit in enumerate(units):
+            done.units.append(members(unit, numbers))
+            mark_unit(undo, watch, number, unit.module, checkpoint if number else None)
 
         def at_backward():
             done.backward_at = len(watch.log)
 
         step = Step(module, loss, autocast or nullcontext(), at_backward)
-        tensors = {f"module.{name}": t for name, t in (done.parameters | done.buffers).items()}
-        arguments = tree_map_only(torch.Tensor, fake, (tuple(inputs), targets))
+        tensors = {f"module.{name}": t for name, t in (parameters | done.buffers).items()}
+        arguments = tree_map_only(torch.Tensor, fake, (tuple(inputs), tuple(targets)))
         with watch:
             held = torch.func.functional_call(step, tensors, arguments)
+        watch.log.append((None, 0, ("end", None)))
         done.log = list(watch.log)  # what is freed from here on was not freed in the step
         del held
     return done
 
 
-def mark_unit(undo, watch, number, unit, checkpoint):
-    """Write into the log when a unit's forward begins and ends, and when its backward begins."""
+def members(unit, numbers):
+    """Numbers of the unit's own parameters, in lists of one dtype, all of them trained or none."""
+    kinds = {}
+    for p in unit.own_parameters():
+        kinds.setdefault((p.dtype, p.requires_grad), []).append(numbers[p])
+    return list(kinds.values())
 
-    def before(_, args):
+
+def mark_unit(undo, watch, number, module, checkpoint):
+    """Write into the log when a unit's forward begins and ends, and when its backward does."""
+
+    def before(_, args, kwargs):
+        inputs = []
+
+        def own(t):
+            if t.requires_grad:
+                t = t.view_as(t)  # a node of this unit's own: t may have other uses, whose gradients come later
+                inputs.append(t)
+            return t
+
         watch.mark("forward", number)
+        args, kwargs = tree_map_only(torch.Tensor, own, (args, kwargs))
+        if inputs:
+            register_multi_grad_hook(inputs, lambda _: watch.mark("backward end", number))
+        return args, kwargs
 
     def after(_, args, output):
-        watch.mark("forward end", number)
         for t in tree_leaves(output):
-            if isinstance(t, torch.Tensor) and t.requires_grad:
+            if isinstance(t, torch.Tensor) and t.grad_fn is not None:
                 t.register_hook(lambda gradient: watch.mark("backward", number))
-                break
+        watch.mark("forward end", number)
 
-    undo.callback(unit.register_forward_pre_hook(before).remove)
-    undo.callback(unit.register_forward_hook(after).remove)
+    undo.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+    undo.callback(module.register_forward_hook(after).remove)
     if checkpoint is not None:
-        plain = unit.forward
-        unit.forward = lambda *args, **kwargs: checkpoint(plain, *args, **kwargs)
-        undo.callback(unit.__dict__.pop, "forward")
+        plain, had = module.forward, "forward" in module.__dict__
+        module.forward = lambda *args, **kwargs: checkpoint(plain, *args, **kwargs)
+        undo.callback(module.__dict__.__setitem__, "forward", plain) if had else undo.callback(
+            delattr, module, "forward"
+        )
 
 
 def rehearse_optimizer(tensors, optimizer):

@@ -31,6 +31,8 @@ PARTS = {
     "full_state",
     "rehearsal",
     "holdings",
+    "gathered",
+    "batch_size",
     "surroundings",
     "keep",
     "host",

@@ -1,0 +1,129 @@
+"""The largest batch that fits: predicted first, then tried with real steps, with running out of memory caught.
+
+    predicted    1  2  4  8  16  32  64 x                  doubled until the estimate says no, then halved in between
+    tried                           52 ok   58 ok  65 x    from there in steps of an eighth, until the answer turns
+                                            58 ok  61 x    then halved in between, until the gap is a sixteenth
+
+A prediction costs no memory and no step, but it does not see what a kernel or the allocator takes besides. A real step
+sees all of it, and may fail: so few are taken, near the edge. On several ranks a size fits if it fits all of them.
+"""
+
+import gc
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from labkit import comm
+
+
+@dataclass(frozen=True)
+class BatchSize:
+    """size: the largest that fits. predicted: what the estimate said. tried: (size, whether it fitted), in order."""
+
+    size: int
+    predicted: int
+    tried: tuple = ()
+
+
+def find_batch_size(predict, memory_bytes, step=None, largest=65536, group=None):
+    """The largest batch of one rank that fits into memory_bytes, as BatchSize.
+
+    predict: function batch size -> bytes at the peak, rising, such as
+        lambda size: estimate(model, x[:1].expand(size, -1), ...).peak_total.
+    step: function batch size -> bytes at the peak, or None: trains one real step. What it raises for want of memory is
+        a size that does not fit. Without it, the prediction is the answer. largest: where to stop.
+    With a process group all ranks call together, and get the same answer. Raises MemoryError if not even 1 fits.
+    """
+    predicted = last_true(lambda size: predict(size) <= memory_bytes, largest)
+    if step is None:
+        if not predicted:
+            raise MemoryError(too_large(predict(1), memory_bytes))
+        return BatchSize(predicted, predicted)
+    predicted = agreed(predicted, group)
+    tried = []
+
+    def fits(size):
+        tried.append((size, bool(agreed(try_step(step, size, memory_bytes), group))))
+        return tried[-1][1]
+
+    size = refine(fits, max(1, predicted), largest)
+    if not size:
+        raise MemoryError(f"not even a batch of 1 fits: a step with it needs more than {memory_bytes:,} bytes")
+    return BatchSize(size, predicted, tuple(tried))
+
+
+def too_large(needed, memory_bytes):
+    return (
+        f"not even a batch of 1 fits: it needs {needed:,} bytes, {needed - memory_bytes:,} more than there are. "
+        "Shard the model over more ranks, offload, or recompute: labkit.budget.choose says what would do"
+    )
+
+
+def last_true(holds, largest):
+    """The last of 1, 2, ..., largest for which holds(size); 0 for none. It must hold up to somewhere and not beyond."""
+    size = 1
+    while size <= largest and holds(size):
+        size *= 2
+    return between(holds, size // 2, min(size, largest + 1))
+
+
+def between(holds, low, high, gap=1):
+    """A size that holds, given that low does (or is 0) and high does not; at most `gap` from one that does not."""
+    while high - low > gap:
+        middle = (low + high) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
+
+
+def refine(fits, start, largest):
+    """From start in steps of an eighth to where the answer turns, then halving the gap to a sixteenth."""
+    if fits(start):
+        low, high = start, largest + 1
+        while (size := low + max(1, low // 8)) < high:
+            if not fits(size):
+                high = size
+                break
+            low = size
+    else:
+        low, high = 0, start
+        while (size := high - max(1, high // 8)) > 0:
+            if fits(size):
+                low = size
+                break
+            high = size
+    return between(fits, low, high, gap=max(1, low // 16))
+
+
+def try_step(step, size, memory_bytes):
+    """Whether one step with this batch size stays within memory_bytes."""
+    try:
+        seen = step(size)
+        return seen is None or seen <= memory_bytes
+    except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError; so is the CPU allocator's
+        if not out_of_memory(error):
+            raise
+        error.__traceback__ = None  # its frames hold the tensors of the step
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return False
+
+
+def out_of_memory(error):
+    words = str(error).lower()
+    return (
+        isinstance(error, MemoryError | torch.OutOfMemoryError)
+        or "allocate memory" in words
+        or "out of memory" in words
+    )
+
+
+def agreed(value, group):
+    """The smallest value of all ranks."""
+    if not dist.is_initialized():
+        return int(value)
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    smallest = torch.tensor(int(value), device=device)
+    comm.all_reduce(smallest, dist.ReduceOp.MIN, group)
+    return int(smallest)
