@@ -19,7 +19,8 @@
         units.py            what is gathered together, and what each unit owns
         sharding.py         over which ranks shards are cut, over which they are held alike
         flat_param.py       a unit's parameters as one tensor: a shard at rest, whole in use
-        full_state.py       whole state dicts out of shards, and back
+        full_state.py       a model of shards from outside: names, whole state dicts, moves
+        clip.py             the global norm of gradients that are shards
     amp.py                  mixed precision: dynamic loss scaling, agreed by all ranks; on
         autocast.py         each operation in the precision that suits it
         precision.py        which operations run low, which in fp32

@@ -40,7 +40,10 @@ class FlatParam:
         self._hold(self.layout.shard(flat, self.rank).clone())
         # As a float64 scalar tensor it changes no gradient's dtype.
         self.factor = torch.tensor(1.0 / dist.get_world_size(sharding.everyone), dtype=torch.float64)
+        # There a reduce_scatter holds a second copy of all gradients on their way: rather wait than hold it for long.
+        self._waits = dist.get_backend(sharding.group) == "gloo"
         self.whole = False  # the modules hold the wholes
+        self._kept = {}  # slot -> (what keep() gave the piece as gradient, its version)
         self._gathering = self._reducing = self._averaging = self._output = None
         self.put(self.pieces)
 
@@ -115,8 +118,9 @@ class FlatParam:
                     "set requires_grad first, then construct FSDP"
                 )
 
-    def renew(self):
+    def renew(self, sharding):
         """After to(), double(), cuda(): the pieces have moved; put them into one shard again."""
+        self.sharding = sharding
         pieces = torch.cat([piece.data for piece in self.pieces])
         shard = pieces.new_zeros(self.layout.shard_numel)
         shard[: pieces.numel()] = pieces
@@ -135,6 +139,9 @@ class FlatParam:
         """Send the gradients that backward has left at the wholes; one that did not come counts as zero."""
         if all(p.grad is None for p in self.wholes):
             return
+        for slot in self._kept:  # a part of what is sent now
+            self.pieces[slot].grad = None
+        self._kept.clear()
         dtype = self.sharding.reduce_dtype or self.flat.dtype
         total = torch.empty(self.layout.padded, dtype=dtype, device=self.flat.device)
         for view, p in zip(self.layout.views(total), self.wholes, strict=True):
@@ -144,6 +151,8 @@ class FlatParam:
         output = total.new_empty(self.layout.shard_numel)
         work = comm.reduce_scatter(output, total, group=self.sharding.group, async_op=True)
         self._reducing = work, output, total
+        if self._waits:
+            self.settle()
 
     def _divide(self, gradient, view):
         if gradient is None:
@@ -165,6 +174,24 @@ class FlatParam:
         if self.sharding.across is not None:
             self._averaging = comm.all_reduce(output, group=self.sharding.across, async_op=True)
         self._output = output
+
+    def keep(self):
+        """In no_sync(): the gradients stay at the wholes; the pieces show this rank's part of them.
+
+        So that whoever drops the gradients of the pieces, as optimizer.zero_grad() does, drops what is kept.
+        """
+        for slot, (p, piece) in enumerate(zip(self.wholes, self.pieces, strict=True)):
+            if p.grad is not None and (piece.grad is None or slot in self._kept):
+                begin, end = self.layout.ranges(self.rank)[slot]
+                part = p.grad.detach().reshape(-1)[begin:end].to(piece.device, piece.dtype)
+                piece.grad, self._kept[slot] = part, (part, part._version)
+
+    def drop_cleared(self):
+        """Where the gradient of a piece was cleared since keep(), so is the whole one."""
+        for slot, (part, version) in list(self._kept.items()):
+            if self.pieces[slot].grad is not part or part._version != version:
+                self.wholes[slot].grad = None
+                del self._kept[slot]
 
     def _take_output(self):
         if self._averaging:
@@ -191,5 +218,8 @@ class FlatParam:
         self.settle()
         if self._output is not None:
             self._take_output()
-        for p in self.wholes:
+        for slot, p in enumerate(self.wholes):
             p.grad = None
+            if slot in self._kept:
+                self.pieces[slot].grad = None
+        self._kept.clear()

@@ -25,15 +25,15 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_map_only
 
 from labkit.flat_param import FlatParam
-from labkit.full_state import full_state_dict, load_full_state_dict
+from labkit.full_state import ShardedModel
 from labkit.reducer import Reducer
 from labkit.replicas import Replicas, broadcast_tensors
 from labkit.sharding import Sharding
 from labkit.units import materialise, split_units
-from labkit.wrapper import Wrapper, find_tensors
+from labkit.wrapper import find_tensors
 
 
-class FSDP(Wrapper):
+class FSDP(ShardedModel):
     """module, with its parameters, gradients and so optimizer states sharded. Collective: all ranks construct it.
 
     unit: what is gathered together: a module class, a tuple of them, or a function module -> bool (see labkit.units);
@@ -71,44 +71,31 @@ class FSDP(Wrapper):
         if type(prefetch) is not int or prefetch < 0:
             raise ValueError(f"prefetch is a number of units, 0 or more, not {prefetch!r}")
         sharding = Sharding.choose(module, shard, mesh, process_group, param_dtype, reduce_dtype, offload)
-        self._sharding, self.process_group, self.prefetch = sharding, sharding.everyone, prefetch
+        self.sharding, self.process_group, self.prefetch = sharding, sharding.everyone, prefetch
         self.require_backward_grad_sync = True
         self.units = split_units(module, unit, keep=shard == "grad_op")
         settings = f"{root=}, {shard=}, {param_dtype=}, {reduce_dtype=}, {prefetch=}, {len(self.units)} units"
         Replicas(module, sharding.everyone).check(settings, sharding.device)
-        replicated = [] if root == "shard" else self._replicate(self.units[0])
         for u in self.units:
-            self._shard(u, replicated)
-        broadcast_tensors(list(module.buffers()), 0, sharding.everyone)
-        averaged = [(name, p) for name, p in replicated if p.requires_grad]
-        self._reducer = Reducer(averaged, self, sharding.everyone, overlap=False) if averaged else None
+            materialise(u, sharding.device)
+            if root == "shard" or u is not self.units[0]:
+                u.flats = [FlatParam(names, places, sharding) for names, places in u.kinds()]
+            u.module.register_forward_pre_hook(partial(self._before_forward, u), prepend=True, with_kwargs=True)
+            u.module.register_forward_hook(partial(self._after_forward, u))
+        self.flats = [flat for u in self.units for flat in u.flats]
+        self.replicated = list(self.units[0].own_parameters()) if root == "replicate" else []
+        broadcast_tensors([*self.replicated, *module.buffers()], 0, sharding.everyone)
+        self.watch_root()
         self._order, self._expected = [], self.units  # units as this forward calls them, and as the last one did
         self._armed = False  # a backward is under way, and will call _end_backward
         self._averages = True  # as the forward found require_backward_grad_sync
         self._reducing = None  # the unit whose gradients are on their way
 
-    def _replicate(self, root):
-        materialise(root, self._sharding.device)
-        named = [(places[0][0], p) for p, places in root.own_parameters().items()]
-        broadcast_tensors([p for _, p in named], 0, self.process_group)
-        return named
-
-    def _shard(self, unit, replicated):
-        materialise(unit, self._sharding.device)
-        kinds, left_out = {}, {p for _, p in replicated}
-        for p, places in unit.own_parameters().items():
-            if p not in left_out:
-                kinds.setdefault((p.dtype, p.requires_grad), []).append(places)
-        for members in kinds.values():
-            names = [places[0][0] for places in members]
-            places = [[(module, attribute) for _, module, attribute in places] for places in members]
-            unit.flats.append(FlatParam(names, places, self._sharding))
-        unit.module.register_forward_pre_hook(partial(self._before_forward, unit), prepend=True, with_kwargs=True)
-        unit.module.register_forward_hook(partial(self._after_forward, unit))
-
-    @property
-    def flats(self):
-        return [flat for unit in self.units for flat in unit.flats]
+    def watch_root(self):
+        """Average the gradients of the replicated parameters, where these are now."""
+        trained = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
+        averaged = [(name, p) for name, p in trained if any(p is other for other in self.replicated)]
+        self._reducer = Reducer(averaged, self, self.process_group, overlap=False) if averaged else None
 
     # ---- forward
 
@@ -118,7 +105,7 @@ class FSDP(Wrapper):
             return self.module(*args, **kwargs)
         except BaseException:
             if not in_backward():  # checkpointing may run us again inside a backward, and stops us by an exception
-                self._rest()
+                self.rest()
                 for unit in self.units:
                     unit.calls = 0
             raise
@@ -140,9 +127,10 @@ class FSDP(Wrapper):
     def _begin(self):
         if self._armed:  # an exception has left a backward
             self._abandon()
-        self._rest()  # the optimizer may have changed the shards: what is still whole from an earlier forward is stale
+        self.rest()  # the optimizer may have changed the shards: what is still whole from an earlier forward is stale
         for flat in self.flats:
             flat.check()
+            flat.drop_cleared()
         self._expected, self._order = self._order or self._expected, []
         if torch.is_grad_enabled():
             self._averages = self.require_backward_grad_sync
@@ -158,10 +146,10 @@ class FSDP(Wrapper):
 
     def _watch_inputs(self, unit, args, kwargs):
         """Have _after_backward called when backward has come to the inputs: then this unit's part of it is over."""
-        watched, param_dtype = [], self._sharding.param_dtype
+        watched, param_dtype = [], self.sharding.param_dtype
 
         def watch(t):
-            if param_dtype is not None and t.is_floating_point():
+            if unit.flats and param_dtype is not None and t.is_floating_point():
                 t = t.to(param_dtype)
             if t.requires_grad:
                 t = t.view_as(t)  # a node of this unit's own: t itself may have other uses, whose gradients come later
@@ -174,18 +162,29 @@ class FSDP(Wrapper):
         return args, kwargs
 
     def _after_forward(self, unit, module, args, output):
+        if self.replicated and unit.flats and self.sharding.param_dtype is not None:
+            # What is replicated computes in its own dtype, and so must be given that.
+            dtype = self.replicated[0].dtype
+            output = tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, output)
         if torch.is_grad_enabled():
-            for t in find_tensors(output):
+            tensors = list(find_tensors(output))
+            for t in tensors:
                 if t.grad_fn is not None:
                     t.register_hook(partial(self._before_backward, unit))
+            if unit.flats and not tensors and not isinstance(output, str | int | float | None):
+                raise TypeError(
+                    f"{unit} returns {type(output).__name__}, in which FSDP finds no tensor to hear of backward from: "
+                    "return tensors, in dicts, lists, tuples or dataclasses if need be"
+                )
         if in_backward():  # a recomputation: backward is about to use what has been gathered
-            return
+            return output
         if not (unit.keep and torch.is_grad_enabled()):
             unit.free()
         if unit is self.units[0]:
             for other in self.units:  # gathered ahead, but not called this time
                 if not other.keep:
                     other.free()
+        return output
 
     # ---- backward
 
@@ -252,9 +251,9 @@ class FSDP(Wrapper):
             self._reducer.wait()
             self._reducer.settle([[True] * len(bucket.members) for bucket in self._reducer.buckets])
         for flat in self.flats:
-            flat.deliver()
-        if self._sharding.offload and self._sharding.device.type == "cuda":
-            torch.cuda.current_stream(self._sharding.device).synchronize()  # the host reads the gradients next
+            flat.deliver() if self._averages else flat.keep()
+        if self.sharding.offload and self.sharding.device.type == "cuda":
+            torch.cuda.current_stream(self.sharding.device).synchronize()  # the host reads the gradients next
         self._armed, self._reducing = False, None
 
     @contextmanager
@@ -269,13 +268,13 @@ class FSDP(Wrapper):
         finally:
             self.require_backward_grad_sync = before
 
-    def _rest(self):
+    def rest(self):
         """Nothing is gathered."""
         for unit in self.units:
             unit.free()
 
     def _abandon(self):
-        self._rest()
+        self.rest()
         for flat in self.flats:
             flat.forget()
         if self._reducer is not None:
@@ -283,21 +282,6 @@ class FSDP(Wrapper):
         for unit in self.units:
             unit.calls = 0
         self._armed, self._reducing = False, None
-
-    # ---- whole values, on every rank
-
-    def full_state_dict(self):
-        """The module's state_dict(), whole, the same on every rank: buffers are rank 0's. Collective."""
-        self._rest()
-        return full_state_dict(self)
-
-    def load_full_state_dict(self, state_dict, strict=True):
-        """Take this rank's parts of a whole state_dict, from any number of ranks. Every rank has to be given it.
-
-        Returns the missing and the unexpected names; RuntimeError names them all if strict, and every wrong shape.
-        """
-        self._rest()
-        return load_full_state_dict(self, state_dict, strict)
 
 
 def in_backward():

@@ -1,50 +1,135 @@
-"""Whole values out of shards, and into shards of any other number: state dicts of a sharded model.
+"""A model of shards, from outside: its parameters are this rank's pieces, its state dicts pieces or whole values.
 
+    state_dict              this rank's pieces, under the module's own names
     full_state_dict         n ranks, pieces  --- all_gather --->  every rank: w1 [4, 6], b1 [4], ...   as unsharded
     load_full_state_dict    every rank: w1 [4, 6], b1 [4], ...  --- own part of each --->  m ranks, pieces
+    load_shards             the state_dict() of each of n ranks  --- as if whole --->  m ranks, pieces
 
-Sent per rank: (n-1)/n x parameter bytes to save, nothing to load. Held while saving: the whole model, on every rank.
-Zhao et al., PyTorch FSDP, VLDB 2023, section 4.
+Sent per rank: (n-1)/n x parameter bytes for full_state_dict, else nothing. Held while saving: the whole model.
+Zhao et al., PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel, VLDB 2023, section 4.
 """
 
+from dataclasses import replace
+
+import torch
 from torch import nn
 
+from labkit.clip import clip_grad_norm_
 from labkit.replicas import broadcast_tensors
-from labkit.wrapper import plain_name
+from labkit.sharding import compute_device
+from labkit.wrapper import Wrapper, plain_name
 
 
-def full_state_dict(fsdp):
-    """What fsdp.module.state_dict() would be had it never been sharded. Collective; nothing may be gathered."""
-    broadcast_tensors(list(fsdp.module.buffers()), 0, fsdp.process_group)
-    try:
-        for flat in fsdp.flats:
-            # Copies: each tensor alone in its memory, without padding, as savers of files want them.
-            flat.put([nn.Parameter(value.clone(), flat.trainable) for value in flat.gather_master()])
-        return fsdp.module.state_dict()  # the module's own: its hooks and extra state included
-    finally:
-        for flat in fsdp.flats:
-            flat.put(flat.pieces)
+class ShardedModel(Wrapper):
+    """Base of FSDP: what does not belong to a step.
 
+    Subclasses have flats, all FlatParams; sharding, a Sharding; replicated, the parameters that are whole on every
+    rank; rest(), after which nothing is gathered; watch_root(), called when the replicated have moved.
+    """
 
-def load_full_state_dict(fsdp, state_dict, strict=True):
-    """Copy this rank's part of every whole value into the pieces. Sends nothing."""
-    homes = {piece: (flat, slot) for flat in fsdp.flats for slot, piece in enumerate(flat.pieces)}
-    held = dict(fsdp.module.named_parameters(remove_duplicate=False))
-    own = fsdp.module.state_dict().keys()
-    given = {plain_name(name, own): value for name, value in state_dict.items()}
-    problems = [f"missing {name!r}" for name in own if name not in given and strict]
-    problems += [f"unexpected {name!r}" for name in given if name not in own and strict]
-    parts = {}
-    for name, value in given.items():
-        if held.get(name) in homes:
-            flat, slot = homes[held[name]]
-            shape = flat.layout.shapes[slot]
-            if value.shape != shape:
-                problems.append(f"{name!r} is {list(value.shape)} and should be {list(shape)}")
-                continue
-            begin, end = flat.layout.ranges(flat.rank)[slot]
-            value = value.flatten()[begin:end]
-        parts[name] = value
-    if problems:
-        raise RuntimeError(f"not a state dict of this {type(fsdp.module).__name__}: {'; '.join(problems)}")
-    return fsdp.module.load_state_dict(parts, strict)
+    def named_parameters(self, *args, **kwargs):
+        """The pieces, also while the module holds whole parameters."""
+        pieces = {whole: p for flat in self.flats for whole, p in zip(flat.wholes, flat.pieces, strict=True)}
+        for name, p in self.module.named_parameters(*args, **kwargs):
+            yield name, pieces.get(p, p)
+
+    def zero_grad(self, set_to_none=True):
+        super().zero_grad(set_to_none)
+        for flat in self.flats:
+            flat.drop_cleared()
+
+    def clip_grad_norm_(self, max_norm, norm_type=2.0):
+        """Scale all gradients so that their norm, over all ranks' pieces, is at most max_norm; returns the norm before.
+
+        Collective. As torch.nn.utils.clip_grad_norm_ on the averaged gradients in one process.
+        """
+        pieces = [p for flat in self.flats for p in flat.pieces]
+        device = self.sharding.device
+        return clip_grad_norm_(pieces, self.replicated, max_norm, norm_type, self.sharding.group, device)
+
+    # ---- state dicts
+
+    def state_dict(self, *args, **kwargs):
+        """This rank's pieces, and buffers, under the module's own names. For whole values: full_state_dict()."""
+        self.rest()
+        return super().state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict, strict=True, assign=False):
+        """Of this rank, from the same number of ranks; from another: load_shards or load_full_state_dict."""
+        self.rest()
+        return super().load_state_dict(state_dict, strict, assign)
+
+    def full_state_dict(self):
+        """What module.state_dict() would be had it never been sharded, on every rank; buffers: rank 0's. Collective."""
+        self.rest()
+        broadcast_tensors(list(self.module.buffers()), 0, self.sharding.everyone)
+        try:
+            for flat in self.flats:
+                # Copies: each tensor alone in its memory, without padding, as savers of files want them.
+                flat.put([nn.Parameter(value.clone(), flat.trainable) for value in flat.gather_master()])
+            return self.module.state_dict()  # the module's own: its hooks and extra state included
+        finally:
+            for flat in self.flats:
+                flat.put(flat.pieces)
+
+    def load_full_state_dict(self, state_dict, strict=True):
+        """Take this rank's part of each whole value; from any number of ranks, or none. Every rank must be given all.
+
+        Returns what module.load_state_dict returns. Raises RuntimeError, before anything is changed, with every wrong
+        shape and, if strict, every missing and unexpected name.
+        """
+        self.rest()
+        homes = self._homes()
+        own = self.module.state_dict().keys()
+        given = {plain_name(name, own): value for name, value in state_dict.items()}
+        problems = [f"missing {name!r}" for name in own if name not in given and strict]
+        problems += [f"unexpected {name!r}" for name in given if name not in own and strict]
+        for name, value in given.items():
+            if name in homes:
+                flat, slot = homes[name]
+                shape = flat.layout.shapes[slot]
+                if value.shape != shape:
+                    problems.append(f"{name!r} is {list(value.shape)} and should be {list(shape)}")
+                begin, end = flat.layout.ranges(flat.rank)[slot]
+                given[name] = value.flatten()[begin:end]
+        if problems:
+            raise RuntimeError(f"not a state dict of this {type(self.module).__name__}: {'; '.join(problems)}")
+        return self.module.load_state_dict(given, strict)
+
+    def load_shards(self, state_dicts, strict=True):
+        """Take what n ranks saved as their state_dict(), in the order of their ranks, whatever this world size is."""
+        given = dict(state_dicts[0])
+        for name, (flat, slot) in self._homes().items():
+            if name in given:
+                whole, shape = torch.cat([state[name] for state in state_dicts]), flat.layout.shapes[slot]
+                if whole.numel() != shape.numel():
+                    raise RuntimeError(
+                        f"{name!r} has {shape.numel()} elements, these {len(state_dicts)} state dicts have "
+                        f"{whole.numel()} of it: give that of every rank that saved, once, in order"
+                    )
+                given[name] = whole.view(shape)
+        return self.load_full_state_dict(given, strict)
+
+    def _homes(self):
+        """{name: (its FlatParam, its number there)}, by every name that a tied parameter has."""
+        homes = {piece: (flat, slot) for flat in self.flats for slot, piece in enumerate(flat.pieces)}
+        named = self.module.named_parameters(remove_duplicate=False)
+        return {name: homes[p] for name, p in named if p in homes}
+
+    # ---- what moves or copies all parameters
+
+    def _apply(self, fn, recurse=True):
+        """to(), double(), cuda(): the pieces have moved, so their shards must."""
+        self.rest()
+        super()._apply(fn, recurse)
+        self.sharding = replace(self.sharding, device=compute_device(self.module, self.sharding.everyone))
+        for flat in self.flats:
+            flat.renew(self.sharding)
+        self.watch_root()
+        return self
+
+    def __deepcopy__(self, memo):
+        raise TypeError(
+            f"{type(self).__name__} cannot be copied: its hooks belong to this module. Copy the module before wrapping "
+            "it, or wrap another one and load full_state_dict() into it"
+        )

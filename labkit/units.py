@@ -61,6 +61,15 @@ class Unit:
                     found.setdefault(p, []).append((f"{prefix}.{attribute}".removeprefix("."), module, attribute))
         return found
 
+    def kinds(self):
+        """[(names, places)] of its parameters: one entry for each dtype, trainable and frozen; see FlatParam."""
+        kinds = {}
+        for p, places in self.own_parameters().items():
+            names, all_places = kinds.setdefault((p.dtype, p.requires_grad), ([], []))
+            names.append(places[0][0])
+            all_places.append([(module, attribute) for _, module, attribute in places])
+        return list(kinds.values())
+
     def __str__(self):
         return repr(self.name) if self.name else "the root"
 

@@ -29,6 +29,7 @@ PARTS = {
     "sharding",
     "flat_param",
     "full_state",
+    "clip",
     "rehearsal",
     "holdings",
     "gathered",
