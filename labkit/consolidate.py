@@ -76,13 +76,17 @@ def _gather(optimizer, bucket, key, dtype, group):
     return bucket.shaped(flat)
 
 
+def options_of(group):
+    """What a parameter group says besides which parameters it has."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
 def _number(groups, whole_groups, numbers):
     """The options that groups have now, with the parameters' numbers."""
     numbered = []
     for group, whole in zip(groups, whole_groups, strict=True):
         names = {"param_names": list(whole["param_names"])} if "param_names" in whole else {}
-        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        numbered.append({**options, **names, "params": [numbers[p] for p in whole["params"]]})
+        numbered.append({**options_of(group), **names, "params": [numbers[p] for p in whole["params"]]})
     return numbered
 
 
@@ -98,25 +102,28 @@ def slice_state(state_dict, whole_groups, pieces, buckets):
     places = {p: (bucket, slot) for bucket in buckets for slot, p in enumerate(bucket.members)}
     state, groups = {}, []
     for group, whole in zip(saved, whole_groups, strict=True):
-        held = [(i, p) for i, p in zip(group["params"], whole["params"], strict=True) if p in pieces]
-        for i, p in held:
-            if i in state_dict["state"]:
-                entries = state_dict["state"][i]
+        held = []
+        for i, p in zip(group["params"], whole["params"], strict=True):
+            entries = state_dict["state"].get(i, {})
+            if p in places:
+                _check_shapes(entries, p, places[p][0].names[places[p][1]])  # also of what other ranks will take
+            if p in pieces:
+                held.append(i)
                 state[i] = {key: _slice(key, value, p, *places[p]) for key, value in entries.items()}
-        options = {key: value for key, value in group.items() if key != "param_names"}
-        if "param_names" in whole:
-            names = dict(zip(whole["params"], whole["param_names"], strict=True))
-            options["param_names"] = [names[p] for _, p in held]
-        groups.append({**options, "params": [i for i, _ in held]})
-    return {"state": state, "param_groups": groups}
+        groups.append({**options_of(group), "params": held})
+    return {"state": {i: entries for i, entries in state.items() if entries}, "param_groups": groups}
+
+
+def _check_shapes(entries, p, name):
+    for key, value in entries.items():
+        if isinstance(value, torch.Tensor) and value.dim() and value.shape != p.shape:
+            raise ValueError(f"{name!r} has shape {list(p.shape)}, its {key!r} in the state dict {list(value.shape)}")
 
 
 def _slice(key, value, p, bucket, slot):
-    if not isinstance(value, torch.Tensor) or (value.dim() == 0 and (p.dim() or key == "step")):
+    if not isinstance(value, torch.Tensor):
         return value
-    if value.shape != p.shape:
-        raise ValueError(
-            f"{bucket.names[slot]!r} has shape {list(p.shape)}, its {key!r} in the state dict {list(value.shape)}"
-        )
+    if value.dim() == 0 and (p.dim() or key == "step"):
+        return value.clone()  # the optimizer counts in place, and the dict is the caller's
     start, stop = bucket.layout.ranges(bucket.rank)[slot]
     return bucket.in_memory_order(slot, value)[start:stop].clone()

@@ -12,17 +12,17 @@ Rajbhandari et al., ZeRO, SC 2020, section 5.1, shards Adam; for the others see 
 import torch
 
 
-def check_elementwise(optimizer_class, defaults, device="cpu"):
-    """Raise ValueError if two steps of optimizer_class(..., **defaults) do not treat a matrix as they treat its parts.
+def check_elementwise(optimizer_class, defaults, group=None, device="cpu"):
+    """Raise ValueError if two steps of optimizer_class do not treat a matrix as they treat its parts.
 
-    Errors of optimizer_class about its own arguments pass through.
+    defaults: keyword arguments of the class. group: options of the parameter group that differ, or are its own.
+    Errors of optimizer_class about its arguments pass through.
     """
-    options = {**defaults, "lr": 0.1} if "lr" in defaults else defaults  # a rate of 0 would hide the difference
     whole = torch.linspace(-1.0, 1.0, 6, device=device).view(2, 3)
-    optimizer_class([torch.nn.Parameter(whole.clone())], **options)
+    parts = [whole.flatten()[:4], whole.flatten()[4:]]
+    optimizer_class([{**(group or {}), "params": [torch.nn.Parameter(whole.clone())]}], **defaults)
     try:
-        together = _two_steps(optimizer_class, options, [whole])
-        apart = _two_steps(optimizer_class, options, [whole.flatten()[:4], whole.flatten()[4:]])
+        together, apart = (_two_steps(optimizer_class, defaults, group or {}, tensors) for tensors in ([whole], parts))
         same = torch.allclose(together, apart, rtol=1e-4)
     except Exception:  # whatever it needs that a shard does not have: a closure, two dimensions, sparse gradients
         same = False
@@ -33,9 +33,11 @@ def check_elementwise(optimizer_class, defaults, device="cpu"):
         )
 
 
-def _two_steps(optimizer_class, options, tensors):
+def _two_steps(optimizer_class, defaults, group, tensors):
     parameters = [torch.nn.Parameter(t.clone()) for t in tensors]
-    optimizer = optimizer_class(parameters, **options)
+    optimizer = optimizer_class([{**group, "params": parameters}], **defaults)
+    for options in optimizer.param_groups:
+        options["lr"] = 0.1  # a rate of 0 would hide the difference
     for slope in (1.0, -0.3):
         for p in parameters:
             p.grad = slope * p.detach() + 0.1

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.autograd import Variable
 
 from labkit import comm
-from labkit.consolidate import gather_state, slice_state
+from labkit.consolidate import gather_state, options_of, slice_state
 from labkit.elementwise import check_elementwise
 from labkit.reducer import watchers
 from labkit.replicas import broadcast_tensors, check_agreement
@@ -60,7 +60,8 @@ class ZeRO1(torch.optim.Optimizer):
         self._whole_groups = self.param_groups
         settings = f"{name}, {optimizer_class.__name__}, {bucket_cap_mb=}, {defaults}"
         names = self._check(settings)
-        check_elementwise(optimizer_class, defaults, next(iter(names)).device)
+        for group in self._whole_groups:
+            check_elementwise(optimizer_class, defaults, options_of(group), next(iter(names)).device)
         broadcast_tensors([p.detach() for p in names], 0, process_group)
         trainable = [(name, p) for p, name in names.items() if p.requires_grad]
         self._frozen = {p: name for p, name in names.items() if not p.requires_grad}
@@ -94,13 +95,8 @@ class ZeRO1(torch.optim.Optimizer):
         return names
 
     def _cut(self, group):
-        """The group with this rank's pieces in place of the parameters."""
-        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        held = [(place, self._pieces[p]) for place, p in enumerate(group["params"]) if p in self._pieces]
-        if "param_names" in group:
-            held = [(group["param_names"][place], piece) for place, piece in held]
-            return {**options, "params": held}
-        return {**options, "params": [piece for _, piece in held]}
+        """The group with this rank's pieces in place of the parameters, without names: it may well have no piece."""
+        return {**options_of(group), "params": [self._pieces[p] for p in group["params"] if p in self._pieces]}
 
     def _share(self):
         """What schedulers, GradScaler and trackers look at is what the inner optimizer works on."""
