@@ -35,6 +35,7 @@
         holdings.py         what DDP and ZeRO keep of parameters, gradients and states
         gathered.py         what FSDP does, unit by unit
         batch_size.py       the largest batch that fits
+    compression/            gradients that travel as few bytes: comm hooks for DDP
     sampler.py              every sample exactly once per epoch; exact distributed evaluation
     trainer.py              all of the above behind one train_step
 

@@ -1,0 +1,127 @@
+"""Error feedback: send little, remember what was not sent, and add it to what there is to send next time.
+
+    corrected = gradient + residual              what should be sent
+    message   = compress(corrected)              what is sent: few bytes
+    residual  = corrected - what it carries      what waits        so: sent + residual == gradient + previous residual
+    result    = mean over the ranks of what their messages carry
+
+Nothing is lost, it is only late: the sum of all that was ever sent differs from the sum of all gradients by one
+residual. Without it the same small gradients would be dropped in each step, and some compressors then never converge.
+
+Held: one residual, as large as the gradients; gradient + residual is formed in its place, and the average in the
+bucket's. One message per bucket, in the order of the buckets, so ranks cannot meet in different collectives.
+Seide et al., 1-Bit Stochastic Gradient Descent and its Application to Data-Parallel Distributed Training of Speech
+DNNs, Interspeech 2014; Karimireddy et al., Error Feedback Fixes SignSGD and other Gradient Compression Schemes, ICML
+2019, algorithm 2; Stich et al., Sparsified SGD with Memory, NeurIPS 2018, algorithm 1.
+"""
+
+import warnings
+from functools import partial
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+
+from labkit import comm
+from labkit.compression.residual import Residuals
+from labkit.replicas import check_agreement
+
+
+class Compressor:
+    """Base of the compressors whose message is one collective. Its `hook` is a comm hook of DDP, ours or PyTorch's.
+
+        model.register_comm_hook(None, TopK(0.01).hook)          in place of None: a process group
+
+    One compressor serves one model. `seconds`: spent compressing and decompressing so far, by the host's clock.
+    A gradient with an inf or NaN is reported by a warning and makes the averages of all ranks NaN, so that a loss
+    scaler sees it; this rank's residual stays as it was before.
+    """
+
+    collective = "gather"  # every rank gets all messages; or "sum": it gets their sum
+
+    def __init__(self, feedback, **settings):
+        self.feedback, self.settings = feedback, {**settings, "feedback": feedback}
+        self.residuals, self.step, self.seconds = Residuals(), 0, 0.0
+        self._agreed = False
+
+    def compress(self, corrected, bucket):
+        """(message, note): what travels, one contiguous tensor of one size on all ranks, and what decompress needs.
+
+        corrected: [elements], to become what the message does not carry where there is feedback, else to be spoiled.
+        """
+        raise NotImplementedError
+
+    def decompress(self, arrived, average, world_size, note):
+        """Fill average, [elements], from arrived: all messages [world_size, ...], or their sum, see `collective`."""
+        raise NotImplementedError
+
+    def hook(self, group, bucket):
+        """Future of the average over the group (None: all ranks) of what the ranks send of this bucket."""
+        gradient = bucket.buffer()
+        if gradient.numel() == 0:
+            return done(gradient)
+        self.agree(group, gradient.device)
+        started = perf_counter()
+        message, note = self.compress(self.correct(gradient, bucket), bucket)
+        self.seconds += perf_counter() - started
+        self.step += bucket.is_last()
+        world_size = dist.get_world_size(group)
+        if self.collective == "sum":
+            arrived = message
+            work = comm.all_reduce(message, group=group, async_op=True)
+        else:
+            arrived = message.new_empty(world_size, message.numel())
+            work = comm.all_gather(arrived.view(-1), message, group=group, async_op=True)
+        return work.get_future().then(partial(self._finish, arrived, gradient, world_size, note))
+
+    def _finish(self, arrived, gradient, world_size, note, _):
+        started = perf_counter()
+        self.decompress(arrived, gradient, world_size, note)
+        self.seconds += perf_counter() - started
+        return gradient
+
+    def correct(self, gradient, bucket):
+        """What should be sent of a bucket, [elements]: its gradient and, with feedback, what it owes."""
+        if not is_finite(gradient):
+            warnings.warn(f"{self}: inf or NaN in the gradients of bucket {bucket.index()}", stacklevel=2)
+            return gradient.fill_(torch.nan)
+        return self.accumulate(self.residuals.of(bucket), gradient, bucket) if self.feedback else gradient
+
+    def accumulate(self, residual, gradient, bucket):
+        return residual.add_(gradient)
+
+    def agree(self, group, device):
+        """Once, and collective: raises ValueError on every rank where the ranks' compressors differ."""
+        if not self._agreed:
+            check_agreement([f"compressor {self}"], group, device)
+            self._agreed = True
+
+    def scale_residuals(self, factor):
+        """Where gradients are scaled (fp16) so are residuals: call with new scale / old scale when it changes."""
+        self.residuals.scale(factor)
+
+    def state_dict(self):
+        """This rank's own state: each rank saves and loads its own."""
+        return {"settings": self.settings, "step": self.step, "residuals": self.residuals.state_dict()}
+
+    def load_state_dict(self, state):
+        """Raises ValueError for the state of a compressor with other settings."""
+        if state["settings"] != self.settings:
+            raise ValueError(f"{self} cannot load the state of one with {state['settings']}")
+        self.step = state["step"]
+        self.residuals.load_state_dict(state["residuals"])
+
+    def __repr__(self):
+        return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in self.settings.items())})"
+
+
+def is_finite(tensor):
+    """One pass, without a mask as large as the tensor: inf and NaN survive in a sum."""
+    return bool(torch.isfinite(tensor.sum(dtype=torch.promote_types(tensor.dtype, torch.float32))))
+
+
+def done(value):
+    """A Future that has its value."""
+    future = torch.futures.Future()
+    future.set_result(value)
+    return future

@@ -1,0 +1,69 @@
+"""Residuals: what a compressor has not sent, kept for next time, one flat tensor per bucket.
+
+    buckets of step 1     [ w3 | b3 ]  [ w2 | w1 ]        residuals lie as the gradients do
+    buckets of step 2     [ b3 | w3 | w2 ]  [ w1 ]        PyTorch's DDP lays its buckets out anew after its first step:
+                                                          each residual follows its parameter
+
+Held per rank: the elements of the gradients, in float32 (float64 for float64 gradients): in 16 bits what is small
+beside the residual would be lost for ever.
+"""
+
+import torch
+
+
+class Residuals:
+    """The flat tensor of each bucket, zeros at first. Saved by parameter, so that other buckets can load it."""
+
+    def __init__(self):
+        self._flats = {}  # (dtype, device, ids of a bucket's parameters) -> flat tensor
+        self._parts = {}  # parameter -> its part of one of them
+        self._names = {}  # parameter -> the key under which it is saved
+        self._loaded = None  # if a state was loaded: what is for parameters that no bucket has shown yet
+
+    def of(self, bucket):
+        """The tensor of a bucket, [elements]: ours or torch.distributed.GradBucket. It is kept: change it in place."""
+        gradient, parameters = bucket.buffer(), bucket.parameters()
+        dtype = torch.promote_types(gradient.dtype, torch.float32)
+        key = (dtype, gradient.device, *map(id, parameters))
+        if key not in self._flats:
+            self._lay_out(key, bucket, torch.zeros(gradient.numel(), dtype=dtype, device=gradient.device))
+        return self._flats[key]
+
+    def _lay_out(self, key, bucket, flat):
+        parameters = bucket.parameters()
+        names = getattr(bucket, "names", None) or [f"bucket {bucket.index()}, {i}" for i in range(len(parameters))]
+        for p, part, name in zip(parameters, flat.split([p.numel() for p in parameters]), names, strict=True):
+            if p in self._parts:
+                part.copy_(self._parts[p])
+            elif self._loaded is not None:
+                part.copy_(self._take(name, part))
+            self._parts[p] = part
+            self._names.setdefault(p, name)
+        moved = set(key[2:])
+        self._flats = {old: kept for old, kept in self._flats.items() if moved.isdisjoint(old[2:])}
+        self._flats[key] = flat
+
+    def _take(self, name, part):
+        if name not in self._loaded:
+            raise KeyError(
+                f"no residual was saved for {name!r}: load what the same model in the same wrapper has saved"
+            )
+        saved = self._loaded.pop(name)
+        if saved.numel() != part.numel():
+            raise ValueError(f"the residual of {name!r} has {saved.numel()} elements, but {part.numel()} are needed")
+        return saved
+
+    def scale(self, factor):
+        """Multiply all by factor."""
+        for part in self._parts.values():
+            part.mul_(factor)
+
+    def state_dict(self):
+        """name -> flat residual of that parameter. In PyTorch's DDP, which tells no names: "bucket i, position"."""
+        return {self._names[p]: part.clone() for p, part in self._parts.items()} | (self._loaded or {})
+
+    def load_state_dict(self, state):
+        """Before the first step or later. A misfit raises KeyError or ValueError, in the next step at the latest."""
+        self._loaded = dict(state) or None
+        for p, part in self._parts.items():
+            part.copy_(self._take(self._names[p], part) if self._loaded else torch.zeros_like(part))

@@ -1,0 +1,316 @@
+"""What holds for every compressor of the registry, and for those of the family with other settings."""
+
+import copy
+import warnings
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from labkit import comm
+from labkit.bucket import Bucket
+from labkit.compression import COMPRESSORS, TopK, build
+from labkit.ddp import DDP
+
+STEPS = 5
+MAKE = {
+    **COMPRESSORS,
+    "topk_tensor": partial(TopK, 0.1, per="tensor"),
+    "topk_whole": partial(TopK, 1.0),
+    "topk_forgetful": partial(TopK, 0.1, feedback=False),
+}
+EXACT = {"topk", "topk_tensor", "topk_whole"}  # what is sent is taken out whole: not a bit is lost
+WHOLE = {"topk_whole"}  # at full ratio or rank
+BY_TENSOR = {"topk_tensor", "topk_whole"}  # what is sent of a tensor does not depend on its neighbours in the bucket
+WITH_FEEDBACK = [name for name in MAKE if MAKE[name]().feedback]
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 4))
+
+
+def batch(rank, step):
+    return torch.randn(8, 24, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def train(module, hook, rank, steps, wrap=DDP, group=None, **settings):
+    """Train with a hook. Returns each step's averaged gradients."""
+    wrapped = wrap(module, **settings)
+    if hook is not None:
+        wrapped.register_comm_hook(group, hook)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    seen = []
+    for step in steps:
+        optimizer.zero_grad()
+        wrapped(batch(rank, step)).square().mean().backward()
+        seen.append(torch.cat([p.grad.flatten().clone() for p in module.parameters()]))
+        optimizer.step()
+    return seen
+
+
+class Watch:
+    """A hook around a hook, which keeps what went in, what came out and what is owed, by step."""
+
+    def __init__(self, compressor):
+        self.compressor, self.steps = compressor, []
+
+    def owed(self, bucket):
+        return self.compressor.residuals.of(bucket).double().clone()
+
+    def __call__(self, group, bucket):
+        gradient, before = bucket.buffer().double().clone(), self.owed(bucket)
+        average = self.compressor.hook(group, bucket).wait()
+        self.steps.append((gradient, before, average.double().clone(), self.owed(bucket)))
+        done = torch.futures.Future()
+        done.set_result(average)
+        return done
+
+
+def alone(rank, world_size):
+    """A group of this rank only: what a hook returns there is what this rank sends."""
+    return [dist.new_group([r]) for r in range(world_size)][rank]
+
+
+def error_of_the_identity(rank, world_size, name):
+    watch = Watch(MAKE[name]())
+    train(net(), watch, rank, range(STEPS), group=alone(rank, world_size))
+    gaps = [(sent + after - (gradient + before)) for gradient, before, sent, after in watch.steps]
+    moved = sum(float(after.abs().sum()) for *_, after in watch.steps)
+    return max(float(gap.abs().max()) for gap in gaps), moved
+
+
+@pytest.mark.parametrize("name", WITH_FEEDBACK)
+def test_sent_and_residual_are_gradient_and_previous_residual(ranks, name):
+    for gap, moved in ranks(2, error_of_the_identity, name=name):
+        assert gap <= 1e-7  # gradient + residual itself is rounded to float32 (values below 1)
+        assert (moved == 0) == (name in WHOLE)  # else the line above says nothing
+
+
+def gap_on_a_grid(rank, world_size, name):
+    """The same with gradients that are multiples of 2**-10, whose sums float32 holds without rounding."""
+    compressor, p = MAKE[name](), nn.Parameter(torch.zeros(30, 50))
+    group, worst = alone(rank, world_size), 0.0
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(STEPS):
+        bucket = Bucket([p])
+        bucket.buffer().copy_(torch.randint(-999, 999, (1500,), generator=generator) / 1024)
+        wanted = bucket.buffer() + compressor.residuals.of(bucket)
+        sent = compressor.hook(group, bucket).wait()
+        worst = max(worst, float((sent + compressor.residuals.of(bucket) - wanted).abs().max()))
+    return worst
+
+
+@pytest.mark.parametrize("name", sorted(EXACT))
+def test_the_identity_is_exact_where_the_arithmetic_allows(ranks, name):
+    assert ranks(2, gap_on_a_grid, name=name) == [0.0, 0.0]
+
+
+def learn(rank, world_size, name, wrap, settings):
+    module, compressor = net(), MAKE[name]()
+    if rank:
+        for p in module.parameters():  # other weights: the wrapper must broadcast
+            p.data.add_(rank)
+    seen = train(module, compressor.hook, rank, range(STEPS), wrap=wrap, **settings)
+    return torch.cat([p.detach().flatten() for p in module.parameters()]), seen
+
+
+@pytest.mark.parametrize("settings", [{}, {"bucket_cap_mb": 0.002}, {"bucket_cap_mb": 0, "overlap": False}], ids=str)
+@pytest.mark.parametrize("name", MAKE)
+def test_ranks_are_equal_to_the_bit(ranks, name, settings):
+    (first, _), *others = ranks(3, learn, name=name, wrap=DDP, settings=settings)
+    for other, _ in others:
+        assert torch.equal(first, other)
+
+
+def single_matrix(rank, world_size, name, wrap):
+    """One parameter: both wrappers lay it out the same way."""
+    torch.manual_seed(0)
+    module, compressor = nn.Sequential(nn.Linear(24, 16, bias=False), nn.Tanh()), MAKE[name]()
+    train(module, compressor.hook, rank, range(STEPS), wrap=wrap)
+    return module[0].weight.detach()
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_the_same_on_ours_and_on_pytorchs(ranks, name):
+    ours, theirs = (ranks(2, single_matrix, name=name, wrap=wrap) for wrap in (DDP, DistributedDataParallel))
+    assert torch.equal(ours[0], theirs[0])
+    assert torch.equal(theirs[0], theirs[1])
+
+
+def many_buckets(rank, world_size, name, wrap):
+    """A bucket a parameter; in PyTorch's DDP only after the first step, which has a single one."""
+    return learn(rank, world_size, name, wrap, {"bucket_cap_mb": 1e-6 if wrap is not DDP else 0})[0]
+
+
+@pytest.mark.parametrize("name", sorted(BY_TENSOR))
+def test_the_same_on_both_with_a_bucket_for_each_parameter(ranks, name):
+    ours, theirs = (ranks(2, many_buckets, name=name, wrap=wrap) for wrap in (DDP, DistributedDataParallel))
+    assert torch.equal(ours[0], theirs[0])
+
+
+def total_of_all_steps(rank, world_size, name, wrap, settings):
+    """Everything averaged so far, and what this rank still owes, against everything it was asked to send."""
+    asked = []
+
+    def hook(group, bucket):
+        asked.append((list(bucket.parameters()), bucket.buffer().double().clone()))
+        return compressor.hook(group, bucket)
+
+    module, compressor = net(), MAKE[name]()
+    seen = train(module, hook, rank, range(STEPS), wrap=wrap, **settings)
+    total = {p: torch.zeros(p.numel(), dtype=torch.float64) for p in module.parameters()}
+    for parameters, flat in asked:
+        for p, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+            total[p] += part
+    owed = {p: part.double() for p, part in compressor.residuals._parts.items()}
+    flat = [torch.cat([found[p] for p in module.parameters()]) for found in (total, owed)]
+    return sum(part.double() for part in seen), *flat
+
+
+@pytest.mark.parametrize("wrap", [DDP, DistributedDataParallel])
+@pytest.mark.parametrize("name", WITH_FEEDBACK)
+def test_nothing_is_lost_when_buckets_are_laid_out_anew(ranks, name, wrap):
+    told = ranks(2, total_of_all_steps, name=name, wrap=wrap, settings={"bucket_cap_mb": 0.003})
+    averaged = told[0][0]
+    asked, owed = (sum(rank[i] for rank in told) / 2 for i in (1, 2))
+    assert float((averaged + owed - asked).abs().max()) < 1e-6
+
+
+@pytest.mark.parametrize("name", sorted(WHOLE))
+def test_at_full_ratio_or_rank_it_is_plain_averaging(ranks, name):
+    (_, plain), _ = ranks(2, against_plain, name=None)
+    (_, ours), _ = ranks(2, against_plain, name=name)
+    for mine, theirs in zip(ours, plain, strict=True):
+        assert float((mine - theirs).abs().max()) < 1e-6
+
+
+def against_plain(rank, world_size, name):
+    module = net()
+    seen = train(module, MAKE[name]().hook if name else None, rank, range(STEPS))
+    return None, seen
+
+
+def resumed(rank, world_size, name):
+    module, first = net(), MAKE[name]()
+    train(module, first.hook, rank, range(3))
+    saved = copy.deepcopy(first.state_dict())
+    again = MAKE[name]()
+    again.load_state_dict(saved)
+    told = [train(copy.deepcopy(module), hook, rank, range(3, 6)) for hook in (again.hook, MAKE[name]().hook)]
+    first.load_state_dict(saved)  # one that has been used
+    return *map(torch.stack, told), torch.stack(train(module, first.hook, rank, range(3, 6)))
+
+
+def straight_through(rank, world_size, name):
+    """Six steps without a break, with the momentum of the optimizer dropped in the middle as `resumed` drops it."""
+    module, compressor = net(), MAKE[name]()
+    wrapped = DDP(module)
+    wrapped.register_comm_hook(None, compressor.hook)
+    seen = []
+    for step in range(6):
+        if step % 3 == 0:
+            optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+        optimizer.zero_grad()
+        wrapped(batch(rank, step)).square().mean().backward()
+        seen.append(torch.cat([p.grad.flatten().clone() for p in module.parameters()]))
+        optimizer.step()
+    return torch.stack(seen[3:])
+
+
+@pytest.mark.parametrize("name", WITH_FEEDBACK)
+def test_a_saved_state_goes_on_to_the_bit(ranks, name):
+    straight = ranks(2, straight_through, name=name)[0]
+    again, without, used = ranks(2, resumed, name=name)[0]
+    assert torch.equal(again, straight)
+    assert torch.equal(used, straight)
+    assert torch.equal(without, straight) == (name in WHOLE)  # the state matters
+
+
+def poisoned(rank, world_size, name, value):
+    """Rank 1 has a bad gradient in step 1. What each rank gets, and whether its residual stayed clean."""
+    compressor, p = MAKE[name](), nn.Parameter(torch.zeros(40, 50))
+    results, told, kept = [], [], None
+    for step in range(3):
+        bucket = Bucket([p])
+        gradient = torch.randn(2000, generator=torch.Generator().manual_seed(10 * step + rank))
+        if (rank, step) == (1, 1):
+            gradient[7] = value
+            kept = compressor.residuals.of(bucket).clone()
+        bucket.buffer().copy_(gradient)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            results.append(bool(torch.isfinite(compressor.hook(None, bucket).wait()).all()))
+        told.append([str(w.message) for w in caught])
+        if (rank, step) == (1, 1):
+            assert torch.equal(compressor.residuals.of(bucket), kept)
+    return results, told, bool(torch.isfinite(compressor.residuals.of(bucket)).all())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", MAKE)
+def test_a_bad_gradient_is_told_reaches_every_rank_and_leaves_no_trace(ranks, name, value):
+    for rank, (finite, told, clean) in enumerate(ranks(2, poisoned, name=name, value=value)):
+        assert finite == [True, False, True]
+        assert clean
+        assert [len(lines) for lines in told] == [0, rank, 0]
+        assert all("inf or NaN in the gradients of bucket 0" in line for lines in told for line in lines)
+
+
+def different_settings(rank, world_size):
+    compressor, p = TopK(0.1 + 0.1 * rank), nn.Parameter(torch.zeros(40))
+    with pytest.raises(ValueError, match=r"TopK\(ratio=0.1.*rank 1 has.*TopK\(ratio=0.2"):
+        compressor.hook(None, Bucket([p]))
+
+
+def test_ranks_with_different_settings_are_told(ranks):
+    ranks(2, different_settings)
+
+
+def empty(rank, world_size, name):
+    with comm.record() as log:
+        answer = MAKE[name]().hook(None, Bucket([nn.Parameter(torch.zeros(0))])).wait()
+    return answer.numel(), len(log)
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_an_empty_bucket_sends_nothing(ranks, name):
+    assert ranks(2, empty, name=name) == [(0, 0)] * 2
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_a_state_of_other_settings_is_refused(name):
+    state = MAKE[name]().state_dict()
+    state["settings"] = {"ratio": 0.5}
+    with pytest.raises(ValueError, match="cannot load the state"):
+        MAKE[name]().load_state_dict(state)
+
+
+def test_an_unknown_name_is_told_the_known_ones():
+    with pytest.raises(ValueError, match="topk"):
+        build("zip")
+
+
+def misfits(rank, world_size):
+    def bucket(*sizes):
+        made = Bucket([nn.Parameter(torch.zeros(size)) for size in sizes], names=[f"w{i}" for i in range(len(sizes))])
+        made.buffer().fill_(1.0)
+        return made
+
+    saved = TopK(0.5)
+    saved.hook(None, bucket(4, 6)).wait()
+    other = TopK(0.5)
+    other.load_state_dict(saved.state_dict())
+    with pytest.raises(ValueError, match="'w1' has 6 elements, but 7"):
+        other.hook(None, bucket(4, 7))
+    other = TopK(0.5)
+    other.load_state_dict(saved.state_dict())
+    with pytest.raises(KeyError, match="no residual was saved for 'w2'"):
+        other.hook(None, bucket(4, 6, 2))
+
+
+def test_a_state_that_does_not_fit_is_named(ranks):
+    ranks(1, misfits)
