@@ -8,6 +8,7 @@ measured_against_predicted    ratios around 1                                  b
 stacked_bars                  parts of a whole, a thin bar a repetition        stacks.py
 loss_curves, sweep            lines named at their ends                        curves.py
 memory_over_time              what one rank holds, change by change            curves.py
+pareto                        two prices, and what nothing beats on both        pareto.py
 before_after, step_by_step,   chunks with the numbers that are in them         contents.py
 side_by_side
 present, save                 into the notebook, into figures/                 publish.py
@@ -17,6 +18,7 @@ from labkit.show.bars import grouped_bars, measured_against_predicted, memory_ba
 from labkit.show.contents import before_after, side_by_side, step_by_step
 from labkit.show.curves import loss_curves, memory_over_time, sweep
 from labkit.show.gantt import timeline
+from labkit.show.pareto import pareto
 from labkit.show.publish import present, save
 from labkit.show.schedules import schedules
 from labkit.show.stacks import stacked_bars
@@ -28,6 +30,7 @@ __all__ = [
     "measured_against_predicted",
     "memory_bars",
     "memory_over_time",
+    "pareto",
     "present",
     "save",
     "schedules",

@@ -1,0 +1,82 @@
+"""Two prices of the same thing on two axes: what nothing else beats on both is the Pareto front, the rest is hollow."""
+
+from matplotlib.transforms import Bbox
+
+from labkit.show import style
+
+# Where a name may stand: offset from its point in typographic points, and which side of the text is there.
+SPOTS = (((9, 7), "left"), ((-9, 7), "right"), ((9, -8), "left"), ((-9, -8), "right"), ((0, 17), "center"))
+
+
+def pareto(frame, x, y, by="form", title=None):
+    """Figure: one point per `by` at the medians of x and y, quartiles as thin lines; towards the lower left is better.
+
+    The front, points than which no other is lower in x and at most as high in y, is filled and joined by a staircase:
+    any point on or above it can be had. Units: by the columns' names, bytes in the unit that suits the largest.
+    """
+    if frame.empty:
+        raise ValueError("nothing was measured, so there is nothing to draw")
+    names = list(dict.fromkeys(frame[by]))
+    grouped = frame.groupby(by)[[x, y]]
+    middle, low, high = (grouped.quantile(q).loc[names] for q in (0.5, 0.25, 0.75))
+    factors, units = zip(*(scale(frame, column) for column in (x, y)), strict=True)
+    middle, low, high = (
+        [[row[x] / factors[0], row[y] / factors[1]] for _, row in f.iterrows()] for f in (middle, low, high)
+    )
+    best = front(middle)
+    colours = style.palette(names)
+    with style.look():
+        figure, axes = style.new_figure(8.0, 4.4)
+        steps = sorted(middle[number] for number in best)
+        axes.step(*zip(*steps, strict=True), where="post", color=style.FAINT, linewidth=1.2, zorder=1)
+        for number, name in enumerate(names):
+            (at, height), (left, under), (right, over) = middle[number], low[number], high[number]
+            axes.plot([left, right], [height, height], color=colours[name], linewidth=1.2, zorder=2)
+            axes.plot([at, at], [under, over], color=colours[name], linewidth=1.2, zorder=2)
+            fill = colours[name] if number in best else style.GROUND
+            axes.plot(at, height, "o", markersize=9, color=colours[name], markerfacecolor=fill, zorder=3)
+        axes.set_ylim(0, 1.12 * max(height for _, height in high))
+        axes.margins(x=0.12)
+        axes.set_xlabel(style.axis_label(x, units[0]))
+        axes.set_ylabel(style.axis_label(y, units[1]))
+        axes.grid(axis="y")
+        style.entitle(figure, title)
+        note = {"xycoords": "axes fraction", "va": "bottom", "size": 9, "color": style.FAINT}
+        axes.annotate("filled: nothing else is both faster and smaller", (0, 1), **note)
+        figure.draw_without_rendering()
+        write_names(axes, dict(zip(names, middle, strict=True)))
+    return figure
+
+
+def scale(frame, column):
+    """(divisor, unit) for an axis."""
+    unit = style.unit_of(column)
+    return style.byte_scale(frame[column].max()) if unit == "bytes" else (1, unit)
+
+
+def front(points):
+    """Numbers of the (x, y) points that no other point beats: at most as large in both, and smaller in one."""
+    return [
+        number
+        for number, (x, y) in enumerate(points)
+        if not any(a <= x and b <= y and (a, b) != (x, y) for a, b in points)
+    ]
+
+
+def write_names(axes, points):
+    """Each name beside its point, at the first spot where it covers no other point or name and stays in the frame."""
+    around = 6 * axes.figure.dpi / 72
+    pixels = axes.transData.transform(list(points.values()))
+    taken = [Bbox.from_bounds(x - around, y - around, 2 * around, 2 * around) for x, y in pixels]
+    for name, point in points.items():
+        for offset, side in (*SPOTS, SPOTS[0]):  # where none is free, the first
+            place = {"xytext": offset, "textcoords": "offset points", "ha": side, "va": "center", "size": 9.5}
+            text = axes.annotate(style.name(name), point, weight="bold", **place)
+            box = text.get_window_extent()
+            inside = box.x0 >= axes.bbox.x0 and box.x1 <= axes.bbox.x1 and box.y1 <= axes.bbox.y1
+            if inside and not any(box.overlaps(other) for other in taken):
+                break
+            text.remove()
+        else:
+            axes.annotate(style.name(name), point, weight="bold", **place)
+        taken.append(box)
