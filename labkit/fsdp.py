@@ -118,7 +118,7 @@ class FSDP(ShardedModel):
         if not inside:
             self._gather_following(unit)
         unit.use()
-        unit.versions = unit.shard_versions()
+        unit.versions = unit.piece_versions()
         if torch.is_grad_enabled():
             # A recomputation inside backward belongs to the forward that was counted, if that was run with gradients.
             unit.calls = max(unit.calls, 1) if inside else unit.calls + 1
@@ -191,7 +191,7 @@ class FSDP(ShardedModel):
     def _before_backward(self, unit, _=None):
         """The first gradient has come to an output of this unit."""
         self._arm()
-        if unit.versions != unit.shard_versions():
+        if unit.versions != unit.piece_versions():
             raise RuntimeError(
                 f"the parameters of {unit} were changed between forward and backward: call backward() before step()"
             )
@@ -214,17 +214,17 @@ class FSDP(ShardedModel):
             if not other.passed:
                 other.gather()
 
-    @torch.no_grad()
     def _after_backward(self, unit):
         unit.calls = max(0, unit.calls - 1)
         if unit.calls == 0:
             unit.passed = True
-            unit.free()
-            self._reduce(unit)
+            if not torch.is_grad_enabled():  # with create_graph=True, the new graph needs the parameters in its turn
+                unit.free()
+            if self._averages:
+                self._reduce(unit)
 
+    @torch.no_grad()
     def _reduce(self, unit):
-        if not self._averages:
-            return
         if self._reducing is not None:  # one at a time: the last unit's gradients go out while this one computes
             self._reducing.settle()
         self._reducing = unit
@@ -238,11 +238,18 @@ class FSDP(ShardedModel):
         else:
             self._reducer.keep(index, slot)
 
-    @torch.no_grad()
     def _end_backward(self):
-        for unit in self.units:  # those at whose inputs nothing has come by, the root as a rule
+        # Those at whose inputs nothing has come by, the root as a rule; in the order in which other ranks, where inputs
+        # may differ in that, have reduced them.
+        for unit in reversed(dict.fromkeys([*self._order, *self.units])):
             unit.calls = 0
             self._after_backward(unit)
+        with torch.no_grad():
+            self._collect()
+        self._armed, self._reducing = False, None
+
+    def _collect(self):
+        """Wait for all gradients, and let the pieces have them."""
         for flat in self.flats:
             flat.settle()
         if self._reducer is not None and self._reducer.started:
@@ -254,7 +261,6 @@ class FSDP(ShardedModel):
             flat.deliver() if self._averages else flat.keep()
         if self.sharding.offload and self.sharding.device.type == "cuda":
             torch.cuda.current_stream(self.sharding.device).synchronize()  # the host reads the gradients next
-        self._armed, self._reducing = False, None
 
     @contextmanager
     def no_sync(self):

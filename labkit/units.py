@@ -27,7 +27,7 @@ class Unit:
         self.flats = []  # FlatParams, as a rule one; else one for each dtype, trainable and frozen
         self.calls = 0  # forwards whose backward has not come yet
         self.passed = False  # its backward is over
-        self.versions = None  # of the shards, when they were gathered for the forward
+        self.versions = None  # of the pieces, when they were gathered for the forward
 
     def gather(self):
         for flat in self.flats:
@@ -49,8 +49,8 @@ class Unit:
         for flat in self.flats:
             flat.settle()
 
-    def shard_versions(self):
-        return [flat.shard._version for flat in self.flats]
+    def piece_versions(self):
+        return [piece._version for flat in self.flats for piece in flat.pieces]
 
     def own_parameters(self):
         """{parameter: [(name, module, attribute)]}, as they are in the modules now; tied ones have several places."""
