@@ -63,7 +63,8 @@ class ShardedBucket(Bucket):
         return dense.copy_(tensor).as_strided((p.numel(),), (1,))
 
     def _allocate(self):
-        self._flat = torch.zeros(self.layout.padded, dtype=self.dtype, device=self.device)
+        self._flat = torch.empty(self.layout.padded, dtype=self.dtype, device=self.device)
+        self._flat[self.layout.numel :].zero_()  # the padding; each gradient's place is written before it is sent
         self._views = self.shaped(self._flat)
 
     def shard(self):
