@@ -31,6 +31,7 @@
     offload.py              optimizer states and activations in host memory or in a file; on
         host.py             pinned memory, a mapped file, and copies beside the arithmetic
     budget.py               where every byte goes, before anything is run; a strategy that fits; on
+        account.py          bytes by kind at every moment of a step
         rehearsal.py        one step on tensors without data: what would live, and when
         holdings.py         what DDP and ZeRO keep of parameters, gradients and states
         gathered.py         what FSDP does, unit by unit

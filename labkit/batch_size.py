@@ -68,6 +68,16 @@ def last_true(holds, largest):
     return between(holds, size // 2, min(size, largest + 1))
 
 
+def first_true(holds, smallest, largest):
+    """The first of smallest, ..., largest for which holds(size); 0 for none. It must hold from somewhere on."""
+    size = smallest
+    while size <= largest and not holds(size):
+        size *= 2
+    if size > largest:
+        return 0
+    return size if size == smallest else between(lambda n: not holds(n), size // 2, size) + 1
+
+
 def between(holds, low, high, gap=1):
     """A size that holds, given that low does (or is 0) and high does not; at most `gap` from one that does not."""
     while high - low > gap:

@@ -15,136 +15,161 @@ Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Paramete
 from dataclasses import dataclass
 
 import torch
+from torch.utils._pytree import tree_map_only
 
-from labkit import gathered, holdings
-from labkit.rehearsal import rehearse, rehearse_optimizer
-from labkit.units import split_units
+from labkit.account import PRECISIONS, Estimate, account, rehearse_step
+from labkit.batch_size import BatchSize, find_batch_size, first_true, last_true
 
-KINDS = ("parameters", "gradients", "optimizer_states", "buffers", "communication", "activations")
-HOLDINGS = {
-    "single": holdings.Single,
-    "ddp": holdings.DDP,
-    "zero1": holdings.ZeRO1,
-    "zero2": holdings.ZeRO2,
-    "fsdp": gathered.FSDP,
-    "fsdp_grad_op": gathered.FSDPGradOp,
-    "fsdp_offload": gathered.FSDPOffload,
-}
-OPTIMIZERS = {"sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), "adamw": torch.optim.AdamW}
-PRECISIONS = {"fp64": torch.float64, "fp32": torch.float32}
+__all__ = [
+    "PRECISIONS",
+    "BatchSize",
+    "Choice",
+    "Estimate",
+    "account",
+    "choose",
+    "estimate",
+    "find_batch_size",
+    "rehearse_step",
+]
+
+
+def estimate(module, input, loss=None, strategy="single", world_size=1, optimizer="adamw", precision="fp32", **options):
+    """The Estimate of one training step of `module` on one rank's batch. Nothing is computed, held or changed.
+
+    options: target, unit, recompute, device as in rehearse_step; rank, bucket_cap_mb, prefetch as in account.
+    """
+    theirs = ("rank", "bucket_cap_mb", "prefetch")
+    ours = {name: value for name, value in options.items() if name not in theirs}
+    rehearsal = rehearse_step(module, input, loss, precision=precision, **ours)
+    theirs = {name: value for name, value in options.items() if name in theirs}
+    return account(rehearsal, strategy, world_size, optimizer, **theirs)
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """What one rank will hold during a step that is not the first (optimizer states are there).
+class Choice:
+    """A strategy that fits, as parallelize takes it, with FSDP's offload and whether units are recomputed.
 
-    samples: bytes by kind after every change, as MemoryTracker.samples has them, with the position for the time.
-    held: bytes by kind after backward, and so between steps. moment: where the peak is: "forward", "backward" or
-    "optimizer". padding: bytes that flat buffers add, contained in the other numbers. host: bytes in host memory.
+    reasons: one sentence for each strategy that was looked at, the chosen one last; str() gives them all.
     """
 
     strategy: str
-    world_size: int
-    samples: list
-    held: dict
-    moment: str
-    padding: int = 0
-    host: int = 0
+    offload: bool
+    recompute: bool
+    estimate: Estimate
+    reasons: tuple
 
-    @property
-    def peak(self):
-        """Bytes by kind at the moment when their sum is largest."""
-        return max((kinds for _, kinds in self.samples), key=lambda kinds: sum(kinds.values()))
-
-    @property
-    def peak_total(self):
-        return sum(self.peak.values())
+    def __str__(self):
+        return "\n".join(self.reasons)
 
 
-def estimate(module, input, loss=None, strategy="single", world_size=1, target=None, precision="fp32", **options):
-    """The Estimate of one training step of `module` on one rank's batch. Nothing is computed, held or changed.
-
-    input: a tensor or a tuple, one rank's; loss(output, target), or loss(output) without a target; None: the output's
-    sum. All of them may be on the meta device. The rest, and what is raised, as in rehearse_step and account.
-    """
-    given = {name: options.pop(name) for name in ("unit", "device") if name in options}
-    rehearsal = rehearse_step(module, input, loss, target, precision, **given)
-    return account(rehearsal, strategy, world_size, precision=precision, **options)
-
-
-def rehearse_step(module, input, loss=None, target=None, precision="fp32", unit=None, device=None):
-    """A Rehearsal to be accounted for under several strategies.
-
-    unit: what FSDP gathers together, as for FSDP: a class, a tuple of them, a function module -> bool, or None.
-    device: what to rehearse for, by default where the module is. Raises ValueError for an unknown precision.
-    """
-    known("precision", precision, PRECISIONS)
-    units = split_units(module, unit)
-    return rehearse(module, input, loss, target, dtype=PRECISIONS[precision], device=device, units=units)
+# From cheap to dear: (strategy, units recomputed). ZeRO sends what DDP sends; FSDP half as much again; offload moves
+# shards and states between host and device in every step; recomputation runs every forward twice.
+ALONE = (("single", False), ("fsdp_offload", False), ("single", True), ("fsdp_offload", True))
+LADDER = (
+    *(("ddp_bucketed", False), ("zero1", False), ("zero2", False), ("fsdp", False), ("fsdp_offload", False)),
+    *(("fsdp", True), ("fsdp_offload", True)),
+)
+WORDS = {
+    "single": "one process",
+    "ddp_bucketed": "DDP",
+    "zero1": "ZeRO-1",
+    "zero2": "ZeRO-2",
+    "fsdp": "FSDP",
+    "fsdp_offload": "FSDP with offload",
+}
 
 
-def account(
-    rehearsal,
-    strategy="single",
+class Search:
+    """The estimates that choose() needs, each made once."""
+
+    def __init__(self, module, input, loss, target, world_size, optimizer, recompute, options):
+        self.module, self.loss, self.recompute, self.options = module, loss, recompute, options
+        self.input, self.target, self.world_size, self.optimizer = input, target, world_size, optimizer
+        self.rehearsals = {}
+
+    def rungs(self):
+        """What there is to try. On a CPU a rank's memory is the host's: offload would move nothing."""
+        ladder = ALONE if self.world_size == 1 else LADDER
+        on_cpu = self.rehearsal(False).device.type == "cpu"
+        return [r for r in ladder if (self.recompute or not r[1]) and not (on_cpu and r[0] == "fsdp_offload")]
+
+    def rehearsal(self, recomputed, batch=None):
+        if (recomputed, batch) not in self.rehearsals:
+            input, target = tree_map_only(torch.Tensor, lambda t: t[:batch], (self.input, self.target))
+            how = self.recompute if recomputed else None
+            made = rehearse_step(self.module, input, self.loss, target, recompute=how, **self.options)
+            self.rehearsals[recomputed, batch] = made
+        return self.rehearsals[recomputed, batch]
+
+    def estimate(self, rung, world_size=None, batch=None):
+        strategy, recomputed = rung
+        return account(self.rehearsal(recomputed, batch), strategy, world_size or self.world_size, self.optimizer)
+
+
+def choose(
+    module,
+    input,
+    memory_bytes,
     world_size=1,
+    loss=None,
+    target=None,
     optimizer="adamw",
-    precision="fp32",
-    rank=0,
-    bucket_cap_mb=25,
-    prefetch=1,
+    recompute=None,
+    host_bytes=None,
+    **options,
 ):
-    """The Estimate of a rehearsed step under a strategy, for one rank (the shards of others may hold less).
+    """The first strategy that fits into memory_bytes a rank, from cheap to dear, as a Choice with its reasons.
 
-    strategy: one of HOLDINGS. optimizer: "adamw", "sgd" (with momentum), or a function parameters -> Optimizer.
-    Raises ValueError, with what is known, for another.
+    One rank: one process, with offload, with recomputation. More: DDP, ZeRO-1, ZeRO-2, FSDP, FSDP with offload, FSDP
+    with recomputation, with both. input, target: one rank's batch. recompute: as in rehearse_step; None leaves it out.
+    host_bytes: of host memory for a rank, where offload asks for it. options: precision, unit, device.
+    Raises MemoryError if nothing fits: by how much, and what would make it fit.
     """
-    rule = known("strategy", strategy, HOLDINGS)
-    make = known("optimizer", optimizer, OPTIMIZERS) if isinstance(optimizer, str) else optimizer
-    holding = rule(rehearsal, world_size, rank, int(bucket_cap_mb * 2**20), prefetch)
-    start = dict.fromkeys(KINDS, 0) | holding.start()
-    states, temporaries = rehearse_optimizer(holding.stepped(), make)
-    start |= {"optimizer_states": states, "buffers": sum(b.nbytes for b in rehearsal.buffers.values())}
-    samples, backward_at = walk(rehearsal, holding, start)
-    held = dict(samples[-1])
-    samples.append(held | {"activations": held["activations"] + temporaries})
-    return Estimate(
-        strategy=strategy,
-        world_size=world_size,
-        samples=list(enumerate(samples)),
-        held=held,
-        moment=moment_of_peak(samples, backward_at),
-        padding=holding.padding,
-        host=holding.host,
+    search = Search(module, input, loss, target, world_size, optimizer, recompute, options)
+    reasons, seen = [], {}
+    for rung in search.rungs():
+        seen[rung] = found = search.estimate(rung)
+        needs = f"{words_of(rung)} needs {binary(found.peak_total)} at its peak, in {found.moment}"
+        if found.peak_total > memory_bytes:
+            reasons.append(
+                f"{needs}: {binary(found.peak_total - memory_bytes)} more than the {binary(memory_bytes)} of a rank."
+            )
+        elif host_bytes is not None and found.host > host_bytes:
+            reasons.append(
+                f"{needs}, but {binary(found.host - host_bytes)} more of the host than the {binary(host_bytes)}."
+            )
+        else:
+            reasons.append(f"{needs}: it fits, and leaves {binary(memory_bytes - found.peak_total)}.")
+            strategy = rung[0].removesuffix("_offload")
+            return Choice(strategy, strategy != rung[0], rung[1], found, tuple(reasons))
+    raise MemoryError(what_would_fit(search, seen, memory_bytes))
+
+
+def what_would_fit(search, seen, memory_bytes):
+    """One line: the smallest need, by how much it is too large, and three ways out."""
+    rung, found = min(seen.items(), key=lambda item: item[1].peak_total)
+    needed = found.peak_total
+    ways = [f"{binary(needed)} a rank"]
+    sharded = ("fsdp", rung[1])
+    ranks = first_true(lambda n: search.estimate(sharded, n).peak_total <= memory_bytes, search.world_size + 1, 1024)
+    if ranks:
+        ways.append(f"{ranks} ranks with {words_of(sharded)}")
+    whole = len(search.input if torch.is_tensor(search.input) else search.input[0])
+    if batch := last_true(lambda size: search.estimate(rung, batch=size).peak_total <= memory_bytes, whole - 1):
+        ways.append(f"a batch of {batch} a rank instead of {whole}")
+    return (
+        f"nothing fits into {binary(memory_bytes)} a rank: {words_of(rung)} needs least, {binary(needed)}, "
+        f"{binary(needed - memory_bytes)} too much; it would fit with {', or '.join(ways)}"
     )
 
 
-def known(what, name, table):
-    if name not in table:
-        raise ValueError(f"unknown {what} {name!r}: known are {', '.join(table)}")
-    return table[name]
+def words_of(rung):
+    return WORDS[rung[0]] + (" and recomputation" if rung[1] else "")
 
 
-def walk(rehearsal, holding, start):
-    """Bytes by kind after every change, and how many of them belong to forward."""
-    now, samples, backward_at = dict(start), [dict(start)], 0
-    for position, (piece, change, event) in enumerate(rehearsal.log):
-        if position == rehearsal.backward_at:
-            backward_at = len(samples)
-        changes = []
-        if change:
-            kept = piece.gradient_of is not None and holding.keeps(piece.gradient_of)
-            changes.append(("gradients" if kept else "activations", change))
-        if event is not None:
-            changes += holding.on(event, piece.size if piece else 0)
-        for kind, grown in changes:
-            now[kind] += grown
-            samples.append(dict(now))
-    return samples, backward_at
-
-
-def moment_of_peak(samples, backward_at):
-    totals = [sum(kinds.values()) for kinds in samples]
-    position = totals.index(max(totals))
-    if position == len(samples) - 1:
-        return "optimizer"
-    return "forward" if position < backward_at else "backward"
+def binary(size):
+    """Bytes as people read them: 1536 -> "1.5 KiB"."""
+    power = 0
+    while size >= 1024 and power < 4:
+        size, power = size / 1024, power + 1
+    return f"{size:.4g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"

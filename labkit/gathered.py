@@ -24,7 +24,7 @@ class FSDP(Single):
         self.home = {i: u for u, unit in enumerate(self.units) for flat in unit for i in flat.members}
         self.forwards = [event[1] for _, _, event in self.rehearsal.log if event and event[0] == "forward"]
         self.calls = [0] * len(self.units)
-        self.whole, self.passed, self.done = set(), set(), 0  # done: forwards so far
+        self.whole, self.copied, self.passed, self.done = set(), set(), set(), 0  # done: forwards so far
         self.come = [[] for _ in self.units]  # bytes of the gradients that are in
         self.travelling = None  # what is freed when the message on its way has come
         flats = [flat for unit in self.units for flat in unit]
@@ -65,11 +65,17 @@ class FSDP(Single):
         others = dict.fromkeys(u for u in self.forwards[:last][::-1] if u != number)
         return [u for u in list(others)[: self.prefetch] if u not in self.passed]
 
-    def gather(self, *units):
-        for u in units:
+    def gather(self, used, *ahead):
+        for u in (used, *ahead):
             if u not in self.whole:
                 self.whole.add(u)
                 yield "parameters", sum(flat.nbytes for flat in self.units[u])
+                if self.offload:  # what is sent is a copy of the shard on the device
+                    self.copied.add(u)
+                    yield "communication", sum(flat.shard_nbytes for flat in self.units[u])
+        if used in self.copied:
+            self.copied.discard(used)
+            yield "communication", -sum(flat.shard_nbytes for flat in self.units[used])
 
     def free(self, u):
         if u in self.whole:

@@ -76,6 +76,13 @@ class DDP(Single):
             yield "activations", -size
 
 
+class Separate(DDP):
+    """DDP with a message for every parameter: each gradient is its own bucket."""
+
+    def numbered_buckets(self):
+        return [[i] for i in self.trained]
+
+
 class ZeRO1(Single):
     """Flat buckets of parameters and of whole gradients; this rank steps on its part of each."""
 

@@ -14,12 +14,15 @@ Cost: Python's share of a step. Not seen: work space inside one kernel, and what
 import weakref
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+from labkit.autocast import autocast
 
 
 @dataclass
@@ -96,7 +99,7 @@ class Step(torch.nn.Module):
         self.module, self.loss, self.precision, self.at_backward = module, loss, precision, at_backward
 
     def forward(self, inputs, target):
-        with self.precision:
+        with self.precision():
             output = self.module(*inputs)
             value = total(output) if self.loss is None else self.loss(output, *target)
             del output
@@ -110,19 +113,23 @@ def total(output):
     return sum(t.sum() for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.is_floating_point())
 
 
-def rehearse(module, input, loss=None, target=None, dtype=None, device=None, units=(), autocast=None, checkpoint=None):
+def rehearse(module, input, loss=None, target=None, dtype=None, low=None, device=None, units=(), checkpoint=None):
     """The Rehearsal of one forward and backward of `module`, which is neither computed with nor changed.
 
     input: a tensor or a tuple of them, one rank's batch; target: as `loss` takes it. Both may be on the meta device.
     loss: function (output, target), or (output) without a target, -> scalar; None: the sum of the output.
-    dtype: of floating-point parameters, buffers and inputs (None: as they are). device: by default the module's; one
-    that this machine has not is rehearsed on the CPU. units: [Unit] of labkit.units. autocast: a context manager for
-    forward and loss. checkpoint: function (function, *args) that runs a unit and recomputes it in backward.
+    dtype: of floating-point parameters, buffers and inputs (None: as they are). low: what autocast computes in, or
+    None. device: by default the module's; one that this machine has not is rehearsed on the CPU. units: [Unit] of
+    labkit.units, the root first. checkpoint: function (function, *args) that runs a unit and recomputes it in backward.
     """
     inputs, targets = (t if isinstance(t, tuple | list) else (t,) for t in (input, () if target is None else target))
     named = dict(module.named_parameters())
     device = torch.device(device or next((t.device for t in named.values() if not t.is_meta), "cpu"))
     here = device if device.type != "cuda" or torch.cuda.is_available() else torch.device("cpu")
+    precision = nullcontext
+    if low is not None:
+        precision = partial(autocast, here.type, low)
+        precision()  # the first one asks the device whether it can: out here, where tensors are real
     with FakeTensorMode(allow_non_fake_inputs=True), ExitStack() as undo:
 
         def fake(t):
@@ -143,7 +150,7 @@ def rehearse(module, input, loss=None, target=None, dtype=None, device=None, uni
         def at_backward():
             done.backward_at = len(watch.log)
 
-        step = Step(module, loss, autocast or nullcontext(), at_backward)
+        step = Step(module, loss, precision, at_backward)
         tensors = {f"module.{name}": t for name, t in (parameters | done.buffers).items()}
         arguments = tree_map_only(torch.Tensor, fake, (tuple(inputs), tuple(targets)))
         with watch:

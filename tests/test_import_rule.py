@@ -30,6 +30,7 @@ PARTS = {
     "flat_param",
     "full_state",
     "clip",
+    "account",
     "rehearsal",
     "holdings",
     "gathered",

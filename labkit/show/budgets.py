@@ -23,7 +23,7 @@ from labkit.show.bars import memory_bars
 from labkit.show.notebook import table
 from labkit.show.publish import png, present
 
-STAGES = ("ddp", "zero1", "zero2", "fsdp")
+STAGES = ("ddp_bucketed", "zero1", "zero2", "fsdp")
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def predictor(module, batch_of, loss=None, unit=None, **options):
 
     @functools.cache
     def predict(stage, world_size, precision, batch):
-        return budget.account(rehearsed(precision, batch), stage, world_size, precision=precision, **options).peak
+        return budget.account(rehearsed(precision, batch), stage, world_size, **options).peak
 
     return predict
 
