@@ -36,8 +36,11 @@ class FlatParam:
         self.layout = Layout([value.shape for value in values], dist.get_world_size(sharding.group))
         flat = torch.empty(self.layout.padded, dtype=values[0].dtype, device=sharding.device)
         comm.broadcast(self.layout.flatten(values, flat), 0, sharding.everyone)
+        shard = self.layout.shard(flat, self.rank).clone()
         self.pieces = [nn.Parameter(torch.empty(0, dtype=flat.dtype), self.trainable) for _ in values]
-        self._hold(self.layout.shard(flat, self.rank).clone())
+        self.put(self.pieces)
+        del values, flat  # a model that fits no rank can be built unit by unit: hold no whole one longer than needed
+        self._hold(shard)
         # As a float64 scalar tensor it changes no gradient's dtype.
         self.factor = torch.tensor(1.0 / dist.get_world_size(sharding.everyone), dtype=torch.float64)
         # There a reduce_scatter holds a second copy of all gradients on their way: rather wait than hold it for long.
@@ -45,7 +48,6 @@ class FlatParam:
         self.whole = False  # the modules hold the wholes
         self._kept = {}  # slot -> (what keep() gave the piece as gradient, its version)
         self._gathering = self._reducing = self._averaging = self._output = None
-        self.put(self.pieces)
 
     def _hold(self, shard):
         """Keep this shard, and make room, without memory, for the whole."""
