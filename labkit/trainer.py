@@ -59,6 +59,11 @@ def fsdp(module, unit, bucket_cap_mb):
     return FSDP(module, unit=unit)
 
 
+def fsdp_offload(module, unit, bucket_cap_mb):
+    """The shards, their gradients and so the optimizer states in host memory."""
+    return FSDP(module, unit=unit, offload=True)
+
+
 def fsdp_grad_op(module, unit, bucket_cap_mb):
     return FSDP(module, unit=unit, shard="grad_op")
 
@@ -114,6 +119,7 @@ STRATEGIES = {
     "zero2": zero,
     "fsdp": fsdp,
     "fsdp_grad_op": fsdp_grad_op,
+    "fsdp_offload": fsdp_offload,
     "torch_ddp": torch_ddp,
     "torch_fsdp": torch_fsdp,
 }

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from labkit.run import launch
+from labkit.run import LaunchError, launch
 from labkit.run.compare import compare
 from labkit.run.experiment import Experiment
 from labkit.trainer import STRATEGIES, scaled_lr
@@ -156,3 +156,14 @@ def test_precision_and_recomputation_join_every_strategy():
     assert (distance[list(runs)] < 0.01).all() and (distance[list(runs)] > 0).all()
     kept = records.groupby("label")["peak_activations_bytes"].max()
     assert kept["ddp_bucketed fp16 every"] < kept["zero2 fp16 alternate"] < kept["ddp_bucketed bf16 none"]
+
+
+def test_auto_takes_the_first_strategy_that_fits():
+    base = Experiment(model="gpt", strategy="auto", batch_size=8, optimizer="adamw", lr=1e-3)
+    plenty = compare({"auto": base}, rounds=1, steps_per_round=1, quiet=True).records
+    assert set(plenty["strategy"]) == {"ddp_bucketed"}
+    scarce = base.replace(memory_mb=0.999 * int(plenty["peak_bytes"].max()) / 2**20)
+    records = compare({"auto": scarce}, rounds=1, steps_per_round=1, quiet=True).records
+    assert set(records["strategy"]) == {"zero1"} and records["peak_bytes"].max() <= scarce.memory_mb * 2**20
+    with pytest.raises(LaunchError, match=r"nothing fits into .* it would fit with"):
+        compare({"auto": base.replace(memory_mb=0.1)}, quiet=True)

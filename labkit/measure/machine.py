@@ -33,6 +33,13 @@ def backends():
     return [name for name, available in checks.items() if available() and (name != "nccl" or torch.cuda.is_available())]
 
 
+def free_bytes(device, ranks):
+    """Memory that one of `ranks` ranks may still take: of its CUDA device, or its share of what the host has free."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return psutil.virtual_memory().available // ranks
+
+
 def card():
     """dict of JSON values: cpu, cores, memory_gib, gpus, os, python, torch, cuda, backends, packages. No host name."""
     gpus = []

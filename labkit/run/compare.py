@@ -9,16 +9,20 @@ that step is not timed). Rows are documented at `step_row`.
 """
 
 import time
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from labkit import comm, models
+from labkit.budget import choose
+from labkit.measure.machine import free_bytes
 from labkit.measure.memory import MemoryTracker
 from labkit.measure.stats import shuffled_rounds
 from labkit.measure.timeline import Timeline
 from labkit.measure.traffic import TrafficCounter
+from labkit.recompute import checkpoint
 from labkit.run.experiment import Experiment
 from labkit.run.launch import launch
 from labkit.sampler import DistributedSampler
@@ -103,15 +107,18 @@ class Participant:
         torch.manual_seed(e.seed)
         self.dtype = torch.float64 if e.precision == "fp64" else torch.float32
         module = models.build(e.model, e.size).to(self.device, self.dtype)
+        lr = scaled_lr(e.lr, e.batch_size, e.reference_batch, e.lr_rule)
+        momentum = {"momentum": e.momentum} if e.optimizer == "sgd" else {}
+        options = {"lr": lr, "weight_decay": e.weight_decay, **momentum}
+        optimizer_class = OPTIMIZERS[e.optimizer]
+        if e.strategy == "auto":
+            e = self.experiment = self.settle(module, partial(optimizer_class, **options))
         recompute(module, e.recompute, models.unit(e.model))
         if e.compute == "emulated":
             part = self.share / e.batch_size / e.accumulation
             models.emulate(module, models.unit(e.model), forward_ms=e.block_ms * part)
         self.model = parallelize(module, e.strategy, models.unit(e.model), e.bucket_cap_mb)
-        lr = scaled_lr(e.lr, e.batch_size, e.reference_batch, e.lr_rule)
-        momentum = {"momentum": e.momentum} if e.optimizer == "sgd" else {}
-        options = {"lr": lr, "weight_decay": e.weight_decay, **momentum}
-        optimizer = make_optimizer(self.model, e.strategy, OPTIMIZERS[e.optimizer], e.bucket_cap_mb, **options)
+        optimizer = make_optimizer(self.model, e.strategy, optimizer_class, e.bucket_cap_mb, **options)
         schedule = warmup(optimizer, e.warmup_steps) if e.warmup_steps else None
         loss = models.loss(e.model)
         alone = dist.new_group([0], use_local_synchronization=True) if e.strategy == "single" else None
@@ -121,6 +128,21 @@ class Participant:
         for parameter in self.model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self.note_gradient)
+
+    def settle(self, module, optimizer):
+        """The experiment with the strategy that labkit.budget chooses; rank 0 prints the reasons. Collective."""
+        e = self.experiment
+        room = torch.tensor(int(e.memory_mb * 2**20) or free_bytes(self.device, self.world_size), device=self.device)
+        comm.all_reduce(room, dist.ReduceOp.MIN)  # the ranks must not choose differently
+        input, target = self.next_batch()
+        memory = room.item() - input.nbytes - target.nbytes
+        options = {"precision": e.precision, "unit": models.unit(e.model), "recompute": checkpoint}
+        loss = models.loss(e.model)
+        choice = choose(module, input, memory, self.world_size, loss, target, optimizer, **options)
+        if dist.get_rank() == 0:
+            print(choice)
+        strategy = choice.strategy + ("_offload" if choice.offload else "")
+        return e.replace(strategy=strategy, recompute="every" if choice.recompute else e.recompute)
 
     def note_gradient(self, parameter):
         self.last_gradient = time.perf_counter()
@@ -136,11 +158,14 @@ class Participant:
         peaks = {f"peak_{kind}_bytes": size for kind, size in memory.peak.items()}
         return {"sent_bytes": traffic.sent_bytes, "messages": traffic.messages, "peak_bytes": memory.peak_total} | peaks
 
-    def step(self):
-        """Train one step; returns its row."""
+    def next_batch(self):
         input, target = next(self.batches)
         input, target = input.to(self.device), target.to(self.device)
-        input = input.to(self.dtype) if input.is_floating_point() else input
+        return input.to(self.dtype) if input.is_floating_point() else input, target
+
+    def step(self):
+        """Train one step; returns its row."""
+        input, target = self.next_batch()
         self.timeline.spans.clear()
         with comm.record() as events, self.timeline.span("step"):
             loss = self.trainer.train_step(input, target)

@@ -21,7 +21,7 @@ CHOICES = {
     "model": tuple(models.SIZES),
     "size": ("tiny", "small", "medium"),
     "data": ("auto", *models.data.DATASETS),
-    "strategy": tuple(STRATEGIES),
+    "strategy": (*STRATEGIES, "auto"),
     "optimizer": ("sgd", "adamw"),
     "lr_rule": tuple(LR_RULES),
     "precision": ("fp32", "fp64", "bf16", "fp16"),
@@ -36,6 +36,7 @@ SMALLEST = {
     "warmup_steps": 0,
     "bucket_cap_mb": 0,
     "block_ms": 0,
+    "memory_mb": 0,
     "lr": 0,
     "momentum": 0,
     "weight_decay": 0,
@@ -50,6 +51,7 @@ class Experiment:
     batch_size: of all ranks together. lr suits reference_batch, and lr_rule scales it to batch_size.
     bucket_cap_mb: MiB, of DDP and ZeRO. precision: of weights and arithmetic; bf16 and fp16: autocast over fp32
     weights, fp16 with a loss scale. recompute: which units of the model (labkit.models.unit) run again in backward.
+    strategy="auto": the first that labkit.budget.choose finds to fit into memory_mb MiB a rank (0: what is free).
     compute="emulated": each unit of the model (labkit.models.unit) sleeps in place of its arithmetic, block_ms
     milliseconds forward and twice that backward for the whole batch; a rank sleeps for its share of it.
     """
@@ -70,6 +72,7 @@ class Experiment:
     steps: int = 20
     precision: str = "fp32"
     recompute: str = "none"
+    memory_mb: float = 0.0
     bucket_cap_mb: float = 25.0
     compute: str = "real"
     block_ms: float = 0.0
