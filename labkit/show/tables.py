@@ -52,7 +52,7 @@ def comparison(frame, metrics, by="strategy"):
 def cell(spread, unit):
     """ "11.7 ms (11.6–11.9)"; the quartiles keep their unit where it is another one (900 KiB, 1.1 MiB)."""
     median, *edges = (style.quantity(value, unit) for value in (spread.median, spread.low, spread.high))
-    if spread.low == spread.high:
+    if edges == [median, median]:
         return median
     end = f" {median.split()[1]}" if " " in median else ""
     if all(edge.endswith(end) for edge in edges):
