@@ -112,7 +112,7 @@ class Reducer:
                 elif not self.overlap and slot not in bucket.skipped:
                     bucket.put(slot, self.factor)
             self._launch(bucket)
-            if not self.overlap:
+            if not self.overlap and self.hook is None:  # a hook may need the buckets that follow (PowerSGD)
                 self._wait(bucket, self._pending[-1])
                 self._pending[-1] = None
 

@@ -5,6 +5,9 @@
         packing.py      several dtypes as the bytes of one message
     topk.py         the largest elements, with their indices; on
         select.py       where they are, without sorting
+    randomk.py      elements at random places that all ranks know
+    powersgd.py     matrices as products of thin ones
+    cast.py         16 bits
 
     model.register_comm_hook(None, TopK(0.01).hook)
 
@@ -13,13 +16,22 @@ COMPRESSORS: name -> function of nothing that makes a compressor, for whoever co
 
 from functools import partial
 
+import torch
+
+from labkit.compression.cast import Cast
+from labkit.compression.powersgd import PowerSGD
+from labkit.compression.randomk import RandomK
 from labkit.compression.topk import TopK
 
 COMPRESSORS = {
+    "fp16": partial(Cast, torch.float16),
+    "bf16": partial(Cast, torch.bfloat16),
     "topk": partial(TopK, 0.01),
+    "randomk": partial(RandomK, 0.01),
+    "powersgd": partial(PowerSGD, 4),
 }
 
-__all__ = ["COMPRESSORS", "TopK", "build"]
+__all__ = ["COMPRESSORS", "Cast", "PowerSGD", "RandomK", "TopK", "build"]
 
 
 def build(name):

@@ -16,6 +16,7 @@ DNNs, Interspeech 2014; Karimireddy et al., Error Feedback Fixes SignSGD and oth
 """
 
 import warnings
+from contextlib import contextmanager
 from functools import partial
 from time import perf_counter
 
@@ -37,7 +38,7 @@ class Compressor:
     scaler sees it; this rank's residual stays as it was before.
     """
 
-    collective = "gather"  # every rank gets all messages; or "sum": it gets their sum
+    collective = "gather"  # every rank gets all messages; or "mean": it gets their mean
 
     def __init__(self, feedback, **settings):
         self.feedback, self.settings = feedback, {**settings, "feedback": feedback}
@@ -51,8 +52,8 @@ class Compressor:
         """
         raise NotImplementedError
 
-    def decompress(self, arrived, average, world_size, note):
-        """Fill average, [elements], from arrived: all messages [world_size, ...], or their sum, see `collective`."""
+    def decompress(self, arrived, average, note):
+        """Fill average, [elements], from arrived: all messages, [world_size, ...], or their mean, see `collective`."""
         raise NotImplementedError
 
     def hook(self, group, bucket):
@@ -61,34 +62,40 @@ class Compressor:
         if gradient.numel() == 0:
             return done(gradient)
         self.agree(group, gradient.device)
-        started = perf_counter()
-        message, note = self.compress(self.correct(gradient, bucket), bucket)
-        self.seconds += perf_counter() - started
+        with self.clock():
+            message, note = self.compress(self.correct(gradient, bucket), bucket)
         self.step += bucket.is_last()
-        world_size = dist.get_world_size(group)
-        if self.collective == "sum":
-            arrived = message
-            work = comm.all_reduce(message, group=group, async_op=True)
+        if self.collective == "mean":
+            arrived, work = message, start_mean(message, group)
         else:
-            arrived = message.new_empty(world_size, message.numel())
+            arrived = message.new_empty(dist.get_world_size(group), message.numel())
             work = comm.all_gather(arrived.view(-1), message, group=group, async_op=True)
-        return work.get_future().then(partial(self._finish, arrived, gradient, world_size, note))
+        return work.get_future().then(partial(self._finish, arrived, gradient, note))
 
-    def _finish(self, arrived, gradient, world_size, note, _):
-        started = perf_counter()
-        self.decompress(arrived, gradient, world_size, note)
-        self.seconds += perf_counter() - started
+    def _finish(self, arrived, gradient, note, _):
+        use_here(arrived, note)
+        with self.clock():
+            self.decompress(arrived, gradient, note)
         return gradient
+
+    @contextmanager
+    def clock(self):
+        started = perf_counter()
+        yield
+        self.seconds += perf_counter() - started
 
     def correct(self, gradient, bucket):
         """What should be sent of a bucket, [elements]: its gradient and, with feedback, what it owes."""
         if not is_finite(gradient):
-            warnings.warn(f"{self}: inf or NaN in the gradients of bucket {bucket.index()}", stacklevel=2)
+            self.report(bucket)
             return gradient.fill_(torch.nan)
         return self.accumulate(self.residuals.of(bucket), gradient, bucket) if self.feedback else gradient
 
     def accumulate(self, residual, gradient, bucket):
         return residual.add_(gradient)
+
+    def report(self, bucket):
+        warnings.warn(f"{self}: inf or NaN in the gradients of bucket {bucket.index()}", stacklevel=3)
 
     def agree(self, group, device):
         """Once, and collective: raises ValueError on every rank where the ranks' compressors differ."""
@@ -116,8 +123,13 @@ class Compressor:
 
 
 def is_finite(tensor):
-    """One pass, without a mask as large as the tensor: inf and NaN survive in a sum."""
-    return bool(torch.isfinite(tensor.sum(dtype=torch.promote_types(tensor.dtype, torch.float32))))
+    """inf and NaN survive in a sum, which is one pass without a mask; but a sum can also overflow by itself."""
+    return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
+
+
+def start_mean(message, group):
+    """The Work of an all_reduce to the mean. Divided first: the sum of 16-bit numbers could overflow."""
+    return comm.all_reduce(message.mul_(1 / dist.get_world_size(group)), group=group, async_op=True)
 
 
 def done(value):
@@ -125,3 +137,10 @@ def done(value):
     future = torch.futures.Future()
     future.set_result(value)
     return future
+
+
+def use_here(*values):
+    """On CUDA a callback runs on a stream of its own: the memory of tensors from another must not be reused before."""
+    for tensor in values:
+        if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))

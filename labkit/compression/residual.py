@@ -31,8 +31,8 @@ class Residuals:
 
     def _lay_out(self, key, bucket, flat):
         parameters = bucket.parameters()
-        names = getattr(bucket, "names", None) or [f"bucket {bucket.index()}, {i}" for i in range(len(parameters))]
-        for p, part, name in zip(parameters, flat.split([p.numel() for p in parameters]), names, strict=True):
+        parts = flat.split([p.numel() for p in parameters])
+        for p, part, name in zip(parameters, parts, names(bucket), strict=True):
             if p in self._parts:
                 part.copy_(self._parts[p])
             elif self._loaded is not None:
@@ -59,11 +59,16 @@ class Residuals:
             part.mul_(factor)
 
     def state_dict(self):
-        """name -> flat residual of that parameter. In PyTorch's DDP, which tells no names: "bucket i, position"."""
+        """name -> flat residual of that parameter."""
         return {self._names[p]: part.clone() for p, part in self._parts.items()} | (self._loaded or {})
 
     def load_state_dict(self, state):
         """Before the first step or later. A misfit raises KeyError or ValueError, in the next step at the latest."""
         self._loaded = dict(state) or None
         for p, part in self._parts.items():
-            part.copy_(self._take(self._names[p], part) if self._loaded else torch.zeros_like(part))
+            part.copy_(self._take(self._names[p], part) if state else torch.zeros_like(part))
+
+
+def names(bucket):
+    """A name for each parameter of a bucket. PyTorch's DDP tells none: there its place in the first step's buckets."""
+    return getattr(bucket, "names", None) or [f"bucket {bucket.index()}, {i}" for i in range(len(bucket.parameters()))]

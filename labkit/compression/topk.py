@@ -48,12 +48,12 @@ class TopK(Compressor):
         values, indices = torch.cat(values), torch.cat(indices).to(index_dtype(start))
         return pack(values, indices), (values.dtype, indices.dtype)
 
-    def decompress(self, arrived, average, world_size, note):
+    def decompress(self, arrived, average, note):
         average.zero_()
         k = arrived.size(1) // sum(dtype.itemsize for dtype in note)
         for message in arrived:  # rank after rank: the same sum on all of them, to the bit
             values, indices = unpack(message, *((dtype, k) for dtype in note))
-            average.index_add_(0, indices, values.div_(world_size).to(average.dtype))
+            average.index_add_(0, indices, values.div_(len(arrived)).to(average.dtype))
 
 
 def check_ratio(ratio):

@@ -1,0 +1,200 @@
+"""What travels by all_reduce: random-k, casts, PowerSGD. Bytes, and what is particular to each."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+from labkit import comm
+from labkit.bucket import Bucket
+from labkit.compression import Cast, PowerSGD, RandomK
+from labkit.ddp import DDP
+from labkit.measure.memory import MemoryTracker
+
+
+def noise(n, seed=0):
+    return torch.randn(n, generator=torch.Generator().manual_seed(seed))
+
+
+def filled(parameters, seed):
+    bucket = Bucket(parameters)
+    bucket.buffer().copy_(noise(bucket.numel, seed))
+    return bucket
+
+
+def messages(rank, world_size, make, shapes):
+    """The second step's: the first also compares the settings."""
+    compressor, parameters = make(), [nn.Parameter(torch.zeros(shape)) for shape in shapes]
+    for _ in range(2):
+        with comm.record() as log:
+            compressor.hook(None, filled(parameters, rank)).wait()
+    return [(event.op, event.payload_bytes) for event in log]
+
+
+MATRICES = [(60, 80), (30,), (64, 3, 5, 5), (4, 4)]
+BYTES = {  # name: (function of nothing, bytes of the messages)
+    "randomk": (partial(RandomK, 0.01), [96 * 4]),
+    "fp16": (Cast, [9646 * 2]),
+    "bf16_feedback": (partial(Cast, torch.bfloat16, feedback=True), [9646 * 2]),
+    # P of 60 x 80 and 64 x 75, the vector and the matrix that would not shrink; then Q of the two.
+    "powersgd": (partial(PowerSGD, 3), [4 * (3 * (60 + 64) + 30 + 16), 4 * 3 * (80 + 75)]),
+}
+
+
+@pytest.mark.parametrize("name", BYTES)
+def test_bytes(ranks, name):
+    make, sizes = BYTES[name]
+    assert ranks(2, messages, make=make, shapes=MATRICES) == [[("all_reduce", size) for size in sizes]] * 2
+
+
+def held(rank, world_size, make):
+    """Bytes at the peak besides the gradient, over two steps, as a share of the gradient's (a thousandth for scalars)."""
+    compressor, bucket = make(), filled([nn.Parameter(torch.zeros(1000, 2000))], rank)
+    with MemoryTracker() as tracker:
+        for _ in range(2):
+            compressor.hook(None, bucket).wait()
+    return sum(tracker.peak.values()) / bucket.buffer().nbytes
+
+
+@pytest.mark.parametrize(("name", "most"), [("randomk", 1.1), ("fp16", 0.5), ("bf16_feedback", 1.5), ("powersgd", 1.1)])
+def test_memory(ranks, name, most):
+    assert all(ratio <= most + 0.001 for ratio in ranks(2, held, make=BYTES[name][0]))
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 4))
+
+
+def half(rank, world_size, hook, wrap):
+    module = net()
+    wrapped = wrap(module)
+    wrapped.register_comm_hook(None, hook)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    for step in range(5):
+        optimizer.zero_grad()
+        wrapped(noise(8 * 24, 10 * step + rank).view(8, 24)).square().mean().backward()
+        optimizer.step()
+    return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+
+def ours_and_theirs(rank, world_size):
+    return [
+        half(rank, world_size, hook, wrap)
+        for hook in (Cast(torch.float16).hook, default_hooks.fp16_compress_hook)
+        for wrap in (DDP, DistributedDataParallel)
+    ]
+
+
+def test_fp16_is_pytorchs_fp16_to_the_bit_on_both_wrappers(ranks):
+    for told in ranks(2, ours_and_theirs):
+        assert all(torch.equal(told[0], other) for other in told[1:])
+
+
+def too_large(rank, world_size):
+    told = []
+    for feedback in (False, True):
+        compressor, p = Cast(torch.float16, feedback), nn.Parameter(torch.zeros(4))
+        bucket = Bucket([p])
+        bucket.buffer().copy_(torch.tensor([1.0, 2.0, 1e5, -3.0]))
+        told.append(compressor.hook(None, bucket).wait().tolist())
+    return told, compressor.residuals.of(bucket).tolist()
+
+
+@pytest.mark.filterwarnings("ignore:.*inf or NaN")
+def test_what_fp16_cannot_hold_is_inf_or_waits(ranks):
+    (without, with_feedback), residual = ranks(1, too_large)[0]
+    assert without == [1.0, 2.0, float("inf"), -3.0]
+    assert with_feedback == [1.0, 2.0, 65504.0, -3.0]
+    assert residual == [0.0, 0.0, 1e5 - 65504.0, 0.0]
+
+
+@pytest.mark.parametrize(("numel", "ratio"), [(1, 0.01), (10, 0.5), (1000, 0.037), (999, 0.9), (50, 1.0)])
+def test_places_are_distinct_and_everywhere(numel, ratio):
+    compressor, seen = RandomK(ratio), set()
+    for _ in range(400):
+        places = compressor.draw(numel, 0, "cpu").tolist()
+        assert len(set(places)) == len(places) == max(1, round(ratio * numel))
+        seen.update(places)
+        compressor.step += 1
+    assert seen == set(range(numel))
+
+
+def test_without_feedback_random_k_is_right_on_average(ranks):
+    mean, wanted = ranks(1, averaged_over_many_steps)[0]
+    assert float((mean - wanted).abs().max()) < 0.2  # 20 / sqrt(2000) x the largest value, with room
+
+
+def averaged_over_many_steps(rank, world_size):
+    compressor, p = RandomK(0.5, feedback=False), nn.Parameter(torch.zeros(40))
+    total = torch.zeros(40)
+    for _ in range(2000):
+        total += compressor.hook(None, filled([p], 0)).wait()
+    return total / 2000, noise(40)
+
+
+def low_rank(rank, world_size):
+    """Gradients whose mean has rank 2: two columns hold it, so nothing but rounding is lost."""
+    rows, cols = noise(60 * 2).view(60, 2), noise(2 * 80, 1 + rank).view(2, 80)
+    bucket, compressor = Bucket([nn.Parameter(torch.zeros(60, 80))]), PowerSGD(2)
+    bucket.buffer().copy_((rows @ cols).view(-1))
+    average = compressor.hook(None, bucket).wait().clone()
+    mean = sum(noise(60 * 2).view(60, 2) @ noise(2 * 80, 1 + r).view(2, 80) for r in range(world_size)) / world_size
+    return float((average.view(60, 80) - mean).abs().max())
+
+
+def test_power_sgd_finds_a_mean_of_low_rank(ranks):
+    assert max(ranks(2, low_rank)) < 1e-5
+
+
+def converged(rank, world_size, warm_start):
+    """The same gradient again and again: with a warm start this is power iteration, which finds the best of rank 2."""
+    matrix = (noise(60 * 80).view(60, 80)) @ torch.diag(0.9 ** torch.arange(80.0))
+    compressor, p = PowerSGD(2, feedback=False, warm_start=warm_start), nn.Parameter(torch.zeros(60, 80))
+    for _ in range(60):
+        bucket = Bucket([p])
+        bucket.buffer().copy_(matrix.view(-1))
+        average = compressor.hook(None, bucket).wait()
+    best = torch.linalg.svdvals(matrix)[2:].square().sum().sqrt()
+    return float((average.view(60, 80) - matrix).norm() / best)
+
+
+def test_a_warm_start_finds_the_best_approximation(ranks):
+    assert ranks(1, converged, warm_start=True)[0] == pytest.approx(1.0, abs=1e-3)
+    assert ranks(1, converged, warm_start=False)[0] > 1.01
+
+
+def order(rank, world_size):
+    """Messages of one step with a bucket for each parameter."""
+    compressor = PowerSGD(2, min_saving=0)
+    wrapped = DDP(net(), bucket_cap_mb=0)
+    wrapped.register_comm_hook(None, compressor.hook)
+    for _ in range(2):
+        with comm.record() as log:
+            wrapped(noise(24 * 8, rank).view(8, 24)).square().mean().backward()
+    return [event.payload_bytes // 4 for event in log if event.op == "all_reduce"]
+
+
+def test_q_follows_the_next_buckets_p(ranks):
+    bias, last, middle, first = 40, (2 * 4, 2 * 40), (2 * 40, 2 * 40), (2 * 40, 2 * 24)
+    wanted = [4, last[0], bias, last[1], middle[0], bias, middle[1], *first]
+    assert ranks(2, order) == [wanted, wanted]
+
+
+def too_wide(rank, world_size):
+    with pytest.raises(ValueError, match="rank 5 exceeds every matrix: the largest possible here is 4"):
+        PowerSGD(5).hook(None, filled([nn.Parameter(torch.zeros(4, 9)), nn.Parameter(torch.zeros(70))], 0))
+
+
+def test_settings_that_do_not_exist(ranks):
+    ranks(1, too_wide)
+    for bad in (0, -1, 1.5):
+        with pytest.raises(ValueError, match="rank must be a whole number"):
+            PowerSGD(bad)
+    with pytest.raises(ValueError, match=r"float16 or torch\.bfloat16"):
+        Cast(torch.int8)
+    with pytest.raises(ValueError, match="ratio"):
+        RandomK(0)
