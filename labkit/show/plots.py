@@ -5,6 +5,7 @@ schedules                     one step in several orders, a band each          s
 grouped_bars                  medians with quartiles, a value on each bar      bars.py
 memory_bars                   memory by kind, stacked                          bars.py
 measured_against_predicted    ratios around 1                                  bars.py
+memory_and_traffic            what is held, and beside it what is sent         stages.py
 stacked_bars                  parts of a whole, a thin bar a repetition        stacks.py
 loss_curves, sweep            lines named at their ends                        curves.py
 memory_over_time              what one rank holds, change by change            curves.py
@@ -22,12 +23,14 @@ from labkit.show.pareto import pareto
 from labkit.show.publish import present, save
 from labkit.show.schedules import schedules
 from labkit.show.stacks import stacked_bars
+from labkit.show.stages import memory_and_traffic
 
 __all__ = [
     "before_after",
     "grouped_bars",
     "loss_curves",
     "measured_against_predicted",
+    "memory_and_traffic",
     "memory_bars",
     "memory_over_time",
     "pareto",
