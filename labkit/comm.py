@@ -152,6 +152,7 @@ class _Sum:
         done = self.work.wait(*timeout)
         if self.parts is not None:
             torch.sum(self.parts, 0, out=self.output)
+            self.parts.untyped_storage().resize_(0)  # now, and not whenever gloo's thread lets go of it
             self.parts = None
         return done
 

@@ -47,7 +47,8 @@ class FlatParam:
         self._waits = dist.get_backend(sharding.group) == "gloo"
         self.whole = False  # the modules hold the wholes
         self._kept = {}  # slot -> (what keep() gave the piece as gradient, its version)
-        self._gathering = self._reducing = self._averaging = self._output = None
+        self._gathering = self._reducing = None  # what is on its way, and the memory it needs
+        self._reduced = []  # (shard of gradients, all_reduce across or None), not yet delivered
 
     def _hold(self, shard):
         """Keep this shard, and make room, without memory, for the whole."""
@@ -150,9 +151,9 @@ class FlatParam:
             self._divide(p.grad, view)
             p.grad = None  # one by one, so that flat and single gradients are never all held at once
         total[self.layout.numel :].zero_()
-        output = total.new_empty(self.layout.shard_numel)
+        output = self.layout.shard(total, self.rank)  # in place: no memory but what is sent
         work = comm.reduce_scatter(output, total, group=self.sharding.group, async_op=True)
-        self._reducing = work, output, total
+        self._reducing = work, output
         if self._waits:
             self.settle()
 
@@ -168,14 +169,13 @@ class FlatParam:
         """Wait for the reduce_scatter; where others hold the same shard, begin to sum with them."""
         if not self._reducing:
             return
-        work, output, _ = self._reducing
+        work, output = self._reducing
         work.wait()
-        self._reducing = None
-        if self._output is not None:  # a second one in the same backward
-            output += self._take_output()
-        if self.sharding.across is not None:
-            self._averaging = comm.all_reduce(output, group=self.sharding.across, async_op=True)
-        self._output = output
+        self._reducing, flat, output = None, output.untyped_storage(), output.clone()
+        flat.resize_(0)  # now, and not whenever the backend's threads let go of it
+        across = self.sharding.across
+        work = comm.all_reduce(output, group=across, async_op=True) if across is not None else None
+        self._reduced.append((output, work))
 
     def keep(self):
         """In no_sync(): the gradients stay at the wholes; the pieces show this rank's part of them.
@@ -195,20 +195,17 @@ class FlatParam:
                 self.wholes[slot].grad = None
                 del self._kept[slot]
 
-    def _take_output(self):
-        if self._averaging:
-            self._averaging.wait()
-        output, self._output, self._averaging = self._output, None, None
-        return output
-
     def deliver(self):
         """Add what was reduced to the gradients of the pieces."""
-        if self._output is None:
-            return
-        gradient = self._take_output().to(self.shard.dtype)
+        for output, work in self._reduced:
+            if work is not None:
+                work.wait()
+            self._add(output.to(self.shard.dtype))
+        self._reduced.clear()
+
+    def _add(self, gradient):
         if self.sharding.offload and gradient.is_cuda:
-            host = torch.empty_like(self.shard, pin_memory=True)
-            gradient = host.copy_(gradient, non_blocking=True)
+            gradient = torch.empty_like(self.shard, pin_memory=True).copy_(gradient)
         for piece, g in zip(self.pieces, gradient.split(self._sizes), strict=False):  # all but the padding
             if piece.grad is None:
                 piece.grad = g
@@ -218,8 +215,10 @@ class FlatParam:
     def forget(self):
         """Drop all gradients that are not yet delivered."""
         self.settle()
-        if self._output is not None:
-            self._take_output()
+        for _, work in self._reduced:
+            if work is not None:
+                work.wait()
+        self._reduced.clear()
         for slot, p in enumerate(self.wholes):
             p.grad = None
             if slot in self._kept:

@@ -259,8 +259,6 @@ class FSDP(ShardedModel):
             self._reducer.settle([[True] * len(bucket.members) for bucket in self._reducer.buckets])
         for flat in self.flats:
             flat.deliver() if self._averages else flat.keep()
-        if self.sharding.offload and self.sharding.device.type == "cuda":
-            torch.cuda.current_stream(self.sharding.device).synchronize()  # the host reads the gradients next
 
     @contextmanager
     def no_sync(self):

@@ -1,13 +1,17 @@
 """The oracle of sharding: ranks that hold a part of everything train what one process trains that holds all of it."""
 
+import copy
 from functools import partial
 
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
 
-from labkit import models
+from labkit import comm, models
 from labkit.ddp import DDP
 from labkit.fsdp import FSDP
+from labkit.measure.memory import MemoryTracker
+from labkit.mesh import Mesh
 
 STEPS, SHARE = 5, 4
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}
@@ -70,7 +74,7 @@ def one_process(name, dtype, optimizer, world_size):
 
 def difference(ours, theirs):
     assert list(ours) == list(theirs)  # names, and their order
-    return max(float((ours[name].double() - theirs[name].double()).abs().max()) for name in ours)
+    return max(float((ours[name].double() - theirs[name].double()).abs().max()) for name in ours if ours[name].numel())
 
 
 def trained(rank, world_size, name, dtype, optimizer, forms):
@@ -104,3 +108,235 @@ def test_ranks_train_what_one_process_trains(ranks, world_size, name, optimizer,
             if world_size <= 2:
                 # a + b == b + a: with two ranks the order of sums cannot matter, and DDP divides at the same place.
                 assert difference(results[form], results["ddp"]) == 0.0, form
+
+
+def hybrid(rank, world_size, axes, name, root):
+    mesh = Mesh(axes)
+    wrapped = FSDP(build(name, torch.float64, seed=rank), models.unit(name), mesh=mesh, shard="hybrid", root=root)
+    fit(wrapped, name, torch.float64, "sgd", lambda t: t.split(SHARE)[rank], world_size)
+    own = {key: value.clone() for key, value in wrapped.state_dict().items()}
+    with comm.record() as log:
+        inputs, targets = (t.split(SHARE)[rank] for t in batch(name, torch.float64, 0, world_size))
+        models.loss(name)(wrapped(inputs), targets).backward()
+        norm = wrapped.clip_grad_norm_(1e9)
+    return {
+        "whole": wrapped.full_state_dict(),
+        "own": own,
+        "place": (mesh.rank("replicate"), mesh.rank("shard")),
+        "events": [(event.op, event.group_size) for event in log if event.group_size > 1],
+        "norm": float(norm),
+    }
+
+
+@pytest.mark.parametrize("root", ["shard", "replicate"])
+@pytest.mark.parametrize("name", ["mlp", "gpt"])
+@pytest.mark.parametrize("axes", [(2, 2), (1, 3), (2, 1), (4, 1)], ids=str)
+def test_hybrid_shards_along_one_axis_and_replicates_along_the_other(ranks, axes, name, root):
+    replicas, shards = axes
+    world_size = replicas * shards
+    oracle = one_process(name, torch.float64, "sgd", world_size)
+    results = ranks(world_size, hybrid, axes={"replicate": replicas, "shard": shards}, name=name, root=root)
+    for told in results:
+        assert difference(told["whole"], oracle) <= 1e-12
+        alike = [other for other in results if other["place"][1] == told["place"][1]]
+        assert all(difference(other["own"], told["own"]) == 0.0 for other in alike) and len(alike) == replicas
+        assert told["norm"] == pytest.approx(results[0]["norm"], abs=1e-12)
+        # Gathers and scatters stay within the shard axis; across it only sums of shards travel.
+        sizes = {(op, size) for op, size in told["events"] if op in ("all_gather", "reduce_scatter")}
+        assert sizes == ({("all_gather", shards), ("reduce_scatter", shards)} if shards > 1 else set())
+
+
+# ---- what is sent
+
+
+def recorded(rank, world_size, settings):
+    torch.manual_seed(rank)
+    model = FSDP(models.build("gpt", "tiny", vocab=31, context=16, layers=4), models.unit("gpt"), **settings)
+    inputs, targets = (t.split(SHARE)[rank] for t in batch("gpt", torch.float32, 0, world_size))
+    logs = []
+    for _ in range(2):  # the order of the units is known from the first
+        with comm.record() as log:
+            value = models.loss("gpt")(model(inputs), targets)
+            forward = len(log)
+            value.backward()
+        logs.append([(event.op, event.payload_bytes) for event in log])
+    with comm.record() as evaluation, torch.no_grad():
+        model(inputs)
+    return {
+        "forward": logs[1][:forward],
+        "backward": logs[1][forward:],
+        "same": logs[0] == logs[1],
+        "evaluation": [(event.op, event.payload_bytes) for event in evaluation],
+        "bytes": [sum(flat.layout.padded * 4 for flat in unit.flats) for unit in model.units],
+        "sent": sum(event.sent_bytes for event in log),
+    }
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+@pytest.mark.parametrize("shard", ["full", "grad_op"])
+def test_one_gather_per_unit_and_pass_one_reduction_per_unit_and_nothing_else(ranks, world_size, shard, prefetch):
+    results = ranks(world_size, recorded, settings={"shard": shard, "prefetch": prefetch})
+    told = results[0]
+    assert all(other == told for other in results)  # the same on all ranks, in the same order
+    root, *blocks = told["bytes"]
+    assert told["same"] and len(blocks) == 4
+    assert told["forward"] == [("all_gather", size) for size in (root, *blocks)] == told["evaluation"]
+    gathers = [event for event in told["backward"] if event[0] == "all_gather"]
+    assert gathers == ([] if shard == "grad_op" else [("all_gather", size) for size in blocks])
+    reductions = [event for event in told["backward"] if event[0] == "reduce_scatter"]
+    assert reductions == [("reduce_scatter", size) for size in (*reversed(blocks), root)]
+    assert len(told["backward"]) == len(gathers) + len(reductions)
+    passes = 2 * root + (2 if shard == "grad_op" else 3) * sum(blocks)
+    assert told["sent"] == (world_size - 1) * passes // world_size
+
+
+def replicated_messages(rank, world_size):
+    model = FSDP(build("gpt", torch.float32, rank), models.unit("gpt"), root="replicate")
+    inputs, targets = (t.split(SHARE)[rank] for t in batch("gpt", torch.float32, 0, world_size))
+    with comm.record() as log:
+        models.loss("gpt")(model(inputs), targets).backward()
+    assert [event.op for event in log].count("all_reduce") == 1 == (log[-1].op == "all_reduce")
+    whole = {name: p for name, p in model.named_parameters() if not name.startswith("blocks")}
+    assert whole["token_embedding.weight"].shape == (31, 32)
+    assert log[-1].payload_bytes == sum(p.nbytes for p in whole.values() if p.requires_grad)
+
+
+def test_a_replicated_root_is_averaged_in_one_message_at_the_end(ranks):
+    ranks(2, replicated_messages)
+
+
+# ---- what is held
+
+
+def by_torch(module, unit):
+    is_unit = (lambda part: isinstance(part, unit)) if isinstance(unit, type) else unit
+    for part in [part for part in module.modules() if part is not module and is_unit(part)]:
+        fully_shard(part)
+    return fully_shard(module)
+
+
+def step_of(model, name, dtype, rank, world_size):
+    inputs, targets = (t.split(SHARE)[rank] for t in batch(name, dtype, 0, world_size))
+    # Not Adam, whose temporaries are as large as the largest piece: that would compare where the shards are cut.
+    optimizer, loss = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9), models.loss(name)
+
+    def step():
+        optimizer.zero_grad()
+        loss(model(inputs), targets).backward()
+        optimizer.step()
+
+    return step
+
+
+def held(rank, world_size, name, overrides):
+    torch.manual_seed(0)
+    module = models.build(name, "tiny", **overrides)
+    wholes = sum(p.nbytes for p in module.parameters())
+    peaks = {}
+    for form, wrapped in {
+        "ours": FSDP(copy.deepcopy(module), models.unit(name)),
+        "grad_op": FSDP(copy.deepcopy(module), models.unit(name), shard="grad_op"),
+        "torch": by_torch(copy.deepcopy(module), models.unit(name)),
+    }.items():
+        step = step_of(wrapped, name, torch.float32, rank, world_size)
+        step()
+        with MemoryTracker(wrapped) as memory:
+            step()
+        peaks[form] = memory.peak_total
+        if form != "torch":
+            rest = sum(flat.layout.shard_numel * 4 for flat in wrapped.flats)
+            # At rest: one shard of parameters and one of gradients, to the byte; padding is less than n elements each.
+            assert (memory.current["parameters"], memory.current["gradients"]) == (rest, rest)
+            assert 0 <= rest * world_size - wholes < 4 * world_size * len(wrapped.flats)
+    return peaks
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("mlp", {"sizes": (8, 64, 64, 64, 64, 10)}),
+        ("gpt", {"vocab": 31, "context": 16, "layers": 4}),
+        ("resnet", {"norm": "group", "depth": 14}),
+    ],
+    ids=["mlp", "gpt", "resnet"],
+)
+def test_the_peak_is_at_most_that_of_fully_shard(ranks, world_size, name, overrides):
+    for peaks in ranks(world_size, held, name=name, overrides=overrides):
+        assert peaks["ours"] <= peaks["torch"]
+        assert peaks["ours"] <= peaks["grad_op"]
+
+
+def one_unit_at_a_time(rank, world_size):
+    """What is gathered while each block runs: itself, the root, and `prefetch` more."""
+    torch.manual_seed(rank)
+    seen = {}
+    for prefetch in (0, 1, 2):
+        model = FSDP(models.build("gpt", "tiny", layers=5), models.unit("gpt"), prefetch=prefetch)
+
+        def look(module, *_, model=model, prefetch=prefetch):
+            full = [bool(flat.flat.untyped_storage().nbytes()) for flat in model.flats]
+            seen.setdefault(prefetch, []).append(full)
+
+        for block in model.module.blocks:
+            block.attention_norm.register_forward_hook(look)  # first in forward, last in backward
+            block.attention_norm.register_full_backward_hook(look)
+        inputs = torch.randint(256, (2, 8))
+        model(inputs).mean().backward()
+        assert not any(flat.flat.untyped_storage().nbytes() for flat in model.flats)
+    return {prefetch: [sum(full) for full in found] for prefetch, found in seen.items()}
+
+
+def test_gathered_are_the_root_the_unit_at_work_and_those_ahead(ranks):
+    for told in ranks(2, one_unit_at_a_time):
+        for prefetch, found in told.items():
+            ahead = [min(prefetch, left) for left in (4, 3, 2, 1, 0)]
+            assert found == [2 + more for more in ahead + ahead]  # forward, then backward
+
+
+# ---- PyTorch's own
+
+
+def beside_torch(rank, world_size, name):
+    results = {}
+    for form in ("ours", "torch"):
+        # Ours takes the values of rank 0; fully_shard takes each rank's own, so they must be equal before.
+        model = build(name, torch.float64, seed=rank if form == "ours" else 0)
+        unit = models.unit(name)
+        wrapped = FSDP(model, unit) if form == "ours" else by_torch(model, unit)
+        fit(wrapped, name, torch.float64, "sgd", lambda t: t.split(SHARE)[rank], world_size)
+        if form == "ours":
+            results[form] = wrapped.full_state_dict()
+        else:
+            results[form] = {key: value.full_tensor() for key, value in wrapped.state_dict().items()}
+    return results
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("name", models.SIZES)
+def test_it_trains_as_fully_shard_does(ranks, world_size, name):
+    for results in ranks(world_size, beside_torch, name=name):
+        assert difference(results["ours"], results["torch"]) <= 1e-12
+
+
+@pytest.mark.gpu
+def test_on_gpus_with_offload(ranks):
+    from labkit.run import launch
+
+    launch("test_fsdp:gpu_body", nproc=torch.cuda.device_count(), device="cuda", quiet=True)
+
+
+def gpu_body(context):
+    rank, world_size = context.rank, context.world_size
+    for offload in (False, True):
+        wrapped = FSDP(build("gpt", torch.float64, seed=rank), models.unit("gpt"), offload=offload)
+        optimizer, loss = torch.optim.SGD(wrapped.parameters(), lr=0.05, momentum=0.9), models.loss("gpt")
+        for step in range(STEPS):
+            inputs, targets = (t.split(SHARE)[rank].cuda() for t in batch("gpt", torch.float64, step, world_size))
+            optimizer.zero_grad()
+            loss(wrapped(inputs), targets).backward()
+            optimizer.step()
+        assert {p.device.type for p in wrapped.parameters()} == {"cpu" if offload else "cuda"}
+        oracle = one_process("gpt", torch.float64, "sgd", world_size)
+        assert difference({k: v.cpu() for k, v in wrapped.full_state_dict().items()}, oracle) <= 1e-10
