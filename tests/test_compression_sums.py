@@ -51,17 +51,18 @@ def test_bytes(ranks, name):
 
 
 def held(rank, world_size, make):
-    """Bytes at the peak besides the gradient, over two steps, as a share of the gradient's (a thousandth for scalars)."""
+    """Bytes at the peak besides the gradient, as a share of the gradient's: the residual, and what one step adds."""
     compressor, bucket = make(), filled([nn.Parameter(torch.zeros(1000, 2000))], rank)
+    compressor.hook(None, bucket).wait()
+    residual = compressor.residuals.of(bucket).nbytes if compressor.feedback else 0
     with MemoryTracker() as tracker:
-        for _ in range(2):
-            compressor.hook(None, bucket).wait()
-    return sum(tracker.peak.values()) / bucket.buffer().nbytes
+        compressor.hook(None, bucket).wait()
+    return (residual + sum(tracker.peak.values())) / bucket.buffer().nbytes
 
 
 @pytest.mark.parametrize(("name", "most"), [("randomk", 1.1), ("fp16", 0.5), ("bf16_feedback", 1.5), ("powersgd", 1.1)])
 def test_memory(ranks, name, most):
-    assert all(ratio <= most + 0.001 for ratio in ranks(2, held, make=BYTES[name][0]))
+    assert max(ranks(2, held, make=BYTES[name][0])) <= most + 0.001  # a few scalars
 
 
 def net():
