@@ -65,7 +65,8 @@ def rows(predict, state):
 
 def headline(state):
     ranks = "1 rank" if state.world_size == 1 else f"{state.world_size} ranks"
-    return f"{ranks}, {state.precision}, {state.batch} samples each"
+    samples = "1 sample" if state.batch == 1 else f"{state.batch} samples"
+    return f"{ranks}, {state.precision}, {samples} each"
 
 
 def draw(predict, state):
@@ -77,7 +78,11 @@ def draw(predict, state):
         axes = figure.axes[0]
         longest = max(sum(predict(s, state.world_size, state.precision, state.batch).values()) for s in state.stages)
         at = state.capacity / style.byte_scale(longest)[0]
-        axes.axvline(at, color=style.RED, linewidth=1.6, zorder=6)
+        axes.axvline(at, color=style.RED, linewidth=1.6, zorder=2)  # over the bars, under the words
+        for words in axes.texts:
+            words.set_zorder(5)
+            if words.get_weight() == "bold":
+                words.set_bbox({"facecolor": style.GROUND, "edgecolor": "none", "pad": 1.5})
         axes.set_xlim(0, max(axes.get_xlim()[1], at * 1.14))
         words = f"a rank has {style.quantity(state.capacity, 'bytes')}"
         place = {"xytext": (4, 3), "textcoords": "offset points", "color": style.RED, "size": 9}
