@@ -1,0 +1,236 @@
+"""The number-format explorer: the bits of a value in every format, and what a format does to real gradients.
+
+bit_layout(0.1)                 one row per format: its bits, the number that they stand for, the error
+reach(gradients, "fp16", 2^16)  how large the gradients are, how far each format reaches, what is lost
+explorer(gradients)             both, with controls: value, loss scale, format
+"""
+
+import base64
+import html
+import math
+from dataclasses import dataclass
+
+import ipywidgets
+import numpy as np
+import pandas as pd
+from IPython.display import display
+from matplotlib.patches import Rectangle
+
+from labkit.show import style
+from labkit.show.notebook import table
+from labkit.show.numbers import FORMATS, fate
+from labkit.show.publish import png, present
+
+PARTS = {"sign": style.GREY, "exponent": style.ORANGE, "fraction": style.BLUE}
+FATES = {"normal": style.BLUE, "subnormal": style.PALE_BLUE, "zero": style.RED, "overflow": style.PURPLE}
+WORDS = {
+    "normal": "full precision",
+    "subnormal": "bits lost (subnormal)",
+    "zero": "becomes zero",
+    "overflow": "beyond the largest",
+}
+
+
+@dataclass(frozen=True)
+class State:
+    """What the controls say. scale: the loss scale, which multiplies the gradients."""
+
+    value: float = 0.1
+    scale: float = 1.0
+    format: str = "fp16"
+
+
+def number(value):
+    """A number as people read it, to four digits."""
+    return f"{value:.4g}".replace("inf", "infinity").replace("nan", "not a number")
+
+
+def error_words(value, stored):
+    if not math.isfinite(stored):
+        return "overflow"
+    if value == 0 or stored == value:
+        return "exact"
+    return "all of it" if stored == 0 else f"{abs(stored / value - 1):.1e}"
+
+
+def bit_layout(value, title=None):
+    """Figure: the value in each format, one box a bit; at the right the number stored and its relative error."""
+    with style.look():
+        figure, axes = style.new_figure(9.5, 0.95 + 0.42 * len(FORMATS))
+        for row, one in enumerate(FORMATS.values()):
+            bits = one.bits(value)
+            place = 0
+            for (part, colour), digits in zip(PARTS.items(), bits, strict=True):
+                for digit in digits:
+                    # A dark box is a one, so that the pattern is seen without reading.
+                    fill = colour if digit == "1" else style.lighter(colour, 0.75)
+                    axes.add_patch(Rectangle((place, row - 0.36), 0.92, 0.72, facecolor=fill, linewidth=0))
+                    ink = style.text_on(colour) if digit == "1" else style.INK
+                    axes.text(place + 0.46, row, digit, ha="center", va="center_baseline", size=8, color=ink)
+                    place += 1
+                if row == 0:
+                    middle = place - len(digits) / 2
+                    axes.text(middle, -0.75, part, ha="center", va="center", size=9, color=style.FAINT)
+            stored = float(one.round(value))
+            error = error_words(value, stored)
+            bad = error in ("overflow", "all of it")
+            ink = {"va": "center_baseline", "size": 9.5, "color": style.RED if bad else style.INK}
+            axes.text(33, row, number(stored), weight="bold", **ink)
+            axes.text(39.5, row, error, **ink)
+        for x, words in ((33, "stored"), (39.5, "relative error")):
+            axes.text(x, -0.75, words, va="center", size=9, color=style.FAINT)
+        axes.set_xlim(-0.2, 45)
+        axes.set_ylim(len(FORMATS) - 0.4, -1.1)
+        axes.set_yticks(range(len(FORMATS)), list(FORMATS))
+        axes.tick_params(axis="y", length=0)
+        axes.set_xticks([])
+        for side in ("left", "bottom"):
+            axes.spines[side].set_visible(False)
+        style.entitle(figure, title or f"{number(value)} in six formats")
+    return figure
+
+
+def reach(gradients, name="fp16", scale=1.0, title=None):
+    """Figure: above, how many gradients are how large (a bar per power of two), coloured by their fate in format
+    `name`; below, how far each format reaches. All times scale.
+
+    gradients: array of real gradients, or its histogram as powers() makes it. Raises ValueError where all are zero.
+    """
+    counts = gradients if isinstance(gradients, dict) else powers(gradients)
+    shift, one = math.log2(scale), FORMATS[name]
+    with style.look():
+        figure, (axes, below) = style.new_figure(9.5, 5.2, rows=2, sharex=True, gridspec_kw={"height_ratios": [1.5, 1]})
+        total = sum(counts.values())
+        for fate_name, members in by_fate(counts, one, scale).items():
+            heights = [100 * counts[power] / total for power in members]
+            share = sum(heights)
+            label = f"{WORDS[fate_name]}: {share:.3g} %"
+            axes.bar([p + shift + 0.5 for p in members], heights, 0.9, color=FATES[fate_name], label=label)
+        axes.set_ylabel("share of the gradients (%)")
+        axes.legend(loc="upper left", handlelength=0.9)
+        axes.grid(axis="y")
+        for row, (key, other) in enumerate(FORMATS.items()):
+            draw_reach(below, row, other, key == name)
+        below.set_yticks(range(len(FORMATS)), list(FORMATS))
+        below.set_ylim(len(FORMATS) - 0.5, -0.6)
+        below.tick_params(axis="y", length=0)
+        below.set_xlim(-50, 20)
+        ticks = range(-48, 20, 8)
+        below.set_xticks(ticks, [f"$2^{{{tick}}}$" for tick in ticks])
+        below.set_xlabel("size: gradient x loss scale (dark: normal numbers, pale: subnormal ones)")
+        for edge, words, side in ((one.smallest / 2, "zero  ", "right"), (one.largest, "  overflow", "left")):
+            for part in (axes, below):
+                part.axvline(math.log2(edge), color=style.INK, linewidth=1, linestyle=(0, (4, 3)))
+            place = {"xycoords": ("data", "axes fraction"), "va": "bottom", "ha": side, "size": 9}
+            axes.annotate(words, (math.log2(edge), 1), color=style.FAINT, annotation_clip=True, **place)
+        style.entitle(figure, title or f"Gradients x {scale:g} in {name}")
+    return figure
+
+
+def draw_reach(axes, row, one, chosen):
+    """One format: from its smallest number to its largest, as far as the axis shows."""
+    ends = [math.log2(x) for x in (one.smallest, one.smallest_normal, one.largest)]
+    low, middle, high = (max(-50, end) for end in ends)
+    colour = style.BLUE if chosen else style.GREY
+    axes.barh(row, middle - low, 0.5, low, color=style.lighter(colour, 0.6))
+    axes.barh(row, min(20, high) - middle, 0.5, middle, color=colour)
+    if high > 20:
+        axes.annotate("to $2^{127}$", (20, row), xytext=(4, 0), textcoords="offset points", va="center", size=8.5)
+
+
+def powers(values):
+    """{power: how many values lie between 2^power and 2^(power + 1)}; zeros and what is not finite are left out."""
+    values = np.abs(np.asarray(values, dtype=np.float64).ravel())
+    found = np.frexp(values[(values > 0) & np.isfinite(values)])[1] - 1
+    if not found.size:
+        raise ValueError("no gradient is finite and different from zero")
+    return {int(power): int(count) for power, count in zip(*np.unique(found, return_counts=True), strict=True)}
+
+
+def by_fate(counts, one, scale):
+    """{fate: [powers]}: by the middle of each power of two; empty fates are left out."""
+    found = {}
+    for power in sorted(counts):
+        shares = fate([1.5 * 2.0**power], one.name, scale)
+        found.setdefault(max(shares, key=shares.get), []).append(power)
+    return {key: found[key] for key in FATES if key in found}
+
+
+def facts():
+    """DataFrame: bits, largest, smallest normal, smallest number and epsilon of each format."""
+    return pd.DataFrame(
+        {
+            "format": one.name,
+            "exponent": one.exponent_bits,
+            "fraction": one.fraction_bits,
+            "largest": number(one.largest),
+            "smallest normal": number(one.smallest_normal),
+            "smallest": number(one.smallest),
+            "from 1 to the next": number(one.epsilon),
+        }
+        for one in FORMATS.values()
+    )
+
+
+def takeaway(counts, state):
+    """One sentence on the gradients' fate."""
+    found, total = by_fate(counts, FORMATS[state.format], state.scale), sum(counts.values())
+    zero, over = (100 * sum(counts[power] for power in found.get(key, [])) / total for key in ("zero", "overflow"))
+    return (
+        f"In {state.format}, with a loss scale of {state.scale:g}, {zero:.3g} % of these gradients become zero "
+        f"and {over:.3g} % overflow."
+    )
+
+
+class Explorer:
+    """The controls and what they show. `.panel` is the widget, `.state` what the controls say."""
+
+    def __init__(self, gradients):
+        self.counts, self.state = powers(gradients), State()
+        wide = {"description_width": "initial"}
+        self.value = ipywidgets.FloatText(value=self.state.value, description="value", style=wide)
+        self.scale = ipywidgets.SelectionSlider(
+            options=[(f"2^{power}", 2.0**power) for power in range(0, 33, 2)],
+            value=self.state.scale,
+            description="loss scale",
+            continuous_update=False,
+            style=wide,
+        )
+        self.format = ipywidgets.Dropdown(
+            options=list(FORMATS), value=self.state.format, description="format", style=wide
+        )
+        self.bits, self.sizes = ipywidgets.HTML(), ipywidgets.HTML()
+        for control in (self.value, self.scale, self.format):
+            control.observe(self.changed, names="value")
+        row = ipywidgets.Layout(flex_flow="row wrap", grid_gap="4px 18px", display="flex")
+        hint = "<p>Change a control: the pictures for your choice are drawn here, from the saved gradients.</p>"
+        self.sizes.value = hint
+        self.panel = ipywidgets.VBox(
+            [ipywidgets.Box([self.value, self.scale, self.format], layout=row), self.bits, self.sizes]
+        )
+
+    def changed(self, change=None):
+        """Read the controls and draw anew."""
+        self.state = State(self.value.value, self.scale.value, self.format.value)
+        value = self.state.value
+        self.bits.value = image(bit_layout(value), f"The bits of {number(value)} in each of the formats.")
+        figure = reach(self.counts, self.state.format, self.state.scale)
+        self.sizes.value = image(figure, takeaway(self.counts, self.state))
+
+
+def image(figure, words):
+    data, words = base64.b64encode(png(figure, dpi=110)).decode(), html.escape(words, quote=True)
+    return f'<img style="max-width:100%;width:760px" alt="{words}" src="data:image/png;base64,{data}"><p>{words}</p>'
+
+
+def explorer(gradients, provenance):
+    """Show the explorer: a figure and the table of formats as ordinary outputs, then the controls. Returns it.
+
+    gradients: array of real gradients. provenance: where they come from, as in present().
+    """
+    shown = Explorer(gradients)
+    words = takeaway(shown.counts, shown.state)
+    present(reach(shown.counts, shown.state.format, shown.state.scale), words, provenance, words)
+    table(facts(), "predicted: from the bits of each format")
+    display(shown.panel)
+    return shown

@@ -1,0 +1,41 @@
+"""The loss scale over a training: steps up, halvings, and the steps that were skipped.
+
+2^18      ___x
+2^17  ___|   |____x            x: a gradient overflowed, the step is skipped, the scale goes down
+2^16         :    |_______     one line per run or rank; where they agree they lie on one another
+"""
+
+import numpy as np
+
+from labkit.show import style
+from labkit.show.curves import close
+
+
+def loss_scales(frame, by="run", title=None):
+    """Figure: the scale of every step on a logarithmic axis, a line per `by`, skipped steps marked.
+
+    frame: columns step, scale (that the step was taken with), skipped (bool) and `by`. Lines that agree are nested.
+    """
+    if frame.empty:
+        raise ValueError("no steps to draw")
+    groups = list(dict.fromkeys(frame[by]))
+    colours = style.palette(groups)
+    with style.look():
+        figure, axes = style.new_figure(8.5, 4.0)
+        widths = np.linspace(1.8 + 1.3 * (len(groups) - 1), 1.8, len(groups))
+        ends = []
+        for one, width in zip(groups, widths, strict=True):
+            mine = frame[frame[by] == one].sort_values("step")
+            steps, scales = mine["step"].to_numpy(), mine["scale"].to_numpy()
+            axes.step(steps, scales, where="post", color=colours[one], linewidth=width)
+            skipped = mine["skipped"].to_numpy(bool)
+            look = {"marker": "X", "linestyle": "", "zorder": 4, "markeredgewidth": 0}
+            for colour, size in ((style.RED, 7), (colours[one], 3)):
+                axes.plot(steps[skipped], scales[skipped], color=colour, markersize=size, **look)
+            ends.append((steps[-1], scales[-1], style.name(one), colours[one]))
+        axes.set_yscale("log", base=2)
+        axes.set_xlabel("step")
+        axes.set_ylabel("loss scale")
+        axes.margins(x=0.01, y=0.08)
+        close(figure, axes, ends, title, "X: a gradient was inf or NaN, the step is skipped")
+    return figure
