@@ -92,12 +92,14 @@ def account(rehearsal, strategy="single", world_size=1, optimizer="adamw", rank=
     states, temporaries = rehearse_optimizer(holding.stepped(), make)
     if holding.offload:
         holding.host += states
-        states = temporaries = 0
+        states, temporaries = 0, []
     start |= {"optimizer_states": states, "buffers": sum(b.nbytes for b in rehearsal.buffers.values())}
     samples, backward_at = walk(rehearsal, holding, start)
-    held = dict(samples[-1])
-    samples.append(held | {"activations": held["activations"] + temporaries})
-    moment = moment_of_peak(samples, backward_at)
+    held, step_at = samples[-1], len(samples)
+    samples += [held | {"activations": held["activations"] + more} for more in temporaries]
+    totals = [sum(kinds.values()) for kinds in samples]
+    position = totals.index(max(totals))
+    moment = "optimizer" if position >= step_at else "forward" if position < backward_at else "backward"
     return Estimate(strategy, world_size, list(enumerate(samples)), held, moment, holding.padding, holding.host)
 
 
@@ -123,11 +125,3 @@ def walk(rehearsal, holding, start):
             now[kind] += grown
             samples.append(dict(now))
     return samples, backward_at
-
-
-def moment_of_peak(samples, backward_at):
-    totals = [sum(kinds.values()) for kinds in samples]
-    position = totals.index(max(totals))
-    if position == len(samples) - 1:
-        return "optimizer"
-    return "forward" if position < backward_at else "backward"

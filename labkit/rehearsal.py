@@ -15,6 +15,7 @@ import weakref
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -204,9 +205,9 @@ def mark_unit(undo, watch, number, module, checkpoint):
 
 
 def rehearse_optimizer(tensors, optimizer):
-    """(bytes of states, bytes of temporaries at most) of steps of optimizer(list of parameters) on such `tensors`.
+    """(bytes of states, [bytes of temporaries after every change]) of a step of optimizer(list of parameters).
 
-    tensors: (shape, dtype, device) of each parameter that has a gradient. The second step counts: states are there.
+    tensors: (shape, dtype, device) of each parameter that has a gradient. It is the second step: states are there.
     """
     with FakeTensorMode():
         parameters = []
@@ -215,18 +216,14 @@ def rehearse_optimizer(tensors, optimizer):
             p.grad = torch.empty_like(p)
             parameters.append(p)
         if not parameters:
-            return 0, 0
+            return 0, []
         made = optimizer(parameters)
         made.step()
         held = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in states(made)}
-        log = []
-        with Watch(log):
+        watch = Watch([])
+        with watch:
             made.step()
-    live = most = 0
-    for _, change, _ in log:
-        live += change
-        most = max(most, live)
-    return sum(held.values()), most
+        return sum(held.values()), list(accumulate(change for _, change, _ in watch.log))
 
 
 def states(optimizer):

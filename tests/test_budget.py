@@ -62,13 +62,21 @@ def test_the_kinds_are_the_trackers():
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", models.SIZES)
 @pytest.mark.parametrize("size", [2, 16])
-def test_one_process_to_the_byte(name, optimizer, size):
+def test_one_process_at_every_moment(name, optimizer, size):
+    """Not only the peak: every allocation and every release of the step, in the same order."""
     model, loss = models.build(name), models.loss(name)
     input, target = batch(name, size)
     predicted = estimate(model, input, loss, target=target, optimizer=optimizer)
-    seen = tracked(model, model, OPTIMIZERS[optimizer](model.parameters()), loss, input, target)
-    assert predicted.peak == seen.peak and predicted.peak_total == seen.peak_total
-    assert states_of(predicted.held) == states_of(seen.current)
+    made = OPTIMIZERS[optimizer](model.parameters())
+    tracked(model, model, made, loss, input, target)
+    with MemoryTracker(model, made) as seen:
+        made.zero_grad()
+        before = len(seen.samples)
+        value = loss(model(input), target)
+        value.backward()
+        made.step()
+    assert [kinds for _, kinds in seen.samples][before - 1 :] == [kinds for _, kinds in predicted.samples]
+    assert predicted.peak == seen.peak and predicted.held == seen.current
 
 
 def wrapped(strategy, model, name, cap, make):
