@@ -46,7 +46,7 @@ class FlatParam:
         # There a reduce_scatter holds a second copy of all gradients on their way: rather wait than hold it for long.
         self._waits = dist.get_backend(sharding.group) == "gloo"
         self.whole = False  # the modules hold the wholes
-        self._kept = {}  # slot -> (what keep() gave the piece as gradient, its version)
+        self.kept = {}  # slot -> (what keep() gave the piece as gradient, its version)
         self._gathering = self._reducing = None  # what is on its way, and the memory it needs
         self._reduced = []  # (shard of gradients, all_reduce across or None), not yet delivered
 
@@ -142,9 +142,9 @@ class FlatParam:
         """Send the gradients that backward has left at the wholes; one that did not come counts as zero."""
         if all(p.grad is None for p in self.wholes):
             return
-        for slot in self._kept:  # a part of what is sent now
+        for slot in self.kept:  # a part of what is sent now
             self.pieces[slot].grad = None
-        self._kept.clear()
+        self.kept.clear()
         dtype = self.sharding.reduce_dtype or self.flat.dtype
         total = torch.empty(self.layout.padded, dtype=dtype, device=self.flat.device)
         for view, p in zip(self.layout.views(total), self.wholes, strict=True):
@@ -183,17 +183,17 @@ class FlatParam:
         So that whoever drops the gradients of the pieces, as optimizer.zero_grad() does, drops what is kept.
         """
         for slot, (p, piece) in enumerate(zip(self.wholes, self.pieces, strict=True)):
-            if p.grad is not None and (piece.grad is None or slot in self._kept):
+            if p.grad is not None and (piece.grad is None or slot in self.kept):
                 begin, end = self.layout.ranges(self.rank)[slot]
                 part = p.grad.detach().reshape(-1)[begin:end].to(piece.device, piece.dtype)
-                piece.grad, self._kept[slot] = part, (part, part._version)
+                piece.grad, self.kept[slot] = part, (part, part._version)
 
     def drop_cleared(self):
         """Where the gradient of a piece was cleared since keep(), so is the whole one."""
-        for slot, (part, version) in list(self._kept.items()):
+        for slot, (part, version) in list(self.kept.items()):
             if self.pieces[slot].grad is not part or part._version != version:
                 self.wholes[slot].grad = None
-                del self._kept[slot]
+                del self.kept[slot]
 
     def deliver(self):
         """Add what was reduced to the gradients of the pieces."""
@@ -221,6 +221,6 @@ class FlatParam:
         self._reduced.clear()
         for slot, p in enumerate(self.wholes):
             p.grad = None
-            if slot in self._kept:
+            if slot in self.kept:
                 self.pieces[slot].grad = None
-        self._kept.clear()
+        self.kept.clear()

@@ -6,7 +6,7 @@
                compute  [ unit 2 ][ unit 1 ][ unit 0 ]                     each gathered again, and freed again
                network            [reduce 2][reduce 1][reduce 0]           gradients: summed, and only 1/n kept
 
-    shard="full"      that                                    the root is gathered once, and kept till backward is over
+    shard="full"      as drawn; the root, what is in no unit, is gathered once and kept until backward is over
     shard="grad_op"   not freed between forward and backward: one gather fewer, the whole model held meanwhile
     shard="hybrid"    shards within one mesh axis (a machine), replicas along the other: gathers stay in the machine
 
@@ -45,8 +45,9 @@ class FSDP(ShardedModel):
         gradients in this one. offload: keep shards and their gradients in host memory. prefetch: units gathered ahead.
     parameters() are this rank's shards, 1-D, some perhaps empty, under the module's own names: construct the optimizer
     from them, after this. Values are rank 0's; modules on the meta device get theirs unit by unit (reset_parameters).
-    Every rank must call the same units in the same order. A parameter that the loss does not depend on counts as zero
-    on this rank; where no parameter of its unit has a gradient, .grad stays as it is.
+    Every rank must call the same units in the same order, and a unit's parameters are there in its own forward only.
+    A parameter that the loss does not depend on counts as zero on this rank; where none of its unit has a gradient,
+    .grad stays as it is. Buffers are rank 0's at first, and then each rank's own.
     Raises ValueError, on every rank, if the model differs between ranks, or where units match nothing or share.
     """
 

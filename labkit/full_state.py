@@ -43,6 +43,8 @@ class ShardedModel(Wrapper):
 
         Collective. As torch.nn.utils.clip_grad_norm_ on the averaged gradients in one process.
         """
+        if any(flat.kept for flat in self.flats):
+            raise RuntimeError("what no_sync() keeps has not been averaged: clip after a backward outside of it")
         pieces = [p for flat in self.flats for p in flat.pieces]
         device = self.sharding.device
         return clip_grad_norm_(pieces, self.replicated, max_norm, norm_type, self.sharding.group, device)

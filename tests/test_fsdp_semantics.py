@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from labkit import comm
+from labkit import comm, recompute
+from labkit.amp import GradScaler
 from labkit.fsdp import FSDP
 
 WIDTH = 5
@@ -180,6 +181,19 @@ def several_in_one(reentrant, net, x):
     return net.head(net.cells[2](x))
 
 
+def around_by_ours(keep, net, x):
+    x = net.stem(x)
+    for cell in net.cells:
+        x = recompute.checkpoint(cell, x, keep=keep)
+    return net.head(x)
+
+
+def every_cell(seed=0):
+    net = Net(seed)
+    recompute.checkpoint_every(net, Cell)
+    return net
+
+
 FORWARDS = {
     "plain": None,
     "same cell twice": same_cell_twice,
@@ -188,6 +202,8 @@ FORWARDS = {
     "in place": in_place,
     "checkpointed units": partial(around, False),
     "checkpointed units, reentrant": partial(around, True),
+    "checkpointed units, by ours": partial(around_by_ours, None),
+    "checkpointed units, products kept": partial(around_by_ours, "matmul"),
     "checkpoint of two units": partial(several_in_one, False),
     "checkpoint of two units, reentrant": partial(several_in_one, True),
 }
@@ -215,6 +231,11 @@ def test_whatever_forwards_a_loss_is_made_of(ranks, loss, settings):
 @pytest.mark.parametrize("inside", [False, True], ids=["checkpoint", "reentrant"])
 def test_recomputation_inside_a_unit(ranks, inside, settings):
     ranks(3, one_backward, build=partial(Net, inside=inside), loss=plain_loss, settings=settings)
+
+
+@pytest.mark.parametrize("settings", MODES)
+def test_every_unit_recomputed_by_ours(ranks, settings):
+    ranks(3, one_backward, build=every_cell, loss=plain_loss, settings=settings)
 
 
 # ---- averaging or not
@@ -309,6 +330,44 @@ def clipped(rank, world_size, settings, norm_type):
 @pytest.mark.parametrize("settings", [{}, {"root": "replicate"}], ids=["shard", "replicate"])
 def test_clipping_sees_the_global_norm(ranks, settings, norm_type):
     ranks(3, clipped, settings=settings, norm_type=norm_type)
+
+
+def clipped_too_early(rank, world_size):
+    model = FSDP(Net(seed=rank), Cell)
+    with model.no_sync():
+        plain_loss(model, rank).backward()
+    with pytest.raises(RuntimeError, match="not been averaged"):
+        model.clip_grad_norm_(1.0)
+
+
+def test_clipping_what_no_sync_keeps_is_told(ranks):
+    ranks(2, clipped_too_early)
+
+
+def scaled(rank, world_size):
+    """One rank's gradient overflows in its own unit: every rank skips, and then all step together."""
+    model = FSDP(Net(seed=rank), Cell)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu", init_scale=4.0)
+    before = model.full_state_dict()
+    for step in range(2):
+        optimizer.zero_grad()
+        value = plain_loss(model, rank) * (float("inf") if step == 0 and rank == 1 else 1.0)
+        scaler.scale(value).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        after = model.full_state_dict()
+        assert all(torch.equal(before[name], after[name]) for name in after) == (step == 0)
+        assert scaler.get_scale() == 2.0
+    oracle = Net()
+    oracle.load_state_dict(before)
+    expected = mean_of_ranks(oracle, plain_loss, world_size)
+    for name, value in before.items():
+        assert torch.allclose(after[name], value - 0.1 * expected[name], rtol=0, atol=1e-12)
+
+
+def test_loss_scaling_sees_every_shard(ranks):
+    ranks(3, scaled)
 
 
 # ---- parameters of all kinds
