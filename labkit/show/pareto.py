@@ -1,11 +1,16 @@
 """Two prices of the same thing on two axes: what nothing else beats on both is the Pareto front, the rest is hollow."""
 
+from itertools import pairwise
+
 from matplotlib.transforms import Bbox
 
 from labkit.show import style
 
 # Where a name may stand: offset from its point in typographic points, and which side of the text is there.
-SPOTS = (((9, 7), "left"), ((-9, 7), "right"), ((9, -8), "left"), ((-9, -8), "right"), ((0, 17), "center"))
+SPOTS = (
+    *(((9, 8), "left"), ((-9, 8), "right"), ((9, -9), "left"), ((-9, -9), "right")),
+    *(((0, 17), "center"), ((0, -17), "center"), ((9, 20), "left"), ((9, -21), "left"), ((-9, -21), "right")),
+)
 
 
 def pareto(frame, x, y, by="form", title=None):
@@ -44,7 +49,10 @@ def pareto(frame, x, y, by="form", title=None):
         note = {"xycoords": "axes fraction", "va": "bottom", "size": 9, "color": style.FAINT}
         axes.annotate("filled: nothing else is both faster and smaller", (0, 1), **note)
         figure.draw_without_rendering()
-        write_names(axes, dict(zip(names, middle, strict=True)))
+        treads = [((x, y), (end, y)) for (x, y), (end, _) in pairwise(steps)]
+        risers = [((x, y), (x, under)) for (_, y), (x, under) in pairwise(steps)]
+        spreads = [((left, y), (right, y)) for (left, _), (_, y), (right, _) in zip(low, middle, high, strict=True)]
+        write_names(axes, dict(zip(names, middle, strict=True)), [*treads, *risers, *spreads])
     return figure
 
 
@@ -63,20 +71,27 @@ def front(points):
     ]
 
 
-def write_names(axes, points):
-    """Each name beside its point, at the first spot where it covers no other point or name and stays in the frame."""
+def write_names(axes, points, lines):
+    """Each name beside its point, where it covers no point and no name, and no line either if there is such a spot.
+
+    points: name -> (x, y). lines: [((x, y), (x, y))], along one axis each. All in the data's units.
+    """
     around = 6 * axes.figure.dpi / 72
     pixels = axes.transData.transform(list(points.values()))
     taken = [Bbox.from_bounds(x - around, y - around, 2 * around, 2 * around) for x, y in pixels]
+    drawn = [Bbox(axes.transData.transform(line)) for line in lines]
+    drawn = [Bbox.from_extents(b.xmin - 1, b.ymin - 1, b.xmax + 1, b.ymax + 1) for b in drawn]
     for name, point in points.items():
-        for offset, side in (*SPOTS, SPOTS[0]):  # where none is free, the first
+        spots = []
+        for offset, side in SPOTS:
             place = {"xytext": offset, "textcoords": "offset points", "ha": side, "va": "center", "size": 9.5}
             text = axes.annotate(style.name(name), point, weight="bold", **place)
             box = text.get_window_extent()
             inside = box.x0 >= axes.bbox.x0 and box.x1 <= axes.bbox.x1 and box.y1 <= axes.bbox.y1
-            if inside and not any(box.overlaps(other) for other in taken):
-                break
-            text.remove()
-        else:
-            axes.annotate(style.name(name), point, weight="bold", **place)
+            covered = 100 * box.count_overlaps(taken) + box.count_overlaps(drawn) + 1000 * (not inside)
+            spots.append((covered, len(spots), text, box))
+        _, best, text, box = min(spots, key=lambda spot: spot[:2])
         taken.append(box)
+        for _, number, other, _ in spots:
+            if number != best:
+                other.remove()
