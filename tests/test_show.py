@@ -77,6 +77,9 @@ def pictures():
             sweep, "size_bytes", "time_ms", by="algorithm", predicted="formula_ms", log_y=True
         ),
         "samples": lambda: plots.memory_over_time([(0.0, sizes), (0.1, sizes | {"activations": 5 << 20})]),
+        "phases": lambda: plots.memory_over_time(
+            [(0.0, sizes)] * 20, "A title", {"forward": 1, "rest": 9}, [(0, sizes)]
+        ),
     }
 
 

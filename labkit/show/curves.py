@@ -114,10 +114,11 @@ def close(figure, axes, ends, title, note=None):
         axes.annotate(words, (x, y), arrowprops=leader, size=9.5, weight="bold", **place)
 
 
-def memory_over_time(samples, title=None):
+def memory_over_time(samples, title=None, phases=None, predicted=None):
     """Figure: MemoryTracker.samples as areas by kind, with the peak marked.
 
     The axis counts allocations and releases, not seconds: each is equally wide, and the picture is the same everywhere.
+    phases: {"forward": its first change, ...}, in order. predicted: samples of an estimate, drawn as a line over them.
     """
     if not samples:
         raise ValueError("no samples to draw")
@@ -135,14 +136,32 @@ def memory_over_time(samples, title=None):
         axes.plot(moments[top], peak / divisor, "o", color=style.RED, zorder=5)
         words = f"peak {style.quantity(peak, 'bytes')}"
         place = {"xytext": (0, 8), "textcoords": "offset points", "ha": "center", "weight": "bold", "color": style.RED}
-        axes.annotate(words, (moments[top], peak / divisor), **place)
-        axes.set_ylim(0, peak / divisor * 1.14)
+        axes.annotate(words, (moments[top], peak / divisor), **place, bbox={"fc": style.GROUND, "ec": "none", "pad": 1})
+        if predicted is not None:
+            line = [sum(sizes.values()) / divisor for _, sizes in predicted]
+            look = {"color": style.INK, "linewidth": 1.1, "linestyle": (0, (2, 1.5)), "label": "predicted sum"}
+            axes.step(np.arange(1, len(line) + 1), line, where="post", **look)
+        axes.set_ylim(0, peak / divisor * (1.24 if phases else 1.14))
         axes.margins(x=0)
+        draw_phases(axes, phases or {}, len(samples))
         axes.set_xlabel("allocations and releases so far")
         axes.set_ylabel(f"live tensors of this rank ({unit})")
         figure.legend(
-            loc="outside lower left", ncols=len(kinds), handlelength=0.9, columnspacing=1.3, handletextpad=0.5
+            loc="outside lower left",
+            ncols=len(kinds) + (predicted is not None),
+            handlelength=0.9 if predicted is None else 1.4,
+            columnspacing=1.3,
+            handletextpad=0.5,
         )
         axes.grid(axis="y")
         style.entitle(figure, title)
     return figure
+
+
+def draw_phases(axes, phases, end):
+    """A thin line where each phase begins, and its name at the top of its part."""
+    starts = list(phases.values())
+    for name, start, stop in zip(phases, starts, [*starts[1:], end], strict=True):
+        axes.axvline(start, color=style.FAINT, linewidth=0.9, linestyle=(0, (3, 3)))
+        place = {"xycoords": ("data", "axes fraction"), "ha": "center", "va": "top", "size": 10, "color": style.FAINT}
+        axes.annotate(name, ((start + stop) / 2, 0.985), **place)
