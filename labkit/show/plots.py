@@ -9,6 +9,8 @@ memory_and_traffic            what is held, and beside it what is sent         s
 stacked_bars                  parts of a whole, a thin bar a repetition        stacks.py
 loss_curves, sweep            lines named at their ends                        curves.py
 memory_over_time              what one rank holds, change by change            curves.py
+saw                           the same of several runs, on one scale           saw.py
+residency                     which units of a sharded model are whole, when   residency.py
 pareto                        two prices, and what nothing beats on both        pareto.py
 before_after, step_by_step,   chunks with the numbers that are in them         contents.py
 side_by_side
@@ -21,6 +23,8 @@ from labkit.show.curves import loss_curves, memory_over_time, sweep
 from labkit.show.gantt import timeline
 from labkit.show.pareto import pareto
 from labkit.show.publish import present, save
+from labkit.show.residency import residency
+from labkit.show.saw import saw
 from labkit.show.schedules import schedules
 from labkit.show.stacks import stacked_bars
 from labkit.show.stages import memory_and_traffic
@@ -35,7 +39,9 @@ __all__ = [
     "memory_over_time",
     "pareto",
     "present",
+    "residency",
     "save",
+    "saw",
     "schedules",
     "side_by_side",
     "stacked_bars",

@@ -1,0 +1,163 @@
+"""Sharding in the hand: unit, mode and prefetch move, and memory and step time of that choice are shown among all.
+
+    [ figure ] one-line takeaway, table       ordinary outputs: GitHub, a batch run and an offline page show them
+    unit v   mode v   ahead --o--             controls: they re-plot what was measured and measure nothing
+    step  |  o                                every choice a point; the one that the controls name has a ring
+    time  |      o (o)
+          |           o   o
+          +------------------- parameters held
+
+What is drawn is a pure function of (frame, state).
+"""
+
+import base64
+import html
+from dataclasses import dataclass
+
+import ipywidgets
+import pandas as pd
+from IPython.display import display
+from matplotlib.lines import Line2D
+
+from labkit.measure.timeline import Timeline
+from labkit.show import style
+from labkit.show.notebook import table
+from labkit.show.publish import png, present
+from labkit.show.residency import residency
+
+COLUMNS = ("unit", "mode", "prefetch", "held_bytes", "step_ms", "exposed_ms")
+MARKERS = {"full": "o", "grad_op": "s"}
+
+
+@dataclass(frozen=True)
+class State:
+    """What the controls say: a value of each of the frame's first three columns."""
+
+    unit: str
+    mode: str
+    prefetch: int
+
+
+def chosen(frame, state):
+    """The rows of this choice, one per step."""
+    which = (frame["unit"] == state.unit) & (frame["mode"] == state.mode) & (frame["prefetch"] == state.prefetch)
+    return frame[which]
+
+
+def medians(frame):
+    """One row per choice, in the frame's order: medians of the numbers over its steps."""
+    return frame.groupby(list(COLUMNS[:3]), sort=False)[list(COLUMNS[3:])].median().reset_index()
+
+
+def words_of(state):
+    ahead = "nothing ahead" if state.prefetch == 0 else f"{state.prefetch} ahead"
+    return f"units of {state.unit}, {state.mode}, {ahead}"
+
+
+def draw(frame, state):
+    """Figure: step time over the parameters held at most, a point per choice, a ring around the chosen one."""
+    points, mine = medians(frame), medians(chosen(frame, state)).iloc[0]
+    colours = style.palette(dict.fromkeys(points["unit"]))
+    divisor, unit = style.byte_scale(points["held_bytes"].max())
+    with style.look():
+        figure, axes = style.new_figure(8.0, 4.4)
+        for (part, mode), rows in points.groupby(["unit", "mode"], sort=False):
+            xs, ys = rows["held_bytes"] / divisor, rows["step_ms"]
+            ours = (part, mode) == (state.unit, state.mode)
+            look = {"marker": MARKERS.get(mode, "D"), "markersize": 6.5, "linewidth": 1.6 if ours else 0.8}
+            axes.plot(xs, ys, color=colours[part] if ours else style.lighter(colours[part]), **look)
+            for x, y, ahead in zip(xs, ys, rows["prefetch"], strict=True) if ours else ():
+                place = {"xytext": (9, 5), "textcoords": "offset points", "size": 9, "zorder": 6}
+                axes.annotate(f"{ahead} ahead", (x, y), **place)
+        ring = {"facecolors": "none", "edgecolors": style.RED, "linewidths": 2.2, "zorder": 5}
+        axes.scatter(mine["held_bytes"] / divisor, mine["step_ms"], s=230, **ring)
+        axes.set_xlim(0, points["held_bytes"].max() / divisor * 1.08)
+        axes.set_ylim(0, points["step_ms"].max() * 1.1)
+        axes.set_xlabel(f"parameters held at most, shards included ({unit})")
+        axes.set_ylabel("step time (ms)")
+        axes.grid(axis="both")
+        handles = [
+            Line2D([], [], color=colour, linewidth=3, label=f"units of {part}") for part, colour in colours.items()
+        ]
+        modes = dict.fromkeys(points["mode"])
+        handles += [Line2D([], [], color=style.INK, marker=MARKERS.get(m, "D"), linewidth=0, label=m) for m in modes]
+        look = {"handlelength": 1.2, "columnspacing": 1.3, "handletextpad": 0.5}
+        figure.legend(handles=handles, loc="outside lower left", ncols=len(handles), **look)
+        style.entitle(figure, f"{words_of(state)[0].upper()}{words_of(state)[1:]}")
+    return figure
+
+
+def takeaway(frame, state):
+    """One sentence: what this choice holds and takes, and how many choices hold less or are faster."""
+    points, mine = medians(frame), medians(chosen(frame, state)).iloc[0]
+    held, step, bare = (style.quantity(mine[c], style.unit_of(c)) for c in COLUMNS[3:])
+    less, faster = (int((points[column] < mine[column]).sum()) for column in ("held_bytes", "step_ms"))
+    return (
+        f"{words_of(state)}: at most {held} of parameters on a rank, a step in {step}, of which {bare} exposed; "
+        f"of the other {len(points) - 1} choices {less} hold less, {faster} are faster."
+    )
+
+
+def band(frame, state):
+    """Figure: the choice's step of median length, unit by unit; None where the frame has no spans."""
+    rows = chosen(frame, state).sort_values("step_ms")
+    if "spans" not in rows:
+        return None
+    return residency({words_of(state): Timeline.from_rows(rows["spans"].iloc[len(rows) // 2]).frame()})
+
+
+def small(frame):
+    """DataFrame of texts: a row per unit and mode, memory and step time for each prefetch."""
+    points, rows = medians(frame), []
+    for (unit, mode), mine in points.groupby(["unit", "mode"], sort=False):
+        row = {"unit": unit, "mode": mode}
+        for column, short in (("held_bytes", "held"), ("step_ms", "step")):
+            for _, point in mine.iterrows():
+                row[f"{short}, {point['prefetch']} ahead"] = style.quantity(point[column], style.unit_of(column))
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+class Explorer:
+    """The controls and their state. `.panel` is the widget, `.image` what it shows."""
+
+    def __init__(self, frame, state):
+        self.frame, self.state = frame, state
+        values = {column: list(dict.fromkeys(frame[column])) for column in COLUMNS[:3]}
+        wide = {"description_width": "initial"}
+        self.unit = ipywidgets.Dropdown(options=values["unit"], value=state.unit, description="unit", style=wide)
+        self.mode = ipywidgets.Dropdown(options=values["mode"], value=state.mode, description="mode", style=wide)
+        ahead = {"options": values["prefetch"], "value": state.prefetch, "continuous_update": False}
+        self.prefetch = ipywidgets.SelectionSlider(description="units ahead", style=wide, **ahead)
+        for control in (self.unit, self.mode, self.prefetch):
+            control.observe(self.changed, names="value")
+        row = ipywidgets.Layout(flex_flow="row wrap", grid_gap="4px 18px", display="flex")
+        self.image = ipywidgets.HTML("<p>Move a control: your choice is drawn here, from the saved rows.</p>")
+        self.panel = ipywidgets.VBox([ipywidgets.Box([self.unit, self.mode, self.prefetch], layout=row), self.image])
+
+    def changed(self, change=None):
+        """Read the controls and draw anew."""
+        self.state = State(self.unit.value, self.mode.value, self.prefetch.value)
+        words = html.escape(takeaway(self.frame, self.state), quote=True)
+        figures = [draw(self.frame, self.state), band(self.frame, self.state)]
+        images = [base64.b64encode(png(figure, dpi=130)).decode() for figure in figures if figure is not None]
+        look = f'style="max-width:100%;width:760px" alt="{words}"'
+        shown = "".join(f'<img {look} src="data:image/png;base64,{image}">' for image in images)
+        self.image.value = f"{shown}<p>{words}</p>"
+
+
+def explorer(frame, provenance, state=None):
+    """Show a sweep over units, modes and prefetch: figure, takeaway and table, then the controls. Returns Explorer.
+
+    frame: one row per choice and step with COLUMNS, and optionally spans, Timeline.rows() with the lane "whole".
+    Raises ValueError where a column is missing.
+    """
+    if missing := [column for column in COLUMNS if column not in frame]:
+        raise ValueError(f"a sweep needs the columns {', '.join(COLUMNS)}; missing: {', '.join(missing)}")
+    state = state or State(*frame.iloc[0][list(COLUMNS[:3])])
+    words = takeaway(frame, state)
+    present(draw(frame, state), words, provenance, words)
+    table(small(frame), f"parameters held at most, and step time; {provenance}")
+    shown = Explorer(frame, state)
+    display(shown.panel)
+    return shown

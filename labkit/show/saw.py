@@ -1,0 +1,68 @@
+"""The saw: memory over one step of several runs side by side on one scale, so that teeth and heights can be compared.
+
+MiB |  all whole            |  a unit at a time
+    | ____________________  |
+    | ####################  |    /|/|/|/|\\|\\|\\|\\          each tooth: a unit gathered, then freed
+    | ####################  |  _|#######################|__
+    +---------------------- +---------------------------
+"""
+
+import math
+
+import numpy as np
+
+from labkit.measure.memory import KINDS
+from labkit.show import style
+
+COLUMNS = 2
+
+
+def saw(runs, title=None):
+    """Figure: a panel per run, MemoryTracker.samples as areas by kind, the peak marked and written.
+
+    runs: {name: samples}. Each panel counts its own allocations and releases from left to right, as
+    memory_over_time() does; all share the axis of bytes. Raises ValueError where a run has no samples.
+    """
+    if not runs or not all(runs.values()):
+        raise ValueError("no samples to draw")
+    present = [kind for kind in KINDS if any(sizes[kind] for samples in runs.values() for _, sizes in samples)]
+    tables = {name: np.array([[sizes[kind] for kind in present] for _, sizes in s], float) for name, s in runs.items()}
+    top = max(table.sum(axis=1).max() for table in tables.values())
+    divisor, unit = style.byte_scale(top)
+    columns = min(COLUMNS, len(runs))
+    rows = math.ceil(len(runs) / columns)
+    with style.look():
+        figure, grid = style.new_figure(9.0, 1.2 + 2.5 * rows, rows, columns, sharey=True, squeeze=False)
+        for axes, (name, table) in zip(grid.flat, tables.items(), strict=False):
+            handles = draw(axes, table / divisor, present)
+            axes.set_ylim(0, top / divisor * 1.16)
+            axes.set_title(name, loc="left", weight="bold", size=10.5)
+            mark_peak(axes, table, divisor)
+        for axes in grid.flat[len(runs) :]:
+            axes.set_visible(False)
+        for axes in grid[:, 0]:
+            axes.set_ylabel(f"live tensors ({unit})")
+        for axes in grid.flat[max(0, len(runs) - columns) : len(runs)]:
+            axes.set_xlabel("allocations and releases so far")
+        names = [style.name(kind) for kind in present]
+        look = {"ncols": len(present), "handlelength": 0.9, "columnspacing": 1.3, "handletextpad": 0.5}
+        figure.legend(handles, names, loc="outside lower left", **look)
+        style.entitle(figure, title)
+    return figure
+
+
+def draw(axes, table, kinds):
+    moments = np.arange(1, len(table) + 1)
+    colours = [style.COLOURS[kind] for kind in kinds]
+    axes.margins(x=0)
+    axes.grid(axis="y")
+    return axes.stackplot(moments, table.T, step="post", colors=colours, linewidth=0)
+
+
+def mark_peak(axes, table, divisor):
+    totals = table.sum(axis=1)
+    moment, peak = int(totals.argmax()) + 1, totals.max()
+    axes.plot(moment, peak / divisor, "o", color=style.RED, zorder=5, markersize=5)
+    side = "right" if moment > 0.8 * len(table) else "left" if moment < 0.2 * len(table) else "center"
+    place = {"xytext": (0, 7), "textcoords": "offset points", "ha": side, "weight": "bold", "color": style.RED}
+    axes.annotate(f"peak {style.quantity(peak, 'bytes')}", (moment, peak / divisor), **place)
