@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from labkit import comm
 from labkit.bucket import Bucket
-from labkit.compression import COMPRESSORS, Cast, PowerSGD, RandomK, TopK, build
+from labkit.compression import COMPRESSORS, DGC, Cast, OneBit, PowerSGD, Quantize, RandomK, TopK, build
 from labkit.ddp import DDP
 
 STEPS = 5
@@ -25,6 +25,10 @@ MAKE = {
     "randomk_forgetful": partial(RandomK, 0.1, feedback=False),
     "fp16_feedback": partial(Cast, torch.float16, feedback=True),
     "bf16_feedback": partial(Cast, torch.bfloat16, feedback=True),
+    "quantize8_feedback": partial(Quantize, 8, feedback=True, stochastic=False),
+    "quantize4_feedback": partial(Quantize, 4, feedback=True, chunk=64),
+    "onebit_forgetful": partial(OneBit, feedback=False, chunk=256),
+    "dgc_whole": partial(DGC, 1.0, momentum=0.0),
     "powersgd_whole": partial(PowerSGD, 40, min_saving=0),
     "powersgd_all": partial(PowerSGD, 2, min_saving=0),
     "powersgd_cold": partial(PowerSGD, 2, warm_start=False),
@@ -39,7 +43,7 @@ EXACT = {
     "bf16_feedback",
     "fp16_feedback",
 }  # what is sent is taken out whole: not a bit is lost
-WHOLE = {"topk_whole", "randomk_whole", "powersgd_whole"}  # at full ratio or rank
+WHOLE = {"topk_whole", "randomk_whole", "powersgd_whole", "dgc_whole"}  # at full ratio or rank
 BY_TENSOR = {
     "topk_tensor",
     "topk_whole",
@@ -49,6 +53,8 @@ BY_TENSOR = {
     "powersgd",
     "powersgd_all",
 }  # what is sent of a tensor does not depend on its neighbours in the bucket
+# DGC sends what has become of gradients under momentum: not their sum. See test_compression_dgc.py.
+IDENTITY = [name for name in MAKE if MAKE[name]().feedback and name != "dgc"]
 WITH_FEEDBACK = [name for name in MAKE if MAKE[name]().feedback]
 
 
@@ -107,7 +113,7 @@ def error_of_the_identity(rank, world_size, name):
     return max(float(gap.abs().max()) for gap in gaps), moved
 
 
-@pytest.mark.parametrize("name", WITH_FEEDBACK)
+@pytest.mark.parametrize("name", IDENTITY)
 def test_sent_and_residual_are_gradient_and_previous_residual(ranks, name):
     for gap, moved in ranks(2, error_of_the_identity, name=name):
         assert gap <= 1e-7  # gradient + residual itself is rounded to float32 (values below 1)
@@ -196,7 +202,7 @@ def total_of_all_steps(rank, world_size, name, wrap, settings):
 
 
 @pytest.mark.parametrize("wrap", [DDP, DistributedDataParallel])
-@pytest.mark.parametrize("name", WITH_FEEDBACK)
+@pytest.mark.parametrize("name", IDENTITY)
 def test_nothing_is_lost_when_buckets_are_laid_out_anew(ranks, name, wrap):
     told = ranks(2, total_of_all_steps, name=name, wrap=wrap, settings={"bucket_cap_mb": 0.003})
     averaged = told[0][0]

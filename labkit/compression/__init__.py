@@ -6,8 +6,13 @@
     topk.py         the largest elements, with their indices; on
         select.py       where they are, without sorting
     randomk.py      elements at random places that all ranks know
+    dgc.py          top-k of momentum, with a warm-up
     powersgd.py     matrices as products of thin ones
     cast.py         16 bits
+    quantize.py     8 or 4 bits, rounded at random; on
+        chunks.py       a scale for every few elements
+    onebit.py       signs
+    onebit_adam.py  Adam whose momentum travels as signs
 
     model.register_comm_hook(None, TopK(0.01).hook)
 
@@ -19,19 +24,27 @@ from functools import partial
 import torch
 
 from labkit.compression.cast import Cast
+from labkit.compression.dgc import DGC
+from labkit.compression.onebit import OneBit
+from labkit.compression.onebit_adam import OneBitAdam
 from labkit.compression.powersgd import PowerSGD
+from labkit.compression.quantize import Quantize
 from labkit.compression.randomk import RandomK
 from labkit.compression.topk import TopK
 
 COMPRESSORS = {
     "fp16": partial(Cast, torch.float16),
     "bf16": partial(Cast, torch.bfloat16),
+    "quantize8": partial(Quantize, 8),
+    "quantize4": partial(Quantize, 4),
+    "onebit": OneBit,
     "topk": partial(TopK, 0.01),
     "randomk": partial(RandomK, 0.01),
+    "dgc": partial(DGC, 0.01),
     "powersgd": partial(PowerSGD, 4),
 }
 
-__all__ = ["COMPRESSORS", "Cast", "PowerSGD", "RandomK", "TopK", "build"]
+__all__ = ["COMPRESSORS", "DGC", "Cast", "OneBit", "OneBitAdam", "PowerSGD", "Quantize", "RandomK", "TopK", "build"]
 
 
 def build(name):

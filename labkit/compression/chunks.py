@@ -1,0 +1,67 @@
+"""Chunks: a flat gradient as rows of `chunk` elements, each with a scale of its own.
+
+    gradient    | . . . . | . . . . | . . 0 0 |      the last row is filled up with zeros
+    message     s s s | codes codes codes |          one float a row, then a few bits an element
+
+One outlier spoils the scale of its own row only. The work goes piece by piece, each small enough for the cache, so that
+it needs no temporary tensor as large as the gradient.
+Alistarh et al., QSGD, NeurIPS 2017, section 4 (there: buckets).
+"""
+
+import torch
+
+from labkit.compression.feedback import Compressor
+from labkit.compression.packing import pack, unpack
+
+CACHED = 1 << 16  # elements of a piece
+
+
+class ByChunk(Compressor):
+    """Base: subclasses say what a row becomes. `chunk`: elements of a row, a multiple of 8, else ValueError."""
+
+    bits = 8  # of one element's code
+
+    def __init__(self, chunk, feedback, **settings):
+        if type(chunk) is not int or chunk < 8 or chunk % 8:
+            raise ValueError(f"chunk must be a multiple of 8 elements, not {chunk}")
+        super().__init__(feedback, chunk=chunk, **settings)
+        self.chunk = chunk
+
+    def encode(self, values, counts):
+        """values [rows, chunk], of which counts [rows, 1] are no filling -> scale [rows, 1], codes uint8 [bytes]."""
+        raise NotImplementedError
+
+    def decode(self, scale, codes):
+        """What the receivers make of it: values [rows, chunk]."""
+        raise NotImplementedError
+
+    def compress(self, corrected, bucket):
+        scales, codes = [], []
+        chunk = self.width(corrected.numel())
+        for piece in corrected.split(max(1, CACHED // chunk) * chunk):
+            lacking = -len(piece) % chunk
+            values = (torch.nn.functional.pad(piece, (0, lacking)) if lacking else piece).view(-1, chunk)
+            counts = torch.full((len(values), 1), chunk, dtype=piece.dtype, device=piece.device)
+            counts[-1] -= lacking
+            scale, code = self.encode(values, counts)
+            if self.feedback:
+                piece -= self.decode(scale, code).view(-1)[: len(piece)]
+            scales.append(scale.view(-1))
+            codes.append(code)
+        return pack(*scales, *codes), corrected.dtype
+
+    def decompress(self, arrived, average, dtype):
+        chunk = self.width(average.numel())
+        rows = -(-average.numel() // chunk)
+        step = max(1, CACHED // chunk)
+        average.zero_()
+        for message in arrived:  # rank after rank: the same sum on all of them, to the bit
+            scales, codes = unpack(message, (dtype, rows), (torch.uint8, rows * chunk * self.bits // 8))
+            scales = (scales / len(arrived)).view(-1, 1).split(step)
+            codes = codes.split(step * chunk * self.bits // 8)
+            for piece, scale, code in zip(average.split(step * chunk), scales, codes, strict=True):
+                piece += self.decode(scale, code).view(-1)[: len(piece)]
+
+    def width(self, numel):
+        """Elements of a row: fewer than `chunk` where the whole bucket has fewer."""
+        return min(self.chunk, -(-numel // 8) * 8)

@@ -1,0 +1,198 @@
+"""Deep Gradient Compression and 1-bit Adam: what they do with momentum, step by step."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from labkit import comm
+from labkit.bucket import Bucket
+from labkit.compression import DGC, OneBit, OneBitAdam, TopK
+from labkit.ddp import DDP
+
+STEPS = 6
+
+
+def noise(n, seed=0):
+    return torch.randn(n, generator=torch.Generator().manual_seed(seed))
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 4))
+
+
+def flat(module):
+    return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+
+def train(module, hook, optimizer, rank, wrap=DDP, steps=range(STEPS)):
+    wrapped = wrap(module)
+    if hook is not None:
+        wrapped.register_comm_hook(None, hook)
+    for step in steps:
+        optimizer.zero_grad()
+        wrapped(noise(8 * 24, 10 * step + rank).view(8, 24)).square().mean().backward()
+        optimizer.step()
+    return flat(module)
+
+
+def in_words(rank, world_size, masking):
+    """DGC as its paper writes it, one element after the other."""
+    compressor, p, momentum, k = DGC(0.1, masking=masking), nn.Parameter(torch.zeros(100)), 0.9, 10
+    u, v, worst = torch.zeros(100), torch.zeros(100), 0.0
+    for step in range(STEPS):
+        bucket = Bucket([p])
+        bucket.buffer().copy_(noise(100, step))
+        sent = compressor.hook(None, bucket).wait()
+        u = momentum * u + noise(100, step)
+        v = v + u
+        chosen = v.abs().argsort(descending=True)[:k]
+        wanted = torch.zeros(100)
+        wanted[chosen] = v[chosen]
+        v[chosen] = 0
+        if masking:
+            u[chosen] = 0
+        worst = max(worst, float((sent - wanted).abs().max()))
+    return worst
+
+
+@pytest.mark.parametrize("masking", [True, False])
+def test_dgc_is_what_its_paper_says(ranks, masking):
+    assert ranks(1, in_words, masking=masking)[0] < 1e-5
+
+
+def whole(rank, world_size):
+    ours, plain = net(), net()
+    hook = DGC(1.0, momentum=0.9, masking=False).hook
+    ours = train(ours, hook, torch.optim.SGD(ours.parameters(), lr=0.1), rank)
+    plain = train(plain, None, torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9), rank)
+    return float((ours - plain).abs().max())
+
+
+def test_dgc_with_everything_sent_is_momentum(ranks):
+    assert max(ranks(2, whole)) < 1e-6
+
+
+def shares(rank, world_size):
+    compressor, p, told = DGC(0.01, warmup=2), nn.Parameter(torch.zeros(10_000)), []
+    for _ in range(9):
+        bucket = Bucket([p])
+        bucket.buffer().copy_(noise(10_000))
+        with comm.record() as log:
+            compressor.hook(None, bucket).wait()
+        told.append(log[-1].payload_bytes // 8 / 10_000)
+    return told
+
+
+def test_the_warm_up_sends_a_quarter_of_the_stage_before(ranks):
+    assert ranks(1, shares)[0] == [0.25, 0.25, 0.0625, 0.0625, 0.0156, 0.0156, 0.01, 0.01, 0.01]
+
+
+def resumed(rank, world_size):
+    module, compressor = net(), DGC(0.05, warmup=2)
+    train(module, compressor.hook, torch.optim.SGD(module.parameters(), lr=0.1), rank, steps=range(3))
+    again = DGC(0.05, warmup=2)
+    again.load_state_dict(copy.deepcopy(compressor.state_dict()))
+    twin = copy.deepcopy(module)
+    rest = range(3, 6)
+    one = train(module, compressor.hook, torch.optim.SGD(module.parameters(), lr=0.1), rank, steps=rest)
+    # The first compressor goes on with `module`'s parameters, the second finds the twin's by their names.
+    two = train(twin, again.hook, torch.optim.SGD(twin.parameters(), lr=0.1), rank, steps=rest)
+    return torch.equal(one, two)
+
+
+def test_dgc_resumes_with_its_velocities(ranks):
+    assert ranks(2, resumed) == [True, True]
+
+
+def adam_and_ours(rank, world_size, wrap, steps):
+    ours, plain = net(), net()
+    optimizer = OneBitAdam(ours.parameters(), lr=0.01, warmup=4)
+    one = train(ours, optimizer.hook, optimizer, rank, wrap, range(steps))
+    two = train(plain, None, torch.optim.Adam(plain.parameters(), lr=0.01), rank, wrap, range(steps))
+    return one, two
+
+
+@pytest.mark.parametrize("wrap", [DDP, DistributedDataParallel])
+def test_one_bit_adam_warms_up_as_adam(ranks, wrap):
+    for ours, adam in ranks(2, adam_and_ours, wrap=wrap, steps=4):
+        assert float((ours - adam).abs().max()) < 1e-6
+
+
+@pytest.mark.parametrize("wrap", [DDP, DistributedDataParallel])
+def test_afterwards_it_differs_but_not_between_ranks(ranks, wrap):
+    (first, adam), *others = ranks(3, adam_and_ours, wrap=wrap, steps=8)
+    assert all(torch.equal(first, other) for other, _ in others)
+    # Four steps of about lr = 0.01 each; single elements, whose frozen variance happens to be tiny, may go further.
+    assert 1e-4 < float((first - adam).abs().mean()) < 0.02
+
+
+def frozen_exactly(rank, world_size):
+    """With a compressor that loses nothing: the momentum of the mean gradient over the root of the frozen variance."""
+    p, b1, b2, lr, warmup = nn.Parameter(torch.zeros(50, dtype=torch.float64)), 0.9, 0.99, 0.1, 3
+    optimizer = OneBitAdam([p], lr=lr, betas=(b1, b2), eps=1e-8, warmup=warmup, compressor=TopK(1.0))
+    m, v, wanted = torch.zeros(50, dtype=torch.float64), torch.zeros(50, dtype=torch.float64), torch.zeros(50).double()
+    for step in range(STEPS):
+        bucket = Bucket([p])
+        p.grad = bucket.gradients()[0]
+        p.grad.copy_(noise(50, 10 * step + rank))
+        optimizer.hook(None, bucket).wait()
+        optimizer.step()
+        mean = sum(noise(50, 10 * step + r).double() for r in range(world_size)) / world_size
+        m = b1 * m + (1 - b1) * mean
+        v = b2 * v + (1 - b2) * mean**2 if step < warmup else v
+        root = (v / (1 - b2 ** min(step + 1, warmup))).sqrt()
+        wanted -= lr * m / (1 - b1 ** (step + 1)) / (root + 1e-8)
+    return float((p.detach() - wanted).abs().max())
+
+
+def test_the_frozen_phase_is_the_formula(ranks):
+    assert max(ranks(2, frozen_exactly)) < 1e-12
+
+
+def bytes_by_step(rank, world_size):
+    module, told = net(), []
+    optimizer = OneBitAdam(module.parameters(), warmup=2)
+    wrapped = DDP(module)
+    wrapped.register_comm_hook(None, optimizer.hook)
+    for step in range(5):
+        with comm.record() as log:
+            wrapped(noise(8 * 24, step).view(8, 24)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        told.append((log[-1].op, log[-1].payload_bytes))
+    return told, sum(p.numel() for p in module.parameters())
+
+
+def test_bytes_of_one_bit_adam(ranks):
+    told, numel = ranks(2, bytes_by_step)[0]
+    rows = -(-numel // 2048)
+    assert told == [("all_reduce", 4 * numel)] * 2 + [("all_gather", 2 * rows * (256 + 4))] * 3
+
+
+def adam_resumed(rank, world_size):
+    straight, halted = net(), net()
+    one = OneBitAdam(straight.parameters(), lr=0.01, warmup=2)
+    wanted = train(straight, one.hook, one, rank, steps=range(6))
+    first = OneBitAdam(halted.parameters(), lr=0.01, warmup=2)
+    train(halted, first.hook, first, rank, steps=range(4))
+    second = OneBitAdam(halted.parameters(), lr=0.01, warmup=2)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    return torch.equal(wanted, train(halted, second.hook, second, rank, steps=range(4, 6)))
+
+
+def test_one_bit_adam_resumes_to_the_bit(ranks):
+    assert ranks(2, adam_resumed) == [True, True]
+
+
+def test_settings_that_do_not_exist():
+    with pytest.raises(ValueError, match="warmup must be at least 1"):
+        OneBitAdam(net().parameters(), warmup=0)
+    with pytest.raises(ValueError, match="momentum must be"):
+        DGC(momentum=1.0)
+    with pytest.raises(ValueError, match="ratio"):
+        DGC(0)
+    assert "OneBit(chunk=2048" in repr(OneBit())
