@@ -121,8 +121,8 @@ FIRST = choices.State("a block", "full", 1)
 def test_one_sentence_says_what_a_choice_costs():
     text = choices.takeaway(sweep(), FIRST)
     assert text == (
-        "units of a block, full, 1 ahead: at most 2 KiB of parameters on a rank, a step in 41 ms, of which 5 ms exposed; "
-        "of the other 7 choices 1 hold less, 0 are faster."
+        "units of a block, full, 1 ahead: at most 2 KiB of parameters on a rank, a step in 41 ms, "
+        "of which 5 ms exposed; of the other 7 choices 1 hold less, 0 are faster."
     )
 
 
@@ -132,7 +132,7 @@ def test_the_ring_is_at_the_choice():
     figure = choices.draw(frame, FIRST)
     rings = figure.axes[0].collections
     assert [tuple(ring.get_offsets()[0]) for ring in rings] == [(2.0, 41.0)]
-    assert {"0 ahead", "1 ahead"} == set(text.get_text() for text in figure.axes[0].texts)
+    assert {"0 ahead", "1 ahead"} == {text.get_text() for text in figure.axes[0].texts}
     pd.testing.assert_frame_equal(frame, before)
 
 
@@ -158,7 +158,7 @@ def test_what_is_seen_without_a_kernel_comes_first(monkeypatch):
         monkeypatch.setattr(choices, name, lambda *_, name=name: order.append(name))
     shown = choices.explorer(sweep(), "emulated")
     assert order == ["present", "table", "display"] and shown.state == choices.State("a block", "full", 0)
-    with pytest.raises(ValueError, match="a sweep needs the columns .*; missing: mode, held_bytes"):
+    with pytest.raises(ValueError, match=r"a sweep needs the columns .*; missing: mode, held_bytes"):
         choices.explorer(sweep().drop(columns=["mode", "held_bytes"]), "emulated")
 
 
