@@ -1,10 +1,21 @@
 """Nodes in network namespaces: the same Run over a real, shaped link, and nothing left behind however it ends."""
 
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import psutil
 import pytest
 
-from labkit.run import launch
+from labkit.run import LaunchError, launch, magic, nodes
+from labkit.run.client import agent
+from labkit.run.nodes import Link
 
-QUICK = {"collective_timeout": 10, "timeout": 60, "quiet": True}
+QUICK = {"collective_timeout": 20, "timeout": 60, "quiet": True}
 
 
 @pytest.fixture(scope="module")
@@ -15,11 +26,231 @@ def namespaces():
         pytest.skip(network["notes"][0])
 
 
-def test_two_nodes_give_the_same_run_as_one(namespaces):
-    source = "x = torch.full((1 << 18,), rank + 1.0)\ncomm.all_reduce(x)\nrecord(sum=x[0].item(), node=node)"
+@pytest.fixture(autouse=True)
+def nothing_stays():
+    """No process, and no interface but those that were there before."""
+    before = interfaces()
+    yield
+    assert psutil.Process(agent().process.pid).children(recursive=True) == []
+    assert interfaces() == before
+
+
+def interfaces():
+    return sorted(psutil.net_if_addrs())
+
+
+def failure(source, **options):
+    with pytest.raises(LaunchError) as caught:
+        launch(source, **{**QUICK, "nodes": 2, "nproc": 2, **options})
+    return caught.value
+
+
+def test_two_nodes_give_the_same_run_as_one():
+    source = (
+        "x = torch.full((1 << 18,), rank + 1.0)\ncomm.all_reduce(x)\nrecord(sum=x[0].item(), on=[node, local_rank])"
+    )
     run = launch(source, nodes=2, nproc=2, link_mbit=200, **QUICK)
     assert run.records["sum"].tolist() == [10.0] * 4
-    assert run.records["node"].tolist() == [0, 0, 1, 1] and run.records["rank"].tolist() == [0, 1, 2, 3]
-    # A ring of four ranks, two a node, crosses each link once: 2 (n-1)/n of 1 MiB, and the headers.
-    assert (run.wire["sent_bytes"] > 1.5 * 2**20).all()
+    assert run.records["on"].tolist() == [[0, 0], [0, 1], [1, 0], [1, 1]] and run.records["rank"].tolist() == [
+        0,
+        1,
+        2,
+        3,
+    ]
+    assert [log.name for log in run.logs] == [f"rank-{rank}.log" for rank in range(4)]
+    if run.network["how"] == "loopback":
+        pytest.skip(f"only the ranks, not the link: {run.network['notes'][0]}")
+    # Each of four ranks sends 2 (n-1)/n of 1 MiB; of a node's two, the ring's one goes to the other node.
     assert run.wire["counted_bytes"].tolist() == [2 * 1.5 * 2**20] * 2
+    assert (run.wire["sent_bytes"] > 1.5 * 2**20).all() and (run.wire["received_bytes"] > 1.5 * 2**20).all()
+
+
+def test_the_cell_magic_takes_nodes_and_link(monkeypatch):
+    options = {}
+    monkeypatch.setattr(magic, "launch", lambda cell, **given: options.update(given))
+    magic.TorchrunMagic(shell=None).torchrun("--nodes 2 --nproc 3 --link 200 --delay 5 --mtu 1500", "pass")
+    assert (options["nodes"], options["nproc"]) == (2, 3)
+    assert Link(options["link_mbit"], options["link_ms"], options["link_mtu"]) == Link(200.0, 5.0, 1500)
+
+
+def test_a_delay_is_there_or_its_lack_is_told(namespaces, capsys):
+    source = (
+        "import time\nx = torch.ones(1)\ncomm.barrier()\nt = time.time()\ncomm.all_reduce(x)\nrecord(s=time.time() - t)"
+    )
+    run = launch(source, nodes=2, nproc=1, link_ms=50, timeout=60)
+    told = "this kernel has no netem: the links have no delay, 50 ms were asked for"
+    if run.network["notes"]:
+        assert run.network["notes"] == [told] and capsys.readouterr().out.count(told) == 1
+    else:
+        assert run.records["s"].max() > 0.05
+
+
+def test_the_cold_path_is_a_plain_torchrun_on_each_node(namespaces):
+    run = launch("x = torch.ones(4)\ncomm.all_reduce(x)\nrecord(sum=x[0].item())", nodes=2, nproc=1, cold=True, **QUICK)
+    assert run.records["sum"].tolist() == [2.0, 2.0] and len(run.wire) == 2
+    assert run.command.startswith(
+        "torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint 10.77.0.100:29400"
+    )
+
+
+@pytest.mark.parametrize(("mtu", "most"), [(9000, 1.03), (1500, 1.12)])
+def test_the_wire_carries_what_the_formula_says_and_headers(namespaces, mtu, most):
+    source = (
+        "import time\nfrom labkit.run.nodes import counters\nx = torch.ones(1 << 20)\n"
+        "comm.all_reduce(x)\ncomm.barrier()\nbefore = counters()[0]\n"
+        "for _ in range(2):\n    comm.all_reduce(x)\ncomm.barrier()\ntime.sleep(0.3)\n"
+        "record(ratio=(counters()[0] - before) / (2 * x.nbytes))"
+    )
+    run = launch(source, nodes=2, nproc=1, link_mbit=400, link_mtu=mtu, **QUICK)
+    # Two ranks: 2 (n-1)/n P = P leaves each node.
+    assert all(1.0 < ratio < most for ratio in run.records["ratio"]), run.records["ratio"].tolist()
+
+
+def test_a_slow_link_is_slow(namespaces):
+    source = (
+        "import time\nx = torch.ones(1 << 18)\ncomm.barrier()\nstart = time.perf_counter()\n"
+        "comm.all_reduce(x)\nrecord(seconds=time.perf_counter() - start)"
+    )
+    run = launch(source, nodes=2, nproc=1, link_mbit=20, **QUICK)
+    # 1 MiB at 2.5 MB/s is 0.42 s. Only a lower bound: what a loaded machine adds is not the link's doing.
+    assert run.records["seconds"].max() > 0.35
+
+
+def test_an_error_on_the_other_node_is_told_by_its_rank(namespaces):
+    error = failure("comm.barrier()\nif rank == 2:\n    raise ValueError('no')\ncomm.all_reduce(torch.ones(4))")
+    assert str(error).startswith("rank 2 raised ValueError: no")
+
+
+def test_a_link_that_heals_carries_on(namespaces):
+    source = (
+        "import threading, time\nfrom labkit.run.nodes import cut, heal\n"
+        "x = torch.full((1 << 16,), rank + 1.0)\ncomm.barrier()\n"
+        "if rank == 1:\n    time.sleep(0.3)\n    cut()\n    threading.Timer(0.5, heal).start()\n"
+        "comm.all_reduce(x)\nrecord(sum=x[0].item())"
+    )
+    assert launch(source, nodes=2, nproc=1, **QUICK).records["sum"].tolist() == [3.0, 3.0]
+
+
+def test_a_cut_link_is_named_with_who_waits_where(namespaces):
+    source = (
+        "import time\nfrom labkit.run.nodes import cut\ncomm.barrier()\ntime.sleep(0.3)\n"
+        "if rank == 1:\n    cut()\ncomm.all_reduce(torch.ones(1 << 16))"
+    )
+    error = failure(source, nproc=1, collective_timeout=2)
+    assert str(error).startswith("the link of node 1 is cut")
+    assert "rank 0 gave up waiting at `comm.all_reduce(torch.ones(1 << 16))` (collective 2" in str(error)
+    assert error.cause is None and len(error.run.wire) == 2
+
+
+def test_ranks_that_are_done_are_done_though_the_link_is_cut(namespaces):
+    source = (
+        "import time\nfrom labkit.run.nodes import cut\ncomm.barrier()\ntime.sleep(0.3)\n"
+        "if rank == 1:\n    cut()\nrecord(x=1)"
+    )
+    run = launch(source, nodes=2, nproc=1, **QUICK)
+    assert run.records["x"].sum() == 2 and len(run.wire) == 2
+
+
+def test_a_killed_torchrun_is_named(namespaces):
+    source = "import os, time\ncomm.barrier()\nif rank == 2:\n    os.kill(os.getppid(), 9)\ntime.sleep(30)"
+    assert str(failure(source)).startswith("torchrun of node 1 died of SIGKILL (signal 9), and its ranks went with it")
+
+
+def test_an_interrupt_ends_all_nodes_and_the_next_launch_works(namespaces):
+    def interrupt():
+        below = psutil.Process(agent().process.pid)
+        while len(below.children(recursive=True)) < 5:  # the job, two torchruns, two ranks
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        launch("import time; time.sleep(60)", nodes=2, nproc=1, **QUICK)
+    assert psutil.Process(agent().process.pid).children(recursive=True) == []
+    assert launch("record(x=1)", nodes=2, nproc=1, **QUICK).records["x"].sum() == 2
+
+
+@pytest.mark.parametrize("victim", ["kernel", "job"])
+def test_nothing_outlives_a_killed_launcher(namespaces, victim, tmp_path):
+    program = "from labkit.run import launch\nlaunch('import time; print(\"up\"); time.sleep(60)', nodes=2, nproc=1)"
+    elsewhere = {"env": os.environ | {"TMPDIR": str(tmp_path)}, "stderr": subprocess.DEVNULL}
+    kernel = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, **elsewhere)
+    for _ in range(2):
+        assert b"up" in kernel.stdout.readline()
+    family = psutil.Process(kernel.pid).children(recursive=True)  # parents first
+    assert len(family) == 6  # agent, job, two torchruns, two ranks
+    {"kernel": kernel, "job": family[1]}[victim].kill()
+    _, alive = psutil.wait_procs(family[1:], timeout=10)
+    kernel.kill()
+    kernel.wait(timeout=10)
+    _, agents = psutil.wait_procs(family[:1], timeout=10)
+    assert alive == agents == []
+
+
+PROGRAM = """
+from labkit.run import launch
+run = launch("x = torch.ones(4); comm.all_reduce(x); record(sum=x[0].item())", nodes=2, nproc=1, link_mbit=200)
+print(run.network["how"], run.records["sum"].tolist(), len(run.wire), run.network["notes"])
+"""
+
+
+def answer(*prefix):
+    done = subprocess.run([*prefix, sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_without_any_right_of_root_the_nodes_are_made_in_a_user_namespace(namespaces):
+    # Root stripped of its capabilities is an ordinary user, but for one that mapping the user id 0 asks for.
+    stripped = ["setpriv", "--bounding-set=-all,+setfcap", "--inh-caps=-all"] if os.geteuid() == 0 else []
+    if stripped and not shutil.which("setpriv"):
+        pytest.skip("no setpriv here, to give up root's rights")
+    if subprocess.run([*stripped, "unshare", "--user", "--net", "true"], capture_output=True).returncode:
+        pytest.skip("no user namespaces here for an ordinary user")
+    assert "rootless [2.0, 2.0] 2 []" in answer(*stripped)
+
+
+def test_where_namespaces_are_refused_one_line_says_so_and_the_loopback_serves(namespaces):
+    # In a user namespace of its own the test may forbid all further ones, and really is refused.
+    forbid = 'echo 0 > /proc/sys/user/max_net_namespaces && exec "$@"'
+    prefix = ["unshare", "--user", "--map-root-user", "sh", "-c", forbid, "sh"]
+    if subprocess.run([*prefix, "true"], capture_output=True).returncode:
+        pytest.skip("no user namespaces here, in which to forbid network namespaces")
+    told = answer(*prefix)
+    assert "loopback [2.0, 2.0] 0" in told
+    line = "[launch] no network namespaces here (unshare: No space left on device): the nodes share the loopback"
+    assert told.count(line) == 1
+
+
+def test_a_missing_tool_is_named_with_what_to_install():
+    with pytest.raises(nodes.Refused, match="no program `tcx` here"):
+        nodes.find("tcx")
+
+
+def test_ranks_without_nodes_cannot_touch_a_link():
+    for action in ("cut", "heal"):
+        with pytest.raises(LaunchError, match="this rank has no link of its own"):
+            launch(f"from labkit.run.nodes import {action}\n{action}()", nproc=1, **QUICK)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"nodes": 0}, "nodes=0: the number of nodes is a whole number"),
+        ({"nodes": 2.0}, "nodes=2.0"),
+        ({"nodes": 65}, "from 1 to 64"),
+        ({"link_mbit": 100}, "one node has no link to slow down"),
+        ({"nodes": 2, "link_mbit": 0}, "link_mbit=0"),
+        ({"nodes": 2, "link_ms": -1}, "link_ms=-1"),
+        ({"nodes": 2, "link_mtu": 100}, "link_mtu=100"),
+        ({"nodes": 2, "device": "cuda"}, "cuda"),
+    ],
+)
+def test_arguments_that_cannot_be_are_refused_at_once(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        launch("pass", **arguments)
+
+
+def test_the_bucket_holds_a_millisecond_and_at_least_two_frames():
+    assert Link(200).token_bucket() == ["tbf", "rate", "200000000bit", "burst", "25000", "latency", "400ms"]
+    assert Link(1, mtu=9000).token_bucket()[4] == str(2 * 9014)

@@ -2,6 +2,8 @@
 
 launch.py      the one door: target + parameters -> Run
 agent.py       the warm process that forks ranks through torchelastic
+nodes.py       nodes as network namespaces, on links as slow as you like
+cluster.py     one torchrun a node
 worker.py      what a rank does: join the group, run the target, report
 report.py      which rank failed first, where, and what the others were waiting for
 console.py     whole, rank-prefixed lines and a progress bar

@@ -24,6 +24,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 
 import psutil
@@ -101,6 +102,8 @@ def start_job(request):
             return run_job(request["job"], request["nproc"], folder, place)
 
         status = run_torchrun(None) if job["nodes"] == 1 else cluster.run_nodes(job, folder, run_torchrun)
+    except Exception:
+        traceback.print_exc()  # into job.log
     finally:
         os._exit(status)
 

@@ -3,14 +3,16 @@
     job process, in the switch's namespace          torchrun of node 0     hosts the rendezvous   -> rank 0, rank 1
     builds the network, forks, waits, counts   -->  torchrun of node 1     meets it over the link -> rank 2, rank 3
 
-Into the run folder go nodes.json, how the nodes were made and what each interface has counted, and links.jsonl, what
-ranks did to their links.
+Into the run folder go nodes.json, how the nodes were made and what each interface has counted, and nodes.jsonl: links
+that ranks have cut, and torchruns that were killed.
 """
 
 import json
 import os
 import signal
+import sys
 import time
+import traceback
 from dataclasses import dataclass
 
 from labkit.run import nodes, worker
@@ -32,20 +34,21 @@ class Place:
 
 def run_nodes(job, folder, run_torchrun):
     """Run run_torchrun(place), which returns an exit status, in a process per node; 0 if all have ended so."""
-    count, network = job["nodes"], None
-    report = {"how": "loopback", "notes": []}
-    try:
-        network = nodes.Network(count, nodes.Link(**job["link"]))
+    count, link, network = job["nodes"], nodes.Link(**job["link"]), None
+    if reason := nodes.refusal(link):
+        report = {"how": "loopback", "notes": [f"{reason}: the nodes share the loopback, and nothing is slowed down"]}
+    else:
+        network = nodes.Network(count, link)
         report = {"how": network.how, "notes": network.notes}
-    except nodes.Refused as reason:
-        report["notes"] = [f"{reason}: the nodes share the loopback, and nothing is slowed down"]
     worker.die_with_parent()  # a user namespace is a change of rights, which resets this
     write(folder / "nodes.json", report)
     started = [start_node(network, node, count, folder, run_torchrun) for node in range(count)]
-    status = wait_for(started)
-    if network is not None:
-        write(folder / "nodes.json", report | {"wire": network.wire()})
-    return status
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # a job that is stopped has counted bytes as well
+    try:
+        return wait_for(started, folder)
+    finally:
+        if network is not None:
+            write(folder / "nodes.json", report | {"wire": network.wire()})
 
 
 def write(path, value):
@@ -69,17 +72,22 @@ def start_node(network, node, count, folder, run_torchrun):
             place = Place(node, count, nodes.address(node), f"{nodes.address(0)}:{nodes.PORT}")
             os.environ |= {"GLOO_SOCKET_IFNAME": "eth0", "TP_SOCKET_IFNAME": "eth0", nodes.FOLDER: str(folder)}
         status = run_torchrun(place)
+    except Exception:
+        traceback.print_exc()  # into job.log
     finally:
         os._exit(status)
 
 
-def wait_for(pids):
-    """0 when all end with 0; else 1, after the others have had a moment to end as well."""
+def wait_for(pids, folder):
+    """0 when all end with 0; else 1, after the others have had a moment to end as well. pids: by node."""
     running, failed_at = set(pids), None
     while running:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid:
             running.discard(pid)
+            if os.WIFSIGNALED(status):
+                name = signal.Signals(os.WTERMSIG(status)).name
+                nodes.note(folder, pids.index(pid), torchrun=f"died of {name} (signal {os.WTERMSIG(status)})")
             if status and failed_at is None:
                 failed_at = time.monotonic()
         elif failed_at is not None and time.monotonic() - failed_at > OTHERS_END:

@@ -30,6 +30,7 @@ from labkit.run.console import Bar, Console, Tail
 from labkit.run.report import explain, read_ends, read_exits
 
 POLL = 0.02  # seconds between looks at the ranks
+GOODBYE = 3.0  # seconds that torchruns get to say goodbye after their ranks: over a link that is cut they never do
 OTHERS_REPORT = 1.0  # seconds that the other ranks get to report, once one has failed
 
 one_at_a_time = threading.Lock()
@@ -87,7 +88,7 @@ class Run:
         """
         import pandas
 
-        ends = [[event for event in events if event["kind"] == "leaving"] for events in self.events]
+        ends = [[event for event in events if event["kind"] in ("leaving", "error")] for events in self.events]
         counted = [sum(event["sent_bytes"] for event in events) for events in ends]
         frame = pandas.DataFrame(self.network.get("wire", []), columns=["node", "sent_bytes", "received_bytes"])
         return frame.assign(counted_bytes=[sum(counted[n * self.nproc : (n + 1) * self.nproc]) for n in frame["node"]])
@@ -165,9 +166,10 @@ def launch(
         if end.error:
             with open(run.logs[end.rank], "a") as log:
                 log.write(end.error["traceback"])
-    cause, message = explain(ends, timed_out)
-    if message.startswith("the launcher failed") and (run.folder / "job.log").exists():
-        message += "\n" + (run.folder / "job.log").read_text()[-2000:]
+    cause, message = explain(ends, timed_out, network.broken(run.folder))
+    if all(end.state == "absent" for end in ends) or message.startswith("the launcher failed"):
+        log = run.folder / "job.log"
+        message += "\n" + (log.read_text()[-2000:] if log.exists() else "")
     raise LaunchError(message, run, cause)
 
 
@@ -176,16 +178,25 @@ def watch(run, command, timeout, quiet):
     client = agent()
     console, bar = Console(run.logs, quiet), Bar(quiet)
     tails = [Tail(run.folder / f"rank-{rank}.jsonl") for rank in range(run.world_size)]
-    start, failed_at, status = time.monotonic(), None, None
+    start, failed_at, done_at, status, told = time.monotonic(), None, None, None, quiet
     try:
         client.start(run.job_path, run.nproc, command)
         while status is None:
             status = client.poll(POLL)
             take_events(run, tails, bar)
             console.show()
+            if not told and run.network:
+                told = True
+                tell(run.network["notes"])
             now = time.monotonic()
-            if failed_at is None and any(event["kind"] == "error" for events in run.events for event in events[-1:]):
+            last = [events[-1]["kind"] if events else None for events in run.events]
+            if failed_at is None and "error" in last:
                 failed_at = now
+            if done_at is None and set(last) == {"done"}:
+                done_at = now
+            if status is None and done_at is not None and now - done_at > GOODBYE:
+                client.stop()
+                return 0, read_exits(run.folder), None
             late = failed_at is not None and now - failed_at > OTHERS_REPORT
             if status is None and (late or now - start > timeout):
                 exits = read_exits(run.folder)
@@ -200,6 +211,11 @@ def watch(run, command, timeout, quiet):
         take_events(run, tails, bar)
         console.show(final=True)
         bar.close()
+
+
+def tell(notes):
+    for note in notes:
+        print(f"[launch] {note}", flush=True)
 
 
 def take_events(run, tails, bar):

@@ -112,9 +112,27 @@ class Network:
         call("setns", self.nodes[node], CLONE_NEWNET)
 
     def wire(self):
-        """What has passed each node's link, as its port has counted: a list of dict(node, sent_bytes, received_bytes)."""
+        """What has passed each node's link, as its port counted it: dicts of node, sent_bytes, received_bytes."""
         ports = [counters(f"port{node}") for node in range(len(self.nodes))]
         return [{"node": i, "sent_bytes": there, "received_bytes": back} for i, (back, there) in enumerate(ports)]
+
+
+def refusal(link):
+    """Why this system lets us make no nodes, or None: tried by a fork with one node, so that we stay where we are."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            Network(1, link)
+        except (Refused, OSError) as reason:
+            os.write(writing, str(reason).encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with open(reading) as answer:
+        reason = answer.read()
+    os.waitpid(pid, 0)
+    return reason or None
 
 
 def leave_network():
@@ -192,5 +210,25 @@ def set_link(state):
     if FOLDER not in os.environ:
         raise ValueError("this rank has no link of its own: launch(..., nodes=2), where namespaces are allowed")
     run("ip", "link", "set", "eth0", state)
-    with open(Path(os.environ[FOLDER]) / "links.jsonl", "a") as file:
-        file.write(json.dumps({"node": int(os.environ["GROUP_RANK"]), "link": state, "time": time.time()}) + "\n")
+    note(Path(os.environ[FOLDER]), int(os.environ["GROUP_RANK"]), link=state)
+
+
+def note(folder, node, **news):
+    """Write down what has happened to a node: launch reads it when something fails."""
+    with open(folder / "nodes.jsonl", "a") as file:
+        file.write(json.dumps({"node": node, "time": time.time(), **news}) + "\n")
+
+
+def broken(folder):
+    """In words, the link that is down or the torchrun that was killed; None if all are well."""
+    file = folder / "nodes.jsonl"
+    state = {}
+    for line in file.read_text().splitlines() if file.exists() else []:
+        news = json.loads(line)
+        state.setdefault(news["node"], {}).update(news)
+    for node, news in state.items():
+        if "torchrun" in news:
+            return f"torchrun of node {node} {news['torchrun']}, and its ranks went with it"
+        if news["link"] == "down":
+            return f"the link of node {node} is cut"
+    return None

@@ -75,13 +75,18 @@ def read_ends(folder, nproc, events, exits):
     return ends
 
 
-def explain(ends, timed_out=None):
-    """(cause, text): the RankEnd that failed first, None where no single rank did, and the message for the person."""
+def explain(ends, timed_out=None, broken=None):
+    """(cause, text): the RankEnd that failed first, None where no single rank did, and the message for the person.
+
+    broken: in words, what is known to be wrong below the ranks, with a node or its link (nodes.py).
+    """
     by_state = {state: [end for end in ends if end.state == state] for state in {end.state for end in ends}}
     waiting = [end for end in ends if end.state in ("echo", "timeout")]
     if raised := by_state.get("raised"):
         cause = min(raised, key=lambda end: end.error["time"])
         headline = f"rank {cause.rank} raised {cause.error['type']}: {cause.error['message']}"
+    elif broken:
+        cause, headline = None, broken
     elif clash := mismatch(ends):
         cause, headline = None, clash
     elif died := by_state.get("died"):

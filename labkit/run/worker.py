@@ -134,7 +134,7 @@ def main(job_path):
             events.write("done", time=time.time())
             return
         # Not printed here: of all ranks' tracebacks the notebook shows the one that matters (report.py).
-        events.write("error", **describe_error(error))
+        events.write("error", sent_bytes=box.sent_bytes, **describe_error(error))
         sys.exit(1)
 
 
