@@ -54,4 +54,4 @@ def write_values(axes, values, divisor):
     for y, value in enumerate(values):
         place = {"xytext": (6, 0), "textcoords": "offset points", "va": "center_baseline", "size": 9.5}
         axes.annotate(style.quantity(value, "bytes"), (value / divisor, y), weight="bold", **place)
-    axes.set_xlim(0, (values.max() / divisor or 1) * 1.24)
+    axes.set_xlim(0, (values.max() / divisor or 1) * 1.3)
