@@ -160,8 +160,8 @@ def memory_over_time(samples, title=None, phases=None, predicted=None):
 
 def draw_phases(axes, phases, end):
     """A thin line where each phase begins, and its name at the top of its part."""
-    starts = list(phases.values())
-    for name, start, stop in zip(phases, starts, [*starts[1:], end], strict=True):
+    starts = [*phases.values(), end]
+    for name, start, stop in zip(phases, starts[:-1], starts[1:], strict=True):
         axes.axvline(start, color=style.FAINT, linewidth=0.9, linestyle=(0, (3, 3)))
         place = {"xycoords": ("data", "axes fraction"), "ha": "center", "va": "top", "size": 10, "color": style.FAINT}
         axes.annotate(name, ((start + stop) / 2, 0.985), **place)
