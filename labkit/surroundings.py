@@ -9,7 +9,7 @@ Then both runs compute the same bits. Cost: one copy of the random state (5 KB o
 from contextlib import ExitStack, contextmanager
 
 import torch
-from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.overrides import _get_current_function_mode_stack
 
 AUTOCAST_DEVICES = ("cpu", "cuda")
 
@@ -45,9 +45,8 @@ class Surroundings:
             undo.callback(leave_autocast)
             active = _get_current_function_mode_stack()
             for mode in self.modes:
-                if mode not in active:  # pushed, not entered: it has begun already, and is only to apply here too
-                    _push_mode(mode)
-                    undo.callback(_pop_mode)
+                if mode not in active:
+                    undo.enter_context(mode)
             yield
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -275,7 +276,7 @@ def test_what_is_held_draws_no_second_time_and_the_rest_draws_as_before():
     assert torch.equal(run(partial(checkpoint, function, keep=draws)), run(function))
 
 
-@pytest.mark.parametrize("where", ["backward outside", "backward inside"])
+@pytest.mark.parametrize("where", ["backward outside", "backward inside", "switched off inside"])
 def test_under_our_own_autocast(where):
     from labkit.amp import autocast
 
@@ -283,18 +284,19 @@ def test_under_our_own_autocast(where):
         model = gpt(0.2)
         prepare(model)
         torch.manual_seed(2)
-        with autocast("cpu", torch.bfloat16):
+        low = autocast("cpu", torch.bfloat16)
+        with low, autocast("cpu", enabled=False) if where == "switched off inside" else nullcontext():
             loss = models.loss("gpt")(model(tokens()), tokens(3))
             if where == "backward inside":
                 loss.backward()
-        if where == "backward outside":
+        if where != "backward inside":
             loss.backward()
         return gradients(model)
 
     expected = run(lambda model: None)
     assert same(run(lambda model: checkpoint_every(model, Block)), expected)
     assert same(run(lambda model: checkpoint_every(model, Block, keep="matmul")), expected)
-    assert not same(step(gpt(0.2))[1], expected)  # in fp32 they are others
+    assert same(step(gpt(0.2))[1], expected) == (where == "switched off inside")  # in fp32 they are others
 
 
 def test_autocast_is_given_back_and_its_casts_are_forgotten():
@@ -358,6 +360,17 @@ def test_after_backward_nothing_is_left(form):
         assert held_after_forward(FORMS[form])[2] == 0
     finally:
         gc.enable()
+
+
+def test_a_graph_that_is_retained_drops_its_activations_again():
+    model = gpt()
+    checkpoint_every(model, Block)
+    with MemoryTracker(model) as memory:
+        loss = model(tokens()).sum()
+        before = memory.current["activations"]
+        loss.backward(retain_graph=True)
+        assert memory.current["activations"] == before
+        loss.backward()
 
 
 def test_a_graph_that_is_dropped_leaves_nothing():
