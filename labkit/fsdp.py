@@ -135,8 +135,6 @@ class FSDP(ShardedModel):
         self._expected, self._order = self._order or self._expected, []
         if torch.is_grad_enabled():
             self._averages = self.require_backward_grad_sync
-        for unit in self.units:
-            unit.passed = False
 
     def _gather_following(self, unit):
         position = len(self._order)
@@ -212,13 +210,12 @@ class FSDP(ShardedModel):
         last = len(self._order) - 1 - self._order[::-1].index(unit)
         preceding = list(dict.fromkeys(other for other in self._order[:last][::-1] if other is not unit))
         for other in preceding[: self.prefetch]:
-            if not other.passed:
+            if other.calls:
                 other.gather()
 
     def _after_backward(self, unit):
         unit.calls = max(0, unit.calls - 1)
         if unit.calls == 0:
-            unit.passed = True
             if not torch.is_grad_enabled():  # with create_graph=True, the new graph needs the parameters in its turn
                 unit.free()
             if self._averages:

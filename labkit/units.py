@@ -26,7 +26,6 @@ class Unit:
         self.modules = {}
         self.flats = []  # FlatParams, as a rule one; else one for each dtype, trainable and frozen
         self.calls = 0  # forwards whose backward has not come yet
-        self.passed = False  # its backward is over
         self.versions = None  # of the pieces, when they were gathered for the forward
 
     def gather(self):

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from labkit import comm, recompute
 from labkit.amp import GradScaler
@@ -176,6 +176,11 @@ def around(reentrant, net, x):
     return net.head(x)
 
 
+def to_the_end(net, x):
+    with set_checkpoint_early_stop(False):  # the second run then leaves the unit, which backward is about to use
+        return around(False, net, x)
+
+
 def several_in_one(reentrant, net, x):
     x = checkpoint(lambda t: net.cells[1](net.cells[0](t)), net.stem(x), use_reentrant=reentrant)
     return net.head(net.cells[2](x))
@@ -201,6 +206,7 @@ FORWARDS = {
     "no input gradient": no_input_gradient,
     "in place": in_place,
     "checkpointed units": partial(around, False),
+    "checkpointed units, run to the end": to_the_end,
     "checkpointed units, reentrant": partial(around, True),
     "checkpointed units, by ours": partial(around_by_ours, None),
     "checkpointed units, products kept": partial(around_by_ours, "matmul"),
@@ -236,6 +242,50 @@ def test_recomputation_inside_a_unit(ranks, inside, settings):
 @pytest.mark.parametrize("settings", MODES)
 def test_every_unit_recomputed_by_ours(ranks, settings):
     ranks(3, one_backward, build=every_cell, loss=plain_loss, settings=settings)
+
+
+def one_input_for_all(net, x):
+    x = net.stem(x)
+    return net.head(sum(cell(x) for cell in net.cells))
+
+
+def messages(rank, world_size, forward, prefetch):
+    model = FSDP(Net(seed=rank, forward_as=forward), Cell, prefetch=prefetch)
+    for _ in range(2):
+        value = square(model, data(rank))
+        with comm.record() as log:
+            value.backward()
+    return [event.op for event in log]
+
+
+def test_a_unit_is_reduced_as_soon_as_its_own_part_of_backward_is_over(ranks):
+    # All cells share an input, whose gradient is complete only after the last of them: nobody waits for that.
+    told = ranks(2, messages, forward=one_input_for_all, prefetch=0)
+    assert told == [["all_gather", "reduce_scatter"] * 3 + ["reduce_scatter"]] * 2
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_a_unit_that_is_called_several_times_is_reduced_once(ranks, prefetch):
+    for told in ranks(2, messages, forward=same_cell_twice, prefetch=prefetch):
+        assert (told.count("all_gather"), told.count("reduce_scatter")) == (3, 4)
+
+
+def fresh_values(rank, world_size, settings):
+    """Gathered for a forward whose backward never came; the next forward must not compute with that."""
+    model = FSDP(Net(seed=rank), Cell, **settings)
+    before = model(data(0))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(0.5)
+    after = model(data(0))
+    whole = Net()
+    whole.load_state_dict(model.full_state_dict())
+    assert torch.allclose(after, whole(data(0)), rtol=0, atol=1e-14) and not torch.allclose(after, before)
+
+
+@pytest.mark.parametrize("settings", MODES)
+def test_a_forward_sees_the_values_of_now(ranks, settings):
+    ranks(2, fresh_values, settings=settings)
 
 
 # ---- averaging or not
