@@ -37,17 +37,17 @@ class State:
     capacity: int | None = None
 
 
-def predictor(module, batch_of, loss=None, unit=None, **options):
+def predictor(module, batch_of, loss=None, unit=None, device=None, **options):
     """predict(stage, world_size, precision, batch) -> bytes by kind at the peak, each remembered.
 
-    batch_of: function batch size -> (input, target), which may be on the meta device. unit, options: those of
-    labkit.budget.estimate.
+    batch_of: function batch size -> (input, target), which may be on the meta device. unit, device, options: those
+    of labkit.budget.estimate.
     """
 
     @functools.cache
     def rehearsed(precision, batch):
         input, target = batch_of(batch)
-        return budget.rehearse_step(module, input, loss, target, precision, unit)
+        return budget.rehearse_step(module, input, loss, target, precision, unit, device=device)
 
     @functools.cache
     def predict(stage, world_size, precision, batch):

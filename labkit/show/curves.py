@@ -148,7 +148,7 @@ def memory_over_time(samples, title=None, phases=None, predicted=None):
         axes.set_ylabel(f"live tensors of this rank ({unit})")
         figure.legend(
             loc="outside lower left",
-            ncols=len(kinds) + (predicted is not None),
+            ncols=min(6, len(kinds) + (predicted is not None)),
             handlelength=0.9 if predicted is None else 1.4,
             columnspacing=1.3,
             handletextpad=0.5,
