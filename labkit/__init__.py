@@ -1,8 +1,10 @@
 """Distributed training from scratch. The listing of this folder is the syllabus: one idea, one file.
 
     mesh.py                 ranks as a grid: one process group per axis
-    comm.py                 every message goes through here, and is counted
+    comm.py                 every message goes through here, and is counted; on
+        gloo.py             what gloo is made to do in fewer bytes or copies
     allreduce.py            ring, tree, halving-doubling, from send and recv
+    hierarchical.py         the same in two levels: inside each node first, then between nodes
     ddp.py                  data parallelism: average the gradients; it stands on
         bucket.py           many small gradients travel as one message
         reducer.py          a bucket leaves the moment it is full: overlap

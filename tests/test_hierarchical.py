@@ -1,0 +1,191 @@
+"""Hierarchical all-reduce against the flat one: exact, with fewer bytes between nodes, and as a hook of either DDP."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+from labkit import comm
+from labkit.ddp import DDP
+from labkit.hierarchical import FORMS, Hierarchical
+from labkit.mesh import Mesh
+
+GRIDS = [(1, 1), (1, 2), (2, 1), (1, 3), (3, 1), (1, 4), (2, 2), (4, 1), (2, 3), (3, 2)]
+DTYPES = [torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64]
+SHAPES = [(), (0,), (1,), (2,), (3,), (5,), (97,), (3, 5, 7), (4, 0, 2), (8, 8)]
+forms = pytest.mark.parametrize("form", FORMS)
+
+
+def groups(nodes, local):
+    """(inside, across), and node and position of this rank."""
+    mesh = Mesh({"node": nodes, "local": local})
+    return (mesh.group("local"), mesh.group("node")), mesh.rank("node"), mesh.rank("local")
+
+
+def whole_numbers(shape, dtype, rank):
+    """Small whole numbers, exact in every dtype: sums do not depend on their order."""
+    generator = torch.Generator().manual_seed(1000 + rank)
+    return torch.randint(0, 8, shape, generator=generator).to(dtype)
+
+
+def against_flat(rank, world_size, nodes, form):
+    (inside, across), _, _ = groups(nodes, world_size // nodes)
+    for dtype in DTYPES:
+        for shape in SHAPES:
+            ours = whole_numbers(shape, dtype, rank)
+            theirs = ours.clone()
+            FORMS[form](ours, inside, across)
+            dist.all_reduce(theirs)
+            assert torch.equal(ours, theirs), (dtype, shape)
+    ours = torch.randn(6, 5, generator=torch.Generator().manual_seed(rank), dtype=torch.float64).t()  # with gaps
+    theirs = ours.clone()
+    FORMS[form](ours, inside, across)
+    dist.all_reduce(theirs)
+    assert (ours - theirs).abs().max() < 1e-12  # another order of the same sums
+    return ours
+
+
+@forms
+@pytest.mark.parametrize(("nodes", "local"), GRIDS)
+def test_it_equals_the_flat_one_on_any_grid(ranks, nodes, local, form):
+    results = ranks(nodes * local, against_flat, nodes=nodes, form=form)
+    assert all(torch.equal(result, results[0]) for result in results)  # bitwise, or replicas drift apart
+
+
+def uneven(rank, world_size):
+    pair, single, leaders = dist.new_group([0, 1]), dist.new_group([2]), dist.new_group([0, 2])
+    x = torch.tensor([1.0 + rank, 10.0])
+    FORMS["leaders"](x, single if rank == 2 else pair, leaders)
+    return x.tolist()
+
+
+def test_leaders_allow_nodes_of_different_sizes(ranks):
+    assert ranks(3, uneven) == [[6.0, 30.0]] * 3
+
+
+def sent(rank, world_size, nodes, form, numel):
+    (inside, across), node, _ = groups(nodes, world_size // nodes)
+    x = torch.ones(numel)
+    with comm.record() as log:
+        FORMS[form](x, inside, across)
+    # Of all collectives only the all_reduce is ever across; inside, the rest of the division is less than a rank each.
+    between = sum(e.sent_bytes for e in log if e.op == "all_reduce" and e.group_size == nodes and e.payload_bytes > 64)
+    return node, between, [e.op for e in log]
+
+
+@pytest.mark.parametrize(("nodes", "local"), [(2, 3), (3, 2)])
+def test_each_node_sends_what_its_ranks_would_as_one(ranks, nodes, local):
+    numel = 6 * 3 * 100
+    for form in FORMS:
+        results = ranks(6, sent, nodes=nodes, form=form, numel=numel)
+        for node in range(nodes):
+            # 2 (m-1)/m P, by all ranks of a node together; a flat ring would send 2 (n-1)/n P from each.
+            assert (
+                sum(between for where, between, _ in results if where == node) == 2 * (nodes - 1) * 4 * numel // nodes
+            )
+        if form == "hierarchical":
+            assert all(ops == ["reduce_scatter", "all_reduce", "all_gather"] for *_, ops in results)
+
+
+def test_what_does_not_divide_costs_one_small_message_inside(ranks):
+    for *_, ops in ranks(6, sent, nodes=2, form="hierarchical", numel=301):
+        assert ops == ["all_reduce", "reduce_scatter", "all_reduce", "all_gather"]
+
+
+class Net(nn.Module):
+    """Tied and frozen parameters, and one that the first step does not use."""
+
+    def __init__(self, seed):
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.a, self.b, self.c = (nn.Linear(7, 7, dtype=torch.float64) for _ in range(3))
+        self.b.weight = self.a.weight
+        self.c.bias.requires_grad_(False)
+        self.extra = nn.Parameter(torch.zeros(5, dtype=torch.float64))
+        with torch.no_grad():
+            for p in self.parameters():
+                p.copy_(torch.randn(p.shape, generator=generator, dtype=p.dtype))
+
+    def forward(self, x, step):
+        x = self.c(torch.tanh(self.b(torch.tanh(self.a(x)))))
+        return x + self.extra.sum() if step else x
+
+
+def batch(step):
+    return torch.randn(12, 7, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+
+
+def train(rank, world_size, wrap=None, nodes=2, form="hierarchical", around=None):
+    """Four steps on this rank's share, or, without a wrapper, in one process on the whole batch."""
+    module = Net(seed=rank if wrap else 0)
+    model = module
+    if wrap:
+        model = wrap(module, bucket_cap_mb=0.0005, find_unused_parameters=True)
+        inside, across = groups(nodes, world_size // nodes)[0]
+        hook = Hierarchical(inside, across, form).hook
+        model.register_comm_hook(None, around(hook) if around else hook)
+    optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+    for step in range(4):
+        optimizer.zero_grad()
+        x = batch(step)
+        model(x[rank::world_size] if wrap else x, step).square().mean().backward()
+        optimizer.step()
+    return torch.cat([p.detach().reshape(-1) for p in module.parameters()])
+
+
+def hooked(rank, world_size, **options):
+    return [train(rank, world_size, wrap, **options) for wrap in (DDP, DistributedDataParallel)]
+
+
+@forms
+@pytest.mark.parametrize(("world_size", "nodes"), [(2, 1), (2, 2), (3, 3), (4, 2)])
+def test_as_a_hook_of_either_ddp_it_trains_as_one_process_does(ranks, world_size, nodes, form):
+    alone = train(0, 1)
+    results = ranks(world_size, hooked, nodes=nodes, form=form)
+    for ours, theirs in results:
+        assert (ours - alone).abs().max() < 1e-12
+        assert (theirs - alone).abs().max() < 1e-12
+        assert torch.equal(ours, results[0][0]) and torch.equal(theirs, results[0][1])  # the ranks never part
+
+
+def halved(rank, world_size):
+    return hooked(rank, world_size, around=default_hooks.fp16_compress_wrapper)
+
+
+def test_pytorchs_wrapper_for_half_precision_goes_around_it(ranks):
+    alone = train(0, 1)
+    for results in ranks(4, halved):
+        assert all(1e-12 < (result - alone).abs().max() < 1e-2 for result in results)
+
+
+def failing(rank, world_size):
+    inside, across = groups(2, 2)[0]
+    hierarchy = Hierarchical(inside, across)
+
+    def all_reduce(*_):
+        raise ConnectionError("the link is gone")
+
+    hierarchy.all_reduce = all_reduce
+    model = DDP(Net(seed=0))
+    model.register_comm_hook(None, hierarchy.hook)
+    with pytest.raises(Exception, match="the link is gone"):
+        model(batch(0), 1).sum().backward()
+    return True
+
+
+def test_an_error_in_the_courier_reaches_backward(ranks):
+    assert all(ranks(4, failing))
+
+
+def wrong_form(rank, world_size):
+    with pytest.raises(ValueError, match="unknown form 'rings': known are hierarchical, leaders"):
+        Hierarchical(None, None, "rings")
+    with pytest.raises(ValueError, match="mesh node 2 x local 2 needs 4 ranks, but the world size is 3"):
+        groups(2, 2)
+    return True
+
+
+def test_a_form_or_a_grid_that_cannot_be_is_named(ranks):
+    assert all(ranks(3, wrong_form))
