@@ -3,9 +3,10 @@
     compute stream   |-- forward of layer 3 --|-- forward of layer 4 --|        CUDA: copies on a stream of their own,
     side stream      | layer 2 to the host |  | layer 3 to the host |           beside the arithmetic
 
-Pinned memory is never paged out, so the device copies by itself. A file is preallocated, so that a full disk is told
-when room is asked for, not by a crash when a page is written; and it loses its name at once, so that nothing is left
-behind, however the process ends. The system keeps recently used pages of a file in memory it has to spare.
+Pinned memory is never paged out, so the device copies by itself; PyTorch rounds its size up to a power of two. A file
+is preallocated, so that a full disk is told when room is asked for, not by a crash when a page is written; and it loses
+its name at once, so that nothing is left behind, however the process ends. The system keeps recently used pages of a
+file in memory it has to spare.
 Cost: the bytes once each way. PCIe carries about 25 GB/s, a disk 1 to 5 GB/s.
 """
 
