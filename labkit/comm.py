@@ -24,9 +24,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
 
-import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
+
+from labkit import gloo
 
 # torch 2.13 deprecates the *_tensor names in favour of *_single, which torch 2.11 does not have for both.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -130,6 +131,11 @@ def _metered(op, group, payload, sent, async_op, launch):
     return work
 
 
+def _finish(work):
+    """Wait for it; returns None, as torch's operations do that are not asynchronous."""
+    work.wait()
+
+
 def all_reduce(tensor, op=ReduceOp.SUM, group=None, async_op=False):
     """Every rank's tensor becomes the sum (or op) of all of them, in place."""
 
@@ -142,36 +148,6 @@ def all_reduce(tensor, op=ReduceOp.SUM, group=None, async_op=False):
     return _metered("all_reduce", group, payload, lambda n: 2 * (n - 1) * payload // n, async_op, launch)
 
 
-class _Sum:
-    """An all_to_all whose parts are added up when it is waited for: a reduce_scatter."""
-
-    def __init__(self, work, parts, output):
-        self.work, self.parts, self.output = work, parts, output
-
-    def wait(self, *timeout):
-        done = self.work.wait(*timeout)
-        if self.parts is not None:
-            torch.sum(self.parts, 0, out=self.output)
-            self.parts.untyped_storage().resize_(0)  # now, and not whenever gloo's thread lets go of it
-            self.parts = None
-        return done
-
-    def is_completed(self):
-        return self.work.is_completed()
-
-    def get_future(self):
-        raise RuntimeError("a reduce_scatter on gloo is complete only when wait() returns")
-
-
-def _reduce_scatter_by_all_to_all(output, input, group, async_op):
-    parts = torch.empty_like(input)
-    work = dist.all_to_all_single(parts, input, group=group, async_op=True)
-    work = _Sum(work, parts.view(dist.get_world_size(group), output.numel()), output.view(-1))
-    if async_op:
-        return work
-    work.wait()
-
-
 def reduce_scatter(output, input, op=ReduceOp.SUM, group=None, async_op=False):
     """output becomes this rank's n-th part of the sum of all inputs. input: n times the elements of output, contiguous.
 
@@ -180,7 +156,8 @@ def reduce_scatter(output, input, op=ReduceOp.SUM, group=None, async_op=False):
 
     def launch():
         if op == ReduceOp.SUM and dist.get_backend(group) == "gloo":
-            return _reduce_scatter_by_all_to_all(output, input, group, async_op)
+            work = gloo.reduce_scatter(output, input, group)
+            return work if async_op else _finish(work)
         return _reduce_scatter(output, input, op, group, async_op)
 
     if not _logs:
@@ -190,9 +167,15 @@ def reduce_scatter(output, input, op=ReduceOp.SUM, group=None, async_op=False):
 
 
 def all_gather(output, input, group=None, async_op=False):
-    """output becomes the inputs of all ranks, one after the other. output: n times the elements of input."""
+    """output becomes the inputs of all ranks, one after the other. output: n times the elements of input, contiguous.
+
+    On gloo it is n broadcasts, under way at once: gloo's own copies everything twice more.
+    """
 
     def launch():
+        if dist.get_backend(group) == "gloo":
+            work = gloo.all_gather(output, input, group)
+            return work if async_op else _finish(work)
         return _all_gather(output, input, group, async_op)
 
     if not _logs:

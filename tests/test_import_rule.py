@@ -43,7 +43,7 @@ PARTS = {
     "master_weights",
 }
 BELOW = {
-    "floor": set(),
+    "floor": {"floor"},
     "part": {"floor", "part"},
     "algorithm": {"floor", "part"},
     "trainer": {"floor", "part", "algorithm"},
@@ -75,7 +75,7 @@ def layer(module):
     _, *rest = module.split(".")
     if not rest:
         return "top"
-    if rest[0] in ("mesh", "comm"):
+    if rest[0] in ("mesh", "comm", "gloo"):
         return "floor"
     if rest[0] in PARTS:
         return "part"

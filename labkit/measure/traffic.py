@@ -12,6 +12,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from labkit import gloo
+
 # operator -> (index of the argument that holds the whole payload, share of it that each of n ranks sends)
 RING = {
     "allreduce_": (0, lambda n: 2 * (n - 1) / n),
@@ -50,6 +52,6 @@ class TrafficCounter(TorchDispatchMode):
             raise ValueError(f"no formula for the bytes that c10d.{name} sends: add it to labkit.measure.traffic.RING")
         position, share = RING[name]
         payload = sum(t.nbytes for t in tree_leaves(args[position]) if isinstance(t, torch.Tensor))
-        self.messages += 1
+        self.messages += not gloo.continues()
         self.payload_bytes += payload
         self.sent_bytes += int(share(self.world_size) * payload)
