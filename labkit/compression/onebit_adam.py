@@ -27,7 +27,9 @@ class OneBitAdam(torch.optim.Optimizer):
         optimizer = OneBitAdam(model.parameters(), lr=1e-3, warmup=100)
         model.register_comm_hook(None, optimizer.hook)
 
-    warmup: steps of plain Adam. Afterwards p.grad is not a gradient any more but the new momentum: do not clip it.
+    warmup: steps of plain Adam, so many that v is steady. An element whose v is still tiny gets a sign of full size
+    over a root of nearly nothing, and training diverges: more steps, or a larger eps, help.
+    After the warm-up p.grad is not a gradient any more but the new momentum: do not clip it.
     compressor: of the momentum, OneBit() unless another is given. state_dict() holds this rank's residual too.
     """
 
@@ -77,6 +79,8 @@ class OneBitAdam(torch.optim.Optimizer):
             v.mul_(b2).addcmul_(p.grad, p.grad, value=1 - b2)
         # Both start from zero: what is missing is made up for, in v only as long as it changes.
         denominator = (v / (1 - b2 ** min(steps, self.warmup))).sqrt_().add_(eps)
+        if self.frozen:  # where there never was a gradient a sign is noise, which 1/eps would blow up
+            denominator.masked_fill_(v == 0, torch.inf)
         p.addcdiv_(m, denominator, value=-group["lr"] / (1 - b1**steps))
 
     def state_dict(self):

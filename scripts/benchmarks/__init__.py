@@ -5,5 +5,6 @@ data_parallel.py   a training step: our DDP, PyTorch's DDP, and no communication
 all_reduce.py      our ring and halving-doubling against gloo's own
 launching.py       from a notebook cell to the first finished all-reduce, warm against a bare torchrun
 overlap.py         a step with emulated compute against the sooner of what compute and network allow
+compression.py     our comm hooks against PyTorch's, and the selection of the largest elements
 exact.py           what is counted, not timed: bytes sent, bytes held
 """

@@ -1,0 +1,76 @@
+"""Training with compressed gradients: with error feedback it gets where it gets without compression."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from labkit import models
+from labkit.compression import DGC, OneBit, OneBitAdam, PowerSGD, Quantize, RandomK, TopK
+from labkit.ddp import DDP
+from labkit.models.digits import digits
+
+STEPS = 120
+PLAIN = 0.095  # the loss that plain averaging ends with here; checked below
+
+
+def trained(rank, world_size, make, lr=0.2, **adam):
+    """The loss over all digits after training on them, with the compressor that make() gives; None: plain averaging."""
+    torch.manual_seed(0)
+    module, data = models.build("mlp", "tiny"), digits()
+    inputs, labels = torch.stack([x for x, _ in data]), torch.tensor([y for _, y in data])
+    wrapped, loss = DDP(module), models.loss("mlp")
+    if make is OneBitAdam:
+        optimizer = OneBitAdam(module.parameters(), lr, **adam)
+        wrapped.register_comm_hook(None, optimizer.hook)
+    else:
+        # No momentum: it would multiply what comes late (DGC's reason to be).
+        optimizer = torch.optim.SGD(module.parameters(), lr)
+        if make is not None:
+            wrapped.register_comm_hook(None, make().hook)
+    shuffle = torch.Generator().manual_seed(1)
+    for _ in range(STEPS):
+        chosen = torch.randint(len(inputs), (world_size, 32), generator=shuffle)[rank]
+        optimizer.zero_grad()
+        loss(wrapped(inputs[chosen]), labels[chosen]).backward()
+        optimizer.step()
+    with torch.no_grad():
+        return float(loss(module(inputs), labels))
+
+
+def test_the_yardstick(ranks):
+    assert ranks(2, trained, make=None)[0] == pytest.approx(PLAIN, rel=0.05)
+
+
+AS_GOOD = {
+    "4 bits": partial(Quantize, 4),
+    "1 bit": OneBit,
+    "top 1 %": partial(TopK, 0.01),
+    "random 5 %": partial(RandomK, 0.05),
+    "rank 2": partial(PowerSGD, 2),
+}
+WORSE = {  # the bias that feedback would repay: theory promises nothing
+    "1 bit": partial(OneBit, feedback=False),
+    "top 1 %": partial(TopK, 0.01, feedback=False),
+    "rank 2": partial(PowerSGD, 2, feedback=False),
+}
+
+
+@pytest.mark.parametrize("name", AS_GOOD)
+def test_with_feedback_it_ends_within_a_fifth_of_plain_averaging(ranks, name):
+    assert ranks(2, trained, make=AS_GOOD[name])[0] < 1.2 * PLAIN  # untrained: 2.3
+
+
+@pytest.mark.parametrize("name", WORSE)
+def test_without_feedback_it_ends_visibly_higher(ranks, name):
+    assert ranks(2, trained, make=WORSE[name])[0] > 1.8 * PLAIN
+
+
+def test_dgc_needs_no_momentum_in_the_optimizer(ranks):
+    # Its own momentum of 0.9 makes steps ten times as long.
+    assert ranks(2, trained, make=partial(DGC, 0.01), lr=0.05)[0] < 1.2 * PLAIN
+
+
+def test_one_bit_adam_learns(ranks):
+    settings = {"lr": 1e-3, "betas": (0.9, 0.97), "eps": 1e-4, "warmup": 30}
+    assert ranks(2, trained, make=OneBitAdam, **settings)[0] < PLAIN
