@@ -164,7 +164,8 @@ def what_would_fit(search, seen, memory_bytes):
 
 
 def words_of(rung):
-    return WORDS[rung[0]] + (" and recomputation" if rung[1] else "")
+    strategy, recomputed = rung
+    return WORDS[strategy] + (" and recomputation" if "with" in WORDS[strategy] else " with recomputation") * recomputed
 
 
 def binary(size):

@@ -276,7 +276,7 @@ def test_what_cannot_fit_says_by_how_much_and_what_would():
     with pytest.raises(MemoryError) as told:
         chosen(need - 1024, 2)
     words = str(told.value)
-    assert "FSDP and recomputation needs least" in words and ", 1 KiB too much" in words
+    assert "FSDP with recomputation needs least" in words and ", 1 KiB too much" in words
     ranks = int(re.search(r"(\d+) ranks", words).group(1))
     assert needs("fsdp", ranks, checkpoint) <= need - 1024 < needs("fsdp", ranks - 1, checkpoint)
     smaller = int(re.search(r"a batch of (\d+) a rank instead of 8", words).group(1))
