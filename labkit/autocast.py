@@ -86,8 +86,6 @@ class autocast(TorchFunctionMode):
                 f"{function.__name__} overflows in 16 bits: use binary_cross_entropy_with_logits, "
                 "or autocast(enabled=False) around it with fp32 inputs"
             )
-        if rule == "fp32" and asks_for_dtype(args, kwargs):
-            return args, kwargs
         low = rule == "low" or (rule == "promote" and not self._any_fp32((args, kwargs.values())))
         dtype, cast = self.dtype if low else torch.float32, self._cast
         return [cast(a, dtype) for a in args], {name: cast(a, dtype) for name, a in kwargs.items()}
@@ -117,11 +115,6 @@ class autocast(TorchFunctionMode):
             elif not isinstance(value, str) and hasattr(value, "__iter__") and self._any_fp32(value):
                 return True
         return False
-
-
-def asks_for_dtype(args, kwargs):
-    """Whether the caller says the result's dtype, as in softmax(x, dim=-1, dtype=torch.float64)."""
-    return kwargs.get("dtype") is not None or any(isinstance(value, torch.dtype) for value in args)
 
 
 @functools.cache

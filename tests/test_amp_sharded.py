@@ -1,4 +1,4 @@
-"""fp16 training whose gradients are dealt over ranks: torch.amp in one process decides the same, wherever the inf is."""
+"""fp16 training, its gradients dealt over ranks: torch.amp in one process decides the same, wherever the inf is."""
 
 import pytest
 import torch

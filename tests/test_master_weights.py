@@ -64,6 +64,7 @@ def test_small_steps_are_not_lost():
             optimizer.step()
     assert plain.item() == 1.0  # 1 - 2^-10 rounds back to 1 in bf16, sixty-four times
     assert with_master.item() == 1 - 64 * 2**-10
+    assert with_master.grad is optimizers[1].param_groups[0]["params"][0].grad is None  # freed: 4 bytes a parameter
 
 
 def test_accumulated_clipped_and_skipped():
