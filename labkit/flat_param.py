@@ -1,7 +1,7 @@
 """A flat parameter: the parameters of one unit as one tensor, a shard of it at rest, all of it only while it is needed.
 
                      gather()                  use()                     free()
-    shard   [ w1 | b ]  ---  all_gather  --->  [ w1 | b1 | w2 | b2 ]  ---------------->  [ w1 | b ]
+    shard   [ w1 | b1 ] ---  all_gather  --->  [ w1 | b1 | w2 | b2 ]  ---------------->  [ w1 | b1 ]
     the modules hold:  pieces, 1-D views          wholes, of true shape                    pieces
                      launch_reduce()           settle()                  deliver()
     gradients of the wholes -- / n --> [ flat ] -- reduce_scatter --> [ shard ]  ------->  .grad of the pieces
@@ -43,7 +43,7 @@ class FlatParam:
         self._hold(shard)
         # As a float64 scalar tensor it changes no gradient's dtype.
         self.factor = torch.tensor(1.0 / dist.get_world_size(sharding.everyone), dtype=torch.float64)
-        # There a reduce_scatter holds a second copy of all gradients on their way: rather wait than hold it for long.
+        # On gloo a reduce_scatter holds all that travels twice: rather wait for it than hold that beside another unit.
         self._waits = dist.get_backend(sharding.group) == "gloo"
         self.whole = False  # the modules hold the wholes
         self.kept = {}  # slot -> (what keep() gave the piece as gradient, its version)
@@ -60,9 +60,10 @@ class FlatParam:
         self._sizes = [view.numel() for view in views]
         self._sizes.append(shard.numel() - sum(self._sizes))  # the padding
         for piece, view in zip(self.pieces, views, strict=True):
-            piece.data = view
+            piece.data, piece.is_piece = view, True
         self._addresses = [view.data_ptr() for view in views]
-        self.flat = torch.empty(self.layout.padded, dtype=sharding.param_dtype or shard.dtype, device=sharding.device)
+        dtype = sharding.param_dtype if sharding.param_dtype and shard.is_floating_point() else shard.dtype
+        self.flat = torch.empty(self.layout.padded, dtype=dtype, device=sharding.device)
         self.wholes = [nn.Parameter(view, self.trainable) for view in self.layout.views(self.flat)]
         # Filling it again must not count as an in-place change of what autograd has saved: .data has its own version.
         self._filled, self._memory = self.flat.data, self.flat.untyped_storage()

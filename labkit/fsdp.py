@@ -67,6 +67,8 @@ class FSDP(ShardedModel):
         super().__init__(module)
         if not dist.is_initialized():
             raise RuntimeError("FSDP needs ranks: call torch.distributed.init_process_group first")
+        if any(hasattr(p, "is_piece") for p in module.parameters()):
+            raise ValueError("this module is sharded already: wrap the whole model once, and name its parts by unit=")
         if root not in ("shard", "replicate"):
             raise ValueError(f'root is "shard" or "replicate", not {root!r}')
         if type(prefetch) is not int or prefetch < 0:

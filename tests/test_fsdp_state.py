@@ -240,6 +240,10 @@ def bad_arguments(rank, world_size):
         module = gpt()
         module.norm = nn.LayerNorm(32 + rank)
         FSDP(module, Block)
+    once = FSDP(gpt(), Block)
+    for again in (once, once.module, nn.Sequential(once.module.blocks[0], nn.Linear(2, 2))):
+        with pytest.raises(ValueError, match="sharded already: wrap the whole model once"):
+            FSDP(again)
     with pytest.raises(ValueError, match="settings"):
         FSDP(gpt(), Block, prefetch=rank)
 
