@@ -13,7 +13,7 @@ from labkit.measure.residency import watch_units
 from labkit.measure.timeline import Timeline
 from labkit.show import choices, publish, style
 from labkit.show.residency import most_whole, residency, units_of
-from labkit.show.saw import saw
+from labkit.show.saw import saw, thinned
 
 UNITS = ("root", "blocks.0", "blocks.1")
 
@@ -95,6 +95,11 @@ def test_the_saws_share_one_scale(count):
     assert len({axes.get_ylim() for axes in shown}) == 1
     assert [text.get_text() for axes in shown for text in axes.texts] == [f"peak {5 + i} B" for i in range(count)]
     assert publish.png(figure, dpi=40)
+
+
+def test_what_the_eye_cannot_tell_apart_is_left_out():
+    many = samples(*([1000] * 50), 1001, 500, 1002, 1000)
+    assert [number for number, _ in thinned(many)] == [1, 52, 53, 54]  # first, fall, peak, last
 
 
 def test_a_run_without_samples_is_refused():

@@ -15,6 +15,7 @@ from labkit.measure.memory import KINDS
 from labkit.show import style
 
 COLUMNS = 2
+FINEST = 0.004  # a change by a smaller part of the peak is not drawn
 
 
 def saw(runs, title=None):
@@ -26,18 +27,17 @@ def saw(runs, title=None):
     if not runs or not all(runs.values()):
         raise ValueError("no samples to draw")
     present = [kind for kind in KINDS if any(sizes[kind] for samples in runs.values() for _, sizes in samples)]
-    tables = {name: np.array([[sizes[kind] for kind in present] for _, sizes in s], float) for name, s in runs.items()}
-    top = max(table.sum(axis=1).max() for table in tables.values())
+    top = max(sum(sizes.values()) for samples in runs.values() for _, sizes in samples)
     divisor, unit = style.byte_scale(top)
     columns = min(COLUMNS, len(runs))
     rows = math.ceil(len(runs) / columns)
     with style.look():
         figure, grid = style.new_figure(9.0, 1.2 + 2.5 * rows, rows, columns, sharey=True, squeeze=False)
-        for axes, (name, table) in zip(grid.flat, tables.items(), strict=False):
-            handles = draw(axes, table / divisor, present)
+        for axes, (name, samples) in zip(grid.flat, runs.items(), strict=False):
+            handles = draw(axes, samples, present, divisor)
             axes.set_ylim(0, top / divisor * 1.16)
             axes.set_title(name, loc="left", weight="bold", size=10.5)
-            mark_peak(axes, table, divisor)
+            mark_peak(axes, samples, divisor)
         for axes in grid.flat[len(runs) :]:
             axes.set_visible(False)
         for axes in grid[:, 0]:
@@ -51,18 +51,35 @@ def saw(runs, title=None):
     return figure
 
 
-def draw(axes, table, kinds):
-    moments = np.arange(1, len(table) + 1)
+def thinned(samples):
+    """[(number of the change, bytes by kind)]: the samples that the eye can tell from the one before, first to last.
+
+    All of them would make a picture of megabytes. The peak is always among them.
+    """
+    table = np.array([[sizes[kind] for kind in KINDS] for _, sizes in samples], float)
+    totals = table.sum(axis=1)
+    kept, least = [0], totals.max() * FINEST
+    for position, row in enumerate(table):
+        if np.abs(row - table[kept[-1]]).max() > least:
+            kept.append(position)
+    return [(place + 1, samples[place][1]) for place in sorted({*kept, int(totals.argmax()), len(table) - 1})]
+
+
+def draw(axes, samples, kinds, divisor):
+    shown = thinned(samples)
+    moments = [number for number, _ in shown]
+    table = np.array([[sizes[kind] for kind in kinds] for _, sizes in shown], float)
     colours = [style.COLOURS[kind] for kind in kinds]
     axes.margins(x=0)
     axes.grid(axis="y")
-    return axes.stackplot(moments, table.T, step="post", colors=colours, linewidth=0)
+    return axes.stackplot(moments, table.T / divisor, step="post", colors=colours, linewidth=0)
 
 
-def mark_peak(axes, table, divisor):
-    totals = table.sum(axis=1)
-    moment, peak = int(totals.argmax()) + 1, totals.max()
+def mark_peak(axes, samples, divisor):
+    totals = [sum(sizes.values()) for _, sizes in samples]
+    peak = max(totals)
+    moment = totals.index(peak) + 1
     axes.plot(moment, peak / divisor, "o", color=style.RED, zorder=5, markersize=5)
-    side = "right" if moment > 0.8 * len(table) else "left" if moment < 0.2 * len(table) else "center"
+    side = "right" if moment > 0.8 * len(totals) else "left" if moment < 0.2 * len(totals) else "center"
     place = {"xytext": (0, 7), "textcoords": "offset points", "ha": side, "weight": "bold", "color": style.RED}
     axes.annotate(f"peak {style.quantity(peak, 'bytes')}", (moment, peak / divisor), **place)
