@@ -132,8 +132,8 @@ class GradScaler:
         if not (dist.is_initialized() and dist.get_world_size(self.process_group) > 1):
             self._expect(has_gradients, NO_GRADIENTS)
             return found_inf
-        seen = torch.tensor([0.0, float(has_gradients), self._scale, -self._scale], device=self.device)
-        seen[0] = found_inf
+        seen = torch.full((4,), self._scale, device=self.device)  # filled there: a copy from the host would wait
+        seen[0], seen[1], seen[3] = found_inf, float(has_gradients), -self._scale
         comm.all_reduce(seen, dist.ReduceOp.MAX, self.process_group)
         return seen
 

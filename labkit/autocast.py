@@ -28,7 +28,8 @@ class autocast(TorchFunctionMode):
     """`with autocast("cuda", torch.float16): loss = ...`, or as a decorator. For forward and loss, not for backward.
 
     dtype: torch.float16 or torch.bfloat16; default bfloat16 on "cpu", float16 on "cuda". enabled=False: operations run
-    as they are, also inside another autocast. cache_enabled: a weight is cast once, however often it is used.
+    as they are, also inside another autocast. cache_enabled: a weight is cast once, however often it is used; open a
+    block for each forward, as FSDP refills weights where no cast can see it.
     Operations with out= and in-place ones are left alone. Raises ValueError for a device or dtype that it does not
     know, RuntimeError where this machine cannot multiply in dtype, or for an operation that would overflow unseen.
     """
