@@ -11,6 +11,8 @@ loss_curves, sweep            lines named at their ends                        c
 memory_over_time              what one rank holds, change by change            curves.py
 saw                           the same of several runs, on one scale           saw.py
 residency                     which units of a sharded model are whole, when   residency.py
+bit_layout, reach             a value's bits, real gradients over six formats  formats.py
+loss_scales                   the loss scale over time, and skipped steps      scales.py
 pareto                        two prices, and what nothing beats on both        pareto.py
 before_after, step_by_step,   chunks with the numbers that are in them         contents.py
 side_by_side
@@ -20,25 +22,30 @@ present, save                 into the notebook, into figures/                 p
 from labkit.show.bars import grouped_bars, measured_against_predicted, memory_bars
 from labkit.show.contents import before_after, side_by_side, step_by_step
 from labkit.show.curves import loss_curves, memory_over_time, sweep
+from labkit.show.formats import bit_layout, reach
 from labkit.show.gantt import timeline
 from labkit.show.pareto import pareto
 from labkit.show.publish import present, save
 from labkit.show.residency import residency
 from labkit.show.saw import saw
+from labkit.show.scales import loss_scales
 from labkit.show.schedules import schedules
 from labkit.show.stacks import stacked_bars
 from labkit.show.stages import memory_and_traffic
 
 __all__ = [
     "before_after",
+    "bit_layout",
     "grouped_bars",
     "loss_curves",
+    "loss_scales",
     "measured_against_predicted",
     "memory_and_traffic",
     "memory_bars",
     "memory_over_time",
     "pareto",
     "present",
+    "reach",
     "residency",
     "save",
     "saw",
