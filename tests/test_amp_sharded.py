@@ -58,7 +58,13 @@ def plant(optimizer):
     [local(g) for g in gradients if local(g).numel()][-1].view(-1)[-1] = float("inf")
 
 
-def train(rank, world_size, strategy):
+def clip(model, optimizer, max_norm):
+    """Of all ranks' gradients together: whoever holds shards knows how."""
+    holder = next((one for one in (model, optimizer) if hasattr(one, "clip_grad_norm_")), None)
+    return holder.clip_grad_norm_(max_norm) if holder else torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+
+
+def train(rank, world_size, strategy, max_norm=None):
     """Scale after each step, and the weights at the end: a list of tensors (None for fully_shard)."""
     model, optimizer = wrap(strategy, seed=rank)
     scaler, seen = GradScaler("cpu", 2.0**12, growth_interval=3), []
@@ -71,6 +77,10 @@ def train(rank, world_size, strategy):
         scaler.scale(loss).backward()
         if step == PLANTED and (rank == world_size - 1 or strategy == "ddp"):  # under DDP all ranks hold the same
             plant(optimizer)
+        if max_norm:
+            scaler.unscale_(optimizer)
+            norm = clip(model, optimizer, max_norm)
+            assert not norm < max_norm, "nothing to clip"  # an inf's norm is NaN or inf: that step is skipped
         scaler.step(optimizer)
         scaler.update()
         seen.append(scaler.get_scale())
@@ -118,3 +128,13 @@ def test_sharded_it_is_ddp_bit_by_bit(ranks, strategy):
     (_, sharded), _ = ranks(2, train, strategy=strategy)
     (_, whole), _ = ranks(2, train, strategy="ddp")
     assert all(torch.equal(a, b) for a, b in zip(sharded, whole, strict=True))
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "fsdp"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_unscaled_then_clipped_it_is_ddp_clipped(ranks, world_size, strategy):
+    (scales, sharded), *_ = ranks(world_size, train, strategy=strategy, max_norm=0.05)
+    (same, whole), *_ = ranks(world_size, train, strategy="ddp", max_norm=0.05)
+    assert scales == same
+    # The norm adds up in another order: rounding only. Local norms would clip n times less.
+    assert max(float((a - b).abs().max()) for a, b in zip(sharded, whole, strict=True)) < 1e-6
