@@ -29,6 +29,9 @@ import torch.distributed as dist
 
 from labkit import comm
 
+# While a segment is between the nodes, the next is summed inside and the one before is gathered: the link never rests.
+SEGMENT_BYTES = 2 << 20
+
 
 def hierarchical(tensor, inside, across):
     """Sum tensor over all ranks, in place: reduce-scatter inside, all-reduce across, all-gather inside.
@@ -41,19 +44,18 @@ def hierarchical(tensor, inside, across):
         comm.all_reduce(tensor, group=across if k == 1 else inside)
         return
     flat = tensor.detach().contiguous().view(-1)
-    chunk = flat.numel() // k
-    divided, rest = flat.split([chunk * k, flat.numel() - chunk * k])
-    # What k does not divide, less than k elements, travels across with every rank's part: no padding, no copy of all.
-    part = torch.empty(chunk + rest.numel(), dtype=flat.dtype, device=flat.device)
-    if rest.numel():
-        part[chunk:] = rest
-        comm.all_reduce(part[chunk:], group=inside)
-    if chunk:
-        comm.reduce_scatter(part[:chunk], divided, group=inside)
-    comm.all_reduce(part, group=across)
-    if chunk:
-        comm.all_gather(divided, part[:chunk], group=inside)
-    rest.copy_(part[chunk:])
+    divided, rest = flat.split([flat.numel() // k * k, flat.numel() % k])
+    if rest.numel():  # fewer elements than ranks: every position carries all of them
+        comm.all_reduce(rest, group=inside)
+        comm.all_reduce(rest, group=across)
+    under_way = []
+    for segment in divided.split(max(1, SEGMENT_BYTES // (k * flat.itemsize)) * k) if divided.numel() else ():
+        part = torch.empty(segment.numel() // k, dtype=flat.dtype, device=flat.device)
+        comm.reduce_scatter(part, segment, group=inside)
+        under_way.append((segment, part, comm.all_reduce(part, group=across, async_op=True)))
+    for segment, part, work in under_way:
+        work.wait()
+        comm.all_gather(segment, part, group=inside)
     if flat.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(flat.view(tensor.shape))
 

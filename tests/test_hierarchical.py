@@ -1,5 +1,8 @@
 """Hierarchical all-reduce against the flat one: exact, with fewer bytes between nodes, and as a hook of either DDP."""
 
+from itertools import product
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,7 +10,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from labkit import comm
+from labkit import comm, hierarchical
 from labkit.ddp import DDP
 from labkit.hierarchical import FORMS, Hierarchical
 from labkit.mesh import Mesh
@@ -32,13 +35,13 @@ def whole_numbers(shape, dtype, rank):
 
 def against_flat(rank, world_size, nodes, form):
     (inside, across), _, _ = groups(nodes, world_size // nodes)
-    for dtype in DTYPES:
-        for shape in SHAPES:
-            ours = whole_numbers(shape, dtype, rank)
-            theirs = ours.clone()
+    for dtype, shape, bytes_a_segment in product(DTYPES, SHAPES, (hierarchical.SEGMENT_BYTES, 48)):
+        ours = whole_numbers(shape, dtype, rank)
+        theirs = ours.clone()
+        with mock.patch.object(hierarchical, "SEGMENT_BYTES", bytes_a_segment):
             FORMS[form](ours, inside, across)
-            dist.all_reduce(theirs)
-            assert torch.equal(ours, theirs), (dtype, shape)
+        dist.all_reduce(theirs)
+        assert torch.equal(ours, theirs), (dtype, shape, bytes_a_segment)
     ours = torch.randn(6, 5, generator=torch.Generator().manual_seed(rank), dtype=torch.float64).t()  # with gaps
     theirs = ours.clone()
     FORMS[form](ours, inside, across)
@@ -70,8 +73,7 @@ def sent(rank, world_size, nodes, form, numel):
     x = torch.ones(numel)
     with comm.record() as log:
         FORMS[form](x, inside, across)
-    # Of all collectives only the all_reduce is ever across; inside, the rest of the division is less than a rank each.
-    between = sum(e.sent_bytes for e in log if e.op == "all_reduce" and e.group_size == nodes and e.payload_bytes > 64)
+    between = sum(e.sent_bytes for e in log if e.op == "all_reduce")  # which is all that goes across
     return node, between, [e.op for e in log]
 
 
@@ -89,9 +91,12 @@ def test_each_node_sends_what_its_ranks_would_as_one(ranks, nodes, local):
             assert all(ops == ["reduce_scatter", "all_reduce", "all_gather"] for *_, ops in results)
 
 
-def test_what_does_not_divide_costs_one_small_message_inside(ranks):
-    for *_, ops in ranks(6, sent, nodes=2, form="hierarchical", numel=301):
-        assert ops == ["all_reduce", "reduce_scatter", "all_reduce", "all_gather"]
+def test_segments_follow_each_other(ranks):
+    """All are under way before the first is waited for; what does not divide goes first, and is small."""
+    numel = 2 * hierarchical.SEGMENT_BYTES // 4 + 4
+    for *_, ops in ranks(6, sent, nodes=2, form="hierarchical", numel=numel):
+        sums = ["reduce_scatter", "all_reduce"]
+        assert ops == ["all_reduce", "all_reduce", *(3 * sums), "all_gather", "all_gather", "all_gather"]
 
 
 class Net(nn.Module):
