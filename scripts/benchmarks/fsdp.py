@@ -20,7 +20,6 @@ def comparisons(nproc):
     return [
         Comparison("ours / fully_shard", "ours", "torch", at_most=AT_MOST[nproc]),
         Comparison("ours, grad_op / fully_shard", "grad_op", "torch"),
-        Comparison("ours, no prefetch / ours", "no prefetch", "ours"),
         Comparison("A/A: fully_shard / fully_shard", "torch again", "torch"),
     ]
 
@@ -41,7 +40,6 @@ def variants_of(module, name):
     return {
         "ours": FSDP(copy.deepcopy(module), unit),
         "grad_op": FSDP(copy.deepcopy(module), unit, shard="grad_op"),
-        "no prefetch": FSDP(copy.deepcopy(module), unit, prefetch=0),
         "torch": sharded_by_torch(copy.deepcopy(module), unit),
         "torch again": sharded_by_torch(copy.deepcopy(module), unit),
     }
