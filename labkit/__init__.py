@@ -39,6 +39,7 @@
         gathered.py         what FSDP does, unit by unit
         batch_size.py       the largest batch that fits
     compression/            gradients that travel as few bytes: comm hooks for DDP
+    local_sgd.py            talk every H steps only: local SGD, DiLoCo
     sampler.py              every sample exactly once per epoch; exact distributed evaluation
     trainer.py              all of the above behind one train_step
 
