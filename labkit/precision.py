@@ -6,7 +6,8 @@
     (others)   relu, views, dropout, add, ...       run in whatever arrives; add and mul promote by themselves
 
 CPU and CUDA differ: CPU kernels of softmax, layer_norm and sum add up in fp32 and round once, so they may stay low;
-CUDA's table is older, made for fp16, and sends them to fp32. Both are the policy of torch.autocast, name for name.
+CUDA's table, made for fp16, sends them to fp32. Both decide as torch.autocast does, function by function; but padding,
+which rounds nothing, stays as it is, and an LSTM, whose inside is C++, runs low as a whole.
 
 Cost: the entry of a function is looked up by identity, one dict lookup a call.
 Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.3; Kalamkar et al., A Study of BFLOAT16 for Deep
