@@ -21,7 +21,9 @@ def overview(frame, title=None, panels=PANELS):
     colours = style.palette(strategies)
     places = list(range(len(strategies)))
     with style.look():
-        figure, grid = style.new_figure(11.0, 2.9 + 0.42 * len(strategies), rows=2, columns=1, height_ratios=(0.12 * len(strategies) + 0.5, 1))
+        height = 2.9 + 0.42 * len(strategies)
+        ratios = (0.12 * len(strategies) + 0.5, 1)
+        figure, grid = style.new_figure(11.0, height, rows=2, columns=1, height_ratios=ratios)
         specification = grid[0].get_subplotspec().subgridspec(1, len(panels), wspace=0.06)
         grid[0].remove()
         for column, metric in enumerate(panels):
