@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.autograd import Variable
 
 from labkit import comm
+from labkit.clip import clip_grad_norm_
 from labkit.consolidate import gather_state, options_of, slice_state
 from labkit.elementwise import check_elementwise
 from labkit.reducer import watchers
@@ -172,21 +173,8 @@ class ZeRO1(torch.optim.Optimizer):
         Collective. As torch.nn.utils.clip_grad_norm_ on the averaged gradients in one process.
         """
         self._finish()
-        grads = [piece.grad for piece in self._pieces.values() if piece.grad is not None]
-        device = self.buckets[0].device
-        norms = [torch.linalg.vector_norm(g, norm_type).to(device, torch.float64) for g in grads]
-        norms = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64, device=device)
-        if norm_type == float("inf"):
-            total = norms.max()
-            comm.all_reduce(total, dist.ReduceOp.MAX, self.process_group)
-        else:
-            total = norms.pow(norm_type).sum()
-            comm.all_reduce(total, group=self.process_group)
-            total = total.pow(1 / norm_type)
-        factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-        for g in grads:
-            g.mul_(factor)
-        return total
+        pieces = list(self._pieces.values())
+        return clip_grad_norm_(pieces, [], max_norm, norm_type, self.process_group, self.buckets[0].device)
 
     # ---- step
 
