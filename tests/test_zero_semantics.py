@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from labkit import comm
 from labkit.ddp import DDP
 from labkit.zero import ZeRO1, ZeRO2
 
@@ -247,8 +248,10 @@ def recomputed(rank, world_size, zero, use_reentrant, cap):
     expected = mean_of_ranks(whole, lambda m, r: m(data(r)).square().sum(), world_size)
     for _ in range(2):
         optimizer.zero_grad()
-        module(data(rank).requires_grad_()).square().sum().backward()
+        with comm.record() as log:
+            module(data(rank).requires_grad_()).square().sum().backward()
         assert off(optimizer, module, expected) <= 1e-12
+        assert len(log) == len(optimizer.buckets)  # the end of an inner backward is not the end
 
 
 @BOTH
