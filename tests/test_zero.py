@@ -241,3 +241,32 @@ def views(rank, world_size):
     dist.all_reduce(numel)
     assert numel == sum(p.numel() for p in trained(model))  # every element is exactly one rank's
     return difference(state(model), before) == 0.0
+
+
+@pytest.fixture
+def nccl(tmp_path):
+    """A group of one rank: enough for streams and buffers on the device to be the real ones."""
+    torch.cuda.set_device(0)
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=torch.device("cuda", 0))
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"fused": True}, {"foreach": True}, {"capturable": True}], ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_on_cuda_it_trains_what_the_plain_optimizer_trains(nccl, form, options):
+    zero, cap = FORMS[form]
+    told = []
+    for make in (lambda p: torch.optim.AdamW(p, **options), lambda p: zero(p, torch.optim.AdamW, None, cap, **options)):
+        model = build("gpt", torch.float32, seed=0).cuda()
+        optimizer = make(model.parameters())
+        for step in range(STEPS):
+            inputs, targets = (t.cuda() for t in batch("gpt", torch.float32, step, 1))
+            optimizer.zero_grad()
+            models.loss("gpt")(model(inputs), targets).backward()
+            optimizer.step()
+        told.append(state(model))
+        optimizer.load_state_dict(optimizer.state_dict())
+    assert difference(*told) <= 1e-6
