@@ -87,7 +87,10 @@ class FSDP(ShardedModel):
             u.module.register_forward_hook(partial(self._after_forward, u))
         self.flats = [flat for u in self.units for flat in u.flats]
         self.replicated = list(self.units[0].own_parameters()) if root == "replicate" else []
-        broadcast_tensors([*self.replicated, *module.buffers()], 0, sharding.everyone)
+        whole = [*self.replicated, *module.buffers()]
+        for t in whole:
+            t.data = t.data.to(sharding.device)
+        broadcast_tensors(whole, 0, sharding.everyone)
         self.watch_root()
         self._order, self._expected = [], self.units  # units as this forward calls them, and as the last one did
         self._armed = False  # a backward is under way, and will call _end_backward
