@@ -64,11 +64,15 @@ def draw(frame, state):
         for (part, mode), rows in points.groupby(["unit", "mode"], sort=False):
             xs, ys = rows["held_bytes"] / divisor, rows["step_ms"]
             ours = (part, mode) == (state.unit, state.mode)
-            look = {"marker": MARKERS.get(mode, "D"), "markersize": 6.5, "linewidth": 1.6 if ours else 0.8}
+            look = {"marker": MARKERS.get(mode, "D"), "markersize": 6.5, "linewidth": 0.8 + ours, "zorder": 2 + ours}
             axes.plot(xs, ys, color=colours[part] if ours else style.lighter(colours[part]), **look)
-            for x, y, ahead in zip(xs, ys, rows["prefetch"], strict=True) if ours else ():
-                place = {"xytext": (9, 5), "textcoords": "offset points", "size": 9, "zorder": 6}
-                axes.annotate(f"{ahead} ahead", (x, y), **place)
+            gap = (
+                0.06 * points["step_ms"].max() if xs.nunique() < len(xs) else 0
+            )  # one above the other: keep words apart
+            heights = style.spread_apart(list(ys), gap)
+            for x, y, ahead in zip(xs, heights, rows["prefetch"], strict=True) if ours else ():
+                place = {"xytext": (11, 0 if gap else 5), "textcoords": "offset points", "size": 9, "zorder": 6}
+                axes.annotate(f"{ahead} ahead", (x, y), va="center" if gap else "bottom", **place)
         ring = {"facecolors": "none", "edgecolors": style.RED, "linewidths": 2.2, "zorder": 5}
         axes.scatter(mine["held_bytes"] / divisor, mine["step_ms"], s=230, **ring)
         axes.set_xlim(0, points["held_bytes"].max() / divisor * 1.08)
