@@ -156,6 +156,38 @@ def test_ranks_are_equal_to_the_bit(ranks, name, settings):
         assert torch.equal(first, other)
 
 
+@pytest.mark.parametrize("name", MAKE)
+def test_ranks_are_equal_on_pytorchs_wrapper_with_many_buckets(ranks, name):
+    told = ranks(2, learn, name=name, wrap=DistributedDataParallel, settings={"bucket_cap_mb": 0.003})
+    assert torch.equal(told[0][0], told[1][0])
+
+
+def of_dtype(rank, world_size, name, dtype):
+    """Two steps alone: what was sent and what is owed against what was asked, relative to the largest."""
+    compressor, p, group = MAKE[name](), nn.Parameter(torch.zeros(48, 50, dtype=dtype)), alone(rank, world_size)
+    asked = total = 0.0
+    for step in range(2):
+        bucket = Bucket([p])
+        bucket.buffer().copy_(torch.randn(2400, generator=torch.Generator().manual_seed(step)))
+        asked = asked + bucket.buffer().double()
+        sent = compressor.hook(group, bucket).wait()
+        assert sent.dtype == dtype
+        assert bool(sent.isfinite().all())
+        total = total + sent.double()
+    owed = compressor.residuals.of(bucket)
+    assert owed.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    return float((total + owed.double() - asked).abs().max() / asked.abs().max())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("name", MAKE)
+def test_gradients_of_other_dtypes(ranks, name, dtype):
+    gap = ranks(1, of_dtype, name=name, dtype=dtype)[0]
+    if name in IDENTITY:
+        # What is sent arrives in the gradients' own dtype; and float64 is not what a 16-bit message holds exactly.
+        assert gap < {torch.bfloat16: 0.02, torch.float16: 0.002, torch.float64: 1e-12}[dtype]
+
+
 def single_matrix(rank, world_size, name, wrap):
     """One parameter: both wrappers lay it out the same way."""
     torch.manual_seed(0)

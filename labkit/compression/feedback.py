@@ -7,6 +7,7 @@
 
 Nothing is lost, it is only late: the sum of all that was ever sent differs from the sum of all gradients by one
 residual. Without it the same small gradients would be dropped in each step, and some compressors then never converge.
+Momentum in the optimizer multiplies what comes late and all at once: use little of it, or see dgc.py.
 
 Held: one residual, as large as the gradients; gradient + residual is formed in its place, and the average in the
 bucket's. One message per bucket, in the order of the buckets, so ranks cannot meet in different collectives.
