@@ -70,6 +70,7 @@ def serve():
             status = reap().get(job)
             if status is not None:
                 end_descendants(grace=0.0)
+                bury_orphans()
                 job = None
                 say(ended=os.waitstatus_to_exitcode(status), job=name)
         if stopping is not None and not job:
@@ -172,6 +173,14 @@ def end_descendants(grace):
         time.sleep(POLL)
     for process in {*below, *psutil.Process().children(recursive=True)}:
         send(process, signal.SIGKILL)
+
+
+def bury_orphans():
+    """Wait for those that have been killed: what is said to have ended leaves not even a zombie."""
+    deadline = time.monotonic() + GRACE
+    while psutil.Process().children() and time.monotonic() < deadline:
+        reap()
+        time.sleep(POLL / 4)
 
 
 def send(process, signal_number):
