@@ -13,6 +13,8 @@ import pytest
 
 from labkit.run import LaunchError, launch, magic, nodes
 from labkit.run.client import agent
+from labkit.run.compare import compare
+from labkit.run.experiment import Experiment
 from labkit.run.nodes import Link
 
 QUICK = {"collective_timeout": 20, "timeout": 60, "quiet": True}
@@ -254,3 +256,13 @@ def test_arguments_that_cannot_be_are_refused_at_once(arguments, message):
 def test_the_bucket_holds_a_millisecond_and_at_least_two_frames():
     assert Link(200).token_bucket() == ["tbf", "rate", "200000000bit", "burst", "25000", "latency", "400ms"]
     assert Link(1, mtu=9000).token_bucket()[4] == str(2 * 9014)
+
+
+def test_experiments_are_compared_over_the_link(namespaces):
+    experiment = Experiment(model="mlp", strategy="ddp_bucketed")
+    run = compare([experiment], nproc=1, nodes=2, link_mbit=100, rounds=1, steps_per_round=1, **QUICK)
+    assert set(run.records["rank"]) == {0, 1}
+    # All that one-rank nodes send crosses a link; by the formula a broadcast is the mean of both, so: together.
+    assert run.wire["sent_bytes"].sum() > run.wire["counted_bytes"].sum()
+    with pytest.raises(ValueError, match="equal parts for 2 ranks"):
+        compare([experiment.replace(batch_size=3)], nproc=1, nodes=2)

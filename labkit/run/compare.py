@@ -36,13 +36,13 @@ def compare(experiments, nproc=2, rounds=10, steps_per_round=3, **options):
     """Train all experiments in turns on nproc ranks; returns a Run whose records have one row per step and rank.
 
     experiments: a list of Experiment, or a dict of label -> Experiment; the label of a list's is its strategy.
-    options: those of launch (device, timeout, quiet ...). Raises ValueError for labels that are not unique.
+    options: those of launch (device, timeout, nodes, link_mbit ...). Raises ValueError for labels that are not unique.
     """
     labelled = experiments if isinstance(experiments, dict) else {e.strategy: e for e in experiments}
     if len(labelled) < len(experiments):
         raise ValueError("two experiments have the same strategy: give a dict of label -> Experiment")
     for experiment in labelled.values():
-        experiment.check_ranks(nproc)
+        experiment.check_ranks(nproc * options.get("nodes", 1))
     fields = {label: experiment.to_dict() for label, experiment in labelled.items()}
     return launch(
         "labkit.run.compare:take_turns",
