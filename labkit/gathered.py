@@ -4,7 +4,7 @@
     forward u        + u, + the next            ("prefetch" of them)
     forward end u    - u                        (not the root, whose parameters are kept)
     backward u       + u, + the one before
-    backward end u   - u                        - the message before; + flat gradient of u - its gradients + 1/n of it
+    backward end u   - u                        + flat gradient of u, - its gradients; - flat, + 1/n when it has come
 
 This replays labkit/fsdp.py in bytes: the same events in the same order, and so the same peak.
 Zhao et al., PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel, VLDB 2023, sections 3.2 and 3.3.
@@ -24,9 +24,9 @@ class FSDP(Single):
         self.home = {i: u for u, unit in enumerate(self.units) for flat in unit for i in flat.members}
         self.forwards = [event[1] for _, _, event in self.rehearsal.log if event and event[0] == "forward"]
         self.calls = [0] * len(self.units)
-        self.whole, self.copied, self.passed, self.done = set(), set(), set(), 0  # done: forwards so far
+        self.whole, self.copied, self.done = set(), set(), 0  # done: forwards so far
         self.come = [[] for _ in self.units]  # bytes of the gradients that are in
-        self.travelling = None  # what is freed when the message on its way has come
+        self.travelling = []  # flat gradients on their way
         flats = [flat for unit in self.units for flat in unit]
         shards = sum(flat.shard_nbytes for flat in flats)
         self.padding = shards - sum(flat.piece_nbytes(self.rank) for flat in flats)
@@ -52,8 +52,9 @@ class FSDP(Single):
             self.calls[number] -= 1
             if not self.calls[number]:
                 yield from self.after_backward(number)
-        elif phase == "end":
-            for u in range(len(self.units)):
+        elif phase == "end":  # those at whose inputs no gradient came by, the root as a rule
+            for u in reversed(dict.fromkeys([*self.forwards, *range(len(self.units))])):
+                self.calls[u] = 0
                 yield from self.after_backward(u)
             yield from self.settle()
             if self.offload:
@@ -63,7 +64,7 @@ class FSDP(Single):
         """Units whose backward comes next, as far as they are gathered ahead."""
         last = len(self.forwards) - 1 - self.forwards[::-1].index(number)
         others = dict.fromkeys(u for u in self.forwards[:last][::-1] if u != number)
-        return [u for u in list(others)[: self.prefetch] if u not in self.passed]
+        return [u for u in list(others)[: self.prefetch] if self.calls[u]]
 
     def gather(self, used, *ahead):
         for u in (used, *ahead):
@@ -83,29 +84,31 @@ class FSDP(Single):
             yield "parameters", -sum(flat.nbytes for flat in self.units[u])
 
     def after_backward(self, u):
-        self.passed.add(u)
         yield from self.free(u)
         yield from self.settle()
         if self.come[u]:
-            for flat in self.units[u]:
-                if flat.trainable:
-                    yield from self.reduce(flat, u)
-
-    def reduce(self, flat, u):
-        """The flat gradient takes the place of the single ones, and becomes this rank's part of the sum."""
-        yield "communication", flat.nbytes
-        for size in self.come[u]:
-            yield "gradients", -size
-        self.come[u] = []
-        yield "gradients", flat.shard_nbytes
-        if self.receives_parts:
-            yield "communication", flat.nbytes
-        self.travelling = (self.travelling or 0) + flat.nbytes * (1 + self.receives_parts)
+            self.travelling = [flat for flat in self.units[u] if flat.trainable]
+            for flat in self.travelling:
+                yield "communication", flat.nbytes
+                yield from (("gradients", -size) for size in self.come[u])
+                self.come[u] = []
+                if self.receives_parts:  # gloo holds what travels twice, so FSDP waits for it at once
+                    yield "communication", flat.nbytes
+                    yield "communication", -flat.nbytes
+                    yield from self.arrived(flat)
+            if self.receives_parts:
+                self.travelling = []
 
     def settle(self):
-        if self.travelling:
-            yield "communication", -self.travelling
-        self.travelling = None
+        """The message on its way has come."""
+        for flat in self.travelling:
+            yield from self.arrived(flat)
+        self.travelling = []
+
+    def arrived(self, flat):
+        """This rank's part of the sum stays, and the flat gradient goes."""
+        yield "gradients", flat.shard_nbytes
+        yield "communication", -flat.nbytes
 
     def stepped(self):
         flats = (flat for unit in self.units for flat in unit if flat.trainable)
