@@ -45,6 +45,13 @@ def test_ties_zeros_and_nan():
     assert len(top_indices(torch.full((n,), torch.nan), k)) == k
 
 
+@pytest.mark.gpu
+def test_selection_on_cuda():
+    values = noise(1_000_000) ** 3
+    found = top_indices(values.cuda(), 10_000)
+    assert set(found.tolist()) == set(torch.topk(values.abs(), 10_000).indices.tolist())
+
+
 def test_selection_leaves_the_models_random_numbers_alone():
     torch.manual_seed(3)
     before = torch.get_rng_state()
