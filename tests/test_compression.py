@@ -325,6 +325,58 @@ def test_a_bad_gradient_is_told_reaches_every_rank_and_leaves_no_trace(ranks, na
         assert all("inf or NaN in the gradients of bucket 0" in line for lines in told for line in lines)
 
 
+class Stumble(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise KeyError("stumbled")
+
+
+def broken_off(rank, world_size, name):
+    """A backward that ends in the middle on all ranks, when some buckets have left; then three steps as usual."""
+    module, compressor = net(), MAKE[name]()
+    wrapped = DDP(module, bucket_cap_mb=0)
+    wrapped.register_comm_hook(None, compressor.hook)
+    handle = module[2].register_forward_hook(lambda part, inputs, output: Stumble.apply(output))
+    with pytest.raises(KeyError):
+        wrapped(batch(rank, 0)).square().mean().backward()
+    handle.remove()
+    for step in range(3):
+        module.zero_grad()
+        wrapped(batch(rank, step)).square().mean().backward()
+    return torch.cat([p.grad.flatten().clone() for p in module.parameters()])
+
+
+@pytest.mark.parametrize("name", COMPRESSORS)
+def test_after_a_backward_that_broke_off_ranks_still_agree(ranks, name):
+    first, second = ranks(2, broken_off, name=name)
+    assert bool(first.isfinite().all())
+    assert torch.equal(first, second)
+
+
+def scaled(rank, world_size, name):
+    """The second gradient with a scale four times as large: the residual must follow. Powers of two round nothing."""
+    p, told = nn.Parameter(torch.zeros(40, 50)), []
+    for scale in (1.0, 4.0):
+        compressor = MAKE[name]()
+        for step, factor in enumerate((1.0, scale)):
+            bucket = Bucket([p])
+            bucket.buffer().copy_(factor * torch.randn(2000, generator=torch.Generator().manual_seed(step)))
+            if step:
+                compressor.scale_residuals(scale)
+            sent = compressor.hook(None, bucket).wait()
+        told.append(sent / scale)
+    return float((told[0] - told[1]).abs().max())
+
+
+@pytest.mark.parametrize("name", ["topk", "dgc", "onebit", "bf16_feedback"])
+def test_residuals_follow_the_loss_scale(ranks, name):
+    assert ranks(1, scaled, name=name) == [0.0]
+
+
 def different_settings(rank, world_size):
     compressor, p = TopK(0.1 + 0.1 * rank), nn.Parameter(torch.zeros(40))
     with pytest.raises(ValueError, match=r"TopK\(ratio=0.1.*rank 1 has.*TopK\(ratio=0.2"):

@@ -35,7 +35,7 @@ class Compressor:
         model.register_comm_hook(None, TopK(0.01).hook)          in place of None: a process group
 
     One compressor serves one model. `seconds`: spent compressing and decompressing so far, by the host's clock.
-    A gradient with an inf or NaN is reported by a warning and makes the averages of all ranks NaN, so that a loss
+    A gradient with an inf or NaN is reported by a warning and puts NaN into the averages of all ranks, so that a loss
     scaler sees it; this rank's residual stays as it was before.
     """
 

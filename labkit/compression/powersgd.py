@@ -12,7 +12,7 @@
                                                            buckets alone, is the same on all ranks: no race
 
 Sent per rank and step: 2 (n-1)/n x 4 rank (rows + cols) bytes a matrix, whatever n; vectors and small matrices go
-whole, beside P. Held: one residual, and Q. All-reduce adds, so it needs no gather: the average of sums is a sum.
+whole, beside P. Held: one residual, and Q. Both messages are means over the ranks, linear in M: nothing is gathered.
 Vogels, Karimireddy and Jaggi, PowerSGD: Practical Low-Rank Gradient Compression, NeurIPS 2019, algorithms 1 and 2.
 """
 
