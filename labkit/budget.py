@@ -1,6 +1,6 @@
 """The budget of a training step: where every byte will go, before anything is run, and what to do if it does not fit.
 
-    bytes |            ______ <- peak                estimate(model, batch, loss, "ddp", world_size=4)
+    bytes |            ______ <- peak                estimate(model, batch, loss, "zero1", world_size=4)
           |         __|  a   |__
           |      __|  activations __                 activations: from a rehearsal, operator by operator
           |   __|____________|_gradients|___         the rest: from what the strategy holds of each parameter
@@ -8,7 +8,7 @@
           +--+------------+-------------+--+-> time
 
 Held per rank: P + G + S + buffers + activations, each counted as labkit.measure.memory.MemoryTracker counts it.
-Activations grow with the batch and, in attention, with the sequence; nothing else does.
+Activations grow with the batch and the sequence (with its square, where attention keeps its weights); the rest does not.
 Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020, section 3.
 """
 
@@ -38,11 +38,9 @@ def estimate(module, input, loss=None, strategy="single", world_size=1, optimize
 
     options: target, unit, recompute, device as in rehearse_step; rank, bucket_cap_mb, prefetch as in account.
     """
-    theirs = ("rank", "bucket_cap_mb", "prefetch")
-    ours = {name: value for name, value in options.items() if name not in theirs}
-    rehearsal = rehearse_step(module, input, loss, precision=precision, **ours)
-    theirs = {name: value for name, value in options.items() if name in theirs}
-    return account(rehearsal, strategy, world_size, optimizer, **theirs)
+    accounted = {name: options.pop(name) for name in ("rank", "bucket_cap_mb", "prefetch") if name in options}
+    rehearsal = rehearse_step(module, input, loss, precision=precision, **options)
+    return account(rehearsal, strategy, world_size, optimizer, **accounted)
 
 
 @dataclass(frozen=True)

@@ -281,3 +281,14 @@ def test_what_cannot_fit_says_by_how_much_and_what_would():
     assert needs("fsdp", ranks, checkpoint) <= need - 1024 < needs("fsdp", ranks - 1, checkpoint)
     smaller = int(re.search(r"a batch of (\d+) a rank instead of 8", words).group(1))
     assert 1 <= smaller < 8 and "\n" not in words
+
+
+@pytest.mark.gpu
+def test_on_cuda():
+    """States to the byte, activations within 2 %: kernels are those of the GPU, for the rehearsal too."""
+    model, loss = models.build("gpt", "small").cuda(), models.loss("gpt")
+    input, target = (t.cuda() for t in batch("gpt", 16))
+    predicted = estimate(model, input, loss, target=target)
+    seen = tracked(model, model, torch.optim.AdamW(model.parameters()), loss, input, target)
+    assert states_of(predicted.held) == states_of(seen.current)
+    assert predicted.peak["activations"] == pytest.approx(seen.peak["activations"], rel=0.02)
