@@ -8,7 +8,7 @@
           +--+------------+-------------+--+-> time
 
 Held per rank: P + G + S + buffers + activations, each counted as labkit.measure.memory.MemoryTracker counts it.
-Activations grow with the batch and the sequence (with its square, where attention keeps its weights); the rest does not.
+Activations grow with the batch and the sequence (its square, where attention keeps its weights); the rest does not.
 Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020, section 3.
 """
 
@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch.utils._pytree import tree_map_only
 
-from labkit.account import PRECISIONS, Estimate, account, rehearse_step
-from labkit.batch_size import BatchSize, find_batch_size, first_true, last_true
+from labkit.parts.account import PRECISIONS, Estimate, account, rehearse_step
+from labkit.parts.batch_size import BatchSize, find_batch_size, first_true, last_true
 
 __all__ = [
     "PRECISIONS",
