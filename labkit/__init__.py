@@ -1,8 +1,10 @@
 """Distributed training from scratch. The listing of this folder is the syllabus: one idea, one file.
 
+What is indented is in parts/: what the file above it stands on, and others may share.
+
     mesh.py                 ranks as a grid: one process group per axis
-    comm.py                 every message goes through here, and is counted; on
-        gloo.py             what gloo is made to do in fewer bytes or copies
+    comm.py                 every message goes through here, and is counted
+    gloo.py                 what gloo is made to do in fewer bytes or copies
     allreduce.py            ring, tree, halving-doubling, from send and recv
     hierarchical.py         the same in two levels: inside each node first, then between nodes
     ddp.py                  data parallelism: average the gradients; it stands on
@@ -49,7 +51,7 @@
 Imports go downward only:
 
     show -> run -> {trainer, measure, models}      measure -> comm
-    trainer -> {ddp, horovod, sampler, ...} -> {mesh, comm} -> torch
+    trainer -> {ddp, zero, fsdp, ...} -> parts -> {mesh, comm} -> torch
 """
 
 

@@ -5,8 +5,8 @@
                                2^16 more room below    |  rank 1: inf? YES | all_reduce MAX: all ranks skip
     scale   65536  65536  32768  32768 ... 65536       inf: x backoff_factor; growth_interval good ones: x growth_factor
 
-autocast (labkit/autocast.py, its table in labkit/precision.py) chooses the precision of each operation;
-MasterWeights (labkit/master_weights.py) is for a model whose parameters themselves have 16 bits.
+autocast (labkit/parts/autocast.py, its table in labkit/parts/precision.py) chooses the precision of each operation;
+MasterWeights (labkit/parts/master_weights.py) is for a model whose parameters themselves have 16 bits.
 
 Sent per rank and unscale_: 4 numbers, to agree. bf16 has fp32's range and needs no scale: GradScaler(enabled=False).
 Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2; hysteresis as in Megatron-LM (Shoeybi et al.,
@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 from labkit import comm
-from labkit.autocast import autocast
-from labkit.master_weights import MasterWeights
+from labkit.parts.autocast import autocast
+from labkit.parts.master_weights import MasterWeights
 
 __all__ = ["GradScaler", "MasterWeights", "autocast", "gradients_of", "unscale_and_check"]
 

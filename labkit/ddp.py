@@ -22,10 +22,10 @@ from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 
 from labkit import comm
-from labkit.join import Join
-from labkit.reducer import Reducer
-from labkit.replicas import Replicas
-from labkit.wrapper import Wrapper, find_tensors
+from labkit.parts.join import Join
+from labkit.parts.reducer import Reducer
+from labkit.parts.replicas import Replicas
+from labkit.parts.wrapper import Wrapper, find_tensors
 
 
 def average_gradients(parameters, group=None):
@@ -135,7 +135,7 @@ class DDP(Wrapper):
             self.require_backward_grad_sync = before
 
     def join(self, divide_by_initial_world_size=True, enable=True, throw_on_early_termination=False):
-        """`with model.join(): ...` around a loop that is longer on some ranks than on others; see labkit.join.
+        """`with model.join(): ...` around a loop that is longer on some ranks than on others; see labkit.parts.join.
 
         divide_by_initial_world_size: an absent rank counts as a zero gradient; else divide by the ranks still there.
         throw_on_early_termination: end with RuntimeError on all ranks as soon as one has run out.

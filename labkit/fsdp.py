@@ -24,21 +24,21 @@ from torch.autograd import Variable
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_map_only
 
-from labkit.flat_param import FlatParam
-from labkit.full_state import ShardedModel
-from labkit.reducer import Reducer
-from labkit.replicas import Replicas, broadcast_tensors
-from labkit.sharding import Sharding
-from labkit.units import materialise, split_units
-from labkit.wrapper import find_tensors
+from labkit.parts.flat_param import FlatParam
+from labkit.parts.full_state import ShardedModel
+from labkit.parts.reducer import Reducer
+from labkit.parts.replicas import Replicas, broadcast_tensors
+from labkit.parts.sharding import Sharding
+from labkit.parts.units import materialise, split_units
+from labkit.parts.wrapper import find_tensors
 
 
 class FSDP(ShardedModel):
     """module, with its parameters, gradients and so optimizer states sharded. Collective: all ranks construct it.
 
-    unit: what is gathered together: a module class, a tuple of them, or a function module -> bool (see labkit.units);
-        None: everything at once. root: what is in no unit is one more unit ("shard"), or whole on every rank, with its
-        gradients averaged at the end of backward ("replicate").
+    unit: what is gathered together: a module class, a tuple of them, or a function module -> bool (policies are in
+        labkit.parts.units); None: everything at once. root: what is in no unit is one more unit ("shard"), or whole on
+        every rank, with its gradients averaged at the end of backward ("replicate").
     shard: "full", "grad_op" or "hybrid"; the last with a mesh of two axes: replicas along the first, shards along the
         second. With another mode a mesh of one axis may stand for process_group.
     param_dtype: gather, compute and reduce in this dtype; the shards stay as they are, the masters. reduce_dtype: sum

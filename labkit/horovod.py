@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from labkit import comm
-from labkit.reducer import Reducer
-from labkit.replicas import broadcast_tensors
+from labkit.parts.reducer import Reducer
+from labkit.parts.replicas import broadcast_tensors
 
 
 class Compression:

@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 
 from labkit import comm
-from labkit.bucket import Bucket, assign_buckets
-from labkit.replicas import broadcast_tensors, check_agreement
+from labkit.parts.bucket import Bucket, assign_buckets
+from labkit.parts.replicas import broadcast_tensors, check_agreement
 
 
 class LocalSGD:

@@ -18,7 +18,7 @@ from collections import defaultdict
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from labkit.host import Lane, is_outside, part, room
+from labkit.parts.host import Lane, is_outside, part, room
 
 ALIGNED = 64  # bytes: where a tensor may begin in a flat region
 

@@ -24,8 +24,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from labkit.keep import Keep, Reuse, choose_policy
-from labkit.surroundings import Surroundings
+from labkit.parts.keep import Keep, Reuse, choose_policy
+from labkit.parts.surroundings import Surroundings
 
 
 class Recompute(torch.autograd.Function):

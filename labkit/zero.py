@@ -21,12 +21,12 @@ import torch.distributed as dist
 from torch.autograd import Variable
 
 from labkit import comm
-from labkit.clip import clip_grad_norm_
-from labkit.consolidate import gather_state, options_of, slice_state
-from labkit.elementwise import check_elementwise
-from labkit.reducer import watchers
-from labkit.replicas import broadcast_tensors, check_agreement
-from labkit.scatter import Scatterer
+from labkit.parts.clip import clip_grad_norm_
+from labkit.parts.consolidate import gather_state, options_of, slice_state
+from labkit.parts.elementwise import check_elementwise
+from labkit.parts.reducer import watchers
+from labkit.parts.replicas import broadcast_tensors, check_agreement
+from labkit.parts.scatter import Scatterer
 
 
 class ZeRO1(torch.optim.Optimizer):

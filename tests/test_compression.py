@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit import comm
-from labkit.bucket import Bucket
 from labkit.compression import COMPRESSORS, DGC, Cast, OneBit, PowerSGD, Quantize, RandomK, TopK, build
 from labkit.ddp import DDP
+from labkit.parts.bucket import Bucket
 
 STEPS = 5
 MAKE = {

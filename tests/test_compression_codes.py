@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from labkit import comm
-from labkit.bucket import Bucket
 from labkit.compression import OneBit, Quantize
 from labkit.compression.onebit import pack_bits
 from labkit.measure.memory import MemoryTracker
+from labkit.parts.bucket import Bucket
 
 
 def noise(n, seed=0):

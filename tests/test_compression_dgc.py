@@ -8,9 +8,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit import comm
-from labkit.bucket import Bucket
 from labkit.compression import DGC, OneBit, OneBitAdam, TopK
 from labkit.ddp import DDP
+from labkit.parts.bucket import Bucket
 
 STEPS = 6
 

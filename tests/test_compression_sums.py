@@ -9,10 +9,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit import comm
-from labkit.bucket import Bucket
 from labkit.compression import Cast, PowerSGD, RandomK
 from labkit.ddp import DDP
 from labkit.measure.memory import MemoryTracker
+from labkit.parts.bucket import Bucket
 
 
 def noise(n, seed=0):

@@ -5,11 +5,11 @@ import torch
 from torch import nn
 
 from labkit import comm
-from labkit.bucket import Bucket
 from labkit.compression import TopK
 from labkit.compression.packing import pack, unpack
 from labkit.compression.select import SAMPLED_FROM, top_indices
 from labkit.measure.memory import MemoryTracker
+from labkit.parts.bucket import Bucket
 
 
 def noise(n, seed=0):

@@ -9,8 +9,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit import comm, models
-from labkit.bucket import assign_buckets
 from labkit.ddp import DDP, average_gradients
+from labkit.parts.bucket import assign_buckets
 
 FORMS = {
     "naive": {"bucket_cap_mb": 0, "overlap": False},

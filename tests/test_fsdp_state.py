@@ -13,7 +13,7 @@ from labkit.fsdp import FSDP
 from labkit.measure.memory import MemoryTracker
 from labkit.mesh import Mesh
 from labkit.models.gpt import Block
-from labkit.units import by_size, excluding, split_units
+from labkit.parts.units import by_size, excluding, split_units
 
 TINY = {"vocab": 31, "context": 16}
 

@@ -1,7 +1,7 @@
 """The import rule of labkit/__init__.py, read from the sources: imports go downward only.
 
 show -> run -> {trainer, measure, models}      measure -> comm
-trainer -> {ddp, horovod, sampler, ...} -> {mesh, comm} -> torch
+trainer -> {ddp, zero, fsdp, ...} -> parts -> {mesh, comm} -> torch
 """
 
 import ast
@@ -14,34 +14,6 @@ import labkit
 
 ROOT = Path(labkit.__file__).parent
 
-# Parts of algorithms, too long to sit in one file with them: algorithms share these, never each other.
-PARTS = {
-    "bucket",
-    "reducer",
-    "replicas",
-    "join",
-    "wrapper",
-    "shard",
-    "scatter",
-    "consolidate",
-    "elementwise",
-    "units",
-    "sharding",
-    "flat_param",
-    "full_state",
-    "clip",
-    "account",
-    "rehearsal",
-    "holdings",
-    "gathered",
-    "batch_size",
-    "surroundings",
-    "keep",
-    "host",
-    "autocast",
-    "precision",
-    "master_weights",
-}
 BELOW = {
     "floor": {"floor"},
     "part": {"floor", "part"},
@@ -77,7 +49,7 @@ def layer(module):
         return "top"
     if rest[0] in ("mesh", "comm", "gloo"):
         return "floor"
-    if rest[0] in PARTS:
+    if rest[0] == "parts":  # what algorithms share: they never import each other
         return "part"
     return rest[0] if rest[0] in BELOW else "algorithm"
 
@@ -172,7 +144,7 @@ BAD = {
     "by its other spelling": ("labkit.zero", "from labkit import ddp"),
     "relatively": ("labkit.zero", "from . import ddp"),
     "relatively from a folder": ("labkit.compression.topk", "from ..ddp import DDP"),
-    "a part imports its algorithm": ("labkit.reducer", "from labkit.ddp import DDP"),
+    "a part imports its algorithm": ("labkit.parts.reducer", "from labkit.ddp import DDP"),
     "an algorithm imports the trainer": ("labkit.ddp", "import labkit.trainer"),
     "the floor imports an algorithm": ("labkit.comm", "from labkit.allreduce import ring"),
     "measure imports run": ("labkit.measure.stats", "from labkit.run import launch"),
@@ -189,7 +161,7 @@ BAD = {
 GOOD = {
     "downward": (
         "labkit.ddp",
-        "import torch\nimport weakref\nfrom labkit import comm\nfrom labkit.bucket import Bucket",
+        "import torch\nimport weakref\nfrom labkit import comm\nfrom labkit.parts.bucket import Bucket",
     ),
     "files of one algorithm": ("labkit.compression.topk", "from .residual import Residual"),
     "skipping a layer": ("labkit.run.compare", "from labkit import comm"),

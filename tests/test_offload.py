@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from labkit import models
-from labkit.host import room
 from labkit.measure.memory import MemoryTracker
 from labkit.models.gpt import Block
 from labkit.offload import Offloaded, offload_activations
+from labkit.parts.host import room
 from labkit.recompute import checkpoint_every
 
 OPTIMIZERS = {

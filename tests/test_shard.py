@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from labkit.shard import Layout
+from labkit.parts.shard import Layout
 
 SHAPES = [
     [(4, 6), (4,), (3, 4), (3,)],

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from labkit import comm, models
 from labkit.ddp import DDP
 from labkit.measure.memory import MemoryTracker
-from labkit.shard import Layout
+from labkit.parts.shard import Layout
 from labkit.zero import ZeRO1, ZeRO2
 
 FORMS = {  # several buckets, one for everything, one a parameter; the last has fewer elements than ranks in some

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from labkit import comm
 from labkit.compression.residual import Residuals
-from labkit.replicas import check_agreement
+from labkit.parts.replicas import check_agreement
 
 
 class Compressor:

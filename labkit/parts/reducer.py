@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from labkit import comm
-from labkit.bucket import Bucket, assign_buckets
+from labkit.parts.bucket import Bucket, assign_buckets
 
 
 class Reducer:

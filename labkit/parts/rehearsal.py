@@ -23,7 +23,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from labkit.autocast import autocast
+from labkit.parts.autocast import autocast
 
 
 @dataclass
@@ -121,7 +121,8 @@ def rehearse(module, input, loss=None, target=None, dtype=None, low=None, device
     loss: function (output, target), or (output) without a target, -> scalar; None: the sum of the output.
     dtype: of floating-point parameters, buffers and inputs (None: as they are). low: what autocast computes in, or
     None. device: by default the module's; one that this machine has not is rehearsed on the CPU. units: [Unit] of
-    labkit.units, the root first. checkpoint: function (function, *args) that runs a unit and recomputes it in backward.
+    labkit.parts.units, the root first. checkpoint: function (function, *args) that runs a unit and recomputes it in
+    backward.
     """
     inputs, targets = (t if isinstance(t, tuple | list) else (t,) for t in (input, () if target is None else target))
     named = dict(module.named_parameters())

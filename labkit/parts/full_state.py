@@ -14,10 +14,10 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from labkit.clip import clip_grad_norm_
-from labkit.replicas import broadcast_tensors
-from labkit.sharding import compute_device
-from labkit.wrapper import Wrapper, plain_name
+from labkit.parts.clip import clip_grad_norm_
+from labkit.parts.replicas import broadcast_tensors
+from labkit.parts.sharding import compute_device
+from labkit.parts.wrapper import Wrapper, plain_name
 
 
 class ShardedModel(Wrapper):

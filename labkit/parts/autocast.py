@@ -6,7 +6,7 @@
     backward: each cast is recorded by autograd, so every operation's gradient is cast back, and weight.grad is fp32
 
 It stands between the caller and torch's functions (a TorchFunctionMode), above autograd: an operation inside a C++
-function (the linear inside an LSTM) is not seen by itself. labkit/precision.py says what runs how.
+function (the linear inside an LSTM) is not seen by itself. labkit/parts/precision.py says what runs how.
 
 Cost: a copy of every weight that a product uses, in 16 bits: half the parameters' bytes, until backward is done.
 Micikevicius et al., Mixed Precision Training, ICLR 2018, sections 3.1 and 3.3.
@@ -18,7 +18,7 @@ from contextlib import contextmanager
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-from labkit.precision import TABLES
+from labkit.parts.precision import TABLES
 
 DEFAULT = {"cuda": torch.float16, "cpu": torch.bfloat16}
 CASTABLE = {torch.float32, torch.float16, torch.bfloat16}  # fp64 was chosen by someone: it stays

@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 
 from labkit import comm
-from labkit.bucket import Bucket
-from labkit.reducer import Reducer
-from labkit.shard import Layout
+from labkit.parts.bucket import Bucket
+from labkit.parts.reducer import Reducer
+from labkit.parts.shard import Layout
 
 
 class ShardedBucket(Bucket):

@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from labkit.surroundings import set_random_state
+from labkit.parts.surroundings import set_random_state
 
 aten = torch.ops.aten
 PRODUCTS = {

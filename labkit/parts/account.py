@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
-from labkit import gathered, holdings
-from labkit.rehearsal import rehearse, rehearse_optimizer
-from labkit.units import split_units
+from labkit.parts import gathered, holdings
+from labkit.parts.rehearsal import rehearse, rehearse_optimizer
+from labkit.parts.units import split_units
 
 KINDS = ("parameters", "gradients", "optimizer_states", "buffers", "communication", "activations")
 HOLDINGS = {

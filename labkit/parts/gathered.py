@@ -10,7 +10,7 @@ This replays labkit/fsdp.py in bytes: the same events in the same order, and so 
 Zhao et al., PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel, VLDB 2023, sections 3.2 and 3.3.
 """
 
-from labkit.holdings import Flat, Single
+from labkit.parts.holdings import Flat, Single
 
 
 class FSDP(Single):

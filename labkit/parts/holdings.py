@@ -11,9 +11,9 @@ needs to be cut into equal parts: fewer than n elements a buffer.
 Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020, sections 3 and 5.
 """
 
-from labkit.bucket import assign_buckets
-from labkit.replicas import ALIGNMENT
-from labkit.shard import Layout
+from labkit.parts.bucket import assign_buckets
+from labkit.parts.replicas import ALIGNMENT
+from labkit.parts.shard import Layout
 
 
 class Single:

@@ -18,14 +18,14 @@ import torch.distributed as dist
 from torch import nn
 
 from labkit import comm
-from labkit.shard import Layout
+from labkit.parts.shard import Layout
 
 
 class FlatParam:
     """Parameters of one dtype, all trainable or all frozen. Collective: their values become those of rank 0.
 
     names: list of str. places: for each parameter the (module, attribute) pairs that hold it; tied ones have several.
-    sharding: a labkit.sharding.Sharding. The places then hold the pieces, or, between use() and free(), the wholes.
+    sharding: a labkit.parts.sharding.Sharding. The places then hold the pieces; from use() to free(), the wholes.
     """
 
     def __init__(self, names, places, sharding):

@@ -16,7 +16,7 @@ import json
 import torch
 
 from labkit import comm
-from labkit.replicas import gather_bytes
+from labkit.parts.replicas import gather_bytes
 
 
 def gather_state(optimizer, whole_groups, pieces, buckets, group=None):

@@ -12,7 +12,7 @@ Zhao et al., PyTorch FSDP, VLDB 2023, section 3.2.1.
 
 import torch
 
-from labkit.wrapper import find_tensors
+from labkit.parts.wrapper import find_tensors
 
 
 class Unit:
