@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from labkit.parts.keep import Keep, Reuse, choose_policy
 from labkit.parts.surroundings import Surroundings
+from labkit.parts.units import as_policy
 
 
 class Recompute(torch.autograd.Function):
@@ -80,8 +81,8 @@ def checkpoint_every(module, unit, k=1, **options):
     if k < 1:
         raise ValueError(f"every k-th unit is checkpointed: k={k} must be at least 1")
     choose_policy(options.get("keep"))
-    is_unit = (lambda part: isinstance(part, unit)) if isinstance(unit, type | tuple) else unit
-    units = [part for part in module.modules() if is_unit(part)]
+    matches = as_policy(unit)
+    units = [part for part in module.modules() if matches(part)]
     if not units:
         classes = sorted({type(part).__name__ for part in module.modules()})
         raise ValueError(f"no part of the model matches unit {unit}; it consists of {', '.join(classes)}")

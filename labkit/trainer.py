@@ -21,6 +21,7 @@ from labkit import comm
 from labkit.amp import GradScaler, autocast
 from labkit.ddp import DDP
 from labkit.fsdp import FSDP
+from labkit.parts.units import as_policy
 from labkit.recompute import checkpoint_every
 from labkit.zero import ZeRO1, ZeRO2
 
@@ -89,8 +90,8 @@ def torch_fsdp(module, unit, bucket_cap_mb):
 
 def units(module, unit):
     """The submodules that `unit`, a class or a function module -> bool, says are gathered together."""
-    is_unit = (lambda part: isinstance(part, unit)) if isinstance(unit, type) else unit
-    return [part for part in module.modules() if part is not module and is_unit(part)]
+    matches = as_policy(unit)
+    return [part for part in module.modules() if part is not module and matches(part)]
 
 
 class MeteredGather:
