@@ -76,6 +76,7 @@ class MemoryTracker(TorchDispatchMode):
         if self._first_optimizer is not None:
             self._optimizers[self._first_optimizer] = True
         self._scan()
+        self._held_before = len(self._log)
         for hook, register in (
             (self._before_step, register_optimizer_step_pre_hook),
             (self._after_step, register_optimizer_step_post_hook),
@@ -142,12 +143,13 @@ class MemoryTracker(TorchDispatchMode):
 
     @property
     def samples(self):
-        """[(seconds since entry, bytes by kind)], one after every change: the data of a memory timeline."""
+        """[(seconds since entry, bytes by kind)], at entry and after every change: the data of a memory timeline."""
         self._scan()
         totals, samples = dict.fromkeys(KINDS, 0), []
-        for moment, storage, change in self._log:
+        for position, (moment, storage, change) in enumerate(self._log, start=1):
             totals[storage.kind] += change
-            samples.append((moment - self._start, dict(totals)))
+            if position >= self._held_before:
+                samples.append((moment - self._start, dict(totals)))
         return samples
 
     def _totals(self, length):
