@@ -93,9 +93,11 @@ def trained(rank, world_size, name, dtype, optimizer, forms):
 
 @pytest.mark.parametrize(
     ("name", "optimizer", "dtype"),
-    [(name, "sgd", torch.float64) for name in models.SIZES]
-    + [(name, "adamw", torch.float32) for name in models.SIZES]
-    + [("mlp", "sgd", torch.float32)],
+    [
+        (name, optimizer, dtype)
+        for name in models.SIZES
+        for optimizer, dtype in [("sgd", torch.float64), ("sgd", torch.float32), ("adamw", torch.float32)]
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -110,13 +112,13 @@ def test_ranks_train_what_one_process_trains(ranks, world_size, name, optimizer,
                 assert difference(results[form], results["ddp"]) == 0.0, form
 
 
-def hybrid(rank, world_size, axes, name, root):
+def hybrid(rank, world_size, axes, name, root, dtype, optimizer):
     mesh = Mesh(axes)
-    wrapped = FSDP(build(name, torch.float64, seed=rank), models.unit(name), mesh=mesh, shard="hybrid", root=root)
-    fit(wrapped, name, torch.float64, "sgd", lambda t: t.split(SHARE)[rank], world_size)
+    wrapped = FSDP(build(name, dtype, seed=rank), models.unit(name), mesh=mesh, shard="hybrid", root=root)
+    fit(wrapped, name, dtype, optimizer, lambda t: t.split(SHARE)[rank], world_size)
     own = {key: value.clone() for key, value in wrapped.state_dict().items()}
     with comm.record() as log:
-        inputs, targets = (t.split(SHARE)[rank] for t in batch(name, torch.float64, 0, world_size))
+        inputs, targets = (t.split(SHARE)[rank] for t in batch(name, dtype, 0, world_size))
         models.loss(name)(wrapped(inputs), targets).backward()
         norm = wrapped.clip_grad_norm_(1e9)
     return {
@@ -129,15 +131,21 @@ def hybrid(rank, world_size, axes, name, root):
 
 
 @pytest.mark.parametrize("root", ["shard", "replicate"])
-@pytest.mark.parametrize("name", ["mlp", "gpt"])
+@pytest.mark.parametrize(
+    ("name", "optimizer", "dtype"),
+    [("mlp", "sgd", torch.float64), ("gpt", "sgd", torch.float64), ("gpt", "sgd", torch.float32)]
+    + [(name, "adamw", torch.float32) for name in models.SIZES],
+    ids=str,
+)
 @pytest.mark.parametrize("axes", [(2, 2), (1, 3), (2, 1), (4, 1)], ids=str)
-def test_hybrid_shards_along_one_axis_and_replicates_along_the_other(ranks, axes, name, root):
+def test_hybrid_shards_along_one_axis_and_replicates_along_the_other(ranks, axes, name, root, dtype, optimizer):
     replicas, shards = axes
     world_size = replicas * shards
-    oracle = one_process(name, torch.float64, "sgd", world_size)
-    results = ranks(world_size, hybrid, axes={"replicate": replicas, "shard": shards}, name=name, root=root)
+    oracle = one_process(name, dtype, optimizer, world_size)
+    form = {"name": name, "root": root, "dtype": dtype, "optimizer": optimizer}
+    results = ranks(world_size, hybrid, axes={"replicate": replicas, "shard": shards}, **form)
     for told in results:
-        assert difference(told["whole"], oracle) <= 1e-12
+        assert difference(told["whole"], oracle) <= TOLERANCE[dtype]
         alike = [other for other in results if other["place"][1] == told["place"][1]]
         assert all(difference(other["own"], told["own"]) == 0.0 for other in alike) and len(alike) == replicas
         assert told["norm"] == pytest.approx(results[0]["norm"], abs=1e-12)

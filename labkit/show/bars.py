@@ -79,11 +79,12 @@ def finish(figure, axes, title):
     style.entitle(figure, title)
 
 
-def memory_bars(frame, title=None, label="strategy"):
+def memory_bars(frame, title=None, label="strategy", up_to=0):
     """Figure: one stacked bar per `label`, by kind.
 
     frame: bytes in columns named after KINDS, or peak_KIND_bytes as compare() has them; of several rows the largest.
     A segment says its size where there is room (without the unit, the axis'), a bar its sum; unused kinds are left out.
+    up_to: bytes that the axis shows at least.
     """
     frame = frame.rename(columns={f"peak_{kind}_bytes": kind for kind in KINDS})
     kinds = [kind for kind in KINDS if kind in frame and frame[kind].max() > 0]
@@ -121,7 +122,7 @@ def memory_bars(frame, title=None, label="strategy"):
                 "size": 9.5,
             }
             axes.annotate(style.quantity(total, "bytes"), (total / divisor, y), **place)
-        axes.set_xlim(0, totals.max() / divisor * 1.14)
+        axes.set_xlim(0, max(totals.max(), up_to) / divisor * 1.14)
         axes.set_yticks(places, [style.name(one) for one in frame[label]])
         axes.invert_yaxis()
         axes.set_xlabel(f"memory per rank at its peak ({unit})")

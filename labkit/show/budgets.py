@@ -73,7 +73,8 @@ def draw(predict, state):
     """Figure: a stacked bar per stage; where the state has a capacity, a line. ValueError without a stage."""
     if not state.stages:
         raise ValueError("no stage to draw: choose at least one")
-    figure = memory_bars(rows(predict, state)[["stage", *KINDS]], title=headline(state), label="stage")
+    shown, capacity = rows(predict, state)[["stage", *KINDS]], state.capacity or 0
+    figure = memory_bars(shown, title=headline(state), label="stage", up_to=capacity)
     if state.capacity is not None:
         axes = figure.axes[0]
         longest = max(sum(predict(s, state.world_size, state.precision, state.batch).values()) for s in state.stages)
@@ -83,7 +84,6 @@ def draw(predict, state):
             words.set_zorder(5)
             if words.get_weight() == "bold":
                 words.set_bbox({"facecolor": style.GROUND, "edgecolor": "none", "pad": 1.5})
-        axes.set_xlim(0, max(axes.get_xlim()[1], at * 1.14))
         words = f"a rank has {style.quantity(state.capacity, 'bytes')}"
         place = {"xytext": (4, 3), "textcoords": "offset points", "color": style.RED, "size": 9}
         axes.annotate(words, (at, axes.get_ylim()[1]), annotation_clip=False, **place)
