@@ -7,9 +7,7 @@
 What is drawn is a pure function of (predict, state): predict(stage, world_size, precision, batch) -> bytes by kind.
 """
 
-import base64
 import functools
-import html
 from dataclasses import dataclass, replace
 
 import ipywidgets
@@ -21,7 +19,7 @@ from labkit.measure.memory import KINDS
 from labkit.show import style
 from labkit.show.bars import memory_bars
 from labkit.show.notebook import table
-from labkit.show.publish import png, present
+from labkit.show.publish import as_html, present
 
 STAGES = ("ddp_bucketed", "zero1", "zero2", "fsdp")
 
@@ -109,9 +107,7 @@ def picture(predict, state):
     """The widget's image as HTML with alt text; a sentence where there is nothing to draw."""
     if not state.stages:
         return "<p>Tick at least one stage.</p>"
-    data = base64.b64encode(png(draw(predict, state), dpi=130)).decode()
-    words = html.escape(takeaway(predict, state), quote=True)
-    return f'<img style="max-width:100%;width:760px" alt="{words}" src="data:image/png;base64,{data}"><p>{words}</p>'
+    return as_html(takeaway(predict, state), draw(predict, state))
 
 
 class Explorer:

@@ -10,8 +10,6 @@
 What is drawn is a pure function of (frame, state).
 """
 
-import base64
-import html
 from dataclasses import dataclass
 
 import ipywidgets
@@ -22,7 +20,7 @@ from matplotlib.lines import Line2D
 from labkit.measure.timeline import Timeline
 from labkit.show import style
 from labkit.show.notebook import table
-from labkit.show.publish import png, present
+from labkit.show.publish import as_html, present
 from labkit.show.residency import residency
 
 COLUMNS = ("unit", "mode", "prefetch", "held_bytes", "step_ms", "exposed_ms")
@@ -142,12 +140,9 @@ class Explorer:
     def changed(self, change=None):
         """Read the controls and draw anew."""
         self.state = State(self.unit.value, self.mode.value, self.prefetch.value)
-        words = html.escape(takeaway(self.frame, self.state), quote=True)
         figures = [draw(self.frame, self.state), band(self.frame, self.state)]
-        images = [base64.b64encode(png(figure, dpi=130)).decode() for figure in figures if figure is not None]
-        look = f'style="max-width:100%;width:760px" alt="{words}"'
-        shown = "".join(f'<img {look} src="data:image/png;base64,{image}">' for image in images)
-        self.image.value = f"{shown}<p>{words}</p>"
+        shown = [figure for figure in figures if figure is not None]
+        self.image.value = as_html(takeaway(self.frame, self.state), *shown)
 
 
 def explorer(frame, provenance, state=None):

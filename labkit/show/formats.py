@@ -5,8 +5,6 @@ reach(gradients, "fp16", 2^16)  how large the gradients are, how far each format
 explorer(gradients)             both, with controls: value, loss scale, format
 """
 
-import base64
-import html
 import math
 from dataclasses import dataclass
 
@@ -19,7 +17,7 @@ from matplotlib.patches import Rectangle
 from labkit.show import style
 from labkit.show.notebook import table
 from labkit.show.numbers import FORMATS, fate
-from labkit.show.publish import png, present
+from labkit.show.publish import as_html, present
 
 PARTS = {"sign": style.GREY, "exponent": style.ORANGE, "fraction": style.BLUE}
 FATES = {"normal": style.BLUE, "subnormal": style.PALE_BLUE, "zero": style.RED, "overflow": style.PURPLE}
@@ -213,14 +211,9 @@ class Explorer:
         """Read the controls and draw anew."""
         self.state = State(self.value.value, self.scale.value, self.format.value)
         value = self.state.value
-        self.bits.value = image(bit_layout(value), f"The bits of {number(value)} in each of the formats.")
+        self.bits.value = as_html(f"The bits of {number(value)} in each of the formats.", bit_layout(value))
         figure = reach(self.counts, self.state.format, self.state.scale)
-        self.sizes.value = image(figure, takeaway(self.counts, self.state))
-
-
-def image(figure, words):
-    data, words = base64.b64encode(png(figure, dpi=110)).decode(), html.escape(words, quote=True)
-    return f'<img style="max-width:100%;width:760px" alt="{words}" src="data:image/png;base64,{data}"><p>{words}</p>'
+        self.sizes.value = as_html(takeaway(self.counts, self.state), figure)
 
 
 def explorer(gradients, provenance):

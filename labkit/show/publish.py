@@ -8,6 +8,7 @@
 JupyterLab ignores alt text given with an image, so the sentence is in the plain text, in the metadata, and visible.
 """
 
+import base64
 import html
 import io
 import json
@@ -68,6 +69,15 @@ def present(figure, caption, provenance, alt):
     )
     about_width = f"max-width:{width}px"
     display({"text/html": f"<p style='{about_width}'>{body}{seen}</p>", "text/plain": text}, raw=True)
+
+
+def as_html(words, *figures):
+    """Figures and the sentence that says what is to be seen in them as HTML: what a widget shows of its own."""
+    words = html.escape(words, quote=True)
+    look = f'style="max-width:100%;width:760px" alt="{words}"'
+    images = [base64.b64encode(png(figure, dpi=130)).decode() for figure in figures]
+    shown = "".join(f'<img {look} src="data:image/png;base64,{image}">' for image in images)
+    return f"{shown}<p>{words}</p>"
 
 
 def commit():

@@ -8,7 +8,6 @@
 What is drawn is a pure function of (frame, state), so that it can be tested without a browser.
 """
 
-import base64
 import html
 from dataclasses import dataclass, replace
 
@@ -19,7 +18,7 @@ from IPython.display import display
 from labkit.show import style, tables
 from labkit.show.bars import grouped_bars
 from labkit.show.notebook import table
-from labkit.show.publish import png, present
+from labkit.show.publish import as_html, present
 
 METRICS = ("step_ms", "exposed_comm_ms", "sent_bytes", "peak_bytes", "samples_per_s")
 KEYS = ["model", "strategy", "bucket_cap_mb"]
@@ -105,9 +104,7 @@ def picture(frame, state):
         return "<p>Tick at least one strategy.</p>"
     if chosen(frame, state).empty:
         return f"<p>Nothing measured yet for {html.escape(headline(state))}.</p>"
-    data = base64.b64encode(png(draw(frame, state), dpi=130)).decode()
-    words = html.escape(takeaway(frame, state), quote=True)
-    return f'<img style="max-width:100%;width:760px" alt="{words}" src="data:image/png;base64,{data}"><p>{words}</p>'
+    return as_html(takeaway(frame, state), draw(frame, state))
 
 
 def origin(frame):
