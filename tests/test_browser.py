@@ -117,7 +117,7 @@ def wait_for(look, good, seconds=60):
     return seen
 
 
-@pytest.mark.parametrize("name", map(course_notebook, ("00_start_here", "04_compare", "10_memory")))
+@pytest.mark.parametrize("name", [course_notebook("00_start_here"), course_notebook("04_compare")])
 def test_the_course_runs_and_is_seen_in_both_themes(lab, screenshots, name):
     page = lab(f"{name}.ipynb")
     page.run_and_finish()
