@@ -237,20 +237,6 @@ def recv(tensor, src, group=None, async_op=False):
     return _metered("recv", group, tensor.nbytes, lambda n: 0, async_op, launch)
 
 
-class _Both:
-    """The two requests of an exchange as one Work. (NCCL fuses them into one by itself.)"""
-
-    def __init__(self, works):
-        self.works = works
-
-    def wait(self, *timeout):
-        done = [work.wait(*timeout) for work in self.works]
-        return all(done)
-
-    def is_completed(self):
-        return all(work.is_completed() for work in self.works)
-
-
 def exchange(outgoing, dst, incoming, src, group=None, async_op=False):
     """Send outgoing to dst while incoming is filled by src (ranks within the group): MPI's sendrecv, safe in a circle.
 
@@ -260,7 +246,7 @@ def exchange(outgoing, dst, incoming, src, group=None, async_op=False):
     def launch():
         receive = dist.P2POp(dist.irecv, incoming, group=group, group_peer=src)
         works = dist.batch_isend_irecv([receive, dist.P2POp(dist.isend, outgoing, group=group, group_peer=dst)])
-        work = works[0] if len(works) == 1 else _Both(works)
+        work = works[0] if len(works) == 1 else gloo.All(works)  # NCCL fuses them into one by itself
         if async_op:
             return work
         work.wait()
