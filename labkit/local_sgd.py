@@ -60,6 +60,14 @@ class LocalSGD:
     def param_groups(self):
         return self.inner.param_groups
 
+    @property
+    def state(self):
+        """parameter -> all that is kept for it: the inner optimizer's states, the anchor and the outer optimizer's."""
+        kept = {p: dict(state) for p, state in self.inner.state.items()}
+        for p, anchor in self.anchors.items():
+            kept.setdefault(p, {}).update(anchor=anchor, outer=self.outer.state.get(anchor, {}))
+        return kept
+
     def zero_grad(self, set_to_none=True):
         self.inner.zero_grad(set_to_none)
 

@@ -1,7 +1,7 @@
 """Training: one recipe for every strategy of the lab, behind one `train_step`.
 
     model      = parallelize(model, strategy)                      who holds and who sends what
-    optimizer  = make_optimizer(model, strategy, AdamW, lr=3e-4)   ZeRO shards it, all else leaves it alone
+    optimizer  = make_optimizer(model, strategy, AdamW, lr=3e-4)   ZeRO shards it, local SGD lets it talk, else as it is
     trainer    = Trainer(model, optimizer, loss)
     train_step = zero_grad, then for each micro-batch forward and backward, then clip, step, and the learning rate
 
@@ -12,15 +12,20 @@ section 2.1), with warm-up over the first steps (section 2.2); square root (Kriz
 parallelizing convolutional neural networks, 2014, section 5).
 """
 
+import os
 from contextlib import nullcontext
 from functools import partial
 
 import torch
+import torch.distributed as dist
 
-from labkit import comm
+from labkit import comm, compression
 from labkit.amp import GradScaler, autocast
 from labkit.ddp import DDP
 from labkit.fsdp import FSDP
+from labkit.hierarchical import FORMS, Hierarchical
+from labkit.local_sgd import DiLoCo, LocalSGD
+from labkit.mesh import Mesh
 from labkit.parts.units import as_policy
 from labkit.recompute import checkpoint_every
 from labkit.zero import ZeRO1, ZeRO2
@@ -29,14 +34,18 @@ LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 LR_RULES = {"none": lambda factor: 1.0, "linear": lambda factor: factor, "sqrt": lambda factor: factor**0.5}
 
 
-def parallelize(module, strategy, unit=torch.nn.Linear, bucket_cap_mb=25):
+def parallelize(module, strategy, unit=torch.nn.Linear, bucket_cap_mb=25, hook=None):
     """The module, wrapped so that the ranks of the default process group train it together.
 
-    unit: a class, or a function module -> bool: what FSDP gathers together. Raises ValueError for an unknown strategy.
+    unit: a class, or a function module -> bool: what FSDP gathers together. hook: carries the gradients of a strategy
+    of HOOKED, see comm_hook. Raises ValueError for an unknown strategy.
     """
     if strategy not in STRATEGIES:
         raise ValueError(f"unknown strategy {strategy!r}: known are {', '.join(STRATEGIES)}")
-    return STRATEGIES[strategy](module, unit, bucket_cap_mb)
+    model = STRATEGIES[strategy](module, unit, bucket_cap_mb)
+    if hook is not None:
+        model.register_comm_hook(None, hook.hook)
+    return model
 
 
 def ddp_naive(module, unit, bucket_cap_mb):
@@ -51,8 +60,8 @@ def ddp_bucketed(module, unit, bucket_cap_mb):
     return DDP(module, bucket_cap_mb=bucket_cap_mb)
 
 
-def zero(module, unit, bucket_cap_mb):
-    """The model stays as it is, whole on every rank: the optimizer averages the gradients and shards what it keeps."""
+def whole(module, unit, bucket_cap_mb):
+    """The model stays as it is on every rank: what is averaged, and when, is the optimizer's (ZeRO, local SGD)."""
     return module
 
 
@@ -112,26 +121,49 @@ class MeteredScatter(MeteredGather):
 
 
 STRATEGIES = {
-    "single": lambda module, unit, bucket_cap_mb: module,
+    "single": whole,
     "ddp_naive": ddp_naive,
     "ddp_overlapped": ddp_overlapped,
     "ddp_bucketed": ddp_bucketed,
-    "zero1": zero,
-    "zero2": zero,
+    "zero1": whole,
+    "zero2": whole,
     "fsdp": fsdp,
     "fsdp_grad_op": fsdp_grad_op,
     "fsdp_offload": fsdp_offload,
+    "local_sgd": whole,
+    "diloco": whole,
     "torch_ddp": torch_ddp,
     "torch_fsdp": torch_fsdp,
 }
 
 
-def make_optimizer(model, strategy, optimizer_class, bucket_cap_mb=25, **options):
-    """The optimizer for a model that `parallelize` has returned for the same strategy."""
+HOOKED = ("ddp_naive", "ddp_overlapped", "ddp_bucketed", "torch_ddp")
+HOOKS = (*FORMS, *compression.COMPRESSORS)
+
+
+def comm_hook(name):
+    """What `parallelize` takes as hook: a compressor, or the all-reduce by nodes; None for "none". Collective.
+
+    name: one of HOOKS. By nodes: ranks of one machine, as torchrun counts them, are numbered one after the other.
+    """
+    if name not in FORMS:
+        return None if name == "none" else compression.build(name)
+    local = int(os.environ["LOCAL_WORLD_SIZE"])
+    mesh = Mesh({"node": dist.get_world_size() // local, "local": local})
+    return Hierarchical(mesh.group("local"), mesh.group("node"), name)
+
+
+def make_optimizer(model, strategy, optimizer_class, bucket_cap_mb=25, every=1, **options):
+    """The optimizer for a model that `parallelize` has returned for the same strategy.
+
+    every: steps from one average to the next, of local SGD and DiLoCo. options: those of optimizer_class.
+    """
     sharded = {"zero1": ZeRO1, "zero2": ZeRO2}.get(strategy)
     if sharded:
         return sharded(model.parameters(), optimizer_class, bucket_cap_mb=bucket_cap_mb, **options)
-    return optimizer_class(model.parameters(), **options)
+    optimizer = optimizer_class(model.parameters(), **options)
+    seldom = {"local_sgd": LocalSGD, "diloco": DiLoCo}.get(strategy)
+    return seldom(optimizer, every, bucket_cap_mb=bucket_cap_mb) if seldom else optimizer
 
 
 RECOMPUTE = {"none": None, "every": {"k": 1}, "alternate": {"k": 2}, "matmul": {"k": 1, "keep": "matmul"}}
@@ -160,7 +192,7 @@ class Trainer:
     loss: function (output, target) -> mean over the batch. accumulation: micro-batches of one step.
     schedule: anything with step(), called after the optimizer. span: a context manager factory, called with
     "forward", "backward" and "optimizer", for whoever measures. autocast: a context manager factory, around the
-    forward. scaler: a GradScaler, for fp16.
+    forward. scaler: a GradScaler, for fp16. compressor: whose residuals are to follow the scaler's loss scale.
     """
 
     def __init__(
@@ -173,10 +205,12 @@ class Trainer:
         span=lambda name: nullcontext(),
         autocast=nullcontext,
         scaler=None,
+        compressor=None,
     ):
         self.model, self.optimizer, self.loss = model, optimizer, loss
         self.accumulation, self.schedule, self.span = accumulation, schedule, span
         self.autocast, self.scaler = autocast, scaler or GradScaler(enabled=False)
+        self.compressor = compressor
 
     def train_step(self, input, target):
         """One optimizer step on this rank's share of the batch; returns its mean loss, detached, a scalar tensor.
@@ -198,10 +232,17 @@ class Trainer:
             total = total + loss.detach()
         with self.span("optimizer"):
             self.scaler.step(self.optimizer)
-            self.scaler.update()
+            self.update_scale()
         if self.schedule is not None:
             self.schedule.step()
         return total
+
+    def update_scale(self):
+        """What a compressor has kept is gradients of the scaled loss."""
+        before = self.scaler.get_scale()
+        self.scaler.update()
+        if self.compressor is not None and before != self.scaler.get_scale():
+            self.compressor.scale_residuals(self.scaler.get_scale() / before)
 
     def quiet(self):
         """Backward without communication. A model of one process has none; ZeRO's is the optimizer's."""

@@ -4,11 +4,14 @@ import dataclasses
 import json
 
 import pytest
+import torch
 
+from labkit.amp import GradScaler
+from labkit.compression import TopK
 from labkit.run import LaunchError, launch
 from labkit.run.compare import compare
 from labkit.run.experiment import Experiment
-from labkit.trainer import STRATEGIES, scaled_lr
+from labkit.trainer import STRATEGIES, Trainer, parallelize, scaled_lr
 
 OURS = ("ddp_naive", "ddp_overlapped", "ddp_bucketed")
 
@@ -108,7 +111,8 @@ def test_the_square_root_rule_never_drops():
 
 @pytest.mark.parametrize(("model", "nproc"), [("mlp", 2), ("gpt", 2), ("mlp", 4)])
 def test_all_strategies_follow_the_single_process(model, nproc):
-    experiments = [Experiment(model=model, strategy=name, batch_size=16, precision="fp64") for name in STRATEGIES]
+    followers = [name for name in STRATEGIES if name != "diloco"]  # whose outer step is another training
+    experiments = [Experiment(model=model, strategy=name, batch_size=16, precision="fp64") for name in followers]
     records = compare(experiments, nproc=nproc, rounds=2, steps_per_round=2, quiet=True).records
     losses = records.groupby(["label", "step"])["loss"].mean().unstack("label")
     # Equal shares: the mean of the ranks' means is the mean over the batch; fp64 leaves only the order of sums.
@@ -167,3 +171,63 @@ def test_auto_takes_the_first_strategy_that_fits():
     assert set(records["strategy"]) == {"zero1"} and records["peak_bytes"].max() <= scarce.memory_mb * 2**20
     with pytest.raises(LaunchError, match=r"nothing fits into .* it would fit with"):
         compare({"auto": base.replace(memory_mb=0.1)}, quiet=True)
+
+
+def test_hooks_carry_what_plain_averaging_would():
+    base = Experiment(model="gpt", batch_size=16, precision="fp64")
+    runs = {name: base.replace(comm_hook=name) for name in ("none", "hierarchical", "leaders", "topk", "powersgd")}
+    runs["on PyTorch's"] = base.replace(comm_hook="topk", strategy="torch_ddp")
+    records = compare(runs, nproc=4, rounds=2, steps_per_round=2, quiet=True).records
+    losses = records.groupby(["label", "step"])["loss"].mean().unstack("label")
+    distance = losses.sub(losses["none"], axis=0).abs().max()
+    # One node here: the sum's order is all that may differ. A compressor leaves something out.
+    assert distance["hierarchical"] < 1e-12 and distance["leaders"] < 1e-12
+    assert distance["topk"] > 1e-6 and distance["powersgd"] > 1e-6
+    assert (losses["topk"] - losses["on PyTorch's"]).abs().max() < 1e-12
+    first = records[records["rank"] == 0].groupby("label").first()
+    assert (first.loc["hierarchical", "sent_bytes"] - first.loc["none", "sent_bytes"]) == 0
+    assert first.loc["topk", "sent_bytes"] == first.loc["on PyTorch's", "sent_bytes"]
+    assert 10 * first.loc["topk", "sent_bytes"] < first.loc["none", "sent_bytes"]
+    taken = records.groupby("label")["compress_ms"].min()
+    assert taken["topk"] > 0 and taken["none"] == taken["hierarchical"] == 0
+
+
+@pytest.mark.parametrize("strategy", ["single", "zero1", "fsdp", "local_sgd", "auto"])
+def test_a_hook_that_nothing_would_call_is_refused(strategy):
+    with pytest.raises(ValueError, match=rf"comm_hook='topk'\): goes with ddp_naive, .* not with {strategy}"):
+        Experiment(strategy=strategy, comm_hook="topk")
+
+
+def test_local_sgd_and_diloco_talk_every_so_many_steps():
+    base = Experiment(model="mlp", optimizer="adamw", lr=1e-3)
+    runs = {name: base.replace(strategy=name, every=4) for name in ("local_sgd", "diloco")} | {"ddp_bucketed": base}
+    records = compare(runs, rounds=2, steps_per_round=4, quiet=True).records
+    first = records.groupby("strategy").first()
+    for name in ("local_sgd", "diloco"):
+        assert first.loc[name, "messages"] == 1 / 4
+        assert abs(first.loc[name, "sent_bytes"] - first.loc["ddp_bucketed", "sent_bytes"] / 4) < 1
+    # DiLoCo keeps the weights of the last average besides, and their momentum, which its first average makes.
+    held = first["peak_parameters_bytes"]
+    assert held["local_sgd"] == held["ddp_bucketed"] and held["diloco"] == 2 * held["local_sgd"]
+    assert first.loc["diloco", "peak_optimizer_states_bytes"] > first.loc["local_sgd", "peak_optimizer_states_bytes"]
+
+
+def trained_with_a_moving_scale(rank, world_size, growth_interval):
+    """All weights after ten steps with a compressor; the loss scale doubles every growth_interval of them."""
+    torch.manual_seed(0)
+    module, compressor = torch.nn.Linear(40, 5), TopK(0.1)
+    model = parallelize(module, "ddp_bucketed", hook=compressor)
+    scaler = GradScaler("cpu", init_scale=1.0, growth_interval=growth_interval)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    trainer = Trainer(model, optimizer, torch.nn.functional.mse_loss, scaler=scaler, compressor=compressor)
+    shuffle = torch.Generator().manual_seed(rank)
+    for _ in range(10):
+        trainer.train_step(torch.randn(8, 40, generator=shuffle), torch.randn(8, 5, generator=shuffle))
+    return torch.cat([p.detach().flatten() for p in module.parameters()]), scaler.get_scale()
+
+
+def test_residuals_follow_the_loss_scale(ranks):
+    (moving, scale), _ = ranks(2, trained_with_a_moving_scale, growth_interval=2)
+    (fixed, one), _ = ranks(2, trained_with_a_moving_scale, growth_interval=100)
+    assert (scale, one) == (2.0**5, 1.0)
+    assert torch.equal(moving, fixed)  # powers of two round nothing

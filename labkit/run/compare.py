@@ -17,6 +17,8 @@ from torch.utils.data import DataLoader
 
 from labkit import comm, models
 from labkit.budget import choose
+from labkit.compression import COMPRESSORS
+from labkit.hierarchical import FORMS
 from labkit.measure.machine import free_bytes
 from labkit.measure.memory import MemoryTracker
 from labkit.measure.stats import shuffled_rounds
@@ -26,7 +28,16 @@ from labkit.recompute import checkpoint
 from labkit.run.experiment import Experiment
 from labkit.run.launch import launch
 from labkit.sampler import DistributedSampler
-from labkit.trainer import Trainer, make_optimizer, mixed_precision, parallelize, recompute, scaled_lr, warmup
+from labkit.trainer import (
+    Trainer,
+    comm_hook,
+    make_optimizer,
+    mixed_precision,
+    parallelize,
+    recompute,
+    scaled_lr,
+    warmup,
+)
 
 WARMUP = 3  # PyTorch's DDP sends its new bucket order in the second
 OPTIMIZERS = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
@@ -117,12 +128,14 @@ class Participant:
         if e.compute == "emulated":
             part = self.share / e.batch_size / e.accumulation
             models.emulate(module, models.unit(e.model), forward_ms=e.block_ms * part)
-        self.model = parallelize(module, e.strategy, models.unit(e.model), e.bucket_cap_mb)
-        optimizer = make_optimizer(self.model, e.strategy, optimizer_class, e.bucket_cap_mb, **options)
-        schedule = warmup(optimizer, e.warmup_steps) if e.warmup_steps else None
+        hook = comm_hook(e.comm_hook)
+        self.compressor = hook if e.comm_hook in COMPRESSORS else None
+        self.model = parallelize(module, e.strategy, models.unit(e.model), e.bucket_cap_mb, hook)
+        optimizer = make_optimizer(self.model, e.strategy, optimizer_class, e.bucket_cap_mb, e.every, **options)
+        schedule = warmup(getattr(optimizer, "inner", optimizer), e.warmup_steps) if e.warmup_steps else None
         loss = models.loss(e.model)
         alone = dist.new_group([0], use_local_synchronization=True) if e.strategy == "single" else None
-        low = mixed_precision(e.precision, self.device, alone)
+        low = mixed_precision(e.precision, self.device, alone) | {"compressor": self.compressor}
         self.trainer = Trainer(self.model, optimizer, loss, e.accumulation, schedule, self.timeline.span, **low)
         self.last_gradient = 0.0
         for parameter in self.model.parameters():
@@ -148,15 +161,25 @@ class Participant:
         self.last_gradient = time.perf_counter()
 
     def prepare(self):
-        """Warm up; returns what never moves: peak bytes by kind, sent bytes and the number of messages of one step."""
+        """Warm up; returns what never moves: peak bytes by kind, sent bytes and the number of messages of one step.
+
+        Of local SGD and DiLoCo: the mean over the steps from one average to the next.
+        """
         if not self.takes_part:
             return {}
         for _ in range(WARMUP - 1):
             self.step()
-        with MemoryTracker(self.model, self.trainer.optimizer) as memory, TrafficCounter(self.world_size) as traffic:
-            self.step()
+        e = self.experiment
+        counter = TrafficCounter(self.world_size)
+        with MemoryTracker(self.model, self.trainer.optimizer) as memory, counter as traffic, comm.record() as events:
+            for _ in range(e.every):
+                self.step()
+        sent, messages = traffic.sent_bytes, traffic.messages
+        if e.comm_hook in FORMS:  # in groups and a thread of its own, where the counter is not
+            sent, messages = sum(event.sent_bytes for event in events), len(events)
         peaks = {f"peak_{kind}_bytes": size for kind, size in memory.peak.items()}
-        return {"sent_bytes": traffic.sent_bytes, "messages": traffic.messages, "peak_bytes": memory.peak_total} | peaks
+        counted = {"sent_bytes": sent // e.every, "messages": messages / e.every}
+        return counted | {"peak_bytes": memory.peak_total} | peaks
 
     def next_batch(self):
         input, target = next(self.batches)
@@ -167,17 +190,22 @@ class Participant:
         """Train one step; returns its row."""
         input, target = self.next_batch()
         self.timeline.spans.clear()
+        compressed = self.seconds_compressing()
         with comm.record() as events, self.timeline.span("step"):
             loss = self.trainer.train_step(input, target)
         self.done += 1
-        return self.step_row(loss, events)
+        return self.step_row(loss, events) | {"compress_ms": 1e3 * (self.seconds_compressing() - compressed)}
+
+    def seconds_compressing(self):
+        return self.compressor.seconds if self.compressor else 0.0
 
     def step_row(self, loss, events):
-        """strategy, model, bucket_cap_mb; step, loss (of this rank's share); step_ms, forward_ms, backward_ms,
-        optimizer_ms, exposed_comm_ms; samples_per_s, of all ranks. All but the first three are measured in this step.
+        """strategy, model, bucket_cap_mb, comm_hook; step, loss (of this rank's share); step_ms, forward_ms,
+        backward_ms, optimizer_ms, exposed_comm_ms; samples_per_s, of all ranks. And from `step`: compress_ms, which a
+        compressor took of backward. All but the first four are measured in this step.
 
-        exposed_comm_ms: how long this rank stood still for messages: the time inside wait(). PyTorch's DDP waits where
-        Python cannot see, so for it: from the last gradient's arrival until backward() returned.
+        exposed_comm_ms: how long this rank stood still for messages: the time inside wait(). PyTorch's DDP and hooks
+        wait where comm cannot see, so for them: from the last gradient's arrival until backward() returned.
         """
         ms = dict.fromkeys(("step", "forward", "backward", "optimizer"), 0.0)
         for span in self.timeline.spans:
@@ -185,10 +213,10 @@ class Participant:
             if span.name == "backward":
                 backward_end = span.end
         exposed = 1e3 * sum(event.waited for event in events)
-        if self.experiment.strategy == "torch_ddp":
+        if self.experiment.strategy == "torch_ddp" or self.experiment.comm_hook != "none":
             exposed = 1e3 * (backward_end - self.last_gradient)
         times = {f"{name}_ms": value for name, value in ms.items()}
-        named = {name: getattr(self.experiment, name) for name in ("strategy", "model", "bucket_cap_mb")}
+        named = {name: getattr(self.experiment, name) for name in ("strategy", "model", "bucket_cap_mb", "comm_hook")}
         measured = {"step": self.done, "loss": loss.item(), **times, "exposed_comm_ms": exposed}
         return named | measured | {"samples_per_s": 1e3 * self.experiment.batch_size / ms["step"]}
 

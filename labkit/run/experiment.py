@@ -15,7 +15,7 @@ from pathlib import Path
 import yaml
 
 from labkit import models
-from labkit.trainer import LR_RULES, RECOMPUTE, STRATEGIES
+from labkit.trainer import HOOKED, HOOKS, LR_RULES, RECOMPUTE, STRATEGIES
 
 CHOICES = {
     "model": tuple(models.SIZES),
@@ -26,6 +26,7 @@ CHOICES = {
     "lr_rule": tuple(LR_RULES),
     "precision": ("fp32", "fp64", "bf16", "fp16"),
     "recompute": tuple(RECOMPUTE),
+    "comm_hook": ("none", *HOOKS),
     "compute": ("real", "emulated"),
 }
 SMALLEST = {
@@ -36,6 +37,7 @@ SMALLEST = {
     "warmup_steps": 0,
     "bucket_cap_mb": 0,
     "block_ms": 0,
+    "every": 1,
     "memory_mb": 0,
     "lr": 0,
     "momentum": 0,
@@ -51,6 +53,8 @@ class Experiment:
     batch_size: of all ranks together. lr suits reference_batch, and lr_rule scales it to batch_size.
     bucket_cap_mb: MiB, of DDP and ZeRO. precision: of weights and arithmetic; bf16 and fp16: autocast over fp32
     weights, fp16 with a loss scale. recompute: which units of the model (labkit.models.unit) run again in backward.
+    comm_hook: what carries DDP's gradients, an all-reduce by nodes or a compressor. every: local SGD and DiLoCo average
+    after so many steps.
     strategy="auto": the first that labkit.budget.choose finds to fit into memory_mb MiB a rank (0: what is free).
     compute="emulated": each unit of the model (labkit.models.unit) sleeps in place of its arithmetic, block_ms
     milliseconds forward and twice that backward for the whole batch; a rank sleeps for its share of it.
@@ -72,6 +76,8 @@ class Experiment:
     steps: int = 20
     precision: str = "fp32"
     recompute: str = "none"
+    comm_hook: str = "none"
+    every: int = 1
     memory_mb: float = 0.0
     bucket_cap_mb: float = 25.0
     compute: str = "real"
@@ -94,6 +100,10 @@ class Experiment:
         if self.data not in ("auto", *models.data.FITTING[self.model]):
             fitting = ", ".join(models.data.FITTING[self.model])
             raise ValueError(f"Experiment(data={self.data!r}): the model {self.model} takes {fitting}")
+
+        if self.comm_hook != "none" and self.strategy not in HOOKED:
+            known = ", ".join(HOOKED)
+            raise ValueError(f"Experiment(comm_hook={self.comm_hook!r}): goes with {known}, not with {self.strategy}")
 
     def check_ranks(self, nproc):
         """Raise ValueError where the batch does not split evenly over the ranks and the accumulation."""
