@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from labkit import comm
+from labkit.parts.replicas import check_agreement
 
 # While a segment is between the nodes, the next is summed inside and the one before is gathered: the link never rests.
 SEGMENT_BYTES = 2 << 20
@@ -97,13 +98,15 @@ class Hierarchical:
 
     form: "hierarchical" or "leaders". Averages over all ranks of the job. Buckets are carried one after the other by a
     thread of its own, while backward goes on: the steps of one wait for each other, and ranks must start them in the
-    same order. So let the groups be used by nothing else: a Mesh made for this.
+    same order. So let the groups be used by nothing else: a Mesh made for this. Raises ValueError for another form, and
+    in the first step, on every rank, where ranks have different ones.
     """
 
     def __init__(self, inside, across, form="hierarchical"):
         if form not in FORMS:
             raise ValueError(f"unknown form {form!r}: known are {', '.join(FORMS)}")
-        self.inside, self.across, self.all_reduce = inside, across, FORMS[form]
+        self.inside, self.across, self.form, self.all_reduce = inside, across, form, FORMS[form]
+        self._agreed = False
         # One node, or one rank a node: the only group may be that of all ranks, where DDP's own messages go. No thread.
         alone = 1 in (dist.get_world_size(inside), dist.get_world_size(across))
         self.courier = None if alone else ThreadPoolExecutor(1, thread_name_prefix="hierarchical")
@@ -111,6 +114,9 @@ class Hierarchical:
 
     def hook(self, _, bucket):
         """Future of the bucket's average, in the bucket's own buffer."""
+        if not self._agreed:
+            check_agreement([f"an all-reduce of the form {self.form}"], None, bucket.buffer().device)
+            self._agreed = True
         buffer = bucket.buffer().div_(dist.get_world_size())  # before the sum, which might overflow in fp16
         future = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
         if self.courier is None:

@@ -45,16 +45,19 @@ class LocalSGD:
         everything = [p for group in inner.param_groups for p in group["params"]]
         self.parameters = [p for p in everything if p.requires_grad]
         self._names = {p: f"parameter {number}" for number, p in enumerate(self.parameters)}
-        lines = [f"{every=}, {start=}, {type(inner).__name__}"]
-        lines += [f"{name!r} {list(p.shape)} {p.dtype}" for p, name in self._names.items()]
-        check_agreement(lines, process_group, self.parameters[0].device)
-        broadcast_tensors([p.detach() for p in everything], 0, process_group)
-        self._lists = assign_buckets(self.parameters, int(bucket_cap_mb * 2**20))
         self.anchors = {}  # parameter -> what it was after the last average
         if outer or hook:
             self.anchors = {p: p.detach().clone() for p in self.parameters}
             # Moving by the mean movement is a step of plain SGD.
             self.outer = (outer or partial(torch.optim.SGD, lr=1.0))(list(self.anchors.values()))
+        outside = f"{type(self.outer).__name__} {self.outer.defaults}" if self.anchors else "the mean"
+        lines = [f"{every=}, {start=}, {bucket_cap_mb=}, {type(inner).__name__}, outside {outside}"]
+        lines += [f"{name!r} {list(p.shape)} {p.dtype}" for p, name in self._names.items()]
+        check_agreement(lines, process_group, self.parameters[0].device)
+        broadcast_tensors([p.detach() for p in everything], 0, process_group)
+        for p, anchor in self.anchors.items():
+            anchor.copy_(p.detach())
+        self._lists = assign_buckets(self.parameters, int(bucket_cap_mb * 2**20))
 
     @property
     def param_groups(self):

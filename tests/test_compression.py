@@ -2,7 +2,9 @@
 
 import copy
 import warnings
+from contextlib import nullcontext
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -295,9 +297,9 @@ def test_a_saved_state_goes_on_to_the_bit(ranks, name):
         assert not torch.equal(without, straight)
 
 
-def poisoned(rank, world_size, name, value):
+def poisoned(rank, world_size, name, value, dtype):
     """Rank 1 has a bad gradient in step 1. What each rank gets, and whether its residual stayed clean."""
-    compressor, p = MAKE[name](), nn.Parameter(torch.zeros(40, 50))
+    compressor, p = MAKE[name](), nn.Parameter(torch.zeros(40, 50, dtype=dtype))
     results, told, kept = [], [], None
     for step in range(3):
         bucket = Bucket([p])
@@ -315,10 +317,14 @@ def poisoned(rank, world_size, name, value):
     return results, told, bool(torch.isfinite(compressor.residuals.of(bucket)).all())
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    ("value", "dtype"),
+    [(float("nan"), torch.float32), (float("inf"), torch.float32), (float("inf"), torch.bfloat16)],
+    ids=str,
+)
 @pytest.mark.parametrize("name", MAKE)
-def test_a_bad_gradient_is_told_reaches_every_rank_and_leaves_no_trace(ranks, name, value):
-    for rank, (finite, told, clean) in enumerate(ranks(2, poisoned, name=name, value=value)):
+def test_a_bad_gradient_is_told_reaches_every_rank_and_leaves_no_trace(ranks, name, value, dtype):
+    for rank, (finite, told, clean) in enumerate(ranks(2, poisoned, name=name, value=value, dtype=dtype)):
         assert finite == [True, False, True]
         assert clean
         assert [len(lines) for lines in told] == [0, rank, 0]
@@ -377,14 +383,70 @@ def test_residuals_follow_the_loss_scale(ranks, name):
     assert ranks(1, scaled, name=name) == [0.0]
 
 
-def different_settings(rank, world_size):
-    compressor, p = TopK(0.1 + 0.1 * rank), nn.Parameter(torch.zeros(40))
-    with pytest.raises(ValueError, match=r"TopK\(ratio=0.1.*rank 1 has.*TopK\(ratio=0.2"):
+class Lost:
+    """The Work of a message that has not arrived."""
+
+    def wait(self):
+        raise ConnectionError("the link is gone")
+
+    def get_future(self):
+        future = torch.futures.Future()
+        future.set_exception(ConnectionError("the link is gone"))
+        return future
+
+
+def lost(rank, world_size, name, number):
+    """Message `number` of a step fails, as all do when a link is cut in the middle of it."""
+    compressor, bucket = MAKE[name](), Bucket([nn.Parameter(torch.zeros(40, 50))])
+    compressor.hook(None, bucket).wait()
+    left = iter(range(number))
+
+    def carry(operation, *arguments, **options):
+        return operation(*arguments, **options) if next(left, None) is not None else Lost()
+
+    replaced = {op: partial(carry, getattr(comm, op)) for op in ("all_reduce", "all_gather")}
+    with mock.patch.multiple(comm, **replaced), pytest.raises(Exception, match="the link is gone"):
+        compressor.hook(None, bucket).wait()
+
+
+@pytest.mark.parametrize(("name", "number"), [*((name, 0) for name in MAKE), ("powersgd", 1)])
+def test_a_message_that_did_not_arrive_is_an_error_and_no_average(ranks, name, number):
+    ranks(1, lost, name=name, number=number)
+
+
+def different(rank, world_size, makes, told):
+    compressor, p = makes[rank](), nn.Parameter(torch.zeros(8, 9))
+    with pytest.raises(ValueError, match=told):
         compressor.hook(None, Bucket([p]))
 
 
-def test_ranks_with_different_settings_are_told(ranks):
-    ranks(2, different_settings)
+@pytest.mark.parametrize(
+    ("makes", "told"),
+    [
+        ([partial(TopK, 0.1), partial(TopK, 0.2)], r"rank 0 has .*TopK\(ratio=0.1.*rank 1 has .*TopK\(ratio=0.2"),
+        ([partial(Quantize, 4), partial(Quantize, 8)], r"bits=4.*rank 1 has .*bits=8"),
+        ([partial(PowerSGD, 1), partial(PowerSGD, 2)], r"\(rank=1.*rank 1 has .*\(rank=2"),
+        ([OneBit, Cast], r"OneBit.*rank 1 has .*Cast"),
+    ],
+    ids=["ratio", "bits", "rank", "kind"],
+)
+def test_ranks_with_different_settings_are_told(ranks, makes, told):
+    ranks(2, different, makes=makes, told=told)
+
+
+def loaded_by_one(rank, world_size):
+    """Random places come of the step's number: where it differs, ranks would add unlike to unlike."""
+    compressor, bucket = RandomK(0.5), Bucket([nn.Parameter(torch.zeros(8))])
+    compressor.hook(None, bucket).wait()
+    state = compressor.state_dict()
+    for step in (3, 4 + rank):
+        compressor.load_state_dict(state | {"step": step})
+        with pytest.raises(ValueError, match=r"at step 4, rank 1 has .*at step 5") if step > 3 else nullcontext():
+            compressor.hook(None, bucket).wait()
+
+
+def test_ranks_at_different_steps_are_told(ranks):
+    ranks(2, loaded_by_one)
 
 
 def empty(rank, world_size, name):

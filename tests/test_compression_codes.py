@@ -9,7 +9,6 @@ from torch import nn
 from labkit import comm
 from labkit.compression import OneBit, Quantize
 from labkit.compression.onebit import pack_bits
-from labkit.measure.memory import MemoryTracker
 from labkit.parts.bucket import Bucket
 
 
@@ -133,27 +132,6 @@ BYTES = {  # name: (function of nothing, elements, bytes of one message)
 def test_bytes(ranks, name, n):
     make, numel, size = BYTES[name]
     assert ranks(n, messages, make=make, numel=numel) == [[("all_gather", (n - 1) * size)]] * n
-
-
-def held(rank, world_size, make):
-    """Bytes that a step adds besides the residual and the messages, as a share of the gradient's."""
-    compressor, p = make(), nn.Parameter(torch.zeros(2_000_000))
-    bucket = Bucket([p])
-    bucket.buffer().copy_(noise(p.numel(), rank))
-    compressor.hook(None, bucket).wait()
-    with MemoryTracker() as tracker, comm.record() as log:
-        compressor.hook(None, bucket).wait()
-    return (sum(tracker.peak.values()) - log[0].payload_bytes * (1 + 1 / world_size)) / bucket.buffer().nbytes
-
-
-@pytest.mark.parametrize("make", [partial(OneBit), partial(OneBit, feedback=False)])
-def test_work_goes_piece_by_piece(ranks, make):
-    assert max(ranks(2, held, make=make)) < 0.1
-
-
-@pytest.mark.parametrize("make", [partial(Quantize, 8), partial(Quantize, 4, feedback=True)])
-def test_codes_are_held_twice_while_they_are_packed(ranks, make):
-    assert max(ranks(2, held, make=make)) < 0.1
 
 
 def test_settings_that_do_not_exist():

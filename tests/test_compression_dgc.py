@@ -1,6 +1,7 @@
 """Deep Gradient Compression and 1-bit Adam: what they do with momentum, step by step."""
 
 import copy
+from unittest import mock
 
 import pytest
 import torch
@@ -186,6 +187,30 @@ def adam_resumed(rank, world_size):
 
 def test_one_bit_adam_resumes_to_the_bit(ranks):
     assert ranks(2, adam_resumed) == [True, True]
+
+
+def lost_in_the_warm_up(rank, world_size):
+    bucket = Bucket([nn.Parameter(torch.zeros(9))])
+    optimizer, future = OneBitAdam(bucket.parameters()), torch.futures.Future()
+    future.set_exception(ConnectionError("the link is gone"))
+    work = mock.Mock(get_future=lambda: future)
+    with mock.patch.object(comm, "all_reduce", return_value=work), pytest.raises(Exception, match="the link is gone"):
+        optimizer.hook(None, bucket).wait()
+
+
+def test_one_bit_adam_takes_no_message_that_did_not_arrive_for_an_average(ranks):
+    ranks(1, lost_in_the_warm_up)
+
+
+def other_warmups(rank, world_size):
+    module = net()
+    optimizer = OneBitAdam(module.parameters(), warmup=2 + rank)
+    with pytest.raises(ValueError, match="rank 0 has 1-bit Adam, warmup=2, step 0, rank 1 has 1-bit Adam, warmup=3"):
+        train(module, optimizer.hook, optimizer, rank)
+
+
+def test_one_bit_adam_on_ranks_that_differ_is_told(ranks):
+    ranks(2, other_warmups)
 
 
 def test_settings_that_do_not_exist():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from labkit import models
-from labkit.compression import DGC, OneBit, OneBitAdam, PowerSGD, Quantize, RandomK, TopK
+from labkit.compression import DGC, Cast, OneBit, OneBitAdam, PowerSGD, Quantize, RandomK, TopK
 from labkit.ddp import DDP
 from labkit.models.digits import digits
 from labkit.models.text import stdlib_text
@@ -44,6 +44,9 @@ def test_the_yardstick(ranks):
 
 
 AS_GOOD = {
+    "fp16": partial(Cast, torch.float16),
+    "bf16": partial(Cast, torch.bfloat16),
+    "8 bits": partial(Quantize, 8),
     "4 bits": partial(Quantize, 4),
     "1 bit": OneBit,
     "top 1 %": partial(TopK, 0.01),
@@ -77,13 +80,13 @@ def test_one_bit_adam_learns(ranks):
     assert ranks(2, trained, make=OneBitAdam, **settings)[0] < PLAIN
 
 
-def on_text(rank, world_size, makes):
+def on_text(rank, world_size, makes, lr=0.2):
     """The mean loss of the last 20 of 100 steps of a small GPT on Python source, for each of makes."""
     data, loss, told = stdlib_text(64), models.loss("gpt"), []
     for make in makes:
         torch.manual_seed(0)
         module = models.build("gpt", "tiny")
-        wrapped, optimizer = DDP(module), torch.optim.SGD(module.parameters(), 0.2)
+        wrapped, optimizer = DDP(module), torch.optim.SGD(module.parameters(), lr)
         if make is not None:
             wrapped.register_comm_hook(None, make().hook)
         shuffle, losses = torch.Generator().manual_seed(1), []
@@ -110,3 +113,13 @@ def test_on_text_as_well(ranks, kind, settings):
     assert plain < 4.0  # it learns: untrained 5.6
     assert with_feedback < plain + 0.05
     assert without > plain + 0.08
+
+
+def test_on_text_what_needs_no_feedback_random_places_and_dgc(ranks):
+    def end(make, lr=0.2):
+        return sum(losses[0] for losses in ranks(2, on_text, makes=[make], lr=lr)) / 2
+
+    plain = end(None)
+    for make in (partial(Cast, torch.float16), partial(Quantize, 4), partial(RandomK, 0.1)):
+        assert end(make) < plain + 0.05
+    assert end(partial(DGC, 0.01), lr=0.05) < plain + 0.05  # its own momentum, see above

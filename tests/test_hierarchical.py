@@ -194,3 +194,16 @@ def wrong_form(rank, world_size):
 
 def test_a_form_or_a_grid_that_cannot_be_is_named(ranks):
     assert all(ranks(3, wrong_form))
+
+
+def two_forms(rank, world_size):
+    hook = Hierarchical(*groups(2, 2)[0], form="leaders" if rank == 3 else "hierarchical").hook
+    model = DDP(Net(seed=0))
+    model.register_comm_hook(None, hook)
+    with pytest.raises(ValueError, match=r"rank 0 has an all-reduce of the form hierarchical, rank 3 has .* leaders"):
+        model(batch(0), 1).sum().backward()
+    return True
+
+
+def test_ranks_with_different_forms_are_told(ranks):
+    assert all(ranks(4, two_forms))

@@ -199,6 +199,8 @@ def test_it_resumes_in_the_middle_of_a_round(ranks, kind):
 def differing(rank, world_size):
     with pytest.raises(ValueError, match=r"rank 0 has every=2.*rank 1 has every=3"):
         LocalSGD(INNER["sgd"](net().parameters()), every=2 + rank)
+    with pytest.raises(ValueError, match=r"rank 0 has .*'lr': 0.5.*rank 1 has .*'lr': 1.5"):
+        DiLoCo(INNER["sgd"](net().parameters()), outer_lr=0.5 + rank)
 
 
 def test_ranks_that_differ_are_told(ranks):

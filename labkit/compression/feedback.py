@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from labkit import comm
-from labkit.compression.residual import Residuals
+from labkit.compression.residual import Residuals, wide
 from labkit.parts.replicas import check_agreement
 
 
@@ -36,7 +36,8 @@ class Compressor:
 
     One compressor serves one model. `seconds`: spent compressing and decompressing so far, by the host's clock.
     A gradient with an inf or NaN is reported by a warning and puts NaN into the averages of all ranks, so that a loss
-    scaler sees it; this rank's residual stays as it was before.
+    scaler sees it; this rank's residual stays as it was before. What other ranks, or other buckets, have sent in that
+    step is lost with it, as all gradients of a skipped step are.
     """
 
     collective = "gather"  # every rank gets all messages; or "mean": it gets their mean
@@ -61,6 +62,7 @@ class Compressor:
         """Future of the average over the group (None: all ranks) of what the ranks send of this bucket."""
         gradient = bucket.buffer()
         if gradient.numel() == 0:
+            self.step += bucket.is_last()
             return done(gradient)
         self.agree(group, gradient.device)
         with self.clock():
@@ -70,10 +72,12 @@ class Compressor:
             arrived, work = message, start_mean(message, group)
         else:
             arrived = message.new_empty(dist.get_world_size(group), message.numel())
+            message = arrived[dist.get_rank(group)].copy_(message)  # held once
             work = comm.all_gather(arrived.view(-1), message, group=group, async_op=True)
         return work.get_future().then(partial(self._finish, arrived, gradient, note))
 
-    def _finish(self, arrived, gradient, note, _):
+    def _finish(self, arrived, gradient, note, travelled):
+        travelled.value()  # raises what has kept the message from arriving: the callback is called all the same
         use_here(arrived, note)
         with self.clock():
             self.decompress(arrived, gradient, note)
@@ -89,7 +93,9 @@ class Compressor:
         """What should be sent of a bucket, [elements]: its gradient and, with feedback, what it owes."""
         if not is_finite(gradient):
             self.report(bucket)
-            return gradient.fill_(torch.nan)
+            gradient.fill_(torch.nan)
+            # As wide as what the other ranks send: messages have one size.
+            return gradient.to(wide(gradient.dtype)) if self.feedback else gradient
         return self.accumulate(self.residuals.of(bucket), gradient, bucket) if self.feedback else gradient
 
     def accumulate(self, residual, gradient, bucket):
@@ -101,7 +107,7 @@ class Compressor:
     def agree(self, group, device):
         """Once, and collective: raises ValueError on every rank where the ranks' compressors differ."""
         if not self._agreed:
-            check_agreement([f"compressor {self}"], group, device)
+            check_agreement([f"compressor {self} at step {self.step}"], group, device)
             self._agreed = True
 
     def scale_residuals(self, factor):
@@ -116,7 +122,7 @@ class Compressor:
         """Raises ValueError for the state of a compressor with other settings."""
         if state["settings"] != self.settings:
             raise ValueError(f"{self} cannot load the state of one with {state['settings']}")
-        self.step = state["step"]
+        self.step, self._agreed = state["step"], False
         self.residuals.load_state_dict(state["residuals"])
 
     def __repr__(self):

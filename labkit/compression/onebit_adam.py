@@ -19,6 +19,7 @@ import torch
 
 from labkit.compression.feedback import start_mean
 from labkit.compression.onebit import OneBit
+from labkit.parts.replicas import check_agreement
 
 
 class OneBitAdam(torch.optim.Optimizer):
@@ -29,7 +30,8 @@ class OneBitAdam(torch.optim.Optimizer):
 
     warmup: steps of plain Adam, so many that v is steady. An element whose v is still tiny gets a sign of full size
     over a root of nearly nothing, and training diverges: more steps, or a larger eps, help.
-    After the warm-up p.grad is not a gradient any more but the new momentum: do not clip it.
+    After the warm-up p.grad is not a gradient any more but the new momentum: do not clip it, nor use a loss scale.
+    Where warmup or steps differ between ranks, the next backward raises ValueError on all of them.
     compressor: of the momentum, OneBit() unless another is given. state_dict() holds this rank's residual too.
     """
 
@@ -39,6 +41,7 @@ class OneBitAdam(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})
         self.warmup, self.steps, self.compressor = warmup, 0, compressor or OneBit()
         self._beta = {p: group for group in self.param_groups for p in group["params"]}
+        self._agreed = False
 
     @property
     def frozen(self):
@@ -47,6 +50,9 @@ class OneBitAdam(torch.optim.Optimizer):
 
     def hook(self, group, bucket):
         """hook(state, bucket) of DDP: the average of gradients, or of what each rank's momentum would be."""
+        if not self._agreed:
+            check_agreement([f"1-bit Adam, warmup={self.warmup}, step {self.steps}"], group, bucket.buffer().device)
+            self._agreed = True
         if not self.frozen:
             future = start_mean(bucket.buffer(), group).get_future()
             return future.then(partial(first, bucket.buffer()))
@@ -87,10 +93,11 @@ class OneBitAdam(torch.optim.Optimizer):
         return super().state_dict() | {"steps": self.steps, "compressor": self.compressor.state_dict()}
 
     def load_state_dict(self, state_dict):
-        self.steps = state_dict["steps"]
+        self.steps, self._agreed = state_dict["steps"], False
         self.compressor.load_state_dict(state_dict["compressor"])
         super().load_state_dict({name: state_dict[name] for name in ("state", "param_groups")})
 
 
-def first(buffer, _):
+def first(buffer, travelled):
+    travelled.value()  # raises what has gone wrong on the way
     return buffer

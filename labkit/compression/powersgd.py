@@ -13,6 +13,7 @@
 
 Sent per rank and step: 2 (n-1)/n x 4 rank (rows + cols) bytes a matrix, whatever n; vectors and small matrices go
 whole, beside P. Held: one residual, and Q. Both messages are means over the ranks, linear in M: nothing is gathered.
+P and Q lie in memory column by column: on a CPU Q' M' and P' M are computed much sooner than M Q and M' P.
 Vogels, Karimireddy and Jaggi, PowerSGD: Practical Low-Rank Gradient Compression, NeurIPS 2019, algorithms 1 and 2.
 """
 
@@ -76,7 +77,7 @@ class PowerSGD(Compressor):
                     x.whole.append((part, average))
             if bucket.is_last() and 0 < self._widest < self.rank:
                 raise ValueError(f"rank {self.rank} exceeds every matrix: the largest possible here is {self._widest}")
-            products = [(m.corrected @ m.q).view(-1) for m in x.matrices]
+            products = [(m.q.t() @ m.corrected.t()).view(-1) for m in x.matrices]
             x.message = torch.cat([*products, *(part for part, _ in x.whole)])
         x.work = start_mean(x.message, group)
         return x
@@ -105,20 +106,22 @@ class PowerSGD(Compressor):
             return x.future.set_result(x.gradient.fill_(torch.nan))
         with self.clock():
             x.unpack()
-            own = [m.corrected.t() @ m.p for m in x.matrices]
+            own = [m.p.t() @ m.corrected for m in x.matrices]
             if not own:
                 return x.future.set_result(x.gradient)
             message = torch.cat([q.view(-1) for q in own])
         work = start_mean(message, x.group)
+        x.group = None  # the last to hold a group ends its threads, and the one that runs _multiply is among them
         with self.clock():
             for m, q in zip(x.matrices, own, strict=True):
-                m.corrected.addmm_(m.p, q.t(), alpha=-1)  # while Q travels
+                m.corrected.addmm_(m.p, q, alpha=-1)  # while Q travels
         for m, q in zip(x.matrices, message.split([q.numel() for q in own]), strict=True):
-            m.q = q.view_as(m.q)
+            m.q = q.view(-1, len(m.q)).t()
             self._q[m.parameter] = self._q[m.parameter][0], m.q
         work.get_future().then(partial(self._multiply, x)).add_done_callback(partial(hand_over, x.future))
 
-    def _multiply(self, x, _):
+    def _multiply(self, x, travelled):
+        travelled.value()  # raises what has gone wrong on the way
         with self.clock():
             for m in x.matrices:
                 use_here(m.p, m.q)
@@ -162,7 +165,7 @@ class Exchange:
         sizes = [len(m.corrected) * m.q.size(1) for m in self.matrices] + [len(part) for part, _ in self.whole]
         pieces = iter(self.message.split(sizes))
         for m, piece in zip(self.matrices, pieces, strict=False):
-            m.p = orthonormal(piece.view(len(m.corrected), -1))
+            m.p = orthonormal(piece.view(-1, len(m.corrected)).t())
         for part, average in self.whole:
             average.copy_(next(pieces))
             if part.data_ptr() != average.data_ptr():

@@ -23,7 +23,7 @@ class Residuals:
     def of(self, bucket):
         """The tensor of a bucket, [elements]: ours or torch.distributed.GradBucket. It is kept: change it in place."""
         gradient, parameters = bucket.buffer(), bucket.parameters()
-        dtype = torch.promote_types(gradient.dtype, torch.float32)
+        dtype = wide(gradient.dtype)
         key = (dtype, gradient.device, *map(id, parameters))
         if key not in self._flats:
             self._lay_out(key, bucket, torch.zeros(gradient.numel(), dtype=dtype, device=gradient.device))
@@ -67,6 +67,11 @@ class Residuals:
         self._loaded = dict(state) or None
         for p, part in self._parts.items():
             part.copy_(self._take(self._names[p], part) if state else torch.zeros_like(part))
+
+
+def wide(dtype):
+    """The dtype of the residuals of gradients of a dtype: at least float32."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def names(bucket):

@@ -117,12 +117,12 @@ class Reducer:
                 self._pending[-1] = None
 
     def _launch(self, bucket):
-        if bucket.numel == 0:
-            self._pending.append(None)
-        elif self.hook is None:
-            self._pending.append(comm.all_reduce(bucket.buffer(), group=self.group, async_op=True))
-        else:
+        if self.hook is not None:  # an empty bucket, too: a hook may be waiting for the last one (PowerSGD)
             self._pending.append(self.hook(self.state, bucket))
+        elif bucket.numel == 0:
+            self._pending.append(None)
+        else:
+            self._pending.append(comm.all_reduce(bucket.buffer(), group=self.group, async_op=True))
 
     def _wait(self, bucket, pending):
         if pending is None:

@@ -31,6 +31,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from labkit import comm
 from labkit.run import nodes
@@ -163,12 +164,15 @@ def join_group(job, init_method, context):
         loopback = "lo" if sys.platform == "linux" else "lo0"
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
         torch.set_num_threads(job["threads"])
+    timeout = datetime.timedelta(seconds=job["collective_timeout"])
+    # Groups that are made later would wait for 10 or 30 minutes, torch's default.
+    distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = timeout
     dist.init_process_group(
         "nccl" if job["device"] == "cuda" else "gloo",
         init_method=init_method,
         rank=context.rank,
         world_size=context.world_size,
-        timeout=datetime.timedelta(seconds=job["collective_timeout"]),
+        timeout=timeout,
         device_id=context.device if job["device"] == "cuda" else None,
     )
     # A rank that leaves at once would close connections that a slower one is still opening.
