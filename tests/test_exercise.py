@@ -31,6 +31,14 @@ def test_the_three_verdicts(capsys):
     assert told[2] == "averaged: solved, on 3 ranks"
 
 
+def test_a_checker_runs_on_nodes(capsys):
+    assert check(averaged, is_average, nodes=2, nproc=2)
+    assert not check(summed, is_average, nodes=2, nproc=2)
+    told = capsys.readouterr().out.splitlines()
+    assert told[0] == "averaged: solved, on 2 nodes of 2 ranks"
+    assert "has 6.0" in told[1]  # 0 + 1 + 2 + 3: those of the other node are in it
+
+
 def test_an_untouched_stub_starts_no_ranks(capsys, monkeypatch):
     monkeypatch.setattr(exercise, "launch", None)
     assert not check(average, is_average)

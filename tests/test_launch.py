@@ -163,6 +163,12 @@ def test_a_hanging_or_frozen_rank_is_named_within_the_limit(hang):
     assert time.monotonic() - start < 15  # 3 s for the collective; torchelastic alone takes 35 s for a frozen rank
 
 
+def test_a_group_made_later_waits_no_longer_than_the_one_of_all():
+    source = "group = dist.new_group()\nif rank == 1:\n    import time; time.sleep(100)\n"
+    text = failure(source + "comm.all_reduce(torch.ones(4), group=group)")  # torch's own default is 30 minutes
+    assert text.startswith("rank 1 hangs")
+
+
 def test_another_order_of_collectives_is_named():
     text = failure("x = torch.ones(4)\nif rank:\n    comm.broadcast(x)\nelse:\n    comm.all_reduce(x)")
     assert text.startswith("ranks 0 and 1 called different collectives") and "broadcast of 16 bytes" in text
@@ -274,9 +280,10 @@ def test_stopping_what_has_not_begun_or_has_ended_returns_at_once():
 
 
 @pytest.mark.parametrize("victim", ["kernel", "agent"])
-def test_no_rank_and_no_file_outlives_a_killed_kernel_or_agent(victim, tmp_path):
+def test_no_rank_and_no_file_outlives_a_killed_kernel_or_agent(victim, tmp_path, tmp_path_factory):
+    torchs_own = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path_factory.mktemp("cache"))}  # made by importing torch.optim
     program = "from labkit.run import launch\nlaunch('import time; print(\"up\"); time.sleep(60)')"
-    elsewhere = {"env": os.environ | {"TMPDIR": str(tmp_path)}, "stderr": subprocess.DEVNULL}
+    elsewhere = {"env": os.environ | {"TMPDIR": str(tmp_path)} | torchs_own, "stderr": subprocess.DEVNULL}
     kernel = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, **elsewhere)
     for _ in range(2):
         assert b"up" in kernel.stdout.readline()

@@ -5,9 +5,11 @@
 
 All take the same weights, and the same global batch in step i, so their losses are comparable number by number. Before
 the turns, each trains `WARMUP` steps, in the last of which memory and traffic are counted (that slows a step down, so
-that step is not timed). Rows are documented at `step_row`.
+that step is not timed). Rows are documented at `step_row`; with links, node_sent_bytes is what left this rank's node on
+its link, headers included, per step of the turn.
 """
 
+import os
 import time
 from functools import partial
 
@@ -27,6 +29,7 @@ from labkit.measure.traffic import TrafficCounter
 from labkit.recompute import checkpoint
 from labkit.run.experiment import Experiment
 from labkit.run.launch import launch
+from labkit.run.nodes import FOLDER, counters
 from labkit.sampler import DistributedSampler
 from labkit.trainer import (
     Trainer,
@@ -87,10 +90,18 @@ def take_turns(context, experiments, rounds, steps_per_round):
     for done, (turn, label) in enumerate(shuffled_rounds(participants, rounds)):
         participant = participants[label]
         dist.barrier()
-        for _ in range(steps_per_round if participant.takes_part else 0):
-            context.record(label=label, round=turn, **participant.step(), **counted[label])
+        before = sent_by_node()
+        rows = [participant.step() for _ in range(steps_per_round if participant.takes_part else 0)]
+        dist.barrier()
+        left = {name: (size - before[name]) // steps_per_round for name, size in sent_by_node().items()}
+        for row in rows:
+            context.record(label=label, round=turn, **row, **counted[label], **left)
         context.progress(done + 1, rounds * len(participants))
-    dist.barrier()
+
+
+def sent_by_node():
+    """{"node_sent_bytes": bytes that have left this rank's node on its link}; {} where it has no link of its own."""
+    return {"node_sent_bytes": counters()[0]} if FOLDER in os.environ else {}
 
 
 class Participant:

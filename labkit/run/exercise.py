@@ -31,7 +31,8 @@ def check(solution, checker, nproc=2, **options):
         stub = error.cause is not None and error.cause.error.get("type") == "NotImplementedError"
         print(f"{solution.__name__}: " + ("not solved yet" if stub else f"not right yet: {headline}"))
         return False
-    print(f"{solution.__name__}: solved, on {nproc} ranks")
+    nodes = options.get("nodes", 1)
+    print(f"{solution.__name__}: solved, on {f'{nodes} nodes of ' if nodes > 1 else ''}{nproc} ranks")
     return True
 
 

@@ -257,11 +257,13 @@ def describe_target(target, parameters):
 
 def choose_device(device, nproc):
     """ "cpu" or "cuda". Counts GPUs without touching CUDA, so that later forks stay clean."""
-    import torch
-
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f'device={device!r}: it is "auto", "cpu" or "cuda"')
-    gpus = 0 if device == "cpu" else torch.cuda.device_count()
+    if device == "cpu":  # and torch need not be imported here: seconds
+        return device
+    import torch
+
+    gpus = torch.cuda.device_count()
     if device == "cuda" and gpus < nproc:
         raise ValueError(f"{nproc} ranks on cuda need {nproc} GPUs, and here are {gpus}: lower nproc, or device='cpu'")
     if 0 < gpus < nproc:
