@@ -6,5 +6,7 @@ all_reduce.py      our ring and halving-doubling against gloo's own
 launching.py       from a notebook cell to the first finished all-reduce, warm against a bare torchrun
 overlap.py         a step with emulated compute against the sooner of what compute and network allow
 compression.py     our comm hooks against PyTorch's, and the selection of the largest elements
+network.py         all-reduce between two nodes on a shaped link: bytes on the wire, use of the link
+slow_link.py       a training step over a slow link: top-k against no compression
 exact.py           what is counted, not timed: bytes sent, bytes held
 """

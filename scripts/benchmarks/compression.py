@@ -10,7 +10,7 @@ import time
 
 import torch
 
-from benchmarks.data_parallel import BATCH, training_step
+from benchmarks.data_parallel import share, training_step
 from benchmarks.protocol import Comparison, columns, exact_row, time_variants
 from labkit import models
 from labkit.run import launch
@@ -30,12 +30,7 @@ def times(context, model, size, repetitions):
 
     torch.manual_seed(0)
     module = models.build(model, size).to(context.device)
-    samples = models.data.load("auto", model)
-    first = context.rank * BATCH[model]
-    batch = [
-        torch.stack([torch.as_tensor(part) for part in parts]).to(context.device)
-        for parts in zip(*(samples[first + i] for i in range(BATCH[model])), strict=True)
-    ]
+    batch = share(context, model)
 
     def step(state, hook):
         wrapped = DistributedDataParallel(

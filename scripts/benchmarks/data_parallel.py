@@ -28,12 +28,7 @@ def times(context, model, size, repetitions):
 
     torch.manual_seed(0)
     module = models.build(model, size).to(context.device)
-    samples = models.data.load("auto", model)
-    first = context.rank * BATCH[model]
-    batch = [
-        torch.stack([torch.as_tensor(part) for part in parts]).to(context.device)
-        for parts in zip(*(samples[first + i] for i in range(BATCH[model])), strict=True)
-    ]
+    batch = share(context, model)
     wraps = {
         "ours": DDP,
         "torch": lambda copied: DistributedDataParallel(copied, gradient_as_bucket_view=True),
@@ -44,6 +39,16 @@ def times(context, model, size, repetitions):
         name: training_step(wrap(copy.deepcopy(module)), models.loss(model), *batch) for name, wrap in wraps.items()
     }
     time_variants(context, variants, repetitions=repetitions)
+
+
+def share(context, model):
+    """Inputs and targets of this rank: the samples that follow those of the rank before, on its device."""
+    samples = models.data.load("auto", model)
+    first = context.rank * BATCH[model]
+    return [
+        torch.stack([torch.as_tensor(part) for part in parts]).to(context.device)
+        for parts in zip(*(samples[first + i] for i in range(BATCH[model])), strict=True)
+    ]
 
 
 def training_step(model, loss, inputs, targets):

@@ -8,7 +8,7 @@ import copy
 
 import torch
 
-from benchmarks.data_parallel import BATCH, training_step
+from benchmarks.data_parallel import share, training_step
 from benchmarks.protocol import Comparison, columns, time_variants
 from labkit import models
 from labkit.run import launch
@@ -54,15 +54,6 @@ def times(context, model, size, repetitions):
         name: training_step(wrapped, models.loss(model), *batch) for name, wrapped in variants_of(module, model).items()
     }
     time_variants(context, variants, repetitions=repetitions)
-
-
-def share(context, model):
-    samples = models.data.load("auto", model)
-    first = context.rank * BATCH[model]
-    return [
-        torch.stack([torch.as_tensor(part) for part in parts]).to(context.device)
-        for parts in zip(*(samples[first + i] for i in range(BATCH[model])), strict=True)
-    ]
 
 
 def peaks(context, model, size):

@@ -4,8 +4,12 @@ from benchmarks.protocol import Comparison, columns, time_variants
 from labkit.run import launch
 
 LINK_MBIT = 200
-MIB = 8
-CASES = ((2, 9000), (4, 9000), (2, 1500))  # ranks of a node, bytes of a frame
+CASES = (  # ranks of a node, bytes of a frame, MiB of the tensor: 25 is a bucket of DDP
+    (2, 9000, 8),
+    (4, 9000, 8),
+    (2, 1500, 8),
+    (2, 9000, 25),
+)
 HEADERS = {9000: 1.03, 1500: 1.08}  # what the wire may carry, of what the formula says
 LINK_USE = 0.9  # the least, with no byte counted but the formula's
 CLAIMED = ("flat", "hierarchical")  # by leaders, one step waits for the other: told, not claimed
@@ -39,11 +43,11 @@ def times(context, mib, repetitions):
     time_variants(context, variants, repetitions=repetitions, steps=1)
 
 
-def rows(nproc, mtu, milliseconds, wire):
+def rows(nproc, mtu, mib, milliseconds, wire):
     """Comparisons of measured columns and of what the formula and the link allow."""
-    ranks, payload = 2 * nproc, MIB * 2**20
+    ranks, payload = 2 * nproc, mib * 2**20
     egress = {"flat": 2 * (ranks - 1) / ranks * payload, "hierarchical": payload, "leaders": payload}
-    group = f"2 x {nproc} ranks, {LINK_MBIT} Mbit/s, MTU {mtu}"
+    group = f"2 x {nproc} ranks, {LINK_MBIT} Mbit/s, MTU {mtu}, {mib} MiB"
     for name, least in egress.items():
         most = 1 / LINK_USE if name in CLAIMED else None
         compared = Comparison(f"bytes on the wire / formula, {name}", "wire", "formula", HEADERS[mtu])
@@ -62,8 +66,8 @@ def run(repetitions):
     """Yield the rows and the raw values; nothing, after the line that says why, where there are no namespaces."""
     if launch("pass", nodes=2, nproc=1).network["how"] == "loopback":
         return
-    for nproc, mtu in CASES:
+    for nproc, mtu, mib in CASES:
         link = {"nodes": 2, "nproc": nproc, "link_mbit": LINK_MBIT, "link_mtu": mtu}
-        records = launch("benchmarks.network:times", **link, mib=MIB, repetitions=repetitions, timeout=1800).records
+        records = launch("benchmarks.network:times", **link, mib=mib, repetitions=repetitions, timeout=1800).records
         milliseconds, wire = columns(records), columns(records, "wire")
-        yield list(rows(nproc, mtu, milliseconds, wire)), {"ms": milliseconds, "wire": wire}
+        yield list(rows(nproc, mtu, mib, milliseconds, wire)), {"ms": milliseconds, "wire": wire}

@@ -75,8 +75,8 @@ class Comparison:
     def target(self):
         if self.at_most is None:
             return ""
-        upper = "" if self.upper is None else f", interval to {self.upper:.2f}"
-        return f"at most {self.at_most:.2f}{upper}"
+        upper = "" if self.upper is None else f", interval to {self.upper:.3f}"
+        return f"at most {self.at_most:.3f}{upper}"
 
     def verdict(self, ratio):
         """holds: the whole claim; missed: even the interval's lower end is over; undecided: the machine cannot tell."""

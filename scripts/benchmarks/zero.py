@@ -8,7 +8,7 @@ import copy
 
 import torch
 
-from benchmarks.data_parallel import BATCH
+from benchmarks.data_parallel import share
 from benchmarks.protocol import Comparison, columns, exact_row, time_variants
 from labkit import comm, models
 from labkit.run import launch
@@ -25,13 +25,7 @@ def setting(context, model):
     """A module and this rank's batch."""
     torch.manual_seed(0)
     module = models.build(model, "small").to(context.device)
-    samples = models.data.load("auto", model)
-    first = context.rank * BATCH[model]
-    batch = [
-        torch.stack([torch.as_tensor(part) for part in parts]).to(context.device)
-        for parts in zip(*(samples[first + i] for i in range(BATCH[model])), strict=True)
-    ]
-    return module, batch
+    return module, share(context, model)
 
 
 def of_pytorch(module):
