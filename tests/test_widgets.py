@@ -1,10 +1,12 @@
+from math import inf
+
 import pandas as pd
 import pytest
 
 from labkit.show import widgets
 
 
-def rows_of(models=("mlp", "gpt"), buckets=(1, 25), first=10.0):
+def rows_of(models=("mlp", "gpt"), buckets=(1, 25), first=10.0, link_mbit=inf):
     """Three strategies, three rounds each; only the bucketed one was measured at several bucket sizes."""
     rows = []
     for model in models:
@@ -12,7 +14,7 @@ def rows_of(models=("mlp", "gpt"), buckets=(1, 25), first=10.0):
             for size in buckets if strategy == "ddp_bucketed" else [float("nan")]:
                 for number in range(3):
                     step = first * (1 + place) + number + (0 if pd.isna(size) else 5 / size)
-                    key = {"model": model, "strategy": strategy, "bucket_cap_mb": size}
+                    key = {"model": model, "strategy": strategy, "bucket_cap_mb": size, "link_mbit": link_mbit}
                     rows.append({**key, "round": number, "step_ms": step, "sent_bytes": 1024 * place})
     return pd.DataFrame(rows)
 
@@ -85,6 +87,22 @@ def test_controls_redraw_from_saved_data_and_launch_nothing():
     assert shown.image.value == "<p>Tick at least one strategy.</p>"
 
 
+def test_each_network_has_rows_of_its_own():
+    frame = pd.concat([rows_of(), rows_of(("mlp",), first=1000.0, link_mbit=100.0)])
+    shown = widgets.Comparison(frame, launch=lambda *_: rows_of(("mlp",), first=2000.0, link_mbit=100.0))
+    assert [words for words, _ in shown.network.options] == ["this machine", "nodes on links of 100 Mbit/s"]
+    shown.network.value = 100.0
+    assert "MLP, buckets of 25 MB, nodes on links of 100 Mbit/s: step time" in shown.image.value
+    assert set(widgets.chosen(frame, shown.state)["step_ms"].round(-3)) == {1000, 2000, 3000}
+    shown.button.click()
+    assert len(shown.frame) == len(frame)
+    assert shown.frame.query("link_mbit == 100")["step_ms"].min() == 2000
+    assert shown.frame.query("link_mbit != 100")["step_ms"].min() == 10
+    shown.model.value = "gpt"
+    assert shown.image.value.startswith("<p>Nothing measured yet for GPT")
+    assert widgets.Comparison(rows_of()).network.disabled
+
+
 def test_without_launch_there_is_no_button():
     for launch in (None, print):
         shown = widgets.Comparison(rows_of(), launch)
@@ -104,8 +122,8 @@ class FakeRun:
 def test_the_button_measures_and_new_rows_replace_old_ones(wrap):
     asked = []
 
-    def launch(model, strategies, size):
-        asked.append((model, strategies, size))
+    def launch(model, strategies, size, link_mbit):
+        asked.append((model, strategies, size, link_mbit))
         return wrap(rows_of((model,), (size,), first=100.0))
 
     shown = widgets.Comparison(rows_of(), launch, sizes=(4,))
@@ -113,7 +131,7 @@ def test_the_button_measures_and_new_rows_replace_old_ones(wrap):
     shown.size.value = 4
     assert "31.2" not in shown.image.value
     shown.button.click()
-    assert asked == [("mlp", ["single", "ddp_naive", "ddp_bucketed"], 4)]
+    assert asked == [("mlp", ["single", "ddp_naive", "ddp_bucketed"], 4, inf)]
     mine = shown.frame[shown.frame["model"] == "mlp"]
     assert set(mine.loc[mine["strategy"] == "single", "step_ms"]) == {100, 101, 102}
     assert set(mine["bucket_cap_mb"].dropna()) == {1, 4, 25}

@@ -6,6 +6,8 @@ DDP, naive    ========    ====      ====   ====
 loss          curves that lie on one another
 """
 
+from matplotlib.ticker import MaxNLocator
+
 from labkit.measure.stats import summary
 from labkit.show import style
 from labkit.show.bars import draw_bars
@@ -56,3 +58,4 @@ def draw_losses(axes, frame, strategies, colours):
     axes.grid(axis="y")
     axes.set_title("training loss (colours as above)", loc="left", size=9.5, weight="normal")
     axes.margins(x=0.01)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))

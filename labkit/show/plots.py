@@ -14,28 +14,38 @@ residency                     which units of a sharded model are whole, when   r
 bit_layout, reach             a value's bits, real gradients over six formats  formats.py
 loss_scales                   the loss scale over time, and skipped steps      scales.py
 pareto                        two prices, and what nothing beats on both        pareto.py
+step_over_link                step time over link speed, and where lines cross  crossings.py
+carried, catching_up          a gradient through a compressor, step by step     gradients.py
+switched                      the same without and with something, arrows    switched.py
 before_after, step_by_step,   chunks with the numbers that are in them         contents.py
 side_by_side
+race                          when, and for how many bytes, a loss is reached  race.py
 present, save                 into the notebook, into figures/                 publish.py
 """
 
 from labkit.show.bars import grouped_bars, measured_against_predicted, memory_bars
 from labkit.show.contents import before_after, side_by_side, step_by_step
+from labkit.show.crossings import step_over_link
 from labkit.show.curves import loss_curves, memory_over_time, sweep
 from labkit.show.formats import bit_layout, reach
 from labkit.show.gantt import timeline
+from labkit.show.gradients import carried, catching_up
 from labkit.show.pareto import pareto
 from labkit.show.publish import present, save
+from labkit.show.race import race
 from labkit.show.residency import residency
 from labkit.show.saw import saw
 from labkit.show.scales import loss_scales
 from labkit.show.schedules import schedules
 from labkit.show.stacks import stacked_bars
 from labkit.show.stages import memory_and_traffic
+from labkit.show.switched import switched
 
 __all__ = [
     "before_after",
     "bit_layout",
+    "carried",
+    "catching_up",
     "grouped_bars",
     "loss_curves",
     "loss_scales",
@@ -45,6 +55,7 @@ __all__ = [
     "memory_over_time",
     "pareto",
     "present",
+    "race",
     "reach",
     "residency",
     "save",
@@ -53,6 +64,8 @@ __all__ = [
     "side_by_side",
     "stacked_bars",
     "step_by_step",
+    "step_over_link",
     "sweep",
+    "switched",
     "timeline",
 ]

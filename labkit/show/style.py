@@ -58,7 +58,7 @@ COLOURS = {
     "tree": PURPLE,
     "naive": GREY,
     "flat": GREY,
-    "hierarchical": BLUE,
+    "hierarchical": "#1b4f8a",
     "leaders": ORANGE,
     "none": GREY,
     "fp16": PALE_BLUE,
@@ -115,6 +115,8 @@ NAMES = {
     "peak_bytes": "peak memory per rank",
     "samples_per_s": "throughput",
     "bucket_cap_mb": "bucket size",
+    "compress_ms": "compressing",
+    "node_sent_bytes": "left a node per step",
 }
 BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
 

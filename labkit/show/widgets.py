@@ -1,7 +1,7 @@
 """A comparison to turn in the hand: saved measurements re-plotted by controls, new ones only when a button is pressed.
 
     [ figure ] one-line takeaway, table      ordinary outputs: GitHub, a batch run and an offline page show them
-    model v   measure v   bucket --o--       controls: they re-plot what is in the frame and measure nothing
+    model v  network v  measure v  bucket o  controls: they re-plot what is in the frame and measure nothing
     [x] single [x] naive [x] bucketed
     (Measure this choice)                    only with launch=: calls it, and adds its rows to the frame
 
@@ -10,6 +10,7 @@ What is drawn is a pure function of (frame, state), so that it can be tested wit
 
 import html
 from dataclasses import dataclass, replace
+from math import inf
 
 import ipywidgets
 import pandas as pd
@@ -21,17 +22,21 @@ from labkit.show.notebook import table
 from labkit.show.publish import as_html, present
 
 METRICS = ("step_ms", "exposed_comm_ms", "sent_bytes", "peak_bytes", "samples_per_s")
-KEYS = ["model", "strategy", "bucket_cap_mb"]
+KEYS = ["model", "strategy", "bucket_cap_mb", "link_mbit"]
 
 
 @dataclass(frozen=True)
 class State:
-    """What the controls say. bucket_cap_mb filters only strategies that were measured with several bucket sizes."""
+    """What the controls say. bucket_cap_mb filters only strategies that were measured with several bucket sizes.
+
+    link_mbit: speed of the links between nodes; inf: one machine.
+    """
 
     model: str
     strategies: tuple
     bucket_cap_mb: float | None
     metric: str
+    link_mbit: float = inf
 
 
 def initial(frame):
@@ -43,10 +48,10 @@ def initial(frame):
         raise ValueError(
             f"a comparison needs {wanted}; it got {len(frame)} rows with {', '.join(frame) or 'no columns'}"
         )
-    model = frame["model"].iloc[0]
-    mine = frame[frame["model"] == model]
+    model, link_mbit = frame["model"].iloc[0], frame["link_mbit"].iloc[0]
+    mine = frame[(frame["model"] == model) & (frame["link_mbit"] == link_mbit)]
     sizes = bucket_sizes(mine)
-    return State(model, strategies_of(mine), sizes[-1] if sizes else None, metrics[0])
+    return State(model, strategies_of(mine), sizes[-1] if sizes else None, metrics[0], link_mbit)
 
 
 def strategies_of(frame):
@@ -62,7 +67,8 @@ def bucket_sizes(frame):
 
 def chosen(frame, state):
     """The rows that `state` asks for."""
-    mine = frame[(frame["model"] == state.model) & frame["strategy"].isin(state.strategies)]
+    mine = frame[(frame["model"] == state.model) & (frame["link_mbit"] == state.link_mbit)]
+    mine = mine[mine["strategy"].isin(state.strategies)]
     mine = style.in_order(mine, "strategy")
     several = mine.groupby("strategy")["bucket_cap_mb"].transform("nunique") > 1
     return mine[~several | (mine["bucket_cap_mb"] == state.bucket_cap_mb)].dropna(subset=[state.metric])
@@ -70,7 +76,12 @@ def chosen(frame, state):
 
 def headline(state):
     size = f", buckets of {state.bucket_cap_mb:g} MB" if state.bucket_cap_mb is not None else ""
-    return f"{style.name(state.model)}{size}: {style.name(state.metric)}"
+    link = f", {network(state.link_mbit)}" if state.link_mbit < inf else ""
+    return f"{style.name(state.model)}{size}{link}: {style.name(state.metric)}"
+
+
+def network(link_mbit):
+    return f"nodes on links of {link_mbit:g} Mbit/s" if link_mbit < inf else "this machine"
 
 
 def draw(frame, state):
@@ -114,7 +125,7 @@ def origin(frame):
 
 
 def merged(frame, rows):
-    """The frame with `rows` added; what was measured before of the same model, strategy and bucket size gives way."""
+    """The frame with `rows` added; what was measured before of the same KEYS gives way."""
 
     def keys(of):
         return list(of[KEYS].fillna({"bucket_cap_mb": -1}).itertuples(index=False, name=None))  # NaN equals no NaN
@@ -130,11 +141,15 @@ class Comparison:
         self.frame, self.launch, self.state = frame, launch, initial(frame)
         models = [(style.name(model), model) for model in dict.fromkeys([*frame["model"], *(models or [])])]
         metrics = [(style.name(metric), metric) for metric in METRICS if metric in frame]
+        networks = [(network(speed), speed) for speed in dict.fromkeys(frame["link_mbit"])]
         sizes = sorted({*bucket_sizes(frame), *(sizes or [])}) or [None]
         steps = [("any" if size is None else f"{size:g} MB", size) for size in sizes]
         first = sizes[-1] if self.state.bucket_cap_mb is None else self.state.bucket_cap_mb
         wide = {"description_width": "initial"}
         self.model = ipywidgets.Dropdown(options=models, value=self.state.model, description="model", style=wide)
+        self.network = ipywidgets.Dropdown(
+            options=networks, value=self.state.link_mbit, description="network", style=wide, disabled=len(networks) == 1
+        )
         self.metric = ipywidgets.Dropdown(options=metrics, value=self.state.metric, description="measure", style=wide)
         self.size = ipywidgets.SelectionSlider(
             options=steps, value=first, description="bucket size", continuous_update=False, style=wide
@@ -150,11 +165,11 @@ class Comparison:
             description="Measure this choice", icon="play", button_style="primary", layout={"width": "auto"}
         )
         self.button.on_click(self.measure)
-        for control in (self.model, self.metric, self.size, *self.boxes.values()):
+        for control in (self.model, self.network, self.metric, self.size, *self.boxes.values()):
             control.observe(self.changed, names="value")
         row = ipywidgets.Layout(flex_flow="row wrap", grid_gap="4px 18px", display="flex")
         parts = [
-            ipywidgets.Box([self.model, self.metric, self.size], layout=row),
+            ipywidgets.Box([self.model, self.network, self.metric, self.size], layout=row),
             ipywidgets.Box(list(self.boxes.values()), layout=row),
         ]
         parts += [ipywidgets.HBox([self.button, self.message]), self.output] if launch else []
@@ -171,6 +186,7 @@ class Comparison:
             strategies=ticked,
             bucket_cap_mb=self.size.value,
             metric=self.metric.value,
+            link_mbit=self.network.value,
         )
         self.image.value = picture(self.frame, self.state)
 
@@ -186,7 +202,8 @@ class Comparison:
     def added(self):
         """Launch, merge the new rows into the frame, and say in one line what came of it."""
         try:
-            result = self.launch(self.state.model, list(self.state.strategies), self.state.bucket_cap_mb)
+            state = self.state
+            result = self.launch(state.model, list(state.strategies), state.bucket_cap_mb, state.link_mbit)
             rows = getattr(result, "records", result)
             self.frame = merged(self.frame, rows)
         except (Exception, KeyboardInterrupt) as error:  # the reader's answer, and it belongs where they look
@@ -198,8 +215,9 @@ class Comparison:
 def comparison(frame, launch=None, provenance=None, sizes=None, models=None):
     """Show a comparison: figure, takeaway and table as ordinary outputs, then the controls. Returns the Comparison.
 
-    frame: rows of compare() with model, strategy, bucket_cap_mb and metrics among METRICS, one per round and rank.
-    launch: function (model, strategies, bucket_cap_mb) -> Run or DataFrame of such rows, called only by the button.
+    frame: rows of compare() with model, strategy, bucket_cap_mb, link_mbit (inf: one machine) and metrics among
+        METRICS, one per round and rank.
+    launch: function (model, strategies, bucket_cap_mb, link_mbit) -> DataFrame of such rows, called by the button.
     provenance: as in present(), by default what origin() says. sizes: more bucket sizes (MB) to offer for a launch.
     """
     state = initial(frame)

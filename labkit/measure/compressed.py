@@ -1,0 +1,112 @@
+"""A compressor under observation: what goes in, what arrives, what waits, and how many bytes that takes, step by step.
+
+    gradient   .3 -.9  .2  .0  .7 -.1      mean over the ranks
+    arrived     0 -.9   0   0  .7   0      what every rank gets in its place
+    residual   .3   0  .2  .0   0 -.1      what waits, mean over the ranks
+                                           arrived + residual = gradient + residual of the step before
+    so, over steps:  sum of arrived + last residual = sum of gradients: with feedback nothing is lost, it is late
+
+    watched = Watched(TopK(0.01))
+    model.register_comm_hook(None, watched.hook)      in place of TopK(0.01).hook; then train as ever
+    for row in watched.rows: record(compressor="topk", knob="1 %", **row)         on rank 0: rows are alike on all
+
+Sent besides: two all_reduces a step, and backward stands still meanwhile. So this measures bytes and errors, not times.
+Karimireddy et al., Error Feedback Fixes SignSGD and other Gradient Compression Schemes, ICML 2019, section 4.
+"""
+
+import torch
+import torch.distributed as dist
+
+from labkit import comm
+
+
+class Watched:
+    """A comm hook of labkit.ddp round a compressor of labkit.compression, for a model whose gradients fill one bucket.
+
+    (PyTorch's DDP lays its bucket out anew after the first step: sums over steps would mix elements.)
+
+    rows: one dict a step, ready for record():
+        step                            0, 1, 2, ...
+        feedback                        whether the compressor keeps what it does not send
+        momentum                        under which the compressor puts gradients (DGC); 0 for all others
+        elements                        of the gradient
+        sent_bytes, plain_bytes         of a rank, as labkit.comm derives them: compressed, and of a plain all_reduce
+        error                           |arrived - gradient| / |gradient|, of this step alone
+        sum_error                       the same of the sums over all steps so far
+        waiting                         |residual| / |gradient|
+        first                           place of the window's first element; it is the same in all steps
+        gradient, arrived, residual     lists of at most `window` neighbours, where the first gradient was largest
+    With momentum, "the gradient" is everywhere what has become of gradients under it: that is what should arrive.
+    """
+
+    def __init__(self, compressor, window=48):
+        self.compressor, self.window = compressor, window
+        self.momentum = getattr(compressor, "momentum", 0)
+        self.rows = []
+        self._gradient = self._sums = self._first = None
+
+    def hook(self, group, bucket):
+        """Future of what the compressor's hook brings. Raises ValueError for a model with several buckets."""
+        if bucket.index() or not bucket.is_last():
+            raise ValueError("a watched model must have one bucket: give DDP a larger bucket_cap_mb")
+        gradient, plain_bytes = self.uncompressed(group, bucket)
+        self.compressor.agree(group, bucket.buffer().device)  # once, and no part of a step
+        with comm.record() as log:
+            average = self.compressor.hook(group, bucket).wait()
+        residual = torch.zeros_like(gradient)
+        if self.compressor.feedback:
+            residual = mean(self.compressor.residuals.of(bucket), group)
+        about = {"sent_bytes": sum(event.sent_bytes for event in log), "plain_bytes": plain_bytes}
+        self.note(gradient, average.double(), residual, about)
+        future = torch.futures.Future()
+        future.set_result(average)
+        return future
+
+    def uncompressed(self, group, bucket):
+        """(what would arrive without compression, float64 [elements]; what a rank sends for it, bytes)."""
+        with comm.record() as log:
+            gradient = mean(bucket.buffer(), group)
+        self._gradient = gradient if self._gradient is None else self.momentum * self._gradient + gradient
+        return self._gradient, log[0].sent_bytes * bucket.buffer().itemsize // gradient.itemsize
+
+    def note(self, gradient, arrived, residual, about):
+        """Append the row of this step. All: float64 [elements], means over the ranks."""
+        if self._sums is None:
+            self._sums = [torch.zeros_like(gradient), torch.zeros_like(gradient)]
+            self._first = largest_window(gradient, self.window)
+        for total, part in zip(self._sums, (gradient, arrived), strict=True):
+            total += part
+        shown = slice(self._first, self._first + self.window)
+        vectors = {"gradient": gradient, "arrived": arrived, "residual": residual}
+        self.rows.append(
+            {
+                "step": len(self.rows),
+                "feedback": self.compressor.feedback,
+                "momentum": self.momentum,
+                "elements": gradient.numel(),
+                **about,
+                "error": relative(arrived - gradient, gradient),
+                "sum_error": relative(self._sums[1] - self._sums[0], self._sums[0]),
+                "waiting": relative(residual, gradient),
+                "first": self._first,
+                **{name: [float(f"{x:.5g}") for x in vector[shown].tolist()] for name, vector in vectors.items()},
+            }
+        )
+
+
+def mean(tensor, group):
+    """The mean over the ranks, float64, in a tensor of its own."""
+    total = tensor.detach().double()
+    comm.all_reduce(total, group=group)
+    return total / dist.get_world_size(group)
+
+
+def relative(difference, whole):
+    """|difference| / |whole|, Euclidean norms; 0 where both are 0, inf where only the second is."""
+    return float(difference.norm() / whole.norm()) if difference.any() else 0.0
+
+
+def largest_window(vector, width):
+    """The first place of that part of `width` elements which holds most of the sum of squares."""
+    whole = vector[: vector.numel() // width * width].view(-1, width)
+    return int(whole.square().sum(1).argmax()) * width if len(whole) else 0

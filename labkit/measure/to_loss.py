@@ -1,0 +1,51 @@
+"""Time to a given loss: train some steps, stop the clock, evaluate, and go on until the loss is low enough.
+
+    clock      |== lap ==|           |== lap ==|           |== lap ==|
+    off it                evaluate ?            evaluate ?            evaluate: reached
+
+What a method costs is not the time of its step but that of its steps to a loss. Ranks evaluate in the same moments and
+end together: the worst loss of them all decides, which is a message of its own, off the clock and not counted.
+Coleman et al., DAWNBench: An End-to-End Deep Learning Benchmark and Competition, 2017 (time to accuracy).
+"""
+
+from itertools import islice
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+
+from labkit import comm
+
+
+def laps(trainer, batches, test, target, lap=1):
+    """Yield a dict after each lap, the first one before any training; the last one where loss <= target. Collective.
+
+    trainer: its train_step, model and loss are used. batches: (input, target) of each step, as many on every rank;
+    where they run out, so does the race. test: (input, target), to evaluate on. lap: steps between two evaluations.
+    step, seconds (on the clock so far), loss (the worst of the ranks'), messages and sent_bytes (of this rank, so far).
+    """
+    batches, step, seconds, log = iter(batches), 0, 0.0, []
+    while True:
+        loss = worst_loss(trainer, *test)
+        sent = sum(event.sent_bytes for event in log)
+        yield {"step": step, "seconds": seconds, "loss": loss, "messages": len(log), "sent_bytes": sent}
+        at_hand = list(islice(batches, lap))  # loading them is off the clock
+        if loss <= target or len(at_hand) < lap:
+            return
+        comm.barrier()  # what the caller did with the last lap is off the clock on all ranks
+        start = perf_counter()
+        with comm.record(log):
+            for batch in at_hand:
+                trainer.train_step(*batch)
+        seconds += perf_counter() - start
+        step += lap
+
+
+@torch.no_grad()
+def worst_loss(trainer, input, target):
+    """The largest of the ranks' losses. Collective."""
+    trainer.model.eval()
+    loss = trainer.loss(trainer.model(input), target)
+    trainer.model.train()
+    comm.all_reduce(loss, op=dist.ReduceOp.MAX)
+    return loss.item()

@@ -1,0 +1,156 @@
+"""Step time over link speed: lines are predicted, points are measured, a ring where a method overtakes the baseline.
+
+    step  |o                      both axes are logarithmic; at its line's end stands where a method is faster
+    time  | *o                    than the baseline: "top 1 %: below 2,500 Mbit/s"
+          |   (o)  *  *  *
+          |         o  o  o
+          +----------------- link speed
+
+The frame has one row per measured step, with COLUMNS:
+
+    method       "flat", "hierarchical", "topk", ...; style.COLOURS says their order, the first is the baseline
+    link_mbit    the link's speed, Mbit/s
+    step_ms      measured there; NaN where nothing was measured: then there is a line without points
+    busy_ms      of the method: a step on a link that costs nothing, ms. Medians count, so any row may have its own
+    wire_bytes   of the method: what a step puts on the link, bytes; both as in labkit/measure/crossover.py
+"""
+
+import math
+
+import numpy as np
+import pandas as pd
+from matplotlib.ticker import FuncFormatter, LogLocator
+
+from labkit.measure.crossover import Cost, crossover, fit, predicted
+from labkit.measure.stats import summary
+from labkit.show import style
+from labkit.show.curves import close
+
+COLUMNS = ("method", "link_mbit", "step_ms", "busy_ms", "wire_bytes")
+FAR = 100  # crossovers further than this factor beyond the measured speeds are told, but not drawn
+
+
+def check(frame):
+    """Raise ValueError for a frame without rows or without one of COLUMNS."""
+    missing = [column for column in COLUMNS if column not in frame]
+    if missing or frame.empty:
+        raise ValueError(
+            f"step times over link speeds need rows with {', '.join(COLUMNS)}; "
+            f"got {len(frame)} rows with {', '.join(frame) or 'no columns'}"
+        )
+
+
+def costs(frame):
+    """{method: Cost}, medians over the method's rows, in the lab's order; the first is the baseline."""
+    check(frame)
+    grouped = style.in_order(frame, "method").groupby("method", sort=False)[["busy_ms", "wire_bytes"]].median()
+    return {method: Cost(*row) for method, row in zip(grouped.index, grouped.to_numpy().tolist(), strict=True)}
+
+
+def fits(frame):
+    """{method: Cost} of the methods that were measured at two link speeds or more, by crossover.fit."""
+    measured = style.in_order(frame, "method").dropna(subset=["step_ms"])
+    several = measured[measured.groupby("method")["link_mbit"].transform("nunique") > 1]
+    return {one: fit(rows["link_mbit"], rows["step_ms"]) for one, rows in several.groupby("method", sort=False)}
+
+
+def crossovers(frame, baseline):
+    """DataFrame method, predicted_mbit, measured_mbit: below which link speed each other method is faster.
+
+    measured: the crossover of two fits, NaN where one is missing. inf: at every speed. 0.0: at no lower speed.
+    """
+    found, fitted, rows = costs(frame), fits(frame), []
+    for method in [one for one in found if one != baseline]:
+        both = baseline in fitted and method in fitted
+        measured = crossover(fitted[baseline], fitted[method]) if both else math.nan
+        rows.append((method, crossover(found[baseline], found[method]), measured))
+    return pd.DataFrame(rows, columns=["method", "predicted_mbit", "measured_mbit"])
+
+
+def crossing(a, b):
+    """The link speed at which both take equally long; None where one is faster at every speed."""
+    return next((speed for speed in (crossover(a, b), crossover(b, a)) if 0 < speed < math.inf), None)
+
+
+def wins(a, b):
+    """Where b is faster than a, in words, to two digits."""
+    at = crossing(a, b)
+    if at is None:
+        return "at every speed" if crossover(a, b) else "at no speed"
+    return f"{'below' if crossover(a, b) else 'above'} {style.quantity(float(f'{at:.2g}'), 'Mbit/s')}"
+
+
+def reach(frame, baseline):
+    """(lowest, highest) link speed to be drawn: what was measured and, where they are near, the crossovers."""
+    found, low, high = costs(frame), frame["link_mbit"].min(), frame["link_mbit"].max()
+    crossings = [crossing(found[baseline], cost) for cost in found.values()]
+    speeds = [low, high, *(at for at in crossings if at and low / FAR <= at <= high * FAR)]
+    return min(speeds) / 1.5, max(speeds) * 1.5
+
+
+def step_over_link(frame, baseline=None, title=None, methods=None, at=None):
+    """Figure: step time over link speed, both logarithmic; each line says at its end where it beats the baseline.
+
+    frame: see above. baseline: a method, by default the first of the lab's order. methods: those to draw, by default
+    all. at: a link speed to be marked, Mbit/s. Points are medians with their quartiles. Raises ValueError for a frame
+    without rows or columns.
+    """
+    found = costs(frame)
+    colours, baseline = style.palette(found), baseline or next(iter(found))
+    speeds = np.geomspace(*reach(frame, baseline), 100)
+    shown = [one for one in found if methods is None or one in methods or one == baseline]
+    with style.look():
+        figure, axes = style.new_figure(9.5, 3.2 + 0.2 * len(shown))
+        ends, rings = [], []
+        for method in shown:
+            cost, colour, words = found[method], colours[method], style.name(method)
+            times = predicted(*cost, speeds)
+            axes.plot(speeds, times, color=colour, linewidth=2.6 if method == baseline else 1.8)
+            draw_points(axes, frame[frame["method"] == method], colour)
+            if method != baseline:
+                words += f": {wins(found[baseline], cost)}"
+                rings += draw_ring(axes, found[baseline], cost, speeds, colour)
+            ends.append((speeds[-1], times[-1], words, colour))
+        if at is not None:
+            axes.axvline(at, color=style.INK, linewidth=1.2, linestyle=(0, (4, 3)), zorder=1)
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.set_xlim(speeds[0], speeds[-1])
+        for axis in (axes.xaxis, axes.yaxis):
+            label_decades(axis)
+        axes.set_xlabel("link speed (Mbit/s)")
+        axes.set_ylabel("step time (ms)")
+        base = style.name(baseline)
+        note = f"line: predicted    point: measured{f'    ring: as fast as {base}' if rings else ''}"
+        note += f"    at the end: faster than {base}" if len(shown) > 1 else ""
+        close(figure, axes, ends, title, note)
+    return figure
+
+
+def draw_points(axes, rows, colour):
+    """The medians that were measured, with their quartiles."""
+    for speed, times in rows.dropna(subset=["step_ms"]).groupby("link_mbit")["step_ms"]:
+        spread = summary(times)
+        around = [[spread.median - spread.low], [spread.high - spread.median]]
+        axes.errorbar(speed, spread.median, yerr=around, color=colour, capsize=2.5, elinewidth=1.2, zorder=3)
+        look = {"markersize": 6, "markeredgecolor": style.GROUND, "zorder": 4}
+        axes.plot(speed, spread.median, "o", color=colour, **look)
+
+
+def draw_ring(axes, a, b, speeds, colour):
+    """Where the lines of a and b cross, a ring and a thin line down to the speed; returns those in the picture."""
+    at = crossing(a, b)
+    if at is None or not speeds[0] <= at <= speeds[-1]:
+        return []
+    height = predicted(*a, at)
+    axes.plot([at, at], [0, height], color=colour, linewidth=0.9, linestyle=(0, (1, 2)), zorder=1)
+    return [axes.scatter(at, height, s=95, facecolors="none", edgecolors=colour, linewidths=2, zorder=5)]
+
+
+def label_decades(axis):
+    """Powers of ten in plain digits, and as many numbers between them as the axis is short."""
+    low, high = axis.get_view_interval()
+    between = (1,) if high / low > 2000 else (1, 2, 5) if high / low > 12 else (1, 1.5, 2, 3, 5, 7)
+    axis.set_major_locator(LogLocator(subs=between))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    axis.set_minor_formatter(FuncFormatter(lambda *_: ""))

@@ -1,0 +1,231 @@
+"""A compressor in the hand: the gradient before, what arrives, what waits, and how the sums catch up.
+
+    [ figures ] takeaway, table               ordinary outputs: GitHub, a batch run and an offline page show them
+    compressor v   feedback v   step --o--    controls: they re-plot what was recorded and send nothing
+    carried        one window of the gradient, element by element, in one step; beneath it what waits or is missing
+    catching_up    the error of a step alone, and of the sums over all steps: with feedback the second one falls
+
+What is drawn is a pure function of (frame, state). The frame has one row per form and step: a row of
+labkit.measure.compressed.Watched, and two columns that say which form:
+
+    compressor   a key of labkit.compression.COMPRESSORS
+    knob         text, "ratio 0.1", "rank 2", ..., or "" for the registry's own setting
+
+One launch records it, a Watched for each compressor and each of feedback=True and False that is to be compared.
+"""
+
+from dataclasses import dataclass
+
+import ipywidgets
+import numpy as np
+import pandas as pd
+from IPython.display import display
+
+from labkit.show import style
+from labkit.show.crossings import label_decades
+from labkit.show.curves import close
+from labkit.show.notebook import table
+from labkit.show.publish import as_html, present
+
+FORM = ("compressor", "knob", "feedback")
+NUMBERS = ("momentum", "elements", "sent_bytes", "plain_bytes", "error", "sum_error", "waiting", "first")
+VECTORS = ("gradient", "arrived", "residual")
+COLUMNS = (*FORM, "step", *NUMBERS, *VECTORS)
+FAMILIES = {"topk": "top-k", "randomk": "random-k", "dgc": "DGC", "powersgd": "PowerSGD"}  # where there is a knob
+
+
+@dataclass(frozen=True)
+class State:
+    """What the controls say: a value of each of the frame's first four columns."""
+
+    compressor: str
+    knob: str
+    feedback: bool
+    step: int
+
+
+def initial(frame, compressor=None):
+    """The first state: the last step of the first form, or of the first of that compressor, with feedback if there is
+    one. Raises ValueError for a frame without rows or without one of COLUMNS."""
+    missing = [column for column in COLUMNS if column not in frame]
+    if missing or frame.empty:
+        raise ValueError(
+            f"an explorer of compressors needs rows with {', '.join(COLUMNS)}; "
+            f"got {len(frame)} rows, without {', '.join(missing) or 'any content'}"
+        )
+    mine = frame[frame["compressor"] == (compressor or frame["compressor"].iloc[0])]
+    first = mine.sort_values("feedback", ascending=False, kind="stable").iloc[0]
+    return State(first["compressor"], first["knob"], bool(first["feedback"]), int(frame["step"].max()))
+
+
+def form_name(compressor, knob):
+    return f"{FAMILIES.get(compressor, style.name(compressor))}, {knob}" if knob else style.name(compressor)
+
+
+def words_of(state):
+    feedback = "with feedback" if state.feedback else "without feedback"
+    return f"{form_name(state.compressor, state.knob)}, {feedback}"
+
+
+def steps_of(frame, state):
+    """The rows of the chosen form, by step."""
+    which = (frame["compressor"] == state.compressor) & (frame["knob"] == state.knob)
+    return frame[which & (frame["feedback"] == state.feedback)].sort_values("step")
+
+
+def row_of(frame, state):
+    """The chosen row. Raises ValueError where none was recorded."""
+    rows = steps_of(frame, state)
+    rows = rows[rows["step"] == state.step]
+    if rows.empty:
+        raise ValueError(f"nothing recorded for {words_of(state)}, step {state.step}")
+    return rows.iloc[0]
+
+
+def carried(frame, state):
+    """Figure: above, a window of the gradient and what arrived; below, what waits or, with no feedback, is missing."""
+    row, colour = row_of(frame, state), style.palette(frame["compressor"])[state.compressor]
+    gradient, arrived, residual = (np.array(row[name], dtype=float) for name in VECTORS)
+    places = row["first"] + np.arange(len(gradient))
+    with style.look():
+        figure, (above, below) = style.new_figure(9.5, 4.6, rows=2, sharex=True, gridspec_kw={"height_ratios": [3, 2]})
+        if state.feedback:
+            owed = {"color": style.lighter(colour, 0.7), "label": "that + what had waited"}
+            above.bar(places, arrived + residual, 0.9, **owed)
+        name = "gradient, with momentum" if row["momentum"] else "gradient"
+        above.bar(places, gradient, 0.42, color=style.INK, label=name)
+        above.plot(places, arrived, "o", color=colour, markeredgecolor=style.INK, markersize=5.5, label="arrived")
+        if state.feedback:
+            below.bar(places, residual, 0.9, color=style.lighter(colour, 0.35))
+            below.set_ylabel("waits")
+        else:
+            below.bar(places, gradient - arrived, 0.9, color=style.RED)
+            below.set_ylabel("missing")
+        for axes in (above, below):
+            axes.axhline(0, color=style.FAINT, linewidth=0.8)
+            axes.grid(axis="y")
+        above.set_ylabel("gradient")
+        below.set_xlabel(f"element, {len(gradient)} of {row['elements']:,}; means over the ranks")
+        above.margins(x=0.01)
+        figure.align_ylabels()
+        handles, labels = above.get_legend_handles_labels()
+        figure.legend(handles[::-1], labels[::-1], loc="outside lower left", ncols=3, handlelength=1.2)
+        style.entitle(figure, f"Step {state.step}: {words_of(state)}")
+    return figure
+
+
+def catching_up(frame, state):
+    """Figure: over the steps, how far a step alone is from its gradient, and how far the sums are from each other."""
+    colour = style.palette(frame["compressor"])[state.compressor]
+    ends = []
+    with style.look():
+        figure, axes = style.new_figure(9.5, 3.4)
+
+        def draw(rows, column, words, colour, **look):
+            axes.plot(rows["step"], 100 * rows[column], color=colour, **look)
+            ends.append((rows["step"].iloc[-1], 100 * rows[column].iloc[-1], words, colour))
+
+        for feedback, words in ((True, "sums, with feedback"), (False, "sums, without")):
+            rows = steps_of(frame, State(state.compressor, state.knob, feedback, state.step))
+            if len(rows):
+                look = (colour, 2.6) if feedback == state.feedback else (style.INK, 1.2)
+                draw(rows, "sum_error", words, look[0], linewidth=look[1])
+        mine = steps_of(frame, state)
+        draw(mine, "error", "each step alone", style.FAINT, linewidth=1.2, linestyle=(0, (2, 1.5)))
+        row = row_of(frame, state)
+        axes.plot(row["step"], 100 * row["sum_error"], "o", markersize=12, color=style.INK, markerfacecolor="none")
+        axes.set_yscale("log")
+        label_decades(axes.yaxis)
+        axes.margins(x=0.02)
+        axes.set_xlabel("step")
+        axes.set_ylabel("error (% of the gradient's norm)")
+        close(figure, axes, ends, f"The sums of what arrived and of the gradients: {words_of(state)}")
+    return figure
+
+
+def percent(share):
+    return f"{100 * share:.3g} %"
+
+
+def takeaway(frame, state):
+    """What a step sends, by how much it misses the gradient, by how much the sums differ, and what waits."""
+    row = row_of(frame, state)
+    sent, plain = (style.quantity(row[column], "bytes") for column in ("sent_bytes", "plain_bytes"))
+    times = f", {row['plain_bytes'] / row['sent_bytes']:.3g} times less" if row["sent_bytes"] else ""
+    words = (
+        f"{words_of(state)}: a rank sends {sent} a step in place of {plain}{times}. In step {state.step} what arrives "
+    )
+    words += f"misses the gradient by {percent(row['error'])} of its norm; since step 0 the sums differ by "
+    words += f"{percent(row['sum_error'])}"
+    return words + (f", and {row['waiting']:.3g} times the gradient's norm waits." if row["feedback"] else ".")
+
+
+def small(frame):
+    """DataFrame of texts: a row per form, at its last step."""
+    rows = []
+    for (compressor, knob, feedback), mine in frame.groupby(list(FORM), sort=False):
+        last = mine.sort_values("step").iloc[-1]
+        row = {"compressor": form_name(compressor, knob), "feedback": "yes" if feedback else "no"}
+        row["sent a step"] = style.quantity(last["sent_bytes"], "bytes")
+        row["times less"] = f"{last['plain_bytes'] / last['sent_bytes']:.3g}" if last["sent_bytes"] else ""
+        row |= {"error of the last step": percent(last["error"]), "of the sums": percent(last["sum_error"])}
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def picture(frame, state):
+    """The widget's images as HTML with alt text; a sentence where that form was not recorded."""
+    if steps_of(frame, state).empty:
+        return f"<p>Not recorded: {words_of(state)}.</p>"
+    return as_html(takeaway(frame, state), carried(frame, state), catching_up(frame, state))
+
+
+class Explorer:
+    """The controls and their state. `.panel` is the widget, `.image` what it shows."""
+
+    def __init__(self, frame, state):
+        self.frame, self.state = frame, state
+        forms = list(dict.fromkeys(zip(frame["compressor"], frame["knob"], strict=True)))
+        wide = {"description_width": "initial"}
+        self.form = ipywidgets.Dropdown(
+            options=[(form_name(*form), form) for form in forms],
+            value=(state.compressor, state.knob),
+            description="compressor",
+            style=wide,
+        )
+        self.feedback = ipywidgets.Dropdown(
+            options=[("with", True), ("without", False)], value=state.feedback, description="feedback", style=wide
+        )
+        self.step = ipywidgets.SelectionSlider(
+            options=sorted(frame["step"].unique().tolist()),
+            value=state.step,
+            description="step",
+            continuous_update=False,
+            style=wide,
+        )
+        for control in (self.form, self.feedback, self.step):
+            control.observe(self.changed, names="value")
+        row = ipywidgets.Layout(flex_flow="row wrap", grid_gap="4px 18px", display="flex")
+        self.image = ipywidgets.HTML("<p>Change a control: your choice is drawn here, from the recorded steps.</p>")
+        self.panel = ipywidgets.VBox([ipywidgets.Box([self.form, self.feedback, self.step], layout=row), self.image])
+
+    def changed(self, change=None):
+        """Read the controls and draw anew."""
+        self.state = State(*self.form.value, self.feedback.value, self.step.value)
+        self.image.value = picture(self.frame, self.state)
+
+
+def explorer(frame, provenance, compressor=None):
+    """Show recorded compressors: both figures, takeaway and table as ordinary outputs, then controls. Returns Explorer.
+
+    frame: see above. provenance: where it comes from, as in present(). compressor: which is shown first.
+    """
+    state = initial(frame, compressor)
+    words = takeaway(frame, state)
+    present(carried(frame, state), words, provenance, words)
+    caption = "How far what arrived is from the gradients: each step alone, and the sums over all steps so far"
+    present(catching_up(frame, state), caption, provenance, caption)
+    table(small(frame), f"after the last step; {provenance}")
+    shown = Explorer(frame, state)
+    display(shown.panel)
+    return shown

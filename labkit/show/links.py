@@ -1,0 +1,174 @@
+"""Link speed in the hand: the step time of each method at any speed, who wins, and below which speed.
+
+    [ figure ] takeaway, table                ordinary outputs: GitHub, a batch run and an offline page show them
+    link speed --o--                          controls: they re-plot the frame and measure nothing
+    [x] no compression [x] top 1 % [x] ...
+    step  |o   :                              the dashed line stands at the chosen link speed; beneath it a bar per
+    time  | *o :                              method: how much of its step is work, how much is bytes on the link
+          |   (o)  *  *
+          +----:-------- link speed
+
+What is drawn is a pure function of (frame, state); the frame is that of labkit/show/crossings.py.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+import ipywidgets
+import pandas as pd
+from IPython.display import display
+
+from labkit.measure.crossover import predicted
+from labkit.show import style
+from labkit.show.crossings import costs, fits, reach, step_over_link, wins
+from labkit.show.notebook import table
+from labkit.show.publish import as_html, present
+
+
+@dataclass(frozen=True)
+class State:
+    """What the controls say. baseline: the method that the others are held against."""
+
+    methods: tuple
+    link_mbit: float
+    baseline: str
+
+
+def initial(frame, baseline=None):
+    """The first state: all methods, at the slowest link, held against the first method of the lab's order."""
+    methods = tuple(costs(frame))
+    return State(methods, float(frame["link_mbit"].min()), baseline or methods[0])
+
+
+def at_speed(frame, state):
+    """DataFrame method, busy_ms, wire_ms, step_ms: predicted for the chosen methods at the chosen link speed."""
+    rows = [
+        (one, cost.busy_ms, predicted(*cost, state.link_mbit))
+        for one, cost in costs(frame).items()
+        if one in state.methods
+    ]
+    found = pd.DataFrame(rows, columns=["method", "busy_ms", "step_ms"])
+    return found.assign(wire_ms=found["step_ms"] - found["busy_ms"])
+
+
+def headline(state):
+    return f"A link of {style.quantity(state.link_mbit, 'Mbit/s')}"
+
+
+def draw(frame, state):
+    """Figure: the chosen methods' step times over link speed, the chosen speed marked. ValueError without a method."""
+    if not state.methods:
+        raise ValueError("no method to draw: choose at least one")
+    return step_over_link(frame, state.baseline, headline(state), state.methods, state.link_mbit)
+
+
+def bars(frame, state):
+    """Figure: the predicted step of each chosen method at the chosen speed: work in dark, bytes on the link in pale."""
+    rows, colours = at_speed(frame, state), style.palette(costs(frame))
+    with style.look():
+        figure, axes = style.new_figure(9.5, 1.3 + 0.34 * len(rows))
+        for place, row in enumerate(rows.itertuples()):
+            colour = colours[row.method]
+            axes.barh(place, row.busy_ms, 0.72, color=colour)
+            axes.barh(place, row.wire_ms, 0.72, row.busy_ms, color=style.lighter(colour, 0.6))
+            place_of = {"xytext": (6, 0), "textcoords": "offset points", "va": "center_baseline", "size": 9.5}
+            axes.annotate(style.quantity(row.step_ms, "ms"), (row.step_ms, place), weight="bold", **place_of)
+        axes.set_yticks(range(len(rows)), [style.name(one) for one in rows["method"]])
+        axes.set_ylim(len(rows) - 0.4, -0.6)
+        axes.set_xlim(0, rows["step_ms"].max() * 1.16)
+        axes.set_xlabel("predicted step time (ms); dark: work, pale: bytes on the link")
+        axes.tick_params(axis="y", length=0)
+        axes.spines["left"].set_visible(False)
+        axes.grid(axis="x")
+    return figure
+
+
+def takeaway(frame, state):
+    """Who is fastest at this speed and by how much, and where each method beats the baseline."""
+    rows, found = at_speed(frame, state), costs(frame)
+    best, base = rows.loc[rows["step_ms"].idxmin()], predicted(*found[state.baseline], state.link_mbit)
+    words = f"{headline(state)}: a step of {style.name(best['method'])}, the fastest, is predicted to take "
+    words += style.quantity(best["step_ms"], "ms")
+    if best["method"] != state.baseline:
+        words += f", {base / best['step_ms']:.3g} times less than {style.name(state.baseline)}"
+        words += f" ({style.quantity(base, 'ms')})"
+    others = [
+        f"{style.name(one)} {wins(found[state.baseline], found[one])}"
+        for one in rows["method"]
+        if one != state.baseline
+    ]
+    return words + (f". Faster than {style.name(state.baseline)}: {'; '.join(others)}." if others else ".")
+
+
+def small(frame, baseline):
+    """DataFrame of texts: a row per method with its work, its bytes, and where it beats the baseline."""
+    found, fitted, rows = costs(frame), fits(frame), []
+    for method, cost in found.items():
+        row = {"method": style.name(method), "work": style.quantity(cost.busy_ms, "ms")}
+        row["on the link"] = style.quantity(cost.wire_bytes, "bytes")
+        for words, known in (("predicted", found), ("measured", fitted)):
+            there = method != baseline and baseline in known and method in known
+            row[f"faster, {words}"] = wins(known[baseline], known[method]) if there else ""
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def picture(frame, state):
+    """The widget's images as HTML with alt text; a sentence where there is nothing to draw."""
+    if not state.methods:
+        return "<p>Tick at least one method.</p>"
+    return as_html(takeaway(frame, state), draw(frame, state), bars(frame, state))
+
+
+def offered(frame, baseline):
+    """Link speeds for the slider, Mbit/s: 1, 2, 5, 10, 20, ... as far as the picture reaches, and those measured."""
+    low, high = reach(frame, baseline)
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    steps = [digit * 10.0**power for power in decades for digit in (1, 2, 5)]
+    return sorted({*(one for one in steps if low <= one <= high), *map(float, frame["link_mbit"].unique())})
+
+
+class Explorer:
+    """The controls and their state. `.panel` is the widget, `.image` what it shows."""
+
+    def __init__(self, frame, state):
+        self.frame, self.state = frame, state
+        speeds = [(f"{speed:,g} Mbit/s", speed) for speed in offered(frame, state.baseline)]
+        self.speed = ipywidgets.SelectionSlider(
+            options=speeds,
+            value=state.link_mbit,
+            description="link speed",
+            continuous_update=False,
+            style={"description_width": "initial"},
+        )
+        self.boxes = {
+            one: ipywidgets.Checkbox(value=True, description=style.name(one), indent=False, layout={"width": "auto"})
+            for one in state.methods
+        }
+        for control in (self.speed, *self.boxes.values()):
+            control.observe(self.changed, names="value")
+        row = ipywidgets.Layout(flex_flow="row wrap", grid_gap="4px 18px", display="flex")
+        self.image = ipywidgets.HTML(
+            "<p>Move the link speed: the picture for it is drawn here, from the saved rows.</p>"
+        )
+        self.panel = ipywidgets.VBox([self.speed, ipywidgets.Box(list(self.boxes.values()), layout=row), self.image])
+
+    def changed(self, change=None):
+        """Read the controls and draw anew."""
+        ticked = tuple(one for one, box in self.boxes.items() if box.value)
+        self.state = replace(self.state, methods=ticked, link_mbit=self.speed.value)
+        self.image.value = picture(self.frame, self.state)
+
+
+def explorer(frame, provenance, baseline=None):
+    """Show step times over link speeds: figure, takeaway and table, then the controls. Returns the Explorer.
+
+    frame: see above. provenance: where it comes from, as in present(). baseline: as in step_over_link().
+    """
+    state = initial(frame, baseline)
+    words = takeaway(frame, state)
+    present(draw(frame, state), words, provenance, words)
+    table(small(frame, state.baseline), f"work and bytes of a step, and where each is faster; {provenance}")
+    shown = Explorer(frame, state)
+    display(shown.panel)
+    return shown

@@ -1,0 +1,132 @@
+"""A race to a given loss: when each run reached it, and below, on the same axis, how its loss came down.
+
+    DDP        ------------------o 4.3 s       ------------------o 50 MiB        one column per price: seconds,
+    local SGD  ----o 0.9 s                     -----o 5 MiB                      and bytes sent (logarithmic)
+    loss  |\\  \\__                              |\\      \\
+          |.\\....\\__.... target                |_\\......\\__.....
+           seconds                              bytes
+
+The frame has one row per evaluation, with COLUMNS: run, its name; family, whose colour it takes (several runs of one
+family go from pale to dark); seconds and sent_bytes so far; loss.
+"""
+
+import math
+
+import pandas as pd
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+from labkit.show import style
+
+COLUMNS = ("run", "family", "seconds", "sent_bytes", "loss")
+PRICES = {"seconds": "seconds of training", "sent_bytes": "bytes that a rank has sent"}
+
+
+def reached(frame, target):
+    """DataFrame, a row per run in order of appearance: its first row with loss <= target; NaN where there is none.
+
+    Besides the frame's columns: lowest, the run's lowest loss. Raises ValueError for a frame without COLUMNS or rows.
+    """
+    missing = [column for column in COLUMNS if column not in frame]
+    if missing or frame.empty:
+        raise ValueError(f"a race needs rows with {', '.join(COLUMNS)}; missing: {', '.join(missing) or 'any row'}")
+    rows = []
+    for run, mine in frame.groupby("run", sort=False):
+        there = mine[mine["loss"] <= target]
+        first = there.iloc[0].to_dict() if len(there) else {}
+        rows.append({"run": run, "family": mine["family"].iloc[0], "lowest": mine["loss"].min(), **first})
+    return pd.DataFrame(rows, columns=[*frame.columns, "lowest"])
+
+
+def shades(frame):
+    """{run: colour}: its family's, and where a family has several runs from pale to dark in order of appearance."""
+    families = frame.groupby("family", sort=False)["run"].unique()
+    base, found = style.palette(families.index), {}
+    for family, runs in families.items():
+        for place, run in enumerate(runs):
+            found[run] = style.lighter(base[family], 0.62 * (len(runs) - 1 - place) / max(1, len(runs) - 1))
+    return found
+
+
+def race(frame, target, title=None):
+    """Figure: for each run the seconds and the bytes at which it reached the target, and its loss over both."""
+    ends, colours = reached(frame, target), shades(frame)
+    with style.look():
+        figure, grid = style.new_figure(
+            11.0, 3.9 + 0.3 * len(ends), 2, 2, sharex="col", sharey="row", height_ratios=(0.1 * len(ends) + 0.2, 1)
+        )
+        for column, (price, words) in enumerate(PRICES.items()):
+            above, below = grid[:, column]
+            factor, unit = style.byte_scale(frame[price].max()) if price == "sent_bytes" else (1, "s")
+            left = start_of(frame, price) / factor
+            draw_losses(below, frame, target, price, factor, colours)
+            if price == "sent_bytes":
+                make_log(below, left, frame[price].max() / factor)
+            else:
+                below.set_xlim(0, 1.15 * frame[price].max())
+            draw_ends(above, ends, price, factor, left, colours)
+            below.set_xlabel(f"{words} ({unit})")
+        finish(grid, ends, target)
+        style.entitle(figure, title)
+    return figure
+
+
+def start_of(frame, price):
+    """Where the axis begins: 0, and for bytes, on a logarithmic axis, below the smallest there is."""
+    if price == "seconds":
+        return 0.0
+    sent = frame.loc[frame[price] > 0, price]
+    return sent.min() / 2 if len(sent) else 1.0
+
+
+def make_log(axes, left, right):
+    axes.set_xscale("log")
+    axes.set_xlim(left, max(right, 2 * left) * 4)
+    axes.xaxis.set_major_locator(LogLocator(10))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+
+
+def draw_losses(axes, frame, target, price, factor, colours):
+    for run, mine in frame.groupby("run", sort=False):
+        shown = mine[mine[price] > 0] if price == "sent_bytes" else mine
+        axes.plot(shown[price] / factor, shown["loss"], color=colours[run], linewidth=1.8)
+        there = shown[shown["loss"] <= target].head(1)
+        axes.plot(there[price] / factor, there["loss"], "o", color=colours[run], markersize=7, zorder=4)
+    axes.axhline(target, color=style.RED, linewidth=1.1, linestyle=(0, (4, 3)), zorder=1)
+
+
+def draw_ends(axes, ends, price, factor, left, colours):
+    """A line to where the run reached the target, and the value; words where it did not."""
+    for place, row in enumerate(ends.to_dict("records")):
+        at, words, colour = left, "not reached", colours[row["run"]]
+        if not math.isnan(row[price]):
+            at = max(row[price] / factor, left)
+            words = style.quantity(row[price], "s" if price == "seconds" else "bytes")
+            axes.plot([left, at], [place, place], color=colour, linewidth=3, solid_capstyle="butt")
+            axes.plot(at, place, "o", color=colour, markersize=8, clip_on=False)
+        weight = {"weight": "bold"} if words != "not reached" else {"color": style.FAINT}
+        spot = {"xytext": (9, 0), "textcoords": "offset points", "va": "center_baseline", "size": 9.5}
+        axes.annotate(words, (at, place), annotation_clip=False, **spot, **weight)
+    axes.tick_params(axis="x", labelbottom=False)
+
+
+def finish(grid, ends, target):
+    above, below = grid[:, 0]
+    above.set_yticks(range(len(ends)), [style.name(run) for run in ends["run"]])
+    above.invert_yaxis()
+    above.set_ylim(len(ends) - 0.4, -0.6)
+    below.set_yscale("log")
+    below.set_ylim(bottom=min(below.get_ylim()[0], target / 1.7))
+    below.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    below.yaxis.set_minor_formatter(NullFormatter())
+    below.set_ylabel("loss")
+    # Left of the axis and of its numbers: on the right of it, some curve may end anywhere.
+    place = {"xytext": (-26, 0), "textcoords": "offset points", "ha": "right", "va": "center", "color": style.RED}
+    below.annotate(f"target: {target:g}", (0, target), xycoords=("axes fraction", "data"), size=9, **place)
+    for axes in grid[0]:
+        axes.tick_params(axis="y", length=0)
+        axes.spines["left"].set_visible(False)
+    for axes in grid.flat:
+        axes.grid(axis="x")
+    for axes in grid[1]:
+        axes.grid(axis="y")

@@ -1,0 +1,125 @@
+"""How seldom to talk, in the hand: the race to a loss as it would be on a link of another speed, predicted.
+
+    [ figure ] one-line takeaway, table              ordinary outputs: GitHub, a batch run and an offline page show them
+    link speed --o--                                 controls: they re-plot saved rows and launch nothing
+    [x] every step [x] H = 4 [x] H = 16 ...
+
+    seconds = busy + 8 x bytes / link                losses over steps and bytes do not change with the link
+
+What is drawn is a pure function of (frame, target, state). The frame is that of labkit/show/race.py and has one column
+more, busy_ms: what the run has computed so far, in ms, as it would on a link that costs nothing.
+"""
+
+from dataclasses import dataclass, replace
+
+import ipywidgets
+import pandas as pd
+from IPython.display import display
+
+from labkit.measure.crossover import predicted
+from labkit.show import style
+from labkit.show.notebook import table
+from labkit.show.publish import as_html, present
+from labkit.show.race import race, reached
+
+SPEEDS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 10_000, 100_000)
+
+
+@dataclass(frozen=True)
+class State:
+    """What the controls say. link_mbit: 10^6 bits a second."""
+
+    runs: tuple
+    link_mbit: float
+
+
+def on_link(frame, state):
+    """The chosen runs' rows with the seconds that are predicted for the chosen link. ValueError without a run."""
+    chosen = frame[frame["run"].isin(state.runs)]
+    if chosen.empty:
+        raise ValueError("no run to draw: choose at least one")
+    return chosen.assign(seconds=predicted(chosen["busy_ms"], chosen["sent_bytes"], state.link_mbit) / 1000)
+
+
+def headline(state):
+    return f"A link of {style.quantity(state.link_mbit, 'Mbit/s')}, predicted"
+
+
+def draw(frame, target, state):
+    return race(on_link(frame, state), target, f"{headline(state)}: until the loss is {target:g}")
+
+
+def takeaway(frame, target, state):
+    """One sentence: who is first at the loss, and how much sooner than the first of the chosen runs."""
+    ends = reached(on_link(frame, state), target)
+    there = ends.dropna(subset=["seconds"])
+    if there.empty:
+        return f"{headline(state)}: none of them reaches a loss of {target:g}."
+    best, base = there.loc[there["seconds"].idxmin()], ends.iloc[0]
+    words = f"{headline(state)}: {best['run']} is first at a loss of {target:g}, after "
+    words += style.quantity(best["seconds"], "s")
+    if best["run"] != base["run"] and pd.notna(base["seconds"]):
+        words += f", {base['seconds'] / best['seconds']:.3g} times sooner than {base['run']}"
+    return words + "."
+
+
+def small(frame, target, speeds):
+    """DataFrame of texts: a row per run, the seconds until the target at each of the link speeds (Mbit/s)."""
+    columns = {}
+    for speed in speeds:
+        ends = reached(on_link(frame, State(tuple(frame["run"]), speed)), target)
+        columns["run"] = ends["run"]
+        words = ["not reached" if pd.isna(seconds) else style.quantity(seconds, "s") for seconds in ends["seconds"]]
+        columns[style.quantity(speed, "Mbit/s")] = words
+    return pd.DataFrame(columns)
+
+
+def picture(frame, target, state):
+    """The widget's image as HTML with alt text; a sentence where there is nothing to draw."""
+    if not state.runs:
+        return "<p>Tick at least one run.</p>"
+    return as_html(takeaway(frame, target, state), draw(frame, target, state))
+
+
+class Explorer:
+    """The controls and their state. `.panel` is the widget, `.image` what it shows."""
+
+    def __init__(self, frame, target, state):
+        self.frame, self.target, self.state = frame, target, state
+        speeds = [(f"{speed:,g} Mbit/s", speed) for speed in sorted({*SPEEDS, state.link_mbit})]
+        self.speed = ipywidgets.SelectionSlider(
+            options=speeds,
+            value=state.link_mbit,
+            description="link speed",
+            continuous_update=False,
+            style={"description_width": "initial"},
+        )
+        self.boxes = {
+            run: ipywidgets.Checkbox(value=True, description=run, indent=False, layout={"width": "auto"})
+            for run in state.runs
+        }
+        for control in (self.speed, *self.boxes.values()):
+            control.observe(self.changed, names="value")
+        row = ipywidgets.Layout(flex_flow="row wrap", grid_gap="4px 18px", display="flex")
+        self.image = ipywidgets.HTML("<p>Move the link speed: the race is drawn here, from the saved rows.</p>")
+        self.panel = ipywidgets.VBox([self.speed, ipywidgets.Box(list(self.boxes.values()), layout=row), self.image])
+
+    def changed(self, change=None):
+        """Read the controls and draw anew."""
+        ticked = tuple(run for run, box in self.boxes.items() if box.value)
+        self.state = replace(self.state, runs=ticked, link_mbit=self.speed.value)
+        self.image.value = picture(self.frame, self.target, self.state)
+
+
+def explorer(frame, target, link_mbit, provenance, speeds=(10, 100, 1000)):
+    """Show the race on a link of link_mbit: figure, takeaway and table, then the controls. Returns the Explorer.
+
+    frame: see above. provenance: its first word is "predicted". speeds: columns of the table, Mbit/s.
+    """
+    state = State(tuple(dict.fromkeys(frame["run"])), link_mbit)
+    words = takeaway(frame, target, state)
+    present(draw(frame, target, state), words, provenance, words)
+    table(small(frame, target, speeds), f"time until a loss of {target:g}; {provenance}")
+    shown = Explorer(frame, target, state)
+    display(shown.panel)
+    return shown
