@@ -280,10 +280,9 @@ def test_stopping_what_has_not_begun_or_has_ended_returns_at_once():
 
 
 @pytest.mark.parametrize("victim", ["kernel", "agent"])
-def test_no_rank_and_no_file_outlives_a_killed_kernel_or_agent(victim, tmp_path, tmp_path_factory):
-    torchs_own = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path_factory.mktemp("cache"))}  # made by importing torch.optim
+def test_no_rank_and_no_file_outlives_a_killed_kernel_or_agent(victim, tmp_path):
     program = "from labkit.run import launch\nlaunch('import time; print(\"up\"); time.sleep(60)')"
-    elsewhere = {"env": os.environ | {"TMPDIR": str(tmp_path)} | torchs_own, "stderr": subprocess.DEVNULL}
+    elsewhere = {"env": os.environ | {"TMPDIR": str(tmp_path)}, "stderr": subprocess.DEVNULL}
     kernel = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, **elsewhere)
     for _ in range(2):
         assert b"up" in kernel.stdout.readline()

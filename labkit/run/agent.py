@@ -28,7 +28,6 @@ import traceback
 from pathlib import Path
 
 import psutil
-import torch._dynamo  # noqa: F401  torch.optim would import it in every rank of every job: two seconds each
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
