@@ -225,11 +225,16 @@ def test_lab_test_without_any_test_is_a_failure(tree):
     assert done.stdout.splitlines()[-1] == "0 passed, 0 failed"
 
 
-def test_lab_test_runs_notebooks_under_nbval_and_with_2_and_4_ranks(tree):
+def test_lab_test_runs_notebooks_under_nbval_and_as_jobs_on_another_number_of_ranks(tree):
     notebook(tree / "notebooks" / "00_a.ipynb", "world_size = 2", "assert world_size < 4, 'too many'")
+    notebook(tree / "notebooks" / "01_b.ipynb", "world_size = 4", "assert world_size < 3, 'too many'")
+    notebook(tree / "notebooks" / "02_c.ipynb", "steps = 4", "assert steps == 4")
     done = finished(tree, "test", "nbval", "papermill")
-    assert "FAILED: papermill: 00_a, 4 ranks: cell 3: AssertionError: too many" in done.stdout
-    assert done.stdout.splitlines()[-1] == "3 passed, 1 failed"
+    lines = done.stdout.splitlines()
+    assert "FAILED: papermill: 00_a, 4 ranks: cell 3: AssertionError: too many" in lines
+    assert [line for line in lines if line.startswith("FAILED: nbval")] == ["FAILED: nbval: notebooks.01_b.ipynb::Cell 1"]
+    assert any(line.startswith("NOT TESTED: 02_c") for line in lines)
+    assert lines[-1] == "6 passed, 2 failed"
 
 
 # lab figures

@@ -44,6 +44,12 @@ def test_a_function_travels_as_source_or_by_name():
         assert launch(target, value=21, quiet=True).records["doubled"].tolist() == [42, 42]
 
 
+def test_what_the_first_optimizer_imports_is_imported_once_for_all_later_jobs():
+    launch("torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)", quiet=True)
+    run = launch("import sys; record(imported='torch._dynamo' in sys.modules)", quiet=True)
+    assert run.records["imported"].tolist() == [True, True]
+
+
 def test_ranks_that_leave_at_once_do_not_cut_off_slower_ones():
     for _ in range(6):
         launch("pass", nproc=4, quiet=True)

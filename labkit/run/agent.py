@@ -9,6 +9,7 @@
 
 Importing torch is nearly the whole cost of a bare `torchrun`, and here it is paid once, not by every process. The agent
 only imports (a fork must find neither CUDA initialised nor OpenMP used); the job process runs torchrun's own launcher.
+What torch itself puts off until a process makes its first optimizer, the agent imports after the first job that did so.
 
 Nothing outlives the notebook. The pipe from the kernel closes however the kernel dies, and then the agent kills all
 that descends from it: it is the subreaper, so that orphans become its children. If the agent itself is killed, the
@@ -16,6 +17,8 @@ kernel of the operating system kills the job, and then the ranks (PR_SET_PDEATHS
 """
 
 import ctypes
+import gc
+import importlib
 import json
 import os
 import selectors
@@ -46,6 +49,7 @@ def serve():
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     requests = selectors.DefaultSelector()
     requests.register(sys.stdin.fileno(), selectors.EVENT_READ)
+    share_imports()
     pending, job, name, stopping, folders = b"", None, None, None, set()
     say(ready=True)
     while True:
@@ -72,7 +76,11 @@ def serve():
                 end_descendants(grace=0.0)
                 bury_orphans()
                 job = None
+                late = (Path(name).parent / worker.LATE_IMPORT).exists()
                 say(ended=os.waitstatus_to_exitcode(status), job=name)
+                if late and worker.LATE_IMPORT not in sys.modules:
+                    importlib.import_module(worker.LATE_IMPORT)
+                    share_imports()
         if stopping is not None and not job:
             say(stopped=stopping)
             stopping = None
@@ -80,6 +88,12 @@ def serve():
 
 def say(**message):
     print(json.dumps(message), flush=True)
+
+
+def share_imports():
+    """What is imported stays in pages that all forks share: their garbage collectors would touch, and so copy, them."""
+    gc.collect()
+    gc.freeze()
 
 
 def start_job(request):

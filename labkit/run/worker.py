@@ -6,6 +6,7 @@
       rank-1.jsonl     its events: start, record, progress, error, leaving, done    read by launch as they come
       rank-1.box       its last collective, in a memory map: survives kill -9
       rank-1.stack     where it was when it was told to stop
+      torch._dynamo    empty: some rank needed this import, and the agent can make it once for all that follow
 
 The same file serves the warm path (a fork of labkit.run.agent) and a plain shell:
 
@@ -40,6 +41,7 @@ PR_SET_PDEATHSIG = 1
 # Where an error passes through code that is not the target's own.
 MACHINERY = (__file__, comm.__file__, str(Path(torch.__file__).parent), str(Path(os.__file__).parent))
 BOX_BYTES = 256
+LATE_IMPORT = "torch._dynamo"  # 1.5 s or more, in every process that makes an optimizer
 
 
 class EventFile:
@@ -129,6 +131,8 @@ def main(job_path):
                 # From here on its peers may lose the connection to it.
                 events.write("leaving", sent_bytes=box.sent_bytes)
                 dist.destroy_process_group()
+        if LATE_IMPORT in sys.modules:
+            (folder / LATE_IMPORT).touch()
         events.write("done", time=time.time())
     except BaseException as error:
         if isinstance(error, SystemExit) and not error.code:
