@@ -20,6 +20,8 @@ ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = ROOT / "notebooks"
 MAIN_JOB = "04_compare"
 RANKS = "world_size"  # the parameter that --nproc sets
+# How often a measurement is repeated: enough to see that a notebook works, and not what it measures.
+FEW = {"repeats": 2, "rounds": 2, "turns": 2, "repetitions": 2, "seeds": 2, "timed_steps": 3}
 GRACE = 5.0  # seconds that an interrupted kernel gets to end its ranks itself
 
 
@@ -70,6 +72,11 @@ def defaults(notebook):
                 if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
                     found[statement.targets[0].id] = ast.literal_eval(statement.value)
     return found
+
+
+def few(notebook):
+    """Parameters with which the notebook repeats as little as it can."""
+    return {name: FEW[name] for name in defaults(notebook) if name in FEW}
 
 
 def names_read(notebook):

@@ -111,17 +111,22 @@ def nbval(folder):
 
 
 def smoke(folder):
-    """Every notebook as a batch job, on 4 ranks where its default is 2, else on 2: nbval has just run the default."""
+    """Every notebook as a batch job, on 4 ranks where its default is 2, else on 2: nbval has just run the default.
+
+    Nor does it have to measure: it repeats as little as it can.
+    """
     result, line = Result("papermill"), Line("papermill")
     for path in batch.course():
-        default = batch.defaults(batch.read(path)).get(batch.RANKS)
+        notebook = batch.read(path)
+        default = batch.defaults(notebook).get(batch.RANKS)
         if default is None:
             result.untested.append(f"{path.stem} on other numbers of ranks: it has no parameter {batch.RANKS}")
             continue
         ranks = 2 if default == 4 else 4
         name = f"{path.stem}, {ranks} ranks"
         line.show(name)
-        outcome = batch.execute(path, folder / path.stem, {batch.RANKS: ranks}, timeout=LIMIT, progress=False)
+        values = {batch.RANKS: ranks, **batch.few(notebook)}
+        outcome = batch.execute(path, folder / path.stem, values, timeout=LIMIT, progress=False)
         if outcome.interrupted:
             raise KeyboardInterrupt
         result.passed, result.failed = result.passed + (not outcome.error), result.failed + bool(outcome.error)

@@ -128,7 +128,7 @@ class Notebook:
         return [image.get_attribute("src") for image in self.panel.locator(".jp-OutputArea-output img").all()]
 
     def wait_for_change(self, before):
-        """Until the last image is another than `before`."""
+        """Until the images are others than `before`."""
         self.page.wait_for_function(CHANGED, arg=before, timeout=PATIENCE)
 
     def set_theme(self, name):
@@ -168,7 +168,7 @@ STOPPED = """
 
 CHANGED = """
 (before) => {
-  const images = [...document.querySelectorAll('.jp-NotebookPanel .jp-OutputArea-output img')];
-  return images.length > 0 && images.at(-1).src !== before;
+  const images = [...document.querySelectorAll('.jp-NotebookPanel .jp-OutputArea-output img')].map(image => image.src);
+  return images.length > 0 && images.join() !== before.join();
 }
 """

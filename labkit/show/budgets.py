@@ -16,7 +16,7 @@ from IPython.display import display
 
 from labkit import budget
 from labkit.measure.memory import KINDS
-from labkit.show import style
+from labkit.show import controls, style
 from labkit.show.bars import memory_bars
 from labkit.show.notebook import table
 from labkit.show.publish import as_html, present
@@ -115,35 +115,20 @@ class Explorer:
 
     def __init__(self, predict, state, world_sizes, precisions, batches):
         self.predict, self.state = predict, state
-        wide = {"description_width": "initial"}
-
-        def slider(name, values, value):
-            return ipywidgets.SelectionSlider(
-                options=values, value=value, description=name, continuous_update=False, style=wide
-            )
-
-        self.world_size = slider("ranks", world_sizes, state.world_size)
-        self.batch = slider("samples a rank", batches, state.batch)
-        self.precision = ipywidgets.Dropdown(
-            options=precisions, value=state.precision, description="precision", style=wide
-        )
-        self.boxes = {
-            one: ipywidgets.Checkbox(value=True, description=style.name(one), indent=False, layout={"width": "auto"})
-            for one in state.stages
-        }
-        for control in (self.world_size, self.precision, self.batch, *self.boxes.values()):
-            control.observe(self.changed, names="value")
-        row = ipywidgets.Layout(flex_flow="row wrap", grid_gap="4px 18px", display="flex")
+        self.world_size = controls.slider("ranks", world_sizes, state.world_size)
+        self.batch = controls.slider("samples a rank", batches, state.batch)
+        self.precision = controls.menu("precision", precisions, state.precision)
+        self.boxes = controls.boxes(state.stages)
+        above = (self.world_size, self.precision, self.batch)
+        controls.observe(self.changed, (*above, *self.boxes.values()))
         self.image = ipywidgets.HTML("<p>Move a control: the memory of your choice is drawn here.</p>")
-        controls = ipywidgets.Box([self.world_size, self.precision, self.batch], layout=row)
-        stages = ipywidgets.Box(list(self.boxes.values()), layout=row)
-        self.panel = ipywidgets.VBox([controls, stages, self.image])
+        self.panel = ipywidgets.VBox([controls.row(above), controls.row(self.boxes.values()), self.image])
 
     def changed(self, change=None):
         """Read the controls and draw anew."""
         self.state = replace(
             self.state,
-            stages=tuple(one for one, box in self.boxes.items() if box.value),
+            stages=controls.ticked(self.boxes),
             world_size=self.world_size.value,
             precision=self.precision.value,
             batch=self.batch.value,

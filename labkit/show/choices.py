@@ -18,7 +18,7 @@ from IPython.display import display
 from matplotlib.lines import Line2D
 
 from labkit.measure.timeline import Timeline
-from labkit.show import style
+from labkit.show import controls, style
 from labkit.show.notebook import table
 from labkit.show.publish import as_html, present
 from labkit.show.residency import residency
@@ -126,16 +126,13 @@ class Explorer:
     def __init__(self, frame, state):
         self.frame, self.state = frame, state
         values = {column: list(dict.fromkeys(frame[column])) for column in COLUMNS[:3]}
-        wide = {"description_width": "initial"}
-        self.unit = ipywidgets.Dropdown(options=values["unit"], value=state.unit, description="unit", style=wide)
-        self.mode = ipywidgets.Dropdown(options=values["mode"], value=state.mode, description="mode", style=wide)
-        ahead = {"options": values["prefetch"], "value": state.prefetch, "continuous_update": False}
-        self.prefetch = ipywidgets.SelectionSlider(description="units ahead", style=wide, **ahead)
-        for control in (self.unit, self.mode, self.prefetch):
-            control.observe(self.changed, names="value")
-        row = ipywidgets.Layout(flex_flow="row wrap", grid_gap="4px 18px", display="flex")
+        self.unit = controls.menu("unit", values["unit"], state.unit)
+        self.mode = controls.menu("mode", values["mode"], state.mode)
+        self.prefetch = controls.slider("units ahead", values["prefetch"], state.prefetch)
+        above = (self.unit, self.mode, self.prefetch)
+        controls.observe(self.changed, above)
         self.image = ipywidgets.HTML("<p>Move a control: your choice is drawn here, from the saved rows.</p>")
-        self.panel = ipywidgets.VBox([ipywidgets.Box([self.unit, self.mode, self.prefetch], layout=row), self.image])
+        self.panel = ipywidgets.VBox([controls.row(above), self.image])
 
     def changed(self, change=None):
         """Read the controls and draw anew."""

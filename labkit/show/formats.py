@@ -14,7 +14,7 @@ import pandas as pd
 from IPython.display import display
 from matplotlib.patches import Rectangle
 
-from labkit.show import style
+from labkit.show import controls, style
 from labkit.show.notebook import table
 from labkit.show.numbers import FORMATS, fate
 from labkit.show.publish import as_html, present
@@ -185,27 +185,16 @@ class Explorer:
 
     def __init__(self, gradients):
         self.counts, self.state = powers(gradients), State()
-        wide = {"description_width": "initial"}
-        self.value = ipywidgets.FloatText(value=self.state.value, description="value", style=wide)
-        self.scale = ipywidgets.SelectionSlider(
-            options=[(f"2^{power}", 2.0**power) for power in range(0, 33, 2)],
-            value=self.state.scale,
-            description="loss scale",
-            continuous_update=False,
-            style=wide,
-        )
-        self.format = ipywidgets.Dropdown(
-            options=list(FORMATS), value=self.state.format, description="format", style=wide
-        )
+        self.value = ipywidgets.FloatText(value=self.state.value, description="value", style=controls.WHOLE)
+        powers_of_two = [(f"2^{power}", 2.0**power) for power in range(0, 33, 2)]
+        self.scale = controls.slider("loss scale", powers_of_two, self.state.scale)
+        self.format = controls.menu("format", list(FORMATS), self.state.format)
         self.bits, self.sizes = ipywidgets.HTML(), ipywidgets.HTML()
-        for control in (self.value, self.scale, self.format):
-            control.observe(self.changed, names="value")
-        row = ipywidgets.Layout(flex_flow="row wrap", grid_gap="4px 18px", display="flex")
+        above = (self.value, self.scale, self.format)
+        controls.observe(self.changed, above)
         hint = "<p>Change a control: the pictures for your choice are drawn here, from the saved gradients.</p>"
         self.sizes.value = hint
-        self.panel = ipywidgets.VBox(
-            [ipywidgets.Box([self.value, self.scale, self.format], layout=row), self.bits, self.sizes]
-        )
+        self.panel = ipywidgets.VBox([controls.row(above), self.bits, self.sizes])
 
     def changed(self, change=None):
         """Read the controls and draw anew."""

@@ -21,7 +21,7 @@ import numpy as np
 import pandas as pd
 from IPython.display import display
 
-from labkit.show import style
+from labkit.show import controls, style
 from labkit.show.crossings import label_decades
 from labkit.show.curves import close
 from labkit.show.notebook import table
@@ -144,7 +144,7 @@ def catching_up(frame, state):
 
 
 def percent(share):
-    return f"{100 * share:.3g} %"
+    return style.quantity(100 * share, "%")
 
 
 def takeaway(frame, state):
@@ -186,28 +186,14 @@ class Explorer:
     def __init__(self, frame, state):
         self.frame, self.state = frame, state
         forms = list(dict.fromkeys(zip(frame["compressor"], frame["knob"], strict=True)))
-        wide = {"description_width": "initial"}
-        self.form = ipywidgets.Dropdown(
-            options=[(form_name(*form), form) for form in forms],
-            value=(state.compressor, state.knob),
-            description="compressor",
-            style=wide,
-        )
-        self.feedback = ipywidgets.Dropdown(
-            options=[("with", True), ("without", False)], value=state.feedback, description="feedback", style=wide
-        )
-        self.step = ipywidgets.SelectionSlider(
-            options=sorted(frame["step"].unique().tolist()),
-            value=state.step,
-            description="step",
-            continuous_update=False,
-            style=wide,
-        )
-        for control in (self.form, self.feedback, self.step):
-            control.observe(self.changed, names="value")
-        row = ipywidgets.Layout(flex_flow="row wrap", grid_gap="4px 18px", display="flex")
+        named = [(form_name(*form), form) for form in forms]
+        self.form = controls.menu("compressor", named, (state.compressor, state.knob))
+        self.feedback = controls.menu("feedback", [("with", True), ("without", False)], state.feedback)
+        self.step = controls.slider("step", sorted(frame["step"].unique().tolist()), state.step)
+        above = (self.form, self.feedback, self.step)
+        controls.observe(self.changed, above)
         self.image = ipywidgets.HTML("<p>Change a control: your choice is drawn here, from the recorded steps.</p>")
-        self.panel = ipywidgets.VBox([ipywidgets.Box([self.form, self.feedback, self.step], layout=row), self.image])
+        self.panel = ipywidgets.VBox([controls.row(above), self.image])
 
     def changed(self, change=None):
         """Read the controls and draw anew."""

@@ -19,7 +19,7 @@ import pandas as pd
 from IPython.display import display
 
 from labkit.measure.crossover import predicted
-from labkit.show import style
+from labkit.show import controls, style
 from labkit.show.crossings import costs, fits, reach, step_over_link, wins
 from labkit.show.notebook import table
 from labkit.show.publish import as_html, present
@@ -133,30 +133,17 @@ class Explorer:
 
     def __init__(self, frame, state):
         self.frame, self.state = frame, state
-        speeds = [(f"{speed:,g} Mbit/s", speed) for speed in offered(frame, state.baseline)]
-        self.speed = ipywidgets.SelectionSlider(
-            options=speeds,
-            value=state.link_mbit,
-            description="link speed",
-            continuous_update=False,
-            style={"description_width": "initial"},
-        )
-        self.boxes = {
-            one: ipywidgets.Checkbox(value=True, description=style.name(one), indent=False, layout={"width": "auto"})
-            for one in state.methods
-        }
-        for control in (self.speed, *self.boxes.values()):
-            control.observe(self.changed, names="value")
-        row = ipywidgets.Layout(flex_flow="row wrap", grid_gap="4px 18px", display="flex")
+        self.speed = controls.speed_slider(offered(frame, state.baseline), state.link_mbit)
+        self.boxes = controls.boxes(state.methods)
+        controls.observe(self.changed, (self.speed, *self.boxes.values()))
         self.image = ipywidgets.HTML(
             "<p>Move the link speed: the picture for it is drawn here, from the saved rows.</p>"
         )
-        self.panel = ipywidgets.VBox([self.speed, ipywidgets.Box(list(self.boxes.values()), layout=row), self.image])
+        self.panel = ipywidgets.VBox([self.speed, controls.row(self.boxes.values()), self.image])
 
     def changed(self, change=None):
         """Read the controls and draw anew."""
-        ticked = tuple(one for one, box in self.boxes.items() if box.value)
-        self.state = replace(self.state, methods=ticked, link_mbit=self.speed.value)
+        self.state = replace(self.state, methods=controls.ticked(self.boxes), link_mbit=self.speed.value)
         self.image.value = picture(self.frame, self.state)
 
 

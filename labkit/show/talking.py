@@ -17,7 +17,7 @@ import pandas as pd
 from IPython.display import display
 
 from labkit.measure.crossover import predicted
-from labkit.show import style
+from labkit.show import controls, style
 from labkit.show.notebook import table
 from labkit.show.publish import as_html, present
 from labkit.show.race import race, reached
@@ -86,28 +86,15 @@ class Explorer:
 
     def __init__(self, frame, target, state):
         self.frame, self.target, self.state = frame, target, state
-        speeds = [(f"{speed:,g} Mbit/s", speed) for speed in sorted({*SPEEDS, state.link_mbit})]
-        self.speed = ipywidgets.SelectionSlider(
-            options=speeds,
-            value=state.link_mbit,
-            description="link speed",
-            continuous_update=False,
-            style={"description_width": "initial"},
-        )
-        self.boxes = {
-            run: ipywidgets.Checkbox(value=True, description=run, indent=False, layout={"width": "auto"})
-            for run in state.runs
-        }
-        for control in (self.speed, *self.boxes.values()):
-            control.observe(self.changed, names="value")
-        row = ipywidgets.Layout(flex_flow="row wrap", grid_gap="4px 18px", display="flex")
+        self.speed = controls.speed_slider(sorted({*SPEEDS, state.link_mbit}), state.link_mbit)
+        self.boxes = controls.boxes(state.runs)
+        controls.observe(self.changed, (self.speed, *self.boxes.values()))
         self.image = ipywidgets.HTML("<p>Move the link speed: the race is drawn here, from the saved rows.</p>")
-        self.panel = ipywidgets.VBox([self.speed, ipywidgets.Box(list(self.boxes.values()), layout=row), self.image])
+        self.panel = ipywidgets.VBox([self.speed, controls.row(self.boxes.values()), self.image])
 
     def changed(self, change=None):
         """Read the controls and draw anew."""
-        ticked = tuple(run for run, box in self.boxes.items() if box.value)
-        self.state = replace(self.state, runs=ticked, link_mbit=self.speed.value)
+        self.state = replace(self.state, runs=controls.ticked(self.boxes), link_mbit=self.speed.value)
         self.image.value = picture(self.frame, self.target, self.state)
 
 

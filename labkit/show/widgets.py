@@ -16,7 +16,7 @@ import ipywidgets
 import pandas as pd
 from IPython.display import display
 
-from labkit.show import style, tables
+from labkit.show import controls, style, tables
 from labkit.show.bars import grouped_bars
 from labkit.show.notebook import table
 from labkit.show.publish import as_html, present
@@ -145,33 +145,20 @@ class Comparison:
         sizes = sorted({*bucket_sizes(frame), *(sizes or [])}) or [None]
         steps = [("any" if size is None else f"{size:g} MB", size) for size in sizes]
         first = sizes[-1] if self.state.bucket_cap_mb is None else self.state.bucket_cap_mb
-        wide = {"description_width": "initial"}
-        self.model = ipywidgets.Dropdown(options=models, value=self.state.model, description="model", style=wide)
-        self.network = ipywidgets.Dropdown(
-            options=networks, value=self.state.link_mbit, description="network", style=wide, disabled=len(networks) == 1
-        )
-        self.metric = ipywidgets.Dropdown(options=metrics, value=self.state.metric, description="measure", style=wide)
-        self.size = ipywidgets.SelectionSlider(
-            options=steps, value=first, description="bucket size", continuous_update=False, style=wide
-        )
-        self.size.disabled = len(steps) == 1
-        self.boxes = {
-            one: ipywidgets.Checkbox(value=True, description=style.name(one), indent=False, layout={"width": "auto"})
-            for one in strategies_of(frame)
-        }
+        self.model = controls.menu("model", models, self.state.model)
+        self.network = controls.menu("network", networks, self.state.link_mbit, disabled=len(networks) == 1)
+        self.metric = controls.menu("measure", metrics, self.state.metric)
+        self.size = controls.slider("bucket size", steps, first, disabled=len(steps) == 1)
+        self.boxes = controls.boxes(strategies_of(frame))
         self.image, self.message = ipywidgets.HTML(), ipywidgets.HTML()
         self.output = ipywidgets.Output()
         self.button = ipywidgets.Button(
             description="Measure this choice", icon="play", button_style="primary", layout={"width": "auto"}
         )
         self.button.on_click(self.measure)
-        for control in (self.model, self.network, self.metric, self.size, *self.boxes.values()):
-            control.observe(self.changed, names="value")
-        row = ipywidgets.Layout(flex_flow="row wrap", grid_gap="4px 18px", display="flex")
-        parts = [
-            ipywidgets.Box([self.model, self.network, self.metric, self.size], layout=row),
-            ipywidgets.Box(list(self.boxes.values()), layout=row),
-        ]
+        above = (self.model, self.network, self.metric, self.size)
+        controls.observe(self.changed, (*above, *self.boxes.values()))
+        parts = [controls.row(above), controls.row(self.boxes.values())]
         parts += [ipywidgets.HBox([self.button, self.message]), self.output] if launch else []
         # The first state's figure stands above already, as an ordinary output.
         self.image.value = "<p>Change a control: the picture for your choice is drawn here, from the saved rows.</p>"
@@ -179,11 +166,10 @@ class Comparison:
 
     def changed(self, change=None):
         """Read the controls and draw anew."""
-        ticked = tuple(one for one, box in self.boxes.items() if box.value)
         self.state = replace(
             self.state,
             model=self.model.value,
-            strategies=ticked,
+            strategies=controls.ticked(self.boxes),
             bucket_cap_mb=self.size.value,
             metric=self.metric.value,
             link_mbit=self.network.value,

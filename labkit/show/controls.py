@@ -1,0 +1,48 @@
+"""The controls of the explorers, all of one look: a menu, a slider, boxes to tick, and a row that wraps."""
+
+import ipywidgets
+
+from labkit.show import style
+
+WHOLE = {"description_width": "initial"}  # a description is never cut off
+
+
+def menu(description, options, value, **more):
+    """A dropdown. options: values, or (text, value) pairs."""
+    return ipywidgets.Dropdown(options=options, value=value, description=description, style=WHOLE, **more)
+
+
+def slider(description, options, value, **more):
+    """A slider over options, as menu()'s; it speaks when it is let go, not at each place it passes."""
+    return ipywidgets.SelectionSlider(
+        options=options, value=value, description=description, continuous_update=False, style=WHOLE, **more
+    )
+
+
+def speed_slider(speeds, value):
+    """A slider over link speeds, Mbit/s."""
+    return slider("link speed", [(f"{speed:,g} Mbit/s", speed) for speed in speeds], value)
+
+
+def boxes(names):
+    """{name: a ticked box}."""
+    return {
+        one: ipywidgets.Checkbox(value=True, description=style.name(one), indent=False, layout={"width": "auto"})
+        for one in names
+    }
+
+
+def ticked(boxes):
+    """The names of the boxes that are ticked."""
+    return tuple(one for one, box in boxes.items() if box.value)
+
+
+def row(controls):
+    """Side by side, as many as fit."""
+    return ipywidgets.Box(list(controls), layout={"display": "flex", "flex_flow": "row wrap", "grid_gap": "4px 18px"})
+
+
+def observe(changed, controls):
+    """Call changed whenever one of them gets another value."""
+    for control in controls:
+        control.observe(changed, names="value")
