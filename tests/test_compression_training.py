@@ -80,15 +80,24 @@ def test_one_bit_adam_learns(ranks):
     assert ranks(2, trained, make=OneBitAdam, **settings)[0] < PLAIN
 
 
-def on_text(rank, world_size, makes, lr=0.2):
-    """The mean loss of the last 20 of 100 steps of a small GPT on Python source, for each of makes."""
+def on_text(rank, world_size, makes, lr=0.2, adam=None):
+    """The mean loss of the last 20 of 100 steps of a small GPT on Python source, for each of makes.
+
+    adam: settings; then each make is an optimizer's class, else None or a compressor for SGD's gradients.
+    """
     data, loss, told = stdlib_text(64), models.loss("gpt"), []
     for make in makes:
         torch.manual_seed(0)
         module = models.build("gpt", "tiny")
-        wrapped, optimizer = DDP(module), torch.optim.SGD(module.parameters(), lr)
-        if make is not None:
-            wrapped.register_comm_hook(None, make().hook)
+        wrapped = DDP(module)
+        if adam:
+            optimizer = make(module.parameters(), **adam)
+            hook = getattr(optimizer, "hook", None)
+        else:
+            optimizer = torch.optim.SGD(module.parameters(), lr)
+            hook = None if make is None else make().hook
+        if hook is not None:
+            wrapped.register_comm_hook(None, hook)
         shuffle, losses = torch.Generator().manual_seed(1), []
         for _ in range(100):
             chosen = torch.randint(len(data), (world_size, 8), generator=shuffle)[rank].tolist()
@@ -123,3 +132,14 @@ def test_on_text_what_needs_no_feedback_random_places_and_dgc(ranks):
     for make in (partial(Cast, torch.float16), partial(Quantize, 4), partial(RandomK, 0.1)):
         assert end(make) < plain + 0.05
     assert end(partial(DGC, 0.01), lr=0.05) < plain + 0.05  # its own momentum, see above
+
+
+def test_one_bit_adam_on_text_needs_its_feedback(ranks):
+    settings = {"lr": 2e-3, "betas": (0.9, 0.97), "eps": 1e-4}
+    ours = partial(OneBitAdam, warmup=30)
+    makes = [torch.optim.Adam, ours, partial(ours, compressor=OneBit(feedback=False))]
+    told = ranks(2, on_text, makes=makes, adam=settings)
+    adam, with_feedback, without = (sum(losses) / 2 for losses in zip(*told, strict=True))
+    assert adam < 3.0
+    assert with_feedback < adam + 0.35
+    assert without > with_feedback + 0.15
