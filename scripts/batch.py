@@ -20,8 +20,9 @@ ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = ROOT / "notebooks"
 MAIN_JOB = "04_compare"
 RANKS = "world_size"  # the parameter that --nproc sets
-# How often a measurement is repeated: enough to see that a notebook works, and not what it measures.
+# At most so much of what a notebook repeats: enough to see that it works, and not what it measures.
 FEW = {"repeats": 2, "rounds": 2, "turns": 2, "repetitions": 2, "seeds": 2, "timed_steps": 3}
+FEW |= {"steps": 20, "epochs": 6, "most_steps": 96}
 GRACE = 5.0  # seconds that an interrupted kernel gets to end its ranks itself
 
 
@@ -76,7 +77,7 @@ def defaults(notebook):
 
 def few(notebook):
     """Parameters with which the notebook repeats as little as it can."""
-    return {name: FEW[name] for name in defaults(notebook) if name in FEW}
+    return {name: min(default, FEW[name]) for name, default in defaults(notebook).items() if name in FEW}
 
 
 def names_read(notebook):
