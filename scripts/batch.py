@@ -143,7 +143,7 @@ class Outcome:
     figures: list[Path] = field(default_factory=list)
 
 
-def execute(path, folder, values, *, timeout=900.0, progress=True):
+def execute(path, folder, values, *, timeout=900.0, progress=True, kernel="python3"):
     """Run the notebook in `folder` with papermill and leave there NAME.ipynb, NAME.html and figures/."""
     outcome = Outcome(path.stem, folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -153,7 +153,7 @@ def execute(path, folder, values, *, timeout=900.0, progress=True):
     started = time.monotonic()
     before = psutil.Process().children(recursive=True)
     # nbclient takes over SIGINT in the main thread; in another thread Ctrl-C stays ours, and so does the time limit.
-    job = Papermill(path, executed, values, progress)
+    job = Papermill(path, executed, values, progress, kernel)
     job.start()
     try:
         if not job.done.wait(timeout):
@@ -172,9 +172,9 @@ def execute(path, folder, values, *, timeout=900.0, progress=True):
 class Papermill(threading.Thread):
     """One notebook under papermill. `done` is set at the end (an interrupted join() would call a live thread dead)."""
 
-    def __init__(self, path, executed, values, progress):
+    def __init__(self, path, executed, values, progress, kernel):
         super().__init__(daemon=True)
-        self.path, self.executed, self.values, self.progress = path, executed, values, progress
+        self.path, self.executed, self.values, self.progress, self.kernel = path, executed, values, progress, kernel
         self.done, self.error = threading.Event(), None
 
     def run(self):
@@ -185,7 +185,7 @@ class Papermill(threading.Thread):
                 self.path,
                 self.executed,
                 parameters=self.values,
-                kernel_name="python3",
+                kernel_name=self.kernel,
                 language="python",
                 extra_arguments=[
                     "--IPKernelApp.log_level=ERROR"

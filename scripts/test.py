@@ -1,45 +1,44 @@
-"""`lab test [STEP...]`: everything CI runs, with a line for each step and a summary at the end.
+"""`lab test [quick | STEP...]`: everything CI runs, and a summary: what failed, and where the time went.
 
-Each step's full output is under runs/TIME-test/. What a machine cannot test is listed with the reason.
+`quick` is for a person who has just changed something: ruff and the fast cases of every test file, no notebook. The
+full output is under runs/TIME-test/. What a machine cannot test is listed with the reason.
 """
 
 import argparse
+import contextlib
+import json
+import os
 import re
 import subprocess
 import sys
 import time
-import xml.etree.ElementTree as ElementTree
-from dataclasses import dataclass, field
+from collections import Counter
+from pathlib import Path
 
 import batch
-from batch import ROOT
+import kernels
+import psutil
+from batch import NOTEBOOKS, ROOT
 from terminal import Line, main, say, table
 
-BUDGET = 90  # seconds that a notebook should take; over it the summary says so
-LIMIT = 360  # seconds after which it has failed
-CELL_TIMEOUT = 120  # seconds for one cell under nbval
-STEP_LIMIT = 1800  # seconds for a whole pytest step: far above any, so that CI never hangs
-SHOWN = 60  # lines of a failing step's output that are printed
+KINDS = ("tests", "nbval", "papermill", "browser")
+STEPS = ("ruff", *KINDS)
+WORKERS_PER_CORE = 2  # cases wait a third of their time: for sleeps, for links, for the last rank
+CELL_LIMIT = 600  # seconds for one cell under nbval, also beside others on a busy machine
+STEP_LIMIT = 4500  # seconds for the whole queue: far above any, so that CI never hangs
+SHOWN = 100  # lines of a failing step's output that are printed
+SLOWEST = 10
 
 
-@dataclass
-class Result:
-    step: str
-    passed: int = 0
-    failed: int = 0
-    seconds: float = 0.0
-    notes: list[str] = field(default_factory=list)  # one line each: failures, and notebooks over their budget
-    untested: list[str] = field(default_factory=list)  # "what: why"
-
-
-def run(command, log, line):
+def run(command, log, line, environment=None):
     """The command's exit code; its output goes to the file `log`, its progress (`[ 34%]`) to the line."""
     with log.open("w") as file:
-        child = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT)
+        child = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT
+        )
         try:
             while child.poll() is None:
-                percent = re.findall(r"\[ *(\d+%)\]", log.read_text(errors="replace"))
-                line.show(percent[-1] if percent else "")
+                line.show(progress(log.read_text(errors="replace"), line.seconds))
                 if line.seconds > STEP_LIMIT:
                     child.terminate()
                 time.sleep(0.3)
@@ -50,133 +49,129 @@ def run(command, log, line):
     return child.returncode
 
 
+def progress(output, seconds):
+    percents = re.findall(r"\[ *(\d+)%\]", output)
+    done = int(percents[-1]) if percents else 0
+    return f"{done} %, about {seconds * (100 - done) / done:.0f} s left" if done else ""
+
+
 def tail(log):
     return "\n".join(log.read_text(errors="replace").splitlines()[-SHOWN:])
 
 
-# The steps: each takes the folder for its logs and returns a Result.
+# Each step takes the folder for its logs and returns its cases: dicts of kind, name, outcome, seconds, why.
 
 
 def lint(folder):
     """ruff, on .py and .ipynb."""
-    result, line = Result("ruff"), Line("ruff")
+    cases, line = [], Line("ruff")
     for arguments in (["check", "."], ["format", "--check", "."]):
-        log = folder / f"ruff-{arguments[0]}.log"
-        if run([sys.executable, "-m", "ruff", *arguments], log, line):
-            result.failed += 1
-            result.notes.append(f"ruff {arguments[0]}")
+        log, start = folder / f"ruff-{arguments[0]}.log", line.seconds
+        failed = run([sys.executable, "-m", "ruff", *arguments], log, line)
+        if failed:
             say(f"\n{tail(log)}")
-        else:
-            result.passed += 1
-    return finish(result, line)
+        cases.append(case("ruff", arguments[0], "failed" if failed else "passed", line.seconds - start))
+    return finish(line, cases)
 
 
-def run_pytest(step, folder, arguments):
-    """One pytest run. The counts come from its junit file, so that no output is parsed for them."""
-    result, line = Result(step), Line(step)
-    log, report = folder / f"{step}.log", folder / f"{step}.xml"
-    command = [sys.executable, "-m", "pytest", "--color=no", f"--junitxml={report}", *arguments]
-    code = run(command, log, line)
-    cases = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []
-    for case in cases:
-        name = f"{case.get('classname')}::{case.get('name')}"
-        skipped = case.find("skipped")
-        if case.find("failure") is not None or case.find("error") is not None:
-            result.failed += 1
-            result.notes.append(name)
-        elif skipped is not None:
-            result.untested.append(f"{name}: {skipped.get('message')}")
-        else:
-            result.passed += 1
-    if code not in (0, 5) and not result.failed:  # 5: pytest found no test
-        result.failed += 1
-        result.notes.append(f"pytest ended with {code}")
-    if result.failed:
-        say(f"\n{tail(log)}")
-    return finish(result, line)
+def case(kind, name, outcome, seconds=0.0, why=""):
+    return {"kind": kind, "name": name, "outcome": outcome, "seconds": seconds, "why": why}
 
 
-def tests(folder):
-    """tests/, but for the browser."""
-    return run_pytest("tests", folder, ["tests", "-m", "not browser"])
-
-
-def nbval(folder):
-    """Every cell of every notebook runs, and the verdict cells print what is committed."""
-    paths = [*batch.course(), *sorted((batch.NOTEBOOKS / "solutions").glob("*.ipynb"))]
+def queue(folder, kinds, quick):
+    """tests/, the notebooks under nbval and as jobs, and the browser: one queue for a few workers side by side."""
+    line, log, report = Line(", ".join(kinds)), folder / "pytest.log", folder / "cases.jsonl"
+    paths = paths_of(kinds)
     if not paths:
-        return Result("nbval", untested=["notebooks: there are none"])
-    limits = [f"--nbval-cell-timeout={CELL_TIMEOUT}", f"--timeout={LIMIT}"]
-    return run_pytest("nbval", folder, ["--nbval-lax", "--nbval-current-env", *limits, *map(str, paths)])
+        return [case("nbval", "notebooks", "skipped", why="there are none")]
+    workers = WORKERS_PER_CORE * len(psutil.Process().cpu_affinity())
+    command = [sys.executable, "-m", "pytest", "--color=no", "-p", "one_queue", f"--kinds={','.join(kinds)}"]
+    command += [f"--cases={report}", f"--numprocesses={workers}", "--dist=load", *["--quick"] * quick]
+    added = {"PYTHONPATH": with_scripts(), "LABKIT_JOBS": str(folder)}
+    with kernels.nursery() if {"nbval", "papermill"} & {*kinds} else contextlib.nullcontext() as kernel:
+        if kernel:
+            command += ["--nbval-lax", f"--nbval-kernel-name={kernel}", f"--nbval-cell-timeout={CELL_LIMIT}"]
+        code = run([*command, *paths], log, line, os.environ | added)
+    cases = [json.loads(text) for text in report.read_text().splitlines()] if report.exists() else []
+    if code not in (0, 5) and not any(case["outcome"] == "failed" for case in cases):  # 5: pytest found no test
+        cases.append(case("tests", f"pytest ended with {code}", "failed"))
+    if code not in (0, 5):
+        say(f"\n{tail(log)}")
+    return finish(line, cases)
 
 
-def smoke(folder):
-    """Every notebook as a batch job, on 4 ranks where its default is 2, else on 2: nbval has just run the default.
-
-    Nor does it have to measure: it repeats as little as it can.
-    """
-    result, line = Result("papermill"), Line("papermill")
-    for path in batch.course():
-        notebook = batch.read(path)
-        default = batch.defaults(notebook).get(batch.RANKS)
-        if default is None:
-            result.untested.append(f"{path.stem} on other numbers of ranks: it has no parameter {batch.RANKS}")
-            continue
-        ranks = 2 if default == 4 else 4
-        name = f"{path.stem}, {ranks} ranks"
-        line.show(name)
-        values = {batch.RANKS: ranks, **batch.few(notebook)}
-        outcome = batch.execute(path, folder / path.stem, values, timeout=LIMIT, progress=False)
-        if outcome.interrupted:
-            raise KeyboardInterrupt
-        result.passed, result.failed = result.passed + (not outcome.error), result.failed + bool(outcome.error)
-        if outcome.error:
-            result.notes.append(f"{name}: {outcome.error}")
-        elif outcome.seconds > BUDGET:
-            result.notes.append(f"{name}: {outcome.seconds:.0f} s, over its budget of {BUDGET} s")
-    return finish(result, line)
+def paths_of(kinds):
+    """What pytest is to look through for these kinds of cases."""
+    notebooks = [*batch.course(), *sorted((NOTEBOOKS / "solutions").glob("*.ipynb"))]
+    paths = {
+        "tests": ["tests"],
+        "browser": ["tests"],
+        "nbval": notebooks,
+        "papermill": ["scripts/jobs.py"][: len(notebooks)],
+    }
+    return list(dict.fromkeys(str(path) for kind in kinds for path in paths[kind]))
 
 
-def browser(folder):
-    """JupyterLab in a real browser."""
-    return run_pytest("browser", folder, ["tests", "-m", "browser"])
+def with_scripts():
+    return os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
 
 
-STEPS = {"ruff": lint, "tests": tests, "nbval": nbval, "papermill": smoke, "browser": browser}
+def finish(line, cases):
+    outcomes = Counter(case["outcome"] for case in cases)
+    line.close(f"{outcomes['passed']} passed, {outcomes['failed']} failed")
+    return cases
 
 
-def finish(result, line):
-    result.seconds = line.seconds
-    line.close(f"{result.passed} passed, {result.failed} failed")
-    return result
+def summary(cases, seconds, cores):
+    rows = []
+    for kind in STEPS:
+        ours = [case for case in cases if case["kind"] == kind]
+        outcomes = Counter(case["outcome"] for case in ours)
+        spent = sum(case["seconds"] for case in ours)
+        if ours:
+            rows.append((kind, outcomes["passed"], outcomes["failed"], outcomes["skipped"], f"{spent:.0f}"))
+    say(f"\n{table(rows, header=('step', 'passed', 'failed', 'not tested', 'seconds of its cases'))}\n")
+    say(f"the {SLOWEST} slowest cases:")
+    slowest = sorted(cases, key=lambda case: -case["seconds"])[:SLOWEST]
+    say(table([(f"{case['seconds']:.1f} s", case["name"]) for case in slowest]))
+    say()
+    for case in cases:
+        if case["outcome"] == "failed":
+            say(f"FAILED: {case['kind']}: {case['name']}: {case['why']}")
+        elif case["outcome"] == "skipped":
+            say(f"NOT TESTED: {case['name']}: {case['why']}")
+    say(f"{seconds:.0f} s in all; {cores}")
+    outcomes = Counter(case["outcome"] for case in cases)
+    say(f"{outcomes['passed']} passed, {outcomes['failed']} failed")
+    return 1 if outcomes["failed"] or not outcomes["passed"] else 0
 
 
-def summary(results, seconds):
-    rows = [(r.step, r.passed, r.failed, len(r.untested), f"{r.seconds:.0f}") for r in results]
-    say(f"\n{table(rows, header=('step', 'passed', 'failed', 'not tested', 'seconds'))}\n")
-    for result in results:
-        for note in result.notes:
-            say(f"{'FAILED' if result.failed and 'budget' not in note else 'SLOW'}: {result.step}: {note}")
-        for reason in result.untested:
-            say(f"NOT TESTED: {reason}")
-    say(f"{seconds:.0f} s in all")
-    passed, failed = sum(r.passed for r in results), sum(r.failed for r in results)
-    say(f"{passed} passed, {failed} failed")
-    return 1 if failed or not passed else 0
+def time_of_cores(before, after):
+    """What the machine's cores did in between, this command's doing or not."""
+    spent = {name: getattr(after, name) - getattr(before, name) for name in after._fields}
+    whole = max(sum(spent.values()), 1e-9)
+    idle = spent["idle"] + spent.get("iowait", 0.0)
+    kernel = spent["system"] + spent.get("irq", 0.0) + spent.get("softirq", 0.0)
+    return f"the cores were idle {100 * idle / whole:.0f} % of it, and {100 * kernel / whole:.0f} % in the kernel"
 
 
 def run_all(arguments):
     parser = argparse.ArgumentParser(prog="lab test", description=__doc__)
-    parser.add_argument("steps", nargs="*", metavar="STEP", help=f"{', '.join(STEPS)} (all, in this order)")
+    parser.add_argument("steps", nargs="*", metavar="STEP", help=f"quick, or of {', '.join(STEPS)} (all)")
     options = parser.parse_args(arguments)
-    unknown = [step for step in options.steps if step not in STEPS]
+    unknown = [step for step in options.steps if step not in (*STEPS, "quick")]
     if unknown:
-        parser.error(f"unknown step {unknown[0]!r}; there are: {', '.join(STEPS)}")
-    started = time.monotonic()
+        parser.error(f"unknown step {unknown[0]!r}; there are: quick, {', '.join(STEPS)}")
+    quick = "quick" in options.steps
+    steps = ["ruff", "tests"] if quick else options.steps or STEPS
+    started, before = time.monotonic(), psutil.cpu_times()
     folder = batch.new_folder("test")
     say(f"logs: {folder.relative_to(ROOT)}")
-    results = [STEPS[step](folder) for step in options.steps or STEPS]
-    return summary(results, time.monotonic() - started)
+    cases = lint(folder) if "ruff" in steps else []
+    kinds = [kind for kind in KINDS if kind in steps]
+    if kinds:
+        cases += queue(folder, kinds, quick)
+    return summary(cases, time.monotonic() - started, time_of_cores(before, psutil.cpu_times()))
 
 
 if __name__ == "__main__":

@@ -199,29 +199,42 @@ def test_two_runs_of_one_second_get_two_folders(tmp_path, monkeypatch):
 # lab test
 
 
-def test_lab_test_sums_up_and_closes_with_the_counts(tree):
+def small_suite(tree, text):
     (tree / "tests").mkdir()
-    (tree / "tests" / "test_it.py").write_text(
-        "import pytest\ndef test_a(): pass\n"
+    (tree / "tests" / "test_it.py").write_text(text)
+    (tree / "pyproject.toml").write_text(
+        "[tool.pytest.ini_options]\nmarkers = ['browser: x', 'slow: x', 'papermill: x']\n"
+    )
+
+
+def test_lab_test_sums_up_and_closes_with_the_counts(tree):
+    cases = (
+        "import pytest, time\ndef test_a(): time.sleep(0.2)\n"
         "def test_b(): assert 1 + 1 == 3\n"
         "def test_c(): pytest.skip('no CUDA device')\n"
+        "@pytest.mark.slow\ndef test_d(): pass\n"
+        "@pytest.mark.parametrize('n', [1, 2, 3, 4])\ndef test_e(n): pass\n"
     )
-    (tree / "pyproject.toml").write_text("[tool.pytest.ini_options]\nmarkers = ['browser: x']\n")
+    small_suite(tree, cases)
     done = finished(tree, "test", "tests", "browser")
     lines = done.stdout.splitlines()
     assert done.returncode == 1
-    assert "assert (1 + 1) == 3" in done.stdout
-    assert "FAILED: tests: tests.test_it::test_b" in lines
-    assert any(line.startswith("NOT TESTED: tests.test_it::test_c") and "no CUDA device" in line for line in lines)
-    assert lines[-1] == "1 passed, 1 failed"
+    assert "FAILED: tests: tests/test_it.py::test_b: assert (1 + 1) == 3" in lines
+    assert "NOT TESTED: tests/test_it.py::test_c: no CUDA device" in lines
+    slowest = lines.index("the 10 slowest cases:") + 1
+    assert re.fullmatch(r"0\.\d s  tests/test_it.py::test_a", lines[slowest])
+    assert re.fullmatch(r"\d+ s in all; the cores were idle \d+ % of it, and \d+ % in the kernel", lines[-2])
+    assert lines[-1] == "6 passed, 1 failed"
+    quick = finished(tree, "test", "quick")
+    assert "ruff" in quick.stdout
+    # The first three cases of a function that is not slow; ruff's two; test_b fails as before.
+    assert quick.stdout.splitlines()[-1] == "6 passed, 1 failed"
 
 
 def test_lab_test_without_any_test_is_a_failure(tree):
-    (tree / "pyproject.toml").write_text("[tool.pytest.ini_options]\nmarkers = ['browser: x']\n")
-    (tree / "tests").mkdir()
+    small_suite(tree, "")
     done = finished(tree, "test", "tests", "nbval", "papermill")
     assert done.returncode == 1
-    assert "NOT TESTED: notebooks: there are none" in done.stdout
     assert done.stdout.splitlines()[-1] == "0 passed, 0 failed"
 
 
@@ -230,13 +243,18 @@ def test_lab_test_runs_notebooks_under_nbval_and_as_jobs_on_another_number_of_ra
     few = "world_size = 4\nrounds = 9"
     notebook(tree / "notebooks" / "01_b.ipynb", few, "assert world_size < 3 and rounds == 2, 'too many'")
     notebook(tree / "notebooks" / "02_c.ipynb", "steps = 4", "assert steps == 4")
+    small_suite(tree, "")
     done = finished(tree, "test", "nbval", "papermill")
-    lines = done.stdout.splitlines()
-    assert "FAILED: papermill: 00_a, 4 ranks: cell 3: AssertionError: too many" in lines
-    failed = [line for line in lines if line.startswith("FAILED: nbval")]
-    assert failed == ["FAILED: nbval: notebooks.01_b.ipynb::Cell 1"]
-    assert any(line.startswith("NOT TESTED: 02_c") for line in lines)
-    assert lines[-1] == "6 passed, 2 failed"
+    failed = [line for line in done.stdout.splitlines() if line.startswith("FAILED")]
+    job, cell = sorted(failed, key=lambda line: "nbval" in line)
+    assert job.startswith("FAILED: papermill: scripts/jobs.py::test_job[00_a]: ")
+    assert job.endswith("cell 3: AssertionError: too many")
+    assert cell.startswith("FAILED: nbval: notebooks/01_b.ipynb::Cell 1")
+    skipped = [line for line in done.stdout.splitlines() if line.startswith("NOT TESTED")]
+    assert skipped == [
+        "NOT TESTED: scripts/jobs.py::test_job[02_c]: on other numbers of ranks: it has no parameter world_size"
+    ]
+    assert done.stdout.splitlines()[-1] == "6 passed, 2 failed"
 
 
 # lab figures

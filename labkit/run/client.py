@@ -11,6 +11,7 @@ import time
 
 START_LIMIT = 60.0  # seconds the agent may take to import torch
 STOP_LIMIT = 5.0  # seconds in which a stopped job has to be gone
+COMMAND = [sys.executable, "-m", "labkit.run.agent"]
 
 
 class AgentError(RuntimeError):
@@ -23,7 +24,7 @@ class AgentClient:
     def __init__(self):
         self.log = tempfile.TemporaryFile()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "labkit.run.agent"],
+            COMMAND,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.log,

@@ -1,0 +1,30 @@
+"""Cases for pytest: every notebook as a batch job, on 4 ranks where its default is 2, else on 2.
+
+nbval runs the defaults. A job does not have to measure: it repeats as little as it can. LABKIT_JOBS names the folder
+that keeps what the jobs leave.
+"""
+
+import os
+from pathlib import Path
+
+import batch
+import kernels
+import pytest
+
+LIMIT = 600  # seconds after which a job has failed, also beside others on a busy machine
+
+
+@pytest.mark.slow
+@pytest.mark.papermill
+@pytest.mark.timeout(LIMIT + 60)
+@pytest.mark.parametrize("path", batch.course(), ids=lambda path: path.stem)
+def test_job(path, tmp_path):
+    notebook = batch.read(path)
+    default = batch.defaults(notebook).get(batch.RANKS)
+    if default is None:
+        pytest.skip(f"on other numbers of ranks: it has no parameter {batch.RANKS}")
+    values = {batch.RANKS: 2 if default == 4 else 4, **batch.few(notebook)}
+    folder = Path(os.environ.get("LABKIT_JOBS", tmp_path)) / path.stem
+    kernel = kernels.NAME if kernels.PLACE in os.environ else "python3"
+    outcome = batch.execute(path, folder, values, timeout=LIMIT, progress=False, kernel=kernel)
+    assert not outcome.error, outcome.error
