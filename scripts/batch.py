@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import limits
 import nbformat
 import psutil
 from IPython.core.inputtransformer2 import TransformerManager
@@ -110,7 +111,10 @@ def check_parameters(path, given):
             raise UserError(f"{path.name} has no parameter {name!r}; it has: {there}")
         if name not in used:
             raise UserError(f"{path.name} declares the parameter {name!r}, but no cell of it reads it")
-        values[name] = value_like(known[name], text, f"{path.name}: parameter {name!r}")
+        what = f"{path.name}: parameter {name!r}"
+        values[name] = value_like(known[name], text, what)
+        if words := limits.demand(name, values[name], known[name]):
+            raise UserError(f"{what} is {text!r}, and must be {words}")
     return values
 
 

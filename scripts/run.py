@@ -22,6 +22,8 @@ def options_from(arguments):
     parser.add_argument("--nproc", type=int, help=f"how many ranks: the parameter {batch.RANKS}")
     parser.add_argument("--timeout", type=float, default=900, help="seconds that one notebook may take (900)")
     options = parser.parse_args(arguments)
+    if not options.timeout > 0:
+        raise UserError(f"--timeout {options.timeout:g}: it must be more than 0")
     options.given = dict(options.given)
     if options.nproc is not None:
         options.given[batch.RANKS] = str(options.nproc)

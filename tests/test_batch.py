@@ -21,8 +21,8 @@ sys.path.append(str(SCRIPTS))
 import batch  # noqa: E402
 import terminal  # noqa: E402
 
-PARAMETERS = "world_size = 2\nmodel = 'mlp'\nlr = 0.05\nunread = 1\nflag = False\nlimit = None"
-READERS = "print(model, flag, limit)\n%time x = lr"
+PARAMETERS = "world_size = 2\nmodel = 'mlp'\nlr = 0.05\nunread = 1\nflag = False\nlimit = None\nsizes = [1, 4]"
+READERS = "print(model, flag, limit, sizes)\n%time x = lr"
 MAGIC = "%%torchrun --nproc $world_size\nprint(rank)"
 TABLE = "import pandas\npandas.DataFrame({'strategy': ['ddp', 'fsdp'], 'step_ms': [1.25, 30.5]})"
 OTHER_TABLE = "import pandas\npandas.DataFrame({'what': ['not the last table']})"
@@ -70,9 +70,9 @@ def parametrised(tmp_path):
 
 
 def test_values_take_the_types_of_the_defaults(parametrised):
-    given = {"world_size": "4", "model": "5", "lr": "1", "flag": "true", "limit": "3"}
+    given = {"world_size": "4", "model": "gpt", "lr": "1", "flag": "true", "limit": "3", "sizes": "[2]"}
     values = batch.check_parameters(parametrised, given)
-    assert values == {"world_size": 4, "model": "5", "lr": 1, "flag": True, "limit": 3}
+    assert values == {"world_size": 4, "model": "gpt", "lr": 1, "flag": True, "limit": 3, "sizes": [2]}
 
 
 @pytest.mark.parametrize(
@@ -84,11 +84,28 @@ def test_values_take_the_types_of_the_defaults(parametrised):
         ("world_size", "2.5", "must be int like 2"),
         ("flag", "1", "must be bool like False"),
         ("lr", "fast", "must be float like 0.05"),
+        ("world_size", "0", "parameter 'world_size' is '0', and must be at least 1"),
+        ("lr", "-0.1", "must be at least 0"),
+        ("lr", "1e999", "must be at most 1.79769e+308"),
+        ("model", "mpl", "'mpl', and must be one of mlp, resnet, gpt"),
+        ("sizes", "[4, 0]", "must be a list of values at least 1"),
+        ("sizes", "[]", "must be a list of int like [1, 4]"),
+        ("sizes", "['4']", "must be a list of int like [1, 4]"),
     ],
 )
 def test_a_wrong_parameter_is_named(parametrised, name, value, words):
     with pytest.raises(terminal.UserError, match=re.escape(words)):
         batch.check_parameters(parametrised, {name: value})
+
+
+@pytest.mark.parametrize("slip", [("--nproc", "0"), ("-p", "world_size", "-1"), ("--timeout", "0")])
+def test_what_cannot_be_is_one_line_and_starts_no_kernel(tree, slip):
+    notebook(tree / "notebooks" / "04_compare.ipynb", "world_size = 2", "print(world_size)")
+    done = finished(tree, "run", *slip)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("lab: ")
+    assert done.stderr.count("\n") == 1
+    assert not (tree / "runs").exists()
 
 
 def test_a_parameter_is_read_where_a_magic_line_names_it(tmp_path):

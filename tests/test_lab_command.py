@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,8 @@ ROOT = Path(__file__).resolve().parent.parent
 STUB = "import sys; print('ran', sys.argv[1:])"
 RUN_IT = "; import runpy, sys; sys.argv[:] = ['lab', 'run']; runpy.run_path({!r}, run_name='__main__')"
 FAKE_PYTHON = "import sys; sys.version_info = (3, 9, 1)" + RUN_IT
-FULL_DISK = "import shutil; shutil.disk_usage = lambda path: type('Usage', (), {{'free': 2e8}})" + RUN_IT
+SMALL_DISK = "import shutil; shutil.disk_usage = lambda path: type('Usage', (), {{'free': {}}})"
+VERSION = "from importlib.metadata import version; print(version('torch'))"
 
 
 @pytest.fixture(scope="module")
@@ -38,16 +40,16 @@ def new_tree(root):
     return root
 
 
-def environment(port=None):
-    """Ours, with pip looking nowhere but at a loopback port."""
+def environment(port=None, **pip):
+    """Ours, but for pip's settings: those given (PIP_*), and an index on a loopback port."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
     index = {} if port is None else {"PIP_INDEX_URL": f"http://127.0.0.1:{port}/simple"}
-    return {**kept, **index, "PIP_CONFIG_FILE": os.devnull, "PIP_RETRIES": "1"}
+    return {**kept, **index, "PIP_CONFIG_FILE": os.devnull, "PIP_RETRIES": "1", **pip}
 
 
-def lab(root, *arguments, **options):
+def lab(root, *arguments, **pip):
     command = [sys.executable, str(root / "scripts" / "lab"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment(), **options)
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment(**pip))
 
 
 def closed_port():
@@ -93,13 +95,14 @@ def test_wrong_python(tmp_path):
     root = new_tree(tmp_path)
     code = FAKE_PYTHON.format(str(root / "scripts" / "lab"))
     finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={"PATH": str(tmp_path)})
-    assert_one_line(finished, "needs Python 3.11 or 3.12", "this is 3.9")
+    assert_one_line(finished, "needs Python 3.11, 3.12 or 3.13", "this is 3.9")
     assert finished.stderr.count("\n") == 1
 
 
-def test_wrong_python_hands_over_to_a_right_one_on_the_path(tmp_path):
+@pytest.mark.parametrize("version", ["3.11", "3.12", "3.13"])
+def test_wrong_python_hands_over_to_a_right_one_on_the_path(tmp_path, version):
     root = new_tree(tmp_path)
-    stub = tmp_path / "python3.12"
+    stub = tmp_path / f"python{version}"
     stub.write_text('#!/bin/sh\n[ "$1" = -c ] || echo "took over: $(basename "$1") $2"\n')
     stub.chmod(0o755)
     code = FAKE_PYTHON.format(str(root / "scripts" / "lab"))
@@ -109,9 +112,71 @@ def test_wrong_python_hands_over_to_a_right_one_on_the_path(tmp_path):
 
 
 def test_no_disk(tmp_path):
-    code = FULL_DISK.format(str(new_tree(tmp_path) / "scripts" / "lab"))
-    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert_one_line(finished, "needs 3 GB", "0.2 GB free")
+    assert_one_line(lab_with_free(new_tree(tmp_path), 2e8), "needs 3 GB", "0.2 GB free")
+
+
+# The build of torch: pip's own settings decide, and the lab reads from pip which it is
+
+
+def lab_with_free(root, free, **pip):
+    code = (SMALL_DISK + RUN_IT).format(free, str(root / "scripts" / "lab"))
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(**pip))
+
+
+def wheel(folder, name, version, requires=""):
+    """An empty wheel, as pip takes it."""
+    folder.mkdir(exist_ok=True)
+    info = f"{name}-{version}.dist-info"
+    needs = f"Requires-Dist: {requires}\n" if requires else ""
+    files = {
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needs}",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    record = "".join(f"{path},,\n" for path in [*files, f"{info}/RECORD"])
+    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as archive:
+        for path, text in {**files, f"{info}/RECORD": record}.items():
+            archive.writestr(path, text)
+
+
+@pytest.fixture
+def torch_of(tree):
+    """torch_of(version): `tree` comes to need it. cuda/ has what pip takes where nothing is set, cpu/ the CPU build."""
+
+    def need(version):
+        (tree / "requirements.txt").write_text(f"torch=={version}\n")
+        (tree / "scripts" / "figures.py").write_text(VERSION)
+        wheel(tree / "cuda", "torch", version, requires=f"nvidia-cudnn-cu13=={version}")
+        wheel(tree / "cuda", "nvidia_cudnn_cu13", version)
+        wheel(tree / "cpu", "torch", f"{version}+cpu")
+        return tree
+
+    yield need
+    (tree / "requirements.txt").write_text("")
+
+
+def test_the_cuda_build_is_told(torch_of):
+    root = torch_of("1")
+    done = lab(root, "figures", PIP_NO_INDEX="1", PIP_FIND_LINKS=str(root / "cuda"))
+    assert done.stdout == "1\n", done.stderr
+    assert "torch's CUDA build, 6 GB" in done.stderr
+
+
+@pytest.mark.parametrize(("version", "where"), [("2", "variable"), ("3", "file")])
+def test_pips_own_settings_choose_the_cpu_build(torch_of, version, where):
+    root = torch_of(version)
+    folders = f"{root / 'cuda'} {root / 'cpu'}"
+    (root / "pip.conf").write_text(f"[global]\nno-index = true\nfind-links = {folders}\n")
+    variables = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": folders}
+    done = lab(root, "figures", **{"PIP_CONFIG_FILE": str(root / "pip.conf")} if where == "file" else variables)
+    assert done.stdout == f"{version}+cpu\n", done.stderr
+    assert "CUDA" not in done.stderr
+
+
+def test_the_cuda_build_needs_more_disk(torch_of):
+    root = torch_of("4")
+    refused = lab_with_free(root, 5e9, PIP_NO_INDEX="1", PIP_FIND_LINKS=str(root / "cuda"))
+    assert_one_line(refused, "CUDA build needs 10 GB", "5.0 GB free", "CPU build (see README): 3 GB")
+    assert not (root / ".venv" / "lab-stamp").exists()
 
 
 @pytest.mark.parametrize(
@@ -146,6 +211,7 @@ def test_progress_is_read_from_pip():
         "fetching",
         "torch-2.13.0.whl (526 MB)",
     )
+    assert phase_of("Processing /nvidia/wheels/torch-2.13.0+cpu.whl") == ("fetching", "torch-2.13.0+cpu.whl")
     phase, detail = phase_of("Collecting a\nInstalling collected packages: a, b, c")
     assert phase == "installing"
     assert detail.endswith(" of 3 packages")

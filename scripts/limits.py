@@ -1,0 +1,47 @@
+"""What a notebook's parameter may be, by its name and its default: told before a kernel starts."""
+
+import math
+import sys
+
+LEAST = {int: 1, float: 0}  # a whole number counts something; a fraction, such as a pause, may be 0
+BOUNDS = {
+    "warmup_epochs": (0, math.inf),
+    "timed_steps": (2, math.inf),  # the first is a warm-up
+    "nodes": (2, math.inf),  # a node alone has no link
+    "picture_ranks": (2, 8),
+}
+
+
+def demand(name, value, default):
+    """What the parameter must be, in words ("at least 1"), if `value` is not; else None."""
+    if isinstance(default, list):
+        return demand_of_list(name, value, default)
+    if isinstance(default, str):
+        known = choices(name)
+        if default in known and value not in known:
+            return f"one of {', '.join(known)}"
+    if type(default) in LEAST:
+        least, most = BOUNDS.get(name, (LEAST[type(default)], math.inf))
+        most = min(most, sys.float_info.max)  # 1e999 is a literal, too
+        if value < least:
+            return f"at least {least}"
+        if value > most:
+            return f"at most {most:g}"
+    return None
+
+
+def demand_of_list(name, value, default):
+    kind = type(default[0])
+    if not value or any(type(item) is not kind for item in value):
+        return f"a list of {kind.__name__} like {default!r}"
+    found = (demand(name, item, default[0]) for item in value)
+    return next((f"a list of values {words}" for words in found if words), None)
+
+
+def choices(name):
+    """The values that a parameter of this name chooses from; empty where nobody knows."""
+    if name == "device":
+        return ("auto", "cpu", "cuda")
+    from labkit.run.experiment import CHOICES  # loads torch: only where a name is to be looked up
+
+    return CHOICES.get("comm_hook" if name == "compared" else name, ())
