@@ -9,9 +9,11 @@
                  outer optimizer (SGD, Nesterov) steps with the mean movement as its gradient; all go on from there
 
 Sent per rank: 2 (n-1)/n x parameter bytes every H steps: 1/H of what DDP sends. The price: the ranks drift apart in
-between, the more the larger H and the learning rate, and it is no longer the training of one process; with H = 1 and
-plain SGD it is. Held besides the inner optimizer: nothing; with a hook or an outer optimizer the weights of the last
-average (DiLoCo: and their momentum); and, while averaging, the message.
+between, the more the larger H and the learning rate, and it is no longer the training of one
+process. With H = 1 it is where steps are linear in the gradients: SGD, with any momentum and weight
+decay; not AdamW, which divides by the root of each rank's own squares. Held besides the inner
+optimizer: nothing; with a hook or an outer optimizer the weights of the last average (DiLoCo: and
+their momentum); and, while averaging, the message.
 Stich, Local SGD Converges Fast and Communicates Little, ICLR 2019; Lin et al., Don't Use Large Mini-Batches, Use Local
 SGD, ICLR 2020 (`start`: post-local SGD); Douillard et al., DiLoCo: Distributed Low-Communication Training of Language
 Models, 2023, algorithm 1.
@@ -112,6 +114,12 @@ class LocalSGD:
         self.outer.zero_grad()  # the movements are views of buckets, which end here
         for p, anchor in self.anchors.items():
             p.copy_(anchor)
+
+    def __getstate__(self):
+        if self.group is not None:
+            kind = type(self).__name__
+            raise TypeError(f"a process group cannot be pickled: save {kind}'s state_dict()")
+        return self.__dict__
 
     def state_dict(self):
         """This rank's own: its inner states differ from the others', and between averages so do its parameters.

@@ -11,6 +11,8 @@ from labkit.compression import OneBit, Quantize
 from labkit.compression.onebit import pack_bits
 from labkit.parts.bucket import Bucket
 
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+
 
 def noise(n, seed=0):
     return torch.randn(n, generator=torch.Generator().manual_seed(seed))
@@ -53,29 +55,72 @@ def test_filling_does_not_dilute_the_last_chunk(ranks):
         assert sent == pytest.approx([float(part.mean()) for part in values.split(16) for _ in part], rel=1e-6)
 
 
-def nearest(rank, world_size, bits):
-    values = noise(1000)
-    sent, _ = hooked(Quantize(bits, chunk=64, stochastic=False), values)
-    steps = torch.cat([part.abs().max().expand(len(part)) for part in values.split(64)]) / (2 ** (bits - 1) - 1)
-    return float(((sent - values).abs() / steps).max())
+def nearest(rank, world_size, bits, dtype):
+    values = noise(1000).to(dtype)
+    p = nn.Parameter(torch.zeros(1000, dtype=dtype))
+    sent, _ = hooked(Quantize(bits, chunk=64, stochastic=False), values, p)
+    largest = [part.abs().max().expand(len(part)) for part in values.double().split(64)]
+    steps = torch.cat(largest) / (2 ** (bits - 1) - 1)
+    return float(((sent.double() - values.double()).abs() / steps).max())
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bits", [4, 8])
-def test_rounding_to_the_nearest_is_off_by_half_a_step_at_most(ranks, bits):
-    assert 0.4 < ranks(1, nearest, bits=bits)[0] < 0.501
+def test_rounding_to_the_nearest_is_off_by_half_a_step_at_most(ranks, bits, dtype):
+    arriving = (2 ** (bits - 1) - 1) * torch.finfo(dtype).eps / 2  # a number of that dtype
+    assert 0.4 < ranks(1, nearest, bits=bits, dtype=dtype)[0] < 0.501 + arriving
 
 
-def on_average(rank, world_size):
-    compressor, p, total = Quantize(4, chunk=64), nn.Parameter(torch.zeros(64)), torch.zeros(64)
-    for _ in range(3000):
-        total += hooked(compressor, noise(64), p)[0]
-    return float((total / 3000 - noise(64)).abs().max()), float(noise(64).abs().max() / 7)
+def whole_steps(rank, world_size, bits, dtype, stochastic):
+    levels = 2 ** (bits - 1) - 1
+    values = (torch.arange(-levels, levels + 1).repeat(400) / 1024).to(dtype)
+    p = nn.Parameter(torch.zeros(len(values), dtype=dtype))
+    compressor = Quantize(bits, chunk=16 * (levels + 1), stochastic=stochastic)
+    return torch.equal(hooked(compressor, values, p)[0], values)
 
 
-def test_rounding_at_random_is_right_on_average(ranks):
-    (gap, step), *others = ranks(2, on_average)
-    assert gap < 0.05 * step  # five times its standard error; to the nearest would be off by up to half a step
-    assert others == [(gap, step)]
+@pytest.mark.parametrize("stochastic", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_whole_steps_come_back_to_the_bit(ranks, bits, dtype, stochastic):
+    told = ranks(1, whole_steps, bits=bits, dtype=dtype, stochastic=stochastic)
+    assert told == [True]
+
+
+ROWS = 16384  # chunks with the same 64 values: as many roundings of each
+
+
+def on_average(rank, world_size, bits, dtype, exponent):
+    """The mean of what arrives, in steps: (largest gap of any value, mean gap, its gain).
+
+    A step is a power of two: 16 bits hold every whole number of them, so alone nothing is rounded.
+    """
+    levels, step = 2 ** (bits - 1) - 1, 2.0**-exponent
+    values = levels * (2 * torch.rand(64, generator=torch.Generator().manual_seed(0)) - 1)
+    values[0] = levels
+    values = (values * step).to(dtype)
+    p = nn.Parameter(torch.zeros(64 * ROWS, dtype=dtype))
+    sent, _ = hooked(Quantize(bits, chunk=64), values.repeat(ROWS), p)
+    mean, wanted = sent.view(ROWS, 64).double().mean(0) / step, values.double() / step
+    gap = mean - wanted
+    return float(gap.abs().max()), float(gap.mean()), float(mean @ wanted / wanted.square().sum())
+
+
+@pytest.mark.parametrize("exponent", [10, 20])  # the second: below the normal numbers of float16
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_rounding_at_random_is_right_on_average(ranks, bits, dtype, exponent):
+    largest, mean, _ = ranks(1, on_average, bits=bits, dtype=dtype, exponent=exponent)[0]
+    assert largest < 0.025  # six times the standard error of a coin; to the nearest: 0.5
+    assert abs(mean) < 0.003
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_mean_of_three_ranks_is_right_on_average(ranks, bits, dtype):
+    told = ranks(3, on_average, bits=bits, dtype=dtype, exponent=10)
+    assert told[0] == told[1] == told[2]
+    assert abs(told[0][2] - 1) < 5e-4  # a third, rounded to bfloat16, is off by four times that
 
 
 def roundings(rank, world_size):
@@ -110,8 +155,8 @@ def test_zeros_and_extremes(ranks, make):
     assert ranks(1, zeros_and_extremes, make=make)[0] == [True] * 4
 
 
-def messages(rank, world_size, make, numel):
-    compressor, p = make(), nn.Parameter(torch.zeros(numel))
+def messages(rank, world_size, make, numel, dtype):
+    compressor, p = make(), nn.Parameter(torch.zeros(numel, dtype=dtype))
     for _ in range(2):  # the first also compares the settings
         with comm.record() as log:
             hooked(compressor, noise(numel, rank), p)
@@ -127,11 +172,13 @@ BYTES = {  # name: (function of nothing, elements, bytes of one message)
 }
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("name", BYTES)
-def test_bytes(ranks, name, n):
+def test_bytes(ranks, name, n, dtype):
     make, numel, size = BYTES[name]
-    assert ranks(n, messages, make=make, numel=numel) == [[("all_gather", (n - 1) * size)]] * n
+    told = ranks(n, messages, make=make, numel=numel, dtype=dtype)
+    assert told == [[("all_gather", (n - 1) * size)]] * n
 
 
 def test_settings_that_do_not_exist():

@@ -100,18 +100,34 @@ def test_ranks_drift_apart_and_meet_again(ranks):
     assert [torch.equal(a, b) for a, b in zip(first, second, strict=True)] == [False, False, True] * 3
 
 
-def as_ddp(rank, world_size):
+LINEAR = {
+    "plain": {},
+    "heavy ball": {"momentum": 0.9},
+    "nesterov": {"momentum": 0.9, "nesterov": True},
+    "decay": {"weight_decay": 0.1},
+    "all": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+}
+
+
+def as_ddp(rank, world_size, make):
     ours, theirs = net(), net()
-    optimizer = LocalSGD(torch.optim.SGD(ours.parameters(), lr=0.1), every=1)
-    wrapped, plain = DDP(theirs), torch.optim.SGD(theirs.parameters(), lr=0.1)
+    optimizer = LocalSGD(make(ours.parameters()), every=1)
+    wrapped, plain = DDP(theirs), make(theirs.parameters())
     for step in range(STEPS):
         one_step(ours, optimizer, rank, step)
         one_step(wrapped, plain, rank, step)
     return float((flat(ours) - flat(theirs)).abs().max())
 
 
-def test_averaging_after_each_step_of_plain_sgd_is_data_parallelism(ranks):
-    assert max(ranks(2, as_ddp)) < 1e-12  # the mean of p - lr g is p - lr x mean of g
+@pytest.mark.parametrize("name", LINEAR)
+def test_averaging_after_each_step_of_sgd_is_data_parallelism(ranks, name):
+    make = partial(torch.optim.SGD, lr=0.1, **LINEAR[name])
+    assert max(ranks(2, as_ddp, make=make)) < 1e-12  # the mean of steps is the step of the mean
+
+
+def test_averaging_after_each_step_of_adamw_is_not(ranks):
+    # It divides by the root of each rank's own squares.
+    assert min(ranks(2, as_ddp, make=INNER["adamw"])) > 1e-3
 
 
 def against_pytorch(rank, world_size):

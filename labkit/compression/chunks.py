@@ -3,8 +3,10 @@
     gradient    | . . . . | . . . . | . . 0 0 |      the last row is filled up with zeros
     message     s s s | codes codes codes |          one float a row, then a few bits an element
 
-One outlier spoils the scale of its own row only. The work goes piece by piece, each small enough for the cache, so that
-it needs no temporary tensor as large as the gradient.
+One outlier spoils the scale of its own row only. Codes and sums are computed in float32 (float64
+for float64 gradients), whatever the gradients' dtype: the 8 binary digits of a bfloat16 are too few
+for a code of 8 bits and its rounding. The work goes piece by piece, each small enough for the
+cache, so that it needs no temporary tensor as large as the gradient.
 Alistarh et al., QSGD, NeurIPS 2017, section 4 (there: buckets).
 """
 
@@ -12,6 +14,7 @@ import torch
 
 from labkit.compression.feedback import Compressor
 from labkit.compression.packing import pack, unpack
+from labkit.compression.residual import wide
 
 CACHED = 1 << 16  # elements of a piece
 
@@ -28,7 +31,10 @@ class ByChunk(Compressor):
         self.chunk = chunk
 
     def encode(self, values, counts):
-        """values [rows, chunk], of which counts [rows, 1] are no filling -> scale [rows, 1], codes uint8 [bytes]."""
+        """values [rows, chunk], counts [rows, 1] of them real -> scale [rows, 1], codes uint8 [bytes].
+
+        Values, counts and scale are float32 or float64.
+        """
         raise NotImplementedError
 
     def decode(self, scale, codes):
@@ -40,27 +46,33 @@ class ByChunk(Compressor):
         chunk = self.width(corrected.numel())
         for piece in corrected.split(max(1, CACHED // chunk) * chunk):
             lacking = -len(piece) % chunk
-            values = (torch.nn.functional.pad(piece, (0, lacking)) if lacking else piece).view(-1, chunk)
-            counts = torch.full((len(values), 1), chunk, dtype=piece.dtype, device=piece.device)
+            values = piece.to(wide(piece.dtype))
+            if lacking:
+                values = torch.nn.functional.pad(values, (0, lacking))
+            values = values.view(-1, chunk)
+            counts = torch.full((len(values), 1), chunk, dtype=values.dtype, device=piece.device)
             counts[-1] -= lacking
             scale, code = self.encode(values, counts)
             if self.feedback:
                 piece -= self.decode(scale, code).view(-1)[: len(piece)]
             scales.append(scale.view(-1))
             codes.append(code)
-        return pack(*scales, *codes), corrected.dtype
+        return pack(*scales, *codes), values.dtype
 
     def decompress(self, arrived, average, dtype):
         chunk = self.width(average.numel())
         rows = -(-average.numel() // chunk)
         step = max(1, CACHED // chunk)
-        average.zero_()
-        for message in arrived:  # rank after rank: the same sum on all of them, to the bit
+        senders = []
+        for message in arrived:
             scales, codes = unpack(message, (dtype, rows), (torch.uint8, rows * chunk * self.bits // 8))
             scales = (scales / len(arrived)).view(-1, 1).split(step)
-            codes = codes.split(step * chunk * self.bits // 8)
-            for piece, scale, code in zip(average.split(step * chunk), scales, codes, strict=True):
-                piece += self.decode(scale, code).view(-1)[: len(piece)]
+            senders.append(zip(scales, codes.split(step * chunk * self.bits // 8), strict=True))
+        for piece, *sent in zip(average.split(step * chunk), *senders, strict=True):
+            total = self.decode(*sent[0])
+            for each in sent[1:]:  # rank after rank: the same sum on all of them, to the bit
+                total += self.decode(*each)
+            piece.copy_(total.view(-1)[: len(piece)])
 
     def width(self, numel):
         """Elements of a row: fewer than `chunk` where the whole bucket has fewer."""

@@ -10,10 +10,13 @@
 
 With momentum in the optimizer instead, an element that was sent after 100 steps would begin to build its momentum only
 then. So use it with torch.optim.SGD without momentum. At a ratio of 0.001 an element waits for hundreds of steps.
+Nor has that optimizer's weight decay any: the authors' DGCSGD gives it momentum, which in the long
+run makes it 1 / (1 - momentum) times as strong.
 
 Sent: as top-k. Held per rank: residual and velocity, each as large as the gradients.
-Lin et al., Deep Gradient Compression, ICLR 2018, section 3 (momentum correction, factor masking, warm-up). Its clipping
-of local gradients is not part of this.
+Lin et al., Deep Gradient Compression, ICLR 2018, section 3 (momentum correction, factor masking,
+warm-up). The paper chooses in each tensor, as per="tensor" does; per="bucket" sends fewer, larger
+messages. Its clipping of local gradients is not part of this.
 """
 
 from labkit.compression.packing import unpack

@@ -5,9 +5,17 @@
     residual  = corrected - what it carries      what waits        so: sent + residual == gradient + previous residual
     result    = mean over the ranks of what their messages carry
 
-Nothing is lost, it is only late: the sum of all that was ever sent differs from the sum of all gradients by one
-residual. Without it the same small gradients would be dropped in each step, and some compressors then never converge.
-Momentum in the optimizer multiplies what comes late and all at once: use little of it, or see dgc.py.
+Nothing is dropped, it is only late: the sum of all that was ever sent differs from the sum of all
+gradients by one residual (and, where messages of 16 bits are added up, by the rounding of those
+sums, which nobody keeps). Without it the same small gradients would be dropped in each step, and
+some compressors then never converge. With single elements and with signs, momentum in the optimizer
+multiplies what comes late and all at once: use little of it, or see dgc.py. PowerSGD's paper trains
+with momentum.
+
+The last two papers add up lr x gradient, we gradients: the same while lr is constant. When it
+changes, what waits is applied here with the new lr, there with the one of its own step, which is
+scale_residuals(old lr / new lr) (Zheng et al., Communication-Efficient Distributed Blockwise
+Momentum SGD with Error-Feedback, NeurIPS 2019, algorithm 1).
 
 Held: one residual, as large as the gradients; gradient + residual is formed in its place, and the average in the
 bucket's. One message per bucket, in the order of the buckets, so ranks cannot meet in different collectives.
@@ -16,6 +24,7 @@ DNNs, Interspeech 2014; Karimireddy et al., Error Feedback Fixes SignSGD and oth
 2019, algorithm 2; Stich et al., Sparsified SGD with Memory, NeurIPS 2018, algorithm 1.
 """
 
+import threading
 import warnings
 from contextlib import contextmanager
 from functools import partial
@@ -27,6 +36,8 @@ import torch.distributed as dist
 from labkit import comm
 from labkit.compression.residual import Residuals, wide
 from labkit.parts.replicas import check_agreement
+
+ADDING = threading.Lock()  # not a compressor's own: that could not be pickled
 
 
 class Compressor:
@@ -87,7 +98,9 @@ class Compressor:
     def clock(self):
         started = perf_counter()
         yield
-        self.seconds += perf_counter() - started
+        spent = perf_counter() - started
+        with ADDING:  # messages are decompressed by the threads that receive them
+            self.seconds += spent
 
     def correct(self, gradient, bucket):
         """What should be sent of a bucket, [elements]: its gradient and, with feedback, what it owes."""
@@ -113,6 +126,10 @@ class Compressor:
     def scale_residuals(self, factor):
         """Where gradients are scaled (fp16) so are residuals: call with new scale / old scale when it changes."""
         self.residuals.scale(factor)
+
+    def __getstate__(self):
+        """torch.save keeps what state_dict() does: to go on with a model of the same names."""
+        return self.__dict__ | {"_agreed": False}
 
     def state_dict(self):
         """This rank's own state: each rank saves and loads its own."""

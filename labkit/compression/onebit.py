@@ -33,7 +33,7 @@ class OneBit(ByChunk):
 
     def decode(self, scale, codes):
         signs = self.signs.to(scale.device, scale.dtype)
-        return signs.index_select(0, codes.int()).view(len(scale), -1) * scale
+        return signs.index_select(0, codes.int()).view(len(scale), -1).mul_(scale)
 
 
 def pack_bits(bits):

@@ -10,7 +10,8 @@ fails there. With v fixed the step is linear in what is sent, and what is late a
 
 Sent per rank and step: as plain averaging in the warm-up, then as OneBit. Held: m and v, and OneBit's residual.
 Tang et al., 1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed, ICML 2021,
-algorithm 1 (here the messages are gathered, not scattered and compressed a second time).
+algorithm 1 (here the messages are gathered, not scattered and compressed a second time). OneBit's
+magnitude is the mean |x| of a chunk, DeepSpeed's the 2-norm / sqrt(elements) of a whole tensor.
 """
 
 from functools import partial
@@ -40,7 +41,6 @@ class OneBitAdam(torch.optim.Optimizer):
             raise ValueError(f"warmup must be at least 1 step of plain Adam, not {warmup}: v would be zero")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})
         self.warmup, self.steps, self.compressor = warmup, 0, compressor or OneBit()
-        self._beta = {p: group for group in self.param_groups for p in group["params"]}
         self._agreed = False
 
     @property
@@ -56,11 +56,11 @@ class OneBitAdam(torch.optim.Optimizer):
         if not self.frozen:
             future = start_mean(bucket.buffer(), group).get_future()
             return future.then(partial(first, bucket.buffer()))
+        b1 = {p: group["betas"][0] for group in self.param_groups for p in group["params"]}
         for p, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            beta = self._beta[p]["betas"][0]
-            gradient.mul_(1 - beta)
+            gradient.mul_(1 - b1[p])
             if self.state[p]:  # else it has never had a gradient
-                gradient.add_(self.state[p]["m"], alpha=beta)
+                gradient.add_(self.state[p]["m"], alpha=b1[p])
         return self.compressor.hook(group, bucket)
 
     @torch.no_grad()
@@ -88,6 +88,10 @@ class OneBitAdam(torch.optim.Optimizer):
         if self.frozen:  # where there never was a gradient a sign is noise, which 1/eps would blow up
             denominator.masked_fill_(v == 0, torch.inf)
         p.addcdiv_(m, denominator, value=-group["lr"] / (1 - b1**steps))
+
+    def __getstate__(self):
+        own = {"warmup": self.warmup, "steps": self.steps, "compressor": self.compressor}
+        return super().__getstate__() | own | {"_agreed": False}  # torch's has only what it knows
 
     def state_dict(self):
         return super().state_dict() | {"steps": self.steps, "compressor": self.compressor.state_dict()}

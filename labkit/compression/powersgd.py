@@ -131,6 +131,10 @@ class PowerSGD(Compressor):
                     m.average.copy_(m.p @ m.q.t())
         return x.gradient
 
+    def __getstate__(self):
+        q = self.state_dict()["q"]
+        return super().__getstate__() | {"_q": {}, "_loaded": q, "_waiting": None}
+
     def state_dict(self):
         return super().state_dict() | {"q": {name: q.clone() for name, q in self._q.values()} | self._loaded}
 

@@ -7,7 +7,8 @@
 
 Sent per rank and step: 2 (n-1)/n x 4 k bytes for k = ratio x elements: it does not grow with n, and no indices travel.
 What is drawn is not what is large, so it loses more than top-k of the same k; choosing costs next to nothing.
-Held: one residual. Without feedback the values are multiplied by n/k, so that what arrives is right on average.
+Held: one residual. Without feedback each value is multiplied by the size of its part, so that what
+arrives is right on average: an element of a part of two is drawn half of the time.
 Stich et al., Sparsified SGD with Memory, NeurIPS 2018, definition 2.2; Konecny et al., Federated Learning: Strategies
 for Improving Communication Efficiency, 2016, section 2 (random masks from a seed that both sides know).
 """
@@ -15,6 +16,7 @@ for Improving Communication Efficiency, 2016, section 2 (random masks from a see
 import torch
 
 from labkit.compression.feedback import Compressor
+from labkit.compression.residual import wide
 from labkit.compression.topk import check_ratio, count
 
 
@@ -29,12 +31,13 @@ class RandomK(Compressor):
         self.ratio, self.seed = ratio, seed
 
     def compress(self, corrected, bucket):
-        places = self.draw(corrected.numel(), bucket.index(), corrected.device)
+        numel, device = corrected.numel(), corrected.device
+        places = self.draw(numel, bucket.index(), device)
         values = corrected[places]
         if self.feedback:
             corrected[places] = 0
-        else:
-            values *= corrected.numel() / len(places)
+        else:  # 16 bits cannot hold every size
+            values.copy_(values.to(wide(values.dtype)) * self.edges(numel, device).diff())
         return values, places
 
     def decompress(self, arrived, average, places):
@@ -42,9 +45,13 @@ class RandomK(Compressor):
         average[places] = arrived.to(average.dtype)
 
     def draw(self, numel, index, device):
-        """int64 [k], ascending and distinct: one place of each of k parts, as equal as they can be."""
-        k = count(self.ratio, numel)
-        edges = torch.arange(k + 1, device=device) * numel // k
+        """int64 [k], ascending and distinct: one place of each part."""
+        edges = self.edges(numel, device)
         generator = torch.Generator(device).manual_seed(hash((self.seed, self.step, index)) % 2**63)
-        drawn = torch.rand(k, generator=generator, device=device, dtype=torch.float64)
+        drawn = torch.rand(len(edges) - 1, generator=generator, device=device, dtype=torch.float64)
         return edges[:-1] + (drawn * edges.diff()).long()
+
+    def edges(self, numel, device):
+        """int64 [k + 1]: where k parts begin, as equal as they can be, and where the last ends."""
+        k = count(self.ratio, numel)
+        return torch.arange(k + 1, device=device) * numel // k

@@ -58,6 +58,10 @@ class Residuals:
         for part in self._parts.values():
             part.mul_(factor)
 
+    def __getstate__(self):
+        """Pickled and copied by name, as state_dict() is: the parameters will be others."""
+        return vars(Residuals()) | {"_loaded": self.state_dict() or None}
+
     def state_dict(self):
         """name -> flat residual of that parameter."""
         return {self._names[p]: part.clone() for p, part in self._parts.items()} | (self._loaded or {})
