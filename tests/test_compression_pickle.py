@@ -16,6 +16,7 @@ from torch import nn
 from labkit.compression import COMPRESSORS, Cast, OneBit, OneBitAdam, RandomK, TopK, feedback
 from labkit.ddp import DDP
 from labkit.local_sgd import DiLoCo, LocalSGD
+from labkit.parts.bucket import Bucket
 
 MAKE = {
     **COMPRESSORS,
@@ -75,6 +76,18 @@ def test_a_saved_compressor_goes_on_to_the_bit(ranks, name):
     for *ends, fresh, straight in ranks(2, compressor_goes_on, name=name):
         assert all(torch.equal(end, straight) for end in ends)
         assert torch.equal(fresh, straight) == (name in ("fp16", "bf16"))  # they keep nothing
+
+
+def loaded_at_other_steps(rank, world_size):
+    compressor, bucket = RandomK(0.5), Bucket([nn.Parameter(torch.zeros(8))])
+    compressor.hook(None, bucket).wait()
+    compressor.step += rank
+    with pytest.raises(ValueError, match=r"at step 1, rank 1 has .*at step 2"):
+        saved(compressor, weights_only=False).hook(None, bucket)
+
+
+def test_ranks_that_have_loaded_compressors_that_differ_are_told(ranks):
+    ranks(2, loaded_at_other_steps)
 
 
 def a_size(rank, world_size):

@@ -15,8 +15,8 @@ run makes it 1 / (1 - momentum) times as strong.
 
 Sent: as top-k. Held per rank: residual and velocity, each as large as the gradients.
 Lin et al., Deep Gradient Compression, ICLR 2018, section 3 (momentum correction, factor masking,
-warm-up). The paper chooses in each tensor, as per="tensor" does; per="bucket" sends fewer, larger
-messages. Its clipping of local gradients is not part of this.
+warm-up). The paper chooses in each tensor, as per="tensor" does here. Its clipping of local
+gradients is not part of this.
 """
 
 from labkit.compression.packing import unpack
