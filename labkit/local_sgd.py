@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from labkit import comm
 from labkit.parts.bucket import Bucket, assign_buckets
+from labkit.parts.pickling import check_default_group
 from labkit.parts.replicas import broadcast_tensors, check_agreement
 
 
@@ -112,6 +113,10 @@ class LocalSGD:
         self.outer.zero_grad()  # the movements are views of buckets, which end here
         for p, anchor in self.anchors.items():
             p.copy_(anchor)
+
+    def __getstate__(self):
+        check_default_group(self, self.group)
+        return self.__dict__ | {"group": None}
 
     def state_dict(self):
         """This rank's own: its inner states differ from the others', and between averages so do its parameters.

@@ -1,8 +1,8 @@
 """What may leave its process by pickle, torch.save or copy.deepcopy, and what says which state to save instead.
 
-    goes     DDP, LocalSGD, DiLoCo, GradScaler   if they are on the default group: the loading process has one, too
-    refused  FSDP, ZeRO, Horovod's optimizer     tied to this process's autograd hooks, or to one rank's shards
-             MasterWeights, Offloaded            tied to the model's parameters, or to memory outside the device
+goes     DDP, LocalSGD, DiLoCo, GradScaler   if they are on the default group: the loading process has one, too
+refused  FSDP, ZeRO, Horovod's optimizer     tied to this process's autograd hooks, or to one rank's shards
+         MasterWeights, Offloaded            tied to the model's parameters, or to memory outside the device
 """
 
 import torch.distributed as dist
