@@ -13,6 +13,9 @@ What is indented is in parts/: what the file above it stands on, and others may 
         replicas.py         the same model on all ranks, or a clear error
         join.py             ranks that run out of data
         wrapper.py          a module around a module, under the same names
+        static_graph.py     the same gradients in every backward: known after the first
+        hook_failure.py     a comm hook that raises on one rank ends the step on all
+        pickling.py         what can be pickled, and what says which state to save instead
     horovod.py              the same averaging, as an optimizer
     zero.py                 ZeRO-1, ZeRO-2: shard optimizer states, then gradients; on
         shard.py            many tensors as one flat buffer, cut evenly among the ranks

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from labkit import comm
 from labkit.parts.autocast import autocast
 from labkit.parts.master_weights import MasterWeights
+from labkit.parts.pickling import check_default_group
 
 __all__ = ["GradScaler", "MasterWeights", "autocast", "gradients_of", "unscale_and_check"]
 
@@ -205,6 +206,13 @@ class GradScaler:
             raise RuntimeError(otherwise)
 
     # ---- settings and state
+
+    def __getstate__(self):
+        if self._enabled:
+            idle = not self._verdicts and not self._stepped
+            self._expect(idle, "GradScaler can be pickled before unscale_() or after update(), not in between")
+        check_default_group(self, self.process_group)
+        return self.__dict__ | {"process_group": None}
 
     def is_enabled(self):
         return self._enabled

@@ -23,8 +23,10 @@ from torch.autograd.graph import get_gradient_edge
 
 from labkit import comm
 from labkit.parts.join import Join
+from labkit.parts.pickling import check_default_group
 from labkit.parts.reducer import Reducer
 from labkit.parts.replicas import Replicas
+from labkit.parts.static_graph import StaticGraph
 from labkit.parts.wrapper import Wrapper, find_tensors
 
 
@@ -43,9 +45,12 @@ class DDP(Wrapper):
     broadcast_buffers: before each forward that will be averaged, buffers become those of rank 0.
     find_unused_parameters: a parameter that the loss does not depend on counts as zero on this rank; if it is unused
         on all ranks its .grad is left alone. Without it, backward() raises RuntimeError naming the parameters.
+    static_graph: every backward brings the same gradients as the first, on this rank; see labkit.parts.static_graph.
+        Then parameters may be unused, and nobody searches for them; reentrant checkpoints may share parameters.
     Names in module._ddp_params_and_buffers_to_ignore are left alone. Parameters must not be added, replaced,
     frozen or unfrozen afterwards. Names in state_dict(), named_parameters() and so on are the module's own.
-    Raises ValueError, on every rank, if the model differs between ranks or has nothing to train.
+    It can be pickled on the default group: as with PyTorch's, without its comm hook; loading it sends nothing.
+    Raises on every rank ValueError if the model differs between ranks, RuntimeError if it has nothing to train.
     """
 
     def __init__(
@@ -56,6 +61,7 @@ class DDP(Wrapper):
         overlap=True,
         broadcast_buffers=True,
         find_unused_parameters=False,
+        static_graph=False,
     ):
         super().__init__(module)
         if not dist.is_initialized():
@@ -65,25 +71,29 @@ class DDP(Wrapper):
         if bucket_cap_mb < 0:
             raise ValueError(f"bucket_cap_mb must be at least 0, not {bucket_cap_mb}")
         self.process_group, self.bucket_cap_mb, self.overlap = process_group, bucket_cap_mb, overlap
-        self.find_unused_parameters = find_unused_parameters
+        self.broadcast_buffers = broadcast_buffers
+        self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
         self.require_backward_grad_sync = True
         self._joining = None  # the Join whose block we are in
         self._buffers_due = True
-        self._replicas = Replicas(module, process_group, broadcast_buffers)
-        self._replicas.check(f"{bucket_cap_mb=}, {overlap=}, {broadcast_buffers=}, {find_unused_parameters=}")
-        self._replicas.become(0)
+        settings = f"{bucket_cap_mb=}, {overlap=}, {broadcast_buffers=}, {find_unused_parameters=}, {static_graph=}"
+        replicas = Replicas(module, process_group, broadcast_buffers)
+        replicas.check(settings)
+        replicas.become(0)
         self._watch()
 
     def _watch(self):
         """Give the parameters buckets, where these parameters are now."""
+        self._replicas = Replicas(self.module, self.process_group, self.broadcast_buffers)
         self._trainable = [(name, p, p.requires_grad) for name, p in self._replicas.parameters()]
         chosen = [(name, p) for name, p, trainable in self._trainable if trainable]
         cap_bytes = int(self.bucket_cap_mb * 2**20)
         self._reducer = Reducer(chosen, self, self.process_group, cap_bytes, self.overlap)
+        self._graph = StaticGraph(self._reducer) if self.static_graph else None
         # The node of the autograd graph that adds to p.grad; holding it keeps it the same one.
         self._nodes = {p: get_gradient_edge(p).node for _, p in chosen}
-        self._expecting = self._armed = False
-        self._backward = None  # the engine's number for the backward that we are armed for
+        self._expecting = False
+        self._backward = None  # the engine's number for the backward at whose end _finish will be called
 
     def _apply(self, fn, recurse=True):
         """to(), double(), cuda(): the parameters have moved, so their buckets must."""
@@ -97,12 +107,26 @@ class DDP(Wrapper):
     def __deepcopy__(self, memo):
         """A copy of the module with buckets of its own, on the same ranks. Sends nothing."""
         twin = type(self).__new__(type(self))
-        memo[id(self)], memo[id(self.process_group)] = twin, self.process_group
-        own = ("_reducer", "_nodes", "_trainable")
-        twin.__dict__ = copy.deepcopy({k: v for k, v in self.__dict__.items() if k not in own}, memo)
+        memo[id(self)] = twin
+        twin.__dict__ = copy.deepcopy(self._portable(), memo)
+        twin.process_group = self.process_group
         twin._watch()
         twin._reducer.use_hook(self._reducer.state, self._reducer.hook)
         return twin
+
+    def _portable(self):
+        """All but what _watch() makes, and the group."""
+        own = ("process_group", "_replicas", "_reducer", "_graph", "_nodes", "_trainable")
+        return {key: value for key, value in self.__dict__.items() if key not in own}
+
+    def __getstate__(self):
+        check_default_group(self, self.process_group)
+        return self._portable()
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        self.process_group = None
+        self._watch()
 
     @property
     def buckets(self):
@@ -164,9 +188,10 @@ class DDP(Wrapper):
     def _prepare(self):
         if self._reducer.started:
             self._reducer.abandon()
-            if self.find_unused_parameters:
-                self._reducer.used()
-        self._armed = False
+            self._used(failed=True)
+        if self._graph is not None:
+            self._graph.forget()
+        self._backward = None
         for name, p, trainable in self._trainable:
             if p.requires_grad != trainable and not (trainable and self.find_unused_parameters):
                 raise RuntimeError(
@@ -180,14 +205,16 @@ class DDP(Wrapper):
         Called by the outputs, whose gradients come first: reentrant checkpointing runs further backwards inside this
         one, and the callback must belong to the outermost. A loss that bypasses the outputs arms at a parameter.
         """
-        self._armed, self._backward = True, torch._C._current_graph_task_id()
+        self._backward = torch._C._current_graph_task_id()
         Variable._execution_engine.queue_callback(self._finish)
 
     def on_gradient(self, index, slot):
-        if not self._armed:
+        if self._backward is None:
             if not self._expecting:
                 return self._reducer.keep(index, slot)  # no_sync()
             self._arm()
+        if self._graph is not None:
+            return self._graph.arrive(index, slot)
         first = not self._reducer.started
         self._reducer.arrive(index, slot)
         if first and self.find_unused_parameters and self.overlap:
@@ -203,13 +230,15 @@ class DDP(Wrapper):
             self._reducer.launch_full()
 
     def _finish(self):
-        self._armed = False
+        self._backward = None
         if self._reducer.started:  # else it was torch.autograd.grad, which leaves .grad alone
             self._expecting = False
-            skipped = self._end_backward()
-            if skipped and not self.find_unused_parameters:
+            absent = self._end_backward()
+            if self._graph is not None:
+                self._graph.close()
+            elif absent and not self.find_unused_parameters:
                 raise RuntimeError(
-                    f"the loss does not depend on {', '.join(skipped)}: "
+                    f"the loss does not depend on {', '.join(absent)}: "
                     "pass find_unused_parameters=True if it need not depend on every parameter"
                 )
 
@@ -219,11 +248,18 @@ class DDP(Wrapper):
         adopt = [[False] * len(bucket.members) for bucket in self.buckets]
         try:
             self._reducer.launch_rest()
-            if self.find_unused_parameters:
-                adopt = self._reducer.used()
+            adopt = self._used()
             return self._reducer.wait()
         finally:
             self._reducer.settle(adopt)
+
+    def _used(self, failed=False):
+        """Whose gradient came on some rank: bool a slot, by bucket. Collective, where one has to ask."""
+        if self._graph is not None:
+            return self._graph.used(failed)
+        if self.find_unused_parameters:
+            return self._reducer.used()
+        return [[True] * len(bucket.members) for bucket in self.buckets]
 
     def _shadow(self, source, averages):
         """For a rank without data: the collectives of one step of the others. source: the rank with the buffers."""
@@ -232,5 +268,4 @@ class DDP(Wrapper):
         self._buffers_due = averages
         if averages:
             self._reducer.send_zeros()
-            if self.find_unused_parameters:
-                self._reducer.used()
+            self._used()

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from labkit import comm
+from labkit.parts.pickling import NotPickled
 from labkit.parts.reducer import Reducer
 from labkit.parts.replicas import broadcast_tensors
 
@@ -82,7 +83,9 @@ def DistributedOptimizer(
     return face
 
 
-class _Distributed:
+class _Distributed(NotPickled):
+    instead = "the state_dict() of this DistributedOptimizer"
+
     def _start(self, named, compression, backward_passes_per_step, process_group, bucket_cap_mb):
         self.backward_passes_per_step = backward_passes_per_step
         self._reducer = Reducer(named, self, process_group, int(bucket_cap_mb * 2**20))

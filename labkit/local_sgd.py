@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from labkit import comm
 from labkit.parts.bucket import Bucket, assign_buckets
+from labkit.parts.pickling import check_default_group
 from labkit.parts.replicas import broadcast_tensors, check_agreement
 
 
@@ -116,10 +117,8 @@ class LocalSGD:
             p.copy_(anchor)
 
     def __getstate__(self):
-        if self.group is not None:
-            kind = type(self).__name__
-            raise TypeError(f"a process group cannot be pickled: save {kind}'s state_dict()")
-        return self.__dict__
+        check_default_group(self, self.group)
+        return self.__dict__ | {"group": None}
 
     def state_dict(self):
         """This rank's own: its inner states differ from the others', and between averages so do its parameters.

@@ -19,11 +19,12 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from labkit.parts.host import Lane, is_outside, part, room
+from labkit.parts.pickling import NotPickled
 
 ALIGNED = 64  # bytes: where a tensor may begin in a flat region
 
 
-class Offloaded(torch.optim.Optimizer):
+class Offloaded(NotPickled, torch.optim.Optimizer):
     """optimizer, any of torch.optim that updates each parameter by itself, with its states outside the device.
 
     to: "cpu" for host memory (of parameters on the CPU nothing needs to move), or a folder, for one mapped file there.

@@ -202,7 +202,7 @@ class Trainer:
         loss,
         accumulation=1,
         schedule=None,
-        span=lambda name: nullcontext(),
+        span=nullcontext,
         autocast=nullcontext,
         scaler=None,
         compressor=None,

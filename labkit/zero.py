@@ -24,12 +24,13 @@ from labkit import comm
 from labkit.parts.clip import clip_grad_norm_
 from labkit.parts.consolidate import gather_state, options_of, slice_state
 from labkit.parts.elementwise import check_elementwise
+from labkit.parts.pickling import NotPickled
 from labkit.parts.reducer import watchers
 from labkit.parts.replicas import broadcast_tensors, check_agreement
 from labkit.parts.scatter import Scatterer
 
 
-class ZeRO1(torch.optim.Optimizer):
+class ZeRO1(NotPickled, torch.optim.Optimizer):
     """optimizer_class (elementwise, from torch.optim or like it) over parameters that all ranks hold, states sharded.
 
     params: parameters, (name, parameter) pairs or groups, as for any torch optimizer. defaults: optimizer_class's.
@@ -46,6 +47,7 @@ class ZeRO1(torch.optim.Optimizer):
     """
 
     keeps_gradients = True  # whole, after they have been averaged
+    instead = "state_dict() (collective, whole)"
 
     def __init__(self, params, optimizer_class, process_group=None, bucket_cap_mb=25, **defaults):
         name = type(self).__name__

@@ -102,8 +102,9 @@ def test_a_model_that_differs_is_an_error_on_every_rank_that_names_it(ranks, wha
 
 def refused(rank, world_size):
     sparse = nn.ModuleDict({"words": nn.Embedding(3, 2, sparse=True)})
-    modules = (nn.Linear(2, 2).requires_grad_(False), nn.ReLU(), sparse)
-    told = [error_of(ValueError, partial(DDP, module)) for module in modules]
+    nothing = (nn.Linear(2, 2).requires_grad_(False), nn.ReLU())
+    told = [error_of(RuntimeError, partial(DDP, module)) for module in nothing]  # as PyTorch's
+    told.append(error_of(ValueError, lambda: DDP(sparse)))
     told.append(error_of(ValueError, lambda: DDP(nn.Linear(2, 2), bucket_cap_mb=-1)))
     sparse._ddp_params_and_buffers_to_ignore = ["words.weight"]
     sparse["dense"] = nn.Linear(2, 2)
@@ -346,6 +347,56 @@ def unused_after_no_sync(rank, world_size):
 
 def test_what_was_used_in_no_sync_only_is_averaged(ranks):
     assert max(ranks(2, unused_after_no_sync)) <= 1e-15
+
+
+class Dropped(torch.autograd.Function):
+    """x, and an undefined gradient for w: the hooks of w run, and w.grad is None."""
+
+    @staticmethod
+    def forward(ctx, x, w, dropped):
+        ctx.dropped = dropped
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, w = ctx.saved_tensors
+        return gradient * w, None if ctx.dropped else (gradient * x).sum(0), None
+
+
+class Undefined(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net, self.scale = net(), nn.Parameter(torch.ones(4).double())
+
+    def forward(self, x, dropped):
+        return Dropped.apply(self.net(x), self.scale, dropped)
+
+
+def undefined(rank, world_size, wrap, settings, find, everywhere):
+    module = Undefined()
+    wrapped = (DDP if wrap == "ours" else DistributedDataParallel)(module, find_unused_parameters=find, **settings)
+    told = []
+    for step, set_to_none in enumerate([True, True, False]):
+        module.zero_grad(set_to_none)
+        with wrapped.no_sync():
+            wrapped(data(rank, 9), True).sum().backward()
+        wrapped(data(rank, step), everywhere or rank == 0).sum().backward()
+        told.append(grads(module))
+    return told
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+@pytest.mark.parametrize("find", [False, True])
+@pytest.mark.parametrize("settings", FORMS)
+def test_an_undefined_gradient_counts_as_pytorch_counts_it(ranks, settings, find, everywhere):
+    """As zero; with find_unused_parameters as unused, so that .grad stays None where no rank has one."""
+    arguments = {"find": find, "everywhere": everywhere}
+    ours = ranks(2, undefined, wrap="ours", settings=settings, **arguments)
+    theirs = ranks(2, undefined, wrap="torch", settings={}, **arguments)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert max(map(gap, mine, other)) == 0.0  # two ranks: how sums are grouped cannot matter
+        assert (mine[0][0] is None) == (find and everywhere)  # of self.scale
 
 
 def early_launch(rank, world_size):

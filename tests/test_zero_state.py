@@ -1,11 +1,16 @@
 """State dicts of ZeRO: whole, those of the unsharded optimizer, on every rank; from and to any number of ranks."""
 
+import threading
+from unittest import mock
+
 import pytest
 import torch
 from test_ddp import batch, build
 from test_ddp_semantics import Odd, error_of
 
 from labkit import comm, models
+from labkit.offload import Offloaded
+from labkit.parts.host import Lane
 from labkit.zero import ZeRO1, ZeRO2
 
 SHARD = 4
@@ -163,3 +168,40 @@ def test_a_state_dict_of_another_model_is_told_apart(ranks):
     for groups, shapes in told:
         assert "groups of [" in groups
         assert "'parameter 3' has shape [32], its 'exp_avg' in the state dict [16]" in shapes
+
+
+class Late(Lane):
+    """As CUDA's: a copy to the host is complete some time after it was sent."""
+
+    def __init__(self, device):
+        super().__init__(device)
+        self.under_way = []
+
+    def send(self, tensor, host):
+        copy = threading.Timer(0.3, host.copy_, [tensor.clone()])
+        copy.start()
+        self.under_way.append(copy)
+
+    def finish(self):
+        for copy in self.under_way:
+            copy.join()
+
+
+def offloaded(rank, world_size, folder):
+    class InFile(Offloaded):
+        def __init__(self, params, **defaults):
+            super().__init__(torch.optim.AdamW(params, **defaults), to=folder)
+
+    told = []
+    with mock.patch("labkit.offload.Lane", Late):
+        for optimizer_class in (InFile, torch.optim.AdamW):
+            model = build("mlp", torch.float64, seed=0)
+            optimizer = ZeRO1(model.parameters(), optimizer_class, lr=0.01)
+            model(torch.ones(1, 8).double()).sum().backward()
+            optimizer.step()
+            told.append(optimizer.state_dict())
+    return gap(*told)
+
+
+def test_states_on_their_way_out_of_the_device_are_waited_for(ranks, tmp_path):
+    assert ranks(2, offloaded, folder=str(tmp_path)) == [0.0, 0.0]

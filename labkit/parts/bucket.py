@@ -85,7 +85,9 @@ class Bucket:
         """Move the gradient of parameter number `slot` into the buffer, times factor, and let p.grad be the view."""
         p = self.members[slot]
         gradient = p.grad
-        if self._views is not None and gradient is self._views[slot]:
+        if gradient is None:  # undefined: backward came by, and had none
+            self.skip(slot)
+        elif self._views is not None and gradient is self._views[slot]:
             if factor is not None:
                 gradient.mul_(factor)
         elif gradient.is_sparse:

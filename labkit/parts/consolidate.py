@@ -26,7 +26,8 @@ def gather_state(optimizer, whole_groups, pieces, buckets, group=None):
     buckets: list of ShardedBucket.
     """
     numbers = {p: i for i, p in enumerate(p for whole in whole_groups for p in whole["params"])}
-    mine = {numbers[p]: _describe(piece, optimizer.state.get(piece, {})) for p, piece in pieces.items()}
+    held = _held(optimizer)
+    mine = {numbers[p]: _describe(piece, held.get(piece, {})) for p, piece in pieces.items()}
     told = {}
     for text in gather_bytes(json.dumps(mine).encode(), group, buckets[0].device):
         told |= {int(i): entries for i, entries in json.loads(text).items() if entries}
@@ -36,11 +37,18 @@ def gather_state(optimizer, whole_groups, pieces, buckets, group=None):
         for key, dtype in sorted(
             {(key, e[1]) for _, entries, _ in slots for key, e in entries.items() if e[0] == "each"}
         ):
-            whole = _gather(optimizer, bucket, key, getattr(torch, dtype), group)
+            whole = _gather(held, bucket, key, getattr(torch, dtype), group)
             for slot, entries, i in slots:
                 if key in entries:
                     state[i][key] = whole[slot].clone()  # a view of the flat buffer would keep all of it
     return {"state": state, "param_groups": _number(optimizer.param_groups, whole_groups, numbers)}
+
+
+def _held(optimizer):
+    """{piece: its states}. By way of state_dict(), which waits for what an offloading optimizer has under way."""
+    order = (piece for group in optimizer.param_groups for piece in group["params"])
+    state = optimizer.state_dict()["state"]
+    return {piece: state[i] for i, piece in enumerate(order) if i in state}
 
 
 def _describe(piece, state):
@@ -65,12 +73,12 @@ def _value(entry):
     return value[0] if kind == "plain" else None  # "each": still to be gathered
 
 
-def _gather(optimizer, bucket, key, dtype, group):
+def _gather(held, bucket, key, dtype, group):
     """State `key` of all parameters of a bucket, whole; zeros where a parameter has none."""
     shard = torch.zeros(bucket.layout.shard_numel, dtype=dtype, device=bucket.device)
     for piece, part in zip(bucket.pieces, bucket.layout.pieces(shard, bucket.rank), strict=True):
-        if piece is not None and key in optimizer.state.get(piece, {}):
-            part.copy_(optimizer.state[piece][key])
+        if piece is not None and key in held.get(piece, {}):
+            part.copy_(held[piece][key])
     flat = torch.empty(bucket.layout.padded, dtype=dtype, device=bucket.device)
     comm.all_gather(flat, shard, group)
     return bucket.shaped(flat)

@@ -15,17 +15,20 @@ import torch
 from torch import nn
 
 from labkit.parts.clip import clip_grad_norm_
+from labkit.parts.pickling import NotPickled
 from labkit.parts.replicas import broadcast_tensors
 from labkit.parts.sharding import compute_device
 from labkit.parts.wrapper import Wrapper, plain_name
 
 
-class ShardedModel(Wrapper):
+class ShardedModel(NotPickled, Wrapper):
     """Base of FSDP: what does not belong to a step.
 
     Subclasses have flats, all FlatParams; sharding, a Sharding; replicated, the parameters that are whole on every
     rank; rest(), after which nothing is gathered; watch_root(), called when the replicated have moved.
     """
+
+    instead = "full_state_dict() (collective, whole) or state_dict() (this rank's shards)"
 
     def named_parameters(self, *args, **kwargs):
         """The pieces, also while the module holds whole parameters."""
@@ -129,9 +132,3 @@ class ShardedModel(Wrapper):
             flat.renew(self.sharding)
         self.watch_root()
         return self
-
-    def __deepcopy__(self, memo):
-        raise TypeError(
-            f"{type(self).__name__} cannot be copied: its hooks belong to this module. Copy the module before wrapping "
-            "it, or wrap another one and load full_state_dict() into it"
-        )

@@ -14,8 +14,10 @@ Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.1.
 
 import torch
 
+from labkit.parts.pickling import NotPickled
 
-class MasterWeights(torch.optim.Optimizer):
+
+class MasterWeights(NotPickled, torch.optim.Optimizer):
     """optimizer_class(fp32 copies of params, **defaults), which keeps the params themselves rounded copies of them.
 
     params: parameters of any floating dtype, or groups of them. param_groups hold the masters: schedulers, clipping

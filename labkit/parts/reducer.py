@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from labkit import comm
 from labkit.parts.bucket import Bucket, assign_buckets
+from labkit.parts.hook_failure import HookFailures, RankFailed
 
 
 class Reducer:
@@ -42,6 +43,9 @@ class Reducer:
         self.factor = None  # what gradients are multiplied by on their way into the bucket
         self.started = False  # something has arrived since the last average
         self._pending = []  # one Work or Future per bucket that has left
+        self._absent = []  # names of the parameters whose gradient did not come
+        self._asked = None  # what used() has sent
+        self._failures = HookFailures(group)
         self.divide_by(dist.get_world_size(group))
         owner, handles = weakref.ref(owner), []
         for bucket in self.buckets:
@@ -69,15 +73,17 @@ class Reducer:
     def arrive(self, index, slot):
         """This gradient is complete for this step. With overlap, raises RuntimeError if it had arrived before."""
         bucket = self.buckets[index]
+        defined = bucket.members[slot].grad is not None
         if bucket.arrived[slot]:
             if not self.overlap:
+                bucket.used[slot] |= defined
                 return
             raise RuntimeError(
                 f"{bucket.names[slot]!r} got a gradient again in one backward, after its bucket had taken it for "
                 "complete: reentrant checkpointing of a shared or conditional part does so; use_reentrant=False not"
             )
         self.started = True
-        bucket.arrived[slot] = bucket.used[slot] = 1
+        bucket.arrived[slot], bucket.used[slot] = 1, defined
         bucket.missing -= 1
         if self.overlap:
             bucket.put(slot, self.factor)
@@ -87,12 +93,14 @@ class Reducer:
     def keep(self, index, slot):
         """This gradient is to be added to by a later backward: keep the sum in the bucket, undivided."""
         bucket = self.buckets[index]
-        bucket.used[slot] = 1
-        bucket.put(slot)
+        if bucket.members[slot].grad is not None:
+            bucket.used[slot] = 1
+            bucket.put(slot)
 
     def skip(self, index, slot):
         """No gradient will come for this parameter."""
         bucket = self.buckets[index]
+        self._absent.append(repr(bucket.names[slot]))
         self.started = True
         bucket.arrived[slot] = 1
         bucket.missing -= 1
@@ -118,7 +126,7 @@ class Reducer:
 
     def _launch(self, bucket):
         if self.hook is not None:  # an empty bucket, too: a hook may be waiting for the last one (PowerSGD)
-            self._pending.append(self.hook(self.state, bucket))
+            self._pending.append(self._failures.call(self.hook, self.state, bucket))
         elif bucket.numel == 0:
             self._pending.append(None)
         else:
@@ -127,27 +135,48 @@ class Reducer:
     def _wait(self, bucket, pending):
         if pending is None:
             return
-        averaged = pending.wait()
+        averaged = self._await(pending)
         if self.hook is not None:
             bucket.set_buffer(None)
             bucket.receive(averaged[0] if isinstance(averaged, list | tuple) else averaged)
 
+    def _await(self, pending):
+        return pending.wait() if self.hook is None else self._failures.wait(pending)
+
     def wait(self):
         """Wait for all buckets. Returns the names of the parameters whose gradient did not come."""
-        try:
-            for bucket, pending in zip(self.buckets, self._pending, strict=True):
+        errors = []
+        for bucket, pending in zip(self.buckets, self._pending, strict=True):
+            try:
                 self._wait(bucket, pending)
-        finally:
-            self._pending, self.started = [], False
-            for bucket in self.buckets:
-                bucket.reset()
-        return [repr(bucket.names[slot]) for bucket in self.buckets for slot in bucket.skipped]
+            except RankFailed:
+                raise  # what has been sent is still under way: abandon() waits for it
+            except Exception as error:
+                errors.append(error)  # the buckets that follow are on their way to memory that the next step uses
+        absent = self._absent
+        self._failures.step += 1
+        self._reset()
+        if errors:
+            raise errors[0]
+        return absent
 
-    def used(self):
-        """Which parameters have had a gradient on any rank since the last average: one bool per slot, by bucket."""
-        flags = [flag for bucket in self.buckets for flag in bucket.used]
-        counts = torch.tensor(flags, dtype=torch.int32, device=self.buckets[0].device)
-        comm.all_reduce(counts, group=self.group)
+    def _reset(self):
+        self._pending, self._absent, self.started = [], [], False
+        for bucket in self.buckets:
+            bucket.reset()
+
+    def used(self, everything=False):
+        """Which parameters have had a gradient on any rank since the last average: one bool per slot, by bucket.
+
+        everything: tell the others that all had one.
+        """
+        if self._asked is None:  # else this step has asked, and was left before the answer came
+            flags = [everything or flag for bucket in self.buckets for flag in bucket.used]
+            counts = torch.tensor(flags, dtype=torch.int32, device=self.buckets[0].device)
+            self._asked = counts, comm.all_reduce(counts, group=self.group, async_op=True)
+        counts, work = self._asked
+        self._await(work)
+        self._asked = None
         flags = iter(counts.tolist())
         return [[next(flags) > 0 for _ in bucket.used] for bucket in self.buckets]
 
@@ -158,8 +187,11 @@ class Reducer:
                 bucket.set_buffer(None)
                 bucket.buffer().zero_()
                 self._launch(bucket)
-            self.wait()
+            self._failures.step += 1  # whoever has failed is with us again
+            for bucket, pending in zip(self.buckets, self._pending, strict=True):
+                self._wait(bucket, pending)
         finally:
+            self._reset()
             for bucket in self.buckets:
                 bucket.buffer().zero_()
                 bucket.settle([False] * len(bucket.members))

@@ -48,6 +48,8 @@ class Replicas:
     def check(self, settings="", device=None):
         """Collective. Raises ValueError, on every rank, where the ranks' modules (or settings, a text) differ.
 
+        RuntimeError, as PyTorch's DDP, where there is nothing to train.
+
         device: of the messages; None: where the first parameter is, which must then not be on the meta device.
         """
         parameters, buffers = self.parameters(), self.buffers()
@@ -57,7 +59,7 @@ class Replicas:
             lines.append(f"{name!r} {dtype} {list(t.shape)} {trainable}, strides {list(t.stride())}")
         check_agreement(lines, self.group, device or (parameters[0][1].device if parameters else "cpu"))
         if not any(p.requires_grad for _, p in parameters):
-            raise ValueError(f"{type(self.module).__name__} has no parameter that requires a gradient")
+            raise RuntimeError(f"{type(self.module).__name__} has no parameter that requires a gradient")
         for name, part in self.module.named_modules():
             makes_sparse = isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse
             if makes_sparse and f"{name}.weight".removeprefix(".") not in self._ignored:

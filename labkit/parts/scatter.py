@@ -86,6 +86,8 @@ class ShardedBucket(Bucket):
     def put(self, slot, factor=None):
         """Move the gradient of parameter number `slot` into the buffer, times factor; p.grad: the view, or None."""
         p = self.members[slot]
+        if p.grad is None:  # undefined: backward came by, and had none
+            return self.skip(slot)
         if p.grad.is_sparse:
             raise TypeError(f"the gradient of {self.names[slot]!r} is sparse: make it dense (Embedding: sparse=False)")
         self.buffer()
