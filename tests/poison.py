@@ -1,15 +1,16 @@
-"""Slow, poisoned communication: whoever reads a result before it has been waited for reads NaN, every time.
+"""Slow, poisoned communication: whoever reads a result before it was waited for reads NaN, always.
 
-    call                                                            wait() and the future are done
-    | output: NaN | true operation, on copies |  a few ms of delay  | output: the result |
-    |---------------- input and output must stay as the call has left them --------------|
+    call                                                       wait() and the future are done
+    | output: NaN | true operation, on copies | some ms of delay | output: the result |
+    |------------- input and output must stay as the call has left them -------------|
 
-On a quiet machine gloo is so fast that a missing wait hardly ever shows. Here it does: the output is NaN at once
-(integers: their largest), and the result is written late, by a thread, after another delay on each rank and each call.
-On CUDA the thread only enqueues, on a stream of its own that sleeps.
+On a quiet machine gloo is so fast that a missing wait hardly ever shows. Here it does: the output
+is NaN at once (integers: their largest), and a thread writes the result late, after another delay on
+each rank and for each call. On CUDA the thread only enqueues, on a stream of its own that sleeps.
 
-At the end an AssertionError names the operations that nobody waited for, and those whose tensors were written to,
-or whose memory was freed, while they were under way. What torch does in C++ (its own DDP) is as fast as ever.
+At the end an AssertionError names the operations that nobody waited for, and those whose tensors
+were written to, or whose memory was freed, while they were under way. What torch does in C++, as its
+own DDP, is as fast as ever.
 """
 
 import functools
@@ -28,24 +29,25 @@ from labkit import comm
 
 DELAYS = 0.001, 0.004  # seconds, from and to
 CYCLES_A_SECOND = 1.5e9  # about, of a GPU
-BETWEEN = ("/poison.py", "/labkit/comm.py", "/labkit/gloo.py", "/torch/")  # not where an operation is called from
+BETWEEN = ("/poison.py", "/labkit/comm.py", "/labkit/gloo.py", "/torch/")  # the caller is above these
 _thread = threading.local()  # .in_true: a true operation has been called, and may call others
 
 
 class Late:
-    """The Work of one operation. launch(*copies of reads and writes): the true one, returns its Work or Works.
+    """The Work of one operation. launch(*copies of reads and writes): the true one, to its Works.
 
-    reads, writes: tensors. unchanged: those of reads that lie within what is written, and may be read all the while.
+    reads, writes: tensors. unchanged: of reads, what lies within writes and stays readable.
     """
 
     def __init__(self, op, delay, reads, writes, launch, unchanged=()):
         self.name, self.delay, self.writes = f"{op} of {_caller()}", delay, writes
         self.tensors = [t.detach() for t in (*reads, *writes)]
-        self.copies = [t.clone() for t in self.tensors]
+        copies = [t.clone() for t in self.tensors]
+        self.results = copies[len(reads) :]
         for t in writes:
             _poison(t)
         for t in unchanged:
-            t.data.copy_(self.copies[0])
+            t.data.copy_(copies[0])
         self.before = [t.clone() for t in self.tensors]
         self.changed, self.freed, self.waited = [], False, False
         device = self.tensors[0].device
@@ -56,7 +58,7 @@ class Late:
         _thread.in_true = True
         try:
             with self._beside():
-                works = launch(*self.copies)
+                works = launch(*copies)
         finally:
             _thread.in_true = False
         works = works if isinstance(works, list) else [works]
@@ -66,7 +68,6 @@ class Late:
     def _beside(self):
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
-    @torch.inference_mode()  # some of the tensors may have been made in it
     def _arrive(self, works):
         try:
             with self._beside():
@@ -81,12 +82,14 @@ class Late:
         except BaseException as error:
             self.future.set_exception(error)
 
+    @torch.inference_mode()  # some of the tensors may have been made in it
     def _write(self):
         self.freed = any(t.untyped_storage().nbytes() < t.nbytes for t in self.tensors)
         if self.freed:
             return
-        self.changed = [(_bytes(t) != _bytes(b)).any() for t, b in zip(self.tensors, self.before, strict=True)]
-        for t, result in zip(self.writes, self.copies[-len(self.writes) :], strict=False):
+        pairs = zip(self.tensors, self.before, strict=True)
+        self.changed = [(_bytes(t) != _bytes(before)).any() for t, before in pairs]
+        for t, result in zip(self.writes, self.results, strict=True):
             t.data.copy_(result)
 
     def wait(self, *_):
@@ -135,7 +138,7 @@ class Poison:
         self.delays, self.works, self.true = random.Random(rank), [], {}
 
     def stand_in(self, stack, name, *places):
-        """places: (module, attribute); until the stack unwinds, what they hold is the method of this name."""
+        """places: (module, attribute). Until the stack unwinds they hold the method of this name."""
         true, late = getattr(*places[0]), getattr(self, name)
         self.true[name] = true
 
@@ -172,7 +175,8 @@ class Poison:
             return self.true["all_gather"](o, i, group, True)
 
         in_place = input.untyped_storage().data_ptr() == output.untyped_storage().data_ptr()
-        return self.start("all_gather", group, async_op, [input], [output], launch, [input] if in_place else [])
+        unchanged = [input] if in_place else []
+        return self.start("all_gather", group, async_op, [input], [output], launch, unchanged)
 
     def reduce_scatter(self, output, input, op=ReduceOp.SUM, group=None, async_op=False):
         def launch(i, o):
@@ -205,8 +209,8 @@ class Poison:
         return self.irecv(*args, **kwargs, async_op=False)
 
     def batch_isend_irecv(self, ops):
-        ops = sorted(ops, key=lambda o: o.op.__name__ == "irecv")  # as Late hands over copies: what is read comes first
-        reads, writes = ([o.tensor for o in ops if o.op.__name__ == name] for name in ("isend", "irecv"))
+        sends, receives = ([o for o in ops if o.op.__name__ == name] for name in ("isend", "irecv"))
+        ops, reads, writes = sends + receives, [o.tensor for o in sends], [o.tensor for o in receives]
 
         def launch(*copies):
             return self.true["batch_isend_irecv"](
@@ -227,7 +231,14 @@ def poisoned(rank):
     """Around the whole of what ranks do together. rank: chooses the delays."""
     poison = Poison(rank)
     with ExitStack() as stack:
-        for name in ("all_reduce", "broadcast", "all_to_all_single", "send", "recv", "batch_isend_irecv"):
+        for name in (
+            "all_reduce",
+            "broadcast",
+            "all_to_all_single",
+            "send",
+            "recv",
+            "batch_isend_irecv",
+        ):
             poison.stand_in(stack, name, (dist, name))
         for name in ("isend", "irecv"):  # a P2POp asks whether its function is this one
             poison.stand_in(stack, name, (dist, name), (distributed_c10d, name))

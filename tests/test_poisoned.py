@@ -1,4 +1,4 @@
-"""Every algorithm with slow, poisoned communication: what it must equal is what its own tests hold it against."""
+"""Every algorithm with slow, poisoned communication, against the oracles of its own tests."""
 
 from functools import partial
 from unittest import mock
@@ -63,48 +63,86 @@ def cases():
     yield from of_zero()
     yield from of_fsdp()
     for strategy in ("ddp", "zero1", "zero2", "fsdp"):
-        yield test_amp_sharded.test_all_ranks_decide_as_one_process_does, {"world_size": 2, "strategy": strategy}
+        yield (
+            test_amp_sharded.test_all_ranks_decide_as_one_process_does,
+            {"world_size": 2, "strategy": strategy},
+        )
     yield test_amp.test_one_ranks_inf_skips_the_step_on_all, {"world_size": 3, "empty": 0}
     yield test_master_weights.test_under_ddp_the_ranks_stay_one_model, {}
     plain = {"n": 3, "inner": "sgd", "every": 3, "start": 4, "cap": 0}
     yield test_local_sgd.test_local_sgd_is_that_of_one_process, plain
     yield test_local_sgd.test_diloco_is_that_of_one_process, {"n": 2}
     for kind, name in ((LocalSGD, "whole"), (DiLoCo, "power")):
-        yield test_local_sgd.test_the_average_can_be_compressed, {"kind": kind, "name": name, "cap": 0}
-    yield test_sampler.test_evaluation_counts_what_one_process_counts, {"world_size": 2, "batch_size": 64}
+        yield (
+            test_local_sgd.test_the_average_can_be_compressed,
+            {"kind": kind, "name": name, "cap": 0},
+        )
+    yield (
+        test_sampler.test_evaluation_counts_what_one_process_counts,
+        {"world_size": 2, "batch_size": 64},
+    )
     yield test_sampler.test_evaluation_within_a_group, {}
 
 
 def of_ddp():
-    yield test_ddp.test_ranks_train_what_one_process_trains, {"world_size": 2, "name": "resnet", "dtype": F64}
-    yield test_recompute.test_under_ddp_every_gradient_arrives_once, {"world_size": 2, "options": {}}
+    yield (
+        test_ddp.test_ranks_train_what_one_process_trains,
+        {"world_size": 2, "name": "resnet", "dtype": F64},
+    )
+    yield (
+        test_recompute.test_under_ddp_every_gradient_arrives_once,
+        {"world_size": 2, "options": {}},
+    )
     yield test_ddp.test_the_six_line_idea_gives_the_same_gradients, {}
     yield test_ddp_semantics.test_buffers_are_broadcast_when_pytorch_would, {"world_size": 2}
     for settings in (NAIVE, OVERLAPPED):
         odd = {"settings": settings, "set_to_none": True}
-        yield test_ddp_semantics.test_control_flow_may_differ_between_steps_and_ranks, {"world_size": 3, **odd}
-        yield test_ddp_semantics.test_no_sync_accumulates_and_the_next_backward_averages_the_sum, odd
+        yield (
+            test_ddp_semantics.test_control_flow_may_differ_between_steps_and_ranks,
+            {"world_size": 3, **odd},
+        )
+        yield (
+            test_ddp_semantics.test_no_sync_accumulates_and_the_next_backward_averages_the_sum,
+            odd,
+        )
         raised = {"where": "backward", "everybody": False, **odd}
         yield test_ddp_semantics.test_after_an_exception_the_next_step_works, raised
     joined = {"world_size": 3, "kind": "batch", "counts": [1, 4, 2], "divide": False}
     yield test_join.test_uneven_inputs_end_as_in_pytorch, joined
     yield test_join.test_unused_parameters_and_join, {}
     for name in ("allreduce", "fp16", "halved_sum"):
-        yield test_ddp_hooks.test_a_hook_gives_the_same_with_many_buckets, {"name": name, "form": OVERLAPPED}
+        yield (
+            test_ddp_hooks.test_a_hook_gives_the_same_with_many_buckets,
+            {"name": name, "form": OVERLAPPED},
+        )
     for name in COMPRESSORS:
         yield test_compression.test_the_same_on_ours_and_on_pytorchs, {"name": name}
-        yield test_compression.test_ranks_are_equal_to_the_bit, {"name": name, "settings": OVERLAPPED}
+        yield (
+            test_compression.test_ranks_are_equal_to_the_bit,
+            {"name": name, "settings": OVERLAPPED},
+        )
     for name in test_compression.WHOLE:
         yield test_compression.test_at_full_ratio_or_rank_it_is_plain_averaging, {"name": name}
     yield test_compression_dgc.test_one_bit_adam_warms_up_as_adam, {"wrap": DDP}
     yield test_compression_dgc.test_the_frozen_phase_is_the_formula, {}
     for name in ("topk", "powersgd"):
-        yield test_compression_scaler.test_an_inf_on_one_rank_is_a_step_that_no_rank_takes, {"name": name, "wrap": DDP}
+        yield (
+            test_compression_scaler.test_an_inf_on_one_rank_is_a_step_that_no_rank_takes,
+            {"name": name, "wrap": DDP},
+        )
     for passes, clip, closure in ((1, False, False), (2, True, False), (1, False, True)):
-        told = {"passes": passes, "clip": clip, "closure": closure, "settings": {"bucket_cap_mb": 0}}
+        told = {
+            "passes": passes,
+            "clip": clip,
+            "closure": closure,
+            "settings": {"bucket_cap_mb": 0},
+        }
         yield test_horovod.test_it_trains_what_ddp_trains, {"world_size": 2, **told}
     yield test_horovod.test_a_compression_of_ones_own, {}
-    yield test_horovod.test_optimizer_state_reaches_ranks_that_have_none, {"name": "adamw", "root": 1}
+    yield (
+        test_horovod.test_optimizer_state_reaches_ranks_that_have_none,
+        {"name": "adamw", "root": 1},
+    )
 
 
 def of_zero():
@@ -117,7 +155,10 @@ def of_zero():
         yield test_zero_semantics.test_gradients_add_up_however_they_are_averaged, added
         norm = {"world_size": 2, "zero": zero, "norm_type": 2.0, "max_norm": 0.5}
         yield test_zero_semantics.test_clipping_is_by_the_norm_over_all_ranks, norm
-        yield test_zero_semantics.test_a_backward_that_raises_leaves_the_next_one_whole, {"zero": zero, "victims": [1]}
+        yield (
+            test_zero_semantics.test_a_backward_that_raises_leaves_the_next_one_whole,
+            {"zero": zero, "victims": [1]},
+        )
     yield (
         test_zero_state.test_training_goes_on_on_another_number_of_ranks,
         {"zero": ZeRO1, "other": ZeRO2, "n": 2, "m": 2},
@@ -135,16 +176,38 @@ def of_fsdp():
         between = {"loss": "evaluation between", "settings": settings}
         yield test_fsdp_semantics.test_whatever_forwards_a_loss_is_made_of, between
         kept = {"world_size": 3, "settings": settings}
-        yield test_fsdp_semantics.test_no_sync_keeps_whole_gradients_and_the_next_backward_sends_the_sum, kept
+        yield (
+            test_fsdp_semantics.test_no_sync_keeps_whole_gradients_and_the_next_backward_sends_the_sum,
+            kept,
+        )
     for settings in ({}, REPLICATED):
-        yield test_fsdp_semantics.test_after_a_backward_that_raises_the_next_step_works, {"settings": settings}
-    for forward in ("branches", "checkpointed units, by ours", "checkpoint of two units, reentrant"):
-        yield test_fsdp_semantics.test_gradients_are_the_mean_over_ranks, {"forward": forward, "settings": REPLICATED}
-    yield test_fsdp_semantics.test_clipping_sees_the_global_norm, {"settings": REPLICATED, "norm_type": 2.0}
+        yield (
+            test_fsdp_semantics.test_after_a_backward_that_raises_the_next_step_works,
+            {"settings": settings},
+        )
+    for forward in (
+        "branches",
+        "checkpointed units, by ours",
+        "checkpoint of two units, reentrant",
+    ):
+        yield (
+            test_fsdp_semantics.test_gradients_are_the_mean_over_ranks,
+            {"forward": forward, "settings": REPLICATED},
+        )
+    yield (
+        test_fsdp_semantics.test_clipping_sees_the_global_norm,
+        {"settings": REPLICATED, "norm_type": 2.0},
+    )
     yield test_fsdp_semantics.test_loss_scaling_sees_every_shard, {}
-    yield test_fsdp_state.test_resharding, {"saving": 2, "loading": 3, "by": "shards", "settings": REPLICATED}
+    yield (
+        test_fsdp_state.test_resharding,
+        {"saving": 2, "loading": 3, "by": "shards", "settings": REPLICATED},
+    )
     for dtype in (None, F32):
-        yield test_fsdp_state.test_low_precision_with_full_precision_masters, {"world_size": 2, "reduce_dtype": dtype}
+        yield (
+            test_fsdp_state.test_low_precision_with_full_precision_masters,
+            {"world_size": 2, "reduce_dtype": dtype},
+        )
     yield test_fsdp_state.test_units_in_low_precision_beside_a_replicated_root, {}
 
 
@@ -184,19 +247,21 @@ def with_trainer(rank, world_size, strategy):
     torch.manual_seed(0)
     module = models.build("mlp", sizes=(8, 16, 16, 10)).double()
     model = parallelize(module, strategy, bucket_cap_mb=0.001)
-    optimizer = make_optimizer(model, strategy, torch.optim.SGD, bucket_cap_mb=0.001, lr=0.1, momentum=0.9)
+    options = {"bucket_cap_mb": 0.001, "lr": 0.1, "momentum": 0.9}
+    optimizer = make_optimizer(model, strategy, torch.optim.SGD, **options)
     trainer = Trainer(model, optimizer, models.loss("mlp"), accumulation=2)
     for step in range(3):
         generator = torch.Generator().manual_seed(step)
         inputs, targets = torch.randn(8, 8, generator=generator).double(), torch.arange(8)
-        # Every second sample: micro-batch by micro-batch, the ranks see together what one process sees.
+        # Every second sample: micro-batch by micro-batch the ranks see what one process sees.
         trainer.train_step(inputs[rank::world_size], targets[rank::world_size])
     weights = model.full_state_dict() if hasattr(model, "full_state_dict") else module.state_dict()
     return torch.cat([weight.detach().flatten() for weight in weights.values()])
 
 
-@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name not in ("single", "diloco", "torch_fsdp")])
+@pytest.mark.parametrize("strategy", sorted(STRATEGIES.keys() - {"single", "diloco", "torch_fsdp"}))
 def test_the_trainer_poisoned(ranks, strategy):
     alone = with_trainer(0, 1, "single")
     for weights in ranks(2, partial(under_poison, with_trainer), strategy=strategy):
-        assert float((weights - alone).abs().max()) < 1e-12  # local SGD, too: it averages after every step
+        # Local SGD, too: by default it averages after every step.
+        assert float((weights - alone).abs().max()) < 1e-12
