@@ -180,7 +180,9 @@ def of_fsdp():
             test_fsdp_semantics.test_no_sync_keeps_whole_gradients_and_the_next_backward_sends_the_sum,
             kept,
         )
+    yield test_fsdp_semantics.test_unused_parameters, {}
     for settings in ({}, REPLICATED):
+        yield test_fsdp_semantics.test_after_a_forward_that_raises_half_way_the_next_step_works, {"settings": settings}
         yield (
             test_fsdp_semantics.test_after_a_backward_that_raises_the_next_step_works,
             {"settings": settings},
