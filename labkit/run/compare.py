@@ -113,6 +113,8 @@ class Participant:
         self.takes_part = context.rank == 0 or not alone
         self.done = 0
         self.timeline = Timeline(context.rank, context.device)
+        # By all ranks, before they part: NCCL may make a group by splitting the one of all.
+        self.group = dist.new_group([0]) if alone else None
         if not self.takes_part:
             return
         self.world_size = 1 if alone else context.world_size
@@ -145,8 +147,7 @@ class Participant:
         optimizer = make_optimizer(self.model, e.strategy, optimizer_class, e.bucket_cap_mb, e.every, **options)
         schedule = warmup(getattr(optimizer, "inner", optimizer), e.warmup_steps) if e.warmup_steps else None
         loss = models.loss(e.model)
-        alone = dist.new_group([0], use_local_synchronization=True) if e.strategy == "single" else None
-        low = mixed_precision(e.precision, self.device, alone) | {"compressor": self.compressor}
+        low = mixed_precision(e.precision, self.device, self.group) | {"compressor": self.compressor}
         self.trainer = Trainer(self.model, optimizer, loss, e.accumulation, schedule, self.timeline.span, **low)
         self.last_gradient = 0.0
         for parameter in self.model.parameters():
