@@ -22,6 +22,7 @@ Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of work
 
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import nan
 from time import perf_counter
 
 import torch.distributed as dist
@@ -39,15 +40,41 @@ _MESSAGES = ("send", "recv", "exchange")
 _logs = []
 
 
+class HostClock:
+    """Tells moments as they are stamped, in `time.perf_counter()` seconds: one clock for all processes of a machine."""
+
+    def stamp(self, thing, name):
+        setattr(thing, name, perf_counter())
+
+    def resolve(self):
+        """Tell what was stamped: for the clock of a device, labkit.measure.clock."""
+
+
+class NoClock(HostClock):
+    """Of what a CUDA device does the host's clock knows nothing."""
+
+    def stamp(self, thing, name):
+        setattr(thing, name, nan)
+
+
+HOST, UNKNOWN = HostClock(), NoClock()
+
+
+@dataclass(slots=True)
+class Pause:
+    start: float = nan
+    end: float = nan
+
+
 @dataclass(slots=True)
 class Event:
-    """One operation of one rank. Times are `time.perf_counter()` seconds: one clock for all processes of a machine.
+    """One operation of one rank.
 
-    start, end: from the call until the operation was complete; end is None while it is in flight, or if it failed.
-        An async operation without a future (gloo's send, recv, exchange and reduce_scatter) is known to be complete
-        only when `wait()` returns, so its end is that moment.
-    waited: seconds the caller was blocked: the whole duration, or with async_op the time inside `Work.wait()`.
-    On CUDA the host only enqueues: start, end and waited are then the host's times, and say nothing of the device.
+    start, end: from the call until the operation was complete, in seconds of the record's clock; end is None while it
+        is in flight, or if it failed. An async operation without a future (gloo's send, recv, exchange and
+        reduce_scatter) is known to be complete only when `wait()` returns, so its end is that moment.
+    pauses: the `wait()`s of an async operation; None: the caller waited all along.
+    On CUDA all are NaN unless the record has a clock of the device, until that is resolved.
     """
 
     op: str
@@ -55,20 +82,28 @@ class Event:
     payload_bytes: int
     sent_bytes: int
     source: str  # "counted" or "derived"
-    start: float
+    start: float = nan
     end: float | None = None
-    waited: float = 0.0
+    pauses: list | None = None
+
+    @property
+    def waited(self):
+        """Seconds the caller was blocked, or on CUDA its stream."""
+        if self.pauses is None:
+            return 0.0 if self.end is None else self.end - self.start
+        return sum(pause.end - pause.start for pause in self.pauses)
 
 
 @contextmanager
-def record(log=None, timed=True):
+def record(log=None, timed=True, clock=None):
     """`with record() as log:` appends an Event to log for every operation that starts inside, from any thread.
 
     log: a list is made, or give anything with `append`. Records nest; each sees all events.
     timed=False: only that operations start is of interest; asynchronous ones then have no end, and cost less.
+    clock: a labkit.measure.clock for what runs on CUDA; None: that of the record around this one, or the host's.
     """
     log = [] if log is None else log
-    entry = (log, timed)
+    entry = (log, timed, clock)
     _logs.append(entry)
     try:
         yield log
@@ -79,30 +114,33 @@ def record(log=None, timed=True):
 class MeteredWork:
     """torch's Work for an async operation, filling in its Event. Returned only while a record is open."""
 
-    __slots__ = ("event", "work")
+    __slots__ = ("clock", "event", "work")
 
-    def __init__(self, work, event):
-        self.work, self.event = work, event
+    def __init__(self, work, event, clock=HOST):
+        self.work, self.event, self.clock = work, event, clock
+        event.pauses = []
         if event.op not in _MESSAGES:
             try:
                 future = work.get_future()
             except RuntimeError:  # gloo's reduce_scatter has none
                 return
-            future.add_done_callback(self._complete)
+            future.add_done_callback(self._complete)  # on CUDA it runs in a stream that follows the operation
 
     def _complete(self, _=None):
         if self.event.end is None:
-            self.event.end = perf_counter()
+            self.clock.stamp(self.event, "end")
 
     def wait(self, *timeout):
-        start = perf_counter()
+        pause = Pause()
+        self.event.pauses.append(pause)
+        self.clock.stamp(pause, "start")
         try:
             done = self.work.wait(*timeout)
         except BaseException:
             self.event.end = None  # the future's callback runs on failure too
             raise
         finally:
-            self.event.waited += perf_counter() - start
+            self.clock.stamp(pause, "end")
         self._complete()
         return done
 
@@ -113,27 +151,30 @@ class MeteredWork:
         return self.work.get_future()
 
 
-def _metered(op, group, payload, sent, async_op, launch):
-    """Run launch(), logged as op. payload: bytes. sent: function, from the size of the group to bytes."""
+def _metered(op, group, tensor, sent, async_op, launch):
+    """Run launch(), logged as op. tensor: the payload, or None. sent: function of group size and payload -> bytes."""
     size = dist.get_world_size(group)
     if size < 1:  # not a member of the group: torch warns and does nothing
         return launch()
-    source = "counted" if op in (*_MESSAGES, "barrier") else "derived"
-    event = Event(op, size, payload, sent(size), source, perf_counter())
     open_logs = tuple(_logs)
-    for log, _ in open_logs:
+    clock = next((clock for *_, clock in reversed(open_logs) if clock), HOST)
+    if clock is HOST and tensor is not None and tensor.is_cuda:
+        clock = UNKNOWN
+    payload = 0 if tensor is None else tensor.nbytes
+    source = "counted" if op in (*_MESSAGES, "barrier") else "derived"
+    event = Event(op, size, payload, sent(size, payload), source)
+    clock.stamp(event, "start")
+    for log, *_ in open_logs:
         log.append(event)
     work = launch()
     if async_op:
-        return MeteredWork(work, event) if any(timed for _, timed in open_logs) else work
-    event.end = perf_counter()
-    event.waited = event.end - event.start
+        return MeteredWork(work, event, clock) if any(timed for _, timed, _ in open_logs) else work
+    clock.stamp(event, "end")
     return work
 
 
 def _finish(work):
-    """Wait for it; returns None, as torch's operations do that are not asynchronous."""
-    work.wait()
+    work.wait()  # and return None, as torch's operations do that are not asynchronous
 
 
 def all_reduce(tensor, op=ReduceOp.SUM, group=None, async_op=False):
@@ -144,8 +185,7 @@ def all_reduce(tensor, op=ReduceOp.SUM, group=None, async_op=False):
 
     if not _logs:
         return launch()
-    payload = tensor.nbytes
-    return _metered("all_reduce", group, payload, lambda n: 2 * (n - 1) * payload // n, async_op, launch)
+    return _metered("all_reduce", group, tensor, lambda n, P: 2 * (n - 1) * P // n, async_op, launch)
 
 
 def reduce_scatter(output, input, op=ReduceOp.SUM, group=None, async_op=False):
@@ -162,8 +202,7 @@ def reduce_scatter(output, input, op=ReduceOp.SUM, group=None, async_op=False):
 
     if not _logs:
         return launch()
-    payload = input.nbytes
-    return _metered("reduce_scatter", group, payload, lambda n: (n - 1) * payload // n, async_op, launch)
+    return _metered("reduce_scatter", group, input, lambda n, P: (n - 1) * P // n, async_op, launch)
 
 
 def all_gather(output, input, group=None, async_op=False):
@@ -180,8 +219,7 @@ def all_gather(output, input, group=None, async_op=False):
 
     if not _logs:
         return launch()
-    payload = output.nbytes
-    return _metered("all_gather", group, payload, lambda n: (n - 1) * payload // n, async_op, launch)
+    return _metered("all_gather", group, output, lambda n, P: (n - 1) * P // n, async_op, launch)
 
 
 def broadcast(tensor, src=0, group=None, async_op=False):
@@ -192,8 +230,7 @@ def broadcast(tensor, src=0, group=None, async_op=False):
 
     if not _logs:
         return launch()
-    payload = tensor.nbytes
-    return _metered("broadcast", group, payload, lambda n: (n - 1) * payload // n, async_op, launch)
+    return _metered("broadcast", group, tensor, lambda n, P: (n - 1) * P // n, async_op, launch)
 
 
 def all_to_all(output, input, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False):
@@ -204,15 +241,13 @@ def all_to_all(output, input, output_split_sizes=None, input_split_sizes=None, g
 
     if not _logs:
         return launch()
-    payload = input.nbytes
 
-    def sent(n):
+    def sent(n, P):
         if not input_split_sizes:
-            return payload - payload // n
-        rows = max(1, sum(input_split_sizes))
-        return payload - payload * input_split_sizes[dist.get_rank(group)] // rows
+            return P - P // n
+        return P - P * input_split_sizes[dist.get_rank(group)] // max(1, sum(input_split_sizes))
 
-    return _metered("all_to_all", group, payload, sent, async_op, launch)
+    return _metered("all_to_all", group, input, sent, async_op, launch)
 
 
 def send(tensor, dst, group=None, async_op=False):
@@ -223,7 +258,7 @@ def send(tensor, dst, group=None, async_op=False):
 
     if not _logs:
         return launch()
-    return _metered("send", group, tensor.nbytes, lambda n: tensor.nbytes, async_op, launch)
+    return _metered("send", group, tensor, lambda n, P: P, async_op, launch)
 
 
 def recv(tensor, src, group=None, async_op=False):
@@ -234,7 +269,7 @@ def recv(tensor, src, group=None, async_op=False):
 
     if not _logs:
         return launch()
-    return _metered("recv", group, tensor.nbytes, lambda n: 0, async_op, launch)
+    return _metered("recv", group, tensor, lambda n, P: 0, async_op, launch)
 
 
 def exchange(outgoing, dst, incoming, src, group=None, async_op=False):
@@ -253,7 +288,7 @@ def exchange(outgoing, dst, incoming, src, group=None, async_op=False):
 
     if not _logs:
         return launch()
-    return _metered("exchange", group, outgoing.nbytes, lambda n: outgoing.nbytes, async_op, launch)
+    return _metered("exchange", group, outgoing, lambda n, P: P, async_op, launch)
 
 
 def barrier(group=None):
@@ -262,4 +297,4 @@ def barrier(group=None):
     def launch():
         return dist.barrier(group)
 
-    return _metered("barrier", group, 0, lambda n: 0, False, launch) if _logs else launch()
+    return _metered("barrier", group, None, lambda n, P: 0, False, launch) if _logs else launch()

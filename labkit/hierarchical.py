@@ -97,9 +97,9 @@ class Hierarchical:
     """A comm hook for DDP, ours or PyTorch's: model.register_comm_hook(None, Hierarchical(inside, across).hook).
 
     form: "hierarchical" or "leaders". Averages over all ranks of the job. Buckets are carried one after the other by a
-    thread of its own, while backward goes on: the steps of one wait for each other, and ranks must start them in the
-    same order. So let the groups be used by nothing else: a Mesh made for this. Raises ValueError for another form, and
-    in the first step, on every rank, where ranks have different ones.
+    thread of its own (on CUDA: in a stream), while backward goes on: the steps of one wait for each other, and ranks
+    must start them in the same order. So let the groups be used by nothing else: a Mesh made for this. Raises
+    ValueError for another form, and in the first step, on every rank, where ranks have different ones.
     """
 
     def __init__(self, inside, across, form="hierarchical"):
@@ -110,7 +110,7 @@ class Hierarchical:
         # One node, or one rank a node: the only group may be that of all ranks, where DDP's own messages go. No thread.
         alone = 1 in (dist.get_world_size(inside), dist.get_world_size(across))
         self.courier = None if alone else ThreadPoolExecutor(1, thread_name_prefix="hierarchical")
-        self.stream = None  # the courier's own, on CUDA
+        self.stream = None  # in place of the courier, on CUDA
 
     def hook(self, _, bucket):
         """Future of the bucket's average, in the bucket's own buffer."""
@@ -121,9 +121,10 @@ class Hierarchical:
         future = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
         if self.courier is None:
             self.carry(buffer, future)
-        elif buffer.is_cuda:
+        elif buffer.is_cuda:  # NCCL only enqueues; groups used from two threads could wait for each other
             self.stream = self.stream or torch.cuda.Stream(buffer.device)
-            self.courier.submit(self.carry_on_stream, buffer, future, torch.cuda.current_stream().record_event())
+            filled = torch.cuda.current_stream(buffer.device).record_event()
+            self.carry_on_stream(buffer, future, filled)
         else:
             self.courier.submit(self.carry, buffer, future)
         return future

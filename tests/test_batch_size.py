@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from labkit import models
+from labkit import comm, models
 from labkit.budget import estimate
 from labkit.measure.memory import MemoryTracker
 from labkit.parts.batch_size import between, find_batch_size, first_true, last_true
@@ -100,3 +100,32 @@ def least_of_all(rank, world_size):
 def test_all_ranks_take_what_fits_everyone(ranks):
     sizes = ranks(2, least_of_all)
     assert sizes[0] == sizes[1] and 56 < sizes[0] <= 60
+
+
+def uneven_predictions(rank, world_size):
+    return find_batch_size(lambda size: 10 * size, 1000 - 500 * rank).size
+
+
+def test_all_ranks_take_the_smallest_prediction(ranks):
+    assert ranks(2, uneven_predictions) == [50, 50]
+
+
+def talking_step(rank, world_size):
+    tried = []
+
+    def step(size):
+        tried.append(size)
+        comm.all_reduce(torch.ones(size))
+
+    with pytest.raises(ValueError, match="the step sends a message, all_reduce"):
+        find_batch_size(lambda size: 10 * size, 1000, step)
+    return tried
+
+
+def test_a_step_that_sends_is_refused_before_a_rank_without_memory_leaves_the_others_waiting(ranks):
+    assert ranks(2, talking_step) == [[100], [100]]
+    assert ranks(1, alone_it_may)[0] >= 100
+
+
+def alone_it_may(rank, world_size):
+    return find_batch_size(lambda size: 10 * size, 1000, lambda size: comm.all_reduce(torch.ones(size))).size

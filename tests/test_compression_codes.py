@@ -8,6 +8,7 @@ from torch import nn
 
 from labkit import comm
 from labkit.compression import OneBit, Quantize
+from labkit.compression.chunks import rows_at_once
 from labkit.compression.onebit import pack_bits
 from labkit.parts.bucket import Bucket
 
@@ -30,6 +31,15 @@ def test_bits_are_packed_eight_to_a_byte():
     values = noise(800).view(100, 8)
     told = OneBit(8).decode(torch.ones(100, 1), pack_bits(values.view(-1) >= 0))
     assert torch.equal(told, torch.where(values >= 0, 1.0, -1.0))
+
+
+def test_a_gpu_gets_all_rows_at_once_and_the_table_of_signs_once():
+    assert rows_at_once(torch.empty(10**6, device="meta"), 512) == 1954
+    assert rows_at_once(torch.empty(10**6), 512) == 128
+    compressor = OneBit(8)
+    compressor.decode(torch.ones(1, 1, device="meta"), torch.zeros(1, dtype=torch.uint8, device="meta"))
+    held = compressor.signs
+    assert held.is_meta and pack_bits(torch.ones(8, dtype=torch.bool, device="meta")).is_meta
 
 
 def picture(rank, world_size):

@@ -1,6 +1,8 @@
 """What travels by all_reduce: random-k, casts, PowerSGD. Bytes, and what is particular to each."""
 
 from functools import partial
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -185,6 +187,29 @@ def test_q_follows_the_next_buckets_p(ranks):
     bias, last, middle, first = 40, (2 * 4, 2 * 40), (2 * 40, 2 * 40), (2 * 40, 2 * 24)
     wanted = [4, last[0], bias, last[1], middle[0], bias, middle[1], *first]
     assert ranks(2, order) == [wanted, wanted]
+
+
+def while_q_travels(rank, world_size, feedback):
+    """Whether the hook writes to the gradients between the start of the second message and its end."""
+    bucket, future, before = filled([nn.Parameter(torch.zeros(40, 50))], rank), torch.futures.Future(), []
+
+    def start_mean(message, group):
+        before.append(bucket.buffer().clone())
+        return SimpleNamespace(wait=lambda: None, get_future=lambda: future)
+
+    with mock.patch("labkit.compression.powersgd.start_mean", start_mean):
+        average = PowerSGD(2, feedback=feedback).hook(None, bucket)
+    assert len(before) == 2
+    touched = not torch.equal(bucket.buffer(), before[1])
+    future.set_result(None)
+    average.wait()
+    return touched
+
+
+@pytest.mark.parametrize("feedback", [True, False])
+def test_nobody_writes_where_the_average_arrives(ranks, feedback):
+    """On CUDA another stream does so, which waits for the message only."""
+    assert ranks(1, while_q_travels, feedback=feedback) == [False]
 
 
 def too_wide(rank, world_size):

@@ -9,7 +9,7 @@ import torch
 from labkit.amp import GradScaler
 from labkit.compression import TopK
 from labkit.run import LaunchError, launch
-from labkit.run.compare import compare
+from labkit.run.compare import Participant, compare
 from labkit.run.experiment import Experiment
 from labkit.trainer import STRATEGIES, Trainer, parallelize, scaled_lr
 
@@ -125,6 +125,23 @@ def test_all_strategies_follow_the_single_process(model, nproc):
     assert first.loc["single", "sent_bytes"] == 0
     assert (records["step_ms"] >= records["forward_ms"] + records["backward_ms"]).all()
     assert (records["exposed_comm_ms"] >= 0).all() and (records["exposed_comm_ms"] <= records["step_ms"]).all()
+
+
+def groups_made(context):
+    made, new_group = [], torch.distributed.new_group
+
+    def noted(ranks, **options):
+        made.append((ranks, options))
+        return new_group(ranks, **options)
+
+    torch.distributed.new_group = noted
+    Participant(context, Experiment(strategy="single", precision="fp16"))
+    context.record(made=json.dumps(made))
+
+
+def test_all_ranks_make_the_group_of_the_one_that_trains_alone():
+    """Where NCCL makes it by a split of the group of all, each of them has to take part."""
+    assert launch("test_experiment:groups_made", quiet=True).records["made"].tolist() == ["[[[0], {}]]"] * 2
 
 
 def test_accumulation_changes_the_messages_and_not_the_loss():

@@ -1,6 +1,7 @@
 """What goes in and comes out whole: construction, names, state dicts, resharding, dtypes, the meta device."""
 
 import copy
+from unittest import mock
 
 import pytest
 import torch
@@ -111,6 +112,16 @@ def test_resharding(ranks, saving, loading, by, settings):
     saved = ranks(saving, save, settings=settings)
     assert all(same(one["whole"], saved[0]["whole"]) for one in saved)
     ranks(loading, load, saved=saved, by=by, settings=settings)
+
+
+def beside_a_gpu(rank, world_size):
+    with mock.patch("torch.cuda.is_available", lambda: True), mock.patch("torch.Tensor.pin_memory") as pin_memory:
+        FSDP(gpt(), Block, offload=True)
+    return pin_memory.called
+
+
+def test_ranks_on_the_cpu_pin_no_memory_for_a_gpu_that_they_do_not_use(ranks):
+    assert ranks(1, beside_a_gpu) == [False]
 
 
 def own_shards(rank, world_size):

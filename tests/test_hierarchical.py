@@ -1,5 +1,6 @@
 """Hierarchical all-reduce against the flat one: exact, with fewer bytes between nodes, and as a hook of either DDP."""
 
+import threading
 from itertools import product
 from unittest import mock
 
@@ -182,6 +183,24 @@ def failing(rank, world_size):
 
 def test_an_error_in_the_courier_reaches_backward(ranks):
     assert all(ranks(4, failing))
+
+
+def on_cuda(rank, world_size):
+    """The hook's way on a GPU, with stand-ins for its stream and its tensor: which thread sends?"""
+    hook, threads = Hierarchical(*groups(2, 2)[0]), []
+    hook.carry_on_stream = lambda buffer, future, filled: threads.append(threading.current_thread())
+    hook._agreed = True
+    buffer = mock.Mock(is_cuda=True)
+    buffer.div_.return_value = buffer
+    with mock.patch("torch.cuda.Stream"), mock.patch("torch.cuda.current_stream"), mock.patch("torch.futures.Future"):
+        hook.hook(None, mock.Mock(buffer=lambda: buffer))
+    hook.courier.shutdown()
+    return threads == [threading.current_thread()]
+
+
+def test_on_a_gpu_one_thread_starts_all_messages(ranks):
+    """DDP sends by another group in the meantime (find_unused_parameters), and NCCL's must start in one order."""
+    assert ranks(4, on_cuda) == [True] * 4
 
 
 def wrong_form(rank, world_size):

@@ -44,7 +44,7 @@ class ByChunk(Compressor):
     def compress(self, corrected, bucket):
         scales, codes = [], []
         chunk = self.width(corrected.numel())
-        for piece in corrected.split(max(1, CACHED // chunk) * chunk):
+        for piece in corrected.split(rows_at_once(corrected, chunk) * chunk):
             lacking = -len(piece) % chunk
             values = piece.to(wide(piece.dtype))
             if lacking:
@@ -62,7 +62,7 @@ class ByChunk(Compressor):
     def decompress(self, arrived, average, dtype):
         chunk = self.width(average.numel())
         rows = -(-average.numel() // chunk)
-        step = max(1, CACHED // chunk)
+        step = rows_at_once(average, chunk)
         senders = []
         for message in arrived:
             scales, codes = unpack(message, (dtype, rows), (torch.uint8, rows * chunk * self.bits // 8))
@@ -77,3 +77,8 @@ class ByChunk(Compressor):
     def width(self, numel):
         """Elements of a row: fewer than `chunk` where the whole bucket has fewer."""
         return min(self.chunk, -(-numel // 8) * 8)
+
+
+def rows_at_once(flat, chunk):
+    """Rows of a piece. On a GPU all: no cache to fit, and each piece would cost a launch of every kernel."""
+    return max(1, CACHED // chunk if flat.device.type == "cpu" else -(-flat.numel() // chunk))

@@ -32,11 +32,11 @@ class OneBit(ByChunk):
         return values.abs().sum(1, keepdim=True) / counts, pack_bits(values.view(-1) >= 0)
 
     def decode(self, scale, codes):
-        signs = self.signs.to(scale.device, scale.dtype)
-        return signs.index_select(0, codes.int()).view(len(scale), -1).mul_(scale)
+        self.signs = self.signs.to(scale.device, scale.dtype)  # once: from the host it would be a copy a piece
+        return self.signs.index_select(0, codes.int()).view(len(scale), -1).mul_(scale)
 
 
 def pack_bits(bits):
     """Eight to a byte, the first in the lowest place: bool [8 m] -> uint8 [m]."""
-    places = torch.tensor(PLACES, dtype=torch.uint8, device=bits.device)
+    places = 1 << torch.arange(8, dtype=torch.uint8, device=bits.device)
     return (bits.view(-1, 8) * places).sum(1, dtype=torch.uint8)

@@ -112,9 +112,10 @@ class PowerSGD(Compressor):
             message = torch.cat([q.view(-1) for q in own])
         work = start_mean(message, x.group)
         x.group = None  # the last to hold a group ends its threads, and the one that runs _multiply is among them
-        with self.clock():
-            for m, q in zip(x.matrices, own, strict=True):
-                m.corrected.addmm_(m.p, q, alpha=-1)  # while Q travels
+        if x.corrected is not x.gradient:  # else no residual is kept, and where it lies the average is to be written
+            with self.clock():
+                for m, q in zip(x.matrices, own, strict=True):
+                    m.corrected.addmm_(m.p, q, alpha=-1)  # while Q travels
         for m, q in zip(x.matrices, message.split([q.numel() for q in own]), strict=True):
             m.q = q.view(-1, len(m.q)).t()
             self._q[m.parameter] = self._q[m.parameter][0], m.q

@@ -83,7 +83,7 @@ class MemoryTracker(TorchDispatchMode):
         ):
             self._watched.callback(register(hook).remove)
         self._watch_storage_resize()
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():
             torch.cuda.reset_peak_memory_stats()
         return super().__enter__()
 
@@ -139,7 +139,7 @@ class MemoryTracker(TorchDispatchMode):
     @property
     def cuda_peak(self):
         """torch.cuda.max_memory_allocated() since entry, work space and rounding included; None without CUDA."""
-        return torch.cuda.max_memory_allocated() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+        return torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else None
 
     @property
     def samples(self):

@@ -7,10 +7,6 @@ A FlatParam's memory is there from the moment that its gather begins until it is
 the size of that memory, before and after each of its methods, says all.
 """
 
-import time
-
-from labkit.measure.timeline import Span
-
 
 def watch_units(model, timeline, names=None):
     """From now on `timeline` gets a span for each time that a unit of `model`, an FSDP, is whole. Returns labels.
@@ -34,14 +30,13 @@ def follow(flat, name, timeline, labels):
     def gather():
         if not memory.nbytes():
             labels.append(f"gather {name}")
-            since[:] = [time.perf_counter()]
+            since[:] = [timeline.begin(name, "whole", payload_bytes=flat.flat.nbytes)]
         kind.gather(flat)
 
     def free():
         kind.free(flat)
         if since and not memory.nbytes():
-            about = {"payload_bytes": flat.flat.nbytes}
-            timeline.spans.append(Span(name, "whole", since.pop(), time.perf_counter(), timeline.rank, about))
+            timeline.end(since.pop())
 
     def launch_reduce():
         if any(p.grad is not None for p in flat.wholes):

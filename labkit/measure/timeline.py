@@ -9,19 +9,22 @@
 A span of `backward()` includes the moments at its end in which backward waits for the last bucket. The event log says
 how long each operation kept its caller waiting, so these moments leave the compute lane and count as exposed.
 All times are `time.perf_counter()`, one clock for all processes of a machine, so ranks merge without alignment.
+Those of a CUDA device come from events in its streams (clock.py), and are NaN until they are read after the step.
 
 Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, VLDB 2020, section 5 (figure 6).
 Export: the Chrome trace event format, as read by Perfetto (ui.perfetto.dev) and chrome://tracing.
 """
 
 import json
-import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import isnan, nan
 from pathlib import Path
 
 import pandas as pd
 import torch
+
+from labkit.measure.clock import clock_of
 
 LANES = ("compute", "network")
 
@@ -32,8 +35,8 @@ class Span:
 
     name: str
     lane: str
-    start: float
-    end: float
+    start: float = nan
+    end: float = nan
     rank: int = 0
     info: dict = field(default_factory=dict)
 
@@ -41,43 +44,51 @@ class Span:
 class Timeline:
     """The spans of one rank (or, merged, of several).
 
-        timeline = Timeline(rank)
-        with comm.record() as events:
+        timeline = Timeline(rank, device)
+        with comm.record(clock=timeline.clock) as events:
             with timeline.span("forward"): ...
             with timeline.span("backward"): ...
         timeline.add_comm(events)
 
-    device: give a CUDA device, and each span waits for its work at both edges. Its length is then the device's time,
-    but what would have run side by side across an edge no longer does.
+    device: whose time is meant, the host's if none is given. clock: that of the device, unless another is given.
+    rows(), frame(), chrome_trace(), merge() and add_comm() wait for the device; clock.resolve() does so by itself.
     """
 
-    def __init__(self, rank=0, device=None):
+    def __init__(self, rank=0, device=None, clock=None):
         self.rank = rank
         self.spans = []
-        self._on_cuda = device is not None and torch.device(device).type == "cuda"
+        self.clock = clock or clock_of(device)
 
-    def _now(self):
-        if self._on_cuda:
-            torch.cuda.synchronize()
-        return time.perf_counter()
+    def begin(self, name, lane="compute", **info):
+        """A Span that begins now; end() keeps it."""
+        span = Span(name, lane, rank=self.rank, info=info)
+        self.clock.stamp(span, "start")
+        return span
+
+    def end(self, span):
+        self.clock.stamp(span, "end")
+        self.spans.append(span)
 
     @contextmanager
     def span(self, name, lane="compute", **info):
         """Time a block. It is kept also when the block raises: a trace of a failure is worth most."""
-        start = self._now()
+        span = self.begin(name, lane, **info)
         try:
             yield
         finally:
-            self.spans.append(Span(name, lane, start, self._now(), self.rank, info))
+            self.end(span)
 
     def add_comm(self, events, names=None):
         """Add the events of `comm.record()` as network spans. names: one label each, by default the operation."""
         names = [event.op for event in events] if names is None else list(names)
         if len(names) != len(events):
             raise ValueError(f"{len(events)} events but {len(names)} names")
+        self.clock.resolve()
         for event, name in zip(events, names, strict=True):
             if event.end is None:
                 raise ValueError(f"{event.op} is still in flight: wait for it before adding it to the timeline")
+            if isnan(event.end - event.start):
+                raise ValueError(f"nobody has timed {event.op}: open comm.record(clock=timeline.clock)")
             info = {
                 "op": event.op,
                 "group_size": event.group_size,
@@ -96,25 +107,23 @@ class Timeline:
         """
         entered, open_backward, handles = {}, [], []
 
-        def close_backward(now):
+        def close_backward():
             if open_backward:
-                name, start = open_backward.pop()
-                self.spans.append(Span(name, "compute", start, now, self.rank, {"unit": True}))
+                self.end(open_backward.pop())
 
         def before(name):
             def hook(module, args):
-                entered[name] = self._now()
+                entered[name] = self.begin(name, unit=True)
 
             return hook
 
         def after(name):
             def arrived(gradient):
-                now = self._now()
-                close_backward(now)
-                open_backward.append((f"{name} backward", now))
+                close_backward()
+                open_backward.append(self.begin(f"{name} backward", unit=True))
 
             def hook(module, args, output):
-                self.spans.append(Span(name, "compute", entered.pop(name), self._now(), self.rank, {"unit": True}))
+                self.end(entered.pop(name))
                 if isinstance(output, torch.Tensor) and output.requires_grad:
                     output.register_hook(arrived)
 
@@ -125,19 +134,22 @@ class Timeline:
         try:
             yield
         finally:
-            close_backward(self._now())
+            close_backward()
             for handle in handles:
                 handle.remove()
 
     @classmethod
     def merge(cls, timelines):
         """One timeline with the spans of all, in order of start."""
-        merged = cls()
+        merged, timelines = cls(), list(timelines)
+        for timeline in timelines:
+            timeline.clock.resolve()
         merged.spans = sorted((span for t in timelines for span in t.spans), key=lambda span: span.start)
         return merged
 
     def rows(self):
         """Spans as flat dicts of JSON scalars: a rank sends them home with record(spans=timeline.rows())."""
+        self.clock.resolve()
         return [
             {"rank": s.rank, "name": s.name, "lane": s.lane, "start": s.start, "end": s.end, **s.info}
             for s in self.spans
@@ -162,6 +174,7 @@ class Timeline:
 
     def frame(self):
         """One row per span: rank, lane, name, start_ms, end_ms, duration_ms (from the first start), and the info."""
+        self.clock.resolve()
         origin = min((span.start for span in self.spans), default=0.0)
         rows = []
         for span in sorted(self.spans, key=lambda s: (s.rank, s.lane, s.start)):
@@ -174,6 +187,7 @@ class Timeline:
 
     def chrome_trace(self, path):
         """Write the trace event JSON (times in us; process = rank, thread = lane) and return its path."""
+        self.clock.resolve()
         origin = min((span.start for span in self.spans), default=0.0)
         lanes = list(dict.fromkeys([*LANES, *(span.lane for span in self.spans)]))
         events = []

@@ -9,12 +9,12 @@ Coleman et al., DAWNBench: An End-to-End Deep Learning Benchmark and Competition
 """
 
 from itertools import islice
-from time import perf_counter
 
 import torch
 import torch.distributed as dist
 
 from labkit import comm
+from labkit.measure.timeline import Timeline
 
 
 def laps(trainer, batches, test, target, lap=1):
@@ -25,6 +25,7 @@ def laps(trainer, batches, test, target, lap=1):
     step, seconds (on the clock so far), loss (the worst of the ranks'), messages and sent_bytes (of this rank, so far).
     """
     batches, step, seconds, log = iter(batches), 0, 0.0, []
+    timeline = Timeline(device=next(trainer.model.parameters(), torch.empty(0)).device)
     while True:
         loss = worst_loss(trainer, *test)
         sent = sum(event.sent_bytes for event in log)
@@ -33,11 +34,11 @@ def laps(trainer, batches, test, target, lap=1):
         if loss <= target or len(at_hand) < lap:
             return
         comm.barrier()  # what the caller did with the last lap is off the clock on all ranks
-        start = perf_counter()
-        with comm.record(log):
+        with comm.record(log), timeline.span("lap"):
             for batch in at_hand:
                 trainer.train_step(*batch)
-        seconds += perf_counter() - start
+        timeline.clock.resolve()
+        seconds += timeline.spans[-1].end - timeline.spans[-1].start
         step += lap
 
 

@@ -9,6 +9,7 @@ sees all of it, and may fail: so few are taken, near the edge. On several ranks 
 """
 
 import gc
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -33,24 +34,38 @@ def find_batch_size(predict, memory_bytes, step=None, largest=65536, group=None)
         lambda size: estimate(model, x[:1].expand(size, -1), ...).peak_total.
     step: function batch size -> bytes at the peak, or None: trains one real step. What it raises for want of memory is
         a size that does not fit. Without it, the prediction is the answer. largest: where to stop.
-    With a process group all ranks call together, and get the same answer. Raises MemoryError if not even 1 fits.
+    With a process group all ranks call together, and get the same answer. A step then sends no message, as DDP's in
+    no_sync(): a rank that runs out of memory before its message would leave the others waiting for it. Raises
+    MemoryError if not even 1 fits, and ValueError before a message leaves.
     """
-    predicted = last_true(lambda size: predict(size) <= memory_bytes, largest)
+    predicted = agreed(last_true(lambda size: predict(size) <= memory_bytes, largest), group)
     if step is None:
         if not predicted:
             raise MemoryError(too_large(predict(1), memory_bytes))
         return BatchSize(predicted, predicted)
-    predicted = agreed(predicted, group)
+    several = dist.is_initialized() and dist.get_world_size(group) > 1
     tried = []
 
     def fits(size):
-        tried.append((size, bool(agreed(try_step(step, size, memory_bytes), group))))
+        with comm.record(Silence(), timed=False) if several else nullcontext():
+            fitted = try_step(step, size, memory_bytes)
+        tried.append((size, bool(agreed(fitted, group))))
         return tried[-1][1]
 
     size = refine(fits, max(1, predicted), largest)
     if not size:
         raise MemoryError(f"not even a batch of 1 fits: a step with it needs more than {memory_bytes:,} bytes")
     return BatchSize(size, predicted, tuple(tried))
+
+
+class Silence:
+    """A log in which no message may be entered."""
+
+    def append(self, event):
+        raise ValueError(
+            f"the step sends a message, {event.op}: find_batch_size tries steps without (model.no_sync()), as a rank "
+            "that has no room for it would leave the others waiting"
+        )
 
 
 def too_large(needed, memory_bytes):
@@ -115,8 +130,7 @@ def try_step(step, size, memory_bytes):
             raise
         error.__traceback__ = None  # its frames hold the tensors of the step
     gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()  # nothing where CUDA was not used
     return False
 
 
@@ -133,7 +147,7 @@ def agreed(value, group):
     """The smallest value of all ranks."""
     if not dist.is_initialized():
         return int(value)
-    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    device = "cuda" if "nccl" in dist.get_backend(group) else "cpu"
     smallest = torch.tensor(int(value), device=device)
     comm.all_reduce(smallest, dist.ReduceOp.MIN, group)
     return int(smallest)

@@ -54,7 +54,7 @@ class FlatParam:
         """Keep this shard, and make room, without memory, for the whole."""
         sharding = self.sharding
         if sharding.offload:
-            shard = shard.cpu().pin_memory() if torch.cuda.is_available() else shard.cpu()
+            shard = shard.cpu().pin_memory() if sharding.device.type == "cuda" else shard.cpu()
         self.shard = shard
         views = self.layout.pieces(shard, self.rank)
         self._sizes = [view.numel() for view in views]
@@ -82,8 +82,9 @@ class FlatParam:
         if self.whole or self._gathering:
             return
         self._memory.resize_(self.flat.nbytes)
-        # A copy only where dtype or device differ: as a rule what is sent is the shard itself.
-        source = self.shard.to(self.flat.device, self.flat.dtype, non_blocking=True)
+        # A copy only where dtype or device differ: as a rule what is sent is the shard itself. First to the device, as
+        # from pinned memory it travels by itself; cast on the host it would be in other memory.
+        source = self.shard.to(self.flat.device, non_blocking=True).to(self.flat.dtype)
         self._gathering = comm.all_gather(self._filled, source, self.sharding.group, async_op=True), source
 
     def use(self):

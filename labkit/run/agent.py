@@ -28,6 +28,7 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -132,21 +133,22 @@ def in_environment(place):
 def run_job(job_path, nproc, folder, place=None):
     """torchrun's launcher, in this process. On one node, a file stands in for a listening store."""
     place = place or cluster.Place(0, 1, "127.0.0.1", str(folder / "rendezvous"), "file")
-    config = LaunchConfig(
-        min_nodes=place.count,
-        max_nodes=place.count,
-        nproc_per_node=nproc,
-        run_id=folder.name,
-        rdzv_backend="c10d",
-        rdzv_endpoint=place.meeting,
-        # Said outright: left to guess by its name, no node would take itself for the host.
-        rdzv_configs={"store_type": place.store_type, "is_host": place.node == 0},
-        local_addr=place.address,
-        max_restarts=0,
-        monitor_interval=POLL,
-        start_method="fork",
-        logs_specs=DefaultLogsSpecs(log_dir=str(folder / f"elastic-{place.node}")),
-    )
+    with gpus_hidden():
+        config = LaunchConfig(
+            min_nodes=place.count,
+            max_nodes=place.count,
+            nproc_per_node=nproc,
+            run_id=folder.name,
+            rdzv_backend="c10d",
+            rdzv_endpoint=place.meeting,
+            # Said outright: left to guess by its name, no node would take itself for the host.
+            rdzv_configs={"store_type": place.store_type, "is_host": place.node == 0},
+            local_addr=place.address,
+            max_restarts=0,
+            monitor_interval=POLL,
+            start_method="fork",
+            logs_specs=DefaultLogsSpecs(log_dir=str(folder / f"elastic-{place.node}")),
+        )
     threading.Thread(target=note_exits, args=(folder / "exits.jsonl",), daemon=True).start()
     try:
         elastic_launch(config, worker.main)(job_path)
@@ -156,6 +158,18 @@ def run_job(job_path, nproc, folder, place=None):
                 file.write(json.dumps({"pid": failure.pid, "exit_code": failure.exitcode}) + "\n")
         return 1
     return 0
+
+
+@contextmanager
+def gpus_hidden():
+    """LaunchConfig looks for GPUs. Once the driver has been asked, no fork of this process can use CUDA: show none."""
+    before = dict(os.environ)
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def note_exits(path):

@@ -10,8 +10,8 @@ its link, headers included, per step of the turn.
 """
 
 import os
-import time
 from functools import partial
+from math import nan
 
 import torch
 import torch.distributed as dist
@@ -113,6 +113,8 @@ class Participant:
         self.takes_part = context.rank == 0 or not alone
         self.done = 0
         self.timeline = Timeline(context.rank, context.device)
+        # By all ranks, before they part: NCCL may make a group by splitting the one of all.
+        self.group = dist.new_group([0]) if alone else None
         if not self.takes_part:
             return
         self.world_size = 1 if alone else context.world_size
@@ -145,8 +147,7 @@ class Participant:
         optimizer = make_optimizer(self.model, e.strategy, optimizer_class, e.bucket_cap_mb, e.every, **options)
         schedule = warmup(getattr(optimizer, "inner", optimizer), e.warmup_steps) if e.warmup_steps else None
         loss = models.loss(e.model)
-        alone = dist.new_group([0], use_local_synchronization=True) if e.strategy == "single" else None
-        low = mixed_precision(e.precision, self.device, alone) | {"compressor": self.compressor}
+        low = mixed_precision(e.precision, self.device, self.group) | {"compressor": self.compressor}
         self.trainer = Trainer(self.model, optimizer, loss, e.accumulation, schedule, self.timeline.span, **low)
         self.last_gradient = 0.0
         for parameter in self.model.parameters():
@@ -169,7 +170,7 @@ class Participant:
         return e.replace(strategy=strategy, recompute="every" if choice.recompute else e.recompute)
 
     def note_gradient(self, parameter):
-        self.last_gradient = time.perf_counter()
+        self.timeline.clock.stamp(self, "last_gradient")
 
     def prepare(self):
         """Warm up; returns what never moves: peak bytes by kind, sent bytes and the number of messages of one step.
@@ -182,7 +183,8 @@ class Participant:
             self.step()
         e = self.experiment
         counter = TrafficCounter(self.world_size)
-        with MemoryTracker(self.model, self.trainer.optimizer) as memory, counter as traffic, comm.record() as events:
+        tracker = MemoryTracker(self.model, self.trainer.optimizer, self.device)
+        with tracker as memory, counter as traffic, comm.record() as events:
             for _ in range(e.every):
                 self.step()
         sent, messages = traffic.sent_bytes, traffic.messages
@@ -202,13 +204,17 @@ class Participant:
         input, target = self.next_batch()
         self.timeline.spans.clear()
         compressed = self.seconds_compressing()
-        with comm.record() as events, self.timeline.span("step"):
+        with comm.record(clock=self.timeline.clock) as events, self.timeline.span("step"):
             loss = self.trainer.train_step(input, target)
+        self.timeline.clock.resolve()
         self.done += 1
         return self.step_row(loss, events) | {"compress_ms": 1e3 * (self.seconds_compressing() - compressed)}
 
     def seconds_compressing(self):
-        return self.compressor.seconds if self.compressor else 0.0
+        """By the host's clock, which knows nothing of a device."""
+        if self.compressor is None:
+            return 0.0
+        return nan if self.device.type == "cuda" else self.compressor.seconds
 
     def step_row(self, loss, events):
         """strategy, model, bucket_cap_mb, comm_hook; step, loss (of this rank's share); step_ms, forward_ms,
@@ -216,7 +222,8 @@ class Participant:
         compressor took of backward. All but the first four are measured in this step.
 
         exposed_comm_ms: how long this rank stood still for messages: the time inside wait(). PyTorch's DDP and hooks
-        wait where comm cannot see, so for them: from the last gradient's arrival until backward() returned.
+        wait where comm cannot see, so for them: from the last gradient's arrival until backward() returned. On CUDA
+        times are the device's; NaN where nobody can tell: fully_shard's streams wait for each other, not for a message.
         """
         ms = dict.fromkeys(("step", "forward", "backward", "optimizer"), 0.0)
         for span in self.timeline.spans:
@@ -226,6 +233,8 @@ class Participant:
         exposed = 1e3 * sum(event.waited for event in events)
         if self.experiment.strategy == "torch_ddp" or self.experiment.comm_hook != "none":
             exposed = 1e3 * (backward_end - self.last_gradient)
+        if self.experiment.strategy == "torch_fsdp" and self.device.type == "cuda":
+            exposed = nan
         times = {f"{name}_ms": value for name, value in ms.items()}
         named = {name: getattr(self.experiment, name) for name in ("strategy", "model", "bucket_cap_mb", "comm_hook")}
         measured = {"step": self.done, "loss": loss.item(), **times, "exposed_comm_ms": exposed}

@@ -167,7 +167,7 @@ def join_group(job, init_method, context):
     else:
         loopback = "lo" if sys.platform == "linux" else "lo0"
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-        torch.set_num_threads(job["threads"])
+    torch.set_num_threads(job["threads"])  # beside a GPU, too: what is offloaded is computed here
     timeout = datetime.timedelta(seconds=job["collective_timeout"])
     # Groups that are made later would wait for 10 or 30 minutes, torch's default.
     distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = timeout
