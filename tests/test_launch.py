@@ -139,6 +139,16 @@ def test_an_echo_that_comes_first_is_not_blamed(tmp_path, echo):
     assert cause.rank == 1 and text.startswith("rank 1 raised E: bad batch")
 
 
+def test_of_two_ranks_that_raise_the_first_is_the_cause():
+    def end(rank, time):
+        error = {"time": time, "type": "ValueError", "message": f"bad batch {rank}", "traceback": ""}
+        return RankEnd(rank, "raised", error, None, "", 1)
+
+    cause, text = explain([end(0, 2.0), end(1, 1.0)])
+    assert cause.rank == 1
+    assert text.startswith("rank 1 raised ValueError: bad batch 1")
+
+
 def test_a_killed_rank_is_named_with_its_signal_and_last_collective():
     text = failure(
         "import os\ncomm.barrier()\nif rank == 1:\n    os.kill(os.getpid(), 9)\ncomm.all_reduce(torch.ones(4))"
