@@ -4,20 +4,22 @@
     python tests/mutants.py 'zero-*' clip-local     those of these names; patterns are allowed
 
     working tree  --- copied once --->  sandbox     1  unchanged: all the tests that are named pass
-                                                    2  one file changed: pytest -x of its tests, in a new process
+                                                    2  one file changed: pytest -x of its tests, in new processes
                                                     3  the file as it was, and the next mutant
 
-The working tree is only read, and the sandbox goes whatever happens. Ranks find the sandbox's labkit as pytest itself
-does, by PYTHONPATH. Exit code 1 where a mutant survives or cannot be applied, or where tests fail without one.
+The working tree is only read, and the sandbox goes whatever happens. This process imports torch once and nothing of
+labkit; each pytest is a fork of it, so a mutant costs a second or two. On the CPU: forks cannot share CUDA.
+Exit code 1 where a mutant survives or cannot be applied, or where tests fail without one.
 DeMillo, Lipton and Sayward, Hints on Test Data Selection, IEEE Computer 1978.
 """
 
 import argparse
 import contextlib
 import fnmatch
+import importlib.util
+import multiprocessing
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,11 +28,14 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import psutil
+import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 LIST = ROOT / "tests" / "mutants.yaml"
 COPIED = ("labkit", "scripts", "tests")
+IMPORTED_ONCE = ("torch", "torch._dynamo", "numpy", "pandas")
+FORK = multiprocessing.get_context("fork")
 LIMIT = 300  # seconds for one mutant; for the tests without any, ten times as many
 
 
@@ -74,36 +79,34 @@ class Sandbox:
         for name in COPIED:
             shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(ROOT / "pyproject.toml", folder)
-        # No .pyc: one whose source changed twice within a second, to the same length, would be taken for fresh.
-        self.environment = os.environ | {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
-        self.here = {"cwd": folder, "env": self.environment}
-        found = subprocess.check_output([sys.executable, "-c", "import labkit; print(labkit.__file__)"], **self.here)
-        if not Path(found.decode().strip()).is_relative_to(folder):
-            raise RuntimeError(f"tests would run on {found.decode().strip()}, not on the copy in {folder}")
 
     def pytest(self, *arguments, limit):
-        """(exit code, None where it took longer than limit; names of the cases that failed; the end of its output)."""
+        """(exit code, -9 where it took longer than limit; names of the cases that failed; the end of its output)."""
         report, log = self.folder / "report.xml", self.folder / "pytest.log"
         report.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *arguments]
+        process = FORK.Process(target=run_pytest, args=(self.folder, [f"--junitxml={report}", *arguments], log))
+        process.start()
         try:
-            with log.open("w") as output:
-                done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, timeout=limit, **self.here)
-            code = done.returncode
-        except subprocess.TimeoutExpired:
-            code = None
+            process.join(limit)
         finally:
-            self.end_processes()
+            self.end(process)
         cases = ElementTree.parse(report).iter("testcase") if report.exists() else ()
         failed = [f"{case.get('classname')}::{case.get('name')}" for case in cases if case.find("failure") is not None]
-        return code, failed, "\n".join(log.read_text(errors="replace").splitlines()[-25:])
+        return process.exitcode, failed, "\n".join(log.read_text(errors="replace").splitlines()[-25:])
 
-    def end_processes(self):
-        """Ranks that a mutant has left alive: what was started here has the sandbox in its environment."""
-        for process in psutil.process_iter(["environ"]):
-            if (process.info["environ"] or {}).get("PYTHONPATH") == str(self.folder):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
+    def end(self, process):
+        """End it and its ranks. Those that a mutant has left alive have the sandbox in their environment."""
+        left = psutil.Process(process.pid).children(recursive=True) if process.is_alive() else []
+        left += [p for p in psutil.process_iter(["environ"]) if self.folder_of(p) == str(self.folder)]
+        process.kill()
+        process.join()
+        for one in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
+
+    @staticmethod
+    def folder_of(process):
+        return (process.info["environ"] or {}).get("PYTHONPATH")
 
     def hold(self, mutants):
         """Whether all the tests pass without a mutant."""
@@ -126,18 +129,34 @@ class Sandbox:
             return False, f"SURVIVED {mutant.tests}"
         if code == 1 and failed:
             return True, f"caught by {failed[0].removeprefix('tests.')}"
-        return False, f"NOT DECIDED: {'too slow' if code is None else f'pytest ended with {code}'}\n{told}"
+        return False, f"NOT DECIDED: pytest ended with {code}\n{told}"
+
+
+def run_pytest(folder, arguments, log):
+    """In a fork: pytest on the tree in folder, as if nothing of it had ever been imported."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.chdir(folder)
+    # No .pyc: one whose source changed twice within a second, to the same length, would be taken for fresh.
+    os.environ |= {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    sys.dont_write_bytecode, sys.path[0] = True, str(folder)
+    if not Path(importlib.util.find_spec("labkit").origin).is_relative_to(folder):
+        raise RuntimeError("the tests would not run on the copied labkit")
+    # Ranks of tests/pool.py are forks of this process: a server of their own would import torch again.
+    multiprocessing.get_context = lambda method: FORK
+    sys.exit(int(pytest.main(["-q", "-p", "no:cacheprovider", *arguments])))
 
 
 def run(mutants):
     """A line for each mutant; the exit code."""
+    for name in IMPORTED_ONCE:
+        importlib.import_module(name)
     with tempfile.TemporaryDirectory(prefix="labkit-mutants-", ignore_cleanup_errors=True) as folder:
         sandbox = Sandbox(Path(folder).resolve())
-        started = time.monotonic()
-        print(f"without mutants: the tests of {len(mutants)}", flush=True)
+        print(f"the tests of {len(mutants)} mutants, without any ...", flush=True)
         if not sandbox.hold(mutants):
             return 1
-        print(f"without mutants: all pass, {time.monotonic() - started:.0f} s", flush=True)
         started, alive = time.monotonic(), []
         for number, mutant in enumerate(mutants, start=1):
             before = time.monotonic()
@@ -162,6 +181,7 @@ def main():
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     try:
         return run(mutants)
     except KeyboardInterrupt:

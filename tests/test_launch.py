@@ -95,6 +95,11 @@ def test_a_flood_of_lines_is_counted_and_kept_in_the_log(capfd):
     assert len(run.logs[0].read_text().splitlines()) == 5000
 
 
+def test_what_a_rank_has_started_ends_with_the_job_and_leaves_no_zombie():
+    launch("import subprocess; subprocess.Popen(['sleep', '60'])", quiet=True)
+    assert below_agent() == []
+
+
 def test_the_folder_of_a_run_goes_with_the_run():
     run = launch("pass", quiet=True)
     folder = run.folder
