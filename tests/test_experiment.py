@@ -5,13 +5,14 @@ import json
 
 import pytest
 import torch
+from torch.utils.data import TensorDataset
 
 from labkit.amp import GradScaler
 from labkit.compression import TopK
 from labkit.run import LaunchError, launch
-from labkit.run.compare import Participant, compare
+from labkit.run.compare import Participant, compare, endless_batches
 from labkit.run.experiment import Experiment
-from labkit.trainer import STRATEGIES, Trainer, parallelize, scaled_lr
+from labkit.trainer import STRATEGIES, Trainer, parallelize, scaled_lr, warmup
 
 OURS = ("ddp_naive", "ddp_overlapped", "ddp_bucketed")
 
@@ -107,6 +108,24 @@ def test_learning_rate_rules(batch, rule, factor):
 def test_the_square_root_rule_never_drops():
     rates = [scaled_lr(0.1, batch, 64, "sqrt") for batch in range(64, 20000, 64)]
     assert rates == sorted(rates)
+
+
+def test_warm_up_rises_in_equal_steps_to_the_rate_and_stays():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
+    schedule, seen = warmup(optimizer, 4), []
+    for _ in range(7):
+        seen.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    assert seen == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.5, 0.5])
+
+
+def test_every_epoch_has_an_order_of_its_own():
+    dataset = TensorDataset(torch.arange(12), torch.arange(12))
+    ranks = [endless_batches(dataset, 3, 2, rank, seed=0) for rank in range(2)]
+    first, second = ([i for rank in ranks for _ in range(2) for i in next(rank)[0].tolist()] for _ in range(2))
+    assert sorted(first) == sorted(second) == list(range(12))
+    assert first != second
 
 
 @pytest.mark.parametrize(("model", "nproc"), [("mlp", 2), ("gpt", 2), ("mlp", 4)])

@@ -95,6 +95,11 @@ def test_a_flood_of_lines_is_counted_and_kept_in_the_log(capfd):
     assert len(run.logs[0].read_text().splitlines()) == 5000
 
 
+def test_what_a_rank_has_started_ends_with_the_job_and_leaves_no_zombie():
+    launch("import subprocess; subprocess.Popen(['sleep', '60'])", quiet=True)
+    assert below_agent() == []
+
+
 def test_the_folder_of_a_run_goes_with_the_run():
     run = launch("pass", quiet=True)
     folder = run.folder
@@ -137,6 +142,16 @@ def test_an_echo_that_comes_first_is_not_blamed(tmp_path, echo):
     events = [[starts[0], error(1.0, echo)], [starts[1], error(2.0, "bad batch")]]
     cause, text = explain(read_ends(tmp_path, 2, events, {1: 1, 2: 1}))
     assert cause.rank == 1 and text.startswith("rank 1 raised E: bad batch")
+
+
+def test_of_two_ranks_that_raise_the_first_is_the_cause():
+    def end(rank, time):
+        error = {"time": time, "type": "ValueError", "message": f"bad batch {rank}", "traceback": ""}
+        return RankEnd(rank, "raised", error, None, "", 1)
+
+    cause, text = explain([end(0, 2.0), end(1, 1.0)])
+    assert cause.rank == 1
+    assert text.startswith("rank 1 raised ValueError: bad batch 1")
 
 
 def test_a_killed_rank_is_named_with_its_signal_and_last_collective():
