@@ -1,3 +1,5 @@
+import time
+from contextlib import contextmanager
 from unittest import mock
 
 import pytest
@@ -5,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from labkit import allreduce, comm
-from labkit.allreduce import ALGORITHMS
+from labkit.allreduce import ALGORITHMS, PipelinedRing
 
 # What gloo's own all_reduce takes as well, so that it can be the oracle.
 DTYPES = [
@@ -23,7 +25,7 @@ DTYPES = [
 SHAPES = [(), (0,), (1,), (2,), (3,), (5,), (97,), (3, 5, 7), (4, 0, 2), (8, 8)]
 SEGMENTS = [(1009, 64), (1024, 256), (23, 8), (3 << 18, 2 << 20), (1009, None), (3 << 18, None)]
 sizes = pytest.mark.parametrize("n", [1, 2, 3, 4])
-algorithms = pytest.mark.parametrize("name", ALGORITHMS)
+algorithms = pytest.mark.parametrize("name", [*ALGORITHMS, "pipelined"])
 
 
 def values(shape, dtype, rank):
@@ -32,16 +34,28 @@ def values(shape, dtype, rank):
     return torch.randint(0, 8, shape, generator=generator).to(dtype)
 
 
+@contextmanager
+def algorithm(name):
+    """The algorithm as a function of a tensor. The pipelined ring is one object for all calls: it keeps its memory."""
+    if name != "pipelined":
+        yield ALGORITHMS[name]
+        return
+    twin = dist.new_group()
+    yield PipelinedRing(twin)
+    dist.destroy_process_group(twin)
+
+
 def against_gloo(rank, n, name):
-    for dtype in DTYPES:
-        for shape in SHAPES:
-            ours = values(shape, dtype, rank)
-            theirs, exact = ours.clone(), sum(values(shape, dtype, r) for r in range(n))
-            ALGORITHMS[name](ours)
-            dist.all_reduce(theirs)
-            assert ours.dtype == dtype and ours.shape == shape
-            assert torch.equal(ours, theirs), (dtype, shape)
-            assert torch.equal(ours, exact), (dtype, shape)
+    with algorithm(name) as all_reduce:
+        for dtype in DTYPES:
+            for shape in SHAPES:
+                ours = values(shape, dtype, rank)
+                theirs, exact = ours.clone(), sum(values(shape, dtype, r) for r in range(n))
+                all_reduce(ours)
+                dist.all_reduce(theirs)
+                assert ours.dtype == dtype and ours.shape == shape
+                assert torch.equal(ours, theirs), (dtype, shape)
+                assert torch.equal(ours, exact), (dtype, shape)
 
 
 @sizes
@@ -53,12 +67,12 @@ def test_equals_gloo_and_the_exact_sum(ranks, n, name):
 def in_segments(rank, n, name, elements, segment_bytes):
     """More segments than places, the last ones shorter; or whole, as for NCCL. Random values, so that order shows."""
     changed = {"SEGMENT_BYTES": segment_bytes} if segment_bytes else {"_cuts_by_itself": lambda tensor: True}
-    with mock.patch.multiple(allreduce, **changed):
+    with mock.patch.multiple(allreduce, **changed), algorithm(name) as all_reduce:
         exact = values((elements,), torch.float64, rank)
-        ALGORITHMS[name](exact)
+        all_reduce(exact)
         assert torch.equal(exact, sum(values((elements,), torch.float64, r) for r in range(n)))
         random = torch.randn(elements, generator=torch.Generator().manual_seed(rank))
-        ALGORITHMS[name](random)
+        all_reduce(random)
         return random
 
 
@@ -75,12 +89,17 @@ def test_any_number_of_segments_and_ranks_end_bitwise_equal(ranks, n, name, elem
 
 
 def layouts(rank, n, name):
+    with algorithm(name) as all_reduce:
+        in_any_layout(rank, n, all_reduce)
+
+
+def in_any_layout(rank, n, all_reduce):
     """Tensors that are not one contiguous line, and their neighbours in memory, which must stay as they were."""
 
     def check(view_of, shape):
         base = values(shape, torch.float32, rank)
         before, exact = base.clone(), view_of(sum(values(shape, torch.float32, r) for r in range(n)))
-        ALGORITHMS[name](view_of(base))
+        all_reduce(view_of(base))
         assert torch.equal(view_of(base), exact)
         view_of(before).copy_(exact)
         assert torch.equal(base, before), "an element outside the view was changed"
@@ -91,11 +110,11 @@ def layouts(rank, n, name):
     check(lambda t: t.select(1, 2), (6, 4))
     check(lambda t: t.permute(2, 0, 1), (2, 3, 4))
     image = values((2, 3, 4, 4), torch.float32, rank).to(memory_format=torch.channels_last)
-    ALGORITHMS[name](image)
+    all_reduce(image)
     assert torch.equal(image, sum(values((2, 3, 4, 4), torch.float32, r) for r in range(n)))
     assert image.is_contiguous(memory_format=torch.channels_last)
     parameter = torch.nn.Parameter(values((3, 3), torch.float32, rank))
-    ALGORITHMS[name](parameter)
+    all_reduce(parameter)
     assert parameter.requires_grad and parameter.is_leaf
     assert torch.equal(parameter.detach(), sum(values((3, 3), torch.float32, r) for r in range(n)))
 
@@ -109,10 +128,13 @@ def test_any_layout(ranks, n, name):
 def in_groups(rank, n, name):
     """Two groups at once, one of them with its ranks in another order than the world's."""
     members = [[0, 2], [3, 1]] if n == 4 else [[0], [2, 1]]
-    groups = [dist.new_group(m, use_local_synchronization=False) for m in members]
+    groups = [dist.new_group(m, use_local_synchronization=False) for m in members * 2]
     which = next(i for i, m in enumerate(members) if rank in m)
     tensor = values((7,), torch.float64, rank)
-    ALGORITHMS[name](tensor, group=groups[which])
+    if name == "pipelined":
+        PipelinedRing(groups[which + len(members)], groups[which])(tensor)
+    else:
+        ALGORITHMS[name](tensor, group=groups[which])
     assert torch.equal(tensor, sum(values((7,), torch.float64, r) for r in members[which]))
     for group in groups:
         if dist.get_rank(group) >= 0:
@@ -127,17 +149,18 @@ def test_sub_groups(ranks, n, name):
 
 def counted(rank, n, name, elements):
     tensor = torch.ones(elements)
-    with comm.record() as log:
-        ALGORITHMS[name](tensor)
+    with algorithm(name) as all_reduce, comm.record() as log:
+        all_reduce(tensor)
     assert tensor.eq(n).all()
     assert all(event.source == "counted" and event.end is not None for event in log)
     return sum(event.sent_bytes for event in log), sum(event.op == "send" for event in log)
 
 
+@pytest.mark.parametrize("name", ["ring", "pipelined"])
 @pytest.mark.parametrize("elements", [12, 12 << 10, 3 << 20])
 @sizes
-def test_the_ring_sends_exactly_the_formula(ranks, n, elements):
-    for sent, messages in ranks(n, counted, name="ring", elements=elements):
+def test_the_ring_sends_exactly_the_formula(ranks, n, name, elements):
+    for sent, messages in ranks(n, counted, name=name, elements=elements):
         assert sent == 2 * (n - 1) * elements * 4 // n
         segments = max(1, -(-elements * 4 // n // allreduce.SEGMENT_BYTES))
         assert messages == 2 * (n - 1) * segments
@@ -180,8 +203,8 @@ def test_the_two_phases_of_the_ring_alone(ranks, n, elements):
 
 def overlapping(rank, n, name):
     tensor = torch.ones(1).expand(4)
-    with pytest.raises(RuntimeError, match="single memory location"):
-        ALGORITHMS[name](tensor)
+    with algorithm(name) as all_reduce, pytest.raises(RuntimeError, match="single memory location"):
+        all_reduce(tensor)
 
 
 @algorithms
@@ -202,3 +225,53 @@ def naively(rank, n):
 @sizes
 def test_the_naive_one_is_right_and_rank_0_sends_what_the_formula_says(ranks, n):
     ranks(n, naively)
+
+
+def kept(rank, n):
+    """Larger, smaller, larger again, in another dtype: its memory grows to the largest and then stays where it is."""
+    with algorithm("pipelined") as all_reduce:
+        held = []
+        for elements in (5000, 12000, 40, 12000, 0, 6000):
+            for dtype in (torch.float64, torch.uint8):
+                tensor = values((elements,), dtype, rank)
+                all_reduce(tensor)
+                assert torch.equal(tensor, sum(values((elements,), dtype, r) for r in range(n)))
+            held.append([memory.data_ptr() for memory in all_reduce._memory])
+        assert held[1:] == held[1:2] * 5
+        assert sum(memory.nbytes for memory in all_reduce._memory) <= min(2, n - 1) * 8 * -(-12000 // max(2, n))
+
+
+@sizes
+def test_the_pipelined_ring_keeps_its_memory(ranks, n):
+    ranks(n, kept)
+
+
+def late(rank, n):
+    """Rank 0 comes late to each call, so others may be one call ahead of it: their messages must wait for its next."""
+    with mock.patch.object(allreduce, "SEGMENT_BYTES", 64), algorithm("pipelined") as all_reduce:
+        for number in range(20):
+            tensor = torch.full((101,), float(rank + number))
+            if rank == number % n:
+                time.sleep(0.01)
+            all_reduce(tensor)
+            assert tensor.eq(sum(r + number for r in range(n))).all()
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_ranks_of_a_pipelined_ring_may_come_late(ranks, n):
+    ranks(n, late)
+
+
+def refused(rank, n):
+    alone = [dist.new_group([r]) for r in range(n)]
+    for twin in (alone[rank], dist.group.WORLD):
+        with pytest.raises(ValueError, match="a second group of the same ranks"):
+            PipelinedRing(twin)
+    dist.destroy_process_group(alone[rank])
+    nccl = mock.patch.object(dist, "get_backend", lambda group: "nccl")
+    with nccl, pytest.raises(ValueError, match="nccl pipelines by itself"):
+        PipelinedRing(alone[rank])
+
+
+def test_the_pipelined_ring_refuses_what_it_cannot_use(ranks):
+    ranks(2, refused)

@@ -4,13 +4,15 @@
     bfloat16   s eeeeeeee mmmmmmm                      the same range, 2 to 3 decimal digits
     float16    s eeeee    mmmmmmmmmm                   3 to 4 digits, but nothing above 65504 or below 6e-8
 
-Sent per rank and step: half of plain averaging, 2 (n-1)/n x 2 bytes an element. Held: the message, half of the
-gradients; with feedback one residual, which gets the digits that were cut off.
+Sent per rank and step: half of plain averaging, 2 (n-1)/n x 2 bytes an element. Held: the messages, half of the
+gradients, from step to step; with feedback one residual, which gets the digits that were cut off.
 Micikevicius et al., Mixed Precision Training, ICLR 2018; Kalamkar et al., A Study of BFLOAT16, 2019.
 """
 
 import torch
+import torch.distributed as dist
 
+from labkit import comm
 from labkit.compression.feedback import Compressor, is_finite
 
 
@@ -25,21 +27,33 @@ class Cast(Compressor):
             raise ValueError(f"dtype must be torch.float16 or torch.bfloat16, not {dtype}")
         super().__init__(feedback, dtype=str(dtype))
         self.dtype = dtype
+        self._messages = {}  # index of a bucket -> its message: on a CPU fresh memory costs a page fault every 4 KiB
 
     def correct(self, gradient, bucket):
         # Without a residual to protect it is enough, and half the work, to look at the message.
         return super().correct(gradient, bucket) if self.feedback else gradient
 
     def compress(self, corrected, bucket):
-        message = corrected.to(self.dtype, copy=True)
+        message = self._messages.get(bucket.index())
+        if message is None or message.shape != corrected.shape or message.device != corrected.device:
+            message = self._messages[bucket.index()] = torch.empty_like(corrected, dtype=self.dtype)
+        message.copy_(corrected)
         if self.feedback:
             if not is_finite(message):
                 largest = torch.finfo(self.dtype).max
                 message.clamp_(-largest, largest)  # NaN stays
             corrected.sub_(message)
-        elif not is_finite(message):
-            self.report(bucket)
         return message, None
+
+    def send(self, message, group, bucket):
+        # One pass divides, before a sum of 16-bit numbers could overflow, and looks for inf and NaN.
+        with self.clock():
+            found = torch.zeros(1, device=message.device)
+            share = torch.full_like(found, 1 / dist.get_world_size(group))
+            torch._amp_foreach_non_finite_check_and_unscale_([message], found, share)
+            if found and not self.feedback:  # with it, the gradient was looked at
+                self.report(bucket)
+        return comm.all_reduce(message, group=group, async_op=True)
 
     def decompress(self, arrived, average, _):
         average.copy_(arrived)

@@ -80,12 +80,16 @@ class Compressor:
             message, note = self.compress(self.correct(gradient, bucket), bucket)
         self.step += bucket.is_last()
         if self.collective == "mean":
-            arrived, work = message, start_mean(message, group)
+            arrived, work = message, self.send(message, group, bucket)
         else:
             arrived = message.new_empty(dist.get_world_size(group), message.numel())
             message = arrived[dist.get_rank(group)].copy_(message)  # held once
             work = comm.all_gather(arrived.view(-1), message, group=group, async_op=True)
         return work.get_future().then(partial(self._finish, arrived, gradient, note))
+
+    def send(self, message, group, bucket):
+        """The Work that makes the message its mean over the ranks."""
+        return start_mean(message, group)
 
     def _finish(self, arrived, gradient, note, travelled):
         travelled.value()  # raises what has kept the message from arriving: the callback is called all the same

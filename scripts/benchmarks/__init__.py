@@ -2,7 +2,7 @@
 
 protocol.py        variants in one process group, shuffled inside each repetition; what a ratio must be to be claimed
 data_parallel.py   a training step: our DDP, PyTorch's DDP, and no communication at all as the floor
-all_reduce.py      our ring and halving-doubling against gloo's own
+all_reduce.py      our rings and halving-doubling against gloo's own
 launching.py       from a notebook cell to the first finished all-reduce, warm against a bare torchrun
 overlap.py         a step with emulated compute against the sooner of what compute and network allow
 compression.py     our comm hooks against PyTorch's, and the selection of the largest elements

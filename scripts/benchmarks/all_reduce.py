@@ -11,10 +11,12 @@ SIZES_MIB = {4: (None, None), 16: (1.0, None), 64: (0.85, None)}  # size -> (at_
 
 def times(context, mib, repetitions):
     """Runs on every rank."""
-    from labkit.allreduce import halving_doubling, ring
+    from labkit.allreduce import PipelinedRing, halving_doubling, ring
 
     tensor = torch.zeros(mib * 2**20 // 4)
+    pipelined = PipelinedRing(dist.new_group())
     variants = {
+        "pipelined": lambda: pipelined(tensor),
         "ring": lambda: ring(tensor),
         "halving_doubling": lambda: halving_doubling(tensor),
         "gloo": lambda: dist.all_reduce(tensor),
@@ -29,8 +31,9 @@ def run(repetitions):
         measured = launch("benchmarks.all_reduce:times", nproc=2, device="cpu", mib=mib, repetitions=repetitions)
         values = columns(measured.records)
         comparisons = [
-            Comparison("ring / gloo", "ring", "gloo", at_most, upper),
-            Comparison("halving-doubling / gloo", "halving_doubling", "gloo", at_most, upper),
+            Comparison("pipelined ring / gloo", "pipelined", "gloo", at_most, upper),
+            Comparison("ring / gloo", "ring", "gloo"),
+            Comparison("halving-doubling / gloo", "halving_doubling", "gloo"),
             Comparison("A/A: gloo / gloo", "gloo again", "gloo"),
         ]
         yield [comparison.row(f"all-reduce {mib} MiB", 2, values) for comparison in comparisons], values
