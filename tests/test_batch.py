@@ -128,6 +128,7 @@ def test_names_of_notebooks(tree, monkeypatch):
 # Runs
 
 
+@pytest.mark.slow
 def test_run_leaves_the_notebook_a_page_and_figures_and_prints_the_table(tree):
     notebook(tree / "notebooks" / "04_compare.ipynb", "world_size = 2", OTHER_TABLE, TABLE, FIGURE)
     done = finished(tree, "run", "--nproc", "3")
@@ -146,6 +147,7 @@ def test_run_leaves_the_notebook_a_page_and_figures_and_prints_the_table(tree):
     ]
 
 
+@pytest.mark.slow
 def test_run_all_sums_up_and_tells_the_first_failing_line(tree):
     notebook(tree / "notebooks" / "00_a.ipynb", "lr = 1", "print(lr)")
     notebook(tree / "notebooks" / "01_b.ipynb", "n = 2", "raise ValueError(f'no such thing: {n}')", "print(1)")
@@ -166,6 +168,7 @@ def test_no_notebook(tree):
     assert (done.returncode, done.stderr) == (2, "lab: no notebook '04_compare'; there are: none yet\n")
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_the_kernel_and_all_ranks(tree):
     notebook(tree / "notebooks" / "04_compare.ipynb", "world_size = 2", RANKS)
     pids = tree / "pids"
@@ -188,6 +191,7 @@ def test_ctrl_c_stops_the_kernel_and_all_ranks(tree):
     assert [pid for pid in family if psutil.pid_exists(pid)] == []
 
 
+@pytest.mark.slow
 def test_a_time_limit_stops_a_notebook(tree):
     notebook(tree / "notebooks" / "04_compare.ipynb", "n = 2", "import time; time.sleep(60 + n)")
     done = finished(tree, "run", "--timeout", "4")
@@ -224,6 +228,7 @@ def small_suite(tree, text):
     )
 
 
+@pytest.mark.slow
 def test_lab_test_sums_up_and_closes_with_the_counts(tree):
     cases = (
         "import pytest, time\ndef test_a(): time.sleep(0.2)\n"
@@ -248,6 +253,7 @@ def test_lab_test_sums_up_and_closes_with_the_counts(tree):
     assert quick.stdout.splitlines()[-1] == "6 passed, 1 failed"
 
 
+@pytest.mark.slow
 def test_lab_test_without_any_test_is_a_failure(tree):
     small_suite(tree, "")
     done = finished(tree, "test", "tests", "nbval", "papermill")
@@ -255,6 +261,7 @@ def test_lab_test_without_any_test_is_a_failure(tree):
     assert done.stdout.splitlines()[-1] == "0 passed, 0 failed"
 
 
+@pytest.mark.slow
 def test_lab_test_runs_notebooks_under_nbval_and_as_jobs_on_another_number_of_ranks(tree):
     notebook(tree / "notebooks" / "00_a.ipynb", "world_size = 2", "assert world_size < 4, 'too many'")
     few = "world_size = 4\nrounds = 9"
@@ -277,6 +284,7 @@ def test_lab_test_runs_notebooks_under_nbval_and_as_jobs_on_another_number_of_ra
 # lab figures
 
 
+@pytest.mark.slow
 def test_figures_redraws_readmes_table_from_what_it_measured(tree):
     save = "from labkit.show import plots\nplots.save(figure, \"bars\", {'a': 1}, {}, 'measured here', 'one bar')"
     draw = "import matplotlib.pyplot as plt\nfigure = plt.figure()"

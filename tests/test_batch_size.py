@@ -60,6 +60,7 @@ def test_a_step_may_say_what_it_used():
     assert 42 < found.size <= 45
 
 
+@pytest.mark.slow
 def test_nothing_fits_and_other_errors_are_not_hidden():
     with pytest.raises(MemoryError, match="not even a batch of 1 fits"):
         find_batch_size(lambda size: size, 100, machine(0, MemoryError()))

@@ -84,6 +84,7 @@ def test_columns_are_in_the_order_of_the_repetitions():
     assert columns(frame) == {"a": [1.0, 2.0], "b": [3.0, 4.0]}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_the_exact_rows_hold_and_are_kept():
     """lab bench, end to end, on what does not depend on time."""
@@ -98,6 +99,7 @@ def test_the_exact_rows_hold_and_are_kept():
     assert len(facts["commit"]) >= 7
 
 
+@pytest.mark.slow
 def test_an_unknown_benchmark_is_named():
     command = [sys.executable, str(ROOT / "scripts" / "bench.py"), "exect"]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -258,6 +258,7 @@ def chosen_or_none(*arguments):
         return None
 
 
+@pytest.mark.slow
 def test_offload_is_for_devices_with_memory_of_their_own():
     """On a GPU shards and states go to the host; on a CPU there is nowhere to go."""
     room = needs("fsdp", 4) - 1

@@ -116,6 +116,7 @@ def on_average(rank, world_size, bits, dtype, exponent):
     return float(gap.abs().max()), float(gap.mean()), float(mean @ wanted / wanted.square().sum())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exponent", [10, 20])  # the second: below the normal numbers of float16
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bits", [4, 8])

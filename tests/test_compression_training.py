@@ -111,6 +111,7 @@ def on_text(rank, world_size, makes, lr=0.2, adam=None):
     return told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [(OneBit, {}), (TopK, {"ratio": 0.01}), (PowerSGD, {"rank": 1})],
@@ -124,6 +125,7 @@ def test_on_text_as_well(ranks, kind, settings):
     assert without > plain + 0.08
 
 
+@pytest.mark.slow
 def test_on_text_what_needs_no_feedback_random_places_and_dgc(ranks):
     def end(make, lr=0.2):
         return sum(losses[0] for losses in ranks(2, on_text, makes=[make], lr=lr)) / 2
@@ -134,6 +136,7 @@ def test_on_text_what_needs_no_feedback_random_places_and_dgc(ranks):
     assert end(partial(DGC, 0.01), lr=0.05) < plain + 0.05  # its own momentum, see above
 
 
+@pytest.mark.slow
 def test_one_bit_adam_on_text_needs_its_feedback(ranks):
     settings = {"lr": 2e-3, "betas": (0.9, 0.97), "eps": 1e-4}
     ours = partial(OneBitAdam, warmup=30)

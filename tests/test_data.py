@@ -343,6 +343,7 @@ def ask(rank, world_size, root, source, digest):
         return len(cifar10(root, download=True)), len(fetched)
 
 
+@pytest.mark.slow
 def test_four_ranks_ask_and_one_downloads(ranks, tiny, tmp_path):
     answers = ranks(4, ask, root=tmp_path / "root", source=cifar.URL, digest=cifar.MD5)
     assert [length for length, _ in answers] == [15] * 4

@@ -1,3 +1,5 @@
+import pytest
+
 from labkit.run import exercise
 from labkit.run.exercise import check
 
@@ -21,6 +23,7 @@ def is_average(solution):
     assert found == (world_size - 1) / 2, f"rank {rank} has {found}"  # noqa: F821
 
 
+@pytest.mark.slow
 def test_the_three_verdicts(capsys):
     assert not check(average, is_average)
     assert not check(summed, is_average)
@@ -31,6 +34,7 @@ def test_the_three_verdicts(capsys):
     assert told[2] == "averaged: solved, on 3 ranks"
 
 
+@pytest.mark.slow
 def test_a_checker_runs_on_nodes(capsys):
     assert check(averaged, is_average, nodes=2, nproc=2)
     assert not check(summed, is_average, nodes=2, nproc=2)

@@ -128,6 +128,7 @@ def test_every_epoch_has_an_order_of_its_own():
     assert first != second
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "nproc"), [("mlp", 2), ("gpt", 2), ("mlp", 4)])
 def test_all_strategies_follow_the_single_process(model, nproc):
     followers = [name for name in STRATEGIES if name != "diloco"]  # whose outer step is another training
@@ -177,6 +178,7 @@ def test_train_records_a_row_per_step_and_learns():
     assert len(mean) == 30 and mean.iloc[-5:].mean() < 0.5 * mean.iloc[:5].mean()
 
 
+@pytest.mark.slow
 def test_precision_and_recomputation_join_every_strategy():
     base = Experiment(model="gpt", batch_size=16, lr=0.01)
     runs = {
@@ -198,6 +200,7 @@ def test_precision_and_recomputation_join_every_strategy():
     assert kept["ddp_bucketed fp16 every"] < kept["zero2 fp16 alternate"] < kept["ddp_bucketed bf16 none"]
 
 
+@pytest.mark.slow
 def test_auto_takes_the_first_strategy_that_fits():
     base = Experiment(model="gpt", strategy="auto", batch_size=8, optimizer="adamw", lr=1e-3)
     plenty = compare({"auto": base}, rounds=1, steps_per_round=1, quiet=True).records
@@ -209,6 +212,7 @@ def test_auto_takes_the_first_strategy_that_fits():
         compare({"auto": base.replace(memory_mb=0.1)}, quiet=True)
 
 
+@pytest.mark.slow
 def test_hooks_carry_what_plain_averaging_would():
     base = Experiment(model="gpt", batch_size=16, precision="fp64")
     runs = {name: base.replace(comm_hook=name) for name in ("none", "hierarchical", "leaders", "topk", "powersgd")}

@@ -72,6 +72,7 @@ def test_any_python_3_can_read_it():
     ast.parse((ROOT / "scripts" / "lab").read_text(), feature_version=(3, 6))
 
 
+@pytest.mark.slow
 def test_later_uses_start_at_once(tree):
     later = lab(tree, "run", "all", "-p", "a", "1")
     assert (later.stdout, later.stderr) == ("ran ['all', '-p', 'a', '1']\n", "")
@@ -217,6 +218,7 @@ def test_progress_is_read_from_pip():
     assert detail.endswith(" of 3 packages")
 
 
+@pytest.mark.slow
 def test_a_failed_setup_is_told_and_the_next_use_repairs_it(tree):
     requirements, stamp = tree / "requirements.txt", tree / ".venv" / "lab-stamp"
     requirements.write_text("a-package-for-this-test==1\n")
@@ -261,6 +263,7 @@ def test_interrupted_setup(tree):
     (tree / "requirements.txt").write_text("")
 
 
+@pytest.mark.slow
 def test_two_first_uses_at_once_wait_for_each_other(tmp_path):
     root = new_tree(tmp_path)
     command = [sys.executable, str(root / "scripts" / "lab"), "run"]

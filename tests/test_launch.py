@@ -50,6 +50,7 @@ def test_what_the_first_optimizer_imports_is_imported_once_for_all_later_jobs():
     assert run.records["imported"].tolist() == [True, True]
 
 
+@pytest.mark.slow
 def test_ranks_that_leave_at_once_do_not_cut_off_slower_ones():
     for _ in range(6):
         launch("pass", nproc=4, quiet=True)
@@ -67,6 +68,7 @@ def test_a_script_runs_as_torchrun_runs_it(tmp_path):
     assert run.logs[1].read_text().strip().endswith("steps 7 of rank 1 of 2")
 
 
+@pytest.mark.slow
 def test_the_shell_command_does_the_same():
     run = launch("test_launch:double", value=21, quiet=True)
     assert run.command.startswith("torchrun --standalone --nproc-per-node 2 -m labkit.run.worker test_launch:double")
@@ -77,6 +79,7 @@ def test_the_shell_command_does_the_same():
     assert sorted(row["rank_of"] for row in rows) == [0, 1], done.stderr
 
 
+@pytest.mark.slow
 def test_the_cold_path_gives_the_same_run():
     assert launch("record(sum=rank)", cold=True, quiet=True).records["sum"].tolist() == [0, 1]
 
@@ -176,6 +179,7 @@ def test_a_rank_that_is_stopped_on_its_way_out_finished_early():
     assert text.startswith("rank 1 finished early, while rank 0 was still waiting for it")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hang", ["import time; time.sleep(100)", "import os, signal; os.kill(os.getpid(), 19)"])
 def test_a_hanging_or_frozen_rank_is_named_within_the_limit(hang):
     start = time.monotonic()
@@ -300,6 +304,7 @@ def test_stopping_what_has_not_begun_or_has_ended_returns_at_once():
         assert launch("record(x=1)", quiet=True).records["x"].sum() == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", ["kernel", "agent"])
 def test_no_rank_and_no_file_outlives_a_killed_kernel_or_agent(victim, tmp_path):
     program = "from labkit.run import launch\nlaunch('import time; print(\"up\"); time.sleep(60)')"
@@ -318,6 +323,7 @@ def test_no_rank_and_no_file_outlives_a_killed_kernel_or_agent(victim, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_two_notebooks_at_once():
     program = (
         "from labkit.run import launch\nprint(launch('comm.barrier(); record(x=rank)', quiet=True).records['x'].sum())"

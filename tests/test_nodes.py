@@ -75,6 +75,7 @@ def test_the_cell_magic_takes_nodes_and_link(monkeypatch):
     assert Link(options["link_mbit"], options["link_ms"], options["link_mtu"]) == Link(200.0, 5.0, 1500)
 
 
+@pytest.mark.slow
 def test_a_delay_is_there_or_its_lack_is_told(namespaces, capsys):
     source = (
         "import time\nx = torch.ones(1)\ncomm.barrier()\nt = time.time()\ncomm.all_reduce(x)\nrecord(s=time.time() - t)"
@@ -87,6 +88,7 @@ def test_a_delay_is_there_or_its_lack_is_told(namespaces, capsys):
         assert run.records["s"].max() > 0.05
 
 
+@pytest.mark.slow
 def test_the_cold_path_is_a_plain_torchrun_on_each_node(namespaces):
     run = launch("x = torch.ones(4)\ncomm.all_reduce(x)\nrecord(sum=x[0].item())", nodes=2, nproc=1, cold=True, **QUICK)
     assert run.records["sum"].tolist() == [2.0, 2.0] and len(run.wire) == 2
@@ -95,6 +97,7 @@ def test_the_cold_path_is_a_plain_torchrun_on_each_node(namespaces):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mtu", "most"), [(9000, 1.05), (1500, 1.15)])
 def test_the_wire_carries_what_the_formula_says_and_headers(namespaces, mtu, most):
     source = (
@@ -123,6 +126,7 @@ def test_an_error_on_the_other_node_is_told_by_its_rank(namespaces):
     assert str(error).startswith("rank 2 raised ValueError: no")
 
 
+@pytest.mark.slow
 def test_a_link_that_heals_carries_on(namespaces):
     source = (
         "import threading, time\nfrom labkit.run.nodes import cut, heal\n"
@@ -133,6 +137,7 @@ def test_a_link_that_heals_carries_on(namespaces):
     assert launch(source, nodes=2, nproc=1, **QUICK).records["sum"].tolist() == [3.0, 3.0]
 
 
+@pytest.mark.slow
 def test_a_cut_link_is_named_with_who_waits_where(namespaces):
     source = (
         "import time\nfrom labkit.run.nodes import cut\ncomm.barrier()\ntime.sleep(0.3)\n"
@@ -144,6 +149,7 @@ def test_a_cut_link_is_named_with_who_waits_where(namespaces):
     assert error.cause is None and len(error.run.wire) == 2
 
 
+@pytest.mark.slow
 def test_a_link_cut_in_the_middle_of_backward_ends_the_step_within_the_limit(namespaces):
     source = (
         "from labkit.ddp import DDP\nfrom labkit.hierarchical import Hierarchical\nfrom labkit.mesh import Mesh\n"
@@ -166,6 +172,7 @@ def test_a_link_cut_in_the_middle_of_backward_ends_the_step_within_the_limit(nam
     assert time.monotonic() - started < 20
 
 
+@pytest.mark.slow
 def test_ranks_that_are_done_are_done_though_the_link_is_cut(namespaces):
     source = (
         "import time\nfrom labkit.run.nodes import cut\ncomm.barrier()\ntime.sleep(0.3)\n"
@@ -175,11 +182,13 @@ def test_ranks_that_are_done_are_done_though_the_link_is_cut(namespaces):
     assert run.records["x"].sum() == 2 and len(run.wire) == 2
 
 
+@pytest.mark.slow
 def test_a_killed_torchrun_is_named(namespaces):
     source = "import os, time\ncomm.barrier()\nif rank == 2:\n    os.kill(os.getppid(), 9)\ntime.sleep(30)"
     assert str(failure(source)).startswith("torchrun of node 1 died of SIGKILL (signal 9), and its ranks went with it")
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_all_nodes_and_the_next_launch_works(namespaces):
     def interrupt():
         below = psutil.Process(agent().process.pid)
@@ -204,6 +213,7 @@ for _ in range(2):
 """
 
 
+@pytest.mark.slow
 def test_nothing_outlives_a_killed_launcher(namespaces, tmp_path):
     elsewhere = {"env": os.environ | {"TMPDIR": str(tmp_path)}, "stderr": subprocess.DEVNULL}
     kernel = subprocess.Popen([sys.executable, "-uc", TWO_LAUNCHES], stdout=subprocess.PIPE, text=True, **elsewhere)
@@ -233,6 +243,7 @@ def answer(*prefix):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_without_any_right_of_root_the_nodes_are_made_in_a_user_namespace(namespaces):
     # Root stripped of its capabilities is an ordinary user, but for one that mapping the user id 0 asks for.
     stripped = ["setpriv", "--bounding-set=-all,+setfcap", "--inh-caps=-all"] if os.geteuid() == 0 else []
@@ -243,6 +254,7 @@ def test_without_any_right_of_root_the_nodes_are_made_in_a_user_namespace(namesp
     assert "rootless [2.0, 2.0] 2 []" in answer(*stripped)
 
 
+@pytest.mark.slow
 def test_where_namespaces_are_refused_one_line_says_so_and_the_loopback_serves(namespaces):
     # In a user namespace of its own the test may forbid all further ones, and really is refused.
     forbid = 'echo 0 > /proc/sys/user/max_net_namespaces && exec "$@"'
@@ -294,6 +306,7 @@ def test_the_bucket_holds_a_millisecond_and_at_least_two_frames():
     assert Link(1, mtu=9000).token_bucket()[4] == str(2 * 9014)
 
 
+@pytest.mark.slow
 def test_experiments_are_compared_over_the_link(namespaces):
     experiment = Experiment(model="mlp", strategy="ddp_bucketed")
     ways = {"flat": experiment, "by node": experiment.replace(comm_hook="hierarchical")}

@@ -30,6 +30,7 @@ def watched(rank, world_size, mode, prefetch):
     return [event.op for event in events], labels, timeline.rows(), [flat.flat.nbytes for flat in model.flats]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "prefetch", "times"), [("full", 1, 2), ("full", 0, 2), ("grad_op", 1, 1)])
 def test_each_unit_is_whole_once_in_forward_and_once_in_backward(ranks, mode, prefetch, times):
     for ops, labels, rows, sizes in ranks(2, watched, mode=mode, prefetch=prefetch):
@@ -141,6 +142,7 @@ def test_the_ring_is_at_the_choice():
     pd.testing.assert_frame_equal(frame, before)
 
 
+@pytest.mark.slow
 def test_controls_redraw_from_saved_rows():
     for spans, images in ((True, 2), (False, 1)):  # the step itself is drawn where it was kept
         shown = choices.Explorer(sweep(spans), FIRST)

@@ -113,6 +113,7 @@ def test_the_takeaway_is_one_sentence():
     assert formats.takeaway(counts, state) == told
 
 
+@pytest.mark.slow
 def test_controls_redraw_from_the_saved_gradients():
     shown = formats.Explorer([1e-8, 1e-3, 1.0])
     shown.value.value = 3.0

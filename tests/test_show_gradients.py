@@ -90,6 +90,7 @@ def test_the_gradient_of_a_compressor_with_momentum_is_under_it(ranks):
     torch.testing.assert_close(second, 0.5 * first + before, rtol=0, atol=1e-4 * float(second.abs().max()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_bytes_are_those_of_a_step(ranks, world_size):
     k = round(0.1 * ELEMENTS)

@@ -195,6 +195,7 @@ def test_the_slider_goes_in_log_steps_through_what_was_measured():
     assert links.offered(frame, "none") == [50, 100, 200, 300, 500, 1000, 2000]
 
 
+@pytest.mark.slow
 def test_controls_redraw_and_launch_nothing():
     shown = links.Explorer(rows_of(), links.initial(rows_of(), "none"))
     seen = {shown.image.value}

@@ -95,6 +95,7 @@ def test_the_table_has_a_column_for_each_link():
     assert table.set_index("run").loc["never"].tolist() == ["not reached"] * 2
 
 
+@pytest.mark.slow
 def test_controls_draw_the_choice_anew():
     shown = talking.Explorer(measured(), TARGET, state(8))
     shown.speed.value = 1000
