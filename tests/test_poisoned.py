@@ -121,7 +121,7 @@ def of_ddp():
             test_compression.test_ranks_are_equal_to_the_bit,
             {"name": name, "settings": OVERLAPPED},
         )
-    for name in test_compression.WHOLE:
+    for name in sorted(test_compression.WHOLE):
         yield test_compression.test_at_full_ratio_or_rank_it_is_plain_averaging, {"name": name}
     yield test_compression_dgc.test_one_bit_adam_warms_up_as_adam, {"wrap": DDP}
     yield test_compression_dgc.test_the_frozen_phase_is_the_formula, {}
