@@ -10,8 +10,8 @@
 
 With momentum in the optimizer instead, an element that was sent after 100 steps would begin to build its momentum only
 then. So use it with torch.optim.SGD without momentum. At a ratio of 0.001 an element waits for hundreds of steps.
-Nor has that optimizer's weight decay any: the authors' DGCSGD gives it momentum, which in the long
-run makes it 1 / (1 - momentum) times as strong.
+The weight decay of that optimizer has no momentum: the authors' DGCSGD gives it some, which in the
+long run makes it 1 / (1 - momentum) times as strong.
 
 Sent: as top-k. Held per rank: residual and velocity, each as large as the gradients.
 Lin et al., Deep Gradient Compression, ICLR 2018, section 3 (momentum correction, factor masking,
