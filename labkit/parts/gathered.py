@@ -70,7 +70,7 @@ class FSDP(Single):
         for u in (used, *ahead):
             if u not in self.whole:
                 self.whole.add(u)
-                yield "parameters", sum(flat.nbytes for flat in self.units[u])
+                yield from (("parameters", flat.nbytes) for flat in self.units[u])
                 if self.offload:  # what is sent is a copy of the shard on the device
                     self.copied.add(u)
                     yield "communication", sum(flat.shard_nbytes for flat in self.units[u])
@@ -81,7 +81,7 @@ class FSDP(Single):
     def free(self, u):
         if u in self.whole:
             self.whole.discard(u)
-            yield "parameters", -sum(flat.nbytes for flat in self.units[u])
+            yield from (("parameters", -flat.nbytes) for flat in self.units[u])
 
     def after_backward(self, u):
         yield from self.free(u)
