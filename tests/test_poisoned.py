@@ -45,8 +45,7 @@ NAIVE, OVERLAPPED = {"bucket_cap_mb": 0, "overlap": False}, {"bucket_cap_mb": 0}
 REPLICATED, KEPT = {"root": "replicate", "prefetch": 2}, {"shard": "grad_op"}
 
 
-def cases():
-    """(test of another file, its arguments)"""
+def cases():  # (test of another file, its arguments)
     yield test_comm.test_every_operation_is_right_and_counted, {"n": 3}
     yield test_comm.test_exchange, {"n": 3, "async_op": True}
     yield test_comm.test_all_to_all_of_uneven_parts, {}
@@ -232,7 +231,7 @@ def test_poisoned(ranks, case):
 
 
 def in_segments(rank, world_size, form):
-    """Five segments on their way at once, and a rest."""
+    """Several segments on their way at once, and a rest."""
     (inside, across), _, _ = test_hierarchical.groups(2, 2)
     tensor = torch.full((2, 31), 1.0 + rank)
     with mock.patch.object(hierarchical, "SEGMENT_BYTES", 48):
