@@ -232,6 +232,9 @@ class PipelinedRing:
     - Even ranks send over one connection, odd ranks over another. Over a connection that also receives, gloo's thread
       spins until the thread that writes lets go of it; with two ranks ring's only connection is such a one.
 
+    In the second half a segment arrives where one may lie that is still being sent: it is the answer to that one, and
+    cannot come before the other side has all of it.
+
     twin: a second group of the same ranks, such as dist.new_group(): groups do not share connections. Any shape, dtype,
     world size; all ranks end bitwise equal. Held: 2/n of the largest tensor so far, 1/2 of it with two ranks.
     Raises ValueError for a backend other than gloo, and for a twin that is the group itself or has other ranks.

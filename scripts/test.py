@@ -51,8 +51,8 @@ def run(command, log, line, environment=None):
 
 def progress(output, seconds):
     percents = re.findall(r"\[ *(\d+)%\]", output)
-    done = int(percents[-1]) if percents else 0
-    return f"{done} %, about {seconds * (100 - done) / done:.0f} s left" if done else ""
+    done = int(percents[-1]) if percents else 0  # of the cases: the longest come first
+    return f"{done} %, at most {seconds * (100 - done) / done:.0f} s left" if done else ""
 
 
 def tail(log):

@@ -17,7 +17,7 @@ FORMS = {
     "overlapped": {"bucket_cap_mb": 0, "overlap": True},
     "bucketed": {"bucket_cap_mb": 0.05, "overlap": True},
 }
-STEPS, SHARD = 5, 4
+STEPS, SHARD = 3, 4
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}
 
 

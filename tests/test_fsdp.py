@@ -13,7 +13,7 @@ from labkit.fsdp import FSDP
 from labkit.measure.memory import MemoryTracker
 from labkit.mesh import Mesh
 
-STEPS, SHARE = 5, 4
+STEPS, SHARE = 3, 4
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}
 FORMS = {
     "full": {},

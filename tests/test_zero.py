@@ -34,7 +34,7 @@ def groups(model):
 
 
 def train(model, optimizer, name, dtype, shards, world_size, forward=None):
-    """Five steps on these shards of each batch, whose gradients add up; returns the parameters."""
+    """Some steps on these shards of each batch, whose gradients add up; returns the parameters."""
     loss, forward = models.loss(name), forward or model
     for step in range(STEPS):
         inputs, targets = batch(name, dtype, step, world_size)

@@ -53,7 +53,7 @@ def run(repetitions):
             for name in order.sample(list(variants), len(variants)):
                 values[name].append(variants[name](script))
     comparisons = [
-        Comparison("warm / torchrun", "warm", "torchrun", at_most=0.15),
+        Comparison("warm / torchrun", "warm", "torchrun", at_most=0.10),
         Comparison("A/A: torchrun / torchrun", "torchrun again", "torchrun"),
     ]
     yield [comparison.row("launch", 2, values) for comparison in comparisons], values
