@@ -78,13 +78,12 @@ def case(kind, name, outcome, seconds=0.0, why=""):
     return {"kind": kind, "name": name, "outcome": outcome, "seconds": seconds, "why": why}
 
 
-def queue(folder, kinds, quick):
+def queue(folder, kinds, quick, workers):
     """tests/, the notebooks under nbval and as jobs, and the browser: one queue for a few workers side by side."""
     line, log, report = Line(", ".join(kinds)), folder / "pytest.log", folder / "cases.jsonl"
     paths = paths_of(kinds)
     if not paths:
         return [case("nbval", "notebooks", "skipped", why="there are none")]
-    workers = WORKERS_PER_CORE * len(psutil.Process().cpu_affinity())
     command = [sys.executable, "-m", "pytest", "--color=no", "-p", "one_queue", f"--kinds={','.join(kinds)}"]
     command += [f"--cases={report}", f"--numprocesses={workers}", "--dist=load", *["--quick"] * quick]
     added = {"PYTHONPATH": with_scripts(), "LABKIT_JOBS": str(folder)}
@@ -158,6 +157,8 @@ def time_of_cores(before, after):
 def run_all(arguments):
     parser = argparse.ArgumentParser(prog="lab test", description=__doc__)
     parser.add_argument("steps", nargs="*", metavar="STEP", help=f"quick, or of {', '.join(STEPS)} (all)")
+    most = WORKERS_PER_CORE * len(psutil.Process().cpu_affinity())
+    parser.add_argument("--workers", type=int, default=most, help=f"how many cases run side by side ({most})")
     options = parser.parse_args(arguments)
     unknown = [step for step in options.steps if step not in (*STEPS, "quick")]
     if unknown:
@@ -170,7 +171,7 @@ def run_all(arguments):
     cases = lint(folder) if "ruff" in steps else []
     kinds = [kind for kind in KINDS if kind in steps]
     if kinds:
-        cases += queue(folder, kinds, quick)
+        cases += queue(folder, kinds, quick, options.workers)
     return summary(cases, time.monotonic() - started, time_of_cores(before, psutil.cpu_times()))
 
 

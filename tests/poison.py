@@ -4,13 +4,13 @@
     | output: NaN | true operation, on copies | some ms of delay | output: the result |
     |------------- input and output must stay as the call has left them -------------|
 
-On a quiet machine gloo is so fast that a missing wait hardly ever shows. Here it does: the output
-is NaN at once (integers: their largest), and a thread writes the result late, after another delay on
+On a quiet machine gloo is so fast that a missing wait need not show. Here it does: the output is
+NaN at once (integers: their largest), and a thread writes the result late, after another delay on
 each rank and for each call. On CUDA the thread only enqueues, on a stream of its own that sleeps.
 
 At the end an AssertionError names the operations that nobody waited for, and those whose tensors
-were written to, or whose memory was freed, while they were under way. What torch does in C++, as its
-own DDP, is as fast as ever.
+were written to, or whose memory was freed, while they were under way. What torch does in C++, such
+as its own DDP, is as fast as ever.
 """
 
 import functools
@@ -29,7 +29,7 @@ from labkit import comm
 
 DELAYS = 0.001, 0.004  # seconds, from and to
 CYCLES_A_SECOND = 1.5e9  # about, of a GPU
-BETWEEN = ("/poison.py", "/labkit/comm.py", "/labkit/gloo.py", "/torch/")  # the caller is above these
+BETWEEN = ("/poison.py", "/labkit/comm.py", "/labkit/gloo.py", "/torch/")  # callers are above
 _thread = threading.local()  # .in_true: a true operation has been called, and may call others
 
 
@@ -138,7 +138,7 @@ class Poison:
         self.delays, self.works, self.true = random.Random(rank), [], {}
 
     def stand_in(self, stack, name, *places):
-        """places: (module, attribute). Until the stack unwinds they hold the method of this name."""
+        """places: (module, attribute). Until the stack unwinds, the method of this name is there."""
         true, late = getattr(*places[0]), getattr(self, name)
         self.true[name] = true
 
@@ -209,16 +209,15 @@ class Poison:
         return self.irecv(*args, **kwargs, async_op=False)
 
     def batch_isend_irecv(self, ops):
+        if ops[0].tensor.device.type != "cuda":
+            return self.true["batch_isend_irecv"](ops)  # calls isend and irecv, and so us
         sends, receives = ([o for o in ops if o.op.__name__ == name] for name in ("isend", "irecv"))
         ops, reads, writes = sends + receives, [o.tensor for o in sends], [o.tensor for o in receives]
 
         def launch(*copies):
-            return self.true["batch_isend_irecv"](
-                [
-                    dist.P2POp(o.op, t, group=o.group, tag=o.tag, group_peer=o.group_peer)
-                    for o, t in zip(ops, copies, strict=True)
-                ]
-            )
+            pairs = zip(ops, copies, strict=True)
+            twins = [dist.P2POp(o.op, t, group=o.group, tag=o.tag, group_peer=o.group_peer) for o, t in pairs]
+            return self.true["batch_isend_irecv"](twins)
 
         return [self.start("batch_isend_irecv", ops[0].group, True, reads, writes, launch)]
 

@@ -238,7 +238,7 @@ def test_lab_test_sums_up_and_closes_with_the_counts(tree):
         "@pytest.mark.parametrize('n', [1, 2, 3, 4])\ndef test_e(n): pass\n"
     )
     small_suite(tree, cases)
-    done = finished(tree, "test", "tests", "browser")
+    done = finished(tree, "test", "tests", "browser", "--workers", "1")
     lines = done.stdout.splitlines()
     assert done.returncode == 1
     assert "FAILED: tests: tests/test_it.py::test_b: assert (1 + 1) == 3" in lines
@@ -247,7 +247,7 @@ def test_lab_test_sums_up_and_closes_with_the_counts(tree):
     assert re.fullmatch(r"0\.\d s  tests/test_it.py::test_a", lines[slowest])
     assert re.fullmatch(r"\d+ s in all; the cores were idle \d+ % of it, and \d+ % in the kernel", lines[-2])
     assert lines[-1] == "6 passed, 1 failed"
-    quick = finished(tree, "test", "quick")
+    quick = finished(tree, "test", "quick", "--workers", "1")
     assert "ruff" in quick.stdout
     # The first three cases of a function that is not slow; ruff's two; test_b fails as before.
     assert quick.stdout.splitlines()[-1] == "6 passed, 1 failed"
@@ -256,7 +256,7 @@ def test_lab_test_sums_up_and_closes_with_the_counts(tree):
 @pytest.mark.slow
 def test_lab_test_without_any_test_is_a_failure(tree):
     small_suite(tree, "")
-    done = finished(tree, "test", "tests", "nbval", "papermill")
+    done = finished(tree, "test", "tests", "nbval", "papermill", "--workers", "1")
     assert done.returncode == 1
     assert done.stdout.splitlines()[-1] == "0 passed, 0 failed"
 
@@ -268,7 +268,7 @@ def test_lab_test_runs_notebooks_under_nbval_and_as_jobs_on_another_number_of_ra
     notebook(tree / "notebooks" / "01_b.ipynb", few, "assert world_size < 3 and rounds == 2, 'too many'")
     notebook(tree / "notebooks" / "02_c.ipynb", "steps = 4", "assert steps == 4")
     small_suite(tree, "")
-    done = finished(tree, "test", "nbval", "papermill")
+    done = finished(tree, "test", "nbval", "papermill", "--workers", "2")
     failed = [line for line in done.stdout.splitlines() if line.startswith("FAILED")]
     job, cell = sorted(failed, key=lambda line: "nbval" in line)
     assert job.startswith("FAILED: papermill: scripts/jobs.py::test_job[00_a]: ")

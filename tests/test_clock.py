@@ -1,5 +1,6 @@
 """Times of a device that runs behind the host, on one that is made up: only what its streams do takes time."""
 
+from contextlib import nullcontext
 from math import isnan, nan
 from types import SimpleNamespace
 
@@ -234,6 +235,17 @@ def test_compressing_is_not_timed_by_the_host_where_it_runs_on_a_device():
     participant = object.__new__(compare.Participant)
     participant.device, participant.compressor = torch.device("cuda"), SimpleNamespace(seconds=1.0)
     assert isnan(participant.seconds_compressing())
+
+
+def test_memory_is_counted_where_the_model_is(monkeypatch):
+    seen, participant = [], object.__new__(compare.Participant)
+    participant.takes_part, participant.world_size, participant.device = True, 1, torch.device("cuda")
+    participant.experiment, participant.step = Experiment(), lambda: None
+    participant.model, participant.trainer = None, SimpleNamespace(optimizer=None)
+    memory = nullcontext(SimpleNamespace(peak={}, peak_total=0))
+    monkeypatch.setattr(compare, "MemoryTracker", lambda *arguments: seen.append(arguments) or memory)
+    participant.prepare()
+    assert seen == [(None, None, torch.device("cuda"))]
 
 
 def test_a_lap_lasts_until_the_device_has_run_it(monkeypatch):

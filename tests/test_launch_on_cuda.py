@@ -2,10 +2,13 @@
 
 import os
 import sys
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
+from torch.distributed import distributed_c10d
 
-from labkit.run import launch
+from labkit.run import launch, worker
 from labkit.run.client import AgentClient
 
 # Loaded by every Python that starts. As in a CUDA build: whoever asks the driver spoils CUDA for all later forks.
@@ -72,3 +75,14 @@ def test_no_process_asks_the_cuda_driver_before_the_ranks_are_forked(on_a_cuda_b
         records = launch(IN_A_RANK, quiet=True).records
         assert records["build"].all() and not records["spoilt"].any()
         assert records["gpus"].tolist() == ["3,5", "3,5"]
+
+
+def test_beside_a_gpu_the_host_has_the_threads_it_was_given():
+    """What is offloaded is computed there."""
+    context = SimpleNamespace(local_rank=0, rank=0, world_size=1)
+    limits = mock.patch.multiple(distributed_c10d, default_pg_timeout=None, default_pg_nccl_timeout=None)
+    group = mock.patch.multiple("torch.distributed", init_process_group=mock.DEFAULT, barrier=mock.DEFAULT)
+    threads = mock.patch("torch.set_num_threads")
+    with mock.patch("torch.cuda.set_device"), limits, group, threads as set_num_threads:
+        worker.join_group({"device": "cuda", "threads": 3, "collective_timeout": 60}, "file://", context)
+    set_num_threads.assert_called_once_with(3)

@@ -28,12 +28,13 @@ import test_zero
 import test_zero_semantics
 import test_zero_state
 import torch
-from poison import under_poison
+from poison import poisoned, under_poison
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit import hierarchical, models
 from labkit.compression import COMPRESSORS
 from labkit.ddp import DDP
+from labkit.fsdp import FSDP
 from labkit.local_sgd import DiLoCo, LocalSGD
 from labkit.trainer import STRATEGIES, Trainer, make_optimizer, parallelize
 from labkit.zero import ZeRO1, ZeRO2
@@ -44,8 +45,7 @@ NAIVE, OVERLAPPED = {"bucket_cap_mb": 0, "overlap": False}, {"bucket_cap_mb": 0}
 REPLICATED, KEPT = {"root": "replicate", "prefetch": 2}, {"shard": "grad_op"}
 
 
-def cases():
-    """(test of another file, its arguments)"""
+def cases():  # (test of another file, its arguments)
     yield test_comm.test_every_operation_is_right_and_counted, {"n": 3}
     yield test_comm.test_exchange, {"n": 3, "async_op": True}
     yield test_comm.test_all_to_all_of_uneven_parts, {}
@@ -231,7 +231,7 @@ def test_poisoned(ranks, case):
 
 
 def in_segments(rank, world_size, form):
-    """Five segments on their way at once, and a rest."""
+    """Several segments on their way at once, and a rest."""
     (inside, across), _, _ = test_hierarchical.groups(2, 2)
     tensor = torch.full((2, 31), 1.0 + rank)
     with mock.patch.object(hierarchical, "SEGMENT_BYTES", 48):
@@ -267,3 +267,34 @@ def test_the_trainer_poisoned(ranks, strategy):
     for weights in ranks(2, partial(under_poison, with_trainer), strategy=strategy):
         # Local SGD, too: by default it averages after every step.
         assert float((weights - alone).abs().max()) < 1e-12
+
+
+nccl = test_ddp.nccl  # a group of one rank: its streams and futures are the real ones
+
+
+def of_cuda():
+    for form in test_ddp.FORMS:
+        yield test_ddp.test_on_cuda_gradients_are_the_mean_too, {"form": form, "find": True}
+    yield test_ddp.test_on_cuda_a_hooks_future_is_waited_for, {}
+    for form in test_zero.FORMS:
+        yield test_zero.test_on_cuda_it_trains_what_the_plain_optimizer_trains, {"form": form, "options": {}}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", list(of_cuda()), ids=identify)
+def test_poisoned_on_cuda(nccl, case):
+    test, arguments = case
+    with poisoned(0):
+        test(nccl, **arguments)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("settings", [{}, REPLICATED, KEPT, {"offload": True}], ids=str)
+def test_fsdp_poisoned_on_cuda(nccl, settings):
+    plain, module = (test_fsdp.build("gpt", F32, seed=0).cuda() for _ in range(2))
+    arguments = ("gpt", F32, "sgd", lambda whole: whole.cuda(), 1)
+    test_fsdp.fit(plain, *arguments)
+    with poisoned(0):
+        model = FSDP(module, models.unit("gpt"), **settings)
+        test_fsdp.fit(model, *arguments)
+        torch.testing.assert_close(model.full_state_dict(), plain.state_dict())

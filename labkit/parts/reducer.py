@@ -198,6 +198,8 @@ class Reducer:
 
     def settle(self, adopt):
         """Parameters whose gradient did not come get the average where adopt, else keep what they had."""
+        if self.started:
+            return  # an exception has left messages under way: abandon() will end the step
         for bucket, choice in zip(self.buckets, adopt, strict=True):
             bucket.settle(choice)
 

@@ -16,7 +16,9 @@ import re
 import signal
 from dataclasses import dataclass
 
-ECHO = re.compile(r"onnection (closed|reset|was|refused)|roken pipe|remote process exited|ncclRemoteError", re.I)
+ECHO = re.compile(
+    r"onnection (closed|reset|was|refused)|roken pipe|remote process exited|ncclRemoteError|hook of rank \d", re.I
+)
 DIFFER_BY_NATURE = ("send", "recv", "exchange", "all_to_all")
 TIMEOUT = re.compile(r"tim(ed|ing) ?out|timeout", re.I)
 
