@@ -37,6 +37,11 @@ def test_ratio_finds_ten_per_cent():
     assert ratio.low <= 0.9 <= ratio.high and ratio.at_most(0.95) and not ratio.at_most(0.9)
 
 
+def test_a_ratio_is_the_median_over_the_pairs():
+    ratio = paired_ratio([3, 8, 50], [2, 1, 5])  # pairs 1.5, 8, 10; of the minima 3, of the medians 4, of the sums 7.6
+    assert (ratio.median, ratio.n) == (8, 3)
+
+
 def test_interval_covers_the_truth_about_as_often_as_it_says():
     noise = np.random.default_rng(3)
     hits = sum(

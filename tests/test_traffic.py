@@ -25,6 +25,20 @@ def test_it_agrees_with_the_log(ranks, world_size):
         assert messages == 4 and sent == logged == 48 * (world_size - 1) * (2 + 1 + 1 + 1)
 
 
+def torchs_own(rank, world_size):
+    """What fully_shard sends: our forms on gloo are made of other operators."""
+    part, whole = torch.ones(12), torch.ones(12 * world_size)
+    with TrafficCounter(world_size) as traffic:
+        comm._all_gather(whole, part)
+        comm._reduce_scatter(part, whole)
+    return traffic.messages, traffic.sent_bytes
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_it_counts_torchs_own_gather_and_reduce_scatter(ranks, world_size):
+    assert ranks(world_size, torchs_own) == [(2, 2 * 48 * (world_size - 1))] * world_size
+
+
 def from_cpp(rank, world_size):
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
     for _ in range(3):  # the second step also sends the new order of the buckets
