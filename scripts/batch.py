@@ -22,8 +22,8 @@ NOTEBOOKS = ROOT / "notebooks"
 MAIN_JOB = "04_compare"
 RANKS = "world_size"  # the parameter that --nproc sets
 # At most so much of what a notebook repeats: enough to see that it works, and not what it measures.
-FEW = {"repeats": 2, "rounds": 2, "turns": 2, "repetitions": 2, "seeds": 2, "timed_steps": 3}
-FEW |= {"steps": 20, "epochs": 6, "most_steps": 96}
+FEW = {"repeats": 2, "rounds": 1, "steps_per_round": 1, "turns": 2, "repetitions": 2, "seeds": 2, "timed_steps": 3}
+FEW |= {"steps": 20, "epochs": 6, "most_steps": 64}
 GRACE = 5.0  # seconds that an interrupted kernel gets to end its ranks itself
 
 

@@ -183,8 +183,7 @@ def become(request, files):
         os.dup2(file, number)
         os.close(file)
     os.environ.clear()
-    # 1: a kernel has a parent to be silent for, but none to watch. That is the nursery's part.
-    os.environ.update(request["env"] | {"JPY_PARENT_PID": "1"})
+    os.environ.update(request["env"])
     os.chdir(request["cwd"])
     kind, *arguments = request["what"]
     if kind == "agent":
@@ -193,7 +192,8 @@ def become(request, files):
     client.COMMAND = stand_in("agent")
     from ipykernel.kernelapp import IPKernelApp
 
-    IPKernelApp.launch_instance(["-f", arguments[0], *arguments[1:]])
+    # 1: it has a parent to be silent for, but none to watch. That is the nursery's part.
+    IPKernelApp.launch_instance(["-f", *arguments, "--IPKernelApp.parent_handle=1"])
 
 
 if __name__ == "__main__":

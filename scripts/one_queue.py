@@ -5,6 +5,7 @@ one kernel; what is marked slow comes before what is not, so that no worker is l
 """
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from xdist.scheduler.loadscope import LoadScopeScheduling
 
 TOGETHER = (".ipynb", "test_browser.py", "test_lab_command.py")
+COLOURS = r"\x1b\[[\d;]*m"  # of a traceback in a notebook
 FEW = 3  # cases of one function that `--quick` runs
 NOTEBOOK_LIMIT = 900  # seconds for one cell or job: far above any, also beside others on a busy machine
 
@@ -87,5 +89,7 @@ class Cases:
 
 def last_line(report):
     crash = getattr(report.longrepr, "reprcrash", None)
-    text = crash.message if crash else report.longreprtext
-    return (text.strip().splitlines() or [""])[0]
+    if crash:
+        return crash.message.splitlines()[0]
+    lines = re.sub(COLOURS, "", report.longreprtext).strip().splitlines()
+    return lines[-1] if lines else ""
