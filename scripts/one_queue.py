@@ -56,7 +56,12 @@ def pytest_collection_modifyitems(config, items):
     if config.option.quick:
         chosen = list(few_of_each(item for item in chosen if "slow" not in item.keywords))
     config.hook.pytest_deselected(items=list({*items} - {*chosen}))
-    items[:] = sorted(chosen, key=lambda item: "slow" not in item.keywords)
+    items[:] = sorted(chosen, key=comes_late)
+
+
+def comes_late(item):
+    """Those of one file that share something may build on each other: they keep their order."""
+    return "slow" not in item.keywords and not str(item.path).endswith(TOGETHER)
 
 
 def few_of_each(items):
