@@ -207,6 +207,7 @@ def test_recomputation_and_autocast(name, keep, precision):
     assert max(k["activations"] for _, k in told.samples) <= max(k["activations"] for _, k in plain.samples)
 
 
+@pytest.mark.slow
 def test_what_is_sharded_falls_as_one_over_n():
     model, input = models.build("gpt", "small"), batch("gpt", 1)[0]
     size = sum(p.nbytes for p in model.parameters())
@@ -273,6 +274,7 @@ def test_offload_is_for_devices_with_memory_of_their_own():
         chosen(room, 4, device="cuda", recompute=None, host_bytes=choice.estimate.host - 1)
 
 
+@pytest.mark.slow
 def test_what_cannot_fit_says_by_how_much_and_what_would():
     need = needs("fsdp", 2, checkpoint)
     with pytest.raises(MemoryError) as told:

@@ -141,6 +141,7 @@ def launched(context, where, who, settings):
         model(torch.randn(2, 8)).sum().backward()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"overlap": False}], ids=str)
 @pytest.mark.parametrize("where", ["call", "then"])
 @pytest.mark.parametrize(("nproc", "who"), [(2, [1]), (4, [2]), (2, [0, 1])])

@@ -164,6 +164,7 @@ def test_all_ranks_make_the_group_of_the_one_that_trains_alone():
     assert launch("test_experiment:groups_made", quiet=True).records["made"].tolist() == ["[[[0], {}]]"] * 2
 
 
+@pytest.mark.slow
 def test_accumulation_changes_the_messages_and_not_the_loss():
     steps = {"whole": Experiment(batch_size=32), "parts": Experiment(batch_size=32, accumulation=4)}
     records = compare(steps, rounds=1, steps_per_round=3, quiet=True).records
@@ -238,6 +239,7 @@ def test_a_hook_that_nothing_would_call_is_refused(strategy):
         Experiment(strategy=strategy, comm_hook="topk")
 
 
+@pytest.mark.slow
 def test_local_sgd_and_diloco_talk_every_so_many_steps():
     base = Experiment(model="mlp", optimizer="adamw", lr=1e-3)
     runs = {name: base.replace(strategy=name, every=4) for name in ("local_sgd", "diloco")} | {"ddp_bucketed": base}

@@ -106,6 +106,7 @@ def test_with_two_ranks_on_one_gpu(ranks, test):
         test(lambda n, body, **rest: ranks(n, on_the_same_gpu, body=body, arguments=rest), *arguments)
 
 
+@pytest.mark.slow
 def test_every_strategy_through_trainer_and_compare(device):
     names = [name for name in STRATEGIES if name != "diloco"]  # whose outer step is another training
     experiments = [Experiment(model="mlp", strategy=name, batch_size=16, precision="fp64") for name in names]

@@ -78,6 +78,7 @@ def test_later_uses_start_at_once(tree):
     assert (later.stdout, later.stderr) == ("ran ['all', '-p', 'a', '1']\n", "")
 
 
+@pytest.mark.slow
 def test_exit_code_is_the_commands(tree):
     (tree / "scripts" / "bench.py").write_text("import sys; sys.exit(7)")
     assert lab(tree, "bench").returncode == 7
@@ -233,7 +234,9 @@ def test_a_failed_setup_is_told_and_the_next_use_repairs_it(tree):
     assert not leftover.exists()
 
 
+@pytest.mark.slow
 def test_changed_requirements_keep_the_venv(tree):
+    lab(tree, "run")
     kept = tree / ".venv" / "kept"
     kept.write_text("")
     (tree / "requirements.txt").write_text("# a comment more\n")

@@ -69,6 +69,7 @@ def on_a_cuda_build(tmp_path, monkeypatch):
     client.process.wait(10)
 
 
+@pytest.mark.slow
 def test_no_process_asks_the_cuda_driver_before_the_ranks_are_forked(on_a_cuda_build, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     for _ in range(2):  # the second time with what the agent has imported since

@@ -25,10 +25,10 @@ import selectors
 import shutil
 import signal
 import sys
-import threading
 import time
 import traceback
 from contextlib import contextmanager
+from multiprocessing import popen_fork
 from pathlib import Path
 
 import psutil
@@ -149,7 +149,7 @@ def run_job(job_path, nproc, folder, place=None):
             start_method="fork",
             logs_specs=DefaultLogsSpecs(log_dir=str(folder / f"elastic-{place.node}")),
         )
-    threading.Thread(target=note_exits, args=(folder / "exits.jsonl",), daemon=True).start()
+    note_exits(folder / "exits.jsonl")
     try:
         elastic_launch(config, worker.main)(job_path)
     except ChildFailedError as error:
@@ -173,22 +173,17 @@ def gpus_hidden():
 
 
 def note_exits(path):
-    """Write down every rank's exit code as it dies: torchelastic tells one failure only, and not always the first.
+    """From now on, write down every rank's exit code as it is learnt: torchelastic tells of failures only."""
+    learn = popen_fork.Popen.poll
 
-    WNOWAIT looks without reaping, so that torchelastic still finds its children.
-    """
-    seen = set()
-    with open(path, "a", buffering=1) as file:
-        while True:
-            try:
-                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
-            except ChildProcessError:
-                ended = None
-            if ended and ended.si_pid not in seen:
-                seen.add(ended.si_pid)
-                code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
-                file.write(json.dumps({"pid": ended.si_pid, "exit_code": code}) + "\n")
-            time.sleep(POLL / 4)
+    def poll(self, *flag):
+        known, code = self.returncode, learn(self, *flag)
+        if known is None and code is not None:
+            with open(path, "a") as file:
+                file.write(json.dumps({"pid": self.pid, "exit_code": code}) + "\n")
+        return code
+
+    popen_fork.Popen.poll = poll
 
 
 def end_descendants(grace):
