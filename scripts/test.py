@@ -21,9 +21,11 @@ import psutil
 from batch import NOTEBOOKS, ROOT
 from terminal import Line, main, say, table
 
+from labkit.measure import machine
+
 KINDS = ("tests", "nbval", "papermill", "browser")
 STEPS = ("ruff", *KINDS)
-WORKERS_PER_CORE = 2  # cases wait a third of their time: for sleeps, for links, for the last rank
+SPARE = 1  # workers more than cores: cases wait, too, for sleeps, for links, for the last rank
 CELL_LIMIT = 600  # seconds for one cell under nbval, also beside others on a busy machine
 STEP_LIMIT = 4500  # seconds for the whole queue: far above any, so that CI never hangs
 SHOWN = 100  # lines of a failing step's output that are printed
@@ -157,8 +159,8 @@ def time_of_cores(before, after):
 def run_all(arguments):
     parser = argparse.ArgumentParser(prog="lab test", description=__doc__)
     parser.add_argument("steps", nargs="*", metavar="STEP", help=f"quick, or of {', '.join(STEPS)} (all)")
-    most = WORKERS_PER_CORE * len(psutil.Process().cpu_affinity())
-    parser.add_argument("--workers", type=int, default=most, help=f"how many cases run side by side ({most})")
+    usual = machine.usable_cores() + SPARE
+    parser.add_argument("--workers", type=int, default=usual, help=f"how many cases run side by side ({usual})")
     options = parser.parse_args(arguments)
     unknown = [step for step in options.steps if step not in (*STEPS, "quick")]
     if unknown:
