@@ -21,9 +21,11 @@ ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = ROOT / "notebooks"
 MAIN_JOB = "04_compare"
 RANKS = "world_size"  # the parameter that --nproc sets
-# At most so much of what a notebook repeats: enough to see that it works, and not what it measures.
-FEW = {"repeats": 2, "rounds": 1, "steps_per_round": 1, "turns": 2, "repetitions": 2, "seeds": 2, "timed_steps": 3}
-FEW |= {"steps": 20, "epochs": 6, "most_steps": 64}
+# At most so much of what a notebook repeats (of a list: the first so many): enough to see that it works, and not what
+# it measures.
+FEW = {"repeats": 1, "rounds": 1, "steps_per_round": 1, "turns": 2, "repetitions": 1, "seeds": 1, "timed_steps": 2}
+FEW |= {"steps": 20, "epochs": 4, "most_steps": 32, "block_ms": 2.0, "sizes_kib": 3, "links": 1, "compared": 2}
+FEW |= {"size": "tiny"}
 GRACE = 5.0  # seconds that an interrupted kernel gets to end its ranks itself
 
 
@@ -78,7 +80,13 @@ def defaults(notebook):
 
 def few(notebook):
     """Parameters with which the notebook repeats as little as it can."""
-    return {name: min(default, FEW[name]) for name, default in defaults(notebook).items() if name in FEW}
+    return {name: at_most(FEW[name], default) for name, default in defaults(notebook).items() if name in FEW}
+
+
+def at_most(limit, default):
+    if isinstance(default, list):
+        return default[:limit]
+    return limit if isinstance(default, str) else min(default, limit)
 
 
 def names_read(notebook):
@@ -147,13 +155,16 @@ class Outcome:
     figures: list[Path] = field(default_factory=list)
 
 
-def execute(path, folder, values, *, timeout=900.0, progress=True, kernel="python3"):
-    """Run the notebook in `folder` with papermill and leave there NAME.ipynb, NAME.html and figures/."""
+def execute(path, folder, values, *, timeout=900.0, progress=True, kernel="python3", figures=None):
+    """Run the notebook in `folder` with papermill and leave there NAME.ipynb, NAME.html and figures/.
+
+    figures: the folder for what the notebook saves, if it is to be another one.
+    """
     outcome = Outcome(path.stem, folder)
     folder.mkdir(parents=True, exist_ok=True)
     executed = folder / path.name
     os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"  # the kernel is this .venv's, whatever the person has installed
-    os.environ.setdefault("LABKIT_FIGURES", str(folder / "figures"))
+    os.environ["LABKIT_FIGURES"] = str(figures or folder / "figures")
     started = time.monotonic()
     before = psutil.Process().children(recursive=True)
     # nbclient takes over SIGINT in the main thread; in another thread Ctrl-C stays ours, and so does the time limit.

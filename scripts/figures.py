@@ -7,7 +7,6 @@ each notebook are kept in figures/course.json, from which README's table of the 
 
 import argparse
 import json
-import os
 import re
 import sys
 
@@ -70,10 +69,9 @@ def figures(arguments):
     if not paths:
         raise UserError("there is no notebook in notebooks/")
     folder = batch.new_folder("figures")
-    os.environ["LABKIT_FIGURES"] = str(FIGURES)
     rows, measured = [], {}
     for path in paths:
-        outcome = batch.execute(path, folder / path.stem, {}, timeout=options.timeout)
+        outcome = batch.execute(path, folder / path.stem, {}, timeout=options.timeout, figures=FIGURES)
         if outcome.interrupted:
             raise KeyboardInterrupt
         notebook = batch.read(path)

@@ -9,6 +9,8 @@ import re
 from collections import Counter
 from pathlib import Path
 
+import batch
+import nbformat
 import pytest
 from xdist.scheduler.loadscope import LoadScopeScheduling
 
@@ -52,11 +54,19 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.path.suffix == ".ipynb":
             item.add_marker(pytest.mark.timeout(NOTEBOOK_LIMIT))
+            repeat_little(item)
     chosen = [item for item in items if kind_of(item.nodeid, item.keywords) in kinds]
     if config.option.quick:
         chosen = list(few_of_each(item for item in chosen if "slow" not in item.keywords))
     config.hook.pytest_deselected(items=list({*items} - {*chosen}))
     items[:] = sorted(chosen, key=comes_late)
+
+
+def repeat_little(item):
+    """nbval runs a notebook's defaults. What it repeats in order to measure, it need not repeat here."""
+    if "parameters" in item.cell.metadata.get("tags", []):
+        values = batch.few(nbformat.v4.new_notebook(cells=[item.cell]))
+        item.cell.source += "".join(f"\n{name} = {value!r}" for name, value in values.items())
 
 
 def comes_late(item):

@@ -89,7 +89,7 @@ def queue(folder, kinds, quick, workers):
     command = [sys.executable, "-m", "pytest", "--color=no", "-p", "one_queue", f"--kinds={','.join(kinds)}"]
     command += [f"--cases={report}", f"--numprocesses={workers}", "--dist=load", *["--quick"] * quick]
     added = {"PYTHONPATH": with_scripts(), "LABKIT_JOBS": str(folder)}
-    with kernels.nursery() if {"nbval", "papermill"} & {*kinds} else contextlib.nullcontext() as kernel:
+    with kernels.nursery() if {*KINDS[1:]} & {*kinds} else contextlib.nullcontext() as kernel:
         if kernel:
             command += ["--nbval-lax", f"--nbval-kernel-name={kernel}", f"--nbval-cell-timeout={CELL_LIMIT}"]
         code = run([*command, *paths], log, line, os.environ | added)

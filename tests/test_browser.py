@@ -18,6 +18,7 @@ from papermill.parameterize import parameterize_notebook
 sys.path.append(str(ROOT / "scripts"))
 
 import batch
+import kernels
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(420)]
 
@@ -45,7 +46,9 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("course")
     for path in (ROOT / "notebooks").glob("*.ipynb"):
         notebook = load_notebook_node(str(path))
-        notebook = parameterize_notebook(notebook, batch.few(notebook), kernel_name="python3", language="python")
+        kernel = kernels.NAME if kernels.PLACE in os.environ else "python3"
+        notebook = parameterize_notebook(notebook, batch.few(notebook), kernel_name=kernel, language="python")
+        notebook.metadata.kernelspec.name = kernel
         for cell in notebook.cells:
             if cell.cell_type == "code":
                 cell.outputs, cell.execution_count = [], None
@@ -85,10 +88,16 @@ def lab(jupyter):
 
 
 @pytest.fixture
-def screenshots(tmp_path):
-    folder = Path(os.environ.get("LABKIT_SCREENSHOTS", tmp_path))
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+def picture():
+    """picture(take, name): take is a page's way to draw itself, called where somebody wants to look."""
+    wanted = os.environ.get("LABKIT_SCREENSHOTS")
+
+    def keep(take, name):
+        if wanted:
+            Path(wanted).mkdir(parents=True, exist_ok=True)
+            take(Path(wanted, name))
+
+    return keep
 
 
 def course_notebook(name):
@@ -96,7 +105,7 @@ def course_notebook(name):
     return pytest.param(name, marks=pytest.mark.skipif(missing, reason=f"there is no notebook {name} yet"))
 
 
-def test_a_control_redraws_the_plot(lab, screenshots):
+def test_a_control_redraws_the_plot(lab, picture):
     page = lab("control.ipynb")
     page.run_and_finish()
     assert "six times seven is 42" in page.outputs()
@@ -105,7 +114,7 @@ def test_a_control_redraws_the_plot(lab, screenshots):
     page.panel.locator(".jupyter-widgets .noUi-handle").first.focus()
     page.page.keyboard.press("ArrowRight")
     page.wait_for_change(before)
-    page.screenshot(screenshots / "control.png")
+    picture(page.screenshot, "control.png")
 
 
 def test_the_stop_button_leaves_no_rank(lab, folder):
@@ -127,14 +136,14 @@ def wait_for(look, good, seconds=60):
 
 
 @pytest.mark.parametrize("name", [course_notebook(name) for name in ("04_compare", "20_slow_networks")])
-def test_the_course_runs_and_is_seen_in_both_themes(lab, screenshots, name):
+def test_the_course_runs_and_is_seen_in_both_themes(lab, picture, name):
     page = lab(f"{name}.ipynb")
     page.run_and_finish()
     before = page.images()
     assert before
-    page.screenshot_all(screenshots / f"{name}-light")
+    picture(page.screenshot_all, f"{name}-light")
     page.set_theme("Dark")
-    page.screenshot_all(screenshots / f"{name}-dark")
+    picture(page.screenshot_all, f"{name}-dark")
     page.set_theme("Light")
     menus = page.panel.locator(".jupyter-widgets.widget-dropdown select")
     boxes = page.panel.locator(".jupyter-widgets.widget-checkbox input")
@@ -146,4 +155,4 @@ def test_the_course_runs_and_is_seen_in_both_themes(lab, screenshots, name):
     for theme in ("Light", "Dark"):
         page.set_theme(theme)
         (menus if menus.count() else boxes).first.scroll_into_view_if_needed()
-        page.screenshot(screenshots / f"{name}-control-{theme.lower()}.png")
+        picture(page.screenshot, f"{name}-control-{theme.lower()}.png")

@@ -152,10 +152,7 @@ def run_job(job_path, nproc, folder, place=None):
     note_exits(folder / "exits.jsonl")
     try:
         elastic_launch(config, worker.main)(job_path)
-    except ChildFailedError as error:
-        with open(folder / "exits.jsonl", "a") as file:
-            for failure in error.failures.values():
-                file.write(json.dumps({"pid": failure.pid, "exit_code": failure.exitcode}) + "\n")
+    except ChildFailedError:
         return 1
     return 0
 
