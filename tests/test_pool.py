@@ -1,4 +1,5 @@
 import os
+import sys
 
 import pytest
 import torch
@@ -33,3 +34,20 @@ def test_a_failure_is_told_and_the_next_run_works(ranks, body):
     with pytest.raises(AssertionError, match=r"rank one says no|rank 1 died|Connection"):
         ranks(2, body)
     assert ranks(2, sum_of_ranks)[0].item() == 1
+
+
+def makes_groups(rank, world_size):
+    for group in [dist.new_group([0, 1]) for _ in range(4)]:
+        dist.all_reduce(torch.ones(1), group=group)
+    return threads(rank, world_size)
+
+
+def threads(rank, world_size):
+    return len(os.listdir("/proc/self/task"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
+def test_a_bodys_groups_end_with_it(ranks):
+    before = ranks(2, threads)
+    assert max(ranks(2, makes_groups)) > max(before) + 8
+    assert ranks(2, threads) == before
