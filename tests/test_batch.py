@@ -58,7 +58,7 @@ def command(tree, name, *arguments):
 
 
 def finished(tree, name, *arguments):
-    return subprocess.run(command(tree, name, *arguments), capture_output=True, text=True, timeout=100)
+    return subprocess.run(command(tree, name, *arguments), capture_output=True, text=True, timeout=280)
 
 
 # Parameters
