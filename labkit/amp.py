@@ -31,16 +31,19 @@ NO_GRADIENTS = "nothing to check: no rank has a gradient among the optimizer's p
 
 
 def scaled_steps(losses, optimizer, scale=2.0**16, growth_interval=2000, group=None):
-    """The whole idea of loss scaling: a step for each of losses, an iterable that computes them. Yields the scales."""
+    """The whole idea of loss scaling: one step for each of losses. Yields the scale after it.
+
+    losses: an iterable that computes the next loss when it is asked for it, a generator say.
+    """
     good = 0
     for loss in losses:
         optimizer.zero_grad()
         (loss * scale).backward()
         gradients = [p.grad for held in optimizer.param_groups for p in held["params"]]
         overflow = torch.stack([~gradient.isfinite().all() for gradient in gradients]).any().float()
-        comm.all_reduce(overflow, op=dist.ReduceOp.MAX, group=group)  # one rank's inf is everybody's
-        if overflow:
-            scale, good = scale / 2, 0  # and nobody steps
+        comm.all_reduce(overflow, op=dist.ReduceOp.MAX, group=group)
+        if overflow:  # on one rank: no rank steps
+            scale, good = scale / 2, 0
         else:
             for gradient in gradients:
                 gradient /= scale

@@ -39,7 +39,10 @@ def average_gradients(parameters, group=None):
 
 
 def average_during_backward(parameters, group=None):
-    """The idea, overlapped: each gradient leaves as soon as backward has made it. Call the result before step."""
+    """The idea, overlapped: each gradient leaves as soon as backward has made it.
+
+    Call what this returns between backward and step.
+    """
     under_way = []
 
     def leave(p):
@@ -57,7 +60,10 @@ def average_during_backward(parameters, group=None):
 
 
 def average_in_buckets(parameters, cap_bytes, group=None):
-    """The idea, bucketed: gradients that come one after the other leave as one message. Call the result before step."""
+    """The idea, bucketed: gradients that come one after the other leave as one message.
+
+    Call what this returns between backward and step.
+    """
     under_way = []
 
     def watch(members):
@@ -67,7 +73,8 @@ def average_in_buckets(parameters, cap_bytes, group=None):
             ready.append(p)
             if len(ready) == len(members):
                 message = torch.cat([p.grad.flatten() for p in members])
-                under_way.append((members, message, comm.all_reduce(message, group=group, async_op=True)))
+                work = comm.all_reduce(message, group=group, async_op=True)
+                under_way.append((members, message, work))
                 ready.clear()
 
         for p in members:
@@ -81,7 +88,7 @@ def average_in_buckets(parameters, cap_bytes, group=None):
             for p, mean in zip(members, message.split([p.numel() for p in members]), strict=True):
                 p.grad = mean.view_as(p)
 
-    for members in assign_buckets(parameters, cap_bytes):  # the last parameters first, as backward goes
+    for members in assign_buckets(parameters, cap_bytes):  # the last first, as backward goes
         watch(members)
     return wait
 

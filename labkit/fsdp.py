@@ -37,9 +37,10 @@ from labkit.parts.wrapper import find_tensors
 
 
 def shard_units(units, group=None):
-    """The idea: a unit's parameters are whole only while it runs, forward and backward. Returns this rank's shards.
+    """The idea: a unit's parameters are whole only while it runs, in forward and in backward.
 
-    units: modules that have no parameter in common. The optimizer gets the shards; their gradients come by themselves.
+    units: modules that have no parameter in common. Returns this rank's shards, for the optimizer:
+    their gradients are there when backward is over.
     """
     n, rank, shards = dist.get_world_size(group), dist.get_rank(group), []
 

@@ -32,7 +32,7 @@ from labkit.parts.replicas import check_agreement
 
 
 def in_two_levels(tensor, inside, across):
-    """The whole idea, for a contiguous tensor whose elements the node's ranks can share evenly. In place."""
+    """The whole idea, in place: for a contiguous tensor of which each rank gets equally much."""
     part = tensor.new_empty(tensor.numel() // dist.get_world_size(inside))
     comm.reduce_scatter(part, tensor.view(-1), group=inside)
     comm.all_reduce(part, group=across)

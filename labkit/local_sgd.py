@@ -40,7 +40,10 @@ def average_weights(parameters, group=None):
 
 @torch.no_grad()
 def step_by_movement(parameters, anchors, outer, group=None):
-    """The whole idea of DiLoCo: the mean movement since the anchors is a gradient for outer, the anchors' optimizer."""
+    """The whole idea of DiLoCo: the mean movement since the last average is a gradient.
+
+    anchors: what the parameters were then. outer: the anchors' optimizer.
+    """
     for p, anchor in zip(parameters, anchors, strict=True):
         anchor.grad = anchor - p
         comm.all_reduce(anchor.grad, group=group)

@@ -25,7 +25,7 @@ ALIGNED = 64  # bytes: where a tensor may begin in a flat region
 
 
 def step_with_visiting_states(optimizer, home="cpu"):
-    """The whole idea for states: they come to the device for the update of their parameter, and go home after it."""
+    """The whole idea for states: they come for the update of their parameter, and go home."""
     groups = optimizer.param_groups
     for group in groups:
         for p in group["params"]:
@@ -38,8 +38,16 @@ def step_with_visiting_states(optimizer, home="cpu"):
 
 
 def activations_at(home="cpu"):
-    """The whole idea for activations: `with activations_at("cpu"): loss = ...`, and backward fetches what it needs."""
-    return saved_tensors_hooks(lambda saved: (saved.device, saved.to(home)), lambda away: away[1].to(away[0]))
+    """The whole idea for activations: `with activations_at("cpu"): loss = model(x)`."""
+
+    def leave(tensor):
+        return tensor.device, tensor.to(home)
+
+    def come_back(saved):
+        device, tensor = saved
+        return tensor.to(device)
+
+    return saved_tensors_hooks(leave, come_back)
 
 
 class Offloaded(NotPickled, torch.optim.Optimizer):

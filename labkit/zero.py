@@ -32,7 +32,10 @@ from labkit.parts.shard import padded
 
 
 def shard_states(parameters, optimizer_class, group=None, **options):
-    """The idea of ZeRO-1: each rank has the states of one part of all parameters. Call the result in place of step."""
+    """The idea of ZeRO-1: each rank has the states of one part of all parameters.
+
+    Call what this returns in place of optimizer.step.
+    """
     parameters, n = list(parameters), dist.get_world_size(group)
     flat = padded(torch.cat([p.detach().flatten() for p in parameters]), n)
     sizes = [p.numel() for p in parameters]
@@ -42,8 +45,9 @@ def shard_states(parameters, optimizer_class, group=None, **options):
     optimizer = optimizer_class([own], **options)
 
     def step():
+        gradients = padded(torch.cat([p.grad.flatten() for p in parameters]), n)
         own.grad = torch.empty_like(own)
-        comm.reduce_scatter(own.grad, padded(torch.cat([p.grad.flatten() for p in parameters]), n), group=group)
+        comm.reduce_scatter(own.grad, gradients, group=group)
         own.grad /= n
         optimizer.step()
         comm.all_gather(flat, own, group=group)
@@ -52,7 +56,10 @@ def shard_states(parameters, optimizer_class, group=None, **options):
 
 
 def shard_gradients(parameters, optimizer_class, group=None, **options):
-    """The idea of ZeRO-2: and of each gradient, as soon as backward has made it, only this rank's part is kept."""
+    """The idea of ZeRO-2: of each gradient, too, only this rank's part is kept.
+
+    Call what this returns in place of optimizer.step.
+    """
     n, pieces = dist.get_world_size(group), []
     for p in parameters:
         flat = padded(p, n)

@@ -21,7 +21,10 @@ PLACES = tuple(1 << place for place in range(8))  # the value of each bit in a b
 
 
 def mean_of_signs(gradient, residual, group=None):
-    """The whole idea, with one magnitude for a flat gradient; a sign takes a byte here, the class packs eight in it."""
+    """The whole idea, with one magnitude for a flat gradient.
+
+    A sign takes a byte here; the class packs eight of them into one.
+    """
     residual += gradient
     magnitude, positive = residual.abs().mean().view(1), residual >= 0
     residual -= torch.where(positive, magnitude, -magnitude)

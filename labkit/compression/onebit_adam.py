@@ -25,7 +25,7 @@ from labkit.parts.replicas import check_agreement
 
 @torch.no_grad()
 def step_by_signs(p, m, v, residual, lr=1e-3, b1=0.9, eps=1e-8, group=None):
-    """The whole idea, after the warm-up: one step of the flat parameter p. v stays as it is, m travels."""
+    """The whole idea, after the warm-up: one step of a flat parameter. v stays, m travels."""
     m.copy_(mean_of_signs(b1 * m + (1 - b1) * p.grad, residual, group))
     p -= lr * m / (v.sqrt() + eps)
 

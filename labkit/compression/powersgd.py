@@ -29,7 +29,10 @@ from labkit.compression.residual import names
 
 
 def mean_of_low_rank(gradient, residual, q, group=None):
-    """The whole idea, for one matrix [rows, cols] and q [cols, rank]. Returns the average, and q for the next step."""
+    """The whole idea, for one matrix [rows, cols] and q [cols, rank].
+
+    Returns the average and the next step's q.
+    """
     n = dist.get_world_size(group)
     residual += gradient
     p = residual @ q

@@ -18,7 +18,10 @@ from labkit.compression.chunks import ByChunk
 
 
 def mean_of_codes(gradient, noise, bits=8, group=None):
-    """The whole idea, with one scale for a flat gradient. noise: torch.rand_like(gradient), to round at random."""
+    """The whole idea, with one scale for a flat gradient.
+
+    noise: torch.rand_like(gradient), to round at random; 0.5, to the nearest.
+    """
     levels, n = 2 ** (bits - 1) - 1, dist.get_world_size(group)
     scale = gradient.abs().max().view(1)
     codes = (gradient / scale * levels + noise).floor().to(torch.int8)

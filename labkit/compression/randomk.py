@@ -23,7 +23,7 @@ from labkit.compression.topk import check_ratio, count
 
 
 def mean_at_places(gradient, residual, places, group=None):
-    """The whole idea, for a flat gradient. places: drawn from a seed and a step that all ranks know."""
+    """The whole idea, of a flat gradient. places: drawn from a seed that all ranks know."""
     residual += gradient
     values = residual[places]
     residual[places] = 0

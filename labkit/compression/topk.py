@@ -21,7 +21,7 @@ from labkit.compression.select import top_indices
 
 
 def mean_of_largest(gradient, residual, k, group=None):
-    """The whole idea, for a flat gradient: k elements of each rank arrive, the rest of it waits in residual."""
+    """The whole idea, of a flat gradient: k elements leave each rank, the rest waits in residual."""
     residual += gradient
     places = residual.abs().topk(k).indices
     values = residual[places]

@@ -25,7 +25,10 @@ CASTABLE = {torch.float32, torch.float16, torch.bfloat16}  # fp64 was chosen by 
 
 
 class CastInputs(TorchFunctionMode):
-    """The whole idea: `with CastInputs({torch.nn.functional.linear: torch.bfloat16, ...}): loss = ...`"""
+    """The whole idea: `with CastInputs({functional.linear: torch.bfloat16, ...}): loss = ...`
+
+    Autograd notes each cast, so a gradient is cast back on its way.
+    """
 
     def __init__(self, dtypes):
         super().__init__()
@@ -36,9 +39,10 @@ class CastInputs(TorchFunctionMode):
 
         def cast(value):
             fits = dtype and isinstance(value, torch.Tensor) and value.is_floating_point()
-            return value.to(dtype) if fits else value  # autograd notes the cast: the gradient is cast back
+            return value.to(dtype) if fits else value
 
-        return function(*map(cast, args), **{name: cast(value) for name, value in (kwargs or {}).items()})
+        named = {name: cast(value) for name, value in (kwargs or {}).items()}
+        return function(*map(cast, args), **named)
 
 
 class autocast(TorchFunctionMode):
