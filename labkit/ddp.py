@@ -52,7 +52,7 @@ def average_during_backward(parameters, group=None):
         while under_way:
             p, work = under_way.pop()
             work.wait()
-            p.grad /= dist.get_world_size(group)
+            p.grad.div_(dist.get_world_size(group))
 
     for p in parameters:
         p.register_post_accumulate_grad_hook(leave)
