@@ -15,6 +15,7 @@ What is indented is in parts/: what the file above it stands on, and others may 
         wrapper.py          a module around a module, under the same names
         static_graph.py     the same gradients in every backward: known after the first
         hook_failure.py     a comm hook that raises on one rank ends the step on all
+        portable.py         moved, copied and pickled: what lies by the parameters is made anew
         pickling.py         what can be pickled, and what says which state to save instead
     horovod.py              the same averaging, as an optimizer
     zero.py                 ZeRO-1, ZeRO-2: shard optimizer states, then gradients; on
@@ -25,17 +26,21 @@ What is indented is in parts/: what the file above it stands on, and others may 
     fsdp.py                 ZeRO-3: shard the parameters too, gather them unit by unit; on
         units.py            what is gathered together, and what each unit owns
         sharding.py         over which ranks shards are cut, over which they are held alike
+        call_order.py       which unit comes next: gather it ahead
         flat_param.py       a unit's parameters as one tensor: a shard at rest, whole in use
         full_state.py       a model of shards from outside: names, whole state dicts, moves
         clip.py             the global norm of gradients that are shards
     amp.py                  mixed precision: dynamic loss scaling, agreed by all ranks; on
         autocast.py         each operation in the precision that suits it
         precision.py        which operations run low, which in fp32
+        unscale.py          gradients divided by the scale, and searched for inf, in one pass
+        scaler_state.py     what a loss scaler is set to, and what a checkpoint keeps of it
         master_weights.py   fp32 masters of a 16-bit model
     recompute.py            activation checkpointing: forward again, instead of keeping; on
         surroundings.py     random state and autocast as they were the first time
         keep.py             what is held, because it is dear to compute again
     offload.py              optimizer states and activations in host memory or in a file; on
+        expected_states.py  what an optimizer will hold, before its first step
         host.py             pinned memory, a mapped file, and copies beside the arithmetic
     budget.py               where every byte goes, before anything is run; a strategy that fits; on
         account.py          bytes by kind at every moment of a step

@@ -14,7 +14,6 @@ Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2; hysteresi
 """
 
 import math
-from collections import defaultdict
 from collections.abc import Iterable
 
 import torch
@@ -23,14 +22,39 @@ import torch.distributed as dist
 from labkit import comm
 from labkit.parts.autocast import autocast
 from labkit.parts.master_weights import MasterWeights
-from labkit.parts.pickling import check_default_group
+from labkit.parts.scaler_state import ScalerState
+from labkit.parts.unscale import gradients_of, unscale_and_check
 
 __all__ = ["GradScaler", "MasterWeights", "autocast", "gradients_of", "unscale_and_check"]
 
 NO_GRADIENTS = "nothing to check: no rank has a gradient among the optimizer's parameters"
 
 
-class GradScaler:
+def scaled_steps(losses, optimizer, scale=2.0**16, growth_interval=2000, group=None):
+    """The whole idea of loss scaling: one step for each of losses. Yields the scale after it.
+
+    losses: an iterable that computes the next loss when it is asked for it, a generator say.
+    """
+    good = 0
+    for loss in losses:
+        optimizer.zero_grad()
+        (loss * scale).backward()
+        gradients = [p.grad for held in optimizer.param_groups for p in held["params"]]
+        overflow = torch.stack([~gradient.isfinite().all() for gradient in gradients]).any().float()
+        comm.all_reduce(overflow, op=dist.ReduceOp.MAX, group=group)
+        if overflow:  # on one rank: no rank steps
+            scale, good = scale / 2, 0
+        else:
+            for gradient in gradients:
+                gradient /= scale
+            optimizer.step()
+            good += 1
+            if good == growth_interval:
+                scale, good = scale * 2, 0
+        yield scale
+
+
+class GradScaler(ScalerState):
     """Dynamic loss scaling with the calls of torch.amp.GradScaler, and one verdict for all ranks of process_group.
 
         scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()      and, to clip before the step,
@@ -199,96 +223,3 @@ class GradScaler:
             grown = torch.tensor(self._scale * self._growth_factor, dtype=torch.float32).item()
             if math.isfinite(grown):
                 self._set_scale(grown)
-
-    @staticmethod
-    def _expect(holds, otherwise):
-        if not holds:
-            raise RuntimeError(otherwise)
-
-    # ---- settings and state
-
-    def __getstate__(self):
-        if self._enabled:
-            idle = not self._verdicts and not self._stepped
-            self._expect(idle, "GradScaler can be pickled before unscale_() or after update(), not in between")
-        check_default_group(self, self.process_group)
-        return self.__dict__ | {"process_group": None}
-
-    def is_enabled(self):
-        return self._enabled
-
-    def get_scale(self):
-        """The scale, a float; 1.0 if not enabled."""
-        return self._scale if self._enabled else 1.0
-
-    def get_growth_factor(self):
-        return self._growth_factor
-
-    def set_growth_factor(self, new_factor):
-        self._growth_factor = new_factor
-
-    def get_backoff_factor(self):
-        return self._backoff_factor
-
-    def set_backoff_factor(self, new_factor):
-        self._backoff_factor = new_factor
-
-    def get_growth_interval(self):
-        return self._growth_interval
-
-    def set_growth_interval(self, new_interval):
-        self._growth_interval = new_interval
-
-    def state_dict(self):
-        """The keys of torch.amp.GradScaler's, which loads it too, and the count of overflows. Empty if not enabled."""
-        if not self._enabled:
-            return {}
-        return {
-            "scale": self._scale,
-            "growth_factor": self._growth_factor,
-            "backoff_factor": self._backoff_factor,
-            "growth_interval": self._growth_interval,
-            "_growth_tracker": self._good_steps,
-            "_overflows": self._overflows,
-        }
-
-    def load_state_dict(self, state_dict):
-        """Of this class or of torch's. Raises RuntimeError for the empty one of a scaler that was not enabled."""
-        if not self._enabled:
-            return
-        self._expect(state_dict, "the state dict is empty: it was saved by a GradScaler(enabled=False)")
-        self._set_scale(state_dict["scale"])
-        self._growth_factor, self._backoff_factor = state_dict["growth_factor"], state_dict["backoff_factor"]
-        self._growth_interval = state_dict["growth_interval"]
-        self._good_steps, self._overflows = state_dict["_growth_tracker"], state_dict.get("_overflows", 0)
-
-
-@torch.no_grad()
-def gradients_of(optimizer):
-    """{device: {dtype: [gradients]}} of an optimizer's parameters; of sparse ones the values, of DTensors the shard.
-
-    Raises ValueError for fp16: divided by the scale in fp16, they would underflow after all.
-    """
-    found = defaultdict(lambda: defaultdict(list))
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            gradient = p.grad
-            if gradient is None:
-                continue
-            if gradient.dtype is torch.float16:
-                raise ValueError("fp16 gradients cannot be unscaled: use autocast, or MasterWeights for an fp16 model")
-            if gradient.is_sparse:
-                gradient = gradient._values()
-            elif hasattr(gradient, "to_local"):
-                gradient = gradient.to_local()  # fully_shard's: this rank's shard
-            found[gradient.device][gradient.dtype].append(gradient)
-    return found
-
-
-@torch.no_grad()
-def unscale_and_check(gradients, inverse_scale, found_inf):
-    """g *= inverse_scale for each tensor of a list; found_inf becomes 1 if one was inf or NaN. One pass over memory.
-
-    gradients: of one device and dtype. inverse_scale, found_inf: fp32 scalar tensors on that device.
-    """
-    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse_scale)

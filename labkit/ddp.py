@@ -13,7 +13,6 @@ Time: max(backward, communication) + first and last bucket where they overlap, b
 Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, VLDB 2020, section 3.2.
 """
 
-import copy
 from contextlib import contextmanager
 
 import torch
@@ -22,12 +21,13 @@ from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 
 from labkit import comm
+from labkit.parts.bucket import assign_buckets
 from labkit.parts.join import Join
-from labkit.parts.pickling import check_default_group
+from labkit.parts.portable import Portable
 from labkit.parts.reducer import Reducer
 from labkit.parts.replicas import Replicas
 from labkit.parts.static_graph import StaticGraph
-from labkit.parts.wrapper import Wrapper, find_tensors
+from labkit.parts.wrapper import find_tensors
 
 
 def average_gradients(parameters, group=None):
@@ -38,7 +38,62 @@ def average_gradients(parameters, group=None):
             p.grad /= dist.get_world_size(group)
 
 
-class DDP(Wrapper):
+def average_during_backward(parameters, group=None):
+    """The idea, overlapped: each gradient leaves as soon as backward has made it.
+
+    Call what this returns between backward and step.
+    """
+    under_way = []
+
+    def leave(p):
+        under_way.append((p, comm.all_reduce(p.grad, group=group, async_op=True)))
+
+    def wait():
+        while under_way:
+            p, work = under_way.pop()
+            work.wait()
+            p.grad.div_(dist.get_world_size(group))
+
+    for p in parameters:
+        p.register_post_accumulate_grad_hook(leave)
+    return wait
+
+
+def average_in_buckets(parameters, cap_bytes, group=None):
+    """The idea, bucketed: gradients that come one after the other leave as one message.
+
+    Call what this returns between backward and step.
+    """
+    under_way = []
+
+    def watch(members):
+        ready = []
+
+        def arrive(p):
+            ready.append(p)
+            if len(ready) == len(members):
+                message = torch.cat([p.grad.flatten() for p in members])
+                work = comm.all_reduce(message, group=group, async_op=True)
+                under_way.append((members, message, work))
+                ready.clear()
+
+        for p in members:
+            p.register_post_accumulate_grad_hook(arrive)
+
+    def wait():
+        while under_way:
+            members, message, work = under_way.pop()
+            work.wait()
+            message /= dist.get_world_size(group)
+            for p, mean in zip(members, message.split([p.numel() for p in members]), strict=True):
+                p.grad = mean.view_as(p)
+
+    for members in assign_buckets(parameters, cap_bytes):  # the last first, as backward goes
+        watch(members)
+    return wait
+
+
+class DDP(Portable):
     """module, with its gradients averaged over the group when backward() returns. Collective: all ranks construct it.
 
     bucket_cap_mb: MiB of gradients per message; 0 for one message per parameter. overlap: send during backward.
@@ -52,6 +107,8 @@ class DDP(Wrapper):
     It can be pickled on the default group: as with PyTorch's, without its comm hook; loading it sends nothing.
     Raises on every rank ValueError if the model differs between ranks, RuntimeError if it has nothing to train.
     """
+
+    made_by_watching = ("_replicas", "_reducer", "_graph", "_nodes", "_trainable")
 
     def __init__(
         self,
@@ -94,39 +151,6 @@ class DDP(Wrapper):
         self._nodes = {p: get_gradient_edge(p).node for _, p in chosen}
         self._expecting = False
         self._backward = None  # the engine's number for the backward at whose end _finish will be called
-
-    def _apply(self, fn, recurse=True):
-        """to(), double(), cuda(): the parameters have moved, so their buckets must."""
-        super()._apply(fn, recurse)
-        old = self._reducer
-        old.detach()
-        self._watch()
-        self._reducer.use_hook(old.state, old.hook)
-        return self
-
-    def __deepcopy__(self, memo):
-        """A copy of the module with buckets of its own, on the same ranks. Sends nothing."""
-        twin = type(self).__new__(type(self))
-        memo[id(self)] = twin
-        twin.__dict__ = copy.deepcopy(self._portable(), memo)
-        twin.process_group = self.process_group
-        twin._watch()
-        twin._reducer.use_hook(self._reducer.state, self._reducer.hook)
-        return twin
-
-    def _portable(self):
-        """All but what _watch() makes, and the group."""
-        own = ("process_group", "_replicas", "_reducer", "_graph", "_nodes", "_trainable")
-        return {key: value for key, value in self.__dict__.items() if key not in own}
-
-    def __getstate__(self):
-        check_default_group(self, self.process_group)
-        return self._portable()
-
-    def __setstate__(self, state):
-        super().__setstate__(state)
-        self.process_group = None
-        self._watch()
 
     @property
     def buckets(self):

@@ -24,13 +24,58 @@ from torch.autograd import Variable
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_map_only
 
+from labkit import comm
+from labkit.parts.call_order import CallOrder
 from labkit.parts.flat_param import FlatParam
 from labkit.parts.full_state import ShardedModel
 from labkit.parts.reducer import Reducer
 from labkit.parts.replicas import Replicas, broadcast_tensors
+from labkit.parts.shard import padded
 from labkit.parts.sharding import Sharding
 from labkit.parts.units import materialise, split_units
 from labkit.parts.wrapper import find_tensors
+
+
+def shard_units(units, group=None):
+    """The idea: a unit's parameters are whole only while it runs, in forward and in backward.
+
+    units: modules that have no parameter in common. Returns this rank's shards, for the optimizer:
+    their gradients are there when backward is over.
+    """
+    n, rank, shards = dist.get_world_size(group), dist.get_rank(group), []
+
+    def cut(p):
+        whole = padded(p, n)
+        own = torch.nn.Parameter(whole.chunk(n)[rank].clone())
+        p.data = whole[: p.numel()].view_as(p)
+
+        def keep_own_part(p):
+            own.grad = torch.empty_like(own)
+            comm.reduce_scatter(own.grad, padded(p.grad, n), group=group)
+            own.grad /= n
+            p.grad = None
+            free([(whole, own)])
+
+        p.register_post_accumulate_grad_hook(keep_own_part)
+        return whole, own
+
+    def gather(pieces):
+        for whole, own in pieces:
+            whole.untyped_storage().resize_(whole.nbytes)
+            comm.all_gather(whole, own.detach(), group=group)
+
+    def free(pieces):
+        for whole, _ in pieces:
+            whole.untyped_storage().resize_(0)
+
+    for unit in units:
+        pieces = [cut(p) for p in unit.parameters()]
+        unit.register_forward_pre_hook(lambda *_, pieces=pieces: gather(pieces))
+        unit.register_forward_hook(lambda *_, pieces=pieces: free(pieces))
+        unit.register_full_backward_pre_hook(lambda *_, pieces=pieces: gather(pieces))
+        free(pieces)
+        shards += [own for _, own in pieces]
+    return shards
 
 
 class FSDP(ShardedModel):
@@ -92,7 +137,7 @@ class FSDP(ShardedModel):
             t.data = t.data.to(sharding.device)
         broadcast_tensors(whole, 0, sharding.everyone)
         self.watch_root()
-        self._order, self._expected = [], self.units  # units as this forward calls them, and as the last one did
+        self._calls = CallOrder(self.units, prefetch)
         self._armed = False  # a backward is under way, and will call _end_backward
         self._averages = True  # as the forward found require_backward_grad_sync
         self._reducing = None  # the unit whose gradients are on their way
@@ -122,7 +167,8 @@ class FSDP(ShardedModel):
             self._begin()
         unit.gather()
         if not inside:
-            self._gather_following(unit)
+            for following in self._calls.after(unit):
+                following.gather()
         unit.use()
         unit.versions = unit.piece_versions()
         if torch.is_grad_enabled():
@@ -137,16 +183,9 @@ class FSDP(ShardedModel):
         for flat in self.flats:
             flat.check()
             flat.drop_cleared()
-        self._expected, self._order = self._order or self._expected, []
+        self._calls.begin()
         if torch.is_grad_enabled():
             self._averages = self.require_backward_grad_sync
-
-    def _gather_following(self, unit):
-        position = len(self._order)
-        self._order.append(unit)
-        if self._expected[position : position + 1] == [unit]:
-            for following in self._expected[position + 1 : position + 1 + self.prefetch]:
-                following.gather()
 
     def _watch_inputs(self, unit, args, kwargs):
         """Have _after_backward called when backward has come to the inputs: then this unit's part of it is over."""
@@ -200,7 +239,9 @@ class FSDP(ShardedModel):
                 f"the parameters of {unit} were changed between forward and backward: call backward() before step()"
             )
         unit.gather()
-        self._gather_preceding(unit)
+        for preceding in self._calls.before(unit):
+            if preceding.calls:
+                preceding.gather()
         unit.use()
 
     def _arm(self):
@@ -208,15 +249,6 @@ class FSDP(ShardedModel):
         if not self._armed:
             self._armed = True
             Variable._execution_engine.queue_callback(self._end_backward)
-
-    def _gather_preceding(self, unit):
-        if unit not in self._order:
-            return
-        last = len(self._order) - 1 - self._order[::-1].index(unit)
-        preceding = list(dict.fromkeys(other for other in self._order[:last][::-1] if other is not unit))
-        for other in preceding[: self.prefetch]:
-            if other.calls:
-                other.gather()
 
     def _after_backward(self, unit):
         unit.calls = max(0, unit.calls - 1)
@@ -244,7 +276,7 @@ class FSDP(ShardedModel):
     def _end_backward(self):
         # Those at whose inputs nothing has come by, the root as a rule; in the order in which other ranks, where inputs
         # may differ in that, have reduced them.
-        for unit in reversed(dict.fromkeys([*self._order, *self.units])):
+        for unit in reversed(dict.fromkeys([*self._calls.called, *self.units])):
             unit.calls = 0
             self._after_backward(unit)
         with torch.no_grad():

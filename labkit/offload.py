@@ -11,17 +11,43 @@ Ren et al., ZeRO-Offload: Democratizing Billion-Scale Model Training, USENIX ATC
 ZeRO-Infinity, SC 2021, section 5 (activations and disks).
 """
 
-import copy
 import weakref
 from collections import defaultdict
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from labkit.parts.expected_states import expected_states
 from labkit.parts.host import Lane, is_outside, part, room
 from labkit.parts.pickling import NotPickled
 
 ALIGNED = 64  # bytes: where a tensor may begin in a flat region
+
+
+def step_with_visiting_states(optimizer, home="cpu"):
+    """The whole idea for states: they come for the update of their parameter, and go home."""
+    groups = optimizer.param_groups
+    for group in groups:
+        for p in group["params"]:
+            state = optimizer.state[p]
+            state.update({name: value.to(p.device) for name, value in state.items()})
+            optimizer.param_groups = [{**group, "params": [p]}]
+            optimizer.step()
+            state.update({name: value.to(home) for name, value in state.items()})
+    optimizer.param_groups = groups
+
+
+def activations_at(home="cpu"):
+    """The whole idea for activations: `with activations_at("cpu"): loss = model(x)`."""
+
+    def leave(tensor):
+        return tensor.device, tensor.to(home)
+
+    def come_back(saved):
+        device, tensor = saved
+        return tensor.to(device)
+
+    return saved_tensors_hooks(leave, come_back)
 
 
 class Offloaded(NotPickled, torch.optim.Optimizer):
@@ -149,39 +175,6 @@ class Offloaded(NotPickled, torch.optim.Optimizer):
     def load_state_dict(self, state_dict):
         self.optimizer.load_state_dict(state_dict)
         self._send(list(self._places))
-
-
-def expected_states(optimizer, parameters):
-    """parameter -> {name: tensor} of its states: as they are, or else tensors without data that look as they will.
-
-    A copy of the optimizer, with parameters that have a shape and no data, takes one step and shows what it makes.
-    """
-    looks = {p: optimizer.state[p] for p in parameters if p in optimizer.state}
-    new = [p for p in parameters if p not in looks and p.requires_grad]
-    twins = {id(p): torch.empty_like(p, device="meta").requires_grad_() for p in new}
-    states, groups = optimizer.state, optimizer.param_groups
-    try:
-        wanted = [group | {"params": [p for p in group["params"] if id(p) in twins]} for group in groups]
-        optimizer.state, optimizer.param_groups = defaultdict(dict), [group for group in wanted if group["params"]]
-        twin = copy.deepcopy(optimizer, dict(twins))
-    finally:
-        optimizer.state, optimizer.param_groups = states, groups
-    for p in twins.values():
-        p.grad = torch.empty_like(p)
-    for group in twin.param_groups:
-        group.update({key: False for key in ("foreach", "fused", "capturable") if key in group})
-        twin.param_groups = [group]
-        try:
-            twin.step()
-        except Exception as error:
-            if any(p not in twin.state for p in group["params"]):  # else it failed for want of data, with states made
-                told = f"the states of {type(optimizer).__name__} cannot be told in advance: {error}"
-                raise ValueError(told) from None
-    looks |= {p: twin.state.get(twins[id(p)], {}) for p in new}
-    return {
-        p: {name: value for name, value in states.items() if isinstance(value, torch.Tensor)}
-        for p, states in looks.items()
-    }
 
 
 class offload_activations:

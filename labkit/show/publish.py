@@ -25,7 +25,7 @@ from labkit.show import style
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = "LABKIT_FIGURES"  # the variable with which `lab run` and `lab figures` say where pictures are to be written
-PROVENANCE = ("measured", "counted", "throttled", "emulated", "simulated", "predicted", "published")
+PROVENANCE = ("measured", "counted", "derived", "throttled", "emulated", "simulated", "predicted", "published")
 
 
 def check(alt, provenance):

@@ -1,0 +1,42 @@
+"""Gradients divided by the loss scale and searched for inf and NaN, in one pass over memory.
+
+    device 0   [ g1  g2  g3 ] fp32  x 1/scale   found_inf |= any inf, any NaN       one call for a list of one dtype
+    device 1   [ g4 ] bf16          x 1/scale   found_inf |= ...
+
+Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2.
+"""
+
+from collections import defaultdict
+
+import torch
+
+
+@torch.no_grad()
+def gradients_of(optimizer):
+    """{device: {dtype: [gradients]}} of an optimizer's parameters; of sparse ones the values, of DTensors the shard.
+
+    Raises ValueError for fp16: divided by the scale in fp16, they would underflow after all.
+    """
+    found = defaultdict(lambda: defaultdict(list))
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            gradient = p.grad
+            if gradient is None:
+                continue
+            if gradient.dtype is torch.float16:
+                raise ValueError("fp16 gradients cannot be unscaled: use autocast, or MasterWeights for an fp16 model")
+            if gradient.is_sparse:
+                gradient = gradient._values()
+            elif hasattr(gradient, "to_local"):
+                gradient = gradient.to_local()  # fully_shard's: this rank's shard
+            found[gradient.device][gradient.dtype].append(gradient)
+    return found
+
+
+@torch.no_grad()
+def unscale_and_check(gradients, inverse_scale, found_inf):
+    """g *= inverse_scale for each tensor of a list; found_inf becomes 1 if one was inf or NaN. One pass over memory.
+
+    gradients: of one device and dtype. inverse_scale, found_inf: fp32 scalar tensors on that device.
+    """
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse_scale)
