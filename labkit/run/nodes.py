@@ -39,7 +39,10 @@ class Refused(RuntimeError):
 
 @dataclass(frozen=True)
 class Link:
-    """Each node's cable. mbit: 10^6 bits a second each way (None: as memory is); ms: delay each way; mtu: bytes."""
+    """Each node's cable. mbit: 10^6 bits a second each way (None: as memory is); mtu: bytes.
+
+    ms: delay each way. From node to node a packet passes two cables: 2 x ms one way, 4 x ms with its answer.
+    """
 
     mbit: float | None = None
     ms: float = 0.0

@@ -27,6 +27,8 @@ from labkit.show import style
 from labkit.show.curves import close
 
 COLUMNS = ("method", "link_mbit", "step_ms", "busy_ms", "wire_bytes")
+ALIKE = 1.12  # ratio of two step times up to which their points would cover one another
+DOT = 9  # of a point with its whiskers, in typographic points
 FAR = 100  # crossovers further than this factor beyond the measured speeds are told, but not drawn
 
 
@@ -92,8 +94,8 @@ def step_over_link(frame, baseline=None, title=None, methods=None, at=None):
     """Figure: step time over link speed, both logarithmic; each line says at its end where it beats the baseline.
 
     frame: see above. baseline: a method, by default the first of the lab's order. methods: those to draw, by default
-    all. at: a link speed to be marked, Mbit/s. Points are medians with their quartiles. Raises ValueError for a frame
-    without rows or columns.
+    all. at: a link speed to be marked, Mbit/s. Points are medians with their quartiles, side by side where they are
+    alike. Raises ValueError for a frame without rows or columns.
     """
     found = costs(frame)
     colours, baseline = style.palette(found), baseline or next(iter(found))
@@ -102,11 +104,12 @@ def step_over_link(frame, baseline=None, title=None, methods=None, at=None):
     with style.look():
         figure, axes = style.new_figure(9.5, 3.2 + 0.2 * len(shown))
         ends, rings = [], []
+        beside = side_by_side(axes, frame[frame["method"].isin(shown)], speeds)
         for method in shown:
             cost, colour, words = found[method], colours[method], style.name(method)
             times = predicted(*cost, speeds)
             axes.plot(speeds, times, color=colour, linewidth=2.6 if method == baseline else 1.8)
-            draw_points(axes, frame[frame["method"] == method], colour)
+            draw_points(axes, frame[frame["method"] == method], colour, beside)
             if method != baseline:
                 words += f": {wins(found[baseline], cost)}"
                 rings += draw_ring(axes, found[baseline], cost, speeds, colour)
@@ -127,14 +130,41 @@ def step_over_link(frame, baseline=None, title=None, methods=None, at=None):
     return figure
 
 
-def draw_points(axes, rows, colour):
-    """The medians that were measured, with their quartiles."""
-    for speed, times in rows.dropna(subset=["step_ms"]).groupby("link_mbit")["step_ms"]:
-        spread = summary(times)
-        around = [[spread.median - spread.low], [spread.high - spread.median]]
-        axes.errorbar(speed, spread.median, yerr=around, color=colour, capsize=2.5, elinewidth=1.2, zorder=3)
+def side_by_side(axes, frame, speeds):
+    """{(method, link speed): where on the axis its point stands}: points that would lie on one another stand beside.
+
+    Only those are moved, and by little: where times are alike, so are the lines.
+    """
+    medians = frame.dropna(subset=["step_ms"]).groupby(["link_mbit", "method"], sort=False)["step_ms"].median()
+    width = math.log(speeds[-1] / speeds[0]) / (0.6 * axes.figure.get_figwidth() * 72)  # of a point, in logarithms
+    found = {}
+    for speed, times in medians.groupby(level=0, sort=False):
+        crowd = []
+        for (_, method), time in times.sort_values().items():
+            if crowd and time > crowd[-1][1] * ALIKE:
+                found |= spread(crowd, speed, width)
+                crowd = []
+            crowd.append((method, time))
+        found |= spread(crowd, speed, width)
+    return found
+
+
+def spread(crowd, speed, width):
+    """{(method, speed): place}: side by side around the speed, as broad as a point each."""
+    middle = (len(crowd) - 1) / 2
+    return {
+        (method, speed): speed * math.exp(DOT * width * (place - middle)) for place, (method, _) in enumerate(crowd)
+    }
+
+
+def draw_points(axes, rows, colour, beside):
+    """The medians that were measured, with their quartiles. beside: from side_by_side()."""
+    for (method, speed), times in rows.dropna(subset=["step_ms"]).groupby(["method", "link_mbit"])["step_ms"]:
+        found, x = summary(times), beside[method, speed]
+        around = [[found.median - found.low], [found.high - found.median]]
+        axes.errorbar(x, found.median, yerr=around, color=colour, capsize=2.5, elinewidth=1.2, zorder=3)
         look = {"markersize": 6, "markeredgecolor": style.GROUND, "zorder": 4}
-        axes.plot(speed, spread.median, "o", color=colour, **look)
+        axes.plot(x, found.median, "o", color=colour, **look)
 
 
 def draw_ring(axes, a, b, speeds, colour):

@@ -135,7 +135,8 @@ def memory_over_time(samples, title=None, phases=None, predicted=None):
         peak = table[top].sum()
         axes.plot(moments[top], peak / divisor, "o", color=style.RED, zorder=5)
         words = f"peak {style.quantity(peak, 'bytes')}"
-        place = {"xytext": (0, 8), "textcoords": "offset points", "ha": "center", "weight": "bold", "color": style.RED}
+        side = "left" if top < 0.2 * len(samples) else "right" if top > 0.8 * len(samples) else "center"
+        place = {"xytext": (0, 8), "textcoords": "offset points", "ha": side, "weight": "bold", "color": style.RED}
         axes.annotate(words, (moments[top], peak / divisor), **place, bbox={"fc": style.GROUND, "ec": "none", "pad": 1})
         if predicted is not None:
             line = [sum(sizes.values()) / divisor for _, sizes in predicted]

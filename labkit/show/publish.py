@@ -14,6 +14,7 @@ import io
 import json
 import os
 import subprocess
+from contextlib import contextmanager
 from pathlib import Path
 
 import pandas as pd
@@ -36,10 +37,30 @@ def check(alt, provenance):
         raise ValueError(f"provenance must begin with one of {', '.join(PROVENANCE)}; got {provenance!r}")
 
 
+@contextmanager
+def laid_out(figure):
+    """Inside, all stays where the layout has put it, legends too.
+
+    Those are anchored to the canvas. What is saved is another canvas, cut to what is drawn and larger by the provenance
+    beneath: a legend at its lower left would lie on that.
+    """
+    figure.draw_without_rendering()
+    engine = figure.get_layout_engine()
+    figure.set_layout_engine("none")  # it knows only legends that are anchored to the canvas
+    for legend in figure.legends:
+        legend.set_bbox_to_anchor((0, 0, 1, 1), figure.transFigure)
+    try:
+        yield
+    finally:
+        for legend in figure.legends:
+            legend.set_bbox_to_anchor(None)
+        figure.set_layout_engine(engine)
+
+
 def png(figure, dpi=200):
     """The figure as PNG bytes."""
     held = io.BytesIO()
-    with style.look():
+    with style.look(), laid_out(figure):
         figure.savefig(held, format="png", dpi=dpi, bbox_inches="tight", pad_inches=0.15)
     return held.getvalue()
 
@@ -115,7 +136,7 @@ def save(figure, name, data, parameters, provenance, alt, folder=None):
     text = json.dumps({"figure": f"{name}.svg", **about, "data": data}, indent=1, sort_keys=True, allow_nan=False)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    with style.look():
+    with style.look(), laid_out(figure):
         note = figure.text(0.012, -0.005, provenance, ha="left", va="top", size=8, color=style.FAINT)
         about = {"Date": None, "Creator": None, "Title": alt}
         figure.savefig(folder / f"{name}.svg", bbox_inches="tight", pad_inches=0.12, metadata=about)

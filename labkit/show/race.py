@@ -1,10 +1,11 @@
 """A race to a given loss: when each run reached it, and below, on the same axis, how its loss came down.
 
-    DDP        ------------------o 4.3 s       ------------------o 50 MiB        one column per price: seconds,
-    local SGD  ----o 0.9 s                     -----o 5 MiB                      and bytes sent (logarithmic)
-    loss  |\\  \\__                              |\\      \\
-          |.\\....\\__.... target                |_\\......\\__.....
-           seconds                              bytes
+    1 · DDP        ------------------o 4.3 s       ------------------o 50 MiB        one column per price: seconds,
+    2 · local SGD  ----o 0.9 s                     -----o 5 MiB                      and bytes sent (logarithmic)
+    loss  |\\  \\__                                 |\\      \\
+          |.\\....\\__.... target                   |_\\......\\__.....
+          | 2     1                                |  2       1                     a curve ends above its number
+           seconds                                 bytes
 
 The frame has one row per evaluation, with COLUMNS: run, its name; family, whose colour it takes (several runs of one
 family go from pale to dark); seconds and sent_bytes so far; loss.
@@ -67,6 +68,9 @@ def race(frame, target, title=None):
             below.set_xlabel(f"{words} ({unit})")
         finish(grid, ends, target)
         style.entitle(figure, title)
+        figure.draw_without_rendering()
+        for axes, price in zip(grid[1], PRICES, strict=True):
+            write_numbers(axes, ends_of(frame, ends, price, axes), colours)
     return figure
 
 
@@ -110,13 +114,47 @@ def draw_ends(axes, ends, price, factor, left, colours):
     axes.tick_params(axis="x", labelbottom=False)
 
 
+def ends_of(frame, ends, price, axes):
+    """[(run, number, whether it reached the target, x, y)]: the last points of the curves of axes."""
+    factor = style.byte_scale(frame[price].max())[0] if price == "sent_bytes" else 1
+    found = []
+    for number, row in enumerate(ends.to_dict("records"), start=1):
+        there = not math.isnan(row[price])
+        mine = frame[frame["run"] == row["run"]]
+        last = row if there else mine.iloc[-1]
+        if price == "seconds" or last[price] > 0:  # else it has no curve
+            found.append((row["run"], number, there, last[price] / factor, last["loss"]))
+    return found
+
+
+def write_numbers(axes, ends, colours):
+    """The number of its row for each curve: side by side at the bottom for what is there, at its end for the rest."""
+    pixel = axes.figure.dpi / 72
+    points = axes.transData.transform([(x, y) for *_, x, y in ends]) if ends else []
+    there = [place for place, end in enumerate(ends) if end[2]]
+    rest = [place for place, end in enumerate(ends) if not end[2]]
+    moved = {place: list(points[place]) for place in there + rest}
+    for place, x in zip(there, style.spread_apart([points[i][0] for i in there], 15 * pixel), strict=True):
+        moved[place] = [x, axes.bbox.y0 + 8 * pixel]
+    for place, y in zip(rest, style.spread_apart([points[i][1] for i in rest], 14 * pixel), strict=True):
+        moved[place] = [points[place][0] + 12 * pixel, y]
+    for place, (run, number, _, x, y) in enumerate(ends):
+        offset = [(a - b) / pixel for a, b in zip(moved[place], points[place], strict=True)]
+        leader = {"arrowstyle": "-", "color": colours[run], "linewidth": 0.9, "shrinkA": 0, "shrinkB": 3}
+        where = {"xytext": offset, "textcoords": "offset points", "ha": "center", "va": "center", "zorder": 5}
+        axes.annotate(str(number), (x, y), arrowprops=leader, size=9, weight="bold", **where)
+
+
 def finish(grid, ends, target):
     above, below = grid[:, 0]
-    above.set_yticks(range(len(ends)), [style.name(run) for run in ends["run"]])
+    names = [f"{number} · {style.name(run)}" for number, run in enumerate(ends["run"], start=1)]
+    above.set_yticks(range(len(ends)), names)
     above.invert_yaxis()
     above.set_ylim(len(ends) - 0.4, -0.6)
     below.set_yscale("log")
-    below.set_ylim(bottom=min(below.get_ylim()[0], target / 1.7))
+    low, high = below.get_ylim()
+    low = min(low, target / 1.7)
+    below.set_ylim(bottom=low * (low / high) ** 0.14)  # there is room for numbers beneath the curves
     below.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     below.yaxis.set_minor_formatter(NullFormatter())
     below.set_ylabel("loss")

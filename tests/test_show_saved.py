@@ -1,0 +1,117 @@
+"""What a saved picture says can be read: no text lies on another one, and none leaves the canvas."""
+
+from itertools import combinations
+
+import numpy as np
+import pandas as pd
+import pytest
+import test_contents
+import test_residency
+import test_show
+import test_show_budgets
+import test_show_gradients
+import test_show_links
+import test_show_pareto
+import test_show_race
+import test_show_stages
+import test_show_switched
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+from matplotlib.transforms import Bbox
+
+from labkit.measure.timeline import Timeline
+from labkit.show import budgets, choices, formats, gradients, links, overview, plots
+from labkit.show.residency import residency
+from labkit.show.saw import saw
+
+TOUCHING = 1.0  # points that two boxes may share: a box has room for letters that its text does not have
+NOTE = "counted on one process, with everything that has to be said about where these numbers come from"
+
+
+def launches():
+    return pd.DataFrame(
+        {"launch": one, "phase": phase, "repetition": turn, "wall_clock_seconds": seconds}
+        for one, parts in (("cold torchrun", (4.4, 0.1, 1.0)), ("warm agent", (0.2, 0.03, 0.1)))
+        for phase, seconds in zip(("start processes, import torch", "join the group", "leave"), parts, strict=True)
+        for turn in range(3)
+    )
+
+
+def compared():
+    return test_show.compared().assign(exposed_comm_ms=3.0, peak_bytes=5 << 20)
+
+
+def crowded_race():
+    """Each run three times, and all end near each other."""
+    rows = test_show_race.measured()
+    return pd.concat(
+        rows.assign(run=rows["run"] + f" again {turn}", seconds=rows["seconds"] * (1 + turn / 50)) for turn in range(3)
+    )
+
+
+def pictures():
+    bands = {
+        name: Timeline.from_rows(test_residency.step(ahead)).frame() for name, ahead in (("a", False), ("b", True))
+    }
+    samples = {f"run {i}": test_residency.samples(1, 5 + i, 2) for i in range(3)}
+    race, links_of = test_show_race.measured(), test_show_links.rows_of
+    recorded, state = test_show_gradients.recorded(), test_show_gradients.STATE
+    every = links.State(tuple(test_show_links.COSTS), 100.0, "none")
+    return test_show.pictures() | {
+        "overview": lambda: overview.overview(compared(), "A title"),
+        "stacked bars": lambda: plots.stacked_bars(
+            launches(), "wall_clock_seconds", "launch", "phase", "repetition", "A title"
+        ),
+        "stages": lambda: plots.memory_and_traffic(test_show_stages.rows(), "A title"),
+        "saw": lambda: saw(samples, "A title"),
+        "residency": lambda: residency(bands, "A title"),
+        "choices": lambda: choices.draw(test_residency.sweep(), test_residency.FIRST),
+        "pareto": lambda: plots.pareto(test_show_pareto.measured(), "step_ms", "peak_bytes", title="A title"),
+        "links": lambda: plots.step_over_link(links_of(), "none", title="A title", at=200),
+        "bars of a link": lambda: links.bars(links_of(), every),
+        "race": lambda: plots.race(race, test_show_race.TARGET, "A title"),
+        "crowded race": lambda: plots.race(crowded_race(), test_show_race.TARGET, "A title"),
+        "switched": test_show_switched.figure,
+        "budgets": lambda: budgets.draw(test_show_budgets.predict, test_show_budgets.state(capacity=64 << 20)),
+        "carried": lambda: gradients.carried(recorded, state),
+        "catching up": lambda: gradients.catching_up(recorded, state),
+        "bits": lambda: formats.bit_layout(0.1),
+        "reach": lambda: formats.reach(np.logspace(-12, 1, 500), "fp16"),
+        "side by side": lambda: plots.side_by_side(
+            pd.DataFrame([{"algorithm": "ring", **row} for row in test_contents.state(4, test_contents.whole(4))])
+        ),
+    }
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """[(words, box)] of the texts that the last figure was drawn with, and its canvas behind them."""
+    seen, draw_figure, draw_text = [], Figure.draw, Text.draw
+
+    def begin(figure, renderer):
+        seen[:] = []
+        draw_figure(figure, renderer)
+        seen.append(("canvas", figure.bbox.frozen()))
+
+    def note(text, renderer, *arguments, **settings):
+        if text.get_visible() and text.get_text().strip():
+            seen.append((text.get_text(), Text.get_window_extent(text, renderer)))
+        draw_text(text, renderer, *arguments, **settings)
+
+    monkeypatch.setattr(Figure, "draw", begin)
+    monkeypatch.setattr(Text, "draw", note)
+    return seen
+
+
+@pytest.mark.parametrize("name", pictures())
+def test_no_text_of_a_saved_picture_lies_on_another_or_leaves_the_canvas(name, drawn, tmp_path):
+    figure = pictures()[name]()
+    path = plots.save(figure, "saved", [], {}, NOTE, "A picture.", folder=tmp_path)
+    *texts, (_, canvas) = drawn
+    assert path.exists() and NOTE in [words for words, _ in texts]
+    for words, box in texts:
+        inside = canvas.x0 <= box.x0 and box.x1 <= canvas.x1 and canvas.y0 <= box.y0 and box.y1 <= canvas.y1
+        assert inside, f"{words!r} leaves the canvas"
+    for (words, box), (other, behind) in combinations(texts, 2):
+        shared = Bbox.intersection(box, behind)
+        assert shared is None or min(shared.size) <= TOUCHING, f"{words!r} lies on {other!r}"
