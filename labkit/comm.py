@@ -16,7 +16,9 @@ Bytes one rank of n sends, for a payload (the whole tensor, before it is cut or 
     send, exchange                  P           counted: we send that message ourselves
     recv, barrier                   0           counted
 
-"derived" is the formula rounded down to whole bytes, not a measurement: the backend may choose another algorithm.
+"derived" is the formula rounded down to whole bytes, not a measurement: the backend may choose another algorithm. On
+gloo the sum over the ranks is what leaves real nodes, except where a reduce_scatter is of anything other than a sum: it
+sends a whole all_reduce. Notebook 01 and tests/test_nodes.py hold both against the counters of the nodes' interfaces.
 Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, JPDC 2009.
 """
 

@@ -1,11 +1,12 @@
-"""What a step sends, whoever sends it: counted where every collective of torch passes, under all Python wrappers.
+"""What a step sends, whoever sends it: seen where every collective of torch passes, under all Python wrappers.
 
     our DDP      -> labkit.comm -> torch.distributed --+
     PyTorch DDP  -> its reducer, in C++ ---------------+--> c10d operators --> gloo or NCCL
-    fully_shard  -> torch.distributed -----------------+         ^ counted here
+    fully_shard  -> torch.distributed -----------------+         ^ seen here
 
 `comm.record()` sees our own messages, with times; a dispatch mode sees those that PyTorch's wrappers send as well, but
-only that they start. Bytes sent per rank are derived from the payload by the ring formulas of labkit.comm.
+only that they start. Messages and payload are counted; bytes sent per rank are derived from the payload by the ring
+formulas of labkit.comm.
 """
 
 import torch
