@@ -32,6 +32,7 @@ FLAGS = [
 ]
 PATIENCE = 60_000  # ms for anything to appear
 CELL_PATIENCE = 300_000  # ms for a notebook to finish
+UNFOLDED = ".jp-CodeCell:not(:has(.jp-Placeholder))"  # a folded cell shows no number
 
 
 @contextlib.contextmanager
@@ -113,7 +114,9 @@ class Notebook:
         self.run_all()
         self.page.wait_for_function(STOPPED, timeout=timeout)
         self.wait_idle()
-        prompts = self.panel.locator(".jp-CodeCell .jp-InputPrompt").all_inner_texts()
+        errors = self.panel.locator("[data-mime-type='application/vnd.jupyter.error']").all_inner_texts()
+        assert not errors, errors[0][-2000:]
+        prompts = self.panel.locator(f"{UNFOLDED} .jp-InputPrompt").all_inner_texts()
         wrong = [number for number, prompt in enumerate(prompts) if not re.search(r"\d", prompt)]
         assert not wrong, f"stopped before code cell {wrong[0]} of {len(prompts)}: {self.outputs()[-2000:]}"
 
