@@ -18,8 +18,8 @@ Leaving each node for P bytes, m nodes of k ranks, n = m k:
     by leaders       2 (m-1)/m P
 
 Inside, each rank sends 2 (k-1)/k P more, on what is fast. Where all links are alike it wins nothing.
-Thakur, Rabenseifner and Gropp, Optimization of Collective Communication Operations in MPICH, IJHPCA 2005 (the pieces);
-Jia et al., Highly Scalable Deep Learning Training System with Mixed-Precision, 2018, section 3.3 (both forms).
+Thakur et al., Optimization of Collective Communication Operations in MPICH, IJHPCA 2005 (the pieces); Mikami et al.,
+Massively Distributed SGD, arXiv:1811.05233, 2018 (in two levels); Jia et al., arXiv:1807.11205, 2018 (by leaders).
 """
 
 from concurrent.futures import ThreadPoolExecutor
