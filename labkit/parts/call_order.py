@@ -2,10 +2,10 @@
 
     last forward     0  1  2  3              what this one is expected to do
     this forward     0  1                    unit 1 begins: gather 2 meanwhile; in backward, unit 1: gather 0
-    another branch   0  2                    not as expected: nothing is gathered ahead until the next step
+    another branch   0  2                    not as expected: nothing is gathered ahead where orders differ
 
 Every rank sees the same order (the ranks run the same units), so every rank gathers the same ones.
-Zhao et al., PyTorch FSDP, VLDB 2023, section 3.3.2 (prefetching by the order of the step before).
+Zhao et al., PyTorch FSDP, VLDB 2023, section 3.3 (prefetching by the order of the step before).
 """
 
 

@@ -4,7 +4,7 @@
     copy.deepcopy           parameters of its own           watch() those, on the same ranks; the hook is shared
     torch.save, pickle      no group can be written         loaded on the default group, without a hook, as PyTorch's
 
-None of it sends anything. PyTorch's DDP keeps its reducer through to(), and its buckets then lie where nobody looks.
+None of it sends anything.
 """
 
 import copy
