@@ -1,3 +1,4 @@
+import gc
 import signal
 import sys
 
@@ -32,6 +33,10 @@ def ranks(pools):
         return pool.run(body, **arguments)
 
     return run
+
+
+def pytest_collection_finish():
+    gc.freeze()  # torch and thousands of cases: no collection of garbage need look through them again
 
 
 def missing_capability(item):
