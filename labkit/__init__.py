@@ -1,4 +1,4 @@
-"""Distributed training from scratch. The listing of this folder is the syllabus: one idea, one file.
+"""Distributed training from scratch. This folder's listing is the syllabus: one idea, one file.
 
 What is indented is in parts/: what the file above it stands on, and others may share.
 

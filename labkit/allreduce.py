@@ -1,32 +1,32 @@
-"""All-reduce: every rank ends with the sum over all ranks, here built from messages between two ranks.
+"""All-reduce: every rank ends with the sum over all ranks; here built from messages between two.
 
     ring (n = 4; each tensor cut into n chunks a b c d; ' = partly summed, A B C D = summed)
+    rank 0 -> 1 -> 2 -> 3 -> 0     every rank sends to its right, receives from its left, at once
 
-        rank 0 -> 1 -> 2 -> 3 -> 0     every rank sends to its right, receives from its left, all at once
+    reduce-scatter: n-1 steps, what arrives is added          all-gather: n-1 steps, it is kept
+    0  a b c d    a  b  c' d     a  b' c' d     A  b' c' d     A  b' c' D     A  b' C  D     A B C D
+    1  a b c d  > a  b  c  d'  > a  b  c' d'  > a  B  c' d'  > A  B  c' d'  > A  B  c' D   > A B C D
+    2  a b c d    a' b  c  d     a' b  c  d'    a' b  C  d'    a' B  C  d'    A  B  C  d'    A B C D
+    3  a b c d    a  b' c  d     a' b' c  d     a' b' c  D     a' b' C  D     a' B  C  D     A B C D
 
-        reduce-scatter: n-1 steps, what arrives is added          all-gather: n-1 steps, what arrives is kept
-        0  a b c d    a  b  c' d     a  b' c' d     A  b' c' d     A  b' c' D     A  b' C  D     A B C D
-        1  a b c d  > a  b  c  d'  > a  b  c' d'  > a  B  c' d'  > A  B  c' d'  > A  B  c' D   > A B C D
-        2  a b c d    a' b  c  d     a' b  c  d'    a' b  C  d'    a' B  C  d'    A  B  C  d'    A B C D
-        3  a b c d    a  b' c  d     a' b' c  d     a' b' c  D     a' b' C  D     a' B  C  D     A B C D
-
-    tree (n = 7)                halving-doubling (n = 4)
-             0                    halve:   0 <-> 2, 1 <-> 3   send one half of the tensor, add the other
-          1     2                          0 <-> 1, 2 <-> 3   send one half of that half, add the other
-         3 4   5 6                double:  the same pairs backwards, giving back what each has summed
+    tree (n = 7)        halving-doubling (n = 4)
+         0                halve:   0 <-> 2, 1 <-> 3   send one half of the tensor, add the other
+      1     2                      0 <-> 1, 2 <-> 3   send one half of that half, add the other
+     3 4   5 6            double:  the same pairs backwards, giving back what each has summed
     sums go up, the total down
 
 Time for P bytes, with alpha seconds per message and beta seconds per byte, and what one rank sends:
 
-    ring               2 (n-1) alpha + 2 (n-1)/n P beta          2 (n-1)/n P, the least possible
-    halving-doubling   2 log2(n) alpha + 2 (n-1)/n P beta        the same; n no power of two: at most P more
-    tree               about 2 log2(n) alpha + 4 P beta          P (a leaf), 2 P (the root), 3 P (in between)
-    naive              2 (n-1) alpha + 2 (n-1) P beta            (n-1) P (rank 0), P (the others)
+    ring              2 (n-1) alpha + 2 (n-1)/n P beta     2 (n-1)/n P, the least possible
+    halving-doubling  2 log2(n) alpha + 2 (n-1)/n P beta   the same; n no power of two: up to P more
+    tree              about 2 log2(n) alpha + 4 P beta     P (leaf), 2 P (root), 3 P (in between)
+    naive             2 (n-1) alpha + 2 (n-1) P beta       (n-1) P (rank 0), P (the others)
 
 So: many ranks and few bytes want few steps, many bytes want the least sent.
-Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, JPDC 2009 (the ring).
-Thakur, Rabenseifner and Gropp, Optimization of Collective Communication Operations in MPICH, IJHPCA 2005, on Reduce and
-Allreduce (halving-doubling, the fold of the ranks beyond a power of two, and when to use which).
+Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, JPDC 2009
+(the ring). Thakur, Rabenseifner and Gropp, Optimization of Collective Communication Operations in
+MPICH, IJHPCA 2005, on Reduce and Allreduce (halving-doubling, the fold of the ranks beyond a power
+of two, and when to use which).
 """
 
 from contextlib import contextmanager
@@ -36,16 +36,18 @@ import torch.distributed as dist
 
 from labkit import comm
 
-# Chunks travel in segments: large enough that the cost per message does not show, small enough that the places for
-# those that arrive before they are added take little memory, and that they are still in the cache when they are.
+# Chunks travel in segments: large enough that the cost per message does not show, small enough that
+# the places for those that arrive before they are added take little memory, and that they are still
+# in the cache when they are.
 SEGMENT_BYTES = 4 << 20
 PLACES = 3
 
 
 def naive(tensor, group=None):
-    """Sum tensor over the group, in place: everybody sends everything to rank 0, which adds and answers. Any size.
+    """Sum tensor over the group, in place: all send all to rank 0, which adds and answers. Any
+    size.
 
-    What the others are measured by: rank 0 receives (n-1) P and sends (n-1) P, one message after the other.
+    What the others are measured by: rank 0 receives (n-1) P and sends (n-1) P, one by one.
     """
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     with _flat(tensor) as flat:
@@ -62,9 +64,9 @@ def naive(tensor, group=None):
 
 
 def ring(tensor, group=None):
-    """Sum tensor over the group, in place: ring_reduce_scatter, then ring_all_gather. Any shape, dtype, world size.
+    """Sum tensor over the group, in place: ring_reduce_scatter, then ring_all_gather.
 
-    Every chunk is summed once and then copied, so all ranks end bitwise equal.
+    Any shape, dtype, world size. Every chunk is summed once, then copied: ranks end bitwise equal.
     """
     with _flat(tensor) as flat:
         ring_reduce_scatter(flat, group)
@@ -72,32 +74,36 @@ def ring(tensor, group=None):
 
 
 def ring_reduce_scatter(flat, group=None):
-    """First half of the ring: chunk r of flat.tensor_split(n) becomes the sum, on rank r. The other chunks are spoilt.
+    """First half of the ring: chunk r of flat.tensor_split(n) becomes the sum, on rank r.
 
-    flat: contiguous, 1-dimensional. Returns this rank's chunk, a view of flat.
+    flat: contiguous, 1-dimensional; its other chunks are spoilt. Returns this rank's, a view.
     """
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     left, right = (rank - 1) % n, (rank + 1) % n
     chunks = _cut(flat, n)
     for step in range(1, n):
-        _exchange(chunks[(rank - step) % n], right, chunks[(rank - step - 1) % n], left, group, add=True)
+        _exchange(
+            chunks[(rank - step) % n], right, chunks[(rank - step - 1) % n], left, group, add=True
+        )
     return flat.tensor_split(n)[rank]
 
 
 def ring_all_gather(flat, group=None):
-    """Second half of the ring: chunk r of flat.tensor_split(n) is taken from rank r, for every r. In place."""
+    """Second half of the ring: chunk r of flat.tensor_split(n) is taken from rank r. In place."""
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     left, right = (rank - 1) % n, (rank + 1) % n
     chunks = _cut(flat, n)
     for step in range(n - 1):
-        _exchange(chunks[(rank - step) % n], right, chunks[(rank - step - 1) % n], left, group, add=False)
+        _exchange(
+            chunks[(rank - step) % n], right, chunks[(rank - step - 1) % n], left, group, add=False
+        )
 
 
 def halving_doubling(tensor, group=None):
-    """Sum tensor over the group, in place: recursive halving, then recursive doubling. Any shape, dtype, world size.
+    """Sum tensor over the group, in place: recursive halving, then recursive doubling.
 
-    With p the largest power of two up to n, the n-p ranks beyond are folded in: each hands its tensor to one of the
-    first p, and is handed the sum at the end.
+    Any shape, dtype, world size. With p the largest power of two up to n, the n-p ranks beyond are
+    folded in: each hands its tensor to one of the first p, and is handed the sum at the end.
     """
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     p = 1 << (n.bit_length() - 1)
@@ -115,7 +121,7 @@ def halving_doubling(tensor, group=None):
 
 
 def _halve_and_double(span, rank, distance, group):
-    """Sum span over the 2 * distance ranks that differ from this one only in the bits up to distance."""
+    """Sum span over the 2 * distance ranks that differ from this one in bits up to distance."""
     if distance == 0:
         return
     partner = rank ^ distance
@@ -127,9 +133,10 @@ def _halve_and_double(span, rank, distance, group):
 
 
 def tree(tensor, group=None):
-    """Sum tensor over the group, in place: sums go up a binary tree, the total comes down. Any shape, dtype, size.
+    """Sum tensor over the group, in place: sums go up a binary tree, the total comes down.
 
-    Rank r has the parent (r-1)//2 and the children 2r+1 and 2r+2. Segments follow each other, so that all levels work.
+    Any shape, dtype, world size. Rank r has the parent (r-1)//2 and the children 2r+1 and 2r+2.
+    Segments follow each other, so that all levels work.
     """
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     parent = (rank - 1) // 2
@@ -156,7 +163,7 @@ ALGORITHMS = {"ring": ring, "tree": tree, "halving_doubling": halving_doubling}
 
 @contextmanager
 def _flat(tensor):
-    """The elements of tensor in one contiguous line: a view where it can be, else a copy that is written back."""
+    """The elements of tensor in one contiguous line: a view, else a copy that is written back."""
     flat = tensor.detach().contiguous().view(-1)
     yield flat
     if flat.data_ptr() != tensor.data_ptr():
@@ -164,7 +171,7 @@ def _flat(tensor):
 
 
 def _cut(flat, parts):
-    """flat in chunks, as many as parts, and each chunk in segments: equally many in all, the longest first."""
+    """flat in as many chunks as parts, and each in equally many segments, the longest first."""
     chunks = flat.tensor_split(parts)
     segments = 1 if _cuts_by_itself(flat) else max(1, -(-chunks[0].nbytes // SEGMENT_BYTES))
     return [chunk.tensor_split(segments) for chunk in chunks]
@@ -176,9 +183,9 @@ def _cuts_by_itself(tensor):
 
 
 def _exchange(outgoing, dst, incoming, src, group, add):
-    """Send the segments outgoing to dst; meanwhile fill (add: increase) the segments incoming by what src sends.
+    """Send the segments outgoing to dst; fill (add: increase) those incoming by what src sends.
 
-    arriving   | 0 | 1 | 2 | 3 | 4 |          received into PLACES in turn, while the one before is added
+    arriving   | 0 | 1 | 2 | 3 | 4 |          into PLACES in turn, while the one before is added
     added          | 0 | 1 | 2 | 3 | 4 |
     """
     landing = incoming
@@ -186,13 +193,14 @@ def _exchange(outgoing, dst, incoming, src, group, add):
         places = [torch.empty_like(incoming[0]) for _ in range(min(PLACES, len(incoming)))]
         landing = [places[i % len(places)][: segment.numel()] for i, segment in enumerate(incoming)]
     if _cuts_by_itself(incoming[0]):
-        # To NCCL a send and a receive must be given as one, or two ranks that both send first wait forever.
+        # To NCCL they must be given as one, or two ranks that both send first wait forever.
         comm.exchange(outgoing[0], dst, landing[0], src, group)
         if add:
             incoming[0].add_(landing[0])
         return
-    # All sends are queued first: each leaves when the other side has a place for it. With the receives first, gloo
-    # would write from this thread, and its own would meanwhile spin on the lock of the connection.
+    # All sends are queued first: each leaves when the other side has a place for it. With the
+    # receives first, gloo would write from this thread, and its own would meanwhile spin on the
+    # lock of the connection.
     sends = [comm.send(segment, dst, group, async_op=True) for segment in outgoing]
     receives = [comm.recv(place, src, group, async_op=True) for place in landing[:PLACES]]
     for i, segment in enumerate(incoming):
@@ -221,33 +229,43 @@ def _receive(flat, src, group, add):
 
 
 class PipelinedRing:
-    """Sums tensors over the group, in place, when it is called: the ring, its two halves made one stream. For gloo.
+    """Sums tensors over the group in place, when called: the ring's halves as one stream. For gloo.
 
-        hop 0   arriving, added      | 0 | 1 | 2 | 3 |                with two ranks hop 0 adds what arrives and
-        hop 1   sent on, arriving        | 0 | 1 | 2 | 3 |            hop 1 keeps it; with n there are 2 (n-1) hops
+        hop 0   arriving, added      | 0 | 1 | 2 | 3 |          two ranks: hop 0 adds what arrives,
+        hop 1   sent on, arriving        | 0 | 1 | 2 | 3 |      hop 1 keeps it; n: 2 (n-1) hops
 
-    A segment is sent on as soon as it is added. What makes this sooner than `ring`, which sends the same bytes:
-    - Arriving segments have their memory before anybody sends them, and keep it from call to call: fresh memory costs
-      a page fault every 4 KiB.
-    - Even ranks send over one connection, odd ranks over another. Over a connection that also receives, gloo's thread
-      spins until the thread that writes lets go of it; with two ranks ring's only connection is such a one.
+    A segment is sent on as soon as it is added. What makes this sooner than `ring`, which sends the
+    same bytes:
+    - Arriving segments have their memory before anybody sends them, and keep it from call to call:
+      fresh memory costs a page fault every 4 KiB.
+    - Even ranks send over one connection, odd ranks over another. Over a connection that also
+      receives, gloo's thread spins until the thread that writes lets go of it; with two ranks
+      ring's only connection is such a one.
 
-    In the second half a segment arrives where one may lie that is still being sent: it is the answer to that one, and
-    cannot come before the other side has all of it.
+    In the second half a segment arrives where one may lie that is still being sent: it is the
+    answer to that one, and cannot come before the other side has all of it.
 
-    twin: a second group of the same ranks, such as dist.new_group(): groups do not share connections. Any shape, dtype,
-    world size; all ranks end bitwise equal. Held: 2/n of the largest tensor so far, 1/2 of it with two ranks.
-    Raises ValueError for a backend other than gloo, and for a twin that is the group itself or has other ranks.
+    twin: a second group of the same ranks, such as dist.new_group(): groups do not share
+        connections.
+    Any shape, dtype, world size; all ranks end bitwise equal. Held: 2/n of the largest tensor so
+    far, 1/2 of it with two ranks.
+    Raises ValueError for a backend other than gloo, and for a twin that is the group itself or has
+    other ranks.
     """
 
     def __init__(self, twin, group=None):
         if dist.get_backend(group) != "gloo":
-            raise ValueError(f"PipelinedRing is for gloo: {dist.get_backend(group)} pipelines by itself")
+            raise ValueError(
+                f"PipelinedRing is for gloo: {dist.get_backend(group)} pipelines by itself"
+            )
         self.groups = (group or dist.group.WORLD, twin)
-        if twin is self.groups[0] or len(set(map(tuple, map(dist.get_process_group_ranks, self.groups)))) > 1:
+        if (
+            twin is self.groups[0]
+            or len(set(map(tuple, map(dist.get_process_group_ranks, self.groups)))) > 1
+        ):
             raise ValueError("twin must be a second group of the same ranks")
         self.rank, self.n = dist.get_rank(group), dist.get_world_size(group)
-        self._memory = [torch.empty(0, dtype=torch.uint8)] * 2  # of this hop's segments and of the next hop's
+        self._memory = [torch.empty(0, dtype=torch.uint8)] * 2  # for this hop and the next
 
     def __call__(self, tensor):
         if self.n == 1:
@@ -257,7 +275,9 @@ class PipelinedRing:
             chunks = _cut(flat, self.n)
             hops = range(2 * (self.n - 1))
             arrivals = [self._expect(chunks, hop) for hop in hops[:2]]
-            sends = [comm.send(segment, right, over, async_op=True) for segment in chunks[self.rank - 1]]
+            sends = [
+                comm.send(segment, right, over, async_op=True) for segment in chunks[self.rank - 1]
+            ]
             for hop in hops:
                 for work, place, segment in arrivals[hop]:
                     work.wait()
@@ -271,7 +291,7 @@ class PipelinedRing:
                 send.wait()
 
     def _expect(self, chunks, hop):
-        """Receive a chunk's segments, in the first half beside the tensor: [(work, where it arrives, segment)]."""
+        """Receive a chunk's segments, at first beside the tensor: [(work, where to, segment)]."""
         left = (self.rank - 1) % self.n
         segments = chunks[(self.rank - hop - 2) % self.n]
         places = self._places(segments, hop % 2) if hop < self.n - 1 else segments

@@ -1,16 +1,16 @@
-"""Mixed precision: 16 bits where they are enough, fp32 where not, and a loss scale that keeps fp16 gradients from zero.
+"""Mixed precision: 16 bits where enough, fp32 where not; a loss scale keeps fp16 gradients from 0.
 
-    loss x scale --backward--> gradients x scale --unscale_--> gradients --clip--> step, unless one is inf or NaN
-                               fp16 ends at 2^-24:     |  rank 0: inf?  no |
-                               2^16 more room below    |  rank 1: inf? YES | all_reduce MAX: all ranks skip
-    scale   65536  65536  32768  32768 ... 65536       inf: x backoff_factor; growth_interval good ones: x growth_factor
+    loss x scale --backward--> gradients x scale --unscale_--> gradients --clip--> step, unless one
+                               fp16 ends at 2^-24:    | rank 0: inf?  no |            is inf or NaN
+                               2^16 more room below   | rank 1: inf? YES | all_reduce MAX: all skip
+    scale  65536 65536 32768 ... 65536  inf: x backoff_factor; growth_interval good: x growth_factor
 
-autocast (labkit/parts/autocast.py, its table in labkit/parts/precision.py) chooses the precision of each operation;
-MasterWeights (labkit/parts/master_weights.py) is for a model whose parameters themselves have 16 bits.
-
-Sent per rank and unscale_: 4 numbers, to agree. bf16 has fp32's range and needs no scale: GradScaler(enabled=False).
-Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2; hysteresis as in Megatron-LM (Shoeybi et al.,
-2019); agreement over shards: Rajbhandari et al., ZeRO, SC 2020 (each rank sees only its share of the gradients).
+autocast (labkit/parts/autocast.py, its table in parts/precision.py) chooses the precision of each
+operation; MasterWeights (parts/master_weights.py) is for a model with parameters of 16 bits.
+Sent per rank and unscale_: 4 numbers, to agree. bf16 has fp32's range and needs no scale:
+GradScaler(enabled=False). Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2;
+hysteresis as in Megatron-LM (Shoeybi et al., 2019); agreement over shards: Rajbhandari et al.,
+ZeRO, SC 2020 (each rank sees only its share of the gradients).
 """
 
 import math
@@ -31,10 +31,7 @@ NO_GRADIENTS = "nothing to check: no rank has a gradient among the optimizer's p
 
 
 def scaled_steps(losses, optimizer, scale=2.0**16, growth_interval=2000, group=None):
-    """The whole idea of loss scaling: one step for each of losses. Yields the scale after it.
-
-    losses: an iterable that computes the next loss when it is asked for it, a generator say.
-    """
+    """The idea of loss scaling: a step per loss, each computed when asked for; yields the scale."""
     good = 0
     for loss in losses:
         optimizer.zero_grad()
@@ -55,17 +52,18 @@ def scaled_steps(losses, optimizer, scale=2.0**16, growth_interval=2000, group=N
 
 
 class GradScaler(ScalerState):
-    """Dynamic loss scaling with the calls of torch.amp.GradScaler, and one verdict for all ranks of process_group.
+    """Dynamic loss scaling with the calls of torch.amp.GradScaler, one verdict for all ranks.
 
-        scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()      and, to clip before the step,
-        scaler.unscale_(optimizer); clip_grad_norm_(...)                            between backward and step
+        scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()
+        scaler.unscale_(optimizer); clip_grad_norm_(...)    to clip: between backward and step
 
-    device: of the scale, "cuda" or "cpu". hysteresis: an overflow halves the scale only from this many on, counted
-    since the scale last grew. min_scale: backing off ends there. process_group: who agrees; default all ranks, if
-    torch.distributed is initialised. All its ranks must call unscale_ (or step) alike; a rank that trains on its own
-    gives a group of one. A rank may hold no gradients (an empty shard), but not all.
-    Raises RuntimeError for calls in the wrong order, for scales that differ between ranks, and for a scale that has
-    fallen to zero; ValueError for fp16 gradients (use MasterWeights) and for arguments that cannot be.
+    device: of the scale, "cuda" or "cpu". min_scale: backing off ends there.
+    hysteresis: an overflow halves the scale only from this many on, counted since it last grew.
+    process_group: who agrees; default all ranks, if there are. All must call unscale_ (or step)
+        alike; a rank that trains alone gives a group of one. Some ranks may hold no gradients
+        (empty shards).
+    Raises RuntimeError for calls in the wrong order, scales that differ between ranks, and a scale
+    that is 0; ValueError for fp16 gradients (use MasterWeights) and for arguments that cannot be.
     """
 
     def __init__(
@@ -85,11 +83,20 @@ class GradScaler(ScalerState):
         if not enabled:
             return
         if self.device.type == "cuda" and not torch.cuda.is_available():
-            raise RuntimeError('GradScaler: no CUDA device here: pass device="cpu", or enabled=False to train without')
-        if growth_factor <= 1 or not 0 < backoff_factor < 1 or growth_interval < 1 or hysteresis < 1:
+            raise RuntimeError(
+                "GradScaler: no CUDA device here: "
+                'pass device="cpu", or enabled=False to train without'
+            )
+        if (
+            growth_factor <= 1
+            or not 0 < backoff_factor < 1
+            or growth_interval < 1
+            or hysteresis < 1
+        ):
             raise ValueError(
-                "GradScaler: growth_factor above 1, backoff_factor between 0 and 1, growth_interval and hysteresis "
-                f"at least 1, not {growth_factor}, {backoff_factor}, {growth_interval}, {hysteresis}"
+                "GradScaler: growth_factor above 1, backoff_factor between 0 and 1, "
+                "growth_interval and hysteresis at least 1, "
+                f"not {growth_factor}, {backoff_factor}, {growth_interval}, {hysteresis}"
             )
         self._growth_factor, self._backoff_factor, self._growth_interval = (
             growth_factor,
@@ -103,23 +110,25 @@ class GradScaler(ScalerState):
         self._forget()
 
     def _set_scale(self, value):
-        self._scale = torch.tensor(value, dtype=torch.float32).item()  # rounded as the tensors below are
+        self._scale = torch.tensor(value, dtype=torch.float32).item()  # rounded as the tensors are
         self._tensors = {}
 
     def _forget(self):
         self._verdicts, self._stepped = {}, set()  # by id(optimizer), since the last update()
 
     def _on(self, device):
-        """(scale, 1 / scale) as tensors on device. Tensors, because fp16 x fp32 scalar tensor gives fp32."""
+        """(scale, 1 / scale) as tensors on device, because fp16 x fp32 scalar tensor gives fp32."""
         if device not in self._tensors:
             inverse = 1 / self._scale  # in fp64, rounded once
-            self._tensors[device] = tuple(torch.full((), v, device=device) for v in (self._scale, inverse))
+            self._tensors[device] = tuple(
+                torch.full((), v, device=device) for v in (self._scale, inverse)
+            )
         return self._tensors[device]
 
     # ---- one iteration, in this order
 
     def scale(self, outputs):
-        """outputs (a tensor, or an iterable of them) times the scale. A scalar fp16 loss comes back in fp32."""
+        """outputs (a tensor or an iterable of them) times the scale; a scalar fp16 loss in fp32."""
         if not self._enabled:
             return outputs
         if isinstance(outputs, torch.Tensor):
@@ -128,18 +137,23 @@ class GradScaler(ScalerState):
         if isinstance(outputs, Iterable) and not isinstance(outputs, str):
             scaled = map(self.scale, outputs)
             return type(outputs)(scaled) if isinstance(outputs, list | tuple) else scaled
-        raise ValueError(f"scale() takes a tensor or an iterable of tensors, not {type(outputs).__name__}")
+        raise ValueError(
+            f"scale() takes a tensor or an iterable of tensors, not {type(outputs).__name__}"
+        )
 
     def unscale_(self, optimizer):
-        """Divide the optimizer's gradients by the scale, in place, and ask all ranks whether one is inf or NaN.
+        """Divide the optimizer's gradients by the scale, in place; ask all ranks for inf or NaN.
 
-        Once per optimizer and update(), after its gradients are complete. Collective. No device synchronisation.
+        Once per optimizer and update(), when they are complete. Collective. No device sync.
         """
         if not self._enabled:
             return
         self._expect(self._used, "unscale_() before scale(loss): scale the loss first")
         self._expect(id(optimizer) not in self._stepped, "unscale_() after step(): call it before")
-        self._expect(id(optimizer) not in self._verdicts, "unscale_() twice since the last update(): once is enough")
+        self._expect(
+            id(optimizer) not in self._verdicts,
+            "unscale_() twice since the last update(): once is enough",
+        )
         if hasattr(optimizer, "take_gradients"):
             optimizer.take_gradients()
         gradients = gradients_of(optimizer)
@@ -153,11 +167,11 @@ class GradScaler(ScalerState):
         self._verdicts[id(optimizer)] = self._agree(found_inf, bool(gradients))
 
     def _agree(self, found_inf, has_gradients):
-        """What any rank has seen: [found_inf, has_gradients, scale, -scale], the largest of all. Alone: found_inf."""
+        """[found_inf, has_gradients, scale, -scale], the largest of all ranks. Alone: found_inf."""
         if not (dist.is_initialized() and dist.get_world_size(self.process_group) > 1):
             self._expect(has_gradients, NO_GRADIENTS)
             return found_inf
-        seen = torch.full((4,), self._scale, device=self.device)  # filled there: a copy from the host would wait
+        seen = torch.full((4,), self._scale, device=self.device)  # no copy: the host would wait
         seen[0], seen[1], seen[3] = found_inf, float(has_gradients), -self._scale
         comm.all_reduce(seen, dist.ReduceOp.MAX, self.process_group)
         return seen
@@ -170,27 +184,31 @@ class GradScaler(ScalerState):
         return verdict
 
     def _read(self, verdict):
-        """Here the host waits for the device."""
+        """The host waits for the device here."""
         if verdict.dim() == 0:
             return verdict.item() > 0
         found_inf, has_gradients, largest, smallest = verdict.tolist()
         self._expect(has_gradients, NO_GRADIENTS)
         self._expect(
             largest == -smallest,
-            f"the loss scale differs between ranks, from {-smallest:g} to {largest:g}: load the same state on all",
+            f"the loss scale differs between ranks, from {-smallest:g} to {largest:g}: "
+            "load the same state on all",
         )
         return found_inf > 0
 
     def step(self, optimizer, *args, **kwargs):
-        """optimizer.step(*args, **kwargs) if all gradients of all ranks are finite; unscales them if you have not.
+        """optimizer.step(*args, **kwargs) if all gradients of all ranks are finite, else None.
 
-        Returns what optimizer.step returns; None where the step is skipped. No closure.
+        Unscales them if you have not. No closure.
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
         self._expect("closure" not in kwargs, "GradScaler.step takes no closure")
         self._expect(self._used, "step() before scale(loss): scale the loss first")
-        self._expect(id(optimizer) not in self._stepped, "step() twice since the last update(): update() in between")
+        self._expect(
+            id(optimizer) not in self._stepped,
+            "step() twice since the last update(): update() in between",
+        )
         if id(optimizer) not in self._verdicts:
             self.unscale_(optimizer)
         found_inf = self._found_inf(id(optimizer))
@@ -198,14 +216,16 @@ class GradScaler(ScalerState):
         return None if found_inf else optimizer.step(*args, **kwargs)
 
     def update(self, new_scale=None):
-        """Adapt the scale to what was found since the last update(), or set it to new_scale, a float or a tensor."""
+        """Adapt the scale to what was found since the last update(), or set it to new_scale."""
         if not self._enabled:
             return
         self._expect(self._used, "update() before scale(loss): scale the loss first")
         if new_scale is not None:
             self._set_scale(float(new_scale))
         else:
-            self._expect(self._verdicts, "update() before step() or unscale_(): nothing was checked")
+            self._expect(
+                self._verdicts, "update() before step() or unscale_(): nothing was checked"
+            )
             self._adapt(any(self._found_inf(key) for key in self._verdicts))
         self._forget()
 
@@ -215,7 +235,10 @@ class GradScaler(ScalerState):
             self._overflows += 1
             if self._overflows >= self._hysteresis:
                 self._set_scale(max(self._scale * self._backoff_factor, self._min_scale))
-                self._expect(self._scale > 0, "the loss scale has fallen to 0: the gradients overflow at any scale")
+                self._expect(
+                    self._scale > 0,
+                    "the loss scale has fallen to 0: the gradients overflow at any scale",
+                )
             return
         self._good_steps += 1
         if self._good_steps == self._growth_interval:

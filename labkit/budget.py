@@ -1,15 +1,17 @@
-"""The budget of a training step: where every byte will go, before anything is run, and what to do if it does not fit.
+"""The budget of a training step: where every byte will go, and what to do if it does not fit.
 
-    bytes |            ______ <- peak                estimate(model, batch, loss, "zero1", world_size=4)
+    bytes |            ______ <- peak          estimate(model, batch, loss, "zero1", world_size=4)
           |         __|  a   |__
-          |      __|  activations __                 activations: from a rehearsal, operator by operator
-          |   __|____________|_gradients|___         the rest: from what the strategy holds of each parameter
-          |  |  parameters, states      |            the optimizer: its own step, rehearsed on its own shard
+          |      __|  activations __           activations: from a rehearsal, by operator
+          |   __|____________|_gradients|___   the rest: what the strategy holds of each parameter
+          |  |  parameters, states      |      the optimizer: its own step, rehearsed on its shard
           +--+------------+-------------+--+-> time
 
-Held per rank: P + G + S + buffers + activations, each counted as labkit.measure.memory.MemoryTracker counts it.
-Activations grow with the batch and the sequence (its square, where attention keeps its weights); the rest does not.
-Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020, section 3.
+Known before anything is run. Held per rank: P + G + S + buffers + activations, each counted as
+labkit.measure.memory.MemoryTracker counts it. Activations grow with the batch and the sequence (its
+square, where attention keeps its weights); the rest does not.
+Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020,
+section 3.
 """
 
 from dataclasses import dataclass
@@ -33,21 +35,33 @@ __all__ = [
 ]
 
 
-def estimate(module, input, loss=None, strategy="single", world_size=1, optimizer="adamw", precision="fp32", **options):
-    """The Estimate of one training step of `module` on one rank's batch. Nothing is computed, held or changed.
+def estimate(
+    module,
+    input,
+    loss=None,
+    strategy="single",
+    world_size=1,
+    optimizer="adamw",
+    precision="fp32",
+    **options,
+):
+    """The Estimate of one training step of `module` on one rank's batch.
 
-    options: target, unit, recompute, device as in rehearse_step; rank, bucket_cap_mb, prefetch as in account.
+    Nothing is computed, held or changed. options: target, unit, recompute, device as in
+    rehearse_step; rank, bucket_cap_mb, prefetch as in account.
     """
-    accounted = {name: options.pop(name) for name in ("rank", "bucket_cap_mb", "prefetch") if name in options}
+    accounted = {
+        name: options.pop(name) for name in ("rank", "bucket_cap_mb", "prefetch") if name in options
+    }
     rehearsal = rehearse_step(module, input, loss, precision=precision, **options)
     return account(rehearsal, strategy, world_size, optimizer, **accounted)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A strategy that fits, as parallelize takes it, with FSDP's offload and whether units are recomputed.
+    """A strategy that fits, as parallelize takes it, with FSDP's offload and units' recomputation.
 
-    reasons: one sentence for each strategy that was looked at, the chosen one last; str() gives them all.
+    reasons: one sentence for each strategy looked at, the chosen one last; str() gives them all.
     """
 
     strategy: str
@@ -60,11 +74,18 @@ class Choice:
         return "\n".join(self.reasons)
 
 
-# From cheap to dear: (strategy, units recomputed). ZeRO sends what DDP sends; FSDP half as much again; offload moves
-# shards and states between host and device in every step; recomputation runs every forward twice.
+# From cheap to dear: (strategy, units recomputed). ZeRO sends what DDP sends; FSDP half as much
+# again; offload moves shards and states between host and device in every step; recomputation runs
+# every forward twice.
 ALONE = (("single", False), ("fsdp_offload", False), ("single", True), ("fsdp_offload", True))
 LADDER = (
-    *(("ddp_bucketed", False), ("zero1", False), ("zero2", False), ("fsdp", False), ("fsdp_offload", False)),
+    *(
+        ("ddp_bucketed", False),
+        ("zero1", False),
+        ("zero2", False),
+        ("fsdp", False),
+        ("fsdp_offload", False),
+    ),
     *(("fsdp", True), ("fsdp_offload", True)),
 )
 WORDS = {
@@ -82,26 +103,44 @@ class Search:
 
     def __init__(self, module, input, loss, target, world_size, optimizer, recompute, options):
         self.module, self.loss, self.recompute, self.options = module, loss, recompute, options
-        self.input, self.target, self.world_size, self.optimizer = input, target, world_size, optimizer
+        self.input, self.target, self.world_size, self.optimizer = (
+            input,
+            target,
+            world_size,
+            optimizer,
+        )
         self.rehearsals = {}
 
     def rungs(self):
-        """What there is to try. On a CPU a rank's memory is the host's: offload would move nothing."""
+        """What there is to try. On a CPU a rank's memory is the host's: offload moves nothing."""
         ladder = ALONE if self.world_size == 1 else LADDER
         on_cpu = self.rehearsal(False).device.type == "cpu"
-        return [r for r in ladder if (self.recompute or not r[1]) and not (on_cpu and r[0] == "fsdp_offload")]
+        return [
+            r
+            for r in ladder
+            if (self.recompute or not r[1]) and not (on_cpu and r[0] == "fsdp_offload")
+        ]
 
     def rehearsal(self, recomputed, batch=None):
         if (recomputed, batch) not in self.rehearsals:
-            input, target = tree_map_only(torch.Tensor, lambda t: t[:batch], (self.input, self.target))
+            input, target = tree_map_only(
+                torch.Tensor, lambda t: t[:batch], (self.input, self.target)
+            )
             how = self.recompute if recomputed else None
-            made = rehearse_step(self.module, input, self.loss, target, recompute=how, **self.options)
+            made = rehearse_step(
+                self.module, input, self.loss, target, recompute=how, **self.options
+            )
             self.rehearsals[recomputed, batch] = made
         return self.rehearsals[recomputed, batch]
 
     def estimate(self, rung, world_size=None, batch=None):
         strategy, recomputed = rung
-        return account(self.rehearsal(recomputed, batch), strategy, world_size or self.world_size, self.optimizer)
+        return account(
+            self.rehearsal(recomputed, batch),
+            strategy,
+            world_size or self.world_size,
+            self.optimizer,
+        )
 
 
 def choose(
@@ -116,11 +155,12 @@ def choose(
     host_bytes=None,
     **options,
 ):
-    """The first strategy that fits into memory_bytes a rank, from cheap to dear, as a Choice with its reasons.
+    """The first strategy that fits into memory_bytes a rank, from cheap to dear: a Choice.
 
-    One rank: one process, with offload, with recomputation. More: DDP, ZeRO-1, ZeRO-2, FSDP, FSDP with offload, FSDP
-    with recomputation, with both. input, target: one rank's batch. recompute: as in rehearse_step; None leaves it out.
-    host_bytes: of host memory for a rank, where offload asks for it. options: precision, unit, device.
+    One rank: one process, with offload, with recomputation. More: DDP, ZeRO-1, ZeRO-2, FSDP, FSDP
+    with offload, FSDP with recomputation, with both.
+    input, target: one rank's batch. recompute: as in rehearse_step; None leaves it out.
+    host_bytes: a rank's host memory, for offload. options: precision, unit, device.
     Raises MemoryError if nothing fits: by how much, and what would make it fit.
     """
     search = Search(module, input, loss, target, world_size, optimizer, recompute, options)
@@ -130,14 +170,18 @@ def choose(
         needs = f"{words_of(rung)} needs {binary(found.peak_total)} at its peak, in {found.moment}"
         if found.peak_total > memory_bytes:
             reasons.append(
-                f"{needs}: {binary(found.peak_total - memory_bytes)} more than the {binary(memory_bytes)} of a rank."
+                f"{needs}: {binary(found.peak_total - memory_bytes)} more "
+                f"than the {binary(memory_bytes)} of a rank."
             )
         elif host_bytes is not None and found.host > host_bytes:
             reasons.append(
-                f"{needs}, but {binary(found.host - host_bytes)} more of the host than the {binary(host_bytes)}."
+                f"{needs}, but {binary(found.host - host_bytes)} more of the host "
+                f"than the {binary(host_bytes)}."
             )
         else:
-            reasons.append(f"{needs}: it fits, and leaves {binary(memory_bytes - found.peak_total)}.")
+            reasons.append(
+                f"{needs}: it fits, and leaves {binary(memory_bytes - found.peak_total)}."
+            )
             strategy = rung[0].removesuffix("_offload")
             return Choice(strategy, strategy != rung[0], rung[1], found, tuple(reasons))
     raise MemoryError(what_would_fit(search, seen, memory_bytes))
@@ -149,21 +193,32 @@ def what_would_fit(search, seen, memory_bytes):
     needed = found.peak_total
     ways = [f"{binary(needed)} a rank"]
     sharded = ("fsdp", rung[1])
-    ranks = first_true(lambda n: search.estimate(sharded, n).peak_total <= memory_bytes, search.world_size + 1, 1024)
+    ranks = first_true(
+        lambda n: search.estimate(sharded, n).peak_total <= memory_bytes,
+        search.world_size + 1,
+        1024,
+    )
     if ranks:
         ways.append(f"{ranks} ranks with {words_of(sharded)}")
     whole = len(search.input if torch.is_tensor(search.input) else search.input[0])
-    if batch := last_true(lambda size: search.estimate(rung, batch=size).peak_total <= memory_bytes, whole - 1):
+    if batch := last_true(
+        lambda size: search.estimate(rung, batch=size).peak_total <= memory_bytes, whole - 1
+    ):
         ways.append(f"a batch of {batch} a rank instead of {whole}")
     return (
-        f"nothing fits into {binary(memory_bytes)} a rank: {words_of(rung)} needs least, {binary(needed)}, "
-        f"{binary(needed - memory_bytes)} too much; it would fit with {', or '.join(ways)}"
+        f"nothing fits into {binary(memory_bytes)} a rank: {words_of(rung)} needs least, "
+        f"{binary(needed)}, {binary(needed - memory_bytes)} too much; "
+        f"it would fit with {', or '.join(ways)}"
     )
 
 
 def words_of(rung):
     strategy, recomputed = rung
-    return WORDS[strategy] + (" and recomputation" if "with" in WORDS[strategy] else " with recomputation") * recomputed
+    return (
+        WORDS[strategy]
+        + (" and recomputation" if "with" in WORDS[strategy] else " with recomputation")
+        * recomputed
+    )
 
 
 def binary(size):

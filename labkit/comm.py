@@ -1,25 +1,29 @@
-"""Collectives with a meter: every message of the lab goes through here, and `record()` keeps the list.
+"""Collectives with a meter: all messages of the lab go through here, and `record()` lists them.
 
         rank 0   all_reduce |=====|            broadcast |==|
         rank 1   all_reduce   |===|            broadcast |==|
-                            ^start ^end     payload_bytes, sent_bytes, waited: one Event per operation and rank
+                            ^start ^end        one Event per operation and rank, which also has
+                                               payload_bytes, sent_bytes, waited
 
-Each function is torch.distributed's of the same name (reduce_scatter and all_gather: the single-tensor forms), but src
-and dst count *within the group*. While no `record()` is open they cost one `if` more than torch's own.
+Each function is torch.distributed's of the same name (reduce_scatter and all_gather: the
+single-tensor forms), but src and dst count *within the group*. While no `record()` is open they
+cost one `if` more than torch's own.
 
-Bytes one rank of n sends, for a payload (the whole tensor, before it is cut or after it is put together) of P bytes:
+Bytes one rank of n sends, for a payload (the tensor before it is cut or after it is put together)
+of P bytes:
 
     all_reduce                    2 (n-1)/n P   derived: what a bandwidth-optimal ring sends
     reduce_scatter, all_gather      (n-1)/n P   derived: one half of that ring
-    broadcast                       (n-1)/n P   derived: n-1 ranks must be given P; this is the mean over the ranks
+    broadcast                       (n-1)/n P   derived: n-1 ranks must get P; mean over the ranks
     all_to_all                      P - own     derived: all that the rank does not keep for itself
     send, exchange                  P           counted: we send that message ourselves
     recv, barrier                   0           counted
 
-"derived" is the formula rounded down to whole bytes, not a measurement: the backend may choose another algorithm. On
-gloo the sum over the ranks is what leaves real nodes, except where a reduce_scatter is of anything other than a sum: it
-sends a whole all_reduce. Notebook 01 and tests/test_nodes.py hold both against the counters of the nodes' interfaces.
-Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, JPDC 2009.
+"derived" is the formula rounded down to whole bytes, not a measurement: the backend may choose
+another algorithm. On gloo the sum over the ranks is what leaves real nodes, except where a
+reduce_scatter is of anything other than a sum: it sends a whole all_reduce. Notebook 01 and
+tests/test_nodes.py hold both against the counters of the nodes' interfaces. Patarasuk and Yuan,
+Bandwidth optimal all-reduce algorithms for clusters of workstations, JPDC 2009.
 """
 
 from contextlib import contextmanager
@@ -32,18 +36,18 @@ from torch.distributed import ReduceOp
 
 from labkit import gloo
 
-# torch 2.13 deprecates the *_tensor names in favour of *_single, which torch 2.11 does not have for both.
+# torch 2.13 deprecates *_tensor for *_single, which torch 2.11 does not have for both.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 _MESSAGES = ("send", "recv", "exchange")
 
-# The open logs. Module-wide and not a ContextVar, because autograd calls hooks, and so us, from its own threads.
+# The open logs. No ContextVar, because autograd calls hooks, and so us, from its own threads.
 _logs = []
 
 
 class HostClock:
-    """Tells moments as they are stamped, in `time.perf_counter()` seconds: one clock for all processes of a machine."""
+    """Stamps moments in `time.perf_counter()` seconds: one clock for all processes of a machine."""
 
     def stamp(self, thing, name):
         setattr(thing, name, perf_counter())
@@ -72,9 +76,10 @@ class Pause:
 class Event:
     """One operation of one rank.
 
-    start, end: from the call until the operation was complete, in seconds of the record's clock; end is None while it
-        is in flight, or if it failed. An async operation without a future (gloo's send, recv, exchange and
-        reduce_scatter) is known to be complete only when `wait()` returns, so its end is that moment.
+    start, end: from the call until the operation was complete, in seconds of the record's clock;
+        end is None while it is in flight, or if it failed. An async operation without a future
+        (gloo's send, recv, exchange and reduce_scatter) is known to be complete only when `wait()`
+        returns, so its end is that moment.
     pauses: the `wait()`s of an async operation; None: the caller waited all along.
     On CUDA all are NaN unless the record has a clock of the device, until that is resolved.
     """
@@ -98,11 +103,12 @@ class Event:
 
 @contextmanager
 def record(log=None, timed=True, clock=None):
-    """`with record() as log:` appends an Event to log for every operation that starts inside, from any thread.
+    """`with record() as log:` appends an Event to log for every operation that starts inside.
 
-    log: a list is made, or give anything with `append`. Records nest; each sees all events.
-    timed=False: only that operations start is of interest; asynchronous ones then have no end, and cost less.
-    clock: a labkit.measure.clock for what runs on CUDA; None: that of the record around this one, or the host's.
+    Of any thread. Records nest; each sees all events.
+    log: a list is made, or give anything with `append`.
+    timed=False: asynchronous operations have no end, and cost less: only that they start counts.
+    clock: a labkit.measure.clock for CUDA; None: that of the record around this one, or the host's.
     """
     log = [] if log is None else log
     entry = (log, timed, clock)
@@ -110,11 +116,12 @@ def record(log=None, timed=True, clock=None):
     try:
         yield log
     finally:
-        _logs[:] = [other for other in _logs if other is not entry]  # by identity: two empty lists are equal
+        # by identity: two empty lists are equal
+        _logs[:] = [other for other in _logs if other is not entry]
 
 
 class MeteredWork:
-    """torch's Work for an async operation, filling in its Event. Returned only while a record is open."""
+    """torch's Work for an async operation, while a record is open; fills in its Event."""
 
     __slots__ = ("clock", "event", "work")
 
@@ -126,7 +133,8 @@ class MeteredWork:
                 future = work.get_future()
             except RuntimeError:  # gloo's reduce_scatter has none
                 return
-            future.add_done_callback(self._complete)  # on CUDA it runs in a stream that follows the operation
+            # on CUDA it runs in a stream that follows the operation
+            future.add_done_callback(self._complete)
 
     def _complete(self, _=None):
         if self.event.end is None:
@@ -154,7 +162,7 @@ class MeteredWork:
 
 
 def _metered(op, group, tensor, sent, async_op, launch):
-    """Run launch(), logged as op. tensor: the payload, or None. sent: function of group size and payload -> bytes."""
+    """Run launch(), logged as op. tensor: the payload or None. sent(group size, payload): bytes."""
     size = dist.get_world_size(group)
     if size < 1:  # not a member of the group: torch warns and does nothing
         return launch()
@@ -187,13 +195,16 @@ def all_reduce(tensor, op=ReduceOp.SUM, group=None, async_op=False):
 
     if not _logs:
         return launch()
-    return _metered("all_reduce", group, tensor, lambda n, P: 2 * (n - 1) * P // n, async_op, launch)
+    return _metered(
+        "all_reduce", group, tensor, lambda n, P: 2 * (n - 1) * P // n, async_op, launch
+    )
 
 
 def reduce_scatter(output, input, op=ReduceOp.SUM, group=None, async_op=False):
-    """output becomes this rank's n-th part of the sum of all inputs. input: n times the elements of output, contiguous.
+    """output becomes this rank's n-th part of the sum of all inputs.
 
-    On gloo a sum is an all_to_all and n-1 additions, in the order of the ranks: gloo's own sends a whole all_reduce.
+    input: n times the elements of output, contiguous. On gloo a sum is an all_to_all and n-1
+    additions, in the order of the ranks: gloo's own sends a whole all_reduce.
     """
 
     def launch():
@@ -208,9 +219,10 @@ def reduce_scatter(output, input, op=ReduceOp.SUM, group=None, async_op=False):
 
 
 def all_gather(output, input, group=None, async_op=False):
-    """output becomes the inputs of all ranks, one after the other. output: n times the elements of input, contiguous.
+    """output becomes the inputs of all ranks, one after the other.
 
-    On gloo it is n broadcasts, under way at once: gloo's own copies everything twice more.
+    output: n times the elements of input, contiguous. On gloo it is n broadcasts, under way at
+    once: gloo's own copies everything twice more.
     """
 
     def launch():
@@ -235,11 +247,15 @@ def broadcast(tensor, src=0, group=None, async_op=False):
     return _metered("broadcast", group, tensor, lambda n, P: (n - 1) * P // n, async_op, launch)
 
 
-def all_to_all(output, input, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False):
-    """Part i of input goes to rank i; part j of output comes from rank j. Split sizes: rows (dim 0); default: equal."""
+def all_to_all(
+    output, input, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False
+):
+    """Part i of input goes to rank i; j of output is from j. Split sizes: rows (dim 0) or equal."""
 
     def launch():
-        return dist.all_to_all_single(output, input, output_split_sizes, input_split_sizes, group, async_op)
+        return dist.all_to_all_single(
+            output, input, output_split_sizes, input_split_sizes, group, async_op
+        )
 
     if not _logs:
         return launch()
@@ -275,15 +291,18 @@ def recv(tensor, src, group=None, async_op=False):
 
 
 def exchange(outgoing, dst, incoming, src, group=None, async_op=False):
-    """Send outgoing to dst while incoming is filled by src (ranks within the group): MPI's sendrecv, safe in a circle.
+    """Send outgoing to dst while src fills incoming (ranks within the group): MPI's sendrecv.
 
-    Both tensors contiguous; a rank that sends must find the other receiving as many elements. payload: outgoing.
+    Safe in a circle. Both tensors contiguous; a rank that sends must find the other receiving as
+    many elements. payload: outgoing.
     """
 
     def launch():
         receive = dist.P2POp(dist.irecv, incoming, group=group, group_peer=src)
-        works = dist.batch_isend_irecv([receive, dist.P2POp(dist.isend, outgoing, group=group, group_peer=dst)])
-        work = works[0] if len(works) == 1 else gloo.All(works)  # NCCL fuses them into one by itself
+        works = dist.batch_isend_irecv(
+            [receive, dist.P2POp(dist.isend, outgoing, group=group, group_peer=dst)]
+        )
+        work = works[0] if len(works) == 1 else gloo.All(works)  # NCCL fuses them into one
         if async_op:
             return work
         work.wait()

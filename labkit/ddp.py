@@ -1,16 +1,19 @@
-"""Data parallelism: every rank holds the whole model, sees its share of the batch, and averages gradients.
+"""Data parallelism: each rank has the whole model and a share of the batch; gradients are averaged.
 
     compute   |--- forward ---|--- backward: l4 | l3 | l2 | l1 ---|        |- step -|
     network                        [ bucket 0: l4 l3 ]  [ bucket 1: l2 l1 ]
-                                   leaves as soon as its last gradient is ready      ^ exposed: what the step waits for
+                                   leaves as soon as its          ^ exposed: what the step waits for
+                                   last gradient is ready
 
-    naive        DDP(module, bucket_cap_mb=0, overlap=False)   one message per parameter, all after backward
-    overlapped   DDP(module, bucket_cap_mb=0)                  one message per parameter, as soon as it is ready
-    bucketed     DDP(module)                                   few large messages, as soon as they are full
+    naive       DDP(module, bucket_cap_mb=0, overlap=False)  a message per parameter, after backward
+    overlapped  DDP(module, bucket_cap_mb=0)                 a message per parameter, once ready
+    bucketed    DDP(module)                                  few large messages, once full
 
-Sent per rank and step: 2 (n-1)/n x gradient bytes. Held per rank: parameters + gradients + optimizer states, whole.
-Time: max(backward, communication) + first and last bucket where they overlap, backward + communication where not.
-Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, VLDB 2020, section 3.2.
+Sent per rank and step: 2 (n-1)/n x gradient bytes.
+Held per rank: parameters + gradients + optimizer states, whole.
+Time: max(backward, communication) + first and last bucket; without overlap the sum of the two.
+Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, VLDB 2020,
+section 3.2.
 """
 
 from contextlib import contextmanager
@@ -31,7 +34,7 @@ from labkit.parts.wrapper import find_tensors
 
 
 def average_gradients(parameters, group=None):
-    """The whole idea, without the speed: call it between backward and step. One all_reduce per parameter."""
+    """The whole idea, without the speed: an all_reduce per parameter between backward and step."""
     for p in parameters:
         if p.grad is not None:
             comm.all_reduce(p.grad, group=group)
@@ -94,18 +97,24 @@ def average_in_buckets(parameters, cap_bytes, group=None):
 
 
 class DDP(Portable):
-    """module, with its gradients averaged over the group when backward() returns. Collective: all ranks construct it.
+    """module, with its gradients averaged over the group when backward() returns.
 
-    bucket_cap_mb: MiB of gradients per message; 0 for one message per parameter. overlap: send during backward.
+    Collective: all ranks construct it.
+    bucket_cap_mb: MiB of gradients per message; 0: one message per parameter.
+    overlap: send during backward.
     broadcast_buffers: before each forward that will be averaged, buffers become those of rank 0.
-    find_unused_parameters: a parameter that the loss does not depend on counts as zero on this rank; if it is unused
-        on all ranks its .grad is left alone. Without it, backward() raises RuntimeError naming the parameters.
-    static_graph: every backward brings the same gradients as the first, on this rank; see labkit.parts.static_graph.
-        Then parameters may be unused, and nobody searches for them; reentrant checkpoints may share parameters.
-    Names in module._ddp_params_and_buffers_to_ignore are left alone. Parameters must not be added, replaced,
-    frozen or unfrozen afterwards. Names in state_dict(), named_parameters() and so on are the module's own.
-    It can be pickled on the default group: as with PyTorch's, without its comm hook; loading it sends nothing.
-    Raises on every rank ValueError if the model differs between ranks, RuntimeError if it has nothing to train.
+    find_unused_parameters: a parameter that the loss does not depend on counts as zero on this
+        rank; if it is unused on all ranks its .grad is left alone. Without it, backward() raises
+        RuntimeError naming the parameters.
+    static_graph: every backward brings the same gradients as the first, on this rank; see
+        labkit.parts.static_graph. Then parameters may be unused, and nobody searches for them;
+        reentrant checkpoints may share parameters.
+    Names in module._ddp_params_and_buffers_to_ignore are left alone. Parameters must not be added,
+    replaced, frozen or unfrozen afterwards. Names in state_dict(), named_parameters() and so on are
+    the module's own. It can be pickled on the default group: as with PyTorch's, without its comm
+    hook; loading it sends nothing.
+    Raises on every rank ValueError if the model differs between ranks, RuntimeError if it has
+    nothing to train.
     """
 
     made_by_watching = ("_replicas", "_reducer", "_graph", "_nodes", "_trainable")
@@ -124,7 +133,9 @@ class DDP(Portable):
         if not dist.is_initialized():
             raise RuntimeError("DDP needs ranks: call torch.distributed.init_process_group first")
         if dist.get_rank(process_group) < 0:
-            raise ValueError("this rank is not in process_group: construct DDP on the group's ranks only")
+            raise ValueError(
+                "this rank is not in process_group: construct DDP on the group's ranks only"
+            )
         if bucket_cap_mb < 0:
             raise ValueError(f"bucket_cap_mb must be at least 0, not {bucket_cap_mb}")
         self.process_group, self.bucket_cap_mb, self.overlap = process_group, bucket_cap_mb, overlap
@@ -133,7 +144,10 @@ class DDP(Portable):
         self.require_backward_grad_sync = True
         self._joining = None  # the Join whose block we are in
         self._buffers_due = True
-        settings = f"{bucket_cap_mb=}, {overlap=}, {broadcast_buffers=}, {find_unused_parameters=}, {static_graph=}"
+        settings = (
+            f"{bucket_cap_mb=}, {overlap=}, {broadcast_buffers=}, "
+            f"{find_unused_parameters=}, {static_graph=}"
+        )
         replicas = Replicas(module, process_group, broadcast_buffers)
         replicas.check(settings)
         replicas.become(0)
@@ -150,7 +164,7 @@ class DDP(Portable):
         # The node of the autograd graph that adds to p.grad; holding it keeps it the same one.
         self._nodes = {p: get_gradient_edge(p).node for _, p in chosen}
         self._expecting = False
-        self._backward = None  # the engine's number for the backward at whose end _finish will be called
+        self._backward = None  # the engine's number for the backward that will call _finish
 
     @property
     def buckets(self):
@@ -158,10 +172,11 @@ class DDP(Portable):
         return self._reducer.buckets
 
     def register_comm_hook(self, state, hook):
-        """Replace the all_reduce of each bucket by hook(state, bucket) -> Future of the averaged flat tensor.
+        """Replace each bucket's all_reduce by hook(state, bucket) -> Future of the averaged tensor.
 
-        Gradients are then not divided: that is the hook's. PyTorch's own hooks (torch.distributed.algorithms.
-        ddp_comm_hooks) run as they are, and ours run on PyTorch's DDP. Raises RuntimeError if there is one already.
+        The tensor is flat. Gradients are then not divided: that is the hook's. PyTorch's own hooks
+        (torch.distributed.algorithms.ddp_comm_hooks) run as they are, and ours run on PyTorch's
+        DDP. Raises RuntimeError if there is one already.
         """
         if not callable(hook):
             raise TypeError(f"hook must be callable, not {type(hook).__name__}")
@@ -173,8 +188,8 @@ class DDP(Portable):
     def no_sync(self):
         """Forwards in this block do not average: backward adds to .grad on this rank alone.
 
-        The forward decides, as in PyTorch: with only the backward in the block, gradients are averaged. The first
-        averaging backward afterwards averages the whole sum.
+        The forward decides, as in PyTorch: with only the backward in the block, gradients are
+        averaged. The first averaging backward afterwards averages the whole sum.
         """
         before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
@@ -182,10 +197,13 @@ class DDP(Portable):
         finally:
             self.require_backward_grad_sync = before
 
-    def join(self, divide_by_initial_world_size=True, enable=True, throw_on_early_termination=False):
-        """`with model.join(): ...` around a loop that is longer on some ranks than on others; see labkit.parts.join.
+    def join(
+        self, divide_by_initial_world_size=True, enable=True, throw_on_early_termination=False
+    ):
+        """`with model.join(): ...` around a loop that is longer on some ranks: labkit.parts.join.
 
-        divide_by_initial_world_size: an absent rank counts as a zero gradient; else divide by the ranks still there.
+        divide_by_initial_world_size: an absent rank counts as a zero gradient; else divide by the
+            ranks still there.
         throw_on_early_termination: end with RuntimeError on all ranks as soon as one has run out.
         """
         return Join(self, divide_by_initial_world_size, enable, throw_on_early_termination)
@@ -193,14 +211,15 @@ class DDP(Portable):
     # ---- one step
 
     def forward(self, *args, **kwargs):
-        """The module's forward. It decides: a backward through this output averages, unless this is in no_sync()."""
+        """The module's forward. Backward through its output averages, unless in no_sync()."""
         averages = self.require_backward_grad_sync and torch.is_grad_enabled()
-        if averages and torch._C._current_graph_task_id() == -1:  # checkpointing may run us again, inside a backward
+        # checkpointing may run us again, inside a backward
+        if averages and torch._C._current_graph_task_id() == -1:
             self._prepare()
         source = self._joining.announce(averages) if self._joining else 0
         if self._buffers_due:
             self._replicas.share_buffers(source)
-        self._buffers_due = averages  # as in PyTorch: shared again only after a forward that averages
+        self._buffers_due = averages  # as in PyTorch: shared again only after such a forward
         output = self.module(*args, **kwargs)
         if averages:
             self._expecting = True
@@ -219,15 +238,16 @@ class DDP(Portable):
         for name, p, trainable in self._trainable:
             if p.requires_grad != trainable and not (trainable and self.find_unused_parameters):
                 raise RuntimeError(
-                    f"{name!r} was {'frozen' if trainable else 'unfrozen'} after DDP was constructed: "
-                    "set requires_grad first, then construct DDP"
+                    f"{name!r} was {'frozen' if trainable else 'unfrozen'} "
+                    "after DDP was constructed: set requires_grad first, then construct DDP"
                 )
 
     def _arm(self, _=None):
         """A backward has begun: have the engine call _finish when it is done.
 
-        Called by the outputs, whose gradients come first: reentrant checkpointing runs further backwards inside this
-        one, and the callback must belong to the outermost. A loss that bypasses the outputs arms at a parameter.
+        Called by the outputs, whose gradients come first: reentrant checkpointing runs further
+        backwards inside this one, and the callback must belong to the outermost. A loss that
+        bypasses the outputs arms at a parameter.
         """
         self._backward = torch._C._current_graph_task_id()
         Variable._execution_engine.queue_callback(self._finish)
@@ -245,11 +265,14 @@ class DDP(Portable):
             self._skip_unused()
 
     def _skip_unused(self):
-        """The engine knows which parameters this backward will reach: do not hold back buckets for the others."""
-        if torch._C._current_graph_task_id() == self._backward:  # else it knows only this checkpointed segment
+        """The engine knows whom this backward will reach: no bucket need wait for the others."""
+        # else it knows only this checkpointed segment
+        if torch._C._current_graph_task_id() == self._backward:
             for bucket in self.buckets:
                 for slot, p in enumerate(bucket.members):
-                    if not bucket.arrived[slot] and not torch._C._will_engine_execute_node(self._nodes[p]):
+                    if not bucket.arrived[slot] and not torch._C._will_engine_execute_node(
+                        self._nodes[p]
+                    ):
                         self._reducer.skip(bucket.index(), slot)
             self._reducer.launch_full()
 
@@ -268,7 +291,7 @@ class DDP(Portable):
 
     @torch.no_grad()
     def _end_backward(self):
-        """Send what has not left, wait for everything. Returns the names of the parameters without a gradient."""
+        """Send the rest, wait for all. Returns the names of the parameters without a gradient."""
         adopt = [[False] * len(bucket.members) for bucket in self.buckets]
         try:
             self._reducer.launch_rest()
@@ -278,7 +301,7 @@ class DDP(Portable):
             self._reducer.settle(adopt)
 
     def _used(self, failed=False):
-        """Whose gradient came on some rank: bool a slot, by bucket. Collective, where one has to ask."""
+        """Whose gradient came on some rank: bool a slot, by bucket. Collective if need be."""
         if self._graph is not None:
             return self._graph.used(failed)
         if self.find_unused_parameters:
@@ -286,7 +309,7 @@ class DDP(Portable):
         return [[True] * len(bucket.members) for bucket in self.buckets]
 
     def _shadow(self, source, averages):
-        """For a rank without data: the collectives of one step of the others. source: the rank with the buffers."""
+        """For a rank without data: the collectives of the others' step. source: has the buffers."""
         if self._buffers_due:
             self._replicas.share_buffers(source)
         self._buffers_due = averages

@@ -1,18 +1,19 @@
-"""Fully sharded data parallelism (ZeRO-3): each rank holds 1/n of everything, and gathers a unit only while it runs.
+"""Fully sharded data parallelism (ZeRO-3): each rank holds 1/n; a unit is whole only as it runs.
 
     forward    network  [gather 0][gather 1][gather 2]
-               compute            [ unit 0 ][ unit 1 ][ unit 2 ]           each freed as soon as it has run
+               compute            [ unit 0 ][ unit 1 ][ unit 2 ]     freed as soon as it has run
     backward   network            [gather 1][gather 0]
-               compute  [ unit 2 ][ unit 1 ][ unit 0 ]                     each gathered again, and freed again
-               network            [reduce 2][reduce 1][reduce 0]           gradients: summed, and only 1/n kept
+               compute  [ unit 2 ][ unit 1 ][ unit 0 ]               gathered again, freed again
+               network            [reduce 2][reduce 1][reduce 0]     gradients: summed, 1/n kept
 
-    shard="full"      as drawn; the root, what is in no unit, is gathered once and kept until backward is over
-    shard="grad_op"   not freed between forward and backward: one gather fewer, the whole model held meanwhile
-    shard="hybrid"    shards within one mesh axis (a machine), replicas along the other: gathers stay in the machine
+    shard="full"      as drawn; the root, what is in no unit, is gathered once, until backward ends
+    shard="grad_op"   not freed before backward: one gather fewer, the whole model held meanwhile
+    shard="hybrid"    shards within one mesh axis (a machine: gathers stay in it), replicas across
 
 Sent per rank and step: 3 (n-1)/n x parameter bytes: half as much again as DDP ("grad_op": as DDP).
-Held per rank: (parameters + gradients + optimizer states) / n, and whole: the root, the unit at work, `prefetch` more.
-Rajbhandari et al., ZeRO, SC 2020, section 5.3; Zhao et al., PyTorch FSDP, VLDB 2023, section 3.
+Held per rank: (parameters + gradients + optimizer states) / n, and whole: the root, the unit at
+work, `prefetch` more. Rajbhandari et al., ZeRO, SC 2020, section 5.3; Zhao et al., PyTorch FSDP,
+VLDB 2023, section 3.
 """
 
 from contextlib import contextmanager
@@ -79,21 +80,27 @@ def shard_units(units, group=None):
 
 
 class FSDP(ShardedModel):
-    """module, with its parameters, gradients and so optimizer states sharded. Collective: all ranks construct it.
+    """module, with its parameters, gradients and so optimizer states sharded.
 
-    unit: what is gathered together: a module class, a tuple of them, or a function module -> bool (policies are in
-        labkit.parts.units); None: everything at once. root: what is in no unit is one more unit ("shard"), or whole on
-        every rank, with its gradients averaged at the end of backward ("replicate").
-    shard: "full", "grad_op" or "hybrid"; the last with a mesh of two axes: replicas along the first, shards along the
-        second. With another mode a mesh of one axis may stand for process_group.
-    param_dtype: gather, compute and reduce in this dtype; the shards stay as they are, the masters. reduce_dtype: sum
-        gradients in this one. offload: keep shards and their gradients in host memory. prefetch: units gathered ahead.
-    parameters() are this rank's shards, 1-D, some perhaps empty, under the module's own names: construct the optimizer
-    from them, after this. Values are rank 0's; modules on the meta device get theirs unit by unit (reset_parameters).
-    Every rank must call the same units in the same order, and a unit's parameters are there in its own forward only.
-    A parameter that the loss does not depend on counts as zero on this rank; where none of its unit has a gradient,
-    .grad stays as it is. Buffers are rank 0's at first, and then each rank's own.
-    Raises ValueError, on every rank, if the model differs between ranks, or where units match nothing or share.
+    Collective: all ranks construct it.
+    unit: what is gathered together: a module class, a tuple of them, or a function module -> bool
+        (policies are in labkit.parts.units); None: everything at once.
+    root: what is in no unit is one more unit ("shard"), or whole on every rank, with its gradients
+        averaged at the end of backward ("replicate").
+    shard: "full", "grad_op" or "hybrid"; the last with a mesh of two axes: replicas along the
+        first, shards along the second. With another mode a mesh of one axis may stand for
+        process_group.
+    param_dtype: gather, compute and reduce in this dtype; the shards stay as they are, the masters.
+    reduce_dtype: sum gradients in this one.
+    offload: keep shards and their gradients in host memory. prefetch: units gathered ahead.
+    parameters() are this rank's shards, 1-D, some perhaps empty, under the module's own names:
+    construct the optimizer from them, after this. Values are rank 0's; modules on the meta device
+    get theirs unit by unit (reset_parameters). Every rank must call the same units in the same
+    order, and a unit's parameters are there in its own forward only.
+    A parameter that the loss does not depend on counts as zero on this rank; where none of its unit
+    has a gradient, .grad stays as it is. Buffers are rank 0's at first, and then each rank's own.
+    Raises ValueError, on every rank, if the model differs between ranks, or where units match
+    nothing or share.
     """
 
     def __init__(
@@ -113,22 +120,32 @@ class FSDP(ShardedModel):
         if not dist.is_initialized():
             raise RuntimeError("FSDP needs ranks: call torch.distributed.init_process_group first")
         if any(hasattr(p, "is_piece") for p in module.parameters()):
-            raise ValueError("this module is sharded already: wrap the whole model once, and name its parts by unit=")
+            raise ValueError(
+                "this module is sharded already: wrap the whole model once, and "
+                "name its parts by unit="
+            )
         if root not in ("shard", "replicate"):
             raise ValueError(f'root is "shard" or "replicate", not {root!r}')
         if type(prefetch) is not int or prefetch < 0:
             raise ValueError(f"prefetch is a number of units, 0 or more, not {prefetch!r}")
-        sharding = Sharding.choose(module, shard, mesh, process_group, param_dtype, reduce_dtype, offload)
+        sharding = Sharding.choose(
+            module, shard, mesh, process_group, param_dtype, reduce_dtype, offload
+        )
         self.sharding, self.process_group, self.prefetch = sharding, sharding.everyone, prefetch
         self.require_backward_grad_sync = True
         self.units = split_units(module, unit, keep=shard == "grad_op")
-        settings = f"{root=}, {shard=}, {param_dtype=}, {reduce_dtype=}, {prefetch=}, {len(self.units)} units"
+        settings = (
+            f"{root=}, {shard=}, {param_dtype=}, {reduce_dtype=}, {prefetch=}, "
+            f"{len(self.units)} units"
+        )
         Replicas(module, sharding.everyone).check(settings, sharding.device)
         for u in self.units:
             materialise(u, sharding.device)
             if root == "shard" or u is not self.units[0]:
                 u.flats = [FlatParam(names, places, sharding) for names, places in u.kinds()]
-            u.module.register_forward_pre_hook(partial(self._before_forward, u), prepend=True, with_kwargs=True)
+            u.module.register_forward_pre_hook(
+                partial(self._before_forward, u), prepend=True, with_kwargs=True
+            )
             u.module.register_forward_hook(partial(self._after_forward, u))
         self.flats = [flat for u in self.units for flat in u.flats]
         self.replicated = list(self.units[0].own_parameters()) if root == "replicate" else []
@@ -145,17 +162,22 @@ class FSDP(ShardedModel):
     def watch_root(self):
         """Average the gradients of the replicated parameters, where these are now."""
         trained = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
-        averaged = [(name, p) for name, p in trained if any(p is other for other in self.replicated)]
-        self._reducer = Reducer(averaged, self, self.process_group, overlap=False) if averaged else None
+        averaged = [
+            (name, p) for name, p in trained if any(p is other for other in self.replicated)
+        ]
+        self._reducer = (
+            Reducer(averaged, self, self.process_group, overlap=False) if averaged else None
+        )
 
     # ---- forward
 
     def forward(self, *args, **kwargs):
-        """The module's forward; gathers and frees as it goes. If it raises, the next one starts afresh."""
+        """The module's forward; gathers and frees. If it raises, the next one starts afresh."""
         try:
             return self.module(*args, **kwargs)
         except BaseException:
-            if not in_backward():  # checkpointing may run us again inside a backward, and stops us by an exception
+            # checkpointing may run us again inside a backward, and stops us by an exception
+            if not in_backward():
                 self.rest()
                 for unit in self.units:
                     unit.calls = 0
@@ -172,14 +194,14 @@ class FSDP(ShardedModel):
         unit.use()
         unit.versions = unit.piece_versions()
         if torch.is_grad_enabled():
-            # A recomputation inside backward belongs to the forward that was counted, if that was run with gradients.
+            # A recomputation in backward belongs to the forward that was counted, if that had grad.
             unit.calls = max(unit.calls, 1) if inside else unit.calls + 1
         return self._watch_inputs(unit, args, kwargs)
 
     def _begin(self):
         if self._armed:  # an exception has left a backward
             self._abandon()
-        self.rest()  # the optimizer may have changed the shards: what is still whole from an earlier forward is stale
+        self.rest()  # the optimizer may have changed the shards: what is still whole is stale
         for flat in self.flats:
             flat.check()
             flat.drop_cleared()
@@ -188,14 +210,14 @@ class FSDP(ShardedModel):
             self._averages = self.require_backward_grad_sync
 
     def _watch_inputs(self, unit, args, kwargs):
-        """Have _after_backward called when backward has come to the inputs: then this unit's part of it is over."""
+        """Have _after_backward called when backward has reached the inputs: the unit is done."""
         watched, param_dtype = [], self.sharding.param_dtype
 
         def watch(t):
             if unit.flats and param_dtype is not None and t.is_floating_point():
                 t = t.to(param_dtype)
             if t.requires_grad:
-                t = t.view_as(t)  # a node of this unit's own: t itself may have other uses, whose gradients come later
+                t = t.view_as(t)  # a node of our own: gradients of t's other uses may come later
                 watched.append(t)
             return t
 
@@ -208,7 +230,9 @@ class FSDP(ShardedModel):
         if self.replicated and unit.flats and self.sharding.param_dtype is not None:
             # What is replicated computes in its own dtype, and so must be given that.
             dtype = self.replicated[0].dtype
-            output = tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, output)
+            output = tree_map_only(
+                torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, output
+            )
         if torch.is_grad_enabled():
             tensors = list(find_tensors(output))
             for t in tensors:
@@ -216,8 +240,9 @@ class FSDP(ShardedModel):
                     t.register_hook(partial(self._before_backward, unit))
             if unit.flats and not tensors and not isinstance(output, str | int | float | None):
                 raise TypeError(
-                    f"{unit} returns {type(output).__name__}, in which FSDP finds no tensor to hear of backward from: "
-                    "return tensors, in dicts, lists, tuples or dataclasses if need be"
+                    f"{unit} returns {type(output).__name__}, in which FSDP finds no tensor to "
+                    "hear of backward from: return tensors, in dicts, lists, tuples or "
+                    "dataclasses if need be"
                 )
         if in_backward():  # a recomputation: backward is about to use what has been gathered
             return output
@@ -236,7 +261,8 @@ class FSDP(ShardedModel):
         self._arm()
         if unit.versions != unit.piece_versions():
             raise RuntimeError(
-                f"the parameters of {unit} were changed between forward and backward: call backward() before step()"
+                f"the parameters of {unit} were changed between forward and backward: "
+                "call backward() before step()"
             )
         unit.gather()
         for preceding in self._calls.before(unit):
@@ -245,7 +271,7 @@ class FSDP(ShardedModel):
         unit.use()
 
     def _arm(self):
-        """Have the engine call _end_backward when it is done. The outermost backward is the first to come here."""
+        """Have the engine call _end_backward when the outermost backward, first here, is done."""
         if not self._armed:
             self._armed = True
             Variable._execution_engine.queue_callback(self._end_backward)
@@ -253,14 +279,16 @@ class FSDP(ShardedModel):
     def _after_backward(self, unit):
         unit.calls = max(0, unit.calls - 1)
         if unit.calls == 0:
-            if not torch.is_grad_enabled():  # with create_graph=True, the new graph needs the parameters in its turn
+            # with create_graph=True, the new graph needs the parameters in its turn
+            if not torch.is_grad_enabled():
                 unit.free()
             if self._averages:
                 self._reduce(unit)
 
     @torch.no_grad()
     def _reduce(self, unit):
-        if self._reducing is not None:  # one at a time: the last unit's gradients go out while this one computes
+        # one at a time: the last unit's gradients go out while this one computes
+        if self._reducing is not None:
             self._reducing.settle()
         self._reducing = unit
         unit.launch_reduce()
@@ -274,8 +302,8 @@ class FSDP(ShardedModel):
             self._reducer.keep(index, slot)
 
     def _end_backward(self):
-        # Those at whose inputs nothing has come by, the root as a rule; in the order in which other ranks, where inputs
-        # may differ in that, have reduced them.
+        # Those at whose inputs nothing has come by, the root as a rule; in the order in which other
+        # ranks, where inputs may differ in that, have reduced them.
         for unit in reversed(dict.fromkeys([*self._calls.called, *self.units])):
             unit.calls = 0
             self._after_backward(unit)
@@ -288,7 +316,7 @@ class FSDP(ShardedModel):
         for flat in self.flats:
             flat.settle()
         if self._reducer is not None and self._reducer.started:
-            # Not earlier: collectives match by order, and where these gradients arrive may differ between the ranks.
+            # Not earlier: collectives match by order, and ranks may differ in when these arrive.
             self._reducer.launch_rest()
             self._reducer.wait()
             self._reducer.settle([[True] * len(bucket.members) for bucket in self._reducer.buckets])
@@ -297,9 +325,9 @@ class FSDP(ShardedModel):
 
     @contextmanager
     def no_sync(self):
-        """Forwards in this block do not average: backward adds to whole gradients, kept on this rank.
+        """Forwards in this block do not average: backward adds to this rank's whole gradients.
 
-        Costs memory, saves the reductions: the first averaging backward afterwards sends the whole sum.
+        Costs memory, saves the reductions: the next averaging backward sends the whole sum.
         """
         before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:

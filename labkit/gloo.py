@@ -1,9 +1,10 @@
-"""What gloo, the backend without GPUs, is made to do in another way: fewer bytes, or fewer copies, for the same result.
+"""What gloo, the backend without GPUs, does in another way: fewer bytes or copies, same result.
 
-    reduce_scatter   all_to_all, then n-1 additions in the order of the ranks    gloo's own sends a whole all_reduce
-    all_gather       n broadcasts at once, in place                              gloo's own copies all parts twice more
+    reduce_scatter   all_to_all, then n-1 additions       gloo's own sends a whole all_reduce
+                     in the order of the ranks
+    all_gather       n broadcasts at once, in place       gloo's own copies all parts twice more
 
-Sent per rank: (n-1)/n x the payload, for both; comm.py logs each as the one operation that it stands for.
+Sent per rank: (n-1)/n x the payload, for both; comm.py logs each as the operation it stands for.
 """
 
 from threading import local
@@ -15,7 +16,7 @@ _thread = local()
 
 
 def continues():
-    """Whether what torch.distributed is asked for now belongs to the message before: for those who count from below."""
+    """Whether this operation belongs to the message before: for those who count from below."""
     return getattr(_thread, "continues", False)
 
 
@@ -29,7 +30,7 @@ class Sum:
         done = self.work.wait(*timeout)
         if self.parts is not None:
             torch.sum(self.parts, 0, out=self.output)
-            self.parts.untyped_storage().resize_(0)  # now, and not whenever gloo's thread lets go of it
+            self.parts.untyped_storage().resize_(0)  # now, not when gloo's thread lets go of it
             self.parts = None
         return done
 
@@ -65,7 +66,7 @@ class All:
 
 
 def all_gather(output, input, group=None):
-    """As comm.all_gather with async_op: returns the Work. input may be this rank's part of output."""
+    """As comm.all_gather with async_op: returns the Work. input may be this rank's own part."""
     parts = output.view(dist.get_world_size(group), input.numel())
     mine = parts[dist.get_rank(group)]
     if mine.data_ptr() != input.data_ptr():

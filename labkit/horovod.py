@@ -1,14 +1,15 @@
 """Horovod's face: the optimizer averages gradients, and the model stays as it is.
 
-    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr), model.named_parameters())
+    optimizer = DistributedOptimizer(SGD(model.parameters(), lr), model.named_parameters())
     broadcast_parameters(model.state_dict()); broadcast_optimizer_state(optimizer)
 
     compute   |-- forward --|-- backward: l3 | l2 | l1 --|  synchronize()  |- step -|
-    network                       [ l3 l2 ]  [ l1 ]            ^ in step(), or called before it to clip gradients
+    network                       [ l3 l2 ]  [ l1 ]         ^ in step(), or before it, to clip
 
-The same buckets as DDP's; only the end differs: gradients are averages after synchronize(), not after backward().
+The same buckets as DDP's, but gradients are averages after synchronize(), not after backward().
 Sent per rank and step: 2 (n-1)/n x gradient bytes, half of that with Compression.fp16.
-Sergeev and Del Balso, Horovod: fast and easy distributed deep learning in TensorFlow, 2018, section 4.
+Sergeev and Del Balso, Horovod: fast and easy distributed deep learning in TensorFlow, 2018,
+section 4.
 """
 
 import json
@@ -25,7 +26,7 @@ from labkit.parts.replicas import broadcast_tensors
 
 
 class Compression:
-    """How gradients travel. Your own: any class with compress(tensor) -> (tensor, context) and decompress(...) back."""
+    """How gradients travel; or any class with compress(tensor) -> (tensor, context), decompress."""
 
     class none:
         """As they are."""
@@ -35,7 +36,11 @@ class Compression:
 
         @staticmethod
         def compress(tensor):
-            return (tensor.half(), tensor.dtype) if tensor.is_floating_point() else (tensor, tensor.dtype)
+            return (
+                (tensor.half(), tensor.dtype)
+                if tensor.is_floating_point()
+                else (tensor, tensor.dtype)
+            )
 
         @staticmethod
         def decompress(tensor, context):
@@ -58,10 +63,10 @@ def DistributedOptimizer(
     process_group=None,
     bucket_cap_mb=25,
 ):
-    """optimizer, sharing its state and still an instance of its class, with gradients averaged before each step.
+    """optimizer, with the same state and still of its class, averaging gradients before each step.
 
-    backward_passes_per_step: backwards that are added up, not averaged, before gradients are sent once.
-    Raises ValueError where named_parameters does not name every trainable parameter of the optimizer exactly once.
+    backward_passes_per_step: backwards that are added up, not averaged, before one sending.
+    ValueError: named_parameters must name every trainable parameter of the optimizer exactly once.
     """
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     if named_parameters is None:
@@ -73,11 +78,16 @@ def DistributedOptimizer(
     if {id(p) for p in trained} - {id(p) for _, p in named}:
         raise ValueError("named_parameters leaves out parameters that the optimizer trains")
     if backward_passes_per_step < 1:
-        raise ValueError(f"backward_passes_per_step must be at least 1, not {backward_passes_per_step}")
+        raise ValueError(
+            f"backward_passes_per_step must be at least 1, not {backward_passes_per_step}"
+        )
     mine = {id(p) for p in trained}
-    named = list({id(p): (name, p) for name, p in named if id(p) in mine}.values())  # tied parameters once
+    # tied parameters once
+    named = list({id(p): (name, p) for name, p in named if id(p) in mine}.values())
     kind = type(optimizer)
-    face = object.__new__(type(kind.__name__, (_Distributed, kind), {"__module__": kind.__module__}))
+    face = object.__new__(
+        type(kind.__name__, (_Distributed, kind), {"__module__": kind.__module__})
+    )
     face.__dict__ = optimizer.__dict__
     face._start(named, compression, backward_passes_per_step, process_group, bucket_cap_mb)
     return face
@@ -100,8 +110,8 @@ class _Distributed(NotPickled):
         self._synchronized = False
         if passes > self.backward_passes_per_step:
             raise RuntimeError(
-                f"{self._reducer.buckets[index].names[slot]!r} got gradient number {passes} before step(), but "
-                f"backward_passes_per_step is {self.backward_passes_per_step}"
+                f"{self._reducer.buckets[index].names[slot]!r} got gradient number {passes} "
+                f"before step(), but backward_passes_per_step is {self.backward_passes_per_step}"
             )
         if passes < self.backward_passes_per_step:
             self._reducer.keep(index, slot)
@@ -110,7 +120,7 @@ class _Distributed(NotPickled):
 
     @torch.no_grad()
     def synchronize(self):
-        """Wait until every gradient is the average; those that did not come count as zeros. Collective."""
+        """Wait until each gradient is averaged, with zeros where none came. Collective."""
         everything = [[True] * len(bucket.members) for bucket in self._reducer.buckets]
         try:
             self._reducer.launch_rest()
@@ -122,7 +132,7 @@ class _Distributed(NotPickled):
 
     @contextmanager
     def skip_synchronize(self):
-        """`with optimizer.skip_synchronize(): optimizer.step()`, after a synchronize() of your own."""
+        """`with optimizer.skip_synchronize(): optimizer.step()`, after your own synchronize()."""
         self._should_synchronize = False
         try:
             yield
@@ -130,7 +140,7 @@ class _Distributed(NotPickled):
             self._should_synchronize = True
 
     def step(self, closure=None):
-        """Average, then the optimizer's own step. A closure's gradients are averaged each time it has run."""
+        """Average, then the optimizer's own step. With a closure: average each time it has run."""
 
         def averaged():
             loss = closure()
@@ -142,7 +152,10 @@ class _Distributed(NotPickled):
         else:
             if self._should_synchronize:
                 if self._synchronized:
-                    warnings.warn("step() after synchronize() averages again: use skip_synchronize()", stacklevel=2)
+                    warnings.warn(
+                        "step() after synchronize() averages again: use skip_synchronize()",
+                        stacklevel=2,
+                    )
                 self.synchronize()
             result = super().step()
         self._synchronized = False
@@ -151,25 +164,33 @@ class _Distributed(NotPickled):
     def zero_grad(self, *args, **kwargs):
         """As the optimizer's. Raises RuntimeError while gradients are on their way."""
         if self._reducer.started:
-            raise RuntimeError("zero_grad() between backward() and step(): gradients are being averaged; step() first")
+            raise RuntimeError(
+                "zero_grad() between backward() and step(): "
+                "gradients are being averaged; step() first"
+            )
         return super().zero_grad(*args, **kwargs)
 
 
 def broadcast_parameters(parameters, root_rank=0, process_group=None):
-    """Overwrite tensors by those of root_rank. parameters: a state_dict, or (name, tensor) pairs. Collective."""
+    """Overwrite tensors, a state_dict or (name, tensor) pairs, by root_rank's. Collective."""
     pairs = parameters.items() if isinstance(parameters, dict) else parameters
-    broadcast_tensors([t.detach() for _, t in pairs if isinstance(t, torch.Tensor)], root_rank, process_group)
+    broadcast_tensors(
+        [t.detach() for _, t in pairs if isinstance(t, torch.Tensor)], root_rank, process_group
+    )
 
 
 def broadcast_optimizer_state(optimizer, root_rank=0, process_group=None):
-    """Give every rank root_rank's optimizer state, also where there is none yet (root_rank resumed alone). Collective.
+    """Give every rank root_rank's optimizer state, also where there is none yet. Collective.
 
-    What is not a tensor travels as JSON text: numbers, strings, None, lists, tuples, dicts. Raises TypeError else.
+    For when root_rank alone has resumed. What is not a tensor travels as JSON text: numbers,
+    strings, None, lists, tuples, dicts. Raises TypeError else.
     """
     is_root = dist.get_rank(process_group) == root_rank
     device = optimizer.param_groups[0]["params"][0].device
     tensors = []
-    text = torch.frombuffer(bytearray(json.dumps(_encode(optimizer.state_dict(), tensors)).encode()), dtype=torch.uint8)
+    text = torch.frombuffer(
+        bytearray(json.dumps(_encode(optimizer.state_dict(), tensors)).encode()), dtype=torch.uint8
+    )
     size = torch.tensor(len(text), device=device)
     broadcast_tensors([size], root_rank, process_group)
     sent = text.to(device) if is_root else torch.zeros(int(size), dtype=torch.uint8, device=device)
@@ -184,7 +205,7 @@ def broadcast_optimizer_state(optimizer, root_rank=0, process_group=None):
 
 
 def _encode(value, tensors):
-    """value as JSON: every container and tensor becomes {kind: content}. Tensors are appended to the list."""
+    """value as JSON: containers and tensors become {kind: content}, tensors go to the list too."""
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return {"tensor": [str(value.dtype).removeprefix("torch."), list(value.shape)]}

@@ -1,22 +1,22 @@
-"""Local SGD: each rank trains alone for H steps, then weights are averaged; DiLoCo makes of that a step of its own.
+"""Local SGD: ranks train alone for H steps, then average weights; DiLoCo makes that its own step.
 
     rank 0   |step|step|step|step|         |step|step|step|step|         H = 4
     rank 1   |step|step|step|step|         |step|step|step|step|
                                   [average]                     [average]
 
     local SGD    weights = mean of the ranks' weights
-    DiLoCo       movement = weights at the last average - weights now         what H inner steps of AdamW have done
-                 outer optimizer (SGD, Nesterov) steps with the mean movement as its gradient; all go on from there
+    DiLoCo       movement = weights at the last average - weights now     (H inner steps of AdamW)
+                 outer optimizer (SGD, Nesterov): the mean movement is its gradient; all go on there
 
-Sent per rank: 2 (n-1)/n x parameter bytes every H steps: 1/H of what DDP sends. The price: the ranks drift apart in
-between, the more the larger H and the learning rate, and it is no longer the training of one
-process. With H = 1 it is where steps are linear in the gradients: SGD, with any momentum and weight
-decay; not AdamW, which divides by the root of each rank's own squares. Held besides the inner
-optimizer: nothing; with a hook or an outer optimizer the weights of the last average (DiLoCo: and
-their momentum); and, while averaging, the message.
-Stich, Local SGD Converges Fast and Communicates Little, ICLR 2019; Lin et al., Don't Use Large Mini-Batches, Use Local
-SGD, ICLR 2020 (`start`: post-local SGD); Douillard et al., DiLoCo: Distributed Low-Communication Training of Language
-Models, 2023, algorithm 1.
+Sent per rank: 2 (n-1)/n x parameter bytes every H steps: 1/H of what DDP sends. The price: the
+ranks drift apart in between, the more the larger H and the learning rate, and it is no longer the
+training of one process. With H = 1 it is where steps are linear in the gradients: SGD, with any
+momentum and weight decay; not AdamW, which divides by the root of each rank's own squares. Held
+besides the inner optimizer: nothing; with a hook or an outer optimizer the weights of the last
+average (DiLoCo: and their momentum); and, while averaging, the message.
+Stich, Local SGD Converges Fast and Communicates Little, ICLR 2019; Lin et al., Don't Use Large
+Mini-Batches, Use Local SGD, ICLR 2020 (`start`: post-local SGD); Douillard et al., DiLoCo:
+Distributed Low-Communication Training of Language Models, 2023, algorithm 1.
 """
 
 from functools import partial
@@ -56,17 +56,27 @@ def step_by_movement(parameters, anchors, outer, group=None):
 class LocalSGD:
     """The inner optimizer, which after every `every` steps averages its parameters over the group.
 
-    inner: any torch optimizer, over the parameters of a model without DDP; a learning-rate schedule goes to it. Its
-        states stay each rank's own, and so do buffers such as BatchNorm's statistics.
-    start: until that step average after each one. outer: function of tensors -> optimizer, see DiLoCo.
-    hook: a comm hook, for instance a compressor's; then it is movements that travel, which can be compressed.
-    Collective: parameters become rank 0's. Raises ValueError where every < 1, and on every rank where ranks differ.
+    inner: any torch optimizer, over the parameters of a model without DDP; a learning-rate schedule
+        goes to it. Its states stay each rank's own, and so do buffers such as BatchNorm's
+        statistics.
+    start: until that step average after each one. outer: function of tensors -> optimizer (DiLoCo).
+    hook: a comm hook such as a compressor's; then movements travel, which can be compressed.
+    Collective: parameters become rank 0's. Raises ValueError where every < 1, and on every rank
+    where ranks differ.
     """
 
-    def __init__(self, inner, every=8, start=0, outer=None, hook=None, process_group=None, bucket_cap_mb=25):
+    def __init__(
+        self, inner, every=8, start=0, outer=None, hook=None, process_group=None, bucket_cap_mb=25
+    ):
         if type(every) is not int or every < 1:
             raise ValueError(f"every must be a whole number of at least 1 step, not {every}")
-        self.inner, self.every, self.start, self.hook, self.group = inner, every, start, hook, process_group
+        self.inner, self.every, self.start, self.hook, self.group = (
+            inner,
+            every,
+            start,
+            hook,
+            process_group,
+        )
         self.steps = self._since = 0
         everything = [p for group in inner.param_groups for p in group["params"]]
         self.parameters = [p for p in everything if p.requires_grad]
@@ -76,7 +86,9 @@ class LocalSGD:
             self.anchors = {p: p.detach().clone() for p in self.parameters}
             # Moving by the mean movement is a step of plain SGD.
             self.outer = (outer or partial(torch.optim.SGD, lr=1.0))(list(self.anchors.values()))
-        outside = f"{type(self.outer).__name__} {self.outer.defaults}" if self.anchors else "the mean"
+        outside = (
+            f"{type(self.outer).__name__} {self.outer.defaults}" if self.anchors else "the mean"
+        )
         lines = [f"{every=}, {start=}, {bucket_cap_mb=}, {type(inner).__name__}, outside {outside}"]
         lines += [f"{name!r} {list(p.shape)} {p.dtype}" for p, name in self._names.items()]
         check_agreement(lines, process_group, self.parameters[0].device)
@@ -91,7 +103,7 @@ class LocalSGD:
 
     @property
     def state(self):
-        """parameter -> all that is kept for it: the inner optimizer's states, the anchor and the outer optimizer's."""
+        """parameter -> all kept for it: the inner optimizer's states, the anchor, the outer's."""
         kept = {p: dict(state) for p, state in self.inner.state.items()}
         for p, anchor in self.anchors.items():
             kept.setdefault(p, {}).update(anchor=anchor, outer=self.outer.state.get(anchor, {}))
@@ -144,7 +156,7 @@ class LocalSGD:
         return self.__dict__ | {"group": None}
 
     def state_dict(self):
-        """This rank's own: its inner states differ from the others', and between averages so do its parameters.
+        """This rank's own: inner states differ, and between averages so do the parameters.
 
         What a hook holds is not part of it: a compressor has a state_dict of its own.
         """
@@ -165,10 +177,12 @@ class LocalSGD:
 
 
 class DiLoCo(LocalSGD):
-    """LocalSGD whose averages are steps of SGD with Nesterov momentum. inner: AdamW, in the paper, and every=500."""
+    """LocalSGD whose averages are steps of SGD with Nesterov momentum. Paper: AdamW, every=500."""
 
     def __init__(self, inner, every=100, outer_lr=0.7, outer_momentum=0.9, **settings):
-        outer = partial(torch.optim.SGD, lr=outer_lr, momentum=outer_momentum, nesterov=outer_momentum > 0)
+        outer = partial(
+            torch.optim.SGD, lr=outer_lr, momentum=outer_momentum, nesterov=outer_momentum > 0
+        )
         super().__init__(inner, every, outer=outer, **settings)
 
 

@@ -1,16 +1,18 @@
-"""A mesh: the ranks laid out as a grid with named axes, and one process group for every line along every axis.
+"""A mesh: the ranks as a grid with named axes, one process group for every line along every axis.
 
     Mesh({"data": 2, "model": 3})              model 0  model 1  model 2
-                                       data 0     0        1       [2]        rank 2: group("model") holds 0 1 2,
-                                       data 1     3        4        5                 group("data")  holds 2 5
+                                       data 0     0        1       [2]
+                                       data 1     3        4        5
 
-The last axis varies fastest (row-major), so ranks of one machine, numbered one after the other, lie along the last:
-put there what talks most. A rank is a member of one group per axis; n ranks with axes a x b x ... make n/a + n/b + ...
-groups, and a message along one axis never meets those along another.
+    rank 2: group("model") holds 0 1 2, group("data") holds 2 5
 
-Passed explicitly to whatever needs it; there is no current mesh.
-Shoeybi et al., Megatron-LM, 2019; Narayanan et al., Efficient Large-Scale Language Model
-Training on GPU Clusters Using Megatron-LM, SC 2021, section 3.
+The last axis varies fastest (row-major), so ranks of one machine, which are consecutive, lie along
+the last: put there what talks most. A rank is a member of one group per axis; n ranks with axes
+a x b x ... make n/a + n/b + ... groups, and a message along one axis never meets those of another.
+
+Passed explicitly to whatever needs it; there is no current mesh. Shoeybi et al., Megatron-LM, 2019;
+Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM,
+SC 2021, section 3.
 """
 
 from dataclasses import dataclass, field
@@ -24,15 +26,15 @@ import torch.distributed as dist
 
 @dataclass(frozen=True, eq=False)
 class Mesh:
-    """Ranks as a grid. axes: name -> size, in order; the product of the sizes must be the world size.
+    """Ranks as a grid. axes: name -> size, in order; the sizes' product must be the world size.
 
-    Collective: every rank must build the same meshes in the same order, because process groups are made here.
+    Collective: every rank must build the same meshes in the same order, for their process groups.
     Raises ValueError for sizes that are not positive integers or do not multiply to the world size.
     """
 
     axes: dict[str, int]
     _groups: dict = field(init=False, repr=False)  # axis -> my process group
-    _ranks: dict = field(init=False, repr=False)  # axis -> the global ranks in it, in order along the axis
+    _ranks: dict = field(init=False, repr=False)  # axis -> the global ranks in it, in order
 
     def __post_init__(self):
         world_size = dist.get_world_size()
@@ -41,13 +43,16 @@ class Mesh:
             raise ValueError(f"a mesh needs named axes with sizes of 1 or more, not {axes}")
         if prod(axes.values()) != world_size:
             shape = " x ".join(f"{name} {size}" for name, size in axes.items())
-            raise ValueError(f"mesh {shape} needs {prod(axes.values())} ranks, but the world size is {world_size}")
+            raise ValueError(
+                f"mesh {shape} needs {prod(axes.values())} ranks, "
+                f"but the world size is {world_size}"
+            )
         groups, ranks = {}, {}
         grid = torch.arange(world_size).reshape(*axes.values())
         for dim, (name, size) in enumerate(axes.items()):
             lines = grid.movedim(dim, -1).reshape(-1, size).tolist()
             for line in lines:
-                # Every rank takes part in making every group, its own or not; the whole world has one already.
+                # Every rank takes part in making every group; the whole world has one already.
                 group = dist.group.WORLD if size == world_size else dist.new_group(line)
                 if dist.get_rank() in line:
                     groups[name], ranks[name] = group, tuple(line)
@@ -77,7 +82,7 @@ class Mesh:
         return axis
 
     def __str__(self):
-        """The grid, this rank in brackets; with more than two axes, one sheet per position along the first ones."""
+        """The grid, this rank in brackets; a sheet per position along all but the last two axes."""
         *outer, rows, columns = [("", 1)] * (2 - len(self.axes)) + list(self.axes.items())
         grid = torch.arange(prod(self.axes.values())).reshape(-1, rows[1], columns[1]).tolist()
         sheets = product(*([f"{name} {i}" for i in range(size)] for name, size in outer))
@@ -86,7 +91,9 @@ class Mesh:
         lines = []
         for title, sheet in zip(sheets, grid, strict=True):
             lines += [", ".join(title) + ":"] if title else []
-            lines.append(" " * left + "".join(f"{columns[0]} {i}".center(width) for i in range(columns[1])))
+            lines.append(
+                " " * left + "".join(f"{columns[0]} {i}".center(width) for i in range(columns[1]))
+            )
             for i, row in enumerate(sheet):
                 label = f"{rows[0]} {i}" if rows[0] else ""
                 cells = (f"[{rank}]" if rank == dist.get_rank() else str(rank) for rank in row)

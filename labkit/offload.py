@@ -1,14 +1,13 @@
 """Offload: what is not needed now waits in host memory or in a file, and comes back when it is.
 
-    device   parameters  gradients  activations of the layer at work            bytes -> time: each goes over the bus
-    host     optimizer states   activations of the other layers                 once there and once back
+    device   parameters  gradients  activations of the layer at work     bytes -> time: each goes
+    host     optimizer states   activations of the other layers          over the bus and back, once
 
-Optimizer states are needed in step() only, a few parameters' at a time: the device then holds one chunk of them, where
-it held all (8 bytes a parameter for Adam in fp32). Activations are needed in backward, in the reverse order of their
-making: with a layer's compute longer than its copies, the next one is back before it is asked for.
-Offloading activations computes nothing twice, recomputation moves nothing: two prices for the same memory.
-Ren et al., ZeRO-Offload: Democratizing Billion-Scale Model Training, USENIX ATC 2021, section 4; Rajbhandari et al.,
-ZeRO-Infinity, SC 2021, section 5 (activations and disks).
+Optimizer states are needed in step() only: the device then holds a chunk, where it held all (Adam
+in fp32: 8 bytes a parameter). Activations are needed in backward, the last made first: each is back
+in time if a layer computes longer than it copies. Recomputation moves nothing, but computes twice.
+Ren et al., ZeRO-Offload: Democratizing Billion-Scale Model Training, USENIX ATC 2021, section 4;
+Rajbhandari et al., ZeRO-Infinity, SC 2021, section 5 (activations and disks).
 """
 
 import weakref
@@ -51,17 +50,16 @@ def activations_at(home="cpu"):
 
 
 class Offloaded(NotPickled, torch.optim.Optimizer):
-    """optimizer, any of torch.optim that updates each parameter by itself, with its states outside the device.
+    """A torch.optim optimizer that updates each parameter by itself, its states off the device.
 
-    to: "cpu" for host memory (of parameters on the CPU nothing needs to move), or a folder, for one mapped file there.
-    chunk_mb: MiB of states that are on the device at once; those of one parameter at least.
-    Room for all states is made here, once: raises OSError where there is none. States of no dimension (`step`) stay.
-    param_groups, state and state_dict() are the optimizer's own: schedulers, scalers and checkpoints go on as before.
-    Raises ValueError for an optimizer whose states cannot be told in advance; with ZeRO, offload the one inside it:
+    to: "cpu" for host memory (nothing to move for parameters on the CPU), or a folder, for a file.
+    chunk_mb: MiB of states on the device at once, or one parameter's. Room for all is made here:
+    OSError where there is none. States of no dimension (`step`) stay. param_groups, state and
+    state_dict() are the optimizer's own, for schedulers, scalers and checkpoints. ValueError: its
+    states cannot be told in advance. With ZeRO, offload what is inside: ZeRO1(params, InFile) with
         class InFile(Offloaded):
             def __init__(self, params, **defaults):
                 super().__init__(torch.optim.AdamW(params, **defaults), to=folder)
-        ZeRO1(params, InFile, lr=...)
     """
 
     def __init__(self, optimizer, to="cpu", chunk_mb=32):
@@ -107,17 +105,17 @@ class Offloaded(NotPickled, torch.optim.Optimizer):
                     self.state[p][name] = host
 
     def _bring(self, parameters):
-        """Begin to bring the states of these to the device: rows (parameter, name, what is coming)."""
+        """Begin to bring these parameters' states to the device: rows (parameter, name, coming)."""
         return [
             (p, name, self._lanes[p.device].bring(host))
             for p in parameters
-            if p.device.type != "cpu"  # a processor computes on host memory and on mapped files as they are
+            if p.device.type != "cpu"  # which computes on host memory and files as they are
             for name, host in self._places.get(p, {}).items()
             if name in self.state.get(p, {})
         ]
 
     def step(self, closure=None):
-        """One step, chunk by chunk; the states of the next chunk are on their way while this one is computed."""
+        """One step by chunks: while one is computed, the states of the next are on their way."""
         if not self._places:
             return self.optimizer.step(closure)
         loss = None
@@ -178,17 +176,17 @@ class Offloaded(NotPickled, torch.optim.Optimizer):
 
 
 class offload_activations:
-    """`with offload: loss = model(x)`: what is saved for backward waits outside the device, of min_bytes and more.
+    """`with offload: loss = model(x)`: what is saved for backward waits outside the device.
 
-    to: "cpu" for host memory (what is on the CPU stays), or a folder, for mapped files there. Parameters stay.
-    Make one and use it for every step: its room outside is used again, and grows to what one step needs.
+    to: "cpu" for host memory (what is on the CPU stays), or a folder, for mapped files there.
+    Parameters stay, and less than min_bytes. Make one for all steps: its room is used again.
     """
 
     def __init__(self, to="cpu", min_bytes=2**16):
         self.to, self.min_bytes = to, min_bytes
         self._free = defaultdict(list)  # bytes -> regions that nobody uses
         self._lanes = {}
-        self._last = None  # the one that was sent last: in backward its predecessor is wanted after it
+        self._last = None  # the one sent last: in backward its predecessor is wanted after it
         self.nbytes = 0  # of all regions, used and free
 
     def __enter__(self):
@@ -205,9 +203,14 @@ class offload_activations:
         tensor = tensor.detach()  # a node that saved its own output itself would never be freed
         if tensor.nbytes < self.min_bytes or not is_outside(tensor.device, self.to):
             return tensor
-        if isinstance(base, torch.nn.Parameter) or tensor.nbytes > tensor.untyped_storage().nbytes():
+        if (
+            isinstance(base, torch.nn.Parameter)
+            or tensor.nbytes > tensor.untyped_storage().nbytes()
+        ):
             return tensor  # held anyway; or a few numbers repeated, which cost nothing to hold
-        lane = self._lanes.get(tensor.device) or self._lanes.setdefault(tensor.device, Lane(tensor.device))
+        lane = self._lanes.get(tensor.device) or self._lanes.setdefault(
+            tensor.device, Lane(tensor.device)
+        )
         away = Away(tensor, self._region(tensor), lane, self._last)
         weakref.finalize(away, self._free[tensor.nbytes].append, away.region).atexit = False
         self._last = weakref.ref(away)
@@ -226,7 +229,7 @@ class offload_activations:
 
 
 class Away:
-    """One saved tensor outside the device. previous: weak reference to the one that was sent before it, or None."""
+    """One saved tensor outside the device. previous: weak reference to the one sent before."""
 
     def __init__(self, tensor, region, lane, previous):
         self.region, self.lane, self.previous = region, lane, previous
@@ -238,7 +241,7 @@ class Away:
             self.coming = self.lane.bring(self.host)
 
     def bring(self):
-        """The tensor on its device; where copies run beside the arithmetic, the one before it sets out too."""
+        """The tensor on its device; where copies run beside compute, the previous one sets out."""
         self.start()
         coming, self.coming = self.coming, None
         previous = self.previous() if self.previous is not None else None

@@ -1,18 +1,17 @@
-"""Activation checkpointing: a block's forward runs again in backward, instead of keeping what it computed.
+"""Activation checkpointing: a block's forward runs again in backward: what it computed is not kept.
 
-    forward    x0 -> [block 1] -> x1 -> [block 2] -> x2 -> loss           kept: x0 and x1, nothing from inside a block
-    backward                            [block 2 again] its backward      then x1 and block 2's activations go
-                     [block 1 again] its backward                         then x0 and block 1's activations go
+    forward    x0 -> [block 1] -> x1 -> [block 2] -> x2 -> loss      kept: x0, x1, nothing inside
+    backward                            [block 2 again] its backward     x1 and its activations go
+                     [block 1 again] its backward                        x0 and its activations go
 
-Held, for L blocks with inputs of c bytes and activations of a bytes each: L c + a, where it was L a.
-Time: one more forward to a forward and a backward of about two, so at most 4/3; less, as the second run ends with the
-last tensor that is needed. Sent: nothing more. keep="matmul" holds the matrix products too and computes the rest.
-
-How: in forward autograd hands each tensor that it would save to us, and we give it an empty place for it. The first
-place that backward looks into has the function run again, and fills them all. The graph stays the one of an ordinary
-forward: every gradient arrives once, as if nothing had been recomputed, and DDP and FSDP notice nothing.
-Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016, section 4.1; Korthikanti et al., Reducing Activation
-Recomputation in Large Transformer Models, MLSys 2023, section 5 (what to keep).
+Held, for L blocks with inputs of c bytes and activations of a bytes: L c + a, where it was L a.
+Time: one more forward to a forward and a backward of about two, so at most 4/3; less, as the second
+run ends with the last tensor needed. Sent: nothing. keep="matmul" holds the matrix products too.
+How: in forward autograd hands us each tensor that it would save, and gets an empty place for it.
+The first place that backward looks into has the function run again, and fills them all. The graph
+stays an ordinary one: every gradient arrives once, and DDP and FSDP notice nothing.
+Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016, section 4.1; Korthikanti et al.,
+Reducing Activation Recomputation in Large Transformer Models, MLSys 2023, section 5 (what to keep).
 """
 
 import itertools
@@ -30,10 +29,10 @@ from labkit.parts.units import as_policy
 
 
 class Recompute(torch.autograd.Function):
-    """The whole idea, for one tensor in and one out: Recompute.apply(function, x), where x wants a gradient.
+    """The whole idea: Recompute.apply(function, x), one tensor in and one out; x wants a gradient.
 
-    Its backward runs a backward of its own, inside the other: a parameter used in two such calls then gets its gradient
-    in two pieces, and who counts gradients, as DDP does, cannot know which is the last. checkpoint() has one backward.
+    Its backward runs another inside: a parameter used in two such calls gets its gradient in two
+    pieces, and DDP, which counts, cannot know which is the last. checkpoint() has one backward.
     """
 
     @staticmethod
@@ -54,17 +53,19 @@ class Recompute(torch.autograd.Function):
 def checkpoint(function, *args, use_reentrant=False, preserve_rng_state=True, keep=None, **kwargs):
     """function(*args, **kwargs), whose activations are not kept but computed again in backward.
 
-    Protocol of torch.utils.checkpoint.checkpoint with use_reentrant=False; True is a ValueError. Arguments and results
-    may be anything; tensors in nested lists, tuples and dicts count as inputs, and are what is kept.
-    preserve_rng_state=False saves the copy of the random state; dropout then gives wrong gradients.
-    keep: "matmul" holds the results of matrix products, convolutions and attention instead of computing them again; or
-    a function operator -> bool, of torch.ops.aten operators, that says which results to hold.
-
-    function must do the same both times. What it changes elsewhere it changes twice: BatchNorm's running statistics.
-    Backward raises RuntimeError where the second run saves other tensors than the first, or an input has been changed.
+    Protocol of torch.utils.checkpoint.checkpoint with use_reentrant=False; True is a ValueError.
+    Arguments and results may be anything; tensors in nests of them are inputs: these are kept.
+    preserve_rng_state=False: no copy of the random state; dropout then gives wrong gradients.
+    keep: "matmul" holds the results of matrix products, convolutions and attention; or a function
+        operator (of torch.ops.aten) -> bool that says which results to hold.
+    function must do the same both times; what it changes elsewhere (BatchNorm's statistics) it
+    changes twice. RuntimeError in backward: other tensors are saved, or an input was changed.
     """
     if use_reentrant:
-        raise ValueError("labkit's checkpoint has one backward: leave use_reentrant out, or pass use_reentrant=False")
+        raise ValueError(
+            "labkit's checkpoint has one backward: leave use_reentrant out, "
+            "or pass use_reentrant=False"
+        )
     policy = choose_policy(keep)
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
@@ -72,11 +73,11 @@ def checkpoint(function, *args, use_reentrant=False, preserve_rng_state=True, ke
 
 
 def checkpoint_every(module, unit, k=1, **options):
-    """From now on every k-th unit of module is checkpointed: the first, the (k+1)-th ...; returns those units.
+    """Checkpoint every k-th unit of module from now on, the first, the (k+1)-th ...; returns those.
 
-    unit: a class, a tuple of classes, or a function module -> bool. options: those of checkpoint (keep, ...).
-    Call it before the model is wrapped in DDP or FSDP: only a unit's own forward runs again, nothing around it.
-    Raises ValueError where nothing matches, k is no positive number, or a unit is checkpointed already.
+    unit: a class, a tuple of classes, or a function module -> bool. options: checkpoint's.
+    Call it before DDP or FSDP: only a unit's own forward runs again. Raises ValueError where
+    nothing matches, k is no positive number, or a unit is checkpointed already.
     """
     if k < 1:
         raise ValueError(f"every k-th unit is checkpointed: k={k} must be at least 1")
@@ -85,7 +86,9 @@ def checkpoint_every(module, unit, k=1, **options):
     units = [part for part in module.modules() if matches(part)]
     if not units:
         classes = sorted({type(part).__name__ for part in module.modules()})
-        raise ValueError(f"no part of the model matches unit {unit}; it consists of {', '.join(classes)}")
+        raise ValueError(
+            f"no part of the model matches unit {unit}; it consists of {', '.join(classes)}"
+        )
     for part in units[::k]:
         if getattr(part.forward, "func", None) is checkpoint:
             raise ValueError(f"this {type(part).__name__} is checkpointed already")
@@ -94,13 +97,15 @@ def checkpoint_every(module, unit, k=1, **options):
 
 
 class Call:
-    """One call of a checkpointed function: how to run it again, and the places that wait for what it saves."""
+    """One call of a checkpointed function: how to run it again, and the places of what it saves."""
 
     def __init__(self, function, args, kwargs, preserve_rng_state, policy):
         self.function, self.args, self.kwargs, self.policy = function, args, kwargs, policy
         leaves = tree_flatten((args, kwargs))[0]
-        self.surroundings = Surroundings([t for t in leaves if isinstance(t, torch.Tensor)], preserve_rng_state)
-        self.places = []  # weak references, in the order of saving: a place is autograd's, and goes with its graph
+        self.surroundings = Surroundings(
+            [t for t in leaves if isinstance(t, torch.Tensor)], preserve_rng_state
+        )
+        self.places = []  # in the order of saving; weak: a place is autograd's, and goes with it
         self.kept = None
 
     def run(self):
@@ -140,7 +145,7 @@ class Call:
         def fill(tensor):
             if is_parameter(tensor):
                 return tensor
-            tensor = tensor.detach()  # what a node saves of its own output would keep the node alive
+            tensor = tensor.detach()  # a node that saves its own output would stay alive
             number = next(numbers)
             if number <= last and places[number] is not None:
                 places[number].fill(tensor, number)
@@ -161,13 +166,13 @@ class Call:
         except Enough:
             return
         raise RuntimeError(
-            f"the checkpointed function saved {last + 1} tensors in forward, and {next(numbers)} when it ran again: "
-            "it must do the same both times"
+            f"the checkpointed function saved {last + 1} tensors in forward, "
+            f"and {next(numbers)} when it ran again: it must do the same both times"
         )
 
 
 class Enough(BaseException):
-    """Raised in the second run once backward has all it needs. No Exception, so that no function catches it."""
+    """Ends the second run once backward has all it needs. No Exception, so that none catches it."""
 
 
 class Place:
@@ -182,8 +187,9 @@ class Place:
     def fill(self, tensor, number):
         if appearance(tensor) != self.looks:
             raise RuntimeError(
-                f"the checkpointed function saved a tensor {self.looks} as number {number} in forward, and "
-                f"{appearance(tensor)} when it ran again: it must do the same both times"
+                f"the checkpointed function saved a tensor {self.looks} as number {number} "
+                f"in forward, and {appearance(tensor)} when it ran again: "
+                "it must do the same both times"
             )
         self.tensor, self.version = tensor, tensor._version
 
@@ -192,7 +198,8 @@ class Place:
         tensor, self.tensor = self.tensor, None
         if tensor._version != self.version:
             raise RuntimeError(
-                f"a tensor {self.looks} that backward needs was changed in place by the checkpointed function"
+                f"a tensor {self.looks} that backward needs was changed in place "
+                "by the checkpointed function"
             )
         return tensor
 
@@ -206,19 +213,18 @@ def as_it_is(tensor):
 
 
 def is_parameter(tensor):
-    """Whether this is a parameter or a view of one, such as weight.t(): held anyway, and not an activation."""
+    """Whether this is a parameter, or a view of one such as weight.t(): held anyway."""
     return isinstance(tensor if tensor._base is None else tensor._base, torch.nn.Parameter)
 
 
 class Held:
-    """A nest of values whose tensors autograd holds for us: it notices when one is changed.
-
-    And the hooks around us apply: inside another checkpointed function these tensors are dropped and computed again.
-    """
+    """Values whose tensors autograd holds: it notices changes, and checkpoints around us apply."""
 
     def __init__(self, values):
         self.leaves, self.structure = tree_flatten(values)
-        self.numbers = [number for number, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor)]
+        self.numbers = [
+            number for number, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor)
+        ]
         tensors = [self.leaves[number] for number in self.numbers]
         for number in self.numbers:
             self.leaves[number] = None
@@ -232,7 +238,7 @@ class Held:
 
 
 class Hold(torch.autograd.Function):
-    """A node of the graph that only holds tensors. `anchor` wants a gradient, so that there is a node at all."""
+    """A node that only holds tensors. `anchor` wants a gradient, so that there is a node at all."""
 
     @staticmethod
     def forward(ctx, anchor, *tensors):

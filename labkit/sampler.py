@@ -1,14 +1,16 @@
-"""Distributed sampling: the ranks share every epoch's samples, each sample exactly once; and evaluation that is exact.
+"""Distributed sampling: ranks share an epoch's samples, each exactly once; and exact evaluation.
 
-    epoch 0    permutation    7  2  9  0  4  1  8  3  6  5
-                      rank    0  1  2  0  1  2  0  1  2  0       rank 0: 7 0 8 5   rank 1: 2 4 3   rank 2: 9 1 6
+    epoch 0    permutation    7  2  9  0  4  1  8  3  6  5       rank 0: 7 0 8 5
+                      rank    0  1  2  0  1  2  0  1  2  0       rank 1: 2 4 3     rank 2: 9 1 6
     epoch 1    another permutation, dealt in the same way
 
-No sample is repeated to make the shares equal, so with N samples and n ranks they differ by at most one, and so may
-the number of batches: use drop_last=True (the last N mod n samples of the epoch are left out) or `join` of the DDP.
+No sample is repeated to make the shares equal, so with N samples and n ranks they differ by at most
+one, and so may the number of batches: use drop_last=True (leaves out the epoch's last N mod n
+samples) or `join` of the DDP.
 
-Sent: nothing to sample, since every rank draws the same permutation; one all-reduce of 16 bytes per evaluation.
-Li et al., PyTorch Distributed, VLDB 2020; protocol of torch.utils.data.DistributedSampler, which pads instead.
+Sent: nothing to sample, since all ranks draw the same permutation; one all-reduce of 16 bytes per
+evaluation. Li et al., PyTorch Distributed, VLDB 2020; protocol of
+torch.utils.data.DistributedSampler, which pads instead.
 """
 
 from typing import NamedTuple
@@ -21,25 +23,31 @@ from labkit import comm
 
 
 class DistributedSampler(Sampler):
-    """This rank's share of the indices 0 to N - 1, as torch's DistributedSampler, but without repeated samples.
+    """This rank's share of the indices 0 to N - 1: torch's DistributedSampler without repetition.
 
-    num_replicas, rank: None takes them from the default process group. shuffle: a new permutation in every epoch,
-    from seed + epoch: call set_epoch(epoch) before each. drop_last: equal shares of N // num_replicas samples.
+    num_replicas, rank: None takes them from the default process group.
+    shuffle: a new permutation in every epoch, from seed + epoch: call set_epoch(epoch) before each.
+    drop_last: equal shares of N // num_replicas samples.
     Where num_replicas divides N, the indices are those of torch's sampler, in the same order.
 
-    Raises ValueError for a rank out of range, and for fewer samples than ranks: a rank without a sample would take no
-    step, while the others waited for its gradients for ever.
+    Raises ValueError for a rank out of range, and for fewer samples than ranks: a rank without a
+    sample would take no step, while the others waited for its gradients for ever.
     """
 
-    def __init__(self, dataset, num_replicas=None, rank=None, shuffle=True, seed=0, drop_last=False):
+    def __init__(
+        self, dataset, num_replicas=None, rank=None, shuffle=True, seed=0, drop_last=False
+    ):
         num_replicas = dist.get_world_size() if num_replicas is None else num_replicas
         rank = dist.get_rank() if rank is None else rank
         if not 0 <= rank < num_replicas:
-            raise ValueError(f"Invalid rank {rank}, rank should be in the interval [0, {num_replicas - 1}]")
+            raise ValueError(
+                f"Invalid rank {rank}, rank should be in the interval [0, {num_replicas - 1}]"
+            )
         if len(dataset) < num_replicas:
             raise ValueError(
-                f"the dataset has {len(dataset)} samples for {num_replicas} ranks: at least one rank would have none "
-                f"and leave the others waiting. Give every rank a sample, or use fewer ranks."
+                f"the dataset has {len(dataset)} samples for {num_replicas} ranks: "
+                f"at least one rank would have none and leave the others waiting. "
+                f"Give every rank a sample, or use fewer ranks."
             )
         self.dataset = dataset
         self.num_replicas = num_replicas
@@ -63,12 +71,12 @@ class DistributedSampler(Sampler):
         return self.num_samples
 
     def set_epoch(self, epoch):
-        """The permutation of the next iteration is that of `epoch`: the same on all ranks, another in every epoch."""
+        """The next iteration is `epoch`'s permutation: the same on all ranks, new in each epoch."""
         self.epoch = epoch
 
 
 class Evaluation(NamedTuple):
-    """`total`: the metric summed over all `count` targets (samples, or tokens of a text); `mean` is their quotient."""
+    """`total`: the metric's sum over all `count` targets (samples, or a text's tokens); `mean`."""
 
     total: float
     count: int
@@ -79,18 +87,18 @@ class Evaluation(NamedTuple):
 
 
 def correct(output, target):
-    """How many targets the largest logit hits. output [..., classes] floats, target [...] int64 -> scalar int64."""
+    """How many of target [...] int64 the largest logit of output [..., classes] hits: int64 []."""
     return (output.argmax(dim=-1) == target).sum()
 
 
 def evaluate(model, dataset, metric=correct, batch_size=64, group=None):
-    """The metric over the whole dataset, every sample counted once, the same `Evaluation` on every rank of the group.
+    """The metric over the whole dataset, each sample once: the same `Evaluation` on all ranks.
 
-    metric: (output, target) -> the *sum* over the batch as a scalar tensor; sums of integers are exact.
-    All ranks of the group call it, with the same dataset and the same weights; without a process group, one process.
-    The model is put into eval mode for the while, and gets batches on the device of its parameters.
-    Every rank calls the model equally often, so a model whose forward communicates (DDP's buffers) does not hang.
-    Raises ValueError for an empty dataset.
+    metric: (output, target) -> the batch's *sum*, a scalar tensor; sums of integers are exact.
+    All ranks of the group call it, with the same dataset and the same weights; without a process
+    group, one process. The model is put into eval mode for the while, and gets batches on the
+    device of its parameters. Every rank calls the model equally often, so a model whose forward
+    communicates (DDP's buffers) does not hang. Raises ValueError for an empty dataset.
     """
     if not len(dataset):
         raise ValueError("the dataset is empty: there is nothing to evaluate")
@@ -99,11 +107,11 @@ def evaluate(model, dataset, metric=correct, batch_size=64, group=None):
     share = range(rank, len(dataset), world_size)
     longest = len(range(0, len(dataset), world_size))
     batches = [share[start : start + batch_size] for start in range(0, longest, batch_size)]
-    # A rank whose share has ended looks at sample 0 again, without counting it, while the others finish theirs.
+    # A rank whose share has ended looks at sample 0 again, uncounted, while the others finish.
     loader = DataLoader(dataset, batch_sampler=[list(batch) or [0] for batch in batches])
     device = next(model.parameters()).device
-    sums = torch.zeros(2, dtype=torch.float64, device=device)  # metric, targets; whole numbers exact to 2^53
-    modes = {module: module.training for module in model.modules()}  # a frozen part may be in eval mode already
+    sums = torch.zeros(2, dtype=torch.float64, device=device)  # metric, targets: exact to 2^53
+    modes = {module: module.training for module in model.modules()}  # frozen: maybe in eval already
     model.eval()
     try:
         with torch.no_grad():

@@ -1,15 +1,16 @@
 """Training: one recipe for every strategy of the lab, behind one `train_step`.
 
     model      = parallelize(model, strategy)                      who holds and who sends what
-    optimizer  = make_optimizer(model, strategy, AdamW, lr=3e-4)   ZeRO shards it, local SGD lets it talk, else as it is
+    optimizer  = make_optimizer(model, strategy, AdamW, lr=3e-4)   ZeRO and local SGD wrap it
     trainer    = Trainer(model, optimizer, loss)
-    train_step = zero_grad, then for each micro-batch forward and backward, then clip, step, and the learning rate
+    train_step = zero_grad, for each micro-batch forward and backward, then clip, step, schedule
 
-With accumulation over k micro-batches only the last backward communicates: 1/k of the messages for the same gradient.
+With accumulation over k micro-batches only the last backward communicates: 1/k of the messages for
+the same gradient.
 
-Learning rate for a global batch k times as large: linear k x (Goyal et al., Accurate, Large Minibatch SGD, 2017,
-section 2.1), with warm-up over the first steps (section 2.2); square root (Krizhevsky, One weird trick for
-parallelizing convolutional neural networks, 2014, section 5).
+Learning rate for a global batch k times as large: linear k x (Goyal et al., Accurate, Large
+Minibatch SGD, 2017, section 2.1), with warm-up over the first steps (section 2.2); square root
+(Krizhevsky, One weird trick for parallelizing convolutional neural networks, 2014, section 5).
 """
 
 import os
@@ -31,14 +32,18 @@ from labkit.recompute import checkpoint_every
 from labkit.zero import ZeRO1, ZeRO2
 
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
-LR_RULES = {"none": lambda factor: 1.0, "linear": lambda factor: factor, "sqrt": lambda factor: factor**0.5}
+LR_RULES = {
+    "none": lambda factor: 1.0,
+    "linear": lambda factor: factor,
+    "sqrt": lambda factor: factor**0.5,
+}
 
 
 def parallelize(module, strategy, unit=torch.nn.Linear, bucket_cap_mb=25, hook=None):
     """The module, wrapped so that the ranks of the default process group train it together.
 
-    unit: a class, or a function module -> bool: what FSDP gathers together. hook: carries the gradients of a strategy
-    of HOOKED, see comm_hook. Raises ValueError for an unknown strategy.
+    unit: a class, or a function module -> bool: what FSDP gathers together. hook: carries the
+    gradients of a strategy of HOOKED, see comm_hook. Raises ValueError for an unknown strategy.
     """
     if strategy not in STRATEGIES:
         raise ValueError(f"unknown strategy {strategy!r}: known are {', '.join(STRATEGIES)}")
@@ -61,7 +66,7 @@ def ddp_bucketed(module, unit, bucket_cap_mb):
 
 
 def whole(module, unit, bucket_cap_mb):
-    """The model stays as it is on every rank: what is averaged, and when, is the optimizer's (ZeRO, local SGD)."""
+    """The model as it is, on every rank: averaging is the optimizer's (ZeRO, local SGD)."""
     return module
 
 
@@ -80,11 +85,13 @@ def fsdp_grad_op(module, unit, bucket_cap_mb):
 
 def torch_ddp(module, unit, bucket_cap_mb):
     """PyTorch's own, in the setting that is closest to ours."""
-    return torch.nn.parallel.DistributedDataParallel(module, bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=True)
+    return torch.nn.parallel.DistributedDataParallel(
+        module, bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=True
+    )
 
 
 def torch_fsdp(module, unit, bucket_cap_mb):
-    """PyTorch's fully_shard, with its messages sent through labkit.comm so that they are counted as ours are."""
+    """PyTorch's fully_shard, its messages sent through labkit.comm, to be counted as ours are."""
     from torch.distributed.fsdp import fully_shard
 
     # fully_shard takes every rank's own weights as they are, where DDP broadcasts those of rank 0.
@@ -98,7 +105,7 @@ def torch_fsdp(module, unit, bucket_cap_mb):
 
 
 def units(module, unit):
-    """The submodules that `unit`, a class or a function module -> bool, says are gathered together."""
+    """The submodules that are gathered together; unit: a class, or a function module -> bool."""
     matches = as_policy(unit)
     return [part for part in module.modules() if part is not module and matches(part)]
 
@@ -142,9 +149,10 @@ HOOKS = (*FORMS, *compression.COMPRESSORS)
 
 
 def comm_hook(name):
-    """What `parallelize` takes as hook: a compressor, or the all-reduce by nodes; None for "none". Collective.
+    """What `parallelize` takes as hook: a compressor, or the all-reduce by nodes; "none": None.
 
-    name: one of HOOKS. By nodes: ranks of one machine, as torchrun counts them, are numbered one after the other.
+    name: one of HOOKS. By nodes: ranks of one machine, as torchrun counts them, have consecutive
+    numbers. Collective.
     """
     if name not in FORMS:
         return None if name == "none" else compression.build(name)
@@ -156,7 +164,7 @@ def comm_hook(name):
 def make_optimizer(model, strategy, optimizer_class, bucket_cap_mb=25, every=1, **options):
     """The optimizer for a model that `parallelize` has returned for the same strategy.
 
-    every: steps from one average to the next, of local SGD and DiLoCo. options: those of optimizer_class.
+    every: steps between averages, of local SGD and DiLoCo. options: those of optimizer_class.
     """
     sharded = {"zero1": ZeRO1, "zero2": ZeRO2}.get(strategy)
     if sharded:
@@ -166,20 +174,26 @@ def make_optimizer(model, strategy, optimizer_class, bucket_cap_mb=25, every=1, 
     return seldom(optimizer, every, bucket_cap_mb=bucket_cap_mb) if seldom else optimizer
 
 
-RECOMPUTE = {"none": None, "every": {"k": 1}, "alternate": {"k": 2}, "matmul": {"k": 1, "keep": "matmul"}}
+RECOMPUTE = {
+    "none": None,
+    "every": {"k": 1},
+    "alternate": {"k": 2},
+    "matmul": {"k": 1, "keep": "matmul"},
+}
 
 
 def recompute(module, which, unit):
-    """Let units of the module run again in backward, in place; before `parallelize`. which: a key of RECOMPUTE.
+    """Let units of the module run again in backward, in place; before `parallelize`.
 
-    every, alternate: each unit, or each second one. matmul: each, but the results of its matrix products are kept.
+    which: a key of RECOMPUTE. every, alternate: each unit, or each second one. matmul: each, but
+    the results of its matrix products are kept.
     """
     if RECOMPUTE[which]:
         checkpoint_every(module, unit, **RECOMPUTE[which])
 
 
 def mixed_precision(precision, device, group=None):
-    """The arguments of Trainer for "bf16" (autocast) and "fp16" (and a loss scale that the group agrees on)."""
+    """Trainer's arguments for "bf16" (autocast) and "fp16" (and a loss scale, agreed in group)."""
     if precision not in LOW:
         return {}
     scaler = GradScaler(device.type, process_group=group, enabled=precision == "fp16")
@@ -190,9 +204,10 @@ class Trainer:
     """A model, its optimizer and its loss, behind `train_step`.
 
     loss: function (output, target) -> mean over the batch. accumulation: micro-batches of one step.
-    schedule: anything with step(), called after the optimizer. span: a context manager factory, called with
-    "forward", "backward" and "optimizer", for whoever measures. autocast: a context manager factory, around the
-    forward. scaler: a GradScaler, for fp16. compressor: whose residuals are to follow the scaler's loss scale.
+    schedule: anything with step(), called after the optimizer.
+    span: a context manager factory, called with "forward", "backward" and "optimizer", to measure.
+    autocast: a context manager factory, around the forward. scaler: a GradScaler, for fp16.
+    compressor: whose residuals are to follow the scaler's loss scale.
     """
 
     def __init__(
@@ -213,15 +228,20 @@ class Trainer:
         self.compressor = compressor
 
     def train_step(self, input, target):
-        """One optimizer step on this rank's share of the batch; returns its mean loss, detached, a scalar tensor.
+        """One optimizer step on this rank's batch; returns its mean loss, detached, a scalar.
 
         Raises ValueError where the batch does not split into equal micro-batches.
         """
         if len(input) % self.accumulation:
-            raise ValueError(f"a batch of {len(input)} does not split into {self.accumulation} equal micro-batches")
+            raise ValueError(
+                f"a batch of {len(input)} does not split into {self.accumulation} "
+                "equal micro-batches"
+            )
         self.optimizer.zero_grad()
         total = 0.0
-        micro_batches = list(zip(input.chunk(self.accumulation), target.chunk(self.accumulation), strict=True))
+        micro_batches = list(
+            zip(input.chunk(self.accumulation), target.chunk(self.accumulation), strict=True)
+        )
         for index, (x, y) in enumerate(micro_batches):
             last = index == len(micro_batches) - 1
             with nullcontext() if last else self.quiet():
@@ -245,7 +265,7 @@ class Trainer:
             self.compressor.scale_residuals(self.scaler.get_scale() / before)
 
     def quiet(self):
-        """Backward without communication. A model of one process has none; ZeRO's is the optimizer's."""
+        """Backward without communication: the model's, with ZeRO the optimizer's; alone, none."""
         for sender in (self.model, self.optimizer):
             if hasattr(sender, "no_sync"):
                 return sender.no_sync()
@@ -253,14 +273,14 @@ class Trainer:
 
 
 def scaled_lr(lr, batch_size, reference_batch, rule):
-    """The learning rate for batch_size, given one that suits reference_batch. rule: "none", "linear" or "sqrt"."""
+    """The learning rate for batch_size, if lr suits reference_batch. rule: a key of LR_RULES."""
     if rule not in LR_RULES:
         raise ValueError(f"unknown learning-rate rule {rule!r}: known are {', '.join(LR_RULES)}")
     return lr * LR_RULES[rule](batch_size / reference_batch)
 
 
 def warmup(optimizer, steps):
-    """A schedule that raises the learning rate in equal steps from lr / (steps + 1) to lr, and holds it there."""
+    """A schedule: the learning rate rises in equal steps from lr / (steps + 1) to lr, and stays."""
     return torch.optim.lr_scheduler.LambdaLR(optimizer, partial(warmup_factor, steps))
 
 

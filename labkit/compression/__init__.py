@@ -1,6 +1,6 @@
-"""Gradient compression: comm hooks of DDP, ours or PyTorch's, that send few bytes for many gradients.
+"""Gradient compression: comm hooks of DDP, ours or PyTorch's, that send few bytes.
 
-    feedback.py     error feedback, which all share: what is not sent now is sent later; it stands on
+    feedback.py     error feedback, which all share: what is not sent now is sent later; on
         residual.py     what is not sent yet, by parameter
         packing.py      several dtypes as the bytes of one message
     topk.py         the largest elements, with their indices; on
@@ -44,7 +44,18 @@ COMPRESSORS = {
     "powersgd": partial(PowerSGD, 4),
 }
 
-__all__ = ["COMPRESSORS", "DGC", "Cast", "OneBit", "OneBitAdam", "PowerSGD", "Quantize", "RandomK", "TopK", "build"]
+__all__ = [
+    "COMPRESSORS",
+    "DGC",
+    "Cast",
+    "OneBit",
+    "OneBitAdam",
+    "PowerSGD",
+    "Quantize",
+    "RandomK",
+    "TopK",
+    "build",
+]
 
 
 def build(name):

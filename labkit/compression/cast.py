@@ -1,12 +1,14 @@
 """Cast: gradients travel in 16 bits.
 
-    float32    s eeeeeeee mmmmmmmmmmmmmmmmmmmmmmm      8 bits of exponent, 23 of mantissa
-    bfloat16   s eeeeeeee mmmmmmm                      the same range, 2 to 3 decimal digits
-    float16    s eeeee    mmmmmmmmmm                   3 to 4 digits, but nothing above 65504 or below 6e-8
+    float32    s eeeeeeee mmmmmmmmmmmmmmmmmmmmmmm  8 bits of exponent, 23 of mantissa
+    bfloat16   s eeeeeeee mmmmmmm                  the same range, 2 to 3 decimal digits
+    float16    s eeeee    mmmmmmmmmm               3 to 4 digits, nothing above 65504 or below 6e-8
 
-Sent per rank and step: half of plain averaging, 2 (n-1)/n x 2 bytes an element. Held: the messages, half of the
-gradients, from step to step; with feedback one residual, which gets the digits that were cut off.
-Micikevicius et al., Mixed Precision Training, ICLR 2018; Kalamkar et al., A Study of BFLOAT16, 2019.
+Sent per rank and step: half of plain averaging, 2 (n-1)/n x 2 bytes an element.
+Held: the messages, half of the gradients, from step to step; with feedback one residual, which gets
+the digits cut off.
+Micikevicius et al., Mixed Precision Training, ICLR 2018;
+Kalamkar et al., A Study of BFLOAT16, 2019.
 """
 
 import torch
@@ -24,8 +26,10 @@ def mean_in_16_bits(gradient, dtype=torch.float16, group=None):
 
 
 class Cast(Compressor):
-    """Average in dtype, torch.float16 or torch.bfloat16. What float16 cannot hold arrives as inf, unless feedback
-    keeps the rest. Raises ValueError for a dtype that has not 16 bits."""
+    """Average in dtype, torch.float16 or torch.bfloat16: ValueError for another.
+
+    What float16 cannot hold arrives as inf, unless feedback keeps the rest.
+    """
 
     collective = "mean"
 
@@ -34,7 +38,8 @@ class Cast(Compressor):
             raise ValueError(f"dtype must be torch.float16 or torch.bfloat16, not {dtype}")
         super().__init__(feedback, dtype=str(dtype))
         self.dtype = dtype
-        self._messages = {}  # index of a bucket -> its message: on a CPU fresh memory costs a page fault every 4 KiB
+        # index of a bucket -> message, kept: on a CPU fresh memory costs a page fault every 4 KiB
+        self._messages = {}
 
     def correct(self, gradient, bucket):
         # Without a residual to protect it is enough, and half the work, to look at the message.
@@ -42,7 +47,11 @@ class Cast(Compressor):
 
     def compress(self, corrected, bucket):
         message = self._messages.get(bucket.index())
-        if message is None or message.shape != corrected.shape or message.device != corrected.device:
+        if (
+            message is None
+            or message.shape != corrected.shape
+            or message.device != corrected.device
+        ):
             message = self._messages[bucket.index()] = torch.empty_like(corrected, dtype=self.dtype)
         message.copy_(corrected)
         if self.feedback:
@@ -53,7 +62,7 @@ class Cast(Compressor):
         return message, None
 
     def send(self, message, group, bucket):
-        # One pass divides, before a sum of 16-bit numbers could overflow, and looks for inf and NaN.
+        # One pass divides, before a sum of 16-bit numbers could overflow, and finds inf and NaN.
         with self.clock():
             found = torch.zeros(1, device=message.device)
             share = torch.full_like(found, 1 / dist.get_world_size(group))

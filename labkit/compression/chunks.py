@@ -20,7 +20,7 @@ CACHED = 1 << 16  # elements of a piece
 
 
 class ByChunk(Compressor):
-    """Base: subclasses say what a row becomes. `chunk`: elements of a row, a multiple of 8, else ValueError."""
+    """Base: subclasses encode a row. `chunk`: its elements, a multiple of 8, else ValueError."""
 
     bits = 8  # of one element's code
 
@@ -31,9 +31,9 @@ class ByChunk(Compressor):
         self.chunk = chunk
 
     def encode(self, values, counts):
-        """values [rows, chunk], counts [rows, 1] of them real -> scale [rows, 1], codes uint8 [bytes].
+        """values [rows, chunk], counts [rows, 1] of them real -> scale [rows, 1], codes [bytes].
 
-        Values, counts and scale are float32 or float64.
+        Values, counts and scale are float32 or float64, codes uint8.
         """
         raise NotImplementedError
 
@@ -65,7 +65,9 @@ class ByChunk(Compressor):
         step = rows_at_once(average, chunk)
         senders = []
         for message in arrived:
-            scales, codes = unpack(message, (dtype, rows), (torch.uint8, rows * chunk * self.bits // 8))
+            scales, codes = unpack(
+                message, (dtype, rows), (torch.uint8, rows * chunk * self.bits // 8)
+            )
             scales = (scales / len(arrived)).view(-1, 1).split(step)
             senders.append(zip(scales, codes.split(step * chunk * self.bits // 8), strict=True))
         for piece, *sent in zip(average.split(step * chunk), *senders, strict=True):
@@ -80,5 +82,5 @@ class ByChunk(Compressor):
 
 
 def rows_at_once(flat, chunk):
-    """Rows of a piece. On a GPU all: no cache to fit, and each piece would cost a launch of every kernel."""
+    """Rows of a piece. On a GPU all: no cache to fit, and each piece launches every kernel."""
     return max(1, CACHED // chunk if flat.device.type == "cpu" else -(-flat.numel() // chunk))

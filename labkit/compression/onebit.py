@@ -1,14 +1,15 @@
 """One bit: of each element only the sign travels, and of each chunk of elements one magnitude.
 
-    corrected     .3 -.1  .2 -.6 |  4. -1. -2.  1.        two chunks
-    message       + - + -   .3   |  + - - +   2.          eight signs make a byte; magnitude: the chunk's mean |x|
-    sent          .3 -.3  .3 -.3 |  2. -2. -2.  2.
-    residual      .0  .2 -.1 -.3 |  2.  1.  0. -1.        without it the sign alone may walk away from the optimum
+    corrected   .3 -.1  .2 -.6 |  4. -1. -2.  1.   two chunks
+    message     + - + -   .3   |  + - - +   2.     a byte of eight signs; the chunk's mean |x|
+    sent        .3 -.3  .3 -.3 |  2. -2. -2.  2.
+    residual    .0  .2 -.1 -.3 |  2.  1.  0. -1.   without it signs may walk away from the optimum
 
-Sent per rank and step: (n-1) (1/8 + 4/chunk) bytes an element: for two ranks 31 times less than plain averaging, but it
-grows with n: signs cannot be added up, so those of all ranks are gathered. Held: one residual and n messages.
-Seide et al., 1-Bit Stochastic Gradient Descent, Interspeech 2014; Bernstein et al., signSGD, ICML 2018;
-Karimireddy et al., Error Feedback Fixes SignSGD, ICML 2019, algorithm 1 (the scaled sign).
+Sent per rank and step: (n-1) (1/8 + 4/chunk) bytes an element: for two ranks 31 times less than
+plain averaging, but it grows with n: signs cannot be added up, so those of all ranks are gathered.
+Held: one residual and n messages.
+Seide et al., 1-Bit Stochastic Gradient Descent, Interspeech 2014; Bernstein et al., signSGD, ICML
+2018; Karimireddy et al., Error Feedback Fixes SignSGD, ICML 2019, algorithm 1 (the scaled sign).
 """
 
 import torch
@@ -42,14 +43,16 @@ class OneBit(ByChunk):
 
     def __init__(self, chunk=2048, feedback=True):
         super().__init__(chunk, feedback)
-        # All bytes as their eight signs, [256, 8]: looking them up is quicker than taking bytes apart.
-        self.signs = torch.tensor([[1.0 if byte & place else -1.0 for place in PLACES] for byte in range(256)])
+        # All bytes as their eight signs, [256, 8]: quicker to look up than to take bytes apart.
+        self.signs = torch.tensor(
+            [[1.0 if byte & place else -1.0 for place in PLACES] for byte in range(256)]
+        )
 
     def encode(self, values, counts):
         return values.abs().sum(1, keepdim=True) / counts, pack_bits(values.view(-1) >= 0)
 
     def decode(self, scale, codes):
-        self.signs = self.signs.to(scale.device, scale.dtype)  # once: from the host it would be a copy a piece
+        self.signs = self.signs.to(scale.device, scale.dtype)  # once, not a copy for each piece
         return self.signs.index_select(0, codes.int()).view(len(scale), -1).mul_(scale)
 
 

@@ -1,16 +1,17 @@
-"""1-bit Adam: Adam at first; then its variance is frozen, and one bit of each element of its momentum travels.
+"""1-bit Adam: Adam at first; then its variance is frozen, and momentum travels, one bit an element.
 
-    warm-up      m = mean of gradients ...    v = mean of squares ...         plain averaging, plain Adam
-    then         own    = b1 m + (1 - b1) own gradient                        each rank, from the same m
-                 m      = mean of one bit of (own + residual)                 what travels
-                 p     -= lr  m / (sqrt(v) + eps)                             v stays: it has become steady
+    warm-up   m = mean of gradients ...  v = mean of squares ...  plain averaging, plain Adam
+    then      own = b1 m + (1 - b1) own gradient                  each rank, from the same m
+              m   = mean of one bit of (own + residual)           what travels
+              p  -= lr  m / (sqrt(v) + eps)                       v stays: it has become steady
 
-Adam divides by the root of the squares, so an error in a gradient enters twice and does not cancel: error feedback
-fails there. With v fixed the step is linear in what is sent, and what is late arrives as it should have.
+Adam divides by the root of the squares, so an error in a gradient enters twice and does not cancel:
+error feedback fails there. With v fixed the step is linear in what is sent, and what is late
+arrives as it should have.
 
-Sent per rank and step: as plain averaging in the warm-up, then as OneBit. Held: m and v, and OneBit's residual.
-Tang et al., 1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed, ICML 2021,
-algorithm 1 (here the messages are gathered, not scattered and compressed a second time). OneBit's
+Sent per rank and step: as plain averaging in the warm-up, then as OneBit. Held: m, v, residual.
+Tang et al., 1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed,
+ICML 2021, algorithm 1 (here messages are gathered, not scattered and compressed again). OneBit's
 magnitude is the mean |x| of a chunk, DeepSpeed's the 2-norm / sqrt(elements) of a whole tensor.
 """
 
@@ -36,16 +37,21 @@ class OneBitAdam(torch.optim.Optimizer):
         optimizer = OneBitAdam(model.parameters(), lr=1e-3, warmup=100)
         model.register_comm_hook(None, optimizer.hook)
 
-    warmup: steps of plain Adam, so many that v is steady. An element whose v is still tiny gets a sign of full size
-    over a root of nearly nothing, and training diverges: more steps, or a larger eps, help.
-    After the warm-up p.grad is not a gradient any more but the new momentum: do not clip it, nor use a loss scale.
-    Where warmup or steps differ between ranks, the next backward raises ValueError on all of them.
-    compressor: of the momentum, OneBit() unless another is given. state_dict() holds this rank's residual too.
+    warmup: steps of plain Adam, so many that v is steady. An element whose v is still tiny gets a
+        sign of full size over a root of nearly nothing, and training diverges: more steps, or a
+        larger eps, help.
+    compressor: of the momentum, OneBit() unless another is given.
+
+    After the warm-up p.grad is the new momentum, no gradient any more: do not clip it, nor use a
+    loss scale. Where warmup or steps differ between ranks, the next backward raises ValueError on
+    all of them. state_dict() holds this rank's residual too.
     """
 
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, warmup=100, compressor=None):
         if type(warmup) is not int or warmup < 1:
-            raise ValueError(f"warmup must be at least 1 step of plain Adam, not {warmup}: v would be zero")
+            raise ValueError(
+                f"warmup must be at least 1 step of plain Adam, not {warmup}: v would be zero"
+            )
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})
         self.warmup, self.steps, self.compressor = warmup, 0, compressor or OneBit()
         self._agreed = False
@@ -56,9 +62,13 @@ class OneBitAdam(torch.optim.Optimizer):
         return self.steps >= self.warmup
 
     def hook(self, group, bucket):
-        """hook(state, bucket) of DDP: the average of gradients, or of what each rank's momentum would be."""
+        """hook(state, bucket) of DDP: averages gradients, or what each rank's momentum would be."""
         if not self._agreed:
-            check_agreement([f"1-bit Adam, warmup={self.warmup}, step {self.steps}"], group, bucket.buffer().device)
+            check_agreement(
+                [f"1-bit Adam, warmup={self.warmup}, step {self.steps}"],
+                group,
+                bucket.buffer().device,
+            )
             self._agreed = True
         if not self.frozen:
             future = start_mean(bucket.buffer(), group).get_future()
@@ -92,7 +102,7 @@ class OneBitAdam(torch.optim.Optimizer):
             v.mul_(b2).addcmul_(p.grad, p.grad, value=1 - b2)
         # Both start from zero: what is missing is made up for, in v only as long as it changes.
         denominator = (v / (1 - b2 ** min(steps, self.warmup))).sqrt_().add_(eps)
-        if self.frozen:  # where there never was a gradient a sign is noise, which 1/eps would blow up
+        if self.frozen:  # where there never was a gradient a sign is noise: 1/eps would blow it up
             denominator.masked_fill_(v == 0, torch.inf)
         p.addcdiv_(m, denominator, value=-group["lr"] / (1 - b1**steps))
 
@@ -101,7 +111,10 @@ class OneBitAdam(torch.optim.Optimizer):
         return super().__getstate__() | own | {"_agreed": False}  # torch's has only what it knows
 
     def state_dict(self):
-        return super().state_dict() | {"steps": self.steps, "compressor": self.compressor.state_dict()}
+        return super().state_dict() | {
+            "steps": self.steps,
+            "compressor": self.compressor.state_dict(),
+        }
 
     def load_state_dict(self, state_dict):
         self.steps, self._agreed = state_dict["steps"], False

@@ -15,7 +15,7 @@ def pack(*tensors):
 
 
 def unpack(message, *kinds):
-    """The flat tensors that pack was given; kinds: (dtype, elements) of each. Views of message where it is aligned."""
+    """What pack was given, flat; kinds: (dtype, elements) of each. Views of message if aligned."""
     parts = message.split([dtype.itemsize * numel for dtype, numel in kinds])
     return [as_dtype(part, dtype) for part, (dtype, _) in zip(parts, kinds, strict=True)]
 

@@ -1,20 +1,23 @@
 """PowerSGD: a gradient matrix travels as two thin ones, by one step of power iteration.
 
-      M [rows, cols]             P = M Q                      mean of P, orthonormal columns      Q = M' P
-      +------------+             +--+                         +--+                              +------------+
-      |            |   x Q  =    |  |     --- all_reduce ---> |  |    then, on every rank:      +------------+
-      |            |             |  |                         |  |    --- all_reduce --->        [cols, rank]
-      +------------+             +--+                         +--+
-    average = P Q', of rank `rank`;  sent = P (own Q)';  the next step starts from this Q: gradients change slowly
+    M [rows, cols]        P = M Q               mean of P, orthonormal columns    Q = M' P
+    +------------+        +--+                       +--+                         +------------+
+    |            |  x Q = |  |  --- all_reduce --->  |  |  then, on every rank:   +------------+
+    |            |        |  |                       |  |  --- all_reduce --->     [cols, rank]
+    +------------+        +--+                       +--+
+    average = P Q', of rank `rank`;  sent = P (own Q)'
+    the next step starts from this Q: gradients change slowly
 
-    bucket      0    1         2         3 (last)          Q of a bucket needs its P, which is still under way:
-    messages    P0   P1 Q0     P2 Q1     P3 Q2 Q3          it leaves behind the P of the next. This order, told by the
-                                                           buckets alone, is the same on all ranks: no race
+    bucket      0    1       2       3 (last)    Q of a bucket needs its P, still under way: it goes
+    messages    P0   P1 Q0   P2 Q1   P3 Q2 Q3    after the P of the next. This order, told by the
+                                                 buckets alone, is the same on all ranks: no race
 
-Sent per rank and step: 2 (n-1)/n x 4 rank (rows + cols) bytes a matrix, whatever n; vectors and small matrices go
-whole, beside P. Held: one residual, and Q. Both messages are means over the ranks, linear in M: nothing is gathered.
-P and Q lie in memory column by column: on a CPU Q' M' and P' M are computed much sooner than M Q and M' P.
-Vogels, Karimireddy and Jaggi, PowerSGD: Practical Low-Rank Gradient Compression, NeurIPS 2019, algorithms 1 and 2.
+Sent per rank and step: 2 (n-1)/n x 4 rank (rows + cols) bytes a matrix, whatever n; vectors and
+small matrices go whole, beside P. Held: one residual, and Q. Both messages are means over the
+ranks, linear in M: nothing is gathered.
+P and Q lie in memory column by column: on a CPU Q' M' and P' M are much faster than M Q and M' P.
+Vogels, Karimireddy and Jaggi, PowerSGD: Practical Low-Rank Gradient Compression, NeurIPS 2019,
+algorithms 1 and 2.
 """
 
 from dataclasses import dataclass
@@ -47,17 +50,20 @@ def mean_of_low_rank(gradient, residual, q, group=None):
 
 
 class PowerSGD(Compressor):
-    """Approximate each matrix by one of rank `rank`; a convolution's weight is [out, in x height x width].
+    """Approximate each matrix by one of rank `rank`; a convolution's is [out, in x height x width].
 
-    warm_start: begin with the last step's Q; otherwise with random numbers. min_saving: a tensor that would not shrink
-    by this factor is sent whole; with 0 all matrices are approximated. Raises ValueError for a rank below 1 at once,
-    and in the first step for one that exceeds the smaller side of every matrix.
+    warm_start: begin with the last step's Q; otherwise with random numbers.
+    min_saving: a tensor that would not shrink by this factor is sent whole; 0: no matrix is.
+    Raises ValueError for a rank below 1 at once, and in the first step for one that exceeds the
+    smaller side of every matrix.
     """
 
     def __init__(self, rank=4, feedback=True, warm_start=True, min_saving=2.0, seed=0):
         if type(rank) is not int or rank < 1:
             raise ValueError(f"rank must be a whole number of at least 1, not {rank}")
-        super().__init__(feedback, rank=rank, warm_start=warm_start, min_saving=min_saving, seed=seed)
+        super().__init__(
+            feedback, rank=rank, warm_start=warm_start, min_saving=min_saving, seed=seed
+        )
         self.rank, self.warm_start, self.min_saving, self.seed = rank, warm_start, min_saving, seed
         self._q = {}  # parameter -> (name, Q [cols, rank] to begin with)
         self._loaded = {}  # name -> Q of a parameter that no bucket has shown yet
@@ -65,7 +71,7 @@ class PowerSGD(Compressor):
         self._waiting = None  # the Exchange whose P is under way
 
     def hook(self, group, bucket):
-        """Future of the average over the group (None: all ranks). It is complete only after the last bucket's hook."""
+        """Future of the average over group (None: all); it waits for the last bucket's hook."""
         before, self._waiting = self._waiting if bucket.index() else None, None
         future = done(bucket.buffer())
         if bucket.buffer().numel():
@@ -87,7 +93,11 @@ class PowerSGD(Compressor):
             x = Exchange(group, gradient, self.correct(gradient, bucket))
             sizes = [p.numel() for p in bucket.parameters()]
             parts = zip(
-                bucket.parameters(), names(bucket), x.corrected.split(sizes), gradient.split(sizes), strict=True
+                bucket.parameters(),
+                names(bucket),
+                x.corrected.split(sizes),
+                gradient.split(sizes),
+                strict=True,
             )
             for p, name, part, average in parts:
                 if self._shrinks(p):
@@ -96,7 +106,10 @@ class PowerSGD(Compressor):
                 else:
                     x.whole.append((part, average))
             if bucket.is_last() and 0 < self._widest < self.rank:
-                raise ValueError(f"rank {self.rank} exceeds every matrix: the largest possible here is {self._widest}")
+                raise ValueError(
+                    f"rank {self.rank} exceeds every matrix: "
+                    f"the largest possible here is {self._widest}"
+                )
             products = [(m.q.t() @ m.corrected.t()).view(-1) for m in x.matrices]
             x.message = torch.cat([*products, *(part for part, _ in x.whole)])
         x.work = start_mean(x.message, group)
@@ -113,14 +126,16 @@ class PowerSGD(Compressor):
         """The Q to begin with, the same on all ranks: [cols, rank] of a parameter."""
         if p not in self._q or not self.warm_start:
             cols = p.numel() // len(p)
-            generator = torch.Generator().manual_seed(hash((self.seed, self.step, *p.shape)) % 2**63)
+            generator = torch.Generator().manual_seed(
+                hash((self.seed, self.step, *p.shape)) % 2**63
+            )
             q = torch.randn(cols, min(self.rank, len(p), cols), generator=generator)
             self._q[p] = name, (self._loaded.pop(name, q) if self.warm_start else q)
         return self._q[p][1].to(p.device, dtype)
 
     def _send_q(self, x):
         x.work.wait()
-        if not is_finite(x.message):  # inf or NaN on some rank, and all see it: nothing of this step is to stay
+        if not is_finite(x.message):  # inf or NaN, and all ranks see it: nothing of this step stays
             if x.corrected is not x.gradient:
                 x.corrected.sub_(x.gradient)
             return x.future.set_result(x.gradient.fill_(torch.nan))
@@ -131,15 +146,17 @@ class PowerSGD(Compressor):
                 return x.future.set_result(x.gradient)
             message = torch.cat([q.view(-1) for q in own])
         work = start_mean(message, x.group)
-        x.group = None  # the last to hold a group ends its threads, and the one that runs _multiply is among them
-        if x.corrected is not x.gradient:  # else no residual is kept, and where it lies the average is to be written
+        x.group = None  # its last holder ends its threads, and one of them runs _multiply
+        if x.corrected is not x.gradient:  # else no residual, and the average is written there
             with self.clock():
                 for m, q in zip(x.matrices, own, strict=True):
                     m.corrected.addmm_(m.p, q, alpha=-1)  # while Q travels
         for m, q in zip(x.matrices, message.split([q.numel() for q in own]), strict=True):
             m.q = q.view(-1, len(m.q)).t()
             self._q[m.parameter] = self._q[m.parameter][0], m.q
-        work.get_future().then(partial(self._multiply, x)).add_done_callback(partial(hand_over, x.future))
+        work.get_future().then(partial(self._multiply, x)).add_done_callback(
+            partial(hand_over, x.future)
+        )
 
     def _multiply(self, x, travelled):
         travelled.value()  # raises what has gone wrong on the way
@@ -157,7 +174,9 @@ class PowerSGD(Compressor):
         return super().__getstate__() | {"_q": {}, "_loaded": q, "_waiting": None}
 
     def state_dict(self):
-        return super().state_dict() | {"q": {name: q.clone() for name, q in self._q.values()} | self._loaded}
+        return super().state_dict() | {
+            "q": {name: q.clone() for name, q in self._q.values()} | self._loaded
+        }
 
     def load_state_dict(self, state):
         super().load_state_dict(state)
@@ -167,7 +186,7 @@ class PowerSGD(Compressor):
 
 @dataclass
 class Matrix:
-    """One tensor of a bucket as a matrix [rows, cols], in what is to be sent and where the average goes."""
+    """A tensor of a bucket as a matrix [rows, cols]: what is to be sent, and its average."""
 
     parameter: torch.Tensor
     corrected: torch.Tensor
@@ -187,7 +206,9 @@ class Exchange:
 
     def unpack(self):
         """The first message has come: P of each matrix, and the tensors that travel whole."""
-        sizes = [len(m.corrected) * m.q.size(1) for m in self.matrices] + [len(part) for part, _ in self.whole]
+        sizes = [len(m.corrected) * m.q.size(1) for m in self.matrices] + [
+            len(part) for part, _ in self.whole
+        ]
         pieces = iter(self.message.split(sizes))
         for m, piece in zip(self.matrices, pieces, strict=False):
             m.p = orthonormal(piece.view(-1, len(m.corrected)).t())
@@ -198,8 +219,10 @@ class Exchange:
 
 
 def orthonormal(columns):
-    """An orthonormal basis of the columns, [rows, rank]. The same on all ranks, as they compute it from the same."""
-    return torch.linalg.qr(columns.to(torch.promote_types(columns.dtype, torch.float32))).Q.to(columns.dtype)
+    """An orthonormal basis of the columns, [rows, rank]; from the same, all ranks get the same."""
+    return torch.linalg.qr(columns.to(torch.promote_types(columns.dtype, torch.float32))).Q.to(
+        columns.dtype
+    )
 
 
 def hand_over(outer, inner):

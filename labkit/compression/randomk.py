@@ -1,16 +1,18 @@
 """Random-k: elements at random places travel; all ranks know the places, so only the values do.
 
-    strata      | . . x . | x . . . | . . . x | . x . . |      k parts of n/k elements, one of each is drawn
-    rank 0 sends      v         v           v       v          the same places on all ranks: drawn from the same
-    rank 1 sends      w         w           w       w          seed and step, hence an all_reduce adds like to like
-                                                               (where places differ between ranks, that is the mistake)
+    strata        |..x.|x...|...x|.x..|   k parts of n/k elements, one of each is drawn
+    rank 0 sends     v  v       v  v      the same places on all ranks, drawn from the same seed and
+    rank 1 sends     w  w       w  w      step: an all_reduce adds like to like (places that differ
+                                          between ranks are the mistake)
 
-Sent per rank and step: 2 (n-1)/n x 4 k bytes for k = ratio x elements: it does not grow with n, and no indices travel.
-What is drawn is not what is large, so it loses more than top-k of the same k; choosing costs next to nothing.
+Sent per rank and step: 2 (n-1)/n x 4 k bytes for k = ratio x elements: it does not grow with n, and
+no indices travel. What is drawn is not what is large, so it loses more than top-k of the same k;
+choosing costs next to nothing.
 Held: one residual. Without feedback each value is multiplied by the size of its part, so that what
 arrives is right on average: an element of a part of two is drawn half of the time.
-Stich et al., Sparsified SGD with Memory, NeurIPS 2018, definition 2.2; Konecny et al., Federated Learning: Strategies
-for Improving Communication Efficiency, 2016, section 2 (random masks from a seed that both sides know).
+Stich et al., Sparsified SGD with Memory, NeurIPS 2018, definition 2.2; Konecny et al., Federated
+Learning: Strategies for Improving Communication Efficiency, 2016, section 2 (random masks from a
+seed that both sides know).
 """
 
 import torch
@@ -34,7 +36,10 @@ def mean_at_places(gradient, residual, places, group=None):
 
 
 class RandomK(Compressor):
-    """Send the share `ratio` of each bucket's elements, in (0, 1], at least one. seed: the same on all ranks."""
+    """Send the share `ratio`, in (0, 1], of each bucket's elements, at least one.
+
+    seed: the same on all ranks.
+    """
 
     collective = "mean"
 

@@ -1,32 +1,34 @@
 """Residuals: what a compressor has not sent, kept for next time, one flat tensor per bucket.
 
-    buckets of step 1     [ w3 | b3 ]  [ w2 | w1 ]        residuals lie as the gradients do
-    buckets of step 2     [ b3 | w3 | w2 ]  [ w1 ]        PyTorch's DDP lays its buckets out anew after its first step:
-                                                          each residual follows its parameter
+    buckets of step 1   [ w3 | b3 ]  [ w2 | w1 ]   residuals lie as the gradients do
+    buckets of step 2   [ b3 | w3 | w2 ]  [ w1 ]   PyTorch's DDP lays its buckets out anew after its
+                                                   first step: each residual follows its parameter
 
-Held per rank: the elements of the gradients, in float32 (float64 for float64 gradients): in 16 bits what is small
-beside the residual would be lost for ever.
+Held per rank: the elements of the gradients, in float32 (float64 for float64 gradients): in 16 bits
+what is small beside the residual would be lost for ever.
 """
 
 import torch
 
 
 class Residuals:
-    """The flat tensor of each bucket, zeros at first. Saved by parameter, so that other buckets can load it."""
+    """The flat tensor of each bucket, zeros at first. Saved by parameter: any bucket can load."""
 
     def __init__(self):
         self._flats = {}  # (dtype, device, ids of a bucket's parameters) -> flat tensor
         self._parts = {}  # parameter -> its part of one of them
         self._names = {}  # parameter -> the key under which it is saved
-        self._loaded = None  # if a state was loaded: what is for parameters that no bucket has shown yet
+        self._loaded = None  # or what was loaded for parameters that no bucket has shown yet
 
     def of(self, bucket):
-        """The tensor of a bucket, [elements]: ours or torch.distributed.GradBucket. It is kept: change it in place."""
+        """The tensor [elements] of a bucket, ours or PyTorch's. It is kept: change it in place."""
         gradient, parameters = bucket.buffer(), bucket.parameters()
         dtype = wide(gradient.dtype)
         key = (dtype, gradient.device, *map(id, parameters))
         if key not in self._flats:
-            self._lay_out(key, bucket, torch.zeros(gradient.numel(), dtype=dtype, device=gradient.device))
+            self._lay_out(
+                key, bucket, torch.zeros(gradient.numel(), dtype=dtype, device=gradient.device)
+            )
         return self._flats[key]
 
     def _lay_out(self, key, bucket, flat):
@@ -46,11 +48,15 @@ class Residuals:
     def _take(self, name, part):
         if name not in self._loaded:
             raise KeyError(
-                f"no residual was saved for {name!r}: load what the same model in the same wrapper has saved"
+                f"no residual was saved for {name!r}: "
+                "load what the same model in the same wrapper has saved"
             )
         saved = self._loaded.pop(name)
         if saved.numel() != part.numel():
-            raise ValueError(f"the residual of {name!r} has {saved.numel()} elements, but {part.numel()} are needed")
+            raise ValueError(
+                f"the residual of {name!r} has {saved.numel()} elements, "
+                f"but {part.numel()} are needed"
+            )
         return saved
 
     def scale(self, factor):
@@ -64,10 +70,12 @@ class Residuals:
 
     def state_dict(self):
         """name -> flat residual of that parameter."""
-        return {self._names[p]: part.clone() for p, part in self._parts.items()} | (self._loaded or {})
+        return {self._names[p]: part.clone() for p, part in self._parts.items()} | (
+            self._loaded or {}
+        )
 
     def load_state_dict(self, state):
-        """Before the first step or later. A misfit raises KeyError or ValueError, in the next step at the latest."""
+        """At any time. A misfit raises KeyError or ValueError, in the next step at the latest."""
         self._loaded = dict(state) or None
         for p, part in self._parts.items():
             part.copy_(self._take(self._names[p], part) if state else torch.zeros_like(part))
@@ -79,5 +87,7 @@ def wide(dtype):
 
 
 def names(bucket):
-    """A name for each parameter of a bucket. PyTorch's DDP tells none: there its place in the first step's buckets."""
-    return getattr(bucket, "names", None) or [f"bucket {bucket.index()}, {i}" for i in range(len(bucket.parameters()))]
+    """A name for each parameter. PyTorch's DDP has none: there its place in the first buckets."""
+    return getattr(bucket, "names", None) or [
+        f"bucket {bucket.index()}, {i}" for i in range(len(bucket.parameters()))
+    ]

@@ -1,12 +1,13 @@
-"""Top-k: of each gradient only the largest elements travel, each with its index; the rest waits in the residual.
+"""Top-k: of each gradient only the largest elements travel, with their indices; the rest waits.
 
-    corrected    .1 -.9  .2  .0  .7 -.1        rank 0 sends  (1, -.9) (4, .7)
-                 .3  .1 -.2  .6 -.1  .0        rank 1 sends  (3, .6)  (0, .3)
-    sum          .3 -.9  .0  .6  .7  .0        each value at its own index: indices differ between ranks, so values
-    residual     .1  .0  .2  .0  .0 -.1        must be gathered, never all-reduced in the order in which they lie
+    corrected    .1 -.9  .2  .0  .7 -.1    rank 0 sends  (1, -.9) (4, .7)
+                 .3  .1 -.2  .6 -.1  .0    rank 1 sends  (3, .6)  (0, .3)
+    sum          .3 -.9  .0  .6  .7  .0    each value at its own index: these differ between ranks,
+    residual     .1  .0  .2  .0  .0 -.1    so values are gathered, never all-reduced as they lie
 
-Sent per rank and step: (n-1) k (4 + 4) bytes for k = ratio x elements; it grows with n, as an all_reduce does not: at
-8 bytes an element it is worth it while ratio < 1/n. Held: one residual and n messages.
+Sent per rank and step: (n-1) k (4 + 4) bytes for k = ratio x elements; it grows with n, as an
+all_reduce does not: at 8 bytes an element it pays while ratio < 1/n. Held: one residual and n
+messages.
 Aji and Heafield, Sparse Communication for Distributed Gradient Descent, EMNLP 2017, section 3;
 Stich et al., Sparsified SGD with Memory, NeurIPS 2018.
 """
@@ -21,7 +22,7 @@ from labkit.compression.select import top_indices
 
 
 def mean_of_largest(gradient, residual, k, group=None):
-    """The whole idea, of a flat gradient: k elements leave each rank, the rest waits in residual."""
+    """The whole idea, of a flat gradient: k elements leave each rank, the rest waits."""
     residual += gradient
     places = residual.abs().topk(k).indices
     values = residual[places]
@@ -36,7 +37,8 @@ def mean_of_largest(gradient, residual, k, group=None):
 class TopK(Compressor):
     """Send the `ratio` largest elements of each bucket, at least one.
 
-    ratio: in (0, 1]. per="tensor": as many of each tensor, so that one with large gradients does not silence others.
+    ratio: in (0, 1].
+    per: "bucket", or "tensor": as many of each tensor, so that large gradients silence no others.
     feedback: without it, what is not sent is lost. Raises ValueError for another ratio or per.
     """
 
@@ -48,7 +50,11 @@ class TopK(Compressor):
         self.ratio, self.per = ratio, per
 
     def compress(self, corrected, bucket):
-        sizes = [p.numel() for p in bucket.parameters()] if self.per == "tensor" else [corrected.numel()]
+        sizes = (
+            [p.numel() for p in bucket.parameters()]
+            if self.per == "tensor"
+            else [corrected.numel()]
+        )
         values, indices = [], []
         start = 0
         for part in corrected.split(sizes):
@@ -58,7 +64,8 @@ class TopK(Compressor):
                 lacking = k - found.numel()
                 values.append(torch.nn.functional.pad(part[found], (0, lacking)))
                 part[found] = 0
-                indices.append(torch.nn.functional.pad(found, (0, lacking)).add_(start))  # zero, to be added anywhere
+                # a zero may be added anywhere
+                indices.append(torch.nn.functional.pad(found, (0, lacking)).add_(start))
             start += part.numel()
         values, indices = torch.cat(values), torch.cat(indices).to(index_dtype(start))
         return pack(values, indices), (values.dtype, indices.dtype)
@@ -73,7 +80,9 @@ class TopK(Compressor):
 
 def check_ratio(ratio):
     if not 0 < ratio <= 1:
-        raise ValueError(f"ratio must be above 0 and at most 1, not {ratio}: 0.01 sends one element of a hundred")
+        raise ValueError(
+            f"ratio must be above 0 and at most 1, not {ratio}: 0.01 sends one element of a hundred"
+        )
 
 
 def count(ratio, numel):

@@ -1,11 +1,12 @@
-"""The clock of a device. CUDA works behind the host, so its moments are events in its streams, told when it has passed.
+"""The clock of a device: CUDA works behind the host, so its moments are events in its streams.
 
-    host     launch  launch  wait()                           resolve() ........| now each moment is a number
+    host     launch  launch  wait()                        resolve() ......| now each is a number
     stream           |== kernel ==|...stands still...|== kernel ==|
-                     ^            ^ wait() begins    ^ and ends   ^              before that each is NaN
+                     ^            ^ wait() begins    ^ and ends   ^          until then each is NaN
 
-What the host's clock says of wait() on CUDA is how long it took to enqueue: nothing. To synchronise at each
-moment would tell the truth about another program, one in which nothing overlaps. An event costs next to nothing.
+What the host's clock says of wait() on CUDA is how long it took to enqueue: nothing. To synchronise
+at each moment would tell the truth about another program, one in which nothing overlaps. An event
+costs next to nothing.
 Resolution: about half a microsecond (cudaEventElapsedTime).
 """
 
@@ -24,7 +25,7 @@ def clock_of(device):
 
 
 class CudaClock:
-    """Moments of a CUDA device, in seconds of time.perf_counter(), with the methods of labkit.comm.HostClock.
+    """Moments of a CUDA device, in seconds of time.perf_counter(), told as comm.HostClock does.
 
     event, stream: torch.cuda's Event and current_stream, or what answers to their names.
     """
@@ -34,7 +35,7 @@ class CudaClock:
         self._pending = []  # (event, thing, name), in the order in which they were stamped
 
     def stamp(self, thing, name):
-        """thing.name becomes the moment in which the current stream gets here: NaN until resolve()."""
+        """thing.name becomes the moment when the current stream gets here: NaN until resolve()."""
         setattr(thing, name, nan)
         self._pending.append((self._mark(), thing, name))
 

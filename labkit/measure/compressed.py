@@ -1,17 +1,20 @@
-"""A compressor under observation: what goes in, what arrives, what waits, and how many bytes that takes, step by step.
+"""A compressor under observation, step by step: what goes in, arrives and waits, and its bytes.
 
     gradient   .3 -.9  .2  .0  .7 -.1      mean over the ranks
     arrived     0 -.9   0   0  .7   0      what every rank gets in its place
     residual   .3   0  .2  .0   0 -.1      what waits, mean over the ranks
-                                           arrived + residual = gradient + residual of the step before
-    so, over steps:  sum of arrived + last residual = sum of gradients: with feedback nothing is lost, it is late
+    each step: arrived + residual = gradient + residual of the step before; over all of them, with
+    feedback: sum of arrived + last residual = sum of gradients: nothing is lost, it is late
 
     watched = Watched(TopK(0.01))
-    model.register_comm_hook(None, watched.hook)      in place of TopK(0.01).hook; then train as ever
-    for row in watched.rows: record(compressor="topk", knob="1 %", **row)         on rank 0: rows are alike on all
+    model.register_comm_hook(None, watched.hook)     # not TopK(0.01).hook; then train as ever
+    for row in watched.rows:                         # on rank 0: alike on all
+        record(compressor="topk", knob="1 %", **row)
 
-Sent besides: two all_reduces a step, and backward stands still meanwhile. So this measures bytes and errors, not times.
-Karimireddy et al., Error Feedback Fixes SignSGD and other Gradient Compression Schemes, ICML 2019, section 4.
+Sent besides: two all_reduces a step, and backward stands still meanwhile. So this measures bytes
+and errors, not times.
+Karimireddy et al., Error Feedback Fixes SignSGD and other Gradient Compression Schemes, ICML 2019,
+section 4.
 """
 
 import torch
@@ -21,22 +24,23 @@ from labkit import comm
 
 
 class Watched:
-    """A comm hook of labkit.ddp round a compressor of labkit.compression, for a model whose gradients fill one bucket.
+    """A comm hook of labkit.ddp round a compressor, for a model whose gradients fill one bucket.
 
-    (PyTorch's DDP lays its bucket out anew after the first step: sums over steps would mix elements.)
+    (PyTorch's DDP lays its bucket out anew after step 1: sums over steps would mix elements.)
 
     rows: one dict a step, ready for record():
         step                            0, 1, 2, ...
         feedback                        whether the compressor keeps what it does not send
-        momentum                        under which the compressor puts gradients (DGC); 0 for all others
+        momentum                        under which it puts gradients (DGC); 0 for all others
         elements                        of the gradient
-        sent_bytes, plain_bytes         of a rank, as labkit.comm derives them: compressed, and of a plain all_reduce
+        sent_bytes, plain_bytes         derived, of a rank: compressed, and of a plain all_reduce
         error                           |arrived - gradient| / |gradient|, of this step alone
         sum_error                       the same of the sums over all steps so far
         waiting                         |residual| / |gradient|
-        first                           place of the window's first element; it is the same in all steps
-        gradient, arrived, residual     lists of at most `window` neighbours, where the first gradient was largest
-    With momentum, "the gradient" is everywhere what has become of gradients under it: that is what should arrive.
+        first                           place of the window's first element, the same in all steps
+        gradient, arrived, residual     lists of at most `window` neighbours, where the first
+                                        gradient was largest
+    Under momentum "the gradient" is what has become of gradients: that is what should arrive.
     """
 
     def __init__(self, compressor, window=48):
@@ -46,9 +50,11 @@ class Watched:
         self._gradient = self._sums = self._first = None
 
     def hook(self, group, bucket):
-        """Future of what the compressor's hook brings. Raises ValueError for a model with several buckets."""
+        """Future of what the compressor's hook brings. Raises ValueError for several buckets."""
         if bucket.index() or not bucket.is_last():
-            raise ValueError("a watched model must have one bucket: give DDP a larger bucket_cap_mb")
+            raise ValueError(
+                "a watched model must have one bucket: give DDP a larger bucket_cap_mb"
+            )
         gradient, plain_bytes = self.uncompressed(group, bucket)
         self.compressor.agree(group, bucket.buffer().device)  # once, and no part of a step
         with comm.record() as log:
@@ -63,10 +69,12 @@ class Watched:
         return future
 
     def uncompressed(self, group, bucket):
-        """(what would arrive without compression, float64 [elements]; what a rank sends for it, bytes)."""
+        """(what would arrive uncompressed, float64 [elements]; bytes that a rank sends for it)."""
         with comm.record() as log:
             gradient = mean(bucket.buffer(), group)
-        self._gradient = gradient if self._gradient is None else self.momentum * self._gradient + gradient
+        self._gradient = (
+            gradient if self._gradient is None else self.momentum * self._gradient + gradient
+        )
         return self._gradient, log[0].sent_bytes * bucket.buffer().itemsize // gradient.itemsize
 
     def note(self, gradient, arrived, residual, about):
@@ -89,7 +97,10 @@ class Watched:
                 "sum_error": relative(self._sums[1] - self._sums[0], self._sums[0]),
                 "waiting": relative(residual, gradient),
                 "first": self._first,
-                **{name: [float(f"{x:.5g}") for x in vector[shown].tolist()] for name, vector in vectors.items()},
+                **{
+                    name: [float(f"{x:.5g}") for x in vector[shown].tolist()]
+                    for name, vector in vectors.items()
+                },
             }
         )
 

@@ -1,4 +1,4 @@
-"""The machine card: what a number was measured on. It names a class of machine, never the machine."""
+"""The machine card: what a number was measured on. It names the class, never the machine."""
 
 import importlib.metadata
 import os
@@ -29,23 +29,33 @@ def usable_cores():
 
 def backends():
     """The process-group backends this build of torch can use here."""
-    checks = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available, "mpi": dist.is_mpi_available}
-    return [name for name, available in checks.items() if available() and (name != "nccl" or torch.cuda.is_available())]
+    checks = {
+        "gloo": dist.is_gloo_available,
+        "nccl": dist.is_nccl_available,
+        "mpi": dist.is_mpi_available,
+    }
+    return [
+        name
+        for name, available in checks.items()
+        if available() and (name != "nccl" or torch.cuda.is_available())
+    ]
 
 
 def free_bytes(device, ranks):
-    """Memory that one of `ranks` ranks may still take: of its CUDA device, or its share of what the host has free."""
+    """Bytes one of `ranks` ranks may still take: of its CUDA device, or its share of the host's."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return psutil.virtual_memory().available // ranks
 
 
 def card():
-    """dict of JSON values: cpu, cores, memory_gib, gpus, os, python, torch, cuda, backends, packages. No host name."""
+    """dict of JSON values: cpu, cores, memory_gib, gpus, software, backends. No host name."""
     gpus = []
     if torch.cuda.is_available():
         for properties in map(torch.cuda.get_device_properties, range(torch.cuda.device_count())):
-            gpus.append({"name": properties.name, "memory_gib": round(properties.total_memory / 2**30, 1)})
+            gpus.append(
+                {"name": properties.name, "memory_gib": round(properties.total_memory / 2**30, 1)}
+            )
     return {
         "cpu": processor(),
         "cores": usable_cores(),

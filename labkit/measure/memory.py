@@ -8,12 +8,13 @@
           +--+------------+-------------+--+-> time
              forward       backward       step
 
-A tensor is a window on a storage, and views share one; so storages are counted, not tensors. A dispatch mode sees every
-operator, in backward too, and hence every new storage; a weak reference tells when one is freed. What is kept is
-one list of (moment, storage, change in bytes), and everything else is a sum over it. What a storage is *for* is often
-known only later (a temporary of backward becomes `p.grad`), so a kind, once learnt, holds for its whole life.
+A tensor is a window on a storage, and views share one; so storages are counted, not tensors. A
+dispatch mode sees every operator, in backward too, and hence every new storage; a weak reference
+tells when one is freed. What is kept is one list of (moment, storage, change in bytes), and
+everything else is a sum over it. What a storage is *for* is often known only later (a temporary of
+backward becomes `p.grad`), so a kind, once learnt, holds for its whole life.
 
-Not seen: work space inside one kernel, and what the allocator rounds up; on CUDA `cuda_peak` stands beside it.
+Not seen: work space inside kernels, and what the allocator rounds up; on CUDA see `cuda_peak`.
 """
 
 import time
@@ -21,19 +22,22 @@ import weakref
 from contextlib import ExitStack
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-# Where a storage serves two ends the first counts: a bucket whose views are `p.grad` is gradients, not communication.
+# Where a storage serves two ends the first counts: a bucket with `p.grad` views is gradients.
 KINDS = ("parameters", "gradients", "optimizer_states", "buffers", "communication", "activations")
 
 COLLECTIVES = {"c10d", "_c10d_functional", "symm_mem"}
 
 
 class Storage:
-    """What is known of one storage: its bytes now, its kind, and a weak reference that tells when it is freed."""
+    """A storage: its bytes now, its kind, and a weak reference that tells when it is freed."""
 
     __slots__ = ("kind", "marked", "reference", "size")
 
@@ -45,18 +49,20 @@ class Storage:
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Context manager that counts live tensor bytes by kind while it is entered; every entry starts anew.
+    """Context manager that counts live tensor bytes by kind; every entry starts anew.
 
         with MemoryTracker(model, optimizer) as memory:
             loss(model(x), y).backward()
             optimizer.step()
-        memory.peak           {"parameters": 1024, ..., "activations": 4096}   bytes, when the total was largest
+        memory.peak      {"parameters": 1024, ..., "activations": 4096}: bytes at the largest total
 
-    module: its parameters, their gradients and its buffers count from the start. optimizer: so do its states.
-    Neither is needed for what is created inside: parameters are known when an operator uses them, gradients when they
-    are accumulated, optimizer states when any torch optimizer steps, communication when a collective touches it.
-    Everything else created inside is activations. Tensors made before, such as the input batch, do not count.
-    device: count only this device type ("cuda" leaves the batches of a loader on the host out).
+    module, optimizer: parameters, gradients, buffers and optimizer states count from the start.
+    device: count only this type ("cuda" leaves the batches of a loader on the host out).
+
+    Neither module nor optimizer is needed for what is created inside: parameters are known when an
+    operator uses them, gradients when they are accumulated, optimizer states when any torch
+    optimizer steps, communication when a collective touches it. Everything else created inside is
+    activations. Tensors made before, such as the input batch, do not count.
     """
 
     def __init__(self, module=None, optimizer=None, device=None):
@@ -68,7 +74,7 @@ class MemoryTracker(TorchDispatchMode):
 
     def __enter__(self):
         self._storages = {}  # address of the storage -> Storage, alive ones only
-        self._log = []  # (moment, Storage, change in bytes); append is atomic, so backward threads may write too
+        self._log = []  # (moment, Storage, change in bytes); threads append too: it is atomic
         self._parameters = WeakIdKeyDictionary()
         self._optimizers = WeakIdKeyDictionary()
         self._watched = ExitStack()
@@ -95,12 +101,16 @@ class MemoryTracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # a DTensor first becomes operators on its local shard; those come back here
+            return NotImplemented  # a DTensor becomes operators on its local shard, seen here
         inputs = tree_leaves((args, kwargs))
         result = operator(*args, **(kwargs or {}))
         outputs = tree_leaves(result)
-        # torch.tensor(...) builds its storage unseen and hands it to lift_fresh: the one input that is new.
-        given = set() if operator is torch.ops.aten.lift_fresh.default else {s._cdata for s in storages_of(inputs)}
+        # torch.tensor(...) hands a storage built unseen to lift_fresh: the one input that is new.
+        given = (
+            set()
+            if operator is torch.ops.aten.lift_fresh.default
+            else {s._cdata for s in storages_of(inputs)}
+        )
         for storage in storages_of(outputs):
             if storage._cdata in self._storages or storage._cdata not in given:
                 self._count(storage)
@@ -112,7 +122,7 @@ class MemoryTracker(TorchDispatchMode):
         return result
 
     def mark(self, tensor, kind):
-        """Say what `tensor` is for (one of KINDS), whatever the tracker thinks; its storage counts from now on."""
+        """Overrule the tracker: `tensor` is for `kind`, one of KINDS, and counts from now on."""
         if kind not in KINDS:
             raise ValueError(f"unknown kind of memory {kind!r}; the kinds are {', '.join(KINDS)}")
         for storage in storages_of([tensor]):
@@ -138,12 +148,12 @@ class MemoryTracker(TorchDispatchMode):
 
     @property
     def cuda_peak(self):
-        """torch.cuda.max_memory_allocated() since entry, work space and rounding included; None without CUDA."""
+        """torch.cuda.max_memory_allocated() since entry, with work space; None without CUDA."""
         return torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else None
 
     @property
     def samples(self):
-        """[(seconds since entry, bytes by kind)], at entry and after every change: the data of a memory timeline."""
+        """[(seconds since entry, bytes by kind)], at entry and after every change."""
         self._scan()
         totals, samples = dict.fromkeys(KINDS, 0), []
         for position, (moment, storage, change) in enumerate(self._log, start=1):
@@ -168,7 +178,7 @@ class MemoryTracker(TorchDispatchMode):
         return peak, length
 
     def _count(self, storage):
-        """Begin to count a storage, or note its new size; None for one on a device that is left out."""
+        """Begin to count a storage, or note its new size; None on a device that is left out."""
         if storage.device.type == "meta" or self._device not in (None, storage.device.type):
             return None
         address = storage._cdata
@@ -176,7 +186,9 @@ class MemoryTracker(TorchDispatchMode):
         if known is None and storage.filename is not None:
             return None  # mapped from a file: the system may drop its pages at any time
         if known is None:
-            known = self._storages[address] = Storage(weakref.ref(storage, lambda _: self._freed(address)))
+            known = self._storages[address] = Storage(
+                weakref.ref(storage, lambda _: self._freed(address))
+            )
         if change := storage.nbytes() - known.size:
             known.size += change
             self._log.append((time.perf_counter(), known, change))
@@ -205,7 +217,7 @@ class MemoryTracker(TorchDispatchMode):
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     self._watch_parameter(parameter)
-            # An optimizer may keep a reference to a gradient or a weight in its state; those keep their kind.
+            # An optimizer's state may refer to gradients or weights: these keep their kind.
             self._learn(tree_leaves(list(optimizer.state.values())), "optimizer_states")
         for parameter in list(self._parameters):
             self._learn([parameter.grad], "gradients")
@@ -216,7 +228,9 @@ class MemoryTracker(TorchDispatchMode):
             self._parameters[parameter] = True
             self._learn([parameter.grad], "gradients")
             if parameter.requires_grad and parameter.is_leaf:
-                hook = parameter.register_post_accumulate_grad_hook(lambda p: self._learn([p.grad], "gradients"))
+                hook = parameter.register_post_accumulate_grad_hook(
+                    lambda p: self._learn([p.grad], "gradients")
+                )
                 self._watched.callback(hook.remove)
 
     def _before_step(self, optimizer, args, kwargs):
@@ -227,7 +241,7 @@ class MemoryTracker(TorchDispatchMode):
         self._scan()
 
     def _watch_storage_resize(self):
-        """FSDP frees and refills gathered parameters with storage.resize_, which is no operator: stand in its way."""
+        """Wrap storage.resize_, by which FSDP frees and refills parameters: it is no operator."""
         original = torch.UntypedStorage.resize_
 
         def resize_(storage, size):
@@ -241,12 +255,14 @@ class MemoryTracker(TorchDispatchMode):
 
 
 def storages_of(values):
-    """The storages of all tensors among `values`; of a DTensor or another wrapper, those of the tensors inside."""
+    """The storages of all tensors among `values`; of a wrapper such as DTensor, those inside it."""
     for value in values:
         if isinstance(value, torch.UntypedStorage):
             yield value
         elif isinstance(value, torch.Tensor):
             if hasattr(value, "__tensor_flatten__"):
-                yield from storages_of(getattr(value, name) for name in value.__tensor_flatten__()[0])
+                yield from storages_of(
+                    getattr(value, name) for name in value.__tensor_flatten__()[0]
+                )
             elif value.layout is torch.strided:
                 yield value.untyped_storage()

@@ -1,19 +1,20 @@
-"""Residency: from when to when each unit of a sharded model is whole, and which message belongs to which unit.
+"""Residency: when each unit of a sharded model is whole, and which message belongs to which unit.
 
     gather()                        free()
-       |--- span "blocks.0" in the lane "whole" ---|          payload_bytes: the memory that the unit takes meanwhile
+       |--- span "blocks.0" in the lane "whole" ---|   payload_bytes: what the unit takes meanwhile
 
-A FlatParam's memory is there from the moment that its gather begins until it is freed, and what is freed has size 0; so
-the size of that memory, before and after each of its methods, says all.
+A FlatParam's memory is there from the moment that its gather begins until it is freed, and what is
+freed has size 0; so the size of that memory, before and after each of its methods, says all.
 """
 
 
 def watch_units(model, timeline, names=None):
-    """From now on `timeline` gets a span for each time that a unit of `model`, an FSDP, is whole. Returns labels.
+    """From now on `timeline` gets a span each time a unit of `model`, an FSDP, is whole.
 
-    names: one word per unit, by default the root and its units' own names. The labels, a list that grows, are for
-    timeline.add_comm(events, labels): "gather NAME" or "reduce NAME" for each message, in the order of their start.
-    They fit where gathers and reductions are the only messages: not with shard="hybrid" or root="replicate".
+    names: one word per unit, by default the root and its units' own names.
+    Returns labels, a list that grows, for timeline.add_comm(events, labels): "gather NAME" or
+    "reduce NAME" for each message, in the order of their start. They fit where gathers and
+    reductions are the only messages: not with shard="hybrid" or root="replicate".
     """
     labels = []
     names = [unit.name or "root" for unit in model.units] if names is None else names
@@ -24,7 +25,7 @@ def watch_units(model, timeline, names=None):
 
 
 def follow(flat, name, timeline, labels):
-    """Stand in the way of gather, free and launch_reduce of one FlatParam; a second call replaces the first."""
+    """Wrap gather, free and launch_reduce of one FlatParam; a second call replaces the first."""
     memory, kind, since = flat.flat.untyped_storage(), type(flat), []
 
     def gather():

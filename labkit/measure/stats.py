@@ -1,13 +1,14 @@
 """Times move by ten per cent on a quiet machine; these are the few numbers worth saying about them.
 
-    values  . .:::.:: .   .        .      summary: the median, and the quartiles as its spread
-              |--+---|                    (a mean would follow the last dot, a minimum the luckiest moment)
+    values  . .:::.:: .   .        .   summary: the median, and the quartiles as its spread
+              |--+---|                 (a mean would follow the last dot, a minimum the luckiest)
 
-    a/b     paired, within one repetition  ratio: the median of a_i / b_i, and a 95 % interval of that median
+    a/b     paired, in one repetition  ratio: the median of a_i / b_i, and its 95 % interval
 
-Two variants are timed side by side, in shuffled order inside each repetition, so that a slow second slows both; the
-interval comes from drawing the repetitions again, with replacement, 2000 times. A claim "at most x" is made only
-when the interval's upper end allows it, and beside an A/A row: the same code against itself, which must give 1.
+Two variants are timed side by side, in shuffled order inside each repetition, so that a slow second
+slows both; the interval comes from drawing the repetitions again, with replacement, 2000 times. A
+claim "at most x" is made only when the interval's upper end allows it, and beside an A/A row: the
+same code against itself, which must give 1.
 
 Efron and Tibshirani, An Introduction to the Bootstrap, 1993, chapter 13 (percentile intervals).
 """
@@ -49,7 +50,7 @@ class Ratio:
 
 
 def summary(values, warmup=0):
-    """Summary of `values` without the first `warmup`. Raises ValueError where none is left or one is not finite."""
+    """Summary of values[warmup:]. Raises ValueError where none is left or one is not finite."""
     kept = np.asarray(list(values), dtype=float)[warmup:]
     if not kept.size:
         raise ValueError(f"no values left after {warmup} of warm-up")
@@ -60,7 +61,7 @@ def summary(values, warmup=0):
 
 
 def paired_ratio(a, b, resamples=2000, seed=0):
-    """Ratio of a to b, whose i-th values were measured in the same repetition. The seed makes the interval repeat."""
+    """Ratio of a to b, whose i-th values are of one repetition. The seed fixes the interval."""
     a, b = np.asarray(list(a), dtype=float), np.asarray(list(b), dtype=float)
     if a.shape != b.shape or a.ndim != 1 or not a.size:
         raise ValueError(f"pairs needed: got {a.size} and {b.size} values")
@@ -73,7 +74,7 @@ def paired_ratio(a, b, resamples=2000, seed=0):
 
 
 def shuffled_rounds(names, rounds, seed=0):
-    """Yield (round, name): every name once a round, in an order that is new each round and the same on all ranks."""
+    """Yield (round, name): every name once a round, in a new order, the same on all ranks."""
     names, order = list(names), random.Random(seed)
     for number in range(rounds):
         yield from ((number, name) for name in order.sample(names, len(names)))

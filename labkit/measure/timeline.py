@@ -1,17 +1,20 @@
-"""What one rank did when: spans in two lanes, and how much of the network time nobody computed under.
+"""What one rank did when: spans in two lanes, and the network time that nobody computed under.
 
     compute   |--- forward ---|---------- backward ----------|////////|- optimizer -|
     network                        |= bucket 2 =|= bucket 1 =|= bucket 0 =|
-                                                             ^^^^^^^^ exposed: the network works, compute stands still
+    exposed   the network works, compute stands still        ^^^^^^^^
 
     exposed communication = network time - the part of it under which this rank computed
 
-A span of `backward()` includes the moments at its end in which backward waits for the last bucket. The event log says
-how long each operation kept its caller waiting, so these moments leave the compute lane and count as exposed.
-All times are `time.perf_counter()`, one clock for all processes of a machine, so ranks merge without alignment.
-Those of a CUDA device come from events in its streams (clock.py), and are NaN until they are read after the step.
+A span of `backward()` includes the moments at its end in which backward waits for the last bucket.
+The event log says how long each operation kept its caller waiting, so these moments leave the
+compute lane and count as exposed.
+All times are `time.perf_counter()`, one clock for all processes of a machine, so ranks merge
+without alignment. Those of a CUDA device come from events in its streams (clock.py), and are NaN
+until they are read after the step.
 
-Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, VLDB 2020, section 5 (figure 6).
+Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, VLDB 2020,
+section 5 (figure 6).
 Export: the Chrome trace event format, as read by Perfetto (ui.perfetto.dev) and chrome://tracing.
 """
 
@@ -31,7 +34,7 @@ LANES = ("compute", "network")
 
 @dataclass(slots=True)
 class Span:
-    """Something that one rank did from `start` to `end`, in seconds of time.perf_counter(). info: JSON scalars."""
+    """What a rank did from `start` to `end`, seconds of time.perf_counter(). info: JSON scalars."""
 
     name: str
     lane: str
@@ -50,8 +53,8 @@ class Timeline:
             with timeline.span("backward"): ...
         timeline.add_comm(events)
 
-    device: whose time is meant, the host's if none is given. clock: that of the device, unless another is given.
-    rows(), frame(), chrome_trace(), merge() and add_comm() wait for the device; clock.resolve() does so by itself.
+    device: whose time is meant, None: the host's. clock: the device's, unless another is given.
+    rows(), frame(), chrome_trace(), merge(), add_comm() and clock.resolve() wait for the device.
     """
 
     def __init__(self, rank=0, device=None, clock=None):
@@ -71,7 +74,7 @@ class Timeline:
 
     @contextmanager
     def span(self, name, lane="compute", **info):
-        """Time a block. It is kept also when the block raises: a trace of a failure is worth most."""
+        """Time a block, also one that raises: a trace of a failure is worth most."""
         span = self.begin(name, lane, **info)
         try:
             yield
@@ -79,16 +82,20 @@ class Timeline:
             self.end(span)
 
     def add_comm(self, events, names=None):
-        """Add the events of `comm.record()` as network spans. names: one label each, by default the operation."""
+        """Add comm.record()'s events as network spans. names: a label each, by default the op."""
         names = [event.op for event in events] if names is None else list(names)
         if len(names) != len(events):
             raise ValueError(f"{len(events)} events but {len(names)} names")
         self.clock.resolve()
         for event, name in zip(events, names, strict=True):
             if event.end is None:
-                raise ValueError(f"{event.op} is still in flight: wait for it before adding it to the timeline")
+                raise ValueError(
+                    f"{event.op} is still in flight: wait for it before adding it to the timeline"
+                )
             if isnan(event.end - event.start):
-                raise ValueError(f"nobody has timed {event.op}: open comm.record(clock=timeline.clock)")
+                raise ValueError(
+                    f"nobody has timed {event.op}: open comm.record(clock=timeline.clock)"
+                )
             info = {
                 "op": event.op,
                 "group_size": event.group_size,
@@ -100,10 +107,11 @@ class Timeline:
 
     @contextmanager
     def watch(self, **units):
-        """Time submodules: `with timeline.watch(l1=model[0], l2=model[2]):` adds "l1" and "l1 backward" spans.
+        """Time submodules: watch(l1=model[0], l2=model[2]) adds spans "l1", "l1 backward", "l2" ...
 
-        A unit's backward lasts from the arrival of its output's gradient to that of the next unit, the last one's until
-        this block ends; this suits a chain of units. The spans say unit=True, and lie within forward and backward.
+        A unit's backward lasts from the arrival of its output's gradient to that of the next unit,
+        the last one's until this block ends; this suits a chain of units. The spans say unit=True,
+        and lie within forward and backward.
         """
         entered, open_backward, handles = {}, [], []
 
@@ -130,7 +138,10 @@ class Timeline:
             return hook
 
         for name, module in units.items():
-            handles += [module.register_forward_pre_hook(before(name)), module.register_forward_hook(after(name))]
+            handles += [
+                module.register_forward_pre_hook(before(name)),
+                module.register_forward_hook(after(name)),
+            ]
         try:
             yield
         finally:
@@ -144,14 +155,23 @@ class Timeline:
         merged, timelines = cls(), list(timelines)
         for timeline in timelines:
             timeline.clock.resolve()
-        merged.spans = sorted((span for t in timelines for span in t.spans), key=lambda span: span.start)
+        merged.spans = sorted(
+            (span for t in timelines for span in t.spans), key=lambda span: span.start
+        )
         return merged
 
     def rows(self):
-        """Spans as flat dicts of JSON scalars: a rank sends them home with record(spans=timeline.rows())."""
+        """Spans as flat dicts of JSON scalars, to be sent home: record(spans=timeline.rows())."""
         self.clock.resolve()
         return [
-            {"rank": s.rank, "name": s.name, "lane": s.lane, "start": s.start, "end": s.end, **s.info}
+            {
+                "rank": s.rank,
+                "name": s.name,
+                "lane": s.lane,
+                "start": s.start,
+                "end": s.end,
+                **s.info,
+            }
             for s in self.spans
         ]
 
@@ -167,38 +187,57 @@ class Timeline:
 
     @classmethod
     def from_records(cls, records):
-        """All ranks' spans from a run's records, where each rank called record(spans=timeline.rows())."""
+        """All ranks' spans from a run's records: each rank called record(spans=timeline.rows())."""
         if "spans" not in records:
-            raise ValueError("these records hold no timeline: each rank must call record(spans=timeline.rows())")
-        return cls.from_rows(row for rows in records["spans"] if isinstance(rows, list) for row in rows)
+            raise ValueError(
+                "these records hold no timeline: each rank must call record(spans=timeline.rows())"
+            )
+        return cls.from_rows(
+            row for rows in records["spans"] if isinstance(rows, list) for row in rows
+        )
 
     def frame(self):
-        """One row per span: rank, lane, name, start_ms, end_ms, duration_ms (from the first start), and the info."""
+        """A row a span: rank, lane, name, start_ms, end_ms, duration_ms (0: first start), info."""
         self.clock.resolve()
         origin = min((span.start for span in self.spans), default=0.0)
         rows = []
         for span in sorted(self.spans, key=lambda s: (s.rank, s.lane, s.start)):
             start, end = 1e3 * (span.start - origin), 1e3 * (span.end - origin)
             times = {"start_ms": start, "end_ms": end, "duration_ms": end - start}
-            rows.append({"rank": span.rank, "lane": span.lane, "name": span.name, **times, **span.info})
+            rows.append(
+                {"rank": span.rank, "lane": span.lane, "name": span.name, **times, **span.info}
+            )
         return pd.DataFrame(
-            rows, columns=None if rows else ["rank", "lane", "name", "start_ms", "end_ms", "duration_ms"]
+            rows,
+            columns=None if rows else ["rank", "lane", "name", "start_ms", "end_ms", "duration_ms"],
         )
 
     def chrome_trace(self, path):
-        """Write the trace event JSON (times in us; process = rank, thread = lane) and return its path."""
+        """Write the trace event JSON (us; process = rank, thread = lane) and return its path."""
         self.clock.resolve()
         origin = min((span.start for span in self.spans), default=0.0)
         lanes = list(dict.fromkeys([*LANES, *(span.lane for span in self.spans)]))
         events = []
         for rank in sorted({span.rank for span in self.spans}):
-            events.append({"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}})
+            events.append(
+                {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}}
+            )
             for thread, lane in enumerate(lanes):
-                events.append({"ph": "M", "pid": rank, "tid": thread, "name": "thread_name", "args": {"name": lane}})
+                events.append(
+                    {
+                        "ph": "M",
+                        "pid": rank,
+                        "tid": thread,
+                        "name": "thread_name",
+                        "args": {"name": lane},
+                    }
+                )
         for span in self.spans:
             times = {"ts": 1e6 * (span.start - origin), "dur": 1e6 * (span.end - span.start)}
             place = {"ph": "X", "pid": span.rank, "tid": lanes.index(span.lane)}
-            events.append({"name": span.name, "cat": span.lane, **place, **times, "args": span.info})
+            events.append(
+                {"name": span.name, "cat": span.lane, **place, **times, "args": span.info}
+            )
         path = Path(path)
         path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, indent=1))
         return path
@@ -219,15 +258,20 @@ def subtract(intervals, taken):
     """The moments in `intervals` that are not in `taken`, as disjoint intervals."""
     left = union(intervals)
     for start, end in union(taken):
-        left = [piece for a, b in left for piece in ((a, min(b, start)), (max(a, end), b)) if piece[0] < piece[1]]
+        left = [
+            piece
+            for a, b in left
+            for piece in ((a, min(b, start)), (max(a, end), b))
+            if piece[0] < piece[1]
+        ]
     return left
 
 
 def lanes_of(frame, rank):
-    """(computing, network) of one rank as disjoint intervals in ms; computing leaves out what was spent waiting."""
+    """(computing, network) of a rank: disjoint intervals in ms; computing leaves out waiting."""
     mine = frame[frame["rank"] == rank]
     compute, network = (mine[mine["lane"] == lane] for lane in LANES)
-    # wait() returns as the operation completes, so the moments spent in it are the last ones before its end.
+    # wait() returns as the operation completes: its moments are the last before that end.
     waited = network["waited"].fillna(0.0) * 1e3 if "waited" in network else 0.0 * network["end_ms"]
     blocked = zip(network["end_ms"] - waited, network["end_ms"], strict=True)
     computing = subtract(zip(compute["start_ms"], compute["end_ms"], strict=True), blocked)
@@ -241,7 +285,7 @@ def exposed(frame, rank):
 
 
 def overlap(frame):
-    """A row per rank: compute_ms, network_ms, hidden_ms (under compute), exposed_ms, total_ms (first to last)."""
+    """A row per rank: compute_ms, network_ms, hidden_ms (under compute), exposed_ms, total_ms."""
     rows = []
     for rank in sorted(frame["rank"].unique()):
         mine = frame[frame["rank"] == rank]

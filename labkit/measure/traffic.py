@@ -1,12 +1,12 @@
-"""What a step sends, whoever sends it: seen where every collective of torch passes, under all Python wrappers.
+"""What a step sends, whoever sends it: seen where every collective of torch passes.
 
     our DDP      -> labkit.comm -> torch.distributed --+
     PyTorch DDP  -> its reducer, in C++ ---------------+--> c10d operators --> gloo or NCCL
     fully_shard  -> torch.distributed -----------------+         ^ seen here
 
-`comm.record()` sees our own messages, with times; a dispatch mode sees those that PyTorch's wrappers send as well, but
-only that they start. Messages and payload are counted; bytes sent per rank are derived from the payload by the ring
-formulas of labkit.comm.
+`comm.record()` sees our own messages, with times; a dispatch mode, under all Python wrappers, sees
+those of PyTorch's as well, but only that they start. Messages and payload are counted; bytes sent
+per rank are derived from the payload by the ring formulas of labkit.comm.
 """
 
 import torch
@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from labkit import gloo
 
-# operator -> (index of the argument that holds the whole payload, share of it that each of n ranks sends)
+# operator -> (index of the argument that holds the payload, share that each of n ranks sends)
 RING = {
     "allreduce_": (0, lambda n: 2 * (n - 1) / n),
     "allreduce_coalesced_": (0, lambda n: 2 * (n - 1) / n),
@@ -29,9 +29,9 @@ RING = {
 
 
 class TrafficCounter(TorchDispatchMode):
-    """Context manager: messages (operations), payload_bytes and sent_bytes of this rank while it is entered.
+    """Context manager: counts messages (operations), payload_bytes and sent_bytes of this rank.
 
-    world_size: ranks of the groups that communicate. Raises ValueError for a collective it has no formula for.
+    world_size: of the groups that communicate. Raises ValueError for a collective it does not know.
     """
 
     def __init__(self, world_size):
@@ -41,7 +41,7 @@ class TrafficCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # a DTensor becomes operators on its local shard, which come back here
+            return NotImplemented  # a DTensor becomes operators on its local shard, seen here
         if operator.namespace == "c10d":
             self.count(operator.overloadpacket.__name__, args)
         return operator(*args, **(kwargs or {}))
@@ -50,7 +50,10 @@ class TrafficCounter(TorchDispatchMode):
         if name == "barrier":
             return
         if name not in RING:
-            raise ValueError(f"no formula for the bytes that c10d.{name} sends: add it to labkit.measure.traffic.RING")
+            raise ValueError(
+                f"no formula for the bytes that c10d.{name} sends: "
+                "add it to labkit.measure.traffic.RING"
+            )
         position, share = RING[name]
         payload = sum(t.nbytes for t in tree_leaves(args[position]) if isinstance(t, torch.Tensor))
         self.messages += not gloo.continues()

@@ -1,11 +1,11 @@
-"""Models by name: plain torch modules that know nothing of ranks, in three sizes, each with its loss.
+"""Models by name: plain torch modules that know nothing of ranks, in three sizes, with a loss each.
 
-              tiny                     small (about 1 million)      medium (about 10 million parameters)
-    mlp       64-256-256-10            4 hidden layers of 576       5 of 1536
-    resnet    depth 8, width 4         depth 20, width 32           depth 20, width 96
-    gpt       2 layers of 32           4 layers of 128              6 layers of 384
+              tiny                small (about 1 million)   medium (about 10 million parameters)
+    mlp       64-256-256-10       4 hidden layers of 576    5 of 1536
+    resnet    depth 8, width 4    depth 20, width 32        depth 20, width 96
+    gpt       2 layers of 32      4 layers of 128           6 layers of 384
 
-tiny is for tests and first looks (a step of a batch of 32 in milliseconds on one core), medium for benchmarks.
+tiny is for tests and first looks (a batch of 32: milliseconds on one core), medium for benchmarks.
 `data` has real inputs for each; `emulate` lets a model sleep in place of its arithmetic.
 """
 
@@ -40,14 +40,15 @@ SIZES = {
         "medium": {"layers": 6, "heads": 6, "width": 384},
     },
 }
-UNITS = {"mlp": is_hidden, "resnet": is_plain_block, "gpt": Block}  # the part that repeats and keeps its input's shape
+# the part that repeats and keeps its input's shape
+UNITS = {"mlp": is_hidden, "resnet": is_plain_block, "gpt": Block}
 
 
 def build(name, size="tiny", **overrides):
-    """The model `name` ("mlp", "resnet", "gpt") of a size ("tiny", "small", "medium"), with torch's own random weights.
+    """Model `name` ("mlp", "resnet", "gpt") of a size ("tiny", "small", "medium"), weights random.
 
     `overrides` replace arguments of the class, as in build("gpt", "small", layers=8, dropout=0.1).
-    Raises ValueError for a name, a size or an override that does not exist, and lists those that do.
+    Raises ValueError, listing those that exist, for another name, size or override.
     """
     sizes = known("model", name, SIZES)
     arguments = {**known("size", size, sizes), **overrides}
@@ -58,9 +59,9 @@ def build(name, size="tiny", **overrides):
 
 
 def loss(name):
-    """The loss of model `name`: a function (output, target) -> mean over samples (and tokens), a scalar.
+    """The loss of model `name`: a function (output, target) -> scalar, the mean over all targets.
 
-    Classifiers: output [B, classes], target [B]. gpt: output [B, T, vocab], target [B, T]. Targets are int64.
+    Classifiers: output [B, classes], target [B]. gpt: [B, T, vocab] and [B, T]. Targets are int64.
     Raises ValueError for an unknown name.
     """
     known("model", name, SIZES)
@@ -68,7 +69,7 @@ def loss(name):
 
 
 def unit(name):
-    """What repeats in model `name` and keeps its input's shape: a class, or a function module -> bool.
+    """What repeats in model `name` and keeps its input's shape: class, or function module -> bool.
 
     Raises ValueError for an unknown name.
     """
@@ -76,5 +77,5 @@ def unit(name):
 
 
 def cross_entropy(output, target):
-    """Mean cross-entropy over all targets. output [..., classes] floats, target [...] int64 -> scalar."""
+    """Mean cross-entropy of all: output [..., classes] floats, target [...] int64 -> scalar."""
     return F.cross_entropy(output.flatten(0, -2), target.flatten())

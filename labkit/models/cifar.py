@@ -1,11 +1,12 @@
-"""CIFAR-10 from its official binary archive: downloaded only when asked, verified, unpacked once, mapped by every rank.
+"""CIFAR-10: the official archive, fetched only when asked, verified, unpacked once, and mapped.
 
-    cifar-10-binary.tar.gz -- MD5 as published? --> train.bin  50,000 records --> mapped: all ranks share the pages
-                                                    test.bin   10,000 records
-    record: 1 byte label, 1024 bytes red, 1024 green, 1024 blue (rows of 32)                            3073 bytes
+    cifar-10-binary.tar.gz -- MD5 as published? --> train.bin  50,000 records --> mapped: all ranks
+                                                    test.bin   10,000 records     share the pages
+    record: 1 byte label, 1024 bytes red, 1024 green, 1024 blue (rows of 32)      3073 bytes
 
 Disk: 170 MB archive and 184 MB unpacked.
-Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009; https://www.cs.toronto.edu/~kriz/cifar.html.
+Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009;
+https://www.cs.toronto.edu/~kriz/cifar.html.
 """
 
 import contextlib
@@ -27,7 +28,7 @@ from labkit.models.images import Images
 from labkit.models.names import known
 
 URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
-MD5 = "c32a1d4ab5d03f1284b67883e8d87530"  # published beside the archive: it finds damage, https vouches for the source
+MD5 = "c32a1d4ab5d03f1284b67883e8d87530"  # published with it: finds damage, https proves the source
 ARCHIVE_BYTES = 170_052_171
 FOLDER = Path(__file__).resolve().parents[2] / "data"  # beside labkit, in the clone
 MEMBERS = {
@@ -44,12 +45,14 @@ class CorruptArchive(ValueError):
 
 
 def cifar10(root=None, download=False, split="train"):
-    """CIFAR-10 as `Images` [3, 32, 32]: 50,000 to train on, 10,000 to test. `root`: None is data/ of the clone.
+    """CIFAR-10 as `Images` [3, 32, 32]: 50,000 to train on, 10,000 to test.
 
-    download=True fetches the archive if it is not there; without a network it says so in one line and returns the
-    digits as [3, 32, 32] instead. Several processes may ask at once: one works, the others wait for it.
-    Raises FileNotFoundError when the archive is missing and was not asked for, CorruptArchive when it is damaged,
-    ValueError for an unknown split; nothing half-written is left behind.
+    root: the folder; None is data/ of the clone.
+    download: True fetches the archive if it is not there; without a network it says so in one line
+        and returns the digits as [3, 32, 32] instead.
+    Several processes may ask at once: one works, the others wait. Raises FileNotFoundError when the
+    archive is missing and was not asked for, CorruptArchive when it is damaged, ValueError for an
+    unknown split; nothing half-written is left behind.
     """
     members = known("split", split, MEMBERS)
     root = FOLDER if root is None else Path(root)
@@ -58,7 +61,8 @@ def cifar10(root=None, download=False, split="train"):
         return read(unpacked, split)
     if not archive.exists() and not download:
         raise FileNotFoundError(
-            f"{archive} is not there. cifar10(download=True) fetches it (170 MB), or put there what {URL} gives."
+            f"{archive} is not there. "
+            f"cifar10(download=True) fetches it (170 MB), or put there what {URL} gives."
         )
     root.mkdir(parents=True, exist_ok=True)
     with one_at_a_time(root):
@@ -66,7 +70,10 @@ def cifar10(root=None, download=False, split="train"):
             try:
                 fetch(URL, archive)
             except ConnectionError as error:
-                print(f"CIFAR-10 could not be downloaded ({error}): using digits at 3x32x32 instead.", flush=True)
+                print(
+                    f"CIFAR-10 could not be downloaded ({error}): using digits at 3x32x32 instead.",
+                    flush=True,
+                )
                 return digits("rgb", split)
         if not unpacked.exists():
             unpack(archive, unpacked, members)
@@ -75,7 +82,7 @@ def cifar10(root=None, download=False, split="train"):
 
 @contextlib.contextmanager
 def one_at_a_time(folder):
-    """Lets one process of this machine through; the lock ends with the process, however that ends."""
+    """Lets one process of this machine through; the lock ends with it, however it ends."""
     with open(folder / ".lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -83,7 +90,7 @@ def one_at_a_time(folder):
 
 @contextlib.contextmanager
 def whole_or_nothing(path):
-    """A file for writing that takes the name `path` when the block ends well, and is removed when it does not."""
+    """A file that is named `path` when the block ends well, and removed when it does not."""
     partial = path.with_name(path.name + ".part")
     try:
         with open(partial, "wb") as file:
@@ -96,7 +103,7 @@ def whole_or_nothing(path):
 
 
 def fetch(url, path):
-    """Download `url` to `path` with a progress bar, and keep it only if it is the published archive.
+    """Download `url` to `path` with a progress bar; keep only the published archive.
 
     Raises ConnectionError for whatever the network does, CorruptArchive for other content.
     """
@@ -105,13 +112,16 @@ def fetch(url, path):
     except OSError as error:
         raise ConnectionError(f"{url}: {error}") from error
     total = int(response.headers["Content-Length"] or ARCHIVE_BYTES)
-    bar = tqdm(total=total, unit="B", unit_scale=True, desc=path.name, disable=None)  # None: no bar into a pipe
+    # None: no bar into a pipe
+    bar = tqdm(total=total, unit="B", unit_scale=True, desc=path.name, disable=None)
     with response, bar, whole_or_nothing(path) as file:
         for chunk in received(response, url):
             file.write(chunk)
             bar.update(len(chunk))
         if file.tell() < total:  # a connection that is closed early reads like an end
-            raise ConnectionError(f"{url}: the connection closed after {file.tell()} of {total} bytes")
+            raise ConnectionError(
+                f"{url}: the connection closed after {file.tell()} of {total} bytes"
+            )
         file.flush()
         verify(Path(file.name), f"what {url} sent", "It was not kept.")
 
@@ -125,7 +135,7 @@ def received(response, url):
 
 
 def verify(path, name, way_out):
-    """Raises CorruptArchive, about `name` and ending with `way_out`, unless the file's MD5 is the published one."""
+    """Raises CorruptArchive about `name`, ending with `way_out`, unless the MD5 is as published."""
     with open(path, "rb") as file:
         found = hashlib.file_digest(file, "md5").hexdigest()
     if found != MD5:
@@ -137,7 +147,7 @@ def verify(path, name, way_out):
 
 
 def unpack(archive, path, members):
-    """Write the records of `members` one after the other to `path`; no name inside the archive becomes a path.
+    """Write the records of `members` in turn to `path`; no name in the archive becomes a path.
 
     Raises CorruptArchive unless the archive is the published one.
     """
@@ -149,21 +159,30 @@ def unpack(archive, path, members):
             for name in members:
                 member = tar.getmember(name)
                 if not member.isreg() or member.size != size:
-                    raise CorruptArchive(f"{archive}: {name} is not a file of {size} bytes. {way_out}")
+                    raise CorruptArchive(
+                        f"{archive}: {name} is not a file of {size} bytes. {way_out}"
+                    )
                 shutil.copyfileobj(tar.extractfile(member), file, CHUNK)
     except (KeyError, EOFError, tarfile.TarError, zlib.error) as error:
         raise CorruptArchive(f"{archive} cannot be unpacked: {error}. {way_out}") from error
 
 
 def read(path, split):
-    """Map the records of `path` into memory. Raises CorruptArchive when they are not CIFAR-10's in number or label."""
+    """Map the records of `path`. Raises CorruptArchive unless number and labels are CIFAR-10's."""
     size = path.stat().st_size
     expected = len(MEMBERS[split]) * RECORDS * RECORD_BYTES
     if size != expected:
-        raise CorruptArchive(f"{path} has {size} bytes, expected {expected}. Delete it: it is unpacked again.")
-    records = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8).view(-1, RECORD_BYTES)
+        raise CorruptArchive(
+            f"{path} has {size} bytes, expected {expected}. Delete it: it is unpacked again."
+        )
+    records = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8).view(
+        -1, RECORD_BYTES
+    )
     labels = records[:, 0].to(torch.int64)
     if labels.max() > 9:
-        raise CorruptArchive(f"{path} has the label {labels.max()}, expected 0 to 9. Delete it: it is unpacked again.")
+        raise CorruptArchive(
+            f"{path} has the label {labels.max()}, expected 0 to 9. "
+            "Delete it: it is unpacked again."
+        )
     pixels = records[:, 1:].view(-1, 3, 32, 32)
     return Images(pixels, labels, f"{len(labels)} photographs of CIFAR-10 ({split}), 3x32x32")

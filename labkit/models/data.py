@@ -1,8 +1,8 @@
 """Real data, by name, in the form that a model takes: map-style datasets of (input, target).
 
-    digits        handwritten digits, inside scikit-learn             always there      -> mlp, resnet
-    stdlib_text   Python's own library as bytes, inside Python        always there      -> gpt
-    cifar10       colour photographs, the official archive            when asked        -> resnet
+    digits        handwritten digits, inside scikit-learn        always there   -> mlp, resnet
+    stdlib_text   Python's own library as bytes, inside Python   always there   -> gpt
+    cifar10       colour photographs, the official archive       when asked     -> resnet
 
 Each says what it is with str(dataset). `Slow` makes a loader starve.
 """
@@ -25,10 +25,10 @@ FITTING = {  # model -> dataset -> arguments that make it fit; the first is "aut
 
 
 def load(name, model, split="train", **options):
-    """The dataset `name` in the form that model "mlp", "resnet" or "gpt" takes; "auto" is the one that is always there.
+    """The dataset `name` as model "mlp", "resnet" or "gpt" takes it; "auto": what is always there.
 
     `options` go to the dataset: stdlib_text(context=, max_bytes=), cifar10(root=, download=).
-    Raises ValueError for an unknown model, dataset or split, or for data that does not fit the model.
+    Raises ValueError for an unknown model, dataset or split, or for data that does not fit.
     """
     fitting = known("model", model, FITTING)
     if name == "auto":
@@ -39,7 +39,7 @@ def load(name, model, split="train", **options):
 
 
 class Slow(Dataset):
-    """`dataset` with `ms` milliseconds of waiting before each item: a starved loader, as slow storage makes one."""
+    """`dataset` that waits `ms` milliseconds before each item: a loader starved by slow storage."""
 
     def __init__(self, dataset, ms):
         self.dataset = dataset

@@ -1,11 +1,12 @@
-"""Handwritten digits: 1797 real images of 8x8 pixels that come with scikit-learn, and so are there without a network.
+"""Handwritten digits: 1797 real images of 8x8 pixels from scikit-learn, there without a network.
 
     "flat"  [64]            for an MLP
     "image" [1, 8, 8]       as they are
     "rgb"   [3, 32, 32]     resized, the grey in all three channels: what a CIFAR model takes
 
-Held per process: 0.1 MB, or 1.8 MB as "rgb" (one of the three channels is stored, the others are views of it).
-Alpaydin and Kaynak, Optical Recognition of Handwritten Digits, UCI Machine Learning Repository, 1998.
+Held per process: 0.1 MB, or 1.8 MB as "rgb" (one channel is stored, the others are views of it).
+Alpaydin and Kaynak, Optical Recognition of Handwritten Digits,
+UCI Machine Learning Repository, 1998.
 """
 
 from importlib.util import find_spec
@@ -21,10 +22,10 @@ SPLITS = {"train": slice(0, 1500), "test": slice(1500, None)}  # in the order of
 
 
 def digits(image="flat", split="train"):
-    """The digits as an `Images` dataset: the first 1500 to train on, the last 297 (split="test") to test.
+    """The digits as `Images`: the first 1500 to train on, the last 297 (split="test") to test.
 
-    image: "flat" -> inputs [64], "image" -> [1, 8, 8], "rgb" -> [3, 32, 32]; float32 from -1 to 1. Labels int64.
-    Raises ValueError for another image or split, ModuleNotFoundError without scikit-learn.
+    image: "flat" -> [64], "image" -> [1, 8, 8], "rgb" -> [3, 32, 32]; float32, -1 to 1.
+    Labels int64. ValueError for another image or split, ModuleNotFoundError without scikit-learn.
     """
     share = known("split", split, SPLITS)
     known("image", image, ("flat", "image", "rgb"))
@@ -32,21 +33,28 @@ def digits(image="flat", split="train"):
     if image == "image":
         pixels = pixels.view(-1, 1, 8, 8)
     elif image == "rgb":
-        large = interpolate(pixels.view(-1, 1, 8, 8).float(), size=(32, 32), mode="bilinear", align_corners=False)
+        large = interpolate(
+            pixels.view(-1, 1, 8, 8).float(), size=(32, 32), mode="bilinear", align_corners=False
+        )
         pixels = large.round().to(torch.uint8).expand(-1, 3, -1, -1)
     pixels, labels = pixels[share], labels[share]
     shape = "x".join(map(str, pixels.shape[1:]))
-    return Images(pixels, labels, f"{len(labels)} handwritten digits of scikit-learn ({split}), {shape}")
+    return Images(
+        pixels, labels, f"{len(labels)} handwritten digits of scikit-learn ({split}), {shape}"
+    )
 
 
 def read_digits():
     """All of them: pixels [1797, 64] uint8 from 0 to 255, labels [1797] int64."""
     import numpy
 
-    # The file is read in place: importing sklearn for it would cost every rank a second of processor time.
+    # Read in place: importing sklearn for it would cost every rank a second of processor time.
     package = find_spec("sklearn")
     if package is None:
-        raise ModuleNotFoundError("the digits come with scikit-learn, which is not installed: pip install scikit-learn")
+        raise ModuleNotFoundError(
+            "the digits come with scikit-learn, which is not installed: pip install scikit-learn"
+        )
     path = Path(package.submodule_search_locations[0]) / "datasets" / "data" / "digits.csv.gz"
-    table = torch.from_numpy(numpy.loadtxt(path, delimiter=",", dtype=numpy.int64))  # [1797, 65], pixels 0 to 16
+    # [1797, 65], pixels 0 to 16
+    table = torch.from_numpy(numpy.loadtxt(path, delimiter=",", dtype=numpy.int64))
     return (table[:, :64] * 255 // 16).to(torch.uint8), table[:, 64].contiguous()

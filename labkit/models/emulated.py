@@ -1,11 +1,12 @@
-"""Emulated compute: a part of a model sleeps for as long as its arithmetic would take; all the rest of it stays real.
+"""Emulated compute: a part of a model sleeps for as long as its arithmetic would take.
 
     forward    | sleep: block 0 | sleep: block 1 |        output = input
     backward                                     | sleep: block 1 | sleep: block 0 |
-    gradients                                                     ^ of block 1     ^ of block 0: real tensors
+    gradients, real tensors                                       ^ of block 1     ^ of block 0
 
-Ranks that sleep do not fight for the processor, so a laptop with two cores shows the overlap, the bubbles and the
-scaling of a machine with a processor per rank. Every number and picture made so is labelled with `PROVENANCE`.
+All the rest stays real. Ranks that sleep do not fight for the processor, so a laptop with two cores
+shows the overlap, the bubbles and the scaling of a machine with a processor per rank. Every number
+and picture made so is labelled with `PROVENANCE`.
 
 Time per step: the sum over the units of forward_ms + backward_ms, and whatever is outside them.
 """
@@ -19,29 +20,35 @@ PROVENANCE = "emulated"
 
 
 def emulate(module, unit, forward_ms, backward_ms=None):
-    """Let every part of `module` that matches `unit` sleep instead of compute; changes the module and returns it.
+    """Let the parts of `module` that match `unit` sleep, not compute. Returns the changed module.
 
-    unit: a class, a tuple of classes, or a function module -> bool; of nested matches the outer one counts. It must map
-        one floating-point tensor to one of the same shape, as what `labkit.models.unit(name)` gives does.
-    forward_ms, backward_ms: milliseconds for one call of one unit; backward_ms=None is twice forward_ms.
+    unit: a class, a tuple of classes, or a function module -> bool; of nested matches the outer one
+        counts. It must map one floating-point tensor to one of the same shape, as what
+        `labkit.models.unit(name)` gives does.
+    forward_ms, backward_ms: milliseconds a call of a unit; backward_ms=None is twice forward_ms.
 
-    A unit then returns its input and passes the gradient of its output on. A parameter's gradient is the parameter
-    times the sum of the output's gradient at the last dimension's first index: of real shape and dtype, the same in
-    every run, and linear in the output's gradient, so that averaging over ranks gives what one process would compute.
+    A unit then returns its input and passes the gradient of its output on. A parameter's gradient
+    is the parameter times the sum of the output's gradient at the last dimension's first index: of
+    real shape and dtype, the same in every run, and linear in the output's gradient, so that
+    averaging over ranks gives what one process would compute.
 
     Raises ValueError when nothing matches or a time is negative.
     """
     backward_ms = 2 * forward_ms if backward_ms is None else backward_ms
     if forward_ms < 0 or backward_ms < 0:
-        raise ValueError(f"times must not be negative, got forward_ms={forward_ms}, backward_ms={backward_ms}")
+        raise ValueError(
+            f"times must not be negative, got forward_ms={forward_ms}, backward_ms={backward_ms}"
+        )
     is_unit = (lambda part: isinstance(part, unit)) if isinstance(unit, type | tuple) else unit
-    units = [part for part in module.modules() if is_unit(part)]  # one inside another is never called
+    units = [part for part in module.modules() if is_unit(part)]  # inside another: never called
     if not units:
         classes = sorted({type(part).__name__ for part in module.modules()})
-        raise ValueError(f"no part of the model matches unit {unit}; it consists of {', '.join(classes)}")
+        raise ValueError(
+            f"no part of the model matches unit {unit}; it consists of {', '.join(classes)}"
+        )
     for part in units:
         part.emulated_seconds = (forward_ms / 1000, backward_ms / 1000)
-        part.forward = types.MethodType(sleeping_forward, part)  # a method, so that deepcopy binds it to the copy
+        part.forward = types.MethodType(sleeping_forward, part)  # deepcopy rebinds a method
     return module
 
 
@@ -63,6 +70,7 @@ class Sleep(torch.autograd.Function):
         factor = gradient.select(-1, 0).sum()
         needed = ctx.needs_input_grad[2:]
         gradients = [
-            p * factor.to(p.dtype) if need else None for p, need in zip(ctx.saved_tensors, needed, strict=True)
+            p * factor.to(p.dtype) if need else None
+            for p, need in zip(ctx.saved_tensors, needed, strict=True)
         ]
         return gradient, None, *gradients

@@ -1,13 +1,15 @@
-"""A GPT: embeddings, blocks of causal attention and a two-layer network, and the embedding again as the output layer.
+"""A GPT: embeddings, blocks of causal attention and a two-layer network, the embedding as output.
 
-    tokens [B, T] -- E + position -- | x + attention(norm(x)) ; x + network(norm(x)) | -- norm -- E^T -- [B, T, vocab]
-                     ^                              one block, layers times                       ^
-                     |_________________________ tied: the same matrix ____________________________|
+    tokens - E + position - | x + attention(norm(x)) ; x + network(norm(x)) | - norm - E^T - logits
+             ^                         one block, layers times                         ^
+             |________________________ tied: the same matrix __________________________|
 
 Parameters: 12 x layers x width^2 in the blocks' matrices, plus (vocab + context) x width.
-Multiply-adds of a forward, per token: the blocks' matrices + 2 x layers x context x width (attention) + vocab x width.
-Vaswani et al., Attention Is All You Need, NeurIPS 2017, section 3; Radford et al., Language Models are Unsupervised
-Multitask Learners, 2019, section 2.3 (norms first, scaled initialisation); Press and Wolf, EACL 2017 (tied embeddings).
+Multiply-adds of a forward, per token: the blocks' matrices + 2 x layers x context x width
+(attention) + vocab x width.
+Vaswani et al., Attention Is All You Need, NeurIPS 2017, section 3; Radford et al., Language Models
+are Unsupervised Multitask Learners, 2019, section 2.3 (norms first, scaled initialisation); Press
+and Wolf, EACL 2017 (tied embeddings).
 """
 
 import math
@@ -29,7 +31,8 @@ class Attention(nn.Module):
 
     def forward(self, x):
         B, T, C = x.shape
-        heads = self.query_key_value(x).view(B, T, 3, self.heads, C // self.heads)  # [B, T, 3, heads, C / heads]
+        # [B, T, 3, heads, C / heads]
+        heads = self.query_key_value(x).view(B, T, 3, self.heads, C // self.heads)
         query, key, value = heads.permute(2, 0, 3, 1, 4)  # each [B, heads, T, C / heads]
         dropout = self.dropout if self.training else 0.0
         mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
@@ -38,7 +41,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then a network four times as wide, each added to its input. forward: [B, T, C] -> [B, T, C]."""
+    """Attention, then a network four times as wide, each added to its input [B, T, C]."""
 
     def __init__(self, width, heads, dropout=0.0):
         super().__init__()
@@ -55,9 +58,11 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """`vocab` tokens, `context` positions at most, `layers` blocks of `heads` heads, `width` channels.
+    """`layers` blocks of `heads` heads and `width` channels, for `vocab` tokens.
 
-    `tied`: the output layer *is* the token embedding: one parameter, whose gradient is the sum over both its uses.
+    context: how many positions at most.
+    tied: the output layer *is* the token embedding: one parameter, whose gradient is the sum over
+        both its uses.
     forward: tokens [B, T] int64 -> logits [B, T, vocab].
     Raises ValueError when `heads` does not divide `width`, and in forward when T > context.
     """
@@ -83,7 +88,7 @@ class GPT(nn.Module):
                 nn.init.normal_(module.weight, std=0.02)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
-        for block in self.blocks:  # 2 x layers terms are added up: each starts smaller, so that their sum does not grow
+        for block in self.blocks:  # 2 x layers terms are added: smaller ones keep the sum's size
             nn.init.normal_(block.attention.output.weight, std=0.02 / math.sqrt(2 * layers))
             nn.init.normal_(block.network[2].weight, std=0.02 / math.sqrt(2 * layers))
 

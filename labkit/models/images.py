@@ -1,6 +1,7 @@
-"""Labelled images as bytes, turned into floats one at a time: a quarter of the memory of storing floats.
+"""Labelled images as bytes, turned into floats one at a time: a quarter of the memory of floats.
 
-    pixels [N, C, H, W] or [N, features] uint8    item i -> (pixels[i] / 127.5 - 1 float32, labels[i] int64)
+    pixels [N, C, H, W] or [N, features] uint8
+    item i -> (pixels[i] / 127.5 - 1 float32, labels[i] int64)
 
 Held: C x H x W + 8 bytes per image.
 """
@@ -10,7 +11,7 @@ from torch.utils.data import Dataset
 
 
 class Images(Dataset):
-    """Pixels [N, ...] uint8 and labels [N] int64 -> items (floats from -1 to 1, label as a scalar int64 tensor).
+    """Pixels [N, ...] uint8, labels [N] int64 -> items (floats from -1 to 1, scalar int64 label).
 
     `str(dataset)` says what they are. Raises ValueError when the two numbers differ.
     """
@@ -29,7 +30,7 @@ class Images(Dataset):
         return self.pixels[index].to(torch.float32) / 127.5 - 1, self.labels[index].to(torch.int64)
 
     def __getitems__(self, indices):
-        """Many items at once, which a DataLoader asks for where it can: one conversion instead of one per image."""
+        """Many items at once, as a DataLoader may ask: one conversion instead of one per image."""
         pixels, labels = self[indices]
         return list(zip(pixels.unbind(), labels.unbind(), strict=True))
 

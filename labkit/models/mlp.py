@@ -1,8 +1,9 @@
-"""A multi-layer perceptron: linear maps with a ReLU between them, the smallest model that has layers.
+"""A multi-layer perceptron: linear maps with a ReLU between, the smallest model that has layers.
 
     [B, 64] -- linear -- relu -- linear -- relu -- linear -- [B, 10]
 
-Parameters: sum of (inputs + 1) x outputs over the layers.  Multiply-adds of a forward: one per weight and sample.
+Parameters: sum of (inputs + 1) x outputs over the layers.
+Multiply-adds of a forward: one per weight and sample.
 Rumelhart, Hinton, Williams, Learning representations by back-propagating errors, Nature 1986.
 """
 
@@ -12,7 +13,7 @@ from torch import nn
 
 
 class MLP(nn.Module):
-    """`sizes`: features of the input, of every hidden layer, and classes; `dtype`: of the parameters (None: torch's).
+    """`sizes`: of input, hidden layers, and classes; `dtype`: of the parameters (None: torch's).
 
     forward: inputs [B, sizes[0]], or images with that many pixels -> logits [B, sizes[-1]].
     Raises ValueError when there are fewer than two sizes.
@@ -21,7 +22,9 @@ class MLP(nn.Module):
     def __init__(self, sizes=(64, 256, 256, 10), dtype=None):
         super().__init__()
         if len(sizes) < 2:
-            raise ValueError(f"an MLP needs the sizes of its input and its output, got sizes={tuple(sizes)}")
+            raise ValueError(
+                f"an MLP needs the sizes of its input and its output, got sizes={tuple(sizes)}"
+            )
         layers = [nn.Linear(sizes[0], sizes[1], dtype=dtype)]
         for inputs, outputs in pairwise(sizes[1:]):
             layers += [nn.ReLU(), nn.Linear(inputs, outputs, dtype=dtype)]
@@ -32,5 +35,5 @@ class MLP(nn.Module):
 
 
 def is_hidden(module):
-    """Whether the module is a hidden layer that keeps its width: the unit of sharding and emulated compute."""
+    """Whether it is a hidden layer that keeps its width: the unit of sharding and emulation."""
     return isinstance(module, nn.Linear) and module.in_features == module.out_features

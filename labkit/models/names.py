@@ -2,7 +2,7 @@
 
 
 def known(kind, name, table):
-    """`table[name]`, or `name` itself where the table is no mapping; ValueError names the wrong one and lists all."""
+    """`table[name]`, or `name` where the table is no mapping; ValueError lists the known ones."""
     if name not in table:
         raise ValueError(f"unknown {kind} {name!r}: known are {', '.join(map(repr, table))}")
     return table[name] if hasattr(table, "keys") else name

@@ -1,12 +1,14 @@
 """A residual network for small images: blocks that add a correction to their own input.
 
-    [B, 3, 32, 32] -- conv -- n blocks, 32x32, w -- n blocks, 16x16, 2w -- n blocks, 8x8, 4w -- mean, linear -- [B, 10]
+    [B, 3, 32, 32] -- conv -- n blocks -- n blocks -- n blocks -- mean, linear -- [B, 10]
+                              32x32, w    16x16, 2w   8x8, 4w
 
     block    x ---- conv - norm - relu - conv - norm ---- + -- relu --
               \\____________ shortcut _________________/
 
 Depth 6n + 2.  Parameters: about 0.27 million x ((depth - 2) / 18) x (width / 16)^2.
-He, Zhang, Ren, Sun, Deep Residual Learning for Image Recognition, CVPR 2016, section 4.2 (shortcut B: 1x1 convolution).
+He, Zhang, Ren, Sun, Deep Residual Learning for Image Recognition, CVPR 2016, section 4.2 (shortcut
+B: 1x1 convolution).
 """
 
 from torch import nn
@@ -18,13 +20,13 @@ GROUPS = 4  # channels are normalised in this many groups: divides every width u
 
 
 def normalisation(kind, channels):
-    """BatchNorm ("batch": statistics of the batch, so they differ per rank) or GroupNorm ("group": of each image)."""
+    """BatchNorm ("batch": over the batch of a rank) or GroupNorm ("group": over each image)."""
     known("norm", kind, ("batch", "group"))
     return nn.BatchNorm2d(channels) if kind == "batch" else nn.GroupNorm(GROUPS, channels)
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions and a shortcut. forward: [B, inputs, H, W] -> [B, outputs, H / stride, W / stride]."""
+    """Two 3x3 convolutions, a shortcut: [B, inputs, H, W] -> [B, outputs, H/stride, W/stride]."""
 
     def __init__(self, inputs, outputs, stride=1, norm="batch"):
         super().__init__()
@@ -45,10 +47,10 @@ class BasicBlock(nn.Module):
 
 
 class ResNet(nn.Module):
-    """`depth` 6n + 2 (8, 14, 20, ...), `width` channels in the first stage, `norm` "batch" or "group".
+    """`depth` 6n + 2 (8, 14, 20, ...), first stage of `width` channels, `norm` "batch" or "group".
 
-    forward: images [B, 3, H, W] -> logits [B, classes]. Raises ValueError for another depth or norm, and with
-    norm="group" for a width that the number of groups does not divide.
+    forward: images [B, 3, H, W] -> logits [B, classes]. Raises ValueError for another depth or
+    norm, and with norm="group" for a width that the number of groups does not divide.
     """
 
     def __init__(self, depth=8, width=16, classes=10, norm="batch"):
@@ -63,7 +65,9 @@ class ResNet(nn.Module):
         for stage in range(3):
             for index in range((depth - 2) // 6):
                 outputs = width * 2**stage
-                blocks.append(BasicBlock(channels, outputs, stride=2 if stage and not index else 1, norm=norm))
+                blocks.append(
+                    BasicBlock(channels, outputs, stride=2 if stage and not index else 1, norm=norm)
+                )
                 channels = outputs
         self.blocks = nn.Sequential(*blocks)
         self.head = nn.Linear(channels, classes)

@@ -1,11 +1,12 @@
-"""Python's own standard library as text: source files as bytes, cut into windows, each with the bytes that follow.
+"""Python's standard library as text: bytes cut into windows, each with the bytes that follow.
 
     ...import os\\nimport sys\\n\\ndef main...      item i: tokens  bytes [i T, i T + T)
        [ tokens: T bytes  ]                             target  bytes [i T + 1, i T + T + 1)
         [ target: T bytes  ]
 
 Held: one byte per token. A window is used once per epoch: N bytes make (N - 1) // T items.
-Byte-level modelling as in Al-Rfou et al., Character-Level Language Modeling with Deeper Self-Attention, AAAI 2019.
+Byte-level modelling as in Al-Rfou et al., Character-Level Language Modeling with Deeper
+Self-Attention, AAAI 2019.
 """
 
 import os
@@ -18,21 +19,32 @@ from torch.utils.data import Dataset
 
 from labkit.models.names import known
 
-# Other people's packages, tests (half of the library's bytes), and what differs from one build to the next.
-LEFT_OUT = ("site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "turtledemo")
+# Other people's packages, tests (half of the library's bytes), and what differs between builds.
+LEFT_OUT = (
+    "site-packages",
+    "dist-packages",
+    "__pycache__",
+    "test",
+    "tests",
+    "idle_test",
+    "turtledemo",
+)
 BUILD_DEPENDENT = ("config-", "_sysconfigdata", "sitecustomize", "usercustomize")
 TRAINING_SHARE = 0.9
 
 
 class Text(Dataset):
-    """Bytes [N] uint8 -> items (tokens [context] int64, the next tokens [context] int64), values 0 to 255.
+    """Bytes [N] uint8 -> items (tokens, the next tokens), each [context] int64 from 0 to 255.
 
     `str(dataset)` says what it is. Raises ValueError when the bytes do not fill one window.
     """
 
     def __init__(self, corpus, context, description):
         if len(corpus) <= context:
-            raise ValueError(f"{len(corpus)} bytes of text do not fill one window of {context} and the byte after it")
+            raise ValueError(
+                f"{len(corpus)} bytes of text do not fill one window of {context} "
+                "and the byte after it"
+            )
         self.corpus = corpus
         self.context = context
         self.description = description
@@ -52,10 +64,11 @@ class Text(Dataset):
 
 
 def stdlib_text(context=64, split="train", max_bytes=4 * 2**20):
-    """The standard library of the running Python as `Text`: whole .py files in sorted order, at most `max_bytes`.
+    """The standard library of the running Python as `Text`: whole files, at most `max_bytes`.
 
-    The first nine tenths are split="train", the rest "test". The same Python version gives the same bytes.
-    Raises ValueError for another split, FileNotFoundError for a Python that comes without its source.
+    Files are sorted: the same Python version gives the same bytes. The first nine tenths are
+    split="train", the rest "test". Raises ValueError for another split, FileNotFoundError for a
+    Python without its source.
     """
     known("split", split, ("train", "test"))
     folder = Path(sysconfig.get_path("stdlib"))
@@ -73,13 +86,23 @@ def stdlib_text(context=64, split="train", max_bytes=4 * 2**20):
     corpus = corpus[:boundary] if split == "train" else corpus[boundary:]
     version = platform.python_version()
     source = f"Python {version}'s standard library: {len(chunks)} files, {size} bytes"
-    return Text(corpus, context, f"{source}; {len(corpus)} of them ({split}) in windows of {context}")
+    return Text(
+        corpus, context, f"{source}; {len(corpus)} of them ({split}) in windows of {context}"
+    )
 
 
 def source_files(folder):
-    """The library's .py files, sorted by their path below `folder` (a Path), whatever order the file system has."""
+    """The library's .py files, sorted by their path below `folder`, however it lists them."""
     found = []
     for place, folders, files in os.walk(folder):
-        folders[:] = [name for name in folders if name not in LEFT_OUT and not name.startswith(BUILD_DEPENDENT)]
-        found += [Path(place, name) for name in files if name.endswith(".py") and not name.startswith(BUILD_DEPENDENT)]
+        folders[:] = [
+            name
+            for name in folders
+            if name not in LEFT_OUT and not name.startswith(BUILD_DEPENDENT)
+        ]
+        found += [
+            Path(place, name)
+            for name in files
+            if name.endswith(".py") and not name.startswith(BUILD_DEPENDENT)
+        ]
     return sorted(found, key=lambda path: path.relative_to(folder).as_posix())

@@ -1,12 +1,13 @@
 """An account: bytes by kind at every moment of a rehearsed step, under one strategy.
 
-    log of the rehearsal    + 32 KiB | ... | gradient 3 is in | - 32 KiB | unit 1 begins backward | ...
-    the strategy's holding                   to its bucket                 gather it: + parameters
-    samples                 activations, gradients, parameters, states ... after each of these; the largest is the peak
+    rehearsal's log     + 32 KiB | ... | gradient 3 is in | - 32 KiB | unit 1 begins backward | ...
+    strategy's holding                   to its bucket                 gather it: + parameters
+    samples             bytes of activations, gradients ... after each; the largest is the peak
 
-Activations do not depend on the strategy, and what a strategy holds does not depend on the batch: one rehearsal serves
-for all strategies. Kinds are those of labkit.measure.memory.MemoryTracker, and so is the account, to the byte.
-Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020, section 3.
+Activations do not depend on the strategy, and what a strategy holds does not depend on the batch:
+one rehearsal serves for all. Kinds, and bytes, are those of labkit.measure.memory.MemoryTracker.
+Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020,
+section 3.
 """
 
 from dataclasses import dataclass
@@ -43,9 +44,10 @@ PRECISIONS = {
 class Estimate:
     """What one rank will hold during a step that is not the first (optimizer states are there).
 
-    samples: bytes by kind after every change, as MemoryTracker.samples has them, with the position for the time.
-    held: bytes by kind after backward, and so between steps. moment: where the peak is: "forward", "backward" or
-    "optimizer". padding: bytes that flat buffers add, contained in the other numbers. host: bytes in host memory.
+    samples: bytes by kind after every change, as in MemoryTracker.samples, with the position for
+    the time. held: bytes by kind after backward, and so between steps. moment: where the peak is:
+    "forward", "backward" or "optimizer". padding: bytes that flat buffers add, contained in the
+    other numbers. host: bytes in host memory.
     """
 
     strategy: str
@@ -66,24 +68,37 @@ class Estimate:
         return sum(self.peak.values())
 
 
-def rehearse_step(module, input, loss=None, target=None, precision="fp32", unit=None, recompute=None, device=None):
+def rehearse_step(
+    module, input, loss=None, target=None, precision="fp32", unit=None, recompute=None, device=None
+):
     """A Rehearsal to be accounted for under several strategies.
 
-    input: a tensor or a tuple, one rank's batch. loss(output, target), or loss(output) without a target; None: the
-    output's sum. All of them may be on the meta device. precision: a key of PRECISIONS; bf16 and fp16: autocast.
-    unit: what FSDP gathers together: a class, a tuple of them, a function module -> bool, or None. recompute:
-    labkit.recompute.checkpoint, or another function that runs a unit and computes it again in backward; None: what
-    the module does itself. device: what to rehearse for, by default where the module is.
+    input: a tensor or a tuple, one rank's batch. loss(output, target), or loss(output) without a
+    target; None: the output's sum. All of them may be on the meta device. precision: a key of
+    PRECISIONS; bf16 and fp16: autocast. unit: what FSDP gathers together: a class, a tuple of them,
+    a function module -> bool, or None. recompute: labkit.recompute.checkpoint, or another function
+    that runs a unit and computes it again in backward; None: what the module does itself. device:
+    what to rehearse for, by default where the module is.
     """
     dtype, low = known("precision", precision, PRECISIONS)
-    return rehearse(module, input, loss, target, dtype, low, device, split_units(module, unit), recompute)
+    return rehearse(
+        module, input, loss, target, dtype, low, device, split_units(module, unit), recompute
+    )
 
 
-def account(rehearsal, strategy="single", world_size=1, optimizer="adamw", rank=0, bucket_cap_mb=25, prefetch=1):
-    """The Estimate of a rehearsed step under a strategy, for one rank (the shards of others may hold less).
+def account(
+    rehearsal,
+    strategy="single",
+    world_size=1,
+    optimizer="adamw",
+    rank=0,
+    bucket_cap_mb=25,
+    prefetch=1,
+):
+    """The Estimate of a rehearsed step under a strategy, for one rank (others may hold less).
 
-    strategy: a key of HOLDINGS. optimizer: "adamw", "sgd" (with momentum), or a function parameters -> Optimizer.
-    Raises ValueError, with what is known, for another.
+    strategy: a key of HOLDINGS. optimizer: "adamw", "sgd" (with momentum), or a function parameters
+    -> Optimizer. Raises ValueError, with what is known, for another.
     """
     rule = known("strategy", strategy, HOLDINGS)
     make = known("optimizer", optimizer, OPTIMIZERS) if isinstance(optimizer, str) else optimizer
@@ -93,14 +108,21 @@ def account(rehearsal, strategy="single", world_size=1, optimizer="adamw", rank=
     if holding.offload:
         holding.host += states
         states, temporaries = 0, []
-    start |= {"optimizer_states": states, "buffers": sum(b.nbytes for b in rehearsal.buffers.values())}
+    start |= {
+        "optimizer_states": states,
+        "buffers": sum(b.nbytes for b in rehearsal.buffers.values()),
+    }
     samples, backward_at = walk(rehearsal, holding, start)
     held, step_at = samples[-1], len(samples)
     samples += [held | {"activations": held["activations"] + more} for more in temporaries]
     totals = [sum(kinds.values()) for kinds in samples]
     position = totals.index(max(totals))
-    moment = "optimizer" if position >= step_at else "forward" if position < backward_at else "backward"
-    return Estimate(strategy, world_size, list(enumerate(samples)), held, moment, holding.padding, holding.host)
+    moment = (
+        "optimizer" if position >= step_at else "forward" if position < backward_at else "backward"
+    )
+    return Estimate(
+        strategy, world_size, list(enumerate(samples)), held, moment, holding.padding, holding.host
+    )
 
 
 def known(what, name, table):

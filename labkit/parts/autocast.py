@@ -1,15 +1,16 @@
-"""Autocast: parameters stay fp32, and each operation runs in the precision that suits it, cast on the way in.
+"""Autocast: parameters stay fp32; each operation casts its inputs to the precision that suits it.
 
-    x fp32 --+                    +-- weight fp32, cast once, kept while the block lasts
-             v                    v
-           [ bf16 ]   linear   [ bf16 ]  -> bf16 -> gelu -> bf16 -> linear -> bf16 -> loss [ fp32 ] -> fp32
-    backward: each cast is recorded by autograd, so every operation's gradient is cast back, and weight.grad is fp32
+    x fp32 -+               +-- weight fp32, cast once, kept while the block lasts
+            v               v
+         [ bf16 ] linear [ bf16 ] -> bf16 -> gelu -> bf16 -> linear -> bf16 -> loss [ fp32 ] -> fp32
+    backward: autograd has recorded each cast, and casts each gradient back: weight.grad is fp32
 
-It stands between the caller and torch's functions (a TorchFunctionMode), above autograd: an operation inside a C++
-function (the linear inside an LSTM) is not seen by itself. labkit/parts/precision.py says what runs how.
+It stands between the caller and torch's functions (a TorchFunctionMode), above autograd: an
+operation inside a C++ function (the linear inside an LSTM) is not seen by itself.
+labkit/parts/precision.py says what runs how.
 
-Cost: a copy of every weight that a product uses, in 16 bits: half the parameters' bytes, until backward is done.
-Micikevicius et al., Mixed Precision Training, ICLR 2018, sections 3.1 and 3.3.
+Cost: a copy of every weight that a product uses, in 16 bits: half the parameters' bytes, until
+backward is done. Micikevicius et al., Mixed Precision Training, ICLR 2018, sections 3.1 and 3.3.
 """
 
 import functools
@@ -46,13 +47,16 @@ class CastInputs(TorchFunctionMode):
 
 
 class autocast(TorchFunctionMode):
-    """`with autocast("cuda", torch.float16): loss = ...`, or as a decorator. For forward and loss, not for backward.
+    """`with autocast("cuda", torch.float16): loss = ...`, or as a decorator. Not for backward.
 
-    dtype: torch.float16 or torch.bfloat16; default bfloat16 on "cpu", float16 on "cuda". enabled=False: operations run
-    as they are, also inside another autocast. cache_enabled: a weight is cast once, however often it is used; open a
-    block for each forward, as FSDP refills weights where no cast can see it.
-    Operations with out= and in-place ones are left alone. Raises ValueError for a device or dtype that it does not
-    know, RuntimeError where this machine cannot multiply in dtype, or for an operation that would overflow unseen.
+    dtype: torch.float16 or torch.bfloat16; default bfloat16 on "cpu", float16 on "cuda".
+    enabled=False: operations run as they are, also inside another autocast. cache_enabled: a weight
+    is cast once, however often it is used; open a block for each forward, as FSDP refills weights
+    where no cast can see it.
+
+    Operations with out= and in-place ones are left alone. Raises ValueError for a device or dtype
+    that it does not know, RuntimeError where this machine cannot multiply in dtype, or for an
+    operation that would overflow unseen.
     """
 
     def __init__(self, device_type, dtype=None, enabled=True, cache_enabled=True):
@@ -63,17 +67,24 @@ class autocast(TorchFunctionMode):
         self.enabled, self.cache_enabled = enabled, cache_enabled
         if enabled:
             if self.dtype not in (torch.float16, torch.bfloat16):
-                raise ValueError(f"autocast casts to torch.float16 or torch.bfloat16, not {self.dtype}")
+                raise ValueError(
+                    f"autocast casts to torch.float16 or torch.bfloat16, not {self.dtype}"
+                )
             if reason := why_not(device_type, self.dtype):
                 raise RuntimeError(f"autocast({device_type!r}, {self.dtype}): {reason}")
         self._rules = TABLES[device_type] if enabled else {}
         self._casts = {}
         self._depth = 0
-        self._around = []  # the autocasts of this device that this one was opened in: the innermost alone decides
+        # the autocasts of this device that this one was opened in: the innermost alone decides
+        self._around = []
         self._quiet = False
 
     def __enter__(self):
-        open_ones = [m for m in _get_current_function_mode_stack() if isinstance(m, autocast) and m is not self]
+        open_ones = [
+            m
+            for m in _get_current_function_mode_stack()
+            if isinstance(m, autocast) and m is not self
+        ]
         self._around = [mode for mode in open_ones if mode.device_type == self.device_type]
         self._depth += 1
         return super().__enter__()
@@ -115,14 +126,23 @@ class autocast(TorchFunctionMode):
     def _cast(self, value, dtype):
         if isinstance(value, torch.Tensor):
             held = self._casts.get(id(value))
-            if held is not None and dtype is self.dtype and held[1] == (value._version, torch.is_grad_enabled()):
+            if (
+                held is not None
+                and dtype is self.dtype
+                and held[1] == (value._version, torch.is_grad_enabled())
+            ):
                 return held[2]
-            if value.dtype is dtype or value.dtype not in CASTABLE or value.device.type != self.device_type:
+            if (
+                value.dtype is dtype
+                or value.dtype not in CASTABLE
+                or value.device.type != self.device_type
+            ):
                 return value
             copy = value.to(dtype)
             if dtype is self.dtype and self.cache_enabled and value.requires_grad and value.is_leaf:
-                # Cast once a block, but again after a change; and a copy made under no_grad has no way back to the
-                # weight: it is not for where gradients are wanted. Holding the weight keeps its id taken.
+                # Cast once a block, but again after a change; a copy made under no_grad has no way
+                # back to the weight: not for where gradients are wanted. Held, the weight keeps its
+                # id taken.
                 self._casts[id(value)] = (value, (value._version, torch.is_grad_enabled()), copy)
             return copy
         if type(value) in (list, tuple):
@@ -134,21 +154,25 @@ class autocast(TorchFunctionMode):
             if isinstance(value, torch.Tensor):
                 if value.dtype is torch.float32 and value.device.type == self.device_type:
                     return True
-            elif not isinstance(value, str) and hasattr(value, "__iter__") and self._any_fp32(value):
+            elif (
+                not isinstance(value, str) and hasattr(value, "__iter__") and self._any_fp32(value)
+            ):
                 return True
         return False
 
 
 @functools.cache
 def why_not(device_type, dtype):
-    """None if this machine can multiply matrices of dtype on such a device, else the reason in words."""
+    """None if this machine can multiply matrices of dtype on such a device, else the reason."""
     if device_type == "cuda" and not torch.cuda.is_available():
         return "this machine has no CUDA device: use 'cpu'"
     one = torch.ones(1, 1, dtype=dtype, device=device_type)
     try:
         torch.mm(one, one)
     except RuntimeError as error:
-        return f"this device cannot multiply in {dtype}: use the other 16-bit dtype or fp32 ({error})"
+        return (
+            f"this device cannot multiply in {dtype}: use the other 16-bit dtype or fp32 ({error})"
+        )
     return None
 
 

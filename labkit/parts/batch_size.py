@@ -1,11 +1,12 @@
-"""The largest batch that fits: predicted first, then tried with real steps, with running out of memory caught.
+"""The largest batch that fits: predicted, then tried with real steps that may run out of memory.
 
-    predicted    1  2  4  8  16  32  64 x                  doubled until the estimate says no, then halved in between
-    tried                           52 ok   58 ok  65 x    from there in steps of an eighth, until the answer turns
-                                            58 ok  61 x    then halved in between, until the gap is a sixteenth
+    predicted    1 2 4 8 16 32 64 x              doubled until it says no, then halved in between
+    tried                      52 ok 58 ok 65 x  from there by an eighth, until the answer turns
+                                     58 ok 61 x  then halved in between, until a sixteenth is left
 
-A prediction costs no memory and no step, but it does not see what a kernel or the allocator takes besides. A real step
-sees all of it, and may fail: so few are taken, near the edge. On several ranks a size fits if it fits all of them.
+A prediction costs no memory and no step, but it does not see what a kernel or the allocator takes
+besides. A real step sees all of it, and may fail: so few are taken, near the edge. On several ranks
+a size fits if it fits all of them.
 """
 
 import gc
@@ -20,7 +21,7 @@ from labkit import comm
 
 @dataclass(frozen=True)
 class BatchSize:
-    """size: the largest that fits. predicted: what the estimate said. tried: (size, whether it fitted), in order."""
+    """size: the largest that fits. predicted: the estimate's. tried: (size, fitted), in order."""
 
     size: int
     predicted: int
@@ -32,11 +33,13 @@ def find_batch_size(predict, memory_bytes, step=None, largest=65536, group=None)
 
     predict: function batch size -> bytes at the peak, rising, such as
         lambda size: estimate(model, x[:1].expand(size, -1), ...).peak_total.
-    step: function batch size -> bytes at the peak, or None: trains one real step. What it raises for want of memory is
-        a size that does not fit. Without it, the prediction is the answer. largest: where to stop.
-    With a process group all ranks call together, and get the same answer. A step then sends no message, as DDP's in
-    no_sync(): a rank that runs out of memory before its message would leave the others waiting for it. Raises
-    MemoryError if not even 1 fits, and ValueError before a message leaves.
+    step: function batch size -> bytes at the peak, or None: trains one real step. What it raises
+        for want of memory is a size that does not fit. Without it, the prediction is the answer.
+    largest: where to stop.
+
+    With a process group all ranks call together, and get the same answer. A step then sends no
+    message, as DDP's in no_sync(): a rank that runs out of memory before its message would leave
+    the others waiting. Raises MemoryError if not even 1 fits, ValueError before a message leaves.
     """
     predicted = agreed(last_true(lambda size: predict(size) <= memory_bytes, largest), group)
     if step is None:
@@ -54,7 +57,9 @@ def find_batch_size(predict, memory_bytes, step=None, largest=65536, group=None)
 
     size = refine(fits, max(1, predicted), largest)
     if not size:
-        raise MemoryError(f"not even a batch of 1 fits: a step with it needs more than {memory_bytes:,} bytes")
+        raise MemoryError(
+            f"not even a batch of 1 fits: a step with it needs more than {memory_bytes:,} bytes"
+        )
     return BatchSize(size, predicted, tuple(tried))
 
 
@@ -63,20 +68,21 @@ class Silence:
 
     def append(self, event):
         raise ValueError(
-            f"the step sends a message, {event.op}: find_batch_size tries steps without (model.no_sync()), as a rank "
-            "that has no room for it would leave the others waiting"
+            f"the step sends a message, {event.op}: find_batch_size tries steps without "
+            "(model.no_sync()), as a rank that has no room for it would leave the others waiting"
         )
 
 
 def too_large(needed, memory_bytes):
     return (
-        f"not even a batch of 1 fits: it needs {needed:,} bytes, {needed - memory_bytes:,} more than there are. "
-        "Shard the model over more ranks, offload, or recompute: labkit.budget.choose says what would do"
+        f"not even a batch of 1 fits: it needs {needed:,} bytes, {needed - memory_bytes:,} more "
+        "than there are. Shard the model over more ranks, offload, or recompute: "
+        "labkit.budget.choose says what would do"
     )
 
 
 def last_true(holds, largest):
-    """The last of 1, 2, ..., largest for which holds(size); 0 for none. It must hold up to somewhere and not beyond."""
+    """The last of 1, ..., largest for which holds(size), true up to there; 0 for none."""
     size = 1
     while size <= largest and holds(size):
         size *= 2
@@ -84,7 +90,7 @@ def last_true(holds, largest):
 
 
 def first_true(holds, smallest, largest):
-    """The first of smallest, ..., largest for which holds(size); 0 for none. It must hold from somewhere on."""
+    """The first of smallest, ..., largest for which holds(size), true from there on; 0 for none."""
     size = smallest
     while size <= largest and not holds(size):
         size *= 2
@@ -94,7 +100,7 @@ def first_true(holds, smallest, largest):
 
 
 def between(holds, low, high, gap=1):
-    """A size that holds, given that low does (or is 0) and high does not; at most `gap` from one that does not."""
+    """A size that holds, at most `gap` below one that does not. low holds (or is 0), high not."""
     while high - low > gap:
         middle = (low + high) // 2
         low, high = (middle, high) if holds(middle) else (low, middle)
@@ -102,7 +108,7 @@ def between(holds, low, high, gap=1):
 
 
 def refine(fits, start, largest):
-    """From start in steps of an eighth to where the answer turns, then halving the gap to a sixteenth."""
+    """From start by eighths to where the answer turns, then halving the gap to a sixteenth."""
     if fits(start):
         low, high = start, largest + 1
         while (size := low + max(1, low // 8)) < high:
@@ -125,7 +131,7 @@ def try_step(step, size, memory_bytes):
     try:
         seen = step(size)
         return seen is None or seen <= memory_bytes
-    except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError; so is the CPU allocator's
+    except (MemoryError, RuntimeError) as error:  # the latter: torch's, on a GPU and on a CPU
         if not out_of_memory(error):
             raise
         error.__traceback__ = None  # its frames hold the tensors of the step

@@ -1,24 +1,26 @@
-"""Buckets: many small gradients travel as one message, which leaves as soon as its last gradient is in.
+"""Buckets: many small gradients travel as one message, sent as soon as its last gradient is in.
 
-    parameters    w1   b1   w2   b2   w3   b3           backward makes the gradients from right to left
+    parameters    w1   b1   w2   b2   w3   b3           backward makes the gradients right to left
     bucket 0                          [b3 | w3]  --->   all_reduce while w2 is still being computed
-    bucket 1                [b2 | w2]            --->   strictly after bucket 0: the order must agree on all ranks
+    bucket 1                [b2 | w2]            --->   strictly after bucket 0, on all ranks
     bucket 2      [b1 | w1]                      --->
-                    ^ p.grad is a view of the bucket: what the optimizer reads is what has travelled, no second copy
+                    ^ p.grad is a view of the bucket: the optimizer reads what has travelled
 
-Messages per step: gradient bytes / bucket_cap (+ 1 per dtype and device), instead of one per parameter; a message costs
-latency + bytes / bandwidth, so small ones waste the link, while a single one leaves nothing to overlap with.
-Held: gradients once. A bucket of one parameter holds nothing at all: that parameter's gradient is the buffer.
-Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, VLDB 2020, sections 3.2.3 and 4.2.
+Messages per step: gradient bytes / bucket_cap (+ 1 per dtype and device), instead of one per
+parameter; a message costs latency + bytes / bandwidth, so small ones waste the link, while a single
+one leaves nothing to overlap with. Held: gradients once. A bucket of one parameter holds nothing at
+all: that parameter's gradient is the buffer.
+Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, VLDB 2020,
+sections 3.2.3 and 4.2.
 """
 
 import torch
 
 
 class Bucket:
-    """A flat buffer and its gradients, in the order in which they are expected. What a comm hook is handed.
+    """A flat buffer and its gradients, in the expected order. What a comm hook is handed.
 
-    Answers to the names of torch.distributed.GradBucket, so that hooks written for either run on both.
+    Has the names of torch.distributed.GradBucket, so that hooks written for either run on both.
     """
 
     def __init__(self, parameters, index=0, is_last=True, names=None):
@@ -28,9 +30,10 @@ class Bucket:
         self._flat = self._views = self._replacement = None
         self.numel = sum(p.numel() for p in self.members)
         self.nbytes = self.numel * self.members[0].element_size()
-        # The strides that autograd gives to the gradient: the parameter's own where they leave no gaps.
+        # The strides that autograd gives the gradient: the parameter's own if they leave no gaps.
         self._strides = [torch.empty_like(p, device="meta").stride() for p in self.members]
-        self.used = bytearray(len(self.members))  # had a gradient since the last average, in no_sync() too
+        # had a gradient since the last average, in no_sync() too
+        self.used = bytearray(len(self.members))
         self.skipped = {}  # slot -> the gradient it had before, or None
         self.reset()
         if len(self.members) > 1:
@@ -67,7 +70,7 @@ class Bucket:
         return self._flat
 
     def set_buffer(self, buffer):
-        """Give the hooks that follow another tensor (say, a half-precision copy) until the bucket is averaged."""
+        """Give later hooks another tensor (say, in half precision) until this is averaged."""
         self._replacement = buffer
 
     def gradients(self):
@@ -82,7 +85,7 @@ class Bucket:
         ]
 
     def put(self, slot, factor=None):
-        """Move the gradient of parameter number `slot` into the buffer, times factor, and let p.grad be the view."""
+        """Move gradient number `slot` into the buffer, times factor, and let p.grad be the view."""
         p = self.members[slot]
         gradient = p.grad
         if gradient is None:  # undefined: backward came by, and had none
@@ -91,8 +94,15 @@ class Bucket:
             if factor is not None:
                 gradient.mul_(factor)
         elif gradient.is_sparse:
-            raise TypeError(f"the gradient of {self.names[slot]!r} is sparse: make it dense (Embedding: sparse=False)")
-        elif len(self.members) > 1 or gradient.requires_grad or gradient.stride() != self._strides[slot]:
+            raise TypeError(
+                f"the gradient of {self.names[slot]!r} is sparse: "
+                "make it dense (Embedding: sparse=False)"
+            )
+        elif (
+            len(self.members) > 1
+            or gradient.requires_grad
+            or gradient.stride() != self._strides[slot]
+        ):
             if self._views is None:
                 self._allocate()
             p.grad = self._views[slot]
@@ -109,7 +119,7 @@ class Bucket:
             torch.mul(gradient, factor, out=self._views[slot])
 
     def skip(self, slot, factor=None):
-        """No gradient came for this parameter: send what p.grad held before (no_sync), else zeros; leave p.grad."""
+        """No gradient came: send what p.grad held before (no_sync), else zeros; leave p.grad."""
         self.buffer()
         view, gradient = self._views[slot], self.members[slot].grad
         self.skipped[slot] = gradient.clone() if gradient is view else gradient
@@ -119,12 +129,12 @@ class Bucket:
             self._copy(gradient, slot, factor)
 
     def receive(self, averaged):
-        """What a hook's future brought: any shape, any dtype, the buffer itself or another tensor."""
+        """What a hook's future brought: any shape and dtype, the buffer or another tensor."""
         if averaged.data_ptr() != self._flat.data_ptr():
             self._flat.copy_(averaged.view(-1))
 
     def settle(self, adopt):
-        """After the average: a skipped parameter gets it as p.grad where adopt (bool a slot), else keeps its own."""
+        """A skipped parameter takes the average as p.grad where adopt[slot], else keeps its own."""
         for slot, before in self.skipped.items():
             p, view = self.members[slot], self._views[slot]
             if adopt[slot]:
@@ -146,8 +156,9 @@ class Bucket:
 def assign_buckets(parameters, cap_bytes):
     """Lists of parameters, one per bucket, in the order in which backward completes them.
 
-    Reverse order of registration stands for the order of the gradients. One dtype and device a bucket; a bucket is
-    closed before it would exceed cap_bytes, so only a single larger parameter exceeds it; 0: one parameter a bucket.
+    Reverse order of registration stands for the order of the gradients. One dtype and device a
+    bucket; a bucket is closed before it would exceed cap_bytes, so only a single larger parameter
+    exceeds it; 0: one parameter a bucket.
     """
     filling, done = {}, []
     for position, p in enumerate(reversed(list(parameters))):

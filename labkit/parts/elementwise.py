@@ -1,35 +1,41 @@
-"""Elementwise: an optimizer may work on a shard if each element's update depends on that element's history alone.
+"""Elementwise: an optimizer may work on shards if each element's update needs its history alone.
 
-    whole     [ a b c ]   step, step  ->  [ a' b' c' ]        the same numbers: SGD, Adam, RMSprop, Adagrad ...
-              [ d e f ]                   [ d' e' f' ]
-    pieces    [ a b c d ]  [ e f ]  ->  [ a' b' c' d' ]  [ e' f' ]
+    whole   [ a b c ]  step, step -> [ a' b' c' ]    the same numbers: SGD, Adam, RMSprop, Adagrad
+            [ d e f ]                [ d' e' f' ]
+    pieces  [ a b c d ]  [ e f ]  -> [ a' b' c' d' ]  [ e' f' ]
 
-Not so where an update reads a tensor's norm (LAMB), its rows and columns (Adafactor, Muon) or all parameters (LBFGS).
-No list of names can know that of a class that is not torch's own, so it is tried, on six numbers.
-Rajbhandari et al., ZeRO, SC 2020, section 5.1, shards Adam; for the others see You et al., LAMB, ICLR 2020.
+Not so where an update reads a tensor's norm (LAMB), its rows and columns (Adafactor, Muon) or all
+parameters (LBFGS). No list of names can know that of a class that is not torch's own, so it is
+tried, on six numbers.
+Rajbhandari et al., ZeRO, SC 2020, section 5.1, shards Adam; for the others see You et al., LAMB,
+ICLR 2020.
 """
 
 import torch
 
 
 def check_elementwise(optimizer_class, defaults, group=None, device="cpu"):
-    """Raise ValueError if two steps of optimizer_class do not treat a matrix as they treat its parts.
+    """Raise ValueError if two steps of optimizer_class treat a matrix and its parts differently.
 
-    defaults: keyword arguments of the class. group: options of the parameter group that differ, or are its own.
-    Errors of optimizer_class about its arguments pass through.
+    defaults: keyword arguments of the class. group: options of the parameter group that differ, or
+    are its own. Errors of optimizer_class about its arguments pass through.
     """
     whole = torch.linspace(-1.0, 1.0, 6, device=device).view(2, 3)
     parts = [whole.flatten()[:4], whole.flatten()[4:]]
     optimizer_class([{**(group or {}), "params": [torch.nn.Parameter(whole.clone())]}], **defaults)
     try:
-        together, apart = (_two_steps(optimizer_class, defaults, group or {}, tensors) for tensors in ([whole], parts))
+        together, apart = (
+            _two_steps(optimizer_class, defaults, group or {}, tensors)
+            for tensors in ([whole], parts)
+        )
         same = torch.allclose(together, apart, rtol=1e-4)
-    except Exception:  # whatever it needs that a shard does not have: a closure, two dimensions, sparse gradients
+    except Exception:  # it needs what a shard does not have: a closure, rows, sparse gradients
         same = False
     if not same:
         raise ValueError(
-            f"{optimizer_class.__name__} is not elementwise: what it does to one element depends on the others, so it "
-            "cannot work on shards; SGD, Adam, AdamW, RMSprop, Adagrad and their like can"
+            f"{optimizer_class.__name__} is not elementwise: what it does to one element depends "
+            "on the others, so it cannot work on shards; "
+            "SGD, Adam, AdamW, RMSprop, Adagrad and their like can"
         )
 
 

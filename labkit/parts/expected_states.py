@@ -1,6 +1,6 @@
-"""The states that an optimizer will have, before its first step: so that room for them can be made, or counted.
+"""The states that an optimizer will have, before its first step: to make room, or to count them.
 
-    optimizer    p1, p2: nothing yet              a twin, with parameters that have a shape and no data,
+    optimizer    p1, p2: nothing yet              a twin, whose parameters have a shape and no data,
     twin         p1, p2: exp_avg, exp_avg_sq      takes one step, and shows what it has made
 
 Nothing is computed and nothing is allocated: a tensor on the meta device is a shape and a dtype.
@@ -13,17 +13,23 @@ import torch
 
 
 def expected_states(optimizer, parameters):
-    """parameter -> {name: tensor} of its states: as they are, or else tensors without data that look as they will.
+    """parameter -> {name: tensor} of its states: as they are, or without data as they will be.
 
-    A copy of the optimizer, with parameters that have a shape and no data, takes one step and shows what it makes.
+    A copy of the optimizer, with parameters that have a shape and no data, takes one step and shows
+    what it makes.
     """
     looks = {p: optimizer.state[p] for p in parameters if p in optimizer.state}
     new = [p for p in parameters if p not in looks and p.requires_grad]
     twins = {id(p): torch.empty_like(p, device="meta").requires_grad_() for p in new}
     states, groups = optimizer.state, optimizer.param_groups
     try:
-        wanted = [group | {"params": [p for p in group["params"] if id(p) in twins]} for group in groups]
-        optimizer.state, optimizer.param_groups = defaultdict(dict), [group for group in wanted if group["params"]]
+        wanted = [
+            group | {"params": [p for p in group["params"] if id(p) in twins]} for group in groups
+        ]
+        optimizer.state, optimizer.param_groups = (
+            defaultdict(dict),
+            [group for group in wanted if group["params"]],
+        )
         twin = copy.deepcopy(optimizer, dict(twins))
     finally:
         optimizer.state, optimizer.param_groups = states, groups
@@ -35,8 +41,11 @@ def expected_states(optimizer, parameters):
         try:
             twin.step()
         except Exception as error:
-            if any(p not in twin.state for p in group["params"]):  # else it failed for want of data, with states made
-                told = f"the states of {type(optimizer).__name__} cannot be told in advance: {error}"
+            # else it failed for want of data, with states made
+            if any(p not in twin.state for p in group["params"]):
+                told = (
+                    f"the states of {type(optimizer).__name__} cannot be told in advance: {error}"
+                )
                 raise ValueError(told) from None
     looks |= {p: twin.state.get(twins[id(p)], {}) for p in new}
     return {

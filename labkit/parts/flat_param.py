@@ -1,16 +1,18 @@
-"""A flat parameter: the parameters of one unit as one tensor, a shard of it at rest, all of it only while it is needed.
+"""A flat parameter: the parameters of one unit as one tensor, held as shards, whole while needed.
 
-                     gather()                  use()                     free()
-    shard   [ w1 | b1 ] ---  all_gather  --->  [ w1 | b1 | w2 | b2 ]  ---------------->  [ w1 | b1 ]
-    the modules hold:  pieces, 1-D views          wholes, of true shape                    pieces
-                     launch_reduce()           settle()                  deliver()
-    gradients of the wholes -- / n --> [ flat ] -- reduce_scatter --> [ shard ]  ------->  .grad of the pieces
+                     gather()                use()                   free()
+    shard   [ w1 | b1 ] --- all_gather -->  [ w1 | b1 | w2 | b2 ]  ------------->  [ w1 | b1 ]
+    the modules hold:  pieces, 1-D views    wholes, of true shape                  pieces
+                     launch_reduce()          settle()                   deliver()
+    gradients of the wholes - / n -> [ flat ] - reduce_scatter -> [ shard ] -> .grad of the pieces
 
-The wholes are the same leaves in every step; what comes and goes is the memory under them. Autograd therefore may keep
-them for backward as always, and finds the values there again once the unit has been gathered a second time.
+The wholes are the same leaves in every step; what comes and goes is the memory under them. Autograd
+therefore may keep them for backward as always, and finds the values there again once the unit has
+been gathered a second time.
 
 Sent per rank: (n-1)/n x bytes, for each gather and for each reduction. Held: 1/n at rest.
-Zhao et al., PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel, VLDB 2023, sections 3.2 and 4.2.
+Zhao et al., PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel, VLDB 2023, sections
+3.2 and 4.2.
 """
 
 import torch
@@ -22,10 +24,11 @@ from labkit.parts.shard import Layout
 
 
 class FlatParam:
-    """Parameters of one dtype, all trainable or all frozen. Collective: their values become those of rank 0.
+    """Parameters of one dtype, all trainable or all frozen. Collective: they take rank 0's values.
 
-    names: list of str. places: for each parameter the (module, attribute) pairs that hold it; tied ones have several.
-    sharding: a labkit.parts.sharding.Sharding. The places then hold the pieces; from use() to free(), the wholes.
+    names: list of str. places: for each parameter the (module, attribute) pairs that hold it; tied
+    ones have several. sharding: a labkit.parts.sharding.Sharding. The places then hold the pieces;
+    from use() to free(), the wholes.
     """
 
     def __init__(self, names, places, sharding):
@@ -37,13 +40,17 @@ class FlatParam:
         flat = torch.empty(self.layout.padded, dtype=values[0].dtype, device=sharding.device)
         comm.broadcast(self.layout.flatten(values, flat), 0, sharding.everyone)
         shard = self.layout.shard(flat, self.rank).clone()
-        self.pieces = [nn.Parameter(torch.empty(0, dtype=flat.dtype), self.trainable) for _ in values]
+        self.pieces = [
+            nn.Parameter(torch.empty(0, dtype=flat.dtype), self.trainable) for _ in values
+        ]
         self.put(self.pieces)
-        del values, flat  # a model that fits no rank can be built unit by unit: hold no whole one longer than needed
+        del values, flat  # a model that fits no rank can be built unit by unit: hold no whole one
         self._hold(shard)
         # As a float64 scalar tensor it changes no gradient's dtype.
-        self.factor = torch.tensor(1.0 / dist.get_world_size(sharding.everyone), dtype=torch.float64)
-        # On gloo a reduce_scatter holds all that travels twice: rather wait for it than hold that beside another unit.
+        self.factor = torch.tensor(
+            1.0 / dist.get_world_size(sharding.everyone), dtype=torch.float64
+        )
+        # On gloo a reduce_scatter holds all that travels twice: wait, not to hold another unit too.
         self._waits = dist.get_backend(sharding.group) == "gloo"
         self.whole = False  # the modules hold the wholes
         self.kept = {}  # slot -> (what keep() gave the piece as gradient, its version)
@@ -62,10 +69,14 @@ class FlatParam:
         for piece, view in zip(self.pieces, views, strict=True):
             piece.data, piece.is_piece = view, True
         self._addresses = [view.data_ptr() for view in views]
-        dtype = sharding.param_dtype if sharding.param_dtype and shard.is_floating_point() else shard.dtype
+        dtype = (
+            sharding.param_dtype
+            if sharding.param_dtype and shard.is_floating_point()
+            else shard.dtype
+        )
         self.flat = torch.empty(self.layout.padded, dtype=dtype, device=sharding.device)
         self.wholes = [nn.Parameter(view, self.trainable) for view in self.layout.views(self.flat)]
-        # Filling it again must not count as an in-place change of what autograd has saved: .data has its own version.
+        # .data has its own version: refilling is no in-place change of what autograd has saved.
         self._filled, self._memory = self.flat.data, self.flat.untyped_storage()
         self._memory.resize_(0)
 
@@ -73,7 +84,7 @@ class FlatParam:
         """Let the modules hold these, one for each parameter."""
         for places, p in zip(self.places, parameters, strict=True):
             for module, attribute in places:
-                module._parameters[attribute] = p  # not setattr, whose checks cost more than the message's launch
+                module._parameters[attribute] = p  # setattr's checks cost more than the launch
 
     # ---- parameters
 
@@ -82,10 +93,13 @@ class FlatParam:
         if self.whole or self._gathering:
             return
         self._memory.resize_(self.flat.nbytes)
-        # A copy only where dtype or device differ: as a rule what is sent is the shard itself. First to the device, as
-        # from pinned memory it travels by itself; cast on the host it would be in other memory.
+        # A copy only where dtype or device differ: as a rule the shard itself is sent. First to the
+        # device, as from pinned memory it travels by itself; a cast on the host is other memory.
         source = self.shard.to(self.flat.device, non_blocking=True).to(self.flat.dtype)
-        self._gathering = comm.all_gather(self._filled, source, self.sharding.group, async_op=True), source
+        self._gathering = (
+            comm.all_gather(self._filled, source, self.sharding.group, async_op=True),
+            source,
+        )
 
     def use(self):
         """Wait for the whole and give it to the modules."""
@@ -95,7 +109,7 @@ class FlatParam:
             self.put(self.wholes)
 
     def free(self):
-        """Give the modules their pieces back, and the memory of the whole to whoever needs it next."""
+        """Give the modules their pieces back, and the memory of the whole to whoever is next."""
         if self._gathering:  # it was fetched ahead, and not needed
             self._gathering[0].wait()
         elif not self.whole:
@@ -106,21 +120,24 @@ class FlatParam:
 
     def check(self):
         """Raise RuntimeError where someone has put other tensors where the pieces were."""
-        for name, places, piece, address in zip(self.names, self.places, self.pieces, self._addresses, strict=True):
+        for name, places, piece, address in zip(
+            self.names, self.places, self.pieces, self._addresses, strict=True
+        ):
             for module, attribute in places:
                 if module._parameters.get(attribute) is not piece:
                     raise RuntimeError(
-                        f"{name!r} was replaced behind FSDP: assign before constructing FSDP, or copy_()"
+                        f"{name!r} was replaced behind FSDP: "
+                        "assign before constructing FSDP, or copy_()"
                     )
             if piece.data_ptr() != address and piece.numel():
                 raise RuntimeError(
-                    f"{name!r} was given other storage behind FSDP: change the values in place (p.data.copy_(...)), "
-                    "or construct FSDP after changing it"
+                    f"{name!r} was given other storage behind FSDP: change the values in place "
+                    "(p.data.copy_(...)), or construct FSDP after changing it"
                 )
             if piece.requires_grad != self.trainable:
                 raise RuntimeError(
-                    f"{name!r} was {'frozen' if self.trainable else 'unfrozen'} after FSDP was constructed: "
-                    "set requires_grad first, then construct FSDP"
+                    f"{name!r} was {'frozen' if self.trainable else 'unfrozen'} after FSDP was "
+                    "constructed: set requires_grad first, then construct FSDP"
                 )
 
     def renew(self, sharding):
@@ -141,7 +158,7 @@ class FlatParam:
     # ---- gradients
 
     def launch_reduce(self):
-        """Send the gradients that backward has left at the wholes; one that did not come counts as zero."""
+        """Send the gradients that backward left at the wholes; a missing one counts as zero."""
         if all(p.grad is None for p in self.wholes):
             return
         for slot in self.kept:  # a part of what is sent now
@@ -151,7 +168,7 @@ class FlatParam:
         total = torch.empty(self.layout.padded, dtype=dtype, device=self.flat.device)
         for view, p in zip(self.layout.views(total), self.wholes, strict=True):
             self._divide(p.grad, view)
-            p.grad = None  # one by one, so that flat and single gradients are never all held at once
+            p.grad = None  # one by one: flat and single gradients are never all held at once
         total[self.layout.numel :].zero_()
         output = self.layout.shard(total, self.rank)  # in place: no memory but what is sent
         work = comm.reduce_scatter(output, total, group=self.sharding.group, async_op=True)
@@ -162,7 +179,7 @@ class FlatParam:
     def _divide(self, gradient, view):
         if gradient is None:
             view.zero_()
-        elif gradient.dtype == view.dtype:  # divided on the way: one pass over memory instead of two
+        elif gradient.dtype == view.dtype:  # divided on the way: one pass over memory, not two
             torch.mul(gradient.detach(), self.factor, out=view)
         else:
             view.copy_(gradient.detach()).mul_(self.factor)
@@ -182,7 +199,7 @@ class FlatParam:
     def keep(self):
         """In no_sync(): the gradients stay at the wholes; the pieces show this rank's part of them.
 
-        So that whoever drops the gradients of the pieces, as optimizer.zero_grad() does, drops what is kept.
+        Who drops the gradients of the pieces, as optimizer.zero_grad() does, drops what is kept.
         """
         for slot, (p, piece) in enumerate(zip(self.wholes, self.pieces, strict=True)):
             if p.grad is not None and (piece.grad is None or slot in self.kept):
@@ -208,7 +225,8 @@ class FlatParam:
     def _add(self, gradient):
         if self.sharding.offload and gradient.is_cuda:
             gradient = torch.empty_like(self.shard, pin_memory=True).copy_(gradient)
-        for piece, g in zip(self.pieces, gradient.split(self._sizes), strict=False):  # all but the padding
+        # all but the padding
+        for piece, g in zip(self.pieces, gradient.split(self._sizes), strict=False):
             if piece.grad is None:
                 piece.grad = g
             else:

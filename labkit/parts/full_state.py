@@ -1,11 +1,12 @@
-"""A model of shards, from outside: its parameters are this rank's pieces, its state dicts pieces or whole values.
+"""A model of shards, from outside: its parameters are pieces, its state dicts pieces or whole.
 
-    state_dict              this rank's pieces, under the module's own names
-    full_state_dict         n ranks, pieces  --- all_gather --->  every rank: w1 [4, 6], b1 [4], ...   as unsharded
-    load_full_state_dict    every rank: w1 [4, 6], b1 [4], ...  --- own part of each --->  m ranks, pieces
-    load_shards             the state_dict() of each of n ranks  --- as if whole --->  m ranks, pieces
+    state_dict             this rank's pieces, under the module's own names
+    full_state_dict        n ranks, pieces  --- all_gather --->  every rank: w1 [4, 6], b1 [4], ...
+    load_full_state_dict   every rank: w1 [4, 6], b1 [4], ...  --- own parts ---> m ranks, pieces
+    load_shards            the state_dict() of each of n ranks --- as if whole -> m ranks, pieces
 
-Sent per rank: (n-1)/n x parameter bytes for full_state_dict, else nothing. Held while saving: the whole model.
+Sent per rank: (n-1)/n x parameter bytes for full_state_dict, else nothing. Held while saving: the
+whole model.
 Zhao et al., PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel, VLDB 2023, section 4.
 """
 
@@ -24,15 +25,20 @@ from labkit.parts.wrapper import Wrapper, plain_name
 class ShardedModel(NotPickled, Wrapper):
     """Base of FSDP: what does not belong to a step.
 
-    Subclasses have flats, all FlatParams; sharding, a Sharding; replicated, the parameters that are whole on every
-    rank; rest(), after which nothing is gathered; watch_root(), called when the replicated have moved.
+    Subclasses have flats, all FlatParams; sharding, a Sharding; replicated, the parameters that are
+    whole on every rank; rest(), after which nothing is gathered; watch_root(), called when the
+    replicated have moved.
     """
 
     instead = "full_state_dict() (collective, whole) or state_dict() (this rank's shards)"
 
     def named_parameters(self, *args, **kwargs):
         """The pieces, also while the module holds whole parameters."""
-        pieces = {whole: p for flat in self.flats for whole, p in zip(flat.wholes, flat.pieces, strict=True)}
+        pieces = {
+            whole: p
+            for flat in self.flats
+            for whole, p in zip(flat.wholes, flat.pieces, strict=True)
+        }
         for name, p in self.module.named_parameters(*args, **kwargs):
             yield name, pieces.get(p, p)
 
@@ -42,46 +48,53 @@ class ShardedModel(NotPickled, Wrapper):
             flat.drop_cleared()
 
     def clip_grad_norm_(self, max_norm, norm_type=2.0):
-        """Scale all gradients so that their norm, over all ranks' pieces, is at most max_norm; returns the norm before.
+        """Clip the norm of the gradients of all ranks' pieces to max_norm; returns the norm before.
 
         Collective. As torch.nn.utils.clip_grad_norm_ on the averaged gradients in one process.
         """
         if any(flat.kept for flat in self.flats):
-            raise RuntimeError("what no_sync() keeps has not been averaged: clip after a backward outside of it")
+            raise RuntimeError(
+                "what no_sync() keeps has not been averaged: clip after a backward outside of it"
+            )
         pieces = [p for flat in self.flats for p in flat.pieces]
         device = self.sharding.device
-        return clip_grad_norm_(pieces, self.replicated, max_norm, norm_type, self.sharding.group, device)
+        return clip_grad_norm_(
+            pieces, self.replicated, max_norm, norm_type, self.sharding.group, device
+        )
 
     # ---- state dicts
 
     def state_dict(self, *args, **kwargs):
-        """This rank's pieces, and buffers, under the module's own names. For whole values: full_state_dict()."""
+        """This rank's pieces, and buffers, by the module's own names. Whole: full_state_dict()."""
         self.rest()
         return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict, strict=True, assign=False):
-        """Of this rank, from the same number of ranks; from another: load_shards or load_full_state_dict."""
+        """Of this rank, from as many ranks; of other numbers: load_shards, load_full_state_dict."""
         self.rest()
         return super().load_state_dict(state_dict, strict, assign)
 
     def full_state_dict(self):
-        """What module.state_dict() would be had it never been sharded, on every rank; buffers: rank 0's. Collective."""
+        """module.state_dict() as if never sharded, on every rank; buffers: rank 0's. Collective."""
         self.rest()
         broadcast_tensors(list(self.module.buffers()), 0, self.sharding.everyone)
         try:
             for flat in self.flats:
-                # Copies: each tensor alone in its memory, without padding, as savers of files want them.
-                flat.put([nn.Parameter(value.clone(), flat.trainable) for value in flat.gather_master()])
+                # Copies: each tensor alone in its memory, without padding, as files want them.
+                flat.put(
+                    [nn.Parameter(value.clone(), flat.trainable) for value in flat.gather_master()]
+                )
             return self.module.state_dict()  # the module's own: its hooks and extra state included
         finally:
             for flat in self.flats:
                 flat.put(flat.pieces)
 
     def load_full_state_dict(self, state_dict, strict=True):
-        """Take this rank's part of each whole value; from any number of ranks, or none. Every rank must be given all.
+        """Take this rank's part of each whole value. Every rank must be given all.
 
-        Returns what module.load_state_dict returns. Raises RuntimeError, before anything is changed, with every wrong
-        shape and, if strict, every missing and unexpected name.
+        From any number of ranks, or none. Returns what module.load_state_dict returns. Raises
+        RuntimeError, before anything is changed, with every wrong shape and, if strict, every
+        missing and unexpected name.
         """
         self.rest()
         homes = self._homes()
@@ -98,26 +111,34 @@ class ShardedModel(NotPickled, Wrapper):
                 begin, end = flat.layout.ranges(flat.rank)[slot]
                 given[name] = value.flatten()[begin:end]
         if problems:
-            raise RuntimeError(f"not a state dict of this {type(self.module).__name__}: {'; '.join(problems)}")
+            raise RuntimeError(
+                f"not a state dict of this {type(self.module).__name__}: {'; '.join(problems)}"
+            )
         return self.module.load_state_dict(given, strict)
 
     def load_shards(self, state_dicts, strict=True):
-        """Take what n ranks saved as their state_dict(), in the order of their ranks, whatever this world size is."""
+        """Take what n ranks saved as state_dict(), in order of rank, for whatever world size."""
         given = dict(state_dicts[0])
         for name, (flat, slot) in self._homes().items():
             if name in given:
-                whole, shape = torch.cat([state[name] for state in state_dicts]), flat.layout.shapes[slot]
+                whole, shape = (
+                    torch.cat([state[name] for state in state_dicts]),
+                    flat.layout.shapes[slot],
+                )
                 if whole.numel() != shape.numel():
                     raise RuntimeError(
-                        f"{name!r} has {shape.numel()} elements, these {len(state_dicts)} state dicts have "
-                        f"{whole.numel()} of it: give that of every rank that saved, once, in order"
+                        f"{name!r} has {shape.numel()} elements, these {len(state_dicts)} state "
+                        f"dicts have {whole.numel()} of it: "
+                        "give that of every rank that saved, once, in order"
                     )
                 given[name] = whole.view(shape)
         return self.load_full_state_dict(given, strict)
 
     def _homes(self):
         """{name: (its FlatParam, its number there)}, by every name that a tied parameter has."""
-        homes = {piece: (flat, slot) for flat in self.flats for slot, piece in enumerate(flat.pieces)}
+        homes = {
+            piece: (flat, slot) for flat in self.flats for slot, piece in enumerate(flat.pieces)
+        }
         named = self.module.named_parameters(remove_duplicate=False)
         return {name: homes[p] for name, p in named if p in homes}
 
@@ -127,7 +148,9 @@ class ShardedModel(NotPickled, Wrapper):
         """to(), double(), cuda(): the pieces have moved, so their shards must."""
         self.rest()
         super()._apply(fn, recurse)
-        self.sharding = replace(self.sharding, device=compute_device(self.module, self.sharding.everyone))
+        self.sharding = replace(
+            self.sharding, device=compute_device(self.module, self.sharding.everyone)
+        )
         for flat in self.flats:
             flat.renew(self.sharding)
         self.watch_root()

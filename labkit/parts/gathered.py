@@ -1,13 +1,14 @@
-"""What FSDP holds in a step, unit by unit: shards all the time, a whole unit while it is at work and a little before.
+"""What FSDP holds in a step: shards all the time, a whole unit while at work and a little before.
 
-    event            parameters                 gradients and messages
-    forward u        + u, + the next            ("prefetch" of them)
-    forward end u    - u                        (not the root, whose parameters are kept)
+    event            parameters             gradients and messages
+    forward u        + u, + the next        ("prefetch" of them)
+    forward end u    - u                    (not the root, whose parameters are kept)
     backward u       + u, + the one before
-    backward end u   - u                        + flat gradient of u, - its gradients; - flat, + 1/n when it has come
+    backward end u   - u                    + flat gradient of u, - its own; - flat, + 1/n at last
 
 This replays labkit/fsdp.py in bytes: the same events in the same order, and so the same peak.
-Zhao et al., PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel, VLDB 2023, sections 3.2 and 3.3.
+Zhao et al., PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel, VLDB 2023, sections
+3.2 and 3.3.
 """
 
 from labkit.parts.holdings import Flat, Single
@@ -21,8 +22,12 @@ class FSDP(Single):
 
     def start(self):
         self.units = [[Flat(self, members) for members in unit] for unit in self.rehearsal.units]
-        self.home = {i: u for u, unit in enumerate(self.units) for flat in unit for i in flat.members}
-        self.forwards = [event[1] for _, _, event in self.rehearsal.log if event and event[0] == "forward"]
+        self.home = {
+            i: u for u, unit in enumerate(self.units) for flat in unit for i in flat.members
+        }
+        self.forwards = [
+            event[1] for _, _, event in self.rehearsal.log if event and event[0] == "forward"
+        ]
         self.calls = [0] * len(self.units)
         self.whole, self.copied, self.done = set(), set(), 0  # done: forwards so far
         self.come = [[] for _ in self.units]  # bytes of the gradients that are in
@@ -58,7 +63,10 @@ class FSDP(Single):
                 yield from self.after_backward(u)
             yield from self.settle()
             if self.offload:
-                yield "gradients", -sum(f.shard_nbytes for unit in self.units for f in unit if f.trainable)
+                yield (
+                    "gradients",
+                    -sum(f.shard_nbytes for unit in self.units for f in unit if f.trainable),
+                )
 
     def preceding(self, number):
         """Units whose backward comes next, as far as they are gathered ahead."""
@@ -92,7 +100,7 @@ class FSDP(Single):
                 yield "communication", flat.nbytes
                 yield from (("gradients", -size) for size in self.come[u])
                 self.come[u] = []
-                if self.receives_parts:  # gloo holds what travels twice, so FSDP waits for it at once
+                if self.receives_parts:  # gloo holds what travels twice: FSDP waits for it at once
                     yield "communication", flat.nbytes
                     yield "communication", -flat.nbytes
                     yield from self.arrived(flat)

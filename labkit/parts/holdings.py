@@ -1,14 +1,15 @@
-"""Holdings: what a strategy keeps of parameters, gradients and optimizer states, as bytes that come and go in a step.
+"""Holdings: bytes of parameters, gradients and states that a strategy keeps, through a step.
 
-    P bytes of parameters, G = P of gradients, S of states, n ranks      per rank, between backward and step
+    P bytes of parameters, G = P of gradients, S of states; per rank of n, between backward and step
     single, ddp    [ P ][ G ][ S ]
-    zero1          [ P ][ G ][S/n]                                       the optimizer steps on a shard
-    zero2          [ P ][G/n][S/n]                                       + two buckets of gradients while they travel
-    fsdp           [P/n][G/n][S/n]                                       + the units that are gathered just now
+    zero1          [ P ][ G ][S/n]    the optimizer steps on a shard
+    zero2          [ P ][G/n][S/n]    + two buckets of gradients while they travel
+    fsdp           [P/n][G/n][S/n]    + the units that are gathered just now
 
-Adam keeps two moments, so S = 2 P in fp32: 16 bytes a parameter, and 16 / n under FSDP. Padding is what a flat buffer
-needs to be cut into equal parts: fewer than n elements a buffer.
-Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020, sections 3 and 5.
+Adam keeps two moments, so S = 2 P in fp32: 16 bytes a parameter, and 16 / n under FSDP. Padding is
+what a flat buffer needs to be cut into equal parts: fewer than n elements a buffer.
+Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020,
+sections 3 and 5.
 """
 
 from labkit.parts.bucket import assign_buckets
@@ -19,11 +20,16 @@ from labkit.parts.shard import Layout
 class Single:
     """One process holds everything once, and a gradient from the moment it is made.
 
-    Every holding answers: start(): bytes by kind before forward. keeps(i): whether the gradient tensor that autograd
-    makes for parameter i is itself what is held. on(event, size): the changes (kind, bytes), one by one, that an event
-    of the rehearsal brings; size: bytes of the gradient that has come. stepped(): (shape, dtype, device) of each tensor
-    that the optimizer steps on. padding: bytes, of all that is held between steps but the optimizer's. host: bytes in
-    host memory instead of the device's; offload: the optimizer's states are there, too.
+    Every holding answers:
+    start(): bytes by kind before forward.
+    keeps(i): whether the gradient tensor that autograd makes for parameter i is itself what is
+        held.
+    on(event, size): the changes (kind, bytes), one by one, that an event of the rehearsal brings;
+        size: bytes of the gradient that has come.
+    stepped(): (shape, dtype, device) of each tensor that the optimizer steps on.
+    padding: bytes, of all that is held between steps but the optimizer's.
+    host: bytes in host memory instead of the device's; offload: the optimizer's states are there,
+        too.
     """
 
     padding = host = 0
@@ -32,9 +38,12 @@ class Single:
     def __init__(self, rehearsal, world_size=1, rank=0, cap_bytes=0, prefetch=1):
         self.rehearsal, self.world_size, self.rank = rehearsal, world_size, rank
         self.cap_bytes, self.prefetch = cap_bytes, prefetch
-        self.parameters, self.buffers = list(rehearsal.parameters.values()), list(rehearsal.buffers.values())
+        self.parameters, self.buffers = (
+            list(rehearsal.parameters.values()),
+            list(rehearsal.buffers.values()),
+        )
         self.trained = [i for i, p in enumerate(self.parameters) if p.requires_grad]
-        # gloo has no reduce_scatter that sends little enough: labkit.comm's receives all parts before it adds them up.
+        # On gloo labkit.comm's reduce_scatter receives all parts before it adds them up.
         self.receives_parts = rehearsal.device.type == "cpu"
 
     def start(self):
@@ -57,13 +66,13 @@ class Single:
 
 
 class DDP(Single):
-    """Every rank holds everything. Gradients live in buckets all the time; one that is alone in its bucket is it."""
+    """Every rank holds everything. Gradients live in buckets always; one alone is its bucket."""
 
     def start(self):
         buckets = self.numbered_buckets()
         self.alone = {bucket[0] for bucket in buckets if len(bucket) == 1}
         shared = [i for bucket in buckets if len(bucket) > 1 for i in bucket]
-        # Buffers travel packed in one message, each from an aligned place, and the room for it is kept.
+        # Buffers travel packed in one message, each from an aligned place; its memory is kept.
         packed = sum(-(-b.nbytes // ALIGNMENT) * ALIGNMENT for b in self.buffers)
         gradients = sum(self.parameters[i].nbytes for i in shared)
         return super().start() | {"gradients": gradients, "communication": packed}
@@ -133,11 +142,16 @@ class ZeRO1(Single):
             yield "communication", -bucket.nbytes
 
     def stepped(self):
-        return [piece for bucket in self.buckets for piece in bucket.pieces(self.rank) if piece[0] != (0,)]
+        return [
+            piece
+            for bucket in self.buckets
+            for piece in bucket.pieces(self.rank)
+            if piece[0] != (0,)
+        ]
 
 
 class ZeRO2(ZeRO1):
-    """Whole gradients of a bucket only from its first gradient until it has been reduced; then this rank's part."""
+    """A bucket's whole gradients only from its first until it is reduced; then this rank's part."""
 
     whole_gradients = False
 
@@ -168,7 +182,9 @@ class Flat:
     def pieces(self, rank):
         """(shape, dtype, device) of this rank's part of each parameter; it may be empty."""
         sizes = [stop - start for start, stop in self.layout.ranges(rank)]
-        return [((size,), p.dtype, p.device) for size, p in zip(sizes, self.parameters, strict=True)]
+        return [
+            ((size,), p.dtype, p.device) for size, p in zip(sizes, self.parameters, strict=True)
+        ]
 
     def piece_nbytes(self, rank):
         return sum(size * dtype.itemsize for (size,), dtype, _ in self.pieces(rank))

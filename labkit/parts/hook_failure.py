@@ -1,9 +1,10 @@
-"""A comm hook that raises on one rank: the others learn of it, instead of waiting for messages that never come.
+"""A comm hook that raises on one rank: the others learn of it, instead of waiting for ever.
 
-    rank 0   hook(bucket 0)   hook(bucket 1)   wait ...... once a second: has a rank told of this step? -> RuntimeError
-    rank 1   hook(bucket 0)   hook(bucket 1) raises: tells the store, and raises         "the comm hook of rank 1 ..."
+    rank 0   hook(bucket 0)   hook(bucket 1)   wait: once a second, has a rank told? -> RuntimeError
+    rank 1   hook(bucket 0)   hook(bucket 1) raises: tells the store, "the comm hook of rank 1 ..."
 
-Sent: nothing, unless a hook raises or a step is a second late. The store is the one the ranks have met at.
+Sent: nothing, unless a hook raises or a step is a second late. The store is the one where the ranks
+have met.
 """
 
 import threading
@@ -15,7 +16,7 @@ PATIENCE = 1.0  # seconds between two looks into the store
 
 
 class RankFailed(RuntimeError):
-    """The comm hook of another rank has raised: what this rank has sent is under way until that rank goes on."""
+    """Another rank's comm hook has raised: what was sent is under way until that rank goes on."""
 
 
 class HookFailures:
@@ -37,7 +38,7 @@ class HookFailures:
             raise
 
     def wait(self, pending):
-        """pending.wait(). Raises RankFailed where it takes long and the hook of another rank has raised meanwhile."""
+        """pending.wait(). Raises RankFailed if it takes long and another rank's hook has raised."""
         future = pending.get_future() if hasattr(pending, "get_future") else pending
         if hasattr(future, "add_done_callback") and not future.done():
             done = threading.Event()

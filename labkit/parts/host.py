@@ -1,12 +1,12 @@
-"""Memory beside the device: pinned host memory, or a file without a name that is mapped into memory; and the way there.
+"""Memory beside the device: pinned host memory or a nameless mapped file; and the way there.
 
-    compute stream   |-- forward of layer 3 --|-- forward of layer 4 --|        CUDA: copies on a stream of their own,
-    side stream      | layer 2 to the host |  | layer 3 to the host |           beside the arithmetic
+    compute stream   |-- forward of layer 3 --|-- forward of layer 4 --|   CUDA: copies beside the
+    side stream      | layer 2 to the host |  | layer 3 to the host |      arithmetic
 
-Pinned memory is never paged out, so the device copies by itself; PyTorch rounds its size up to a power of two. A file
-is preallocated, so that a full disk is told when room is asked for, not by a crash when a page is written; and it loses
-its name at once, so that nothing is left behind, however the process ends. The system keeps recently used pages of a
-file in memory it has to spare.
+Pinned memory is never paged out, so the device copies by itself; PyTorch rounds its size up to a
+power of two. A file is preallocated, so that a full disk is told when room is asked for, not by a
+crash when a page is written; it loses its name at once, so that nothing is left behind, however the
+process ends. The system keeps recently used pages of a file in memory it has to spare.
 Cost: the bytes once each way. PCIe carries about 25 GB/s, a disk 1 to 5 GB/s.
 """
 
@@ -18,21 +18,27 @@ import torch
 
 
 def room(nbytes, to, device):
-    """nbytes outside `device`, as a flat uint8 tensor: in host memory (to="cpu"), else in a file in the folder `to`.
+    """nbytes outside `device`, flat uint8: in host memory (to="cpu") or a file in the folder `to`.
 
-    Raises OSError, in one line, where the folder cannot be written to or the disk has no room; nothing is left there.
+    Raises OSError, in one line, where the folder cannot be written to or the disk has no room;
+    nothing is left there.
     """
     if to == "cpu" or nbytes == 0:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
     try:
         descriptor, path = tempfile.mkstemp(prefix="labkit-offload-", dir=to)
     except OSError as error:
-        raise OSError(error.errno, f"cannot offload to the folder {to}: {os.strerror(error.errno)}") from None
+        raise OSError(
+            error.errno, f"cannot offload to the folder {to}: {os.strerror(error.errno)}"
+        ) from None
     try:
         os.posix_fallocate(descriptor, 0, nbytes)
         return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
     except OSError as error:
-        told = f"cannot offload {nbytes:,} bytes to {to}: {os.strerror(error.errno)}; make room or name another folder"
+        told = (
+            f"cannot offload {nbytes:,} bytes to {to}: {os.strerror(error.errno)}; "
+            "make room or name another folder"
+        )
         raise OSError(error.errno, told) from None
     finally:
         os.unlink(path)
@@ -50,7 +56,7 @@ def is_outside(device, to):
 
 
 class Lane:
-    """Copies between a device and its host memory: on CUDA on a stream of its own, elsewhere at once."""
+    """Copies between a device and its host memory: on CUDA on a stream of its own, else at once."""
 
     def __init__(self, device):
         self.device = device
@@ -65,7 +71,7 @@ class Lane:
             host.copy_(tensor, non_blocking=True)
 
     def bring(self, host):
-        """Begin to bring a copy to the device, after all that was sent: (tensor, event). See receive."""
+        """Begin to copy to the device, after all that was sent: (tensor, event), for receive."""
         with self._beside():
             near = torch.empty_like(host, device=self.device, pin_memory=False)
             near.copy_(host, non_blocking=True)

@@ -1,12 +1,13 @@
-"""Uneven inputs: a rank that has run out of data takes part in the others' collectives with zeros until all are done.
+"""Uneven inputs: a rank without data joins the others' collectives with zeros until all are done.
 
     rank 0   | step | step | done: zeros | done |  model of rank 1
     rank 1   | step | step |    step     | done |  its own
              ^ each forward begins with one small all_reduce: who still has data, who will average?
 
-Sent besides, per step: one int32 vector of 2 n. At the end: the model once, from the last rank that had data.
-Without it the first rank to finish leaves the others waiting in an all_reduce for ever.
-Semantics: torch.distributed.algorithms.join. Every step is one forward and at most one averaged backward.
+Sent besides, per step: one int32 vector of 2 n. At the end: the model once, from the last rank that
+had data. Without it the first rank to finish leaves the others waiting in an all_reduce for ever.
+Semantics: torch.distributed.algorithms.join. Every step is one forward and at most one averaged
+backward.
 """
 
 import torch
@@ -18,7 +19,9 @@ from labkit import comm
 class Join:
     """What DDP.join() returns: use it as `with model.join(): ...` around the loop over the data."""
 
-    def __init__(self, ddp, divide_by_initial_world_size=True, enable=True, throw_on_early_termination=False):
+    def __init__(
+        self, ddp, divide_by_initial_world_size=True, enable=True, throw_on_early_termination=False
+    ):
         self.ddp, self.enable = ddp, enable
         self.divide_by_initial_world_size = divide_by_initial_world_size
         self.throw_on_early_termination = throw_on_early_termination
@@ -38,13 +41,13 @@ class Join:
             if kind is None:
                 while self._shadow():
                     pass
-                # Only the ranks that were there to the end have made every update, and seen every statistic.
+                # Only a rank that was there to the end made every update, saw every statistic.
                 self.ddp._replicas.become(max(self.last))
         finally:
             self.ddp._reducer.divide_by(self.world_size)
 
     def announce(self, averages):
-        """Called by DDP as a forward begins. averages: will its backward? Returns the rank that has the buffers.
+        """A forward of DDP begins; averages: will its backward? Returns the rank with the buffers.
 
         Raises RuntimeError if a rank is out of data and throw_on_early_termination.
         """
@@ -61,7 +64,9 @@ class Join:
         return bool(active)
 
     def _exchange(self, active, averages):
-        votes = torch.zeros(2, self.world_size, dtype=torch.int32, device=self.ddp.buckets[0].device)
+        votes = torch.zeros(
+            2, self.world_size, dtype=torch.int32, device=self.ddp.buckets[0].device
+        )
         votes[0, self.rank], votes[1, self.rank] = active, averages
         comm.all_reduce(votes, group=self.group)
         with_data, averaging = votes.tolist()
@@ -69,5 +74,7 @@ class Join:
         self.last = present or self.last
         if self.throw_on_early_termination and 0 < len(present) < self.world_size:
             gone = [rank for rank in range(self.world_size) if rank not in present]
-            raise RuntimeError(f"ranks {gone} ran out of data before ranks {present}: ending on all ranks")
+            raise RuntimeError(
+                f"ranks {gone} ran out of data before ranks {present}: ending on all ranks"
+            )
         return present, any(averaging)

@@ -1,10 +1,12 @@
-"""Selective recomputation: hold the results of some operators, so that the second run need not compute them.
+"""Selective recomputation: hold what some operators gave, so that it is not computed again.
 
-    first run      x -> norm -> [matmul] -> gelu -> [matmul] -> dropout         held: what is in brackets
-    second run     x -> norm ->  held    -> gelu ->  held    -> dropout         computed: the rest, which is cheap
+    first run      x -> norm -> [matmul] -> gelu -> [matmul] -> dropout   held: what is in brackets
+    second run     x -> norm ->  held    -> gelu ->  held    -> dropout   computed: the cheap rest
 
-The operators are seen below autograd, where a linear layer is one addmm: both runs build the same graph above them.
-Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, MLSys 2023, section 5.
+The operators are seen below autograd, where a linear layer is one addmm: both runs build the same
+graph above them.
+Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, MLSys 2023,
+section 5.
 """
 
 import torch
@@ -24,12 +26,15 @@ PRODUCTS = {
 
 
 def choose_policy(keep):
-    """The function operator -> bool that `keep` stands for, or None. Raises ValueError for what it cannot be."""
+    """The function operator -> bool that `keep` means, or None. Raises ValueError for others."""
     if keep == "matmul":
         return lambda operator: operator.overloadpacket in PRODUCTS
     if keep is None or callable(keep):
         return keep
-    raise ValueError(f'keep={keep!r}: it is None, "matmul", or a function of an operator that says whether to hold')
+    raise ValueError(
+        f'keep={keep!r}: it is None, "matmul", '
+        "or a function of an operator that says whether to hold"
+    )
 
 
 class Keep(TorchDispatchMode):
@@ -42,19 +47,24 @@ class Keep(TorchDispatchMode):
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         result = operator(*args, **(kwargs or {}))
         if self.policy(operator):
-            # What is not run again does not draw again either; what comes after it must see the draws as made.
+            # What is not run again does not draw again; what follows must see the draws as made.
             draws = torch.Tag.nondeterministic_seeded in operator.tags
-            self.kept.append((operator, result, self.surroundings.random_state() if draws else None))
+            self.kept.append(
+                (operator, result, self.surroundings.random_state() if draws else None)
+            )
         return result
 
     def finish(self):
         """Raises RuntimeError where a held result is no longer what the operator gave."""
         kept, self.kept = self.kept, []
-        return [(operator, tree_map_only(torch.Tensor, unchanged(operator), r), state) for operator, r, state in kept]
+        return [
+            (operator, tree_map_only(torch.Tensor, unchanged(operator), r), state)
+            for operator, r, state in kept
+        ]
 
 
 def unchanged(operator):
-    """A function tensor -> the tensor off its graph; an error where it was written to since it was made."""
+    """A function tensor -> the tensor off its graph; an error where it was written to later."""
 
     def check(tensor):
         if tensor._version:
@@ -80,8 +90,8 @@ class Reuse(TorchDispatchMode):
         held, result, random_state = next(self.kept, (None, None, None))
         if held is not operator:
             raise RuntimeError(
-                f"the checkpointed function came to {operator} where it had come to {held} in forward: "
-                "it must do the same both times"
+                f"the checkpointed function came to {operator} where it had come to {held} in "
+                "forward: it must do the same both times"
             )
         if random_state is not None:
             set_random_state(random_state)

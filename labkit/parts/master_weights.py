@@ -5,11 +5,11 @@
                     | rounded once a step          v
     optimizer  master 32 bit  <--  step  <--  g 32 bit (unscaled, clipped here)
 
-Without them small steps are lost: bf16 has 8 significant bits, so w + d == w as soon as |d| < |w| / 512.
+Without them small steps are lost: bf16 has 8 significant bits, so w + d == w once |d| < |w| / 512.
 Autocast needs none of this: there the parameters are the masters.
 
-Held per rank: 2 P (model) + 4 P (masters) + the optimizer's states in fp32, P parameters; gradients 2 P, then 4 P.
-Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.1.
+Held per rank: 2 P (model) + 4 P (masters) + the optimizer's states in fp32, P parameters; gradients
+2 P, then 4 P. Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.1.
 """
 
 import torch
@@ -18,10 +18,11 @@ from labkit.parts.pickling import NotPickled
 
 
 class MasterWeights(NotPickled, torch.optim.Optimizer):
-    """optimizer_class(fp32 copies of params, **defaults), which keeps the params themselves rounded copies of them.
+    """optimizer_class(fp32 copies of params, **defaults); the params are rounded copies of those.
 
-    params: parameters of any floating dtype, or groups of them. param_groups hold the masters: schedulers, clipping
-    and labkit's GradScaler work on those. fp32 parameters are their own masters.
+    params: parameters of any floating dtype, or groups of them. param_groups hold the masters:
+    schedulers, clipping and labkit's GradScaler work on those. fp32 parameters are their own
+    masters.
     """
 
     def __init__(self, params, optimizer_class, **defaults):
@@ -32,7 +33,9 @@ class MasterWeights(NotPickled, torch.optim.Optimizer):
         for group in groups:
             group["params"] = [master_of(p) for p in group["params"]]
         self.optimizer = optimizer_class(groups, **defaults)
-        self._masters = [master for group in self.optimizer.param_groups for master in group["params"]]
+        self._masters = [
+            master for group in self.optimizer.param_groups for master in group["params"]
+        ]
         super().__init__(self.optimizer.param_groups, self.optimizer.defaults)
         self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
 
@@ -42,18 +45,18 @@ class MasterWeights(NotPickled, torch.optim.Optimizer):
 
     @torch.no_grad()
     def take_gradients(self):
-        """Move the gradients of the 16-bit parameters to the masters, in fp32; what was there is replaced.
+        """Move the 16-bit parameters' gradients to the masters, in fp32, and replace those there.
 
-        step() and GradScaler.unscale_() begin with it; call it before you look at or clip the masters' gradients.
-        Where there is nothing to move it changes nothing.
+        step() and GradScaler.unscale_() begin with it; call it before you look at or clip the
+        masters' gradients. Where there is nothing to move it changes nothing.
         """
         pairs = self.pairs()
-        if any(p.grad is not None for p, _ in pairs):  # else they have been moved already, and perhaps unscaled
+        if any(p.grad is not None for p, _ in pairs):  # else moved already, perhaps unscaled
             for p, master in pairs:
                 master.grad, p.grad = None if p.grad is None else p.grad.float(), None
 
     def clip_grad_norm_(self, max_norm):
-        """Scale the masters' gradients to a common norm of at most max_norm; returns the norm before, a scalar."""
+        """Clip the norm of the masters' gradients to max_norm; returns the norm before, scalar."""
         self.take_gradients()
         return torch.nn.utils.clip_grad_norm_(self._masters, max_norm)
 
@@ -61,7 +64,10 @@ class MasterWeights(NotPickled, torch.optim.Optimizer):
     def step(self, closure=None):
         """One step of the masters; then each parameter becomes its master, rounded to nearest."""
         if closure is not None:
-            raise RuntimeError("MasterWeights.step takes no closure: gradients must be moved to the masters in between")
+            raise RuntimeError(
+                "MasterWeights.step takes no closure: "
+                "gradients must be moved to the masters in between"
+            )
         self.take_gradients()
         self.optimizer.step()
         for p, master in self.pairs():
@@ -74,16 +80,23 @@ class MasterWeights(NotPickled, torch.optim.Optimizer):
                 p.grad = None if set_to_none else p.grad.zero_()
 
     def state_dict(self):
-        """The optimizer's own, and "masters": without them a resumed run would start from rounded weights."""
-        return {**self.optimizer.state_dict(), "masters": [master.detach() for master in self._masters]}
+        """The optimizer's, and "masters": without them a run would resume from rounded weights."""
+        return {
+            **self.optimizer.state_dict(),
+            "masters": [master.detach() for master in self._masters],
+        }
 
     @torch.no_grad()
     def load_state_dict(self, state_dict):
-        """Also sets the parameters. Raises ValueError for a state dict without masters, or of other shapes."""
+        """Also sets the parameters. Raises ValueError where masters are missing or do not fit."""
         masters = state_dict.get("masters")
         if masters is None or [m.shape for m in masters] != [m.shape for m in self._masters]:
-            raise ValueError("not a state dict of MasterWeights over these parameters: its masters do not fit")
-        self.optimizer.load_state_dict({key: value for key, value in state_dict.items() if key != "masters"})
+            raise ValueError(
+                "not a state dict of MasterWeights over these parameters: its masters do not fit"
+            )
+        self.optimizer.load_state_dict(
+            {key: value for key, value in state_dict.items() if key != "masters"}
+        )
         self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
         for master, saved in zip(self._masters, masters, strict=True):
             master.copy_(saved)

@@ -1,8 +1,8 @@
-"""What may leave its process by pickle, torch.save or copy.deepcopy, and what says which state to save instead.
+"""What may leave its process by pickle, torch.save or copy.deepcopy; else what to save instead.
 
-goes     DDP, LocalSGD, DiLoCo, GradScaler   if they are on the default group: the loading process has one, too
-refused  FSDP, ZeRO, Horovod's optimizer     tied to this process's autograd hooks, or to one rank's shards
-         MasterWeights, Offloaded            tied to the model's parameters, or to memory outside the device
+goes     DDP, LocalSGD, DiLoCo, GradScaler   on the default group: the loading process has one
+refused  FSDP, ZeRO, Horovod's optimizer     tied to this process's hooks, or to a rank's shards
+         MasterWeights, Offloaded            tied to the model's parameters, or to host memory
 """
 
 import torch.distributed as dist
@@ -15,15 +15,15 @@ class NotPickled:
 
     def __reduce_ex__(self, protocol):
         raise TypeError(
-            f"{type(self).__name__} cannot be copied or pickled: it belongs to the parameters of this process. "
-            f"Save {self.instead}, and load that into a new one"
+            f"{type(self).__name__} cannot be copied or pickled: it belongs to the parameters of "
+            f"this process. Save {self.instead}, and load that into a new one"
         )
 
 
 def check_default_group(owner, group):
-    """Raises RuntimeError, as PyTorch's DDP does, for a group that a process which loads owner cannot know."""
+    """Raises RuntimeError, as DDP does, for a group that a loading process cannot know."""
     if group is not None and group is not dist.group.WORLD:
         raise RuntimeError(
-            f"{type(owner).__name__} can be pickled on the default process group only, not with one of its own: "
-            "save state_dict()"
+            f"{type(owner).__name__} can be pickled on the default process group only, "
+            "not with one of its own: save state_dict()"
         )

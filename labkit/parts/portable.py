@@ -1,8 +1,8 @@
 """What is tied to where parameters lie is made anew where they have gone: to(), deepcopy, pickle.
 
-    wrapper.to(device)      parameters lie elsewhere        watch() again, and the comm hook goes along
-    copy.deepcopy           parameters of its own           watch() those, on the same ranks; the hook is shared
-    torch.save, pickle      no group can be written         loaded on the default group, without a hook, as PyTorch's
+    wrapper.to(device)    parameters lie elsewhere   watch() again, and the comm hook goes along
+    copy.deepcopy         parameters of its own      watch() those, same ranks; the hook is shared
+    torch.save, pickle    no group can be written    on the default group, no hook, as in PyTorch
 
 None of it sends anything.
 """
@@ -14,7 +14,7 @@ from labkit.parts.wrapper import Wrapper
 
 
 class Portable(Wrapper):
-    """Base of a wrapper whose `_watch()` makes everything that `made_by_watching` names, a `_reducer` among them."""
+    """Base of a wrapper: `_watch()` makes what `made_by_watching` names, also a `_reducer`."""
 
     made_by_watching = ()
 

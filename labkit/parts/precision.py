@@ -1,17 +1,18 @@
-"""Which operations run in 16 bits and which in fp32 under autocast: one table for each kind of device.
+"""What runs in 16 bits and what in fp32 under autocast: one table for each kind of device.
 
-    low        matrix products, convolutions        much arithmetic, and a sum that the hardware keeps in fp32 anyway
-    fp32       exp, log, losses, norms, long sums   values that leave fp16's range, or sums that bf16's 8 bits end early
-    promote    two tensors meet in one operation    all become the widest of them, for it does not promote by itself
-    (others)   relu, views, dropout, add, ...       run in whatever arrives; add and mul promote by themselves
+    low       matrix products, convolutions    much arithmetic; the hardware sums in fp32 anyway
+    fp32      exp, log, losses, norms, sums    beyond fp16's range, or sums that 8 bits end early
+    promote   tensors meet in one operation    all become the widest: it does not promote by itself
+    (others)  relu, views, dropout, add, ...   run in whatever arrives; add, mul promote themselves
 
-CPU and CUDA differ: CPU kernels of softmax, layer_norm and sum add up in fp32 and round once, so they may stay low;
-CUDA's table, made for fp16, sends them to fp32. Both decide as torch.autocast does, function by function; but padding,
-which rounds nothing, stays as it is, and an LSTM, whose inside is C++, runs low as a whole.
+CPU and CUDA differ: CPU kernels of softmax, layer_norm and sum add up in fp32 and round once, so
+they may stay low; CUDA's table, made for fp16, sends them to fp32. Both decide as torch.autocast
+does, function by function; but padding, which rounds nothing, stays as it is, and an LSTM, whose
+inside is C++, runs low as a whole.
 
 Cost: the entry of a function is looked up by identity, one dict lookup a call.
-Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.3; Kalamkar et al., A Study of BFLOAT16 for Deep
-Learning Training, 2019, section 3 (accumulation in fp32).
+Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.3; Kalamkar et al., A Study of
+BFLOAT16 for Deep Learning Training, 2019, section 3 (accumulation in fp32).
 """
 
 from operator import attrgetter
@@ -20,40 +21,47 @@ import torch
 from torch.nn import functional
 
 LOW = """
-    linear matmul __matmul__ __rmatmul__ mm bmm addmm addbmm baddbmm einsum chain_matmul linalg.multi_dot linalg.vecdot
+    linear matmul __matmul__ __rmatmul__ mm bmm addmm addbmm baddbmm einsum chain_matmul
+    linalg.multi_dot linalg.vecdot
     conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d prelu
     scaled_dot_product_attention multi_head_attention_forward lstm gru rnn_tanh rnn_relu
 """
 LOSSES = """
-    cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss kl_div poisson_nll_loss hinge_embedding_loss
-    binary_cross_entropy_with_logits cosine_embedding_loss margin_ranking_loss multi_margin_loss multilabel_margin_loss
-    soft_margin_loss triplet_margin_loss
+    cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss kl_div poisson_nll_loss
+    hinge_embedding_loss binary_cross_entropy_with_logits cosine_embedding_loss margin_ranking_loss
+    multi_margin_loss multilabel_margin_loss soft_margin_loss triplet_margin_loss
 """
-LOW_OF = {"cpu": "tensordot", "cuda": "mv addmv addr lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell"}
+LOW_OF = {
+    "cpu": "tensordot",
+    "cuda": "mv addmv addr lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell",
+}
 FP32_OF = {
     "cpu": """
-        binary_cross_entropy ctc_loss prod trace cdist quantile nanquantile polar view_as_complex stft
-        avg_pool3d max_pool3d_with_indices max_pool3d adaptive_avg_pool3d adaptive_max_pool3d max_unpool2d max_unpool3d
-        fractional_max_pool2d fractional_max_pool3d grid_sampler grid_sampler_2d grid_sampler_3d grid_sample
-        cholesky cholesky_inverse cholesky_solve inverse pinverse qr svd geqrf orgqr ormqr lu_solve triangular_solve
-        fft.fft fft.fft2 fft.fftn fft.hfft fft.ifft fft.ifft2 fft.ifftn fft.ihfft fft.irfft fft.irfft2 fft.irfftn
-        fft.rfft fft.rfft2 fft.rfftn
-        linalg.cholesky linalg.cholesky_ex linalg.cond linalg.eig linalg.eigh linalg.eigvals linalg.eigvalsh
-        linalg.householder_product linalg.inv linalg.inv_ex linalg.lstsq linalg.matrix_rank linalg.qr linalg.solve
-        linalg.svd linalg.svdvals linalg.tensorinv linalg.tensorsolve
+        binary_cross_entropy ctc_loss prod trace cdist quantile nanquantile polar
+        view_as_complex stft avg_pool3d max_pool3d_with_indices max_pool3d adaptive_avg_pool3d
+        adaptive_max_pool3d max_unpool2d max_unpool3d fractional_max_pool2d fractional_max_pool3d
+        grid_sampler grid_sampler_2d grid_sampler_3d grid_sample cholesky cholesky_inverse
+        cholesky_solve inverse pinverse qr svd geqrf orgqr ormqr lu_solve triangular_solve
+        fft.fft fft.fft2 fft.fftn fft.hfft fft.ifft fft.ifft2 fft.ifftn fft.ihfft fft.irfft
+        fft.irfft2 fft.irfftn fft.rfft fft.rfft2 fft.rfftn
+        linalg.cholesky linalg.cholesky_ex linalg.cond linalg.eig linalg.eigh linalg.eigvals
+        linalg.eigvalsh linalg.householder_product linalg.inv linalg.inv_ex linalg.lstsq
+        linalg.matrix_rank linalg.qr linalg.solve linalg.svd linalg.svdvals linalg.tensorinv
+        linalg.tensorsolve
     """,
     "cuda": """
-        acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan softplus logsumexp
-        pow __pow__ __rpow__ __rdiv__ __rtruediv__
+        acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan
+        softplus logsumexp pow __pow__ __rpow__ __rdiv__ __rtruediv__
         softmax log_softmax softmin gumbel_softmax sum prod cumsum cumprod
-        layer_norm native_layer_norm rms_norm group_norm norm frobenius_norm nuclear_norm renorm normalize
-        linalg.norm linalg.vector_norm linalg.matrix_norm
+        layer_norm native_layer_norm rms_norm group_norm norm frobenius_norm nuclear_norm
+        renorm normalize linalg.norm linalg.vector_norm linalg.matrix_norm
         cosine_similarity dist pdist cdist pairwise_distance interpolate upsample
     """,
 }
 PROMOTE_OF = {
     "cpu": "cat stack index_copy",
-    "cuda": "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler grid_sample index_put scatter_add tensordot",
+    "cuda": "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler grid_sample "
+    "index_put scatter_add tensordot",
 }
 FORBIDDEN_OF = {"cpu": "", "cuda": "binary_cross_entropy"}
 SPACES = (torch, torch.Tensor, functional)
@@ -70,7 +78,7 @@ def functions(names):
 
 
 def table(device_type):
-    """{function: "low", "fp32", "promote" or "forbidden"} for "cpu" or "cuda"; what is not in it runs as it is."""
+    """{function: "low", "fp32", "promote" or "forbidden"} for "cpu" or "cuda"; others run as is."""
     names = {
         "low": f"{LOW} {LOW_OF[device_type]}",
         "fp32": f"{LOSSES} {FP32_OF[device_type]}",

@@ -1,14 +1,16 @@
-"""The reducer: watches gradients arrive during backward and sends each bucket the moment it may leave.
+"""The reducer: watches gradients arrive in backward and sends each bucket once it may leave.
 
     hooks     b3   w3   b2   w2   b1   w1    end of backward
     bucket 0  [===|===] -------- all_reduce ------>|
     bucket 1            [===|===] -- all_reduce -->|
     bucket 2                      [===|===] - all_reduce ->|   wait for all of them: exposed
 
-Two rules keep the ranks together. Buckets leave strictly in order, however the gradients arrive: collectives match by
-order alone. Every bucket leaves once a step, whatever happens on this rank: a gradient that does not come is zeros.
-Cost in Python: one hook, a few microseconds, per parameter and step. Nothing in a hook waits.
-Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, VLDB 2020, sections 3.2.2 and 4.2.
+Two rules keep the ranks together. Buckets leave strictly in order, however the gradients arrive:
+collectives match by order alone. Every bucket leaves once a step, whatever happens on this rank: a
+gradient that does not come is zeros. Cost in Python: one hook, a few microseconds, per parameter
+and step. Nothing in a hook waits.
+Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, VLDB 2020,
+sections 3.2.2 and 4.2.
 """
 
 import weakref
@@ -25,9 +27,10 @@ from labkit.parts.hook_failure import HookFailures, RankFailed
 class Reducer:
     """Averages the gradients of named_parameters, [(name, parameter)], over the group.
 
-    owner: its on_gradient(index, slot) is called when the gradient of parameter number `slot` of bucket number `index`
-        is complete; it decides what to do, as a rule `arrive`. Held weakly: parameters outlive what watches them.
-    cap_bytes: see assign_buckets. overlap: launch full buckets during backward, not in launch_rest().
+    owner: its on_gradient(index, slot) is called when the gradient of parameter number `slot` of
+        bucket number `index` is complete; it decides what to do, as a rule `arrive`. Held weakly:
+        parameters outlive what watches them.
+    cap_bytes: see assign_buckets. overlap: launch full buckets in backward, not in launch_rest().
     """
 
     def __init__(self, named_parameters, owner, group=None, cap_bytes=25 * 2**20, overlap=True):
@@ -52,7 +55,7 @@ class Reducer:
             for slot, p in enumerate(bucket.members):
                 arrived = partial(_notify, owner, bucket.index(), slot)
                 handles.append(p.register_post_accumulate_grad_hook(arrived))
-        self.detach = weakref.finalize(self, _remove, handles)  # runs when called, or when the reducer is gone
+        self.detach = weakref.finalize(self, _remove, handles)  # called, or the reducer is gone
         self.detach.atexit = False
 
     def _make_bucket(self, members, index, is_last, names):
@@ -61,17 +64,17 @@ class Reducer:
     def divide_by(self, count):
         """The average is the sum divided by count. Left to the hook if there is one."""
         if self.hook is None:
-            # As a float64 scalar tensor it changes no gradient's dtype, and is cheaper to multiply by than a float.
+            # A float64 scalar tensor changes no gradient's dtype, and is faster than a float.
             self.factor = torch.tensor(1.0 / count, dtype=torch.float64)
 
     def use_hook(self, state, hook):
-        """hook(state, bucket) gets undivided gradients, returns a Future of the flat average. None: all_reduce."""
+        """hook(state, bucket): undivided gradients -> Future of a flat mean. None: all_reduce."""
         self.hook, self.state = hook, state
         if hook is not None:
             self.factor = None
 
     def arrive(self, index, slot):
-        """This gradient is complete for this step. With overlap, raises RuntimeError if it had arrived before."""
+        """This gradient is complete. With overlap, raises RuntimeError if it had arrived before."""
         bucket = self.buckets[index]
         defined = bucket.members[slot].grad is not None
         if bucket.arrived[slot]:
@@ -79,8 +82,9 @@ class Reducer:
                 bucket.used[slot] |= defined
                 return
             raise RuntimeError(
-                f"{bucket.names[slot]!r} got a gradient again in one backward, after its bucket had taken it for "
-                "complete: reentrant checkpointing of a shared or conditional part does so; use_reentrant=False not"
+                f"{bucket.names[slot]!r} got a gradient again in one backward, after its bucket "
+                "had taken it for complete: reentrant checkpointing of a shared or conditional "
+                "part does so; use_reentrant=False not"
             )
         self.started = True
         bucket.arrived[slot], bucket.used[slot] = 1, defined
@@ -91,7 +95,7 @@ class Reducer:
                 self.launch_full()
 
     def keep(self, index, slot):
-        """This gradient is to be added to by a later backward: keep the sum in the bucket, undivided."""
+        """A later backward will add to this gradient: keep the sum in the bucket, undivided."""
         bucket = self.buckets[index]
         if bucket.members[slot].grad is not None:
             bucket.used[slot] = 1
@@ -108,7 +112,9 @@ class Reducer:
 
     def launch_full(self):
         """Send the buckets whose turn it is and that are full."""
-        while len(self._pending) < len(self.buckets) and self.buckets[len(self._pending)].missing == 0:
+        while (
+            len(self._pending) < len(self.buckets) and self.buckets[len(self._pending)].missing == 0
+        ):
             self._launch(self.buckets[len(self._pending)])
 
     def launch_rest(self):
@@ -120,12 +126,12 @@ class Reducer:
                 elif not self.overlap and slot not in bucket.skipped:
                     bucket.put(slot, self.factor)
             self._launch(bucket)
-            if not self.overlap and self.hook is None:  # a hook may need the buckets that follow (PowerSGD)
+            if not self.overlap and self.hook is None:  # a hook may need the next ones (PowerSGD)
                 self._wait(bucket, self._pending[-1])
                 self._pending[-1] = None
 
     def _launch(self, bucket):
-        if self.hook is not None:  # an empty bucket, too: a hook may be waiting for the last one (PowerSGD)
+        if self.hook is not None:  # empty or not: it may wait for the last one (PowerSGD)
             self._pending.append(self._failures.call(self.hook, self.state, bucket))
         elif bucket.numel == 0:
             self._pending.append(None)
@@ -152,7 +158,7 @@ class Reducer:
             except RankFailed:
                 raise  # what has been sent is still under way: abandon() waits for it
             except Exception as error:
-                errors.append(error)  # the buckets that follow are on their way to memory that the next step uses
+                errors.append(error)  # go on: the next step uses the memory of the buckets to come
         absent = self._absent
         self._failures.step += 1
         self._reset()
@@ -166,7 +172,7 @@ class Reducer:
             bucket.reset()
 
     def used(self, everything=False):
-        """Which parameters have had a gradient on any rank since the last average: one bool per slot, by bucket.
+        """Which parameters had a gradient on any rank since the last average: [[bool]] by bucket.
 
         everything: tell the others that all had one.
         """
@@ -181,7 +187,7 @@ class Reducer:
         return [[next(flags) > 0 for _ in bucket.used] for bucket in self.buckets]
 
     def abandon(self):
-        """An exception has left a backward, in which others may be waiting: send zeros for the rest, keep nothing."""
+        """An exception left a backward; others may wait: send zeros for the rest, keep nothing."""
         try:
             for bucket in self.buckets[len(self._pending) :]:
                 bucket.set_buffer(None)
@@ -197,7 +203,7 @@ class Reducer:
                 bucket.settle([False] * len(bucket.members))
 
     def settle(self, adopt):
-        """Parameters whose gradient did not come get the average where adopt, else keep what they had."""
+        """Parameters without a gradient get the average where adopt, else keep what they had."""
         if self.started:
             return  # an exception has left messages under way: abandon() will end the step
         for bucket, choice in zip(self.buckets, adopt, strict=True):
@@ -225,7 +231,9 @@ def _remove(handles):
 
 
 def watchers(parameter):
-    """The owners of all reducers, of whatever wrapper, that wait for the gradient of a parameter."""
+    """The owners of the reducers, of any wrapper, that wait for the gradient of a parameter."""
     hooks = (parameter._post_accumulate_grad_hooks or {}).values()
-    owners = [hook.args[0]() for hook in hooks if isinstance(hook, partial) and hook.func is _notify]
+    owners = [
+        hook.args[0]() for hook in hooks if isinstance(hook, partial) and hook.func is _notify
+    ]
     return [owner for owner in owners if owner is not None]

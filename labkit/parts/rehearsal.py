@@ -1,14 +1,13 @@
-"""A rehearsal: one training step on tensors that have shapes but no data, to see what would live, and when.
+"""A rehearsal: one training step on tensors with shapes but no data: what would live, and when.
 
-    real      x [32, 64] 8 KiB  --- matmul ---> y 32 KiB  --- relu ---> ...     time and memory for every number
-    rehearsed x [32, 64]        --- matmul ---> y [32, 256]             ...     shapes only: nothing is computed or held
-    log       +32 KiB (activation) | +32 KiB (activation) | ... | gradient 3 is in | -32 KiB | ...
+    real       x 8 KiB     -- matmul -> y 32 KiB     -- relu -> ..  time and memory for each number
+    rehearsed  x [32, 64]  -- matmul -> y [32, 256]  -- relu -> ..  shapes: no arithmetic, no memory
+    log        +32 KiB (activation) | +32 KiB (activation) | ... | gradient 3 is in | -32 KiB | ...
 
-Every operator says what it would allocate, in backward too, and autograd keeps what it would keep. So the log has each
-storage's birth and death in the order of the real step, whatever the model is, and a model that fits no machine can be
-rehearsed on a laptop: one on the meta device takes no memory at all.
-
-Cost: Python's share of a step. Not seen: work space inside one kernel, and what an allocator rounds up.
+Every operator says what it would allocate, in backward too, and autograd keeps what it would keep:
+the log has each storage's birth and death in the order of the real step. A model that fits no
+machine can be rehearsed on a laptop: one on the meta device takes no memory at all.
+Cost: Python's share of a step. Not seen: work space in one kernel, what an allocator rounds up.
 """
 
 import weakref
@@ -28,7 +27,7 @@ from labkit.parts.autocast import autocast
 
 @dataclass
 class Piece:
-    """A storage: its bytes, and the number of the parameter whose gradient it became (None: an activation)."""
+    """A storage: bytes, and the number of the parameter whose gradient it is (None: activation)."""
 
     size: int
     gradient_of: int | None = None
@@ -38,11 +37,11 @@ class Piece:
 class Rehearsal:
     """What one forward and backward would allocate.
 
-    parameters, buffers: name -> fake tensor, each once; their places are their numbers. device: what it is meant for.
-    units: for each unit, the root first, lists of numbers of its parameters, one a dtype and whether they are trained.
-    log: rows (Piece, change in bytes, event); event: None, ("gradient", number of the parameter), ("end", None), or
-    (phase, number of the unit) with phase "forward", "forward end", "backward", "backward end". backward_at: the
-    position in the log where backward begins.
+    parameters, buffers: name -> fake tensor, each once; their places are their numbers.
+    device: what it is meant for. backward_at: the position in the log where backward begins.
+    units: for each, the root first, lists of its parameters' numbers, one a dtype, trained or not.
+    log: rows (Piece, change in bytes, event); event: None, ("gradient", number), ("end", None), or
+        (phase, number of the unit): "forward", "forward end", "backward", "backward end".
     """
 
     parameters: dict
@@ -61,7 +60,11 @@ class Watch(TorchDispatchMode):
         self.log, self.alive = log, {}
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        given = {
+            t.untyped_storage()._cdata
+            for t in tree_leaves((args, kwargs))
+            if isinstance(t, torch.Tensor)
+        }
         result = operator(*args, **(kwargs or {}))
         for t in tree_leaves(result):
             if isinstance(t, torch.Tensor):
@@ -82,7 +85,7 @@ class Watch(TorchDispatchMode):
         self.log.append((piece, -piece.size, None))
 
     def gradient(self, number, parameter):
-        """A parameter's gradient is complete: the storage that holds it has been one all its life."""
+        """A parameter's gradient is complete: its storage has been a gradient all its life."""
         piece, _ = self.alive.get(parameter.grad.untyped_storage()._cdata, (None, None))
         if piece is not None:
             piece.gradient_of = number
@@ -93,11 +96,16 @@ class Watch(TorchDispatchMode):
 
 
 class Step(torch.nn.Module):
-    """Forward, loss and backward as one module's forward, so that its parameters stay exchanged for all of it."""
+    """Forward, loss and backward as one forward: parameters stay exchanged for all of it."""
 
     def __init__(self, module, loss, precision, at_backward):
         super().__init__()
-        self.module, self.loss, self.precision, self.at_backward = module, loss, precision, at_backward
+        self.module, self.loss, self.precision, self.at_backward = (
+            module,
+            loss,
+            precision,
+            at_backward,
+        )
 
     def forward(self, inputs, target):
         with self.precision():
@@ -111,39 +119,62 @@ class Step(torch.nn.Module):
 
 def total(output):
     """A scalar that depends on every floating-point tensor in the output."""
-    return sum(t.sum() for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.is_floating_point())
+    return sum(
+        t.sum()
+        for t in tree_leaves(output)
+        if isinstance(t, torch.Tensor) and t.is_floating_point()
+    )
 
 
-def rehearse(module, input, loss=None, target=None, dtype=None, low=None, device=None, units=(), checkpoint=None):
-    """The Rehearsal of one forward and backward of `module`, which is neither computed with nor changed.
+def rehearse(
+    module,
+    input,
+    loss=None,
+    target=None,
+    dtype=None,
+    low=None,
+    device=None,
+    units=(),
+    checkpoint=None,
+):
+    """The Rehearsal of one forward and backward of `module`, which is not computed with or changed.
 
-    input: a tensor or a tuple of them, one rank's batch; target: as `loss` takes it. Both may be on the meta device.
-    loss: function (output, target), or (output) without a target, -> scalar; None: the sum of the output.
-    dtype: of floating-point parameters, buffers and inputs (None: as they are). low: what autocast computes in, or
-    None. device: by default the module's; one that this machine has not is rehearsed on the CPU. units: [Unit] of
-    labkit.parts.units, the root first. checkpoint: function (function, *args) that runs a unit and recomputes it in
-    backward.
+    input: a tensor or a tuple of them, one rank's batch; target: as `loss` takes it; both: also on
+    the meta device. loss: function (output, target), or (output) without a target, -> scalar; None:
+    the sum of the output. dtype: of floating-point parameters, buffers, inputs; None: as they are.
+    low: what autocast computes in, or None. device: by default the module's; one that is not here
+    is rehearsed on the CPU. units: [Unit] of labkit.parts.units, the root first. checkpoint:
+    function (function, *args) that runs a unit and recomputes it in backward.
     """
-    inputs, targets = (t if isinstance(t, tuple | list) else (t,) for t in (input, () if target is None else target))
+    inputs, targets = (
+        t if isinstance(t, tuple | list) else (t,)
+        for t in (input, () if target is None else target)
+    )
     named = dict(module.named_parameters())
-    device = torch.device(device or next((t.device for t in named.values() if not t.is_meta), "cpu"))
+    device = torch.device(
+        device or next((t.device for t in named.values() if not t.is_meta), "cpu")
+    )
     here = device if device.type != "cuda" or torch.cuda.is_available() else torch.device("cpu")
     precision = nullcontext
     if low is not None:
         precision = partial(autocast, here.type, low)
-        precision()  # the first one asks the device whether it can: out here, where tensors are real
+        precision()  # the first one asks the device whether it can: here, where tensors are real
     with FakeTensorMode(allow_non_fake_inputs=True), ExitStack() as undo:
 
         def fake(t):
             kind = dtype if dtype is not None and t.is_floating_point() else t.dtype
-            return torch.empty_strided(t.shape, t.stride(), dtype=kind, device=here, requires_grad=t.requires_grad)
+            return torch.empty_strided(
+                t.shape, t.stride(), dtype=kind, device=here, requires_grad=t.requires_grad
+            )
 
         parameters = {name: fake(p) for name, p in named.items()}
         done = Rehearsal(parameters, {name: fake(b) for name, b in module.named_buffers()}, device)
         watch = Watch([])
         for number, p in enumerate(parameters.values()):
             if p.requires_grad:
-                p.register_post_accumulate_grad_hook(lambda p, number=number: watch.gradient(number, p))
+                p.register_post_accumulate_grad_hook(
+                    lambda p, number=number: watch.gradient(number, p)
+                )
         numbers = {p: number for number, p in enumerate(named.values())}
         for number, unit in enumerate(units):
             done.units.append(members(unit, numbers))
@@ -179,7 +210,7 @@ def mark_unit(undo, watch, number, module, checkpoint):
 
         def own(t):
             if t.requires_grad:
-                t = t.view_as(t)  # a node of this unit's own: t may have other uses, whose gradients come later
+                t = t.view_as(t)  # the unit's own node: t may have uses whose gradients come later
                 inputs.append(t)
             return t
 
@@ -206,9 +237,10 @@ def mark_unit(undo, watch, number, module, checkpoint):
 
 
 def rehearse_optimizer(tensors, optimizer):
-    """(bytes of states, [bytes of temporaries after every change]) of a step of optimizer(list of parameters).
+    """(bytes of states, [bytes of temporaries, at each change]) of a step of optimizer(parameters).
 
-    tensors: (shape, dtype, device) of each parameter that has a gradient. It is the second step: states are there.
+    tensors: (shape, dtype, device) of each parameter with a gradient. It is the second step, with
+    states.
     """
     with FakeTensorMode():
         parameters = []

@@ -1,13 +1,15 @@
-"""Replicas: before training, every rank holds the same model with the same values, or a clear error says where not.
+"""Replicas: before training, all ranks hold one model with the same values, or an error says where.
 
-    rank 0   w  b  running_mean       1. all_gather of a hash of names, shapes, dtypes: same model? (32 bytes a rank)
-    rank 1   w' b' running_mean'      2. broadcast, many tensors as the bytes of one message:
+    rank 0   w  b  running_mean      1. all_gather a hash of names, shapes, dtypes: same? (32 bytes)
+    rank 1   w' b' running_mean'     2. broadcast, many tensors as the bytes of one message:
 
              [ w ........ | b .. | running_mean .. ]  --->  all ranks        whatever their dtypes
 
-Sent per rank: (n-1)/n x the tensors' bytes. Held besides: one chunk of at most 25 MiB (or one larger tensor).
-Without step 1 a model that differs ends as a hang or as a crash of the backend, which names nobody.
-Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, VLDB 2020, section 3.1.
+Sent per rank: (n-1)/n x the tensors' bytes. Held besides: one chunk of at most 25 MiB (or one
+larger tensor). Without step 1 a model that differs ends as a hang or as a crash of the backend,
+which names nobody.
+Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, VLDB 2020,
+section 3.1.
 """
 
 import hashlib
@@ -26,7 +28,7 @@ ALIGNMENT = 16  # bytes: a view as another dtype must begin at a multiple of its
 class Replicas:
     """The copies of one module on the ranks of a group.
 
-    Leaves alone what module._ddp_params_and_buffers_to_ignore names, and the buffers unless `buffers`.
+    Leaves alone what module._ddp_params_and_buffers_to_ignore names; the buffers unless `buffers`.
     """
 
     def __init__(self, module, group=None, buffers=True):
@@ -37,7 +39,9 @@ class Replicas:
 
     def parameters(self):
         """[(name, parameter)], tied ones once."""
-        return [(name, p) for name, p in self.module.named_parameters() if name not in self._ignored]
+        return [
+            (name, p) for name, p in self.module.named_parameters() if name not in self._ignored
+        ]
 
     def buffers(self):
         """[(name, buffer)] as they are now: modules may replace their buffers."""
@@ -46,38 +50,50 @@ class Replicas:
         return [(name, b) for name, b in self.module.named_buffers() if name not in self._ignored]
 
     def check(self, settings="", device=None):
-        """Collective. Raises ValueError, on every rank, where the ranks' modules (or settings, a text) differ.
+        """Collective. Raises ValueError, on every rank, where modules (or settings, a text) differ.
 
-        RuntimeError, as PyTorch's DDP, where there is nothing to train.
-
-        device: of the messages; None: where the first parameter is, which must then not be on the meta device.
+        RuntimeError, as PyTorch's DDP, where there is nothing to train. device: of the messages;
+        None: where the first parameter is, which must then not be on the meta device.
         """
         parameters, buffers = self.parameters(), self.buffers()
         lines = [f"settings {settings}"]
         for name, t in parameters + buffers:
-            dtype, trainable = str(t.dtype).removeprefix("torch."), "trainable" if t.requires_grad else "fixed"
-            lines.append(f"{name!r} {dtype} {list(t.shape)} {trainable}, strides {list(t.stride())}")
-        check_agreement(lines, self.group, device or (parameters[0][1].device if parameters else "cpu"))
+            dtype, trainable = (
+                str(t.dtype).removeprefix("torch."),
+                "trainable" if t.requires_grad else "fixed",
+            )
+            lines.append(
+                f"{name!r} {dtype} {list(t.shape)} {trainable}, strides {list(t.stride())}"
+            )
+        check_agreement(
+            lines, self.group, device or (parameters[0][1].device if parameters else "cpu")
+        )
         if not any(p.requires_grad for _, p in parameters):
-            raise RuntimeError(f"{type(self.module).__name__} has no parameter that requires a gradient")
+            raise RuntimeError(
+                f"{type(self.module).__name__} has no parameter that requires a gradient"
+            )
         for name, part in self.module.named_modules():
             makes_sparse = isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse
             if makes_sparse and f"{name}.weight".removeprefix(".") not in self._ignored:
-                raise ValueError(f"{name!r} makes sparse gradients, which fit in no bucket: set sparse=False")
+                raise ValueError(
+                    f"{name!r} makes sparse gradients, which fit in no bucket: set sparse=False"
+                )
 
     def become(self, src):
         """Take all values of rank src of the group. Collective."""
         broadcast_tensors([t for _, t in self.parameters() + self.buffers()], src, self.group)
 
     def share_buffers(self, src):
-        """Take the buffers of rank src of the group. Collective. Keeps the message's memory for next time."""
-        self._packed = broadcast_tensors([b for _, b in self.buffers()], src, self.group, self._packed)
+        """Take the buffers of rank src of the group. Collective. Keeps the message's memory."""
+        self._packed = broadcast_tensors(
+            [b for _, b in self.buffers()], src, self.group, self._packed
+        )
 
 
 def check_agreement(lines, group=None, device="cpu"):
-    """Compare this rank's lines (list of str, not empty) with those of every other rank. Collective.
+    """Compare this rank's lines (list of str, not empty) with every other rank's. Collective.
 
-    Raises ValueError on every rank, naming the first line that differs and what both ranks have there.
+    Raises ValueError on every rank with the first line that differs, as both ranks have it.
     """
     text = "\n".join(lines).encode()
     hashes = _gather_equal(hashlib.sha256(text).digest(), 32, group, device)
@@ -87,12 +103,17 @@ def check_agreement(lines, group=None, device="cpu"):
     for rank, theirs in enumerate(texts):
         for first, other in zip_longest(texts[0], theirs, fillvalue="nothing"):
             if first != other:
-                raise ValueError(f"the model differs between ranks: rank 0 has {first}, rank {rank} has {other}")
+                raise ValueError(
+                    f"the model differs between ranks: rank 0 has {first}, rank {rank} has {other}"
+                )
 
 
 def gather_bytes(payload, group=None, device="cpu"):
     """The payloads, bytes of any length, of all ranks. Collective."""
-    sizes = [int.from_bytes(size, "big") for size in _gather_equal(len(payload).to_bytes(8, "big"), 8, group, device)]
+    sizes = [
+        int.from_bytes(size, "big")
+        for size in _gather_equal(len(payload).to_bytes(8, "big"), 8, group, device)
+    ]
     everyone = _gather_equal(payload, max(sizes), group, device)
     return [theirs[:size] for theirs, size in zip(everyone, sizes, strict=True)]
 
@@ -113,7 +134,7 @@ class Packed:
         for t in tensors:
             starts.append(end)
             end += -(-t.nbytes // ALIGNMENT) * ALIGNMENT
-        with torch.inference_mode(False):  # the forward of an evaluation may come first, and training use these later
+        with torch.inference_mode(False):  # an evaluation may come first, and training use these
             self.bytes = torch.zeros(end, dtype=torch.uint8, device=tensors[0].device)
             self.pieces = [
                 self.bytes[start : start + t.nbytes].view(t.dtype).view(t.shape)
@@ -123,8 +144,8 @@ class Packed:
 
     def broadcast(self, tensors, src, group):
         sending = dist.get_rank(group) == src
-        # Through .data: like BatchNorm's own update of its statistics, this must not count as an in-place
-        # change of a tensor that some earlier forward has saved for its backward.
+        # Through .data: like BatchNorm's own update of its statistics, this must not count as an
+        # in-place change of a tensor that some earlier forward has saved for its backward.
         tensors = [t.data for t in tensors]
         if sending:
             torch._foreach_copy_(self.pieces, tensors)
@@ -138,9 +159,9 @@ def kind(tensors):
 
 
 def broadcast_tensors(tensors, src=0, group=None, packed=()):
-    """Overwrite the tensors (any shapes, dtypes, devices; the same order on all ranks) by those of rank src.
+    """Overwrite the tensors (any shapes, dtypes, devices; in one order on all ranks) by rank src's.
 
-    Returns the list of Packed that was used, to be given as `packed` when similar tensors are sent again.
+    Returns the list of Packed that was used: give it as `packed` when similar tensors are sent.
     """
     chunks = list(_chunks(tensors))
     if [p.kind for p in packed] != [kind(chunk) for chunk in chunks]:

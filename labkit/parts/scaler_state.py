@@ -1,4 +1,4 @@
-"""What a loss scaler is set to, and what a checkpoint keeps of it: under the names of torch.amp.GradScaler.
+"""What a loss scaler is set to, and what a checkpoint keeps of it: torch.amp.GradScaler's names.
 
 ours.load_state_dict(theirs.state_dict())        theirs.load_state_dict(ours.state_dict())
 """
@@ -17,7 +17,10 @@ class ScalerState:
     def __getstate__(self):
         if self._enabled:
             idle = not self._verdicts and not self._stepped
-            self._expect(idle, "GradScaler can be pickled before unscale_() or after update(), not in between")
+            self._expect(
+                idle,
+                "GradScaler can be pickled before unscale_() or after update(), not in between",
+            )
         check_default_group(self, self.process_group)
         return self.__dict__ | {"process_group": None}
 
@@ -47,7 +50,7 @@ class ScalerState:
         self._growth_interval = new_interval
 
     def state_dict(self):
-        """The keys of torch.amp.GradScaler's, which loads it too, and the count of overflows. Empty if not enabled."""
+        """torch.amp.GradScaler's keys (it can load them), and the overflows. Empty if disabled."""
         if not self._enabled:
             return {}
         return {
@@ -60,11 +63,19 @@ class ScalerState:
         }
 
     def load_state_dict(self, state_dict):
-        """Of this class or of torch's. Raises RuntimeError for the empty one of a scaler that was not enabled."""
+        """Of this class or torch's. Raises RuntimeError for the empty one of a disabled scaler."""
         if not self._enabled:
             return
-        self._expect(state_dict, "the state dict is empty: it was saved by a GradScaler(enabled=False)")
+        self._expect(
+            state_dict, "the state dict is empty: it was saved by a GradScaler(enabled=False)"
+        )
         self._set_scale(state_dict["scale"])
-        self._growth_factor, self._backoff_factor = state_dict["growth_factor"], state_dict["backoff_factor"]
+        self._growth_factor, self._backoff_factor = (
+            state_dict["growth_factor"],
+            state_dict["backoff_factor"],
+        )
         self._growth_interval = state_dict["growth_interval"]
-        self._good_steps, self._overflows = state_dict["_growth_tracker"], state_dict.get("_overflows", 0)
+        self._good_steps, self._overflows = (
+            state_dict["_growth_tracker"],
+            state_dict.get("_overflows", 0),
+        )

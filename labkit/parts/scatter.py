@@ -1,17 +1,19 @@
-"""Scattering gradients: backward sends each full bucket away, and each rank keeps the mean of its own part only.
+"""Scattering gradients: backward sends full buckets away, each rank keeps the mean of its own part.
 
-    parameters     w1   b1   w2   b2               on all ranks views of the buckets' `values`
-    bucket 0              [b2 | w2 .. ]            its gradients, full: leaves while w1's is still being computed
-                   rank 0 [b2 | w2]                reduce_scatter: the mean, of this part on this rank,
-                   rank 1      [ w2 ]              of that part on the other
-    pieces         one tensor per parameter that this rank has some of: what the optimizer of the shard steps
+    parameters     w1   b1   w2   b2           on all ranks views of the buckets' `values`
+    bucket 0              [b2 | w2 .. ]        its gradients, full: leaves while w1's is computed
+                   rank 0 [b2 | w2]            reduce_scatter: the mean, of this part on this rank,
+                   rank 1      [ w2 ]          of that part on the other
+    pieces         for the optimizer: one tensor per parameter that this rank has some of
 
-    keep=True    the bucket's memory stays, p.grad are its views; the mean replaces this rank's part of it (ZeRO-1)
+    keep=True    the bucket stays, p.grad are its views; this rank's part becomes the mean (ZeRO-1)
     keep=False   the bucket's memory goes as soon as it has been reduced; the shard remains (ZeRO-2)
 
-Sent per rank and step: (n-1)/n x gradient bytes, half an all_reduce. At most two buckets are on their way at a time, or
-keep=False would hold all gradients after all. Held with keep=False: 1/n of the gradients + what is on its way.
-Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020, section 5.2.
+Sent per rank and step: (n-1)/n x gradient bytes, half an all_reduce. At most two buckets are on
+their way at a time, or keep=False would hold all gradients after all. Held with keep=False: 1/n of
+the gradients + what is on its way.
+Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020,
+section 5.2.
 """
 
 import weakref
@@ -27,11 +29,15 @@ from labkit.parts.shard import Layout
 
 
 class ShardedBucket(Bucket):
-    """A bucket whose parameters are views of one flat buffer, `values`, as its gradients are of another."""
+    """A bucket whose parameters are views of a flat buffer, `values`; its gradients, of another."""
 
     def __init__(self, parameters, index, is_last, names, group=None, keep=True):
-        self.keep, self.rank, self.world_size = keep, dist.get_rank(group), dist.get_world_size(group)
-        # Memory order, not index order: an elementwise update does not care, and strides stay what they were.
+        self.keep, self.rank, self.world_size = (
+            keep,
+            dist.get_rank(group),
+            dist.get_world_size(group),
+        )
+        # Memory order, not index order: an elementwise update does not care, and strides stay.
         self.layout = Layout([(p.numel(),) for p in parameters], self.world_size)
         self.averaged = False  # this rank's part is a mean, the rest is left over
         super().__init__(parameters, index, is_last, names)
@@ -40,7 +46,7 @@ class ShardedBucket(Bucket):
 
     @torch.no_grad()
     def _adopt(self):
-        """Move the parameters' values into one flat buffer and make the pieces, views of this rank's shard of it."""
+        """Move the values into one flat buffer; make the pieces, views of this rank's shard."""
         self.values = torch.zeros(self.layout.padded, dtype=self.dtype, device=self.device)
         self.homes = self.shaped(self.values)
         for p, home in zip(self.members, self.homes, strict=True):
@@ -53,18 +59,22 @@ class ShardedBucket(Bucket):
         """Views of a flat buffer, [padded], with the parameters' shapes and strides."""
         return [
             part.as_strided(p.shape, stride, part.storage_offset())
-            for part, p, stride in zip(self.layout.views(flat), self.members, self._strides, strict=True)
+            for part, p, stride in zip(
+                self.layout.views(flat), self.members, self._strides, strict=True
+            )
         ]
 
     def in_memory_order(self, slot, tensor):
-        """A tensor with the shape of parameter number `slot`, flat, its elements in the order of `values`."""
+        """A tensor shaped as parameter number `slot`, flat, its elements ordered as in `values`."""
         p = self.members[slot]
-        dense = torch.empty_strided(p.shape, self._strides[slot], dtype=tensor.dtype, device=self.device)
+        dense = torch.empty_strided(
+            p.shape, self._strides[slot], dtype=tensor.dtype, device=self.device
+        )
         return dense.copy_(tensor).as_strided((p.numel(),), (1,))
 
     def _allocate(self):
         self._flat = torch.empty(self.layout.padded, dtype=self.dtype, device=self.device)
-        self._flat[self.layout.numel :].zero_()  # the padding; each gradient's place is written before it is sent
+        self._flat[self.layout.numel :].zero_()  # the padding; gradients are written before sent
         self._views = self.shaped(self._flat)
 
     def shard(self):
@@ -84,12 +94,15 @@ class ShardedBucket(Bucket):
         self.averaged = False
 
     def put(self, slot, factor=None):
-        """Move the gradient of parameter number `slot` into the buffer, times factor; p.grad: the view, or None."""
+        """Move gradient number `slot` into the buffer, times factor; p.grad: the view, or None."""
         p = self.members[slot]
         if p.grad is None:  # undefined: backward came by, and had none
             return self.skip(slot)
         if p.grad.is_sparse:
-            raise TypeError(f"the gradient of {self.names[slot]!r} is sparse: make it dense (Embedding: sparse=False)")
+            raise TypeError(
+                f"the gradient of {self.names[slot]!r} is sparse: "
+                "make it dense (Embedding: sparse=False)"
+            )
         self.buffer()
         if p.grad is not self._views[slot]:
             self._copy(p.grad.detach(), slot, factor)
@@ -108,7 +121,7 @@ class ShardedBucket(Bucket):
 
     @torch.no_grad()
     def reopen(self):
-        """A gradient is about to be added to an average: make the average this rank's term of the next sum."""
+        """A gradient will be added to an average: make that this rank's term of the next sum."""
         if self.averaged:
             self.averaged = False
             mine = self.layout.shard(self._flat, self.rank)
@@ -123,10 +136,10 @@ class ShardedBucket(Bucket):
         return torch.empty(self.layout.shard_numel, dtype=self.dtype, device=self.device)
 
     def deliver(self, mean):
-        """mean, [shard_numel]: the pieces' gradients become it, or, where those before were freed, are added to."""
+        """mean, [shard_numel]: the pieces' gradients become it, or, freed before, are added to."""
         for piece, part in zip(self.pieces, self.layout.pieces(mean, self.rank), strict=True):
             if piece is not None and (self.keep or piece.grad is None):
-                piece.grad = part.data  # unscaling or clipping it is no change of p.grad in the eyes of is_averaged
+                piece.grad = part.data  # for is_averaged, unscaling or clipping it changes nothing
             elif piece is not None:
                 piece.grad.add_(part)
         if self.keep:
@@ -135,26 +148,33 @@ class ShardedBucket(Bucket):
             self.release()
 
     def is_averaged(self, slot):
-        """Whether this parameter's gradient, if it has one, went into the average and was left alone since."""
+        """Whether this gradient, if there is one, went into the average and was left alone."""
         gradient = self.members[slot].grad
         untouched = self.averaged and self._flat._version == self._version
         return gradient is None or (untouched and gradient is self._views[slot])
 
     def settle(self, adopt):
-        """Nothing was set aside: a parameter without a gradient has p.grad None, before and after."""
+        """Nothing was set aside: without a gradient p.grad is None, before and after."""
 
 
 class Scatterer(Reducer):
-    """A Reducer that leaves the mean of each gradient on one rank only, in the .grad of its piece of the parameter.
+    """A Reducer that leaves the mean of each gradient on one rank only, in the .grad of its piece.
 
-    Afterwards the parameters are views of the buckets' values. keep: see above. Other arguments: see Reducer.
+    Afterwards the parameters are views of the buckets' values. keep: see above. Others: see
+    Reducer.
     """
 
-    def __init__(self, named_parameters, owner, group=None, cap_bytes=25 * 2**20, overlap=True, keep=True):
+    def __init__(
+        self, named_parameters, owner, group=None, cap_bytes=25 * 2**20, overlap=True, keep=True
+    ):
         self.keep_whole = keep
         super().__init__(named_parameters, owner, group, cap_bytes, overlap)
         if keep:
-            before = [p.register_hook(partial(_reopen, weakref.ref(b))) for b in self.buckets for p in b.members]
+            before = [
+                p.register_hook(partial(_reopen, weakref.ref(b)))
+                for b in self.buckets
+                for p in b.members
+            ]
             self.forget = weakref.finalize(self, _remove, before)
             self.forget.atexit = False
 

@@ -1,15 +1,17 @@
 """Flat shards: several tensors as one flat buffer, cut into one equal part per rank.
 
-    tensors      [ w1 ........ | b1 | w2 .............. | b2 ]            each flattened, one after the other
-    flat         |     shard 0     |     shard 1     |  shard 2    00|    zeros at the end, so that n divides it
-    pieces of rank 1:      [b1 | w2 ........... ]                         views of its shard; of w1 and b2 it has none
+    tensors              [ w1 .......... | b1 | w2 ............. | b2 ]    each flattened, in a row
+    flat                 |    shard 0    |    shard 1    |    shard 2  00| zeros: n divides it
+    pieces of rank 1                     [ b1 | w2 ..... ]                 views; of w1 and b2 none
 
-One message then moves all of them, every rank holds and sends the same number of bytes, and no tensor need be divisible
-by anything. The price: a shard is one-dimensional, and its edges fall anywhere.
+One message then moves all of them, every rank holds and sends the same number of bytes, and no
+tensor need be divisible by anything. The price: a shard is one-dimensional, and its edges fall
+anywhere.
 
 Held per rank: ceil(elements / n). Padding: fewer than n elements per layout.
-Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020, section 5;
-Zhao et al., PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel, VLDB 2023, section 3.2.3.
+Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020,
+section 5; Zhao et al., PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel, VLDB 2023,
+section 3.2.3.
 """
 
 from itertools import accumulate
@@ -19,9 +21,9 @@ import torch
 
 
 class Layout:
-    """Where tensors of the given shapes lie in a flat buffer, and which part of it each of world_size ranks holds.
+    """Where tensors of given shapes lie in a flat buffer, and which part of it each rank holds.
 
-    numel: elements of all tensors. padded: of the flat buffer. shard_numel: of one shard, padded / world_size.
+    numel: elements of all tensors. padded: of the flat buffer. shard_numel: padded / world_size.
     """
 
     def __init__(self, shapes, world_size):
@@ -41,7 +43,7 @@ class Layout:
         ]
 
     def ranges(self, rank):
-        """For each tensor, the (start, stop) of its own flattened elements that this rank holds; 0, 0 for none."""
+        """Per tensor, (start, stop) of the flat elements that this rank holds; 0, 0 for none."""
         first = rank * self.shard_numel
         last = first + self.shard_numel
         found = []
@@ -51,7 +53,7 @@ class Layout:
         return found
 
     def pieces(self, shard, rank):
-        """For each tensor, the view of `shard`, [shard_numel], that holds this rank's elements of it; may be empty."""
+        """Per tensor, the view of `shard`, [shard_numel], with this rank's part; may be empty."""
         first = rank * self.shard_numel
         return [
             shard[max(0, start + begin - first) :][: end - begin]

@@ -1,12 +1,12 @@
-"""Who holds what: the groups of ranks over which shards are cut, and over which they are held alike.
+"""Who holds what: the ranks over which shards are cut, and those over which they are held alike.
 
-    "full", "grad_op"                      "hybrid" on Mesh({"node": 2, "gpu": 3})
-    group  0 1 2 3 4 5                               gpu 0   gpu 1   gpu 2
-    each holds one sixth                   node 0      0       1       2        group:  a row, each holds one third
-                                           node 1      3       4       5        across: a column, same shard twice
+    "full", "grad_op"        "hybrid" on Mesh({"node": 2, "gpu": 3})
+    group  0 1 2 3 4 5                 gpu 0   gpu 1   gpu 2
+    each holds one sixth     node 0      0       1       2      group:  a row, each holds one third
+                             node 1      3       4       5      across: a column, same shard twice
 
-Hybrid holds more, so that the gathers, which are long and many, stay where links are fast; only shards of gradients
-cross: 2 (r-1)/r x bytes / s per rank, for r replicas of s shards.
+Hybrid holds more, so that the gathers, which are long and many, stay where links are fast; only
+shards of gradients cross: 2 (r-1)/r x bytes / s per rank, for r replicas of s shards.
 Zhao et al., PyTorch FSDP, VLDB 2023, section 3.2.2.
 """
 
@@ -22,9 +22,10 @@ MODES = ("full", "grad_op", "hybrid")
 class Sharding:
     """What is the same for all flat parameters of a model.
 
-    everyone: the group of all ranks that train. group: those whose shards make one whole. across: those that hold the
-    same shard, or None. device: where wholes are; shards too, unless offload: then in host memory.
-    param_dtype: of the wholes, reduce_dtype: of gradients that travel; None: as the shards, as the wholes.
+    everyone: the group of all ranks that train. group: those whose shards make one whole. across:
+    those that hold the same shard, or None. device: where wholes are; shards too, unless offload:
+    then in host memory. param_dtype: of the wholes, reduce_dtype: of gradients that travel; None:
+    as the shards, as the wholes.
     """
 
     everyone: object
@@ -39,11 +40,18 @@ class Sharding:
     def choose(cls, module, mode, mesh, process_group, param_dtype, reduce_dtype, offload):
         """From FSDP's arguments. Raises ValueError where they do not fit together."""
         for name, dtype in (("param_dtype", param_dtype), ("reduce_dtype", reduce_dtype)):
-            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-                raise ValueError(f"{name} is a floating-point dtype such as torch.bfloat16, or None, not {dtype!r}")
+            if dtype is not None and not (
+                isinstance(dtype, torch.dtype) and dtype.is_floating_point
+            ):
+                raise ValueError(
+                    f"{name} is a floating-point dtype such as torch.bfloat16, or None, "
+                    f"not {dtype!r}"
+                )
         groups = choose_groups(mode, mesh, process_group)
         if dist.get_rank(groups[1]) < 0:
-            raise ValueError("this rank is not in process_group: construct FSDP on the group's ranks only")
+            raise ValueError(
+                "this rank is not in process_group: construct FSDP on the group's ranks only"
+            )
         return cls(*groups, compute_device(module, groups[0]), param_dtype, reduce_dtype, offload)
 
 
@@ -56,16 +64,20 @@ def choose_groups(mode, mesh, process_group):
     axes = list(mesh.axes) if mesh is not None else []
     if mode == "hybrid":
         if len(axes) != 2:
-            raise ValueError('shard="hybrid" needs a mesh of two axes, as Mesh({"replicate": 2, "shard": 4})')
+            raise ValueError(
+                'shard="hybrid" needs a mesh of two axes, as Mesh({"replicate": 2, "shard": 4})'
+            )
         return None, mesh.group(axes[1]), mesh.group(axes[0])
     if len(axes) > 1:
-        raise ValueError(f'shard={mode!r} shards over all ranks: give a mesh of one axis, or shard="hybrid"')
+        raise ValueError(
+            f'shard={mode!r} shards over all ranks: give a mesh of one axis, or shard="hybrid"'
+        )
     group = mesh.group(axes[0]) if axes else process_group
     return group, group, None
 
 
 def compute_device(module, group):
-    """Where the wholes are: where the parameters are, or, on NCCL, this rank's GPU, to which they then move."""
+    """Where the wholes are: where parameters are, or on NCCL this rank's GPU: they move there."""
     if "nccl" in str(dist.get_backend(group)):
         return torch.device("cuda", torch.cuda.current_device())
     first = next(module.parameters(), torch.empty(0)).device

@@ -1,16 +1,16 @@
-"""A static graph: the first backward shows which gradients come, and how often; no later one asks again.
+"""A static graph: the first backward shows which gradients come, how often; no later one asks.
 
-    first step   counts: w1 1   b1 0   w2 3      all sent at the end of backward, and one message: who uses what?
-    later        w2 .. w2 .. w2: complete        b1 is given up as backward begins; nobody searches, nobody asks
+    first step   counts: w1 1  b1 0  w2 3    all sent as backward ends; one message: who uses what?
+    later        w2 .. w2 .. w2: complete    b1 is given up as backward begins; nobody asks
 
-Reentrant checkpointing adds to the gradient of a shared parameter several times in one backward: only by counting does
-one know which is the last. Sent besides: one int32 per parameter, once.
+Reentrant checkpointing adds to the gradient of a shared parameter several times in one backward:
+only by counting does one know which is the last. Sent besides: one int32 per parameter, once.
 Semantics: static_graph of torch.nn.parallel.DistributedDataParallel.
 """
 
 
 class StaticGraph:
-    """What the first averaging backward of this rank has shown. Until then the reducer does not overlap."""
+    """What this rank's first averaging backward showed. Until then the reducer does not overlap."""
 
     def __init__(self, reducer):
         self.reducer, self.overlap = reducer, reducer.overlap
@@ -24,7 +24,7 @@ class StaticGraph:
         self._seen = [[0] * len(bucket.members) for bucket in self.reducer.buckets]
 
     def used(self, failed=False):
-        """Which gradients some rank has: bool a slot, by bucket. Collective in the first step. failed: say all."""
+        """Which gradients some rank has: [[bool]] by bucket; failed: say all. Collective once."""
         if self._used is None:
             self._used = self.reducer.used(everything=failed)
         return self._used
@@ -57,6 +57,7 @@ class StaticGraph:
         ]
         if changed:
             raise RuntimeError(
-                f"static_graph=True, but this backward is not like the first: {'; '.join(changed)}. Where the graph "
-                "changes from step to step, pass find_unused_parameters=True instead"
+                "static_graph=True, but this backward is not like the first: "
+                f"{'; '.join(changed)}. Where the graph changes from step to step, "
+                "pass find_unused_parameters=True instead"
             )

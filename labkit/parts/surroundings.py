@@ -1,9 +1,10 @@
-"""What the result of a function depends on besides its arguments: random numbers, autocast, modes of torch functions.
+"""What a result depends on besides the arguments: random numbers, autocast, torch function modes.
 
-    first time    random state r0 | autocast bf16 |  y = dropout(linear(x))                          taken: r0, bf16
-    again         random state r7 | autocast off  |  set r0, bf16; y = dropout(linear(x)); set r7, off
+    first time   random state r0 | autocast bf16 | take r0, bf16; y = dropout(linear(x))
+    again        random state r7 | autocast off  | set r0, bf16; y = dropout(linear(x)); set r7, off
 
-Then both runs compute the same bits. Cost: one copy of the random state (5 KB on CPU, 16 bytes on CUDA) a call.
+Then both runs compute the same bits. Cost: one copy of the random state (5 KB on CPU, 16 bytes on
+CUDA) a call.
 """
 
 from contextlib import ExitStack, contextmanager
@@ -15,10 +16,11 @@ AUTOCAST_DEVICES = ("cpu", "cuda")
 
 
 class Surroundings:
-    """Taken when constructed; `with surroundings.again():` sets them, and afterwards what was there before.
+    """Taken when constructed. `with surroundings.again():` sets them, then what was there before.
 
-    tensors: what the function is given; their CUDA devices' random states are taken, and the current device's.
-    random=False leaves random numbers out: dropout then draws other masks the second time.
+    tensors: what the function is given; their CUDA devices' random states are taken, and the
+    current device's. random=False leaves random numbers out: dropout then draws other masks the
+    second time.
     """
 
     def __init__(self, tensors, random=True):
@@ -31,7 +33,9 @@ class Surroundings:
 
     def random_state(self):
         """What the generators of these devices will draw next: {device: state}."""
-        return {"cpu": torch.get_rng_state()} | {device: torch.cuda.get_rng_state(device) for device in self.devices}
+        return {"cpu": torch.get_rng_state()} | {
+            device: torch.cuda.get_rng_state(device) for device in self.devices
+        }
 
     @contextmanager
     def again(self):
@@ -59,8 +63,11 @@ def set_random_state(states):
 
 
 def autocast_settings():
-    """PyTorch's own autocast, as it is set now: ([(device type, enabled, dtype)], whether casts are cached)."""
-    devices = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in AUTOCAST_DEVICES]
+    """PyTorch's autocast as set now: ([(device type, enabled, dtype)], are casts cached?)."""
+    devices = [
+        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        for kind in AUTOCAST_DEVICES
+    ]
     return devices, torch.is_autocast_cache_enabled()
 
 
@@ -73,6 +80,6 @@ def set_autocast(settings):
 
 
 def leave_autocast():
-    """Weights that were cast in the outermost block are not kept beyond it: they will change in the next step."""
+    """Weights cast in the outermost block are dropped: they will change in the next step."""
     if torch.autocast_decrement_nesting() == 0:
         torch.clear_autocast_cache()

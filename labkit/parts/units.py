@@ -1,13 +1,13 @@
 """Units: which parts of a model are gathered together, and which parameters each of them owns.
 
-    GPT                       unit=(Block,)         root      E, position, norm, head (tied to E)
-    |- token_embedding   E                          blocks.0  its norms, attention, network
-    |- blocks.0   Block                             blocks.1  its norms, attention, network
+    GPT                      unit=(Block,)    root      E, position, norm, head (tied to E)
+    |- token_embedding   E                    blocks.0  its norms, attention, network
+    |- blocks.0   Block                       blocks.1  its norms, attention, network
     |- blocks.1   Block
-    |- norm, head                                   a parameter belongs to the innermost unit around it
+    |- norm, head                             a parameter belongs to the innermost unit around it
 
-Large units make few messages and need much memory at once: gathered are, at the worst, the root and two units.
-Zhao et al., PyTorch FSDP, VLDB 2023, section 3.2.1.
+Large units make few messages and need much memory at once: gathered are, at the worst, the root and
+two units. Zhao et al., PyTorch FSDP, VLDB 2023, section 3.2.1.
 """
 
 import torch
@@ -16,7 +16,7 @@ from labkit.parts.wrapper import find_tensors
 
 
 class Unit:
-    """A part of the model that is gathered together: its name, module, and modules (name -> module) that are its own.
+    """A part of the model gathered together: its name, module, modules (name -> module) of its own.
 
     keep: stays gathered from its forward to its backward.
     """
@@ -52,16 +52,18 @@ class Unit:
         return [piece._version for flat in self.flats for piece in flat.pieces]
 
     def own_parameters(self):
-        """{parameter: [(name, module, attribute)]}, as they are in the modules now; tied ones have several places."""
+        """{parameter: [(name, module, attribute)]}, as of now; tied ones have several places."""
         found = {}
         for prefix, module in self.modules.items():
             for attribute, p in module._parameters.items():
                 if p is not None:
-                    found.setdefault(p, []).append((f"{prefix}.{attribute}".removeprefix("."), module, attribute))
+                    found.setdefault(p, []).append(
+                        (f"{prefix}.{attribute}".removeprefix("."), module, attribute)
+                    )
         return found
 
     def kinds(self):
-        """[(names, places)] of its parameters: one entry for each dtype, trainable and frozen; see FlatParam."""
+        """[(names, places)] of its parameters: one a dtype, trainable or frozen. See FlatParam."""
         kinds = {}
         for p, places in self.own_parameters().items():
             names, all_places = kinds.setdefault((p.dtype, p.requires_grad), ([], []))
@@ -74,7 +76,7 @@ class Unit:
 
 
 def split_units(module, unit, keep=False):
-    """[Unit], the root first, then in the order of named_modules(). unit: see FSDP. keep: of the units but the root.
+    """[Unit], root first, then in named_modules() order. unit: see FSDP. keep: of all but the root.
 
     Raises ValueError where unit matches nothing, and where two units share a parameter or a module.
     """
@@ -88,7 +90,8 @@ def split_units(module, unit, keep=False):
         if part in homes:
             if homes[part] is not home and homes[part].module is not part:
                 raise ValueError(
-                    f"module {name!r} lies in {homes[part]} and in {home}: one unit must contain both places"
+                    f"module {name!r} lies in {homes[part]} and in {home}: "
+                    "one unit must contain both places"
                 )
             return
         homes[part] = home
@@ -98,8 +101,13 @@ def split_units(module, unit, keep=False):
 
     walk(module, "", units[0])
     if unit is not None and len(units) == 1:
-        classes = sorted({type(part).__name__ for part in module.modules()} - {type(module).__name__})
-        raise ValueError(f"no part of the model matches unit {unit}; its parts are {', '.join(classes) or 'none'}")
+        classes = sorted(
+            {type(part).__name__ for part in module.modules()} - {type(module).__name__}
+        )
+        raise ValueError(
+            f"no part of the model matches unit {unit}; "
+            f"its parts are {', '.join(classes) or 'none'}"
+        )
     _check_ties(units)
     return units
 
@@ -121,7 +129,7 @@ def _check_ties(units):
 
 
 def as_policy(unit):
-    """The function module -> bool for what FSDP takes as unit: a class, a tuple of classes, a function, or None."""
+    """The function module -> bool of a unit: a class, a tuple of them, a function, or None."""
     if unit is None:
         return lambda module: False
     if isinstance(unit, type | tuple | list):
@@ -142,12 +150,14 @@ def by_size(numel):
 
 
 def excluding(unit, *excluded):
-    """What `unit` matches, but not modules of the excluded classes, nor the excluded modules themselves."""
+    """What `unit` matches, without the excluded modules and those of the excluded classes."""
     matches = as_policy(unit)
     classes = tuple(item for item in excluded if isinstance(item, type))
     modules = [item for item in excluded if not isinstance(item, type)]
     return lambda module: (
-        matches(module) and not isinstance(module, classes) and not any(module is item for item in modules)
+        matches(module)
+        and not isinstance(module, classes)
+        and not any(module is item for item in modules)
     )
 
 
@@ -155,9 +165,10 @@ def excluding(unit, *excluded):
 
 
 def materialise(unit, device):
-    """Give what is on the meta device in this unit memory and its initial values, tied parameters included.
+    """Give what is on the meta device in this unit memory and initial values, tied ones included.
 
-    Each module with parameters or buffers of its own must have reset_parameters(), as torch's have; ValueError if not.
+    Each module with parameters or buffers of its own must have reset_parameters(), as torch's have;
+    ValueError if not.
     """
     ties = [places for places in unit.own_parameters().values() if len(places) > 1]
     for name, module in unit.modules.items():
@@ -166,8 +177,9 @@ def materialise(unit, device):
             continue
         if not hasattr(module, "reset_parameters"):
             raise ValueError(
-                f"{name or 'the root'!r} ({type(module).__name__}) is on the meta device and has no reset_parameters() "
-                "to give it values: write one, or build this module on a real device"
+                f"{name or 'the root'!r} ({type(module).__name__}) is on the meta device and has "
+                "no reset_parameters() to give it values: "
+                "write one, or build this module on a real device"
             )
         module.to_empty(device=device, recurse=False)
         with torch.no_grad():

@@ -1,6 +1,6 @@
 """Gradients divided by the loss scale and searched for inf and NaN, in one pass over memory.
 
-    device 0   [ g1  g2  g3 ] fp32  x 1/scale   found_inf |= any inf, any NaN       one call for a list of one dtype
+    device 0   [ g1  g2  g3 ] fp32  x 1/scale   found_inf |= any inf, NaN   one call for one dtype
     device 1   [ g4 ] bf16          x 1/scale   found_inf |= ...
 
 Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2.
@@ -13,7 +13,7 @@ import torch
 
 @torch.no_grad()
 def gradients_of(optimizer):
-    """{device: {dtype: [gradients]}} of an optimizer's parameters; of sparse ones the values, of DTensors the shard.
+    """{device: {dtype: [gradients]}} of an optimizer; of sparse ones values, of DTensors shards.
 
     Raises ValueError for fp16: divided by the scale in fp16, they would underflow after all.
     """
@@ -24,7 +24,10 @@ def gradients_of(optimizer):
             if gradient is None:
                 continue
             if gradient.dtype is torch.float16:
-                raise ValueError("fp16 gradients cannot be unscaled: use autocast, or MasterWeights for an fp16 model")
+                raise ValueError(
+                    "fp16 gradients cannot be unscaled: "
+                    "use autocast, or MasterWeights for an fp16 model"
+                )
             if gradient.is_sparse:
                 gradient = gradient._values()
             elif hasattr(gradient, "to_local"):
@@ -35,8 +38,9 @@ def gradients_of(optimizer):
 
 @torch.no_grad()
 def unscale_and_check(gradients, inverse_scale, found_inf):
-    """g *= inverse_scale for each tensor of a list; found_inf becomes 1 if one was inf or NaN. One pass over memory.
+    """g *= inverse_scale for each g; found_inf becomes 1 for an inf or NaN. One pass over memory.
 
-    gradients: of one device and dtype. inverse_scale, found_inf: fp32 scalar tensors on that device.
+    gradients: of one device and dtype. inverse_scale, found_inf: fp32 scalar tensors on that
+    device.
     """
     torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse_scale)

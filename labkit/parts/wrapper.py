@@ -1,10 +1,11 @@
-"""A wrapper that the model does not notice: a module around a module, under whose names everything stays.
+"""A wrapper that the model does not notice: a module around a module, whose names everything keeps.
 
-    wrapped = Wrapper(net)        net.state_dict()       layer.weight   layer.bias
-                                  wrapped.state_dict()   layer.weight   layer.bias     (torch DDP: module.layer.weight)
+    wrapped = Wrapper(net)   net.state_dict()       layer.weight          layer.bias
+                             wrapped.state_dict()   layer.weight          layer.bias
+                             (torch DDP:            module.layer.weight   module.layer.bias)
 
-So a checkpoint written through the wrapper loads without it and the other way round, and one that PyTorch's DDP has
-written loads too. The wrapper costs nothing per step.
+So a checkpoint written through the wrapper loads without it and the other way round, and one that
+PyTorch's DDP has written loads too. The wrapper costs nothing per step.
 """
 
 from dataclasses import fields, is_dataclass
@@ -14,7 +15,7 @@ from torch import nn
 
 
 class Wrapper(nn.Module):
-    """Base of what wraps a whole module, in self.module, and keeps its names. Subclasses write forward()."""
+    """Base of what wraps a module, in self.module, with its names. Subclasses write forward()."""
 
     def __init__(self, module):
         super().__init__()
@@ -37,25 +38,28 @@ class Wrapper(nn.Module):
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict, strict=True, assign=False):
-        """The module's load_state_dict, also for one whose names begin with "module.", as PyTorch's DDP saves them.
+        """The module's load_state_dict, also for the names of PyTorch's DDP, "module." first.
 
-        Raises ValueError with assign=True, which would replace the parameters that this wrapper looks after.
+        Raises ValueError with assign=True, which would replace the parameters that this wrapper
+        looks after.
         """
         if assign:
-            raise ValueError("assign=True replaces the parameters: load into the module before wrapping it")
+            raise ValueError(
+                "assign=True replaces the parameters: load into the module before wrapping it"
+            )
         own = self.module.state_dict().keys()
         plain = {plain_name(name, own): value for name, value in state_dict.items()}
         return self.module.load_state_dict(plain, strict)
 
 
 def plain_name(name, own):
-    """The name without the "module." that PyTorch's DDP puts before it, unless it is one of `own` as it is."""
+    """The name without the "module." of PyTorch's DDP, unless `own` has it as it is."""
     short = name.removeprefix("module.")
     return short if name not in own and short in own else name
 
 
 def _insert_module(wrapper, state_dict, prefix, *_):
-    """Loading into a model that contains the wrapper goes by the tree of modules, where ours is called "module"."""
+    """Loading a model that contains the wrapper goes by modules, where ours is called "module"."""
     own = wrapper.module.state_dict().keys()
     for name in [name for name in state_dict if name.startswith(prefix)]:
         short = name.removeprefix(prefix)
@@ -63,7 +67,7 @@ def _insert_module(wrapper, state_dict, prefix, *_):
 
 
 def find_tensors(value):
-    """All tensors in nested dicts, lists, tuples (named ones too) and dataclasses, in order; none in other objects."""
+    """The tensors, in order, in nested dicts, lists, (named) tuples, dataclasses; in no others."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, dict):

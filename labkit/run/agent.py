@@ -1,4 +1,4 @@
-"""The warm agent: a process with torch already imported that forks the ranks of one job after the other.
+"""The warm agent: a process with torch imported that forks the ranks of one job after the other.
 
     kernel                         agent                     job                ranks
     +----------+  {"job": ...}     +----------+              +--------------+       +--------+
@@ -7,13 +7,14 @@
     | notebook | <---------------- | imported | -----------> |   watches    |       | rank 1 |
     +----------+  {"ended": ...}   +----------+              +--------------+       +--------+
 
-Importing torch is nearly the whole cost of a bare `torchrun`, and here it is paid once, not by every process. The agent
-only imports (a fork must find neither CUDA initialised nor OpenMP used); the job process runs torchrun's own launcher.
-What torch itself puts off until a process makes its first optimizer, the agent imports after the first job that did so.
+Importing torch is nearly the whole cost of a bare `torchrun`, and here it is paid once, not by
+every process. The agent only imports (a fork must find neither CUDA initialised nor OpenMP used);
+the job process runs torchrun's own launcher. What torch itself puts off until a process makes its
+first optimizer, the agent imports after the first job that did so.
 
-Nothing outlives the notebook. The pipe from the kernel closes however the kernel dies, and then the agent kills all
-that descends from it: it is the subreaper, so that orphans become its children. If the agent itself is killed, the
-kernel of the operating system kills the job, and then the ranks (PR_SET_PDEATHSIG, Linux).
+Nothing outlives the notebook. The pipe from the kernel closes however the kernel dies, and then the
+agent kills all that descends from it: it is the subreaper, so that orphans become its children. If
+the agent itself is killed, the system kills the job, and then the ranks (PR_SET_PDEATHSIG, Linux).
 """
 
 import ctypes
@@ -58,7 +59,8 @@ def serve():
             received = os.read(sys.stdin.fileno(), 1 << 20)
             if not received:
                 end_descendants(grace=0.0)
-                for folder in folders:  # of runs that the kernel could not take along, because it was killed
+                # of runs that the kernel could not take along, because it was killed
+                for folder in folders:
                     shutil.rmtree(folder, ignore_errors=True)
                 return
             pending += received
@@ -92,7 +94,7 @@ def say(**message):
 
 
 def share_imports():
-    """What is imported stays in pages that all forks share: their garbage collectors would touch, and so copy, them."""
+    """Keep imports in pages that all forks share: garbage collectors would touch and copy them."""
     gc.collect()
     gc.freeze()
 
@@ -117,7 +119,11 @@ def start_job(request):
                 os.execv(request["command"][0], request["command"])
             return run_job(request["job"], request["nproc"], folder, place)
 
-        status = run_torchrun(None) if job["nodes"] == 1 else cluster.run_nodes(job, folder, run_torchrun)
+        status = (
+            run_torchrun(None)
+            if job["nodes"] == 1
+            else cluster.run_nodes(job, folder, run_torchrun)
+        )
     except Exception:
         traceback.print_exc()  # into job.log
     finally:
@@ -125,8 +131,10 @@ def start_job(request):
 
 
 def in_environment(place):
-    """What differs from node to node, as torchrun reads it: the command itself is the same on all."""
-    host = {"PET_RDZV_CONF": f"is_host={str(place.node == 0).lower()},store_type={place.store_type}"}
+    """What differs from node to node, as torchrun reads it: the command is the same on all."""
+    host = {
+        "PET_RDZV_CONF": f"is_host={str(place.node == 0).lower()},store_type={place.store_type}"
+    }
     return host | {"PET_RDZV_ENDPOINT": place.meeting, "PET_LOCAL_ADDR": place.address}
 
 
@@ -159,7 +167,7 @@ def run_job(job_path, nproc, folder, place=None):
 
 @contextmanager
 def gpus_hidden():
-    """LaunchConfig looks for GPUs. Once the driver has been asked, no fork of this process can use CUDA: show none."""
+    """LaunchConfig looks for GPUs. Once the driver was asked, no fork can use CUDA: show none."""
     before = dict(os.environ)
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     try:
@@ -170,7 +178,7 @@ def gpus_hidden():
 
 
 def note_exits(path):
-    """From now on, write down every rank's exit code as it is learnt: torchelastic tells of failures only."""
+    """Write down every rank's exit code as it is learnt: torchelastic tells of failures only."""
     learn = popen_fork.Popen.poll
 
     def poll(self, *flag):
@@ -184,7 +192,7 @@ def note_exits(path):
 
 
 def end_descendants(grace):
-    """SIGTERM, then SIGKILL, for all below this process; psutil compares start times, so a reused pid is safe."""
+    """SIGTERM, then SIGKILL, for all below; psutil compares start times: a reused pid is safe."""
     below = psutil.Process().children(recursive=True)
     for process in below if grace else []:
         send(process, signal.SIGTERM)
@@ -215,7 +223,7 @@ def alive(process):
 
 
 def reap():
-    """Exit statuses by pid of all children that have ended, the orphans adopted by the agent among them."""
+    """Exit statuses by pid of all ended children, the orphans adopted by the agent among them."""
     ended = {}
     try:
         while (found := os.waitpid(-1, os.WNOHANG))[0]:

@@ -1,4 +1,4 @@
-"""The notebook's end of the pipe to the warm agent: start it once, hand it jobs, tell it to stop."""
+"""The notebook's end of the pipe to the warm agent: start it once, hand it jobs, stop it."""
 
 import functools
 import json
@@ -19,7 +19,7 @@ class AgentError(RuntimeError):
 
 
 class AgentClient:
-    """Owns the agent process. The agent ends when this object's pipe closes, however that happens."""
+    """Owns the agent process, which ends when this object's pipe closes, however that happens."""
 
     def __init__(self):
         self.log = tempfile.TemporaryFile()
@@ -29,13 +29,14 @@ class AgentClient:
             stdout=subprocess.PIPE,
             stderr=self.log,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
-            start_new_session=True,  # Ctrl-C in a terminal reaches the notebook only, which then stops the job
+            # Ctrl-C in a terminal reaches the notebook only, which then stops the job
+            start_new_session=True,
         )
         self.buffer = b""
         self.job = ""
 
     def start(self, job_path, nproc, command):
-        """Begin a job. command: None for the warm path, or the argument list of a plain torchrun."""
+        """Begin a job. command: None for the warm path, or the arguments of a plain torchrun."""
         env = {"OMP_NUM_THREADS": "1", **os.environ}
         self.job = str(job_path)
         self.send(job=self.job, nproc=nproc, command=command, env=env)
@@ -57,7 +58,9 @@ class AgentClient:
         """The agent's next message, or None after so many seconds."""
         deadline = time.monotonic() + seconds
         while b"\n" not in self.buffer:
-            if not select.select([self.process.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            if not select.select(
+                [self.process.stdout], [], [], max(0.0, deadline - time.monotonic())
+            )[0]:
                 return None
             received = os.read(self.process.stdout.fileno(), 1 << 16)
             if not received:
@@ -74,7 +77,7 @@ class AgentClient:
             message = self.receive(0.05)
             if message and message.get("stopped") == self.job:
                 return
-        # An agent that cannot end its job goes itself: the ranks are bound to it by the operating system.
+        # An agent that cannot end its job goes itself: the operating system binds the ranks to it.
         self.process.kill()
         raise self.death()
 
@@ -82,7 +85,9 @@ class AgentClient:
         self.log.seek(0)
         last = self.log.read().decode(errors="replace").strip().splitlines()[-1:]
         agent.cache_clear()
-        return AgentError(f"the launching agent died ({self.process.poll()}): {''.join(last) or 'no message'}")
+        return AgentError(
+            f"the launching agent died ({self.process.poll()}): {''.join(last) or 'no message'}"
+        )
 
 
 @functools.cache

@@ -1,10 +1,10 @@
-"""The nodes' processes: one torchrun agent a node, in its namespace, as a cluster's scheduler would start them.
+"""The nodes' processes: one torchrun agent a node, in its namespace, as a scheduler starts them.
 
-    job process, in the switch's namespace          torchrun of node 0     hosts the rendezvous   -> rank 0, rank 1
-    builds the network, forks, waits, counts   -->  torchrun of node 1     meets it over the link -> rank 2, rank 3
+    job process, in the switch's namespace         node 0's torchrun, the rendezvous  -> ranks 0, 1
+    builds the network, forks, waits, counts  -->  node 1's torchrun, over the link   -> ranks 2, 3
 
-Into the run folder go nodes.json, how the nodes were made and what each interface has counted, and nodes.jsonl: links
-that ranks have cut, and torchruns that were killed.
+Into the run folder go nodes.json, how the nodes were made and what each interface has counted, and
+nodes.jsonl: links that ranks have cut, and torchruns that were killed.
 """
 
 import json
@@ -23,7 +23,7 @@ POLL = 0.02
 
 @dataclass(frozen=True)
 class Place:
-    """Where a torchrun agent stands: node of count, at its own address; meeting: the endpoint of the rendezvous."""
+    """Where a torchrun agent stands: node of count, address; meeting: the rendezvous endpoint."""
 
     node: int
     count: int
@@ -33,17 +33,21 @@ class Place:
 
 
 def run_nodes(job, folder, run_torchrun):
-    """Run run_torchrun(place), which returns an exit status, in a process per node; 0 if all have ended so."""
+    """Run run_torchrun(place) -> exit status in a process per node; 0 if all have returned 0."""
     count, link, network = job["nodes"], nodes.Link(**job["link"]), None
     if reason := nodes.refusal(link):
-        report = {"how": "loopback", "notes": [f"{reason}: the nodes share the loopback, and nothing is slowed down"]}
+        report = {
+            "how": "loopback",
+            "notes": [f"{reason}: the nodes share the loopback, and nothing is slowed down"],
+        }
     else:
         network = nodes.Network(count, link)
         report = {"how": network.how, "notes": network.notes}
     worker.die_with_parent()  # a user namespace is a change of rights, which resets this
     write(folder / "nodes.json", report)
     started = [start_node(network, node, count, folder, run_torchrun) for node in range(count)]
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # a job that is stopped has counted bytes as well
+    # a job that is stopped has counted bytes as well
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     try:
         return wait_for(started, folder)
     finally:
@@ -70,7 +74,11 @@ def start_node(network, node, count, folder, run_torchrun):
         else:
             network.enter(node)
             place = Place(node, count, nodes.address(node), f"{nodes.address(0)}:{nodes.PORT}")
-            os.environ |= {"GLOO_SOCKET_IFNAME": "eth0", "TP_SOCKET_IFNAME": "eth0", nodes.FOLDER: str(folder)}
+            os.environ |= {
+                "GLOO_SOCKET_IFNAME": "eth0",
+                "TP_SOCKET_IFNAME": "eth0",
+                nodes.FOLDER: str(folder),
+            }
         status = run_torchrun(place)
     except Exception:
         traceback.print_exc()  # into job.log
@@ -79,7 +87,7 @@ def start_node(network, node, count, folder, run_torchrun):
 
 
 def wait_for(pids, folder):
-    """0 when all end with 0; else 1, after the others have had a moment to end as well. pids: by node."""
+    """0 when all pids (by node) end with 0; else 1, once the others have had a moment to end."""
     running, failed_at = set(pids), None
     while running:
         pid, status = os.waitpid(-1, os.WNOHANG)
@@ -87,7 +95,11 @@ def wait_for(pids, folder):
             running.discard(pid)
             if os.WIFSIGNALED(status):
                 name = signal.Signals(os.WTERMSIG(status)).name
-                nodes.note(folder, pids.index(pid), torchrun=f"died of {name} (signal {os.WTERMSIG(status)})")
+                nodes.note(
+                    folder,
+                    pids.index(pid),
+                    torchrun=f"died of {name} (signal {os.WTERMSIG(status)})",
+                )
             if status and failed_at is None:
                 failed_at = time.monotonic()
         elif failed_at is not None and time.monotonic() - failed_at > OTHERS_END:

@@ -1,12 +1,12 @@
-"""Many experiments in one process group, in shuffled turns: the only fair way to compare times on a noisy machine.
+"""Experiments in shuffled turns in one process group: the only fair timing on a noisy machine.
 
     round 0    | torch_ddp 3 steps | single 3 steps | ddp_naive 3 steps |
-    round 1    | ddp_naive 3 steps | torch_ddp 3 steps | single 3 steps |     ^ a barrier before each turn
+    round 1    | ddp_naive 3 steps | torch_ddp 3 steps | single 3 steps |   each |: a barrier
 
-All take the same weights, and the same global batch in step i, so their losses are comparable number by number. Before
-the turns, each trains `WARMUP` steps, in the last of which memory and traffic are counted (that slows a step down, so
-that step is not timed). Rows are documented at `step_row`; with links, node_sent_bytes is what left this rank's node on
-its link, headers included, per step of the turn.
+All take the same weights, and the same global batch in step i, so their losses are comparable
+number by number. Before the turns, each trains `WARMUP` steps, in the last of which memory and
+traffic are counted (that slows a step down, so that step is not timed). Rows are documented at
+`step_row`; with links, node_sent_bytes is what a step sent on this node's link, with headers.
 """
 
 import os
@@ -47,14 +47,18 @@ OPTIMIZERS = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
 
 
 def compare(experiments, nproc=2, rounds=10, steps_per_round=3, **options):
-    """Train all experiments in turns on nproc ranks; returns a Run whose records have one row per step and rank.
+    """Train all experiments in turns on nproc ranks; returns a Run with a record per step and rank.
 
-    experiments: a list of Experiment, or a dict of label -> Experiment; the label of a list's is its strategy.
-    options: those of launch (device, timeout, nodes, link_mbit ...). Raises ValueError for labels that are not unique.
+    experiments: a list of Experiment, labelled by strategy, or a dict of label -> Experiment.
+    options: those of launch (device, nodes, link_mbit ...). Raises ValueError for equal labels.
     """
-    labelled = experiments if isinstance(experiments, dict) else {e.strategy: e for e in experiments}
+    labelled = (
+        experiments if isinstance(experiments, dict) else {e.strategy: e for e in experiments}
+    )
     if len(labelled) < len(experiments):
-        raise ValueError("two experiments have the same strategy: give a dict of label -> Experiment")
+        raise ValueError(
+            "two experiments have the same strategy: give a dict of label -> Experiment"
+        )
     for experiment in labelled.values():
         experiment.check_ranks(nproc * options.get("nodes", 1))
     fields = {label: experiment.to_dict() for label, experiment in labelled.items()}
@@ -69,7 +73,7 @@ def compare(experiments, nproc=2, rounds=10, steps_per_round=3, **options):
 
 
 def train(context, **fields):
-    """One experiment from its first step to its last, a row per step: launch("labkit.run.compare:train", steps=50)."""
+    """One experiment, a row per step: launch("labkit.run.compare:train", steps=50)."""
     experiment = Experiment.from_dict(fields)
     experiment.check_ranks(context.world_size)
     participant = Participant(context, experiment)
@@ -82,7 +86,10 @@ def train(context, **fields):
 
 def take_turns(context, experiments, rounds, steps_per_round):
     """What each rank of `compare` runs."""
-    participants = {label: Participant(context, Experiment.from_dict(fields)) for label, fields in experiments.items()}
+    participants = {
+        label: Participant(context, Experiment.from_dict(fields))
+        for label, fields in experiments.items()
+    }
     counted = {}
     for label, participant in participants.items():
         counted[label] = participant.prepare()
@@ -93,14 +100,16 @@ def take_turns(context, experiments, rounds, steps_per_round):
         before = sent_by_node()
         rows = [participant.step() for _ in range(steps_per_round if participant.takes_part else 0)]
         dist.barrier()
-        left = {name: (size - before[name]) // steps_per_round for name, size in sent_by_node().items()}
+        left = {
+            name: (size - before[name]) // steps_per_round for name, size in sent_by_node().items()
+        }
         for row in rows:
             context.record(label=label, round=turn, **row, **counted[label], **left)
         context.progress(done + 1, rounds * len(participants))
 
 
 def sent_by_node():
-    """{"node_sent_bytes": bytes that have left this rank's node on its link}; {} where it has no link of its own."""
+    """{"node_sent_bytes": bytes that left this rank's node on its link}; {} where it has none."""
     return {"node_sent_bytes": counters()[0]} if FOLDER in os.environ else {}
 
 
@@ -121,7 +130,10 @@ class Participant:
         self.share = experiment.batch_size // self.world_size
         dataset = models.data.load(experiment.data, experiment.model)
         if len(dataset) < experiment.batch_size:
-            raise ValueError(f"{dataset}: {len(dataset)} samples are fewer than batch_size={experiment.batch_size}")
+            raise ValueError(
+                f"{dataset}: {len(dataset)} samples are fewer than "
+                f"batch_size={experiment.batch_size}"
+            )
         rank = 0 if alone else context.rank
         self.batches = endless_batches(dataset, self.share, self.world_size, rank, experiment.seed)
         self.build()
@@ -144,20 +156,32 @@ class Participant:
         hook = comm_hook(e.comm_hook)
         self.compressor = hook if e.comm_hook in COMPRESSORS else None
         self.model = parallelize(module, e.strategy, models.unit(e.model), e.bucket_cap_mb, hook)
-        optimizer = make_optimizer(self.model, e.strategy, optimizer_class, e.bucket_cap_mb, e.every, **options)
-        schedule = warmup(getattr(optimizer, "inner", optimizer), e.warmup_steps) if e.warmup_steps else None
+        optimizer = make_optimizer(
+            self.model, e.strategy, optimizer_class, e.bucket_cap_mb, e.every, **options
+        )
+        schedule = (
+            warmup(getattr(optimizer, "inner", optimizer), e.warmup_steps)
+            if e.warmup_steps
+            else None
+        )
         loss = models.loss(e.model)
-        low = mixed_precision(e.precision, self.device, self.group) | {"compressor": self.compressor}
-        self.trainer = Trainer(self.model, optimizer, loss, e.accumulation, schedule, self.timeline.span, **low)
+        low = mixed_precision(e.precision, self.device, self.group) | {
+            "compressor": self.compressor
+        }
+        self.trainer = Trainer(
+            self.model, optimizer, loss, e.accumulation, schedule, self.timeline.span, **low
+        )
         self.last_gradient = 0.0
         for parameter in self.model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self.note_gradient)
 
     def settle(self, module, optimizer):
-        """The experiment with the strategy that labkit.budget chooses; rank 0 prints the reasons. Collective."""
+        """The experiment with labkit.budget's choice of strategy; rank 0 prints why. Collective."""
         e = self.experiment
-        room = torch.tensor(int(e.memory_mb * 2**20) or free_bytes(self.device, self.world_size), device=self.device)
+        room = torch.tensor(
+            int(e.memory_mb * 2**20) or free_bytes(self.device, self.world_size), device=self.device
+        )
         comm.all_reduce(room, dist.ReduceOp.MIN)  # the ranks must not choose differently
         input, target = self.next_batch()
         memory = room.item() - input.nbytes - target.nbytes
@@ -173,7 +197,7 @@ class Participant:
         self.timeline.clock.stamp(self, "last_gradient")
 
     def prepare(self):
-        """Warm up; returns what never moves: peak bytes by kind, sent bytes and the number of messages of one step.
+        """Warm up; returns what never moves: peak bytes by kind, bytes sent and messages of a step.
 
         Of local SGD and DiLoCo: the mean over the steps from one average to the next.
         """
@@ -208,7 +232,9 @@ class Participant:
             loss = self.trainer.train_step(input, target)
         self.timeline.clock.resolve()
         self.done += 1
-        return self.step_row(loss, events) | {"compress_ms": 1e3 * (self.seconds_compressing() - compressed)}
+        return self.step_row(loss, events) | {
+            "compress_ms": 1e3 * (self.seconds_compressing() - compressed)
+        }
 
     def seconds_compressing(self):
         """By the host's clock, which knows nothing of a device."""
@@ -217,13 +243,16 @@ class Participant:
         return nan if self.device.type == "cuda" else self.compressor.seconds
 
     def step_row(self, loss, events):
-        """strategy, model, bucket_cap_mb, comm_hook; step, loss (of this rank's share); step_ms, forward_ms,
-        backward_ms, optimizer_ms, exposed_comm_ms; samples_per_s, of all ranks. And from `step`: compress_ms, which a
-        compressor took of backward. All but the first four are measured in this step.
+        """The step's strategy, model, bucket_cap_mb, comm_hook, and what was measured in it:
 
-        exposed_comm_ms: how long this rank stood still for messages: the time inside wait(). PyTorch's DDP and hooks
-        wait where comm cannot see, so for them: from the last gradient's arrival until backward() returned. On CUDA
-        times are the device's; NaN where nobody can tell: fully_shard's streams wait for each other, not for a message.
+        step, loss (of this rank's share); step_ms, forward_ms, backward_ms, optimizer_ms,
+        exposed_comm_ms; samples_per_s, of all ranks. And from `step`: compress_ms, which a
+        compressor took of backward.
+
+        exposed_comm_ms: how long this rank stood still for messages: the time inside wait().
+        PyTorch's DDP and hooks wait where comm cannot see, so for them: from the last gradient's
+        arrival until backward() returned. On CUDA times are the device's; NaN where nobody can
+        tell: fully_shard's streams wait for each other, not for a message.
         """
         ms = dict.fromkeys(("step", "forward", "backward", "optimizer"), 0.0)
         for span in self.timeline.spans:
@@ -236,13 +265,16 @@ class Participant:
         if self.experiment.strategy == "torch_fsdp" and self.device.type == "cuda":
             exposed = nan
         times = {f"{name}_ms": value for name, value in ms.items()}
-        named = {name: getattr(self.experiment, name) for name in ("strategy", "model", "bucket_cap_mb", "comm_hook")}
+        named = {
+            name: getattr(self.experiment, name)
+            for name in ("strategy", "model", "bucket_cap_mb", "comm_hook")
+        }
         measured = {"step": self.done, "loss": loss.item(), **times, "exposed_comm_ms": exposed}
         return named | measured | {"samples_per_s": 1e3 * self.experiment.batch_size / ms["step"]}
 
 
 def endless_batches(dataset, batch_size, world_size, rank, seed):
-    """(input, target) batches of this rank, epoch after epoch, in a new order each; a last short batch is left out."""
+    """(input, target) batches of this rank, in a new order each epoch, without a last short one."""
     sampler = DistributedSampler(dataset, world_size, rank, seed=seed)
     epoch = 0
     while True:

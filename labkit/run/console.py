@@ -35,7 +35,7 @@ class Tail:
 
 
 class Console:
-    """Prints the logs of all ranks as they grow; what is too much to print is counted and stays in the log."""
+    """Prints the ranks' logs as they grow; what is too much is counted and stays in the log."""
 
     def __init__(self, logs, quiet):
         self.tails = [Tail(path) for path in logs]
@@ -56,11 +56,14 @@ class Console:
                 else:
                     self.left_out[rank] += 1
             if final and self.left_out[rank]:
-                print(f"[rank {rank}] … {self.left_out[rank]:,} more lines: run.logs[{rank}]", flush=True)
+                print(
+                    f"[rank {rank}] … {self.left_out[rank]:,} more lines: run.logs[{rank}]",
+                    flush=True,
+                )
 
 
 class Bar:
-    """A progress bar with its estimate of the time left, in a notebook or a terminal; gone when the run is over."""
+    """A progress bar with the estimated time left, in notebook or terminal; gone after the run."""
 
     def __init__(self, quiet):
         self.quiet, self.start = quiet, time.monotonic()

@@ -1,8 +1,8 @@
 """An exercise of a notebook: the reader's function, held against a checker on real ranks.
 
-def average(tensor): raise NotImplementedError          the stub, in one cell; the reader fills it in
-def is_average(average): assert ...                     the checker, which every rank calls
-check(average, is_average, nproc=2)                     "not solved yet", "solved", or what is wrong and where
+def average(tensor): raise NotImplementedError      the stub, in one cell; the reader fills it in
+def is_average(average): assert ...                 the checker, which every rank calls
+check(average, is_average, nproc=2)                 "not solved yet", "solved", or what is wrong
 """
 
 import ast
@@ -13,10 +13,10 @@ from labkit.run.launch import LaunchError, launch
 
 
 def check(solution, checker, nproc=2, **options):
-    """Call checker(solution) on nproc ranks, print the verdict in one line, and return whether it is solved.
+    """Call checker(solution) on nproc ranks, print a one-line verdict, return whether it is solved.
 
-    Both are functions of the notebook; their sources travel, and see rank, world_size, device, torch, dist and comm.
-    options: those of launch.
+    Both are functions of the notebook; their sources travel, and see rank, world_size, device,
+    torch, dist and comm. options: those of launch.
     """
     sources = [textwrap.dedent(inspect.getsource(function)) for function in (solution, checker)]
     if is_stub(sources[0]):
@@ -29,15 +29,19 @@ def check(solution, checker, nproc=2, **options):
     except LaunchError as error:
         headline = str(error).splitlines()[0]
         stub = error.cause is not None and error.cause.error.get("type") == "NotImplementedError"
-        print(f"{solution.__name__}: " + ("not solved yet" if stub else f"not right yet: {headline}"))
+        print(
+            f"{solution.__name__}: " + ("not solved yet" if stub else f"not right yet: {headline}")
+        )
         return False
     nodes = options.get("nodes", 1)
-    print(f"{solution.__name__}: solved, on {f'{nodes} nodes of ' if nodes > 1 else ''}{nproc} ranks")
+    print(
+        f"{solution.__name__}: solved, on {f'{nodes} nodes of ' if nodes > 1 else ''}{nproc} ranks"
+    )
     return True
 
 
 def is_stub(source):
-    """Whether a function's source has no statement but `raise NotImplementedError`: no ranks are needed to see that."""
+    """Whether a function is nothing but `raise NotImplementedError`: to see that needs no ranks."""
     function = ast.parse(source).body[0]
     body = function.body[1:] if ast.get_docstring(function) else function.body
     return [ast.unparse(one).removesuffix("()") for one in body] == ["raise NotImplementedError"]

@@ -3,7 +3,7 @@
     Experiment(model="gpt", strategy="ddp_bucketed", batch_size=64)       from Python
     experiment.to_yaml(path)   Experiment.from_yaml(path)                 and back, field for field
 
-A wrong value or an unknown key is told at once, with what would be right, and not by a rank that dies later.
+A wrong value or unknown key is told at once, with what is right, not by a rank that dies later.
 """
 
 import dataclasses
@@ -48,16 +48,17 @@ SMALLEST = {
 
 @dataclass(frozen=True)
 class Experiment:
-    """One training run. Raises ValueError, naming field and choices, for a value that cannot be; TypeError for a type.
+    """One training run. ValueError names field and choices of a bad value; TypeError for a type.
 
-    batch_size: of all ranks together. lr suits reference_batch, and lr_rule scales it to batch_size.
-    bucket_cap_mb: MiB, of DDP and ZeRO. precision: of weights and arithmetic; bf16 and fp16: autocast over fp32
-    weights, fp16 with a loss scale. recompute: which units of the model (labkit.models.unit) run again in backward.
-    comm_hook: what carries DDP's gradients, an all-reduce by nodes or a compressor. every: local SGD and DiLoCo average
-    after so many steps.
-    strategy="auto": the first that labkit.budget.choose finds to fit into memory_mb MiB a rank (0: what is free).
-    compute="emulated": each unit of the model (labkit.models.unit) sleeps in place of its arithmetic, block_ms
-    milliseconds forward and twice that backward for the whole batch; a rank sleeps for its share of it.
+    batch_size: of all ranks together. lr suits reference_batch; lr_rule scales it to batch_size.
+    bucket_cap_mb: MiB, of DDP and ZeRO. precision: of weights and arithmetic; bf16 and fp16:
+        autocast over fp32 weights, fp16 with a loss scale.
+    recompute: which units of the model (labkit.models.unit) run again in backward.
+    comm_hook: what carries DDP's gradients, an all-reduce by nodes or a compressor.
+    every: local SGD and DiLoCo average after so many steps.
+    strategy="auto": the first of labkit.budget to fit memory_mb MiB a rank (0: what is free).
+    compute="emulated": each unit sleeps in place of its arithmetic, block_ms milliseconds forward
+        and twice that backward for the whole batch; a rank sleeps for its share of it.
     """
 
     model: str = "mlp"
@@ -93,25 +94,35 @@ class Experiment:
                 raise TypeError(f"Experiment({field.name}={value!r}): takes {field.type.__name__}")
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
-                raise ValueError(f"Experiment({name}={getattr(self, name)!r}): choose from {', '.join(choices)}")
+                raise ValueError(
+                    f"Experiment({name}={getattr(self, name)!r}): choose from {', '.join(choices)}"
+                )
         for name, smallest in SMALLEST.items():
             if not smallest <= getattr(self, name) < float("inf"):
-                raise ValueError(f"Experiment({name}={getattr(self, name)!r}): at least {smallest}, and finite")
+                raise ValueError(
+                    f"Experiment({name}={getattr(self, name)!r}): at least {smallest}, and finite"
+                )
         if self.data not in ("auto", *models.data.FITTING[self.model]):
             fitting = ", ".join(models.data.FITTING[self.model])
-            raise ValueError(f"Experiment(data={self.data!r}): the model {self.model} takes {fitting}")
+            raise ValueError(
+                f"Experiment(data={self.data!r}): the model {self.model} takes {fitting}"
+            )
 
         if self.comm_hook != "none" and self.strategy not in HOOKED:
             known = ", ".join(HOOKED)
-            raise ValueError(f"Experiment(comm_hook={self.comm_hook!r}): goes with {known}, not with {self.strategy}")
+            raise ValueError(
+                f"Experiment(comm_hook={self.comm_hook!r}): "
+                f"goes with {known}, not with {self.strategy}"
+            )
 
     def check_ranks(self, nproc):
-        """Raise ValueError where the batch does not split evenly over the ranks and the accumulation."""
+        """Raise ValueError where the batch does not split evenly over ranks and accumulation."""
         ranks = 1 if self.strategy == "single" else nproc
         if self.batch_size % (ranks * self.accumulation):
             raise ValueError(
                 f"batch_size={self.batch_size} does not split into equal parts for {ranks} ranks "
-                f"x {self.accumulation} micro-batches: take a multiple of {ranks * self.accumulation}"
+                f"x {self.accumulation} micro-batches: "
+                f"take a multiple of {ranks * self.accumulation}"
             )
 
     def replace(self, **changes):
@@ -122,7 +133,7 @@ class Experiment:
 
     @classmethod
     def from_dict(cls, fields, source="these fields"):
-        """The experiment of a dict. Raises ValueError for an unknown key, with the nearest one that exists."""
+        """The experiment of a dict. ValueError for an unknown key, with the nearest that exists."""
         if not isinstance(fields, dict):
             raise ValueError(f"{source}: an experiment is a mapping of fields to values")
         names = [field.name for field in dataclasses.fields(cls)]

@@ -1,14 +1,15 @@
 """The one door from a notebook to ranks.
 
-    run = launch("labkit.run.experiment:train", nproc=2, steps=20)     a function, by name or as an object
+    run = launch("labkit.run.experiment:train", nproc=2, steps=20)     a function, or its name
     run = launch("x = torch.ones(1); dist.all_reduce(x); record(x=x)") the source of a cell
-    run = launch("train.py", nproc=4, steps=20)                        a script, as torchrun would run it
+    run = launch("train.py", nproc=4, steps=20)                        a script, as from torchrun
 
-    run.records    one row per record(...) call          run.logs      one file per rank
-    run.command    the same from a shell                 run.seconds   wall-clock, from call to last rank's end
+    run.records    one row per record(...) call     run.logs      one file per rank
+    run.command    the same from a shell            run.seconds   wall-clock, to the last rank's end
 
-The ranks are real processes, started by torchrun's launcher in a warm agent (agent.py). Interrupting the cell, the
-wall-clock limit or the end of the notebook ends them all; a failure is told by the rank that caused it (report.py).
+The ranks are real processes, started by torchrun's launcher in a warm agent (agent.py).
+Interrupting the cell, the wall-clock limit or the end of the notebook ends them all; a failure is
+told by the rank that caused it (report.py).
 """
 
 import inspect
@@ -30,28 +31,29 @@ from labkit.run.console import Bar, Console, Tail
 from labkit.run.report import explain, read_ends, read_exits
 
 POLL = 0.02  # seconds between looks at the ranks
-GOODBYE = 3.0  # seconds that torchruns get to say goodbye after their ranks: over a link that is cut they never do
+GOODBYE = 3.0  # seconds for torchruns to end after their ranks: never over a link that is cut
 OTHERS_REPORT = 1.0  # seconds that the other ranks get to report, once one has failed
 
 one_at_a_time = threading.Lock()
 
 
 class LaunchError(RuntimeError):
-    """A launch that failed: the message names the rank, the line and the collective; .run holds logs and records."""
+    """A failed launch: the message names rank, line and collective; .run holds logs and records."""
 
     def __init__(self, message, run, cause=None):
         super().__init__(message)
         self.run, self.cause = run, cause
 
     def _render_traceback_(self):
-        return ["LaunchError: " + str(self)]  # IPython: the ranks' traceback matters, the notebook's own does not
+        # IPython: the ranks' traceback matters, the notebook's own does not
+        return ["LaunchError: " + str(self)]
 
 
 class Run:
     """What came of a launch. The folder with logs lives as long as this object.
 
-    nproc (of each node), nodes, world_size, seconds, parameters; device "cpu" or "cuda"; logs: one Path per rank;
-    command: the same run from a shell, on every node.
+    nproc (of each node), nodes, world_size, seconds, parameters; device "cpu" or "cuda"; logs: one
+    Path per rank; command: the same run from a shell, on every node.
     """
 
     def __init__(self, job, nproc):
@@ -71,38 +73,50 @@ class Run:
         import pandas
 
         rows = [event for events in self.events for event in events if event["kind"] == "record"]
-        return pandas.DataFrame([{name: value for name, value in row.items() if name != "kind"} for row in rows])
+        return pandas.DataFrame(
+            [{name: value for name, value in row.items() if name != "kind"} for row in rows]
+        )
 
     @property
     def network(self):
-        """How the nodes were made, "root", "rootless" or "loopback", and notes on what is missing; {} for one node."""
+        """how: "root", "rootless" or "loopback"; notes: what is missing. {} for one node."""
         file = self.folder / "nodes.json"
         return json.loads(file.read_text()) if file.exists() else {}
 
     @property
     def wire(self):
-        """pandas.DataFrame, one row a node: bytes that its interface has counted, beside what labkit.comm has.
+        """pandas.DataFrame, a row a node: bytes that its interface counted, beside labkit.comm's.
 
-        sent_bytes, received_bytes: on its link, headers and rendezvous included; none where nodes share the loopback.
-        counted_bytes: sent by its ranks, to whichever rank, those of their own node included; payload only.
+        sent_bytes, received_bytes: on its link, headers and rendezvous included; none where nodes
+        share the loopback. counted_bytes: sent by its ranks, to whichever rank, those of their own
+        node included; payload only.
         """
         import pandas
 
-        ends = [[event for event in events if event["kind"] in ("leaving", "error")] for events in self.events]
+        ends = [
+            [event for event in events if event["kind"] in ("leaving", "error")]
+            for events in self.events
+        ]
         counted = [sum(event["sent_bytes"] for event in events) for events in ends]
-        frame = pandas.DataFrame(self.network.get("wire", []), columns=["node", "sent_bytes", "received_bytes"])
-        return frame.assign(counted_bytes=[sum(counted[n * self.nproc : (n + 1) * self.nproc]) for n in frame["node"]])
+        frame = pandas.DataFrame(
+            self.network.get("wire", []), columns=["node", "sent_bytes", "received_bytes"]
+        )
+        return frame.assign(
+            counted_bytes=[
+                sum(counted[n * self.nproc : (n + 1) * self.nproc]) for n in frame["node"]
+            ]
+        )
 
     @property
     def command(self):
         return shlex.join(["torchrun", *self.torchrun_arguments(by_name=True)])
 
     def torchrun_arguments(self, by_name=False):
-        """Arguments of torchrun; by_name: what it runs by its name, where it has one, not by this run's job file."""
+        """torchrun's arguments; by_name: what it runs by its name, if any, not by its job file."""
         start = ["--standalone", "--nproc-per-node", str(self.nproc)]
         if self.nodes > 1:
             start = ["--nnodes", str(self.nodes), *start[1:], "--rdzv-backend", "c10d"]
-            # Without a name for what it runs, each node is told by its environment where the others are (agent.py).
+            # Without a name, each node is told by its environment where the others are (agent.py).
             start += ["--rdzv-endpoint", f"{network.address(0)}:{network.PORT}"] if by_name else []
         if by_name and self.job["kind"] == "script":
             return [*start, self.job["target"], *self.job["arguments"]]
@@ -113,7 +127,9 @@ class Run:
 
     def __repr__(self):
         rows = sum(event["kind"] == "record" for events in self.events for event in events)
-        ranks = f"{self.nodes} nodes of {self.nproc} ranks" if self.nodes > 1 else f"{self.nproc} ranks"
+        ranks = (
+            f"{self.nodes} nodes of {self.nproc} ranks" if self.nodes > 1 else f"{self.nproc} ranks"
+        )
         return f"Run({ranks} on {self.device}, {rows} records)"
 
 
@@ -135,15 +151,17 @@ def launch(
 ):
     """Run the target on nproc ranks, of each of so many nodes, and wait for them.
 
-    target: "package.module:function" or a function (called as function(context, **parameters); a function's source
-        travels, so it sees torch, dist, comm and what it imports itself), a cell's source, or a path to a .py script.
-    nodes: more than one are network namespaces of this machine, joined by links of link_mbit (10^6 bits a second each
-        way; None: unslowed), link_ms of delay each way and frames of link_mtu bytes (labkit.run.nodes). On the CPU.
-    timeout, collective_timeout: seconds for the whole run, and for one collective to wait for its peers.
-    device: "cpu" (gloo), "cuda" (NCCL, one GPU a rank) or "auto" (cuda where there are enough GPUs).
+    target: "package.module:function" or a function (called as function(context, **parameters); a
+        function's source travels, so it sees torch, dist, comm and what it imports itself), a
+        cell's source, or a path to a .py script.
+    nodes: more than one are network namespaces of this machine, joined by links of link_mbit (10^6
+        bits a second each way; None: unslowed), link_ms of delay each way and frames of link_mtu
+        bytes (labkit.run.nodes). On the CPU.
+    timeout, collective_timeout: seconds for the run, and for a collective to wait for its peers.
+    device: "cpu" (gloo), "cuda" (NCCL, one GPU a rank) or "auto" (cuda where GPUs are enough).
     threads: of each rank's CPU arithmetic. cold: a plain `torchrun`. quiet: print nothing.
-    Raises LaunchError for a failing rank, ValueError for arguments that cannot be, SyntaxError for a cell that does
-    not compile, KeyboardInterrupt as it comes.
+    Raises LaunchError for a failing rank, ValueError for arguments that cannot be, SyntaxError for
+    a cell that does not compile, KeyboardInterrupt as it comes.
     """
     if not isinstance(nproc, int) or nproc < 1:
         raise ValueError(f"nproc={nproc!r}: the number of ranks is a whole number of at least 1")
@@ -154,7 +172,9 @@ def launch(
     job |= {"device": device, "threads": threads, "collective_timeout": collective_timeout}
     job |= {"cwd": os.getcwd(), "sys_path": [path or os.getcwd() for path in sys.path]}
     run = Run(job, nproc)
-    command = [sys.executable, "-m", "torch.distributed.run", *run.torchrun_arguments()] if cold else None
+    command = (
+        [sys.executable, "-m", "torch.distributed.run", *run.torchrun_arguments()] if cold else None
+    )
     with one_at_a_time:
         start = time.monotonic()
         status, exits, timed_out = watch(run, command, timeout, quiet)
@@ -174,7 +194,7 @@ def launch(
 
 
 def watch(run, command, timeout, quiet):
-    """Show the ranks until the job has ended: (exit status, exit codes before any stop, the limit that was hit)."""
+    """Show the ranks to the job's end: (exit status, exit codes before any stop, limit hit)."""
     client = agent()
     console, bar = Console(run.logs, quiet), Bar(quiet)
     tails = [Tail(run.folder / f"rank-{rank}.jsonl") for rank in range(run.world_size)]
@@ -229,7 +249,9 @@ def take_events(run, tails, bar):
 def describe_nodes(nodes, mbit, ms, mtu):
     """The job's nodes and links, checked."""
     if not isinstance(nodes, int) or not 1 <= nodes <= network.MOST_NODES:
-        raise ValueError(f"nodes={nodes!r}: the number of nodes is a whole number from 1 to {network.MOST_NODES}")
+        raise ValueError(
+            f"nodes={nodes!r}: the number of nodes is a whole number from 1 to {network.MOST_NODES}"
+        )
     link = network.Link(mbit, ms, mtu)
     if nodes == 1 and link != network.Link():
         raise ValueError("one node has no link to slow down: nodes=2 or more")
@@ -240,15 +262,27 @@ def describe_target(target, parameters):
     """The job's kind, target and parameters, as JSON can carry them."""
     if callable(target):
         if "<lambda>" in target.__qualname__ or target.__closure__:
-            raise ValueError("a lambda or closure cannot travel to other processes: pass a plain function")
+            raise ValueError(
+                "a lambda or closure cannot travel to other processes: pass a plain function"
+            )
         source = textwrap.dedent(inspect.getsource(target))
-        return {"kind": "source", "target": source, "name": target.__name__, "parameters": parameters}
+        return {
+            "kind": "source",
+            "target": source,
+            "name": target.__name__,
+            "parameters": parameters,
+        }
     if "\n" not in target and target.endswith(".py"):
         path = Path(target).resolve()
         if not path.is_file():
             raise ValueError(f"no such script: {target}")
         options = [f"--{name.replace('_', '-')}={value}" for name, value in parameters.items()]
-        return {"kind": "script", "target": str(path), "arguments": options, "parameters": parameters}
+        return {
+            "kind": "script",
+            "target": str(path),
+            "arguments": options,
+            "parameters": parameters,
+        }
     kind = "function" if re.fullmatch(r"[\w.]+:\w+", target) else "cell"
     if kind == "cell":
         compile(target, "<cell>", "exec")
@@ -265,7 +299,10 @@ def choose_device(device, nproc):
 
     gpus = torch.cuda.device_count()
     if device == "cuda" and gpus < nproc:
-        raise ValueError(f"{nproc} ranks on cuda need {nproc} GPUs, and here are {gpus}: lower nproc, or device='cpu'")
+        raise ValueError(
+            f"{nproc} ranks on cuda need {nproc} GPUs, and here are {gpus}: "
+            "lower nproc, or device='cpu'"
+        )
     if 0 < gpus < nproc:
         print(f"[launch] {nproc} ranks and {gpus} GPUs: running on the CPU")
     return "cuda" if gpus >= nproc else "cpu"

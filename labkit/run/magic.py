@@ -7,10 +7,11 @@
     comm.all_reduce(total)
     record(total=total.item())
 
-    %%torchrun --nodes 2 --nproc 2 --link 200 --into result     # two nodes, a real link of 200 Mbit/s (nodes.py)
+    %%torchrun --nodes 2 --nproc 2 --link 200 --into result   # two nodes, a real link of 200 Mbit/s
 
-In the cell are rank, world_size, local_rank, node, device, record, progress, torch, dist and comm. `--nproc $n` and
-`{n}` take the notebook's own variable n. `result` is a Run: result.records, result.logs, result.command.
+In the cell are rank, world_size, local_rank, node, device, record, progress, torch, dist and comm.
+`--nproc $n` and `{n}` take the notebook's own variable n. `result` is a Run: result.records,
+result.logs, result.command.
 """
 
 from IPython.core.error import UsageError
@@ -26,17 +27,43 @@ class TorchrunMagic(Magics):
     @argument("--nproc", type=int, default=2, help="number of ranks (2)")
     @argument("--nodes", type=int, default=1, help="number of nodes, each of --nproc ranks (1)")
     @argument(
-        "--link", dest="link_mbit", type=float, metavar="MBIT", help="speed of each node's link, 10^6 bits a second"
+        "--link",
+        dest="link_mbit",
+        type=float,
+        metavar="MBIT",
+        help="speed of each node's link, 10^6 bits a second",
     )
     @argument(
-        "--delay", dest="link_ms", type=float, default=0.0, metavar="MS", help="delay of each link, milliseconds (0)"
+        "--delay",
+        dest="link_ms",
+        type=float,
+        default=0.0,
+        metavar="MS",
+        help="delay of each link, milliseconds (0)",
     )
     @argument(
-        "--mtu", dest="link_mtu", type=int, default=9000, metavar="BYTES", help="largest frame of the links (9000)"
+        "--mtu",
+        dest="link_mtu",
+        type=int,
+        default=9000,
+        metavar="BYTES",
+        help="largest frame of the links (9000)",
     )
-    @argument("--into", default=None, metavar="NAME", help="notebook variable that receives the Run")
-    @argument("--timeout", type=float, default=600.0, help="seconds after which all ranks are stopped (600)")
-    @argument("--collective-timeout", type=float, default=60.0, help="seconds a collective waits for its peers (60)")
+    @argument(
+        "--into", default=None, metavar="NAME", help="notebook variable that receives the Run"
+    )
+    @argument(
+        "--timeout",
+        type=float,
+        default=600.0,
+        help="seconds after which all ranks are stopped (600)",
+    )
+    @argument(
+        "--collective-timeout",
+        type=float,
+        default=60.0,
+        help="seconds a collective waits for its peers (60)",
+    )
     @argument("--device", default="auto", help="auto, cpu or cuda (auto)")
     @argument("--cold", action="store_true", help="a plain torchrun instead of the warm agent")
     @argument("--quiet", action="store_true", help="print nothing while the ranks run")

@@ -1,4 +1,4 @@
-"""Nodes on one machine: network namespaces joined by a switch, each on a link that is as slow as it is asked to be.
+"""Nodes on one machine: network namespaces joined by a switch, on links as slow as one asks.
 
         node 0                               switch                               node 1
     +----------------------+        +------------------------+        +----------------------+
@@ -8,13 +8,15 @@
     +----------------------+        +------------------------+        +----------------------+
                        tbf -->           <-- tbf  tbf -->                   <-- tbf
 
-Ranks of one node talk over its own loopback; what leaves a node passes its eth0, is counted there by the operating
-system (counters), and is slowed down by tc's token bucket filter, at link_mbit each way, as on a full-duplex cable.
+Ranks of one node talk over its own loopback; what leaves a node passes its eth0, is counted there
+by the operating system (counters), and is slowed down by tc's token bucket filter, at link_mbit
+each way, as on a full-duplex cable.
 
-Nothing here can be left behind, or touch a network that was there before: namespaces without a name live only as long
-as a process in them, and the kernel takes their interfaces along. So there is no clean-up to be forgotten, or killed.
-It works as root, and as a user who may make user namespaces; where neither may, nodes share the loopback, unshaped.
-Almesberger, Linux Network Traffic Control: Implementation Overview, 1999; namespaces(7), veth(4), tc-tbf(8).
+Nothing here can be left behind, or touch a network that was there before: namespaces without a name
+live only as long as a process in them, and the kernel takes their interfaces along. So there is no
+clean-up to be forgotten, or killed. It works as root, and as a user who may make user namespaces;
+where neither may, nodes share the loopback, unshaped. Almesberger, Linux Network Traffic Control:
+Implementation Overview, 1999; namespaces(7), veth(4), tc-tbf(8).
 """
 
 import ctypes
@@ -27,10 +29,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
-SYSTEM_FOLDERS = os.pathsep.join(["/usr/sbin", "/sbin"])  # where ip and tc are, and not always on a user's PATH
+SYSTEM_FOLDERS = os.pathsep.join(["/usr/sbin", "/sbin"])  # of ip and tc, not always on the PATH
 MOST_NODES = 64
 PORT = 29400  # of the rendezvous: a fixed one is safe, in a network that is nobody else's
-FOLDER = "LABKIT_NODES"  # environment: where a rank notes what it does to its link; absent without namespaces
+FOLDER = "LABKIT_NODES"  # environment: where a rank notes what it does to its link, if it has one
 
 
 class Refused(RuntimeError):
@@ -41,7 +43,7 @@ class Refused(RuntimeError):
 class Link:
     """Each node's cable. mbit: 10^6 bits a second each way (None: as memory is); mtu: bytes.
 
-    ms: delay each way. From node to node a packet passes two cables: 2 x ms one way, 4 x ms with its answer.
+    ms: delay each way. Between nodes a packet passes two cables: 2 x ms, 4 x ms with its answer.
     """
 
     mbit: float | None = None
@@ -50,23 +52,30 @@ class Link:
 
     def __post_init__(self):
         if self.mbit is not None and not 0.1 <= self.mbit <= 100_000:
-            raise ValueError(f"link_mbit={self.mbit}: a link carries 0.1 to 100,000 Mbit/s, or None for no limit")
+            raise ValueError(
+                f"link_mbit={self.mbit}: a link carries 0.1 to 100,000 Mbit/s, or None for no limit"
+            )
         if not 0 <= self.ms <= 10_000:
             raise ValueError(f"link_ms={self.ms}: the delay is 0 to 10,000 milliseconds")
         if type(self.mtu) is not int or not 1280 <= self.mtu <= 65_000:
-            raise ValueError(f"link_mtu={self.mtu}: a frame carries 1,280 to 65,000 bytes (1500 is usual, 9000 jumbo)")
+            raise ValueError(
+                f"link_mtu={self.mtu}: a frame carries 1,280 to 65,000 bytes "
+                "(1500 is usual, 9000 jumbo)"
+            )
 
     def token_bucket(self):
-        """tc's words. The bucket holds what passes in 1 ms: more would let small messages through unslowed."""
+        """tc's words. The bucket holds 1 ms: more would let small messages through unslowed."""
         burst = max(2 * (self.mtu + 14), int(self.mbit * 125))
-        return ["tbf", "rate", f"{int(self.mbit * 1e6)}bit", "burst", str(burst), "latency", "400ms"]
+        return [
+            "tbf", "rate", f"{int(self.mbit * 1e6)}bit", "burst", str(burst), "latency", "400ms"
+        ]  # fmt: skip
 
 
 class Network:
     """A switch and its nodes, as network namespaces of this process, which ends up in the switch's.
 
-    how: "root" or "rootless". notes: what was asked for and is not there, one line each. Raises Refused.
-    The process must have one thread, and be one that nobody needs in its old network any more: a fork.
+    how: "root" or "rootless". notes: lines on what was asked for and is missing. Raises Refused.
+    The process must have one thread, and be one that nobody needs in its old network: a fork.
     """
 
     def __init__(self, count, link):
@@ -86,7 +95,7 @@ class Network:
         run("ip", "link", "set", "lo", "up")
         call("setns", self.switch, CLONE_NEWNET)
         port = f"port{node}"
-        # gso_max_segs 1: packets are counted as they would be on a cable, each with its own headers.
+        # gso_max_segs 1: packets are counted as on a cable, each with its own headers.
         shape = ["mtu", str(self.link.mtu), "gso_max_segs", "1", "addrgenmode", "none"]
         ends = ["netns", f"/proc/{os.getpid()}/fd/{inside}", "name", "eth0"]
         run("ip", "link", "add", port, "mtu", str(self.link.mtu), "type", "veth", "peer", *ends)
@@ -102,26 +111,38 @@ class Network:
     def slow_down(self, interface):
         above = ["root"]
         if self.link.mbit is not None:
-            run("tc", "qdisc", "add", "dev", interface, "root", "handle", "1:", *self.link.token_bucket())
+            run(
+                "tc", "qdisc", "add", "dev", interface, "root", "handle", "1:",
+                *self.link.token_bucket(),
+            )  # fmt: skip
             above = ["parent", "1:1"]
         if self.link.ms:
             try:
-                run("tc", "qdisc", "add", "dev", interface, *above, "netem", "delay", f"{self.link.ms}ms")
+                run(
+                    "tc", "qdisc", "add", "dev", interface, *above,
+                    "netem", "delay", f"{self.link.ms}ms",
+                )  # fmt: skip
             except Refused:
-                self.notes = [f"this kernel has no netem: the links have no delay, {self.link.ms:g} ms were asked for"]
+                self.notes = [
+                    "this kernel has no netem: the links have no delay, "
+                    f"{self.link.ms:g} ms were asked for"
+                ]
 
     def enter(self, node):
         """Move this process, a fork, into the node."""
         call("setns", self.nodes[node], CLONE_NEWNET)
 
     def wire(self):
-        """What has passed each node's link, as its port counted it: dicts of node, sent_bytes, received_bytes."""
+        """What passed each link, as its port counted: [{node, sent_bytes, received_bytes}]."""
         ports = [counters(f"port{node}") for node in range(len(self.nodes))]
-        return [{"node": i, "sent_bytes": there, "received_bytes": back} for i, (back, there) in enumerate(ports)]
+        return [
+            {"node": i, "sent_bytes": there, "received_bytes": back}
+            for i, (back, there) in enumerate(ports)
+        ]
 
 
 def refusal(link):
-    """Why this system lets us make no nodes, or None: tried by a fork with one node, so that we stay where we are."""
+    """Why this system lets us make no nodes, or None; a fork tries, so that we stay in place."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -148,7 +169,7 @@ def leave_network():
     except Refused:
         user, group = os.geteuid(), os.getegid()
         call("unshare", CLONE_NEWUSER | CLONE_NEWNET)
-        # Root of the new namespace is the user we were: nothing outside it becomes permitted by that.
+        # Root of the new namespace is the user we were: nothing outside becomes permitted by that.
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"0 {user} 1")
         Path("/proc/self/gid_map").write_text(f"0 {group} 1")
@@ -168,7 +189,9 @@ def here():
 
 
 def find(tool):
-    path = shutil.which(tool, path=os.pathsep.join([os.environ.get("PATH", os.defpath), SYSTEM_FOLDERS]))
+    path = shutil.which(
+        tool, path=os.pathsep.join([os.environ.get("PATH", os.defpath), SYSTEM_FOLDERS])
+    )
     if path is None:
         raise Refused(f"no program `{tool}` here (Debian, Ubuntu: apt install iproute2)")
     return path
@@ -181,37 +204,42 @@ def run(tool, *arguments):
 
 
 def address(node):
-    """Three digits at the end: torch's rendezvous numbers the nodes by the order of their addresses as text."""
+    """Three digits at the end: torch's rendezvous sorts the nodes by their addresses as text."""
     return f"10.77.0.{100 + node}"
 
 
 def counters(interface="eth0"):
-    """(sent, received): bytes that have passed an interface, headers included, as in /sys/class/net/*/statistics.
+    """(sent, received): bytes of an interface with headers, as in /sys/class/net/*/statistics.
 
-    For a rank: of its node. Read from /proc, which shows a process its own network. Raises ValueError without nodes.
+    For a rank: of its node; /proc shows a process its own network. Raises ValueError without nodes.
     """
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, numbers = line.partition(":")
         if name.strip() == interface:
             fields = numbers.split()
             return int(fields[8]), int(fields[0])
-    raise ValueError(f"no interface {interface} here: counters() is for ranks of launch(..., nodes=2) in namespaces")
+    raise ValueError(
+        f"no interface {interface} here: "
+        "counters() is for ranks of launch(..., nodes=2) in namespaces"
+    )
 
 
 def cut():
-    """On a rank: take its node's link down. Connections live on, and nothing arrives, until heal()."""
+    """On a rank: take its node's link down. Connections live on; nothing arrives until heal()."""
     set_link("down")
 
 
 def heal():
-    """On a rank: bring its node's link up again. What was sent meanwhile arrives when TCP tries next: in seconds."""
+    """On a rank: bring its node's link up. What was sent arrives as TCP tries again: in seconds."""
     set_link("up")
 
 
 def set_link(state):
-    # An interface named eth0 may be the machine's own: only where we have made the network it is ours.
+    # An interface named eth0 may be the machine's own: it is ours only where we have made it.
     if FOLDER not in os.environ:
-        raise ValueError("this rank has no link of its own: launch(..., nodes=2), where namespaces are allowed")
+        raise ValueError(
+            "this rank has no link of its own: launch(..., nodes=2), where namespaces are allowed"
+        )
     run("ip", "link", "set", "eth0", state)
     note(Path(os.environ[FOLDER]), int(os.environ["GROUP_RANK"]), link=state)
 

@@ -1,11 +1,11 @@
-"""Which rank failed first, and why: read from what the ranks left behind, not from the loudest traceback.
+"""Which rank failed first, and why: from what the ranks left behind, not the loudest traceback.
 
-When one rank fails, its peers fail a moment later inside a collective ("Connection closed by peer"), and on gloo it is
-often rank 0 that shouts first. So the ranks are sorted by what is known of each:
+When one rank fails, its peers fail a moment later in a collective ("Connection closed by peer"),
+and on gloo rank 0 often shouts first. So the ranks are sorted by what is known of each:
 
     raised     an exception of its own           -> the cause; the earliest of them
-    died       neither report nor goodbye        -> the cause: killed, crashed, or left through os._exit
-    finished   said goodbye while others waited  -> the cause, when those others lost their connection to it
+    died       neither report nor goodbye        -> the cause: killed, crashed, or left by os._exit
+    finished   said goodbye while others waited  -> the cause, if these lost their connection to it
     stopped    alive until it was told to stop   -> the cause, when the others waited for it in vain
     echo       an exception that another rank's end explains
 """
@@ -17,7 +17,9 @@ import signal
 from dataclasses import dataclass
 
 ECHO = re.compile(
-    r"onnection (closed|reset|was|refused)|roken pipe|remote process exited|ncclRemoteError|hook of rank \d", re.I
+    r"onnection (closed|reset|was|refused)|roken pipe|remote process exited|ncclRemoteError"
+    r"|hook of rank \d",
+    re.I,
 )
 DIFFER_BY_NATURE = ("send", "recv", "exchange", "all_to_all")
 TIMEOUT = re.compile(r"tim(ed|ing) ?out|timeout", re.I)
@@ -42,7 +44,7 @@ class RankEnd:
 
 
 def read_exits(folder):
-    """Exit codes by process id, of the ranks that have ended until now; None for a plain torchrun, which hides them."""
+    """Exit codes by process id of ranks that have ended; None for plain torchrun: it hides them."""
     file = folder / "exits.jsonl"
     if not file.exists():
         return None
@@ -51,7 +53,7 @@ def read_exits(folder):
 
 
 def read_ends(folder, nproc, events, exits):
-    """One RankEnd for each rank, from its events, its black box, its stack, and the exit codes before any stop."""
+    """One RankEnd per rank, from events, black box, stack, and the exit codes before any stop."""
     ends = []
     for rank in range(nproc):
         kinds = {event["kind"]: event for event in events[rank]}
@@ -78,11 +80,13 @@ def read_ends(folder, nproc, events, exits):
 
 
 def explain(ends, timed_out=None, broken=None):
-    """(cause, text): the RankEnd that failed first, None where no single rank did, and the message for the person.
+    """(cause, text): the RankEnd that failed first, None where no single rank did; the message.
 
     broken: in words, what is known to be wrong below the ranks, with a node or its link (nodes.py).
     """
-    by_state = {state: [end for end in ends if end.state == state] for state in {end.state for end in ends}}
+    by_state = {
+        state: [end for end in ends if end.state == state] for state in {end.state for end in ends}
+    }
     waiting = [end for end in ends if end.state in ("echo", "timeout")]
     if raised := by_state.get("raised"):
         cause = min(raised, key=lambda end: end.error["time"])
@@ -95,10 +99,16 @@ def explain(ends, timed_out=None, broken=None):
         cause = next((end for end in died if end.exit_code), died[0])
         headline = f"rank {cause.rank} {manner_of_death(cause)}"
     elif timed_out:
-        cause, headline = None, f"stopped after {timed_out:g} s, the limit of this launch (timeout={timed_out:g})"
+        cause, headline = (
+            None,
+            f"stopped after {timed_out:g} s, the limit of this launch (timeout={timed_out:g})",
+        )
     elif waiting and by_state.get("finished"):
         cause = by_state["finished"][0]
-        headline = f"rank {cause.rank} finished early, while rank {waiting[0].rank} was still waiting for it"
+        headline = (
+            f"rank {cause.rank} finished early, "
+            f"while rank {waiting[0].rank} was still waiting for it"
+        )
     elif waiting and by_state.get("stopped"):
         cause = by_state["stopped"][0]
         headline = f"rank {cause.rank} hangs: the others waited for it in vain"
@@ -113,16 +123,19 @@ def explain(ends, timed_out=None, broken=None):
 
 
 def mismatch(ends):
-    """In words, the collective that two ranks called differently where both stand at the same count; else None.
+    """In words, the collective that two ranks called differently at the same count; else None.
 
-    Messages between two ranks differ by nature, and a rank that was killed may have stood anywhere. One that finished
-    (with a smaller tensor than its peers a rank may come through) or was stopped counts only beside one that waited.
+    Messages between two ranks differ by nature, and a rank that was killed may have stood anywhere.
+    One that finished (with a smaller tensor than its peers a rank may come through) or was stopped
+    counts only beside one that waited.
     """
     aborted = any(end.exit_code == -signal.SIGABRT for end in ends)
     if any(end.state == "died" and end.exit_code not in (None, -signal.SIGABRT) for end in ends):
         return None
     waited = ("echo", "timeout", "died", *(["stopped"] if aborted else []))
-    known = [end for end in ends if end.state in (*waited, "finished", "stopped") and end.collective]
+    known = [
+        end for end in ends if end.state in (*waited, "finished", "stopped") and end.collective
+    ]
     for one, other in itertools.combinations(known, 2):
         if one.state not in waited and other.state not in waited:
             continue
@@ -130,7 +143,8 @@ def mismatch(ends):
         if a["count"] == b["count"] and a != b and {a["op"], b["op"]}.isdisjoint(DIFFER_BY_NATURE):
             return (
                 f"ranks {one.rank} and {other.rank} called different collectives: "
-                f"rank {one.rank} is in {one.waiting_in()}; rank {other.rank} is in {other.waiting_in()}"
+                f"rank {one.rank} is in {one.waiting_in()}; "
+                f"rank {other.rank} is in {other.waiting_in()}"
             )
     return None
 
@@ -139,7 +153,9 @@ def different_lines(waiting):
     lines = {end.error["line"]: end.rank for end in waiting}
     if len(lines) < 2:
         return ""
-    return ", at different lines: " + "; ".join(f"rank {rank} at `{line}`" for line, rank in lines.items())
+    return ", at different lines: " + "; ".join(
+        f"rank {rank} at `{line}`" for line, rank in lines.items()
+    )
 
 
 def manner_of_death(end):
@@ -164,11 +180,16 @@ def details(ends, cause):
         if end is cause:
             continue
         if end.state in ("echo", "timeout"):
-            yield f"    rank {end.rank} gave up waiting at `{end.error['line']}` ({end.waiting_in()})"
+            yield (
+                f"    rank {end.rank} gave up waiting at `{end.error['line']}` ({end.waiting_in()})"
+            )
         elif end.state == "raised":
             yield f"    rank {end.rank} raised {end.error['type']}: {end.error['message']}"
         else:
-            yield f"    rank {end.rank} {'was running' if end.state == 'stopped' else end.state} ({end.waiting_in()})"
+            yield (
+                f"    rank {end.rank} {'was running' if end.state == 'stopped' else end.state} "
+                f"({end.waiting_in()})"
+            )
     for end in ends:
         if end.stack and end.state == "stopped":
             yield f"\nrank {end.rank} was here when it was stopped:\n{own_frames(end.stack)}"

@@ -1,12 +1,12 @@
-"""What one rank does: redirect its output, join the process group, run the target, report how it ended.
+"""What one rank does: redirect its output, join the group, run the target, report how it ended.
 
     run folder/
-      job.json         what to run                                   written by launch
+      job.json         what to run, written by launch
       rank-1.log       everything rank 1 prints, also from C++
-      rank-1.jsonl     its events: start, record, progress, error, leaving, done    read by launch as they come
+      rank-1.jsonl     its events, which launch reads: start, record, progress, error, leaving, done
       rank-1.box       its last collective, in a memory map: survives kill -9
       rank-1.stack     where it was when it was told to stop
-      torch._dynamo    empty: some rank needed this import, and the agent can make it once for all that follow
+      torch._dynamo    empty: a rank needed this import, and the agent can make it for the next
 
 The same file serves the warm path (a fork of labkit.run.agent) and a plain shell:
 
@@ -39,13 +39,18 @@ from labkit.run import nodes
 
 PR_SET_PDEATHSIG = 1
 # Where an error passes through code that is not the target's own.
-MACHINERY = (__file__, comm.__file__, str(Path(torch.__file__).parent), str(Path(os.__file__).parent))
+MACHINERY = (
+    __file__,
+    comm.__file__,
+    str(Path(torch.__file__).parent),
+    str(Path(os.__file__).parent),
+)
 BOX_BYTES = 256
 LATE_IMPORT = "torch._dynamo"  # 1.5 s or more, in every process that makes an optimizer
 
 
 class EventFile:
-    """One JSON line an event, flushed as it is written: the notebook reads it while the rank runs."""
+    """One JSON line an event, flushed when written: the notebook reads it while the rank runs."""
 
     def __init__(self, file):
         self.file = file
@@ -55,7 +60,7 @@ class EventFile:
 
 
 def plain(value):
-    """Tensors and numpy values of one element as Python numbers; anything else that JSON cannot hold is an error."""
+    """Tensors and numpy values of one element as Python numbers; what JSON cannot hold raises."""
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, (torch.dtype, torch.device, Path)):
@@ -64,7 +69,7 @@ def plain(value):
 
 
 class BlackBox:
-    """The last collective that this rank started, kept where a killed process leaves it readable."""
+    """The last collective that this rank started, kept readable if the process is killed."""
 
     def __init__(self, path):
         path.write_bytes(b" " * BOX_BYTES)
@@ -84,7 +89,7 @@ class Context:
     """What the target gets: who this rank is, and how it reports.
 
     node counts the machines of the job, local_rank the ranks of one.
-    record(**fields) adds one row to run.records; progress(step, total) moves the notebook's bar (rank 0's is shown).
+    record(**fields) adds a row to run.records; progress(step, total) moves the bar (rank 0's).
     """
 
     rank: int
@@ -96,7 +101,9 @@ class Context:
 
     def record(self, **fields):
         if "rank" in fields or "kind" in fields:
-            raise ValueError("record() notes the rank by itself: give fields other names than rank and kind")
+            raise ValueError(
+                "record() notes the rank by itself: give fields other names than rank and kind"
+            )
         self.events.write("record", rank=self.rank, **fields)
 
     def progress(self, step, total):
@@ -105,14 +112,17 @@ class Context:
 
 
 def main(job_path):
-    """Run the job on this rank; an error of the target is reported, and then ends the process with status 1."""
+    """Run the job on this rank; a target's error is reported and ends the process with status 1."""
     die_with_parent()
     folder = Path(job_path).parent
     job = json.loads(Path(job_path).read_text())
-    rank, *position = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK"))
+    rank, *position = (
+        int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK")
+    )
     redirect_output(folder / f"rank-{rank}.log")
     stack_file = open(folder / f"rank-{rank}.stack", "w")
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a fork inherits torchelastic's handler, which raises
+    # a fork inherits torchelastic's handler, which raises
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     faulthandler.register(signal.SIGTERM, file=stack_file, all_threads=False, chain=True)
     events = EventFile(open(folder / f"rank-{rank}.jsonl", "a", buffering=1))
     events.write("start", time=time.time(), pid=os.getpid())
@@ -138,7 +148,7 @@ def main(job_path):
         if isinstance(error, SystemExit) and not error.code:
             events.write("done", time=time.time())
             return
-        # Not printed here: of all ranks' tracebacks the notebook shows the one that matters (report.py).
+        # Not printed here: of all tracebacks the notebook shows the one that matters (report.py).
         events.write("error", sent_bytes=box.sent_bytes, **describe_error(error))
         sys.exit(1)
 
@@ -196,7 +206,10 @@ def run_target(job, context):
         return
     namespace = {"__name__": "cell", "torch": torch, "dist": dist, "comm": comm}
     if job["kind"] == "cell":
-        namespace |= {name: getattr(context, name) for name in ("rank", "world_size", "local_rank", "node", "device")}
+        namespace |= {
+            name: getattr(context, name)
+            for name in ("rank", "world_size", "local_rank", "node", "device")
+        }
         namespace |= {"record": context.record, "progress": context.progress}
         namespace |= job["parameters"]
     exec(compile_source(job["target"]), namespace)
@@ -215,12 +228,14 @@ def call(function, context, parameters):
     names = list(signature.parameters)[1:]
     unknown = [name for name in parameters if name not in names]
     if unknown and not any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):
-        raise TypeError(f"{function.__name__}() has no parameter {unknown[0]!r}: it takes {', '.join(names)}")
+        raise TypeError(
+            f"{function.__name__}() has no parameter {unknown[0]!r}: it takes {', '.join(names)}"
+        )
     function(context, **parameters)
 
 
 def describe_error(error):
-    """The last line of the target's own code on the way to the error, and the traceback from there on."""
+    """The last line of the target's own code before the error, and the traceback from there."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [i for i, frame in enumerate(frames) if not frame.filename.startswith(MACHINERY)]
     shown = traceback.format_list(frames[own[0] :]) if own else []
@@ -236,10 +251,20 @@ def describe_error(error):
 
 def shell(target, *assignments):
     """The same from a plain torchrun: records go to the terminal, as JSON lines."""
-    parameters = {name: json.loads(value) for name, _, value in (text.partition("=") for text in assignments)}
+    parameters = {
+        name: json.loads(value) for name, _, value in (text.partition("=") for text in assignments)
+    }
     device = "cuda" if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]) else "cpu"
-    job = {"target": target, "kind": "function", "parameters": parameters, "device": device, "threads": 1}
-    position = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK"))
+    job = {
+        "target": target,
+        "kind": "function",
+        "parameters": parameters,
+        "device": device,
+        "threads": 1,
+    }
+    position = (
+        int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK")
+    )
     context = Context(*position, torch.device("cpu"), EventFile(sys.stdout))
     join_group(job | {"collective_timeout": 600}, "env://", context)
     run_target(job, context)

@@ -1,5 +1,5 @@
-"""What people look at: pictures (plots.py), tables, what a notebook prints (notebook.py) and the widgets.
+"""What people look at: pictures (plots.py), tables, what a notebook prints (notebook.py), widgets.
 
-data -> plots.*(frame) -> Figure -> plots.present(...)   in the notebook, with alt text, caption and provenance
-                                 -> plots.save(...)      figures/NAME.svg, and NAME.json with what it was drawn from
+data -> plots.*(frame) -> Figure -> plots.present(...)   with alt text, caption and provenance
+                                 -> plots.save(...)      figures/NAME.svg, and its data in NAME.json
 """

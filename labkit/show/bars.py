@@ -1,4 +1,4 @@
-"""Bars: values compared with their spread, memory stacked by kind, and the measured held against the predicted."""
+"""Bars: values with their spread, memory stacked by kind, the measured against the predicted."""
 
 import numpy as np
 
@@ -10,9 +10,9 @@ THICK = 0.72
 
 
 def grouped_bars(frame, value, category="strategy", group=None, title=None, unit=None):
-    """Figure: a bar per category (and, within it, per group) to the median of `value`, with quartile whiskers.
+    """Figure: a bar per category (and, in it, per group) to the median of `value`, with quartiles.
 
-    frame: long form, several rows (rounds, ranks) per bar; unit: by default what the column's name ends in.
+    frame: long form, several rows (rounds, ranks) per bar; unit: by default the column's.
     Categories and groups keep their order of appearance; every bar says its own value.
     """
     unit = style.unit_of(value) if unit is None else unit
@@ -45,7 +45,7 @@ def grouped_bars(frame, value, category="strategy", group=None, title=None, unit
 
 
 def draw_bars(axes, bars, unit):
-    """Bars with whiskers; the value stands at the end of its whisker. The axis' unit is left in axes.value_unit."""
+    """Bars with whiskers, the value at a whisker's end. The axis' unit is in axes.value_unit."""
     largest = max(s.high for _, _, s, _ in bars)
     divisor, axes.value_unit = style.byte_scale(largest) if unit == "bytes" else (1, unit)
     for y, _, spread, colour in bars:
@@ -53,18 +53,32 @@ def draw_bars(axes, bars, unit):
         axes.barh(y, median, THICK, color=colour)
         if spread.high > spread.low:
             reach = [[median - spread.low / divisor], [spread.high / divisor - median]]
-            axes.errorbar(median, y, xerr=reach, color=style.INK, capsize=3, capthick=1.2, elinewidth=1.2)
-        place = {"xytext": (6, 0), "textcoords": "offset points", "va": "center_baseline", "size": 9.5}
-        axes.annotate(style.quantity(spread.median, unit), (spread.high / divisor, y), weight="bold", **place)
+            axes.errorbar(
+                median, y, xerr=reach, color=style.INK, capsize=3, capthick=1.2, elinewidth=1.2
+            )
+        place = {
+            "xytext": (6, 0),
+            "textcoords": "offset points",
+            "va": "center_baseline",
+            "size": 9.5,
+        }
+        axes.annotate(
+            style.quantity(spread.median, unit), (spread.high / divisor, y), weight="bold", **place
+        )
     axes.set_xlim(0, (largest / divisor or 1) * 1.16)
     axes.set_ylim(bars[-1][0] + 0.6, -0.6)
 
 
 def label_groups(axes, bars):
-    """The group's name inside its bar, at the left, or after the value where the bar is too short."""
+    """The group's name inside its bar, at the left; after the value where the bar is too short."""
     axes.figure.draw_without_rendering()
     for (y, words, _, colour), bar in zip(bars, axes.patches, strict=True):
-        place = {"xytext": (6, 0), "textcoords": "offset points", "va": "center_baseline", "size": 9}
+        place = {
+            "xytext": (6, 0),
+            "textcoords": "offset points",
+            "va": "center_baseline",
+            "size": 9,
+        }
         text = axes.annotate(words, (0, y), color=style.text_on(colour), **place)
         if text.get_window_extent().width + 10 > bar.get_window_extent().width:
             text.remove()
@@ -82,9 +96,9 @@ def finish(figure, axes, title):
 def memory_bars(frame, title=None, label="strategy", up_to=0):
     """Figure: one stacked bar per `label`, by kind.
 
-    frame: bytes in columns named after KINDS, or peak_KIND_bytes as compare() has them; of several rows the largest.
-    A segment says its size where there is room (without the unit, the axis'), a bar its sum; unused kinds are left out.
-    up_to: bytes that the axis shows at least.
+    frame: bytes in columns named after KINDS, or peak_KIND_bytes (compare()); of rows the largest.
+    A segment says its size where there is room (without the unit, the axis'), a bar its sum; unused
+    kinds are left out. up_to: bytes that the axis shows at least.
     """
     frame = frame.rename(columns={f"peak_{kind}_bytes": kind for kind in KINDS})
     kinds = [kind for kind in KINDS if kind in frame and frame[kind].max() > 0]
@@ -110,8 +124,20 @@ def memory_bars(frame, title=None, label="strategy", up_to=0):
                 label=style.name(kind),
             )
             for y, start, size in zip(places, left, sizes, strict=True):
-                ink = {"color": style.text_on(colour), "ha": "center", "va": "center_baseline", "size": 9}
-                written.append((axes.text(start + size / divisor / 2, y, style.quantity(size, "bytes"), **ink), size))
+                ink = {
+                    "color": style.text_on(colour),
+                    "ha": "center",
+                    "va": "center_baseline",
+                    "size": 9,
+                }
+                written.append(
+                    (
+                        axes.text(
+                            start + size / divisor / 2, y, style.quantity(size, "bytes"), **ink
+                        ),
+                        size,
+                    )
+                )
             left += sizes / divisor
         for y, total in zip(places, totals, strict=True):
             place = {
@@ -127,11 +153,18 @@ def memory_bars(frame, title=None, label="strategy", up_to=0):
         axes.invert_yaxis()
         axes.set_xlabel(f"memory per rank at its peak ({unit})")
         figure.legend(
-            loc="outside lower left", ncols=len(kinds), handlelength=0.9, columnspacing=1.3, handletextpad=0.5
+            loc="outside lower left",
+            ncols=len(kinds),
+            handlelength=0.9,
+            columnspacing=1.3,
+            handletextpad=0.5,
         )
         finish(figure, axes, title)
         figure.draw_without_rendering()
-        scale = axes.transData.transform([(1 / divisor, 0)])[0][0] - axes.transData.transform([(0, 0)])[0][0]
+        scale = (
+            axes.transData.transform([(1 / divisor, 0)])[0][0]
+            - axes.transData.transform([(0, 0)])[0][0]
+        )
         for text, size in written:
             for words in (text.get_text(), f"{size / divisor:.3g}", ""):
                 text.set_text(words)
@@ -141,9 +174,9 @@ def memory_bars(frame, title=None, label="strategy", up_to=0):
 
 
 def measured_against_predicted(frame, title=None):
-    """Figure: measured / predicted of every row on one axis, the values beside it; on the line at 1 they agree.
+    """Figure: measured / predicted of every row on one axis, values beside it; at 1 they agree.
 
-    frame: columns quantity, unit, predicted, measured, and optionally low, high (quartiles, in the row's unit).
+    frame: quantity, unit, predicted, measured; optionally low, high (quartiles in the row's unit).
     """
     ratios = frame["measured"] / frame["predicted"]
     with style.look():
@@ -155,9 +188,13 @@ def measured_against_predicted(frame, title=None):
             axes.plot(ratio, y, "o", color=style.BLUE, markersize=8, zorder=3)
             if "low" in row and np.isfinite(row["low"]):
                 ends = [row["low"] / row["predicted"], row["high"] / row["predicted"]]
-                axes.plot(ends, [y, y], color=style.INK, linewidth=1.2, marker="|", markersize=8, zorder=4)
+                axes.plot(
+                    ends, [y, y], color=style.INK, linewidth=1.2, marker="|", markersize=8, zorder=4
+                )
                 edges += ends
-            measured, predicted = (style.quantity(row[which], row["unit"]) for which in ("measured", "predicted"))
+            measured, predicted = (
+                style.quantity(row[which], row["unit"]) for which in ("measured", "predicted")
+            )
             beside(axes, y, style.ratio_text(ratio), f"{measured} of {predicted}")
         beside(axes, -0.75, "ratio", "measured of predicted", color=style.FAINT)
         reach = max(0.1, 1.15 * max(abs(edge - 1) for edge in edges))
@@ -172,5 +209,11 @@ def measured_against_predicted(frame, title=None):
 def beside(axes, y, ratio, values, **look):
     """Two columns of text at the right of the axes."""
     for words, offset in ((ratio, 10), (values, 54)):
-        place = {"xycoords": ("axes fraction", "data"), "xytext": (offset, 0), "textcoords": "offset points"}
-        axes.annotate(words, (1, y), va="center_baseline", size=9.5, annotation_clip=False, **place, **look)
+        place = {
+            "xycoords": ("axes fraction", "data"),
+            "xytext": (offset, 0),
+            "textcoords": "offset points",
+        }
+        axes.annotate(
+            words, (1, y), va="center_baseline", size=9.5, annotation_clip=False, **place, **look
+        )

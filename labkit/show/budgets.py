@@ -1,10 +1,11 @@
-"""Memory by kind in the hand: stage, world size, precision and batch move, and each byte goes where it will go.
+"""Memory by kind in the hand: move stage, world size, precision and batch, and see it change.
 
-    [ figure ] one-line takeaway, table              ordinary outputs: GitHub, a batch run and an offline page show them
-    ranks --o--   precision v   batch --o--          controls: what they ask is estimated, nothing is launched
-    [x] DDP [x] ZeRO-1 [x] ZeRO-2 [x] FSDP           the stages side by side; a line where a rank's memory ends
+    [ figure ] one-line takeaway, table       ordinary outputs: GitHub, batch runs, offline too
+    ranks --o--   precision v   batch --o--   controls: what they ask is estimated, nothing launched
+    [x] DDP [x] ZeRO-1 [x] ZeRO-2 [x] FSDP    stages side by side; a line where a rank's memory ends
 
-What is drawn is a pure function of (predict, state): predict(stage, world_size, precision, batch) -> bytes by kind.
+What is drawn is a pure function of (predict, state):
+predict(stage, world_size, precision, batch) -> bytes by kind.
 """
 
 import functools
@@ -26,7 +27,7 @@ STAGES = ("ddp_bucketed", "zero1", "zero2", "fsdp")
 
 @dataclass(frozen=True)
 class State:
-    """What the controls say. batch: samples of one rank. capacity: bytes that a rank has, None for no line."""
+    """The controls. batch: samples of one rank. capacity: a rank's bytes, None for no line."""
 
     stages: tuple
     world_size: int
@@ -38,8 +39,8 @@ class State:
 def predictor(module, batch_of, loss=None, unit=None, device=None, **options):
     """predict(stage, world_size, precision, batch) -> bytes by kind at the peak, each remembered.
 
-    batch_of: function batch size -> (input, target), which may be on the meta device. unit, device, options: those
-    of labkit.budget.estimate.
+    batch_of: function batch size -> (input, target), which may be on the meta device.
+    unit, device, options: those of labkit.budget.estimate.
     """
 
     @functools.cache
@@ -56,7 +57,10 @@ def predictor(module, batch_of, loss=None, unit=None, device=None, **options):
 
 def rows(predict, state):
     """DataFrame: a row per stage with its bytes by kind and their sum, `total`."""
-    found = [{"stage": one, **predict(one, state.world_size, state.precision, state.batch)} for one in state.stages]
+    found = [
+        {"stage": one, **predict(one, state.world_size, state.precision, state.batch)}
+        for one in state.stages
+    ]
     frame = pd.DataFrame(found)
     return frame.assign(total=frame[list(KINDS)].sum(axis=1))
 
@@ -68,14 +72,17 @@ def headline(state):
 
 
 def draw(predict, state):
-    """Figure: a stacked bar per stage; where the state has a capacity, a line. ValueError without a stage."""
+    """Figure: a stacked bar per stage, a line at the capacity. ValueError without a stage."""
     if not state.stages:
         raise ValueError("no stage to draw: choose at least one")
     shown, capacity = rows(predict, state)[["stage", *KINDS]], state.capacity or 0
     figure = memory_bars(shown, title=headline(state), label="stage", up_to=capacity)
     if state.capacity is not None:
         axes = figure.axes[0]
-        longest = max(sum(predict(s, state.world_size, state.precision, state.batch).values()) for s in state.stages)
+        longest = max(
+            sum(predict(s, state.world_size, state.precision, state.batch).values())
+            for s in state.stages
+        )
         at = state.capacity / style.byte_scale(longest)[0]
         axes.axvline(at, color=style.RED, linewidth=1.6, zorder=2)  # over the bars, under the words
         for words in axes.texts:
@@ -92,14 +99,19 @@ def takeaway(predict, state):
     """One sentence: the most, the least, and which stage is the first that fits."""
     frame = rows(predict, state)
     most, least = frame.loc[frame["total"].idxmax()], frame.loc[frame["total"].idxmin()]
-    words = f"{headline(state)}: {style.quantity(most['total'], 'bytes')} a rank for {style.name(most['stage'])}"
+    words = (
+        f"{headline(state)}: {style.quantity(most['total'], 'bytes')} a rank "
+        f"for {style.name(most['stage'])}"
+    )
     if most["total"] > least["total"]:
         words += f", {style.quantity(least['total'], 'bytes')} for {style.name(least['stage'])}"
         words += f", {most['total'] / least['total']:.1f} times less"
     if state.capacity is None:
         return words + "."
     fits, room = frame[frame["total"] <= state.capacity], style.quantity(state.capacity, "bytes")
-    first = f"The first to fit into {room} is {style.name(fits['stage'].iloc[0])}." if len(fits) else ""
+    first = (
+        f"The first to fit into {room} is {style.name(fits['stage'].iloc[0])}." if len(fits) else ""
+    )
     return f"{words}. {first or f'None of them fits into {room}.'}"
 
 
@@ -121,8 +133,12 @@ class Explorer:
         self.boxes = controls.boxes(state.stages)
         above = (self.world_size, self.precision, self.batch)
         controls.observe(self.changed, (*above, *self.boxes.values()))
-        self.image = ipywidgets.HTML("<p>Move a control: the memory of your choice is drawn here.</p>")
-        self.panel = ipywidgets.VBox([controls.row(above), controls.row(self.boxes.values()), self.image])
+        self.image = ipywidgets.HTML(
+            "<p>Move a control: the memory of your choice is drawn here.</p>"
+        )
+        self.panel = ipywidgets.VBox(
+            [controls.row(above), controls.row(self.boxes.values()), self.image]
+        )
 
     def changed(self, change=None):
         """Read the controls and draw anew."""
@@ -147,10 +163,11 @@ def explorer(
     precisions=tuple(budget.PRECISIONS),
     batches=(1, 2, 4, 8, 16, 32, 64),
 ):
-    """Show memory by kind and stage: figure, takeaway and table as ordinary outputs, then controls. Returns Explorer.
+    """Show memory by kind and stage: figure, takeaway, table, then the controls. Returns Explorer.
 
-    predict: of predictor(), or any function (stage, world_size, precision, batch) -> bytes by kind. The controls offer
-    world_sizes, precisions and batches, to which the first choice is added. capacity: bytes that a rank has.
+    predict: of predictor(), or any function (stage, world_size, precision, batch) -> bytes by kind.
+    The controls offer world_sizes, precisions and batches, to which the first choice is added.
+    capacity: bytes that a rank has.
     """
     state = State(tuple(stages), world_size, precision, batch, capacity)
     words = takeaway(predict, state)
@@ -160,7 +177,12 @@ def explorer(
     for kind in (*[k for k in KINDS if frame[k].max() > 0], "total"):
         small[style.name(kind)] = [style.quantity(value, "bytes") for value in frame[kind]]
     table(small, f"{headline(state)}: bytes of a rank at the peak; predicted")
-    choices = [sorted({*offered, first}) for offered, first in ((world_sizes, world_size), (batches, batch))]
-    shown = Explorer(predict, state, choices[0], list(dict.fromkeys([*precisions, precision])), choices[1])
+    choices = [
+        sorted({*offered, first})
+        for offered, first in ((world_sizes, world_size), (batches, batch))
+    ]
+    shown = Explorer(
+        predict, state, choices[0], list(dict.fromkeys([*precisions, precision])), choices[1]
+    )
     display(shown.panel)
     return shown

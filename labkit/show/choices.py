@@ -1,8 +1,8 @@
-"""Sharding in the hand: unit, mode and prefetch move, and memory and step time of that choice are shown among all.
+"""Sharding in the hand: choose unit, mode and prefetch; see memory and step time among all.
 
-    [ figure ] one-line takeaway, table       ordinary outputs: GitHub, a batch run and an offline page show them
-    unit v   mode v   ahead --o--             controls: they re-plot what was measured and measure nothing
-    step  |  o                                every choice a point; the one that the controls name has a ring
+    [ figure ] one-line takeaway, table   ordinary outputs: GitHub, batch runs, offline too
+    unit v   mode v   ahead --o--         controls: they re-plot what was measured, measure nothing
+    step  |  o                            every choice a point; the controls' choice has a ring
     time  |      o (o)
           |           o   o
           +------------------- parameters held
@@ -38,7 +38,11 @@ class State:
 
 def chosen(frame, state):
     """The rows of this choice, one per step."""
-    which = (frame["unit"] == state.unit) & (frame["mode"] == state.mode) & (frame["prefetch"] == state.prefetch)
+    which = (
+        (frame["unit"] == state.unit)
+        & (frame["mode"] == state.mode)
+        & (frame["prefetch"] == state.prefetch)
+    )
     return frame[which]
 
 
@@ -53,7 +57,7 @@ def words_of(state):
 
 
 def draw(frame, state):
-    """Figure: step time over the parameters held at most, a point per choice, a ring around the chosen one."""
+    """Figure: step time over parameters held at most, a point per choice, a ring on the chosen."""
     points, mine = medians(frame), medians(chosen(frame, state)).iloc[0]
     colours = style.palette(dict.fromkeys(points["unit"]))
     divisor, unit = style.byte_scale(points["held_bytes"].max())
@@ -62,14 +66,24 @@ def draw(frame, state):
         for (part, mode), rows in points.groupby(["unit", "mode"], sort=False):
             xs, ys = rows["held_bytes"] / divisor, rows["step_ms"]
             ours = (part, mode) == (state.unit, state.mode)
-            look = {"marker": MARKERS.get(mode, "D"), "markersize": 6.5, "linewidth": 0.8 + ours, "zorder": 2 + ours}
+            look = {
+                "marker": MARKERS.get(mode, "D"),
+                "markersize": 6.5,
+                "linewidth": 0.8 + ours,
+                "zorder": 2 + ours,
+            }
             axes.plot(xs, ys, color=colours[part] if ours else style.lighter(colours[part]), **look)
             gap = (
                 0.06 * points["step_ms"].max() if xs.nunique() < len(xs) else 0
             )  # one above the other: keep words apart
             heights = style.spread_apart(list(ys), gap)
             for x, y, ahead in zip(xs, heights, rows["prefetch"], strict=True) if ours else ():
-                place = {"xytext": (11, 0 if gap else 5), "textcoords": "offset points", "size": 9, "zorder": 6}
+                place = {
+                    "xytext": (11, 0 if gap else 5),
+                    "textcoords": "offset points",
+                    "size": 9,
+                    "zorder": 6,
+                }
                 axes.annotate(f"{ahead} ahead", (x, y), va="center" if gap else "bottom", **place)
         ring = {"facecolors": "none", "edgecolors": style.RED, "linewidths": 2.2, "zorder": 5}
         axes.scatter(mine["held_bytes"] / divisor, mine["step_ms"], s=230, **ring)
@@ -79,10 +93,14 @@ def draw(frame, state):
         axes.set_ylabel("step time (ms)")
         axes.grid(axis="both")
         handles = [
-            Line2D([], [], color=colour, linewidth=3, label=f"units of {part}") for part, colour in colours.items()
+            Line2D([], [], color=colour, linewidth=3, label=f"units of {part}")
+            for part, colour in colours.items()
         ]
         modes = dict.fromkeys(points["mode"])
-        handles += [Line2D([], [], color=style.INK, marker=MARKERS.get(m, "D"), linewidth=0, label=m) for m in modes]
+        handles += [
+            Line2D([], [], color=style.INK, marker=MARKERS.get(m, "D"), linewidth=0, label=m)
+            for m in modes
+        ]
         look = {"handlelength": 1.2, "columnspacing": 1.3, "handletextpad": 0.5}
         figure.legend(handles=handles, loc="outside lower left", ncols=len(handles), **look)
         style.entitle(figure, f"{words_of(state)[0].upper()}{words_of(state)[1:]}")
@@ -90,22 +108,27 @@ def draw(frame, state):
 
 
 def takeaway(frame, state):
-    """One sentence: what this choice holds and takes, and how many choices hold less or are faster."""
+    """One sentence: what this choice holds and takes, and how many hold less or are faster."""
     points, mine = medians(frame), medians(chosen(frame, state)).iloc[0]
     held, step, bare = (style.quantity(mine[c], style.unit_of(c)) for c in COLUMNS[3:])
-    less, faster = (int((points[column] < mine[column]).sum()) for column in ("held_bytes", "step_ms"))
+    less, faster = (
+        int((points[column] < mine[column]).sum()) for column in ("held_bytes", "step_ms")
+    )
     return (
-        f"{words_of(state)}: at most {held} of parameters on a rank, a step in {step}, of which {bare} exposed; "
+        f"{words_of(state)}: at most {held} of parameters on a rank, "
+        f"a step in {step}, of which {bare} exposed; "
         f"of the other {len(points) - 1} choices {less} hold less, {faster} are faster."
     )
 
 
 def band(frame, state):
-    """Figure: the choice's step of median length, unit by unit; None where the frame has no spans."""
+    """Figure: the choice's step of median length, unit by unit; None for a frame without spans."""
     rows = chosen(frame, state).sort_values("step_ms")
     if "spans" not in rows:
         return None
-    return residency({words_of(state): Timeline.from_rows(rows["spans"].iloc[len(rows) // 2]).frame()})
+    return residency(
+        {words_of(state): Timeline.from_rows(rows["spans"].iloc[len(rows) // 2]).frame()}
+    )
 
 
 def small(frame):
@@ -115,7 +138,9 @@ def small(frame):
         row = {"unit": unit, "mode": mode}
         for column, short in (("held_bytes", "held"), ("step_ms", "step")):
             for _, point in mine.iterrows():
-                row[f"{short}, {point['prefetch']} ahead"] = style.quantity(point[column], style.unit_of(column))
+                row[f"{short}, {point['prefetch']} ahead"] = style.quantity(
+                    point[column], style.unit_of(column)
+                )
         rows.append(row)
     return pd.DataFrame(rows)
 
@@ -131,7 +156,9 @@ class Explorer:
         self.prefetch = controls.slider("units ahead", values["prefetch"], state.prefetch)
         above = (self.unit, self.mode, self.prefetch)
         controls.observe(self.changed, above)
-        self.image = ipywidgets.HTML("<p>Move a control: your choice is drawn here, from the saved rows.</p>")
+        self.image = ipywidgets.HTML(
+            "<p>Move a control: your choice is drawn here, from the saved rows.</p>"
+        )
         self.panel = ipywidgets.VBox([controls.row(above), self.image])
 
     def changed(self, change=None):
@@ -143,13 +170,15 @@ class Explorer:
 
 
 def explorer(frame, provenance, state=None):
-    """Show a sweep over units, modes and prefetch: figure, takeaway and table, then the controls. Returns Explorer.
+    """Show a sweep over unit, mode, prefetch: figure, takeaway, table, controls. Returns Explorer.
 
-    frame: one row per choice and step with COLUMNS, and optionally spans, Timeline.rows() with the lane "whole".
+    frame: a row per choice and step with COLUMNS; optionally spans, Timeline.rows(), lane "whole".
     Raises ValueError where a column is missing.
     """
     if missing := [column for column in COLUMNS if column not in frame]:
-        raise ValueError(f"a sweep needs the columns {', '.join(COLUMNS)}; missing: {', '.join(missing)}")
+        raise ValueError(
+            f"a sweep needs the columns {', '.join(COLUMNS)}; missing: {', '.join(missing)}"
+        )
     state = state or State(*frame.iloc[0][list(COLUMNS[:3])])
     words = takeaway(frame, state)
     present(draw(frame, state), words, provenance, words)

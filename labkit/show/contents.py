@@ -1,11 +1,11 @@
 """What ranks hold: a row a rank, a box a chunk, and in the box whose numbers are in it.
 
-A chunk is one number with a digit for every rank, the first for rank 0. Rank r fills chunk i with the digit i+1 in
-its own place, so that a sum says by itself what was added:
+A chunk is one number with a digit for every rank, the first for rank 0. Rank r fills chunk i with
+the digit i+1 in its own place, so that a sum says by itself what was added:
 
             chunk 0  chunk 1  chunk 2             rank 1's digit is drawn on rank 1's colour
     rank 0    100      200      300
-    rank 1     10       20       30               110: chunk 0 of ranks 0 and 1, and nothing yet of rank 2
+    rank 1     10       20       30               110: chunk 0 of ranks 0 and 1, not yet of rank 2
     rank 2      1        2        3               222: the whole sum of chunk 1
 """
 
@@ -17,26 +17,36 @@ WIDE, HIGH, GAP = 1.16, 0.8, 0.17  # of a box, and what separates two of them
 ARROW = 1.1  # room for the arrow from before to after
 BETWEEN = 1.7  # room between two panels
 INCH = 0.385  # of one unit of the above
-COLOURS = (style.BLUE, style.ORANGE, style.PURPLE, style.BROWN, style.OLIVE, style.SLATE, style.PALE_BLUE, style.GREY)
+COLOURS = (
+    style.BLUE,
+    style.ORANGE,
+    style.PURPLE,
+    style.BROWN,
+    style.OLIVE,
+    style.SLATE,
+    style.PALE_BLUE,
+    style.GREY,
+)
 EMPTY, ZERO = "#e8ebee", "#b3bac1"
 
 
 def before_after(frame, columns=2, title=None):
     """Figure: per operation what the ranks held before it and after it.
 
-    frame: a row per operation and rank, with columns operation, rank, before, after (lists of numbers as above).
+    frame: a row per operation and rank: operation, rank, before, after (lists of numbers as above).
     """
     panels = [
-        (operation, [list(rows["before"]), list(rows["after"])]) for operation, rows in by_rank(frame, "operation")
+        (operation, [list(rows["before"]), list(rows["after"])])
+        for operation, rows in by_rank(frame, "operation")
     ]
     return draw(panels, columns, title)
 
 
 def step_by_step(frame, phases, title=None):
-    """Figure: what the ranks hold after every step, a row a phase; what a step has changed is framed.
+    """Figure: what ranks hold after every step, a row a phase; what a step has changed is framed.
 
-    frame: a row per step and rank, with columns step, rank, holds; step 0 is the start. phases: the name of each
-    phase; all have the same number of steps.
+    frame: a row per step and rank, with columns step, rank, holds; step 0 is the start.
+    phases: the name of each phase; all have the same number of steps.
     """
     states = [list(rows["holds"]) for _, rows in by_rank(frame, "step")]
     length = (len(states) - 1) // len(phases)
@@ -46,32 +56,52 @@ def step_by_step(frame, phases, title=None):
         panels.append((f"after step {first}" if phase else "start", [states[first]]))
         names[len(panels)] = words
         for step in range(first + 1, first + length + 1):
-            framed |= {(len(panels), 0, *box): style.INK for box in different(states[step], states[step - 1])}
+            framed |= {
+                (len(panels), 0, *box): style.INK
+                for box in different(states[step], states[step - 1])
+            }
             panels.append((f"step {step}", [states[step]]))
     return draw(panels, 1 + length, title, framed, names)
 
 
 def side_by_side(frame, title=None):
-    """Figure: what the ranks hold at the end of each algorithm; boxes that differ from the first one's are red.
+    """Figure: what ranks hold at each algorithm's end; boxes that differ from the first's are red.
 
-    frame: a row per algorithm and rank, with columns algorithm, rank, holds; the first algorithm is the right one.
+    frame: a row per algorithm and rank, with columns algorithm, rank, holds; the first is right.
     """
     ends = {algorithm: list(rows["holds"]) for algorithm, rows in by_rank(frame, "algorithm")}
     right = next(iter(ends.values()))
-    framed = {(panel, 0, *box): style.RED for panel, end in enumerate(ends.values()) for box in different(end, right)}
-    return draw([(style.name(algorithm), [end]) for algorithm, end in ends.items()], len(ends), title, framed)
+    framed = {
+        (panel, 0, *box): style.RED
+        for panel, end in enumerate(ends.values())
+        for box in different(end, right)
+    }
+    return draw(
+        [(style.name(algorithm), [end]) for algorithm, end in ends.items()],
+        len(ends),
+        title,
+        framed,
+    )
 
 
 def by_rank(frame, column):
     """[(value of column, its rows in the order of the ranks)], values in order of appearance."""
     if frame.empty:
         raise ValueError("nothing was recorded, so there is nothing to draw")
-    return [(one, frame[frame[column] == one].sort_values("rank")) for one in dict.fromkeys(frame[column])]
+    return [
+        (one, frame[frame[column] == one].sort_values("rank"))
+        for one in dict.fromkeys(frame[column])
+    ]
 
 
 def different(table, other):
     """(rank, chunk) of the boxes in which two tables differ."""
-    return [(rank, chunk) for rank, held in enumerate(table) for chunk, x in enumerate(held) if x != other[rank][chunk]]
+    return [
+        (rank, chunk)
+        for rank, held in enumerate(table)
+        for chunk, x in enumerate(held)
+        if x != other[rank][chunk]
+    ]
 
 
 def draw(panels, columns, title, framed=None, names=None):
@@ -81,10 +111,14 @@ def draw(panels, columns, title, framed=None, names=None):
     """
     framed, names = framed or {}, names or {}
     wide = max(map(width, (tables for _, tables in panels))) + BETWEEN
-    tall = max(len(table) for _, tables in panels for table in tables) * (HIGH + GAP) + (2.3 if names else 1.7)
+    tall = max(len(table) for _, tables in panels for table in tables) * (HIGH + GAP) + (
+        2.3 if names else 1.7
+    )
     rows = -(-len(panels) // columns)
     with style.look():
-        figure, axes = style.new_figure(INCH * (columns * wide + 0.6), INCH * rows * tall + (0.45 if title else 0.1))
+        figure, axes = style.new_figure(
+            INCH * (columns * wide + 0.6), INCH * rows * tall + (0.45 if title else 0.1)
+        )
         axes.set_axis_off()
         axes.set_aspect("equal")
         for index, (heading, tables) in enumerate(panels):
@@ -121,10 +155,22 @@ def draw_table(axes, left, top, table, named, framed):
         y = top - (rank + 1) * (HIGH + GAP) + GAP / 2
         if named:
             axes.text(
-                left - 0.18, y + HIGH / 2, f"rank {rank}", ha="right", va="center_baseline", size=8, color=style.FAINT
+                left - 0.18,
+                y + HIGH / 2,
+                f"rank {rank}",
+                ha="right",
+                va="center_baseline",
+                size=8,
+                color=style.FAINT,
             )
         for chunk, value in enumerate(held):
-            draw_box(axes, left + chunk * (WIDE + GAP), y, f"{value:0{len(table)}d}", framed.get((rank, chunk)))
+            draw_box(
+                axes,
+                left + chunk * (WIDE + GAP),
+                y,
+                f"{value:0{len(table)}d}",
+                framed.get((rank, chunk)),
+            )
 
 
 def draw_box(axes, x, y, digits, frame):
@@ -135,11 +181,21 @@ def draw_box(axes, x, y, digits, frame):
     for rank, digit in enumerate(digits):
         colour = COLOURS[rank % len(COLOURS)]
         if digit != "0":
-            axes.add_patch(Rectangle((x + rank * strip, y), strip, HIGH, facecolor=colour, linewidth=0)).set_clip_path(
-                ground
-            )
-        ink = {"weight": "bold", "color": style.text_on(colour)} if digit != "0" else {"color": ZERO}
-        axes.text(x + (rank + 0.5) * strip, y + HIGH / 2, digit, ha="center", va="center_baseline", size=8.5, **ink)
+            axes.add_patch(
+                Rectangle((x + rank * strip, y), strip, HIGH, facecolor=colour, linewidth=0)
+            ).set_clip_path(ground)
+        ink = (
+            {"weight": "bold", "color": style.text_on(colour)} if digit != "0" else {"color": ZERO}
+        )
+        axes.text(
+            x + (rank + 0.5) * strip,
+            y + HIGH / 2,
+            digit,
+            ha="center",
+            va="center_baseline",
+            size=8.5,
+            **ink,
+        )
     if frame:
         look = {"boxstyle": "round,pad=0.03,rounding_size=0.16", "linewidth": 2.2}
         axes.add_patch(FancyBboxPatch((x, y), WIDE, HIGH, fill=False, edgecolor=frame, **look))

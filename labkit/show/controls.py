@@ -1,4 +1,4 @@
-"""The controls of the explorers, all of one look: a menu, a slider, boxes to tick, and a row that wraps."""
+"""The explorers' controls, of one look: a menu, a slider, boxes to tick, a row that wraps."""
 
 import ipywidgets
 
@@ -9,13 +9,20 @@ WHOLE = {"description_width": "initial"}  # a description is never cut off
 
 def menu(description, options, value, **more):
     """A dropdown. options: values, or (text, value) pairs."""
-    return ipywidgets.Dropdown(options=options, value=value, description=description, style=WHOLE, **more)
+    return ipywidgets.Dropdown(
+        options=options, value=value, description=description, style=WHOLE, **more
+    )
 
 
 def slider(description, options, value, **more):
-    """A slider over options, as menu()'s; it speaks when it is let go, not at each place it passes."""
+    """A slider over options, as menu()'s; it speaks when let go, not at each place it passes."""
     return ipywidgets.SelectionSlider(
-        options=options, value=value, description=description, continuous_update=False, style=WHOLE, **more
+        options=options,
+        value=value,
+        description=description,
+        continuous_update=False,
+        style=WHOLE,
+        **more,
     )
 
 
@@ -27,7 +34,9 @@ def speed_slider(speeds, value):
 def boxes(names):
     """{name: a ticked box}."""
     return {
-        one: ipywidgets.Checkbox(value=True, description=style.name(one), indent=False, layout={"width": "auto"})
+        one: ipywidgets.Checkbox(
+            value=True, description=style.name(one), indent=False, layout={"width": "auto"}
+        )
         for one in names
     }
 
@@ -39,7 +48,9 @@ def ticked(boxes):
 
 def row(controls):
     """Side by side, as many as fit."""
-    return ipywidgets.Box(list(controls), layout={"display": "flex", "flex_flow": "row wrap", "grid_gap": "4px 18px"})
+    return ipywidgets.Box(
+        list(controls), layout={"display": "flex", "flex_flow": "row wrap", "grid_gap": "4px 18px"}
+    )
 
 
 def observe(changed, controls):

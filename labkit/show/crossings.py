@@ -1,6 +1,6 @@
-"""Step time over link speed: lines are predicted, points are measured, a ring where a method overtakes the baseline.
+"""Step time over link speed: lines predicted, points measured, rings where the baseline is passed.
 
-    step  |o                      both axes are logarithmic; at its line's end stands where a method is faster
+    step  |o                      both axes are logarithmic; a line's end says where it is faster
     time  | *o                    than the baseline: "top 1 %: below 2,500 Mbit/s"
           |   (o)  *  *  *
           |         o  o  o
@@ -8,11 +8,11 @@
 
 The frame has one row per measured step, with COLUMNS:
 
-    method       "flat", "hierarchical", "topk", ...; style.COLOURS says their order, the first is the baseline
+    method       "flat", "hierarchical", "topk", ..., in COLOURS' order; the first is the baseline
     link_mbit    the link's speed, Mbit/s
     step_ms      measured there; NaN where nothing was measured: then there is a line without points
-    busy_ms      of the method: a step on a link that costs nothing, ms. Medians count, so any row may have its own
-    wire_bytes   of the method: what a step puts on the link, bytes; both as in labkit/measure/crossover.py
+    busy_ms      of the method: a step where the link costs nothing, ms; its rows' median counts
+    wire_bytes   of the method: what a step puts on the link, bytes (as in measure/crossover.py)
 """
 
 import math
@@ -43,23 +43,33 @@ def check(frame):
 
 
 def costs(frame):
-    """{method: Cost}, medians over the method's rows, in the lab's order; the first is the baseline."""
+    """{method: Cost}, medians over a method's rows, in the lab's order; the first: the baseline."""
     check(frame)
-    grouped = style.in_order(frame, "method").groupby("method", sort=False)[["busy_ms", "wire_bytes"]].median()
-    return {method: Cost(*row) for method, row in zip(grouped.index, grouped.to_numpy().tolist(), strict=True)}
+    grouped = (
+        style.in_order(frame, "method")
+        .groupby("method", sort=False)[["busy_ms", "wire_bytes"]]
+        .median()
+    )
+    return {
+        method: Cost(*row)
+        for method, row in zip(grouped.index, grouped.to_numpy().tolist(), strict=True)
+    }
 
 
 def fits(frame):
-    """{method: Cost} of the methods that were measured at two link speeds or more, by crossover.fit."""
+    """{method: Cost} of the methods measured at two link speeds or more, by crossover.fit."""
     measured = style.in_order(frame, "method").dropna(subset=["step_ms"])
     several = measured[measured.groupby("method")["link_mbit"].transform("nunique") > 1]
-    return {one: fit(rows["link_mbit"], rows["step_ms"]) for one, rows in several.groupby("method", sort=False)}
+    return {
+        one: fit(rows["link_mbit"], rows["step_ms"])
+        for one, rows in several.groupby("method", sort=False)
+    }
 
 
 def crossovers(frame, baseline):
-    """DataFrame method, predicted_mbit, measured_mbit: below which link speed each other method is faster.
+    """DataFrame method, predicted_mbit, measured_mbit: below which speed another method is faster.
 
-    measured: the crossover of two fits, NaN where one is missing. inf: at every speed. 0.0: at no lower speed.
+    measured: of two fits, NaN where one is missing. inf: at every speed. 0.0: at no lower speed.
     """
     found, fitted, rows = costs(frame), fits(frame), []
     for method in [one for one in found if one != baseline]:
@@ -71,7 +81,9 @@ def crossovers(frame, baseline):
 
 def crossing(a, b):
     """The link speed at which both take equally long; None where one is faster at every speed."""
-    return next((speed for speed in (crossover(a, b), crossover(b, a)) if 0 < speed < math.inf), None)
+    return next(
+        (speed for speed in (crossover(a, b), crossover(b, a)) if 0 < speed < math.inf), None
+    )
 
 
 def wins(a, b):
@@ -79,11 +91,13 @@ def wins(a, b):
     at = crossing(a, b)
     if at is None:
         return "at every speed" if crossover(a, b) else "at no speed"
-    return f"{'below' if crossover(a, b) else 'above'} {style.quantity(float(f'{at:.2g}'), 'Mbit/s')}"
+    return (
+        f"{'below' if crossover(a, b) else 'above'} {style.quantity(float(f'{at:.2g}'), 'Mbit/s')}"
+    )
 
 
 def reach(frame, baseline):
-    """(lowest, highest) link speed to be drawn: what was measured and, where they are near, the crossovers."""
+    """(lowest, highest) link speed drawn: what was measured and, where near, the crossovers."""
     found, low, high = costs(frame), frame["link_mbit"].min(), frame["link_mbit"].max()
     crossings = [crossing(found[baseline], cost) for cost in found.values()]
     speeds = [low, high, *(at for at in crossings if at and low / FAR <= at <= high * FAR)]
@@ -91,11 +105,11 @@ def reach(frame, baseline):
 
 
 def step_over_link(frame, baseline=None, title=None, methods=None, at=None):
-    """Figure: step time over link speed, both logarithmic; each line says at its end where it beats the baseline.
+    """Figure: step time over link speed, log-log; each line's end says where it beats the baseline.
 
-    frame: see above. baseline: a method, by default the first of the lab's order. methods: those to draw, by default
-    all. at: a link speed to be marked, Mbit/s. Points are medians with their quartiles, side by side where they are
-    alike. Raises ValueError for a frame without rows or columns.
+    frame: see above. baseline: a method, by default the first of the lab's order. methods: those to
+    draw, by default all. at: a link speed to mark, Mbit/s. Points are medians with quartiles, side
+    by side where they are alike. Raises ValueError for a frame without rows or columns.
     """
     found = costs(frame)
     colours, baseline = style.palette(found), baseline or next(iter(found))
@@ -124,19 +138,26 @@ def step_over_link(frame, baseline=None, title=None, methods=None, at=None):
         axes.set_xlabel("link speed (Mbit/s)")
         axes.set_ylabel("step time (ms)")
         base = style.name(baseline)
-        note = f"line: predicted    point: measured{f'    ring: as fast as {base}' if rings else ''}"
+        note = (
+            f"line: predicted    point: measured{f'    ring: as fast as {base}' if rings else ''}"
+        )
         note += f"    at the end: faster than {base}" if len(shown) > 1 else ""
         close(figure, axes, ends, title, note)
     return figure
 
 
 def side_by_side(axes, frame, speeds):
-    """{(method, link speed): where on the axis its point stands}: points that would lie on one another stand beside.
+    """{(method, link speed): its point's place on the axis}: equal points stand side by side.
 
     Only those are moved, and by little: where times are alike, so are the lines.
     """
-    medians = frame.dropna(subset=["step_ms"]).groupby(["link_mbit", "method"], sort=False)["step_ms"].median()
-    width = math.log(speeds[-1] / speeds[0]) / (0.6 * axes.figure.get_figwidth() * 72)  # of a point, in logarithms
+    medians = (
+        frame.dropna(subset=["step_ms"])
+        .groupby(["link_mbit", "method"], sort=False)["step_ms"]
+        .median()
+    )
+    # of a point, in logarithms
+    width = math.log(speeds[-1] / speeds[0]) / (0.6 * axes.figure.get_figwidth() * 72)
     found = {}
     for speed, times in medians.groupby(level=0, sort=False):
         crowd = []
@@ -153,28 +174,35 @@ def spread(crowd, speed, width):
     """{(method, speed): place}: side by side around the speed, as broad as a point each."""
     middle = (len(crowd) - 1) / 2
     return {
-        (method, speed): speed * math.exp(DOT * width * (place - middle)) for place, (method, _) in enumerate(crowd)
+        (method, speed): speed * math.exp(DOT * width * (place - middle))
+        for place, (method, _) in enumerate(crowd)
     }
 
 
 def draw_points(axes, rows, colour, beside):
     """The medians that were measured, with their quartiles. beside: from side_by_side()."""
-    for (method, speed), times in rows.dropna(subset=["step_ms"]).groupby(["method", "link_mbit"])["step_ms"]:
+    for (method, speed), times in rows.dropna(subset=["step_ms"]).groupby(["method", "link_mbit"])[
+        "step_ms"
+    ]:
         found, x = summary(times), beside[method, speed]
         around = [[found.median - found.low], [found.high - found.median]]
-        axes.errorbar(x, found.median, yerr=around, color=colour, capsize=2.5, elinewidth=1.2, zorder=3)
+        axes.errorbar(
+            x, found.median, yerr=around, color=colour, capsize=2.5, elinewidth=1.2, zorder=3
+        )
         look = {"markersize": 6, "markeredgecolor": style.GROUND, "zorder": 4}
         axes.plot(x, found.median, "o", color=colour, **look)
 
 
 def draw_ring(axes, a, b, speeds, colour):
-    """Where the lines of a and b cross, a ring and a thin line down to the speed; returns those in the picture."""
+    """Rings where the lines of a and b cross, thin lines down to the speed; returns those drawn."""
     at = crossing(a, b)
     if at is None or not speeds[0] <= at <= speeds[-1]:
         return []
     height = predicted(*a, at)
     axes.plot([at, at], [0, height], color=colour, linewidth=0.9, linestyle=(0, (1, 2)), zorder=1)
-    return [axes.scatter(at, height, s=95, facecolors="none", edgecolors=colour, linewidths=2, zorder=5)]
+    return [
+        axes.scatter(at, height, s=95, facecolors="none", edgecolors=colour, linewidths=2, zorder=5)
+    ]
 
 
 def label_decades(axis):

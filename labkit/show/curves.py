@@ -1,4 +1,4 @@
-"""Curves: a loss over steps, a cost over sizes, memory over time. A curve carries its name at its end."""
+"""Curves: loss over steps, cost over sizes, memory over time. A curve's name is at its end."""
 
 import numpy as np
 from matplotlib.ticker import FuncFormatter
@@ -8,10 +8,10 @@ from labkit.show import style
 
 
 def loss_curves(frame, x="step", y="loss", by="strategy", title=None, log_y=False, nested=True):
-    """Figure: y over x, a line per `by`; where several rows share an x (ranks, seeds) the median and its quartiles.
+    """Figure: y over x, a line per `by`; where rows share an x (ranks, seeds) median, quartiles.
 
-    nested: runs that agree lie on one another, so the first is drawn broad and each later one narrower. log_y: a
-    logarithmic axis, for losses that differ by orders of magnitude, as they do where a run diverges.
+    nested: runs that agree lie on one another, so the first is drawn broad and each later one
+    narrower. log_y: a logarithmic axis, for losses orders of magnitude apart: a run diverges.
     """
     groups = list(dict.fromkeys(frame[by]))
     colours = style.palette(groups)
@@ -20,7 +20,9 @@ def loss_curves(frame, x="step", y="loss", by="strategy", title=None, log_y=Fals
         widths = np.linspace(1.6 + 1.5 * (len(groups) - 1) * nested, 1.6, len(groups))
         ends = []
         for one, width in zip(groups, widths, strict=True):
-            xs, middle = draw_line(axes, frame[frame[by] == one], x, y, colours[one], linewidth=width)
+            xs, middle = draw_line(
+                axes, frame[frame[by] == one], x, y, colours[one], linewidth=width
+            )
             ends.append((xs[-1], middle[-1], style.name(one), colours[one]))
         if log_y:
             make_log(axes)
@@ -31,10 +33,12 @@ def loss_curves(frame, x="step", y="loss", by="strategy", title=None, log_y=Fals
     return figure
 
 
-def sweep(frame, x, y, by="strategy", title=None, x_unit=None, y_unit=None, predicted=None, log_y=False):
-    """Figure: y over x on a logarithmic axis (sizes, world sizes), a line per `by`, quartiles shaded.
+def sweep(
+    frame, x, y, by="strategy", title=None, x_unit=None, y_unit=None, predicted=None, log_y=False
+):
+    """Figure: y over x, logarithmic (sizes, world sizes), a line per `by`, quartiles shaded.
 
-    predicted: column with the formula's value, drawn dashed in the line's colour. Units: by the columns' names.
+    predicted: column with the formula's value, drawn dashed. Units: by the columns' names.
     """
     x_unit = style.unit_of(x) if x_unit is None else x_unit
     y_unit = style.unit_of(y) if y_unit is None else y_unit
@@ -51,7 +55,9 @@ def sweep(frame, x, y, by="strategy", title=None, x_unit=None, y_unit=None, pred
             ends.append((xs[-1], middle[-1], style.name(one), colours[one]))
             if predicted:
                 formula = mine.groupby(x)[predicted].median() / factor
-                axes.plot(formula.index, formula, color=colours[one], linestyle=(0, (4, 2)), linewidth=1.4)
+                axes.plot(
+                    formula.index, formula, color=colours[one], linestyle=(0, (4, 2)), linewidth=1.4
+                )
         axes.set_xscale("log", base=2)
         label_sizes(axes, sorted(frame[x].unique()), x_unit)
         if log_y:
@@ -81,29 +87,43 @@ def draw_line(axes, rows, x, y, colour, factor=1, **look):
 
 
 def label_sizes(axes, sizes, unit):
-    """Ticks at the sizes that were measured, thinned to at most nine, in KiB and MiB where they are bytes."""
+    """Ticks at the measured sizes, thinned to nine at most, in KiB and MiB where they are bytes."""
     every = -(-len(sizes) // 9)
     axes.set_xticks(sizes[::every], [style.quantity(size, unit) for size in sizes[::every]])
     axes.set_xticks([], minor=True)
 
 
 def close(figure, axes, ends, title, note=None):
-    """Name each line at its end, moved apart where they meet, with a thin leader; then the title and the grid."""
+    """Name lines at their ends, apart where they meet, with thin leaders; then title and grid."""
     axes.grid(axis="y")
     style.entitle(figure, title)
     if note:
-        axes.annotate(note, (0, 1), xycoords="axes fraction", va="bottom", size=9, color=style.FAINT)
+        axes.annotate(
+            note, (0, 1), xycoords="axes fraction", va="bottom", size=9, color=style.FAINT
+        )
     figure.draw_without_rendering()
     heights = [axes.transData.transform((x, y))[1] for x, y, _, _ in ends]
     pixels_per_point = figure.dpi / 72
     frame_top = axes.bbox.y1
     moved = style.spread_apart(heights, 15 * pixels_per_point)
-    excess = max(0.0, max(moved) - frame_top) + min(0.0, min(moved) - axes.bbox.y0 - 6 * pixels_per_point)
+    excess = max(0.0, max(moved) - frame_top) + min(
+        0.0, min(moved) - axes.bbox.y0 - 6 * pixels_per_point
+    )
     right = axes.bbox.x1
     for (x, y, words, colour), height, wanted in zip(ends, heights, moved, strict=True):
         start = axes.transData.transform((x, y))[0]
-        offset = ((right - start) / pixels_per_point + 16, (wanted - excess - height) / pixels_per_point)
-        leader = {"arrowstyle": "-", "color": colour, "linewidth": 0.9, "shrinkA": 1, "shrinkB": 3, "relpos": (0, 0.5)}
+        offset = (
+            (right - start) / pixels_per_point + 16,
+            (wanted - excess - height) / pixels_per_point,
+        )
+        leader = {
+            "arrowstyle": "-",
+            "color": colour,
+            "linewidth": 0.9,
+            "shrinkA": 1,
+            "shrinkB": 3,
+            "relpos": (0, 0.5),
+        }
         place = {
             "xytext": offset,
             "textcoords": "offset points",
@@ -117,8 +137,9 @@ def close(figure, axes, ends, title, note=None):
 def memory_over_time(samples, title=None, phases=None, predicted=None):
     """Figure: MemoryTracker.samples as areas by kind, with the peak marked.
 
-    The axis counts allocations and releases, not seconds: each is equally wide, and the picture is the same everywhere.
-    phases: {"forward": its first change, ...}, in order. predicted: samples of an estimate, drawn as a line over them.
+    The axis counts allocations and releases, not seconds: each is equally wide, and the picture is
+    the same everywhere. phases: {"forward": its first change, ...}, in order. predicted: samples of
+    an estimate, drawn as a line over them.
     """
     if not samples:
         raise ValueError("no samples to draw")
@@ -130,17 +151,41 @@ def memory_over_time(samples, title=None, phases=None, predicted=None):
         figure, axes = style.new_figure(8.0, 4.0)
         colours = [style.COLOURS[kind] for kind in kinds]
         names = [style.name(kind) for kind in kinds]
-        axes.stackplot(moments, table.T / divisor, step="post", colors=colours, labels=names, linewidth=0)
+        axes.stackplot(
+            moments, table.T / divisor, step="post", colors=colours, labels=names, linewidth=0
+        )
         top = int(table.sum(axis=1).argmax())
         peak = table[top].sum()
         axes.plot(moments[top], peak / divisor, "o", color=style.RED, zorder=5)
         words = f"peak {style.quantity(peak, 'bytes')}"
-        side = "left" if top < 0.2 * len(samples) else "right" if top > 0.8 * len(samples) else "center"
-        place = {"xytext": (0, 8), "textcoords": "offset points", "ha": side, "weight": "bold", "color": style.RED}
-        axes.annotate(words, (moments[top], peak / divisor), **place, bbox={"fc": style.GROUND, "ec": "none", "pad": 1})
+        side = (
+            "left"
+            if top < 0.2 * len(samples)
+            else "right"
+            if top > 0.8 * len(samples)
+            else "center"
+        )
+        place = {
+            "xytext": (0, 8),
+            "textcoords": "offset points",
+            "ha": side,
+            "weight": "bold",
+            "color": style.RED,
+        }
+        axes.annotate(
+            words,
+            (moments[top], peak / divisor),
+            **place,
+            bbox={"fc": style.GROUND, "ec": "none", "pad": 1},
+        )
         if predicted is not None:
             line = [sum(sizes.values()) / divisor for _, sizes in predicted]
-            look = {"color": style.INK, "linewidth": 1.1, "linestyle": (0, (2, 1.5)), "label": "predicted sum"}
+            look = {
+                "color": style.INK,
+                "linewidth": 1.1,
+                "linestyle": (0, (2, 1.5)),
+                "label": "predicted sum",
+            }
             axes.step(np.arange(1, len(line) + 1), line, where="post", **look)
         axes.set_ylim(0, peak / divisor * (1.24 if phases else 1.14))
         axes.margins(x=0)
@@ -164,5 +209,11 @@ def draw_phases(axes, phases, end):
     starts = [*phases.values(), end]
     for name, start, stop in zip(phases, starts[:-1], starts[1:], strict=True):
         axes.axvline(start, color=style.FAINT, linewidth=0.9, linestyle=(0, (3, 3)))
-        place = {"xycoords": ("data", "axes fraction"), "ha": "center", "va": "top", "size": 10, "color": style.FAINT}
+        place = {
+            "xycoords": ("data", "axes fraction"),
+            "ha": "center",
+            "va": "top",
+            "size": 10,
+            "color": style.FAINT,
+        }
         axes.annotate(name, ((start + stop) / 2, 0.985), **place)

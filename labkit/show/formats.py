@@ -1,7 +1,7 @@
-"""The number-format explorer: the bits of a value in every format, and what a format does to real gradients.
+"""The number-format explorer: a value's bits in each format, and what it does to real gradients.
 
-bit_layout(0.1)                 one row per format: its bits, the number that they stand for, the error
-reach(gradients, "fp16", 2^16)  how large the gradients are, how far each format reaches, what is lost
+bit_layout(0.1)                 one row per format: its bits, the number they stand for, the error
+reach(gradients, "fp16", 2^16)  how large gradients are, how far each format reaches, what is lost
 explorer(gradients)             both, with controls: value, loss scale, format
 """
 
@@ -20,7 +20,12 @@ from labkit.show.numbers import FORMATS, fate
 from labkit.show.publish import as_html, present
 
 PARTS = {"sign": style.GREY, "exponent": style.ORANGE, "fraction": style.BLUE}
-FATES = {"normal": style.BLUE, "subnormal": style.PALE_BLUE, "zero": style.RED, "overflow": style.PURPLE}
+FATES = {
+    "normal": style.BLUE,
+    "subnormal": style.PALE_BLUE,
+    "zero": style.RED,
+    "overflow": style.PURPLE,
+}
 WORDS = {
     "normal": "full precision",
     "subnormal": "bits lost (subnormal)",
@@ -52,7 +57,7 @@ def error_words(value, stored):
 
 
 def bit_layout(value, title=None):
-    """Figure: the value in each format, one box a bit; at the right the number stored and its relative error."""
+    """Figure: the value in each format, a box a bit; right: the number stored, relative error."""
     with style.look():
         figure, axes = style.new_figure(9.5, 0.95 + 0.42 * len(FORMATS))
         for row, one in enumerate(FORMATS.values()):
@@ -62,13 +67,25 @@ def bit_layout(value, title=None):
                 for digit in digits:
                     # A dark box is a one, so that the pattern is seen without reading.
                     fill = colour if digit == "1" else style.lighter(colour, 0.75)
-                    axes.add_patch(Rectangle((place, row - 0.36), 0.92, 0.72, facecolor=fill, linewidth=0))
+                    axes.add_patch(
+                        Rectangle((place, row - 0.36), 0.92, 0.72, facecolor=fill, linewidth=0)
+                    )
                     ink = style.text_on(colour) if digit == "1" else style.INK
-                    axes.text(place + 0.46, row, digit, ha="center", va="center_baseline", size=8, color=ink)
+                    axes.text(
+                        place + 0.46,
+                        row,
+                        digit,
+                        ha="center",
+                        va="center_baseline",
+                        size=8,
+                        color=ink,
+                    )
                     place += 1
                 if row == 0:
                     middle = place - len(digits) / 2
-                    axes.text(middle, -0.75, part, ha="center", va="center", size=9, color=style.FAINT)
+                    axes.text(
+                        middle, -0.75, part, ha="center", va="center", size=9, color=style.FAINT
+                    )
             stored = float(one.round(value))
             error = error_words(value, stored)
             bad = error in ("overflow", "all of it")
@@ -89,21 +106,29 @@ def bit_layout(value, title=None):
 
 
 def reach(gradients, name="fp16", scale=1.0, title=None):
-    """Figure: above, how many gradients are how large (a bar per power of two), coloured by their fate in format
-    `name`; below, how far each format reaches. All times scale.
+    """Figure: how large the gradients are, and how far each format reaches. All times scale.
 
-    gradients: array of real gradients, or its histogram as powers() makes it. Raises ValueError where all are zero.
+    Above, the gradients per power of two, coloured by their fate in format `name`.
+    gradients: array of real ones, or its powers(). Raises ValueError where all are zero.
     """
     counts = gradients if isinstance(gradients, dict) else powers(gradients)
     shift, one = math.log2(scale), FORMATS[name]
     with style.look():
-        figure, (axes, below) = style.new_figure(9.5, 5.2, rows=2, sharex=True, gridspec_kw={"height_ratios": [1.5, 1]})
+        figure, (axes, below) = style.new_figure(
+            9.5, 5.2, rows=2, sharex=True, gridspec_kw={"height_ratios": [1.5, 1]}
+        )
         total = sum(counts.values())
         for fate_name, members in by_fate(counts, one, scale).items():
             heights = [100 * counts[power] / total for power in members]
             share = sum(heights)
             label = f"{WORDS[fate_name]}: {share:.3g} %"
-            axes.bar([p + shift + 0.5 for p in members], heights, 0.9, color=FATES[fate_name], label=label)
+            axes.bar(
+                [p + shift + 0.5 for p in members],
+                heights,
+                0.9,
+                color=FATES[fate_name],
+                label=label,
+            )
         axes.set_ylabel("share of the gradients (%)")
         axes.legend(loc="upper left", handlelength=0.9)
         axes.grid(axis="y")
@@ -116,11 +141,16 @@ def reach(gradients, name="fp16", scale=1.0, title=None):
         ticks = range(-48, 20, 8)
         below.set_xticks(ticks, [f"$2^{{{tick}}}$" for tick in ticks])
         below.set_xlabel("size: gradient x loss scale (dark: normal numbers, pale: subnormal ones)")
-        for edge, words, side in ((one.smallest / 2, "zero  ", "right"), (one.largest, "  overflow", "left")):
+        for edge, words, side in (
+            (one.smallest / 2, "zero  ", "right"),
+            (one.largest, "  overflow", "left"),
+        ):
             for part in (axes, below):
                 part.axvline(math.log2(edge), color=style.INK, linewidth=1, linestyle=(0, (4, 3)))
             place = {"xycoords": ("data", "axes fraction"), "va": "bottom", "ha": side, "size": 9}
-            axes.annotate(words, (math.log2(edge), 1), color=style.FAINT, annotation_clip=True, **place)
+            axes.annotate(
+                words, (math.log2(edge), 1), color=style.FAINT, annotation_clip=True, **place
+            )
         style.entitle(figure, title or f"Gradients x {scale:g} in {name}")
     return figure
 
@@ -133,16 +163,26 @@ def draw_reach(axes, row, one, chosen):
     axes.barh(row, middle - low, 0.5, low, color=style.lighter(colour, 0.6))
     axes.barh(row, min(20, high) - middle, 0.5, middle, color=colour)
     if high > 20:
-        axes.annotate("to $2^{127}$", (20, row), xytext=(4, 0), textcoords="offset points", va="center", size=8.5)
+        axes.annotate(
+            "to $2^{127}$",
+            (20, row),
+            xytext=(4, 0),
+            textcoords="offset points",
+            va="center",
+            size=8.5,
+        )
 
 
 def powers(values):
-    """{power: how many values lie between 2^power and 2^(power + 1)}; zeros and what is not finite are left out."""
+    """{power: how many values lie between 2^power and 2^(power + 1)}, finite and not zero."""
     values = np.abs(np.asarray(values, dtype=np.float64).ravel())
     found = np.frexp(values[(values > 0) & np.isfinite(values)])[1] - 1
     if not found.size:
         raise ValueError("no gradient is finite and different from zero")
-    return {int(power): int(count) for power, count in zip(*np.unique(found, return_counts=True), strict=True)}
+    return {
+        int(power): int(count)
+        for power, count in zip(*np.unique(found, return_counts=True), strict=True)
+    }
 
 
 def by_fate(counts, one, scale):
@@ -173,9 +213,13 @@ def facts():
 def takeaway(counts, state):
     """One sentence on the gradients' fate."""
     found, total = by_fate(counts, FORMATS[state.format], state.scale), sum(counts.values())
-    zero, over = (100 * sum(counts[power] for power in found.get(key, [])) / total for key in ("zero", "overflow"))
+    zero, over = (
+        100 * sum(counts[power] for power in found.get(key, [])) / total
+        for key in ("zero", "overflow")
+    )
     return (
-        f"In {state.format}, with a loss scale of {state.scale:g}, {zero:.3g} % of these gradients become zero "
+        f"In {state.format}, with a loss scale of {state.scale:g}, "
+        f"{zero:.3g} % of these gradients become zero "
         f"and {over:.3g} % overflow."
     )
 
@@ -185,14 +229,19 @@ class Explorer:
 
     def __init__(self, gradients):
         self.counts, self.state = powers(gradients), State()
-        self.value = ipywidgets.FloatText(value=self.state.value, description="value", style=controls.WHOLE)
+        self.value = ipywidgets.FloatText(
+            value=self.state.value, description="value", style=controls.WHOLE
+        )
         powers_of_two = [(f"2^{power}", 2.0**power) for power in range(0, 33, 2)]
         self.scale = controls.slider("loss scale", powers_of_two, self.state.scale)
         self.format = controls.menu("format", list(FORMATS), self.state.format)
         self.bits, self.sizes = ipywidgets.HTML(), ipywidgets.HTML()
         above = (self.value, self.scale, self.format)
         controls.observe(self.changed, above)
-        hint = "<p>Change a control: the pictures for your choice are drawn here, from the saved gradients.</p>"
+        hint = (
+            "<p>Change a control: the pictures for your choice are drawn here, "
+            "from the saved gradients.</p>"
+        )
         self.sizes.value = hint
         self.panel = ipywidgets.VBox([controls.row(above), self.bits, self.sizes])
 
@@ -200,13 +249,15 @@ class Explorer:
         """Read the controls and draw anew."""
         self.state = State(self.value.value, self.scale.value, self.format.value)
         value = self.state.value
-        self.bits.value = as_html(f"The bits of {number(value)} in each of the formats.", bit_layout(value))
+        self.bits.value = as_html(
+            f"The bits of {number(value)} in each of the formats.", bit_layout(value)
+        )
         figure = reach(self.counts, self.state.format, self.state.scale)
         self.sizes.value = as_html(takeaway(self.counts, self.state), figure)
 
 
 def explorer(gradients, provenance):
-    """Show the explorer: a figure and the table of formats as ordinary outputs, then the controls. Returns it.
+    """Show the explorer: figure and table of formats, then the controls. Returns it.
 
     gradients: array of real gradients. provenance: where they come from, as in present().
     """

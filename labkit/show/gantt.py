@@ -1,7 +1,7 @@
 """The timeline: two lanes a rank, compute and network, drawn on one clock.
 
 rank 0  compute  [ forward ][     backward      |//waiting//][opt]
-        network                 [ bucket 1 ][ bucket 0 ######]      ####: exposed, nobody computes meanwhile
+        network                 [ bucket 1 ][ bucket 0 ######]      ####: exposed, nobody computes
 """
 
 from matplotlib import patheffects
@@ -14,9 +14,9 @@ SHORT = {"optimizer": "opt", "forward": "fwd", "backward": "bwd"}
 
 
 def timeline(frame, title=None):
-    """Figure of a Timeline.frame(): bars named where the name fits, exposed communication hatched and summed.
+    """Figure of a Timeline.frame(): bars named where it fits, exposed time hatched and summed.
 
-    Spans that overlap within a lane get a row each; spans with unit=True lie in a row of their own, paler.
+    Spans that overlap within a lane get a row each; those with unit=True their own, paler.
     """
     if frame.empty:
         raise ValueError("an empty timeline cannot be drawn")
@@ -47,18 +47,23 @@ def timeline(frame, title=None):
 
 
 def place(frame, ranks):
-    """{index: (y, row)}: rank by rank, lane by lane; a span goes to the first row of its lane that is free."""
+    """{index: (y, row)} by rank and lane; a span goes to the first row of its lane that is free."""
     rows, row, y = {}, 0, 0.0
     for rank in ranks:
         mine = frame[frame["rank"] == rank]
         lanes = [*LANES, *(lane for lane in mine["lane"].unique() if lane not in LANES)]
         for lane in lanes:
             spans = mine[mine["lane"] == lane]
-            inner = spans["unit"].fillna(False).astype(bool) if "unit" in spans else spans["rank"] < 0
+            inner = (
+                spans["unit"].fillna(False).astype(bool) if "unit" in spans else spans["rank"] < 0
+            )
             for part in (spans[~inner], spans[inner]):
                 ends = []
                 for index, span in part.sort_values("start_ms").iterrows():
-                    free = next((i for i, end in enumerate(ends) if end <= span["start_ms"] + 1e-6), len(ends))
+                    free = next(
+                        (i for i, end in enumerate(ends) if end <= span["start_ms"] + 1e-6),
+                        len(ends),
+                    )
                     ends[free : free + 1] = [span["end_ms"]]
                     rows[index] = (y + free, row + free)
                 y, row = y + len(ends), row + len(ends)
@@ -77,7 +82,7 @@ def colour_of(span):
 
 
 def draw_span(axes, span, y, bare):
-    """One bar: plain where it works; hatched where it is exposed (network) or waits for the network (compute)."""
+    """One bar: plain at work; hatched if exposed (network) or waiting for the network (compute)."""
     colour, whole = colour_of(span), [(span["start_ms"], span["end_ms"])]
     free = subtract(whole, bare)
     hatched = subtract(whole, free)
@@ -86,13 +91,36 @@ def draw_span(axes, span, y, bare):
     for pieces, face, hatch in ((free, colour, None), (hatched, waiting, "////")):
         for start, end in pieces:
             line = style.lighter(style.RED, 0.35) if network else colour
-            axes.barh(y, end - start, BAR, left=start, facecolor=face, hatch=hatch, edgecolor=line, linewidth=0)
-    axes.barh(y, whole[0][1] - whole[0][0], BAR, left=whole[0][0], fill=False, edgecolor=style.GROUND, linewidth=0.9)
+            axes.barh(
+                y,
+                end - start,
+                BAR,
+                left=start,
+                facecolor=face,
+                hatch=hatch,
+                edgecolor=line,
+                linewidth=0,
+            )
+    axes.barh(
+        y,
+        whole[0][1] - whole[0][0],
+        BAR,
+        left=whole[0][0],
+        fill=False,
+        edgecolor=style.GROUND,
+        linewidth=0.9,
+    )
     lies_in_hatched = not free or (network and length(hatched) > length(free))
-    names = [(span["name"], hatched if lies_in_hatched else free, waiting if lies_in_hatched else colour)]
+    names = [
+        (span["name"], hatched if lies_in_hatched else free, waiting if lies_in_hatched else colour)
+    ]
     if not network and free and span.get("unit") is not True:
         names.append(("waits", hatched, waiting))
-    return [write(axes, words, max(pieces, key=size), y, face) for words, pieces, face in names if pieces]
+    return [
+        write(axes, words, max(pieces, key=size), y, face)
+        for words, pieces, face in names
+        if pieces
+    ]
 
 
 def size(piece):
@@ -100,16 +128,22 @@ def size(piece):
 
 
 def write(axes, words, piece, y, face):
-    """A name in the middle of a piece of a bar, with a rim in the bar's colour so that a hatch does not cut it."""
+    """A name in the middle of a piece of bar; a rim in the bar's colour keeps the hatch away."""
     rim = [patheffects.withStroke(linewidth=2.5, foreground=face)]
-    place = {"ha": "center", "va": "center_baseline", "size": 8.5, "color": style.text_on(face), "path_effects": rim}
+    place = {
+        "ha": "center",
+        "va": "center_baseline",
+        "size": 8.5,
+        "color": style.text_on(face),
+        "path_effects": rim,
+    }
     text = axes.text(sum(piece) / 2, y, words, **place)
     text.room = size(piece)
     return text
 
 
 def fit(text, axes):
-    """Keep a name that fits its bar; else a shorter one ("bucket 3" -> "3", "optimizer" -> "opt"); else none."""
+    """Shorten a name that does not fit ("bucket 3" -> "3", "optimizer" -> "opt"), or drop it."""
     origin, end = axes.transData.transform([(0, 0), (text.room, 0)])
     words = text.get_text()
     short = words.removesuffix(" backward").split()[-1]
@@ -127,7 +161,13 @@ def write_exposed(axes, mine, bare, heights):
         words = f"exposed\n{style.quantity(total, 'ms')}" if total else "nothing\nexposed"
         place = {"xytext": (8, 0), "textcoords": "offset points", "ha": "left", "va": "center"}
         look = {"color": style.RED, "weight": "bold", "size": 9}
-        axes.annotate(words, (1, sum(network) / len(network)), xycoords=("axes fraction", "data"), **place, **look)
+        axes.annotate(
+            words,
+            (1, sum(network) / len(network)),
+            xycoords=("axes fraction", "data"),
+            **place,
+            **look,
+        )
 
 
 def label_lanes(axes, frame, ranks, heights):

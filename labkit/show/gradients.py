@@ -1,17 +1,17 @@
-"""A compressor in the hand: the gradient before, what arrives, what waits, and how the sums catch up.
+"""A compressor in the hand: the gradient before, what arrives, what waits, how sums catch up.
 
-    [ figures ] takeaway, table               ordinary outputs: GitHub, a batch run and an offline page show them
-    compressor v   feedback v   step --o--    controls: they re-plot what was recorded and send nothing
-    carried        one window of the gradient, element by element, in one step; beneath it what waits or is missing
-    catching_up    the error of a step alone, and of the sums over all steps: with feedback the second one falls
+    [ figures ] takeaway, table               ordinary outputs: GitHub, batch runs, offline too
+    compressor v   feedback v   step --o--    controls: they re-plot what was recorded, send nothing
+    carried        a window of the gradient in one step, by element; beneath: waiting or missing
+    catching_up    the error of a step, and of the sums over all: with feedback the second falls
 
-What is drawn is a pure function of (frame, state). The frame has one row per form and step: a row of
-labkit.measure.compressed.Watched, and two columns that say which form:
+What is drawn is a pure function of (frame, state). The frame has one row per form and step: a row
+of labkit.measure.compressed.Watched, and two columns that say which form:
 
     compressor   a key of labkit.compression.COMPRESSORS
     knob         text, "ratio 0.1", "rank 2", ..., or "" for the registry's own setting
 
-One launch records it, a Watched for each compressor and each of feedback=True and False that is to be compared.
+One launch records it, a Watched for each compressor and feedback (True, False) to be compared.
 """
 
 from dataclasses import dataclass
@@ -28,10 +28,20 @@ from labkit.show.notebook import table
 from labkit.show.publish import as_html, present
 
 FORM = ("compressor", "knob", "feedback")
-NUMBERS = ("momentum", "elements", "sent_bytes", "plain_bytes", "error", "sum_error", "waiting", "first")
+NUMBERS = (
+    "momentum",
+    "elements",
+    "sent_bytes",
+    "plain_bytes",
+    "error",
+    "sum_error",
+    "waiting",
+    "first",
+)
 VECTORS = ("gradient", "arrived", "residual")
 COLUMNS = (*FORM, "step", *NUMBERS, *VECTORS)
-FAMILIES = {"topk": "top-k", "randomk": "random-k", "dgc": "DGC", "powersgd": "PowerSGD"}  # where there is a knob
+# where there is a knob
+FAMILIES = {"topk": "top-k", "randomk": "random-k", "dgc": "DGC", "powersgd": "PowerSGD"}
 
 
 @dataclass(frozen=True)
@@ -45,8 +55,10 @@ class State:
 
 
 def initial(frame, compressor=None):
-    """The first state: the last step of the first form, or of the first of that compressor, with feedback if there is
-    one. Raises ValueError for a frame without rows or without one of COLUMNS."""
+    """The first state: the last step of the first form, or of the first of that compressor.
+
+    With feedback if there is one. Raises ValueError for a frame without rows or one of COLUMNS.
+    """
     missing = [column for column in COLUMNS if column not in frame]
     if missing or frame.empty:
         raise ValueError(
@@ -55,11 +67,17 @@ def initial(frame, compressor=None):
         )
     mine = frame[frame["compressor"] == (compressor or frame["compressor"].iloc[0])]
     first = mine.sort_values("feedback", ascending=False, kind="stable").iloc[0]
-    return State(first["compressor"], first["knob"], bool(first["feedback"]), int(frame["step"].max()))
+    return State(
+        first["compressor"], first["knob"], bool(first["feedback"]), int(frame["step"].max())
+    )
 
 
 def form_name(compressor, knob):
-    return f"{FAMILIES.get(compressor, style.name(compressor))}, {knob}" if knob else style.name(compressor)
+    return (
+        f"{FAMILIES.get(compressor, style.name(compressor))}, {knob}"
+        if knob
+        else style.name(compressor)
+    )
 
 
 def words_of(state):
@@ -83,18 +101,28 @@ def row_of(frame, state):
 
 
 def carried(frame, state):
-    """Figure: above, a window of the gradient and what arrived; below, what waits or, with no feedback, is missing."""
+    """Figure: a window of the gradient and what arrived; below, what waits or else is missing."""
     row, colour = row_of(frame, state), style.palette(frame["compressor"])[state.compressor]
     gradient, arrived, residual = (np.array(row[name], dtype=float) for name in VECTORS)
     places = row["first"] + np.arange(len(gradient))
     with style.look():
-        figure, (above, below) = style.new_figure(9.5, 4.6, rows=2, sharex=True, gridspec_kw={"height_ratios": [3, 2]})
+        figure, (above, below) = style.new_figure(
+            9.5, 4.6, rows=2, sharex=True, gridspec_kw={"height_ratios": [3, 2]}
+        )
         if state.feedback:
             owed = {"color": style.lighter(colour, 0.7), "label": "that + what had waited"}
             above.bar(places, arrived + residual, 0.9, **owed)
         name = "gradient, with momentum" if row["momentum"] else "gradient"
         above.bar(places, gradient, 0.42, color=style.INK, label=name)
-        above.plot(places, arrived, "o", color=colour, markeredgecolor=style.INK, markersize=5.5, label="arrived")
+        above.plot(
+            places,
+            arrived,
+            "o",
+            color=colour,
+            markeredgecolor=style.INK,
+            markersize=5.5,
+            label="arrived",
+        )
         if state.feedback:
             below.bar(places, residual, 0.9, color=style.lighter(colour, 0.35))
             below.set_ylabel("waits")
@@ -109,13 +137,15 @@ def carried(frame, state):
         above.margins(x=0.01)
         figure.align_ylabels()
         handles, labels = above.get_legend_handles_labels()
-        figure.legend(handles[::-1], labels[::-1], loc="outside lower left", ncols=3, handlelength=1.2)
+        figure.legend(
+            handles[::-1], labels[::-1], loc="outside lower left", ncols=3, handlelength=1.2
+        )
         style.entitle(figure, f"Step {state.step}: {words_of(state)}")
     return figure
 
 
 def catching_up(frame, state):
-    """Figure: over the steps, how far a step alone is from its gradient, and how far the sums are from each other."""
+    """Figure: over the steps, how far a step is from its gradient, and the sums from each other."""
     colour = style.palette(frame["compressor"])[state.compressor]
     ends = []
     with style.look():
@@ -133,13 +163,22 @@ def catching_up(frame, state):
         mine = steps_of(frame, state)
         draw(mine, "error", "each step alone", style.FAINT, linewidth=1.2, linestyle=(0, (2, 1.5)))
         row = row_of(frame, state)
-        axes.plot(row["step"], 100 * row["sum_error"], "o", markersize=12, color=style.INK, markerfacecolor="none")
+        axes.plot(
+            row["step"],
+            100 * row["sum_error"],
+            "o",
+            markersize=12,
+            color=style.INK,
+            markerfacecolor="none",
+        )
         axes.set_yscale("log")
         label_decades(axes.yaxis)
         axes.margins(x=0.02)
         axes.set_xlabel("step")
         axes.set_ylabel("error (% of the gradient's norm)")
-        close(figure, axes, ends, f"The sums of what arrived and of the gradients: {words_of(state)}")
+        close(
+            figure, axes, ends, f"The sums of what arrived and of the gradients: {words_of(state)}"
+        )
     return figure
 
 
@@ -148,16 +187,24 @@ def percent(share):
 
 
 def takeaway(frame, state):
-    """What a step sends, by how much it misses the gradient, by how much the sums differ, and what waits."""
+    """What a step sends, how far it misses the gradient, how far the sums differ, what waits."""
     row = row_of(frame, state)
     sent, plain = (style.quantity(row[column], "bytes") for column in ("sent_bytes", "plain_bytes"))
-    times = f", {row['plain_bytes'] / row['sent_bytes']:.3g} times less" if row["sent_bytes"] else ""
-    words = (
-        f"{words_of(state)}: a rank sends {sent} a step in place of {plain}{times}. In step {state.step} what arrives "
+    times = (
+        f", {row['plain_bytes'] / row['sent_bytes']:.3g} times less" if row["sent_bytes"] else ""
     )
-    words += f"misses the gradient by {percent(row['error'])} of its norm; since step 0 the sums differ by "
+    words = (
+        f"{words_of(state)}: a rank sends {sent} a step in place of {plain}{times}. "
+        f"In step {state.step} what arrives "
+    )
+    words += (
+        f"misses the gradient by {percent(row['error'])} of its norm; "
+        "since step 0 the sums differ by "
+    )
     words += f"{percent(row['sum_error'])}"
-    return words + (f", and {row['waiting']:.3g} times the gradient's norm waits." if row["feedback"] else ".")
+    return words + (
+        f", and {row['waiting']:.3g} times the gradient's norm waits." if row["feedback"] else "."
+    )
 
 
 def small(frame):
@@ -167,8 +214,13 @@ def small(frame):
         last = mine.sort_values("step").iloc[-1]
         row = {"compressor": form_name(compressor, knob), "feedback": "yes" if feedback else "no"}
         row["sent a step"] = style.quantity(last["sent_bytes"], "bytes")
-        row["times less"] = f"{last['plain_bytes'] / last['sent_bytes']:.3g}" if last["sent_bytes"] else ""
-        row |= {"error of the last step": percent(last["error"]), "of the sums": percent(last["sum_error"])}
+        row["times less"] = (
+            f"{last['plain_bytes'] / last['sent_bytes']:.3g}" if last["sent_bytes"] else ""
+        )
+        row |= {
+            "error of the last step": percent(last["error"]),
+            "of the sums": percent(last["sum_error"]),
+        }
         rows.append(row)
     return pd.DataFrame(rows)
 
@@ -188,11 +240,15 @@ class Explorer:
         forms = list(dict.fromkeys(zip(frame["compressor"], frame["knob"], strict=True)))
         named = [(form_name(*form), form) for form in forms]
         self.form = controls.menu("compressor", named, (state.compressor, state.knob))
-        self.feedback = controls.menu("feedback", [("with", True), ("without", False)], state.feedback)
+        self.feedback = controls.menu(
+            "feedback", [("with", True), ("without", False)], state.feedback
+        )
         self.step = controls.slider("step", sorted(frame["step"].unique().tolist()), state.step)
         above = (self.form, self.feedback, self.step)
         controls.observe(self.changed, above)
-        self.image = ipywidgets.HTML("<p>Change a control: your choice is drawn here, from the recorded steps.</p>")
+        self.image = ipywidgets.HTML(
+            "<p>Change a control: your choice is drawn here, from the recorded steps.</p>"
+        )
         self.panel = ipywidgets.VBox([controls.row(above), self.image])
 
     def changed(self, change=None):
@@ -202,14 +258,17 @@ class Explorer:
 
 
 def explorer(frame, provenance, compressor=None):
-    """Show recorded compressors: both figures, takeaway and table as ordinary outputs, then controls. Returns Explorer.
+    """Show recorded compressors: figures, takeaway, table, then the controls. Returns Explorer.
 
-    frame: see above. provenance: where it comes from, as in present(). compressor: which is shown first.
+    frame: see above. provenance: as in present(). compressor: which is shown first.
     """
     state = initial(frame, compressor)
     words = takeaway(frame, state)
     present(carried(frame, state), words, provenance, words)
-    caption = "How far what arrived is from the gradients: each step alone, and the sums over all steps so far"
+    caption = (
+        "How far what arrived is from the gradients: "
+        "each step alone, and the sums over all steps so far"
+    )
     present(catching_up(frame, state), caption, provenance, caption)
     table(small(frame), f"after the last step; {provenance}")
     shown = Explorer(frame, state)

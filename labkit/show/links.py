@@ -1,10 +1,10 @@
-"""Link speed in the hand: the step time of each method at any speed, who wins, and below which speed.
+"""Link speed in the hand: each method's step time at any speed, who wins, and below which speed.
 
-    [ figure ] takeaway, table                ordinary outputs: GitHub, a batch run and an offline page show them
+    [ figure ] takeaway, table                ordinary outputs: GitHub, batch runs, offline too
     link speed --o--                          controls: they re-plot the frame and measure nothing
     [x] no compression [x] top 1 % [x] ...
-    step  |o   :                              the dashed line stands at the chosen link speed; beneath it a bar per
-    time  | *o :                              method: how much of its step is work, how much is bytes on the link
+    step  |o   :                              the dashed line: the chosen link speed; beneath it
+    time  | *o :                              bars: a method's work, and its bytes on the link
           |   (o)  *  *
           +----:-------- link speed
 
@@ -35,13 +35,13 @@ class State:
 
 
 def initial(frame, baseline=None):
-    """The first state: all methods, at the slowest link, held against the first method of the lab's order."""
+    """The first state: all methods, at the slowest link, against the first in the lab's order."""
     methods = tuple(costs(frame))
     return State(methods, float(frame["link_mbit"].min()), baseline or methods[0])
 
 
 def at_speed(frame, state):
-    """DataFrame method, busy_ms, wire_ms, step_ms: predicted for the chosen methods at the chosen link speed."""
+    """DataFrame method, busy_ms, wire_ms, step_ms: predicted for the state's methods and speed."""
     rows = [
         (one, cost.busy_ms, predicted(*cost, state.link_mbit))
         for one, cost in costs(frame).items()
@@ -56,14 +56,14 @@ def headline(state):
 
 
 def draw(frame, state):
-    """Figure: the chosen methods' step times over link speed, the chosen speed marked. ValueError without a method."""
+    """Figure: methods' step times over link speed, the chosen speed marked. ValueError for none."""
     if not state.methods:
         raise ValueError("no method to draw: choose at least one")
     return step_over_link(frame, state.baseline, headline(state), state.methods, state.link_mbit)
 
 
 def bars(frame, state):
-    """Figure: the predicted step of each chosen method at the chosen speed: work in dark, bytes on the link in pale."""
+    """Figure: the predicted steps at the chosen speed: work dark, bytes on the link pale."""
     rows, colours = at_speed(frame, state), style.palette(costs(frame))
     with style.look():
         figure, axes = style.new_figure(9.5, 1.3 + 0.34 * len(rows))
@@ -71,8 +71,15 @@ def bars(frame, state):
             colour = colours[row.method]
             axes.barh(place, row.busy_ms, 0.72, color=colour)
             axes.barh(place, row.wire_ms, 0.72, row.busy_ms, color=style.lighter(colour, 0.6))
-            place_of = {"xytext": (6, 0), "textcoords": "offset points", "va": "center_baseline", "size": 9.5}
-            axes.annotate(style.quantity(row.step_ms, "ms"), (row.step_ms, place), weight="bold", **place_of)
+            place_of = {
+                "xytext": (6, 0),
+                "textcoords": "offset points",
+                "va": "center_baseline",
+                "size": 9.5,
+            }
+            axes.annotate(
+                style.quantity(row.step_ms, "ms"), (row.step_ms, place), weight="bold", **place_of
+            )
         axes.set_yticks(range(len(rows)), [style.name(one) for one in rows["method"]])
         axes.set_ylim(len(rows) - 0.4, -0.6)
         axes.set_xlim(0, rows["step_ms"].max() * 1.16)
@@ -86,8 +93,14 @@ def bars(frame, state):
 def takeaway(frame, state):
     """Who is fastest at this speed and by how much, and where each method beats the baseline."""
     rows, found = at_speed(frame, state), costs(frame)
-    best, base = rows.loc[rows["step_ms"].idxmin()], predicted(*found[state.baseline], state.link_mbit)
-    words = f"{headline(state)}: a step of {style.name(best['method'])}, the fastest, is predicted to take "
+    best, base = (
+        rows.loc[rows["step_ms"].idxmin()],
+        predicted(*found[state.baseline], state.link_mbit),
+    )
+    words = (
+        f"{headline(state)}: a step of {style.name(best['method'])}, the fastest, "
+        "is predicted to take "
+    )
     words += style.quantity(best["step_ms"], "ms")
     if best["method"] != state.baseline:
         words += f", {base / best['step_ms']:.3g} times less than {style.name(state.baseline)}"
@@ -97,11 +110,13 @@ def takeaway(frame, state):
         for one in rows["method"]
         if one != state.baseline
     ]
-    return words + (f". Faster than {style.name(state.baseline)}: {'; '.join(others)}." if others else ".")
+    return words + (
+        f". Faster than {style.name(state.baseline)}: {'; '.join(others)}." if others else "."
+    )
 
 
 def small(frame, baseline):
-    """DataFrame of texts: a row per method with its work, its bytes, and where it beats the baseline."""
+    """DataFrame of texts: per method its work, its bytes, and where it beats the baseline."""
     found, fitted, rows = costs(frame), fits(frame), []
     for method, cost in found.items():
         row = {"method": style.name(method), "work": style.quantity(cost.busy_ms, "ms")}
@@ -121,11 +136,13 @@ def picture(frame, state):
 
 
 def offered(frame, baseline):
-    """Link speeds for the slider, Mbit/s: 1, 2, 5, 10, 20, ... as far as the picture reaches, and those measured."""
+    """Link speeds for the slider, Mbit/s: 1, 2, 5, ... across the picture, and those measured."""
     low, high = reach(frame, baseline)
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     steps = [digit * 10.0**power for power in decades for digit in (1, 2, 5)]
-    return sorted({*(one for one in steps if low <= one <= high), *map(float, frame["link_mbit"].unique())})
+    return sorted(
+        {*(one for one in steps if low <= one <= high), *map(float, frame["link_mbit"].unique())}
+    )
 
 
 class Explorer:
@@ -143,19 +160,24 @@ class Explorer:
 
     def changed(self, change=None):
         """Read the controls and draw anew."""
-        self.state = replace(self.state, methods=controls.ticked(self.boxes), link_mbit=self.speed.value)
+        self.state = replace(
+            self.state, methods=controls.ticked(self.boxes), link_mbit=self.speed.value
+        )
         self.image.value = picture(self.frame, self.state)
 
 
 def explorer(frame, provenance, baseline=None):
-    """Show step times over link speeds: figure, takeaway and table, then the controls. Returns the Explorer.
+    """Show step times over link speeds: figure, takeaway, table, then controls. Returns Explorer.
 
-    frame: see above. provenance: where it comes from, as in present(). baseline: as in step_over_link().
+    frame: see above. provenance: as in present(). baseline: as in step_over_link().
     """
     state = initial(frame, baseline)
     words = takeaway(frame, state)
     present(draw(frame, state), words, provenance, words)
-    table(small(frame, state.baseline), f"work and bytes of a step, and where each is faster; {provenance}")
+    table(
+        small(frame, state.baseline),
+        f"work and bytes of a step, and where each is faster; {provenance}",
+    )
     shown = Explorer(frame, state)
     display(shown.panel)
     return shown

@@ -1,7 +1,7 @@
-"""What a notebook shows besides pictures: the source of labkit itself, verdicts, the machine, predictions.
+"""What a notebook shows besides pictures: labkit's source, verdicts, the machine, predictions.
 
-Sources and tables go out as Markdown with a plain-text form: JupyterLab, GitHub, nbconvert and VS Code each colour
-them in the reader's own theme, light or dark.
+Sources and tables go out as Markdown with a plain-text form: JupyterLab, GitHub, nbconvert and VS
+Code each colour them in the reader's own theme, light or dark.
 """
 
 import inspect
@@ -16,17 +16,20 @@ from labkit.show.publish import ROOT
 
 
 def source(*objects):
-    """Show the source of functions, classes, methods or modules, each headed by its place: labkit/ddp.py:40-72."""
+    """Show the source of functions, classes, methods, modules, headed "labkit/ddp.py:40-72"."""
     if not objects:
         raise ValueError("source() needs at least one function, class or module")
     for one in objects:
         heading, code = place_and_code(one)
         plain = f"{heading}\n\n{code}"
-        display({"text/markdown": f"**`{heading}`**\n\n````python\n{code}````\n", "text/plain": plain}, raw=True)
+        display(
+            {"text/markdown": f"**`{heading}`**\n\n````python\n{code}````\n", "text/plain": plain},
+            raw=True,
+        )
 
 
 def place_and_code(one):
-    """("labkit/ddp.py:40-72", its source). A place is relative to the repository; outside it, a bare name."""
+    """("labkit/ddp.py:40-72", its source). Relative to the repository; outside it, a bare name."""
     one = inspect.unwrap(one) if callable(one) else one
     one = one.fget if isinstance(one, property) else one
     lines, first = inspect.getsourcelines(one)
@@ -40,8 +43,9 @@ def place_and_code(one):
 def verdict(claims):
     """Print one exact line a claim, aligned; raise AssertionError naming those that do not hold.
 
-    claims: {"weights equal one process": True, "bytes sent per rank": 4096}. True and False are checked, whole numbers
-    are shown. Nothing that moves belongs here: a float or a time raises TypeError, so that the output can be compared.
+    claims: {"weights equal one process": True, "bytes sent per rank": 4096}. True and False are
+    checked, whole numbers are shown. Nothing that moves belongs here: a float or a time raises
+    TypeError, so that the output can be compared.
     """
     if not claims:
         raise ValueError("a verdict needs at least one claim")
@@ -60,13 +64,18 @@ def outcome(claim, value):
         return "yes" if value else "NO"
     if isinstance(value, numbers.Integral):
         return str(value)
-    raise TypeError(f"the verdict {claim!r} is {type(value).__name__}; only True, False and whole numbers are exact")
+    raise TypeError(
+        f"the verdict {claim!r} is {type(value).__name__}; "
+        "only True, False and whole numbers are exact"
+    )
 
 
 def machine_card():
     """Show what this notebook's numbers were measured on."""
     text = machine.describe()
-    display({"text/markdown": f"**This machine**\n\n```text\n{text}\n```", "text/plain": text}, raw=True)
+    display(
+        {"text/markdown": f"**This machine**\n\n```text\n{text}\n```", "text/plain": text}, raw=True
+    )
 
 
 def prediction(frame, provenance):
@@ -75,10 +84,19 @@ def prediction(frame, provenance):
 
 
 def table(frame, caption):
-    """Show a DataFrame of texts and numbers as a Markdown table (first column left, others right), caption beneath."""
-    cells = [[style.name(name) for name in frame.columns], *([str(value) for value in row] for row in frame.to_numpy())]
+    """Show a DataFrame as a Markdown table (first column left, others right), caption beneath."""
+    cells = [
+        [style.name(name) for name in frame.columns],
+        *([str(value) for value in row] for row in frame.to_numpy()),
+    ]
     rules = [":--", *["--:"] * (len(frame.columns) - 1)]
     escaped = [[cell.replace("|", "\\|") for cell in row] for row in cells]
     lines = ["| " + " | ".join(row) + " |" for row in (escaped[0], rules, *escaped[1:])]
     plain = frame.to_string(index=False)
-    display({"text/markdown": "\n".join([*lines, "", f"*{caption}*"]), "text/plain": f"{plain}\n{caption}"}, raw=True)
+    display(
+        {
+            "text/markdown": "\n".join([*lines, "", f"*{caption}*"]),
+            "text/plain": f"{plain}\n{caption}",
+        },
+        raw=True,
+    )

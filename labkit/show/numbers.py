@@ -1,14 +1,15 @@
-"""Number formats of training, exactly: which numbers a format has, and what becomes of any other number.
+"""Number formats of training, exactly: which numbers one has, and what becomes of any other.
 
-    fp32        s eeeeeeee fffffffffffffffffffffff      value = (-1)^s x 2^(e - bias) x 1.f        e > 0: normal
-    tf32        s eeeeeeee ffffffffff                   value = (-1)^s x 2^(1 - bias) x 0.f        e = 0: subnormal
-    bf16        s eeeeeeee fffffff                      exponent bits: how far it reaches
-    fp16        s eeeee ffffffffff                      fraction bits: how fine it is
-    fp8 e5m2    s eeeee ff
-    fp8 e4m3    s eeee fff                              no infinity: its codes hold numbers, 448 is the last
+    fp32      s eeeeeeee fffffffffffffffffffffff   normal (e > 0): (-1)^s x 2^(e - bias) x 1.f
+    tf32      s eeeeeeee ffffffffff                subnormal (e = 0): (-1)^s x 2^(1 - bias) x 0.f
+    bf16      s eeeeeeee fffffff                   exponent bits: how far it reaches
+    fp16      s eeeee ffffffffff                   fraction bits: how fine it is
+    fp8 e5m2  s eeeee ff
+    fp8 e4m3  s eeee fff                           no infinity: its codes hold numbers, up to 448
 
-IEEE 754-2019, section 3.4; Kalamkar et al., A Study of BFLOAT16 for Deep Learning Training, 2019; NVIDIA A100
-whitepaper, 2020 (tf32); Micikevicius et al., FP8 Formats for Deep Learning, 2022, section 3.
+IEEE 754-2019, section 3.4; Kalamkar et al., A Study of BFLOAT16 for Deep Learning Training, 2019;
+NVIDIA A100 whitepaper, 2020 (tf32); Micikevicius et al., FP8 Formats for Deep Learning, 2022,
+section 3.
 """
 
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Format:
-    """A binary floating-point format with a sign bit; infinity=False: the largest exponent holds numbers too (e4m3)."""
+    """A binary float format with a sign; infinity=False: the top exponent has numbers (e4m3)."""
 
     name: str
     exponent_bits: int
@@ -34,7 +35,7 @@ class Format:
         """The largest finite number."""
         if self.infinity:
             return 2.0**self.bias * (2 - 2.0**-self.fraction_bits)
-        return 2.0 ** (self.bias + 1) * (2 - 2 * 2.0**-self.fraction_bits)  # the last code of all is NaN
+        return 2.0 ** (self.bias + 1) * (2 - 2 * 2.0**-self.fraction_bits)  # the last code is NaN
 
     @property
     def smallest_normal(self):
@@ -52,7 +53,7 @@ class Format:
         return 2.0**-self.fraction_bits
 
     def round(self, values):
-        """The nearest numbers of this format, ties to even; beyond the largest: infinity, or NaN without one.
+        """The nearest numbers of this format, ties to even; beyond the largest: infinity, else NaN.
 
         values: array of float64 (or what becomes one) -> array of float64 of the same shape.
         """
@@ -70,14 +71,18 @@ class Format:
         sign = "1" if np.signbit(value) else "0"
         e, f = self.exponent_bits, self.fraction_bits
         if not np.isfinite(stored):
-            # infinity: all exponent bits, no fraction bit; NaN: some. e4m3 has only the NaN with all of them.
+            # infinity: all exponent bits, no fraction bit; NaN: some, e4m3's all.
             fraction = "0" * f if np.isinf(stored) else "1" * f
             return sign, "1" * e, fraction
         size = abs(stored)
         power = max(int(np.frexp(size)[1]) - 1, 1 - self.bias)
         code = round(size / 2.0 ** (power - f))  # 1.f x 2^f, or 0.f x 2^f for a subnormal
         normal = code >= 2**f
-        return sign, f"{power + self.bias if normal else 0:0{e}b}", f"{code - 2**f if normal else code:0{f}b}"
+        return (
+            sign,
+            f"{power + self.bias if normal else 0:0{e}b}",
+            f"{code - 2**f if normal else code:0{f}b}",
+        )
 
 
 FORMATS = {
@@ -94,9 +99,9 @@ FORMATS = {
 
 
 def fate(values, name, scale=1.0):
-    """What becomes of values x scale in a format: {"zero", "subnormal", "normal", "overflow"}: shares of the nonzero.
+    """Shares of nonzero values x scale: {"zero", "subnormal", "normal", "overflow"} in a format.
 
-    values: array; those that are zero or not finite themselves are left out. Raises ValueError where none is left.
+    values: array; zero and non-finite ones are left out. Raises ValueError where none is left.
     """
     values = np.asarray(values, dtype=np.float64)
     values = np.abs(values[np.isfinite(values) & (values != 0)])
@@ -106,5 +111,10 @@ def fate(values, name, scale=1.0):
     stored = one.round(values * scale)
     zero, overflow = stored == 0, ~np.isfinite(stored)
     subnormal = ~zero & ~overflow & (stored < one.smallest_normal)
-    shares = {"zero": zero, "subnormal": subnormal, "normal": ~(zero | overflow | subnormal), "overflow": overflow}
+    shares = {
+        "zero": zero,
+        "subnormal": subnormal,
+        "normal": ~(zero | overflow | subnormal),
+        "overflow": overflow,
+    }
     return {kind: float(mask.mean()) for kind, mask in shares.items()}

@@ -1,6 +1,6 @@
 """The overview: what every strategy costs, side by side, and that all of them learn the same.
 
-strategy      step time   exposed   sent   memory        each panel its own unit, whiskers: quartiles
+strategy      step time   exposed   sent   memory       each panel its own unit, whiskers: quartiles
 single        ====        |         |      ========
 DDP, naive    ========    ====      ====   ====
 loss          curves that lie on one another
@@ -17,7 +17,7 @@ BROADEST = 9.0  # points, of the first loss curve
 
 
 def overview(frame, title=None, panels=PANELS):
-    """Figure of the records of compare(): a panel per metric, a bar per strategy, and the loss over the steps below."""
+    """Figure of compare()'s records: a panel per metric, a bar per strategy; below, the losses."""
     frame = style.in_order(frame, "strategy")
     strategies = list(dict.fromkeys(frame["strategy"]))
     colours = style.palette(strategies)
@@ -38,7 +38,9 @@ def overview(frame, title=None, panels=PANELS):
             axes.set_xlim(0, axes.get_xlim()[1] * 1.22)
             names = [style.name(strategy) for strategy in strategies]
             axes.set_yticks(places, names if column == 0 else [""] * len(names))
-            axes.set_title(style.axis_label(metric, axes.value_unit), loc="left", size=9.5, weight="normal")
+            axes.set_title(
+                style.axis_label(metric, axes.value_unit), loc="left", size=9.5, weight="normal"
+            )
             axes.tick_params(axis="y", length=0)
             axes.spines["left"].set_visible(False)
             axes.grid(axis="x")
@@ -48,11 +50,13 @@ def overview(frame, title=None, panels=PANELS):
 
 
 def draw_losses(axes, frame, strategies, colours):
-    """Mean loss over the ranks at each step; the first strategy's line is the broadest, so that all are seen."""
+    """Mean loss over ranks at each step; the first strategy's line is broadest: all are seen."""
     for place, strategy in enumerate(strategies):
         mean = frame[frame["strategy"] == strategy].groupby("step")["loss"].mean()
         width = BROADEST - (BROADEST - 1.2) * place / max(1, len(strategies) - 1)
-        axes.plot(mean.index, mean, color=colours[strategy], linewidth=width, label=style.name(strategy))
+        axes.plot(
+            mean.index, mean, color=colours[strategy], linewidth=width, label=style.name(strategy)
+        )
     axes.set_xlabel("step")
     axes.set_ylabel("loss")
     axes.grid(axis="y")

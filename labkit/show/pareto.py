@@ -1,4 +1,4 @@
-"""Two prices of the same thing on two axes: what nothing else beats on both is the Pareto front, the rest is hollow."""
+"""Two prices on two axes: what nothing else beats on both is the Pareto front, others hollow."""
 
 from itertools import pairwise
 
@@ -6,18 +6,25 @@ from matplotlib.transforms import Bbox
 
 from labkit.show import style
 
-# Where a name may stand: offset from its point in typographic points, and which side of the text is there.
+# Where a name may stand: offset from its point in typographic points, and the text's side there.
 SPOTS = (
     *(((9, 8), "left"), ((-9, 8), "right"), ((9, -9), "left"), ((-9, -9), "right")),
-    *(((0, 17), "center"), ((0, -17), "center"), ((9, 20), "left"), ((9, -21), "left"), ((-9, -21), "right")),
+    *(
+        ((0, 17), "center"),
+        ((0, -17), "center"),
+        ((9, 20), "left"),
+        ((9, -21), "left"),
+        ((-9, -21), "right"),
+    ),
 )
 
 
 def pareto(frame, x, y, by="form", title=None):
-    """Figure: one point per `by` at the medians of x and y, quartiles as thin lines; towards the lower left is better.
+    """Figure: a point per `by` at the medians of x and y, quartiles as lines; lower left is better.
 
-    The front, points than which no other is lower in x and at most as high in y, is filled and joined by a staircase:
-    any point on or above it can be had. Units: by the columns' names, bytes in the unit that suits the largest.
+    The front, points than which no other is lower in x and at most as high in y, is filled and
+    joined by a staircase: any point on or above it can be had. Units: by the columns' names, bytes
+    in the unit that suits the largest.
     """
     if frame.empty:
         raise ValueError("nothing was measured, so there is nothing to draw")
@@ -26,20 +33,25 @@ def pareto(frame, x, y, by="form", title=None):
     middle, low, high = (grouped.quantile(q).loc[names] for q in (0.5, 0.25, 0.75))
     factors, units = zip(*(scale(frame, column) for column in (x, y)), strict=True)
     middle, low, high = (
-        [[row[x] / factors[0], row[y] / factors[1]] for _, row in f.iterrows()] for f in (middle, low, high)
+        [[row[x] / factors[0], row[y] / factors[1]] for _, row in f.iterrows()]
+        for f in (middle, low, high)
     )
     best = front(middle)
     colours = style.palette(names)
     with style.look():
         figure, axes = style.new_figure(8.0, 4.4)
         steps = sorted(middle[number] for number in best)
-        axes.step(*zip(*steps, strict=True), where="post", color=style.FAINT, linewidth=1.2, zorder=1)
+        axes.step(
+            *zip(*steps, strict=True), where="post", color=style.FAINT, linewidth=1.2, zorder=1
+        )
         for number, name in enumerate(names):
             (at, height), (left, under), (right, over) = middle[number], low[number], high[number]
             axes.plot([left, right], [height, height], color=colours[name], linewidth=1.2, zorder=2)
             axes.plot([at, at], [under, over], color=colours[name], linewidth=1.2, zorder=2)
             fill = colours[name] if number in best else style.GROUND
-            axes.plot(at, height, "o", markersize=9, color=colours[name], markerfacecolor=fill, zorder=3)
+            axes.plot(
+                at, height, "o", markersize=9, color=colours[name], markerfacecolor=fill, zorder=3
+            )
         axes.set_ylim(0, 1.12 * max(height for _, height in high))
         axes.margins(x=0.12)
         axes.set_xlabel(style.axis_label(x, units[0]))
@@ -51,7 +63,10 @@ def pareto(frame, x, y, by="form", title=None):
         figure.draw_without_rendering()
         treads = [((x, y), (end, y)) for (x, y), (end, _) in pairwise(steps)]
         risers = [((x, y), (x, under)) for (_, y), (x, under) in pairwise(steps)]
-        spreads = [((left, y), (right, y)) for (left, _), (_, y), (right, _) in zip(low, middle, high, strict=True)]
+        spreads = [
+            ((left, y), (right, y))
+            for (left, _), (_, y), (right, _) in zip(low, middle, high, strict=True)
+        ]
         write_names(axes, dict(zip(names, middle, strict=True)), [*treads, *risers, *spreads])
     return figure
 
@@ -63,7 +78,7 @@ def scale(frame, column):
 
 
 def front(points):
-    """Numbers of the (x, y) points that no other point beats: at most as large in both, and smaller in one."""
+    """Numbers of the (x, y) points that no other beats: at most as large in both, less in one."""
     return [
         number
         for number, (x, y) in enumerate(points)
@@ -72,7 +87,7 @@ def front(points):
 
 
 def write_names(axes, points, lines):
-    """Each name beside its point, where it covers no point and no name, and no line either if there is such a spot.
+    """Each name beside its point, covering no point or name, and no line if there is such a spot.
 
     points: name -> (x, y). lines: [((x, y), (x, y))], along one axis each. All in the data's units.
     """
@@ -84,11 +99,19 @@ def write_names(axes, points, lines):
     for name, point in points.items():
         spots = []
         for offset, side in SPOTS:
-            place = {"xytext": offset, "textcoords": "offset points", "ha": side, "va": "center", "size": 9.5}
+            place = {
+                "xytext": offset,
+                "textcoords": "offset points",
+                "ha": side,
+                "va": "center",
+                "size": 9.5,
+            }
             text = axes.annotate(style.name(name), point, weight="bold", **place)
             box = text.get_window_extent()
             inside = box.x0 >= axes.bbox.x0 and box.x1 <= axes.bbox.x1 and box.y1 <= axes.bbox.y1
-            covered = 100 * box.count_overlaps(taken) + box.count_overlaps(drawn) + 1000 * (not inside)
+            covered = (
+                100 * box.count_overlaps(taken) + box.count_overlaps(drawn) + 1000 * (not inside)
+            )
             spots.append((covered, len(spots), text, box))
         _, best, text, box = min(spots, key=lambda spot: spot[:2])
         taken.append(box)

@@ -1,26 +1,26 @@
-"""All pictures of the lab by one name: pure functions from data to a Figure, and the two ways to hand it on.
+"""All pictures by one name: pure functions from data to a Figure, and two ways to hand it on.
 
-timeline                      two lanes a rank, compute and network            gantt.py
-schedules                     one step in several orders, a band each          schedules.py
-grouped_bars                  medians with quartiles, a value on each bar      bars.py
-memory_bars                   memory by kind, stacked                          bars.py
-measured_against_predicted    ratios around 1                                  bars.py
-memory_and_traffic            what is held, and beside it what is sent         stages.py
-stacked_bars                  parts of a whole, a thin bar a repetition        stacks.py
-loss_curves, sweep            lines named at their ends                        curves.py
-memory_over_time              what one rank holds, change by change            curves.py
-saw                           the same of several runs, on one scale           saw.py
-residency                     which units of a sharded model are whole, when   residency.py
-bit_layout, reach             a value's bits, real gradients over six formats  formats.py
-loss_scales                   the loss scale over time, and skipped steps      scales.py
+timeline                      two lanes a rank, compute and network             gantt.py
+schedules                     one step in several orders, a band each           schedules.py
+grouped_bars                  medians with quartiles, a value on each bar       bars.py
+memory_bars                   memory by kind, stacked                           bars.py
+measured_against_predicted    ratios around 1                                   bars.py
+memory_and_traffic            what is held, and beside it what is sent          stages.py
+stacked_bars                  parts of a whole, a thin bar a repetition         stacks.py
+loss_curves, sweep            lines named at their ends                         curves.py
+memory_over_time              what one rank holds, change by change             curves.py
+saw                           the same of several runs, on one scale            saw.py
+residency                     which units of a sharded model are whole, when    residency.py
+bit_layout, reach             a value's bits, real gradients over six formats   formats.py
+loss_scales                   the loss scale over time, and skipped steps       scales.py
 pareto                        two prices, and what nothing beats on both        pareto.py
 step_over_link                step time over link speed, and where lines cross  crossings.py
 carried, catching_up          a gradient through a compressor, step by step     gradients.py
-switched                      the same without and with something, arrows    switched.py
-before_after, step_by_step,   chunks with the numbers that are in them         contents.py
+switched                      the same without and with something, arrows       switched.py
+before_after, step_by_step,   chunks with the numbers that are in them          contents.py
 side_by_side
-race                          when, and for how many bytes, a loss is reached  race.py
-present, save                 into the notebook, into figures/                 publish.py
+race                          when, and for how many bytes, a loss is reached   race.py
+present, save                 into the notebook, into figures/                  publish.py
 """
 
 from labkit.show.bars import grouped_bars, measured_against_predicted, memory_bars

@@ -1,11 +1,11 @@
-"""Where a figure goes: into a notebook, with words for those who do not see it, or into figures/, with its data.
+"""Where a figure goes: into a notebook, with words for those who cannot see, or into figures/.
 
-    present(figure, caption, provenance, alt)               image + alt text, caption and provenance beneath it
-    save(figure, "overlap", data, parameters, ...)          figures/overlap.svg   the picture (`lab figures` only),
-                                                                                  same bytes for same data
-                                                            figures/overlap.json  what it was drawn from
+    present(figure, caption, provenance, alt)       image + alt text, caption, provenance beneath it
+    save(figure, "overlap", data, parameters, ...)  figures/overlap.svg   (`lab figures` only), the
+                                                                          same bytes for same data
+                                                    figures/overlap.json  what it was drawn from
 
-JupyterLab ignores alt text given with an image, so the sentence is in the plain text, in the metadata, and visible.
+JupyterLab ignores an image's alt text: the sentence is in plain text and metadata, and visible.
 """
 
 import base64
@@ -25,24 +25,35 @@ from labkit.measure import machine
 from labkit.show import style
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDER = "LABKIT_FIGURES"  # the variable with which `lab run` and `lab figures` say where pictures are to be written
-PROVENANCE = ("measured", "counted", "derived", "throttled", "emulated", "simulated", "predicted", "published")
+FOLDER = "LABKIT_FIGURES"  # the variable by which `lab run` and `lab figures` say where pictures go
+PROVENANCE = (
+    "measured",
+    "counted",
+    "derived",
+    "throttled",
+    "emulated",
+    "simulated",
+    "predicted",
+    "published",
+)
 
 
 def check(alt, provenance):
-    """Raise ValueError for a picture without words or without an origin among PROVENANCE (its first word)."""
+    """Raise ValueError without words, or without an origin of PROVENANCE (its first word)."""
     if not alt.strip():
         raise ValueError("a figure needs alt text: one sentence that says what is to be seen")
     if provenance.split(" ")[0].strip(",;:") not in PROVENANCE:
-        raise ValueError(f"provenance must begin with one of {', '.join(PROVENANCE)}; got {provenance!r}")
+        raise ValueError(
+            f"provenance must begin with one of {', '.join(PROVENANCE)}; got {provenance!r}"
+        )
 
 
 @contextmanager
 def laid_out(figure):
     """Inside, all stays where the layout has put it, legends too.
 
-    Those are anchored to the canvas. What is saved is another canvas, cut to what is drawn and larger by the provenance
-    beneath: a legend at its lower left would lie on that.
+    Those are anchored to the canvas. What is saved is another canvas, cut to what is drawn and
+    larger by the provenance beneath: a legend at its lower left would lie on that.
     """
     figure.draw_without_rendering()
     engine = figure.get_layout_engine()
@@ -66,10 +77,12 @@ def png(figure, dpi=200):
 
 
 def in_fewer_colours(image):
-    """PNG bytes with a palette of 256 colours: a notebook then holds a third of the bytes, and nobody sees it."""
+    """PNG bytes with 256 colours: a third of the bytes in a notebook, and nobody sees it."""
     held = io.BytesIO()
     picture = Image.open(io.BytesIO(image)).convert("RGB")
-    picture.quantize(256, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE).save(held, "png", optimize=True)
+    picture.quantize(256, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE).save(
+        held, "png", optimize=True
+    )
     return held.getvalue()
 
 
@@ -80,20 +93,30 @@ def present(figure, caption, provenance, alt):
     """
     check(alt, provenance)
     image = in_fewer_colours(png(figure))
-    width = int.from_bytes(image[16:20], "big") // 2  # a PNG's header holds its size; two pixels to a point are crisp
+    # a PNG's header holds its size; two pixels to a point are crisp
+    width = int.from_bytes(image[16:20], "big") // 2
     about = {"alt": alt, "width": width, "needs_background": "light"}
-    display({"image/png": image, "text/plain": alt}, metadata={"image/png": about, "alt": alt}, raw=True)
+    display(
+        {"image/png": image, "text/plain": alt}, metadata={"image/png": about, "alt": alt}, raw=True
+    )
     text = f"{caption} ({provenance})"
-    body = f"<b>{html.escape(caption)}</b> <span style='opacity:.75'>({html.escape(provenance)})</span>"
+    body = (
+        f"<b>{html.escape(caption)}</b> "
+        f"<span style='opacity:.75'>({html.escape(provenance)})</span>"
+    )
     seen = (
-        f"<br><span style='opacity:.75'>In words: {html.escape(alt)}</span>" if alt.strip() != caption.strip() else ""
+        f"<br><span style='opacity:.75'>In words: {html.escape(alt)}</span>"
+        if alt.strip() != caption.strip()
+        else ""
     )
     about_width = f"max-width:{width}px"
-    display({"text/html": f"<p style='{about_width}'>{body}{seen}</p>", "text/plain": text}, raw=True)
+    display(
+        {"text/html": f"<p style='{about_width}'>{body}{seen}</p>", "text/plain": text}, raw=True
+    )
 
 
 def as_html(words, *figures):
-    """Figures and the sentence that says what is to be seen in them as HTML: what a widget shows of its own."""
+    """Figures and the sentence that says what they show, as HTML: what a widget shows itself."""
     words = html.escape(words, quote=True)
     look = f'style="max-width:100%;width:760px" alt="{words}"'
     images = [base64.b64encode(png(figure, dpi=130)).decode() for figure in figures]
@@ -102,23 +125,32 @@ def as_html(words, *figures):
 
 
 def commit():
-    """The commit checked out in this repository, "+" behind it where files differ; None outside git."""
+    """The commit checked out in this repository, "+" where files differ; None outside git."""
     try:
-        head = subprocess.run(["git", "-C", ROOT, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True)
-        changes = subprocess.run(["git", "-C", ROOT, "status", "--porcelain", "-uno"], capture_output=True, text=True)
+        head = subprocess.run(
+            ["git", "-C", ROOT, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True
+        )
+        changes = subprocess.run(
+            ["git", "-C", ROOT, "status", "--porcelain", "-uno"], capture_output=True, text=True
+        )
     except FileNotFoundError:
         return None
-    return head.stdout.strip() + ("+" if changes.stdout.strip() else "") if head.returncode == 0 else None
+    return (
+        head.stdout.strip() + ("+" if changes.stdout.strip() else "")
+        if head.returncode == 0
+        else None
+    )
 
 
 def save(figure, name, data, parameters, provenance, alt, folder=None):
     """Write folder/NAME.svg and folder/NAME.json; returns the path of the SVG.
 
-    folder: by default the one that the environment variable LABKIT_FIGURES names. Without one nothing is written and
-        None is returned: reading through a notebook leaves the committed figures as they are.
+    folder: by default the one that the environment variable LABKIT_FIGURES names. Without one
+        nothing is written and None is returned: reading through a notebook leaves the committed
+        figures as they are.
 
-    data: DataFrame, or anything JSON holds: what the picture shows. parameters: what the run was given.
-    The JSON adds provenance, alt text, the class of machine (never its name), versions and the commit.
+    data: DataFrame, or anything JSON holds: what the picture shows. parameters: of the run.
+    The JSON adds provenance, alt text, the class of machine (never its name), versions, commit.
     """
     check(alt, provenance)
     folder = folder or os.environ.get(FOLDER)
@@ -133,11 +165,15 @@ def save(figure, name, data, parameters, provenance, alt, folder=None):
         "commit": commit(),
         "machine": machine.card(),
     }
-    text = json.dumps({"figure": f"{name}.svg", **about, "data": data}, indent=1, sort_keys=True, allow_nan=False)
+    text = json.dumps(
+        {"figure": f"{name}.svg", **about, "data": data}, indent=1, sort_keys=True, allow_nan=False
+    )
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with style.look(), laid_out(figure):
-        note = figure.text(0.012, -0.005, provenance, ha="left", va="top", size=8, color=style.FAINT)
+        note = figure.text(
+            0.012, -0.005, provenance, ha="left", va="top", size=8, color=style.FAINT
+        )
         about = {"Date": None, "Creator": None, "Title": alt}
         figure.savefig(folder / f"{name}.svg", bbox_inches="tight", pad_inches=0.12, metadata=about)
         note.remove()

@@ -1,14 +1,14 @@
-"""A race to a given loss: when each run reached it, and below, on the same axis, how its loss came down.
+"""A race to a given loss: when each run reached it, and below, on the same axis, its loss.
 
-    1 · DDP        ------------------o 4.3 s       ------------------o 50 MiB        one column per price: seconds,
-    2 · local SGD  ----o 0.9 s                     -----o 5 MiB                      and bytes sent (logarithmic)
+    1 · DDP        ------------------o 4.3 s       ------------------o 50 MiB   a column per price:
+    2 · local SGD  ----o 0.9 s                     -----o 5 MiB                 seconds, bytes (log)
     loss  |\\  \\__                                 |\\      \\
           |.\\....\\__.... target                   |_\\......\\__.....
-          | 2     1                                |  2       1                     a curve ends above its number
+          | 2     1                                |  2       1                curves end above 1, 2
            seconds                                 bytes
 
-The frame has one row per evaluation, with COLUMNS: run, its name; family, whose colour it takes (several runs of one
-family go from pale to dark); seconds and sent_bytes so far; loss.
+The frame has one row per evaluation, with COLUMNS: run, its name; family, whose colour it takes
+(several runs of one family go from pale to dark); seconds and sent_bytes so far; loss.
 """
 
 import math
@@ -23,41 +23,57 @@ PRICES = {"seconds": "seconds of training", "sent_bytes": "bytes that a rank has
 
 
 def reached(frame, target):
-    """DataFrame, a row per run in order of appearance: its first row with loss <= target; NaN where there is none.
+    """DataFrame, a row per run in order of appearance: its first with loss <= target; else NaN.
 
-    Besides the frame's columns: lowest, the run's lowest loss. Raises ValueError for a frame without COLUMNS or rows.
+    Besides the frame's columns: lowest, the run's lowest loss. Raises ValueError for a frame
+    without COLUMNS or rows.
     """
     missing = [column for column in COLUMNS if column not in frame]
     if missing or frame.empty:
-        raise ValueError(f"a race needs rows with {', '.join(COLUMNS)}; missing: {', '.join(missing) or 'any row'}")
+        raise ValueError(
+            f"a race needs rows with {', '.join(COLUMNS)}; "
+            f"missing: {', '.join(missing) or 'any row'}"
+        )
     rows = []
     for run, mine in frame.groupby("run", sort=False):
         there = mine[mine["loss"] <= target]
         first = there.iloc[0].to_dict() if len(there) else {}
-        rows.append({"run": run, "family": mine["family"].iloc[0], "lowest": mine["loss"].min(), **first})
+        rows.append(
+            {"run": run, "family": mine["family"].iloc[0], "lowest": mine["loss"].min(), **first}
+        )
     return pd.DataFrame(rows, columns=[*frame.columns, "lowest"])
 
 
 def shades(frame):
-    """{run: colour}: its family's, and where a family has several runs from pale to dark in order of appearance."""
+    """{run: colour}: its family's; several runs of one from pale to dark as they appear."""
     families = frame.groupby("family", sort=False)["run"].unique()
     base, found = style.palette(families.index), {}
     for family, runs in families.items():
         for place, run in enumerate(runs):
-            found[run] = style.lighter(base[family], 0.62 * (len(runs) - 1 - place) / max(1, len(runs) - 1))
+            found[run] = style.lighter(
+                base[family], 0.62 * (len(runs) - 1 - place) / max(1, len(runs) - 1)
+            )
     return found
 
 
 def race(frame, target, title=None):
-    """Figure: for each run the seconds and the bytes at which it reached the target, and its loss over both."""
+    """Figure: at what seconds and bytes each run reached the target, and its loss over both."""
     ends, colours = reached(frame, target), shades(frame)
     with style.look():
         figure, grid = style.new_figure(
-            11.0, 3.9 + 0.3 * len(ends), 2, 2, sharex="col", sharey="row", height_ratios=(0.1 * len(ends) + 0.2, 1)
+            11.0,
+            3.9 + 0.3 * len(ends),
+            2,
+            2,
+            sharex="col",
+            sharey="row",
+            height_ratios=(0.1 * len(ends) + 0.2, 1),
         )
         for column, (price, words) in enumerate(PRICES.items()):
             above, below = grid[:, column]
-            factor, unit = style.byte_scale(frame[price].max()) if price == "sent_bytes" else (1, "s")
+            factor, unit = (
+                style.byte_scale(frame[price].max()) if price == "sent_bytes" else (1, "s")
+            )
             left = start_of(frame, price) / factor
             draw_losses(below, frame, target, price, factor, colours)
             if price == "sent_bytes":
@@ -75,7 +91,7 @@ def race(frame, target, title=None):
 
 
 def start_of(frame, price):
-    """Where the axis begins: 0, and for bytes, on a logarithmic axis, below the smallest there is."""
+    """Where the axis begins: 0, or for bytes, on a logarithmic axis, below the smallest."""
     if price == "seconds":
         return 0.0
     sent = frame.loc[frame[price] > 0, price]
@@ -95,7 +111,9 @@ def draw_losses(axes, frame, target, price, factor, colours):
         shown = mine[mine[price] > 0] if price == "sent_bytes" else mine
         axes.plot(shown[price] / factor, shown["loss"], color=colours[run], linewidth=1.8)
         there = shown[shown["loss"] <= target].head(1)
-        axes.plot(there[price] / factor, there["loss"], "o", color=colours[run], markersize=7, zorder=4)
+        axes.plot(
+            there[price] / factor, there["loss"], "o", color=colours[run], markersize=7, zorder=4
+        )
     axes.axhline(target, color=style.RED, linewidth=1.1, linestyle=(0, (4, 3)), zorder=1)
 
 
@@ -109,13 +127,18 @@ def draw_ends(axes, ends, price, factor, left, colours):
             axes.plot([left, at], [place, place], color=colour, linewidth=3, solid_capstyle="butt")
             axes.plot(at, place, "o", color=colour, markersize=8, clip_on=False)
         weight = {"weight": "bold"} if words != "not reached" else {"color": style.FAINT}
-        spot = {"xytext": (9, 0), "textcoords": "offset points", "va": "center_baseline", "size": 9.5}
+        spot = {
+            "xytext": (9, 0),
+            "textcoords": "offset points",
+            "va": "center_baseline",
+            "size": 9.5,
+        }
         axes.annotate(words, (at, place), annotation_clip=False, **spot, **weight)
     axes.tick_params(axis="x", labelbottom=False)
 
 
 def ends_of(frame, ends, price, axes):
-    """[(run, number, whether it reached the target, x, y)]: the last points of the curves of axes."""
+    """[(run, number, whether it reached the target, x, y)]: last points of the axes' curves."""
     factor = style.byte_scale(frame[price].max())[0] if price == "sent_bytes" else 1
     found = []
     for number, row in enumerate(ends.to_dict("records"), start=1):
@@ -128,20 +151,36 @@ def ends_of(frame, ends, price, axes):
 
 
 def write_numbers(axes, ends, colours):
-    """The number of its row for each curve: side by side at the bottom for what is there, at its end for the rest."""
+    """The number of its row for each curve: at the bottom for what is there, else at its end."""
     pixel = axes.figure.dpi / 72
     points = axes.transData.transform([(x, y) for *_, x, y in ends]) if ends else []
     there = [place for place, end in enumerate(ends) if end[2]]
     rest = [place for place, end in enumerate(ends) if not end[2]]
     moved = {place: list(points[place]) for place in there + rest}
-    for place, x in zip(there, style.spread_apart([points[i][0] for i in there], 15 * pixel), strict=True):
+    for place, x in zip(
+        there, style.spread_apart([points[i][0] for i in there], 15 * pixel), strict=True
+    ):
         moved[place] = [x, axes.bbox.y0 + 8 * pixel]
-    for place, y in zip(rest, style.spread_apart([points[i][1] for i in rest], 14 * pixel), strict=True):
+    for place, y in zip(
+        rest, style.spread_apart([points[i][1] for i in rest], 14 * pixel), strict=True
+    ):
         moved[place] = [points[place][0] + 12 * pixel, y]
     for place, (run, number, _, x, y) in enumerate(ends):
         offset = [(a - b) / pixel for a, b in zip(moved[place], points[place], strict=True)]
-        leader = {"arrowstyle": "-", "color": colours[run], "linewidth": 0.9, "shrinkA": 0, "shrinkB": 3}
-        where = {"xytext": offset, "textcoords": "offset points", "ha": "center", "va": "center", "zorder": 5}
+        leader = {
+            "arrowstyle": "-",
+            "color": colours[run],
+            "linewidth": 0.9,
+            "shrinkA": 0,
+            "shrinkB": 3,
+        }
+        where = {
+            "xytext": offset,
+            "textcoords": "offset points",
+            "ha": "center",
+            "va": "center",
+            "zorder": 5,
+        }
         axes.annotate(str(number), (x, y), arrowprops=leader, size=9, weight="bold", **where)
 
 
@@ -154,13 +193,22 @@ def finish(grid, ends, target):
     below.set_yscale("log")
     low, high = below.get_ylim()
     low = min(low, target / 1.7)
-    below.set_ylim(bottom=low * (low / high) ** 0.14)  # there is room for numbers beneath the curves
+    # room for numbers beneath the curves
+    below.set_ylim(bottom=low * (low / high) ** 0.14)
     below.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     below.yaxis.set_minor_formatter(NullFormatter())
     below.set_ylabel("loss")
     # Left of the axis and of its numbers: on the right of it, some curve may end anywhere.
-    place = {"xytext": (-26, 0), "textcoords": "offset points", "ha": "right", "va": "center", "color": style.RED}
-    below.annotate(f"target: {target:g}", (0, target), xycoords=("axes fraction", "data"), size=9, **place)
+    place = {
+        "xytext": (-26, 0),
+        "textcoords": "offset points",
+        "ha": "right",
+        "va": "center",
+        "color": style.RED,
+    }
+    below.annotate(
+        f"target: {target:g}", (0, target), xycoords=("axes fraction", "data"), size=9, **place
+    )
     for axes in grid[0]:
         axes.tick_params(axis="y", length=0)
         axes.spines["left"].set_visible(False)

@@ -1,4 +1,4 @@
-"""Residency: which units of a sharded model are whole on a rank, under what it computes and what the network brings.
+"""Residency: which units of a sharded model are whole on a rank, below compute and network.
 
 one unit ahead   13 messages
   compute  [ forward  0 | 1 | 2 ][ backward  2 | 1 | 0 ][opt]                             72 ms
@@ -23,14 +23,17 @@ HEAD, GAP = 0.9, 0.6  # of a band's name, and below the band
 
 
 def residency(frames, title=None):
-    """Figure: a band per schedule: compute, gathers and reductions as in schedules(), and a thin row per unit.
+    """Figure: a band per schedule: compute, gathers, reductions (schedules()), a thin row per unit.
 
-    frames: {name: Timeline.frame() of one rank and one step} with the lanes compute, network ("gather NAME" and
-    "reduce NAME") and whole: a span named after a unit for each time that it is whole, payload_bytes: its size.
-    Units stand in the order in which they are first whole. Raises ValueError for a frame without such spans.
+    frames: {name: Timeline.frame() of one rank and one step} with the lanes compute, network
+        ("gather NAME", "reduce NAME") and whole: a span named after a unit for each time that it is
+        whole, payload_bytes: its size.
+    Units stand in the order of being first whole. Raises ValueError for a frame without them.
     """
     if not frames or any(LANE not in set(frame["lane"]) for frame in frames.values()):
-        raise ValueError(f"residency needs spans in the lane {LANE!r}, one for each time that a unit is whole")
+        raise ValueError(
+            f"residency needs spans in the lane {LANE!r}, one for each time that a unit is whole"
+        )
     frames = {name: from_zero(frame) for name, frame in frames.items()}
     heights = [HEAD + 3 + THIN * len(units_of(frame)) + GAP for frame in frames.values()]
     with style.look():
@@ -60,7 +63,7 @@ def units_of(frame):
 
 
 def draw_work(axes, name, frame, top, ticks):
-    """The band's name, and the rows compute, gather and reduce; returns the texts that may have to be shortened."""
+    """The band's name, and rows compute, gather, reduce; returns texts that may need shortening."""
     work = frame[frame["lane"].isin(LANES)]
     bare = exposed(work, work["rank"].iloc[0])
     seen = [piece for piece in bare if length([piece]) > axes.get_xlim()[1] / FINEST]
@@ -68,15 +71,27 @@ def draw_work(axes, name, frame, top, ticks):
     network, row = work["lane"] == "network", top + HEAD
     labels = []
     for place, part in enumerate(("compute", "gather", "reduce")):
-        mine = in_turn(work[network & work["name"].str.startswith(part)]) if place else work[~inner & ~network]
+        mine = (
+            in_turn(work[network & work["name"].str.startswith(part)])
+            if place
+            else work[~inner & ~network]
+        )
         ticks[row + place] = part
         for _, span in mine.iterrows():
             labels += draw_span(axes, span, row + place, seen)
     for x in (*work[inner]["start_ms"], *work[inner]["end_ms"]):
         axes.plot([x, x], [row - BAR / 2, row + BAR / 2], color=style.GROUND, linewidth=0.9)
     count = int(network.sum())
-    heading = axes.annotate(name, (0, top), va="center_baseline", ha="left", weight="bold", size=10.5)
-    beside = {"xycoords": heading, "va": "center_baseline", "ha": "left", "size": 9.5, "color": style.FAINT}
+    heading = axes.annotate(
+        name, (0, top), va="center_baseline", ha="left", weight="bold", size=10.5
+    )
+    beside = {
+        "xycoords": heading,
+        "va": "center_baseline",
+        "ha": "left",
+        "size": 9.5,
+        "color": style.FAINT,
+    }
     axes.annotate(f"   {count} messages", (1, 0.5), **beside)
     write(axes, work["end_ms"].max(), row, style.quantity(work["end_ms"].max(), "ms"), style.INK)
     words = f"exposed {style.quantity(length(bare), 'ms')}" if bare else "nothing exposed"
@@ -90,7 +105,12 @@ def draw_units(axes, frame, top, ticks):
     rows = {unit: top + THIN * (place - 0.3) for place, unit in enumerate(units_of(frame))}
     for _, span in spans.iterrows():
         axes.barh(
-            rows[span["name"]], span["duration_ms"], THIN * 0.72, left=span["start_ms"], color=colour, linewidth=0
+            rows[span["name"]],
+            span["duration_ms"],
+            THIN * 0.72,
+            left=span["start_ms"],
+            color=colour,
+            linewidth=0,
         )
     ticks |= {y: unit for unit, y in rows.items()}
     count, size = most_whole(spans)
@@ -101,11 +121,15 @@ def draw_units(axes, frame, top, ticks):
 def most_whole(spans):
     """(units, bytes) at the moment when most bytes are whole."""
     moments = [spans[(spans["start_ms"] <= t) & (t < spans["end_ms"])] for t in spans["start_ms"]]
-    return max(((len(now), now["payload_bytes"].sum()) for now in moments), key=lambda found: found[1])
+    return max(
+        ((len(now), now["payload_bytes"].sum()) for now in moments), key=lambda found: found[1]
+    )
 
 
 def write(axes, x, y, words, colour):
     """Words to the right of what ends at x."""
     rim = [patheffects.withStroke(linewidth=3, foreground=style.GROUND)]
     look = {"va": "center", "weight": "bold", "size": 9.5, "color": colour, "path_effects": rim}
-    axes.annotate(words, (x, y), xytext=(7, 0), textcoords="offset points", annotation_clip=False, **look)
+    axes.annotate(
+        words, (x, y), xytext=(7, 0), textcoords="offset points", annotation_clip=False, **look
+    )

@@ -1,8 +1,8 @@
-"""The saw: memory over one step of several runs side by side on one scale, so that teeth and heights can be compared.
+"""The saw: memory over a step, runs side by side on one scale, to compare teeth and heights.
 
 MiB |  all whole            |  a unit at a time
     | ____________________  |
-    | ####################  |    /|/|/|/|\\|\\|\\|\\          each tooth: a unit gathered, then freed
+    | ####################  |    /|/|/|/|\\|\\|\\|\\         each tooth: a unit gathered, then freed
     | ####################  |  _|#######################|__
     +---------------------- +---------------------------
 """
@@ -22,17 +22,23 @@ def saw(runs, title=None):
     """Figure: a panel per run, MemoryTracker.samples as areas by kind, the peak marked and written.
 
     runs: {name: samples}. Each panel counts its own allocations and releases from left to right, as
-    memory_over_time() does; all share the axis of bytes. Raises ValueError where a run has no samples.
+    memory_over_time() does; all share the axis of bytes. ValueError where a run has no samples.
     """
     if not runs or not all(runs.values()):
         raise ValueError("no samples to draw")
-    present = [kind for kind in KINDS if any(sizes[kind] for samples in runs.values() for _, sizes in samples)]
+    present = [
+        kind
+        for kind in KINDS
+        if any(sizes[kind] for samples in runs.values() for _, sizes in samples)
+    ]
     top = max(sum(sizes.values()) for samples in runs.values() for _, sizes in samples)
     divisor, unit = style.byte_scale(top)
     columns = min(COLUMNS, len(runs))
     rows = math.ceil(len(runs) / columns)
     with style.look():
-        figure, grid = style.new_figure(9.0, 1.2 + 2.5 * rows, rows, columns, sharey=True, squeeze=False)
+        figure, grid = style.new_figure(
+            9.0, 1.2 + 2.5 * rows, rows, columns, sharey=True, squeeze=False
+        )
         for axes, (name, samples) in zip(grid.flat, runs.items(), strict=False):
             handles = draw(axes, samples, present, divisor)
             axes.set_ylim(0, top / divisor * 1.16)
@@ -45,14 +51,19 @@ def saw(runs, title=None):
         for axes in grid.flat[max(0, len(runs) - columns) : len(runs)]:
             axes.set_xlabel("allocations and releases so far")
         names = [style.name(kind) for kind in present]
-        look = {"ncols": len(present), "handlelength": 0.9, "columnspacing": 1.3, "handletextpad": 0.5}
+        look = {
+            "ncols": len(present),
+            "handlelength": 0.9,
+            "columnspacing": 1.3,
+            "handletextpad": 0.5,
+        }
         figure.legend(handles, names, loc="outside lower left", **look)
         style.entitle(figure, title)
     return figure
 
 
 def thinned(samples):
-    """[(number of the change, bytes by kind)]: the samples that the eye can tell from the one before, first to last.
+    """[(number of the change, bytes by kind)]: samples that the eye can tell from the one before.
 
     All of them would make a picture of megabytes. The peak is always among them.
     """
@@ -62,7 +73,10 @@ def thinned(samples):
     for position, row in enumerate(table):
         if np.abs(row - table[kept[-1]]).max() > least:
             kept.append(position)
-    return [(place + 1, samples[place][1]) for place in sorted({*kept, int(totals.argmax()), len(table) - 1})]
+    return [
+        (place + 1, samples[place][1])
+        for place in sorted({*kept, int(totals.argmax()), len(table) - 1})
+    ]
 
 
 def draw(axes, samples, kinds, divisor):
@@ -80,6 +94,18 @@ def mark_peak(axes, samples, divisor):
     peak = max(totals)
     moment = totals.index(peak) + 1
     axes.plot(moment, peak / divisor, "o", color=style.RED, zorder=5, markersize=5)
-    side = "right" if moment > 0.8 * len(totals) else "left" if moment < 0.2 * len(totals) else "center"
-    place = {"xytext": (0, 7), "textcoords": "offset points", "ha": side, "weight": "bold", "color": style.RED}
+    side = (
+        "right"
+        if moment > 0.8 * len(totals)
+        else "left"
+        if moment < 0.2 * len(totals)
+        else "center"
+    )
+    place = {
+        "xytext": (0, 7),
+        "textcoords": "offset points",
+        "ha": side,
+        "weight": "bold",
+        "color": style.RED,
+    }
     axes.annotate(f"peak {style.quantity(peak, 'bytes')}", (moment, peak / divisor), **place)

@@ -14,7 +14,7 @@ from labkit.show.curves import close
 def loss_scales(frame, by="run", title=None):
     """Figure: the scale of every step on a logarithmic axis, a line per `by`, skipped steps marked.
 
-    frame: columns step, scale (that the step was taken with), skipped (bool) and `by`. Lines that agree are nested.
+    frame: step, scale (that the step was taken with), skipped (bool), `by`. Equal lines are nested.
     """
     if frame.empty:
         raise ValueError("no steps to draw")

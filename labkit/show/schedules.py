@@ -1,12 +1,12 @@
 """Schedules compared: the same work in several orders, one band each, on one clock.
 
-                                                        without messages: 60 ms
-naive    76 messages                                         :
-  compute  [ forward ][ block 3 | block 2 | block 1 | block 0 |////////////// waits ///////////////][opt]  120 ms
-  network                                                    :[ ############ exposed ############## ]     exposed 60 ms
-bucketed  4 messages                                         :
-  compute  [ forward ][ block 3 | block 2 | block 1 | block 0 |////////][opt]  72 ms
-  network                       [    0   ][   1    ][    2   ]:[### 3 ##]      exposed 8 ms
+                                              without messages: 60 ms
+naive    76 messages                                :
+  compute  [forward][block 3|block 2|block 1|block 0|///////// waits /////////][opt]  120 ms
+  network                                           :[####### exposed ########]       exposed 60 ms
+bucketed  4 messages                                :
+  compute  [forward][block 3|block 2|block 1|block 0|///////][opt]  72 ms
+  network                   [   0  ][   1  ][   2  ]:[## 3 #]       exposed 8 ms
 """
 
 import pandas as pd
@@ -22,11 +22,12 @@ FINEST = 2000  # an exposed moment shorter than this part of the width is counte
 
 
 def schedules(frames, title=None, floor_ms=None, floor_words="without messages"):
-    """Figure: a band per schedule, compute above network, the time that nobody computes under hatched and summed.
+    """Figure: a band per schedule, compute above network; exposed time is hatched and summed.
 
-    frames: {name: Timeline.frame() of one rank and one step}. floor_ms: a time to mark, that of a step which sends
-    nothing. Spans with unit=True become seams within forward and backward. Messages that are in flight together are
-    drawn one after the other, each from the end of the one before: a message that waits its turn moves no bytes.
+    frames: {name: Timeline.frame() of one rank and one step}. floor_ms: a time to mark, that of a
+    step which sends nothing. Spans with unit=True become seams within forward and backward.
+    Messages that are in flight together are drawn one after the other, each from the end of the one
+    before: a message that waits its turn moves no bytes.
     """
     if not frames or any(frame.empty for frame in frames.values()):
         raise ValueError("an empty timeline cannot be drawn")
@@ -42,7 +43,11 @@ def schedules(frames, title=None, floor_ms=None, floor_words="without messages")
         labels = []
         for index, (name, frame) in enumerate(frames.items()):
             labels += draw_band(axes, name, frame, BAND * index)
-        lanes = [(BAND * index + row, lane) for index in range(len(frames)) for row, lane in enumerate(LANES, 1)]
+        lanes = [
+            (BAND * index + row, lane)
+            for index in range(len(frames))
+            for row, lane in enumerate(LANES, 1)
+        ]
         axes.set_yticks([y for y, _ in lanes], [words for _, words in lanes], size=9)
         axes.set_xlabel("time since the step began (ms)")
         axes.tick_params(axis="y", length=0)
@@ -77,13 +82,28 @@ def draw_band(axes, name, frame, top):
             labels += words
     for _, span in frame[inner].iterrows():
         for x in (span["start_ms"], span["end_ms"]):
-            axes.plot([x, x], [top + 1 - BAR / 2, top + 1 + BAR / 2], color=style.GROUND, linewidth=0.9)
+            axes.plot(
+                [x, x], [top + 1 - BAR / 2, top + 1 + BAR / 2], color=style.GROUND, linewidth=0.9
+            )
     end = frame["end_ms"].max()
     words = f"   {count} message{'' if count == 1 else 's'}"
-    heading = axes.annotate(name, (0, top), va="center_baseline", ha="left", weight="bold", size=10.5)
-    beside = {"xycoords": heading, "va": "center_baseline", "ha": "left", "size": 9.5, "color": style.FAINT}
+    heading = axes.annotate(
+        name, (0, top), va="center_baseline", ha="left", weight="bold", size=10.5
+    )
+    beside = {
+        "xycoords": heading,
+        "va": "center_baseline",
+        "ha": "left",
+        "size": 9.5,
+        "color": style.FAINT,
+    }
     axes.annotate(words, (1, 0.5), **beside)
-    at_end = {"textcoords": "offset points", "va": "center_baseline", "weight": "bold", "annotation_clip": False}
+    at_end = {
+        "textcoords": "offset points",
+        "va": "center_baseline",
+        "weight": "bold",
+        "annotation_clip": False,
+    }
     at_end["path_effects"] = [patheffects.withStroke(linewidth=3, foreground=style.GROUND)]
     axes.annotate(style.quantity(end, "ms"), (end, top + 1), xytext=(7, 0), size=10.5, **at_end)
     if count:
@@ -94,9 +114,9 @@ def draw_band(axes, name, frame, top):
 
 
 def in_turn(messages):
-    """The same messages, each cut to begin where all that started before it have ended; what is then empty is left out.
+    """The same messages, each cut to begin when all earlier ones have ended, without empty ones.
 
-    A message that waited in a queue was blocked on for no longer than it is drawn, so `waited` stays as it is.
+    A message that waited in a queue was blocked on no longer than it is drawn: `waited` stays.
     """
     messages = messages.sort_values(["start_ms", "end_ms"])
     before = messages["end_ms"].cummax().shift(fill_value=0.0)
@@ -106,5 +126,17 @@ def in_turn(messages):
 
 def mark(axes, x, words):
     axes.axvline(x, color=style.FAINT, linewidth=1.1, linestyle=(0, (4, 3)), zorder=0.9)
-    place = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "ha": "left", "va": "bottom"}
-    axes.annotate(f"{words}: {style.quantity(x, 'ms')}", (x, 1), xytext=(-2, 1), size=9, color=style.FAINT, **place)
+    place = {
+        "xycoords": ("data", "axes fraction"),
+        "textcoords": "offset points",
+        "ha": "left",
+        "va": "bottom",
+    }
+    axes.annotate(
+        f"{words}: {style.quantity(x, 'ms')}",
+        (x, 1),
+        xytext=(-2, 1),
+        size=9,
+        color=style.FAINT,
+        **place,
+    )

@@ -17,10 +17,11 @@ GAP = 0.7  # between two categories, in repetitions
 
 
 def stacked_bars(frame, value, category, part, repetition, title=None, unit=None):
-    """Figure: a thin bar per category and repetition, cut into its parts, so that the spread is seen and not told.
+    """Figure: a thin bar per category and repetition, cut into its parts: the spread is seen.
 
-    frame: one row per (category, repetition, part), `value` in seconds, bytes, ...; unit: by default what the column's
-    name ends in. Beside each category stands the median of its totals; parts keep their order of appearance.
+    frame: one row per (category, repetition, part), `value` in seconds, bytes, ...; unit: by
+    default what the column's name ends in. Beside each category stands the median of its totals;
+    parts keep their order of appearance.
     """
     unit = style.unit_of(value) if unit is None else unit
     parts = list(dict.fromkeys(frame[part]))
@@ -31,7 +32,11 @@ def stacked_bars(frame, value, category, part, repetition, title=None, unit=None
         figure, axes = style.new_figure(8.0, 1.6 + 0.24 * len(totals))
         y, middles = 0.0, {}
         for one in dict.fromkeys(frame[category]):
-            mine = frame[frame[category] == one].pivot(index=repetition, columns=part, values=value).fillna(0.0)
+            mine = (
+                frame[frame[category] == one]
+                .pivot(index=repetition, columns=part, values=value)
+                .fillna(0.0)
+            )
             rows = y + np.arange(len(mine))
             left = np.zeros(len(mine))
             for name in parts:
@@ -40,7 +45,12 @@ def stacked_bars(frame, value, category, part, repetition, title=None, unit=None
                 left += sizes
             middles[one] = rows.mean()
             words = style.quantity(summary(left * divisor).median, unit)
-            place = {"xytext": (7, 0), "textcoords": "offset points", "va": "center_baseline", "size": 10}
+            place = {
+                "xytext": (7, 0),
+                "textcoords": "offset points",
+                "va": "center_baseline",
+                "size": 10,
+            }
             axes.annotate(words, (left.max(), rows.mean()), weight="bold", **place)
             y += len(mine) + GAP
         axes.set_xlim(0, totals.max() / divisor * 1.14)
@@ -49,7 +59,12 @@ def stacked_bars(frame, value, category, part, repetition, title=None, unit=None
         axes.set_xlabel(style.axis_label(value, shown_unit))
         handles, names = axes.get_legend_handles_labels()
         shown = dict(zip(names, handles, strict=True))
-        place = {"loc": "outside lower left", "ncols": len(shown), "handlelength": 0.9, "columnspacing": 1.3}
+        place = {
+            "loc": "outside lower left",
+            "ncols": len(shown),
+            "handlelength": 0.9,
+            "columnspacing": 1.3,
+        }
         figure.legend(list(shown.values()), list(shown), handletextpad=0.5, **place)
         finish(figure, axes, title)
     return figure

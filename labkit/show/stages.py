@@ -14,13 +14,15 @@ from labkit.show.bars import THICK, finish
 
 
 def memory_and_traffic(frame, title=None, label="strategy"):
-    """Figure: one row per `label`; left its bytes held, stacked by kind, right its bytes sent, each with its value.
+    """Figure: a row per `label`: left its bytes held, stacked by kind, right its bytes sent.
 
-    frame: columns named after KINDS (bytes held; those that are all zero are left out) and sent_bytes.
+    frame: columns named after KINDS (bytes held; all-zero ones are left out) and sent_bytes.
     """
     kinds = [kind for kind in KINDS if kind in frame and frame[kind].max() > 0]
     if not kinds or "sent_bytes" not in frame:
-        raise ValueError(f"nothing to draw: give sent_bytes and some of the columns {', '.join(KINDS)}")
+        raise ValueError(
+            f"nothing to draw: give sent_bytes and some of the columns {', '.join(KINDS)}"
+        )
     totals = frame[kinds].sum(axis=1).to_numpy(float)
     with style.look():
         figure, (held, sent) = style.new_figure(
@@ -42,7 +44,12 @@ def memory_and_traffic(frame, title=None, label="strategy"):
         sent.set_xlabel(f"sent per rank and step ({unit})")
         held.set_yticks(range(len(frame)), [style.name(one) for one in frame[label]])
         held.invert_yaxis()
-        place = {"loc": "outside lower left", "ncols": len(kinds), "handlelength": 0.9, "columnspacing": 1.3}
+        place = {
+            "loc": "outside lower left",
+            "ncols": len(kinds),
+            "handlelength": 0.9,
+            "columnspacing": 1.3,
+        }
         figure.legend(*held.get_legend_handles_labels(), handletextpad=0.5, **place)
         for axes in (held, sent):
             finish(figure, axes, title)
@@ -52,6 +59,11 @@ def memory_and_traffic(frame, title=None, label="strategy"):
 def write_values(axes, values, divisor):
     """Each bar's value behind its end."""
     for y, value in enumerate(values):
-        place = {"xytext": (6, 0), "textcoords": "offset points", "va": "center_baseline", "size": 9.5}
+        place = {
+            "xytext": (6, 0),
+            "textcoords": "offset points",
+            "va": "center_baseline",
+            "size": 9.5,
+        }
         axes.annotate(style.quantity(value, "bytes"), (value / divisor, y), weight="bold", **place)
     axes.set_xlim(0, (values.max() / divisor or 1) * 1.3)

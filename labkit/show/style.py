@@ -1,4 +1,4 @@
-"""The look of all pictures: one style file, one colour and one name for each thing, units as people read them.
+"""The look of all pictures: one style file, a colour and a name for each thing, readable units.
 
 Petroff, Accessible Color Sequences for Data Visualization, arXiv:2107.02270 (the ten colours).
 """
@@ -17,7 +17,7 @@ STYLE_FILE = Path(__file__).with_name("labkit.mplstyle")
 BLUE, ORANGE, RED, GREY, PURPLE, BROWN, DEEP_ORANGE, OLIVE, SLATE, PALE_BLUE = [
     "#3f90da",
     "#ffa90e",
-    "#bd1f01",
+    "#bd1f01",  # red, kept for what to look at
     "#94a4a2",
     "#832db6",
     "#a96b59",
@@ -26,10 +26,10 @@ BLUE, ORANGE, RED, GREY, PURPLE, BROWN, DEEP_ORANGE, OLIVE, SLATE, PALE_BLUE = [
     "#717581",
     "#92dadd",
 ]
-CYCLE = (BLUE, ORANGE, PURPLE, GREY, BROWN, PALE_BLUE, OLIVE, SLATE, DEEP_ORANGE)  # red is kept for what to look at
+CYCLE = (BLUE, ORANGE, PURPLE, GREY, BROWN, PALE_BLUE, OLIVE, SLATE, DEEP_ORANGE)
 INK, FAINT, GROUND = "#24292f", "#57606a", "#fafaf7"
 
-# What has a name here keeps its colour in every picture; the rest takes the colours left, in order of appearance.
+# What has a name here keeps its colour in every picture; the rest takes those left, in order.
 COLOURS = {
     "single": GREY,
     "reference": GREY,
@@ -136,7 +136,7 @@ def look():
 
 
 def new_figure(width=8.0, height=4.2, rows=1, columns=1, **layout):
-    """(figure, axes), outside pyplot's global list, with a canvas that can measure text. Sizes in inches."""
+    """(figure, axes) outside pyplot's list, with a canvas that measures text. Sizes in inches."""
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure, figure.subplots(rows, columns, **layout)
@@ -154,30 +154,41 @@ def axis_label(column, unit=None):
 
 
 def palette(keys):
-    """{key: colour}: its own for what has one, else the next colour that none of the others uses."""
+    """{key: colour}: its own for what has one, else the next colour that no other uses."""
     keys = list(dict.fromkeys(keys))
     taken = {COLOURS[key] for key in keys if key in COLOURS}
     free = [colour for colour in CYCLE if colour not in taken] or list(CYCLE)
     others = [key for key in keys if key not in COLOURS]
-    return {key: COLOURS[key] if key in COLOURS else free[others.index(key) % len(free)] for key in keys}
+    return {
+        key: COLOURS[key] if key in COLOURS else free[others.index(key) % len(free)] for key in keys
+    }
 
 
 def in_order(frame, column):
-    """The frame's rows sorted by `column` in the order of COLOURS; what has no colour of its own comes last."""
+    """The frame's rows sorted by `column` in COLOURS' order; what has no colour comes last."""
     places = {key: place for place, key in enumerate(COLOURS)}
-    return frame.sort_values(column, key=lambda keys: keys.map(places).fillna(len(places)), kind="stable")
+    return frame.sort_values(
+        column, key=lambda keys: keys.map(places).fillna(len(places)), kind="stable"
+    )
 
 
 def text_on(colour):
-    """Dark or white ink, whichever has the better contrast on `colour` (WCAG relative luminance)."""
-    parts = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in colors.to_rgb(colour)]
-    luminance = sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), parts, strict=True))
+    """Dark or white ink, whichever contrasts better on `colour` (WCAG relative luminance)."""
+    parts = [
+        c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in colors.to_rgb(colour)
+    ]
+    luminance = sum(
+        weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), parts, strict=True)
+    )
     return "white" if (1.05 / (luminance + 0.05)) > ((luminance + 0.05) / 0.07) else INK
 
 
 def lighter(colour, amount=0.55):
     """`colour` mixed with the ground."""
-    return tuple(c + (g - c) * amount for c, g in zip(colors.to_rgb(colour), colors.to_rgb(GROUND), strict=True))
+    return tuple(
+        c + (g - c) * amount
+        for c, g in zip(colors.to_rgb(colour), colors.to_rgb(GROUND), strict=True)
+    )
 
 
 def unit_of(column):
@@ -195,7 +206,7 @@ def byte_scale(largest):
 
 
 def quantity(value, unit=""):
-    """A value as text, three digits: (26214400, "bytes") -> "25 MiB", (12.345, "ms") -> "12.3 ms"."""
+    """A value as text, 3 digits: (26214400, "bytes") -> "25 MiB", (12.345, "ms") -> "12.3 ms"."""
     if unit == "bytes":
         divisor, unit = byte_scale(abs(value))
         value = value / divisor
@@ -214,7 +225,7 @@ def ratio_text(ratio):
 
 
 def spread_apart(positions, gap):
-    """Positions moved as little as needed to be at least `gap` apart, order kept; for labels at the ends of lines."""
+    """Positions moved as little as needed to be at least `gap` apart, in order; for labels."""
     order = sorted(range(len(positions)), key=positions.__getitem__)
     blocks = []  # [sum of wanted starts, members]: neighbours that touch move as one
     for index in order:

@@ -1,4 +1,4 @@
-"""The same thing without and with something, on two axes: hollow without it, filled with it, an arrow between.
+"""The same without and with something, on two axes: hollow, then filled, an arrow between.
 
 loss |     o            o  without error feedback
      |     |            |
@@ -19,10 +19,11 @@ FAR = 1.03  # ratio of two heights from which on an arrow between them can be se
 
 
 def switched(frame, x, y, by, switch, reference=None, title=None):
-    """Figure: y over x, both logarithmic, a point per row; an arrow leads from a `by` without the switch to it with.
+    """Figure: y over x, log-log, a point per row; an arrow from `by` without the switch to with it.
 
-    frame: one row per `by` and switch, which is bool. reference: a `by` whose y is drawn across. Where y is NaN (the
-    training diverged) a triangle stands at the top. Units: by the columns' names. Raises ValueError without rows.
+    frame: one row per `by` and switch, which is bool. reference: a `by` whose y is drawn across.
+    Where y is NaN (the training diverged) a triangle stands at the top. Units: by the columns'
+    names. Raises ValueError without rows.
     """
     if frame.empty:
         raise ValueError("nothing was measured, so there is nothing to draw")
@@ -38,15 +39,31 @@ def switched(frame, x, y, by, switch, reference=None, title=None):
             for row in rows.sort_values(switch).itertuples():
                 on, diverged = getattr(row, switch), np.isnan(getattr(row, y))
                 ends.append((getattr(row, x), top if diverged else getattr(row, y)))
-                look = {"color": colours[one], "markerfacecolor": colours[one] if on else style.GROUND, "zorder": 3}
+                look = {
+                    "color": colours[one],
+                    "markerfacecolor": colours[one] if on else style.GROUND,
+                    "zorder": 3,
+                }
                 axes.plot(*ends[-1], "^" if diverged else "o", markersize=9, **look)
             if len(ends) == 2 and not 1 / FAR < ends[0][1] / ends[1][1] < FAR:
-                arrow = {"arrowstyle": "-|>", "color": colours[one], "linewidth": 1.6, "shrinkA": 5, "shrinkB": 5}
+                arrow = {
+                    "arrowstyle": "-|>",
+                    "color": colours[one],
+                    "linewidth": 1.6,
+                    "shrinkA": 5,
+                    "shrinkB": 5,
+                }
                 axes.annotate("", ends[1], ends[0], arrowprops=arrow, zorder=2)
                 lines.append(tuple(ends))
             names[one] = ends[-1]
         if reference is not None:
-            axes.axhline(names[reference][1], color=colours[reference], linewidth=1.2, linestyle=(0, (4, 3)), zorder=1)
+            axes.axhline(
+                names[reference][1],
+                color=colours[reference],
+                linewidth=1.2,
+                linestyle=(0, (4, 3)),
+                zorder=1,
+            )
         axes.margins(x=0.12, y=0.14)
         label(axes, style.unit_of(x))
         axes.set_xlabel(style.name(x))
@@ -55,14 +72,16 @@ def switched(frame, x, y, by, switch, reference=None, title=None):
         style.entitle(figure, title)
         words = f"hollow: without {style.name(switch)}   filled: with it, or without need of it"
         words += "   triangle: diverged" if frame[y].isna().any() else ""
-        axes.annotate(words, (0, 1), xycoords="axes fraction", va="bottom", size=9, color=style.FAINT)
+        axes.annotate(
+            words, (0, 1), xycoords="axes fraction", va="bottom", size=9, color=style.FAINT
+        )
         figure.draw_without_rendering()
         write_names(axes, names, lines)
     return figure
 
 
 def label(axes, x_unit):
-    """Plain digits: on the x axis in steps of four where it counts bytes, on the y axis ones, twos and fives."""
+    """Plain digits: x in steps of four where it counts bytes, y in ones, twos and fives."""
     axes.xaxis.set_major_locator(LogLocator(base=4 if x_unit == "bytes" else 10))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: style.quantity(value, x_unit)))
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))

@@ -10,13 +10,18 @@ def predicted_measured(rows):
     """DataFrame quantity, unit, predicted, measured, ratio, from dicts or tuples of the first four.
 
     rows: [{"quantity": "sent per step", "unit": "bytes", "predicted": 4096, "measured": 4096}, ...]
-    or [("sent per step", "bytes", 4096, 4096), ...]. ratio = measured / predicted; a prediction of 0 has none (NaN).
+    or [("sent per step", "bytes", 4096, 4096), ...]. ratio = measured / predicted; a prediction of
+    0 has none (NaN).
     """
     names = ["quantity", "unit", "predicted", "measured"]
-    frame = pd.DataFrame([row if isinstance(row, dict) else dict(zip(names, row, strict=True)) for row in rows])
+    frame = pd.DataFrame(
+        [row if isinstance(row, dict) else dict(zip(names, row, strict=True)) for row in rows]
+    )
     missing = [name for name in names if name not in frame]
     if missing:
-        raise ValueError(f"a row of predicted_measured() needs {', '.join(names)}; missing: {', '.join(missing)}")
+        raise ValueError(
+            f"a row of predicted_measured() needs {', '.join(names)}; missing: {', '.join(missing)}"
+        )
     frame["ratio"] = frame["measured"] / frame["predicted"].where(frame["predicted"] != 0)
     return frame[[*names, "ratio", *(name for name in frame if name not in (*names, "ratio"))]]
 
@@ -32,7 +37,7 @@ def readable(frame):
 
 
 def comparison(frame, metrics, by="strategy"):
-    """One row per `by`, one column per metric: "median (lower–upper quartile)" in the metric's unit.
+    """One row per `by`, one column per metric: "median (lower–upper quartile)" in its unit.
 
     frame: rows of compare(); metrics that have no value for a strategy are left blank there.
     """
@@ -45,13 +50,16 @@ def comparison(frame, metrics, by="strategy"):
             cells.append(cell(summary(values), unit) if len(values) else "")
         table[style.name(metric)] = cells
     return pd.DataFrame(
-        table, index=pd.Index([style.name(one) for one in dict.fromkeys(frame[by])], name=style.name(by))
+        table,
+        index=pd.Index([style.name(one) for one in dict.fromkeys(frame[by])], name=style.name(by)),
     )
 
 
 def cell(spread, unit):
-    """ "11.7 ms (11.6–11.9)"; the quartiles keep their unit where it is another one (900 KiB, 1.1 MiB)."""
-    median, *edges = (style.quantity(value, unit) for value in (spread.median, spread.low, spread.high))
+    """ "11.7 ms (11.6–11.9)"; quartiles in another unit keep it (900 KiB, 1.1 MiB)."""
+    median, *edges = (
+        style.quantity(value, unit) for value in (spread.median, spread.low, spread.high)
+    )
     if edges == [median, median]:
         return median
     end = f" {median.split()[1]}" if " " in median else ""

@@ -1,13 +1,13 @@
-"""How seldom to talk, in the hand: the race to a loss as it would be on a link of another speed, predicted.
+"""How seldom to talk, in the hand: the race to a loss, predicted for a link of another speed.
 
-    [ figure ] one-line takeaway, table              ordinary outputs: GitHub, a batch run and an offline page show them
-    link speed --o--                                 controls: they re-plot saved rows and launch nothing
+    [ figure ] one-line takeaway, table     ordinary outputs: GitHub, batch runs, offline too
+    link speed --o--                        controls: they re-plot saved rows and launch nothing
     [x] every step [x] H = 4 [x] H = 16 ...
 
-    seconds = busy + 8 x bytes / link                losses over steps and bytes do not change with the link
+    seconds = busy + 8 x bytes / link       losses over steps and bytes do not change with the link
 
-What is drawn is a pure function of (frame, target, state). The frame is that of labkit/show/race.py and has one column
-more, busy_ms: what the run has computed so far, in ms, as it would on a link that costs nothing.
+What is drawn is a pure function of (frame, target, state). The frame is labkit/show/race.py's
+with one column more, busy_ms: what a run has computed so far, ms, as on a link that costs nothing.
 """
 
 from dataclasses import dataclass, replace
@@ -34,11 +34,13 @@ class State:
 
 
 def on_link(frame, state):
-    """The chosen runs' rows with the seconds that are predicted for the chosen link. ValueError without a run."""
+    """The chosen runs' rows, seconds predicted for the chosen link. ValueError without a run."""
     chosen = frame[frame["run"].isin(state.runs)]
     if chosen.empty:
         raise ValueError("no run to draw: choose at least one")
-    return chosen.assign(seconds=predicted(chosen["busy_ms"], chosen["sent_bytes"], state.link_mbit) / 1000)
+    return chosen.assign(
+        seconds=predicted(chosen["busy_ms"], chosen["sent_bytes"], state.link_mbit) / 1000
+    )
 
 
 def headline(state):
@@ -50,7 +52,7 @@ def draw(frame, target, state):
 
 
 def takeaway(frame, target, state):
-    """One sentence: who is first at the loss, and how much sooner than the first of the chosen runs."""
+    """One sentence: who is first at the loss, and how much sooner than the first chosen run."""
     ends = reached(on_link(frame, state), target)
     there = ends.dropna(subset=["seconds"])
     if there.empty:
@@ -64,12 +66,15 @@ def takeaway(frame, target, state):
 
 
 def small(frame, target, speeds):
-    """DataFrame of texts: a row per run, the seconds until the target at each of the link speeds (Mbit/s)."""
+    """DataFrame of texts: a row per run, its seconds to the target at each link speed (Mbit/s)."""
     columns = {}
     for speed in speeds:
         ends = reached(on_link(frame, State(tuple(frame["run"]), speed)), target)
         columns["run"] = ends["run"]
-        words = ["not reached" if pd.isna(seconds) else style.quantity(seconds, "s") for seconds in ends["seconds"]]
+        words = [
+            "not reached" if pd.isna(seconds) else style.quantity(seconds, "s")
+            for seconds in ends["seconds"]
+        ]
         columns[style.quantity(speed, "Mbit/s")] = words
     return pd.DataFrame(columns)
 
@@ -89,19 +94,23 @@ class Explorer:
         self.speed = controls.speed_slider(sorted({*SPEEDS, state.link_mbit}), state.link_mbit)
         self.boxes = controls.boxes(state.runs)
         controls.observe(self.changed, (self.speed, *self.boxes.values()))
-        self.image = ipywidgets.HTML("<p>Move the link speed: the race is drawn here, from the saved rows.</p>")
+        self.image = ipywidgets.HTML(
+            "<p>Move the link speed: the race is drawn here, from the saved rows.</p>"
+        )
         self.panel = ipywidgets.VBox([self.speed, controls.row(self.boxes.values()), self.image])
 
     def changed(self, change=None):
         """Read the controls and draw anew."""
-        self.state = replace(self.state, runs=controls.ticked(self.boxes), link_mbit=self.speed.value)
+        self.state = replace(
+            self.state, runs=controls.ticked(self.boxes), link_mbit=self.speed.value
+        )
         self.image.value = picture(self.frame, self.target, self.state)
 
 
 def explorer(frame, target, link_mbit, provenance, speeds=(10, 100, 1000)):
-    """Show the race on a link of link_mbit: figure, takeaway and table, then the controls. Returns the Explorer.
+    """Show the race on a link of link_mbit: figure, takeaway, table, controls. Returns Explorer.
 
-    frame: see above. provenance: its first word is "predicted". speeds: columns of the table, Mbit/s.
+    frame: see above. provenance: begins with "predicted". speeds: columns of the table, Mbit/s.
     """
     state = State(tuple(dict.fromkeys(frame["run"])), link_mbit)
     words = takeaway(frame, target, state)

@@ -1,9 +1,9 @@
-"""A comparison to turn in the hand: saved measurements re-plotted by controls, new ones only when a button is pressed.
+"""A comparison in the hand: controls re-plot what was measured, and only a button measures.
 
-    [ figure ] one-line takeaway, table      ordinary outputs: GitHub, a batch run and an offline page show them
-    model v  network v  measure v  bucket o  controls: they re-plot what is in the frame and measure nothing
+    [ figure ] one-line takeaway, table      ordinary outputs: GitHub, batch runs, offline too
+    model v  network v  measure v  bucket o  controls: they re-plot the frame and measure nothing
     [x] single [x] naive [x] bucketed
-    (Measure this choice)                    only with launch=: calls it, and adds its rows to the frame
+    (Measure this choice)                    only with launch=: calls it, adds its rows to the frame
 
 What is drawn is a pure function of (frame, state), so that it can be tested without a browser.
 """
@@ -27,7 +27,7 @@ KEYS = ["model", "strategy", "bucket_cap_mb", "link_mbit"]
 
 @dataclass(frozen=True)
 class State:
-    """What the controls say. bucket_cap_mb filters only strategies that were measured with several bucket sizes.
+    """What the controls say. bucket_cap_mb filters only strategies measured with several sizes.
 
     link_mbit: speed of the links between nodes; inf: one machine.
     """
@@ -40,13 +40,14 @@ class State:
 
 
 def initial(frame):
-    """The first state: the first model, all its strategies, its largest bucket size, the first metric there is."""
+    """The first state: first model, all its strategies, its largest bucket size, first metric."""
     metrics = [metric for metric in METRICS if metric in frame]
     missing = [key for key in KEYS if key not in frame]
     if missing or not metrics or frame.empty:
         wanted = f"rows with {', '.join(KEYS)} and one of {', '.join(METRICS)}"
         raise ValueError(
-            f"a comparison needs {wanted}; it got {len(frame)} rows with {', '.join(frame) or 'no columns'}"
+            f"a comparison needs {wanted}; "
+            f"it got {len(frame)} rows with {', '.join(frame) or 'no columns'}"
         )
     model, link_mbit = frame["model"].iloc[0], frame["link_mbit"].iloc[0]
     mine = frame[(frame["model"] == model) & (frame["link_mbit"] == link_mbit)]
@@ -55,12 +56,12 @@ def initial(frame):
 
 
 def strategies_of(frame):
-    """The strategies in the frame, in the order in which every picture shows them; rounds are shuffled."""
+    """The frame's strategies in the order that every picture shows; rounds are shuffled."""
     return tuple(dict.fromkeys(style.in_order(frame, "strategy")["strategy"]))
 
 
 def bucket_sizes(frame):
-    """The bucket sizes (MB) to choose from: those of the strategies that were measured with more than one."""
+    """The bucket sizes (MB) to choose from: of strategies measured with more than one."""
     several = frame.groupby("strategy")["bucket_cap_mb"].transform("nunique") > 1
     return sorted(frame.loc[several, "bucket_cap_mb"].dropna().unique().tolist())
 
@@ -71,7 +72,9 @@ def chosen(frame, state):
     mine = mine[mine["strategy"].isin(state.strategies)]
     mine = style.in_order(mine, "strategy")
     several = mine.groupby("strategy")["bucket_cap_mb"].transform("nunique") > 1
-    return mine[~several | (mine["bucket_cap_mb"] == state.bucket_cap_mb)].dropna(subset=[state.metric])
+    return mine[~several | (mine["bucket_cap_mb"] == state.bucket_cap_mb)].dropna(
+        subset=[state.metric]
+    )
 
 
 def headline(state):
@@ -128,32 +131,41 @@ def merged(frame, rows):
     """The frame with `rows` added; what was measured before of the same KEYS gives way."""
 
     def keys(of):
-        return list(of[KEYS].fillna({"bucket_cap_mb": -1}).itertuples(index=False, name=None))  # NaN equals no NaN
+        # NaN equals no NaN
+        return list(of[KEYS].fillna({"bucket_cap_mb": -1}).itertuples(index=False, name=None))
 
     fresh = set(keys(rows))
     return pd.concat([frame[[key not in fresh for key in keys(frame)]], rows], ignore_index=True)
 
 
 class Comparison:
-    """The controls, their state, and the frame they show. `.panel` is the widget, `.frame` grows with each launch."""
+    """The controls, their state and frame. `.panel` is the widget, `.frame` grows by launches."""
 
     def __init__(self, frame, launch=None, sizes=None, models=None):
         self.frame, self.launch, self.state = frame, launch, initial(frame)
-        models = [(style.name(model), model) for model in dict.fromkeys([*frame["model"], *(models or [])])]
+        models = [
+            (style.name(model), model)
+            for model in dict.fromkeys([*frame["model"], *(models or [])])
+        ]
         metrics = [(style.name(metric), metric) for metric in METRICS if metric in frame]
         networks = [(network(speed), speed) for speed in dict.fromkeys(frame["link_mbit"])]
         sizes = sorted({*bucket_sizes(frame), *(sizes or [])}) or [None]
         steps = [("any" if size is None else f"{size:g} MB", size) for size in sizes]
         first = sizes[-1] if self.state.bucket_cap_mb is None else self.state.bucket_cap_mb
         self.model = controls.menu("model", models, self.state.model)
-        self.network = controls.menu("network", networks, self.state.link_mbit, disabled=len(networks) == 1)
+        self.network = controls.menu(
+            "network", networks, self.state.link_mbit, disabled=len(networks) == 1
+        )
         self.metric = controls.menu("measure", metrics, self.state.metric)
         self.size = controls.slider("bucket size", steps, first, disabled=len(steps) == 1)
         self.boxes = controls.boxes(strategies_of(frame))
         self.image, self.message = ipywidgets.HTML(), ipywidgets.HTML()
         self.output = ipywidgets.Output()
         self.button = ipywidgets.Button(
-            description="Measure this choice", icon="play", button_style="primary", layout={"width": "auto"}
+            description="Measure this choice",
+            icon="play",
+            button_style="primary",
+            layout={"width": "auto"},
         )
         self.button.on_click(self.measure)
         above = (self.model, self.network, self.metric, self.size)
@@ -161,7 +173,10 @@ class Comparison:
         parts = [controls.row(above), controls.row(self.boxes.values())]
         parts += [ipywidgets.HBox([self.button, self.message]), self.output] if launch else []
         # The first state's figure stands above already, as an ordinary output.
-        self.image.value = "<p>Change a control: the picture for your choice is drawn here, from the saved rows.</p>"
+        self.image.value = (
+            "<p>Change a control: the picture for your choice is drawn here, "
+            "from the saved rows.</p>"
+        )
         self.panel = ipywidgets.VBox([*parts, self.image])
 
     def changed(self, change=None):
@@ -177,9 +192,10 @@ class Comparison:
         self.image.value = picture(self.frame, self.state)
 
     def measure(self, button=None):
-        """Call launch for what the controls say and show its rows; a failure becomes one line beside the button."""
+        """Call launch for the controls, show its rows; a failure is a line beside the button."""
         self.button.disabled, self.message.value = True, "measuring …"
-        with self.output:  # inside: where a kernel runs, an Output widget keeps exceptions to itself
+        # inside: where a kernel runs, an Output widget keeps exceptions to itself
+        with self.output:
             self.message.value = self.added()
         self.button.disabled = False
         self.output.outputs = ()
@@ -189,22 +205,26 @@ class Comparison:
         """Launch, merge the new rows into the frame, and say in one line what came of it."""
         try:
             state = self.state
-            result = self.launch(state.model, list(state.strategies), state.bucket_cap_mb, state.link_mbit)
+            result = self.launch(
+                state.model, list(state.strategies), state.bucket_cap_mb, state.link_mbit
+            )
             rows = getattr(result, "records", result)
             self.frame = merged(self.frame, rows)
-        except (Exception, KeyboardInterrupt) as error:  # the reader's answer, and it belongs where they look
+        # the reader's answer, and it belongs where they look
+        except (Exception, KeyboardInterrupt) as error:
             first_line = (str(error).strip() or "no message").splitlines()[0]
             return f"<b>{type(error).__name__}</b>: {html.escape(first_line)}"
         return f"measured: {len(rows)} rows added"
 
 
 def comparison(frame, launch=None, provenance=None, sizes=None, models=None):
-    """Show a comparison: figure, takeaway and table as ordinary outputs, then the controls. Returns the Comparison.
+    """Show a comparison: figure, takeaway, table, then the controls. Returns the Comparison.
 
-    frame: rows of compare() with model, strategy, bucket_cap_mb, link_mbit (inf: one machine) and metrics among
-        METRICS, one per round and rank.
-    launch: function (model, strategies, bucket_cap_mb, link_mbit) -> DataFrame of such rows, called by the button.
-    provenance: as in present(), by default what origin() says. sizes: more bucket sizes (MB) to offer for a launch.
+    frame: rows of compare() with model, strategy, bucket_cap_mb, link_mbit (inf: one machine) and
+        metrics among METRICS, one per round and rank.
+    launch: function (model, strategies, bucket_cap_mb, link_mbit) -> DataFrame of such rows, called
+        by the button.
+    provenance: as in present(), by default origin()'s. sizes: more bucket sizes (MB) for a launch.
     """
     state = initial(frame)
     words = takeaway(frame, state)
