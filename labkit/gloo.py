@@ -29,7 +29,7 @@ class Sum:
     def wait(self, *timeout):
         done = self.work.wait(*timeout)
         if self.parts is not None:
-            torch.sum(self.parts, 0, out=self.output)
+            add_up(self.parts, self.output)
             self.parts.untyped_storage().resize_(0)  # now, not when gloo's thread lets go of it
             self.parts = None
         return done
@@ -39,6 +39,14 @@ class Sum:
 
     def get_future(self):
         raise RuntimeError("a reduce_scatter on gloo is complete only when wait() returns")
+
+
+def add_up(parts, output):
+    """The sum of parts, in the order of the ranks; of two, torch.add needs half of torch.sum's time."""
+    if len(parts) == 2:
+        torch.add(*parts, out=output)
+    else:
+        torch.sum(parts, 0, out=output)
 
 
 def reduce_scatter(output, input, group=None):

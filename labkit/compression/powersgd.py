@@ -15,7 +15,7 @@
 Sent per rank and step: 2 (n-1)/n x 4 rank (rows + cols) bytes a matrix, whatever n; vectors and
 small matrices go whole, beside P. Held: one residual, and Q. Both messages are means over the
 ranks, linear in M: nothing is gathered.
-P and Q lie in memory column by column: on a CPU Q' M' and P' M are much faster than M Q and M' P.
+P and Q lie in memory column by column: on a CPU M Q and P' M are much faster so, and than M' P.
 Vogels, Karimireddy and Jaggi, PowerSGD: Practical Low-Rank Gradient Compression, NeurIPS 2019,
 algorithms 1 and 2.
 """
@@ -110,7 +110,7 @@ class PowerSGD(Compressor):
                     f"rank {self.rank} exceeds every matrix: "
                     f"the largest possible here is {self._widest}"
                 )
-            products = [(m.q.t() @ m.corrected.t()).view(-1) for m in x.matrices]
+            products = [(m.corrected @ m.q).view(-1) for m in x.matrices]
             x.message = torch.cat([*products, *(part for part, _ in x.whole)])
         x.work = start_mean(x.message, group)
         return x
@@ -129,7 +129,7 @@ class PowerSGD(Compressor):
             generator = torch.Generator().manual_seed(
                 hash((self.seed, self.step, *p.shape)) % 2**63
             )
-            q = torch.randn(cols, min(self.rank, len(p), cols), generator=generator)
+            q = torch.randn(min(self.rank, len(p), cols), cols, generator=generator).t()
             self._q[p] = name, (self._loaded.pop(name, q) if self.warm_start else q)
         return self._q[p][1].to(p.device, dtype)
 
@@ -211,7 +211,7 @@ class Exchange:
         ]
         pieces = iter(self.message.split(sizes))
         for m, piece in zip(self.matrices, pieces, strict=False):
-            m.p = orthonormal(piece.view(-1, len(m.corrected)).t())
+            m.p = orthonormal(piece.view(len(m.corrected), -1))
         for part, average in self.whole:
             average.copy_(next(pieces))
             if part.data_ptr() != average.data_ptr():
