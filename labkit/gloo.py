@@ -42,7 +42,7 @@ class Sum:
 
 
 def add_up(parts, output):
-    """The sum of parts, in the order of the ranks; of two, torch.add needs half of torch.sum's time."""
+    """The sum of parts, in the order of the ranks. For two, torch.add takes half the time."""
     if len(parts) == 2:
         torch.add(*parts, out=output)
     else:

@@ -1,5 +1,6 @@
-"""What a saved picture says can be read: no text lies on another one, and none leaves the canvas."""
+"""What a saved picture says can be read: no text lies on another one, leaves the canvas, or is small in README."""
 
+import re
 from itertools import combinations
 
 import numpy as np
@@ -21,10 +22,14 @@ from matplotlib.transforms import Bbox
 
 from labkit.measure.timeline import Timeline
 from labkit.show import budgets, choices, formats, gradients, links, overview, plots
+from labkit.show.publish import ROOT
 from labkit.show.residency import residency
 from labkit.show.saw import saw
 
 TOUCHING = 1.0  # points that two boxes may share: a box has room for letters that its text does not have
+SMALLEST = 7.0  # points
+README_WIDTH = 634.5  # points: 846 pixels, what GitHub gives a README on a large screen; wider pictures shrink
+TEXT_SIZE = re.compile(r"scale\(([\d.]+) -[\d.]+\)")  # matplotlib writes each text as paths of a font of 100 points
 NOTE = "counted on one process, with everything that has to be said about where these numbers come from"
 
 
@@ -103,15 +108,27 @@ def drawn(monkeypatch):
     return seen
 
 
+def smallest_in_readme(svg):
+    """Points of the smallest text where README shows the picture."""
+    width = float(re.search(r'width="([\d.]+)pt"', svg)[1])
+    return 100 * min(map(float, TEXT_SIZE.findall(svg))) * min(1, README_WIDTH / width)
+
+
 @pytest.mark.parametrize("name", pictures())
 def test_no_text_of_a_saved_picture_lies_on_another_or_leaves_the_canvas(name, drawn, tmp_path):
     figure = pictures()[name]()
     path = plots.save(figure, "saved", [], {}, NOTE, "A picture.", folder=tmp_path)
     *texts, (_, canvas) = drawn
-    assert path.exists() and NOTE in [words for words, _ in texts]
+    assert NOTE in [words for words, _ in texts]
+    assert smallest_in_readme(path.read_text()) >= SMALLEST
     for words, box in texts:
         inside = canvas.x0 <= box.x0 and box.x1 <= canvas.x1 and canvas.y0 <= box.y0 and box.y1 <= canvas.y1
         assert inside, f"{words!r} leaves the canvas"
     for (words, box), (other, behind) in combinations(texts, 2):
         shared = Bbox.intersection(box, behind)
         assert shared is None or min(shared.size) <= TOUCHING, f"{words!r} lies on {other!r}"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "figures").glob("*.svg")), ids=lambda path: path.stem)
+def test_every_text_of_the_courses_figures_can_be_read_in_readme(path):
+    assert smallest_in_readme(path.read_text()) >= SMALLEST

@@ -16,7 +16,7 @@ from labkit.show import style
 WIDE, HIGH, GAP = 1.16, 0.8, 0.17  # of a box, and what separates two of them
 ARROW = 1.1  # room for the arrow from before to after
 BETWEEN = 1.7  # room between two panels
-INCH = 0.385  # of one unit of the above
+INCH = 0.345  # of one unit of the above
 COLOURS = (
     style.BLUE,
     style.ORANGE,

@@ -172,7 +172,7 @@ def save(figure, name, data, parameters, provenance, alt, folder=None):
     folder.mkdir(parents=True, exist_ok=True)
     with style.look(), laid_out(figure):
         note = figure.text(
-            0.012, -0.005, provenance, ha="left", va="top", size=8, color=style.FAINT
+            0.012, -0.005, provenance, ha="left", va="top", size=9, color=style.FAINT
         )
         about = {"Date": None, "Creator": None, "Title": alt}
         figure.savefig(folder / f"{name}.svg", bbox_inches="tight", pad_inches=0.12, metadata=about)
