@@ -1,7 +1,8 @@
 """Compression: our hooks against PyTorch's on PyTorch's DDP, one bucket, and the sampled selection against torch.topk.
 
 Only PowerSGD and fp16 have an opponent: PyTorch has no hook for the others. On an unshaped loopback compression itself
-wins nothing and nothing of the kind is claimed here: both sides compress.
+wins nothing and nothing of the kind is claimed here: both sides compress. No hook can be faster than a step that sends
+nothing at all: that floor has a row of its own.
 """
 
 import copy
@@ -48,6 +49,7 @@ def times(context, model, size, repetitions):
         "fp16 ours": step(None, Cast(torch.float16).hook),
         "fp16 torch": step(None, default_hooks.fp16_compress_hook),
         "fp16 torch again": step(None, default_hooks.fp16_compress_hook),
+        "floor": training_step(copy.deepcopy(module), models.loss(model), *batch),
     }
     time_variants(context, variants, repetitions=repetitions)
 
@@ -88,6 +90,8 @@ def run(repetitions):
     comparisons = [
         Comparison("PowerSGD: ours / powerSGD_hook", "power ours", "power torch", at_most=0.75),
         Comparison("fp16: ours / fp16_compress_hook", "fp16 ours", "fp16 torch", at_most=0.97),
+        Comparison("no communication / powerSGD_hook", "floor", "power torch"),
+        Comparison("no communication / fp16_compress_hook", "floor", "fp16 torch"),
         Comparison("A/A: fp16_compress_hook / itself", "fp16 torch again", "fp16 torch"),
     ]
     for model, size in (("mlp", "medium"), ("gpt", "medium")):
