@@ -15,7 +15,7 @@ import time
 import traceback
 from multiprocessing.connection import wait
 
-TIMEOUT = 60.0  # seconds a body may take
+TIMEOUT = 150.0  # seconds a body may take, also on a machine with fifty others at work
 GRACE = 1.0  # seconds the other ranks get to report once one has failed
 
 
