@@ -36,6 +36,7 @@ What is indented is in parts/: what the file above it stands on, and others may 
         unscale.py          gradients divided by the scale, and searched for inf, in one pass
         scaler_state.py     what a loss scaler is set to, and what a checkpoint keeps of it
         master_weights.py   fp32 masters of a 16-bit model
+        fp8.py              products in eight bits, emulated: a scale for every tensor
     recompute.py            activation checkpointing: forward again, instead of keeping; on
         surroundings.py     random state and autocast as they were the first time
         keep.py             what is held, because it is dear to compute again

@@ -1,0 +1,68 @@
+"""Products in eight bits, emulated: each tensor is rounded with a scale of its own, then fp32.
+
+    x        --- times 448 / max |x|   ---> e4m3 --+
+                                                   +--> x weight^T in fp32, over both scales --> y
+    weight   --- times 448 / max |w|   ---> e4m3 --+
+    backward:  gradient of y --- times 57344 / max |g| ---> e5m2, then times weight, and times x
+
+e4m3 is the finer of the two formats; e5m2 reaches further, as gradients do. A product of two such
+numbers has at most eight significant bits, so fp32 holds it exactly: what may differ from a GPU's fp8
+units is how the products are summed.
+
+Cost on such a unit: one byte a number instead of two, and a maximum over each tensor. Emulated, it only
+takes longer.
+Micikevicius et al., FP8 Formats for Deep Learning, arXiv:2209.05433, section 2 (scales), 3 (formats).
+"""
+
+import torch
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def rounded(tensor, dtype, scaled=True):
+    """`tensor` as the nearest numbers of `dtype`, back in its own dtype.
+
+    scaled: first its largest value is brought to dtype's largest. Beyond that all becomes the largest.
+    """
+    largest = torch.finfo(dtype).max
+    scale = largest / tensor.abs().amax().clamp(min=1e-30) if scaled else 1.0
+    return (tensor * scale).clamp(-largest, largest).to(dtype).to(tensor.dtype) / scale
+
+
+class Product(torch.autograd.Function):
+    """x @ weight.T for x [..., in] and weight [out, in]; scaled as in rounded()."""
+
+    @staticmethod
+    def forward(context, x, weight, scaled):
+        x, weight = rounded(x, E4M3, scaled), rounded(weight, E4M3, scaled)
+        context.save_for_backward(x, weight)
+        context.scaled = scaled
+        return x @ weight.T
+
+    @staticmethod
+    def backward(context, gradient):
+        x, weight = context.saved_tensors
+        gradient = rounded(gradient, E5M2, context.scaled)
+        return gradient @ weight, gradient.flatten(0, -2).T @ x.flatten(0, -2), None
+
+
+class fp8(TorchFunctionMode):
+    """`with fp8(): loss = ...`: the products of every linear layer in eight bits, all else as it is.
+
+    scaled=False: without the scales. For forward and loss; backward then runs as it was recorded.
+    """
+
+    def __init__(self, scaled=True):
+        super().__init__()
+        self.scaled = scaled
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is functional.linear:
+            return self.linear(*args, **(kwargs or {}))
+        return function(*args, **(kwargs or {}))
+
+    def linear(self, input, weight, bias=None):
+        y = Product.apply(input, weight, self.scaled)
+        return y if bias is None else y + bias
