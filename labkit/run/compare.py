@@ -3,10 +3,10 @@
     round 0    | torch_ddp 3 steps | single 3 steps | ddp_naive 3 steps |
     round 1    | ddp_naive 3 steps | torch_ddp 3 steps | single 3 steps |     ^ a barrier before each turn
 
-All take the same weights, and the same global batch in step i, so their losses are comparable number by number. Before
-the turns, each trains `WARMUP` steps, in the last of which memory and traffic are counted (that slows a step down, so
-that step is not timed). Rows are documented at `step_row`; with links, node_sent_bytes is what left this rank's node on
-its link, headers included, per step of the turn.
+All take the same weights, and the same global batch in step i, so their losses are comparable number by number. First
+is measured what the ranks reach at most in matrix products. Before the turns, each trains `WARMUP` steps, in the last
+of which memory and traffic are counted (that slows a step down, so that step is not timed). Rows are documented at
+`step_row`; with links, node_sent_bytes is what left this rank's node on its link, headers included, per step.
 """
 
 import os
@@ -15,12 +15,13 @@ from math import nan
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 from labkit import comm, models
 from labkit.budget import choose
 from labkit.compression import COMPRESSORS
 from labkit.hierarchical import FORMS
+from labkit.measure.flops import mfu, peak_flops, step_flops
 from labkit.measure.machine import free_bytes
 from labkit.measure.memory import MemoryTracker
 from labkit.measure.stats import shuffled_rounds
@@ -32,6 +33,7 @@ from labkit.run.launch import launch
 from labkit.run.nodes import FOLDER, counters
 from labkit.sampler import DistributedSampler
 from labkit.trainer import (
+    LOW,
     Trainer,
     comm_hook,
     make_optimizer,
@@ -44,6 +46,7 @@ from labkit.trainer import (
 
 WARMUP = 3  # PyTorch's DDP sends its new bucket order in the second
 OPTIMIZERS = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64, **LOW}  # of the matrix products
 
 
 def compare(experiments, nproc=2, rounds=10, steps_per_round=3, **options):
@@ -72,7 +75,7 @@ def train(context, **fields):
     """One experiment from its first step to its last, a row per step: launch("labkit.run.compare:train", steps=50)."""
     experiment = Experiment.from_dict(fields)
     experiment.check_ranks(context.world_size)
-    participant = Participant(context, experiment)
+    participant = Participant(context, experiment, peaks(context, [experiment]))
     for done in range(experiment.steps):
         if participant.takes_part:
             context.record(**participant.step())
@@ -82,7 +85,9 @@ def train(context, **fields):
 
 def take_turns(context, experiments, rounds, steps_per_round):
     """What each rank of `compare` runs."""
-    participants = {label: Participant(context, Experiment.from_dict(fields)) for label, fields in experiments.items()}
+    experiments = {label: Experiment.from_dict(fields) for label, fields in experiments.items()}
+    reached = peaks(context, experiments.values())
+    participants = {label: Participant(context, experiment, reached) for label, experiment in experiments.items()}
     counted = {}
     for label, participant in participants.items():
         counted[label] = participant.prepare()
@@ -99,6 +104,18 @@ def take_turns(context, experiments, rounds, steps_per_round):
         context.progress(done + 1, rounds * len(participants))
 
 
+def peaks(context, experiments):
+    """{kind: FLOP/s at most} for the kinds of real compute: of all ranks, or of one that trains alone. Collective."""
+    kinds = dict.fromkeys(kind(experiment) for experiment in experiments if experiment.compute == "real")
+    device, first = context.device, context.rank == 0
+    return {(dtype, alone): peak_flops(device, dtype, working=first or not alone) for dtype, alone in kinds}
+
+
+def kind(experiment):
+    """(dtype of its matrix products, whether one rank trains alone): what has the same peak."""
+    return DTYPES[experiment.precision], experiment.strategy == "single"
+
+
 def sent_by_node():
     """{"node_sent_bytes": bytes that have left this rank's node on its link}; {} where it has no link of its own."""
     return {"node_sent_bytes": counters()[0]} if FOLDER in os.environ else {}
@@ -107,11 +124,12 @@ def sent_by_node():
 class Participant:
     """One experiment on this rank: its model, data and trainer, and the measuring of its steps."""
 
-    def __init__(self, context, experiment):
+    def __init__(self, context, experiment, peaks=None):
         self.experiment, self.device = experiment, context.device
         alone = experiment.strategy == "single"
         self.takes_part = context.rank == 0 or not alone
         self.done = 0
+        self.peak = (peaks or {}).get(kind(experiment), nan)
         self.timeline = Timeline(context.rank, context.device)
         # By all ranks, before they part: NCCL may make a group by splitting the one of all.
         self.group = dist.new_group([0]) if alone else None
@@ -125,6 +143,7 @@ class Participant:
         rank = 0 if alone else context.rank
         self.batches = endless_batches(dataset, self.share, self.world_size, rank, experiment.seed)
         self.build()
+        self.flops = self.world_size * self.share_flops(dataset) if experiment.compute == "real" else nan
 
     def build(self):
         e = self.experiment
@@ -153,6 +172,14 @@ class Participant:
         for parameter in self.model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self.note_gradient)
+
+    def share_flops(self, dataset):
+        """FLOPs of the model for this rank's share of the batch, on tensors that have a shape and no memory."""
+        e = self.experiment
+        input, target = default_collate([dataset[0]] * self.share)
+        with torch.device("meta"):
+            module = models.build(e.model, e.size)
+        return step_flops(module, input.to("meta"), target.to("meta"), models.loss(e.model))
 
     def settle(self, module, optimizer):
         """The experiment with the strategy that labkit.budget chooses; rank 0 prints the reasons. Collective."""
@@ -218,8 +245,8 @@ class Participant:
 
     def step_row(self, loss, events):
         """strategy, model, bucket_cap_mb, comm_hook; step, loss (of this rank's share); step_ms, forward_ms,
-        backward_ms, optimizer_ms, exposed_comm_ms; samples_per_s, of all ranks. And from `step`: compress_ms, which a
-        compressor took of backward. All but the first four are measured in this step.
+        backward_ms, optimizer_ms, exposed_comm_ms; samples_per_s and mfu, of all ranks. And from `step`: compress_ms,
+        which a compressor took of backward. All but the first four are measured in this step.
 
         exposed_comm_ms: how long this rank stood still for messages: the time inside wait(). PyTorch's DDP and hooks
         wait where comm cannot see, so for them: from the last gradient's arrival until backward() returned. On CUDA
@@ -238,7 +265,8 @@ class Participant:
         times = {f"{name}_ms": value for name, value in ms.items()}
         named = {name: getattr(self.experiment, name) for name in ("strategy", "model", "bucket_cap_mb", "comm_hook")}
         measured = {"step": self.done, "loss": loss.item(), **times, "exposed_comm_ms": exposed}
-        return named | measured | {"samples_per_s": 1e3 * self.experiment.batch_size / ms["step"]}
+        speed = {"samples_per_s": 1e3 * self.experiment.batch_size / ms["step"]}
+        return named | measured | speed | {"mfu": mfu(self.flops, ms["step"], self.peak)}
 
 
 def endless_batches(dataset, batch_size, world_size, rank, seed):
