@@ -3,10 +3,11 @@
     round 0    | torch_ddp 3 steps | single 3 steps | ddp_naive 3 steps |
     round 1    | ddp_naive 3 steps | torch_ddp 3 steps | single 3 steps |     ^ a barrier before each turn
 
-All take the same weights, and the same global batch in step i, so their losses are comparable number by number. First
-is measured what the ranks reach at most in matrix products. Before the turns, each trains `WARMUP` steps, in the last
-of which memory and traffic are counted (that slows a step down, so that step is not timed). Rows are documented at
-`step_row`; with links, node_sent_bytes is what left this rank's node on its link, headers included, per step.
+All take the same weights, and the same global batch in step i, so their losses are comparable number by number. Before
+the turns, each trains `WARMUP` steps, in the last of which memory and traffic are counted (that slows a step down, so
+that step is not timed). Each round begins with matrix products: the most that the ranks reach in them, over all rounds,
+is what MFU is held against. Rows are documented at `step_row`; with links, node_sent_bytes is what left this rank's
+node on its link, headers included, per step of the turn.
 """
 
 import os
@@ -75,10 +76,12 @@ def train(context, **fields):
     """One experiment from its first step to its last, a row per step: launch("labkit.run.compare:train", steps=50)."""
     experiment = Experiment.from_dict(fields)
     experiment.check_ranks(context.world_size)
-    participant = Participant(context, experiment, peaks(context, [experiment]))
+    peak = higher_peaks(context, [experiment], {}, repetitions=5).get(kind(experiment), nan)
+    participant = Participant(context, experiment)
     for done in range(experiment.steps):
         if participant.takes_part:
-            context.record(**participant.step())
+            row = participant.step()
+            context.record(**row, mfu=mfu(participant.flops, row["step_ms"], peak))
         context.progress(done + 1, experiment.steps)
     dist.barrier()
 
@@ -86,29 +89,35 @@ def train(context, **fields):
 def take_turns(context, experiments, rounds, steps_per_round):
     """What each rank of `compare` runs."""
     experiments = {label: Experiment.from_dict(fields) for label, fields in experiments.items()}
-    reached = peaks(context, experiments.values())
-    participants = {label: Participant(context, experiment, reached) for label, experiment in experiments.items()}
-    counted = {}
+    participants = {label: Participant(context, experiment) for label, experiment in experiments.items()}
+    counted, peaks, measured = {}, {}, []
     for label, participant in participants.items():
         counted[label] = participant.prepare()
         dist.barrier()
     for done, (turn, label) in enumerate(shuffled_rounds(participants, rounds)):
         participant = participants[label]
+        if done % len(participants) == 0:
+            peaks = higher_peaks(context, experiments.values(), peaks)
         dist.barrier()
         before = sent_by_node()
         rows = [participant.step() for _ in range(steps_per_round if participant.takes_part else 0)]
         dist.barrier()
         left = {name: (size - before[name]) // steps_per_round for name, size in sent_by_node().items()}
-        for row in rows:
-            context.record(label=label, round=turn, **row, **counted[label], **left)
+        measured += [{"label": label, "round": turn, **row, **counted[label], **left} for row in rows]
         context.progress(done + 1, rounds * len(participants))
+    for row in measured:  # not earlier: the highest peak may come in the last round
+        label = row["label"]
+        used = mfu(participants[label].flops, row["step_ms"], peaks.get(kind(experiments[label]), nan))
+        context.record(**row, mfu=used)
 
 
-def peaks(context, experiments):
-    """{kind: FLOP/s at most} for the kinds of real compute: of all ranks, or of one that trains alone. Collective."""
-    kinds = dict.fromkeys(kind(experiment) for experiment in experiments if experiment.compute == "real")
-    device, first = context.device, context.rank == 0
-    return {(dtype, alone): peak_flops(device, dtype, working=first or not alone) for dtype, alone in kinds}
+def higher_peaks(context, experiments, before, repetitions=1):
+    """{kind: FLOP/s that its ranks reach}: what they reach now, or what they did before if that is more. Collective."""
+    found, first = {}, context.rank == 0
+    for dtype, alone in dict.fromkeys(kind(e) for e in experiments if e.compute == "real"):
+        now = peak_flops(context.device, dtype, working=first or not alone, repetitions=repetitions)
+        found[dtype, alone] = max(now, before.get((dtype, alone), 0.0))
+    return found
 
 
 def kind(experiment):
@@ -124,12 +133,11 @@ def sent_by_node():
 class Participant:
     """One experiment on this rank: its model, data and trainer, and the measuring of its steps."""
 
-    def __init__(self, context, experiment, peaks=None):
+    def __init__(self, context, experiment):
         self.experiment, self.device = experiment, context.device
         alone = experiment.strategy == "single"
         self.takes_part = context.rank == 0 or not alone
         self.done = 0
-        self.peak = (peaks or {}).get(kind(experiment), nan)
         self.timeline = Timeline(context.rank, context.device)
         # By all ranks, before they part: NCCL may make a group by splitting the one of all.
         self.group = dist.new_group([0]) if alone else None
@@ -245,8 +253,8 @@ class Participant:
 
     def step_row(self, loss, events):
         """strategy, model, bucket_cap_mb, comm_hook; step, loss (of this rank's share); step_ms, forward_ms,
-        backward_ms, optimizer_ms, exposed_comm_ms; samples_per_s and mfu, of all ranks. And from `step`: compress_ms,
-        which a compressor took of backward. All but the first four are measured in this step.
+        backward_ms, optimizer_ms, exposed_comm_ms; samples_per_s, of all ranks. And from `step`: compress_ms, which a
+        compressor took of backward. All but the first four are measured in this step. The callers add mfu.
 
         exposed_comm_ms: how long this rank stood still for messages: the time inside wait(). PyTorch's DDP and hooks
         wait where comm cannot see, so for them: from the last gradient's arrival until backward() returned. On CUDA
@@ -265,8 +273,7 @@ class Participant:
         times = {f"{name}_ms": value for name, value in ms.items()}
         named = {name: getattr(self.experiment, name) for name in ("strategy", "model", "bucket_cap_mb", "comm_hook")}
         measured = {"step": self.done, "loss": loss.item(), **times, "exposed_comm_ms": exposed}
-        speed = {"samples_per_s": 1e3 * self.experiment.batch_size / ms["step"]}
-        return named | measured | speed | {"mfu": mfu(self.flops, ms["step"], self.peak)}
+        return named | measured | {"samples_per_s": 1e3 * self.experiment.batch_size / ms["step"]}
 
 
 def endless_batches(dataset, batch_size, world_size, rank, seed):
