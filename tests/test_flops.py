@@ -109,7 +109,8 @@ def test_rows_have_the_share_of_the_peak_and_sleeping_models_none():
     assert records.loc[records["label"] == "sleeping", "mfu"].isna().all()
     awake = records[records["label"] != "sleeping"]
     assert (awake["mfu"] > 0).all()
-    # One batch has the same FLOPs, whoever computes it, and a label's peak is one number.
+    by_hand = 2 * 16 * (3 * (64 * 256 + 256 * 256 + 256 * 10) - 64 * 256)  # of the batch, whoever computes it
+    assert set(awake["flops"]) == {by_hand}
     for _, rows in awake.groupby("label"):
-        work = rows["mfu"] * rows["step_ms"]
+        work = rows["mfu"] * rows["step_ms"]  # FLOPs by the label's peak, which is one number
         assert work.max() == pytest.approx(work.min())

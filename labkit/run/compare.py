@@ -106,9 +106,8 @@ def take_turns(context, experiments, rounds, steps_per_round):
         measured += [{"label": label, "round": turn, **row, **counted[label], **left} for row in rows]
         context.progress(done + 1, rounds * len(participants))
     for row in measured:  # not earlier: the highest peak may come in the last round
-        label = row["label"]
-        used = mfu(participants[label].flops, row["step_ms"], peaks.get(kind(experiments[label]), nan))
-        context.record(**row, mfu=used)
+        peak = peaks.get(kind(experiments[row["label"]]), nan)
+        context.record(**row, mfu=mfu(row["flops"], row["step_ms"], peak))
 
 
 def higher_peaks(context, experiments, before, repetitions=1):
@@ -208,7 +207,7 @@ class Participant:
         self.timeline.clock.stamp(self, "last_gradient")
 
     def prepare(self):
-        """Warm up; returns what never moves: peak bytes by kind, sent bytes and the number of messages of one step.
+        """Warm up; returns what never moves in a step: peak bytes by kind, sent bytes, messages, and all ranks' FLOPs.
 
         Of local SGD and DiLoCo: the mean over the steps from one average to the next.
         """
@@ -226,7 +225,7 @@ class Participant:
         if e.comm_hook in FORMS:  # in groups and a thread of its own, where the counter is not
             sent, messages = sum(event.sent_bytes for event in events), len(events)
         peaks = {f"peak_{kind}_bytes": size for kind, size in memory.peak.items()}
-        counted = {"sent_bytes": sent // e.every, "messages": messages / e.every}
+        counted = {"sent_bytes": sent // e.every, "messages": messages / e.every, "flops": self.flops}
         return counted | {"peak_bytes": memory.peak_total} | peaks
 
     def next_batch(self):
