@@ -54,7 +54,7 @@ What is indented is in parts/: what the file above it stands on, and others may 
     sampler.py              every sample exactly once per epoch; exact distributed evaluation
     trainer.py              all of the above behind one train_step
 
-    run/      from a notebook cell to ranks        measure/  time, memory, traffic, the machine
+    run/      from a notebook cell to ranks        measure/  time, memory, traffic, FLOPs, noise
     models/   plain torch, unaware of ranks        show/     pictures, tables, widgets
 
 Imports go downward only:

@@ -9,6 +9,7 @@ BOUNDS = {
     "timed_steps": (2, math.inf),  # the first is a warm-up
     "nodes": (2, math.inf),  # a node alone has no link
     "picture_ranks": (2, 8),
+    "until": (2, math.inf),  # a notebook that explains a strategy
 }
 
 

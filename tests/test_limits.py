@@ -18,6 +18,7 @@ import limits
         ("timed_steps", 8, 2, 1, "at least 2"),
         ("nodes", 2, 3, 1, "at least 2"),
         ("picture_ranks", 4, 8, 9, "at most 8"),
+        ("until", 4, 13, 1, "at least 2"),
         ("block_ms", 5.0, 0, -1, "at least 0"),
         ("device", "auto", "cpu", "gpu", "one of auto, cpu, cuda"),
         ("strategy", "fsdp", "zero1", "zero9", "one of single, "),

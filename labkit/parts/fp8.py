@@ -6,12 +6,13 @@
     backward:  gradient of y --- times 57344 / max |g| ---> e5m2, then times weight, and times x
 
 e4m3 is the finer of the two formats; e5m2 reaches further, as gradients do. A product of two such
-numbers has at most eight significant bits, so fp32 holds it exactly: what may differ from a GPU's fp8
-units is how the products are summed.
+numbers has at most eight significant bits, so fp32 holds it exactly: what may differ from a GPU's
+fp8 units is how the products are summed.
 
-Cost on such a unit: one byte a number instead of two, and a maximum over each tensor. Emulated, it only
-takes longer.
-Micikevicius et al., FP8 Formats for Deep Learning, arXiv:2209.05433, section 2 (scales), 3 (formats).
+Cost on such a unit: one byte a number instead of two, and a maximum over each tensor. Emulated, it
+only takes longer.
+Micikevicius et al., FP8 Formats for Deep Learning, arXiv:2209.05433, sections 2 (scales) and 3
+(formats).
 """
 
 import torch
@@ -24,7 +25,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 def rounded(tensor, dtype, scaled=True):
     """`tensor` as the nearest numbers of `dtype`, back in its own dtype.
 
-    scaled: first its largest value is brought to dtype's largest. Beyond that all becomes the largest.
+    scaled: first its largest value is brought to dtype's largest. What is beyond becomes that.
     """
     largest = torch.finfo(dtype).max
     scale = largest / tensor.abs().amax().clamp(min=1e-30) if scaled else 1.0
@@ -49,7 +50,7 @@ class Product(torch.autograd.Function):
 
 
 class fp8(TorchFunctionMode):
-    """`with fp8(): loss = ...`: the products of every linear layer in eight bits, all else as it is.
+    """`with fp8(): loss = ...`: the products of linear layers in eight bits, all else as it is.
 
     scaled=False: without the scales. For forward and loss; backward then runs as it was recorded.
     """

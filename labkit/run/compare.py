@@ -5,8 +5,10 @@
 
 All take the same weights, and the same global batch in step i, so their losses are comparable
 number by number. Before the turns, each trains `WARMUP` steps, in the last of which memory and
-traffic are counted (that slows a step down, so that step is not timed). Rows are documented at
-`step_row`; with links, node_sent_bytes is what a step sent on this node's link, with headers.
+traffic are counted (that slows a step down, so that step is not timed). Each round begins with
+matrix products: the most that the ranks reach in them, over all rounds, is what MFU is held
+against. Rows are documented at `step_row`; with links, node_sent_bytes is what a step sent on this
+node's link, with headers.
 """
 
 import os
@@ -15,12 +17,13 @@ from math import nan
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 from labkit import comm, models
 from labkit.budget import choose
 from labkit.compression import COMPRESSORS
 from labkit.hierarchical import FORMS
+from labkit.measure.flops import mfu, peak_flops, step_flops
 from labkit.measure.machine import free_bytes
 from labkit.measure.memory import MemoryTracker
 from labkit.measure.stats import shuffled_rounds
@@ -32,6 +35,7 @@ from labkit.run.launch import launch
 from labkit.run.nodes import FOLDER, counters
 from labkit.sampler import DistributedSampler
 from labkit.trainer import (
+    LOW,
     Trainer,
     comm_hook,
     make_optimizer,
@@ -44,6 +48,7 @@ from labkit.trainer import (
 
 WARMUP = 3  # PyTorch's DDP sends its new bucket order in the second
 OPTIMIZERS = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64, **LOW}  # of the matrix products
 
 
 def compare(experiments, nproc=2, rounds=10, steps_per_round=3, **options):
@@ -76,26 +81,30 @@ def train(context, **fields):
     """One experiment, a row per step: launch("labkit.run.compare:train", steps=50)."""
     experiment = Experiment.from_dict(fields)
     experiment.check_ranks(context.world_size)
+    peak = higher_peaks(context, [experiment], {}, repetitions=5).get(kind(experiment), nan)
     participant = Participant(context, experiment)
     for done in range(experiment.steps):
         if participant.takes_part:
-            context.record(**participant.step())
+            row = participant.step()
+            context.record(**row, mfu=mfu(participant.flops, row["step_ms"], peak))
         context.progress(done + 1, experiment.steps)
     dist.barrier()
 
 
 def take_turns(context, experiments, rounds, steps_per_round):
     """What each rank of `compare` runs."""
+    experiments = {label: Experiment.from_dict(fields) for label, fields in experiments.items()}
     participants = {
-        label: Participant(context, Experiment.from_dict(fields))
-        for label, fields in experiments.items()
+        label: Participant(context, experiment) for label, experiment in experiments.items()
     }
-    counted = {}
+    counted, peaks, measured = {}, {}, []
     for label, participant in participants.items():
         counted[label] = participant.prepare()
         dist.barrier()
     for done, (turn, label) in enumerate(shuffled_rounds(participants, rounds)):
         participant = participants[label]
+        if done % len(participants) == 0:
+            peaks = higher_peaks(context, experiments.values(), peaks)
         dist.barrier()
         before = sent_by_node()
         rows = [participant.step() for _ in range(steps_per_round if participant.takes_part else 0)]
@@ -103,9 +112,26 @@ def take_turns(context, experiments, rounds, steps_per_round):
         left = {
             name: (size - before[name]) // steps_per_round for name, size in sent_by_node().items()
         }
-        for row in rows:
-            context.record(label=label, round=turn, **row, **counted[label], **left)
+        about = {"label": label, "round": turn, **counted[label], **left}
+        measured += [{**about, **row} for row in rows]
         context.progress(done + 1, rounds * len(participants))
+    for row in measured:  # not earlier: the highest peak may come in the last round
+        peak = peaks.get(kind(experiments[row["label"]]), nan)
+        context.record(**row, mfu=mfu(row["flops"], row["step_ms"], peak))
+
+
+def higher_peaks(context, experiments, before, repetitions=1):
+    """{kind: FLOP/s that its ranks reach}, now or before, whichever is more. Collective."""
+    found, first = {}, context.rank == 0
+    for dtype, alone in dict.fromkeys(kind(e) for e in experiments if e.compute == "real"):
+        now = peak_flops(context.device, dtype, working=first or not alone, repetitions=repetitions)
+        found[dtype, alone] = max(now, before.get((dtype, alone), 0.0))
+    return found
+
+
+def kind(experiment):
+    """(dtype of its matrix products, whether one rank trains alone): what has the same peak."""
+    return DTYPES[experiment.precision], experiment.strategy == "single"
 
 
 def sent_by_node():
@@ -137,6 +163,9 @@ class Participant:
         rank = 0 if alone else context.rank
         self.batches = endless_batches(dataset, self.share, self.world_size, rank, experiment.seed)
         self.build()
+        self.flops = (
+            self.world_size * self.share_flops(dataset) if experiment.compute == "real" else nan
+        )
 
     def build(self):
         e = self.experiment
@@ -176,6 +205,14 @@ class Participant:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self.note_gradient)
 
+    def share_flops(self, dataset):
+        """FLOPs of the model for this rank's share of the batch, on tensors without memory."""
+        e = self.experiment
+        input, target = default_collate([dataset[0]] * self.share)
+        with torch.device("meta"):
+            module = models.build(e.model, e.size)
+        return step_flops(module, input.to("meta"), target.to("meta"), models.loss(e.model))
+
     def settle(self, module, optimizer):
         """The experiment with labkit.budget's choice of strategy; rank 0 prints why. Collective."""
         e = self.experiment
@@ -197,7 +234,7 @@ class Participant:
         self.timeline.clock.stamp(self, "last_gradient")
 
     def prepare(self):
-        """Warm up; returns what never moves: peak bytes by kind, bytes sent and messages of a step.
+        """Warm up; returns what never moves: peak bytes by kind, sent bytes, messages, all FLOPs.
 
         Of local SGD and DiLoCo: the mean over the steps from one average to the next.
         """
@@ -215,7 +252,11 @@ class Participant:
         if e.comm_hook in FORMS:  # in groups and a thread of its own, where the counter is not
             sent, messages = sum(event.sent_bytes for event in events), len(events)
         peaks = {f"peak_{kind}_bytes": size for kind, size in memory.peak.items()}
-        counted = {"sent_bytes": sent // e.every, "messages": messages / e.every}
+        counted = {
+            "sent_bytes": sent // e.every,
+            "messages": messages / e.every,
+            "flops": self.flops,
+        }
         return counted | {"peak_bytes": memory.peak_total} | peaks
 
     def next_batch(self):

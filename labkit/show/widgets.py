@@ -21,7 +21,8 @@ from labkit.show.bars import grouped_bars
 from labkit.show.notebook import table
 from labkit.show.publish import as_html, present
 
-METRICS = ("step_ms", "exposed_comm_ms", "sent_bytes", "peak_bytes", "samples_per_s")
+METRICS = ("step_ms", "exposed_comm_ms", "sent_bytes", "peak_bytes", "samples_per_s", "mfu")
+MORE_IS_BETTER = ("samples_per_s", "mfu")
 KEYS = ["model", "strategy", "bucket_cap_mb", "link_mbit"]
 
 
@@ -99,8 +100,7 @@ def takeaway(frame, state):
     """One sentence: who is best, who is last, and by how much."""
     rows, unit = chosen(frame, state), style.unit_of(state.metric)
     medians = rows.groupby("strategy", sort=False)[state.metric].median()
-    more_is_better = state.metric.endswith("_per_s")
-    ranked = medians.sort_values(ascending=not more_is_better, kind="stable")
+    ranked = medians.sort_values(ascending=state.metric not in MORE_IS_BETTER, kind="stable")
     words = f"{headline(state)} is {style.quantity(ranked.iloc[0], unit)}"
     if len(ranked) > 1 and ranked.iloc[0] == ranked.iloc[-1]:
         return f"{words} for all of them."
