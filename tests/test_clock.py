@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from labkit import comm
+from labkit import comm, meter
 from labkit.measure import to_loss
 from labkit.measure.clock import CudaClock, clock_of
 from labkit.measure.timeline import Timeline, overlap
@@ -81,7 +81,7 @@ def metered(device, ms, async_op=True):
         work = device.all_reduce(ms)
         return work if async_op else work.wait()
 
-    return comm._metered("all_reduce", None, tensor, lambda n, P: P, async_op, launch)
+    return meter.metered("all_reduce", None, tensor, lambda n, P: P, async_op, launch)
 
 
 @pytest.fixture(autouse=True)

@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from labkit import comm
+from labkit import comm, meter
 from labkit.run import nodes
 
 PR_SET_PDEATHSIG = 1
@@ -42,6 +42,7 @@ PR_SET_PDEATHSIG = 1
 MACHINERY = (
     __file__,
     comm.__file__,
+    meter.__file__,
     str(Path(torch.__file__).parent),
     str(Path(os.__file__).parent),
 )
