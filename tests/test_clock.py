@@ -11,7 +11,8 @@ from torch import nn
 from labkit import comm, meter
 from labkit.measure import to_loss
 from labkit.measure.clock import CudaClock, clock_of
-from labkit.measure.timeline import Timeline, overlap
+from labkit.measure.overlap import overlap
+from labkit.measure.timeline import Timeline
 from labkit.run import compare
 from labkit.run.experiment import Experiment
 
