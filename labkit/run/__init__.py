@@ -12,6 +12,7 @@ console.py     whole, rank-prefixed lines and a progress bar
 magic.py       %%torchrun
 experiment.py  what to train, as a frozen dataclass
 compare.py     many experiments in one process group
+participant.py one experiment on one rank, and what is measured of its steps
 """
 
 from labkit.run.launch import LaunchError, Run, launch
