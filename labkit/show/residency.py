@@ -129,7 +129,5 @@ def most_whole(spans):
 def write(axes, x, y, words, colour):
     """Words to the right of what ends at x."""
     rim = [patheffects.withStroke(linewidth=3, foreground=style.GROUND)]
-    look = {"va": "center", "weight": "bold", "size": 9.5, "color": colour, "path_effects": rim}
-    axes.annotate(
-        words, (x, y), xytext=(7, 0), textcoords="offset points", annotation_clip=False, **look
-    )
+    look = {"va": "center", "weight": "bold", "color": colour, "path_effects": rim}
+    style.beside(axes, words, (x, y), (7, 0), annotation_clip=False, **look)
