@@ -29,28 +29,21 @@ MPICH, IJHPCA 2005, on Reduce and Allreduce (halving-doubling, the fold of the r
 of two, and when to use which).
 """
 
-from contextlib import contextmanager
-
 import torch
 import torch.distributed as dist
 
 from labkit import comm
-
-# Chunks travel in segments: large enough that the cost per message does not show, small enough that
-# the places for those that arrive before they are added take little memory, and that they are still
-# in the cache when they are.
-SEGMENT_BYTES = 4 << 20
-PLACES = 3
+from labkit.parts.segments import cut, exchange, in_line, receive, send
 
 
 def naive(tensor, group=None):
-    """Sum tensor over the group, in place: all send all to rank 0, which adds and answers. Any
-    size.
+    """Sum tensor over the group, in place: all send all to rank 0, which adds and answers.
 
-    What the others are measured by: rank 0 receives (n-1) P and sends (n-1) P, one by one.
+    Any shape, dtype, world size. What the others are measured by: rank 0 receives (n-1) P and
+    sends (n-1) P, one by one.
     """
     rank, n = dist.get_rank(group), dist.get_world_size(group)
-    with _flat(tensor) as flat:
+    with in_line(tensor) as flat:
         if rank > 0:
             comm.send(flat, 0, group)
             comm.recv(flat, 0, group)
@@ -68,7 +61,7 @@ def ring(tensor, group=None):
 
     Any shape, dtype, world size. Every chunk is summed once, then copied: ranks end bitwise equal.
     """
-    with _flat(tensor) as flat:
+    with in_line(tensor) as flat:
         ring_reduce_scatter(flat, group)
         ring_all_gather(flat, group)
 
@@ -80,11 +73,10 @@ def ring_reduce_scatter(flat, group=None):
     """
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     left, right = (rank - 1) % n, (rank + 1) % n
-    chunks = _cut(flat, n)
+    chunks = cut(flat, n)
     for step in range(1, n):
-        _exchange(
-            chunks[(rank - step) % n], right, chunks[(rank - step - 1) % n], left, group, add=True
-        )
+        outgoing, incoming = chunks[(rank - step) % n], chunks[(rank - step - 1) % n]
+        exchange(outgoing, right, incoming, left, group, add=True)
     return flat.tensor_split(n)[rank]
 
 
@@ -92,11 +84,10 @@ def ring_all_gather(flat, group=None):
     """Second half of the ring: chunk r of flat.tensor_split(n) is taken from rank r. In place."""
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     left, right = (rank - 1) % n, (rank + 1) % n
-    chunks = _cut(flat, n)
+    chunks = cut(flat, n)
     for step in range(n - 1):
-        _exchange(
-            chunks[(rank - step) % n], right, chunks[(rank - step - 1) % n], left, group, add=False
-        )
+        outgoing, incoming = chunks[(rank - step) % n], chunks[(rank - step - 1) % n]
+        exchange(outgoing, right, incoming, left, group, add=False)
 
 
 def halving_doubling(tensor, group=None):
@@ -108,16 +99,16 @@ def halving_doubling(tensor, group=None):
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     p = 1 << (n.bit_length() - 1)
     extra = rank + p if rank + p < n else None
-    with _flat(tensor) as flat:
+    with in_line(tensor) as flat:
         if rank >= p:
-            _send(flat, rank - p, group)
-            _receive(flat, rank - p, group, add=False)
+            send(flat, rank - p, group)
+            receive(flat, rank - p, group, add=False)
             return
         if extra is not None:
-            _receive(flat, extra, group, add=True)
+            receive(flat, extra, group, add=True)
         _halve_and_double(flat, rank, p // 2, group)
         if extra is not None:
-            _send(flat, extra, group)
+            send(flat, extra, group)
 
 
 def _halve_and_double(span, rank, distance, group):
@@ -126,10 +117,10 @@ def _halve_and_double(span, rank, distance, group):
         return
     partner = rank ^ distance
     mine, theirs = (0, 1) if rank < partner else (1, 0)
-    halves = _cut(span, 2)
-    _exchange(halves[theirs], partner, halves[mine], partner, group, add=True)
+    halves = cut(span, 2)
+    exchange(halves[theirs], partner, halves[mine], partner, group, add=True)
     _halve_and_double(span.tensor_split(2)[mine], rank, distance // 2, group)
-    _exchange(halves[mine], partner, halves[theirs], partner, group, add=False)
+    exchange(halves[mine], partner, halves[theirs], partner, group, add=False)
 
 
 def tree(tensor, group=None):
@@ -141,8 +132,8 @@ def tree(tensor, group=None):
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     parent = (rank - 1) // 2
     children = [child for child in (2 * rank + 1, 2 * rank + 2) if child < n]
-    with _flat(tensor) as flat:
-        (segments,) = _cut(flat, 1)
+    with in_line(tensor) as flat:
+        (segments,) = cut(flat, 1)
         received = torch.empty_like(segments[0])
         for segment in segments:
             for child in children:
@@ -159,73 +150,6 @@ def tree(tensor, group=None):
 
 
 ALGORITHMS = {"ring": ring, "tree": tree, "halving_doubling": halving_doubling}
-
-
-@contextmanager
-def _flat(tensor):
-    """The elements of tensor in one contiguous line: a view, else a copy that is written back."""
-    flat = tensor.detach().contiguous().view(-1)
-    yield flat
-    if flat.data_ptr() != tensor.data_ptr():
-        tensor.detach().copy_(flat.view(tensor.shape))
-
-
-def _cut(flat, parts):
-    """flat in as many chunks as parts, and each in equally many segments, the longest first."""
-    chunks = flat.tensor_split(parts)
-    segments = 1 if _cuts_by_itself(flat) else max(1, -(-chunks[0].nbytes // SEGMENT_BYTES))
-    return [chunk.tensor_split(segments) for chunk in chunks]
-
-
-def _cuts_by_itself(tensor):
-    """Whether the backend pipelines each message: NCCL does, gloo does not."""
-    return tensor.is_cuda
-
-
-def _exchange(outgoing, dst, incoming, src, group, add):
-    """Send the segments outgoing to dst; fill (add: increase) those incoming by what src sends.
-
-    arriving   | 0 | 1 | 2 | 3 | 4 |          into PLACES in turn, while the one before is added
-    added          | 0 | 1 | 2 | 3 | 4 |
-    """
-    landing = incoming
-    if add:
-        places = [torch.empty_like(incoming[0]) for _ in range(min(PLACES, len(incoming)))]
-        landing = [places[i % len(places)][: segment.numel()] for i, segment in enumerate(incoming)]
-    if _cuts_by_itself(incoming[0]):
-        # To NCCL they must be given as one, or two ranks that both send first wait forever.
-        comm.exchange(outgoing[0], dst, landing[0], src, group)
-        if add:
-            incoming[0].add_(landing[0])
-        return
-    # All sends are queued first: each leaves when the other side has a place for it. With the
-    # receives first, gloo would write from this thread, and its own would meanwhile spin on the
-    # lock of the connection.
-    sends = [comm.send(segment, dst, group, async_op=True) for segment in outgoing]
-    receives = [comm.recv(place, src, group, async_op=True) for place in landing[:PLACES]]
-    for i, segment in enumerate(incoming):
-        receives[i].wait()
-        if add:
-            segment.add_(landing[i])
-        if i + PLACES < len(incoming):
-            receives.append(comm.recv(landing[i + PLACES], src, group, async_op=True))
-    for send in sends:
-        send.wait()
-
-
-def _send(flat, dst, group):
-    for segment in _cut(flat, 1)[0]:
-        comm.send(segment, dst, group)
-
-
-def _receive(flat, src, group, add):
-    (segments,) = _cut(flat, 1)
-    place = torch.empty_like(segments[0])
-    for segment in segments:
-        arrived = place[: segment.numel()] if add else segment
-        comm.recv(arrived, src, group)
-        if add:
-            segment.add_(arrived)
 
 
 class PipelinedRing:
@@ -254,15 +178,12 @@ class PipelinedRing:
     """
 
     def __init__(self, twin, group=None):
-        if dist.get_backend(group) != "gloo":
-            raise ValueError(
-                f"PipelinedRing is for gloo: {dist.get_backend(group)} pipelines by itself"
-            )
+        backend = dist.get_backend(group)
+        if backend != "gloo":
+            raise ValueError(f"PipelinedRing is for gloo: {backend} pipelines by itself")
         self.groups = (group or dist.group.WORLD, twin)
-        if (
-            twin is self.groups[0]
-            or len(set(map(tuple, map(dist.get_process_group_ranks, self.groups)))) > 1
-        ):
+        ranks, twins = map(dist.get_process_group_ranks, self.groups)
+        if twin is self.groups[0] or ranks != twins:
             raise ValueError("twin must be a second group of the same ranks")
         self.rank, self.n = dist.get_rank(group), dist.get_world_size(group)
         self._memory = [torch.empty(0, dtype=torch.uint8)] * 2  # for this hop and the next
@@ -271,13 +192,12 @@ class PipelinedRing:
         if self.n == 1:
             return
         right, over = (self.rank + 1) % self.n, self.groups[self.rank % 2]
-        with _flat(tensor) as flat:
-            chunks = _cut(flat, self.n)
+        with in_line(tensor) as flat:
+            chunks = cut(flat, self.n)
             hops = range(2 * (self.n - 1))
             arrivals = [self._expect(chunks, hop) for hop in hops[:2]]
-            sends = [
-                comm.send(segment, right, over, async_op=True) for segment in chunks[self.rank - 1]
-            ]
+            first = chunks[self.rank - 1]
+            sends = [comm.send(segment, right, over, async_op=True) for segment in first]
             for hop in hops:
                 for work, place, segment in arrivals[hop]:
                     work.wait()
@@ -287,8 +207,8 @@ class PipelinedRing:
                         sends.append(comm.send(segment, right, over, async_op=True))
                 if hop + 2 in hops:
                     arrivals.append(self._expect(chunks, hop + 2))
-            for send in sends:
-                send.wait()
+            for work in sends:
+                work.wait()
 
     def _expect(self, chunks, hop):
         """Receive a chunk's segments, at first beside the tensor: [(work, where to, segment)]."""

@@ -14,11 +14,14 @@ Minibatch SGD, 2017, section 2.1), with warm-up over the first steps (section 2.
 """
 
 import os
+from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from labkit import comm, compression
 from labkit.amp import GradScaler, autocast
@@ -53,44 +56,17 @@ def parallelize(module, strategy, unit=torch.nn.Linear, bucket_cap_mb=25, hook=N
     return model
 
 
-def ddp_naive(module, unit, bucket_cap_mb):
-    return DDP(module, bucket_cap_mb=0, overlap=False)
-
-
-def ddp_overlapped(module, unit, bucket_cap_mb):
-    return DDP(module, bucket_cap_mb=0, overlap=True)
-
-
-def ddp_bucketed(module, unit, bucket_cap_mb):
-    return DDP(module, bucket_cap_mb=bucket_cap_mb)
-
-
-def whole(module, unit, bucket_cap_mb):
+def whole(module, unit, cap_mb):
     """The model as it is, on every rank: averaging is the optimizer's (ZeRO, local SGD)."""
     return module
 
 
-def fsdp(module, unit, bucket_cap_mb):
-    return FSDP(module, unit=unit)
-
-
-def fsdp_offload(module, unit, bucket_cap_mb):
-    """The shards, their gradients and so the optimizer states in host memory."""
-    return FSDP(module, unit=unit, offload=True)
-
-
-def fsdp_grad_op(module, unit, bucket_cap_mb):
-    return FSDP(module, unit=unit, shard="grad_op")
-
-
-def torch_ddp(module, unit, bucket_cap_mb):
+def torch_ddp(module, unit, cap_mb):
     """PyTorch's own, in the setting that is closest to ours."""
-    return torch.nn.parallel.DistributedDataParallel(
-        module, bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=True
-    )
+    return DistributedDataParallel(module, bucket_cap_mb=cap_mb, gradient_as_bucket_view=True)
 
 
-def torch_fsdp(module, unit, bucket_cap_mb):
+def torch_fsdp(module, unit, cap_mb):
     """PyTorch's fully_shard, its messages sent through labkit.comm, to be counted as ours are."""
     from torch.distributed.fsdp import fully_shard
 
@@ -129,20 +105,19 @@ class MeteredScatter(MeteredGather):
 
 STRATEGIES = {
     "single": whole,
-    "ddp_naive": ddp_naive,
-    "ddp_overlapped": ddp_overlapped,
-    "ddp_bucketed": ddp_bucketed,
+    "ddp_naive": lambda module, unit, cap_mb: DDP(module, bucket_cap_mb=0, overlap=False),
+    "ddp_overlapped": lambda module, unit, cap_mb: DDP(module, bucket_cap_mb=0, overlap=True),
+    "ddp_bucketed": lambda module, unit, cap_mb: DDP(module, bucket_cap_mb=cap_mb),
     "zero1": whole,
     "zero2": whole,
-    "fsdp": fsdp,
-    "fsdp_grad_op": fsdp_grad_op,
-    "fsdp_offload": fsdp_offload,
+    "fsdp": lambda module, unit, cap_mb: FSDP(module, unit=unit),
+    "fsdp_grad_op": lambda module, unit, cap_mb: FSDP(module, unit=unit, shard="grad_op"),
+    "fsdp_offload": lambda module, unit, cap_mb: FSDP(module, unit=unit, offload=True),
     "local_sgd": whole,
     "diloco": whole,
     "torch_ddp": torch_ddp,
     "torch_fsdp": torch_fsdp,
 }
-
 
 HOOKED = ("ddp_naive", "ddp_overlapped", "ddp_bucketed", "torch_ddp")
 HOOKS = (*FORMS, *compression.COMPRESSORS)
@@ -151,8 +126,7 @@ HOOKS = (*FORMS, *compression.COMPRESSORS)
 def comm_hook(name):
     """What `parallelize` takes as hook: a compressor, or the all-reduce by nodes; "none": None.
 
-    name: one of HOOKS. By nodes: ranks of one machine, as torchrun counts them, have consecutive
-    numbers. Collective.
+    name: one of HOOKS. By nodes: ranks are numbered machine by machine, as by torchrun. Collective.
     """
     if name not in FORMS:
         return None if name == "none" else compression.build(name)
@@ -185,8 +159,7 @@ RECOMPUTE = {
 def recompute(module, which, unit):
     """Let units of the module run again in backward, in place; before `parallelize`.
 
-    which: a key of RECOMPUTE. every, alternate: each unit, or each second one. matmul: each, but
-    the results of its matrix products are kept.
+    which: a key of RECOMPUTE. matmul: every unit, but the results of its matrix products are kept.
     """
     if RECOMPUTE[which]:
         checkpoint_every(module, unit, **RECOMPUTE[which])
@@ -200,6 +173,7 @@ def mixed_precision(precision, device, group=None):
     return {"autocast": partial(autocast, device.type, LOW[precision]), "scaler": scaler}
 
 
+@dataclass(eq=False, repr=False)
 class Trainer:
     """A model, its optimizer and its loss, behind `train_step`.
 
@@ -210,40 +184,28 @@ class Trainer:
     compressor: whose residuals are to follow the scaler's loss scale.
     """
 
-    def __init__(
-        self,
-        model,
-        optimizer,
-        loss,
-        accumulation=1,
-        schedule=None,
-        span=nullcontext,
-        autocast=nullcontext,
-        scaler=None,
-        compressor=None,
-    ):
-        self.model, self.optimizer, self.loss = model, optimizer, loss
-        self.accumulation, self.schedule, self.span = accumulation, schedule, span
-        self.autocast, self.scaler = autocast, scaler or GradScaler(enabled=False)
-        self.compressor = compressor
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    loss: Callable
+    accumulation: int = 1
+    schedule: object = None
+    span: Callable = nullcontext
+    autocast: Callable = nullcontext
+    scaler: GradScaler = field(default_factory=partial(GradScaler, enabled=False))
+    compressor: object = None
 
     def train_step(self, input, target):
         """One optimizer step on this rank's batch; returns its mean loss, detached, a scalar.
 
         Raises ValueError where the batch does not split into equal micro-batches.
         """
-        if len(input) % self.accumulation:
-            raise ValueError(
-                f"a batch of {len(input)} does not split into {self.accumulation} "
-                "equal micro-batches"
-            )
+        parts = self.accumulation
+        if len(input) % parts:
+            raise ValueError(f"a batch of {len(input)} does not split into {parts} equal parts")
         self.optimizer.zero_grad()
         total = 0.0
-        micro_batches = list(
-            zip(input.chunk(self.accumulation), target.chunk(self.accumulation), strict=True)
-        )
-        for index, (x, y) in enumerate(micro_batches):
-            last = index == len(micro_batches) - 1
+        for i, (x, y) in enumerate(zip(input.chunk(parts), target.chunk(parts), strict=True)):
+            last = i == parts - 1
             with nullcontext() if last else self.quiet():
                 with self.span("forward"), self.autocast():
                     loss = self.loss(self.model(x), y) / self.accumulation

@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from labkit import comm
+from labkit import comm, meter
 from labkit.measure import to_loss
 from labkit.measure.clock import CudaClock, clock_of
-from labkit.measure.timeline import Timeline, overlap
-from labkit.run import compare
+from labkit.measure.overlap import overlap
+from labkit.measure.timeline import Timeline
 from labkit.run.experiment import Experiment
+from labkit.run.participant import Participant
 
 
 class Device:
@@ -81,7 +82,7 @@ def metered(device, ms, async_op=True):
         work = device.all_reduce(ms)
         return work if async_op else work.wait()
 
-    return comm._metered("all_reduce", None, tensor, lambda n, P: P, async_op, launch)
+    return meter.metered("all_reduce", None, tensor, lambda n, P: P, async_op, launch)
 
 
 @pytest.fixture(autouse=True)
@@ -212,7 +213,7 @@ class Trainer:
 
 def rows_of_compare(device, clock, strategy):
     """Two steps of the Trainer above, as compare takes and tells them."""
-    participant = object.__new__(compare.Participant)
+    participant = object.__new__(Participant)
     participant.experiment, participant.device = Experiment(strategy=strategy), torch.device("cuda")
     participant.timeline, participant.done, participant.compressor = Timeline(clock=clock), 0, None
     participant.next_batch = lambda: (None, None)
@@ -232,18 +233,18 @@ def test_a_row_of_compare_has_the_times_of_the_device(strategy):
 
 
 def test_compressing_is_not_timed_by_the_host_where_it_runs_on_a_device():
-    participant = object.__new__(compare.Participant)
+    participant = object.__new__(Participant)
     participant.device, participant.compressor = torch.device("cuda"), SimpleNamespace(seconds=1.0)
     assert isnan(participant.seconds_compressing())
 
 
 def test_memory_is_counted_where_the_model_is(monkeypatch):
-    seen, participant = [], object.__new__(compare.Participant)
+    seen, participant = [], object.__new__(Participant)
     participant.takes_part, participant.world_size, participant.device = True, 1, torch.device("cuda")
     participant.experiment, participant.step = Experiment(), lambda: None
     participant.model, participant.trainer = None, SimpleNamespace(optimizer=None)
     memory = nullcontext(SimpleNamespace(peak={}, peak_total=0))
-    monkeypatch.setattr(compare, "MemoryTracker", lambda *arguments: seen.append(arguments) or memory)
+    monkeypatch.setattr("labkit.run.participant.MemoryTracker", lambda *arguments: seen.append(arguments) or memory)
     participant.prepare()
     assert seen == [(None, None, torch.device("cuda"))]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from labkit import comm
+from labkit import comm, meter
 
 
 def every_operation(rank, n):
@@ -104,7 +104,7 @@ def logs(rank, n):
     comm.barrier()
     assert opening.seen == [("all_reduce", None)] * 2  # an event is there from the start, so a hang can be named
     assert inner[0] is outer[1]
-    assert not comm._logs
+    assert not meter._logs
     return [[e.op for e in log] for log in (outer, inner, last, broken, empty, one)]
 
 

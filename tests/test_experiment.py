@@ -10,8 +10,9 @@ from torch.utils.data import TensorDataset
 from labkit.amp import GradScaler
 from labkit.compression import TopK
 from labkit.run import LaunchError, launch
-from labkit.run.compare import Participant, compare, endless_batches
+from labkit.run.compare import compare
 from labkit.run.experiment import Experiment
+from labkit.run.participant import Participant, endless_batches
 from labkit.trainer import STRATEGIES, Trainer, parallelize, scaled_lr, warmup
 
 OURS = ("ddp_naive", "ddp_overlapped", "ddp_bucketed")

@@ -47,7 +47,7 @@ def layer(module):
     _, *rest = module.split(".")
     if not rest:
         return "top"
-    if rest[0] in ("mesh", "comm", "gloo"):
+    if rest[0] in ("mesh", "comm", "meter", "gloo"):
         return "floor"
     if rest[0] == "parts":  # what algorithms share: they never import each other
         return "part"

@@ -7,7 +7,8 @@ import torch.distributed as dist
 from torch import nn
 
 from labkit import comm
-from labkit.measure.timeline import Span, Timeline, exposed, overlap, subtract, union
+from labkit.measure.overlap import exposed, overlap, subtract, union
+from labkit.measure.timeline import Span, Timeline
 
 
 def timeline_of(*spans, rank=0):

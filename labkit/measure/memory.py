@@ -20,12 +20,11 @@ Not seen: work space inside kernels, and what the allocator rounds up; on CUDA s
 import time
 import weakref
 from contextlib import ExitStack
+from itertools import accumulate
 
 import torch
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import register_optimizer_step_post_hook as after_any_step
+from torch.optim.optimizer import register_optimizer_step_pre_hook as before_any_step
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
@@ -42,10 +41,8 @@ class Storage:
     __slots__ = ("kind", "marked", "reference", "size")
 
     def __init__(self, reference):
-        self.reference = reference
-        self.size = 0
-        self.kind = "activations"
-        self.marked = False
+        self.reference, self.size = reference, 0
+        self.kind, self.marked = "activations", False
 
 
 class MemoryTracker(TorchDispatchMode):
@@ -67,27 +64,22 @@ class MemoryTracker(TorchDispatchMode):
 
     def __init__(self, module=None, optimizer=None, device=None):
         super().__init__()
-        self._module = module
-        self._first_optimizer = optimizer
+        self._module, self._first_optimizer = module, optimizer
         self._device = torch.device(device).type if device is not None else None
         self._watched = None
 
     def __enter__(self):
         self._storages = {}  # address of the storage -> Storage, alive ones only
         self._log = []  # (moment, Storage, change in bytes); threads append too: it is atomic
-        self._parameters = WeakIdKeyDictionary()
-        self._optimizers = WeakIdKeyDictionary()
+        self._parameters, self._optimizers = WeakIdKeyDictionary(), WeakIdKeyDictionary()
         self._watched = ExitStack()
         self._start = time.perf_counter()
         if self._first_optimizer is not None:
             self._optimizers[self._first_optimizer] = True
         self._scan()
         self._held_before = len(self._log)
-        for hook, register in (
-            (self._before_step, register_optimizer_step_pre_hook),
-            (self._after_step, register_optimizer_step_post_hook),
-        ):
-            self._watched.callback(register(hook).remove)
+        self._watched.callback(before_any_step(self._before_step).remove)
+        self._watched.callback(after_any_step(lambda *_: self._scan()).remove)
         self._watch_storage_resize()
         if torch.cuda.is_initialized():
             torch.cuda.reset_peak_memory_stats()
@@ -106,11 +98,8 @@ class MemoryTracker(TorchDispatchMode):
         result = operator(*args, **(kwargs or {}))
         outputs = tree_leaves(result)
         # torch.tensor(...) hands a storage built unseen to lift_fresh: the one input that is new.
-        given = (
-            set()
-            if operator is torch.ops.aten.lift_fresh.default
-            else {s._cdata for s in storages_of(inputs)}
-        )
+        unseen = operator is torch.ops.aten.lift_fresh.default
+        given = set() if unseen else {storage._cdata for storage in storages_of(inputs)}
         for storage in storages_of(outputs):
             if storage._cdata in self._storages or storage._cdata not in given:
                 self._count(storage)
@@ -170,11 +159,8 @@ class MemoryTracker(TorchDispatchMode):
 
     def _peak(self):
         """Largest total, and how many log entries lead up to it."""
-        total = peak = length = 0
-        for position, (_, _, change) in enumerate(self._log, start=1):
-            total += change
-            if total > peak:
-                peak, length = total, position
+        totals = accumulate((change for _, _, change in self._log), initial=0)
+        length, peak = max(enumerate(totals), key=lambda pair: pair[1])
         return peak, length
 
     def _count(self, storage):
@@ -186,9 +172,8 @@ class MemoryTracker(TorchDispatchMode):
         if known is None and storage.filename is not None:
             return None  # mapped from a file: the system may drop its pages at any time
         if known is None:
-            known = self._storages[address] = Storage(
-                weakref.ref(storage, lambda _: self._freed(address))
-            )
+            reference = weakref.ref(storage, lambda _: self._freed(address))
+            known = self._storages[address] = Storage(reference)
         if change := storage.nbytes() - known.size:
             known.size += change
             self._log.append((time.perf_counter(), known, change))
@@ -228,17 +213,15 @@ class MemoryTracker(TorchDispatchMode):
             self._parameters[parameter] = True
             self._learn([parameter.grad], "gradients")
             if parameter.requires_grad and parameter.is_leaf:
-                hook = parameter.register_post_accumulate_grad_hook(
-                    lambda p: self._learn([p.grad], "gradients")
-                )
+                hook = parameter.register_post_accumulate_grad_hook(self._accumulated)
                 self._watched.callback(hook.remove)
+
+    def _accumulated(self, parameter):
+        self._learn([parameter.grad], "gradients")
 
     def _before_step(self, optimizer, args, kwargs):
         self._optimizers[optimizer] = True
         self._scan()  # FSDP sets the gradients of its shards itself, without accumulation
-
-    def _after_step(self, optimizer, args, kwargs):
-        self._scan()
 
     def _watch_storage_resize(self):
         """Wrap storage.resize_, by which FSDP frees and refills parameters: it is no operator."""
@@ -261,8 +244,7 @@ def storages_of(values):
             yield value
         elif isinstance(value, torch.Tensor):
             if hasattr(value, "__tensor_flatten__"):
-                yield from storages_of(
-                    getattr(value, name) for name in value.__tensor_flatten__()[0]
-                )
+                names, _ = value.__tensor_flatten__()
+                yield from storages_of(getattr(value, name) for name in names)
             elif value.layout is torch.strided:
                 yield value.untyped_storage()

@@ -41,7 +41,9 @@ def signal_and_noise(small, big, small_batch, big_batch):
     small, big: numbers or arrays. Raises ValueError unless big_batch is the larger one.
     """
     if not 0 < small_batch < big_batch:
-        raise ValueError(f"two sizes of batch are needed, the first one smaller: got {small_batch} and {big_batch}")
+        raise ValueError(
+            f"two sizes of batch are needed, the first one smaller: got {small_batch} and {big_batch}"
+        )
     signal = (big_batch * big - small_batch * small) / (big_batch - small_batch)
     noise = (small - big) / (1 / small_batch - 1 / big_batch)
     return signal, noise
@@ -58,10 +60,14 @@ def noise_scale(small, big, small_batch, big_batch, resamples=2000, seed=0):
     signal, noise = signal_and_noise(small, big, small_batch, big_batch)
     drawn = np.random.default_rng(seed).integers(signal.size, size=(resamples, signal.size))
     low, high = np.percentile(
-        quotient(noise[drawn].mean(axis=1), signal[drawn].mean(axis=1)), [2.5, 97.5], method="nearest"
+        quotient(noise[drawn].mean(axis=1), signal[drawn].mean(axis=1)),
+        [2.5, 97.5],
+        method="nearest",
     )
     scale = quotient(noise.mean(), signal.mean())
-    return NoiseScale(float(signal.mean()), float(noise.mean()), float(scale), float(low), float(high))
+    return NoiseScale(
+        float(signal.mean()), float(noise.mean()), float(scale), float(low), float(high)
+    )
 
 
 def quotient(noise, signal):

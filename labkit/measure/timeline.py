@@ -2,19 +2,12 @@
 
     compute   |--- forward ---|---------- backward ----------|////////|- optimizer -|
     network                        |= bucket 2 =|= bucket 1 =|= bucket 0 =|
-    exposed   the network works, compute stands still        ^^^^^^^^
+    exposed   the network works, compute stands still        ^^^^^^^^      (overlap.py)
 
-    exposed communication = network time - the part of it under which this rank computed
-
-A span of `backward()` includes the moments at its end in which backward waits for the last bucket.
-The event log says how long each operation kept its caller waiting, so these moments leave the
-compute lane and count as exposed.
 All times are `time.perf_counter()`, one clock for all processes of a machine, so ranks merge
 without alignment. Those of a CUDA device come from events in its streams (clock.py), and are NaN
 until they are read after the step.
 
-Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, VLDB 2020,
-section 5 (figure 6).
 Export: the Chrome trace event format, as read by Perfetto (ui.perfetto.dev) and chrome://tracing.
 """
 
@@ -28,8 +21,9 @@ import pandas as pd
 import torch
 
 from labkit.measure.clock import clock_of
+from labkit.measure.overlap import LANES, exposed, overlap
 
-LANES = ("compute", "network")
+__all__ = ["LANES", "Span", "Timeline", "exposed", "overlap"]
 
 
 @dataclass(slots=True)
@@ -96,13 +90,8 @@ class Timeline:
                 raise ValueError(
                     f"nobody has timed {event.op}: open comm.record(clock=timeline.clock)"
                 )
-            info = {
-                "op": event.op,
-                "group_size": event.group_size,
-                "payload_bytes": event.payload_bytes,
-                "sent_bytes": event.sent_bytes,
-                "waited": event.waited,
-            }
+            fields = ("op", "group_size", "payload_bytes", "sent_bytes", "waited")
+            info = {field: getattr(event, field) for field in fields}
             self.spans.append(Span(name, "network", event.start, event.end, self.rank, info))
 
     @contextmanager
@@ -164,14 +153,8 @@ class Timeline:
         """Spans as flat dicts of JSON scalars, to be sent home: record(spans=timeline.rows())."""
         self.clock.resolve()
         return [
-            {
-                "rank": s.rank,
-                "name": s.name,
-                "lane": s.lane,
-                "start": s.start,
-                "end": s.end,
-                **s.info,
-            }
+            {"rank": s.rank, "name": s.name, "lane": s.lane, "start": s.start, "end": s.end}
+            | s.info
             for s in self.spans
         ]
 
@@ -204,13 +187,10 @@ class Timeline:
         for span in sorted(self.spans, key=lambda s: (s.rank, s.lane, s.start)):
             start, end = 1e3 * (span.start - origin), 1e3 * (span.end - origin)
             times = {"start_ms": start, "end_ms": end, "duration_ms": end - start}
-            rows.append(
-                {"rank": span.rank, "lane": span.lane, "name": span.name, **times, **span.info}
-            )
-        return pd.DataFrame(
-            rows,
-            columns=None if rows else ["rank", "lane", "name", "start_ms", "end_ms", "duration_ms"],
-        )
+            place = {"rank": span.rank, "lane": span.lane, "name": span.name}
+            rows.append(place | times | span.info)
+        empty = ["rank", "lane", "name", "start_ms", "end_ms", "duration_ms"]
+        return pd.DataFrame(rows, columns=None if rows else empty)
 
     def chrome_trace(self, path):
         """Write the trace event JSON (us; process = rank, thread = lane) and return its path."""
@@ -219,90 +199,15 @@ class Timeline:
         lanes = list(dict.fromkeys([*LANES, *(span.lane for span in self.spans)]))
         events = []
         for rank in sorted({span.rank for span in self.spans}):
-            events.append(
-                {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}}
-            )
+            meta = {"ph": "M", "pid": rank}
+            events.append(meta | {"name": "process_name", "args": {"name": f"rank {rank}"}})
             for thread, lane in enumerate(lanes):
-                events.append(
-                    {
-                        "ph": "M",
-                        "pid": rank,
-                        "tid": thread,
-                        "name": "thread_name",
-                        "args": {"name": lane},
-                    }
-                )
+                events.append(meta | {"tid": thread, "name": "thread_name", "args": {"name": lane}})
         for span in self.spans:
+            named = {"name": span.name, "cat": span.lane, "args": span.info}
             times = {"ts": 1e6 * (span.start - origin), "dur": 1e6 * (span.end - span.start)}
             place = {"ph": "X", "pid": span.rank, "tid": lanes.index(span.lane)}
-            events.append(
-                {"name": span.name, "cat": span.lane, **place, **times, "args": span.info}
-            )
+            events.append(named | place | times)
         path = Path(path)
         path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, indent=1))
         return path
-
-
-def union(intervals):
-    """The same set of moments as disjoint, sorted intervals."""
-    merged = []
-    for start, end in sorted(intervals):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        elif end > start:
-            merged.append((start, end))
-    return merged
-
-
-def subtract(intervals, taken):
-    """The moments in `intervals` that are not in `taken`, as disjoint intervals."""
-    left = union(intervals)
-    for start, end in union(taken):
-        left = [
-            piece
-            for a, b in left
-            for piece in ((a, min(b, start)), (max(a, end), b))
-            if piece[0] < piece[1]
-        ]
-    return left
-
-
-def lanes_of(frame, rank):
-    """(computing, network) of a rank: disjoint intervals in ms; computing leaves out waiting."""
-    mine = frame[frame["rank"] == rank]
-    compute, network = (mine[mine["lane"] == lane] for lane in LANES)
-    # wait() returns as the operation completes: its moments are the last before that end.
-    waited = network["waited"].fillna(0.0) * 1e3 if "waited" in network else 0.0 * network["end_ms"]
-    blocked = zip(network["end_ms"] - waited, network["end_ms"], strict=True)
-    computing = subtract(zip(compute["start_ms"], compute["end_ms"], strict=True), blocked)
-    return computing, union(zip(network["start_ms"], network["end_ms"], strict=True))
-
-
-def exposed(frame, rank):
-    """Intervals (start_ms, end_ms) in which `rank` had the network at work and did not compute."""
-    computing, network = lanes_of(frame, rank)
-    return subtract(network, computing)
-
-
-def overlap(frame):
-    """A row per rank: compute_ms, network_ms, hidden_ms (under compute), exposed_ms, total_ms."""
-    rows = []
-    for rank in sorted(frame["rank"].unique()):
-        mine = frame[frame["rank"] == rank]
-        computing, network = lanes_of(frame, rank)
-        bare = length(subtract(network, computing))
-        rows.append(
-            {
-                "rank": rank,
-                "compute_ms": length(computing),
-                "network_ms": length(network),
-                "hidden_ms": length(network) - bare,
-                "exposed_ms": bare,
-                "total_ms": mine["end_ms"].max() - mine["start_ms"].min(),
-            }
-        )
-    return pd.DataFrame(rows)
-
-
-def length(intervals):
-    return sum(end - start for start, end in intervals)

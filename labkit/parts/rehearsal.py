@@ -60,19 +60,14 @@ class Watch(TorchDispatchMode):
         self.log, self.alive = log, {}
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        given = {
-            t.untyped_storage()._cdata
-            for t in tree_leaves((args, kwargs))
-            if isinstance(t, torch.Tensor)
-        }
+        given = {t.untyped_storage()._cdata for t in tensors_of((args, kwargs))}
+        if operator is torch.ops.aten.lift_fresh.default:
+            given = set()  # its input was built where nobody could see it
         result = operator(*args, **(kwargs or {}))
-        for t in tree_leaves(result):
-            if isinstance(t, torch.Tensor):
-                storage = t.untyped_storage()
-                if storage._cdata not in self.alive and (
-                    storage._cdata not in given or operator is torch.ops.aten.lift_fresh.default
-                ):
-                    self.born(storage)
+        for t in tensors_of(result):
+            storage = t.untyped_storage()
+            if storage._cdata not in self.alive and storage._cdata not in given:
+                self.born(storage)
         return result
 
     def born(self, storage):
@@ -100,12 +95,8 @@ class Step(torch.nn.Module):
 
     def __init__(self, module, loss, precision, at_backward):
         super().__init__()
-        self.module, self.loss, self.precision, self.at_backward = (
-            module,
-            loss,
-            precision,
-            at_backward,
-        )
+        self.module, self.loss = module, loss
+        self.precision, self.at_backward = precision, at_backward
 
     def forward(self, inputs, target):
         with self.precision():
@@ -119,11 +110,11 @@ class Step(torch.nn.Module):
 
 def total(output):
     """A scalar that depends on every floating-point tensor in the output."""
-    return sum(
-        t.sum()
-        for t in tree_leaves(output)
-        if isinstance(t, torch.Tensor) and t.is_floating_point()
-    )
+    return sum(t.sum() for t in tensors_of(output) if t.is_floating_point())
+
+
+def tensors_of(tree):
+    return [t for t in tree_leaves(tree) if isinstance(t, torch.Tensor)]
 
 
 def rehearse(
@@ -146,14 +137,12 @@ def rehearse(
     is rehearsed on the CPU. units: [Unit] of labkit.parts.units, the root first. checkpoint:
     function (function, *args) that runs a unit and recomputes it in backward.
     """
-    inputs, targets = (
-        t if isinstance(t, tuple | list) else (t,)
-        for t in (input, () if target is None else target)
-    )
+    inputs = input if isinstance(input, tuple | list) else (input,)
+    target = () if target is None else target
+    targets = target if isinstance(target, tuple | list) else (target,)
     named = dict(module.named_parameters())
-    device = torch.device(
-        device or next((t.device for t in named.values() if not t.is_meta), "cpu")
-    )
+    own = next((p.device for p in named.values() if not p.is_meta), "cpu")
+    device = torch.device(device or own)
     here = device if device.type != "cuda" or torch.cuda.is_available() else torch.device("cpu")
     precision = nullcontext
     if low is not None:
@@ -221,8 +210,8 @@ def mark_unit(undo, watch, number, module, checkpoint):
         return args, kwargs
 
     def after(_, args, output):
-        for t in tree_leaves(output):
-            if isinstance(t, torch.Tensor) and t.grad_fn is not None:
+        for t in tensors_of(output):
+            if t.grad_fn is not None:
                 t.register_hook(lambda gradient: watch.mark("backward", number))
         watch.mark("forward end", number)
 
@@ -231,9 +220,10 @@ def mark_unit(undo, watch, number, module, checkpoint):
     if checkpoint is not None:
         plain, had = module.forward, "forward" in module.__dict__
         module.forward = lambda *args, **kwargs: checkpoint(plain, *args, **kwargs)
-        undo.callback(module.__dict__.__setitem__, "forward", plain) if had else undo.callback(
-            delattr, module, "forward"
-        )
+        if had:
+            undo.callback(module.__dict__.__setitem__, "forward", plain)
+        else:
+            undo.callback(delattr, module, "forward")
 
 
 def rehearse_optimizer(tensors, optimizer):
@@ -252,12 +242,9 @@ def rehearse_optimizer(tensors, optimizer):
             return 0, []
         made = optimizer(parameters)
         made.step()
-        held = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in states(made)}
+        states = tensors_of(list(made.state.values()))
+        held = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in states}
         watch = Watch([])
         with watch:
             made.step()
         return sum(held.values()), list(accumulate(change for _, change, _ in watch.log))
-
-
-def states(optimizer):
-    return [t for t in tree_leaves(list(optimizer.state.values())) if isinstance(t, torch.Tensor)]

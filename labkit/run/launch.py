@@ -12,27 +12,25 @@ Interrupting the cell, the wall-clock limit or the end of the notebook ends them
 told by the rank that caused it (report.py).
 """
 
-import inspect
 import json
 import os
-import re
 import shlex
 import sys
 import tempfile
-import textwrap
 import threading
 import time
-from dataclasses import asdict
 from pathlib import Path
 
 from labkit.run import nodes as network
 from labkit.run.client import agent
 from labkit.run.console import Bar, Console, Tail
+from labkit.run.job import choose_device, describe_nodes, describe_target
 from labkit.run.report import explain, read_ends, read_exits
 
 POLL = 0.02  # seconds between looks at the ranks
 GOODBYE = 3.0  # seconds for torchruns to end after their ranks: never over a link that is cut
 OTHERS_REPORT = 1.0  # seconds that the other ranks get to report, once one has failed
+LAST_WORDS = ("leaving", "error")
 
 one_at_a_time = threading.Lock()
 
@@ -73,9 +71,8 @@ class Run:
         import pandas
 
         rows = [event for events in self.events for event in events if event["kind"] == "record"]
-        return pandas.DataFrame(
-            [{name: value for name, value in row.items() if name != "kind"} for row in rows]
-        )
+        frame = pandas.DataFrame(rows)
+        return frame.drop(columns="kind", errors="ignore")
 
     @property
     def network(self):
@@ -93,19 +90,15 @@ class Run:
         """
         import pandas
 
-        ends = [
-            [event for event in events if event["kind"] in ("leaving", "error")]
-            for events in self.events
-        ]
-        counted = [sum(event["sent_bytes"] for event in events) for events in ends]
-        frame = pandas.DataFrame(
-            self.network.get("wire", []), columns=["node", "sent_bytes", "received_bytes"]
-        )
-        return frame.assign(
-            counted_bytes=[
-                sum(counted[n * self.nproc : (n + 1) * self.nproc]) for n in frame["node"]
-            ]
-        )
+        columns = ["node", "sent_bytes", "received_bytes"]
+        frame = pandas.DataFrame(self.network.get("wire", []), columns=columns)
+        return frame.assign(counted_bytes=[self.sent_by(node) for node in frame["node"]])
+
+    def sent_by(self, node):
+        """Bytes that the node's ranks sent through labkit.comm, as each said at its end."""
+        ranks = self.events[node * self.nproc : (node + 1) * self.nproc]
+        ends = [event for events in ranks for event in events if event["kind"] in LAST_WORDS]
+        return sum(event["sent_bytes"] for event in ends)
 
     @property
     def command(self):
@@ -127,10 +120,8 @@ class Run:
 
     def __repr__(self):
         rows = sum(event["kind"] == "record" for events in self.events for event in events)
-        ranks = (
-            f"{self.nodes} nodes of {self.nproc} ranks" if self.nodes > 1 else f"{self.nproc} ranks"
-        )
-        return f"Run({ranks} on {self.device}, {rows} records)"
+        nodes = f"{self.nodes} nodes of " if self.nodes > 1 else ""
+        return f"Run({nodes}{self.nproc} ranks on {self.device}, {rows} records)"
 
 
 def launch(
@@ -172,12 +163,10 @@ def launch(
     job |= {"device": device, "threads": threads, "collective_timeout": collective_timeout}
     job |= {"cwd": os.getcwd(), "sys_path": [path or os.getcwd() for path in sys.path]}
     run = Run(job, nproc)
-    command = (
-        [sys.executable, "-m", "torch.distributed.run", *run.torchrun_arguments()] if cold else None
-    )
+    plain = [sys.executable, "-m", "torch.distributed.run", *run.torchrun_arguments()]
     with one_at_a_time:
         start = time.monotonic()
-        status, exits, timed_out = watch(run, command, timeout, quiet)
+        status, exits, timed_out = watch(run, plain if cold else None, timeout, quiet)
         run.seconds = time.monotonic() - start
     ends = read_ends(run.folder, run.world_size, run.events, exits)
     if status == 0 and all(end.state == "finished" for end in ends):
@@ -244,65 +233,3 @@ def take_events(run, tails, bar):
             events.append(event)
             if event["kind"] == "progress":
                 bar.update(event["step"], event["total"])
-
-
-def describe_nodes(nodes, mbit, ms, mtu):
-    """The job's nodes and links, checked."""
-    if not isinstance(nodes, int) or not 1 <= nodes <= network.MOST_NODES:
-        raise ValueError(
-            f"nodes={nodes!r}: the number of nodes is a whole number from 1 to {network.MOST_NODES}"
-        )
-    link = network.Link(mbit, ms, mtu)
-    if nodes == 1 and link != network.Link():
-        raise ValueError("one node has no link to slow down: nodes=2 or more")
-    return {"nodes": nodes, "link": asdict(link)}
-
-
-def describe_target(target, parameters):
-    """The job's kind, target and parameters, as JSON can carry them."""
-    if callable(target):
-        if "<lambda>" in target.__qualname__ or target.__closure__:
-            raise ValueError(
-                "a lambda or closure cannot travel to other processes: pass a plain function"
-            )
-        source = textwrap.dedent(inspect.getsource(target))
-        return {
-            "kind": "source",
-            "target": source,
-            "name": target.__name__,
-            "parameters": parameters,
-        }
-    if "\n" not in target and target.endswith(".py"):
-        path = Path(target).resolve()
-        if not path.is_file():
-            raise ValueError(f"no such script: {target}")
-        options = [f"--{name.replace('_', '-')}={value}" for name, value in parameters.items()]
-        return {
-            "kind": "script",
-            "target": str(path),
-            "arguments": options,
-            "parameters": parameters,
-        }
-    kind = "function" if re.fullmatch(r"[\w.]+:\w+", target) else "cell"
-    if kind == "cell":
-        compile(target, "<cell>", "exec")
-    return {"kind": kind, "target": target, "parameters": parameters}
-
-
-def choose_device(device, nproc):
-    """ "cpu" or "cuda". Counts GPUs without touching CUDA, so that later forks stay clean."""
-    if device not in ("auto", "cpu", "cuda"):
-        raise ValueError(f'device={device!r}: it is "auto", "cpu" or "cuda"')
-    if device == "cpu":  # and torch need not be imported here: seconds
-        return device
-    import torch
-
-    gpus = torch.cuda.device_count()
-    if device == "cuda" and gpus < nproc:
-        raise ValueError(
-            f"{nproc} ranks on cuda need {nproc} GPUs, and here are {gpus}: "
-            "lower nproc, or device='cpu'"
-        )
-    if 0 < gpus < nproc:
-        print(f"[launch] {nproc} ranks and {gpus} GPUs: running on the CPU")
-    return "cuda" if gpus >= nproc else "cpu"

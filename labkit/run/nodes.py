@@ -58,17 +58,13 @@ class Link:
         if not 0 <= self.ms <= 10_000:
             raise ValueError(f"link_ms={self.ms}: the delay is 0 to 10,000 milliseconds")
         if type(self.mtu) is not int or not 1280 <= self.mtu <= 65_000:
-            raise ValueError(
-                f"link_mtu={self.mtu}: a frame carries 1,280 to 65,000 bytes "
-                "(1500 is usual, 9000 jumbo)"
-            )
+            sizes = "1,280 to 65,000 bytes (1500 is usual, 9000 jumbo)"
+            raise ValueError(f"link_mtu={self.mtu}: a frame carries {sizes}")
 
     def token_bucket(self):
         """tc's words. The bucket holds 1 ms: more would let small messages through unslowed."""
-        burst = max(2 * (self.mtu + 14), int(self.mbit * 125))
-        return [
-            "tbf", "rate", f"{int(self.mbit * 1e6)}bit", "burst", str(burst), "latency", "400ms"
-        ]  # fmt: skip
+        rate, burst = int(self.mbit * 1e6), max(2 * (self.mtu + 14), int(self.mbit * 125))
+        return ["tbf", "rate", f"{rate}bit", "burst", str(burst), "latency", "400ms"]
 
 
 class Network:
@@ -109,24 +105,16 @@ class Network:
         return inside
 
     def slow_down(self, interface):
-        above = ["root"]
+        add, above = ["tc", "qdisc", "add", "dev", interface], ["root"]
         if self.link.mbit is not None:
-            run(
-                "tc", "qdisc", "add", "dev", interface, "root", "handle", "1:",
-                *self.link.token_bucket(),
-            )  # fmt: skip
+            run(*add, "root", "handle", "1:", *self.link.token_bucket())
             above = ["parent", "1:1"]
         if self.link.ms:
             try:
-                run(
-                    "tc", "qdisc", "add", "dev", interface, *above,
-                    "netem", "delay", f"{self.link.ms}ms",
-                )  # fmt: skip
+                run(*add, *above, "netem", "delay", f"{self.link.ms}ms")
             except Refused:
-                self.notes = [
-                    "this kernel has no netem: the links have no delay, "
-                    f"{self.link.ms:g} ms were asked for"
-                ]
+                undelayed = "this kernel has no netem: the links have no delay"
+                self.notes = [f"{undelayed}, {self.link.ms:g} ms were asked for"]
 
     def enter(self, node):
         """Move this process, a fork, into the node."""
@@ -189,9 +177,8 @@ def here():
 
 
 def find(tool):
-    path = shutil.which(
-        tool, path=os.pathsep.join([os.environ.get("PATH", os.defpath), SYSTEM_FOLDERS])
-    )
+    folders = os.pathsep.join([os.environ.get("PATH", os.defpath), SYSTEM_FOLDERS])
+    path = shutil.which(tool, path=folders)
     if path is None:
         raise Refused(f"no program `{tool}` here (Debian, Ubuntu: apt install iproute2)")
     return path
@@ -218,10 +205,8 @@ def counters(interface="eth0"):
         if name.strip() == interface:
             fields = numbers.split()
             return int(fields[8]), int(fields[0])
-    raise ValueError(
-        f"no interface {interface} here: "
-        "counters() is for ranks of launch(..., nodes=2) in namespaces"
-    )
+    those = "ranks of launch(..., nodes=2) in namespaces"
+    raise ValueError(f"no interface {interface} here: counters() is for {those}")
 
 
 def cut():

@@ -27,45 +27,27 @@ import signal
 import sys
 import time
 import traceback
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from labkit import comm
+from labkit import comm, gloo, meter
 from labkit.run import nodes
+from labkit.run.context import Context, EventFile
 
 PR_SET_PDEATHSIG = 1
 # Where an error passes through code that is not the target's own.
 MACHINERY = (
     __file__,
-    comm.__file__,
+    inspect.getfile(Context),
+    *(module.__file__ for module in (comm, gloo, meter)),
     str(Path(torch.__file__).parent),
     str(Path(os.__file__).parent),
 )
 BOX_BYTES = 256
 LATE_IMPORT = "torch._dynamo"  # 1.5 s or more, in every process that makes an optimizer
-
-
-class EventFile:
-    """One JSON line an event, flushed when written: the notebook reads it while the rank runs."""
-
-    def __init__(self, file):
-        self.file = file
-
-    def write(self, kind, **fields):
-        self.file.write(json.dumps({"kind": kind, **fields}, default=plain) + "\n")
-
-
-def plain(value):
-    """Tensors and numpy values of one element as Python numbers; what JSON cannot hold raises."""
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    if isinstance(value, (torch.dtype, torch.device, Path)):
-        return str(value)
-    raise TypeError(f"record() takes numbers, strings, lists and dicts, not {type(value).__name__}")
 
 
 class BlackBox:
@@ -84,41 +66,12 @@ class BlackBox:
         self.map[:] = line.encode().ljust(BOX_BYTES)
 
 
-@dataclass
-class Context:
-    """What the target gets: who this rank is, and how it reports.
-
-    node counts the machines of the job, local_rank the ranks of one.
-    record(**fields) adds a row to run.records; progress(step, total) moves the bar (rank 0's).
-    """
-
-    rank: int
-    world_size: int
-    local_rank: int
-    node: int
-    device: torch.device
-    events: EventFile = field(repr=False)
-
-    def record(self, **fields):
-        if "rank" in fields or "kind" in fields:
-            raise ValueError(
-                "record() notes the rank by itself: give fields other names than rank and kind"
-            )
-        self.events.write("record", rank=self.rank, **fields)
-
-    def progress(self, step, total):
-        if self.rank == 0:
-            self.events.write("progress", step=step, total=total)
-
-
 def main(job_path):
     """Run the job on this rank; a target's error is reported and ends the process with status 1."""
     die_with_parent()
     folder = Path(job_path).parent
     job = json.loads(Path(job_path).read_text())
-    rank, *position = (
-        int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK")
-    )
+    rank, *others = position()
     redirect_output(folder / f"rank-{rank}.log")
     stack_file = open(folder / f"rank-{rank}.stack", "w")
     # a fork inherits torchelastic's handler, which raises
@@ -129,7 +82,7 @@ def main(job_path):
     box = BlackBox(folder / f"rank-{rank}.box")
     sys.path[:0] = [path for path in job["sys_path"] if path not in sys.path]
     os.chdir(job["cwd"])
-    context = Context(rank, *position, torch.device("cpu"), events)
+    context = Context(rank, *others, torch.device("cpu"), events)
     try:
         with comm.record(box, timed=False):
             if job["kind"] == "script":
@@ -151,6 +104,12 @@ def main(job_path):
         # Not printed here: of all tracebacks the notebook shows the one that matters (report.py).
         events.write("error", sent_bytes=box.sent_bytes, **describe_error(error))
         sys.exit(1)
+
+
+def position():
+    """(rank, world size, rank on its node, node), as torchrun tells them."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK")
+    return tuple(int(os.environ[name]) for name in names)
 
 
 def die_with_parent():
@@ -206,12 +165,8 @@ def run_target(job, context):
         return
     namespace = {"__name__": "cell", "torch": torch, "dist": dist, "comm": comm}
     if job["kind"] == "cell":
-        namespace |= {
-            name: getattr(context, name)
-            for name in ("rank", "world_size", "local_rank", "node", "device")
-        }
-        namespace |= {"record": context.record, "progress": context.progress}
-        namespace |= job["parameters"]
+        given = ("rank", "world_size", "local_rank", "node", "device", "record", "progress")
+        namespace |= {name: getattr(context, name) for name in given} | job["parameters"]
     exec(compile_source(job["target"]), namespace)
     if job["kind"] == "source":
         call(namespace[job["name"]], context, job["parameters"])
@@ -255,18 +210,10 @@ def shell(target, *assignments):
         name: json.loads(value) for name, _, value in (text.partition("=") for text in assignments)
     }
     device = "cuda" if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]) else "cpu"
-    job = {
-        "target": target,
-        "kind": "function",
-        "parameters": parameters,
-        "device": device,
-        "threads": 1,
-    }
-    position = (
-        int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK")
-    )
-    context = Context(*position, torch.device("cpu"), EventFile(sys.stdout))
-    join_group(job | {"collective_timeout": 600}, "env://", context)
+    job = {"kind": "function", "target": target, "parameters": parameters}
+    job |= {"device": device, "threads": 1, "collective_timeout": 600}
+    context = Context(*position(), torch.device("cpu"), EventFile(sys.stdout))
+    join_group(job, "env://", context)
     run_target(job, context)
     dist.destroy_process_group()
 

@@ -56,15 +56,8 @@ def draw_bars(axes, bars, unit):
             axes.errorbar(
                 median, y, xerr=reach, color=style.INK, capsize=3, capthick=1.2, elinewidth=1.2
             )
-        place = {
-            "xytext": (6, 0),
-            "textcoords": "offset points",
-            "va": "center_baseline",
-            "size": 9.5,
-        }
-        axes.annotate(
-            style.quantity(spread.median, unit), (spread.high / divisor, y), weight="bold", **place
-        )
+        words = style.quantity(spread.median, unit)
+        style.beside(axes, words, (spread.high / divisor, y), weight="bold")
     axes.set_xlim(0, (largest / divisor or 1) * 1.16)
     axes.set_ylim(bars[-1][0] + 0.6, -0.6)
 
@@ -73,13 +66,7 @@ def label_groups(axes, bars):
     """The group's name inside its bar, at the left; after the value where the bar is too short."""
     axes.figure.draw_without_rendering()
     for (y, words, _, colour), bar in zip(bars, axes.patches, strict=True):
-        place = {
-            "xytext": (6, 0),
-            "textcoords": "offset points",
-            "va": "center_baseline",
-            "size": 9,
-        }
-        text = axes.annotate(words, (0, y), color=style.text_on(colour), **place)
+        text = style.beside(axes, words, (0, y), size=9, color=style.text_on(colour))
         if text.get_window_extent().width + 10 > bar.get_window_extent().width:
             text.remove()
             value = next(t for t in axes.texts if t.xy[1] == y)
@@ -124,30 +111,12 @@ def memory_bars(frame, title=None, label="strategy", up_to=0):
                 label=style.name(kind),
             )
             for y, start, size in zip(places, left, sizes, strict=True):
-                ink = {
-                    "color": style.text_on(colour),
-                    "ha": "center",
-                    "va": "center_baseline",
-                    "size": 9,
-                }
-                written.append(
-                    (
-                        axes.text(
-                            start + size / divisor / 2, y, style.quantity(size, "bytes"), **ink
-                        ),
-                        size,
-                    )
-                )
+                ink = {"ha": "center", "va": "center_baseline", "color": style.text_on(colour)}
+                middle, words = start + size / divisor / 2, style.quantity(size, "bytes")
+                written.append((axes.text(middle, y, words, size=9, **ink), size))
             left += sizes / divisor
         for y, total in zip(places, totals, strict=True):
-            place = {
-                "xytext": (6, 0),
-                "textcoords": "offset points",
-                "va": "center_baseline",
-                "weight": "bold",
-                "size": 9.5,
-            }
-            axes.annotate(style.quantity(total, "bytes"), (total / divisor, y), **place)
+            style.beside(axes, style.quantity(total, "bytes"), (total / divisor, y), weight="bold")
         axes.set_xlim(0, max(totals.max(), up_to) / divisor * 1.14)
         axes.set_yticks(places, [style.name(one) for one in frame[label]])
         axes.invert_yaxis()
@@ -209,11 +178,5 @@ def measured_against_predicted(frame, title=None):
 def beside(axes, y, ratio, values, **look):
     """Two columns of text at the right of the axes."""
     for words, offset in ((ratio, 10), (values, 54)):
-        place = {
-            "xycoords": ("axes fraction", "data"),
-            "xytext": (offset, 0),
-            "textcoords": "offset points",
-        }
-        axes.annotate(
-            words, (1, y), va="center_baseline", size=9.5, annotation_clip=False, **place, **look
-        )
+        place = {"xycoords": ("axes fraction", "data"), "annotation_clip": False}
+        style.beside(axes, words, (1, y), (offset, 0), **place, **look)

@@ -73,18 +73,12 @@ def draw(frame, state):
                 "zorder": 2 + ours,
             }
             axes.plot(xs, ys, color=colours[part] if ours else style.lighter(colours[part]), **look)
-            gap = (
-                0.06 * points["step_ms"].max() if xs.nunique() < len(xs) else 0
-            )  # one above the other: keep words apart
+            # one above the other: keep words apart
+            gap = 0.06 * points["step_ms"].max() if xs.nunique() < len(xs) else 0
             heights = style.spread_apart(list(ys), gap)
             for x, y, ahead in zip(xs, heights, rows["prefetch"], strict=True) if ours else ():
-                place = {
-                    "xytext": (11, 0 if gap else 5),
-                    "textcoords": "offset points",
-                    "size": 9,
-                    "zorder": 6,
-                }
-                axes.annotate(f"{ahead} ahead", (x, y), va="center" if gap else "bottom", **place)
+                offset, va = ((11, 0), "center") if gap else ((11, 5), "bottom")
+                style.beside(axes, f"{ahead} ahead", (x, y), offset, va=va, size=9, zorder=6)
         ring = {"facecolors": "none", "edgecolors": style.RED, "linewidths": 2.2, "zorder": 5}
         axes.scatter(mine["held_bytes"] / divisor, mine["step_ms"], s=230, **ring)
         axes.set_xlim(0, points["held_bytes"].max() / divisor * 1.08)

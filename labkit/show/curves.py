@@ -124,14 +124,8 @@ def close(figure, axes, ends, title, note=None):
             "shrinkB": 3,
             "relpos": (0, 0.5),
         }
-        place = {
-            "xytext": offset,
-            "textcoords": "offset points",
-            "va": "center",
-            "ha": "left",
-            "annotation_clip": False,
-        }
-        axes.annotate(words, (x, y), arrowprops=leader, size=9.5, weight="bold", **place)
+        look = {"va": "center", "weight": "bold", "annotation_clip": False}
+        style.beside(axes, words, (x, y), offset, arrowprops=leader, **look)
 
 
 def memory_over_time(samples, title=None, phases=None, predicted=None):

@@ -60,32 +60,15 @@ def bit_layout(value, title=None):
     """Figure: the value in each format, a box a bit; right: the number stored, relative error."""
     with style.look():
         figure, axes = style.new_figure(9.5, 0.95 + 0.42 * len(FORMATS))
+        heading = {"va": "center", "size": 9, "color": style.FAINT}
         for row, one in enumerate(FORMATS.values()):
-            bits = one.bits(value)
             place = 0
-            for (part, colour), digits in zip(PARTS.items(), bits, strict=True):
+            for (part, colour), digits in zip(PARTS.items(), one.bits(value), strict=True):
                 for digit in digits:
-                    # A dark box is a one, so that the pattern is seen without reading.
-                    fill = colour if digit == "1" else style.lighter(colour, 0.75)
-                    axes.add_patch(
-                        Rectangle((place, row - 0.36), 0.92, 0.72, facecolor=fill, linewidth=0)
-                    )
-                    ink = style.text_on(colour) if digit == "1" else style.INK
-                    axes.text(
-                        place + 0.46,
-                        row,
-                        digit,
-                        ha="center",
-                        va="center_baseline",
-                        size=8,
-                        color=ink,
-                    )
+                    draw_bit(axes, place, row, digit, colour)
                     place += 1
                 if row == 0:
-                    middle = place - len(digits) / 2
-                    axes.text(
-                        middle, -0.75, part, ha="center", va="center", size=9, color=style.FAINT
-                    )
+                    axes.text(place - len(digits) / 2, -0.75, part, ha="center", **heading)
             stored = float(one.round(value))
             error = error_words(value, stored)
             bad = error in ("overflow", "all of it")
@@ -93,7 +76,7 @@ def bit_layout(value, title=None):
             axes.text(33, row, number(stored), weight="bold", **ink)
             axes.text(39.5, row, error, **ink)
         for x, words in ((33, "stored"), (39.5, "relative error")):
-            axes.text(x, -0.75, words, va="center", size=9, color=style.FAINT)
+            axes.text(x, -0.75, words, **heading)
         axes.set_xlim(-0.2, 45)
         axes.set_ylim(len(FORMATS) - 0.4, -1.1)
         axes.set_yticks(range(len(FORMATS)), list(FORMATS))
@@ -105,6 +88,15 @@ def bit_layout(value, title=None):
     return figure
 
 
+def draw_bit(axes, place, row, digit, colour):
+    """A box; a dark one is a one, so that the pattern is seen without reading."""
+    one = digit == "1"
+    look = {"facecolor": colour if one else style.lighter(colour, 0.75), "linewidth": 0}
+    axes.add_patch(Rectangle((place, row - 0.36), 0.92, 0.72, **look))
+    ink = {"size": 8, "color": style.text_on(colour) if one else style.INK}
+    axes.text(place + 0.46, row, digit, ha="center", va="center_baseline", **ink)
+
+
 def reach(gradients, name="fp16", scale=1.0, title=None):
     """Figure: how large the gradients are, and how far each format reaches. All times scale.
 
@@ -114,21 +106,14 @@ def reach(gradients, name="fp16", scale=1.0, title=None):
     counts = gradients if isinstance(gradients, dict) else powers(gradients)
     shift, one = math.log2(scale), FORMATS[name]
     with style.look():
-        figure, (axes, below) = style.new_figure(
-            9.5, 5.2, rows=2, sharex=True, gridspec_kw={"height_ratios": [1.5, 1]}
-        )
+        layout = {"sharex": True, "gridspec_kw": {"height_ratios": [1.5, 1]}}
+        figure, (axes, below) = style.new_figure(9.5, 5.2, rows=2, **layout)
         total = sum(counts.values())
         for fate_name, members in by_fate(counts, one, scale).items():
             heights = [100 * counts[power] / total for power in members]
-            share = sum(heights)
-            label = f"{WORDS[fate_name]}: {share:.3g} %"
-            axes.bar(
-                [p + shift + 0.5 for p in members],
-                heights,
-                0.9,
-                color=FATES[fate_name],
-                label=label,
-            )
+            middles = [power + shift + 0.5 for power in members]
+            label = f"{WORDS[fate_name]}: {sum(heights):.3g} %"
+            axes.bar(middles, heights, 0.9, color=FATES[fate_name], label=label)
         axes.set_ylabel("share of the gradients (%)")
         axes.legend(loc="upper left", handlelength=0.9)
         axes.grid(axis="y")
@@ -141,16 +126,14 @@ def reach(gradients, name="fp16", scale=1.0, title=None):
         ticks = range(-48, 20, 8)
         below.set_xticks(ticks, [f"$2^{{{tick}}}$" for tick in ticks])
         below.set_xlabel("size: gradient x loss scale (dark: normal numbers, pale: subnormal ones)")
-        for edge, words, side in (
-            (one.smallest / 2, "zero  ", "right"),
-            (one.largest, "  overflow", "left"),
-        ):
+        ends = ((one.smallest / 2, "zero  ", "right"), (one.largest, "  overflow", "left"))
+        for edge, words, side in ends:
+            at = math.log2(edge)
             for part in (axes, below):
-                part.axvline(math.log2(edge), color=style.INK, linewidth=1, linestyle=(0, (4, 3)))
-            place = {"xycoords": ("data", "axes fraction"), "va": "bottom", "ha": side, "size": 9}
-            axes.annotate(
-                words, (math.log2(edge), 1), color=style.FAINT, annotation_clip=True, **place
-            )
+                part.axvline(at, color=style.INK, linewidth=1, linestyle=(0, (4, 3)))
+            look = {"va": "bottom", "ha": side, "size": 9, "color": style.FAINT}
+            place = {"xycoords": ("data", "axes fraction"), "annotation_clip": True}
+            axes.annotate(words, (at, 1), **place, **look)
         style.entitle(figure, title or f"Gradients x {scale:g} in {name}")
     return figure
 
@@ -163,14 +146,7 @@ def draw_reach(axes, row, one, chosen):
     axes.barh(row, middle - low, 0.5, low, color=style.lighter(colour, 0.6))
     axes.barh(row, min(20, high) - middle, 0.5, middle, color=colour)
     if high > 20:
-        axes.annotate(
-            "to $2^{127}$",
-            (20, row),
-            xytext=(4, 0),
-            textcoords="offset points",
-            va="center",
-            size=8.5,
-        )
+        style.beside(axes, "to $2^{127}$", (20, row), (4, 0), va="center", size=8.5)
 
 
 def powers(values):
@@ -179,10 +155,8 @@ def powers(values):
     found = np.frexp(values[(values > 0) & np.isfinite(values)])[1] - 1
     if not found.size:
         raise ValueError("no gradient is finite and different from zero")
-    return {
-        int(power): int(count)
-        for power, count in zip(*np.unique(found, return_counts=True), strict=True)
-    }
+    sizes, counts = np.unique(found, return_counts=True)
+    return dict(zip(sizes.tolist(), counts.tolist(), strict=True))
 
 
 def by_fate(counts, one, scale):
@@ -213,10 +187,8 @@ def facts():
 def takeaway(counts, state):
     """One sentence on the gradients' fate."""
     found, total = by_fate(counts, FORMATS[state.format], state.scale), sum(counts.values())
-    zero, over = (
-        100 * sum(counts[power] for power in found.get(key, [])) / total
-        for key in ("zero", "overflow")
-    )
+    zero, over = (sum(map(counts.get, found.get(key, []))) for key in ("zero", "overflow"))
+    zero, over = 100 * zero / total, 100 * over / total
     return (
         f"In {state.format}, with a loss scale of {state.scale:g}, "
         f"{zero:.3g} % of these gradients become zero "
@@ -249,9 +221,8 @@ class Explorer:
         """Read the controls and draw anew."""
         self.state = State(self.value.value, self.scale.value, self.format.value)
         value = self.state.value
-        self.bits.value = as_html(
-            f"The bits of {number(value)} in each of the formats.", bit_layout(value)
-        )
+        words = f"The bits of {number(value)} in each of the formats."
+        self.bits.value = as_html(words, bit_layout(value))
         figure = reach(self.counts, self.state.format, self.state.scale)
         self.sizes.value = as_html(takeaway(self.counts, self.state), figure)
 

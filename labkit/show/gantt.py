@@ -6,7 +6,7 @@ rank 0  compute  [ forward ][     backward      |//waiting//][opt]
 
 from matplotlib import patheffects
 
-from labkit.measure.timeline import LANES, exposed, length, subtract
+from labkit.measure.overlap import LANES, exposed, length, subtract
 from labkit.show import style
 
 BAR = 0.8  # of one row's height
@@ -159,15 +159,9 @@ def write_exposed(axes, mine, bare, heights):
     if network:
         total = length(bare)
         words = f"exposed\n{style.quantity(total, 'ms')}" if total else "nothing\nexposed"
-        place = {"xytext": (8, 0), "textcoords": "offset points", "ha": "left", "va": "center"}
-        look = {"color": style.RED, "weight": "bold", "size": 9}
-        axes.annotate(
-            words,
-            (1, sum(network) / len(network)),
-            xycoords=("axes fraction", "data"),
-            **place,
-            **look,
-        )
+        look = {"va": "center", "color": style.RED, "weight": "bold", "size": 9}
+        middle = (1, sum(network) / len(network))
+        style.beside(axes, words, middle, (8, 0), xycoords=("axes fraction", "data"), **look)
 
 
 def label_lanes(axes, frame, ranks, heights):

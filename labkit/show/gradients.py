@@ -28,16 +28,8 @@ from labkit.show.notebook import table
 from labkit.show.publish import as_html, present
 
 FORM = ("compressor", "knob", "feedback")
-NUMBERS = (
-    "momentum",
-    "elements",
-    "sent_bytes",
-    "plain_bytes",
-    "error",
-    "sum_error",
-    "waiting",
-    "first",
-)
+NUMBERS = ("momentum", "elements", "sent_bytes", "plain_bytes", "error", "sum_error")
+NUMBERS += ("waiting", "first")
 VECTORS = ("gradient", "arrived", "residual")
 COLUMNS = (*FORM, "step", *NUMBERS, *VECTORS)
 # where there is a knob
@@ -67,17 +59,13 @@ def initial(frame, compressor=None):
         )
     mine = frame[frame["compressor"] == (compressor or frame["compressor"].iloc[0])]
     first = mine.sort_values("feedback", ascending=False, kind="stable").iloc[0]
-    return State(
-        first["compressor"], first["knob"], bool(first["feedback"]), int(frame["step"].max())
-    )
+    step = int(frame["step"].max())
+    return State(first["compressor"], first["knob"], bool(first["feedback"]), step)
 
 
 def form_name(compressor, knob):
-    return (
-        f"{FAMILIES.get(compressor, style.name(compressor))}, {knob}"
-        if knob
-        else style.name(compressor)
-    )
+    name = style.name(compressor)
+    return f"{FAMILIES.get(compressor, name)}, {knob}" if knob else name
 
 
 def words_of(state):
@@ -106,23 +94,15 @@ def carried(frame, state):
     gradient, arrived, residual = (np.array(row[name], dtype=float) for name in VECTORS)
     places = row["first"] + np.arange(len(gradient))
     with style.look():
-        figure, (above, below) = style.new_figure(
-            9.5, 4.6, rows=2, sharex=True, gridspec_kw={"height_ratios": [3, 2]}
-        )
+        layout = {"sharex": True, "gridspec_kw": {"height_ratios": [3, 2]}}
+        figure, (above, below) = style.new_figure(9.5, 4.6, rows=2, **layout)
         if state.feedback:
             owed = {"color": style.lighter(colour, 0.7), "label": "that + what had waited"}
             above.bar(places, arrived + residual, 0.9, **owed)
         name = "gradient, with momentum" if row["momentum"] else "gradient"
         above.bar(places, gradient, 0.42, color=style.INK, label=name)
-        above.plot(
-            places,
-            arrived,
-            "o",
-            color=colour,
-            markeredgecolor=style.INK,
-            markersize=5.5,
-            label="arrived",
-        )
+        dot = {"color": colour, "markeredgecolor": style.INK, "markersize": 5.5}
+        above.plot(places, arrived, "o", label="arrived", **dot)
         if state.feedback:
             below.bar(places, residual, 0.9, color=style.lighter(colour, 0.35))
             below.set_ylabel("waits")
@@ -137,9 +117,8 @@ def carried(frame, state):
         above.margins(x=0.01)
         figure.align_ylabels()
         handles, labels = above.get_legend_handles_labels()
-        figure.legend(
-            handles[::-1], labels[::-1], loc="outside lower left", ncols=3, handlelength=1.2
-        )
+        beneath = {"loc": "outside lower left", "ncols": 3, "handlelength": 1.2}
+        figure.legend(handles[::-1], labels[::-1], **beneath)
         style.entitle(figure, f"Step {state.step}: {words_of(state)}")
     return figure
 
@@ -163,22 +142,15 @@ def catching_up(frame, state):
         mine = steps_of(frame, state)
         draw(mine, "error", "each step alone", style.FAINT, linewidth=1.2, linestyle=(0, (2, 1.5)))
         row = row_of(frame, state)
-        axes.plot(
-            row["step"],
-            100 * row["sum_error"],
-            "o",
-            markersize=12,
-            color=style.INK,
-            markerfacecolor="none",
-        )
+        ring = {"markersize": 12, "color": style.INK, "markerfacecolor": "none"}
+        axes.plot(row["step"], 100 * row["sum_error"], "o", **ring)
         axes.set_yscale("log")
         label_decades(axes.yaxis)
         axes.margins(x=0.02)
         axes.set_xlabel("step")
         axes.set_ylabel("error (% of the gradient's norm)")
-        close(
-            figure, axes, ends, f"The sums of what arrived and of the gradients: {words_of(state)}"
-        )
+        title = f"The sums of what arrived and of the gradients: {words_of(state)}"
+        close(figure, axes, ends, title)
     return figure
 
 
@@ -190,21 +162,18 @@ def takeaway(frame, state):
     """What a step sends, how far it misses the gradient, how far the sums differ, what waits."""
     row = row_of(frame, state)
     sent, plain = (style.quantity(row[column], "bytes") for column in ("sent_bytes", "plain_bytes"))
-    times = (
-        f", {row['plain_bytes'] / row['sent_bytes']:.3g} times less" if row["sent_bytes"] else ""
-    )
-    words = (
-        f"{words_of(state)}: a rank sends {sent} a step in place of {plain}{times}. "
-        f"In step {state.step} what arrives "
-    )
-    words += (
-        f"misses the gradient by {percent(row['error'])} of its norm; "
-        "since step 0 the sums differ by "
-    )
-    words += f"{percent(row['sum_error'])}"
-    return words + (
-        f", and {row['waiting']:.3g} times the gradient's norm waits." if row["feedback"] else "."
-    )
+    words = f"{words_of(state)}: a rank sends {sent} a step in place of {plain}"
+    words += f", {times_less(row)} times less. " if row["sent_bytes"] else ". "
+    words += f"In step {state.step} what arrives misses the gradient by {percent(row['error'])} "
+    words += f"of its norm; since step 0 the sums differ by {percent(row['sum_error'])}"
+    if row["feedback"]:
+        words += f", and {row['waiting']:.3g} times the gradient's norm waits"
+    return words + "."
+
+
+def times_less(row):
+    """How many times less is sent, as text; "" where nothing is."""
+    return f"{row['plain_bytes'] / row['sent_bytes']:.3g}" if row["sent_bytes"] else ""
 
 
 def small(frame):
@@ -214,13 +183,9 @@ def small(frame):
         last = mine.sort_values("step").iloc[-1]
         row = {"compressor": form_name(compressor, knob), "feedback": "yes" if feedback else "no"}
         row["sent a step"] = style.quantity(last["sent_bytes"], "bytes")
-        row["times less"] = (
-            f"{last['plain_bytes'] / last['sent_bytes']:.3g}" if last["sent_bytes"] else ""
-        )
-        row |= {
-            "error of the last step": percent(last["error"]),
-            "of the sums": percent(last["sum_error"]),
-        }
+        row["times less"] = times_less(last)
+        row["error of the last step"] = percent(last["error"])
+        row["of the sums"] = percent(last["sum_error"])
         rows.append(row)
     return pd.DataFrame(rows)
 
@@ -240,9 +205,8 @@ class Explorer:
         forms = list(dict.fromkeys(zip(frame["compressor"], frame["knob"], strict=True)))
         named = [(form_name(*form), form) for form in forms]
         self.form = controls.menu("compressor", named, (state.compressor, state.knob))
-        self.feedback = controls.menu(
-            "feedback", [("with", True), ("without", False)], state.feedback
-        )
+        choices = [("with", True), ("without", False)]
+        self.feedback = controls.menu("feedback", choices, state.feedback)
         self.step = controls.slider("step", sorted(frame["step"].unique().tolist()), state.step)
         above = (self.form, self.feedback, self.step)
         controls.observe(self.changed, above)
@@ -265,10 +229,8 @@ def explorer(frame, provenance, compressor=None):
     state = initial(frame, compressor)
     words = takeaway(frame, state)
     present(carried(frame, state), words, provenance, words)
-    caption = (
-        "How far what arrived is from the gradients: "
-        "each step alone, and the sums over all steps so far"
-    )
+    caption = "How far what arrived is from the gradients: "
+    caption += "each step alone, and the sums over all steps so far"
     present(catching_up(frame, state), caption, provenance, caption)
     table(small(frame), f"after the last step; {provenance}")
     shown = Explorer(frame, state)

@@ -71,15 +71,8 @@ def bars(frame, state):
             colour = colours[row.method]
             axes.barh(place, row.busy_ms, 0.72, color=colour)
             axes.barh(place, row.wire_ms, 0.72, row.busy_ms, color=style.lighter(colour, 0.6))
-            place_of = {
-                "xytext": (6, 0),
-                "textcoords": "offset points",
-                "va": "center_baseline",
-                "size": 9.5,
-            }
-            axes.annotate(
-                style.quantity(row.step_ms, "ms"), (row.step_ms, place), weight="bold", **place_of
-            )
+            words = style.quantity(row.step_ms, "ms")
+            style.beside(axes, words, (row.step_ms, place), weight="bold")
         axes.set_yticks(range(len(rows)), [style.name(one) for one in rows["method"]])
         axes.set_ylim(len(rows) - 0.4, -0.6)
         axes.set_xlim(0, rows["step_ms"].max() * 1.16)

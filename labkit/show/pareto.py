@@ -99,14 +99,8 @@ def write_names(axes, points, lines):
     for name, point in points.items():
         spots = []
         for offset, side in SPOTS:
-            place = {
-                "xytext": offset,
-                "textcoords": "offset points",
-                "ha": side,
-                "va": "center",
-                "size": 9.5,
-            }
-            text = axes.annotate(style.name(name), point, weight="bold", **place)
+            look = {"ha": side, "va": "center", "weight": "bold"}
+            text = style.beside(axes, style.name(name), point, offset, **look)
             box = text.get_window_extent()
             inside = box.x0 >= axes.bbox.x0 and box.x1 <= axes.bbox.x1 and box.y1 <= axes.bbox.y1
             covered = (

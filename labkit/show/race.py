@@ -127,13 +127,7 @@ def draw_ends(axes, ends, price, factor, left, colours):
             axes.plot([left, at], [place, place], color=colour, linewidth=3, solid_capstyle="butt")
             axes.plot(at, place, "o", color=colour, markersize=8, clip_on=False)
         weight = {"weight": "bold"} if words != "not reached" else {"color": style.FAINT}
-        spot = {
-            "xytext": (9, 0),
-            "textcoords": "offset points",
-            "va": "center_baseline",
-            "size": 9.5,
-        }
-        axes.annotate(words, (at, place), annotation_clip=False, **spot, **weight)
+        style.beside(axes, words, (at, place), (9, 0), annotation_clip=False, **weight)
     axes.tick_params(axis="x", labelbottom=False)
 
 
@@ -167,21 +161,10 @@ def write_numbers(axes, ends, colours):
         moved[place] = [points[place][0] + 12 * pixel, y]
     for place, (run, number, _, x, y) in enumerate(ends):
         offset = [(a - b) / pixel for a, b in zip(moved[place], points[place], strict=True)]
-        leader = {
-            "arrowstyle": "-",
-            "color": colours[run],
-            "linewidth": 0.9,
-            "shrinkA": 0,
-            "shrinkB": 3,
-        }
-        where = {
-            "xytext": offset,
-            "textcoords": "offset points",
-            "ha": "center",
-            "va": "center",
-            "zorder": 5,
-        }
-        axes.annotate(str(number), (x, y), arrowprops=leader, size=9, weight="bold", **where)
+        leader = {"arrowstyle": "-", "linewidth": 0.9, "shrinkA": 0, "shrinkB": 3}
+        leader["color"] = colours[run]
+        look = {"ha": "center", "va": "center", "size": 9, "weight": "bold", "zorder": 5}
+        style.beside(axes, str(number), (x, y), offset, arrowprops=leader, **look)
 
 
 def finish(grid, ends, target):
@@ -199,16 +182,9 @@ def finish(grid, ends, target):
     below.yaxis.set_minor_formatter(NullFormatter())
     below.set_ylabel("loss")
     # Left of the axis and of its numbers: on the right of it, some curve may end anywhere.
-    place = {
-        "xytext": (-26, 0),
-        "textcoords": "offset points",
-        "ha": "right",
-        "va": "center",
-        "color": style.RED,
-    }
-    below.annotate(
-        f"target: {target:g}", (0, target), xycoords=("axes fraction", "data"), size=9, **place
-    )
+    look = {"ha": "right", "va": "center", "size": 9, "color": style.RED}
+    look["xycoords"] = ("axes fraction", "data")
+    style.beside(below, f"target: {target:g}", (0, target), (-26, 0), **look)
     for axes in grid[0]:
         axes.tick_params(axis="y", length=0)
         axes.spines["left"].set_visible(False)

@@ -12,7 +12,7 @@ one unit ahead   13 messages
 
 from matplotlib import patheffects
 
-from labkit.measure.timeline import LANES, exposed, length
+from labkit.measure.overlap import LANES, exposed, length
 from labkit.show import style
 from labkit.show.gantt import BAR, draw_span, fit
 from labkit.show.schedules import FINEST, from_zero, in_turn
@@ -129,7 +129,5 @@ def most_whole(spans):
 def write(axes, x, y, words, colour):
     """Words to the right of what ends at x."""
     rim = [patheffects.withStroke(linewidth=3, foreground=style.GROUND)]
-    look = {"va": "center", "weight": "bold", "size": 9.5, "color": colour, "path_effects": rim}
-    axes.annotate(
-        words, (x, y), xytext=(7, 0), textcoords="offset points", annotation_clip=False, **look
-    )
+    look = {"va": "center", "weight": "bold", "color": colour, "path_effects": rim}
+    style.beside(axes, words, (x, y), (7, 0), annotation_clip=False, **look)

@@ -12,7 +12,7 @@ bucketed  4 messages                                :
 import pandas as pd
 from matplotlib import patheffects
 
-from labkit.measure.timeline import LANES, exposed, length
+from labkit.measure.overlap import LANES, exposed, length
 from labkit.show import style
 from labkit.show.gantt import BAR, draw_span, fit
 
@@ -98,18 +98,13 @@ def draw_band(axes, name, frame, top):
         "color": style.FAINT,
     }
     axes.annotate(words, (1, 0.5), **beside)
-    at_end = {
-        "textcoords": "offset points",
-        "va": "center_baseline",
-        "weight": "bold",
-        "annotation_clip": False,
-    }
+    at_end = {"weight": "bold", "annotation_clip": False}
     at_end["path_effects"] = [patheffects.withStroke(linewidth=3, foreground=style.GROUND)]
-    axes.annotate(style.quantity(end, "ms"), (end, top + 1), xytext=(7, 0), size=10.5, **at_end)
+    style.beside(axes, style.quantity(end, "ms"), (end, top + 1), (7, 0), size=10.5, **at_end)
     if count:
         last, sum_of = frame.loc[network, "end_ms"].max(), length(bare)
         words = f"exposed {style.quantity(sum_of, 'ms')}" if sum_of else "nothing exposed"
-        axes.annotate(words, (last, top + 2), xytext=(7, 0), size=9, color=style.RED, **at_end)
+        style.beside(axes, words, (last, top + 2), (7, 0), size=9, color=style.RED, **at_end)
     return labels
 
 

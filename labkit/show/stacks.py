@@ -45,13 +45,7 @@ def stacked_bars(frame, value, category, part, repetition, title=None, unit=None
                 left += sizes
             middles[one] = rows.mean()
             words = style.quantity(summary(left * divisor).median, unit)
-            place = {
-                "xytext": (7, 0),
-                "textcoords": "offset points",
-                "va": "center_baseline",
-                "size": 10,
-            }
-            axes.annotate(words, (left.max(), rows.mean()), weight="bold", **place)
+            style.beside(axes, words, (left.max(), rows.mean()), (7, 0), size=10, weight="bold")
             y += len(mine) + GAP
         axes.set_xlim(0, totals.max() / divisor * 1.14)
         axes.set_ylim(y - GAP, -1)

@@ -59,11 +59,5 @@ def memory_and_traffic(frame, title=None, label="strategy"):
 def write_values(axes, values, divisor):
     """Each bar's value behind its end."""
     for y, value in enumerate(values):
-        place = {
-            "xytext": (6, 0),
-            "textcoords": "offset points",
-            "va": "center_baseline",
-            "size": 9.5,
-        }
-        axes.annotate(style.quantity(value, "bytes"), (value / divisor, y), weight="bold", **place)
+        style.beside(axes, style.quantity(value, "bytes"), (value / divisor, y), weight="bold")
     axes.set_xlim(0, (values.max() / divisor or 1) * 1.3)

@@ -164,9 +164,8 @@ def palette(keys):
     taken = {COLOURS[key] for key in keys if key in COLOURS}
     free = [colour for colour in CYCLE if colour not in taken] or list(CYCLE)
     others = [key for key in keys if key not in COLOURS]
-    return {
-        key: COLOURS[key] if key in COLOURS else free[others.index(key) % len(free)] for key in keys
-    }
+    given = {key: free[place % len(free)] for place, key in enumerate(others)}
+    return {key: COLOURS.get(key) or given[key] for key in keys}
 
 
 def in_order(frame, column):
@@ -179,21 +178,16 @@ def in_order(frame, column):
 
 def text_on(colour):
     """Dark or white ink, whichever contrasts better on `colour` (WCAG relative luminance)."""
-    parts = [
-        c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in colors.to_rgb(colour)
-    ]
-    luminance = sum(
-        weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), parts, strict=True)
-    )
+    rgb = colors.to_rgb(colour)
+    red, green, blue = (c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in rgb)
+    luminance = 0.2126 * red + 0.7152 * green + 0.0722 * blue
     return "white" if (1.05 / (luminance + 0.05)) > ((luminance + 0.05) / 0.07) else INK
 
 
 def lighter(colour, amount=0.55):
     """`colour` mixed with the ground."""
-    return tuple(
-        c + (g - c) * amount
-        for c, g in zip(colors.to_rgb(colour), colors.to_rgb(GROUND), strict=True)
-    )
+    pairs = zip(colors.to_rgb(colour), colors.to_rgb(GROUND), strict=True)
+    return tuple(c + (ground - c) * amount for c, ground in pairs)
 
 
 def unit_of(column):
@@ -222,6 +216,12 @@ def quantity(value, unit=""):
 def entitle(figure, title):
     if title:
         figure.suptitle(title, x=0.01, ha="left", weight="bold", size=12)
+
+
+def beside(axes, words, point, offset=(6, 0), **look):
+    """Write words at an offset, in points of the page, from a point of the data; the text."""
+    look = {"va": "center_baseline", "size": 9.5} | look
+    return axes.annotate(words, point, xytext=offset, textcoords="offset points", **look)
 
 
 def ratio_text(ratio):

@@ -1,0 +1,62 @@
+"""What a target gets to know, and how it reports: `context`, or in a cell names of their own.
+
+    def train(context, steps):
+        for step in range(steps):
+            ...
+            context.record(step=step, loss=loss)     a row of run.records
+            context.progress(step + 1, steps)        the bar, moved by rank 0
+
+Both write a line of JSON into the rank's event file, which the notebook reads meanwhile.
+"""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+
+class EventFile:
+    """One JSON line an event, flushed when written: the notebook reads it while the rank runs."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def write(self, kind, **fields):
+        self.file.write(json.dumps({"kind": kind, **fields}, default=plain) + "\n")
+
+
+def plain(value):
+    """Tensors and numpy values of one element as Python numbers; what JSON cannot hold raises."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, (torch.dtype, torch.device, Path)):
+        return str(value)
+    raise TypeError(f"record() takes numbers, strings, lists and dicts, not {type(value).__name__}")
+
+
+@dataclass
+class Context:
+    """What the target gets: who this rank is, and how it reports.
+
+    node counts the machines of the job, local_rank the ranks of one.
+    record(**fields) adds a row to run.records; progress(step, total) moves the bar (rank 0's).
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    node: int
+    device: torch.device
+    events: EventFile = field(repr=False)
+
+    def record(self, **fields):
+        if "rank" in fields or "kind" in fields:
+            raise ValueError(
+                "record() notes the rank by itself: give fields other names than rank and kind"
+            )
+        self.events.write("record", rank=self.rank, **fields)
+
+    def progress(self, step, total):
+        if self.rank == 0:
+            self.events.write("progress", step=step, total=total)

@@ -1,0 +1,207 @@
+"""One experiment on one rank: its model, data and trainer, and what is measured of each step.
+
+build      the experiment's names become a model, an optimizer and a Trainer
+prepare    WARMUP steps; in the last, memory and traffic are counted, which never move
+step       one step, timed: its row, documented at `step_row`
+"""
+
+from functools import partial
+from math import nan
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, default_collate
+
+from labkit import comm, models
+from labkit.budget import choose
+from labkit.compression import COMPRESSORS
+from labkit.hierarchical import FORMS
+from labkit.measure.flops import step_flops
+from labkit.measure.machine import free_bytes
+from labkit.measure.memory import MemoryTracker
+from labkit.measure.timeline import Timeline
+from labkit.measure.traffic import TrafficCounter
+from labkit.recompute import checkpoint
+from labkit.sampler import DistributedSampler
+from labkit.trainer import (
+    Trainer,
+    comm_hook,
+    make_optimizer,
+    mixed_precision,
+    parallelize,
+    recompute,
+    scaled_lr,
+    warmup,
+)
+
+WARMUP = 3  # PyTorch's DDP sends its new bucket order in the second
+OPTIMIZERS = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
+
+
+class Participant:
+    """takes_part: not on the other ranks, where the strategy is "single". done: steps so far."""
+
+    def __init__(self, context, experiment):
+        self.experiment, self.device = experiment, context.device
+        alone = experiment.strategy == "single"
+        self.takes_part = context.rank == 0 or not alone
+        self.done = 0
+        self.timeline = Timeline(context.rank, context.device)
+        # By all ranks, before they part: NCCL may make a group by splitting the one of all.
+        self.group = dist.new_group([0]) if alone else None
+        if not self.takes_part:
+            return
+        self.world_size = 1 if alone else context.world_size
+        self.share = experiment.batch_size // self.world_size
+        dataset = models.data.load(experiment.data, experiment.model)
+        samples, needed = len(dataset), experiment.batch_size
+        if samples < needed:
+            raise ValueError(f"{dataset}: {samples} samples are fewer than batch_size={needed}")
+        rank = 0 if alone else context.rank
+        self.batches = endless_batches(dataset, self.share, self.world_size, rank, experiment.seed)
+        self.build()
+        real = experiment.compute == "real"
+        self.flops = self.world_size * self.share_flops(dataset) if real else nan
+
+    def build(self):
+        e = self.experiment
+        torch.manual_seed(e.seed)
+        self.dtype = torch.float64 if e.precision == "fp64" else torch.float32
+        module = models.build(e.model, e.size).to(self.device, self.dtype)
+        lr = scaled_lr(e.lr, e.batch_size, e.reference_batch, e.lr_rule)
+        momentum = {"momentum": e.momentum} if e.optimizer == "sgd" else {}
+        options = {"lr": lr, "weight_decay": e.weight_decay, **momentum}
+        optimizer_class = OPTIMIZERS[e.optimizer]
+        if e.strategy == "auto":
+            e = self.experiment = self.settle(module, partial(optimizer_class, **options))
+        recompute(module, e.recompute, models.unit(e.model))
+        if e.compute == "emulated":
+            part = self.share / e.batch_size / e.accumulation
+            models.emulate(module, models.unit(e.model), forward_ms=e.block_ms * part)
+        hook = comm_hook(e.comm_hook)
+        self.compressor = hook if e.comm_hook in COMPRESSORS else None
+        self.model = parallelize(module, e.strategy, models.unit(e.model), e.bucket_cap_mb, hook)
+        optimizer = make_optimizer(
+            self.model, e.strategy, optimizer_class, e.bucket_cap_mb, e.every, **options
+        )
+        plain = getattr(optimizer, "inner", optimizer)
+        schedule = warmup(plain, e.warmup_steps) if e.warmup_steps else None
+        low = mixed_precision(e.precision, self.device, self.group)
+        self.trainer = Trainer(
+            self.model, optimizer, models.loss(e.model), e.accumulation, schedule,
+            self.timeline.span, compressor=self.compressor, **low,
+        )  # fmt: skip
+        self.last_gradient = 0.0
+        for parameter in self.model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self.note_gradient)
+
+    def share_flops(self, dataset):
+        """FLOPs of the model for this rank's share of the batch, on tensors without memory."""
+        e = self.experiment
+        input, target = default_collate([dataset[0]] * self.share)
+        with torch.device("meta"):
+            module = models.build(e.model, e.size)
+        return step_flops(module, input.to("meta"), target.to("meta"), models.loss(e.model))
+
+    def settle(self, module, optimizer):
+        """The experiment with labkit.budget's choice of strategy; rank 0 prints why. Collective."""
+        e = self.experiment
+        free = int(e.memory_mb * 2**20) or free_bytes(self.device, self.world_size)
+        room = torch.tensor(free, device=self.device)
+        comm.all_reduce(room, dist.ReduceOp.MIN)  # the ranks must not choose differently
+        input, target = self.next_batch()
+        memory = room.item() - input.nbytes - target.nbytes
+        options = {"precision": e.precision, "unit": models.unit(e.model), "recompute": checkpoint}
+        loss = models.loss(e.model)
+        choice = choose(module, input, memory, self.world_size, loss, target, optimizer, **options)
+        if dist.get_rank() == 0:
+            print(choice)
+        strategy = choice.strategy + ("_offload" if choice.offload else "")
+        return e.replace(strategy=strategy, recompute="every" if choice.recompute else e.recompute)
+
+    def note_gradient(self, parameter):
+        self.timeline.clock.stamp(self, "last_gradient")
+
+    def prepare(self):
+        """Warm up; returns what never moves: peak bytes by kind, bytes sent, messages, FLOPs of a step.
+
+        Of local SGD and DiLoCo: the mean over the steps from one average to the next.
+        """
+        if not self.takes_part:
+            return {}
+        for _ in range(WARMUP - 1):
+            self.step()
+        e = self.experiment
+        counter = TrafficCounter(self.world_size)
+        tracker = MemoryTracker(self.model, self.trainer.optimizer, self.device)
+        with tracker as memory, counter as traffic, comm.record() as events:
+            for _ in range(e.every):
+                self.step()
+        sent, messages = traffic.sent_bytes, traffic.messages
+        if e.comm_hook in FORMS:  # in groups and a thread of its own, where the counter is not
+            sent, messages = sum(event.sent_bytes for event in events), len(events)
+        peaks = {f"peak_{kind}_bytes": size for kind, size in memory.peak.items()}
+        counted = {"sent_bytes": sent // e.every, "messages": messages / e.every}
+        return counted | {"flops": self.flops, "peak_bytes": memory.peak_total} | peaks
+
+    def next_batch(self):
+        input, target = next(self.batches)
+        input, target = input.to(self.device), target.to(self.device)
+        return input.to(self.dtype) if input.is_floating_point() else input, target
+
+    def step(self):
+        """Train one step; returns its row."""
+        input, target = self.next_batch()
+        self.timeline.spans.clear()
+        compressed = self.seconds_compressing()
+        with comm.record(clock=self.timeline.clock) as events, self.timeline.span("step"):
+            loss = self.trainer.train_step(input, target)
+        self.timeline.clock.resolve()
+        self.done += 1
+        compress_ms = 1e3 * (self.seconds_compressing() - compressed)
+        return self.step_row(loss, events) | {"compress_ms": compress_ms}
+
+    def seconds_compressing(self):
+        """By the host's clock, which knows nothing of a device."""
+        if self.compressor is None:
+            return 0.0
+        return nan if self.device.type == "cuda" else self.compressor.seconds
+
+    def step_row(self, loss, events):
+        """The step's strategy, model, bucket_cap_mb, comm_hook, and what was measured in it:
+
+        step, loss (of this rank's share); step_ms, forward_ms, backward_ms, optimizer_ms,
+        exposed_comm_ms; samples_per_s, of all ranks. And from `step`: compress_ms, which a
+        compressor took of backward. The callers add mfu.
+
+        exposed_comm_ms: how long this rank stood still for messages: the time inside wait().
+        PyTorch's DDP and hooks wait where comm cannot see, so for them: from the last gradient's
+        arrival until backward() returned. On CUDA times are the device's; NaN where nobody can
+        tell: fully_shard's streams wait for each other, not for a message.
+        """
+        ms = dict.fromkeys(("step", "forward", "backward", "optimizer"), 0.0)
+        for span in self.timeline.spans:
+            ms[span.name] += 1e3 * (span.end - span.start)
+            if span.name == "backward":
+                backward_end = span.end
+        exposed = 1e3 * sum(event.waited for event in events)
+        if self.experiment.strategy == "torch_ddp" or self.experiment.comm_hook != "none":
+            exposed = 1e3 * (backward_end - self.last_gradient)
+        if self.experiment.strategy == "torch_fsdp" and self.device.type == "cuda":
+            exposed = nan
+        times = {f"{name}_ms": value for name, value in ms.items()}
+        names = ("strategy", "model", "bucket_cap_mb", "comm_hook")
+        named = {name: getattr(self.experiment, name) for name in names}
+        measured = {"step": self.done, "loss": loss.item(), **times, "exposed_comm_ms": exposed}
+        return named | measured | {"samples_per_s": 1e3 * self.experiment.batch_size / ms["step"]}
+
+
+def endless_batches(dataset, batch_size, world_size, rank, seed):
+    """(input, target) batches of this rank, in a new order each epoch, without a last short one."""
+    sampler = DistributedSampler(dataset, world_size, rank, seed=seed)
+    epoch = 0
+    while True:
+        sampler.set_epoch(epoch)
+        yield from DataLoader(dataset, batch_size, sampler=sampler, drop_last=True)
+        epoch += 1
