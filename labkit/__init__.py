@@ -15,6 +15,8 @@ What is indented is in parts/: what the file above it stands on, and others may 
         replicas.py         the same model on all ranks, or a clear error
         join.py             ranks that run out of data
         wrapper.py          a module around a module, under the same names
+        no_sync.py          several backwards add up on a rank, and are averaged once
+        unused.py           a gradient that does not come: an error, or nobody waits for it
         static_graph.py     the same gradients in every backward: known after the first
         hook_failure.py     a comm hook that raises on one rank ends the step on all
         portable.py         moved, copied and pickled: what lies by the parameters is made anew
@@ -24,9 +26,12 @@ What is indented is in parts/: what the file above it stands on, and others may 
         shard.py            many tensors as one flat buffer, cut evenly among the ranks
         scatter.py          each rank gets the mean of the gradients of its part only
         consolidate.py      states of shards as states of the whole, and back
+        sharded_optimizer.py    an optimizer of pieces from outside: groups, names, whole states
         elementwise.py      which optimizers may work on a shard
     fsdp.py                 ZeRO-3: shard the parameters too, gather them unit by unit; on
-        units.py            what is gathered together, and what each unit owns
+        units.py            what is gathered together: which parts of a model are units
+        unit.py             a unit in a step: when its backward begins, when it is done
+        unit_gradients.py   each unit's gradients leave as it is done; all are there at the end
         sharding.py         over which ranks shards are cut, over which they are held alike
         call_order.py       which unit comes next: gather it ahead
         flat_param.py       a unit's parameters as one tensor: a shard at rest, whole in use

@@ -16,20 +16,19 @@ Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Traini
 section 3.2.
 """
 
-from contextlib import contextmanager
-
 import torch
 import torch.distributed as dist
 from torch.autograd import Variable
-from torch.autograd.graph import get_gradient_edge
 
 from labkit import comm
 from labkit.parts.bucket import assign_buckets
 from labkit.parts.join import Join
+from labkit.parts.no_sync import NoSync
 from labkit.parts.portable import Portable
 from labkit.parts.reducer import Reducer
-from labkit.parts.replicas import Replicas
+from labkit.parts.replicas import Replicas, check_ranks
 from labkit.parts.static_graph import StaticGraph
+from labkit.parts.unused import AllUsed, FindUnused
 from labkit.parts.wrapper import find_tensors
 
 
@@ -96,7 +95,7 @@ def average_in_buckets(parameters, cap_bytes, group=None):
     return wait
 
 
-class DDP(Portable):
+class DDP(NoSync, Portable):
     """module, with its gradients averaged over the group when backward() returns.
 
     Collective: all ranks construct it.
@@ -117,7 +116,7 @@ class DDP(Portable):
     nothing to train.
     """
 
-    made_by_watching = ("_replicas", "_reducer", "_graph", "_nodes", "_trainable")
+    made_by_watching = ("_replicas", "_reducer", "_usage")
 
     def __init__(
         self,
@@ -130,20 +129,12 @@ class DDP(Portable):
         static_graph=False,
     ):
         super().__init__(module)
-        if not dist.is_initialized():
-            raise RuntimeError("DDP needs ranks: call torch.distributed.init_process_group first")
-        if dist.get_rank(process_group) < 0:
-            raise ValueError(
-                "this rank is not in process_group: construct DDP on the group's ranks only"
-            )
-        if bucket_cap_mb < 0:
-            raise ValueError(f"bucket_cap_mb must be at least 0, not {bucket_cap_mb}")
+        check_ranks("DDP", process_group)
         self.process_group, self.bucket_cap_mb, self.overlap = process_group, bucket_cap_mb, overlap
         self.broadcast_buffers = broadcast_buffers
         self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
-        self.require_backward_grad_sync = True
         self._joining = None  # the Join whose block we are in
-        self._buffers_due = True
+        self._buffers_due = True  # the last forward was one that averages
         settings = (
             f"{bucket_cap_mb=}, {overlap=}, {broadcast_buffers=}, "
             f"{find_unused_parameters=}, {static_graph=}"
@@ -156,14 +147,12 @@ class DDP(Portable):
     def _watch(self):
         """Give the parameters buckets, where these parameters are now."""
         self._replicas = Replicas(self.module, self.process_group, self.broadcast_buffers)
-        self._trainable = [(name, p, p.requires_grad) for name, p in self._replicas.parameters()]
-        chosen = [(name, p) for name, p, trainable in self._trainable if trainable]
+        chosen = [(name, p) for name, p in self._replicas.parameters() if p.requires_grad]
         cap_bytes = int(self.bucket_cap_mb * 2**20)
         self._reducer = Reducer(chosen, self, self.process_group, cap_bytes, self.overlap)
-        self._graph = StaticGraph(self._reducer) if self.static_graph else None
-        # The node of the autograd graph that adds to p.grad; holding it keeps it the same one.
-        self._nodes = {p: get_gradient_edge(p).node for _, p in chosen}
-        self._expecting = False
+        usage = FindUnused if self.find_unused_parameters else AllUsed
+        self._usage = StaticGraph(self._reducer) if self.static_graph else usage(self._reducer)
+        self._expecting = False  # a forward that averages has been, its backward not yet
         self._backward = None  # the engine's number for the backward that will call _finish
 
     @property
@@ -183,19 +172,6 @@ class DDP(Portable):
         if self._reducer.hook is not None:
             raise RuntimeError("a comm hook is registered already: one DDP has one")
         self._reducer.use_hook(state, hook)
-
-    @contextmanager
-    def no_sync(self):
-        """Forwards in this block do not average: backward adds to .grad on this rank alone.
-
-        The forward decides, as in PyTorch: with only the backward in the block, gradients are
-        averaged. The first averaging backward afterwards averages the whole sum.
-        """
-        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
-        try:
-            yield
-        finally:
-            self.require_backward_grad_sync = before
 
     def join(
         self, divide_by_initial_world_size=True, enable=True, throw_on_early_termination=False
@@ -217,9 +193,7 @@ class DDP(Portable):
         if averages and torch._C._current_graph_task_id() == -1:
             self._prepare()
         source = self._joining.announce(averages) if self._joining else 0
-        if self._buffers_due:
-            self._replicas.share_buffers(source)
-        self._buffers_due = averages  # as in PyTorch: shared again only after such a forward
+        self._share_buffers(source, averages)
         output = self.module(*args, **kwargs)
         if averages:
             self._expecting = True
@@ -229,18 +203,18 @@ class DDP(Portable):
         return output
 
     def _prepare(self):
-        if self._reducer.started:
+        if self._reducer.started:  # an exception has left a backward
             self._reducer.abandon()
-            self._used(failed=True)
-        if self._graph is not None:
-            self._graph.forget()
+            self._usage.used(failed=True)
+        self._usage.forget()
         self._backward = None
-        for name, p, trainable in self._trainable:
-            if p.requires_grad != trainable and not (trainable and self.find_unused_parameters):
-                raise RuntimeError(
-                    f"{name!r} was {'frozen' if trainable else 'unfrozen'} "
-                    "after DDP was constructed: set requires_grad first, then construct DDP"
-                )
+        self._replicas.check_trainable(may_freeze=self.find_unused_parameters)
+
+    def _share_buffers(self, source, averages):
+        """As in PyTorch, those that a forward of an averaging step may have changed."""
+        if self._buffers_due:
+            self._replicas.share_buffers(source)
+        self._buffers_due = averages
 
     def _arm(self, _=None):
         """A backward has begun: have the engine call _finish when it is done.
@@ -250,6 +224,7 @@ class DDP(Portable):
         bypasses the outputs arms at a parameter.
         """
         self._backward = torch._C._current_graph_task_id()
+        self._usage.begin(self._backward)
         Variable._execution_engine.queue_callback(self._finish)
 
     def on_gradient(self, index, slot):
@@ -257,62 +232,11 @@ class DDP(Portable):
             if not self._expecting:
                 return self._reducer.keep(index, slot)  # no_sync()
             self._arm()
-        if self._graph is not None:
-            return self._graph.arrive(index, slot)
-        first = not self._reducer.started
-        self._reducer.arrive(index, slot)
-        if first and self.find_unused_parameters and self.overlap:
-            self._skip_unused()
-
-    def _skip_unused(self):
-        """The engine knows whom this backward will reach: no bucket need wait for the others."""
-        # else it knows only this checkpointed segment
-        if torch._C._current_graph_task_id() == self._backward:
-            for bucket in self.buckets:
-                for slot, p in enumerate(bucket.members):
-                    if not bucket.arrived[slot] and not torch._C._will_engine_execute_node(
-                        self._nodes[p]
-                    ):
-                        self._reducer.skip(bucket.index(), slot)
-            self._reducer.launch_full()
+        self._usage.arrive(index, slot)
 
     def _finish(self):
         self._backward = None
         if self._reducer.started:  # else it was torch.autograd.grad, which leaves .grad alone
             self._expecting = False
-            absent = self._end_backward()
-            if self._graph is not None:
-                self._graph.close()
-            elif absent and not self.find_unused_parameters:
-                raise RuntimeError(
-                    f"the loss does not depend on {', '.join(absent)}: "
-                    "pass find_unused_parameters=True if it need not depend on every parameter"
-                )
-
-    @torch.no_grad()
-    def _end_backward(self):
-        """Send the rest, wait for all. Returns the names of the parameters without a gradient."""
-        adopt = [[False] * len(bucket.members) for bucket in self.buckets]
-        try:
-            self._reducer.launch_rest()
-            adopt = self._used()
-            return self._reducer.wait()
-        finally:
-            self._reducer.settle(adopt)
-
-    def _used(self, failed=False):
-        """Whose gradient came on some rank: bool a slot, by bucket. Collective if need be."""
-        if self._graph is not None:
-            return self._graph.used(failed)
-        if self.find_unused_parameters:
-            return self._reducer.used()
-        return [[True] * len(bucket.members) for bucket in self.buckets]
-
-    def _shadow(self, source, averages):
-        """For a rank without data: the collectives of the others' step. source: has the buffers."""
-        if self._buffers_due:
-            self._replicas.share_buffers(source)
-        self._buffers_due = averages
-        if averages:
-            self._reducer.send_zeros()
-            self._used()
+            absent = self._reducer.finish(self._usage.used)
+            self._usage.close(absent)

@@ -16,25 +16,22 @@ work, `prefetch` more. Rajbhandari et al., ZeRO, SC 2020, section 5.3; Zhao et a
 VLDB 2023, section 3.
 """
 
-from contextlib import contextmanager
 from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch.autograd import Variable
-from torch.autograd.graph import register_multi_grad_hook
-from torch.utils._pytree import tree_map_only
 
 from labkit import comm
 from labkit.parts.call_order import CallOrder
 from labkit.parts.flat_param import FlatParam
 from labkit.parts.full_state import ShardedModel
-from labkit.parts.reducer import Reducer
+from labkit.parts.no_sync import NoSync
 from labkit.parts.replicas import Replicas, broadcast_tensors
 from labkit.parts.shard import padded
-from labkit.parts.sharding import Sharding
+from labkit.parts.sharding import Sharding, in_dtype
+from labkit.parts.unit import in_backward
+from labkit.parts.unit_gradients import UnitGradients
 from labkit.parts.units import materialise, split_units
-from labkit.parts.wrapper import find_tensors
 
 
 def shard_units(units, group=None):
@@ -79,7 +76,7 @@ def shard_units(units, group=None):
     return shards
 
 
-class FSDP(ShardedModel):
+class FSDP(NoSync, ShardedModel):
     """module, with its parameters, gradients and so optimizer states sharded.
 
     Collective: all ranks construct it.
@@ -117,22 +114,14 @@ class FSDP(ShardedModel):
         process_group=None,
     ):
         super().__init__(module)
-        if not dist.is_initialized():
-            raise RuntimeError("FSDP needs ranks: call torch.distributed.init_process_group first")
-        if any(hasattr(p, "is_piece") for p in module.parameters()):
-            raise ValueError(
-                "this module is sharded already: wrap the whole model once, and "
-                "name its parts by unit="
-            )
         if root not in ("shard", "replicate"):
             raise ValueError(f'root is "shard" or "replicate", not {root!r}')
         if type(prefetch) is not int or prefetch < 0:
             raise ValueError(f"prefetch is a number of units, 0 or more, not {prefetch!r}")
-        sharding = Sharding.choose(
+        self.sharding = sharding = Sharding.choose(
             module, shard, mesh, process_group, param_dtype, reduce_dtype, offload
         )
-        self.sharding, self.process_group, self.prefetch = sharding, sharding.everyone, prefetch
-        self.require_backward_grad_sync = True
+        self.process_group, self.prefetch = sharding.everyone, prefetch
         self.units = split_units(module, unit, keep=shard == "grad_op")
         settings = (
             f"{root=}, {shard=}, {param_dtype=}, {reduce_dtype=}, {prefetch=}, "
@@ -153,21 +142,15 @@ class FSDP(ShardedModel):
         for t in whole:
             t.data = t.data.to(sharding.device)
         broadcast_tensors(whole, 0, sharding.everyone)
+        self._order = CallOrder(self.units, prefetch)
+        self._gradients = UnitGradients(self.flats, self._end_backward)
         self.watch_root()
-        self._calls = CallOrder(self.units, prefetch)
-        self._armed = False  # a backward is under way, and will call _end_backward
-        self._averages = True  # as the forward found require_backward_grad_sync
-        self._reducing = None  # the unit whose gradients are on their way
 
     def watch_root(self):
-        """Average the gradients of the replicated parameters, where these are now."""
-        trained = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
-        averaged = [
-            (name, p) for name, p in trained if any(p is other for other in self.replicated)
-        ]
-        self._reducer = (
-            Reducer(averaged, self, self.process_group, overlap=False) if averaged else None
-        )
+        """The replicated parameters have got new memory, or their first."""
+        named, replicated = self.module.named_parameters(), set(self.replicated)
+        averaged = [(name, p) for name, p in named if p in replicated and p.requires_grad]
+        self._gradients.watch(averaged, self.process_group)
 
     # ---- forward
 
@@ -178,72 +161,46 @@ class FSDP(ShardedModel):
         except BaseException:
             # checkpointing may run us again inside a backward, and stops us by an exception
             if not in_backward():
+                self._expect_no_backward()
                 self.rest()
-                for unit in self.units:
-                    unit.calls = 0
             raise
 
     def _before_forward(self, unit, module, args, kwargs):
-        inside = in_backward()
-        if unit is self.units[0] and not inside:
+        again = in_backward()  # recomputation
+        if unit is self.units[0] and not again:
             self._begin()
         unit.gather()
-        if not inside:
-            for following in self._calls.after(unit):
+        if not again:
+            for following in self._order.after(unit):
                 following.gather()
         unit.use()
-        unit.versions = unit.piece_versions()
-        if torch.is_grad_enabled():
-            # A recomputation in backward belongs to the forward that was counted, if that had grad.
-            unit.calls = max(unit.calls, 1) if inside else unit.calls + 1
-        return self._watch_inputs(unit, args, kwargs)
+        unit.note_forward()
+        if unit.flats:
+            args, kwargs = in_dtype((args, kwargs), self.sharding.param_dtype)
+        return unit.watch_inputs(args, kwargs, partial(self._after_backward, unit))
 
     def _begin(self):
-        if self._armed:  # an exception has left a backward
-            self._abandon()
         self.rest()  # the optimizer may have changed the shards: what is still whole is stale
+        if self._gradients.under_way:  # an exception has left a backward
+            self._gradients.abandon()
+            self._expect_no_backward()
         for flat in self.flats:
             flat.check()
             flat.drop_cleared()
-        self._calls.begin()
+        self._order.begin()
         if torch.is_grad_enabled():
-            self._averages = self.require_backward_grad_sync
+            self._gradients.averages = self.require_backward_grad_sync
 
-    def _watch_inputs(self, unit, args, kwargs):
-        """Have _after_backward called when backward has reached the inputs: the unit is done."""
-        watched, param_dtype = [], self.sharding.param_dtype
-
-        def watch(t):
-            if unit.flats and param_dtype is not None and t.is_floating_point():
-                t = t.to(param_dtype)
-            if t.requires_grad:
-                t = t.view_as(t)  # a node of our own: gradients of t's other uses may come later
-                watched.append(t)
-            return t
-
-        args, kwargs = tree_map_only(torch.Tensor, watch, (args, kwargs))
-        if watched and torch.is_grad_enabled():
-            register_multi_grad_hook(watched, lambda _: self._after_backward(unit))
-        return args, kwargs
+    def _expect_no_backward(self):
+        for unit in self.units:
+            unit.backwards_due = 0
 
     def _after_forward(self, unit, module, args, output):
-        if self.replicated and unit.flats and self.sharding.param_dtype is not None:
+        if unit.flats and self.replicated and self.sharding.param_dtype is not None:
             # What is replicated computes in its own dtype, and so must be given that.
-            dtype = self.replicated[0].dtype
-            output = tree_map_only(
-                torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, output
-            )
+            output = in_dtype(output, self.replicated[0].dtype)
         if torch.is_grad_enabled():
-            tensors = list(find_tensors(output))
-            for t in tensors:
-                if t.grad_fn is not None:
-                    t.register_hook(partial(self._before_backward, unit))
-            if unit.flats and not tensors and not isinstance(output, str | int | float | None):
-                raise TypeError(
-                    f"{unit} returns {type(output).__name__}, in which FSDP finds no tensor to "
-                    "hear of backward from: return tensors, in dicts, lists, tuples or "
-                    "dataclasses if need be"
-                )
+            unit.watch_outputs(output, partial(self._before_backward, unit))
         if in_backward():  # a recomputation: backward is about to use what has been gathered
             return output
         if not (unit.keep and torch.is_grad_enabled()):
@@ -258,98 +215,27 @@ class FSDP(ShardedModel):
 
     def _before_backward(self, unit, _=None):
         """The first gradient has come to an output of this unit."""
-        self._arm()
-        if unit.versions != unit.piece_versions():
-            raise RuntimeError(
-                f"the parameters of {unit} were changed between forward and backward: "
-                "call backward() before step()"
-            )
+        self._gradients.begin()
+        unit.check_unchanged()
         unit.gather()
-        for preceding in self._calls.before(unit):
-            if preceding.calls:
+        for preceding in self._order.before(unit):
+            if preceding.backwards_due:
                 preceding.gather()
         unit.use()
 
-    def _arm(self):
-        """Have the engine call _end_backward when the outermost backward, first here, is done."""
-        if not self._armed:
-            self._armed = True
-            Variable._execution_engine.queue_callback(self._end_backward)
-
-    def _after_backward(self, unit):
-        unit.calls = max(0, unit.calls - 1)
-        if unit.calls == 0:
+    def _after_backward(self, unit, _=None):
+        """Gradients have come to all inputs of this unit."""
+        unit.backwards_due = max(0, unit.backwards_due - 1)
+        if unit.backwards_due == 0:
             # with create_graph=True, the new graph needs the parameters in its turn
             if not torch.is_grad_enabled():
                 unit.free()
-            if self._averages:
-                self._reduce(unit)
-
-    @torch.no_grad()
-    def _reduce(self, unit):
-        # one at a time: the last unit's gradients go out while this one computes
-        if self._reducing is not None:
-            self._reducing.settle()
-        self._reducing = unit
-        unit.launch_reduce()
-
-    def on_gradient(self, index, slot):
-        """A replicated parameter has its gradient."""
-        if self._averages:
-            self._arm()
-            self._reducer.arrive(index, slot)
-        else:
-            self._reducer.keep(index, slot)
+            self._gradients.send(unit)
 
     def _end_backward(self):
         # Those at whose inputs nothing has come by, the root as a rule; in the order in which other
         # ranks, where inputs may differ in that, have reduced them.
-        for unit in reversed(dict.fromkeys([*self._calls.called, *self.units])):
-            unit.calls = 0
+        for unit in reversed(dict.fromkeys([*self._order.called, *self.units])):
+            unit.backwards_due = 0
             self._after_backward(unit)
-        with torch.no_grad():
-            self._collect()
-        self._armed, self._reducing = False, None
-
-    def _collect(self):
-        """Wait for all gradients, and let the pieces have them."""
-        for flat in self.flats:
-            flat.settle()
-        if self._reducer is not None and self._reducer.started:
-            # Not earlier: collectives match by order, and ranks may differ in when these arrive.
-            self._reducer.launch_rest()
-            self._reducer.wait()
-            self._reducer.settle([[True] * len(bucket.members) for bucket in self._reducer.buckets])
-        for flat in self.flats:
-            flat.deliver() if self._averages else flat.keep()
-
-    @contextmanager
-    def no_sync(self):
-        """Forwards in this block do not average: backward adds to this rank's whole gradients.
-
-        Costs memory, saves the reductions: the next averaging backward sends the whole sum.
-        """
-        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
-        try:
-            yield
-        finally:
-            self.require_backward_grad_sync = before
-
-    def rest(self):
-        """Nothing is gathered."""
-        for unit in self.units:
-            unit.free()
-
-    def _abandon(self):
-        self.rest()
-        for flat in self.flats:
-            flat.forget()
-        if self._reducer is not None:
-            self._reducer.abandon()
-        for unit in self.units:
-            unit.calls = 0
-        self._armed, self._reducing = False, None
-
-
-def in_backward():
-    return torch._C._current_graph_task_id() != -1
+        self._gradients.deliver()

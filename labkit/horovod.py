@@ -118,15 +118,11 @@ class _Distributed(NotPickled):
         else:
             self._reducer.arrive(index, slot)
 
-    @torch.no_grad()
     def synchronize(self):
         """Wait until each gradient is averaged, with zeros where none came. Collective."""
-        everything = [[True] * len(bucket.members) for bucket in self._reducer.buckets]
         try:
-            self._reducer.launch_rest()
-            self._reducer.wait()
+            self._reducer.finish()
         finally:
-            self._reducer.settle(everything)
             self._passes = [[0] * len(passes) for passes in self._passes]
         self._synchronized = True
 

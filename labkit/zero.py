@@ -15,21 +15,20 @@ Padding: < n elements a bucket. Rajbhandari et al., ZeRO: Memory Optimizations T
 Trillion Parameter Models, SC 2020, sections 5 and 7.
 """
 
-from contextlib import contextmanager
-
 import torch
 import torch.distributed as dist
 from torch.autograd import Variable
 
 from labkit import comm
 from labkit.parts.clip import clip_grad_norm_
-from labkit.parts.consolidate import gather_state, options_of, slice_state
+from labkit.parts.consolidate import options_of
 from labkit.parts.elementwise import check_elementwise
-from labkit.parts.pickling import NotPickled
+from labkit.parts.no_sync import NoSync
 from labkit.parts.reducer import watchers
-from labkit.parts.replicas import broadcast_tensors, check_agreement
+from labkit.parts.replicas import broadcast_tensors, check_ranks
 from labkit.parts.scatter import Scatterer
 from labkit.parts.shard import padded
+from labkit.parts.sharded_optimizer import ShardedOptimizer
 
 
 def shard_states(parameters, optimizer_class, group=None, **options):
@@ -85,7 +84,7 @@ def shard_gradients(parameters, optimizer_class, group=None, **options):
     return step
 
 
-class ZeRO1(NotPickled, torch.optim.Optimizer):
+class ZeRO1(NoSync, ShardedOptimizer):
     """optimizer_class over parameters that all ranks hold, with the states sharded.
 
     optimizer_class: elementwise, from torch.optim or like it. defaults: its options.
@@ -105,116 +104,36 @@ class ZeRO1(NotPickled, torch.optim.Optimizer):
     """
 
     keeps_gradients = True  # whole, after they have been averaged
-    instead = "state_dict() (collective, whole)"
 
     def __init__(self, params, optimizer_class, process_group=None, bucket_cap_mb=25, **defaults):
         name = type(self).__name__
-        if not dist.is_initialized():
-            raise RuntimeError(
-                f"{name} needs ranks: call torch.distributed.init_process_group first"
-            )
-        if dist.get_rank(process_group) < 0:
-            raise ValueError(
-                f"this rank is not in process_group: construct {name} on the group's ranks only"
-            )
-        if bucket_cap_mb < 0:
-            raise ValueError(f"bucket_cap_mb must be at least 0, not {bucket_cap_mb}")
-        self._sealed = False
+        check_ranks(name, process_group)
         super().__init__(params, defaults)  # reads parameters, pairs and groups as torch does
         self.process_group = process_group
-        self._whole_groups = self.param_groups
-        settings = f"{name}, {optimizer_class.__name__}, {bucket_cap_mb=}, {defaults}"
-        names = self._check(settings)
-        for group in self._whole_groups:
-            check_elementwise(
-                optimizer_class, defaults, options_of(group), next(iter(names)).device
-            )
+        names = self._agree(f"{name}, {optimizer_class.__name__}, {bucket_cap_mb=}, {defaults}")
+        device = next(iter(names)).device
+        for group in self.param_groups:
+            check_elementwise(optimizer_class, defaults, options_of(group), device)
         broadcast_tensors([p.detach() for p in names], 0, process_group)
         trainable = [(name, p) for p, name in names.items() if p.requires_grad]
-        self._frozen = {p: name for p, name in names.items() if not p.requires_grad}
-        self._average = True
-        self._armed = False
         overlap = not any(map(watchers, names))  # a DDP around the model averages first: wait
         cap_bytes = int(bucket_cap_mb * 2**20)
         self._reducer = Scatterer(
             trainable, self, process_group, cap_bytes, overlap, self.keeps_gradients
         )
-        pairs = [
-            pair
-            for bucket in self.buckets
-            for pair in zip(bucket.members, bucket.pieces, strict=True)
-        ]
-        self._pieces = {p: piece for p, piece in pairs if piece is not None}
-        self._inner = optimizer_class(
-            [self._cut(group) for group in self._whole_groups], **defaults
-        )
-        self._sealed = True
-        self._share()
-
-    def _check(self, settings):
-        """{parameter: its name}, in order. Collective: ValueError where the ranks do not agree."""
-        names, lines = {}, [f"settings {settings}"]
-        for number, group in enumerate(self._whole_groups):
-            for place, p in enumerate(group["params"]):
-                name = (
-                    group["param_names"][place]
-                    if "param_names" in group
-                    else f"parameter {len(names)}"
-                )
-                names[p] = name
-                trainable = "trainable" if p.requires_grad else "fixed"
-                shape = f"{p.dtype} {list(p.shape)}, strides {list(p.stride())}"
-                lines.append(f"{name!r} of group {number}: {shape}, {trainable}")
-        check_agreement(lines, self.process_group, next(iter(names)).device if names else "cpu")
-        if not any(p.requires_grad for p in names):
-            raise ValueError(f"{type(self).__name__}: no parameter requires a gradient")
-        for p, name in names.items():
-            if any(isinstance(owner, ZeRO1) for owner in watchers(p)):
-                raise ValueError(
-                    f"{name!r} is in another {type(self).__name__} already: delete that one first"
-                )
-        return names
-
-    def _cut(self, group):
-        """The group with this rank's pieces, perhaps none, for the parameters; without names."""
-        return {
-            **options_of(group),
-            "params": [self._pieces[p] for p in group["params"] if p in self._pieces],
-        }
-
-    def _share(self):
-        """What schedulers, GradScaler and trackers look at is what the inner optimizer works on."""
-        self.param_groups, self.state = self._inner.param_groups, self._inner.state
-        self.defaults = self._inner.defaults
+        self._armed = False  # a backward is under way, and will call _end_backward
+        self._cut(optimizer_class, defaults)
 
     @property
     def buckets(self):
         """The list of ShardedBucket, in the order in which they leave."""
         return self._reducer.buckets
 
-    def add_param_group(self, param_group):
-        """Only while it is constructed. Raises RuntimeError afterwards."""
-        if self._sealed:
-            raise RuntimeError(
-                f"{type(self).__name__} cuts its parameters once: construct a new one with all "
-                "groups, and load this one's state_dict() into it"
-            )
-        super().add_param_group(param_group)
-
     # ---- backward
-
-    @contextmanager
-    def no_sync(self):
-        """Backwards in this block add to this rank's p.grad; the next averages the whole sum."""
-        before, self._average = self._average, False
-        try:
-            yield
-        finally:
-            self._average = before
 
     def on_gradient(self, index, slot):
         """The gradient of a parameter is complete."""
-        if not self._average:
+        if not self.require_backward_grad_sync:
             return self._reducer.keep(index, slot)
         if not self._armed:
             self._armed = True
@@ -237,12 +156,9 @@ class ZeRO1(NotPickled, torch.optim.Optimizer):
         ):
             self._finish()
 
-    @torch.no_grad()
     def _finish(self):
-        """Send what has not left, wait for everything."""
         if self._reducer.started:
-            self._reducer.launch_rest()
-            self._reducer.wait()
+            self._reducer.finish()
 
     @torch.no_grad()
     def zero_grad(self, set_to_none=True):
@@ -284,50 +200,6 @@ class ZeRO1(NotPickled, torch.optim.Optimizer):
         # They changed through their buffers: autograd must notice where it holds an old value.
         torch.autograd.graph.increment_version([p for b in self.buckets for p in b.members])
         return loss
-
-    def _check_members(self):
-        for bucket in self.buckets:
-            for slot, (name, p) in enumerate(zip(bucket.names, bucket.members, strict=True)):
-                if p.data_ptr() != bucket.homes[slot].data_ptr():
-                    raise RuntimeError(
-                        f"{name!r} has moved to other memory since {type(self).__name__} was "
-                        "constructed: move or convert the model first (to(), half()), then "
-                        "construct the optimizer"
-                    )
-                if not bucket.is_averaged(slot):
-                    raise RuntimeError(
-                        f"the gradient of {name!r} is not the average, or was changed after it: "
-                        "end accumulation with a backward outside no_sync(), clip with "
-                        "clip_grad_norm_ of this optimizer, and leave the averaging to "
-                        f"{type(self).__name__} (no PyTorch DDP around the model)"
-                    )
-        for p, name in self._frozen.items():
-            if p.grad is not None:
-                raise RuntimeError(
-                    f"{name!r} was unfrozen after {type(self).__name__} was constructed: "
-                    "do it before"
-                )
-
-    # ---- state
-
-    def state_dict(self):
-        """The state of the unsharded optimizer, whole, on every rank. Collective.
-
-        What optimizer_class on all parameters would return: loads there, and here on any n ranks.
-        """
-        return gather_state(
-            self._inner, self._whole_groups, self._pieces, self.buckets, self.process_group
-        )
-
-    def load_state_dict(self, state_dict):
-        """Take this rank's part of a whole state_dict(), ours or optimizer_class's. Sends nothing.
-
-        Raises ValueError where groups or shapes are not those of these parameters.
-        """
-        self._inner.load_state_dict(
-            slice_state(state_dict, self._whole_groups, self._pieces, self.buckets)
-        )
-        self._share()
 
 
 class ZeRO2(ZeRO1):

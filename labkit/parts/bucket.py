@@ -160,6 +160,8 @@ def assign_buckets(parameters, cap_bytes):
     bucket; a bucket is closed before it would exceed cap_bytes, so only a single larger parameter
     exceeds it; 0: one parameter a bucket.
     """
+    if cap_bytes < 0:
+        raise ValueError(f"bucket_cap_mb must be at least 0, not {cap_bytes / 2**20:g}")
     filling, done = {}, []
     for position, p in enumerate(reversed(list(parameters))):
         kind = (p.dtype, p.device)

@@ -26,8 +26,7 @@ class ShardedModel(NotPickled, Wrapper):
     """Base of FSDP: what does not belong to a step.
 
     Subclasses have flats, all FlatParams; sharding, a Sharding; replicated, the parameters that are
-    whole on every rank; rest(), after which nothing is gathered; watch_root(), called when the
-    replicated have moved.
+    whole on every rank; watch_root(), called when these have moved.
     """
 
     instead = "full_state_dict() (collective, whole) or state_dict() (this rank's shards)"
@@ -41,6 +40,11 @@ class ShardedModel(NotPickled, Wrapper):
         }
         for name, p in self.module.named_parameters(*args, **kwargs):
             yield name, pieces.get(p, p)
+
+    def rest(self):
+        """Nothing is gathered."""
+        for flat in self.flats:
+            flat.free()
 
     def zero_grad(self, set_to_none=True):
         super().zero_grad(set_to_none)

@@ -60,7 +60,10 @@ class Join:
         """One step of the others, without data. False: there is nobody left."""
         active, averages = self._exchange(False, False)
         if active:
-            self.ddp._shadow(max(active), averages)
+            self.ddp._share_buffers(max(active), averages)
+            if averages:
+                self.ddp._reducer.send_zeros()
+                self.ddp._usage.used()
         return bool(active)
 
     def _exchange(self, active, averages):

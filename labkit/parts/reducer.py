@@ -130,6 +130,17 @@ class Reducer:
                 self._wait(bucket, self._pending[-1])
                 self._pending[-1] = None
 
+    @torch.no_grad()
+    def finish(self, used=None):
+        """launch_rest(), wait(), settle(). used(), asked before the wait: who adopts; None: all."""
+        adopt = [[used is None] * len(bucket.members) for bucket in self.buckets]
+        try:
+            self.launch_rest()
+            adopt = used() if used else adopt
+            return self.wait()
+        finally:
+            self.settle(adopt)
+
     def _launch(self, bucket):
         if self.hook is not None:  # empty or not: it may wait for the last one (PowerSGD)
             self._pending.append(self._failures.call(self.hook, self.state, bucket))

@@ -36,6 +36,7 @@ class Replicas:
         self._ignored = frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self._has_buffers = buffers and any(True for _ in module.buffers())
         self._packed = []
+        self._trainable = [(name, p, p.requires_grad) for name, p in self.parameters()]
 
     def parameters(self):
         """[(name, parameter)], tied ones once."""
@@ -79,6 +80,15 @@ class Replicas:
                     f"{name!r} makes sparse gradients, which fit in no bucket: set sparse=False"
                 )
 
+    def check_trainable(self, may_freeze):
+        """Raise RuntimeError where a parameter was unfrozen since, or frozen, unless may_freeze."""
+        for name, p, trainable in self._trainable:
+            if p.requires_grad != trainable and not (trainable and may_freeze):
+                raise RuntimeError(
+                    f"{name!r} was {'frozen' if trainable else 'unfrozen'} "
+                    "after DDP was constructed: set requires_grad first, then construct DDP"
+                )
+
     def become(self, src):
         """Take all values of rank src of the group. Collective."""
         broadcast_tensors([t for _, t in self.parameters() + self.buffers()], src, self.group)
@@ -87,6 +97,16 @@ class Replicas:
         """Take the buffers of rank src of the group. Collective. Keeps the message's memory."""
         self._packed = broadcast_tensors(
             [b for _, b in self.buffers()], src, self.group, self._packed
+        )
+
+
+def check_ranks(name, group=None):
+    """RuntimeError where no ranks have met, ValueError on a rank outside the group. name: whose."""
+    if not dist.is_initialized():
+        raise RuntimeError(f"{name} needs ranks: call torch.distributed.init_process_group first")
+    if dist.get_rank(group) < 0:
+        raise ValueError(
+            f"this rank is not in process_group: construct {name} on the group's ranks only"
         )
 
 

@@ -14,6 +14,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_map_only
+
+from labkit.parts.replicas import check_ranks
 
 MODES = ("full", "grad_op", "hybrid")
 
@@ -39,6 +42,11 @@ class Sharding:
     @classmethod
     def choose(cls, module, mode, mesh, process_group, param_dtype, reduce_dtype, offload):
         """From FSDP's arguments. Raises ValueError where they do not fit together."""
+        if any(hasattr(p, "is_piece") for p in module.parameters()):
+            raise ValueError(
+                "this module is sharded already: wrap the whole model once, and "
+                "name its parts by unit="
+            )
         for name, dtype in (("param_dtype", param_dtype), ("reduce_dtype", reduce_dtype)):
             if dtype is not None and not (
                 isinstance(dtype, torch.dtype) and dtype.is_floating_point
@@ -48,10 +56,7 @@ class Sharding:
                     f"not {dtype!r}"
                 )
         groups = choose_groups(mode, mesh, process_group)
-        if dist.get_rank(groups[1]) < 0:
-            raise ValueError(
-                "this rank is not in process_group: construct FSDP on the group's ranks only"
-            )
+        check_ranks("FSDP", groups[1])
         return cls(*groups, compute_device(module, groups[0]), param_dtype, reduce_dtype, offload)
 
 
@@ -74,6 +79,13 @@ def choose_groups(mode, mesh, process_group):
         )
     group = mesh.group(axes[0]) if axes else process_group
     return group, group, None
+
+
+def in_dtype(value, dtype):
+    """The value, its floating-point tensors in dtype; as it is if that is None."""
+    if dtype is None:
+        return value
+    return tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, value)
 
 
 def compute_device(module, group):

@@ -8,29 +8,30 @@ only by counting does one know which is the last. Sent besides: one int32 per pa
 Semantics: static_graph of torch.nn.parallel.DistributedDataParallel.
 """
 
+from labkit.parts.unused import AllUsed
 
-class StaticGraph:
+
+class StaticGraph(AllUsed):
     """What this rank's first averaging backward showed. Until then the reducer does not overlap."""
 
     def __init__(self, reducer):
-        self.reducer, self.overlap = reducer, reducer.overlap
+        super().__init__(reducer)
+        self.overlap = reducer.overlap
         reducer.overlap = False
         self.counts = None  # by bucket and slot: how many gradients one backward brings
         self._used = None
         self.forget()
 
     def forget(self):
-        """A backward begins, or has failed."""
         self._seen = [[0] * len(bucket.members) for bucket in self.reducer.buckets]
 
     def used(self, failed=False):
-        """Which gradients some rank has: [[bool]] by bucket; failed: say all. Collective once."""
+        """Collective once: what the first backward has told is kept."""
         if self._used is None:
             self._used = self.reducer.used(everything=failed)
         return self._used
 
     def arrive(self, index, slot):
-        """A gradient has been added to."""
         self._seen[index][slot] += 1
         if self.counts is None:
             return self.reducer.arrive(index, slot)
@@ -43,8 +44,8 @@ class StaticGraph:
         if self._seen[index][slot] == self.counts[index][slot]:
             self.reducer.arrive(index, slot)
 
-    def close(self):
-        """The backward is over. Raises RuntimeError if it was not like the first."""
+    def close(self, absent):
+        """Raises RuntimeError if this backward was not like the first."""
         seen = self._seen
         self.forget()
         if self.counts is None:

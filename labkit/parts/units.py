@@ -12,67 +12,8 @@ two units. Zhao et al., PyTorch FSDP, VLDB 2023, section 3.2.1.
 
 import torch
 
+from labkit.parts.unit import Unit
 from labkit.parts.wrapper import find_tensors
-
-
-class Unit:
-    """A part of the model gathered together: its name, module, modules (name -> module) of its own.
-
-    keep: stays gathered from its forward to its backward.
-    """
-
-    def __init__(self, name, module, keep=False):
-        self.name, self.module, self.keep = name, module, keep
-        self.modules = {}
-        self.flats = []  # FlatParams, as a rule one; else one for each dtype, trainable and frozen
-        self.calls = 0  # forwards whose backward has not come yet
-        self.versions = None  # of the pieces, when they were gathered for the forward
-
-    def gather(self):
-        for flat in self.flats:
-            flat.gather()
-
-    def use(self):
-        for flat in self.flats:
-            flat.use()
-
-    def free(self):
-        for flat in self.flats:
-            flat.free()
-
-    def launch_reduce(self):
-        for flat in self.flats:
-            flat.launch_reduce()
-
-    def settle(self):
-        for flat in self.flats:
-            flat.settle()
-
-    def piece_versions(self):
-        return [piece._version for flat in self.flats for piece in flat.pieces]
-
-    def own_parameters(self):
-        """{parameter: [(name, module, attribute)]}, as of now; tied ones have several places."""
-        found = {}
-        for prefix, module in self.modules.items():
-            for attribute, p in module._parameters.items():
-                if p is not None:
-                    found.setdefault(p, []).append(
-                        (f"{prefix}.{attribute}".removeprefix("."), module, attribute)
-                    )
-        return found
-
-    def kinds(self):
-        """[(names, places)] of its parameters: one a dtype, trainable or frozen. See FlatParam."""
-        kinds = {}
-        for p, places in self.own_parameters().items():
-            names, all_places = kinds.setdefault((p.dtype, p.requires_grad), ([], []))
-            names.append(places[0][0])
-            all_places.append([(module, attribute) for _, module, attribute in places])
-        return list(kinds.values())
-
-    def __str__(self):
-        return repr(self.name) if self.name else "the root"
 
 
 def split_units(module, unit, keep=False):
