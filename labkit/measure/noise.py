@@ -1,15 +1,17 @@
-"""The gradient noise scale: from how many samples on a batch's gradient is more signal than noise.
+"""The gradient noise scale: the batch from which a gradient is more signal than noise.
 
     one sample      g = G + noise       E|g|^2   = |G|^2 + tr(Sigma)
-    a batch of B    G_B, their mean     E|G_B|^2 = |G|^2 + tr(Sigma) / B        two batch sizes: two equations
+    a batch of B    G_B, their mean     E|G_B|^2 = |G|^2 + tr(Sigma) / B     two sizes: two equations
 
-    |G|^2     = (B E|G_B|^2 - b E|G_b|^2) / (B - b)           signal: the length that all samples agree on, squared
-    tr(Sigma) = (E|G_b|^2 - E|G_B|^2) / (1/b - 1/B)           noise: the variance of one sample's gradient
-    B_simple  = tr(Sigma) / |G|^2                             at this batch one half of E|G_B|^2 is signal
+    |G|^2     = (B E|G_B|^2 - b E|G_b|^2) / (B - b)      signal: what all samples agree on, squared
+    tr(Sigma) = (E|G_b|^2 - E|G_B|^2) / (1/b - 1/B)      noise: variance of one sample's gradient
+    B_simple  = tr(Sigma) / |G|^2                        there one half of E|G_B|^2 is signal
 
-Data parallelism has both at hand: a rank's own gradient (b = B/n samples), and the average of all ranks' (B samples).
-Cost: one number a rank and step. The two estimates are unbiased, their quotient is not: average first, then divide.
-McCandlish, Kaplan, Amodei et al., An Empirical Model of Large-Batch Training, 2018, section 2.2 and appendix A.1.
+Data parallelism has both at hand: a rank's own gradient (b = B/n samples) and the average of all
+ranks' (B samples). Cost: one number a rank and step. The two estimates are unbiased, their quotient
+is not: average first, then divide.
+McCandlish, Kaplan, Amodei et al., An Empirical Model of Large-Batch Training, 2018, section 2.2 and
+appendix A.1.
 """
 
 from dataclasses import dataclass
@@ -19,9 +21,10 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class NoiseScale:
-    """signal: |G|^2. noise: tr(Sigma). scale: B_simple in samples, and its 95 % bootstrap interval, low to high.
+    """signal: |G|^2. noise: tr(Sigma). scale: B_simple in samples; low, high: its 95 % interval.
 
-    Where the signal is not told from zero, scale or high is infinite: the batches were too small to see G.
+    The interval is a bootstrap's. Where the signal is not told from zero, scale or high is
+    infinite: the batches were too small to see G.
     """
 
     signal: float
@@ -36,9 +39,9 @@ class NoiseScale:
 
 
 def signal_and_noise(small, big, small_batch, big_batch):
-    """Unbiased (|G|^2, tr(Sigma)) from the squared lengths of gradients of small_batch and of big_batch samples.
+    """Unbiased (|G|^2, tr(Sigma)) from squared lengths of gradients of two sizes of batch.
 
-    small, big: numbers or arrays. Raises ValueError unless big_batch is the larger one.
+    small, big: numbers or arrays, of small_batch and of big_batch samples. Raises ValueError unless big_batch is the larger one.
     """
     if not 0 < small_batch < big_batch:
         raise ValueError(
@@ -50,7 +53,7 @@ def signal_and_noise(small, big, small_batch, big_batch):
 
 
 def noise_scale(small, big, small_batch, big_batch, resamples=2000, seed=0):
-    """NoiseScale from pairs: small[i] and big[i] are squared lengths seen in the same step, at the same weights.
+    """NoiseScale from pairs: small[i] and big[i] are squared lengths at the same weights.
 
     Several ranks' small ones are averaged before. The seed makes the interval repeat.
     """
