@@ -1,7 +1,7 @@
 """The gradient noise scale: the batch from which a gradient is more signal than noise.
 
     one sample      g = G + noise       E|g|^2   = |G|^2 + tr(Sigma)
-    a batch of B    G_B, their mean     E|G_B|^2 = |G|^2 + tr(Sigma) / B     two sizes: two equations
+    a batch of B    G_B, their mean     E|G_B|^2 = |G|^2 + tr(Sigma) / B    two sizes: two equations
 
     |G|^2     = (B E|G_B|^2 - b E|G_b|^2) / (B - b)      signal: what all samples agree on, squared
     tr(Sigma) = (E|G_b|^2 - E|G_B|^2) / (1/b - 1/B)      noise: variance of one sample's gradient
@@ -41,11 +41,12 @@ class NoiseScale:
 def signal_and_noise(small, big, small_batch, big_batch):
     """Unbiased (|G|^2, tr(Sigma)) from squared lengths of gradients of two sizes of batch.
 
-    small, big: numbers or arrays, of small_batch and of big_batch samples. Raises ValueError unless big_batch is the larger one.
+    small, big: numbers or arrays, of small_batch and of big_batch samples. Raises ValueError
+    unless big_batch is the larger one.
     """
     if not 0 < small_batch < big_batch:
         raise ValueError(
-            f"two sizes of batch are needed, the first one smaller: got {small_batch} and {big_batch}"
+            f"two sizes of batch are needed, a smaller and a larger: {small_batch}, {big_batch}"
         )
     signal = (big_batch * big - small_batch * small) / (big_batch - small_batch)
     noise = (small - big) / (1 / small_batch - 1 / big_batch)

@@ -124,7 +124,7 @@ class Participant:
         self.timeline.clock.stamp(self, "last_gradient")
 
     def prepare(self):
-        """Warm up; returns what never moves: peak bytes by kind, bytes sent, messages, FLOPs of a step.
+        """Warm up; returns what never moves: peak bytes by kind; bytes, messages, FLOPs of a step.
 
         Of local SGD and DiLoCo: the mean over the steps from one average to the next.
         """
