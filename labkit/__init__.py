@@ -26,7 +26,7 @@ What is indented is in parts/: what the file above it stands on, and others may 
         shard.py            many tensors as one flat buffer, cut evenly among the ranks
         scatter.py          each rank gets the mean of the gradients of its part only
         consolidate.py      states of shards as states of the whole, and back
-        sharded_optimizer.py    an optimizer of pieces from outside: groups, names, whole states
+        sharded_optimizer.py  an optimizer of pieces, from outside: groups, names, whole states
         elementwise.py      which optimizers may work on a shard
     fsdp.py                 ZeRO-3: shard the parameters too, gather them unit by unit; on
         units.py            what is gathered together: which parts of a model are units

@@ -7,8 +7,8 @@
     no_sync()         nothing leaves: whole gradients stay with the unit, this rank's part in p.grad
     an exception      leaves a backward half-way: what is under way is waited for, and dropped
 
-No module is told that a whole backward is over. The engine tells whoever has asked in that
-backward: the first that a gradient comes to, so that of several, one in the other, it is the outer.
+No module is told that a whole backward is over. The engine tells it, if it is asked during that
+backward. So ask at the first gradient: where one backward runs inside another, it is the outer's.
 """
 
 import torch
