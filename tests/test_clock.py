@@ -242,7 +242,7 @@ def test_memory_is_counted_where_the_model_is(monkeypatch):
     seen, participant = [], object.__new__(Participant)
     participant.takes_part, participant.world_size, participant.device = True, 1, torch.device("cuda")
     participant.experiment, participant.step = Experiment(), lambda: None
-    participant.model, participant.trainer = None, SimpleNamespace(optimizer=None)
+    participant.model, participant.trainer, participant.flops = None, SimpleNamespace(optimizer=None), 0
     memory = nullcontext(SimpleNamespace(peak={}, peak_total=0))
     monkeypatch.setattr("labkit.run.participant.MemoryTracker", lambda *arguments: seen.append(arguments) or memory)
     participant.prepare()
