@@ -128,6 +128,19 @@ def close(figure, axes, ends, title, note=None):
         style.beside(axes, words, (x, y), offset, arrowprops=leader, **look)
 
 
+def mark_peak(axes, samples, divisor, **look):
+    """A dot and its words where the sum of all kinds is largest; samples as memory_over_time's."""
+    totals = [sum(sizes.values()) for _, sizes in samples]
+    peak = max(totals)
+    moment = totals.index(peak) + 1
+    axes.plot(moment, peak / divisor, "o", color=style.RED, zorder=5)
+    part = moment / len(totals)
+    side = "left" if part < 0.2 else "right" if part > 0.8 else "center"
+    look |= {"ha": side, "va": "baseline", "size": 10, "weight": "bold", "color": style.RED}
+    words = f"peak {style.quantity(peak, 'bytes')}"
+    style.beside(axes, words, (moment, peak / divisor), (0, 8), **look)
+
+
 def memory_over_time(samples, title=None, phases=None, predicted=None):
     """Figure: MemoryTracker.samples as areas by kind, with the peak marked.
 
@@ -148,30 +161,7 @@ def memory_over_time(samples, title=None, phases=None, predicted=None):
         axes.stackplot(
             moments, table.T / divisor, step="post", colors=colours, labels=names, linewidth=0
         )
-        top = int(table.sum(axis=1).argmax())
-        peak = table[top].sum()
-        axes.plot(moments[top], peak / divisor, "o", color=style.RED, zorder=5)
-        words = f"peak {style.quantity(peak, 'bytes')}"
-        side = (
-            "left"
-            if top < 0.2 * len(samples)
-            else "right"
-            if top > 0.8 * len(samples)
-            else "center"
-        )
-        place = {
-            "xytext": (0, 8),
-            "textcoords": "offset points",
-            "ha": side,
-            "weight": "bold",
-            "color": style.RED,
-        }
-        axes.annotate(
-            words,
-            (moments[top], peak / divisor),
-            **place,
-            bbox={"fc": style.GROUND, "ec": "none", "pad": 1},
-        )
+        mark_peak(axes, samples, divisor, bbox={"fc": style.GROUND, "ec": "none", "pad": 1})
         if predicted is not None:
             line = [sum(sizes.values()) / divisor for _, sizes in predicted]
             look = {
@@ -181,7 +171,7 @@ def memory_over_time(samples, title=None, phases=None, predicted=None):
                 "label": "predicted sum",
             }
             axes.step(np.arange(1, len(line) + 1), line, where="post", **look)
-        axes.set_ylim(0, peak / divisor * (1.24 if phases else 1.14))
+        axes.set_ylim(0, table.sum(axis=1).max() / divisor * (1.24 if phases else 1.14))
         axes.margins(x=0)
         draw_phases(axes, phases or {}, len(samples))
         axes.set_xlabel("allocations and releases so far")

@@ -15,7 +15,7 @@ from matplotlib import patheffects
 from labkit.measure.overlap import LANES, exposed, length
 from labkit.show import style
 from labkit.show.gantt import BAR, draw_span, fit
-from labkit.show.schedules import FINEST, from_zero, in_turn
+from labkit.show.schedules import FINEST, draw_heading, from_zero, in_turn
 
 LANE = "whole"  # the lane of the spans in which a unit is whole
 THIN = 0.5  # height of a unit's row, in rows
@@ -81,18 +81,7 @@ def draw_work(axes, name, frame, top, ticks):
             labels += draw_span(axes, span, row + place, seen)
     for x in (*work[inner]["start_ms"], *work[inner]["end_ms"]):
         axes.plot([x, x], [row - BAR / 2, row + BAR / 2], color=style.GROUND, linewidth=0.9)
-    count = int(network.sum())
-    heading = axes.annotate(
-        name, (0, top), va="center_baseline", ha="left", weight="bold", size=10.5
-    )
-    beside = {
-        "xycoords": heading,
-        "va": "center_baseline",
-        "ha": "left",
-        "size": 9.5,
-        "color": style.FAINT,
-    }
-    axes.annotate(f"   {count} messages", (1, 0.5), **beside)
+    draw_heading(axes, name, top, int(network.sum()))
     write(axes, work["end_ms"].max(), row, style.quantity(work["end_ms"].max(), "ms"), style.INK)
     words = f"exposed {style.quantity(length(bare), 'ms')}" if bare else "nothing exposed"
     write(axes, work.loc[network, "end_ms"].max(), row + 1.5, words, style.RED)

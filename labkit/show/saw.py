@@ -13,6 +13,7 @@ import numpy as np
 
 from labkit.measure.memory import KINDS
 from labkit.show import style
+from labkit.show.curves import mark_peak
 
 COLUMNS = 2
 FINEST = 0.004  # a change by a smaller part of the peak is not drawn
@@ -87,25 +88,3 @@ def draw(axes, samples, kinds, divisor):
     axes.margins(x=0)
     axes.grid(axis="y")
     return axes.stackplot(moments, table.T / divisor, step="post", colors=colours, linewidth=0)
-
-
-def mark_peak(axes, samples, divisor):
-    totals = [sum(sizes.values()) for _, sizes in samples]
-    peak = max(totals)
-    moment = totals.index(peak) + 1
-    axes.plot(moment, peak / divisor, "o", color=style.RED, zorder=5, markersize=5)
-    side = (
-        "right"
-        if moment > 0.8 * len(totals)
-        else "left"
-        if moment < 0.2 * len(totals)
-        else "center"
-    )
-    place = {
-        "xytext": (0, 7),
-        "textcoords": "offset points",
-        "ha": side,
-        "weight": "bold",
-        "color": style.RED,
-    }
-    axes.annotate(f"peak {style.quantity(peak, 'bytes')}", (moment, peak / divisor), **place)

@@ -86,18 +86,7 @@ def draw_band(axes, name, frame, top):
                 [x, x], [top + 1 - BAR / 2, top + 1 + BAR / 2], color=style.GROUND, linewidth=0.9
             )
     end = frame["end_ms"].max()
-    words = f"   {count} message{'' if count == 1 else 's'}"
-    heading = axes.annotate(
-        name, (0, top), va="center_baseline", ha="left", weight="bold", size=10.5
-    )
-    beside = {
-        "xycoords": heading,
-        "va": "center_baseline",
-        "ha": "left",
-        "size": 9.5,
-        "color": style.FAINT,
-    }
-    axes.annotate(words, (1, 0.5), **beside)
+    draw_heading(axes, name, top, count)
     at_end = {"weight": "bold", "annotation_clip": False}
     at_end["path_effects"] = [patheffects.withStroke(linewidth=3, foreground=style.GROUND)]
     style.beside(axes, style.quantity(end, "ms"), (end, top + 1), (7, 0), size=10.5, **at_end)
@@ -106,6 +95,14 @@ def draw_band(axes, name, frame, top):
         words = f"exposed {style.quantity(sum_of, 'ms')}" if sum_of else "nothing exposed"
         style.beside(axes, words, (last, top + 2), (7, 0), size=9, color=style.RED, **at_end)
     return labels
+
+
+def draw_heading(axes, name, top, count):
+    """The name of a band, and how many messages it has."""
+    look = {"va": "center_baseline", "ha": "left"}
+    heading = axes.annotate(name, (0, top), weight="bold", size=10.5, **look)
+    words = f"   {count} message{'' if count == 1 else 's'}"
+    axes.annotate(words, (1, 0.5), xycoords=heading, size=9.5, color=style.FAINT, **look)
 
 
 def in_turn(messages):
