@@ -58,6 +58,9 @@ def all_reduce(tensor, op=ReduceOp.SUM, group=None, async_op=False):
     """Every rank's tensor becomes the sum (or op) of all of them, in place."""
 
     def launch():
+        if gloo.adds_slowly(tensor, op, group):
+            work = gloo.all_reduce(tensor, group)
+            return work if async_op else _finish(work)
         return dist.all_reduce(tensor, op, group, async_op)
 
     return metered("all_reduce", group, tensor, lambda n, P: 2 * (n - 1) * P // n, async_op, launch)

@@ -274,3 +274,36 @@ def maximum(rank, n, async_op):
         results.append(x[0].item())
     assert results[0] == results[1]
     return results[0]
+
+
+def sums_of_16_bits(rank, n):
+    """Ours against torch's own, bit for bit, however the caller waits; and what a hook sees once all is there."""
+    generator = torch.Generator().manual_seed(rank)
+    pair = dist.new_group([0, n - 1]) if n > 2 else None
+    member = pair is None or rank in (0, n - 1)
+    for dtype in (torch.float16, torch.bfloat16):
+        for shape in ((), (0,), (3, 5), (4099,)):
+            mine = 40000 * torch.randn(shape, generator=generator)  # sums overflow in float16
+            for ways in ("waits", "future", "both", "sync"):
+                for kept in (False, True):
+                    ours, theirs = mine.to(dtype), mine.to(dtype)
+                    if member:
+                        dist.all_reduce(theirs, group=pair)
+                    with comm.record() if kept else nullcontext():
+                        work = comm.all_reduce(ours, group=pair, async_op=ways != "sync") if member else None
+                        if work and ways in ("future", "both"):
+                            seen = work.get_future().then(lambda done: done.value()[0].clone()).wait()
+                            assert torch.allclose(seen, theirs, rtol=0, atol=0, equal_nan=True)
+                        if work and ways in ("waits", "both"):
+                            work.wait()
+                            assert work.is_completed()
+                    same = torch.allclose(ours, theirs, rtol=0, atol=0, equal_nan=True)
+                    assert same, (dtype, shape, ways, kept)
+    largest = torch.tensor([rank], dtype=torch.float16)
+    comm.all_reduce(largest, dist.ReduceOp.MAX)
+    return largest.item()
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_sums_of_16_bits_are_torchs_own(ranks, n):
+    assert ranks(n, sums_of_16_bits) == [n - 1] * n

@@ -163,8 +163,8 @@ class PowerSGD(Compressor):
         with self.clock():
             for m in x.matrices:
                 use_here(m.p, m.q)
-                if m.average.dtype == m.p.dtype:
-                    torch.mm(m.p, m.q.t(), out=m.average)
+                if m.average.dtype == m.p.dtype:  # on a CPU sooner than mm, which reads nothing
+                    m.average.zero_().addmm_(m.p, m.q.t())
                 else:
                     m.average.copy_(m.p @ m.q.t())
         return x.gradient
