@@ -35,6 +35,7 @@ from pathlib import Path
 import psutil
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from labkit.run import cluster, worker
@@ -158,6 +159,8 @@ def run_job(job_path, nproc, folder, place=None):
             logs_specs=DefaultLogsSpecs(log_dir=str(folder / f"elastic-{place.node}")),
         )
     note_exits(folder / "exits.jsonl")
+    if place.count == 1:  # nodes come to the rendezvous at random within 0.3 s, even a single one
+        dynamic_rendezvous._delay = lambda seconds: None
     try:
         elastic_launch(config, worker.main)(job_path)
     except ChildFailedError:
