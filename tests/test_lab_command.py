@@ -236,6 +236,14 @@ def test_a_failed_setup_is_told_and_the_next_use_repairs_it(tree):
 
 
 @pytest.mark.slow
+def test_a_venv_that_is_a_link_is_left_alone(tree, tmp_path):
+    """Another checkout's: setting it up anew would empty it."""
+    root = new_tree(tmp_path)
+    (root / ".venv").symlink_to(tree / ".venv")
+    assert_one_line(lab(root, "run"), "is a link", "remove it")
+    assert lab(tree, "run", "-x").stdout == "ran ['-x']\n"
+
+
 def test_changed_requirements_keep_the_venv(tree):
     lab(tree, "run")
     kept = tree / ".venv" / "kept"
