@@ -172,7 +172,7 @@ INSIDE = {
     "cpu": "_addmm_activation _convolution _grid_sampler_2d_cpu_fallback _lu_with_info _native_multi_head_attention "
     "mkldnn_rnn_layer nll_loss2d cross_entropy_loss multilabel_margin_loss_forward fake_quantize_per_tensor_affine "
     "reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d replication_pad3d",
-    "cuda": "_convolution convolution cudnn_convolution cudnn_convolution_transpose nll_loss2d "
+    "cuda": "_cudnn_rnn _convolution convolution cudnn_convolution cudnn_convolution_transpose nll_loss2d "
     "_scaled_dot_product_flash_attention _thnn_fused_gru_cell _thnn_fused_lstm_cell grid_sampler "
     "_upsample_bicubic2d_aa _upsample_bilinear2d_aa _upsample_nearest_exact1d _upsample_nearest_exact2d "
     "_upsample_nearest_exact3d upsample_bicubic2d upsample_bilinear2d upsample_linear1d upsample_nearest1d "

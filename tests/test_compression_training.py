@@ -121,8 +121,9 @@ def test_on_text_as_well(ranks, kind, settings):
     makes = [None, partial(kind, **settings), partial(kind, **settings, feedback=False)]
     plain, with_feedback, without = (sum(losses) / 2 for losses in zip(*ranks(2, on_text, makes=makes), strict=True))
     assert plain < 4.0  # it learns: untrained 5.6
-    assert with_feedback < plain + 0.05
+    # The text is another one with every Python: what is lost without feedback is the measure of what is lost with it.
     assert without > plain + 0.08
+    assert with_feedback - plain < (without - plain) / 2
 
 
 @pytest.mark.slow

@@ -182,7 +182,8 @@ def test_train_records_a_row_per_step_and_learns():
 
 @pytest.mark.slow
 def test_precision_and_recomputation_join_every_strategy():
-    base = Experiment(model="gpt", batch_size=16, lr=0.01)
+    # With a larger lr a gradient soon passes 1, and in fp16, scaled by 65536, 65504: a step is skipped, on some texts.
+    base = Experiment(model="gpt", batch_size=16, lr=0.001)
     runs = {
         f"{strategy} {precision} {again}": base.replace(strategy=strategy, precision=precision, recompute=again)
         for strategy, precision, again in [

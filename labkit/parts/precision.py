@@ -46,15 +46,15 @@ FP32_OF = {
         fft.irfft2 fft.irfftn fft.rfft fft.rfft2 fft.rfftn
         linalg.cholesky linalg.cholesky_ex linalg.cond linalg.eig linalg.eigh linalg.eigvals
         linalg.eigvalsh linalg.householder_product linalg.inv linalg.inv_ex linalg.lstsq
-        linalg.matrix_rank linalg.qr linalg.solve linalg.svd linalg.svdvals linalg.tensorinv
-        linalg.tensorsolve
+        linalg.matrix_rank linalg.matrix_sqrth linalg.qr linalg.solve linalg.svd linalg.svdvals
+        linalg.tensorinv linalg.tensorsolve
     """,
     "cuda": """
         acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan
         softplus logsumexp pow __pow__ __rpow__ __rdiv__ __rtruediv__
         softmax log_softmax softmin gumbel_softmax sum prod cumsum cumprod
         layer_norm native_layer_norm rms_norm group_norm norm frobenius_norm nuclear_norm
-        renorm normalize linalg.norm linalg.vector_norm linalg.matrix_norm
+        renorm normalize linalg.norm linalg.vector_norm linalg.matrix_norm linalg.matrix_sqrth
         cosine_similarity dist pdist cdist pairwise_distance interpolate upsample
     """,
 }
