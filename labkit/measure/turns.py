@@ -22,7 +22,7 @@ WARMUP = 2  # repetitions that are run and thrown away
 def timed(variants, *, repetitions, steps=STEPS, warmup=WARMUP):
     """Yield {variant, repetition, ms}, ms of one step. Collective where there are ranks.
 
-    variants: name -> function. What it returns, a dict or None, is added: that of the last step.
+    variants: name -> function. Where its last step returns a dict, that is added.
     """
     for number, name in shuffled_rounds(variants, repetitions + warmup):
         meet()
@@ -32,7 +32,8 @@ def timed(variants, *, repetitions, steps=STEPS, warmup=WARMUP):
         meet()
         ms = 1000 * (time.perf_counter() - started) / steps
         if number >= warmup:
-            yield {"variant": name, "repetition": number - warmup, "ms": ms, **(extra or {})}
+            row = {"variant": name, "repetition": number - warmup, "ms": ms}
+            yield row | extra if isinstance(extra, dict) else row
 
 
 def meet():
@@ -43,11 +44,11 @@ def meet():
 def time_variants(context, variants, *, repetitions, beside=None, **settings):
     """Runs on every rank: record rank 0's rows of timed(), and move the bar.
 
-    beside: name -> dict of what else is known of a variant, recorded in its rows.
+    beside: name -> dict of what else is known of a variant; what it returns itself goes before.
     """
     for row in timed(variants, repetitions=repetitions, **settings):
         if context.rank == 0:
-            context.record(**row, **(beside or {}).get(row["variant"], {}))
+            context.record(**(beside or {}).get(row["variant"], {}) | row)
         context.progress(row["repetition"] + 1, repetitions)
 
 
