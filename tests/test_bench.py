@@ -1,17 +1,16 @@
-"""The benchmark protocol: what may be claimed from paired times, and that all ranks measure the same thing."""
+"""The benchmark protocol: what may be claimed from paired times."""
 
 import json
 import subprocess
 import sys
 from pathlib import Path
 
-import pandas
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "scripts"))
 
-from benchmarks.protocol import REPETITIONS, WARMUP, Comparison, columns, exact_row, time_variants  # noqa: E402
+from benchmarks.protocol import REPETITIONS, Comparison, exact_row  # noqa: E402
 
 
 def row(ratios, **target):
@@ -41,47 +40,6 @@ def test_a_row_without_a_target_claims_nothing():
 def test_what_is_counted_must_be_equal():
     assert exact_row("ring", "sent", 2, 100, 100)["verdict"] == "holds"
     assert exact_row("ring", "sent", 2, 101, 100)["verdict"] == "missed"
-
-
-class Context:
-    """The part of a rank's context that time_variants uses."""
-
-    def __init__(self, rank):
-        self.rank, self.rows = rank, []
-
-    def record(self, **fields):
-        self.rows.append(fields)
-
-    def progress(self, step, total):
-        assert 0 < step <= total
-
-
-def measure_two(rank, world_size):
-    """The variants log their calls: every rank must call them in the same order, or collectives would hang."""
-    context, calls = Context(rank), []
-    variants = {"a": lambda: calls.append("a"), "b": lambda: calls.append("b") or {"depth": 7}}
-    time_variants(context, variants, repetitions=6, steps=2)
-    return calls, context.rows
-
-
-def test_all_ranks_call_the_variants_in_the_same_shuffled_order(ranks):
-    (calls, rows), (other_calls, other_rows) = ranks(2, measure_two)
-    assert calls == other_calls
-    assert other_rows == []
-    assert calls[0::2] == calls[1::2]  # the steps of one measurement follow each other
-    rounds = [tuple(calls[i : i + 4 : 2]) for i in range(0, len(calls), 4)]
-    assert len(rounds) == 6 + WARMUP
-    assert set(rounds) == {("a", "b"), ("b", "a")}
-    assert [r["repetition"] for r in rows if r["variant"] == "a"] == list(range(6))
-    assert all(r["ms"] > 0 for r in rows)
-    assert all(r.get("depth") == (7 if r["variant"] == "b" else None) for r in rows)
-
-
-def test_columns_are_in_the_order_of_the_repetitions():
-    frame = pandas.DataFrame(
-        {"variant": ["b", "a", "a", "b"], "repetition": [1, 0, 1, 0], "ms": [4.0, 1.0, 2.0, 3.0]},
-    )
-    assert columns(frame) == {"a": [1.0, 2.0], "b": [3.0, 4.0]}
 
 
 @pytest.mark.slow

@@ -305,6 +305,31 @@ def test_predictions(shown):
         tables.predicted_measured([{"quantity": "sent", "unit": "bytes", "predicted": 1}])
 
 
+def test_a_ratio_is_clear_of_one_and_of_the_noise():
+    plain = [10.0] * 9
+    times = {"plain": plain, "fast": [7.0, 8.0, 9.0] * 3, "slow": [11.0, 12.0, 13.0] * 3, "near": [9.0, 9.8, 9.9] * 3}
+    times["bit slow"] = [10.2, 10.3, 10.4] * 3
+    times["again"] = [9.7, 10.0, 10.5] * 3
+    pairs = [(name, "plain") for name in ("fast", "slow", "near", "bit slow", "again")]
+    table = tables.ratios(times, pairs)
+    assert list(table["times compared"]) == [f"{name} / plain" for name, _ in pairs]
+    assert list(table["ratio"]) == ["0.80", "1.20", "0.98", "1.03", "1.00"]
+    assert list(table["the first is"]) == ["faster", "slower", "cannot tell", "cannot tell", ""]
+    assert table["95 %"].iloc[0] == "0.70 to 0.90"
+    few = {name: values[:5] for name, values in times.items()}
+    assert set(tables.ratios(few, pairs)["the first is"]) == {"cannot tell", ""}
+    quiet = tables.ratios(times | {"again": plain}, pairs)
+    assert quiet["the first is"].iloc[2] == "faster"  # the same interval, beside no noise at all
+
+
+def test_a_race_tells_messages_beside_times():
+    rows = [(name, i, ms, sent) for name, ms, sent in (("a", 2.0, 12), ("b", 1.0, 3)) for i in range(4)]
+    records = pd.DataFrame(rows, columns=["variant", "repetition", "ms", "messages"])
+    table = tables.raced(records, [("a", "b"), ("b", "b")])
+    assert list(table["messages"]) == ["12 / 3", "3 / 3"]
+    assert list(table["ratio"]) == ["2.00", "1.00"]
+
+
 def test_comparison_table():
     table = tables.comparison(compared(), ["step_ms", "sent_bytes"])
     assert list(table.index) == ["single process", "DDP, naive", "DDP, bucketed", "something new"]

@@ -32,6 +32,8 @@ class TrafficCounter(TorchDispatchMode):
     """Context manager: counts messages (operations), payload_bytes and sent_bytes of this rank.
 
     world_size: of the groups that communicate. Raises ValueError for a collective it does not know.
+    Not seen is what a future's callback sends on a thread of the backend, as in PyTorch's
+    powerSGD_hook.
     """
 
     def __init__(self, world_size):

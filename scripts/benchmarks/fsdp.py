@@ -9,8 +9,9 @@ import copy
 import torch
 
 from benchmarks.data_parallel import share, training_step
-from benchmarks.protocol import Comparison, columns, time_variants
+from benchmarks.protocol import Comparison
 from labkit import models
+from labkit.measure.turns import columns, time_variants
 from labkit.run import launch
 
 AT_MOST = {"mlp": 0.70, "gpt": 0.70, "resnet": 0.78}  # ours / fully_shard

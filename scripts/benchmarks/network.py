@@ -1,6 +1,7 @@
 """All-reduce between two nodes on a shaped link: bytes on the interface, use of the link, hierarchical against flat."""
 
-from benchmarks.protocol import Comparison, columns, time_variants
+from benchmarks.protocol import Comparison
+from labkit.measure.turns import columns, time_variants
 from labkit.run import launch
 
 LINK_MBIT = 200

@@ -17,8 +17,9 @@ import time
 import torch
 import torch.distributed as dist
 
-from benchmarks.protocol import Comparison, columns, time_variants
+from benchmarks.protocol import Comparison
 from labkit import models
+from labkit.measure.turns import columns, time_variants
 from labkit.run import launch
 
 FORWARD_MS = 10.0  # of each of the 6 blocks; backward is twice that

@@ -1,46 +1,15 @@
-"""How two implementations are timed on a small noisy machine, so that a ratio of their times may be believed.
+"""What must hold before a benchmark claims that ours is as fast as theirs.
 
-    repetition 1   | barrier | b b b | barrier | a a a | barrier | b' b' b' |      a: ours    b: theirs
-    repetition 2   | barrier | a a a | barrier | b' b' b' | barrier | b b b |      b': theirs again, the A/A row
-    ...            the order is new in each repetition, and the same on all ranks
-
-A slow second then slows all variants. Told is the median of the ratios within repetitions, with a bootstrap 95 %
-interval; the A/A row shows what the machine makes of identical code.
+The times are of turns in one process group (labkit.measure.turns). Told is the median of the ratios within
+repetitions, with a bootstrap 95 % interval; the A/A row, one implementation against itself, shows what the machine
+makes of identical code.
 """
 
-import time
 from dataclasses import dataclass
 
-import torch.distributed as dist
-
-from labkit.measure.stats import paired_ratio, shuffled_rounds
+from labkit.measure.stats import paired_ratio
 
 REPETITIONS = 40
-STEPS = 3
-WARMUP = 2  # repetitions that are run and thrown away
-
-
-def time_variants(context, variants, *, repetitions, steps=STEPS, group=None):
-    """Runs on every rank: time each variant (name -> function of nothing) and record rank 0's milliseconds a step.
-
-    What a variant returns, a dict of numbers or None, is recorded beside its time: the last of its steps.
-    """
-    for number, name in shuffled_rounds(variants, repetitions + WARMUP):
-        dist.barrier()
-        started = time.perf_counter()
-        for _ in range(steps):
-            extra = variants[name]()
-        dist.barrier()
-        ms = 1000 * (time.perf_counter() - started) / steps
-        if context.rank == 0 and number >= WARMUP:
-            context.record(variant=name, repetition=number - WARMUP, ms=ms, **(extra or {}))
-        context.progress(number + 1, repetitions + WARMUP)
-
-
-def columns(records, value="ms"):
-    """The records as variant -> values in the order of the repetitions."""
-    ordered = records.sort_values("repetition")
-    return {name: rows[value].tolist() for name, rows in ordered.groupby("variant")}
 
 
 @dataclass(frozen=True)

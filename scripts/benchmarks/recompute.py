@@ -8,8 +8,9 @@ from functools import partial
 
 import torch
 
-from benchmarks.protocol import Comparison, columns, exact_row, time_variants
+from benchmarks.protocol import Comparison, exact_row
 from labkit import models
+from labkit.measure.turns import columns, time_variants
 from labkit.run import launch
 
 BATCH = {"small": 8, "medium": 4}

@@ -9,8 +9,9 @@ import copy
 import torch
 
 from benchmarks.data_parallel import share
-from benchmarks.protocol import Comparison, columns, exact_row, time_variants
+from benchmarks.protocol import Comparison, exact_row
 from labkit import comm, models
+from labkit.measure.turns import columns, time_variants
 from labkit.run import launch
 
 COMPARISONS = [
