@@ -1,9 +1,9 @@
 """Mixed precision: 16 bits where enough, fp32 where not; a loss scale keeps fp16 gradients from 0.
 
-    loss x scale --backward--> gradients x scale --unscale_--> gradients --clip--> step, unless one
-                               fp16 ends at 2^-24:    | rank 0: inf?  no |            is inf or NaN
-                               2^16 more room below   | rank 1: inf? YES | all_reduce MAX: all skip
-    scale  65536 65536 32768 ... 65536  inf: x backoff_factor; growth_interval good: x growth_factor
+    loss x scale --backward--> gradients x scale --unscale_--> gradients --clip--> step
+                  fp16 ends at 2^-24; with a scale     | rank 0: inf?  no |   all_reduce MAX:
+                  of 2^16 it reaches down to 2^-40     | rank 1: inf? YES |   all skip this step
+    scale  65536 32768 .. 65536  inf: x backoff_factor; growth_interval without: x growth_factor
 
 autocast (labkit/parts/autocast.py, its table in parts/precision.py) chooses the precision of each
 operation; MasterWeights (parts/master_weights.py) is for a model with parameters of 16 bits.

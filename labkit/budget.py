@@ -1,15 +1,15 @@
 """The budget of a training step: where every byte will go, and what to do if it does not fit.
 
     bytes |            ______ <- peak          estimate(model, batch, loss, "zero1", world_size=4)
-          |         __|  a   |__
-          |      __|  activations __           activations: from a rehearsal, by operator
+          |         __|      |__
+          |      __|  activations __           activations: of a step on tensors without data
           |   __|____________|_gradients|___   the rest: what the strategy holds of each parameter
-          |  |  parameters, states      |      the optimizer: its own step, rehearsed on its shard
+          |  |  parameters, states      |      the optimizer: its own step, on its shard, likewise
           +--+------------+-------------+--+-> time
 
-Known before anything is run. Held per rank: P + G + S + buffers + activations, each counted as
-labkit.measure.memory.MemoryTracker counts it. Activations grow with the batch and the sequence (its
-square, where attention keeps its weights); the rest does not.
+Known before anything is run. Held per rank: parameters + gradients + optimizer states + buffers +
+activations, counted as by labkit.measure.memory. Activations grow with the batch and the sequence
+(its square, where attention keeps its weights); the rest does not.
 Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020,
 section 3.
 """

@@ -9,9 +9,9 @@
     overlapped  DDP(module, bucket_cap_mb=0)                 a message per parameter, once ready
     bucketed    DDP(module)                                  few large messages, once full
 
-Sent per rank and step: 2 (n-1)/n x gradient bytes.
+Sent per rank and step, of n ranks: 2 (n-1)/n x gradient bytes.
 Held per rank: parameters + gradients + optimizer states, whole.
-Time: max(backward, communication) + first and last bucket; without overlap the sum of the two.
+Time after forward: max(backward, communication) + first and last bucket; without overlap the sum.
 Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, VLDB 2020,
 section 3.2.
 """

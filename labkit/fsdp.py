@@ -1,10 +1,10 @@
-"""Fully sharded data parallelism (ZeRO-3): each rank holds 1/n; a unit is whole only as it runs.
+"""FSDP (ZeRO-3): a rank holds 1/n of each unit (a block, say), which is whole only as it runs.
 
     forward    network  [gather 0][gather 1][gather 2]
                compute            [ unit 0 ][ unit 1 ][ unit 2 ]     freed as soon as it has run
-    backward   network            [gather 1][gather 0]
-               compute  [ unit 2 ][ unit 1 ][ unit 0 ]               gathered again, freed again
-               network            [reduce 2][reduce 1][reduce 0]     gradients: summed, 1/n kept
+    backward   network  [gather 2][gather 1][gather 0]
+               compute            [ unit 2 ][ unit 1 ][ unit 0 ]     gathered again, freed again
+               network                      [reduce 2][reduce 1][reduce 0]   gradients: 1/n kept
 
     shard="full"      as drawn; the root, what is in no unit, is gathered once, until backward ends
     shard="grad_op"   not freed before backward: one gather fewer, the whole model held meanwhile

@@ -10,7 +10,7 @@
 
 Sent per rank: 2 (n-1)/n x parameter bytes every H steps: 1/H of what DDP sends. The price: the
 ranks drift apart in between, the more the larger H and the learning rate, and it is no longer the
-training of one process. With H = 1 it is where steps are linear in the gradients: SGD, with any
+training of one process. With H = 1 it still is if a step is linear in the gradients: SGD, with any
 momentum and weight decay; not AdamW, which divides by the root of each rank's own squares. Held
 besides the inner optimizer: nothing; with a hook or an outer optimizer the weights of the last
 average (DiLoCo: and their momentum); and, while averaging, the message.

@@ -1,7 +1,7 @@
 """Offload: what is not needed now waits in host memory or in a file, and comes back when it is.
 
-    device   parameters  gradients  activations of the layer at work     bytes -> time: each goes
-    host     optimizer states   activations of the other layers          over the bus and back, once
+    device   parameters  gradients  activations of the layer at work     the price: each goes over
+    host     optimizer states   activations of the other layers          the bus and back, once
 
 Optimizer states are needed in step() only: the device then holds a chunk, where it held all (Adam
 in fp32: 8 bytes a parameter). Activations are needed in backward, the last made first: each is back

@@ -9,9 +9,9 @@
     backward   reduce_scatter, a bucket at a time: each rank gets the mean of its part alone
     step       update the own part, all_gather the parameters in place
 
-Sent per rank and step: (n-1)/n (G + P), where DDP's all_reduce sends 2 (n-1)/n G: the same, as
-G = P bytes. Held per rank: P + G + S/n (ZeRO-1), P + (G + S)/n + the buckets on their way (ZeRO-2).
-Padding: < n elements a bucket. Rajbhandari et al., ZeRO: Memory Optimizations Toward Training
+n ranks; P, G, S: bytes of parameters, gradients, optimizer states. Sent per rank and step: (n-1)/n
+(G + P), as much as DDP's 2 (n-1)/n G, as G = P. Held per rank: P + G + S/n (ZeRO-1), P + (G + S)/n
++ the buckets on their way (ZeRO-2). Rajbhandari et al., ZeRO: Memory Optimizations Toward Training
 Trillion Parameter Models, SC 2020, sections 5 and 7.
 """
 

@@ -12,7 +12,7 @@ gradients would be dropped in each step, and some compressors then never converg
 elements and with signs, momentum in the optimizer multiplies what comes late and all at once: use
 little of it, or see dgc.py. PowerSGD's paper trains with momentum.
 
-The last two papers add up lr x gradient, we gradients: the same while lr is constant. When it
+Karimireddy and Stich add up lr x gradient, we gradients: the same while lr is constant. When it
 changes, what waits is applied here with the new lr, there with the one of its own step, which is
 scale_residuals(old lr / new lr) (Zheng et al., Communication-Efficient Distributed Blockwise
 Momentum SGD with Error-Feedback, NeurIPS 2019, algorithm 1).

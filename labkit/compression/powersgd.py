@@ -5,7 +5,7 @@
     |            |  x Q = |  |  --- all_reduce --->  |  |  then, on every rank:   +------------+
     |            |        |  |                       |  |  --- all_reduce --->     [cols, rank]
     +------------+        +--+                       +--+
-    average = P Q', of rank `rank`;  sent = P (own Q)'
+    average = P Q', of rank `rank`;  sent = P (own Q)'        ' = transposed
     the next step starts from this Q: gradients change slowly
 
     bucket      0    1       2       3 (last)    Q of a bucket needs its P, still under way: it goes

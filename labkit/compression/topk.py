@@ -3,7 +3,7 @@
     corrected    .1 -.9  .2  .0  .7 -.1    rank 0 sends  (1, -.9) (4, .7)
                  .3  .1 -.2  .6 -.1  .0    rank 1 sends  (3, .6)  (0, .3)
     sum          .3 -.9  .0  .6  .7  .0    each value at its own index: these differ between ranks,
-    residual     .1  .0  .2  .0  .0 -.1    so values are gathered, never all-reduced as they lie
+    0's residual .1  .0  .2  .0  .0 -.1    so values are gathered, never all-reduced as they lie
 
 Sent per rank and step: (n-1) k (4 + 4) bytes for k = ratio x elements; it grows with n, as an
 all_reduce does not: at 8 bytes an element it pays while ratio < 1/n. Held: one residual and n
