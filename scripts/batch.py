@@ -15,6 +15,7 @@ import limits
 import nbformat
 import psutil
 from IPython.core.inputtransformer2 import TransformerManager
+from page import as_page
 from terminal import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -262,13 +263,6 @@ def harvest(executed, folder):
         raw = data.encode() if kind == "svg" else base64.b64decode(data)
         (pictures / f"{executed.stem}-{number}.{kind}").write_bytes(raw)
     return sorted(pictures.glob("*.[sp][vn]g"))
-
-
-def as_page(notebook):
-    from nbconvert import HTMLExporter
-
-    page, _ = HTMLExporter(template_name="lab", embed_images=True).from_notebook_node(notebook)
-    return page
 
 
 def displayed_pictures(notebook):

@@ -36,7 +36,8 @@ def place_and_code(one):
     path = Path(inspect.getsourcefile(one)).resolve()
     shown = path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.name
     if not inspect.ismodule(one):
-        shown += f":{first}-{first + len(lines) - 1}"
+        last = first + len(lines) - 1
+        shown += f":{first}" if last == first else f":{first}-{last}"
     return shown, inspect.cleandoc("\n" + "".join(lines)) + "\n"
 
 

@@ -1,0 +1,57 @@
+"""An executed notebook as one HTML page: JupyterLab's look, plumbing folded, dark where the reader's system is dark.
+
+It needs no network: formulas are MathML, which browsers draw by themselves.
+"""
+
+import re
+
+CODE_OR_FORMULA = re.compile(r"(```.*?```|`[^`]*`)|\$\$(.+?)\$\$|\$([^$\n]+)\$", re.DOTALL)
+WIDGET = "application/vnd.jupyter.widget-view+json"
+TEMPLATE = """{% extends 'lab/index.html.j2' %}
+
+{% block html_head_js %}{% endblock %}
+{% block html_head_js_mathjax %}{% endblock %}
+{% block html_head_js_mermaidjs %}{% endblock %}
+
+{% block extra_css %}
+{{ super() }}
+{{ resources.include_css('static/theme-dark.css')
+   | replace('<style type="text/css">', '<style media="(prefers-color-scheme: dark)">')
+   | replace(':root', 'html:root') }}
+<style>
+body .jp-OutputArea-output pre { font-family: var(--jp-code-font-family); }
+.folded > summary { cursor: pointer; color: var(--jp-ui-font-color2); font-size: var(--jp-ui-font-size1); }
+</style>
+{% endblock %}
+
+{% block input_group %}
+{% if cell.metadata.get('jupyter', {}).get('source_hidden') %}
+<details class="folded"><summary>code, folded</summary>{{ super() }}</details>
+{% else %}
+{{ super() }}
+{% endif %}
+{% endblock %}
+"""
+
+
+def as_page(notebook):
+    from latex2mathml.converter import convert
+    from nbconvert import HTMLExporter
+
+    formulas = []
+
+    def held_back(found):  # Markdown would take MathML apart
+        code, block, inline = found.groups()
+        if code:
+            return code
+        formulas.append(convert(block or inline, display="block" if block else "inline"))
+        return f"@formula{len(formulas) - 1}@"
+
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            cell.source = CODE_OR_FORMULA.sub(held_back, cell.source)
+        for output in cell.get("outputs", []):
+            if WIDGET in output.get("data", {}):
+                output.data = {"text/markdown": "*Controls: open the notebook in JupyterLab.*"}
+    page, _ = HTMLExporter(raw_template=TEMPLATE, embed_images=True).from_notebook_node(notebook)
+    return re.sub(r"@formula(\d+)@", lambda found: formulas[int(found[1])], page)

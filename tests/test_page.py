@@ -1,0 +1,59 @@
+"""The page of an executed notebook: all in one file, code that is no idea folded, formulas drawn, light and dark."""
+
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "scripts"))
+WIDGET = "application/vnd.jupyter.widget-view+json"
+COURSE = sorted((ROOT / "notebooks").glob("*.ipynb"))
+
+
+def as_page(notebook):
+    import page
+
+    return page.as_page(notebook)
+
+
+@pytest.fixture(scope="module")
+def page():
+    shown = new_output("display_data", {"text/markdown": "````python\nx = 1\n````", "text/plain": "x = 1"})
+    widget = new_output("display_data", {WIDGET: {"model_id": "1"}, "text/plain": "VBox(children=())"})
+    cells = [
+        new_markdown_cell("A rank sends $\\frac{n-1}{n}P$; `$HOME` and `$PATH` are no formula.\n\n$$a = b$$"),
+        new_code_cell("idea = 1", outputs=[shown], execution_count=1),
+        new_code_cell("plumbing = 2", metadata={"jupyter": {"source_hidden": True}}, execution_count=2),
+        new_code_cell("show(controls)", outputs=[widget], execution_count=3),
+    ]
+    return as_page(new_notebook(cells=cells))
+
+
+def test_formulas_are_drawn_without_a_network(page):
+    assert "<mfrac>" in page and page.count("</math>") == 2 and 'display="block"' in page
+    assert "$HOME" in page and "@formula" not in page
+    assert "<script src" not in page and "mathjax" not in page.lower()
+
+
+def test_plumbing_is_folded_and_the_idea_is_not(page):
+    folded = page[page.index('<details class="folded">') : page.index("</details>")]
+    assert "plumbing" in folded and page.count("<details") == 1
+
+
+def test_a_widget_says_where_it_lives(page):
+    assert "VBox" not in page and "Controls: open the notebook in JupyterLab" in page
+
+
+def test_it_is_dark_where_the_system_is(page):
+    assert '<style media="(prefers-color-scheme: dark)">' in page
+
+
+@pytest.mark.parametrize("path", COURSE, ids=lambda path: path.stem)
+def test_every_formula_of_the_course_can_be_drawn(path):
+    notebook = nbformat.read(path, as_version=4)
+    for cell in notebook.cells:
+        cell.outputs = []
+    assert "\\frac" not in as_page(notebook)
