@@ -3,23 +3,19 @@
 import errno
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import batch
 import nbformat
 import psutil
 import pytest
+import terminal
 
-ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = ROOT / "scripts"
-sys.path.append(str(SCRIPTS))
-
-import batch  # noqa: E402
-import terminal  # noqa: E402
+SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 
 PARAMETERS = "world_size = 2\nmodel = 'mlp'\nlr = 0.05\nunread = 1\nflag = False\nlimit = None\nsizes = [1, 4]"
 READERS = "print(model, flag, limit, sizes)\n%time x = lr"
@@ -44,13 +40,6 @@ def notebook(path, *sources):
         cells[0].metadata.tags = ["parameters"]
     nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell("# a title"), *cells]), path)
     return path
-
-
-@pytest.fixture
-def tree(tmp_path):
-    shutil.copytree(SCRIPTS, tmp_path / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
-    (tmp_path / "notebooks").mkdir()
-    return tmp_path
 
 
 def command(tree, name, *arguments):
@@ -158,7 +147,7 @@ def test_run_all_sums_up_and_tells_the_first_failing_line(tree):
     rows = [line.split(maxsplit=3) for line in done.stdout.splitlines()[-6:-2]]
     assert [row[:2] for row in rows[1:]] == [["00_a", "ok"], ["01_b", "failed"], ["02_c", "ok"]]
     assert rows[2][3] == "cell 3: ValueError: no such thing: 3"
-    assert done.stdout.splitlines()[-1].startswith("2 of 3 notebooks ok")
+    assert done.stdout.splitlines()[-1].startswith("2 of 3 jobs ok")
     unknown = finished(tree, "run", "all", "-p", "m", "3")
     assert (unknown.returncode, unknown.stdout) == (2, "")
     assert unknown.stderr == "lab: no notebook has a parameter 'm'; there are: lr, n\n"
