@@ -275,8 +275,17 @@ def harvest(executed, folder):
 def as_page(notebook):
     from nbconvert import HTMLExporter
 
-    page, _ = HTMLExporter(template_name="lab", embed_images=True).from_notebook_node(notebook)
+    exporter = HTMLExporter(template_name="lab", raw_template=WITH_WORDS, embed_images=True)
+    page, _ = exporter.from_notebook_node(notebook)
     return page
+
+
+WITH_WORDS = """{% extends 'lab/index.html.j2' %}
+{% block data_png %}
+{% set alt = output.metadata.get('alt') %}
+{{ super() | replace('<img', '<img alt="%s"' | format(alt | escape_html), 1) if alt else super() }}
+{% endblock %}
+"""  # JupyterLab's page has no word for those who cannot see a picture
 
 
 def headline(folder, path):

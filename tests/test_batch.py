@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from html.parser import HTMLParser
 from pathlib import Path
 
 import batch
@@ -48,6 +49,23 @@ def command(tree, name, *arguments):
 
 def finished(tree, name, *arguments):
     return subprocess.run(command(tree, name, *arguments), capture_output=True, text=True, timeout=280)
+
+
+class Page(HTMLParser):
+    """What a page links and shows."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.links, self.sources, self.alts = [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        about = dict(attributes)
+        if tag == "a":
+            self.links.append(about["href"])
+        if tag == "img":
+            self.sources.append(about["src"])
+            self.alts.append(about["alt"])
 
 
 # Parameters
@@ -112,6 +130,16 @@ def test_names_of_notebooks(tree, monkeypatch):
     for name, words in (("0", "several notebooks start with '0'"), ("4", "no notebook '4'; there are: 00_start_here")):
         with pytest.raises(terminal.UserError, match=words):
             batch.find(name)
+
+
+def test_a_page_has_words_for_its_pictures(tmp_path):
+    book = nbformat.read(notebook(tmp_path / "a.ipynb", "n = 1", "n", "n"), 4)
+    for cell, metadata in zip(book.cells[2:], ({"alt": '5 > 4 & "more"'}, {}), strict=True):
+        cell.outputs = [nbformat.v4.new_output("display_data", {"image/png": "iVBORw0KGgo="}, metadata=metadata)]
+    first, second = Page(batch.as_page(book)).alts
+    assert first == '5 > 4 & "more"'
+    assert second.startswith("No description")
+    assert [alt for _, _, alt in batch.displayed_pictures(book)] == ['5 > 4 & "more"', ""]
 
 
 # Runs

@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import time
-from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -16,7 +15,7 @@ import psutil
 import pytest
 import results
 import terminal
-from test_batch import FIGURE, RANKS, SCRIPTS, command, finished, notebook
+from test_batch import FIGURE, RANKS, SCRIPTS, Page, command, finished, notebook
 
 SMALL = "n = 2\nlr = 0.5\nmodel = 'mlp'"
 READS = "print(n, lr, model)"
@@ -195,23 +194,6 @@ def test_a_grid_is_carried_on_after_a_failure_and_resumed(tree, monkeypatch):
     assert finished(tree, *line).returncode == 0
     assert ran(tree) == ["2", "2", "3", "3", "3"]
     assert time.monotonic() - start < 60
-
-
-class Page(HTMLParser):
-    """What a page links and shows."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.links, self.sources, self.alts = [], [], []
-        self.feed(text)
-
-    def handle_starttag(self, tag, attributes):
-        about = dict(attributes)
-        if tag == "a":
-            self.links.append(about["href"])
-        if tag == "img":
-            self.sources.append(about["src"])
-            self.alts.append(about["alt"])
 
 
 @pytest.mark.slow
