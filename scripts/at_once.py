@@ -47,7 +47,7 @@ def run(jobs, folder, limit, timeout, records):
                 record = records[job.name] = results.read(folder, job) or lost
                 pace.add(job, seconds)
                 line.above(f"{job.name}  {record['error'] or 'ok'}  {record['seconds']:.1f} s")
-    except KeyboardInterrupt:
+    except BaseException:
         stop([child for child, _, _ in running.values()])
         raise
     finally:

@@ -67,7 +67,8 @@ def finished(folder, job):
 
 def clear(folder, job):
     """Remove what an earlier run of the job has left."""
-    shutil.rmtree(folder / job.name, ignore_errors=True)
+    if (folder / job.name).exists():
+        shutil.rmtree(folder / job.name)
 
 
 def write(folder, job, facts):

@@ -219,7 +219,7 @@ def test_a_killed_grid_leaves_no_rank_and_goes_on(tree, monkeypatch, how):
     assert second.stderr.startswith("lab: --out ")
     assert "in use by another lab run" in second.stderr
     child.send_signal(how)
-    told, wrong = child.communicate(timeout=60)
+    told, wrong = child.communicate(timeout=30)
     if how != signal.SIGKILL:
         assert child.returncode == 130
         assert wrong.strip().splitlines()[-1] == "lab: interrupted"
@@ -254,7 +254,7 @@ def test_a_full_disk_keeps_what_is_finished(tmp_path, monkeypatch):
     results.write(tmp_path, job, {"error": "", "seconds": 1.5})
 
     def full(self, text):
-        self.touch()
+        self.open("w").close()
         raise OSError(28, "No space left on device", str(self))
 
     monkeypatch.setattr(Path, "write_text", full)
