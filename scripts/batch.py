@@ -3,6 +3,7 @@
 import ast
 import base64
 import functools
+import hashlib
 import itertools
 import json
 import os
@@ -64,6 +65,12 @@ def new_folder(label):
 
 def read(path):
     return nbformat.read(path, as_version=4)
+
+
+def digest(path):
+    """The SHA-256 of a notebook's cells, whatever outputs are stored in it."""
+    cells = [(cell.cell_type, cell.source, cell.metadata.get("tags")) for cell in read(path).cells]
+    return hashlib.sha256(json.dumps(cells).encode()).hexdigest()
 
 
 # Parameters

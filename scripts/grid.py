@@ -23,6 +23,7 @@ class Job:
     path: Path
     values: dict  # parameter -> value
     name: str  # of its folder
+    sha256: str  # of the notebook's cells as they were before the first job ran
 
 
 def read(file):
@@ -59,10 +60,12 @@ def plan(paths, given, grid):
         mine = names if len(paths) > 1 else {**given, **grid}  # alone, it says itself what it does not have
         fixed = {name: text for name, text in given.items() if name in mine}
         lists = {name: values for name, values in grid.items() if name in mine}
+        sha256 = batch.digest(path)
         for point in itertools.product(*lists.values()):
             values = batch.check_parameters(path, fixed | dict(zip(lists, point, strict=True)))
             if not any(job.path == path and job.values == values for job in jobs):
-                jobs.append(Job(path, values, folder_name(path.stem, {name: values[name] for name in lists})))
+                name = folder_name(path.stem, {name: values[name] for name in lists})
+                jobs.append(Job(path, values, name, sha256))
     stems = {job.name: job.path for job in jobs}
     for job in jobs:
         if stems[job.name] != job.path:

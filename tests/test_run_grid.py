@@ -5,12 +5,14 @@ import re
 import signal
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import unquote
 
 import batch
 import grid
 import index
+import nbformat
 import psutil
 import pytest
 import results
@@ -134,16 +136,21 @@ def test_a_job_is_finished_only_if_all_of_it_is_there_and_it_is_this_job(tmp_pat
     (place / "01_one.html").touch()
     results.write(tmp_path, job, {"error": "", "seconds": 1.5})
     assert results.finished(tmp_path, job)["seconds"] == 1.5
-    changed = grid.Job(path, {"n": 3, "lr": 0.1}, job.name)
-    assert results.finished(tmp_path, changed) is None
+    assert results.finished(tmp_path, replace(job, values={"n": 3, "lr": 0.1})) is None
     for text in ("", "{", "[]", '{"error": ""}'):
         (place / results.RECORD).write_text(text)
         assert results.finished(tmp_path, job) is None
     results.write(tmp_path, job, {"error": "cell 3: ValueError", "seconds": 1.5})
     assert results.finished(tmp_path, job) is None
     results.write(tmp_path, job, {"error": "", "seconds": 1.5})
+    book = nbformat.read(path, 4)
+    book.cells[2].outputs = [nbformat.v4.new_output("stream", text="2 0.5 mlp")]  # run by hand, and saved
+    nbformat.write(book, path)
+    (same,) = jobs_of("n: [3]", tmp_path, path)
+    assert results.finished(tmp_path, same)
     notebook(path, SMALL, READS + "  # changed")
-    assert results.finished(tmp_path, job) is None
+    (changed,) = jobs_of("n: [3]", tmp_path, path)
+    assert results.finished(tmp_path, changed) is None
 
 
 # Runs
