@@ -98,6 +98,8 @@ def sum_up(jobs, folder, records):
     ok = sum(not record["error"] for record in records.values())
     seconds = sum(record["seconds"] for record in records.values())
     say(f"\n{index.beside(records)}".rstrip())
+    if ok < len(jobs):
+        say(f"The same command with --out {shown(folder)} runs what is not ok.")
     say(f"{ok} of {len(jobs)} jobs ok, {seconds:.0f} s; {shown(folder / 'index.html')}")
 
 

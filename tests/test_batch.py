@@ -172,7 +172,7 @@ def test_run_all_sums_up_and_tells_the_first_failing_line(tree):
     notebook(tree / "notebooks" / "02_c.ipynb", "n = 2", "assert n == 3", own)
     done = finished(tree, "run", "all", "-p", "n", "3")
     assert done.returncode == 1
-    rows = [line.split(maxsplit=3) for line in done.stdout.splitlines()[-6:-2]]
+    rows = [line.split(maxsplit=3) for line in done.stdout.splitlines()[-7:-3]]
     assert [row[:2] for row in rows[1:]] == [["00_a", "ok"], ["01_b", "failed"], ["02_c", "ok"]]
     assert rows[2][3] == "cell 3: ValueError: no such thing: 3"
     assert done.stdout.splitlines()[-1].startswith("2 of 3 jobs ok")

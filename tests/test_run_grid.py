@@ -232,6 +232,7 @@ def test_a_killed_grid_leaves_no_rank_and_goes_on(tree, monkeypatch, how):
         assert wrong.strip().splitlines()[-1] == "lab: interrupted"
         assert "Traceback" not in wrong
         assert told.splitlines()[-1].startswith("1 of 2 jobs ok")
+        assert "The same command with --out out runs what is not ok." in told
     psutil.wait_procs(family, timeout=0 if how != signal.SIGKILL else 30)
     assert [process for process in family if process.is_running()] == []
     notebook(hangs, "world_size = 2", "print(world_size)")
