@@ -2,7 +2,10 @@
 
 import ast
 import base64
+import functools
+import hashlib
 import itertools
+import json
 import os
 import re
 import signal
@@ -65,6 +68,12 @@ def read(path):
     return nbformat.read(path, as_version=4)
 
 
+def digest(path):
+    """The SHA-256 of a notebook's cells, whatever outputs are stored in it."""
+    cells = [(cell.cell_type, cell.source, cell.metadata.get("tags")) for cell in read(path).cells]
+    return hashlib.sha256(json.dumps(cells).encode()).hexdigest()
+
+
 # Parameters
 
 
@@ -105,14 +114,20 @@ def names_read(notebook):
     return names
 
 
+@functools.cache
+def declared(path):
+    """(defaults, names read) of a notebook, looked up once for all the points of a grid."""
+    notebook = read(path)
+    return defaults(notebook), names_read(notebook)
+
+
 def code_cells(notebook):
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
 def check_parameters(path, given):
-    """`given` (name -> text) as values of the defaults' types; UserError names what is unknown, unread or unfit."""
-    notebook = read(path)
-    known, used = defaults(notebook), names_read(notebook)
+    """`given` (name -> text, or a value from YAML) as values of the defaults' types; UserError names what is unfit."""
+    known, used = declared(path)
     values = {}
     for name, text in given.items():
         if name not in known:
@@ -129,12 +144,12 @@ def check_parameters(path, given):
 
 def value_like(default, text, what):
     """The text as a value of the default's type: a string stays as it is, an int may stand for a float."""
-    if isinstance(default, str):
-        return text
-    try:
-        value = ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        value = text if default is None else {"true": True, "false": False}.get(text, text)
+    value = text
+    if isinstance(text, str) and not isinstance(default, str):
+        try:
+            value = ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            value = text if default is None else {"true": True, "false": False}.get(text, text)
     kinds = (int, float) if type(default) is float else (type(default),)
     if default is not None and type(value) not in kinds:
         raise UserError(f"{what} is {text!r}, and must be {type(default).__name__} like {default!r}")
@@ -258,19 +273,33 @@ def harvest(executed, folder):
     notebook = read(executed)
     (folder / f"{executed.stem}.html").write_text(as_page(notebook), encoding="utf-8")
     pictures = folder / "figures"
-    for number, (kind, data) in enumerate(displayed_pictures(notebook), start=1):
+    for number, (kind, data, _) in enumerate(displayed_pictures(notebook), start=1):
         pictures.mkdir(exist_ok=True)
         raw = data.encode() if kind == "svg" else base64.b64decode(data)
         (pictures / f"{executed.stem}-{number}.{kind}").write_bytes(raw)
     return sorted(pictures.glob("*.[sp][vn]g"))
 
 
+def headline(folder, path):
+    """{"picture": in the folder, "alt"} of the first saved figure, else of the first displayed; {} without a page."""
+    executed = folder / path.name
+    if not executed.exists():
+        return {}
+    for about in sorted(folder.glob("figures/*.json"), key=lambda about: about.stat().st_mtime_ns):
+        facts = json.loads(about.read_text())
+        return {"picture": f"figures/{facts['figure']}", "alt": facts["alt"]}
+    for kind, _, alt in displayed_pictures(read(executed)):
+        return {"picture": f"figures/{path.stem}-1.{kind}", "alt": alt or f"the first picture of {path.stem}"}
+    return {"picture": "", "alt": ""}
+
+
 def displayed_pictures(notebook):
+    """(svg or png, data, alt text) of the outputs."""
     for cell in code_cells(notebook):
         for output in cell.outputs:
             for mime, kind in (("image/svg+xml", "svg"), ("image/png", "png")):
                 if mime in output.get("data", {}):
-                    yield kind, output.data[mime]
+                    yield kind, output.data[mime], output.get("metadata", {}).get("alt", "")
                     break
 
 

@@ -24,6 +24,11 @@ body .jp-OutputArea-output pre { font-family: var(--jp-code-font-family); }
 </style>
 {% endblock %}
 
+{% block data_png %}
+{% set alt = output.metadata.get('alt') %}
+{{ super() | replace('<img', '<img alt="%s"' | format(alt | escape_html), 1) if alt else super() }}
+{% endblock %}
+
 {% block input_group %}
 {% if cell.metadata.get('jupyter', {}).get('source_hidden') %}
 <details class="folded"><summary>code, folded</summary>{{ super() }}</details>

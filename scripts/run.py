@@ -1,49 +1,61 @@
-"""`lab run [NAME|all] [-p name value]... [--nproc N]`: notebooks as batch jobs on real ranks.
+"""`lab run [NOTEBOOK...|all] [-p name value]... [--grid FILE]`: notebooks as batch jobs on real ranks.
 
 A notebook is executed with papermill in a fresh kernel. Under runs/TIME-NAME/ it leaves the executed notebook, the
-same as an HTML page, and its figures; its table is printed here. `all` runs the whole course and sums it up.
+same as an HTML page, and its figures; its table is printed here. Several notebooks (`all`: the whole course) or a grid
+of parameters leave such a folder for each job, and beside them index.html and summary.csv. --out names the folder:
+used again, it runs only what is not there or has failed.
 """
 
 import argparse
+import csv
 import signal
 import sys
+from pathlib import Path
 
+import at_once
 import batch
+import grid
+import index
+import results
 from batch import ROOT
 from terminal import UserError, main, say, table
 
 
 def options_from(arguments):
     parser = argparse.ArgumentParser(prog="lab run", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("name", nargs="?", default=batch.MAIN_JOB, help="a notebook, a path, or all (04_compare)")
+    parser.add_argument("names", nargs="*", metavar="NOTEBOOK", help=f"names, paths, or all ({batch.MAIN_JOB})")
     parser.add_argument(
         "-p", dest="given", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"), help="set a parameter"
     )
     parser.add_argument("--nproc", type=int, help=f"how many ranks: the parameter {batch.RANKS}")
+    parser.add_argument("--grid", metavar="FILE", help="YAML, parameters to lists of values: their product is run")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="how many notebooks run at once (1)")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="where all of it is kept (runs/TIME-NAME)")
     parser.add_argument("--timeout", type=float, default=900, help="seconds that one notebook may take (900)")
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     if not options.timeout > 0:
         raise UserError(f"--timeout {options.timeout:g}: it must be more than 0")
+    if options.jobs < 1:
+        raise UserError(f"--jobs {options.jobs}: it must be at least 1")
     options.given = dict(options.given)
     if options.nproc is not None:
         options.given[batch.RANKS] = str(options.nproc)
     return options
 
 
-def jobs(options):
-    """[(path, checked values)]. With `all`, a notebook gets the parameters that it declares; one must declare each."""
-    if options.name != "all":
-        path = batch.find(options.name)
-        return [(path, batch.check_parameters(path, options.given))]
-    known = {path: batch.defaults(batch.read(path)) for path in batch.course()}
-    for name in options.given:
-        if not any(name in names for names in known.values()):
-            there = ", ".join(sorted(set().union(*known.values()))) or "none"
-            raise UserError(f"no notebook has a parameter {name!r}; there are: {there}")
-    return [
-        (path, batch.check_parameters(path, {k: v for k, v in options.given.items() if k in names}))
-        for path, names in known.items()
-    ]
+def notebooks(names):
+    """The paths that the names mean, each once."""
+    found = [batch.course() if name == "all" else [batch.find(name)] for name in names]
+    return list(dict.fromkeys(path for paths in found for path in paths))
+
+
+def run_one(job, timeout):
+    """A notebook alone, in a folder of its own: its table is printed here."""
+    outcome = batch.execute(job.path, batch.new_folder(job.path.stem), job.values, timeout=timeout)
+    report(outcome)
+    if outcome.interrupted:
+        raise KeyboardInterrupt
+    return 1 if outcome.error else 0
 
 
 def report(outcome):
@@ -60,37 +72,60 @@ def report(outcome):
             say(f"  {path.relative_to(ROOT)}")
 
 
-def summary(outcomes):
-    rows = [(o.name, "failed" if o.error else "ok", f"{o.seconds:.1f}", o.error[:100]) for o in outcomes]
-    failed = sum(bool(outcome.error) for outcome in outcomes)
-    say(f"\n{table(rows, header=('notebook', 'result', 'seconds', 'first failing line'))}")
-    say(f"\n{len(outcomes) - failed} of {len(outcomes)} notebooks ok, {sum(o.seconds for o in outcomes):.0f} s")
+def run_jobs(jobs, folder, limit, timeout):
+    """All that is not finished in the folder; index.html, summary.csv and the table of all jobs at the end."""
+    with results.claim(folder):
+        records = {job.name: record for job in jobs if (record := results.finished(folder, job))}
+        if records:
+            say(f"{len(records)} of {len(jobs)} jobs are finished in {shown(folder)}")
+        try:
+            waiting = [job for job in jobs if job.name not in records]
+            if waiting:
+                at_once.run(waiting, folder, limit, timeout, records)
+        finally:
+            sum_up(jobs, folder, records)
+    return 1 if any(record["error"] for record in records.values()) else 0
+
+
+def sum_up(jobs, folder, records):
+    names = grid.varying(jobs)
+    header = ("notebook", *names, "result", "seconds", "first failing line")
+    rows = [(job.path.stem, *(job.values.get(name, "") for name in names), *result(job, records)) for job in jobs]
+    with (folder / "summary.csv").open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([header, *rows])
+    (folder / "index.html").write_text(index.page(jobs, records), encoding="utf-8")
+    say(f"\n{table([(*row[:-1], row[-1][:100]) for row in rows], header=header)}")
+    ok = sum(not record["error"] for record in records.values())
+    seconds = sum(record["seconds"] for record in records.values())
+    say(f"\n{index.beside(records)}".rstrip())
+    if ok < len(jobs):
+        say(f"The same command with --out {shown(folder)} runs what is not ok.")
+    say(f"{ok} of {len(jobs)} jobs ok, {seconds:.0f} s; {shown(folder / 'index.html')}")
+
+
+def result(job, records):
+    if job.name not in records:
+        return "not run", "", ""
+    record = records[job.name]
+    return "failed" if record["error"] else "ok", f"{record['seconds']:.1f}", record["error"]
+
+
+def shown(path):
+    return path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
 
 
 def run(arguments):
     options = options_from(arguments)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a batch system's stop ends the ranks, too
-    planned = jobs(options)
-    if not planned:
+    names = options.names or [batch.MAIN_JOB]
+    paths = notebooks(names)
+    if not paths:
         raise UserError("there is no notebook in notebooks/")
-    label = "all" if options.name == "all" else planned[0][0].stem
-    folder = batch.new_folder(label)
-    outcomes = []
-    for path, values in planned:
-        place = folder / path.stem if options.name == "all" else folder
-        outcome = batch.execute(path, place, values, timeout=options.timeout)
-        outcomes.append(outcome)
-        if options.name != "all":
-            report(outcome)
-        else:
-            say(f"{outcome.name}  {outcome.error or 'ok'}  {outcome.seconds:.1f} s")
-        if outcome.interrupted:
-            break
-    if options.name == "all":
-        summary(outcomes)
-    if outcomes[-1].interrupted:
-        raise KeyboardInterrupt
-    return 1 if any(outcome.error for outcome in outcomes) else 0
+    jobs = grid.plan(paths, options.given, grid.read(options.grid) if options.grid else {})
+    if len(names) == 1 and names != ["all"] and not options.grid and not options.out:
+        return run_one(jobs[0], options.timeout)
+    folder = options.out.resolve() if options.out else batch.new_folder("all" if "all" in names else paths[0].stem)
+    return run_jobs(jobs, folder, options.jobs, options.timeout)
 
 
 if __name__ == "__main__":

@@ -82,6 +82,15 @@ class Line:
             self.logged = self.seconds
             say(text)
 
+    def clear(self):
+        if self.live:
+            sys.stdout.write("\r\033[K")
+
+    def above(self, text):
+        """A line that stays; the next show() is below it."""
+        self.clear()
+        say(text)
+
     def close(self, result):
-        """The line that stays."""
-        say(f"{chr(13) + chr(27) + '[K' if self.live else ''}{self.label}  {result}  {self.seconds:.1f} s")
+        """The line that stays, the last."""
+        self.above(f"{self.label}  {result}  {self.seconds:.1f} s")

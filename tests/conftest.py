@@ -1,12 +1,16 @@
 import gc
+import shutil
 import signal
 import sys
+from pathlib import Path
 
 import browser
 import pytest
 import torch
 from pool import Pool
 
+SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
+sys.path.append(str(SCRIPTS))
 # Tests hold values to 1e-12: the same thread count everywhere keeps the order of sums the same.
 torch.set_num_threads(1)
 # A shell starts background jobs with SIGINT ignored, and children inherit that: the tests press Ctrl-C for real.
@@ -33,6 +37,14 @@ def ranks(pools):
         return pool.run(body, **arguments)
 
     return run
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """A copy of the scripts, and no notebooks yet."""
+    shutil.copytree(SCRIPTS, tmp_path / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "notebooks").mkdir()
+    return tmp_path
 
 
 def pytest_collection_finish():

@@ -3,23 +3,20 @@
 import errno
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
 import time
+from html.parser import HTMLParser
 from pathlib import Path
 
+import batch
 import nbformat
 import psutil
 import pytest
+import terminal
 
-ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = ROOT / "scripts"
-sys.path.append(str(SCRIPTS))
-
-import batch  # noqa: E402
-import terminal  # noqa: E402
+SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 
 PARAMETERS = "world_size = 2\nmodel = 'mlp'\nlr = 0.05\nunread = 1\nflag = False\nlimit = None\nsizes = [1, 4]"
 READERS = "print(model, flag, limit, sizes)\n%time x = lr"
@@ -46,19 +43,29 @@ def notebook(path, *sources):
     return path
 
 
-@pytest.fixture
-def tree(tmp_path):
-    shutil.copytree(SCRIPTS, tmp_path / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
-    (tmp_path / "notebooks").mkdir()
-    return tmp_path
-
-
 def command(tree, name, *arguments):
     return [sys.executable, str(tree / "scripts" / f"{name}.py"), *arguments]
 
 
 def finished(tree, name, *arguments):
     return subprocess.run(command(tree, name, *arguments), capture_output=True, text=True, timeout=280)
+
+
+class Page(HTMLParser):
+    """What a page links and shows."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.links, self.sources, self.alts = [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        about = dict(attributes)
+        if tag == "a":
+            self.links.append(about["href"])
+        if tag == "img":
+            self.sources.append(about["src"])
+            self.alts.append(about["alt"])
 
 
 # Parameters
@@ -125,6 +132,16 @@ def test_names_of_notebooks(tree, monkeypatch):
             batch.find(name)
 
 
+def test_a_page_has_words_for_its_pictures(tmp_path):
+    book = nbformat.read(notebook(tmp_path / "a.ipynb", "n = 1", "n", "n"), 4)
+    for cell, metadata in zip(book.cells[2:], ({"alt": '5 > 4 & "more"'}, {}), strict=True):
+        cell.outputs = [nbformat.v4.new_output("display_data", {"image/png": "iVBORw0KGgo="}, metadata=metadata)]
+    first, second = Page(batch.as_page(book)).alts
+    assert first == '5 > 4 & "more"'
+    assert second.startswith("No description")
+    assert [alt for _, _, alt in batch.displayed_pictures(book)] == ['5 > 4 & "more"', ""]
+
+
 # Runs
 
 
@@ -155,10 +172,10 @@ def test_run_all_sums_up_and_tells_the_first_failing_line(tree):
     notebook(tree / "notebooks" / "02_c.ipynb", "n = 2", "assert n == 3", own)
     done = finished(tree, "run", "all", "-p", "n", "3")
     assert done.returncode == 1
-    rows = [line.split(maxsplit=3) for line in done.stdout.splitlines()[-6:-2]]
+    rows = [line.split(maxsplit=3) for line in done.stdout.splitlines()[-7:-3]]
     assert [row[:2] for row in rows[1:]] == [["00_a", "ok"], ["01_b", "failed"], ["02_c", "ok"]]
     assert rows[2][3] == "cell 3: ValueError: no such thing: 3"
-    assert done.stdout.splitlines()[-1].startswith("2 of 3 notebooks ok")
+    assert done.stdout.splitlines()[-1].startswith("2 of 3 jobs ok")
     unknown = finished(tree, "run", "all", "-p", "m", "3")
     assert (unknown.returncode, unknown.stdout) == (2, "")
     assert unknown.stderr == "lab: no notebook has a parameter 'm'; there are: lr, n\n"
