@@ -7,7 +7,6 @@ versions are kept in runs/bench-TIME.json. Exits with 1 when a target is missed.
 import argparse
 import importlib
 import json
-import subprocess
 import sys
 import time
 
@@ -23,13 +22,6 @@ NAMES = (
     *("zero", "fsdp", "amp", "memory", "recompute", "compression", "network", "slow_link"),
 )
 QUICK = 5
-
-
-def commit():
-    """The commit that was measured, with a + if the work tree differs from it."""
-    asked = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=12", "--dirty=+"]
-    told = subprocess.run(asked, capture_output=True, text=True)
-    return told.stdout.strip() or "unknown"
 
 
 def printed(row):
@@ -67,7 +59,7 @@ def bench(arguments):
     say(f"\n{table(map(printed, rows), header=header)}\n")
     path = ROOT / "runs" / f"bench-{started}.json"
     path.parent.mkdir(exist_ok=True)
-    facts = {"time": started, "commit": commit(), "host": machine.card(), "repetitions": repetitions}
+    facts = {"time": started, "commit": machine.commit(), "host": machine.card(), "repetitions": repetitions}
     path.write_text(json.dumps({**facts, "rows": rows, "raw": raw}, indent=1))
     missed = sum(row["verdict"] == "missed" for row in rows)
     failed = f"; failed: {', '.join(broken)}" if broken else ""

@@ -3,12 +3,14 @@
 import importlib.metadata
 import os
 import platform
+import subprocess
 from pathlib import Path
 
 import psutil
 import torch
 import torch.distributed as dist
 
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("numpy", "matplotlib", "pandas")
 
 
@@ -91,3 +93,21 @@ def host_class(held=None):
     held = held or card()
     gpus = f"{len(held['gpus'])} x {held['gpus'][0]['name']}" if held["gpus"] else "no GPU"
     return f"{held['cores']} cores, {gpus}, torch {held['torch']}"
+
+
+def commit():
+    """The commit checked out in labkit's repository, "+" where files differ; None outside git."""
+    try:
+        head = subprocess.run(
+            ["git", "-C", ROOT, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True
+        )
+        changes = subprocess.run(
+            ["git", "-C", ROOT, "status", "--porcelain", "-uno"], capture_output=True, text=True
+        )
+    except FileNotFoundError:
+        return None
+    return (
+        head.stdout.strip() + ("+" if changes.stdout.strip() else "")
+        if head.returncode == 0
+        else None
+    )

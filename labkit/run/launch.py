@@ -138,6 +138,7 @@ def launch(
     threads=1,
     cold=False,
     quiet=False,
+    bar=None,
     **parameters,
 ):
     """Run the target on nproc ranks, of each of so many nodes, and wait for them.
@@ -151,6 +152,7 @@ def launch(
     timeout, collective_timeout: seconds for the run, and for a collective to wait for its peers.
     device: "cpu" (gloo), "cuda" (NCCL, one GPU a rank) or "auto" (cuda where GPUs are enough).
     threads: of each rank's CPU arithmetic. cold: a plain `torchrun`. quiet: print nothing.
+    bar: what shows the progress, as console.Bar does.
     Raises LaunchError for a failing rank, ValueError for arguments that cannot be, SyntaxError for
     a cell that does not compile, KeyboardInterrupt as it comes.
     """
@@ -166,7 +168,9 @@ def launch(
     plain = [sys.executable, "-m", "torch.distributed.run", *run.torchrun_arguments()]
     with one_at_a_time:
         start = time.monotonic()
-        status, exits, timed_out = watch(run, plain if cold else None, timeout, quiet)
+        status, exits, timed_out = watch(
+            run, plain if cold else None, timeout, quiet, bar or Bar(quiet)
+        )
         run.seconds = time.monotonic() - start
     ends = read_ends(run.folder, run.world_size, run.events, exits)
     if status == 0 and all(end.state == "finished" for end in ends):
@@ -182,10 +186,10 @@ def launch(
     raise LaunchError(message, run, cause)
 
 
-def watch(run, command, timeout, quiet):
+def watch(run, command, timeout, quiet, bar):
     """Show the ranks to the job's end: (exit status, exit codes before any stop, limit hit)."""
     client = agent()
-    console, bar = Console(run.logs, quiet), Bar(quiet)
+    console = Console(run.logs, quiet)
     tails = [Tail(run.folder / f"rank-{rank}.jsonl") for rank in range(run.world_size)]
     start, failed_at, done_at, status, told = time.monotonic(), None, None, None, quiet
     try:

@@ -13,7 +13,6 @@ import html
 import io
 import json
 import os
-import subprocess
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,7 +23,6 @@ from PIL import Image
 from labkit.measure import machine
 from labkit.show import style
 
-ROOT = Path(__file__).resolve().parents[2]
 FOLDER = "LABKIT_FIGURES"  # the variable by which `lab run` and `lab figures` say where pictures go
 PROVENANCE = (
     "measured",
@@ -124,24 +122,6 @@ def as_html(words, *figures):
     return f"{shown}<p>{words}</p>"
 
 
-def commit():
-    """The commit checked out in this repository, "+" where files differ; None outside git."""
-    try:
-        head = subprocess.run(
-            ["git", "-C", ROOT, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True
-        )
-        changes = subprocess.run(
-            ["git", "-C", ROOT, "status", "--porcelain", "-uno"], capture_output=True, text=True
-        )
-    except FileNotFoundError:
-        return None
-    return (
-        head.stdout.strip() + ("+" if changes.stdout.strip() else "")
-        if head.returncode == 0
-        else None
-    )
-
-
 def save(figure, name, data, parameters, provenance, alt, folder=None):
     """Write folder/NAME.svg and folder/NAME.json; returns the path of the SVG.
 
@@ -162,7 +142,7 @@ def save(figure, name, data, parameters, provenance, alt, folder=None):
         "alt": alt,
         "provenance": provenance,
         "parameters": parameters,
-        "commit": commit(),
+        "commit": machine.commit(),
         "machine": machine.card(),
     }
     text = json.dumps(

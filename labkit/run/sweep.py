@@ -1,0 +1,230 @@
+"""A grid of experiments: each cell is measured once and kept; a sweep that was killed goes on.
+
+    sweep({"strategy": ["ddp_bucketed", "zero1"], "batch_size": [32, 64], "nproc": [1, 2]}, folder)
+
+    grid      lists of an Experiment's fields and of a launch's: nproc, nodes, link_mbit, link_ms
+    cells     their product: here 8. What cannot be is left out, and told before anything runs
+    launch    cells of one world and link take turns in one process group (compare.py): noise slows
+              all alike, and ratios between them are paired. At most TOGETHER at once, for memory;
+              the first cell of a world is in each of its launches, as the others' partner
+    folder    a CSV file a launch, whole or not there: a row per cell, round, step and rank
+
+Folders of several people become one by copying their files together. `results` reads them, and
+refuses to put side by side what was not measured alike.
+"""
+
+import fcntl
+import hashlib
+import itertools
+import json
+import os
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import pandas as pd
+import yaml
+
+from labkit.measure import machine
+from labkit.run.compare import compare
+from labkit.run.console import Bar
+from labkit.run.experiment import Experiment
+from labkit.run.job import describe_nodes
+
+FORMAT = 1  # of the files; another is refused
+TOGETHER = 8
+WORLD = {"nproc": 2, "nodes": 1, "link_mbit": None, "link_ms": 0.0}
+ALIKE = ("cpu", "cores", "gpus", "torch")  # what rows must share to be compared
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One experiment in one world; ValueError where the two cannot be together."""
+
+    experiment: Experiment
+    nproc: int = 2
+    nodes: int = 1
+    link_mbit: float | None = None
+    link_ms: float = 0.0
+
+    def __post_init__(self):
+        if type(self.nproc) is not int or self.nproc < 1:
+            raise ValueError(f"nproc={self.nproc!r}: a whole number of at least 1")
+        describe_nodes(self.nodes, self.link_mbit, self.link_ms, 9000)
+        self.experiment.check_ranks(self.nproc * self.nodes)
+
+    @property
+    def world(self):
+        return {name: getattr(self, name) for name in WORLD}
+
+    @property
+    def fields(self):
+        return self.experiment.to_dict() | self.world
+
+    @property
+    def key(self):
+        """The same for the same fields, on any machine."""
+        return hashlib.sha256(json.dumps(self.fields, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def read_grid(path):
+    """The grid of a YAML file: a mapping of names to lists."""
+    try:
+        grid = yaml.safe_load(Path(path).read_text())
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path}: not YAML: {error}") from None
+    if not isinstance(grid, dict):
+        raise ValueError(f"{path}: a grid is a mapping of names to lists")
+    return grid
+
+
+def cells(grid):
+    """([Cell that can be], [(fields, why not)]) of a grid, name -> list of values or one value.
+
+    Raises ValueError for an unknown name, an empty grid, and where nothing is left.
+    """
+    names = [field.name for field in fields(Experiment)] + list(WORLD)
+    if unknown := [name for name in grid if name not in names]:
+        raise ValueError(f"unknown in the grid: {unknown[0]!r}; known are {', '.join(names)}")
+    lists = [values if isinstance(values, list) else [values] for values in grid.values()]
+    if not grid or not all(lists):
+        raise ValueError("the grid is empty: give at least one name with at least one value")
+    possible, refused = {}, []
+    for values in itertools.product(*lists):
+        given = dict(zip(grid, values, strict=True))
+        try:
+            world = {name: given.get(name, default) for name, default in WORLD.items()}
+            experiment = Experiment.from_dict({k: v for k, v in given.items() if k not in WORLD})
+            cell = Cell(experiment, **world)
+        except (ValueError, TypeError) as error:
+            refused.append((given, str(error)))
+        else:
+            possible[cell.key] = cell
+    if not possible:
+        raise ValueError(f"no cell of the grid can be; the first: {refused[0][1]}")
+    return list(possible.values()), refused
+
+
+def sweep(grid, folder, rounds=10, steps_per_round=3, device="auto", quiet=False):
+    """Measure the cells of the grid that folder does not hold; returns results(folder).
+
+    Raises ValueError as `cells` and `results` do, and where another sweep writes into the folder;
+    LaunchError where a cell fails: what was measured before is kept, and found again.
+    """
+    folder = Path(folder)
+    possible, refused = cells(grid)
+    with alone(folder):
+        measured = set(read(folder).get("cell", ()))
+        planned = launches(possible, measured)
+        if not quiet:
+            tell(possible, measured, refused, planned)
+        bar, turns = Bar(quiet), rounds * sum(map(len, planned))
+        done = 0
+        for group in planned:
+            part = Part(bar, done, turns)
+            options = {"rounds": rounds, "steps_per_round": steps_per_round, "device": device}
+            experiments = {cell.key: cell.experiment for cell in group}
+            run = compare(experiments, **group[0].world, **options, quiet=True, bar=part)
+            write(folder, group, run)
+            done += rounds * len(group)
+        bar.close()
+    return results(folder, mixed=True)
+
+
+def launches(possible, measured):
+    """Lists of cells that run together: those of a world that are missing, behind its first."""
+    worlds = {}
+    for cell in possible:
+        worlds.setdefault(tuple(cell.world.items()), []).append(cell)
+    planned = []
+    for first, *others in worlds.values():
+        missing = [cell for cell in others if cell.key not in measured]
+        size = TOGETHER - 1
+        parts = [missing[start : start + size] for start in range(0, len(missing), size)]
+        planned += [[first, *part] for part in parts]
+        if not missing and first.key not in measured:
+            planned.append([first])
+    return planned
+
+
+def tell(possible, measured, refused, planned):
+    there = sum(cell.key in measured for cell in possible)
+    print(f"{len(possible)} cells, {there} measured before, {len(planned)} launches to go")
+    for why in dict.fromkeys(why for _, why in refused):
+        print(f"  cannot be, {sum(why == other for _, other in refused)} of them: {why}")
+
+
+class Part:
+    """A launch's share of the sweep's progress bar, whose estimate is of the whole."""
+
+    def __init__(self, bar, before, total):
+        self.bar, self.before, self.total = bar, before, total
+
+    def update(self, step, total):
+        self.bar.update(self.before + step, self.total)
+
+    def close(self):
+        pass
+
+
+@contextmanager
+def alone(folder):
+    """Holds the folder: one sweep at a time writes into it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"another sweep writes into {folder}: name another folder") from None
+        yield
+
+
+def write(folder, group, run):
+    """A launch's rows, beside what they are of and where they were measured. Whole or not there."""
+    card = machine.card()
+    about = {name: card[name] for name in ("cpu", "cores", "torch", "python")}
+    about["gpus"] = ", ".join(gpu["name"] for gpu in card["gpus"]) or "none"
+    measured_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    about |= {"device": run.device, "commit": machine.commit(), "measured_at": measured_at}
+    launch = hashlib.sha256(f"{measured_at} {group} {os.getpid()}".encode()).hexdigest()[:16]
+    records = run.records.rename(columns={"label": "cell"})
+    same = [name for name in records if name in group[0].fields]
+    of = pd.DataFrame([{"cell": cell.key} | cell.fields for cell in group])
+    rows = of.merge(records.drop(columns=same), on="cell")
+    rows = rows.assign(format=FORMAT, launch=launch, **about)
+    new = folder / f"{launch}.csv.part"
+    try:
+        rows.to_csv(new, index=False)
+        new.replace(folder / f"{launch}.csv")
+    finally:
+        new.unlink(missing_ok=True)
+
+
+def read(folder):
+    """All rows of the folder's files; ValueError names one that is not a launch's."""
+    frames = []
+    for path in sorted(Path(folder).glob("*.csv")):
+        try:
+            frame = pd.read_csv(path, keep_default_na=False, na_values=[""])
+        except (pd.errors.ParserError, pd.errors.EmptyDataError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path}: not a sweep's file ({error}): remove it") from None
+        if "format" not in frame or not frame["format"].eq(FORMAT).all():
+            raise ValueError(f"{path}: not of this version's sweep (format {FORMAT}): move it away")
+        frames.append(frame)
+    return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
+
+
+def results(folder, mixed=False):
+    """The rows of all sweeps in folder. mixed: also where machines or versions differ.
+
+    Raises ValueError for an empty folder, and, unless mixed, for rows that were not measured alike.
+    """
+    rows = read(folder)
+    if rows.empty:
+        raise ValueError(f"{folder} holds no results: run a sweep into it")
+    for name in ALIKE:
+        if not mixed and rows[name].nunique() > 1:
+            differ = " and ".join(map(str, rows[name].unique()[:3]))
+            raise ValueError(f"{folder}: measured with different {name}: {differ}; mixed=True")
+    return rows

@@ -1,0 +1,183 @@
+"""Sweeps: what is run, what is kept, what is refused. The cells run on real ranks."""
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pandas as pd
+import pytest
+
+from labkit.run import LaunchError, sweep
+
+GRID = {"strategy": ["ddp_bucketed", "zero1"], "batch_size": [8, 16], "size": "tiny", "nproc": [1, 2]}
+FEW = {"rounds": 2, "steps_per_round": 1, "device": "cpu", "quiet": True}
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sweep")
+    return folder, sweep.sweep(GRID, folder, **FEW)
+
+
+@pytest.fixture
+def no_launch(monkeypatch):
+    def refuse(*arguments, **options):
+        raise AssertionError("nothing was to be run")
+
+    monkeypatch.setattr(sweep, "compare", refuse)
+
+
+def test_a_grid_is_the_product_of_its_lists():
+    possible, refused = sweep.cells(GRID)
+    assert len(possible) == len({cell.key for cell in possible}) == 8 and not refused
+    assert {(cell.experiment.strategy, cell.experiment.batch_size, cell.nproc) for cell in possible} == {
+        (strategy, batch, nproc) for strategy in GRID["strategy"] for batch in (8, 16) for nproc in (1, 2)
+    }
+
+
+def test_what_cannot_be_is_left_out_and_told(capsys, tmp_path, no_launch):
+    grid = {"strategy": ["ddp_bucketed", "fsdp"], "comm_hook": ["none", "fp16"], "batch_size": [4, 5], "nproc": 2}
+    possible, refused = sweep.cells(grid)
+    assert [(cell.experiment.strategy, cell.experiment.comm_hook) for cell in possible] == [
+        ("ddp_bucketed", "none"),
+        ("ddp_bucketed", "fp16"),
+        ("fsdp", "none"),
+    ]
+    assert len(refused) == 5
+    with pytest.raises(AssertionError, match="nothing was to be run"):
+        sweep.sweep(grid, tmp_path, **FEW | {"quiet": False})
+    told = capsys.readouterr().out
+    assert "3 cells, 0 measured before, 1 launches to go" in told
+    assert "cannot be, 3 of them: batch_size=5 does not split" in told
+
+
+@pytest.mark.parametrize(
+    ("grid", "words"),
+    [
+        ({}, "the grid is empty"),
+        ({"strategy": []}, "the grid is empty"),
+        ({"stratgy": ["zero1"]}, "unknown in the grid: 'stratgy'; known are model"),
+        ({"batch_size": [3, 5]}, "no cell of the grid can be; the first: batch_size=3 does not split"),
+        ({"link_mbit": [10]}, "one node has no link"),
+        ({"nproc": ["two"]}, "nproc='two': a whole number"),
+        ({"lr": ["fast"]}, "takes float"),
+    ],
+)
+def test_bad_grids_in_one_line(tmp_path, no_launch, grid, words):
+    with pytest.raises(ValueError, match=words.replace("(", r"\(")):
+        sweep.sweep(grid, tmp_path / "results", **FEW)
+    assert not (tmp_path / "results").exists()
+
+
+def test_a_grid_of_yaml(tmp_path):
+    file = tmp_path / "grid.yaml"
+    file.write_text("strategy: [zero1, zero2]\nnproc: 2\n")
+    assert sweep.read_grid(file) == {"strategy": ["zero1", "zero2"], "nproc": 2}
+    for text, words in (("[1, 2]", "a mapping of names to lists"), ("a: [1", "not YAML")):
+        file.write_text(text)
+        with pytest.raises(ValueError, match=words):
+            sweep.read_grid(file)
+
+
+def test_every_cell_has_its_rows(measured):
+    folder, rows = measured
+    for cell in sweep.cells(GRID)[0]:
+        own = rows[rows["cell"] == cell.key]
+        assert len(own) == cell.nproc * FEW["rounds"] * FEW["steps_per_round"]
+        assert own[["strategy", "batch_size", "nproc"]].drop_duplicates().values.tolist() == [
+            [cell.experiment.strategy, cell.experiment.batch_size, cell.nproc]
+        ]
+        assert set(own["rank"]) == set(range(cell.nproc)) and (own["step_ms"] > 0).all()
+    assert rows["launch"].nunique() == 2 == len(list(folder.glob("*.csv")))  # one a world
+    assert {"cpu", "cores", "torch", "python", "commit", "measured_at", "peak_bytes", "mfu"} <= set(rows)
+
+
+def test_the_same_losses_as_one_launch_of_their_own(measured):
+    """Turns and files change no number: both strategies average the same gradients."""
+    _, rows = measured
+    losses = rows.groupby(["strategy", "nproc", "batch_size", "step"])["loss"].mean().unstack("strategy")
+    assert (losses["ddp_bucketed"] - losses["zero1"]).abs().max() < 1e-6
+
+
+def test_nothing_is_run_twice(measured, no_launch):
+    folder, rows = measured
+    pd.testing.assert_frame_equal(sweep.sweep(GRID, folder, **FEW), rows)
+
+
+def test_what_is_missing_runs_beside_the_first_of_its_world(measured, monkeypatch):
+    folder, _ = measured
+    possible, _ = sweep.cells(GRID | {"batch_size": [8, 16, 32]})
+    planned = sweep.launches(possible, set(sweep.read(folder)["cell"]))
+    assert [[(c.experiment.strategy, c.experiment.batch_size, c.nproc) for c in group] for group in planned] == [
+        [("ddp_bucketed", 8, nproc), ("ddp_bucketed", 32, nproc), ("zero1", 32, nproc)] for nproc in (1, 2)
+    ]
+    monkeypatch.setattr(sweep, "TOGETHER", 2)
+    assert [len(group) for group in sweep.launches(possible, set())] == [2] * 10  # five others in each of two worlds
+
+
+def test_a_killed_sweep_goes_on(tmp_path):
+    """Killed in its second launch: the first one's cells are there, whole, and are not run again."""
+    program = f"from labkit.run.sweep import sweep\nsweep({GRID!r}, {str(tmp_path)!r}, **{FEW!r})"
+    process = subprocess.Popen([sys.executable, "-c", program])
+    deadline = time.monotonic() + 120
+    while not list(tmp_path.glob("*.csv")) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    kept = sweep.results(tmp_path)
+    assert kept["nproc"].unique().tolist() == [1]
+    whole = sweep.sweep(GRID, tmp_path, **FEW)
+    assert whole["cell"].nunique() == 8
+    assert whole[whole["nproc"] == 1]["launch"].unique().tolist() == kept["launch"].unique().tolist()
+
+
+def test_a_cell_that_fails_is_told_and_what_was_measured_stays(tmp_path):
+    grid = {"batch_size": [8], "nproc": 1}
+    before = sweep.sweep(grid, tmp_path, **FEW)
+    with pytest.raises(LaunchError, match="samples are fewer than batch_size=10000000"):
+        sweep.sweep(grid | {"batch_size": [8, 10_000_000]}, tmp_path, **FEW)
+    pd.testing.assert_frame_equal(sweep.results(tmp_path), before)
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_a_full_disk_leaves_no_half_file(tmp_path, monkeypatch):
+    def full(self, path, **options):
+        path.write_text("cell,half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(pd.DataFrame, "to_csv", full)
+    with pytest.raises(OSError, match="No space left"):
+        sweep.sweep({"batch_size": [8], "nproc": 1}, tmp_path, **FEW)
+    assert [file.name for file in tmp_path.iterdir()] == ["lock"]
+
+
+def test_two_sweeps_in_one_folder(tmp_path):
+    with open(tmp_path / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(ValueError, match="another sweep writes into"):
+            sweep.sweep(GRID, tmp_path, **FEW)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("", "not a sweep's file"), ("a,b\n1,2\n", "format 1"), ("format\n0\n", "format 1")],
+)
+def test_files_of_others_are_named(tmp_path, no_launch, text, words):
+    (tmp_path / "odd.csv").write_text(text)
+    with pytest.raises(ValueError, match=f"odd.csv: .*{words}"):
+        sweep.sweep(GRID, tmp_path, **FEW)
+
+
+def test_folders_merge_and_unlike_machines_are_not_compared(measured, tmp_path):
+    folder, rows = measured
+    for file in folder.glob("*.csv"):
+        os.link(file, tmp_path / file.name)
+    rows.assign(cpu="another", launch="other").to_csv(tmp_path / "other.csv", index=False)
+    assert len(sweep.results(tmp_path, mixed=True)) == 2 * len(rows)
+    with pytest.raises(ValueError, match="measured with different cpu: .* and .*mixed=True"):
+        sweep.results(tmp_path)
+    with pytest.raises(ValueError, match="holds no results"):
+        sweep.results(tmp_path / "empty")
