@@ -177,7 +177,7 @@ def test_folders_merge_and_unlike_machines_are_not_compared(measured, tmp_path):
         os.link(file, tmp_path / file.name)
     rows.assign(cpu="another", launch="other").to_csv(tmp_path / "other.csv", index=False)
     assert len(sweep.results(tmp_path, mixed=True)) == 2 * len(rows)
-    with pytest.raises(ValueError, match="measured with different cpu: .* and .*mixed=True"):
+    with pytest.raises(ValueError, match=r"measured with different cpu: .* and .*mixed=True"):
         sweep.results(tmp_path)
     with pytest.raises(ValueError, match="holds no results"):
         sweep.results(tmp_path / "empty")
