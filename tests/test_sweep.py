@@ -118,6 +118,7 @@ def test_what_is_missing_runs_beside_the_first_of_its_world(measured, monkeypatc
     assert [len(group) for group in sweep.launches(possible, set())] == [2] * 10  # five others in each of two worlds
 
 
+@pytest.mark.slow
 def test_a_killed_sweep_goes_on(tmp_path):
     """Killed in its second launch: the first one's cells are there, whole, and are not run again."""
     program = f"from labkit.run.sweep import sweep\nsweep({GRID!r}, {str(tmp_path)!r}, **{FEW!r})"
@@ -134,6 +135,7 @@ def test_a_killed_sweep_goes_on(tmp_path):
     assert whole[whole["nproc"] == 1]["launch"].unique().tolist() == kept["launch"].unique().tolist()
 
 
+@pytest.mark.slow
 def test_a_cell_that_fails_is_told_and_what_was_measured_stays(tmp_path):
     grid = {"batch_size": [8], "nproc": 1}
     before = sweep.sweep(grid, tmp_path, **FEW)
