@@ -6,6 +6,7 @@ each notebook are kept in figures/course.json, from which README's table of the 
 """
 
 import argparse
+import html
 import json
 import re
 import sys
@@ -35,11 +36,17 @@ def saved_figures(notebook):
     return re.findall(r"plots\.save\(\w+, \"(\w+)\"", "\n".join(cell.source for cell in batch.code_cells(notebook)))
 
 
+def picture(figure):
+    """A saved figure in README's table, with the words that were saved beside it."""
+    words = html.escape(json.loads((FIGURES / f"{figure}.json").read_text())["alt"])
+    return f'<img src="figures/{figure}.svg" alt="{words}" width="220">'
+
+
 def course_table(course):
     """README's table: notebook, question, time, picture. course: name -> what course.json keeps of it."""
     lines = ["| notebook | question | time | picture |", "| :-- | :-- | --: | :-- |"]
     for name, facts in sorted(course.items()):
-        pictures = [f'<img src="figures/{figure}.svg" alt="{figure}" width="220">' for figure in facts["figures"][:1]]
+        pictures = [picture(figure) for figure in facts["figures"][:1]]
         link = f"[{name}](notebooks/{name}.ipynb)"
         lines.append(f"| {link} | {facts['question']} | {facts['seconds']:.0f} s | {''.join(pictures)} |")
     hosts = sorted({facts["host"] for facts in course.values()})

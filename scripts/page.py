@@ -58,5 +58,6 @@ def as_page(notebook):
         for output in cell.get("outputs", []):
             if WIDGET in output.get("data", {}):
                 output.data = {"text/markdown": "*Controls: open the notebook in JupyterLab.*"}
+    notebook.metadata.language_info = {"name": "python"}  # IPython's own lexer leaves a %%torchrun cell without colours
     page, _ = HTMLExporter(raw_template=TEMPLATE, embed_images=True).from_notebook_node(notebook)
     return re.sub(r"@formula(\d+)@", lambda found: formulas[int(found[1])], page)

@@ -1,5 +1,6 @@
 """The page of an executed notebook: all in one file, code that is no idea folded, formulas drawn, light and dark."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -28,8 +29,10 @@ def page():
         new_code_cell("idea = 1", outputs=[shown], execution_count=1),
         new_code_cell("plumbing = 2", metadata={"jupyter": {"source_hidden": True}}, execution_count=2),
         new_code_cell("show(controls)", outputs=[widget], execution_count=3),
+        new_code_cell("%%torchrun --nproc 2\nfrom labkit import comm", execution_count=4),
     ]
-    return as_page(new_notebook(cells=cells))
+    kernel = {"name": "python", "pygments_lexer": "ipython3"}  # what an executed notebook says of itself
+    return as_page(new_notebook(cells=cells, metadata={"language_info": kernel}))
 
 
 def test_formulas_are_drawn_without_a_network(page):
@@ -41,6 +44,10 @@ def test_formulas_are_drawn_without_a_network(page):
 def test_plumbing_is_folded_and_the_idea_is_not(page):
     folded = page[page.index('<details class="folded">') : page.index("</details>")]
     assert "plumbing" in folded and page.count("<details") == 1
+
+
+def test_the_code_of_ranks_has_colours_too(page):
+    assert re.search(r"<span[^>]*>from</span>", page[page.index("torchrun") :])
 
 
 def test_a_widget_says_where_it_lives(page):

@@ -161,10 +161,10 @@ def test_controls_redraw_from_saved_rows():
 
 def test_what_is_seen_without_a_kernel_comes_first(monkeypatch):
     order = []
-    for name in ("present", "table", "display"):
-        monkeypatch.setattr(choices, name, lambda *_, name=name: order.append(name))
+    for place, name in ((choices, "present"), (choices, "table"), (choices.controls, "show")):
+        monkeypatch.setattr(place, name, lambda *_, name=name: order.append(name))
     shown = choices.explorer(sweep(), "emulated")
-    assert order == ["present", "table", "display"] and shown.state == choices.State("a block", "full", 0)
+    assert order == ["present", "table", "show"] and shown.state == choices.State("a block", "full", 0)
     with pytest.raises(ValueError, match=r"a sweep needs the columns .*; missing: mode, held_bytes"):
         choices.explorer(sweep().drop(columns=["mode", "held_bytes"]), "emulated")
 

@@ -129,7 +129,7 @@ def test_what_is_seen_without_a_kernel_comes_first(monkeypatch):
     order = []
     monkeypatch.setattr(formats, "present", lambda *_: order.append("figure"))
     monkeypatch.setattr(formats, "table", lambda *_: order.append("table"))
-    monkeypatch.setattr(formats, "display", lambda *_: order.append("controls"))
+    monkeypatch.setattr(formats.controls, "show", lambda *_: order.append("controls"))
     formats.explorer([1.0, 1e-9], "measured")
     assert order == ["figure", "table", "controls"]
 

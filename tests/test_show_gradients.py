@@ -236,6 +236,6 @@ def test_what_is_seen_without_a_kernel_comes_first(monkeypatch):
     order = []
     monkeypatch.setattr(gradients, "present", lambda *_: order.append("figure"))
     monkeypatch.setattr(gradients, "table", lambda *_: order.append("table"))
-    monkeypatch.setattr(gradients, "display", lambda *_: order.append("controls"))
+    monkeypatch.setattr(gradients.controls, "show", lambda *_: order.append("controls"))
     shown = gradients.explorer(recorded(), "counted", "onebit")
     assert order == ["figure", "figure", "table", "controls"] and shown.form.value == ("onebit", "")

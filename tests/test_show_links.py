@@ -216,6 +216,6 @@ def test_what_is_seen_without_a_kernel_comes_first(monkeypatch):
     order = []
     monkeypatch.setattr(links, "present", lambda *_: order.append("figure"))
     monkeypatch.setattr(links, "table", lambda *_: order.append("table"))
-    monkeypatch.setattr(links, "display", lambda *_: order.append("controls"))
+    monkeypatch.setattr(links.controls, "show", lambda *_: order.append("controls"))
     assert links.explorer(rows_of(), "throttled", "none").state.baseline == "none"
     assert order == ["figure", "table", "controls"]

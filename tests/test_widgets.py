@@ -3,7 +3,7 @@ from math import inf
 import pandas as pd
 import pytest
 
-from labkit.show import widgets
+from labkit.show import controls, widgets
 
 
 def rows_of(models=("mlp", "gpt"), buckets=(1, 25), first=10.0, link_mbit=inf):
@@ -152,10 +152,19 @@ def test_a_failing_launch_is_one_line_in_the_widget():
 def test_what_is_seen_without_a_kernel_comes_first(monkeypatch):
     order = []
     monkeypatch.setattr(widgets, "present", lambda *_: order.append("figure"))
-    monkeypatch.setattr(widgets, "table", lambda *_: order.append("table"))
-    monkeypatch.setattr(widgets, "display", lambda *_: order.append("controls"))
-    widgets.comparison(rows_of())
-    assert order == ["figure", "table", "controls"]
+    monkeypatch.setattr(widgets, "table", lambda _, caption: order.append(caption))
+    monkeypatch.setattr(controls, "show", lambda *_: order.append("controls"))
+    widgets.comparison(rows_of(), provenance="measured on a test")
+    assert order == ["figure", "MLP, buckets of 25 MB, median (quartiles); measured on a test", "controls"]
+
+
+def test_controls_that_cannot_be_drawn_say_where_they_are(monkeypatch):
+    shown = []
+    monkeypatch.setattr(controls, "display", lambda bundle, raw: shown.append(bundle))
+    panel = widgets.Comparison(rows_of()).panel
+    controls.show(panel)
+    assert shown[0]["application/vnd.jupyter.widget-view+json"]["model_id"] == panel.model_id
+    assert shown[0]["text/plain"] == "Controls: run this notebook in JupyterLab."
 
 
 def test_emulated_rows_are_called_so():

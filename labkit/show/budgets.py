@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 
 import ipywidgets
 import pandas as pd
-from IPython.display import display
 
 from labkit import budget
 from labkit.measure.memory import KINDS
@@ -184,5 +183,5 @@ def explorer(
     shown = Explorer(
         predict, state, choices[0], list(dict.fromkeys([*precisions, precision])), choices[1]
     )
-    display(shown.panel)
+    controls.show(shown.panel)
     return shown

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import ipywidgets
 import pandas as pd
-from IPython.display import display
 from matplotlib.lines import Line2D
 
 from labkit.measure.timeline import Timeline
@@ -178,5 +177,5 @@ def explorer(frame, provenance, state=None):
     present(draw(frame, state), words, provenance, words)
     table(small(frame), f"parameters held at most, and step time; {provenance}")
     shown = Explorer(frame, state)
-    display(shown.panel)
+    controls.show(shown.panel)
     return shown

@@ -1,6 +1,7 @@
 """The explorers' controls, of one look: a menu, a slider, boxes to tick, a row that wraps."""
 
 import ipywidgets
+from IPython.display import display
 
 from labkit.show import style
 
@@ -57,3 +58,9 @@ def observe(changed, controls):
     """Call changed whenever one of them gets another value."""
     for control in controls:
         control.observe(changed, names="value")
+
+
+def show(panel):
+    """Display the controls; where none can be drawn (GitHub), a line says where they are."""
+    words = {"text/plain": "Controls: run this notebook in JupyterLab."}
+    display(panel._repr_mimebundle_() | words, raw=True)

@@ -129,7 +129,9 @@ def step_over_link(frame, baseline=None, title=None, methods=None, at=None):
                 rings += draw_ring(axes, found[baseline], cost, speeds, colour)
             ends.append((speeds[-1], times[-1], words, colour))
         if at is not None:
-            axes.axvline(at, color=style.INK, linewidth=1.2, linestyle=(0, (4, 3)), zorder=1)
+            axes.axvline(
+                at, 0, 0.96, color=style.INK, linewidth=1.2, linestyle=(0, (4, 3)), zorder=1
+            )
         axes.set_xscale("log")
         axes.set_yscale("log")
         axes.set_xlim(speeds[0], speeds[-1])

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import ipywidgets
 import numpy as np
 import pandas as pd
-from IPython.display import display
 from matplotlib.patches import Rectangle
 
 from labkit.show import controls, style
@@ -236,5 +235,5 @@ def explorer(gradients, provenance):
     words = takeaway(shown.counts, shown.state)
     present(reach(shown.counts, shown.state.format, shown.state.scale), words, provenance, words)
     table(facts(), "predicted: from the bits of each format")
-    display(shown.panel)
+    controls.show(shown.panel)
     return shown

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 import ipywidgets
 import numpy as np
 import pandas as pd
-from IPython.display import display
 
 from labkit.show import controls, style
 from labkit.show.crossings import label_decades
@@ -234,5 +233,5 @@ def explorer(frame, provenance, compressor=None):
     present(catching_up(frame, state), caption, provenance, caption)
     table(small(frame), f"after the last step; {provenance}")
     shown = Explorer(frame, state)
-    display(shown.panel)
+    controls.show(shown.panel)
     return shown

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 
 import ipywidgets
 import pandas as pd
-from IPython.display import display
 
 from labkit.measure.crossover import predicted
 from labkit.show import controls, style
@@ -172,5 +171,5 @@ def explorer(frame, provenance, baseline=None):
         f"work and bytes of a step, and where each is faster; {provenance}",
     )
     shown = Explorer(frame, state)
-    display(shown.panel)
+    controls.show(shown.panel)
     return shown

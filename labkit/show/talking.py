@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 
 import ipywidgets
 import pandas as pd
-from IPython.display import display
 
 from labkit.measure.crossover import predicted
 from labkit.show import controls, style
@@ -117,5 +116,5 @@ def explorer(frame, target, link_mbit, provenance, speeds=(10, 100, 1000)):
     present(draw(frame, target, state), words, provenance, words)
     table(small(frame, target, speeds), f"time until a loss of {target:g}; {provenance}")
     shown = Explorer(frame, target, state)
-    display(shown.panel)
+    controls.show(shown.panel)
     return shown

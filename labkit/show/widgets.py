@@ -14,7 +14,6 @@ from math import inf
 
 import ipywidgets
 import pandas as pd
-from IPython.display import display
 
 from labkit.show import controls, style, tables
 from labkit.show.bars import grouped_bars
@@ -228,10 +227,11 @@ def comparison(frame, launch=None, provenance=None, sizes=None, models=None):
     """
     state = initial(frame)
     words = takeaway(frame, state)
-    present(draw(frame, state), words, provenance or origin(frame), words)
+    provenance = provenance or origin(frame)
+    present(draw(frame, state), words, provenance, words)
     metrics = [metric for metric in METRICS if metric in frame]
     small = tables.comparison(chosen(frame, state), metrics).reset_index()
-    table(small, f"{headline(state).split(':')[0]}, median (quartiles)")
+    table(small, f"{headline(state).split(':')[0]}, median (quartiles); {provenance}")
     shown = Comparison(frame, launch, sizes, models)
-    display(shown.panel)
+    controls.show(shown.panel)
     return shown
