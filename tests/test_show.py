@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from labkit.measure import memory
+from labkit.measure import machine, memory
 from labkit.measure.timeline import Span, Timeline
 from labkit.show import notebook, plots, publish, schedules, style, tables
 
@@ -249,7 +249,7 @@ def test_saved_figures_are_the_same_byte_for_byte_and_hold_their_data(tmp_path):
     assert beside["parameters"] == {"world_size": 2} and beside["provenance"] == "measured on 2 cores"
     assert beside["alt"] == "Four bars." and beside["machine"]["torch"] and beside["commit"]
     text = found[0].read_text() + json.dumps(beside)
-    assert socket.gethostname() not in text and str(publish.ROOT) not in text
+    assert socket.gethostname() not in text and str(machine.ROOT) not in text
     assert "<title>Four bars.</title>" in text
 
 
@@ -261,7 +261,7 @@ def test_source_shows_the_code_and_its_place(shown):
         re.fullmatch(r"labkit/measure/timeline\.py:\d+-\d+", headings[1]) and headings[2] == "labkit/measure/memory.py"
     )
     path, first, last = re.match(r"(.*):(\d+)-(\d+)", headings[0]).groups()
-    lines = (publish.ROOT / path).read_text().splitlines()[int(first) - 1 : int(last)]
+    lines = (machine.ROOT / path).read_text().splitlines()[int(first) - 1 : int(last)]
     assert "\n".join(lines) in shown[0][0]["text/markdown"] and lines[0].startswith("def cell(")
     assert (
         "\n@classmethod\ndef merge(cls, timelines):\n    " in shown[1][0]["text/plain"]

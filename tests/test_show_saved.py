@@ -20,9 +20,9 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 
+from labkit.measure.machine import ROOT
 from labkit.measure.timeline import Timeline
 from labkit.show import budgets, choices, formats, gradients, links, overview, plots
-from labkit.show.publish import ROOT
 from labkit.show.residency import residency
 from labkit.show.saw import saw
 

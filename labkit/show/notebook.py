@@ -11,8 +11,8 @@ from pathlib import Path
 from IPython.display import display
 
 from labkit.measure import machine
+from labkit.measure.machine import ROOT
 from labkit.show import style, tables
-from labkit.show.publish import ROOT
 
 
 def source(*objects):
