@@ -145,6 +145,7 @@ class ShardedBucket(Bucket):
         if self.keep:
             self.averaged, self._version = True, self._flat._version
         else:
+            self._flat.untyped_storage().resize_(0)  # now, and not when the backend lets go of it
             self.release()
 
     def is_averaged(self, slot):
