@@ -5,7 +5,7 @@ It needs no network: formulas are MathML, which browsers draw by themselves.
 
 import re
 
-CODE_OR_FORMULA = re.compile(r"(```.*?```|`[^`]*`)|\$\$(.+?)\$\$|\$([^$\n]+)\$", re.DOTALL)
+CODE_OR_FORMULA = re.compile(r"(```.*?```|`[^`]*`)|\$\$(.+?)\$\$|\$((?:[^$\n]|\n(?!\n))+)\$", re.DOTALL)
 WIDGET = "application/vnd.jupyter.widget-view+json"
 TEMPLATE = """{% extends 'lab/index.html.j2' %}
 
