@@ -262,16 +262,16 @@ def test_a_reserved_field_is_named():
 
 
 def test_an_interrupt_leaves_no_rank_and_the_next_launch_works(capfd):
-    ranks_seen = []
+    process, ranks_seen = psutil.Process(agent().process.pid), []
 
     def interrupt():
         while len(ranks_seen) < 3:  # the job and two ranks
-            ranks_seen[:] = below_agent()
+            ranks_seen[:] = process.children(recursive=True)
             time.sleep(0.05)
         time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGINT)
 
-    threading.Thread(target=interrupt).start()
+    threading.Thread(target=interrupt, daemon=True).start()
     with pytest.raises(KeyboardInterrupt):
         launch("import time; time.sleep(60)", timeout=30)
     assert below_agent() == []
