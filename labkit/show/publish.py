@@ -9,6 +9,7 @@ JupyterLab ignores an image's alt text: the sentence is in plain text and metada
 """
 
 import base64
+import hashlib
 import html
 import io
 import json
@@ -130,7 +131,8 @@ def save(figure, name, data, parameters, provenance, alt, folder=None):
         figures as they are.
 
     data: DataFrame, or anything JSON holds: what the picture shows. parameters: of the run.
-    The JSON adds provenance, alt text, the class of machine (never its name), versions, commit.
+    The JSON adds provenance, alt text, the class of machine (never its name), versions, commit and
+    the SHA-256 of the SVG that was drawn from it.
     """
     check(alt, provenance)
     folder = folder or os.environ.get(FOLDER)
@@ -145,9 +147,8 @@ def save(figure, name, data, parameters, provenance, alt, folder=None):
         "commit": machine.commit(),
         "machine": machine.card(),
     }
-    text = json.dumps(
-        {"figure": f"{name}.svg", **about, "data": data}, indent=1, sort_keys=True, allow_nan=False
-    )
+    facts = {"figure": f"{name}.svg", **about, "data": data}
+    json.dumps(facts, allow_nan=False)  # what JSON cannot hold is told before anything is written
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with style.look(), laid_out(figure):
@@ -157,5 +158,8 @@ def save(figure, name, data, parameters, provenance, alt, folder=None):
         about = {"Date": None, "Creator": None, "Title": alt}
         figure.savefig(folder / f"{name}.svg", bbox_inches="tight", pad_inches=0.12, metadata=about)
         note.remove()
+    drawn = folder / f"{name}.svg"
+    facts["sha256"] = hashlib.sha256(drawn.read_bytes()).hexdigest()
+    text = json.dumps(facts, indent=1, sort_keys=True)
     (folder / f"{name}.json").write_text(text + "\n")
-    return folder / f"{name}.svg"
+    return drawn

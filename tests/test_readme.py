@@ -1,0 +1,41 @@
+"""README's pictures and its table of the course are those that `lab figures` recorded; nobody has typed a number in."""
+
+import hashlib
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+sys.path.append(str(ROOT / "scripts"))
+
+import batch
+
+import figures
+
+README = (ROOT / "README.md").read_text()
+SHOWN = re.findall(r"(?:\(|src=\")figures/(\w+)\.svg", README)
+PICTURES = sorted({*SHOWN, *(path.stem for path in figures.FIGURES.glob("*.svg"))})
+
+
+def test_the_table_is_the_recorded_one():
+    course = json.loads(figures.COURSE.read_text())
+    written = README.split(figures.MARKS[0])[1].split(figures.MARKS[1])[0]
+    assert written == figures.course_table(course)
+    assert set(course) == {path.stem for path in batch.course()}
+    assert len({facts["host"] for facts in course.values()}) == 1  # of one machine, or times do not compare
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_a_picture_is_the_one_that_was_drawn_from_its_record(name):
+    record = json.loads((figures.FIGURES / f"{name}.json").read_text())
+    assert record["sha256"] == hashlib.sha256((figures.FIGURES / f"{name}.svg").read_bytes()).hexdigest()
+    assert record["data"]
+    assert {"machine", "commit", "parameters", "provenance", "alt"} <= set(record)
+
+
+def test_every_recorded_picture_is_saved_by_a_notebook():
+    assert set(PICTURES) == {name for path in batch.course() for name in figures.saved_figures(batch.read(path))}
