@@ -8,15 +8,13 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-
-sys.path.append(str(ROOT / "scripts"))
+sys.path.append(str(Path(__file__).resolve().parent.parent / "scripts"))
 
 import batch
 
 import figures
 
-README = (ROOT / "README.md").read_text()
+README = (batch.ROOT / "README.md").read_text()
 SHOWN = re.findall(r"(?:\(|src=\")figures/(\w+)\.svg", README)
 PICTURES = sorted({*SHOWN, *(path.stem for path in figures.FIGURES.glob("*.svg"))})
 
