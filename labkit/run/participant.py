@@ -5,7 +5,7 @@ prepare    WARMUP steps; in the last, memory and traffic are counted, which neve
 step       one step, timed: its row, documented at `step_row`
 """
 
-from functools import partial
+from functools import cache, partial
 from math import nan
 
 import torch
@@ -60,8 +60,9 @@ class Participant:
         rank = 0 if alone else context.rank
         self.batches = endless_batches(dataset, self.share, self.world_size, rank, experiment.seed)
         self.build()
-        real = experiment.compute == "real"
-        self.flops = self.world_size * self.share_flops(dataset) if real else nan
+        e, self.flops = experiment, nan
+        if e.compute == "real":
+            self.flops = self.world_size * share_flops(e.model, e.size, e.data, self.share)
 
     def build(self):
         e = self.experiment
@@ -95,14 +96,6 @@ class Participant:
         for parameter in self.model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self.note_gradient)
-
-    def share_flops(self, dataset):
-        """FLOPs of the model for this rank's share of the batch, on tensors without memory."""
-        e = self.experiment
-        input, target = default_collate([dataset[0]] * self.share)
-        with torch.device("meta"):
-            module = models.build(e.model, e.size)
-        return step_flops(module, input.to("meta"), target.to("meta"), models.loss(e.model))
 
     def settle(self, module, optimizer):
         """The experiment with labkit.budget's choice of strategy; rank 0 prints why. Collective."""
@@ -205,3 +198,12 @@ def endless_batches(dataset, batch_size, world_size, rank, seed):
         sampler.set_epoch(epoch)
         yield from DataLoader(dataset, batch_size, sampler=sampler, drop_last=True)
         epoch += 1
+
+
+@cache
+def share_flops(model, size, data, samples):
+    """FLOPs of the model for so many samples of the data, on tensors without memory."""
+    input, target = default_collate([models.data.load(data, model)[0]] * samples)
+    with torch.device("meta"):
+        module = models.build(model, size)
+    return step_flops(module, input.to("meta"), target.to("meta"), models.loss(model))
