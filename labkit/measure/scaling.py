@@ -58,16 +58,15 @@ def turns(n, cores):
     return max(1.0, n / cores)
 
 
-def fit(n, cells, cores=inf):
-    """Costs from steps of n ranks that hide no message.
+def fit(n, measured, cores=inf):
+    """Costs from all-reduces of n ranks: [(bytes, ms)], of two sizes at least.
 
-    cells: [(all-reduces of a step, their bytes together, ms that they add to it)], two at least,
-    with different bytes for each all-reduce. Least squares of the relative errors.
+    Least squares of the relative errors, which are alike for short and long ones.
     """
     messages, share = np.multiply(turns(n, cores), ring(n))
-    parts = [(messages * count / ms, share * size / ms) for count, size, ms in cells]
+    parts = [(messages / ms, share * size / ms) for size, ms in measured]
     if np.linalg.matrix_rank(parts) < 2:
-        raise ValueError("two kinds of steps are needed, in few and in many messages")
+        raise ValueError("all-reduces of two sizes are needed: one cannot tell alpha from beta")
     (alpha, beta), *_ = np.linalg.lstsq(np.array(parts), np.ones(len(parts)), rcond=None)
     return Costs(float(alpha), float(beta))
 
@@ -95,16 +94,18 @@ def full_at(sizes, blocks, backward_ms):
 
 
 class Step(NamedTuple):
-    """A step of one rank alone: ms asleep (a third forward) and at work; its buckets' bytes."""
+    """A step of one rank alone, in ms: blocks asleep, a third of it forward; work for the samples
+    outside the blocks; the optimizer's. sizes: bytes of its buckets, as they leave."""
 
     asleep_ms: float
-    at_work_ms: float
+    samples_ms: float
+    optimizer_ms: float
     blocks: int
     sizes: tuple
 
     def shared(self, n):
-        """The step of one of n ranks that share its batch. What is not asleep stays as it is."""
-        return self._replace(asleep_ms=self.asleep_ms / n)
+        """The step of one of n ranks that share its batch. The optimizer's work stays."""
+        return self._replace(asleep_ms=self.asleep_ms / n, samples_ms=self.samples_ms / n)
 
 
 def step_ms(costs, step, n, cores=inf, mbit=inf):
@@ -112,4 +113,5 @@ def step_ms(costs, step, n, cores=inf, mbit=inf):
     backward_ms = 2 / 3 * step.asleep_ms
     message_ms = [all_reduce_ms(costs, n, size, cores, mbit) for size in step.sizes]
     exposed = exposed_ms(message_ms, full_at(step.sizes, step.blocks, backward_ms), backward_ms)
-    return step.asleep_ms + turns(n, cores) * step.at_work_ms + exposed
+    work_ms = step.samples_ms + step.optimizer_ms
+    return step.asleep_ms + turns(n, cores) * work_ms + exposed

@@ -85,8 +85,8 @@ def takeaway(costs, step, state):
     for kind, mine in rows(costs, step, state).groupby("scaling", sort=False):
         good = mine["efficiency"] >= ENOUGH
         last = mine["ranks"][good.cummin()].max()
-        words.append(f"{kind} scaling keeps {ENOUGH:.0%} up to {last:,} rank{'s' * (last > 1)}")
-    return f"{headline(state)}: {', '.join(words)} (of {RANKS[-1]:,} drawn)."
+        words.append(f"{kind} scaling keeps {ENOUGH:.0%} up to n = {last:,}")
+    return f"{headline(state)}: {', '.join(words)}."
 
 
 def picture(costs, step, state):
