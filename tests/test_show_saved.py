@@ -8,6 +8,7 @@ import pandas as pd
 import pytest
 import test_contents
 import test_residency
+import test_scaling
 import test_show
 import test_show_budgets
 import test_show_gradients
@@ -77,6 +78,7 @@ def pictures():
         "race": lambda: plots.race(race, test_show_race.TARGET, "A title"),
         "crowded race": lambda: plots.race(crowded_race(), test_show_race.TARGET, "A title"),
         "switched": test_show_switched.figure,
+        "efficiency": test_scaling.picture,
         "budgets": lambda: budgets.draw(test_show_budgets.predict, test_show_budgets.state(capacity=64 << 20)),
         "carried": lambda: gradients.carried(recorded, state),
         "catching up": lambda: gradients.catching_up(recorded, state),

@@ -38,6 +38,17 @@ def test_a_grid_is_the_product_of_its_lists():
     }
 
 
+def test_a_list_of_grids_has_the_cells_of_any_of_them():
+    """Weak scaling is no product: the batch grows with the ranks."""
+    weak = [{"batch_size": 8 * n, "nproc": n} for n in (1, 2, 4)]
+    possible, _ = sweep.cells([*weak, {"batch_size": 8, "nproc": [1, 2]}])
+    pairs = [(cell.experiment.batch_size, cell.nproc) for cell in possible]
+    assert pairs == [(8, 1), (16, 2), (32, 4), (8, 2)]  # (8, 1) is in both, and there once
+    for empty in ([], [{}]):
+        with pytest.raises(ValueError, match="the grid is empty"):
+            sweep.cells(empty)
+
+
 def test_what_cannot_be_is_left_out_and_told(capsys, tmp_path, no_launch):
     grid = {"strategy": ["ddp_bucketed", "fsdp"], "comm_hook": ["none", "fp16"], "batch_size": [4, 5], "nproc": 2}
     possible, refused = sweep.cells(grid)

@@ -4,6 +4,7 @@
 
     grid      lists of an Experiment's fields and of a launch's: nproc, nodes, link_mbit, link_ms
     cells     their product: here 8. What cannot be is left out, and told before anything runs
+              A list of grids has the cells of any of them (weak scaling: ranks and batch together)
     launch    cells of one world and link take turns in one process group (compare.py): noise slows
               all alike, and ratios between them are paired. At most TOGETHER at once, for memory;
               the first cell of a world is in each of its launches, as the others' partner
@@ -82,17 +83,12 @@ def read_grid(path):
 def cells(grid):
     """([Cell that can be], [(fields, why not)]) of a grid, name -> list of values or one value.
 
-    Raises ValueError for an unknown name, an empty grid, and where nothing is left.
+    A list of grids: the cells of any of them, each once. Raises ValueError for an unknown name, an
+    empty grid, and where nothing is left.
     """
-    names = [field.name for field in fields(Experiment)] + list(WORLD)
-    if unknown := [name for name in grid if name not in names]:
-        raise ValueError(f"unknown in the grid: {unknown[0]!r}; known are {', '.join(names)}")
-    lists = [values if isinstance(values, list) else [values] for values in grid.values()]
-    if not grid or not all(lists):
-        raise ValueError("the grid is empty: give at least one name with at least one value")
     possible, refused = {}, []
-    for values in itertools.product(*lists):
-        given = dict(zip(grid, values, strict=True))
+    grids = grid if isinstance(grid, list) and grid else [grid or {}]
+    for given in itertools.chain(*map(points, grids)):
         try:
             world = {name: given.get(name, default) for name, default in WORLD.items()}
             experiment = Experiment.from_dict({k: v for k, v in given.items() if k not in WORLD})
@@ -104,6 +100,17 @@ def cells(grid):
     if not possible:
         raise ValueError(f"no cell of the grid can be; the first: {refused[0][1]}")
     return list(possible.values()), refused
+
+
+def points(grid):
+    """The product of a grid's lists, as dicts of name -> value."""
+    names = [field.name for field in fields(Experiment)] + list(WORLD)
+    if unknown := [name for name in grid if name not in names]:
+        raise ValueError(f"unknown in the grid: {unknown[0]!r}; known are {', '.join(names)}")
+    lists = [values if isinstance(values, list) else [values] for values in grid.values()]
+    if not grid or not all(lists):
+        raise ValueError("the grid is empty: give at least one name with at least one value")
+    return [dict(zip(grid, values, strict=True)) for values in itertools.product(*lists)]
 
 
 def sweep(grid, folder, rounds=10, steps_per_round=3, device="auto", quiet=False):

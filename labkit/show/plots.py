@@ -8,6 +8,7 @@ measured_against_predicted    ratios around 1                                   
 memory_and_traffic            what is held, and beside it what is sent          stages.py
 stacked_bars                  parts of a whole, a thin bar a repetition         stacks.py
 loss_curves, sweep            lines named at their ends                         curves.py
+efficiency                    such lines over ranks, and the ideal one          efficiency.py
 memory_over_time              what one rank holds, change by change             curves.py
 saw                           the same of several runs, on one scale            saw.py
 residency                     which units of a sharded model are whole, when    residency.py
@@ -27,6 +28,7 @@ from labkit.show.bars import grouped_bars, measured_against_predicted, memory_ba
 from labkit.show.contents import before_after, side_by_side, step_by_step
 from labkit.show.crossings import step_over_link
 from labkit.show.curves import loss_curves, memory_over_time, sweep
+from labkit.show.efficiency import efficiency
 from labkit.show.formats import bit_layout, reach
 from labkit.show.gantt import timeline
 from labkit.show.gradients import carried, catching_up
@@ -46,6 +48,7 @@ __all__ = [
     "bit_layout",
     "carried",
     "catching_up",
+    "efficiency",
     "grouped_bars",
     "loss_curves",
     "loss_scales",

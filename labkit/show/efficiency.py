@@ -1,0 +1,145 @@
+"""Efficiency over ranks: the picture with its ideal line, and a step of other worlds in the hand.
+
+    efficiency | ------------------------ ideal      frame: scaling ("weak", "strong"), ranks,
+             1 | o---o---o___                        efficiency, a row a round; predicted
+               |             o  weak
+             0 +--1--2--4---8---16-- ranks
+
+    explorer: compute, gradients, link and cores are controls; nothing is launched
+
+What is drawn is a pure function of (costs, step, state); costs and step are those that
+labkit/measure/scaling.py fits and predicts with.
+"""
+
+from dataclasses import dataclass, replace
+from math import inf
+
+import ipywidgets
+import pandas as pd
+
+from labkit.measure import scaling
+from labkit.show import controls, style
+from labkit.show.curves import sweep
+from labkit.show.notebook import table
+from labkit.show.publish import as_html, present
+
+RANKS = tuple(2**power for power in range(11))
+LINKS = (10, 100, 1000, 10_000, 100_000, inf)  # Mbit/s
+FACTORS = (0.25, 0.5, 1, 2, 4, 8, 16, 32)
+ENOUGH = 0.8
+
+
+def efficiency(frame, title=None, predicted=None):
+    """Figure: efficiency over ranks, a line a kind of scaling, quartiles shaded, the ideal line.
+
+    predicted: column of the formula's value, drawn dashed.
+    """
+    figure = sweep(frame, "ranks", "efficiency", "scaling", title, predicted=predicted)
+    axes = figure.axes[0]
+    axes.set_ylim(0, max(1.12, axes.get_ylim()[1]))
+    axes.axhline(1, color=style.FAINT, linewidth=1.2, zorder=1)
+    style.beside(axes, "ideal", (frame["ranks"].max(), 1), (-2, 7), ha="right", color=style.FAINT)
+    return figure
+
+
+@dataclass(frozen=True)
+class State:
+    """What the controls say. compute, gradients: times those of the step that was measured.
+
+    link_mbit: of each rank's link, inf for none. cores: that all ranks share, inf for enough.
+    """
+
+    kinds: tuple = ("weak", "strong")
+    compute: float = 1
+    gradients: float = 1
+    link_mbit: float = inf
+    cores: float = inf
+
+
+def rows(costs, step, state):
+    """DataFrame scaling, ranks, efficiency: predicted, for RANKS."""
+    sizes = tuple(size * state.gradients for size in step.sizes)
+    own = step._replace(asleep_ms=step.asleep_ms * state.compute, sizes=sizes)
+    alone, found = scaling.step_ms(costs, own, 1), []
+    for kind in state.kinds:
+        for n in RANKS:
+            mine, ideal = (own.shared(n), n) if kind == "strong" else (own, 1)
+            ms = scaling.step_ms(costs, mine, n, state.cores, state.link_mbit)
+            found.append({"scaling": kind, "ranks": n, "efficiency": alone / ms / ideal})
+    return pd.DataFrame(found)
+
+
+def headline(state):
+    link = "no link" if state.link_mbit == inf else f"links of {state.link_mbit:,g} Mbit/s"
+    cores = "a core for each rank" if state.cores == inf else f"{state.cores:g} cores for all"
+    return f"Compute x {state.compute:g}, gradients x {state.gradients:g}, {link}, {cores}"
+
+
+def draw(costs, step, state):
+    return efficiency(rows(costs, step, state), f"{headline(state)}: predicted")
+
+
+def takeaway(costs, step, state):
+    """Up to how many ranks each kind of scaling keeps ENOUGH of its efficiency."""
+    words = []
+    for kind, mine in rows(costs, step, state).groupby("scaling", sort=False):
+        good = mine["efficiency"] >= ENOUGH
+        last = mine["ranks"][good.cummin()].max()
+        words.append(f"{kind} scaling keeps {ENOUGH:.0%} up to n = {last:,}")
+    return f"{headline(state)}: {', '.join(words)}."
+
+
+def picture(costs, step, state):
+    """The widget's image as HTML with alt text; a sentence where there is nothing to draw."""
+    if not state.kinds:
+        return "<p>Tick weak or strong.</p>"
+    return as_html(takeaway(costs, step, state), draw(costs, step, state))
+
+
+class Explorer:
+    """The controls and their state. `.panel` is the widget, `.image` what it shows."""
+
+    def __init__(self, costs, step, state, cores):
+        self.costs, self.step, self.state = costs, step, state
+        factors = [(f"x {factor:g}", factor) for factor in FACTORS]
+        self.compute = controls.slider("compute", factors, state.compute)
+        self.gradients = controls.slider("gradients", factors, state.gradients)
+        speeds = [("none", mbit) if mbit == inf else (f"{mbit:,} Mbit/s", mbit) for mbit in LINKS]
+        self.link = controls.slider("link of a rank", speeds, state.link_mbit)
+        shared = [("one for each rank", inf), (f"{cores:g} for all", cores)]
+        self.cores = controls.menu("cores", shared, state.cores)
+        self.boxes = controls.boxes(state.kinds)
+        above = (self.compute, self.gradients, self.link, self.cores)
+        controls.observe(self.changed, (*above, *self.boxes.values()))
+        self.image = ipywidgets.HTML("<p>Move a control: the prediction is drawn here.</p>")
+        parts = [controls.row(above), controls.row(self.boxes.values()), self.image]
+        self.panel = ipywidgets.VBox(parts)
+
+    def changed(self, change=None):
+        """Read the controls and draw anew."""
+        self.state = replace(
+            self.state,
+            kinds=controls.ticked(self.boxes),
+            compute=self.compute.value,
+            gradients=self.gradients.value,
+            link_mbit=self.link.value,
+            cores=self.cores.value,
+        )
+        self.image.value = picture(self.costs, self.step, self.state)
+
+
+def explorer(costs, step, cores, provenance):
+    """Show efficiencies up to 1,024 ranks: figure, takeaway, table, controls. Returns Explorer.
+
+    costs, step: of scaling.fit() and the step measured. cores: of this machine. provenance: begins
+    with "predicted".
+    """
+    state = State()
+    words = takeaway(costs, step, state)
+    present(draw(costs, step, state), words, provenance, words)
+    shown = rows(costs, step, state).pivot(index="ranks", columns="scaling", values="efficiency")
+    shown = shown[list(state.kinds)].map("{:.2f}".format).reset_index()
+    table(shown.iloc[::2], f"{headline(state)}; {provenance}")
+    shown = Explorer(costs, step, state, cores)
+    controls.show(shown.panel)
+    return shown
