@@ -11,11 +11,14 @@ which the first `most` are.
 from functools import partial
 
 import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.collections import PolyCollection
+from matplotlib.figure import Figure
 
 from labkit.measure.memory import KINDS
 from labkit.show import style
 
-BARS, LINES = 14, 6  # how many can be told apart, and are drawn within the time of an answer
+BARS, LINES = 12, 6  # how many can be told apart, and are drawn within the time of an answer
 WIDTH, ROW, LETTER = 8.6, 0.25, 0.074  # inches: of a figure, a bar's row, a letter of a label
 PHASES = {"forward_ms": "forward", "backward_ms": "backward", "optimizer_ms": "optimizer"}
 
@@ -23,11 +26,11 @@ PHASES = {"forward_ms": "forward", "backward_ms": "backward", "optimizer_ms": "o
 def frame(labels, rest):
     """(figure, axes) with room for the labels at the left; rest: inches above and below."""
     height = ROW * len(labels) + rest
-    figure, axes = style.new_figure(WIDTH, height)
-    figure.set_layout_engine("none")
+    figure = Figure(figsize=(WIDTH, height))
+    FigureCanvasAgg(figure)
     left = (LETTER * max(map(len, labels)) + 0.3) / WIDTH
     figure.subplots_adjust(left, 0.5 / height, 0.97, 1 - 0.35 / height)
-    return figure, axes
+    return figure, figure.subplots()
 
 
 def bars(rows, curves, most, column, low=None, high=None, at=None):
@@ -40,11 +43,11 @@ def bars(rows, curves, most, column, low=None, high=None, at=None):
     values = rows[column].fillna(0) / divisor
     with style.look():
         figure, axes = frame(rows["label"], 0.85)
-        spread = (values - rows[low] / divisor, rows[high] / divisor - values) if low else None
-        look = {"ecolor": style.INK, "capsize": 2.5, "error_kw": {"elinewidth": 1}}
-        axes.barh(np.arange(len(rows)), values, 0.74, color=colours, xerr=spread, **look)
+        add_bars(axes, np.zeros(len(rows)), values, color=colours)
         ends = rows[high] / divisor if high else values
-        write_ends(axes, ends, [style.quantity(value, unit) for value in rows[column]])
+        if low:
+            axes.hlines(range(len(rows)), rows[low] / divisor, ends, color=style.INK, linewidth=1.2)
+        write_ends(axes, ends, [said(value, unit) for value in rows[column]])
         if at is not None:
             axes.axvline(at, color=style.FAINT, linewidth=1)
         finish(axes, rows["label"], style.axis_label(column, shown))
@@ -65,14 +68,25 @@ def stacked(rows, curves, most, parts, total, words):
         colours = style.COLOURS | {"other": style.lighter(style.GREY)}
         for key, size in (sizes | {"other": rest}).items():
             if size.max() > 0.005 * rows[total].max() / divisor:
-                look = {"color": colours[key], "label": style.name(key)}
-                axes.barh(np.arange(len(rows)), size, 0.74, left=left, **look)
+                add_bars(axes, left, size, color=colours[key], label=style.name(key))
                 left += size.to_numpy()
-        write_ends(axes, left, [style.quantity(value, unit) for value in rows[total]])
+        write_ends(axes, left, [said(value, unit) for value in rows[total]])
         finish(axes, rows["label"], f"{words} ({shown})")
         look = {"ncols": 7, "handlelength": 0.9, "columnspacing": 1.2, "handletextpad": 0.5}
         figure.legend(loc="lower left", fontsize=9, **look)
     return figure
+
+
+def said(value, unit):
+    return "not known" if np.isnan(value) else style.quantity(value, unit)
+
+
+def add_bars(axes, left, sizes, **look):
+    """All bars as one artist, where barh() makes each of them one, with its own limits to find."""
+    lows = np.arange(len(sizes)) - 0.37
+    xs = np.stack([left, left, left + sizes, left + sizes], axis=1)
+    ys = np.stack([lows, lows + 0.74, lows + 0.74, lows], axis=1)
+    axes.add_collection(PolyCollection(np.stack([xs, ys], axis=2), **look), autolim=False)
 
 
 def write_ends(axes, ends, words):
@@ -82,10 +96,12 @@ def write_ends(axes, ends, words):
 
 
 def finish(axes, labels, words):
-    axes.set_yticks(range(len(labels)), labels)
+    beside = axes.get_yaxis_transform()
+    for place, label in enumerate(labels):
+        axes.text(-0.01, place, label, ha="right", va="center", transform=beside)
+    axes.set_yticks([])
     axes.set_ylim(len(labels) - 0.4, -0.6)
     axes.set_xlabel(words)
-    axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
     axes.grid(axis="x")
 

@@ -112,7 +112,7 @@ def told(rows):
     nothing is said.
     """
     noise = rows[[bool(c) and all(name == "seed" for name, _ in c) for c in rows["changes"]]]
-    low, high = min(1, *noise["ratio_low"]), max(1, *noise["ratio_high"])
+    low, high = min([1, *noise["ratio_low"]]), max([1, *noise["ratio_high"]])
     rows = rows[(rows["cell"] != rows["base"]) & ~rows.index.isin(noise.index)]
     enough = rows["pairs"] >= FEWEST
     faster, slower = enough & (rows["ratio_high"] < low), enough & (rows["ratio_low"] > high)
