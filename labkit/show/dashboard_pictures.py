@@ -19,6 +19,7 @@ from labkit.measure.memory import KINDS
 from labkit.show import style
 
 BARS, LINES = 12, 6  # how many can be told apart, and are drawn within the time of an answer
+CUT = 3  # medians: a bar that is longer is cut, so that the others can be read
 WIDTH, ROW, LETTER = 8.6, 0.25, 0.074  # inches: of a figure, a bar's row, a letter of a label
 PHASES = {"forward_ms": "forward", "backward_ms": "backward", "optimizer_ms": "optimizer"}
 
@@ -47,10 +48,10 @@ def bars(rows, curves, most, column, low=None, high=None, at=None):
         ends = rows[high] / divisor if high else values
         if low:
             axes.hlines(range(len(rows)), rows[low] / divisor, ends, color=style.INK, linewidth=1.2)
-        write_ends(axes, ends, [said(value, unit) for value in rows[column]])
+        cut = write_ends(axes, ends, [said(value, unit) for value in rows[column]])
         if at is not None:
             axes.axvline(at, color=style.FAINT, linewidth=1)
-        finish(axes, rows["label"], style.axis_label(column, shown))
+        finish(axes, rows["label"], style.axis_label(column, shown) + cut)
     return figure
 
 
@@ -70,8 +71,8 @@ def stacked(rows, curves, most, parts, total, words):
             if size.max() > 0.005 * rows[total].max() / divisor:
                 add_bars(axes, left, size, color=colours[key], label=style.name(key))
                 left += size.to_numpy()
-        write_ends(axes, left, [said(value, unit) for value in rows[total]])
-        finish(axes, rows["label"], f"{words} ({shown})")
+        cut = write_ends(axes, left, [said(value, unit) for value in rows[total]])
+        finish(axes, rows["label"], f"{words} ({shown}){cut}")
         look = {"ncols": 7, "handlelength": 0.9, "columnspacing": 1.2, "handletextpad": 0.5}
         figure.legend(loc="lower left", fontsize=9, **look)
     return figure
@@ -90,9 +91,12 @@ def add_bars(axes, left, sizes, **look):
 
 
 def write_ends(axes, ends, words):
-    for place, (end, text) in enumerate(zip(ends, words, strict=True)):
+    """The values at the ends of the bars, and in words whether one far longer than most is cut."""
+    limit = min(max(ends), CUT * np.median(ends)) if np.median(ends) else max(ends)
+    for place, (end, text) in enumerate(zip(np.minimum(ends, limit), words, strict=True)):
         axes.annotate(text, (end, place), (4, 0), textcoords="offset points", va="center", size=9)
-    axes.set_xlim(0, (max(ends) or 1) * 1.14)
+    axes.set_xlim(0, (limit or 1) * 1.14)
+    return "; what is far longer is cut" if limit < max(ends) else ""
 
 
 def finish(axes, labels, words):
@@ -115,8 +119,12 @@ def losses(rows, curves, most, x, words):
         figure, axes = frame(["0.000"], 3.6)
         for place, row in enumerate(rows.itertuples()):
             curve = mine[mine["cell"] == row.cell]
+            curve = curve[curve[x] > 0]
             look = {"color": style.CYCLE[place], "marker": "o", "markersize": 3}
             axes.plot(curve[x] / divisor, curve["loss"], label=row.label, **look)
+        if x == "sent_bytes" and mine[x].max() > 0:
+            axes.set_xscale("log")
+            axes.xaxis.set_major_formatter("{x:g}")
         axes.set_xlabel(f"{words} ({unit})")
         axes.set_ylabel("loss (training)")
         axes.grid(axis="y")

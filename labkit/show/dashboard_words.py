@@ -120,4 +120,4 @@ def told(rows):
     lists = {word: ", ".join(rows.loc[which, "label"]) for word, which in parts.items()}
     said = [f"{word}: {names or 'none'}" for word, names in lists.items()]
     left = len(rows) - faster.sum() - slower.sum()
-    return f"Beside the base. {'; '.join(said)}; not to be told from it: {left} others."
+    return f"Beside the base. {'; '.join(said)}; not to be told from it: {left} more."

@@ -29,12 +29,16 @@ def side_by_side(said, measured=None):
     """DataFrame of texts: predicted, measured and error of each quantity."""
     rows = []
     for name, words in ASKED.items():
-        unit, own = style.unit_of(name), measured[name] if measured else None
-        row = {"": words, "predicted": style.quantity(said[name], unit)}
-        row["measured"] = "not yet" if own is None else style.quantity(own, unit)
+        own = measured[name] if measured else None
+        row = {"": words, "predicted": in_unit(said[name], name)}
+        row["measured"] = "not yet" if own is None else in_unit(own, name)
         row["error"] = "" if own is None else error(said[name], own)
         rows.append(row)
     return pd.DataFrame(rows)
+
+
+def in_unit(value, name):
+    return f"{value:.2f}" if name == "ratio" else style.quantity(value, style.unit_of(name))
 
 
 def error(predicted, measured):
