@@ -23,7 +23,7 @@ from terminal import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = ROOT / "notebooks"
-MAIN_JOB = "04_compare"
+MAIN_JOB, MAIN_VALUES = "dashboard", {"measure": "true"}  # what `lab run` alone runs, and how
 RANKS = "world_size"  # the parameter that --nproc sets
 # At most so much of what a notebook repeats (of a list: the first so many): enough to see that it works, and not what
 # it measures.
@@ -34,8 +34,8 @@ GRACE = 5.0  # seconds that an interrupted kernel gets to end its ranks itself
 
 
 def course():
-    """The notebooks of the course, in order."""
-    return sorted(NOTEBOOKS.glob("[0-9][0-9]_*.ipynb"))
+    """The notebooks of the course, in order; the dashboard, which has no number, comes last."""
+    return [*sorted(NOTEBOOKS.glob("[0-9][0-9]_*.ipynb")), *NOTEBOOKS.glob(f"{MAIN_JOB}.ipynb")]
 
 
 def find(name):

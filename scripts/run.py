@@ -67,7 +67,8 @@ def report(outcome):
         for text in batch.tables(executed):
             say(f"\n{text}")
     say()
-    for path in [executed, executed.with_suffix(".html"), *outcome.figures]:
+    tables = sorted(outcome.folder.glob("figures/*.csv"))
+    for path in [executed, executed.with_suffix(".html"), *tables, *outcome.figures]:
         if path.exists():
             say(f"  {path.relative_to(ROOT)}")
 
@@ -118,6 +119,8 @@ def run(arguments):
     options = options_from(arguments)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a batch system's stop ends the ranks, too
     names = options.names or [batch.MAIN_JOB]
+    if not options.names:
+        options.given = batch.MAIN_VALUES | options.given
     paths = notebooks(names)
     if not paths:
         raise UserError("there is no notebook in notebooks/")

@@ -23,6 +23,7 @@ READERS = "print(model, flag, limit, sizes)\n%time x = lr"
 MAGIC = "%%torchrun --nproc $world_size\nprint(rank)"
 TABLE = "import pandas\npandas.DataFrame({'strategy': ['ddp', 'fsdp'], 'step_ms': [1.25, 30.5]})"
 OTHER_TABLE = "import pandas\npandas.DataFrame({'what': ['not the last table']})"
+MAIN = "world_size = 2\nmeasure = False"
 FIGURE = "import matplotlib.pyplot as plt\nplt.plot([world_size, 2])\nplt.show()"
 RANKS = """
 from labkit.run import launch
@@ -107,7 +108,7 @@ def test_a_wrong_parameter_is_named(parametrised, name, value, words):
 
 @pytest.mark.parametrize("slip", [("--nproc", "0"), ("-p", "world_size", "-1"), ("--timeout", "0")])
 def test_what_cannot_be_is_one_line_and_starts_no_kernel(tree, slip):
-    notebook(tree / "notebooks" / "04_compare.ipynb", "world_size = 2", "print(world_size)")
+    notebook(tree / "notebooks" / "dashboard.ipynb", MAIN, "print(world_size, measure)")
     done = finished(tree, "run", *slip)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("lab: ")
@@ -126,6 +127,8 @@ def test_names_of_notebooks(tree, monkeypatch):
         notebook(tree / "notebooks" / f"{name}.ipynb")
     notebook(tree / "notebooks" / "scratch.ipynb")
     assert [path.stem for path in batch.course()] == ["00_start_here", "04_compare", "05_scaling"]
+    notebook(tree / "notebooks" / "dashboard.ipynb")
+    assert batch.course()[-1] == batch.find("dash")
     assert batch.find("04").stem == batch.find("04_compare").stem == "04_compare"
     for name, words in (("0", "several notebooks start with '0'"), ("4", "no notebook '4'; there are: 00_start_here")):
         with pytest.raises(terminal.UserError, match=words):
@@ -147,20 +150,20 @@ def test_a_page_has_words_for_its_pictures(tmp_path):
 
 @pytest.mark.slow
 def test_run_leaves_the_notebook_a_page_and_figures_and_prints_the_table(tree):
-    notebook(tree / "notebooks" / "04_compare.ipynb", "world_size = 2", OTHER_TABLE, TABLE, FIGURE)
+    notebook(tree / "notebooks" / "dashboard.ipynb", MAIN, "assert measure", OTHER_TABLE, TABLE, FIGURE)
     done = finished(tree, "run", "--nproc", "3")
     assert done.returncode == 0, done.stderr
     assert "strategy  step_ms" in done.stdout
     assert re.search(r"fsdp +30\.50", done.stdout)
     assert "not the last table" not in done.stdout
-    (folder,) = (tree / "runs").glob("*-04_compare")
+    (folder,) = (tree / "runs").glob("*-dashboard")
     listed = [line.strip() for line in done.stdout.splitlines() if line.startswith("  runs/")]
-    assert [str(folder.relative_to(tree) / name) for name in ("04_compare.ipynb", "04_compare.html")] == listed[:2]
-    assert listed[2].endswith("figures/04_compare-1.png")
+    assert [str(folder.relative_to(tree) / name) for name in ("dashboard.ipynb", "dashboard.html")] == listed[:2]
+    assert listed[2].endswith("figures/dashboard-1.png")
     assert (tree / listed[2]).read_bytes().startswith(b"\x89PNG")
-    executed = nbformat.read(folder / "04_compare.ipynb", 4)
+    executed = nbformat.read(folder / "dashboard.ipynb", 4)
     assert [cell.source for cell in executed.cells if "injected-parameters" in cell.metadata.get("tags", [])] == [
-        "# Parameters\nworld_size = 3\n"
+        "# Parameters\nmeasure = True\nworld_size = 3\n"
     ]
 
 
@@ -183,12 +186,12 @@ def test_run_all_sums_up_and_tells_the_first_failing_line(tree):
 
 def test_no_notebook(tree):
     done = finished(tree, "run")
-    assert (done.returncode, done.stderr) == (2, "lab: no notebook '04_compare'; there are: none yet\n")
+    assert (done.returncode, done.stderr) == (2, "lab: no notebook 'dashboard'; there are: none yet\n")
 
 
 @pytest.mark.slow
 def test_ctrl_c_stops_the_kernel_and_all_ranks(tree):
-    notebook(tree / "notebooks" / "04_compare.ipynb", "world_size = 2", RANKS)
+    notebook(tree / "notebooks" / "dashboard.ipynb", MAIN, "assert measure", RANKS)
     pids = tree / "pids"
     pids.mkdir()
     environment = {**os.environ, "PIDS": str(pids)}
@@ -211,7 +214,7 @@ def test_ctrl_c_stops_the_kernel_and_all_ranks(tree):
 
 @pytest.mark.slow
 def test_a_time_limit_stops_a_notebook(tree):
-    notebook(tree / "notebooks" / "04_compare.ipynb", "n = 2", "import time; time.sleep(60 + n)")
+    notebook(tree / "notebooks" / "dashboard.ipynb", MAIN, "import time; time.sleep(60 + measure)")
     done = finished(tree, "run", "--timeout", "4")
     assert done.returncode == 1
     assert "still running after 4 s" in done.stdout

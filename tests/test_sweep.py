@@ -13,6 +13,7 @@ import pytest
 from labkit.run import LaunchError, sweep
 
 GRID = {"strategy": ["ddp_bucketed", "zero1"], "batch_size": [8, 16], "size": "tiny", "nproc": [1, 2]}
+REFUSED = "goes with ddp_naive, ddp_overlapped, ddp_bucketed, torch_ddp, not with fsdp"
 FEW = {"rounds": 2, "steps_per_round": 1, "device": "cpu", "quiet": True}
 
 
@@ -44,9 +45,6 @@ def test_a_list_of_grids_has_the_cells_of_any_of_them():
     possible, _ = sweep.cells([*weak, {"batch_size": 8, "nproc": [1, 2]}])
     pairs = [(cell.experiment.batch_size, cell.nproc) for cell in possible]
     assert pairs == [(8, 1), (16, 2), (32, 4), (8, 2)]  # (8, 1) is in both, and there once
-    for empty in ([], [{}]):
-        with pytest.raises(ValueError, match="the grid is empty"):
-            sweep.cells(empty)
 
 
 def test_what_cannot_be_is_left_out_and_told(capsys, tmp_path, no_launch):
@@ -65,10 +63,33 @@ def test_what_cannot_be_is_left_out_and_told(capsys, tmp_path, no_launch):
     assert "cannot be, 3 of them: batch_size=5 does not split" in told
 
 
+def test_a_list_of_grids_is_their_union_each_cell_once():
+    base = {"batch_size": 8, "nproc": 2}
+    grids = [base, base | {"strategy": ["zero1", "ddp_bucketed"]}, base | {"strategy": "fsdp", "comm_hook": "fp16"}]
+    possible, refused = sweep.cells(grids)
+    assert [cell.experiment.strategy for cell in possible] == ["ddp_bucketed", "zero1"]
+    assert [why for _, why in refused] == ["Experiment(comm_hook='fp16'): " + REFUSED]
+    assert sweep.cells([base])[0] == sweep.cells(base)[0]
+
+
+def test_cells_of_several_models_have_launches_and_a_first_of_their_own():
+    grids = [
+        {"model": ["mlp", "gpt"], "batch_size": 8},
+        {"model": ["gpt", "mlp"], "batch_size": 8, "strategy": "zero1"},
+    ]
+    planned = sweep.launches(sweep.cells(grids)[0], set())
+    assert [[(c.experiment.model, c.experiment.strategy) for c in group] for group in planned] == [
+        [(model, "ddp_bucketed"), (model, "zero1")] for model in ("mlp", "gpt")
+    ]
+
+
 @pytest.mark.parametrize(
     ("grid", "words"),
     [
         ({}, "the grid is empty"),
+        ([], "the grid is empty"),
+        ([{"batch_size": [8]}, {}], "the grid is empty"),
+        ([{"batch_size": [8]}, {"stratgy": ["zero1"]}], "unknown in the grid: 'stratgy'"),
         ({"strategy": []}, "the grid is empty"),
         ({"stratgy": ["zero1"]}, "unknown in the grid: 'stratgy'; known are model"),
         ({"batch_size": [3, 5]}, "no cell of the grid can be; the first: batch_size=3 does not split"),
@@ -87,6 +108,8 @@ def test_a_grid_of_yaml(tmp_path):
     file = tmp_path / "grid.yaml"
     file.write_text("strategy: [zero1, zero2]\nnproc: 2\n")
     assert sweep.read_grid(file) == {"strategy": ["zero1", "zero2"], "nproc": 2}
+    file.write_text("- &base {size: [tiny]}\n- {<<: *base, nproc: [1, 2]}\n")
+    assert sweep.read_grid(file) == [{"size": ["tiny"]}, {"size": ["tiny"], "nproc": [1, 2]}]
     for text, words in (("[1, 2]", "a mapping of names to lists"), ("a: [1", "not YAML")):
         file.write_text(text)
         with pytest.raises(ValueError, match=words):

@@ -3,11 +3,11 @@
     sweep({"strategy": ["ddp_bucketed", "zero1"], "batch_size": [32, 64], "nproc": [1, 2]}, folder)
 
     grid      lists of an Experiment's fields and of a launch's: nproc, nodes, link_mbit, link_ms
-    cells     their product: here 8. What cannot be is left out, and told before anything runs
-              A list of grids has the cells of any of them (weak scaling: ranks and batch together)
-    launch    cells of one world and link take turns in one process group (compare.py): noise slows
-              all alike, and ratios between them are paired. At most TOGETHER at once, for memory;
-              the first cell of a world is in each of its launches, as the others' partner
+    cells     their product: here 8. What cannot be is left out, and told before anything runs.
+              A list of grids has the cells of each (weak scaling: ranks and batch together)
+    launch    cells of one world, link and model take turns in one process group (compare.py): noise
+              slows all alike, and ratios between them are paired. At most TOGETHER at once, for
+              memory; the first such cell is in each of their launches, as the others' partner
     folder    a CSV file a launch, whole or not there: a row per cell, round, step and rank
 
 Folders of several people become one by copying their files together. `results` reads them, and
@@ -70,52 +70,60 @@ class Cell:
 
 
 def read_grid(path):
-    """The grid of a YAML file: a mapping of names to lists."""
+    """The grid of a YAML file: a mapping of names to lists, or a list of such mappings."""
     try:
         grid = yaml.safe_load(Path(path).read_text())
     except yaml.YAMLError as error:
         raise ValueError(f"{path}: not YAML: {error}") from None
-    if not isinstance(grid, dict):
-        raise ValueError(f"{path}: a grid is a mapping of names to lists")
+    if not all(isinstance(one, dict) for one in as_list(grid)):
+        raise ValueError(f"{path}: a grid is a mapping of names to lists, or a list of them")
     return grid
 
 
-def cells(grid):
-    """([Cell that can be], [(fields, why not)]) of a grid, name -> list of values or one value.
+def as_list(value):
+    return value if isinstance(value, list) else [value]
 
-    A list of grids: the cells of any of them, each once. Raises ValueError for an unknown name, an
-    empty grid, and where nothing is left.
+
+def cells(grid):
+    """([Cell that can be], [(fields, why not)]) of a grid or of a list of grids, each cell once.
+
+    A grid maps a name to a list of values, or to one value. Raises ValueError for an unknown name,
+    an empty grid, and where nothing is left.
     """
     possible, refused = {}, []
-    grids = grid if isinstance(grid, list) and grid else [grid or {}]
-    for given in itertools.chain(*map(points, grids)):
-        try:
-            world = {name: given.get(name, default) for name, default in WORLD.items()}
-            experiment = Experiment.from_dict({k: v for k, v in given.items() if k not in WORLD})
-            cell = Cell(experiment, **world)
-        except (ValueError, TypeError) as error:
-            refused.append((given, str(error)))
-        else:
-            possible[cell.key] = cell
+    for one in as_list(grid) or [{}]:
+        possible_here, refused_here = product(one)
+        possible |= {cell.key: cell for cell in possible_here}
+        refused += refused_here
     if not possible:
         raise ValueError(f"no cell of the grid can be; the first: {refused[0][1]}")
     return list(possible.values()), refused
 
 
-def points(grid):
-    """The product of a grid's lists, as dicts of name -> value."""
+def product(grid):
+    """([Cell that can be], [(fields, why not)]) of one grid."""
     names = [field.name for field in fields(Experiment)] + list(WORLD)
     if unknown := [name for name in grid if name not in names]:
         raise ValueError(f"unknown in the grid: {unknown[0]!r}; known are {', '.join(names)}")
-    lists = [values if isinstance(values, list) else [values] for values in grid.values()]
+    lists = [as_list(values) for values in grid.values()]
     if not grid or not all(lists):
         raise ValueError("the grid is empty: give at least one name with at least one value")
-    return [dict(zip(grid, values, strict=True)) for values in itertools.product(*lists)]
+    possible, refused = [], []
+    for values in itertools.product(*lists):
+        given = dict(zip(grid, values, strict=True))
+        try:
+            world = {name: given.get(name, default) for name, default in WORLD.items()}
+            experiment = Experiment.from_dict({k: v for k, v in given.items() if k not in WORLD})
+            possible.append(Cell(experiment, **world))
+        except (ValueError, TypeError) as error:
+            refused.append((given, str(error)))
+    return possible, refused
 
 
-def sweep(grid, folder, rounds=10, steps_per_round=3, device="auto", quiet=False):
+def sweep(grid, folder, rounds=10, steps_per_round=3, device="auto", quiet=False, bar=None):
     """Measure the cells of the grid that folder does not hold; returns results(folder).
 
+    bar: what shows the progress, as console.Bar does.
     Raises ValueError as `cells` and `results` do, and where another sweep writes into the folder;
     LaunchError where a cell fails: what was measured before is kept, and found again.
     """
@@ -126,7 +134,7 @@ def sweep(grid, folder, rounds=10, steps_per_round=3, device="auto", quiet=False
         planned = launches(possible, measured)
         if not quiet:
             tell(possible, measured, refused, planned)
-        bar, turns = Bar(quiet), rounds * sum(map(len, planned))
+        bar, turns = bar or Bar(quiet), rounds * sum(map(len, planned))
         done = 0
         for group in planned:
             part = Part(bar, done, turns)
@@ -140,10 +148,10 @@ def sweep(grid, folder, rounds=10, steps_per_round=3, device="auto", quiet=False
 
 
 def launches(possible, measured):
-    """Lists of cells that run together: those of a world that are missing, behind its first."""
+    """Lists of cells that run together: the first of a world and model, and those missing."""
     worlds = {}
     for cell in possible:
-        worlds.setdefault(tuple(cell.world.items()), []).append(cell)
+        worlds.setdefault((*cell.world.values(), cell.experiment.model), []).append(cell)
     planned = []
     for first, *others in worlds.values():
         missing = [cell for cell in others if cell.key not in measured]
@@ -193,6 +201,7 @@ def write(folder, group, run):
     about = {name: card[name] for name in ("cpu", "cores", "torch", "python")}
     about["gpus"] = ", ".join(gpu["name"] for gpu in card["gpus"]) or "none"
     measured_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    about["network"] = run.network.get("how", "none")
     about |= {"device": run.device, "commit": machine.commit(), "measured_at": measured_at}
     launch = hashlib.sha256(f"{measured_at} {group} {os.getpid()}".encode()).hexdigest()[:16]
     records = run.records.rename(columns={"label": "cell"})
@@ -202,7 +211,7 @@ def write(folder, group, run):
     rows = rows.assign(format=FORMAT, launch=launch, **about)
     new = folder / f"{launch}.csv.part"
     try:
-        rows.to_csv(new, index=False)
+        rows.to_csv(new, index=False, float_format="%.9g")
         new.replace(folder / f"{launch}.csv")
     finally:
         new.unlink(missing_ok=True)

@@ -1,6 +1,7 @@
 """Where a figure goes: into a notebook, with words for those who cannot see, or into figures/.
 
     present(figure, caption, provenance, alt)       image + alt text, caption, provenance beneath it
+    save_table(frame, "overlap")                    a table beside it: overlap.csv
     save(figure, "overlap", data, parameters, ...)  figures/overlap.svg   (`lab figures` only), the
                                                                           same bytes for same data
                                                     figures/overlap.json  what it was drawn from
@@ -121,6 +122,13 @@ def as_html(words, *figures):
     images = [base64.b64encode(png(figure, dpi=130)).decode() for figure in figures]
     shown = "".join(f'<img {look} src="data:image/png;base64,{image}">' for image in images)
     return f"{shown}<p>{words}</p>"
+
+
+def save_table(frame, name):
+    """Write NAME.csv beside the figures that save() writes; without that folder, nothing."""
+    if folder := os.environ.get(FOLDER):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        frame.to_csv(Path(folder, f"{name}.csv"), index=False, float_format="%.6g")
 
 
 def save(figure, name, data, parameters, provenance, alt, folder=None):

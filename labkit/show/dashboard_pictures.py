@@ -1,0 +1,173 @@
+"""The dashboard's pictures, drawn fast: few artists, and a layout that is counted and not searched.
+
+    label  ====|=====|==|   12 ms         bars: a cell a row, whole or cut into parts
+    label  ===|===|=|    8 ms
+    loss   \\__                           lines: loss over time or bytes; throughput over ranks
+
+Each is a function (rows, curves, most) -> Figure of summary()'s rows in the order to be drawn, of
+which the first `most` are.
+"""
+
+from functools import partial
+
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.collections import PolyCollection
+from matplotlib.figure import Figure
+
+from labkit.measure.memory import KINDS
+from labkit.show import style
+
+BARS, LINES = 12, 6  # how many can be told apart, and are drawn within the time of an answer
+CUT = 3  # medians: a bar that is longer is cut, so that the others can be read
+WIDTH, ROW, LETTER = 8.6, 0.25, 0.074  # inches: of a figure, a bar's row, a letter of a label
+PHASES = {"forward_ms": "forward", "backward_ms": "backward", "optimizer_ms": "optimizer"}
+
+
+def frame(labels, rest):
+    """(figure, axes) with room for the labels at the left; rest: inches above and below."""
+    height = ROW * len(labels) + rest
+    figure = Figure(figsize=(WIDTH, height))
+    FigureCanvasAgg(figure)
+    left = (LETTER * max(map(len, labels)) + 0.3) / WIDTH
+    figure.subplots_adjust(left, 0.5 / height, 0.97, 1 - 0.35 / height)
+    return figure, figure.subplots()
+
+
+def bars(rows, curves, most, column, low=None, high=None, at=None):
+    """A bar a cell; low, high: columns of its whiskers; at: a line across, at this value."""
+    rows = rows.head(most)
+    unit = style.unit_of(column)
+    top = rows[high or column].max() or 1
+    divisor, shown = style.byte_scale(top) if unit == "bytes" else (1, unit)
+    colours = [style.GREY if own else style.BLUE for own in rows["cell"] == rows["base"]]
+    values = rows[column].fillna(0) / divisor
+    with style.look():
+        figure, axes = frame(rows["label"], 0.85)
+        add_bars(axes, np.zeros(len(rows)), values, color=colours)
+        ends = rows[high] / divisor if high else values
+        if low:
+            axes.hlines(range(len(rows)), rows[low] / divisor, ends, color=style.INK, linewidth=1.2)
+        cut = write_ends(axes, ends, [said(value, unit) for value in rows[column]])
+        if at is not None:
+            axes.axvline(at, color=style.FAINT, linewidth=1)
+        finish(axes, rows["label"], style.axis_label(column, shown) + cut)
+    return figure
+
+
+def stacked(rows, curves, most, parts, total, words):
+    """A bar a cell, cut into parts: {column: key of its colour}; what they leave is `other`."""
+    rows = rows.head(most)
+    unit = style.unit_of(total)
+    divisor, shown = style.byte_scale(rows[total].max()) if unit == "bytes" else (1, unit)
+    sizes = {key: rows[column] / divisor for column, key in parts.items() if column in rows}
+    rest = (rows[total] / divisor - sum(sizes.values())).clip(lower=0)
+    with style.look():
+        figure, axes = frame(rows["label"], 1.15)
+        figure.subplots_adjust(bottom=0.8 / figure.get_figheight())
+        left = np.zeros(len(rows))
+        colours = style.COLOURS | {"other": style.lighter(style.GREY)}
+        for key, size in (sizes | {"other": rest}).items():
+            if size.max() > 0.005 * rows[total].max() / divisor:
+                add_bars(axes, left, size, color=colours[key], label=style.name(key))
+                left += size.to_numpy()
+        cut = write_ends(axes, left, [said(value, unit) for value in rows[total]])
+        finish(axes, rows["label"], f"{words} ({shown}){cut}")
+        look = {"ncols": 7, "handlelength": 0.9, "columnspacing": 1.2, "handletextpad": 0.5}
+        figure.legend(loc="lower left", fontsize=9, **look)
+    return figure
+
+
+def said(value, unit):
+    return "not known" if np.isnan(value) else style.quantity(value, unit)
+
+
+def add_bars(axes, left, sizes, **look):
+    """All bars as one artist, where barh() makes each of them one, with its own limits to find."""
+    lows = np.arange(len(sizes)) - 0.37
+    xs = np.stack([left, left, left + sizes, left + sizes], axis=1)
+    ys = np.stack([lows, lows + 0.74, lows + 0.74, lows], axis=1)
+    axes.add_collection(PolyCollection(np.stack([xs, ys], axis=2), **look), autolim=False)
+
+
+def write_ends(axes, ends, words):
+    """The values at the ends of the bars, and in words whether one far longer than most is cut."""
+    limit = min(max(ends), CUT * np.median(ends)) if np.median(ends) else max(ends)
+    for place, (end, text) in enumerate(zip(np.minimum(ends, limit), words, strict=True)):
+        axes.annotate(text, (end, place), (4, 0), textcoords="offset points", va="center", size=9)
+    axes.set_xlim(0, (limit or 1) * 1.14)
+    return "; what is far longer is cut" if limit < max(ends) else ""
+
+
+def finish(axes, labels, words):
+    beside = axes.get_yaxis_transform()
+    for place, label in enumerate(labels):
+        axes.text(-0.01, place, label, ha="right", va="center", transform=beside)
+    axes.set_yticks([])
+    axes.set_ylim(len(labels) - 0.4, -0.6)
+    axes.set_xlabel(words)
+    axes.spines["left"].set_visible(False)
+    axes.grid(axis="x")
+
+
+def losses(rows, curves, most, x, words):
+    """Loss over seconds, or over the bytes that a rank has sent."""
+    rows = rows.head(LINES)
+    mine = curves[curves["cell"].isin(rows["cell"])]
+    divisor, unit = style.byte_scale(mine[x].max()) if x == "sent_bytes" else (1, "s")
+    with style.look():
+        figure, axes = frame(["0.000"], 3.6)
+        for place, row in enumerate(rows.itertuples()):
+            curve = mine[mine["cell"] == row.cell]
+            curve = curve[curve[x] > 0]
+            look = {"color": style.CYCLE[place], "marker": "o", "markersize": 3}
+            axes.plot(curve[x] / divisor, curve["loss"], label=row.label, **look)
+        if x == "sent_bytes" and mine[x].max() > 0:
+            axes.set_xscale("log")
+            axes.xaxis.set_major_formatter("{x:g}")
+        axes.set_xlabel(f"{words} ({unit})")
+        axes.set_ylabel("loss (training)")
+        axes.grid(axis="y")
+        axes.legend(fontsize=9, loc="upper right")
+    return figure
+
+
+def scaling(rows, curves, most):
+    """Throughput over ranks of one machine, a line for what was measured on several numbers."""
+    rows = rows[rows["nodes"] == 1].sort_values("ranks")
+    names = rows["model"] + rows["strategy"] + rows["changes"].map(str)
+    lines = [group for _, group in rows.groupby(names, sort=False) if len(group) > 1]
+    with style.look():
+        figure, axes = frame(["0,000"], 3.6)
+        for place, group in enumerate(lines[:LINES]):
+            first = group.iloc[0]
+            words = f"{style.name(first['model'])}, {first['short']}"
+            colour = style.CYCLE[place]
+            axes.plot(group["ranks"], group["samples_per_s"], "o-", color=colour, label=words)
+            ideal = first["samples_per_s"] * group["ranks"] / first["ranks"]
+            look = {"color": colour, "linewidth": 1, "linestyle": (0, (4, 3))}
+            axes.plot(group["ranks"], ideal, **look)
+        if lines:
+            axes.legend(fontsize=9, loc="upper left", title="dashed: ideal", title_fontsize=9)
+            axes.set_xticks(sorted({n for group in lines for n in group["ranks"]}))
+            axes.set_ylim(0)
+        else:
+            axes.text(0.5, 0.5, "measured on one number of ranks only", ha="center")
+        axes.set_xlabel("ranks")
+        axes.set_ylabel("throughput (samples/s)")
+        axes.grid(axis="y")
+    return figure
+
+
+MEMORY = {f"peak_{kind}_bytes": kind for kind in KINDS}
+PICTURES = {
+    "step time by phase": partial(stacked, parts=PHASES, total="step_ms", words="step time"),
+    "step time and its spread": partial(bars, column="step_ms", low="step_low", high="step_high"),
+    "ratio to the base": partial(bars, column="ratio", low="ratio_low", high="ratio_high", at=1),
+    "exposed communication": partial(bars, column="exposed_comm_ms"),
+    "sent bytes": partial(bars, column="sent_bytes"),
+    "memory by kind": partial(stacked, parts=MEMORY, total="peak_bytes", words="peak memory"),
+    "loss against time": partial(losses, x="seconds", words="time of the timed steps"),
+    "loss against bytes": partial(losses, x="sent_bytes", words="sent per rank"),
+    "scaling": scaling,
+}

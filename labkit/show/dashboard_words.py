@@ -1,0 +1,123 @@
+"""The dashboard in words: what a cell is called, the table to read, captions, and what is told.
+
+DDP, bucketed                 a base is called after its strategy
+bf16 + 2 micro-batches        another cell after what it changes in its base
+"""
+
+from math import inf
+
+import pandas as pd
+
+from labkit.measure.machine import ROOT
+from labkit.measure.memory import KINDS
+from labkit.run.summary import slowed
+from labkit.run.sweep import results
+from labkit.show import style
+from labkit.show.tables import FEWEST
+
+CHANGES = {
+    "accumulation": "{} micro-batches",
+    "recompute": "recompute {}",
+    "precision": "precision {}",
+    "bucket_cap_mb": "buckets of {:g} MB",
+    "every": "every {} steps",
+    "seed": "again, seed {}",
+    "batch_size": "batch {}",
+}
+
+
+def rows_of(own, stored):
+    """(rows, where from in words): of the sweep in the folder own; where it has none, of stored."""
+    try:
+        return results(own), f"your own sweep, in {shown(own)}"
+    except ValueError as error:
+        why = str(error).replace(f"{ROOT}/", "")
+        return results(stored), f"the sweep that ships with the course ({why})"
+
+
+def shown(folder):
+    return folder.relative_to(ROOT) if folder.is_relative_to(ROOT) else folder
+
+
+def origin(rows):
+    """The provenance of the rows, for a caption."""
+    about = rows.iloc[0]
+    gpus = "no GPU" if about["gpus"] == "none" else about["gpus"]
+    words = f"measured on {about['cores']} cores, {gpus}, torch {about['torch']}"
+    words += "; sent bytes derived, memory counted"
+    ranks = rows["nproc"] * rows["nodes"]
+    if about["device"] == "cpu" and ranks.max() > about["cores"]:
+        words += f"; {ranks.max()} ranks share {about['cores']} cores"
+    if (slowed(rows) < inf).any():
+        words += "; over links throttled to their speed"
+    if (rows["compute"] == "emulated").any():
+        words += "; emulated compute in some cells"
+    return words
+
+
+def label(row):
+    """What a cell changes in its base, in words; a base is called after its strategy."""
+    words = [change(name, value) for name, value in row["changes"]]
+    return " + ".join(words) or style.name(row["strategy"])
+
+
+def change(name, value):
+    if name == "comm_hook":
+        return f"hook {style.name(value)}"
+    if name in CHANGES:
+        return CHANGES[name].format(value)
+    return style.name(value) if isinstance(value, str) else f"{style.name(name)} {value:g}"
+
+
+def link_of(row):
+    if row["nodes"] == 1:
+        return "this machine"
+    return "loopback" if row["link_mbit"] == inf else f"{row['link_mbit']:g} Mbit/s"
+
+
+def in_words(table):
+    """DataFrame of texts, a row a cell: what people read. The memory's kinds are in MiB."""
+    many = table["model"].nunique() > 1
+    kinds = [kind for kind in KINDS if f"peak_{kind}_bytes" in table]
+    rows = []
+    for row in table.to_dict("records"):
+        low, high = row["step_low"], row["step_high"]
+        words = {"what": row["label"]} | ({"model": style.name(row["model"])} if many else {})
+        words |= {"on": row["world"], "step, ms": f"{row['step_ms']:.1f} ({low:.1f}–{high:.1f})"}
+        own = row["cell"] == row["base"]
+        spread = f" ({row['ratio_low']:.2f}–{row['ratio_high']:.2f})"
+        words["ratio (95 %)"] = "base" if own else f"{row['ratio']:.2f}{spread}"
+        words["exposed, ms"] = f"{row['exposed_comm_ms']:.1f}"
+        words["sent"] = style.quantity(row["sent_bytes"], "bytes")
+        words["peak"] = style.quantity(row["peak_bytes"], "bytes")
+        held = (row[f"peak_{kind}_bytes"] / 2**20 for kind in kinds)
+        words["of it, MiB"] = " · ".join(f"{size:.1f}" for size in held)
+        words["samples/s"] = f"{row['samples_per_s']:.0f}"
+        words["MFU"] = f"{row['mfu']:.2f}"
+        rows.append(words | {"loss": f"{row['loss']:.3f}"})
+    return pd.DataFrame(rows, index=table.index)
+
+
+def legend(table):
+    """What the columns of in_words() are, for a caption."""
+    kinds = " · ".join(style.name(kind) for kind in KINDS if f"peak_{kind}_bytes" in table)
+    ratio = "ratio: step time beside the base's, in paired rounds, with its 95 % interval"
+    return f"step: median and quartiles of the rounds; {ratio}; of it: {kinds}"
+
+
+def told(rows):
+    """One sentence: which cells are faster than their base, and which slower, beyond the noise.
+
+    Noise: the cell that is the base once more, with another seed. Of fewer than FEWEST pairs
+    nothing is said.
+    """
+    noise = rows[[bool(c) and all(name == "seed" for name, _ in c) for c in rows["changes"]]]
+    low, high = min([1, *noise["ratio_low"]]), max([1, *noise["ratio_high"]])
+    rows = rows[(rows["cell"] != rows["base"]) & ~rows.index.isin(noise.index)]
+    enough = rows["pairs"] >= FEWEST
+    faster, slower = enough & (rows["ratio_high"] < low), enough & (rows["ratio_low"] > high)
+    parts = {"faster": faster, "slower": slower}
+    lists = {word: ", ".join(rows.loc[which, "label"]) for word, which in parts.items()}
+    said = [f"{word}: {names or 'none'}" for word, names in lists.items()]
+    left = len(rows) - faster.sum() - slower.sum()
+    return f"Beside the base. {'; '.join(said)}; not to be told from it: {left} more."

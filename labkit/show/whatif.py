@@ -1,0 +1,182 @@
+"""What if: a combination is predicted from its single changes, then measured, and the error shown.
+
+    model v  on v  strategy v  precision v  recompute v  compression v     the combination
+    | step time | predicted 75 ms | measured 71 ms | error +6 % |
+    (Measure this cell)  [======    ]  (Stop)
+
+The button measures the cell in turns with its base, in a thread: the kernel answers meanwhile.
+Stop raises KeyboardInterrupt there, as the kernel's own stop button does in a cell, and the launch
+ends its ranks.
+"""
+
+import ctypes
+import html
+import threading
+
+import ipywidgets
+import pandas as pd
+
+from labkit.run.summary import FIELDS, WORLD, base_in, held_against, predict, singles, summary
+from labkit.show import controls, style
+from labkit.show.dashboard import as_table
+from labkit.show.dashboard_words import change
+
+ASKED = {"ratio": "step time / base", "step_ms": "step time"}
+ASKED |= {"sent_bytes": "sent per rank and step", "peak_bytes": "peak memory per rank"}
+
+
+def side_by_side(said, measured=None):
+    """DataFrame of texts: predicted, measured and error of each quantity."""
+    rows = []
+    for name, words in ASKED.items():
+        own = measured[name] if measured else None
+        row = {"": words, "predicted": in_unit(said[name], name)}
+        row["measured"] = "not yet" if own is None else in_unit(own, name)
+        row["error"] = "" if own is None else error(said[name], own)
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def in_unit(value, name):
+    return f"{value:.2f}" if name == "ratio" else style.quantity(value, style.unit_of(name))
+
+
+def error(predicted, measured):
+    return f"{100 * (predicted / measured - 1):+.0f} %" if measured else ""
+
+
+def errors(table):
+    """DataFrame of texts: each measured combination of which the prediction did not know."""
+    rows = []
+    for row in held_against(table).to_dict("records"):
+        what = " + ".join(change(name, value) for name, value in row["changes"])
+        line = {"what": what, "model": style.name(row["model"]), "on": row["world"]}
+        line["predicted ratio"] = f"{row['predicted_ratio']:.2f}"
+        spread = f" ({row['ratio_low']:.2f}–{row['ratio_high']:.2f})"
+        line["measured ratio (95 %)"] = f"{row['measured_ratio']:.2f}{spread}"
+        line["error"] = f"{100 * row['error']:+.0f} %"
+        for name in ("sent_bytes", "peak_bytes"):
+            words = f"error, {ASKED[name].split(' per')[0]}"
+            line[words] = error(row[f"predicted_{name}"], row[f"measured_{name}"])
+        rows.append(line)
+    return pd.DataFrame(rows)
+
+
+class Progress:
+    """A sweep's bar as a widget; it moves from the thread that measures."""
+
+    def __init__(self):
+        self.widget = ipywidgets.IntProgress(value=0, max=1, layout={"width": "180px"})
+
+    def update(self, step, total):
+        self.widget.max, self.widget.value = total, step
+
+    def close(self):
+        pass
+
+
+class WhatIf:
+    """The controls of one model. `.panel` is the widget; `.thread` measures while it is alive.
+
+    sweep: function (list of grids, bar) -> rows of sweep.results(): called by the button.
+    """
+
+    def __init__(self, table, model, sweep):
+        self.table, self.model, self.sweep = table, model, sweep
+        self.thread, self.found = None, {}
+        bases = table[(table["model"] == model) & (table["cell"] == table["base"])]
+        self.world = controls.menu("on", list(bases["world"]), bases["world"].iloc[0])
+        base, changed = bases.iloc[0], {}
+        for field, value in singles(table, model):
+            changed.setdefault(field, [base[field]]).append(value)
+        self.fields = {
+            field: controls.menu(
+                style.name(field), [(words(value), value) for value in values], values[0]
+            )
+            for field, values in changed.items()
+            if field != "seed"
+        }
+        self.answer, self.message = ipywidgets.HTML(), ipywidgets.HTML()
+        self.button = ipywidgets.Button(
+            description="Measure this cell", icon="play", button_style="primary"
+        )
+        self.stop_button = ipywidgets.Button(description="Stop", icon="stop", disabled=True)
+        self.progress = Progress()
+        self.button.on_click(self.start)
+        self.stop_button.on_click(self.stop)
+        menus = [self.world, *self.fields.values()]
+        controls.observe(self.changed, menus)
+        act = controls.row([self.button, self.progress.widget, self.stop_button, self.message])
+        self.panel = ipywidgets.VBox([controls.row(menus), self.answer, act])
+        self.changed()
+
+    def asked(self):
+        """(base, changes) that the controls say."""
+        base = base_in(self.table, self.model, self.world.value)
+        values = {name: menu.value for name, menu in self.fields.items()}
+        names = [name for name in FIELDS if name in values and values[name] != base[name]]
+        return base, tuple((name, values[name]) for name in names)
+
+    def measured(self, changes):
+        """The row of the cell, if it was measured, in the sweep or by the button."""
+        world = self.world.value
+        return self.found.get((world, changes)) or row_of(self.table, self.model, world, changes)
+
+    def changed(self, change=None):
+        """Predict for the controls, and show what was measured beside it."""
+        _, changes = self.asked()
+        said = predict(self.table, self.model, self.world.value, changes)
+        own = self.measured(changes)
+        self.answer.value = as_table(side_by_side(said, own))
+        self.button.disabled = own is not None or self.running()
+
+    def running(self):
+        return self.thread is not None and self.thread.is_alive()
+
+    def start(self, button=None):
+        base, changes = self.asked()
+        fields = {name: base[name] for name in (*FIELDS, *WORLD)}
+        if base["nodes"] == 1:
+            fields["link_mbit"] = None
+        self.message.value = "measuring, in turns with its base …"
+        self.button.disabled, self.stop_button.disabled = True, False
+        grids = [plain(fields), plain(fields | dict(changes))]
+        self.thread = threading.Thread(target=self.work, args=(grids, changes), daemon=True)
+        self.thread.start()
+
+    def work(self, grids, changes):
+        """What the thread does: measure, keep the row, say in one line what came of it."""
+        world = self.world.value
+        try:
+            found = summary(self.sweep(grids, self.progress))
+            self.found |= {(world, changes): row_of(found, self.model, world, changes)}
+            self.message.value = "measured"
+        except KeyboardInterrupt:
+            self.message.value = "stopped: no rank is left"
+        except Exception as error:  # the reader's answer, and it belongs where they look
+            first = (str(error).strip() or "no message").splitlines()[0]
+            self.message.value = f"<b>{type(error).__name__}</b>: {html.escape(first)}"
+        self.thread, self.stop_button.disabled = None, True
+        self.progress.update(0, 1)
+        self.changed()
+
+    def stop(self, button=None):
+        if self.running():
+            self.message.value = "stopping …"
+            raised = ctypes.py_object(KeyboardInterrupt)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.thread.ident), raised)
+
+
+def words(value):
+    return style.name(value) if isinstance(value, str) else f"{value:g}"
+
+
+def plain(fields):
+    """numpy's numbers as Python's own, which is what an experiment takes."""
+    return {k: v.item() if hasattr(v, "item") else v for k, v in fields.items()}
+
+
+def row_of(table, model, world, changes):
+    """The cell's row of summary(), a dict; None where it was not measured."""
+    mine = table[(table["model"] == model) & (table["world"] == world)]
+    return next((row for row in mine.to_dict("records") if row["changes"] == changes), None)

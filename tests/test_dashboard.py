@@ -1,0 +1,312 @@
+"""The dashboard: what it makes of a sweep's rows, what its controls draw, and a what-if that runs on real ranks."""
+
+import re
+import shutil
+import threading
+import time
+
+import batch
+import nbformat
+import numpy as np
+import pandas as pd
+import psutil
+import pytest
+
+from labkit.measure.machine import ROOT
+from labkit.run import summary, sweep
+from labkit.run.experiment import Experiment
+from labkit.show import dashboard, dashboard_words, whatif
+
+STEP = {"base": 10.0, "bf16": 5.0, "accumulation": 20.0, "both": 12.0}
+KINDS = ("parameters", "gradients", "optimizer_states", "buffers", "communication", "activations")
+CARD = {"cpu": "x", "cores": 2, "torch": "2", "python": "3", "gpus": "none", "device": "cpu", "format": 1}
+CARD |= {"commit": "c", "measured_at": "t"}
+
+
+def rows_of(cell, step_ms, launch="one", world=None, sent=100, peak=1000, rounds=6, **fields):
+    """A row per round, of two steps, and rank, as sweep.results() has them; rank 1 takes 2 ms more than rank 0."""
+    known = Experiment(**fields).to_dict() | sweep.WORLD | (world or {})
+    rows = []
+    for number in range(rounds):
+        for step in (2 * number, 2 * number + 1):
+            for rank in (0, 1):
+                took = step_ms * (1 + number / 10) + 2 * rank - 1
+                row = {"cell": cell, "launch": launch, "rank": rank, "round": number, "step": step + 4} | known | CARD
+                row |= {"loss": 3 - step / 10 + rank, "step_ms": took, "forward_ms": took / 4, "backward_ms": took / 2}
+                row |= {"optimizer_ms": took / 8, "exposed_comm_ms": 1.0 + rank, "samples_per_s": 1e3 / took}
+                row |= {"mfu": 0.5, "sent_bytes": sent - rank, "peak_bytes": peak + rank, "network": "none"}
+                rows.append(row | {f"peak_{kind}_bytes": (peak + rank) // 4 for kind in KINDS[:4]})
+    return rows
+
+
+def grid_rows(both=10.0, **more):
+    """A base, two single changes of ratio 1/2 and 2, and both together."""
+    rows = rows_of("a", 10.0) + rows_of("b", 5.0, sent=50, precision="bf16")
+    rows += rows_of("c", 20.0, peak=500, accumulation=2)
+    rows += rows_of("d", both, sent=50, peak=500, precision="bf16", accumulation=2)
+    return pd.DataFrame(rows)
+
+
+def test_a_row_a_cell_by_hand():
+    table = summary.summary(grid_rows()).set_index("cell")
+    a, c = table.loc["a"], table.loc["c"]
+    assert list(table.index) == ["a", "b", "c", "d"] and set(table["base"]) == {"a"}
+    assert a["step_ms"] == pytest.approx(12.5)  # rounds of 10, 11, ... 15 ms; the ranks' -1 and +1 cancel
+    assert (a["step_low"], a["step_high"]) == pytest.approx((11.25, 13.75))
+    assert c["ratio"] == pytest.approx(2.0) and (c["ratio_low"], c["ratio_high"]) == pytest.approx((2.0, 2.0))
+    assert c["pairs"] == 6 and a["exposed_comm_ms"] == 1.5
+    assert (a["sent_bytes"], a["peak_bytes"], a["peak_gradients_bytes"]) == (100, 1001, 250)
+    assert a["loss"] == pytest.approx(3 - 1.1 + 0.5)  # of the last step, the mean of both ranks
+    assert (a["world"], a["ranks"], a["changes"]) == ("2 ranks", 2, ())
+    assert table.loc["d", "changes"] == (("accumulation", 2), ("precision", "bf16"))
+    line = summary.curves(grid_rows()).query("cell == 'a'")
+    assert line["seconds"].tolist()[:3] == pytest.approx([0.010, 0.020, 0.031])
+    assert line["sent_bytes"].tolist()[:2] == [99.5, 199.0]
+
+
+def test_ratios_are_paired_in_the_launch_and_a_round_that_one_lacks_is_left_out():
+    slow = pd.DataFrame(rows_of("a", 100.0, "two") + rows_of("e", 300.0, "two", rounds=4, bucket_cap_mb=1.0))
+    table = summary.summary(pd.concat([grid_rows(), slow])).set_index("cell")
+    assert table.loc["e", "ratio"] == pytest.approx(3.0) and table.loc["e", "pairs"] == 4
+    assert table.loc["b", "ratio"] == pytest.approx(0.5)
+
+
+def test_links_in_words_and_refused_nodes_are_no_link():
+    far = {"nproc": 1, "nodes": 2, "link_mbit": 100.0}
+    rows = pd.DataFrame(rows_of("a", 10.0, world=far))
+    table, _ = dashboard.opened(rows)
+    assert (table["world"][0], table["link"][0], table["ranks"][0]) == ("2 nodes of 1, 100 Mbit/s", "100 Mbit/s", 2)
+    assert "throttled" in dashboard_words.origin(rows)
+    refused = rows.assign(network="loopback")
+    table, _ = dashboard.opened(refused)
+    assert (table["world"][0], table["link"][0]) == ("2 nodes of 1, loopback", "loopback")
+    assert "throttled" not in dashboard_words.origin(refused)
+
+
+def test_more_ranks_than_cores_are_told():
+    rows = grid_rows()
+    assert "share" not in dashboard_words.origin(rows)
+    assert "2 ranks share 1 cores" in dashboard_words.origin(rows.assign(cores=1))
+    assert dashboard_words.origin(rows).startswith("measured on 2 cores, no GPU")
+
+
+def test_a_multiplicative_grid_is_predicted_exactly():
+    table = summary.summary(grid_rows())
+    changes = (("accumulation", 2), ("precision", "bf16"))
+    said = summary.predict(table, "mlp", "2 ranks", changes)
+    assert said == pytest.approx({"ratio": 1.0, "step_ms": 12.5, "sent_bytes": 50, "peak_bytes": 501}, rel=1e-3)
+    held = summary.held_against(table)
+    assert held["cell"].tolist() == ["d"] and held["error"].iloc[0] == pytest.approx(0, abs=1e-9)
+    off = summary.held_against(summary.summary(grid_rows(both=8.0)))
+    assert off["error"].iloc[0] == pytest.approx(1 / 0.8 - 1)
+    with pytest.raises(ValueError, match="recompute=every was not measured alone for mlp"):
+        summary.predict(table, "mlp", "2 ranks", (("recompute", "every"),))
+    with pytest.raises(ValueError, match="no base of mlp was measured on 4 ranks"):
+        summary.predict(table, "mlp", "4 ranks", changes)
+
+
+def test_another_world_is_predicted_from_where_most_was_measured():
+    four = {"nproc": 4}
+    rows = rows_of("A", 40.0, "two", four) + rows_of("B", 30.0, "two", four, precision="bf16")
+    held = summary.held_against(summary.summary(pd.concat([grid_rows(), pd.DataFrame(rows)])))
+    assert held[["cell", "world"]].values.tolist() == [["d", "2 ranks"], ["B", "4 ranks"]]
+    assert held["predicted_ratio"].iloc[1] == pytest.approx(0.5) and held["error"].iloc[1] == pytest.approx(-1 / 3)
+
+
+def test_what_is_told_is_more_than_noise():
+    noise = pd.DataFrame(rows_of("n", 10.0, seed=1))
+    table, _ = dashboard.opened(pd.concat([grid_rows(), noise]))
+    told = dashboard_words.told(table)
+    assert told == "Beside the base. faster: precision bf16; slower: 2 micro-batches; not to be told from it: 1 more."
+    few, _ = dashboard.opened(grid_rows().query("round < 5"))
+    assert "faster: none; slower: none" in dashboard_words.told(few)
+
+
+def shown():
+    four = {"nproc": 4}
+    far = {"nproc": 1, "nodes": 2, "link_mbit": 100.0}
+    rows = (
+        rows_of("A", 40.0, "two", four)
+        + rows_of("F", 50.0, "three", far)
+        + rows_of("H", 30.0, "three", far, comm_hook="topk")
+    )
+    rows += rows_of("z", 9.0, strategy="zero1") + rows_of("g", 90.0, "four", model="gpt")
+    return dashboard.Dashboard(*dashboard.opened(pd.concat([grid_rows(), pd.DataFrame(rows)])))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "cells"),
+    [
+        ("model", "gpt", "g"),
+        ("strategy", "zero1", "z"),
+        ("precision", "bf16", "bd"),
+        ("compression", "topk", "H"),
+        ("ranks", 4, "A"),
+        ("link", "100 Mbit/s", "FH"),
+    ],
+)
+def test_each_filter_changes_what_is_drawn_and_listed(name, value, cells):
+    board = shown()
+    before = board.image.value, board.list.value
+    board.menus[name].value = value
+    assert set(dashboard.chosen(board.table, board.state)["cell"]) == set(cells)
+    assert board.image.value != before[0] and board.list.value != before[1]
+    assert board.list.value.count("<tr>") == 1 + len(cells)
+    assert f"{len(cells)} of {len(board.table)} cells" in board.image.value
+
+
+@pytest.mark.parametrize("picture", list(dashboard.PICTURES))
+def test_each_picture_is_drawn_and_is_another(picture):
+    board = shown()
+    board.menus["picture"].value = "exposed communication" if picture == "step time by phase" else "step time by phase"
+    before = board.image.value.split("<p>")[0]
+    board.menus["picture"].value = picture
+    after = board.image.value.split("<p>")[0]
+    assert after.startswith("<img") and 'alt="' in after
+    assert after.split("src=")[1] != before.split("src=")[1]
+
+
+def test_sorting_orders_the_table_and_nothing_left_is_one_line():
+    board = shown()
+    for sort, column in dashboard.SORTED.items():
+        board.menus["sort"].value = sort
+        values = dashboard.chosen(board.table, board.state)[column].tolist()
+        assert values == sorted(values, reverse=column in dashboard.MORE_IS_BETTER)
+    board.menus["precision"].value, board.menus["strategy"].value = "bf16", "zero1"
+    assert board.image.value == "<p>Nothing was measured that these controls let through.</p>"
+    with pytest.raises(ValueError, match="nothing was measured"):
+        dashboard.draw(board.table, board.curves, board.state)
+
+
+def test_a_grid_of_500_cells_is_listed_and_drawn_in_part():
+    rows = pd.concat(
+        pd.DataFrame(rows_of(f"c{n}", 10.0 + n, f"l{n // 8}", rounds=2, lr=0.001 * (1 + n))) for n in range(500)
+    )
+    board = dashboard.Dashboard(*dashboard.opened(rows))
+    assert board.list.value.count("<tr>") == 1 + dashboard.LISTED
+    assert "500 of 500 cells" in board.image.value and "the first 12 are drawn" in board.image.value
+    assert len(board.image.value) < 100_000
+
+
+def test_folders_that_hold_no_results_are_told_in_a_line_and_the_stored_sweep_is_shown(tmp_path):
+    stored = ROOT / "notebooks" / "dashboard"
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half" / "x.csv").write_text("cell,round\na")
+    for folder, words in (("none", "holds no results"), ("half", "not of this version's sweep")):
+        rows, said = dashboard_words.rows_of(tmp_path / folder, stored)
+        assert len(rows) and said.startswith("the sweep that ships with the course (") and words in said
+    own = shutil.copytree(stored, tmp_path / "own")
+    assert dashboard_words.rows_of(own, tmp_path)[1].startswith("your own sweep")
+
+
+def test_the_stored_sweep_is_small_and_has_what_the_grid_says():
+    stored = ROOT / "notebooks" / "dashboard"
+    assert sum(path.stat().st_size for path in stored.glob("*.csv")) < 1_000_000
+    grids = [{"nproc": 2} | one for one in sweep.read_grid(ROOT / "notebooks" / "dashboard.yaml")]
+    possible, refused = sweep.cells(grids)
+    assert not refused and {cell.key for cell in possible} == set(sweep.results(stored)["cell"])
+
+
+# What if
+
+
+def test_a_prediction_stands_beside_what_was_measured():
+    question = whatif.WhatIf(summary.summary(grid_rows(both=8.0)), "mlp", None)
+    assert question.answer.value.count("not yet") == 0  # the base itself was measured
+    question.fields["precision"].value = "bf16"
+    question.fields["accumulation"].value = 2
+    for words in ("step time / base", "1.00", "0.80", "+25 %"):
+        assert words in question.answer.value
+    assert question.button.disabled  # there is nothing to measure
+    missing = whatif.WhatIf(summary.summary(grid_rows().query("cell != 'd'")), "mlp", None)
+    missing.fields["precision"].value, missing.fields["accumulation"].value = "bf16", 2
+    assert "not yet" in missing.answer.value and not missing.button.disabled
+    assert whatif.errors(summary.summary(grid_rows(both=8.0)))["error"].tolist() == ["+25 %"]
+
+
+def asked(folder, **turns):
+    """A what-if over a sweep that was measured here, set to a combination that was not."""
+    tiny = {"model": "mlp", "size": "tiny", "batch_size": 8, "nproc": 2}
+    grids = [tiny, tiny | {"accumulation": 2}, tiny | {"strategy": "zero1"}]
+    table = summary.summary(sweep.sweep(grids, folder / "own", rounds=2, steps_per_round=1, device="cpu", quiet=True))
+
+    def measured(grids, bar):
+        return sweep.sweep(grids, folder / "whatif", steps_per_round=1, device="cpu", quiet=True, bar=bar, **turns)
+
+    question = whatif.WhatIf(table, "mlp", measured)
+    question.fields["strategy"].value, question.fields["accumulation"].value = "zero1", 2
+    return question
+
+
+@pytest.mark.slow
+def test_the_button_measures_the_missing_cell_beside_its_base(tmp_path):
+    question = asked(tmp_path, rounds=6)
+    assert "not yet" in question.answer.value
+    question.button.click()
+    question.thread.join(60)
+    assert question.message.value == "measured" and "not yet" not in question.answer.value
+    assert question.button.disabled and question.stop_button.disabled
+    rows = sweep.results(tmp_path / "whatif")
+    assert rows[["strategy", "accumulation"]].drop_duplicates().values.tolist() == [["ddp_bucketed", 1], ["zero1", 2]]
+
+
+@pytest.mark.slow
+def test_stop_ends_the_ranks_and_the_next_press_measures(tmp_path):
+    question = asked(tmp_path, rounds=100_000)
+    before = psutil.Process().children(recursive=True)
+    question.button.click()
+    thread = question.thread
+    wait_for(lambda: question.progress.widget.value > 0)
+    ranks = [process for process in psutil.Process().children(recursive=True) if process not in before]
+    assert len(ranks) >= 2
+    question.stop_button.click()
+    thread.join(10)
+    assert not thread.is_alive() and question.message.value == "stopped: no rank is left"
+    wait_for(lambda: not any(rank.is_running() for rank in ranks), seconds=5)
+    assert not list((tmp_path / "whatif").glob("*.csv"))
+    assert not question.button.disabled and "not yet" in question.answer.value
+
+
+def wait_for(good, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not good() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert good()
+
+
+def test_a_failure_is_a_line_beside_the_button():
+    def fails(grids, bar):
+        raise ValueError("another sweep writes into runs\nmore")
+
+    question = whatif.WhatIf(summary.summary(grid_rows().query("cell != 'd'")), "mlp", fails)
+    question.fields["precision"].value, question.fields["accumulation"].value = "bf16", 2
+    question.button.click()
+    wait_for(lambda: not question.running())
+    assert question.message.value == "<b>ValueError</b>: another sweep writes into runs"
+    assert threading.active_count() < 50
+
+
+# The notebook
+
+
+@pytest.mark.slow
+def test_run_as_a_batch_it_measures_and_leaves_pictures_and_a_csv(tmp_path):
+    grid = tmp_path / "small.yaml"
+    grid.write_text(
+        "- &base {model: [mlp], batch_size: [8]}\n- {<<: *base, strategy: [zero1], nproc: [1, 2]}\n- *base\n"
+    )
+    values = {"measure": True, "model": "mlp", "rounds": 1, "steps_per_round": 1, "device": "cpu"}
+    values |= {"grid": str(grid), "folder": str(tmp_path / "own")}
+    outcome = batch.execute(batch.find("dashboard"), tmp_path / "out", values, timeout=250, progress=False)
+    assert not outcome.error, outcome.error
+    table = pd.read_csv(tmp_path / "out" / "figures" / "dashboard.csv")
+    assert (
+        set(table["strategy"]) == {"ddp_bucketed", "zero1"} and len(table) == 3 and np.isfinite(table["step_ms"]).all()
+    )
+    assert len(list((tmp_path / "out" / "figures").glob("dashboard-*.png"))) >= 7
+    assert re.search(r"3 cells: your own sweep", "".join(texts(tmp_path / "out" / "dashboard.ipynb")))
+
+
+def texts(path):
+    for cell in batch.code_cells(nbformat.read(path, 4)):
+        yield from (output.get("text", "") for output in cell.outputs)
