@@ -14,6 +14,7 @@ from website.sources import modules
 project = html_title = "Distributed Training Lab"
 language = "en"
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.viewcode"]
+highlight_language = "none"  # of docstrings
 smartquotes = False  # it would make one dash of the two of --nproc
 
 nb_execution_mode = "off"

@@ -99,13 +99,16 @@ def picture(output, path):
 def title(path):
     """ "01 Collectives": the number that the file has, and the notebook's first heading."""
     number = re.match(r"\d+", path.stem)
-    heading = re.search(r"^# (.+)", read(path).cells[0].source, re.MULTILINE)
-    return f"{number[0]} {heading[1]}" if number else heading[1]
+    heading = re.search(r"^# (?:\d+ · )?(.+)", read(path).cells[0].source, re.MULTILINE)
+    words = heading[1] if heading else path.stem
+    return f"{number[0]} {words}" if number else words
 
 
 def entries(paths, folder):
-    """The lines of a toctree that lists notebooks, and its end."""
-    lines = [f"{title(path)} <{path.relative_to(folder).with_suffix('').as_posix()}>" for path in paths]
+    """The lines of a toctree that lists notebooks, and its end. Solutions go by the names of their notebooks."""
+    lines = [
+        f"{title(NOTEBOOKS / path.name)} <{path.relative_to(folder).with_suffix('').as_posix()}>" for path in paths
+    ]
     return "\n".join([*lines, "```\n"])
 
 
@@ -130,7 +133,7 @@ def modules():
     """The public modules of labkit in the order of its syllabus; what that does not name comes last."""
     paths = [path.relative_to(ROOT).with_suffix("") for path in (ROOT / "labkit").rglob("*.py")]
     found = {".".join(part for part in path.parts if part != "__init__") for path in paths}
-    listed = re.findall(r"(\w+)(?:\.py|/)", words_of("labkit"))
+    listed = re.findall(r"\s{2,}(\w+)(?:\.py|/)", words_of("labkit"))
 
     def order(name):
         stem = name.rpartition(".")[2]
