@@ -25,10 +25,12 @@ myst_enable_extensions = ["dollarmath", "html_image"]
 myst_disable_syntax = ["myst_line_comment", "myst_block_break", "myst_role", "myst_target"]
 
 autodoc_default_options = {"members": True, "undoc-members": True, "member-order": "bysource", "show-inheritance": True}
+autodoc_default_options["ignore-module-all"] = True  # what a module hands on is described where it is
 autodoc_inherit_docstrings = False  # PyTorch's words are PyTorch's
 add_module_names = False
 
 html_theme = "furo"
+pygments_dark_style = "github-dark"
 html_static_path = ["static"]
 templates_path = ["templates"]
 html_css_files = ["site.css"]

@@ -116,8 +116,7 @@ def first_page(course, links):
     text = links.lead((ROOT / "README.md").read_text(), ROOT / "README.md")
     contents = f"```{{toctree}}\n:hidden:\n:caption: The course\n\n{entries(course, ROOT)}"
     more = "```{toctree}\n:hidden:\n:caption: Beside it\n\nSolutions <notebooks/solutions/index>\napi/labkit\n```\n"
-    files = "```{toctree}\n:hidden:\n:caption: Files\n:glob:\n\nfiles/**\n```\n" if links.files else ""
-    return "\n".join([text, contents, more, files])
+    return "\n".join([text, contents, more])
 
 
 # Modules
@@ -147,21 +146,25 @@ def words_of(name):
 
 
 def module_page(name):
-    """What autodoc finds in the module; of a package its docstring and a list of its modules."""
-    head = [name, "=" * len(name), "", f".. automodule:: {name}"]
+    """What autodoc finds in the module; of a package its docstring and a list of its modules.
+
+    The navigation, which every page repeats, holds what stands in labkit/ itself; the rest is listed by its package.
+    """
+    head = [":orphan:", ""] if name.count(".") > 1 else []
+    head += [name, "=" * len(name), "", f".. automodule:: {name}"]
     below = [other for other in modules() if other.rpartition(".")[0] == name]
     if not below:
         return "\n".join([*head, ""])
     rows = [(other, other.rpartition(".")[2], prose([words_of(other).partition("\n")[0]])[0]) for other in below]
     contents = [f"- :doc:`{stem} <{other}>`: {words}" for other, stem, words in rows]
     tree = [".. toctree::", "   :hidden:", "", *(f"   {stem} <{other}>" for other, stem, _ in rows)]
-    return "\n".join([*head, "   :ignore-module-all:", "", *contents, "", *tree, ""])
+    return "\n".join([*head, "", *contents, "", *(tree if name == "labkit" else []), ""])
 
 
 def file_page(path):
     """A file as it is, or a folder as the list of what is in it."""
     name, there = path.as_posix(), ROOT / path
-    lines = [f"``{name}``", "=" * (len(name) + 4), ""]
+    lines = [":orphan:", "", f"``{name}``", "=" * (len(name) + 4), ""]
     if there.is_dir():
         return "\n".join([*lines, *(f"- ``{one.name}``" for one in sorted(there.iterdir())), ""])
     language = {".py": "python", ".yaml": "yaml"}.get(path.suffix, "text")
