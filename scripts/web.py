@@ -40,8 +40,9 @@ def build(out, line=None):
 
 def check(out):
     """A new folder beside `out`, so that what is built there can be moved; UserError where that cannot be."""
-    if out.exists() and not out.is_dir():
-        raise UserError(f"{out} is a file, not a folder for the site")
+    for path in (out, *out.parents):
+        if path.exists() and not path.is_dir():
+            raise UserError(f"{path} is a file, not a folder for the site")
     if out.is_dir() and any(out.iterdir()) and not (out / MARK).exists():
         raise UserError(f"{out} holds other files; a site replaces only an older site")
     try:

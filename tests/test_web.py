@@ -182,7 +182,7 @@ def assert_one_line(finished, *words):
 def test_a_place_that_cannot_take_a_site(tmp_path):
     (tmp_path / "file").write_text("mine")
     assert_one_line(run("--out", str(tmp_path / "file")), "is a file")
-    assert_one_line(run("--out", str(tmp_path / "file" / "site")), "cannot write", "Not a directory")
+    assert_one_line(run("--out", str(tmp_path / "file" / "site")), "is a file")
     assert_one_line(run("--out", "/proc/site"), "cannot write")
     assert_one_line(run("--out", str(tmp_path)), "holds other files")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
@@ -262,7 +262,7 @@ def test_a_docstring_is_shown_as_it_is():
     from docutils.core import publish_parts
     from website.docstrings import as_rst
 
-    lines = ["1. of *args: a_ `b*` |c|::", "", "    picture   |--*--|", "", "- one", "- two", "", "The end."]
+    lines = ["A. of *args: a_ `b*` |c|::", "", "    picture   |--*--|", "", "- one", "- two", "", "The end."]
     body = publish_parts("\n".join(as_rst(lines)), writer="html5")["body"]
-    assert "1. of *args: a_ " in body and "b*</span>" in body and "|c|::" in body
+    assert "<p>A. of *args: a_ " in body and "b*</span>" in body and "|c|::" in body
     assert "picture   |--*--|" in body and "- one\n- two" in body and "system-message" not in body

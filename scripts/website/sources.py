@@ -145,6 +145,11 @@ def words_of(name):
     return ast.get_docstring(ast.parse(file_of(name).read_text())) or ""
 
 
+def first_words(name):
+    """The first paragraph of its docstring, as a line of reStructuredText."""
+    return " ".join(prose(words_of(name).partition("\n\n")[0].split("\n")))
+
+
 def module_page(name):
     """What autodoc finds in the module; of a package its docstring and a list of its modules.
 
@@ -155,7 +160,7 @@ def module_page(name):
     below = [other for other in modules() if other.rpartition(".")[0] == name]
     if not below:
         return "\n".join([*head, ""])
-    rows = [(other, other.rpartition(".")[2], prose([words_of(other).partition("\n")[0]])[0]) for other in below]
+    rows = [(other, other.rpartition(".")[2], first_words(other)) for other in below]
     contents = [f"- :doc:`{stem} <{other}>`: {words}" for other, stem, words in rows]
     tree = [".. toctree::", "   :hidden:", "", *(f"   {stem} <{other}>" for other, stem, _ in rows)]
     return "\n".join([*head, "", *contents, "", *(tree if name == "labkit" else []), ""])
