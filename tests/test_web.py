@@ -1,5 +1,6 @@
 """The site, built once: every link leads somewhere, nothing comes from elsewhere, phones and the dark are fine."""
 
+import base64
 import contextlib
 import functools
 import http.server
@@ -256,6 +257,36 @@ def test_names_of_notebooks_and_modules_become_links(leading):
     assert leading.lead("**`labkit/ddp.py:4-7`**", place) == "**[`labkit/ddp.py:4-7`](/api/labkit.ddp.rst)**"
     for kept in ("`12_zero`", "`torch`", "```\n`13_fsdp`\n```", "[`13_fsdp`](https://a.org)"):
         assert leading.lead(kept, place) == kept
+
+
+def test_a_notebook_keeps_words_folds_and_controls(tmp_path, leading):
+    from nbformat.v4 import new_code_cell, new_notebook, new_output
+    from website import sources
+
+    shown = {"image/png": base64.b64encode(b"a picture").decode(), "text/plain": "seen"}
+    widget = {sources.WIDGET: {"model_id": "1"}, "text/plain": "Controls: in JupyterLab."}
+    outputs = [
+        new_output("display_data", shown, metadata={"image/png": {"alt": 'a "bar"', "width": 300}}),
+        new_output("display_data", widget),
+        new_output("display_data", {"text/plain": ""}),
+    ]
+    cell = new_code_cell("draw()", outputs=outputs, metadata={"jupyter": {"source_hidden": True}})
+    path = ROOT / "notebooks" / "dashboard.ipynb"
+    made = sources.for_site(new_notebook(cells=[cell]), path, tmp_path, leading).cells[0]
+    assert "hide-input" in made.metadata.tags
+    told = [output.data["text/markdown"] for output in made.outputs]
+    assert told[1:] == ["*Controls: in JupyterLab.*"]
+    assert 'alt="a &quot;bar&quot;" width="300"' in told[0]
+    assert [one.read_bytes() for one in (tmp_path / "pictures").iterdir()] == [b"a picture"]
+
+
+def test_progress_is_a_bar_of_the_whole():
+    import web
+
+    assert (
+        web.progress("writing output... [100%] a", 8.0) == "|################    | writing output, about 2 s left"
+    )
+    assert web.progress("pickling environment... done", 8.0) is None
 
 
 def test_a_docstring_is_shown_as_it_is():

@@ -35,7 +35,6 @@ html_static_path = ["static"]
 templates_path = ["templates"]
 html_css_files = ["site.css"]
 html_copy_source = html_show_sourcelink = html_show_copyright = False
-html_math_renderer = "mathml"
 
 
 class Cell(PythonLexer):
