@@ -80,13 +80,19 @@ def test_later_uses_start_at_once(tree):
 
 
 @pytest.mark.slow
+def test_the_site_is_made_by_web(tree):
+    (tree / "scripts" / "web.py").write_text(STUB)
+    assert lab(tree, "site", "--out", "a").stdout == "ran ['--out', 'a']\n"
+
+
+@pytest.mark.slow
 def test_exit_code_is_the_commands(tree):
     (tree / "scripts" / "bench.py").write_text("import sys; sys.exit(7)")
     assert lab(tree, "bench").returncode == 7
 
 
 def test_unknown_command(tree):
-    assert_one_line(lab(tree, "rum"), "'rum'", "run, test, bench, figures", code=2)
+    assert_one_line(lab(tree, "rum"), "'rum'", "run, test, site, bench, figures", code=2)
 
 
 def test_help_needs_no_setup(tmp_path):

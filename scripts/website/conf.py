@@ -1,0 +1,65 @@
+"""Sphinx's settings for the site: myst-nb reads the notebooks, autodoc the modules, furo draws the pages."""
+
+import importlib
+
+from docutils.nodes import SkipNode
+from latex2mathml.converter import convert
+from pygments.lexer import inherit
+from pygments.lexers import PythonLexer
+from pygments.token import Name
+
+from website.docstrings import as_rst
+from website.sources import modules
+
+project = html_title = "Distributed Training Lab"
+language = "en"
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.viewcode"]
+highlight_language = "none"  # of docstrings
+smartquotes = False  # it would make one dash of the two of --nproc
+
+nb_execution_mode = "off"
+nb_merge_streams = True
+nb_render_markdown_format = "myst"
+nb_code_prompt_show = nb_code_prompt_hide = "code, folded"
+myst_enable_extensions = ["dollarmath", "html_image"]
+myst_disable_syntax = ["myst_line_comment", "myst_block_break", "myst_role", "myst_target"]
+
+autodoc_default_options = {"members": True, "undoc-members": True, "member-order": "bysource", "show-inheritance": True}
+autodoc_default_options["ignore-module-all"] = True  # what a module hands on is described where it is
+autodoc_inherit_docstrings = False  # PyTorch's words are PyTorch's
+add_module_names = False
+
+html_theme = "furo"
+pygments_dark_style = "github-dark"
+html_static_path = ["static"]
+templates_path = ["templates"]
+html_css_files = ["site.css"]
+html_copy_source = html_show_sourcelink = html_show_copyright = False
+
+
+class Cell(PythonLexer):
+    """Python, below a first line that is IPython's own: %%torchrun --nproc $world_size."""
+
+    tokens = {"root": [(r"\A%%.*\n", Name.Decorator), inherit]}  # noqa: RUF012
+
+
+def inline_formula(translator, node):
+    translator.body.append(convert(node.astext()))
+    raise SkipNode
+
+
+def formula(translator, node):
+    translator.body.append(f'<div class="math">{convert(node.astext(), display="block")}</div>')
+    raise SkipNode
+
+
+def show_docstring(app, what, name, one, options, lines):
+    lines[:] = as_rst(lines)
+
+
+def setup(app):
+    app.add_html_math_renderer("mathml", (inline_formula, None), (formula, None))
+    app.add_lexer("cell", Cell)
+    app.connect("autodoc-process-docstring", show_docstring)
+    for name in modules():
+        importlib.import_module(name)  # once, before Sphinx forks its workers

@@ -1,0 +1,54 @@
+"""Links of the repository, as links of the site: a notebook to its page, a module to its page of the reference.
+
+A notebook or a module that the text names without a link, as `13_fsdp` or `labkit/ddp.py:40-72`, gets one.
+"""
+
+import os
+import re
+
+# Fenced blocks and links keep what is in them; what is left in `single` ticks may be a name.
+SPAN = re.compile(r"(?P<kept>(?P<ticks>`{3,}).*?(?P=ticks)|\[[^\]]*\]\([^)]*\))|`(?P<span>[^`\n]+)`", re.DOTALL)
+LINK = re.compile(r"(?P<kept>(?P<ticks>`{3,}).*?(?P=ticks))|(?<!!)(?P<words>\[[^\]]*\])\((?P<to>[^)\s]+)\)", re.DOTALL)
+
+
+class Links:
+    """Rewrites the links of texts; `files` gathers those files and folders that need a page of their own."""
+
+    def __init__(self, root):
+        self.root, self.files = root, []
+        self.notebooks = {path.stem: path for path in root.glob("notebooks/*.ipynb")}
+
+    def lead(self, text, path):
+        """Markdown of the file `path`, its links leading to pages of the site."""
+        named = SPAN.sub(lambda found: found["kept"] or self.of_name(found["span"], path), text)
+        return LINK.sub(lambda found: found["kept"] or f"{found['words']}({self.of_link(found['to'], path)})", named)
+
+    def of_name(self, span, path):
+        name = span.partition(":")[0]
+        one = self.notebooks.get(name)
+        if one is None and name.startswith(("labkit/", "solutions/", "notebooks/")):
+            one = next((p for p in (self.root / name, self.root / "notebooks" / name) if p.is_file()), None)
+        if one is None or one == path:
+            return f"`{span}`"
+        return f"[`{span}`]({os.path.relpath(one, path.parent)})"
+
+    def of_link(self, to, path):
+        """Where a link of the file `path` leads; what is no file of the repository stays as it is."""
+        there, hash, anchor = to.partition("#")
+        target = (path.parent / there).resolve()
+        if not there or ":" in there or not target.exists() or not target.is_relative_to(self.root):
+            return to
+        return f"{self.page(target.relative_to(self.root))}{hash}{anchor}"
+
+    def page(self, path):
+        """The source of the page, from the top of the site, that a path of the repository has."""
+        if path.suffix == ".ipynb":
+            return f"/{path.as_posix()}"
+        if path.as_posix() == "notebooks/solutions":
+            return "/notebooks/solutions/index.md"
+        if path.parts[0] == "labkit" and (path.suffix == ".py" or (self.root / path).is_dir()):
+            parts = [part for part in path.with_suffix("").parts if part != "__init__"]
+            return f"/api/{'.'.join(parts)}.rst"
+        if path not in self.files:
+            self.files.append(path)
+        return f"/files/{path.as_posix()}.rst"

@@ -1,0 +1,176 @@
+"""What Sphinx reads: the notebooks with their stored outputs, README as the first page, a page for each module.
+
+index.md                  README, and the order of everything
+notebooks/                the course; solutions/ below it
+api/labkit.ddp.rst        one page a module, in the order of labkit/__init__.py
+files/...                 other files of the repository that something links to
+figures/  pictures/       README's figures; what the notebooks display
+"""
+
+import ast
+import base64
+import html
+import re
+import shutil
+from pathlib import Path
+
+import nbformat
+from page import WIDGET
+
+from website.docstrings import prose
+from website.links import Links
+
+ROOT = Path(__file__).resolve().parents[2]
+NOTEBOOKS = ROOT / "notebooks"
+SOLUTIONS = """# Solutions
+
+Every question that a notebook puts, and every exercise, worked out and run. Try it first: what you have guessed wrongly
+you remember.
+
+```{toctree}
+:maxdepth: 1
+
+"""
+
+
+def write(folder):
+    """Write everything into the new folder."""
+    links = Links(ROOT)
+    course, solutions = sorted(NOTEBOOKS.glob("*.ipynb")), sorted((NOTEBOOKS / "solutions").glob("*.ipynb"))
+    shutil.copytree(ROOT / "figures", folder / "figures", ignore=shutil.ignore_patterns("*.json"))
+    for path in (*course, *solutions):
+        put(folder / path.relative_to(ROOT), nbformat.writes(for_site(read(path), path, folder, links)))
+    put(folder / "notebooks" / "solutions" / "index.md", SOLUTIONS + entries(solutions, NOTEBOOKS / "solutions"))
+    put(folder / "index.md", first_page(course, links))
+    for name in modules():
+        put(folder / "api" / f"{name}.rst", module_page(name))
+    for path in links.files:
+        put(folder / "files" / f"{path}.rst", file_page(path))
+        if (ROOT / path).is_file():
+            shutil.copy(ROOT / path, folder / "files" / f"{path}.txt")
+
+
+def put(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def read(path):
+    return nbformat.read(path, as_version=4)
+
+
+# Notebooks
+
+
+def for_site(notebook, path, folder, links):
+    """The notebook as myst-nb is to see it: plumbing folded, links that lead to pages, pictures with their words."""
+    notebook.metadata = {"language_info": {"name": "python", "pygments_lexer": "cell"}}
+    for number, cell in enumerate(notebook.cells):
+        if cell.cell_type == "markdown":
+            cell.source = links.lead(cell.source, path)
+            continue
+        if cell.metadata.get("jupyter", {}).get("source_hidden"):
+            cell.metadata.tags = [*cell.metadata.get("tags", []), "hide-input"]
+        for place, output in enumerate(cell.outputs):
+            data = output.get("data", {})
+            if WIDGET in data:
+                output.data = {"text/markdown": f"*{data['text/plain']}*"}
+            elif "image/png" in data:
+                name = f"{path.parent.name}-{path.stem}-{number}-{place}.png"
+                output.data = {"text/markdown": picture(output, folder / "pictures" / name)}
+            elif "text/html" in data:
+                output.data = {"text/html": f'<div class="html-output">{data["text/html"]}</div>'}
+            elif "text/markdown" in data:
+                output.data = {"text/markdown": links.lead(data["text/markdown"], path)}
+        cell.outputs = [output for output in cell.outputs if output.get("data") != {"text/plain": ""}]
+    return notebook
+
+
+def picture(output, path):
+    """Save the picture; the tag that shows it, with its words."""
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(base64.b64decode(output.data["image/png"]))
+    about = output.metadata.get("image/png", {})
+    words = html.escape(about.get("alt") or output.data.get("text/plain", ""), quote=True)
+    width = f' width="{about["width"]}"' if "width" in about else ""
+    return f'<img src="/pictures/{path.name}" alt="{words}"{width}>'
+
+
+def title(path):
+    """ "01 Collectives": the number that the file has, and the notebook's first heading."""
+    number = re.match(r"\d+", path.stem)
+    heading = re.search(r"^# (?:\d+ · )?(.+)", read(path).cells[0].source, re.MULTILINE)
+    words = heading[1] if heading else path.stem
+    return f"{number[0]} {words}" if number else words
+
+
+def entries(paths, folder):
+    """The lines of a toctree that lists notebooks, and its end. Solutions go by the names of their notebooks."""
+    lines = [
+        f"{title(NOTEBOOKS / path.name)} <{path.relative_to(folder).with_suffix('').as_posix()}>" for path in paths
+    ]
+    return "\n".join([*lines, "```\n"])
+
+
+def first_page(course, links):
+    text = links.lead((ROOT / "README.md").read_text(), ROOT / "README.md")
+    contents = f"```{{toctree}}\n:hidden:\n:caption: The course\n\n{entries(course, ROOT)}"
+    more = "```{toctree}\n:hidden:\n:caption: Beside it\n\nSolutions <notebooks/solutions/index>\napi/labkit\n```\n"
+    return "\n".join([text, contents, more])
+
+
+# Modules
+
+
+def file_of(name):
+    """The file of a module, or the __init__.py of a package."""
+    path = ROOT.joinpath(*name.split("."))
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+def modules():
+    """The public modules of labkit in the order of its syllabus; what that does not name comes last."""
+    paths = [path.relative_to(ROOT).with_suffix("") for path in (ROOT / "labkit").rglob("*.py")]
+    found = {".".join(part for part in path.parts if part != "__init__") for path in paths}
+    listed = re.findall(r"\s{2,}(\w+)(?:\.py|/)", words_of("labkit"))
+
+    def order(name):
+        stem = name.rpartition(".")[2]
+        return name != "labkit", listed.index(stem) if stem in listed else len(listed), name
+
+    return sorted((name for name in found if "._" not in name), key=order)
+
+
+def words_of(name):
+    return ast.get_docstring(ast.parse(file_of(name).read_text())) or ""
+
+
+def first_words(name):
+    """The first paragraph of its docstring, as a line of reStructuredText."""
+    return " ".join(prose(words_of(name).partition("\n\n")[0].split("\n")))
+
+
+def module_page(name):
+    """What autodoc finds in the module; of a package its docstring and a list of its modules.
+
+    The navigation, which every page repeats, holds what stands in labkit/ itself; the rest is listed by its package.
+    """
+    head = [":orphan:", ""] if name.count(".") > 1 else []
+    head += [name, "=" * len(name), "", f".. automodule:: {name}"]
+    below = [other for other in modules() if other.rpartition(".")[0] == name]
+    if not below:
+        return "\n".join([*head, ""])
+    rows = [(other, other.rpartition(".")[2], first_words(other)) for other in below]
+    contents = [f"- :doc:`{stem} <{other}>`: {words}" for other, stem, words in rows]
+    tree = [".. toctree::", "   :hidden:", "", *(f"   {stem} <{other}>" for other, stem, _ in rows)]
+    return "\n".join([*head, "", *contents, "", *(tree if name == "labkit" else []), ""])
+
+
+def file_page(path):
+    """A file as it is, or a folder as the list of what is in it."""
+    name, there = path.as_posix(), ROOT / path
+    lines = [":orphan:", "", f"``{name}``", "=" * (len(name) + 4), ""]
+    if there.is_dir():
+        return "\n".join([*lines, *(f"- ``{one.name}``" for one in sorted(there.iterdir())), ""])
+    language = {".py": "python", ".yaml": "yaml"}.get(path.suffix, "text")
+    return "\n".join([*lines, f".. literalinclude:: {path.name}.txt", f"   :language: {language}", ""])
