@@ -136,7 +136,7 @@ class Notebook:
 
     def violations(self):
         """What axe finds in outputs and widgets. The rest is JupyterLab's, as is a picture without its alt text."""
-        return violations(self.page, ".jp-NotebookPanel .jp-OutputArea-output", [".jp-RenderedImage"])
+        return violations(self.page, ".jp-NotebookPanel .jp-OutputArea-output", [".jp-RenderedImage img"])
 
     def set_theme(self, name):
         """ "Light" or "Dark", from the menu."""

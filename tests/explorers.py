@@ -6,6 +6,7 @@ changes a name that is read further down. So a notebook added later is found by 
 
 import ast
 import builtins
+import copy
 import os
 import re
 import symtable
@@ -19,7 +20,7 @@ from papermill.parameterize import parameterize_notebook
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 CERTAIN = (ast.Assign, ast.AnnAssign, ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)  # they always set
-BLOCKS = (ast.FunctionDef, ast.ClassDef, ast.Lambda)
+BLOCKS = (ast.FunctionDef, ast.ClassDef)
 
 
 def shows_a_widget(cell):
@@ -45,16 +46,18 @@ def kernel():
 
 def needed(notebook):
     """A notebook of the explorers' cells and of the statements that they need, in order and without outputs."""
+    every = [one for cell in batch.code_cells(notebook) for one in statements(cell)]
+    others = set(dir(builtins)).union(*map(imports, every))
+    inside = {one.name: read_inside(one) for one in every if isinstance(one, BLOCKS)}
     cells, wanted = [], set()
-    imported = {name for cell in batch.code_cells(notebook) for one in statements(cell) for name in imports(one)}
     for cell in reversed(batch.code_cells(notebook)):
         kept = []
         for statement in reversed(statements(cell)):
-            reads, sets = names(statement)
-            changed = changes(statement, imported | set(dir(builtins)))
+            reads, sets = reads_and_sets(statement)
             loads = "load_ext" in ast.unparse(statement)
-            if shows_a_widget(cell) or loads or wanted & (sets | changed):
-                wanted = (wanted - sets if isinstance(statement, CERTAIN) else wanted) | reads
+            if shows_a_widget(cell) or loads or wanted & (sets | changes(statement, others)):
+                certain = sets if isinstance(statement, CERTAIN) else set()
+                wanted = with_insides((wanted - certain) | reads, inside)
                 kept.insert(0, ast.unparse(statement))
         if kept:
             cells.insert(0, nbformat.v4.new_code_cell("\n".join(kept)))
@@ -71,20 +74,48 @@ def imports(statement):
     return {(alias.asname or alias.name).split(".")[0] for alias in statement.names}
 
 
-def names(statement):
-    """What a statement reads and what it sets, of the notebook's own names."""
-    if magic := re.search(r"run_cell_magic\('torchrun', '(.*?)'", ast.unparse(statement)):
+def with_insides(wanted, inside):
+    """Who calls a function needs what is read inside it, then and not where it is defined."""
+    while more := set().union(*(inside.get(name, ()) for name in wanted)) - wanted:
+        wanted = wanted | more
+    return wanted
+
+
+def reads_and_sets(statement):
+    """The notebook's names that a statement reads before it has set them itself, and those that it sets."""
+    text = ast.unparse(statement)
+    if magic := re.search(r"run_cell_magic\('torchrun', '(.*?)'", text):
         return set(re.findall(r"[${](\w+)", magic[1])), set(re.findall(r"--into (\w+)", magic[1]))
-    table = symtable.symtable(ast.unparse(statement), "cell", "exec")
+    table = symtable.symtable(text, "cell", "exec")
     sets = {one.get_name() for one in table.get_symbols() if one.is_assigned() or one.is_imported()}
+    if isinstance(statement, BLOCKS):
+        return {one.get_name() for one in table.get_symbols() if one.is_referenced()}, sets
+    if isinstance(statement, ast.For | ast.With):
+        shell = copy.copy(statement)
+        shell.body, shell.orelse = [ast.Pass()], []
+        head, given = reads_and_sets(shell) if ast.unparse(shell) != text else (read_in(table), set())
+        return head | (read_first(statement.body) - given), sets
     return read_in(table), sets
 
 
+def read_first(block):
+    """What the statements of a block read before one of them has set it."""
+    wanted = set()
+    for statement in reversed(block):
+        reads, sets = reads_and_sets(statement)
+        wanted = (wanted - sets if isinstance(statement, CERTAIN) else wanted) | reads
+    return wanted
+
+
 def read_in(table):
-    """Names of the module that this block or one inside it reads."""
+    """Names of the notebook that a block, or one inside it, reads."""
     module = table.get_type() == "module"
     here = {one.get_name() for one in table.get_symbols() if one.is_referenced() and (module or one.is_global())}
     return here.union(*map(read_in, table.get_children()))
+
+
+def read_inside(function):
+    return read_in(symtable.symtable(ast.unparse(function), "cell", "exec"))
 
 
 def changes(statement, others):

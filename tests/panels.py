@@ -65,7 +65,8 @@ KEYS = """
   const at = (name) => Number(control.getAttribute(name));
   const either = (more, up, down) => more ? [[up], [down]] : [[down], [up]];
   if (control.tagName === 'SELECT')
-    return either(control.selectedIndex + 1 < control.options.length, 'ArrowDown', 'ArrowUp');
+    return either(control.selectedIndex + 1 < control.options.length, 'ArrowDown', 'ArrowUp')
+      .map(([arrow]) => ['Space', arrow, 'Enter']);  // JupyterLab takes arrows for itself until a menu is open
   if (control.classList.contains('noUi-handle'))
     return either(at('aria-valuenow') < at('aria-valuemax'), 'ArrowRight', 'ArrowLeft');
   if (control.tagName === 'BUTTON') return [['Enter']];

@@ -1,7 +1,7 @@
 """The explorers' controls, of one look: a menu, boxes to tick, a row that wraps.
 
-No slider: ipywidgets' own has no name and no words for a screen reader. Arrow keys walk through a
-menu just so.
+No slider: ipywidgets' own has neither a name nor its value's words for a screen reader. A menu has
+both; from the keyboard the space bar opens it.
 """
 
 import ipywidgets
