@@ -124,9 +124,12 @@ class Notebook:
         self.panel.locator("jp-button[data-command='notebook:interrupt-kernel']").click()
 
     def restart(self):
-        """The kernel, from the menu; the question whether to do so is answered with yes."""
-        self.menu("Kernel", "Restart Kernel…")
+        """The toolbar's restart button; the question whether to do so is answered with yes."""
+        self.panel.locator("jp-button[data-command='notebook:restart-kernel']").click()
         self.page.locator(".jp-Dialog button.jp-mod-accept").click()
+
+    def shut_down(self):
+        self.menu("Kernel", "Shut Down Kernel")
 
     def outputs(self):
         return "\n".join(self.panel.locator(".jp-OutputArea-output").all_inner_texts())

@@ -13,8 +13,9 @@ import nbformat
 import psutil
 import pytest
 from accessibility import violations
-from browser import ROOT, Notebook, browser, server
+from browser import PATIENCE, ROOT, Notebook, browser, server
 from panels import PANELS, Panel
+from playwright.sync_api import expect
 
 sys.path.append(str(ROOT / "scripts"))
 
@@ -143,6 +144,7 @@ def test_every_control_of_an_explorer_answers(lab, picture, path):
         page.set_theme(theme)
         picture(page.screenshot_all, f"{path.stem}-{theme.lower()}")
         assert page.violations() == []
+    page.shut_down()
 
 
 def test_the_stop_button_leaves_no_rank(lab, at_work):
@@ -169,7 +171,7 @@ def test_the_run_button_leaves_no_rank(lab, at_work, folder, end):
     elif end == "restarted":
         page.restart()
     elif end == "shut down":
-        page.menu("Kernel", "Shut Down Kernel")
+        page.shut_down()
     elif end == "tab closed":
         page.page.close()  # the kernel lives on, and what it measures comes to its end
     if end in ("finished", "tab closed"):
@@ -177,8 +179,8 @@ def test_the_run_button_leaves_no_rank(lab, at_work, folder, end):
     assert left(pids) == []
     if end in ("finished", "stopped"):
         words = {"finished": "measured: 2 rows added", "stopped": "KeyboardInterrupt"}[end]
-        page.panel.get_by_text(words).wait_for()
-        assert button.is_enabled()
+        page.panel.get_by_text(words).wait_for(timeout=PATIENCE)
+        expect(button).to_be_enabled(timeout=PATIENCE)
 
 
 def test_a_notebook_with_stored_outputs_is_accessible(lab, picture):
