@@ -16,7 +16,8 @@ import sys
 import time
 from pathlib import Path
 
-from playwright.sync_api import expect, sync_playwright
+from accessibility import violations
+from playwright.sync_api import sync_playwright
 
 ROOT = Path(__file__).resolve().parent.parent
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -75,17 +76,18 @@ def wait_for_port(child, log):
 
 @contextlib.contextmanager
 def browser():
+    """One window, whose pages share what they have loaded."""
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        yield chromium
+        yield chromium.new_context(viewport={"width": 1280, "height": 1000})
         chromium.close()
 
 
 class Notebook:
     """One open notebook. `offsite` and `errors` collect requests to elsewhere and the page's own errors."""
 
-    def __init__(self, chromium, address):
-        self.page = chromium.new_page(viewport={"width": 1280, "height": 1000})
+    def __init__(self, window, address):
+        self.page = window.new_page()
         self.offsite, self.errors = [], []
         home = address.split("/lab/")[0]
         here = (home, home.replace("http", "ws"), "data:", "blob:")
@@ -100,11 +102,8 @@ class Notebook:
         for name in names:
             self.page.get_by_role("menuitem", name=name, exact=True).click()
 
-    def status(self, words):
-        return self.page.locator("#jp-main-statusbar").get_by_text(words).first
-
     def wait_idle(self, timeout=PATIENCE):
-        expect(self.status("| Idle")).to_be_visible(timeout=timeout)
+        self.page.wait_for_function(IDLE, timeout=timeout)
 
     def run_all(self):
         self.menu("Run", "Run All Cells")
@@ -124,15 +123,23 @@ class Notebook:
         """The toolbar's stop button."""
         self.panel.locator("jp-button[data-command='notebook:interrupt-kernel']").click()
 
+    def restart(self):
+        """The toolbar's restart button; the question whether to do so is answered with yes."""
+        self.panel.locator("jp-button[data-command='notebook:restart-kernel']").click()
+        self.page.locator(".jp-Dialog button.jp-mod-accept").click()
+
+    def shut_down(self):
+        self.menu("Kernel", "Shut Down Kernel")
+
     def outputs(self):
         return "\n".join(self.panel.locator(".jp-OutputArea-output").all_inner_texts())
 
     def images(self):
         return [image.get_attribute("src") for image in self.panel.locator(".jp-OutputArea-output img").all()]
 
-    def wait_for_change(self, before):
-        """Until the images are others than `before`."""
-        self.page.wait_for_function(CHANGED, arg=before, timeout=PATIENCE)
+    def violations(self):
+        """What axe finds in outputs and widgets. The rest is JupyterLab's, as is a picture without its alt text."""
+        return violations(self.page, ".jp-NotebookPanel .jp-OutputArea-output", [".jp-RenderedImage img"])
 
     def set_theme(self, name):
         """ "Light" or "Dark", from the menu."""
@@ -160,18 +167,13 @@ class Notebook:
         assert self.errors == []
 
 
+IDLE = "() => document.querySelector('#jp-main-statusbar')?.innerText.includes('| Idle')"
+
 # Some cell has its number and none is waiting for one: all have run, or one has failed and the rest were dropped.
 STOPPED = """
 () => {
   const cells = document.querySelectorAll('.jp-NotebookPanel .jp-CodeCell .jp-InputPrompt');
   const prompts = [...cells].map(e => e.textContent);
   return prompts.some(text => /\\d/.test(text)) && !prompts.some(text => text.includes('*'));
-}
-"""
-
-CHANGED = """
-(before) => {
-  const images = [...document.querySelectorAll('.jp-NotebookPanel .jp-OutputArea-output img')].map(image => image.src);
-  return images.length > 0 && images.join() !== before.join();
 }
 """

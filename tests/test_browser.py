@@ -1,4 +1,4 @@
-"""The course in JupyterLab, seen by a real browser: it runs, stops at the stop button, and its controls redraw.
+"""The course in JupyterLab, in a real browser: each control answers, the run button leaves no rank, all can be read.
 
 LABKIT_SCREENSHOTS=folder keeps the pictures of the pages.
 """
@@ -8,28 +8,22 @@ import sys
 import time
 from pathlib import Path
 
+import explorers
 import nbformat
 import psutil
 import pytest
-from browser import ROOT, Notebook, browser, server
-from papermill.iorw import load_notebook_node
-from papermill.parameterize import parameterize_notebook
+from accessibility import violations
+from browser import PATIENCE, ROOT, Notebook, browser, server
+from panels import PANELS, Panel
+from playwright.sync_api import expect
 
 sys.path.append(str(ROOT / "scripts"))
 
 import batch
-import kernels
+from page import as_page
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(420)]
 
-CONTROL = """
-import matplotlib.pyplot as plt, ipywidgets
-from IPython.display import display
-def draw(world_size):
-    plt.figure(figsize=(4, 2)); plt.bar(range(world_size), [1 / world_size] * world_size); plt.show()
-slider = ipywidgets.IntSlider(value=2, min=1, max=8, continuous_update=False)
-display(slider, ipywidgets.interactive_output(draw, {"world_size": slider}))
-"""
 HANG = """
 from labkit.run import launch
 def hang(context, folder):
@@ -38,48 +32,60 @@ def hang(context, folder):
     time.sleep(120)
 launch(hang, nproc=2, folder={folder!r})
 """
+# A comparison whose ranks work until there is a file "go".
+BUTTON = """
+import pandas as pd
+from labkit.run import launch
+from labkit.show import widgets
+def work(context, folder):
+    import os, pathlib, time
+    pathlib.Path(folder, "pids", str(os.getpid())).touch()
+    while not pathlib.Path(folder, "go").exists():
+        time.sleep(0.02)
+def rows(ms):
+    about = {{"model": "mlp", "bucket_cap_mb": 25.0, "link_mbit": float("inf")}}
+    return pd.DataFrame([about | {{"strategy": s, "step_ms": ms}} for s in ("single", "ddp_bucketed")])
+def measure(model, strategies, bucket_cap_mb, link_mbit):
+    launch(work, nproc=2, quiet=True, folder={folder!r})
+    return rows(20.0)
+board = widgets.comparison(rows(10.0), measure)
+"""
+MAIN_JOB = batch.NOTEBOOKS / f"{batch.MAIN_JOB}.ipynb"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The course without its outputs, repeating little, and two small notebooks; what JupyterLab saves stays here."""
+    """What JupyterLab serves: of each notebook with explorers what they need, two small notebooks, a stored one."""
     folder = tmp_path_factory.mktemp("course")
-    for path in (ROOT / "notebooks").glob("*.ipynb"):
-        notebook = load_notebook_node(str(path))
-        kernel = kernels.NAME if kernels.PLACE in os.environ else "python3"
-        notebook = parameterize_notebook(notebook, batch.few(notebook), kernel_name=kernel, language="python")
-        notebook.metadata.kernelspec.name = kernel
-        for cell in notebook.cells:
-            if cell.cell_type == "code":
-                cell.outputs, cell.execution_count = [], None
-        nbformat.write(notebook, folder / path.name)
-    (folder / "pids").mkdir()
-    write(folder / "control.ipynb", CONTROL, "print('six times seven is', 6 * 7)")
+    for path in explorers.with_explorers():
+        nbformat.write(explorers.needed(explorers.prepared(path)), folder / path.name)
     write(folder / "hang.ipynb", HANG.format(folder=str(folder / "pids")), "print('alive after the stop')")
+    write(folder / "button.ipynb", BUTTON.format(folder=str(folder)))
+    (folder / "stored").mkdir()
+    nbformat.write(batch.read(MAIN_JOB), folder / "stored" / MAIN_JOB.name)
     return folder
 
 
 def write(path, *sources):
-    cells = [nbformat.v4.new_code_cell(source.strip()) for source in sources]
-    notebook = nbformat.v4.new_notebook(cells=cells)
-    notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source.strip()) for source in sources])
+    notebook.metadata.kernelspec = {"name": explorers.kernel(), "display_name": "Python 3", "language": "python"}
     nbformat.write(notebook, path)
 
 
 @pytest.fixture(scope="module")
 def jupyter(folder):
-    with server(folder, "control.ipynb") as address, browser() as chromium:
-        yield chromium, address
+    with server(folder, "button.ipynb") as address, browser() as window:
+        yield window, address
 
 
 @pytest.fixture
 def lab(jupyter):
     """lab(name): the notebook in a new page, which is checked and closed at the end."""
-    chromium, address = jupyter
+    window, address = jupyter
     pages = []
 
     def open_notebook(name):
-        pages.append(Notebook(chromium, address(name)))
+        pages.append(Notebook(window, address(name)))
         return pages[-1]
 
     yield open_notebook
@@ -100,32 +106,15 @@ def picture():
     return keep
 
 
-def course_notebook(name):
-    missing = not (ROOT / "notebooks" / f"{name}.ipynb").exists()
-    return pytest.param(name, marks=pytest.mark.skipif(missing, reason=f"there is no notebook {name} yet"))
-
-
-def test_a_control_redraws_the_plot(lab, picture):
-    page = lab("control.ipynb")
-    page.run_and_finish()
-    assert "six times seven is 42" in page.outputs()
-    before = page.images()
-    assert len(before) == 1
-    page.panel.locator(".jupyter-widgets .noUi-handle").first.focus()
-    page.page.keyboard.press("ArrowRight")
-    page.wait_for_change(before)
-    picture(page.screenshot, "control.png")
-
-
-def test_the_stop_button_leaves_no_rank(lab, folder):
-    page = lab("hang.ipynb")
-    page.run_all()
-    pids = wait_for(lambda: [int(path.name) for path in (folder / "pids").iterdir()], lambda found: len(found) == 2)
-    assert all(map(psutil.pid_exists, pids))
-    page.interrupt()
-    assert wait_for(lambda: [pid for pid in pids if psutil.pid_exists(pid)], lambda left: not left, seconds=5) == []
-    page.wait_idle()
-    assert "KeyboardInterrupt" in page.outputs()
+@pytest.fixture
+def at_work(folder):
+    """at_work(): the pids of ranks that work, once there are two."""
+    places = folder / "pids"
+    places.mkdir()
+    yield lambda: wait_for(lambda: [int(path.name) for path in places.iterdir()], lambda found: len(found) == 2)
+    for path in (*places.iterdir(), folder / "go"):
+        path.unlink(missing_ok=True)
+    places.rmdir()
 
 
 def wait_for(look, good, seconds=60):
@@ -135,24 +124,83 @@ def wait_for(look, good, seconds=60):
     return seen
 
 
-@pytest.mark.parametrize("name", [course_notebook(name) for name in ("04_compare", "20_slow_networks")])
-def test_the_course_runs_and_is_seen_in_both_themes(lab, picture, name):
-    page = lab(f"{name}.ipynb")
+def left(pids, seconds=5):
+    """Which of them are alive, after so long."""
+    return wait_for(lambda: [pid for pid in pids if psutil.pid_exists(pid)], lambda alive: not alive, seconds)
+
+
+@pytest.mark.parametrize("path", sorted(explorers.with_explorers()), ids=lambda path: path.stem)
+def test_every_control_of_an_explorer_answers(lab, picture, path):
+    """By keyboard alone. Prints how long each takes to show its new picture: -s or -rP shows it."""
+    page = lab(path.name)
     page.run_and_finish()
-    before = page.images()
-    assert before
-    picture(page.screenshot_all, f"{name}-light")
-    page.set_theme("Dark")
-    picture(page.screenshot_all, f"{name}-dark")
-    page.set_theme("Light")
-    menus = page.panel.locator(".jupyter-widgets.widget-dropdown select")
-    boxes = page.panel.locator(".jupyter-widgets.widget-checkbox input")
-    if menus.count():
-        menus.last.select_option(index=menus.last.locator("option").count() - 1)
-    else:
-        boxes.last.click()
-    page.wait_for_change(before)
-    for theme in ("Light", "Dark"):
+    panels = page.panel.locator(PANELS)
+    assert panels.count() == sum(map(explorers.shows_a_widget, batch.read(path).cells))
+    for number in range(panels.count()):
+        panel = Panel(page, number)
+        for name, times in panel.move_all().items():
+            print(f"{path.stem}: {name}: {', '.join(f'{ms:.0f}' for ms in times)} ms")
+    for theme in ("Dark", "Light"):
         page.set_theme(theme)
-        (menus if menus.count() else boxes).first.scroll_into_view_if_needed()
-        picture(page.screenshot, f"{name}-control-{theme.lower()}.png")
+        picture(page.screenshot_all, f"{path.stem}-{theme.lower()}")
+        assert page.violations() == []
+    page.shut_down()
+
+
+def test_the_stop_button_leaves_no_rank(lab, at_work):
+    page = lab("hang.ipynb")
+    page.run_all()
+    pids = at_work()
+    assert all(map(psutil.pid_exists, pids))
+    page.interrupt()
+    assert left(pids) == []
+    page.wait_idle()
+    assert "KeyboardInterrupt" in page.outputs()
+
+
+@pytest.mark.parametrize("end", ["finished", "stopped", "restarted", "shut down", "tab closed"])
+def test_the_run_button_leaves_no_rank(lab, at_work, folder, end):
+    page = lab("button.ipynb")
+    page.run_and_finish()
+    button = page.panel.get_by_role("button", name="Measure this choice")
+    button.click()
+    pids = at_work()
+    assert len(pids) == 2 and all(map(psutil.pid_exists, pids))
+    if end == "stopped":
+        page.interrupt()
+    elif end == "restarted":
+        page.restart()
+    elif end == "shut down":
+        page.shut_down()
+    elif end == "tab closed":
+        page.page.close()  # the kernel lives on, and what it measures comes to its end
+    if end in ("finished", "tab closed"):
+        (folder / "go").touch()
+    assert left(pids) == []
+    if end in ("finished", "stopped"):
+        words = {"finished": "measured: 2 rows added", "stopped": "KeyboardInterrupt"}[end]
+        page.panel.get_by_text(words).wait_for(timeout=PATIENCE)
+        expect(button).to_be_enabled(timeout=PATIENCE)
+
+
+def test_a_notebook_with_stored_outputs_is_accessible(lab, picture):
+    page = lab(f"stored/{MAIN_JOB.name}")
+    assert page.images()
+    for theme in ("Dark", "Light"):
+        page.set_theme(theme)
+        picture(page.screenshot_all, f"stored-{theme.lower()}")
+        assert page.violations() == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_page_of_a_notebook_is_accessible(jupyter, picture, tmp_path, scheme):
+    window, _ = jupyter
+    file = tmp_path / "page.html"
+    file.write_text(as_page(batch.read(MAIN_JOB)))
+    page = window.new_page()
+    page.emulate_media(color_scheme=scheme)
+    page.goto(file.as_uri())
+    picture(lambda path: page.screenshot(path=path, full_page=True), f"page-{scheme}.png")
+    found = violations(page)
+    page.close()
+    assert found == []

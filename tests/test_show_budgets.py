@@ -71,7 +71,6 @@ def test_controls_redraw():
     for box in shown.boxes.values():
         box.value = False
     assert shown.image.value == "<p>Tick at least one stage.</p>"
-    assert not shown.world_size.continuous_update
 
 
 def test_a_predictor_is_the_estimate():

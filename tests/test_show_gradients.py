@@ -229,7 +229,6 @@ def test_controls_redraw_from_the_rows():
     assert shown.state == gradients.State("topk", "ratio 0.1", False, 0)
     shown.form.value = ("onebit", "")
     assert shown.image.value == "<p>Not recorded: 1 bit, without feedback.</p>"
-    assert not shown.step.continuous_update
 
 
 def test_what_is_seen_without_a_kernel_comes_first(monkeypatch):

@@ -81,7 +81,6 @@ def test_controls_redraw_from_saved_data_and_launch_nothing():
         assert shown.image.value not in seen and 'alt="' in shown.image.value
         seen.append(shown.image.value)
     assert shown.state == widgets.State("gpt", ("ddp_naive", "ddp_bucketed"), 1, "sent_bytes")
-    assert not shown.size.continuous_update
     for box in shown.boxes.values():
         box.value = False
     assert shown.image.value == "<p>Tick at least one strategy.</p>"

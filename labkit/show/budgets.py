@@ -1,7 +1,7 @@
 """Memory by kind in the hand: move stage, world size, precision and batch, and see it change.
 
     [ figure ] one-line takeaway, table       ordinary outputs: GitHub, batch runs, offline too
-    ranks --o--   precision v   batch --o--   controls: what they ask is estimated, nothing launched
+    ranks v   precision v   batch v           controls: what they ask is estimated, nothing launched
     [x] DDP [x] ZeRO-1 [x] ZeRO-2 [x] FSDP    stages side by side; a line where a rank's memory ends
 
 What is drawn is a pure function of (predict, state):
@@ -126,8 +126,8 @@ class Explorer:
 
     def __init__(self, predict, state, world_sizes, precisions, batches):
         self.predict, self.state = predict, state
-        self.world_size = controls.slider("ranks", world_sizes, state.world_size)
-        self.batch = controls.slider("samples a rank", batches, state.batch)
+        self.world_size = controls.menu("ranks", world_sizes, state.world_size)
+        self.batch = controls.menu("samples a rank", batches, state.batch)
         self.precision = controls.menu("precision", precisions, state.precision)
         self.boxes = controls.boxes(state.stages)
         above = (self.world_size, self.precision, self.batch)

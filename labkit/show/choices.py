@@ -1,7 +1,7 @@
 """Sharding in the hand: choose unit, mode and prefetch; see memory and step time among all.
 
     [ figure ] one-line takeaway, table   ordinary outputs: GitHub, batch runs, offline too
-    unit v   mode v   ahead --o--         controls: they re-plot what was measured, measure nothing
+    unit v   mode v   ahead v             controls: they re-plot what was measured, measure nothing
     step  |  o                            every choice a point; the controls' choice has a ring
     time  |      o (o)
           |           o   o
@@ -146,7 +146,7 @@ class Explorer:
         values = {column: list(dict.fromkeys(frame[column])) for column in COLUMNS[:3]}
         self.unit = controls.menu("unit", values["unit"], state.unit)
         self.mode = controls.menu("mode", values["mode"], state.mode)
-        self.prefetch = controls.slider("units ahead", values["prefetch"], state.prefetch)
+        self.prefetch = controls.menu("units ahead", values["prefetch"], state.prefetch)
         above = (self.unit, self.mode, self.prefetch)
         controls.observe(self.changed, above)
         self.image = ipywidgets.HTML(

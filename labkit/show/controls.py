@@ -1,4 +1,8 @@
-"""The explorers' controls, of one look: a menu, a slider, boxes to tick, a row that wraps."""
+"""The explorers' controls, of one look: a menu, boxes to tick, a row that wraps.
+
+No slider: ipywidgets' own has neither a name nor its value's words for a screen reader. A menu has
+both; from the keyboard the space bar opens it.
+"""
 
 import ipywidgets
 from IPython.display import display
@@ -15,21 +19,9 @@ def menu(description, options, value, **more):
     )
 
 
-def slider(description, options, value, **more):
-    """A slider over options, as menu()'s; it speaks when let go, not at each place it passes."""
-    return ipywidgets.SelectionSlider(
-        options=options,
-        value=value,
-        description=description,
-        continuous_update=False,
-        style=WHOLE,
-        **more,
-    )
-
-
-def speed_slider(speeds, value):
-    """A slider over link speeds, Mbit/s."""
-    return slider("link speed", [(f"{speed:,g} Mbit/s", speed) for speed in speeds], value)
+def speeds(mbit, value):
+    """A menu of link speeds, Mbit/s."""
+    return menu("link speed", [(f"{speed:,g} Mbit/s", speed) for speed in mbit], value)
 
 
 def boxes(names):

@@ -204,7 +204,7 @@ class Explorer:
             value=self.state.value, description="value", style=controls.WHOLE
         )
         powers_of_two = [(f"2^{power}", 2.0**power) for power in range(0, 33, 2)]
-        self.scale = controls.slider("loss scale", powers_of_two, self.state.scale)
+        self.scale = controls.menu("loss scale", powers_of_two, self.state.scale)
         self.format = controls.menu("format", list(FORMATS), self.state.format)
         self.bits, self.sizes = ipywidgets.HTML(), ipywidgets.HTML()
         above = (self.value, self.scale, self.format)

@@ -1,7 +1,7 @@
 """A compressor in the hand: the gradient before, what arrives, what waits, how sums catch up.
 
     [ figures ] takeaway, table               ordinary outputs: GitHub, batch runs, offline too
-    compressor v   feedback v   step --o--    controls: they re-plot what was recorded, send nothing
+    compressor v   feedback v   step v        controls: they re-plot what was recorded, send nothing
     carried        a window of the gradient in one step, by element; beneath: waiting or missing
     catching_up    the error of a step, and of the sums over all: with feedback the second falls
 
@@ -206,7 +206,7 @@ class Explorer:
         self.form = controls.menu("compressor", named, (state.compressor, state.knob))
         choices = [("with", True), ("without", False)]
         self.feedback = controls.menu("feedback", choices, state.feedback)
-        self.step = controls.slider("step", sorted(frame["step"].unique().tolist()), state.step)
+        self.step = controls.menu("step", sorted(frame["step"].unique().tolist()), state.step)
         above = (self.form, self.feedback, self.step)
         controls.observe(self.changed, above)
         self.image = ipywidgets.HTML(

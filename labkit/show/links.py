@@ -1,7 +1,7 @@
 """Link speed in the hand: each method's step time at any speed, who wins, and below which speed.
 
     [ figure ] takeaway, table                ordinary outputs: GitHub, batch runs, offline too
-    link speed --o--                          controls: they re-plot the frame and measure nothing
+    link speed v                              controls: they re-plot the frame and measure nothing
     [x] no compression [x] top 1 % [x] ...
     step  |o   :                              the dashed line: the chosen link speed; beneath it
     time  | *o :                              bars: a method's work, and its bytes on the link
@@ -128,7 +128,7 @@ def picture(frame, state):
 
 
 def offered(frame, baseline):
-    """Link speeds for the slider, Mbit/s: 1, 2, 5, ... across the picture, and those measured."""
+    """Link speeds for the menu, Mbit/s: 1, 2, 5, ... across the picture, and those measured."""
     low, high = reach(frame, baseline)
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     steps = [digit * 10.0**power for power in decades for digit in (1, 2, 5)]
@@ -142,7 +142,7 @@ class Explorer:
 
     def __init__(self, frame, state):
         self.frame, self.state = frame, state
-        self.speed = controls.speed_slider(offered(frame, state.baseline), state.link_mbit)
+        self.speed = controls.speeds(offered(frame, state.baseline), state.link_mbit)
         self.boxes = controls.boxes(state.methods)
         controls.observe(self.changed, (self.speed, *self.boxes.values()))
         self.image = ipywidgets.HTML(

@@ -1,7 +1,7 @@
 """How seldom to talk, in the hand: the race to a loss, predicted for a link of another speed.
 
     [ figure ] one-line takeaway, table     ordinary outputs: GitHub, batch runs, offline too
-    link speed --o--                        controls: they re-plot saved rows and launch nothing
+    link speed v                            controls: they re-plot saved rows and launch nothing
     [x] every step [x] H = 4 [x] H = 16 ...
 
     seconds = busy + 8 x bytes / link       losses over steps and bytes do not change with the link
@@ -90,7 +90,7 @@ class Explorer:
 
     def __init__(self, frame, target, state):
         self.frame, self.target, self.state = frame, target, state
-        self.speed = controls.speed_slider(sorted({*SPEEDS, state.link_mbit}), state.link_mbit)
+        self.speed = controls.speeds(sorted({*SPEEDS, state.link_mbit}), state.link_mbit)
         self.boxes = controls.boxes(state.runs)
         controls.observe(self.changed, (self.speed, *self.boxes.values()))
         self.image = ipywidgets.HTML(

@@ -115,9 +115,12 @@ def picture(frame, state):
     """The widget's image as HTML with alt text; a sentence where there is nothing to draw."""
     if not state.strategies:
         return "<p>Tick at least one strategy.</p>"
-    if chosen(frame, state).empty:
-        return f"<p>Nothing measured yet for {html.escape(headline(state))}.</p>"
-    return as_html(takeaway(frame, state), draw(frame, state))
+    measured = set(chosen(frame, state)["strategy"])
+    absent = "; ".join(style.name(one) for one in state.strategies if one not in measured)
+    if not measured:
+        return f"<p>Nothing measured yet for {html.escape(f'{headline(state)}: {absent}')}.</p>"
+    note = f"<p>Not measured for this choice: {html.escape(absent)}.</p>" if absent else ""
+    return as_html(takeaway(frame, state), draw(frame, state)) + note
 
 
 def origin(frame):
@@ -156,7 +159,7 @@ class Comparison:
             "network", networks, self.state.link_mbit, disabled=len(networks) == 1
         )
         self.metric = controls.menu("measure", metrics, self.state.metric)
-        self.size = controls.slider("bucket size", steps, first, disabled=len(steps) == 1)
+        self.size = controls.menu("bucket size", steps, first, disabled=len(steps) == 1)
         self.boxes = controls.boxes(strategies_of(frame))
         self.image, self.message = ipywidgets.HTML(), ipywidgets.HTML()
         self.output = ipywidgets.Output()
