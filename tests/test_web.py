@@ -283,9 +283,7 @@ def test_a_notebook_keeps_words_folds_and_controls(tmp_path, leading):
 def test_progress_is_a_bar_of_the_whole():
     import web
 
-    assert (
-        web.progress("writing output... [100%] a", 8.0) == "|################    | writing output, about 2 s left"
-    )
+    assert web.progress("writing output... [100%] a", 8.0) == "|################    | writing output, about 2 s left"
     assert web.progress("pickling environment... done", 8.0) is None
 
 
