@@ -21,6 +21,22 @@ TEMPLATE = """{% extends 'lab/index.html.j2' %}
 <style>
 body .jp-OutputArea-output pre { font-family: var(--jp-code-font-family); }
 .folded > summary { cursor: pointer; color: var(--jp-ui-font-color2); font-size: var(--jp-ui-font-size1); }
+/* Where JupyterLab's own colours lie too close to the ground for the eye (WCAG AA: 4.5 to 1) */
+body .jp-RenderedHTMLCommon a:any-link { text-decoration: underline; }
+html:root {
+  --jp-cell-prompt-not-active-font-color: var(--jp-ui-font-color1);
+  --jp-cell-prompt-not-active-opacity: 1;
+  --jp-mirror-editor-operator-color: #7928a1;
+  --jp-mirror-editor-number-color: #006b00;
+  --jp-mirror-editor-comment-color: #2f6868;
+}
+@media (prefers-color-scheme: dark) {
+  html:root {
+    --jp-mirror-editor-operator-color: #d2a8ff;
+    --jp-mirror-editor-number-color: #66bb6a;
+    --jp-mirror-editor-comment-color: #7fb3b3;
+  }
+}
 </style>
 {% endblock %}
 
@@ -58,6 +74,15 @@ def as_page(notebook):
         for output in cell.get("outputs", []):
             if WIDGET in output.get("data", {}):
                 output.data = {"text/markdown": "*Controls: open the notebook in JupyterLab.*"}
+    notebook.metadata.title = title_of(notebook)
     notebook.metadata.language_info = {"name": "python"}  # IPython's own lexer leaves a %%torchrun cell without colours
     page, _ = HTMLExporter(raw_template=TEMPLATE, embed_images=True).from_notebook_node(notebook)
     return re.sub(r"@formula(\d+)@", lambda found: formulas[int(found[1])], page)
+
+
+def title_of(notebook):
+    """Its first heading, for the browser's tab and for who is read the page aloud."""
+    headings = (
+        re.search("^# (.+)", cell.source, re.MULTILINE) for cell in notebook.cells if cell.cell_type == "markdown"
+    )
+    return next((found[1] for found in headings if found), "Notebook")
