@@ -13,9 +13,14 @@ WHOLE = {"description_width": "initial"}  # a description is never cut off
 
 
 def menu(description, options, value, **more):
-    """A dropdown. options: values, or (text, value) pairs."""
+    """A dropdown, grey where there is no choice. options: values, or (text, value) pairs."""
     return ipywidgets.Dropdown(
-        options=options, value=value, description=description, style=WHOLE, **more
+        options=options,
+        value=value,
+        description=description,
+        style=WHOLE,
+        disabled=len(options) < 2,
+        **more,
     )
 
 

@@ -102,10 +102,10 @@ class Explorer:
     def __init__(self, costs, step, state, cores):
         self.costs, self.step, self.state = costs, step, state
         factors = [(f"x {factor:g}", factor) for factor in FACTORS]
-        self.compute = controls.slider("compute", factors, state.compute)
-        self.gradients = controls.slider("gradients", factors, state.gradients)
+        self.compute = controls.menu("compute", factors, state.compute)
+        self.gradients = controls.menu("gradients", factors, state.gradients)
         speeds = [("none", mbit) if mbit == inf else (f"{mbit:,} Mbit/s", mbit) for mbit in LINKS]
-        self.link = controls.slider("link of a rank", speeds, state.link_mbit)
+        self.link = controls.menu("link of a rank", speeds, state.link_mbit)
         shared = [("one for each rank", inf), (f"{cores:g} for all", cores)]
         self.cores = controls.menu("cores", shared, state.cores)
         self.boxes = controls.boxes(state.kinds)

@@ -155,11 +155,9 @@ class Comparison:
         steps = [("any" if size is None else f"{size:g} MB", size) for size in sizes]
         first = sizes[-1] if self.state.bucket_cap_mb is None else self.state.bucket_cap_mb
         self.model = controls.menu("model", models, self.state.model)
-        self.network = controls.menu(
-            "network", networks, self.state.link_mbit, disabled=len(networks) == 1
-        )
+        self.network = controls.menu("network", networks, self.state.link_mbit)
         self.metric = controls.menu("measure", metrics, self.state.metric)
-        self.size = controls.menu("bucket size", steps, first, disabled=len(steps) == 1)
+        self.size = controls.menu("bucket size", steps, first)
         self.boxes = controls.boxes(strategies_of(frame))
         self.image, self.message = ipywidgets.HTML(), ipywidgets.HTML()
         self.output = ipywidgets.Output()
