@@ -12,7 +12,7 @@ from labkit.show import style
 WHOLE = {"description_width": "initial"}  # a description is never cut off
 
 
-def menu(description, options, value, **more):
+def menu(description, options, value):
     """A dropdown, grey where there is no choice. options: values, or (text, value) pairs."""
     return ipywidgets.Dropdown(
         options=options,
@@ -20,7 +20,6 @@ def menu(description, options, value, **more):
         description=description,
         style=WHOLE,
         disabled=len(options) < 2,
-        **more,
     )
 
 
