@@ -98,7 +98,7 @@ def full_at(sizes, blocks, backward_ms):
 
 
 class Step(NamedTuple):
-    """A step of one rank alone, in ms: blocks asleep, a third of it forward; work for the samples
+    """A step of one rank, in ms: its blocks asleep, a third of it forward; work for the samples
     outside the blocks; the optimizer's. sizes: bytes of its buckets, as they leave."""
 
     asleep_ms: float
