@@ -88,6 +88,17 @@ def test_one_size_cannot_tell_messages_from_bytes(measured):
         scaling.fit(2, measured)
 
 
+@pytest.mark.parametrize(
+    ("measured", "costs"),
+    [
+        ([(1000, 1.0), (2000, 4.0)], Costs(0.0, 1.2e-3)),  # bytes alone: 1000 b = 1 (1 - e), 2000 b = 4 (1 + e)
+        ([(1000, 4.0), (2000, 2.0)], Costs(1.2, 0.0)),
+    ],
+)
+def test_no_message_costs_less_than_nothing(measured, costs):
+    assert scaling.fit(2, measured) == pytest.approx(costs)
+
+
 def test_what_backward_hides_is_taken_off():
     # Full at 10, 20, 30 of 30 ms; each takes 8: the last leaves at 30 and is all that sticks out.
     assert scaling.exposed_ms([8, 8, 8], [10, 20, 30], 30) == 8

@@ -61,14 +61,18 @@ def turns(n, cores):
 def fit(n, measured, cores=inf):
     """Costs from all-reduces of n ranks: [(bytes, ms)], of two sizes at least.
 
-    Least squares of the relative errors, which are alike for short and long ones.
+    Least squares of the relative errors, which are alike for short and long ones. Where noise
+    would make one of the two cost less than nothing, it costs nothing.
     """
     messages, share = np.multiply(turns(n, cores), ring(n))
-    parts = [(messages / ms, share * size / ms) for size, ms in measured]
+    parts = np.array([(messages / ms, share * size / ms) for size, ms in measured])
     if np.linalg.matrix_rank(parts) < 2:
         raise ValueError("all-reduces of two sizes are needed: one cannot tell alpha from beta")
-    (alpha, beta), *_ = np.linalg.lstsq(np.array(parts), np.ones(len(parts)), rcond=None)
-    return Costs(float(alpha), float(beta))
+    found, *_ = np.linalg.lstsq(parts, np.ones(len(parts)), rcond=None)
+    if found.min() < 0:
+        parts[:, found.argmin()] = 0.0
+        found, *_ = np.linalg.lstsq(parts, np.ones(len(parts)), rcond=None)
+    return Costs(*found.tolist())
 
 
 def all_reduce_ms(costs, n, size, cores=inf, mbit=inf):
@@ -94,7 +98,7 @@ def full_at(sizes, blocks, backward_ms):
 
 
 class Step(NamedTuple):
-    """A step of one rank alone, in ms: blocks asleep, a third of it forward; work for the samples
+    """A step of one rank, in ms: its blocks asleep, a third of it forward; work for the samples
     outside the blocks; the optimizer's. sizes: bytes of its buckets, as they leave."""
 
     asleep_ms: float
