@@ -130,7 +130,8 @@ def losses(rows, curves, most, x, words):
         axes.set_xlabel(f"{words} ({unit})")
         axes.set_ylabel("loss (training)")
         axes.grid(axis="y")
-        axes.legend(fontsize=9, loc="upper right")
+        figure.subplots_adjust(right=0.68)
+        axes.legend(fontsize=9, loc="upper left", bbox_to_anchor=(1.01, 1))
     return figure
 
 
