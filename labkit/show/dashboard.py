@@ -16,10 +16,11 @@ from dataclasses import dataclass, replace
 
 import ipywidgets
 import matplotlib
+import pandas as pd
 
 from labkit.run.summary import curves, summary
 from labkit.show import controls, style
-from labkit.show.dashboard_pictures import BARS, LINES, PICTURES
+from labkit.show.dashboard_pictures import BARS, LINES, PICTURES, scaled
 from labkit.show.dashboard_words import in_words, label, link_of
 
 ANY = "any"
@@ -105,6 +106,8 @@ def named(rows):
 def words_of(table, state, most=BARS):
     """One sentence on what the state shows, for those who cannot see it."""
     rows, column = chosen(table, state), SORTED[state.sort]
+    if state.picture == "scaling" and (lines := scaled(rows)):
+        rows = rows[rows["cell"].isin(pd.concat(lines)["cell"])]
     ends = named(rows).iloc[[0, -1]]
     sizes = [style.quantity(value, style.unit_of(column)) for value in ends[column]]
     first, last = (f"{words} {size}" for words, size in zip(ends["label"], sizes, strict=True))
@@ -131,8 +134,8 @@ def as_table(words):
 def as_image(figure, words):
     """The figure as HTML. The browser sets its letters: that takes a quarter of the time."""
     held = io.StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "none"}):
-        figure.savefig(held, format="svg")
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "labkit"}):
+        figure.savefig(held, format="svg", metadata={"Date": None})
     image = base64.b64encode(held.getvalue().encode()).decode()
     said = html.escape(words, quote=True)
     source = f'src="data:image/svg+xml;base64,{image}"'

@@ -14,6 +14,7 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
 
 from labkit.measure.memory import KINDS
 from labkit.show import style
@@ -125,18 +126,25 @@ def losses(rows, curves, most, x, words):
         if x == "sent_bytes" and mine[x].max() > 0:
             axes.set_xscale("log")
             axes.xaxis.set_major_formatter("{x:g}")
+            axes.xaxis.set_minor_locator(NullLocator())
         axes.set_xlabel(f"{words} ({unit})")
         axes.set_ylabel("loss (training)")
         axes.grid(axis="y")
-        axes.legend(fontsize=9, loc="upper right")
+        figure.subplots_adjust(right=0.68)
+        axes.legend(fontsize=9, loc="upper left", bbox_to_anchor=(1.01, 1))
     return figure
+
+
+def scaled(rows):
+    """The rows of one machine that differ in the number of ranks alone, a frame for each line."""
+    rows = rows[rows["nodes"] == 1].sort_values("ranks")
+    names = rows["model"] + rows["strategy"] + rows["changes"].map(str)
+    return [group for _, group in rows.groupby(names, sort=False) if len(group) > 1]
 
 
 def scaling(rows, curves, most):
     """Throughput over ranks of one machine, a line for what was measured on several numbers."""
-    rows = rows[rows["nodes"] == 1].sort_values("ranks")
-    names = rows["model"] + rows["strategy"] + rows["changes"].map(str)
-    lines = [group for _, group in rows.groupby(names, sort=False) if len(group) > 1]
+    lines = scaled(rows)
     with style.look():
         figure, axes = frame(["0,000"], 3.6)
         for place, group in enumerate(lines[:LINES]):

@@ -168,6 +168,8 @@ class WhatIf:
 
 
 def words(value):
+    if value == "none":  # style's name for it is a compressor's
+        return "none"
     return style.name(value) if isinstance(value, str) else f"{value:g}"
 
 
