@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import test_contents
+import test_dashboard
 import test_residency
 import test_show
 import test_show_budgets
@@ -78,6 +79,8 @@ def pictures():
         "crowded race": lambda: plots.race(crowded_race(), test_show_race.TARGET, "A title"),
         "switched": test_show_switched.figure,
         "budgets": lambda: budgets.draw(test_show_budgets.predict, test_show_budgets.state(capacity=64 << 20)),
+        "dashboard": lambda: test_dashboard.figure("ratio to the base"),
+        "dashboard in parts": lambda: test_dashboard.figure("memory by kind"),
         "carried": lambda: gradients.carried(recorded, state),
         "catching up": lambda: gradients.catching_up(recorded, state),
         "bits": lambda: formats.bit_layout(0.1),
