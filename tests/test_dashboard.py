@@ -134,6 +134,11 @@ def shown():
     return dashboard.Dashboard(*dashboard.opened(pd.concat([grid_rows(), pd.DataFrame(rows)])))
 
 
+def figure(picture):
+    board = shown()
+    return dashboard.draw(board.table, board.curves, dashboard.State(picture=picture))
+
+
 @pytest.mark.parametrize(
     ("name", "value", "cells"),
     [

@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import test_contents
+import test_dashboard
 import test_residency
 import test_scaling
 import test_show
@@ -80,6 +81,8 @@ def pictures():
         "switched": test_show_switched.figure,
         "efficiency": test_scaling.picture,
         "budgets": lambda: budgets.draw(test_show_budgets.predict, test_show_budgets.state(capacity=64 << 20)),
+        "dashboard": lambda: test_dashboard.figure("ratio to the base"),
+        "dashboard in parts": lambda: test_dashboard.figure("memory by kind"),
         "carried": lambda: gradients.carried(recorded, state),
         "catching up": lambda: gradients.catching_up(recorded, state),
         "bits": lambda: formats.bit_layout(0.1),

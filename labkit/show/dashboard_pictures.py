@@ -130,7 +130,7 @@ def losses(rows, curves, most, x, words):
         axes.set_xlabel(f"{words} ({unit})")
         axes.set_ylabel("loss (training)")
         axes.grid(axis="y")
-        figure.subplots_adjust(right=0.68)
+        figure.subplots_adjust(right=0.64)
         axes.legend(fontsize=9, loc="upper left", bbox_to_anchor=(1.01, 1))
     return figure
 

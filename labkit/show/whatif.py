@@ -141,12 +141,12 @@ class WhatIf:
         self.message.value = "measuring, in turns with its base …"
         self.button.disabled, self.stop_button.disabled = True, False
         grids = [plain(fields), plain(fields | dict(changes))]
-        self.thread = threading.Thread(target=self.work, args=(grids, changes), daemon=True)
+        asked = (grids, self.world.value, changes)
+        self.thread = threading.Thread(target=self.work, args=asked, daemon=True)
         self.thread.start()
 
-    def work(self, grids, changes):
+    def work(self, grids, world, changes):
         """What the thread does: measure, keep the row, say in one line what came of it."""
-        world = self.world.value
         try:
             found = summary(self.sweep(grids, self.progress))
             self.found |= {(world, changes): row_of(found, self.model, world, changes)}
