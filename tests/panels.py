@@ -1,7 +1,7 @@
 """A widget's panel in JupyterLab, moved as a person without a mouse does: Tab to a control, a key, and look.
 
 panel.move(control, keys)   milliseconds from the last key to the new picture; AssertionError if nothing changes
-panel.move_all()            every control that is not greyed out, boxes there and back: {name: [milliseconds]}
+panel.move_all()            every control that is not greyed out, there and back: {name: [milliseconds]}
 """
 
 from browser import CELL_PATIENCE, PATIENCE
@@ -59,11 +59,11 @@ NAME = """
 }
 """
 
-# The keys that move a control to another value; of a box also those that bring it back, or none stays ticked.
+# The keys that move a control to another value, and those that bring it back: a filter must not empty the next one's.
 KEYS = """
 (control) => {
   const at = (name) => Number(control.getAttribute(name));
-  const either = (more, up, down) => more ? [[up]] : [[down]];
+  const either = (more, up, down) => more ? [[up], [down]] : [[down], [up]];
   if (control.tagName === 'SELECT')
     return either(control.selectedIndex + 1 < control.options.length, 'ArrowDown', 'ArrowUp')
       .map(([arrow]) => ['Space', arrow, 'Enter']);  // JupyterLab takes arrows for itself until a menu is open
@@ -71,7 +71,7 @@ KEYS = """
     return either(at('aria-valuenow') < at('aria-valuemax'), 'ArrowRight', 'ArrowLeft');
   if (control.tagName === 'BUTTON') return [['Enter']];
   if (control.type === 'checkbox') return [['Space'], ['Space']];
-  return [['End', '1', 'Enter']];
+  return [['End', '1', 'Enter'], ['End', 'Backspace', 'Enter']];
 }
 """
 
