@@ -30,7 +30,7 @@ def side_by_side(said, measured=None):
     rows = []
     for name, words in ASKED.items():
         own = measured[name] if measured else None
-        row = {"": words, "predicted": in_unit(said[name], name)}
+        row = {"quantity": words, "predicted": in_unit(said[name], name)}
         row["measured"] = "not yet" if own is None else in_unit(own, name)
         row["error"] = "" if own is None else error(said[name], own)
         rows.append(row)
