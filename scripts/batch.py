@@ -29,7 +29,8 @@ RANKS = "world_size"  # the parameter that --nproc sets
 # it measures.
 FEW = {"repeats": 1, "rounds": 1, "steps_per_round": 1, "turns": 2, "repetitions": 1, "seeds": 1, "timed_steps": 2}
 FEW |= {"steps": 20, "epochs": 4, "most_steps": 32, "block_ms": 2.0, "sizes_kib": 3, "links": 1, "compared": 2}
-FEW |= {"size": "tiny", "ahead": 1}
+FEW |= {"ahead": 1}
+SMALL = {"size": "tiny"}  # which changes what is counted, too: not under nbval, which compares that
 GRACE = 5.0  # seconds that an interrupted kernel gets to end its ranks itself
 
 
@@ -88,9 +89,9 @@ def defaults(notebook):
     return found
 
 
-def few(notebook):
+def few(notebook, limits=FEW):
     """Parameters with which the notebook repeats as little as it can."""
-    return {name: at_most(FEW[name], default) for name, default in defaults(notebook).items() if name in FEW}
+    return {name: at_most(limits[name], default) for name, default in defaults(notebook).items() if name in limits}
 
 
 def at_most(limit, default):

@@ -23,7 +23,7 @@ def test_job(path, tmp_path):
     default = batch.defaults(notebook).get(batch.RANKS)
     if default is None:
         pytest.skip(f"on other numbers of ranks: it has no parameter {batch.RANKS}")
-    values = {batch.RANKS: 2 if default == 4 else 4, **batch.few(notebook)}
+    values = {batch.RANKS: 2 if default == 4 else 4, **batch.few(notebook, batch.FEW | batch.SMALL)}
     folder = Path(os.environ.get("LABKIT_JOBS", tmp_path)) / path.stem
     kernel = kernels.NAME if kernels.PLACE in os.environ else "python3"
     outcome = batch.execute(path, folder, values, timeout=LIMIT, progress=False, kernel=kernel)

@@ -35,7 +35,7 @@ def with_explorers():
 def prepared(path):
     """The notebook at `path`, repeating little, on the kernel that tests use."""
     notebook = load_notebook_node(str(path))
-    notebook = parameterize_notebook(notebook, batch.few(notebook), kernel_name=kernel(), language="python")
+    notebook = parameterize_notebook(notebook, batch.few(notebook, batch.FEW | batch.SMALL), kernel_name=kernel(), language="python")
     notebook.metadata.kernelspec.name = kernel()
     return notebook
 

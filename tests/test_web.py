@@ -126,7 +126,7 @@ class QuietHandler(http.server.SimpleHTTPRequestHandler):
 def opened(address, **settings):
     """A page in a browser; what it asks for elsewhere is an error."""
     with browser() as chromium:
-        page = chromium.new_page(**settings)
+        page = chromium.browser.new_page(**settings)
         asked = []
         page.on("request", lambda request: request.url.startswith(address) or asked.append(request.url))
         yield page
