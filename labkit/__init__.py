@@ -60,6 +60,17 @@ What is indented is in parts/: what the file above it stands on, and others may 
     local_sgd.py            talk every H steps only: local SGD, DiLoCo
     sampler.py              every sample exactly once per epoch; exact distributed evaluation
     trainer.py              all of the above behind one train_step
+    checkpoint.py           each rank writes what it holds: a killed run loses nothing; on
+        pieces.py           a state as ranges of named wholes, whatever has cut them
+        share_out.py        what several ranks hold alike is written once
+        tensor_file.py      a file of tensors that executes nothing: safetensors
+        tree.py             what is no tensor, as text
+        manifest.py         which elements are in which file, and what its bytes were
+        saved.py            any range of any whole, from the files that have it
+        store.py            a directory behind any URL: a file is there whole, or not there
+        random_state.py     dropout goes on as it would have
+    preempt.py              told to stop, all ranks stop after the same step
+    train.py                the command: an Experiment, trained until it is done or told to stop
 
     run/      from a notebook cell to ranks        measure/  time, memory, traffic, FLOPs, noise
     models/   plain torch, unaware of ranks        show/     pictures, tables, widgets

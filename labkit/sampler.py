@@ -8,6 +8,8 @@ No sample is repeated to make the shares equal, so with N samples and n ranks th
 one, and so may the number of batches: use drop_last=True (leaves out the epoch's last N mod n
 samples) or `join` of the DDP.
 
+`Batches` goes through epoch after epoch, and can be told where to go on.
+
 Sent: nothing to sample, since all ranks draw the same permutation; one all-reduce of 16 bytes per
 evaluation. Li et al., PyTorch Distributed, VLDB 2020; protocol of
 torch.utils.data.DistributedSampler, which pads instead.
@@ -75,6 +77,67 @@ class DistributedSampler(Sampler):
         self.epoch = epoch
 
 
+class Batches:
+    """(input, target) batches of one rank, without end: in each epoch a new order of the samples.
+
+    The batches of one step are, of all ranks together, the next samples of the epoch's permutation,
+    however many ranks there are: so others can go on where these have stopped, and each sample of
+    an epoch is still seen once. A last batch that is not full is left out.
+    batch_size: of this rank. Raises ValueError where an epoch has not one batch for all ranks.
+    """
+
+    def __init__(self, dataset, batch_size, num_replicas=None, rank=None, seed=0):
+        self.sampler = DistributedSampler(dataset, num_replicas, rank, seed=seed)
+        self.dataset, self.batch_size, self.seed = dataset, batch_size, seed
+        self.together = batch_size * self.sampler.num_replicas
+        if len(dataset) < self.together:
+            raise ValueError(
+                f"{dataset}: {len(dataset)} samples are fewer than a batch of {self.together}"
+            )
+        self.epoch = self.taken = 0  # taken: samples of the epoch, by all ranks
+        self._left = None
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.taken + self.together > len(self.dataset):
+            self.epoch, self.taken, self._left = self.epoch + 1, 0, None
+        if self._left is None:
+            self.sampler.set_epoch(self.epoch)
+            rest = list(self.sampler)[self.taken // self.sampler.num_replicas :]
+            # A generator of its own: a loader draws from the global one, and dropout would notice.
+            own = torch.Generator().manual_seed(self.seed)
+            self._left = iter(
+                DataLoader(self.dataset, self.batch_size, sampler=rest, generator=own)
+            )
+        self.taken += self.together
+        return next(self._left)
+
+    def state_dict(self):
+        """The same on all ranks."""
+        about = {"samples": len(self.dataset), "seed": self.seed}
+        return {"epoch": self.epoch, "taken": self.taken, **about}
+
+    def problems(self, state):
+        """Why these batches cannot go on from there, [text]: other data, or an odd rest."""
+        found = [
+            f"{name} were {state[name]}, and are {own} now"
+            for name, own in (("samples", len(self.dataset)), ("seed", self.seed))
+            if state[name] != own
+        ]
+        if state["taken"] % self.sampler.num_replicas:
+            ranks = self.sampler.num_replicas
+            found.append(f"{ranks} ranks cannot go on evenly after {state['taken']} samples")
+        return found
+
+    def load_state_dict(self, state):
+        """Raises ValueError where there are problems(state)."""
+        if found := self.problems(state):
+            raise ValueError("; ".join(found))
+        self.epoch, self.taken, self._left = state["epoch"], state["taken"], None
+
+
 class Evaluation(NamedTuple):
     """`total`: the metric's sum over all `count` targets (samples, or a text's tokens); `mean`."""
 
@@ -97,8 +160,9 @@ def evaluate(model, dataset, metric=correct, batch_size=64, group=None):
     metric: (output, target) -> the batch's *sum*, a scalar tensor; sums of integers are exact.
     All ranks of the group call it, with the same dataset and the same weights; without a process
     group, one process. The model is put into eval mode for the while, and gets batches on the
-    device of its parameters. Every rank calls the model equally often, so a model whose forward
-    communicates (DDP's buffers) does not hang. Raises ValueError for an empty dataset.
+    device of its parameters, and numbers in their dtype. Every rank calls the model equally often,
+    so a model whose forward communicates (DDP's buffers) does not hang. Raises ValueError for an
+    empty dataset.
     """
     if not len(dataset):
         raise ValueError("the dataset is empty: there is nothing to evaluate")
@@ -109,15 +173,18 @@ def evaluate(model, dataset, metric=correct, batch_size=64, group=None):
     batches = [share[start : start + batch_size] for start in range(0, longest, batch_size)]
     # A rank whose share has ended looks at sample 0 again, uncounted, while the others finish.
     loader = DataLoader(dataset, batch_sampler=[list(batch) or [0] for batch in batches])
-    device = next(model.parameters()).device
+    first = next(model.parameters())
+    device = first.device
     sums = torch.zeros(2, dtype=torch.float64, device=device)  # metric, targets: exact to 2^53
     modes = {module: module.training for module in model.modules()}  # frozen: maybe in eval already
     model.eval()
     try:
         with torch.no_grad():
             for batch, (inputs, targets) in zip(batches, loader, strict=True):
-                targets = targets.to(device)
-                value = metric(model(inputs.to(device)), targets)
+                inputs, targets = inputs.to(device), targets.to(device)
+                if inputs.is_floating_point():
+                    inputs = inputs.to(first.dtype)
+                value = metric(model(inputs), targets)
                 if batch:
                     sums[0] += value
                     sums[1] += targets.numel()

@@ -182,6 +182,7 @@ class Trainer:
     span: a context manager factory, called with "forward", "backward" and "optimizer", to measure.
     autocast: a context manager factory, around the forward. scaler: a GradScaler, for fp16.
     compressor: whose residuals are to follow the scaler's loss scale.
+    clip: the largest norm of all gradients together; more is scaled down to it.
     """
 
     model: torch.nn.Module
@@ -193,6 +194,7 @@ class Trainer:
     autocast: Callable = nullcontext
     scaler: GradScaler = field(default_factory=partial(GradScaler, enabled=False))
     compressor: object = None
+    clip: float | None = None
 
     def train_step(self, input, target):
         """One optimizer step on this rank's batch; returns its mean loss, detached, a scalar.
@@ -213,11 +215,21 @@ class Trainer:
                     self.scaler.scale(loss).backward()
             total = total + loss.detach()
         with self.span("optimizer"):
+            if self.clip is not None:
+                self.scaler.unscale_(self.optimizer)
+                self.clip_gradients()
             self.scaler.step(self.optimizer)
             self.update_scale()
         if self.schedule is not None:
             self.schedule.step()
         return total
+
+    def clip_gradients(self):
+        """Where gradients are shards, whoever has cut them knows the norm of all."""
+        for owner in (self.model, self.optimizer):
+            if hasattr(owner, "clip_grad_norm_"):
+                return owner.clip_grad_norm_(self.clip)
+        return torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
 
     def update_scale(self):
         """What a compressor has kept is gradients of the scaled loss."""

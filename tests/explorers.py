@@ -35,7 +35,8 @@ def with_explorers():
 def prepared(path):
     """The notebook at `path`, repeating little, on the kernel that tests use."""
     notebook = load_notebook_node(str(path))
-    notebook = parameterize_notebook(notebook, batch.few(notebook, batch.FEW | batch.SMALL), kernel_name=kernel(), language="python")
+    few = batch.few(notebook, batch.FEW | batch.SMALL)
+    notebook = parameterize_notebook(notebook, few, kernel_name=kernel(), language="python")
     notebook.metadata.kernelspec.name = kernel()
     return notebook
 

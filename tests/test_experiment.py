@@ -12,7 +12,8 @@ from labkit.compression import TopK
 from labkit.run import LaunchError, launch
 from labkit.run.compare import compare
 from labkit.run.experiment import Experiment
-from labkit.run.participant import Participant, endless_batches
+from labkit.run.participant import Participant
+from labkit.sampler import Batches
 from labkit.trainer import STRATEGIES, Trainer, parallelize, scaled_lr, warmup
 
 OURS = ("ddp_naive", "ddp_overlapped", "ddp_bucketed")
@@ -123,7 +124,7 @@ def test_warm_up_rises_in_equal_steps_to_the_rate_and_stays():
 
 def test_every_epoch_has_an_order_of_its_own():
     dataset = TensorDataset(torch.arange(12), torch.arange(12))
-    ranks = [endless_batches(dataset, 3, 2, rank, seed=0) for rank in range(2)]
+    ranks = [Batches(dataset, 3, 2, rank) for rank in range(2)]
     first, second = ([i for rank in ranks for _ in range(2) for i in next(rank)[0].tolist()] for _ in range(2))
     assert sorted(first) == sorted(second) == list(range(12))
     assert first != second

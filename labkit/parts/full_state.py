@@ -138,6 +138,13 @@ class ShardedModel(NotPickled, Wrapper):
                 given[name] = whole.view(shape)
         return self.load_full_state_dict(given, strict)
 
+    def places(self):
+        """{name: (start, stop, shape)}: which elements of the whole, flat, this rank's piece is."""
+        return {
+            name: (*flat.layout.ranges(flat.rank)[slot], tuple(flat.layout.shapes[slot]))
+            for name, (flat, slot) in self._homes().items()
+        }
+
     def _homes(self):
         """{name: (its FlatParam, its number there)}, by every name that a tied parameter has."""
         homes = {

@@ -105,6 +105,21 @@ class ShardedOptimizer(NotPickled, torch.optim.Optimizer):
 
     # ---- state
 
+    def parts(self):
+        """What this rank has: (optimizer, groups of whole parameters, {p: (piece, start, stop)}).
+
+        start, stop: which elements of p. ValueError where memory has them in another order.
+        """
+        cut = {}
+        for bucket in self.buckets:
+            ranges = bucket.layout.ranges(bucket.rank)
+            for p, piece, where in zip(bucket.members, bucket.pieces, ranges, strict=True):
+                if not p.is_contiguous():
+                    raise ValueError("a shard of a channels_last parameter is no range of it")
+                if piece is not None:
+                    cut[p] = (piece, *where)
+        return self._inner, self._whole_groups, cut
+
     def state_dict(self):
         """The state of the unsharded optimizer, whole, on every rank. Collective.
 

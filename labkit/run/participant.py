@@ -10,7 +10,7 @@ from math import nan
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import default_collate
 
 from labkit import comm, models
 from labkit.budget import choose
@@ -22,7 +22,7 @@ from labkit.measure.memory import MemoryTracker
 from labkit.measure.timeline import Timeline
 from labkit.measure.traffic import TrafficCounter
 from labkit.recompute import checkpoint
-from labkit.sampler import DistributedSampler
+from labkit.sampler import Batches
 from labkit.trainer import (
     Trainer,
     comm_hook,
@@ -54,11 +54,8 @@ class Participant:
         self.world_size = 1 if alone else context.world_size
         self.share = experiment.batch_size // self.world_size
         dataset = models.data.load(experiment.data, experiment.model)
-        samples, needed = len(dataset), experiment.batch_size
-        if samples < needed:
-            raise ValueError(f"{dataset}: {samples} samples are fewer than batch_size={needed}")
         rank = 0 if alone else context.rank
-        self.batches = endless_batches(dataset, self.share, self.world_size, rank, experiment.seed)
+        self.batches = Batches(dataset, self.share, self.world_size, rank, experiment.seed)
         self.build()
         e, self.flops = experiment, nan
         if e.compute == "real":
@@ -188,16 +185,6 @@ class Participant:
         named = {name: getattr(self.experiment, name) for name in names}
         measured = {"step": self.done, "loss": loss.item(), **times, "exposed_comm_ms": exposed}
         return named | measured | {"samples_per_s": 1e3 * self.experiment.batch_size / ms["step"]}
-
-
-def endless_batches(dataset, batch_size, world_size, rank, seed):
-    """(input, target) batches of this rank, in a new order each epoch, without a last short one."""
-    sampler = DistributedSampler(dataset, world_size, rank, seed=seed)
-    epoch = 0
-    while True:
-        sampler.set_epoch(epoch)
-        yield from DataLoader(dataset, batch_size, sampler=sampler, drop_last=True)
-        epoch += 1
 
 
 @cache

@@ -1,0 +1,272 @@
+"""Checkpoints: each rank writes what it holds; it is one when all have, and before that it is none.
+
+    rank 0   train | copy |  train ...                        | agree |      step-000000030/
+                          \\ hash, write, fsync, rename --------|       |        rank-0.safetensors
+    rank 1   train | copy |  train ...                        |       |        rank-1.safetensors
+                          \\ hash, write, fsync, rename --------|       |        manifest.json  last
+
+Training stands still while a rank copies to host memory what it holds; a thread with a process
+group of its own does the rest. What several ranks hold alike is written once, a part by each. The
+manifest says which elements of which whole are where, and what each file's SHA-256 is: other ranks,
+or another strategy, read the ranges they need, and a flipped bit is found before it is loaded.
+
+Written: model and optimizer once, 1/n of it per rank. Held besides: this rank's copy. Sent: names
+and hashes. Rajbhandari et al., ZeRO, SC 2020, section 5.1 (each rank its part); Mohan et al.,
+CheckFreq: Frequent, Fine-Grained DNN Checkpointing, FAST 2021, section 4 (copy, then write while
+training goes on); Pillai et al., All File Systems Are Not Created Equal, OSDI 2014 (write, fsync,
+rename, fsync).
+"""
+
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from labkit import comm
+from labkit.parts import manifest, tensor_file
+from labkit.parts.pieces import holders
+from labkit.parts.replicas import gather_bytes
+from labkit.parts.saved import Reader
+from labkit.parts.share_out import share_out
+from labkit.parts.store import Store
+
+
+def save_shards(folder, step, tensors, group=None):
+    """The idea of saving: a file a rank, each whole or not there, and a manifest after them all.
+
+    tensors: {name: tensor}, what this rank holds.
+    """
+    rank, place = dist.get_rank(group), Path(folder, f"step-{step:09d}")
+    place.mkdir(parents=True, exist_ok=True)
+    write = partial(tensor_file.write, tensors=tensors)
+    _, digest = write_whole(place / f"rank-{rank}.safetensors", write)
+    digests = [one.decode() for one in gather_bytes(digest.encode(), group)]
+    if rank == 0:
+        text = json.dumps(digests).encode()
+        write_whole(place / "manifest.json", lambda file: file.write(text))
+    comm.barrier(group)
+
+
+def write_whole(path, write):
+    """Under its own name there is all of a file, or nothing."""
+    part = path.with_suffix(".part")
+    with open(part, "wb") as file:
+        result = write(file)
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)
+    return result
+
+
+def load_shards(folder, group=None):
+    """The idea of loading: the latest that has a manifest and the bytes that it promises.
+
+    Returns (step, {name: tensor}), or None.
+    """
+    rank = dist.get_rank(group)
+    for listed in sorted(Path(folder).glob("step-*/manifest.json"), reverse=True):
+        digests = json.loads(listed.read_text())
+        with open(listed.parent / f"rank-{rank}.safetensors", "rb") as file:
+            bad = torch.tensor(int(tensor_file.hash_of(file)[0] != digests[rank]))
+            comm.all_reduce(bad, group=group)
+            if not bad:
+                file.seek(0)
+                return int(listed.parent.name.removeprefix("step-")), tensor_file.read(file)
+    return None
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint was not written, or cannot be loaded: on all ranks, and says why."""
+
+
+class Checkpoints:
+    """The checkpoints of one run, in a directory at any fsspec URL. Collective, as are its methods.
+
+        checkpoints = Checkpoints("runs/1", keep=3)
+        step = checkpoints.load({"model": model, "optimizer": optimizer})   None: there is none
+        checkpoints.save(step, {"model": model, "optimizer": optimizer})    copied, not yet written
+        checkpoints.wait()                                                  written
+
+    A state maps names to what has state_dict() and load_state_dict(): modules, optimizers, whatever
+    they are wrapped in, schedules, scalers, compressors, samplers, RandomState.
+    keep: how many of the highest steps stay. best: (min or max, "metric"): the best by a metric
+    that save() is given stays, too. Without a process group: of one process alone.
+    Raises CheckpointError where the directory cannot be written, or another run writes into it.
+    """
+
+    def __init__(self, url, keep=3, best=None):
+        alone = not dist.is_initialized()
+        self.rank, self.n = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
+        self.url, self.keep, self.best = str(url), keep, best
+        # A group of its own, for the thread: its messages must not come between those of a step.
+        self.group = None if alone else dist.new_group(backend="gloo")
+        self._thread, self._under_way, self._host = ThreadPoolExecutor(1), None, {}
+        error = ""
+        try:
+            self.store = Store(url)
+            if self.rank == 0:
+                self.store.lock()
+        except BlockingIOError:
+            error = f"another run writes checkpoints into {url}: name another directory"
+        except OSError as reason:
+            error = f"{url} cannot be written: {reason}"
+        self._agree(error)
+
+    # ---- save
+
+    def save(self, step, state, **metrics):
+        """Save the state under a step number; returns when it has been copied.
+
+        Raises CheckpointError where the save before this one has failed.
+        """
+        self.wait()
+        plain, held = {}, {}
+        for name, holder in holders(state).items():
+            pieces, plain[name] = holder.take()
+            for key, piece in pieces.items():
+                copy = self._copy(f"{name}:{key}", piece.values)
+                held[f"{name}:{key}"] = piece._replace(values=copy)
+        self._under_way = self._thread.submit(self._write, step, held, plain, metrics)
+
+    def wait(self):
+        """Until what save() began has ended. Raises CheckpointError where it has failed."""
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            under_way.result()
+
+    def _copy(self, key, values):
+        """In host memory that is kept for the next time."""
+        kept = self._host.get(key)
+        if kept is None or kept.shape != values.shape or kept.dtype != values.dtype:
+            kept = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
+            self._host[key] = kept
+        return kept.copy_(values)
+
+    def _write(self, step, held, plain, metrics):
+        """In the thread: this rank's file, and when all ranks have theirs, the manifest."""
+        with self._agreed(step):
+            if self.rank == 0:
+                self.store.remove(folder_of(step))
+        own = share_out(held, self.rank, self.n, self._tell)
+        name, facts = f"rank-{self.rank}.safetensors", None
+        tensors = {f"{key}@{piece.start}": piece.values for key, (piece, _) in own.items()}
+        with self._agreed(step):
+            write = partial(tensor_file.write, tensors=tensors)
+            size, digest = self.store.write(f"{folder_of(step)}/{name}", write)
+            file = {"name": name, "bytes": size, "sha256": digest}
+            facts = manifest.facts(file, own, plain)
+        told = self._tell(facts)
+        with self._agreed(step):
+            if self.rank == 0:
+                whole = manifest.merge(told, step=step, world_size=self.n, metrics=metrics)
+                manifest.write(self.store, folder_of(step), whole)
+                self._prune(step)
+
+    def _prune(self, step):
+        """What is neither high enough nor best goes, and so does what a kill has left half."""
+        found = {other: manifest.read(self.store, folder_of(other))[0] for other in self._found()}
+        complete = {other: one["metrics"] for other, one in found.items() if one}
+        for other in found.keys() - staying(complete, self.keep, self.best) - {step}:
+            # The manifest first: what is half removed counts as none.
+            self.store.remove(f"{folder_of(other)}/{manifest.NAME}")
+            self.store.remove(folder_of(other))
+
+    # ---- load
+
+    def steps(self):
+        """The step numbers of all that have a manifest."""
+        found = self._found()
+        return self._tell([s for s in found if manifest.read(self.store, folder_of(s))[0]])[0]
+
+    def load(self, state, step=None):
+        """Load the latest that is whole, or that of a step; returns its step, or None.
+
+        What is passed over is printed by rank 0, with the reason. Raises CheckpointError, before
+        anything is changed, where it is not of this model, this optimizer, these data.
+        """
+        self.wait()
+        candidates = self._tell(self._found())[0] if step is None else [step]
+        for candidate in reversed(candidates):
+            found, why = self._check(folder_of(candidate))
+            if found:
+                self._give(state, candidate, found)
+                return candidate
+            if self.rank == 0:
+                print(f"passed over the checkpoint of step {candidate}: {why}", flush=True)
+        return None
+
+    def _check(self, folder):
+        """(manifest, "") or (None, why), the same on all ranks: each looks at some of the files."""
+        found, why = manifest.read(self.store, folder)
+        for file in found["files"][self.rank :: self.n] if found else []:
+            why = why or manifest.damage(self.store, folder, file)
+        reasons = [reason for reason in self._tell(why) if reason]
+        return (None, reasons[0]) if reasons else (found, "")
+
+    def _give(self, state, step, found):
+        with Reader(self.store, folder_of(step), found, self.rank, self.n) as reader:
+            parts = [(name, holder, reader.of(name)) for name, holder in holders(state).items()]
+            problems = [f"{name!r} is not in it" for name, _, saved in parts if not saved.there]
+            for name, holder, saved in parts:
+                if saved.there:
+                    problems += [f"{name}: {problem}" for problem in holder.problems(saved)]
+            words = f"the checkpoint of step {step} is of another run: {'; '.join(problems)}"
+            self._agree(words if problems else "")
+            for _, holder, saved in parts:
+                holder.give(saved)
+
+    # ---- among the ranks
+
+    def _found(self):
+        """The step numbers of all folders, whole or not."""
+        names = [name for name in self.store.names() if name.startswith("step-")]
+        return sorted(int(name.removeprefix("step-")) for name in names)
+
+    def _tell(self, value):
+        """What all ranks say, in order. value: what JSON takes."""
+        text = json.dumps(value).encode()
+        texts = [text] if self.n == 1 else gather_bytes(text, self.group)
+        return [json.loads(one) for one in texts]
+
+    def _agree(self, error):
+        """Raises CheckpointError on all ranks where one has an error."""
+        if errors := [one for one in self._tell(error) if one]:
+            raise CheckpointError(errors[0])
+
+    @contextmanager
+    def _agreed(self, step):
+        """What goes wrong inside on one rank is raised on all."""
+        error = ""
+        try:
+            yield
+        except (OSError, ValueError) as reason:
+            error = f"step {step} was not saved: rank {self.rank}: {reason}"
+        self._agree(error)
+
+    def close(self):
+        """Waits, and gives the directory free."""
+        try:
+            self.wait()
+        finally:
+            self._thread.shutdown()
+            if self.rank == 0:
+                self.store.close()
+
+
+def folder_of(step):
+    return f"step-{step:09d}"
+
+
+def staying(complete, keep, best):
+    """Which steps stay. complete: {step: metrics}."""
+    stay = set(sorted(complete)[-keep:])
+    if best:
+        choose, metric = best
+        rated = {step: metrics[metric] for step, metrics in complete.items() if metric in metrics}
+        stay |= {choose(rated, key=rated.get)} if rated else set()
+    return stay

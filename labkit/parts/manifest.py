@@ -1,0 +1,82 @@
+"""The manifest of a checkpoint: which elements of which whole are in which file, and its SHA-256.
+
+    {"step": 30, "world_size": 2, "metrics": {"loss": 1.9},
+     "files": [{"name": "rank-0.safetensors", "bytes": 4096, "sha256": ...}, ...],
+     "plain": {"optimizer": what is no tensor, by rank where ranks differ}, ...},
+     "index": {"model:w1": F32, [4, 6], elements 0-12 in rank 0's, 12-24 in rank 1's}, ...}}
+
+Written last, it makes the files a checkpoint; it begins with its own SHA-256.
+"""
+
+import hashlib
+import json
+
+from labkit.parts import tensor_file
+
+NAME, FORMAT = "manifest.json", 1
+
+
+def facts(file, pieces, plain):
+    """What one rank has written. pieces: {key: (Piece, ranks that have this version, or None)}."""
+    parts = {}
+    for key, (piece, ranks) in pieces.items():
+        code, stop = tensor_file.CODES[piece.values.dtype], piece.start + piece.values.numel()
+        parts[key] = [code, piece.shape, piece.start, stop, ranks]
+    texts = {name: json.dumps(value) for name, value in plain.items()}
+    return {"file": file, "parts": parts, "plain": texts}
+
+
+def merge(told, **about):
+    """The manifest, of the facts of all ranks."""
+    index, plain = {}, {}
+    for rank, one in enumerate(told):
+        for key, (dtype, shape, start, stop, ranks) in one["parts"].items():
+            new = {"dtype": dtype, "shape": shape, "by_rank": False, "parts": []}
+            entry = index.setdefault(key, new)
+            entry["by_rank"] |= ranks is not None
+            entry["parts"].append([one["file"]["name"], start, stop, ranks])
+        for name, text in one["plain"].items():
+            texts = plain.setdefault(name, {"texts": [], "of": [0] * len(told)})
+            if text not in texts["texts"]:
+                texts["texts"].append(text)
+            texts["of"][rank] = texts["texts"].index(text)
+    files = [one["file"] for one in told]
+    return {"format": FORMAT, **about, "files": files, "plain": plain, "index": index}
+
+
+def write(store, folder, manifest):
+    text = json.dumps(manifest)
+    signed = f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}".encode()
+    store.write(f"{folder}/{NAME}", lambda file: file.write(signed))
+
+
+def read(store, folder):
+    """(manifest, "") or (None, why there is none)."""
+    try:
+        with store.open(f"{folder}/{NAME}") as file:
+            digest, _, text = file.read().partition(b"\n")
+    except FileNotFoundError:
+        return None, "it has no manifest: saving it was interrupted"
+    except OSError as reason:
+        return None, f"its manifest cannot be read: {reason}"
+    if hashlib.sha256(text).hexdigest().encode() != digest:
+        return None, "its manifest is damaged"
+    manifest = json.loads(text)
+    if manifest["format"] != FORMAT:
+        return None, f"it is of format {manifest['format']}, this is {FORMAT}"
+    return manifest, ""
+
+
+def damage(store, folder, file):
+    """Why a file is not the one of the manifest, in words; "" if it is."""
+    name = file["name"]
+    try:
+        with store.open(f"{folder}/{name}") as opened:
+            digest, size = tensor_file.hash_of(opened)
+    except FileNotFoundError:
+        return f"{name} is missing"
+    except OSError as reason:
+        return f"{name} cannot be read: {reason}"
+    if size != file["bytes"]:
+        return f"{name} has {size} bytes, not {file['bytes']}"
+    return "" if digest == file["sha256"] else f"{name} is damaged: its SHA-256 differs"

@@ -1,0 +1,250 @@
+"""What a rank holds of a state, as pieces of wholes: a name, and which elements of the whole.
+
+    DDP    every rank   w1 [............]        all hold the same: it needs writing once
+    FSDP   rank 0       w1 [.....       ]        elements 0 to 5 of 12, in a row
+           rank 1       w1 [     .......]        elements 5 to 12
+    ZeRO   rank 1       w1/exp_avg [...  ]       a piece of a state, named after its parameter
+
+Whatever cut the wholes, and into how many, whoever reads asks for names and ranges: so what one
+strategy has saved on n ranks, another loads on m.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from labkit.parts import tree
+from labkit.parts.consolidate import options_of
+from labkit.parts.full_state import ShardedModel
+from labkit.parts.sharded_optimizer import ShardedOptimizer
+
+
+class Piece(NamedTuple):
+    """Elements start, start + 1, ... of a tensor of some shape, flat. values: [k]."""
+
+    values: torch.Tensor
+    start: int
+    shape: tuple
+
+
+class Place(NamedTuple):
+    """Which whole a parameter is, or which of its elements, start to stop, it holds."""
+
+    name: str
+    start: int
+    stop: int
+    shape: tuple
+
+
+def holders(state):
+    """{name: what takes its state apart and puts it back}. state: {name: has state_dict()}."""
+    plain = {key: unwrapped(thing) for key, thing in state.items()}
+    places = {}
+    for thing in plain.values():
+        if isinstance(thing, nn.Module):
+            places |= places_of(thing)
+    return {key: holder(thing, places) for key, thing in plain.items()}
+
+
+def unwrapped(thing):
+    """PyTorch's DDP puts its own name before every other."""
+    return thing.module if type(thing).__name__ == "DistributedDataParallel" else thing
+
+
+def holder(thing, places):
+    """places: {parameter: Place}, of the modules beside it."""
+    if isinstance(thing, nn.Module):
+        return ModuleHolder(thing)
+    if isinstance(thing, ShardedOptimizer):
+        optimizer, groups, cut = thing.parts()
+        wholes = named(groups, places)
+        own = {
+            piece: wholes[p]._replace(start=start, stop=stop)
+            for p, (piece, start, stop) in cut.items()
+        }
+        return OptimizerHolder(optimizer, groups, wholes, own)
+    if isinstance(thing, torch.optim.Optimizer) and only_tensors(thing):
+        wholes = named(thing.param_groups, places)
+        return OptimizerHolder(thing, thing.param_groups, wholes, wholes)
+    return TreeHolder(thing)
+
+
+def named(groups, places):
+    """{parameter: Place}; one that no module has goes by its number."""
+    everyone = [p for group in groups for p in group["params"]]
+    return {
+        p: places.get(p) or Place(f"parameter {i}", 0, p.numel(), tuple(p.shape))
+        for i, p in enumerate(everyone)
+    }
+
+
+def only_tensors(optimizer):
+    """It keeps what torch's own do: more (masters, anchors) is taken as it is."""
+    own = type(optimizer).state_dict is torch.optim.Optimizer.state_dict
+    kept = [value for state in optimizer.state.values() for value in state.values()]
+    return own and all(isinstance(value, torch.Tensor) for value in kept)
+
+
+def places_of(module):
+    """{parameter: its Place}."""
+    cut = module.places() if isinstance(module, ShardedModel) else {}
+    return {
+        p: Place(name, *cut.get(name, (0, p.numel(), tuple(p.shape))))
+        for name, p in module.named_parameters()
+    }
+
+
+@dataclass
+class ModuleHolder:
+    """A module's state dict: parameters and buffers by name."""
+
+    module: nn.Module
+
+    def __post_init__(self):
+        self.cut = self.module.places() if isinstance(self.module, ShardedModel) else {}
+        self.buffers = {name for name, _ in self.module.named_buffers()}
+
+    def take(self):
+        """({name: Piece}, the text of what is no tensor)."""
+        pieces, rest = {}, {}
+        for name, value in self.module.state_dict().items():
+            if isinstance(value, torch.Tensor):
+                start, _, shape = self.place(name, value)
+                pieces[name] = Piece(value.detach().reshape(-1), start, shape)
+            else:
+                rest[name] = value
+        return pieces, tree.plain(rest, "extra state")
+
+    def place(self, name, value):
+        return self.cut.get(name, (0, value.numel(), tuple(value.shape)))
+
+    def problems(self, saved):
+        own = {n: v for n, v in self.module.state_dict().items() if isinstance(v, torch.Tensor)}
+        found = [f"{name!r} is not in it" for name in own if name not in saved.shapes]
+        found += [f"{name!r} is not in the model" for name in saved.shapes if name not in own]
+        for name, value in own.items():
+            shape = self.place(name, value)[2]
+            if name in saved.shapes and tuple(saved.shapes[name]) != tuple(shape):
+                found.append(f"{name!r} is {saved.shapes[name]} in it, {list(shape)} in the model")
+        for name in set(saved.foreign) - self.buffers:
+            found.append(f"{name!r} differs from rank to rank, and the ranks were others")
+        return found
+
+    def give(self, saved):
+        given = tree.join(saved.plain, {})
+        for name, value in self.module.state_dict().items():
+            if isinstance(value, torch.Tensor):
+                start, stop, _ = self.place(name, value)
+                given[name] = saved.read(name, start, stop).view(value.shape)
+        self.module.load_state_dict(given)
+
+
+@dataclass
+class OptimizerHolder:
+    """An optimizer's states, by its parameters' names.
+
+    groups, wholes: of all ranks, and their Places; own: the Places of what the optimizer works on.
+    """
+
+    optimizer: torch.optim.Optimizer
+    groups: list
+    wholes: dict
+    own: dict
+
+    def take(self):
+        pieces, state = {}, self.optimizer.state_dict()["state"]
+        for i, p in enumerate(self.numbered()):
+            place = self.own[p]
+            for key, value in state.get(i, {}).items():
+                if value.shape == p.shape and (p.dim() or key != "step"):
+                    start, shape = place.start, place.shape or (1,)  # a number's state: no number
+                else:
+                    start, shape = 0, tuple(value.shape)
+                pieces[f"{place.name}/{key}"] = Piece(value.detach().reshape(-1), start, shape)
+        return pieces, tree.plain(self.described(), "a parameter group")
+
+    def numbered(self):
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def described(self):
+        """Its type; its groups' options as they are now, and the names of all their parameters."""
+        groups = [
+            {
+                "options": options_of(group),
+                "params": [self.wholes[p].name for p in whole["params"]],
+            }
+            for group, whole in zip(self.optimizer.param_groups, self.groups, strict=True)
+        ]
+        return {"type": type(self.optimizer).__name__, "groups": groups}
+
+    def problems(self, saved):
+        ours, theirs = self.described(), tree.join(saved.plain, {})
+        if ours["type"] != theirs["type"]:
+            return [f"it is of {theirs['type']}, this optimizer is {ours['type']}"]
+        ours, theirs = ([set(g["params"]) for g in one["groups"]] for one in (ours, theirs))
+        if ours != theirs:
+            differ = set().union(*ours) ^ set().union(*theirs)
+            words = ", ".join(sorted(differ)) or "the same, in other groups"
+            return [f"its parameters are others: {words}"]
+        return []
+
+    def give(self, saved):
+        state = {}
+        for name in saved.shapes:
+            owner, key = name.rsplit("/", 1)
+            state.setdefault(owner, []).append(key)
+        numbers = {p: i for i, p in enumerate(self.numbered())}
+        given = {
+            i: {key: self.values(saved, p, key) for key in state[self.own[p].name]}
+            for p, i in numbers.items()
+            if self.own[p].name in state
+        }
+        groups = [
+            group["options"] | {"params": [numbers[p] for p in own["params"]]}
+            for group, own in zip(
+                tree.join(saved.plain, {})["groups"], self.optimizer.param_groups, strict=True
+            )
+        ]
+        self.optimizer.load_state_dict({"state": given, "param_groups": groups})
+
+    def values(self, saved, p, key):
+        place = self.own[p]
+        name, shape = f"{place.name}/{key}", tuple(saved.shapes[f"{place.name}/{key}"])
+        if shape == (place.shape or (1,)):
+            return saved.read(name, place.start, place.stop).view(p.shape)
+        return saved.read(name).view(shape)
+
+
+@dataclass
+class TreeHolder:
+    """Anything else with state_dict() and load_state_dict(): its tensors by where they stand."""
+
+    thing: object
+
+    def take(self):
+        plain, tensors = tree.split(self.thing.state_dict())
+        pieces = {
+            path: Piece(tensor.reshape(-1), 0, tuple(tensor.shape))
+            for path, tensor in tensors.items()
+        }
+        return pieces, plain
+
+    def problems(self, saved):
+        """What ranks have had for themselves, others cannot have."""
+        if saved.foreign and not hasattr(self.thing, "load_of_other_ranks"):
+            return [f"{saved.foreign[0]} differs from rank to rank, and the ranks were others"]
+        if hasattr(self.thing, "problems"):
+            return self.thing.problems(self.state(saved))
+        return []
+
+    def give(self, saved):
+        if saved.foreign:
+            self.thing.load_of_other_ranks(self.state(saved), saved.reader.rank)
+        else:
+            self.thing.load_state_dict(self.state(saved))
+
+    def state(self, saved):
+        tensors = {name: saved.read(name).view(shape) for name, shape in saved.shapes.items()}
+        return tree.join(saved.plain, tensors)

@@ -1,0 +1,106 @@
+"""A file of tensors: a header says where each one's bytes lie, and nothing in it is executed.
+
+    [n: 8 bytes][{"w": {"dtype": "F32", "shape": [4, 6], "data_offsets": [0, 96]}, ...}][bytes]
+
+Written as a stream and hashed on the way, so nothing is held twice; read by ranges of elements.
+Format: safetensors, https://huggingface.co/docs/safetensors; its own library reads and writes it.
+"""
+
+import hashlib
+import json
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
+from math import prod
+
+import torch
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "BOOL": torch.bool,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+}  # fmt: skip
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+LONGEST_HEADER = 100 * 2**20  # bytes; more is no header
+CHUNK = 16 * 2**20
+
+
+def write(file, tensors):
+    """Write {name: CPU tensor} to an open binary file; returns (bytes written, their SHA-256).
+
+    ValueError for a dtype that the format does not have.
+    """
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    header, end = {}, 0
+    for name, tensor in ordered:
+        if tensor.dtype not in CODES:
+            raise ValueError(f"{name!r} is {tensor.dtype}: a file of tensors cannot hold that")
+        offsets = [end, end := end + tensor.nbytes]
+        shape = list(tensor.shape)
+        header[name] = {"dtype": CODES[tensor.dtype], "shape": shape, "data_offsets": offsets}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    digest, size = hashlib.sha256(), 8 + len(text) + end
+    # Both hash and file let go of the interpreter's lock: the one works while the other waits.
+    with ThreadPoolExecutor(1) as hasher:
+        head = [len(text).to_bytes(8, "little"), text]
+        for part in chain(head, *(chunks(tensor) for _, tensor in ordered)):
+            hashed = hasher.submit(digest.update, part)
+            file.write(part)
+            hashed.result()
+    return size, digest.hexdigest()
+
+
+def as_bytes(tensor):
+    """The memory of a contiguous CPU tensor, as bytes."""
+    return memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def hash_of(file):
+    """(SHA-256, bytes) of an open file, from where it stands."""
+    digest, size = hashlib.sha256(), 0
+    while chunk := file.read(CHUNK):
+        digest.update(chunk)
+        size += len(chunk)
+    return digest.hexdigest(), size
+
+
+def chunks(tensor):
+    memory = as_bytes(tensor)
+    return [memory[start : start + CHUNK] for start in range(0, len(memory), CHUNK)]
+
+
+def read_header(file):
+    """{name: (dtype, shape, where its bytes begin)}; ValueError where this is no such file."""
+    size = int.from_bytes(file.read(8), "little")
+    if size > LONGEST_HEADER:
+        raise ValueError("not a file of tensors: its header cannot be that long")
+    try:
+        header = json.loads(file.read(size))
+        found = {}
+        for name, entry in header.items():
+            if name != "__metadata__":
+                dtype, shape = DTYPES[entry["dtype"]], entry["shape"]
+                begin, end = entry["data_offsets"]
+                if end - begin != prod(shape) * dtype.itemsize:
+                    raise ValueError(name)
+                found[name] = dtype, shape, 8 + size + begin
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"not a file of tensors: {error!r} in its header") from None
+    return found
+
+
+def read(file):
+    """{name: tensor}: all of a file."""
+    found = {}
+    for name, (dtype, shape, begin) in read_header(file).items():
+        found[name] = torch.empty(shape, dtype=dtype)
+        read_range(file, dtype, begin, 0, found[name])
+    return found
+
+
+def read_range(file, dtype, begin, start, out):
+    """Fill `out`, [k], with elements start to start + k of the tensor whose bytes begin there."""
+    file.seek(begin + start * dtype.itemsize)
+    memory = as_bytes(out)
+    if file.readinto(memory) != len(memory):
+        raise ValueError("the file ends before its tensors do")

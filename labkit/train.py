@@ -1,0 +1,227 @@
+"""Training from the command line, on one node or many, until it is done or told to stop.
+
+    torchrun --nproc-per-node 2 -m -- labkit.train --model gpt --strategy fsdp --steps 300 \\
+        --checkpoint-dir runs/gpt --checkpoint-every 50 --log runs/gpt/log.jsonl
+
+    step 1 ... 50 [save] 51 ... 100 [save] ... 123 SIGTERM [save] leave with 0
+    the same line again: step 124 ... 150 [save] ... 300 [save] weights_sha256
+
+What stands behind -- torchrun leaves alone: else it takes --log for one of its own. Every field of
+an Experiment is an option, or a line of the YAML file that --config names. The log
+has a JSON line for each step: "step", and "loss", the mean over the ranks; the last one has
+"weights_sha256" too, of the whole model.
+"""
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import yaml
+from tqdm import tqdm
+
+from labkit import comm, models
+from labkit.checkpoint import CheckpointError, Checkpoints
+from labkit.parts.random_state import RandomState
+from labkit.parts.tensor_file import as_bytes
+from labkit.preempt import Preemption, mean_and_wish
+from labkit.run.context import Context, EventFile
+from labkit.run.experiment import Experiment
+from labkit.run.participant import Participant
+from labkit.run.worker import join_group, position
+from labkit.sampler import evaluate
+
+# What a run is: with another value of these it would be another run. How it is spread may change.
+SAME = (
+    "model", "size", "data", "batch_size", "accumulation", "optimizer", "lr", "momentum",
+    "weight_decay", "reference_batch", "lr_rule", "warmup_steps", "precision", "seed",
+)  # fmt: skip
+
+
+def train(context, experiment, options, preemption):
+    """Train until the last step, or until told to stop; returns how it ended, in words."""
+    participant = Participant(context, experiment)
+    trainer = participant.trainer
+    trainer.clip = options.clip
+    run = Run(experiment)
+    state = {"run": run, "batches": participant.batches, "random": RandomState(context.device)}
+    for name in ("model", "optimizer", "schedule", "scaler", "compressor"):
+        if getattr(trainer, name) is not None:
+            state[name] = getattr(trainer, name)
+    checkpoints = None
+    if options.checkpoint_dir:
+        checkpoints = Checkpoints(options.checkpoint_dir, options.keep)
+    resume(checkpoints, state, options.resume, context.rank)
+    log = Log(options.log if context.rank == 0 else None)
+    bar = tqdm(initial=run.step, total=experiment.steps, unit="step", disable=context.rank != 0)
+    stop = False
+    while run.step < experiment.steps and not stop:
+        loss = trainer.train_step(*participant.next_batch())
+        loss, stop = mean_and_wish(loss, preemption.told)
+        run.step, run.loss = run.step + 1, loss.item()
+        bar.update()
+        last = run.step == experiment.steps
+        if not last:
+            log.write(step=run.step, loss=run.loss)
+        if options.evaluate_every and run.step % options.evaluate_every == 0:
+            mean = held_out_loss(experiment, trainer.model)
+            log.write(step=run.step, evaluation=mean)
+        if checkpoints and (last or stop or run.step % options.checkpoint_every == 0):
+            save(checkpoints, run.step, state, context.rank)
+    bar.close()
+    if checkpoints:
+        checkpoints.close()
+    if run.step < experiment.steps:
+        why = preemption.reason or "another rank was told"
+        if not checkpoints:
+            return f"stopped after step {run.step} ({why}); nothing was saved: --checkpoint-dir"
+        return f"stopped after step {run.step} ({why}); the same command goes on from there"
+    digest = weights_sha256(trainer.model)
+    log.write(step=run.step, loss=run.loss, weights_sha256=digest)
+    return f"done: {run.step} steps, loss {run.loss:.4f}, weights {digest[:16]}"
+
+
+def save(checkpoints, step, state, rank):
+    """A checkpoint that cannot be written costs no training, but it is said."""
+    try:
+        checkpoints.save(step, state)
+    except CheckpointError as error:
+        if rank == 0:
+            print(f"labkit.train: {error}; training goes on", file=sys.stderr, flush=True)
+        checkpoints.save(step, state)
+
+
+def resume(checkpoints, state, mode, rank):
+    """Go on from the latest checkpoint: "auto", if there is one; "must"; "never"."""
+    if checkpoints is None:
+        return
+    if mode == "never":
+        if steps := checkpoints.steps():
+            raise CheckpointError(
+                f"{checkpoints.url} has a checkpoint of step {steps[-1]}: name another "
+                "directory, or go on from it with --resume auto"
+            )
+        return
+    step = checkpoints.load(state)
+    if step is None and mode == "must":
+        raise CheckpointError(f"{checkpoints.url} has no checkpoint to go on from")
+    if step is not None and rank == 0:
+        print(f"goes on after step {step}", flush=True)
+
+
+class Run:
+    """How far it is, and what it is: a checkpoint of another run is refused."""
+
+    def __init__(self, experiment):
+        self.experiment, self.step, self.loss = experiment, 0, float("nan")
+
+    def state_dict(self):
+        fields = {name: getattr(self.experiment, name) for name in SAME}
+        return {"step": self.step, "loss": self.loss, "fields": fields}
+
+    def problems(self, state):
+        return [
+            f"{name} was {was!r}, and is {getattr(self.experiment, name)!r} now"
+            for name, was in state["fields"].items()
+            if was != getattr(self.experiment, name)
+        ]
+
+    def load_state_dict(self, state):
+        self.step, self.loss = state["step"], state["loss"]
+
+
+class Log:
+    """JSON lines, appended; without a path, nothing."""
+
+    def __init__(self, path):
+        self.path = path
+        if path:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+
+    def write(self, **fields):
+        if self.path:
+            with open(self.path, "a") as file:
+                file.write(json.dumps(fields) + "\n")
+
+
+def held_out_loss(experiment, model):
+    """The mean loss over all of the data's test part, each sample once. Collective."""
+    dataset = models.data.load(experiment.data, experiment.model, split="test")
+    mean_of_batch = models.loss(experiment.model)
+
+    def total(output, target):
+        return mean_of_batch(output, target) * target.numel()
+
+    return evaluate(model, dataset, total).mean
+
+
+def weights_sha256(model):
+    """Of all parameters and buffers by name; a model of shards is put together. Collective."""
+    whole = getattr(model, "full_state_dict", model.state_dict)()
+    digest = hashlib.sha256()
+    for name, value in sorted(whole.items()):
+        if isinstance(value, torch.Tensor):
+            value = value.full_tensor() if hasattr(value, "full_tensor") else value
+            digest.update(name.removeprefix("module.").encode())
+            digest.update(as_bytes(value.cpu()))
+    return digest.hexdigest()
+
+
+def read(arguments):
+    """(Experiment, options) of the command line."""
+    parser = argparse.ArgumentParser(prog="labkit.train", description=__doc__.partition("\n")[0])
+    parser.add_argument("--config", metavar="FILE", help="YAML with the fields of an Experiment")
+    for field in dataclasses.fields(Experiment):
+        words = f"{field.default}" if field.default != "" else None
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=field.type, help=words)
+    parser.add_argument("--checkpoint-dir", metavar="URL", help="where checkpoints are (nowhere)")
+    parser.add_argument("--checkpoint-every", type=positive, default=100, metavar="STEPS")
+    parser.add_argument("--resume", choices=("auto", "never", "must"), default="auto")
+    parser.add_argument("--keep", type=positive, default=3, help="how many checkpoints stay (3)")
+    parser.add_argument("--clip", type=float, help="largest norm of the gradients (any)")
+    parser.add_argument("--evaluate-every", type=positive, metavar="STEPS")
+    parser.add_argument("--log", metavar="FILE", help="JSON lines, one a step")
+    parser.add_argument("--stop-file", metavar="FILE", help="stop when this file is there")
+    parser.add_argument("--stop-after", type=float, metavar="SECONDS")
+    options = parser.parse_args(arguments)
+    names = [field.name for field in dataclasses.fields(Experiment)]
+    fields = yaml.safe_load(Path(options.config).read_text()) if options.config else {}
+    fields |= {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    return Experiment.from_dict(fields, source=options.config or "the command line"), options
+
+
+def positive(text):
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError("at least 1")
+    return int(text)
+
+
+def main(arguments=None):
+    try:
+        experiment, options = read(arguments)
+        context = Context(*position(), torch.device("cpu"), EventFile(sys.stdout))
+        experiment.check_ranks(context.world_size)
+    except (ValueError, TypeError, OSError) as error:
+        sys.exit(f"labkit.train: {error}")
+    device = "cuda" if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]) else "cpu"
+    join_group({"device": device, "threads": 1, "collective_timeout": 600}, "env://", context)
+    try:
+        with Preemption(options.stop_file, options.stop_after) as preemption:
+            words = train(context, experiment, options, preemption)
+        if context.rank == 0:
+            print(words, flush=True)
+        comm.barrier()
+    except CheckpointError as error:  # on all ranks
+        if context.rank == 0:
+            print(f"labkit.train: {error}", file=sys.stderr, flush=True)
+        sys.exit(1)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""labkit.train under a real torchrun: it can be stopped and killed, goes on, and ends where the unbroken run ends."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from labkit import train
+from labkit.preempt import Preemption, mean_and_wish
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+STEPS = 12
+FIELDS = ["--batch-size", "12", "--steps", str(STEPS), "--optimizer", "adamw", "--lr", "0.01", "--clip", "0.5"]
+
+
+def start(nproc, *options):
+    command = [*TORCHRUN, "--nproc-per-node", str(nproc), "-m", "--", "labkit.train", *FIELDS, *map(str, options)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+
+def run(nproc, *options):
+    process = start(nproc, *options)
+    out, error = process.communicate(timeout=120)
+    return process.returncode, out, error
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def wait_for(path, steps, process):
+    """Until the log has so many steps."""
+    limit = time.monotonic() + 60
+    while not (path.exists() and len(path.read_text().splitlines()) >= steps):
+        assert process.poll() is None and time.monotonic() < limit, process.communicate()
+        time.sleep(0.01)
+
+
+def gone(pids):
+    for pid in pids:
+        limit = time.monotonic() + 10
+        while os.path.exists(f"/proc/{pid}") and "State:\tZ" not in open(f"/proc/{pid}/status").read():
+            assert time.monotonic() < limit, f"{pid} is still there"
+            time.sleep(0.02)
+
+
+def children(process):
+    found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True)
+    return [int(pid) for pid in found.stdout.split()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "fields",
+    [
+        ("--strategy", "fsdp", "--precision", "bf16", "--compute", "emulated", "--block-ms", "40"),
+        ("--strategy", "zero1", "--precision", "fp16", "--compute", "emulated", "--block-ms", "40"),
+    ],
+    ids=lambda fields: fields[1],
+)
+def test_stopped_and_killed_it_ends_where_the_unbroken_run_ends(tmp_path, fields):
+    whole = tmp_path / "whole.jsonl"
+    code, out, error = run(2, *fields, "--log", whole)
+    assert code == 0, error
+    expected = lines(whole)
+    assert [line["step"] for line in expected] == list(range(1, STEPS + 1))
+    assert "done: 12 steps" in out and expected[-1]["weights_sha256"][:16] in out
+    broken, places = tmp_path / "broken.jsonl", tmp_path / "checkpoints"
+    options = (*fields, "--log", broken, "--checkpoint-dir", places, "--checkpoint-every", "2")
+    # Told to stop: one rank gets the signal, both leave after the same step, with 0.
+    process = start(2, *options)
+    wait_for(broken, 3, process)
+    os.kill(children(process)[1], signal.SIGTERM)
+    out, error = process.communicate(timeout=60)
+    assert process.returncode == 0, error
+    stopped = lines(broken)
+    assert f"stopped after step {stopped[-1]['step']} (" in out and "goes on from there" in out
+    assert len(stopped) < STEPS and "weights_sha256" not in stopped[-1]
+    # Killed: nobody can say anything.
+    process = start(2, *options)
+    wait_for(broken, len(stopped) + 3, process)
+    ranks = children(process)
+    os.killpg(process.pid, signal.SIGKILL)
+    for pid in ranks:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.communicate()
+    gone(ranks)
+    code, out, error = run(2, *options, "--resume", "must")
+    assert code == 0 and "goes on after step" in out, error
+    found = {line["step"]: line["loss"] for line in lines(broken)}
+    assert found == {line["step"]: line["loss"] for line in expected}
+    assert lines(broken)[-1]["weights_sha256"] == expected[-1]["weights_sha256"]
+    # It is done: the same line again takes no step, and says the same.
+    code, out, error = run(2, *options)
+    assert code == 0 and lines(broken)[-1] == lines(broken)[-2], error
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_other_ranks_and_another_strategy(tmp_path):
+    whole, broken, places = tmp_path / "whole.jsonl", tmp_path / "broken.jsonl", tmp_path / "places"
+    precise = ("--precision", "fp64", "--evaluate-every", 6)
+    code, _, error = run(2, *precise, "--log", whole)
+    assert code == 0, error
+    options = (*precise, "--log", broken, "--checkpoint-dir", places, "--checkpoint-every", 3)
+    code, _, error = run(3, *options, "--strategy", "fsdp", "--stop-after", "0")
+    assert code == 0 and len(lines(broken)) == 1, error
+    code, _, error = run(1, *options, "--strategy", "zero2")
+    assert code == 0, error
+    for ours, theirs in zip(lines(broken), lines(whole), strict=True):
+        assert ours["step"] == theirs["step"]
+        for name in {"loss", "evaluation"} & set(ours):
+            assert ours[name] == pytest.approx(theirs[name], abs=1e-9)
+    code, _, error = run(2, *options, "--model", "resnet", "--seed", "3")
+    assert code == 1 and "run: model was 'mlp', and is 'resnet' now; run: seed was 0, and is 3 now" in error
+    code, _, error = run(2, *options, "--resume", "never")
+    assert code == 1 and "has a checkpoint of step 12: name another directory" in error
+    code, _, error = run(2, *precise, "--checkpoint-dir", tmp_path / "new", "--resume", "must")
+    assert code == 1 and "has no checkpoint to go on from" in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--model", "none"], "Experiment(model='none'): choose from mlp"),
+        (["--batch-size", "7"], "batch_size=7 does not split into equal parts for 2 ranks"),
+        (["--config", "absent.yaml"], "No such file or directory: 'absent.yaml'"),
+    ],
+)
+def test_bad_input_is_one_line(monkeypatch, arguments, words):
+    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "GROUP_RANK": 0}.items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(SystemExit) as ended:
+        train.main(arguments)
+    assert words in str(ended.value) and "\n" not in str(ended.value)
+
+
+def test_options_come_before_the_file(tmp_path):
+    (tmp_path / "run.yaml").write_text("model: gpt\nsteps: 5\n")
+    experiment, options = train.read(["--config", str(tmp_path / "run.yaml"), "--steps", "9", "--keep", "2"])
+    assert (experiment.model, experiment.steps, options.keep) == ("gpt", 9, 2)
+    (tmp_path / "run.yaml").write_text("modle: gpt\n")
+    with pytest.raises(ValueError, match="unknown key 'modle': did you mean 'model'"):
+        train.read(["--config", str(tmp_path / "run.yaml")])
+
+
+# ---- preemption
+
+
+def wish(rank, world_size):
+    loss = torch.tensor(0.1 + rank)
+    before = [torch.tensor(0.1 + r).double().item() for r in range(world_size)]
+    mean, stop = mean_and_wish(loss, False)
+    assert mean.item() == sum(before) / world_size and stop is False
+    assert mean_and_wish(loss, rank == 1)[1] is True
+    dist.barrier()
+
+
+def test_one_wish_is_heard_by_all(ranks):
+    ranks(2, wish)
+    ranks(3, wish)
+
+
+def test_signals_are_noted_and_handlers_come_back():
+    before = signal.getsignal(signal.SIGTERM)
+    with Preemption() as preemption:
+        assert not preemption.told
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert preemption.told and preemption.reason == "SIGTERM"
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_file_and_a_time_count_as_told(tmp_path, monkeypatch):
+    preemption = Preemption(file=tmp_path / "stop")
+    assert not preemption.told
+    (tmp_path / "stop").touch()
+    assert preemption.told and "stop" in preemption.reason
+    preemption = Preemption(seconds=0.05)
+    monkeypatch.setattr(time, "time", lambda: 0.0)  # somebody sets the clock back
+    assert not preemption.told
+    time.sleep(0.06)
+    assert preemption.told and preemption.reason == "the time is up"
