@@ -24,6 +24,7 @@ from labkit.checkpoint import CheckpointError, Checkpoints, load_shards, save_sh
 from labkit.fsdp import FSDP
 from labkit.parts import manifest, tensor_file, tree
 from labkit.parts.random_state import RandomState
+from labkit.parts.store import Store
 from labkit.sampler import Batches
 from labkit.trainer import Trainer, make_optimizer, mixed_precision, parallelize, warmup
 
@@ -170,6 +171,38 @@ def test_alone_without_a_process_group(tmp_path):
     assert torch.equal(other.weight, model.weight)
     assert torch.equal(states.state[other.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"])
     checkpoints.close()
+
+
+def large(rank, world_size, folder):
+    """Enough elements for a cut among the ranks, which small ones are spared."""
+    torch.manual_seed(0)
+    model, other = nn.Linear(200, 100), nn.Linear(200, 100)
+    checkpoints = Checkpoints(folder)
+    checkpoints.save(1, {"model": model})
+    assert checkpoints.load({"model": other}) == 1
+    assert torch.equal(other.weight, model.weight) and torch.equal(other.bias, model.bias)
+    sizes = [path.stat().st_size for path in Path(folder).glob("*/*.safetensors")]
+    assert len(sizes) == world_size and max(sizes) < 4 * 20_000 / world_size + 2000
+    checkpoints.close()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_alone_or_cut_among_ranks_it_is_whole(ranks, tmp_path, world_size):
+    ranks(world_size, large, folder=str(tmp_path))
+
+
+def test_a_file_is_there_whole_or_not_at_all(tmp_path):
+    store = Store(tmp_path)
+    store.write("step/one", lambda file: file.write(b"old"))
+
+    def breaks(file):
+        file.write(b"new")
+        raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        store.write("step/one", breaks)
+    assert (tmp_path / "step" / "one").read_bytes() == b"old"
+    assert [path.name for path in (tmp_path / "step").iterdir()] == ["one"]
 
 
 # ---- other ranks, another strategy

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from labkit import train
 from labkit.preempt import Preemption, mean_and_wish
+from labkit.trainer import Trainer, make_optimizer, mixed_precision, parallelize
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 STEPS = 12
@@ -188,3 +189,43 @@ def test_a_file_and_a_time_count_as_told(tmp_path, monkeypatch):
     assert not preemption.told
     time.sleep(0.06)
     assert preemption.told and preemption.reason == "the time is up"
+
+
+# ---- clipping
+
+
+def clipped(rank, world_size, strategy, precision):
+    """Weights after two steps of SGD, whose gradients are clipped to a norm of 0.1."""
+    model = parallelize(small_net(), strategy, torch.nn.Linear)
+    optimizer = make_optimizer(model, strategy, torch.optim.SGD, lr=1.0)
+    low = mixed_precision(precision, torch.device("cpu"))
+    trainer = Trainer(model, optimizer, torch.nn.functional.mse_loss, clip=0.1, **low)
+    for x, y in small_batches():
+        mine = slice(rank, None, world_size)
+        trainer.train_step(x[mine], y[mine])
+    return [value.tolist() for value in getattr(model, "full_state_dict", model.state_dict)().values()]
+
+
+def small_net():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+
+
+def small_batches():
+    generator = torch.Generator().manual_seed(1)
+    return [[torch.randn(6, size, generator=generator) for size in (5, 3)] for _ in range(2)]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("strategy", ["ddp_bucketed", "zero1", "zero2", "fsdp"])
+def test_clipping_is_of_the_unscaled_norm_of_all_ranks(ranks, strategy, precision):
+    net = small_net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    for x, y in small_batches():
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(net(x), y).backward()
+        assert torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1) > 0.2
+        optimizer.step()
+    for found in ranks(2, clipped, strategy=strategy, precision=precision):
+        for ours, theirs in zip(found, net.state_dict().values(), strict=True):
+            assert torch.allclose(torch.tensor(ours), theirs, atol=1e-6 if precision == "fp32" else 1e-3)
