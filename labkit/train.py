@@ -201,6 +201,12 @@ def positive(text):
     return int(text)
 
 
+def restarts_will_hang():
+    """torchrun gives its ranks one store for all attempts, and is to start them again."""
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return shared and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
+
+
 def main(arguments=None):
     try:
         experiment, options = read(arguments)
@@ -209,6 +215,11 @@ def main(arguments=None):
     except (ValueError, TypeError, OSError) as error:
         sys.exit(f"labkit.train: {error}")
     device = "cuda" if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]) else "cpu"
+    if device == "cpu" and restarts_will_hang():
+        sys.exit(
+            "labkit.train: with gloo, restarted ranks look for those before them and wait for "
+            "ever: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun has --max-restarts"
+        )
     join_group({"device": device, "threads": 1, "collective_timeout": 600}, "env://", context)
     try:
         with Preemption(options.stop_file, options.stop_after) as preemption:

@@ -21,9 +21,12 @@ STEPS = 12
 FIELDS = ["--batch-size", "12", "--steps", str(STEPS), "--optimizer", "adamw", "--lr", "0.01", "--clip", "0.5"]
 
 
-def start(nproc, *options):
-    command = [*TORCHRUN, "--nproc-per-node", str(nproc), "-m", "--", "labkit.train", *FIELDS, *map(str, options)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+def start(nproc, *options, restarts=0):
+    command = [*TORCHRUN, "--nproc-per-node", str(nproc), "--max-restarts", str(restarts), "-m", "--", "labkit.train"]
+    command += [*FIELDS, *map(str, options)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if restarts else None
+    return subprocess.Popen(command, **pipes, env=environment, start_new_session=True)
 
 
 def run(nproc, *options):
@@ -125,6 +128,17 @@ def test_a_run_goes_on_with_other_ranks_and_another_strategy(tmp_path):
     assert code == 1 and "has a checkpoint of step 12: name another directory" in error
     code, _, error = run(2, *precise, "--checkpoint-dir", tmp_path / "new", "--resume", "must")
     assert code == 1 and "has no checkpoint to go on from" in error
+
+
+def test_restarts_that_would_hang_are_refused(monkeypatch):
+    position = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "GROUP_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+    agent = {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_MAX_RESTARTS": 2}
+    for name, value in (position | agent).items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(SystemExit) as ended:
+        train.main([])
+    assert "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in str(ended.value)
 
 
 @pytest.mark.parametrize(
@@ -229,3 +243,22 @@ def test_clipping_is_of_the_unscaled_norm_of_all_ranks(ranks, strategy, precisio
     for found in ranks(2, clipped, strategy=strategy, precision=precision):
         for ours, theirs in zip(found, net.state_dict().values(), strict=True):
             assert torch.allclose(torch.tensor(ours), theirs, atol=1e-6 if precision == "fp32" else 1e-3)
+
+
+# ---- torchrun's own restarts
+
+
+@pytest.mark.slow
+def test_torchrun_starts_a_killed_rank_again_and_nothing_is_lost(tmp_path):
+    emulated = ("--strategy", "zero2", "--compute", "emulated", "--block-ms", "40")
+    code, _, error = run(2, *emulated, "--log", tmp_path / "whole.jsonl")
+    assert code == 0, error
+    log = tmp_path / "broken.jsonl"
+    saved = ("--checkpoint-dir", tmp_path / "checkpoints", "--checkpoint-every", 1)
+    process = start(2, *emulated, "--log", log, *saved, restarts=1)
+    wait_for(log, 4, process)
+    os.kill(children(process)[0], signal.SIGKILL)
+    out, error = process.communicate(timeout=120)
+    assert process.returncode == 0 and "goes on after step" in out, error
+    whole, broken = ({line["step"]: line for line in lines(path)} for path in (tmp_path / "whole.jsonl", log))
+    assert broken == whole
