@@ -1,15 +1,15 @@
 """Training from the command line, on one node or many, until it is done or told to stop.
 
-    torchrun --nproc-per-node 2 -m -- labkit.train --model gpt --strategy fsdp --steps 300 \\
-        --checkpoint-dir runs/gpt --checkpoint-every 50 --log runs/gpt/log.jsonl
+    torchrun --standalone --nproc-per-node 2 -m -- labkit.train --model gpt --strategy fsdp \\
+        --steps 300 --checkpoint-dir runs/gpt --checkpoint-every 50 --log runs/gpt/log.jsonl
 
     step 1 ... 50 [save] 51 ... 100 [save] ... 123 SIGTERM [save] leave with 0
     the same line again: step 124 ... 150 [save] ... 300 [save] weights_sha256
 
 What stands behind -- torchrun leaves alone: else it takes --log for one of its own. Every field of
-an Experiment is an option, or a line of the YAML file that --config names. The log
-has a JSON line for each step: "step", and "loss", the mean over the ranks; the last one has
-"weights_sha256" too, of the whole model.
+an Experiment is an option, or a line of the YAML file that --config names. The log has a JSON line
+for each step: "step", and "loss", the mean over the ranks; the last one has "weights_sha256" too,
+of the whole model.
 """
 
 import argparse

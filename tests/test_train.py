@@ -65,7 +65,6 @@ def children(process):
     "fields",
     [
         ("--strategy", "fsdp", "--precision", "bf16", "--compute", "emulated", "--block-ms", "40"),
-        ("--strategy", "zero1", "--precision", "fp16", "--compute", "emulated", "--block-ms", "40"),
     ],
     ids=lambda fields: fields[1],
 )
