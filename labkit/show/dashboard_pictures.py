@@ -31,7 +31,7 @@ def frame(labels, rest):
     figure = Figure(figsize=(WIDTH, height))
     FigureCanvasAgg(figure)
     left = (LETTER * max(map(len, labels)) + 0.3) / WIDTH
-    figure.subplots_adjust(left, 0.5 / height, 0.97, 1 - 0.35 / height)
+    figure.subplots_adjust(left, 0.5 / height, 0.9, 1 - 0.35 / height)
     return figure, figure.subplots()
 
 
@@ -94,9 +94,11 @@ def add_bars(axes, left, sizes, **look):
 def write_ends(axes, ends, words):
     """The values at the ends of the bars, and in words whether one far longer than most is cut."""
     limit = min(max(ends), CUT * np.median(ends)) if np.median(ends) else max(ends)
-    for place, (end, text) in enumerate(zip(np.minimum(ends, limit), words, strict=True)):
-        axes.annotate(text, (end, place), (4, 0), textcoords="offset points", va="center", size=9)
-    axes.set_xlim(0, (limit or 1) * 1.14)
+    edge = axes.get_yaxis_transform()  # a bar that is cut has its value beyond the picture's edge
+    for place, (end, text) in enumerate(zip(ends, words, strict=True)):
+        at, of = ((1, place), edge) if end > limit else ((end, place), "data")
+        axes.annotate(text, at, (4, 0), of, "offset points", va="center", size=9)
+    axes.set_xlim(0, (limit or 1) * 1.02)
     return "; what is far longer is cut" if limit < max(ends) else ""
 
 
