@@ -115,7 +115,7 @@ class Checkpoints:
                 self.store.lock()
         except BlockingIOError:
             error = f"another run writes checkpoints into {url}: name another directory"
-        except OSError as reason:
+        except (OSError, ValueError, ImportError) as reason:  # the last: of a URL's file system
             error = f"{url} cannot be written: {reason}"
         self._agree(error)
 

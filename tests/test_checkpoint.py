@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
 
@@ -328,6 +329,12 @@ def test_a_directory_that_cannot_be_written(tmp_path, where):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot be written"):
         Checkpoints(tmp_path / where)
+
+
+@pytest.mark.parametrize("url", ["unknown://runs", "s3://runs" if not find_spec("s3fs") else "unknown://runs"])
+def test_a_url_that_nothing_here_understands(url):
+    with pytest.raises(CheckpointError, match=f"{url} cannot be written"):
+        Checkpoints(url)
 
 
 def test_what_is_neither_tensor_nor_number_is_named(tmp_path):

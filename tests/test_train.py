@@ -126,12 +126,28 @@ def test_a_run_goes_on_with_other_ranks_and_another_strategy(tmp_path):
     assert code == 1 and "has no checkpoint to go on from" in error
 
 
+@pytest.mark.slow
+def test_told_to_stop_again_and_again_it_leaves_with_0(tmp_path):
+    log = tmp_path / "log.jsonl"
+    process = start(2, "--compute", "emulated", "--block-ms", "40", "--log", log, "--checkpoint-dir", tmp_path / "c")
+    wait_for(log, 3, process)
+    while pids := children(process):
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+        time.sleep(0.002)
+    out, error = process.communicate(timeout=60)
+    assert process.returncode == 0 and "goes on from there" in out, error
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["--model", "none"], "Experiment(model='none'): choose from mlp"),
         (["--batch-size", "7"], "batch_size=7 does not split into equal parts for 2 ranks"),
         (["--config", "absent.yaml"], "No such file or directory: 'absent.yaml'"),
+        (["--strategy", "single"], "the strategy is single, and there are 2 ranks"),
+        (["--log", f"{__file__}/log.jsonl"], "File exists"),
     ],
 )
 def test_bad_input_is_one_line(monkeypatch, arguments, words):
