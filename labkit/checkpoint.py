@@ -250,12 +250,12 @@ class Checkpoints:
         self._agree(error)
 
     def close(self):
-        """Waits, and gives the directory free."""
+        """Waits, and gives the directory free. A process that ends without it may lose a save."""
         try:
             self.wait()
         finally:
             self._thread.shutdown()
             if self.rank == 0:
                 self.store.close()
-            if self.group is not None:
+            if self.group is not None and dist.is_initialized():
                 dist.destroy_process_group(self.group)

@@ -4,11 +4,13 @@ import gc
 import math
 import os
 import shutil
+import sys
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
+from pool import Pool
 from test_checkpoint import WIDTH, flip
 from torch import nn
 
@@ -383,6 +385,22 @@ def open_and_close(rank, world_size, folder):
 
     before, after = times(2), times(10)
     assert all(new <= old + 2 for old, new in zip(before, after, strict=True)), (before, after)
+
+
+def closed_late(rank, world_size, folder):
+    checkpoints = Checkpoints(folder)
+    checkpoints.save(1, {"model": nn.Linear(3, 3)})
+    checkpoints.wait()
+    dist.destroy_process_group()
+    checkpoints.close()
+
+
+def test_close_may_come_after_the_end_of_all_groups(tmp_path):
+    pool = Pool(2, [path for path in sys.path if path])
+    try:
+        pool.run(closed_late, folder=str(tmp_path))
+    finally:
+        pool.close()
 
 
 def test_close_leaves_neither_files_nor_threads(ranks, tmp_path):

@@ -14,6 +14,9 @@ import torch.distributed as dist
 
 from labkit import train
 from labkit.preempt import Preemption, mean_and_wish
+from labkit.run.context import Context
+from labkit.run.experiment import Experiment
+from labkit.run.participant import Participant
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 STEPS = 12
@@ -165,6 +168,17 @@ def test_options_come_before_the_file(tmp_path):
     (tmp_path / "run.yaml").write_text("modle: gpt\n")
     with pytest.raises(ValueError, match="unknown key 'modle': did you mean 'model'"):
         train.read(["--config", str(tmp_path / "run.yaml")])
+
+
+def first_batch(rank, world_size, strategy):
+    experiment = Experiment(strategy=strategy, batch_size=4 * world_size)
+    participant = Participant(Context(rank, world_size, rank, 0, torch.device("cpu"), None), experiment)
+    return next(participant.batches)[0]
+
+
+def test_choosing_a_strategy_costs_no_samples(ranks):
+    for chosen, given in zip(*(ranks(2, first_batch, strategy=s) for s in ("auto", "ddp_bucketed")), strict=True):
+        assert torch.equal(chosen, given)
 
 
 # ---- preemption
