@@ -62,11 +62,14 @@ What is indented is in parts/: what the file above it stands on, and others may 
     trainer.py              all of the above behind one train_step
     checkpoint.py           each rank writes what it holds: a killed run loses nothing; on
         pieces.py           a state as ranges of named wholes, whatever has cut them
+        rows.py             what PyTorch's fully_shard has cut: rows are elements in a row
+        as_it_is.py         what is neither a module nor a plain optimizer
         share_out.py        what several ranks hold alike is written once
         tensor_file.py      a file of tensors that executes nothing: safetensors
         tree.py             what is no tensor, as text
         manifest.py         which elements are in which file, and what its bytes were
         saved.py            any range of any whole, from the files that have it
+        staying.py          which checkpoints stay
         store.py            a directory behind any URL: a file is there whole, or not there
         random_state.py     dropout goes on as it would have
     preempt.py              told to stop, all ranks stop after the same step

@@ -20,7 +20,7 @@ rename, fsync).
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -33,6 +33,7 @@ from labkit.parts.pieces import holders
 from labkit.parts.replicas import gather_bytes
 from labkit.parts.saved import Reader
 from labkit.parts.share_out import share_out
+from labkit.parts.staying import folder_of, prune, steps_in
 from labkit.parts.store import Store
 
 
@@ -106,6 +107,7 @@ class Checkpoints:
         # A group of its own, for the thread: its messages must not come between those of a step.
         self.group = None if alone else dist.new_group(backend="gloo")
         self._thread, self._under_way, self._host = ThreadPoolExecutor(1), None, {}
+        self._damaged = set()  # steps that load() has passed over
         error = ""
         try:
             self.store = Store(url)
@@ -113,7 +115,7 @@ class Checkpoints:
                 self.store.lock()
         except BlockingIOError:
             error = f"another run writes checkpoints into {url}: name another directory"
-        except OSError as reason:
+        except (OSError, ValueError, ImportError) as reason:  # the last: of a URL's file system
             error = f"{url} cannot be written: {reason}"
         self._agree(error)
 
@@ -126,11 +128,17 @@ class Checkpoints:
         """
         self.wait()
         plain, held = {}, {}
-        for name, holder in holders(state).items():
-            pieces, plain[name] = holder.take()
-            for key, piece in pieces.items():
-                copy = self._copy(f"{name}:{key}", piece.values)
-                held[f"{name}:{key}"] = piece._replace(values=copy)
+        try:
+            metrics = {name: float(value) for name, value in metrics.items()}
+            for name, holder in holders(state).items():
+                pieces, plain[name] = holder.take()
+                for key, piece in pieces.items():
+                    copy = self._copy(f"{name}:{key}", piece.values)
+                    held[f"{name}:{key}"] = piece._replace(values=copy)
+        except Exception as error:
+            with suppress(CheckpointError):  # the others are about to write, and are told
+                self._agree(f"step {step} was not saved: rank {self.rank}: {error}")
+            raise
         self._under_way = self._thread.submit(self._write, step, held, plain, metrics)
 
     def wait(self):
@@ -149,38 +157,35 @@ class Checkpoints:
 
     def _write(self, step, held, plain, metrics):
         """In the thread: this rank's file, and when all ranks have theirs, the manifest."""
-        with self._agreed(step):
-            if self.rank == 0:
-                self.store.remove(folder_of(step))
+        folder, name, facts = folder_of(step), f"rank-{self.rank}.safetensors", None
+        failed = f"step {step} was not saved"
+        with self._agreed(failed):
+            listed = manifest.files(self.store, folder)
+        if name in listed:  # saved before: until there is a new manifest, the old one holds
+            name = f"again-{name}"
         own = share_out(held, self.rank, self.n, self._tell)
-        name, facts = f"rank-{self.rank}.safetensors", None
         tensors = {f"{key}@{piece.start}": piece.values for key, (piece, _) in own.items()}
-        with self._agreed(step):
+        with self._agreed(failed):
             write = partial(tensor_file.write, tensors=tensors)
-            size, digest = self.store.write(f"{folder_of(step)}/{name}", write)
+            size, digest = self.store.write(f"{folder}/{name}", write)
             file = {"name": name, "bytes": size, "sha256": digest}
             facts = manifest.facts(file, own, plain)
         told = self._tell(facts)
-        with self._agreed(step):
+        with self._agreed(failed):
             if self.rank == 0:
                 whole = manifest.merge(told, step=step, world_size=self.n, metrics=metrics)
-                manifest.write(self.store, folder_of(step), whole)
-                self._prune(step)
-
-    def _prune(self, step):
-        """What is neither high enough nor best goes, and so does what a kill has left half."""
-        found = {other: manifest.read(self.store, folder_of(other))[0] for other in self._found()}
-        complete = {other: one["metrics"] for other, one in found.items() if one}
-        for other in found.keys() - staying(complete, self.keep, self.best) - {step}:
-            # The manifest first: what is half removed counts as none.
-            self.store.remove(f"{folder_of(other)}/{manifest.NAME}")
-            self.store.remove(folder_of(other))
+                manifest.write(self.store, folder, whole)
+        self._damaged.discard(step)
+        with self._agreed(f"step {step} was saved, but an older one not removed"):
+            if self.rank == 0:
+                prune(self.store, step, self.keep, self.best, self._damaged)
 
     # ---- load
 
     def steps(self):
         """The step numbers of all that have a manifest."""
-        found = self._found()
+        self.wait()
+        found = steps_in(self.store)
         return self._tell([s for s in found if manifest.read(self.store, folder_of(s))[0]])[0]
 
     def load(self, state, step=None):
@@ -190,12 +195,13 @@ class Checkpoints:
         anything is changed, where it is not of this model, this optimizer, these data.
         """
         self.wait()
-        candidates = self._tell(self._found())[0] if step is None else [step]
+        candidates = self._tell(steps_in(self.store))[0] if step is None else [step]
         for candidate in reversed(candidates):
             found, why = self._check(folder_of(candidate))
             if found:
                 self._give(state, candidate, found)
                 return candidate
+            self._damaged.add(candidate)
             if self.rank == 0:
                 print(f"passed over the checkpoint of step {candidate}: {why}", flush=True)
         return None
@@ -222,11 +228,6 @@ class Checkpoints:
 
     # ---- among the ranks
 
-    def _found(self):
-        """The step numbers of all folders, whole or not."""
-        names = [name for name in self.store.names() if name.startswith("step-")]
-        return sorted(int(name.removeprefix("step-")) for name in names)
-
     def _tell(self, value):
         """What all ranks say, in order. value: what JSON takes."""
         text = json.dumps(value).encode()
@@ -239,34 +240,22 @@ class Checkpoints:
             raise CheckpointError(errors[0])
 
     @contextmanager
-    def _agreed(self, step):
-        """What goes wrong inside on one rank is raised on all."""
+    def _agreed(self, failed):
+        """What goes wrong inside on one rank is raised on all. failed: what is so then."""
         error = ""
         try:
             yield
-        except (OSError, ValueError) as reason:
-            error = f"step {step} was not saved: rank {self.rank}: {reason}"
+        except Exception as reason:
+            error = f"{failed}: rank {self.rank}: {reason}"
         self._agree(error)
 
     def close(self):
-        """Waits, and gives the directory free."""
+        """Waits, and gives the directory free. A process that ends without it may lose a save."""
         try:
             self.wait()
         finally:
             self._thread.shutdown()
             if self.rank == 0:
                 self.store.close()
-
-
-def folder_of(step):
-    return f"step-{step:09d}"
-
-
-def staying(complete, keep, best):
-    """Which steps stay. complete: {step: metrics}."""
-    stay = set(sorted(complete)[-keep:])
-    if best:
-        choose, metric = best
-        rated = {step: metrics[metric] for step, metrics in complete.items() if metric in metrics}
-        stay |= {choose(rated, key=rated.get)} if rated else set()
-    return stay
+            if self.group is not None and dist.is_initialized():
+                dist.destroy_process_group(self.group)

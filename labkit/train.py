@@ -17,6 +17,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -43,7 +44,7 @@ SAME = (
 )  # fmt: skip
 
 
-def train(context, experiment, options, preemption):
+def train(context, experiment, options, preemption, log):
     """Train until the last step, or until told to stop; returns how it ended, in words."""
     participant = Participant(context, experiment)
     trainer = participant.trainer
@@ -57,7 +58,6 @@ def train(context, experiment, options, preemption):
     if options.checkpoint_dir:
         checkpoints = Checkpoints(options.checkpoint_dir, options.keep)
     resume(checkpoints, state, options.resume, context.rank)
-    log = Log(options.log if context.rank == 0 else None)
     bar = tqdm(initial=run.step, total=experiment.steps, unit="step", disable=context.rank != 0)
     stop = False
     while run.step < experiment.steps and not stop:
@@ -136,12 +136,13 @@ class Run:
 
 
 class Log:
-    """JSON lines, appended; without a path, nothing."""
+    """JSON lines, appended; without a path, nothing. OSError where it cannot be written."""
 
     def __init__(self, path):
         self.path = path
         if path:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
+            open(path, "a").close()
 
     def write(self, **fields):
         if self.path:
@@ -212,6 +213,9 @@ def main(arguments=None):
         experiment, options = read(arguments)
         context = Context(*position(), torch.device("cpu"), EventFile(sys.stdout))
         experiment.check_ranks(context.world_size)
+        if experiment.strategy == "single" and context.world_size > 1:
+            raise ValueError(f"the strategy is single, and there are {context.world_size} ranks")
+        log = Log(options.log if context.rank == 0 else None)
     except (ValueError, TypeError, OSError) as error:
         sys.exit(f"labkit.train: {error}")
     device = "cuda" if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]) else "cpu"
@@ -223,16 +227,18 @@ def main(arguments=None):
     join_group({"device": device, "threads": 1, "collective_timeout": 600}, "env://", context)
     try:
         with Preemption(options.stop_file, options.stop_after) as preemption:
-            words = train(context, experiment, options, preemption)
-        if context.rank == 0:
-            print(words, flush=True)
-        comm.barrier()
+            words = train(context, experiment, options, preemption, log)
+            if context.rank == 0:
+                print(words, flush=True)
+            comm.barrier()
+            dist.destroy_process_group()
     except CheckpointError as error:  # on all ranks
         if context.rank == 0:
             print(f"labkit.train: {error}", file=sys.stderr, flush=True)
         sys.exit(1)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    for number in (signal.SIGTERM, signal.SIGINT):  # it leaves with 0, also when told once more
+        signal.signal(number, signal.SIG_IGN)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
 
@@ -64,7 +65,7 @@ class Training:
         kind = getattr(torch.optim, optimizer)
         options = {"lr": 0.05, **({"momentum": 0.9} if optimizer == "SGD" else {})}
         self.optimizer = make_optimizer(self.model, strategy, kind, 0.0005, 3, **options)
-        schedule = warmup(getattr(self.optimizer, "inner", self.optimizer), 4)
+        schedule = warmup(getattr(self.optimizer, "inner", self.optimizer), 8)
         low = mixed_precision(precision, torch.device("cpu"))
         if precision == "fp16":
             low["scaler"]._growth_interval = 3
@@ -312,7 +313,7 @@ def other_model(rank, world_size, folder):
     with pytest.raises(CheckpointError, match="it is of AdamW, this optimizer is SGD"):
         checkpoints.load({"model": training.model, "optimizer": sgd})
     fewer = torch.optim.AdamW([training.model.module.scale])
-    with pytest.raises(CheckpointError, match=r"its parameters are others: first\.bias"):
+    with pytest.raises(CheckpointError, match=r"its parameters are others: model\.first\.bias"):
         checkpoints.load({"model": training.model, "optimizer": fewer})
     with pytest.raises(CheckpointError, match="'another' is not in it"):
         checkpoints.load({"another": training.model})
@@ -361,6 +362,12 @@ def test_a_directory_that_cannot_be_written(tmp_path, where):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot be written"):
         Checkpoints(tmp_path / where)
+
+
+@pytest.mark.parametrize("url", ["unknown://runs", "s3://runs" if not find_spec("s3fs") else "unknown://runs"])
+def test_a_url_that_nothing_here_understands(url):
+    with pytest.raises(CheckpointError, match=f"{url} cannot be written"):
+        Checkpoints(url)
 
 
 def test_what_is_neither_tensor_nor_number_is_named(tmp_path):
@@ -601,7 +608,7 @@ def test_a_file_that_ends_early_is_no_file_of_tensors():
 def test_a_state_comes_back_from_its_text():
     state = {"a": [1, (0.1, None, "x")], 0: {"t": torch.ones(2), "inf": float("inf")}, "empty": {}, True: False}
     text, tensors = tree.split(state)
-    again = tree.join(json.loads(json.dumps(text)), tensors)
+    again = tree.join(json.loads(json.dumps(text)), tensors.get)
     assert torch.equal(again[0].pop("t"), state[0].pop("t")) and again == state
     assert [type(key) for key in again] == [type(key) for key in state]
 

@@ -14,6 +14,9 @@ import torch.distributed as dist
 
 from labkit import train
 from labkit.preempt import Preemption, mean_and_wish
+from labkit.run.context import Context
+from labkit.run.experiment import Experiment
+from labkit.run.participant import Participant
 from labkit.trainer import Trainer, make_optimizer, mixed_precision, parallelize
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -140,12 +143,28 @@ def test_restarts_that_would_hang_are_refused(monkeypatch):
     assert "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in str(ended.value)
 
 
+@pytest.mark.slow
+def test_told_to_stop_again_and_again_it_leaves_with_0(tmp_path):
+    log = tmp_path / "log.jsonl"
+    process = start(2, "--compute", "emulated", "--block-ms", "40", "--log", log, "--checkpoint-dir", tmp_path / "c")
+    wait_for(log, 3, process)
+    while pids := children(process):
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+        time.sleep(0.002)
+    out, error = process.communicate(timeout=60)
+    assert process.returncode == 0 and "goes on from there" in out, error
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["--model", "none"], "Experiment(model='none'): choose from mlp"),
         (["--batch-size", "7"], "batch_size=7 does not split into equal parts for 2 ranks"),
         (["--config", "absent.yaml"], "No such file or directory: 'absent.yaml'"),
+        (["--strategy", "single"], "the strategy is single, and there are 2 ranks"),
+        (["--log", f"{__file__}/log.jsonl"], "File exists"),
     ],
 )
 def test_bad_input_is_one_line(monkeypatch, arguments, words):
@@ -163,6 +182,17 @@ def test_options_come_before_the_file(tmp_path):
     (tmp_path / "run.yaml").write_text("modle: gpt\n")
     with pytest.raises(ValueError, match="unknown key 'modle': did you mean 'model'"):
         train.read(["--config", str(tmp_path / "run.yaml")])
+
+
+def first_batch(rank, world_size, strategy):
+    experiment = Experiment(strategy=strategy, batch_size=4 * world_size)
+    participant = Participant(Context(rank, world_size, rank, 0, torch.device("cpu"), None), experiment)
+    return next(participant.batches)[0]
+
+
+def test_choosing_a_strategy_costs_no_samples(ranks):
+    for chosen, given in zip(*(ranks(2, first_batch, strategy=s) for s in ("auto", "ddp_bucketed")), strict=True):
+        assert torch.equal(chosen, given)
 
 
 # ---- preemption

@@ -67,6 +67,12 @@ def read(store, folder):
     return manifest, ""
 
 
+def files(store, folder):
+    """The names of the files that it lists; of none, where it cannot be read."""
+    found, _ = read(store, folder)
+    return [file["name"] for file in found["files"]] if found else []
+
+
 def damage(store, folder, file):
     """Why a file is not the one of the manifest, in words; "" if it is."""
     name = file["name"]

@@ -9,6 +9,7 @@ Whatever cut the wholes, and into how many, whoever reads asks for names and ran
 strategy has saved on n ranks, another loads on m.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,17 +17,11 @@ import torch
 from torch import nn
 
 from labkit.parts import tree
+from labkit.parts.as_it_is import TreeHolder
 from labkit.parts.consolidate import options_of
 from labkit.parts.full_state import ShardedModel
+from labkit.parts.rows import Piece, like, local, span
 from labkit.parts.sharded_optimizer import ShardedOptimizer
-
-
-class Piece(NamedTuple):
-    """Elements start, start + 1, ... of a tensor of some shape, flat. values: [k]."""
-
-    values: torch.Tensor
-    start: int
-    shape: tuple
 
 
 class Place(NamedTuple):
@@ -42,9 +37,9 @@ def holders(state):
     """{name: what takes its state apart and puts it back}. state: {name: has state_dict()}."""
     plain = {key: unwrapped(thing) for key, thing in state.items()}
     places = {}
-    for thing in plain.values():
+    for key, thing in plain.items():
         if isinstance(thing, nn.Module):
-            places |= places_of(thing)
+            places |= places_of(thing, key)
     return {key: holder(thing, places) for key, thing in plain.items()}
 
 
@@ -64,34 +59,27 @@ def holder(thing, places):
             piece: wholes[p]._replace(start=start, stop=stop)
             for p, (piece, start, stop) in cut.items()
         }
-        return OptimizerHolder(optimizer, groups, wholes, own)
-    if isinstance(thing, torch.optim.Optimizer) and only_tensors(thing):
+        return OptimizerHolder(optimizer, groups, wholes, own, thing.load_parts)
+    # Whose state_dict() holds more (masters, anchors) is taken as it is.
+    if isinstance(thing, torch.optim.Optimizer) and (
+        type(thing).state_dict is torch.optim.Optimizer.state_dict
+    ):
         wholes = named(thing.param_groups, places)
-        return OptimizerHolder(thing, thing.param_groups, wholes, wholes)
+        return OptimizerHolder(thing, thing.param_groups, wholes, wholes, thing.load_state_dict)
     return TreeHolder(thing)
 
 
 def named(groups, places):
     """{parameter: Place}; one that no module has goes by its number."""
     everyone = [p for group in groups for p in group["params"]]
-    return {
-        p: places.get(p) or Place(f"parameter {i}", 0, p.numel(), tuple(p.shape))
-        for i, p in enumerate(everyone)
-    }
+    return {p: places.get(p) or Place(f"parameter {i}", *span(p)) for i, p in enumerate(everyone)}
 
 
-def only_tensors(optimizer):
-    """It keeps what torch's own do: more (masters, anchors) is taken as it is."""
-    own = type(optimizer).state_dict is torch.optim.Optimizer.state_dict
-    kept = [value for state in optimizer.state.values() for value in state.values()]
-    return own and all(isinstance(value, torch.Tensor) for value in kept)
-
-
-def places_of(module):
-    """{parameter: its Place}."""
+def places_of(module, key):
+    """{parameter: its Place}. key: the module's own name, for others may have the same names."""
     cut = module.places() if isinstance(module, ShardedModel) else {}
     return {
-        p: Place(name, *cut.get(name, (0, p.numel(), tuple(p.shape))))
+        p: Place(f"{key}.{name}", *(cut.get(name) or span(p)))
         for name, p in module.named_parameters()
     }
 
@@ -104,7 +92,7 @@ class ModuleHolder:
 
     def __post_init__(self):
         self.cut = self.module.places() if isinstance(self.module, ShardedModel) else {}
-        self.buffers = {name for name, _ in self.module.named_buffers()}
+        self.buffers = {name for name, _ in self.module.named_buffers(remove_duplicate=False)}
 
     def take(self):
         """({name: Piece}, the text of what is no tensor)."""
@@ -112,13 +100,13 @@ class ModuleHolder:
         for name, value in self.module.state_dict().items():
             if isinstance(value, torch.Tensor):
                 start, _, shape = self.place(name, value)
-                pieces[name] = Piece(value.detach().reshape(-1), start, shape)
+                pieces[name] = Piece(local(value.detach()).reshape(-1), start, shape)
             else:
                 rest[name] = value
         return pieces, tree.plain(rest, "extra state")
 
     def place(self, name, value):
-        return self.cut.get(name, (0, value.numel(), tuple(value.shape)))
+        return self.cut.get(name) or span(value)
 
     def problems(self, saved):
         own = {n: v for n, v in self.module.state_dict().items() if isinstance(v, torch.Tensor)}
@@ -133,11 +121,11 @@ class ModuleHolder:
         return found
 
     def give(self, saved):
-        given = tree.join(saved.plain, {})
+        given = saved.text
         for name, value in self.module.state_dict().items():
             if isinstance(value, torch.Tensor):
                 start, stop, _ = self.place(name, value)
-                given[name] = saved.read(name, start, stop).view(value.shape)
+                given[name] = like(value, saved.read(name, start, stop))
         self.module.load_state_dict(given)
 
 
@@ -146,15 +134,20 @@ class OptimizerHolder:
     """An optimizer's states, by its parameters' names.
 
     groups, wholes: of all ranks, and their Places; own: the Places of what the optimizer works on.
+    load: takes a state dict of the optimizer.
     """
 
     optimizer: torch.optim.Optimizer
     groups: list
     wholes: dict
     own: dict
+    load: Callable
 
     def take(self):
         pieces, state = {}, self.optimizer.state_dict()["state"]
+        kept = [value for one in state.values() for value in one.values()]
+        if not all(isinstance(value, torch.Tensor) for value in kept):
+            return TreeHolder(self.optimizer).take()
         for i, p in enumerate(self.numbered()):
             place = self.own[p]
             for key, value in state.get(i, {}).items():
@@ -162,7 +155,8 @@ class OptimizerHolder:
                     start, shape = place.start, place.shape or (1,)  # a number's state: no number
                 else:
                     start, shape = 0, tuple(value.shape)
-                pieces[f"{place.name}/{key}"] = Piece(value.detach().reshape(-1), start, shape)
+                values = local(value.detach()).reshape(-1)
+                pieces[f"{place.name}/{key}"] = Piece(values, start, shape)
         return pieces, tree.plain(self.described(), "a parameter group")
 
     def numbered(self):
@@ -180,9 +174,13 @@ class OptimizerHolder:
         return {"type": type(self.optimizer).__name__, "groups": groups}
 
     def problems(self, saved):
-        ours, theirs = self.described(), tree.join(saved.plain, {})
+        if "groups" not in saved.text:
+            return TreeHolder(self.optimizer).problems(saved)
+        ours, theirs = self.described(), saved.text
         if ours["type"] != theirs["type"]:
             return [f"it is of {theirs['type']}, this optimizer is {ours['type']}"]
+        if differing := [name for name in saved.foreign if name in saved.shapes]:
+            return [f"{differing[0]} differs from rank to rank, and the ranks were others"]
         ours, theirs = ([set(g["params"]) for g in one["groups"]] for one in (ours, theirs))
         if ours != theirs:
             differ = set().union(*ours) ^ set().union(*theirs)
@@ -191,6 +189,8 @@ class OptimizerHolder:
         return []
 
     def give(self, saved):
+        if "groups" not in saved.text:
+            return TreeHolder(self.optimizer).give(saved)
         state = {}
         for name in saved.shapes:
             owner, key = name.rsplit("/", 1)
@@ -203,48 +203,13 @@ class OptimizerHolder:
         }
         groups = [
             group["options"] | {"params": [numbers[p] for p in own["params"]]}
-            for group, own in zip(
-                tree.join(saved.plain, {})["groups"], self.optimizer.param_groups, strict=True
-            )
+            for group, own in zip(saved.text["groups"], self.optimizer.param_groups, strict=True)
         ]
-        self.optimizer.load_state_dict({"state": given, "param_groups": groups})
+        self.load({"state": given, "param_groups": groups})
 
     def values(self, saved, p, key):
         place = self.own[p]
         name, shape = f"{place.name}/{key}", tuple(saved.shapes[f"{place.name}/{key}"])
         if shape == (place.shape or (1,)):
-            return saved.read(name, place.start, place.stop).view(p.shape)
+            return like(p, saved.read(name, place.start, place.stop))
         return saved.read(name).view(shape)
-
-
-@dataclass
-class TreeHolder:
-    """Anything else with state_dict() and load_state_dict(): its tensors by where they stand."""
-
-    thing: object
-
-    def take(self):
-        plain, tensors = tree.split(self.thing.state_dict())
-        pieces = {
-            path: Piece(tensor.reshape(-1), 0, tuple(tensor.shape))
-            for path, tensor in tensors.items()
-        }
-        return pieces, plain
-
-    def problems(self, saved):
-        """What ranks have had for themselves, others cannot have."""
-        if saved.foreign and not hasattr(self.thing, "load_of_other_ranks"):
-            return [f"{saved.foreign[0]} differs from rank to rank, and the ranks were others"]
-        if hasattr(self.thing, "problems"):
-            return self.thing.problems(self.state(saved))
-        return []
-
-    def give(self, saved):
-        if saved.foreign:
-            self.thing.load_of_other_ranks(self.state(saved), saved.reader.rank)
-        else:
-            self.thing.load_state_dict(self.state(saved))
-
-    def state(self, saved):
-        tensors = {name: saved.read(name).view(shape) for name, shape in saved.shapes.items()}
-        return tree.join(saved.plain, tensors)

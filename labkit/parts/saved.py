@@ -12,7 +12,7 @@ from math import prod
 
 import torch
 
-from labkit.parts import tensor_file
+from labkit.parts import tensor_file, tree
 
 
 class Reader:
@@ -61,6 +61,11 @@ class Saved:
             self.plain = json.loads(texts["texts"][own])
 
     @property
+    def text(self):
+        """All but the tensors."""
+        return tree.join(self.plain, lambda path: None)
+
+    @property
     def foreign(self):
         """Names of what each rank has had for itself, where the ranks are others now."""
         own = [key for key, entry in self.entries.items() if entry["by_rank"]]
@@ -79,7 +84,7 @@ class Saved:
         rank = self.reader.rank if self.reader.alike else 0
         for file_name, first, last, ranks in entry["parts"]:
             begin, end = max(first, start), min(last, stop)
-            if begin < end and (not entry["by_rank"] or rank in ranks):
+            if begin < end and (ranks is None or rank in ranks):
                 file, header = self.reader.file(file_name)
                 offset = header[f"{self.prefix}{key}@{first}"][2]
                 part = out[begin - start : end - start]

@@ -134,7 +134,9 @@ class ShardedOptimizer(NotPickled, torch.optim.Optimizer):
 
         Raises ValueError where groups or shapes are not those of these parameters.
         """
-        self._inner.load_state_dict(
-            slice_state(state_dict, self._whole_groups, self._pieces, self.buckets)
-        )
+        self.load_parts(slice_state(state_dict, self._whole_groups, self._pieces, self.buckets))
+
+    def load_parts(self, state_dict):
+        """Take a state_dict() of the optimizer in parts()."""
+        self._inner.load_state_dict(state_dict)
         self._share()

@@ -57,13 +57,17 @@ class Store:
     def open(self, name):
         return self.fs.open(self.path(name), "rb")
 
-    def names(self):
-        """What the directory holds."""
+    def names(self, folder=""):
+        """What the directory holds, or a folder in it."""
         self.fs.invalidate_cache()
-        return [path.rpartition("/")[2] for path in self.fs.ls(self.root, detail=False)]
+        place = self.path(folder).rstrip("/")
+        return [path.rpartition("/")[2] for path in self.fs.ls(place, detail=False)]
+
+    def has(self, name):
+        return self.fs.exists(self.path(name))
 
     def remove(self, name):
-        if self.fs.exists(self.path(name)):
+        if self.has(name):
             self.fs.rm(self.path(name), recursive=True)
 
     def close(self):

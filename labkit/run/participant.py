@@ -100,7 +100,9 @@ class Participant:
         free = int(e.memory_mb * 2**20) or free_bytes(self.device, self.world_size)
         room = torch.tensor(free, device=self.device)
         comm.all_reduce(room, dist.ReduceOp.MIN)  # the ranks must not choose differently
+        begin = self.batches.state_dict()
         input, target = self.next_batch()
+        self.batches.load_state_dict(begin)  # training sees it, too
         memory = room.item() - input.nbytes - target.nbytes
         options = {"precision": e.precision, "unit": models.unit(e.model), "recompute": checkpoint}
         loss = models.loss(e.model)

@@ -1,0 +1,407 @@
+"""Checkpoints at their edges: odd optimizers and states, ranks that fail alone, folders that others have touched."""
+
+import gc
+import math
+import os
+import shutil
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import Pool
+from test_checkpoint import WIDTH, flip
+from torch import nn
+
+from labkit.checkpoint import CheckpointError, Checkpoints
+from labkit.compression import OneBitAdam
+from labkit.ddp import DDP
+from labkit.fsdp import FSDP
+from labkit.local_sgd import DiLoCo, LocalSGD
+from labkit.mesh import Mesh
+from labkit.parts.master_weights import MasterWeights
+from labkit.parts.random_state import RandomState
+from labkit.trainer import make_optimizer, parallelize
+from labkit.zero import ZeRO1, ZeRO2
+
+
+class Net(nn.Module):
+    """Rows that do not split evenly, statistics, one element; with odd: a number, nothing, a frozen one."""
+
+    def __init__(self, odd=False):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(WIDTH, 5), nn.BatchNorm1d(5), nn.Linear(5, WIDTH)
+        self.one = nn.Parameter(torch.ones(() if odd else 1))
+        self.empty = nn.Parameter(torch.empty(0, 3)) if odd else None
+        self.last.bias.requires_grad_(not odd)
+
+    def forward(self, x):
+        out = self.last(self.norm(self.first(x)).relu()) * self.one
+        return out if self.empty is None else out + self.empty.sum()
+
+
+def build(kind, world_size, seed=0):
+    """(model, optimizer)."""
+    torch.manual_seed(seed)
+    adamw = torch.optim.AdamW
+    if kind in ("torch_fsdp", "ddp_bucketed", "fsdp", "zero1"):
+        model = parallelize(Net(), kind)
+        return model, make_optimizer(model, kind, adamw, lr=0.01)
+    if kind in ("odd_ddp", "odd_fsdp", "odd_zero"):
+        model = Net(odd=True)
+        model = {"odd_ddp": DDP, "odd_fsdp": FSDP}.get(kind, lambda model: model)(model)
+        return model, (ZeRO2 if kind == "odd_zero" else lambda p, c, **o: c(p, **o))(model.parameters(), adamw, lr=0.01)
+    if kind == "hybrid":
+        mesh = Mesh({"replica": 2, "shard": world_size // 2})
+        model = FSDP(Net(), unit=nn.Linear, mesh=mesh, shard="hybrid")
+        return model, adamw(model.parameters(), lr=0.01)
+    if kind == "replicate":
+        model = FSDP(Net(), unit=nn.Linear, root="replicate")
+        return model, adamw(model.parameters(), lr=0.01)
+    if kind == "groups":
+        model = Net()
+        parameters = list(model.parameters())
+        groups = [{"params": parameters[:3], "lr": 0.1}, {"params": parameters[3:], "lr": 0.2}]
+        return model, ZeRO1(groups, adamw)
+    if kind == "masters":
+        model = DDP(Net().bfloat16())
+        return model, MasterWeights(model.parameters(), adamw, lr=0.01)
+    if kind == "onebit":
+        model = DDP(Net())
+        optimizer = OneBitAdam(model.parameters(), lr=0.001, warmup=2)
+        model.register_comm_hook(None, optimizer.hook)
+        return model, optimizer
+    model = Net()
+    inner = adamw(model.parameters(), lr=0.01)
+    return model, {"local": LocalSGD, "diloco": DiLoCo, "plain": lambda inner, _: inner}[kind](inner, 2)
+
+
+def run(model, optimizer, steps, rank):
+    losses, dtype = [], next(model.parameters()).dtype
+    for step in steps:
+        x = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(1000 * step + rank))
+        optimizer.zero_grad()
+        loss = model(x.to(dtype)).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def resumes(rank, world_size, folder, kind, before):
+    model, optimizer = build(kind, world_size)
+    checkpoints = Checkpoints(folder)
+    run(model, optimizer, range(before), rank)
+    checkpoints.save(before, {"model": model, "optimizer": optimizer})
+    expected = run(model, optimizer, range(before, before + 4), rank)
+    model, optimizer = build(kind, world_size, seed=9)
+    run(model, optimizer, range(50, 52), rank)  # what loading is to replace
+    assert checkpoints.load({"model": model, "optimizer": optimizer}) == before
+    assert run(model, optimizer, range(before, before + 4), rank) == expected
+    checkpoints.close()
+
+
+KINDS = ("torch_fsdp", "odd_ddp", "odd_fsdp", "odd_zero", "hybrid", "replicate", "groups", "masters", "onebit")
+
+
+@pytest.mark.parametrize("before", [0, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_odd_ones_go_on_bit_for_bit(ranks, tmp_path, kind, before):
+    ranks(4 if kind in ("hybrid", "torch_fsdp") else 2, resumes, folder=str(tmp_path), kind=kind, before=before)
+
+
+def whole(rank, world_size, folder, kind, save):
+    model, optimizer = build(kind, world_size, seed=0 if save else 9)
+    checkpoints = Checkpoints(folder)
+    if save:
+        run(model, optimizer, range(3), rank)
+        checkpoints.save(3, {"model": model, "optimizer": optimizer})
+    else:
+        assert checkpoints.load({"model": model, "optimizer": optimizer}) == 3
+    checkpoints.close()
+    values = getattr(model, "full_state_dict", model.state_dict)()
+    values = {name: v.full_tensor() if hasattr(v, "full_tensor") else v.clone() for name, v in values.items()}
+    run(model, optimizer, range(3, 5), rank)
+    return {name.removeprefix("module."): value for name, value in values.items()}
+
+
+@pytest.mark.parametrize(
+    ("saving", "by", "loading", "into"),
+    [(2, "torch_fsdp", 4, "fsdp"), (4, "torch_fsdp", 1, "ddp_bucketed"), (3, "zero1", 4, "torch_fsdp"),
+     (4, "torch_fsdp", 2, "torch_fsdp"), (4, "hybrid", 2, "torch_fsdp"), (2, "odd_ddp", 3, "odd_fsdp"),
+     (3, "odd_fsdp", 2, "odd_zero"), (2, "masters", 3, "masters")],
+)  # fmt: skip
+def test_odd_ones_on_other_ranks(ranks, tmp_path, saving, by, loading, into):
+    old = ranks(saving, whole, folder=str(tmp_path), kind=by, save=True)[0]
+    for new in ranks(loading, whole, folder=str(tmp_path), kind=into, save=False):
+        assert all(torch.equal(new[name], old[name]) for name in old)
+
+
+def another(rank, world_size, folder, saved, loaded):
+    model, optimizer = build(saved, world_size)
+    checkpoints = Checkpoints(folder)
+    run(model, optimizer, range(2), rank)
+    checkpoints.save(2, {"model": model, "optimizer": optimizer})
+    model, optimizer = build(loaded, world_size)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(CheckpointError, match=r"optimizer: it is of .*, this (optimizer )?is "):
+        checkpoints.load({"model": model, "optimizer": optimizer})
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    checkpoints.close()
+
+
+@pytest.mark.parametrize("saved", ["plain", "masters", "local", "diloco"])
+@pytest.mark.parametrize("loaded", ["plain", "masters", "local", "diloco"])
+def test_another_kind_of_optimizer_is_refused_before_anything_changes(ranks, tmp_path, saved, loaded):
+    if saved != loaded:
+        ranks(2, another, folder=str(tmp_path), saved=saved, loaded=loaded)
+
+
+def test_an_optimizer_that_keeps_lists_and_numbers(tmp_path):
+    def steps(optimizer, count):
+        def closure():
+            optimizer.zero_grad()
+            loss = model(torch.ones(3)).square().sum()
+            loss.backward()
+            return loss
+
+        return [optimizer.step(closure).item() for _ in range(count)]
+
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.01)
+    steps(optimizer, 2)
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(2, {"model": model, "optimizer": optimizer})
+    expected = steps(optimizer, 3)
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.01)
+    assert checkpoints.load({"model": model, "optimizer": optimizer}) == 2
+    assert steps(optimizer, 3) == expected
+    checkpoints.close()
+
+
+def test_two_models_with_the_same_names_and_one_optimizer(tmp_path):
+    def pair():
+        return nn.Linear(3, 3), nn.Linear(3, 3)
+
+    one, two = pair()
+    optimizer = torch.optim.AdamW([*one.parameters(), *two.parameters()])
+    (one(torch.ones(3)).sum() + two(torch.ones(3)).square().sum()).backward()
+    optimizer.step()
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, {"one": one, "two": two, "optimizer": optimizer})
+    first, second = pair()
+    again = torch.optim.AdamW([*first.parameters(), *second.parameters()])
+    checkpoints.load({"one": first, "two": second, "optimizer": again})
+    for new, old in ((first, one), (second, two)):
+        assert torch.equal(again.state[new.weight]["exp_avg"], optimizer.state[old.weight]["exp_avg"])
+    checkpoints.close()
+
+
+class Held:
+    """Any state. bad: raise in place of giving it."""
+
+    def __init__(self, state=None, bad=False):
+        self.state, self.bad = state, bad
+
+    def state_dict(self):
+        if self.bad:
+            raise RuntimeError("no state today")
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+def uneven(rank, world_size, folder):
+    state = {"buffer": torch.arange(3 + rank), f"of {rank}": torch.ones(1)}
+    state |= {"seldom": torch.full([2], float(rank))} if rank else {}
+    checkpoints = Checkpoints(folder)
+    checkpoints.save(1, {"held": Held(state)})
+    held = Held()
+    assert checkpoints.load({"held": held}) == 1
+    assert held.state.keys() == state.keys() and all(torch.equal(held.state[key], state[key]) for key in state)
+    checkpoints.close()
+
+
+def test_ranks_may_hold_tensors_of_other_shapes_and_places(ranks, tmp_path):
+    ranks(3, uneven, folder=str(tmp_path))
+
+
+def test_two_tensors_at_one_path_are_told(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    with pytest.raises(TypeError, match="two tensors of the state are a/b"):
+        checkpoints.save(1, {"held": Held({"a/b": torch.ones(1), "a": {"b": torch.zeros(1)}})})
+    checkpoints.close()
+
+
+def randomness(rank, world_size, folder, save):
+    torch.manual_seed(5)
+    checkpoints = Checkpoints(folder)
+    if save:
+        checkpoints.save(1, {"random": RandomState()})
+    else:
+        checkpoints.load({"random": RandomState()})
+    checkpoints.close()
+    return torch.rand(1).item()
+
+
+def test_one_rank_s_randomness_becomes_a_stream_for_each(ranks, tmp_path):
+    ranks(1, randomness, folder=str(tmp_path), save=True)
+    first, second = ranks(2, randomness, folder=str(tmp_path), save=False)
+    assert first != second
+
+
+# ---- a rank that fails alone
+
+
+def one_fails(rank, world_size, folder):
+    model, checkpoints = nn.Linear(3, 3), Checkpoints(folder)
+    checkpoints.save(1, {"model": model})
+    expected, words = (RuntimeError, "no state today") if rank else (CheckpointError, "rank 1: no state today")
+    with pytest.raises(expected, match=words):
+        checkpoints.save(2, {"model": model, "held": Held({}, bad=rank == 1)})
+        checkpoints.wait()
+    checkpoints.save(3, {"model": model})
+    assert checkpoints.steps() == [1, 3]
+    checkpoints.close()
+
+
+def test_a_state_that_one_rank_cannot_give_is_told_to_all(ranks, tmp_path):
+    ranks(2, one_fails, folder=str(tmp_path))
+
+
+# ---- which ones stay
+
+
+def test_a_metric_may_be_a_tensor_and_is_never_nan(tmp_path):
+    model, checkpoints = nn.Linear(2, 2), Checkpoints(tmp_path, keep=1, best=(max, "accuracy"))
+    for step, accuracy in ((1, math.nan), (2, torch.tensor(3.0)), (3, 1.0), (4, math.nan)):
+        checkpoints.save(step, {"model": model}, accuracy=accuracy)
+    assert checkpoints.steps() == [2, 4]
+    checkpoints.close()
+
+
+def test_a_damaged_one_takes_nobody_s_place(tmp_path):
+    model, checkpoints = nn.Linear(3, 3), Checkpoints(tmp_path, keep=2)
+    for step in (10, 20, 30):
+        checkpoints.save(step, {"model": model})
+    checkpoints.wait()
+    flip(tmp_path / "step-000000030" / "rank-0.safetensors", -1)
+    assert checkpoints.load({"model": model}) == 20
+    checkpoints.save(25, {"model": model})
+    assert checkpoints.steps() == [20, 25, 30]
+    checkpoints.save(30, {"model": model})  # and now it is a whole one
+    assert checkpoints.steps() == [25, 30]
+    assert checkpoints.load({"model": model}) == 30
+    checkpoints.close()
+
+
+def test_what_cannot_be_read_today_is_not_removed(tmp_path, monkeypatch):
+    model, checkpoints = nn.Linear(3, 3), Checkpoints(tmp_path)
+    for step in (1, 2):
+        checkpoints.save(step, {"model": model})
+    checkpoints.wait()
+    opened = checkpoints.store.open
+
+    def fails(name):
+        if name == "step-000000002/manifest.json":
+            raise OSError("too many open files")
+        return opened(name)
+
+    monkeypatch.setattr(checkpoints.store, "open", fails)
+    checkpoints.save(3, {"model": model})
+    checkpoints.wait()
+    monkeypatch.undo()
+    assert checkpoints.steps() == [1, 2, 3]
+    checkpoints.close()
+
+
+def test_names_of_others_are_left_alone(tmp_path):
+    model, checkpoints = nn.Linear(3, 3), Checkpoints(tmp_path, keep=1)
+    checkpoints.save(1, {"model": model})
+    checkpoints.wait()
+    shutil.copytree(tmp_path / "step-000000001", tmp_path / "step-000000001-good")
+    (tmp_path / "step-notes.txt").touch()
+    checkpoints.save(2, {"model": model})
+    assert checkpoints.load({"model": model}) == 2
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == [
+        "step-000000001-good", "step-000000002", "step-notes.txt"
+    ]  # fmt: skip
+    checkpoints.close()
+
+
+@pytest.mark.parametrize("moment", ["rank-0.safetensors", "manifest.json"])
+def test_a_step_that_is_saved_again_is_never_missing(tmp_path, monkeypatch, moment):
+    model, checkpoints = nn.Linear(3, 3), Checkpoints(tmp_path, keep=1)
+
+    def save(value):
+        nn.init.constant_(model.weight, value)
+        checkpoints.save(1, {"model": model})
+        checkpoints.wait()
+
+    def found():
+        nn.init.zeros_(model.weight)
+        assert checkpoints.load({"model": model}) == 1
+        assert len(list((tmp_path / "step-000000001").iterdir())) == 2 or moment == "manifest.json"
+        return model.weight[0, 0].item()
+
+    save(1.0)
+    write = checkpoints.store.write
+
+    def fails(name, fill):
+        if name.endswith(moment):
+            raise OSError("killed here")
+        return write(name, fill)
+
+    monkeypatch.setattr(checkpoints.store, "write", fails)
+    with pytest.raises(CheckpointError, match="killed here"):
+        save(2.0)
+    monkeypatch.undo()
+    assert found() == 1.0
+    for value in (3.0, 4.0):
+        save(value)
+        assert found() == value
+    checkpoints.close()
+
+
+# ---- what is left over
+
+
+def open_and_close(rank, world_size, folder):
+    def left():
+        gc.collect()
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+    def times(count):
+        for number in range(count):
+            checkpoints = Checkpoints(f"{folder}/{number}")
+            checkpoints.save(1, {"model": nn.Linear(3, 3)})
+            checkpoints.close()
+        dist.barrier()
+        time.sleep(0.2)
+        return left()
+
+    before, after = times(2), times(10)
+    assert all(new <= old + 2 for old, new in zip(before, after, strict=True)), (before, after)
+
+
+def closed_late(rank, world_size, folder):
+    checkpoints = Checkpoints(folder)
+    checkpoints.save(1, {"model": nn.Linear(3, 3)})
+    checkpoints.wait()
+    dist.destroy_process_group()
+    checkpoints.close()
+
+
+def test_close_may_come_after_the_end_of_all_groups(tmp_path):
+    pool = Pool(2, [path for path in sys.path if path])
+    try:
+        pool.run(closed_late, folder=str(tmp_path))
+    finally:
+        pool.close()
+
+
+def test_close_leaves_neither_files_nor_threads(ranks, tmp_path):
+    ranks(2, open_and_close, folder=str(tmp_path))
