@@ -21,7 +21,7 @@ def state(**changes):
 def test_rows_say_what_is_predicted():
     frame = saves.rows(predict, state())
     assert frame["what"].tolist() == ["copied", "written"] * 2
-    assert frame["of_a_rank_bytes"].tolist() == [12 * MIB, 3 * MIB, 3 * MIB, 3 * MIB]
+    assert frame["per_rank_bytes"].tolist() == [12 * MIB, 3 * MIB, 3 * MIB, 3 * MIB]
 
 
 def test_every_bar_says_its_size():
@@ -34,10 +34,10 @@ def test_every_bar_says_its_size():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({}, "4 ranks, 1.05 million parameters: a rank copies 12 MiB under DDP, bucketed, 3 MiB under FSDP"),
+        ({}, "4 ranks, 1.05 million parameters: a rank copies 12 MiB under DDP, bucketed; 3 MiB under FSDP"),
         ({"world_size": 1024}, "1,024 ranks, 1.05 million parameters: a rank copies 12 MiB under DDP"),
         ({"world_size": 1, "parameters": 7 * 10**9}, "1 rank, 7 billion parameters: a rank copies 78.2 GiB under DDP"),
-        ({"strategies": ("fsdp",)}, "a rank copies 3 MiB under FSDP (ZeRO-3), and writes 3 MiB."),
+        ({"strategies": ("fsdp",)}, "a rank copies 3 MiB under FSDP (ZeRO-3). It writes 3 MiB."),
     ],
 )
 def test_the_takeaway(changes, words):

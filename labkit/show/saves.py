@@ -32,12 +32,12 @@ class State:
 
 
 def rows(predict, state):
-    """DataFrame strategy, what ("copied", "written"), of_a_rank_bytes."""
+    """DataFrame strategy, what ("copied", "written"), per_rank_bytes."""
     found = []
     for one in state.strategies:
         sizes = predict(one, state.world_size, state.parameters)
         for what, size in zip(("copied", "written"), sizes, strict=True):
-            found.append({"strategy": one, "what": what, "of_a_rank_bytes": size})
+            found.append({"strategy": one, "what": what, "per_rank_bytes": size})
     return pd.DataFrame(found)
 
 
@@ -56,7 +56,7 @@ def draw(predict, state):
     if not state.strategies:
         raise ValueError("no strategy to draw: choose at least one")
     shown = rows(predict, state)
-    return grouped_bars(shown, "of_a_rank_bytes", group="what", title=headline(state))
+    return grouped_bars(shown, "per_rank_bytes", group="what", title=headline(state))
 
 
 def takeaway(predict, state):
@@ -65,10 +65,10 @@ def takeaway(predict, state):
     sizes = {what: mine.set_index("strategy") for what, mine in frame.groupby("what")}
     words = [
         f"{style.quantity(size, 'bytes')} under {style.name(one)}"
-        for one, size in sizes["copied"]["of_a_rank_bytes"].items()
+        for one, size in sizes["copied"]["per_rank_bytes"].items()
     ]
-    most = style.quantity(sizes["written"]["of_a_rank_bytes"].max(), "bytes")
-    return f"{headline(state)}: a rank copies {', '.join(words)}, and writes {most}."
+    most = style.quantity(sizes["written"]["per_rank_bytes"].max(), "bytes")
+    return f"{headline(state)}: a rank copies {'; '.join(words)}. It writes {most}."
 
 
 def picture(predict, state):
@@ -110,7 +110,7 @@ def explorer(predict, strategies, world_size, parameters):
     state = State(tuple(strategies), world_size, parameters)
     words = takeaway(predict, state)
     present(draw(predict, state), words, "predicted", words)
-    small = rows(predict, state).pivot(index="strategy", columns="what", values="of_a_rank_bytes")
+    small = rows(predict, state).pivot(index="strategy", columns="what", values="per_rank_bytes")
     small = small.loc[list(strategies)].map(lambda size: style.quantity(size, "bytes"))
     small.index = [style.name(one) for one in small.index]
     table(small.reset_index(names="strategy"), f"{headline(state)}: bytes of a rank; predicted")
