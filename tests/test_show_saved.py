@@ -16,6 +16,7 @@ import test_show_gradients
 import test_show_links
 import test_show_pareto
 import test_show_race
+import test_show_saves
 import test_show_stages
 import test_show_switched
 from matplotlib.figure import Figure
@@ -24,7 +25,7 @@ from matplotlib.transforms import Bbox
 
 from labkit.measure.machine import ROOT
 from labkit.measure.timeline import Timeline
-from labkit.show import budgets, choices, formats, gradients, links, overview, plots
+from labkit.show import budgets, choices, formats, gradients, links, overview, plots, saves
 from labkit.show.residency import residency
 from labkit.show.saw import saw
 
@@ -81,6 +82,7 @@ def pictures():
         "switched": test_show_switched.figure,
         "efficiency": test_scaling.picture,
         "budgets": lambda: budgets.draw(test_show_budgets.predict, test_show_budgets.state(capacity=64 << 20)),
+        "saves": lambda: saves.draw(test_show_saves.predict, test_show_saves.state(world_size=1024)),
         "dashboard": lambda: test_dashboard.figure("ratio to the base"),
         "dashboard in parts": lambda: test_dashboard.figure("memory by kind"),
         "carried": lambda: gradients.carried(recorded, state),
