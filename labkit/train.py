@@ -48,7 +48,7 @@ SAME = (
 
 def train(context, experiment, options, preemption, sinks):
     """Train until the last step, or until told to stop; returns how it ended, in words."""
-    peak = peak_for(context, experiment) if options.metrics else nan
+    peak = peak_for(context, experiment) if options.metrics else nan  # draws: before the seed
     participant = Participant(context, experiment)
     trainer = participant.trainer
     trainer.clip = options.clip

@@ -20,7 +20,7 @@ import queue
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from math import nan
 
 import psutil
@@ -69,7 +69,6 @@ class Monitor:
         self.timeline.spans.clear()
         with comm.record(clock=self.timeline.clock) as events, self.timeline.span("step"):
             yield row
-        self.timeline.clock.resolve()
         ms = self.timeline.milliseconds()
         row |= {"time": time.time(), **{f"{name}_ms": value for name, value in ms.items()}}
         row["exposed_comm_ms"] = self.exposed(events)
@@ -149,7 +148,8 @@ class Feed:
 
     def say(self, words):
         line = f"labkit: rank {self.rank}: metrics to {self.sink}: {words}"
-        print(line, file=sys.stderr, flush=True)
+        with suppress(OSError, ValueError):  # where stderr is closed, nobody listens
+            print(line, file=sys.stderr, flush=True)
 
 
 class Readings:
@@ -161,15 +161,15 @@ class Readings:
         threading.Thread(target=self.run, name="metrics of the host", daemon=True).start()
 
     def run(self):
-        process = psutil.Process()
-        busy = psutil.cpu_percent(0.1)  # since the last time: the first needs a time
-        while True:
-            host = {"host_cpu_percent": busy, "rss_bytes": process.memory_info().rss}
-            host["host_memory_percent"] = psutil.virtual_memory().percent
-            self.latest = host | self.of_gpu()
-            if self.ended.wait(READING):
-                return
-            busy = psutil.cpu_percent()
+        process, pause = psutil.Process(), 0.1
+        psutil.cpu_percent()  # it tells how busy the host was since the last call
+        while not self.ended.wait(pause):
+            host = {
+                "rss_bytes": process.memory_info().rss,
+                "host_cpu_percent": psutil.cpu_percent(),
+                "host_memory_percent": psutil.virtual_memory().percent,
+            }
+            self.latest, pause = host | self.of_gpu(), READING
 
     def of_gpu(self):
         if self.device.type != "cuda":
