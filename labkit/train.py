@@ -57,9 +57,8 @@ def train(context, experiment, options, preemption, sinks):
     for name in ("model", "optimizer", "schedule", "scaler", "compressor"):
         if getattr(trainer, name) is not None:
             state[name] = getattr(trainer, name)
-    checkpoints = None
-    if options.checkpoint_dir:
-        checkpoints = Checkpoints(options.checkpoint_dir, options.keep)
+    url = options.checkpoint_dir
+    checkpoints = Checkpoints(url, options.keep) if url else None
     resume(checkpoints, state, options.resume, context.rank)
     log = Log(options.log if context.rank == 0 else None)
     bar = tqdm(initial=run.step, total=experiment.steps, unit="step", disable=context.rank != 0)
