@@ -24,6 +24,9 @@ from labkit.measure import monitor as watching
 from labkit.measure.monitor import Monitor, Readings
 from labkit.measure.sinks import KNOWN, JsonLines, Prometheus, TensorBoard, open_sinks
 from labkit.measure.timeline import Timeline
+from labkit.preempt import mean_and_wish
+from labkit.run.experiment import Experiment
+from labkit.run.participant import Participant
 from labkit.train import main
 from labkit.trainer import Trainer
 
@@ -139,6 +142,27 @@ def test_on_a_device_times_are_those_of_the_device(monkeypatch):
             work.wait()
     expected = {"step_ms": 40, "forward_ms": 10, "backward_ms": 30, "exposed_comm_ms": 15, "samples_per_s": 2750}
     assert {name: row[name] for name in expected} == pytest.approx(expected)
+
+
+def late_to_the_wish(rank, world_size, strategy):
+    """Rank 1 comes 200 ms late to what the ranks tell each other after the optimizer's step."""
+    context = SimpleNamespace(rank=rank, world_size=world_size, device=torch.device("cpu"))
+    participant = Participant(context, Experiment(strategy=strategy, model="mlp"))
+    with participant.monitor([], nan) as monitor:
+        dist.barrier()
+        with monitor.step(1) as row:
+            loss = participant.trainer.train_step(*participant.next_batch())
+            time.sleep(0.2 * rank)
+            mean_and_wish(loss, False)
+    return row
+
+
+@pytest.mark.parametrize("strategy", ["ddp_bucketed", "torch_ddp"])
+def test_waiting_for_a_late_rank_after_the_step_counts_too(ranks, strategy):
+    early, late = ranks(2, late_to_the_wish, strategy=strategy)
+    assert early["exposed_comm_ms"] > 150 and late["exposed_comm_ms"] < early["exposed_comm_ms"]
+    for row in (early, late):
+        assert row["exposed_comm_ms"] <= row["step_ms"]
 
 
 # ---- the host

@@ -187,14 +187,16 @@ class Participant:
         """How long this rank stood still for messages: the time inside wait().
 
         PyTorch's DDP and hooks wait where comm cannot see, so for them: from the last gradient's
-        arrival until backward() returned. On CUDA times are the device's; NaN where nobody can
-        tell: fully_shard's streams wait for each other, not for a message.
+        arrival until backward() returned, and what comm sees later. On CUDA times are the
+        device's; NaN where nobody can tell: fully_shard's streams wait for each other, not for a
+        message.
         """
         if self.experiment.strategy == "torch_fsdp" and self.device.type == "cuda":
             return nan
         if self.experiment.strategy == "torch_ddp" or self.experiment.comm_hook != "none":
-            backward = [span for span in self.timeline.spans if span.name == "backward"]
-            return 1e3 * (backward[-1].end - self.last_gradient)
+            end = max(span.end for span in self.timeline.spans if span.name == "backward")
+            later = [event for event in events if event.start >= end]
+            return 1e3 * (end - self.last_gradient) + waited_ms(later)
         return waited_ms(events)
 
 
