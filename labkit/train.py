@@ -7,9 +7,9 @@
     the same line again: step 124 ... 150 [save] ... 300 [save] weights_sha256
 
 What stands behind -- torchrun leaves alone: else it takes --log for one of its own. Every field of
-an Experiment is an option, or a line of the YAML file that --config names. The log has a JSON line
+an Experiment is an option, or a line of the YAML file that --config names. --log has a JSON line
 for each step: "step", and "loss", the mean over the ranks; the last one has "weights_sha256" too,
-of the whole model.
+of the whole model. --metrics tells what each rank does meanwhile: labkit/measure/monitor.py.
 """
 
 import argparse
@@ -19,6 +19,7 @@ import json
 import os
 import signal
 import sys
+from math import nan
 from pathlib import Path
 
 import torch
@@ -28,9 +29,11 @@ from tqdm import tqdm
 
 from labkit import comm, models
 from labkit.checkpoint import CheckpointError, Checkpoints
+from labkit.measure.sinks import KNOWN, open_sinks
 from labkit.parts.random_state import RandomState
 from labkit.parts.tensor_file import as_bytes
 from labkit.preempt import Preemption, mean_and_wish
+from labkit.run.compare import peak_for
 from labkit.run.context import Context, EventFile
 from labkit.run.experiment import Experiment
 from labkit.run.participant import Participant
@@ -44,8 +47,9 @@ SAME = (
 )  # fmt: skip
 
 
-def train(context, experiment, options, preemption, log):
+def train(context, experiment, options, preemption, log, sinks):
     """Train until the last step, or until told to stop; returns how it ended, in words."""
+    peak = peak_for(context, experiment) if options.metrics else nan  # draws: before the seed
     participant = Participant(context, experiment)
     trainer = participant.trainer
     trainer.clip = options.clip
@@ -54,25 +58,23 @@ def train(context, experiment, options, preemption, log):
     for name in ("model", "optimizer", "schedule", "scaler", "compressor"):
         if getattr(trainer, name) is not None:
             state[name] = getattr(trainer, name)
-    checkpoints = None
-    if options.checkpoint_dir:
-        checkpoints = Checkpoints(options.checkpoint_dir, options.keep)
+    url = options.checkpoint_dir
+    checkpoints = Checkpoints(url, options.keep) if url else None
     resume(checkpoints, state, options.resume, context.rank)
     bar = tqdm(initial=run.step, total=experiment.steps, unit="step", disable=context.rank != 0)
-    stop = False
-    while run.step < experiment.steps and not stop:
-        loss = trainer.train_step(*participant.next_batch())
-        loss, stop = mean_and_wish(loss, preemption.told)
-        run.step, run.loss = run.step + 1, loss.item()
-        bar.update()
-        last = run.step == experiment.steps
-        if not last:
-            log.write(step=run.step, loss=run.loss)
-        if options.evaluate_every and run.step % options.evaluate_every == 0:
-            mean = held_out_loss(experiment, trainer.model)
-            log.write(step=run.step, evaluation=mean)
-        if checkpoints and (last or stop or run.step % options.checkpoint_every == 0):
-            save(checkpoints, run.step, state, context.rank)
+    with participant.monitor(sinks, peak) as monitor:
+        stop = False
+        while run.step < experiment.steps and not stop:
+            run.loss, stop = step(monitor, run.step + 1, participant, preemption)
+            run.step += 1
+            bar.update()
+            last = run.step == experiment.steps
+            if not last:
+                log.write(step=run.step, loss=run.loss)
+            if options.evaluate_every and run.step % options.evaluate_every == 0:
+                log.write(step=run.step, evaluation=held_out_loss(experiment, trainer.model))
+            if checkpoints and (last or stop or run.step % options.checkpoint_every == 0):
+                save(checkpoints, run.step, state, context.rank)
     bar.close()
     if checkpoints:
         checkpoints.close()
@@ -84,6 +86,22 @@ def train(context, experiment, options, preemption, log):
     digest = weights_sha256(trainer.model)
     log.write(step=run.step, loss=run.loss, weights_sha256=digest)
     return f"done: {run.step} steps, loss {run.loss:.4f}, weights {digest[:16]}"
+
+
+def step(monitor, number, participant, preemption):
+    """One step; returns the ranks' mean loss, and whether any of them was told to stop."""
+    trainer = participant.trainer
+    with monitor.step(number) as row:
+        row["lr"] = trainer.optimizer.param_groups[0]["lr"]  # a schedule changes it afterwards
+        if trainer.scaler.is_enabled():
+            row["loss_scale"] = trainer.scaler.get_scale()
+        with participant.timeline.span("data"):
+            batch = participant.next_batch()
+        loss, stop = mean_and_wish(trainer.train_step(*batch), preemption.told)
+        row["loss"] = loss.item()
+        if trainer.gradient_norm is not None:
+            row["gradient_norm"] = trainer.gradient_norm.item()
+    return row["loss"], stop
 
 
 def save(checkpoints, step, state, rank):
@@ -187,6 +205,7 @@ def read(arguments):
     parser.add_argument("--clip", type=float, help="largest norm of the gradients (any)")
     parser.add_argument("--evaluate-every", type=positive, metavar="STEPS")
     parser.add_argument("--log", metavar="FILE", help="JSON lines, one a step")
+    parser.add_argument("--metrics", nargs="+", default=[], metavar="WHERE", help=KNOWN)
     parser.add_argument("--stop-file", metavar="FILE", help="stop when this file is there")
     parser.add_argument("--stop-after", type=float, metavar="SECONDS")
     options = parser.parse_args(arguments)
@@ -216,6 +235,7 @@ def main(arguments=None):
         if experiment.strategy == "single" and context.world_size > 1:
             raise ValueError(f"the strategy is single, and there are {context.world_size} ranks")
         log = Log(options.log if context.rank == 0 else None)
+        sinks = open_sinks(options.metrics, context.rank)
     except (ValueError, TypeError, OSError) as error:
         sys.exit(f"labkit.train: {error}")
     device = "cuda" if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]) else "cpu"
@@ -226,8 +246,10 @@ def main(arguments=None):
         )
     join_group({"device": device, "threads": 1, "collective_timeout": 600}, "env://", context)
     try:
+        for sink in sinks if context.rank == 0 else ():
+            print(f"metrics: {sink}", flush=True)
         with Preemption(options.stop_file, options.stop_after) as preemption:
-            words = train(context, experiment, options, preemption, log)
+            words = train(context, experiment, options, preemption, log, sinks)
             if context.rank == 0:
                 print(words, flush=True)
             comm.barrier()

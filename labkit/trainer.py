@@ -183,6 +183,7 @@ class Trainer:
     autocast: a context manager factory, around the forward. scaler: a GradScaler, for fp16.
     compressor: whose residuals are to follow the scaler's loss scale.
     clip: the largest norm of all gradients together; more is scaled down to it.
+    gradient_norm: what it was before that in the last step; None where nothing is clipped.
     """
 
     model: torch.nn.Module
@@ -195,6 +196,7 @@ class Trainer:
     scaler: GradScaler = field(default_factory=partial(GradScaler, enabled=False))
     compressor: object = None
     clip: float | None = None
+    gradient_norm: torch.Tensor | None = field(default=None, init=False)
 
     def train_step(self, input, target):
         """One optimizer step on this rank's batch; returns its mean loss, detached, a scalar.
@@ -217,7 +219,7 @@ class Trainer:
         with self.span("optimizer"):
             if self.clip is not None:
                 self.scaler.unscale_(self.optimizer)
-                self.clip_gradients()
+                self.gradient_norm = self.clip_gradients()
             self.scaler.step(self.optimizer)
             self.update_scale()
         if self.schedule is not None:

@@ -48,7 +48,8 @@ class Timeline:
         timeline.add_comm(events)
 
     device: whose time is meant, None: the host's. clock: the device's, unless another is given.
-    rows(), frame(), chrome_trace(), merge(), add_comm() and clock.resolve() wait for the device.
+    rows(), frame(), milliseconds(), chrome_trace(), merge(), add_comm() and clock.resolve() wait
+    for the device.
     """
 
     def __init__(self, rank=0, device=None, clock=None):
@@ -148,6 +149,14 @@ class Timeline:
             (span for t in timelines for span in t.spans), key=lambda span: span.start
         )
         return merged
+
+    def milliseconds(self):
+        """{name: how long its spans lasted together}."""
+        self.clock.resolve()
+        total = dict.fromkeys((span.name for span in self.spans), 0.0)
+        for span in self.spans:
+            total[span.name] += 1e3 * (span.end - span.start)
+        return total
 
     def rows(self):
         """Spans as flat dicts of JSON scalars, to be sent home: record(spans=timeline.rows())."""

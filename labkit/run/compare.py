@@ -50,7 +50,7 @@ def train(context, **fields):
     """One experiment, a row per step: launch("labkit.run.compare:train", steps=50)."""
     experiment = Experiment.from_dict(fields)
     experiment.check_ranks(context.world_size)
-    peak = higher_peaks(context, [experiment], {}, repetitions=5).get(kind(experiment), nan)
+    peak = peak_for(context, experiment)
     participant = Participant(context, experiment)
     for done in range(experiment.steps):
         if participant.takes_part:
@@ -96,6 +96,11 @@ def higher_peaks(context, experiments, before, repetitions=1):
         now = peak_flops(context.device, dtype, working=first or not alone, repetitions=repetitions)
         found[dtype, alone] = max(now, before.get((dtype, alone), 0.0))
     return found
+
+
+def peak_for(context, experiment):
+    """FLOP/s that the ranks of one experiment reach; NaN where its compute is no arithmetic."""
+    return higher_peaks(context, [experiment], {}, repetitions=5).get(kind(experiment), nan)
 
 
 def kind(experiment):

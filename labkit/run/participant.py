@@ -19,6 +19,7 @@ from labkit.hierarchical import FORMS
 from labkit.measure.flops import step_flops
 from labkit.measure.machine import free_bytes
 from labkit.measure.memory import MemoryTracker
+from labkit.measure.monitor import Monitor, waited_ms
 from labkit.measure.timeline import Timeline
 from labkit.measure.traffic import TrafficCounter
 from labkit.recompute import checkpoint
@@ -166,27 +167,39 @@ class Participant:
         step, loss (of this rank's share); step_ms, forward_ms, backward_ms, optimizer_ms,
         exposed_comm_ms; samples_per_s, of all ranks. And from `step`: compress_ms, which a
         compressor took of backward. The callers add mfu.
-
-        exposed_comm_ms: how long this rank stood still for messages: the time inside wait().
-        PyTorch's DDP and hooks wait where comm cannot see, so for them: from the last gradient's
-        arrival until backward() returned. On CUDA times are the device's; NaN where nobody can
-        tell: fully_shard's streams wait for each other, not for a message.
         """
-        ms = dict.fromkeys(("step", "forward", "backward", "optimizer"), 0.0)
-        for span in self.timeline.spans:
-            ms[span.name] += 1e3 * (span.end - span.start)
-            if span.name == "backward":
-                backward_end = span.end
-        exposed = 1e3 * sum(event.waited for event in events)
-        if self.experiment.strategy == "torch_ddp" or self.experiment.comm_hook != "none":
-            exposed = 1e3 * (backward_end - self.last_gradient)
-        if self.experiment.strategy == "torch_fsdp" and self.device.type == "cuda":
-            exposed = nan
+        names = ("step", "forward", "backward", "optimizer")
+        ms = dict.fromkeys(names, 0.0) | self.timeline.milliseconds()
         times = {f"{name}_ms": value for name, value in ms.items()}
         names = ("strategy", "model", "bucket_cap_mb", "comm_hook")
         named = {name: getattr(self.experiment, name) for name in names}
-        measured = {"step": self.done, "loss": loss.item(), **times, "exposed_comm_ms": exposed}
+        measured = {"step": self.done, "loss": loss.item(), **times}
+        measured["exposed_comm_ms"] = self.exposed_ms(events)
         return named | measured | {"samples_per_s": 1e3 * self.experiment.batch_size / ms["step"]}
+
+    def monitor(self, sinks, peak):
+        """A Monitor of the steps that its trainer takes. peak: FLOP/s of all ranks, or NaN."""
+        sample, _ = self.batches.dataset[0]
+        size = self.experiment.batch_size
+        tokens = 0 if sample.is_floating_point() else size * len(sample)
+        about = {"samples": size, "tokens": tokens, "flops": self.flops, "peak": peak}
+        return Monitor(self.timeline, sinks, exposed=self.exposed_ms, device=self.device, **about)
+
+    def exposed_ms(self, events):
+        """How long this rank stood still for messages: the time inside wait().
+
+        PyTorch's DDP and hooks wait where comm cannot see, so for them: from the last gradient's
+        arrival until backward() returned, and what comm sees later. On CUDA times are the
+        device's; NaN where nobody can tell: fully_shard's streams wait for each other, not for a
+        message.
+        """
+        if self.experiment.strategy == "torch_fsdp" and self.device.type == "cuda":
+            return nan
+        if self.experiment.strategy == "torch_ddp" or self.experiment.comm_hook != "none":
+            end = max(span.end for span in self.timeline.spans if span.name == "backward")
+            later = [event for event in events if event.start >= end]
+            return 1e3 * (end - self.last_gradient) + waited_ms(later)
+        return waited_ms(events)
 
 
 @cache
