@@ -75,7 +75,7 @@ What is indented is in parts/: what the file above it stands on, and others may 
     preempt.py              told to stop, all ranks stop after the same step
     train.py                the command: an Experiment, trained until it is done or told to stop
 
-    run/      from a notebook cell to ranks        measure/  time, memory, traffic, FLOPs, noise
+    run/      from a notebook cell to ranks        measure/  time, memory, traffic, FLOPs, a run
     models/   plain torch, unaware of ranks        show/     pictures, tables, widgets
 
 Imports go downward only:
