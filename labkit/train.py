@@ -6,6 +6,7 @@
     step 1 ... 50 [save] 51 ... 100 [save] ... 123 SIGTERM [save] leave with 0
     the same line again: step 124 ... 150 [save] ... 300 [save] weights_sha256
 
+A signal to torchrun itself reaches the ranks, too: they save and leave with 0, torchrun with 1.
 What stands behind -- torchrun leaves alone: else it takes --log for one of its own. Every field of
 an Experiment is an option, or a line of the YAML file that --config names. --log has a JSON line
 for each step: "step", and "loss", the mean over the ranks; the last one has "weights_sha256" too,
