@@ -59,6 +59,7 @@ What is indented is in parts/: what the file above it stands on, and others may 
     compression/            gradients that travel as few bytes: comm hooks for DDP
     local_sgd.py            talk every H steps only: local SGD, DiLoCo
     sampler.py              every sample exactly once per epoch; exact distributed evaluation
+    learning_rate.py        a larger batch: the rate scaled, warmed up, brought down to zero
     trainer.py              all of the above behind one train_step
     checkpoint.py           each rank writes what it holds: a killed run loses nothing; on
         pieces.py           a state as ranges of named wholes, whatever has cut them
@@ -71,11 +72,17 @@ What is indented is in parts/: what the file above it stands on, and others may 
         saved.py            any range of any whole, from the files that have it
         staying.py          which checkpoints stay
         store.py            a directory behind any URL: a file is there whole, or not there
+        lease.py            a lock where no file can be locked: renewed while its holder lives
+        together.py         what goes wrong on one rank is raised on all
         random_state.py     dropout goes on as it would have
+    convert.py              a checkpoint in other people's formats, both ways; on
+        sources.py          three formats, one way to read any range of any tensor
+        dcp_folder.py       what torch.distributed.checkpoint wrote; nothing in it is executed
     preempt.py              told to stop, all ranks stop after the same step
+    watchdog.py             who is stopped or stuck is named and ended; the others leave at once
     train.py                the command: an Experiment, trained until it is done or told to stop
 
-    run/      from a notebook cell to ranks        measure/  time, memory, traffic, FLOPs, a run
+    run/      from a notebook cell to ranks        measure/  time, memory, traffic, a run, faults
     models/   plain torch, unaware of ranks        show/     pictures, tables, widgets
 
 Imports go downward only:

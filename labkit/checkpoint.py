@@ -20,7 +20,7 @@ rename, fsync).
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -35,6 +35,7 @@ from labkit.parts.saved import Reader
 from labkit.parts.share_out import share_out
 from labkit.parts.staying import folder_of, prune, steps_in
 from labkit.parts.store import Store
+from labkit.parts.together import Together
 
 
 def save_shards(folder, step, tensors, group=None):
@@ -101,23 +102,27 @@ class Checkpoints:
     """
 
     def __init__(self, url, keep=3, best=None):
-        alone = not dist.is_initialized()
-        self.rank, self.n = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
+        self.together = Together(CheckpointError)
+        self.rank, self.n = self.together.rank, self.together.n
         self.url, self.keep, self.best = str(url), keep, best
-        # A group of its own, for the thread: its messages must not come between those of a step.
-        self.group = None if alone else dist.new_group(backend="gloo")
         self._thread, self._under_way, self._host = ThreadPoolExecutor(1), None, {}
         self._damaged = set()  # steps that load() has passed over
-        error = ""
+        error, self.store = "", None
         try:
             self.store = Store(url)
+            self.store.make()
             if self.rank == 0:
                 self.store.lock()
         except BlockingIOError:
             error = f"another run writes checkpoints into {url}: name another directory"
-        except (OSError, ValueError, ImportError) as reason:  # the last: of a URL's file system
+        except Exception as reason:  # a URL's file system raises what it likes
             error = f"{url} cannot be written: {reason}"
-        self._agree(error)
+        try:
+            self.together.agree(error)
+        except CheckpointError:
+            if self.store:
+                self.store.close()  # where another rank has failed, this one holds it
+            raise
 
     # ---- save
 
@@ -137,7 +142,7 @@ class Checkpoints:
                     held[f"{name}:{key}"] = piece._replace(values=copy)
         except Exception as error:
             with suppress(CheckpointError):  # the others are about to write, and are told
-                self._agree(f"step {step} was not saved: rank {self.rank}: {error}")
+                self.together.agree(f"step {step} was not saved: rank {self.rank}: {error}")
             raise
         self._under_way = self._thread.submit(self._write, step, held, plain, metrics)
 
@@ -159,24 +164,24 @@ class Checkpoints:
         """In the thread: this rank's file, and when all ranks have theirs, the manifest."""
         folder, name, facts = folder_of(step), f"rank-{self.rank}.safetensors", None
         failed = f"step {step} was not saved"
-        with self._agreed(failed):
+        with self.together.agreed(failed):
             listed = manifest.files(self.store, folder)
         if name in listed:  # saved before: until there is a new manifest, the old one holds
             name = f"again-{name}"
-        own = share_out(held, self.rank, self.n, self._tell)
+        own = share_out(held, self.rank, self.n, self.together.tell)
         tensors = {f"{key}@{piece.start}": piece.values for key, (piece, _) in own.items()}
-        with self._agreed(failed):
+        with self.together.agreed(failed):
             write = partial(tensor_file.write, tensors=tensors)
             size, digest = self.store.write(f"{folder}/{name}", write)
             file = {"name": name, "bytes": size, "sha256": digest}
             facts = manifest.facts(file, own, plain)
-        told = self._tell(facts)
-        with self._agreed(failed):
+        told = self.together.tell(facts)
+        with self.together.agreed(failed):
             if self.rank == 0:
                 whole = manifest.merge(told, step=step, world_size=self.n, metrics=metrics)
                 manifest.write(self.store, folder, whole)
         self._damaged.discard(step)
-        with self._agreed(f"step {step} was saved, but an older one not removed"):
+        with self.together.agreed(f"step {step} was saved, but an older one not removed"):
             if self.rank == 0:
                 prune(self.store, step, self.keep, self.best, self._damaged)
 
@@ -185,8 +190,10 @@ class Checkpoints:
     def steps(self):
         """The step numbers of all that have a manifest."""
         self.wait()
-        found = steps_in(self.store)
-        return self._tell([s for s in found if manifest.read(self.store, folder_of(s))[0]])[0]
+        with self.together.agreed(f"{self.url} cannot be read"):
+            found = steps_in(self.store)
+            complete = [step for step in found if manifest.read(self.store, folder_of(step))[0]]
+        return self.together.tell(complete)[0]
 
     def load(self, state, step=None):
         """Load the latest that is whole, or that of a step; returns its step, or None.
@@ -195,7 +202,9 @@ class Checkpoints:
         anything is changed, where it is not of this model, this optimizer, these data.
         """
         self.wait()
-        candidates = self._tell(steps_in(self.store))[0] if step is None else [step]
+        with self.together.agreed(f"{self.url} cannot be read"):
+            found = steps_in(self.store) if step is None else [step]
+        candidates = self.together.tell(found)[0]
         for candidate in reversed(candidates):
             found, why = self._check(folder_of(candidate))
             if found:
@@ -208,10 +217,8 @@ class Checkpoints:
 
     def _check(self, folder):
         """(manifest, "") or (None, why), the same on all ranks: each looks at some of the files."""
-        found, why = manifest.read(self.store, folder)
-        for file in found["files"][self.rank :: self.n] if found else []:
-            why = why or manifest.damage(self.store, folder, file)
-        reasons = [reason for reason in self._tell(why) if reason]
+        found, why = manifest.checked(self.store, folder, self.rank, self.n)
+        reasons = [reason for reason in self.together.tell(why) if reason]
         return (None, reasons[0]) if reasons else (found, "")
 
     def _give(self, state, step, found):
@@ -222,32 +229,10 @@ class Checkpoints:
                 if saved.there:
                     problems += [f"{name}: {problem}" for problem in holder.problems(saved)]
             words = f"the checkpoint of step {step} is of another run: {'; '.join(problems)}"
-            self._agree(words if problems else "")
-            for _, holder, saved in parts:
-                holder.give(saved)
-
-    # ---- among the ranks
-
-    def _tell(self, value):
-        """What all ranks say, in order. value: what JSON takes."""
-        text = json.dumps(value).encode()
-        texts = [text] if self.n == 1 else gather_bytes(text, self.group)
-        return [json.loads(one) for one in texts]
-
-    def _agree(self, error):
-        """Raises CheckpointError on all ranks where one has an error."""
-        if errors := [one for one in self._tell(error) if one]:
-            raise CheckpointError(errors[0])
-
-    @contextmanager
-    def _agreed(self, failed):
-        """What goes wrong inside on one rank is raised on all. failed: what is so then."""
-        error = ""
-        try:
-            yield
-        except Exception as reason:
-            error = f"{failed}: rank {self.rank}: {reason}"
-        self._agree(error)
+            self.together.agree(words if problems else "")
+            with self.together.agreed(f"the checkpoint of step {step} was not loaded"):
+                for _, holder, saved in parts:
+                    holder.give(saved)
 
     def close(self):
         """Waits, and gives the directory free. A process that ends without it may lose a save."""
@@ -255,7 +240,5 @@ class Checkpoints:
             self.wait()
         finally:
             self._thread.shutdown()
-            if self.rank == 0:
-                self.store.close()
-            if self.group is not None and dist.is_initialized():
-                dist.destroy_process_group(self.group)
+            self.store.close()
+            self.together.close()

@@ -6,6 +6,8 @@
     step 1 ... 50 [save] 51 ... 100 [save] ... 123 SIGTERM [save] leave with 0
     the same line again: step 124 ... 150 [save] ... 300 [save] weights_sha256
 
+A rank that stands still for --timeout seconds is named and ended, and the others leave: torchrun
+--max-restarts 3 then starts them again, from the latest checkpoint.
 A signal to torchrun itself reaches the ranks, too: they save and leave with 0, torchrun with 1.
 What stands behind -- torchrun leaves alone: else it takes --log for one of its own. Every field of
 an Experiment is an option, or a line of the YAML file that --config names. --log has a JSON line
@@ -13,55 +15,54 @@ for each step: "step", and "loss", the mean over the ranks; the last one has "we
 of the whole model. --metrics tells what each rank does meanwhile: labkit/measure/monitor.py.
 """
 
-import argparse
-import dataclasses
 import hashlib
-import json
 import os
 import signal
 import sys
 from math import nan
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import yaml
 from tqdm import tqdm
 
 from labkit import comm, models
 from labkit.checkpoint import CheckpointError, Checkpoints
-from labkit.measure.sinks import KNOWN, open_sinks
+from labkit.measure.sinks import open_sinks
 from labkit.parts.random_state import RandomState
 from labkit.parts.tensor_file import as_bytes
 from labkit.preempt import Preemption, mean_and_wish
 from labkit.run.compare import peak_for
-from labkit.run.context import Context, EventFile
-from labkit.run.experiment import Experiment
+from labkit.run.context import Context, EventFile, Log
+from labkit.run.options import read
 from labkit.run.participant import Participant
-from labkit.run.worker import join_group, position
-from labkit.sampler import evaluate
+from labkit.run.worker import die_with_parent, join_group, position
+from labkit.watchdog import Watchdog
 
 # What a run is: with another value of these it would be another run. How it is spread may change.
 SAME = (
     "model", "size", "data", "batch_size", "accumulation", "optimizer", "lr", "momentum",
-    "weight_decay", "reference_batch", "lr_rule", "warmup_steps", "precision", "seed",
+    "weight_decay", "reference_batch", "lr_rule", "linear_until", "warmup_steps", "schedule",
+    "precision", "seed", "clip",
 )  # fmt: skip
+LONGEST = 3600  # seconds that a collective waits for a rank that saves or evaluates
 
 
-def train(context, experiment, options, preemption, log, sinks):
+def train(context, experiment, options, log, sinks, preemption, watchdog):
     """Train until the last step, or until told to stop; returns how it ended, in words."""
-    peak = peak_for(context, experiment) if options.metrics else nan  # draws: before the seed
-    participant = Participant(context, experiment)
-    trainer = participant.trainer
-    trainer.clip = options.clip
-    run = Run(experiment)
-    state = {"run": run, "batches": participant.batches, "random": RandomState(context.device)}
-    for name in ("model", "optimizer", "schedule", "scaler", "compressor"):
-        if getattr(trainer, name) is not None:
-            state[name] = getattr(trainer, name)
-    url = options.checkpoint_dir
-    checkpoints = Checkpoints(url, options.keep) if url else None
-    resume(checkpoints, state, options.resume, context.rank)
+    with watchdog.patience("setting up"):
+        peak = peak_for(context, experiment) if options.metrics else nan  # before the seed
+        participant = Participant(context, experiment)
+        trainer = participant.trainer
+        trainer.clip = options.clip
+        run = Run(experiment, options.clip)
+        state = {"run": run, "batches": participant.batches, "random": RandomState(context.device)}
+        for name in ("model", "optimizer", "schedule", "scaler", "compressor"):
+            if getattr(trainer, name) is not None:
+                state[name] = getattr(trainer, name)
+        url = options.checkpoint_dir
+        checkpoints = Checkpoints(url, options.keep) if url else None
+        resume(checkpoints, state, options.resume, context.rank)
+        held_out = models.data.load(experiment.data, experiment.model, split="test")
     bar = tqdm(initial=run.step, total=experiment.steps, unit="step", disable=context.rank != 0)
     with participant.monitor(sinks, peak) as monitor:
         stop = False
@@ -73,12 +74,15 @@ def train(context, experiment, options, preemption, log, sinks):
             if not last:
                 log.write(step=run.step, loss=run.loss)
             if options.evaluate_every and run.step % options.evaluate_every == 0:
-                log.write(step=run.step, evaluation=held_out_loss(experiment, trainer.model))
+                with watchdog.patience("evaluation"):
+                    log.write(step=run.step, evaluation=trainer.evaluate(held_out))
             if checkpoints and (last or stop or run.step % options.checkpoint_every == 0):
-                save(checkpoints, run.step, state, context.rank)
+                with watchdog.patience("saving"):
+                    save(checkpoints, run.step, state, context.rank)
     bar.close()
     if checkpoints:
-        checkpoints.close()
+        with watchdog.patience("saving"):
+            checkpoints.close()
     if run.step < experiment.steps:
         why = preemption.reason or "another rank was told"
         if not checkpoints:
@@ -136,48 +140,24 @@ def resume(checkpoints, state, mode, rank):
 class Run:
     """How far it is, and what it is: a checkpoint of another run is refused."""
 
-    def __init__(self, experiment):
-        self.experiment, self.step, self.loss = experiment, 0, float("nan")
+    def __init__(self, experiment, clip):
+        self.now = experiment.to_dict() | {"clip": clip}
+        self.step, self.loss = 0, float("nan")
 
     def state_dict(self):
-        fields = {name: getattr(self.experiment, name) for name in SAME}
+        cosine = self.now["schedule"] == "cosine"  # which ends at the last step
+        fields = {name: self.now[name] for name in (*SAME, *["steps"] * cosine)}
         return {"step": self.step, "loss": self.loss, "fields": fields}
 
     def problems(self, state):
         return [
-            f"{name} was {was!r}, and is {getattr(self.experiment, name)!r} now"
+            f"{name} was {was!r}, and is {self.now[name]!r} now"
             for name, was in state["fields"].items()
-            if was != getattr(self.experiment, name)
+            if was != self.now[name]
         ]
 
     def load_state_dict(self, state):
         self.step, self.loss = state["step"], state["loss"]
-
-
-class Log:
-    """JSON lines, appended; without a path, nothing. OSError where it cannot be written."""
-
-    def __init__(self, path):
-        self.path = path
-        if path:
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            open(path, "a").close()
-
-    def write(self, **fields):
-        if self.path:
-            with open(self.path, "a") as file:
-                file.write(json.dumps(fields) + "\n")
-
-
-def held_out_loss(experiment, model):
-    """The mean loss over all of the data's test part, each sample once. Collective."""
-    dataset = models.data.load(experiment.data, experiment.model, split="test")
-    mean_of_batch = models.loss(experiment.model)
-
-    def total(output, target):
-        return mean_of_batch(output, target) * target.numel()
-
-    return evaluate(model, dataset, total).mean
 
 
 def weights_sha256(model):
@@ -192,51 +172,44 @@ def weights_sha256(model):
     return digest.hexdigest()
 
 
-def read(arguments):
-    """(Experiment, options) of the command line."""
-    parser = argparse.ArgumentParser(prog="labkit.train", description=__doc__.partition("\n")[0])
-    parser.add_argument("--config", metavar="FILE", help="YAML with the fields of an Experiment")
-    for field in dataclasses.fields(Experiment):
-        words = f"{field.default}" if field.default != "" else None
-        parser.add_argument(f"--{field.name.replace('_', '-')}", type=field.type, help=words)
-    parser.add_argument("--checkpoint-dir", metavar="URL", help="where checkpoints are (nowhere)")
-    parser.add_argument("--checkpoint-every", type=positive, default=100, metavar="STEPS")
-    parser.add_argument("--resume", choices=("auto", "never", "must"), default="auto")
-    parser.add_argument("--keep", type=positive, default=3, help="how many checkpoints stay (3)")
-    parser.add_argument("--clip", type=float, help="largest norm of the gradients (any)")
-    parser.add_argument("--evaluate-every", type=positive, metavar="STEPS")
-    parser.add_argument("--log", metavar="FILE", help="JSON lines, one a step")
-    parser.add_argument("--metrics", nargs="+", default=[], metavar="WHERE", help=KNOWN)
-    parser.add_argument("--stop-file", metavar="FILE", help="stop when this file is there")
-    parser.add_argument("--stop-after", type=float, metavar="SECONDS")
-    options = parser.parse_args(arguments)
-    names = [field.name for field in dataclasses.fields(Experiment)]
-    fields = yaml.safe_load(Path(options.config).read_text()) if options.config else {}
-    fields |= {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    return Experiment.from_dict(fields, source=options.config or "the command line"), options
-
-
-def positive(text):
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError("at least 1")
-    return int(text)
-
-
 def restarts_will_hang():
     """torchrun gives its ranks one store for all attempts, and is to start them again."""
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return shared and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
 
 
+def prepare(context, arguments):
+    """What is asked for, checked, and where it is told: arguments for `work`."""
+    experiment, options = read(arguments)
+    experiment.check_ranks(context.world_size)
+    if experiment.strategy == "single" and context.world_size > 1:
+        raise ValueError(f"the strategy is single, and there are {context.world_size} ranks")
+    log = Log(options.log if context.rank == 0 else None)
+    return experiment, options, log, open_sinks(options.metrics, context.rank)
+
+
+def work(context, experiment, options, log, sinks):
+    """Train on ranks that have met. Raises CheckpointError, on all of them."""
+    for sink in sinks if context.rank == 0 else ():
+        print(f"metrics: {sink}", flush=True)
+    preemption = Preemption(options.stop_file, options.stop_after)
+    with preemption, Watchdog(options.timeout) as watchdog:
+        words = train(context, experiment, options, log, sinks, preemption, watchdog)
+        if context.rank == 0:
+            print(words, flush=True)
+        comm.barrier()
+
+
+def launched(context, arguments):
+    """The same on warm ranks: launch("labkit.train:launched", arguments=["--steps", "9"])."""
+    work(context, *prepare(context, arguments))
+
+
 def main(arguments=None):
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    context = Context(*position(), torch.device("cpu"), EventFile(sys.stdout), attempt)
     try:
-        experiment, options = read(arguments)
-        context = Context(*position(), torch.device("cpu"), EventFile(sys.stdout))
-        experiment.check_ranks(context.world_size)
-        if experiment.strategy == "single" and context.world_size > 1:
-            raise ValueError(f"the strategy is single, and there are {context.world_size} ranks")
-        log = Log(options.log if context.rank == 0 else None)
-        sinks = open_sinks(options.metrics, context.rank)
+        asked = prepare(context, arguments)
     except (ValueError, TypeError, OSError) as error:
         sys.exit(f"labkit.train: {error}")
     device = "cuda" if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]) else "cpu"
@@ -245,17 +218,13 @@ def main(arguments=None):
             "labkit.train: with gloo, restarted ranks look for those before them and wait for "
             "ever: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun has --max-restarts"
         )
-    join_group({"device": device, "threads": 1, "collective_timeout": 600}, "env://", context)
+    die_with_parent()  # ranks without torchrun would go on, and nobody could tell them anything
+    job = {"device": device, "threads": 1, "collective_timeout": LONGEST}
+    join_group(job, "env://", context)
     try:
-        for sink in sinks if context.rank == 0 else ():
-            print(f"metrics: {sink}", flush=True)
-        with Preemption(options.stop_file, options.stop_after) as preemption:
-            words = train(context, experiment, options, preemption, log, sinks)
-            if context.rank == 0:
-                print(words, flush=True)
-            comm.barrier()
-            dist.destroy_process_group()
-    except CheckpointError as error:  # on all ranks
+        work(context, *asked)
+        dist.destroy_process_group()
+    except CheckpointError as error:
         if context.rank == 0:
             print(f"labkit.train: {error}", file=sys.stderr, flush=True)
         sys.exit(1)

@@ -5,16 +5,11 @@
     trainer    = Trainer(model, optimizer, loss)
     train_step = zero_grad, for each micro-batch forward and backward, then clip, step, schedule
 
-With accumulation over k micro-batches only the last backward communicates: 1/k of the messages for
-the same gradient.
-
-Learning rate for a global batch k times as large: linear k x (Goyal et al., Accurate, Large
-Minibatch SGD, 2017, section 2.1), with warm-up over the first steps (section 2.2); square root
-(Krizhevsky, One weird trick for parallelizing convolutional neural networks, 2014, section 5).
+With accumulation over k micro-batches only the last backward communicates: 1/k of the messages.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,14 +27,10 @@ from labkit.local_sgd import DiLoCo, LocalSGD
 from labkit.mesh import Mesh
 from labkit.parts.units import as_policy
 from labkit.recompute import checkpoint_every
+from labkit.sampler import evaluate
 from labkit.zero import ZeRO1, ZeRO2
 
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
-LR_RULES = {
-    "none": lambda factor: 1.0,
-    "linear": lambda factor: factor,
-    "sqrt": lambda factor: factor**0.5,
-}
 
 
 def parallelize(module, strategy, unit=torch.nn.Linear, bucket_cap_mb=25, hook=None):
@@ -182,6 +173,7 @@ class Trainer:
     span: a context manager factory, called with "forward", "backward" and "optimizer", to measure.
     autocast: a context manager factory, around the forward. scaler: a GradScaler, for fp16.
     compressor: whose residuals are to follow the scaler's loss scale.
+    hooks: functions (trainer, loss), called after each step, in this order.
     clip: the largest norm of all gradients together; more is scaled down to it.
     gradient_norm: what it was before that in the last step; None where nothing is clipped.
     """
@@ -195,6 +187,7 @@ class Trainer:
     autocast: Callable = nullcontext
     scaler: GradScaler = field(default_factory=partial(GradScaler, enabled=False))
     compressor: object = None
+    hooks: Sequence[Callable] = ()
     clip: float | None = None
     gradient_norm: torch.Tensor | None = field(default=None, init=False)
 
@@ -209,8 +202,7 @@ class Trainer:
         self.optimizer.zero_grad()
         total = 0.0
         for i, (x, y) in enumerate(zip(input.chunk(parts), target.chunk(parts), strict=True)):
-            last = i == parts - 1
-            with nullcontext() if last else self.quiet():
+            with nullcontext() if i == parts - 1 else self.quiet():
                 with self.span("forward"), self.autocast():
                     loss = self.loss(self.model(x), y) / self.accumulation
                 with self.span("backward"):
@@ -224,7 +216,17 @@ class Trainer:
             self.update_scale()
         if self.schedule is not None:
             self.schedule.step()
+        for hook in self.hooks:
+            hook(self, total)
         return total
+
+    def evaluate(self, dataset):
+        """The mean loss over a dataset, each sample once, on whichever rank. Collective."""
+
+        def total(output, target):
+            return self.loss(output, target) * target.numel()
+
+        return evaluate(self.model, dataset, total).mean
 
     def clip_gradients(self):
         """Where gradients are shards, whoever has cut them knows the norm of all."""
@@ -246,19 +248,3 @@ class Trainer:
             if hasattr(sender, "no_sync"):
                 return sender.no_sync()
         return nullcontext()
-
-
-def scaled_lr(lr, batch_size, reference_batch, rule):
-    """The learning rate for batch_size, if lr suits reference_batch. rule: a key of LR_RULES."""
-    if rule not in LR_RULES:
-        raise ValueError(f"unknown learning-rate rule {rule!r}: known are {', '.join(LR_RULES)}")
-    return lr * LR_RULES[rule](batch_size / reference_batch)
-
-
-def warmup(optimizer, steps):
-    """A schedule: the learning rate rises in equal steps from lr / (steps + 1) to lr, and stays."""
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, partial(warmup_factor, steps))
-
-
-def warmup_factor(steps, step):
-    return min(1.0, (step + 1) / (steps + 1))

@@ -25,6 +25,7 @@ from labkit.measure import machine
 
 KINDS = ("tests", "nbval", "papermill", "browser")
 STEPS = ("ruff", *KINDS)
+DOCKERFILE = "scripts/Dockerfile"
 SPARE = 1  # workers more than cores: cases wait, too, for sleeps, for links, for the last rank
 CELL_LIMIT = 600  # seconds for one cell under nbval, also beside others on a busy machine
 STEP_LIMIT = 4500  # seconds for the whole queue: far above any, so that CI never hangs
@@ -65,14 +66,18 @@ def tail(log):
 
 
 def lint(folder):
-    """ruff, on .py and .ipynb."""
-    cases, line = [], Line("ruff")
-    for arguments in (["check", "."], ["format", "--check", "."]):
-        log, start = folder / f"ruff-{arguments[0]}.log", line.seconds
-        failed = run([sys.executable, "-m", "ruff", *arguments], log, line)
+    """ruff, on .py and .ipynb; hadolint, on the Dockerfile."""
+    cases, line, place = [], Line("ruff"), Path(sys.prefix, "bin")
+    for tool, *arguments in (["ruff", "check", "."], ["ruff", "format", "--check", "."], ["hadolint", DOCKERFILE]):
+        name = f"{tool} {arguments[0]}"
+        if not (place / tool).exists():
+            cases.append(case("ruff", name, "skipped", why=f"there is no {tool} for this machine"))
+            continue
+        log, start = folder / f"{len(cases)}-{tool}.log", line.seconds
+        failed = run([place / tool, *arguments], log, line)
         if failed:
             say(f"\n{tail(log)}")
-        cases.append(case("ruff", arguments[0], "failed" if failed else "passed", line.seconds - start))
+        cases.append(case("ruff", name, "failed" if failed else "passed", line.seconds - start))
     return finish(line, cases)
 
 

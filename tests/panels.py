@@ -1,7 +1,7 @@
 """A widget's panel in JupyterLab, moved as a person without a mouse does: Tab to a control, a key, and look.
 
 panel.move(control, keys)   milliseconds from the last key to the new picture; AssertionError if nothing changes
-panel.move_all()            every control that is not greyed out, there and back: {name: [milliseconds]}
+panel.move_all()            every control that is not greyed out, there and back; of boxes only the last comes back
 """
 
 from browser import CELL_PATIENCE, PATIENCE
@@ -60,6 +60,7 @@ NAME = """
 """
 
 # The keys that move a control to another value, and those that bring it back: a filter must not empty the next one's.
+# A box stays as it is then, while others are ticked.
 KEYS = """
 (control) => {
   const at = (name) => Number(control.getAttribute(name));
@@ -70,7 +71,8 @@ KEYS = """
   if (control.classList.contains('noUi-handle'))
     return either(at('aria-valuenow') < at('aria-valuemax'), 'ArrowRight', 'ArrowLeft');
   if (control.tagName === 'BUTTON') return [['Enter']];
-  if (control.type === 'checkbox') return [['Space'], ['Space']];
+  const others = [...document.querySelectorAll('[type=checkbox]:checked')].filter(one => one !== control);
+  if (control.type === 'checkbox') return others.length ? [['Space']] : [['Space'], ['Space']];
   return [['End', '1', 'Enter'], ['End', 'Backspace', 'Enter']];
 }
 """

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from itertools import pairwise
 
 import pytest
 import torch
@@ -9,12 +10,13 @@ from torch.utils.data import TensorDataset
 
 from labkit.amp import GradScaler
 from labkit.compression import TopK
+from labkit.learning_rate import scaled_lr, warmup
 from labkit.run import LaunchError, launch
 from labkit.run.compare import compare
 from labkit.run.experiment import Experiment
 from labkit.run.participant import Participant
 from labkit.sampler import Batches
-from labkit.trainer import STRATEGIES, Trainer, parallelize, scaled_lr, warmup
+from labkit.trainer import STRATEGIES, Trainer, parallelize
 
 OURS = ("ddp_naive", "ddp_overlapped", "ddp_bucketed")
 
@@ -107,19 +109,49 @@ def test_learning_rate_rules(batch, rule, factor):
     assert scaled_lr(0.1, batch, 64, rule) == pytest.approx(0.1 * factor)
 
 
-def test_the_square_root_rule_never_drops():
-    rates = [scaled_lr(0.1, batch, 64, "sqrt") for batch in range(64, 20000, 64)]
-    assert rates == sorted(rates)
+@pytest.mark.parametrize("rule", ["linear", "sqrt", "linear_sqrt"])
+def test_a_larger_batch_never_has_a_smaller_rate_nor_a_jump(rule):
+    rates = [scaled_lr(0.1, batch, 64, rule) for batch in range(64, 20000, 64)]
+    steps = [after - before for before, after in pairwise(rates)]
+    assert min(steps) > 0 and max(steps) <= 0.1 + 1e-9
 
 
-def test_warm_up_rises_in_equal_steps_to_the_rate_and_stays():
+def test_linear_goes_over_into_the_square_root_where_it_is_told_to():
+    assert scaled_lr(0.1, 8192, 256, "linear_sqrt") == pytest.approx(3.2)
+    assert scaled_lr(0.1, 4 * 8192, 256, "linear_sqrt") == pytest.approx(6.4)
+    assert scaled_lr(0.1, 4096, 256, "linear_sqrt", linear_until=1024) == pytest.approx(0.8)
+    assert scaled_lr(0.1, 256, 256, "linear_sqrt", linear_until=64) == pytest.approx(0.1)
+
+
+def rates_of(steps, warmup_steps, cosine_steps=None):
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
-    schedule, seen = warmup(optimizer, 4), []
-    for _ in range(7):
+    schedule, seen = warmup(optimizer, warmup_steps, cosine_steps), []
+    for _ in range(steps):
         seen.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         schedule.step()
-    assert seen == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.5, 0.5])
+    return seen
+
+
+def test_warm_up_rises_in_equal_steps_to_the_rate_and_stays():
+    assert rates_of(7, 4) == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.5, 0.5])
+
+
+def test_a_cosine_begins_where_warm_up_ends_and_falls_to_zero():
+    assert rates_of(8, 2, 4) == pytest.approx([0.5 / 3, 1 / 3, *rates_of(6, 0, 4)])
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
+    theirs, expected = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 6), []
+    for _ in range(7):
+        expected.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        theirs.step()
+    assert rates_of(7, 0, 6) == pytest.approx(expected)
+    assert rates_of(9, 0, 6)[-2:] == [0.0, 0.0]
+
+
+def test_a_cosine_without_a_step_is_refused():
+    with pytest.raises(ValueError, match="leaves none of 20 steps for the cosine"):
+        Experiment(schedule="cosine", warmup_steps=20)
 
 
 def test_every_epoch_has_an_order_of_its_own():
@@ -276,3 +308,15 @@ def test_residuals_follow_the_loss_scale(ranks):
     (fixed, one), _ = ranks(2, trained_with_a_moving_scale, growth_interval=100)
     assert (scale, one) == (2.0**5, 1.0)
     assert torch.equal(moving, fixed)  # powers of two round nothing
+
+
+def test_hooks_are_called_after_each_step_with_its_loss():
+    model, seen = torch.nn.Linear(2, 1), []
+
+    def note(trainer, loss):
+        seen.append((loss.item(), trainer.model.weight.detach().clone()))
+
+    trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), torch.nn.functional.mse_loss, hooks=[note, note])
+    losses = [trainer.train_step(torch.ones(4, 2), torch.zeros(4, 1)).item() for _ in range(2)]
+    assert [loss for loss, _ in seen] == [losses[0]] * 2 + [losses[1]] * 2
+    assert torch.equal(seen[3][1], model.weight) and not torch.equal(seen[0][1], model.weight)

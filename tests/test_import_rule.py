@@ -51,7 +51,7 @@ def layer(module):
         return "top"
     if rest[0] in ("mesh", "comm", "meter", "gloo"):
         return "floor"
-    if rest[0] == "train":  # the command: an Experiment, trained by ranks
+    if rest[0] in ("train", "convert"):  # commands
         return "run"
     if rest[0] == "parts":  # what algorithms share: they never import each other
         return "part"

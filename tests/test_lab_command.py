@@ -221,6 +221,7 @@ def test_progress_is_read_from_pip():
         "torch-2.13.0.whl (526 MB)",
     )
     assert phase_of("Processing /nvidia/wheels/torch-2.13.0+cpu.whl") == ("fetching", "torch-2.13.0+cpu.whl")
+    assert phase_of("Collecting nvidia-ml-py==13.615.71")[0] == "fetching"  # no part of CUDA
     phase, detail = phase_of("Collecting a\nInstalling collected packages: a, b, c")
     assert phase == "installing"
     assert detail.endswith(" of 3 packages")

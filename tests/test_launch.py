@@ -180,12 +180,41 @@ def test_a_rank_that_is_stopped_on_its_way_out_finished_early():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("hang", ["import time; time.sleep(100)", "import os, signal; os.kill(os.getpid(), 19)"])
-def test_a_hanging_or_frozen_rank_is_named_within_the_limit(hang):
+@pytest.mark.parametrize(
+    ("hang", "told"),
+    [
+        ("import time; time.sleep(100)", "rank 1 hangs"),
+        ("import time\n    while True: pass", "rank 1 hangs"),
+        ("import os; os.kill(os.getpid(), 19)", "rank 1 stood still, stopped by a signal (SIGSTOP)"),
+    ],
+    ids=["asleep", "endless", "stopped"],
+)
+def test_a_hanging_or_frozen_rank_is_named_within_the_limit(hang, told):
     start = time.monotonic()
     text = failure(f"if rank == 1:\n    {hang}\ncomm.all_reduce(torch.ones(4))")
-    assert text.startswith("rank 1 hangs")
+    assert text.startswith(told)
     assert time.monotonic() - start < 15  # 3 s for the collective; torchelastic alone takes 35 s for a frozen rank
+
+
+@pytest.mark.slow
+def test_where_all_are_stopped_nobody_times_out_and_they_are_named():
+    text = failure("import os; os.kill(os.getpid(), 19)")
+    assert text.startswith("rank 0, 1 stood still, stopped by a signal (SIGSTOP)")
+
+
+def test_what_a_stopped_rank_says_when_it_is_told_to_end_is_not_the_cause(tmp_path):
+    error = {"kind": "error", "time": 1.0, "type": "E", "message": "timed out", "line": "x", "lineno": 1}
+    error["traceback"] = "E: timed out"
+    events = [[{"kind": "start", "pid": pid}, error] for pid in (1, 2)]
+    cause, text = explain(read_ends(tmp_path, 2, events, {1: 1}, frozen=[1]))
+    assert cause.rank == 1 and text.startswith("rank 1 stood still") and "E: timed out" not in text
+
+
+@pytest.mark.parametrize("because", [-signal.SIGTERM, os.EX_TEMPFAIL, 0, None])
+def test_who_was_ended_because_of_another_is_not_the_cause(because):
+    ends = [RankEnd(rank, "died", {}, None, "", code) for rank, code in enumerate((because, -signal.SIGKILL, because))]
+    cause, text = explain(ends)
+    assert cause.rank == 1 and text.startswith("rank 1 died of SIGKILL")
 
 
 def test_a_group_made_later_waits_no_longer_than_the_one_of_all():

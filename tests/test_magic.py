@@ -23,6 +23,12 @@ def test_the_cell_sees_its_rank_and_the_notebook_gets_the_run(shell):
     assert shell.user_ns["result"].records["total"].tolist() == [3.0, 3.0, 3.0]
 
 
+def test_a_cell_that_fails_is_started_again_and_knows_it(shell):
+    source = "record(x=attempt)\nif attempt < 2: raise ValueError('no')"
+    shell.run_cell_magic("torchrun", "--nproc 1 --restarts 2 --into result --quiet", source)
+    assert shell.user_ns["result"].records["x"].tolist() == [0, 1, 2]
+
+
 def test_variables_of_the_notebook_can_be_options(shell):
     shell.user_ns["ranks_wanted"] = 2
     shell.run_cell("%%torchrun --nproc $ranks_wanted --into result --quiet\nrecord(x=world_size)").raise_error()

@@ -116,7 +116,7 @@ def test_what_is_not_known_is_not_there():
         (row,) = take(monitor, 1, loss=2.5)
     assert kept.closed and len(kept.rows) == 1
     host = {"host_cpu_percent", "host_memory_percent", "rss_bytes"}
-    assert row.keys() - host == {"step", "rank", "loss", "time", "step_ms", "exposed_comm_ms"}
+    assert row.keys() - host == {"step", "rank", "loss", "time", "step_ms", "exposed_comm_ms", "memory_stalls"}
     assert (row["rank"], row["loss"]) == (3, 2.5) and abs(row["time"] - time.time()) < 60
 
 

@@ -37,3 +37,9 @@ def test_a_picture_is_the_one_that_was_drawn_from_its_record(name):
 
 def test_every_recorded_picture_is_saved_by_a_notebook():
     assert set(PICTURES) == {name for path in batch.course() for name in figures.saved_figures(batch.read(path))}
+
+
+def test_the_first_notebook_names_all_that_come_after_it():
+    first, *others = batch.course()
+    last = batch.read(first).cells[-1].source
+    assert [path.stem for path in others if f"({path.name})" not in last] == []

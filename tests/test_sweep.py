@@ -199,7 +199,7 @@ def test_two_sweeps_in_one_folder(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("", "not a sweep's file"), ("a,b\n1,2\n", "format 1"), ("format\n0\n", "format 1")],
+    [("", "not a sweep's file"), ("a,b\n1,2\n", "format 2"), ("format\n0\n", "format 2")],
 )
 def test_files_of_others_are_named(tmp_path, no_launch, text, words):
     (tmp_path / "odd.csv").write_text(text)
@@ -217,3 +217,12 @@ def test_folders_merge_and_unlike_machines_are_not_compared(measured, tmp_path):
         sweep.results(tmp_path)
     with pytest.raises(ValueError, match="holds no results"):
         sweep.results(tmp_path / "empty")
+
+
+def test_a_field_that_is_new_since_then_has_its_usual_value(measured, tmp_path):
+    folder, _ = measured
+    for path in folder.glob("*.csv"):
+        pd.read_csv(path).drop(columns="schedule").to_csv(tmp_path / path.name, index=False)
+    assert set(sweep.read(tmp_path)["schedule"]) == {"constant"}
+    possible, _ = sweep.cells(GRID)
+    assert sweep.launches(possible, set(sweep.read(tmp_path)["cell"])) == []

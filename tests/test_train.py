@@ -1,4 +1,4 @@
-"""labkit.train under a real torchrun: it can be stopped and killed, goes on, and ends where the unbroken run ends."""
+"""labkit.train, warm and under a real torchrun: stopped or killed, it ends where the unbroken run ends."""
 
 import contextlib
 import json
@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from labkit import train
 from labkit.preempt import Preemption, mean_and_wish
+from labkit.run import LaunchError, launch
 from labkit.run.context import Context
 from labkit.run.experiment import Experiment
 from labkit.run.participant import Participant
@@ -33,9 +34,13 @@ def start(nproc, *options, restarts=0):
 
 
 def run(nproc, *options):
-    process = start(nproc, *options)
-    out, error = process.communicate(timeout=120)
-    return process.returncode, out, error
+    """The same on warm ranks: (0 or 1, what rank 0 printed, what went wrong)."""
+    arguments = [*FIELDS, *map(str, options)]
+    try:
+        done = launch("labkit.train:launched", nproc=nproc, arguments=arguments, quiet=True)
+    except LaunchError as error:
+        return 1, error.run.logs[0].read_text(), str(error)
+    return 0, done.logs[0].read_text(), ""
 
 
 def lines(path):
@@ -89,14 +94,11 @@ def test_stopped_and_killed_it_ends_where_the_unbroken_run_ends(tmp_path, fields
     stopped = lines(broken)
     assert f"stopped after step {stopped[-1]['step']} (" in out and "goes on from there" in out
     assert len(stopped) < STEPS and "weights_sha256" not in stopped[-1]
-    # Killed: nobody can say anything.
+    # Killed: nobody can say anything, and the ranks go with torchrun.
     process = start(2, *options)
     wait_for(broken, len(stopped) + 3, process)
     ranks = children(process)
-    os.killpg(process.pid, signal.SIGKILL)
-    for pid in ranks:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    process.kill()
     process.communicate()
     gone(ranks)
     code, out, error = run(2, *options, "--resume", "must")
@@ -124,8 +126,9 @@ def test_a_run_goes_on_with_other_ranks_and_another_strategy(tmp_path):
         assert ours["step"] == theirs["step"]
         for name in {"loss", "evaluation"} & set(ours):
             assert ours[name] == pytest.approx(theirs[name], abs=1e-9)
-    code, _, error = run(2, *options, "--model", "resnet", "--seed", "3")
+    code, _, error = run(2, *options, "--model", "resnet", "--seed", "3", "--clip", "0.7")
     assert code == 1 and "run: model was 'mlp', and is 'resnet' now; run: seed was 0, and is 3 now" in error
+    assert "run: clip was 0.5, and is 0.7 now" in error
     code, _, error = run(2, *options, "--resume", "never")
     assert code == 1 and "has a checkpoint of step 12: name another directory" in error
     code, _, error = run(2, *precise, "--checkpoint-dir", tmp_path / "new", "--resume", "must")
@@ -278,16 +281,22 @@ def test_clipping_is_of_the_unscaled_norm_of_all_ranks(ranks, strategy, precisio
 
 
 @pytest.mark.slow
-def test_torchrun_starts_a_killed_rank_again_and_nothing_is_lost(tmp_path):
-    emulated = ("--strategy", "zero2", "--compute", "emulated", "--block-ms", "40")
+def test_torchrun_starts_killed_and_stopped_ranks_again_and_nothing_is_lost(tmp_path):
+    emulated = ("--strategy", "zero2", "--compute", "emulated", "--block-ms", "40", "--steps", "40")
     code, _, error = run(2, *emulated, "--log", tmp_path / "whole.jsonl")
     assert code == 0, error
     log = tmp_path / "broken.jsonl"
-    saved = ("--checkpoint-dir", tmp_path / "checkpoints", "--checkpoint-every", 1)
-    process = start(2, *emulated, "--log", log, *saved, restarts=1)
-    wait_for(log, 4, process)
-    os.kill(children(process)[0], signal.SIGKILL)
+    saved = ("--checkpoint-dir", tmp_path / "checkpoints", "--checkpoint-every", 1, "--timeout", 4)
+    process = start(2, *emulated, "--log", log, *saved, restarts=2)
+    steps = 0
+    for victim, number in ((1, signal.SIGKILL), (0, signal.SIGSTOP)):
+        wait_for(log, steps + 4, process)
+        os.kill(children(process)[victim], number)
+        steps, begin = len(lines(log)), time.monotonic()
+        wait_for(log, steps + 3, process)  # one may have been under way
+    assert time.monotonic() - begin < 4 + 25  # torchrun alone waits 35 s for a stopped rank, once it knows
     out, error = process.communicate(timeout=120)
-    assert process.returncode == 0 and "goes on after step" in out, error
+    assert process.returncode == 0 and out.count("goes on after step") == 2, error
+    assert "noticed: rank 0 on node 0 has not been heard of for 4 s: it holds the store" in error
     whole, broken = ({line["step"]: line for line in lines(path)} for path in (tmp_path / "whole.jsonl", log))
     assert broken == whole

@@ -7,16 +7,19 @@
     thread                                             sink.write(row)    may be slow, may raise
 
 A row: time (seconds since 1970), step, rank; step_ms and for each span its forward_ms,
-backward_ms, optimizer_ms ...; exposed_comm_ms; samples_per_s, tokens_per_s and mfu, of all ranks;
-what the training loop adds (loss, lr, gradient_norm, loss_scale); rss_bytes, host_cpu_percent,
-host_memory_percent; with a GPU gpu_percent, gpu_used_bytes (NVML: of all processes),
-gpu_allocated_bytes, gpu_peak_bytes (of this one). What is not known is not there.
+backward_ms, optimizer_ms ...; exposed_comm_ms; of its messages messages, network_ms (at least one
+was under way) and shortest_message_ms; memory_stalls (major page faults, and on a GPU allocations
+that had to be tried again); samples_per_s, tokens_per_s and mfu, of all ranks; what the training
+loop adds (loss, lr, gradient_norm, loss_scale); rss_bytes, host_cpu_percent, host_memory_percent;
+with a GPU gpu_percent, gpu_used_bytes (NVML: of all processes), gpu_allocated_bytes, gpu_peak_bytes
+(of this one). What is not known is not there.
 
 Cost: no message; a few readings of a clock, and on CUDA one wait for the device at the end of a
 step. The sinks' threads share Python's lock with training. Sinks: sinks.py.
 """
 
 import queue
+import resource
 import sys
 import threading
 import time
@@ -28,6 +31,7 @@ import torch
 
 from labkit import comm
 from labkit.measure.flops import mfu
+from labkit.measure.overlap import length, union
 
 WAITING = 1000  # rows that a sink may be behind
 CLOSING = 5.0  # seconds that all sinks together get to write what is left
@@ -37,6 +41,26 @@ READING = 1.0  # seconds between two looks at the host
 def waited_ms(events):
     """Exposed communication: how long this rank stood still inside wait()."""
     return 1e3 * sum(event.waited for event in events)
+
+
+def of_messages(events):
+    """How many there were, how long any was under way, and the shortest; {} without any."""
+    times = [(event.start, event.end) for event in events if event.end is not None]
+    if not times:
+        return {}
+    return {
+        "messages": len(events),
+        "network_ms": 1e3 * length(union(times)),
+        "shortest_message_ms": 1e3 * min(end - start for start, end in times),
+    }
+
+
+def memory_stalls(device):
+    """How often this process had to wait for memory so far: a page from the disk, a retry."""
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+    if device is None or torch.device(device).type != "cuda":
+        return faults
+    return faults + torch.cuda.memory_stats(device).get("num_alloc_retries", 0)
 
 
 class Monitor:
@@ -57,7 +81,7 @@ class Monitor:
         self, timeline, sinks=(), samples=0, tokens=0, flops=nan, peak=nan, exposed=waited_ms,
         device=None,
     ):  # fmt: skip
-        self.timeline, self.exposed = timeline, exposed
+        self.timeline, self.exposed, self.device = timeline, exposed, device
         self.samples, self.tokens, self.flops, self.peak = samples, tokens, flops, peak
         self.readings = Readings(device) if sinks else None
         self.feeds = [Feed(sink, timeline.rank) for sink in sinks]
@@ -67,11 +91,14 @@ class Monitor:
         """Time a block as this step; it may add numbers to the row. One that raises has no row."""
         row = {"step": step, "rank": self.timeline.rank}
         self.timeline.spans.clear()
+        stalls = memory_stalls(self.device)
         with comm.record(clock=self.timeline.clock) as events, self.timeline.span("step"):
             yield row
         ms = self.timeline.milliseconds()
         row |= {"time": time.time(), **{f"{name}_ms": value for name, value in ms.items()}}
         row["exposed_comm_ms"] = self.exposed(events)
+        row |= of_messages(events)
+        row["memory_stalls"] = memory_stalls(self.device) - stalls
         for name, count in (("samples", self.samples), ("tokens", self.tokens)):
             if count:
                 row[f"{name}_per_s"] = 1e3 * count / ms["step"]

@@ -5,6 +5,7 @@
       |--> tensorboard  a curve for each number
       |--> prometheus   /metrics: the latest row, for whoever asks
       |--> wandb        a run on disk, until `wandb sync` sends it
+      |--> Records      run.records of a launch (show/live.py draws them)
 
 A sink has write(row), close() and a str() that says where to look. It may be slow and may raise:
 monitor.py keeps both away from training. Each library is imported by the sink that needs it.
@@ -67,6 +68,22 @@ class JsonLines:
 
     def close(self):
         self.file.close()
+
+
+class Records:
+    """run.records of a launch: what a notebook sees while it runs. record: context.record."""
+
+    def __init__(self, record):
+        self.record = record
+
+    def __str__(self):
+        return "run.records"
+
+    def write(self, row):
+        self.record(**{name: value for name, value in row.items() if name != "rank"})
+
+    def close(self):
+        """The launch's file stays open."""
 
 
 class TensorBoard:

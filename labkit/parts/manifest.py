@@ -57,7 +57,7 @@ def read(store, folder):
             digest, _, text = file.read().partition(b"\n")
     except FileNotFoundError:
         return None, "it has no manifest: saving it was interrupted"
-    except OSError as reason:
+    except Exception as reason:  # a URL's file system raises what it likes
         return None, f"its manifest cannot be read: {reason}"
     if hashlib.sha256(text).hexdigest().encode() != digest:
         return None, "its manifest is damaged"
@@ -65,6 +65,14 @@ def read(store, folder):
     if manifest["format"] != FORMAT:
         return None, f"it is of format {manifest['format']}, this is {FORMAT}"
     return manifest, ""
+
+
+def checked(store, folder, rank=0, n=1):
+    """(manifest, "") or (None, why not): of n ranks that share the files out, this one's."""
+    found, why = read(store, folder)
+    for file in found["files"][rank::n] if found else []:
+        why = why or damage(store, folder, file)
+    return (None, why) if why else (found, "")
 
 
 def files(store, folder):
@@ -81,7 +89,7 @@ def damage(store, folder, file):
             digest, size = tensor_file.hash_of(opened)
     except FileNotFoundError:
         return f"{name} is missing"
-    except OSError as reason:
+    except Exception as reason:  # a URL's file system raises what it likes
         return f"{name} cannot be read: {reason}"
     if size != file["bytes"]:
         return f"{name} has {size} bytes, not {file['bytes']}"

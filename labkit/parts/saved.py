@@ -42,7 +42,7 @@ class Reader:
 
 
 class Saved:
-    """One thing's part of a checkpoint. shapes: {name: of the whole}."""
+    """One thing's part of a checkpoint. shapes, dtypes: {name: of the whole}."""
 
     def __init__(self, reader, name):
         self.reader, self.prefix = reader, f"{name}:"
@@ -53,6 +53,8 @@ class Saved:
             if key.startswith(self.prefix)
         }
         self.shapes = {key: entry["shape"] for key, entry in self.entries.items()}
+        codes = {key: entry["dtype"] for key, entry in self.entries.items()}
+        self.dtypes = {key: tensor_file.DTYPES[code] for key, code in codes.items()}
         texts = reader.manifest["plain"].get(name)
         self.there = texts is not None
         self.by_rank = self.there and len(texts["texts"]) > 1
@@ -77,9 +79,8 @@ class Saved:
         What each rank has had for itself (BatchNorm's statistics, residuals): this rank's own, or
         rank 0's where the ranks are others now.
         """
-        entry = self.entries[key]
+        entry, dtype = self.entries[key], self.dtypes[key]
         stop = prod(entry["shape"]) if stop is None else stop
-        dtype = tensor_file.DTYPES[entry["dtype"]]
         out, missing = torch.empty(stop - start, dtype=dtype), stop - start
         rank = self.reader.rank if self.reader.alike else 0
         for file_name, first, last, ranks in entry["parts"]:

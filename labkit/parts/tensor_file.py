@@ -17,16 +17,20 @@ import torch
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "BOOL": torch.bool,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
+    "C64": torch.complex64,
 }  # fmt: skip
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 LONGEST_HEADER = 100 * 2**20  # bytes; more is no header
 CHUNK = 16 * 2**20
 
 
-def write(file, tensors):
+def write(file, tensors, read=None):
     """Write {name: CPU tensor} to an open binary file; returns (bytes written, their SHA-256).
 
+    read: function name -> the tensor, called when its turn has come; `tensors` then need no data.
     ValueError for a dtype that the format does not have.
     """
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
@@ -43,7 +47,8 @@ def write(file, tensors):
     # Both hash and file let go of the interpreter's lock: the one works while the other waits.
     with ThreadPoolExecutor(1) as hasher:
         head = [len(text).to_bytes(8, "little"), text]
-        for part in chain(head, *(chunks(tensor) for _, tensor in ordered)):
+        data = (chunks(read(name) if read else tensor) for name, tensor in ordered)
+        for part in chain(head, chain.from_iterable(data)):
             hashed = hasher.submit(digest.update, part)
             file.write(part)
             hashed.result()
@@ -81,6 +86,9 @@ def read_header(file):
             if name != "__metadata__":
                 dtype, shape = DTYPES[entry["dtype"]], entry["shape"]
                 begin, end = entry["data_offsets"]
+                sizes = [begin, *shape]
+                if not all(type(size) is int and size >= 0 for size in sizes):
+                    raise ValueError(name)
                 if end - begin != prod(shape) * dtype.itemsize:
                     raise ValueError(name)
                 found[name] = dtype, shape, 8 + size + begin
@@ -104,3 +112,23 @@ def read_range(file, dtype, begin, start, out):
     memory = as_bytes(out)
     if file.readinto(memory) != len(memory):
         raise ValueError("the file ends before its tensors do")
+
+
+class TensorFile:
+    """A file of tensors to read ranges from. file: open, binary.
+
+    shapes, dtypes: {name: of the tensor}. objects: names of what is no tensor; there are none.
+    """
+
+    def __init__(self, file):
+        self.file, self.objects = file, ()
+        self._header = read_header(file)
+        self.shapes = {name: tuple(shape) for name, (_, shape, _) in self._header.items()}
+        self.dtypes = {name: dtype for name, (dtype, _, _) in self._header.items()}
+
+    def read(self, name, start=0, stop=None):
+        """Elements start to stop of a tensor, flat."""
+        dtype, shape, begin = self._header[name]
+        out = torch.empty((prod(shape) if stop is None else stop) - start, dtype=dtype)
+        read_range(self.file, dtype, begin, start, out)
+        return out

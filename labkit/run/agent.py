@@ -199,6 +199,7 @@ def end_descendants(grace):
     below = psutil.Process().children(recursive=True)
     for process in below if grace else []:
         send(process, signal.SIGTERM)
+        send(process, signal.SIGCONT)  # a stopped one hears SIGTERM when it goes on
     deadline = time.monotonic() + grace
     while time.monotonic() < deadline and any(alive(process) for process in below):
         time.sleep(POLL)

@@ -75,6 +75,9 @@ class Bar:
             return
         self.draw(tqdm.format_meter(step, total, elapsed, ncols=78, unit="step"))
 
+    def record(self, row):
+        """A row of run.records, as it comes: nothing to see for a bar (show/live.py)."""
+
     def close(self):
         if self.shown:
             self.draw("")

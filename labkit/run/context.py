@@ -26,6 +26,21 @@ class EventFile:
         self.file.write(json.dumps({"kind": kind, **fields}, default=plain) + "\n")
 
 
+class Log:
+    """JSON lines, appended; without a path, nothing. OSError where it cannot be written."""
+
+    def __init__(self, path):
+        self.path = path
+        if path:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            open(path, "a").close()
+
+    def write(self, **fields):
+        if self.path:
+            with open(self.path, "a") as file:
+                file.write(json.dumps(fields) + "\n")
+
+
 def plain(value):
     """Tensors and numpy values of one element as Python numbers; what JSON cannot hold raises."""
     if hasattr(value, "tolist"):
@@ -39,7 +54,8 @@ def plain(value):
 class Context:
     """What the target gets: who this rank is, and how it reports.
 
-    node counts the machines of the job, local_rank the ranks of one.
+    node counts the machines of the job, local_rank the ranks of one. attempt: how often these ranks
+    have been started before.
     record(**fields) adds a row to run.records; progress(step, total) moves the bar (rank 0's).
     """
 
@@ -49,6 +65,7 @@ class Context:
     node: int
     device: torch.device
     events: EventFile = field(repr=False)
+    attempt: int = 0
 
     def record(self, **fields):
         if "rank" in fields or "kind" in fields:

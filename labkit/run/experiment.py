@@ -15,7 +15,8 @@ from pathlib import Path
 import yaml
 
 from labkit import models
-from labkit.trainer import HOOKED, HOOKS, LR_RULES, RECOMPUTE, STRATEGIES
+from labkit.learning_rate import LR_RULES
+from labkit.trainer import HOOKED, HOOKS, RECOMPUTE, STRATEGIES
 
 CHOICES = {
     "model": tuple(models.SIZES),
@@ -24,6 +25,7 @@ CHOICES = {
     "strategy": (*STRATEGIES, "auto"),
     "optimizer": ("sgd", "adamw"),
     "lr_rule": tuple(LR_RULES),
+    "schedule": ("constant", "cosine"),
     "precision": ("fp32", "fp64", "bf16", "fp16"),
     "recompute": tuple(RECOMPUTE),
     "comm_hook": ("none", *HOOKS),
@@ -34,6 +36,7 @@ SMALLEST = {
     "reference_batch": 1,
     "accumulation": 1,
     "steps": 1,
+    "linear_until": 1,
     "warmup_steps": 0,
     "bucket_cap_mb": 0,
     "block_ms": 0,
@@ -51,6 +54,7 @@ class Experiment:
     """One training run. ValueError names field and choices of a bad value; TypeError for a type.
 
     batch_size: of all ranks together. lr suits reference_batch; lr_rule scales it to batch_size.
+    schedule: of the learning rate after warmup_steps; cosine falls to 0 at the last step.
     bucket_cap_mb: MiB, of DDP and ZeRO. precision: of weights and arithmetic; bf16 and fp16:
         autocast over fp32 weights, fp16 with a loss scale.
     recompute: which units of the model (labkit.models.unit) run again in backward.
@@ -73,7 +77,9 @@ class Experiment:
     weight_decay: float = 0.0
     reference_batch: int = 64
     lr_rule: str = "none"
+    linear_until: int = 8192
     warmup_steps: int = 0
+    schedule: str = "constant"
     steps: int = 20
     precision: str = "fp32"
     recompute: str = "none"
@@ -107,7 +113,11 @@ class Experiment:
             raise ValueError(
                 f"Experiment(data={self.data!r}): the model {self.model} takes {fitting}"
             )
-
+        if self.schedule == "cosine" and self.warmup_steps >= self.steps:
+            raise ValueError(
+                f"Experiment(warmup_steps={self.warmup_steps}): "
+                f"leaves none of {self.steps} steps for the cosine"
+            )
         if self.comm_hook != "none" and self.strategy not in HOOKED:
             known = ", ".join(HOOKED)
             raise ValueError(

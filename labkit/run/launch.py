@@ -9,7 +9,10 @@
 
 The ranks are real processes, started by torchrun's launcher in a warm agent (agent.py).
 Interrupting the cell, the wall-clock limit or the end of the notebook ends them all; a failure is
-told by the rank that caused it (report.py).
+told by the rank that caused it (report.py). With restarts=k it is followed by another attempt:
+
+    attempt 0   ranks 0, 1   step 1 ... 41   rank 1 died of SIGKILL    a folder, a meeting place
+    attempt 1   ranks 0, 1   from the target's own checkpoint ...      new ones
 """
 
 import json
@@ -22,14 +25,12 @@ import time
 from pathlib import Path
 
 from labkit.run import nodes as network
-from labkit.run.client import agent
-from labkit.run.console import Bar, Console, Tail
+from labkit.run.client import AgentError
+from labkit.run.console import Bar
 from labkit.run.job import choose_device, describe_nodes, describe_target
-from labkit.run.report import explain, read_ends, read_exits
+from labkit.run.report import explain, read_ends
+from labkit.run.watch import watch
 
-POLL = 0.02  # seconds between looks at the ranks
-GOODBYE = 3.0  # seconds for torchruns to end after their ranks: never over a link that is cut
-OTHERS_REPORT = 1.0  # seconds that the other ranks get to report, once one has failed
 LAST_WORDS = ("leaving", "error")
 
 one_at_a_time = threading.Lock()
@@ -51,10 +52,12 @@ class Run:
     """What came of a launch. The folder with logs lives as long as this object.
 
     nproc (of each node), nodes, world_size, seconds, parameters; device "cpu" or "cuda"; logs: one
-    Path per rank; command: the same run from a shell, on every node.
+    Path per rank; command: the same run from a shell, on every node. With restarts it is the last
+    attempt; earlier: the Runs before it; failures: what ended each of them, in a line.
     """
 
-    def __init__(self, job, nproc):
+    def __init__(self, job, nproc, earlier=()):
+        self.earlier, self.failure = earlier, None
         self.job, self.nproc, self.nodes, self.seconds = job, nproc, job["nodes"], 0.0
         self.world_size = nproc * self.nodes
         self.parameters, self.device = job["parameters"], job["device"]
@@ -67,12 +70,24 @@ class Run:
 
     @property
     def records(self):
-        """pandas.DataFrame, one row per record(...) call, in the order of each rank."""
+        """pandas.DataFrame, one row per record(...) call, in the order of each rank.
+
+        With restarts: of all attempts, and a column that says of which.
+        """
         import pandas
 
-        rows = [event for events in self.events for event in events if event["kind"] == "record"]
-        frame = pandas.DataFrame(rows)
+        frame = pandas.DataFrame([row for run in [*self.earlier, self] for row in run.rows()])
         return frame.drop(columns="kind", errors="ignore")
+
+    def rows(self):
+        which = {"attempt": self.job["attempt"]} if self.job["restarts"] else {}
+        told = [event for events in self.events for event in events if event["kind"] == "record"]
+        return [event | which for event in told]
+
+    @property
+    def failures(self):
+        runs = [*self.earlier, self]
+        return [run.failure for run in runs if run.failure]
 
     @property
     def network(self):
@@ -102,11 +117,16 @@ class Run:
 
     @property
     def command(self):
-        return shlex.join(["torchrun", *self.torchrun_arguments(by_name=True)])
+        torchrun = shlex.join(["torchrun", *self.torchrun_arguments(by_name=True)])
+        if self.job["restarts"]:  # in one store for all attempts gloo finds the ranks of the first
+            return f"TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 {torchrun}"
+        return torchrun
 
     def torchrun_arguments(self, by_name=False):
         """torchrun's arguments; by_name: what it runs by its name, if any, not by its job file."""
         start = ["--standalone", "--nproc-per-node", str(self.nproc)]
+        if by_name and self.job["restarts"]:
+            start += ["--max-restarts", str(self.job["restarts"])]
         if self.nodes > 1:
             start = ["--nnodes", str(self.nodes), *start[1:], "--rdzv-backend", "c10d"]
             # Without a name, each node is told by its environment where the others are (agent.py).
@@ -134,6 +154,7 @@ def launch(
     link_mtu=9000,
     timeout=600.0,
     collective_timeout=60.0,
+    restarts=0,
     device="auto",
     threads=1,
     cold=False,
@@ -150,90 +171,56 @@ def launch(
         bits a second each way; None: unslowed), link_ms of delay each way and frames of link_mtu
         bytes (labkit.run.nodes). On the CPU.
     timeout, collective_timeout: seconds for the run, and for a collective to wait for its peers.
+    restarts: so many times a run that fails is started again, each time with the whole timeout; the
+        target knows by context.attempt (a cell: attempt), 0 at first, and goes on where it can.
     device: "cpu" (gloo), "cuda" (NCCL, one GPU a rank) or "auto" (cuda where GPUs are enough).
     threads: of each rank's CPU arithmetic. cold: a plain `torchrun`. quiet: print nothing.
-    bar: what shows the progress, as console.Bar does.
-    Raises LaunchError for a failing rank, ValueError for arguments that cannot be, SyntaxError for
-    a cell that does not compile, KeyboardInterrupt as it comes.
+    bar: what shows the progress, with the methods of console.Bar.
+    Raises LaunchError for a failing rank (the last attempt's), ValueError for arguments that cannot
+    be, SyntaxError for a cell that does not compile, KeyboardInterrupt as it comes.
     """
     if not isinstance(nproc, int) or nproc < 1:
         raise ValueError(f"nproc={nproc!r}: the number of ranks is a whole number of at least 1")
+    if type(restarts) is not int or restarts < 0:
+        raise ValueError(f"restarts={restarts!r}: a run is started again 0 times or more")
     job = describe_target(target, parameters) | describe_nodes(nodes, link_mbit, link_ms, link_mtu)
     device = choose_device(device if nodes == 1 or device != "auto" else "cpu", nproc)
     if device == "cuda" and nodes > 1:
         raise ValueError('nodes in namespaces share one machine and run on the CPU: device="cpu"')
     job |= {"device": device, "threads": threads, "collective_timeout": collective_timeout}
     job |= {"cwd": os.getcwd(), "sys_path": [path or os.getcwd() for path in sys.path]}
-    run = Run(job, nproc)
+    job |= {"restarts": restarts}
+    earlier = []
+    while True:
+        run = Run(job | {"attempt": len(earlier)}, nproc, earlier)
+        try:
+            attempt(run, timeout, cold, quiet, bar or Bar(quiet))
+            return run
+        except (LaunchError, AgentError) as error:
+            run.failure, _, _ = str(error).partition("\n")
+            if len(earlier) == restarts:
+                raise
+        earlier = [*earlier, run]
+        if not quiet:
+            print(f"[launch] {run.failure}: restart {len(earlier)} of {restarts}", flush=True)
+
+
+def attempt(run, timeout, cold, quiet, bar):
+    """Start the ranks once and wait for them. Raises LaunchError; AgentError if the agent died."""
     plain = [sys.executable, "-m", "torch.distributed.run", *run.torchrun_arguments()]
     with one_at_a_time:
         start = time.monotonic()
-        status, exits, timed_out = watch(
-            run, plain if cold else None, timeout, quiet, bar or Bar(quiet)
-        )
+        outcome = watch(run, plain if cold else None, timeout, quiet, bar)
         run.seconds = time.monotonic() - start
-    ends = read_ends(run.folder, run.world_size, run.events, exits)
-    if status == 0 and all(end.state == "finished" for end in ends):
-        return run
+    ends = read_ends(run.folder, run.world_size, run.events, outcome.exits, outcome.stopped)
+    if outcome.status == 0 and all(end.state == "finished" for end in ends):
+        return
     for end in ends:
         if end.error:
             with open(run.logs[end.rank], "a") as log:
                 log.write(end.error["traceback"])
-    cause, message = explain(ends, timed_out, network.broken(run.folder))
+    cause, message = explain(ends, outcome.timed_out, network.broken(run.folder))
     if all(end.state == "absent" for end in ends) or message.startswith("the launcher failed"):
         log = run.folder / "job.log"
         message += "\n" + (log.read_text()[-2000:] if log.exists() else "")
     raise LaunchError(message, run, cause)
-
-
-def watch(run, command, timeout, quiet, bar):
-    """Show the ranks to the job's end: (exit status, exit codes before any stop, limit hit)."""
-    client = agent()
-    console = Console(run.logs, quiet)
-    tails = [Tail(run.folder / f"rank-{rank}.jsonl") for rank in range(run.world_size)]
-    start, failed_at, done_at, status, told = time.monotonic(), None, None, None, quiet
-    try:
-        client.start(run.job_path, run.nproc, command)
-        while status is None:
-            status = client.poll(POLL)
-            take_events(run, tails, bar)
-            console.show()
-            if not told and run.network:
-                told = True
-                tell(run.network["notes"])
-            now = time.monotonic()
-            last = [events[-1]["kind"] if events else None for events in run.events]
-            if failed_at is None and "error" in last:
-                failed_at = now
-            if done_at is None and set(last) == {"done"}:
-                done_at = now
-            if status is None and done_at is not None and now - done_at > GOODBYE:
-                client.stop()
-                return 0, read_exits(run.folder), None
-            late = failed_at is not None and now - failed_at > OTHERS_REPORT
-            if status is None and (late or now - start > timeout):
-                exits = read_exits(run.folder)
-                client.stop()
-                return 1, exits, None if late else timeout
-        return status, read_exits(run.folder), None
-    except KeyboardInterrupt:
-        client.stop()
-        print(f"[launch] stopped: all {run.world_size} ranks have ended")
-        raise
-    finally:
-        take_events(run, tails, bar)
-        console.show(final=True)
-        bar.close()
-
-
-def tell(notes):
-    for note in notes:
-        print(f"[launch] {note}", flush=True)
-
-
-def take_events(run, tails, bar):
-    for events, tail in zip(run.events, tails, strict=True):
-        for event in map(json.loads, tail.lines()):
-            events.append(event)
-            if event["kind"] == "progress":
-                bar.update(event["step"], event["total"])

@@ -9,7 +9,8 @@
 
     %%torchrun --nodes 2 --nproc 2 --link 200 --into result   # two nodes, a real link of 200 Mbit/s
 
-In the cell are rank, world_size, local_rank, node, device, record, progress, torch, dist and comm.
+In the cell are rank, world_size, local_rank, node, device, attempt, record, progress, torch, dist
+and comm.
 `--nproc $n` and `{n}` take the notebook's own variable n. `result` is a Run: result.records,
 result.logs, result.command.
 """
@@ -64,6 +65,7 @@ class TorchrunMagic(Magics):
         default=60.0,
         help="seconds a collective waits for its peers (60)",
     )
+    @argument("--restarts", type=int, default=0, help="how often a run that fails starts again (0)")
     @argument("--device", default="auto", help="auto, cpu or cuda (auto)")
     @argument("--cold", action="store_true", help="a plain torchrun instead of the warm agent")
     @argument("--quiet", action="store_true", help="print nothing while the ranks run")

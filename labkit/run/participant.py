@@ -16,6 +16,7 @@ from labkit import comm, models
 from labkit.budget import choose
 from labkit.compression import COMPRESSORS
 from labkit.hierarchical import FORMS
+from labkit.learning_rate import scaled_lr, warmup
 from labkit.measure.flops import step_flops
 from labkit.measure.machine import free_bytes
 from labkit.measure.memory import MemoryTracker
@@ -31,8 +32,6 @@ from labkit.trainer import (
     mixed_precision,
     parallelize,
     recompute,
-    scaled_lr,
-    warmup,
 )
 
 WARMUP = 3  # PyTorch's DDP sends its new bucket order in the second
@@ -67,7 +66,7 @@ class Participant:
         torch.manual_seed(e.seed)
         self.dtype = torch.float64 if e.precision == "fp64" else torch.float32
         module = models.build(e.model, e.size).to(self.device, self.dtype)
-        lr = scaled_lr(e.lr, e.batch_size, e.reference_batch, e.lr_rule)
+        lr = scaled_lr(e.lr, e.batch_size, e.reference_batch, e.lr_rule, e.linear_until)
         momentum = {"momentum": e.momentum} if e.optimizer == "sgd" else {}
         options = {"lr": lr, "weight_decay": e.weight_decay, **momentum}
         optimizer_class = OPTIMIZERS[e.optimizer]
@@ -84,7 +83,8 @@ class Participant:
             self.model, e.strategy, optimizer_class, e.bucket_cap_mb, e.every, **options
         )
         plain = getattr(optimizer, "inner", optimizer)
-        schedule = warmup(plain, e.warmup_steps) if e.warmup_steps else None
+        falling = e.steps - e.warmup_steps if e.schedule == "cosine" else None
+        schedule = warmup(plain, e.warmup_steps, falling) if e.warmup_steps or falling else None
         low = mixed_precision(e.precision, self.device, self.group)
         self.trainer = Trainer(
             self.model, optimizer, models.loss(e.model), e.accumulation, schedule,

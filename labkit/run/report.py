@@ -7,11 +7,13 @@ and on gloo rank 0 often shouts first. So the ranks are sorted by what is known 
     died       neither report nor goodbye        -> the cause: killed, crashed, or left by os._exit
     finished   said goodbye while others waited  -> the cause, if these lost their connection to it
     stopped    alive until it was told to stop   -> the cause, when the others waited for it in vain
+    frozen     by SIGSTOP                        -> the cause
     echo       an exception that another rank's end explains
 """
 
 import itertools
 import json
+import os
 import re
 import signal
 from dataclasses import dataclass
@@ -21,13 +23,15 @@ ECHO = re.compile(
     r"|hook of rank \d",
     re.I,
 )
+# Exit codes of ranks that end because of another: told to by torchrun, or by labkit.watchdog.
+BECAUSE = (-signal.SIGTERM, os.EX_TEMPFAIL)
 DIFFER_BY_NATURE = ("send", "recv", "exchange", "all_to_all")
 TIMEOUT = re.compile(r"tim(ed|ing) ?out|timeout", re.I)
 
 
 @dataclass
 class RankEnd:
-    """How one rank ended. state: raised, echo, timeout, died, finished, stopped or absent."""
+    """How one rank ended. state: as above, and timeout (waited in vain) or absent."""
 
     rank: int
     state: str
@@ -52,8 +56,11 @@ def read_exits(folder):
     return {entry["pid"]: entry["exit_code"] for entry in map(json.loads, lines)}
 
 
-def read_ends(folder, nproc, events, exits):
-    """One RankEnd per rank, from events, black box, stack, and the exit codes before any stop."""
+def read_ends(folder, nproc, events, exits, frozen=()):
+    """One RankEnd per rank, from events, black box, stack, and the exit codes before any stop.
+
+    frozen: ranks that a SIGSTOP had stopped.
+    """
     ends = []
     for rank in range(nproc):
         kinds = {event["kind"]: event for event in events[rank]}
@@ -61,9 +68,12 @@ def read_ends(folder, nproc, events, exits):
         box_text = box.read_text().strip() if box.exists() else ""
         stack = folder / f"rank-{rank}.stack"
         stack_text = stack.read_text() if stack.exists() else ""
-        error = kinds.get("error", {})
+        # What a stopped rank said when it was told to go on, and to end, is no cause.
+        error = {} if rank in frozen else kinds.get("error", {})
         exit_code = exits.get(kinds["start"]["pid"]) if exits and "start" in kinds else None
-        if error:
+        if rank in frozen:
+            state = "frozen"
+        elif error:
             text = error["message"]
             state = "echo" if ECHO.search(text) else "timeout" if TIMEOUT.search(text) else "raised"
         elif "done" in kinds:
@@ -88,6 +98,9 @@ def explain(ends, timed_out=None, broken=None):
         state: [end for end in ends if end.state == state] for state in {end.state for end in ends}
     }
     waiting = [end for end in ends if end.state in ("echo", "timeout")]
+    frozen = by_state.get("frozen")
+    innocent = (None, *BECAUSE) if frozen else ()
+    died = [end for end in by_state.get("died", ()) if end.exit_code not in innocent]
     if raised := by_state.get("raised"):
         cause = min(raised, key=lambda end: end.error["time"])
         headline = f"rank {cause.rank} raised {cause.error['type']}: {cause.error['message']}"
@@ -95,9 +108,13 @@ def explain(ends, timed_out=None, broken=None):
         cause, headline = None, broken
     elif clash := mismatch(ends):
         cause, headline = None, clash
-    elif died := by_state.get("died"):
-        cause = next((end for end in died if end.exit_code), died[0])
+    elif died:
+        cause = min(died, key=lambda end: 2 * (not end.exit_code) + (end.exit_code in BECAUSE))
         headline = f"rank {cause.rank} {manner_of_death(cause)}"
+    elif frozen:
+        cause = frozen[0]
+        ranks = ", ".join(str(end.rank) for end in frozen)
+        headline = f"rank {ranks} stood still, stopped by a signal (SIGSTOP)"
     elif timed_out:
         cause, headline = (
             None,

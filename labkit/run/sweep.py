@@ -33,9 +33,10 @@ from labkit.run.console import Bar
 from labkit.run.experiment import Experiment
 from labkit.run.job import describe_nodes
 
-FORMAT = 1  # of the files; another is refused
+FORMAT = 2  # of the files; another is refused
 TOGETHER = 8
 WORLD = {"nproc": 2, "nodes": 1, "link_mbit": None, "link_ms": 0.0}
+USUAL = Experiment().to_dict() | WORLD
 ALIKE = ("cpu", "cores", "gpus", "torch")  # what rows must share to be compared
 
 
@@ -65,8 +66,9 @@ class Cell:
 
     @property
     def key(self):
-        """The same for the same fields, on any machine."""
-        return hashlib.sha256(json.dumps(self.fields, sort_keys=True).encode()).hexdigest()[:16]
+        """The same for the same fields, on any machine, also where a later version has more."""
+        own = {name: value for name, value in self.fields.items() if value != USUAL[name]}
+        return hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def read_grid(path):
@@ -175,6 +177,7 @@ class Part:
 
     def __init__(self, bar, before, total):
         self.bar, self.before, self.total = bar, before, total
+        self.record = bar.record
 
     def update(self, step, total):
         self.bar.update(self.before + step, self.total)
@@ -227,7 +230,8 @@ def read(folder):
             raise ValueError(f"{path}: not a sweep's file ({error}): remove it") from None
         if "format" not in frame or not frame["format"].eq(FORMAT).all():
             raise ValueError(f"{path}: not of this version's sweep (format {FORMAT}): move it away")
-        frames.append(frame)
+        new = {name: usual for name, usual in USUAL.items() if name not in frame}
+        frames.append(frame.assign(**new))
     return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
 
 

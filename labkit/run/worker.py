@@ -58,12 +58,20 @@ class BlackBox:
         with open(path, "r+b") as file:
             self.map = mmap.mmap(file.fileno(), BOX_BYTES)
         self.count = self.sent_bytes = 0
+        self.folder, self.imported = path.parent, False
 
     def append(self, event):
         self.count += 1
         self.sent_bytes += event.sent_bytes
         line = f'{{"count": {self.count}, "op": "{event.op}", "bytes": {event.payload_bytes}}}'
         self.map[:] = line.encode().ljust(BOX_BYTES)
+        if not self.imported and LATE_IMPORT in sys.modules:
+            self.note_import()  # now: a rank that is killed cannot do so at its end
+
+    def note_import(self):
+        self.imported = LATE_IMPORT in sys.modules
+        if self.imported:
+            (self.folder / LATE_IMPORT).touch()
 
 
 def main(job_path):
@@ -82,7 +90,7 @@ def main(job_path):
     box = BlackBox(folder / f"rank-{rank}.box")
     sys.path[:0] = [path for path in job["sys_path"] if path not in sys.path]
     os.chdir(job["cwd"])
-    context = Context(rank, *others, torch.device("cpu"), events)
+    context = Context(rank, *others, torch.device("cpu"), events, job["attempt"])
     try:
         with comm.record(box, timed=False):
             if job["kind"] == "script":
@@ -94,8 +102,7 @@ def main(job_path):
                 # From here on its peers may lose the connection to it.
                 events.write("leaving", sent_bytes=box.sent_bytes)
                 dist.destroy_process_group()
-        if LATE_IMPORT in sys.modules:
-            (folder / LATE_IMPORT).touch()
+        box.note_import()
         events.write("done", time=time.time())
     except BaseException as error:
         if isinstance(error, SystemExit) and not error.code:
@@ -165,7 +172,8 @@ def run_target(job, context):
         return
     namespace = {"__name__": "cell", "torch": torch, "dist": dist, "comm": comm}
     if job["kind"] == "cell":
-        given = ("rank", "world_size", "local_rank", "node", "device", "record", "progress")
+        given = ("rank", "world_size", "local_rank", "node", "device", "attempt")
+        given += ("record", "progress")
         namespace |= {name: getattr(context, name) for name in given} | job["parameters"]
     exec(compile_source(job["target"]), namespace)
     if job["kind"] == "source":
@@ -212,7 +220,8 @@ def shell(target, *assignments):
     device = "cuda" if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]) else "cpu"
     job = {"kind": "function", "target": target, "parameters": parameters}
     job |= {"device": device, "threads": 1, "collective_timeout": 600}
-    context = Context(*position(), torch.device("cpu"), EventFile(sys.stdout))
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    context = Context(*position(), torch.device("cpu"), EventFile(sys.stdout), attempt)
     join_group(job, "env://", context)
     run_target(job, context)
     dist.destroy_process_group()

@@ -36,7 +36,7 @@ class State:
 
 
 def predictor(module, batch_of, loss=None, unit=None, device=None, **options):
-    """predict(stage, world_size, precision, batch) -> bytes by kind at the peak, each remembered.
+    """predict(stage, world_size, precision, batch) -> bytes by kind at the peak.
 
     batch_of: function batch size -> (input, target), which may be on the meta device.
     unit, device, options: those of labkit.budget.estimate.
@@ -47,7 +47,6 @@ def predictor(module, batch_of, loss=None, unit=None, device=None, **options):
         input, target = batch_of(batch)
         return budget.rehearse_step(module, input, loss, target, precision, unit, device=device)
 
-    @functools.cache
     def predict(stage, world_size, precision, batch):
         return budget.account(rehearsed(precision, batch), stage, world_size, **options).peak
 
@@ -164,10 +163,12 @@ def explorer(
 ):
     """Show memory by kind and stage: figure, takeaway, table, then the controls. Returns Explorer.
 
-    predict: of predictor(), or any function (stage, world_size, precision, batch) -> bytes by kind.
+    predict: of predictor(), or any function (stage, world_size, precision, batch) -> bytes by kind;
+    what it has answered once is remembered.
     The controls offer world_sizes, precisions and batches, to which the first choice is added.
     capacity: bytes that a rank has.
     """
+    predict = functools.cache(predict)
     state = State(tuple(stages), world_size, precision, batch, capacity)
     words = takeaway(predict, state)
     present(draw(predict, state), words, "predicted", words)

@@ -1,7 +1,7 @@
 """Curves: loss over steps, cost over sizes, memory over time. A curve's name is at its end."""
 
 import numpy as np
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from labkit.measure.memory import KINDS
 from labkit.show import style
@@ -29,6 +29,8 @@ def loss_curves(frame, x="step", y="loss", by="strategy", title=None, log_y=Fals
         axes.set_xlabel(style.axis_label(x))
         axes.set_ylabel(style.axis_label(y))
         axes.margins(x=0.01)
+        if np.issubdtype(frame[x].dtype, np.integer):
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         close(figure, axes, ends, title)
     return figure
 

@@ -20,11 +20,13 @@ carried, catching_up          a gradient through a compressor, step by step     
 switched                      the same without and with something, arrows       switched.py
 before_after, step_by_step,   chunks with the numbers that are in them          contents.py
 side_by_side
+broken                        broken runs on the unbroken one, and how they differ   broken.py
 race                          when, and for how many bytes, a loss is reached   race.py
 present, save                 into the notebook, into figures/                  publish.py
 """
 
 from labkit.show.bars import grouped_bars, measured_against_predicted, memory_bars
+from labkit.show.broken import broken
 from labkit.show.contents import before_after, side_by_side, step_by_step
 from labkit.show.crossings import step_over_link
 from labkit.show.curves import loss_curves, memory_over_time, sweep
@@ -46,6 +48,7 @@ from labkit.show.switched import switched
 __all__ = [
     "before_after",
     "bit_layout",
+    "broken",
     "carried",
     "catching_up",
     "efficiency",

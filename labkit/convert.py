@@ -1,0 +1,179 @@
+"""A checkpoint in other people's formats, both ways, one tensor after the other.
+
+    runs/gpt              ours: step-000000300/manifest.json, rank-0.safetensors, ...
+    gpt.safetensors       one file, the whole model, under the module's own names
+    gpt                   torch.distributed.checkpoint (DCP): .metadata, __0_0.distcp, ...
+
+    python -m labkit.convert runs/gpt gpt.safetensors --step 300
+    python -m labkit.convert runs/gpt gpt                       model and optimizer
+    python -m labkit.convert gpt runs/new --to checkpoint       the model, as step 0
+
+    load_weights(model, "gpt")     a module, DDP, FSDP: each rank reads what it holds, no more
+
+Any may be the source and any the result, on a disk or at an fsspec URL (DCP is written to a disk
+only). Nothing that is read is executed. A DCP folder has {"model": by name, "optimizer":
+{"state": by name, "param_groups"}}, as torch.distributed.checkpoint.state_dict makes it.
+
+Held: one tensor, and of a DCP source a part of it, twice; with --to checkpoint the model, twice.
+"""
+
+import argparse
+import sys
+import warnings
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from labkit.checkpoint import CheckpointError, Checkpoints
+from labkit.parts import tensor_file
+from labkit.parts.pieces import holders
+from labkit.parts.sources import fitting, opened, opened_weights
+from labkit.parts.store import Store
+from labkit.parts.together import Together
+
+
+def load_weights(model, url):
+    """Load a .safetensors file or a DCP folder into a module, however it is wrapped. Collective.
+
+    Takes names as they are, or behind "model." or "module."; a tied parameter needs one of its
+    names only. Values take the model's dtype. Raises CheckpointError on all ranks; before anything
+    is changed where names or shapes are others.
+    """
+    together, failed = Together(CheckpointError), f"{url} was not loaded"
+    holder = holders({"model": model})["model"]
+    with ExitStack() as stack:
+        stack.callback(together.close)
+        with together.agreed(failed):
+            weights = fitting(stack.enter_context(opened_weights(url)), holder.module)
+            if problems := holder.problems(weights):
+                more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
+                raise ValueError("; ".join(problems[:8]) + more)
+        with together.agreed(failed):
+            holder.give(weights)
+
+
+def convert(url, target, step=None, to=None):
+    """Write a checkpoint, of a step or the latest, in another format; returns what, in words.
+
+    to: a name of WRITERS; None: by the target's name. Raises ValueError, OSError, CheckpointError.
+    """
+    to = to or ("safetensors" if str(target).endswith(".safetensors") else "dcp")
+    with opened(url, step) as source:
+        written = WRITERS[to](source, str(target))
+        return "; ".join(filter(None, [f"{target}: {written}", source.about]))
+
+
+def without_data(weights):
+    """{name: tensor of its shape and dtype}."""
+    shapes, dtypes = weights.shapes, weights.dtypes
+    return {n: torch.empty(tuple(shapes[n]), dtype=dtypes[n], device="meta") for n in shapes}
+
+
+def read_as(weights, tensors, name):
+    return weights.read(name).view(tensors[name].shape)
+
+
+def to_safetensors(source, target):
+    parent, _, name = target.rpartition("/")
+    tensors = without_data(source.model)
+    read = partial(read_as, source.model, tensors)
+    Store(parent or ".").write(name, partial(tensor_file.write, tensors=tensors, read=read))
+    left = f", without {', '.join(source.model.text)}" if source.model.text else ""
+    return f"model, {len(tensors)} tensors{left}"
+
+
+def to_dcp(source, target):
+    """By PyTorch's own writer, which asks for a tensor when its turn has come."""
+    if "://" in target:
+        raise ValueError(f"{target}: a DCP folder is written to a disk only")
+    if Path(target, ".metadata").exists():
+        raise ValueError(f"{target} has a checkpoint already: name another folder")
+    model, optimizer = source.model, source.optimizer
+    tensors = without_data(model)
+    state = {"model": tensors | model.text}
+    reads = {f"model.{name}": partial(read_as, model, tensors, name) for name in tensors}
+    if optimizer:
+        state["optimizer"], more = optimizer_state(optimizer, tensors)
+        reads |= more
+    with warnings.catch_warnings():  # that this is one process, which no_dist says
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        writer = dcp.FileSystemWriter(target, single_file_per_rank=False)  # it holds all of a file
+        dcp.save(state, storage_writer=writer, planner=OneByOne(reads), no_dist=True)
+    return f"model{' and optimizer' if optimizer else ''}, {len(reads)} tensors"
+
+
+def optimizer_state(optimizer, parameters):
+    """(its state dict by names, without data; {name of a tensor in the folder: function -> it})."""
+    kept, reads, states = without_data(optimizer), {}, {}
+    for key in kept:
+        owner, _, part = key.removeprefix("model.").rpartition("/")
+        number = owner in parameters and parameters[owner].dim() == 0
+        if number and kept[key].numel() == 1:  # which we keep as one element
+            kept[key] = kept[key].view(())
+        states.setdefault(owner, {})[part] = kept[key]
+        reads[f"optimizer.state.{owner}.{part}"] = partial(read_as, optimizer, kept, key)
+    groups = [
+        group["options"] | {"params": [name.removeprefix("model.") for name in group["params"]]}
+        for group in optimizer.text["groups"]
+    ]
+    return {"state": states, "param_groups": groups}, reads
+
+
+class OneByOne(dcp.DefaultSavePlanner):
+    """Reads what is to be saved when it is saved. reads: {flat name: function -> tensor}."""
+
+    def __init__(self, reads):
+        super().__init__()
+        self.reads = reads
+
+    def lookup_object(self, index):
+        read = self.reads.get(index.fqn)
+        return read() if read else super().lookup_object(index)
+
+
+def to_checkpoint(source, target):
+    checkpoints = Checkpoints(target)
+    try:
+        if steps := checkpoints.steps():
+            raise ValueError(f"{target} has a checkpoint of step {steps[-1]}: name another")
+        tensors = without_data(source.model)
+        tensors = {name: read_as(source.model, tensors, name) for name in tensors}
+        checkpoints.save(0, {"model": Tensors(tensors)})
+    finally:
+        checkpoints.close()
+    return f"model, {len(tensors)} tensors, as step 0"
+
+
+class Tensors(nn.Module):
+    """A state dict without its module."""
+
+    def __init__(self, tensors):
+        super().__init__()
+        self.tensors = tensors
+
+    def state_dict(self):
+        return self.tensors
+
+
+WRITERS = {"safetensors": to_safetensors, "dcp": to_dcp, "checkpoint": to_checkpoint}
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(prog="labkit.convert", description=__doc__.partition("\n")[0])
+    parser.add_argument("source", help="directory of checkpoints, .safetensors file or DCP folder")
+    parser.add_argument("target")
+    parser.add_argument("--step", type=int, help="which of a directory of checkpoints (the latest)")
+    parser.add_argument("--to", choices=WRITERS, help="(safetensors or dcp, by the target's name)")
+    options = parser.parse_args(arguments)
+    try:
+        print(convert(options.source, options.target, options.step, options.to))
+    except (ValueError, OSError, CheckpointError) as error:
+        sys.exit(f"labkit.convert: {options.source}: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""An emulated network: a message arrives latency + bytes / rate after all ranks have sent theirs.
+
+    backward   | l3 | l2 | l1 |- wait -|
+    network         [ message 1 ][ message 2 ]     one after the other, as on one cable
+                    latency + bytes / rate
+
+The messages themselves are real, and so are their bytes and their order; only their time is a
+sleep. So a laptop shows what a slow network does, beside emulated compute (models/emulated.py). All
+that is measured so is labelled "emulated". Throttled links, without any sleep: run/nodes.py.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from time import sleep
+
+import torch
+import torch.distributed as dist
+
+from labkit import comm
+
+PAIRWISE = ("send", "exchange")
+
+
+@contextmanager
+def emulated_network(latency_ms, mbit, slow_rank=None, slower=1.0):
+    """Inside, what goes through labkit.comm takes so long, by the bytes that a rank sends.
+
+    slow_rank: the link of this rank has a `slower`th of the speed; every collective goes at the
+    pace of the slowest link, messages between two ranks at that of the sender's.
+    """
+    lane, real = ThreadPoolExecutor(1), comm.metered
+
+    def metered(op, group, tensor, sent, async_op, launch):
+        def launch_and_sleep():
+            size = sent(dist.get_world_size(group), 0 if tensor is None else tensor.nbytes)
+            slowed = slow_rank is not None and (op not in PAIRWISE or dist.get_rank() == slow_rank)
+            rate = mbit * 1e6 / 8 / (slower if slowed else 1.0)
+            seconds = latency_ms / 1e3 + size / rate
+            work = launch()
+            if async_op:
+                return Arriving(work, seconds, lane, tensor)
+            sleep(seconds)
+
+        return real(op, group, tensor, sent, async_op, launch_and_sleep)
+
+    comm.metered = metered
+    try:
+        yield
+    finally:
+        comm.metered = real
+        lane.shutdown()
+
+
+class Arriving:
+    """The Work of a message that arrives `seconds` after it could have."""
+
+    def __init__(self, work, seconds, lane, tensor):
+        self.future = torch.futures.Future()
+        lane.submit(self.deliver, work, seconds, tensor)
+
+    def deliver(self, work, seconds, tensor):
+        try:
+            work.wait()
+            sleep(seconds)
+            self.future.set_result([tensor])
+        except Exception as error:
+            self.future.set_exception(error)
+
+    def wait(self, *timeout):
+        self.future.wait()
+        return True
+
+    def is_completed(self):
+        return self.future.done()
+
+    def get_future(self):
+        return self.future

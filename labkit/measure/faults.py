@@ -1,0 +1,123 @@
+"""Faults on purpose: what goes wrong on a large machine, at a step and a rank that one chooses.
+
+    plan = [Fault("kill", rank=1, step=5), Fault("slow", rank=0, step=3, seconds=0.05)]
+    for step in ...:
+        inject(plan, context, step)         rank 1, step 5: SIGKILL; rank 0, from step 3: 50 ms each
+
+    raise, kill, stop    an exception; SIGKILL; SIGSTOP
+    stall, slow          asleep once; asleep in every step from that one on
+    nan                  one element of inject's tensors, such as gradients or an input
+    flip, cut short      one bit of one of inject's files, such as a checkpoint's; its second half
+    disk full            inject's store takes `room` bytes more of a file, and raises ENOSPC
+    link down            inject's cut(), as labkit.run.nodes.cut
+
+A fault happens in one attempt only (launch(..., restarts=k)): ranks that are started again come to
+the same step again. Which bit, element and file: drawn by the seed, so that it is the same again.
+Avizienis et al., Basic Concepts and Taxonomy of Dependable and Secure Computing, TDSC 2004.
+"""
+
+import errno
+import os
+import random
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+KINDS = (
+    "raise", "kill", "stop", "stall", "slow", "nan", "flip", "cut short", "disk full", "link down",
+)  # fmt: skip
+
+
+class Injected(RuntimeError):
+    """What a Fault("raise") raises."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """seconds: of stall and slow. room: bytes, of disk full. attempt: None for every attempt."""
+
+    kind: str
+    rank: int
+    step: int
+    seconds: float = 3600.0
+    room: int = 0
+    seed: int = 0
+    attempt: int | None = 0
+
+    def __post_init__(self):
+        if self.kind not in KINDS:
+            raise ValueError(f"no fault is called {self.kind!r}: {', '.join(KINDS)}")
+
+    def is_due(self, context, step):
+        late = step >= self.step if self.kind == "slow" else step == self.step
+        return late and context.rank == self.rank and self.attempt in (None, context.attempt)
+
+
+def draw(kinds, ranks, steps, seed, **options):
+    """One Fault of each kind, at a rank and a step that the seed draws."""
+    chance = random.Random(seed)
+    return [
+        Fault(kind, chance.randrange(ranks), 1 + chance.randrange(steps), seed=seed, **options)
+        for kind in kinds
+    ]
+
+
+def inject(plan, context, step, tensors=(), files=(), store=None, cut=None):
+    """Let happen what is due on this rank in this step; most of it only once."""
+    for fault in plan:
+        if not fault.is_due(context, step):
+            continue
+        chance = random.Random(fault.seed)
+        if fault.kind == "raise":
+            raise Injected(f"on purpose, in step {step}")
+        elif fault.kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif fault.kind == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif fault.kind in ("stall", "slow"):
+            time.sleep(fault.seconds)
+        elif fault.kind == "nan":
+            tensor = chance.choice(list(tensors))
+            tensor.detach().view(-1)[chance.randrange(tensor.numel())] = float("nan")
+        elif fault.kind == "flip":
+            flip(chance.choice(sorted(files)), chance)
+        elif fault.kind == "cut short":
+            path = chance.choice(sorted(files))
+            os.truncate(path, Path(path).stat().st_size // 2)
+        elif fault.kind == "disk full":
+            fill_up(store, fault.room)
+        else:
+            cut()
+
+
+def flip(path, chance):
+    """Turn over one bit, in place: no program and no file system notices."""
+    with open(path, "r+b") as file:
+        at = chance.randrange(Path(path).stat().st_size)
+        file.seek(at)
+        byte = file.read(1)[0] ^ 1 << chance.randrange(8)
+        file.seek(at)
+        file.write(bytes([byte]))
+
+
+def fill_up(store, room):
+    """From now on the store (labkit.parts.store) takes so many bytes of a file."""
+    write = store.write
+    store.write = lambda name, fill: write(name, lambda file: fill(Full(file, room)))
+
+
+class Full:
+    """A file on a disk with so much room."""
+
+    def __init__(self, file, room):
+        self.file, self.room = file, room
+
+    def write(self, data):
+        self.room -= memoryview(data).nbytes
+        if self.room < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return self.file.write(data)
+
+    def __getattr__(self, name):
+        return getattr(self.file, name)

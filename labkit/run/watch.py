@@ -1,0 +1,113 @@
+"""Watching one attempt of a launch, from its start until it has ended or has to be ended.
+
+every 20 ms     has the job ended? what have the ranks written?  -> records, lines, the bar
+every 0.5 s     is a process stopped (SIGSTOP)?
+
+a rank failed      the others get a second to report, then the job is stopped
+a rank is stopped  its peers wait for it, and fail; where nobody waits: after collective_timeout
+all said goodbye   and torchrun does not end: over a link that is cut it never would
+"""
+
+import json
+import time
+from dataclasses import dataclass
+
+import psutil
+
+from labkit.run.client import agent
+from labkit.run.console import Console, Tail
+from labkit.run.report import read_exits
+
+POLL = 0.02  # seconds between looks at the ranks
+LOOK = 0.5  # seconds between looks at their processes
+GOODBYE = 3.0  # seconds for torchruns to end after their ranks: never over a link that is cut
+OTHERS_REPORT = 0.8  # seconds that the other ranks get to report, once one has failed
+
+
+@dataclass
+class Outcome:
+    """exits: by process id, of ranks that ended before any stop. stopped: ranks under SIGSTOP."""
+
+    status: int
+    exits: dict | None
+    stopped: list
+    timed_out: float | None = None
+
+
+def watch(run, command, timeout, quiet, bar):
+    """Show the ranks to the job's end. command: of a plain torchrun, or None."""
+    client = agent()
+    console = Console(run.logs, quiet)
+    tails = [Tail(run.folder / f"rank-{rank}.jsonl") for rank in range(run.world_size)]
+    patience = run.job["collective_timeout"]
+    start, told = time.monotonic(), quiet
+    failed_at = done_at = frozen_at = status = None
+    stopped, looked_at = [], start
+    try:
+        client.start(run.job_path, run.nproc, command)
+        while status is None:
+            status = client.poll(POLL)
+            take_events(run, tails, bar)
+            console.show()
+            if not told and run.network:
+                told = True
+                tell(run.network["notes"])
+            now = time.monotonic()
+            last = [events[-1]["kind"] if events else None for events in run.events]
+            exits = read_exits(run.folder)
+            if failed_at is None and ("error" in last or any((exits or {}).values())):
+                failed_at = now
+            if done_at is None and set(last) == {"done"}:
+                done_at = now
+            if now - looked_at > LOOK:
+                looked_at, stopped = now, stopped_ranks(run.events)
+                frozen_at = (frozen_at or now) if stopped else None
+            if status is None and done_at is not None and now - done_at > GOODBYE:
+                client.stop()
+                return Outcome(0, exits, [])
+            late = failed_at is not None and now - failed_at > OTHERS_REPORT
+            frozen = frozen_at is not None and now - frozen_at > patience
+            if status is None and (late or frozen or now - start > timeout):
+                stopped = stopped_ranks(run.events)
+                client.stop()
+                return Outcome(1, exits, stopped, None if late or frozen else timeout)
+        return Outcome(status, read_exits(run.folder), stopped if status else [])
+    except KeyboardInterrupt:
+        client.stop()
+        print(f"[launch] stopped: all {run.world_size} ranks have ended")
+        raise
+    finally:
+        take_events(run, tails, bar)
+        console.show(final=True)
+        bar.close()
+
+
+def stopped_ranks(events):
+    """Ranks whose process is stopped: it hears no SIGTERM, and torchrun would wait 30 s for it."""
+    return [
+        rank
+        for rank, (start, *_) in ((rank, of) for rank, of in enumerate(events) if of)
+        if is_stopped(start["pid"])
+    ]
+
+
+def is_stopped(pid):
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_STOPPED
+    except psutil.NoSuchProcess:
+        return False
+
+
+def tell(notes):
+    for note in notes:
+        print(f"[launch] {note}", flush=True)
+
+
+def take_events(run, tails, bar):
+    for events, tail in zip(run.events, tails, strict=True):
+        for event in map(json.loads, tail.lines()):
+            events.append(event)
+            if event["kind"] == "progress":
+                bar.update(event["step"], event["total"])
+            elif event["kind"] == "record":
+                bar.record(event)

@@ -1,0 +1,90 @@
+"""Broken runs on the one that was never broken: their losses, and below by how much they differ.
+
+loss |\\    :  :         :            : a mark: saved, killed, told to stop
+     | \\___:__:___      :            the runs lie on one another, the first is the broadest
+     |      :  :   \\____:________
+off  |- - - : -: - - - -: - - - - -  what rounding alone may do
+   0 |______:__:________:  __-- -    logarithmic above, and 0: the same in all bits
+"""
+
+import numpy as np
+from matplotlib.ticker import MaxNLocator, NullLocator
+
+from labkit.show import style
+
+LEAST = 1e-8  # below it the axis is no longer logarithmic, so that 0 has a place
+
+
+def differences(frame):
+    """The frame with `off`: how far a loss is from the first run's in that step, as a part of it.
+
+    frame: run, step, loss; of the first run a row a step, of others one each time it was taken.
+    """
+    if frame.empty:
+        raise ValueError("no losses to draw")
+    first = frame[frame["run"] == frame["run"].iloc[0]].set_index("step")["loss"]
+    wanted = first[frame["step"]].to_numpy()
+    return frame.assign(off=np.abs(frame["loss"].to_numpy() - wanted) / np.abs(wanted))
+
+
+def broken(frame, marks=(), rounding=None, title=None):
+    """Figure: losses of all runs on each other; below, all but the first held against the first.
+
+    frame: as in differences. marks: (step, words, "left" or "right": the side of the line that they
+    stand on). rounding: what a difference may be, drawn across.
+    """
+    frame = differences(frame)
+    runs = list(dict.fromkeys(frame["run"]))
+    colours = style.palette(runs)
+    with style.look():
+        figure, (above, below) = style.new_figure(
+            9.0, 5.4, 2, 1, sharex=True, height_ratios=(1.5, 1)
+        )
+        widths = np.linspace(1.6 + 2.0 * (len(runs) - 1), 1.6, len(runs))
+        for one, width in zip(runs, widths, strict=True):
+            mine = frame[frame["run"] == one].groupby("step").last()
+            above.plot(mine.index, mine["loss"], color=colours[one], linewidth=width, label=one)
+            if one != runs[0]:
+                most = frame[frame["run"] == one].groupby("step")["off"].max()
+                below.plot(most.index, most, color=colours[one], linewidth=width)
+        finish(above, below, frame["off"].max(), rounding)
+        for at, words, side in marks:
+            mark(above, below, at, words, side)
+        figure.legend(loc="outside lower left", ncols=len(runs), columnspacing=1.6)
+        style.entitle(figure, title)
+    return figure
+
+
+def finish(above, below, most, rounding):
+    above.set_ylabel("loss")
+    below.set_ylabel("differs by, of the loss")
+    below.set_xlabel("step")
+    below.xaxis.set_major_locator(MaxNLocator(integer=True))
+    below.set_yscale("symlog", linthresh=LEAST, linscale=0.6)
+    below.yaxis.set_minor_locator(NullLocator())
+    powers = [10.0**power for power in range(-8, 1, 2)]
+    top = max(most, rounding or 0, powers[1])
+    shown = [power for power in powers if power <= 10 * top]
+    below.set_yticks([0.0, *shown], ["0", *(f"$10^{{{round(np.log10(p))}}}$" for p in shown)])
+    below.set_ylim(-0.3 * LEAST, 12 * top)
+    if rounding:
+        below.axhline(rounding, color=style.RED, linewidth=1.1, linestyle=(0, (4, 3)))
+        look = {
+            "ha": "right",
+            "va": "bottom",
+            "color": style.RED,
+            "xycoords": ("axes fraction", "data"),
+        }
+        style.beside(below, f"rounding: {rounding:.1e}", (1, rounding), (0, 2), **look)
+    for axes in (above, below):
+        axes.grid(axis="y")
+        axes.margins(x=0.01)
+
+
+def mark(above, below, at, words, side):
+    """A line across both axes, its words over them."""
+    for axes in (above, below):
+        axes.axvline(at, color=style.FAINT, linewidth=0.9, linestyle=(0, (3, 3)), zorder=1)
+    look = {"ha": "right" if side == "left" else "left", "va": "bottom", "color": style.FAINT}
+    look["xycoords"] = ("data", "axes fraction")
+    style.beside(above, words, (at, 1), (-2 if side == "left" else 2, 2), **look)

@@ -1,0 +1,93 @@
+"""Runs side by side: where each rank's time goes, and what a change has made of it.
+
+sheet      A  rank 0 |==|===|=====|      a panel for each run: its ranks, the parts of their steps
+treated    cause   before |==|===|=====|       after |==|===|v|     v: what was predicted
+"""
+
+import pandas as pd
+
+from labkit.measure.symptoms import own_ms, step_ms, useful
+from labkit.show import style
+from labkit.show.live import COLOURS, by_rank, legend, parts_of
+
+SKIPPED = style.PURPLE
+
+
+def sheet(frame, title=None):
+    """Figure: for each "run" of the frame the parts by rank, and each rank's own time by step."""
+    runs = list(dict.fromkeys(frame["run"]))
+    with style.look():
+        height = 0.8 + 1.9 * len(runs)
+        figure, axes = style.new_figure(9.5, height, len(runs), 2, squeeze=False)
+        for (left, right), run in zip(axes, runs, strict=True):
+            rows = frame[frame["run"] == run]
+            by_rank(left, rows.join(parts_of(rows).add_prefix("part_")))
+            left.set_title(f"{run}: parts of a step, by rank (ms)", size=9.5, loc="left")
+            own = own_ms(rows)
+            right.set_title(f"{run}: computes, by rank and step (ms)", size=9.5, loc="left")
+            for colour, (_, line) in zip(style.CYCLE * len(own), own.items(), strict=False):
+                right.plot(line.index, line, color=colour, marker=".", linewidth=1.3)
+            right.set_ylim(0, own.max().max() * 1.1)
+            right.tick_params(labelsize=8.5)
+            right.grid(axis="y")
+        axes[-1, 1].set_xlabel("step")
+        legend(figure)
+        style.entitle(figure, title)
+    return figure
+
+
+def parts(rows):
+    """{part: ms of a step, mean of the ranks} of a run, and what its skipped steps cost each."""
+    found = parts_of(rows).groupby(rows["step"]).mean().median()
+    return dict(found) | {"skipped": step_ms(rows) * (1 / useful(rows) - 1)}
+
+
+def treated(frame, title=None):
+    """Figure: a pair of bars for each cause, before and after the change, with the prediction.
+
+    frame: rows of runs with "cause", "changed" (bool) and "gain", as diagnose has predicted it.
+    """
+    causes = list(dict.fromkeys(frame["cause"]))
+    ticks, written = [], []
+    with style.look():
+        figure, axes = style.new_figure(8.5, 1.3 + 0.75 * len(causes))
+        for place, cause in enumerate(causes):
+            for changed in (False, True):
+                rows = frame[(frame["cause"] == cause) & (frame["changed"] == changed)]
+                y, left = 2.4 * place + 0.95 * changed, 0.0
+                for part, ms in parts(rows).items():
+                    colour = COLOURS.get(part, SKIPPED)
+                    axes.barh(y, ms, 0.85, left=left, color=colour)
+                    left += ms
+                ticks.append((y, f"{cause}, changed" if changed else cause))
+                predicted = rows["gain"].iloc[0] * (written[-1][2] if changed else left)
+                if changed:
+                    axes.plot([predicted] * 2, [y - 0.5, y + 0.5], color=style.INK, linewidth=2.5)
+                written.append((max(left, predicted * changed), y, left, predicted * changed))
+        for x, y, left, predicted in written:
+            words = f"{left:.0f} ms"
+            if predicted:
+                words += f", {predicted:.0f} predicted"
+            style.beside(axes, words, (x, y), size=9, weight="bold" if predicted else "normal")
+        axes.set_yticks([y for y, _ in ticks], [words for _, words in ticks], size=9)
+        axes.set_xlim(0, max(x for x, *_ in written) * 1.25)
+        axes.invert_yaxis()
+        axes.set_xlabel("time per useful step (ms); black: predicted before the change")
+        axes.grid(axis="x")
+        legend(figure, {"skipped": SKIPPED})
+        style.entitle(figure, title)
+    return figure
+
+
+def numbers(frame):
+    """DataFrame, a row a run: what the pictures do not show."""
+    found = []
+    for run, rows in frame.groupby("run", sort=False):
+        links = rows[[name for name in rows if str(name).startswith("to_")]].stack()
+        row = {"run": run, "messages a step": f"{rows['messages'].median():.0f}"}
+        row["shortest message"] = style.quantity(rows["shortest_message_ms"].min(), "ms")
+        row["links: usual, slowest"] = f"{links.median():.1f}, {links.max():.1f} ms"
+        row["steps skipped"] = f"{1 - useful(rows):.0%}"
+        row["memory stalls"] = f"{rows['memory_stalls'].sum():.0f}"
+        found.append(row)
+    return pd.DataFrame(found)

@@ -1,0 +1,92 @@
+"""A run in the hand that can be hurt: a button for each rank kills its process.
+
+    (Start) (Kill rank 0) (Kill rank 1)
+    rank 1 killed after step 7; attempt 2: step 6 of 20
+    rank 1 killed after step 7; done. Every loss is that of the run that was never broken.
+
+The run is in a thread: a cell that waited for it would take no click. begin(bar, pids) launches
+it and returns a sentence about what came of it; each of its ranks writes its process id into the
+folder pids, in a file of its number. bar: launch's.
+"""
+
+import html
+import os
+import signal
+import tempfile
+import threading
+from pathlib import Path
+
+import ipywidgets
+
+from labkit.show import controls
+
+
+class Panel:
+    """The buttons, and the bar of the launch. `.panel` is the widget, `.message` what it says."""
+
+    def __init__(self, begin, world_size):
+        self.begin, self.step, self.attempt, self.kills = begin, 0, 1, []
+        self.start = button("Start", "play", self.started)
+        self.victims = [
+            button(f"Kill rank {rank}", "bolt", lambda _, rank=rank: self.kill(rank))
+            for rank in range(world_size)
+        ]
+        self.message = ipywidgets.HTML("<p>Start the run, then kill a rank.</p>")
+        self.panel = ipywidgets.VBox([controls.row([self.start, *self.victims]), self.message])
+        self.enable(running=False)
+
+    def enable(self, running):
+        self.start.disabled = running
+        for one in self.victims:
+            one.disabled = not running
+
+    def say(self, words):
+        self.message.value = f"<p>{html.escape('; '.join([*self.kills, words]))}</p>"
+
+    def started(self, button=None):
+        self.step, self.attempt, self.kills = 0, 1, []
+        self.enable(running=True)
+        self.say("the ranks start")
+        self.thread = threading.Thread(target=self.work, daemon=True)
+        self.thread.start()
+
+    def work(self):
+        with tempfile.TemporaryDirectory() as self.pids:
+            try:
+                words = self.begin(self, self.pids)
+            except Exception as error:  # the reader's answer, and it belongs where they look
+                words = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        self.enable(running=False)
+        self.say(f"done. {words}")
+
+    def update(self, step, total):
+        self.step = step
+        self.say(f"attempt {self.attempt}: step {step} of {total}")
+
+    def record(self, row):
+        """What the ranks note is drawn when they are done."""
+
+    def close(self):
+        self.attempt += 1
+
+    def kill(self, rank):
+        """SIGKILL for the process that the rank has now, if it has one."""
+        try:
+            os.kill(int(Path(self.pids, str(rank)).read_text()), signal.SIGKILL)
+        except (FileNotFoundError, ProcessLookupError):
+            return self.say(f"rank {rank} is just being started")
+        self.kills.append(f"rank {rank} killed after step {self.step}")
+        self.say("the launcher starts all ranks again")
+
+
+def button(words, icon, pressed):
+    found = ipywidgets.Button(description=words, icon=icon, layout={"width": "auto"})
+    found.on_click(pressed)
+    return found
+
+
+def buttons(begin, world_size):
+    """Show them; returns the Panel."""
+    shown = Panel(begin, world_size)
+    controls.show(shown.panel)
+    return shown

@@ -1,0 +1,70 @@
+"""Buttons that kill: real ranks, a real SIGKILL, and a run that comes back."""
+
+import time
+
+from labkit.run import launch
+from labkit.show.killing import Panel
+
+PROGRAM = """
+import os
+from pathlib import Path
+from time import sleep
+
+Path(pids, str(rank)).write_text(str(os.getpid()))
+done = Path(folder, "done")
+step = int(done.read_text()) if done.exists() else 0
+while step < 30:
+    step += 1
+    comm.barrier()
+    sleep(0.1)
+    if rank == 0:
+        done.write_text(str(step))
+    progress(step, 30)
+record(step=step)
+"""
+
+
+def wait_for(true, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not true() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return true()
+
+
+def test_a_rank_is_killed_and_the_run_comes_back(tmp_path):
+    def begin(bar, pids):
+        run = launch(PROGRAM, restarts=3, folder=str(tmp_path), pids=pids, quiet=True, bar=bar, device="cpu")
+        return f"{len(run.failures)} failed: {run.failures[0]}"
+
+    panel = Panel(begin, 2)
+    assert [one.disabled for one in (panel.start, *panel.victims)] == [False, True, True]
+    panel.start.click()
+    assert [one.disabled for one in (panel.start, *panel.victims)] == [True, False, False]
+    assert wait_for(lambda: panel.step >= 3)
+    panel.victims[1].click()
+    assert "rank 1 killed after step" in panel.message.value
+    assert wait_for(lambda: "attempt 2: step" in panel.message.value)
+    panel.thread.join(60)
+    assert not panel.thread.is_alive() and panel.step == 30
+    assert "done. 1 failed: rank 1 died of SIGKILL" in panel.message.value
+    assert [one.disabled for one in (panel.start, *panel.victims)] == [False, True, True]
+
+
+def test_a_rank_that_is_not_there_yet_is_not_killed():
+    panel = Panel(lambda bar, pids: wait_for(lambda: "just being started" in panel.message.value) and "ended", 2)
+    panel.start.click()
+    assert wait_for(lambda: hasattr(panel, "pids"))
+    panel.victims[0].click()
+    panel.thread.join(60)
+    assert panel.kills == [] and panel.message.value == "<p>done. ended</p>"
+
+
+def test_a_failure_is_told_in_words():
+    def begin(bar, pids):
+        raise RuntimeError("no <rank>\nis left")
+
+    panel = Panel(begin, 1)
+    panel.start.click()
+    panel.thread.join(60)
+    assert panel.message.value == "<p>done. RuntimeError: no &lt;rank&gt;</p>"
+    assert not panel.start.disabled

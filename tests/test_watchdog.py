@@ -1,0 +1,168 @@
+"""The watchdog: whoever stands still is named and ended within the timeout and a second, and nobody else is."""
+
+import re
+import time
+
+import pytest
+import torch.distributed as dist
+
+from labkit.run import LaunchError, launch
+from labkit.watchdog import Seen, Watchdog, suspect
+
+TIMEOUT = 3
+
+
+def told(beat=0, begun=0, patience="", **others):
+    return {"beat": beat, "begun": begun, "patience": patience, "last": "barrier", **others}
+
+
+def knows(*about):
+    return {rank: Seen(told(begun=begun), heard, moved) for rank, (heard, moved, begun) in enumerate(about)}
+
+
+# ---- the idea
+
+
+def test_who_does_not_tell_any_more_is_named():
+    seen = knows((99, 89, 7), (90, 89, 7), (99, 89, 7))
+    assert suspect(seen, 99, 10) is None
+    assert suspect(seen, 101, 10) == (1, "has not been heard of for 10 s: it is stopped")
+
+
+def test_who_is_behind_is_named_once_nobody_begins():
+    seen = knows((99, 50, 7), (99, 50, 6), (99, 95, 7))
+    assert suspect(seen, 100, 10) is None  # rank 2 has just begun one: they are on their way
+    assert suspect(seen, 106, 10) == (1, "is stuck: the others have waited 10 s for it")
+
+
+def test_where_all_have_begun_the_same_none_is_named():
+    rank, why = suspect(knows((99, 50, 7), (99, 50, 7)), 100, 10)
+    assert rank is None and "all wait, or compute" in why
+
+
+def test_one_who_says_why_it_takes_long_is_waited_for_but_has_to_tell():
+    seen = knows((99, 50, 7), (99, 50, 6))
+    seen[1].hear(told(beat=1, begun=6, patience="saving"), now=100)
+    assert suspect(seen, 105, 10) is None
+    seen[1].hear(told(beat=2, begun=6), now=106)  # done: it has the whole time again to begin the next
+    assert suspect(seen, 109, 10) is None and suspect(seen, 112, 20) is None
+    assert suspect(seen, 120, 10)[0] == 0  # nothing was heard of either
+
+
+def test_only_news_counts_and_a_reader_that_slept_accuses_nobody():
+    seen = Seen(told(beat=1, begun=1), heard=0.0, moved=0.0)
+    seen.hear(told(beat=2, begun=1), now=500.0)  # it was told long ago, and is read now
+    assert (seen.heard, seen.moved) == (500.0, 0.0)
+    seen.hear(told(beat=2, begun=1), now=501.0)
+    assert seen.heard == 500.0
+
+
+# ---- on ranks
+
+
+TRAINING = """
+import os, time
+from labkit.watchdog import Watchdog
+
+with Watchdog({timeout}) as watchdog:
+    for step in range(12):
+        time.sleep(0.1)
+        comm.all_reduce(torch.ones(2))
+        if rank == 0:
+            print("step", step, time.monotonic(), flush=True)
+        if step == 5 and rank == {rank}:
+            {fault}
+    record(steps=step + 1)
+"""
+
+
+def end(fault, rank, nproc=3, timeout=TIMEOUT):
+    """(what the ranks' logs say, seconds from the fault to the end)."""
+    source = TRAINING.format(timeout=timeout, rank=rank, fault=fault)
+    with pytest.raises(LaunchError) as caught:
+        launch(source, nproc=nproc, collective_timeout=100, timeout=60, quiet=True)
+    ended = time.monotonic()
+    logs = [log.read_text() for log in caught.value.run.logs]
+    begin = float(re.search(r"step 5 ([\d.]+)", logs[0])[1])
+    return caught.value, "".join(logs), ended - begin
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "rank", "words"),
+    [
+        ("os.kill(os.getpid(), 19)", 1, "has not been heard of for 3 s: it is stopped"),
+        ("os.kill(os.getpid(), 19)", 2, "has not been heard of for 3 s: it is stopped"),
+        ("sum(range(10**12))", 1, "has not been heard of for 3 s: it is stopped"),  # it holds Python's lock
+        ("time.sleep(100)", 1, "is stuck: the others have waited 3 s for it"),
+        ("while True: pass", 0, "is stuck: the others have waited 3 s for it"),
+        ("dist.recv(torch.ones(1), 0)", 1, "is stuck: the others have waited 3 s for it"),
+    ],
+    ids=["stopped", "stopped, the last", "no lock", "asleep", "endless", "recv"],
+)
+def test_who_stands_still_is_named_and_the_others_leave(fault, rank, words):
+    error, logs, seconds = end(fault, rank)
+    assert logs.count("noticed: ") >= 1 and set(re.findall(r"noticed: (rank \d on node \d)", logs)) == {
+        f"rank {rank} on node 0"
+    }
+    assert words in logs and "all_reduce of 8 bytes" in logs
+    assert error.cause.rank == rank, str(error)  # and launch does not blame those who left
+    assert TIMEOUT < seconds < TIMEOUT + 5  # of which one is the watchdog's; the rest is for a machine with much to do
+
+
+@pytest.mark.slow
+def test_all_in_a_collective_that_hangs_leave_and_say_from_where():
+    _, logs, _ = end("pass\n        if step == 5: dist.recv(torch.ones(1))", 0)
+    assert "no rank is behind" in logs and "all wait, or compute, since 3 s" in logs
+    assert sum(line.endswith("if step == 5: dist.recv(torch.ones(1))") for line in logs.splitlines()) == 3
+
+
+PATIENT = """
+import time
+from labkit.watchdog import Watchdog
+
+time.time = iter(range(10**9, 0, -3600)).__next__  # a clock that somebody sets back, again and again
+with Watchdog(1) as watchdog:
+    for step in range(4):
+        comm.all_reduce(torch.ones(2))
+        if rank == 0:
+            with watchdog.patience("saving"):
+                time.sleep(2.5 * (step == 2))
+        time.sleep(0.3)
+    comm.barrier()
+record(done=step)
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_only_slow_is_left_alone_whatever_the_clock_says():
+    run = launch(PATIENT, nproc=2, quiet=True)
+    assert run.records["done"].tolist() == [3, 3]
+
+
+class Late(Watchdog):
+    def tell(self, **news):
+        time.sleep(0.7)
+        super().tell(**news)
+
+
+def again(rank, world_size):
+    for kind in (Watchdog, Late if rank else Watchdog):
+        with kind(60) as watchdog:
+            while watchdog.seen[1 - rank].told["beat"] < 2:
+                time.sleep(0.01)
+                assert watchdog.seen[1 - rank].told["verdict"] is None
+            dist.barrier()
+        Watchdog.tell(watchdog, verdict=[0, "is stuck"], left=False)  # as ranks do that leave
+        dist.barrier()
+
+
+def test_a_verdict_of_an_earlier_attempt_is_not_heard(ranks):
+    ranks(2, again)
+
+
+@pytest.mark.slow
+def test_ranks_that_leave_at_different_times_accuse_nobody():
+    source = "import time\nfrom labkit.watchdog import Watchdog\nwith Watchdog(2):\n    time.sleep(0.6 * rank)\n"
+    source += "time.sleep(4 - 0.6 * rank)\nrecord(done=1)"
+    assert launch(source, nproc=3, quiet=True).records["done"].sum() == 3
