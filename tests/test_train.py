@@ -300,3 +300,9 @@ def test_torchrun_starts_killed_and_stopped_ranks_again_and_nothing_is_lost(tmp_
     assert "noticed: rank 0 on node 0 has not been heard of for 4 s: it holds the store" in error
     whole, broken = ({line["step"]: line for line in lines(path)} for path in (tmp_path / "whole.jsonl", log))
     assert broken == whole
+
+
+def test_ranks_do_not_wait_for_what_only_notebooks_need():
+    program = "import sys, labkit.train; print(*{'pandas', 'matplotlib', 'IPython'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []

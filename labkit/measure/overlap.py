@@ -15,8 +15,6 @@ A set of moments is a list of intervals (start, end) in ms. Li et al., PyTorch D
 Experiences on Accelerating Data Parallel Training, VLDB 2020, section 5 (figure 6).
 """
 
-import pandas as pd
-
 LANES = ("compute", "network")
 
 
@@ -59,6 +57,8 @@ def exposed(frame, rank):
 
 def overlap(frame):
     """A row per rank: compute_ms, network_ms, hidden_ms (under compute), exposed_ms, total_ms."""
+    import pandas  # ranks that train need not wait for it
+
     rows = []
     for rank in sorted(frame["rank"].unique()):
         mine = frame[frame["rank"] == rank]
@@ -74,7 +74,7 @@ def overlap(frame):
                 "total_ms": mine["end_ms"].max() - mine["start_ms"].min(),
             }
         )
-    return pd.DataFrame(rows)
+    return pandas.DataFrame(rows)
 
 
 def length(intervals):

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from math import isnan, nan
 from pathlib import Path
 
-import pandas as pd
 import torch
 
 from labkit.measure.clock import clock_of
@@ -190,6 +189,8 @@ class Timeline:
 
     def frame(self):
         """A row a span: rank, lane, name, start_ms, end_ms, duration_ms (0: first start), info."""
+        import pandas  # ranks that train need not wait for it
+
         self.clock.resolve()
         origin = min((span.start for span in self.spans), default=0.0)
         rows = []
@@ -199,7 +200,7 @@ class Timeline:
             place = {"rank": span.rank, "lane": span.lane, "name": span.name}
             rows.append(place | times | span.info)
         empty = ["rank", "lane", "name", "start_ms", "end_ms", "duration_ms"]
-        return pd.DataFrame(rows, columns=None if rows else empty)
+        return pandas.DataFrame(rows, columns=None if rows else empty)
 
     def chrome_trace(self, path):
         """Write the trace event JSON (us; process = rank, thread = lane) and return its path."""
