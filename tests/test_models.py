@@ -103,6 +103,15 @@ def test_mlp_is_its_formula():
         MLP((3,))
 
 
+def test_he_s_weights_keep_the_mean_square_through_a_relu():
+    torch.manual_seed(0)
+    x = torch.randn(500, 400)
+    for he, kept in ((True, 1.0), (False, 1 / 6)):  # torch draws from a variance of 1 / (3 inputs), He from 2 / inputs
+        layers = MLP((400, 400, 400, 400), he=he).layers
+        before, after = (layers[:depth](x).square().mean() for depth in (3, 5))
+        assert abs(after / before / kept - 1) < 0.2
+
+
 # ResNet
 
 

@@ -4,7 +4,8 @@
 
 Parameters: sum of (inputs + 1) x outputs over the layers.
 Multiply-adds of a forward: one per weight and sample.
-Rumelhart, Hinton, Williams, Learning representations by back-propagating errors, Nature 1986.
+Rumelhart, Hinton, Williams, Learning representations by back-propagating errors, Nature 1986; He et
+al., Delving Deep into Rectifiers, ICCV 2015, section 2.2.
 """
 
 from itertools import pairwise
@@ -15,11 +16,12 @@ from torch import nn
 class MLP(nn.Module):
     """`sizes`: of input, hidden layers, and classes; `dtype`: of the parameters (None: torch's).
 
+    he: weights drawn so that a ReLU keeps the size of what passes, not as torch draws them.
     forward: inputs [B, sizes[0]], or images with that many pixels -> logits [B, sizes[-1]].
     Raises ValueError when there are fewer than two sizes.
     """
 
-    def __init__(self, sizes=(64, 256, 256, 10), dtype=None):
+    def __init__(self, sizes=(64, 256, 256, 10), dtype=None, he=False):
         super().__init__()
         if len(sizes) < 2:
             raise ValueError(
@@ -29,6 +31,8 @@ class MLP(nn.Module):
         for inputs, outputs in pairwise(sizes[1:]):
             layers += [nn.ReLU(), nn.Linear(inputs, outputs, dtype=dtype)]
         self.layers = nn.Sequential(*layers)
+        for layer in layers[::2] if he else ():
+            nn.init.kaiming_normal_(layer.weight)
 
     def forward(self, inputs):  # [B, ...]
         return self.layers(inputs.flatten(1))  # [B, classes]
