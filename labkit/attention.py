@@ -15,6 +15,8 @@ Milakov and Gimelshein, Online normalizer calculation for softmax, 2018; Dao et 
 FlashAttention, NeurIPS 2022, section 3.1; Dao, FlashAttention-2, ICLR 2024, section 3.1.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch.autograd.function import once_differentiable
 
@@ -78,12 +80,20 @@ class FlashAttention(torch.autograd.Function):
         return *ctx.tiles.backward(gradient, query, key, value, log_sum, within), None
 
 
+@dataclass(frozen=True)
 class Tiles:
-    """How the scores are cut, masked, and dropped: forward and backward over the same tiles."""
+    """How the scores are cut, masked, and dropped: forward and backward over the same tiles.
 
-    def __init__(self, causal=False, scale=1.0, tile=TILE, dropout_p=0.0, seed=0):
-        self.causal, self.scale, self.tile = causal, scale, tile
-        self.dropout_p, self.seed = dropout_p, seed
+    first_query, first_key: the positions that these queries and keys have in the sequence.
+    """
+
+    causal: bool = False
+    scale: float = 1.0
+    tile: int = TILE
+    dropout_p: float = 0.0
+    seed: int = 0
+    first_query: int = 0
+    first_key: int = 0
 
     def forward(self, query, key, value):
         """(output [..., T, d] of the query's dtype, log of the sum of exp(scores) [..., T, 1])."""
@@ -124,23 +134,25 @@ class Tiles:
 
     def seen(self, rows, keys):
         """The tiles of keys of which these queries see any."""
-        return cuts(min(rows.stop, keys) if self.causal else keys, self.tile)
+        last = self.first_query + rows.stop - self.first_key
+        return cuts(min(last, keys) if self.causal else keys, self.tile)
 
     def scores(self, query, key, rows, columns):
         """A tile of them, [..., rows, columns]; those that a query does not see are -inf."""
         scores = query[..., rows, :] @ key[..., columns, :].mT
         scores = scores.to(torch.promote_types(query.dtype, torch.float32)).mul_(self.scale)
-        if self.causal and columns.stop > rows.start + 1:
-            hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
-            scores.masked_fill_(hidden.triu(rows.start - columns.start + 1), -torch.inf)
+        query_at, key_at = self.first_query + rows.start, self.first_key + columns.start
+        if self.causal and key_at + columns.stop - columns.start > query_at + 1:
+            later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
+            scores.masked_fill_(later.triu(query_at - key_at + 1), -torch.inf)
         return scores
 
     def drop(self, weights, rows, columns):
         """Dropout, whose mask is drawn anew in backward: by the tile, so that it is the same."""
         if not self.dropout_p:
             return weights
-        place = hash((self.seed, rows.start, columns.start)) % 2**32  # of which all bits count
-        generator = torch.Generator(weights.device).manual_seed(place)
+        place = self.seed, self.first_query + rows.start, self.first_key + columns.start
+        generator = torch.Generator(weights.device).manual_seed(hash(place) % 2**32)
         drawn = torch.rand(weights.shape, device=weights.device, generator=generator)
         return weights * (drawn >= self.dropout_p) / (1 - self.dropout_p)
 
