@@ -22,9 +22,10 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 from labkit import comm
-from labkit.attention import TILE, Tiles, flash_attention
+from labkit.parts.tiles import TILE, Tiles
 
 
 def ring_forward(query, key, value, tiles, group=None):
@@ -165,10 +166,13 @@ class Ring:
                     yield rows, columns, replace(self.tiles, **at)
 
 
-def ulysses_attention(query, key, value, group=None, dropout_p=0.0, is_causal=False, tile=TILE):
+def ulysses_attention(
+    query, key, value, group=None, attend=F.scaled_dot_product_attention, **options
+):
     """Attention over all tokens for 1/n of the heads, between two all-to-alls. Collective.
 
     query: [B, H, T/n, d]; key, value: [B, G, T/n, d], at places(T); returns query's shape.
+    attend: any attention, function (query, key, value, **options) of tokens in their order.
     Raises ValueError where the ranks do not divide the heads.
     """
     n = dist.get_world_size(group)
@@ -180,7 +184,7 @@ def ulysses_attention(query, key, value, group=None, dropout_p=0.0, is_causal=Fa
     order = torch.cat([torch.arange(length)[chunk] for share in shares for chunk in share])
     by_head = [Exchange.apply(one, -3, -2, group) for one in (query, key, value)]
     in_order = [one[..., order.argsort(), :] for one in by_head]  # [B, H/n, T, d]
-    output = flash_attention(*in_order, dropout_p, is_causal, tile=tile)
+    output = attend(*in_order, **options)
     return Exchange.apply(output[..., order, :], -2, -3, group)
 
 

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from labkit.attention import Tiles, attend_in_tiles, flash_attention
+from labkit.attention import attend_in_tiles, flash_attention
 from labkit.measure.memory import MemoryTracker
+from labkit.parts.tiles import Tiles
 
 F64 = torch.float64
 TILE = 4

@@ -1,17 +1,24 @@
 """Attention over a sequence that no rank holds whole, against one process that holds it."""
 
+from functools import partial
+
 import pytest
 import torch
-from test_attention import furthest, torch_attention
+from test_attention import furthest
 from torch.nn import functional as F
 
 from labkit import comm
-from labkit.attention import Tiles, flash_attention
+from labkit.attention import flash_attention
 from labkit.context_parallel import places, ring_attention, ring_forward, ulysses_attention
 from labkit.measure.memory import MemoryTracker
+from labkit.parts.tiles import Tiles
 
 F64 = torch.float64
-FORMS = {"ring": ring_attention, "all-to-all": ulysses_attention}
+FORMS = {
+    "ring": partial(ring_attention, tile=3),
+    "all-to-all": ulysses_attention,
+    "all-to-all, tiles": partial(ulysses_attention, attend=flash_attention, tile=3),
+}
 
 
 def whole(length, heads, width=4):
@@ -24,20 +31,18 @@ def share(tensors, held):
     return [one[..., held, :].clone().requires_grad_() for one in tensors]
 
 
-def trained(rank, world_size, form, length, heads, is_causal, dropout_p=0.0, tile=3):
+def trained(rank, world_size, form, length, heads, **options):
     """This rank's part of output and gradients, and of the oracle's."""
     *tensors, weights = whole(length, heads)
     held = places(length)
     mine = share(tensors, held)
-    torch.manual_seed(5 + rank * (form == "ring"))
-    output = FORMS[form](*mine, dropout_p=dropout_p, is_causal=is_causal, tile=tile)
+    torch.manual_seed(5 + rank)
+    output = FORMS[form](*mine, **options)
     ours = [output.detach(), *torch.autograd.grad(output, mine, weights[..., held, :])]
     everything = [one.clone().requires_grad_() for one in tensors]
-    if dropout_p:
-        torch.manual_seed(5)
-        output = flash_attention(*everything, dropout_p, is_causal, tile=tile)
-    else:
-        output = torch_attention(is_causal)(*everything)
+    torch.manual_seed(5)
+    oracle = flash_attention if "dropout_p" in options else F.scaled_dot_product_attention
+    output = oracle(*everything, **options)
     theirs = [output.detach(), *torch.autograd.grad(output, everything, weights)]
     return furthest(ours, [one[..., held, :] for one in theirs])
 
