@@ -1,0 +1,78 @@
+"""Attention tile by tile: the matrix of all scores, tokens x tokens, is never there as a whole.
+
+                 keys  [tile 0][tile 1][tile 2]     a tile of scores: made, used, thrown away
+    queries [tile 0]      *                         * causal: half of the tiles are never made
+            [tile 1]      *       *                 per query, kept from tile to tile:
+            [tile 2]      *       *       *         the largest score, the sum, the output so far
+
+A softmax needs the sum over all keys, but it can be had as one goes: when a larger score turns up,
+what has been summed so far is scaled down by exp(old largest - new largest). Backward makes each
+tile again from queries and keys, and divides by the sum that forward has kept.
+
+Held for backward: query, key, value, output, and a number a query; plain attention holds tokens x
+tokens a head. Multiply-adds: as before, and the scores once more in backward. Sent: nothing.
+Milakov and Gimelshein, Online normalizer calculation for softmax, 2018; Dao et al.,
+FlashAttention, NeurIPS 2022, section 3.1; Dao, FlashAttention-2, ICLR 2024, section 3.1.
+"""
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from labkit.parts.tiles import TILE, Tiles
+
+
+def attend_in_tiles(query, key, value, tile):
+    """The idea: softmax(query key^T / sqrt(d)) value, with one tile of keys at a time.
+
+    query, key, value: [..., T, d].
+    """
+    largest = torch.full_like(query[..., :1], -torch.inf)
+    total, output = torch.zeros_like(largest), torch.zeros_like(query)
+    for keys, values in zip(key.split(tile, -2), value.split(tile, -2), strict=True):
+        scores = query @ keys.mT * query.shape[-1] ** -0.5  # [..., T, tile]
+        larger = torch.maximum(largest, scores.amax(-1, keepdim=True))
+        shrunk, weights = torch.exp(largest - larger), torch.exp(scores - larger)
+        total = total * shrunk + weights.sum(-1, keepdim=True)
+        output = output * shrunk + weights @ values
+        largest = larger
+    return output / total
+
+
+def flash_attention(query, key, value, dropout_p=0.0, is_causal=False, scale=None, tile=TILE):
+    """Like F.scaled_dot_product_attention without a mask of one's own.
+
+    query: [..., H, T, d]; key, value: [..., G, S, d]: each key head serves H / G query heads.
+    Returns [..., H, T, d]. is_causal: query t sees keys 0 to t. tile: memory grows with it, time
+    falls. Low precisions are summed up in fp32. Raises ValueError for shapes that do not fit.
+    """
+    H, G = query.shape[-3], key.shape[-3]
+    if key.shape != (*query.shape[:-3], G, *key.shape[-2:-1], query.shape[-1]):
+        raise ValueError(f"query {list(query.shape)} and key {list(key.shape)} do not fit")
+    if value.shape[:-1] != key.shape[:-1]:
+        raise ValueError(f"key {list(key.shape)} and value {list(value.shape)} do not fit")
+    if G == 0 or H % G:
+        raise ValueError(f"{G} key heads cannot serve {H} query heads: {H} is no multiple of {G}")
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    seed = torch.randint(2**31, ()).item() if dropout_p else 0
+    grouped = query.unflatten(-3, (G, H // G))  # [..., G, H / G, T, d]
+    keys, values = key.unsqueeze(-3), value.unsqueeze(-3)
+    tiles = Tiles(is_causal, scale, tile, dropout_p, seed)
+    return FlashAttention.apply(grouped, keys, values, tiles).flatten(-4, -3)
+
+
+class FlashAttention(torch.autograd.Function):
+    """forward: (query, key, value, Tiles) -> output. Kept: these, and log-sum-exp of each query."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, tiles):
+        output, log_sum = tiles.forward(query, key, value)
+        ctx.save_for_backward(query, key, value, output, log_sum)
+        ctx.tiles = tiles
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        query, key, value, output, log_sum = ctx.saved_tensors
+        within = (gradient * output).sum(-1, keepdim=True, dtype=log_sum.dtype)
+        return *ctx.tiles.backward(gradient, query, key, value, log_sum, within), None

@@ -1,0 +1,204 @@
+"""Context parallelism: attention over a sequence that no rank holds whole.
+
+    zig-zag, n = 2    tokens   [0  1][2  3][4  5][6  7]      a late token sees more keys than an
+                      rank     [ 0  ][ 1  ][ 1  ][ 0  ]      early one: so each rank has of both
+
+    ring    rank 0   own keys  | keys of rank 1 |      all-to-all   heads  0 1      heads  0  1
+            rank 1   own keys  | keys of rank 0 |      rank 0 has   [T/n tokens] -> [T][  ]
+            network  [ to the next rank ]              rank 1       [T/n tokens]    [  ][T]
+
+The ring: keys and values go round, and each rank adds what its queries see of them; a tile is
+computed while the next one is on its way. All-to-all: each rank gets all tokens of some heads, and
+nothing else changes. Both take and give the tokens `places` says.
+
+Sent per rank, of K bytes of its keys and values: forward (n-1) K and backward (2n-1) K in the ring;
+all-to-all (n-1)/n of query, keys, values and output, twice. Held: 1/n of one process, and the
+keys on their way. Liu, Zaharia and Abbeel, Ring Attention, ICLR 2024, section 3; Brandon et al.,
+Striped Attention, 2023 (balance); Jacobs et al., DeepSpeed Ulysses, 2023, section 3.
+"""
+
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from labkit import comm
+from labkit.parts.tiles import TILE, Tiles
+
+
+def ring_forward(query, key, value, tiles, group=None):
+    """The idea: keys and values pass every rank, and what each adds is weighed by its sum of exp.
+
+    query, key, value: [..., T/n, d], in order of the ranks. Returns the output, [..., T/n, d].
+    """
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    pair, incoming = torch.stack([key, value]), torch.empty((2, *key.shape), dtype=key.dtype)
+    output, log_sum = tiles.forward(query, *pair)
+    for _ in range(n - 1):
+        comm.exchange(pair, (rank + 1) % n, incoming, (rank - 1) % n, group)
+        pair, incoming = incoming, pair
+        output, log_sum = merge(output, log_sum, *tiles.forward(query, *pair))
+    return output
+
+
+def merge(output, log_sum, other, other_log_sum):
+    """Attention over two sets of keys, of attention over each. log_sum: log of the sum of exp."""
+    both = torch.logaddexp(log_sum, other_log_sum)
+    output = output * torch.exp(log_sum - both) + other * torch.exp(other_log_sum - both)
+    return output, both
+
+
+def places(length, group=None):
+    """The positions of this rank's tokens, [length / n]: of 2n chunks one from each end.
+
+    Raises ValueError where the sequence has no 2n equal chunks.
+    """
+    return torch.cat([torch.arange(length)[chunk] for chunk in chunks_of_rank(length, group)])
+
+
+def chunks_of_rank(length, group=None, rank=None):
+    n = dist.get_world_size(group)
+    rank = dist.get_rank(group) if rank is None else rank
+    if length % (2 * n):
+        raise ValueError(f"{length} tokens have no {2 * n} equal chunks: two for each of {n} ranks")
+    size = length // (2 * n)
+    return [slice(i * size, (i + 1) * size) for i in (rank, 2 * n - 1 - rank)]
+
+
+def ring_attention(query, key, value, group=None, dropout_p=0.0, is_causal=False, tile=TILE):
+    """Attention of this rank's queries over all keys, which go round. Collective.
+
+    query, key, value: [B, H, T/n, d], at places(T). Returns the same shape. Dropout draws what
+    flash_attention draws for the whole, where the tile divides T/2n; its seed is rank 0's.
+    Raises ValueError where shapes differ, or a rank has an odd number of tokens.
+    """
+    if not query.shape == key.shape == value.shape:
+        shapes = ", ".join(str(list(one.shape)) for one in (query, key, value))
+        raise ValueError(f"a ring takes query, key and value of one shape, not {shapes}")
+    seed = torch.randint(2**31, (1,))
+    if dropout_p:
+        comm.broadcast(seed, 0, group)
+    tiles = Tiles(is_causal, query.shape[-1] ** -0.5, tile, dropout_p, seed.item())
+    return RingAttention.apply(query, key, value, tiles, group)
+
+
+class RingAttention(torch.autograd.Function):
+    """forward: (query, key, value, Tiles, group) -> output. Backward sends keys round once more."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, tiles, group):
+        ring = Ring(query.shape[-2], tiles, group)
+        output = torch.zeros_like(query, dtype=torch.promote_types(query.dtype, torch.float32))
+        log_sum = torch.full_like(output[..., :1], -torch.inf)
+        for source, pair in ring.pass_round(torch.stack([key, value])):
+            for rows, columns, part in ring.seen(source):
+                found = part.forward(query[..., rows, :], *pair[..., columns, :])
+                merged = merge(output[..., rows, :], log_sum[..., rows, :], *found)
+                output[..., rows, :], log_sum[..., rows, :] = merged
+        output = output.to(query.dtype)
+        ctx.save_for_backward(query, key, value, output, log_sum)
+        ctx.ring = ring
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        query, key, value, output, log_sum = ctx.saved_tensors
+        within = (gradient * output).sum(-1, keepdim=True, dtype=log_sum.dtype)
+        for_query = torch.zeros_like(log_sum.expand(query.shape))
+        for_pair = torch.zeros((2, *key.shape), dtype=log_sum.dtype, device=key.device)
+        for source, pair in ctx.ring.pass_round(torch.stack([key, value])):
+            own = torch.zeros_like(for_pair)
+            for rows, columns, part in ctx.ring.seen(source):
+                q, *rest = (one[..., rows, :] for one in (query, log_sum, within))
+                taken = (q, *pair[..., columns, :], *rest)
+                found = part.backward(gradient[..., rows, :], *taken)
+                for_query[..., rows, :] += found[0]
+                own[..., columns, :] += torch.stack(found[1:])
+            # what all ranks before this one have added to these keys' gradients is here by now
+            for_pair = ctx.ring.hand_on(for_pair.add_(own))
+        return for_query.to(query.dtype), *for_pair.to(key.dtype), None, None
+
+
+class Ring:
+    """Who holds what when: tensors go from each rank to the next, n times, and are home again."""
+
+    def __init__(self, length, tiles, group):
+        self.rank, self.n = dist.get_rank(group), dist.get_world_size(group)
+        self.half, self.tiles, self.group = length // 2, tiles, group
+        if length % 2:
+            raise ValueError(f"this rank has {length} tokens: of two chunks, so an even number")
+
+    def pass_round(self, pair):
+        """(whose they are, keys and values), n times; while they are used the next are coming."""
+        for turn in range(self.n):
+            if turn < self.n - 1:
+                incoming = torch.empty_like(pair)
+                work = self.exchange(pair, incoming, async_op=True)
+            yield (self.rank - turn) % self.n, pair
+            if turn < self.n - 1:
+                work.wait()
+                pair = incoming
+
+    def hand_on(self, tensor):
+        if self.n == 1:
+            return tensor
+        incoming = torch.empty_like(tensor)
+        self.exchange(tensor, incoming)
+        return incoming
+
+    def exchange(self, outgoing, incoming, async_op=False):
+        to, source = (self.rank + 1) % self.n, (self.rank - 1) % self.n
+        return comm.exchange(outgoing, to, incoming, source, self.group, async_op)
+
+    def seen(self, source):
+        """(queries, keys, how their tiles lie), of this rank's chunks and the source's."""
+        first, second = slice(0, self.half), slice(self.half, 2 * self.half)
+        for rows, query_chunk in ((first, self.rank), (second, 2 * self.n - 1 - self.rank)):
+            for columns, key_chunk in ((first, source), (second, 2 * self.n - 1 - source)):
+                if key_chunk <= query_chunk or not self.tiles.causal:
+                    at = {
+                        "first_query": query_chunk * self.half,
+                        "first_key": key_chunk * self.half,
+                    }
+                    yield rows, columns, replace(self.tiles, **at)
+
+
+def ulysses_attention(
+    query, key, value, group=None, attend=F.scaled_dot_product_attention, **options
+):
+    """Attention over all tokens for 1/n of the heads, between two all-to-alls. Collective.
+
+    query: [B, H, T/n, d]; key, value: [B, G, T/n, d], at places(T); returns query's shape.
+    attend: any attention, function (query, key, value, **options) of tokens in their order.
+    Raises ValueError where the ranks do not divide the heads.
+    """
+    n = dist.get_world_size(group)
+    for heads in (query.shape[-3], key.shape[-3]):
+        if heads % n:
+            raise ValueError(f"{n} ranks cannot share {heads} heads: {heads} is no multiple of {n}")
+    length = n * query.shape[-2]
+    shares = [chunks_of_rank(length, group, rank) for rank in range(n)]
+    order = torch.cat([torch.arange(length)[chunk] for share in shares for chunk in share])
+    by_head = [Exchange.apply(one, -3, -2, group) for one in (query, key, value)]
+    in_order = [one[..., order.argsort(), :] for one in by_head]  # [B, H/n, T, d]
+    output = attend(*in_order, **options)
+    return Exchange.apply(output[..., order, :], -2, -3, group)
+
+
+class Exchange(torch.autograd.Function):
+    """All-to-all: cut along one dim, part i to rank i; what comes is put together along another."""
+
+    @staticmethod
+    def forward(ctx, x, cut, join, group):
+        ctx.cut, ctx.join, ctx.group = cut, join, group
+        outgoing = torch.stack(x.chunk(dist.get_world_size(group), cut))
+        incoming = torch.empty_like(outgoing)
+        comm.all_to_all(incoming, outgoing, group=group)
+        return torch.cat(tuple(incoming), join)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return Exchange.apply(gradient, ctx.join, ctx.cut, ctx.group), None, None, None

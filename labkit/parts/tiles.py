@@ -1,0 +1,95 @@
+"""Scores of attention, one tile at a time: made, masked, used, and thrown away.
+
+    [[0 . .]     rows: queries, columns: keys; a tile is a slice of each
+     [1 2 .]     causal: of row 1 the tiles 1 and 2; half of 2 is hidden
+     [3 4 5]]    backward makes the same tiles again, dropout's masks, too
+
+Dao et al., FlashAttention, NeurIPS 2022, algorithms 1 and 4; Dao, FlashAttention-2, ICLR 2024, 3.1.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+TILE = 256  # queries, and keys: the tile of scores of one head is 256 KiB in fp32
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How the scores are cut, masked, and dropped: forward and backward over the same tiles.
+
+    first_query, first_key: the positions that these queries and keys have in the sequence.
+    """
+
+    causal: bool = False
+    scale: float = 1.0
+    tile: int = TILE
+    dropout_p: float = 0.0
+    seed: int = 0
+    first_query: int = 0
+    first_key: int = 0
+
+    def forward(self, query, key, value):
+        """(output [..., T, d] of the query's dtype, log of the sum of exp(scores) [..., T, 1])."""
+        output = query.new_empty((*query.shape[:-1], value.shape[-1]))
+        exact = torch.promote_types(query.dtype, torch.float32)
+        log_sum = torch.empty_like(query[..., :1], dtype=exact)
+        for rows in cuts(query.shape[-2], self.tile):
+            largest = torch.full_like(log_sum[..., rows, :], -torch.inf)
+            total, summed = torch.zeros_like(largest), 0.0
+            for columns in self.seen(rows, key.shape[-2]):
+                scores = self.scores(query, key, rows, columns)
+                larger = torch.maximum(largest, scores.amax(-1, keepdim=True))
+                shrunk, weights = torch.exp(largest - larger), scores.sub_(larger).exp_()
+                total = total * shrunk + weights.sum(-1, keepdim=True)
+                kept = self.drop(weights, rows, columns).to(value.dtype)
+                summed = summed * shrunk + kept @ value[..., columns, :]
+                largest = larger
+            output[..., rows, :] = summed / total
+            log_sum[..., rows, :] = largest + total.log()
+        return output, log_sum
+
+    def backward(self, gradient, query, key, value, log_sum, within):
+        """Gradients of query, key and value. within: per query, the sum of gradient x output."""
+        exact, of = log_sum.dtype, (query, key, value)
+        found = [torch.zeros(one.shape, dtype=exact, device=one.device) for one in of]
+        for rows in cuts(query.shape[-2], self.tile):
+            q, g = query[..., rows, :], gradient[..., rows, :]
+            for columns in self.seen(rows, key.shape[-2]):
+                k, v = key[..., columns, :], value[..., columns, :]
+                weights = self.scores(query, key, rows, columns).sub_(log_sum[..., rows, :]).exp_()
+                for_weights = self.drop((g @ v.mT).to(exact), rows, columns)
+                for_scores = (for_weights - within[..., rows, :]) * weights * self.scale
+                for_scores, kept = for_scores.to(q.dtype), self.drop(weights, rows, columns)
+                found[0][..., rows, :] += for_scores @ k
+                found[1][..., columns, :] += (for_scores.mT @ q).sum_to_size(k.shape)
+                found[2][..., columns, :] += (kept.to(g.dtype).mT @ g).sum_to_size(v.shape)
+        return [one.to(like.dtype) for one, like in zip(found, of, strict=True)]
+
+    def seen(self, rows, keys):
+        """The tiles of keys of which these queries see any."""
+        last = self.first_query + rows.stop - self.first_key
+        return cuts(min(last, keys) if self.causal else keys, self.tile)
+
+    def scores(self, query, key, rows, columns):
+        """A tile of them, [..., rows, columns]; those that a query does not see are -inf."""
+        scores = query[..., rows, :] @ key[..., columns, :].mT
+        scores = scores.to(torch.promote_types(query.dtype, torch.float32)).mul_(self.scale)
+        query_at, key_at = self.first_query + rows.start, self.first_key + columns.start
+        if self.causal and key_at + columns.stop - columns.start > query_at + 1:
+            later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
+            scores.masked_fill_(later.triu(query_at - key_at + 1), -torch.inf)
+        return scores
+
+    def drop(self, weights, rows, columns):
+        """Dropout, whose mask is drawn anew in backward: by the tile, so that it is the same."""
+        if not self.dropout_p:
+            return weights
+        place = self.seed, self.first_query + rows.start, self.first_key + columns.start
+        generator = torch.Generator(weights.device).manual_seed(hash(place) % 2**32)
+        drawn = torch.rand(weights.shape, device=weights.device, generator=generator)
+        return weights * (drawn >= self.dropout_p) / (1 - self.dropout_p)
+
+
+def cuts(length, tile):
+    return [slice(start, min(start + tile, length)) for start in range(0, length, tile)]

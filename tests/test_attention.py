@@ -1,0 +1,147 @@
+"""Attention tile by tile against PyTorch's own: outputs, gradients, dropout's masks, and memory that grows with T."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from labkit.attention import attend_in_tiles, flash_attention
+from labkit.measure.memory import MemoryTracker
+from labkit.parts.tiles import Tiles
+
+F64 = torch.float64
+TILE = 4
+SHAPES = [  # queries, keys, query heads, key heads
+    (8, 8, 2, 2),
+    (7, 7, 4, 2),
+    (5, 9, 6, 1),
+    (9, 5, 2, 2),
+    (1, 6, 2, 1),
+    (3, 3, 1, 1),
+]
+
+
+def inputs(T, S, H, G, width=4, batch=(2,), dtype=F64):
+    generator = torch.Generator().manual_seed(T * S)
+    shapes = [(*batch, H, T, width), (*batch, G, S, width), (*batch, G, S, width)]
+    made = [torch.randn(shape, generator=generator, dtype=F64).to(dtype) for shape in shapes]
+    return [one.requires_grad_() for one in made]
+
+
+def with_gradients(function, tensors):
+    output = function(*tensors)
+    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=F64).to(output.dtype)
+    return [output.detach(), *torch.autograd.grad(output, tensors, weights)]
+
+
+def furthest(ours, theirs):
+    return max((one.double() - other.double()).abs().max().item() for one, other in zip(ours, theirs, strict=True))
+
+
+def torch_attention(is_causal=False, scale=None):
+    return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=True)
+
+
+@pytest.mark.parametrize("tile", [1, 3, TILE, 100])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_it_is_torchs_with_its_gradients(shape, is_causal, tile):
+    tensors = inputs(*shape)
+    ours = with_gradients(lambda *these: flash_attention(*these, is_causal=is_causal, tile=tile), tensors)
+    assert furthest(ours, with_gradients(torch_attention(is_causal), tensors)) < 1e-13
+
+
+def test_with_a_scale_and_without_a_batch():
+    tensors = inputs(6, 6, 2, 2, batch=())
+    ours = with_gradients(lambda *these: flash_attention(*these, scale=0.3, tile=TILE), tensors)
+    assert furthest(ours, with_gradients(torch_attention(scale=0.3), tensors)) < 1e-13
+
+
+@pytest.mark.parametrize("tile", [1, 3, 8, 100])
+def test_the_idea_is_attention_too(tile):
+    tensors = inputs(8, 8, 2, 2)
+    ours = with_gradients(lambda *these: attend_in_tiles(*these, tile), tensors)
+    assert furthest(ours, with_gradients(torch_attention(), tensors)) < 1e-13
+
+
+def test_scores_that_exp_cannot_hold():
+    tensors = [1e3 * one.detach() for one in inputs(8, 8, 2, 2)]
+    tensors = [one.requires_grad_() for one in tensors]
+    ours = with_gradients(lambda *these: flash_attention(*these, is_causal=True, tile=TILE), tensors)
+    theirs = with_gradients(torch_attention(True), tensors)
+    assert all(one.isfinite().all() for one in ours)
+    assert all(torch.allclose(one, other, rtol=1e-9, atol=1e-6) for one, other in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_low_precision_is_summed_up_in_fp32(dtype):
+    tensors = inputs(64, 64, 2, 1, width=16, dtype=dtype)
+    ours = with_gradients(lambda *these: flash_attention(*these, is_causal=True, tile=16), tensors)
+    exact = [one.detach().double().requires_grad_() for one in tensors]
+    oracle = with_gradients(torch_attention(True), exact)
+    assert [one.dtype for one in ours] == [dtype] * 4
+    assert furthest(ours, oracle) < 32 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_dropout_has_the_same_mask_in_backward(is_causal):
+    tensors = inputs(5, 6, 2, 1)
+
+    def dropped(*these):
+        torch.manual_seed(3)
+        return flash_attention(*these, dropout_p=0.4, is_causal=is_causal, tile=TILE)
+
+    assert torch.autograd.gradcheck(dropped, tensors, fast_mode=True)
+
+
+def test_dropout_keeps_the_mean_and_draws_anew():
+    query, key, value = (one.detach() for one in inputs(64, 64, 2, 2))
+    torch.manual_seed(0)
+    drawn = [flash_attention(query, key, torch.ones_like(value), dropout_p=0.25, tile=16) for _ in range(2)]
+    assert not torch.equal(*drawn)
+    assert abs(torch.stack(drawn).mean().item() - 1.0) < 0.05
+
+
+def peak(T, function):
+    query, key, value = inputs(T, T, 2, 2, batch=(), dtype=torch.float32)
+    with MemoryTracker() as memory:
+        function(query, key, value).sum().backward()
+    return sum(memory.peak.values())
+
+
+def test_memory_is_linear_in_the_length():
+    at = [peak(T, lambda *these: flash_attention(*these, is_causal=True, tile=16)) for T in (64, 128, 192)]
+    assert at[2] - at[1] == at[1] - at[0]
+    plain = [peak(T, in_one_piece) for T in (64, 128, 192)]
+    assert plain[2] - plain[1] > 1.5 * (plain[1] - plain[0])
+
+
+def in_one_piece(query, key, value):
+    return torch.softmax(query @ key.mT, -1) @ value
+
+
+def test_causal_makes_half_of_the_tiles():
+    made = []
+
+    class Counting(Tiles):
+        def scores(self, *these):
+            made.append(these)
+            return super().scores(*these)
+
+    query = torch.ones(1, 16, 4)
+    for causal, count in ((False, 16), (True, 10)):
+        made.clear()
+        Counting(causal, 1.0, 4).forward(query, query, query)
+        assert len(made) == count
+
+
+@pytest.mark.parametrize(
+    ("shapes", "words"),
+    [
+        (((2, 4, 8), (2, 4, 6), (2, 4, 6)), r"query \[2, 4, 8\] and key \[2, 4, 6\] do not fit"),
+        (((2, 4, 8), (2, 4, 8), (2, 5, 8)), r"key \[2, 4, 8\] and value \[2, 5, 8\] do not fit"),
+        (((4, 4, 8), (3, 4, 8), (3, 4, 8)), "3 key heads cannot serve 4 query heads: 4 is no multiple of 3"),
+    ],
+)
+def test_shapes_that_do_not_fit(shapes, words):
+    with pytest.raises(ValueError, match=words):
+        flash_attention(*map(torch.zeros, shapes))

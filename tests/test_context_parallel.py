@@ -1,0 +1,150 @@
+"""Attention over a sequence that no rank holds whole, against one process that holds it."""
+
+from functools import partial
+
+import pytest
+import torch
+from test_attention import furthest
+from torch.nn import functional as F
+
+from labkit import comm
+from labkit.attention import flash_attention
+from labkit.context_parallel import places, ring_attention, ring_forward, ulysses_attention
+from labkit.measure.memory import MemoryTracker
+from labkit.parts.tiles import Tiles
+
+F64 = torch.float64
+FORMS = {
+    "ring": partial(ring_attention, tile=3),
+    "all-to-all": ulysses_attention,
+    "all-to-all, tiles": partial(ulysses_attention, attend=flash_attention, tile=3),
+}
+
+
+def whole(length, heads, width=4):
+    generator = torch.Generator().manual_seed(length)
+    shape = (4, 2, heads, length, width)  # query, key, value, the output's gradient
+    return torch.randn(shape, generator=generator, dtype=F64)
+
+
+def share(tensors, held):
+    return [one[..., held, :].clone().requires_grad_() for one in tensors]
+
+
+def trained(rank, world_size, form, length, heads, **options):
+    """This rank's part of output and gradients, and of the oracle's."""
+    *tensors, weights = whole(length, heads)
+    held = places(length)
+    mine = share(tensors, held)
+    torch.manual_seed(5 + rank)
+    output = FORMS[form](*mine, **options)
+    ours = [output.detach(), *torch.autograd.grad(output, mine, weights[..., held, :])]
+    everything = [one.clone().requires_grad_() for one in tensors]
+    torch.manual_seed(5)
+    oracle = flash_attention if "dropout_p" in options else F.scaled_dot_product_attention
+    output = oracle(*everything, **options)
+    theirs = [output.detach(), *torch.autograd.grad(output, everything, weights)]
+    return furthest(ours, [one[..., held, :] for one in theirs])
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_it_is_the_attention_of_one_process(ranks, world_size, form, is_causal):
+    told = ranks(world_size, trained, form=form, length=8 * world_size, heads=12, is_causal=is_causal)
+    assert max(told) < 1e-13
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_the_ring_drops_what_one_process_drops(ranks, world_size, is_causal):
+    options = {"heads": 2, "is_causal": is_causal, "dropout_p": 0.3, "tile": 2}
+    assert max(ranks(world_size, trained, form="ring", length=8 * world_size, **options)) < 1e-13
+
+
+def by_the_idea(rank, world_size):
+    query, key, value, _ = whole(6 * world_size, 2)
+    mine = slice(6 * rank, 6 * rank + 6)
+    found = ring_forward(query[..., mine, :], key[..., mine, :], value[..., mine, :], Tiles(scale=0.5, tile=4))
+    return (found - F.scaled_dot_product_attention(query, key, value)[..., mine, :]).abs().max().item()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_the_idea_is_attention_too(ranks, world_size):
+    assert max(ranks(world_size, by_the_idea)) < 1e-13
+
+
+def sent(rank, world_size, form):
+    *tensors, _ = whole(4 * world_size, world_size)
+    mine = share(tensors, places(4 * world_size))
+    with comm.record() as events:
+        FORMS[form](*mine).sum().backward()
+    return sum(event.sent_bytes for event in events), mine[0].nbytes
+
+
+def test_bytes_are_the_formulas(ranks):
+    for n in (2, 3):
+        for form, times in (("ring", 2 * ((n - 1) + (2 * n - 1))), ("all-to-all", 2 * 4 * (n - 1) / n)):
+            for found, size in ranks(n, sent, form=form):
+                assert found == times * size
+
+
+def work(rank, world_size):
+    """How many tiles each rank makes."""
+    made = []
+    real = Tiles.scores
+    Tiles.scores = lambda *these: made.append(1) or real(*these)
+    try:
+        *tensors, _ = whole(8 * world_size, 1)
+        ring_attention(*share(tensors, places(8 * world_size)), is_causal=True, tile=1)
+    finally:
+        Tiles.scores = real
+    return len(made)
+
+
+def test_zig_zag_gives_all_ranks_the_same_work(ranks):
+    made = ranks(3, work)
+    assert made == [24 * 25 // 2 // 3] * 3
+
+
+def peak(rank, world_size, length):
+    query, key, value, _ = whole(length, 2, width=16)
+    mine = share((query, key, value), places(length))
+    del query, key, value
+    with MemoryTracker() as memory:
+        ring_attention(*mine, is_causal=True, tile=4).sum().backward()
+    return sum(memory.peak.values())
+
+
+def test_a_rank_holds_its_part(ranks):
+    """What grows with the sequence, per rank, is 1/n."""
+    grows = {n: ranks(n, peak, length=96)[0] - ranks(n, peak, length=48)[0] for n in (1, 2, 3)}
+    assert grows[3] * 3 <= grows[1] * 1.5 and grows[2] * 2 <= grows[1] * 1.5
+
+
+def wrong(rank, world_size, case):
+    zeros = torch.zeros(1, 3, 4, 2)
+    try:
+        if case == "length":
+            places(2 * world_size + 1)
+        elif case == "heads":
+            ulysses_attention(zeros, zeros, zeros)
+        elif case == "odd":
+            ring_attention(*[zeros[..., :3, :]] * 3)
+        else:
+            ring_attention(zeros, zeros[..., :2, :], zeros)
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("length", "5 tokens have no 4 equal chunks: two for each of 2 ranks"),
+        ("heads", "2 ranks cannot share 3 heads: 3 is no multiple of 2"),
+        ("odd", "this rank has 3 tokens: of two chunks, so an even number"),
+        ("shape", "a ring takes query, key and value of one shape, not [1, 3, 4, 2], [1, 3, 2, 2], [1, 3, 4, 2]"),
+    ],
+)
+def test_what_cannot_be(ranks, case, words):
+    assert ranks(2, wrong, case=case) == [words] * 2
