@@ -218,7 +218,7 @@ def test_the_shell_command_restarts_as_often():
     assert torchrun == "torchrun" and "--max-restarts 2" in run.command
     here = dict([setting.split("=")], PYTHONPATH=os.path.dirname(__file__))
     command = [sys.executable, "-m", "torch.distributed.run", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | here)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=os.environ | here)
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert done.returncode == 0, done.stderr
     assert sorted((row["rank"], row["attempt"]) for row in rows)[-3:] == [(0, 1), (1, 0), (1, 1)]
