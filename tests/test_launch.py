@@ -181,7 +181,7 @@ def test_a_killed_rank_is_named_with_its_signal_and_last_collective():
 
 @pytest.mark.parametrize("leave", ["import os; os._exit(0)", "import sys; sys.exit(0)"])
 def test_an_early_clean_exit_is_named_as_such(leave):
-    text = failure(f"if rank == 1:\n    {leave}\ncomm.all_reduce(torch.ones(4))")
+    text = failure(f"if rank == 1:\n    {leave}\ncomm.all_reduce(torch.ones(4))", **HANGS)
     assert text.startswith(("rank 1 left early with exit code 0", "rank 1 finished early"))
 
 
@@ -238,7 +238,7 @@ def test_a_group_made_later_waits_no_longer_than_the_one_of_all():
 
 
 def test_another_order_of_collectives_is_named():
-    text = failure("x = torch.ones(4)\nif rank:\n    comm.broadcast(x)\nelse:\n    comm.all_reduce(x)")
+    text = failure("x = torch.ones(4)\nif rank:\n    comm.broadcast(x)\nelse:\n    comm.all_reduce(x)", **HANGS)
     assert text.startswith("ranks 0 and 1 called different collectives") and "broadcast of 16 bytes" in text
 
 
@@ -258,7 +258,7 @@ def test_a_rank_that_came_through_with_another_shape_is_not_said_to_have_left_ea
 
 
 def test_another_order_is_named_even_without_our_collectives():
-    text = failure("x = torch.ones(4)\nif rank:\n    dist.broadcast(x, 0)\nelse:\n    dist.all_reduce(x)")
+    text = failure("x = torch.ones(4)\nif rank:\n    dist.broadcast(x, 0)\nelse:\n    dist.all_reduce(x)", **HANGS)
     assert "at different lines: rank 0 at `dist.all_reduce(x)`; rank 1 at `dist.broadcast(x, 0)`" in text
 
 
