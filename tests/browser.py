@@ -31,7 +31,7 @@ FLAGS = [
     "--disable-component-update",
     "--disable-sync",
 ]
-PATIENCE = 60_000  # ms for anything to appear
+PATIENCE = 120_000  # ms for anything to appear
 CELL_PATIENCE = 300_000  # ms for a notebook to finish
 UNFOLDED = ".jp-CodeCell:not(:has(.jp-Placeholder))"  # a folded cell shows no number
 
@@ -65,7 +65,7 @@ def server(folder, start):
 
 
 def wait_for_port(child, log):
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline and child.poll() is None:
         found = re.search(r"http://127\.0\.0\.1:(\d+)/", log.read_text())
         if found:
@@ -79,7 +79,9 @@ def browser():
     """One window, whose pages share what they have loaded."""
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        yield chromium.new_context(viewport={"width": 1280, "height": 1000})
+        window = chromium.new_context(viewport={"width": 1280, "height": 1000})
+        window.set_default_timeout(PATIENCE)
+        yield window
         chromium.close()
 
 

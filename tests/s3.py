@@ -47,7 +47,7 @@ def s3_server():
     finally:
         process.stdin.close()
         process.stdout.close()
-        process.wait(20)
+        process.wait(100)
 
 
 class Proxy(BaseHTTPRequestHandler):

@@ -196,7 +196,7 @@ def test_ctrl_c_stops_the_kernel_and_all_ranks(tree):
     pids.mkdir()
     environment = {**os.environ, "PIDS": str(pids)}
     child = subprocess.Popen(command(tree, "run"), text=True, stderr=subprocess.PIPE, env=environment)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 150
     while len(list(pids.iterdir())) < 2 and time.monotonic() < deadline:
         time.sleep(0.05)
     ranks = [int(path.name) for path in pids.iterdir()]
@@ -205,7 +205,7 @@ def test_ctrl_c_stops_the_kernel_and_all_ranks(tree):
     assert set(ranks) < set(family)
     child.send_signal(signal.SIGINT)
     child.send_signal(signal.SIGINT)  # people press it twice
-    told = child.communicate(timeout=30)[1]
+    told = child.communicate(timeout=100)[1]
     assert child.returncode == 130
     assert told.strip().splitlines()[-1] == "lab: interrupted"
     assert "Traceback" not in told
@@ -252,7 +252,7 @@ def small_suite(tree, text):
 @pytest.mark.slow
 def test_lab_test_sums_up_and_closes_with_the_counts(tree):
     cases = (
-        "import pytest, time\ndef test_a(): time.sleep(0.2)\n"
+        "import pytest, time\ndef test_a(): time.sleep(3)\n"
         "def test_b(): assert 1 + 1 == 3\n"
         "def test_c(): pytest.skip('no CUDA device')\n"
         "@pytest.mark.slow\ndef test_d(): pass\n"
@@ -265,7 +265,7 @@ def test_lab_test_sums_up_and_closes_with_the_counts(tree):
     assert "FAILED: tests: tests/test_it.py::test_b: assert (1 + 1) == 3" in lines
     assert "NOT TESTED: tests/test_it.py::test_c: no CUDA device" in lines
     slowest = lines.index("the 10 slowest cases:") + 1
-    assert re.fullmatch(r"0\.\d s  tests/test_it.py::test_a", lines[slowest])
+    assert re.fullmatch(r"\d+\.\d s  tests/test_it.py::test_a", lines[slowest])
     assert re.fullmatch(r"\d+ s in all; the cores were idle \d+ % of it, and \d+ % in the kernel", lines[-2])
     assert lines[-1] == "6 passed, 1 failed"
     quick = finished(tree, "test", "quick", "--workers", "1")

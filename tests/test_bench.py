@@ -43,11 +43,10 @@ def test_what_is_counted_must_be_equal():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_the_exact_rows_hold_and_are_kept():
     """lab bench, end to end, on what does not depend on time."""
     command = [sys.executable, str(ROOT / "scripts" / "bench.py"), "exact"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     kept = ROOT / done.stdout.splitlines()[-1].split(":")[0]
     facts = json.loads(kept.read_text())

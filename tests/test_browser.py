@@ -29,7 +29,7 @@ from labkit.run import launch
 def hang(context, folder):
     import os, pathlib, time
     pathlib.Path(folder, str(os.getpid())).touch()
-    time.sleep(120)
+    time.sleep(300)
 launch(hang, nproc=2, folder={folder!r})
 """
 # A comparison whose ranks work until there is a file "go".
@@ -117,16 +117,16 @@ def at_work(folder):
     places.rmdir()
 
 
-def wait_for(look, good, seconds=60):
-    deadline = time.monotonic() + seconds
+def wait_for(look, good):
+    deadline = time.monotonic() + 100
     while not good(seen := look()) and time.monotonic() < deadline:
         time.sleep(0.05)
     return seen
 
 
-def left(pids, seconds=5):
-    """Which of them are alive, after so long."""
-    return wait_for(lambda: [pid for pid in pids if psutil.pid_exists(pid)], lambda alive: not alive, seconds)
+def left(pids):
+    """Which of them are alive, however long one waits for their end."""
+    return wait_for(lambda: [pid for pid in pids if psutil.pid_exists(pid)], lambda alive: not alive)
 
 
 @pytest.mark.parametrize("path", sorted(explorers.with_explorers()), ids=lambda path: path.stem)

@@ -16,11 +16,11 @@ CELL = """
 from labkit.run import launch
 from labkit.show import live
 program = '''
-import time
-for step in range(120):
+import itertools, os, time
+for step in itertools.takewhile(lambda _: not os.path.exists({go!r}), itertools.count()):
     time.sleep(0.1)
-    waits = {"exposed_comm_ms": 20.0 + step, "step_ms": 100.0}
-    parts = {"data_ms": 5.0, "forward_ms": 20.0, "backward_ms": 60.0, "optimizer_ms": 5.0}
+    waits = {{"exposed_comm_ms": 20.0 + step, "step_ms": 100.0}}
+    parts = {{"data_ms": 5.0, "forward_ms": 20.0, "backward_ms": 60.0, "optimizer_ms": 5.0}}
     record(step=step, loss=1 / (1 + step), samples_per_s=80.0, rss_bytes=3e8 + 1e6 * step, **waits, **parts)
 '''
 launch(program, nproc=2, device="cpu", bar=live.Live("emulated"));
@@ -43,7 +43,7 @@ WATCH = """
 
 
 def test_the_live_view_does_not_flicker(tmp_path):
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(CELL.strip())])
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(CELL.format(go=str(tmp_path / "go")).strip())])
     notebook.metadata.kernelspec = {"name": explorers.kernel(), "display_name": "Python 3", "language": "python"}
     nbformat.write(notebook, tmp_path / "live.ipynb")
     pictures = os.environ.get("LABKIT_SCREENSHOTS")
@@ -52,10 +52,12 @@ def test_the_live_view_does_not_flicker(tmp_path):
         page.page.evaluate(WATCH)
         page.run_all()
         page.panel.locator(".widget-html svg").wait_for(timeout=PATIENCE)
-        page.page.wait_for_function("() => window.seen.pictures.length >= 3", timeout=PATIENCE)
+        page.page.wait_for_function(
+            "() => window.seen.pictures.length >= 3 && window.seen.frames > 20", timeout=PATIENCE
+        )
         seen = page.page.evaluate("() => window.seen")  # a change of the theme draws the whole page anew
         print(seen["frames"], "frames,", len(seen["pictures"]), "pictures")
-        assert seen["states"] == [False, True] and seen["frames"] > 20
+        assert seen["states"] == [False, True]
         for theme in ("Dark", "Light"):
             page.set_theme(theme)
             if pictures:
@@ -63,6 +65,7 @@ def test_the_live_view_does_not_flicker(tmp_path):
                 page.page.wait_for_timeout(1500)
                 page.page.screenshot(path=str(Path(pictures, f"live-{theme.lower()}.png")))
             assert page.violations() == []
+        (tmp_path / "go").touch()
         page.wait_idle()
         page.panel.locator(".jp-RenderedImage img").wait_for(timeout=PATIENCE)
         assert page.panel.locator(".widget-html svg").count() == 0

@@ -1,5 +1,6 @@
 import threading
 import time
+import uuid
 import warnings
 from collections import deque
 from contextlib import nullcontext
@@ -7,6 +8,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 from labkit import comm, meter
 
@@ -114,7 +116,18 @@ def test_logs_nest_and_close(ranks):
     assert ranks(2, logs) == [[outer, inner, ["broadcast"], ["barrier"], [], ["barrier"]]] * 2
 
 
-def times(rank, n):
+class Told:
+    """A Work that says in the store, by its key, that its wait() has begun."""
+
+    def __init__(self, work, key):
+        self.work, self.key = work, key
+
+    def wait(self):
+        _get_default_store().set(self.key, "")
+        return self.work.wait()
+
+
+def times(rank, n, key):
     with comm.record() as log:
         comm.all_reduce(torch.ones(2))
         early = comm.all_reduce(torch.ones(2), async_op=True)
@@ -129,11 +142,11 @@ def times(rank, n):
         if rank == 0:
             late = comm.recv(box, 1, async_op=True)
             assert log[2].end is None and log[2].waited == 0
-            comm.barrier()
+            late.work = Told(late.work, key)
             late.wait()
             assert log[2].waited >= 0.02
         else:
-            comm.barrier()
+            _get_default_store().wait([key])
             time.sleep(0.05)
             comm.send(torch.ones(1), 0)
     first = log[0]
@@ -149,7 +162,7 @@ def wait_until(condition):
 
 
 def test_end_is_known_without_waiting_and_waited_is_the_blocked_time(ranks):
-    ranks(2, times)
+    ranks(2, times, key=uuid.uuid4().hex)
 
 
 def failures(rank, n):

@@ -547,9 +547,9 @@ def test_as_a_program(tmp_path):
     checkpoints.save(3, {"model": nn.Linear(3, 3)})
     checkpoints.close()
     command = [sys.executable, "-m", "labkit.convert", str(tmp_path / "ours"), str(tmp_path / "folder")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0 and done.stderr == ""
-    again = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    again = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert again.returncode == 1 and again.stderr.count("\n") == 1
 
 

@@ -175,7 +175,7 @@ def trained(rank, world_size, network=None, slow=None, uneven=False, starved=0.0
         with participant.monitor([Records(lambda **row: rows.append(row))], float("nan")) as monitor:
             for step in range(10):
                 most = random.Random(step).randrange(world_size) if uneven else slow
-                factor = 2.5 if rank == most else 1.0
+                factor = 4.0 if rank == most else 1.0
                 for part in participant.model.modules():
                     if hasattr(part, "emulated_seconds"):
                         part.emulated_seconds = (0.012 * factor, 0.024 * factor)
@@ -190,13 +190,13 @@ def trained(rank, world_size, network=None, slow=None, uneven=False, starved=0.0
     return [row | {"rank": rank} for row in rows]
 
 
-ON_RANKS = {
-    "starved input": {"starved": 0.06},
+ON_RANKS = {  # each far above what a busy machine adds to everything
+    "starved input": {"starved": 0.15},
     "one slow rank": {"slow": 1},
     "imbalance": {"uneven": True},
-    "one slow link": {"network": {"slow_rank": 2, "slower": 15.0}},
-    "tiny buckets": {"network": {"latency_ms": 3.0}, "bucket_cap_mb": 0.0},
-    "communication-bound": {"network": {"mbit": 16.0}},
+    "one slow link": {"network": {"slow_rank": 2, "slower": 40.0}},
+    "tiny buckets": {"network": {"latency_ms": 10.0}, "bucket_cap_mb": 0.0},
+    "communication-bound": {"network": {"mbit": 6.0}},
     "loss-scale thrashing": {"growth": 1, "precision": "fp16"},
 }
 
@@ -214,7 +214,7 @@ def test_a_run_that_hangs_tells_who_is_missing():
         "import time\nfor i in range(4):\n    comm.all_reduce(torch.ones(8))\n    time.sleep(60 * (rank == i == 1))"
     )
     with pytest.raises(LaunchError) as caught:
-        launch(program, nproc=3, device="cpu", collective_timeout=2, quiet=True)
+        launch(program, nproc=3, device="cpu", collective_timeout=6, quiet=True)
     (found,) = diagnose(last_collectives(caught.value.run.folder))
     assert found.evidence == (
         "ranks 0, 2 in collective 3 (all_reduce of 32 bytes): waiting for rank 1, "
@@ -260,7 +260,7 @@ def test_messages_of_an_emulated_network_are_real_and_one_after_the_other(ranks)
 
 
 def test_stalls_count_pages_of_the_disk_and_the_gpus_retries(monkeypatch):
-    assert memory_stalls(None) == memory_stalls(torch.device("cpu")) >= 0
+    assert 0 <= memory_stalls(None) <= memory_stalls(torch.device("cpu"))  # so far
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {"num_alloc_retries": 1000})
     assert memory_stalls(torch.device("cuda", 0)) >= 1000
 

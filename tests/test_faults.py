@@ -20,6 +20,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from test_launch import interrupt_what_runs
 from torch import nn
 
 from labkit import models, train
@@ -33,9 +34,9 @@ from labkit.run.client import agent
 from labkit.run.context import Context
 
 STEPS, BATCH = 8, 360  # four steps make an epoch of the 1,797 digits
-TIMEOUT = 5
+TIMEOUT = 10  # seconds that a collective waits: of these a rank may be late at the start
 FIELDS = ["--batch-size", BATCH, "--steps", STEPS, "--optimizer", "adamw", "--lr", "0.01", "--precision", "fp64"]
-OPTIONS = {"collective_timeout": TIMEOUT, "timeout": 60, "quiet": True}
+OPTIONS = {"collective_timeout": TIMEOUT, "timeout": 120, "quiet": True}
 
 
 def go(context, arguments, plan=(), terms=(), saving=(), backward=(), agent_at=None):
@@ -173,7 +174,7 @@ def test_the_rank_that_failed_is_named(tmp_path, capfd, kind):
     assert f"[launch] {run.failures[0]}: restart 1 of 1" in capfd.readouterr().out
     assert run.records[["rank", "attempt"]].values.tolist() == [[0, 0], [1, 0], [0, 1], [1, 1]]
     assert run.records["x"].tolist() == run.records["attempt"].tolist()
-    assert time.monotonic() - start < 25  # of a stopped rank, torchrun alone thinks for 30 s
+    assert time.monotonic() - start < TIMEOUT + 30  # of a stopped rank, torchrun alone thinks for 30 s more
 
 
 def test_when_all_attempts_have_failed_the_last_is_told():
@@ -196,9 +197,9 @@ def test_restarts_are_counted(restarts):
 
 
 def test_an_interrupt_is_no_failure():
-    threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    interrupt_what_runs()
     with pytest.raises(KeyboardInterrupt):
-        launch("import time; time.sleep(60)", restarts=5, **OPTIONS)
+        launch("import time; time.sleep(100)", restarts=5, **OPTIONS)
     assert psutil.Process(agent().process.pid).children(recursive=True) == []
 
 
@@ -217,7 +218,7 @@ def test_the_shell_command_restarts_as_often():
     assert torchrun == "torchrun" and "--max-restarts 2" in run.command
     here = dict([setting.split("=")], PYTHONPATH=os.path.dirname(__file__))
     command = [sys.executable, "-m", "torch.distributed.run", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | here)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=os.environ | here)
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert done.returncode == 0, done.stderr
     assert sorted((row["rank"], row["attempt"]) for row in rows)[-3:] == [(0, 1), (1, 0), (1, 1)]
@@ -230,7 +231,7 @@ def test_an_interrupt_at_any_moment_of_many_attempts_leaves_nothing(seed):
     threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
         launch("raise ValueError('again')", restarts=1000, **OPTIONS)
-    deadline = time.monotonic() + 2
+    deadline = time.monotonic() + 30
     while below := psutil.Process(agent().process.pid).children(recursive=True):
         assert time.monotonic() < deadline, below
     assert launch("record(x=1)", **OPTIONS).records["x"].sum() == 2
@@ -300,7 +301,10 @@ def test_a_signal_ends_all_ranks_after_the_same_step_and_they_go_on_from_there(t
 
 
 def saver(context, folder, kills):
-    """Save without end; in each attempt, one rank is killed at a moment that the seed draws. It travels as source."""
+    """Save without end; in each attempt, one rank is killed after so many saves and so many ms, as the seed draws.
+
+    It travels as source.
+    """
     import os
     import random
     import signal
@@ -321,9 +325,10 @@ def saver(context, folder, kills):
     if context.attempt == kills:
         return checkpoints.close()
     dist.barrier()
-    if chance.randrange(context.world_size) == context.rank:
-        threading.Timer(chance.uniform(0.0, 0.06), os.kill, (os.getpid(), signal.SIGKILL)).start()
+    victim, last, seconds = chance.randrange(context.world_size), step + chance.randrange(3), chance.uniform(0.0, 0.06)
     while True:
+        if context.rank == victim and step == last:
+            threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
         step += 1
         with torch.no_grad():
             for parameter in model.parameters():

@@ -270,7 +270,7 @@ def test_interrupted_setup(tree):
         child = subprocess.Popen(
             command, text=True, stderr=subprocess.PIPE, env=environment(silent.getsockname()[1]), start_new_session=True
         )
-        silent.settimeout(30)
+        silent.settimeout(LIMIT)
         connection, _ = silent.accept()  # pip is asking
         os.killpg(child.pid, signal.SIGINT)
         told = child.communicate(timeout=LIMIT)[1]

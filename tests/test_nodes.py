@@ -17,7 +17,7 @@ from labkit.run.compare import compare
 from labkit.run.experiment import Experiment
 from labkit.run.nodes import Link
 
-QUICK = {"collective_timeout": 20, "timeout": 60, "quiet": True}
+QUICK = {"collective_timeout": 20, "timeout": 100, "quiet": True}
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +184,7 @@ def test_a_cut_link_is_named_with_who_waits_where(namespaces):
         "import time\nfrom labkit.run.nodes import cut\ncomm.barrier()\ntime.sleep(0.3)\n"
         "if rank == 1:\n    cut()\ncomm.all_reduce(torch.ones(1 << 16))"
     )
-    error = failure(source, nproc=1, collective_timeout=2)
+    error = failure(source, nproc=1, collective_timeout=6)
     assert str(error).startswith("the link of node 1 is cut")
     assert "rank 0 gave up waiting at `comm.all_reduce(torch.ones(1 << 16))` (collective 2" in str(error)
     assert error.cause is None and len(error.run.wire) == 2
@@ -204,13 +204,13 @@ def test_a_link_cut_in_the_middle_of_backward_ends_the_step_within_the_limit(nam
         "    model(torch.ones(4, 64)).sum().backward()\n    record(step=step)"
     )
     started = time.monotonic()
-    error = failure(source, collective_timeout=2, timeout=30)
+    error = failure(source, collective_timeout=6, timeout=100)
     assert str(error).startswith("the link of node 1 is cut")
     assert "gave up waiting at `work.wait()` (collective" in str(
         error
     )  # in the courier's thread, and backward tells it
     assert error.run.records["step"].max() == 0 and len(error.run.wire) == 2
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 80
 
 
 @pytest.mark.slow
@@ -264,11 +264,11 @@ def test_nothing_outlives_a_killed_launcher(namespaces, tmp_path):
             agent, *below = psutil.Process(kernel.pid).children(recursive=True)  # parents first
             assert len(below) == 5  # job, two torchruns, two ranks
             {"job": below[0], "kernel": kernel}[killed].kill()
-            assert psutil.wait_procs(below, timeout=10)[1] == []
+            assert psutil.wait_procs(below, timeout=60)[1] == []
     finally:
         kernel.kill()
-    kernel.wait(timeout=10)
-    agent.wait(timeout=10)
+    kernel.wait(timeout=60)
+    agent.wait(timeout=60)
 
 
 PROGRAM = """
@@ -279,7 +279,7 @@ print(run.network["how"], run.records["sum"].tolist(), len(run.wire), run.networ
 
 
 def answer(*prefix):
-    done = subprocess.run([*prefix, sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([*prefix, sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

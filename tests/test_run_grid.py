@@ -197,10 +197,9 @@ def test_a_grid_is_carried_on_after_a_failure_and_resumed(tree, monkeypatch):
     assert mended.returncode == 0, mended.stdout
     assert ran(tree) == ["2", "2", "3", "3", "3"]  # the notebook has changed: its jobs are not finished
     assert not (tree / "out" / "00_a-n=2" / "figures").exists()  # nothing of the older run is left
-    start = time.monotonic()
-    assert finished(tree, *line).returncode == 0
+    whole = finished(tree, *line)
+    assert whole.returncode == 0 and "3 of 3 jobs are finished" in whole.stdout
     assert ran(tree) == ["2", "2", "3", "3", "3"]
-    assert time.monotonic() - start < 60
 
 
 @pytest.mark.slow
@@ -226,14 +225,14 @@ def test_a_killed_grid_leaves_no_rank_and_goes_on(tree, monkeypatch, how):
     assert second.stderr.startswith("lab: --out ")
     assert "in use by another lab run" in second.stderr
     child.send_signal(how)
-    told, wrong = child.communicate(timeout=30)
+    told, wrong = child.communicate(timeout=100)
     if how != signal.SIGKILL:
         assert child.returncode == 130
         assert wrong.strip().splitlines()[-1] == "lab: interrupted"
         assert "Traceback" not in wrong
         assert told.splitlines()[-1].startswith("1 of 2 jobs ok")
         assert "The same command with --out out runs what is not ok." in told
-    psutil.wait_procs(family, timeout=0 if how != signal.SIGKILL else 30)
+    psutil.wait_procs(family, timeout=0 if how != signal.SIGKILL else 60)
     assert [process for process in family if process.is_running()] == []
     notebook(hangs, "world_size = 2", "print(world_size)")
     done = finished(tree, *line)

@@ -23,6 +23,8 @@ fsspec = pytest.importorskip("fsspec")
 pytest.importorskip("s3fs", reason="S3 needs s3fs: pip install -r requirements.txt")
 pytest.importorskip("moto", reason="S3 is tested with moto: pip install -r requirements.txt")
 
+RENEW, LEASE = 0.2, 5.0  # seconds; a holder or a server may stand still for some of these
+
 
 @pytest.fixture(scope="module")
 def server():
@@ -35,8 +37,8 @@ def bucket(server, monkeypatch, request):
     """The URL of an empty bucket; the environment leads to its server."""
     for name, value in (CREDENTIALS | {"AWS_ENDPOINT_URL": server}).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(lease, "RENEW", 0.2)
-    monkeypatch.setattr(lease, "LEASE", 1.0)
+    monkeypatch.setattr(lease, "RENEW", RENEW)
+    monkeypatch.setattr(lease, "LEASE", LEASE)
     name = f"b{abs(hash(request.node.name)):x}"
     fresh("mkdir", name)
     return f"s3://{name}"
@@ -315,7 +317,7 @@ HOLDER = """
 import sys, torch
 from labkit.checkpoint import Checkpoints
 from labkit.parts import lease, tensor_file
-lease.RENEW, lease.LEASE = 0.2, 1.0
+lease.RENEW, lease.LEASE = map(float, sys.argv[2:])
 checkpoints = Checkpoints(sys.argv[1])
 checkpoints.save(1, {"model": torch.nn.Linear(40, 40)})
 checkpoints.wait()
@@ -333,7 +335,9 @@ except Exception as error:
 @pytest.fixture
 def holder(bucket):
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    process = subprocess.Popen([sys.executable, "-c", HOLDER, f"{bucket}/run"], **pipes, env=same_path())
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, f"{bucket}/run", str(RENEW), str(LEASE)], **pipes, env=same_path()
+    )
     assert process.stdout.readline() == "holds\n"
     yield process
     process.kill()
@@ -343,7 +347,7 @@ def holder(bucket):
 def test_two_runs_in_one_directory(bucket, holder, capsys):
     with pytest.raises(CheckpointError, match=f"another run writes checkpoints into {bucket}/run"):
         Checkpoints(f"{bucket}/run")
-    assert f"process {holder.pid}: looks for 1 s if that lives" in capsys.readouterr().out
+    assert f"process {holder.pid}: looks for {LEASE:.0f} s if that lives" in capsys.readouterr().out
     assert holder.communicate("\n")[0] == "saved\n"
 
 
@@ -420,7 +424,7 @@ def test_an_answer_that_got_lost_is_no_refusal(bucket, faults, capsys):
 
 def one_side_cannot_begin(rank, world_size, url, env):
     os.environ.update(env)
-    lease.RENEW, lease.LEASE = 0.2, 1.0
+    lease.RENEW, lease.LEASE = RENEW, LEASE
     with pytest.raises(CheckpointError, match="cannot be written: Protocol not known"):
         Checkpoints(f"{url}/run" if rank == 0 else "unknown://run")
     Checkpoints(f"{url}/run").close()  # rank 0 does not hold it any more

