@@ -23,7 +23,7 @@ MARK = "LABKIT_TEST_TRIAL"  # in the environment of all that descend from a tria
 ENDLESS = {
     "in collectives": "launch('while True: comm.barrier()', quiet=True)",
     "deaf to SIGTERM": "launch('import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(90)', quiet=True)",
-    "with children": "launch('import subprocess; subprocess.run([\"sleep\", \"90\"])', nproc=3, quiet=True)",
+    "with children": 'launch(\'import subprocess; subprocess.run(["sleep", "90"])\', nproc=3, quiet=True)',
     "again and again": "launch('raise ValueError', restarts=10**6, quiet=True)",
     "cold": "launch('while True: comm.barrier()', cold=True, quiet=True)",
     "short ones": "while True: launch('record(x=1)', quiet=True)",

@@ -4,7 +4,6 @@ python tests/test_soak.py 3 7      minutes; another seed draws other kills
 """
 
 import json
-import os
 import random
 import signal
 import sys
@@ -152,7 +151,9 @@ def check(seed, name, kills=6):
     losses = {line["step"]: line["loss"] for line in expected}
     assert {line["step"] for line in found} == set(losses)
     for line in found:  # also of steps that were taken twice
-        assert line["loss"] == (pytest.approx(losses[line["step"]], abs=1e-6, rel=0) if spread else losses[line["step"]])
+        assert line["loss"] == (
+            pytest.approx(losses[line["step"]], abs=1e-6, rel=0) if spread else losses[line["step"]]
+        )
     if not spread:
         assert found[-1]["weights_sha256"] == expected[-1]["weights_sha256"]
     assert values.keys() == wanted.keys()
