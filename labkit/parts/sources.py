@@ -72,18 +72,17 @@ class States(Renamed):
             owner, _, key = name.removeprefix("model.").rpartition("/")
             if key != "step" and shapes.get(owner) == self.shapes[name] == ():
                 self.shapes[name] = (1,)  # a number's state: no number
-        self.groups = [groups[number] for number in sorted(groups)]
+        self.groups = [self.described(group) for _, group in sorted(groups.items())]
 
     @property
     def text(self):
-        """Its type is not in such a folder."""
-        return {"type": None, "groups": [self.described(group) for group in self.groups]}
+        return {"type": None, "groups": self.groups}  # such a folder does not tell a type
 
     def described(self, group):
         options = {option: self.value(name) for option, name in group.items()}
         names = options.pop("params", None)
         if type(names) is not list or not all(type(name) is str for name in names):
-            raise ValueError("a group of its optimizer has no list of parameters' names")
+            raise ValueError("its optimizer's states do not go by parameters' names")
         return {"options": options, "params": [f"model.{name}" for name in names]}
 
     def value(self, name):
