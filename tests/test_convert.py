@@ -26,6 +26,7 @@ from labkit.fsdp import FSDP
 from labkit.parts import saved, tensor_file
 from labkit.parts.dcp_folder import DcpFolder
 from labkit.trainer import make_optimizer, parallelize
+from labkit.zero import ZeRO1
 
 WIDTH = 7  # odd: shards end in the middle of parameters
 
@@ -312,6 +313,38 @@ def test_there_and_back_no_state_has_changed(tmp_path):
         found, wanted = steps.state_dict(), optimizer.state_dict()
         assert found["param_groups"] == wanted["param_groups"]
         assert all(same(found["state"][i], wanted["state"][i]) for i in wanted["state"]), source
+
+
+def number(seed):
+    """A model of a number beside a matrix; its parameters hold the seed."""
+    model = nn.Linear(3, 3)
+    model.number = nn.Parameter(torch.tensor(0.0))
+    for p in model.parameters():
+        nn.init.constant_(p, seed)
+    return model
+
+
+def number_goes_on(model, optimizer):
+    (model(torch.ones(3)).square().sum() * model.number).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return [p.tolist() for p in model.parameters()]
+
+
+def takes_a_number(rank, world_size, folder):
+    model = number(5)
+    optimizer = ZeRO1(model.parameters(), torch.optim.AdamW, lr=0.1)
+    load_weights(model, folder, optimizer)
+    return number_goes_on(model, optimizer)
+
+
+def test_shards_take_the_states_of_a_number(ranks, tmp_path):
+    model = number(2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    number_goes_on(model, optimizer)
+    dcp.save(stock(model, optimizer), checkpoint_id=tmp_path, no_dist=True)
+    wanted = number_goes_on(model, optimizer)
+    assert ranks(2, takes_a_number, folder=str(tmp_path)) == [wanted, wanted]
 
 
 class Scaled(torch.optim.SGD):

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from labkit.measure.faults import flip
 from labkit.run import LaunchError, launch
 from labkit.run.client import AgentError, agent
 
-STEPS, TIMEOUT, LIMIT = 120, 3, 60
+STEPS, TIMEOUT, LIMIT = 120, 3, 120
 FIELDS = ["--batch-size", 12, "--steps", STEPS, "--optimizer", "adamw", "--lr", "0.01", "--clip", "0.5"]
 ALIKE = {  # on two ranks again, it goes on bit for bit
     "ddp": ["--precision", "fp16"],
@@ -83,18 +84,35 @@ def family():
         return None, []
 
 
-def strike(kind, chance):
-    """Let it happen to the ranks that are there; says to how many."""
-    job, ranks = family()
-    struck = {"one": ranks and [chance.choice(ranks)], "all": ranks, "job": job and [job], "agent": []}
-    number, whom = kind
-    hit = [psutil.Process(agent().process.pid)] if whom == "agent" else struck[whom] or []
-    for process in hit:
-        try:
-            process.send_signal(number)
-        except psutil.Error:
-            return 0  # it has ended meanwhile
-    return len(hit)
+class Strike(threading.Thread):
+    """A signal for the ranks that are there, at a random moment: soon after they began, or some steps later."""
+
+    def __init__(self, folder, chance):
+        super().__init__(daemon=True)
+        self.number, self.whom = chance.choice(KINDS)
+        self.steps = chance.choice((0, chance.randint(1, 60)))
+        self.seconds = chance.uniform(0, 0.1 if self.steps else 2)
+        self.luck = chance.random()
+        self.folder, self.ended, self.hit = folder, threading.Event(), 0
+        self.told = f"{self.number.name} to {self.whom}, {self.steps} steps and {self.seconds:.2f} s later"
+
+    def run(self):
+        before = len(lines(self.folder))
+        while not (family()[1] and len(lines(self.folder)) >= before + self.steps):
+            if self.ended.wait(0.01):
+                return
+        if not self.ended.wait(self.seconds):
+            job, ranks = family()
+            whom = {"all": ranks, "job": [job], "agent": [psutil.Process(agent().process.pid)]}
+            whom["one"] = ranks and [ranks[int(self.luck * len(ranks))]]
+            for process in whom[self.whom]:
+                with suppress(psutil.Error, AttributeError):  # it has ended meanwhile
+                    process.send_signal(self.number)
+                    self.hit += 1
+
+    def end(self):
+        self.ended.set()
+        self.join()
 
 
 KINDS = [
@@ -117,19 +135,18 @@ def broken(folder, fields, chance, kills, spread=False):
     """Train to the end, with so many kills on the way; spread: over ranks and strategies as they come."""
     agent()
     for number in range(kills + 1):
-        nproc, strategy = chance.choice((1, 2, 3)), chance.choice(OTHERS)
+        nproc, strategy = (chance.choice((1, 2, 3)), chance.choice(OTHERS)) if spread else (2, "")
         more = ["--strategy", strategy] if spread else []
-        kind, seconds, hit = chance.choice(KINDS), chance.uniform(0.2, 2.5), []
-        struck = threading.Timer(seconds, lambda kind=kind, hit=hit: hit.append(strike(kind, chance)))
+        strike = Strike(folder, chance)
         if number < kills:
-            struck.start()
+            strike.start()
         start = time.monotonic()
-        done, told = train(folder, [*fields, *more], nproc if spread else 2, cold=chance.random() < 0.1)
-        struck.cancel()
+        done, told = train(folder, [*fields, *more], nproc, cold=chance.random() < 0.1)
         took = time.monotonic() - start
-        where = f"{nproc} {strategy}" if spread else ""
+        if number < kills:
+            strike.end()
         at = lines(folder)[-1]["step"] if lines(folder) else 0
-        print(f"  {where} {kind[0].name} {kind[1]} after {seconds:.1f} s, hit {hit}; {took:.1f} s, {at}: {told}")
+        print(f"  {nproc} {strategy} {strike.told}, hit {strike.hit}; {took:.1f} s, {at}: {told}", flush=True)
         assert took < LIMIT - 10, told
         assert psutil.Process(agent().process.pid).children(recursive=True) == []
         if done:

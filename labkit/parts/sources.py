@@ -80,7 +80,7 @@ class States(Renamed):
 
     def described(self, group):
         options = {option: self.value(name) for option, name in group.items()}
-        names = options.pop("params", None)
+        names, _ = options.pop("params", None), options.pop("param_names", None)
         if type(names) is not list or not all(type(name) is str for name in names):
             raise ValueError("its optimizer's states do not go by parameters' names")
         return {"options": options, "params": [f"model.{name}" for name in names]}
