@@ -241,3 +241,4 @@ def reap():
 
 if __name__ == "__main__":
     serve()
+    os._exit(0)  # torch takes its time to go
