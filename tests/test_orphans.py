@@ -29,6 +29,7 @@ ENDLESS = {
     "short ones": "while True: launch('record(x=1)', quiet=True)",
 }
 PROGRAM = """
+import torch  # interrupted in the middle, it cannot be imported again
 from labkit.run import launch
 if {warm}:
     launch("record(x=1)", quiet=True)

@@ -1,5 +1,6 @@
 """The notebook's end of the pipe to the warm agent: start it once, hand it jobs, stop it."""
 
+import atexit
 import fcntl
 import functools
 import json
@@ -108,6 +109,7 @@ def agent():
     client = AgentClient()
     try:
         if client.receive(START_LIMIT):
+            atexit.register(client.process.stdin.close)  # before this program takes its time to go
             return client
         raise AgentError(f"the launching agent did not start within {START_LIMIT:g} s")
     except BaseException:  # KeyboardInterrupt, too: nobody else knows of it
