@@ -6,15 +6,16 @@
 
     python -m labkit.convert runs/gpt gpt.safetensors --step 300
     python -m labkit.convert runs/gpt gpt                       model and optimizer
-    python -m labkit.convert gpt runs/new --to checkpoint       the model, as step 0
+    python -m labkit.convert gpt runs/new --to checkpoint       the same, as step 0
 
     load_weights(model, "gpt")     a module, DDP, FSDP: each rank reads what it holds, no more
+    load_weights(model, "gpt", optimizer)     and goes on where AdamW, say, was
 
 Any may be the source and any the result, on a disk or at an fsspec URL (DCP is written to a disk
 only). Nothing that is read is executed. A DCP folder has {"model": by name, "optimizer":
 {"state": by name, "param_groups"}}, as torch.distributed.checkpoint.state_dict makes it.
 
-Held: one tensor, and of a DCP source a part of it, twice; with --to checkpoint the model, twice.
+Held: one tensor, and of a DCP source a part of it, twice; with --to checkpoint all of it, twice.
 """
 
 import argparse
@@ -30,30 +31,46 @@ from torch import nn
 
 from labkit.checkpoint import CheckpointError, Checkpoints
 from labkit.parts import tensor_file
-from labkit.parts.pieces import holders
-from labkit.parts.sources import fitting, opened, opened_weights
+from labkit.parts.pieces import OptimizerHolder, OtherStates, holders
+from labkit.parts.sources import fitting, opened, opened_weights, optimizer_in
 from labkit.parts.store import Store
 from labkit.parts.together import Together
 
 
-def load_weights(model, url):
+def load_weights(model, url, optimizer=None):
     """Load a .safetensors file or a DCP folder into a module, however it is wrapped. Collective.
 
     Takes names as they are, or behind "model." or "module."; a tied parameter needs one of its
-    names only. Values take the model's dtype. Raises CheckpointError on all ranks; before anything
-    is changed where names or shapes are others.
+    names only. Values take the model's dtype. optimizer: the model's, of a DCP folder, by names as
+    the module has them. Raises CheckpointError on all ranks; before anything is changed where names
+    or shapes are others.
     """
     together, failed = Together(CheckpointError), f"{url} was not loaded"
-    holder = holders({"model": model})["model"]
+    state = {"model": model} | ({} if optimizer is None else {"optimizer": optimizer})
+    parts = holders(state)
     with ExitStack() as stack:
         stack.callback(together.close)
         with together.agreed(failed):
-            weights = fitting(stack.enter_context(opened_weights(url)), holder.module)
-            if problems := holder.problems(weights):
+            weights = stack.enter_context(opened_weights(url))
+            found = {"model": fitting(weights, parts["model"].module)}
+            if optimizer is not None:
+                found["optimizer"] = states_for(parts["optimizer"], weights)
+            problems = [text for name in parts for text in parts[name].problems(found[name])]
+            if problems:
                 more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
                 raise ValueError("; ".join(problems[:8]) + more)
         with together.agreed(failed):
-            holder.give(weights)
+            for name, part in parts.items():
+                part.give(found[name])
+
+
+def states_for(holder, weights):
+    if not isinstance(holder, OptimizerHolder):
+        raise ValueError(f"{type(holder.thing).__name__} has states of its own, which it has not")
+    states = optimizer_in(weights)
+    if states is None:
+        raise ValueError("it has no optimizer beside a model")
+    return states
 
 
 def convert(url, target, step=None, to=None):
@@ -141,11 +158,14 @@ def to_checkpoint(source, target):
         if steps := checkpoints.steps():
             raise ValueError(f"{target} has a checkpoint of step {steps[-1]}: name another")
         tensors = without_data(source.model)
-        tensors = {name: read_as(source.model, tensors, name) for name in tensors}
-        checkpoints.save(0, {"model": Tensors(tensors)})
+        state = {"model": Tensors({n: read_as(source.model, tensors, n) for n in tensors})}
+        if source.optimizer:
+            state["optimizer"] = OtherStates(source.optimizer)
+        checkpoints.save(0, state)
     finally:
         checkpoints.close()
-    return f"model, {len(tensors)} tensors, as step 0"
+    count = len(tensors) + len(source.optimizer.shapes if source.optimizer else ())
+    return f"{' and '.join(state)}, {count} tensors, as step 0"
 
 
 class Tensors(nn.Module):

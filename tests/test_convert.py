@@ -26,6 +26,7 @@ from labkit.fsdp import FSDP
 from labkit.parts import saved, tensor_file
 from labkit.parts.dcp_folder import DcpFolder
 from labkit.trainer import make_optimizer, parallelize
+from labkit.zero import ZeRO1
 
 WIDTH = 7  # odd: shards end in the middle of parameters
 
@@ -46,23 +47,28 @@ class Net(nn.Module):
         return self.last(self.model["norm"](self.model["first"](x)).relu()) * self.scale
 
 
-def build(strategy, seed=0):
+def build(strategy, seed=0, dtype=None):
     """(model, optimizer)."""
     torch.manual_seed(seed)
-    model = Net()
+    model = Net() if dtype is None else Net().to(dtype)
     if strategy == "plain":
         return model, torch.optim.AdamW(model.parameters(), lr=0.01)
     model = parallelize(model, strategy, lambda part: isinstance(part, nn.BatchNorm1d))
     return model, make_optimizer(model, strategy, torch.optim.AdamW, lr=0.01)
 
 
-def trained(strategy, steps=2):
-    model, optimizer = build(strategy)
-    for step in range(steps):
-        optimizer.zero_grad()
-        model(torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(step))).square().mean().backward()
-        optimizer.step()
+def trained(strategy, steps=2, dtype=None):
+    model, optimizer = build(strategy, dtype=dtype)
+    go_on(model, optimizer, range(steps))
     return model, optimizer
+
+
+def go_on(model, optimizer, steps):
+    for step in steps:
+        optimizer.zero_grad()
+        inputs = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(step))
+        model(inputs.to(next(model.parameters()).dtype)).square().mean().backward()
+        optimizer.step()
 
 
 def weights(model):
@@ -231,6 +237,143 @@ def test_boxes_of_any_dimension_and_any_range_of_them(ranks, tmp_path):
         for _ in range(40):
             start, stop = sorted(chance.randrange(106) for _ in range(2))
             assert torch.equal(folder.read(f"dim{dim}", start, stop), whole[start:stop])
+
+
+# ---- with the optimizer's states
+
+
+def stock_goes_on(rank, world_size, folder, strategy):
+    """(weights when it was saved, after three steps more)."""
+    model, optimizer = trained(strategy, dtype=torch.float64)
+    optimizer.param_groups[0]["lr"] = 0.02  # as a schedule does
+    dcp.save(stock(model, optimizer), checkpoint_id=folder)
+    was = weights(model)
+    go_on(model, optimizer, range(2, 5))
+    return was, weights(model)
+
+
+def ours_goes_on(rank, world_size, folder, strategy, way):
+    """The same, in another strategy: from the folder, or from our own checkpoint made of it."""
+    model, optimizer = build(strategy, seed=5, dtype=torch.float64)
+    if way == "load":
+        load_weights(model, folder, optimizer)
+    else:
+        checkpoints = Checkpoints(folder)
+        assert checkpoints.load({"model": model, "optimizer": optimizer}) == 0
+        checkpoints.close()
+    was = weights(model)
+    go_on(model, optimizer, range(2, 5))
+    return was, weights(model)
+
+
+def near(found, wanted, tolerance):
+    return sorted(found) == sorted(wanted) and all(
+        torch.allclose(found[n], wanted[n], rtol=0, atol=tolerance) for n in wanted
+    )
+
+
+@pytest.mark.parametrize(("by", "saving"), [("torch_ddp", 2), ("torch_fsdp", 2), ("plain", 1)])
+def test_training_goes_on_from_what_stock_pytorch_has_saved(ranks, tmp_path, by, saving):
+    folder, ours = str(tmp_path / "folder"), str(tmp_path / "ours")
+    was, after = ranks(saving, stock_goes_on, folder=folder, strategy=by)[0]
+    assert convert(folder, ours, to="checkpoint").endswith("model and optimizer, 30 tensors, as step 0")
+    ways = [(2, "ddp_bucketed", 0), (1, "plain", 0), (2, "zero1", 0), (2, "torch_ddp", 0), (2, "torch_fsdp", 0)]
+    # A bias before a BatchNorm has no gradient but what rounding leaves, which AdamW divides by 1e-8.
+    ways += [(3, "zero2", 1e-9), (2, "fsdp", 0), (3, "torch_fsdp", 1e-9)]
+    for loading, into, tolerance in ways:
+        for way in ("load", "checkpoint"):
+            arguments = {"folder": folder if way == "load" else ours, "strategy": into, "way": way}
+            for loaded, found in ranks(loading, ours_goes_on, **arguments):
+                assert same(loaded, was), (into, way)
+                assert near(found, after, tolerance), (into, way)
+
+
+def test_there_and_back_no_state_has_changed(tmp_path):
+    """And a number's states are numbers there, one element here."""
+    model, optimizer = trained("plain")
+    model.number = nn.Parameter(torch.tensor(2.0))
+    optimizer.add_param_group({"params": [model.number], "lr": 0.5, "betas": (0.5, 0.75)})
+    (model.number * 3).backward()
+    optimizer.step()
+    dcp.save(stock(model, optimizer), checkpoint_id=tmp_path / "folder", no_dist=True)
+    convert(tmp_path / "folder", tmp_path / "ours", to="checkpoint")
+    convert(tmp_path / "ours", tmp_path / "back")
+    for source, load in (("folder", load_weights), ("back", load_weights), ("ours", None)):
+        other, _ = build("plain", seed=5)
+        other.number = nn.Parameter(torch.tensor(0.0))
+        first = [p for p in other.parameters() if p is not other.number]
+        steps = torch.optim.AdamW([{"params": first}, {"params": [other.number]}])
+        if load:
+            load(other, tmp_path / source, steps)
+        else:
+            checkpoints = Checkpoints(tmp_path / source)
+            checkpoints.load({"model": other, "optimizer": steps})
+            checkpoints.close()
+        assert same(other.state_dict(), model.state_dict())
+        found, wanted = steps.state_dict(), optimizer.state_dict()
+        assert found["param_groups"] == wanted["param_groups"]
+        assert all(same(found["state"][i], wanted["state"][i]) for i in wanted["state"]), source
+
+
+def number(seed):
+    """A model of a number beside a matrix; its parameters hold the seed."""
+    model = nn.Linear(3, 3)
+    model.number = nn.Parameter(torch.tensor(0.0))
+    for p in model.parameters():
+        nn.init.constant_(p, seed)
+    return model
+
+
+def number_goes_on(model, optimizer):
+    (model(torch.ones(3)).square().sum() * model.number).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return [p.tolist() for p in model.parameters()]
+
+
+def takes_a_number(rank, world_size, folder):
+    model = number(5)
+    optimizer = ZeRO1(model.parameters(), torch.optim.AdamW, lr=0.1)
+    load_weights(model, folder, optimizer)
+    return number_goes_on(model, optimizer)
+
+
+def test_shards_take_the_states_of_a_number(ranks, tmp_path):
+    model = number(2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    number_goes_on(model, optimizer)
+    dcp.save(stock(model, optimizer), checkpoint_id=tmp_path, no_dist=True)
+    wanted = number_goes_on(model, optimizer)
+    assert ranks(2, takes_a_number, folder=str(tmp_path)) == [wanted, wanted]
+
+
+class Scaled(torch.optim.SGD):
+    def state_dict(self):
+        return super().state_dict() | {"scale": 3}
+
+
+def test_an_optimizer_that_does_not_fit_is_refused_and_nothing_changes(tmp_path):
+    model, optimizer = trained("plain")
+    whole = stock(model, optimizer)
+    dcp.save(whole, checkpoint_id=tmp_path / "named", no_dist=True)
+    by_number = {"model": whole["model"], "optimizer": optimizer.state_dict()}
+    dcp.save(by_number, checkpoint_id=tmp_path / "numbers", no_dist=True)
+    dcp.save({"model": whole["model"]}, checkpoint_id=tmp_path / "none", no_dist=True)
+    other, _ = build("plain", seed=5)
+    before = {name: value.clone() for name, value in other.state_dict().items()}
+    some = torch.optim.AdamW([*other.parameters()][:2])
+    refused = [
+        ("named", some, "its parameters are others: .*model.last.bias"),
+        ("named", Scaled(other.parameters(), lr=0.1), "Scaled has states of its own"),
+        ("none", some, "it has no optimizer beside a model"),
+        ("numbers", some, "its optimizer's states do not go by parameters' names"),
+    ]
+    for folder, taking, words in refused:
+        with pytest.raises(CheckpointError, match=words):
+            load_weights(other, tmp_path / folder, taking)
+        assert same(other.state_dict(), before) and not taking.state
+    words = convert(tmp_path / "numbers", tmp_path / "one.safetensors")
+    assert words.endswith("; without the optimizer: its optimizer's states do not go by parameters' names")
 
 
 # ---- every dtype and shape

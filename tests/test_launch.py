@@ -161,6 +161,13 @@ def test_an_echo_that_comes_first_is_not_blamed(tmp_path, echo):
     assert cause.rank == 1 and text.startswith("rank 1 raised E: bad batch")
 
 
+def test_a_killed_torchrun_is_named_and_no_collective_blamed():
+    """Its ranks go with it, and were in different collectives then: of other groups, here."""
+    source = "comm.all_reduce(torch.ones(1 + rank), group=dist.new_group([rank], use_local_synchronization=True))\n"
+    source += "import time, os, signal\nif rank == 0:\n    time.sleep(0.5); os.kill(os.getppid(), signal.SIGKILL)\n"
+    assert failure(source + "time.sleep(60)").startswith("torchrun died of SIGKILL (signal 9)\n")
+
+
 def test_of_two_ranks_that_raise_the_first_is_the_cause():
     def end(rank, time):
         error = {"time": time, "type": "ValueError", "message": f"bad batch {rank}", "traceback": ""}

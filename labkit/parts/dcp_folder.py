@@ -91,6 +91,8 @@ class DcpFolder:
             places[index["fqn"], index.fields.get("offset")] = place
         self.shapes, self.dtypes, self._boxes, self.objects = {}, {}, {}, {}
         self.paths = metadata["planner_data"] or {}
+        if not all(type(path) is tuple for path in self.paths.values()):
+            raise ValueError("it does not say where names stood")
         for name, entry in metadata["state_dict_metadata"].items():
             if type(entry).__name__ == "BytesStorageMetadata":
                 self.objects[name] = places[name, None]

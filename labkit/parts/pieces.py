@@ -50,6 +50,8 @@ def unwrapped(thing):
 
 def holder(thing, places):
     """places: {parameter: Place}, of the modules beside it."""
+    if isinstance(thing, OtherStates):
+        return thing
     if isinstance(thing, nn.Module):
         return ModuleHolder(thing)
     if isinstance(thing, ShardedOptimizer):
@@ -177,7 +179,7 @@ class OptimizerHolder:
         if "groups" not in saved.text:
             return TreeHolder(self.optimizer).problems(saved)
         ours, theirs = self.described(), saved.text
-        if ours["type"] != theirs["type"]:
+        if theirs["type"] not in (ours["type"], None):  # in other people's formats there is none
             return [f"it is of {theirs['type']}, this optimizer is {ours['type']}"]
         if differing := [name for name in saved.foreign if name in saved.shapes]:
             return [f"{differing[0]} differs from rank to rank, and the ranks were others"]
@@ -213,3 +215,15 @@ class OptimizerHolder:
         if shape == (place.shape or (1,)):
             return like(p, saved.read(name, place.start, place.stop))
         return saved.read(name).view(shape)
+
+
+@dataclass
+class OtherStates:
+    """An optimizer's states in a source of another format: to be saved as ours, one by one."""
+
+    source: object
+
+    def take(self):
+        shapes = {name: tuple(shape) for name, shape in self.source.shapes.items()}
+        pieces = {name: Piece(self.source.read(name), 0, shape) for name, shape in shapes.items()}
+        return pieces, tree.plain(self.source.text, "a parameter group")

@@ -51,6 +51,46 @@ class Renamed:
         return self.weights.read(self.names[name], start, stop)
 
 
+class States(Renamed):
+    """The states of an optimizer in a DCP folder, under the names that our checkpoints give them.
+
+    shapes: {parameter: of the model beside it}. ValueError where they are not by parameter's name.
+    """
+
+    def __init__(self, folder, shapes):
+        names, groups = {}, {}
+        for name, path in folder.paths.items():
+            match path:
+                case "optimizer", "state", str(owner), str(key) if name in folder.shapes:
+                    names[f"model.{owner}/{key}"] = name
+                case "optimizer", "param_groups", int(number), str(option):
+                    groups.setdefault(number, {})[option] = name
+                case "optimizer", *_:
+                    raise ValueError(f"{name!r} is no tensor of a parameter's name, and no option")
+        super().__init__(folder, names)
+        for name in names:
+            owner, _, key = name.removeprefix("model.").rpartition("/")
+            if key != "step" and shapes.get(owner) == self.shapes[name] == ():
+                self.shapes[name] = (1,)  # a number's state: no number
+        self.groups = [self.described(group) for _, group in sorted(groups.items())]
+
+    @property
+    def text(self):
+        return {"type": None, "groups": self.groups}  # such a folder does not tell a type
+
+    def described(self, group):
+        options = {option: self.value(name) for option, name in group.items()}
+        names, _ = options.pop("params", None), options.pop("param_names", None)
+        if type(names) is not list or not all(type(name) is str for name in names):
+            raise ValueError("its optimizer's states do not go by parameters' names")
+        return {"options": options, "params": [f"model.{name}" for name in names]}
+
+    def value(self, name):
+        if name in self.weights.objects:
+            return self.weights.object(name)
+        return self.weights.read(name).view(self.weights.shapes[name])
+
+
 @contextmanager
 def opened_weights(url):
     """A TensorFile or a DcpFolder. ValueError where it is neither."""
@@ -78,7 +118,12 @@ def opened(url, step=None):
         if step is not None:
             raise ValueError("it is no directory of checkpoints, and has no steps")
         with opened_weights(url) as weights:
-            yield Source(Renamed(weights, model_in(weights)))
+            model, about = Renamed(weights, model_in(weights)), ""
+            try:
+                optimizer = optimizer_in(weights)
+            except ValueError as error:
+                optimizer, about = None, f"without the optimizer: {error}"
+            yield Source(model, optimizer, about)
         return
     step, found = whole_step(Store(url), steps, step)
     with Reader(Store(url), folder_of(step), found, rank=0, world_size=None) as reader:
@@ -111,6 +156,13 @@ def model_in(weights):
     below = {name: path for name, path in paths.items() if len(path) > 1 and path[0] == "model"}
     names = {".".join(map(str, path[1:])): name for name, path in below.items()}
     return names or {name: name for name in weights.shapes}
+
+
+def optimizer_in(weights):
+    """States, if a dict {"model": ..., "optimizer": ...} was saved, or None. ValueError: other."""
+    if not any(path and path[0] == "optimizer" for path in getattr(weights, "paths", {}).values()):
+        return None
+    return States(weights, Renamed(weights, model_in(weights)).shapes)
 
 
 def fitting(weights, module):

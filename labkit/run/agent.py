@@ -18,6 +18,7 @@ the agent itself is killed, the system kills the job, and then the ranks (PR_SET
 """
 
 import ctypes
+import fcntl
 import gc
 import importlib
 import json
@@ -41,7 +42,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from labkit.run import cluster, worker
 
 PR_SET_CHILD_SUBREAPER = 36
-GRACE = 1.5  # seconds between SIGTERM and SIGKILL
+GRACE = 1.0  # seconds between SIGTERM and SIGKILL
 POLL = 0.02  # seconds
 
 
@@ -50,6 +51,7 @@ def serve():
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    fcntl.fcntl(sys.stdin, fcntl.F_SETFL, 0)  # no signal at its end any more (client.py): it looks
     requests = selectors.DefaultSelector()
     requests.register(sys.stdin.fileno(), selectors.EVENT_READ)
     share_imports()
@@ -239,3 +241,4 @@ def reap():
 
 if __name__ == "__main__":
     serve()
+    os._exit(0)  # torch takes its time to go

@@ -1,5 +1,7 @@
 """The notebook's end of the pipe to the warm agent: start it once, hand it jobs, stop it."""
 
+import atexit
+import fcntl
 import functools
 import json
 import os
@@ -23,15 +25,19 @@ class AgentClient:
 
     def __init__(self):
         self.log = tempfile.TemporaryFile()
+        read, write = os.pipe()
         self.process = subprocess.Popen(
             COMMAND,
-            stdin=subprocess.PIPE,
+            stdin=read,
             stdout=subprocess.PIPE,
             stderr=self.log,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
             # Ctrl-C in a terminal reaches the notebook only, which then stops the job
             start_new_session=True,
         )
+        self.process.stdin = os.fdopen(write, "wb")
+        end_with_pipe(read, self.process.pid)
+        os.close(read)
         self.buffer = b""
         self.job = ""
 
@@ -90,11 +96,23 @@ class AgentClient:
         )
 
 
+def end_with_pipe(read, pid):
+    """Linux: while it imports, and does not look, the end of its pipe ends the agent by SIGIO."""
+    if sys.platform == "linux":
+        fcntl.fcntl(read, fcntl.F_SETOWN, pid)
+        fcntl.fcntl(read, fcntl.F_SETFL, os.O_ASYNC)
+
+
 @functools.cache
 def agent():
     """The agent of this process, started on first use."""
     client = AgentClient()
-    if not client.receive(START_LIMIT):
-        client.process.kill()
+    try:
+        if client.receive(START_LIMIT):
+            atexit.register(client.process.stdin.close)  # before this program takes its time to go
+            return client
         raise AgentError(f"the launching agent did not start within {START_LIMIT:g} s")
-    return client
+    except BaseException:  # KeyboardInterrupt, too: nobody else knows of it
+        client.process.kill()
+        client.process.wait()
+        raise

@@ -28,7 +28,7 @@ from labkit.run import nodes as network
 from labkit.run.client import AgentError
 from labkit.run.console import Bar
 from labkit.run.job import choose_device, describe_nodes, describe_target
-from labkit.run.report import explain, read_ends
+from labkit.run.report import explain, launcher_died, read_ends
 from labkit.run.watch import watch
 
 LAST_WORDS = ("leaving", "error")
@@ -219,7 +219,8 @@ def attempt(run, timeout, cold, quiet, bar):
         if end.error:
             with open(run.logs[end.rank], "a") as log:
                 log.write(end.error["traceback"])
-    cause, message = explain(ends, outcome.timed_out, network.broken(run.folder))
+    broken = network.broken(run.folder) or launcher_died(outcome.status)
+    cause, message = explain(ends, outcome.timed_out, broken)
     if all(end.state == "absent" for end in ends) or message.startswith("the launcher failed"):
         log = run.folder / "job.log"
         message += "\n" + (log.read_text()[-2000:] if log.exists() else "")

@@ -139,6 +139,15 @@ def explain(ends, timed_out=None, broken=None):
     return cause, "\n".join([headline, *details(ends, cause)])
 
 
+def launcher_died(status):
+    """In words, or None: the ranks go with it, each from wherever it was."""
+    return f"torchrun died of {named_signal(status)}" if status < 0 else None
+
+
+def named_signal(exit_code):
+    return f"{signal.Signals(-exit_code).name} (signal {-exit_code})"
+
+
 def mismatch(ends):
     """In words, the collective that two ranks called differently at the same count; else None.
 
@@ -182,9 +191,9 @@ def manner_of_death(end):
         return "left early with exit code 0, before its work was done"
     if end.exit_code > 0:
         return f"left early with exit code {end.exit_code}"
-    name = signal.Signals(-end.exit_code).name
-    hint = ": killed from outside, often for want of memory" if name == "SIGKILL" else ""
-    return f"died of {name} (signal {-end.exit_code}){hint}"
+    killed = end.exit_code == -signal.SIGKILL
+    hint = ": killed from outside, often for want of memory" if killed else ""
+    return f"died of {named_signal(end.exit_code)}{hint}"
 
 
 def details(ends, cause):
