@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from pool import TIMEOUT
 from test_ddp_semantics import data, gap, grads, mean_of_ranks, net
 from torch.distributed.distributed_c10d import _get_default_store
@@ -38,16 +39,18 @@ def hook_that_raises(where, fails, world_size):
     return hook
 
 
-def raising(rank, world_size, where, who, settings, meeting=None):
+def raising(rank, world_size, where, who, settings, key, meeting=False):
     """In the second of four steps. Returns what was raised, and the gap in the other steps.
 
-    meeting: a key of the store, where the ranks that raise wait for the others to have raised, too.
+    key: under which the store keeps what is told, as other tests on these ranks tell of the same step.
+    meeting: the ranks that raise wait for the others to have raised, too.
     """
+    own_store = dist.PrefixStore(key, _get_default_store())
     module = net()
     wrapped, step = DDP(module, bucket_cap_mb=0, **settings), 0
     wrapped.register_comm_hook(None, hook_that_raises(where, lambda: step == 1 and rank in who, world_size))
     told, worst = "", 0.0
-    with mock.patch.object(hook_failure, "PATIENCE", 0.1):
+    with mock.patch.multiple(hook_failure, PATIENCE=0.1, _get_default_store=lambda: own_store):
         for step in range(4):
             module.zero_grad()
             try:
@@ -55,7 +58,7 @@ def raising(rank, world_size, where, who, settings, meeting=None):
             except (KeyError, RuntimeError) as error:
                 told = f"step {step} {type(error).__name__} {error}"
                 if meeting:
-                    meet(meeting, world_size)
+                    meet(key, world_size)
             if step != 1:
                 expected = mean_of_ranks(module, lambda m, r: m(data(r, step)).sum(), world_size)  # noqa: B023
                 worst = max(worst, gap(grads(module), expected))
@@ -76,7 +79,7 @@ def meet(key, world_size):
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_hook_that_raises_on_one_rank_ends_the_step_on_all(ranks, world_size, settings):
-    arguments = {"where": "call", "who": [1], "settings": settings, "meeting": uuid.uuid4().hex}
+    arguments = {"where": "call", "who": [1], "settings": settings, "key": uuid.uuid4().hex, "meeting": True}
     for rank, (told, worst) in enumerate(ranks(world_size, raising, **arguments)):
         if rank == 1:
             assert told == "step 1 KeyError 'words of its own'"
@@ -89,7 +92,7 @@ def test_a_hook_that_raises_on_one_rank_ends_the_step_on_all(ranks, world_size, 
 @pytest.mark.parametrize("where", ["call", "then"])
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_hook_that_raises_on_all_ranks(ranks, world_size, where, settings):
-    results = ranks(world_size, raising, where=where, who=range(world_size), settings=settings)
+    results = ranks(world_size, raising, where=where, who=range(world_size), settings=settings, key=uuid.uuid4().hex)
     for told, worst in results:
         assert told.startswith("step 1 ") and "KeyError" in told and "words of its own" in told
         assert worst <= 1e-15
@@ -99,7 +102,7 @@ def test_a_hook_that_raises_on_all_ranks(ranks, world_size, where, settings):
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_when_what_follows_raises_the_others_have_all_they_need(ranks, world_size, settings):
     """The messages had all been sent: only the rank whose own average failed is without it."""
-    results = ranks(world_size, raising, where="then", who=[1], settings=settings)
+    results = ranks(world_size, raising, where="then", who=[1], settings=settings, key=uuid.uuid4().hex)
     for rank, (told, worst) in enumerate(results):
         assert bool(told) == (rank == 1)
         assert rank != 1 or "KeyError: 'words of its own'" in told

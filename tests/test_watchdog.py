@@ -163,6 +163,7 @@ def test_a_verdict_of_an_earlier_attempt_is_not_heard(ranks):
 
 @pytest.mark.slow
 def test_ranks_that_leave_at_different_times_accuse_nobody():
-    source = "import time\nfrom labkit.watchdog import Watchdog\nwith Watchdog(4):\n    time.sleep(0.6 * rank)\n"
-    source += "time.sleep(7 - 0.6 * rank)\nrecord(done=1)"
+    source = "import time\nfrom labkit.watchdog import Watchdog\nwith Watchdog(4) as watchdog:\n"
+    source += "    with watchdog.patience('work'):\n        time.sleep(3 * rank)\n"
+    source += "time.sleep(7 - 3 * rank)\nrecord(done=1)"
     assert launch(source, nproc=3, quiet=True).records["done"].sum() == 3
