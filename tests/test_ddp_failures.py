@@ -6,7 +6,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from pool import TIMEOUT
 from test_ddp_semantics import data, gap, grads, mean_of_ranks, net
 from torch.distributed.distributed_c10d import _get_default_store
@@ -39,18 +38,16 @@ def hook_that_raises(where, fails, world_size):
     return hook
 
 
-def raising(rank, world_size, where, who, settings, key, meeting=False):
+def raising(rank, world_size, where, who, settings, meeting=None):
     """In the second of four steps. Returns what was raised, and the gap in the other steps.
 
-    key: under which the store keeps what is told, as other tests on these ranks tell of the same step.
-    meeting: the ranks that raise wait for the others to have raised, too.
+    meeting: a key of the store, where the ranks that raise wait for the others to have raised, too.
     """
-    own_store = dist.PrefixStore(key, _get_default_store())
     module = net()
     wrapped, step = DDP(module, bucket_cap_mb=0, **settings), 0
     wrapped.register_comm_hook(None, hook_that_raises(where, lambda: step == 1 and rank in who, world_size))
     told, worst = "", 0.0
-    with mock.patch.multiple(hook_failure, PATIENCE=0.1, _get_default_store=lambda: own_store):
+    with mock.patch.object(hook_failure, "PATIENCE", 0.1):
         for step in range(4):
             module.zero_grad()
             try:
@@ -58,7 +55,7 @@ def raising(rank, world_size, where, who, settings, key, meeting=False):
             except (KeyError, RuntimeError) as error:
                 told = f"step {step} {type(error).__name__} {error}"
                 if meeting:
-                    meet(key, world_size)
+                    meet(meeting, world_size)
             if step != 1:
                 expected = mean_of_ranks(module, lambda m, r: m(data(r, step)).sum(), world_size)  # noqa: B023
                 worst = max(worst, gap(grads(module), expected))
@@ -79,7 +76,7 @@ def meet(key, world_size):
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_hook_that_raises_on_one_rank_ends_the_step_on_all(ranks, world_size, settings):
-    arguments = {"where": "call", "who": [1], "settings": settings, "key": uuid.uuid4().hex, "meeting": True}
+    arguments = {"where": "call", "who": [1], "settings": settings, "meeting": uuid.uuid4().hex}
     for rank, (told, worst) in enumerate(ranks(world_size, raising, **arguments)):
         if rank == 1:
             assert told == "step 1 KeyError 'words of its own'"
@@ -92,7 +89,7 @@ def test_a_hook_that_raises_on_one_rank_ends_the_step_on_all(ranks, world_size, 
 @pytest.mark.parametrize("where", ["call", "then"])
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_hook_that_raises_on_all_ranks(ranks, world_size, where, settings):
-    results = ranks(world_size, raising, where=where, who=range(world_size), settings=settings, key=uuid.uuid4().hex)
+    results = ranks(world_size, raising, where=where, who=range(world_size), settings=settings)
     for told, worst in results:
         assert told.startswith("step 1 ") and "KeyError" in told and "words of its own" in told
         assert worst <= 1e-15
@@ -102,11 +99,31 @@ def test_a_hook_that_raises_on_all_ranks(ranks, world_size, where, settings):
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_when_what_follows_raises_the_others_have_all_they_need(ranks, world_size, settings):
     """The messages had all been sent: only the rank whose own average failed is without it."""
-    results = ranks(world_size, raising, where="then", who=[1], settings=settings, key=uuid.uuid4().hex)
+    results = ranks(world_size, raising, where="then", who=[1], settings=settings)
     for rank, (told, worst) in enumerate(results):
         assert bool(told) == (rank == 1)
         assert rank != 1 or "KeyError: 'words of its own'" in told
         assert worst <= 1e-15
+
+
+def heard_by_the_next(rank, world_size):
+    """After a model whose hook has raised, another, which is late in the same step."""
+    raising(rank, world_size, "call", [1], {})
+    wrapped, step = DDP(net(), bucket_cap_mb=0), 0
+
+    def hook(state, bucket):
+        if rank == 1 and step == 1:
+            time.sleep(0.3)
+        return comm.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0])
+
+    wrapped.register_comm_hook(None, hook)
+    with mock.patch.object(hook_failure, "PATIENCE", 0.1):
+        for step in range(2):
+            wrapped(data(rank, step)).sum().backward()
+
+
+def test_the_next_model_is_not_told_of_it(ranks):
+    ranks(2, heard_by_the_next)
 
 
 def all_buckets_are_waited_for(rank, world_size):

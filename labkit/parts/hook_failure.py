@@ -20,13 +20,20 @@ class RankFailed(RuntimeError):
 
 
 class HookFailures:
-    """Who has told of a failure, by step. All ranks of the group count steps alike."""
+    """Who has told of a failure, by step. All ranks of the group count steps alike.
+
+    What had been told before this one was made is another's, whose steps had the same numbers.
+    """
 
     def __init__(self, group=None):
         self.group, self.step = group, 0
+        self._before = self._count()
 
-    def _key(self):
-        return f"labkit/comm_hook/{(self.group or dist.group.WORLD).group_name}/{self.step}"
+    def _key(self, name):
+        return f"labkit/comm_hook/{(self.group or dist.group.WORLD).group_name}/{name}"
+
+    def _count(self, more=0):
+        return _get_default_store().add(self._key("count"), more)
 
     def call(self, hook, state, bucket):
         """hook(state, bucket); if it raises, so will the others' wait."""
@@ -34,8 +41,16 @@ class HookFailures:
             return hook(state, bucket)
         except Exception as error:
             told = f"the comm hook of rank {dist.get_rank()} raised {type(error).__name__}: {error}"
-            _get_default_store().set(self._key(), told)
+            _get_default_store().set(self._key(self._count(1)), f"{self.step} {told}")
             raise
+
+    def told(self):
+        """What a rank has told in this step, or None."""
+        for number in range(self._before + 1, self._count() + 1):
+            step, _, words = _get_default_store().get(self._key(number)).decode().partition(" ")
+            if int(step) == self.step:
+                return words
+        return None
 
     def wait(self, pending):
         """pending.wait(). Raises RankFailed if it takes long and another rank's hook has raised."""
@@ -44,6 +59,6 @@ class HookFailures:
             done = threading.Event()
             future.add_done_callback(lambda _: done.set())
             while not done.wait(PATIENCE):
-                if _get_default_store().check([self._key()]):
-                    raise RankFailed(_get_default_store().get(self._key()).decode())
+                if words := self.told():
+                    raise RankFailed(words)
         return pending.wait()
