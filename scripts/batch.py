@@ -28,7 +28,7 @@ RANKS = "world_size"  # the parameter that --nproc sets
 # At most so much of what a notebook repeats (of a list: the first so many): enough to see that it works, and not what
 # it measures.
 FEW = {"repeats": 1, "rounds": 1, "steps_per_round": 1, "turns": 2, "repetitions": 1, "seeds": 1, "timed_steps": 2}
-FEW |= {"steps": 40, "epochs": 4, "most_steps": 32, "block_ms": 2.0, "sizes_kib": 3, "links": 1, "compared": 2}
+FEW |= {"steps": 30, "epochs": 4, "most_steps": 32, "block_ms": 2.0, "sizes_kib": 3, "links": 1, "compared": 2}
 FEW |= {"ahead": 1, "pairs": 25, "more_seeds": 1}
 SMALL = {"size": "tiny"}  # which changes what is counted, too: not under nbval, which compares that
 GRACE = 5.0  # seconds that an interrupted kernel gets to end its ranks itself
