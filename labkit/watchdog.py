@@ -161,7 +161,7 @@ class Watchdog:
         staying = {rank: one for rank, one in self.seen.items() if not one.told["left"]}
         verdict = next((told["verdict"] for told in answer if told["verdict"]), None)
         found = verdict or suspect(staying, now, self.timeout)
-        if found:
+        if found and not self.ended.is_set():  # a look may come back when all is over
             self.tell(verdict=found)
             self.leave(*found, silently=bool(verdict))
 

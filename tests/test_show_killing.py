@@ -17,8 +17,9 @@ while step < 30:
     step += 1
     comm.barrier()
     sleep(0.1)
-    if rank == 0:
-        done.write_text(str(step))
+    if rank == 0:  # who is killed while it writes leaves no half of it
+        done.with_suffix(".part").write_text(str(step))
+        done.with_suffix(".part").replace(done)
     progress(step, 30)
 record(step=step)
 """

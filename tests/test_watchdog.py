@@ -155,6 +155,8 @@ def again(rank, world_size):
             dist.barrier()
         Watchdog.tell(watchdog, verdict=[0, "is stuck"], left=False)  # as ranks do that leave
         dist.barrier()
+        watchdog.look()  # that was under way when the block ended: nobody leaves any more
+        dist.barrier()
 
 
 def test_a_verdict_of_an_earlier_attempt_is_not_heard(ranks):
