@@ -61,6 +61,7 @@ What is indented is in parts/: what the file above it stands on, and others may 
     attention.py            tile by tile: the matrix of all scores is never there as a whole; on
         tiles.py            a tile of scores: masked, dropped, and the same again in backward
     context_parallel.py     attention over a sequence that no rank holds whole
+    moe.py                  a token goes to k of E networks, which the ranks share out
     sampler.py              every sample exactly once per epoch; exact distributed evaluation
     learning_rate.py        a larger batch: the rate scaled, warmed up, brought down to zero
     trainer.py              all of the above behind one train_step

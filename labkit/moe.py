@@ -1,0 +1,186 @@
+"""A mixture of experts: a token goes to k of E networks; a rank holds some experts, not all.
+
+    rank 0   tokens > router > [to 0][to 1] \\          / experts 0 1 \\          [from 0][from 1]
+                                             all-to-all               all-to-all   weighed, added
+    rank 1   tokens > router > [to 0][to 1] /          \\ experts 2 3 /          [from 0][from 1]
+
+Parameters grow with E, work per token with k only. What the router prefers it trains, and then
+prefers it more; so the load is balanced: by a loss that is least when all experts are chosen alike,
+or by a bias that counts when experts are chosen, and not when their outputs are weighed.
+
+Sent per rank: forward, of its k x tokens rows of `width` those that leave it, there and back; the
+same in backward; before them 2E + 1 counts. Held: E/n experts, and the rows that came.
+Shazeer et al., Outrageously Large Neural Networks, ICLR 2017, section 2; Lepikhin et al., GShard,
+ICLR 2021, section 2.2 (capacity, all-to-all); Fedus et al., Switch Transformers, JMLR 2022, section
+2.2 (the loss); Wang et al., Auxiliary-Loss-Free Load Balancing, 2024, section 3 (the bias).
+"""
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from labkit import comm
+
+
+def mix_experts(x, router, experts, top_k):
+    """The idea: each token's k likeliest experts, their outputs weighed by how likely they are.
+
+    x: [tokens, width]. router: tokens -> a score for each expert. Returns [tokens, width].
+    """
+    weights, chosen = torch.softmax(router(x), -1).topk(top_k)  # [tokens, k] both
+    weights = weights / weights.sum(-1, keepdim=True)
+    output = torch.zeros_like(x)
+    for number, expert in enumerate(experts):
+        token, place = (chosen == number).nonzero(as_tuple=True)
+        output = output.index_add(0, token, weights[token, place, None] * expert(x[token]))
+    return output
+
+
+class MoE(nn.Module):
+    """Experts that are split over a group, whose ranks have tokens of their own. Collective.
+
+    forward: [..., width] -> the same. expert: function that makes one; all ranks must call it with
+        the same random state. group: None is one process alone.
+    capacity: an expert takes at most capacity x (tokens x top_k / experts) of a rank's rows, the
+        first ones; what is beyond adds nothing. None: all are taken.
+    balance: "loss": after forward, .balance_loss wants to be added to the loss, times 0.01 or so;
+        "bias": call rebalance() after each optimizer step; None.
+    score: "softmax" over the experts, or "sigmoid" of each. shared: experts that take every token.
+    .load, [experts] int64: rows that each was given in the last forward, by all ranks.
+    Gradients of experts are those of the mean of the ranks' losses, as DDP makes them for the rest:
+    module._ddp_params_and_buffers_to_ignore = names_of_experts(module). Raises ValueError for
+    experts that the ranks do not divide, top_k beyond them, and on all ranks where a score is no
+    number.
+    """
+
+    def __init__(
+        self,
+        width,
+        experts=8,
+        top_k=2,
+        expert=None,
+        group=None,
+        capacity=None,
+        balance="loss",
+        shared=0,
+        score="softmax",
+    ):
+        super().__init__()
+        self.group, self.n = group, dist.get_world_size(group) if group else 1
+        self.rank = dist.get_rank(group) if group else 0
+        if experts % self.n:
+            raise ValueError(f"{self.n} ranks cannot share {experts} experts alike")
+        if not 1 <= top_k <= experts:
+            raise ValueError(f"a token cannot go to {top_k} of {experts} experts")
+        if balance not in ("loss", "bias", None) or score not in ("softmax", "sigmoid"):
+            raise ValueError(f"there is no balance {balance!r} with a score {score!r}")
+        self.top_k, self.capacity, self.balance, self.score = top_k, capacity, balance, score
+        self.router = nn.Linear(width, experts, bias=False)
+        self.register_buffer("bias", torch.zeros(experts))
+        own = range(self.rank * experts // self.n, (self.rank + 1) * experts // self.n)
+        made = ((number, expert()) for number in range(experts))
+        self.experts = nn.ModuleDict({str(i): one for i, one in made if i in own})
+        self.shared = nn.ModuleList(expert() for _ in range(shared))
+        for p in self.experts.parameters():
+            p.register_hook(lambda gradient: gradient / self.n)
+        self.load, self.balance_loss = None, None
+
+    def forward(self, x):
+        rows = x.reshape(-1, x.shape[-1])
+        likely, weights, chosen = self.route(rows)
+        order, taken = self.taken(chosen, len(self.bias))
+        told = self.tell(chosen, taken, likely)  # [ranks, experts]
+        token, place = order // self.top_k, order % self.top_k
+        back = self.by_experts(rows[token], told)
+        output = torch.zeros_like(rows).index_add(0, token, weights[token, place, None] * back)
+        for one in self.shared:
+            output = output + one(rows)
+        return output.view(x.shape)
+
+    def route(self, rows):
+        """(how likely each expert is, [tokens, E]; weights and numbers of the k chosen)."""
+        scores = self.router(rows)
+        likely = scores.softmax(-1) if self.score == "softmax" else scores.sigmoid()
+        chosen = (likely.detach() + self.bias).topk(self.top_k).indices
+        weights = likely.gather(-1, chosen)
+        return likely, weights / weights.sum(-1, keepdim=True), chosen
+
+    def taken(self, chosen, E):
+        """(the places in chosen.flatten() that experts take, by expert; how many each takes)."""
+        of = chosen.flatten()
+        order, counts = of.argsort(stable=True), of.bincount(minlength=E)
+        if self.capacity is None:
+            return order, counts
+        most = math.ceil(self.capacity * len(of) / E)
+        first = counts.cumsum(0) - counts
+        within = torch.arange(len(of), device=of.device) - first[of[order]]
+        return order[within < most], counts.clamp(max=most)
+
+    def tell(self, chosen, taken, likely):
+        """How many rows each rank has for each expert; what balances, of all ranks' choices."""
+        E, lost = len(self.bias), (~likely.isfinite()).sum()
+        told = self.gather(torch.cat([taken, chosen.flatten().bincount(minlength=E), lost[None]]))
+        if told[:, -1].any():
+            where = told[:, -1].nonzero().flatten().tolist()
+            raise ValueError(f"the router's scores are no numbers on ranks {where}")
+        self.load = told[:, E:-1].sum(0)
+        if self.balance == "loss":  # 1 where all are chosen alike, E where one is
+            share = self.load / self.load.sum()
+            part = likely / likely.sum(-1, keepdim=True)
+            self.balance_loss = E * (share.to(part.dtype) * part.mean(0)).sum()
+        return told[:, :E]
+
+    def gather(self, counts):
+        if self.n == 1:
+            return counts[None]
+        told = counts.new_empty(self.n * len(counts))
+        comm.all_gather(told, counts, group=self.group)
+        return told.view(self.n, -1)
+
+    def by_experts(self, rows, told):
+        """The rows, each through its expert, wherever that is, and back in their order."""
+        own = len(self.experts)
+        mine = told[:, self.rank * own : (self.rank + 1) * own]  # [ranks, own experts]
+        outgoing = told[self.rank].view(self.n, own).sum(1).tolist()
+        incoming = mine.sum(1).tolist()
+        came = Exchange.apply(rows, outgoing, incoming, self.group) if self.n > 1 else rows
+        numbers = torch.arange(own, device=rows.device).repeat(self.n)
+        by_expert = numbers.repeat_interleave(mine.flatten()).argsort(stable=True)
+        parts = came[by_expert].split(mine.sum(0).tolist())
+        done = torch.cat(
+            [one(part) for one, part in zip(self.experts.values(), parts, strict=True)]
+        )
+        done = done[by_expert.argsort()]
+        return Exchange.apply(done, incoming, outgoing, self.group) if self.n > 1 else done
+
+    @torch.no_grad()
+    def rebalance(self, rate=1e-3):
+        """After a step: experts that were chosen less than the mean are chosen more readily."""
+        self.bias += rate * torch.sign(self.load.float().mean() - self.load)
+
+
+def names_of_experts(module):
+    """Names of the parameters that are on one rank only: DDP is not to average them."""
+    parts = [(name, one) for name, one in module.named_modules() if isinstance(one, MoE)]
+    return [
+        f"{name}.experts.{own}".lstrip(".")
+        for name, one in parts
+        for own, _ in one.experts.named_parameters()
+    ]
+
+
+class Exchange(torch.autograd.Function):
+    """All-to-all of rows: outgoing[i] of them to rank i, incoming[j] from j; back in backward."""
+
+    @staticmethod
+    def forward(ctx, rows, outgoing, incoming, group):
+        ctx.sizes, ctx.group = (incoming, outgoing), group
+        came = rows.new_empty(sum(incoming), *rows.shape[1:])
+        comm.all_to_all(came, rows.contiguous(), incoming, outgoing, group)
+        return came
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return Exchange.apply(gradient, *ctx.sizes, ctx.group), None, None, None

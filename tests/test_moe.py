@@ -1,0 +1,189 @@
+"""Experts spread over ranks, against one process that holds them all and sees every rank's tokens."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from labkit import comm
+from labkit.ddp import DDP
+from labkit.moe import MoE, mix_experts, names_of_experts
+
+F64, WIDTH, TOKENS, STEPS = torch.float64, 6, 10, 3
+OPTIONS = {
+    "top 1": {"top_k": 1},
+    "top 2": {},
+    "all": {"top_k": 4},
+    "sigmoid": {"score": "sigmoid"},
+    "bias": {"balance": "bias"},
+    "shared": {"shared": 1, "balance": None},
+}
+
+
+def expert():
+    return nn.Sequential(nn.Linear(WIDTH, 8), nn.GELU(), nn.Linear(8, WIDTH)).to(F64)
+
+
+class Model(nn.Module):
+    def __init__(self, group=None, **options):
+        super().__init__()
+        torch.manual_seed(0)
+        self.before = nn.Linear(WIDTH, WIDTH)
+        self.moe = MoE(WIDTH, 4, expert=expert, group=group, **options).to(F64)
+        self.to(F64)
+
+    def forward(self, x):
+        return x + self.moe(self.before(x))
+
+
+def batch(step, world_size):
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(world_size, 2, TOKENS // 2, WIDTH, generator=generator, dtype=F64)
+
+
+def train(model, moe, batches, rate=0.05):
+    """Outputs and gradients of inputs, by step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    found = []
+    for x in batches:
+        x = x.clone().requires_grad_()
+        optimizer.zero_grad()
+        output = model(x)
+        loss = output.square().mean()
+        if moe.balance == "loss":
+            loss = loss + 0.1 * moe.balance_loss
+        loss.backward()
+        optimizer.step()
+        if moe.balance == "bias":
+            moe.rebalance(rate)
+        found.append((output.detach(), x.grad))
+    return found
+
+
+def beside_one_process(rank, world_size, options):
+    """The furthest that outputs, inputs' gradients and weights are from those of one process."""
+    oracle, model = Model(**options), Model(dist.group.WORLD, **options)
+    model._ddp_params_and_buffers_to_ignore = names_of_experts(model)
+    batches = [batch(step, world_size) for step in range(STEPS)]
+    theirs = train(oracle, oracle.moe, [x.flatten(0, 1) for x in batches])
+    ours = train(DDP(model), model.moe, [x[rank] for x in batches])
+    apart = [0.0]
+    for (output, gradient), (whole, of_whole) in zip(ours, theirs, strict=True):
+        mine = slice(2 * rank, 2 * rank + 2)
+        apart += [(output - whole[mine]).abs().max(), (gradient / world_size - of_whole[mine]).abs().max()]
+    everything = dict(oracle.named_parameters())
+    apart += [(p - everything[name]).abs().max() for name, p in model.named_parameters()]
+    same = model.moe.load.tolist() == oracle.moe.load.tolist() and torch.equal(model.moe.bias, oracle.moe.bias)
+    return max(map(float, apart)), same, len(model.moe.experts)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_it_is_the_mixture_of_one_process(ranks, world_size, options):
+    for apart, same, held in ranks(world_size, beside_one_process, options=options):
+        assert apart < 1e-12 and same and held == 4 // world_size
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 4])
+def test_the_idea_is_the_class(top_k):
+    moe, x = Model(top_k=top_k).moe, batch(0, 1)[0, 0]
+    assert torch.allclose(mix_experts(x, moe.router, moe.experts.values(), top_k), moe(x), rtol=0, atol=1e-14)
+
+
+def alone(**options):
+    torch.manual_seed(0)
+    return MoE(WIDTH, 4, expert=expert, **options).to(F64)
+
+
+def test_capacity_drops_the_last():
+    moe, x = alone(top_k=1, capacity=1.0), batch(0, 1)[0].reshape(-1, WIDTH)
+    with torch.no_grad():
+        moe.router.weight.zero_()
+        moe.router.weight[2] = x.sum(0)  # most go to one
+    _, _, chosen = moe.route(x)
+    output, seen = moe(x), {}
+    for token, number in enumerate(chosen.flatten().tolist()):
+        seen[number] = seen.get(number, 0) + 1
+        assert bool(output[token].abs().sum() == 0) == (seen[number] > 3)  # 10 tokens, 4 experts: at most 3 each
+    assert moe.load.max() > 3 and moe.load.sum() == len(x)
+
+
+def test_an_expert_without_tokens_has_gradients_of_zero():
+    moe = alone(top_k=1)
+    with torch.no_grad():
+        moe.router.weight.zero_()
+    moe.bias[1] = 1.0  # every token goes to one expert
+    moe(batch(0, 1)[0]).sum().backward()
+    assert moe.load.tolist() == [0, TOKENS, 0, 0]
+    assert all(p.grad is not None for p in moe.experts.parameters())
+    assert not any(p.grad.any() for p in moe.experts["0"].parameters())
+
+
+def test_the_balancing_loss_is_one_at_best():
+    moe, x = alone(top_k=1), torch.ones(8, WIDTH, dtype=F64)
+    with torch.no_grad():
+        moe.router.weight.zero_()
+        moe(x)
+        even = moe.balance_loss.item()
+        moe.router.weight[3] = 50.0
+        moe(x)
+    assert even == pytest.approx(1.0) and moe.balance_loss.item() == pytest.approx(4.0)
+
+
+def test_the_bias_brings_balance():
+    moe = alone(top_k=1, balance="bias")
+    x = torch.randn(400, WIDTH, generator=torch.Generator().manual_seed(0), dtype=F64) + 1.0
+    moe(x)
+    before = moe.load.max().item()
+    for _ in range(300):
+        moe.rebalance(0.003)
+        moe(x)
+    assert before > 130 and moe.load.max() <= 115
+
+
+def sent(rank, world_size):
+    moe = Model(dist.group.WORLD, balance=None).moe
+    x = batch(0, world_size)[rank].requires_grad_()
+    with comm.record() as events:
+        moe(x).sum().backward()
+    _, _, chosen = moe.route(x.flatten(0, 1))
+    leaving = ((chosen * world_size // 4) != rank).sum().item()
+    there, back, *_ = [event.sent_bytes for event in events if event.op == "all_to_all"]
+    counts = sum(event.sent_bytes for event in events if event.op == "all_gather")
+    return there, leaving * WIDTH * 8, back, [event.op for event in events].count("all_to_all"), counts
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_rows_that_leave_a_rank_are_what_is_sent(ranks, world_size):
+    told = ranks(world_size, sent)
+    assert all(there == leaving and messages == 4 for there, leaving, _, messages, _ in told)
+    assert sum(there for there, *_ in told) == sum(back for _, _, back, *_ in told)
+    assert all(counts == (world_size - 1) * 9 * 8 for *_, counts in told)
+
+
+def not_a_number(rank, world_size):
+    moe = Model(dist.group.WORLD).moe
+    x = batch(0, world_size)[rank]
+    try:
+        moe(x * float("nan") if rank == 1 else x)
+    except ValueError as error:
+        return str(error)
+
+
+def test_a_score_that_is_no_number_ends_the_step_on_all_ranks(ranks):
+    assert ranks(2, not_a_number) == ["the router's scores are no numbers on ranks [1]"] * 2
+
+
+def cannot_share(rank, world_size):
+    try:
+        MoE(WIDTH, 4, expert=expert, group=dist.group.WORLD)
+    except ValueError as error:
+        return str(error)
+
+
+def test_experts_that_the_ranks_do_not_divide(ranks):
+    assert ranks(3, cannot_share) == ["3 ranks cannot share 4 experts alike"] * 3
+    with pytest.raises(ValueError, match="a token cannot go to 5 of 4 experts"):
+        MoE(WIDTH, 4, top_k=5, expert=expert)
+    with pytest.raises(ValueError, match="there is no balance 'none' with a score 'softmax'"):
+        MoE(WIDTH, 4, expert=expert, balance="none")
