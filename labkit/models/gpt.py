@@ -31,12 +31,12 @@ class Attention(nn.Module):
 
     def forward(self, x):
         B, T, C = x.shape
-        # [B, T, 3, heads, C / heads]
-        heads = self.query_key_value(x).view(B, T, 3, self.heads, C // self.heads)
-        query, key, value = heads.permute(2, 0, 3, 1, 4)  # each [B, heads, T, C / heads]
+        # by heads: a slice of rows is whole heads. [B, T, heads, 3, C / heads]
+        heads = self.query_key_value(x).view(B, T, -1, 3, C // self.heads)
+        query, key, value = heads.permute(3, 0, 2, 1, 4)  # each [B, heads, T, C / heads]
         dropout = self.dropout if self.training else 0.0
         mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
-        mixed = mixed.transpose(1, 2).reshape(B, T, C)
+        mixed = mixed.transpose(1, 2).reshape(B, T, -1)
         return F.dropout(self.output(mixed), self.dropout, self.training)
 
 
