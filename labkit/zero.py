@@ -176,9 +176,9 @@ class ZeRO1(NoSync, ShardedOptimizer):
         averaged gradients in one process.
         """
         self._finish()
-        pieces = list(self._pieces.values())
+        copies = dict.fromkeys(self._pieces.values(), 1)
         return clip_grad_norm_(
-            pieces, [], max_norm, norm_type, self.process_group, self.buckets[0].device
+            copies, max_norm, norm_type, self.process_group, self.buckets[0].device
         )
 
     # ---- step

@@ -16,32 +16,23 @@ from labkit import comm
 
 
 @torch.no_grad()
-def clip_grad_norm_(shards, whole, max_norm, norm_type=2.0, group=None, device="cpu"):
+def clip_grad_norm_(copies, max_norm, norm_type=2.0, group=None, device="cpu"):
     """Clip the norm of all gradients over the group to max_norm; returns the norm before, float64.
 
-    shards: parameters of which each rank has a part of its own. whole: those that are the same on
-    all ranks, and so count once. Collective. As torch.nn.utils.clip_grad_norm_ on the averaged
+    copies: {parameter: how many ranks of the group hold the same of it}, 1 for a shard: whatever is
+    there several times counts once. Collective. As torch.nn.utils.clip_grad_norm_ on the averaged
     gradients in one process.
     """
-    total = _power(shards, norm_type, device)
     infinite = norm_type == float("inf")
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for p, ranks in copies.items():
+        if p.grad is not None and p.grad.numel():  # a shard may hold none of a tensor
+            norm = torch.linalg.vector_norm(p.grad, norm_type).to(device, torch.float64)
+            total = torch.maximum(total, norm) if infinite else total + norm.pow(norm_type) / ranks
     comm.all_reduce(total, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group)
-    own = _power(whole, norm_type, device)
-    total = torch.maximum(total, own) if infinite else (total + own).pow(1 / norm_type)
+    total = total if infinite else total.pow(1 / norm_type)
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for p in (*shards, *whole):
+    for p in copies:
         if p.grad is not None:
             p.grad.mul_(factor.to(p.grad.device))
     return total
-
-
-def _power(parameters, norm_type, device):
-    """Sum of |g|^norm_type, or the largest |g|: what adds up over ranks."""
-    # a shard may hold none of a tensor
-    grads = [p.grad for p in parameters if p.grad is not None and p.grad.numel()]
-    if not grads:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    norms = torch.stack(
-        [torch.linalg.vector_norm(g, norm_type).to(device, torch.float64) for g in grads]
-    )
-    return norms.max() if norm_type == float("inf") else norms.pow(norm_type).sum()

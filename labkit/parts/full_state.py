@@ -13,6 +13,7 @@ Zhao et al., PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel, V
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from labkit.parts.clip import clip_grad_norm_
@@ -60,11 +61,11 @@ class ShardedModel(NotPickled, Wrapper):
             raise RuntimeError(
                 "what no_sync() keeps has not been averaged: clip after a backward outside of it"
             )
+        group, device = self.sharding.group, self.sharding.device
         pieces = [p for flat in self.flats for p in flat.pieces]
-        device = self.sharding.device
-        return clip_grad_norm_(
-            pieces, self.replicated, max_norm, norm_type, self.sharding.group, device
-        )
+        copies = dict.fromkeys(pieces, 1)
+        copies |= dict.fromkeys(self.replicated, dist.get_world_size(group))
+        return clip_grad_norm_(copies, max_norm, norm_type, group, device)
 
     # ---- state dicts
 
