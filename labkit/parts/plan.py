@@ -1,0 +1,105 @@
+"""A plan for a model: patterns of module names, and what is to be done with the modules they meet.
+
+"blocks.*.attention.query"    each part between dots is matched against names of children, with
+                              * ? [] as in a shell: * is one level. "": the module itself
+"""
+
+import re
+from difflib import get_close_matches
+from fnmatch import fnmatch
+
+import torch
+
+from labkit.parts.replicas import broadcast_tensors
+from labkit.parts.split_state import cuts_of
+
+
+class Style:
+    """What a plan says of a module. use_local_output is PyTorch's: every tensor here is local."""
+
+    def check(self, name, module, axis):
+        """Raise ValueError where the ranks cannot share the module."""
+
+    def layer(self, module):
+        """The class of a split layer that the module becomes, or None."""
+
+    def apply(self, module, axis):
+        """Change the module, in place, for the ranks of an Axis."""
+        raise NotImplementedError
+
+
+def matches(module, plan):
+    """[(name, module, value)] of all modules that patterns in plan (dict pattern -> value) meet.
+
+    Raises ValueError for a pattern that meets none, with the names nearest to it.
+    """
+    return [
+        (name, part, value)
+        for pattern, value in plan.items()
+        for name, part in met(module, pattern) or missing(module, pattern)
+    ]
+
+
+def met(module, pattern):
+    found = [("", module)]
+    for token in pattern.split(".") if pattern else []:
+        found = [
+            (f"{name}.{child}".lstrip("."), part)
+            for name, parent in found
+            for child, part in parent.named_children()
+            if fnmatch(child, token)
+        ]
+    return found
+
+
+def missing(module, pattern):
+    names = {re.sub(r"\b\d+\b", "*", name): name for name, _ in module.named_modules() if name}
+    near = [*names] if "*" in pattern else list(names.values())
+    close = get_close_matches(pattern, near, 3, 0.5) or sorted(near)[:3]
+    raise ValueError(
+        f"{pattern!r} in the plan meets no module of this {type(module).__name__}; "
+        f"near it are {', '.join(map(repr, close))}"
+    )
+
+
+def check_heads(module, chosen, axis):
+    """A module whose linear layers are cut has whole heads on each rank. chosen: of matches()."""
+    parents = {name.rpartition(".")[0] for name, part, style in chosen if style.layer(part)}
+    for parent in sorted(parents):
+        for word, heads in vars(module.get_submodule(parent)).items():
+            if word.endswith("heads") and isinstance(heads, int) and heads % axis.size:
+                raise ValueError(f"{parent}: {axis.size} ranks cannot share {word}={heads}")
+
+
+def check_ties(module, chosen):
+    """Whoever holds a parameter that is cut must know it, and how. chosen: what matches() gives."""
+    ways = {}  # parameter -> {which module and name: dim}
+    planned = {part: style.layer(part) for _, part, style in chosen if style.layer(part)}
+    for name, part in module.named_modules():
+        layer = planned.get(part, part)
+        for word, parameter in part._parameters.items():
+            if parameter is not None:
+                where = f"{name}.{word}".lstrip(".")
+                ways.setdefault(parameter, {})[where] = getattr(layer, "cuts", {}).get(word)
+    for dims in ways.values():
+        if len(set(dims.values())) > 1:
+            told = " and ".join(f"{where!r} ({how(dim)})" for where, dim in dims.items())
+            raise ValueError(f"one tied parameter cannot be cut in two ways: {told}")
+
+
+def how(dim):
+    return "whole" if dim is None else f"cut along dim {dim}"
+
+
+def same_on_all(module, axis):
+    """Values that are not split yet, and the random state, become those of the group's rank 0."""
+    cuts = cuts_of(module)
+    tensors = [p.data for p in module.parameters() if p not in cuts] + list(module.buffers())
+    device = next((t.device for t in tensors), torch.device("cpu"))
+    states = [torch.get_rng_state().to(device)]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device).to(device))
+    broadcast_tensors([*tensors, *states], 0, axis.group)
+    torch.set_rng_state(states[0].cpu())
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states[1].cpu(), device)

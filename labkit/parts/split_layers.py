@@ -1,0 +1,79 @@
+"""Linear layers and embeddings of which each rank holds a part: rows or columns of the matrix.
+
+    y = x W^T + b       column-parallel                     row-parallel
+                        rank 0  x [rows 0-1 of W] + b01     x01 [W: inputs 0-1]  \\
+                        rank 1  x [rows 2-3 of W] + b23     x23 [W: inputs 2-3]  / sum, then + b
+    y = E[tokens]       [channels 0-1 of E]                 [words 0-1 of E], zero for other words
+
+The paper multiplies x A: columns of A are rows of PyTorch's weight. A layer becomes one of these
+in place, by its class: whoever refers to it has the split one. Its sizes stay those of the whole.
+"""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from labkit.parts.layouts import Partial, Replicate, Shard, Shared
+
+
+class SplitLayer:
+    """axis: an Axis. source, target: layouts of input and output.
+
+    cuts: {parameter's name: dim along which it is cut}. shared: which size the ranks share.
+    """
+
+    def hand_on(self, y, layout):
+        """The output, as wanted; and who draws the random numbers of what comes next."""
+        y = self.axis.move(y, layout, self.target)
+        if self.training:
+            draws = self.axis.draws
+            draws.own(y.device) if isinstance(self.target, Shard) else draws.alike()
+        return y
+
+
+class ColumnLinear(SplitLayer, nn.Linear):
+    """Some of the outputs, of all inputs. forward: [..., in] -> [..., out / n]."""
+
+    cuts, shared = {"weight": 0, "bias": 0}, "out_features"
+
+    def forward(self, x):
+        return self.hand_on(super().forward(self.axis.shared(x, self.source)), Shard(-1))
+
+
+class RowLinear(SplitLayer, nn.Linear):
+    """A summand of all outputs, of some inputs. forward: [..., in / n] -> [..., out]."""
+
+    cuts, shared = {"weight": 1}, "in_features"
+
+    def forward(self, x):
+        summand = F.linear(self.axis.move(x, self.source, Shard(-1)), self.weight)
+        y = self.hand_on(summand, Partial())
+        if self.bias is None:
+            return y
+        # of shards of the sequence each rank sees a part of what the bias does
+        parts = isinstance(self.target, Shard)
+        return y + (self.axis.move(self.bias, Replicate(), Shared()) if parts else self.bias)
+
+
+class ColumnEmbedding(SplitLayer, nn.Embedding):
+    """Some channels of every word. forward: [...] int -> [..., width / n]."""
+
+    cuts, shared = {"weight": 1}, "embedding_dim"
+
+    def forward(self, tokens):
+        return self.hand_on(super().forward(tokens), Shard(-1))
+
+
+class RowEmbedding(SplitLayer, nn.Embedding):
+    """Some words, zero for the others. forward: [...] int -> [..., width], a summand."""
+
+    cuts, shared = {"weight": 0}, "num_embeddings"
+
+    def forward(self, tokens):
+        words = len(self.weight)
+        inside = (tokens >= 0) & (tokens < self.num_embeddings)
+        torch._assert_async(inside.all(), f"a token is not one of {self.num_embeddings} words")
+        own = tokens - self.axis.rank * words
+        others = (own < 0) | (own >= words)
+        found = F.embedding(own.masked_fill(others, 0), self.weight)
+        return self.hand_on(found.masked_fill(others.unsqueeze(-1), 0.0), Partial())

@@ -1,0 +1,186 @@
+"""Tensor parallelism: every rank has all tokens and a part of every matrix.
+
+    x --- f --- [ A: some columns ] --- GeLU --- [ B: the same rows ] --- g --- y      rank 0
+      --- f --- [ A: the others   ] --- GeLU --- [ B: the others    ] --- g ---        rank 1
+
+        f   forward: nothing       backward: all-reduce   each rank's part adds to the gradient of x
+        g   forward: all-reduce    backward: nothing      y is the sum of the ranks' products
+
+Between the two layers nothing is sent: GeLU works on each number, attention on each head.
+A block is two such pairs: 4 all-reduces a step of (tokens x width) numbers, so each rank sends
+4 x 2 (n-1)/n x those bytes, and waits for them: nothing can be computed meanwhile. So the axis
+wants the fastest links. Held: 1/n of the matrices, their gradients and what is between the layers.
+Shoeybi et al., Megatron-LM, 2019, section 3; Narayanan et al., SC 2021 (why inside a node).
+"""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from labkit import comm
+from labkit.parts.layouts import Axis, Replicate, Shard
+from labkit.parts.plan import Style, check_heads, check_ties, matches, same_on_all
+from labkit.parts.replicas import check_ranks
+from labkit.parts.split_layers import ColumnEmbedding, ColumnLinear, RowEmbedding, RowLinear
+from labkit.parts.split_loss import (
+    VocabularyParallelCrossEntropy,
+    vocabulary_parallel_cross_entropy,
+)
+from labkit.parts.split_state import full_state_dict, load_full_state_dict, take_part
+
+__all__ = [
+    "ColwiseParallel",
+    "PrepareModuleInput",
+    "Replicate",
+    "RowwiseParallel",
+    "Shard",
+    "VocabularyParallelCrossEntropy",
+    "full_state_dict",
+    "load_full_state_dict",
+    "parallelize_module",
+    "vocabulary_parallel_cross_entropy",
+]
+
+
+class f(torch.autograd.Function):
+    """The same tensor on all ranks goes into parts; the parts' gradients are summed."""
+
+    @staticmethod
+    def forward(ctx, x, group=None):
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return g.apply(gradient, ctx.group), None
+
+
+class g(torch.autograd.Function):
+    """The ranks' tensors are summed; each is told the gradient of the sum."""
+
+    @staticmethod
+    def forward(ctx, x, group=None):
+        ctx.group = group
+        total = x.clone()
+        comm.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return f.apply(gradient, ctx.group), None
+
+
+def network(x, A, a, B, b, group=None):
+    """The idea: two layers, split so that one sum is all they need. [..., C] -> [..., C].
+
+    This rank's part of the hidden units: A [hidden/n, C] and a are their weights, B [C, hidden/n]
+    is what they add to the output; b [C] is whole, and added once.
+    """
+    hidden = F.gelu(F.linear(f.apply(x, group), A, a))
+    return g.apply(F.linear(hidden, B), group) + b
+
+
+def parallelize_module(module, group, parallelize_plan):
+    """Split a module over the ranks of a group, in place. Collective; returns the module.
+
+    parallelize_plan: a style for the module, or {pattern of names: style}, as PyTorch's function of
+    this name takes it; there the second argument is a DeviceMesh. Values and random state become
+    those of the group's rank 0 before. What belongs together (a column-parallel layer and the
+    row-parallel one behind it) belongs in one call: between them each rank draws its own random
+    numbers. Raises ValueError, before anything is changed, for a pattern that meets nothing and for
+    what the ranks cannot share.
+    """
+    check_ranks("parallelize_module", group)
+    axis = Axis(group)
+    plan = parallelize_plan if isinstance(parallelize_plan, dict) else {"": parallelize_plan}
+    chosen = matches(module, plan)
+    for name, part, style in chosen:
+        style.check(name or type(part).__name__, part, axis)
+    check_heads(module, chosen, axis)
+    check_ties(module, chosen)
+    same_on_all(module, axis)
+    for _, part, style in chosen:
+        style.apply(part, axis)
+    module.register_forward_hook(lambda *_: axis.draws.alike(), always_call=True)
+    return module
+
+
+class LayerStyle(Style):
+    """A linear layer or an embedding becomes a part of one."""
+
+    def layer(self, module):
+        return {nn.Linear: self.linear, nn.Embedding: self.embedding}.get(type(module))
+
+    def check(self, name, module, axis):
+        layer = self.layer(module)
+        if layer is None:
+            what = f"{name} is a {type(module).__name__}"
+            raise ValueError(f"{what}: {type(self).__name__} splits nn.Linear and nn.Embedding")
+        if isinstance(module, nn.Embedding) and (module.max_norm or module.sparse):
+            raise ValueError(f"{name} has max_norm or sparse gradients: it cannot be split")
+        if getattr(module, layer.shared) % axis.size:
+            many = f"{layer.shared}={getattr(module, layer.shared)}"
+            raise ValueError(f"{name}: {axis.size} ranks cannot share {many}")
+
+    def apply(self, module, axis):
+        module.__class__ = layer = self.layer(module)  # in place, as fully_shard does it
+        module.axis, module.source, module.target = axis, self.source, self.target
+        for word, dim in layer.cuts.items():
+            parameter = getattr(module, word)
+            # a tied one has been cut already
+            if parameter is not None and parameter.shape[dim] == getattr(module, layer.shared):
+                take_part(parameter, dim, axis)
+
+
+class ColwiseParallel(LayerStyle):
+    """Rows of PyTorch's weight: a rank has some outputs; those of all, if output_layouts says so.
+
+    input_layouts: Replicate(), or Shard(dim): gathered first. output_layouts: Shard(-1), or
+    Replicate().
+    """
+
+    linear, embedding = ColumnLinear, ColumnEmbedding
+
+    def __init__(self, *, input_layouts=None, output_layouts=None, use_local_output=True):
+        self.source, self.target = input_layouts or Replicate(), output_layouts or Shard(-1)
+
+
+class RowwiseParallel(LayerStyle):
+    """Columns of PyTorch's weight, or words of an embedding: the ranks' outputs are summed.
+
+    input_layouts: Shard(-1), or Replicate(): the own part is taken; tokens are always whole.
+    output_layouts: Replicate(), or Shard(dim): each rank gets the sum of its part.
+    """
+
+    linear, embedding = RowLinear, RowEmbedding
+
+    def __init__(self, *, input_layouts=None, output_layouts=None, use_local_output=True):
+        self.source, self.target = input_layouts or Shard(-1), output_layouts or Replicate()
+
+
+class PrepareModuleInput(Style):
+    """A module's first input in another layout; layers below that take this very tensor share it.
+
+    Attention with query, key and value of their own has three layers with one input: their
+    gradients are summed first, and sent once (with Shard(dim): gathered once, too).
+    """
+
+    def __init__(self, *, input_layouts, desired_input_layouts, use_local_output=False):
+        self.source, self.target = first(input_layouts), first(desired_input_layouts)
+
+    def apply(self, module, axis):
+        def before(module, inputs):
+            x, *others = inputs
+            if self.target == Replicate():
+                x, shared = axis.prepare(x, self.source)
+                axis.prepared[module] = (x, shared)
+            else:
+                x = axis.move(x, self.source, self.target)
+            return x, *others
+
+        module.register_forward_pre_hook(before)
+        module.register_forward_hook(lambda *_: axis.prepared.pop(module, None), always_call=True)
+
+
+def first(layouts):
+    return layouts[0] if isinstance(layouts, tuple) else layouts
