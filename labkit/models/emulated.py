@@ -19,13 +19,15 @@ import torch
 PROVENANCE = "emulated"
 
 
-def emulate(module, unit, forward_ms, backward_ms=None):
+def emulate(module, unit, forward_ms, backward_ms=None, weights_ms=0.0):
     """Let the parts of `module` that match `unit` sleep, not compute. Returns the changed module.
 
     unit: a class, a tuple of classes, or a function module -> bool; of nested matches the outer one
         counts. It must map one floating-point tensor to one of the same shape, as what
         `labkit.models.unit(name)` gives does.
     forward_ms, backward_ms: milliseconds a call of a unit; backward_ms=None is twice forward_ms.
+    weights_ms: those of backward_ms that go into the weights' gradients, in a node of autograd of
+        their own: a pipeline may put them off. 0: one sleep for all.
 
     A unit then returns its input and passes the gradient of its output on. A parameter's gradient
     is the parameter times the sum of the output's gradient at the last dimension's first index: of
@@ -35,9 +37,10 @@ def emulate(module, unit, forward_ms, backward_ms=None):
     Raises ValueError when nothing matches or a time is negative.
     """
     backward_ms = 2 * forward_ms if backward_ms is None else backward_ms
-    if forward_ms < 0 or backward_ms < 0:
+    if forward_ms < 0 or backward_ms < 0 or not 0 <= weights_ms <= backward_ms:
         raise ValueError(
-            f"times must not be negative, got forward_ms={forward_ms}, backward_ms={backward_ms}"
+            "times must not be negative, nor a part longer than the whole, "
+            f"got forward_ms={forward_ms}, backward_ms={backward_ms}, weights_ms={weights_ms}"
         )
     is_unit = (lambda part: isinstance(part, unit)) if isinstance(unit, type | tuple) else unit
     units = [part for part in module.modules() if is_unit(part)]  # inside another: never called
@@ -47,13 +50,45 @@ def emulate(module, unit, forward_ms, backward_ms=None):
             f"no part of the model matches unit {unit}; it consists of {', '.join(classes)}"
         )
     for part in units:
-        part.emulated_seconds = (forward_ms / 1000, backward_ms / 1000)
+        part.emulated_seconds = (forward_ms / 1000, (backward_ms - weights_ms) / 1000)
+        part.emulated_weights_seconds = weights_ms / 1000
         part.forward = types.MethodType(sleeping_forward, part)  # deepcopy rebinds a method
     return module
 
 
 def sleeping_forward(part, x):
-    return Sleep.apply(x, part.emulated_seconds, *part.parameters())
+    if not part.emulated_weights_seconds:
+        return Sleep.apply(x, part.emulated_seconds, *part.parameters())
+    weight = Weights.apply(part.emulated_weights_seconds, *part.parameters())
+    # the weights' node is the older one: backward comes to it after the input's
+    return Meet.apply(Sleep.apply(x, part.emulated_seconds), weight)
+
+
+class Weights(torch.autograd.Function):
+    """A zero that stands for all weights: its backward sleeps, and makes their gradients."""
+
+    @staticmethod
+    def forward(ctx, seconds, *parameters):
+        ctx.save_for_backward(*parameters)
+        ctx.seconds = seconds
+        return parameters[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx, factor):
+        sleep(ctx.seconds)
+        return None, *[p * factor.to(p.dtype) for p in ctx.saved_tensors]
+
+
+class Meet(torch.autograd.Function):
+    """Where input and weights meet: its backward takes no time."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, gradient.select(-1, 0).sum()
 
 
 class Sleep(torch.autograd.Function):

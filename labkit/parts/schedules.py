@@ -1,0 +1,157 @@
+"""Pipeline schedules: what every rank does, in which order, written before anything runs.
+
+    gpipe        rank 0   F0 F1 F2 F3 .. .. .. .. B0 B1 B2 B3      F: forward of a micro-batch
+                 rank 1   .. F0 F1 F2 F3 .. .. B0 B1 B2 B3 ..      B: its backward
+    one_f_one_b  rank 0   F0 F1 .. B0 F2 B1 F3 B2 .. B3            W: gradients of weights, where B
+                 rank 1   .. F0 B0 F1 B1 F2 B2 F3 B3 ..               is of the stage's input only
+
+A schedule is data: for each rank a list of Action(kind, stage, micro_batch), written "0F3": stage,
+kind, micro-batch. A B without a W of its own does both parts. For p ranks, M micro-batches, v
+stages a rank; the bubble is the part of the step in which a rank stands still, for F = B = W = 1:
+
+                        bubble                        a rank holds, in activations of its layers
+    gpipe               (p-1) / (M + p-1)             M
+    one_f_one_b         (p-1) / (M + p-1)             p - rank
+    interleaved         (p-1) / (v M + p-1)           p + (p-1 - 2 rank) / v at most
+    zero_bubble         (p-1) / (3 M + p-1)           p
+    v_shaped            (p-1) / (6 M + p-1)           p at most
+
+Huang et al., GPipe, NeurIPS 2019; Narayanan et al., PipeDream, SOSP 2019, and Efficient Large-Scale
+Language Model Training, SC 2021, section 2.2; Qi et al., Zero Bubble Pipeline Parallelism, ICLR
+2024, sections 2 (ZB-H1) and 6 (ZB-V).
+"""
+
+from typing import NamedTuple
+
+
+class Action(NamedTuple):
+    """kind: "F", "B" or "W". stage and micro_batch count from 0."""
+
+    kind: str
+    stage: int
+    micro_batch: int
+
+    def __str__(self):
+        return f"{self.stage}{self.kind}{self.micro_batch}"
+
+
+def gpipe(stages, micro_batches, ranks=None):
+    """All forwards, then all backwards. Several stages a rank: stage s is on rank s % ranks."""
+    schedule = []
+    for own in dealt(stages, ranks or stages):
+        forward = [Action("F", s, m) for s in own for m in range(micro_batches)]
+        schedule.append(
+            forward + [Action("B", s, m) for s in reversed(own) for m in range(micro_batches)]
+        )
+    return schedule
+
+
+def one_f_one_b(stages, micro_batches, ranks=None):
+    """PipeDream's with a flush: as soon as there is a backward to do, one of each in turn."""
+    one_each("one_f_one_b", stages, micro_batches, ranks)
+    schedule = []
+    for s in range(stages):
+        forward = [Action("F", s, m) for m in range(micro_batches)]
+        backward = [Action("B", s, m) for m in range(micro_batches)]
+        schedule.append(in_turn(forward, backward, stages - s))
+    return schedule
+
+
+def interleaved(stages, micro_batches, ranks=None):
+    """1F1B with several thin stages a rank: a pipeline that fills in 1/v of the time."""
+    p = ranks or stages
+    if micro_batches % p:
+        raise ValueError(
+            f"interleaved wants micro-batches by {p}s, one a rank: not {micro_batches}"
+        )
+    schedule = []
+    for rank, own in enumerate(dealt(stages, p)):
+        rounds = [range(first, first + p) for first in range(0, micro_batches, p)]
+        forward = [Action("F", s, m) for turn in rounds for s in own for m in turn]
+        backward = [Action("B", s, m) for turn in rounds for s in reversed(own) for m in turn]
+        ahead = p - rank if len(own) == 1 else 2 * (p - 1 - rank) + (len(own) - 1) * p + 1
+        schedule.append(in_turn(forward, backward, ahead))
+    return schedule
+
+
+def zero_bubble(stages, micro_batches, ranks=None):
+    """ZB-H1: 1F1B whose weights' gradients wait, rank r's for r micro-batches, and fill the end."""
+    schedule = []
+    one_each("zero_bubble", stages, micro_batches, ranks)
+    for s, program in enumerate(one_f_one_b(stages, micro_batches)):
+        split = []
+        for action in program:
+            split.append(action)
+            if action.kind == "B" and action.micro_batch >= s:
+                split.append(Action("W", s, action.micro_batch - s))
+        left = range(max(0, micro_batches - s), micro_batches)
+        schedule.append(split + [Action("W", s, m) for m in left])
+    return schedule
+
+
+def v_shaped(stages, micro_batches, ranks=None):
+    """ZB-V's places: rank r has stage r and the r-th from the end, so the loss is on rank 0.
+
+    The order is found, not written down: in each unit of time a rank takes what it can, a forward
+    while it holds less than 2 p micro-batches of its two stages, then a B, then a W.
+    """
+    p = stages // 2
+    if stages % 2 or ranks not in (None, p):
+        raise ValueError(f"v_shaped has two stages a rank: {stages} stages, {ranks} ranks")
+    own = [(rank, stages - 1 - rank) for rank in range(p)]
+    left = [
+        [Action(k, s, m) for k in "FBW" for s in pair[::-1] for m in range(micro_batches)]
+        for pair in own
+    ]
+    schedule, held, done = [[] for _ in range(p)], [0] * p, set()
+    while any(left):
+        taken = []
+        for rank in range(p):
+            for action in left[rank]:
+                full = action.kind == "F" and held[rank] >= stages - (action.stage < p)
+                if not full and all(need in done for need in needs(action, stages)):
+                    taken.append((rank, action))
+                    break
+        for rank, action in taken:
+            left[rank].remove(action)
+            schedule[rank].append(action)
+            held[rank] += {"F": 1, "B": 0, "W": -1}[action.kind]
+        done.update(action for _, action in taken)
+    return schedule
+
+
+def needs(action, stages):
+    """The actions that must have ended before this one can begin."""
+    kind, s, m = action
+    if kind == "W":
+        return [Action("B", s, m)]
+    if kind == "B":
+        return [Action("F", s, m)] + [Action("B", s + 1, m)] * (s + 1 < stages)
+    return [Action("F", s - 1, m)] * (s > 0)
+
+
+def in_turn(forward, backward, ahead):
+    """`ahead` forwards, then a backward and a forward in turn, then what is left."""
+    program = forward[:ahead]
+    for number, action in enumerate(backward):
+        program += [action, *forward[ahead + number : ahead + number + 1]]
+    return program
+
+
+def dealt(stages, ranks):
+    """The stages of each rank: stage s is on rank s % ranks."""
+    if stages % ranks:
+        raise ValueError(f"{ranks} ranks cannot share {stages} stages alike")
+    return [list(range(rank, stages, ranks)) for rank in range(ranks)]
+
+
+def one_each(name, stages, micro_batches, ranks):
+    if ranks not in (None, stages):
+        raise ValueError(
+            f"{name} has one stage a rank: {stages} stages need {stages} ranks, not {ranks}"
+        )
+    if micro_batches < stages:
+        raise ValueError(
+            f"{name} wants a micro-batch a stage at least: {micro_batches} for {stages} stages; "
+            "gpipe does with fewer"
+        )

@@ -1,0 +1,143 @@
+"""The stages of one rank, by name: which of the whole model they have, and what is tied.
+
+    rank 0   stage 0: embedding ...                     a name in two stages is one parameter:
+    rank 3   stage 3: ... head (the embedding again)    equal at first, gradients added
+
+Sent per rank and step for a tied parameter on k ranks: (k-1) x its gradient. Press and Wolf, EACL
+2017 (tied embeddings).
+"""
+
+import json
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from labkit import comm
+from labkit.parts.replicas import broadcast_tensors, gather_bytes
+
+
+def by_stage(stage, name):
+    return f"{stage}.{name}"
+
+
+class Stages:
+    """modules: {stage: nn.Module} of this rank. names: (stage, name there) -> name in the whole.
+
+    Collective. schedule: a text all ranks must have alike. Raises ValueError, on all ranks, for
+    stages that are not where the schedule has them, and names that mean different tensors.
+    """
+
+    def __init__(self, modules, names, owner, group, schedule, device):
+        self.modules, self.group, self.device = dict(modules), group, device
+        self.rank = dist.get_rank(group)
+        self.names = names or by_stage
+        self.tensors = {}  # name in the whole: [this rank's tensors of that name]
+        for stage, module in sorted(self.modules.items()):
+            for own, tensor in module.state_dict(keep_vars=True).items():
+                copies = self.tensors.setdefault(self.names(stage, own), [])
+                if not any(tensor is one for one in copies):
+                    copies.append(tensor)
+        self.holders = self.agree(owner, schedule)
+        self.tied = {
+            name: copies
+            for name, copies in sorted(self.tensors.items())
+            if isinstance(copies[0], nn.Parameter)
+            and (len(copies) > 1 or len(self.holders[name]) > 1)
+        }
+        self.make_equal()
+
+    def agree(self, owner, schedule):
+        """{name: [the ranks that hold it]}, the first stage's first."""
+        looks = {n: f"{list(t[0].shape)} {t[0].dtype}" for n, t in self.tensors.items()}
+        mine = {"schedule": schedule, "stages": sorted(self.modules), "looks": looks}
+        texts = gather_bytes(json.dumps(mine).encode(), self.group, self.device)
+        told, holders, known = [json.loads(text) for text in texts], {}, {}
+        for rank, one in enumerate(told):
+            if one["schedule"] != told[0]["schedule"]:
+                raise ValueError(f"ranks 0 and {rank} have different schedules")
+            wanted = sorted(s for s, place in owner.items() if place == rank)
+            if one["stages"] != wanted:
+                raise ValueError(
+                    f"rank {rank} has stages {one['stages']}; by the schedule it has {wanted}"
+                )
+        for rank, one in sorted(enumerate(told), key=lambda pair: pair[1]["stages"]):
+            for name, look in one["looks"].items():
+                holders.setdefault(name, []).append(rank)
+                if known.setdefault(name, look) != look:
+                    raise ValueError(f"{name!r} is {known[name]} in one stage, {look} in another")
+        return holders
+
+    @torch.no_grad()
+    def make_equal(self):
+        """Tied parameters take the values of the copy in the first stage that has one."""
+        names = sorted(name for name, ranks in self.holders.items() if len(ranks) > 1)
+        for name in names:
+            if self.rank in self.holders[name]:
+                self.share(name, self.tensors[name][0])
+        for copies in self.tied.values():
+            for copy in copies[1:]:
+                copy.copy_(copies[0])
+
+    def share(self, name, tensor):
+        """The first holder's values, to the others."""
+        first, *others = self.holders[name]
+        if self.rank != first:
+            comm.recv(tensor.data, first, self.group)
+            return
+        for rank in others:
+            comm.send(tensor.data, rank, self.group)
+
+    @torch.no_grad()
+    def add_tied(self):
+        """After a step's backwards: every copy's gradient becomes the sum over all copies."""
+        for name, copies in self.tied.items():
+            if not copies[0].requires_grad:
+                continue
+            parts = {self.rank: sum(p.grad for p in copies if p.grad is not None)}
+            own = parts[self.rank] = parts[self.rank] + torch.zeros_like(copies[0])
+            others = [rank for rank in self.holders[name] if rank != self.rank]
+            works = []
+            for rank in others:
+                parts[rank] = torch.empty_like(own)
+                works.append(comm.exchange(own, rank, parts[rank], rank, self.group, async_op=True))
+            for work in works:
+                work.wait()
+            total = sum(parts[rank] for rank in sorted(parts))  # in one order, so bitwise alike
+            for p in copies:
+                p.grad = total.clone()
+
+    def state_dict(self):
+        """{name in the whole: this rank's tensor}."""
+        return {name: copies[0].detach() for name, copies in self.tensors.items()}
+
+    def full_state_dict(self):
+        """All names of all ranks, copies on the CPU of every rank. Collective."""
+        looks = {n: (list(t[0].shape), str(t[0].dtype)) for n, t in self.tensors.items()}
+        told = gather_bytes(json.dumps(looks).encode(), self.group, self.device)
+        looks, whole = {n: one for text in told for n, one in json.loads(text).items()}, {}
+        for name, ranks in self.holders.items():
+            shape, dtype = looks[name]
+            if self.rank == ranks[0]:
+                value = self.tensors[name][0].detach().clone()
+            else:
+                dtype = getattr(torch, dtype.removeprefix("torch."))
+                value = torch.empty(shape, dtype=dtype, device=self.device)
+            broadcast_tensors([value], ranks[0], self.group)
+            whole[name] = value.cpu()
+        return whole
+
+    @torch.no_grad()
+    def load(self, state_dict, strict=True):
+        """Take this rank's part of whatever is given, the whole or state_dict()'s."""
+        missing = [name for name in self.tensors if name not in state_dict]
+        wrong = [
+            f"{name!r} is {list(state_dict[name].shape)} and should be {list(copies[0].shape)}"
+            for name, copies in self.tensors.items()
+            if name in state_dict and state_dict[name].shape != copies[0].shape
+        ]
+        if wrong or (missing and strict):
+            raise RuntimeError("; ".join(wrong + [f"missing {name!r}" for name in missing]))
+        for name, copies in self.tensors.items():
+            for copy in copies:
+                copy.copy_(state_dict.get(name, copy))

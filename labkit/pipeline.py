@@ -1,0 +1,218 @@
+"""Pipeline parallelism: each rank holds some layers, and micro-batches pass through them all.
+
+    gpipe   rank 0   F0 F1 F2 F3 .. .. .. .. B0 B1 B2 B3     F: activations go to the next rank
+            rank 1   .. F0 F1 F2 F3 .. .. B0 B1 B2 B3 ..     B: gradients go to the one before
+            bubble   ^^             ^^^^^                    a rank has nothing to do
+
+Sent per rank, step and boundary: the batch's activations there, and gradients of that size.
+Held: 1/p of parameters, gradients and states; activations of as many micro-batches as the schedule
+has under way. Time lost: the bubble, (p-1)/(M+p-1) for M micro-batches here. Schedules that lose or
+hold less are other lists of the same actions (parts/schedules.py), and so is one of your own.
+Huang et al., GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism, NeurIPS
+2019, section 2.3; Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters
+Using Megatron-LM, SC 2021, section 2.2.
+"""
+
+import torch
+import torch.distributed as dist
+
+from labkit import comm
+from labkit.parts.dependencies import check
+from labkit.parts.messages import Mail
+from labkit.parts.replicas import check_ranks, gather_bytes
+from labkit.parts.schedules import Action, gpipe, interleaved, one_f_one_b, v_shaped, zero_bubble
+from labkit.parts.split_backward import backward_of_input, backward_of_weights
+from labkit.parts.stages import Stages
+
+__all__ = ["Action", "Pipeline", "gpipe", "interleaved", "one_f_one_b", "v_shaped", "zero_bubble"]
+
+
+def run_program(program, stage, inputs, targets, loss, group=None):
+    """The whole idea, for one stage a rank: do what the program says, pass on what comes out.
+
+    program: this rank's list of actions. inputs, targets: a tensor a micro-batch; ranks that have
+    no first or last stage give any of the shapes that arrive there. Returns the losses.
+    """
+    rank, last = dist.get_rank(group), dist.get_world_size(group) - 1
+    held, losses, leaving = {}, [], []
+
+    def send(tensor, dst):  # nobody waits for the other side here: both may be sending
+        leaving.append((comm.send(tensor, dst, group, async_op=True), tensor))
+
+    for kind, _, m in program:
+        if kind == "F":
+            x = inputs[m].detach()
+            if rank > 0:
+                comm.recv(x := torch.empty_like(x), rank - 1, group)
+                x.requires_grad_()
+            y = stage(x)
+            if rank < last:
+                send(y.detach(), rank + 1)
+            else:
+                y = loss(y, targets[m]) / len(targets)
+                losses.append(y.detach())
+            held[m] = x, y
+        else:
+            (x, y), gradient = held.pop(m), None
+            if rank < last:
+                comm.recv(gradient := torch.empty_like(y), rank + 1, group)
+            y.backward(gradient)
+            if rank > 0:
+                send(x.grad, rank - 1)
+    for work, _ in leaving:
+        work.wait()
+    return losses
+
+
+class Pipeline:
+    """A model in stages, each built on the rank that has it. Collective to construct and to call.
+
+    stages: {number: module} of this rank; a module maps one tensor to one tensor.
+    schedule: a function (stages, micro_batches, ranks) -> for each rank a list of Action, or that
+        list. It is checked before anything runs.
+    micro_batches: into how many equal parts a batch is cut, along dim 0.
+    loss: (output, target) -> a mean over the samples; where the last stage is.
+    names: (stage, name in it) -> name in the whole model, "stage.name" if None. Parameters of one
+        name are tied: one value, and one gradient, which is the sum over all copies.
+
+    Gradients are those of the mean over the batch, in .grad of this rank's parameters when step()
+    returns: clip, average over other axes of a mesh and step as ever. A B with a W of its own needs
+    the graph twice (parts/split_backward.py). Raises ValueError for a schedule that cannot run.
+    """
+
+    def __init__(
+        self, stages, group=None, schedule=one_f_one_b, micro_batches=1, loss=None, names=None
+    ):
+        check_ranks("Pipeline", group)
+        self.group, self.rank = group, dist.get_rank(group)
+        self.micro_batches, self.loss = micro_batches, loss
+        device = next((p.device for m in stages.values() for p in m.parameters()), "cpu")
+        if callable(schedule):
+            counts = [int(count) for count in gather_bytes(b"%d" % len(stages), group, device)]
+            schedule = schedule(sum(counts), micro_batches, len(counts))
+        self.schedule = [[Action(*action) for action in program] for program in schedule]
+        self.owner = check(self.schedule, dist.get_world_size(group), micro_batches)
+        self.last = len(self.owner) - 1
+        text = " | ".join(" ".join(map(str, program)) for program in self.schedule)
+        self.stages = Stages(stages, names, self.owner, group, text, device)
+        if self.last in stages and loss is None:
+            raise ValueError(f"stage {self.last} is the last: this rank needs a loss")
+        self.split = {a for a in self.schedule[self.rank] if a.kind == "W"}
+        ways = group, self.way_down(group)
+        forward = [[a for a in program if a.kind == "F"] for program in self.schedule]
+        self.mail = Mail(self.schedule, self.owner, ways, device)
+        self.forward_mail = Mail(forward, self.owner, ways, device)
+
+    @staticmethod
+    def way_down(group):
+        """On NCCL messages of one group go one after the other: each direction needs its own."""
+        if dist.get_backend(group) == "gloo":
+            return group
+        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        return dist.new_group(ranks, use_local_synchronization=True)
+
+    def step(self, input=None, target=None):
+        """Forward and backward of a batch; the mean loss where the last stage is, else None.
+
+        input is read where the first stage is, target where the last is. Gradients are added to
+        those that are there.
+        """
+        found = self.run(self.schedule[self.rank], self.mail, input, target)
+        self.stages.add_tied()
+        return found
+
+    @torch.no_grad()
+    def evaluate(self, input=None, target=None):
+        """The same without backward. The batch may have another size than a step's."""
+        program = [action for action in self.schedule[self.rank] if action.kind == "F"]
+        return self.run(program, self.forward_mail, input, target)
+
+    def run(self, program, mail, input, target):
+        """Do each action of this rank's list; ask for the next one's message before."""
+        self.inputs, self.targets = self.cut(input, 0), self.cut(target, self.last)
+        self.held, self.later, self.losses = {}, {}, []
+        mail.begin()
+        for number, action in enumerate(program):
+            for one in program[number : number + 2]:
+                mail.ask(one, ahead=one is not action)
+            arrived = mail.take(action)
+            mail.send(self.compute(action, arrived), action)
+        mail.end()
+        return torch.stack(self.losses).mean() if self.losses else None
+
+    def cut(self, batch, stage):
+        """The batch as micro-batches, on the rank that has the stage."""
+        if stage not in self.stages.modules:
+            return None
+        if batch is None:
+            raise ValueError(
+                f"stage {stage} is here: step() needs its {'target' if stage else 'input'}"
+            )
+        if len(batch) % self.micro_batches:
+            raise ValueError(
+                f"{len(batch)} samples are no {self.micro_batches} equal micro-batches"
+            )
+        return batch.chunk(self.micro_batches)
+
+    def compute(self, action, arrived):
+        """One action, without its messages: from what has arrived to what is to be sent."""
+        if action.kind == "F":
+            return self.forward(action, arrived)
+        if action.kind == "B":
+            return self.backward(action, arrived)
+        backward_of_weights(self.later.pop(action[1:]))
+
+    def forward(self, action, arrived):
+        _, stage, m = action
+        x = self.inputs[m] if arrived is None else arrived.detach()
+        if arrived is not None and x.is_floating_point():
+            x.requires_grad_()
+        output = self.stages.modules[stage](x)
+        if not isinstance(output, torch.Tensor):
+            raise ValueError(
+                f"stage {stage} made a {type(output).__name__}: it must make one tensor"
+            )
+        if stage == self.last:
+            output = self.loss(output, self.targets[m])
+            self.losses.append(output.detach())
+        if torch.is_grad_enabled():
+            self.held[action[1:]] = x, output
+        return output.detach()
+
+    def backward(self, action, gradient):
+        _, stage, m = action
+        x, output = self.held.pop((stage, m))
+        if stage == self.last:
+            gradient = torch.full_like(output, 1 / self.micro_batches)
+        if action._replace(kind="W") in self.split:
+            found, self.later[stage, m] = backward_of_input(output, x, gradient)
+        else:
+            if output.grad_fn is not None:
+                torch.autograd.backward(output, gradient)
+            found = x.grad if x.is_leaf else None
+        if stage == 0:
+            if found is not None and not x.is_leaf:  # a batch that wants gradients, cut
+                x.backward(found)
+            return None
+        return torch.zeros_like(x) if found is None else found
+
+    def parameters(self):
+        """Of this rank's stages, each once."""
+        return (p for _, p in self.named_parameters())
+
+    def named_parameters(self):
+        """(name in the whole model, parameter), copies of one name on this rank each."""
+        for name, copies in self.stages.tensors.items():
+            yield from ((name, p) for p in copies if isinstance(p, torch.nn.Parameter))
+
+    def state_dict(self):
+        """This rank's parameters and buffers by their names in the whole model."""
+        return self.stages.state_dict()
+
+    def full_state_dict(self):
+        """The whole model's, on the CPU of every rank. Collective."""
+        return self.stages.full_state_dict()
+
+    def load_state_dict(self, state_dict, strict=True):
+        """Take this rank's part: of full_state_dict(), or of its own state_dict()."""
+        self.stages.load(state_dict, strict)
