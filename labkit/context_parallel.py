@@ -64,7 +64,12 @@ def chunks_of_rank(length, group=None, rank=None):
     if length % (2 * n):
         raise ValueError(f"{length} tokens have no {2 * n} equal chunks: two for each of {n} ranks")
     size = length // (2 * n)
-    return [slice(i * size, (i + 1) * size) for i in (rank, 2 * n - 1 - rank)]
+    return [slice(i * size, (i + 1) * size) for i in zig_zag(rank, n)]
+
+
+def zig_zag(rank, n):
+    """Which two of 2n chunks a rank has: the work of any two of them is the same."""
+    return rank, 2 * n - 1 - rank
 
 
 def ring_attention(query, key, value, group=None, dropout_p=0.0, is_causal=False, tile=TILE):
@@ -133,14 +138,13 @@ class Ring:
 
     def pass_round(self, pair):
         """(whose they are, keys and values), n times; while they are used the next are coming."""
-        for turn in range(self.n):
-            if turn < self.n - 1:
-                incoming = torch.empty_like(pair)
-                work = self.exchange(pair, incoming, async_op=True)
+        incoming = torch.empty_like(pair) if self.n > 1 else None
+        for turn in range(self.n - 1):
+            work = self.exchange(pair, incoming, async_op=True)
             yield (self.rank - turn) % self.n, pair
-            if turn < self.n - 1:
-                work.wait()
-                pair = incoming
+            work.wait()
+            pair, incoming = incoming, pair
+        yield (self.rank + 1) % self.n, pair
 
     def hand_on(self, tensor):
         if self.n == 1:
@@ -155,9 +159,10 @@ class Ring:
 
     def seen(self, source):
         """(queries, keys, how their tiles lie), of this rank's chunks and the source's."""
-        first, second = slice(0, self.half), slice(self.half, 2 * self.half)
-        for rows, query_chunk in ((first, self.rank), (second, 2 * self.n - 1 - self.rank)):
-            for columns, key_chunk in ((first, source), (second, 2 * self.n - 1 - source)):
+        halves = slice(0, self.half), slice(self.half, 2 * self.half)
+        keys_of = zig_zag(source, self.n)
+        for rows, query_chunk in zip(halves, zig_zag(self.rank, self.n), strict=True):
+            for columns, key_chunk in zip(halves, keys_of, strict=True):
                 if key_chunk <= query_chunk or not self.tiles.causal:
                     at = {
                         "first_query": query_chunk * self.half,

@@ -7,9 +7,10 @@ import torch
 from test_attention import furthest
 from torch.nn import functional as F
 
-from labkit import comm
+from labkit import comm, models
 from labkit.attention import flash_attention
 from labkit.context_parallel import places, ring_attention, ring_forward, ulysses_attention
+from labkit.ddp import DDP
 from labkit.measure.memory import MemoryTracker
 from labkit.parts.tiles import Tiles
 
@@ -107,19 +108,53 @@ def test_zig_zag_gives_all_ranks_the_same_work(ranks):
     assert made == [24 * 25 // 2 // 3] * 3
 
 
-def peak(rank, world_size, length):
-    query, key, value, _ = whole(length, 2, width=16)
-    mine = share((query, key, value), places(length))
+def memory(rank, world_size, own):
+    """Bytes held after forward, and at the peak, of `own` tokens on each rank."""
+    query, key, value, _ = whole(own * world_size, 2, width=16)
+    mine = share((query, key, value), places(own * world_size))
     del query, key, value
-    with MemoryTracker() as memory:
-        ring_attention(*mine, is_causal=True, tile=4).sum().backward()
-    return sum(memory.peak.values())
+    with MemoryTracker() as tracker:
+        output = ring_attention(*mine, is_causal=True, tile=4)
+        held = sum(tracker.current.values())
+        output.sum().backward()
+    return held, tracker.peak_total
 
 
 def test_a_rank_holds_its_part(ranks):
-    """What grows with the sequence, per rank, is 1/n."""
-    grows = {n: ranks(n, peak, length=96)[0] - ranks(n, peak, length=48)[0] for n in (1, 2, 3)}
-    assert grows[3] * 3 <= grows[1] * 1.5 and grows[2] * 2 <= grows[1] * 1.5
+    held = {n: ranks(n, memory, own=24 // n)[0][0] for n in (1, 2, 3)}
+    assert held[1] == 2 * held[2] == 3 * held[3]
+    peaks = {(n, own): ranks(n, memory, own=own)[0][1] for n, own in ((2, 16), (2, 24), (2, 32), (3, 16), (4, 16))}
+    assert peaks[2, 16] == peaks[3, 16] == peaks[4, 16]  # the whole may be as long as it likes
+    assert peaks[2, 32] - peaks[2, 24] == peaks[2, 24] - peaks[2, 16]
+
+
+def train_gpt(rank, world_size, form, steps=3, length=24):
+    """How far the weights of a GPT whose sequences the ranks share are from one's that has them whole."""
+    generator = torch.Generator().manual_seed(0)
+    batches = torch.randint(32, (steps, 2, length + 1), generator=generator)
+    torch.manual_seed(0)
+    oracle = models.build("gpt", vocab=32, context=length, layers=2, heads=6, width=24).to(F64)
+    torch.manual_seed(rank)
+    mine = models.build("gpt", vocab=32, context=length, layers=2, heads=6, width=24).to(F64)
+    if rank == 0:
+        mine.load_state_dict(oracle.state_dict())
+    for block in mine.blocks:
+        block.attention.attend = FORMS[form]
+    held, mine = places(length), DDP(mine)
+    for model, of in ((oracle, torch.arange(length)), (mine, held)):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for tokens in batches:
+            optimizer.zero_grad()
+            loss = models.loss("gpt")(model(tokens[:, of], of), tokens[:, of + 1])
+            loss.backward()
+            optimizer.step()
+    return furthest([p.detach() for p in mine.parameters()], [p.detach() for p in oracle.parameters()])
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_gpt_on_shared_sequences_trains_as_one_process_does(ranks, world_size, form):
+    assert max(ranks(world_size, train_gpt, form=form)) < 1e-12
 
 
 def wrong(rank, world_size, case):

@@ -20,7 +20,12 @@ from torch.nn import functional as F
 
 
 class Attention(nn.Module):
-    """Causal self-attention. forward: [B, T, C] -> [B, T, C]; position t sees positions 0 to t."""
+    """Causal self-attention. forward: [B, T, C] -> [B, T, C]; position t sees positions 0 to t.
+
+    attend: what mixes the heads; any function of F.scaled_dot_product_attention's arguments.
+    """
+
+    attend = staticmethod(F.scaled_dot_product_attention)
 
     def __init__(self, width, heads, dropout):
         super().__init__()
@@ -35,7 +40,7 @@ class Attention(nn.Module):
         heads = self.query_key_value(x).view(B, T, -1, 3, C // self.heads)
         query, key, value = heads.permute(3, 0, 2, 1, 4)  # each [B, heads, T, C / heads]
         dropout = self.dropout if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
+        mixed = self.attend(query, key, value, dropout_p=dropout, is_causal=True)
         mixed = mixed.transpose(1, 2).reshape(B, T, -1)
         return F.dropout(self.output(mixed), self.dropout, self.training)
 
@@ -64,6 +69,7 @@ class GPT(nn.Module):
     tied: the output layer *is* the token embedding: one parameter, whose gradient is the sum over
         both its uses.
     forward: tokens [B, T] int64 -> logits [B, T, vocab].
+        positions: [T] int64, where the tokens are in their sequence; None: 0 to T - 1.
     Raises ValueError when `heads` does not divide `width`, and in forward when T > context.
     """
 
@@ -92,11 +98,12 @@ class GPT(nn.Module):
             nn.init.normal_(block.attention.output.weight, std=0.02 / math.sqrt(2 * layers))
             nn.init.normal_(block.network[2].weight, std=0.02 / math.sqrt(2 * layers))
 
-    def forward(self, tokens):  # [B, T]
+    def forward(self, tokens, positions=None):  # [B, T]
         T = tokens.shape[1]
         if self.context < T:
             raise ValueError(f"{T} tokens do not fit the model's context of {self.context}")
-        positions = torch.arange(T, device=tokens.device)
+        if positions is None:
+            positions = torch.arange(T, device=tokens.device)
         x = self.token_embedding(tokens) + self.position_embedding(positions)  # [B, T, C]
         x = F.dropout(x, self.dropout, self.training)
         return self.head(self.norm(self.blocks(x)))  # [B, T, vocab]
