@@ -178,8 +178,11 @@ class PrepareModuleInput(Style):
                 x = axis.move(x, self.source, self.target)
             return x, *others
 
+        def after(module, inputs, output):
+            axis.prepared.pop(module, None)
+
         module.register_forward_pre_hook(before)
-        module.register_forward_hook(lambda *_: axis.prepared.pop(module, None), always_call=True)
+        module.register_forward_hook(after, always_call=True)
 
 
 def first(layouts):
