@@ -33,8 +33,9 @@ class Mesh:
     """
 
     axes: dict[str, int]
-    _groups: dict = field(init=False, repr=False)  # axis -> my process group
-    _ranks: dict = field(init=False, repr=False)  # axis -> the global ranks in it, in order
+    _lines: dict = field(
+        init=False, repr=False
+    )  # axes -> (my process group, ranks in it, in order)
 
     def __post_init__(self):
         world_size = dist.get_world_size()
@@ -47,39 +48,45 @@ class Mesh:
                 f"mesh {shape} needs {prod(axes.values())} ranks, "
                 f"but the world size is {world_size}"
             )
-        groups, ranks = {}, {}
-        grid = torch.arange(world_size).reshape(*axes.values())
-        for dim, (name, size) in enumerate(axes.items()):
-            lines = grid.movedim(dim, -1).reshape(-1, size).tolist()
-            for line in lines:
-                # Every rank takes part in making every group; the whole world has one already.
-                group = dist.group.WORLD if size == world_size else dist.new_group(line)
-                if dist.get_rank() in line:
-                    groups[name], ranks[name] = group, tuple(line)
         object.__setattr__(self, "axes", MappingProxyType(axes))
-        object.__setattr__(self, "_groups", groups)
-        object.__setattr__(self, "_ranks", ranks)
+        object.__setattr__(self, "_lines", {})
+        for axis in axes:
+            self._line((axis,))
 
-    def group(self, axis):
-        """The process group of the ranks that differ from this one only along axis."""
-        return self._groups[self._known(axis)]
+    def _line(self, names):
+        """(group, global ranks in it) along these axes; made by all ranks together."""
+        for name in names:
+            if name not in self.axes:
+                raise ValueError(f"this mesh has no axis {name!r}, only {', '.join(self.axes)}")
+        if names not in self._lines:
+            grid = torch.arange(dist.get_world_size()).reshape(*self.axes.values())
+            dims = [list(self.axes).index(name) for name in names]
+            size = prod(self.axes[name] for name in names)
+            for line in grid.movedim(dims, tuple(range(-len(dims), 0))).reshape(-1, size).tolist():
+                # Every rank takes part in making every group; the whole world has one already.
+                group = dist.group.WORLD if size == grid.numel() else dist.new_group(line)
+                if dist.get_rank() in line:
+                    self._lines[names] = group, tuple(line)
+        return self._lines[names]
 
-    def ranks(self, axis):
-        """The global ranks of that group, in order along the axis."""
-        return self._ranks[self._known(axis)]
+    def group(self, *axes):
+        """The process group of the ranks that differ from this one only along these axes.
 
-    def rank(self, axis):
-        """This rank's position along axis, from 0; equal to its rank within group(axis)."""
-        return self._ranks[self._known(axis)].index(dist.get_rank())
+        Collective where there are several axes, the first time.
+        """
+        return self._line(axes)[0]
 
-    def size(self, axis):
-        """The number of ranks along axis."""
-        return self.axes[self._known(axis)]
+    def ranks(self, *axes):
+        """The global ranks of that group, in order along the axes."""
+        return self._line(axes)[1]
 
-    def _known(self, axis):
-        if axis not in self.axes:
-            raise ValueError(f"this mesh has no axis {axis!r}, only {', '.join(self.axes)}")
-        return axis
+    def rank(self, *axes):
+        """This rank's position along the axes, from 0; equal to its rank within the group."""
+        return self._line(axes)[1].index(dist.get_rank())
+
+    def size(self, *axes):
+        """The number of ranks along the axes."""
+        return len(self._line(axes)[1])
 
     def __str__(self):
         """The grid, this rank in brackets; a sheet per position along all but the last two axes."""

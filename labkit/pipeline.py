@@ -111,12 +111,13 @@ class Pipeline:
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         return dist.new_group(ranks, use_local_synchronization=True)
 
-    def step(self, input=None, target=None):
+    def step(self, input=None, target=None, scale=1.0):
         """Forward and backward of a batch; the mean loss where the last stage is, else None.
 
         input is read where the first stage is, target where the last is. Gradients are added to
-        those that are there.
+        those that are there. scale: what the loss is multiplied by, for backward only.
         """
+        self.scale = scale
         found = self.run(self.schedule[self.rank], self.mail, input, target)
         self.stages.add_tied()
         return found
@@ -183,7 +184,7 @@ class Pipeline:
         _, stage, m = action
         x, output = self.held.pop((stage, m))
         if stage == self.last:
-            gradient = torch.full_like(output, 1 / self.micro_batches)
+            gradient = torch.full_like(output, self.scale / self.micro_batches)
         if action._replace(kind="W") in self.split:
             found, self.later[stage, m] = backward_of_input(output, x, gradient)
         else:

@@ -196,18 +196,13 @@ class Trainer:
 
         Raises ValueError where the batch does not split into equal micro-batches.
         """
-        parts = self.accumulation
-        if len(input) % parts:
-            raise ValueError(f"a batch of {len(input)} does not split into {parts} equal parts")
         self.optimizer.zero_grad()
-        total = 0.0
-        for i, (x, y) in enumerate(zip(input.chunk(parts), target.chunk(parts), strict=True)):
-            with nullcontext() if i == parts - 1 else self.quiet():
-                with self.span("forward"), self.autocast():
-                    loss = self.loss(self.model(x), y) / self.accumulation
-                with self.span("backward"):
-                    self.scaler.scale(loss).backward()
-            total = total + loss.detach()
+        if getattr(self.model, "pipeline", None):  # forwards and backwards in one list
+            with self.span("backward"):
+                scale = self.scaler.scale(torch.ones((), device=input.device)).item()
+                total = self.model.step(input, target, scale)
+        else:
+            total = self.accumulate(input, target)
         with self.span("optimizer"):
             if self.clip is not None:
                 self.scaler.unscale_(self.optimizer)
@@ -218,6 +213,20 @@ class Trainer:
             self.schedule.step()
         for hook in self.hooks:
             hook(self, total)
+        return total
+
+    def accumulate(self, input, target):
+        """Forward and backward of each micro-batch; the mean loss."""
+        parts, total = self.accumulation, 0.0
+        if len(input) % parts:
+            raise ValueError(f"a batch of {len(input)} does not split into {parts} equal parts")
+        for i, (x, y) in enumerate(zip(input.chunk(parts), target.chunk(parts), strict=True)):
+            with nullcontext() if i == parts - 1 else self.quiet():
+                with self.span("forward"), self.autocast():
+                    loss = self.loss(self.model(x), y) / self.accumulation
+                with self.span("backward"):
+                    self.scaler.scale(loss).backward()
+            total = total + loss.detach()
         return total
 
     def evaluate(self, dataset):

@@ -1,7 +1,7 @@
 """The import rule of labkit/__init__.py, read from the sources: imports go downward only.
 
 show -> run -> {trainer, measure, models}      measure -> comm
-trainer -> {ddp, zero, fsdp, ...} -> parts -> {mesh, comm} -> torch
+trainer -> composition -> {ddp, zero, fsdp, ...} -> parts -> {mesh, comm} -> torch
 """
 
 import ast
@@ -18,11 +18,12 @@ BELOW = {
     "floor": {"floor"},
     "part": {"floor", "part"},
     "algorithm": {"floor", "part"},
-    "trainer": {"floor", "part", "algorithm"},
+    "composition": {"floor", "part", "algorithm"},
+    "trainer": {"floor", "part", "algorithm", "composition"},
     "models": {"models"},
     "measure": {"floor", "measure"},
-    "run": {"floor", "part", "algorithm", "trainer", "measure", "models", "run"},
-    "show": {"floor", "part", "algorithm", "trainer", "measure", "models", "run", "show"},
+    "run": {"floor", "part", "algorithm", "composition", "trainer", "measure", "models", "run"},
+    "show": {"floor", "part", "algorithm", "composition", "trainer", "measure", "models", "run", "show"},
 }
 FROM_SCRATCH = {"floor", "part", "algorithm"}
 # What a checkpoint must reach, and nobody learns from rebuilding: storage behind a URL, numpy's random state.

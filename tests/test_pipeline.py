@@ -98,8 +98,6 @@ def check_of(name, stages, micro_batches, ranks):
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_it_is_the_training_of_one_process(ranks, world_size, name):
-    told = ranks(
-        world_size, beside_one_process, name=name, a_rank=A_RANK.get(name, 1), micro_batches=2 * world_size
-    )
+    told = ranks(world_size, beside_one_process, name=name, a_rank=A_RANK.get(name, 1), micro_batches=2 * world_size)
     for apart, where in told:
         assert apart < 1e-12 and where

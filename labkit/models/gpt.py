@@ -99,11 +99,44 @@ class GPT(nn.Module):
             nn.init.normal_(block.network[2].weight, std=0.02 / math.sqrt(2 * layers))
 
     def forward(self, tokens, positions=None):  # [B, T]
+        return self.read_out(self.blocks(self.embed(tokens, positions)))  # [B, T, vocab]
+
+    def embed(self, tokens, positions=None):  # [B, T] -> [B, T, C]
         T = tokens.shape[1]
         if self.context < T:
             raise ValueError(f"{T} tokens do not fit the model's context of {self.context}")
         if positions is None:
             positions = torch.arange(T, device=tokens.device)
-        x = self.token_embedding(tokens) + self.position_embedding(positions)  # [B, T, C]
-        x = F.dropout(x, self.dropout, self.training)
-        return self.head(self.norm(self.blocks(x)))  # [B, T, vocab]
+        x = self.token_embedding(tokens) + self.position_embedding(positions)
+        return F.dropout(x, self.dropout, self.training)
+
+    def read_out(self, x):  # [B, T, C] -> [B, T, vocab]
+        return self.head(self.norm(x))
+
+
+class Stage(nn.Module):
+    """Some blocks of a GPT, for a pipeline; the first has the embeddings, the last the head.
+
+    blocks: a range of their numbers. Parameters are those of `gpt`, under the same names.
+    forward: [B, T, C] -> [B, T, C]; the first takes what GPT takes, the last returns logits.
+    """
+
+    embed, read_out = GPT.embed, GPT.read_out
+
+    def __init__(self, gpt, blocks):
+        super().__init__()
+        self.context, self.dropout = gpt.context, gpt.dropout
+        self.first, self.last = blocks.start == 0, blocks.stop == len(gpt.blocks)
+        if self.first:
+            self.token_embedding = gpt.token_embedding
+            self.position_embedding = gpt.position_embedding
+        self.blocks = nn.ModuleDict({str(number): gpt.blocks[number] for number in blocks})
+        if self.last:
+            self.norm, self.head = gpt.norm, gpt.head
+
+    def forward(self, x, positions=None):
+        if self.first:
+            x = self.embed(x, positions)
+        for block in self.blocks.values():
+            x = block(x)
+        return self.read_out(x) if self.last else x

@@ -113,19 +113,11 @@ class Stages:
 
     def full_state_dict(self):
         """All names of all ranks, copies on the CPU of every rank. Collective."""
-        looks = {n: (list(t[0].shape), str(t[0].dtype)) for n, t in self.tensors.items()}
-        told = gather_bytes(json.dumps(looks).encode(), self.group, self.device)
-        looks, whole = {n: one for text in told for n, one in json.loads(text).items()}, {}
-        for name, ranks in self.holders.items():
-            shape, dtype = looks[name]
-            if self.rank == ranks[0]:
-                value = self.tensors[name][0].detach().clone()
-            else:
-                dtype = getattr(torch, dtype.removeprefix("torch."))
-                value = torch.empty(shape, dtype=dtype, device=self.device)
-            broadcast_tensors([value], ranks[0], self.group)
-            whole[name] = value.cpu()
-        return whole
+        return union(self.state_dict(), self.group, self.device)
+
+    def copies(self, name):
+        """How many there are of a parameter, on all ranks."""
+        return max(len(self.tensors[name]), len(self.holders[name]))
 
     @torch.no_grad()
     def load(self, state_dict, strict=True):
@@ -141,3 +133,19 @@ class Stages:
         for name, copies in self.tensors.items():
             for copy in copies:
                 copy.copy_(state_dict.get(name, copy))
+
+
+def union(state, group, device):
+    """The tensors of all ranks' dicts, on the CPU of every rank; of one name the first rank's."""
+    looks = {name: (list(t.shape), str(t.dtype)) for name, t in state.items()}
+    texts = gather_bytes(json.dumps(looks).encode(), group, device)
+    whole = {}
+    for rank, text in enumerate(texts):
+        for name, (shape, dtype) in json.loads(text).items():
+            if name not in whole:
+                value = torch.empty(shape, dtype=getattr(torch, dtype[6:]), device=device)
+                if rank == dist.get_rank(group):
+                    value.copy_(state[name].detach())
+                broadcast_tensors([value], rank, group)
+                whole[name] = value.cpu()
+    return whole

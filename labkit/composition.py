@@ -1,0 +1,236 @@
+"""Composition: ranks as a mesh, each axis of which cuts something else of one training step.
+
+    Mesh({"pp": 2, "dp": 2, "tp": 2})        axis   cuts       its groups send, a rank and step
+
+    pp 0   dp 0   [ tp 0 | tp 1 ]            pp     layers     activations, at a boundary of stages
+           dp 1   [ tp 0 | tp 1 ]            dp     samples    gradients, while backward goes on
+    pp 1   dp 0   [ tp 0 | tp 1 ]            cp     tokens     keys and values, in every block
+           dp 1   [ tp 0 | tp 1 ]            tp     matrices   activations, 4 a block, waited for
+
+Ranks of the last axis are neighbours: there belongs what sends most and can hide least. Held: of
+parameters 1/(pp tp), with FSDP 1/(pp dp cp tp); of activations 1/(dp cp), those inside of split
+layers 1/tp of that. No algorithm knows of the others: each is given the group of its axis. What
+must be seen over all axes is the norm of the gradients, an overflow, and the state of the whole.
+Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM,
+SC 2021, section 3; Liang et al., TorchTitan, ICLR 2025, section 2.
+"""
+
+from contextlib import nullcontext
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from labkit import comm
+from labkit.context_parallel import places, ring_attention
+from labkit.ddp import DDP, average_gradients
+from labkit.parts.clip import clip_grad_norm_
+from labkit.parts.dependencies import check
+from labkit.parts.layouts import cut, gathered
+from labkit.parts.plan import matches, met
+from labkit.parts.replicas import broadcast_tensors
+from labkit.parts.split_state import cuts_of
+from labkit.parts.stages import union
+from labkit.parts.wrapper import Wrapper
+from labkit.pipeline import Pipeline, one_f_one_b
+from labkit.tensor_parallel import parallelize_module
+
+AXES = ("dp", "cp", "pp", "tp")
+
+
+def compose(module, mesh, plan, wrap=DDP):
+    """The idea: from the inside out, each algorithm gets the group of its axis. Three of the four.
+
+    plan: of tensor parallelism. wrap: DDP or FSDP. Inputs are this rank's samples and, of them, the
+    tokens that `places` gives it; the module's forward takes positions=.
+    """
+    parallelize_module(module, mesh.group("tp"), plan)
+    for part in module.modules():
+        if hasattr(part, "attend"):
+            part.attend = partial(ring_attention, group=mesh.group("cp"))
+    return wrap(module, process_group=mesh.group("dp", "cp"))
+
+
+class Composed(Wrapper):
+    """A whole module spread over a mesh; its values become those of rank 0. Collective.
+
+    mesh: axes of dp, cp, pp, tp; one that it does not have has size 1.
+    plan: {pattern of names: style}, see labkit.tensor_parallel; needed where tp is larger than 1.
+    wrap: DDP, or another function (module, process_group=...): along dp and cp together.
+    attend: where cp is larger than 1, a function (query, key, value, group=..., **options) for each
+        module that has `attend`; the module's forward then takes positions=.
+    stage: where pp is larger than 1, a function (module, range of its `blocks`) -> that stage, with
+        the same names. stages: how many, one a rank if None. schedule, micro_batches, loss: see
+        labkit.pipeline. Gradients are averaged after the last backward.
+    forward(input) is the module's, of this rank's samples and tokens (own_tokens). With pp there is
+    only step(). Raises ValueError for what cannot be combined, before anything is sent.
+    """
+
+    def __init__(
+        self,
+        module,
+        mesh,
+        plan=None,
+        wrap=DDP,
+        attend=ring_attention,
+        stage=None,
+        stages=None,
+        schedule=one_f_one_b,
+        micro_batches=1,
+        loss=None,
+    ):
+        size = dict.fromkeys(AXES, 1) | dict(mesh.axes)
+        refuse(module, size, plan, wrap, stage, stages)
+        first = {}  # of each tensor the first of its names
+        tensors = module.state_dict(keep_vars=True)
+        names = {name: first.setdefault(tensor, name) for name, tensor in tensors.items()}
+        broadcast_tensors([*module.parameters(), *module.buffers()])
+        if size["cp"] > 1:
+            for part in attending(module):
+                part.attend = partial(attend, group=mesh.group("cp"))
+        own = {0: module}
+        if size["pp"] > 1:
+            program = schedule(stages or size["pp"], micro_batches, size["pp"])
+            owner = check(program, size["pp"], micro_batches)
+            blocks = len(module.blocks) // len(owner)
+            mine = sorted(number for number in owner if owner[number] == mesh.rank("pp"))
+            own = {n: stage(module, range(n * blocks, (n + 1) * blocks)) for n in mine}
+        if size["tp"] > 1:
+            for part in own.values():
+                here = {pattern: style for pattern, style in plan.items() if met(part, pattern)}
+                parallelize_module(part, mesh.group("tp"), here)
+        cuts = {names[name]: cut for part in own.values() for name, cut in named_cuts(part)}
+        averaging = [axis for axis in ("dp", "cp") if axis in mesh.axes]
+        replicas = mesh.group(*averaging) if averaging else None
+        pipeline = None
+        if size["pp"] > 1:
+            by_name = (lambda number, name: names[name]), mesh.group("pp")
+            pipeline = Pipeline(own, by_name[1], program, micro_batches, loss, by_name[0])
+            module = nn.ModuleList(own.values())
+        elif averaging:
+            module = wrap(module, process_group=replicas)
+        super().__init__(module)
+        self.size, self.mesh, self.replicas, self.pipeline = size, mesh, replicas, pipeline
+        self.names, self.cuts = names, cuts  # cuts: {first name: (dim, Axis)}
+
+    def named_parameters(self, *args, **kwargs):
+        if self.pipeline:
+            return self.pipeline.named_parameters()
+        return self.module.named_parameters(*args, **kwargs)
+
+    # ---- one step
+
+    def own_tokens(self, batch):
+        """[B, T, ...] -> of these samples the tokens of this rank, [B, T / cp, ...]."""
+        if self.size["cp"] == 1:
+            return batch
+        return batch[:, places(batch.shape[1], self.mesh.group("cp")).to(batch.device)]
+
+    def forward(self, input):
+        if self.pipeline:
+            raise RuntimeError("a pipeline does forward and backward in turn: call step()")
+        if self.size["cp"] == 1:
+            return self.module(input)
+        length = input.shape[1] * self.size["cp"]
+        positions = places(length, self.mesh.group("cp")).to(input.device)
+        return self.module(input, positions=positions)
+
+    def step(self, input, target, scale=1.0):
+        """Forward and backward of a batch through the pipeline; returns its mean loss, on all ranks.
+
+        scale: of the loss that backward begins with. Every rank of the pipeline is given both.
+        """
+        loss = self.pipeline.step(input, target, scale)
+        if self.replicas is not None:
+            average_gradients(self.parameters(), self.replicas)
+        told = torch.zeros((), dtype=torch.float64, device=input.device)
+        if loss is not None:
+            told += loss
+        comm.broadcast(told, self.pipeline.owner[self.pipeline.last], self.mesh.group("pp"))
+        return told
+
+    def no_sync(self):
+        return self.module.no_sync() if hasattr(self.module, "no_sync") else nullcontext()
+
+    def clip_grad_norm_(self, max_norm, norm_type=2.0):
+        """Clip the norm of all gradients to max_norm, each counted once; returns it, as before.
+
+        Collective, over all ranks of the mesh.
+        """
+        copies = {p: self.copies(name, p) for name, p in self.named_parameters()}
+        device = next(iter(copies)).device
+        return clip_grad_norm_(copies, max_norm, norm_type, None, device)
+
+    def copies(self, name, parameter):
+        """How many ranks hold what this rank holds of a parameter."""
+        ranks = dist.get_world_size()
+        if name in self.cuts:
+            ranks //= self.size["tp"]
+        if hasattr(parameter, "is_piece"):
+            ranks //= self.size["dp"] * self.size["cp"]
+        if self.pipeline:
+            ranks = ranks // self.size["pp"] * self.pipeline.stages.copies(name)
+        return ranks
+
+    # ---- state dicts
+
+    def full_state_dict(self):
+        """state_dict() of the whole module in one process, on every rank. Collective."""
+        if self.pipeline:
+            state = self.pipeline.state_dict()
+        else:
+            state = getattr(self.module, "full_state_dict", self.module.state_dict)()
+        for name, (dim, axis) in self.cuts.items():
+            state[name] = gathered(state[name].detach(), dim, axis)
+        if self.pipeline:
+            state = union(state, self.mesh.group("pp"), next(self.parameters()).device)
+        return {name: state[first] for name, first in self.names.items()}
+
+    def load_full_state_dict(self, state_dict):
+        """Take this rank's part of the whole, whichever mesh it comes from."""
+        absent = [name for name in self.names if name not in state_dict]
+        if absent:
+            raise RuntimeError(f"the state dict is not of this model: missing {absent[0]!r}")
+        own = {name: state_dict[name] for name in self.names}
+        for name, first in self.names.items():
+            if first in self.cuts:
+                dim, axis = self.cuts[first]
+                own[name] = cut(own[name], dim, axis.size)[axis.rank]
+        holder = self.pipeline or self.module
+        getattr(holder, "load_full_state_dict", holder.load_state_dict)(own)
+
+
+def attending(module):
+    return [part for part in module.modules() if hasattr(part, "attend")]
+
+
+def named_cuts(module):
+    """(name, (dim, Axis)) of the parameters that are cut, by every name of theirs."""
+    cuts = cuts_of(module)
+    named = module.named_parameters(remove_duplicate=False)
+    return ((name, cuts[p]) for name, p in named if p in cuts)
+
+
+def refuse(module, size, plan, wrap, stage, stages):
+    """ValueError for what cannot be combined."""
+    for axis in size:
+        if axis not in AXES:
+            raise ValueError(f"the axes of a composed job are {', '.join(AXES)}, not {axis!r}")
+    if size["tp"] > 1:
+        if not plan:
+            raise ValueError(f"tp={size['tp']} needs a plan: which layers are split, and how")
+        matches(module, plan)
+    if size["cp"] > 1 and not attending(module):
+        raise ValueError(f"cp={size['cp']}: no part of this module has `attend`, to be replaced")
+    if size["pp"] == 1:
+        return
+    if size["cp"] > 1:
+        raise ValueError("pp and cp together: stages after the first are not told their positions")
+    if wrap is not DDP:
+        raise ValueError("with pp gradients are averaged after the last backward: wrap must be DDP")
+    if stage is None or not hasattr(module, "blocks"):
+        raise ValueError(f"pp={size['pp']} needs `stage`, and a module with `blocks`")
+    stages = stages or size["pp"]
+    if len(module.blocks) % stages:
+        raise ValueError(f"{stages} stages cannot share {len(module.blocks)} blocks alike")

@@ -1,0 +1,237 @@
+"""A GPT on a mesh of several axes, against one process: losses, gradients' norm, weights, states of the whole."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from labkit import composition, models
+from labkit.amp import GradScaler
+from labkit.composition import Composed
+from labkit.context_parallel import ulysses_attention
+from labkit.fsdp import FSDP
+from labkit.mesh import Mesh
+from labkit.models.gpt import GPT, Block, Stage
+from labkit.parts.layouts import Replicate
+from labkit.pipeline import gpipe, interleaved, zero_bubble
+from labkit.tensor_parallel import ColwiseParallel, RowwiseParallel
+from labkit.trainer import Trainer
+
+F64, BATCH, LENGTH, STEPS = torch.float64, 8, 16, 3
+LOSS = models.loss("gpt")
+FSDP_BLOCKS = partial(FSDP, unit=Block)
+PIPELINED = {"stage": Stage, "micro_batches": 4, "loss": LOSS}
+
+
+def plan():
+    return {
+        "token_embedding": RowwiseParallel(input_layouts=Replicate()),
+        "blocks.*.attention.query_key_value": ColwiseParallel(),
+        "blocks.*.attention.output": RowwiseParallel(),
+        "blocks.*.network.0": ColwiseParallel(),
+        "blocks.*.network.2": RowwiseParallel(),
+        "head": ColwiseParallel(output_layouts=Replicate()),
+    }
+
+
+def gpt(seed):
+    torch.manual_seed(seed)
+    return GPT(context=LENGTH, layers=4, heads=4, width=16).to(F64)
+
+
+def text(step):
+    """Tokens and targets of the global batch."""
+    data = models.data.load("stdlib_text", "gpt")
+    rows = [data[BATCH * step + number] for number in range(BATCH)]
+    return torch.stack([row[0][:LENGTH] for row in rows]), torch.stack([row[1][:LENGTH] for row in rows])
+
+
+def trained(trainer, batch_of, steps=STEPS):
+    """[(loss, norm of all gradients before they were clipped)]."""
+    found = []
+    for step in range(steps):
+        loss = trainer.train_step(*batch_of(step))
+        found.append((loss.item(), trainer.gradient_norm.item()))
+    return found
+
+
+def trainer_of(model, **options):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    return Trainer(model, optimizer, LOSS, clip=0.5, **options)
+
+
+def one_process(steps=STEPS):
+    model = gpt(0)
+    return trained(trainer_of(model), text, steps), model.state_dict()
+
+
+def part_of_batch(model, mesh):
+    """This rank's samples and tokens of a step's batch."""
+
+    def batch_of(step):
+        parts = mesh.size("dp") if "dp" in mesh.axes else 1
+        place = mesh.rank("dp") if "dp" in mesh.axes else 0
+        return [model.own_tokens(whole.chunk(parts)[place]) for whole in text(step)]
+
+    return batch_of
+
+
+JOBS = {
+    "dp 2 x pp 2 x tp 2": ({"pp": 2, "dp": 2, "tp": 2}, PIPELINED),
+    "fsdp 2 x tp 2": ({"dp": 2, "tp": 2}, {"wrap": FSDP_BLOCKS}),
+    "fsdp 2 x tp 2, one unit": ({"dp": 2, "tp": 2}, {"wrap": partial(FSDP, shard="grad_op")}),
+    "dp 2 x tp 2": ({"dp": 2, "tp": 2}, {}),
+    "cp 2 x tp 2": ({"cp": 2, "tp": 2}, {}),
+    "dp 2 x cp 2": ({"dp": 2, "cp": 2}, {"attend": ulysses_attention}),
+    "pp 2 x dp 2": ({"pp": 2, "dp": 2}, PIPELINED | {"schedule": gpipe}),
+    "pp 2 x tp 2": ({"pp": 2, "tp": 2}, PIPELINED | {"schedule": zero_bubble}),
+    "pp 2 x tp 2, two stages a rank": ({"pp": 2, "tp": 2}, PIPELINED | {"schedule": interleaved, "stages": 4}),
+    "fsdp 2 x cp 2 x tp 2": ({"dp": 2, "cp": 2, "tp": 2}, {"wrap": FSDP_BLOCKS}),
+    "tp 2": ({"tp": 2}, {}),
+}
+
+
+def beside_one_process(rank, world_size, axes, options):
+    mesh = Mesh(axes)
+    model = Composed(gpt(rank), mesh, plan(), **options)
+    expected, whole = one_process()
+    found = trained(trainer_of(model), part_of_batch(model, mesh))
+    losses = torch.tensor([loss for loss, _ in found], dtype=F64)
+    dist.all_reduce(losses)
+    apart = (losses / world_size - torch.tensor([loss for loss, _ in expected], dtype=F64)).abs().tolist()
+    apart += [abs(norm - other) for (_, norm), (_, other) in zip(found, expected, strict=True)]
+    state = model.full_state_dict()
+    assert list(state) == list(whole)
+    return max(apart + [(state[name] - value).abs().max().item() for name, value in whole.items()])
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_it_trains_as_one_process_does(ranks, job):
+    axes, options = JOBS[job]
+    size = 1
+    for one in axes.values():
+        size *= one
+    for apart in ranks(size, beside_one_process, axes=axes, options=options):
+        assert apart < 1e-12
+
+
+def the_idea(rank, world_size):
+    mesh = Mesh({"dp": 2, "cp": 2, "tp": 2})
+    model = gpt(0)
+    whole = copy.deepcopy(model)
+    inner = composition.compose(model, mesh, plan())
+    tokens, targets = (one.chunk(2)[mesh.rank("dp")] for one in text(0))
+    at = composition.places(LENGTH, mesh.group("cp"))
+    LOSS(inner(tokens[:, at], positions=at), targets[:, at]).backward()
+    LOSS(whole(text(0)[0]), text(0)[1]).backward()
+    pairs = zip(model.parameters(), whole.parameters(), strict=True)
+    cuts = composition.cuts_of(model)
+    off = 0.0
+    for own, theirs in pairs:
+        wanted = theirs.grad
+        if own in cuts:
+            dim, axis = cuts[own]
+            wanted = composition.cut(wanted, dim, axis.size)[axis.rank]
+        off = max(off, (own.grad - wanted).abs().max().item())
+    return off
+
+
+def test_the_idea_makes_the_gradients_of_one_process(ranks):
+    assert max(ranks(8, the_idea)) < 1e-12
+
+
+def from_mesh_to_mesh(rank, world_size, one, other):
+    """Two steps on a mesh, the whole state, and a third on another mesh and in one process."""
+    (axes, options), (axes_then, options_then) = JOBS[one], JOBS[other]
+    before = Composed(gpt(rank), Mesh(axes), plan(), **options)
+    trained(trainer_of(before), part_of_batch(before, before.mesh), 2)
+    whole = before.full_state_dict()
+    after = Composed(gpt(rank + 7), Mesh(axes_then), plan(), **options_then)
+    after.load_full_state_dict(whole)
+    again = after.full_state_dict()
+    same = list(again) == list(whole) and all(torch.equal(again[name], whole[name]) for name in whole)
+    alone = gpt(9)
+    alone.load_state_dict(whole)
+    (wanted, _) = trained(trainer_of(alone), lambda _: text(2), 1)[0]
+    loss = torch.tensor(trained(trainer_of(after), lambda _: part_of_batch(after, after.mesh)(2), 1)[0][0], dtype=F64)
+    dist.all_reduce(loss)
+    return same, abs(loss.item() / world_size - wanted)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("fsdp 2 x tp 2", "pp 2 x tp 2"),
+        ("pp 2 x tp 2, two stages a rank", "fsdp 2 x tp 2, one unit"),
+        ("dp 2 x cp 2", "cp 2 x tp 2"),
+        ("pp 2 x dp 2", "dp 2 x tp 2"),
+    ],
+)
+def test_the_whole_of_one_mesh_loads_into_another(ranks, one, other):
+    for same, apart in ranks(4, from_mesh_to_mesh, one=one, other=other):
+        assert same and apart < 1e-12
+
+
+def overflow(rank, world_size, job):
+    axes, options = JOBS[job]
+    model = Composed(gpt(rank), Mesh(axes), plan(), **options)
+    trainer = trainer_of(model, scaler=GradScaler("cpu", init_scale=4.0, growth_interval=100))
+    if rank == world_size - 1:
+        [*model.parameters()][-1].register_hook(lambda gradient: gradient * float("inf"))
+    before = model.full_state_dict()
+    trainer.train_step(*part_of_batch(model, model.mesh)(0))
+    after = model.full_state_dict()
+    return trainer.scaler.get_scale(), all(torch.equal(after[name], before[name]) for name in after)
+
+
+@pytest.mark.parametrize("job", ["pp 2 x tp 2", "dp 2 x tp 2", "cp 2 x tp 2"])
+def test_a_step_that_overflows_on_one_rank_is_left_out_by_all(ranks, job):
+    assert ranks(4, overflow, job=job) == [(2.0, True)] * 4
+
+
+REFUSED = {
+    "no such axis": ({"dp": 2, "ep": 2}, {}, "the axes of a composed job are dp, cp, pp, tp, not 'ep'"),
+    "no plan": ({"dp": 2, "tp": 2}, {"plan": None}, "tp=2 needs a plan"),
+    "heads": ({"tp": 4}, {"model": {"heads": 2}}, "4 ranks cannot share heads=2"),
+    "blocks": ({"pp": 4}, PIPELINED | {"model": {"layers": 3}}, "4 stages cannot share 3 blocks alike"),
+    "pp and cp": ({"pp": 2, "cp": 2}, PIPELINED, "pp and cp together"),
+    "pp and FSDP": ({"pp": 2, "dp": 2}, PIPELINED | {"wrap": FSDP_BLOCKS}, "wrap must be DDP"),
+    "no stage": ({"pp": 2, "dp": 2}, {}, "pp=2 needs `stage`"),
+    "a pattern": ({"tp": 4}, {"plan": {"block.*": ColwiseParallel()}}, "'block.*' in the plan meets no module"),
+    "micro-batches": ({"pp": 4}, PIPELINED | {"micro_batches": 2}, "wants a micro-batch a stage at least"),
+}
+
+
+def refused(rank, world_size, case):
+    axes, options, _ = REFUSED[case]
+    settings = {"context": LENGTH, "layers": 4, "heads": 4, "width": 16} | options.get("model", {})
+    options = {"plan": plan()} | {name: value for name, value in options.items() if name != "model"}
+    try:
+        Composed(GPT(**settings), Mesh(axes), **options)
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_combined_is_said(ranks, case):
+    for said in ranks(4, refused, case=case):
+        assert REFUSED[case][2] in said
+        assert "\n" not in said
+
+
+def not_as_it_is(rank, world_size):
+    model = Composed(gpt(0), Mesh({"pp": 2}), **PIPELINED)
+    said = []
+    for call in (lambda: model(text(0)[0]), lambda: model.load_full_state_dict({})):
+        try:
+            call()
+        except RuntimeError as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_pipeline_has_no_forward_alone(ranks):
+    for forward, load in ranks(2, not_as_it_is):
+        assert "call step()" in forward and "missing 'token_embedding.weight'" in load
