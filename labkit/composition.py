@@ -57,12 +57,13 @@ class Composed(Wrapper):
 
     mesh: axes of dp, cp, pp, tp; one that it does not have has size 1.
     plan: {pattern of names: style}, see labkit.tensor_parallel; needed where tp is larger than 1.
-    wrap: DDP, or another function (module, process_group=...): along dp and cp together.
+    wrap: a function (module, process_group=...), along dp and cp together: DDP if None. With pp it
+        is None: gradients are averaged after the last backward.
     attend: where cp is larger than 1, a function (query, key, value, group=..., **options) for each
         module that has `attend`; the module's forward then takes positions=.
     stage: where pp is larger than 1, a function (module, range of its `blocks`) -> that stage, with
         the same names. stages: how many, one a rank if None. schedule, micro_batches, loss: see
-        labkit.pipeline. Gradients are averaged after the last backward.
+        labkit.pipeline.
     forward(input) is the module's, of this rank's samples and tokens (own_tokens). With pp there is
     only step(). Raises ValueError for what cannot be combined, before anything is sent.
     """
@@ -72,7 +73,7 @@ class Composed(Wrapper):
         module,
         mesh,
         plan=None,
-        wrap=DDP,
+        wrap=None,
         attend=ring_attention,
         stage=None,
         stages=None,
@@ -109,7 +110,7 @@ class Composed(Wrapper):
             pipeline = Pipeline(own, by_name[1], program, micro_batches, loss, by_name[0])
             module = nn.ModuleList(own.values())
         elif averaging:
-            module = wrap(module, process_group=replicas)
+            module = (wrap or DDP)(module, process_group=replicas)
         super().__init__(module)
         self.size, self.mesh, self.replicas, self.pipeline = size, mesh, replicas, pipeline
         self.names, self.cuts = names, cuts  # cuts: {first name: (dim, Axis)}
@@ -137,7 +138,7 @@ class Composed(Wrapper):
         return self.module(input, positions=positions)
 
     def step(self, input, target, scale=1.0):
-        """Forward and backward of a batch through the pipeline; returns its mean loss, on all ranks.
+        """Forward and backward of a batch through the pipeline; its mean loss, on all ranks.
 
         scale: of the loss that backward begins with. Every rank of the pipeline is given both.
         """
@@ -227,8 +228,8 @@ def refuse(module, size, plan, wrap, stage, stages):
         return
     if size["cp"] > 1:
         raise ValueError("pp and cp together: stages after the first are not told their positions")
-    if wrap is not DDP:
-        raise ValueError("with pp gradients are averaged after the last backward: wrap must be DDP")
+    if wrap is not None:
+        raise ValueError("with pp gradients are averaged after the last backward: leave out `wrap`")
     if stage is None or not hasattr(module, "blocks"):
         raise ValueError(f"pp={size['pp']} needs `stage`, and a module with `blocks`")
     stages = stages or size["pp"]

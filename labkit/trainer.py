@@ -33,31 +33,31 @@ from labkit.zero import ZeRO1, ZeRO2
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def parallelize(module, strategy, unit=torch.nn.Linear, bucket_cap_mb=25, hook=None):
-    """The module, wrapped so that the ranks of the default process group train it together.
+def parallelize(module, strategy, unit=torch.nn.Linear, bucket_cap_mb=25, hook=None, group=None):
+    """The module, wrapped so that the ranks of a group (None: all) train it together.
 
     unit: a class, or a function module -> bool: what FSDP gathers together. hook: carries the
     gradients of a strategy of HOOKED, see comm_hook. Raises ValueError for an unknown strategy.
     """
     if strategy not in STRATEGIES:
         raise ValueError(f"unknown strategy {strategy!r}: known are {', '.join(STRATEGIES)}")
-    model = STRATEGIES[strategy](module, unit, bucket_cap_mb)
+    model = STRATEGIES[strategy](module, unit, bucket_cap_mb, group)
     if hook is not None:
         model.register_comm_hook(None, hook.hook)
     return model
 
 
-def whole(module, unit, cap_mb):
+def whole(module, unit, cap_mb, group):
     """The model as it is, on every rank: averaging is the optimizer's (ZeRO, local SGD)."""
     return module
 
 
-def torch_ddp(module, unit, cap_mb):
+def torch_ddp(module, unit, cap_mb, group):
     """PyTorch's own, in the setting that is closest to ours."""
     return DistributedDataParallel(module, bucket_cap_mb=cap_mb, gradient_as_bucket_view=True)
 
 
-def torch_fsdp(module, unit, cap_mb):
+def torch_fsdp(module, unit, cap_mb, group):
     """PyTorch's fully_shard, its messages sent through labkit.comm, to be counted as ours are."""
     from torch.distributed.fsdp import fully_shard
 
@@ -96,20 +96,21 @@ class MeteredScatter(MeteredGather):
 
 STRATEGIES = {
     "single": whole,
-    "ddp_naive": lambda module, unit, cap_mb: DDP(module, bucket_cap_mb=0, overlap=False),
-    "ddp_overlapped": lambda module, unit, cap_mb: DDP(module, bucket_cap_mb=0, overlap=True),
-    "ddp_bucketed": lambda module, unit, cap_mb: DDP(module, bucket_cap_mb=cap_mb),
+    "ddp_naive": lambda m, unit, cap_mb, group: DDP(m, group, 0, overlap=False),
+    "ddp_overlapped": lambda m, unit, cap_mb, group: DDP(m, group, 0, overlap=True),
+    "ddp_bucketed": lambda m, unit, cap_mb, group: DDP(m, group, cap_mb),
     "zero1": whole,
     "zero2": whole,
-    "fsdp": lambda module, unit, cap_mb: FSDP(module, unit=unit),
-    "fsdp_grad_op": lambda module, unit, cap_mb: FSDP(module, unit=unit, shard="grad_op"),
-    "fsdp_offload": lambda module, unit, cap_mb: FSDP(module, unit=unit, offload=True),
+    "fsdp": lambda m, unit, cap_mb, group: FSDP(m, unit, process_group=group),
+    "fsdp_grad_op": lambda m, unit, cap, group: FSDP(m, unit, shard="grad_op", process_group=group),
+    "fsdp_offload": lambda m, unit, cap, group: FSDP(m, unit, offload=True, process_group=group),
     "local_sgd": whole,
     "diloco": whole,
     "torch_ddp": torch_ddp,
     "torch_fsdp": torch_fsdp,
 }
 
+MESHED = ("ddp_naive", "ddp_overlapped", "ddp_bucketed", "fsdp", "fsdp_grad_op", "fsdp_offload")
 HOOKED = ("ddp_naive", "ddp_overlapped", "ddp_bucketed", "torch_ddp")
 HOOKS = (*FORMS, *compression.COMPRESSORS)
 
@@ -139,12 +140,8 @@ def make_optimizer(model, strategy, optimizer_class, bucket_cap_mb=25, every=1, 
     return seldom(optimizer, every, bucket_cap_mb=bucket_cap_mb) if seldom else optimizer
 
 
-RECOMPUTE = {
-    "none": None,
-    "every": {"k": 1},
-    "alternate": {"k": 2},
-    "matmul": {"k": 1, "keep": "matmul"},
-}
+RECOMPUTE = {"none": None, "every": {"k": 1}, "alternate": {"k": 2}}
+RECOMPUTE |= {"matmul": {"k": 1, "keep": "matmul"}}
 
 
 def recompute(module, which, unit):
@@ -174,8 +171,7 @@ class Trainer:
     autocast: a context manager factory, around the forward. scaler: a GradScaler, for fp16.
     compressor: whose residuals are to follow the scaler's loss scale.
     hooks: functions (trainer, loss), called after each step, in this order.
-    clip: the largest norm of all gradients together; more is scaled down to it.
-    gradient_norm: what it was before that in the last step; None where nothing is clipped.
+    clip: the largest norm of all gradients; gradient_norm: what it was before in the last step.
     """
 
     model: torch.nn.Module
@@ -192,14 +188,11 @@ class Trainer:
     gradient_norm: torch.Tensor | None = field(default=None, init=False)
 
     def train_step(self, input, target):
-        """One optimizer step on this rank's batch; returns its mean loss, detached, a scalar.
-
-        Raises ValueError where the batch does not split into equal micro-batches.
-        """
+        """One optimizer step on this rank's batch; returns its mean loss, detached, a scalar."""
         self.optimizer.zero_grad()
-        if getattr(self.model, "pipeline", None):  # forwards and backwards in one list
+        if getattr(self.model, "pipeline", None):  # forwards and backwards are one list
+            scale = self.scaler.scale(torch.ones((), device=input.device)).item()
             with self.span("backward"):
-                scale = self.scaler.scale(torch.ones((), device=input.device)).item()
                 total = self.model.step(input, target, scale)
         else:
             total = self.accumulate(input, target)
@@ -216,7 +209,7 @@ class Trainer:
         return total
 
     def accumulate(self, input, target):
-        """Forward and backward of each micro-batch; the mean loss."""
+        """Forward and backward of equal micro-batches (or ValueError); the mean loss."""
         parts, total = self.accumulation, 0.0
         if len(input) % parts:
             raise ValueError(f"a batch of {len(input)} does not split into {parts} equal parts")
@@ -231,10 +224,7 @@ class Trainer:
 
     def evaluate(self, dataset):
         """The mean loss over a dataset, each sample once, on whichever rank. Collective."""
-
-        def total(output, target):
-            return self.loss(output, target) * target.numel()
-
+        total = lambda output, target: self.loss(output, target) * target.numel()  # noqa: E731
         return evaluate(self.model, dataset, total).mean
 
     def clip_gradients(self):

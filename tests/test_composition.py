@@ -197,7 +197,7 @@ REFUSED = {
     "heads": ({"tp": 4}, {"model": {"heads": 2}}, "4 ranks cannot share heads=2"),
     "blocks": ({"pp": 4}, PIPELINED | {"model": {"layers": 3}}, "4 stages cannot share 3 blocks alike"),
     "pp and cp": ({"pp": 2, "cp": 2}, PIPELINED, "pp and cp together"),
-    "pp and FSDP": ({"pp": 2, "dp": 2}, PIPELINED | {"wrap": FSDP_BLOCKS}, "wrap must be DDP"),
+    "pp and FSDP": ({"pp": 2, "dp": 2}, PIPELINED | {"wrap": FSDP_BLOCKS}, "leave out `wrap`"),
     "no stage": ({"pp": 2, "dp": 2}, {}, "pp=2 needs `stage`"),
     "a pattern": ({"tp": 4}, {"plan": {"block.*": ColwiseParallel()}}, "'block.*' in the plan meets no module"),
     "micro-batches": ({"pp": 4}, PIPELINED | {"micro_batches": 2}, "wants a micro-batch a stage at least"),

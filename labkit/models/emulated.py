@@ -12,6 +12,7 @@ Time per step: the sum over the units of forward_ms + backward_ms, and whatever 
 """
 
 import types
+from functools import partial
 from time import sleep
 
 import torch
@@ -19,7 +20,7 @@ import torch
 PROVENANCE = "emulated"
 
 
-def emulate(module, unit, forward_ms, backward_ms=None, weights_ms=0.0):
+def emulate(module, unit, forward_ms, backward_ms=None, weights_ms=0.0, arithmetic=False):
     """Let the parts of `module` that match `unit` sleep, not compute. Returns the changed module.
 
     unit: a class, a tuple of classes, or a function module -> bool; of nested matches the outer one
@@ -28,6 +29,8 @@ def emulate(module, unit, forward_ms, backward_ms=None, weights_ms=0.0):
     forward_ms, backward_ms: milliseconds a call of a unit; backward_ms=None is twice forward_ms.
     weights_ms: those of backward_ms that go into the weights' gradients, in a node of autograd of
         their own: a pipeline may put them off. 0: one sleep for all.
+    arithmetic: a unit sleeps, and then does what it always does: for units that send messages. Its
+        own work comes on top of the times.
 
     A unit then returns its input and passes the gradient of its output on. A parameter's gradient
     is the parameter times the sum of the output's gradient at the last dimension's first index: of
@@ -50,6 +53,10 @@ def emulate(module, unit, forward_ms, backward_ms=None, weights_ms=0.0):
             f"no part of the model matches unit {unit}; it consists of {', '.join(classes)}"
         )
     for part in units:
+        if arithmetic:
+            seconds = forward_ms / 1000, backward_ms / 1000
+            part.register_forward_pre_hook(partial(sleep_before, seconds))
+            continue
         part.emulated_seconds = (forward_ms / 1000, (backward_ms - weights_ms) / 1000)
         part.emulated_weights_seconds = weights_ms / 1000
         part.forward = types.MethodType(sleeping_forward, part)  # deepcopy rebinds a method
@@ -62,6 +69,11 @@ def sleeping_forward(part, x):
     weight = Weights.apply(part.emulated_weights_seconds, *part.parameters())
     # the weights' node is the older one: backward comes to it after the input's
     return Meet.apply(Sleep.apply(x, part.emulated_seconds), weight)
+
+
+def sleep_before(seconds, part, inputs):
+    x, *others = inputs
+    return Sleep.apply(x, seconds), *others
 
 
 class Weights(torch.autograd.Function):

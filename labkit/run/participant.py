@@ -6,7 +6,7 @@ step       one step, timed: its row, documented at `step_row`
 """
 
 from functools import cache, partial
-from math import nan
+from math import nan, prod
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from torch.utils.data import default_collate
 
 from labkit import comm, models
 from labkit.budget import choose
+from labkit.composition import Composed
 from labkit.compression import COMPRESSORS
 from labkit.hierarchical import FORMS
 from labkit.learning_rate import scaled_lr, warmup
@@ -23,8 +24,13 @@ from labkit.measure.memory import MemoryTracker
 from labkit.measure.monitor import Monitor, waited_ms
 from labkit.measure.timeline import Timeline
 from labkit.measure.traffic import TrafficCounter
+from labkit.mesh import Mesh
+from labkit.models.gpt import Stage
+from labkit.parts.layouts import Replicate
+from labkit.pipeline import gpipe, one_f_one_b
 from labkit.recompute import checkpoint
 from labkit.sampler import Batches
+from labkit.tensor_parallel import ColwiseParallel, RowwiseParallel
 from labkit.trainer import (
     Trainer,
     comm_hook,
@@ -52,14 +58,18 @@ class Participant:
         if not self.takes_part:
             return
         self.world_size = 1 if alone else context.world_size
-        self.share = experiment.batch_size // self.world_size
+        self.mesh, rank, self.replicas = None, 0 if alone else context.rank, self.world_size
+        if experiment.axes:
+            self.replicas //= prod(experiment.axes.values())
+            self.mesh = Mesh({"pp": 1, "dp": self.replicas, "cp": 1, "tp": 1} | experiment.axes)
+            rank = self.mesh.rank("dp")
+        self.share = experiment.batch_size // self.replicas
         dataset = models.data.load(experiment.data, experiment.model)
-        rank = 0 if alone else context.rank
-        self.batches = Batches(dataset, self.share, self.world_size, rank, experiment.seed)
+        self.batches = Batches(dataset, self.share, self.replicas, rank, experiment.seed)
         self.build()
         e, self.flops = experiment, nan
         if e.compute == "real":
-            self.flops = self.world_size * share_flops(e.model, e.size, e.data, self.share)
+            self.flops = self.replicas * share_flops(e.model, e.size, e.data, self.share)
 
     def build(self):
         e = self.experiment
@@ -74,11 +84,15 @@ class Participant:
             e = self.experiment = self.settle(module, partial(optimizer_class, **options))
         recompute(module, e.recompute, models.unit(e.model))
         if e.compute == "emulated":
-            part = self.share / e.batch_size / e.accumulation
-            models.emulate(module, models.unit(e.model), forward_ms=e.block_ms * part)
+            part = self.share / e.batch_size / e.accumulation / e.context / e.tensor
+            how = {"arithmetic": bool(e.axes)}  # what is inside of a block sends messages
+            models.emulate(module, models.unit(e.model), forward_ms=e.block_ms * part, **how)
         hook = comm_hook(e.comm_hook)
         self.compressor = hook if e.comm_hook in COMPRESSORS else None
-        self.model = parallelize(module, e.strategy, models.unit(e.model), e.bucket_cap_mb, hook)
+        wrapping = e.strategy, models.unit(e.model), e.bucket_cap_mb, hook
+        self.model = (
+            compose(module, self.mesh, e, wrapping) if e.axes else parallelize(module, *wrapping)
+        )
         optimizer = make_optimizer(
             self.model, e.strategy, optimizer_class, e.bucket_cap_mb, e.every, **options
         )
@@ -132,7 +146,7 @@ class Participant:
             for _ in range(e.every):
                 self.step()
         sent, messages = traffic.sent_bytes, traffic.messages
-        if e.comm_hook in FORMS:  # in groups and a thread of its own, where the counter is not
+        if e.comm_hook in FORMS or e.axes:  # in groups or a thread where the counter is not
             sent, messages = sum(event.sent_bytes for event in events), len(events)
         peaks = {f"peak_{kind}_bytes": size for kind, size in memory.peak.items()}
         counted = {"sent_bytes": sent // e.every, "messages": messages / e.every}
@@ -141,6 +155,8 @@ class Participant:
     def next_batch(self):
         input, target = next(self.batches)
         input, target = input.to(self.device), target.to(self.device)
+        if self.experiment.context > 1:
+            input, target = self.model.own_tokens(input), self.model.own_tokens(target)
         return input.to(self.dtype) if input.is_floating_point() else input, target
 
     def step(self):
@@ -200,6 +216,25 @@ class Participant:
             later = [event for event in events if event.start >= end]
             return 1e3 * (end - self.last_gradient) + waited_ms(later)
         return waited_ms(events)
+
+
+def compose(module, mesh, e, wrapping):
+    """The GPT of an Experiment `e` on its mesh. wrapping: arguments of trainer.parallelize."""
+    plan = {
+        "token_embedding": RowwiseParallel(input_layouts=Replicate()),
+        "blocks.*.attention.query_key_value": ColwiseParallel(),
+        "blocks.*.attention.output": RowwiseParallel(),
+        "blocks.*.network.0": ColwiseParallel(),
+        "blocks.*.network.2": RowwiseParallel(),
+        "head": ColwiseParallel(output_layouts=Replicate()),
+    }
+    if e.pipeline == 1:
+        return Composed(
+            module, mesh, plan, lambda m, process_group: parallelize(m, *wrapping, process_group)
+        )
+    schedule = one_f_one_b if e.accumulation >= e.pipeline else gpipe
+    stages = {"stage": Stage, "schedule": schedule, "micro_batches": e.accumulation}
+    return Composed(module, mesh, plan, loss=models.loss(e.model), **stages)
 
 
 @cache
