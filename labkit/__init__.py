@@ -62,6 +62,7 @@ What is indented is in parts/: what the file above it stands on, and others may 
         tiles.py            a tile of scores: masked, dropped, and the same again in backward
     context_parallel.py     attention over a sequence that no rank holds whole
     moe.py                  a token goes to k of E networks, which the ranks share out
+    composition.py          a mesh of axes: who gets which group, and what all must see together
     sampler.py              every sample exactly once per epoch; exact distributed evaluation
     learning_rate.py        a larger batch: the rate scaled, warmed up, brought down to zero
     trainer.py              all of the above behind one train_step
@@ -92,7 +93,7 @@ What is indented is in parts/: what the file above it stands on, and others may 
 Imports go downward only:
 
     show -> run -> {trainer, measure, models}      measure -> comm
-    trainer -> {ddp, zero, fsdp, ...} -> parts -> {mesh, comm} -> torch
+    trainer -> composition -> {ddp, zero, fsdp, ...} -> parts -> {mesh, comm} -> torch
 """
 
 

@@ -184,6 +184,8 @@ def prepare(context, arguments):
     experiment.check_ranks(context.world_size)
     if experiment.strategy == "single" and context.world_size > 1:
         raise ValueError(f"the strategy is single, and there are {context.world_size} ranks")
+    if experiment.axes:
+        raise ValueError(f"a mesh has no checkpoints yet, so no training here: {experiment.axes}")
     log = Log(options.log if context.rank == 0 else None)
     return experiment, options, log, open_sinks(options.metrics, context.rank)
 

@@ -171,3 +171,13 @@ def test_on_cuda(sleeps):
     inputs, target = example("gpt")
     models.loss("gpt")(model(inputs.cuda()), target.cuda()).backward()
     assert len(sleeps) == 4 and all(p.grad.is_cuda for p in model.parameters())
+
+
+def test_beside_the_arithmetic_nothing_changes_but_the_time(sleeps):
+    plain = models.build("gpt", "tiny")
+    sleeping = emulate(copy.deepcopy(plain), models.unit("gpt"), forward_ms=4.0, arithmetic=True)
+    for model in (sleeping, plain):
+        model(example("gpt")[0]).square().mean().backward()
+    for own, theirs in zip(sleeping.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(own.grad, theirs.grad)
+    assert sleeps == [0.004] * 2 + [0.008] * 2  # two blocks

@@ -181,6 +181,39 @@ def test_all_strategies_follow_the_single_process(model, nproc):
     assert (records["exposed_comm_ms"] >= 0).all() and (records["exposed_comm_ms"] <= records["step_ms"]).all()
 
 
+def test_axes_train_what_one_process_trains():
+    base = Experiment(model="gpt", batch_size=16, precision="fp64")
+    axes = {
+        "dp 2 x tp 2": {"tensor": 2},
+        "fsdp 2 x tp 2": {"tensor": 2, "strategy": "fsdp"},
+        "cp 2 x tp 2": {"tensor": 2, "context": 2},
+        "dp 2 x pp 2": {"pipeline": 2, "strategy": "ddp_naive", "accumulation": 4},
+        "one process": {"strategy": "single"},
+    }
+    runs = {name: base.replace(**changes) for name, changes in axes.items()}
+    records = compare(runs, nproc=4, rounds=2, steps_per_round=2, quiet=True).records
+    losses = records.groupby(["label", "step"])["loss"].mean().unstack("label")
+    assert losses.sub(losses["one process"], axis=0).abs().max().max() < 1e-12
+    assert (records[records["label"] != "one process"]["sent_bytes"] > 0).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model": "mlp", "tensor": 2}, "the model gpt can be split, not mlp"),
+        ({"tensor": 2, "strategy": "zero1"}, "goes with ddp_naive, ddp_overlapped"),
+        ({"pipeline": 2, "strategy": "fsdp"}, "goes with ddp_naive, not fsdp"),
+        ({"tensor": 2, "comm_hook": "topk"}, "does not go with comm_hook yet"),
+        ({"pipeline": 2, "strategy": "ddp_naive", "context": 2}, "a pipeline takes no context axis"),
+    ],
+)
+def test_axes_that_cannot_be_combined_are_named(changes, words):
+    with pytest.raises(ValueError, match=words):
+        Experiment(**{"model": "gpt"} | changes)
+    with pytest.raises(ValueError, match=r"6 ranks are no multiple of the 4"):
+        Experiment(model="gpt", tensor=2, context=2, batch_size=12).check_ranks(6)
+
+
 def groups_made(context):
     made, new_group = [], torch.distributed.new_group
 
