@@ -63,11 +63,12 @@ What is indented is in parts/: what the file above it stands on, and others may 
     tensor_parallel.py      every rank has all tokens and a part of every matrix; on
         layouts.py          whole, shard or summand: how a tensor and its gradient lie on ranks
         split_layers.py     linear layers and embeddings of which each rank holds a part
+        on_shards.py        norms and dropout on a rank's tokens, with parameters that are whole
         split_loss.py       cross entropy of logits that are never gathered
         split_state.py      parameters that are slices, and state dicts of the whole
         plan.py             patterns of names, and what is to be done with whom they meet
         draws.py            dropout: other numbers where tensors are split, the same where whole
-    sequence_parallel.py    norms and dropout on shards of the sequence, between the split layers
+    sequence_parallel.py    between the split layers each rank has a part of the tokens
     context_parallel.py     attention over a sequence that no rank holds whole
     moe.py                  a token goes to k of E networks, which the ranks share out
     sampler.py              every sample exactly once per epoch; exact distributed evaluation

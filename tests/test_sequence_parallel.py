@@ -5,60 +5,29 @@ from itertools import combinations
 
 import pytest
 import torch
-from test_tensor_parallel import CONTEXT, F64, OURS, WIDTH, Recorded, alone, by_pytorch, furthest, gpt, train
-from test_tensor_parallel import plan as tensor_plan
+from test_tensor_parallel import CONTEXT, F64, WIDTH, Recorded, alone, by_pytorch, furthest, gpt, split
 from torch import nn
 from torch.nn import functional as F
 
-from labkit import comm
+from labkit import comm, tensor_parallel
 from labkit.measure.memory import MemoryTracker
-from labkit.sequence_parallel import SequenceParallel, network
-from labkit.tensor_parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    Shard,
-    VocabularyParallelCrossEntropy,
-    full_state_dict,
-    parallelize_module,
-)
-
-
-def plan(styles, head=True):
-    """Every matrix of a GPT, and on shards of the sequence what is between them."""
-    column, row, shard = styles.ColwiseParallel, styles.RowwiseParallel, styles.Shard
-    on_shards, whole = styles.SequenceParallel(use_local_output=True), styles.Replicate()
-    return {
-        "token_embedding": row(input_layouts=whole, output_layouts=shard(1)),
-        "position_embedding": row(input_layouts=whole, output_layouts=shard(0)),
-        "blocks.*.attention_norm": on_shards,
-        "blocks.*.attention": styles.PrepareModuleInput(input_layouts=shard(1), desired_input_layouts=whole),
-        "blocks.*.attention.query_key_value": column(),
-        "blocks.*.attention.output": row(output_layouts=shard(1)),
-        "blocks.*.network_norm": on_shards,
-        "blocks.*.network.0": column(input_layouts=shard(1)),
-        "blocks.*.network.2": row(output_layouts=shard(1)),
-        "norm": on_shards,
-        "head": column(input_layouts=shard(1), **({} if head else {"output_layouts": whole})),
-    }
-
-
-def split(rank, world_size, **options):
-    model = parallelize_module(gpt(rank, **options), None, plan(OURS))
-    losses = train(model, VocabularyParallelCrossEntropy())
-    return losses, full_state_dict(model)
+from labkit.models.plans import gpt as gpt_plan
+from labkit.models.plans import of_blocks
+from labkit.sequence_parallel import network
+from labkit.tensor_parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, Shard, parallelize_module
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("tied", [True, False])
 def test_it_trains_as_one_process(ranks, world_size, tied):
     losses, weights = alone(tied=tied)
-    for found, state in ranks(world_size, split, tied=tied):
+    for found, state in ranks(world_size, split, sequence=True, tied=tied):
         assert furthest(found, losses) < 1e-12 and furthest(state, weights) < 1e-12
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_it_trains_as_dtensor(ranks, world_size):
-    for losses, weights in ranks(world_size, by_pytorch, plan=plan):
+    for losses, weights in ranks(world_size, by_pytorch, sequence=True):
         assert losses < 1e-12 and weights < 1e-12
 
 
@@ -83,14 +52,9 @@ def test_the_idea_is_two_layers(ranks, world_size):
     assert max(ranks(world_size, by_the_idea)) < 1e-11
 
 
-def blocks_plan(sequence):
-    whole = plan(OURS) if sequence else tensor_plan(OURS)
-    return {name.removeprefix("blocks."): style for name, style in whole.items() if name.startswith("blocks")}
-
-
 def one_step(rank, world_size, sequence, dropout=0.0):
     """Of blocks: activations held after forward, and at most; and what is sent."""
-    blocks = parallelize_module(gpt(0, dropout=dropout).blocks, None, blocks_plan(sequence))
+    blocks = parallelize_module(gpt(0, dropout=dropout).blocks, None, of_blocks(gpt_plan(tensor_parallel, sequence)))
     x = torch.randn(2, CONTEXT, WIDTH, dtype=F64)
     x = x.chunk(world_size, 1)[rank] if sequence else x
     with MemoryTracker(blocks) as memory, comm.record() as log:

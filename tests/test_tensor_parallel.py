@@ -9,10 +9,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from labkit import comm, sequence_parallel, tensor_parallel
+from labkit import comm, tensor_parallel
 from labkit.ddp import DDP
 from labkit.mesh import Mesh
 from labkit.models.gpt import GPT
+from labkit.models.plans import gpt as gpt_plan
+from labkit.models.plans import of_blocks
 from labkit.parts.split_state import cuts_of
 from labkit.recompute import checkpoint_every
 from labkit.tensor_parallel import (
@@ -29,26 +31,12 @@ from labkit.tensor_parallel import (
 
 F64 = torch.float64
 VOCAB, CONTEXT, BATCH, WIDTH, LAYERS = 24, 12, 2, 24, 2
-OURS = SimpleNamespace(**{**vars(sequence_parallel), **vars(tensor_parallel)})
 
 
 def gpt(seed, **options):
     torch.manual_seed(seed)
     settings = {"vocab": VOCAB, "context": CONTEXT, "layers": LAYERS, "heads": 12, "width": WIDTH}
     return GPT(**(settings | options)).to(F64)
-
-
-def plan(styles, head=True):
-    """Every matrix of a GPT, in the words of either library."""
-    column, row = styles.ColwiseParallel, styles.RowwiseParallel
-    return {
-        "token_embedding": row(input_layouts=styles.Replicate()),
-        "blocks.*.attention.query_key_value": column(),
-        "blocks.*.attention.output": row(),
-        "blocks.*.network.0": column(),
-        "blocks.*.network.2": row(),
-        "head": column() if head else column(output_layouts=styles.Replicate()),
-    }
 
 
 def batches(steps):
@@ -88,9 +76,9 @@ def alone(**options):
     return losses, model.state_dict()
 
 
-def split(rank, world_size, **options):
+def split(rank, world_size, sequence=False, **options):
     """Other weights on every rank at first; rank 0's are the ones that count."""
-    model = parallelize_module(gpt(rank, **options), None, plan(OURS))
+    model = parallelize_module(gpt(rank, **options), None, gpt_plan(tensor_parallel, sequence))
     losses = train(model, VocabularyParallelCrossEntropy())
     return losses, full_state_dict(model)
 
@@ -103,7 +91,7 @@ def test_it_trains_as_one_process(ranks, world_size, tied):
         assert furthest(found, losses) < 1e-12 and furthest(state, weights) < 1e-12
 
 
-def by_pytorch(rank, world_size, plan, **options):
+def by_pytorch(rank, world_size, sequence=False):
     """The same plan, run by DTensor: differences of losses and weights."""
     from torch.distributed import tensor
     from torch.distributed.device_mesh import init_device_mesh
@@ -111,16 +99,18 @@ def by_pytorch(rank, world_size, plan, **options):
 
     theirs, ours = gpt(0, tied=False), gpt(0, tied=False)
     styles = SimpleNamespace(**{**vars(tensor), **vars(parallel)})
-    parallel.parallelize_module(theirs, init_device_mesh("cpu", (world_size,)), plan(styles, head=False))
+    parallel.parallelize_module(
+        theirs, init_device_mesh("cpu", (world_size,)), gpt_plan(styles, sequence, whole_logits=True)
+    )
     losses = train(theirs, whole_loss)
     whole = {name: getattr(p, "full_tensor", lambda p=p: p)().detach() for name, p in theirs.named_parameters()}
-    parallelize_module(ours, None, plan(OURS, head=False))
+    parallelize_module(ours, None, gpt_plan(tensor_parallel, sequence, whole_logits=True))
     return furthest(train(ours, whole_loss), losses), furthest(full_state_dict(ours), whole)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_it_trains_as_dtensor(ranks, world_size):
-    for losses, weights in ranks(world_size, by_pytorch, plan=plan):
+    for losses, weights in ranks(world_size, by_pytorch):
         assert losses < 1e-12 and weights < 1e-12
 
 
@@ -207,8 +197,8 @@ def test_grouped_heads_with_dropout_where_all_is_whole(ranks, world_size):
 
 def test_what_is_split_draws_other_numbers(ranks):
     told = ranks(2, split_layers, inner=0.5, outer=0.5)
-    (*_, inner, outer), (*_, other_inner, other_outer) = told
-    assert all(map(torch.equal, chain(*outer), chain(*other_outer)))
+    assert all(map(torch.equal, *(chain(*outer) for *_, outer in told)))
+    (*_, inner, _), (*_, other_inner, _) = ranks(2, split_layers, inner=0.5)  # nothing else is drawn
     masks = list(chain(*inner, *other_inner))  # of 2 ranks, 2 layers, 3 steps
     assert len(masks) == 12
     assert not any(torch.equal(a, b) for i, a in enumerate(masks) for b in masks[:i])
@@ -218,14 +208,10 @@ def test_what_is_split_draws_other_numbers(ranks):
 
 
 def messages(rank, world_size):
-    model = parallelize_module(gpt(0).blocks, None, blocks_plan())
+    model = parallelize_module(gpt(0).blocks, None, of_blocks(gpt_plan(tensor_parallel)))
     with comm.record() as log:
         model(inputs()).square().mean().backward()
     return [(event.op, event.sent_bytes) for event in log]
-
-
-def blocks_plan():
-    return {name.removeprefix("blocks."): style for name, style in plan(OURS).items() if name.startswith("blocks")}
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -279,7 +265,7 @@ def test_the_idea_is_two_layers(ranks, world_size):
 
 def beside_data_parallel(rank, world_size):
     mesh = Mesh({"dp": 2, "tp": 2})
-    model = parallelize_module(gpt(rank), mesh.group("tp"), plan(OURS))
+    model = parallelize_module(gpt(rank), mesh.group("tp"), gpt_plan(tensor_parallel))
     model = DDP(model, process_group=mesh.group("dp"))
     loss = VocabularyParallelCrossEntropy(mesh.group("tp"))
     mine = mesh.rank("dp")
@@ -299,7 +285,7 @@ def test_beside_data_parallel(ranks):
 def moved_states(rank, world_size):
     """A whole state comes and goes; a copy trains as the first does; a shape that is wrong is told."""
     state = gpt(5).state_dict()
-    model = parallelize_module(gpt(rank), None, plan(OURS))
+    model = parallelize_module(gpt(rank), None, gpt_plan(tensor_parallel))
     load_full_state_dict(model, state)
     back = furthest(full_state_dict(model), state)
     twin = copy.deepcopy(model)
@@ -396,7 +382,7 @@ def test_what_cannot_be(ranks, case, words):
 
 
 def strange_words(rank, world_size):
-    model = parallelize_module(gpt(0), None, plan(OURS))
+    model = parallelize_module(gpt(0), None, gpt_plan(tensor_parallel))
     told = []
     for tokens, target in (([VOCAB], [0]), ([0], [VOCAB]), ([-1], [0])):
         try:

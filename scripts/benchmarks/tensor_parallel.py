@@ -13,6 +13,7 @@ from torch import nn
 from benchmarks.protocol import Comparison, exact_row
 from labkit import comm
 from labkit.measure.turns import columns, time_variants
+from labkit.models import plans
 from labkit.run import launch
 
 WIDTH, HEADS, LAYERS, BATCH, TOKENS = 256, 8, 4, 4, 128
@@ -28,33 +29,11 @@ def comparisons(nproc):
     ]
 
 
-def plan(styles, sequence):
-    """For blocks in a row."""
-    column, row = styles.ColwiseParallel, styles.RowwiseParallel
-    if not sequence:
-        return {
-            "*.attention.query_key_value": column(),
-            "*.attention.output": row(),
-            "*.network.0": column(),
-            "*.network.2": row(),
-        }
-    shard, whole = styles.Shard(1), styles.Replicate()
-    return {
-        "*.attention_norm": styles.SequenceParallel(use_local_output=True),
-        "*.attention": styles.PrepareModuleInput(input_layouts=shard, desired_input_layouts=whole),
-        "*.attention.query_key_value": column(),
-        "*.attention.output": row(output_layouts=shard),
-        "*.network_norm": styles.SequenceParallel(use_local_output=True),
-        "*.network.0": column(input_layouts=shard),
-        "*.network.2": row(output_layouts=shard),
-    }
-
-
 def of_ours(context, blocks, sequence):
-    from labkit import sequence_parallel, tensor_parallel
+    from labkit import tensor_parallel
 
-    styles = SimpleNamespace(**{**vars(sequence_parallel), **vars(tensor_parallel)})
-    return tensor_parallel.parallelize_module(blocks, None, plan(styles, sequence))
+    plan = plans.of_blocks(plans.gpt(tensor_parallel, sequence))
+    return tensor_parallel.parallelize_module(blocks, None, plan)
 
 
 def of_pytorch(context, blocks, sequence):
@@ -64,7 +43,7 @@ def of_pytorch(context, blocks, sequence):
 
     styles = SimpleNamespace(**{**vars(tensor), **vars(parallel)})
     mesh = init_device_mesh(torch.device(context.device).type, (context.world_size,))
-    return parallel.parallelize_module(blocks, mesh, plan(styles, sequence))
+    return parallel.parallelize_module(blocks, mesh, plans.of_blocks(plans.gpt(styles, sequence)))
 
 
 def setting(context, sequence):
