@@ -60,6 +60,15 @@ What is indented is in parts/: what the file above it stands on, and others may 
     local_sgd.py            talk every H steps only: local SGD, DiLoCo
     attention.py            tile by tile: the matrix of all scores is never there as a whole; on
         tiles.py            a tile of scores: masked, dropped, and the same again in backward
+    tensor_parallel.py      every rank has all tokens and a part of every matrix; on
+        layouts.py          whole, shard or summand: how a tensor and its gradient lie on ranks
+        split_layers.py     linear layers and embeddings of which each rank holds a part
+        on_shards.py        norms and dropout on a rank's tokens, with parameters that are whole
+        split_loss.py       cross entropy of logits that are never gathered
+        split_state.py      parameters that are slices, and state dicts of the whole
+        plan.py             patterns of names, and what is to be done with whom they meet
+        draws.py            dropout: other numbers where tensors are split, the same where whole
+    sequence_parallel.py    between the split layers each rank has a part of the tokens
     context_parallel.py     attention over a sequence that no rank holds whole
     moe.py                  a token goes to k of E networks, which the ranks share out
     composition.py          a mesh of axes: who gets which group, and what all must see together

@@ -18,14 +18,12 @@ section 4.2 (there G and S are called g and g with a bar).
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn import functional as F
 
 from labkit import comm
-from labkit.parts.layouts import Replicate, Shard, Shared
-from labkit.parts.plan import Style
+from labkit.parts.on_shards import SequenceParallel
 
-__all__ = ["Replicate", "SequenceParallel", "Shard"]
+__all__ = ["SequenceParallel", "gather", "network", "scatter_sum"]
 
 
 class gather(torch.autograd.Function):
@@ -66,40 +64,3 @@ def network(x, norm, A, a, B, group=None):
     """
     hidden = F.gelu(F.linear(gather.apply(norm(x), group), A, a))
     return x + scatter_sum.apply(F.linear(hidden, B), group)
-
-
-class SequenceParallel(Style):
-    """A norm or dropout that sees this rank's tokens; parameters are whole, their gradients too.
-
-    For modules that treat each token by itself. The input must be shards already: of a layer with
-    output_layouts=Shard(sequence_dim), and the next column-parallel layer has input_layouts so.
-    """
-
-    def __init__(self, *, sequence_dim=1, use_local_output=False):
-        self.sequence_dim = sequence_dim
-
-    def check(self, name, module, axis):
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) or list(module.children()):
-            kind = type(module).__name__
-            raise ValueError(f"{name} is a {kind}, and SequenceParallel takes norms and dropout")
-
-    def apply(self, module, axis):
-        kind = type(module)
-        module.__class__ = type(f"Sequence{kind.__name__}", (OnShards, kind), {})
-        module.axis = axis
-
-
-class OnShards:
-    """A module on shards of its input, with whole parameters. axis: an Axis."""
-
-    def forward(self, x):
-        if self.training:
-            self.axis.draws.own(x.device)
-        whole = dict(self._parameters)
-        for name, parameter in whole.items():
-            if parameter is not None:
-                self._parameters[name] = self.axis.move(parameter, Replicate(), Shared())
-        try:
-            return super().forward(x)
-        finally:
-            self._parameters.update(whole)

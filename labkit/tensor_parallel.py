@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from labkit import comm
 from labkit.parts.layouts import Axis, Replicate, Shard
+from labkit.parts.on_shards import SequenceParallel
 from labkit.parts.plan import Style, check_heads, check_ties, matches, same_on_all
 from labkit.parts.replicas import check_ranks
 from labkit.parts.split_layers import ColumnEmbedding, ColumnLinear, RowEmbedding, RowLinear
@@ -33,6 +34,7 @@ __all__ = [
     "PrepareModuleInput",
     "Replicate",
     "RowwiseParallel",
+    "SequenceParallel",
     "Shard",
     "VocabularyParallelCrossEntropy",
     "full_state_dict",

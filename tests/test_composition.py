@@ -7,16 +7,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from labkit import composition, models
+from labkit import composition, models, tensor_parallel
 from labkit.amp import GradScaler
 from labkit.composition import Composed
 from labkit.context_parallel import ulysses_attention
 from labkit.fsdp import FSDP
 from labkit.mesh import Mesh
+from labkit.models import plans
 from labkit.models.gpt import GPT, Block, Stage
-from labkit.parts.layouts import Replicate
 from labkit.pipeline import gpipe, interleaved, zero_bubble
-from labkit.tensor_parallel import ColwiseParallel, RowwiseParallel
+from labkit.tensor_parallel import ColwiseParallel
 from labkit.trainer import Trainer
 
 F64, BATCH, LENGTH, STEPS = torch.float64, 8, 16, 3
@@ -26,14 +26,7 @@ PIPELINED = {"stage": Stage, "micro_batches": 4, "loss": LOSS}
 
 
 def plan():
-    return {
-        "token_embedding": RowwiseParallel(input_layouts=Replicate()),
-        "blocks.*.attention.query_key_value": ColwiseParallel(),
-        "blocks.*.attention.output": RowwiseParallel(),
-        "blocks.*.network.0": ColwiseParallel(),
-        "blocks.*.network.2": RowwiseParallel(),
-        "head": ColwiseParallel(output_layouts=Replicate()),
-    }
+    return plans.gpt(tensor_parallel, whole_logits=True)
 
 
 def gpt(seed):

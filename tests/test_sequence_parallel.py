@@ -1,76 +1,122 @@
 """Norms and dropout on shards of the sequence, against one process, DTensor and plain tensor parallelism."""
 
-from types import SimpleNamespace
+from collections import Counter, OrderedDict
+from itertools import combinations
 
 import pytest
 import torch
-import torch.distributed as dist
-from test_tensor_parallel import CONTEXT, F64, OURS, VOCAB, WIDTH, alone, furthest, gpt, train, whole_loss
+from test_tensor_parallel import CONTEXT, F64, WIDTH, Recorded, alone, by_pytorch, furthest, gpt, split
 from torch import nn
 from torch.nn import functional as F
 
-from labkit import comm
+from labkit import comm, tensor_parallel
 from labkit.measure.memory import MemoryTracker
-from labkit.sequence_parallel import SequenceParallel, network
-from labkit.tensor_parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    Shard,
-    VocabularyParallelCrossEntropy,
-    full_state_dict,
-    parallelize_module,
-)
-
-
-def plan(styles, head=True):
-    """Every matrix of a GPT, and on shards of the sequence what is between them."""
-    column, row, shard = styles.ColwiseParallel, styles.RowwiseParallel, styles.Shard
-    on_shards, whole = styles.SequenceParallel(use_local_output=True), styles.Replicate()
-    return {
-        "token_embedding": row(input_layouts=whole, output_layouts=shard(1)),
-        "position_embedding": row(input_layouts=whole, output_layouts=shard(0)),
-        "blocks.*.attention_norm": on_shards,
-        "blocks.*.attention": styles.PrepareModuleInput(input_layouts=shard(1), desired_input_layouts=whole),
-        "blocks.*.attention.query_key_value": column(),
-        "blocks.*.attention.output": row(output_layouts=shard(1)),
-        "blocks.*.network_norm": on_shards,
-        "blocks.*.network.0": column(input_layouts=shard(1)),
-        "blocks.*.network.2": row(output_layouts=shard(1)),
-        "norm": on_shards,
-        "head": column(input_layouts=shard(1), **({} if head else {"output_layouts": whole})),
-    }
-
-
-def split(rank, world_size, **options):
-    model = parallelize_module(gpt(rank, **options), None, plan(OURS))
-    losses = train(model, VocabularyParallelCrossEntropy())
-    return losses, full_state_dict(model)
+from labkit.models.plans import gpt as gpt_plan
+from labkit.models.plans import of_blocks
+from labkit.sequence_parallel import network
+from labkit.tensor_parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, Shard, parallelize_module
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("tied", [True, False])
 def test_it_trains_as_one_process(ranks, world_size, tied):
     losses, weights = alone(tied=tied)
-    for found, state in ranks(world_size, split, tied=tied):
+    for found, state in ranks(world_size, split, sequence=True, tied=tied):
         assert furthest(found, losses) < 1e-12 and furthest(state, weights) < 1e-12
-
-
-def by_pytorch(rank, world_size):
-    """The same plan, run by DTensor."""
-    from torch.distributed import tensor
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import parallel
-
-    model = gpt(0, tied=False)
-    styles = SimpleNamespace(**{**vars(tensor), **vars(parallel)})
-    parallel.parallelize_module(model, init_device_mesh("cpu", (world_size,)), plan(styles, head=False))
-    losses = train(model, whole_loss)
-    whole = {name: getattr(p, "full_tensor", lambda p=p: p)().detach() for name, p in model.named_parameters()}
-    ours = parallelize_module(gpt(0, tied=False), None, plan(OURS, head=False))
-    return furthest(train(ours, whole_loss), losses), furthest(full_state_dict(ours), whole)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_it_trains_as_dtensor(ranks, world_size):
-    for losses, weights in ranks(world_size, by_pytorch):
+    for losses, weights in ranks(world_size, by_pytorch, sequence=True):
         assert losses < 1e-12 and weights < 1e-12
+
+
+def by_the_idea(rank, world_size):
+    torch.manual_seed(0)
+    up, down, norm = nn.Linear(WIDTH, 48).to(F64), nn.Linear(48, WIDTH, bias=False).to(F64), nn.LayerNorm(WIDTH).to(F64)
+    whole = torch.randn(CONTEXT, WIDTH, dtype=F64, requires_grad=True)
+    x = whole.detach().chunk(world_size)[rank].requires_grad_()
+    A, a = (one.detach().chunk(world_size)[rank].requires_grad_() for one in (up.weight, up.bias))
+    B = down.weight.detach().chunk(world_size, 1)[rank].requires_grad_()
+    found = torch.autograd.grad(network(x, norm, A, a, B).square().sum(), [x, A, a, B, norm.weight])
+    comm.all_reduce(found[-1])
+    expected = (whole + down(F.gelu(up(norm(whole))))).square().sum()
+    expected = torch.autograd.grad(expected, [whole, up.weight, up.bias, down.weight, norm.weight])
+    dims = (0, 0, 0, 1)
+    theirs = [one.chunk(world_size, dim)[rank] for one, dim in zip(expected, dims, strict=False)] + [expected[-1]]
+    return max((a - b).abs().max().item() for a, b in zip(found, theirs, strict=True))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_the_idea_is_two_layers(ranks, world_size):
+    assert max(ranks(world_size, by_the_idea)) < 1e-11
+
+
+def one_step(rank, world_size, sequence, dropout=0.0):
+    """Of blocks: activations held after forward, and at most; and what is sent."""
+    blocks = parallelize_module(gpt(0, dropout=dropout).blocks, None, of_blocks(gpt_plan(tensor_parallel, sequence)))
+    x = torch.randn(2, CONTEXT, WIDTH, dtype=F64)
+    x = x.chunk(world_size, 1)[rank] if sequence else x
+    with MemoryTracker(blocks) as memory, comm.record() as log:
+        y = blocks(x.clone().requires_grad_())
+        held = memory.current["activations"]
+        y.square().mean().backward()
+    sent = Counter()
+    for event in log:
+        sent[event.op, event.payload_bytes] += 1
+    return held, memory.peak["activations"], sent, sum(event.sent_bytes for event in log)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_the_same_bytes_and_fewer_activations(ranks, world_size):
+    size, layers = 2 * CONTEXT * WIDTH * 8, 2
+    (whole, peak, _, bytes_whole), *_ = ranks(world_size, one_step, sequence=False, dropout=0.1)
+    for held, most, sent, sent_bytes in ranks(world_size, one_step, sequence=True, dropout=0.1):
+        small = {("all_reduce", WIDTH * 8): 6 * layers}  # norms and biases
+        assert sent == small | {("all_gather", size): 4 * layers, ("reduce_scatter", size): 4 * layers}
+        assert sent_bytes == bytes_whole + 6 * layers * 2 * (world_size - 1) * WIDTH * 8 // world_size
+        # of the other ranks' tokens a rank has no more, a block: the inputs of both norms, with mean and deviation,
+        # and both masks of dropout; and the output
+        numbers = 2 * CONTEXT * (layers * (2 * WIDTH + 2 * 2 + 2 * WIDTH) + WIDTH)
+        assert whole - held == 8 * numbers * (world_size - 1) // world_size
+        assert most < peak
+
+
+def masks(rank, world_size):
+    """Dropout on shards, and where the sequence is whole again."""
+    torch.manual_seed(rank)
+    on_shards, whole = Recorded(0.5), Recorded(0.5)
+    layers = {"up": nn.Linear(8, 8), "down": nn.Linear(8, 8), "shards": on_shards, "last": nn.Linear(8, 8)}
+    model = nn.Sequential(OrderedDict(layers | {"back": nn.Linear(8, 8), "whole": whole}))
+    styles = {
+        "up": ColwiseParallel(),
+        "down": RowwiseParallel(output_layouts=Shard(1)),
+        "shards": SequenceParallel(),
+        "last": ColwiseParallel(input_layouts=Shard(1)),
+        "back": RowwiseParallel(),
+    }
+    parallelize_module(model, None, styles)
+    for _ in range(2):
+        model(torch.ones(1, 8, 8))
+    return on_shards.masks, whole.masks
+
+
+def test_dropout_on_shards_differs(ranks):
+    (mine, alike), (theirs, other) = ranks(2, masks)
+    assert all(map(torch.equal, alike, other)) and not torch.equal(*alike)
+    assert not any(torch.equal(a, b) for a, b in combinations([*mine, *theirs], 2))
+
+
+def wrong(rank, world_size, case):
+    model = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 8))
+    plans = {"batch": {"0": SequenceParallel()}, "length": {"1": RowwiseParallel(output_layouts=Shard(1))}}
+    try:
+        parallelize_module(model, None, plans[case])
+        model[1](torch.ones(1, 5, 4))
+    except ValueError as error:
+        return str(error)
+
+
+def test_what_cannot_be(ranks):
+    assert ranks(2, wrong, case="batch") == ["0 is a BatchNorm1d, and SequenceParallel takes norms and dropout"] * 2
+    assert ranks(2, wrong, case="length") == ["2 ranks cannot share a length of 5: dim 1 of [1, 5, 8]"] * 2

@@ -1,18 +1,22 @@
 """A model whose matrices are split over ranks, against one process that has them whole, and against DTensor."""
 
 import copy
+from itertools import chain
 from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from labkit import comm, sequence_parallel, tensor_parallel
+from labkit import comm, tensor_parallel
 from labkit.ddp import DDP
 from labkit.mesh import Mesh
 from labkit.models.gpt import GPT
+from labkit.models.plans import gpt as gpt_plan
+from labkit.models.plans import of_blocks
+from labkit.parts.split_state import cuts_of
+from labkit.recompute import checkpoint_every
 from labkit.tensor_parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -27,7 +31,6 @@ from labkit.tensor_parallel import (
 
 F64 = torch.float64
 VOCAB, CONTEXT, BATCH, WIDTH, LAYERS = 24, 12, 2, 24, 2
-OURS = SimpleNamespace(**{**vars(sequence_parallel), **vars(tensor_parallel)})
 
 
 def gpt(seed, **options):
@@ -36,32 +39,19 @@ def gpt(seed, **options):
     return GPT(**(settings | options)).to(F64)
 
 
-def plan(styles, head=True):
-    """Every matrix of a GPT, in the words of either library."""
-    column, row = styles.ColwiseParallel, styles.RowwiseParallel
-    return {
-        "token_embedding": row(input_layouts=styles.Replicate()),
-        "blocks.*.attention.query_key_value": column(),
-        "blocks.*.attention.output": row(),
-        "blocks.*.network.0": column(),
-        "blocks.*.network.2": row(),
-        "head": column() if head else column(output_layouts=styles.Replicate()),
-    }
-
-
 def batches(steps):
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(VOCAB, (steps, BATCH, CONTEXT + 1), generator=generator)
     return [(one[:, :-1], one[:, 1:]) for one in tokens]
 
 
-def train(model, loss, steps=4):
+def train(model, loss, steps=4, share=slice(None)):
     """Losses of SGD with momentum."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     losses = []
     for tokens, targets in batches(steps):
         optimizer.zero_grad()
-        found = loss(model(tokens), targets)
+        found = loss(model(tokens[share]), targets[share])
         found.backward()
         optimizer.step()
         losses.append(found.item())
@@ -86,9 +76,9 @@ def alone(**options):
     return losses, model.state_dict()
 
 
-def split(rank, world_size, **options):
+def split(rank, world_size, sequence=False, **options):
     """Other weights on every rank at first; rank 0's are the ones that count."""
-    model = parallelize_module(gpt(rank, **options), None, plan(OURS))
+    model = parallelize_module(gpt(rank, **options), None, gpt_plan(tensor_parallel, sequence))
     losses = train(model, VocabularyParallelCrossEntropy())
     return losses, full_state_dict(model)
 
@@ -99,3 +89,309 @@ def test_it_trains_as_one_process(ranks, world_size, tied):
     losses, weights = alone(tied=tied)
     for found, state in ranks(world_size, split, tied=tied):
         assert furthest(found, losses) < 1e-12 and furthest(state, weights) < 1e-12
+
+
+def by_pytorch(rank, world_size, sequence=False):
+    """The same plan, run by DTensor: differences of losses and weights."""
+    from torch.distributed import tensor
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import parallel
+
+    theirs, ours = gpt(0, tied=False), gpt(0, tied=False)
+    styles = SimpleNamespace(**{**vars(tensor), **vars(parallel)})
+    parallel.parallelize_module(
+        theirs, init_device_mesh("cpu", (world_size,)), gpt_plan(styles, sequence, whole_logits=True)
+    )
+    losses = train(theirs, whole_loss)
+    whole = {name: getattr(p, "full_tensor", lambda p=p: p)().detach() for name, p in theirs.named_parameters()}
+    parallelize_module(ours, None, gpt_plan(tensor_parallel, sequence, whole_logits=True))
+    return furthest(train(ours, whole_loss), losses), furthest(full_state_dict(ours), whole)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_it_trains_as_dtensor(ranks, world_size):
+    for losses, weights in ranks(world_size, by_pytorch):
+        assert losses < 1e-12 and weights < 1e-12
+
+
+class Grouped(nn.Module):
+    """Attention with query, key and value of their own: of these two fewer heads. Dropout before and after the sum."""
+
+    def __init__(self, inner=0.0, outer=0.0, key_heads=6):
+        super().__init__()
+        self.query = nn.Linear(WIDTH, WIDTH)
+        self.key, self.value = (nn.Linear(WIDTH, 2 * key_heads) for _ in range(2))
+        self.inner, self.outer = Recorded(inner), Recorded(outer)
+        self.output = nn.Linear(WIDTH, WIDTH)
+        self.key_heads = key_heads
+
+    def forward(self, x):
+        q, k, v = (part(x).unflatten(-1, (-1, 2)).transpose(1, 2) for part in (self.query, self.key, self.value))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return x + self.outer(self.output(self.inner(mixed.transpose(1, 2).flatten(2))))
+
+
+class Recorded(nn.Dropout):
+    """Dropout that keeps what it has dropped: [of each forward, bool]."""
+
+    def forward(self, x):
+        y = super().forward(torch.ones_like(x))
+        self.masks = [*getattr(self, "masks", ()), y.detach() == 0]
+        return x * y
+
+
+def grouped(seed, layers=2, **options):
+    torch.manual_seed(seed)
+    return nn.Sequential(*(Grouped(**options) for _ in range(layers))).to(F64)
+
+
+def grouped_plan(once=True):
+    columns = {f"*.{name}": ColwiseParallel() for name in ("query", "key", "value")}
+    prepare = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())
+    return {**({"*": prepare} if once else {}), **columns, "*.output": RowwiseParallel()}
+
+
+def inputs():
+    generator = torch.Generator().manual_seed(2)
+    return torch.randn(BATCH, CONTEXT, WIDTH, generator=generator, dtype=F64).requires_grad_()
+
+
+def input_gradients(model, steps=3):
+    """Of SGD with momentum: [step, B, T, C]."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    gradients = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        x = inputs()
+        model(x).square().mean().backward()
+        gradients.append(x.grad)
+        optimizer.step()
+    return torch.stack(gradients)
+
+
+def split_layers(rank, world_size, once=True, recomputed=False, **options):
+    model = parallelize_module(grouped(rank, **options), None, grouped_plan(once))
+    if recomputed:
+        checkpoint_every(model, Grouped)
+    with comm.record() as log:
+        gradients = input_gradients(model)
+    sent = [(event.op, event.sent_bytes) for event in log]
+    inner, outer = ([layer.get_submodule(name).masks for layer in model] for name in ("inner", "outer"))
+    return gradients, full_state_dict(model), sent, inner, outer
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_grouped_heads_with_dropout_where_all_is_whole(ranks, world_size):
+    model = grouped(0, outer=0.3)
+    gradients = input_gradients(model)
+    for once in (True, False):
+        told = ranks(world_size, split_layers, once=once, outer=0.3)
+        for found, state, sent, _, outer in told:
+            assert (found - gradients).abs().max() < 1e-12 and furthest(state, model.state_dict()) < 1e-12
+            assert all(map(torch.equal, chain(*outer), chain(*(layer.outer.masks for layer in model))))
+            # query, key and value: one all-reduce of the input's gradient, or one each
+            n, size = world_size, BATCH * CONTEXT * WIDTH * 8
+            many = 3 * 2 * (2 if once else 4) if n > 1 else 0
+            assert sent == [("all_reduce", 2 * (n - 1) * size // n)] * many
+
+
+def test_what_is_split_draws_other_numbers(ranks):
+    told = ranks(2, split_layers, inner=0.5, outer=0.5)
+    assert all(map(torch.equal, *(chain(*outer) for *_, outer in told)))
+    (*_, inner, _), (*_, other_inner, _) = ranks(2, split_layers, inner=0.5)  # nothing else is drawn
+    masks = list(chain(*inner, *other_inner))  # of 2 ranks, 2 layers, 3 steps
+    assert len(masks) == 12
+    assert not any(torch.equal(a, b) for i, a in enumerate(masks) for b in masks[:i])
+    again = ranks(2, split_layers, inner=0.5, outer=0.5, recomputed=True)
+    for (plain, *_), (found, *_) in zip(told, again, strict=True):
+        assert torch.equal(plain, found)
+
+
+def messages(rank, world_size):
+    model = parallelize_module(gpt(0).blocks, None, of_blocks(gpt_plan(tensor_parallel)))
+    with comm.record() as log:
+        model(inputs()).square().mean().backward()
+    return [(event.op, event.sent_bytes) for event in log]
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_block_is_four_all_reduces(ranks, world_size):
+    size = BATCH * CONTEXT * WIDTH * 8
+    expected = [("all_reduce", 2 * (world_size - 1) * size // world_size)] * (4 * LAYERS)
+    assert ranks(world_size, messages) == [expected] * world_size
+
+
+def losses_of_words(rank, world_size, reduction):
+    generator = torch.Generator().manual_seed(3)
+    whole = 100 * torch.randn(3, 5, VOCAB, generator=generator, dtype=F64)
+    target = torch.randint(VOCAB, (3, 5), generator=generator)
+    target[1, 2:] = -100
+    mine, whole = whole.chunk(world_size, -1)[rank].clone().requires_grad_(), whole.requires_grad_()
+    with comm.record() as log:
+        ours = vocabulary_parallel_cross_entropy(mine, target, reduction=reduction)
+        ours.square().sum().backward()
+    theirs = F.cross_entropy(whole.flatten(0, 1), target.flatten(), reduction=reduction)
+    theirs.square().sum().backward()
+    gap = (mine.grad - whole.grad.chunk(world_size, -1)[rank]).abs().max().item()
+    return max(gap, (ours.flatten() - theirs).abs().max().item()), [event.payload_bytes for event in log]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_cross_entropy_of_logits_that_nobody_has_whole(ranks, reduction):
+    for world_size in (1, 2, 3):
+        for gap, payloads in ranks(world_size, losses_of_words, reduction=reduction):
+            assert gap < 1e-11 and payloads == [15 * 8, 2 * 15 * 8]  # gradients reach 1e3
+
+
+def by_the_idea(rank, world_size):
+    torch.manual_seed(0)
+    up, down = nn.Linear(WIDTH, 4 * WIDTH).to(F64), nn.Linear(4 * WIDTH, WIDTH).to(F64)
+    x, whole = inputs(), inputs()
+    mine = [up.weight, up.bias, down.weight.t()]
+    mine = [one.detach().chunk(world_size)[rank].requires_grad_() for one in mine]
+    output = tensor_parallel.network(x, mine[0], mine[1], mine[2].t(), down.bias.detach())
+    expected = down(F.gelu(up(whole)))
+    output.square().mean().backward()
+    expected.square().mean().backward()
+    theirs = [one.chunk(world_size)[rank] for one in (up.weight.grad, up.bias.grad, down.weight.grad.t())]
+    pairs = zip([output, x.grad, *(one.grad for one in mine)], [expected, whole.grad, *theirs], strict=True)
+    return max((a - b).abs().max().item() for a, b in pairs)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_the_idea_is_two_layers(ranks, world_size):
+    assert max(ranks(world_size, by_the_idea)) < 1e-13
+
+
+def beside_data_parallel(rank, world_size):
+    mesh = Mesh({"dp": 2, "tp": 2})
+    model = parallelize_module(gpt(rank), mesh.group("tp"), gpt_plan(tensor_parallel))
+    model = DDP(model, process_group=mesh.group("dp"))
+    loss = VocabularyParallelCrossEntropy(mesh.group("tp"))
+    mine = mesh.rank("dp")
+    losses = train(model, loss, share=slice(mine, mine + 1))
+    return losses, full_state_dict(model)
+
+
+def test_beside_data_parallel(ranks):
+    losses, weights = alone()
+    told = ranks(4, beside_data_parallel)
+    for _, state in told:
+        assert furthest(state, weights) < 1e-12
+    means = [(a + b) / 2 for a, b in zip(told[0][0], told[2][0], strict=True)]
+    assert furthest(means, losses) < 1e-12
+
+
+def moved_states(rank, world_size):
+    """A whole state comes and goes; a copy trains as the first does; a shape that is wrong is told."""
+    state = gpt(5).state_dict()
+    model = parallelize_module(gpt(rank), None, gpt_plan(tensor_parallel))
+    load_full_state_dict(model, state)
+    back = furthest(full_state_dict(model), state)
+    twin = copy.deepcopy(model)
+    tied = model.head.weight is model.token_embedding.weight and twin.head.weight is twin.token_embedding.weight
+    loss = VocabularyParallelCrossEntropy()
+    same = train(model, loss) == train(twin, loss)
+    try:
+        load_full_state_dict(model, state | {"head.weight": torch.zeros(VOCAB + 1, WIDTH)})
+    except RuntimeError as error:
+        return back, tied, same, len(model.head.weight), str(error)
+
+
+def test_whole_states(ranks):
+    told = f"'head.weight' is [{VOCAB + 1}, {WIDTH}] and should be [{VOCAB}, {WIDTH}]"
+    for n in (2, 3):
+        assert ranks(n, moved_states) == [(0.0, True, True, VOCAB // n, told)] * n
+
+
+def gathered_outputs(rank, world_size):
+    """Single styles for single layers, and outputs and inputs that are whole."""
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Embedding(5, 6), nn.Linear(6, 12), nn.Linear(12, 3)).to(F64)
+    model = copy.deepcopy(whole)
+    parallelize_module(model[0], None, ColwiseParallel(output_layouts=Replicate()))
+    parallelize_module(model, None, {"1": ColwiseParallel(output_layouts=Replicate())})
+    parallelize_module(model, None, {"2": RowwiseParallel(input_layouts=Replicate())})
+    tokens = torch.tensor([0, 4, 2])
+    for one in (whole, model):
+        one(tokens).square().sum().backward()
+    gap = furthest(full_state_dict(model), whole.state_dict())
+    gradients = zip(model.parameters(), whole.parameters(), strict=True)
+    cuts = cuts_of(model)
+    return gap + max(
+        (a.grad - (b.grad.chunk(world_size, cuts[a][0])[rank] if a in cuts else b.grad)).abs().max().item()
+        for a, b in gradients
+    )
+
+
+def test_outputs_that_are_gathered(ranks):
+    assert max(ranks(3, gathered_outputs)) < 1e-12
+
+
+def wrong(rank, world_size, case):
+    column, row = ColwiseParallel(), RowwiseParallel()
+    plans = {
+        "pattern": {"blocks.*.attention.quary": column},
+        "no star": {"blocks.0.attention.outputs": row},
+        "heads": {"blocks.*.attention.query_key_value": column},
+        "features": {"blocks.*.network.0": column},
+        "vocabulary": {"token_embedding": row, "head": column},
+        "tied": {"token_embedding": row},
+        "two ways": {"token_embedding": column, "head": column},
+        "kind": {"norm": column},
+    }
+    model = gpt(0, heads=3 if case == "heads" else 12, vocab=25 if case == "vocabulary" else VOCAB)
+    if case == "features":
+        model.blocks[0].network[0] = nn.Linear(WIDTH, 7)
+    before = [p.shape for p in model.parameters()]
+    try:
+        parallelize_module(model, None, plans[case])
+    except ValueError as error:
+        assert before == [p.shape for p in model.parameters()]
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        (
+            "pattern",
+            "'blocks.*.attention.quary' in the plan meets no module of this GPT; near it are 'blocks.*.att",
+        ),
+        (
+            "no star",
+            "'blocks.0.attention.outputs' in the plan meets no module of this GPT; near it are 'blocks.0.att",
+        ),
+        ("heads", "blocks.0.attention: 2 ranks cannot share heads=3"),
+        ("features", "blocks.0.network.0: 2 ranks cannot share out_features=7"),
+        ("vocabulary", "token_embedding: 2 ranks cannot share num_embeddings=25"),
+        (
+            "tied",
+            "a tied parameter cannot be cut in two ways: 'token_embedding.weight' (along dim 0), 'head",
+        ),
+        (
+            "two ways",
+            "a tied parameter cannot be cut in two ways: 'token_embedding.weight' (along dim 1), 'head",
+        ),
+        ("kind", "norm is a LayerNorm: ColwiseParallel splits nn.Linear and nn.Embedding"),
+    ],
+)
+def test_what_cannot_be(ranks, case, words):
+    for told in ranks(2, wrong, case=case):
+        assert told.startswith(words)
+
+
+def strange_words(rank, world_size):
+    model = parallelize_module(gpt(0), None, gpt_plan(tensor_parallel))
+    told = []
+    for tokens, target in (([VOCAB], [0]), ([0], [VOCAB]), ([-1], [0])):
+        try:
+            VocabularyParallelCrossEntropy()(model(torch.tensor([tokens])), torch.tensor([target]))
+        except RuntimeError as error:
+            told.append(str(error))
+    return told
+
+
+def test_words_that_are_not_there(ranks):
+    token, target = f"a token is not one of {VOCAB} words", f"a target is not one of {VOCAB} words"
+    assert ranks(2, strange_words) == [[token, target, token]] * 2

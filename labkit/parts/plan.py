@@ -53,9 +53,10 @@ def met(module, pattern):
 
 
 def missing(module, pattern):
-    names = {re.sub(r"\b\d+\b", "*", name): name for name, _ in module.named_modules() if name}
-    near = [*names] if "*" in pattern else list(names.values())
-    close = get_close_matches(pattern, near, 3, 0.5) or sorted(near)[:3]
+    names = [name for name, _ in module.named_modules() if name]
+    if "*" in pattern:
+        names = list(dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in names))
+    close = get_close_matches(pattern, names, 3, 0.5) or names[:3]
     raise ValueError(
         f"{pattern!r} in the plan meets no module of this {type(module).__name__}; "
         f"near it are {', '.join(map(repr, close))}"
@@ -83,12 +84,9 @@ def check_ties(module, chosen):
                 ways.setdefault(parameter, {})[where] = getattr(layer, "cuts", {}).get(word)
     for dims in ways.values():
         if len(set(dims.values())) > 1:
-            told = " and ".join(f"{where!r} ({how(dim)})" for where, dim in dims.items())
-            raise ValueError(f"one tied parameter cannot be cut in two ways: {told}")
-
-
-def how(dim):
-    return "whole" if dim is None else f"cut along dim {dim}"
+            how = {dim: "whole" if dim is None else f"along dim {dim}" for dim in dims.values()}
+            told = ", ".join(f"{where!r} ({how[dim]})" for where, dim in dims.items())
+            raise ValueError(f"a tied parameter cannot be cut in two ways: {told}")
 
 
 def same_on_all(module, axis):

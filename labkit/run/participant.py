@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import default_collate
 
-from labkit import comm, models
+from labkit import comm, models, tensor_parallel
 from labkit.budget import choose
 from labkit.composition import Composed
 from labkit.compression import COMPRESSORS
@@ -25,12 +25,11 @@ from labkit.measure.monitor import Monitor, waited_ms
 from labkit.measure.timeline import Timeline
 from labkit.measure.traffic import TrafficCounter
 from labkit.mesh import Mesh
+from labkit.models import plans
 from labkit.models.gpt import Stage
-from labkit.parts.layouts import Replicate
 from labkit.pipeline import gpipe, one_f_one_b
 from labkit.recompute import checkpoint
 from labkit.sampler import Batches
-from labkit.tensor_parallel import ColwiseParallel, RowwiseParallel
 from labkit.trainer import (
     Trainer,
     comm_hook,
@@ -220,14 +219,7 @@ class Participant:
 
 def compose(module, mesh, e, wrapping):
     """The GPT of an Experiment `e` on its mesh. wrapping: arguments of trainer.parallelize."""
-    plan = {
-        "token_embedding": RowwiseParallel(input_layouts=Replicate()),
-        "blocks.*.attention.query_key_value": ColwiseParallel(),
-        "blocks.*.attention.output": RowwiseParallel(),
-        "blocks.*.network.0": ColwiseParallel(),
-        "blocks.*.network.2": RowwiseParallel(),
-        "head": ColwiseParallel(output_layouts=Replicate()),
-    }
+    plan = plans.gpt(tensor_parallel, whole_logits=True)
     if e.pipeline == 1:
         return Composed(
             module, mesh, plan, lambda m, process_group: parallelize(m, *wrapping, process_group)
