@@ -19,12 +19,9 @@ from labkit.run import LaunchError
 
 NAMES = (
     *("exact", "launching", "all_reduce", "data_parallel", "overlap"),
-<<<<<<< HEAD
     *("zero", "fsdp", "amp", "memory", "recompute", "compression", "network", "slow_link", "survival", "attention"),
-=======
     *("zero", "fsdp", "amp", "memory", "recompute", "compression", "network", "slow_link", "survival"),
     "tensor_parallel",
->>>>>>> tp
 )
 QUICK = 5
 

@@ -1,26 +1,20 @@
 """A model in stages on several ranks, against one process that holds it all."""
 
-import random
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from labkit import comm
-from labkit.parts.dependencies import check, most_held, play
+from labkit.parts.dependencies import check
 from labkit.pipeline import (
-    Action,
     Pipeline,
     gpipe,
     interleaved,
     one_f_one_b,
-    run_program,
     v_shaped,
     zero_bubble,
 )
-from labkit.recompute import checkpoint_every
 
 F64, WIDTH, STEPS = torch.float64, 6, 3
 SCHEDULES = {one.__name__: one for one in (gpipe, one_f_one_b, interleaved, zero_bubble, v_shaped)}

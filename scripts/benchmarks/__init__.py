@@ -8,10 +8,7 @@ overlap.py         a step with emulated compute against the sooner of what compu
 compression.py     our comm hooks against PyTorch's, and the selection of the largest elements
 network.py         all-reduce between two nodes on a shaped link: bytes on the wire, use of the link
 slow_link.py       a training step over a slow link: top-k against no compression
-<<<<<<< HEAD
 attention.py       tiles against all scores at once and PyTorch's kernel; what a ring waits for
-=======
 tensor_parallel.py GPT blocks split over ranks: our parallelize_module, and PyTorch's on DTensor
->>>>>>> tp
 exact.py           what is counted, not timed: bytes sent, bytes held
 """
