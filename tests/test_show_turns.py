@@ -13,5 +13,5 @@ def test_a_turn_lasts_as_long_as_its_busiest_rank():
     assert said == ["busiest, over all turns: 26 tiles", "busiest, over all turns: 17 tiles"]
     assert [text.get_text() for text in figure.axes[0].texts] == ["10", "10", "0", "16"]
     framed = [sum(not patch.get_fill() for patch in axes.patches) for axes in figure.axes]
-    assert framed == [3, 4]  # of the turns of one grid, and of the other
+    assert framed == [1, 0]  # whom others wait for
     assert publish.png(figure, dpi=50)

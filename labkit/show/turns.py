@@ -3,7 +3,7 @@
 in order                      in zig-zag
          rank 0   1             rank 0   1
 turn 1       10  10           turn 1   9   9         the darker, the more tiles;
-turn 2        0  16           turn 2   8   8         framed: the busiest of a turn
+turn 2        0  16           turn 2   8   8         framed: whom others wait for
 busiest: 26 tiles             busiest: 17 tiles
 """
 
@@ -26,7 +26,8 @@ def turns(frame, title=None):
             )
             for row, (_, of_turn) in enumerate(tiles.iterrows()):
                 for column, number in enumerate(of_turn):
-                    draw_cell(axes, column, row, number, most, number == of_turn.max())
+                    held_up = number == of_turn.max() > of_turn.min()
+                    draw_cell(axes, column, row, number, most, held_up)
             axes.set_xlim(-0.55, ranks - 0.45)
             axes.set_ylim(count - 0.45, -0.55)
             axes.set_xticks(range(ranks), [f"rank {rank}" for rank in tiles.columns])
@@ -40,11 +41,11 @@ def turns(frame, title=None):
     return figure
 
 
-def draw_cell(axes, column, row, number, most, busiest):
+def draw_cell(axes, column, row, number, most, framed):
     colour = style.lighter(style.BLUE, 1 - number / most)
     box = {"color": colour, "linewidth": 0}
     axes.barh(row, 0.92, 0.9, left=column - 0.46, **box)
-    if busiest:
+    if framed:
         edge = {"fill": False, "edgecolor": style.RED, "linewidth": 1.6}
         axes.barh(row, 0.92, 0.9, left=column - 0.46, **edge)
     words = {"ha": "center", "va": "center", "size": 9.5, "color": style.text_on(colour)}
