@@ -12,9 +12,10 @@ computed while the next one is on its way. All-to-all: each rank gets all tokens
 nothing else changes. Both take and give the tokens `places` says.
 
 Sent per rank, of K bytes of its keys and values: forward (n-1) K and backward (2n-1) K in the ring;
-all-to-all (n-1)/n of query, keys, values and output, twice. Held: 1/n of one process, and keys
-and gradients on their way. Liu, Zaharia and Abbeel, Ring Attention, ICLR 2024, section 3; Brandon et al.,
-Striped Attention, 2023 (balance); Jacobs et al., DeepSpeed Ulysses, 2023, section 3.
+all-to-all (n-1)/n of query, keys, values and output, twice. Kept for backward: 1/n of one process;
+on their way in the ring: keys, and gradients. Liu, Zaharia and Abbeel, Ring Attention, ICLR 2024,
+section 3; Brandon et al., Striped Attention, 2023 (balance); Jacobs et al., DeepSpeed Ulysses,
+2023, section 3.
 """
 
 from dataclasses import replace
