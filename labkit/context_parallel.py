@@ -12,9 +12,10 @@ computed while the next one is on its way. All-to-all: each rank gets all tokens
 nothing else changes. Both take and give the tokens `places` says.
 
 Sent per rank, of K bytes of its keys and values: forward (n-1) K and backward (2n-1) K in the ring;
-all-to-all (n-1)/n of query, keys, values and output, twice. Held: 1/n of one process, and the
-keys on their way. Liu, Zaharia and Abbeel, Ring Attention, ICLR 2024, section 3; Brandon et al.,
-Striped Attention, 2023 (balance); Jacobs et al., DeepSpeed Ulysses, 2023, section 3.
+all-to-all (n-1)/n of query, keys, values and output, twice. Kept for backward: 1/n of one process;
+on their way in the ring: keys, and gradients. Liu, Zaharia and Abbeel, Ring Attention, ICLR 2024,
+section 3; Brandon et al., Striped Attention, 2023 (balance); Jacobs et al., DeepSpeed Ulysses,
+2023, section 3.
 """
 
 from dataclasses import replace
@@ -112,19 +113,19 @@ class RingAttention(torch.autograd.Function):
     def backward(ctx, gradient):
         query, key, value, output, log_sum = ctx.saved_tensors
         within = (gradient * output).sum(-1, keepdim=True, dtype=log_sum.dtype)
-        for_query = torch.zeros_like(log_sum.expand(query.shape))
-        for_pair = torch.zeros((2, *key.shape), dtype=log_sum.dtype, device=key.device)
+        for_query, arrived = torch.zeros_like(log_sum.expand(query.shape)), None
         for source, pair in ctx.ring.pass_round(torch.stack([key, value])):
-            own = torch.zeros_like(for_pair)
+            own = torch.zeros((2, *key.shape), dtype=log_sum.dtype, device=key.device)
             for rows, columns, part in ctx.ring.seen(source):
                 q, *rest = (one[..., rows, :] for one in (query, log_sum, within))
                 taken = (q, *pair[..., columns, :], *rest)
                 found = part.backward(gradient[..., rows, :], *taken)
                 for_query[..., rows, :] += found[0]
-                own[..., columns, :] += torch.stack(found[1:])
-            # what all ranks before this one have added to these keys' gradients is here by now
-            for_pair = ctx.ring.hand_on(for_pair.add_(own))
-        return for_query.to(query.dtype), *for_pair.to(key.dtype), None, None
+                own[0][..., columns, :] += found[1]
+                own[1][..., columns, :] += found[2]
+                del found  # or it lives beside the next
+            arrived = ctx.ring.hand_on(own, arrived)
+        return for_query.to(query.dtype), *arrived().to(key.dtype), None, None
 
 
 class Ring:
@@ -146,12 +147,23 @@ class Ring:
             pair, incoming = incoming, pair
         yield (self.rank + 1) % self.n, pair
 
-    def hand_on(self, tensor):
+    def hand_on(self, own, arrived):
+        """Add what all ranks before this one have added to these keys' gradients, and pass it on.
+
+        arrived: of the turn before, or None. Returns a function that waits for what comes next.
+        """
+        if arrived is not None:
+            own += arrived()
         if self.n == 1:
-            return tensor
-        incoming = torch.empty_like(tensor)
-        self.exchange(tensor, incoming)
-        return incoming
+            return lambda: own
+        incoming = torch.empty_like(own)
+        work = self.exchange(own, incoming, async_op=True)
+
+        def next_arrived():
+            work.wait()
+            return incoming
+
+        return next_arrived
 
     def exchange(self, outgoing, incoming, async_op=False):
         to, source = (self.rank + 1) % self.n, (self.rank - 1) % self.n

@@ -22,6 +22,8 @@ before_after, step_by_step,   chunks with the numbers that are in them          
 side_by_side
 broken                        broken runs on the unbroken one, and how they differ   broken.py
 race                          when, and for how many bytes, a loss is reached   race.py
+memory_by_length              bytes over the length of a sequence, in the hand     lengths.py
+turns                         who computes how much in each turn of a ring      turns.py
 present, save                 into the notebook, into figures/                  publish.py
 """
 
@@ -34,6 +36,7 @@ from labkit.show.efficiency import efficiency
 from labkit.show.formats import bit_layout, reach
 from labkit.show.gantt import timeline
 from labkit.show.gradients import carried, catching_up
+from labkit.show.lengths import memory_by_length
 from labkit.show.pareto import pareto
 from labkit.show.publish import present, save
 from labkit.show.race import race
@@ -44,6 +47,7 @@ from labkit.show.schedules import schedules
 from labkit.show.stacks import stacked_bars
 from labkit.show.stages import memory_and_traffic
 from labkit.show.switched import switched
+from labkit.show.turns import turns
 
 __all__ = [
     "before_after",
@@ -58,6 +62,7 @@ __all__ = [
     "measured_against_predicted",
     "memory_and_traffic",
     "memory_bars",
+    "memory_by_length",
     "memory_over_time",
     "pareto",
     "present",
@@ -74,4 +79,5 @@ __all__ = [
     "sweep",
     "switched",
     "timeline",
+    "turns",
 ]

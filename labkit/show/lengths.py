@@ -1,0 +1,132 @@
+"""Memory over the length of a sequence, a line a form; and in the hand: which length fits where.
+
+    [ figure ] one-line takeaway, table       ordinary outputs: GitHub, batch runs, offline too
+    heads v   ranks v   ...                   controls: they predict anew and launch nothing
+    [x] all scores at once [x] tiles          lines side by side; a dashed one at a GPU's memory
+
+What is drawn is a pure function of (predict, state): predict(form, tokens, **chosen) -> bytes.
+"""
+
+from dataclasses import dataclass, replace
+
+import ipywidgets
+import pandas as pd
+from matplotlib.ticker import FuncFormatter, LogLocator
+
+from labkit.show import controls, style
+from labkit.show.curves import close, draw_line, label_sizes
+from labkit.show.notebook import table
+from labkit.show.publish import as_html, present
+
+CAPACITY = 80 * 2**30  # bytes of a large GPU
+
+
+@dataclass(frozen=True)
+class State:
+    """What the controls say. chosen: (name, value) pairs, such as ("heads", 8)."""
+
+    forms: tuple
+    tokens: tuple
+    chosen: tuple
+
+
+def memory_by_length(frame, title=None, capacity=None):
+    """Figure: `bytes` over `tokens`, a line a `form`, both axes logarithmic. capacity: bytes."""
+    forms = list(dict.fromkeys(frame["form"]))
+    colours = style.palette(forms)
+    with style.look():
+        figure, axes = style.new_figure(8.0, 4.2)
+        ends = []
+        for form in forms:
+            rows = frame[frame["form"] == form]
+            xs, ys = draw_line(axes, rows, "tokens", "bytes", colours[form], marker="o")
+            ends.append((xs[-1], ys[-1], style.name(form), colours[form]))
+        axes.set_xscale("log", base=2)
+        label_sizes(axes, sorted(frame["tokens"].unique()), "")
+        axes.set_yscale("log", base=2)
+        axes.yaxis.set_major_locator(LogLocator(base=4))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: style.quantity(y, "bytes")))
+        axes.set_xlabel("length (tokens)")
+        axes.set_ylabel("peak memory")
+        if capacity:
+            axes.axhline(capacity, color=style.RED, linestyle=(0, (4, 2)), linewidth=1.4)
+        note = f"dashed: {style.quantity(capacity, 'bytes')}" if capacity else None
+        close(figure, axes, ends, title, note)
+    return figure
+
+
+def rows(predict, state):
+    """DataFrame: form, tokens, bytes. ValueError without a form."""
+    if not state.forms:
+        raise ValueError("no form to draw: choose at least one")
+    chosen = dict(state.chosen)
+    return pd.DataFrame(
+        {"form": form, "tokens": tokens, "bytes": predict(form, tokens, **chosen)}
+        for form in state.forms
+        for tokens in state.tokens
+    )
+
+
+def headline(state):
+    return ", ".join(f"{name} {value}" for name, value in state.chosen)
+
+
+def draw(predict, state):
+    return memory_by_length(rows(predict, state), headline(state), CAPACITY)
+
+
+def takeaway(predict, state):
+    """One sentence: the longest of the lengths that fits, of each form."""
+    frame, longest = rows(predict, state), []
+    for form, of_form in frame.groupby("form", sort=False):
+        fits = of_form[of_form["bytes"] <= CAPACITY]["tokens"]
+        words = f"{fits.max():,} tokens" if len(fits) else "none of these lengths"
+        longest.append(f"{words} for {style.name(form)}")
+    room = style.quantity(CAPACITY, "bytes")
+    return f"{headline(state)}: the longest that fits into {room} is {', '.join(longest)}."
+
+
+def small(predict, state):
+    """DataFrame of texts: a row a length, its bytes by form."""
+    wide = rows(predict, state).pivot(index="tokens", columns="form", values="bytes")
+    texts = wide[list(state.forms)].map(lambda size: style.quantity(size, "bytes"))
+    texts.insert(0, "tokens", [f"{tokens:,}" for tokens in wide.index])
+    return texts
+
+
+class Explorer:
+    """The controls and their state. `.panel` is the widget, `.image` what it shows."""
+
+    def __init__(self, predict, state, choices):
+        self.predict, self.state = predict, state
+        first = dict(state.chosen)
+        self.menus = {name: controls.menu(name, choices[name], first[name]) for name in choices}
+        self.boxes = controls.boxes(state.forms)
+        controls.observe(self.changed, (*self.menus.values(), *self.boxes.values()))
+        self.image = ipywidgets.HTML("<p>Move a control: the memory is drawn here.</p>")
+        above, below = controls.row(self.menus.values()), controls.row(self.boxes.values())
+        self.panel = ipywidgets.VBox([above, below, self.image])
+
+    def changed(self, change=None):
+        """Read the controls and draw anew."""
+        chosen = tuple((name, menu.value) for name, menu in self.menus.items())
+        self.state = replace(self.state, forms=controls.ticked(self.boxes), chosen=chosen)
+        if not self.state.forms:
+            self.image.value = "<p>Tick at least one form.</p>"
+            return
+        words = takeaway(self.predict, self.state)
+        self.image.value = as_html(words, draw(self.predict, self.state))
+
+
+def explorer(predict, forms, tokens, choices, provenance="predicted"):
+    """Show memory over length: figure, takeaway, table, controls. Returns Explorer.
+
+    choices: name -> values that its menu offers; the figure shows the first of each.
+    """
+    state = State(tuple(forms), tuple(tokens), tuple((name, choices[name][0]) for name in choices))
+    words = takeaway(predict, state)
+    present(draw(predict, state), words, provenance, words)
+    table(small(predict, state), f"{headline(state)}: bytes at the peak; {provenance}")
+    shown = Explorer(predict, state, choices)
+    controls.show(shown.panel)
+    return shown

@@ -1,0 +1,52 @@
+"""Who computes how much in each turn of a ring: a turn lasts as long as its busiest rank.
+
+in order                      in zig-zag
+         rank 0   1             rank 0   1
+turn 1       10  10           turn 1   9   9         the darker, the more tiles;
+turn 2        0  16           turn 2   8   8         framed: whom others wait for
+busiest: 26 tiles             busiest: 17 tiles
+"""
+
+from labkit.show import style
+
+
+def turns(frame, title=None):
+    """Figure: a grid per `order`, a cell per `rank` and `turn` with its `tiles`, all on one scale.
+
+    Under a grid: what its turns last, the sum over turns of the busiest rank's tiles.
+    """
+    orders, most = list(dict.fromkeys(frame["order"])), max(frame["tiles"].max(), 1)
+    with style.look():
+        ranks, count = frame["rank"].nunique(), frame["turn"].nunique()
+        height = 1.7 + 0.45 * count
+        figure, grids = style.new_figure(8.0, height, columns=len(orders), squeeze=False)
+        for order, axes in zip(orders, grids[0], strict=True):
+            tiles = frame[frame["order"] == order].pivot(
+                index="turn", columns="rank", values="tiles"
+            )
+            for row, (_, of_turn) in enumerate(tiles.iterrows()):
+                for column, number in enumerate(of_turn):
+                    held_up = number == of_turn.max() > of_turn.min()
+                    draw_cell(axes, column, row, number, most, held_up)
+            axes.set_xlim(-0.55, ranks - 0.45)
+            axes.set_ylim(count - 0.45, -0.55)
+            axes.set_xticks(range(ranks), [f"rank {rank}" for rank in tiles.columns])
+            axes.set_yticks(range(count), [f"turn {turn + 1}" for turn in tiles.index])
+            axes.tick_params(length=0)
+            for side in axes.spines.values():
+                side.set_visible(False)
+            axes.set_title(order, loc="left", size=10.5, weight="bold")
+            axes.set_xlabel(f"busiest, over all turns: {tiles.max(axis=1).sum():,} tiles")
+        style.entitle(figure, title)
+    return figure
+
+
+def draw_cell(axes, column, row, number, most, framed):
+    colour = style.lighter(style.BLUE, 1 - number / most)
+    box = {"color": colour, "linewidth": 0}
+    axes.barh(row, 0.92, 0.9, left=column - 0.46, **box)
+    if framed:
+        edge = {"fill": False, "edgecolor": style.RED, "linewidth": 1.6}
+        axes.barh(row, 0.92, 0.9, left=column - 0.46, **edge)
+    words = {"ha": "center", "va": "center", "size": 9.5, "color": style.text_on(colour)}
+    axes.text(column, row, f"{number:,}", **words)
