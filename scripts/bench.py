@@ -19,7 +19,8 @@ from labkit.run import LaunchError
 
 NAMES = (
     *("exact", "launching", "all_reduce", "data_parallel", "overlap"),
-    *("zero", "fsdp", "amp", "memory", "recompute", "compression", "network", "slow_link", "survival"),
+    *("zero", "fsdp", "amp", "memory", "recompute", "pipeline"),
+    *("compression", "network", "slow_link", "survival"),
 )
 QUICK = 5
 
