@@ -18,7 +18,7 @@ from labkit.show import style
 KINDS = {"F": "forward", "B": "backward", "W": "weights"}
 WORDS = {
     "F": "F: forward",
-    "B": "B: backward (of the input, where there is a W)",
+    "B": "B: backward, of the input if there is a W",
     "W": "W: weights",
 }
 BOX = 0.86  # of one row's height
@@ -67,10 +67,14 @@ def pipelines(frames, title=None):
         axes.spines["left"].set_visible(False)
         axes.set_xlabel("time since the step began (ms)")
         seen = [kind for kind in KINDS if any((f["kind"] == kind).any() for f in frames.values())]
+        shown = [Patch(color=style.COLOURS[KINDS[kind]], label=WORDS[kind]) for kind in seen]
+        if any((f.groupby("rank")["stage"].nunique() > 1).any() for f in frames.values()):
+            pale = style.lighter(style.COLOURS["forward"], 0.5)
+            shown.append(Patch(color=pale, label="pale: the rank's later stages"))
         figure.legend(
-            handles=[Patch(color=style.COLOURS[KINDS[kind]], label=WORDS[kind]) for kind in seen],
+            handles=shown,
             loc="outside lower center",
-            ncols=3,
+            ncols=len(shown),
             frameon=False,
             fontsize=9,
         )

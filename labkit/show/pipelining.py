@@ -128,7 +128,7 @@ class Explorer:
 
 
 def explorer(state, measured, unit_ms, launch):
-    """Show the controls. Returns the Explorer. measured: {State: bubble} of what was run already."""
+    """Show the controls; returns the Explorer. measured: {State: bubble} of what was run."""
     shown = Explorer(state, measured, unit_ms, launch)
     controls.show(shown.panel)
     return shown
