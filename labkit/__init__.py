@@ -61,6 +61,12 @@ What is indented is in parts/: what the file above it stands on, and others may 
     attention.py            tile by tile: the matrix of all scores is never there as a whole; on
         tiles.py            a tile of scores: masked, dropped, and the same again in backward
     context_parallel.py     attention over a sequence that no rank holds whole
+    pipeline.py             each rank has some layers: micro-batches pass through them all; on
+        schedules.py        who does what in which order, written before anything runs
+        dependencies.py     a schedule checked and played: what each action waits for
+        messages.py         who sends what to whom, read off the schedule
+        split_backward.py   the gradient that others wait for first, those of weights later
+        stages.py           a rank's part of the model, by name; tied parameters
     moe.py                  a token goes to k of E networks, which the ranks share out
     sampler.py              every sample exactly once per epoch; exact distributed evaluation
     learning_rate.py        a larger batch: the rate scaled, warmed up, brought down to zero

