@@ -66,7 +66,8 @@ def bubbles(context, schedules, repetitions, unit_ms):
     from labkit.measure.timeline import Timeline
     from labkit.parts.dependencies import play
 
-    ranks, batch = context.world_size, torch.zeros(MICRO_BATCHES, WIDTH)
+    ranks = context.world_size
+    batch = torch.zeros(MICRO_BATCHES, WIDTH, requires_grad=True)  # as what an embedding makes
     for name, a_rank in schedules.items():
         schedule = getattr(pipeline, name)(a_rank * ranks, MICRO_BATCHES, ranks)
         own = {action.stage: stage(unit_ms / a_rank) for action in schedule[context.rank]}
@@ -74,7 +75,7 @@ def bubbles(context, schedules, repetitions, unit_ms):
         for repetition in range(repetitions):
             timeline = Timeline(context.rank)
             with watch_pipeline(made, timeline):
-                made.step(batch, batch)
+                made.step(batch, batch.detach())
             known = {"name": name, "repetition": repetition, "predicted": play(schedule).bubble}
             context.record(spans=timeline.rows(), **known)
 
