@@ -72,6 +72,7 @@ def bubbles(context, schedules, repetitions, unit_ms):
         schedule = getattr(pipeline, name)(a_rank * ranks, MICRO_BATCHES, ranks)
         own = {action.stage: stage(unit_ms / a_rank) for action in schedule[context.rank]}
         made = pipeline.Pipeline(own, None, schedule, MICRO_BATCHES, nn.functional.mse_loss)
+        made.step(batch, batch.detach())  # the first tells shapes, too
         for repetition in range(repetitions):
             timeline = Timeline(context.rank)
             with watch_pipeline(made, timeline):
