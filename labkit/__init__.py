@@ -70,6 +70,12 @@ What is indented is in parts/: what the file above it stands on, and others may 
         draws.py            dropout: other numbers where tensors are split, the same where whole
     sequence_parallel.py    between the split layers each rank has a part of the tokens
     context_parallel.py     attention over a sequence that no rank holds whole
+    pipeline.py             each rank has some layers: micro-batches pass through them all; on
+        schedules.py        who does what in which order, written before anything runs
+        dependencies.py     a schedule checked and played: what each action waits for
+        messages.py         who sends what to whom, read off the schedule
+        split_backward.py   the gradient that others wait for first, those of weights later
+        stages.py           a rank's part of the model, by name; tied parameters
     moe.py                  a token goes to k of E networks, which the ranks share out
     composition.py          a mesh of axes: who gets which group, and what all must see together
     sampler.py              every sample exactly once per epoch; exact distributed evaluation

@@ -19,9 +19,8 @@ from labkit.run import LaunchError
 
 NAMES = (
     *("exact", "launching", "all_reduce", "data_parallel", "overlap"),
-    *("zero", "fsdp", "amp", "memory", "recompute", "compression", "network", "slow_link", "survival", "attention"),
     *("zero", "fsdp", "amp", "memory", "recompute", "compression", "network", "slow_link", "survival"),
-    "tensor_parallel",
+    *("attention", "tensor_parallel", "pipeline", "experts"),
 )
 QUICK = 5
 

@@ -1,97 +1,472 @@
-"""A model in stages on several ranks, against one process that holds it all."""
+"""A model in stages on several ranks, against one process that holds it all and torch.distributed.pipelining."""
 
+import random
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from labkit.parts.dependencies import check
-from labkit.pipeline import (
-    Pipeline,
-    gpipe,
-    interleaved,
-    one_f_one_b,
-    v_shaped,
-    zero_bubble,
-)
+from labkit import comm
+from labkit.parts.dependencies import check, most_held, play
+from labkit.parts.messages import messages
+from labkit.parts.schedules import needs
+from labkit.pipeline import Action, Pipeline, gpipe, interleaved, one_f_one_b, run_program, v_shaped, zero_bubble
+from labkit.recompute import checkpoint_every
+from labkit.run import LaunchError, launch
 
 F64, WIDTH, STEPS = torch.float64, 6, 3
 SCHEDULES = {one.__name__: one for one in (gpipe, one_f_one_b, interleaved, zero_bubble, v_shaped)}
-A_RANK = {"interleaved": 2, "v_shaped": 2, "gpipe, two a rank": 2}
+A_RANK = {"interleaved": 2, "v_shaped": 2}
 
 
 class Layer(nn.Module):
-    """Drops by a mask of its own for every micro-batch, which the rows that are dropped from tell."""
-
-    def __init__(self, number, drop):
+    def __init__(self, drop=0.0):
         super().__init__()
-        self.number, self.drop = number, drop
         self.first, self.second = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-        self.norm = nn.LayerNorm(WIDTH)
+        self.norm, self.drop = nn.LayerNorm(WIDTH), drop
 
     def forward(self, x):
-        return self.norm(x + self.second(torch.tanh(self.first(x))))
+        return self.norm(x + F.dropout(self.second(torch.tanh(self.first(x))), self.drop, self.training))
 
 
-def layers(count, drop=0.0):
-    torch.manual_seed(1)
-    return [Layer(number, drop).to(F64) for number in range(count)]
+def stage_of(number, stages, drop=0.0, tokens=False):
+    """Stage `number`, in values that depend on nothing else. tokens: an embedding that is the output layer too."""
+    torch.manual_seed(number)
+    parts = [Layer(drop)]
+    if tokens and number == 0:
+        parts.insert(0, nn.Embedding(11, WIDTH))
+    if tokens and number == stages - 1:
+        parts.append(nn.Linear(WIDTH, 11, bias=False))
+    return Seeded(number, nn.Sequential(*parts)).to(F64)
 
 
-def batch(step, size=8):
+class Seeded(nn.Module):
+    """Draws the same for the n-th micro-batch, on whatever rank."""
+
+    def __init__(self, number, inner):
+        super().__init__()
+        self.number, self.inner, self.calls = number, inner, 0
+
+    def forward(self, x):
+        self.calls += 1
+        torch.manual_seed(1000 * self.number + self.calls)
+        return self.inner(x)
+
+
+def name_of(stages, tokens, stage, name):
+    return "0.inner.0.weight" if tokens and stage == stages - 1 and name == "inner.1.weight" else f"{stage}.{name}"
+
+
+def batch(step, size, tokens):
     generator = torch.Generator().manual_seed(step)
+    if tokens:
+        return torch.randint(11, (2, size, 3), generator=generator)
     return torch.randn(2, size, WIDTH, generator=generator, dtype=F64)
 
 
-def trained(step_of, parameters, size=8):
-    """The losses of some steps of SGD with momentum."""
+def loss_of(tokens):
+    return (lambda out, target: F.cross_entropy(out.flatten(0, 1), target.flatten())) if tokens else F.mse_loss
+
+
+def trained(step_of, parameters, size, tokens):
+    """What some steps of SGD with momentum return."""
     optimizer, losses = torch.optim.SGD(parameters, lr=0.1, momentum=0.9), []
     for step in range(STEPS):
         optimizer.zero_grad()
-        losses.append(step_of(*batch(step, size)))
+        losses.append(step_of(*batch(step, size, tokens)))
         optimizer.step()
     return losses
 
 
-def in_one_process(model, size=8):
+def one_process(stages, micro_batches, drop, tokens):
+    """(losses, {name: value}); micro-batches one after another, as dropout has to draw for each."""
+    whole = nn.Sequential(*[stage_of(number, stages, drop, tokens) for number in range(stages)])
+    if tokens:
+        whole[-1].inner[-1].weight = whole[0].inner[0].weight
+
     def step(x, target):
-        loss = F.mse_loss(model(x), target)
-        loss.backward()
-        return loss.item()
+        total = 0.0
+        for part, wanted in zip(x.chunk(micro_batches), target.chunk(micro_batches), strict=True):
+            loss = loss_of(tokens)(whole(part), wanted) / micro_batches
+            loss.backward()
+            total += loss.item()
+        return total
 
-    return trained(step, model.parameters(), size)
+    losses = trained(step, whole.parameters(), 2 * micro_batches, tokens)
+    return losses, {n: p.detach() for n, p in whole.named_parameters()}
 
 
-def beside_one_process(rank, world_size, name, a_rank=1, micro_batches=8):
-    stages = a_rank * world_size
-    whole = nn.Sequential(*layers(stages))
-    theirs = in_one_process(whole, micro_batches)
-    own = {s: r for s, r in check_of(name, stages, micro_batches, world_size).items() if r == rank}
-    made = layers(stages)
-    pipeline = Pipeline(
-        {s: made[s] for s in own}, None, SCHEDULES[name], micro_batches, F.mse_loss, names=lambda s, n: f"{s}.{n}"
-    )
+def beside_one_process(rank, world_size, schedule, stages, micro_batches, drop=0.0, tokens=False, recompute=False):
+    """(how far losses and weights are from those of one process; ranks with other values of a tied weight)."""
+    losses, values = one_process(stages, micro_batches, drop, tokens)
+    lists = SCHEDULES[schedule](stages, micro_batches, world_size) if isinstance(schedule, str) else schedule
+    owner = check(lists, world_size, micro_batches)
+    own = {s: stage_of(s, stages, drop, tokens) for s, place in owner.items() if place == rank}
+    if tokens and stages - 1 in own:  # the copy begins with other values, on purpose
+        nn.init.normal_(own[stages - 1].inner[-1].weight)
+    for one in own.values() if recompute else ():
+        checkpoint_every(one, Layer)
+    names = partial(name_of, stages, tokens)
+    pipeline = Pipeline(own, None, lists, micro_batches, loss_of(tokens), names)
 
     def step(x, target):
         loss = pipeline.step(x, target)
+        assert (loss is None) == (stages - 1 not in own)
         return None if loss is None else loss.item()
 
-    ours = trained(step, pipeline.parameters(), micro_batches)
-    apart = [abs(a - b) for a, b in zip(ours, theirs, strict=True) if a is not None]
+    ours = trained(step, pipeline.parameters(), 2 * micro_batches, tokens)
     found = pipeline.full_state_dict()
-    assert found.keys() == whole.state_dict().keys()
-    apart += [(found[n] - t).abs().max().item() for n, t in whole.state_dict().items()]
-    return max(apart), (stages - 1 in own) == (ours[0] is not None)
-
-
-def check_of(name, stages, micro_batches, ranks):
-    return check(SCHEDULES[name](stages, micro_batches, ranks), ranks, micro_batches)
+    assert found.keys() == values.keys()
+    apart = [abs(a - b) for a, b in zip(ours, losses, strict=True) if a is not None]
+    apart += [(found[n] - t).abs().max().item() for n, t in values.items()]
+    apart += [(p - values[n]).abs().max().item() for n, p in pipeline.named_parameters()]
+    return max(apart)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_it_is_the_training_of_one_process(ranks, world_size, name):
-    told = ranks(world_size, beside_one_process, name=name, a_rank=A_RANK.get(name, 1), micro_batches=2 * world_size)
-    for apart, where in told:
-        assert apart < 1e-12 and where
+    stages = A_RANK.get(name, 1) * world_size
+    given = {"schedule": name, "stages": stages, "micro_batches": 2 * world_size}
+    assert max(ranks(world_size, beside_one_process, **given)) < 1e-12
+
+
+ROUNDS = [(n, name) for n in (1, 2, 3) for name in SCHEDULES if n * A_RANK.get(name, 1) > 1]
+
+
+@pytest.mark.parametrize(("world_size", "name"), ROUNDS)
+def test_with_tied_embeddings_dropout_and_recomputation(ranks, world_size, name):
+    stages = A_RANK.get(name, 1) * world_size
+    given = {"schedule": name, "stages": stages, "micro_batches": 2 * world_size, "drop": 0.3, "tokens": True}
+    assert max(ranks(world_size, beside_one_process, recompute=True, **given)) < 1e-12
+
+
+def test_gpipe_does_with_fewer_micro_batches_than_stages_and_with_several_stages_a_rank(ranks):
+    assert max(ranks(3, beside_one_process, schedule="gpipe", stages=3, micro_batches=1)) < 1e-12
+    assert max(ranks(2, beside_one_process, schedule="gpipe", stages=6, micro_batches=3)) < 1e-12
+
+
+def at_random(ranks, stages, micro_batches, seed):
+    """A schedule that nobody would write: stages anywhere, whatever can be done next, some backwards in two parts."""
+    draw = random.Random(seed)
+    owner = [*range(ranks), *(draw.randrange(ranks) for _ in range(stages - ranks))]
+    draw.shuffle(owner)
+    split = {s for s in range(stages) if draw.random() < 0.5}
+    left = [
+        Action(k, s, m) for s in range(stages) for m in range(micro_batches) for k in ("FBW" if s in split else "FB")
+    ]
+    lists, done = [[] for _ in range(ranks)], set()
+    while left:
+        action = draw.choice([a for a in left if all(need in done for need in needs(a, stages))])
+        left.remove(action)
+        done.add(action)
+        lists[owner[action.stage]].append(action)
+    return lists
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_order_that_can_be_done_is_the_same_training(ranks, seed):
+    n, stages, micro_batches = 2 + seed % 3, 4 + seed % 2, 3 + seed % 4
+    lists = at_random(n, stages, micro_batches, seed)
+    assert max(ranks(n, beside_one_process, schedule=lists, stages=stages, micro_batches=micro_batches)) < 1e-12
+
+
+def by_the_idea(rank, world_size, name):
+    micro_batches = 4
+    losses, values = one_process(world_size, micro_batches, 0.0, False)
+    program, stage = SCHEDULES[name](world_size, micro_batches)[rank], stage_of(rank, world_size)
+
+    def step(x, target):
+        return sum(
+            run_program(program, stage, x.chunk(micro_batches), target.chunk(micro_batches), F.mse_loss),
+            torch.zeros(()),
+        ).item()
+
+    ours = trained(step, stage.parameters(), 2 * micro_batches, False)
+    apart = [abs(a - b) for a, b in zip(ours, losses, strict=True)] if rank == world_size - 1 else []
+    return max(apart + [(p - values[f"{rank}.{n}"]).abs().max().item() for n, p in stage.named_parameters()])
+
+
+@pytest.mark.parametrize("name", ["gpipe", "one_f_one_b"])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_the_idea_is_the_training_too(ranks, world_size, name):
+    assert max(ranks(world_size, by_the_idea, name=name)) < 1e-12
+
+
+def beside_pytorch(rank, world_size, name, a_rank):
+    """The furthest that our weights are from those of PyTorch's class, on the same stages."""
+    from torch.distributed import pipelining
+
+    theirs = {
+        "gpipe": pipelining.ScheduleGPipe,
+        "one_f_one_b": pipelining.Schedule1F1B,
+        "interleaved": pipelining.ScheduleInterleaved1F1B,
+    }[name]
+    stages, micro_batches = a_rank * world_size, 2 * world_size
+    own = range(rank, stages, world_size)
+    modules = {s: stage_of(s, stages) for s in own}
+    parts = [pipelining.PipelineStage(m, s, stages, torch.device("cpu")) for s, m in modules.items()]
+    schedule = theirs(parts if a_rank > 1 else parts[0], micro_batches, loss_fn=F.mse_loss)
+
+    def their_step(x, target):
+        given = (x,) if rank == 0 else ()
+        schedule.step(*given, **({"target": target} if stages - 1 in own else {}))
+
+    trained(their_step, [p for m in modules.values() for p in m.parameters()], 2 * micro_batches, False)
+    ours = Pipeline({s: stage_of(s, stages) for s in own}, None, SCHEDULES[name], micro_batches, F.mse_loss)
+    trained(lambda x, target: ours.step(x, target), ours.parameters(), 2 * micro_batches, False)
+    wanted = {f"{s}.{n}": p for s, m in modules.items() for n, p in m.named_parameters()}
+    return max((p - wanted[n]).abs().max().item() for n, p in ours.named_parameters())
+
+
+@pytest.mark.parametrize(("name", "a_rank"), [("gpipe", 1), ("one_f_one_b", 1), ("interleaved", 2)])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_it_is_the_training_of_pytorchs_class(ranks, world_size, name, a_rank):
+    assert max(ranks(world_size, beside_pytorch, name=name, a_rank=a_rank)) < 1e-12
+
+
+# ---- what a schedule says
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("rounds", [1, 2, 3])
+def test_the_bubble_is_the_formulas(p, rounds):
+    M = rounds * p
+    for lists, fill in (
+        (gpipe(p, M), M),
+        (one_f_one_b(p, M), M),
+        (interleaved(2 * p, M, p), 2 * M),
+        (interleaved(3 * p, M, p), 3 * M),
+        (zero_bubble(p, M), 3 * M),
+    ):
+        assert play(lists).bubble == pytest.approx((p - 1) / (fill + p - 1))
+    if p < 8 and rounds > 1:
+        assert play(v_shaped(2 * p, M)).bubble == pytest.approx((p - 1) / (6 * M + p - 1))
+
+
+@pytest.mark.parametrize("p", [2, 3, 4])
+def test_what_is_held_is_the_formulas(p):
+    M = 3 * p
+    assert most_held(gpipe(p, M)) == [M] * p
+    assert most_held(one_f_one_b(p, M)) == [p - rank for rank in range(p)]
+    assert most_held(zero_bubble(p, M)) == [p] * p
+    assert most_held(interleaved(3 * p, M, p)) == [3 * p + p - 1 - 2 * rank for rank in range(p)]
+    assert max(most_held(v_shaped(2 * p, M))) == 2 * p
+
+
+def counted(rank, world_size, name):
+    """(most micro-batches of a stage held at a moment, bytes sent in a second step)."""
+    a_rank, micro_batches = A_RANK.get(name, 1), 2 * world_size
+    lists = SCHEDULES[name](a_rank * world_size, micro_batches, world_size)
+    own = {a.stage: stage_of(a.stage, 0) for a in lists[rank]}
+    pipeline = Pipeline(own, None, lists, micro_batches, F.mse_loss)
+    real, held = pipeline.compute, []
+
+    def compute(action, arrived):
+        made = real(action, arrived)
+        held.append(len(pipeline.held) + len(pipeline.later))
+        return made
+
+    pipeline.compute = compute
+    for _ in range(2):
+        with comm.record() as log:
+            pipeline.step(*batch(0, 2 * micro_batches, False))
+    return max(held), held[-1], sum(event.sent_bytes for event in log)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_ranks_hold_and_send_what_the_schedule_says(ranks, name):
+    lists = SCHEDULES[name](3 * A_RANK.get(name, 1), 6, 3)
+    told = ranks(3, counted, name=name)
+    assert [most for most, _, _ in told] == most_held(lists)
+    assert [left for _, left, _ in told] == [0] * 3
+    there = messages(lists, check(lists, 3, 6))
+    assert sum(sent for _, _, sent in told) == sum(map(len, there.values())) * 2 * WIDTH * 8
+
+
+def swapped(lists, rank, i, j):
+    lists[rank][i], lists[rank][j] = lists[rank][j], lists[rank][i]
+
+
+WRONG = {
+    "deadlock": (
+        lambda lists: [lists[0].sort(key=lambda a: a.micro_batch), lists[1].sort(key=lambda a: a.kind == "B")],
+        "this schedule never ends: rank 0 at 0B0 waits for 1B0 of rank 1; rank 1 at 1F1 waits for 0F1 of rank 0",
+    ),
+    "backward first": (lambda lists: swapped(lists, 1, 0, 1), "rank 1 does 1B0 before 1F0, which it needs"),
+    "missing": (lambda lists: lists[0].pop(), "0B1 (stage, kind, micro-batch) is missing on rank 0"),
+    "twice": (lambda lists: lists[0].append(lists[0][0]), "0F0 (stage, kind, micro-batch) is there twice"),
+    "two ranks": (lambda lists: lists[0].append(lists[1].pop()), "stage 1 is on rank 0 and on rank 1"),
+    "a gap": (lambda lists: lists.__setitem__(1, [a._replace(stage=2) for a in lists[1]]), "not [0, 2]"),
+    "ranks": (lambda lists: lists.append([]), "the schedule is for 3 ranks, and there are 2"),
+    "kind": (lambda lists: lists[0].append(Action("X", 0, 0)), "no action of 2 micro-batches: 0X0"),
+    "W first": (
+        lambda lists: (lists[0].insert(2, Action("W", 0, 0)), lists[0].append(Action("W", 0, 1))),
+        "rank 0 does 0W0 before 0B0, which it needs",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_schedule_that_cannot_be_is_refused(case):
+    lists = one_f_one_b(2, 2)
+    check(lists, 2, 2)
+    change, words = WRONG[case]
+    change(lists)
+    with pytest.raises(ValueError) as told:
+        check(lists, 2, 2)
+    assert words in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("write", "words"),
+    [
+        (
+            lambda: one_f_one_b(4, 3),
+            "one_f_one_b wants a micro-batch a stage at least: 3 for 4 stages; gpipe does with fewer",
+        ),
+        (lambda: zero_bubble(4, 8, 2), "zero_bubble has one stage a rank: 4 stages need 4 ranks, not 2"),
+        (lambda: interleaved(4, 7, 2), "interleaved wants micro-batches by 2s, one a rank: not 7"),
+        (lambda: gpipe(5, 2, 2), "2 ranks cannot share 5 stages alike"),
+        (lambda: v_shaped(3, 6), "v_shaped has two stages a rank: 3 stages, None ranks"),
+    ],
+)
+def test_a_schedule_that_is_not_for_these_numbers(write, words):
+    with pytest.raises(ValueError) as told:
+        write()
+    assert str(told.value) == words
+
+
+# ---- the class
+
+
+def wrong(rank, world_size, case):
+    """What the ranks say; nobody waits for the others in these."""
+    own, schedule, loss, size = {rank: stage_of(rank, 0)}, one_f_one_b, F.mse_loss, 8
+    if case == "stages":
+        own = {1 - rank: stage_of(rank, 0)}
+    elif case == "other schedules":
+        schedule = [gpipe, one_f_one_b][rank](2, 4)
+    elif case == "names":
+        own = {rank: nn.Linear(WIDTH, WIDTH + rank, dtype=F64)}
+    elif case == "no loss":
+        loss = None
+    elif case == "batch":
+        size = 10
+    try:
+        names = (lambda stage, name: name) if case == "names" else None
+        Pipeline(own, None, schedule, 4, loss, names).cut(torch.zeros(size, WIDTH), rank)
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("stages", ["rank 0 has stages [1]; by the schedule it has [0]"] * 2),
+        ("other schedules", ["ranks 0 and 1 have different schedules"] * 2),
+        ("names", ["'weight' is [6, 6] torch.float64 in one stage, [7, 6] torch.float64 in another"] * 2),
+        ("no loss", [None, "stage 1 is the last: this rank needs a loss"]),
+        ("batch", ["10 samples are no 4 equal micro-batches"] * 2),
+    ],
+)
+def test_bad_input(ranks, case, words):
+    assert ranks(2, wrong, case=case) == words
+
+
+class Uneven(nn.Module):
+    """Gives fewer rows for the second micro-batch."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return x[: len(x) - (self.calls == 2)]
+
+
+def uneven(rank, world_size):
+    """The first rank says what is wrong; the second takes what was sent before, so that nothing is left on the way."""
+    pipeline = Pipeline({rank: Uneven()}, None, gpipe, 3, lambda output, target: output.mean())
+    if rank == 0:
+        try:
+            pipeline.step(torch.zeros(6, WIDTH, requires_grad=True))
+        except ValueError as error:
+            pipeline.mail.end()
+            return str(error)
+    else:
+        pipeline.mail.take(Action("F", 1, 0))
+
+
+def test_stages_whose_shapes_differ_between_micro_batches(ranks):
+    said = ranks(2, uneven)[0]
+    assert said == (
+        "0F1 (stage, kind, micro-batch) makes [1, 6] torch.float32, before it was [2, 6] torch.float32: "
+        "all micro-batches and steps must look alike"
+    )
+
+
+def around(rank, world_size, name):
+    """evaluate() between steps; the input's gradient; a whole state, loaded."""
+    stages, micro_batches = A_RANK.get(name, 1) * world_size, 2 * world_size
+    whole = nn.Sequential(*[stage_of(s, stages) for s in range(stages)])
+    lists = SCHEDULES[name](stages, micro_batches, world_size)
+    own = {a.stage: stage_of(a.stage + 50, stages) for a in lists[rank]}
+    pipeline = Pipeline(own, None, lists, micro_batches, F.mse_loss)
+    pipeline.load_state_dict(whole.state_dict())
+    x, target = (one.clone().requires_grad_() for one in batch(0, 2 * micro_batches, False))
+    apart = []
+    for step in range(2):  # with twice as many samples as a step has
+        inputs, wanted = batch(step, 4 * micro_batches, False)
+        found = pipeline.evaluate(inputs, wanted)
+        if found is not None:
+            apart.append((found - F.mse_loss(whole(inputs), wanted)).abs().item())
+    assert all(p.grad is None for p in pipeline.parameters())
+    pipeline.step(x, target.detach())
+    oracle = x.detach().clone().requires_grad_()
+    F.mse_loss(whole(oracle), target.detach()).backward()
+    if 0 in own:
+        apart.append((x.grad - oracle.grad).abs().max().item())
+    grads = {n: p.grad for n, p in whole.named_parameters()}
+    apart += [(p.grad - grads[n]).abs().max().item() for n, p in pipeline.named_parameters()]
+    apart += [
+        0.0 if torch.equal(pipeline.state_dict()[n], whole.state_dict()[n]) else 1.0 for n in pipeline.state_dict()
+    ]
+    try:
+        pipeline.load_state_dict({n: t[:1] for n, t in whole.state_dict().items()})
+    except RuntimeError as error:
+        return max(apart), "should be" in str(error)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_evaluation_input_gradients_and_states(ranks, name):
+    for apart, said in ranks(2, around, name=name):
+        assert apart < 1e-12 and said
+
+
+def dies(context):
+    import os
+
+    import torch
+    from torch import nn
+
+    from labkit.pipeline import Pipeline, one_f_one_b
+
+    class Mortal(nn.Linear):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            if context.rank == 1 and self.calls == 3:
+                os._exit(7)
+            return super().forward(x)
+
+    pipeline = Pipeline({context.rank: Mortal(4, 4)}, None, one_f_one_b, 6, nn.functional.mse_loss)
+    pipeline.step(torch.zeros(12, 4), torch.zeros(12, 4))
+
+
+def test_a_rank_that_dies_in_the_middle_ends_all():
+    with pytest.raises(LaunchError) as told:
+        launch(dies, nproc=3, device="cpu", quiet=True, timeout=120)
+    assert "rank 1" in str(told.value).splitlines()[0]  # and not the time limit

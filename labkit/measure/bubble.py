@@ -13,13 +13,17 @@ from contextlib import contextmanager
 def watch_pipeline(pipeline, timeline):
     """Inside, each action of a labkit.pipeline.Pipeline on this rank is a span of the timeline.
 
-    A span is called as the schedule writes its action ("0F3"); kind, stage, micro_batch are in it.
+    A span is called as the schedule writes its action ("0F3"), and has kind, stage, micro_batch and
+    held: of how many micro-batches of a stage this rank then holds the activations.
     """
     real = pipeline.compute
 
     def compute(action, arrived):
-        with timeline.span(str(action), **action._asdict()):
-            return real(action, arrived)
+        span = timeline.begin(str(action), **action._asdict())
+        made = real(action, arrived)
+        timeline.end(span)
+        span.info["held"] = len(pipeline.held) + len(pipeline.later)
+        return made
 
     pipeline.compute = compute
     try:

@@ -66,7 +66,11 @@ def emulate(module, unit, forward_ms, backward_ms=None, weights_ms=0.0, arithmet
 def sleeping_forward(part, x):
     if not part.emulated_weights_seconds:
         return Sleep.apply(x, part.emulated_seconds, *part.parameters())
-    weight = Weights.apply(part.emulated_weights_seconds, *part.parameters())
+    # an input that wants no gradient has no node: all the time is the weights'
+    late = part.emulated_weights_seconds
+    if not x.requires_grad:
+        late += part.emulated_seconds[1]
+    weight = Weights.apply(late, *part.parameters())
     # the weights' node is the older one: backward comes to it after the input's
     return Meet.apply(Sleep.apply(x, part.emulated_seconds), weight)
 

@@ -17,6 +17,7 @@ loss_scales                   the loss scale over time, and skipped steps       
 pareto                        two prices, and what nothing beats on both        pareto.py
 step_over_link                step time over link speed, and where lines cross  crossings.py
 carried, catching_up          a gradient through a compressor, step by step     gradients.py
+pipelines                     a box per action of a pipeline, a row per rank   pipelines.py
 switched                      the same without and with something, arrows       switched.py
 before_after, step_by_step,   chunks with the numbers that are in them          contents.py
 side_by_side
@@ -38,6 +39,7 @@ from labkit.show.gantt import timeline
 from labkit.show.gradients import carried, catching_up
 from labkit.show.lengths import memory_by_length
 from labkit.show.pareto import pareto
+from labkit.show.pipelines import pipelines
 from labkit.show.publish import present, save
 from labkit.show.race import race
 from labkit.show.residency import residency
@@ -65,6 +67,7 @@ __all__ = [
     "memory_by_length",
     "memory_over_time",
     "pareto",
+    "pipelines",
     "present",
     "race",
     "reach",
