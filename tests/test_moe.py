@@ -1,5 +1,7 @@
 """Experts spread over ranks, against one process that holds them all and sees every rank's tokens."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -63,6 +65,7 @@ def train(model, moe, batches, rate=0.05):
 def beside_one_process(rank, world_size, options):
     """The furthest that outputs, inputs' gradients and weights are from those of one process."""
     oracle, model = Model(**options), Model(dist.group.WORLD, **options)
+    model.moe.experts = copy.deepcopy(model.moe.experts)  # a copy loses hooks of its parameters
     model._ddp_params_and_buffers_to_ignore = names_of_experts(model)
     batches = [batch(step, world_size) for step in range(STEPS)]
     theirs = train(oracle, oracle.moe, [x.flatten(0, 1) for x in batches])
@@ -106,6 +109,18 @@ def test_capacity_drops_the_last():
         seen[number] = seen.get(number, 0) + 1
         assert bool(output[token].abs().sum() == 0) == (seen[number] > 3)  # 10 tokens, 4 experts: at most 3 each
     assert moe.load.max() > 3 and moe.load.sum() == len(x)
+
+
+def test_the_router_of_one_expert_learns_what_it_is_worth():
+    moe = alone(top_k=1, balance=None)
+    moe(batch(0, 1)[0]).square().sum().backward()
+    assert moe.router.weight.grad.abs().max() > 1e-3
+
+
+def test_a_rank_without_tokens_balances_nothing():
+    moe = alone()
+    assert moe(torch.zeros(0, WIDTH, dtype=F64)).shape == (0, WIDTH)
+    assert moe.balance_loss.item() == 0 and moe.load.sum() == 0
 
 
 def test_an_expert_without_tokens_has_gradients_of_zero():
