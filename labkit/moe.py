@@ -49,7 +49,8 @@ class MoE(nn.Module):
     balance: "loss": after forward, .balance_loss wants to be added to the loss, times 0.01 or so;
         "bias": call rebalance() after each optimizer step; None.
     score: "softmax" over the experts, or "sigmoid" of each. shared: experts that take every token.
-    .load, [experts] int64: rows that each was given in the last forward, by all ranks.
+    .load, [experts] int64: rows for each in the last forward, of all ranks; .dropped: those of
+        them that were beyond its capacity.
     Gradients of experts are those of the mean of the ranks' losses, as DDP makes them for the rest:
     module._ddp_params_and_buffers_to_ignore = names_of_experts(module). Raises ValueError for
     experts that the ranks do not divide, top_k beyond them, and on all ranks where a score is no
@@ -84,7 +85,7 @@ class MoE(nn.Module):
         made = ((number, expert()) for number in range(experts))
         self.experts = nn.ModuleDict({str(i): one for i, one in made if i in own})
         self.shared = nn.ModuleList(expert() for _ in range(shared))
-        self.load, self.balance_loss = None, None
+        self.load, self.dropped, self.balance_loss = None, None, None
 
     def forward(self, x):
         rows = x.reshape(-1, x.shape[-1])
@@ -128,6 +129,7 @@ class MoE(nn.Module):
             where = told[:, -1].nonzero().flatten().tolist()
             raise ValueError(f"the router's scores are no numbers on ranks {where}")
         self.load = told[:, E:-1].sum(0)
+        self.dropped = self.load - told[:, :E].sum(0)
         if self.balance == "loss":  # 1 where all are chosen alike, E where one is
             share = self.load / self.load.sum().clamp(min=1)
             part = (likely / likely.sum(-1, keepdim=True)).sum(0) / max(1, len(likely))

@@ -19,7 +19,7 @@ from labkit.run import LaunchError
 
 NAMES = (
     *("exact", "launching", "all_reduce", "data_parallel", "overlap"),
-    *("zero", "fsdp", "amp", "memory", "recompute", "compression", "network", "slow_link", "survival"),
+    *("zero", "fsdp", "amp", "memory", "recompute", "compression", "network", "slow_link", "survival", "experts"),
 )
 QUICK = 5
 

@@ -109,6 +109,7 @@ def test_capacity_drops_the_last():
         seen[number] = seen.get(number, 0) + 1
         assert bool(output[token].abs().sum() == 0) == (seen[number] > 3)  # 10 tokens, 4 experts: at most 3 each
     assert moe.load.max() > 3 and moe.load.sum() == len(x)
+    assert moe.dropped.tolist() == [max(0, load - 3) for load in moe.load.tolist()]
 
 
 def test_the_router_of_one_expert_learns_what_it_is_worth():

@@ -21,6 +21,7 @@ switched                      the same without and with something, arrows       
 before_after, step_by_step,   chunks with the numbers that are in them          contents.py
 side_by_side
 broken                        broken runs on the unbroken one, and how they differ   broken.py
+load_map                      experts over steps, coloured by how many rows they got  loads.py
 race                          when, and for how many bytes, a loss is reached   race.py
 present, save                 into the notebook, into figures/                  publish.py
 """
@@ -34,6 +35,7 @@ from labkit.show.efficiency import efficiency
 from labkit.show.formats import bit_layout, reach
 from labkit.show.gantt import timeline
 from labkit.show.gradients import carried, catching_up
+from labkit.show.loads import load_map
 from labkit.show.pareto import pareto
 from labkit.show.publish import present, save
 from labkit.show.race import race
@@ -53,6 +55,7 @@ __all__ = [
     "catching_up",
     "efficiency",
     "grouped_bars",
+    "load_map",
     "loss_curves",
     "loss_scales",
     "measured_against_predicted",

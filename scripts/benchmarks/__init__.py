@@ -8,5 +8,6 @@ overlap.py         a step with emulated compute against the sooner of what compu
 compression.py     our comm hooks against PyTorch's, and the selection of the largest elements
 network.py         all-reduce between two nodes on a shaped link: bytes on the wire, use of the link
 slow_link.py       a training step over a slow link: top-k against no compression
+experts.py        a mixture of experts against one network of the same work per token, emulated compute
 exact.py           what is counted, not timed: bytes sent, bytes held
 """
