@@ -49,8 +49,8 @@ class MoE(nn.Module):
     balance: "loss": after forward, .balance_loss wants to be added to the loss, times 0.01 or so;
         "bias": call rebalance() after each optimizer step; None.
     score: "softmax" over the experts, or "sigmoid" of each. shared: experts that take every token.
-    .load, [experts] int64: rows for each in the last forward, of all ranks; .dropped: those of
-        them that were beyond its capacity.
+    .load, [experts] int64: rows for each in the last forward, of the group's ranks; .dropped:
+        those of them that were beyond its capacity.
     Gradients of experts are those of the mean of the ranks' losses, as DDP makes them for the rest:
     module._ddp_params_and_buffers_to_ignore = names_of_experts(module). Raises ValueError for
     experts that the ranks do not divide, top_k beyond them, and on all ranks where a score is no
@@ -178,6 +178,14 @@ def names_of_experts(module):
         for name, one in parts
         for own, _ in one.experts.named_parameters()
     ]
+
+
+def average_experts(module, group):
+    """After backward, in a mesh of dp x ep: the mean over the dp group, which has the same ones."""
+    for one in module.modules():
+        for p in one.experts.parameters() if isinstance(one, MoE) else ():
+            comm.all_reduce(p.grad, group=group)
+            p.grad /= dist.get_world_size(group)
 
 
 class Exchange(torch.autograd.Function):

@@ -9,7 +9,11 @@ from torch import nn
 
 from labkit import comm
 from labkit.ddp import DDP
-from labkit.moe import MoE, mix_experts, names_of_experts
+from labkit.mesh import Mesh
+from labkit.models import cross_entropy
+from labkit.models.gpt import GPT
+from labkit.models.text import stdlib_text
+from labkit.moe import MoE, average_experts, mix_experts, names_of_experts
 
 F64, WIDTH, TOKENS, STEPS = torch.float64, 6, 10, 3
 OPTIONS = {
@@ -175,6 +179,46 @@ def test_rows_that_leave_a_rank_are_what_is_sent(ranks, world_size):
     assert all(there == leaving and messages == 4 for there, leaving, _, messages, _ in told)
     assert sum(there for there, *_ in told) == sum(back for _, _, back, *_ in told)
     assert all(counts == (world_size - 1) * 9 * 8 for *_, counts in told)
+
+
+def gpt(group=None):
+    torch.manual_seed(0)
+    model = GPT(context=8, layers=2, heads=2, width=WIDTH)
+    for block in model.blocks:
+        block.network = MoE(WIDTH, 4, expert=expert, group=group, balance=None)
+    return model.to(F64)
+
+
+def windows(text, first, count):
+    return zip(*(text[first + i] for i in range(count)), strict=True)
+
+
+def replicas_of_experts(rank, world_size):
+    """Losses and the furthest weight of dp 2 x ep 2 and of one process, on text."""
+    mesh, text = Mesh({"dp": 2, "ep": 2}), stdlib_text(8, max_bytes=2**18)
+    oracle, model = gpt(), gpt(mesh.group("ep"))
+    model._ddp_params_and_buffers_to_ignore = names_of_experts(model)
+    losses = []
+    for one, mine in ((oracle, slice(None)), (DDP(model), slice(2 * rank, 2 * rank + 2))):
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9)
+        for step in range(STEPS):
+            tokens, target = (torch.stack(part)[mine] for part in windows(text, 8 * step, 8))
+            optimizer.zero_grad()
+            loss = cross_entropy(one(tokens), target)
+            loss.backward()
+            if one is not oracle:
+                average_experts(one, mesh.group("dp"))
+                comm.all_reduce(loss.detach())
+            optimizer.step()
+            losses.append(loss.item() / (1 if one is oracle else world_size))
+    everything = dict(oracle.named_parameters())
+    apart = max((p - everything[name]).abs().max().item() for name, p in model.named_parameters())
+    return apart, max(abs(a - b) for a, b in zip(losses[:STEPS], losses[STEPS:], strict=True))
+
+
+def test_experts_in_a_mesh_with_replicas_train_a_gpt_on_text(ranks):
+    for apart, losses in ranks(4, replicas_of_experts):
+        assert apart < 1e-12 and losses < 1e-12
 
 
 def not_a_number(rank, world_size):
