@@ -30,7 +30,8 @@ def mix_experts(x, router, experts, top_k):
     x: [tokens, width]. router: tokens -> a score for each expert. Returns [tokens, width].
     """
     weights, chosen = torch.softmax(router(x), -1).topk(top_k)  # [tokens, k] both
-    weights = weights / weights.sum(-1, keepdim=True)
+    if top_k > 1:  # of one the share is 1 whatever the router says: it would learn nothing
+        weights = weights / weights.sum(-1, keepdim=True)
     output = torch.zeros_like(x)
     for number, expert in enumerate(experts):
         token, place = (chosen == number).nonzero(as_tuple=True)
@@ -48,7 +49,8 @@ class MoE(nn.Module):
     balance: "loss": after forward, .balance_loss wants to be added to the loss, times 0.01 or so;
         "bias": call rebalance() after each optimizer step; None.
     score: "softmax" over the experts, or "sigmoid" of each. shared: experts that take every token.
-    .load, [experts] int64: rows that each was given in the last forward, by all ranks.
+    .load, [experts] int64: rows for each in the last forward, of the group's ranks; .dropped:
+        those of them that were beyond its capacity.
     Gradients of experts are those of the mean of the ranks' losses, as DDP makes them for the rest:
     module._ddp_params_and_buffers_to_ignore = names_of_experts(module). Raises ValueError for
     experts that the ranks do not divide, top_k beyond them, and on all ranks where a score is no
@@ -83,9 +85,7 @@ class MoE(nn.Module):
         made = ((number, expert()) for number in range(experts))
         self.experts = nn.ModuleDict({str(i): one for i, one in made if i in own})
         self.shared = nn.ModuleList(expert() for _ in range(shared))
-        for p in self.experts.parameters():
-            p.register_hook(lambda gradient: gradient / self.n)
-        self.load, self.balance_loss = None, None
+        self.load, self.dropped, self.balance_loss = None, None, None
 
     def forward(self, x):
         rows = x.reshape(-1, x.shape[-1])
@@ -94,7 +94,8 @@ class MoE(nn.Module):
         told = self.tell(chosen, taken, likely)  # [ranks, experts]
         token, place = order // self.top_k, order % self.top_k
         back = self.by_experts(rows[token], told)
-        output = torch.zeros_like(rows).index_add(0, token, weights[token, place, None] * back)
+        weighed = (weights[token, place, None] * back).to(rows.dtype)
+        output = torch.zeros_like(rows).index_add(0, token, weighed)
         for one in self.shared:
             output = output + one(rows)
         return output.view(x.shape)
@@ -105,7 +106,9 @@ class MoE(nn.Module):
         likely = scores.softmax(-1) if self.score == "softmax" else scores.sigmoid()
         chosen = (likely.detach() + self.bias).topk(self.top_k).indices
         weights = likely.gather(-1, chosen)
-        return likely, weights / weights.sum(-1, keepdim=True), chosen
+        if self.top_k > 1:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return likely, weights, chosen
 
     def taken(self, chosen, E):
         """(the places in chosen.flatten() that experts take, by expert; how many each takes)."""
@@ -126,10 +129,11 @@ class MoE(nn.Module):
             where = told[:, -1].nonzero().flatten().tolist()
             raise ValueError(f"the router's scores are no numbers on ranks {where}")
         self.load = told[:, E:-1].sum(0)
+        self.dropped = self.load - told[:, :E].sum(0)
         if self.balance == "loss":  # 1 where all are chosen alike, E where one is
-            share = self.load / self.load.sum()
-            part = likely / likely.sum(-1, keepdim=True)
-            self.balance_loss = E * (share.to(part.dtype) * part.mean(0)).sum()
+            share = self.load / self.load.sum().clamp(min=1)
+            part = (likely / likely.sum(-1, keepdim=True)).sum(0) / max(1, len(likely))
+            self.balance_loss = E * (share.to(part.dtype) * part).sum()
         return told[:, :E]
 
     def gather(self, counts):
@@ -145,7 +149,7 @@ class MoE(nn.Module):
         mine = told[:, self.rank * own : (self.rank + 1) * own]  # [ranks, own experts]
         outgoing = told[self.rank].view(self.n, own).sum(1).tolist()
         incoming = mine.sum(1).tolist()
-        came = Exchange.apply(rows, outgoing, incoming, self.group) if self.n > 1 else rows
+        came = self.exchange(rows, outgoing, incoming, self.n)
         numbers = torch.arange(own, device=rows.device).repeat(self.n)
         by_expert = numbers.repeat_interleave(mine.flatten()).argsort(stable=True)
         parts = came[by_expert].split(mine.sum(0).tolist())
@@ -153,7 +157,12 @@ class MoE(nn.Module):
             [one(part) for one, part in zip(self.experts.values(), parts, strict=True)]
         )
         done = done[by_expert.argsort()]
-        return Exchange.apply(done, incoming, outgoing, self.group) if self.n > 1 else done
+        return self.exchange(done, incoming, outgoing, 1 / self.n)
+
+    def exchange(self, rows, outgoing, incoming, scale):
+        if self.n == 1:
+            return rows
+        return Exchange.apply(rows, outgoing, incoming, scale, self.group)
 
     @torch.no_grad()
     def rebalance(self, rate=1e-3):
@@ -171,16 +180,28 @@ def names_of_experts(module):
     ]
 
 
+def average_experts(module, group):
+    """After backward, in a mesh of dp x ep: the mean over the dp group, which has the same ones."""
+    for one in module.modules():
+        for p in one.experts.parameters() if isinstance(one, MoE) else ():
+            comm.all_reduce(p.grad, group=group)
+            p.grad /= dist.get_world_size(group)
+
+
 class Exchange(torch.autograd.Function):
-    """All-to-all of rows: outgoing[i] of them to rank i, incoming[j] from j; back in backward."""
+    """All-to-all of rows: outgoing[i] of them to rank i, incoming[j] from j; back in backward.
+
+    scale: of the gradient. Between 1/n behind the experts and n before them, theirs is a mean.
+    """
 
     @staticmethod
-    def forward(ctx, rows, outgoing, incoming, group):
-        ctx.sizes, ctx.group = (incoming, outgoing), group
+    def forward(ctx, rows, outgoing, incoming, scale, group):
+        ctx.sizes, ctx.scale, ctx.group = (incoming, outgoing), scale, group
         came = rows.new_empty(sum(incoming), *rows.shape[1:])
         comm.all_to_all(came, rows.contiguous(), incoming, outgoing, group)
         return came
 
     @staticmethod
     def backward(ctx, gradient):
-        return Exchange.apply(gradient, *ctx.sizes, ctx.group), None, None, None
+        back = Exchange.apply(gradient * ctx.scale, *ctx.sizes, ctx.scale, ctx.group)
+        return back, None, None, None, None

@@ -1,5 +1,7 @@
 """Experts spread over ranks, against one process that holds them all and sees every rank's tokens."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,7 +9,11 @@ from torch import nn
 
 from labkit import comm
 from labkit.ddp import DDP
-from labkit.moe import MoE, mix_experts, names_of_experts
+from labkit.mesh import Mesh
+from labkit.models import cross_entropy
+from labkit.models.gpt import GPT
+from labkit.models.text import stdlib_text
+from labkit.moe import MoE, average_experts, mix_experts, names_of_experts
 
 F64, WIDTH, TOKENS, STEPS = torch.float64, 6, 10, 3
 OPTIONS = {
@@ -63,6 +69,7 @@ def train(model, moe, batches, rate=0.05):
 def beside_one_process(rank, world_size, options):
     """The furthest that outputs, inputs' gradients and weights are from those of one process."""
     oracle, model = Model(**options), Model(dist.group.WORLD, **options)
+    model.moe.experts = copy.deepcopy(model.moe.experts)  # a copy loses hooks of its parameters
     model._ddp_params_and_buffers_to_ignore = names_of_experts(model)
     batches = [batch(step, world_size) for step in range(STEPS)]
     theirs = train(oracle, oracle.moe, [x.flatten(0, 1) for x in batches])
@@ -106,6 +113,19 @@ def test_capacity_drops_the_last():
         seen[number] = seen.get(number, 0) + 1
         assert bool(output[token].abs().sum() == 0) == (seen[number] > 3)  # 10 tokens, 4 experts: at most 3 each
     assert moe.load.max() > 3 and moe.load.sum() == len(x)
+    assert moe.dropped.tolist() == [max(0, load - 3) for load in moe.load.tolist()]
+
+
+def test_the_router_of_one_expert_learns_what_it_is_worth():
+    moe = alone(top_k=1, balance=None)
+    moe(batch(0, 1)[0]).square().sum().backward()
+    assert moe.router.weight.grad.abs().max() > 1e-3
+
+
+def test_a_rank_without_tokens_balances_nothing():
+    moe = alone()
+    assert moe(torch.zeros(0, WIDTH, dtype=F64)).shape == (0, WIDTH)
+    assert moe.balance_loss.item() == 0 and moe.load.sum() == 0
 
 
 def test_an_expert_without_tokens_has_gradients_of_zero():
@@ -159,6 +179,46 @@ def test_rows_that_leave_a_rank_are_what_is_sent(ranks, world_size):
     assert all(there == leaving and messages == 4 for there, leaving, _, messages, _ in told)
     assert sum(there for there, *_ in told) == sum(back for _, _, back, *_ in told)
     assert all(counts == (world_size - 1) * 9 * 8 for *_, counts in told)
+
+
+def gpt(group=None):
+    torch.manual_seed(0)
+    model = GPT(context=8, layers=2, heads=2, width=WIDTH)
+    for block in model.blocks:
+        block.network = MoE(WIDTH, 4, expert=expert, group=group, balance=None)
+    return model.to(F64)
+
+
+def windows(text, first, count):
+    return zip(*(text[first + i] for i in range(count)), strict=True)
+
+
+def replicas_of_experts(rank, world_size):
+    """Losses and the furthest weight of dp 2 x ep 2 and of one process, on text."""
+    mesh, text = Mesh({"dp": 2, "ep": 2}), stdlib_text(8, max_bytes=2**18)
+    oracle, model = gpt(), gpt(mesh.group("ep"))
+    model._ddp_params_and_buffers_to_ignore = names_of_experts(model)
+    losses = []
+    for one, mine in ((oracle, slice(None)), (DDP(model), slice(2 * rank, 2 * rank + 2))):
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9)
+        for step in range(STEPS):
+            tokens, target = (torch.stack(part)[mine] for part in windows(text, 8 * step, 8))
+            optimizer.zero_grad()
+            loss = cross_entropy(one(tokens), target)
+            loss.backward()
+            if one is not oracle:
+                average_experts(one, mesh.group("dp"))
+                comm.all_reduce(loss.detach())
+            optimizer.step()
+            losses.append(loss.item() / (1 if one is oracle else world_size))
+    everything = dict(oracle.named_parameters())
+    apart = max((p - everything[name]).abs().max().item() for name, p in model.named_parameters())
+    return apart, max(abs(a - b) for a, b in zip(losses[:STEPS], losses[STEPS:], strict=True))
+
+
+def test_experts_in_a_mesh_with_replicas_train_a_gpt_on_text(ranks):
+    for apart, losses in ranks(4, replicas_of_experts):
+        assert apart < 1e-12 and losses < 1e-12
 
 
 def not_a_number(rank, world_size):

@@ -22,6 +22,7 @@ switched                      the same without and with something, arrows       
 before_after, step_by_step,   chunks with the numbers that are in them          contents.py
 side_by_side
 broken                        broken runs on the unbroken one, and how they differ   broken.py
+load_map                      experts over steps, coloured by how many rows they got  loads.py
 race                          when, and for how many bytes, a loss is reached   race.py
 memory_by_length              bytes over the length of a sequence, in the hand     lengths.py
 turns                         who computes how much in each turn of a ring      turns.py
@@ -38,6 +39,7 @@ from labkit.show.formats import bit_layout, reach
 from labkit.show.gantt import timeline
 from labkit.show.gradients import carried, catching_up
 from labkit.show.lengths import memory_by_length
+from labkit.show.loads import load_map
 from labkit.show.pareto import pareto
 from labkit.show.pipelines import pipelines
 from labkit.show.publish import present, save
@@ -59,6 +61,7 @@ __all__ = [
     "catching_up",
     "efficiency",
     "grouped_bars",
+    "load_map",
     "loss_curves",
     "loss_scales",
     "measured_against_predicted",

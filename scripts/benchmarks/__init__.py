@@ -10,5 +10,7 @@ network.py         all-reduce between two nodes on a shaped link: bytes on the w
 slow_link.py       a training step over a slow link: top-k against no compression
 attention.py       tiles against all scores at once and PyTorch's kernel; what a ring waits for
 tensor_parallel.py GPT blocks split over ranks: our parallelize_module, and PyTorch's on DTensor
+pipeline.py        a step of stages: our schedules against torch.distributed.pipelining, and their bubbles
+experts.py         a mixture of experts against one network of the same work per token, emulated compute
 exact.py           what is counted, not timed: bytes sent, bytes held
 """

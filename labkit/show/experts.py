@@ -1,0 +1,105 @@
+"""What a capacity would drop, in the hand: experts' loads as they were, cut at another height.
+
+    [ figure ] one-line takeaway, table       ordinary outputs: GitHub, batch runs, offline too
+    run v   capacity v                        controls: they re-plot saved rows and launch nothing
+
+The frame is labkit/show/loads.py's. What is cut is the load of all ranks: a rank whose own rows are
+less even drops more.
+"""
+
+from dataclasses import dataclass, replace
+
+import ipywidgets
+import numpy as np
+import pandas as pd
+
+from labkit.show import controls, style
+from labkit.show.loads import shares
+from labkit.show.notebook import table
+from labkit.show.publish import as_html, present
+
+CAPACITIES = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0, 4.0)
+
+
+@dataclass(frozen=True)
+class State:
+    """What the controls say. capacity: of an expert, in even shares."""
+
+    run: str
+    capacity: float
+
+
+def dropped(load, capacity):
+    """Share of the rows [steps, experts] beyond the capacity, [steps]."""
+    return np.clip(load - capacity, 0, None).sum(1) / load.shape[1]
+
+
+def draw(frame, state):
+    """Figure: the share of dropped rows over the steps, the chosen run above the others."""
+    with style.look():
+        figure, axes = style.new_figure(8.0, 3.4)
+        for run, load in shares(frame).items():
+            chosen = run == state.run
+            look = {"color": style.BLUE if chosen else style.GREY, "zorder": 3 if chosen else 2}
+            lost = 100 * dropped(load, state.capacity)
+            axes.plot(lost, linewidth=2.2 if chosen else 1.2, **look)
+            if chosen:
+                last = (len(lost) - 1, lost[-1])
+                style.beside(axes, run, last, (6, 0), color=style.BLUE, weight="bold")
+        axes.set_xlabel("step")
+        axes.set_ylabel("rows beyond the capacity (%)")
+        axes.set_ylim(bottom=0)
+        style.entitle(figure, f"With a capacity of {state.capacity:g} even shares")
+    return figure
+
+
+def takeaway(frame, state):
+    """One sentence: what the chosen run would have dropped in all."""
+    lost = dropped(shares(frame)[state.run], state.capacity).mean()
+    return (
+        f"A capacity of {state.capacity:g} even shares would have dropped {100 * lost:.1f} % of "
+        f"the rows of the run {state.run}."
+    )
+
+
+def small(frame, capacities):
+    """DataFrame of texts: a row per run, the share dropped at each capacity."""
+    runs = shares(frame)
+    columns = {
+        f"capacity {one:g}": [f"{100 * dropped(load, one).mean():.1f} %" for load in runs.values()]
+        for one in capacities
+    }
+    return pd.DataFrame({"run": list(runs), **columns})
+
+
+class Explorer:
+    """The controls and their state. `.panel` is the widget, `.image` what it shows."""
+
+    def __init__(self, frame, state):
+        self.frame, self.state = frame, state
+        names = list(dict.fromkeys(frame["run"]))
+        options = [(f"{one:g} even shares", one) for one in sorted({*CAPACITIES, state.capacity})]
+        self.run = controls.menu("run", names, state.run)
+        self.capacity = controls.menu("capacity", options, state.capacity)
+        controls.observe(self.changed, (self.run, self.capacity))
+        self.image = ipywidgets.HTML(
+            "<p>Choose a capacity: what it drops is drawn here, from the saved rows.</p>"
+        )
+        self.panel = ipywidgets.VBox([controls.row([self.run, self.capacity]), self.image])
+
+    def changed(self, change=None):
+        """Read the controls and draw anew."""
+        self.state = replace(self.state, run=self.run.value, capacity=self.capacity.value)
+        words = takeaway(self.frame, self.state)
+        self.image.value = as_html(words, draw(self.frame, self.state))
+
+
+def explorer(frame, run, provenance, capacity=1.0, capacities=(1.0, 1.25, 2.0)):
+    """Show what a capacity would drop: figure, takeaway, table, controls. Returns the Explorer."""
+    state = State(run, capacity)
+    words = takeaway(frame, state)
+    present(draw(frame, state), words, provenance, words)
+    table(small(frame, capacities), f"rows dropped; {provenance}")
+    shown = Explorer(frame, state)
+    controls.show(shown.panel)
+    return shown

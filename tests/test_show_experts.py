@@ -1,0 +1,43 @@
+"""The picture of experts' load, and what a capacity would have dropped of it."""
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from labkit.show import experts, plots
+from labkit.show.loads import shares
+from labkit.show.publish import png
+
+FRAME = pd.DataFrame(
+    [{"run": "none", "step": step, "load": [8, 0, 0, 0]} for step in range(3)]
+    + [{"run": "bias", "step": step, "load": [2, 2, 2, 2]} for step in range(3)]
+)
+
+
+def test_the_map_shows_loads_over_an_even_share():
+    figure = plots.load_map(FRAME, "Load")
+    alone, even = (axes.images[0] for axes in figure.axes[:2])
+    assert np.array_equal(alone.get_array(), shares(FRAME)["none"].T) and alone.get_array().max() == 4
+    assert (even.get_array() == 1).all()
+    assert alone.get_clim() == even.get_clim() == (0, 4)
+    assert [axes.get_title(loc="left") for axes in figure.axes[:2]] == ["none", "bias"]
+    assert png(figure, dpi=50)
+
+
+def test_nothing_recorded_is_said():
+    with pytest.raises(ValueError, match="no load was recorded"):
+        plots.load_map(FRAME.iloc[:0])
+
+
+def test_what_is_beyond_the_capacity_is_dropped():
+    assert experts.small(FRAME, (1.0, 3.0)).to_dict("list") == {
+        "run": ["none", "bias"],
+        "capacity 1": ["75.0 %", "0.0 %"],
+        "capacity 3": ["25.0 %", "0.0 %"],
+    }
+
+
+def test_the_controls_draw_anew(capsys):
+    shown = experts.explorer(FRAME, "none", "predicted from counted loads")
+    shown.run.value, shown.capacity.value = "bias", 0.5
+    assert "would have dropped 50.0 % of the rows of the run bias" in shown.image.value
