@@ -339,6 +339,7 @@ def wrong(rank, world_size, case):
         "tied": {"token_embedding": row},
         "two ways": {"token_embedding": column, "head": column},
         "kind": {"norm": column},
+        "twice": {"blocks.*.network.0": column, "blocks.1.network.0": row},
     }
     model = gpt(0, heads=3 if case == "heads" else 12, vocab=25 if case == "vocabulary" else VOCAB)
     if case == "features":
@@ -374,6 +375,7 @@ def wrong(rank, world_size, case):
             "a tied parameter cannot be cut in two ways: 'token_embedding.weight' (along dim 1), 'head",
         ),
         ("kind", "norm is a LayerNorm: ColwiseParallel splits nn.Linear and nn.Embedding"),
+        ("twice", "two patterns of the plan split 'blocks.1.network.0'"),
     ],
 )
 def test_what_cannot_be(ranks, case, words):

@@ -73,9 +73,14 @@ def check_heads(module, chosen, axis):
 
 
 def check_ties(module, chosen):
-    """Whoever holds a parameter that is cut must know it, and how. chosen: what matches() gives."""
+    """A layer is cut once, and whoever holds its parameters knows how. chosen: of matches()."""
     ways = {}  # parameter -> {which module and name: dim}
-    planned = {part: style.layer(part) for _, part, style in chosen if style.layer(part)}
+    planned = {}
+    for name, part, style in chosen:
+        if style.layer(part):
+            if part in planned:
+                raise ValueError(f"two patterns of the plan split {name!r}: leave out one of them")
+            planned[part] = style.layer(part)
     for name, part in module.named_modules():
         layer = planned.get(part, part)
         for word, parameter in part._parameters.items():
