@@ -42,6 +42,14 @@ from labkit.trainer import (
 
 WARMUP = 3  # PyTorch's DDP sends its new bucket order in the second
 OPTIMIZERS = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
+PLAN = {  # how tensor parallelism cuts the GPT
+    "token_embedding": RowwiseParallel(input_layouts=Replicate()),
+    "blocks.*.attention.query_key_value": ColwiseParallel(),
+    "blocks.*.attention.output": RowwiseParallel(),
+    "blocks.*.network.0": ColwiseParallel(),
+    "blocks.*.network.2": RowwiseParallel(),
+    "head": ColwiseParallel(output_layouts=Replicate()),
+}
 
 
 class Participant:
@@ -220,21 +228,13 @@ class Participant:
 
 def compose(module, mesh, e, wrapping):
     """The GPT of an Experiment `e` on its mesh. wrapping: arguments of trainer.parallelize."""
-    plan = {
-        "token_embedding": RowwiseParallel(input_layouts=Replicate()),
-        "blocks.*.attention.query_key_value": ColwiseParallel(),
-        "blocks.*.attention.output": RowwiseParallel(),
-        "blocks.*.network.0": ColwiseParallel(),
-        "blocks.*.network.2": RowwiseParallel(),
-        "head": ColwiseParallel(output_layouts=Replicate()),
-    }
     if e.pipeline == 1:
         return Composed(
-            module, mesh, plan, lambda m, process_group: parallelize(m, *wrapping, process_group)
+            module, mesh, PLAN, lambda m, process_group: parallelize(m, *wrapping, process_group)
         )
     schedule = one_f_one_b if e.accumulation >= e.pipeline else gpipe
     stages = {"stage": Stage, "schedule": schedule, "micro_batches": e.accumulation}
-    return Composed(module, mesh, plan, loss=models.loss(e.model), **stages)
+    return Composed(module, mesh, PLAN, loss=models.loss(e.model), **stages)
 
 
 @cache
