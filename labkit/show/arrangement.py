@@ -1,0 +1,228 @@
+"""Types of parallelism, in the hand: what each rank of a mesh holds, and who talks with whom.
+
+    node 0   [ rank 0   ]---[ rank 1   ]     a box a rank: its samples, tokens, layers, part of the
+             [ tp 0     ]   [ tp 1     ]     matrices; a line for each group along the chosen axis,
+    node 1   [ rank 2   ]---[ rank 3   ]     red where it passes the cable between the nodes
+
+    pp v  cp v  tp v  across the nodes v  axis v        controls: they count, and launch nothing
+
+What is drawn is a pure function of (model, state). model: {"samples", "tokens", "layers"} -> how
+many there are in all; matrices are whole or cut.
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise, product
+from math import prod
+
+import ipywidgets
+import pandas as pd
+from matplotlib.patches import FancyBboxPatch
+
+from labkit.show import controls, style
+from labkit.show.notebook import table
+from labkit.show.publish import as_html, present
+
+CUTS = {"pp": "layers", "dp": "samples", "cp": "tokens", "tp": "matrices"}
+WIDE, HIGH = 2.0, 1.35  # of a box
+ROW = 2.1  # from one row of boxes to the next
+
+
+@dataclass(frozen=True)
+class State:
+    """What the controls say. sizes: {axis: ranks along it}; first: the axis across the nodes."""
+
+    sizes: tuple
+    first: str
+    axis: str
+
+    @property
+    def axes(self):
+        """{axis: size} in the order of the mesh."""
+        sizes = dict(self.sizes)
+        return {self.first: sizes[self.first]} | sizes
+
+
+def coordinates(axes):
+    """For each rank {axis: its place}: the last axis varies fastest."""
+    return [dict(zip(axes, at, strict=True)) for at in product(*map(range, axes.values()))]
+
+
+def lines(axes, axis):
+    """The groups along an axis, as lists of ranks."""
+    found = {}
+    for rank, at in enumerate(coordinates(axes)):
+        rest = tuple(place for one, place in at.items() if one != axis)
+        found.setdefault(rest, []).append(rank)
+    return list(found.values())
+
+
+def crossing(axes, local):
+    """{axis: how many of its groups have ranks on several nodes}; local: ranks of a node."""
+    return {
+        axis: sum(line[0] // local != line[-1] // local for line in lines(axes, axis))
+        for axis in axes
+    }
+
+
+def holdings(axes, model):
+    """For each rank {"samples": (first, last), ..., "matrices": (which part, of how many)}.
+
+    Of tokens a rank has two chunks, see labkit.context_parallel: of each (first, last).
+    """
+    found = []
+    for at in coordinates(axes):
+        own = {}
+        for axis, what in CUTS.items():
+            size, place = axes.get(axis, 1), at.get(axis, 0)
+            if axis == "tp":
+                own[what] = place, size
+            elif axis == "cp" and size > 1:
+                part = model[what] // (2 * size)
+                chunks = (place, 2 * size - 1 - place)
+                own[what] = tuple((n * part, (n + 1) * part - 1) for n in chunks)
+            else:
+                part = model[what] // size
+                own[what] = place * part, (place + 1) * part - 1
+        found.append(own)
+    return found
+
+
+def words(what, held, model):
+    """One line of a box."""
+    if what == "matrices":
+        return "whole matrices" if held[1] == 1 else f"part {held[0]} of {held[1]} of matrices"
+    if isinstance(held[0], tuple):
+        return "tokens " + ", ".join(f"{first}-{last}" for first, last in held)
+    first, last = held
+    if last - first + 1 == model[what]:
+        return f"all {what}"
+    return f"{what[:-1]} {first}" if first == last else f"{what} {first}-{last}"
+
+
+def draw(model, state, local):
+    """Figure: the ranks on their nodes, joined along one axis."""
+    axes, ranks = state.axes, prod(dict(state.sizes).values())
+    across = min(local, 4)  # boxes in a row
+    rows = -(-local // across)
+    nodes = ranks // local
+
+    def spot(rank):
+        node, place = divmod(rank, local)
+        return place % across * 2.75, -(node * (rows * ROW + 0.45) + place // across * ROW)
+
+    with style.look():
+        figure, plot = style.new_figure(9.0, 0.6 + 0.68 * nodes * (rows * ROW + 0.45))
+        for node in range(nodes):
+            x, y = spot(node * local)
+            plot.text(x - 0.25, y - HIGH / 2, f"node {node}", ha="right", va="center", size=10)
+        for line in lines(axes, state.axis):
+            for one, other in pairwise(line):
+                colour = style.RED if one // local != other // local else style.INK
+                join(plot, spot(one), spot(other), colour)
+        for rank, own in enumerate(holdings(axes, model)):
+            x, y = spot(rank)
+            look = {"boxstyle": "round,pad=0,rounding_size=0.1", "zorder": 3}
+            look |= {"facecolor": style.lighter(style.BLUE, 0.8), "edgecolor": style.INK}
+            plot.add_patch(FancyBboxPatch((x, y - HIGH), WIDE, HIGH, **look))
+            said = [words(what, held, model) for what, held in own.items()]
+            text = "\n".join(said)
+            plot.text(
+                x + 0.1, y - 0.16, f"rank {rank}", va="center", size=9, weight="bold", zorder=4
+            )
+            plot.text(x + 0.1, y - 0.3, text, va="top", size=8, linespacing=1.25, zorder=4)
+        plot.set_xlim(-1.1, (across - 1) * 2.75 + WIDE + 0.3)
+        plot.set_ylim(spot(ranks - 1)[1] - HIGH - 0.1, 0.75)
+        plot.axis("off")
+        style.entitle(figure, headline(state))
+    return figure
+
+
+def join(plot, one, other, colour):
+    """A line between two boxes; where others may be in between, as an arc."""
+    (x, y), (u, v) = one, other
+    begin, end = (x + WIDE / 2, y), (u + WIDE / 2, v)
+    if y == v:
+        bend = -0.25 if u - x > 3 else 0.0
+        begin, end = ((x + WIDE, y - HIGH / 2), (u, v - HIGH / 2)) if not bend else (begin, end)
+    else:
+        bend, begin, end = 0.0, (x + WIDE / 2, y - HIGH), (u + WIDE / 2, v)
+    look = {"arrowstyle": "-", "linewidth": 2.2, "color": colour}
+    look |= {"connectionstyle": f"arc3,rad={bend}"}
+    plot.annotate("", end, begin, arrowprops=look, zorder=2)
+
+
+def headline(state):
+    mesh = " x ".join(f"{axis} {size}" for axis, size in state.axes.items() if size > 1)
+    return f"{mesh or 'one rank'}: groups along {state.axis}, which cuts {CUTS[state.axis]}"
+
+
+def takeaway(model, state, local):
+    """One sentence: how many groups, of how many ranks, and how many pass the cable."""
+    groups = lines(state.axes, state.axis)
+    passing = crossing(state.axes, local)[state.axis]
+    if len(groups[0]) == 1:
+        return f"{headline(state)}. One rank along it: nobody to talk with."
+    said = f"{len(groups)} group{'s' * (len(groups) > 1)} of {len(groups[0])} ranks"
+    return f"{headline(state)}. {said}, {passing} of them across the nodes."
+
+
+def small(state, local):
+    """DataFrame of texts: a row an axis, its groups, and those that pass the cable."""
+    axes = {axis: size for axis, size in state.axes.items() if size > 1}
+    rows = [
+        {
+            "axis": axis,
+            "cuts": CUTS[axis],
+            "groups": "; ".join(" ".join(map(str, line)) for line in lines(axes, axis)),
+            "across the nodes": passing,
+        }
+        for axis, passing in crossing(axes, local).items()
+    ]
+    return pd.DataFrame(rows, columns=["axis", "cuts", "groups", "across the nodes"])
+
+
+def picture(model, state, local):
+    """The widget's image as HTML with alt text."""
+    return as_html(takeaway(model, state, local), draw(model, state, local))
+
+
+class Explorer:
+    """The controls and their state. `.panel` is the widget, `.image` what it shows."""
+
+    def __init__(self, model, state, local, ranks):
+        self.model, self.state, self.local, self.ranks = model, state, local, ranks
+        powers = [size for size in (1, 2, 4, 8) if ranks % size == 0]
+        sizes = dict(state.sizes)
+        self.menus = {axis: controls.menu(axis, powers, sizes[axis]) for axis in ("pp", "cp", "tp")}
+        self.first = controls.menu("across the nodes", list(CUTS), state.first)
+        self.axis = controls.menu("draw groups along", list(CUTS), state.axis)
+        moved = (*self.menus.values(), self.first, self.axis)
+        controls.observe(self.changed, moved)
+        self.image = ipywidgets.HTML("<p>Change a control: the mesh is drawn here.</p>")
+        self.panel = ipywidgets.VBox([controls.row(moved), self.image])
+
+    def changed(self, change=None):
+        """Read the controls and draw anew; dp gets the ranks that are left."""
+        sizes = {axis: menu.value for axis, menu in self.menus.items()}
+        taken = prod(sizes.values())
+        if self.ranks % taken:
+            said = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+            self.image.value = f"<p>{said} do not fit {self.ranks} ranks: make one smaller.</p>"
+            return
+        named = tuple((axis, sizes.get(axis, self.ranks // taken)) for axis in CUTS)
+        self.state = State(named, self.first.value, self.axis.value)
+        self.image.value = picture(self.model, self.state, self.local)
+
+
+def explorer(axes, model, local, axis="tp"):
+    """Show a mesh: figure, takeaway, table, controls. Returns Explorer.
+
+    axes: {axis: size}, in the order of the mesh. model: see above. local: ranks of a node.
+    """
+    state = State(tuple((one, axes.get(one, 1)) for one in CUTS), next(iter(axes)), axis)
+    said = takeaway(model, state, local)
+    present(draw(model, state, local), said, "counted", said)
+    table(small(state, local), "groups of the mesh; counted")
+    shown = Explorer(model, state, local, prod(axes.values()))
+    controls.show(shown.panel)
+    return shown
