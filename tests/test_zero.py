@@ -22,7 +22,7 @@ FORMS = {  # several buckets, one for everything, one a parameter; the last has 
 OPTIMIZERS = {
     "sgd": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}),
     # A gradient that is zero but for rounding, as a key's bias has, becomes noise of size lr if eps does not stop it.
-    "adamw": (torch.optim.AdamW, {"lr": 0.01, "eps": 1e-4}),
+    "adamw": (torch.optim.AdamW, {"lr": 0.01, "eps": 1e-3}),
 }
 SHARD = 4
 

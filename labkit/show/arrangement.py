@@ -156,14 +156,21 @@ def headline(state):
     return f"{mesh or 'one rank'}: groups along {state.axis}, which cuts {CUTS[state.axis]}"
 
 
+def order(state):
+    """One sentence: what lies across the nodes, or that nothing can."""
+    if state.axes[state.first] == 1:
+        return f"{state.first} has one rank: it cannot lie across the nodes."
+    return f"The first axis, {state.first}, lies across the nodes."
+
+
 def takeaway(model, state, local):
-    """One sentence: how many groups, of how many ranks, and how many pass the cable."""
+    """How many groups, of how many ranks, how many of them pass the cable, and which axis could."""
     groups = lines(state.axes, state.axis)
     passing = crossing(state.axes, local)[state.axis]
     if len(groups[0]) == 1:
-        return f"{headline(state)}. One rank along it: nobody to talk with."
+        return f"{headline(state)}. One rank along it: nobody to talk with. {order(state)}"
     said = f"{len(groups)} group{'s' * (len(groups) > 1)} of {len(groups[0])} ranks"
-    return f"{headline(state)}. {said}, {passing} of them across the nodes."
+    return f"{headline(state)}. {said}, {passing} of them across the nodes. {order(state)}"
 
 
 def small(state, local):

@@ -55,7 +55,7 @@ def pipelines(frames, title=None):
     rows = sum(frame["rank"].nunique() + BAND for frame in frames.values())
     end = max(frame["end_ms"].max() for frame in frames.values())
     with style.look():
-        figure, axes = style.new_figure(9.5, 1.2 + 0.27 * rows)
+        figure, axes = style.new_figure(8.6, 1.2 + 0.27 * rows)
         axes.set_xlim(0, end * 1.005)
         axes.set_ylim(rows - 0.4, -0.3)
         top, ticks = 0.0, {}

@@ -57,9 +57,15 @@ def show_docstring(app, what, name, one, options, lines):
     lines[:] = as_rst(lines)
 
 
+def is_borrowed(app, what, name, one, skip, options):
+    """A class or function that a class only refers to (`linear = RowLinear`) is described where it is defined."""
+    return True if what == "class" and "." not in getattr(one, "__qualname__", ".") else None
+
+
 def setup(app):
     app.add_html_math_renderer("mathml", (inline_formula, None), (formula, None))
     app.add_lexer("cell", Cell)
     app.connect("autodoc-process-docstring", show_docstring)
+    app.connect("autodoc-skip-member", is_borrowed)
     for name in modules():
         importlib.import_module(name)  # once, before Sphinx forks its workers
