@@ -43,17 +43,26 @@ def estimate(
     world_size=1,
     optimizer="adamw",
     precision="fp32",
+    axes=None,
     **options,
 ):
     """The Estimate of one training step of `module` on one rank's batch.
 
     Nothing is computed, held or changed. options: target, unit, recompute, device as in
     rehearse_step; rank, bucket_cap_mb, prefetch as in account.
+    axes: {"cp": 2, "tp": 4}, ranks of a mesh besides those of the strategy (world_size, or "dp").
+    options then: plan, attend, stage, stages, schedule, micro_batches as Composed takes them, and
+    at={"pp": 1}, which of the ranks it is; input and target are of whole sequences. A pipeline goes
+    with the strategies single and ddp_naive.
     """
     accounted = {
         name: options.pop(name) for name in ("rank", "bucket_cap_mb", "prefetch") if name in options
     }
-    rehearsal = rehearse_step(module, input, loss, precision=precision, **options)
+    axes = dict(axes or {})
+    world_size = axes.pop("dp", world_size) * axes.get("cp", 1)
+    if axes.get("pp", 1) > 1 and strategy not in ("single", "ddp_naive"):
+        raise ValueError(f"pp={axes['pp']} goes with single or ddp_naive, not with {strategy}")
+    rehearsal = rehearse_step(module, input, loss, precision=precision, axes=axes, **options)
     return account(rehearsal, strategy, world_size, optimizer, **accounted)
 
 

@@ -27,7 +27,6 @@ from labkit.context_parallel import places, ring_attention
 from labkit.ddp import DDP, average_gradients
 from labkit.parts.clip import clip_grad_norm_
 from labkit.parts.dependencies import check
-from labkit.parts.layouts import cut, gathered
 from labkit.parts.plan import matches, met
 from labkit.parts.replicas import broadcast_tensors
 from labkit.parts.split_state import cuts_of
@@ -113,7 +112,7 @@ class Composed(Wrapper):
             module = (wrap or DDP)(module, process_group=replicas)
         super().__init__(module)
         self.size, self.mesh, self.replicas, self.pipeline = size, mesh, replicas, pipeline
-        self.names, self.cuts = names, cuts  # cuts: {first name: (dim, Axis)}
+        self.names, self.cuts = names, cuts  # cuts: {first name: Cut}
 
     def named_parameters(self, *args, **kwargs):
         if self.pipeline:
@@ -182,8 +181,8 @@ class Composed(Wrapper):
             state = self.pipeline.state_dict()
         else:
             state = getattr(self.module, "full_state_dict", self.module.state_dict)()
-        for name, (dim, axis) in self.cuts.items():
-            state[name] = gathered(state[name].detach(), dim, axis)
+        for name, cut in self.cuts.items():
+            state[name] = cut.whole(state[name].detach())
         if self.pipeline:
             state = union(state, self.mesh.group("pp"), next(self.parameters()).device)
         return {name: state[first] for name, first in self.names.items()}
@@ -196,8 +195,7 @@ class Composed(Wrapper):
         own = {name: state_dict[name] for name in self.names}
         for name, first in self.names.items():
             if first in self.cuts:
-                dim, axis = self.cuts[first]
-                own[name] = cut(own[name], dim, axis.size)[axis.rank]
+                own[name] = self.cuts[first].part(own[name])
         holder = self.pipeline or self.module
         getattr(holder, "load_full_state_dict", holder.load_state_dict)(own)
 
@@ -207,7 +205,7 @@ def attending(module):
 
 
 def named_cuts(module):
-    """(name, (dim, Axis)) of the parameters that are cut, by every name of theirs."""
+    """(name, Cut) of the parameters that are cut, by every name of theirs."""
     cuts = cuts_of(module)
     named = module.named_parameters(remove_duplicate=False)
     return ((name, cuts[p]) for name, p in named if p in cuts)

@@ -88,6 +88,14 @@ class Mesh:
         """The number of ranks along the axes."""
         return len(self._line(axes)[1])
 
+    def axis_of(self, ranks):
+        """Along which axis these global ranks lie: "tp", or "dp x cp" of several axes asked for.
+
+        None where they are no group() of this rank.
+        """
+        lines = ((axes, line) for axes, (_, line) in self._lines.items())
+        return next((" x ".join(axes) for axes, line in lines if {*line} == {*ranks}), None)
+
     def __str__(self):
         """The grid, this rank in brackets; a sheet per position along all but the last two axes."""
         *outer, rows, columns = [("", 1)] * (2 - len(self.axes)) + list(self.axes.items())

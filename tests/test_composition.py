@@ -125,8 +125,7 @@ def the_idea(rank, world_size):
     for own, theirs in pairs:
         wanted = theirs.grad
         if own in cuts:
-            dim, axis = cuts[own]
-            wanted = composition.cut(wanted, dim, axis.size)[axis.rank]
+            wanted = cuts[own].part(wanted)
         off = max(off, (own.grad - wanted).abs().max().item())
     return off
 

@@ -39,17 +39,17 @@ def gpt(seed, **options):
     return GPT(**(settings | options)).to(F64)
 
 
-def batches(steps):
+def batches(steps, vocab):
     generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(VOCAB, (steps, BATCH, CONTEXT + 1), generator=generator)
+    tokens = torch.randint(vocab, (steps, BATCH, CONTEXT + 1), generator=generator)
     return [(one[:, :-1], one[:, 1:]) for one in tokens]
 
 
-def train(model, loss, steps=4, share=slice(None)):
+def train(model, loss, steps=4, share=slice(None), vocab=VOCAB):
     """Losses of SGD with momentum."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     losses = []
-    for tokens, targets in batches(steps):
+    for tokens, targets in batches(steps, vocab):
         optimizer.zero_grad()
         found = loss(model(tokens[share]), targets[share])
         found.backward()
@@ -89,6 +89,44 @@ def test_it_trains_as_one_process(ranks, world_size, tied):
     losses, weights = alone(tied=tied)
     for found, state in ranks(world_size, split, tied=tied):
         assert furthest(found, losses) < 1e-12 and furthest(state, weights) < 1e-12
+
+
+def in_padded_words(rank, world_size, vocab, tied, sequence, whole_logits):
+    """Losses, state, the norm of all gradients, how many rows are padding, and the largest of what must be zero."""
+    plan = gpt_plan(tensor_parallel, sequence, whole_logits)
+    model = parallelize_module(gpt(rank, vocab=vocab, tied=tied), None, plan)
+    logits = model(batches(1, vocab)[0][0])
+    masked = torch.isneginf(logits).sum().item() // logits[..., 0].numel()
+    losses = train(model, whole_loss if whole_logits else VocabularyParallelCrossEntropy(), vocab=vocab)
+    words = {model.head.weight, model.token_embedding.weight}
+    padding = max(0, min(len(model.head.weight), (rank + 1) * len(model.head.weight) - vocab))
+    behind = [t[len(t) - padding :] for p in words for t in (p.detach(), p.grad)]
+    norm = sum(p.grad.square().sum() for p in cuts_of(model))
+    comm.all_reduce(norm)
+    norm += sum(p.grad.square().sum() for p in model.parameters() if p not in cuts_of(model))
+    state = full_state_dict(model)
+    saved = all(t.untyped_storage().nbytes() == t.nbytes for t in (state["head.weight"], state["token_embedding.weight"]))
+    load_full_state_dict(model, state)
+    same = furthest(full_state_dict(model), state)
+    expected = 0 if whole_logits else padding
+    exact = saved and same == 0 and masked == expected and all((t == 0).all() for t in behind)
+    return losses, state, norm.sqrt().item(), padding, exact
+
+
+@pytest.mark.parametrize(("world_size", "vocab"), [(2, 13), (3, 13), (4, 13), (4, 5)])
+def test_words_that_the_ranks_cannot_share_alike_are_padded(ranks, world_size, vocab):
+    """Of 13 words 4 ranks have 4, 4, 4 and 1; of 5 they have 2, 2, 1 and none."""
+    for tied, sequence, whole_logits in ((True, False, False), (False, True, False), (True, False, True)):
+        model = gpt(0, vocab=vocab, tied=tied)
+        losses = train(model, whole_loss, vocab=vocab)
+        norm = torch.stack([p.grad.square().sum() for p in model.parameters()]).sum().sqrt().item()
+        how = {"tied": tied, "sequence": sequence, "whole_logits": whole_logits}
+        told = ranks(world_size, in_padded_words, vocab=vocab, **how)
+        size = -(-vocab // world_size)
+        assert [padding for *_, padding, _ in told] == [min(size, max(0, (r + 1) * size - vocab)) for r in range(world_size)]
+        for found, state, own_norm, _, exact in told:
+            assert furthest(found, losses) < 1e-12 and furthest(state, model.state_dict()) < 1e-12
+            assert abs(own_norm - norm) < 1e-12 and exact
 
 
 def by_pytorch(rank, world_size, sequence=False):
@@ -335,13 +373,13 @@ def wrong(rank, world_size, case):
         "no star": {"blocks.0.attention.outputs": row},
         "heads": {"blocks.*.attention.query_key_value": column},
         "features": {"blocks.*.network.0": column},
-        "vocabulary": {"token_embedding": row, "head": column},
+        "logits": {"token_embedding": row, "head": column},
         "tied": {"token_embedding": row},
         "two ways": {"token_embedding": column, "head": column},
         "kind": {"norm": column},
         "twice": {"blocks.*.network.0": column, "blocks.1.network.0": row},
     }
-    model = gpt(0, heads=3 if case == "heads" else 12, vocab=25 if case == "vocabulary" else VOCAB)
+    model = gpt(0, heads=3 if case == "heads" else 12, vocab=25 if case == "logits" else VOCAB)
     if case == "features":
         model.blocks[0].network[0] = nn.Linear(WIDTH, 7)
     before = [p.shape for p in model.parameters()]
@@ -365,7 +403,7 @@ def wrong(rank, world_size, case):
         ),
         ("heads", "blocks.0.attention: 2 ranks cannot share heads=3"),
         ("features", "blocks.0.network.0: 2 ranks cannot share out_features=7"),
-        ("vocabulary", "token_embedding: 2 ranks cannot share num_embeddings=25"),
+        ("logits", "head: 2 ranks cannot share out_features=25; of logits they can: say output_layouts"),
         (
             "tied",
             "a tied parameter cannot be cut in two ways: 'token_embedding.weight' (along dim 0), 'head",

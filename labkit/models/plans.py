@@ -24,7 +24,7 @@ def by_tensor(styles, whole_logits):
         "blocks.*.attention.output": row(),
         "blocks.*.network.0": column(),
         "blocks.*.network.2": row(),
-        "head": column(output_layouts=whole) if whole_logits else column(),
+        "head": column(output_layouts=whole if whole_logits else styles.Shard(-1)),
     }
 
 
@@ -43,7 +43,9 @@ def by_sequence(styles, whole_logits):
         "blocks.*.network.0": column(input_layouts=tokens),
         "blocks.*.network.2": row(output_layouts=tokens),
         "norm": norm,
-        "head": column(input_layouts=tokens, output_layouts=whole if whole_logits else None),
+        "head": column(
+            input_layouts=tokens, output_layouts=whole if whole_logits else styles.Shard(-1)
+        ),
     }
 
 

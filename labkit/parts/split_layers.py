@@ -5,6 +5,9 @@
                         rank 1  x [rows 2-3 of W] + b23     x23 [W: inputs 2-3]  / sum, then + b
     y = E[tokens]       [channels 0-1 of E]                 [words 0-1 of E], zero for other words
 
+5 words on 2 ranks are 3 each: the last row is zero, no token finds it, and its logit is -inf, so it
+gets no gradient, counts in no norm, and stays zero.
+
 The paper multiplies x A: columns of A are rows of PyTorch's weight. A layer becomes one of these
 in place, by its class: whoever refers to it has the split one. Its sizes stay those of the whole.
 """
@@ -37,7 +40,14 @@ class ColumnLinear(SplitLayer, nn.Linear):
     cuts, shared = {"weight": 0, "bias": 0}, "out_features"
 
     def forward(self, x):
-        return self.hand_on(super().forward(self.axis.shared(x, self.source)), Shard(-1))
+        y = self.hand_on(super().forward(self.axis.shared(x, self.source)), Shard(-1))
+        size = len(self.weight)
+        if size * self.axis.size == self.out_features:
+            return y
+        if self.target == Replicate():
+            return y[..., : self.out_features]
+        outputs = torch.arange(size, device=y.device) + self.axis.rank * size
+        return y.masked_fill(outputs >= self.out_features, -torch.inf)
 
 
 class RowLinear(SplitLayer, nn.Linear):

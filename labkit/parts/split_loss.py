@@ -22,8 +22,8 @@ def vocabulary_parallel_cross_entropy(
 ):
     """F.cross_entropy of logits of which each rank has V/n words. Collective.
 
-    logits: [..., V/n] float; target: [...] int64, of the whole vocabulary; both in any shape, the
-    same on all ranks. Returns, on all ranks, a scalar; with reduction="none" losses like target.
+    logits: [..., V/n] float, -inf for words that only pad; target: [...] int64, of the whole
+    vocabulary; both in any shape, the same on all ranks. Returns, on all ranks, a scalar; with reduction="none" losses like target.
     """
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"there is no reduction {reduction!r}, only 'mean', 'sum' and 'none'")
