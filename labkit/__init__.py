@@ -53,9 +53,6 @@ What is indented is in parts/: what the file above it stands on, and others may 
     budget.py               where every byte goes, before anything is run; a strategy that fits; on
         account.py          bytes by kind at every moment of a step
         rehearsal.py        one step on tensors without data: what would live, and when
-        births.py           births and deaths of storages, and what each is for
-        rank_of_mesh.py     what one rank of a mesh builds and does, rehearsed alone
-        stand_in.py         a group whose other ranks are not there
         holdings.py         what DDP and ZeRO keep of parameters, gradients and states
         gathered.py         what FSDP does, unit by unit
         batch_size.py       the largest batch that fits

@@ -9,7 +9,8 @@
 
 Known before anything is run. Held per rank: parameters + gradients + optimizer states + buffers +
 activations, counted as by labkit.measure.memory. Activations grow with the batch and the sequence
-(its square, where attention keeps its weights); the rest does not.
+(its square, where attention keeps its weights); the rest does not. Of a mesh, labkit.scale.rehearse
+tells it: the composed job itself, run as one of its ranks.
 Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020,
 section 3.
 """
@@ -43,26 +44,17 @@ def estimate(
     world_size=1,
     optimizer="adamw",
     precision="fp32",
-    axes=None,
     **options,
 ):
     """The Estimate of one training step of `module` on one rank's batch.
 
     Nothing is computed, held or changed. options: target, unit, recompute, device as in
     rehearse_step; rank, bucket_cap_mb, prefetch as in account.
-    axes: {"cp": 2, "tp": 4}, ranks of a mesh besides those of the strategy (world_size, or "dp").
-    options then: plan, attend, stage, stages, schedule, micro_batches as Composed takes them, and
-    at={"pp": 1}, which of the ranks it is; input and target are of whole sequences. A pipeline goes
-    with the strategies single and ddp_naive.
     """
     accounted = {
         name: options.pop(name) for name in ("rank", "bucket_cap_mb", "prefetch") if name in options
     }
-    axes = dict(axes or {})
-    world_size = axes.pop("dp", world_size) * axes.get("cp", 1)
-    if axes.get("pp", 1) > 1 and strategy not in ("single", "ddp_naive"):
-        raise ValueError(f"pp={axes['pp']} goes with single or ddp_naive, not with {strategy}")
-    rehearsal = rehearse_step(module, input, loss, precision=precision, axes=axes, **options)
+    rehearsal = rehearse_step(module, input, loss, precision=precision, **options)
     return account(rehearsal, strategy, world_size, optimizer, **accounted)
 
 

@@ -195,7 +195,7 @@ class Composed(Wrapper):
         own = {name: state_dict[name] for name in self.names}
         for name, first in self.names.items():
             if first in self.cuts:
-                own[name] = self.cuts[first].part(own[name])
+                own[name] = self.cuts[first].part(own[name], name)
         holder = self.pipeline or self.module
         getattr(holder, "load_full_state_dict", holder.load_state_dict)(own)
 

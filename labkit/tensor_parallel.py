@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from labkit import comm
 from labkit.parts.layouts import Axis, Replicate, Shard
 from labkit.parts.on_shards import SequenceParallel
-from labkit.parts.plan import Style, checked, same_on_all
+from labkit.parts.plan import Style, check_heads, check_ties, matches, same_on_all
 from labkit.parts.replicas import check_ranks
 from labkit.parts.split_layers import ColumnEmbedding, ColumnLinear, RowEmbedding, RowLinear
 from labkit.parts.split_loss import (
@@ -95,7 +95,11 @@ def parallelize_module(module, group, parallelize_plan):
     check_ranks("parallelize_module", group)
     axis = Axis(group)
     plan = parallelize_plan if isinstance(parallelize_plan, dict) else {"": parallelize_plan}
-    chosen = checked(module, plan, axis)
+    chosen = matches(module, plan)
+    for name, part, style in chosen:
+        style.check(name or type(part).__name__, part, axis)
+    check_heads(module, chosen, axis)
+    check_ties(module, chosen)
     same_on_all(module, axis)
     for _, part, style in chosen:
         style.apply(part, axis)
@@ -106,11 +110,7 @@ def parallelize_module(module, group, parallelize_plan):
 class LayerStyle(Style):
     """A linear layer or an embedding becomes a part of one."""
 
-    way_out = ""
-
-    def pads(self, layer):
-        """Whether what the ranks cannot share alike ends in zeros on the last of them."""
-        return False
+    padded = None  # the kind of layer whose words need not be a multiple of the ranks
 
     def layer(self, module):
         return {nn.Linear: self.linear, nn.Embedding: self.embedding}.get(type(module))
@@ -122,9 +122,10 @@ class LayerStyle(Style):
             raise ValueError(f"{what}: {type(self).__name__} splits nn.Linear and nn.Embedding")
         if isinstance(module, nn.Embedding) and (module.max_norm or module.sparse):
             raise ValueError(f"{name} has max_norm or sparse gradients: it cannot be split")
-        if getattr(module, layer.shared) % axis.size and not self.pads(layer):
+        if getattr(module, layer.shared) % axis.size and layer is not self.padded:
             many = f"{layer.shared}={getattr(module, layer.shared)}"
-            raise ValueError(f"{name}: {axis.size} ranks cannot share {many}{self.way_out}")
+            hint = "; logits they can: say output_layouts" if layer is ColumnLinear else ""
+            raise ValueError(f"{name}: {axis.size} ranks cannot share {many}{hint}")
 
     def apply(self, module, axis):
         module.__class__ = layer = self.layer(module)  # in place, as fully_shard does it
@@ -141,37 +142,30 @@ class ColwiseParallel(LayerStyle):
     """Rows of PyTorch's weight: a rank has some outputs; those of all, if output_layouts says so.
 
     input_layouts: Replicate(), or Shard(dim): gathered first. output_layouts: Shard(-1), or
-    Replicate(). Whoever says one takes the outputs as they are, such as logits: of a linear layer
-    these need not be a multiple of the ranks. Of a shard what is too much is then -inf, a logit
-    that nobody chooses; of the whole it is left out.
+    Replicate(). Where it is given, a linear layer's outputs are taken for logits, which need not be
+    a multiple of the ranks: shards are padded with -inf, the whole has no padding.
     """
 
     linear, embedding = ColumnLinear, ColumnEmbedding
-    way_out = "; of logits they can: say output_layouts"
 
     def __init__(self, *, input_layouts=None, output_layouts=None, use_local_output=True):
         self.source, self.target = input_layouts or Replicate(), output_layouts or Shard(-1)
-        self.last = output_layouts is not None
-
-    def pads(self, layer):
-        return self.last and layer is ColumnLinear
+        self.padded = ColumnLinear if output_layouts else None
 
 
 class RowwiseParallel(LayerStyle):
     """Columns of PyTorch's weight, or words of an embedding: the ranks' outputs are summed.
 
-    Words need not be a multiple of the ranks: the last ones have some that no token is.
+    Words need not be a multiple of the ranks: the last ranks are padded with zeros.
     input_layouts: Shard(-1), or Replicate(): the own part is taken; tokens are always whole.
     output_layouts: Replicate(), or Shard(dim): each rank gets the sum of its part.
     """
 
     linear, embedding = RowLinear, RowEmbedding
+    padded = RowEmbedding
 
     def __init__(self, *, input_layouts=None, output_layouts=None, use_local_output=True):
         self.source, self.target = input_layouts or Shard(-1), output_layouts or Replicate()
-
-    def pads(self, layer):
-        return layer is RowEmbedding
 
 
 class PrepareModuleInput(Style):

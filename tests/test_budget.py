@@ -5,29 +5,21 @@ import time
 from contextlib import nullcontext
 from functools import partial
 from itertools import groupby
-from math import prod
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from labkit import models, tensor_parallel
+from labkit import models
 from labkit.amp import autocast
 from labkit.budget import choose, estimate
-from labkit.composition import Composed
-from labkit.context_parallel import ring_attention, ulysses_attention
 from labkit.ddp import DDP
 from labkit.fsdp import FSDP
 from labkit.measure import memory
 from labkit.measure.memory import MemoryTracker
-from labkit.mesh import Mesh
-from labkit.models import plans
-from labkit.models.gpt import Stage
 from labkit.parts.account import KINDS
-from labkit.pipeline import gpipe, interleaved, one_f_one_b, zero_bubble
 from labkit.recompute import checkpoint, checkpoint_every
-from labkit.trainer import parallelize
 from labkit.zero import ZeRO1, ZeRO2
 
 FLOAT = 4
@@ -44,23 +36,17 @@ def batch(name, size):
 
 
 def tracked(model, held, optimizer, loss, input, target):
-    """The tracker of a later step: optimizer states and buckets are there."""
+    """The tracker of a later step: optimizer states and buckets are there.
 
-    def step():
-        value = loss(model(input), target)
-        value.backward()
-        optimizer.step()
-
-    return quietest(step, held, optimizer)
-
-
-def quietest(body, held, optimizer):
-    """Of several steps the one with the smallest peak: who has sent a message may let go of it a moment late."""
+    Of several steps the one with the smallest peak: the thread that has sent a message may let go of it a moment late.
+    """
 
     def step():
         time.sleep(0.005)  # let go
         optimizer.zero_grad()
-        body()
+        value = loss(model(input), target)
+        value.backward()
+        optimizer.step()
 
     step()
     trackers = [MemoryTracker(held, optimizer) for _ in range(6 if dist.is_initialized() else 1)]
@@ -145,96 +131,6 @@ def test_every_strategy_to_the_byte(ranks, strategy, cap, name, world_size, opti
         assert states_of(predicted.held) == states_of(current)
         # Not only at the peak: what FSDP gathers and frees, and in which order.
         assert course(predicted.samples) == gathered
-
-
-WHOLE_LOGITS = {"plan": plans.gpt(tensor_parallel, whole_logits=True)}
-BY_SEQUENCE = {"plan": plans.gpt(tensor_parallel, sequence=True, whole_logits=True)}
-PIPELINED = {"stage": Stage, "micro_batches": 4}
-MESHES = {  # axes, strategy, options
-    "dp 2 x tp 2": ({"dp": 2, "tp": 2}, "ddp_bucketed", WHOLE_LOGITS),
-    "fsdp 2 x tp 2": ({"dp": 2, "tp": 2}, "fsdp", WHOLE_LOGITS),
-    "tp 2 by sequence": ({"tp": 2}, "single", BY_SEQUENCE),
-    "cp 2": ({"cp": 2}, "ddp_bucketed", {"attend": ring_attention}),
-    "cp 2 x tp 2, all-to-all": ({"cp": 2, "tp": 2}, "ddp_bucketed", WHOLE_LOGITS | {"attend": ulysses_attention}),
-    "pp 2": ({"pp": 2}, "single", PIPELINED | {"schedule": one_f_one_b}),
-    "dp 2 x pp 2": ({"pp": 2, "dp": 2}, "ddp_naive", PIPELINED | {"schedule": gpipe}),
-    "pp 2 x tp 2": ({"pp": 2, "tp": 2}, "single", WHOLE_LOGITS | PIPELINED | {"schedule": zero_bubble}),
-    "pp 2, two stages a rank": ({"pp": 2}, "single", PIPELINED | {"schedule": interleaved, "stages": 4}),
-}
-
-
-def on_mesh(rank, world_size, job):
-    axes, strategy, options = MESHES[job]
-    mesh, loss, (input, target) = Mesh(axes), models.loss("gpt"), batch("gpt", 8)
-    model = models.build("gpt", layers=4)
-    at = {axis: mesh.rank(axis) for axis in axes}
-    how = {"target": target, "axes": axes, "at": at, "rank": at.get("dp", 0), **options}
-    if strategy == "fsdp":
-        how["unit"] = models.unit("gpt")
-    predicted = estimate(model, input, loss, strategy, **how)
-    unit = models.unit("gpt")
-    wrap = None if strategy in ("single", "ddp_naive") else lambda m, process_group: parallelize(m, strategy, unit, group=process_group)
-    model = Composed(model, mesh, wrap=wrap, loss=loss if "pp" in axes else None, **options)
-    optimizer = torch.optim.AdamW(model.parameters())
-    input, target = model.own_tokens(input), model.own_tokens(target)
-
-    def step():
-        if model.pipeline:
-            told = model.step(input, target)
-        else:
-            told = loss(model(input), target)
-            told.backward()
-        optimizer.step()
-        return told
-
-    seen = quietest(step, model, optimizer)
-    return predicted, seen.peak, seen.current
-
-
-@pytest.mark.parametrize("job", MESHES)
-def test_a_rank_of_a_mesh(ranks, job):
-    size = prod(MESHES[job][0].values())
-    for predicted, peak, current in ranks(size, on_mesh, job=job):
-        assert states_of(predicted.held) == states_of(current)
-        if "pp" in MESHES[job][0]:  # of a message nobody knows when it has left
-            assert predicted.peak_total == pytest.approx(sum(peak.values()), rel=0.02)
-        else:
-            assert predicted.peak == peak
-
-
-def test_a_pipeline_holds_what_its_schedule_says():
-    """More micro-batches of one size: of GPipe's each is held, of 1F1B's no more than before."""
-
-    def peaks(schedule, rank):
-        found, how = [], {"axes": {"pp": 2}, "at": {"pp": rank}, "stage": Stage, "schedule": schedule}
-        for many in (2, 4, 6):
-            input, target = batch("gpt", 2 * many)
-            told = estimate(models.build("gpt"), input, models.loss("gpt"), target=target, micro_batches=many, **how)
-            found.append(max(kinds["activations"] + kinds["communication"] for _, kinds in told.samples))
-        return found
-
-    for rank in range(2):
-        few, more, most = peaks(gpipe, rank)
-        assert most - more == more - few > 10_000
-        few, _, most = peaks(one_f_one_b, rank)
-        assert 0 <= most - few <= 4 * FLOAT  # losses
-
-
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [
-        ({"axes": {"ep": 2}}, "unknown axis 'ep': known are dp, cp, pp, tp"),
-        ({"axes": {"tp": 2}}, "tp=2 needs plan"),
-        ({"axes": {"cp": 2}}, "cp=2 needs attend"),
-        ({"axes": {"pp": 2}}, "pp=2 needs stage and schedule and target"),
-        ({"axes": {"pp": 2}, "strategy": "zero1"}, "pp=2 goes with single or ddp_naive, not with zero1"),
-        ({"axes": {"tp": 3}, **WHOLE_LOGITS}, "3 ranks cannot share in_features=32"),
-        ({"axes": {"cp": 3}, "attend": ring_attention}, "32 tokens have no 6 equal chunks"),
-    ],
-)
-def test_a_mesh_that_cannot_be_is_refused(wrong, words):
-    with pytest.raises(ValueError, match=words):
-        estimate(models.build("gpt"), batch("gpt", 8)[0], **wrong)
 
 
 def test_nothing_is_computed_held_or_changed():

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from labkit.parts import gathered, holdings
-from labkit.parts.rank_of_mesh import part_of
-from labkit.parts.rehearsal import Step, rehearse, rehearse_optimizer
+from labkit.parts.rehearsal import rehearse, rehearse_optimizer
 from labkit.parts.units import split_units
 
 KINDS = ("parameters", "gradients", "optimizer_states", "buffers", "communication", "activations")
@@ -70,16 +69,7 @@ class Estimate:
 
 
 def rehearse_step(
-    module,
-    input,
-    loss=None,
-    target=None,
-    precision="fp32",
-    unit=None,
-    recompute=None,
-    device=None,
-    axes=None,
-    **split,
+    module, input, loss=None, target=None, precision="fp32", unit=None, recompute=None, device=None
 ):
     """A Rehearsal to be accounted for under several strategies.
 
@@ -88,15 +78,12 @@ def rehearse_step(
     PRECISIONS; bf16 and fp16: autocast. unit: what FSDP gathers together: a class, a tuple of them,
     a function module -> bool, or None. recompute: labkit.recompute.checkpoint, or another function
     that runs a unit and computes it again in backward; None: what the module does itself. device:
-    what to rehearse for, by default where the module is. axes, split: of a mesh, as in part_of.
+    what to rehearse for, by default where the module is.
     """
     dtype, low = known("precision", precision, PRECISIONS)
-    device = device or next((p.device for p in module.parameters() if not p.is_meta), "cpu")
-    part, step = module, Step
-    if axes:
-        part, input, target, step = part_of(module, input, target, axes, **split)
-    units = split_units(part, unit)
-    return rehearse(part, input, loss, target, dtype, low, device, units, recompute, step)
+    return rehearse(
+        module, input, loss, target, dtype, low, device, split_units(module, unit), recompute
+    )
 
 
 def account(
@@ -144,12 +131,6 @@ def known(what, name, table):
     return table[name]
 
 
-def kind_of(piece, holding):
-    if piece.gradient_of is not None:
-        return "gradients" if holding.keeps(piece.gradient_of) else "activations"
-    return "communication" if piece.travels else "activations"
-
-
 def walk(rehearsal, holding, start):
     """Bytes by kind after every change, and how many of them belong to forward."""
     now, samples, backward_at = dict(start), [dict(start)], 0
@@ -158,7 +139,8 @@ def walk(rehearsal, holding, start):
             backward_at = len(samples)
         changes = []
         if change:
-            changes.append((kind_of(piece, holding), change))
+            kept = piece.gradient_of is not None and holding.keeps(piece.gradient_of)
+            changes.append(("gradients" if kept else "activations", change))
         if event is not None:
             changes += holding.on(event, piece.size if piece else 0)
         for kind, grown in changes:

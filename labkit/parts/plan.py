@@ -40,16 +40,6 @@ def matches(module, plan):
     ]
 
 
-def checked(module, plan, axis):
-    """matches() of a plan of styles; ValueError where the ranks of an Axis cannot share them."""
-    chosen = matches(module, plan)
-    for name, part, style in chosen:
-        style.check(name or type(part).__name__, part, axis)
-    check_heads(module, chosen, axis)
-    check_ties(module, chosen)
-    return chosen
-
-
 def met(module, pattern):
     found = [("", module)]
     for token in pattern.split(".") if pattern else []:

@@ -10,6 +10,7 @@ machine can be rehearsed on a laptop: one on the meta device takes no memory at 
 Cost: Python's share of a step. Not seen: work space in one kernel, what an allocator rounds up.
 """
 
+import weakref
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,11 +19,18 @@ from itertools import accumulate
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import register_multi_grad_hook
-from torch.utils._pytree import tree_map_only
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from labkit.parts.autocast import autocast
-from labkit.parts.births import Watch, tensors_of
-from labkit.parts.stand_in import stand_ins
+
+
+@dataclass
+class Piece:
+    """A storage: bytes, and the number of the parameter whose gradient it is (None: activation)."""
+
+    size: int
+    gradient_of: int | None = None
 
 
 @dataclass
@@ -44,6 +52,44 @@ class Rehearsal:
     backward_at: int = 0
 
 
+class Watch(TorchDispatchMode):
+    """Writes every new storage, and the end of every storage, into `log`."""
+
+    def __init__(self, log):
+        super().__init__()
+        self.log, self.alive = log, {}
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        given = {t.untyped_storage()._cdata for t in tensors_of((args, kwargs))}
+        if operator is torch.ops.aten.lift_fresh.default:
+            given = set()  # its input was built where nobody could see it
+        result = operator(*args, **(kwargs or {}))
+        for t in tensors_of(result):
+            storage = t.untyped_storage()
+            if storage._cdata not in self.alive and storage._cdata not in given:
+                self.born(storage)
+        return result
+
+    def born(self, storage):
+        address, piece = storage._cdata, Piece(storage.nbytes())
+        self.alive[address] = piece, weakref.ref(storage, lambda _: self.died(address))
+        self.log.append((piece, piece.size, None))
+
+    def died(self, address):
+        piece, _ = self.alive.pop(address)
+        self.log.append((piece, -piece.size, None))
+
+    def gradient(self, number, parameter):
+        """A parameter's gradient is complete: its storage has been a gradient all its life."""
+        piece, _ = self.alive.get(parameter.grad.untyped_storage()._cdata, (None, None))
+        if piece is not None:
+            piece.gradient_of = number
+        self.log.append((piece, 0, ("gradient", number)))
+
+    def mark(self, phase, unit):
+        self.log.append((None, 0, (phase, unit)))
+
+
 class Step(torch.nn.Module):
     """Forward, loss and backward as one forward: parameters stay exchanged for all of it."""
 
@@ -54,20 +100,21 @@ class Step(torch.nn.Module):
 
     def forward(self, inputs, target):
         with self.precision():
-            output = self.run(inputs)
+            output = self.module(*inputs)
             value = total(output) if self.loss is None else self.loss(output, *target)
             del output
         self.at_backward()
         value.backward()
         return value  # the training loop keeps it, too: somebody wants to see it
 
-    def run(self, inputs):
-        return self.module(*inputs)
-
 
 def total(output):
     """A scalar that depends on every floating-point tensor in the output."""
     return sum(t.sum() for t in tensors_of(output) if t.is_floating_point())
+
+
+def tensors_of(tree):
+    return [t for t in tree_leaves(tree) if isinstance(t, torch.Tensor)]
 
 
 def rehearse(
@@ -80,7 +127,6 @@ def rehearse(
     device=None,
     units=(),
     checkpoint=None,
-    step=Step,
 ):
     """The Rehearsal of one forward and backward of `module`, which is not computed with or changed.
 
@@ -89,8 +135,7 @@ def rehearse(
     the sum of the output. dtype: of floating-point parameters, buffers, inputs; None: as they are.
     low: what autocast computes in, or None. device: by default the module's; one that is not here
     is rehearsed on the CPU. units: [Unit] of labkit.parts.units, the root first. checkpoint:
-    function (function, *args) that runs a unit and recomputes it in backward. step: another Step,
-    of a module whose messages go to stand-ins (labkit.parts.rank_of_mesh).
+    function (function, *args) that runs a unit and recomputes it in backward.
     """
     inputs = input if isinstance(input, tuple | list) else (input,)
     target = () if target is None else target
@@ -127,14 +172,11 @@ def rehearse(
         def at_backward():
             done.backward_at = len(watch.log)
 
-        running = step(module, loss, precision, at_backward)
+        step = Step(module, loss, precision, at_backward)
         tensors = {f"module.{name}": t for name, t in (parameters | done.buffers).items()}
         arguments = tree_map_only(torch.Tensor, fake, (tuple(inputs), tuple(targets)))
-        with watch, stand_ins(watch.travels):
-            held = torch.func.functional_call(running, tensors, arguments)
-        for number, p in enumerate(parameters.values()):
-            if p.grad is not None:
-                watch.learn_gradient(number, p)  # of a tied one it is another by now
+        with watch:
+            held = torch.func.functional_call(step, tensors, arguments)
         watch.log.append((None, 0, ("end", None)))
         done.log = list(watch.log)  # what is freed from here on was not freed in the step
         del held

@@ -23,24 +23,27 @@ class Cut(NamedTuple):
     axis: Axis
     length: int
 
-    @property
-    def size(self):
-        """Of a rank's slice along dim, padding and all."""
-        return -(-self.length // self.axis.size)
+    def part(self, whole, name="a parameter"):
+        """This rank's slice of the whole, with zeros behind its end.
 
-    def part(self, whole):
-        """This rank's slice of the whole, with zeros behind its end."""
-        start, stop = (min(r * self.size, self.length) for r in (self.axis.rank, self.axis.rank + 1))
-        own = whole.narrow(self.dim, start, stop - start)
-        missing = self.size - (stop - start)
-        behind = [0, 0] * (whole.dim() - 1 - self.dim) + [0, missing]
-        return F.pad(own, behind) if missing else own
+        Raises RuntimeError where the whole is not as long as it was when it was cut.
+        """
+        shape = list(whole.shape)
+        expected = [*shape[: self.dim], self.length, *shape[self.dim + 1 :]]
+        if shape != expected:
+            raise RuntimeError(f"{name!r} is {shape} and should be {expected}")
+        size = -(-self.length // self.axis.size)
+        start = min(self.axis.rank * size, self.length)
+        own = whole.narrow(self.dim, start, min(size, self.length - start))
+        missing = size - own.shape[self.dim]
+        return F.pad(own, [0, 0] * (whole.dim() - 1 - self.dim) + [0, missing]) if missing else own
 
     def whole(self, part):
         """The whole, of the slices of all ranks. Collective."""
         every = gathered(part, self.dim, self.axis)
-        own = every.narrow(self.dim, 0, self.length)
-        return own if own.shape == every.shape else own.clone()  # a view would be saved with padding
+        if every.shape[self.dim] == self.length:
+            return every
+        return every.narrow(self.dim, 0, self.length).clone()  # a view is saved with its padding
 
 
 def cuts_of(module):
@@ -79,10 +82,5 @@ def load_full_state_dict(module, state_dict, strict=True):
     cuts, given = cuts_of(module), dict(state_dict)
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if parameter in cuts and name in given:
-            cut = cuts[parameter]
-            shape = list(parameter.shape)
-            shape[cut.dim] = cut.length
-            if list(given[name].shape) != shape:
-                raise RuntimeError(f"{name!r} is {list(given[name].shape)} and should be {shape}")
-            given[name] = cut.part(given[name])
+            given[name] = cuts[parameter].part(given[name], name)
     return module.load_state_dict(given, strict)
