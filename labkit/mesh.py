@@ -88,13 +88,15 @@ class Mesh:
         """The number of ranks along the axes."""
         return len(self._line(axes)[1])
 
-    def axis_of(self, ranks):
-        """Along which axis these global ranks lie: "tp", or "dp x cp" of several axes asked for.
+    def axis_of(self, group_name):
+        """Along which axis the group of this name lies: "tp", or "dp x cp" of several together.
 
-        None where they are no group() of this rank.
+        None of a group that no group() of this mesh is.
         """
-        lines = ((axes, line) for axes, (_, line) in self._lines.items())
-        return next((" x ".join(axes) for axes, line in lines if {*line} == {*ranks}), None)
+        for axes, (group, _) in self._lines.items():
+            if group.group_name == group_name:
+                return " x ".join(axes)
+        return None
 
     def __str__(self):
         """The grid, this rank in brackets; a sheet per position along all but the last two axes."""

@@ -31,7 +31,7 @@ def plan():
 
 def gpt(seed):
     torch.manual_seed(seed)
-    return GPT(context=LENGTH, layers=4, heads=4, width=16).to(F64)
+    return GPT(vocab=257, context=LENGTH, layers=4, heads=4, width=16).to(F64)
 
 
 def text(step):

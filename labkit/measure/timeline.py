@@ -96,7 +96,7 @@ class Timeline:
             fields = ("op", "group_size", "payload_bytes", "sent_bytes", "waited")
             info = {field: getattr(event, field) for field in fields}
             if mesh is not None:
-                info["axis"] = mesh.axis_of(event.ranks)
+                info["axis"] = mesh.axis_of(event.group)
             self.spans.append(Span(name, "network", event.start, event.end, self.rank, info))
 
     @contextmanager
