@@ -131,8 +131,9 @@ def dual_pipe(stages, micro_batches, ranks=None):
     """DualPipe: half of the micro-batches enter at either end, each half in the wait of the other.
 
     Rank r has stage r and the copy of stage p-1-r. F and B are of the chain that begins nearer to
-    the rank, f and b of the other one; W is the oldest that was put off. Here a gradient leaves
-    before its W; with most of the Bs whole, as in figure 5, the bubble is about twice as large.
+    the rank, f and b of the other one; W is the oldest that was put off. A rank stands still for
+    p/2 - 1 units, half of table 2's (F&B taken as F + B): there most Bs are whole, and here each
+    gradient leaves before its W.
     """
     p = stages // 2
     if stages % 4 or ranks not in (None, p):
