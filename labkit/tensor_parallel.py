@@ -22,7 +22,13 @@ from labkit.parts.layouts import Axis, Replicate, Shard
 from labkit.parts.on_shards import SequenceParallel
 from labkit.parts.plan import Style, check_heads, check_ties, matches, same_on_all
 from labkit.parts.replicas import check_ranks
-from labkit.parts.split_layers import ColumnEmbedding, ColumnLinear, RowEmbedding, RowLinear
+from labkit.parts.split_layers import (
+    ColumnEmbedding,
+    ColumnLinear,
+    PaddedColumnLinear,
+    RowEmbedding,
+    RowLinear,
+)
 from labkit.parts.split_loss import (
     VocabularyParallelCrossEntropy,
     vocabulary_parallel_cross_entropy,
@@ -110,8 +116,6 @@ def parallelize_module(module, group, parallelize_plan):
 class LayerStyle(Style):
     """A linear layer or an embedding becomes a part of one."""
 
-    padded = None  # the kind of layer whose words need not be a multiple of the ranks
-
     def layer(self, module):
         return {nn.Linear: self.linear, nn.Embedding: self.embedding}.get(type(module))
 
@@ -122,7 +126,7 @@ class LayerStyle(Style):
             raise ValueError(f"{what}: {type(self).__name__} splits nn.Linear and nn.Embedding")
         if isinstance(module, nn.Embedding) and (module.max_norm or module.sparse):
             raise ValueError(f"{name} has max_norm or sparse gradients: it cannot be split")
-        if getattr(module, layer.shared) % axis.size and layer is not self.padded:
+        if getattr(module, layer.shared) % axis.size and not layer.padded:
             many = f"{layer.shared}={getattr(module, layer.shared)}"
             hint = "; logits they can: say output_layouts" if layer is ColumnLinear else ""
             raise ValueError(f"{name}: {axis.size} ranks cannot share {many}{hint}")
@@ -146,11 +150,11 @@ class ColwiseParallel(LayerStyle):
     a multiple of the ranks: shards are padded with -inf, the whole has no padding.
     """
 
-    linear, embedding = ColumnLinear, ColumnEmbedding
+    embedding = ColumnEmbedding
 
     def __init__(self, *, input_layouts=None, output_layouts=None, use_local_output=True):
         self.source, self.target = input_layouts or Replicate(), output_layouts or Shard(-1)
-        self.padded = ColumnLinear if output_layouts else None
+        self.linear = PaddedColumnLinear if output_layouts else ColumnLinear
 
 
 class RowwiseParallel(LayerStyle):
@@ -162,7 +166,6 @@ class RowwiseParallel(LayerStyle):
     """
 
     linear, embedding = RowLinear, RowEmbedding
-    padded = RowEmbedding
 
     def __init__(self, *, input_layouts=None, output_layouts=None, use_local_output=True):
         self.source, self.target = input_layouts or Shard(-1), output_layouts or Replicate()

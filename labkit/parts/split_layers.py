@@ -22,8 +22,11 @@ from labkit.parts.layouts import Partial, Replicate, Shard, Shared
 class SplitLayer:
     """axis: an Axis. source, target: layouts of input and output.
 
-    cuts: {parameter's name: dim along which it is cut}. shared: which size the ranks share.
+    cuts: {parameter's name: dim along which it is cut}. shared: which size the ranks share. padded:
+    whether that need not be a multiple of them.
     """
+
+    padded = False
 
     def hand_on(self, y, layout):
         """The output, as wanted; and who draws the random numbers of what comes next."""
@@ -40,14 +43,22 @@ class ColumnLinear(SplitLayer, nn.Linear):
     cuts, shared = {"weight": 0, "bias": 0}, "out_features"
 
     def forward(self, x):
-        y = self.hand_on(super().forward(self.axis.shared(x, self.source)), Shard(-1))
-        size = len(self.weight)
-        if size * self.axis.size == self.out_features:
-            return y
+        return self.hand_on(super().forward(self.axis.shared(x, self.source)), Shard(-1))
+
+
+class PaddedColumnLinear(ColumnLinear):
+    """Some of the logits, -inf behind the last. forward: [..., in] -> [..., out / n, or more]."""
+
+    padded = True
+
+    def forward(self, x):
+        logits, own = super().forward(x), len(self.weight)
+        if own * self.axis.size == self.out_features:
+            return logits
         if self.target == Replicate():
-            return y[..., : self.out_features]
-        outputs = torch.arange(size, device=y.device) + self.axis.rank * size
-        return y.masked_fill(outputs >= self.out_features, -torch.inf)
+            return logits[..., : self.out_features]
+        words = torch.arange(own, device=logits.device) + self.axis.rank * own
+        return logits.masked_fill(words >= self.out_features, -torch.inf)
 
 
 class RowLinear(SplitLayer, nn.Linear):
@@ -77,7 +88,7 @@ class ColumnEmbedding(SplitLayer, nn.Embedding):
 class RowEmbedding(SplitLayer, nn.Embedding):
     """Some words, zero for the others. forward: [...] int -> [..., width], a summand."""
 
-    cuts, shared = {"weight": 0}, "num_embeddings"
+    cuts, shared, padded = {"weight": 0}, "num_embeddings", True
 
     def forward(self, tokens):
         words = len(self.weight)
