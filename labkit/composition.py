@@ -155,7 +155,7 @@ class Composed(MeshModel):
 
     def evaluate(self, dataset, metric=correct, batch_size=64):
         """labkit.sampler.evaluate over the mesh, the same on all ranks. Collective."""
-        shares = self.mesh.group(*(axis for axis in ("dp",) if axis in self.mesh.axes))
+        shares = self.mesh.group(*(axis for axis in ("dp", "ep") if axis in self.mesh.axes))
         return evaluate(self, dataset, metric, batch_size, shares, partial(score, self, metric))
 
     def no_sync(self):

@@ -40,7 +40,7 @@ class MeshModel(Wrapper):
     def places(self):
         """{name: which elements of the whole this rank holds, as Place has it after its name}.
 
-        None of what only other stages have.
+        None of what only other ranks have.
         """
         shards = self.module.places() if isinstance(self.module, ShardedModel) else {}
         found = dict.fromkeys(self.names)
@@ -56,10 +56,10 @@ class MeshModel(Wrapper):
                 found[name] = first + start, first + stop, whole, columns
         return found
 
-    def of_all_stages(self, names):
-        """The names, together with those that the other stages give. Collective."""
-        if not self.pipeline:
+    def of_all_ranks(self, names):
+        """The names, together with those that other ranks give. Collective."""
+        if len(self.state_dict()) == len(self.names):
             return names
         device = next(self.parameters()).device
-        told = gather_bytes(json.dumps(names).encode(), self.mesh.group("pp"), device)
+        told = gather_bytes(json.dumps(names).encode(), device=device)
         return list(dict.fromkeys(name for text in told for name in json.loads(text)))

@@ -32,7 +32,7 @@ def holders(state):
     for key, thing in plain.items():
         if isinstance(thing, nn.Module):
             places |= places_of(thing, key)
-            everyone = thing.of_all_stages if isinstance(thing, MeshModel) else everyone
+            everyone = thing.of_all_ranks if isinstance(thing, MeshModel) else everyone
     return {key: holder(thing, places, everyone) for key, thing in plain.items()}
 
 
