@@ -28,13 +28,15 @@ from labkit.ddp import DDP, average_gradients
 from labkit.parts.clip import clip_grad_norm_
 from labkit.parts.dependencies import check
 from labkit.parts.layouts import cut, gathered
+from labkit.parts.mesh_state import MeshModel
 from labkit.parts.plan import matches, met
 from labkit.parts.replicas import broadcast_tensors
 from labkit.parts.schedules import routes
+from labkit.parts.score import score
 from labkit.parts.split_state import cuts_of
 from labkit.parts.stages import union
-from labkit.parts.wrapper import Wrapper
 from labkit.pipeline import Pipeline, one_f_one_b
+from labkit.sampler import correct, evaluate
 from labkit.tensor_parallel import parallelize_module
 
 AXES = ("dp", "cp", "pp", "tp")
@@ -53,7 +55,7 @@ def compose(module, mesh, plan, wrap=DDP):
     return wrap(module, process_group=mesh.group("dp", "cp"))
 
 
-class Composed(Wrapper):
+class Composed(MeshModel):
     """A whole module spread over a mesh; its values become those of rank 0. Collective.
 
     mesh: axes of dp, cp, pp, tp; one that it does not have has size 1.
@@ -154,6 +156,11 @@ class Composed(Wrapper):
             comm.broadcast(part, rank, self.mesh.group("pp"))
             total = total + part
         return total
+
+    def evaluate(self, dataset, metric=correct, batch_size=64):
+        """labkit.sampler.evaluate over the mesh, the same on all ranks. Collective."""
+        shares = self.mesh.group(*(axis for axis in ("dp", "ep") if axis in self.mesh.axes))
+        return evaluate(self, dataset, metric, batch_size, shares, partial(score, self, metric))
 
     def no_sync(self):
         return self.module.no_sync() if hasattr(self.module, "no_sync") else nullcontext()

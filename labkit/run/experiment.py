@@ -8,6 +8,7 @@ A wrong value or unknown key is told at once, with what is right, not by a rank 
 
 import dataclasses
 import difflib
+import inspect
 import json
 from dataclasses import dataclass
 from math import prod
@@ -136,6 +137,7 @@ class Experiment:
 
         if self.axes:
             self.check_axes()
+            self.check_shares()
 
     @property
     def axes(self):
@@ -159,6 +161,23 @@ class Experiment:
             raise ValueError(
                 f"Experiment({said}): a pipeline takes no context axis, and fp32 or fp64"
             )
+
+    def check_shares(self):
+        """Raise ValueError for what the ranks of an axis cannot share alike."""
+        defaults = inspect.signature(models.CLASSES["gpt"]).parameters
+        gpt = {name: one.default for name, one in defaults.items()} | models.SIZES["gpt"][self.size]
+        shared = (
+            ("pipeline", gpt["layers"], "layers"),
+            ("tensor", gpt["heads"], "heads"),
+            ("tensor", gpt["vocab"], "words"),
+            ("context", gpt["context"] // 2, "pairs of tokens"),
+        )
+        for axis, many, what in shared:
+            if many % getattr(self, axis):
+                raise ValueError(
+                    f"Experiment({axis}={getattr(self, axis)}): so many ranks cannot share the "
+                    f"{many} {what} of a GPT of size {self.size} alike"
+                )
 
     def check_ranks(self, nproc):
         """Raise ValueError where the batch does not split evenly over ranks and accumulation."""
