@@ -77,7 +77,8 @@ What is indented is in parts/: what the file above it stands on, and others may 
         split_backward.py   the gradient that others wait for first, those of weights later
         stages.py           a rank's part of the model, by name; tied parameters
     moe.py                  a token goes to k of E networks, which the ranks share out
-    composition.py          a mesh of axes: who gets which group, and what all must see together
+    composition.py          a mesh of axes: who gets which group, and what all must see together; on
+        axes.py             which axes can be together, and what each needs of the module
     sampler.py              every sample exactly once per epoch; exact distributed evaluation
     learning_rate.py        a larger batch: the rate scaled, warmed up, brought down to zero
     trainer.py              all of the above behind one train_step

@@ -45,6 +45,8 @@ SMALLEST = {
     "pipeline": 1,
     "context": 1,
     "tensor": 1,
+    "expert": 1,
+    "experts": 0,
     "memory_mb": 0,
     "lr": 0,
     "momentum": 0,
@@ -64,8 +66,10 @@ class Experiment:
     recompute: which units of the model (labkit.models.unit) run again in backward.
     comm_hook: what carries DDP's gradients, an all-reduce by nodes or a compressor.
     every: local SGD and DiLoCo average after so many steps.
-    pipeline, context, tensor: ranks along these axes of a mesh; the others are along dp, where the
-        strategy is at work. Of the GPT; with a pipeline accumulation is its micro-batches.
+    pipeline, context, tensor, expert: ranks along these axes of a mesh; the others are along dp,
+        where the strategy is at work. Of the GPT; a pipeline's micro-batches are accumulation.
+    experts: so many networks in each block of the GPT, of which a token goes to two; 0: one. The
+        loss has 0.01 x what balances them, counted over all ranks, for each micro-batch.
     strategy="auto": the first of labkit.budget to fit memory_mb MiB a rank (0: what is free).
     compute="emulated": each unit sleeps in place of its arithmetic, block_ms milliseconds forward
         and twice that backward for the whole batch; a rank sleeps for its share of it.
@@ -94,6 +98,8 @@ class Experiment:
     pipeline: int = 1
     context: int = 1
     tensor: int = 1
+    expert: int = 1
+    experts: int = 0
     memory_mb: float = 0.0
     bucket_cap_mb: float = 25.0
     compute: str = "real"
@@ -134,14 +140,20 @@ class Experiment:
                 f"goes with {known}, not with {self.strategy}"
             )
 
+        if self.experts or self.expert > 1:
+            self.check_experts()
         if self.axes:
             self.check_axes()
 
     @property
     def axes(self):
-        """{axis of labkit.composition: ranks along it} of those with more than one."""
-        sizes = {"pp": self.pipeline, "cp": self.context, "tp": self.tensor}
-        return {axis: size for axis, size in sizes.items() if size > 1}
+        """{axis of labkit.composition: ranks along it} of those with more than one.
+
+        With experts on several ranks there is ep, if only of size 1: all count what balances them.
+        """
+        sizes = {"pp": self.pipeline, "cp": self.context, "ep": self.expert, "tp": self.tensor}
+        kept = "ep" if self.experts and self.strategy != "single" else None
+        return {axis: size for axis, size in sizes.items() if size > 1 or axis == kept}
 
     def check_axes(self):
         said = " x ".join(f"{axis} {size}" for axis, size in self.axes.items())
@@ -160,12 +172,23 @@ class Experiment:
                 f"Experiment({said}): a pipeline takes no context axis, and fp32 or fp64"
             )
 
+    def check_experts(self):
+        said = f"Experiment(experts={self.experts}, expert={self.expert})"
+        if self.model != "gpt":
+            raise ValueError(f"{said}: the model gpt can have experts, not {self.model}")
+        if self.experts < 2 or self.experts % self.expert:
+            raise ValueError(f"{said}: two experts or more, which the ranks along ep share alike")
+        if self.recompute != "none" or self.pipeline > 1:
+            raise ValueError(f"{said}: does not go with recompute or a pipeline yet")
+        if self.expert > 1 and self.strategy.startswith("fsdp"):
+            raise ValueError(f"{said}: experts on ranks of their own are not sharded: take DDP")
+
     def check_ranks(self, nproc):
         """Raise ValueError where the batch does not split evenly over ranks and accumulation."""
         inner = prod(self.axes.values())
         if nproc % inner:
             raise ValueError(f"{nproc} ranks are no multiple of the {inner} that {self.axes} need")
-        ranks = 1 if self.strategy == "single" else nproc // inner
+        ranks = 1 if self.strategy == "single" else nproc // inner * self.expert
         if self.batch_size % (ranks * self.accumulation):
             raise ValueError(
                 f"batch_size={self.batch_size} does not split into equal parts for {ranks} ranks "
