@@ -32,12 +32,14 @@ from labkit.parts.axes import AXES, attending, refuse
 from labkit.parts.clip import clip_grad_norm_
 from labkit.parts.dependencies import check
 from labkit.parts.layouts import cut, gathered
+from labkit.parts.mesh_state import MeshModel
 from labkit.parts.plan import met
 from labkit.parts.replicas import broadcast_tensors
+from labkit.parts.score import score
 from labkit.parts.split_state import cuts_of
 from labkit.parts.stages import union
-from labkit.parts.wrapper import Wrapper
 from labkit.pipeline import Pipeline, one_f_one_b
+from labkit.sampler import correct, evaluate
 from labkit.tensor_parallel import parallelize_module
 
 
@@ -54,7 +56,7 @@ def compose(module, mesh, plan, wrap=DDP):
     return wrap(module, process_group=mesh.group("dp", "cp"))
 
 
-class Composed(Wrapper):
+class Composed(MeshModel):
     """A whole module spread over a mesh; its values become those of rank 0. Collective.
 
     mesh: axes of dp, cp, pp, ep, tp; one that it does not have has size 1.
@@ -166,6 +168,11 @@ class Composed(Wrapper):
             told += loss
         comm.broadcast(told, self.pipeline.owner[self.pipeline.last], self.mesh.group("pp"))
         return told
+
+    def evaluate(self, dataset, metric=correct, batch_size=64):
+        """labkit.sampler.evaluate over the mesh, the same on all ranks. Collective."""
+        shares = self.mesh.group(*(axis for axis in ("dp", "ep") if axis in self.mesh.axes))
+        return evaluate(self, dataset, metric, batch_size, shares, partial(score, self, metric))
 
     @contextmanager
     def no_sync(self):

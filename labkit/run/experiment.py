@@ -17,7 +17,8 @@ import yaml
 
 from labkit import models
 from labkit.learning_rate import LR_RULES
-from labkit.trainer import HOOKED, HOOKS, LOW, MESHED, RECOMPUTE, STRATEGIES
+from labkit.run.meshed import check_axes, check_experts, check_shares
+from labkit.trainer import HOOKED, HOOKS, RECOMPUTE, STRATEGIES
 
 CHOICES = {
     "model": tuple(models.SIZES),
@@ -141,9 +142,10 @@ class Experiment:
             )
 
         if self.experts or self.expert > 1:
-            self.check_experts()
+            check_experts(self)
         if self.axes:
-            self.check_axes()
+            check_axes(self)
+            check_shares(self)
 
     @property
     def axes(self):
@@ -154,34 +156,6 @@ class Experiment:
         sizes = {"pp": self.pipeline, "cp": self.context, "ep": self.expert, "tp": self.tensor}
         kept = "ep" if self.experts and self.strategy != "single" else None
         return {axis: size for axis, size in sizes.items() if size > 1 or axis == kept}
-
-    def check_axes(self):
-        said = " x ".join(f"{axis} {size}" for axis, size in self.axes.items())
-        known = ("ddp_naive",) if self.pipeline > 1 else MESHED
-        if self.model != "gpt":
-            raise ValueError(f"Experiment({said}): the model gpt can be split, not {self.model}")
-        if self.strategy not in known:
-            raise ValueError(
-                f"Experiment({said}): goes with {', '.join(known)}, not {self.strategy}"
-            )
-        for name, usual in (("comm_hook", "none"), ("recompute", "none")):
-            if getattr(self, name) != usual:
-                raise ValueError(f"Experiment({said}): does not go with {name} yet")
-        if self.pipeline > 1 and (self.context > 1 or self.precision in LOW):
-            raise ValueError(
-                f"Experiment({said}): a pipeline takes no context axis, and fp32 or fp64"
-            )
-
-    def check_experts(self):
-        said = f"Experiment(experts={self.experts}, expert={self.expert})"
-        if self.model != "gpt":
-            raise ValueError(f"{said}: the model gpt can have experts, not {self.model}")
-        if self.experts < 2 or self.experts % self.expert:
-            raise ValueError(f"{said}: two experts or more, which the ranks along ep share alike")
-        if self.recompute != "none" or self.pipeline > 1:
-            raise ValueError(f"{said}: does not go with recompute or a pipeline yet")
-        if self.expert > 1 and self.strategy.startswith("fsdp"):
-            raise ValueError(f"{said}: experts on ranks of their own are not sharded: take DDP")
 
     def check_ranks(self, nproc):
         """Raise ValueError where the batch does not split evenly over ranks and accumulation."""

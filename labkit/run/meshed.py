@@ -8,6 +8,7 @@
 `e` is the Experiment throughout; labkit.run.participant trains what comes out.
 """
 
+import inspect
 from functools import partial
 from math import prod
 
@@ -18,7 +19,7 @@ from labkit.models import plans
 from labkit.models.gpt import Network, Stage
 from labkit.moe import MoE, balanced
 from labkit.pipeline import gpipe, one_f_one_b
-from labkit.trainer import parallelize
+from labkit.trainer import LOW, MESHED, parallelize
 
 
 def model_of(e):
@@ -53,3 +54,47 @@ def compose(module, mesh, e, wrapping):
     schedule = one_f_one_b if e.accumulation >= e.pipeline else gpipe
     stages = {"stage": Stage, "schedule": schedule, "micro_batches": e.accumulation}
     return Composed(module, mesh, plan, loss=models.loss(e.model), **stages)
+
+
+def check_axes(e):
+    said = " x ".join(f"{axis} {size}" for axis, size in e.axes.items())
+    known = ("ddp_naive",) if e.pipeline > 1 else MESHED
+    if e.model != "gpt":
+        raise ValueError(f"Experiment({said}): the model gpt can be split, not {e.model}")
+    if e.strategy not in known:
+        raise ValueError(f"Experiment({said}): goes with {', '.join(known)}, not {e.strategy}")
+    for name, usual in (("comm_hook", "none"), ("recompute", "none")):
+        if getattr(e, name) != usual:
+            raise ValueError(f"Experiment({said}): does not go with {name} yet")
+    if e.pipeline > 1 and (e.context > 1 or e.precision in LOW):
+        raise ValueError(f"Experiment({said}): a pipeline takes no context axis, and fp32 or fp64")
+
+
+def check_experts(e):
+    said = f"Experiment(experts={e.experts}, expert={e.expert})"
+    if e.model != "gpt":
+        raise ValueError(f"{said}: the model gpt can have experts, not {e.model}")
+    if e.experts < 2 or e.experts % e.expert:
+        raise ValueError(f"{said}: two experts or more, which the ranks along ep share alike")
+    if e.recompute != "none" or e.pipeline > 1:
+        raise ValueError(f"{said}: does not go with recompute or a pipeline yet")
+    if e.expert > 1 and e.strategy.startswith("fsdp"):
+        raise ValueError(f"{said}: experts on ranks of their own are not sharded: take DDP")
+
+
+def check_shares(e):
+    """Raise ValueError for what the ranks of an axis cannot share alike."""
+    defaults = inspect.signature(models.CLASSES["gpt"]).parameters
+    gpt = {name: one.default for name, one in defaults.items()} | models.SIZES["gpt"][e.size]
+    shared = (
+        ("pipeline", gpt["layers"], "layers"),
+        ("tensor", gpt["heads"], "heads"),
+        ("tensor", gpt["vocab"], "words"),
+        ("context", gpt["context"] // 2, "pairs of tokens"),
+    )
+    for axis, many, what in shared:
+        if many % getattr(e, axis):
+            raise ValueError(
+                f"Experiment({axis}={getattr(e, axis)}): so many ranks cannot share the "
+                f"{many} {what} of a GPT of size {e.size} alike"
+            )
