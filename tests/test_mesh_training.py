@@ -191,8 +191,9 @@ def loss_sum(output, target):
 
 def evaluated(rank, world_size, jobs):
     """How far from one process, for numbers of samples that fill no batch, no share, no micro-batch."""
-    alone, off = gpt(0), []
+    off = []
     for job in jobs:
+        alone = gpt(0, JOBS[job][1].get("mixture"))
         trainer = on_mesh(job, 0)
         trainer.train_step(*part_of_batch(trainer.model, trainer.model.mesh)(0))
         trainer.model.load_full_state_dict(alone.state_dict())
@@ -212,7 +213,7 @@ def evaluated(rank, world_size, jobs):
 
 
 def test_each_sample_counts_once(ranks):
-    jobs = ("fsdp 2 x tp 2", "cp 2 x tp 2", "pp 2 x tp 2, two stages a rank", "pp 2 x dp 2")
+    jobs = ("fsdp 2 x tp 2", "cp 2 x tp 2", "pp 2 x tp 2, two stages a rank", "pp 2 x dp 2", "dp 2 x ep 2")
     assert max(ranks(4, evaluated, jobs=jobs)) < 1e-12
 
 
