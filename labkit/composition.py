@@ -35,6 +35,7 @@ from labkit.parts.layouts import cut, gathered
 from labkit.parts.mesh_state import MeshModel
 from labkit.parts.plan import met
 from labkit.parts.replicas import broadcast_tensors
+from labkit.parts.schedules import routes
 from labkit.parts.score import score
 from labkit.parts.split_state import cuts_of
 from labkit.parts.stages import union
@@ -106,9 +107,11 @@ class Composed(MeshModel):
         if size["pp"] > 1:
             program = schedule(stages or size["pp"], micro_batches, size["pp"])
             owner = check(program, size["pp"], micro_batches)
-            blocks = len(module.blocks) // len(owner)
+            length = len(routes(program)[0])
+            blocks = len(module.blocks) // length
             mine = sorted(number for number in owner if owner[number] == mesh.rank("pp"))
-            own = {n: stage(module, range(n * blocks, (n + 1) * blocks)) for n in mine}
+            begin = {number: number % length * blocks for number in mine}
+            own = {n: stage(module, range(first, first + blocks)) for n, first in begin.items()}
         if size["tp"] > 1:
             for part in own.values():
                 here = {pattern: style for pattern, style in plan.items() if met(part, pattern)}
@@ -163,11 +166,12 @@ class Composed(MeshModel):
         loss = self.pipeline.step(input, target, scale)
         if self.replicas is not None:
             average_gradients(self.parameters(), self.replicas)
-        told = torch.zeros((), dtype=torch.float64, device=input.device)
-        if loss is not None:
-            told += loss
-        comm.broadcast(told, self.pipeline.owner[self.pipeline.last], self.mesh.group("pp"))
-        return told
+        nothing = total = torch.zeros((), dtype=torch.float64, device=input.device)
+        for rank in sorted({self.pipeline.owner[end] for end in self.pipeline.last}):
+            part = nothing + (0.0 if loss is None else loss)
+            comm.broadcast(part, rank, self.mesh.group("pp"))
+            total = total + part
+        return total
 
     def evaluate(self, dataset, metric=correct, batch_size=64):
         """labkit.sampler.evaluate over the mesh, the same on all ranks. Collective."""

@@ -83,10 +83,11 @@ def few_of_each(items):
 
 
 class Cases:
-    """Gathers, in the process that hands out the cases, what the workers report."""
+    """Gathers, in the process that hands out the cases, what the workers report, and writes down what has ended."""
 
     def __init__(self, path):
         self.path, self.cases = path, {}
+        path.write_text("")
 
     def pytest_runtest_logreport(self, report):
         kind = kind_of(report.nodeid, report.keywords)
@@ -97,9 +98,17 @@ class Cases:
             case["outcome"], case["why"] = "failed", last_line(report)
         elif report.skipped and case["outcome"] == "passed":
             case["outcome"], case["why"] = "skipped", report.longrepr[-1].removeprefix("Skipped: ")
+        if report.when == "teardown":
+            self.write(self.cases.pop(report.nodeid))
 
     def pytest_sessionfinish(self):
-        self.path.write_text("".join(json.dumps(case) + "\n" for case in self.cases.values()))
+        """What is left are cases whose worker has died."""
+        for case in self.cases.values():
+            self.write(case)
+
+    def write(self, case):
+        with self.path.open("a") as file:
+            file.write(json.dumps(case) + "\n")
 
 
 def last_line(report):

@@ -16,7 +16,7 @@ from labkit.mesh import Mesh
 from labkit.models import plans
 from labkit.models.gpt import GPT, Block, Network, Stage
 from labkit.moe import MoE, balanced, mixtures
-from labkit.pipeline import gpipe, interleaved, zero_bubble
+from labkit.pipeline import dual_pipe, gpipe, interleaved, zero_bubble
 from labkit.tensor_parallel import ColwiseParallel
 from labkit.trainer import Trainer
 
@@ -100,6 +100,7 @@ JOBS = {
     "cp 2 x tp 2": ({"cp": 2, "tp": 2}, {}),
     "dp 2 x cp 2": ({"dp": 2, "cp": 2}, {"attend": ulysses_attention}),
     "pp 2 x dp 2": ({"pp": 2, "dp": 2}, PIPELINED | {"schedule": gpipe}),
+    "pp 2 x dp 2, from both ends": ({"pp": 2, "dp": 2}, PIPELINED | {"schedule": dual_pipe, "stages": 4}),
     "pp 2 x tp 2": ({"pp": 2, "tp": 2}, PIPELINED | {"schedule": zero_bubble}),
     "pp 2 x tp 2, two stages a rank": ({"pp": 2, "tp": 2}, PIPELINED | {"schedule": interleaved, "stages": 4}),
     "fsdp 2 x cp 2 x tp 2": ({"dp": 2, "cp": 2, "tp": 2}, {"wrap": FSDP_BLOCKS}),

@@ -91,7 +91,7 @@ def wholes(url):
 MESHES = [
     ("fsdp 2 x tp 2", ("pp 2 x tp 2, two stages a rank", "dp 2 x cp 2")),
     ("pp 2 x tp 2", ("fsdp 2 x tp 2", "fsdp 2 x tp 2, one unit")),
-    ("dp 2 x tp 2", ("pp 2 x dp 2",)),
+    ("dp 2 x tp 2", ("pp 2 x dp 2, from both ends",)),
     ("dp 2 x ep 2", ("cp 2 x ep 2",)),
 ]
 
@@ -213,7 +213,8 @@ def evaluated(rank, world_size, jobs):
 
 
 def test_each_sample_counts_once(ranks):
-    jobs = ("fsdp 2 x tp 2", "cp 2 x tp 2", "pp 2 x tp 2, two stages a rank", "pp 2 x dp 2", "dp 2 x ep 2")
+    jobs = ("fsdp 2 x tp 2", "cp 2 x tp 2", "pp 2 x tp 2, two stages a rank", "pp 2 x dp 2, from both ends")
+    jobs += ("dp 2 x ep 2",)
     assert max(ranks(4, evaluated, jobs=jobs)) < 1e-12
 
 
