@@ -78,6 +78,7 @@ What is indented is in parts/: what the file above it stands on, and others may 
         stages.py           a rank's part of the model, by name; tied parameters
     moe.py                  a token goes to k of E networks, which the ranks share out
     composition.py          a mesh of axes: who gets which group, and what all must see together; on
+        axes.py             which axes can be together, and what each needs of the module
         mesh_state.py       a model on a mesh, from outside: which elements of which whole
         score.py            a metric of a batch that several ranks compute together
     sampler.py              every sample exactly once per epoch; exact distributed evaluation

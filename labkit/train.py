@@ -6,7 +6,7 @@
     step 1 ... 50 [save] 51 ... 100 [save] ... 123 SIGTERM [save] leave with 0
     the same line again: step 124 ... 150 [save] ... 300 [save] weights_sha256
 
-With --tensor, --context and --pipeline the ranks are a mesh; what these leave is along dp. A run
+With --tensor, --context, --expert, --pipeline ranks are a mesh; what these leave is along dp. A run
 may go on with other ranks, another strategy, another mesh: a checkpoint has the whole by its names.
 
 A rank that stands still for --timeout seconds is named and ended, and the others leave: torchrun

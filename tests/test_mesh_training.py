@@ -26,13 +26,15 @@ def trainer_of(model):
 def on_mesh(job, seed, dropout=0.0):
     axes, options = JOBS[job]
     torch.manual_seed(seed)
-    whole = gpt(seed)
+    mixture = options.get("mixture")
+    whole = gpt(seed, mixture)
     for module in whole.modules():
         if isinstance(getattr(module, "dropout", None), float):
             module.dropout = dropout
         if isinstance(module, torch.nn.Dropout):
             module.p = dropout
-    return trainer_of(Composed(whole, Mesh(axes), plan(), **options))
+    given = {name: value for name, value in options.items() if name != "mixture"}
+    return trainer_of(Composed(whole, Mesh(axes), plan(mixture), **given))
 
 
 def state_of(trainer):
@@ -90,6 +92,7 @@ MESHES = [
     ("fsdp 2 x tp 2", ("pp 2 x tp 2, two stages a rank", "dp 2 x cp 2")),
     ("pp 2 x tp 2", ("fsdp 2 x tp 2", "fsdp 2 x tp 2, one unit")),
     ("dp 2 x tp 2", ("pp 2 x dp 2, from both ends",)),
+    ("dp 2 x ep 2", ("cp 2 x ep 2",)),
 ]
 
 
@@ -97,7 +100,7 @@ MESHES = [
 def test_the_same_mesh_goes_on_bit_for_bit_and_another_from_the_same_bits(ranks, tmp_path, one, others):
     losses, *rest = ranks(4, goes_on, folder=str(tmp_path), one=one, others=others)
     assert all(other == losses for other in rest)
-    alone = gpt(5)
+    alone = gpt(5, JOBS[one][1].get("mixture"))
     optimizer = torch.optim.AdamW(alone.parameters(), lr=1.0)
     checkpoints = Checkpoints(tmp_path / "saved")
     assert checkpoints.load({"model": alone, "optimizer": optimizer}) == 2
@@ -188,8 +191,9 @@ def loss_sum(output, target):
 
 def evaluated(rank, world_size, jobs):
     """How far from one process, for numbers of samples that fill no batch, no share, no micro-batch."""
-    alone, off = gpt(0), []
+    off = []
     for job in jobs:
+        alone = gpt(0, JOBS[job][1].get("mixture"))
         trainer = on_mesh(job, 0)
         trainer.train_step(*part_of_batch(trainer.model, trainer.model.mesh)(0))
         trainer.model.load_full_state_dict(alone.state_dict())
@@ -210,6 +214,7 @@ def evaluated(rank, world_size, jobs):
 
 def test_each_sample_counts_once(ranks):
     jobs = ("fsdp 2 x tp 2", "cp 2 x tp 2", "pp 2 x tp 2, two stages a rank", "pp 2 x dp 2, from both ends")
+    jobs += ("dp 2 x ep 2",)
     assert max(ranks(4, evaluated, jobs=jobs)) < 1e-12
 
 

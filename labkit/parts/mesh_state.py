@@ -2,6 +2,7 @@
 
     axis   a rank holds                     in a checkpoint
     pp     some layers                      those names
+    ep     some experts                     those names
     tp     rows, or columns, of a matrix    elements in a row, or what places.py makes of them
     dp     all, with FSDP a shard           written once, a part by each; the shard
 
