@@ -13,6 +13,8 @@ Huang et al., GPipe: Efficient Training of Giant Neural Networks using Pipeline 
 Using Megatron-LM, SC 2021, section 2.2.
 """
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 
@@ -122,7 +124,7 @@ class Pipeline:
         ways = group, self.way_down(group)
         forward = [[a for a in program if a.kind == "F"] for program in self.schedule]
         self.mail = Mail(self.schedule, self.owner, ways, device)
-        self.forward_mail = Mail(forward, self.owner, ways, device)
+        self.forward_mail = partial(Mail, forward, self.owner, ways, device)
 
     @staticmethod
     def way_down(group):
@@ -139,16 +141,20 @@ class Pipeline:
         those that are there. scale: what the loss is multiplied by, for backward only. Two chains
         have two ends: both are given the whole batch, and return their parts of its mean loss.
         """
-        self.scale, before = scale, self.stages.set_aside()
+        self.scale, self.metric, before = scale, self.loss, self.stages.set_aside()
         found = self.run(self.schedule[self.rank], self.mail, input, target)
         self.stages.add_tied(before)
         return found
 
     @torch.no_grad()
-    def evaluate(self, input=None, target=None):
-        """The same without backward. The batch may have another size than a step's."""
+    def evaluate(self, input=None, target=None, loss=None):
+        """The same without backward. The batch may have another size every time.
+
+        target: a tensor, or a list of one a micro-batch. loss: another than that it trains with.
+        """
+        self.metric = loss or self.loss
         program = [action for action in self.schedule[self.rank] if action.kind == "F"]
-        return self.run(program, self.forward_mail, input, target)
+        return self.run(program, self.forward_mail(), input, target)
 
     def run(self, program, mail, input, target):
         """Do each action of this rank's list; ask for the next one's message before."""
@@ -171,6 +177,8 @@ class Pipeline:
             return None
         if batch is None:
             raise ValueError(f"stage {min(here)} is here: step() needs its {name}")
+        if isinstance(batch, list):
+            return batch
         if len(batch) % self.micro_batches:
             raise ValueError(
                 f"{len(batch)} samples are no {self.micro_batches} equal micro-batches"
@@ -196,7 +204,7 @@ class Pipeline:
                 f"stage {stage} made a {type(output).__name__}: it must make one tensor"
             )
         if stage in self.last:
-            output = self.loss(output, self.targets[m])
+            output = self.metric(output, self.targets[m])
             self.losses.append(output.detach())
         if torch.is_grad_enabled():
             self.held[action[1:]] = x, output

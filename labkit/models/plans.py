@@ -10,11 +10,13 @@ has PyTorch's classes of the same names.
 """
 
 
-def gpt(styles, sequence=False, whole_logits=False):
+def gpt(styles, sequence=False, whole_logits=False, experts=False):
     """sequence: between the cut layers each rank has a part of the tokens. The head's logits are
-    of a rank's own words, or gathered."""
+    of a rank's own words, or gathered. experts: networks are mixtures of them, and stay whole,
+    which takes all tokens."""
     logits = styles.Replicate() if whole_logits else styles.Shard(-1)
-    return (by_sequence if sequence else by_tensor)(styles, logits)
+    plan = (by_sequence if sequence and not experts else by_tensor)(styles, logits)
+    return {name: plan[name] for name in plan if not experts or ".network." not in name}
 
 
 def by_tensor(styles, logits):
