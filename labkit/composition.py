@@ -31,7 +31,6 @@ from labkit.moe import mixtures, names_of_experts
 from labkit.parts.axes import AXES, attending, refuse
 from labkit.parts.clip import clip_grad_norm_
 from labkit.parts.dependencies import check
-from labkit.parts.layouts import cut, gathered
 from labkit.parts.mesh_state import MeshModel
 from labkit.parts.plan import met
 from labkit.parts.replicas import broadcast_tensors
@@ -133,7 +132,7 @@ class Composed(MeshModel):
             module = senders[-1]
         super().__init__(module)
         self.size, self.mesh, self.replicas, self.pipeline = size, mesh, replicas, pipeline
-        self.names, self.cuts = names, cuts  # cuts: {first name: (dim, Axis)}
+        self.names, self.cuts = names, cuts  # cuts: {first name: Cut}
         self.senders, self.apart, self.elsewhere = senders, apart, elsewhere
 
     def named_parameters(self, *args, **kwargs):
@@ -218,8 +217,8 @@ class Composed(MeshModel):
         if self.apart:
             own = {name: state[name] for name in sorted(self.apart)}
             state |= union(own, self.mesh.group("ep"), next(self.parameters()).device)
-        for name, (dim, axis) in self.cuts.items():
-            state[name] = gathered(state[name].detach(), dim, axis)
+        for name, cut in self.cuts.items():
+            state[name] = cut.whole(state[name].detach())
         if self.pipeline:
             state = union(state, self.mesh.group("pp"), next(self.parameters()).device)
         return {name: state[first] for name, first in self.names.items()}
@@ -232,14 +231,13 @@ class Composed(MeshModel):
         own = {name: state_dict[name] for name in self.names if name not in self.elsewhere}
         for name, first in self.names.items():
             if first in self.cuts:
-                dim, axis = self.cuts[first]
-                own[name] = cut(own[name], dim, axis.size)[axis.rank]
+                own[name] = self.cuts[first].part(own[name], name)
         holder = self.pipeline or self.module
         getattr(holder, "load_full_state_dict", holder.load_state_dict)(own)
 
 
 def named_cuts(module):
-    """(name, (dim, Axis)) of the parameters that are cut, by every name of theirs."""
+    """(name, Cut) of the parameters that are cut, by every name of theirs."""
     cuts = cuts_of(module)
     named = module.named_parameters(remove_duplicate=False)
     return ((name, cuts[p]) for name, p in named if p in cuts)

@@ -35,7 +35,7 @@ def gpt(seed, mixture=None):
     """mixture: options of MoE, in place of each block's network."""
     torch.manual_seed(seed)
     network = Network if mixture is None else partial(experts, **mixture)
-    return GPT(context=LENGTH, layers=4, heads=4, width=16, network=network).to(F64)
+    return GPT(vocab=257, context=LENGTH, layers=4, heads=4, width=16, network=network).to(F64)
 
 
 def experts(width, dropout, number=4, **options):
@@ -154,8 +154,7 @@ def the_idea(rank, world_size):
     for own, theirs in pairs:
         wanted = theirs.grad
         if own in cuts:
-            dim, axis = cuts[own]
-            wanted = composition.cut(wanted, dim, axis.size)[axis.rank]
+            wanted = cuts[own].part(wanted)
         off = max(off, (own.grad - wanted).abs().max().item())
     return off
 

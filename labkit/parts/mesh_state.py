@@ -22,7 +22,7 @@ from labkit.parts.wrapper import Wrapper
 class MeshModel(Wrapper):
     """Base of Composed. Subclasses have mesh; pipeline, or None; replicas, the group along which
     gradients are averaged, or None; names, {name in the whole: the first of those that are tied};
-    cuts, {first name: (dim, Axis)}.
+    cuts, {first name: Cut}.
     """
 
     def state_dict(self, *args, **kwargs):
@@ -49,12 +49,14 @@ class MeshModel(Wrapper):
             start, stop, shape = shards.get(name) or span(tensor)
             found[name] = start, stop, shape
             if self.names[name] in self.cuts:
-                dim, axis = self.cuts[self.names[name]]
-                whole = (*shape[:dim], shape[dim] * axis.size, *shape[dim + 1 :])
-                first = 0 if dim else axis.rank * prod(shape)
+                dim, axis, length = self.cuts[self.names[name]]
+                whole = (*shape[:dim], length, *shape[dim + 1 :])
+                if dim == 0:  # what is behind the end of the whole is padding
+                    first = axis.rank * prod(shape)
+                    start, stop = (min(first + place, prod(whole)) for place in (start, stop))
                 among = self.replicas if name in shards else None
                 columns = Columns(dim, axis, shape, among) if dim else None
-                found[name] = first + start, first + stop, whole, columns
+                found[name] = start, stop, whole, columns
         return found
 
     def of_all_ranks(self, names):

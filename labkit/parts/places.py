@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.nn import functional as F
 
 from labkit import comm
 from labkit.parts.layouts import Axis, cut, gathered
@@ -57,7 +58,7 @@ class Columns:
 
 
 class Place(NamedTuple):
-    """Which whole a tensor is, or which of its elements, start to stop, it holds.
+    """Which whole a tensor is, or which of its elements, start to stop, it holds; then, padding.
 
     columns: where it holds columns, elements start to stop of those.
     """
@@ -73,11 +74,12 @@ class Place(NamedTuple):
         values = local(value.detach()).reshape(-1)
         if self.columns:
             return self.columns.take(values, self.start, self.stop, self.shape)
-        return Piece(values, self.start, self.shape)
+        return Piece(values[: self.stop - self.start], self.start, self.shape)
 
     def read(self, saved, key, tensor):
         """What is here of the whole that was saved as `key`, cut as `tensor` is."""
         if self.columns:
             whole = saved.read(key).view(self.shape)
             return like(tensor, self.columns.part(whole, self.start, self.stop))
-        return like(tensor, saved.read(key, self.start, self.stop))
+        values = saved.read(key, self.start, self.stop)
+        return like(tensor, F.pad(values, (0, local(tensor).numel() - len(values))))
