@@ -1,0 +1,175 @@
+"""The time of a training step: layers by roofline, messages by alpha-beta, a pipeline, what overlaps.
+
+    layer       products / (peak x efficiency by size)  +  bytes moved / bandwidth
+                or what the host needs to launch it, where that is longer
+    messages    (n - 1) alpha + (n - 1)/n S / B         a ring; twice that an all-reduce
+    pipeline    sum of the stages + (micro-batches - 1) x the slowest stage
+    step        pipeline + gradients' messages that nothing hides + the optimizer
+
+A product of sides m, n, k reaches 1 / (1 + e/m + e/n + e/k) of what a large one does: tiles at its
+edges are not full. Messages between nodes share the node's adapters with the other groups on it.
+Williams et al., Roofline, CACM 2009; Hockney, The communication challenge for MPP, 1994 (alpha and
+beta); Thakur et al., Optimization of Collective Communication Operations in MPICH, 2005;
+Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters, SC 2021, section 3
+(bubbles); Dao, FlashAttention-2, 2023 (a backward of 2.5 forwards); Luo et al., Dissecting the
+NVIDIA Hopper Architecture, 2024 (the older instructions reach 0.62 of H100's peak).
+"""
+
+from dataclasses import dataclass
+from math import ceil
+
+OLD_INSTRUCTIONS = 0.62
+OPTIMIZER_BYTES = 30  # fp32 gradient, master and two moments, read; all but the first written; bf16
+
+
+@dataclass(frozen=True)
+class Step:
+    """Seconds of a step by what they go to; tokens per second and GPU."""
+
+    stages: float
+    bubble: float
+    gradients: float
+    optimizer: float
+    tokens_per_second: float
+
+
+def predict_step(job, c):
+    """The Step of a Job. c: constants, name to value."""
+    layer, head = layer_seconds(job, c), head_seconds(job, c)
+    work = [layers * layer for layers in stage_layers(job)]
+    work[-1] += head
+    slowest = max(work) + 2 * hand_over(job, c)
+    bubble = (sum(work) - max(work)) / job.vpp
+    stages = job.grad_accum * slowest
+    gradients = gradient_seconds(job, c)
+    held = job.shape.parameters / job.tp / job.pp / (job.dp if job.zero else 1)
+    optimizer = held * OPTIMIZER_BYTES / (1e9 * job.gpu.memory_gbs)
+    seconds = stages + bubble + gradients + optimizer
+    return Step(stages, bubble, gradients, optimizer, job.step_tokens / job.n_gpus / seconds)
+
+
+def layer_seconds(job, c):
+    """Forward and backward of one layer on one micro-batch, on one rank."""
+    shape, width, tokens = job.shape, job.gpu.generation, job.tokens
+    generation = "hopper" if width == "blackwell" else width
+    rate = job.gpu.peak(job.dtype) * c[f"matmul_{generation}"]
+    products = 0.0
+    for weights, side in (
+        (shape.attention_weights, shape.hidden / job.tp),
+        (shape.layer_products - shape.attention_weights, shape.ffn / job.tp),
+    ):
+        edges = 1 + c["edge"] * (1 / shape.hidden + 1 / side + 1 / tokens)
+        products += 2 * weights / job.tp * tokens * edges / rate
+    fused = job.precision != "fp16"  # jobs in fp16 are older than fused attention
+    attention = 0.0
+    moved = shape.moved_bytes() * c["traffic"] * (c["fused"] if job.compiled else 1)
+    if fused:
+        peak = 1e12 * job.gpu.tflops["bf16"] * c["attention"]
+        peak *= OLD_INSTRUCTIONS if generation == "hopper" else 1
+        attention = shape.attention_flops(job.context) / job.tp * tokens / peak
+    else:
+        products += 2 * shape.attention_flops(job.context) / job.tp * tokens / rate
+        moved += 12 * shape.heads * job.context  # scores: written, masked, softmax, dropout, read
+    split = job.tp if sequence_split(job) else (job.tp + 1) / 2
+    moving = moved * tokens / split / (1e9 * job.gpu.memory_gbs)
+    forward = products + attention + moving
+    backward = 2 * products + 2.5 * attention + 2 * moving
+    again = {"none": 0, "full": 1, "half": 0.5, "selective": 0.25}[job.recompute]
+    compute = backward + (1 + again) * forward + tensor_seconds(job, c, again)
+    if job.zero == 3:
+        messages = unit_seconds(job, c)
+        compute = max(compute, messages) + c["exposed"] * min(compute, messages)
+    return max(compute, host_seconds(job, c))
+
+
+def host_seconds(job, c):
+    """What the host needs to launch a layer. Only an eager stack that splits layers feels it."""
+    if job.framework != "nanotron":
+        return 0.0
+    crossing = job.pp > 1 and job.n_gpus > job.gpus_per_node
+    more = c["contention"] * job.tp if crossing and job.tp > 1 else 0.0
+    return 1e-3 * (c["host"] * (1 if job.tp > 1 else 0.5) + more)
+
+
+def head_seconds(job, c):
+    """Forward and backward of the output layer and the loss."""
+    generation = job.gpu.generation.replace("blackwell", "hopper")
+    rate = job.gpu.peak("bf16") * c[f"matmul_{generation}"]
+    flops = 6 * job.shape.embedding_parameters / job.tp * job.tokens
+    moved = c["logits"] * job.shape.vocab / job.tp * job.tokens
+    return flops / rate + moved / (1e9 * job.gpu.memory_gbs)
+
+
+def sequence_split(job):
+    """Are norms and sums split among the ranks of tp? Not in the stacks of 2020 (fp16)."""
+    return job.precision != "fp16"
+
+
+def link(job, size, stride, c):
+    """(byte/s, seconds of a ring's round) in a group of `size` ranks that lie `stride` apart."""
+    members = max(1, min(size, job.gpus_per_node // stride))
+    nodes = ceil(size / members)
+    node = 1e9 * job.gpu.node_gbs * c["node_share"]
+    alpha = (size - nodes) * 1e-6 * c["node_hop"]
+    if nodes == 1:
+        return node, alpha
+    share = min(1.0, members / job.gpus_per_node)
+    network = 1e9 / 8 * job.network_gbps * share * c["network_share"]
+    return min(node, network), alpha + nodes * 1e-6 * c["network_hop"]
+
+
+def gather_seconds(job, size, stride, total, c):
+    """An all-gather or a reduce-scatter of `total` bytes over a group."""
+    if size == 1:
+        return 0.0
+    bandwidth, alpha = link(job, size, stride, c)
+    return alpha + (size - 1) / size * total / bandwidth
+
+
+def tensor_seconds(job, c, again):
+    """A layer's messages over tp (and, of keys and values, over cp), which nothing hides."""
+    whole = 2 * job.tokens * job.shape.hidden
+    passes = 4 + 4 + 4 * again + 2 * sequence_split(job)
+    split = passes * gather_seconds(job, job.tp, 1, whole, c)
+    keys = 2 * 2 * job.tokens * job.cp * job.shape.key_width / job.tp
+    return split + (3 + again) * gather_seconds(job, job.cp, job.tp, keys, c)
+
+
+def unit_seconds(job, c):
+    """Of FSDP: a layer's parameters gathered twice, its gradients scattered, for a micro-batch."""
+    total = 2 * job.shape.layer_parameters / job.tp / job.pp * job.pp
+    return 3 * gather_seconds(job, job.dp * job.cp, job.tp, total, c)
+
+
+def gradient_seconds(job, c):
+    """The sum of gradients over dp once in a step, as far as it is waited for."""
+    if job.zero == 3:
+        return 0.0
+    width = 4 if job.framework == "nanotron" else 2
+    total = width * job.shape.parameters / job.tp / job.pp
+    once = gather_seconds(job, job.dp * job.cp * job.replicas, job.tp, total, c)
+    return c["data_exposed"] * 2 * once
+
+
+def hand_over(job, c):
+    """A micro-batch's activations from one stage to the next."""
+    if job.pp == 1:
+        return 0.0
+    inside = job.n_gpus <= job.gpus_per_node
+    share = job.network_gbps / 8 / job.gpus_per_node * c["network_share"]
+    bandwidth = 1e9 * (job.gpu.node_gbs * c["node_share"] if inside else share)
+    total = 2 * job.tokens * job.shape.hidden / (job.tp if sequence_split(job) else 1)
+    return 1e-6 * c["node_hop" if inside else "network_hop"] + total / bandwidth
+
+
+def stage_layers(job):
+    """Layers of each stage, [pp]: equally many; in nanotron the output layer counts as work."""
+    if job.framework != "nanotron":
+        fewest, more = divmod(job.shape.layers, job.pp)
+        return [fewest + (stage < more) for stage in range(job.pp)]
+    layer, head = job.shape.layer_products, job.shape.embedding_parameters
+    each = (job.shape.layers * layer + head) / job.pp
+    counts = [0] * job.pp
+    for number in range(1, job.shape.layers + 1):
+        counts[min(job.pp, ceil(number * layer / each - 1e-9)) - 1] += 1
+    return counts

@@ -1,0 +1,94 @@
+"""What a GPU holds at its peak, by kind: states, activations, logits, what is gathered, the rest.
+
+    GiB |  runtime     workspaces and buffers of messages
+        |  logits      tokens x vocabulary / tp, on the last stage
+        |  activations layers of the stage x micro-batches in flight, or inputs only (recomputed)
+        |  gathered    FSDP: two layers' parameters and the embeddings, whole
+        |  states      parameters, gradients, master copy, two moments: 16 to 20 bytes a parameter
+        +----------------------------------------------------------------------------------------
+
+A pipeline's first stage holds min(pp, micro-batches) of them (1F1B), its last stage one and the
+logits: the larger of both counts. ZeRO divides by dp: states of the optimizer (1), gradients (2),
+parameters (3). Rajbhandari et al., ZeRO, SC 2020, section 3; Korthikanti et al., Reducing
+Activation Recomputation, MLSys 2023, section 4; Narayanan et al., SC 2021, section 2.2 (1F1B).
+"""
+
+from dataclasses import dataclass
+
+from labkit.scale.cost import sequence_split, stage_layers
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Peak:
+    """GiB of the fullest GPU by kind. fits: whether the job runs."""
+
+    states: float
+    gathered: float
+    activations: float
+    logits: float
+    runtime: float
+    limit: float
+
+    @property
+    def total(self):
+        return self.states + self.gathered + self.activations + self.logits + self.runtime
+
+    @property
+    def fits(self):
+        return self.total <= self.limit
+
+    @property
+    def largest(self):
+        """The kind that takes most."""
+        return max(("states", "gathered", "activations", "logits"), key=lambda k: getattr(self, k))
+
+
+def predict_memory(job, c):
+    """The Peak of a Job: of its first or its last stage, whichever holds more."""
+    layers = stage_layers(job)
+    first = stage_peak(job, c, layers[0], min(job.pp, job.grad_accum), True, job.pp == 1)
+    last = stage_peak(job, c, layers[-1], 1, job.pp == 1, True)
+    return max(first, last, key=lambda peak: peak.total)
+
+
+def stage_peak(job, c, layers, in_flight, embedding, head):
+    """The Peak of a stage. embedding, head: whether it has them; in_flight: micro-batches."""
+    shape, tokens = job.shape, job.tokens
+    ends = embedding + head - (shape.tied and embedding and head)
+    parameters = layers * shape.layer_parameters + ends * shape.embedding_parameters
+    parameters += embedding * shape.positions * shape.hidden
+    parameters /= job.tp
+    gathered = 0.0
+    if job.zero == 3:
+        root = ends * shape.embedding_parameters / job.tp
+        gathered = 2 * (2 * shape.layer_parameters / job.tp + root)
+    logits = head * c["logits_held"] * shape.vocab / job.tp * tokens
+    return Peak(
+        states=parameters * state_bytes(job, c) / GIB,
+        gathered=gathered / GIB,
+        activations=in_flight * layers * kept(job, c) * tokens / GIB,
+        logits=logits / GIB,
+        runtime=c["runtime"],
+        limit=c["limit"] * job.gpu.memory_gib,
+    )
+
+
+def state_bytes(job, c):
+    """Bytes a parameter of the stage: what ZeRO divides, divided."""
+    if job.zero == 3:
+        return (8 if "pure" in job.precision else 16) / (job.dp * job.cp)
+    if job.framework != "nanotron":  # 16-bit parameters and gradients; fp32 master and moments
+        whole, divided = (4, 12) if job.zero < 2 else (2, 14)
+        return whole + divided / (job.dp if job.zero else 1)
+    return 20 if job.zero == 0 else c["whole"] + (20 - c["whole"]) / job.dp
+
+
+def kept(job, c):
+    """Bytes per token that a layer keeps until its backward."""
+    split = job.tp if sequence_split(job) else (job.tp + 1) / 2
+    inputs = 2 * job.shape.hidden / (job.tp if sequence_split(job) else 1)
+    everything = c["saved"] * job.shape.saved_bytes() / split
+    share = {"none": 1.0, "full": 0.0, "half": 0.5, "selective": 0.6}[job.recompute]
+    return share * everything + (1 - share) * inputs
