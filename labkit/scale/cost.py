@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from math import ceil
 
 OLD_INSTRUCTIONS = 0.62
+NODE_SHARE = 0.79  # of the wire in a node's rings: A100 0.78, H200 0.81, B200 0.76 (nccl_busbw.csv)
+NETWORK_SHARE = 0.73  # of the adapters between nodes: 36.5 of 50 GB/s (alpha_beta.csv, 4 x B200)
 OPTIMIZER_BYTES = 30  # fp32 gradient, master and two moments, read; all but the first written; bf16
 
 
@@ -109,12 +111,12 @@ def link(job, size, stride, c):
     """(byte/s, seconds of a ring's round) in a group of `size` ranks that lie `stride` apart."""
     members = max(1, min(size, job.gpus_per_node // stride))
     nodes = ceil(size / members)
-    node = 1e9 * job.gpu.node_gbs * c["node_share"]
+    node = 1e9 * job.gpu.node_gbs * NODE_SHARE
     alpha = (size - nodes) * 1e-6 * c["node_hop"]
     if nodes == 1:
         return node, alpha
     share = min(1.0, members / job.gpus_per_node)
-    network = 1e9 / 8 * job.network_gbps * share * c["network_share"]
+    network = 1e9 / 8 * job.network_gbps * share * NETWORK_SHARE
     return min(node, network), alpha + nodes * 1e-6 * c["network_hop"]
 
 
@@ -132,7 +134,7 @@ def tensor_seconds(job, c, again):
     passes = 4 + 4 + 4 * again + 2 * sequence_split(job)
     split = passes * gather_seconds(job, job.tp, 1, whole, c)
     keys = 2 * 2 * job.tokens * job.cp * job.shape.key_width / job.tp
-    return split + (3 + again) * gather_seconds(job, job.cp, job.tp, keys, c)
+    return c["tensor_exposed"] * split + (3 + again) * gather_seconds(job, job.cp, job.tp, keys, c)
 
 
 def unit_seconds(job, c):
@@ -156,8 +158,8 @@ def hand_over(job, c):
     if job.pp == 1:
         return 0.0
     inside = job.n_gpus <= job.gpus_per_node
-    share = job.network_gbps / 8 / job.gpus_per_node * c["network_share"]
-    bandwidth = 1e9 * (job.gpu.node_gbs * c["node_share"] if inside else share)
+    share = job.network_gbps / 8 / job.gpus_per_node * NETWORK_SHARE
+    bandwidth = 1e9 * (job.gpu.node_gbs * NODE_SHARE if inside else share)
     total = 2 * job.tokens * job.shape.hidden / (job.tp if sequence_split(job) else 1)
     return 1e-6 * c["node_hop" if inside else "network_hop"] + total / bandwidth
 

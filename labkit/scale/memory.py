@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from labkit.scale.cost import sequence_split, stage_layers
 
 GIB = 2**30
+FUSED_LOSS = 4  # bytes a logit: gradients are written over the logits (llm-foundry)
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,8 @@ def stage_peak(job, c, layers, in_flight, embedding, head):
     if job.zero == 3:
         root = ends * shape.embedding_parameters / job.tp
         gathered = 2 * (2 * shape.layer_parameters / job.tp + root)
-    logits = head * c["logits_held"] * shape.vocab / job.tp * tokens
+    each = FUSED_LOSS if job.framework.startswith("PyTorch FSDP1") else c["logits_held"]
+    logits = head * each * shape.vocab / job.tp * tokens
     return Peak(
         states=parameters * state_bytes(job, c) / GIB,
         gathered=gathered / GIB,
@@ -89,6 +91,9 @@ def kept(job, c):
     """Bytes per token that a layer keeps until its backward."""
     split = job.tp if sequence_split(job) else (job.tp + 1) / 2
     inputs = 2 * job.shape.hidden / (job.tp if sequence_split(job) else 1)
-    everything = c["saved"] * job.shape.saved_bytes() / split
-    share = {"none": 1.0, "full": 0.0, "half": 0.5, "selective": 0.6}[job.recompute]
+    copies = c["saved"] if job.framework == "nanotron" else 1.0
+    everything = copies * job.shape.saved_bytes() / split
+    if job.precision == "fp16":  # older than fused attention: scores, and what dropout left of them
+        everything += 5 * job.shape.heads * job.context / job.tp
+    share = {"none": 1.0, "full": 0.0, "half": 0.5, "selective": 0.5}[job.recompute]
     return share * everything + (1 - share) * inputs
