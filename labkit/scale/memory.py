@@ -48,14 +48,15 @@ class Peak:
 
 def predict_memory(job, c):
     """The Peak of a Job: of its first or its last stage, whichever holds more."""
-    layers = stage_layers(job)
-    first = stage_peak(job, c, layers[0], min(job.pp, job.grad_accum), True, job.pp == 1)
-    last = stage_peak(job, c, layers[-1], 1, job.pp == 1, True)
-    return max(first, last, key=lambda peak: peak.total)
+    stages = enumerate(stage_layers(job))
+    peaks = [stage_peak(job, c, stage, layers) for stage, layers in stages]
+    return max(peaks, key=lambda peak: peak.total)
 
 
-def stage_peak(job, c, layers, in_flight, embedding, head):
-    """The Peak of a stage. embedding, head: whether it has them; in_flight: micro-batches."""
+def stage_peak(job, c, stage, layers):
+    """The Peak of a stage with so many layers."""
+    embedding, head = stage == 0, stage == job.pp - 1
+    in_flight = min(job.pp - stage, job.grad_accum)
     shape, tokens = job.shape, job.tokens
     ends = embedding + head - (shape.tied and embedding and head)
     parameters = layers * shape.layer_parameters + ends * shape.embedding_parameters
@@ -84,7 +85,9 @@ def state_bytes(job, c):
     if job.framework != "nanotron":  # 16-bit parameters and gradients; fp32 master and moments
         whole, divided = (4, 12) if job.zero < 2 else (2, 14)
         return whole + divided / (job.dp if job.zero else 1)
-    return 20 if job.zero == 0 else c["whole"] + (20 - c["whole"]) / job.dp
+    if job.zero == 0:
+        return 18 + 2 * (job.dp > 1)  # DDP's buckets
+    return c["whole"] + (18 - c["whole"]) / job.dp
 
 
 def kept(job, c):
@@ -93,6 +96,8 @@ def kept(job, c):
     inputs = 2 * job.shape.hidden / (job.tp if sequence_split(job) else 1)
     copies = c["saved"] if job.framework == "nanotron" else 1.0
     everything = copies * job.shape.saved_bytes() / split
+    if job.framework == "nanotron" and job.tp > 1:  # inputs of split layers stay gathered
+        everything += 2 * 2 * job.shape.hidden
     if job.precision == "fp16":  # older than fused attention: scores, and what dropout left of them
         everything += 5 * job.shape.heads * job.context / job.tp
     share = {"none": 1.0, "full": 0.0, "half": 0.5, "selective": 0.5}[job.recompute]
