@@ -38,9 +38,9 @@ TIME = {
     "fused": Constant(0.6, "of eager", "bytes moved when the model is compiled", 0, 0),
 }
 MEMORY = {
-    "saved": Constant(1.368, "of counted", "activations kept, copies that nobody needs included", 0, 0),
-    "logits_held": Constant(9.08, "byte/element", "logits, their softmax and gradients", 0, 0),
-    "runtime": Constant(0.26, "GiB", "workspaces, buffers of messages, the rest", 0, 0),
-    "whole": Constant(7.42, "byte/parameter", "what ZeRO-1 leaves whole", 0, 0),
-    "limit": Constant(0.97, "of memory", "what a job can fill before it runs out", 0, 0),
+    "saved": Constant(1.391, "of counted", "activations kept, copies that nobody needs included", 0, 0),
+    "logits_held": Constant(8.1, "byte/element", "logits, their softmax and gradients", 0, 0),
+    "runtime": Constant(0.418, "GiB", "workspaces, buffers of messages, the rest", 0, 0),
+    "whole": Constant(7.54, "byte/parameter", "what ZeRO-1 leaves whole", 0, 0),
+    "limit": Constant(1.06, "of memory", "what a job can fill before it runs out", 0, 0),
 }

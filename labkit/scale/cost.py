@@ -52,6 +52,11 @@ def predict_step(job, c):
 
 def layer_seconds(job, c):
     """Forward and backward of one layer on one micro-batch, on one rank."""
+    return max(device_seconds(job, c), host_seconds(job, c))
+
+
+def device_seconds(job, c):
+    """The same as far as the GPU and its messages need it."""
     shape, width, tokens = job.shape, job.gpu.generation, job.tokens
     generation = "hopper" if width == "blackwell" else width
     rate = job.gpu.peak(job.dtype) * c[f"matmul_{generation}"]
@@ -81,15 +86,19 @@ def layer_seconds(job, c):
     if job.zero == 3:
         messages = unit_seconds(job, c)
         compute = max(compute, messages) + c["exposed"] * min(compute, messages)
-    return max(compute, host_seconds(job, c))
+    return compute
+
+
+def crosses(job):
+    """Do the messages of a pipeline leave the node?"""
+    return job.pp > 1 and job.n_gpus > job.gpus_per_node
 
 
 def host_seconds(job, c):
     """What the host needs to launch a layer. Only an eager stack that splits layers feels it."""
     if job.framework != "nanotron":
         return 0.0
-    crossing = job.pp > 1 and job.n_gpus > job.gpus_per_node
-    more = c["contention"] * job.tp if crossing and job.tp > 1 else 0.0
+    more = c["contention"] * job.tp if crosses(job) and job.tp > 1 else 0.0
     return 1e-3 * (c["host"] * (1 if job.tp > 1 else 0.5) + more)
 
 

@@ -15,7 +15,13 @@ Activation Recomputation, MLSys 2023, section 4; Narayanan et al., SC 2021, sect
 
 from dataclasses import dataclass
 
-from labkit.scale.cost import sequence_split, stage_layers
+from labkit.scale.cost import (
+    crosses,
+    device_seconds,
+    host_seconds,
+    sequence_split,
+    stage_layers,
+)
 
 GIB = 2**30
 FUSED_LOSS = 4  # bytes a logit: gradients are written over the logits (llm-foundry)
@@ -23,7 +29,7 @@ FUSED_LOSS = 4  # bytes a logit: gradients are written over the logits (llm-foun
 
 @dataclass(frozen=True)
 class Peak:
-    """GiB of the fullest GPU by kind. fits: whether the job runs."""
+    """GiB of the fullest GPU by kind. runs: no stage is empty. fits: the job runs."""
 
     states: float
     gathered: float
@@ -31,6 +37,7 @@ class Peak:
     logits: float
     runtime: float
     limit: float
+    runs: bool
 
     @property
     def total(self):
@@ -38,7 +45,7 @@ class Peak:
 
     @property
     def fits(self):
-        return self.total <= self.limit
+        return self.total <= self.limit and self.runs
 
     @property
     def largest(self):
@@ -75,6 +82,7 @@ def stage_peak(job, c, stage, layers):
         logits=logits / GIB,
         runtime=c["runtime"],
         limit=c["limit"] * job.gpu.memory_gib,
+        runs=all(stage_layers(job)[:-1]),
     )
 
 
@@ -96,7 +104,9 @@ def kept(job, c):
     inputs = 2 * job.shape.hidden / (job.tp if sequence_split(job) else 1)
     copies = c["saved"] if job.framework == "nanotron" else 1.0
     everything = copies * job.shape.saved_bytes() / split
-    if job.framework == "nanotron" and job.tp > 1:  # inputs of split layers stay gathered
+    # inputs of split layers stay gathered, unless the GPU waits for its host and frees them
+    waiting = crosses(job) and host_seconds(job, c) > device_seconds(job, c)
+    if job.framework == "nanotron" and job.tp > 1 and not waiting:
         everything += 2 * 2 * job.shape.hidden
     if job.precision == "fp16":  # older than fused attention: scores, and what dropout left of them
         everything += 5 * job.shape.heads * job.context / job.tp
