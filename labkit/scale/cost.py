@@ -21,6 +21,7 @@ from math import ceil
 OLD_INSTRUCTIONS = 0.62
 NODE_SHARE = 0.79  # of the wire in a node's rings: A100 0.78, H200 0.81, B200 0.76 (nccl_busbw.csv)
 NETWORK_SHARE = 0.73  # of the adapters between nodes: 36.5 of 50 GB/s (alpha_beta.csv, 4 x B200)
+NODE_HOP, NETWORK_HOP = 3.4e-6, 14e-6  # s, a ring's step: NCCL's own model, Simple (alpha_beta.csv)
 OPTIMIZER_BYTES = 30  # fp32 gradient, master and two moments, read; all but the first written; bf16
 
 
@@ -40,7 +41,7 @@ def predict_step(job, c):
     layer, head = layer_seconds(job, c), head_seconds(job, c)
     work = [layers * layer for layers in stage_layers(job)]
     work[-1] += head
-    slowest = max(work) + 2 * hand_over(job, c)
+    slowest = max(work) + 2 * hand_over(job)
     bubble = (sum(work) - max(work)) / job.vpp
     stages = job.grad_accum * slowest
     gradients = gradient_seconds(job, c)
@@ -69,7 +70,7 @@ def device_seconds(job, c):
         products += 2 * weights / job.tp * tokens * edges / rate
     fused = job.precision != "fp16"  # jobs in fp16 are older than fused attention
     attention = 0.0
-    moved = shape.moved_bytes() * c["traffic"] * (c["fused"] if job.compiled else 1)
+    moved = shape.moved_bytes() * (1 if job.compiled else c["traffic"])
     if fused:
         peak = 1e12 * job.gpu.tflops["bf16"] * c["attention"]
         peak *= OLD_INSTRUCTIONS if generation == "hopper" else 1
@@ -116,24 +117,24 @@ def sequence_split(job):
     return job.precision != "fp16"
 
 
-def link(job, size, stride, c):
+def link(job, size, stride):
     """(byte/s, seconds of a ring's round) in a group of `size` ranks that lie `stride` apart."""
     members = max(1, min(size, job.gpus_per_node // stride))
     nodes = ceil(size / members)
     node = 1e9 * job.gpu.node_gbs * NODE_SHARE
-    alpha = (size - nodes) * 1e-6 * c["node_hop"]
+    alpha = (size - nodes) * NODE_HOP
     if nodes == 1:
         return node, alpha
     share = min(1.0, members / job.gpus_per_node)
     network = 1e9 / 8 * job.network_gbps * share * NETWORK_SHARE
-    return min(node, network), alpha + nodes * 1e-6 * c["network_hop"]
+    return min(node, network), alpha + nodes * NETWORK_HOP
 
 
-def gather_seconds(job, size, stride, total, c):
+def gather_seconds(job, size, stride, total):
     """An all-gather or a reduce-scatter of `total` bytes over a group."""
     if size == 1:
         return 0.0
-    bandwidth, alpha = link(job, size, stride, c)
+    bandwidth, alpha = link(job, size, stride)
     return alpha + (size - 1) / size * total / bandwidth
 
 
@@ -141,15 +142,17 @@ def tensor_seconds(job, c, again):
     """A layer's messages over tp (and, of keys and values, over cp), which nothing hides."""
     whole = 2 * job.tokens * job.shape.hidden
     passes = 4 + 4 + 4 * again + 2 * sequence_split(job)
-    split = passes * gather_seconds(job, job.tp, 1, whole, c)
+    nodes = ceil(job.tp / job.gpus_per_node)
+    waits = passes * (nodes - 1) * 1e-3 * c["straggle"]
+    split = waits + c["tensor_exposed"] * passes * gather_seconds(job, job.tp, 1, whole)
     keys = 2 * 2 * job.tokens * job.cp * job.shape.key_width / job.tp
-    return c["tensor_exposed"] * split + (3 + again) * gather_seconds(job, job.cp, job.tp, keys, c)
+    return split + (3 + again) * gather_seconds(job, job.cp, job.tp, keys)
 
 
 def unit_seconds(job, c):
     """Of FSDP: a layer's parameters gathered twice, its gradients scattered, for a micro-batch."""
     total = 2 * job.shape.layer_parameters / job.tp / job.pp * job.pp
-    return 3 * gather_seconds(job, job.dp * job.cp, job.tp, total, c)
+    return 3 * gather_seconds(job, job.dp * job.cp, job.tp, total)
 
 
 def gradient_seconds(job, c):
@@ -158,11 +161,11 @@ def gradient_seconds(job, c):
         return 0.0
     width = 4 if job.framework == "nanotron" else 2
     total = width * job.shape.parameters / job.tp / job.pp
-    once = gather_seconds(job, job.dp * job.cp * job.replicas, job.tp, total, c)
+    once = gather_seconds(job, job.dp * job.cp * job.replicas, job.tp, total)
     return c["data_exposed"] * 2 * once
 
 
-def hand_over(job, c):
+def hand_over(job):
     """A micro-batch's activations from one stage to the next."""
     if job.pp == 1:
         return 0.0
@@ -170,7 +173,7 @@ def hand_over(job, c):
     share = job.network_gbps / 8 / job.gpus_per_node * NETWORK_SHARE
     bandwidth = 1e9 * (job.gpu.node_gbs * NODE_SHARE if inside else share)
     total = 2 * job.tokens * job.shape.hidden / (job.tp if sequence_split(job) else 1)
-    return 1e-6 * c["node_hop" if inside else "network_hop"] + total / bandwidth
+    return (NODE_HOP if inside else NETWORK_HOP) + total / bandwidth
 
 
 def stage_layers(job):
