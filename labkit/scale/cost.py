@@ -22,6 +22,7 @@ OLD_INSTRUCTIONS = 0.62
 NODE_SHARE = 0.79  # of the wire in a node's rings: A100 0.78, H200 0.81, B200 0.76 (nccl_busbw.csv)
 NETWORK_SHARE = 0.73  # of the adapters between nodes: 36.5 of 50 GB/s (alpha_beta.csv, 4 x B200)
 NODE_HOP, NETWORK_HOP = 3.4e-6, 14e-6  # s, a ring's step: NCCL's own model, Simple (alpha_beta.csv)
+STOPS_EARLY = ("PyTorch", "torchtitan")  # torch.utils.checkpoint, use_reentrant=False: early stop
 OPTIMIZER_BYTES = 30  # fp32 gradient, master and two moments, read; all but the first written; bf16
 
 
@@ -83,7 +84,10 @@ def device_seconds(job, c):
     forward = products + attention + moving
     backward = 2 * products + 2.5 * attention + 2 * moving
     again = {"none": 0, "full": 1, "half": 0.5, "selective": 0.25}[job.recompute]
-    compute = backward + (1 + again) * forward + tensor_seconds(job, c, again)
+    spared = 0.0
+    if job.framework.startswith(STOPS_EARLY):  # the last product's output is not needed again
+        spared = products * shape.top_k * shape.hidden * shape.ffn / shape.layer_products
+    compute = forward + backward + again * (forward - spared) + tensor_seconds(job, c, again)
     if job.zero == 3:
         messages = unit_seconds(job, c)
         compute = max(compute, messages) + c["exposed"] * min(compute, messages)
