@@ -21,19 +21,20 @@ class Constant:
 
 
 TIME = {
-    "matmul_volta": Constant(0.646, "of achievable", "products of V100 in a job", 0, 0),
+    "matmul_volta": Constant(0.6567, "of achievable", "products of V100 in a job", 0, 0),
     "matmul_ampere": Constant(0.8569, "of achievable", "products of A100 in a job", 0, 0),
     "matmul_hopper": Constant(0.713, "of achievable", "products of H100 and later", 0, 0),
-    "edge": Constant(4.703, "elements", "a side of a product at which half its time is lost", 0, 0),
+    "edge": Constant(10.68, "elements", "a side of a product at which half its time is lost", 0, 0),
     "attention": Constant(0.305, "of peak", "fused attention, as on A100", 0, 0),
     "traffic": Constant(2.114, "of counted", "bytes that norms, sums and gates really move", 0, 0),
-    "logits": Constant(50.4, "byte/element", "what the loss moves for each logit", 0, 0),
-    "host": Constant(4.474, "ms", "launching a layer of a split model, forward and backward", 0, 0),
-    "contention": Constant(2.13, "ms", "more of it per rank of tp, pp crossing nodes", 0, 0),
-    "straggle": Constant(0.6014, "ms", "a split layer waits for ranks on each other node", 0, 0),
-    "exposed": Constant(0.7673, "of the shorter", "what overlap of messages does not hide", 0, 0),
-    "data_exposed": Constant(0.961, "of the messages", "gradients' messages that are waited for", 0, 0),
-    "tensor_exposed": Constant(0.78, "of the messages", "tp's messages that are waited for", 0, 0),
+    "logits": Constant(55.61, "byte/element", "what the loss moves for each logit", 0, 0),
+    "host": Constant(4.33, "ms", "launching a layer of a split model, forward and backward", 0, 0),
+    "contention": Constant(2.201, "ms", "more of it per rank of tp, pp crossing nodes", 0, 0),
+    "straggle": Constant(0.3618, "ms", "a split layer waits for ranks on each other node", 0, 0),
+    "crowding": Constant(0.1218, "per doubling", "what a ring loses as its nodes double", 0, 0),
+    "exposed": Constant(0.4928, "of the shorter", "what overlap of messages does not hide", 0, 0),
+    "data_exposed": Constant(0.8156, "of the messages", "gradients' messages that are waited for", 0, 0),
+    "tensor_exposed": Constant(0.8329, "of the messages", "tp's messages that are waited for", 0, 0),
 }
 MEMORY = {
     "saved": Constant(1.391, "of counted", "activations kept, copies that nobody needs included", 0, 0),

@@ -16,12 +16,13 @@ NVIDIA Hopper Architecture, 2024 (the older instructions reach 0.62 of H100's pe
 """
 
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, log2
 
 OLD_INSTRUCTIONS = 0.62
 NODE_SHARE = 0.79  # of the wire in a node's rings: A100 0.78, H200 0.81, B200 0.76 (nccl_busbw.csv)
 NETWORK_SHARE = 0.73  # of the adapters between nodes: 36.5 of 50 GB/s (alpha_beta.csv, 4 x B200)
 NODE_HOP, NETWORK_HOP = 3.4e-6, 14e-6  # s, a ring's step: NCCL's own model, Simple (alpha_beta.csv)
+REPEATED = {"none": 0, "full": 1, "half": 0.5, "selective": 0.25}  # of a forward
 STOPS_EARLY = ("PyTorch", "torchtitan")  # torch.utils.checkpoint, use_reentrant=False: early stop
 OPTIMIZER_BYTES = 30  # fp32 gradient, master and two moments, read; all but the first written; bf16
 
@@ -54,7 +55,9 @@ def predict_step(job, c):
 
 def layer_seconds(job, c):
     """Forward and backward of one layer on one micro-batch, on one rank."""
-    return max(device_seconds(job, c), host_seconds(job, c))
+    nodes = ceil(job.tp / job.gpus_per_node)
+    waits = tensor_passes(job) * (nodes - 1) * 1e-3 * c["straggle"]
+    return waits + max(device_seconds(job, c), host_seconds(job, c))
 
 
 def device_seconds(job, c):
@@ -83,11 +86,11 @@ def device_seconds(job, c):
     moving = moved * tokens / split / (1e9 * job.gpu.memory_gbs)
     forward = products + attention + moving
     backward = 2 * products + 2.5 * attention + 2 * moving
-    again = {"none": 0, "full": 1, "half": 0.5, "selective": 0.25}[job.recompute]
     spared = 0.0
     if job.framework.startswith(STOPS_EARLY):  # the last product's output is not needed again
         spared = products * shape.top_k * shape.hidden * shape.ffn / shape.layer_products
-    compute = forward + backward + again * (forward - spared) + tensor_seconds(job, c, again)
+    compute = forward + backward + REPEATED[job.recompute] * (forward - spared)
+    compute += tensor_seconds(job, c)
     if job.zero == 3:
         messages = unit_seconds(job, c)
         compute = max(compute, messages) + c["exposed"] * min(compute, messages)
@@ -121,7 +124,7 @@ def sequence_split(job):
     return job.precision != "fp16"
 
 
-def link(job, size, stride):
+def link(job, size, stride, c):
     """(byte/s, seconds of a ring's round) in a group of `size` ranks that lie `stride` apart."""
     members = max(1, min(size, job.gpus_per_node // stride))
     nodes = ceil(size / members)
@@ -131,32 +134,38 @@ def link(job, size, stride):
         return node, alpha
     share = min(1.0, members / job.gpus_per_node)
     network = 1e9 / 8 * job.network_gbps * share * NETWORK_SHARE
+    network /= 1 + c["crowding"] * log2(nodes)
     return min(node, network), alpha + nodes * NETWORK_HOP
 
 
-def gather_seconds(job, size, stride, total):
+def gather_seconds(job, size, stride, total, c):
     """An all-gather or a reduce-scatter of `total` bytes over a group."""
     if size == 1:
         return 0.0
-    bandwidth, alpha = link(job, size, stride)
+    bandwidth, alpha = link(job, size, stride, c)
     return alpha + (size - 1) / size * total / bandwidth
 
 
-def tensor_seconds(job, c, again):
-    """A layer's messages over tp (and, of keys and values, over cp), which nothing hides."""
+def tensor_passes(job):
+    """All-gathers and reduce-scatters over tp of a layer: 2 all-reduces forward, 2 backward."""
+    if job.tp == 1:
+        return 0
+    return 8 + 4 * REPEATED[job.recompute] + 2 * sequence_split(job)
+
+
+def tensor_seconds(job, c):
+    """A layer's messages over tp (and, of keys and values, over cp)."""
     whole = 2 * job.tokens * job.shape.hidden
-    passes = 4 + 4 + 4 * again + 2 * sequence_split(job)
-    nodes = ceil(job.tp / job.gpus_per_node)
-    waits = passes * (nodes - 1) * 1e-3 * c["straggle"]
-    split = waits + c["tensor_exposed"] * passes * gather_seconds(job, job.tp, 1, whole)
+    split = tensor_passes(job) * gather_seconds(job, job.tp, 1, whole, c)
     keys = 2 * 2 * job.tokens * job.cp * job.shape.key_width / job.tp
-    return split + (3 + again) * gather_seconds(job, job.cp, job.tp, keys)
+    ring = (3 + REPEATED[job.recompute]) * gather_seconds(job, job.cp, job.tp, keys, c)
+    return c["tensor_exposed"] * split + ring
 
 
 def unit_seconds(job, c):
     """Of FSDP: a layer's parameters gathered twice, its gradients scattered, for a micro-batch."""
     total = 2 * job.shape.layer_parameters / job.tp / job.pp * job.pp
-    return 3 * gather_seconds(job, job.dp * job.cp, job.tp, total)
+    return 3 * gather_seconds(job, job.dp * job.cp, job.tp, total, c)
 
 
 def gradient_seconds(job, c):
@@ -165,7 +174,7 @@ def gradient_seconds(job, c):
         return 0.0
     width = 4 if job.framework == "nanotron" else 2
     total = width * job.shape.parameters / job.tp / job.pp
-    once = gather_seconds(job, job.dp * job.cp * job.replicas, job.tp, total)
+    once = gather_seconds(job, job.dp * job.cp * job.replicas, job.tp, total, c)
     return c["data_exposed"] * 2 * once
 
 

@@ -29,7 +29,9 @@ from labkit.scale.memory import GIB, predict_memory
 ROWS = Path(__file__).with_name("published") / "training_steps.csv"
 SCORES = Path(__file__).with_name("published") / "scores.json"
 OTHER_SOURCES = ("torchtitan", "Megatron-LM-2020", "DLPerf-GPT-OneFlow", "DLPerf-DeepSpeed")
+LARGEST = ("8.86B", "30b", "70b")
 CUT = 0.4
+GROUPS = {"in the fit": "", "kept out by size": "size", "kept out by source": "source"}
 
 
 def published():
@@ -38,12 +40,12 @@ def published():
         return [row | {"job": job_of(row)} for row in csv.DictReader(file)]
 
 
-def kept_out(row):
-    """Why a row is in no fit: "source", "size", or "" for one that is in the fit."""
+def kept_out(row, column):
+    """Why a row is not in the fit of a column: "source", "size", or "" for one that is in it."""
     if row["source"].startswith(OTHER_SOURCES):
         return "source"
-    large = int(row["n_gpus"]) > 16 and not row["source"].startswith("DLPerf")
-    return "size" if large or row["model"] in ("30b", "70b") else ""
+    larger = int(row["n_gpus"]) > 16 if column == "mem_gib" else row["model"] in LARGEST
+    return "size" if larger else ""
 
 
 def speed(job, c):
@@ -52,6 +54,10 @@ def speed(job, c):
 
 def gib(job, c):
     return predict_memory(job, c).total
+
+
+def runs(job, c):
+    return predict_memory(job, c).fits
 
 
 def loss(rows, column, predict, c):
@@ -99,55 +105,59 @@ def null_gib(job, c):
     return (held * job.shape.parameters / job.tp / job.pp + layers) / GIB
 
 
-def out_of_memory(rows, fits):
+def null_fits(job, c):
+    return null_gib(job, c) <= job.gpu.memory_gib
+
+
+def out_of_memory(rows, fits, c):
     """(share of the crashed rows that are found, share of those that ran called out of memory)."""
-    crashed = [fits(row["job"]) for row in rows if row["status"] == "crashed_or_oom"]
-    ran = [fits(row["job"]) for row in rows if row["status"].startswith("ok")]
+    crashed = [fits(row["job"], c) for row in rows if row["status"] == "crashed_or_oom"]
+    ran = [fits(row["job"], c) for row in rows if row["status"].startswith("ok")]
     return (crashed.count(False) / len(crashed) if crashed else None), ran.count(False) / len(ran)
 
 
 def scores(rows, c):
     """Median errors by what was kept out, ours and the null models': a dict for JSON."""
-    groups = {"in the fit": "", "kept out by size": "size", "kept out by source": "source"}
-    fitted = [row for row in rows if not kept_out(row) and row["tok_s_gpu"]]
+    fitted = [row for row in rows if row["tok_s_gpu"] and not kept_out(row, "tok_s_gpu")]
     mfu = median(float(r["tok_s_gpu"]) / null_speed(r["job"], {"mfu": 1.0}) for r in fitted)
-    found = {}
-    for name, why in groups.items():
-        group = [row for row in rows if kept_out(row) == why]
-        sources = {row["source"].split("-20")[0] for row in group}
-        for part in ("all", *sorted(sources)):
-            these = [r for r in group if part == "all" or r["source"].startswith(part)]
-            line = {"rows": len(these)}
-            for column, ours, null in (
-                ("tok_s_gpu", speed, null_speed),
-                ("mem_gib", gib, null_gib),
-            ):
-                if any(row[column] for row in these):
-                    line[column] = round(median(errors(these, column, ours, c)), 4)
-                    other = median(errors(these, column, null, {"mfu": mfu}))
-                    line[f"{column} null"] = round(other, 4)
-            hits, alarms = out_of_memory(these, lambda job: predict_memory(job, c).fits)
-            if hits is not None:
-                line |= {"oom found": round(hits, 4), "false alarms": round(alarms, 4)}
-            found[f"{name}: {part}"] = line
+    found = {"tok_s_gpu": {}, "mem_gib": {}, "fits": {}}
+    for column, ours, null in (("tok_s_gpu", speed, null_speed), ("mem_gib", gib, null_gib)):
+        for name, why in GROUPS.items():
+            group = [row for row in rows if row[column] and kept_out(row, column) == why]
+            for part in ("all", *sorted({row["source"] for row in group})):
+                these = [row for row in group if part in ("all", row["source"])]
+                error = median(errors(these, column, ours, c))
+                other = median(errors(these, column, null, {"mfu": mfu}))
+                line = {"rows": len(these), "error": round(error, 4), "null": round(other, 4)}
+                found[column][f"{name}: {part}"] = line
+    for name, why in GROUPS.items():
+        group = [row for row in rows if kept_out(row, "mem_gib") == why]
+        for by, fits in (("", runs), (", null", null_fits)):
+            share, alarms = out_of_memory(group, fits, c)
+            if share is not None:
+                line = {"rows": len(group), "found": round(share, 4), "false": round(alarms, 4)}
+                found["fits"][f"{name}{by}"] = line
     return found
 
 
 def fit(rows):
     """Constants fitted to those of the rows that are in the fit."""
-    fitted = [row for row in rows if not kept_out(row)]
-    c = search([r for r in fitted if r["tok_s_gpu"]], "tok_s_gpu", speed, values(), constants.TIME)
     held = [name for name in constants.MEMORY if name != "limit"]
-    return search([r for r in fitted if r["mem_gib"]], "mem_gib", gib, c, held)
+    c = values()
+    asked = (("tok_s_gpu", speed, list(constants.TIME)), ("mem_gib", gib, held))
+    for column, predict, names in asked:
+        these = [row for row in rows if row[column] and not kept_out(row, column)]
+        c = search(these, column, predict, c, names)
+    return c
 
 
 def show(found):
-    columns = ("rows", "tok_s_gpu", "tok_s_gpu null", "mem_gib", "mem_gib null", "oom found", "false alarms")
-    print(f"{'':44}" + "".join(f"{name:>15}" for name in columns))
-    for name, line in found.items():
-        cells = [line.get(column) for column in columns]
-        text = ["" if v is None else str(v) if isinstance(v, int) else f"{v:.1%}" for v in cells]
-        print(f"{name:44}" + "".join(f"{cell:>15}" for cell in text))
+    """Print scores, a line for each group of rows."""
+    for column, lines in found.items():
+        first, second = list(next(iter(lines.values())))[1:]
+        print(f"{column:48}{'rows':>8}{first:>10}{second:>10}")
+        for name, (rows, one, two) in ((n, line.values()) for n, line in lines.items()):
+            print(f"  {name:46}{rows:>8}{one:>10.1%}{two:>10.1%}")
 
 
 def main():
