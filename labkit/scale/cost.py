@@ -1,4 +1,4 @@
-"""The time of a training step: layers by roofline, messages by alpha-beta, a pipeline, what overlaps.
+"""The time of a training step: layers by roofline, messages by alpha-beta, a pipeline, overlap.
 
     layer       products / (peak x efficiency by size)  +  bytes moved / bandwidth
                 or what the host needs to launch it, where that is longer

@@ -1,12 +1,15 @@
 """The fitted constants, and the error of what they predict on rows that no fit has seen.
 
     python -m labkit.scale.fit           both errors, beside the null models'
-    python -m labkit.scale.fit --write   fit anew; constants.py and scores.json are written
+    python -m labkit.scale.fit --write   fit anew; constants.csv and scores.json are written
 
-    published rows ---- in the fit:  nanotron and llm-foundry up to 13b on 8 and 16 GPUs,
-                  \\                  Megatron on V100
-                   +--- kept out:    by source (torchtitan, Megatron-LM's own of 2020, OneFlow,
-                                     DeepSpeed) and by size (32 GPUs and more; 30b and 70b)
+    published rows ---- in the fit:  nanotron, llm-foundry, Megatron on V100
+                  \\
+                   +--- kept out:    by source: torchtitan, Megatron-LM's own of 2020, OneFlow,
+                                     DeepSpeed
+                                     by size: of the fit of time all models of more than 4 billion
+                                     parameters and sequences of 32,768 and more; of the fit of
+                                     memory all jobs of more than 16 GPUs
 
 Least is the mean of |log(predicted / published)|, each cut at 0.4: rows that crawl for reasons no
 formula has (allocators, retries) do not pull. One constant at a time is moved by a step that
@@ -17,6 +20,8 @@ shrinks: Hooke and Jeeves, "Direct Search" Solution, JACM 1961. The null models:
 import argparse
 import csv
 import json
+from collections import Counter
+from dataclasses import replace
 from math import log
 from pathlib import Path
 from statistics import mean, median
@@ -29,7 +34,6 @@ from labkit.scale.memory import GIB, predict_memory
 ROWS = Path(__file__).with_name("published") / "training_steps.csv"
 SCORES = Path(__file__).with_name("published") / "scores.json"
 OTHER_SOURCES = ("torchtitan", "Megatron-LM-2020", "DLPerf-GPT-OneFlow", "DLPerf-DeepSpeed")
-LARGEST = ("8.86B", "30b", "70b")
 CUT = 0.4
 GROUPS = {"in the fit": "", "kept out by size": "size", "kept out by source": "source"}
 
@@ -44,7 +48,9 @@ def kept_out(row, column):
     """Why a row is not in the fit of a column: "source", "size", or "" for one that is in it."""
     if row["source"].startswith(OTHER_SOURCES):
         return "source"
-    larger = int(row["n_gpus"]) > 16 if column == "mem_gib" else row["model"] in LARGEST
+    if column == "mem_gib":
+        return "size" if row["job"].n_gpus > 16 else ""
+    larger = row["job"].shape.parameters > 4e9 or row["job"].context >= 32768
     return "size" if larger else ""
 
 
@@ -66,6 +72,8 @@ def loss(rows, column, predict, c):
 
 def search(rows, column, predict, start, names):
     """The constants `names` of `start` that make the loss of the rows least: a dict."""
+    if not rows:
+        return start
     best = dict(start)
     least = loss(rows, column, predict, best)
     step = 1.3
@@ -80,11 +88,6 @@ def search(rows, column, predict, start, names):
         if before - least < 1e-5:
             step = step**0.5
     return best
-
-
-def values():
-    """The committed constants: name to value."""
-    return {n: k.value for n, k in (constants.TIME | constants.MEMORY).items()}
 
 
 def errors(rows, column, predict, c):
@@ -140,15 +143,32 @@ def scores(rows, c):
     return found
 
 
-def fit(rows):
-    """Constants fitted to those of the rows that are in the fit."""
-    held = [name for name in constants.MEMORY if name != "limit"]
-    c = values()
-    asked = (("tok_s_gpu", speed, list(constants.TIME)), ("mem_gib", gib, held))
-    for column, predict, names in asked:
+def fit(rows, start):
+    """Constants fitted to those of the rows that are in the fit: a dict, name to value."""
+    c = {constant.name: constant.value for constant in start}
+    for column, predict in (("tok_s_gpu", speed), ("mem_gib", gib)):
+        names = [k.name for k in start if k.column == column]
         these = [row for row in rows if row[column] and not kept_out(row, column)]
         c = search(these, column, predict, c, names)
     return c
+
+
+def leave_out(rows):
+    """(what is left out, the other rows): each source, model size and number of GPUs in turn."""
+    for column in ("source", "model", "n_gpus"):
+        for value, count in Counter(row[column] for row in rows).items():
+            if count > len(rows) / 10:
+                yield f"{column} {value}", [row for row in rows if row[column] != value]
+
+
+def refit(rows):
+    """The table of constants fitted anew, with their spread."""
+    start = constants.read()
+    best = fit(rows, start)
+    start = [replace(k, value=best[k.name]) for k in start]
+    others = [fit(some, start) for _, some in leave_out(rows)]
+    spread = {k.name: [best[k.name], *(c[k.name] for c in others)] for k in start}
+    return [replace(k, low=min(spread[k.name]), high=max(spread[k.name])) for k in start]
 
 
 def show(found):
@@ -161,15 +181,15 @@ def show(found):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--write", action="store_true", help="fit anew and write the constants")
+    parser = argparse.ArgumentParser(
+        prog="python -m labkit.scale.fit", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("--write", action="store_true", help="fit anew, and keep what comes out")
     rows = published()
     if parser.parse_args().write:
-        c = fit(rows)
-        print(json.dumps(c, indent=1))
-        show(scores(rows, c))
-    else:
-        show(scores(rows, values()))
+        constants.write(refit(rows))
+        SCORES.write_text(json.dumps(scores(rows, constants.values()), indent=1) + "\n")
+    show(scores(rows, constants.values()))
 
 
 if __name__ == "__main__":

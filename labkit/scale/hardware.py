@@ -148,6 +148,8 @@ BUSES = {
     "NVLink 5": (900, DATASHEET),
 }
 
+OTHER_WORDS = re.compile(r"sxm\d?|hbm\d?e?|nvidia|tensor|core|gpu|")
+
 
 def find_gpu(name):
     """The GPU of that name. "H100" alone is its most usual kind; "A100-64GB" has that memory.
@@ -155,8 +157,8 @@ def find_gpu(name):
     Raises ValueError that names the nearest.
     """
     written = "-".join(str(name).strip().lower().replace("_", " ").split())
-    words = [re.sub(r"^sxm\d?$|^hbm\d?e?$|^nvidia$|^tensor$|^core$", "", w) for w in written.split("-")]
-    wanted = "-".join(word for word in words if word)
+    words = [word for word in written.split("-") if not OTHER_WORDS.fullmatch(word)]
+    wanted = "-".join(words)
     if wanted in GPUS:
         return GPUS[wanted]
     memory = re.search(r"-(\d+)gi?b$", wanted)

@@ -8,9 +8,10 @@
     kept for the backward     the input of every product, norm and nonlinearity: ~ 34 h of a GPT
 
 A gated network (LLaMA's SwiGLU) has three matrices, a plain one two; of `experts` networks a token
-meets `top_k`. Kaplan et al., Scaling Laws for Neural Language Models, 2020, section 2.1; Korthikanti
-et al., Reducing Activation Recomputation in Large Transformer Models, MLSys 2023, section 4.1
-(activations; there with dropout and without fused attention); Shazeer, GLU Variants, 2020.
+meets `top_k`. Kaplan et al., Scaling Laws for Neural Language Models, 2020, section 2.1;
+Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, MLSys 2023,
+section 4.1 (activations; there with dropout and without fused attention); Shazeer, GLU Variants
+Improve Transformer, 2020.
 """
 
 from dataclasses import dataclass
@@ -91,7 +92,7 @@ class Shape:
         return self.layers * self.layer_parameters + ends + self.hidden * (1 + self.biases)
 
     def attention_flops(self, context):
-        """Forward FLOPs per token and layer of scores and mixing, where a causal mask hides half."""
+        """Forward FLOPs per token and layer of scores and mixing; a causal mask hides half."""
         return 2 * context * self.hidden
 
     def forward_flops(self, context):
