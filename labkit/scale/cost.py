@@ -31,7 +31,7 @@ OPTIMIZER_BYTES = 30  # fp32 gradient, master and two moments, read; all but the
 class Step:
     """Seconds of a step by what they go to; tokens per second and GPU."""
 
-    stages: float
+    steady: float
     bubble: float
     gradients: float
     optimizer: float
@@ -41,16 +41,15 @@ class Step:
 def predict_step(job, c):
     """The Step of a Job. c: constants, name to value."""
     layer, head = layer_seconds(job, c), head_seconds(job, c)
-    work = [layers * layer for layers in stage_layers(job)]
-    work[-1] += head
+    work = [layers * layer + heads * head for layers, heads, _ in stages(job)]
     slowest = max(work) + 2 * hand_over(job)
     bubble = (sum(work) - max(work)) / job.vpp
-    stages = job.grad_accum * slowest
+    steady = job.grad_accum * slowest
     gradients = gradient_seconds(job, c)
     held = job.shape.parameters / job.tp / job.pp / (job.dp if job.zero else 1)
     optimizer = held * OPTIMIZER_BYTES / (1e9 * job.gpu.memory_gbs)
-    seconds = stages + bubble + gradients + optimizer
-    return Step(stages, bubble, gradients, optimizer, job.step_tokens / job.n_gpus / seconds)
+    seconds = steady + bubble + gradients + optimizer
+    return Step(steady, bubble, gradients, optimizer, job.step_tokens / job.n_gpus / seconds)
 
 
 def layer_seconds(job, c):
@@ -189,14 +188,24 @@ def hand_over(job):
     return (NODE_HOP if inside else NETWORK_HOP) + total / bandwidth
 
 
-def stage_layers(job):
-    """Layers of each stage, [pp]: equally many; in nanotron the output layer counts as work."""
+def stages(job):
+    """What each stage has, [pp]: (layers, output layers, blocks of any kind).
+
+    Equally many layers, the output layer on the last. nanotron weighs it: a stage takes blocks
+    until it has its share of the products; casting the logits and the loss are blocks, too.
+    """
     if job.framework != "nanotron":
         fewest, more = divmod(job.shape.layers, job.pp)
-        return [fewest + (stage < more) for stage in range(job.pp)]
-    layer, head = job.shape.layer_products, job.shape.embedding_parameters
-    each = (job.shape.layers * layer + head) / job.pp
-    counts = [0] * job.pp
-    for number in range(1, job.shape.layers + 1):
-        counts[min(job.pp, ceil(number * layer / each - 1e-9)) - 1] += 1
-    return counts
+        counts = [fewest + (stage < more) for stage in range(job.pp)]
+        return [(n, int(i == job.pp - 1), n) for i, n in enumerate(counts)]
+    costs = [job.shape.layer_products] * job.shape.layers
+    costs += [job.shape.embedding_parameters, 0, 0]
+    found, stage, done = [[0, 0, 0] for _ in range(job.pp)], 0, 0
+    for number, cost in enumerate(costs):
+        found[stage][0] += number < job.shape.layers
+        found[stage][1] += number == job.shape.layers
+        found[stage][2] += 1
+        done += cost
+        if done * job.pp >= sum(costs) * (stage + 1) and stage < job.pp - 1:
+            stage += 1
+    return [tuple(one) for one in found]

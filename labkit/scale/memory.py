@@ -20,7 +20,7 @@ from labkit.scale.cost import (
     device_seconds,
     host_seconds,
     sequence_split,
-    stage_layers,
+    stages,
 )
 
 GIB = 2**30
@@ -55,14 +55,14 @@ class Peak:
 
 def predict_memory(job, c):
     """The Peak of a Job: of its first or its last stage, whichever holds more."""
-    stages = enumerate(stage_layers(job))
-    peaks = [stage_peak(job, c, stage, layers) for stage, layers in stages]
+    peaks = [stage_peak(job, c, *numbered) for numbered in enumerate(stages(job))]
     return max(peaks, key=lambda peak: peak.total)
 
 
-def stage_peak(job, c, stage, layers):
-    """The Peak of a stage with so many layers."""
-    embedding, head = stage == 0, stage == job.pp - 1
+def stage_peak(job, c, stage, has):
+    """The Peak of a stage. has: as stages() says."""
+    layers, head, _ = has
+    embedding = stage == 0
     in_flight = min(job.pp - stage, job.grad_accum)
     shape, tokens = job.shape, job.tokens
     ends = embedding + head - (shape.tied and embedding and head)
@@ -82,7 +82,7 @@ def stage_peak(job, c, stage, layers):
         logits=logits / GIB,
         runtime=c["runtime"],
         limit=c["limit"] * job.gpu.memory_gib,
-        runs=all(stage_layers(job)[:-1]),
+        runs=all(blocks for _, _, blocks in stages(job)),
     )
 
 
