@@ -59,7 +59,7 @@ def speed(job, c):
 
 
 def gib(job, c):
-    return predict_memory(job, c).total
+    return predict_memory(job, c).shown
 
 
 def runs(job, c):

@@ -29,13 +29,14 @@ FUSED_LOSS = 4  # bytes a logit: gradients are written over the logits (llm-foun
 
 @dataclass(frozen=True)
 class Peak:
-    """GiB of the fullest GPU by kind. runs: no stage is empty. fits: the job runs."""
+    """GiB of the fullest GPU by kind. runs: no stage is empty; memory: what the GPU has."""
 
     states: float
     gathered: float
     activations: float
     logits: float
     runtime: float
+    memory: float
     limit: float
     runs: bool
 
@@ -45,7 +46,13 @@ class Peak:
 
     @property
     def fits(self):
-        return self.total <= self.limit and self.runs
+        """Does the job run? An allocator that caches asks for more than it needs: limit > 1."""
+        return self.total <= self.limit * self.memory and self.runs
+
+    @property
+    def shown(self):
+        """What the GPU shows: no more than it has, while the job fits."""
+        return min(self.total, self.memory) if self.fits else self.total
 
     @property
     def largest(self):
@@ -81,7 +88,8 @@ def stage_peak(job, c, stage, has):
         activations=in_flight * layers * kept(job, c) * tokens / GIB,
         logits=logits / GIB,
         runtime=c["runtime"],
-        limit=c["limit"] * job.gpu.memory_gib,
+        memory=job.gpu.memory_gib,
+        limit=c["limit"],
         runs=all(blocks for _, _, blocks in stages(job)),
     )
 

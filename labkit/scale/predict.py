@@ -29,7 +29,7 @@ def predict(row, c):
     job = job_of(row)
     peak = predict_memory(job, c)
     speed = predict_step(job, c).tokens_per_second
-    return dict(zip(PREDICTED, (f"{speed:.6g}", f"{peak.total:.4g}", str(peak.fits)), strict=True))
+    return dict(zip(PREDICTED, (f"{speed:.6g}", f"{peak.shown:.4g}", str(peak.fits)), strict=True))
 
 
 def read(path):
