@@ -118,7 +118,7 @@ def test_stages_share_the_layers_and_nanotron_weighs_the_head():
     heavy = {"layers": "16", "hidden": "2048", "heads": "32", "ffn": "8192", "vocab": "131072", "params": "1342177280"}
     row = ROW | heavy | {"framework": "nanotron", "tp": "1", "pp": "4"}
     assert stages(job_of(row)) == [(5, 0, 5), (5, 0, 5), (5, 0, 5), (1, 1, 4)]
-    row["pp"] = "16"
+    row |= {"pp": "16", "micro_batch": "1"}
     assert stages(job_of(row))[-1] == (0, 0, 0) and not predict_memory(job_of(row), C).fits
 
 
@@ -155,7 +155,9 @@ def rows():
 def test_the_committed_scores_are_those_of_the_committed_constants(rows):
     committed = json.loads(fit.SCORES.read_text())
     found = fit.scores(rows, C)
+    left_out = committed.pop("left out of a fit")  # fits that take minutes
     assert found == committed
+    assert max(errors["tok_s_gpu"] for errors in left_out.values()) <= 0.2
     speed, memory = found["tok_s_gpu"], found["mem_gib"]
     assert speed["kept out by size: all"]["error"] <= 0.10
     assert speed["kept out by source: all"]["error"] <= 0.20

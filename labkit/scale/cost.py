@@ -61,8 +61,8 @@ def layer_seconds(job, c):
 
 def device_seconds(job, c):
     """The same as far as the GPU and its messages need it."""
-    shape, width, tokens = job.shape, job.gpu.generation, job.tokens
-    generation = "hopper" if width == "blackwell" else width
+    shape, tokens = job.shape, job.tokens
+    generation = job.gpu.generation.replace("blackwell", "hopper")
     rate = job.gpu.peak(job.dtype) * c[f"matmul_{generation}"]
     products = 0.0
     for weights, side in (
@@ -163,7 +163,7 @@ def tensor_seconds(job, c):
 
 def unit_seconds(job, c):
     """Of FSDP: a layer's parameters gathered twice, its gradients scattered, for a micro-batch."""
-    total = 2 * job.shape.layer_parameters / job.tp / job.pp * job.pp
+    total = 2 * job.shape.layer_parameters / job.tp
     return 3 * gather_seconds(job, job.dp * job.cp, job.tp, total, c)
 
 

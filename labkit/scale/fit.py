@@ -154,21 +154,33 @@ def fit(rows, start):
 
 
 def leave_out(rows):
-    """(what is left out, the other rows): each source, model size and number of GPUs in turn."""
+    """(name, whether a row is of it): each large source, model size and number of GPUs."""
     for column in ("source", "model", "n_gpus"):
         for value, count in Counter(row[column] for row in rows).items():
             if count > len(rows) / 10:
-                yield f"{column} {value}", [row for row in rows if row[column] != value]
+                yield f"{column} {value}", lambda row, c=column, v=value: row[c] == v
 
 
 def refit(rows):
-    """The table of constants fitted anew, with their spread."""
+    """(the table of constants fitted anew, with their spread; errors on what each fit left out)."""
     start = constants.read()
     best = fit(rows, start)
     start = [replace(k, value=best[k.name]) for k in start]
-    others = [fit(some, start) for _, some in leave_out(rows)]
-    spread = {k.name: [best[k.name], *(c[k.name] for c in others)] for k in start}
-    return [replace(k, low=min(spread[k.name]), high=max(spread[k.name])) for k in start]
+    spread, found = {name: [value] for name, value in best.items()}, {}
+    for name, of_it in leave_out(rows):
+        c = fit([row for row in rows if not of_it(row)], start)
+        for constant in spread:
+            spread[constant].append(c[constant])
+        left = [row for row in rows if of_it(row)]
+        found[name] = {
+            column: round(median(errors(left, column, predict, c)), 4)
+            for column, predict in (("tok_s_gpu", speed), ("mem_gib", gib))
+            if any(row[column] for row in left)
+        }
+    fitted = [k for k in start if k.column != "fits"]
+    spreads = {k.name: (min(spread[k.name]), max(spread[k.name])) for k in fitted}
+    spreads |= {k.name: (k.low, k.high) for k in start if k.column == "fits"}
+    return [replace(k, low=spreads[k.name][0], high=spreads[k.name][1]) for k in start], found
 
 
 def show(found):
@@ -187,8 +199,10 @@ def main():
     parser.add_argument("--write", action="store_true", help="fit anew, and keep what comes out")
     rows = published()
     if parser.parse_args().write:
-        constants.write(refit(rows))
-        SCORES.write_text(json.dumps(scores(rows, constants.values()), indent=1) + "\n")
+        table, left_out = refit(rows)
+        constants.write(table)
+        found = scores(rows, constants.values())
+        SCORES.write_text(json.dumps(found | {"left out of a fit": left_out}, indent=1) + "\n")
     show(scores(rows, constants.values()))
 
 

@@ -118,6 +118,7 @@ GPUS = {
         held_at(H100, 500, name="H100-95GB-lowTDP", memory_gib=94.5, memory_gbs=2400),
         held_at(H100, 350, name="H100-PCIe", memory_gbs=2000, node_gbs=64),
         replace(H100, name="H800", node_gbs=200),
+        replace(H100, name="H20", tflops={"bf16": 148.0, "fp8": 296.0}, memory_gib=94.5),
         replace(H100, name="H200", memory_gib=139.8, memory_gbs=4800),
         replace(H100, name="GH200", memory_gib=94.5, memory_gbs=4000, watts=900),
         B200,

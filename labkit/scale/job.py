@@ -4,12 +4,12 @@
     row["gpu"], row["inter_gbps"] ...          -> GPU     its usual network, where none is told
     row["dp"], row["tp"], row["micro_batch"] ... -> Job   dp x tp x pp x cp x replicas = GPUs
 
-Defaults: heads of width 128, kv_heads = heads, ffn = 4 hidden, an output layer of its own if the
-network is gated, a vocabulary of 51,200, 8 GPUs a
-node, every axis 1 and dp what is left, micro_batch 1 unless the global batch tells it, grad_accum
-what the global batch leaves, no ZeRO, nothing recomputed, bf16, not compiled. Neither layers nor
-hidden: a network 128 times as wide as it is deep. Far more parameters than a dense network has:
-experts, as many as explain them, two for each token. Columns are those of the published table.
+Defaults: heads of width 128, kv_heads = heads, ffn = 4 hidden, a vocabulary of 51,200, an output
+layer of its own if the network is gated, 8 GPUs a node, every axis 1 and dp what is left,
+micro_batch 1 unless the global batch tells it, grad_accum what the global batch leaves, no ZeRO
+(3 where the framework is FSDP or torchtitan), nothing recomputed, bf16, not compiled. Neither
+layers nor hidden: a network 128 times as wide as it is deep. Far more parameters than a dense
+network has: experts, as many as explain them, two for each token. Columns: the published table's.
 """
 
 from dataclasses import dataclass, replace
@@ -160,7 +160,8 @@ def job_of(row):
     dp = whole(row, "dp")
     n_gpus = whole(row, "n_gpus", (dp or 1) * inner)
     dp = dp or max(1, n_gpus // inner)
-    zero = whole(row, "zero", 0, least=0)
+    sharded = any(word in text(row, "framework").lower() for word in ("fsdp", "torchtitan"))
+    zero = whole(row, "zero", 3 if sharded else 0, least=0)
     if zero > 3:
         raise ValueError(f"zero must be 0, 1, 2 or 3, got {zero}")
     if n_gpus % (dp * inner) or (dp * inner != n_gpus and not zero):
