@@ -9,7 +9,7 @@ from statistics import median
 import pytest
 
 from labkit.scale import constants, fit
-from labkit.scale.cost import gather_seconds, predict_step, stages
+from labkit.scale.cost import gather_seconds, predict_step
 from labkit.scale.job import job_of
 from labkit.scale.memory import GIB, predict_memory, state_bytes
 from labkit.scale.predict import PREDICTED, predict_file
@@ -114,12 +114,12 @@ def test_a_ring_costs_what_its_formula_says():
 
 
 def test_stages_share_the_layers_and_nanotron_weighs_the_head():
-    assert stages(job_of(ROW | {"pp": "4"})) == [(8, 0, 8), (8, 0, 8), (8, 0, 8), (8, 1, 8)]
+    assert job_of(ROW | {"pp": "4"}).stages == [(8, 0, 8), (8, 0, 8), (8, 0, 8), (8, 1, 8)]
     heavy = {"layers": "16", "hidden": "2048", "heads": "32", "ffn": "8192", "vocab": "131072", "params": "1342177280"}
     row = ROW | heavy | {"framework": "nanotron", "tp": "1", "pp": "4"}
-    assert stages(job_of(row)) == [(5, 0, 5), (5, 0, 5), (5, 0, 5), (1, 1, 4)]
+    assert job_of(row).stages == [(5, 0, 5), (5, 0, 5), (5, 0, 5), (1, 1, 4)]
     row |= {"pp": "16", "micro_batch": "1"}
-    assert stages(job_of(row))[-1] == (0, 0, 0) and not predict_memory(job_of(row), C).fits
+    assert job_of(row).stages[-1] == (0, 0, 0) and not predict_memory(job_of(row), C).fits
 
 
 def test_zero_divides_what_its_paper_says():
@@ -176,7 +176,7 @@ def test_a_third_of_the_rows_is_in_no_fit(rows):
 def test_constants_are_few_and_inside_their_spread():
     table = constants.read()
     assert len(table) <= 20 and len({k.name for k in table}) == len(table)
-    assert all(k.low <= k.value <= k.high and k.unit and k.meaning for k in table)
+    assert all(k.low <= k.value <= k.high and k.guess > 0 and k.unit and k.meaning for k in table)
 
 
 def test_the_fit_finds_constants_again(rows):

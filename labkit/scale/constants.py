@@ -1,11 +1,12 @@
 """What the model of cost and memory cannot know: a few fitted constants, the same for all rows.
 
-    constants.csv   name, value, unit, low, high, column, meaning
+    constants.csv   name, value, unit, low, high, guess, column, meaning
 
 low and high are its spread: the least and the largest value it takes when the fit is repeated
-without one source, one size of model or one number of GPUs after another. column: the published
-figure that it is fitted to. None belongs to a row or to a model; those of nanotron are of a stack
-that launches each layer from Python. Written by `python -m labkit.scale.fit --write`.
+without one source, one size of model or one number of GPUs after another. guess: where every
+search begins, and what stays where no row tells. column: the published figure that it is fitted
+to. None belongs to a row or to a model; host, contention and straggle are of a stack that launches
+each layer from Python (nanotron). Written by `python -m labkit.scale.fit --write`.
 """
 
 import csv
@@ -17,13 +18,14 @@ TABLE = Path(__file__).with_name("constants.csv")
 
 @dataclass(frozen=True)
 class Constant:
-    """A fitted number, its unit, its spread, what it is fitted to, and what it means."""
+    """A fitted number, its unit, spread, first guess, what it is fitted to, what it means."""
 
     name: str
     value: float
     unit: str
     low: float
     high: float
+    guess: float
     column: str
     meaning: str
 
@@ -32,7 +34,7 @@ def read():
     """The committed constants: a list of Constant."""
     with TABLE.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    numbers = ("value", "low", "high")
+    numbers = ("value", "low", "high", "guess")
     return [Constant(**row | {name: float(row[name]) for name in numbers}) for row in rows]
 
 

@@ -41,7 +41,7 @@ class Step:
 def predict_step(job, c):
     """The Step of a Job. c: constants, name to value."""
     layer, head = layer_seconds(job, c), head_seconds(job, c)
-    work = [layers * layer + heads * head for layers, heads, _ in stages(job)]
+    work = [layers * layer + heads * head for layers, heads, _ in job.stages]
     slowest = max(work) + 2 * hand_over(job)
     bubble = (sum(work) - max(work)) / job.vpp
     steady = job.grad_accum * slowest
@@ -186,26 +186,3 @@ def hand_over(job):
     bandwidth = 1e9 * (job.gpu.node_gbs * NODE_SHARE if inside else share)
     total = 2 * job.tokens * job.shape.hidden / (job.tp if sequence_split(job) else 1)
     return (NODE_HOP if inside else NETWORK_HOP) + total / bandwidth
-
-
-def stages(job):
-    """What each stage has, [pp]: (layers, output layers, blocks of any kind).
-
-    Equally many layers, the output layer on the last. nanotron weighs it: a stage takes blocks
-    until it has its share of the products; casting the logits and the loss are blocks, too.
-    """
-    if job.framework != "nanotron":
-        fewest, more = divmod(job.shape.layers, job.pp)
-        counts = [fewest + (stage < more) for stage in range(job.pp)]
-        return [(n, int(i == job.pp - 1), n) for i, n in enumerate(counts)]
-    costs = [job.shape.layer_products] * job.shape.layers
-    costs += [job.shape.embedding_parameters, 0, 0]
-    found, stage, done = [[0, 0, 0] for _ in range(job.pp)], 0, 0
-    for number, cost in enumerate(costs):
-        found[stage][0] += number < job.shape.layers
-        found[stage][1] += number == job.shape.layers
-        found[stage][2] += 1
-        done += cost
-        if done * job.pp >= sum(costs) * (stage + 1) and stage < job.pp - 1:
-            stage += 1
-    return [tuple(one) for one in found]

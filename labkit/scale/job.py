@@ -13,6 +13,7 @@ network has: experts, as many as explain them, two for each token. Columns: the 
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import isfinite, log
 
 from labkit.scale.hardware import GPU, find_gpu
@@ -61,6 +62,28 @@ class Job:
         """Tokens of one optimizer step of the whole job."""
         sequences = self.micro_batch * self.grad_accum * self.dp * self.replicas
         return sequences * self.context
+
+    @cached_property
+    def stages(self):
+        """What each stage has, [pp]: (layers, output layers, blocks of any kind).
+
+        Equally many layers, the output layer on the last. nanotron weighs it: a stage takes blocks
+        until it has its share of the products; casting the logits and the loss are blocks, too.
+        """
+        layers, pp = self.shape.layers, self.pp
+        if self.framework != "nanotron":
+            counts = [layers // pp + (stage < layers % pp) for stage in range(pp)]
+            return [(n, int(i == pp - 1), n) for i, n in enumerate(counts)]
+        costs = [self.shape.layer_products] * layers + [self.shape.embedding_parameters, 0, 0]
+        found, stage, done, total = [[0, 0, 0] for _ in range(pp)], 0, 0, sum(costs)
+        for number, cost in enumerate(costs):
+            found[stage][0] += number < layers
+            found[stage][1] += number == layers
+            found[stage][2] += 1
+            done += cost
+            if done * pp >= total * (stage + 1) and stage < pp - 1:
+                stage += 1
+        return [tuple(one) for one in found]
 
     @property
     def dtype(self):

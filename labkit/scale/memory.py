@@ -20,7 +20,6 @@ from labkit.scale.cost import (
     device_seconds,
     host_seconds,
     sequence_split,
-    stages,
 )
 
 GIB = 2**30
@@ -62,12 +61,12 @@ class Peak:
 
 def predict_memory(job, c):
     """The Peak of a Job: of its first or its last stage, whichever holds more."""
-    peaks = [stage_peak(job, c, *numbered) for numbered in enumerate(stages(job))]
+    peaks = [stage_peak(job, c, *numbered) for numbered in enumerate(job.stages)]
     return max(peaks, key=lambda peak: peak.total)
 
 
 def stage_peak(job, c, stage, has):
-    """The Peak of a stage. has: as stages() says."""
+    """The Peak of a stage. has: as Job.stages says."""
     layers, head, _ = has
     embedding = stage == 0
     in_flight = min(job.pp - stage, job.grad_accum)
@@ -90,7 +89,7 @@ def stage_peak(job, c, stage, has):
         runtime=c["runtime"],
         memory=job.gpu.memory_gib,
         limit=c["limit"],
-        runs=all(blocks for _, _, blocks in stages(job)),
+        runs=all(blocks for _, _, blocks in job.stages),
     )
 
 

@@ -15,6 +15,7 @@ Improve Transformer, 2020.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -52,27 +53,27 @@ class Shape:
         if self.top_k > self.experts:
             raise ValueError(f"a token cannot meet {self.top_k} of {self.experts} experts")
 
-    @property
+    @cached_property
     def key_width(self):
         """Width of the keys, and of the values."""
         return self.hidden * self.kv_heads // self.heads
 
-    @property
+    @cached_property
     def attention_weights(self):
         return 2 * self.hidden * (self.hidden + self.key_width)
 
-    @property
+    @cached_property
     def network_weights(self):
         """Weights of one network: of one expert, where there are several."""
         return (3 if self.gated else 2) * self.hidden * self.ffn
 
-    @property
+    @cached_property
     def layer_products(self):
         """Weights that one token is multiplied with in a layer, the router's included."""
         router = self.hidden * self.experts if self.experts > 1 else 0
         return self.attention_weights + self.top_k * self.network_weights + router
 
-    @property
+    @cached_property
     def layer_parameters(self):
         """Parameters of a layer, held: all experts, norms and biases."""
         idle = (self.experts - self.top_k) * self.network_weights
@@ -81,11 +82,11 @@ class Shape:
         biases = self.biases * (2 * self.hidden + 2 * self.key_width + self.experts * inner)
         return self.layer_products + idle + norms + biases
 
-    @property
+    @cached_property
     def embedding_parameters(self):
         return self.vocab * self.hidden
 
-    @property
+    @cached_property
     def parameters(self):
         """All parameters; a tied matrix once."""
         ends = (1 if self.tied else 2) * self.embedding_parameters + self.positions * self.hidden
