@@ -1,16 +1,17 @@
 """What a GPU holds at its peak, by kind: states, activations, logits, what is gathered, the rest.
 
     GiB |  runtime     workspaces and buffers of messages
-        |  logits      tokens x vocabulary / tp, on the last stage
+        |  logits      tokens x vocabulary / tp, where the output layer is
         |  activations layers of the stage x micro-batches in flight, or inputs only (recomputed)
         |  gathered    FSDP: two layers' parameters and the embeddings, whole
         |  states      parameters, gradients, master copy, two moments: 16 to 20 bytes a parameter
         +----------------------------------------------------------------------------------------
 
-A pipeline's first stage holds min(pp, micro-batches) of them (1F1B), its last stage one and the
-logits: the larger of both counts. ZeRO divides by dp: states of the optimizer (1), gradients (2),
-parameters (3). Rajbhandari et al., ZeRO, SC 2020, section 3; Korthikanti et al., Reducing
-Activation Recomputation, MLSys 2023, section 4; Narayanan et al., SC 2021, section 2.2 (1F1B).
+Stage i of a pipeline holds min(pp - i, micro-batches) of them (1F1B); the first also has the
+embeddings, one of the last the logits: the fullest of all stages counts. ZeRO divides by dp:
+states of the optimizer (1), gradients (2), parameters (3).
+Rajbhandari et al., ZeRO, SC 2020, section 3; Korthikanti et al., Reducing Activation
+Recomputation, MLSys 2023, section 4; Narayanan et al., SC 2021, section 2.2 (1F1B).
 """
 
 from dataclasses import dataclass
@@ -60,7 +61,7 @@ class Peak:
 
 
 def predict_memory(job, c):
-    """The Peak of a Job: of its first or its last stage, whichever holds more."""
+    """The Peak of a Job: of the stage that holds most."""
     peaks = [stage_peak(job, c, *numbered) for numbered in enumerate(job.stages)]
     return max(peaks, key=lambda peak: peak.total)
 

@@ -3,7 +3,7 @@
     python -m labkit.scale.predict ROWS.csv -o OUT.csv
 
     model, GPUs, axes, batch  ->  cost.py    ->  pred_tok_s_gpu   tokens per second and GPU
-                              ->  memory.py  ->  pred_mem_gib     GiB of the fullest GPU
+                              ->  memory.py  ->  pred_mem_gib     GiB that the fullest GPU shows
                                              ->  pred_fits        True, or False: it does not run
 
 Columns are those of published/training_steps.csv. Results in the rows (tok_s_gpu, mem_gib, status)
