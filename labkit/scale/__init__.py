@@ -1,0 +1,15 @@
+"""Beyond this machine: what a model costs on GPUs that are not here, with its error beside it.
+
+    hardware.py   GPUs and links as data, a source per figure
+    shapes.py     parameters, FLOPs and activation bytes, from the numbers of a configuration
+    job.py        a training job as a row of a table: what is missing has a stated default
+    cost.py       the time of layers, collectives and a pipeline: tokens per second
+    memory.py     what a GPU holds, by kind: the peak, and what is the largest
+    constants.py  what the two cannot know, fitted: a table, each with its meaning, unit and spread
+    fit.py        the fit on others' published rows, and its error on those kept out
+    predict.py    the command: rows in, rows with predictions out
+
+    published/    the rows of others, and how far off the predictions of them are
+
+Nothing here is measured: what these files return is predicted.
+"""

@@ -1,0 +1,122 @@
+"""What a GPU holds at its peak, by kind: states, activations, logits, what is gathered, the rest.
+
+    GiB |  runtime     workspaces and buffers of messages
+        |  logits      tokens x vocabulary / tp, where the output layer is
+        |  activations layers of the stage x micro-batches in flight, or inputs only (recomputed)
+        |  gathered    FSDP: two layers' parameters and the embeddings, whole
+        |  states      parameters, gradients, master copy, two moments: 16 to 20 bytes a parameter
+        +----------------------------------------------------------------------------------------
+
+Stage i of a pipeline holds min(pp - i, micro-batches) of them (1F1B); the first also has the
+embeddings, one of the last the logits: the fullest of all stages counts. ZeRO divides by dp:
+states of the optimizer (1), gradients (2), parameters (3).
+Rajbhandari et al., ZeRO, SC 2020, section 3; Korthikanti et al., Reducing Activation
+Recomputation, MLSys 2023, section 4; Narayanan et al., SC 2021, section 2.2 (1F1B).
+"""
+
+from dataclasses import dataclass
+
+from labkit.scale.cost import (
+    crosses,
+    device_seconds,
+    host_seconds,
+    sequence_split,
+)
+
+GIB = 2**30
+FUSED_LOSS = 4  # bytes a logit: gradients are written over the logits (llm-foundry)
+
+
+@dataclass(frozen=True)
+class Peak:
+    """GiB of the fullest GPU by kind. runs: no stage is empty; memory: what the GPU has."""
+
+    states: float
+    gathered: float
+    activations: float
+    logits: float
+    runtime: float
+    memory: float
+    limit: float
+    runs: bool
+
+    @property
+    def total(self):
+        return self.states + self.gathered + self.activations + self.logits + self.runtime
+
+    @property
+    def fits(self):
+        """Does the job run? An allocator that caches asks for more than it needs: limit > 1."""
+        return self.total <= self.limit * self.memory and self.runs
+
+    @property
+    def shown(self):
+        """What the GPU shows: no more than it has, while the job fits."""
+        return min(self.total, self.memory) if self.fits else self.total
+
+    @property
+    def largest(self):
+        """The kind that takes most."""
+        return max(("states", "gathered", "activations", "logits"), key=lambda k: getattr(self, k))
+
+
+def predict_memory(job, c):
+    """The Peak of a Job: of the stage that holds most."""
+    peaks = [stage_peak(job, c, *numbered) for numbered in enumerate(job.stages)]
+    return max(peaks, key=lambda peak: peak.total)
+
+
+def stage_peak(job, c, stage, has):
+    """The Peak of a stage. has: as Job.stages says."""
+    layers, head, _ = has
+    embedding = stage == 0
+    in_flight = min(job.pp - stage, job.grad_accum)
+    shape, tokens = job.shape, job.tokens
+    ends = embedding + head - (shape.tied and embedding and head)
+    parameters = layers * shape.layer_parameters + ends * shape.embedding_parameters
+    parameters += embedding * shape.positions * shape.hidden
+    parameters /= job.tp
+    gathered = 0.0
+    if job.zero == 3:
+        root = ends * shape.embedding_parameters / job.tp
+        gathered = 2 * (2 * shape.layer_parameters / job.tp + root)
+    each = FUSED_LOSS if job.framework.startswith("PyTorch FSDP1") else c["logits_held"]
+    logits = head * each * shape.vocab / job.tp * tokens
+    return Peak(
+        states=parameters * state_bytes(job, c) / GIB,
+        gathered=gathered / GIB,
+        activations=in_flight * layers * kept(job, c) * tokens / GIB,
+        logits=logits / GIB,
+        runtime=c["runtime"],
+        memory=job.gpu.memory_gib,
+        limit=c["limit"],
+        runs=all(blocks for _, _, blocks in job.stages),
+    )
+
+
+def state_bytes(job, c):
+    """Bytes a parameter of the stage: what ZeRO divides, divided."""
+    if job.zero == 3:
+        return (8 if "pure" in job.precision else 16) / (job.dp * job.cp)
+    if job.framework != "nanotron":  # 16-bit parameters and gradients; fp32 master and moments
+        whole, divided = (4, 12) if job.zero < 2 else (2, 14)
+        return whole + divided / (job.dp if job.zero else 1)
+    if job.zero == 0:
+        return 18 + 2 * (job.dp > 1)  # DDP's buckets
+    return c["whole"] + (18 - c["whole"]) / job.dp
+
+
+def kept(job, c):
+    """Bytes per token that a layer keeps until its backward."""
+    split = job.tp if sequence_split(job) else (job.tp + 1) / 2
+    inputs = 2 * job.shape.hidden / (job.tp if sequence_split(job) else 1)
+    copies = c["saved"] if job.framework == "nanotron" else 1.0
+    everything = copies * job.shape.saved_bytes() / split
+    # inputs of split layers stay gathered, unless the GPU waits for its host and frees them
+    waiting = crosses(job) and host_seconds(job, c) > device_seconds(job, c)
+    if job.framework == "nanotron" and job.tp > 1 and not waiting:
+        everything += 2 * 2 * job.shape.hidden
+    if job.precision == "fp16":  # older than fused attention: scores, and what dropout left of them
+        everything += 5 * job.shape.heads * job.context / job.tp
+    share = {"none": 1.0, "full": 0.0, "half": 0.5, "selective": 0.5}[job.recompute]
+    return share * everything + (1 - share) * inputs

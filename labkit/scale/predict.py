@@ -1,0 +1,86 @@
+"""Rows of training jobs in, the same rows with their predicted speed and memory out.
+
+    python -m labkit.scale.predict ROWS.csv -o OUT.csv
+
+    model, GPUs, axes, batch  ->  cost.py    ->  pred_tok_s_gpu   tokens per second and GPU
+                              ->  memory.py  ->  pred_mem_gib     GiB that the fullest GPU shows
+                                             ->  pred_fits        True, or False: it does not run
+
+Columns are those of published/training_steps.csv. Results in the rows (tok_s_gpu, mem_gib, status)
+are never read, nor are unknown columns; what is missing has the default that labkit/scale/job.py
+states, or is refused by name. The speed of a job that does not fit is that of a larger GPU.
+How far off it is: `python -m labkit.scale.fit`.
+"""
+
+import argparse
+import csv
+import sys
+
+from labkit.scale.constants import values
+from labkit.scale.cost import predict_step
+from labkit.scale.job import job_of
+from labkit.scale.memory import predict_memory
+
+PREDICTED = ("pred_tok_s_gpu", "pred_mem_gib", "pred_fits")
+
+
+def predict(row, c):
+    """What is predicted of a row, by column: text as it is written."""
+    job = job_of(row)
+    peak = predict_memory(job, c)
+    speed = predict_step(job, c).tokens_per_second
+    return dict(zip(PREDICTED, (f"{speed:.6g}", f"{peak.shown:.4g}", str(peak.fits)), strict=True))
+
+
+def read(path):
+    """(columns, rows) of a CSV file. Raises ValueError where it is not one."""
+    try:
+        with open(path, newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file)
+            rows, names = list(reader), reader.fieldnames or ()
+    except FileNotFoundError:
+        raise ValueError(f"{path}: there is no such file") from None
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{path}: not a CSV file of text: {error}") from None
+    columns = [column for column in names if column not in PREDICTED]
+    if not columns:
+        raise ValueError(f"{path}: it has no line of column names")
+    if any(None in row for row in rows):
+        line = next(number for number, row in enumerate(rows, 2) if None in row)
+        raise ValueError(f"{path}, line {line}: more fields than columns")
+    return columns, rows
+
+
+def predict_file(source, target):
+    """Write the rows of `source` to `target`, three columns more. Raises ValueError, one line."""
+    columns, rows = read(source)
+    c = values()
+    for line, row in enumerate(rows, 2):
+        try:
+            row |= predict(row, c)
+        except ValueError as error:
+            raise ValueError(f"{source}, line {line}: {error}") from None
+    try:
+        with open(target, "w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, (*columns, *PREDICTED), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+    except OSError as error:
+        raise ValueError(f"{target}: cannot be written: {error.strerror}") from None
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        prog="python -m labkit.scale.predict", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("rows", metavar="ROWS.csv")
+    parser.add_argument("-o", "--output", metavar="OUT.csv", required=True)
+    asked = parser.parse_args()
+    try:
+        predict_file(asked.rows, asked.output)
+    except ValueError as error:
+        sys.exit(f"labkit.scale.predict: {error}")
+
+
+if __name__ == "__main__":
+    main()
