@@ -71,7 +71,7 @@ def rehearse(job, ranks, rank=0, **arguments):
         stack.callback(dist.destroy_process_group)
         # without it each group warns that it has no default
         dist.group.WORLD._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
-        events = stack.enter_context(comm.record(timed=False))
+        events = stack.enter_context(comm.record())
         tracker = stack.enter_context(MemoryTracker(device="meta"))
         result = job(device="meta", **arguments)
     return Rehearsed(events, tracker.peak, result)
