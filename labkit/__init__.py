@@ -77,12 +77,17 @@ What is indented is in parts/: what the file above it stands on, and others may 
         split_backward.py   the gradient that others wait for first, those of weights later
         stages.py           a rank's part of the model, by name; tied parameters
     moe.py                  a token goes to k of E networks, which the ranks share out
-    composition.py          a mesh of axes: who gets which group, and what all must see together
+    composition.py          a mesh of axes: who gets which group, and what all must see together; on
+        axes.py             which axes can be together, and what each needs of the module
+        mesh_state.py       a model on a mesh, from outside: which elements of which whole
+        score.py            a metric of a batch that several ranks compute together
     sampler.py              every sample exactly once per epoch; exact distributed evaluation
     learning_rate.py        a larger batch: the rate scaled, warmed up, brought down to zero
     trainer.py              all of the above behind one train_step
+        metered.py          PyTorch's fully_shard, counted as ours is
     checkpoint.py           each rank writes what it holds: a killed run loses nothing; on
         pieces.py           a state as ranges of named wholes, whatever has cut them
+        places.py           which elements of a whole a tensor is; columns, which are none in a row
         rows.py             what PyTorch's fully_shard has cut: rows are elements in a row
         as_it_is.py         what is neither a module nor a plain optimizer
         share_out.py        what several ranks hold alike is written once

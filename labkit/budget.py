@@ -9,7 +9,8 @@
 
 Known before anything is run. Held per rank: parameters + gradients + optimizer states + buffers +
 activations, counted as by labkit.measure.memory. Activations grow with the batch and the sequence
-(its square, where attention keeps its weights); the rest does not.
+(its square, where attention keeps its weights); the rest does not. Of a mesh, labkit.scale.rehearse
+tells it: the composed job itself, run as one of its ranks.
 Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020,
 section 3.
 """

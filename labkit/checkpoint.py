@@ -8,7 +8,8 @@
 Training stands still while a rank copies to host memory what it holds; a thread with a process
 group of its own does the rest. What several ranks hold alike is written once, a part by each. The
 manifest says which elements of which whole are where, and what each file's SHA-256 is: other ranks,
-or another strategy, read the ranges they need, and a flipped bit is found before it is loaded.
+or another strategy or mesh, read the ranges they need, and a flipped bit is found before it is
+loaded. Columns of a matrix are no range: a mesh puts such a matrix together first, one at a time.
 
 Written: model and optimizer once, 1/n of it per rank. Held besides: this rank's copy. Sent: names
 and hashes. Rajbhandari et al., ZeRO, SC 2020, section 5.1 (each rank its part); Mohan et al.,

@@ -5,17 +5,19 @@
     pp 0   dp 0   [ tp 0 | tp 1 ]            pp     layers     activations, at a boundary of stages
            dp 1   [ tp 0 | tp 1 ]            dp     samples    gradients, while backward goes on
     pp 1   dp 0   [ tp 0 | tp 1 ]            cp     tokens     keys and values, in every block
-           dp 1   [ tp 0 | tp 1 ]            tp     matrices   activations, 4 a block, waited for
+           dp 1   [ tp 0 | tp 1 ]            ep     experts    tokens, to and from, 4 a block
+                                             tp     matrices   activations, 4 a block, waited for
 
 Ranks of the last axis are neighbours: there belongs what sends most and can hide least. Held: of
-parameters 1/(pp tp), with FSDP 1/(pp dp cp tp); of activations 1/(dp cp), those inside of split
-layers 1/tp of that. No algorithm knows of the others: each is given the group of its axis. What
-must be seen over all axes is the norm of the gradients, an overflow, and the state of the whole.
+parameters 1/(pp tp), with FSDP 1/(pp dp cp tp), of experts 1/ep; of activations 1/(dp cp ep), those
+inside of split layers 1/tp of that. Along ep ranks have samples of their own, as along dp. No
+algorithm knows of the others: each is given the group of its axis. What must be seen over all axes
+is the norm of the gradients, an overflow, the load of experts, and the state of the whole.
 Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM,
 SC 2021, section 3; Liang et al., TorchTitan, ICLR 2025, section 2.
 """
 
-from contextlib import nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import torch
@@ -25,22 +27,24 @@ from torch import nn
 from labkit import comm
 from labkit.context_parallel import places, ring_attention
 from labkit.ddp import DDP, average_gradients
+from labkit.moe import mixtures, names_of_experts
+from labkit.parts.axes import AXES, attending, refuse
 from labkit.parts.clip import clip_grad_norm_
 from labkit.parts.dependencies import check
-from labkit.parts.layouts import cut, gathered
-from labkit.parts.plan import matches, met
+from labkit.parts.mesh_state import MeshModel
+from labkit.parts.plan import met
 from labkit.parts.replicas import broadcast_tensors
+from labkit.parts.schedules import routes
+from labkit.parts.score import score
 from labkit.parts.split_state import cuts_of
 from labkit.parts.stages import union
-from labkit.parts.wrapper import Wrapper
 from labkit.pipeline import Pipeline, one_f_one_b
+from labkit.sampler import correct, evaluate
 from labkit.tensor_parallel import parallelize_module
-
-AXES = ("dp", "cp", "pp", "tp")
 
 
 def compose(module, mesh, plan, wrap=DDP):
-    """The idea: from the inside out, each algorithm gets the group of its axis. Three of the four.
+    """The idea: from the inside out, each algorithm gets the group of its axis. Three of the five.
 
     plan: of tensor parallelism. wrap: DDP or FSDP. Inputs are this rank's samples and, of them, the
     tokens that `places` gives it; the module's forward takes positions=.
@@ -52,18 +56,20 @@ def compose(module, mesh, plan, wrap=DDP):
     return wrap(module, process_group=mesh.group("dp", "cp"))
 
 
-class Composed(Wrapper):
+class Composed(MeshModel):
     """A whole module spread over a mesh; its values become those of rank 0. Collective.
 
-    mesh: axes of dp, cp, pp, tp; one that it does not have has size 1.
+    mesh: axes of dp, cp, pp, ep, tp; one that it does not have has size 1.
     plan: {pattern of names: style}, see labkit.tensor_parallel; needed where tp is larger than 1.
-    wrap: a function (module, process_group=...), along dp and cp together: DDP if None. With pp it
-        is None: gradients are averaged after the last backward.
+    wrap: a function (module, process_group=...), along dp, cp and ep together: DDP if None. With pp
+        it is None: gradients are averaged after the last backward. With ep it is called once more,
+        for the experts, along dp and cp.
     attend: where cp is larger than 1, a function (query, key, value, group=..., **options) for each
         module that has `attend`; the module's forward then takes positions=.
     stage: where pp is larger than 1, a function (module, range of its `blocks`) -> that stage, with
         the same names. stages: how many, one a rank if None. schedule, micro_batches, loss: see
         labkit.pipeline.
+    Experts (labkit.moe, made with group=None) are spread along ep; balance is counted over all.
     forward(input) is the module's, of this rank's samples and tokens (own_tokens). With pp there is
     only step(). Raises ValueError for what cannot be combined, before anything is sent.
     """
@@ -87,6 +93,12 @@ class Composed(Wrapper):
         tensors = module.state_dict(keep_vars=True)
         names = {name: first.setdefault(tensor, name) for name, tensor in tensors.items()}
         broadcast_tensors([*module.parameters(), *module.buffers()])
+        averaging = [axis for axis in ("dp", "cp", "ep") if axis in mesh.axes]
+        replicas = mesh.group(*averaging) if averaging else None
+        for _, one in mixtures(module):
+            one.spread(mesh.group("ep") if size["ep"] > 1 else None, replicas)
+        apart = set(names_of_experts(module)) if size["ep"] > 1 else set()
+        elsewhere = names.keys() - module.state_dict().keys()
         if size["cp"] > 1:
             for part in attending(module):
                 part.attend = partial(attend, group=mesh.group("cp"))
@@ -94,26 +106,34 @@ class Composed(Wrapper):
         if size["pp"] > 1:
             program = schedule(stages or size["pp"], micro_batches, size["pp"])
             owner = check(program, size["pp"], micro_batches)
-            blocks = len(module.blocks) // len(owner)
+            length = len(routes(program)[0])
+            blocks = len(module.blocks) // length
             mine = sorted(number for number in owner if owner[number] == mesh.rank("pp"))
-            own = {n: stage(module, range(n * blocks, (n + 1) * blocks)) for n in mine}
+            begin = {number: number % length * blocks for number in mine}
+            own = {n: stage(module, range(first, first + blocks)) for n, first in begin.items()}
         if size["tp"] > 1:
             for part in own.values():
                 here = {pattern: style for pattern, style in plan.items() if met(part, pattern)}
                 parallelize_module(part, mesh.group("tp"), here)
         cuts = {names[name]: cut for part in own.values() for name, cut in named_cuts(part)}
-        averaging = [axis for axis in ("dp", "cp") if axis in mesh.axes]
-        replicas = mesh.group(*averaging) if averaging else None
-        pipeline = None
+        pipeline, senders = None, []
         if size["pp"] > 1:
             by_name = (lambda number, name: names[name]), mesh.group("pp")
             pipeline = Pipeline(own, by_name[1], program, micro_batches, loss, by_name[0])
             module = nn.ModuleList(own.values())
         elif averaging:
-            module = (wrap or DDP)(module, process_group=replicas)
+            if apart:
+                module._ddp_params_and_buffers_to_ignore = apart
+            senders = [(wrap or DDP)(module, process_group=replicas)]
+            if apart and size["dp"] * size["cp"] > 1:  # around it, one for the experts alone
+                senders[0]._ddp_params_and_buffers_to_ignore = names.keys() - apart
+                same = mesh.group(*(axis for axis in averaging if axis != "ep"))
+                senders.append((wrap or DDP)(senders[0], process_group=same))
+            module = senders[-1]
         super().__init__(module)
         self.size, self.mesh, self.replicas, self.pipeline = size, mesh, replicas, pipeline
-        self.names, self.cuts = names, cuts  # cuts: {first name: (dim, Axis)}
+        self.names, self.cuts = names, cuts  # cuts: {first name: Cut}
+        self.senders, self.apart, self.elsewhere = senders, apart, elsewhere
 
     def named_parameters(self, *args, **kwargs):
         if self.pipeline:
@@ -145,14 +165,24 @@ class Composed(Wrapper):
         loss = self.pipeline.step(input, target, scale)
         if self.replicas is not None:
             average_gradients(self.parameters(), self.replicas)
-        told = torch.zeros((), dtype=torch.float64, device=input.device)
-        if loss is not None:
-            told += loss
-        comm.broadcast(told, self.pipeline.owner[self.pipeline.last], self.mesh.group("pp"))
-        return told
+        nothing = total = torch.zeros((), dtype=torch.float64, device=input.device)
+        for rank in sorted({self.pipeline.owner[end] for end in self.pipeline.last}):
+            part = nothing + (0.0 if loss is None else loss)
+            comm.broadcast(part, rank, self.mesh.group("pp"))
+            total = total + part
+        return total
 
+    def evaluate(self, dataset, metric=correct, batch_size=64):
+        """labkit.sampler.evaluate over the mesh, the same on all ranks. Collective."""
+        shares = self.mesh.group(*(axis for axis in ("dp", "ep") if axis in self.mesh.axes))
+        return evaluate(self, dataset, metric, batch_size, shares, partial(score, self, metric))
+
+    @contextmanager
     def no_sync(self):
-        return self.module.no_sync() if hasattr(self.module, "no_sync") else nullcontext()
+        with ExitStack() as quiet:
+            for sender in self.senders:
+                quiet.enter_context(sender.no_sync())
+            yield
 
     def clip_grad_norm_(self, max_norm, norm_type=2.0):
         """Clip the norm of all gradients to max_norm, each counted once; returns it, as before.
@@ -168,6 +198,8 @@ class Composed(Wrapper):
         ranks = dist.get_world_size()
         if name in self.cuts:
             ranks //= self.size["tp"]
+        if name in self.apart:
+            ranks //= self.size["ep"]
         if hasattr(parameter, "is_piece"):
             ranks //= self.size["dp"] * self.size["cp"]
         if self.pipeline:
@@ -182,8 +214,11 @@ class Composed(Wrapper):
             state = self.pipeline.state_dict()
         else:
             state = getattr(self.module, "full_state_dict", self.module.state_dict)()
-        for name, (dim, axis) in self.cuts.items():
-            state[name] = gathered(state[name].detach(), dim, axis)
+        if self.apart:
+            own = {name: state[name] for name in sorted(self.apart)}
+            state |= union(own, self.mesh.group("ep"), next(self.parameters()).device)
+        for name, cut in self.cuts.items():
+            state[name] = cut.whole(state[name].detach())
         if self.pipeline:
             state = union(state, self.mesh.group("pp"), next(self.parameters()).device)
         return {name: state[first] for name, first in self.names.items()}
@@ -193,45 +228,16 @@ class Composed(Wrapper):
         absent = [name for name in self.names if name not in state_dict]
         if absent:
             raise RuntimeError(f"the state dict is not of this model: missing {absent[0]!r}")
-        own = {name: state_dict[name] for name in self.names}
+        own = {name: state_dict[name] for name in self.names if name not in self.elsewhere}
         for name, first in self.names.items():
             if first in self.cuts:
-                dim, axis = self.cuts[first]
-                own[name] = cut(own[name], dim, axis.size)[axis.rank]
+                own[name] = self.cuts[first].part(own[name], name)
         holder = self.pipeline or self.module
         getattr(holder, "load_full_state_dict", holder.load_state_dict)(own)
 
 
-def attending(module):
-    return [part for part in module.modules() if hasattr(part, "attend")]
-
-
 def named_cuts(module):
-    """(name, (dim, Axis)) of the parameters that are cut, by every name of theirs."""
+    """(name, Cut) of the parameters that are cut, by every name of theirs."""
     cuts = cuts_of(module)
     named = module.named_parameters(remove_duplicate=False)
     return ((name, cuts[p]) for name, p in named if p in cuts)
-
-
-def refuse(module, size, plan, wrap, stage, stages):
-    """ValueError for what cannot be combined."""
-    for axis in size:
-        if axis not in AXES:
-            raise ValueError(f"the axes of a composed job are {', '.join(AXES)}, not {axis!r}")
-    if size["tp"] > 1:
-        if not plan:
-            raise ValueError(f"tp={size['tp']} needs a plan: which layers are split, and how")
-        matches(module, plan)
-    if size["cp"] > 1 and not attending(module):
-        raise ValueError(f"cp={size['cp']}: no part of this module has `attend`, to be replaced")
-    if size["pp"] == 1:
-        return
-    if size["cp"] > 1:
-        raise ValueError("pp and cp together: stages after the first are not told their positions")
-    if wrap is not None:
-        raise ValueError("with pp gradients are averaged after the last backward: leave out `wrap`")
-    if stage is None or not hasattr(module, "blocks"):
-        raise ValueError(f"pp={size['pp']} needs `stage`, and a module with `blocks`")
-    stages = stages or size["pp"]
-    if len(module.blocks) % stages:
-        raise ValueError(f"{stages} stages cannot share {len(module.blocks)} blocks alike")

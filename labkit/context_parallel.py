@@ -83,10 +83,12 @@ def ring_attention(query, key, value, group=None, dropout_p=0.0, is_causal=False
     if not query.shape == key.shape == value.shape:
         shapes = ", ".join(str(list(one.shape)) for one in (query, key, value))
         raise ValueError(f"a ring takes query, key and value of one shape, not {shapes}")
-    seed = torch.randint(2**31, (1,))
+    seed = 0
     if dropout_p:
-        comm.broadcast(seed, 0, group)
-    tiles = Tiles(is_causal, query.shape[-1] ** -0.5, tile, dropout_p, seed.item())
+        drawn = torch.randint(2**31, (1,))
+        comm.broadcast(drawn, 0, group)
+        seed = drawn.item()
+    tiles = Tiles(is_causal, query.shape[-1] ** -0.5, tile, dropout_p, seed)
     return RingAttention.apply(query, key, value, tiles, group)
 
 

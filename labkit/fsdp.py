@@ -114,6 +114,8 @@ class FSDP(NoSync, ShardedModel):
         process_group=None,
     ):
         super().__init__(module)
+        if getattr(module, "_ddp_params_and_buffers_to_ignore", None):
+            raise ValueError("FSDP leaves no _ddp_params_and_buffers_to_ignore alone: use DDP")
         if root not in ("shard", "replicate"):
             raise ValueError(f'root is "shard" or "replicate", not {root!r}')
         if type(prefetch) is not int or prefetch < 0:

@@ -88,6 +88,16 @@ class Mesh:
         """The number of ranks along the axes."""
         return len(self._line(axes)[1])
 
+    def axis_of(self, group_name):
+        """Along which axis the group of this name lies: "tp", or "dp x cp" of several together.
+
+        None of a group that no group() of this mesh is.
+        """
+        for axes, (group, _) in self._lines.items():
+            if group.group_name == group_name:
+                return " x ".join(axes)
+        return None
+
     def __str__(self):
         """The grid, this rank in brackets; a sheet per position along all but the last two axes."""
         *outer, rows, columns = [("", 1)] * (2 - len(self.axes)) + list(self.axes.items())

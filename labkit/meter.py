@@ -56,6 +56,7 @@ class Event:
         (gloo's send, recv, exchange and reduce_scatter) is known to be complete only when `wait()`
         returns, so its end is that moment.
     pauses: the `wait()`s of an async operation; None: the caller waited all along.
+    group: torch's name of it; Mesh.axis_of knows which axis that is.
     On CUDA all are NaN unless the record has a clock of the device, until that is resolved.
     """
 
@@ -67,6 +68,7 @@ class Event:
     start: float = nan
     end: float | None = None
     pauses: list | None = None
+    group: str = ""
 
     @property
     def waited(self):
@@ -149,7 +151,8 @@ def metered(op, group, tensor, sent, async_op, launch):
         clock = UNKNOWN
     payload = 0 if tensor is None else tensor.nbytes
     source = "counted" if op in (*_MESSAGES, "barrier") else "derived"
-    event = Event(op, size, payload, sent(size, payload), source)
+    name = (group or dist.group.WORLD).group_name
+    event = Event(op, size, payload, sent(size, payload), source, group=name)
     clock.stamp(event, "start")
     for log, *_ in open_logs:
         log.append(event)

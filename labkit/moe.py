@@ -52,9 +52,9 @@ class MoE(nn.Module):
     .load, [experts] int64: rows for each in the last forward, of the group's ranks; .dropped:
         those of them that were beyond its capacity.
     Gradients of experts are those of the mean of the ranks' losses, as DDP makes them for the rest:
-    module._ddp_params_and_buffers_to_ignore = names_of_experts(module). Raises ValueError for
-    experts that the ranks do not divide, top_k beyond them, and on all ranks where a score is no
-    number.
+    module._ddp_params_and_buffers_to_ignore = names_of_experts(module). In a mesh: spread() what
+    was made whole. Raises ValueError for experts that the ranks do not divide, top_k beyond them,
+    and on all ranks where a score is no number.
     """
 
     def __init__(
@@ -70,10 +70,6 @@ class MoE(nn.Module):
         score="softmax",
     ):
         super().__init__()
-        self.group, self.n = group, dist.get_world_size(group) if group else 1
-        self.rank = dist.get_rank(group) if group else 0
-        if experts % self.n:
-            raise ValueError(f"{self.n} ranks cannot share {experts} experts alike")
         if not 1 <= top_k <= experts:
             raise ValueError(f"a token cannot go to {top_k} of {experts} experts")
         if balance not in ("loss", "bias", None) or score not in ("softmax", "sigmoid"):
@@ -81,17 +77,40 @@ class MoE(nn.Module):
         self.top_k, self.capacity, self.balance, self.score = top_k, capacity, balance, score
         self.router = nn.Linear(width, experts, bias=False)
         self.register_buffer("bias", torch.zeros(experts))
-        own = range(self.rank * experts // self.n, (self.rank + 1) * experts // self.n)
+        own = self.own_experts(group)
         made = ((number, expert()) for number in range(experts))
         self.experts = nn.ModuleDict({str(i): one for i, one in made if i in own})
         self.shared = nn.ModuleList(expert() for _ in range(shared))
         self.load, self.dropped, self.balance_loss = None, None, None
 
+    def own_experts(self, group, counted=None):
+        """A range of their numbers: those of this rank, in these groups from now on."""
+        E, self.group, self.counted = len(self.bias), group, counted or group
+        self.n = dist.get_world_size(group) if group else 1
+        self.rank = dist.get_rank(group) if group else 0
+        if E % self.n:
+            raise ValueError(f"{self.n} ranks cannot share {E} experts alike")
+        self.tellers = dist.get_process_group_ranks(self.counted) if self.counted else [0]
+        alone = [dist.get_rank()] if self.counted else [0]
+        near = dist.get_process_group_ranks(group) if group else alone
+        self.near = [self.tellers.index(rank) for rank in near]  # the group's, of those who tell
+        return range(self.rank * E // self.n, (self.rank + 1) * E // self.n)
+
+    def spread(self, group, counted=None):
+        """Keep this rank's part of the experts that it has, which are all. Sends nothing.
+
+        counted: all ranks that have tokens of their own; theirs make the load and what balances.
+        None: the group's. group: None where each of these has all experts.
+        """
+        own = self.own_experts(group, counted)
+        for number in [number for number in self.experts if int(number) not in own]:
+            del self.experts[number]
+
     def forward(self, x):
         rows = x.reshape(-1, x.shape[-1])
         likely, weights, chosen = self.route(rows)
         order, taken = self.taken(chosen, len(self.bias))
-        told = self.tell(chosen, taken, likely)  # [ranks, experts]
+        told = self.tell(chosen, taken, likely)  # [ranks of the group, experts]
         token, place = order // self.top_k, order % self.top_k
         back = self.by_experts(rows[token], told)
         weighed = (weights[token, place, None] * back).to(rows.dtype)
@@ -126,7 +145,7 @@ class MoE(nn.Module):
         E, lost = len(self.bias), (~likely.isfinite()).sum()
         told = self.gather(torch.cat([taken, chosen.flatten().bincount(minlength=E), lost[None]]))
         if told[:, -1].any():
-            where = told[:, -1].nonzero().flatten().tolist()
+            where = [self.tellers[i] for i in told[:, -1].nonzero().flatten()]
             raise ValueError(f"the router's scores are no numbers on ranks {where}")
         self.load = told[:, E:-1].sum(0)
         self.dropped = self.load - told[:, :E].sum(0)
@@ -134,14 +153,14 @@ class MoE(nn.Module):
             share = self.load / self.load.sum().clamp(min=1)
             part = (likely / likely.sum(-1, keepdim=True)).sum(0) / max(1, len(likely))
             self.balance_loss = E * (share.to(part.dtype) * part).sum()
-        return told[:, :E]
+        return told[self.near, :E]
 
     def gather(self, counts):
-        if self.n == 1:
+        if len(self.tellers) == 1:
             return counts[None]
-        told = counts.new_empty(self.n * len(counts))
-        comm.all_gather(told, counts, group=self.group)
-        return told.view(self.n, -1)
+        told = counts.new_empty(len(self.tellers) * len(counts))
+        comm.all_gather(told, counts, group=self.counted)
+        return told.view(len(self.tellers), -1)
 
     def by_experts(self, rows, told):
         """The rows, each through its expert, wherever that is, and back in their order."""
@@ -170,22 +189,32 @@ class MoE(nn.Module):
         self.bias += rate * torch.sign(self.load.float().mean() - self.load)
 
 
+def mixtures(module):
+    """[(name, MoE)] of all in the module."""
+    return [(name, one) for name, one in module.named_modules() if isinstance(one, MoE)]
+
+
 def names_of_experts(module):
-    """Names of the parameters that are on one rank only: DDP is not to average them."""
-    parts = [(name, one) for name, one in module.named_modules() if isinstance(one, MoE)]
+    """Names, in its state dict, of what is on one rank only: DDP is not to average it."""
     return [
         f"{name}.experts.{own}".lstrip(".")
-        for name, one in parts
-        for own, _ in one.experts.named_parameters()
+        for name, one in mixtures(module)
+        for own in one.experts.state_dict()
     ]
 
 
-def average_experts(module, group):
-    """After backward, in a mesh of dp x ep: the mean over the dp group, which has the same ones."""
-    for one in module.modules():
-        for p in one.experts.parameters() if isinstance(one, MoE) else ():
-            comm.all_reduce(p.grad, group=group)
-            p.grad /= dist.get_world_size(group)
+def balanced(loss, module, weight=0.01):
+    """The loss (output, target) -> scalar, and weight x what balances the module's experts.
+
+    That is of the last forward, and left out where nothing learns from it: under torch.no_grad().
+    """
+    parts = [one for _, one in mixtures(module) if one.balance == "loss"]
+
+    def total(output, target):
+        asked = parts if torch.is_grad_enabled() else ()
+        return loss(output, target) + weight * sum(one.balance_loss for one in asked)
+
+    return total
 
 
 class Exchange(torch.autograd.Function):

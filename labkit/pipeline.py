@@ -13,6 +13,8 @@ Huang et al., GPipe: Efficient Training of Giant Neural Networks using Pipeline 
 Using Megatron-LM, SC 2021, section 2.2.
 """
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 
@@ -20,11 +22,29 @@ from labkit import comm
 from labkit.parts.dependencies import check
 from labkit.parts.messages import Mail
 from labkit.parts.replicas import check_ranks, gather_bytes
-from labkit.parts.schedules import Action, gpipe, interleaved, one_f_one_b, v_shaped, zero_bubble
+from labkit.parts.schedules import (
+    Action,
+    dual_pipe,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    routes,
+    v_shaped,
+    zero_bubble,
+)
 from labkit.parts.split_backward import backward_of_input, backward_of_weights
 from labkit.parts.stages import Stages
 
-__all__ = ["Action", "Pipeline", "gpipe", "interleaved", "one_f_one_b", "v_shaped", "zero_bubble"]
+__all__ = [
+    "Action",
+    "Pipeline",
+    "dual_pipe",
+    "gpipe",
+    "interleaved",
+    "one_f_one_b",
+    "v_shaped",
+    "zero_bubble",
+]
 
 
 def run_program(program, stage, inputs, targets, loss, group=None):
@@ -73,7 +93,8 @@ class Pipeline:
     micro_batches: into how many equal parts a batch is cut, along dim 0.
     loss: (output, target) -> a mean over the samples; where the last stage is.
     names: (stage, name in it) -> name in the whole model, "stage.name" if None. Parameters of one
-        name are tied: one value, and one gradient, which is the sum over all copies.
+        name are tied: one value, and one gradient, which is the sum over all copies. So are those
+        of a stage and its copy in another chain (dual_pipe), which has the same number here.
 
     Gradients are those of the mean over the batch, in .grad of this rank's parameters when step()
     returns: clip, average over other axes of a mesh and step as ever. A B with a W of its own needs
@@ -92,16 +113,18 @@ class Pipeline:
             schedule = schedule(sum(counts), micro_batches, len(counts))
         self.schedule = [[Action(*action) for action in program] for program in schedule]
         self.owner = check(self.schedule, dist.get_world_size(group), micro_batches)
-        self.last = len(self.owner) - 1
+        chains = set(routes(self.schedule).values())
+        self.first, self.last = ({chain[end] for chain in chains} for end in (0, -1))
         text = " | ".join(" ".join(map(str, program)) for program in self.schedule)
-        self.stages = Stages(stages, names, self.owner, group, text, device)
-        if self.last in stages and loss is None:
-            raise ValueError(f"stage {self.last} is the last: this rank needs a loss")
+        length = len(self.owner) // len(chains)
+        self.stages = Stages(stages, names, length, self.owner, group, text, device)
+        if loss is None and (here := self.last & stages.keys()):
+            raise ValueError(f"stage {min(here)} is the last: this rank needs a loss")
         self.split = {a for a in self.schedule[self.rank] if a.kind == "W"}
         ways = group, self.way_down(group)
         forward = [[a for a in program if a.kind == "F"] for program in self.schedule]
         self.mail = Mail(self.schedule, self.owner, ways, device)
-        self.forward_mail = Mail(forward, self.owner, ways, device)
+        self.forward_mail = partial(Mail, forward, self.owner, ways, device)
 
     @staticmethod
     def way_down(group):
@@ -115,22 +138,28 @@ class Pipeline:
         """Forward and backward of a batch; the mean loss where the last stage is, else None.
 
         input is read where the first stage is, target where the last is. Gradients are added to
-        those that are there. scale: what the loss is multiplied by, for backward only.
+        those that are there. scale: what the loss is multiplied by, for backward only. Two chains
+        have two ends: both are given the whole batch, and return their parts of its mean loss.
         """
-        self.scale = scale
+        self.scale, self.metric, before = scale, self.loss, self.stages.set_aside()
         found = self.run(self.schedule[self.rank], self.mail, input, target)
-        self.stages.add_tied()
+        self.stages.add_tied(before)
         return found
 
     @torch.no_grad()
-    def evaluate(self, input=None, target=None):
-        """The same without backward. The batch may have another size than a step's."""
+    def evaluate(self, input=None, target=None, loss=None):
+        """The same without backward. The batch may have another size every time.
+
+        target: a tensor, or a list of one a micro-batch. loss: another than that it trains with.
+        """
+        self.metric = loss or self.loss
         program = [action for action in self.schedule[self.rank] if action.kind == "F"]
-        return self.run(program, self.forward_mail, input, target)
+        return self.run(program, self.forward_mail(), input, target)
 
     def run(self, program, mail, input, target):
         """Do each action of this rank's list; ask for the next one's message before."""
-        self.inputs, self.targets = self.cut(input, 0), self.cut(target, self.last)
+        self.inputs = self.cut(input, self.first, "input")
+        self.targets = self.cut(target, self.last, "target")
         self.held, self.later, self.losses = {}, {}, []
         mail.begin()
         for number, action in enumerate(program):
@@ -139,16 +168,17 @@ class Pipeline:
             arrived = mail.take(action)
             mail.send(self.compute(action, arrived), action)
         mail.end()
-        return torch.stack(self.losses).mean() if self.losses else None
+        return torch.stack(self.losses).sum() / self.micro_batches if self.losses else None
 
-    def cut(self, batch, stage):
-        """The batch as micro-batches, on the rank that has the stage."""
-        if stage not in self.stages.modules:
+    def cut(self, batch, ends, name):
+        """The batch as micro-batches, on a rank that has one of the stages."""
+        here = ends & self.stages.modules.keys()
+        if not here:
             return None
         if batch is None:
-            raise ValueError(
-                f"stage {stage} is here: step() needs its {'target' if stage else 'input'}"
-            )
+            raise ValueError(f"stage {min(here)} is here: step() needs its {name}")
+        if isinstance(batch, list):
+            return batch
         if len(batch) % self.micro_batches:
             raise ValueError(
                 f"{len(batch)} samples are no {self.micro_batches} equal micro-batches"
@@ -173,8 +203,8 @@ class Pipeline:
             raise ValueError(
                 f"stage {stage} made a {type(output).__name__}: it must make one tensor"
             )
-        if stage == self.last:
-            output = self.loss(output, self.targets[m])
+        if stage in self.last:
+            output = self.metric(output, self.targets[m])
             self.losses.append(output.detach())
         if torch.is_grad_enabled():
             self.held[action[1:]] = x, output
@@ -183,7 +213,7 @@ class Pipeline:
     def backward(self, action, gradient):
         _, stage, m = action
         x, output = self.held.pop((stage, m))
-        if stage == self.last:
+        if stage in self.last:
             gradient = torch.full_like(output, self.scale / self.micro_batches)
         if action._replace(kind="W") in self.split:
             found, self.later[stage, m] = backward_of_input(output, x, gradient)
@@ -191,7 +221,7 @@ class Pipeline:
             if output.grad_fn is not None:
                 torch.autograd.backward(output, gradient)
             found = x.grad if x.is_leaf else None
-        if stage == 0:
+        if stage in self.first:
             if found is not None and not x.is_leaf:  # a batch that wants gradients, cut
                 x.backward(found)
             return None

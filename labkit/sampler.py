@@ -154,10 +154,11 @@ def correct(output, target):
     return (output.argmax(dim=-1) == target).sum()
 
 
-def evaluate(model, dataset, metric=correct, batch_size=64, group=None):
+def evaluate(model, dataset, metric=correct, batch_size=64, group=None, score=None):
     """The metric over the whole dataset, each sample once: the same `Evaluation` on all ranks.
 
     metric: (output, target) -> the batch's *sum*, a scalar tensor; sums of integers are exact.
+    score: (input, target) -> that, of a model that is more than a call; None: metric of the output.
     All ranks of the group call it, with the same dataset and the same weights; without a process
     group, one process. The model is put into eval mode for the while, and gets batches on the
     device of its parameters, and numbers in their dtype. Every rank calls the model equally often,
@@ -184,7 +185,7 @@ def evaluate(model, dataset, metric=correct, batch_size=64, group=None):
                 inputs, targets = inputs.to(device), targets.to(device)
                 if inputs.is_floating_point():
                     inputs = inputs.to(first.dtype)
-                value = metric(model(inputs), targets)
+                value = score(inputs, targets) if score else metric(model(inputs), targets)
                 if batch:
                     sums[0] += value
                     sums[1] += targets.numel()

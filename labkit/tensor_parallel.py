@@ -22,12 +22,18 @@ from labkit.parts.layouts import Axis, Replicate, Shard
 from labkit.parts.on_shards import SequenceParallel
 from labkit.parts.plan import Style, check_heads, check_ties, matches, same_on_all
 from labkit.parts.replicas import check_ranks
-from labkit.parts.split_layers import ColumnEmbedding, ColumnLinear, RowEmbedding, RowLinear
+from labkit.parts.split_layers import (
+    ColumnEmbedding,
+    ColumnLinear,
+    PaddedColumnLinear,
+    RowEmbedding,
+    RowLinear,
+)
 from labkit.parts.split_loss import (
     VocabularyParallelCrossEntropy,
     vocabulary_parallel_cross_entropy,
 )
-from labkit.parts.split_state import full_state_dict, load_full_state_dict, take_part
+from labkit.parts.split_state import Cut, full_state_dict, load_full_state_dict, take_part
 
 __all__ = [
     "ColwiseParallel",
@@ -120,36 +126,41 @@ class LayerStyle(Style):
             raise ValueError(f"{what}: {type(self).__name__} splits nn.Linear and nn.Embedding")
         if isinstance(module, nn.Embedding) and (module.max_norm or module.sparse):
             raise ValueError(f"{name} has max_norm or sparse gradients: it cannot be split")
-        if getattr(module, layer.shared) % axis.size:
+        if getattr(module, layer.shared) % axis.size and not layer.padded:
             many = f"{layer.shared}={getattr(module, layer.shared)}"
-            raise ValueError(f"{name}: {axis.size} ranks cannot share {many}")
+            hint = "; logits they can: say output_layouts" if layer is ColumnLinear else ""
+            raise ValueError(f"{name}: {axis.size} ranks cannot share {many}{hint}")
 
     def apply(self, module, axis):
         module.__class__ = layer = self.layer(module)  # in place, as fully_shard does it
         module.axis, module.source, module.target = axis, self.source, self.target
+        length = getattr(module, layer.shared)
         for word, dim in layer.cuts.items():
             parameter = getattr(module, word)
             # a tied one has been cut already
-            if parameter is not None and parameter.shape[dim] == getattr(module, layer.shared):
-                take_part(parameter, dim, axis)
+            if parameter is not None and parameter.shape[dim] == length:
+                take_part(parameter, Cut(dim, axis, length))
 
 
 class ColwiseParallel(LayerStyle):
     """Rows of PyTorch's weight: a rank has some outputs; those of all, if output_layouts says so.
 
     input_layouts: Replicate(), or Shard(dim): gathered first. output_layouts: Shard(-1), or
-    Replicate().
+    Replicate(). Where it is given, a linear layer's outputs are taken for logits, which need not be
+    a multiple of the ranks: shards are padded with -inf, the whole has no padding.
     """
 
-    linear, embedding = ColumnLinear, ColumnEmbedding
+    embedding = ColumnEmbedding
 
     def __init__(self, *, input_layouts=None, output_layouts=None, use_local_output=True):
         self.source, self.target = input_layouts or Replicate(), output_layouts or Shard(-1)
+        self.linear = PaddedColumnLinear if output_layouts else ColumnLinear
 
 
 class RowwiseParallel(LayerStyle):
     """Columns of PyTorch's weight, or words of an embedding: the ranks' outputs are summed.
 
+    Words need not be a multiple of the ranks: the last ranks are padded with zeros.
     input_layouts: Shard(-1), or Replicate(): the own part is taken; tokens are always whole.
     output_layouts: Replicate(), or Shard(dim): each rank gets the sum of its part.
     """

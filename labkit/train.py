@@ -6,6 +6,9 @@
     step 1 ... 50 [save] 51 ... 100 [save] ... 123 SIGTERM [save] leave with 0
     the same line again: step 124 ... 150 [save] ... 300 [save] weights_sha256
 
+With --tensor, --context, --expert, --pipeline ranks are a mesh; what these leave is along dp. A run
+may go on with other ranks, another strategy, another mesh: a checkpoint has the whole by its names.
+
 A rank that stands still for --timeout seconds is named and ended, and the others leave: torchrun
 --max-restarts 3 then starts them again, from the latest checkpoint.
 A signal to torchrun itself reaches the ranks, too: they save and leave with 0, torchrun with 1.
@@ -55,7 +58,8 @@ def train(context, experiment, options, log, sinks, preemption, watchdog):
         trainer = participant.trainer
         trainer.clip = options.clip
         run = Run(experiment, options.clip)
-        state = {"run": run, "batches": participant.batches, "random": RandomState(context.device)}
+        random = RandomState(context.device, participant.mesh)
+        state = {"run": run, "batches": participant.batches, "random": random}
         for name in ("model", "optimizer", "schedule", "scaler", "compressor"):
             if getattr(trainer, name) is not None:
                 state[name] = getattr(trainer, name)
@@ -184,8 +188,6 @@ def prepare(context, arguments):
     experiment.check_ranks(context.world_size)
     if experiment.strategy == "single" and context.world_size > 1:
         raise ValueError(f"the strategy is single, and there are {context.world_size} ranks")
-    if experiment.axes:
-        raise ValueError(f"a mesh has no checkpoints yet, so no training here: {experiment.axes}")
     log = Log(options.log if context.rank == 0 else None)
     return experiment, options, log, open_sinks(options.metrics, context.rank)
 

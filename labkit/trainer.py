@@ -25,6 +25,7 @@ from labkit.fsdp import FSDP
 from labkit.hierarchical import FORMS, Hierarchical
 from labkit.local_sgd import DiLoCo, LocalSGD
 from labkit.mesh import Mesh
+from labkit.parts.metered import MeteredGather, MeteredScatter
 from labkit.parts.units import as_policy
 from labkit.recompute import checkpoint_every
 from labkit.sampler import evaluate
@@ -75,23 +76,6 @@ def units(module, unit):
     """The submodules that are gathered together; unit: a class, or a function module -> bool."""
     matches = as_policy(unit)
     return [part for part in module.modules() if part is not module and matches(part)]
-
-
-class MeteredGather:
-    """The all-gather that fully_shard is told to use."""
-
-    def allocate(self, size, *, dtype, device):
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor, input_tensor, group, async_op=False):
-        return comm.all_gather(output_tensor, input_tensor, group, async_op)
-
-
-class MeteredScatter(MeteredGather):
-    """The reduce-scatter that fully_shard is told to use."""
-
-    def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
-        return comm.reduce_scatter(output_tensor, input_tensor, op, group, async_op)
 
 
 STRATEGIES = {
@@ -165,7 +149,9 @@ def mixed_precision(precision, device, group=None):
 class Trainer:
     """A model, its optimizer and its loss, behind `train_step`.
 
-    loss: function (output, target) -> mean over the batch. accumulation: micro-batches of one step.
+    model: with an axis pp (labkit.composition) it takes whole steps itself, on all of its ranks.
+    loss: function (output, target) -> mean over the batch. accumulation: micro-batches of one step;
+        of a pipeline: those that it was made with.
     schedule: anything with step(), called after the optimizer.
     span: a context manager factory, called with "forward", "backward" and "optimizer", to measure.
     autocast: a context manager factory, around the forward. scaler: a GradScaler, for fp16.
@@ -186,6 +172,14 @@ class Trainer:
     hooks: Sequence[Callable] = ()
     clip: float | None = None
     gradient_norm: torch.Tensor | None = field(default=None, init=False)
+
+    def __post_init__(self):
+        pipeline = getattr(self.model, "pipeline", None)
+        if pipeline and self.accumulation not in (1, pipeline.micro_batches):
+            raise ValueError(
+                f"accumulation={self.accumulation}: a pipeline accumulates over its micro-batches, "
+                f"and has {pipeline.micro_batches} of them"
+            )
 
     def train_step(self, input, target):
         """One optimizer step on this rank's batch; returns its mean loss, detached, a scalar."""
@@ -225,7 +219,7 @@ class Trainer:
     def evaluate(self, dataset):
         """The mean loss over a dataset, each sample once, on whichever rank. Collective."""
         total = lambda output, target: self.loss(output, target) * target.numel()  # noqa: E731
-        return evaluate(self.model, dataset, total).mean
+        return getattr(self.model, "evaluate", partial(evaluate, self.model))(dataset, total).mean
 
     def clip_gradients(self):
         """Where gradients are shards, whoever has cut them knows the norm of all."""

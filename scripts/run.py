@@ -8,7 +8,6 @@ used again, it runs only what is not there or has failed.
 
 import argparse
 import csv
-import signal
 import sys
 from pathlib import Path
 
@@ -117,7 +116,6 @@ def shown(path):
 
 def run(arguments):
     options = options_from(arguments)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a batch system's stop ends the ranks, too
     names = options.names or [batch.MAIN_JOB]
     if not options.names:
         options.given = batch.MAIN_VALUES | options.given

@@ -2,6 +2,7 @@
 
 import errno
 import shutil
+import signal
 import sys
 import time
 
@@ -18,6 +19,7 @@ def say(text=""):
 
 def main(command, arguments):
     """Run a command: its exit code is the process's; what the person can change is one line, Ctrl-C 130."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a batch system's stop ends what was started, too
     try:
         return command(arguments)
     except UserError as error:

@@ -85,9 +85,15 @@ def metered(device, ms, async_op=True):
     return meter.metered("all_reduce", None, tensor, lambda n, P: P, async_op, launch)
 
 
+def as_if_alone(monkeypatch):
+    """What the meter asks torch.distributed, answered without a process group."""
+    monkeypatch.setattr(comm.dist, "get_world_size", lambda group=None: 1)
+    monkeypatch.setattr(comm.dist, "group", SimpleNamespace(WORLD=SimpleNamespace(group_name="0")))
+
+
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):
-    monkeypatch.setattr(comm.dist, "get_world_size", lambda group=None: 1)
+    as_if_alone(monkeypatch)
     monkeypatch.setattr(comm.dist, "barrier", lambda group=None: None)
 
 

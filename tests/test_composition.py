@@ -14,8 +14,9 @@ from labkit.context_parallel import ulysses_attention
 from labkit.fsdp import FSDP
 from labkit.mesh import Mesh
 from labkit.models import plans
-from labkit.models.gpt import GPT, Block, Stage
-from labkit.pipeline import gpipe, interleaved, zero_bubble
+from labkit.models.gpt import GPT, Block, Network, Stage
+from labkit.moe import MoE, balanced, mixtures
+from labkit.pipeline import dual_pipe, gpipe, interleaved, zero_bubble
 from labkit.tensor_parallel import ColwiseParallel
 from labkit.trainer import Trainer
 
@@ -23,15 +24,29 @@ F64, BATCH, LENGTH, STEPS = torch.float64, 8, 16, 3
 LOSS = models.loss("gpt")
 FSDP_BLOCKS = partial(FSDP, unit=Block)
 PIPELINED = {"stage": Stage, "micro_batches": 4, "loss": LOSS}
+MIXED, BY_BIAS = {"mixture": {}}, {"mixture": {"balance": "bias", "score": "sigmoid"}}
 
 
-def plan():
-    return plans.gpt(tensor_parallel, whole_logits=True)
+def plan(mixture=None):
+    return plans.gpt(tensor_parallel, whole_logits=True, experts=mixture is not None)
 
 
-def gpt(seed):
+def gpt(seed, mixture=None):
+    """mixture: options of MoE, in place of each block's network."""
     torch.manual_seed(seed)
-    return GPT(context=LENGTH, layers=4, heads=4, width=16).to(F64)
+    network = Network if mixture is None else partial(experts, **mixture)
+    return GPT(vocab=257, context=LENGTH, layers=4, heads=4, width=16, network=network).to(F64)
+
+
+def experts(width, dropout, number=4, **options):
+    return MoE(width, number, expert=partial(Network, width, dropout), **options)
+
+
+def composed(seed, axes, options):
+    """options: of Composed, and "mixture"."""
+    mixture = options.get("mixture")
+    given = {name: value for name, value in options.items() if name not in ("mixture", "accumulation")}
+    return Composed(gpt(seed, mixture), Mesh(axes), plan(mixture), **given)
 
 
 def text(step):
@@ -50,13 +65,19 @@ def trained(trainer, batch_of, steps=STEPS):
     return found
 
 
+def rebalance(trainer, loss):
+    for _, one in mixtures(trainer.model):
+        if one.balance == "bias":
+            one.rebalance()
+
+
 def trainer_of(model, **options):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-    return Trainer(model, optimizer, LOSS, clip=0.5, **options)
+    return Trainer(model, optimizer, balanced(LOSS, model), clip=0.5, hooks=[rebalance], **options)
 
 
-def one_process(steps=STEPS):
-    model = gpt(0)
+def one_process(mixture, steps=STEPS):
+    model = gpt(0, mixture)
     return trained(trainer_of(model), text, steps), model.state_dict()
 
 
@@ -64,8 +85,8 @@ def part_of_batch(model, mesh):
     """This rank's samples and tokens of a step's batch."""
 
     def batch_of(step):
-        parts = mesh.size("dp") if "dp" in mesh.axes else 1
-        place = mesh.rank("dp") if "dp" in mesh.axes else 0
+        axes = [axis for axis in ("dp", "ep") if axis in mesh.axes]
+        parts, place = (mesh.size(*axes), mesh.rank(*axes)) if axes else (1, 0)
         return [model.own_tokens(whole.chunk(parts)[place]) for whole in text(step)]
 
     return batch_of
@@ -79,18 +100,26 @@ JOBS = {
     "cp 2 x tp 2": ({"cp": 2, "tp": 2}, {}),
     "dp 2 x cp 2": ({"dp": 2, "cp": 2}, {"attend": ulysses_attention}),
     "pp 2 x dp 2": ({"pp": 2, "dp": 2}, PIPELINED | {"schedule": gpipe}),
+    "pp 2 x dp 2, from both ends": ({"pp": 2, "dp": 2}, PIPELINED | {"schedule": dual_pipe, "stages": 4}),
     "pp 2 x tp 2": ({"pp": 2, "tp": 2}, PIPELINED | {"schedule": zero_bubble}),
     "pp 2 x tp 2, two stages a rank": ({"pp": 2, "tp": 2}, PIPELINED | {"schedule": interleaved, "stages": 4}),
     "fsdp 2 x cp 2 x tp 2": ({"dp": 2, "cp": 2, "tp": 2}, {"wrap": FSDP_BLOCKS}),
     "tp 2": ({"tp": 2}, {}),
+    "ep 2": ({"ep": 2}, MIXED),
+    "ep 4, by bias": ({"ep": 4}, BY_BIAS),
+    "dp 2 x ep 2": ({"dp": 2, "ep": 2}, MIXED),
+    "dp 2 x ep 2, in two parts": ({"dp": 2, "ep": 2}, {"mixture": {"balance": None}, "accumulation": 2}),
+    "cp 2 x ep 2": ({"cp": 2, "ep": 2}, MIXED),
+    "dp 2 x ep 2 x tp 2": ({"dp": 2, "ep": 2, "tp": 2}, MIXED),
+    "fsdp 2 with experts": ({"dp": 2}, MIXED | {"wrap": FSDP_BLOCKS}),
 }
 
 
 def beside_one_process(rank, world_size, axes, options):
-    mesh = Mesh(axes)
-    model = Composed(gpt(rank), mesh, plan(), **options)
-    expected, whole = one_process()
-    found = trained(trainer_of(model), part_of_batch(model, mesh))
+    model = composed(rank, axes, options)
+    expected, whole = one_process(options.get("mixture"))
+    trainer = trainer_of(model, accumulation=options.get("accumulation", 1))
+    found = trained(trainer, part_of_batch(model, model.mesh))
     losses = torch.tensor([loss for loss, _ in found], dtype=F64)
     dist.all_reduce(losses)
     apart = (losses / world_size - torch.tensor([loss for loss, _ in expected], dtype=F64)).abs().tolist()
@@ -125,8 +154,7 @@ def the_idea(rank, world_size):
     for own, theirs in pairs:
         wanted = theirs.grad
         if own in cuts:
-            dim, axis = cuts[own]
-            wanted = composition.cut(wanted, dim, axis.size)[axis.rank]
+            wanted = cuts[own].part(wanted)
         off = max(off, (own.grad - wanted).abs().max().item())
     return off
 
@@ -137,15 +165,14 @@ def test_the_idea_makes_the_gradients_of_one_process(ranks):
 
 def from_mesh_to_mesh(rank, world_size, one, other):
     """Two steps on a mesh, the whole state, and a third on another mesh and in one process."""
-    (axes, options), (axes_then, options_then) = JOBS[one], JOBS[other]
-    before = Composed(gpt(rank), Mesh(axes), plan(), **options)
+    before = composed(rank, *JOBS[one])
     trained(trainer_of(before), part_of_batch(before, before.mesh), 2)
     whole = before.full_state_dict()
-    after = Composed(gpt(rank + 7), Mesh(axes_then), plan(), **options_then)
+    after = composed(rank + 7, *JOBS[other])
     after.load_full_state_dict(whole)
     again = after.full_state_dict()
     same = list(again) == list(whole) and all(torch.equal(again[name], whole[name]) for name in whole)
-    alone = gpt(9)
+    alone = gpt(9, JOBS[other][1].get("mixture"))
     alone.load_state_dict(whole)
     (wanted, _) = trained(trainer_of(alone), lambda _: text(2), 1)[0]
     loss = torch.tensor(trained(trainer_of(after), lambda _: part_of_batch(after, after.mesh)(2), 1)[0][0], dtype=F64)
@@ -160,6 +187,8 @@ def from_mesh_to_mesh(rank, world_size, one, other):
         ("pp 2 x tp 2, two stages a rank", "fsdp 2 x tp 2, one unit"),
         ("dp 2 x cp 2", "cp 2 x tp 2"),
         ("pp 2 x dp 2", "dp 2 x tp 2"),
+        ("dp 2 x ep 2", "ep 4, by bias"),
+        ("ep 4, by bias", "cp 2 x ep 2"),
     ],
 )
 def test_the_whole_of_one_mesh_loads_into_another(ranks, one, other):
@@ -168,8 +197,7 @@ def test_the_whole_of_one_mesh_loads_into_another(ranks, one, other):
 
 
 def overflow(rank, world_size, job):
-    axes, options = JOBS[job]
-    model = Composed(gpt(rank), Mesh(axes), plan(), **options)
+    model = composed(rank, *JOBS[job])
     trainer = trainer_of(model, scaler=GradScaler("cpu", init_scale=4.0, growth_interval=100))
     if rank == world_size - 1:
         [*model.parameters()][-1].register_hook(lambda gradient: gradient * float("inf"))
@@ -179,13 +207,28 @@ def overflow(rank, world_size, job):
     return trainer.scaler.get_scale(), all(torch.equal(after[name], before[name]) for name in after)
 
 
-@pytest.mark.parametrize("job", ["pp 2 x tp 2", "dp 2 x tp 2", "cp 2 x tp 2"])
+@pytest.mark.parametrize("job", ["pp 2 x tp 2", "dp 2 x tp 2", "cp 2 x tp 2", "dp 2 x ep 2"])
 def test_a_step_that_overflows_on_one_rank_is_left_out_by_all(ranks, job):
     assert ranks(4, overflow, job=job) == [(2.0, True)] * 4
 
 
+def spread_already(width, dropout):
+    return experts(width, dropout, group=dist.group.WORLD)
+
+
+def hidden_fsdp(module, process_group):
+    return FSDP(module, process_group=process_group)
+
+
+WITH_EXPERTS = {"model": {"network": experts}}
 REFUSED = {
-    "no such axis": ({"dp": 2, "ep": 2}, {}, "the axes of a composed job are dp, cp, pp, tp, not 'ep'"),
+    "no such axis": ({"dp": 2, "sp": 2}, {}, "the axes of a composed job are dp, cp, pp, ep, tp, not 'sp'"),
+    "no experts": ({"dp": 2, "ep": 2}, {}, "ep=2: no part of this module has experts"),
+    "six experts": ({"ep": 4}, {"model": {"network": partial(experts, number=6)}}, "4 ranks cannot share 6 experts"),
+    "spread": ({"ep": 4}, {"model": {"network": spread_already}}, "these experts are spread already"),
+    "ep and FSDP": ({"ep": 4}, WITH_EXPERTS | {"wrap": FSDP_BLOCKS}, "ep=4 with FSDP: experts are not sharded"),
+    "ep and a function": ({"ep": 4}, WITH_EXPERTS | {"wrap": hidden_fsdp}, "FSDP leaves no"),
+    "pp and experts": ({"pp": 4}, WITH_EXPERTS | PIPELINED, "pp and experts together"),
     "no plan": ({"dp": 2, "tp": 2}, {"plan": None}, "tp=2 needs a plan"),
     "heads": ({"tp": 4}, {"model": {"heads": 2}}, "4 ranks cannot share heads=2"),
     "blocks": ({"pp": 4}, PIPELINED | {"model": {"layers": 3}}, "4 stages cannot share 3 blocks alike"),

@@ -38,8 +38,10 @@ def trained(rank, world_size, form, length, heads, **options):
     held = places(length)
     mine = share(tensors, held)
     torch.manual_seed(5 + rank)
+    state = torch.get_rng_state()
     output = FORMS[form](*mine, **options)
     ours = [output.detach(), *torch.autograd.grad(output, mine, weights[..., held, :])]
+    assert "dropout_p" in options or torch.equal(torch.get_rng_state(), state)
     everything = [one.clone().requires_grad_() for one in tensors]
     torch.manual_seed(5)
     oracle = flash_attention if "dropout_p" in options else F.scaled_dot_product_attention

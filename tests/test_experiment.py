@@ -190,11 +190,19 @@ def test_axes_train_what_one_process_trains():
         "dp 2 x pp 2": {"pipeline": 2, "strategy": "ddp_naive", "accumulation": 4},
         "one process": {"strategy": "single"},
     }
-    runs = {name: base.replace(**changes) for name, changes in axes.items()}
+    mixed = {
+        "dp 2 x ep 2": {"experts": 4, "expert": 2},
+        "ep 2 x tp 2": {"experts": 4, "expert": 2, "tensor": 2},
+        "fsdp 4 with experts": {"experts": 4, "strategy": "fsdp"},
+        "one process with experts": {"experts": 4, "strategy": "single"},
+    }
+    runs = {name: base.replace(**changes) for name, changes in (axes | mixed).items()}
     records = compare(runs, nproc=4, rounds=2, steps_per_round=2, quiet=True).records
     losses = records.groupby(["label", "step"])["loss"].mean().unstack("label")
-    assert losses.sub(losses["one process"], axis=0).abs().max().max() < 1e-12
-    assert (records[records["label"] != "one process"]["sent_bytes"] > 0).all()
+    for alike, oracle in ((axes, "one process"), (mixed, "one process with experts")):
+        assert losses[list(alike)].sub(losses[oracle], axis=0).abs().max().max() < 1e-12
+    assert (losses["one process with experts"] > losses["one process"] + 0.01).all()  # what balances is in it
+    assert (records[~records["label"].str.startswith("one process")]["sent_bytes"] > 0).all()
 
 
 @pytest.mark.parametrize(
@@ -205,6 +213,12 @@ def test_axes_train_what_one_process_trains():
         ({"pipeline": 2, "strategy": "fsdp"}, "goes with ddp_naive, not fsdp"),
         ({"tensor": 2, "comm_hook": "topk"}, "does not go with comm_hook yet"),
         ({"pipeline": 2, "strategy": "ddp_naive", "context": 2}, "a pipeline takes no context axis"),
+        ({"model": "mlp", "experts": 4}, "the model gpt can have experts, not mlp"),
+        ({"experts": 4, "expert": 3}, "two experts or more, which the ranks along ep share alike"),
+        ({"expert": 2}, "two experts or more"),
+        ({"experts": 4, "expert": 2, "strategy": "fsdp"}, "experts on ranks of their own are not sharded"),
+        ({"experts": 4, "strategy": "zero1"}, "goes with ddp_naive, ddp_overlapped"),
+        ({"experts": 4, "pipeline": 2}, "does not go with recompute or a pipeline yet"),
     ],
 )
 def test_axes_that_cannot_be_combined_are_named(changes, words):
@@ -212,6 +226,8 @@ def test_axes_that_cannot_be_combined_are_named(changes, words):
         Experiment(**{"model": "gpt"} | changes)
     with pytest.raises(ValueError, match=r"6 ranks are no multiple of the 4"):
         Experiment(model="gpt", tensor=2, context=2, batch_size=12).check_ranks(6)
+    with pytest.raises(ValueError, match="does not split into equal parts for 4 ranks"):
+        Experiment(model="gpt", experts=4, expert=2, batch_size=6).check_ranks(4)
 
 
 def groups_made(context):

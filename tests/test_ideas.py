@@ -1,5 +1,9 @@
 """Each algorithm's file opens with its idea as running code: held by one process, and by the class that follows it."""
 
+import ast
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from test_compression_codes import hooked
@@ -26,6 +30,23 @@ from labkit.offload import activations_at, step_with_visiting_states
 from labkit.parts.autocast import CastInputs, autocast
 from labkit.parts.bucket import Bucket
 from labkit.zero import shard_gradients, shard_states
+
+HALL = Path(models.__file__).parents[1]
+ELSEWHERE = {  # held beside the class they open, with its oracle: idea -> test
+    "attention.attend_in_tiles": "test_attention.test_the_idea_is_attention_too",
+    "context_parallel.ring_forward": "test_context_parallel.test_the_idea_is_attention_too",
+    "tensor_parallel.network": "test_tensor_parallel.test_the_idea_is_two_layers",
+    "sequence_parallel.network": "test_sequence_parallel.test_the_idea_is_two_layers",
+    "pipeline.run_program": "test_pipeline.test_the_idea_is_the_training_too",
+    "moe.mix_experts": "test_moe.test_the_idea_is_the_class",
+    "composition.compose": "test_composition.test_the_idea_makes_the_gradients_of_one_process",
+    "checkpoint.save_shards": "test_checkpoint.test_the_idea_takes_the_latest_that_is_whole",
+    "checkpoint.load_shards": "test_checkpoint.test_the_idea_takes_the_latest_that_is_whole",
+    "preempt.mean_and_wish": "test_train.test_one_wish_is_heard_by_all",
+    "recompute.Recompute": "test_recompute.test_an_autograd_function_is_enough_for_one_process"
+    "_but_its_gradients_come_in_pieces",
+    "watchdog.suspect": "test_watchdog.test_who_does_not_tell_any_more_is_named",
+}
 
 STEPS, SHARE = 3, 4
 F64 = torch.float64
@@ -337,3 +358,35 @@ def by_signs(rank, world_size):
 
 def test_the_idea_of_one_bit_adam(ranks):
     assert max(ranks(2, by_signs)) < 1e-5
+
+
+# ---- all of them
+
+
+def ideas():
+    """["file.name"] of what the hall's files call their idea."""
+    return [
+        f"{path.stem}.{node.name}"
+        for path in [*HALL.glob("*.py"), *HALL.glob("compression/*.py")]
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef)
+        and re.match(r"The (whole )?idea\b", ast.get_docstring(node) or "")
+    ]
+
+
+def names_in(tree):
+    """Every word that stands in the code as a name or an attribute."""
+    nodes = list(ast.walk(tree))
+    return {n.id for n in nodes if isinstance(n, ast.Name)} | {n.attr for n in nodes if isinstance(n, ast.Attribute)}
+
+
+def test_every_idea_has_its_oracle():
+    found = ideas()
+    assert len(found) > 30 and set(ELSEWHERE) <= set(found)
+    for idea in found:
+        file, _, test = ELSEWHERE.get(idea, "test_ideas").partition(".")
+        tree = ast.parse(Path(__file__).with_name(f"{file}.py").read_text())
+        assert idea.split(".")[1] in names_in(tree), (
+            f"no test of {idea} in {file}: write one, or say in ELSEWHERE where it is"
+        )
+        assert not test or test in [getattr(node, "name", None) for node in tree.body], f"{file} has no {test}"

@@ -10,10 +10,7 @@ from torch import nn
 from labkit import comm
 from labkit.ddp import DDP
 from labkit.mesh import Mesh
-from labkit.models import cross_entropy
-from labkit.models.gpt import GPT
-from labkit.models.text import stdlib_text
-from labkit.moe import MoE, average_experts, mix_experts, names_of_experts
+from labkit.moe import MoE, balanced, mix_experts, names_of_experts
 
 F64, WIDTH, TOKENS, STEPS = torch.float64, 6, 10, 3
 OPTIONS = {
@@ -66,9 +63,14 @@ def train(model, moe, batches, rate=0.05):
     return found
 
 
-def beside_one_process(rank, world_size, options):
-    """The furthest that outputs, inputs' gradients and weights are from those of one process."""
+def beside_one_process(rank, world_size, options, favourite=None):
+    """The furthest that outputs, inputs' gradients and weights are from those of one process.
+
+    favourite: an expert that all tokens go to.
+    """
     oracle, model = Model(**options), Model(dist.group.WORLD, **options)
+    for one in (oracle, model) if favourite is not None else ():
+        one.moe.bias[favourite] = 10.0
     model.moe.experts = copy.deepcopy(model.moe.experts)  # a copy loses hooks of its parameters
     model._ddp_params_and_buffers_to_ignore = names_of_experts(model)
     batches = [batch(step, world_size) for step in range(STEPS)]
@@ -81,6 +83,8 @@ def beside_one_process(rank, world_size, options):
     everything = dict(oracle.named_parameters())
     apart += [(p - everything[name]).abs().max() for name, p in model.named_parameters()]
     same = model.moe.load.tolist() == oracle.moe.load.tolist() and torch.equal(model.moe.bias, oracle.moe.bias)
+    idle = [number for number in model.moe.experts if favourite not in (None, int(number))]
+    assert not any(p.grad.any() for number in idle for p in model.moe.experts[number].parameters())
     return max(map(float, apart)), same, len(model.moe.experts)
 
 
@@ -89,6 +93,13 @@ def beside_one_process(rank, world_size, options):
 def test_it_is_the_mixture_of_one_process(ranks, world_size, options):
     for apart, same, held in ranks(world_size, beside_one_process, options=options):
         assert apart < 1e-12 and same and held == 4 // world_size
+
+
+@pytest.mark.parametrize("options", [{"top_k": 1}, {"top_k": 1, "balance": "bias"}])
+def test_all_tokens_may_go_to_one_expert_and_none_to_the_others(ranks, options):
+    for favourite in (0, 3):
+        for apart, same, _ in ranks(4, beside_one_process, options=options, favourite=favourite):
+            assert apart < 1e-12 and same
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 4])
@@ -181,48 +192,9 @@ def test_rows_that_leave_a_rank_are_what_is_sent(ranks, world_size):
     assert all(counts == (world_size - 1) * 9 * 8 for *_, counts in told)
 
 
-def gpt(group=None):
-    torch.manual_seed(0)
-    model = GPT(context=8, layers=2, heads=2, width=WIDTH)
-    for block in model.blocks:
-        block.network = MoE(WIDTH, 4, expert=expert, group=group, balance=None)
-    return model.to(F64)
-
-
-def windows(text, first, count):
-    return zip(*(text[first + i] for i in range(count)), strict=True)
-
-
-def replicas_of_experts(rank, world_size):
-    """Losses and the furthest weight of dp 2 x ep 2 and of one process, on text."""
-    mesh, text = Mesh({"dp": 2, "ep": 2}), stdlib_text(8, max_bytes=2**18)
-    oracle, model = gpt(), gpt(mesh.group("ep"))
-    model._ddp_params_and_buffers_to_ignore = names_of_experts(model)
-    losses = []
-    for one, mine in ((oracle, slice(None)), (DDP(model), slice(2 * rank, 2 * rank + 2))):
-        optimizer = torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9)
-        for step in range(STEPS):
-            tokens, target = (torch.stack(part)[mine] for part in windows(text, 8 * step, 8))
-            optimizer.zero_grad()
-            loss = cross_entropy(one(tokens), target)
-            loss.backward()
-            if one is not oracle:
-                average_experts(one, mesh.group("dp"))
-                comm.all_reduce(loss.detach())
-            optimizer.step()
-            losses.append(loss.item() / (1 if one is oracle else world_size))
-    everything = dict(oracle.named_parameters())
-    apart = max((p - everything[name]).abs().max().item() for name, p in model.named_parameters())
-    return apart, max(abs(a - b) for a, b in zip(losses[:STEPS], losses[STEPS:], strict=True))
-
-
-def test_experts_in_a_mesh_with_replicas_train_a_gpt_on_text(ranks):
-    for apart, losses in ranks(4, replicas_of_experts):
-        assert apart < 1e-12 and losses < 1e-12
-
-
-def not_a_number(rank, world_size):
-    moe = Model(dist.group.WORLD).moe
+def not_a_number(rank, world_size, axes):
+    mesh, moe = Mesh(axes), Model().moe
+    moe.spread(mesh.group("ep"), dist.group.WORLD)
     x = batch(0, world_size)[rank]
     try:
         moe(x * float("nan") if rank == 1 else x)
@@ -230,8 +202,34 @@ def not_a_number(rank, world_size):
         return str(error)
 
 
-def test_a_score_that_is_no_number_ends_the_step_on_all_ranks(ranks):
-    assert ranks(2, not_a_number) == ["the router's scores are no numbers on ranks [1]"] * 2
+@pytest.mark.parametrize("axes", [{"ep": 2}, {"dp": 2, "ep": 2}, {"ep": 2, "dp": 2}])
+def test_a_score_that_is_no_number_ends_the_step_on_all_ranks(ranks, axes):
+    told = ranks(2 * len(axes), not_a_number, axes=axes)
+    assert told == ["the router's scores are no numbers on ranks [1]"] * len(told)
+
+
+def counted(rank, world_size):
+    """Of a mesh whose ep groups are not neighbours: output and loads beside one process."""
+    mesh, oracle, moe = Mesh({"ep": 2, "dp": 2}), Model().moe, Model().moe
+    moe.spread(mesh.group("ep"), dist.group.WORLD)
+    x = batch(0, world_size)
+    whole, own = oracle(x), moe(x[rank])
+    return (own - whole[rank]).abs().max().item(), moe.load.tolist() == oracle.load.tolist(), list(moe.experts)
+
+
+def test_what_was_made_whole_is_spread_and_counted_over_more_ranks(ranks):
+    told = ranks(4, counted)
+    assert all(apart < 1e-12 and same for apart, same, _ in told)
+    assert [held for *_, held in told] == [["0", "1"]] * 2 + [["2", "3"]] * 2
+
+
+def test_the_loss_has_what_balances_while_something_learns():
+    model, plain = Model(), lambda output, target: output.sum()
+    loss = balanced(plain, model, 0.5)
+    output = model(batch(0, 1)[0])
+    assert torch.equal(loss(output, None), output.sum() + 0.5 * model.moe.balance_loss)
+    with torch.no_grad():
+        assert torch.equal(loss(output, None), output.sum())
 
 
 def cannot_share(rank, world_size):

@@ -155,7 +155,7 @@ def test_a_step_that_raises_has_no_row_and_nothing_of_it_is_left():
 
 
 def test_on_a_device_times_are_those_of_the_device(monkeypatch):
-    monkeypatch.setattr(test_clock.comm.dist, "get_world_size", lambda group=None: 1)
+    test_clock.as_if_alone(monkeypatch)
     device = test_clock.Device()
     timeline = Timeline(clock=device.clock())
     with Monitor(timeline, samples=110).step(1) as row:

@@ -11,14 +11,29 @@ from torch.nn import functional as F
 from labkit import comm
 from labkit.parts.dependencies import check, most_held, play
 from labkit.parts.messages import messages
-from labkit.parts.schedules import needs
-from labkit.pipeline import Action, Pipeline, gpipe, interleaved, one_f_one_b, run_program, v_shaped, zero_bubble
+from labkit.parts.schedules import needs, routes
+from labkit.pipeline import (
+    Action,
+    Pipeline,
+    dual_pipe,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    run_program,
+    v_shaped,
+    zero_bubble,
+)
 from labkit.recompute import checkpoint_every
 from labkit.run import LaunchError, launch
 
 F64, WIDTH, STEPS = torch.float64, 6, 3
-SCHEDULES = {one.__name__: one for one in (gpipe, one_f_one_b, interleaved, zero_bubble, v_shaped)}
-A_RANK = {"interleaved": 2, "v_shaped": 2}
+SCHEDULES = {one.__name__: one for one in (gpipe, one_f_one_b, interleaved, zero_bubble, v_shaped, dual_pipe)}
+A_RANK = {"interleaved": 2, "v_shaped": 2, "dual_pipe": 2}
+
+
+def runs(*sizes):
+    """(ranks, name of a schedule) wherever there is such a schedule."""
+    return [(n, name) for n in sizes for name in SCHEDULES if name != "dual_pipe" or n % 2 == 0]
 
 
 class Layer(nn.Module):
@@ -43,15 +58,16 @@ def stage_of(number, stages, drop=0.0, tokens=False):
 
 
 class Seeded(nn.Module):
-    """Draws the same for the n-th micro-batch, on whatever rank."""
+    """Draws the same for the n-th micro-batch, on whatever rank. mine, of: those it has of each step."""
 
     def __init__(self, number, inner):
         super().__init__()
-        self.number, self.inner, self.calls = number, inner, 0
+        self.number, self.inner, self.calls, self.mine, self.of = number, inner, 0, [0], 1
 
     def forward(self, x):
+        step, place = divmod(self.calls, len(self.mine))
         self.calls += 1
-        torch.manual_seed(1000 * self.number + self.calls)
+        torch.manual_seed(1000 * self.number + step * self.of + self.mine[place])
         return self.inner(x)
 
 
@@ -100,40 +116,44 @@ def one_process(stages, micro_batches, drop, tokens):
 
 def beside_one_process(rank, world_size, schedule, stages, micro_batches, drop=0.0, tokens=False, recompute=False):
     """(how far losses and weights are from those of one process; ranks with other values of a tied weight)."""
-    losses, values = one_process(stages, micro_batches, drop, tokens)
     lists = SCHEDULES[schedule](stages, micro_batches, world_size) if isinstance(schedule, str) else schedule
-    owner = check(lists, world_size, micro_batches)
-    own = {s: stage_of(s, stages, drop, tokens) for s, place in owner.items() if place == rank}
-    if tokens and stages - 1 in own:  # the copy begins with other values, on purpose
-        nn.init.normal_(own[stages - 1].inner[-1].weight)
-    for one in own.values() if recompute else ():
-        checkpoint_every(one, Layer)
-    names = partial(name_of, stages, tokens)
+    owner, route = check(lists, world_size, micro_batches), routes(lists)
+    last = len(route[0]) - 1
+    losses, values = one_process(last + 1, micro_batches, drop, tokens)
+    own = {s: stage_of(s % (last + 1), last + 1, drop, tokens) for s, place in owner.items() if place == rank}
+    for stage, one in own.items():
+        one.mine, one.of = [m for m in range(micro_batches) if stage in route[m]], micro_batches
+        if recompute:
+            checkpoint_every(one, Layer)
+        copied = one.parameters() if stage > last else [one.inner[-1].weight] if tokens and stage == last else ()
+        for p in copied:  # begins with other values, on purpose
+            nn.init.normal_(p)
+    names = partial(name_of, last + 1, tokens)
     pipeline = Pipeline(own, None, lists, micro_batches, loss_of(tokens), names)
 
     def step(x, target):
         loss = pipeline.step(x, target)
-        assert (loss is None) == (stages - 1 not in own)
-        return None if loss is None else loss.item()
+        assert (loss is None) == all(stage % (last + 1) != last for stage in own)
+        return 0.0 if loss is None else loss.item()
 
-    ours = trained(step, pipeline.parameters(), 2 * micro_batches, tokens)
+    ours = torch.tensor(trained(step, pipeline.parameters(), 2 * micro_batches, tokens), dtype=F64)
+    comm.all_reduce(ours)
     found = pipeline.full_state_dict()
     assert found.keys() == values.keys()
-    apart = [abs(a - b) for a, b in zip(ours, losses, strict=True) if a is not None]
+    apart = (ours - torch.tensor(losses, dtype=F64)).abs().tolist()
     apart += [(found[n] - t).abs().max().item() for n, t in values.items()]
     apart += [(p - values[n]).abs().max().item() for n, p in pipeline.named_parameters()]
     return max(apart)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize(("world_size", "name"), runs(1, 2, 3, 4))
 def test_it_is_the_training_of_one_process(ranks, world_size, name):
     stages = A_RANK.get(name, 1) * world_size
     given = {"schedule": name, "stages": stages, "micro_batches": 2 * world_size}
     assert max(ranks(world_size, beside_one_process, **given)) < 1e-12
 
 
-ROUNDS = [(n, name) for n in (1, 2, 3) for name in SCHEDULES if n * A_RANK.get(name, 1) > 1]
+ROUNDS = [(n, name) for n, name in runs(1, 2, 3) if n * A_RANK.get(name, 1) > 1]
 
 
 @pytest.mark.parametrize(("world_size", "name"), ROUNDS)
@@ -159,7 +179,7 @@ def at_random(ranks, stages, micro_batches, seed):
     ]
     lists, done = [[] for _ in range(ranks)], set()
     while left:
-        action = draw.choice([a for a in left if all(need in done for need in needs(a, stages))])
+        action = draw.choice([a for a in left if all(need in done for need in needs(a, range(stages)))])
         left.remove(action)
         done.add(action)
         lists[owner[action.stage]].append(action)
@@ -244,6 +264,8 @@ def test_the_bubble_is_the_formulas(p, rounds):
         assert play(lists).bubble == pytest.approx((p - 1) / (fill + p - 1))
     if p < 8 and rounds > 1:
         assert play(v_shaped(2 * p, M)).bubble == pytest.approx((p - 1) / (6 * M + p - 1))
+    if p % 2 == 0 and rounds > 1:
+        assert play(dual_pipe(2 * p, M)).bubble == pytest.approx((p - 2) / (6 * M + p - 2))
 
 
 @pytest.mark.parametrize("p", [2, 3, 4])
@@ -254,6 +276,8 @@ def test_what_is_held_is_the_formulas(p):
     assert most_held(zero_bubble(p, M)) == [p] * p
     assert most_held(interleaved(3 * p, M, p)) == [3 * p + p - 1 - 2 * rank for rank in range(p)]
     assert max(most_held(v_shaped(2 * p, M))) == 2 * p
+    if p % 2 == 0:
+        assert most_held(dual_pipe(2 * p, M)) == [p + 1] * p
 
 
 def counted(rank, world_size, name):
@@ -276,18 +300,28 @@ def counted(rank, world_size, name):
     return max(held), held[-1], sum(event.sent_bytes for event in log)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_ranks_hold_and_send_what_the_schedule_says(ranks, name):
-    lists = SCHEDULES[name](3 * A_RANK.get(name, 1), 6, 3)
-    told = ranks(3, counted, name=name)
+@pytest.mark.parametrize(("world_size", "name"), [run for run in runs(3, 4) if run[0] == 3 or "dual" in run[1]])
+def test_ranks_hold_and_send_what_the_schedule_says(ranks, world_size, name):
+    lists = SCHEDULES[name](world_size * A_RANK.get(name, 1), 2 * world_size, world_size)
+    told = ranks(world_size, counted, name=name)
     assert [most for most, _, _ in told] == most_held(lists)
-    assert [left for _, left, _ in told] == [0] * 3
-    there = messages(lists, check(lists, 3, 6))
-    assert sum(sent for _, _, sent in told) == sum(map(len, there.values())) * 2 * WIDTH * 8
+    assert [left for _, left, _ in told] == [0] * world_size
+    there = messages(lists, check(lists, world_size, 2 * world_size))
+    sent = sum(map(len, there.values())) * 2 * WIDTH * 8
+    if name == "dual_pipe":  # the gradients of each stage, from either copy to the other
+        sent += 2 * world_size * sum(p.nbytes for p in stage_of(0, 0).parameters())
+    assert sum(sent for _, _, sent in told) == sent
 
 
 def swapped(lists, rank, i, j):
     lists[rank][i], lists[rank][j] = lists[rank][j], lists[rank][i]
+
+
+def own_chain(lists):
+    """Micro-batch 1 goes through a stage of its own, and no other."""
+    for program in lists:
+        program[:] = [action for action in program if action.micro_batch == 0]
+    lists[0] += [Action("F", 2, 1), Action("B", 2, 1)]
 
 
 WRONG = {
@@ -302,6 +336,7 @@ WRONG = {
     "a gap": (lambda lists: lists.__setitem__(1, [a._replace(stage=2) for a in lists[1]]), "not [0, 2]"),
     "ranks": (lambda lists: lists.append([]), "the schedule is for 3 ranks, and there are 2"),
     "kind": (lambda lists: lists[0].append(Action("X", 0, 0)), "no action of 2 micro-batches: 0X0"),
+    "chains": (own_chain, "a micro-batch goes through 2 stages: 3 are no such chains"),
     "W first": (
         lambda lists: (lists[0].insert(2, Action("W", 0, 0)), lists[0].append(Action("W", 0, 1))),
         "rank 0 does 0W0 before 0B0, which it needs",
@@ -331,6 +366,14 @@ def test_a_schedule_that_cannot_be_is_refused(case):
         (lambda: interleaved(4, 7, 2), "interleaved wants micro-batches by 2s, one a rank: not 7"),
         (lambda: gpipe(5, 2, 2), "2 ranks cannot share 5 stages alike"),
         (lambda: v_shaped(3, 6), "v_shaped has two stages a rank: 3 stages, None ranks"),
+        (
+            lambda: dual_pipe(6, 12, 3),
+            "dual_pipe has a stage and the copy of another one on each of an even number of ranks: 6 stages, 3 ranks",
+        ),
+        (
+            lambda: dual_pipe(8, 9),
+            "dual_pipe wants an even number of micro-batches and 8 at least, two a rank: not 9",
+        ),
     ],
 )
 def test_a_schedule_that_is_not_for_these_numbers(write, words):
@@ -357,7 +400,7 @@ def wrong(rank, world_size, case):
         size = 10
     try:
         names = (lambda stage, name: name) if case == "names" else None
-        Pipeline(own, None, schedule, 4, loss, names).cut(torch.zeros(size, WIDTH), rank)
+        Pipeline(own, None, schedule, 4, loss, names).cut(torch.zeros(size, WIDTH), {rank}, "input")
     except ValueError as error:
         return str(error)
 
@@ -409,9 +452,10 @@ def test_stages_whose_shapes_differ_between_micro_batches(ranks):
 
 def around(rank, world_size, name):
     """evaluate() between steps; the input's gradient; a whole state, loaded."""
-    stages, micro_batches = A_RANK.get(name, 1) * world_size, 2 * world_size
+    micro_batches = 2 * world_size
+    lists = SCHEDULES[name](A_RANK.get(name, 1) * world_size, micro_batches, world_size)
+    stages = len(routes(lists)[0])
     whole = nn.Sequential(*[stage_of(s, stages) for s in range(stages)])
-    lists = SCHEDULES[name](stages, micro_batches, world_size)
     own = {a.stage: stage_of(a.stage + 50, stages) for a in lists[rank]}
     pipeline = Pipeline(own, None, lists, micro_batches, F.mse_loss)
     pipeline.load_state_dict(whole.state_dict())
@@ -420,14 +464,15 @@ def around(rank, world_size, name):
     for step in range(2):  # with twice as many samples as a step has
         inputs, wanted = batch(step, 4 * micro_batches, False)
         found = pipeline.evaluate(inputs, wanted)
-        if found is not None:
-            apart.append((found - F.mse_loss(whole(inputs), wanted)).abs().item())
+        comm.all_reduce(found := torch.zeros((), dtype=F64) if found is None else found)
+        apart.append((found - F.mse_loss(whole(inputs), wanted)).abs().item())
     assert all(p.grad is None for p in pipeline.parameters())
-    pipeline.step(x, target.detach())
+    for _ in range(2):  # gradients add up
+        pipeline.step(x, target.detach(), scale=0.5)
     oracle = x.detach().clone().requires_grad_()
     F.mse_loss(whole(oracle), target.detach()).backward()
-    if 0 in own:
-        apart.append((x.grad - oracle.grad).abs().max().item())
+    comm.all_reduce(found := torch.zeros_like(x) if x.grad is None else x.grad)
+    apart.append((found - oracle.grad).abs().max().item())
     grads = {n: p.grad for n, p in whole.named_parameters()}
     apart += [(p.grad - grads[n]).abs().max().item() for n, p in pipeline.named_parameters()]
     apart += [

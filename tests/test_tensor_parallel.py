@@ -39,17 +39,17 @@ def gpt(seed, **options):
     return GPT(**(settings | options)).to(F64)
 
 
-def batches(steps):
+def batches(steps, vocab):
     generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(VOCAB, (steps, BATCH, CONTEXT + 1), generator=generator)
+    tokens = torch.randint(vocab, (steps, BATCH, CONTEXT + 1), generator=generator)
     return [(one[:, :-1], one[:, 1:]) for one in tokens]
 
 
-def train(model, loss, steps=4, share=slice(None)):
+def train(model, loss, steps=4, share=slice(None), vocab=VOCAB):
     """Losses of SGD with momentum."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     losses = []
-    for tokens, targets in batches(steps):
+    for tokens, targets in batches(steps, vocab):
         optimizer.zero_grad()
         found = loss(model(tokens[share]), targets[share])
         found.backward()
@@ -89,6 +89,36 @@ def test_it_trains_as_one_process(ranks, world_size, tied):
     losses, weights = alone(tied=tied)
     for found, state in ranks(world_size, split, tied=tied):
         assert furthest(found, losses) < 1e-12 and furthest(state, weights) < 1e-12
+
+
+def in_padded_words(rank, world_size, vocab, tied, sequence, whole_logits):
+    """Losses, state, which words are -inf, and whether padding stays zero and is not saved."""
+    plan = gpt_plan(tensor_parallel, sequence, whole_logits)
+    model = parallelize_module(gpt(rank, vocab=vocab, tied=tied), None, plan)
+    masked = model(batches(1, vocab)[0][0]).isneginf()
+    losses = train(model, whole_loss if whole_logits else VocabularyParallelCrossEntropy(), vocab=vocab)
+    size = len(model.head.weight)
+    padding = slice(max(0, min(size, vocab - rank * size)), None)
+    state = full_state_dict(model)
+    words = model.head.weight, model.token_embedding.weight
+    exact = all(not part[padding].any() for p in words for part in (p, p.grad))
+    exact &= all(
+        state[f"{name}.weight"].untyped_storage().nbytes() == vocab * WIDTH * 8 for name in ("head", "token_embedding")
+    )
+    load_full_state_dict(model, state)
+    return losses, state, masked.all((0, 1)).tolist(), exact and furthest(full_state_dict(model), state) == 0
+
+
+@pytest.mark.parametrize(("world_size", "vocab", "own"), [(2, 13, [7, 6]), (4, 5, [2, 2, 1, 0])])
+def test_words_that_the_ranks_cannot_share_are_padded(ranks, world_size, vocab, own):
+    for tied, sequence, whole_logits in ((True, False, False), (False, True, False), (True, False, True)):
+        model = gpt(0, vocab=vocab, tied=tied)
+        losses = train(model, whole_loss, vocab=vocab)
+        how = {"tied": tied, "sequence": sequence, "whole_logits": whole_logits}
+        told = ranks(world_size, in_padded_words, vocab=vocab, **how)
+        for (found, state, masked, exact), many in zip(told, own, strict=True):
+            assert furthest(found, losses) < 1e-12 and furthest(state, model.state_dict()) < 1e-12
+            assert masked == ([False] * vocab if whole_logits else [False] * many + [True] * (own[0] - many)) and exact
 
 
 def by_pytorch(rank, world_size, sequence=False):
@@ -319,7 +349,7 @@ def gathered_outputs(rank, world_size):
     gradients = zip(model.parameters(), whole.parameters(), strict=True)
     cuts = cuts_of(model)
     return gap + max(
-        (a.grad - (b.grad.chunk(world_size, cuts[a][0])[rank] if a in cuts else b.grad)).abs().max().item()
+        (a.grad - (b.grad.chunk(world_size, cuts[a].dim)[rank] if a in cuts else b.grad)).abs().max().item()
         for a, b in gradients
     )
 
@@ -335,13 +365,13 @@ def wrong(rank, world_size, case):
         "no star": {"blocks.0.attention.outputs": row},
         "heads": {"blocks.*.attention.query_key_value": column},
         "features": {"blocks.*.network.0": column},
-        "vocabulary": {"token_embedding": row, "head": column},
+        "logits": {"token_embedding": row, "head": column},
         "tied": {"token_embedding": row},
         "two ways": {"token_embedding": column, "head": column},
         "kind": {"norm": column},
         "twice": {"blocks.*.network.0": column, "blocks.1.network.0": row},
     }
-    model = gpt(0, heads=3 if case == "heads" else 12, vocab=25 if case == "vocabulary" else VOCAB)
+    model = gpt(0, heads=3 if case == "heads" else 12, vocab=25 if case == "logits" else VOCAB)
     if case == "features":
         model.blocks[0].network[0] = nn.Linear(WIDTH, 7)
     before = [p.shape for p in model.parameters()]
@@ -365,7 +395,7 @@ def wrong(rank, world_size, case):
         ),
         ("heads", "blocks.0.attention: 2 ranks cannot share heads=3"),
         ("features", "blocks.0.network.0: 2 ranks cannot share out_features=7"),
-        ("vocabulary", "token_embedding: 2 ranks cannot share num_embeddings=25"),
+        ("logits", "head: 2 ranks cannot share out_features=25; logits they can: say output_layouts"),
         (
             "tied",
             "a tied parameter cannot be cut in two ways: 'token_embedding.weight' (along dim 0), 'head",
@@ -383,10 +413,10 @@ def test_what_cannot_be(ranks, case, words):
         assert told.startswith(words)
 
 
-def strange_words(rank, world_size):
-    model = parallelize_module(gpt(0), None, gpt_plan(tensor_parallel))
+def strange_words(rank, world_size, vocab):
+    model = parallelize_module(gpt(0, vocab=vocab), None, gpt_plan(tensor_parallel))
     told = []
-    for tokens, target in (([VOCAB], [0]), ([0], [VOCAB]), ([-1], [0])):
+    for tokens, target in (([vocab], [0]), ([0], [vocab]), ([0], [-1]), ([-1], [0])):
         try:
             VocabularyParallelCrossEntropy()(model(torch.tensor([tokens])), torch.tensor([target]))
         except RuntimeError as error:
@@ -395,5 +425,19 @@ def strange_words(rank, world_size):
 
 
 def test_words_that_are_not_there(ranks):
-    token, target = f"a token is not one of {VOCAB} words", f"a target is not one of {VOCAB} words"
-    assert ranks(2, strange_words) == [[token, target, token]] * 2
+    for vocab, target in ((VOCAB, f"not one of {VOCAB} words"), (VOCAB - 1, "padding, and no word")):
+        token = f"a token is not one of {vocab} words"
+        told = [token, f"a target is {target}", f"a target is not one of {VOCAB} words", token]
+        assert ranks(2, strange_words, vocab=vocab) == [told] * 2
+
+
+def overflown(rank, world_size):
+    """The loss of two tokens, where one's logit has become -inf."""
+    logits = torch.zeros(2, VOCAB // world_size)
+    if rank == 1:
+        logits[0, -1] = -torch.inf
+    return vocabulary_parallel_cross_entropy(logits, torch.tensor([VOCAB - 1, 0])).item()
+
+
+def test_an_overflow_is_no_padding(ranks):
+    assert ranks(2, overflown) == [float("inf")] * 2

@@ -7,8 +7,11 @@ import torch.distributed as dist
 from torch import nn
 
 from labkit import comm
+from labkit.composition import Composed
 from labkit.measure.overlap import exposed, overlap, subtract, union
 from labkit.measure.timeline import Span, Timeline
+from labkit.mesh import Mesh
+from labkit.tensor_parallel import ColwiseParallel, RowwiseParallel
 
 
 def timeline_of(*spans, rank=0):
@@ -125,6 +128,29 @@ def test_events_of_comm_become_network_spans(ranks):
     assert set(network["sent_bytes"]) == {40.0, 8.0}
     totals = overlap(frame)
     assert (totals["exposed_ms"] > 0).all() and (totals["exposed_ms"] <= totals["network_ms"] + 1e-9).all()
+
+
+def step_on_a_mesh(rank, world_size):
+    """A step of data beside tensor parallelism, and two messages more: (axis, operation) of each."""
+    mesh, timeline = Mesh({"dp": 2, "tp": 2}), Timeline(rank)
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+    model = Composed(module, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    corners = dist.new_group([0, 3])
+    with comm.record() as events:
+        model(torch.ones(3, 4, requires_grad=True)).sum().backward()
+        comm.barrier(mesh.group("dp", "tp"))
+        comm.barrier(corners)
+    timeline.add_comm(events, mesh=mesh)
+    return [(span.info["axis"], span.info["op"]) for span in timeline.spans]
+
+
+def test_a_span_tells_along_which_axis_it_was_sent(ranks):
+    per_axis = {"tp": ["all_reduce", "all_reduce"], "dp": ["all_reduce"], "dp x tp": ["barrier"]}
+    for rank, found in enumerate(ranks(4, step_on_a_mesh)):
+        for axis, operations in per_axis.items():
+            assert [op for one, op in found if one == axis] == operations
+        assert [op for one, op in found if one is None] == ["barrier"] * (rank in (0, 3))
 
 
 def test_an_event_in_flight_is_refused():

@@ -21,7 +21,7 @@ from labkit.run.participant import Participant
 from labkit.trainer import Trainer, make_optimizer, mixed_precision, parallelize
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-STEPS = 12
+STEPS, EMULATED = 12, ("--compute", "emulated")
 FIELDS = ["--batch-size", "12", "--steps", str(STEPS), "--optimizer", "adamw", "--lr", "0.01", "--clip", "0.5"]
 
 
@@ -72,7 +72,8 @@ def children(process):
 @pytest.mark.parametrize(
     "fields",
     [
-        ("--strategy", "fsdp", "--precision", "bf16", "--compute", "emulated"),
+        ("--strategy", "fsdp", "--precision", "bf16", *EMULATED),
+        ("--strategy", "ddp_naive", "--pipeline", "2", "--model", "gpt", "--accumulation", "2", *EMULATED),
     ],
     ids=lambda fields: fields[1],
 )
@@ -136,6 +137,28 @@ def test_a_run_goes_on_with_other_ranks_and_another_strategy(tmp_path):
     assert code == 1 and "has no checkpoint to go on from" in error
 
 
+@pytest.mark.slow
+def test_a_run_goes_on_on_another_mesh(tmp_path):
+    """dp 1 x pp 2 x tp 2, then cp 2, then one process: the losses and the weights are those of one process."""
+    whole, broken, places = tmp_path / "whole.jsonl", tmp_path / "broken.jsonl", tmp_path / "places"
+    same = ("--model", "gpt", "--precision", "fp64", "--accumulation", "2", "--steps", "4")
+    code, _, error = run(1, *same, "--log", whole)
+    assert code == 0, error
+    options = (*same, "--log", broken, "--checkpoint-dir", places, "--checkpoint-every", 1)
+    meshes = (
+        (4, "--strategy", "ddp_naive", "--pipeline", "2", "--tensor", "2", "--stop-after", "0"),
+        (2, "--strategy", "fsdp", "--context", "2", "--stop-after", "0"),
+        (2, "--strategy", "fsdp", "--tensor", "2", "--stop-after", "0"),
+        (1, "--strategy", "single"),
+    )
+    for nproc, *mesh in meshes:
+        code, out, error = run(nproc, *options, *mesh)
+        assert code == 0, error
+        assert ("goes on after step" in out) == (nproc != 4)
+    found = [line["loss"] for line in lines(broken)]
+    assert found == pytest.approx([line["loss"] for line in lines(whole)], abs=1e-9) and len(found) == 4
+
+
 def test_restarts_that_would_hang_are_refused(monkeypatch):
     position = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "GROUP_RANK": 0, "LOCAL_WORLD_SIZE": 1}
     agent = {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_MAX_RESTARTS": 2}
@@ -168,7 +191,9 @@ def test_told_to_stop_again_and_again_it_leaves_with_0(tmp_path):
         (["--batch-size", "7"], "batch_size=7 does not split into equal parts for 2 ranks"),
         (["--config", "absent.yaml"], "No such file or directory: 'absent.yaml'"),
         (["--strategy", "single"], "the strategy is single, and there are 2 ranks"),
-        (["--model", "gpt", "--tensor", "2"], "a mesh has no checkpoints yet"),
+        (["--model", "gpt", "--tensor", "2", "--strategy", "zero1"], "Experiment(tp 2): goes with ddp_naive, "),
+        (["--model", "gpt", "--tensor", "4"], "so many ranks cannot share the 2 heads"),
+        (["--model", "gpt", "--context", "2", "--pipeline", "2", "--strategy", "ddp_naive"], "takes no context axis"),
         (["--log", f"{__file__}/log.jsonl"], "File exists"),
     ],
 )

@@ -75,8 +75,11 @@ class Timeline:
         finally:
             self.end(span)
 
-    def add_comm(self, events, names=None):
-        """Add comm.record()'s events as network spans. names: a label each, by default the op."""
+    def add_comm(self, events, names=None, mesh=None):
+        """Add comm.record()'s events as network spans. names: a label each, by default the op.
+
+        mesh: whose groups they went through; spans then have `axis`, as Mesh.axis_of says it.
+        """
         names = [event.op for event in events] if names is None else list(names)
         if len(names) != len(events):
             raise ValueError(f"{len(events)} events but {len(names)} names")
@@ -92,6 +95,8 @@ class Timeline:
                 )
             fields = ("op", "group_size", "payload_bytes", "sent_bytes", "waited")
             info = {field: getattr(event, field) for field in fields}
+            if mesh is not None:
+                info["axis"] = mesh.axis_of(event.group)
             self.spans.append(Span(name, "network", event.start, event.end, self.rank, info))
 
     @contextmanager

@@ -45,17 +45,23 @@ class Attention(nn.Module):
         return F.dropout(self.output(mixed), self.dropout, self.training)
 
 
-class Block(nn.Module):
-    """Attention, then a network four times as wide, each added to its input [B, T, C]."""
+class Network(nn.Sequential):
+    """Two layers, four times as wide between them. forward: [..., C] -> [..., C]."""
 
-    def __init__(self, width, heads, dropout=0.0):
+    def __init__(self, width, dropout=0.0):
+        inner, output = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        super().__init__(inner, nn.GELU(), output, nn.Dropout(dropout))
+
+
+class Block(nn.Module):
+    """Attention, then a network, each added to its input [B, T, C]."""
+
+    def __init__(self, width, heads, dropout=0.0, network=Network):
         super().__init__()
         self.attention_norm = nn.LayerNorm(width)
         self.attention = Attention(width, heads, dropout)
         self.network_norm = nn.LayerNorm(width)
-        self.network = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(dropout)
-        )
+        self.network = network(width, dropout)
 
     def forward(self, x):
         x = x + self.attention(self.attention_norm(x))
@@ -68,12 +74,23 @@ class GPT(nn.Module):
     context: how many positions at most.
     tied: the output layer *is* the token embedding: one parameter, whose gradient is the sum over
         both its uses.
+    network: a function (width, dropout) that makes a block's; a mixture of experts is one of such.
     forward: tokens [B, T] int64 -> logits [B, T, vocab].
         positions: [T] int64, where the tokens are in their sequence; None: 0 to T - 1.
     Raises ValueError when `heads` does not divide `width`, and in forward when T > context.
     """
 
-    def __init__(self, vocab=256, context=64, layers=4, heads=4, width=128, dropout=0.0, tied=True):
+    def __init__(
+        self,
+        vocab=256,
+        context=64,
+        layers=4,
+        heads=4,
+        width=128,
+        dropout=0.0,
+        tied=True,
+        network=Network,
+    ):
         super().__init__()
         if width % heads:
             raise ValueError(f"the heads must divide the width, got heads={heads}, width={width}")
@@ -81,7 +98,8 @@ class GPT(nn.Module):
         self.dropout = dropout
         self.token_embedding = nn.Embedding(vocab, width)
         self.position_embedding = nn.Embedding(context, width)
-        self.blocks = nn.Sequential(*[Block(width, heads, dropout) for _ in range(layers)])
+        blocks = [Block(width, heads, dropout, network) for _ in range(layers)]
+        self.blocks = nn.Sequential(*blocks)
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocab, bias=False)
         self.initialise(layers)
@@ -96,7 +114,9 @@ class GPT(nn.Module):
                 nn.init.zeros_(module.bias)
         for block in self.blocks:  # 2 x layers terms are added: smaller ones keep the sum's size
             nn.init.normal_(block.attention.output.weight, std=0.02 / math.sqrt(2 * layers))
-            nn.init.normal_(block.network[2].weight, std=0.02 / math.sqrt(2 * layers))
+            for network in block.modules():
+                if isinstance(network, Network):
+                    nn.init.normal_(network[2].weight, std=0.02 / math.sqrt(2 * layers))
 
     def forward(self, tokens, positions=None):  # [B, T]
         return self.read_out(self.blocks(self.embed(tokens, positions)))  # [B, T, vocab]

@@ -10,13 +10,16 @@ has PyTorch's classes of the same names.
 """
 
 
-def gpt(styles, sequence=False, whole_logits=False):
+def gpt(styles, sequence=False, whole_logits=False, experts=False):
     """sequence: between the cut layers each rank has a part of the tokens. The head's logits are
-    of a rank's own words, or gathered."""
-    return (by_sequence if sequence else by_tensor)(styles, whole_logits)
+    of a rank's own words, or gathered. experts: networks are mixtures of them, and stay whole,
+    which takes all tokens."""
+    logits = styles.Replicate() if whole_logits else styles.Shard(-1)
+    plan = (by_sequence if sequence and not experts else by_tensor)(styles, logits)
+    return {name: plan[name] for name in plan if not experts or ".network." not in name}
 
 
-def by_tensor(styles, whole_logits):
+def by_tensor(styles, logits):
     column, row, whole = styles.ColwiseParallel, styles.RowwiseParallel, styles.Replicate()
     return {
         "token_embedding": row(input_layouts=whole),
@@ -24,11 +27,11 @@ def by_tensor(styles, whole_logits):
         "blocks.*.attention.output": row(),
         "blocks.*.network.0": column(),
         "blocks.*.network.2": row(),
-        "head": column(output_layouts=whole) if whole_logits else column(),
+        "head": column(output_layouts=logits),
     }
 
 
-def by_sequence(styles, whole_logits):
+def by_sequence(styles, logits):
     column, row, whole = styles.ColwiseParallel, styles.RowwiseParallel, styles.Replicate()
     tokens, norm = styles.Shard(1), styles.SequenceParallel(use_local_output=True)
     both = {"input_layouts": tokens, "desired_input_layouts": whole}
@@ -43,7 +46,7 @@ def by_sequence(styles, whole_logits):
         "blocks.*.network.0": column(input_layouts=tokens),
         "blocks.*.network.2": row(output_layouts=tokens),
         "norm": norm,
-        "head": column(input_layouts=tokens, output_layouts=whole if whole_logits else None),
+        "head": column(input_layouts=tokens, output_layouts=logits),
     }
 
 

@@ -7,10 +7,9 @@
 Playing is one pass over all actions: each begins when its rank is free and what it needs is there.
 """
 
-from itertools import product
 from typing import NamedTuple
 
-from labkit.parts.schedules import Action, needs
+from labkit.parts.schedules import Action, needs, routes
 
 UNITS = {"F": 1.0, "B": 1.0, "W": 1.0}
 WORDS = "(stage, kind, micro-batch)"
@@ -43,7 +42,7 @@ def check(schedule, ranks, micro_batches):
         raise ValueError(f"the schedule is for {len(schedule)} ranks, and there are {ranks}")
     owner = owners(schedule)
     stages, seen = len(owner), set()
-    if set(owner) != set(range(stages)):
+    if not owner or set(owner) != set(range(stages)):
         raise ValueError(f"stages count from 0 without a gap: not {sorted(owner)}")
     for action in (action for program in schedule for action in program):
         if action.kind not in UNITS or action.micro_batch not in range(micro_batches):
@@ -52,11 +51,16 @@ def check(schedule, ranks, micro_batches):
             raise ValueError(f"{action} {WORDS} is there twice")
         seen.add(action)
     split = {action.stage for action in seen if action.kind == "W"}
-    for stage, m in product(range(stages), range(micro_batches)):
-        for kind in "FBW" if stage in split else "FB":
-            if Action(kind, stage, m) not in seen:
-                missing = f"{Action(kind, stage, m)} {WORDS}"
-                raise ValueError(f"{missing} is missing on rank {owner[stage]}")
+    route = routes(schedule)
+    length = len(next(iter(route.values())))
+    if stages % length:
+        raise ValueError(f"a micro-batch goes through {length} stages: {stages} are no such chains")
+    for m in range(micro_batches):
+        for stage in route.get(m, range(length)):
+            for kind in "FBW" if stage in split else "FB":
+                if Action(kind, stage, m) not in seen:
+                    missing = f"{Action(kind, stage, m)} {WORDS}"
+                    raise ValueError(f"{missing} is missing on rank {owner[stage]}")
     play(schedule)
     return owner
 
@@ -79,6 +83,7 @@ def play(schedule, cost=None, message=0.0):
     message: what passes from the end on one rank to the beginning on another.
     """
     cost, owner = UNITS if cost is None else cost, owners(schedule)
+    route = routes(schedule)
     flat = {action for program in schedule for action in program}
 
     def lasts(action):
@@ -94,7 +99,7 @@ def play(schedule, cost=None, message=0.0):
         for rank, program in enumerate(schedule):
             while at[rank] < len(program):
                 action = program[at[rank]]
-                before = needs(action, len(owner))
+                before = needs(action, route[action.micro_batch])
                 if not all(need in times for need in before):
                     break
                 there = [times[n][1] + message * (owner[n.stage] != rank) for n in before]
@@ -103,29 +108,29 @@ def play(schedule, cost=None, message=0.0):
                 times[action] = (begin, free[rank])
                 at[rank], moved = at[rank] + 1, True
     if len(times) < len(flat):
-        raise ValueError(circle(schedule, owner, at, times))
+        raise ValueError(circle(schedule, owner, at, times, route))
     return Played(times, owner)
 
 
-def circle(schedule, owner, at, times):
+def circle(schedule, owner, at, times, route):
     """Who waits for whom, from one rank round to the same."""
     heads = {r: program[at[r]] for r, program in enumerate(schedule) if at[r] < len(program)}
+    waits_for = {
+        r: next(need for need in needs(head, route[head.micro_batch]) if need not in times)
+        for r, head in heads.items()
+    }
     rank, path = min(heads), []
     while rank not in path:
         path.append(rank)
-        rank = owner[waits_for(heads[rank], len(owner), times).stage]
+        rank = owner[waits_for[rank].stage]
     words = []
     for one in path[path.index(rank) :]:
-        need = waits_for(heads[one], len(owner), times)
+        need = waits_for[one]
         if owner[need.stage] == one:
             order = f"rank {one} does {heads[one]} before {need}, which it needs"
             return f"{order} {WORDS}"
         words.append(f"rank {one} at {heads[one]} waits for {need} of rank {owner[need.stage]}")
     return f"this schedule never ends: {'; '.join(words)} {WORDS}"
-
-
-def waits_for(action, stages, times):
-    return next(need for need in needs(action, stages) if need not in times)
 
 
 def most_held(schedule):

@@ -14,26 +14,26 @@ import torch
 import torch.distributed as dist
 
 from labkit import comm
-from labkit.parts.schedules import Action
+from labkit.parts.schedules import Action, routes
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32)
 MOST_DIMS = 8
 
 
-def made_for(action, stages):
-    """The action that needs what this one makes, or None."""
+def made_for(action, route):
+    """The action that needs what this one makes, or None; route: its micro-batch's."""
     kind, stage, m = action
-    if kind == "F" and stage + 1 < stages:
+    if kind == "F" and stage + 1 in route:
         return Action("F", stage + 1, m)
-    return Action("B", stage - 1, m) if kind == "B" and stage > 0 else None
+    return Action("B", stage - 1, m) if kind == "B" and stage - 1 in route else None
 
 
 def messages(schedule, owner):
     """{(source, destination): [the action each message is for], as they are sent}."""
-    lists = {}
+    lists, route = {}, routes(schedule)
     for source, program in enumerate(schedule):
         for action in program:
-            target = made_for(action, len(owner))
+            target = made_for(action, route[action.micro_batch])
             if target is not None and owner[target.stage] != source:
                 lists.setdefault((source, owner[target.stage]), []).append(target)
     return lists
@@ -44,7 +44,7 @@ class Mail:
 
     def __init__(self, schedule, owner, ways, device):
         self.rank, self.ways, self.owner, self.device = dist.get_rank(ways[0]), ways, owner, device
-        lists = messages(schedule, owner)
+        self.routes, lists = routes(schedule), messages(schedule, owner)
         self.lists = {src: there for (src, dst), there in lists.items() if dst == self.rank}
         self.source = {action: src for src, there in self.lists.items() for action in there}
         # (kind, stage) of the action that reads: (shape, dtype) of what is read and of what is sent
@@ -85,7 +85,7 @@ class Mail:
 
     def send(self, tensor, action):
         """Hand on what an action has made to the one that needs it."""
-        target = made_for(action, len(self.owner))
+        target = made_for(action, self.routes[action.micro_batch])
         if target is None:
             return
         dst = self.owner[target.stage]

@@ -11,7 +11,6 @@ strategy has saved on n ranks, another loads on m.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -20,27 +19,21 @@ from labkit.parts import tree
 from labkit.parts.as_it_is import TreeHolder
 from labkit.parts.consolidate import options_of
 from labkit.parts.full_state import ShardedModel
-from labkit.parts.rows import Piece, like, local, span
+from labkit.parts.mesh_state import MeshModel
+from labkit.parts.places import Place
+from labkit.parts.rows import Piece, local, span
 from labkit.parts.sharded_optimizer import ShardedOptimizer
-
-
-class Place(NamedTuple):
-    """Which whole a parameter is, or which of its elements, start to stop, it holds."""
-
-    name: str
-    start: int
-    stop: int
-    shape: tuple
 
 
 def holders(state):
     """{name: what takes its state apart and puts it back}. state: {name: has state_dict()}."""
     plain = {key: unwrapped(thing) for key, thing in state.items()}
-    places = {}
+    places, everyone = {}, list
     for key, thing in plain.items():
         if isinstance(thing, nn.Module):
             places |= places_of(thing, key)
-    return {key: holder(thing, places) for key, thing in plain.items()}
+            everyone = thing.of_all_ranks if isinstance(thing, MeshModel) else everyone
+    return {key: holder(thing, places, everyone) for key, thing in plain.items()}
 
 
 def unwrapped(thing):
@@ -48,8 +41,8 @@ def unwrapped(thing):
     return thing.module if type(thing).__name__ == "DistributedDataParallel" else thing
 
 
-def holder(thing, places):
-    """places: {parameter: Place}, of the modules beside it."""
+def holder(thing, places, everyone=list):
+    """places: {parameter: Place}, of the modules beside it. everyone: see OptimizerHolder."""
     if isinstance(thing, OtherStates):
         return thing
     if isinstance(thing, nn.Module):
@@ -67,7 +60,8 @@ def holder(thing, places):
         type(thing).state_dict is torch.optim.Optimizer.state_dict
     ):
         wholes = named(thing.param_groups, places)
-        return OptimizerHolder(thing, thing.param_groups, wholes, wholes, thing.load_state_dict)
+        load = thing.load_state_dict
+        return OptimizerHolder(thing, thing.param_groups, wholes, wholes, load, everyone)
     return TreeHolder(thing)
 
 
@@ -79,11 +73,16 @@ def named(groups, places):
 
 def places_of(module, key):
     """{parameter: its Place}. key: the module's own name, for others may have the same names."""
-    cut = module.places() if isinstance(module, ShardedModel) else {}
+    cut = cut_places(module)
     return {
         p: Place(f"{key}.{name}", *(cut.get(name) or span(p)))
         for name, p in module.named_parameters()
     }
+
+
+def cut_places(module):
+    """{name: its Place, without the name}, where a module knows of ranks; None of others' only."""
+    return module.places() if isinstance(module, ShardedModel | MeshModel) else {}
 
 
 @dataclass
@@ -93,7 +92,7 @@ class ModuleHolder:
     module: nn.Module
 
     def __post_init__(self):
-        self.cut = self.module.places() if isinstance(self.module, ShardedModel) else {}
+        self.cut = cut_places(self.module)
         self.buffers = {name for name, _ in self.module.named_buffers(remove_duplicate=False)}
 
     def take(self):
@@ -101,21 +100,21 @@ class ModuleHolder:
         pieces, rest = {}, {}
         for name, value in self.module.state_dict().items():
             if isinstance(value, torch.Tensor):
-                start, _, shape = self.place(name, value)
-                pieces[name] = Piece(local(value.detach()).reshape(-1), start, shape)
+                pieces[name] = self.place(name, value).take(value)
             else:
                 rest[name] = value
         return pieces, tree.plain(rest, "extra state")
 
     def place(self, name, value):
-        return self.cut.get(name) or span(value)
+        return Place(name, *(self.cut.get(name) or span(value)))
 
     def problems(self, saved):
         own = {n: v for n, v in self.module.state_dict().items() if isinstance(v, torch.Tensor)}
         found = [f"{name!r} is not in it" for name in own if name not in saved.shapes]
-        found += [f"{name!r} is not in the model" for name in saved.shapes if name not in own]
+        known = own.keys() | self.cut.keys()
+        found += [f"{name!r} is not in the model" for name in saved.shapes if name not in known]
         for name, value in own.items():
-            shape = self.place(name, value)[2]
+            shape = self.place(name, value).shape
             if name in saved.shapes and tuple(saved.shapes[name]) != tuple(shape):
                 found.append(f"{name!r} is {saved.shapes[name]} in it, {list(shape)} in the model")
         for name in set(saved.foreign) - self.buffers:
@@ -126,8 +125,7 @@ class ModuleHolder:
         given = saved.text
         for name, value in self.module.state_dict().items():
             if isinstance(value, torch.Tensor):
-                start, stop, _ = self.place(name, value)
-                given[name] = like(value, saved.read(name, start, stop))
+                given[name] = self.place(name, value).read(saved, name, value)
         self.module.load_state_dict(given)
 
 
@@ -136,7 +134,7 @@ class OptimizerHolder:
     """An optimizer's states, by its parameters' names.
 
     groups, wholes: of all ranks, and their Places; own: the Places of what the optimizer works on.
-    load: takes a state dict of the optimizer.
+    load: takes a state dict of the optimizer. everyone: names -> those that other ranks give, too.
     """
 
     optimizer: torch.optim.Optimizer
@@ -144,6 +142,7 @@ class OptimizerHolder:
     wholes: dict
     own: dict
     load: Callable
+    everyone: Callable = list
 
     def take(self):
         pieces, state = {}, self.optimizer.state_dict()["state"]
@@ -154,11 +153,11 @@ class OptimizerHolder:
             place = self.own[p]
             for key, value in state.get(i, {}).items():
                 if value.shape == p.shape and (p.dim() or key != "step"):
-                    start, shape = place.start, place.shape or (1,)  # a number's state: no number
+                    piece = place.take(value)
+                    piece = piece._replace(shape=piece.shape or (1,))  # a number's state: no number
                 else:
-                    start, shape = 0, tuple(value.shape)
-                values = local(value.detach()).reshape(-1)
-                pieces[f"{place.name}/{key}"] = Piece(values, start, shape)
+                    piece = Piece(local(value.detach()).reshape(-1), 0, tuple(value.shape))
+                pieces[f"{place.name}/{key}"] = piece
         return pieces, tree.plain(self.described(), "a parameter group")
 
     def numbered(self):
@@ -169,7 +168,7 @@ class OptimizerHolder:
         groups = [
             {
                 "options": options_of(group),
-                "params": [self.wholes[p].name for p in whole["params"]],
+                "params": self.everyone([self.wholes[p].name for p in whole["params"]]),
             }
             for group, whole in zip(self.optimizer.param_groups, self.groups, strict=True)
         ]
@@ -213,7 +212,7 @@ class OptimizerHolder:
         place = self.own[p]
         name, shape = f"{place.name}/{key}", tuple(saved.shapes[f"{place.name}/{key}"])
         if shape == (place.shape or (1,)):
-            return like(p, saved.read(name, place.start, place.stop))
+            return place.read(saved, name, p)
         return saved.read(name).view(shape)
 
 

@@ -3,6 +3,7 @@
 saved by n ranks, loaded by n    each takes its own
 loaded by another number         each starts a stream of its own, from rank 0's state and its
                                  rank: new, but the same whenever that checkpoint is loaded
+loaded by another mesh           so, too; ranks along its axis tp, which draw alike, start alike
 """
 
 import hashlib
@@ -11,13 +12,22 @@ import random
 
 import numpy as np
 import torch
+import torch.distributed as dist
+
+from labkit import comm
 
 
 class RandomState:
-    """torch's, numpy's and Python's generators, and a GPU's. device: this rank's."""
+    """torch's, numpy's and Python's generators, and a GPU's. device: this rank's.
 
-    def __init__(self, device="cpu"):
+    mesh: a labkit.mesh.Mesh, if a model is spread over one.
+    """
+
+    def __init__(self, device="cpu", mesh=None):
         self.device = torch.device(device)
+        axes = mesh.axes if mesh else {}
+        self.mesh = " x ".join(f"{axis} {size}" for axis, size in axes.items() if size > 1)
+        self.alike = mesh.group("tp") if "tp" in axes else None
 
     def state_dict(self):
         """As text, which keeps every bit."""
@@ -29,10 +39,12 @@ class RandomState:
         }
         if self.device.type == "cuda":
             state["cuda"] = torch.cuda.get_rng_state(self.device).numpy().tobytes().hex()
-        return {"generators": json.dumps(state)}
+        return {"generators": json.dumps(state)} | ({"mesh": self.mesh} if self.mesh else {})
 
     def load_state_dict(self, state):
-        """Takes the generators as they were on this rank."""
+        """Takes the generators as they were on this rank of the same mesh."""
+        if state.get("mesh", "") != self.mesh:
+            return self.load_of_other_ranks(state, dist.get_rank())
         state = json.loads(state["generators"])
         torch.set_rng_state(as_tensor(state["torch"]))
         np.random.set_state(state["numpy"])
@@ -42,9 +54,13 @@ class RandomState:
             torch.cuda.set_rng_state(as_tensor(state["cuda"]), self.device)
 
     def load_of_other_ranks(self, state, rank):
-        """Where another number of ranks has saved. state: rank 0's."""
+        """Where another number of ranks, or another mesh, has saved. state: rank 0's, or any."""
         told = hashlib.sha256(f"{rank} {state['generators']}".encode()).digest()
         seed = int.from_bytes(told[:4], "big")
+        if self.alike is not None:
+            first = torch.tensor(seed, device=self.device)
+            comm.broadcast(first, 0, self.alike)
+            seed = first.item()
         torch.manual_seed(seed)  # GPUs as well
         np.random.seed(seed)
         random.seed(seed)

@@ -15,12 +15,19 @@ stages a rank; the bubble is the part of the step in which a rank stands still, 
     interleaved         (p-1) / (v M + p-1)           p + (p-1 - 2 rank) / v at most
     zero_bubble         (p-1) / (3 M + p-1)           p
     v_shaped            (p-1) / (6 M + p-1)           p at most
+    dual_pipe           (p-2) / (6 M + p-2)           p + 1, and the parameters of two stages
+
+dual_pipe has the model twice, as two chains: stages p to 2p-1 are copies of stages 0 to p-1, and a
+micro-batch goes through one chain or the other. Its actions tell which: routes().
 
 Huang et al., GPipe, NeurIPS 2019; Narayanan et al., PipeDream, SOSP 2019, and Efficient Large-Scale
 Language Model Training, SC 2021, section 2.2; Qi et al., Zero Bubble Pipeline Parallelism, ICLR
-2024, sections 2 (ZB-H1) and 6 (ZB-V).
+2024, sections 2 (ZB-H1) and 6 (ZB-V); DeepSeek-AI, DeepSeek-V3 Technical Report, 2024, section
+3.2.1, figure 5 and table 2 (DualPipe).
 """
 
+from collections import deque
+from itertools import count
 from typing import NamedTuple
 
 
@@ -109,7 +116,7 @@ def v_shaped(stages, micro_batches, ranks=None):
         for rank in range(p):
             for action in left[rank]:
                 full = action.kind == "F" and held[rank] >= stages - (action.stage < p)
-                if not full and all(need in done for need in needs(action, stages)):
+                if not full and all(need in done for need in needs(action, range(stages))):
                     taken.append((rank, action))
                     break
         for rank, action in taken:
@@ -120,14 +127,70 @@ def v_shaped(stages, micro_batches, ranks=None):
     return schedule
 
 
-def needs(action, stages):
-    """The actions that must have ended before this one can begin."""
+def dual_pipe(stages, micro_batches, ranks=None):
+    """DualPipe: half of the micro-batches enter at either end, each half in the wait of the other.
+
+    Rank r has stage r and the copy of stage p-1-r. F and B are of the chain that begins nearer to
+    the rank, f and b of the other one; W is the oldest that was put off. A rank stands still for
+    p/2 - 1 units, half of table 2's (F&B taken as F + B): there most Bs are whole, and here each
+    gradient leaves before its W.
+    """
+    p = stages // 2
+    if stages % 4 or ranks not in (None, p):
+        raise ValueError(
+            "dual_pipe has a stage and the copy of another one on each of an even number of ranks: "
+            f"{stages} stages, {ranks} ranks"
+        )
+    if micro_batches % 2 or micro_batches < stages:
+        raise ValueError(
+            f"dual_pipe wants an even number of micro-batches and {stages} at least, two a rank: "
+            f"not {micro_batches}"
+        )
+    schedule, half = [], micro_batches // 2
+    for rank in range(p):
+        near, far = sorted((rank, stages - 1 - rank), key=lambda stage: stage % p)
+        to_end, to_middle = near % p, p // 2 - 1 - near % p
+        text = "FF" * to_middle + "Ff" * (to_end + 1) + "bWf" * to_middle
+        text += "FbWfBW" * (half - p + to_end + 1)  # the steady state: one of each, both ways
+        text += "bWfBW" * to_middle
+        last = ["bB"[i % 2] + "W" * (i <= to_end) for i in range(2 * to_end + 2)]
+        text += "".join(last) + "WB" * to_middle + "W" * (to_end + 1)
+        schedule.append(spelled(text, {"F": near, "B": near, "f": far, "b": far}, p, half))
+    return schedule
+
+
+def spelled(text, stage, p, half):
+    """The actions that dual_pipe's letters stand for, on the rank with these stages."""
+    turn = {letter: count(half * (number // p)) for letter, number in stage.items()}
+    program, put_off = [], deque()
+    for letter in text:
+        if letter == "W":
+            program.append(put_off.popleft())
+        else:
+            program.append(Action(letter.upper(), stage[letter], next(turn[letter])))
+        if letter in "Bb":
+            put_off.append(program[-1]._replace(kind="W"))
+    return program
+
+
+def routes(schedule):
+    """{micro-batch: the range of stages that it goes through}, all of one length."""
+    met = {}
+    for action in (action for program in schedule for action in program):
+        met.setdefault(action.micro_batch, set()).add(action.stage)
+    length = max((max(stages) - min(stages) + 1 for stages in met.values()), default=0)
+    begin = {m: min(stages) // length * length for m, stages in met.items()}
+    return {m: range(first, first + length) for m, first in begin.items()}
+
+
+def needs(action, route):
+    """The actions that must have ended before this one can begin; route: its micro-batch's."""
     kind, s, m = action
     if kind == "W":
         return [Action("B", s, m)]
     if kind == "B":
-        return [Action("F", s, m)] + [Action("B", s + 1, m)] * (s + 1 < stages)
-    return [Action("F", s - 1, m)] * (s > 0)
+        return [Action("F", s, m)] + [Action("B", s + 1, m)] * (s + 1 in route)
+    return [Action("F", s - 1, m)] * (s - 1 in route)
 
 
 def in_turn(forward, backward, ahead):

@@ -5,6 +5,9 @@
                         rank 1  x [rows 2-3 of W] + b23     x23 [W: inputs 2-3]  / sum, then + b
     y = E[tokens]       [channels 0-1 of E]                 [words 0-1 of E], zero for other words
 
+5 words on 2 ranks are 3 each: the last row is zero, no token finds it, and its logit is -inf, so it
+gets no gradient, counts in no norm, and stays zero.
+
 The paper multiplies x A: columns of A are rows of PyTorch's weight. A layer becomes one of these
 in place, by its class: whoever refers to it has the split one. Its sizes stay those of the whole.
 """
@@ -19,8 +22,11 @@ from labkit.parts.layouts import Partial, Replicate, Shard, Shared
 class SplitLayer:
     """axis: an Axis. source, target: layouts of input and output.
 
-    cuts: {parameter's name: dim along which it is cut}. shared: which size the ranks share.
+    cuts: {parameter's name: dim along which it is cut}. shared: which size the ranks share. padded:
+    whether that need not be a multiple of them.
     """
+
+    padded = False
 
     def hand_on(self, y, layout):
         """The output, as wanted; and who draws the random numbers of what comes next."""
@@ -38,6 +44,21 @@ class ColumnLinear(SplitLayer, nn.Linear):
 
     def forward(self, x):
         return self.hand_on(super().forward(self.axis.shared(x, self.source)), Shard(-1))
+
+
+class PaddedColumnLinear(ColumnLinear):
+    """Some of the logits, -inf behind the last. forward: [..., in] -> [..., out / n, or more]."""
+
+    padded = True
+
+    def forward(self, x):
+        logits, own = super().forward(x), len(self.weight)
+        if own * self.axis.size == self.out_features:
+            return logits
+        if self.target == Replicate():
+            return logits[..., : self.out_features]
+        words = torch.arange(own, device=logits.device) + self.axis.rank * own
+        return logits.masked_fill(words >= self.out_features, -torch.inf)
 
 
 class RowLinear(SplitLayer, nn.Linear):
@@ -67,7 +88,7 @@ class ColumnEmbedding(SplitLayer, nn.Embedding):
 class RowEmbedding(SplitLayer, nn.Embedding):
     """Some words, zero for the others. forward: [...] int -> [..., width], a summand."""
 
-    cuts, shared = {"weight": 0}, "num_embeddings"
+    cuts, shared, padded = {"weight": 0}, "num_embeddings", True
 
     def forward(self, tokens):
         words = len(self.weight)

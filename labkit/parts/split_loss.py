@@ -22,8 +22,9 @@ def vocabulary_parallel_cross_entropy(
 ):
     """F.cross_entropy of logits of which each rank has V/n words. Collective.
 
-    logits: [..., V/n] float; target: [...] int64, of the whole vocabulary; both in any shape, the
-    same on all ranks. Returns, on all ranks, a scalar; with reduction="none" losses like target.
+    logits: [..., V/n] float, -inf where the last ranks' words are padding; target: [...] int64, of
+    the whole vocabulary; both in any shape, the same on all ranks. Returns, on all ranks, a scalar;
+    with reduction="none" losses like target.
     """
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"there is no reduction {reduction!r}, only 'mean', 'sum' and 'none'")
@@ -63,8 +64,13 @@ class CrossEntropy(torch.autograd.Function):
         comm.all_reduce(largest, dist.ReduceOp.MAX, group)
         shifted = logits - largest.unsqueeze(-1)
         exps = shifted.exp()
-        sums = torch.stack([exps.sum(-1), shifted.gather(-1, own).squeeze(-1).where(here, 0.0)])
+        wanted = shifted.gather(-1, own).squeeze(-1).where(here, 0.0)
+        # -inf alone may be an overflow; +inf, which no logit minus the largest is, tells all ranks
+        padded = logits[..., -1].isneginf().all()
+        wanted = wanted.masked_fill(padded & wanted.isneginf(), torch.inf)
+        sums = torch.stack([exps.sum(-1), wanted])
         comm.all_reduce(sums, group=group)
+        torch._assert_async((sums[1] != torch.inf).all(), "a target is padding, and no word")
         ctx.save_for_backward(exps.div_(sums[0].unsqueeze(-1)), own, here, counts)
         return (sums[0].log() - sums[1]).where(counts, 0.0)
 

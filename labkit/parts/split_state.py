@@ -1,30 +1,64 @@
 """Parameters of which each rank holds a slice along one dim, and state dicts of the whole.
 
     rank 0   weight [2, 6]  --- all_gather ---\\
-                                                weight [4, 6] on every rank  --- own slice ---> ...
+                                                weight [3, 6] on every rank  --- own slice ---> ...
     rank 1   weight [2, 6]  --- all_gather ---/
+             its second row is padding: zero, and never in the whole
 
 Sent per rank: (n-1)/n x bytes of the split parameters for full_state_dict; nothing to load one.
 """
 
-import torch
+from typing import NamedTuple
 
-from labkit.parts.layouts import cut, gathered
+import torch
+from torch.nn import functional as F
+
+from labkit.parts.layouts import Axis, gathered
+
+
+class Cut(NamedTuple):
+    """How a parameter is cut: dim along which it is, over which Axis, length of the whole there."""
+
+    dim: int
+    axis: Axis
+    length: int
+
+    def part(self, whole, name="a parameter"):
+        """This rank's slice of the whole, with zeros behind its end.
+
+        Raises RuntimeError where the whole is not as long as it was when it was cut.
+        """
+        shape = list(whole.shape)
+        expected = [*shape[: self.dim], self.length, *shape[self.dim + 1 :]]
+        if shape != expected:
+            raise RuntimeError(f"{name!r} is {shape} and should be {expected}")
+        size = -(-self.length // self.axis.size)
+        start = min(self.axis.rank * size, self.length)
+        own = whole.narrow(self.dim, start, min(size, self.length - start))
+        missing = size - own.shape[self.dim]
+        return F.pad(own, [0, 0] * (whole.dim() - 1 - self.dim) + [0, missing]) if missing else own
+
+    def whole(self, part):
+        """The whole, of the slices of all ranks. Collective."""
+        every = gathered(part, self.dim, self.axis)
+        if every.shape[self.dim] == self.length:
+            return every
+        return every.narrow(self.dim, 0, self.length).clone()  # a view is saved with its padding
 
 
 def cuts_of(module):
-    """{parameter: (dim along which it is cut, Axis)} of a module, whatever is around it."""
+    """{parameter: Cut} of a module, whatever is around it."""
     return {
-        part._parameters[name]: (dim, part.axis)
+        part._parameters[name]: Cut(dim, part.axis, getattr(part, part.shared))
         for part in module.modules()
         for name, dim in getattr(part, "cuts", {}).items()
         if part._parameters[name] is not None
     }
 
 
-def take_part(parameter, dim, axis):
+def take_part(parameter, cut):
     """The parameter becomes this rank's slice, in place: ties, optimizers and names stay."""
-    own = cut(parameter.data, dim, axis.size)[axis.rank]
+    own = cut.part(parameter.data)
     parameter.data = own.clone(memory_format=torch.contiguous_format)
 
 
@@ -35,7 +69,7 @@ def full_state_dict(module):
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if parameter in cuts:
             if parameter not in wholes:
-                wholes[parameter] = gathered(parameter.detach(), *cuts[parameter])
+                wholes[parameter] = cuts[parameter].whole(parameter.detach())
             state[name] = wholes[parameter]
     return state
 
@@ -48,10 +82,5 @@ def load_full_state_dict(module, state_dict, strict=True):
     cuts, given = cuts_of(module), dict(state_dict)
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if parameter in cuts and name in given:
-            dim, axis = cuts[parameter]
-            shape = list(parameter.shape)
-            shape[dim] *= axis.size
-            if list(given[name].shape) != shape:
-                raise RuntimeError(f"{name!r} is {list(given[name].shape)} and should be {shape}")
-            given[name] = cut(given[name], dim, axis.size)[axis.rank]
+            given[name] = cuts[parameter].part(given[name], name)
     return module.load_state_dict(given, strict)

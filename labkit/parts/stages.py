@@ -24,18 +24,21 @@ def by_stage(stage, name):
 class Stages:
     """modules: {stage: nn.Module} of this rank. names: (stage, name there) -> name in the whole.
 
+    length: stages of the model; those past it are copies of the first, the second, and so on.
     Collective. schedule: a text all ranks must have alike. Raises ValueError, on all ranks, for
     stages that are not where the schedule has them, and names that mean different tensors.
     """
 
-    def __init__(self, modules, names, owner, group, schedule, device):
+    def __init__(self, modules, names, length, owner, group, schedule, device):
         self.modules, self.group, self.device = dict(modules), group, device
         self.rank = dist.get_rank(group)
-        self.names = names or by_stage
         self.tensors = {}  # name in the whole: [this rank's tensors of that name]
+        self.first = {}  # name in the whole: the first stage of this rank that has it
         for stage, module in sorted(self.modules.items()):
             for own, tensor in module.state_dict(keep_vars=True).items():
-                copies = self.tensors.setdefault(self.names(stage, own), [])
+                name = (names or by_stage)(stage % length, own)
+                self.first.setdefault(name, stage)
+                copies = self.tensors.setdefault(name, [])
                 if not any(tensor is one for one in copies):
                     copies.append(tensor)
         self.holders = self.agree(owner, schedule)
@@ -49,7 +52,9 @@ class Stages:
 
     def agree(self, owner, schedule):
         """{name: [the ranks that hold it]}, the first stage's first."""
-        looks = {n: f"{list(t[0].shape)} {t[0].dtype}" for n, t in self.tensors.items()}
+        looks = {
+            n: (self.first[n], f"{list(t[0].shape)} {t[0].dtype}") for n, t in self.tensors.items()
+        }
         mine = {"schedule": schedule, "stages": sorted(self.modules), "looks": looks}
         texts = gather_bytes(json.dumps(mine).encode(), self.group, self.device)
         told, holders, known = [json.loads(text) for text in texts], {}, {}
@@ -61,12 +66,11 @@ class Stages:
                 raise ValueError(
                     f"rank {rank} has stages {one['stages']}; by the schedule it has {wanted}"
                 )
-        for rank, one in sorted(enumerate(told), key=lambda pair: pair[1]["stages"]):
-            for name, look in one["looks"].items():
-                holders.setdefault(name, []).append(rank)
+            for name, (stage, look) in one["looks"].items():
+                holders.setdefault(name, []).append((stage, rank))
                 if known.setdefault(name, look) != look:
                     raise ValueError(f"{name!r} is {known[name]} in one stage, {look} in another")
-        return holders
+        return {name: [rank for _, rank in sorted(pairs)] for name, pairs in holders.items()}
 
     @torch.no_grad()
     def make_equal(self):
@@ -88,9 +92,16 @@ class Stages:
         for rank in others:
             comm.send(tensor.data, rank, self.group)
 
+    def set_aside(self):
+        """{tied parameter: the gradient it had}; it has none any more."""
+        before = {p: p.grad for copies in self.tied.values() for p in copies}
+        for p in before:
+            p.grad = None
+        return before
+
     @torch.no_grad()
-    def add_tied(self):
-        """After a step's backwards: every copy's gradient becomes the sum over all copies."""
+    def add_tied(self, before):
+        """After a step's backwards: to every copy's gradient the sum over all copies is added."""
         for name, copies in self.tied.items():
             if not copies[0].requires_grad:
                 continue
@@ -105,7 +116,7 @@ class Stages:
                 work.wait()
             total = sum(parts[rank] for rank in sorted(parts))  # in one order, so bitwise alike
             for p in copies:
-                p.grad = total.clone()
+                p.grad = total.clone() if before[p] is None else before[p] + total
 
     def state_dict(self):
         """{name in the whole: this rank's tensor}."""

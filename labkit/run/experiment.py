@@ -17,7 +17,8 @@ import yaml
 
 from labkit import models
 from labkit.learning_rate import LR_RULES
-from labkit.trainer import HOOKED, HOOKS, LOW, MESHED, RECOMPUTE, STRATEGIES
+from labkit.run.meshed import check_axes, check_experts, check_shares
+from labkit.trainer import HOOKED, HOOKS, RECOMPUTE, STRATEGIES
 
 CHOICES = {
     "model": tuple(models.SIZES),
@@ -45,6 +46,8 @@ SMALLEST = {
     "pipeline": 1,
     "context": 1,
     "tensor": 1,
+    "expert": 1,
+    "experts": 0,
     "memory_mb": 0,
     "lr": 0,
     "momentum": 0,
@@ -64,8 +67,10 @@ class Experiment:
     recompute: which units of the model (labkit.models.unit) run again in backward.
     comm_hook: what carries DDP's gradients, an all-reduce by nodes or a compressor.
     every: local SGD and DiLoCo average after so many steps.
-    pipeline, context, tensor: ranks along these axes of a mesh; the others are along dp, where the
-        strategy is at work. Of the GPT; with a pipeline accumulation is its micro-batches.
+    pipeline, context, tensor, expert: ranks along these axes of a mesh; the others are along dp,
+        where the strategy is at work. Of the GPT; a pipeline's micro-batches are accumulation.
+    experts: so many networks in each block of the GPT, of which a token goes to two; 0: one. The
+        loss has 0.01 x what balances them, counted over all ranks, for each micro-batch.
     strategy="auto": the first of labkit.budget to fit memory_mb MiB a rank (0: what is free).
     compute="emulated": each unit sleeps in place of its arithmetic, block_ms milliseconds forward
         and twice that backward for the whole batch; a rank sleeps for its share of it.
@@ -94,6 +99,8 @@ class Experiment:
     pipeline: int = 1
     context: int = 1
     tensor: int = 1
+    expert: int = 1
+    experts: int = 0
     memory_mb: float = 0.0
     bucket_cap_mb: float = 25.0
     compute: str = "real"
@@ -134,38 +141,28 @@ class Experiment:
                 f"goes with {known}, not with {self.strategy}"
             )
 
+        if self.experts or self.expert > 1:
+            check_experts(self)
         if self.axes:
-            self.check_axes()
+            check_axes(self)
+            check_shares(self)
 
     @property
     def axes(self):
-        """{axis of labkit.composition: ranks along it} of those with more than one."""
-        sizes = {"pp": self.pipeline, "cp": self.context, "tp": self.tensor}
-        return {axis: size for axis, size in sizes.items() if size > 1}
+        """{axis of labkit.composition: ranks along it} of those with more than one.
 
-    def check_axes(self):
-        said = " x ".join(f"{axis} {size}" for axis, size in self.axes.items())
-        known = ("ddp_naive",) if self.pipeline > 1 else MESHED
-        if self.model != "gpt":
-            raise ValueError(f"Experiment({said}): the model gpt can be split, not {self.model}")
-        if self.strategy not in known:
-            raise ValueError(
-                f"Experiment({said}): goes with {', '.join(known)}, not {self.strategy}"
-            )
-        for name, usual in (("comm_hook", "none"), ("recompute", "none")):
-            if getattr(self, name) != usual:
-                raise ValueError(f"Experiment({said}): does not go with {name} yet")
-        if self.pipeline > 1 and (self.context > 1 or self.precision in LOW):
-            raise ValueError(
-                f"Experiment({said}): a pipeline takes no context axis, and fp32 or fp64"
-            )
+        With experts on several ranks there is ep, if only of size 1: all count what balances them.
+        """
+        sizes = {"pp": self.pipeline, "cp": self.context, "ep": self.expert, "tp": self.tensor}
+        kept = "ep" if self.experts and self.strategy != "single" else None
+        return {axis: size for axis, size in sizes.items() if size > 1 or axis == kept}
 
     def check_ranks(self, nproc):
         """Raise ValueError where the batch does not split evenly over ranks and accumulation."""
         inner = prod(self.axes.values())
         if nproc % inner:
             raise ValueError(f"{nproc} ranks are no multiple of the {inner} that {self.axes} need")
-        ranks = 1 if self.strategy == "single" else nproc // inner
+        ranks = 1 if self.strategy == "single" else nproc // inner * self.expert
         if self.batch_size % (ranks * self.accumulation):
             raise ValueError(
                 f"batch_size={self.batch_size} does not split into equal parts for {ranks} ranks "

@@ -6,15 +6,14 @@ step       one step, timed: its row, documented at `step_row`
 """
 
 from functools import cache, partial
-from math import nan, prod
+from math import nan
 
 import torch
 import torch.distributed as dist
 from torch.utils.data import default_collate
 
-from labkit import comm, models, tensor_parallel
+from labkit import comm, models
 from labkit.budget import choose
-from labkit.composition import Composed
 from labkit.compression import COMPRESSORS
 from labkit.hierarchical import FORMS
 from labkit.learning_rate import scaled_lr, warmup
@@ -24,11 +23,8 @@ from labkit.measure.memory import MemoryTracker
 from labkit.measure.monitor import Monitor, waited_ms
 from labkit.measure.timeline import Timeline
 from labkit.measure.traffic import TrafficCounter
-from labkit.mesh import Mesh
-from labkit.models import plans
-from labkit.models.gpt import Stage
-from labkit.pipeline import gpipe, one_f_one_b
 from labkit.recompute import checkpoint
+from labkit.run.meshed import compose, loss_of, mesh_of, model_of
 from labkit.sampler import Batches
 from labkit.trainer import (
     Trainer,
@@ -59,22 +55,22 @@ class Participant:
         self.world_size = 1 if alone else context.world_size
         self.mesh, rank, self.replicas = None, 0 if alone else context.rank, self.world_size
         if experiment.axes:
-            self.replicas //= prod(experiment.axes.values())
-            self.mesh = Mesh({"pp": 1, "dp": self.replicas, "cp": 1, "tp": 1} | experiment.axes)
-            rank = self.mesh.rank("dp")
+            self.mesh = mesh_of(experiment, self.world_size)
+            self.replicas = self.mesh.size("dp") * experiment.expert  # each has its own samples
+            rank = self.mesh.rank("dp") * experiment.expert + self.mesh.rank("ep")
         self.share = experiment.batch_size // self.replicas
         dataset = models.data.load(experiment.data, experiment.model)
         self.batches = Batches(dataset, self.share, self.replicas, rank, experiment.seed)
         self.build()
         e, self.flops = experiment, nan
-        if e.compute == "real":
+        if e.compute == "real" and not e.experts:  # which of them compute is told by the router
             self.flops = self.replicas * share_flops(e.model, e.size, e.data, self.share)
 
     def build(self):
         e = self.experiment
         torch.manual_seed(e.seed)
         self.dtype = torch.float64 if e.precision == "fp64" else torch.float32
-        module = models.build(e.model, e.size).to(self.device, self.dtype)
+        module = model_of(e).to(self.device, self.dtype)
         lr = scaled_lr(e.lr, e.batch_size, e.reference_batch, e.lr_rule, e.linear_until)
         momentum = {"momentum": e.momentum} if e.optimizer == "sgd" else {}
         options = {"lr": lr, "weight_decay": e.weight_decay, **momentum}
@@ -84,9 +80,10 @@ class Participant:
         recompute(module, e.recompute, models.unit(e.model))
         if e.compute == "emulated":
             part = self.share / e.batch_size / e.accumulation / e.context / e.tensor
-            how = {"arithmetic": bool(e.axes)}  # what is inside of a block sends messages
+            # what is inside of a block sends messages, or balances
+            how = {"arithmetic": bool(e.axes or e.experts)}
             models.emulate(module, models.unit(e.model), forward_ms=e.block_ms * part, **how)
-        hook = comm_hook(e.comm_hook)
+        loss, hook = loss_of(e, module), comm_hook(e.comm_hook)
         self.compressor = hook if e.comm_hook in COMPRESSORS else None
         wrapping = e.strategy, models.unit(e.model), e.bucket_cap_mb, hook
         self.model = (
@@ -100,7 +97,7 @@ class Participant:
         schedule = warmup(plain, e.warmup_steps, falling) if e.warmup_steps or falling else None
         low = mixed_precision(e.precision, self.device, self.group)
         self.trainer = Trainer(
-            self.model, optimizer, models.loss(e.model), e.accumulation, schedule,
+            self.model, optimizer, loss, e.accumulation, schedule,
             self.timeline.span, compressor=self.compressor, **low,
         )  # fmt: skip
         self.last_gradient = 0.0
@@ -215,18 +212,6 @@ class Participant:
             later = [event for event in events if event.start >= end]
             return 1e3 * (end - self.last_gradient) + waited_ms(later)
         return waited_ms(events)
-
-
-def compose(module, mesh, e, wrapping):
-    """The GPT of an Experiment `e` on its mesh. wrapping: arguments of trainer.parallelize."""
-    plan = plans.gpt(tensor_parallel, whole_logits=True)
-    if e.pipeline == 1:
-        return Composed(
-            module, mesh, plan, lambda m, process_group: parallelize(m, *wrapping, process_group)
-        )
-    schedule = one_f_one_b if e.accumulation >= e.pipeline else gpipe
-    stages = {"stage": Stage, "schedule": schedule, "micro_batches": e.accumulation}
-    return Composed(module, mesh, plan, loss=models.loss(e.model), **stages)
 
 
 @cache

@@ -13,6 +13,7 @@ from matplotlib.patches import Patch
 
 from labkit.measure.bubble import bubble
 from labkit.parts.dependencies import play
+from labkit.parts.schedules import routes
 from labkit.show import style
 
 KINDS = {"F": "forward", "B": "backward", "W": "weights"}
@@ -30,9 +31,9 @@ def played(schedule, forward_ms=1.0, input_ms=None, weights_ms=None, message_ms=
 
     Times are those of a rank's whole part of the model: of several stages each takes its share.
     """
-    most = max(len({action.stage for action in program}) for program in schedule)
+    share = len(routes(schedule)[0]) / len(schedule)  # stages of the model, a rank
     lengths = (forward_ms, input_ms or forward_ms, weights_ms or forward_ms)
-    cost = dict(zip("FBW", (length / most for length in lengths), strict=True))
+    cost = dict(zip("FBW", (length / share for length in lengths), strict=True))
     times, owner = play(schedule, cost, message_ms)
     rows = [
         {"rank": owner[a.stage], "lane": "compute", **a._asdict(), "start_ms": b, "end_ms": e}

@@ -17,6 +17,7 @@ import pandas as pd
 from labkit import pipeline
 from labkit.measure.bubble import bubble
 from labkit.parts.dependencies import most_held
+from labkit.parts.schedules import routes
 from labkit.show import controls, style
 from labkit.show.notebook import table
 from labkit.show.pipelines import pipelines, played
@@ -28,6 +29,7 @@ STAGES_OF_A_RANK = {
     "interleaved": 2,
     "zero_bubble": 1,
     "v_shaped": 2,
+    "dual_pipe": 2,
 }
 
 
@@ -53,8 +55,8 @@ def compared(frames, states, unit_ms):
     for name, frame in frames.items():
         schedule = states[name].written()
         predicted, measured = bubble(played(schedule, unit_ms)), bubble(frame)
-        a_rank = STAGES_OF_A_RANK[states[name].schedule]
-        held = ", ".join(f"{count / a_rank:g}" for count in most_held(schedule))
+        share = len(routes(schedule)[0]) / len(schedule)  # stages of the model, a rank
+        held = ", ".join(f"{count / share:g}" for count in most_held(schedule))
         rows.append((name, predicted, measured, measured / predicted, held))
     columns = ["schedule", "predicted_bubble", "measured_bubble", "ratio", "held"]
     return pd.DataFrame(rows, columns=columns)

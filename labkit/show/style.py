@@ -118,6 +118,7 @@ NAMES = {
     "interleaved": "interleaved 1F1B",
     "zero_bubble": "zero bubble (ZB-H1)",
     "v_shaped": "V-shaped (ZB-V)",
+    "dual_pipe": "DualPipe",
     "step_ms": "step time",
     "forward_ms": "forward",
     "backward_ms": "backward",

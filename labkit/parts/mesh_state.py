@@ -1,0 +1,68 @@
+"""A model on a mesh of axes, from outside: which elements of which whole a rank holds.
+
+    axis   a rank holds                     in a checkpoint
+    pp     some layers                      those names
+    ep     some experts                     those names
+    tp     rows, or columns, of a matrix    elements in a row, or what places.py makes of them
+    dp     all, with FSDP a shard           written once, a part by each; the shard
+
+So what one mesh has saved, any other loads, and one process: names and elements are the whole's.
+"""
+
+import json
+from math import prod
+
+from labkit.parts.full_state import ShardedModel
+from labkit.parts.places import Columns
+from labkit.parts.replicas import gather_bytes
+from labkit.parts.rows import span
+from labkit.parts.wrapper import Wrapper
+
+
+class MeshModel(Wrapper):
+    """Base of Composed. Subclasses have mesh; pipeline, or None; replicas, the group along which
+    gradients are averaged, or None; names, {name in the whole: the first of those that are tied};
+    cuts, {first name: Cut}.
+    """
+
+    def state_dict(self, *args, **kwargs):
+        """What this rank holds, by the names of the whole. Whole: full_state_dict()."""
+        if not self.pipeline:
+            return super().state_dict(*args, **kwargs)
+        state = self.pipeline.state_dict()
+        return {name: state[first] for name, first in self.names.items() if first in state}
+
+    def load_state_dict(self, state_dict, strict=True, assign=False):
+        """Of this rank, from a mesh with the same axes; of others: load_full_state_dict."""
+        if not self.pipeline:
+            return super().load_state_dict(state_dict, strict, assign)
+        return self.pipeline.load_state_dict(state_dict, strict)
+
+    def places(self):
+        """{name: which elements of the whole this rank holds, as Place has it after its name}.
+
+        None of what only other ranks have.
+        """
+        shards = self.module.places() if isinstance(self.module, ShardedModel) else {}
+        found = dict.fromkeys(self.names)
+        for name, tensor in self.state_dict().items():
+            start, stop, shape = shards.get(name) or span(tensor)
+            found[name] = start, stop, shape
+            if self.names[name] in self.cuts:
+                dim, axis, length = self.cuts[self.names[name]]
+                whole = (*shape[:dim], length, *shape[dim + 1 :])
+                if dim == 0:  # what is behind the end of the whole is padding
+                    first = axis.rank * prod(shape)
+                    start, stop = (min(first + place, prod(whole)) for place in (start, stop))
+                among = self.replicas if name in shards else None
+                columns = Columns(dim, axis, shape, among) if dim else None
+                found[name] = start, stop, whole, columns
+        return found
+
+    def of_all_ranks(self, names):
+        """The names, together with those that other ranks give. Collective."""
+        if len(self.state_dict()) == len(self.names):
+            return names
+        device = next(self.parameters()).device
+        told = gather_bytes(json.dumps(names).encode(), device=device)
+        return list(dict.fromkeys(name for text in told for name in json.loads(text)))
