@@ -1,6 +1,6 @@
 """The import rule of labkit/__init__.py, read from the sources: imports go downward only.
 
-show -> run -> {trainer, measure, models}      measure -> comm
+show -> run -> {trainer, measure, models}      measure -> comm      show -> scale
 trainer -> composition -> {ddp, zero, fsdp, ...} -> parts -> {mesh, comm} -> torch
 """
 
@@ -22,8 +22,9 @@ BELOW = {
     "trainer": {"floor", "part", "algorithm", "composition"},
     "models": {"models"},
     "measure": {"floor", "measure"},
+    "scale": {"scale"},
     "run": {"floor", "part", "algorithm", "composition", "trainer", "measure", "models", "run"},
-    "show": {"floor", "part", "algorithm", "composition", "trainer", "measure", "models", "run", "show"},
+    "show": {"floor", "part", "algorithm", "composition", "trainer", "measure", "models", "run", "scale", "show"},
 }
 FROM_SCRATCH = {"floor", "part", "algorithm"}
 # What a checkpoint must reach, and nobody learns from rebuilding: storage behind a URL, numpy's random state.
@@ -161,6 +162,8 @@ BAD = {
     "run imports show": ("labkit.run.magic", "from labkit.show import plots"),
     "the trainer imports a model": ("labkit.trainer", "from labkit.models import build"),
     "a model knows of ranks": ("labkit.models.gpt", "import torch.distributed as dist"),
+    "an algorithm knows of larger machines": ("labkit.budget", "from labkit.scale import memory"),
+    "a prediction is measured": ("labkit.scale.cost", "from labkit.measure import flops"),
     "a model imports comm": ("labkit.models.gpt", "from labkit import comm"),
     "an algorithm needs numpy": ("labkit.ddp", "import numpy"),
     "an algorithm is its oracle": ("labkit.ddp", "from torch.nn.parallel import DistributedDataParallel"),

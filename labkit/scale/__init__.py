@@ -5,9 +5,11 @@
     job.py        a training job as a row of a table: what is missing has a stated default
     cost.py       the time of layers, collectives and a pipeline: tokens per second
     memory.py     what a GPU holds, by kind: the peak, and what is the largest
-    constants.py  what the two cannot know, fitted: each with its meaning, unit and spread
+    constants.py  what the two cannot know, fitted: a table, each with its meaning, unit and spread
     fit.py        the fit on others' published rows, and its error on those kept out
     predict.py    the command: rows in, rows with predictions out
+
+    published/    the rows of others, and how far off the predictions of them are
 
 Nothing here is measured: what these files return is predicted.
 """

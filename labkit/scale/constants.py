@@ -1,47 +1,53 @@
-"""What the model of cost and memory cannot know: a few fitted constants, for all rows alike.
+"""What the model of cost and memory cannot know: a few fitted constants, the same for all rows.
 
-Each has a meaning, a unit and a spread: the least and the largest value it takes when the fit
-leaves out one of the published sources, or one size of job or model, after another. None belongs
-to a row or to a model. Written by `python -m labkit.scale.fit --write`; where the rows are
-from: published/README.md.
+    constants.csv   name, value, unit, low, high, guess, column, meaning
+
+low and high are its spread: the least and the largest value it takes when the fit is repeated
+without one source, one size of model or one number of GPUs after another. guess: where every
+search begins, and what stays where no row tells. column: the published figure that it is fitted
+to. None belongs to a row or to a model; host, contention and straggle are of a stack that launches
+each layer from Python (nanotron). Written by `python -m labkit.scale.fit --write`.
 """
 
-from dataclasses import dataclass
+import csv
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+TABLE = Path(__file__).with_name("constants.csv")
 
 
 @dataclass(frozen=True)
 class Constant:
-    """A fitted number. low, high: its spread, where the fit has been repeated without some rows."""
+    """A fitted number, its unit, spread, first guess, what it is fitted to, what it means."""
 
+    name: str
     value: float
     unit: str
-    meaning: str
     low: float
     high: float
+    guess: float
+    column: str
+    meaning: str
 
 
-TIME = {
-    "matmul_volta": Constant(0.80, "of achievable", "products of V100 in a job", 0, 0),
-    "matmul_ampere": Constant(0.90, "of achievable", "products of A100 in a job", 0, 0),
-    "matmul_hopper": Constant(0.80, "of achievable", "products of H100 and later", 0, 0),
-    "edge": Constant(100.0, "elements", "a side of a product at which half its time is lost", 0, 0),
-    "attention": Constant(0.55, "of peak", "fused attention, as on A100", 0, 0),
-    "traffic": Constant(1.6, "of counted", "bytes that norms, sums and gates really move", 0, 0),
-    "logits": Constant(16.0, "byte/element", "what the loss moves for each logit", 0, 0),
-    "host": Constant(4.4, "ms", "launching a layer of a split model, forward and backward", 0, 0),
-    "contention": Constant(2.1, "ms", "more of it per rank of tp, pp crossing nodes", 0, 0),
-    "node_share": Constant(0.75, "of wire", "a node's links in collectives", 0, 0),
-    "network_share": Constant(0.7, "of wire", "the network in collectives", 0, 0),
-    "node_hop": Constant(20.0, "us", "a ring's step inside a node", 0, 0),
-    "network_hop": Constant(100.0, "us", "a ring's step between nodes", 0, 0),
-    "exposed": Constant(0.3, "of the shorter", "what overlap of messages does not hide", 0, 0),
-    "data_exposed": Constant(0.8, "of the messages", "gradients' messages that are waited for", 0, 0),
-    "fused": Constant(0.6, "of eager", "bytes moved when the model is compiled", 0, 0),
-}
-MEMORY = {
-    "saved": Constant(1.2, "of counted", "activations kept, copies that nobody needs included", 0, 0),
-    "logits_held": Constant(12.0, "byte/element", "logits, their softmax and gradients", 0, 0),
-    "runtime": Constant(1.0, "GiB", "workspaces, buffers of messages, the rest", 0, 0),
-    "whole": Constant(8.0, "byte/parameter", "what ZeRO-1 leaves whole", 0, 0),
-    "limit": Constant(0.97, "of memory", "what a job can fill before it runs out", 0, 0),
-}
+def read():
+    """The committed constants: a list of Constant."""
+    with TABLE.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    numbers = ("value", "low", "high", "guess")
+    return [Constant(**row | {name: float(row[name]) for name in numbers}) for row in rows]
+
+
+def write(constants):
+    """Commit constants to the table, four digits of each."""
+    with TABLE.open("w", newline="", encoding="utf-8") as file:
+        rows = [asdict(constant) for constant in constants]
+        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
+        writer.writeheader()
+        for row in rows:
+            writer.writerow(row | {name: f"{row[name]:.4g}" for name in ("value", "low", "high")})
+
+
+def values():
+    """Name to value: what cost.py and memory.py take as `c`."""
+    return {constant.name: constant.value for constant in read()}

@@ -1,4 +1,4 @@
-"""The time of a training step: layers by roofline, messages by alpha-beta, a pipeline, what overlaps.
+"""The time of a training step: layers by roofline, messages by alpha-beta, a pipeline, overlap.
 
     layer       products / (peak x efficiency by size)  +  bytes moved / bandwidth
                 or what the host needs to launch it, where that is longer
@@ -16,9 +16,14 @@ NVIDIA Hopper Architecture, 2024 (the older instructions reach 0.62 of H100's pe
 """
 
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, log2
 
 OLD_INSTRUCTIONS = 0.62
+NODE_SHARE = 0.79  # of the wire in a node's rings: A100 0.78, H200 0.81, B200 0.76 (nccl_busbw.csv)
+NETWORK_SHARE = 0.73  # of the adapters between nodes: 36.5 of 50 GB/s (alpha_beta.csv, 4 x B200)
+NODE_HOP, NETWORK_HOP = 3.4e-6, 14e-6  # s, a ring's step: NCCL's own model, Simple (alpha_beta.csv)
+REPEATED = {"none": 0, "full": 1, "half": 0.5, "selective": 0.25}  # of a forward
+STOPS_EARLY = ("PyTorch", "torchtitan")  # torch.utils.checkpoint, use_reentrant=False: early stop
 OPTIMIZER_BYTES = 30  # fp32 gradient, master and two moments, read; all but the first written; bf16
 
 
@@ -26,7 +31,7 @@ OPTIMIZER_BYTES = 30  # fp32 gradient, master and two moments, read; all but the
 class Step:
     """Seconds of a step by what they go to; tokens per second and GPU."""
 
-    stages: float
+    steady: float
     bubble: float
     gradients: float
     optimizer: float
@@ -36,22 +41,28 @@ class Step:
 def predict_step(job, c):
     """The Step of a Job. c: constants, name to value."""
     layer, head = layer_seconds(job, c), head_seconds(job, c)
-    work = [layers * layer for layers in stage_layers(job)]
-    work[-1] += head
-    slowest = max(work) + 2 * hand_over(job, c)
+    work = [layers * layer + heads * head for layers, heads, _ in job.stages]
+    slowest = max(work) + 2 * hand_over(job)
     bubble = (sum(work) - max(work)) / job.vpp
-    stages = job.grad_accum * slowest
+    steady = job.grad_accum * slowest
     gradients = gradient_seconds(job, c)
     held = job.shape.parameters / job.tp / job.pp / (job.dp if job.zero else 1)
     optimizer = held * OPTIMIZER_BYTES / (1e9 * job.gpu.memory_gbs)
-    seconds = stages + bubble + gradients + optimizer
-    return Step(stages, bubble, gradients, optimizer, job.step_tokens / job.n_gpus / seconds)
+    seconds = steady + bubble + gradients + optimizer
+    return Step(steady, bubble, gradients, optimizer, job.step_tokens / job.n_gpus / seconds)
 
 
 def layer_seconds(job, c):
     """Forward and backward of one layer on one micro-batch, on one rank."""
-    shape, width, tokens = job.shape, job.gpu.generation, job.tokens
-    generation = "hopper" if width == "blackwell" else width
+    nodes = ceil(job.tp / job.gpus_per_node)
+    waits = tensor_passes(job) * (nodes - 1) * 1e-3 * c["straggle"]
+    return waits + max(device_seconds(job, c), host_seconds(job, c))
+
+
+def device_seconds(job, c):
+    """The same as far as the GPU and its messages need it."""
+    shape, tokens = job.shape, job.tokens
+    generation = job.gpu.generation.replace("blackwell", "hopper")
     rate = job.gpu.peak(job.dtype) * c[f"matmul_{generation}"]
     products = 0.0
     for weights, side in (
@@ -62,7 +73,7 @@ def layer_seconds(job, c):
         products += 2 * weights / job.tp * tokens * edges / rate
     fused = job.precision != "fp16"  # jobs in fp16 are older than fused attention
     attention = 0.0
-    moved = shape.moved_bytes() * c["traffic"] * (c["fused"] if job.compiled else 1)
+    moved = shape.moved_bytes() * (1 if job.compiled else c["traffic"])
     if fused:
         peak = 1e12 * job.gpu.tflops["bf16"] * c["attention"]
         peak *= OLD_INSTRUCTIONS if generation == "hopper" else 1
@@ -74,20 +85,27 @@ def layer_seconds(job, c):
     moving = moved * tokens / split / (1e9 * job.gpu.memory_gbs)
     forward = products + attention + moving
     backward = 2 * products + 2.5 * attention + 2 * moving
-    again = {"none": 0, "full": 1, "half": 0.5, "selective": 0.25}[job.recompute]
-    compute = backward + (1 + again) * forward + tensor_seconds(job, c, again)
+    spared = 0.0
+    if job.framework.startswith(STOPS_EARLY):  # the last product's output is not needed again
+        spared = products * shape.top_k * shape.hidden * shape.ffn / shape.layer_products
+    compute = forward + backward + REPEATED[job.recompute] * (forward - spared)
+    compute += tensor_seconds(job, c)
     if job.zero == 3:
         messages = unit_seconds(job, c)
         compute = max(compute, messages) + c["exposed"] * min(compute, messages)
-    return max(compute, host_seconds(job, c))
+    return compute
+
+
+def crosses(job):
+    """Do the messages of a pipeline leave the node?"""
+    return job.pp > 1 and job.n_gpus > job.gpus_per_node
 
 
 def host_seconds(job, c):
     """What the host needs to launch a layer. Only an eager stack that splits layers feels it."""
     if job.framework != "nanotron":
         return 0.0
-    crossing = job.pp > 1 and job.n_gpus > job.gpus_per_node
-    more = c["contention"] * job.tp if crossing and job.tp > 1 else 0.0
+    more = c["contention"] * job.tp if crosses(job) and job.tp > 1 else 0.0
     return 1e-3 * (c["host"] * (1 if job.tp > 1 else 0.5) + more)
 
 
@@ -109,13 +127,14 @@ def link(job, size, stride, c):
     """(byte/s, seconds of a ring's round) in a group of `size` ranks that lie `stride` apart."""
     members = max(1, min(size, job.gpus_per_node // stride))
     nodes = ceil(size / members)
-    node = 1e9 * job.gpu.node_gbs * c["node_share"]
-    alpha = (size - nodes) * 1e-6 * c["node_hop"]
+    node = 1e9 * job.gpu.node_gbs * NODE_SHARE
+    alpha = (size - nodes) * NODE_HOP
     if nodes == 1:
         return node, alpha
     share = min(1.0, members / job.gpus_per_node)
-    network = 1e9 / 8 * job.network_gbps * share * c["network_share"]
-    return min(node, network), alpha + nodes * 1e-6 * c["network_hop"]
+    network = 1e9 / 8 * job.network_gbps * share * NETWORK_SHARE
+    network /= 1 + c["crowding"] * log2(nodes)
+    return min(node, network), alpha + nodes * NETWORK_HOP
 
 
 def gather_seconds(job, size, stride, total, c):
@@ -126,18 +145,25 @@ def gather_seconds(job, size, stride, total, c):
     return alpha + (size - 1) / size * total / bandwidth
 
 
-def tensor_seconds(job, c, again):
-    """A layer's messages over tp (and, of keys and values, over cp), which nothing hides."""
+def tensor_passes(job):
+    """All-gathers and reduce-scatters over tp of a layer: 2 all-reduces forward, 2 backward."""
+    if job.tp == 1:
+        return 0
+    return 8 + 4 * REPEATED[job.recompute] + 2 * sequence_split(job)
+
+
+def tensor_seconds(job, c):
+    """A layer's messages over tp (and, of keys and values, over cp)."""
     whole = 2 * job.tokens * job.shape.hidden
-    passes = 4 + 4 + 4 * again + 2 * sequence_split(job)
-    split = passes * gather_seconds(job, job.tp, 1, whole, c)
+    split = tensor_passes(job) * gather_seconds(job, job.tp, 1, whole, c)
     keys = 2 * 2 * job.tokens * job.cp * job.shape.key_width / job.tp
-    return split + (3 + again) * gather_seconds(job, job.cp, job.tp, keys, c)
+    ring = (3 + REPEATED[job.recompute]) * gather_seconds(job, job.cp, job.tp, keys, c)
+    return c["tensor_exposed"] * split + ring
 
 
 def unit_seconds(job, c):
     """Of FSDP: a layer's parameters gathered twice, its gradients scattered, for a micro-batch."""
-    total = 2 * job.shape.layer_parameters / job.tp / job.pp * job.pp
+    total = 2 * job.shape.layer_parameters / job.tp
     return 3 * gather_seconds(job, job.dp * job.cp, job.tp, total, c)
 
 
@@ -151,25 +177,12 @@ def gradient_seconds(job, c):
     return c["data_exposed"] * 2 * once
 
 
-def hand_over(job, c):
+def hand_over(job):
     """A micro-batch's activations from one stage to the next."""
     if job.pp == 1:
         return 0.0
     inside = job.n_gpus <= job.gpus_per_node
-    share = job.network_gbps / 8 / job.gpus_per_node * c["network_share"]
-    bandwidth = 1e9 * (job.gpu.node_gbs * c["node_share"] if inside else share)
+    share = job.network_gbps / 8 / job.gpus_per_node * NETWORK_SHARE
+    bandwidth = 1e9 * (job.gpu.node_gbs * NODE_SHARE if inside else share)
     total = 2 * job.tokens * job.shape.hidden / (job.tp if sequence_split(job) else 1)
-    return 1e-6 * c["node_hop" if inside else "network_hop"] + total / bandwidth
-
-
-def stage_layers(job):
-    """Layers of each stage, [pp]: equally many; in nanotron the output layer counts as work."""
-    if job.framework != "nanotron":
-        fewest, more = divmod(job.shape.layers, job.pp)
-        return [fewest + (stage < more) for stage in range(job.pp)]
-    layer, head = job.shape.layer_products, job.shape.embedding_parameters
-    each = (job.shape.layers * layer + head) / job.pp
-    counts = [0] * job.pp
-    for number in range(1, job.shape.layers + 1):
-        counts[min(job.pp, ceil(number * layer / each - 1e-9)) - 1] += 1
-    return counts
+    return (NODE_HOP if inside else NETWORK_HOP) + total / bandwidth

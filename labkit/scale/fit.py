@@ -1,23 +1,29 @@
 """The fitted constants, and the error of what they predict on rows that no fit has seen.
 
     python -m labkit.scale.fit           both errors, beside the null models'
-    python -m labkit.scale.fit --write   fit anew; constants.py and scores.json are written
+    python -m labkit.scale.fit --write   fit anew; constants.csv and scores.json are written
 
-    published rows ---- in the fit:  nanotron on 8 and 16 GPUs, llm-foundry on 8 up to 13b, Megatron
-                  \\                  on V100
-                   +--- kept out:    by source (torchtitan, Megatron-LM's own of 2020, OneFlow,
-                                     DeepSpeed) and by size (nanotron on 32 GPUs, llm-foundry on 16
-                                     to 64 and its 30b and 70b)
+    published rows ---- in the fit:  nanotron, llm-foundry, Megatron on V100
+                  \\
+                   +--- kept out:    by source: torchtitan, Megatron-LM's own of 2020, OneFlow,
+                                     DeepSpeed
+                                     by size: of the fit of time all models of more than 4 billion
+                                     parameters and sequences of 32,768 and more; of the fit of
+                                     memory all jobs of more than 16 GPUs
 
-Least is the mean of |log(predicted / published)|, each cut at 0.4: rows that crawl for reasons no
-formula has (allocators, retries) do not pull. One constant at a time is moved by a step that
-shrinks: Hooke and Jeeves, "Direct Search" Solution, JACM 1961. The null models: a constant MFU, and
-16 to 18 bytes a parameter and 34 s b h of Korthikanti et al., MLSys 2023.
+Least is the mean of d^2 / (1 + d^2), d = log(predicted / published) / width, with a width of 0.3,
+then of 0.1: rows that crawl for reasons no formula has (allocators, retries) hardly pull. A
+constant that no row tells stays where it was guessed. One at a time is moved by a step that
+shrinks, then all of them further along: Hooke and Jeeves, "Direct Search" Solution, JACM 1961.
+The null models: a constant MFU, and 16 to 18 bytes a parameter and 34 s b h of Korthikanti et al.,
+MLSys 2023.
 """
 
 import argparse
 import csv
 import json
+from collections import Counter
+from dataclasses import replace
 from math import log
 from pathlib import Path
 from statistics import mean, median
@@ -30,7 +36,9 @@ from labkit.scale.memory import GIB, predict_memory
 ROWS = Path(__file__).with_name("published") / "training_steps.csv"
 SCORES = Path(__file__).with_name("published") / "scores.json"
 OTHER_SOURCES = ("torchtitan", "Megatron-LM-2020", "DLPerf-GPT-OneFlow", "DLPerf-DeepSpeed")
-CUT = 0.4
+WIDTHS = (0.3, 0.1)
+DOUBT = 3e-4  # what it costs to leave a guess by a factor of e
+GROUPS = {"in the fit": "", "kept out by size": "size", "kept out by source": "source"}
 
 
 def published():
@@ -39,13 +47,14 @@ def published():
         return [row | {"job": job_of(row)} for row in csv.DictReader(file)]
 
 
-def kept_out(row):
-    """Why a row is in no fit: "source", "size", or "" for one that is in the fit."""
+def kept_out(row, column):
+    """Why a row is not in the fit of a column: "source", "size", or "" for one that is in it."""
     if row["source"].startswith(OTHER_SOURCES):
         return "source"
-    most = 16 if row["source"] == "ultrascale-playbook" else 8
-    large = int(row["n_gpus"]) > most and not row["source"].startswith("DLPerf")
-    return "size" if large or row["model"] in ("30b", "70b") else ""
+    if column == "mem_gib":
+        return "size" if row["job"].n_gpus > 16 else ""
+    larger = row["job"].shape.parameters > 4e9 or row["job"].context >= 32768
+    return "size" if larger else ""
 
 
 def speed(job, c):
@@ -53,34 +62,50 @@ def speed(job, c):
 
 
 def gib(job, c):
-    return predict_memory(job, c).total
+    return predict_memory(job, c).shown
 
 
-def loss(rows, column, predict, c):
-    return mean(min(CUT, abs(log(predict(row["job"], c) / float(row[column])))) for row in rows)
+def runs(job, c):
+    return predict_memory(job, c).fits
+
+
+def loss(rows, column, predict, c, width=WIDTHS[-1]):
+    """How far the rows are off, from 0 to 1: one that is off by the width counts a half."""
+    far = [log(predict(row["job"], c) / float(row[column])) / width for row in rows]
+    return mean(d * d / (1 + d * d) for d in far)
 
 
 def search(rows, column, predict, start, names):
     """The constants `names` of `start` that make the loss of the rows least: a dict."""
+    if not rows:
+        return start
+
+    def far(c, width):
+        doubt = sum(log(c[name] / start[name]) ** 2 for name in names)
+        return loss(rows, column, predict, c, width) + DOUBT * doubt
+
     best = dict(start)
-    least = loss(rows, column, predict, best)
-    step = 1.3
-    while step > 1.01:
-        before = least
-        for name in names:
-            for factor in (step, 1 / step):
-                tried = best | {name: best[name] * factor}
-                found = loss(rows, column, predict, tried)
-                if found < least:
-                    best, least = tried, found
-        if before - least < 1e-5:
-            step = step**0.5
+    for width in WIDTHS:
+        least, step = far(best, width), 1.3
+        while step > 1.01:
+            before, since = least, best
+            for name in names:
+                for factor in (step, 1 / step):
+                    tried = best | {name: best[name] * factor}
+                    found = far(tried, width)
+                    if found < least:
+                        best, least = tried, found
+            onward = {name: best[name] / since[name] for name in names}
+            while (found := far(tried := along(best, onward), width)) < least:
+                best, least = tried, found
+            if before - least < 1e-5:
+                step = step**0.5
     return best
 
 
-def values():
-    """The committed constants: name to value."""
-    return {n: k.value for n, k in (constants.TIME | constants.MEMORY).items()}
+def along(c, factors):
+    """One more step the way that all the last ones together went."""
+    return c | {name: c[name] * factor for name, factor in factors.items()}
 
 
 def errors(rows, column, predict, c):
@@ -101,67 +126,104 @@ def null_gib(job, c):
     return (held * job.shape.parameters / job.tp / job.pp + layers) / GIB
 
 
-def out_of_memory(rows, fits):
+def null_fits(job, c):
+    return null_gib(job, c) <= job.gpu.memory_gib
+
+
+def out_of_memory(rows, fits, c):
     """(share of the crashed rows that are found, share of those that ran called out of memory)."""
-    crashed = [fits(row["job"]) for row in rows if row["status"] == "crashed_or_oom"]
-    ran = [fits(row["job"]) for row in rows if row["status"].startswith("ok")]
+    crashed = [fits(row["job"], c) for row in rows if row["status"] == "crashed_or_oom"]
+    ran = [fits(row["job"], c) for row in rows if row["status"].startswith("ok")]
     return (crashed.count(False) / len(crashed) if crashed else None), ran.count(False) / len(ran)
 
 
 def scores(rows, c):
     """Median errors by what was kept out, ours and the null models': a dict for JSON."""
-    groups = {"in the fit": "", "kept out by size": "size", "kept out by source": "source"}
-    fitted = [row for row in rows if not kept_out(row) and row["tok_s_gpu"]]
+    fitted = [row for row in rows if row["tok_s_gpu"] and not kept_out(row, "tok_s_gpu")]
     mfu = median(float(r["tok_s_gpu"]) / null_speed(r["job"], {"mfu": 1.0}) for r in fitted)
-    found = {}
-    for name, why in groups.items():
-        group = [row for row in rows if kept_out(row) == why]
-        sources = {row["source"].split("-20")[0] for row in group}
-        for part in ("all", *sorted(sources)):
-            these = [r for r in group if part == "all" or r["source"].startswith(part)]
-            line = {"rows": len(these)}
-            for column, ours, null in (
-                ("tok_s_gpu", speed, null_speed),
-                ("mem_gib", gib, null_gib),
-            ):
-                if any(row[column] for row in these):
-                    line[column] = round(median(errors(these, column, ours, c)), 4)
-                    other = median(errors(these, column, null, {"mfu": mfu}))
-                    line[f"{column} null"] = round(other, 4)
-            hits, alarms = out_of_memory(these, lambda job: predict_memory(job, c).fits)
-            if hits is not None:
-                line |= {"oom found": round(hits, 4), "false alarms": round(alarms, 4)}
-            found[f"{name}: {part}"] = line
+    found = {"tok_s_gpu": {}, "mem_gib": {}, "fits": {}}
+    for column, ours, null in (("tok_s_gpu", speed, null_speed), ("mem_gib", gib, null_gib)):
+        for name, why in GROUPS.items():
+            group = [row for row in rows if row[column] and kept_out(row, column) == why]
+            for part in ("all", *sorted({row["source"] for row in group})):
+                these = [row for row in group if part in ("all", row["source"])]
+                error = median(errors(these, column, ours, c))
+                other = median(errors(these, column, null, {"mfu": mfu}))
+                line = {"rows": len(these), "error": round(error, 4), "null": round(other, 4)}
+                found[column][f"{name}: {part}"] = line
+    for name, why in GROUPS.items():
+        group = [row for row in rows if kept_out(row, "mem_gib") == why]
+        for by, fits in (("", runs), (", null", null_fits)):
+            share, alarms = out_of_memory(group, fits, c)
+            if share is not None:
+                line = {"rows": len(group), "found": round(share, 4), "false": round(alarms, 4)}
+                found["fits"][f"{name}{by}"] = line
     return found
 
 
-def fit(rows):
-    """Constants fitted to those of the rows that are in the fit."""
-    fitted = [row for row in rows if not kept_out(row)]
-    c = search([r for r in fitted if r["tok_s_gpu"]], "tok_s_gpu", speed, values(), constants.TIME)
-    held = [name for name in constants.MEMORY if name != "limit"]
-    return search([r for r in fitted if r["mem_gib"]], "mem_gib", gib, c, held)
+def fit(rows, start):
+    """Constants fitted, from their guesses, to the rows in the fit: a dict, name to value."""
+    c = {k.name: k.value if k.column == "fits" else k.guess for k in start}
+    for column, predict in (("tok_s_gpu", speed), ("mem_gib", gib)):
+        names = [k.name for k in start if k.column == column]
+        these = [row for row in rows if row[column] and not kept_out(row, column)]
+        c = search(these, column, predict, c, names)
+    return c
+
+
+def leave_out(rows):
+    """(name, whether a row is of it): each large source, model size and number of GPUs."""
+    for column in ("source", "model", "n_gpus"):
+        for value, count in Counter(row[column] for row in rows).items():
+            if count > len(rows) / 10:
+                yield f"{column} {value}", lambda row, c=column, v=value: row[c] == v
+
+
+def refit(rows):
+    """(the table of constants fitted anew, with their spread; errors on what each fit left out)."""
+    start = constants.read()
+    best = fit(rows, start)
+    spread, found = {name: [value] for name, value in best.items()}, {}
+    for name, of_it in leave_out(rows):
+        c = fit([row for row in rows if not of_it(row)], start)
+        for constant in spread:
+            spread[constant].append(c[constant])
+        left = [row for row in rows if of_it(row)]
+        found[name] = {
+            column: round(median(errors(left, column, predict, c)), 4)
+            for column, predict in (("tok_s_gpu", speed), ("mem_gib", gib))
+            if any(row[column] for row in left)
+        }
+    table = [
+        k
+        if k.column == "fits"
+        else replace(k, value=best[k.name], low=min(spread[k.name]), high=max(spread[k.name]))
+        for k in start
+    ]
+    return table, found
 
 
 def show(found):
-    columns = ("rows", "tok_s_gpu", "tok_s_gpu null", "mem_gib", "mem_gib null", "oom found", "false alarms")
-    print(f"{'':44}" + "".join(f"{name:>15}" for name in columns))
-    for name, line in found.items():
-        cells = [line.get(column) for column in columns]
-        text = ["" if v is None else str(v) if isinstance(v, int) else f"{v:.1%}" for v in cells]
-        print(f"{name:44}" + "".join(f"{cell:>15}" for cell in text))
+    """Print scores, a line for each group of rows."""
+    for column, lines in found.items():
+        first, second = list(next(iter(lines.values())))[1:]
+        print(f"{column:48}{'rows':>8}{first:>10}{second:>10}")
+        for name, (rows, one, two) in ((n, line.values()) for n, line in lines.items()):
+            print(f"  {name:46}{rows:>8}{one:>10.1%}{two:>10.1%}")
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--write", action="store_true", help="fit anew and write the constants")
+    parser = argparse.ArgumentParser(
+        prog="python -m labkit.scale.fit", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("--write", action="store_true", help="fit anew, and keep what comes out")
     rows = published()
     if parser.parse_args().write:
-        c = fit(rows)
-        print(json.dumps(c, indent=1))
-        show(scores(rows, c))
-    else:
-        show(scores(rows, values()))
+        table, left_out = refit(rows)
+        constants.write(table)
+        found = scores(rows, constants.values())
+        SCORES.write_text(json.dumps(found | {"left out of a fit": left_out}, indent=1) + "\n")
+    show(scores(rows, constants.values()))
 
 
 if __name__ == "__main__":

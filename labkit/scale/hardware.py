@@ -118,6 +118,7 @@ GPUS = {
         held_at(H100, 500, name="H100-95GB-lowTDP", memory_gib=94.5, memory_gbs=2400),
         held_at(H100, 350, name="H100-PCIe", memory_gbs=2000, node_gbs=64),
         replace(H100, name="H800", node_gbs=200),
+        replace(H100, name="H20", tflops={"bf16": 148.0, "fp8": 296.0}, memory_gib=94.5),
         replace(H100, name="H200", memory_gib=139.8, memory_gbs=4800),
         replace(H100, name="GH200", memory_gib=94.5, memory_gbs=4000, watts=900),
         B200,
@@ -148,6 +149,8 @@ BUSES = {
     "NVLink 5": (900, DATASHEET),
 }
 
+OTHER_WORDS = re.compile(r"sxm\d?|hbm\d?e?|nvidia|tensor|core|gpu|")
+
 
 def find_gpu(name):
     """The GPU of that name. "H100" alone is its most usual kind; "A100-64GB" has that memory.
@@ -155,8 +158,8 @@ def find_gpu(name):
     Raises ValueError that names the nearest.
     """
     written = "-".join(str(name).strip().lower().replace("_", " ").split())
-    words = [re.sub(r"^sxm\d?$|^hbm\d?e?$|^nvidia$|^tensor$|^core$", "", w) for w in written.split("-")]
-    wanted = "-".join(word for word in words if word)
+    words = [word for word in written.split("-") if not OTHER_WORDS.fullmatch(word)]
+    wanted = "-".join(words)
     if wanted in GPUS:
         return GPUS[wanted]
     memory = re.search(r"-(\d+)gi?b$", wanted)

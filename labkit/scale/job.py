@@ -4,21 +4,28 @@
     row["gpu"], row["inter_gbps"] ...          -> GPU     its usual network, where none is told
     row["dp"], row["tp"], row["micro_batch"] ... -> Job   dp x tp x pp x cp x replicas = GPUs
 
-Defaults: heads of width 128, kv_heads = heads, ffn = 4 hidden, a vocabulary of 51,200, 8 GPUs a
-node, every axis 1 and dp what is left, micro_batch 1 unless the global batch tells it, grad_accum
-what the global batch leaves, no ZeRO, nothing recomputed, bf16, not compiled. Neither layers nor
-hidden: a network 128 times as wide as it is deep. Columns are those of the published table.
+Defaults: heads of width 128, kv_heads = heads, ffn = 4 hidden, a vocabulary of 51,200, an output
+layer of its own if the network is gated, 8 GPUs a node, every axis 1 and dp what is left,
+micro_batch 1 unless the global batch tells it, grad_accum what the global batch leaves, no ZeRO
+(3 where the framework is FSDP or torchtitan), nothing recomputed, bf16, not compiled. Neither
+layers nor hidden: a network 128 times as wide as it is deep. Far more parameters than a dense
+network has: experts, as many as explain them, two for each token. Columns: the published table's.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from math import isfinite, log
 
 from labkit.scale.hardware import GPU, find_gpu
 from labkit.scale.shapes import Shape
 
 VOCAB, CONTEXT, NODE, HEAD_WIDTH, ASPECT = 51200, 2048, 8, 128, 128
-RECOMPUTED = {"": "none", "none": "none", "false": "none", "full": "full", "true": "full"}
-RECOMPUTED |= {"selective": "selective", "selective-op": "selective", "selective-layer": "half"}
+RECOMPUTED = {
+    "half": ("layer",),
+    "selective": ("selective", "attention", "op"),
+    "full": ("full", "true", "uniform", "block"),
+    "none": ("", "none", "false"),
+}
 
 
 @dataclass(frozen=True)
@@ -56,6 +63,28 @@ class Job:
         sequences = self.micro_batch * self.grad_accum * self.dp * self.replicas
         return sequences * self.context
 
+    @cached_property
+    def stages(self):
+        """What each stage has, [pp]: (layers, output layers, blocks of any kind).
+
+        Equally many layers, the output layer on the last. nanotron weighs it: a stage takes blocks
+        until it has its share of the products; casting the logits and the loss are blocks, too.
+        """
+        layers, pp = self.shape.layers, self.pp
+        if self.framework != "nanotron":
+            counts = [layers // pp + (stage < layers % pp) for stage in range(pp)]
+            return [(n, int(i == pp - 1), n) for i, n in enumerate(counts)]
+        costs = [self.shape.layer_products] * layers + [self.shape.embedding_parameters, 0, 0]
+        found, stage, done, total = [[0, 0, 0] for _ in range(pp)], 0, 0, sum(costs)
+        for number, cost in enumerate(costs):
+            found[stage][0] += number < layers
+            found[stage][1] += number == layers
+            found[stage][2] += 1
+            done += cost
+            if done * pp >= total * (stage + 1) and stage < pp - 1:
+                stage += 1
+        return [tuple(one) for one in found]
+
     @property
     def dtype(self):
         """What products are computed in."""
@@ -65,32 +94,38 @@ class Job:
         return "bf16"
 
 
+def text(row, name):
+    """What the row says in that column, "" where it says nothing."""
+    return str(row.get(name) if row.get(name) is not None else "").strip()
+
+
 def number(row, name, default=None, least=1):
-    """A positive number of the row, or the default where it has none."""
-    text = row.get(name)
-    if text is None or str(text).strip().lower() in ("", "none", "nan") and text == text:
-        text = ""
-    if text == "":
+    """A number of the row, or the default where it has none."""
+    said = text(row, name)
+    if not said:
         return default
     try:
-        value = float(text)
+        value = float(said)
     except ValueError:
-        raise ValueError(f"{name} must be a number, got {text!r}") from None
+        raise ValueError(f"{name} must be a number, got {said!r}") from None
     if not isfinite(value) or value < least:
-        raise ValueError(f"{name} must be a number of at least {least}, got {text}")
+        raise ValueError(f"{name} must be a number of at least {least}, got {said}")
     return value
 
 
 def whole(row, name, default=None, least=1):
     value = number(row, name, default, least)
     if value is not None and value != int(value):
-        raise ValueError(f"{name} must be a whole number, got {row.get(name)}")
+        raise ValueError(f"{name} must be a whole number, got {value:g}")
     return None if value is None else int(value)
 
 
-def text(row, name):
-    value = row.get(name)
-    return "" if value is None or value != value else str(value).strip()
+def recomputed(said):
+    """What is computed again in the backward: "none", "half", "selective" or "full"."""
+    for kind, words in RECOMPUTED.items():
+        if said.lower() in words or any(word and word in said.lower() for word in words):
+            return kind
+    raise ValueError(f"recompute must be none, selective-op, selective-layer or full, got {said!r}")
 
 
 def shape_of(row, context):
@@ -100,7 +135,7 @@ def shape_of(row, context):
     if not (parameters or (layers and hidden)):
         raise ValueError("no model: give layers and hidden, or params")
     if not layers:
-        layers = round((parameters / 12 / (hidden or 1) ** 2)) if hidden else 0
+        layers = round(parameters / 12 / hidden**2) if hidden else 0
         layers = max(1, layers or round((parameters / 12 / ASPECT**2) ** (1 / 3)))
     if not hidden:
         hidden = max(1, round((parameters / 12 / layers) ** 0.5 / HEAD_WIDTH)) * HEAD_WIDTH
@@ -110,17 +145,27 @@ def shape_of(row, context):
     ffn = whole(row, "ffn")
     given = {"layers": layers, "hidden": hidden, "heads": heads}
     given |= {"kv_heads": whole(row, "kv_heads") or heads, "vocab": whole(row, "vocab", VOCAB)}
-    given |= {"experts": whole(row, "experts", 1)}
-    given |= {"top_k": whole(row, "top_k", min(2, given["experts"]))}
     tied = {"true": (True,), "false": (False,)}.get(text(row, "tied").lower(), (True, False))
+    gated = (False, True) if ffn and parameters else (bool(ffn) and ffn != 4 * hidden,)
     kinds = [
-        Shape(**given, ffn=ffn or 4 * hidden, gated=gated, tied=t, positions=0 if gated else context)
-        for gated in ((False, True) if ffn and parameters else (bool(ffn) and ffn != 4 * hidden,))
+        Shape(**given, ffn=ffn or 4 * hidden, gated=g, tied=t, positions=0 if g else context)
+        for g in gated
         for t in tied
     ]
-    if not parameters:
-        return kinds[0]
-    return min(kinds, key=lambda shape: abs(log(shape.parameters / parameters)))
+    experts = whole(row, "experts")
+    if parameters:
+        if not experts and parameters > 1.7 * max(kind.parameters for kind in kinds):
+            dense, one = kinds[-1].parameters, layers * kinds[-1].network_weights
+            experts = 1 + round((parameters - dense) / one)
+        many = [with_experts(kind, row, experts or 1) for kind in kinds]
+        return min(many, key=lambda shape: abs(log(shape.parameters / parameters)))
+    usual = [kind for kind in kinds if kind.tied != kind.gated] or kinds
+    return with_experts(usual[0], row, experts or 1)
+
+
+def with_experts(shape, row, experts):
+    top_k = whole(row, "top_k", min(2, experts))
+    return replace(shape, experts=experts, top_k=top_k)
 
 
 def job_of(row):
@@ -138,7 +183,8 @@ def job_of(row):
     dp = whole(row, "dp")
     n_gpus = whole(row, "n_gpus", (dp or 1) * inner)
     dp = dp or max(1, n_gpus // inner)
-    zero = whole(row, "zero", 0, least=0)
+    sharded = any(word in text(row, "framework").lower() for word in ("fsdp", "torchtitan"))
+    zero = whole(row, "zero", 3 if sharded else 0, least=0)
     if zero > 3:
         raise ValueError(f"zero must be 0, 1, 2 or 3, got {zero}")
     if n_gpus % (dp * inner) or (dp * inner != n_gpus and not zero):
@@ -163,9 +209,6 @@ def job_of(row):
             f"inter_gbps={network:g}: Gbit/s of a node are meant, 10 to 6400 being usual; "
             "is it in Mbit/s or Gbyte/s?"
         )
-    recompute = text(row, "recompute").lower()
-    if recompute not in RECOMPUTED:
-        raise ValueError(f"recompute must be one of {', '.join(RECOMPUTED)}, got {recompute!r}")
     return Job(
         shape=shape,
         gpu=gpu,
@@ -180,7 +223,7 @@ def job_of(row):
         zero=zero,
         micro_batch=micro,
         grad_accum=accumulated,
-        recompute=RECOMPUTED[recompute],
+        recompute=recomputed(text(row, "recompute")),
         precision=text(row, "precision").lower() or "bf16",
         compiled=text(row, "compile").lower() == "true",
         framework=text(row, "framework"),

@@ -15,21 +15,29 @@ Activation Recomputation, MLSys 2023, section 4; Narayanan et al., SC 2021, sect
 
 from dataclasses import dataclass
 
-from labkit.scale.cost import sequence_split, stage_layers
+from labkit.scale.cost import (
+    crosses,
+    device_seconds,
+    host_seconds,
+    sequence_split,
+)
 
 GIB = 2**30
+FUSED_LOSS = 4  # bytes a logit: gradients are written over the logits (llm-foundry)
 
 
 @dataclass(frozen=True)
 class Peak:
-    """GiB of the fullest GPU by kind. fits: whether the job runs."""
+    """GiB of the fullest GPU by kind. runs: no stage is empty; memory: what the GPU has."""
 
     states: float
     gathered: float
     activations: float
     logits: float
     runtime: float
+    memory: float
     limit: float
+    runs: bool
 
     @property
     def total(self):
@@ -37,7 +45,13 @@ class Peak:
 
     @property
     def fits(self):
-        return self.total <= self.limit
+        """Does the job run? An allocator that caches asks for more than it needs: limit > 1."""
+        return self.total <= self.limit * self.memory and self.runs
+
+    @property
+    def shown(self):
+        """What the GPU shows: no more than it has, while the job fits."""
+        return min(self.total, self.memory) if self.fits else self.total
 
     @property
     def largest(self):
@@ -47,14 +61,15 @@ class Peak:
 
 def predict_memory(job, c):
     """The Peak of a Job: of its first or its last stage, whichever holds more."""
-    layers = stage_layers(job)
-    first = stage_peak(job, c, layers[0], min(job.pp, job.grad_accum), True, job.pp == 1)
-    last = stage_peak(job, c, layers[-1], 1, job.pp == 1, True)
-    return max(first, last, key=lambda peak: peak.total)
+    peaks = [stage_peak(job, c, *numbered) for numbered in enumerate(job.stages)]
+    return max(peaks, key=lambda peak: peak.total)
 
 
-def stage_peak(job, c, layers, in_flight, embedding, head):
-    """The Peak of a stage. embedding, head: whether it has them; in_flight: micro-batches."""
+def stage_peak(job, c, stage, has):
+    """The Peak of a stage. has: as Job.stages says."""
+    layers, head, _ = has
+    embedding = stage == 0
+    in_flight = min(job.pp - stage, job.grad_accum)
     shape, tokens = job.shape, job.tokens
     ends = embedding + head - (shape.tied and embedding and head)
     parameters = layers * shape.layer_parameters + ends * shape.embedding_parameters
@@ -64,14 +79,17 @@ def stage_peak(job, c, layers, in_flight, embedding, head):
     if job.zero == 3:
         root = ends * shape.embedding_parameters / job.tp
         gathered = 2 * (2 * shape.layer_parameters / job.tp + root)
-    logits = head * c["logits_held"] * shape.vocab / job.tp * tokens
+    each = FUSED_LOSS if job.framework.startswith("PyTorch FSDP1") else c["logits_held"]
+    logits = head * each * shape.vocab / job.tp * tokens
     return Peak(
         states=parameters * state_bytes(job, c) / GIB,
         gathered=gathered / GIB,
         activations=in_flight * layers * kept(job, c) * tokens / GIB,
         logits=logits / GIB,
         runtime=c["runtime"],
-        limit=c["limit"] * job.gpu.memory_gib,
+        memory=job.gpu.memory_gib,
+        limit=c["limit"],
+        runs=all(blocks for _, _, blocks in job.stages),
     )
 
 
@@ -82,13 +100,22 @@ def state_bytes(job, c):
     if job.framework != "nanotron":  # 16-bit parameters and gradients; fp32 master and moments
         whole, divided = (4, 12) if job.zero < 2 else (2, 14)
         return whole + divided / (job.dp if job.zero else 1)
-    return 20 if job.zero == 0 else c["whole"] + (20 - c["whole"]) / job.dp
+    if job.zero == 0:
+        return 18 + 2 * (job.dp > 1)  # DDP's buckets
+    return c["whole"] + (18 - c["whole"]) / job.dp
 
 
 def kept(job, c):
     """Bytes per token that a layer keeps until its backward."""
     split = job.tp if sequence_split(job) else (job.tp + 1) / 2
     inputs = 2 * job.shape.hidden / (job.tp if sequence_split(job) else 1)
-    everything = c["saved"] * job.shape.saved_bytes() / split
-    share = {"none": 1.0, "full": 0.0, "half": 0.5, "selective": 0.6}[job.recompute]
+    copies = c["saved"] if job.framework == "nanotron" else 1.0
+    everything = copies * job.shape.saved_bytes() / split
+    # inputs of split layers stay gathered, unless the GPU waits for its host and frees them
+    waiting = crosses(job) and host_seconds(job, c) > device_seconds(job, c)
+    if job.framework == "nanotron" and job.tp > 1 and not waiting:
+        everything += 2 * 2 * job.shape.hidden
+    if job.precision == "fp16":  # older than fused attention: scores, and what dropout left of them
+        everything += 5 * job.shape.heads * job.context / job.tp
+    share = {"none": 1.0, "full": 0.0, "half": 0.5, "selective": 0.5}[job.recompute]
     return share * everything + (1 - share) * inputs

@@ -16,8 +16,8 @@ import argparse
 import csv
 import sys
 
+from labkit.scale.constants import values
 from labkit.scale.cost import predict_step
-from labkit.scale.fit import values
 from labkit.scale.job import job_of
 from labkit.scale.memory import predict_memory
 
@@ -29,7 +29,7 @@ def predict(row, c):
     job = job_of(row)
     peak = predict_memory(job, c)
     speed = predict_step(job, c).tokens_per_second
-    return dict(zip(PREDICTED, (f"{speed:.6g}", f"{peak.total:.4g}", str(peak.fits)), strict=True))
+    return dict(zip(PREDICTED, (f"{speed:.6g}", f"{peak.shown:.4g}", str(peak.fits)), strict=True))
 
 
 def read(path):
@@ -37,12 +37,12 @@ def read(path):
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file)
-            rows = list(reader)
+            rows, names = list(reader), reader.fieldnames or ()
     except FileNotFoundError:
         raise ValueError(f"{path}: there is no such file") from None
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"{path}: not a CSV file of text: {error}") from None
-    columns = [column for column in reader.fieldnames or () if column not in PREDICTED]
+    columns = [column for column in names if column not in PREDICTED]
     if not columns:
         raise ValueError(f"{path}: it has no line of column names")
     if any(None in row for row in rows):

@@ -8,12 +8,14 @@
     kept for the backward     the input of every product, norm and nonlinearity: ~ 34 h of a GPT
 
 A gated network (LLaMA's SwiGLU) has three matrices, a plain one two; of `experts` networks a token
-meets `top_k`. Kaplan et al., Scaling Laws for Neural Language Models, 2020, section 2.1; Korthikanti
-et al., Reducing Activation Recomputation in Large Transformer Models, MLSys 2023, section 4.1
-(activations; there with dropout and without fused attention); Shazeer, GLU Variants, 2020.
+meets `top_k`. Kaplan et al., Scaling Laws for Neural Language Models, 2020, section 2.1;
+Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, MLSys 2023,
+section 4.1 (activations; there with dropout and without fused attention); Shazeer, GLU Variants
+Improve Transformer, 2020.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -51,27 +53,27 @@ class Shape:
         if self.top_k > self.experts:
             raise ValueError(f"a token cannot meet {self.top_k} of {self.experts} experts")
 
-    @property
+    @cached_property
     def key_width(self):
         """Width of the keys, and of the values."""
         return self.hidden * self.kv_heads // self.heads
 
-    @property
+    @cached_property
     def attention_weights(self):
         return 2 * self.hidden * (self.hidden + self.key_width)
 
-    @property
+    @cached_property
     def network_weights(self):
         """Weights of one network: of one expert, where there are several."""
         return (3 if self.gated else 2) * self.hidden * self.ffn
 
-    @property
+    @cached_property
     def layer_products(self):
         """Weights that one token is multiplied with in a layer, the router's included."""
         router = self.hidden * self.experts if self.experts > 1 else 0
         return self.attention_weights + self.top_k * self.network_weights + router
 
-    @property
+    @cached_property
     def layer_parameters(self):
         """Parameters of a layer, held: all experts, norms and biases."""
         idle = (self.experts - self.top_k) * self.network_weights
@@ -80,18 +82,18 @@ class Shape:
         biases = self.biases * (2 * self.hidden + 2 * self.key_width + self.experts * inner)
         return self.layer_products + idle + norms + biases
 
-    @property
+    @cached_property
     def embedding_parameters(self):
         return self.vocab * self.hidden
 
-    @property
+    @cached_property
     def parameters(self):
         """All parameters; a tied matrix once."""
         ends = (1 if self.tied else 2) * self.embedding_parameters + self.positions * self.hidden
         return self.layers * self.layer_parameters + ends + self.hidden * (1 + self.biases)
 
     def attention_flops(self, context):
-        """Forward FLOPs per token and layer of scores and mixing, where a causal mask hides half."""
+        """Forward FLOPs per token and layer of scores and mixing; a causal mask hides half."""
         return 2 * context * self.hidden
 
     def forward_flops(self, context):
