@@ -109,11 +109,11 @@ What is indented is in parts/: what the file above it stands on, and others may 
 
     run/      from a notebook cell to ranks        measure/  time, memory, traffic, a run, faults
     models/   plain torch, unaware of ranks        show/     pictures, tables, widgets
-    scale/    predictions: GPUs that are not here
+    scale/    rehearsals, simulations, predictions: GPUs that are not here
 
 Imports go downward only:
 
-    show -> run -> {trainer, measure, models}      measure -> comm      show -> scale
+    show -> run -> {trainer, measure, models}     show -> scale -> measure -> comm
     trainer -> composition -> {ddp, zero, fsdp, ...} -> parts -> {mesh, comm} -> torch
 """
 

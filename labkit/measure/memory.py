@@ -165,7 +165,8 @@ class MemoryTracker(TorchDispatchMode):
 
     def _count(self, storage):
         """Begin to count a storage, or note its new size; None on a device that is left out."""
-        if storage.device.type == "meta" or self._device not in (None, storage.device.type):
+        kind = storage.device.type
+        if kind != self._device if self._device else kind == "meta":
             return None
         address = storage._cdata
         known = self._storages.get(address)

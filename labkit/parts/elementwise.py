@@ -20,6 +20,7 @@ def check_elementwise(optimizer_class, defaults, group=None, device="cpu"):
     defaults: keyword arguments of the class. group: options of the parameter group that differ, or
     are its own. Errors of optimizer_class about its arguments pass through.
     """
+    device = "cpu" if torch.device(device).type == "meta" else device
     whole = torch.linspace(-1.0, 1.0, 6, device=device).view(2, 3)
     parts = [whole.flatten()[:4], whole.flatten()[4:]]
     optimizer_class([{**(group or {}), "params": [torch.nn.Parameter(whole.clone())]}], **defaults)

@@ -40,9 +40,7 @@ class FlatParam:
         flat = torch.empty(self.layout.padded, dtype=values[0].dtype, device=sharding.device)
         comm.broadcast(self.layout.flatten(values, flat), 0, sharding.everyone)
         shard = self.layout.shard(flat, self.rank).clone()
-        self.pieces = [
-            nn.Parameter(torch.empty(0, dtype=flat.dtype), self.trainable) for _ in values
-        ]
+        self.pieces = [nn.Parameter(torch.empty_like(shard[:0]), self.trainable) for _ in values]
         self.put(self.pieces)
         del values, flat  # a model that fits no rank can be built unit by unit: hold no whole one
         self._hold(shard)

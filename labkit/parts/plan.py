@@ -103,6 +103,7 @@ def same_on_all(module, axis):
     if device.type == "cuda":
         states.append(torch.cuda.get_rng_state(device).to(device))
     broadcast_tensors([*tensors, *states], 0, axis.group)
-    torch.set_rng_state(states[0].cpu())
+    if device.type != "meta":
+        torch.set_rng_state(states[0].cpu())
     if device.type == "cuda":
         torch.cuda.set_rng_state(states[1].cpu(), device)

@@ -140,6 +140,7 @@ def gather_bytes(payload, group=None, device="cpu"):
 
 def _gather_equal(payload, size, group, device):
     world_size = dist.get_world_size(group)
+    device = "cpu" if torch.device(device).type == "meta" else device
     mine = torch.frombuffer(bytearray(payload.ljust(size, b"\0")), dtype=torch.uint8).to(device)
     everyone = torch.empty(world_size * size, dtype=torch.uint8, device=device)
     comm.all_gather(everyone, mine, group)

@@ -89,8 +89,12 @@ def in_dtype(value, dtype):
 
 
 def compute_device(module, group):
-    """Where the wholes are: where parameters are, or on NCCL this rank's GPU: they move there."""
-    if "nccl" in str(dist.get_backend(group)):
+    """Where the wholes are: where parameters are, or on NCCL this rank's GPU: they move there.
+
+    Where nothing is really sent ("fake", see labkit.scale.rehearse) the meta device will do.
+    """
+    backend = str(dist.get_backend(group))
+    if "nccl" in backend:
         return torch.device("cuda", torch.cuda.current_device())
     first = next(module.parameters(), torch.empty(0)).device
-    return torch.device("cpu") if first.type == "meta" else first
+    return torch.device("cpu") if first.type == "meta" and "fake" not in backend else first

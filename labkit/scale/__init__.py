@@ -1,5 +1,8 @@
 """Beyond this machine: what a model costs on GPUs that are not here, with its error beside it.
 
+    rehearse.py   the lab's own code as one rank of n, alone and without data: what it sends, holds
+    simulate.py   a rehearsed step with the time of its messages put back
+
     hardware.py   GPUs and links as data, a source per figure
     shapes.py     parameters, FLOPs and activation bytes, from the numbers of a configuration
     job.py        a training job as a row of a table: what is missing has a stated default
@@ -11,5 +14,5 @@
 
     published/    the rows of others, and how far off the predictions of them are
 
-Nothing here is measured: what these files return is predicted.
+Nothing here is measured: what is rehearsed is counted, and the rest is simulated or predicted.
 """

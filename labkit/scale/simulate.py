@@ -1,0 +1,90 @@
+"""A step simulated: the messages of a rehearsal, put back to what they would take.
+
+    rehearsed   compute  |= block 1 =|= block 0 =|w           messages take no time: what lies
+                                     ^leave      ^waited for  between them is compute
+    simulated   compute  |= block 1 =|= block 0 =|. waits .|
+                network              |===== all_reduce ====|
+
+A message begins when it is launched and the channel before it is free; who waits for it is late by
+what is left, and all that follows is as late. One rank stands for all that do the same: an event
+for each message, whatever the number of ranks. Of a pipeline, whose ranks do not,
+labkit.parts.dependencies.play plays the schedule.
+
+    alpha-beta   all_reduce of P bytes by n ranks, ring: 2 (n-1) alpha + 2 (n-1)/n P beta
+
+Thakur, Rabenseifner, Gropp, Optimization of Collective Communication Operations in MPICH, 2005,
+section 3.1; for the order of launches and waits the code itself is asked, see rehearse.py.
+"""
+
+from operator import itemgetter
+from typing import NamedTuple
+
+ROUNDS = {  # messages of a rank that follow one another, of n ranks
+    "all_reduce": lambda n: 2 * (n - 1),
+    "reduce_scatter": lambda n: n - 1,
+    "all_gather": lambda n: n - 1,
+    "broadcast": lambda n: n - 1,
+    "all_to_all": lambda n: n - 1,
+    "barrier": lambda n: n - 1,
+    "recv": lambda n: 0,
+}
+
+
+def alpha_beta(alpha, beta):
+    """A cost for simulate(): seconds of a message, seconds of a byte; one channel for all."""
+
+    def cost(event):
+        rounds = ROUNDS.get(event.op, lambda n: 1)(event.group_size)
+        return "network", rounds * alpha + event.sent_bytes * beta
+
+    return cost
+
+
+class Simulated(NamedTuple):
+    """seconds: of the step. exposed: of them, waiting for messages.
+
+    rows: dicts with lane, name, start_ms, end_ms since the step began; lanes as measured ones have.
+    """
+
+    seconds: float
+    exposed: float
+    rows: list
+
+
+def simulate(events, start, end, cost):
+    """One rank's step: a Simulated.
+
+    events: of a rehearsal, from `start` to `end`, seconds of time.perf_counter(). cost: a function
+    of an event -> (its channel, seconds): messages of one channel go one after the other.
+    """
+    late, free, arrives, rows, worked = 0.0, {}, {}, [], start
+    for moment, number, launched in marks(events, start, end):
+        event, now = events[number], moment + late
+        if moment > worked:
+            rows.append(row("compute", "compute", worked + late, now, start))
+        worked = moment
+        if launched:
+            channel, seconds = cost(event)
+            begin = max(now, free.get(channel, now))
+            arrives[number] = free[channel] = begin + seconds
+            rows.append(row("network", event.op, begin, begin + seconds, start))
+        if (not launched or event.pauses is None) and arrives[number] > now:
+            rows.append(row("exposed", event.op, now, arrives[number], start))
+            late += arrives[number] - now
+    rows.append(row("compute", "compute", worked + late, end + late, start))
+    return Simulated(end - start + late, late, rows)
+
+
+def marks(events, start, end):
+    """(moment, number of the event, whether it is launched or waited for), in order."""
+    found = []
+    for number, event in enumerate(events):
+        if start <= event.start <= end:
+            found.append((event.start, number, True))
+            found += [(pause.start, number, False) for pause in event.pauses or ()]
+    return sorted(found, key=itemgetter(0))
+
+
+def row(lane, name, begin, end, origin):
+    times = {"start_ms": 1e3 * (begin - origin), "end_ms": 1e3 * (end - origin)}
+    return {"lane": lane, "name": name, **times}

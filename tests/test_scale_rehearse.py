@@ -1,0 +1,115 @@
+"""A rehearsal sends what real ranks send, message for message, and needs neither them nor their memory."""
+
+import resource
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.optim import SGD
+
+from labkit import comm, models, tensor_parallel
+from labkit.composition import Composed
+from labkit.ddp import DDP
+from labkit.fsdp import FSDP
+from labkit.measure.memory import MemoryTracker
+from labkit.mesh import Mesh
+from labkit.models import plans
+from labkit.models.gpt import GPT, Block
+from labkit.scale.rehearse import rehearse
+from labkit.zero import ZeRO1, ZeRO2
+
+SMALL = {"vocab": 64, "context": 16, "layers": 2, "heads": 2, "width": 32}
+LARGE = {"vocab": 50304, "context": 2048, "layers": 24, "heads": 16, "width": 2048}  # 1.3 billion
+MESHES = {"tp": ("tp",), "dp, tp": ("dp", "tp"), "cp, tp": ("cp", "tp")}
+
+
+def job(device, form, sizes, options=None, batch=2):
+    """Two steps of a GPT, as any rank."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = GPT(**sizes)
+        tokens = torch.zeros(batch, sizes["context"], dtype=torch.long)
+    forward, own = model, tokens
+    if form in MESHES:
+        mesh = Mesh(dict.fromkeys(MESHES[form], 2))
+        forward = Composed(model, mesh, plan=plans.gpt(tensor_parallel))
+        own = forward.own_tokens(tokens)
+    elif form == "ddp":
+        forward = DDP(model, bucket_cap_mb=0.02)
+    elif form == "fsdp":
+        forward = FSDP(model, unit=Block, **options or {})
+    zero = {"zero1": ZeRO1, "zero2": ZeRO2}.get(form)
+    how = {"lr": 0.1, "momentum": 0.9}
+    optimizer = zero(model.parameters(), SGD, **how) if zero else SGD(forward.parameters(), **how)
+    for _ in range(2):
+        optimizer.zero_grad()
+        models.loss("gpt")(forward(own), own).backward()
+        optimizer.step()
+
+
+def told(events):
+    return [(e.op, e.group_size, e.payload_bytes, e.sent_bytes, e.source) for e in events]
+
+
+def real(rank, world_size, forms, **arguments):
+    found = {}
+    for form in forms:
+        with comm.record() as events, MemoryTracker() as tracker:
+            job("cpu", form, **arguments)
+        found[form] = told(events), tracker.peak
+    return found
+
+
+FORMS = ["ddp", "zero1", "fsdp", "zero2"]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_every_message_is_that_of_real_ranks(ranks, world_size):
+    forms = FORMS + [mesh for mesh, axes in MESHES.items() if 2 ** len(axes) == world_size]
+    for rank, found in enumerate(ranks(world_size, real, forms=forms, sizes=SMALL)):
+        for form, (events, peak) in found.items():
+            alone = rehearse(job, world_size, rank, form=form, sizes=SMALL)
+            assert told(alone.events) == events, (form, rank)
+            if form in FORMS[:3]:  # the others' peak is where attention is: see the docstring
+                states = ("parameters", "gradients", "optimizer_states")
+                assert [alone.peak[kind] for kind in states] == [peak[kind] for kind in states], (form, rank)
+
+
+@pytest.mark.parametrize("options", [{"shard": "grad_op"}, {"root": "replicate", "prefetch": 2}], ids=str)
+def test_fsdps_modes_too(ranks, options):
+    for rank, found in enumerate(ranks(2, real, forms=["fsdp"], sizes=SMALL, options=options)):
+        alone = rehearse(job, 2, rank, form="fsdp", sizes=SMALL, options=options)
+        assert told(alone.events) == found["fsdp"][0]
+
+
+def test_one_rank_of_a_thousand():
+    n, P = 1024, sum(p.numel() for p in GPT(**SMALL).parameters())
+    found = rehearse(job, n, n - 1, form="fsdp", sizes=SMALL)
+    assert found.peak["optimizer_states"] <= 2 * 4 * (P // n + 16 * 32) and {e.group_size for e in found.events} == {n}
+    messages, sent = found.totals()["reduce_scatter", n]
+    assert messages == 2 * 3  # two steps of two blocks and the root
+    padded = sum(e.payload_bytes for e in found.events if e.op == "reduce_scatter")
+    assert sent == padded // n * (n - 1) and padded >= 2 * 4 * P
+
+
+@pytest.mark.slow
+def test_a_billion_parameters_need_no_memory():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    found = rehearse(job, 1024, 5, form="fsdp", sizes=LARGE)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20  # KiB: 1 GiB
+    assert found.peak["activations"] > 2**33
+
+
+def test_it_refuses(ranks):
+    with pytest.raises(ValueError, match="rank 4 is not one of 4"):
+        rehearse(job, 4, 4, form="ddp", sizes=SMALL)
+    assert all(ranks(2, refused))
+    with pytest.raises(ZeroDivisionError):
+        rehearse(lambda device: 1 / 0, 4)
+    assert not dist.is_initialized()
+
+
+def refused(rank, world_size):
+    with pytest.raises(RuntimeError, match="a rank already"):
+        rehearse(job, 2, form="ddp", sizes=SMALL)
+    return True
