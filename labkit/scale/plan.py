@@ -197,10 +197,14 @@ def show_sensitivity(plan):
     """Print what each constant moves: the time of the fastest, or which one that is."""
     print("\nconstant          from        to  its step  fastest then")
     for moved in sensitivity(plan):
-        was, same = moved.constant.value, moved.same.seconds / plan.fastest.seconds - 1
+        same = moved.same.seconds / plan.fastest.seconds - 1
         if moved.changes or abs(same) > 1e-4:
-            best = "the same" if not moved.changes else words(moved.best.job)
-            print(f"{moved.constant.name:14}{was:>8.4g}{moved.value:>10.4g}{same:>+10.1%}  {best}")
+            best = words(moved.best.job) if moved.best else "nothing fits"
+            best = best if moved.changes else "the same"
+            print(
+                f"{moved.constant.name:14}{moved.constant.value:>8.4g}{moved.value:>10.4g}"
+                f"{same:>+10.1%}  {best}"
+            )
 
 
 def main():

@@ -177,6 +177,8 @@ def check_given(given, shape, gpus, uneven):
             not isfinite(value) or value != int(value) or value < (name != "zero")
         ):
             raise ValueError(f"{name} must be a whole number of at least 1, got {value}")
+    if given.get("zero", 0) > 3:
+        raise ValueError(f"zero must be 0, 1, 2 or 3, got {given['zero']}")
     told = {name: given[name] for name in AXES if name in given}
     ranks = prod(told.values())
     whole = set(AXES[:4]) <= told.keys()
