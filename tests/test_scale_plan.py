@@ -39,16 +39,18 @@ def every_job(model, where, n):
         axes = {"tp": tp, "pp": pp, "cp": cp, "dp": dp, "gpu": where.gpu, "n_gpus": n, "gpus_per_node": node}
         plain = job_of(model | axes | {"zero": 3})
         plain = replace(plain, gpu=where.device, network_gbps=where.device.network_gbps)
-        for zero, vpp, ep, micro, kind in itertools.product(
-            range(4), (1, 2, 4, 8), (1, 2, 4), (1, 2, 4, 8, 16), ("none", "half", "selective", "full")
+        kinds, homes = ("none", "half", "selective", "full"), (False, True) if where.host_gib else (False,)
+        for zero, vpp, ep, micro, kind, home in itertools.product(
+            range(4), (1, 2, 4, 8), (1, 2, 4), (1, 2, 4, 8, 16), kinds, homes
         ):
             accumulated = BATCH // ranks // micro
             thin = vpp > 1 and (pp == 1 or 8 % (pp * vpp) or accumulated % pp)
             if not accumulated or thin or dp % ep or model.get("experts", 1) % ep or (copies > 1 and zero < 3):
                 continue
             told = {"zero": zero, "vpp": vpp, "ep": ep, "micro_batch": micro, "grad_accum": accumulated}
-            job = replace(plain, **told, recompute=kind)
-            if predict_memory(job, C).total <= 0.9 * where.device.memory_gib:
+            job = replace(plain, **told, recompute=kind, offload=home)
+            peak = predict_memory(job, C)
+            if peak.total <= 0.9 * where.device.memory_gib and peak.host <= 0.9 * (where.host_gib or 0):
                 yield predict_step(job, C).seconds, job
 
 
@@ -59,8 +61,9 @@ def every_job(model, where, n):
         (SMALL, {"memory_gib": 0.9, "network_gbps": 30.0}),
         (SMALL, {"memory_gib": 1.6, "network_gbps": 30.0}),
         (EXPERTS, {"memory_gib": 1.6, "network_gbps": 30.0}),
+        (SMALL, {"memory_gib": 0.9, "network_gbps": 30.0, "host_gib": 1.5}),
     ],
-    ids=["all fit", "few fit", "some fit", "experts"],
+    ids=["all fit", "few fit", "some fit", "experts", "offloaded"],
 )
 def test_nothing_better_is_missed(model, figures):
     where = cluster(**figures)
@@ -110,6 +113,7 @@ def test_what_is_given_stays():
         ({"model": SMALL | {"hidden": "nan"}}, "hidden must be a number of at least 1, got nan"),
         ({"gpu": "A1000"}, "unknown GPU 'A1000': the nearest known are A100"),
         ({"gpus": 0}, "gpus must be a whole number of at least 1, got 0"),
+        ({"host_gib": -1}, "host_gib must be a positive number, got -1"),
         ({"gpus": float("nan")}, "gpus must be a whole number of at least 1, got nan"),
         ({"network_gbps": -100.0}, "network_gbps must be a positive number, got -100.0"),
         ({"network_gbps": 200.0}, "network_gbps=200 is about 1/8 of what A100-80GB usually has, 1600 Gbit/s"),
@@ -136,7 +140,7 @@ def test_what_is_given_stays():
 )  # fmt: skip
 def test_bad_input_is_one_clear_line(changes, said):
     arguments = {"model": SMALL, "gpu": "A100-80GB", "gpus": 8, "global_batch": BATCH} | changes
-    figures = {n: arguments.pop(n) for n in ("network_gbps", "node_gbs", "memory_gib") if n in arguments}
+    figures = {n: arguments.pop(n) for n in ("network_gbps", "node_gbs", "memory_gib", "host_gib") if n in arguments}
     with pytest.raises(ValueError) as error:
         plan(arguments.pop("model"), Cluster(arguments.pop("gpu"), arguments.pop("gpus"), 4, **figures), **arguments)
     assert said in str(error.value) and "\n" not in str(error.value)
@@ -226,6 +230,21 @@ def test_experts_shared_out_hold_less_and_send_their_tokens():
     assert gradient_seconds(shared, C) < gradient_seconds(whole, C)
     with pytest.raises(ValueError, match="ep=3 does not divide dp=8"):
         job_of(row | {"ep": 3})
+
+
+def test_states_offloaded_take_the_bus_and_the_hosts_memory():
+    row = SMALL | {"gpu": "A100", "n_gpus": 8, "zero": 1}
+    here, there = job_of(row), job_of(row | {"offload": "True"})
+    held, moved_away = predict_memory(here, C), predict_memory(there, C)
+    own = 12 * here.shape.parameters / 8
+    assert (held.states - moved_away.states) * 2**30 == pytest.approx(own, rel=1e-3)  # but for the last norm
+    assert moved_away.host == pytest.approx(8 * (held.states - moved_away.states)) and held.host == 0
+    longer = predict_step(there, C).optimizer - predict_step(here, C).optimizer
+    assert longer == pytest.approx(2 * own / 31.5e9)
+    alone = plan(SMALL, cluster(1, memory_gib=1.5, host_gib=4), global_batch=BATCH).fastest
+    assert alone.job.offload and alone.peak.host <= 0.9 * 4  # without a host's memory it does not fit: see above
+    with pytest.raises(ValueError, match="nothing fits"):
+        plan(SMALL, cluster(1, memory_gib=1.5, host_gib=1), global_batch=BATCH)
 
 
 def test_zero_2_scatters_every_micro_batch_and_replicas_add_up_their_shards():

@@ -4,7 +4,8 @@
                 or what the host needs to launch it, where that is longer
     messages    (n - 1) alpha + (n - 1)/n S / B         a ring; twice that an all-reduce
     pipeline    sum of the stages / v + (micro-batches - 1/v) x the slowest stage
-    step        pipeline + gradients' messages that nothing hides + the optimizer
+    step        pipeline + gradients' messages that nothing hides + the optimizer, which moves its
+                states over the bus and back where they wait in host memory
 
 A product of sides m, n, k reaches 1 / (1 + e/m + e/n + e/k) of what a large one does: tiles at its
 edges are not full. Messages between nodes share the node's adapters with the other groups on it.
@@ -52,9 +53,15 @@ def predict_step(job, c):
     gradients = gradient_seconds(job, c)
     alike = job.held_alike(job.shape.parameters, job.shape.layers * job.shape.expert_weights)
     held = sum(parameters / (ranks if job.zero else 1) for parameters, ranks, _ in alike)
-    optimizer = held / job.tp / job.pp * OPTIMIZER_BYTES / (1e9 * job.gpu.memory_gbs)
+    traffic = OPTIMIZER_BYTES / job.gpu.memory_gbs + 2 * away(job) / job.gpu.host_gbs
+    optimizer = held / job.tp / job.pp * traffic / 1e9
     seconds = steady + bubble + gradients + optimizer
     return Step(steady, bubble, gradients, optimizer, job.step_tokens / job.n_gpus / seconds)
+
+
+def away(job):
+    """Bytes a parameter that wait in host memory: an fp32 master copy and two moments."""
+    return 0 if not job.offload else 4 if "pure" in job.precision else 12
 
 
 def parts(job, c):

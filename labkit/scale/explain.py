@@ -28,6 +28,7 @@ def words(job):
     sizes = " x ".join(f"{a} {getattr(job, a)}" for a in AXES if getattr(job, a) > 1) or "one GPU"
     inner = "".join(f", {a} {getattr(job, a)}" for a in ("ep", "vpp") if getattr(job, a) > 1)
     again = "" if job.recompute == "none" else f", recompute {job.recompute}"
+    again += ", states offloaded" if job.offload else ""
     return f"{sizes}{inner}, ZeRO-{job.zero}, batch {job.grad_accum} x {job.micro_batch}{again}"
 
 

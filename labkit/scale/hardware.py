@@ -3,13 +3,15 @@
     GPU  -- memory: bandwidth --  [ arithmetic: peak by dtype ]
      |
      +-- NVLink or PCIe: to the GPUs of its node, `node_gbs` in each direction
+     +-- PCIe: to the memory of its host, `host_gbs`
      +-- network: the node's adapters together, `network_gbps`, shared by its GPUs
 
 Peaks are dense. `achievable` is the best matrix product that somebody has timed, as a share of the
 peak: a job never gets more. Sources: NVIDIA's datasheets of V100, A100, H100, H200, B200 (peaks,
 bandwidth, memory, NVLink, watts); stas00/ml-engineering, compute/accelerator/README.md, "Maximum
 Achievable Matmul FLOPS" (A100 SXM 271.2 of 312, H100 SXM 794.5 of 989 in bf16, 1402.6 of 1979 in
-fp8); pytorch/torchtitan, benchmarks (H100 with 96 GB, HBM2e, held at 500 W).
+fp8); pytorch/torchtitan, benchmarks (H100 with 96 GB, HBM2e, held at 500 W). A Grace, of one GH200
+or two GB200, has 900 GB/s to its GPUs, both ways together.
 """
 
 import re
@@ -28,6 +30,7 @@ class GPU:
     tflops: dense peak by dtype, 10^12 FLOP/s. achievable: by dtype, a share of the peak.
     memory_gib: what a process can allocate, GiB. memory_gbs, node_gbs: 10^9 byte/s, the latter in
     one direction. network_gbps: 10^9 bit/s of a usual node of 8, all adapters together.
+    host_gbs: 10^9 byte/s to its host's memory, one direction (see BUSES).
     """
 
     name: str
@@ -37,6 +40,7 @@ class GPU:
     memory_gib: float
     memory_gbs: float
     node_gbs: float
+    host_gbs: float
     network_gbps: float
     watts: float
     source: str
@@ -56,6 +60,7 @@ V100 = GPU(
     memory_gib=31.7,
     memory_gbs=900,
     node_gbs=150,
+    host_gbs=15.8,
     network_gbps=100,
     watts=300,
     source=f"{DATASHEET} V100 SXM2; DGX-1 has 4 x 100 Gbit/s, its clones often one",
@@ -68,6 +73,7 @@ A100 = GPU(
     memory_gib=79.1,
     memory_gbs=2039,
     node_gbs=300,
+    host_gbs=31.5,
     network_gbps=1600,
     watts=400,
     source=f"{DATASHEET} A100 SXM, fp32 as TF32; {MATMUL}",
@@ -80,6 +86,7 @@ H100 = GPU(
     memory_gib=79.1,
     memory_gbs=3350,
     node_gbs=450,
+    host_gbs=63,
     network_gbps=3200,
     watts=700,
     source=f"{DATASHEET} H100 SXM; {MATMUL}",
@@ -92,6 +99,7 @@ B200 = GPU(
     memory_gib=178.4,
     memory_gbs=7700,
     node_gbs=900,
+    host_gbs=63,
     network_gbps=3200,
     watts=1000,
     source=f"{DATASHEET} HGX B200; {MATMUL}",
@@ -121,9 +129,9 @@ GPUS = {
         replace(H100, name="H800", node_gbs=200),
         replace(H100, name="H20", tflops={"bf16": 148.0, "fp8": 296.0}, memory_gib=94.5),
         replace(H100, name="H200", memory_gib=139.8, memory_gbs=4800),
-        replace(H100, name="GH200", memory_gib=94.5, memory_gbs=4000, watts=900),
+        replace(H100, name="GH200", memory_gib=94.5, memory_gbs=4000, host_gbs=450, watts=900),
         B200,
-        replace(B200, name="GB200", memory_gib=184.0, memory_gbs=8000, watts=1200),
+        replace(B200, name="GB200", memory_gib=184.0, memory_gbs=8000, host_gbs=225, watts=1200),
     )
 }
 # 10^9 bit/s of one adapter, and the share of them that data gets.
@@ -181,7 +189,8 @@ class Cluster:
     """GPUs of one kind in equal nodes; what is not told is usual for that GPU.
 
     network_gbps: 10^9 bit/s of a node, all adapters together. node_gbs: 10^9 byte/s of a GPU to its
-    node, one direction. memory_gib: GiB of a GPU. confirmed: figures that look wrong are meant.
+    node, one direction. memory_gib: GiB of a GPU. host_gib: GiB of a node's host, for states of the
+    optimizer; None: they stay on the GPUs. confirmed: figures that look wrong are meant.
     Raises ValueError, one line, for an unknown GPU, an impossible figure, and one that is off by a
     factor that a wrong unit makes, unless it is confirmed.
     """
@@ -192,6 +201,7 @@ class Cluster:
     network_gbps: float | None = None
     node_gbs: float | None = None
     memory_gib: float | None = None
+    host_gib: float | None = None
     confirmed: bool = False
 
     def __post_init__(self):
@@ -200,12 +210,18 @@ class Cluster:
             if not isfinite(count) or count < 1 or count != int(count):
                 raise ValueError(f"{name} must be a whole number of at least 1, got {count}")
         usual = find_gpu(self.gpu)
-        for name, unit in (("network_gbps", "Gbit/s"), ("node_gbs", "GB/s"), ("memory_gib", "GiB")):
+        units = {
+            "network_gbps": "Gbit/s",
+            "node_gbs": "GB/s",
+            "memory_gib": "GiB",
+            "host_gib": None,
+        }
+        for name, unit in units.items():
             told = getattr(self, name)
-            if told is None:
-                continue
-            if not isfinite(told) or told <= 0:
+            if told is not None and not (isfinite(told) and told > 0):
                 raise ValueError(f"{name} must be a positive number, got {told}")
+            if told is None or not unit:
+                continue
             off = told / getattr(usual, name)
             wrong = [f for f in WRONG_UNITS if abs(abs(log(off)) - log(f)) < 0.15]
             if wrong and not self.confirmed:

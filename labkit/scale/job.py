@@ -51,6 +51,7 @@ class Job:
     micro_batch: int
     grad_accum: int
     recompute: str
+    offload: bool
     precision: str
     compiled: bool
     framework: str
@@ -242,6 +243,7 @@ def job_of(row):
         micro_batch=micro,
         grad_accum=accumulated,
         recompute=recomputed(text(row, "recompute")),
+        offload=text(row, "offload").lower() == "true",
         precision=text(row, "precision").lower() or "bf16",
         compiled=text(row, "compile").lower() == "true",
         framework=text(row, "framework"),

@@ -10,14 +10,15 @@
 Stage i of a pipeline holds min(pp - i, micro-batches) of them (1F1B), with v thin stages a rank up
 to (pp - 1)/v more; the first also has the embeddings, one of the last the logits: the fullest of
 all stages counts. ZeRO divides by dp:
-states of the optimizer (1), gradients (2), parameters (3).
+states of the optimizer (1), gradients (2), parameters (3). What is offloaded is the host's.
 Rajbhandari et al., ZeRO, SC 2020, section 3; Korthikanti et al., Reducing Activation
 Recomputation, MLSys 2023, section 4; Narayanan et al., SC 2021, section 2.2 (1F1B, interleaved).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from labkit.scale.cost import (
+    away,
     crosses,
     device_seconds,
     host_seconds,
@@ -30,13 +31,17 @@ FUSED_LOSS = 4  # bytes a logit: gradients are written over the logits (llm-foun
 
 @dataclass(frozen=True)
 class Peak:
-    """GiB of the fullest GPU by kind. runs: no stage is empty; memory: what the GPU has."""
+    """GiB of the fullest GPU by kind, and of the fullest node's host.
+
+    runs: no stage is empty; memory: what the GPU has.
+    """
 
     states: float
     gathered: float
     activations: float
     logits: float
     runtime: float
+    host: float
     memory: float
     limit: float
     runs: bool
@@ -67,7 +72,8 @@ def predict_memory(job, c):
     for stage, has in enumerate(job.stages):
         first.setdefault(has, stage)
     peaks = [stage_peak(job, c, stage, has) for has, stage in first.items()]
-    return max(peaks, key=lambda peak: peak.total)
+    fullest = max(peaks, key=lambda peak: peak.total)
+    return replace(fullest, host=max(p.host for p in peaks)) if job.offload else fullest
 
 
 def stage_peak(job, c, stage, has):
@@ -84,6 +90,7 @@ def stage_peak(job, c, stage, has):
     parameters += embedding * shape.positions * shape.hidden
     alike = job.held_alike(parameters, layers * shape.expert_weights)
     states = sum(held * state_bytes(job, c, ranks) for held, ranks, _ in alike) / job.tp
+    waiting = sum(held * away(job) / shared_by(job, ranks) for held, ranks, _ in alike) / job.tp
     gathered = 0.0
     if job.zero == 3:
         root = ends * shape.embedding_parameters / job.tp
@@ -92,24 +99,30 @@ def stage_peak(job, c, stage, has):
     each = FUSED_LOSS if job.framework.startswith("PyTorch FSDP1") else c["logits_held"]
     logits = head * each * shape.vocab / job.tp * tokens
     return Peak(
-        states=states / GIB,
+        states=(states - waiting) / GIB,
         gathered=gathered / GIB,
         activations=in_flight * layers * kept(job, c) * tokens / GIB,
         logits=logits / GIB,
         runtime=c["runtime"],
+        host=waiting * job.gpus_per_node / GIB,
         memory=job.gpu.memory_gib,
         limit=c["limit"],
         runs=all(blocks for _, _, blocks in job.stages),
     )
 
 
+def shared_by(job, ranks):
+    """Ranks that share the optimizer's states, of `ranks` along dp that hold the same."""
+    return ranks * (job.cp if job.zero == 3 else 1) if job.zero else 1
+
+
 def state_bytes(job, c, ranks):
     """Bytes a parameter of the stage: what ZeRO divides, divided by `ranks` of dp."""
     if job.zero == 3:
-        return (8 if "pure" in job.precision else 16) / (ranks * job.cp)
+        return (8 if "pure" in job.precision else 16) / shared_by(job, ranks)
     if job.framework != "nanotron":  # 16-bit parameters and gradients; fp32 master and moments
         whole, divided = (4, 12) if job.zero < 2 else (2, 14)
-        return whole + divided / (ranks if job.zero else 1)
+        return whole + divided / shared_by(job, ranks)
     if job.zero == 0:
         return 18 + 2 * (ranks > 1)  # DDP's buckets
     return c["whole"] + (18 - c["whole"]) / ranks

@@ -223,6 +223,7 @@ def main():
     )
     add("--sensitivity", action="store_true", help="what each constant moves")
     cluster = {"gpus-per-node": int, "network-gbps": float, "node-gbs": float, "memory-gib": float}
+    cluster |= {"host-gib": float}
     job = {"global-batch": int, "seq-len": int, "precision": str, "framework": str, "spare": float}
     for name, kind in (cluster | job).items():
         add(f"--{name}", type=kind, default=argparse.SUPPRESS)

@@ -2,7 +2,7 @@
 
     layout   tp x pp x cp x dp [x replicas] = n     ep inside dp, ZeRO 0 to 3
     batch    thin stages a rank, micro-batch        grad_accum is what the global batch leaves
-    spared   nothing, attention, whole layers recomputed
+    spared   nothing, half or all of a layer recomputed; states of the optimizer in host memory
 
 tp stays in a node and divides the heads, their keys and values, and the network; pp divides the
 layers (or leaves stages that differ by one, if they may); cp leaves 1,024 tokens a rank or more;
@@ -20,7 +20,7 @@ Language Model Training on GPU Clusters, SC 2021, section 3, has rules of thumb 
 from dataclasses import dataclass, replace
 from math import gcd, isfinite, prod
 
-from labkit.scale.cost import predict_step
+from labkit.scale.cost import away, predict_step
 from labkit.scale.job import Job, job_of, recomputed
 from labkit.scale.memory import GIB, predict_memory, state_bytes
 
@@ -54,7 +54,8 @@ class Found:
 class Space:
     """What may be chosen from. job: on one GPU; given: axes and settings that are not free.
 
-    spare: the share of memory that stays free. uneven: stages may differ by a layer.
+    spare: the share of memory that stays free. uneven: stages may differ by a layer. host_gib: of
+    a node, for the states of the optimizer; None: they stay.
     """
 
     job: Job
@@ -62,6 +63,7 @@ class Space:
     given: dict
     spare: float
     uneven: bool
+    host_gib: float | None
 
     def free(self, name, choices):
         """Those of the choices that what is given leaves."""
@@ -108,12 +110,14 @@ class Space:
 
     def fits(self, peak):
         """Does a Peak leave what is to be spared?"""
-        return peak.runs and peak.total <= (1 - self.spare) * peak.memory
+        room = 1 - self.spare
+        host = peak.host <= room * (self.host_gib or 0)
+        return peak.runs and host and peak.total <= room * peak.memory
 
     def least(self):
         """GPUs without which not even parameters, gradients and states fit, all of them sharded."""
-        job = replace(self.job, zero=3)
-        needed = job.shape.parameters * state_bytes(job, {}, 1) / GIB
+        job = replace(self.job, zero=3, offload=bool(self.host_gib))
+        needed = job.shape.parameters * (state_bytes(job, {}, 1) - away(job)) / GIB
         return max(1, -int(-needed // ((1 - self.spare) * job.gpu.memory_gib)))
 
 
@@ -132,9 +136,13 @@ def search(space, n, c, within=float("inf")):
         for jobs in space.batches(layout):
             for job in jobs:
                 found = first_to_fit(space, job, c, within, refused)
-                if found:
-                    fit.append(found)
-                elif found is None:
+                fit += [found] if found else []
+                again = found is None or (found and found.job.recompute != job.recompute)
+                if space.host_gib and again:  # who moves states may recompute less
+                    other = replace(job, offload=True)
+                    found = first_to_fit(space, other, c, within, refused)
+                    fit += [found] if found else []
+                if found is None:
                     break
     return fit, refused
 
@@ -165,7 +173,7 @@ def space_of(row, cluster, *, global_batch, spare, uneven, precision, framework,
     check_given(given, job.shape, cluster.gpus, uneven)
     if "recompute" in given:
         given["recompute"] = recomputed(given["recompute"])
-    return Space(job, global_batch, given, spare, uneven)
+    return Space(job, global_batch, given, spare, uneven, cluster.host_gib)
 
 
 def check_given(given, shape, gpus, uneven):
