@@ -13,7 +13,7 @@ a time: what two constants do together is not seen. Saltelli et al., Global Sens
 2008, section 1.2, has the limits of that.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from labkit.scale import constants
 from labkit.scale.cost import parts, predict_step
@@ -85,13 +85,10 @@ def moved(plan, constant, value):
     # what nanotron keeps depends on whether it waits: on time
     if constant.column == "tok_s_gpu" and plan.space.job.framework != "nanotron":
         return Moved(constant, value, same, ranked_again(plan, c, value / constant.value))
-    holds = (again(found, c) for found in plan.contenders)
-    best = next((found for found in holds if plan.space.fits(found.peak)), None)
-    within = best.seconds if best else float("inf")
-    faster, _ = search(plan.space, same.job.n_gpus, c, within)
-    return Moved(
-        constant, value, same, min([*faster, *filter(None, [best])], key=seconds, default=None)
-    )
+    now = (again(found, c) for found in plan.contenders)
+    still = next((found for found in now if plan.space.fits(found.peak)), None)
+    faster, _ = search(plan.space, same.job.n_gpus, c, still.seconds if still else float("inf"))
+    return Moved(constant, value, same, min(faster, key=seconds, default=still))
 
 
 def ranked_again(plan, c, ratio):
@@ -100,7 +97,8 @@ def ranked_again(plan, c, ratio):
     for found in plan.contenders:
         if best and found.seconds * least > best.seconds:
             break
-        best = min(filter(None, [best, again(found, c)]), key=seconds)
+        now = replace(found, step=predict_step(found.job, c))
+        best = min(filter(None, [best, now]), key=seconds)
     return best
 
 

@@ -209,6 +209,7 @@ class Cluster:
             count = getattr(self, name)
             if not isfinite(count) or count < 1 or count != int(count):
                 raise ValueError(f"{name} must be a whole number of at least 1, got {count}")
+            object.__setattr__(self, name, int(count))
         usual = find_gpu(self.gpu)
         units = {
             "network_gbps": "Gbit/s",

@@ -8,11 +8,11 @@
 
     days = tokens / (tokens a second)     money = GPUs x hours x price     energy = GPUs x h x watts
 
-Cheapest counts GPU-hours, on as many GPUs as divide the cluster, or the fewest that fit. Beside the
-fastest: who came second with other axes, and which part of its step is longer; who would be faster
-and does not fit, and which memory is too large; whether another choice wins with any one constant
-at either end of its spread. All of it is predicted: beside it stands how far off the predictions
-of published rows were that no fit has seen.
+Cheapest counts GPU-hours, on whole nodes that divide the cluster, or the fewest that fit. With the
+fastest come: who was second with other axes, and which part of its step is longer; who would be
+faster and does not fit, and which memory is too large; whether another wins with any one constant
+at either end of its spread. All of it is predicted: beside it stands how far off predictions of
+published rows were that no fit has seen.
 """
 
 import argparse
@@ -30,7 +30,17 @@ from labkit.scale.explain import KINDS, sensitivity, why_larger, why_slower, wor
 from labkit.scale.fit import errors_kept_out
 from labkit.scale.hardware import Cluster
 from labkit.scale.job import whole
-from labkit.scale.search import AXES, GIVEN, Found, Space, divisors, search, space_of
+from labkit.scale.search import (
+    AXES,
+    GIVEN,
+    Found,
+    Space,
+    divisors,
+    most,
+    search,
+    smallest,
+    space_of,
+)
 
 MODELS = Path(__file__).with_name("models.csv")
 REACH = 64  # times the cluster: how far a larger one is looked for that would do
@@ -44,6 +54,7 @@ class Plan:
     and do not fit; both may be None. contenders: all that fit on as many GPUs, fastest first.
     """
 
+    cluster: Cluster
     space: Space
     fastest: Found
     cheapest: Found
@@ -72,7 +83,7 @@ def plan(model, cluster, *, global_batch=None, seq_len=None, precision="bf16", f
     space = space_of(row, cluster, global_batch=batch, spare=spare, uneven=uneven,
                      precision=precision, framework=framework, **given)  # fmt: skip
     c = constants.values()
-    n = most(space, cluster)
+    n = most(space, cluster.gpus)
     fit, refused = search(space, n, c)
     if not fit:
         raise ValueError(nowhere(space, n, refused, c, REACH * n))
@@ -81,14 +92,15 @@ def plan(model, cluster, *, global_batch=None, seq_len=None, precision="bf16", f
     small = smallest(space, n, c) or fastest
     cheapest = min(fastest, small, key=lambda found: found.gpu_seconds)
     for count in divisors(n):
-        if small.job.n_gpus < count < n:
+        whole_nodes = count < cluster.gpus_per_node or count % cluster.gpus_per_node == 0
+        if small.job.n_gpus < count < n and whole_nodes:
             cheaper, _ = search(space, count, c, cheapest.gpu_seconds / count)
             cheapest = min([cheapest, *cheaper], key=lambda found: found.gpu_seconds)
     axes = attrgetter(*AXES, "ep")
     others = (found for found in fit if axes(found.job) != axes(fastest.job))
     refused = (Found(job, predict_step(job, c), peak) for peak, job in by_size(refused))
     larger = next((found for found in refused if found.seconds < fastest.seconds), None)
-    return Plan(space, fastest, cheapest, small, next(others, None), larger, fit)
+    return Plan(cluster, space, fastest, cheapest, small, next(others, None), larger, fit)
 
 
 def by_size(refused):
@@ -106,31 +118,6 @@ def row_of(name):
         near = ", ".join(get_close_matches(name.lower(), rows, n=3, cutoff=0.0))
         raise ValueError(f"unknown model {name!r}: the nearest known are {near}")
     return rows[name.lower()]
-
-
-def most(space, cluster):
-    """The most GPUs of the cluster, whole nodes, that some axes use up."""
-    node = cluster.gpus_per_node
-    whole = range(cluster.gpus - cluster.gpus % node, 0, -node)
-    small = divisors(min(node, cluster.gpus))[::-1]
-    for n in (cluster.gpus, *whole, *small):
-        if any(True for _ in space.layouts(n)):
-            return n
-    raise ValueError(
-        f"no axes use up {cluster.gpus} GPUs or fewer: what is given, layers="
-        f"{space.job.shape.layers} and global_batch={space.global_batch} have no divisor that fits"
-    )
-
-
-def smallest(space, limit, c):
-    """The fastest Found on the fewest GPUs, `limit` at most, that fit the model; or None."""
-    node, least = space.job.gpus_per_node, space.least()
-    for n in (*divisors(node)[:-1], *range(node, limit + 1, node)):
-        if least <= n <= limit:
-            fit, _ = search(space, n, c)
-            if fit:
-                return min(fit, key=lambda found: found.seconds)
-    return None
 
 
 def nowhere(space, n, refused, c, limit):
@@ -166,23 +153,25 @@ def bill(found, tokens, price=None, watts=None):
 def show(name, plan, tokens, price, watts):
     """Print a plan."""
     job, gpu, c = plan.fastest.job, plan.fastest.job.gpu, constants.values()
+    chosen = {title: getattr(plan, title) for title in ("fastest", "cheapest", "smallest")}
+    bills = [bill(found, tokens, price, watts) for found in chosen.values()]
     print(
         f"{name}, {job.shape.parameters / 1e9:.4g} billion parameters, {plan.space.global_batch} x "
-        f"{job.context} tokens a step, {tokens:.3g} in all, {gpu.name} in nodes of "
-        f"{plan.space.job.gpus_per_node} with {job.network_gbps:g} Gbit/s; all predicted\n"
+        f"{job.context} tokens a step, {tokens:.3g} in all, {plan.cluster.gpus} x {gpu.name}, "
+        f"{plan.cluster.gpus_per_node} a node with {job.network_gbps:g} Gbit/s; all predicted\n"
     )
     money = "" if price is None else f"{'money':>12}"
     print(f"{'':9}{'GPUs':>6}{'step s':>9}{'tok/s/GPU':>10}{'GiB':>7}{'days':>9}{'GPU-hours':>12}"
           f"{'MWh':>9}{money}  layout")  # fmt: skip
-    for title in ("fastest", "cheapest", "smallest"):
-        found = getattr(plan, title)
-        cost = bill(found, tokens, price, watts)
+    for (title, found), cost in zip(chosen.items(), bills, strict=True):
         money = "" if price is None else f"{cost['money']:>12,.0f}"
         print(
             f"{title:9}{found.job.n_gpus:>6}{found.seconds:>9.4g}"
             f"{found.step.tokens_per_second:>10.4g}{found.peak.total:>7.1f}{cost['days']:>9.4g}"
             f"{cost['gpu_hours']:>12,.0f}{cost['kwh'] / 1000:>9,.0f}{money}  {words(found.job)}"
         )
+    if job.n_gpus < plan.cluster.gpus:
+        print(f"on no more than {job.n_gpus} of the GPUs is there a layout that divides all")
     kinds = ", ".join(f"{kind} {getattr(plan.fastest.peak, kind):.1f}" for kind in KINDS)
     print(f"\nof {gpu.memory_gib:g} GiB: {kinds}, {plan.space.spare:.0%} spared")
     off = "; ".join(f"{e:.1%} of {what} by {why}" for (what, why), e in errors_kept_out().items())

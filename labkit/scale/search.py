@@ -7,7 +7,8 @@
 tp stays in a node and divides the heads, their keys and values, and the network; pp divides the
 layers (or leaves stages that differ by one, if they may); cp leaves 1,024 tokens a rank or more;
 dp divides the global batch, ep dp and the experts; several stages a rank want micro-batches by pp.
-Hybrid sharding has a replica in each node. What is tried is left as early as physics allows:
+Hybrid sharding has a replica in each node. A pipeline runs 1F1B, interleaved where a rank has
+several stages. What is tried is left as early as physics allows:
 
     ZeRO-1 never takes longer than ZeRO-0, nor more memory     of the two only the first is tried
     who recomputes more takes longer and less memory           the first that fits is the fastest
@@ -162,6 +163,32 @@ def first_to_fit(space, job, c, within, refused):
     return None
 
 
+def most(space, limit):
+    """The most GPUs, whole nodes and `limit` at most, that some layout uses up."""
+    node = space.job.gpus_per_node
+    whole = range(limit - limit % node, 0, -node)
+    for n in (limit, *whole, *divisors(min(node, limit))[::-1]):
+        if any(True for layout in space.layouts(n) for jobs in space.batches(layout) for _ in jobs):
+            return n
+    given = ", ".join(f"{name}={value}" for name, value in space.given.items()) or "nothing"
+    raise ValueError(
+        f"no layout of {limit} GPUs or fewer has {given} given: dp times micro_batch must divide "
+        f"global_batch={space.global_batch}, cp leave {LEAST_TOKENS} of {space.job.context} tokens "
+        "at least, and vpp wants micro-batches by pp"
+    )
+
+
+def smallest(space, limit, c):
+    """The fastest Found on the fewest GPUs, `limit` at most, that fit the model; or None."""
+    node, least = space.job.gpus_per_node, space.least()
+    for n in (*divisors(node)[:-1], *range(node, limit + 1, node)):
+        if least <= n <= limit:
+            fit, _ = search(space, n, c)
+            if fit:
+                return min(fit, key=lambda found: found.seconds)
+    return None
+
+
 def space_of(row, cluster, *, global_batch, spare, uneven, precision, framework, **given):
     """The Space of a model (a row of job.py's columns) on a Cluster. ValueError for bad input."""
     kept = {name: row.get(name) for name in (*MODEL, "seq_len")}
@@ -170,13 +197,13 @@ def space_of(row, cluster, *, global_batch, spare, uneven, precision, framework,
     job = replace(job, network_gbps=job.gpu.network_gbps)
     if not isfinite(spare) or not 0 <= spare < 1:
         raise ValueError(f"spare must be a share of memory, from 0 up to 1, got {spare}")
-    check_given(given, job.shape, cluster.gpus, uneven)
+    check_given(given, job.shape, cluster, uneven)
     if "recompute" in given:
         given["recompute"] = recomputed(given["recompute"])
     return Space(job, global_batch, given, spare, uneven, cluster.host_gib)
 
 
-def check_given(given, shape, gpus, uneven):
+def check_given(given, shape, cluster, uneven):
     """Raise ValueError where axes that are given cannot be."""
     for name, value in given.items():
         if name not in GIVEN:
@@ -190,13 +217,15 @@ def check_given(given, shape, gpus, uneven):
     told = {name: given[name] for name in AXES if name in given}
     ranks = prod(told.values())
     whole = set(AXES[:4]) <= told.keys()
+    gpus, node = cluster.gpus, cluster.gpus_per_node
     if gpus % ranks or (whole and gpus != ranks):
         product = " x ".join(f"{name} {size}" for name, size in told.items())
         raise ValueError(f"{product} = {ranks} ranks, but there are {gpus} GPUs: leave an axis out")
     tp, pp, thin = (given.get(name, 1) for name in ("tp", "pp", "vpp"))
-    for name in ("heads", "kv_heads", "ffn"):
-        if getattr(shape, name) % tp:
-            raise ValueError(f"tp={tp} does not divide {name}={getattr(shape, name)}")
+    sizes = {name: getattr(shape, name) for name in ("heads", "kv_heads", "ffn")}
+    for name, size in (sizes | {"gpus_per_node": node}).items():
+        if size % tp:
+            raise ValueError(f"tp={tp} does not divide {name}={size}")
     if shape.experts % given.get("ep", 1):
         raise ValueError(f"ep={given['ep']} does not divide experts={shape.experts}")
     if shape.layers % (pp * thin) and not (uneven and thin == 1 and pp <= shape.layers):
