@@ -109,7 +109,7 @@ What is indented is in parts/: what the file above it stands on, and others may 
 
     run/      from a notebook cell to ranks        measure/  time, memory, traffic, a run, faults
     models/   plain torch, unaware of ranks        show/     pictures, tables, widgets
-    scale/    rehearsals, simulations, predictions: GPUs that are not here
+    scale/    rehearsals, simulations, predictions, plans: GPUs that are not here
 
 Imports go downward only:
 

@@ -123,7 +123,7 @@ def test_stages_share_the_layers_and_nanotron_weighs_the_head():
 
 
 def test_zero_divides_what_its_paper_says():
-    per = {z: state_bytes(job_of(ROW | {"zero": str(z), "dp": "16"}), C) for z in range(4)}
+    per = {z: state_bytes(job_of(ROW | {"zero": str(z), "dp": "16"}), C, 16) for z in range(4)}
     assert per == {0: 16, 1: 4 + 12 / 16, 2: 2 + 14 / 16, 3: 16 / 16}
 
 

@@ -12,6 +12,11 @@
     fit.py        the fit on others' published rows, and its error on those kept out
     predict.py    the command: rows in, rows with predictions out
 
+    models.csv    named models and where their figures were read
+    search.py     every way to lay a model out on n GPUs, and those that fit
+    plan.py       the command: the fastest, the cheapest, the fewest GPUs; time, money, energy
+    explain.py    who lost and by what; what hangs on which constant
+
     published/    the rows of others, and how far off the predictions of them are
 
 Nothing here is measured: what is rehearsed is counted, and the rest is simulated or predicted.

@@ -3,8 +3,9 @@
     layer       products / (peak x efficiency by size)  +  bytes moved / bandwidth
                 or what the host needs to launch it, where that is longer
     messages    (n - 1) alpha + (n - 1)/n S / B         a ring; twice that an all-reduce
-    pipeline    sum of the stages + (micro-batches - 1) x the slowest stage
-    step        pipeline + gradients' messages that nothing hides + the optimizer
+    pipeline    sum of the stages / v + (micro-batches - 1/v) x the slowest stage
+    step        pipeline + gradients' messages that nothing hides + the optimizer, which moves its
+                states over the bus and back where they wait in host memory
 
 A product of sides m, n, k reaches 1 / (1 + e/m + e/n + e/k) of what a large one does: tiles at its
 edges are not full. Messages between nodes share the node's adapters with the other groups on it.
@@ -15,7 +16,7 @@ Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters,
 NVIDIA Hopper Architecture, 2024 (the older instructions reach 0.62 of H100's peak).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, log2
 
 OLD_INSTRUCTIONS = 0.62
@@ -37,19 +38,52 @@ class Step:
     optimizer: float
     tokens_per_second: float
 
+    @property
+    def seconds(self):
+        return self.steady + self.bubble + self.gradients + self.optimizer
+
 
 def predict_step(job, c):
     """The Step of a Job. c: constants, name to value."""
     layer, head = layer_seconds(job, c), head_seconds(job, c)
     work = [layers * layer + heads * head for layers, heads, _ in job.stages]
-    slowest = max(work) + 2 * hand_over(job)
+    slowest = max(work) + 2 * job.vpp * hand_over(job)
     bubble = (sum(work) - max(work)) / job.vpp
     steady = job.grad_accum * slowest
     gradients = gradient_seconds(job, c)
-    held = job.shape.parameters / job.tp / job.pp / (job.dp if job.zero else 1)
-    optimizer = held * OPTIMIZER_BYTES / (1e9 * job.gpu.memory_gbs)
+    alike = job.held_alike(job.shape.parameters, job.shape.layers * job.shape.expert_weights)
+    held = sum(parameters / (ranks if job.zero else 1) for parameters, ranks, _ in alike)
+    traffic = OPTIMIZER_BYTES / job.gpu.memory_gbs + 2 * away(job) / job.gpu.host_gbs
+    optimizer = held / job.tp / job.pp * traffic / 1e9
     seconds = steady + bubble + gradients + optimizer
     return Step(steady, bubble, gradients, optimizer, job.step_tokens / job.n_gpus / seconds)
+
+
+def away(job):
+    """Bytes a parameter that wait in host memory: an fp32 master copy and two moments."""
+    return 0 if not job.offload else 4 if "pure" in job.precision else 12
+
+
+def parts(job, c):
+    """{what a step's seconds go to: how many}, of the stage that sets the pace; they add up."""
+    layer, head, step = layer_seconds(job, c), head_seconds(job, c), predict_step(job, c)
+    layers, heads, _ = max(job.stages, key=lambda has: has[0] * layer + has[1] * head)
+    alone = replace(job, zero=0)
+    kept = replace(alone, recompute="none")
+    once, plain = layer_seconds(alone, c), layer_seconds(kept, c)
+    messages = tensor_seconds(kept, c)
+    steps = job.grad_accum * layers
+    return {
+        "layers": steps * (plain - messages),
+        "messages of layers": steps * messages,
+        "recomputation": steps * (once - plain),
+        "gathering parameters": steps * (layer - once),
+        "output layer": job.grad_accum * heads * head,
+        "hand-overs": job.grad_accum * 2 * job.vpp * hand_over(job),
+        "bubble": step.bubble,
+        "gradients": step.gradients,
+        "optimizer": step.optimizer,
+    }
 
 
 def layer_seconds(job, c):
@@ -65,11 +99,12 @@ def device_seconds(job, c):
     generation = job.gpu.generation.replace("blackwell", "hopper")
     rate = job.gpu.peak(job.dtype) * c[f"matmul_{generation}"]
     products = 0.0
-    for weights, side in (
-        (shape.attention_weights, shape.hidden / job.tp),
-        (shape.layer_products - shape.attention_weights, shape.ffn / job.tp),
+    met = tokens * shape.top_k / shape.experts * job.ep  # by one expert
+    for weights, side, rows in (
+        (shape.attention_weights, shape.hidden / job.tp, tokens),
+        (shape.layer_products - shape.attention_weights, shape.ffn / job.tp, met),
     ):
-        edges = 1 + c["edge"] * (1 / shape.hidden + 1 / side + 1 / tokens)
+        edges = 1 + c["edge"] * (1 / shape.hidden + 1 / side + 1 / rows)
         products += 2 * weights / job.tp * tokens * edges / rate
     fused = job.precision != "fp16"  # jobs in fp16 are older than fused attention
     attention = 0.0
@@ -153,28 +188,42 @@ def tensor_passes(job):
 
 
 def tensor_seconds(job, c):
-    """A layer's messages over tp (and, of keys and values, over cp)."""
+    """A layer's messages over tp, of keys and values over cp, of tokens to experts over ep."""
     whole = 2 * job.tokens * job.shape.hidden
     split = tensor_passes(job) * gather_seconds(job, job.tp, 1, whole, c)
     keys = 2 * 2 * job.tokens * job.cp * job.shape.key_width / job.tp
     ring = (3 + REPEATED[job.recompute]) * gather_seconds(job, job.cp, job.tp, keys, c)
-    return c["tensor_exposed"] * split + ring
+    sent = whole * job.shape.top_k / (job.tp if sequence_split(job) else 1)
+    there_and_back = 2 * (2 + REPEATED[job.recompute])
+    experts = there_and_back * gather_seconds(job, job.ep, job.tp * job.cp, sent, c)
+    return c["tensor_exposed"] * split + ring + experts
 
 
 def unit_seconds(job, c):
     """Of FSDP: a layer's parameters gathered twice, its gradients scattered, for a micro-batch."""
-    total = 2 * job.shape.layer_parameters / job.tp
-    return 3 * gather_seconds(job, job.dp * job.cp, job.tp, total, c)
+    alike = job.held_alike(job.shape.layer_parameters, job.shape.expert_weights)
+    return 3 * sum(
+        gather_seconds(job, ranks * job.cp, stride, 2 * parameters / job.tp, c)
+        for parameters, ranks, stride in alike
+    )
 
 
 def gradient_seconds(job, c):
-    """The sum of gradients over dp once in a step, as far as it is waited for."""
-    if job.zero == 3:
-        return 0.0
+    """The sum of gradients over dp once in a step, as far as it is waited for.
+
+    ZeRO-2 keeps no whole gradients: it scatters those of every micro-batch. FSDP has done that;
+    its replicas, if there are several, add up their shards.
+    """
     width = 4 if job.framework == "nanotron" else 2
-    total = width * job.shape.parameters / job.tp / job.pp
-    once = gather_seconds(job, job.dp * job.cp * job.replicas, job.tp, total, c)
-    return c["data_exposed"] * 2 * once
+    alike = job.held_alike(job.shape.parameters, job.shape.layers * job.shape.expert_weights)
+    once = 0.0
+    for parameters, ranks, stride in alike:
+        total, size = width * parameters / job.tp / job.pp, ranks * job.cp
+        if job.zero == 3:
+            once += gather_seconds(job, job.replicas, size * stride, total / size, c)
+        else:
+            once += gather_seconds(job, size * job.replicas, stride, total, c)
+    return c["data_exposed"] * (1 + (job.grad_accum if job.zero == 2 else 1)) * once
 
 
 def hand_over(job):

@@ -161,6 +161,16 @@ def scores(rows, c):
     return found
 
 
+def errors_kept_out():
+    """{(what, why its rows are kept out): median error}, as committed."""
+    found = json.loads(SCORES.read_text())
+    return {
+        (what, why): found[column][f"kept out by {why}: all"]["error"]
+        for what, column in (("time", "tok_s_gpu"), ("memory", "mem_gib"))
+        for why in ("size", "source")
+    }
+
+
 def fit(rows, start):
     """Constants fitted, from their guesses, to the rows in the fit: a dict, name to value."""
     c = {k.name: k.value if k.column == "fits" else k.guess for k in start}

@@ -3,18 +3,21 @@
     GPU  -- memory: bandwidth --  [ arithmetic: peak by dtype ]
      |
      +-- NVLink or PCIe: to the GPUs of its node, `node_gbs` in each direction
+     +-- PCIe: to the memory of its host, `host_gbs`
      +-- network: the node's adapters together, `network_gbps`, shared by its GPUs
 
 Peaks are dense. `achievable` is the best matrix product that somebody has timed, as a share of the
 peak: a job never gets more. Sources: NVIDIA's datasheets of V100, A100, H100, H200, B200 (peaks,
 bandwidth, memory, NVLink, watts); stas00/ml-engineering, compute/accelerator/README.md, "Maximum
 Achievable Matmul FLOPS" (A100 SXM 271.2 of 312, H100 SXM 794.5 of 989 in bf16, 1402.6 of 1979 in
-fp8); pytorch/torchtitan, benchmarks (H100 with 96 GB, HBM2e, held at 500 W).
+fp8); pytorch/torchtitan, benchmarks (H100 with 96 GB, HBM2e, held at 500 W). A Grace, of one GH200
+or two GB200, has 900 GB/s to its GPUs, both ways together.
 """
 
 import re
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from math import isfinite, log
 
 DATASHEET = "NVIDIA datasheet"
 MATMUL = "stas00/ml-engineering compute/accelerator/README.md"
@@ -27,6 +30,7 @@ class GPU:
     tflops: dense peak by dtype, 10^12 FLOP/s. achievable: by dtype, a share of the peak.
     memory_gib: what a process can allocate, GiB. memory_gbs, node_gbs: 10^9 byte/s, the latter in
     one direction. network_gbps: 10^9 bit/s of a usual node of 8, all adapters together.
+    host_gbs: 10^9 byte/s to its host's memory, one direction (see BUSES).
     """
 
     name: str
@@ -36,6 +40,7 @@ class GPU:
     memory_gib: float
     memory_gbs: float
     node_gbs: float
+    host_gbs: float
     network_gbps: float
     watts: float
     source: str
@@ -55,6 +60,7 @@ V100 = GPU(
     memory_gib=31.7,
     memory_gbs=900,
     node_gbs=150,
+    host_gbs=15.8,
     network_gbps=100,
     watts=300,
     source=f"{DATASHEET} V100 SXM2; DGX-1 has 4 x 100 Gbit/s, its clones often one",
@@ -67,6 +73,7 @@ A100 = GPU(
     memory_gib=79.1,
     memory_gbs=2039,
     node_gbs=300,
+    host_gbs=31.5,
     network_gbps=1600,
     watts=400,
     source=f"{DATASHEET} A100 SXM, fp32 as TF32; {MATMUL}",
@@ -79,6 +86,7 @@ H100 = GPU(
     memory_gib=79.1,
     memory_gbs=3350,
     node_gbs=450,
+    host_gbs=63,
     network_gbps=3200,
     watts=700,
     source=f"{DATASHEET} H100 SXM; {MATMUL}",
@@ -91,6 +99,7 @@ B200 = GPU(
     memory_gib=178.4,
     memory_gbs=7700,
     node_gbs=900,
+    host_gbs=63,
     network_gbps=3200,
     watts=1000,
     source=f"{DATASHEET} HGX B200; {MATMUL}",
@@ -120,9 +129,9 @@ GPUS = {
         replace(H100, name="H800", node_gbs=200),
         replace(H100, name="H20", tflops={"bf16": 148.0, "fp8": 296.0}, memory_gib=94.5),
         replace(H100, name="H200", memory_gib=139.8, memory_gbs=4800),
-        replace(H100, name="GH200", memory_gib=94.5, memory_gbs=4000, watts=900),
+        replace(H100, name="GH200", memory_gib=94.5, memory_gbs=4000, host_gbs=450, watts=900),
         B200,
-        replace(B200, name="GB200", memory_gib=184.0, memory_gbs=8000, watts=1200),
+        replace(B200, name="GB200", memory_gib=184.0, memory_gbs=8000, host_gbs=225, watts=1200),
     )
 }
 # 10^9 bit/s of one adapter, and the share of them that data gets.
@@ -149,6 +158,8 @@ BUSES = {
     "NVLink 5": (900, DATASHEET),
 }
 
+WRONG_UNITS = (8, 1000, 125, 8000)  # bits for bytes, mega for giga, and both
+
 OTHER_WORDS = re.compile(r"sxm\d?|hbm\d?e?|nvidia|tensor|core|gpu|")
 
 
@@ -171,3 +182,60 @@ def find_gpu(name):
     raise ValueError(
         f"unknown GPU {name!r}: the nearest known are {', '.join(GPUS[n].name for n in near)}"
     )
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """GPUs of one kind in equal nodes; what is not told is usual for that GPU.
+
+    network_gbps: 10^9 bit/s of a node, all adapters together. node_gbs: 10^9 byte/s of a GPU to its
+    node, one direction. memory_gib: GiB of a GPU. host_gib: GiB of a node's host, for states of the
+    optimizer; None: they stay on the GPUs. confirmed: figures that look wrong are meant.
+    Raises ValueError, one line, for an unknown GPU, an impossible figure, and one that is off by a
+    factor that a wrong unit makes, unless it is confirmed.
+    """
+
+    gpu: str
+    gpus: int
+    gpus_per_node: int = 8
+    network_gbps: float | None = None
+    node_gbs: float | None = None
+    memory_gib: float | None = None
+    host_gib: float | None = None
+    confirmed: bool = False
+
+    def __post_init__(self):
+        for name in ("gpus", "gpus_per_node"):
+            count = getattr(self, name)
+            if not isfinite(count) or count < 1 or count != int(count):
+                raise ValueError(f"{name} must be a whole number of at least 1, got {count}")
+            object.__setattr__(self, name, int(count))
+        usual = find_gpu(self.gpu)
+        units = {
+            "network_gbps": "Gbit/s",
+            "node_gbs": "GB/s",
+            "memory_gib": "GiB",
+            "host_gib": None,
+        }
+        for name, unit in units.items():
+            told = getattr(self, name)
+            if told is not None and not (isfinite(told) and told > 0):
+                raise ValueError(f"{name} must be a positive number, got {told}")
+            if told is None or not unit:
+                continue
+            off = told / getattr(usual, name)
+            wrong = [f for f in WRONG_UNITS if abs(abs(log(off)) - log(f)) < 0.15]
+            if wrong and not self.confirmed:
+                times = f"{wrong[0]} times" if off > 1 else f"1/{wrong[0]} of"
+                raise ValueError(
+                    f"{name}={told:g} is about {times} what {usual.name} usually has, "
+                    f"{getattr(usual, name):g} {unit}: is it in another unit? "
+                    "If it is meant, say confirmed=True (--confirm)"
+                )
+
+    @property
+    def device(self):
+        """The GPU, with this cluster's figures."""
+        usual = find_gpu(self.gpu)
+        names = ("network_gbps", "node_gbs", "memory_gib")
+        return replace(usual, **{n: getattr(self, n) or getattr(usual, n) for n in names})

@@ -4,6 +4,8 @@
     row["gpu"], row["inter_gbps"] ...          -> GPU     its usual network, where none is told
     row["dp"], row["tp"], row["micro_batch"] ... -> Job   dp x tp x pp x cp x replicas = GPUs
 
+ep, the ranks that share out the experts of a layer, lies inside dp.
+
 Defaults: heads of width 128, kv_heads = heads, ffn = 4 hidden, a vocabulary of 51,200, an output
 layer of its own if the network is gated, 8 GPUs a node, every axis 1 and dp what is left,
 micro_batch 1 unless the global batch tells it, grad_accum what the global batch leaves, no ZeRO
@@ -21,7 +23,7 @@ from labkit.scale.shapes import Shape
 
 VOCAB, CONTEXT, NODE, HEAD_WIDTH, ASPECT = 51200, 2048, 8, 128, 128
 RECOMPUTED = {
-    "half": ("layer",),
+    "half": ("half", "layer"),
     "selective": ("selective", "attention", "op"),
     "full": ("full", "true", "uniform", "block"),
     "none": ("", "none", "false"),
@@ -30,7 +32,7 @@ RECOMPUTED = {
 
 @dataclass(frozen=True)
 class Job:
-    """A training step to be predicted. Axes count ranks; dp shards where zero > 0."""
+    """A training step to be predicted. Axes count ranks; dp shards where zero > 0; ep is in it."""
 
     shape: Shape
     gpu: GPU
@@ -42,12 +44,14 @@ class Job:
     tp: int
     pp: int
     cp: int
+    ep: int
     vpp: int
     replicas: int
     zero: int
     micro_batch: int
     grad_accum: int
     recompute: str
+    offload: bool
     precision: str
     compiled: bool
     framework: str
@@ -62,6 +66,16 @@ class Job:
         """Tokens of one optimizer step of the whole job."""
         sequences = self.micro_batch * self.grad_accum * self.dp * self.replicas
         return sequences * self.context
+
+    def held_alike(self, parameters, experts):
+        """(parameters, ranks of dp that hold the same, ranks from one to the next) of one rank.
+
+        parameters: of one replica, `experts` of them in experts, of which a rank has its share.
+        """
+        if self.ep == 1:
+            return ((parameters, self.dp, self.tp),)
+        own = (experts / self.ep, self.dp // self.ep, self.tp * self.ep)
+        return ((parameters - experts, self.dp, self.tp), own)
 
     @cached_property
     def stages(self):
@@ -196,6 +210,10 @@ def job_of(row):
     for name, count in (("heads", shape.heads), ("ffn", shape.ffn)):
         if count % axes["tp"]:
             raise ValueError(f"tp={axes['tp']} does not divide {name}={count}")
+    ep = whole(row, "ep", 1)
+    for name, count in (("dp", dp), ("experts", shape.experts)):
+        if count % ep:
+            raise ValueError(f"ep={ep} does not divide {name}={count}")
     ranks, total = dp * replicas, number(row, "global_batch")
     micro = whole(row, "micro_batch")
     accumulated = whole(row, "grad_accum")
@@ -218,12 +236,14 @@ def job_of(row):
         context=context,
         dp=dp,
         **axes,
+        ep=ep,
         vpp=whole(row, "vpp", 1),
         replicas=replicas,
         zero=zero,
         micro_batch=micro,
         grad_accum=accumulated,
         recompute=recomputed(text(row, "recompute")),
+        offload=text(row, "offload").lower() == "true",
         precision=text(row, "precision").lower() or "bf16",
         compiled=text(row, "compile").lower() == "true",
         framework=text(row, "framework"),

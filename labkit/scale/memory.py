@@ -7,16 +7,18 @@
         |  states      parameters, gradients, master copy, two moments: 16 to 20 bytes a parameter
         +----------------------------------------------------------------------------------------
 
-Stage i of a pipeline holds min(pp - i, micro-batches) of them (1F1B); the first also has the
-embeddings, one of the last the logits: the fullest of all stages counts. ZeRO divides by dp:
-states of the optimizer (1), gradients (2), parameters (3).
+Stage i of a pipeline holds min(pp - i, micro-batches) of them (1F1B), with v thin stages a rank up
+to (pp - 1)/v more; the first also has the embeddings, one of the last the logits: the fullest of
+all stages counts. ZeRO divides by dp:
+states of the optimizer (1), gradients (2), parameters (3). What is offloaded is the host's.
 Rajbhandari et al., ZeRO, SC 2020, section 3; Korthikanti et al., Reducing Activation
-Recomputation, MLSys 2023, section 4; Narayanan et al., SC 2021, section 2.2 (1F1B).
+Recomputation, MLSys 2023, section 4; Narayanan et al., SC 2021, section 2.2 (1F1B, interleaved).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from labkit.scale.cost import (
+    away,
     crosses,
     device_seconds,
     host_seconds,
@@ -29,13 +31,17 @@ FUSED_LOSS = 4  # bytes a logit: gradients are written over the logits (llm-foun
 
 @dataclass(frozen=True)
 class Peak:
-    """GiB of the fullest GPU by kind. runs: no stage is empty; memory: what the GPU has."""
+    """GiB of the fullest GPU by kind, and of the fullest node's host.
+
+    runs: no stage is empty; memory: what the GPU has.
+    """
 
     states: float
     gathered: float
     activations: float
     logits: float
     runtime: float
+    host: float
     memory: float
     limit: float
     runs: bool
@@ -62,48 +68,64 @@ class Peak:
 
 def predict_memory(job, c):
     """The Peak of a Job: of the stage that holds most."""
-    peaks = [stage_peak(job, c, *numbered) for numbered in enumerate(job.stages)]
-    return max(peaks, key=lambda peak: peak.total)
+    first = {}  # of stages that have the same, the first holds most micro-batches
+    for stage, has in enumerate(job.stages):
+        first.setdefault(has, stage)
+    peaks = [stage_peak(job, c, stage, has) for has, stage in first.items()]
+    fullest = max(peaks, key=lambda peak: peak.total)
+    return replace(fullest, host=max(p.host for p in peaks)) if job.offload else fullest
 
 
 def stage_peak(job, c, stage, has):
     """The Peak of a stage. has: as Job.stages says."""
     layers, head, _ = has
     embedding = stage == 0
-    in_flight = min(job.pp - stage, job.grad_accum)
+    ahead = job.pp - stage
+    if job.vpp > 1:
+        ahead = (2 * (job.pp - 1 - stage) + (job.vpp - 1) * job.pp + 1) / job.vpp
+    in_flight = min(ahead, job.grad_accum)
     shape, tokens = job.shape, job.tokens
     ends = embedding + head - (shape.tied and embedding and head)
     parameters = layers * shape.layer_parameters + ends * shape.embedding_parameters
     parameters += embedding * shape.positions * shape.hidden
-    parameters /= job.tp
+    alike = job.held_alike(parameters, layers * shape.expert_weights)
+    states = sum(held * state_bytes(job, c, ranks) for held, ranks, _ in alike) / job.tp
+    waiting = sum(held * away(job) / shared_by(job, ranks) for held, ranks, _ in alike) / job.tp
     gathered = 0.0
     if job.zero == 3:
         root = ends * shape.embedding_parameters / job.tp
-        gathered = 2 * (2 * shape.layer_parameters / job.tp + root)
+        own = sum(h for h, *_ in job.held_alike(shape.layer_parameters, shape.expert_weights))
+        gathered = 2 * (2 * own / job.tp + root)
     each = FUSED_LOSS if job.framework.startswith("PyTorch FSDP1") else c["logits_held"]
     logits = head * each * shape.vocab / job.tp * tokens
     return Peak(
-        states=parameters * state_bytes(job, c) / GIB,
+        states=(states - waiting) / GIB,
         gathered=gathered / GIB,
         activations=in_flight * layers * kept(job, c) * tokens / GIB,
         logits=logits / GIB,
         runtime=c["runtime"],
+        host=waiting * job.gpus_per_node / GIB,
         memory=job.gpu.memory_gib,
         limit=c["limit"],
         runs=all(blocks for _, _, blocks in job.stages),
     )
 
 
-def state_bytes(job, c):
-    """Bytes a parameter of the stage: what ZeRO divides, divided."""
+def shared_by(job, ranks):
+    """Ranks that share the optimizer's states, of `ranks` along dp that hold the same."""
+    return ranks * (job.cp if job.zero == 3 else 1) if job.zero else 1
+
+
+def state_bytes(job, c, ranks):
+    """Bytes a parameter of the stage: what ZeRO divides, divided by `ranks` of dp."""
     if job.zero == 3:
-        return (8 if "pure" in job.precision else 16) / (job.dp * job.cp)
+        return (8 if "pure" in job.precision else 16) / shared_by(job, ranks)
     if job.framework != "nanotron":  # 16-bit parameters and gradients; fp32 master and moments
         whole, divided = (4, 12) if job.zero < 2 else (2, 14)
-        return whole + divided / (job.dp if job.zero else 1)
+        return whole + divided / shared_by(job, ranks)
     if job.zero == 0:
-        return 18 + 2 * (job.dp > 1)  # DDP's buckets
-    return c["whole"] + (18 - c["whole"]) / job.dp
+        return 18 + 2 * (ranks > 1)  # DDP's buckets
+    return c["whole"] + (18 - c["whole"]) / ranks
 
 
 def kept(job, c):
@@ -112,10 +134,10 @@ def kept(job, c):
     inputs = 2 * job.shape.hidden / (job.tp if sequence_split(job) else 1)
     copies = c["saved"] if job.framework == "nanotron" else 1.0
     everything = copies * job.shape.saved_bytes() / split
-    # inputs of split layers stay gathered, unless the GPU waits for its host and frees them
-    waiting = crosses(job) and host_seconds(job, c) > device_seconds(job, c)
-    if job.framework == "nanotron" and job.tp > 1 and not waiting:
-        everything += 2 * 2 * job.shape.hidden
+    if job.framework == "nanotron" and job.tp > 1:
+        # inputs of split layers stay gathered, unless the GPU waits for its host and frees them
+        waiting = crosses(job) and host_seconds(job, c) > device_seconds(job, c)
+        everything += 0 if waiting else 2 * 2 * job.shape.hidden
     if job.precision == "fp16":  # older than fused attention: scores, and what dropout left of them
         everything += 5 * job.shape.heads * job.context / job.tp
     share = {"none": 1.0, "full": 0.0, "half": 0.5, "selective": 0.5}[job.recompute]

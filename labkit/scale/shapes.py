@@ -68,6 +68,11 @@ class Shape:
         return (3 if self.gated else 2) * self.hidden * self.ffn
 
     @cached_property
+    def expert_weights(self):
+        """Weights of all experts of a layer; 0 where there is one network only."""
+        return self.experts * self.network_weights if self.experts > 1 else 0
+
+    @cached_property
     def layer_products(self):
         """Weights that one token is multiplied with in a layer, the router's included."""
         router = self.hidden * self.experts if self.experts > 1 else 0

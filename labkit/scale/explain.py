@@ -1,0 +1,110 @@
+"""Why this plan: what makes the next one slower or too large, and what hangs on which constant.
+
+    runner-up   its step part by part (cost.py)    the parts that are longer
+    too large   its memory kind by kind            the kind that has grown
+    constants   of constants.csv, each at either end of its spread, the others as they are:
+
+        of time      the same jobs fit: they are ranked again, until none left could be faster
+        of memory    other jobs fit: searched again, for those faster than what still fits
+
+A constant k that becomes r k changes no part of a step by more than the factor r or 1/r, so a job
+that took t takes at least t min(r, 1/r): the ranking again is exact, and so is the search. One at
+a time: what two constants do together is not seen. Saltelli et al., Global Sensitivity Analysis,
+2008, section 1.2, has the limits of that.
+"""
+
+from dataclasses import dataclass, replace
+
+from labkit.scale import constants
+from labkit.scale.cost import parts, predict_step
+from labkit.scale.memory import predict_memory
+from labkit.scale.search import AXES, Found, search
+
+KINDS = ("states", "gathered", "activations", "logits", "runtime")
+
+
+def words(job):
+    """A job's layout in a few words."""
+    sizes = " x ".join(f"{a} {getattr(job, a)}" for a in AXES if getattr(job, a) > 1) or "one GPU"
+    inner = "".join(f", {a} {getattr(job, a)}" for a in ("ep", "vpp") if getattr(job, a) > 1)
+    again = "" if job.recompute == "none" else f", recompute {job.recompute}"
+    again += ", states offloaded" if job.offload else ""
+    return f"{sizes}{inner}, ZeRO-{job.zero}, batch {job.grad_accum} x {job.micro_batch}{again}"
+
+
+def why_slower(other, best, c):
+    """Which parts of the other's step are longer: a line."""
+    mine, theirs = parts(best.job, c), parts(other.job, c)
+    longer = sorted(mine, key=lambda part: mine[part] - theirs[part])[:2]
+    told = ", ".join(f"{p} {theirs[p] - mine[p]:+.3g} s" for p in longer if theirs[p] > mine[p])
+    return f"{words(other.job)}: {other.seconds / best.seconds - 1:+.1%} of a step: {told}"
+
+
+def why_larger(other, best, spare):
+    """Which memory of the other's is too large: a line."""
+    kind = max(KINDS, key=lambda k: getattr(other.peak, k) - getattr(best.peak, k))
+    usable, more = (1 - spare) * other.peak.memory, getattr(other.peak, kind)
+    return (
+        f"{words(other.job)}: {other.seconds / best.seconds - 1:+.1%} of a step, but "
+        f"{other.peak.total:.1f} GiB of {usable:.1f}: {kind} {more:.1f}, "
+        f"not {getattr(best.peak, kind):.1f}"
+    )
+
+
+@dataclass(frozen=True)
+class Moved:
+    """constant: a constants.Constant, at `value`. same: what the plan's fastest becomes, a Found;
+    best: what is fastest now; None: nothing fits.
+    """
+
+    constant: object
+    value: float
+    same: Found
+    best: Found | None
+
+    @property
+    def changes(self):
+        """Is another job the fastest now?"""
+        return self.best is None or self.best.job != self.same.job
+
+
+def sensitivity(plan):
+    """A list of Moved, two for each constant that has a spread."""
+    return [
+        moved(plan, constant, value)
+        for constant in constants.read()
+        for value in dict.fromkeys((constant.low, constant.high))
+        if value != constant.value
+    ]
+
+
+def moved(plan, constant, value):
+    """A Moved: the plan with one constant at another value."""
+    c = constants.values() | {constant.name: value}
+    same = again(plan.fastest, c)
+    # what nanotron keeps depends on whether it waits: on time
+    if constant.column == "tok_s_gpu" and plan.space.job.framework != "nanotron":
+        return Moved(constant, value, same, ranked_again(plan, c, value / constant.value))
+    now = (again(found, c) for found in plan.contenders)
+    still = next((found for found in now if plan.space.fits(found.peak)), None)
+    faster, _ = search(plan.space, same.job.n_gpus, c, still.seconds if still else float("inf"))
+    return Moved(constant, value, same, min(faster, key=seconds, default=still))
+
+
+def ranked_again(plan, c, ratio):
+    """The fastest of the jobs that fit."""
+    best, least = None, min(ratio, 1 / ratio)
+    for found in plan.contenders:
+        if best and found.seconds * least > best.seconds:
+            break
+        now = replace(found, step=predict_step(found.job, c))
+        best = min(filter(None, [best, now]), key=seconds)
+    return best
+
+
+def again(found, c):
+    return Found(found.job, predict_step(found.job, c), predict_memory(found.job, c))
+
+
+def seconds(found):
+    return found.seconds

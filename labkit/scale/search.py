@@ -1,0 +1,236 @@
+"""Every way to lay a job out on n GPUs, and those that fit: what a plan is chosen from.
+
+    layout   tp x pp x cp x dp [x replicas] = n     ep inside dp, ZeRO 0 to 3
+    batch    thin stages a rank, micro-batch        grad_accum is what the global batch leaves
+    spared   nothing, half or all of a layer recomputed; states of the optimizer in host memory
+
+tp stays in a node and divides the heads, their keys and values, and the network; pp divides the
+layers (or leaves stages that differ by one, if they may); cp leaves 1,024 tokens a rank or more;
+dp divides the global batch, ep dp and the experts; several stages a rank want micro-batches by pp.
+Hybrid sharding has a replica in each node. A pipeline runs 1F1B, interleaved where a rank has
+several stages. What is tried is left as early as physics allows:
+
+    ZeRO-1 never takes longer than ZeRO-0, nor more memory     of the two only the first is tried
+    who recomputes more takes longer and less memory           the first that fits is the fastest
+    a larger micro-batch takes more memory                     none is tried after one too large
+
+The model of time is cost.py, that of memory memory.py. Narayanan et al., Efficient Large-Scale
+Language Model Training on GPU Clusters, SC 2021, section 3, has rules of thumb for the same choice.
+"""
+
+from dataclasses import dataclass, replace
+from math import gcd, isfinite, prod
+
+from labkit.scale.cost import away, predict_step
+from labkit.scale.job import Job, job_of, recomputed
+from labkit.scale.memory import GIB, predict_memory, state_bytes
+
+LEAST_TOKENS = 1024
+TRIED = ("none", "selective", "full")  # "half" saves what "selective" does and takes longer
+AXES = ("dp", "tp", "pp", "cp", "replicas")
+GIVEN = {*AXES, "ep", "vpp", "zero", "micro_batch", "recompute"}
+MODEL = (
+    "params", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "tied", "experts", "top_k",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Found:
+    """A job, its predicted Step and Peak."""
+
+    job: Job
+    step: object
+    peak: object
+
+    @property
+    def seconds(self):
+        return self.step.seconds
+
+    @property
+    def gpu_seconds(self):
+        return self.step.seconds * self.job.n_gpus
+
+
+@dataclass(frozen=True)
+class Space:
+    """What may be chosen from. job: on one GPU; given: axes and settings that are not free.
+
+    spare: the share of memory that stays free. uneven: stages may differ by a layer. host_gib: of
+    a node, for the states of the optimizer; None: they stay.
+    """
+
+    job: Job
+    global_batch: int
+    given: dict
+    spare: float
+    uneven: bool
+    host_gib: float | None
+
+    def free(self, name, choices):
+        """Those of the choices that what is given leaves."""
+        return [choice for choice in choices if self.given.get(name, choice) == choice]
+
+    def layouts(self, n):
+        """Jobs on n GPUs that differ in their axes and in what ZeRO shards."""
+        shape, node = self.job.shape, min(n, self.job.gpus_per_node)
+        for tp in self.free("tp", divisors(gcd(node, shape.heads, shape.kv_heads, shape.ffn))):
+            for pp in self.free("pp", divisors(n // tp) if n % tp == 0 else ()):
+                if pp > shape.layers or not (self.uneven or shape.layers % pp == 0):
+                    continue
+                for cp in self.free("cp", divisors(gcd(n // tp // pp, self.job.context))):
+                    data = n // tp // pp // cp
+                    if self.global_batch % data or cp > max(1, self.job.context // LEAST_TOKENS):
+                        continue
+                    axes = {"n_gpus": n, "gpus_per_node": node, "tp": tp, "pp": pp, "cp": cp}
+                    yield from self.sharded(replace(self.job, **axes), data)
+
+    def sharded(self, job, data):
+        """The same with `data` ranks that see other data: who shards what, who has which expert."""
+        in_node = max(1, job.gpus_per_node // job.tp // job.cp)
+        tried = (1, 2, 3) if data > 1 else (0, 3) if job.cp > 1 else (0,)
+        ways = [(zero, data) for zero in (self.given.get("zero", z) for z in tried)]
+        if data % in_node == 0 and 1 < in_node < data:
+            ways.append((3, in_node))
+        for zero, dp in dict.fromkeys(ways):
+            fits = self.free("zero", [zero]) and self.free("dp", [dp])
+            if fits and self.free("replicas", [data // dp]):
+                for ep in self.free("ep", divisors(gcd(dp, job.shape.experts))):
+                    yield replace(job, zero=zero, dp=dp, replicas=data // dp, ep=ep)
+
+    def batches(self, layout):
+        """For each number of thin stages: jobs by growing micro-batch."""
+        each = self.global_batch // layout.dp // layout.replicas
+        layers, pp = layout.shape.layers, layout.pp
+        thin = divisors(layers // pp) if pp > 1 and layers % pp == 0 else [1]
+        for vpp in self.free("vpp", thin):
+            yield (
+                replace(layout, vpp=vpp, micro_batch=micro, grad_accum=each // micro)
+                for micro in self.free("micro_batch", divisors(each))
+                if vpp == 1 or each // micro % pp == 0
+            )
+
+    def fits(self, peak):
+        """Does a Peak leave what is to be spared?"""
+        room = 1 - self.spare
+        host = peak.host <= room * (self.host_gib or 0)
+        return peak.runs and host and peak.total <= room * peak.memory
+
+    def least(self):
+        """GPUs without which not even parameters, gradients and states fit, all of them sharded."""
+        job = replace(self.job, zero=3, offload=bool(self.host_gib))
+        needed = job.shape.parameters * (state_bytes(job, {}, 1) - away(job)) / GIB
+        return max(1, -int(-needed // ((1 - self.spare) * job.gpu.memory_gib)))
+
+
+def divisors(n):
+    small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
+    return small + [n // d for d in reversed(small) if d * d != n]
+
+
+def search(space, n, c, within=float("inf")):
+    """(a list of Found that fit n GPUs and take less than `within` seconds, refused).
+
+    refused: (Peak, Job) of what does not fit, as far as it was met on the way to what does.
+    """
+    fit, refused = [], []
+    for layout in space.layouts(n):
+        for jobs in space.batches(layout):
+            for job in jobs:
+                found = first_to_fit(space, job, c, within, refused)
+                fit += [found] if found else []
+                again = found is None or (found and found.job.recompute != job.recompute)
+                if space.host_gib and again:  # who moves states may recompute less
+                    other = replace(job, offload=True)
+                    found = first_to_fit(space, other, c, within, refused)
+                    fit += [found] if found else []
+                if found is None:
+                    break
+    return fit, refused
+
+
+def first_to_fit(space, job, c, within, refused):
+    """The Found that recomputes least; False if it takes too long, None if none fits."""
+    kinds = (space.given["recompute"],) if "recompute" in space.given else TRIED
+    if within < float("inf") and predict_step(job, c).seconds >= within:
+        return False  # nothing recomputed: the others take longer
+    for kind in kinds:
+        tried = job if job.recompute == kind else replace(job, recompute=kind)
+        peak = predict_memory(tried, c)
+        if space.fits(peak):
+            step = predict_step(tried, c)
+            return step.seconds < within and Found(tried, step, peak)
+        refused.append((peak, tried))
+    return None
+
+
+def most(space, limit):
+    """The most GPUs, whole nodes and `limit` at most, that some layout uses up."""
+    node = space.job.gpus_per_node
+    whole = range(limit - limit % node, 0, -node)
+    for n in (limit, *whole, *divisors(min(node, limit))[::-1]):
+        if any(True for layout in space.layouts(n) for jobs in space.batches(layout) for _ in jobs):
+            return n
+    given = ", ".join(f"{name}={value}" for name, value in space.given.items()) or "nothing"
+    raise ValueError(
+        f"no layout of {limit} GPUs or fewer has {given} given: dp times micro_batch must divide "
+        f"global_batch={space.global_batch}, cp leave {LEAST_TOKENS} of {space.job.context} tokens "
+        "at least, and vpp wants micro-batches by pp"
+    )
+
+
+def smallest(space, limit, c):
+    """The fastest Found on the fewest GPUs, `limit` at most, that fit the model; or None."""
+    node, least = space.job.gpus_per_node, space.least()
+    for n in (*divisors(node)[:-1], *range(node, limit + 1, node)):
+        if least <= n <= limit:
+            fit, _ = search(space, n, c)
+            if fit:
+                return min(fit, key=lambda found: found.seconds)
+    return None
+
+
+def space_of(row, cluster, *, global_batch, spare, uneven, precision, framework, **given):
+    """The Space of a model (a row of job.py's columns) on a Cluster. ValueError for bad input."""
+    kept = {name: row.get(name) for name in (*MODEL, "seq_len")}
+    kept |= {"gpu": cluster.gpu, "n_gpus": 1, "precision": precision, "framework": framework}
+    job = replace(job_of(kept), gpu=cluster.device, gpus_per_node=cluster.gpus_per_node)
+    job = replace(job, network_gbps=job.gpu.network_gbps)
+    if not isfinite(spare) or not 0 <= spare < 1:
+        raise ValueError(f"spare must be a share of memory, from 0 up to 1, got {spare}")
+    check_given(given, job.shape, cluster, uneven)
+    if "recompute" in given:
+        given["recompute"] = recomputed(given["recompute"])
+    return Space(job, global_batch, given, spare, uneven, cluster.host_gib)
+
+
+def check_given(given, shape, cluster, uneven):
+    """Raise ValueError where axes that are given cannot be."""
+    for name, value in given.items():
+        if name not in GIVEN:
+            raise ValueError(f"{name!r} cannot be given: what can is {', '.join(sorted(GIVEN))}")
+        if name != "recompute" and (
+            not isfinite(value) or value != int(value) or value < (name != "zero")
+        ):
+            raise ValueError(f"{name} must be a whole number of at least 1, got {value}")
+    if given.get("zero", 0) > 3:
+        raise ValueError(f"zero must be 0, 1, 2 or 3, got {given['zero']}")
+    told = {name: given[name] for name in AXES if name in given}
+    ranks = prod(told.values())
+    whole = set(AXES[:4]) <= told.keys()
+    gpus, node = cluster.gpus, cluster.gpus_per_node
+    if gpus % ranks or (whole and gpus != ranks):
+        product = " x ".join(f"{name} {size}" for name, size in told.items())
+        raise ValueError(f"{product} = {ranks} ranks, but there are {gpus} GPUs: leave an axis out")
+    tp, pp, thin = (given.get(name, 1) for name in ("tp", "pp", "vpp"))
+    sizes = {name: getattr(shape, name) for name in ("heads", "kv_heads", "ffn")}
+    for name, size in (sizes | {"gpus_per_node": node}).items():
+        if size % tp:
+            raise ValueError(f"tp={tp} does not divide {name}={size}")
+    if shape.experts % given.get("ep", 1):
+        raise ValueError(f"ep={given['ep']} does not divide experts={shape.experts}")
+    if shape.layers % (pp * thin) and not (uneven and thin == 1 and pp <= shape.layers):
+        stages = f"pp={pp}" if thin == 1 else f"pp x vpp = {pp} x {thin}"
+        usual = ", ".join(map(str, divisors(shape.layers)))
+        raise ValueError(
+            f"{stages} does not divide layers={shape.layers}: take one of {usual}, or uneven stages"
+        )

@@ -1,0 +1,273 @@
+"""The planner: nothing better is missed, all it names fits, physics holds, and what it says why is so."""
+
+import itertools
+import sys
+from dataclasses import replace
+
+import pytest
+
+from labkit.parts.schedules import interleaved
+from labkit.scale import constants
+from labkit.scale.cost import gather_seconds, gradient_seconds, parts, predict_step, tensor_seconds
+from labkit.scale.explain import moved, sensitivity, why_larger, why_slower
+from labkit.scale.hardware import Cluster
+from labkit.scale.job import job_of
+from labkit.scale.memory import predict_memory, stage_peak
+from labkit.scale.plan import bill, main, plan
+from labkit.scale.search import search
+
+C = constants.values()
+SMALL = {"layers": 8, "hidden": 1024, "heads": 8, "kv_heads": 4, "ffn": 4096, "vocab": 8192, "seq_len": 2048}
+EXPERTS = SMALL | {"experts": 4, "top_k": 2}
+BATCH = 16
+TIGHT = {"memory_gib": 1.2, "network_gbps": 30.0}
+
+
+def cluster(gpus=8, **changes):
+    return Cluster("A100-80GB", gpus, **{"gpus_per_node": 4, "confirmed": True} | changes)
+
+
+def every_job(model, where, n):
+    """All that can be written down on n GPUs, one by one: (seconds, Job) of those that fit."""
+    few, node = (1, 2, 4, 8), min(n, where.gpus_per_node)
+    for tp, pp, cp, dp, copies in itertools.product(few, few, (1, 2), few, few):
+        if tp * pp * cp * dp * copies != n or tp > 4 or (copies > 1 and dp * tp * cp != node):
+            continue
+        ranks = dp * copies
+        if BATCH % ranks:
+            continue
+        axes = {"tp": tp, "pp": pp, "cp": cp, "dp": dp, "gpu": where.gpu, "n_gpus": n, "gpus_per_node": node}
+        plain = job_of(model | axes | {"zero": 3})
+        plain = replace(plain, gpu=where.device, network_gbps=where.device.network_gbps)
+        kinds, homes = ("none", "half", "selective", "full"), (False, True) if where.host_gib else (False,)
+        for zero, vpp, ep, micro, kind, home in itertools.product(
+            range(4), (1, 2, 4, 8), (1, 2, 4), (1, 2, 4, 8, 16), kinds, homes
+        ):
+            accumulated = BATCH // ranks // micro
+            thin = vpp > 1 and (pp == 1 or 8 % (pp * vpp) or accumulated % pp)
+            if not accumulated or thin or dp % ep or model.get("experts", 1) % ep or (copies > 1 and zero < 3):
+                continue
+            told = {"zero": zero, "vpp": vpp, "ep": ep, "micro_batch": micro, "grad_accum": accumulated}
+            job = replace(plain, **told, recompute=kind, offload=home)
+            peak = predict_memory(job, C)
+            if peak.total <= 0.9 * where.device.memory_gib and peak.host <= 0.9 * (where.host_gib or 0):
+                yield predict_step(job, C).seconds, job
+
+
+@pytest.mark.parametrize(
+    ("model", "figures"),
+    [
+        (SMALL, {}),
+        (SMALL, {"memory_gib": 0.9, "network_gbps": 30.0}),
+        (SMALL, {"memory_gib": 1.6, "network_gbps": 30.0}),
+        (EXPERTS, {"memory_gib": 1.6, "network_gbps": 30.0}),
+        (SMALL, {"memory_gib": 0.9, "network_gbps": 30.0, "host_gib": 1.5}),
+    ],
+    ids=["all fit", "few fit", "some fit", "experts", "offloaded"],
+)
+def test_nothing_better_is_missed(model, figures):
+    where = cluster(**figures)
+    found = plan(model, where, global_batch=BATCH)
+    best = {n: min((s for s, _ in every_job(model, where, n)), default=None) for n in (1, 2, 4, 8)}
+    assert found.fastest.seconds == pytest.approx(best[8], rel=1e-12)
+    fit = {n: seconds for n, seconds in best.items() if seconds}
+    assert found.smallest.job.n_gpus == min(fit)
+    assert found.smallest.seconds == pytest.approx(fit[min(fit)], rel=1e-12)
+    assert found.cheapest.gpu_seconds == pytest.approx(min(n * s for n, s in fit.items()), rel=1e-12)
+
+
+def test_all_that_is_named_fits():
+    found = plan(SMALL, cluster(**TIGHT), global_batch=BATCH)
+    for one in (found.fastest, found.cheapest, found.smallest, found.runner_up, *found.contenders):
+        peak = predict_memory(one.job, C)
+        assert peak.fits and peak.total <= 0.9 * 1.2 and peak == one.peak
+        assert one.job.step_tokens == BATCH * 2048
+    seconds = [one.seconds for one in found.contenders]
+    assert seconds == sorted(seconds) and found.contenders[0] is found.fastest
+
+
+def test_more_memory_never_slows_the_fastest_nor_does_a_faster_network():
+    larger = [plan(SMALL, cluster(memory_gib=gib), global_batch=BATCH).fastest.seconds for gib in (0.9, 1.2, 1.6, 79.1)]
+    assert larger == sorted(larger, reverse=True) and larger[0] > larger[-1]
+    slower = [
+        plan(SMALL, cluster(memory_gib=1.2, network_gbps=gbps), global_batch=BATCH).fastest.seconds
+        for gbps in (6400, 1600, 200, 25, 2)
+    ]
+    assert slower == sorted(slower) and slower[0] < slower[-1]
+
+
+def test_what_is_given_stays():
+    given = {"tp": 2, "pp": 2, "zero": 2, "micro_batch": 2, "recompute": "full", "vpp": 2}
+    found = plan(SMALL, cluster(), global_batch=BATCH, **given)
+    assert all(getattr(one.job, name) == value for one in found.contenders for name, value in given.items())
+    uneven = plan(SMALL | {"layers": 6}, cluster(), global_batch=BATCH, pp=4, uneven=True)
+    assert [layers for layers, *_ in uneven.fastest.job.stages] == [2, 2, 1, 1]
+    assert plan(SMALL, cluster(6), global_batch=BATCH).fastest.job.n_gpus == 4  # nothing divides into 6
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model": "gpt3-157b"}, "unknown model 'gpt3-157b': the nearest known are gpt3-175b"),
+        ({"model": {}}, "no model: give layers and hidden, or params"),
+        ({"model": SMALL | {"hidden": "nan"}}, "hidden must be a number of at least 1, got nan"),
+        ({"gpu": "A1000"}, "unknown GPU 'A1000': the nearest known are A100"),
+        ({"gpus": 0}, "gpus must be a whole number of at least 1, got 0"),
+        ({"host_gib": -1}, "host_gib must be a positive number, got -1"),
+        ({"gpus": float("nan")}, "gpus must be a whole number of at least 1, got nan"),
+        ({"network_gbps": -100.0}, "network_gbps must be a positive number, got -100.0"),
+        ({"network_gbps": 200.0}, "network_gbps=200 is about 1/8 of what A100-80GB usually has, 1600 Gbit/s"),
+        ({"network_gbps": 1.6e6}, "network_gbps=1.6e+06 is about 1000 times what A100-80GB usually has"),
+        ({"node_gbs": 2400.0}, "node_gbs=2400 is about 8 times what A100-80GB usually has, 300 GB/s"),
+        ({"memory_gib": 81920.0}, "say confirmed=True (--confirm)"),
+        ({"global_batch": 0}, "global_batch must be a number of at least 1, got 0"),
+        ({"global_batch": None}, "global_batch is missing: how many sequences has a step?"),
+        ({"spare": float("nan")}, "spare must be a share of memory, from 0 up to 1, got nan"),
+        ({"dp": 2, "tp": 2, "pp": 1, "cp": 1}, "dp 2 x tp 2 x pp 1 x cp 1 = 4 ranks, but there are 8 GPUs"),
+        ({"tp": 3}, "tp 3 = 3 ranks, but there are 8 GPUs"),
+        ({"tp": 8}, "tp=8 does not divide kv_heads=4"),
+        ({"gpus": 48, "tp": 3}, "tp=3 does not divide heads=8"),
+        ({"gpus": 48, "pp": 3}, "pp=3 does not divide layers=8: take one of 1, 2, 4, 8, or uneven stages"),
+        ({"pp": 4, "vpp": 4}, "pp x vpp = 4 x 4 does not divide layers=8"),
+        ({"gpus": 48, "model": SMALL | {"kv_heads": 8}, "tp": 8}, "tp=8 does not divide gpus_per_node=4"),
+        ({"micro_batch": 3}, "no layout of 8 GPUs or fewer has micro_batch=3 given: dp times micro_batch must divide"),
+        ({"cp": 4}, "cp leave 1024 of 2048 tokens at least"),
+        ({"tp": -2}, "tp must be a whole number of at least 1, got -2"),
+        ({"zero": 4}, "zero must be 0, 1, 2 or 3, got 4"),
+        ({"ep": 2}, "ep=2 does not divide experts=1"),
+        ({"recompute": "sometimes"}, "recompute must be none"),
+        ({"ddp": 2}, "'ddp' cannot be given: what can is cp, dp, ep"),
+        ({"gpus": 1, "memory_gib": 1.5}, "GiB more than the 1.4 GiB to be used; it fits on 2 of them"),
+        ({"gpus": 1, "memory_gib": 0.02}, "nor does it on more of them"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_clear_line(changes, said):
+    arguments = {"model": SMALL, "gpu": "A100-80GB", "gpus": 8, "global_batch": BATCH} | changes
+    figures = {n: arguments.pop(n) for n in ("network_gbps", "node_gbs", "memory_gib", "host_gib") if n in arguments}
+    with pytest.raises(ValueError) as error:
+        plan(arguments.pop("model"), Cluster(arguments.pop("gpu"), arguments.pop("gpus"), 4, **figures), **arguments)
+    assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_figure_that_is_meant_is_taken():
+    assert Cluster("A100-80GB", 8, network_gbps=200.0, confirmed=True).device.network_gbps == 200
+
+
+def test_the_bill():
+    found = plan(SMALL, cluster(), global_batch=BATCH).fastest
+    cost = bill(found, 1e9, price=2.0, watts=500)
+    steps = 1e9 / (BATCH * 2048)
+    assert cost["days"] == pytest.approx(steps * found.seconds / 86400)
+    assert cost["gpu_hours"] == pytest.approx(8 * 24 * cost["days"])
+    assert (cost["money"], cost["kwh"]) == pytest.approx((2 * cost["gpu_hours"], cost["gpu_hours"] / 2))
+    assert bill(found, 1e9)["kwh"] == pytest.approx(0.4 * cost["gpu_hours"])  # 400 W of an A100
+    for wrong in ({"tokens": -1}, {"tokens": float("nan")}, {"tokens": 1, "price": 0}, {"tokens": 1, "watts": -3}):
+        with pytest.raises(ValueError, match="must be a positive number"):
+            bill(found, **wrong)
+
+
+def test_the_parts_of_a_step_add_up_and_say_who_lost_by_what():
+    found = plan(EXPERTS, cluster(memory_gib=1.6, network_gbps=30.0), global_batch=BATCH)
+    for one in found.contenders[::50]:
+        assert sum(parts(one.job, C).values()) == pytest.approx(one.seconds, rel=1e-12)
+    slow = replace(found.fastest.job, grad_accum=1, vpp=1, pp=8, dp=1, tp=1, ep=1, micro_batch=BATCH)
+    told = why_slower(replace(found.fastest, job=slow, step=predict_step(slow, C)), found.fastest, C)
+    assert "bubble +" in told and "% of a step" in told
+    assert found.larger.seconds < found.fastest.seconds and not found.space.fits(found.larger.peak)
+    assert "GiB of 1.4: states 0.7, not 0.6" in why_larger(found.larger, found.fastest, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "end", "gib"),
+    [
+        ("edge", "low", 1.2),
+        ("crowding", "high", 1.2),
+        ("data_exposed", "low", 1.2),
+        ("runtime", "high", 1.6),
+        ("logits_held", "low", 1.6),
+    ],
+)
+def test_a_constant_at_the_end_of_its_spread_is_as_if_planned_with_it(name, end, gib):
+    found = plan(SMALL, cluster(memory_gib=gib, network_gbps=30.0), global_batch=BATCH)
+    constant = next(k for k in constants.read() if k.name == name)
+    value = getattr(constant, end)
+    fit, _ = search(found.space, 8, C | {name: value})
+    what = moved(found, constant, value)
+    assert what.best.seconds == min(one.seconds for one in fit)
+    assert what.same.seconds == predict_step(found.fastest.job, C | {name: value}).seconds
+    assert what.changes == (what.best.job != found.fastest.job)
+
+
+def test_a_constant_can_make_all_of_them_too_large():
+    found = plan(SMALL, cluster(**TIGHT), global_batch=BATCH)
+    runtime = next(k for k in constants.read() if k.name == "runtime")
+    what = moved(found, runtime, 1.1)
+    assert what.best is None and what.changes
+
+
+def test_every_constant_is_moved_to_both_its_ends():
+    few = plan(SMALL, cluster(2), global_batch=BATCH, tp=2)
+    ends = {(what.constant.name, what.value) for what in sensitivity(few)}
+    assert ends == {(k.name, end) for k in constants.read() for end in (k.low, k.high) if end != k.value}
+
+
+def test_thin_stages_hold_what_their_schedule_holds():
+    job = job_of(SMALL | {"gpu": "A100", "n_gpus": 4, "pp": 4, "grad_accum": 8})
+    for vpp in (1, 2):
+        tried = replace(job, vpp=vpp)
+        for stage, program in enumerate(interleaved(4 * vpp, 8, 4)):
+            alive = list(itertools.accumulate({"F": 1, "B": -1}[action.kind] for action in program))
+            one = stage_peak(replace(tried, grad_accum=1), C, stage, tried.stages[stage]).activations
+            many = stage_peak(tried, C, stage, tried.stages[stage]).activations
+            assert many / one == pytest.approx(max(alive) / vpp)
+
+
+def test_experts_shared_out_hold_less_and_send_their_tokens():
+    row = EXPERTS | {"gpu": "A100", "n_gpus": 8, "dp": 8, "zero": 1, "micro_batch": 2}
+    whole, shared = job_of(row), job_of(row | {"ep": 4})
+    one = 8 * shared.shape.expert_weights  # of all layers
+    saved = predict_memory(whole, C).states - predict_memory(shared, C).states
+    assert saved * 2**30 == pytest.approx(one * (4 + 12 / 8) - one / 4 * (4 + 12 / 2))
+    sent = 2 * shared.tokens * 1024 * 2  # 16 bits, each token to two
+    assert tensor_seconds(shared, C) == pytest.approx(4 * gather_seconds(shared, 4, 1, sent, C))
+    assert gradient_seconds(shared, C) < gradient_seconds(whole, C)
+    with pytest.raises(ValueError, match="ep=3 does not divide dp=8"):
+        job_of(row | {"ep": 3})
+
+
+def test_states_offloaded_take_the_bus_and_the_hosts_memory():
+    row = SMALL | {"gpu": "A100", "n_gpus": 8, "zero": 1}
+    here, there = job_of(row), job_of(row | {"offload": "True"})
+    held, moved_away = predict_memory(here, C), predict_memory(there, C)
+    own = 12 * here.shape.parameters / 8
+    assert (held.states - moved_away.states) * 2**30 == pytest.approx(own, rel=1e-3)  # but for the last norm
+    assert moved_away.host == pytest.approx(8 * (held.states - moved_away.states)) and held.host == 0
+    longer = predict_step(there, C).optimizer - predict_step(here, C).optimizer
+    assert longer == pytest.approx(2 * own / 31.5e9)
+    alone = plan(SMALL, cluster(1, memory_gib=1.5, host_gib=4), global_batch=BATCH).fastest
+    assert alone.job.offload and alone.peak.host <= 0.9 * 4  # without a host's memory it does not fit: see above
+    with pytest.raises(ValueError, match="nothing fits"):
+        plan(SMALL, cluster(1, memory_gib=1.5, host_gib=1), global_batch=BATCH)
+
+
+def test_zero_2_scatters_every_micro_batch_and_replicas_add_up_their_shards():
+    row = SMALL | {"gpu": "A100", "n_gpus": 16, "gpus_per_node": 4, "grad_accum": 5}
+    one, two = (gradient_seconds(job_of(row | {"zero": zero}), C) for zero in (1, 2))
+    assert two == pytest.approx(3 * one)  # 5 scatters and a gather, not one of each
+    assert gradient_seconds(job_of(row | {"zero": 3}), C) == 0
+    hybrid = job_of(row | {"zero": 3, "dp": 4})
+    shards = 2 * hybrid.shape.parameters / 4
+    assert gradient_seconds(hybrid, C) == pytest.approx(2 * C["data_exposed"] * gather_seconds(hybrid, 4, 4, shards, C))
+
+
+def test_the_command(monkeypatch, capsys):
+    told = ",".join(f"{name}={value}" for name, value in SMALL.items())
+    command = f"plan --model {told} --gpus 8 --gpu a100-80gb --tokens 1e9 --global-batch 16 --price 2 --sensitivity"
+    monkeypatch.setattr(sys, "argv", command.split())
+    main()
+    said = capsys.readouterr().out
+    for word in ("fastest", "cheapest", "smallest", "GPU-hours", "money", "runner-up", "kept out of the fit", "edge"):
+        assert word in said
+    monkeypatch.setattr(sys, "argv", [*command.split(), "--tp", "3"])
+    with pytest.raises(SystemExit, match=r"labkit\.scale\.plan: tp 3 = 3 ranks, but there are 8 GPUs"):
+        main()
