@@ -18,6 +18,7 @@ from labkit.convert import convert, load_weights
 from labkit.fsdp import FSDP
 from labkit.parts import lease, tensor_file
 from labkit.parts.store import Store
+from labkit.run import launch
 
 fsspec = pytest.importorskip("fsspec")
 pytest.importorskip("s3fs", reason="S3 needs s3fs: pip install -r requirements.txt")
@@ -103,26 +104,34 @@ def test_two_ranks_save_and_three_load(ranks, bucket):
 rank_files = ("rank-0.safetensors", "rank-1.safetensors")
 
 
-def trained(nproc, *options):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
-    command += ["-m", "--", "labkit.train", "--strategy", "fsdp", "--batch-size", "12", "--optimizer", "adamw"]
-    return subprocess.run([*command, *map(str, options)], capture_output=True, text=True, timeout=150)
+TRAINING = ("--strategy", "fsdp", "--batch-size", "12", "--optimizer", "adamw", "--steps", "4", "--log")
+
+
+def trained(*options):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "--", "labkit.train", *TRAINING, *map(str, options)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=150)
+
+
+def trained_warm(*options):
+    """The same on warm ranks: what rank 0 printed."""
+    arguments = [*TRAINING, *map(str, options)]
+    run = launch("labkit.train:launched", nproc=2, arguments=arguments, quiet=True)
+    return run.logs[0].read_text()
 
 
 @pytest.mark.slow
 def test_a_training_goes_on_from_there(bucket, tmp_path):
-    options = ("--steps", "4", "--log")
-    whole = trained(2, *options, tmp_path / "whole.jsonl")
-    assert whole.returncode == 0, whole.stderr
+    trained_warm(tmp_path / "whole.jsonl")
     save = ("--checkpoint-dir", f"{bucket}/run", "--checkpoint-every", "2")
     (tmp_path / "stop").write_text("")
-    first = trained(2, *options, tmp_path / "broken.jsonl", *save, "--stop-file", tmp_path / "stop")
-    assert "the same command goes on from there" in first.stdout, first.stderr
-    again = trained(2, *options, tmp_path / "broken.jsonl", *save, "--resume", "must")
+    first = trained_warm(tmp_path / "broken.jsonl", *save, "--stop-file", tmp_path / "stop")
+    assert "the same command goes on from there" in first
+    again = trained(tmp_path / "broken.jsonl", *save, "--resume", "must")
     assert "goes on after step 1" in again.stdout, again.stderr
     last = [json.loads((tmp_path / f"{name}.jsonl").read_text().splitlines()[-1]) for name in ("whole", "broken")]
     assert last[0] == last[1] and last[0]["step"] == 4
-    nowhere = trained(2, *options, tmp_path / "no.jsonl", "--checkpoint-dir", "s3://no-such-bucket/run")
+    nowhere = trained(tmp_path / "no.jsonl", "--checkpoint-dir", "s3://no-such-bucket/run")
     assert nowhere.returncode == 1
     line = "labkit.train: s3://no-such-bucket/run cannot be written: The specified bucket does not exist"
     assert line in nowhere.stderr.splitlines()
