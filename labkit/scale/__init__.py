@@ -2,6 +2,7 @@
 
     rehearse.py   the lab's own code as one rank of n, alone and without data: what it sends, holds
     simulate.py   a rehearsed step with the time of its messages put back
+    goodput.py    jitter, stragglers, failures: what is left of a run, seeded
 
     hardware.py   GPUs and links as data, a source per figure
     shapes.py     parameters, FLOPs and activation bytes, from the numbers of a configuration
