@@ -181,12 +181,12 @@ def expected(fleet, interval):
 
 
 def young(save, between):
-    """The best interval between saves, first order: saves and lost work cost the same."""
+    """The best interval from d and M, in one unit: saves and lost work then cost the same."""
     return sqrt(2 * save * between)
 
 
 def daly(save, between):
-    """The same to higher order (Daly, equation 37)."""
+    """The same to higher order, for where M is not long against d (Daly, equation 37)."""
     x = save / (2 * between)
     return young(save, between) * (1 + sqrt(x) / 3 + x / 9) - save if x < 1 else between
 
