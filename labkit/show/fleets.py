@@ -77,7 +77,7 @@ def headline(state):
 
 
 def draw(job, state):
-    title = f"{headline(state)}: simulated"
+    title = "What a run loses, by its number of GPUs: simulated"
     figure = stacked_bars(rows(job, state), "lost", "gpus", "kind", "seed", title, unit="%")
     figure.axes[0].set_xlabel(f"lost, of {job.days:g} days (%)")
     return figure
