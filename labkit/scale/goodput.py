@@ -13,7 +13,7 @@ t: work from one save to the next. d: seconds that a save stops it; w: that it t
 while work goes on. D: detection and restart. Ranks that do the same are one kind, and a kind costs
 one draw a step, so 100,000 GPUs cost what two do; a run of months costs one draw a failure.
 Young, A First Order Approximation to the Optimum Checkpoint Interval, CACM 1974; Daly, A Higher
-Order Estimate of the Optimum Checkpoint Interval for Restart Dumps, FGCS 2006, equations 13 and 37;
+Order Estimate of the Optimum Checkpoint Interval for Restart Dumps, FGCS 2006;
 David and Nagaraja, Order Statistics, 2003, section 2.1.
 """
 
@@ -171,7 +171,7 @@ def survive(fleet, interval, seconds, seed=0):
 
 
 def expected(fleet, interval):
-    """The goodput of an endless run (Daly, equation 13, with a write in the background)."""
+    """The goodput of an endless run (Daly 2006; a write in the background as more of a restart)."""
     checked(fleet, interval)
     cycle, M = interval + fleet.save, fleet.between
     if isinf(M):
@@ -186,7 +186,7 @@ def young(save, between):
 
 
 def daly(save, between):
-    """The same to higher order, for where M is not long against d (Daly, equation 37)."""
+    """The same to higher order, for where M is not long against d."""
     x = save / (2 * between)
     return young(save, between) * (1 + sqrt(x) / 3 + x / 9) - save if x < 1 else between
 
