@@ -1,7 +1,9 @@
 """Beyond this machine: what a model costs on GPUs that are not here, with its error beside it.
 
     rehearse.py   the lab's own code as one rank of n, alone and without data: what it sends, holds
+    clock.py      a clock that only emulated compute moves: the same step on every machine
     simulate.py   a rehearsed step with the time of its messages put back
+    goodput.py    jitter, stragglers, failures: what is left of a run, seeded
 
     hardware.py   GPUs and links as data, a source per figure
     shapes.py     parameters, FLOPs and activation bytes, from the numbers of a configuration

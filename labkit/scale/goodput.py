@@ -1,0 +1,221 @@
+"""Goodput: of the seconds that a run has lasted, the share that its model has kept.
+
+    starts  |restart|= interval =|save|= interval =|save|= inter X         X: a machine fails
+                                                         |lost |detection|restart|= interval =|save|
+                                                   ^ goes on from here
+
+    a step of n ranks           max of n draws        below x with probability F(x)^n
+    failures of n GPUs          M = 1 / (n rate)      from one to the next, on average, at random
+    useful, of each second      t / M e^(-(D + w) / M) / (e^((t + d) / M) - 1)
+    best interval, d << M       sqrt(2 d M)
+
+t: work from one save to the next. d: seconds that a save stops it; w: that it takes to be written
+while work goes on. D: detection and restart. Ranks that do the same are one kind, and a kind costs
+one draw a step, so 100,000 GPUs cost what two do; a run of months costs one draw a failure.
+Young, A First Order Approximation to the Optimum Checkpoint Interval, CACM 1974; Daly, A Higher
+Order Estimate of the Optimum Checkpoint Interval for Restart Dumps, FGCS 2006;
+David and Nagaraja, Order Statistics, 2003, section 2.1.
+"""
+
+import csv
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import exp, expm1, inf, isfinite, isinf, sqrt
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+TABLE = Path(__file__).with_name("published") / "interruptions.csv"
+HOUR, DAY = 3600.0, 86400.0
+MOST = 10**7  # failures in a run: more is a rate in another unit
+
+
+def slowest(ranks, tail, draws):
+    """The longest of so many ranks' delays, from one uniform draw in [0, 1) for all of them.
+
+    tail: a share of delays -> the delay that this share exceeds. u = (1 - share)^ranks.
+    """
+    return tail(-torch.expm1(torch.log(draws) / ranks))
+
+
+def spent(gaps, detection, restart, interval, save, write=0.0):
+    """Where the time from each failure to the next goes: every gap begins from a whole save.
+
+    gaps, detection: fp64 [failures]; all in seconds.
+    """
+    up = (gaps - detection - restart).clamp(min=0.0)
+    whole = ((up - write) / (interval + save)).floor().clamp(min=0.0)
+    return {
+        "useful": whole * interval,
+        "saves": whole * save,
+        "lost": up - whole * (interval + save),
+        "detection": torch.minimum(gaps, detection),
+        "restart": (gaps - detection).clamp(0.0, restart),
+    }
+
+
+def exponential(mean):
+    """A tail for slowest(): delays of that mean; the longest of n grows as log n."""
+    number("mean", mean)
+    return lambda share: -mean * torch.log(share)
+
+
+def normal(deviation):
+    """A tail for slowest(): around 0, to both sides; the longest of n grows as sqrt(2 log n)."""
+    number("deviation", deviation)
+    return lambda share: -deviation * torch.special.ndtri(share)
+
+
+def no_jitter(share):
+    return torch.zeros_like(share)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Ranks that do the same: `seconds` a step, and a delay of each rank's own, a tail.
+
+    A straggler is a kind of one rank. Raises ValueError for what is no number of ranks or seconds.
+    """
+
+    ranks: int
+    seconds: float
+    jitter: Callable = no_jitter
+
+    def __post_init__(self):
+        count("ranks", self.ranks)
+        number("seconds", self.seconds)
+
+
+def step_seconds(kinds, steps, seed=0):
+    """Seconds of each of `steps` synchronous steps, fp64 [steps]: all wait for the slowest rank.
+
+    kinds: of all ranks; their seconds may come from simulate(), which knows no chance.
+    """
+    count("steps", steps)
+    count("kinds", len(kinds))
+    generator = torch.Generator().manual_seed(seed)
+    longest = torch.full((steps,), -inf, dtype=torch.float64)
+    for kind in kinds:
+        draws = torch.rand(steps, dtype=torch.float64, generator=generator)
+        longest = torch.maximum(longest, kind.seconds + slowest(kind.ranks, kind.jitter, draws))
+    return longest
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """GPUs that train one model, how often one stops them all, and what that and a save cost.
+
+    per_gpu_hour: failures, of a GPU with its share of node and network. detection, restart,
+    save, write: seconds; save is what training waits for, write what follows in the background.
+    Raises ValueError for 0 GPUs and for figures that are negative or no numbers.
+    """
+
+    gpus: int
+    per_gpu_hour: float
+    save: float
+    restart: float
+    detection: float = 0.0
+    write: float = 0.0
+
+    def __post_init__(self):
+        count("gpus", self.gpus)
+        for name in ("per_gpu_hour", "save", "restart", "detection", "write"):
+            number(name, getattr(self, name))
+
+    @property
+    def between(self):
+        """Seconds from one failure to the next, on average; inf where there are none."""
+        rate = self.gpus * self.per_gpu_hour / HOUR
+        return 1 / rate if rate else inf
+
+
+class Survived(NamedTuple):
+    """seconds: {what they went to: seconds}, `useful` among it. failures: how many there were."""
+
+    seconds: dict
+    failures: int
+
+    @property
+    def goodput(self):
+        return self.seconds["useful"] / sum(self.seconds.values())
+
+
+def survive(fleet, interval, seconds, seed=0):
+    """A run of so many seconds, saved after every `interval` of work: a Survived.
+
+    The same seed has the same failures, whatever the interval. A failure while the run starts
+    makes it start again; what is not saved when the run ends is kept.
+    Raises ValueError for an interval in which no save could be written, or too many failures.
+    """
+    number("seconds", seconds, above=True)
+    checked(fleet, interval)
+    mean = seconds / fleet.between
+    if mean > MOST:
+        raise ValueError(f"{mean:.2g} failures in {seconds / DAY:.3g} days: is the rate per hour?")
+    generator = torch.Generator().manual_seed(seed)
+    failures = int(torch.poisson(torch.tensor(mean, dtype=torch.float64), generator=generator))
+    moments = torch.rand(failures, dtype=torch.float64, generator=generator).sort().values
+    ends = torch.tensor([0.0, 1.0], dtype=torch.float64)
+    gaps = torch.cat([ends[:1], moments, ends[1:]]).diff() * seconds
+    detection = torch.full_like(gaps, fleet.detection)
+    detection[0] = 0.0  # the first start follows no failure
+    costs = fleet.restart, interval, fleet.save
+    found = spent(gaps[:-1], detection[:-1], *costs, fleet.write)
+    last = spent(gaps[-1:], detection[-1:], *costs)
+    worked = last["lost"].clamp(max=interval)
+    last["useful"] += worked
+    last["saves"] += last["lost"] - worked
+    last["lost"] = torch.zeros(1)
+    return Survived({kind: float(found[kind].sum() + last[kind].sum()) for kind in found}, failures)
+
+
+def expected(fleet, interval):
+    """The goodput of an endless run (Daly 2006; a write in the background as more of a restart)."""
+    checked(fleet, interval)
+    cycle, M = interval + fleet.save, fleet.between
+    if isinf(M):
+        return interval / cycle
+    down = fleet.detection + fleet.restart + fleet.write
+    return interval / M * exp(-down / M) / expm1(cycle / M) if cycle / M < 700 else 0.0
+
+
+def young(save, between):
+    """The best interval from d and M, in one unit: saves and lost work then cost the same."""
+    return sqrt(2 * save * between)
+
+
+def daly(save, between):
+    """The same to higher order, for where M is not long against d."""
+    x = save / (2 * between)
+    return young(save, between) * (1 + sqrt(x) / 3 + x / 9) - save if x < 1 else between
+
+
+def published():
+    """Interruptions that others have told of: dicts, with `per_gpu_hour` and their source."""
+    with TABLE.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    for row in rows:
+        row |= {name: float(row[name]) for name in ("gpus", "days", "interruptions")}
+        row["per_gpu_hour"] = row["interruptions"] / (row["gpus"] * row["days"] * 24)
+    return rows
+
+
+def checked(fleet, interval):
+    number("interval", interval, above=True)
+    if interval < fleet.write:
+        raise ValueError(
+            f"a save is written for {fleet.write:g} s, and the next cannot begin before: "
+            f"interval must be at least that, got {interval:g}"
+        )
+
+
+def number(name, value, above=False):
+    if not isfinite(value) or value < 0 or (above and value == 0):
+        bound = "greater than" if above else "of at least"
+        raise ValueError(f"{name} must be a number {bound} 0, got {value}")
+
+
+def count(name, value):
+    if not isfinite(value) or value < 1 or value != int(value):
+        raise ValueError(f"{name} must be a whole number of at least 1, got {value}")

@@ -1,0 +1,137 @@
+"""What failures and saves take from a run, by the number of GPUs, in the hand.
+
+      1,024 GPUs |s|c|r                      saves, computed again, detection, restart:
+     16,384 GPUs |saves|again|d|restart|     per cent of the days, from one seeded run a bar
+    100,000 GPUs |saves|again|det|  restart  |
+
+    explorer: whose failure rate, a save, in the background or not, a restart, how often
+
+What is drawn is a pure function of (job, state); nothing is launched, a run takes milliseconds.
+"""
+
+from dataclasses import dataclass, replace
+
+import ipywidgets
+import pandas as pd
+
+from labkit.scale import goodput
+from labkit.show import controls, style
+from labkit.show.notebook import table
+from labkit.show.publish import as_html, present
+from labkit.show.stacks import stacked_bars
+
+NAMES = {"saves": "saves", "lost": "computed again", "detection": "detection", "restart": "restart"}
+SAVES, RESTARTS = (3, 10, 30, 120), (30, 120, 300, 600, 1800)  # s
+SHARES = (0.25, 0.5, 1, 2, 4)  # of Young's interval
+COPY = 0.1  # of a save: what training waits for where the rest is written in the background
+
+
+@dataclass(frozen=True)
+class Job:
+    """sizes: numbers of GPUs. rates: {whose: failures of a GPU in an hour}. detection: seconds."""
+
+    sizes: tuple
+    rates: dict
+    days: float
+    detection: float
+
+
+@dataclass(frozen=True)
+class State:
+    """What the controls say. save, restart: seconds. share: of Young's interval."""
+
+    rate: str
+    save: float = 30
+    background: bool = False
+    restart: float = 600
+    share: float = 1
+
+
+def runs(job, state):
+    """{GPUs: a Survived of the first seed}."""
+    found = {}
+    for gpus in job.sizes:
+        waits, write = (COPY * state.save, state.save) if state.background else (state.save, 0.0)
+        costs = {"save": waits, "write": write, "detection": job.detection}
+        fleet = goodput.Fleet(gpus, job.rates[state.rate], restart=state.restart, **costs)
+        interval = max(write, state.share * goodput.young(fleet.save, fleet.between))
+        found[gpus] = goodput.survive(fleet, interval, job.days * goodput.DAY)
+    return found
+
+
+def rows(job, state):
+    """DataFrame gpus, kind, lost (% of the days), seed."""
+    found = []
+    for gpus, run in runs(job, state).items():
+        for kind, words in NAMES.items():
+            lost = 100 * run.seconds[kind] / (job.days * goodput.DAY)
+            found.append({"gpus": f"{gpus:,} GPUs", "kind": words, "lost": lost, "seed": 0})
+    return pd.DataFrame(found)
+
+
+def headline(state):
+    how = " in the background" if state.background else ""
+    often = "" if state.share == 1 else f", at {state.share:g} x Young's interval"
+    save, restart = f"a save of {state.save:g} s{how}", f"restarts of {state.restart:g} s"
+    return f"Rate of {state.rate}, {save}, {restart}{often}"
+
+
+def draw(job, state):
+    title = "What a run loses, by its number of GPUs: simulated"
+    figure = stacked_bars(rows(job, state), "lost", "gpus", "kind", "seed", title, unit="%")
+    figure.axes[0].set_xlabel(f"lost, of {job.days:g} days (%)")
+    return figure
+
+
+def takeaway(job, state):
+    """What is lost at the smallest and the largest size, and most of it to what."""
+    words = []
+    for gpus, run in list(runs(job, state).items())[:: max(1, len(job.sizes) - 1)]:
+        most = max(NAMES, key=run.seconds.get)
+        words.append(f"with {gpus:,} GPUs {1 - run.goodput:.0%} is lost, most to {NAMES[most]}")
+    return f"{headline(state)}: {', '.join(words)}."
+
+
+def picture(job, state):
+    """The widget's image as HTML with alt text."""
+    return as_html(takeaway(job, state), draw(job, state))
+
+
+class Explorer:
+    """The controls and their state. `.panel` is the widget, `.image` what it shows."""
+
+    def __init__(self, job, state):
+        self.job, self.state = job, state
+        seconds = [[(style.quantity(s, "s"), s) for s in choices] for choices in (SAVES, RESTARTS)]
+        self.rate = controls.menu("failure rate of", list(job.rates), state.rate)
+        self.save = controls.menu("a save", seconds[0], state.save)
+        where = [("training waits", False), ("in the background", True)]
+        self.background = controls.menu("while it is written", where, state.background)
+        self.restart = controls.menu("a restart", seconds[1], state.restart)
+        often = [(f"{share:g} x Young's interval", share) for share in SHARES]
+        self.share = controls.menu("saved every", often, state.share)
+        every = (self.rate, self.save, self.background, self.restart, self.share)
+        controls.observe(self.changed, every)
+        self.image = ipywidgets.HTML("<p>Move a control: the runs are drawn here.</p>")
+        self.panel = ipywidgets.VBox([controls.row(every), self.image])
+
+    def changed(self, change=None):
+        """Read the controls and draw anew."""
+        names = ("rate", "save", "background", "restart", "share")
+        self.state = replace(self.state, **{name: getattr(self, name).value for name in names})
+        self.image.value = picture(self.job, self.state)
+
+
+def explorer(job, state, provenance):
+    """Show what a run loses: figure, takeaway, table, controls. Returns Explorer.
+
+    provenance: begins with "simulated".
+    """
+    words = takeaway(job, state)
+    present(draw(job, state), words, provenance, words)
+    shown = rows(job, state).pivot(index="gpus", columns="kind", values="lost")
+    shown = shown.loc[[f"{gpus:,} GPUs" for gpus in job.sizes], list(NAMES.values())]
+    table(shown.map("{:.1f} %".format).reset_index(), f"{headline(state)}; {provenance}")
+    found = Explorer(job, state)
+    controls.show(found.panel)
+    return found
