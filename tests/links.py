@@ -1,5 +1,7 @@
 """What the pages of a folder refer to, and what of it is not there: anchors too, and whatever comes from elsewhere."""
 
+import functools
+import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -29,7 +31,8 @@ class Page(HTMLParser):
         if tag == "link" and FETCHED & set(given.get("rel", "").split()):
             self.loads.append(given["href"])
         self.loads += [given[name] for name in ("src", "data", "poster") if given.get(name)]
-        self.loads += re.findall(r"url\(['\"]?([^'\")]+)", given.get("style") or "")
+        if given.get("style"):
+            self.loads += re.findall(r"url\(['\"]?([^'\")]+)", given["style"])
 
     handle_startendtag = handle_starttag
 
@@ -42,18 +45,24 @@ def elsewhere(address):
     return bool(urlsplit(address).netloc)
 
 
+def led_to(path, link):
+    """The file that a relative link of the page at `path` means, without its anchor."""
+    return Path(os.path.normpath(path.parent / unquote(link.partition("#")[0])))
+
+
 def broken(folder, read=None):
     """ "page: address" of every link or load of a page that leads to nothing in the folder."""
     read = read or pages(folder)
+    page_at = functools.cache(lambda path: path / "index.html" if path.is_dir() else path)
+    within = functools.cache(lambda path: path.is_file() and path.is_relative_to(folder))
     found = []
     for path, page in read.items():
         for address in dict.fromkeys([*page.links, *page.loads]):
             parts = urlsplit(address)
             if parts.scheme or parts.netloc:
                 continue
-            target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
-            target = target / "index.html" if target.is_dir() else target
-            there = target.is_file() and target.is_relative_to(Path(folder).resolve())
+            target = page_at(led_to(path, parts.path)) if parts.path else path
+            there = within(target)
             anchor = unquote(parts.fragment)
             if there and anchor and target in read:
                 there = anchor in read[target].ids

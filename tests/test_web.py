@@ -65,7 +65,7 @@ def test_nothing_is_fetched_from_elsewhere(folder, read):
 @pytest.mark.slow
 def test_every_notebook_can_be_reached_from_every_page(folder, read):
     for path, page in read.items():
-        reached = {(path.parent / link.partition("#")[0]).resolve() for link in page.links} | {path}
+        reached = {links.led_to(path, link) for link in page.links} | {path}
         assert {folder / page_of(notebook) for notebook in COURSE} <= reached, path
 
 
