@@ -180,7 +180,9 @@ class PowerSGD(Compressor):
 
     def load_state_dict(self, state):
         super().load_state_dict(state)
-        self._loaded = {name: q.clone() for name, q in state["q"].items()}
+        # A file keeps no strides, and rounding depends on them: column by column again.
+        rows = {"memory_format": torch.contiguous_format}
+        self._loaded = {name: q.t().clone(**rows).t() for name, q in state["q"].items()}
         self._q = {}
 
 
