@@ -223,6 +223,24 @@ def test_where_all_are_stopped_nobody_times_out_and_they_are_named():
     assert text.startswith("rank 0, 1 stood still, stopped by a signal (SIGSTOP)")
 
 
+@pytest.mark.slow
+def test_what_is_stopped_before_any_rank_has_begun_ends_within_the_limit():
+    agent()
+
+    def stop_the_job():
+        while not below_agent():
+            time.sleep(0.002)
+        below_agent()[0].suspend()
+
+    stopper = threading.Thread(target=stop_the_job)
+    stopper.start()
+    start = time.monotonic()
+    text = failure("comm.all_reduce(torch.ones(4))", **HANGS)
+    stopper.join()
+    assert text.startswith("rank 0 never started")
+    assert time.monotonic() - start < 35
+
+
 def test_what_a_stopped_rank_says_when_it_is_told_to_end_is_not_the_cause(tmp_path):
     error = {"kind": "error", "time": 1.0, "type": "E", "message": "timed out", "line": "x", "lineno": 1}
     error["traceback"] = "E: timed out"

@@ -4,7 +4,8 @@ every 20 ms     has the job ended? what have the ranks written?  -> records, lin
 every 0.5 s     is a process stopped (SIGSTOP)?
 
 a rank failed      the others get a second to report, then the job is stopped
-a rank is stopped  its peers wait for it, and fail; where nobody waits: after collective_timeout
+a rank is stopped  its peers wait for it, and fail; where nobody waits, or a process is stopped
+                   before all ranks have begun: after collective_timeout
 all said goodbye   and torchrun does not end: over a link that is cut it never would
 """
 
@@ -61,7 +62,8 @@ def watch(run, command, timeout, quiet, bar):
                 done_at = now
             if now - looked_at > LOOK:
                 looked_at, stopped = now, stopped_ranks(run.events)
-                frozen_at = (frozen_at or now) if stopped else None
+                still = stopped or is_stopped_early(run.events, client.process.pid)
+                frozen_at = (frozen_at or now) if still else None
             if status is None and done_at is not None and now - done_at > GOODBYE:
                 client.stop()
                 return Outcome(0, exits, [])
@@ -89,6 +91,17 @@ def stopped_ranks(events):
         for rank, (start, *_) in ((rank, of) for rank, of in enumerate(events) if of)
         if is_stopped(start["pid"])
     ]
+
+
+def is_stopped_early(events, agent_pid):
+    """Whether a process of the job is stopped while ranks are missing: who it is, nobody knows."""
+    if all(events):
+        return False
+    try:
+        below = psutil.Process(agent_pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return False
+    return any(is_stopped(process.pid) for process in below)
 
 
 def is_stopped(pid):
