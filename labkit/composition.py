@@ -36,8 +36,10 @@ from labkit.parts.plan import met
 from labkit.parts.replicas import broadcast_tensors
 from labkit.parts.schedules import routes
 from labkit.parts.score import score
+from labkit.parts.sharding import compute_device
 from labkit.parts.split_state import cuts_of
 from labkit.parts.stages import union
+from labkit.parts.units import materialise_alike
 from labkit.pipeline import Pipeline, one_f_one_b
 from labkit.sampler import correct, evaluate
 from labkit.tensor_parallel import parallelize_module
@@ -59,6 +61,8 @@ def compose(module, mesh, plan, wrap=DDP):
 class Composed(MeshModel):
     """A whole module spread over a mesh; its values become those of rank 0. Collective.
 
+    module: of one on the meta device each rank makes its own stages alone, with values of their
+        reset_parameters(), drawn by name: the same on every mesh.
     mesh: axes of dp, cp, pp, ep, tp; one that it does not have has size 1.
     plan: {pattern of names: style}, see labkit.tensor_parallel; needed where tp is larger than 1.
     wrap: a function (module, process_group=...), along dp, cp and ep together: DDP if None. With pp
@@ -92,7 +96,9 @@ class Composed(MeshModel):
         first = {}  # of each tensor the first of its names
         tensors = module.state_dict(keep_vars=True)
         names = {name: first.setdefault(tensor, name) for name, tensor in tensors.items()}
-        broadcast_tensors([*module.parameters(), *module.buffers()])
+        device, values = compute_device(module, None), [*module.parameters(), *module.buffers()]
+        unborn = device.type != "meta" and any(tensor.is_meta for tensor in values)
+        broadcast_tensors([] if unborn else values)
         averaging = [axis for axis in ("dp", "cp", "ep") if axis in mesh.axes]
         replicas = mesh.group(*averaging) if averaging else None
         for _, one in mixtures(module):
@@ -110,7 +116,9 @@ class Composed(MeshModel):
             blocks = len(module.blocks) // length
             mine = sorted(number for number in owner if owner[number] == mesh.rank("pp"))
             begin = {number: number % length * blocks for number in mine}
-            own = {n: stage(module, range(first, first + blocks)) for n, first in begin.items()}
+            own = {n: stage(module, range(at, at + blocks)) for n, at in begin.items()}
+        if unborn:
+            materialise_alike(own.values(), device)
         if size["tp"] > 1:
             for part in own.values():
                 here = {pattern: style for pattern, style in plan.items() if met(part, pattern)}
@@ -118,8 +126,8 @@ class Composed(MeshModel):
         cuts = {names[name]: cut for part in own.values() for name, cut in named_cuts(part)}
         pipeline, senders = None, []
         if size["pp"] > 1:
-            by_name = (lambda number, name: names[name]), mesh.group("pp")
-            pipeline = Pipeline(own, by_name[1], program, micro_batches, loss, by_name[0])
+            by_name, ring = (lambda number, name: names[name]), mesh.group("pp")
+            pipeline = Pipeline(own, ring, program, micro_batches, loss, by_name)
             module = nn.ModuleList(own.values())
         elif averaging:
             if apart:
@@ -153,9 +161,8 @@ class Composed(MeshModel):
             raise RuntimeError("a pipeline does forward and backward in turn: call step()")
         if self.size["cp"] == 1:
             return self.module(input)
-        length = input.shape[1] * self.size["cp"]
-        positions = places(length, self.mesh.group("cp")).to(input.device)
-        return self.module(input, positions=positions)
+        positions = places(input.shape[1] * self.size["cp"], self.mesh.group("cp"))
+        return self.module(input, positions=positions.to(input.device))
 
     def step(self, input, target, scale=1.0):
         """Forward and backward of a batch through the pipeline; its mean loss, on all ranks.

@@ -83,6 +83,10 @@ class MoE(nn.Module):
         self.shared = nn.ModuleList(expert() for _ in range(shared))
         self.load, self.dropped, self.balance_loss = None, None, None
 
+    def reset_parameters(self):
+        """Those that are its own, not its experts': no expert is preferred."""
+        nn.init.zeros_(self.bias)
+
     def own_experts(self, group, counted=None):
         """A range of their numbers: those of this rank, in these groups from now on."""
         E, self.group, self.counted = len(self.bias), group, counted or group

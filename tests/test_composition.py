@@ -2,6 +2,7 @@
 
 import copy
 from functools import partial
+from math import prod
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from labkit.amp import GradScaler
 from labkit.composition import Composed
 from labkit.context_parallel import ulysses_attention
 from labkit.fsdp import FSDP
+from labkit.measure.memory import MemoryTracker
 from labkit.mesh import Mesh
 from labkit.models import plans
 from labkit.models.gpt import GPT, Block, Network, Stage
@@ -132,11 +134,54 @@ def beside_one_process(rank, world_size, axes, options):
 @pytest.mark.parametrize("job", JOBS)
 def test_it_trains_as_one_process_does(ranks, job):
     axes, options = JOBS[job]
-    size = 1
-    for one in axes.values():
-        size *= one
-    for apart in ranks(size, beside_one_process, axes=axes, options=options):
+    for apart in ranks(prod(axes.values()), beside_one_process, axes=axes, options=options):
         assert apart < 1e-12
+
+
+UNBORN = {
+    "one rank": ({"dp": 1}, {}),
+    "tp 2": ({"tp": 2}, {}),
+    "fsdp 2": ({"dp": 2}, {"wrap": FSDP_BLOCKS}),
+    "ep 2": ({"ep": 2}, MIXED),
+    "experts, whole": ({"dp": 1}, MIXED),
+    "pp 4": ({"pp": 4}, PIPELINED),
+    "pp 2 x tp 2, two stages a rank": ({"pp": 2, "tp": 2}, PIPELINED | {"schedule": interleaved, "stages": 4}),
+    "pp 2 x dp 2, from both ends": ({"pp": 2, "dp": 2}, PIPELINED | {"schedule": dual_pipe, "stages": 4}),
+}
+
+
+def from_meta(rank, world_size, jobs):
+    """The state of each, and what one rank held at most while it was made, of the whole model's bytes."""
+    found = {}
+    for name in jobs:
+        axes, options = UNBORN[name]
+        with torch.device("meta"):
+            module = gpt(0, options.get("mixture"))
+        given = {name: value for name, value in options.items() if name != "mixture"}
+        torch.manual_seed(7 + rank)
+        with MemoryTracker() as memory:
+            model = Composed(module, Mesh(axes), plan(options.get("mixture")), **given)
+        drawn = torch.rand(3)
+        torch.manual_seed(7 + rank)
+        assert "tp" in axes or torch.equal(drawn, torch.rand(3))  # ranks along tp go on with alike numbers
+        state = model.full_state_dict()
+        found[name] = state, memory.peak_total / sum(value.nbytes for value in gpt(0).state_dict().values())
+    return found
+
+
+def test_from_the_meta_device_every_mesh_begins_with_the_same_values(ranks):
+    found = {}
+    for size in (1, 2, 4):
+        jobs = [name for name, (axes, _) in UNBORN.items() if prod(axes.values()) == size]
+        told = ranks(size, from_meta, jobs=jobs)
+        found |= {(name, rank): one[name] for rank, one in enumerate(told) for name in jobs}
+    first, second = (f"blocks.{number}.attention.output.weight" for number in range(2))
+    for (name, _), (state, _) in found.items():
+        assert not torch.equal(state[first], state[second]), name
+        other, _ = found["experts, whole" if name.startswith("e") else "one rank", 0]
+        assert list(state) == list(other)
+        assert all(torch.equal(value, other[key]) for key, value in state.items()), name
+    assert max(found["pp 4", rank][1] for rank in range(4)) < 0.6  # both ends have the embedding
 
 
 def the_idea(rank, world_size):

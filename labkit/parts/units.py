@@ -10,8 +10,12 @@ Large units make few messages and need much memory at once: gathered are, at the
 two units. Zhao et al., PyTorch FSDP, VLDB 2023, section 3.2.1.
 """
 
+from contextlib import nullcontext
+from zlib import crc32
+
 import torch
 
+from labkit.parts.replicas import broadcast_tensors
 from labkit.parts.unit import Unit
 from labkit.parts.wrapper import find_tensors
 
@@ -105,11 +109,11 @@ def excluding(unit, *excluded):
 # ---- the meta device
 
 
-def materialise(unit, device):
+def materialise(unit, device, seed=None):
     """Give what is on the meta device in this unit memory and initial values, tied ones included.
 
     Each module with parameters or buffers of its own must have reset_parameters(), as torch's have;
-    ValueError if not.
+    ValueError if not. seed: each module draws from a generator of its own, by this and its name.
     """
     ties = [places for places in unit.own_parameters().values() if len(places) > 1]
     for name, module in unit.modules.items():
@@ -123,8 +127,23 @@ def materialise(unit, device):
                 "write one, or build this module on a real device"
             )
         module.to_empty(device=device, recurse=False)
-        with torch.no_grad():
+        alone = nullcontext() if seed is None else torch.random.fork_rng(generators(device))
+        with torch.no_grad(), alone:
+            if seed is not None:
+                torch.manual_seed(seed ^ crc32(name.encode()))
             module.reset_parameters()
     for (_, first, attribute), *others in ties:
         for _, module, other in others:
             module._parameters[other] = first._parameters[attribute]
+
+
+def generators(device):
+    return [] if device.type == "cpu" else [device]
+
+
+def materialise_alike(modules, device):
+    """Parts of one model, where they live: drawn by name, so the same on any mesh. Collective."""
+    seed = torch.tensor(torch.initial_seed() % 2**62, device=device)
+    broadcast_tensors([seed])
+    for module in modules:
+        materialise(split_units(module, None)[0], device, seed.item())
