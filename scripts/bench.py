@@ -20,7 +20,7 @@ from labkit.run import LaunchError
 NAMES = (
     *("exact", "launching", "all_reduce", "data_parallel", "overlap"),
     *("zero", "fsdp", "amp", "memory", "recompute", "compression", "network", "slow_link", "survival"),
-    *("attention", "tensor_parallel", "pipeline", "experts"),
+    *("attention", "tensor_parallel", "pipeline", "experts", "simulated"),
 )
 QUICK = 5
 

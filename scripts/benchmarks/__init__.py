@@ -12,5 +12,6 @@ attention.py       tiles against all scores at once and PyTorch's kernel; what a
 tensor_parallel.py GPT blocks split over ranks: our parallelize_module, and PyTorch's on DTensor
 pipeline.py        a step of stages: our schedules against torch.distributed.pipelining, and their bubbles
 experts.py         a mixture of experts against one network of the same work per token, emulated compute
+simulated.py       steps of emulated compute over shaped links against labkit.scale's simulation of them
 exact.py           what is counted, not timed: bytes sent, bytes held
 """

@@ -1,0 +1,194 @@
+"""Steps of emulated compute over shaped links, and their simulation, which is fitted on none of them.
+
+What simulate() is given: the messages of a rehearsal, on a clock that only emulated compute moves; and of each
+operation the line through two sizes of it, timed alone, before any step, on the same links. A pipeline is played.
+"""
+
+import statistics
+import time
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from benchmarks.protocol import Comparison, exact_row
+from labkit import comm
+from labkit.ddp import DDP
+from labkit.fsdp import FSDP
+from labkit.measure.turns import columns, time_variants
+from labkit.meter import Pause
+from labkit.models import emulated
+from labkit.parts.dependencies import play
+from labkit.pipeline import Pipeline, one_f_one_b
+from labkit.run import launch
+from labkit.scale.clock import only_sleep
+from labkit.scale.rehearse import rehearse
+from labkit.scale.simulate import simulate
+from labkit.zero import ZeRO1
+
+NODES, LINKS_MBIT, BLOCKS_MS = (2, 3, 4, 8), (100, 400), (5.0, 15.0)
+FORMS = ("DDP, one message", "DDP, a block a message", "ZeRO-1", "FSDP")
+PIPELINE, MICRO_BATCHES, ROWS = "1F1B", 8, 64  # rows of a micro-batch
+BLOCKS, WIDTH = 6, 256
+SIZES = (2**16, 2**19)  # elements of the messages that are timed alone
+MEDIAN, WORST = 0.05, 0.15  # what the error may be
+
+
+def stepper(form, block_ms, device):
+    """A function that takes one training step of a stack of blocks that sleep."""
+    with torch.device(device):
+        module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS)))
+        batch = torch.ones(2, WIDTH)
+    emulated.emulate(module, nn.Linear, block_ms)
+    size_mb = 4 * WIDTH * (WIDTH + 1) / 2**20
+    if form == "ZeRO-1":
+        model, optimizer = module, ZeRO1(module.parameters(), torch.optim.SGD, bucket_cap_mb=size_mb, lr=1e-3)
+    else:
+        block = DDP(module, bucket_cap_mb=size_mb if "block" in form else 25) if "DDP" in form else None
+        model = block or FSDP(module, unit=nn.Linear)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def step():
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def pipeline_stepper(rank, ranks, block_ms):
+    """The same of 1F1B, a block a rank."""
+    stage = emulated.emulate(nn.Linear(WIDTH, WIDTH), nn.Linear, block_ms)
+    made = Pipeline({rank: stage}, None, one_f_one_b, MICRO_BATCHES, nn.functional.mse_loss)
+    batch = torch.zeros(ROWS * MICRO_BATCHES, WIDTH)
+
+    def step():
+        made.step(batch, batch)
+
+    return step
+
+
+def rehearsed(device, clock, form, block_ms):
+    step = stepper(form, block_ms, device)
+    for _ in range(2):  # the first finds the order of gradients and gathers
+        clock.sleep(1.0)
+        start = clock.now
+        step()
+    return start, clock.now
+
+
+def times(context, repetitions):
+    """Runs on every rank."""
+    for op, seconds in lines(context.world_size, repetitions).items():
+        if context.rank == 0:
+            context.record(op=op, seconds=seconds)
+    variants = {f"{form}|{ms}": stepper(form, ms, "cpu") for form in FORMS for ms in BLOCKS_MS}
+    here = context.rank, context.world_size
+    variants |= {f"{PIPELINE}|{ms}": pipeline_stepper(*here, ms) for ms in BLOCKS_MS}
+    for name, step in variants.items():
+        step()
+        with comm.record() as events:
+            step()
+        if context.rank == 0:
+            context.record(name=name, sent=sum(event.sent_bytes for event in events))
+    time_variants(context, variants, repetitions=repetitions)
+
+
+def lines(n, repetitions):
+    """{operation: median seconds of messages of SIZES}. Collective."""
+    found = {}
+    for op in ("all_reduce", "reduce_scatter", "all_gather"):
+        for numel in SIZES:
+            whole, part = torch.zeros(numel // n * n), torch.zeros(numel // n)
+            given = {"all_reduce": (whole,), "reduce_scatter": (part, whole), "all_gather": (whole, part)}[op]
+            taken = []
+            for _ in range(repetitions + 1):
+                dist.barrier()
+                start = time.perf_counter()
+                getattr(comm, op)(*given)
+                taken.append(time.perf_counter() - start)
+            found.setdefault(op, []).append(statistics.median(taken[1:]))
+    return found | {"send": [there_and_back(numel, repetitions) / 2 for numel in SIZES]}
+
+
+def there_and_back(numel, repetitions):
+    """Median seconds from rank 0 to rank 1 and back; 0 on the others."""
+    message, taken = torch.zeros(numel), []
+    for _ in range(repetitions + 1):
+        dist.barrier()
+        start = time.perf_counter()
+        for sender, receiver in ((0, 1), (1, 0)):
+            if dist.get_rank() == sender:
+                comm.send(message, receiver)
+            elif dist.get_rank() == receiver:
+                comm.recv(message, sender)
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken[1:])
+
+
+def line(seconds, size):
+    """Seconds of a message of `size` bytes, by those of SIZES."""
+    (few, many), (short, long) = (4 * one for one in SIZES), seconds
+    return short + (long - short) / (many - few) * (size - few)
+
+
+def as_on_gloo(event):
+    """There FSDP waits for a reduce_scatter at once, not to hold what travels twice (parts/flat_param.py)."""
+    return replace(event, pauses=[Pause(event.start)]) if event.op == "reduce_scatter" else event
+
+
+def simulated(form, block_ms, nodes, alone):
+    """(seconds of a step, bytes that rank 0 sends in it)."""
+    if form == PIPELINE:
+        size = 4 * ROWS * WIDTH
+        schedule = one_f_one_b(nodes, MICRO_BATCHES, nodes)
+        played = play(schedule, dict.fromkeys("FBW", block_ms / 1e3), line(alone["send"], size))
+        return played.length, MICRO_BATCHES * size
+    with only_sleep(emulated) as clock:
+        told = rehearse(rehearsed, nodes, clock=clock, form=form, block_ms=block_ms)
+    start, end = told.result
+    events = [event for event in told.events if event.start >= start]
+    waits = map(as_on_gloo, events) if form == "FSDP" else events
+    step = simulate(list(waits), start, end, lambda event: ("network", line(alone[event.op], event.payload_bytes)))
+    return step.seconds, sum(event.sent_bytes for event in events)
+
+
+def run(repetitions):
+    """Yield the rows and the raw values; nothing, after the line that says why, where there are no namespaces."""
+    if launch("pass", nodes=2, nproc=1).network["how"] == "loopback":
+        return
+    errors, sent, counted = [], 0, 0
+    for nodes in NODES:
+        for mbit in LINKS_MBIT:
+            rows, values = compared(nodes, mbit, repetitions)
+            errors += [abs(row["ratio"] - 1) for row in rows]
+            sent, counted = sent + sum(values["sent"]), counted + sum(values["counted"])
+            yield rows, values
+    low, middle, high = statistics.quantiles(errors, n=4)
+    told = {"benchmark": "simulated", "ranks": f"{NODES[0]} to {NODES[-1]}", "pairs": len(errors)}
+    halves = {"row": f"half of {len(errors)} errors are less", "ratio": middle, "low": low, "high": high}
+    worst = {"row": "the largest error", "ratio": max(errors), "low": max(errors), "high": max(errors)}
+    summary = [
+        told | one | {"target": f"at most {most}", "verdict": "holds" if one["ratio"] <= most else "missed"}
+        for one, most in ((halves, MEDIAN), (worst, WORST))
+    ]
+    yield [*summary, exact_row("simulated", "bytes of all steps", told["ranks"], sent, counted)], {"errors": errors}
+
+
+def compared(nodes, mbit, repetitions):
+    link = {"nodes": nodes, "nproc": 1, "link_mbit": mbit}
+    records = launch("benchmarks.simulated:times", **link, repetitions=repetitions, timeout=1800).records
+    alone = records.dropna(subset="op").set_index("op")["seconds"].to_dict()
+    real = records.dropna(subset="sent").set_index("name")["sent"].to_dict()
+    measured = columns(records.dropna(subset="ms"))
+    rows, values = [], {"alone": alone, "sent": [], "counted": []}
+    for name, steps in measured.items():
+        form, ms = name.split("|")
+        seconds, counted = simulated(form, float(ms), nodes, alone)
+        values |= {name: steps, f"{name}, simulated": [1e3 * seconds] * len(steps)}
+        values["sent"].append(int(real[name]))
+        values["counted"].append(counted)
+        words = f"{form}, {ms} ms a block, {mbit} Mbit/s: measured / simulated"
+        rows.append(Comparison(words, name, f"{name}, simulated").row("simulated", nodes, values))
+    return rows, values
