@@ -1,4 +1,4 @@
-"""Training jobs as their papers describe them, predicted, and held against what is reported of them.
+"""Training jobs as their papers describe them: predicted, and held against what is reported.
 
     cases.csv   model, GPUs, layout      ->  cost.py, memory.py  ->  predicted tokens/s of a GPU
                 what is reported of it   ->  one unit            ->  published tokens/s of a GPU
@@ -65,7 +65,7 @@ class Case:
 
 
 def token_flops(shape, context, attention="none", recomputed=False):
-    """FLOPs of a token, forward and backward: 6 for each weight it is multiplied with, and attention.
+    """FLOPs of a token, both ways: 6 for each weight it is multiplied with, and attention.
 
     attention: a key of MASKED. recomputed: a second forward of all layers is counted.
     """

@@ -61,7 +61,7 @@ def beside(frame, title=None):
             published = f"{row.least:,.0f}" + f" to {row.most:,.0f}" * (row.least < row.most)
             words = f"{row.predicted:,.0f}; {published}"
             style.beside(axes, words, (1.12, y), (9, 0))
-        axes.set_xlim(0, 1.5)
+        axes.set_xlim(0, 1.6)
         axes.set_xticks([0, 0.25, 0.5, 0.75, 1])
         axes.set_ylim(len(frame) - 0.5, -0.7)
         axes.set_yticks(range(len(frame)), frame["case"])
@@ -130,8 +130,8 @@ def draw(course, state):
 
 def takeaway(course, state):
     """A trillion tokens on that GPU: days, GPU-hours, money; and what it needs of its memory."""
-    found = both(course, state)
-    own, other = list(found.values())[0], list(found.values())[-1]
+    found = list(both(course, state).values())
+    own, other = found[0], found[-1]
     price = course.prices[state.gpu]
     cost = bill(other, TRILLION, price)
     faster = own.seconds / other.seconds
