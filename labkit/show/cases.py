@@ -65,7 +65,7 @@ def beside(frame, title=None):
         axes.set_xticks([0, 0.25, 0.5, 0.75, 1])
         axes.set_ylim(len(frame) - 0.5, -0.7)
         axes.set_yticks(range(len(frame)), frame["case"])
-        axes.set_xlabel("speed / most that was published; beside: tokens/s of a GPU, both")
+        axes.set_xlabel("speed / most published\n(beside: tokens/s of a GPU, predicted; published)")
         axes.grid(axis="x")
         marks = [
             Line2D([], [], **dot, label="predicted"),
