@@ -13,7 +13,7 @@ def read():
 
 
 def test_every_figure_has_a_source_and_every_layout_its_gpus(read):
-    assert len(read) == 9
+    assert len(read) == 12
     for case in read.values():
         job = case.job
         assert len(case.source) > 10
@@ -65,3 +65,5 @@ def test_dense_models_of_short_sequences_are_near_and_the_others_are_as_far_off_
     assert found["Llama 3 405B, 16,384 GPUs"][1] < 0.95
     assert found["Llama 3 405B, 131,072 tokens"][1] < 0.9
     assert found["Mixtral 8x7B, 64 GPUs"][1] < 0.9
+    for gpus, least in ((384, 1.3), (768, 2.0), (1536, 3.3)):
+        assert least < found[f"GPT-3 175B, {gpus:,} GPUs, ZeRO-3"][0] < least + 0.15

@@ -40,7 +40,7 @@ TRILLION = 1e12  # tokens
 
 
 def beside(frame, title=None):
-    """Figure: a line per case; 1 is the most that its published speed can mean.
+    """Figure: a line per case, log scale; 1 is the most that its published speed can mean.
 
     frame: case, predicted, least, most: tokens per second and GPU.
     """
@@ -60,12 +60,15 @@ def beside(frame, title=None):
             axes.plot(predicted, y, **dot, zorder=4)
             published = f"{row.least:,.0f}" + f" to {row.most:,.0f}" * (row.least < row.most)
             words = f"{row.predicted:,.0f}; {published}"
-            style.beside(axes, words, (1.12, y), (9, 0))
-        axes.set_xlim(0, 1.6)
-        axes.set_xticks([0, 0.25, 0.5, 0.75, 1])
+            style.beside(axes, words, (1, y), (5, 0), xycoords=("axes fraction", "data"))
+        axes.set_xscale("log")
+        ratios = frame[["predicted", "least", "most"]].div(frame["most"], axis=0)
+        axes.set_xlim(0.85 * ratios.min().min(), 1.3 * ratios.max().max())
+        axes.set_xticks([0.5, 1, 2, 4], ["0.5", "1", "2", "4"])
+        axes.set_xticks([], minor=True)
         axes.set_ylim(len(frame) - 0.5, -0.7)
         axes.set_yticks(range(len(frame)), frame["case"])
-        axes.set_xlabel("speed / most published\n(beside: tokens/s of a GPU, predicted; published)")
+        axes.set_xlabel("speed / most published (log); beside: tokens/s of a GPU, both")
         axes.grid(axis="x")
         marks = [
             Line2D([], [], **dot, label="predicted"),
