@@ -2,7 +2,7 @@
 
 import pytest
 
-from labkit.scale import cases, constants
+from labkit.scale import cases, constants, fit
 from labkit.scale.job import job_of
 from labkit.scale.plan import row_of
 
@@ -67,3 +67,13 @@ def test_dense_models_of_short_sequences_are_near_and_the_others_are_as_far_off_
     assert found["Mixtral 8x7B, 64 GPUs"][1] < 0.9
     for gpus, least in ((384, 1.3), (768, 2.0), (1536, 3.3)):
         assert least < found[f"GPT-3 175B, {gpus:,} GPUs, ZeRO-3"][0] < least + 0.15
+
+
+def test_what_the_notebook_says_of_the_fit():
+    rows = [row for row in fit.published() if row["tok_s_gpu"] and not fit.kept_out(row, "tok_s_gpu")]
+    jobs = [row["job"] for row in rows]
+    assert max(job.n_gpus for job in jobs) == 64
+    assert round(max(job.shape.parameters for job in jobs) / 1e9, 1) == 3.8
+    assert {job.shape.experts for job in jobs} == {1}
+    assert round(max(job.shape.parameters for job in jobs if job.dtype == "fp8") / 1e9, 1) == 2.7
+    assert not {"blackwell"} & {job.gpu.generation for job in jobs}

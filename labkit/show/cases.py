@@ -5,8 +5,8 @@
 
     explorer: which job, on which GPU: the parts of its step, a trillion tokens in days and money
 
-What is drawn is a pure function of (job, state); nothing is launched, a prediction takes less than
-a millisecond.
+What is drawn is a pure function of (course, state); nothing is launched, a prediction takes a few
+milliseconds.
 """
 
 from dataclasses import dataclass, replace
