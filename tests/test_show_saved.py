@@ -12,6 +12,7 @@ import test_residency
 import test_scaling
 import test_show
 import test_show_budgets
+import test_show_cases
 import test_show_gradients
 import test_show_links
 import test_show_pareto
@@ -25,7 +26,7 @@ from matplotlib.transforms import Bbox
 
 from labkit.measure.machine import ROOT
 from labkit.measure.timeline import Timeline
-from labkit.show import budgets, choices, formats, gradients, links, overview, plots, saves
+from labkit.show import budgets, cases, choices, formats, gradients, links, overview, plots, saves
 from labkit.show.residency import residency
 from labkit.show.saw import saw
 
@@ -82,6 +83,7 @@ def pictures():
         "switched": test_show_switched.figure,
         "efficiency": test_scaling.picture,
         "budgets": lambda: budgets.draw(test_show_budgets.predict, test_show_budgets.state(capacity=64 << 20)),
+        "cases": lambda: cases.beside(test_show_cases.frame(), "A title"),
         "saves": lambda: saves.draw(test_show_saves.predict, test_show_saves.state(world_size=1024)),
         "dashboard": lambda: test_dashboard.figure("ratio to the base"),
         "dashboard in parts": lambda: test_dashboard.figure("memory by kind"),

@@ -18,6 +18,7 @@
     search.py     every way to lay a model out on n GPUs, and those that fit
     plan.py       the command: the fastest, the cheapest, the fewest GPUs; time, money, energy
     explain.py    who lost and by what; what hangs on which constant
+    cases.py      jobs as their papers describe them: predicted, and what is reported, in one unit
 
     published/    the rows of others, and how far off the predictions of them are
 

@@ -1,0 +1,185 @@
+"""Published jobs beside their predictions; and the same job on another GPU, in the hand.
+
+    GPT-3 175B              <>o    110; 107          o predicted    <> published: the least and
+    Llama 3 405B      o  <--->     135; 152 to 165   the most that the reported figure can mean
+
+    explorer: which job, on which GPU: the parts of its step, a trillion tokens in days and money
+
+What is drawn is a pure function of (course, state); nothing is launched, a prediction takes a few
+milliseconds.
+"""
+
+from dataclasses import dataclass, replace
+
+import ipywidgets
+import pandas as pd
+from matplotlib.lines import Line2D
+
+from labkit.scale import constants
+from labkit.scale.cost import parts
+from labkit.scale.hardware import find_gpu
+from labkit.scale.plan import bill
+from labkit.scale.search import Found
+from labkit.show import controls, style
+from labkit.show.notebook import table
+from labkit.show.publish import as_html, present
+from labkit.show.stacks import stacked_bars
+
+KINDS = {
+    "layers": "layers",
+    "output layer": "layers",
+    "messages of layers": "messages",
+    "gathering parameters": "messages",
+    "hand-overs": "messages",
+    "gradients": "messages",
+    "recomputation": "recomputation",
+    "bubble": "bubble",
+    "optimizer": "optimizer",
+}
+TRILLION = 1e12  # tokens
+
+
+def beside(frame, title=None):
+    """Figure: a line per case, log scale; 1 is the most that its published speed can mean.
+
+    frame: case, predicted, least, most: tokens per second and GPU.
+    """
+    if frame.empty:
+        raise ValueError("there is no case, so there is nothing to draw")
+    colours = style.palette(("predicted", "published"))
+    hollow = {"marker": "D", "linestyle": "", "markersize": 9, "markerfacecolor": style.GROUND}
+    hollow |= {"color": colours["published"]}
+    dot = {"marker": "o", "linestyle": "", "markersize": 7, "color": colours["predicted"]}
+    with style.look():
+        figure, axes = style.new_figure(8.0, 1.6 + 0.36 * len(frame))
+        for y, row in enumerate(frame.itertuples()):
+            predicted, least = row.predicted / row.most, row.least / row.most
+            axes.plot([predicted, 1], [y, y], color=style.FAINT, linewidth=1, zorder=1)
+            axes.plot([least, 1], [y, y], color=colours["published"], linewidth=4)
+            axes.plot(sorted({least, 1.0}), [y] * len({least, 1.0}), **hollow)
+            axes.plot(predicted, y, **dot, zorder=4)
+            published = f"{row.least:,.0f}" + f" to {row.most:,.0f}" * (row.least < row.most)
+            words = f"{row.predicted:,.0f}; {published}"
+            style.beside(axes, words, (1, y), (5, 0), xycoords=("axes fraction", "data"))
+        axes.set_xscale("log")
+        ratios = frame[["predicted", "least", "most"]].div(frame["most"], axis=0)
+        axes.set_xlim(0.85 * ratios.min().min(), 1.3 * ratios.max().max())
+        axes.set_xticks([0.5, 1, 2, 4], ["0.5", "1", "2", "4"])
+        axes.set_xticks([], minor=True)
+        axes.set_ylim(len(frame) - 0.5, -0.7)
+        axes.set_yticks(range(len(frame)), frame["case"])
+        axes.set_xlabel("speed / most published (log); beside: tokens/s of a GPU, both")
+        axes.grid(axis="x")
+        marks = [
+            Line2D([], [], **dot, label="predicted"),
+            Line2D([], [], **hollow, label="published (two: FLOPs of attention counted or not)"),
+        ]
+        figure.legend(handles=marks, loc="outside lower left", ncols=2)
+        style.entitle(figure, title)
+    return figure
+
+
+@dataclass(frozen=True)
+class State:
+    """What the controls say: a case's name, a GPU's name."""
+
+    case: str
+    gpu: str
+
+
+@dataclass(frozen=True)
+class Course:
+    """cases: {name: Case}. prices: {GPU: money for an hour of it}, assumed."""
+
+    cases: dict
+    prices: dict
+
+
+def moved(job, gpu):
+    """The job with the same layout on another GPU, and the network that is usual for that."""
+    other = find_gpu(gpu)
+    return replace(job, gpu=other, network_gbps=other.network_gbps)
+
+
+def both(course, state):
+    """{label: Found}: the job on the GPU it ran on, and on that of the controls."""
+    case, c = course.cases[state.case], constants.values()
+    found = {}
+    for job in (case.job, moved(case.job, state.gpu)):
+        found[job.gpu.name] = Found(job, *replace(case, job=job).predicted(c))
+    return found
+
+
+def rows(course, state):
+    """DataFrame gpu, part, step_seconds, seed: the parts of a step, predicted."""
+    c, found = constants.values(), []
+    for gpu, one in both(course, state).items():
+        told = dict.fromkeys(KINDS.values(), 0.0)
+        for part, seconds in parts(one.job, c).items():
+            told[KINDS[part]] += seconds
+        found += [
+            {"gpu": gpu, "part": kind, "step_seconds": seconds, "seed": 0}
+            for kind, seconds in told.items()
+        ]
+    return pd.DataFrame(found)
+
+
+def draw(course, state):
+    title = f"A step of {state.case}: predicted"
+    figure = stacked_bars(rows(course, state), "step_seconds", "gpu", "part", "seed", title)
+    figure.axes[0].set_xlabel("a step (s)")
+    return figure
+
+
+def takeaway(course, state):
+    """A trillion tokens on that GPU: days, GPU-hours, money; and what it needs of its memory."""
+    found = list(both(course, state).values())
+    own, other = found[0], found[-1]
+    price = course.prices[state.gpu]
+    cost = bill(other, TRILLION, price)
+    faster = own.seconds / other.seconds
+    fits = "fits" if other.peak.fits else "does not fit, as predicted,"
+    return (
+        f"{state.case}, its layout on {other.job.gpu.name}: {faster:.2f} times the speed on "
+        f"{own.job.gpu.name}. A trillion tokens take {cost['days']:,.1f} days, "
+        f"{cost['gpu_hours']:,.0f} GPU-hours, {cost['money']:,.0f} at an assumed {price:g} an "
+        f"hour. {other.peak.total:.0f} GiB {fits} in {other.peak.memory:.0f}."
+    )
+
+
+def picture(course, state):
+    """The widget's image as HTML with alt text."""
+    return as_html(takeaway(course, state), draw(course, state))
+
+
+class Explorer:
+    """The controls and their state. `.panel` is the widget, `.image` what it shows."""
+
+    def __init__(self, course, state):
+        self.course, self.state = course, state
+        self.case = controls.menu("job", list(course.cases), state.case)
+        self.gpu = controls.menu("on", list(course.prices), state.gpu)
+        every = (self.case, self.gpu)
+        controls.observe(self.changed, every)
+        self.image = ipywidgets.HTML("<p>Move a control: the step is drawn here.</p>")
+        self.panel = ipywidgets.VBox([controls.row(every), self.image])
+
+    def changed(self, change=None):
+        """Read the controls and draw anew."""
+        self.state = State(self.case.value, self.gpu.value)
+        self.image.value = picture(self.course, self.state)
+
+
+def explorer(course, state, provenance):
+    """Show a job on another GPU: figure, takeaway, table, controls. Returns Explorer.
+
+    provenance: begins with "predicted".
+    """
+    words = takeaway(course, state)
+    present(draw(course, state), words, provenance, words)
+    shown = rows(course, state).pivot(index="gpu", columns="part", values="step_seconds")
+    shown = shown[list(dict.fromkeys(KINDS.values()))]
+    table(shown.map("{:.2f} s".format).reset_index(), f"{state.case}, a step; {provenance}")
+    found = Explorer(course, state)
+    controls.show(found.panel)
+    return found

@@ -1,0 +1,57 @@
+"""Published jobs beside their predictions; a job on another GPU: in words, in a picture, under the controls."""
+
+import pandas as pd
+import pytest
+
+from labkit.scale import cases as published
+from labkit.show import cases, publish
+
+NAME, OTHER = "Mixtral 8x7B, 64 GPUs", "Llama 3 405B, 16,384 GPUs"
+
+
+def course():
+    rows = {row["case"]: row for row in published.table(published.CASES)}
+    return cases.Course(
+        {name: published.case_of(rows[name]) for name in (NAME, OTHER)}, {"A100-80GB": 2, "B200-180GB": 6}
+    )
+
+
+def frame():
+    rows = [("dense", 110.0, 107.0, 107.0), ("of unclear FLOPs", 51.0, 67.0, 157.0)]
+    return pd.DataFrame(rows, columns=["case", "predicted", "least", "most"])
+
+
+def test_both_words_and_both_figures_are_in_the_picture():
+    figure = cases.beside(frame(), "A title")
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert [name.split(" ")[0] for name in names] == ["predicted", "published"]
+    assert [text.get_text() for text in figure.axes[0].texts] == ["110; 107", "51; 67 to 157"]
+    assert publish.png(figure, dpi=50)
+    with pytest.raises(ValueError, match="no case"):
+        cases.beside(frame().head(0))
+
+
+def test_parts_add_up_to_the_steps():
+    state = cases.State(NAME, "B200-180GB")
+    told = cases.rows(course(), state).groupby("gpu")["step_seconds"].sum()
+    for gpu, found in cases.both(course(), state).items():
+        assert told[gpu] == pytest.approx(found.seconds)
+    assert told["B200-180GB"] < told["H100-80GB"]
+
+
+def test_words_say_time_money_and_memory():
+    words = cases.takeaway(course(), cases.State(OTHER, "A100-80GB"))
+    assert words.startswith(f"{OTHER}, its layout on A100-80GB: 0.45 times the speed on H100-80GB. A trillion tokens")
+    assert "at an assumed 2 an hour" in words and "does not fit, as predicted, in 79." in words
+
+
+def test_the_gpu_that_it_ran_on_is_one_bar():
+    both = cases.both(cases.Course(course().cases, {"H100-80GB": 1}), cases.State(NAME, "H100-80GB"))
+    assert list(both) == ["H100-80GB"]
+
+
+def test_the_controls_draw_anew():
+    shown = cases.Explorer(course(), cases.State(NAME, "A100-80GB"))
+    shown.case.value, shown.gpu.value = OTHER, "B200-180GB"
+    assert shown.state == cases.State(OTHER, "B200-180GB")
+    assert f"{OTHER}, its layout on B200-180GB: 1.94 times" in shown.image.value
