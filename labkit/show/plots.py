@@ -5,6 +5,8 @@ schedules                     one step in several orders, a band each           
 grouped_bars                  medians with quartiles, a value on each bar       bars.py
 memory_bars                   memory by kind, stacked                           bars.py
 measured_against_predicted    ratios around 1                                   bars.py
+against_published             predictions and what others have published        predictions.py
+time_and_money                days and GPU-hours by the number of GPUs           predictions.py
 memory_and_traffic            what is held, and beside it what is sent          stages.py
 stacked_bars                  parts of a whole, a thin bar a repetition         stacks.py
 loss_curves, sweep            lines named at their ends                         curves.py
@@ -42,6 +44,7 @@ from labkit.show.lengths import memory_by_length
 from labkit.show.loads import load_map
 from labkit.show.pareto import pareto
 from labkit.show.pipelines import pipelines
+from labkit.show.predictions import against_published, time_and_money
 from labkit.show.publish import present, save
 from labkit.show.race import race
 from labkit.show.residency import residency
@@ -54,6 +57,7 @@ from labkit.show.switched import switched
 from labkit.show.turns import turns
 
 __all__ = [
+    "against_published",
     "before_after",
     "bit_layout",
     "broken",
@@ -84,6 +88,7 @@ __all__ = [
     "step_over_link",
     "sweep",
     "switched",
+    "time_and_money",
     "timeline",
     "turns",
 ]
