@@ -7,6 +7,7 @@ memory_bars                   memory by kind, stacked                           
 measured_against_predicted    ratios around 1                                   bars.py
 against_published             predictions and what others have published        predictions.py
 time_and_money                days and GPU-hours by the number of GPUs           predictions.py
+held_against                  a step simulated, and the same step measured       held_against.py
 memory_and_traffic            what is held, and beside it what is sent          stages.py
 stacked_bars                  parts of a whole, a thin bar a repetition         stacks.py
 loss_curves, sweep            lines named at their ends                         curves.py
@@ -40,6 +41,7 @@ from labkit.show.efficiency import efficiency
 from labkit.show.formats import bit_layout, reach
 from labkit.show.gantt import timeline
 from labkit.show.gradients import carried, catching_up
+from labkit.show.held_against import held_against
 from labkit.show.lengths import memory_by_length
 from labkit.show.loads import load_map
 from labkit.show.pareto import pareto
@@ -65,6 +67,7 @@ __all__ = [
     "catching_up",
     "efficiency",
     "grouped_bars",
+    "held_against",
     "load_map",
     "loss_curves",
     "loss_scales",
