@@ -64,3 +64,18 @@ def test_who_is_beaten_in_days_and_in_hours_is_hollow():
     points = [line for line in axes.lines if line.get_marker() == "o"]
     hollow = [p.get_markerfacecolor() == predictions.style.GROUND for p in points]
     assert hollow == [False, True, False]  # by days: 256, 128, 64
+
+
+def test_a_control_is_answered_without_matplotlib():
+    shown = planner.picture(JOB, STATE)
+    found, _ = planner.answer(JOB, STATE)
+    assert "<img" not in shown and "step" in shown
+    for kind in ("states", "activations"):
+        assert f"{kind} {getattr(found.peak, kind):.3g} GiB" in shown
+    assert f"{found.seconds:.3g} s" in shown
+
+
+def test_the_line_of_what_may_be_used_lies_where_it_belongs():
+    shown = planner.bar({"states": 30.0}, {"states": "#000"}, "GiB", 80.0, 72.0)
+    assert "width:37.50%" in shown and "left:90.00%" in shown
+    assert "left:" not in planner.bar({"layers": 2.0}, {"layers": "#000"}, "s", 2.0)

@@ -10,6 +10,7 @@ A control has to answer at once, so few layouts are tried: no context parallelis
 micro-batches. labkit.scale.plan tries them all and is never slower than what is found here.
 """
 
+import html
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
@@ -23,7 +24,7 @@ from labkit.scale.hardware import Cluster
 from labkit.scale.plan import bill, row_of
 from labkit.scale.search import first_to_fit, space_of
 from labkit.show import controls, style
-from labkit.show.publish import as_html, present
+from labkit.show.publish import present
 
 MICRO_BATCHES = 3
 LEAST = 0.01  # of a step: a part that is less is left out of the picture
@@ -163,8 +164,33 @@ def takeaway(job, state):
 
 
 def picture(job, state):
-    """The widget's image as HTML with alt text."""
-    return as_html(takeaway(job, state), draw(job, state))
+    """The same as `draw`, as HTML: a control has to answer before matplotlib would."""
+    found, refused = answer(job, state)
+    peak = found.peak if found else refused[0]
+    held = {kind: getattr(peak, kind) for kind in KINDS}
+    bars = [bar(held, COLOURS, "GiB", max(peak.memory, peak.total), (1 - job.spare) * peak.memory)]
+    if found:
+        spent = parts(found.job, constants.values())
+        bars.append(bar(spent, style.palette(spent), "s", found.seconds))
+    return f"{''.join(bars)}<p>{html.escape(takeaway(job, state))}</p>"
+
+
+def bar(sizes, colours, unit, whole, limit=None):
+    """One bar of parts as HTML, named beneath. limit: where a red line is drawn."""
+    shown = {part: size for part, size in sizes.items() if size > LEAST * sum(sizes.values())}
+    pieces = "".join(
+        f'<div style="width:{100 * size / whole:.2f}%;background:{colours[part]}"></div>'
+        for part, size in shown.items()
+    )
+    line = "" if limit is None else f"left:{100 * limit / whole:.2f}%;border-left:2px dashed "
+    line = line and f'<div style="position:absolute;height:28px;{line}{style.RED}"></div>'
+    names = " &emsp; ".join(
+        f'<span style="color:{colours[part]}">&#9632;</span> {part} {size:.3g} {unit}'
+        for part, size in shown.items()
+    )
+    outline = "position:relative;display:flex;max-width:760px;height:28px;border:1px solid #8888"
+    words = f"{sum(sizes.values()):.3g} {unit}, dashed: {limit:.3g}" if limit else f"{whole:.3g} s"
+    return f'<div style="{outline}">{pieces}{line}</div><p><b>{words}</b> &emsp; {names}</p>'
 
 
 class Explorer:
