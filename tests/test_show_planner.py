@@ -72,7 +72,7 @@ def test_a_control_is_answered_without_matplotlib():
     assert "<img" not in shown and "step" in shown
     for kind in ("states", "activations"):
         assert f"{kind} {getattr(found.peak, kind):.3g} GiB" in shown
-    assert f"{found.seconds:.3g} s" in shown
+    assert f"{found.seconds:.3g} s" in shown and f"dashed: {0.9 * found.peak.memory:.3g}" in shown
 
 
 def test_the_line_of_what_may_be_used_lies_where_it_belongs():
