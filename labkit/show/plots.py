@@ -5,6 +5,9 @@ schedules                     one step in several orders, a band each           
 grouped_bars                  medians with quartiles, a value on each bar       bars.py
 memory_bars                   memory by kind, stacked                           bars.py
 measured_against_predicted    ratios around 1                                   bars.py
+against_published             predictions and what others have published        predictions.py
+time_and_money                days and GPU-hours by the number of GPUs           predictions.py
+held_against                  a step simulated, and the same step measured       held_against.py
 memory_and_traffic            what is held, and beside it what is sent          stages.py
 stacked_bars                  parts of a whole, a thin bar a repetition         stacks.py
 loss_curves, sweep            lines named at their ends                         curves.py
@@ -38,10 +41,12 @@ from labkit.show.efficiency import efficiency
 from labkit.show.formats import bit_layout, reach
 from labkit.show.gantt import timeline
 from labkit.show.gradients import carried, catching_up
+from labkit.show.held_against import held_against
 from labkit.show.lengths import memory_by_length
 from labkit.show.loads import load_map
 from labkit.show.pareto import pareto
 from labkit.show.pipelines import pipelines
+from labkit.show.predictions import against_published, time_and_money
 from labkit.show.publish import present, save
 from labkit.show.race import race
 from labkit.show.residency import residency
@@ -54,6 +59,7 @@ from labkit.show.switched import switched
 from labkit.show.turns import turns
 
 __all__ = [
+    "against_published",
     "before_after",
     "bit_layout",
     "broken",
@@ -61,6 +67,7 @@ __all__ = [
     "catching_up",
     "efficiency",
     "grouped_bars",
+    "held_against",
     "load_map",
     "loss_curves",
     "loss_scales",
@@ -84,6 +91,7 @@ __all__ = [
     "step_over_link",
     "sweep",
     "switched",
+    "time_and_money",
     "timeline",
     "turns",
 ]

@@ -1,0 +1,224 @@
+"""What a plan holds and where its step goes, by model, GPU and number of GPUs, in the hand.
+
+    memory of a GPU   |states     |activations  |runtime     :  |   dashed: what may be used
+    time of a step    |layers                    |messages|bubble|
+
+    explorer: model, GPU, how many of them, precision
+
+A control has to answer at once, so few layouts are tried: no context parallelism, no replicas, ZeRO
+1 or 3, a stage whole or cut as finely as it can be or half as finely, the three smallest
+micro-batches. labkit.scale.plan tries them all and is never slower than what is found here.
+"""
+
+import html
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import islice
+
+import ipywidgets
+
+from labkit.scale import constants
+from labkit.scale.cost import parts
+from labkit.scale.explain import KINDS, words
+from labkit.scale.hardware import Cluster
+from labkit.scale.plan import bill, row_of
+from labkit.scale.search import first_to_fit, space_of
+from labkit.show import controls, style
+from labkit.show.publish import present
+
+MICRO_BATCHES = 3
+LEAST = 0.01  # of a step: a part that is less is left out of the picture
+COLOURS = dict(zip(KINDS, style.CYCLE, strict=False))
+
+
+@dataclass(frozen=True)
+class Job:
+    """batches: {model: sequences of a step}. tokens: of the run. spare: share of memory left."""
+
+    batches: dict
+    gpus: tuple
+    sizes: tuple
+    precisions: tuple
+    tokens: float
+    spare: float = 0.1
+
+
+@dataclass(frozen=True)
+class State:
+    """What the controls say."""
+
+    model: str
+    gpu: str
+    gpus: int
+    precision: str = "bf16"
+
+
+def narrowed(space, n, c):
+    """(the fastest Found of few layouts on n GPUs or None, the smallest (Peak, Job) refused)."""
+    best, refused = None, []
+    for layout in space.layouts(n):
+        thinnest = layout.shape.layers // layout.pp
+        for jobs in () if layout.zero == 2 else space.batches(layout):
+            for job in islice(jobs, MICRO_BATCHES):
+                if job.vpp not in (1, thinnest // 2, thinnest):
+                    break
+                within = best.seconds if best else float("inf")
+                found = first_to_fit(space, job, c, within, refused)
+                if found is None:
+                    break
+                best = found or best
+    return best, min(refused, key=lambda one: one[0].total, default=None)
+
+
+@lru_cache
+def planned(model, batch, gpu, gpus, precision, spare):
+    """What `narrowed` finds of a model by name on so many GPUs."""
+    space = space_of(row_of(model), Cluster(gpu, gpus), global_batch=batch, spare=spare,
+                     uneven=False, precision=precision, framework="", cp=1, replicas=1)  # fmt: skip
+    return narrowed(space, gpus, constants.values())
+
+
+def answer(job, state):
+    """(Found or None, (Peak, Job) of the smallest that was refused or None)."""
+    batch = job.batches[state.model]
+    return planned(state.model, batch, state.gpu, state.gpus, state.precision, job.spare)
+
+
+def memory(peaks, spare, title=None):
+    """Figure: a bar of GiB by kind for each {name: Peak}; what a GPU has, and what may be used."""
+    with style.look():
+        figure, axes = style.new_figure(8.0, 1.9 + 0.42 * len(peaks))
+        draw_memory(axes, peaks, spare)
+        style.entitle(figure, title)
+    return figure
+
+
+def draw_memory(axes, peaks, spare):
+    has = next(iter(peaks.values())).memory
+    stacks = {name: {kind: getattr(peak, kind) for kind in KINDS} for name, peak in peaks.items()}
+    draw_stacks(axes, stacks, COLOURS)
+    axes.axvline(has, color=style.RED, linewidth=1.6)
+    axes.axvline((1 - spare) * has, color=style.RED, linewidth=1.2, linestyle="--")
+    axes.set_xlim(0, 1.12 * max(has, *(peak.total for peak in peaks.values())))
+    axes.set_xlabel(f"GiB of a GPU; red: its {has:g} GiB, dashed: {1 - spare:.0%} of them")
+
+
+def draw_stacks(axes, stacks, colours):
+    """Bars of {name: {part: size}} one under the other, a colour a part, totals at their ends."""
+    named = set()
+    for row, sizes in enumerate(stacks.values()):
+        left = 0.0
+        for part, size in sizes.items():
+            if size > LEAST * sum(sizes.values()):
+                label = None if part in named else part
+                axes.barh(row, size, 0.62, left=left, color=colours[part], label=label)
+                named.add(part)
+            left += size
+        look = {"size": 10, "weight": "bold", "bbox": {"fc": style.GROUND, "ec": "none", "pad": 1}}
+        style.beside(axes, f"{left:,.3g}", (left, row), **look)
+    axes.set_yticks(range(len(stacks)), list(stacks))
+    axes.set_ylim(len(stacks) - 0.5, -0.5)
+    axes.tick_params(axis="y", length=0)
+    look = {"handlelength": 0.9, "columnspacing": 1.2, "handletextpad": 0.5}
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=5, frameon=False, **look)
+
+
+def headline(state):
+    return f"{state.model} on {state.gpus:,} x {state.gpu}, {state.precision}"
+
+
+def draw(job, state):
+    """Figure: memory by kind, and where the step goes; if none fits, the least that was refused."""
+    found, refused = answer(job, state)
+    peak = found.peak if found else refused[0]
+    with style.look():
+        figure, axes = style.new_figure(8.0, 3.6 if found else 2.3, rows=2 if found else 1)
+        above = axes[0] if found else axes
+        draw_memory(above, {"memory": peak}, job.spare)
+        if found:
+            spent = parts(found.job, constants.values())
+            draw_stacks(axes[1], {"step": spent}, style.palette(spent))
+            axes[1].set_xlim(0, 1.12 * found.seconds)
+            axes[1].set_xlabel("seconds of a step (s)")
+        style.entitle(figure, f"{headline(state)}: predicted")
+    return figure
+
+
+def takeaway(job, state):
+    """The layout that is fastest, what it needs and what the run takes; or what is missing."""
+    found, refused = answer(job, state)
+    if found is None:
+        peak, least = refused
+        usable = (1 - job.spare) * peak.memory
+        more = f"{peak.largest} alone {getattr(peak, peak.largest):.1f}"
+        return (
+            f"{headline(state)}: nothing fits; the least is {peak.total:.1f} GiB a GPU ({more}) of "
+            f"the {usable:.1f} to be used: {words(least)}."
+        )
+    cost = bill(found, job.tokens)
+    return (
+        f"{headline(state)}: {words(found.job)}; {style.quantity(found.seconds, 's')} a step, "
+        f"{found.peak.total:.1f} GiB a GPU, {cost['days']:,.3g} days and "
+        f"{cost['gpu_hours']:,.0f} GPU-hours for {job.tokens:.3g} tokens."
+    )
+
+
+def picture(job, state):
+    """The same as `draw`, as HTML: a control has to answer before matplotlib would."""
+    found, refused = answer(job, state)
+    peak = found.peak if found else refused[0]
+    held = {kind: getattr(peak, kind) for kind in KINDS}
+    bars = [bar(held, COLOURS, "GiB", max(peak.memory, peak.total), (1 - job.spare) * peak.memory)]
+    if found:
+        spent = parts(found.job, constants.values())
+        bars.append(bar(spent, style.palette(spent), "s", found.seconds))
+    return f"{''.join(bars)}<p>{html.escape(takeaway(job, state))}</p>"
+
+
+def bar(sizes, colours, unit, whole, limit=None):
+    """One bar of parts as HTML, named beneath. limit: where a red line is drawn."""
+    shown = {part: size for part, size in sizes.items() if size > LEAST * sum(sizes.values())}
+    pieces = "".join(
+        f'<div style="width:{100 * size / whole:.2f}%;background:{colours[part]}"></div>'
+        for part, size in shown.items()
+    )
+    line = "" if limit is None else f"left:{100 * limit / whole:.2f}%;border-left:2px dashed "
+    line = line and f'<div style="position:absolute;height:28px;{line}{style.RED}"></div>'
+    names = " &emsp; ".join(
+        f'<span style="color:{colours[part]}">&#9632;</span> {part} {size:.3g} {unit}'
+        for part, size in shown.items()
+    )
+    outline = "position:relative;display:flex;max-width:760px;height:28px;border:1px solid #8888"
+    words = f"{sum(sizes.values()):.3g} {unit}, dashed: {limit:.3g}" if limit else f"{whole:.3g} s"
+    return f'<div style="{outline}">{pieces}{line}</div><p><b>{words}</b> &emsp; {names}</p>'
+
+
+class Explorer:
+    """The controls and their state. `.panel` is the widget, `.image` what it shows."""
+
+    def __init__(self, job, state):
+        self.job, self.state = job, state
+        self.model = controls.menu("model", list(job.batches), state.model)
+        self.gpu = controls.menu("GPU", job.gpus, state.gpu)
+        counts = [(f"{size:,}", size) for size in job.sizes]
+        self.gpus = controls.menu("how many", counts, state.gpus)
+        self.precision = controls.menu("precision", job.precisions, state.precision)
+        every = (self.model, self.gpu, self.gpus, self.precision)
+        controls.observe(self.changed, every)
+        self.image = ipywidgets.HTML("<p>Move a control: the plan is drawn here.</p>")
+        self.panel = ipywidgets.VBox([controls.row(every), self.image])
+
+    def changed(self, change=None):
+        """Read the controls and draw anew."""
+        names = ("model", "gpu", "gpus", "precision")
+        self.state = replace(self.state, **{name: getattr(self, name).value for name in names})
+        self.image.value = picture(self.job, self.state)
+
+
+def explorer(job, state, provenance):
+    """Show a plan: figure, takeaway, controls. Returns Explorer. provenance: of "predicted"."""
+    said = takeaway(job, state)
+    present(draw(job, state), said, provenance, said)
+    found = Explorer(job, state)
+    controls.show(found.panel)
+    return found

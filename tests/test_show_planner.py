@@ -1,0 +1,81 @@
+"""The plan under the controls: never better than the whole search, in words, in a picture; predictions in pictures."""
+
+import pandas as pd
+import pytest
+
+from labkit.scale.explain import words
+from labkit.scale.hardware import Cluster
+from labkit.scale.plan import plan
+from labkit.show import planner, predictions, publish
+
+JOB = planner.Job({"gpt3-6.7b": 1024, "llama3-405b": 2048}, ("A100-80GB", "H100-80GB"), (8, 64), ("bf16", "fp8"), 3e11)
+STATE = planner.State("gpt3-6.7b", "A100-80GB", 64)
+
+
+def test_few_layouts_hold_nothing_that_the_whole_search_would_refuse():
+    found, _ = planner.answer(JOB, STATE)
+    whole = plan("gpt3-6.7b", Cluster("A100-80GB", 64)).fastest
+    assert found.peak.total <= 0.9 * found.peak.memory
+    assert 1 <= found.seconds / whole.seconds < 1.05
+    assert found.job.n_gpus == 64
+
+
+def test_more_spared_is_never_faster():
+    found, _ = planner.answer(planner.replace(JOB, spare=0.8), STATE)
+    assert found is None or found.seconds >= planner.answer(JOB, STATE)[0].seconds
+
+
+def test_words_and_picture():
+    found, _ = planner.answer(JOB, STATE)
+    said = planner.takeaway(JOB, STATE)
+    assert said.startswith(f"gpt3-6.7b on 64 x A100-80GB, bf16: {words(found.job)};")
+    assert f"{found.peak.total:.1f} GiB a GPU" in said and "GPU-hours for 3e+11 tokens." in said
+    assert len(planner.draw(JOB, STATE).axes) == 2
+    assert publish.png(planner.draw(JOB, STATE), dpi=50)
+
+
+def test_what_does_not_fit_is_said_and_drawn():
+    state = planner.State("llama3-405b", "A100-80GB", 8)
+    assert "nothing fits; the least is" in planner.takeaway(JOB, state)
+    assert "GiB a GPU (states alone" in planner.takeaway(JOB, state)
+    assert len(planner.draw(JOB, state).axes) == 1
+
+
+def test_the_controls_draw_anew():
+    shown = planner.Explorer(JOB, STATE)
+    shown.gpu.value, shown.precision.value, shown.gpus.value = "H100-80GB", "fp8", 8
+    assert shown.state == planner.State("gpt3-6.7b", "H100-80GB", 8, "fp8")
+    assert "gpt3-6.7b on 8 x H100-80GB, fp8" in shown.image.value
+
+
+def test_predictions_beside_what_is_published():
+    rows = [{"group": f"source {i % 3}", "predicted": 1000 + i, "published": 1100 - i} for i in range(9)]
+    figure = predictions.against_published(pd.DataFrame(rows))
+    axes = figure.axes[0]
+    assert axes.get_xlim() == axes.get_ylim() and len(axes.lines) == 4
+    assert [text.get_text() for text in axes.get_legend().get_texts()][-1] == "source 2, 3 rows"
+    with pytest.raises(ValueError, match="6 groups at most"):
+        predictions.against_published(pd.DataFrame([row | {"group": i} for i, row in enumerate(rows)]))
+
+
+def test_who_is_beaten_in_days_and_in_hours_is_hollow():
+    frame = pd.DataFrame({"gpus": [64, 128, 256], "days": [40, 21, 12], "gpu_hours": [61440, 70000, 69000]})
+    axes = predictions.time_and_money(frame, 0.05).axes[0]
+    points = [line for line in axes.lines if line.get_marker() == "o"]
+    hollow = [p.get_markerfacecolor() == predictions.style.GROUND for p in points]
+    assert hollow == [False, True, False]  # by days: 256, 128, 64
+
+
+def test_a_control_is_answered_without_matplotlib():
+    shown = planner.picture(JOB, STATE)
+    found, _ = planner.answer(JOB, STATE)
+    assert "<img" not in shown and "step" in shown
+    for kind in ("states", "activations"):
+        assert f"{kind} {getattr(found.peak, kind):.3g} GiB" in shown
+    assert f"{found.seconds:.3g} s" in shown and f"dashed: {0.9 * found.peak.memory:.3g}" in shown
+
+
+def test_the_line_of_what_may_be_used_lies_where_it_belongs():
+    shown = planner.bar({"states": 30.0}, {"states": "#000"}, "GiB", 80.0, 72.0)
+    assert "width:37.50%" in shown and "left:90.00%" in shown
+    assert "left:" not in planner.bar({"layers": 2.0}, {"layers": "#000"}, "s", 2.0)
