@@ -46,7 +46,7 @@ What is indented is in parts/: what the file above it stands on, and others may 
         fp8.py              products in eight bits, emulated: a scale for every tensor
     recompute.py            activation checkpointing: forward again, instead of keeping; on
         surroundings.py     random state and autocast as they were the first time
-        keep.py             what is held, because it is dear to compute again
+        keep.py             what is held, because it is expensive to compute again
     offload.py              optimizer states and activations in host memory or in a file; on
         expected_states.py  what an optimizer will hold, before its first step
         host.py             pinned memory, a mapped file, and copies beside the arithmetic

@@ -75,9 +75,9 @@ class Choice:
         return "\n".join(self.reasons)
 
 
-# From cheap to dear: (strategy, units recomputed). ZeRO sends what DDP sends; FSDP half as much
-# again; offload moves shards and states between host and device in every step; recomputation runs
-# every forward twice.
+# From cheap to expensive: (strategy, units recomputed). ZeRO sends what DDP sends; FSDP half as
+# much again; offload moves shards and states between host and device in every step; recomputation
+# runs every forward twice.
 ALONE = (("single", False), ("fsdp_offload", False), ("single", True), ("fsdp_offload", True))
 LADDER = (
     *(
@@ -156,7 +156,7 @@ def choose(
     host_bytes=None,
     **options,
 ):
-    """The first strategy that fits into memory_bytes a rank, from cheap to dear: a Choice.
+    """The first strategy that fits into memory_bytes a rank, from cheap to expensive: a Choice.
 
     One rank: one process, with offload, with recomputation. More: DDP, ZeRO-1, ZeRO-2, FSDP, FSDP
     with offload, FSDP with recomputation, with both.

@@ -4,7 +4,7 @@
     arrived     0 -.9   0   0  .7   0      what every rank gets in its place
     residual   .3   0  .2  .0   0 -.1      what waits, mean over the ranks
     each step: arrived + residual = gradient + residual of the step before; over all of them, with
-    feedback: sum of arrived + last residual = sum of gradients: nothing is lost, it is late
+    feedback: sum of arrived + last residual = sum of gradients: late, not lost, but for rounding
 
     watched = Watched(TopK(0.01))
     model.register_comm_hook(None, watched.hook)     # not TopK(0.01).hook; then train as ever

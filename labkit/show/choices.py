@@ -101,16 +101,14 @@ def draw(frame, state):
 
 
 def takeaway(frame, state):
-    """One sentence: what this choice holds and takes, and how many hold less or are faster."""
+    """One sentence: what this choice holds and takes, and how many hold less."""
     points, mine = medians(frame), medians(chosen(frame, state)).iloc[0]
     held, step, bare = (style.quantity(mine[c], style.unit_of(c)) for c in COLUMNS[3:])
-    less, faster = (
-        int((points[column] < mine[column]).sum()) for column in ("held_bytes", "step_ms")
-    )
+    less = int((points["held_bytes"] < mine["held_bytes"]).sum())
     return (
         f"{words_of(state)}: at most {held} of parameters on a rank, "
         f"a step in {step}, of which {bare} exposed; "
-        f"of the other {len(points) - 1} choices {less} hold less, {faster} are faster."
+        f"of the other {len(points) - 1} choices {less} hold less."
     )
 
 

@@ -143,7 +143,7 @@ def step_over_link(frame, baseline=None, title=None, methods=None, at=None):
         note = (
             f"line: predicted    point: measured{f'    ring: as fast as {base}' if rings else ''}"
         )
-        note += f"    at the end: faster than {base}" if len(shown) > 1 else ""
+        note += f"    at the end: predicted faster than {base}" if len(shown) > 1 else ""
         close(figure, axes, ends, title, note)
     return figure
 
