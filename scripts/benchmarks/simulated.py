@@ -27,7 +27,7 @@ from labkit.scale.rehearse import rehearse
 from labkit.scale.simulate import simulate
 from labkit.zero import ZeRO1
 
-NODES, LINKS_MBIT, BLOCKS_MS = (2, 3, 4, 8), (100, 400), (5.0, 15.0)
+NODES, LINKS_MBIT, BLOCKS_MS = (2, 4, 8), (100, 400), (5.0, 15.0)
 FORMS = ("DDP, one message", "DDP, a block a message", "ZeRO-1", "FSDP")
 PIPELINE, MICRO_BATCHES, ROWS = "1F1B", 8, 64  # rows of a micro-batch
 BLOCKS, WIDTH = 6, 256
@@ -92,7 +92,7 @@ def times(context, repetitions):
             step()
         if context.rank == 0:
             context.record(name=name, sent=sum(event.sent_bytes for event in events))
-    time_variants(context, variants, repetitions=repetitions)
+    time_variants(context, variants, repetitions=repetitions, steps=1)
 
 
 def lines(n, repetitions):
