@@ -37,3 +37,10 @@ def test_the_course_keeps_its_own_limits():
     wrong = [(name, value) for names in known for name, value in names.items() if limits.demand(name, value, value)]
     assert wrong == []
     assert set(limits.BOUNDS) <= set().union(*known)
+
+
+@pytest.mark.parametrize("path", sorted(batch.NOTEBOOKS.rglob("*.ipynb")), ids=lambda path: path.stem)
+def test_no_stored_output_shows_a_place_of_one_machine(path):
+    for cell in batch.code_cells(batch.read(path)):
+        told = str(cell.outputs)
+        assert "PosixPath(" not in told and str(batch.ROOT) not in told, cell.id
