@@ -55,7 +55,7 @@ def serve():
     requests = selectors.DefaultSelector()
     requests.register(sys.stdin.fileno(), selectors.EVENT_READ)
     share_imports()
-    pending, job, name, stopping, folders = b"", None, None, None, set()
+    pending, job, name, stopping, late, folders = b"", None, None, None, False, set()
     say(ready=True)
     while True:
         if requests.select(timeout=POLL if job else None):
@@ -84,12 +84,12 @@ def serve():
                 job = None
                 late = (Path(name).parent / worker.LATE_IMPORT).exists()
                 say(ended=os.waitstatus_to_exitcode(status), job=name)
-                if late and worker.LATE_IMPORT not in sys.modules:
-                    importlib.import_module(worker.LATE_IMPORT)
-                    share_imports()
         if stopping is not None and not job:
             say(stopped=stopping)
             stopping = None
+        if late and not job and worker.LATE_IMPORT not in sys.modules:
+            importlib.import_module(worker.LATE_IMPORT)
+            share_imports()
 
 
 def say(**message):

@@ -85,7 +85,9 @@ class AgentClient:
                 return
         # An agent that cannot end its job goes itself: the operating system binds the ranks to it.
         self.process.kill()
-        raise self.death()
+        self.process.wait()
+        agent.cache_clear()
+        print(f"[launch] the job did not end within {STOP_LIMIT:g} s: killed with its agent")
 
     def death(self):
         self.log.seek(0)
