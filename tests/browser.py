@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -33,6 +34,7 @@ FLAGS = [
 ]
 PATIENCE = 120_000  # ms for anything to appear
 CELL_PATIENCE = 300_000  # ms for a notebook to finish
+LOOK = 100  # ms between looks at a page: at every frame, the default, looking is half of its work
 UNFOLDED = ".jp-CodeCell:not(:has(.jp-Placeholder))"  # a folded cell shows no number
 
 
@@ -76,13 +78,15 @@ def wait_for_port(child, log):
 
 @contextlib.contextmanager
 def browser():
-    """One window, whose pages share what they have loaded."""
-    with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        window = chromium.new_context(viewport={"width": 1280, "height": 1000})
+    """One window, whose pages share what they have loaded: with a folder of its own it keeps JupyterLab compiled."""
+    size = {"width": 1280, "height": 1000}
+    with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
+        window = playwright.chromium.launch_persistent_context(
+            folder, executable_path=CHROMIUM, args=FLAGS, viewport=size
+        )
         window.set_default_timeout(PATIENCE)
         yield window
-        chromium.close()
+        window.close()
 
 
 class Notebook:
@@ -105,7 +109,7 @@ class Notebook:
             self.page.get_by_role("menuitem", name=name, exact=True).click()
 
     def wait_idle(self, timeout=PATIENCE):
-        self.page.wait_for_function(IDLE, timeout=timeout)
+        self.page.wait_for_function(IDLE, timeout=timeout, polling=LOOK)
 
     def run_all(self):
         self.menu("Run", "Run All Cells")
@@ -113,7 +117,7 @@ class Notebook:
     def run_and_finish(self, timeout=CELL_PATIENCE):
         """Run all cells of a notebook without outputs; AssertionError, with its words, if it stops before the end."""
         self.run_all()
-        self.page.wait_for_function(STOPPED, timeout=timeout)
+        self.page.wait_for_function(STOPPED, timeout=timeout, polling=LOOK)
         self.wait_idle()
         errors = self.panel.locator("[data-mime-type='application/vnd.jupyter.error']").all_inner_texts()
         assert not errors, errors[0][-2000:]

@@ -62,10 +62,17 @@ def is_borrowed(app, what, name, one, skip, options):
     return True if what == "class" and "." not in getattr(one, "__qualname__", ".") else None
 
 
+def leave_out_the_list(app, name, template, context, doctree):
+    """Half of the pages are sources. Furo draws the list of all pages anew for each: a third of a whole build."""
+    if name.startswith("_modules/"):
+        context.pop("toctree", None)
+
+
 def setup(app):
     app.add_html_math_renderer("mathml", (inline_formula, None), (formula, None))
     app.add_lexer("cell", Cell)
     app.connect("autodoc-process-docstring", show_docstring)
     app.connect("autodoc-skip-member", is_borrowed)
+    app.connect("html-page-context", leave_out_the_list, priority=499)  # before Furo's
     for name in modules():
         importlib.import_module(name)  # once, before Sphinx forks its workers
