@@ -8,9 +8,9 @@ import pytest
 
 from labkit.parts.schedules import interleaved
 from labkit.scale import constants
+from labkit.scale.cluster import Cluster
 from labkit.scale.cost import gather_seconds, gradient_seconds, parts, predict_step, tensor_seconds
 from labkit.scale.explain import moved, sensitivity, why_larger, why_slower
-from labkit.scale.hardware import Cluster
 from labkit.scale.job import job_of
 from labkit.scale.memory import predict_memory, stage_peak
 from labkit.scale.plan import bill, main, plan
