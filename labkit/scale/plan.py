@@ -72,6 +72,7 @@ def plan(model, cluster, *, global_batch=None, seq_len=None, precision="bf16", f
     model: a name of models.csv, its columns as "layers=32,hidden=4096,...", or a mapping of them.
     global_batch: sequences of a step. spare: the share of memory to leave free, by default twice
     the median error of the prediction. uneven: stages of a pipeline may differ by a layer.
+    precision: bf16, fp8, fp16, tf32 or fp32, or "free": fp8 where the GPU has it, else bf16.
     given: axes and settings that are not free: dp, tp, pp, cp, ep, vpp, replicas, zero,
     micro_batch, recompute. Raises ValueError, one line, for bad input and where nothing fits.
     """
@@ -158,8 +159,9 @@ def show(name, plan, tokens, price, watts):
     bills = [bill(found, tokens, price, watts) for found in chosen.values()]
     print(
         f"{name}, {job.shape.parameters / 1e9:.4g} billion parameters, {plan.space.global_batch} x "
-        f"{job.context} tokens a step, {tokens:.3g} in all, {plan.cluster.gpus} x {gpu.name}, "
-        f"{plan.cluster.gpus_per_node} a node with {job.network_gbps:g} Gbit/s; all predicted\n"
+        f"{job.context} tokens a step, {tokens:.3g} in all, in {job.precision}, "
+        f"{plan.cluster.gpus} x {gpu.name}, {plan.cluster.gpus_per_node} a node with "
+        f"{job.network_gbps:g} Gbit/s; all predicted\n"
     )
     money = "" if price is None else f"{'money':>12}"
     print(f"{'':9}{'GPUs':>6}{'step s':>9}{'tok/s/GPU':>10}{'GiB':>7}{'days':>9}{'GPU-hours':>12}"
