@@ -93,7 +93,7 @@ def test_a_layer_more_is_what_the_budget_says():
         assert found.held["parameters"] == 4 * shape.parameters
         return max(kinds["activations"] for _, kinds in found.samples)
 
-    more = most(SMALL) - most(replace(SMALL, layers=1))
+    more = most(replace(SMALL, layers=3)) - most(SMALL)  # both have their peak early in the backward
     assert more == B * T * (SMALL.saved_bytes(width=4) + STATISTICS)
 
 
