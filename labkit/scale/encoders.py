@@ -48,7 +48,7 @@ class Encoder(Shape):
     def __post_init__(self):
         super().__post_init__()
         for name in ("positions", "types"):
-            if getattr(self, name) < 1:
+            if not getattr(self, name) >= 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
 
     @cached_property
