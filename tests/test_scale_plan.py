@@ -8,9 +8,10 @@ import pytest
 
 from labkit.parts.schedules import interleaved
 from labkit.scale import constants
+from labkit.scale.cluster import Cluster
 from labkit.scale.cost import gather_seconds, gradient_seconds, parts, predict_step, tensor_seconds
 from labkit.scale.explain import moved, sensitivity, why_larger, why_slower
-from labkit.scale.hardware import Cluster
+from labkit.scale.hardware import GPUS
 from labkit.scale.job import job_of
 from labkit.scale.memory import predict_memory, stage_peak
 from labkit.scale.plan import bill, main, plan
@@ -23,8 +24,8 @@ BATCH = 16
 TIGHT = {"memory_gib": 1.2, "network_gbps": 30.0}
 
 
-def cluster(gpus=8, **changes):
-    return Cluster("A100-80GB", gpus, **{"gpus_per_node": 4, "confirmed": True} | changes)
+def cluster(gpus=8, gpu="A100-80GB", **changes):
+    return Cluster(gpu, gpus, **{"gpus_per_node": 4, "confirmed": True} | changes)
 
 
 def every_job(model, where, n):
@@ -74,6 +75,28 @@ def test_nothing_better_is_missed(model, figures):
     assert found.smallest.job.n_gpus == min(fit)
     assert found.smallest.seconds == pytest.approx(fit[min(fit)], rel=1e-12)
     assert found.cheapest.gpu_seconds == pytest.approx(min(n * s for n, s in fit.items()), rel=1e-12)
+
+
+@pytest.mark.parametrize(("gpu", "chosen"), [("H100-80GB", "fp8"), ("A100-80GB", "bf16")])
+def test_a_precision_that_is_free_is_the_best_of_all(gpu, chosen):
+    where = cluster(gpu=gpu, **TIGHT)
+    told = {dtype: plan(SMALL, where, global_batch=BATCH, precision=dtype) for dtype in ("free", "bf16", "fp8")}
+    free, best = told["free"], min(found.fastest.seconds for found in told.values())
+    assert (free.fastest.seconds, free.fastest.job.precision) == (best, chosen)
+    if chosen == "fp8":
+        assert free.fastest.seconds < told["bf16"].fastest.seconds
+        assert free.cheapest.gpu_seconds < told["bf16"].cheapest.gpu_seconds
+
+
+@pytest.mark.parametrize("framework", ["", "PyTorch FSDP2", "nanotron"])
+def test_fp8_never_takes_longer_nor_more_memory(framework):
+    for name, gpu in GPUS.items():
+        for axes in ({"tp": 2, "pp": 2, "n_gpus": 16}, {"n_gpus": 16, "zero": 3}):
+            row = SMALL | axes | {"gpu": name, "framework": framework, "micro_batch": 2}
+            plain, fast = (job_of(row | {"precision": dtype}) for dtype in ("bf16", "fp8"))
+            assert predict_memory(fast, C).total <= predict_memory(plain, C).total
+            before, after = predict_step(plain, C).seconds, predict_step(fast, C).seconds
+            assert after < before if "fp8" in gpu.tflops and framework != "nanotron" else after <= before
 
 
 def test_all_that_is_named_fits():
@@ -136,6 +159,7 @@ def test_what_is_given_stays():
         ({"zero": 4}, "zero must be 0, 1, 2 or 3, got 4"),
         ({"ep": 2}, "ep=2 does not divide experts=1"),
         ({"recompute": "sometimes"}, "recompute must be none"),
+        ({"precision": "fp4"}, "precision must be free or one of bf16, fp8, fp16, tf32, fp32, got 'fp4'"),
         ({"ddp": 2}, "'ddp' cannot be given: what can is cp, dp, ep"),
         ({"gpus": 1, "memory_gib": 1.5}, "GiB more than the 1.4 GiB to be used; it fits on 2 of them"),
         ({"gpus": 1, "memory_gib": 0.02}, "nor does it on more of them"),

@@ -1,10 +1,13 @@
 """Shapes are held against real modules, GPUs against their names."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from labkit import budget
 from labkit.measure.flops import step_flops
 from labkit.models.gpt import GPT, Block
 from labkit.scale.hardware import GPUS, find_gpu
@@ -114,6 +117,19 @@ def test_a_block_keeps_the_bytes_that_are_counted():
     assert kept_bytes(module, x) == B * T * GPT_SHAPE.saved_bytes(width=4) + statistics
 
 
+def test_a_block_more_is_what_the_budget_says():
+    B, T = 2, CONTEXT
+
+    def most(shape):
+        tokens = torch.zeros(B, T, dtype=torch.int64, device="meta")
+        found = budget.estimate(real(shape), tokens, device="cpu")
+        assert found.held["parameters"] == 4 * shape.parameters
+        return max(kinds["activations"] for _, kinds in found.samples)
+
+    statistics = 4 * B * T * (4 + GPT_SHAPE.heads)
+    assert most(replace(GPT_SHAPE, layers=4)) - most(GPT_SHAPE) == B * T * GPT_SHAPE.saved_bytes(width=4) + statistics
+
+
 def test_a_gated_network_keeps_the_bytes_that_are_counted():
     module, x = Network(64, 160), torch.randn(10, 64, requires_grad=True)
     plain = Shape(layers=1, hidden=64, heads=4, kv_heads=4, ffn=160, vocab=32, gated=True)
@@ -125,6 +141,7 @@ def test_a_gated_network_keeps_the_bytes_that_are_counted():
     ("wrong", "said"),
     [
         ({"layers": 0}, "layers must be at least 1"),
+        ({"hidden": float("nan")}, "hidden must be at least 1, got nan"),
         ({"heads": 7}, "heads must divide hidden"),
         ({"kv_heads": 3}, "kv_heads must divide heads"),
         ({"top_k": 2}, "2 of 1 experts"),

@@ -3,8 +3,8 @@
 import pandas as pd
 import pytest
 
+from labkit.scale.cluster import Cluster
 from labkit.scale.explain import words
-from labkit.scale.hardware import Cluster
 from labkit.scale.plan import plan
 from labkit.show import planner, predictions, publish
 

@@ -6,7 +6,10 @@
     goodput.py    jitter, stragglers, failures: what is left of a run, seeded
 
     hardware.py   GPUs and links as data, a source per figure
+    cluster.py    so many GPUs in equal nodes, told in Python or by a file; wrong units asked about
     shapes.py     parameters, FLOPs and activation bytes, from the numbers of a configuration
+    encoders.py   the same of BERT: no mask, other ends
+    images.py     the same of ResNets: convolutions, block by block
     job.py        a training job as a row of a table: what is missing has a stated default
     cost.py       the time of layers, collectives and a pipeline: tokens per second
     memory.py     what a GPU holds, by kind: the peak, and what is the largest

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from labkit.scale import constants
+from labkit.scale.cluster import Cluster
 from labkit.scale.cost import predict_step
-from labkit.scale.hardware import Cluster
 from labkit.scale.job import Job, job_of
 from labkit.scale.memory import predict_memory
 from labkit.scale.plan import plan, row_of

@@ -17,7 +17,6 @@ or two GB200, has 900 GB/s to its GPUs, both ways together.
 import re
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from math import isfinite, log
 
 DATASHEET = "NVIDIA datasheet"
 MATMUL = "stas00/ml-engineering compute/accelerator/README.md"
@@ -158,8 +157,6 @@ BUSES = {
     "NVLink 5": (900, DATASHEET),
 }
 
-WRONG_UNITS = (8, 1000, 125, 8000)  # bits for bytes, mega for giga, and both
-
 OTHER_WORDS = re.compile(r"sxm\d?|hbm\d?e?|nvidia|tensor|core|gpu|")
 
 
@@ -182,60 +179,3 @@ def find_gpu(name):
     raise ValueError(
         f"unknown GPU {name!r}: the nearest known are {', '.join(GPUS[n].name for n in near)}"
     )
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """GPUs of one kind in equal nodes; what is not told is usual for that GPU.
-
-    network_gbps: 10^9 bit/s of a node, all adapters together. node_gbs: 10^9 byte/s of a GPU to its
-    node, one direction. memory_gib: GiB of a GPU. host_gib: GiB of a node's host, for states of the
-    optimizer; None: they stay on the GPUs. confirmed: figures that look wrong are meant.
-    Raises ValueError, one line, for an unknown GPU, an impossible figure, and one that is off by a
-    factor that a wrong unit makes, unless it is confirmed.
-    """
-
-    gpu: str
-    gpus: int
-    gpus_per_node: int = 8
-    network_gbps: float | None = None
-    node_gbs: float | None = None
-    memory_gib: float | None = None
-    host_gib: float | None = None
-    confirmed: bool = False
-
-    def __post_init__(self):
-        for name in ("gpus", "gpus_per_node"):
-            count = getattr(self, name)
-            if not isfinite(count) or count < 1 or count != int(count):
-                raise ValueError(f"{name} must be a whole number of at least 1, got {count}")
-            object.__setattr__(self, name, int(count))
-        usual = find_gpu(self.gpu)
-        units = {
-            "network_gbps": "Gbit/s",
-            "node_gbs": "GB/s",
-            "memory_gib": "GiB",
-            "host_gib": None,
-        }
-        for name, unit in units.items():
-            told = getattr(self, name)
-            if told is not None and not (isfinite(told) and told > 0):
-                raise ValueError(f"{name} must be a positive number, got {told}")
-            if told is None or not unit:
-                continue
-            off = told / getattr(usual, name)
-            wrong = [f for f in WRONG_UNITS if abs(abs(log(off)) - log(f)) < 0.15]
-            if wrong and not self.confirmed:
-                times = f"{wrong[0]} times" if off > 1 else f"1/{wrong[0]} of"
-                raise ValueError(
-                    f"{name}={told:g} is about {times} what {usual.name} usually has, "
-                    f"{getattr(usual, name):g} {unit}: is it in another unit? "
-                    "If it is meant, say confirmed=True (--confirm)"
-                )
-
-    @property
-    def device(self):
-        """The GPU, with this cluster's figures."""
-        usual = find_gpu(self.gpu)
-        names = ("network_gbps", "node_gbs", "memory_gib")
-        return replace(usual, **{n: getattr(self, n) or getattr(usual, n) for n in names})

@@ -1,6 +1,7 @@
 """How to lay a model out on a cluster: the fastest way, the cheapest, the fewest GPUs that fit it.
 
     python -m labkit.scale.plan --model gpt3-175b --gpus 1024 --gpu a100-80gb --tokens 300e9
+    python -m labkit.scale.plan --model gpt3-175b --cluster ours.yaml --tokens 300e9
 
     search.py   what divides  ->  cost.py    ->  seconds of a step  -> fastest      days, GPU-hours,
                               ->  memory.py  ->  GiB, it fits       -> cheapest     money, energy
@@ -25,10 +26,10 @@ from operator import attrgetter
 from pathlib import Path
 
 from labkit.scale import constants
+from labkit.scale.cluster import Cluster
 from labkit.scale.cost import predict_step
 from labkit.scale.explain import KINDS, sensitivity, why_larger, why_slower, words
 from labkit.scale.fit import errors_kept_out
-from labkit.scale.hardware import Cluster
 from labkit.scale.job import whole
 from labkit.scale.search import (
     AXES,
@@ -71,6 +72,7 @@ def plan(model, cluster, *, global_batch=None, seq_len=None, precision="bf16", f
     model: a name of models.csv, its columns as "layers=32,hidden=4096,...", or a mapping of them.
     global_batch: sequences of a step. spare: the share of memory to leave free, by default twice
     the median error of the prediction. uneven: stages of a pipeline may differ by a layer.
+    precision: bf16, fp8, fp16, tf32 or fp32, or "free": fp8 where the GPU has it, else bf16.
     given: axes and settings that are not free: dp, tp, pp, cp, ep, vpp, replicas, zero,
     micro_batch, recompute. Raises ValueError, one line, for bad input and where nothing fits.
     """
@@ -157,8 +159,9 @@ def show(name, plan, tokens, price, watts):
     bills = [bill(found, tokens, price, watts) for found in chosen.values()]
     print(
         f"{name}, {job.shape.parameters / 1e9:.4g} billion parameters, {plan.space.global_batch} x "
-        f"{job.context} tokens a step, {tokens:.3g} in all, {plan.cluster.gpus} x {gpu.name}, "
-        f"{plan.cluster.gpus_per_node} a node with {job.network_gbps:g} Gbit/s; all predicted\n"
+        f"{job.context} tokens a step, {tokens:.3g} in all, in {job.precision}, "
+        f"{plan.cluster.gpus} x {gpu.name}, {plan.cluster.gpus_per_node} a node with "
+        f"{job.network_gbps:g} Gbit/s; all predicted\n"
     )
     money = "" if price is None else f"{'money':>12}"
     print(f"{'':9}{'GPUs':>6}{'step s':>9}{'tok/s/GPU':>10}{'GiB':>7}{'days':>9}{'GPU-hours':>12}"
@@ -202,17 +205,15 @@ def main():
     )
     add = parser.add_argument
     add("--model", required=True, help="of models.csv, or layers=32,hidden=4096,...")
-    add("--gpu", required=True)
-    add("--gpus", required=True, type=int)
+    add("--cluster", metavar="FILE", help="YAML, see cluster.py; figures told here replace its")
     add("--tokens", required=True, type=float)
     add("--price", type=float, help="of a GPU-hour")
     add("--watts", type=float, help="of a GPU, all that serves it included")
-    add(
-        "--confirm", dest="confirmed", action="store_true", help="figures that look wrong are meant"
-    )
+    add("--confirm", dest="confirmed", action="store_true", default=argparse.SUPPRESS,
+        help="figures that look wrong are meant")  # fmt: skip
     add("--sensitivity", action="store_true", help="what each constant moves")
-    cluster = {"gpus-per-node": int, "network-gbps": float, "node-gbs": float, "memory-gib": float}
-    cluster |= {"host-gib": float}
+    cluster = {"gpu": str, "gpus": int, "gpus-per-node": int, "network-gbps": float}
+    cluster |= {"node-gbs": float, "memory-gib": float, "host-gib": float}
     job = {"global-batch": int, "seq-len": int, "precision": str, "framework": str, "spare": float}
     for name, kind in (cluster | job).items():
         add(f"--{name}", type=kind, default=argparse.SUPPRESS)
@@ -222,10 +223,11 @@ def main():
         add(f"--{name.replace('_', '-')}", type=kind, default=argparse.SUPPRESS)
     asked = vars(parser.parse_args())
     model, price, watts = (asked.pop(name) for name in ("model", "price", "watts"))
-    tokens, also = asked.pop("tokens"), asked.pop("sensitivity")
-    of_cluster = {field.name for field in fields(Cluster)}
+    tokens, also, file = (asked.pop(name) for name in ("tokens", "sensitivity", "cluster"))
+    told = {field.name: asked.pop(field.name, None) for field in fields(Cluster)}
+    told = {name: figure for name, figure in told.items() if figure is not None}
     try:
-        cluster = Cluster(**{name: asked.pop(name) for name in of_cluster & asked.keys()})
+        cluster = Cluster.from_yaml(file, **told) if file else Cluster.from_dict(told)
         found = plan(model, cluster, **asked)
         show(model, found, tokens, price, watts)
     except ValueError as error:

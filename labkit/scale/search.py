@@ -3,6 +3,7 @@
     layout   tp x pp x cp x dp [x replicas] = n     ep inside dp, ZeRO 0 to 3
     batch    thin stages a rank, micro-batch        grad_accum is what the global batch leaves
     spared   nothing, half or all of a layer recomputed; states of the optimizer in host memory
+    dtype    bf16 or fp8 of products, where precision="free"
 
 tp stays in a node and divides the heads, their keys and values, and the network; pp divides the
 layers (or leaves stages that differ by one, if they may); cp leaves 1,024 tokens a rank or more;
@@ -13,9 +14,12 @@ several stages. What is tried is left as early as physics allows:
     ZeRO-1 never takes longer than ZeRO-0, nor more memory     of the two only the first is tried
     who recomputes more takes longer and less memory           the first that fits is the fastest
     a larger micro-batch takes more memory                     none is tried after one too large
+    fp8 never takes longer than bf16, nor more memory          of the two only it, if the GPU has it
 
-The model of time is cost.py, that of memory memory.py. Narayanan et al., Efficient Large-Scale
-Language Model Training on GPU Clusters, SC 2021, section 3, has rules of thumb for the same choice.
+The model of time is cost.py, that of memory memory.py. Neither has a term for the size of a bucket,
+which is not chosen, nor for the casts to fp8, which look free. Narayanan et al., Efficient
+Large-Scale Language Model Training on GPU Clusters, SC 2021, section 3, has rules of thumb for the
+same choice.
 """
 
 from dataclasses import dataclass, replace
@@ -27,6 +31,7 @@ from labkit.scale.memory import GIB, predict_memory, state_bytes
 
 LEAST_TOKENS = 1024
 TRIED = ("none", "selective", "full")  # "half" saves what "selective" does and takes longer
+PRECISIONS = ("bf16", "fp8", "fp16", "tf32", "fp32")
 AXES = ("dp", "tp", "pp", "cp", "replicas")
 GIVEN = {*AXES, "ep", "vpp", "zero", "micro_batch", "recompute"}
 MODEL = (
@@ -192,6 +197,12 @@ def smallest(space, limit, c):
 def space_of(row, cluster, *, global_batch, spare, uneven, precision, framework, **given):
     """The Space of a model (a row of job.py's columns) on a Cluster. ValueError for bad input."""
     kept = {name: row.get(name) for name in (*MODEL, "seq_len")}
+    if precision == "free":
+        precision = "fp8" if "fp8" in cluster.device.tflops else "bf16"
+    if not any(dtype in precision.lower() for dtype in PRECISIONS):
+        raise ValueError(
+            f"precision must be free or one of {', '.join(PRECISIONS)}, got {precision!r}"
+        )
     kept |= {"gpu": cluster.gpu, "n_gpus": 1, "precision": precision, "framework": framework}
     job = replace(job_of(kept), gpu=cluster.device, gpus_per_node=cluster.gpus_per_node)
     job = replace(job, network_gbps=job.gpu.network_gbps)

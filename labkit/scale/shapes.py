@@ -43,7 +43,7 @@ class Shape:
 
     def __post_init__(self):
         for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "experts", "top_k"):
-            if getattr(self, name) < 1:
+            if not getattr(self, name) >= 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.hidden % self.heads or self.heads % self.kv_heads:
             raise ValueError(

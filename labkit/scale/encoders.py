@@ -1,0 +1,76 @@
+"""An encoder's shape, BERT's: a decoder's layers without a mask, and other ends.
+
+    word + position + type - norm - [ attention - + - norm - network - + - norm ] x layers -+
+                                                                                            |
+              masked words:  h x h - GELU - norm - the embedding again, and a bias  <-------+
+              pooler:        first token of the sequence - h x h - tanh             <-------+
+
+    parameters     layers x 12 h^2  +  (vocab + positions + types) h  [+ h^2]  [+ h^2]
+    FLOPs forward  a token meets all s others: 4 s h in a layer, where a causal mask leaves 2 s h
+    kept           the norm comes after the sum, not before the product: as many inputs, ~ 34 h
+
+BERT-base has 109,482,240 parameters and BERT-large 335,141,888, with the pooler and without the
+head for masked words. Dropout's masks are left out, as in shapes.py; of the words, all go through
+that head, not only those that were masked.
+Devlin et al., BERT: Pre-training of Deep Bidirectional Transformers for Language Understanding,
+NAACL 2019, section 3 and appendix A.2; Vaswani et al., Attention Is All You Need, 2017, section 3.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from labkit.scale.shapes import Shape
+
+
+@dataclass(frozen=True)
+class Encoder(Shape):
+    """The numbers of an encoder's configuration, by default BERT-base's.
+
+    positions, types: rows of the learned embeddings of position and of token type. pooler: is there
+    one? masked_words: is there the head that training needs? tied: its matrix is the embedding.
+    Raises ValueError where a number is not positive or heads do not divide.
+    """
+
+    layers: int = 12
+    hidden: int = 768
+    heads: int = 12
+    kv_heads: int = 12
+    ffn: int = 3072
+    vocab: int = 30522
+    gated: bool = False
+    tied: bool = True
+    positions: int = 512
+    biases: bool = True
+    types: int = 2
+    pooler: bool = True
+    masked_words: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name in ("positions", "types"):
+            if not getattr(self, name) >= 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+    @cached_property
+    def parameters(self):
+        """All parameters; a tied matrix once."""
+        square, norm = self.hidden * (self.hidden + 1), self.hidden * (1 + self.biases)
+        embeddings = (self.vocab + self.positions + self.types) * self.hidden + norm
+        head = square + norm + self.vocab + (0 if self.tied else self.embedding_parameters)
+        ends = embeddings + self.pooler * square + self.masked_words * head
+        return self.layers * self.layer_parameters + ends
+
+    def attention_flops(self, context):
+        """Forward FLOPs per token and layer of scores and mixing: nothing is masked."""
+        return 4 * context * self.hidden
+
+    def forward_flops(self, context):
+        """Forward FLOPs per token of the whole model; the pooler has one token a sequence."""
+        layer = 2 * self.layer_products + self.attention_flops(context)
+        pooler = self.pooler * 2 * self.hidden**2 / context
+        head = self.masked_words * 2 * (self.hidden**2 + self.embedding_parameters)
+        return self.layers * layer + pooler + head
+
+
+BERT_BASE = Encoder()
+BERT_LARGE = Encoder(layers=24, hidden=1024, heads=16, kv_heads=16, ffn=4096)
