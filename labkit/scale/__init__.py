@@ -6,6 +6,7 @@
     goodput.py    jitter, stragglers, failures: what is left of a run, seeded
 
     hardware.py   GPUs and links as data, a source per figure
+    calibrate.py  this machine as one more of them: products, memory, links, timed and fitted
     shapes.py     parameters, FLOPs and activation bytes, from the numbers of a configuration
     job.py        a training job as a row of a table: what is missing has a stated default
     cost.py       the time of layers, collectives and a pipeline: tokens per second
@@ -22,5 +23,5 @@
 
     published/    the rows of others, and how far off the predictions of them are
 
-Nothing here is measured: what is rehearsed is counted, and the rest is simulated or predicted.
+Only calibrate.py measures: what is rehearsed is counted, and the rest is simulated or predicted.
 """
