@@ -34,7 +34,9 @@ USUAL = {"cpu": ("fp32",), "cuda": ("fp32", "bf16")}  # few CPUs compute in 16 b
 SIDES = {"cpu": (64, 128, 256, 512, 1024), "cuda": (256, 512, 1024, 2048, 4096, 8192)}
 COPIED = {"cpu": 1 << 26, "cuda": 1 << 30}  # bytes: far more than a cache holds
 LONG = 0.1  # seconds of one product: none is begun that would take longer
-MESSAGES = (1 << 10, 1 << 14, 1 << 16, 1 << 18)
+# Bytes. Short ones tell alpha, long ones beta; what lies between may fit the buffer of a slow link
+# (of run/nodes.py: a token bucket of two frames), which takes it at once.
+MESSAGES = (1 << 8, 1 << 10, 1 << 18, 1 << 19)
 
 
 def fit_products(sides, seconds):
