@@ -31,7 +31,10 @@ from labkit.scale.hardware import GPU
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 USUAL = {"cpu": ("fp32",), "cuda": ("fp32", "bf16")}  # few CPUs compute in 16 bits
-SIDES = {"cpu": (64, 128, 256, 512, 1024), "cuda": (256, 512, 1024, 2048, 4096, 8192)}
+SIDES = {
+    "cpu": (64, 96, 128, 192, 256, 384, 512, 768, 1024),
+    "cuda": (256, 512, 1024, 2048, 4096, 8192),
+}
 COPIED = {"cpu": 1 << 26, "cuda": 1 << 30}  # bytes: far more than a cache holds
 LONG = 0.1  # seconds of one product: none is begun that would take longer
 # Bytes. Short ones tell alpha, long ones beta; what lies between may fit the buffer of a slow link
@@ -60,7 +63,7 @@ def fit_link(sizes, seconds):
     return nonnegative(np.stack([2 / seconds, sizes / seconds], axis=1), "messages")
 
 
-def seconds_of(work, device, least=0.005):
+def seconds_of(work, device, least=0.02):
     """Seconds of a call: as many in a row as take `least`, by events where it is a CUDA device."""
     clock, moments, calls = clock_of(device), SimpleNamespace(), 1
     work()  # the first one looks for its algorithm and its memory
