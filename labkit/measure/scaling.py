@@ -59,20 +59,30 @@ def turns(n, cores):
 
 
 def fit(n, measured, cores=inf):
-    """Costs from all-reduces of n ranks: [(bytes, ms)], of two sizes at least.
-
-    Least squares of the relative errors, which are alike for short and long ones. Where noise
-    would make one of the two cost less than nothing, it costs nothing.
-    """
+    """Costs from all-reduces of n ranks: [(bytes, ms)], of two sizes at least."""
     messages, share = np.multiply(turns(n, cores), ring(n))
-    parts = np.array([(messages / ms, share * size / ms) for size, ms in measured])
+    parts = [(messages / ms, share * size / ms) for size, ms in measured]
+    return Costs(*nonnegative(parts, "all-reduces"))
+
+
+def nonnegative(parts, what):
+    """The two costs, not below 0, with which each row of parts [rows, 2] is nearest to 1.
+
+    parts: how much of each cost there is, over what was measured: least squares of the relative
+    errors, which are alike for short and long ones. Where noise would make one of the two cost less
+    than nothing, it costs nothing. Raises ValueError, one line about `what`, where a part is not a
+    number or all are of one size.
+    """
+    parts = np.array(parts, dtype=float)
+    if not np.isfinite(parts).all():
+        raise ValueError(f"{what}: sizes and times must be finite, and times above 0")
     if np.linalg.matrix_rank(parts) < 2:
-        raise ValueError("all-reduces of two sizes are needed: one cannot tell alpha from beta")
+        raise ValueError(f"{what} of two sizes are needed: one cannot tell their two costs apart")
     found, *_ = np.linalg.lstsq(parts, np.ones(len(parts)), rcond=None)
     if found.min() < 0:
         parts[:, found.argmin()] = 0.0
         found, *_ = np.linalg.lstsq(parts, np.ones(len(parts)), rcond=None)
-    return Costs(*found.tolist())
+    return found.tolist()
 
 
 def all_reduce_ms(costs, n, size, cores=inf, mbit=inf):

@@ -7,6 +7,7 @@
 
     hardware.py   GPUs and links as data, a source per figure
     cluster.py    so many GPUs in equal nodes, told in Python or by a file; wrong units asked about
+    calibrate.py  this machine as one more of them: products, memory, links, timed and fitted
     shapes.py     parameters, FLOPs and activation bytes, from the numbers of a configuration
     encoders.py   the same of BERT: no mask, other ends
     images.py     the same of ResNets: convolutions, block by block
@@ -25,5 +26,5 @@
 
     published/    the rows of others, and how far off the predictions of them are
 
-Nothing here is measured: what is rehearsed is counted, and the rest is simulated or predicted.
+Only calibrate.py measures: what is rehearsed is counted, and the rest is simulated or predicted.
 """

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import yaml
 
-from labkit.scale.hardware import find_gpu
+from labkit.scale.hardware import GPU, find_gpu
 
 WRONG_UNITS = (8, 1000, 125, 8000)  # bits for bytes, mega for giga, and both
 UNITS = {"network_gbps": "Gbit/s", "node_gbs": "GB/s", "memory_gib": "GiB"}
@@ -32,14 +32,15 @@ UNITS = {"network_gbps": "Gbit/s", "node_gbs": "GB/s", "memory_gib": "GiB"}
 class Cluster:
     """GPUs of one kind in equal nodes; what is not told is usual for that GPU.
 
-    network_gbps: 10^9 bit/s of a node, all adapters together. node_gbs: 10^9 byte/s of a GPU to its
-    node, one direction. memory_gib: GiB of a GPU. host_gib: GiB of a node's host, for states of the
-    optimizer; None: they stay on the GPUs. confirmed: figures that look wrong are meant.
+    gpu: a name, or a GPU. network_gbps: 10^9 bit/s of a node, all adapters together. node_gbs: 10^9
+    byte/s of a GPU to its node, one direction. memory_gib: GiB of a GPU. host_gib: GiB of a node's
+    host, for states of the optimizer; None: they stay on the GPUs. confirmed: figures that look
+    wrong are meant.
     Raises ValueError, one line, for an unknown GPU, an impossible figure, and one that is off by a
     factor that a wrong unit makes, unless it is confirmed.
     """
 
-    gpu: str
+    gpu: str | GPU
     gpus: int
     gpus_per_node: int = 8
     network_gbps: float | None = None

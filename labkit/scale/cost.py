@@ -96,15 +96,15 @@ def layer_seconds(job, c):
 def device_seconds(job, c):
     """The same as far as the GPU and its messages need it."""
     shape, tokens = job.shape, job.tokens
-    generation = job.gpu.generation.replace("blackwell", "hopper")
-    rate = job.gpu.peak(job.dtype) * c[f"matmul_{generation}"]
+    generation, rate = of_job(job, job.dtype, c)
+    edge = job.gpu.edge.get(job.dtype, c["edge"])
     products = 0.0
     met = tokens * shape.top_k / shape.experts * job.ep  # by one expert
     for weights, side, rows in (
         (shape.attention_weights, shape.hidden / job.tp, tokens),
         (shape.layer_products - shape.attention_weights, shape.ffn / job.tp, met),
     ):
-        edges = 1 + c["edge"] * (1 / shape.hidden + 1 / side + 1 / rows)
+        edges = 1 + edge * (1 / shape.hidden + 1 / side + 1 / rows)
         products += 2 * weights / job.tp * tokens * edges / rate
     fused = job.precision != "fp16"  # jobs in fp16 are older than fused attention
     attention = 0.0
@@ -131,6 +131,12 @@ def device_seconds(job, c):
     return compute
 
 
+def of_job(job, dtype, c):
+    """(generation, FLOP/s of its large products in a job): of one in no fit, all that it can."""
+    generation = job.gpu.generation.replace("blackwell", "hopper")
+    return generation, job.gpu.peak(dtype) * c.get(f"matmul_{generation}", 1.0)
+
+
 def crosses(job):
     """Do the messages of a pipeline leave the node?"""
     return job.pp > 1 and job.n_gpus > job.gpus_per_node
@@ -146,8 +152,7 @@ def host_seconds(job, c):
 
 def head_seconds(job, c):
     """Forward and backward of the output layer and the loss."""
-    generation = job.gpu.generation.replace("blackwell", "hopper")
-    rate = job.gpu.peak("bf16") * c[f"matmul_{generation}"]
+    _, rate = of_job(job, "bf16", c)
     flops = 6 * job.shape.embedding_parameters / job.tp * job.tokens
     moved = c["logits"] * job.shape.vocab / job.tp * job.tokens
     return flops / rate + moved / (1e9 * job.gpu.memory_gbs)
@@ -163,13 +168,19 @@ def link(job, size, stride, c):
     members = max(1, min(size, job.gpus_per_node // stride))
     nodes = ceil(size / members)
     node = 1e9 * job.gpu.node_gbs * NODE_SHARE
-    alpha = (size - nodes) * NODE_HOP
+    node_hop, network_hop = hops(job.gpu)
+    alpha = (size - nodes) * node_hop
     if nodes == 1:
         return node, alpha
     share = min(1.0, members / job.gpus_per_node)
     network = 1e9 / 8 * job.network_gbps * share * NETWORK_SHARE
     network /= 1 + c["crowding"] * log2(nodes)
-    return min(node, network), alpha + nodes * NETWORK_HOP
+    return min(node, network), alpha + nodes * network_hop
+
+
+def hops(gpu):
+    """Seconds of a message inside a node and between nodes: NCCL's, where none were measured."""
+    return (NODE_HOP, NETWORK_HOP) if gpu.hop is None else (gpu.hop, gpu.hop)
 
 
 def gather_seconds(job, size, stride, total, c):
@@ -234,4 +245,4 @@ def hand_over(job):
     share = job.network_gbps / 8 / job.gpus_per_node * NETWORK_SHARE
     bandwidth = 1e9 * (job.gpu.node_gbs * NODE_SHARE if inside else share)
     total = 2 * job.tokens * job.shape.hidden / (job.tp if sequence_split(job) else 1)
-    return (NODE_HOP if inside else NETWORK_HOP) + total / bandwidth
+    return hops(job.gpu)[0 if inside else 1] + total / bandwidth

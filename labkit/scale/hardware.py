@@ -15,7 +15,7 @@ or two GB200, has 900 GB/s to its GPUs, both ways together.
 """
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 
 DATASHEET = "NVIDIA datasheet"
@@ -29,7 +29,9 @@ class GPU:
     tflops: dense peak by dtype, 10^12 FLOP/s. achievable: by dtype, a share of the peak.
     memory_gib: what a process can allocate, GiB. memory_gbs, node_gbs: 10^9 byte/s, the latter in
     one direction. network_gbps: 10^9 bit/s of a usual node of 8, all adapters together.
-    host_gbs: 10^9 byte/s to its host's memory, one direction (see BUSES).
+    host_gbs: 10^9 byte/s to its host's memory, one direction (see BUSES). Where it was measured
+    (calibrate.py), edge: by dtype, a side of a product at which half its time is lost, elements;
+    hop: s of a message. Else they are those of all GPUs (cost.py).
     """
 
     name: str
@@ -43,6 +45,8 @@ class GPU:
     network_gbps: float
     watts: float
     source: str
+    edge: dict = field(default_factory=dict)
+    hop: float | None = None
 
     def peak(self, dtype):
         """FLOP/s that a product in `dtype` can reach: 16-bit where the GPU lacks the dtype."""
@@ -163,8 +167,10 @@ OTHER_WORDS = re.compile(r"sxm\d?|hbm\d?e?|nvidia|tensor|core|gpu|")
 def find_gpu(name):
     """The GPU of that name. "H100" alone is its most usual kind; "A100-64GB" has that memory.
 
-    Raises ValueError that names the nearest.
+    A GPU is itself. Raises ValueError that names the nearest.
     """
+    if isinstance(name, GPU):
+        return name
     written = "-".join(str(name).strip().lower().replace("_", " ").split())
     words = [word for word in written.split("-") if not OTHER_WORDS.fullmatch(word)]
     wanted = "-".join(words)

@@ -191,7 +191,7 @@ def job_of(row):
     shape = shape_of(row, context)
     if not text(row, "gpu"):
         raise ValueError("gpu is missing: name one, such as H100-80GB")
-    gpu = find_gpu(text(row, "gpu"))
+    gpu = find_gpu(row["gpu"])
     axes = {name: whole(row, name, 1) for name in ("tp", "pp", "cp")}
     inner = axes["tp"] * axes["pp"] * axes["cp"]
     dp = whole(row, "dp")
@@ -222,7 +222,7 @@ def job_of(row):
     if not accumulated:
         accumulated = max(1, round(total / ranks / micro)) if total else 1
     network = number(row, "inter_gbps", gpu.network_gbps, least=0)
-    if not 1 <= network <= 30000:
+    if text(row, "inter_gbps") and not 1 <= network <= 30000:
         raise ValueError(
             f"inter_gbps={network:g}: Gbit/s of a node are meant, 10 to 6400 being usual; "
             "is it in Mbit/s or Gbyte/s?"

@@ -35,12 +35,12 @@ def loss_curves(frame, x="step", y="loss", by="strategy", title=None, log_y=Fals
     return figure
 
 
-def sweep(
-    frame, x, y, by="strategy", title=None, x_unit=None, y_unit=None, predicted=None, log_y=False
-):
+def sweep(frame, x, y, by="strategy", title=None, x_unit=None, y_unit=None, predicted=None,
+          log_y=False, dashed="predicted"):  # fmt: skip
     """Figure: y over x, logarithmic (sizes, world sizes), a line per `by`, quartiles shaded.
 
-    predicted: column with the formula's value, drawn dashed. Units: by the columns' names.
+    predicted: column with the formula's value, drawn dashed; dashed: what it is. Units: by the
+    columns' names.
     """
     x_unit = style.unit_of(x) if x_unit is None else x_unit
     y_unit = style.unit_of(y) if y_unit is None else y_unit
@@ -68,7 +68,7 @@ def sweep(
             axes.set_ylim(0, max(values) / factor * 1.06)
         axes.set_xlabel(style.name(x))
         axes.set_ylabel(style.axis_label(y, shown_unit))
-        note = "dashed: predicted" if predicted else None
+        note = f"dashed: {dashed}" if predicted else None
         close(figure, axes, ends, title, note)
     return figure
 
