@@ -96,7 +96,8 @@ class Composed(MeshModel):
         first = {}  # of each tensor the first of its names
         tensors = module.state_dict(keep_vars=True)
         names = {name: first.setdefault(tensor, name) for name, tensor in tensors.items()}
-        device, values = compute_device(module, None), [*module.parameters(), *module.buffers()]
+        device = compute_device(module, mesh.group(next(iter(mesh.axes))))
+        values = [*module.parameters(), *module.buffers()]
         unborn = device.type != "meta" and any(tensor.is_meta for tensor in values)
         broadcast_tensors([] if unborn else values)
         averaging = [axis for axis in ("dp", "cp", "ep") if axis in mesh.axes]

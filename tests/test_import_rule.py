@@ -23,7 +23,7 @@ BELOW = {
     "models": {"models"},
     "measure": {"floor", "measure"},
     "scale": {"floor", "measure", "scale"},
-    "run": {"floor", "part", "algorithm", "composition", "trainer", "measure", "models", "run"},
+    "run": {"floor", "part", "algorithm", "composition", "trainer", "measure", "models", "scale", "run"},
     "show": {"floor", "part", "algorithm", "composition", "trainer", "measure", "models", "run", "scale", "show"},
 }
 FROM_SCRATCH = {"floor", "part", "algorithm"}
