@@ -15,6 +15,7 @@ MESHES = {
     "tp": (2, {"tensor": 2}),
     "cp": (2, {"context": 2}),
     "dp x tp": (4, {"tensor": 2}),
+    "pp": (2, {"pipeline": 2, "accumulation": 2, "strategy": "ddp_naive"}),
 }
 
 
@@ -33,3 +34,41 @@ def test_each_rank_of_a_mesh_to_the_byte(ranks, mesh):
     for one, found in zip(told, ranks(world_size, real, fields=experiment.to_dict()), strict=True):
         assert one.peak == found.peak and one.held == found.held
         assert one.rank == found.rank and one.moment in ("forward", "backward")
+
+
+def settled(rank, world_size, fields):
+    """The strategy that is taken, or why none."""
+    context = Context(rank, world_size, 0, 0, torch.device("cpu"), EventFile(io.StringIO()))
+    try:
+        return Participant(context, Experiment.from_dict(fields)).experiment.strategy
+    except MemoryError as error:
+        return str(error)
+
+
+def test_auto_takes_what_fits_the_fullest_rank_of_a_mesh(ranks):
+    """Of a pipeline's two the last holds more: what fits the first alone is refused."""
+    sharded = BASE.replace(context=2, strategy="auto")
+    needs = {s: estimate(sharded.replace(strategy=s), 2)[0].peak_total for s in ("ddp_bucketed", "fsdp")}
+    assert needs["fsdp"] < needs["ddp_bucketed"]
+    piped = BASE.replace(**MESHES["pp"][1])
+    first, last = (one.peak_total for one in estimate(piped, 2))
+    assert first < last
+    room = {
+        (sharded, needs["ddp_bucketed"]): "ddp_bucketed",
+        (sharded, needs["ddp_bucketed"] - 1): "fsdp",
+        (piped.replace(strategy="auto"), last): "ddp_naive",
+        (piped.replace(strategy="auto"), last - 1): "nothing fits into",
+    }
+    for (experiment, size), chosen in room.items():
+        fields = experiment.replace(memory_mb=size / 2**20).to_dict()
+        for found in ranks(2, settled, fields=fields):
+            assert found.startswith(chosen)
+
+
+def test_what_cannot_be_told_is_said():
+    with pytest.raises(ValueError, match=r"3 ranks are no multiple of the 2"):
+        estimate(BASE.replace(tensor=2), 3)
+    with pytest.raises(ValueError, match="experts hold the tokens that values send them"):
+        estimate(BASE.replace(experts=4), 2)
+    with pytest.raises(ValueError, match="values tell what an expert holds: take a strategy, not auto"):
+        Experiment(model="gpt", experts=4, strategy="auto")

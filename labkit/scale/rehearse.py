@@ -9,7 +9,8 @@ what is counted is what the code does there, not a formula. It takes Python's sh
 the memory of messages that hold no numbers of the model (their hashes, their names).
 
 Not seen: times; what depends on values (which expert a token goes to, a loss that overflows); what
-a backend holds for itself. F.scaled_dot_product_attention is the kernel of CPUs, where these have one.
+a backend holds for itself. Attention is the kernel of CPUs, where these have one. Nobody tells a
+pipeline's stages what they will be sent: they work it out in their first step, a forward of all.
 """
 
 from contextlib import ExitStack
