@@ -1,6 +1,6 @@
 """The import rule of labkit/__init__.py, read from the sources: imports go downward only.
 
-show -> run -> {trainer, measure, models}     show -> scale -> measure -> comm
+show -> run -> {trainer, measure, models}     {show, run} -> scale -> measure -> comm
 trainer -> composition -> {ddp, zero, fsdp, ...} -> parts -> {mesh, comm} -> torch
 """
 

@@ -26,9 +26,8 @@ from labkit.measure.timeline import Timeline
 from labkit.measure.traffic import TrafficCounter
 from labkit.run.context import Context, EventFile
 from labkit.run.meshed import compose, loss_of, mesh_of, model_of
-from labkit.run.settle import held, settle
+from labkit.run.settle import fake_backend, held, settle
 from labkit.sampler import Batches
-from labkit.scale.rehearse import BACKEND, rehearse
 from labkit.trainer import (
     Trainer,
     comm_hook,
@@ -61,7 +60,7 @@ class Participant:
         self.world_size = 1 if alone else context.world_size
         self.mesh, rank, self.replicas = None, 0 if alone else context.rank, self.world_size
         if experiment.axes:
-            backend = BACKEND if self.device.type == "meta" else None
+            backend = fake_backend() if self.device.type == "meta" else None
             self.mesh = mesh_of(experiment, self.world_size, backend)
             self.replicas = self.mesh.size("dp") * experiment.expert  # each has its own samples
             rank = self.mesh.rank("dp") * experiment.expert + self.mesh.rank("ep")
@@ -227,6 +226,8 @@ def estimate(experiment, ranks):
     Here and now, in one process that is no rank. Raises ValueError for experts: which of them a
     token goes to is told by values.
     """
+    from labkit.scale.rehearse import rehearse
+
     experiment.check_ranks(ranks)
     if experiment.experts:
         raise ValueError("experts hold the tokens that values send them: they cannot be rehearsed")

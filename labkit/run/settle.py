@@ -3,7 +3,8 @@
     no axes     labkit.budget.choose: one step without data, and what each strategy holds besides
     a mesh      each strategy's own run, rehearsed by every rank; the fullest of them must fit
 
-`participant` is labkit.run.participant's throughout.
+`participant` is labkit.run.participant's throughout. labkit.scale.rehearse is imported where it is
+needed: it takes PyTorch seconds that ranks that do not ask need not wait for.
 """
 
 import pickle
@@ -21,7 +22,6 @@ from labkit.measure.memory import MemoryTracker
 from labkit.parts.replicas import gather_bytes
 from labkit.recompute import checkpoint
 from labkit.run.meshed import strategies_of
-from labkit.scale.rehearse import Fused
 
 
 def settle(participant, module, optimizer):
@@ -54,12 +54,21 @@ def on_mesh(participant, module, optimizer, room):
 
 def fullest(participant, strategy):
     """The Estimate of the rank that will hold most under another strategy. Collective."""
+    from labkit.scale.rehearse import Fused
+
     context = replace(participant.context, device=torch.device("meta"))
     with torch.random.fork_rng(), Fused():
         twin = type(participant)(context, participant.experiment.replace(strategy=strategy))
         own = held(twin)
     everyone = gather_bytes(pickle.dumps(own), device=participant.device)
     return max(map(pickle.loads, everyone), key=lambda one: one.peak_total)
+
+
+def fake_backend():
+    """Of a mesh whose messages have no data, among ranks or alone."""
+    from labkit.scale.rehearse import BACKEND
+
+    return BACKEND
 
 
 def held(participant):
