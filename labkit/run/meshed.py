@@ -63,10 +63,10 @@ def strategies_of(e):
 
 def check_axes(e):
     said = " x ".join(f"{axis} {size}" for axis, size in e.axes.items())
-    known = ("auto", *(("ddp_naive",) if e.pipeline > 1 else MESHED))
+    known = ("ddp_naive",) if e.pipeline > 1 else MESHED
     if e.model != "gpt":
         raise ValueError(f"Experiment({said}): the model gpt can be split, not {e.model}")
-    if e.strategy not in known:
+    if e.strategy not in (*known, "auto"):
         raise ValueError(f"Experiment({said}): goes with {', '.join(known)}, not {e.strategy}")
     for name, usual in (("comm_hook", "none"), ("recompute", "none")):
         if getattr(e, name) != usual:
