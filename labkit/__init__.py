@@ -113,7 +113,7 @@ What is indented is in parts/: what the file above it stands on, and others may 
 
 Imports go downward only:
 
-    show -> run -> {trainer, measure, models}     show -> scale -> measure -> comm
+    show -> run -> {trainer, measure, models}     {show, run} -> scale -> measure -> comm
     trainer -> composition -> {ddp, zero, fsdp, ...} -> parts -> {mesh, comm} -> torch
 """
 

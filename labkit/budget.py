@@ -9,13 +9,15 @@
 
 Known before anything is run. Held per rank: parameters + gradients + optimizer states + buffers +
 activations, counted as by labkit.measure.memory. Activations grow with the batch and the sequence
-(its square, where attention keeps its weights); the rest does not. Of a mesh, labkit.scale.rehearse
-tells it: the composed job itself, run as one of its ranks.
+(its square, where attention keeps its weights); the rest does not. On a mesh that is told by the
+composed job itself, run without data as one of its ranks (labkit.scale.rehearse): `estimate` of
+labkit.run.participant gives such an Estimate for each rank, and first_that_fits() chooses there.
 Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020,
 section 3.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -32,6 +34,7 @@ __all__ = [
     "choose",
     "estimate",
     "find_batch_size",
+    "first_that_fits",
     "rehearse_step",
 ]
 
@@ -91,6 +94,7 @@ LADDER = (
 )
 WORDS = {
     "single": "one process",
+    "ddp_naive": "DDP after backward",
     "ddp_bucketed": "DDP",
     "zero1": "ZeRO-1",
     "zero2": "ZeRO-2",
@@ -165,10 +169,21 @@ def choose(
     Raises MemoryError if nothing fits: by how much, and what would make it fit.
     """
     search = Search(module, input, loss, target, world_size, optimizer, recompute, options)
+    ways = partial(ways_out, search, memory_bytes)
+    return first_that_fits(search.rungs(), search.estimate, memory_bytes, host_bytes, ways)
+
+
+def first_that_fits(rungs, estimate, memory_bytes, host_bytes=None, ways=lambda rung: []):
+    """A Choice, of rungs: [(strategy, recomputed)] from cheap to expensive.
+
+    estimate: rung -> Estimate, of the fullest rank. ways: what else would do, of the rung that
+    needs least. Raises MemoryError as choose does.
+    """
     reasons, seen = [], {}
-    for rung in search.rungs():
-        seen[rung] = found = search.estimate(rung)
+    for rung in rungs:
+        seen[rung] = found = estimate(rung)
         needs = f"{words_of(rung)} needs {binary(found.peak_total)} at its peak, in {found.moment}"
+        needs += f" of rank {found.rank}" if found.rank else ""
         if found.peak_total > memory_bytes:
             reasons.append(
                 f"{needs}: {binary(found.peak_total - memory_bytes)} more "
@@ -185,15 +200,18 @@ def choose(
             )
             strategy = rung[0].removesuffix("_offload")
             return Choice(strategy, strategy != rung[0], rung[1], found, tuple(reasons))
-    raise MemoryError(what_would_fit(search, seen, memory_bytes))
-
-
-def what_would_fit(search, seen, memory_bytes):
-    """One line: the smallest need, by how much it is too large, and three ways out."""
     rung, found = min(seen.items(), key=lambda item: item[1].peak_total)
     needed = found.peak_total
-    ways = [f"{binary(needed)} a rank"]
-    sharded = ("fsdp", rung[1])
+    raise MemoryError(
+        f"nothing fits into {binary(memory_bytes)} a rank: {words_of(rung)} needs least, "
+        f"{binary(needed)}, {binary(needed - memory_bytes)} too much; "
+        f"it would fit with {', or '.join([f'{binary(needed)} a rank', *ways(rung)])}"
+    )
+
+
+def ways_out(search, memory_bytes, rung):
+    """What would fit, with more ranks or a smaller batch."""
+    ways, sharded = [], ("fsdp", rung[1])
     ranks = first_true(
         lambda n: search.estimate(sharded, n).peak_total <= memory_bytes,
         search.world_size + 1,
@@ -206,11 +224,7 @@ def what_would_fit(search, seen, memory_bytes):
         lambda size: search.estimate(rung, batch=size).peak_total <= memory_bytes, whole - 1
     ):
         ways.append(f"a batch of {batch} a rank instead of {whole}")
-    return (
-        f"nothing fits into {binary(memory_bytes)} a rank: {words_of(rung)} needs least, "
-        f"{binary(needed)}, {binary(needed - memory_bytes)} too much; "
-        f"it would fit with {', or '.join(ways)}"
-    )
+    return ways
 
 
 def words_of(rung):

@@ -37,7 +37,7 @@ from labkit.parts.replicas import broadcast_tensors
 from labkit.parts.schedules import routes
 from labkit.parts.score import score
 from labkit.parts.sharding import compute_device
-from labkit.parts.split_state import cuts_of
+from labkit.parts.split_state import named_cuts
 from labkit.parts.stages import union
 from labkit.parts.units import materialise_alike
 from labkit.pipeline import Pipeline, one_f_one_b
@@ -96,7 +96,8 @@ class Composed(MeshModel):
         first = {}  # of each tensor the first of its names
         tensors = module.state_dict(keep_vars=True)
         names = {name: first.setdefault(tensor, name) for name, tensor in tensors.items()}
-        device, values = compute_device(module, None), [*module.parameters(), *module.buffers()]
+        device = compute_device(module, mesh.group(next(iter(mesh.axes))))
+        values = [*module.parameters(), *module.buffers()]
         unborn = device.type != "meta" and any(tensor.is_meta for tensor in values)
         broadcast_tensors([] if unborn else values)
         averaging = [axis for axis in ("dp", "cp", "ep") if axis in mesh.axes]
@@ -115,19 +116,21 @@ class Composed(MeshModel):
             length = len(routes(program)[0])
             blocks = len(module.blocks) // length
             mine = sorted(number for number in owner if owner[number] == mesh.rank("pp"))
-            begin = {number: number % length * blocks for number in mine}
-            own = {n: stage(module, range(at, at + blocks)) for n, at in begin.items()}
+            alone = device.type == "meta"  # nobody will tell of the other stages
+            begin = {number: number % length * blocks for number in (owner if alone else mine)}
+            built = {n: stage(module, range(at, at + blocks)) for n, at in begin.items()}
+            own = {number: built[number] for number in mine}
         if unborn:
             materialise_alike(own.values(), device)
         if size["tp"] > 1:
-            for part in own.values():
+            for part in [module] if device.type == "meta" else own.values():
                 here = {pattern: style for pattern, style in plan.items() if met(part, pattern)}
                 parallelize_module(part, mesh.group("tp"), here)
         cuts = {names[name]: cut for part in own.values() for name, cut in named_cuts(part)}
         pipeline, senders = None, []
         if size["pp"] > 1:
             by_name, ring = (lambda number, name: names[name]), mesh.group("pp")
-            pipeline = Pipeline(own, ring, program, micro_batches, loss, by_name)
+            pipeline = Pipeline(built, ring, program, micro_batches, loss, by_name)
             module = nn.ModuleList(own.values())
         elif averaging:
             if apart:
@@ -241,10 +244,3 @@ class Composed(MeshModel):
                 own[name] = self.cuts[first].part(own[name], name)
         holder = self.pipeline or self.module
         getattr(holder, "load_full_state_dict", holder.load_state_dict)(own)
-
-
-def named_cuts(module):
-    """(name, Cut) of the parameters that are cut, by every name of theirs."""
-    cuts = cuts_of(module)
-    named = module.named_parameters(remove_duplicate=False)
-    return ((name, cuts[p]) for name, p in named if p in cuts)

@@ -28,11 +28,13 @@ import torch.distributed as dist
 class Mesh:
     """Ranks as a grid. axes: name -> size, in order; the sizes' product must be the world size.
 
+    backend: of its groups; None: that of all ranks.
     Collective: every rank must build the same meshes in the same order, for their process groups.
     Raises ValueError for sizes that are not positive integers or do not multiply to the world size.
     """
 
     axes: dict[str, int]
+    backend: str | None = None
     _lines: dict = field(
         init=False, repr=False
     )  # axes -> (my process group, ranks in it, in order)
@@ -64,7 +66,8 @@ class Mesh:
             size = prod(self.axes[name] for name in names)
             for line in grid.movedim(dims, tuple(range(-len(dims), 0))).reshape(-1, size).tolist():
                 # Every rank takes part in making every group; the whole world has one already.
-                group = dist.group.WORLD if size == grid.numel() else dist.new_group(line)
+                shared = size == grid.numel() and self.backend is None
+                group = dist.group.WORLD if shared else dist.new_group(line, backend=self.backend)
                 if dist.get_rank() in line:
                     self._lines[names] = group, tuple(line)
         return self._lines[names]

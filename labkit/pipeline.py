@@ -87,7 +87,7 @@ def run_program(program, stage, inputs, targets, loss, group=None):
 class Pipeline:
     """A model in stages, each built on the rank that has it. Collective to construct and to call.
 
-    stages: {number: module} of this rank; a module maps one tensor to one tensor.
+    stages: {number: module} of this rank, on the meta device of all; module: one tensor -> one.
     schedule: a function (stages, micro_batches, ranks) -> for each rank a list of Action, or that
         list. It is checked before anything runs.
     micro_batches: into how many equal parts a batch is cut, along dim 0.
@@ -118,7 +118,7 @@ class Pipeline:
         text = " | ".join(" ".join(map(str, program)) for program in self.schedule)
         length = len(self.owner) // len(chains)
         self.stages = Stages(stages, names, length, self.owner, group, text, device)
-        if loss is None and (here := self.last & stages.keys()):
+        if loss is None and (here := self.last & self.stages.modules.keys()):
             raise ValueError(f"stage {min(here)} is the last: this rank needs a loss")
         self.split = {a for a in self.schedule[self.rank] if a.kind == "W"}
         ways = group, self.way_down(group)
@@ -129,7 +129,7 @@ class Pipeline:
     @staticmethod
     def way_down(group):
         """On NCCL messages of one group go one after the other: each direction needs its own."""
-        if dist.get_backend(group) == "gloo":
+        if "nccl" not in dist.get_backend(group):
             return group
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         return dist.new_group(ranks, use_local_synchronization=True)
@@ -161,6 +161,8 @@ class Pipeline:
         self.inputs = self.cut(input, self.first, "input")
         self.targets = self.cut(target, self.last, "target")
         self.held, self.later, self.losses = {}, {}, []
+        if self.stages.built and not mail.looks:
+            mail.expect(self.stages.built, input[: len(input) // self.micro_batches])
         mail.begin()
         for number, action in enumerate(program):
             for one in program[number : number + 2]:
@@ -172,8 +174,7 @@ class Pipeline:
 
     def cut(self, batch, ends, name):
         """The batch as micro-batches, on a rank that has one of the stages."""
-        here = ends & self.stages.modules.keys()
-        if not here:
+        if not (here := ends & self.stages.modules.keys()):
             return None
         if batch is None:
             raise ValueError(f"stage {min(here)} is here: step() needs its {name}")

@@ -185,7 +185,8 @@ class Trainer:
         """One optimizer step on this rank's batch; returns its mean loss, detached, a scalar."""
         self.optimizer.zero_grad()
         if getattr(self.model, "pipeline", None):  # forwards and backwards are one list
-            scale = self.scaler.scale(torch.ones((), device=input.device)).item()
+            device = "cpu" if input.is_meta else input.device
+            scale = self.scaler.scale(torch.ones((), device=device)).item()
             with self.span("backward"):
                 total = self.model.step(input, target, scale)
         else:

@@ -18,6 +18,7 @@ from labkit.mesh import Mesh
 from labkit.models import plans
 from labkit.models.gpt import GPT, Block, Network, Stage
 from labkit.moe import MoE, balanced, mixtures
+from labkit.parts.split_state import cuts_of
 from labkit.pipeline import dual_pipe, gpipe, interleaved, zero_bubble
 from labkit.tensor_parallel import ColwiseParallel
 from labkit.trainer import Trainer
@@ -194,7 +195,7 @@ def the_idea(rank, world_size):
     LOSS(inner(tokens[:, at], positions=at), targets[:, at]).backward()
     LOSS(whole(text(0)[0]), text(0)[1]).backward()
     pairs = zip(model.parameters(), whole.parameters(), strict=True)
-    cuts = composition.cuts_of(model)
+    cuts = cuts_of(model)
     off = 0.0
     for own, theirs in pairs:
         wanted = theirs.grad

@@ -1,6 +1,6 @@
 """The import rule of labkit/__init__.py, read from the sources: imports go downward only.
 
-show -> run -> {trainer, measure, models}     show -> scale -> measure -> comm
+show -> run -> {trainer, measure, models}     {show, run} -> scale -> measure -> comm
 trainer -> composition -> {ddp, zero, fsdp, ...} -> parts -> {mesh, comm} -> torch
 """
 
@@ -23,7 +23,7 @@ BELOW = {
     "models": {"models"},
     "measure": {"floor", "measure"},
     "scale": {"floor", "measure", "scale"},
-    "run": {"floor", "part", "algorithm", "composition", "trainer", "measure", "models", "run"},
+    "run": {"floor", "part", "algorithm", "composition", "trainer", "measure", "models", "scale", "run"},
     "show": {"floor", "part", "algorithm", "composition", "trainer", "measure", "models", "run", "scale", "show"},
 }
 FROM_SCRATCH = {"floor", "part", "algorithm"}

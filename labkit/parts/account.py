@@ -47,7 +47,7 @@ class Estimate:
     samples: bytes by kind after every change, as in MemoryTracker.samples, with the position for
     the time. held: bytes by kind after backward, and so between steps. moment: where the peak is:
     "forward", "backward" or "optimizer". padding: bytes that flat buffers add, contained in the
-    other numbers. host: bytes in host memory.
+    other numbers. host: bytes in host memory. rank: whose.
     """
 
     strategy: str
@@ -57,6 +57,7 @@ class Estimate:
     moment: str
     padding: int = 0
     host: int = 0
+    rank: int = 0
 
     @property
     def peak(self):
@@ -120,9 +121,8 @@ def account(
     moment = (
         "optimizer" if position >= step_at else "forward" if position < backward_at else "backward"
     )
-    return Estimate(
-        strategy, world_size, list(enumerate(samples)), held, moment, holding.padding, holding.host
-    )
+    besides = holding.padding, holding.host, rank
+    return Estimate(strategy, world_size, list(enumerate(samples)), held, moment, *besides)
 
 
 def known(what, name, table):

@@ -10,6 +10,8 @@ NCCL: communicators), so neither can be stuck behind the other. What is sent loo
 shape and dtype go ahead of the first message, 80 bytes, once.
 """
 
+from itertools import pairwise
+
 import torch
 import torch.distributed as dist
 
@@ -49,12 +51,22 @@ class Mail:
         self.source = {action: src for src, there in self.lists.items() for action in there}
         # (kind, stage) of the action that reads: (shape, dtype) of what is read and of what is sent
         self.looks, self.told = {}, {}
+        self.expected = {}  # of messages without data, which tell nothing: (kind, stage) -> looks
         self.begin()
 
     def begin(self):
         """A new step."""
         self.asked = dict.fromkeys(self.lists, 0)
         self.coming, self.here, self.leaving = {}, {}, []
+
+    @torch.no_grad()
+    def expect(self, stages, input):
+        """What will come, of a micro-batch without data. stages: {number: module} of all ranks."""
+        for chain in set(self.routes.values()):
+            x = input
+            for stage, following in pairwise(chain):
+                x = stages[stage](x)
+                self.expected["F", following] = tuple(x.shape), x.dtype
 
     def ask(self, action, ahead):
         """Ask for what the action needs and what comes before it; ahead: not where it must wait."""
@@ -65,7 +77,7 @@ class Mail:
             if looks is None:
                 if ahead:
                     return
-                looks = self.looks[first[:2]] = self.read_looks(src)
+                looks = self.looks[first[:2]] = self.read_looks(src, first[:2])
             room = torch.empty(looks[0], dtype=looks[1], device=self.device)
             work = comm.recv(room, src, self.ways[src > self.rank], async_op=True)
             self.coming[first] = room, work
@@ -121,8 +133,10 @@ class Mail:
         for work, _ in self.leaving:
             work.wait()
 
-    def read_looks(self, src):
+    def read_looks(self, src, target):
         header = torch.empty(2 + MOST_DIMS, dtype=torch.int64, device=self.device)
         comm.recv(header, src, self.ways[src > self.rank])
+        if target in self.expected:
+            return self.expected[target]
         dtype, dims, *shape = header.tolist()
         return tuple(shape[:dims]), DTYPES[dtype]

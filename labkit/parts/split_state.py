@@ -56,6 +56,13 @@ def cuts_of(module):
     }
 
 
+def named_cuts(module):
+    """(name, Cut) of the parameters that are cut, by every name of theirs."""
+    cuts = cuts_of(module)
+    named = module.named_parameters(remove_duplicate=False)
+    return ((name, cuts[p]) for name, p in named if p in cuts)
+
+
 def take_part(parameter, cut):
     """The parameter becomes this rank's slice, in place: ties, optimizers and names stay."""
     own = cut.part(parameter.data)

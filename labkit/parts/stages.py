@@ -22,26 +22,26 @@ def by_stage(stage, name):
 
 
 class Stages:
-    """modules: {stage: nn.Module} of this rank. names: (stage, name there) -> name in the whole.
+    """modules: {stage: nn.Module} of this rank; on the meta device of all, kept in built.
 
+    names: (stage, name there) -> name in the whole.
     length: stages of the model; those past it are copies of the first, the second, and so on.
     Collective. schedule: a text all ranks must have alike. Raises ValueError, on all ranks, for
     stages that are not where the schedule has them, and names that mean different tensors.
     """
 
     def __init__(self, modules, names, length, owner, group, schedule, device):
-        self.modules, self.group, self.device = dict(modules), group, device
-        self.rank = dist.get_rank(group)
-        self.tensors = {}  # name in the whole: [this rank's tensors of that name]
-        self.first = {}  # name in the whole: the first stage of this rank that has it
-        for stage, module in sorted(self.modules.items()):
-            for own, tensor in module.state_dict(keep_vars=True).items():
-                name = (names or by_stage)(stage % length, own)
-                self.first.setdefault(name, stage)
-                copies = self.tensors.setdefault(name, [])
-                if not any(tensor is one for one in copies):
-                    copies.append(tensor)
-        self.holders = self.agree(owner, schedule)
+        self.group, self.device, self.rank = group, device, dist.get_rank(group)
+        self.built = modules if torch.device(device).type == "meta" else None
+        ranks = range(dist.get_world_size(group) if self.built else 0)
+        places = [{n: part for n, part in modules.items() if owner[n] == r} for r in ranks]
+        self.modules = dict(places[self.rank] if places else modules)
+        self.names, self.length = names or by_stage, length
+        # name in the whole: this rank's tensors of that name; the first stage of it that has it
+        self.tensors, self.first = self.named(self.modules)
+        told = [self.describe(place, schedule) for place in places]
+        told = told or gather_bytes(self.describe(self.modules, schedule), group, device)
+        self.holders = self.agree(owner, [json.loads(text) for text in told])
         self.tied = {
             name: copies
             for name, copies in sorted(self.tensors.items())
@@ -50,14 +50,27 @@ class Stages:
         }
         self.make_equal()
 
-    def agree(self, owner, schedule):
-        """{name: [the ranks that hold it]}, the first stage's first."""
-        looks = {
-            n: (self.first[n], f"{list(t[0].shape)} {t[0].dtype}") for n, t in self.tensors.items()
-        }
-        mine = {"schedule": schedule, "stages": sorted(self.modules), "looks": looks}
-        texts = gather_bytes(json.dumps(mine).encode(), self.group, self.device)
-        told, holders, known = [json.loads(text) for text in texts], {}, {}
+    def named(self, modules):
+        tensors, first = {}, {}
+        for stage, module in sorted(modules.items()):
+            for own, tensor in module.state_dict(keep_vars=True).items():
+                name = self.names(stage % self.length, own)
+                first.setdefault(name, stage)
+                copies = tensors.setdefault(name, [])
+                if not any(tensor is one for one in copies):
+                    copies.append(tensor)
+        return tensors, first
+
+    def describe(self, modules, schedule):
+        """What the others must know of a rank with these stages, as text."""
+        tensors, first = self.named(modules)
+        looks = {n: (first[n], f"{list(t[0].shape)} {t[0].dtype}") for n, t in tensors.items()}
+        mine = {"schedule": schedule, "stages": sorted(modules), "looks": looks}
+        return json.dumps(mine).encode()
+
+    def agree(self, owner, told):
+        """{name: [the ranks that hold it]}, the first stage's first. told: describe(), by rank."""
+        holders, known = {}, {}
         for rank, one in enumerate(told):
             if one["schedule"] != told[0]["schedule"]:
                 raise ValueError(f"ranks 0 and {rank} have different schedules")

@@ -12,7 +12,8 @@ console.py     whole, rank-prefixed lines and a progress bar
 magic.py       %%torchrun
 experiment.py  what to train, as a frozen dataclass
 compare.py     many experiments in one process group
-participant.py one experiment on one rank, and what is measured of its steps
+participant.py one experiment on one rank, and what is measured of its steps; or asked before
+settle.py      strategy="auto": the first that fits, also on a mesh
 """
 
 from labkit.run.launch import LaunchError, Run, launch

@@ -38,10 +38,10 @@ def loss_of(e, module):
     return balanced(loss, module) if e.experts else loss
 
 
-def mesh_of(e, world_size):
+def mesh_of(e, world_size, backend=None):
     """Ranks that no axis of the Experiment takes are along dp. Collective."""
     dp = world_size // prod(e.axes.values())
-    return Mesh({"pp": 1, "dp": dp, "cp": 1, "ep": 1, "tp": 1} | e.axes)
+    return Mesh({"pp": 1, "dp": dp, "cp": 1, "ep": 1, "tp": 1} | e.axes, backend)
 
 
 def compose(module, mesh, e, wrapping):
@@ -56,12 +56,17 @@ def compose(module, mesh, e, wrapping):
     return Composed(module, mesh, plan, loss=models.loss(e.model), **stages)
 
 
+def strategies_of(e):
+    """What strategy="auto" looks at along dp, from cheap to expensive."""
+    return ("ddp_naive",) if e.pipeline > 1 else ("ddp_bucketed", "fsdp")
+
+
 def check_axes(e):
     said = " x ".join(f"{axis} {size}" for axis, size in e.axes.items())
     known = ("ddp_naive",) if e.pipeline > 1 else MESHED
     if e.model != "gpt":
         raise ValueError(f"Experiment({said}): the model gpt can be split, not {e.model}")
-    if e.strategy not in known:
+    if e.strategy not in (*known, "auto"):
         raise ValueError(f"Experiment({said}): goes with {', '.join(known)}, not {e.strategy}")
     for name, usual in (("comm_hook", "none"), ("recompute", "none")):
         if getattr(e, name) != usual:
@@ -78,6 +83,8 @@ def check_experts(e):
         raise ValueError(f"{said}: two experts or more, which the ranks along ep share alike")
     if e.recompute != "none" or e.pipeline > 1:
         raise ValueError(f"{said}: does not go with recompute or a pipeline yet")
+    if e.strategy == "auto":
+        raise ValueError(f"{said}: values tell what an expert holds: take a strategy, not auto")
     if e.expert > 1 and e.strategy.startswith("fsdp"):
         raise ValueError(f"{said}: experts on ranks of their own are not sharded: take DDP")
 

@@ -3,8 +3,11 @@
 build      the experiment's names become a model, an optimizer and a Trainer
 prepare    WARMUP steps; in the last, memory and traffic are counted, which never move
 step       one step, timed: its row, documented at `step_row`
+estimate   without ranks and data, before anything is run: what each of them will hold
 """
 
+import io
+from contextlib import nullcontext
 from functools import cache, partial
 from math import nan
 
@@ -13,18 +16,17 @@ import torch.distributed as dist
 from torch.utils.data import default_collate
 
 from labkit import comm, models
-from labkit.budget import choose
 from labkit.compression import COMPRESSORS
 from labkit.hierarchical import FORMS
 from labkit.learning_rate import scaled_lr, warmup
 from labkit.measure.flops import step_flops
-from labkit.measure.machine import free_bytes
 from labkit.measure.memory import MemoryTracker
 from labkit.measure.monitor import Monitor, waited_ms
 from labkit.measure.timeline import Timeline
 from labkit.measure.traffic import TrafficCounter
-from labkit.recompute import checkpoint
+from labkit.run.context import Context, EventFile
 from labkit.run.meshed import compose, loss_of, mesh_of, model_of
+from labkit.run.settle import fake_backend, held, settle
 from labkit.sampler import Batches
 from labkit.trainer import (
     Trainer,
@@ -40,10 +42,13 @@ OPTIMIZERS = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
 
 
 class Participant:
-    """takes_part: not on the other ranks, where the strategy is "single". done: steps so far."""
+    """takes_part: not on the other ranks, where the strategy is "single". done: steps so far.
+
+    context.device: on the meta device it is a rehearsal, with nobody at the other end of a mesh.
+    """
 
     def __init__(self, context, experiment):
-        self.experiment, self.device = experiment, context.device
+        self.context, self.experiment, self.device = context, experiment, context.device
         alone = experiment.strategy == "single"
         self.takes_part = context.rank == 0 or not alone
         self.done = 0
@@ -55,7 +60,8 @@ class Participant:
         self.world_size = 1 if alone else context.world_size
         self.mesh, rank, self.replicas = None, 0 if alone else context.rank, self.world_size
         if experiment.axes:
-            self.mesh = mesh_of(experiment, self.world_size)
+            backend = fake_backend() if self.device.type == "meta" else None
+            self.mesh = mesh_of(experiment, self.world_size, backend)
             self.replicas = self.mesh.size("dp") * experiment.expert  # each has its own samples
             rank = self.mesh.rank("dp") * experiment.expert + self.mesh.rank("ep")
         self.share = experiment.batch_size // self.replicas
@@ -63,20 +69,22 @@ class Participant:
         self.batches = Batches(dataset, self.share, self.replicas, rank, experiment.seed)
         self.build()
         e, self.flops = experiment, nan
-        if e.compute == "real" and not e.experts:  # which of them compute is told by the router
+        arithmetic = e.compute == "real" and self.device.type != "meta"
+        if arithmetic and not e.experts:  # which of them compute is told by the router
             self.flops = self.replicas * share_flops(e.model, e.size, e.data, self.share)
 
     def build(self):
         e = self.experiment
         torch.manual_seed(e.seed)
         self.dtype = torch.float64 if e.precision == "fp64" else torch.float32
-        module = model_of(e).to(self.device, self.dtype)
+        with self.device if self.device.type == "meta" else nullcontext():
+            module = model_of(e).to(self.device, self.dtype)
         lr = scaled_lr(e.lr, e.batch_size, e.reference_batch, e.lr_rule, e.linear_until)
         momentum = {"momentum": e.momentum} if e.optimizer == "sgd" else {}
         options = {"lr": lr, "weight_decay": e.weight_decay, **momentum}
         optimizer_class = OPTIMIZERS[e.optimizer]
         if e.strategy == "auto":
-            e = self.experiment = self.settle(module, partial(optimizer_class, **options))
+            e = self.experiment = settle(self, module, partial(optimizer_class, **options))
         recompute(module, e.recompute, models.unit(e.model))
         if e.compute == "emulated":
             part = self.share / e.batch_size / e.accumulation / e.context / e.tensor
@@ -105,24 +113,6 @@ class Participant:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self.note_gradient)
 
-    def settle(self, module, optimizer):
-        """The experiment with labkit.budget's choice of strategy; rank 0 prints why. Collective."""
-        e = self.experiment
-        free = int(e.memory_mb * 2**20) or free_bytes(self.device, self.world_size)
-        room = torch.tensor(free, device=self.device)
-        comm.all_reduce(room, dist.ReduceOp.MIN)  # the ranks must not choose differently
-        begin = self.batches.state_dict()
-        input, target = self.next_batch()
-        self.batches.load_state_dict(begin)  # training sees it, too
-        memory = room.item() - input.nbytes - target.nbytes
-        options = {"precision": e.precision, "unit": models.unit(e.model), "recompute": checkpoint}
-        loss = models.loss(e.model)
-        choice = choose(module, input, memory, self.world_size, loss, target, optimizer, **options)
-        if dist.get_rank() == 0:
-            print(choice)
-        strategy = choice.strategy + ("_offload" if choice.offload else "")
-        return e.replace(strategy=strategy, recompute="every" if choice.recompute else e.recompute)
-
     def note_gradient(self, parameter):
         self.timeline.clock.stamp(self, "last_gradient")
 
@@ -134,13 +124,13 @@ class Participant:
         if not self.takes_part:
             return {}
         for _ in range(WARMUP - 1):
-            self.step()
+            self.advance()
         e = self.experiment
         counter = TrafficCounter(self.world_size)
         tracker = MemoryTracker(self.model, self.trainer.optimizer, self.device)
         with tracker as memory, counter as traffic, comm.record() as events:
             for _ in range(e.every):
-                self.step()
+                self.advance()
         sent, messages = traffic.sent_bytes, traffic.messages
         if e.comm_hook in FORMS or e.axes:  # in groups or a thread where the counter is not
             sent, messages = sum(event.sent_bytes for event in events), len(events)
@@ -155,15 +145,20 @@ class Participant:
             input, target = self.model.own_tokens(input), self.model.own_tokens(target)
         return input.to(self.dtype) if input.is_floating_point() else input, target
 
-    def step(self):
-        """Train one step; returns its row."""
+    def advance(self):
+        """Train one step; returns its loss and its messages."""
         input, target = self.next_batch()
         self.timeline.spans.clear()
-        compressed = self.seconds_compressing()
         with comm.record(clock=self.timeline.clock) as events, self.timeline.span("step"):
             loss = self.trainer.train_step(input, target)
         self.timeline.clock.resolve()
         self.done += 1
+        return loss, events
+
+    def step(self):
+        """Train one step; returns its row."""
+        compressed = self.seconds_compressing()
+        loss, events = self.advance()
         compress_ms = 1e3 * (self.seconds_compressing() - compressed)
         return self.step_row(loss, events) | {"compress_ms": compress_ms}
 
@@ -221,3 +216,26 @@ def share_flops(model, size, data, samples):
     with torch.device("meta"):
         module = models.build(model, size)
     return step_flops(module, input.to("meta"), target.to("meta"), models.loss(model))
+
+
+def estimate(experiment, ranks):
+    """What each rank will hold in a step that is not the first, its batch too: [Estimate].
+
+        max(estimate(Experiment(model="gpt", pipeline=2, tensor=2), 8), key=lambda e: e.peak_total)
+
+    Here and now, in one process that is no rank. Raises ValueError for experts: which of them a
+    token goes to is told by values.
+    """
+    from labkit.scale.rehearse import rehearse
+
+    experiment.check_ranks(ranks)
+    if experiment.experts:
+        raise ValueError("experts hold the tokens that values send them: they cannot be rehearsed")
+    each = range(ranks)
+    return [rehearse(as_one, ranks, rank, experiment=experiment).result for rank in each]
+
+
+def as_one(device, experiment):
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    context = Context(rank, ranks, 0, 0, torch.device(device), EventFile(io.StringIO()))
+    return held(Participant(context, experiment))

@@ -8,22 +8,38 @@ Nothing is computed and nothing is sent, so one process on a laptop can be any r
 what is counted is what the code does there, not a formula. It takes Python's share of the step, and
 the memory of messages that hold no numbers of the model (their hashes, their names).
 
-Not seen: times; what depends on values (which expert a token goes to, a loss that overflows) or on
-what others tell (the shapes that come to a pipeline's later stages); what a backend holds for
-itself. F.scaled_dot_product_attention without data is the plain form, which keeps its weights.
+Not seen: times; what depends on values (which expert a token goes to, a loss that overflows); what
+a backend holds for itself. Attention is the kernel of CPUs, where these have one. Nobody tells a
+pipeline's stages what they will be sent: they work it out in their first step, a forward of all.
 """
 
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
-import torch.distributed._tools.fake_collectives  # noqa: F401  messages of tensors without data
+import torch.distributed._tools.fake_collectives  # messages of tensors without data
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  the backend "fake"
 
 from labkit import comm
 from labkit.measure.memory import MemoryTracker
 
 BACKEND = "cpu:fake,meta:fake"
+
+
+class Fused(TorchFunctionMode):
+    """Attention on the meta device, which would keep its weights, as on a CPU without."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        options = kwargs or {}
+        if function is F.scaled_dot_product_attention and args[0].is_meta:
+            given = {name: value for name, value in options.items() if value}
+            if len(args) == 3 and given.keys() <= {"is_causal", "scale"}:
+                kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+                return kernel(*args, **given)[0]
+        return function(*args, **options)
 
 
 @dataclass(frozen=True)
@@ -72,6 +88,7 @@ def rehearse(job, ranks, rank=0, **arguments):
         # without it each group warns that it has no default
         dist.group.WORLD._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
         events = stack.enter_context(comm.record())
+        stack.enter_context(Fused())
         tracker = stack.enter_context(MemoryTracker(device="meta"))
         result = job(device="meta", **arguments)
     return Rehearsed(events, tracker.peak, result)

@@ -1,0 +1,91 @@
+"""strategy="auto": the first that fits into a rank's memory, from cheap to expensive.
+
+    no axes     labkit.budget.choose: one step without data, and what each strategy holds besides
+    a mesh      each strategy's own run, rehearsed by every rank; the fullest of them must fit
+
+`participant` is labkit.run.participant's throughout. labkit.scale.rehearse is imported where it is
+needed: it takes PyTorch seconds that ranks that do not ask need not wait for.
+"""
+
+import pickle
+from dataclasses import replace
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
+
+from labkit import comm, models
+from labkit.budget import Estimate, choose, first_that_fits
+from labkit.measure.machine import free_bytes
+from labkit.measure.memory import MemoryTracker
+from labkit.parts.replicas import gather_bytes
+from labkit.recompute import checkpoint
+from labkit.run.meshed import strategies_of
+
+
+def settle(participant, module, optimizer):
+    """The Experiment with the strategy that is chosen; rank 0 prints why. Collective."""
+    e = participant.experiment
+    free = int(e.memory_mb * 2**20) or free_bytes(participant.device, participant.world_size)
+    room = torch.tensor(free, device=participant.device)
+    comm.all_reduce(room, dist.ReduceOp.MIN)  # the ranks must not choose differently
+    choice = (on_mesh if e.axes else on_line)(participant, module, optimizer, room.item())
+    if dist.get_rank() == 0:
+        print(choice)
+    strategy = choice.strategy + ("_offload" if choice.offload else "")
+    return e.replace(strategy=strategy, recompute="every" if choice.recompute else e.recompute)
+
+
+def on_line(participant, module, optimizer, room):
+    e, begin = participant.experiment, participant.batches.state_dict()
+    input, target = participant.next_batch()
+    participant.batches.load_state_dict(begin)  # training sees it, too
+    memory = room - input.nbytes - target.nbytes
+    options = {"precision": e.precision, "unit": models.unit(e.model), "recompute": checkpoint}
+    loss, ranks = models.loss(e.model), participant.world_size
+    return choose(module, input, memory, ranks, loss, target, optimizer, **options)
+
+
+def on_mesh(participant, module, optimizer, room):
+    rungs = [(strategy, False) for strategy in strategies_of(participant.experiment)]
+    return first_that_fits(rungs, lambda rung: fullest(participant, rung[0]), room)
+
+
+def fullest(participant, strategy):
+    """The Estimate of the rank that will hold most under another strategy. Collective."""
+    from labkit.scale.rehearse import Fused
+
+    context = replace(participant.context, device=torch.device("meta"))
+    with torch.random.fork_rng(), Fused():
+        twin = type(participant)(context, participant.experiment.replace(strategy=strategy))
+        own = held(twin)
+    everyone = gather_bytes(pickle.dumps(own), device=participant.device)
+    return max(map(pickle.loads, everyone), key=lambda one: one.peak_total)
+
+
+def fake_backend():
+    """Of a mesh whose messages have no data, among ranks or alone."""
+    from labkit.scale.rehearse import BACKEND
+
+    return BACKEND
+
+
+def held(participant):
+    """What this rank holds in a step that is not its first, batch included: an Estimate."""
+    participant.advance()
+    optimizer, device = participant.trainer.optimizer, participant.device
+    tracker, began = MemoryTracker(participant.model, optimizer, device), perf_counter()
+    with tracker:
+        participant.advance()
+    states = (t for t in tree_leaves(list(optimizer.state.values())) if torch.is_tensor(t))
+    beside = sum(t.nbytes for t in states if device.type == "meta" and t.is_cpu)  # step counts
+    samples = [
+        (at, kinds | {"optimizer_states": kinds["optimizer_states"] + beside})
+        for at, kinds in tracker.samples
+    ]
+    at, _ = max(samples, key=lambda sample: sum(sample[1].values()))
+    spans = [one for one in participant.timeline.spans if one.start <= began + at <= one.end]
+    moment = next((one.name for one in spans if one.name != "step"), "forward")
+    e, ranks, rank = participant.experiment, participant.world_size, participant.context.rank
+    return Estimate(e.strategy, ranks, samples, samples[-1][1], moment, rank=rank)

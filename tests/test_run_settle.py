@@ -1,0 +1,74 @@
+"""What an Experiment's ranks will hold, asked before they are: to the byte what they then hold, kind by kind."""
+
+import io
+
+import pytest
+import torch
+
+from labkit.run.context import Context, EventFile
+from labkit.run.experiment import Experiment
+from labkit.run.participant import Participant, estimate
+from labkit.run.settle import held
+
+BASE = Experiment(model="gpt", batch_size=4, optimizer="adamw", lr=1e-3)
+MESHES = {
+    "tp": (2, {"tensor": 2}),
+    "cp": (2, {"context": 2}),
+    "dp x tp": (4, {"tensor": 2}),
+    "pp": (2, {"pipeline": 2, "accumulation": 2, "strategy": "ddp_naive"}),
+}
+
+
+def real(rank, world_size, fields):
+    """Of several steps the one with the smallest peak: a message's thread may let go of it a moment late."""
+    context = Context(rank, world_size, 0, 0, torch.device("cpu"), EventFile(io.StringIO()))
+    participant = Participant(context, Experiment.from_dict(fields))
+    return min((held(participant) for _ in range(3)), key=lambda one: one.peak_total)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_each_rank_of_a_mesh_to_the_byte(ranks, mesh):
+    world_size, changes = MESHES[mesh]
+    experiment = BASE.replace(**changes)
+    told = estimate(experiment, world_size)
+    for one, found in zip(told, ranks(world_size, real, fields=experiment.to_dict()), strict=True):
+        assert one.peak == found.peak and one.held == found.held
+        assert one.rank == found.rank and one.moment in ("forward", "backward")
+
+
+def settled(rank, world_size, fields):
+    """The strategy that is taken, or why none."""
+    context = Context(rank, world_size, 0, 0, torch.device("cpu"), EventFile(io.StringIO()))
+    try:
+        return Participant(context, Experiment.from_dict(fields)).experiment.strategy
+    except MemoryError as error:
+        return str(error)
+
+
+def test_auto_takes_what_fits_the_fullest_rank_of_a_mesh(ranks):
+    """Of a pipeline's two the last holds more: what fits the first alone is refused."""
+    sharded = BASE.replace(context=2, strategy="auto")
+    needs = {s: estimate(sharded.replace(strategy=s), 2)[0].peak_total for s in ("ddp_bucketed", "fsdp")}
+    assert needs["fsdp"] < needs["ddp_bucketed"]
+    piped = BASE.replace(**MESHES["pp"][1])
+    first, last = (one.peak_total for one in estimate(piped, 2))
+    assert first < last
+    room = {
+        (sharded, needs["ddp_bucketed"]): "ddp_bucketed",
+        (sharded, needs["ddp_bucketed"] - 1): "fsdp",
+        (piped.replace(strategy="auto"), last): "ddp_naive",
+        (piped.replace(strategy="auto"), last - 1): "nothing fits into",
+    }
+    for (experiment, size), chosen in room.items():
+        fields = experiment.replace(memory_mb=size / 2**20).to_dict()
+        for found in ranks(2, settled, fields=fields):
+            assert found.startswith(chosen)
+
+
+def test_what_cannot_be_told_is_said():
+    with pytest.raises(ValueError, match=r"3 ranks are no multiple of the 2"):
+        estimate(BASE.replace(tensor=2), 3)
+    with pytest.raises(ValueError, match="experts hold the tokens that values send them"):
+        estimate(BASE.replace(experts=4), 2)
+    with pytest.raises(ValueError, match="values tell what an expert holds: take a strategy, not auto"):
+        Experiment(model="gpt", experts=4, strategy="auto")
