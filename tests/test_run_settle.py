@@ -72,3 +72,7 @@ def test_what_cannot_be_told_is_said():
         estimate(BASE.replace(experts=4), 2)
     with pytest.raises(ValueError, match="values tell what an expert holds: take a strategy, not auto"):
         Experiment(model="gpt", experts=4, strategy="auto")
+    with pytest.raises(ValueError, match="bf16 cannot be rehearsed on a mesh: take fp32 or fp64"):
+        estimate(BASE.replace(tensor=2, precision="bf16"), 2)
+    with pytest.raises(ValueError, match=r"Experiment\(tp 2\): auto rehearses fp32 and fp64, not bf16"):
+        Experiment(model="gpt", tensor=2, precision="bf16", strategy="auto")

@@ -71,6 +71,8 @@ def check_axes(e):
     for name, usual in (("comm_hook", "none"), ("recompute", "none")):
         if getattr(e, name) != usual:
             raise ValueError(f"Experiment({said}): does not go with {name} yet")
+    if e.strategy == "auto" and e.precision in LOW:
+        raise ValueError(f"Experiment({said}): auto rehearses fp32 and fp64, not {e.precision}")
     if e.pipeline > 1 and (e.context > 1 or e.precision in LOW):
         raise ValueError(f"Experiment({said}): a pipeline takes no context axis, and fp32 or fp64")
 

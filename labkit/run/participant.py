@@ -29,6 +29,7 @@ from labkit.run.meshed import compose, loss_of, mesh_of, model_of
 from labkit.run.settle import fake_backend, held, settle
 from labkit.sampler import Batches
 from labkit.trainer import (
+    LOW,
     Trainer,
     comm_hook,
     make_optimizer,
@@ -221,16 +222,18 @@ def share_flops(model, size, data, samples):
 def estimate(experiment, ranks):
     """What each rank will hold in a step that is not the first, its batch too: [Estimate].
 
-        max(estimate(Experiment(model="gpt", pipeline=2, tensor=2), 8), key=lambda e: e.peak_total)
+        max(estimate(Experiment(model="gpt", tensor=2), 4), key=lambda one: one.peak_total)
 
-    Here and now, in one process that is no rank. Raises ValueError for experts: which of them a
-    token goes to is told by values.
+    Here and now, in one process that is no rank. Raises ValueError for experts, as values tell
+    which of them a token goes to, and for 16 bits: autocast knows no device without data.
     """
     from labkit.scale.rehearse import rehearse
 
     experiment.check_ranks(ranks)
     if experiment.experts:
         raise ValueError("experts hold the tokens that values send them: they cannot be rehearsed")
+    if experiment.precision in LOW:
+        raise ValueError(f"{experiment.precision} cannot be rehearsed on a mesh: take fp32 or fp64")
     each = range(ranks)
     return [rehearse(as_one, ranks, rank, experiment=experiment).result for rank in each]
 
