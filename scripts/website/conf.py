@@ -1,6 +1,7 @@
 """Sphinx's settings for the site: myst-nb reads the notebooks, autodoc the modules, furo draws the pages."""
 
 import importlib
+from functools import partial
 
 from docutils.nodes import SkipNode
 from latex2mathml.converter import convert
@@ -62,10 +63,17 @@ def is_borrowed(app, what, name, one, skip, options):
     return True if what == "class" and "." not in getattr(one, "__qualname__", ".") else None
 
 
-def leave_out_the_list(app, name, template, context, doctree):
-    """Half of the pages are sources. Furo draws the list of all pages anew for each: a third of a whole build."""
+def same_list(lists, app, name, template, context, doctree):
+    """Furo draws the list of all pages anew for each. On sources, half of them, it depends on their depth alone."""
     if name.startswith("_modules/"):
-        context.pop("toctree", None)
+        draw, depth = context["toctree"], name.count("/")
+
+        def drawn(**options):
+            if depth not in lists:
+                lists[depth] = draw(**options)
+            return lists[depth]
+
+        context["toctree"] = drawn
 
 
 def setup(app):
@@ -73,6 +81,6 @@ def setup(app):
     app.add_lexer("cell", Cell)
     app.connect("autodoc-process-docstring", show_docstring)
     app.connect("autodoc-skip-member", is_borrowed)
-    app.connect("html-page-context", leave_out_the_list, priority=499)  # before Furo's
+    app.connect("html-page-context", partial(same_list, {}), priority=499)  # before Furo's
     for name in modules():
         importlib.import_module(name)  # once, before Sphinx forks its workers
