@@ -247,7 +247,7 @@ def test_compressing_is_not_timed_by_the_host_where_it_runs_on_a_device():
 def test_memory_is_counted_where_the_model_is(monkeypatch):
     seen, participant = [], object.__new__(Participant)
     participant.takes_part, participant.world_size, participant.device = True, 1, torch.device("cuda")
-    participant.experiment, participant.step = Experiment(), lambda: None
+    participant.experiment, participant.advance = Experiment(), lambda: None
     participant.model, participant.trainer, participant.flops = None, SimpleNamespace(optimizer=None), 0
     memory = nullcontext(SimpleNamespace(peak={}, peak_total=0))
     monkeypatch.setattr("labkit.run.participant.MemoryTracker", lambda *arguments: seen.append(arguments) or memory)
