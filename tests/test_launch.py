@@ -367,7 +367,8 @@ def test_stopping_what_has_not_begun_or_has_ended_returns_at_once():
 def test_an_agent_that_cannot_end_its_job_goes_with_it_and_the_error_is_the_ranks_own(monkeypatch, capfd):
     monkeypatch.setattr("labkit.run.client.STOP_LIMIT", 0.0)
     before = agent().process.pid
-    error = failure("if rank == 0:\n    raise ValueError('no')\nimport time\ntime.sleep(60)")
+    deaf = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ncomm.barrier()\n"
+    error = failure(f"{deaf}if rank == 0:\n    raise ValueError('no')\ntime.sleep(60)")
     assert error.startswith("rank 0 raised ValueError: no")
     assert "the job did not end within 0 s: killed with its agent" in capfd.readouterr().out
     assert not psutil.pid_exists(before)
