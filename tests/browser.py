@@ -51,7 +51,8 @@ def server(folder, start):
     settings.mkdir(parents=True)
     (settings / "tracker.jupyterlab-settings").write_text(json.dumps({"windowingMode": "none"}))  # draw all cells
     environment = {**os.environ, **places, "HOME": str(home), "JUPYTER_PREFER_ENV_PATH": "1"}
-    command = server_command(folder, start, "--no-browser", f"--IdentityProvider.token={token}")
+    ours = ("--no-browser", "--expose-app-in-browser", f"--IdentityProvider.token={token}")
+    command = server_command(folder, start, *ours)
     with open(home / "server.log", "w") as log:
         child = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
     try:
@@ -89,17 +90,39 @@ def browser():
         window.close()
 
 
-class Notebook:
-    """One open notebook. `offsite` and `errors` collect requests to elsewhere and the page's own errors."""
+class Lab:
+    """JupyterLab in one page of a window, which loads it once: notebooks open in it one after the other.
+
+    `offsite` and `errors` collect requests to elsewhere and the page's own errors.
+    """
 
     def __init__(self, window, address):
-        self.page = window.new_page()
+        self.window, self.address, self.page = window, address, None
         self.offsite, self.errors = [], []
-        home = address.split("/lab/")[0]
-        here = (home, home.replace("http", "ws"), "data:", "blob:")
-        self.page.on("request", lambda request: request.url.startswith(here) or self.offsite.append(request.url))
-        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
-        self.page.goto(address)
+
+    def open(self, path):
+        """The notebook, alone in the page; in a new page if there is none, or a test has closed it."""
+        if self.page is None or self.page.is_closed():
+            self.page = self.window.new_page()
+            home = self.address("").split("/lab/")[0]
+            here = (home, home.replace("http", "ws"), "data:", "blob:")
+            self.page.on("request", lambda request: request.url.startswith(here) or self.offsite.append(request.url))
+            self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+            self.page.goto(self.address(path))
+        else:
+            self.page.evaluate(OPEN, path)
+        return Notebook(self.page)
+
+    def check(self):
+        assert self.offsite == []
+        assert self.errors == []
+
+
+class Notebook:
+    """The notebook that is open in a page."""
+
+    def __init__(self, page):
+        self.page = page
         self.panel = self.page.locator(".jp-NotebookPanel").first
         self.panel.locator(".jp-Cell").first.wait_for(timeout=PATIENCE)
         self.wait_idle()  # the toolbar's dot says so before a kernel is there; the status bar is honest
@@ -167,12 +190,16 @@ class Notebook:
             scroller.evaluate("(e, top) => e.scrollTo(0, top)", number * height)
             self.screenshot(f"{stem}-{number}.png")
 
-    def check_and_close(self):
-        self.page.close()
-        assert self.offsite == []
-        assert self.errors == []
 
-
+# What was open goes, and nobody is asked whether to save it.
+OPEN = """
+async (path) => {
+  for (const open of [...jupyterapp.shell.widgets('main')]) open.dispose();
+  const opened = await jupyterapp.commands.execute('docmanager:open', {path});
+  await opened.context.ready;
+  await opened.sessionContext.ready;
+}
+"""
 IDLE = "() => document.querySelector('#jp-main-statusbar')?.innerText.includes('| Idle')"
 
 # Some cell has its number and none is waiting for one: all have run, or one has failed and the rest were dropped.

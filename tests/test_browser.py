@@ -13,7 +13,7 @@ import nbformat
 import psutil
 import pytest
 from accessibility import violations
-from browser import PATIENCE, ROOT, Notebook, browser, server
+from browser import PATIENCE, ROOT, Lab, browser, server
 from panels import PANELS, Panel
 from playwright.sync_api import expect
 
@@ -50,17 +50,19 @@ def measure(model, strategies, bucket_cap_mb, link_mbit):
     return rows(20.0)
 board = widgets.comparison(rows(10.0), measure)
 """
+ENDS = ["finished", "stopped", "restarted", "shut down", "tab closed"]
 MAIN_JOB = batch.NOTEBOOKS / f"{batch.MAIN_JOB}.ipynb"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """What JupyterLab serves: of each notebook with explorers what they need, two small notebooks, a stored one."""
+    """What JupyterLab serves: of each notebook with explorers what they need, small notebooks, a stored one."""
     folder = tmp_path_factory.mktemp("course")
     for path in explorers.with_explorers():
         nbformat.write(explorers.needed(explorers.prepared(path)), folder / path.name)
     write(folder / "hang.ipynb", HANG.format(folder=str(folder / "pids")), "print('alive after the stop')")
-    write(folder / "button.ipynb", BUTTON.format(folder=str(folder)))
+    for end in ENDS:
+        write(folder / f"{end}.ipynb", BUTTON.format(folder=str(folder)))
     (folder / "stored").mkdir()
     nbformat.write(batch.read(MAIN_JOB), folder / "stored" / MAIN_JOB.name)
     return folder
@@ -74,23 +76,15 @@ def write(path, *sources):
 
 @pytest.fixture(scope="module")
 def jupyter(folder):
-    with server(folder, "button.ipynb") as address, browser() as window:
-        yield window, address
+    with server(folder, "hang.ipynb") as address, browser() as window:
+        yield Lab(window, address)
 
 
 @pytest.fixture
 def lab(jupyter):
-    """lab(name): the notebook in a new page, which is checked and closed at the end."""
-    window, address = jupyter
-    pages = []
-
-    def open_notebook(name):
-        pages.append(Notebook(window, address(name)))
-        return pages[-1]
-
-    yield open_notebook
-    for page in pages:
-        page.check_and_close()
+    """lab(name): the notebook, opened in JupyterLab's page, which is checked at the end."""
+    yield jupyter.open
+    jupyter.check()
 
 
 @pytest.fixture
@@ -158,9 +152,9 @@ def test_the_stop_button_leaves_no_rank(lab, at_work):
     assert "KeyboardInterrupt" in page.outputs()
 
 
-@pytest.mark.parametrize("end", ["finished", "stopped", "restarted", "shut down", "tab closed"])
+@pytest.mark.parametrize("end", ENDS)
 def test_the_run_button_leaves_no_rank(lab, at_work, folder, end):
-    page = lab("button.ipynb")
+    page = lab(f"{end}.ipynb")
     page.run_and_finish()
     button = page.panel.get_by_role("button", name="Measure this choice")
     button.click()
@@ -194,10 +188,9 @@ def test_a_notebook_with_stored_outputs_is_accessible(lab, picture):
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_page_of_a_notebook_is_accessible(jupyter, picture, tmp_path, scheme):
-    window, _ = jupyter
     file = tmp_path / "page.html"
     file.write_text(as_page(batch.read(MAIN_JOB)))
-    page = window.new_page()
+    page = jupyter.window.new_page()
     page.emulate_media(color_scheme=scheme)
     page.goto(file.as_uri())
     picture(lambda path: page.screenshot(path=path, full_page=True), f"page-{scheme}.png")

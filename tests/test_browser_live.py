@@ -7,7 +7,7 @@ from pathlib import Path
 import explorers
 import nbformat
 import pytest
-from browser import PATIENCE, ROOT, Notebook, browser, server
+from browser import PATIENCE, ROOT, Lab, browser, server
 
 sys.path.append(str(ROOT / "scripts"))
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
@@ -48,7 +48,8 @@ def test_the_live_view_does_not_flicker(tmp_path):
     nbformat.write(notebook, tmp_path / "live.ipynb")
     pictures = os.environ.get("LABKIT_SCREENSHOTS")
     with server(tmp_path, "live.ipynb") as address, browser() as window:
-        page = Notebook(window, address("live.ipynb"))
+        lab = Lab(window, address)
+        page = lab.open("live.ipynb")
         page.page.evaluate(WATCH)
         page.run_all()
         page.panel.locator(".widget-html svg").wait_for(timeout=PATIENCE)
@@ -70,4 +71,4 @@ def test_the_live_view_does_not_flicker(tmp_path):
         page.panel.locator(".jp-RenderedImage img").wait_for(timeout=PATIENCE)
         assert page.panel.locator(".widget-html svg").count() == 0
         page.shut_down()
-        page.check_and_close()
+        lab.check()
