@@ -149,7 +149,10 @@ def wheel(folder, name, version, requires=""):
 
 @pytest.fixture
 def torch_of(tree):
-    """torch_of(version): `tree` comes to need it. cuda/ has what pip takes where nothing is set, cpu/ the CPU build."""
+    """torch_of(version): `tree` comes to need it. cuda/ has what pip takes where nothing is set, cpu/ the CPU build.
+
+    Versions older than any: a machine's pip may be set up to refuse newer ones.
+    """
 
     def need(version):
         (tree / "requirements.txt").write_text(f"torch=={version}\n")
@@ -164,13 +167,13 @@ def torch_of(tree):
 
 
 def test_the_cuda_build_is_told(torch_of):
-    root = torch_of("1")
+    root = torch_of("0.1")
     done = lab(root, "figures", PIP_NO_INDEX="1", PIP_FIND_LINKS=str(root / "cuda"))
-    assert done.stdout == "1\n", done.stderr
+    assert done.stdout == "0.1\n", done.stderr
     assert "torch's CUDA build, 6 GB" in done.stderr
 
 
-@pytest.mark.parametrize(("version", "where"), [("2", "variable"), ("3", "file")])
+@pytest.mark.parametrize(("version", "where"), [("0.2", "variable"), ("0.3", "file")])
 def test_pips_own_settings_choose_the_cpu_build(torch_of, version, where):
     root = torch_of(version)
     folders = f"{root / 'cuda'} {root / 'cpu'}"
@@ -182,7 +185,7 @@ def test_pips_own_settings_choose_the_cpu_build(torch_of, version, where):
 
 
 def test_the_cuda_build_needs_more_disk(torch_of):
-    root = torch_of("4")
+    root = torch_of("0.4")
     refused = lab_with_free(root, 5e9, PIP_NO_INDEX="1", PIP_FIND_LINKS=str(root / "cuda"))
     assert_one_line(refused, "CUDA build needs 10 GB", "5.0 GB free", "CPU build (see README): 3 GB")
     assert not (root / ".venv" / "lab-stamp").exists()
