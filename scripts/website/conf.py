@@ -64,8 +64,8 @@ def is_borrowed(app, what, name, one, skip, options):
 
 
 def same_list(lists, app, name, template, context, doctree):
-    """Furo draws the list of all pages anew for each. On sources, half of them, it depends on their depth alone."""
-    if name.startswith("_modules/"):
+    """Furo draws the list of all pages anew for each. On those that it does not name, their depth alone counts."""
+    if name.startswith("_modules/") or "orphan" in app.env.metadata.get(name, ()):
         draw, depth = context["toctree"], name.count("/")
 
         def drawn(**options):

@@ -9,6 +9,7 @@ figures/  pictures/       README's figures; what the notebooks display
 
 import ast
 import base64
+import functools
 import html
 import re
 import shutil
@@ -128,6 +129,7 @@ def file_of(name):
     return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
 
+@functools.cache
 def modules():
     """The public modules of labkit in the order of its syllabus; what that does not name comes last."""
     paths = [path.relative_to(ROOT).with_suffix("") for path in (ROOT / "labkit").rglob("*.py")]
