@@ -8,9 +8,10 @@ import pytest
 
 from labkit.parts.schedules import interleaved
 from labkit.scale import constants
+from labkit.scale.bucket import MIB, USUAL, bucket_of, choose_bucket
 from labkit.scale.cluster import Cluster
-from labkit.scale.cost import gather_seconds, gradient_seconds, parts, predict_step, tensor_seconds
-from labkit.scale.explain import moved, sensitivity, why_larger, why_slower
+from labkit.scale.cost import gather_seconds, gradient_seconds, predict_step, tensor_seconds
+from labkit.scale.explain import moved, parts, sensitivity, why_larger, why_slower
 from labkit.scale.hardware import GPUS
 from labkit.scale.job import job_of
 from labkit.scale.memory import predict_memory, stage_peak
@@ -284,6 +285,40 @@ def test_zero_2_scatters_every_micro_batch_and_replicas_add_up_their_shards():
     assert gradient_seconds(hybrid, C) == pytest.approx(2 * C["data_exposed"] * gather_seconds(hybrid, 4, 4, shards, C))
 
 
+def test_a_bucket_pays_few_starts_and_a_short_last_one():
+    job = job_of(SMALL | {"gpu": "A100", "n_gpus": 64, "zero": 1, "layers": 64})
+    best = choose_bucket(job, C)
+    total, alpha = 2 * job.shape.parameters, gather_seconds(job, 64, 1, 0, C)
+    for mb in (1, 7, USUAL, best.mb, 100, 1000, 10**6):
+        bucket = bucket_of(job, mb, C)
+        assert bucket.count == max(1, -(-total // (mb * MIB)))
+        assert bucket.starts == pytest.approx(bucket.count * alpha)
+        last = gather_seconds(job, 64, 1, total / bucket.count, C) - alpha
+        assert bucket.last == pytest.approx(last)
+        assert best.exposed <= 1.08 * bucket.exposed  # it is a power of two
+    beta = (gather_seconds(job, 64, 1, total, C) - alpha) / total
+    assert 0.7 < total / best.count / (total * alpha / beta) ** 0.5 < 1.42
+
+
+def test_a_bucket_grows_with_the_ranks_and_shrinks_with_a_slower_network():
+    row = SMALL | {"gpu": "A100", "layers": 64}
+    grown = [choose_bucket(job_of(row | {"n_gpus": n, "zero": 1}), C).mb for n in (8, 64, 512, 4096)]
+    assert grown == sorted(grown) and grown[-1] > 8 * grown[0]
+    slow = [choose_bucket(job_of(row | {"n_gpus": 64, "inter_gbps": gbps}), C).mb for gbps in (25, 400, 3200)]
+    assert slow == sorted(slow) and slow[-1] > slow[0]
+    whole, shared = (choose_bucket(job_of(EXPERTS | {"gpu": "A100", "dp": 8, "n_gpus": 8, "ep": e}), C) for e in (1, 4))
+    assert whole.exposed > shared.exposed  # experts' gradients go to fewer ranks
+
+
+def test_what_has_no_bucket_gets_none():
+    assert choose_bucket(job_of(SMALL | {"gpu": "A100"}), C) is None
+    assert choose_bucket(job_of(SMALL | {"gpu": "A100", "n_gpus": 8, "zero": 3}), C) is None
+    one, every = (
+        choose_bucket(job_of(SMALL | {"gpu": "A100", "n_gpus": 8, "zero": z, "grad_accum": 4}), C) for z in (1, 2)
+    )
+    assert every.mb == one.mb and every.exposed == pytest.approx(4 * one.exposed)  # ZeRO-2: after each micro-batch
+
+
 def test_the_command(monkeypatch, capsys):
     told = ",".join(f"{name}={value}" for name, value in SMALL.items())
     command = f"plan --model {told} --gpus 8 --gpu a100-80gb --tokens 1e9 --global-batch 16 --price 2 --sensitivity"
@@ -292,6 +327,9 @@ def test_the_command(monkeypatch, capsys):
     said = capsys.readouterr().out
     for word in ("fastest", "cheapest", "smallest", "GPU-hours", "money", "runner-up", "kept out of the fit", "edge"):
         assert word in said
+    monkeypatch.setattr(sys, "argv", [*command.split(), "--zero", "1"])
+    main()
+    assert "bucket of gradients: " in capsys.readouterr().out and "bucket" not in said  # FSDP's are its layers
     monkeypatch.setattr(sys, "argv", [*command.split(), "--tp", "3"])
     with pytest.raises(SystemExit, match=r"labkit\.scale\.plan: tp 3 = 3 ranks, but there are 8 GPUs"):
         main()

@@ -20,6 +20,7 @@
 
     models.csv    named models and where their figures were read
     search.py     every way to lay a model out on n GPUs, and those that fit
+    bucket.py     how large a bucket of gradients: starts against the last one
     plan.py       the command: the fastest, the cheapest, the fewest GPUs; time, money, energy
     explain.py    who lost and by what; what hangs on which constant
     cases.py      jobs as their papers describe them: predicted, and what is reported, in one unit

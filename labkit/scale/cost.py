@@ -16,7 +16,7 @@ Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters,
 NVIDIA Hopper Architecture, 2024 (the older instructions reach 0.62 of H100's peak).
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil, log2
 
 OLD_INSTRUCTIONS = 0.62
@@ -62,28 +62,6 @@ def predict_step(job, c):
 def away(job):
     """Bytes a parameter that wait in host memory: an fp32 master copy and two moments."""
     return 0 if not job.offload else 4 if "pure" in job.precision else 12
-
-
-def parts(job, c):
-    """{what a step's seconds go to: how many}, of the stage that sets the pace; they add up."""
-    layer, head, step = layer_seconds(job, c), head_seconds(job, c), predict_step(job, c)
-    layers, heads, _ = max(job.stages, key=lambda has: has[0] * layer + has[1] * head)
-    alone = replace(job, zero=0)
-    kept = replace(alone, recompute="none")
-    once, plain = layer_seconds(alone, c), layer_seconds(kept, c)
-    messages = tensor_seconds(kept, c)
-    steps = job.grad_accum * layers
-    return {
-        "layers": steps * (plain - messages),
-        "messages of layers": steps * messages,
-        "recomputation": steps * (once - plain),
-        "gathering parameters": steps * (layer - once),
-        "output layer": job.grad_accum * heads * head,
-        "hand-overs": job.grad_accum * 2 * job.vpp * hand_over(job),
-        "bubble": step.bubble,
-        "gradients": step.gradients,
-        "optimizer": step.optimizer,
-    }
 
 
 def layer_seconds(job, c):
@@ -225,16 +203,22 @@ def gradient_seconds(job, c):
     ZeRO-2 keeps no whole gradients: it scatters those of every micro-batch. FSDP has done that;
     its replicas, if there are several, add up their shards.
     """
-    width = 4 if job.framework == "nanotron" else 2
-    alike = job.held_alike(job.shape.parameters, job.shape.layers * job.shape.expert_weights)
     once = 0.0
-    for parameters, ranks, stride in alike:
-        total, size = width * parameters / job.tp / job.pp, ranks * job.cp
+    for total, size, stride in summed_gradients(job):
         if job.zero == 3:
             once += gather_seconds(job, job.replicas, size * stride, total / size, c)
         else:
             once += gather_seconds(job, size * job.replicas, stride, total, c)
     return c["data_exposed"] * (1 + (job.grad_accum if job.zero == 2 else 1)) * once
+
+
+def summed_gradients(job):
+    """(bytes, ranks, ranks from one to the next) of each part of a rank's gradients."""
+    width = 4 if job.framework == "nanotron" else 2
+    alike = job.held_alike(job.shape.parameters, job.shape.layers * job.shape.expert_weights)
+    return [
+        (width * held / job.tp / job.pp, ranks * job.cp, stride) for held, ranks, stride in alike
+    ]
 
 
 def hand_over(job):

@@ -10,10 +10,10 @@
     days = tokens / (tokens a second)     money = GPUs x hours x price     energy = GPUs x h x watts
 
 Cheapest counts GPU-hours, on whole nodes that divide the cluster, or the fewest that fit. With the
-fastest come: who was second with other axes, and which part of its step is longer; who would be
-faster and does not fit, and which memory is too large; whether another wins with any one constant
-at either end of its spread. All of it is predicted: beside it stands how far off predictions of
-published rows were that no fit has seen.
+fastest come: its bucket of gradients (bucket.py); who was second with other axes, and which part of
+its step is longer; who would be faster and does not fit, and which memory is too large; whether
+another wins with any one constant at either end of its spread. All of it is predicted: beside it
+stands how far off predictions of published rows were that no fit has seen.
 """
 
 import argparse
@@ -26,6 +26,7 @@ from operator import attrgetter
 from pathlib import Path
 
 from labkit.scale import constants
+from labkit.scale.bucket import USUAL, bucket_of, choose_bucket
 from labkit.scale.cluster import Cluster
 from labkit.scale.cost import predict_step
 from labkit.scale.explain import KINDS, sensitivity, why_larger, why_slower, words
@@ -63,6 +64,11 @@ class Plan:
     runner_up: Found | None
     larger: Found | None
     contenders: list
+
+    @property
+    def bucket(self):
+        """The Bucket of the fastest's gradients, or None where they are in none."""
+        return choose_bucket(self.fastest.job, constants.values())
 
 
 def plan(model, cluster, *, global_batch=None, seq_len=None, precision="bf16", framework="",
@@ -178,6 +184,10 @@ def show(name, plan, tokens, price, watts):
     kinds = ", ".join(f"{kind} {getattr(plan.fastest.peak, kind):.1f}" for kind in KINDS)
     print(f"\nof {gpu.memory_gib:g} GiB: {kinds}, {plan.space.spare:.0%} spared")
     off = "; ".join(f"{e:.1%} of {what} by {why}" for (what, why), e in errors_kept_out().items())
+    if bucket := plan.bucket:
+        usual = bucket_of(job, USUAL, c)
+        more = 1e3 * (usual.exposed - bucket.exposed)
+        print(f"bucket of gradients: {bucket}; {USUAL} MiB are {usual.count}, {more:+.3g} ms")
     print(f"median error of predictions, on published rows kept out of the fit: {off}")
     if plan.runner_up:
         print(f"runner-up: {why_slower(plan.runner_up, plan.fastest, c)}")

@@ -16,10 +16,10 @@ several stages. What is tried is left as early as physics allows:
     a larger micro-batch takes more memory                     none is tried after one too large
     fp8 never takes longer than bf16, nor more memory          of the two only it, if the GPU has it
 
-The model of time is cost.py, that of memory memory.py. Neither has a term for the size of a bucket,
-which is not chosen, nor for the casts to fp8, which look free. Narayanan et al., Efficient
-Large-Scale Language Model Training on GPU Clusters, SC 2021, section 3, has rules of thumb for the
-same choice.
+The model of time is cost.py, that of memory memory.py. Neither has a term for the casts to fp8,
+which look free, nor for the size of a bucket: bucket.py chooses it for what has won. Narayanan et
+al., Efficient Large-Scale Language Model Training on GPU Clusters, SC 2021, section 3, has rules of
+thumb for the same choice.
 """
 
 from dataclasses import dataclass, replace
