@@ -6,12 +6,22 @@ from dataclasses import replace
 
 import pytest
 
-from labkit.parts.schedules import interleaved
+from labkit.parts.dependencies import play
+from labkit.parts.schedules import interleaved, one_f_one_b, zero_bubble
 from labkit.scale import constants
 from labkit.scale.bucket import MIB, USUAL, bucket_of, choose_bucket
 from labkit.scale.cluster import Cluster
-from labkit.scale.cost import gather_seconds, gradient_seconds, predict_step, tensor_seconds
-from labkit.scale.explain import moved, parts, sensitivity, why_larger, why_slower
+from labkit.scale.cost import (
+    gather_seconds,
+    gradient_seconds,
+    hand_over,
+    head_seconds,
+    layer_seconds,
+    predict_step,
+    tensor_seconds,
+    weights_seconds,
+)
+from labkit.scale.explain import moved, parts, sensitivity, why_larger, why_slower, words
 from labkit.scale.hardware import GPUS
 from labkit.scale.job import job_of
 from labkit.scale.memory import predict_memory, stage_peak
@@ -29,7 +39,7 @@ def cluster(gpus=8, gpu="A100-80GB", **changes):
     return Cluster(gpu, gpus, **{"gpus_per_node": 4, "confirmed": True} | changes)
 
 
-def every_job(model, where, n):
+def every_job(model, where, n, schedules=("1f1b",)):
     """All that can be written down on n GPUs, one by one: (seconds, Job) of those that fit."""
     few, node = (1, 2, 4, 8), min(n, where.gpus_per_node)
     for tp, pp, cp, dp, copies in itertools.product(few, few, (1, 2), few, few):
@@ -42,35 +52,38 @@ def every_job(model, where, n):
         plain = job_of(model | axes | {"zero": 3})
         plain = replace(plain, gpu=where.device, network_gbps=where.device.network_gbps)
         kinds, homes = ("none", "half", "selective", "full"), (False, True) if where.host_gib else (False,)
-        for zero, vpp, ep, micro, kind, home in itertools.product(
-            range(4), (1, 2, 4, 8), (1, 2, 4), (1, 2, 4, 8, 16), kinds, homes
+        for zero, vpp, ep, micro, kind, home, schedule in itertools.product(
+            range(4), (1, 2, 4, 8), (1, 2, 4), (1, 2, 4, 8, 16), kinds, homes, schedules
         ):
             accumulated = BATCH // ranks // micro
             thin = vpp > 1 and (pp == 1 or 8 % (pp * vpp) or accumulated % pp)
             if not accumulated or thin or dp % ep or model.get("experts", 1) % ep or (copies > 1 and zero < 3):
                 continue
+            if schedule == "zero_bubble" and (pp == 1 or vpp > 1 or accumulated < pp or kind != "none"):
+                continue
             told = {"zero": zero, "vpp": vpp, "ep": ep, "micro_batch": micro, "grad_accum": accumulated}
-            job = replace(plain, **told, recompute=kind, offload=home)
+            job = replace(plain, **told, recompute=kind, offload=home, schedule=schedule)
             peak = predict_memory(job, C)
             if peak.total <= 0.9 * where.device.memory_gib and peak.host <= 0.9 * (where.host_gib or 0):
                 yield predict_step(job, C).seconds, job
 
 
 @pytest.mark.parametrize(
-    ("model", "figures"),
+    ("model", "figures", "schedules"),
     [
-        (SMALL, {}),
-        (SMALL, {"memory_gib": 0.9, "network_gbps": 30.0}),
-        (SMALL, {"memory_gib": 1.6, "network_gbps": 30.0}),
-        (EXPERTS, {"memory_gib": 1.6, "network_gbps": 30.0}),
-        (SMALL, {"memory_gib": 0.9, "network_gbps": 30.0, "host_gib": 1.5}),
+        (SMALL, {}, ["1f1b"]),
+        (SMALL, {"memory_gib": 0.9, "network_gbps": 30.0}, ["1f1b"]),
+        (SMALL, {"memory_gib": 1.6, "network_gbps": 30.0}, ["1f1b"]),
+        (EXPERTS, {"memory_gib": 1.6, "network_gbps": 30.0}, ["1f1b"]),
+        (SMALL, {"memory_gib": 0.9, "network_gbps": 30.0, "host_gib": 1.5}, ["1f1b"]),
+        (SMALL, {"memory_gib": 1.6, "network_gbps": 30.0}, ["1f1b", "zero_bubble"]),
     ],
-    ids=["all fit", "few fit", "some fit", "experts", "offloaded"],
+    ids=["all fit", "few fit", "some fit", "experts", "offloaded", "schedules"],
 )
-def test_nothing_better_is_missed(model, figures):
+def test_nothing_better_is_missed(model, figures, schedules):
     where = cluster(**figures)
-    found = plan(model, where, global_batch=BATCH)
-    best = {n: min((s for s, _ in every_job(model, where, n)), default=None) for n in (1, 2, 4, 8)}
+    found = plan(model, where, global_batch=BATCH, schedule="1f1b" if len(schedules) == 1 else "free")
+    best = {n: min((s for s, _ in every_job(model, where, n, schedules)), default=None) for n in (1, 2, 4, 8)}
     assert found.fastest.seconds == pytest.approx(best[8], rel=1e-12)
     fit = {n: seconds for n, seconds in best.items() if seconds}
     assert found.smallest.job.n_gpus == min(fit)
@@ -160,6 +173,9 @@ def test_what_is_given_stays():
         ({"zero": 4}, "zero must be 0, 1, 2 or 3, got 4"),
         ({"ep": 2}, "ep=2 does not divide experts=1"),
         ({"recompute": "sometimes"}, "recompute must be none"),
+        ({"schedule": "gpipe"}, "schedule must be free or one of 1f1b, zero_bubble, got 'gpipe'"),
+        ({"schedule": "zero_bubble", "vpp": 2}, "schedule=zero_bubble wants vpp=1, got 2: take 1f1b"),
+        ({"schedule": "zero_bubble", "recompute": "full"}, "schedule=zero_bubble wants recompute=none, got full"),
         ({"precision": "fp4"}, "precision must be free or one of bf16, fp8, fp16, tf32, fp32, got 'fp4'"),
         ({"ddp": 2}, "'ddp' cannot be given: what can is cp, dp, ep"),
         ({"gpus": 1, "memory_gib": 1.5}, "GiB more than the 1.4 GiB to be used; it fits on 2 of them"),
@@ -245,6 +261,45 @@ def test_thin_stages_hold_what_their_schedule_holds():
             one = stage_peak(replace(tried, grad_accum=1), C, stage, tried.stages[stage]).activations
             many = stage_peak(tried, C, stage, tried.stages[stage]).activations
             assert many / one == pytest.approx(max(alive) / vpp)
+
+
+@pytest.mark.parametrize(("name", "schedule"), [("1f1b", one_f_one_b), ("zero_bubble", zero_bubble)])
+@pytest.mark.parametrize(("vocab", "exact"), [(1, True), (200_000, False)], ids=["alike", "a heavy last stage"])
+def test_a_schedule_takes_what_it_takes_when_it_is_played(name, schedule, vocab, exact):
+    row = SMALL | {"gpu": "A100", "n_gpus": 4, "pp": 4, "grad_accum": 8, "micro_batch": 2, "vocab": vocab}
+    job = replace(job_of(row), schedule=name)
+    work = [layers * layer_seconds(job, C) + heads * head_seconds(job, C) for layers, heads, _ in job.stages]
+    later = [weights_seconds(job, has, C) for has in job.stages]
+
+    def cost(action):
+        s = action.stage
+        both = (work[s] - later[s]) / 2  # of F and B
+        whole = action.kind == "B" and name == "1f1b"
+        return later[s] if action.kind == "W" else both + whole * later[s]
+
+    played = play(schedule(4, 8), cost).length
+    step = predict_step(job, C)
+    told = step.steady + step.bubble - 8 * 2 * hand_over(job)
+    assert played <= told * (1 + 1e-9)
+    assert not exact or played == pytest.approx(told, rel=1e-3)
+
+
+def test_zero_bubble_holds_what_its_schedule_holds():
+    job = replace(job_of(SMALL | {"gpu": "A100", "n_gpus": 4, "pp": 4, "grad_accum": 8}), schedule="zero_bubble")
+    for stage, program in enumerate(zero_bubble(4, 8)):
+        alive = list(itertools.accumulate({"F": 1, "B": 0, "W": -1}[action.kind] for action in program))
+        one = stage_peak(replace(job, grad_accum=1), C, stage, job.stages[stage]).activations
+        assert stage_peak(job, C, stage, job.stages[stage]).activations / one == max(alive) == 4
+    assert predict_memory(job, C).activations == predict_memory(replace(job, schedule="1f1b"), C).activations
+
+
+def test_zero_bubble_is_taken_where_it_is_asked_for_and_has_micro_batches():
+    told = {"global_batch": BATCH, "pp": 4, "vpp": 1}
+    plain, free, asked = (plan(SMALL, cluster(), **told, schedule=s) for s in ("1f1b", "free", "zero_bubble"))
+    assert {one.job.schedule for one in plain.contenders} == {"1f1b"}
+    assert free.fastest.job.schedule == "zero_bubble" and free.fastest.seconds < plain.fastest.seconds
+    assert all(one.job.schedule == "zero_bubble" and one.job.grad_accum >= 4 for one in asked.contenders)
+    assert ", zero bubble (ZB-H1), " in words(free.fastest.job) and "zero" not in words(plain.fastest.job)
 
 
 def test_experts_shared_out_hold_less_and_send_their_tokens():

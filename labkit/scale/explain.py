@@ -23,8 +23,10 @@ from labkit.scale.cost import (
     predict_step,
     tensor_seconds,
 )
+from labkit.scale.given import AXES
+from labkit.scale.job import SCHEDULES
 from labkit.scale.memory import predict_memory
-from labkit.scale.search import AXES, Found, search
+from labkit.scale.search import Found, search
 
 KINDS = ("states", "gathered", "activations", "logits", "runtime")
 
@@ -33,6 +35,7 @@ def words(job):
     """A job's layout in a few words."""
     sizes = " x ".join(f"{a} {getattr(job, a)}" for a in AXES if getattr(job, a) > 1) or "one GPU"
     inner = "".join(f", {a} {getattr(job, a)}" for a in ("ep", "vpp") if getattr(job, a) > 1)
+    inner += f", {SCHEDULES[job.schedule]}" if job.schedule != "1f1b" else ""
     again = "" if job.recompute == "none" else f", recompute {job.recompute}"
     again += ", states offloaded" if job.offload else ""
     return f"{sizes}{inner}, ZeRO-{job.zero}, batch {job.grad_accum} x {job.micro_batch}{again}"

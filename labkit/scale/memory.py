@@ -8,11 +8,13 @@
         +----------------------------------------------------------------------------------------
 
 Stage i of a pipeline holds min(pp - i, micro-batches) of them (1F1B), with v thin stages a rank up
-to (pp - 1)/v more; the first also has the embeddings, one of the last the logits: the fullest of
-all stages counts. ZeRO divides by dp:
-states of the optimizer (1), gradients (2), parameters (3). What is offloaded is the host's.
+to (pp - 1)/v more; with zero bubble (ZB-H1) each holds pp, i of them for the gradients of weights
+that were put off, which is no more than 1F1B's first stage has. The first also has the embeddings,
+one of the last the logits: the fullest of all stages counts. ZeRO divides by dp: states of the
+optimizer (1), gradients (2), parameters (3). What is offloaded is the host's.
 Rajbhandari et al., ZeRO, SC 2020, section 3; Korthikanti et al., Reducing Activation
-Recomputation, MLSys 2023, section 4; Narayanan et al., SC 2021, section 2.2 (1F1B, interleaved).
+Recomputation, MLSys 2023, section 4; Narayanan et al., SC 2021, section 2.2 (1F1B, interleaved);
+Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, section 2.1 (ZB-H1).
 """
 
 from dataclasses import dataclass, replace
@@ -68,7 +70,7 @@ class Peak:
 
 def predict_memory(job, c):
     """The Peak of a Job: of the stage that holds most."""
-    first = {}  # of stages that have the same, the first holds most micro-batches
+    first = {}  # of stages that have the same, none holds more micro-batches than the first
     for stage, has in enumerate(job.stages):
         first.setdefault(has, stage)
     peaks = [stage_peak(job, c, stage, has) for has, stage in first.items()]
@@ -80,7 +82,7 @@ def stage_peak(job, c, stage, has):
     """The Peak of a stage. has: as Job.stages says."""
     layers, head, _ = has
     embedding = stage == 0
-    ahead = job.pp - stage
+    ahead = job.pp - (0 if job.schedule == "zero_bubble" else stage)
     if job.vpp > 1:
         ahead = (2 * (job.pp - 1 - stage) + (job.vpp - 1) * job.pp + 1) / job.vpp
     in_flight = min(ahead, job.grad_accum)
