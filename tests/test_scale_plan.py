@@ -21,12 +21,15 @@ from labkit.scale.cost import (
     tensor_seconds,
     weights_seconds,
 )
+from labkit.scale.encoders import BERT_LARGE
 from labkit.scale.explain import moved, parts, sensitivity, why_larger, why_slower, words
 from labkit.scale.hardware import GPUS
 from labkit.scale.job import job_of
 from labkit.scale.memory import predict_memory, stage_peak
 from labkit.scale.plan import bill, main, plan
+from labkit.scale.row import row_of
 from labkit.scale.search import search
+from labkit.scale.shapes import Shape
 
 C = constants.values()
 SMALL = {"layers": 8, "hidden": 1024, "heads": 8, "kv_heads": 4, "ffn": 4096, "vocab": 8192, "seq_len": 2048}
@@ -173,6 +176,9 @@ def test_what_is_given_stays():
         ({"zero": 4}, "zero must be 0, 1, 2 or 3, got 4"),
         ({"ep": 2}, "ep=2 does not divide experts=1"),
         ({"recompute": "sometimes"}, "recompute must be none"),
+        ({"model": "ResNet-50"}, "ResNet-50 cannot be planned, a decoder or an encoder can: cost.py has no term for other layers"),
+        ({"model": SMALL | {"architecture": "mamba"}}, "mamba cannot be planned, a decoder or an encoder can"),
+        ({"model": EXPERTS | {"architecture": "encoder"}}, "experts must be left out of an encoder"),
         ({"schedule": "gpipe"}, "schedule must be free or one of 1f1b, zero_bubble, got 'gpipe'"),
         ({"schedule": "zero_bubble", "vpp": 2}, "schedule=zero_bubble wants vpp=1, got 2: take 1f1b"),
         ({"schedule": "zero_bubble", "recompute": "full"}, "schedule=zero_bubble wants recompute=none, got full"),
@@ -372,6 +378,38 @@ def test_what_has_no_bucket_gets_none():
         choose_bucket(job_of(SMALL | {"gpu": "A100", "n_gpus": 8, "zero": z, "grad_accum": 4}), C) for z in (1, 2)
     )
     assert every.mb == one.mb and every.exposed == pytest.approx(4 * one.exposed)  # ZeRO-2: after each micro-batch
+
+
+def test_bert_is_planned_as_what_it_is():
+    """The unmasked half of attention and the head for masked words are all that a decoder does not have."""
+    row = row_of("bert-large") | {"gpu": "A100", "n_gpus": 8, "zero": 1, "micro_batch": 8}
+    bert = job_of(row)
+    assert bert.shape == replace(BERT_LARGE, masked_words=True)
+    fits = replace(bert, zero=0, dp=1)
+    states = predict_memory(fits, C).states * 2**30
+    assert states == pytest.approx(16 * bert.shape.parameters, rel=1e-9)
+    plain = replace(
+        bert, shape=Shape(24, 1024, 16, 16, 4096, 30522, gated=False, tied=True, positions=512, biases=True)
+    )
+    peak = 1e12 * 312 * C["attention"]
+    unmasked = 3.5 * 2 * bert.context * 1024 * bert.tokens / peak
+    assert layer_seconds(bert, C) - layer_seconds(plain, C) == pytest.approx(unmasked, rel=1e-6)
+    head = head_seconds(bert, C) - head_seconds(plain, C)
+    assert head == pytest.approx(6 * 1024**2 * bert.tokens / (1e12 * 312 * 0.869 * C["matmul_ampere"]), rel=1e-6)
+    assert predict_memory(bert, C).activations == predict_memory(plain, C).activations
+    found = plan("bert-large", Cluster("A100-80GB", 16))
+    for one in (found.fastest, found.cheapest, found.smallest, found.runner_up):
+        assert one.job.shape == bert.shape and one.job.step_tokens == 256 * 512
+        assert one.peak.total <= 0.9 * 79.1
+
+
+def test_an_encoder_says_that_none_was_published(monkeypatch, capsys):
+    said = []
+    for name in ("bert-base", "gpt2-1.5b"):
+        monkeypatch.setattr(sys, "argv", f"plan --model {name} --gpus 8 --gpu a100-80gb --tokens 1e9".split())
+        main()
+        said.append("none of them of an encoder" in capsys.readouterr().out)
+    assert said == [True, False]
 
 
 def test_the_command(monkeypatch, capsys):

@@ -95,7 +95,7 @@ def product_seconds(job, c):
 def weights_seconds(job, has, c):
     """The gradients of the weights of a stage, of a micro-batch. has: as Job.stages says."""
     layers, heads, _ = has
-    head = 2 * job.shape.embedding_parameters / job.tp * job.tokens / of_job(job, "bf16", c)[1]
+    head = 2 * job.shape.head_weights / job.tp * job.tokens / of_job(job, "bf16", c)[1]
     return layers * product_seconds(job, c) + heads * head
 
 
@@ -151,7 +151,7 @@ def host_seconds(job, c):
 def head_seconds(job, c):
     """Forward and backward of the output layer and the loss."""
     _, rate = of_job(job, "bf16", c)
-    flops = 6 * job.shape.embedding_parameters / job.tp * job.tokens
+    flops = 6 * job.shape.head_weights / job.tp * job.tokens
     moved = c["logits"] * job.shape.vocab / job.tp * job.tokens
     return flops / rate + moved / (1e9 * job.gpu.memory_gbs)
 

@@ -89,7 +89,7 @@ def stage_peak(job, c, stage, has):
     shape, tokens = job.shape, job.tokens
     ends = embedding + head - (shape.tied and embedding and head)
     parameters = layers * shape.layer_parameters + ends * shape.embedding_parameters
-    parameters += embedding * shape.positions * shape.hidden
+    parameters += embedding * shape.input_parameters + head * shape.head_parameters
     alike = job.held_alike(parameters, layers * shape.expert_weights)
     states = sum(held * state_bytes(job, c, ranks) for held, ranks, _ in alike) / job.tp
     waiting = sum(held * away(job) / shared_by(job, ranks) for held, ranks, _ in alike) / job.tp

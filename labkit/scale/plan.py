@@ -26,6 +26,7 @@ from labkit.scale import constants
 from labkit.scale.bucket import USUAL, bucket_of, choose_bucket
 from labkit.scale.cluster import Cluster
 from labkit.scale.cost import predict_step
+from labkit.scale.encoders import Encoder
 from labkit.scale.explain import KINDS, sensitivity, why_larger, why_slower, words
 from labkit.scale.fit import errors_kept_out
 from labkit.scale.given import AXES, GIVEN, divisors
@@ -164,7 +165,8 @@ def show(name, plan, tokens, price, watts):
         usual = bucket_of(job, USUAL, c)
         more = 1e3 * (usual.exposed - bucket.exposed)
         print(f"bucket of gradients: {bucket}; {USUAL} MiB are {usual.count}, {more:+.3g} ms")
-    print(f"median error of predictions, on published rows kept out of the fit: {off}")
+    none = "; none of them of an encoder" if isinstance(job.shape, Encoder) else ""
+    print(f"median error of predictions, on published rows kept out of the fit: {off}{none}")
     if plan.runner_up:
         print(f"runner-up: {why_slower(plan.runner_up, plan.fastest, c)}")
     if plan.larger:

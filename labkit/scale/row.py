@@ -5,7 +5,8 @@
 What is missing: heads of width 128, kv_heads = heads, ffn = 4 hidden, a vocabulary of 51,200, an
 output layer of its own if the network is gated. Neither layers nor hidden: a network 128 times as
 wide as it is deep. Far more parameters than a dense network has: experts, as many as explain them,
-two for each token. What is impossible is a ValueError, one line that names the column.
+two for each token. architecture: decoder, or encoder, which is BERT's kind with the head for masked
+words, through which all words go. What is impossible is a ValueError, one line that names it.
 """
 
 import csv
@@ -14,10 +15,16 @@ from difflib import get_close_matches
 from math import isfinite, log
 from pathlib import Path
 
+from labkit.scale.encoders import Encoder
 from labkit.scale.shapes import Shape
 
 MODELS = Path(__file__).with_name("models.csv")
 VOCAB, HEAD_WIDTH, ASPECT = 51200, 128, 128
+POSITIONS = 512  # of an encoder that is trained on shorter sequences: BERT's
+NOT_PLANNED = (
+    "{} cannot be planned, a decoder or an encoder can: cost.py has no term for other layers, such "
+    "as convolutions (of a ResNet images.py has parameters, FLOPs and activations)"
+)
 RECOMPUTED = {
     "half": ("half", "layer"),
     "selective": ("selective", "attention", "op"),
@@ -31,6 +38,8 @@ def row_of(name):
     if "=" in name:
         told = [part.partition("=") for part in name.split(",")]
         return {column.strip(): value for column, _, value in told}
+    if name.lower().startswith("resnet"):
+        raise ValueError(NOT_PLANNED.format(name))
     with MODELS.open(newline="", encoding="utf-8") as file:
         rows = {row["model"]: row for row in csv.DictReader(file)}
     if name.lower() not in rows:
@@ -87,9 +96,12 @@ def shape_of(row, context):
     heads = whole(row, "heads") or next(
         h for h in range(max(1, hidden // HEAD_WIDTH), 0, -1) if hidden % h == 0
     )
-    ffn = whole(row, "ffn")
+    ffn, encoder = whole(row, "ffn"), is_encoder(row)
     given = {"layers": layers, "hidden": hidden, "heads": heads}
     given |= {"kv_heads": whole(row, "kv_heads") or heads, "vocab": whole(row, "vocab", VOCAB)}
+    if encoder:
+        ends = {"positions": max(context, POSITIONS), "masked_words": True}
+        return Encoder(**given, ffn=ffn or 4 * hidden, **ends)
     tied = {"true": (True,), "false": (False,)}.get(text(row, "tied").lower(), (True, False))
     gated = (False, True) if ffn and parameters else (bool(ffn) and ffn != 4 * hidden,)
     kinds = [
@@ -106,6 +118,16 @@ def shape_of(row, context):
         return min(many, key=lambda shape: abs(log(shape.parameters / parameters)))
     usual = [kind for kind in kinds if kind.tied != kind.gated] or kinds
     return with_experts(usual[0], row, experts or 1)
+
+
+def is_encoder(row):
+    """ValueError for what is no transformer, or an encoder that has experts."""
+    said = text(row, "architecture").lower() or "decoder"
+    if said not in ("decoder", "encoder"):
+        raise ValueError(NOT_PLANNED.format(said))
+    if said == "encoder" and (whole(row, "experts") or 1) > 1:
+        raise ValueError("experts must be left out of an encoder: its layers have one network each")
+    return said == "encoder"
 
 
 def with_experts(shape, row, experts):

@@ -36,7 +36,8 @@ from labkit.scale.row import recomputed
 LEAST_TOKENS = 1024
 TRIED = ("none", "selective", "full")  # "half" saves what "selective" does and takes longer
 MODEL = (
-    "params", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "tied", "experts", "top_k",
+    "architecture", "params", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "tied",
+    "experts", "top_k",
 )  # fmt: skip
 
 
