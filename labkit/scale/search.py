@@ -9,9 +9,8 @@ tp stays in a node and divides the heads, their keys and values, and the network
 layers (or leaves stages that differ by one, if they may); cp leaves 1,024 tokens a rank or more;
 dp divides the global batch, ep dp and the experts; several stages a rank want micro-batches by pp.
 Hybrid sharding has a replica in each node. A pipeline runs 1F1B, interleaved where a rank has
-several stages, or where schedule says so zero bubble (ZB-H1): one stage a rank, as many
-micro-batches as stages or more, nothing recomputed (what waits for its weights' gradients would
-keep what recomputing spares). What is tried is left as early as physics allows:
+several stages, or where schedule says so zero bubble (ZB-H1), which has one stage a rank and wants
+as many micro-batches as stages or more. What is tried is left as early as physics allows:
 
     ZeRO-1 never takes longer than ZeRO-0, nor more memory     of the two only the first is tried
     who recomputes more takes longer and less memory           the first that fits is the fastest
@@ -110,17 +109,15 @@ class Space:
         each = self.global_batch // layout.dp // layout.replicas
         layers, pp = layout.shape.layers, layout.pp
         thin = divisors(layers // pp) if pp > 1 and layers % pp == 0 else [1]
+        tried = self.schedules if pp > 1 else ("1f1b",)
         ways = [("1f1b", vpp) for vpp in self.free("vpp", thin)]
         ways += [("zero_bubble", vpp) for vpp in self.free("vpp", [1])]
-        for schedule, vpp in ways:
-            if schedule not in (self.schedules if pp > 1 else ("1f1b",)):
-                continue
+        for schedule, vpp in (way for way in ways if way[0] in tried):
+            way = replace(layout, schedule=schedule, vpp=vpp)
             yield (
-                replace(
-                    layout, schedule=schedule, vpp=vpp, micro_batch=micro, grad_accum=each // micro
-                )
+                replace(way, micro_batch=micro, grad_accum=each // micro)
                 for micro in self.free("micro_batch", divisors(each))
-                if runs(schedule, pp, vpp, each // micro)
+                if runs(way, each // micro)
             )
 
     def fits(self, peak):
@@ -134,13 +131,6 @@ class Space:
         job = replace(self.job, zero=3, offload=bool(self.host_gib))
         needed = job.shape.parameters * (state_bytes(job, {}, 1) - away(job)) / GIB
         return max(1, -int(-needed // ((1 - self.spare) * job.gpu.memory_gib)))
-
-
-def runs(schedule, pp, vpp, micro_batches):
-    """Can ranks go through so many micro-batches in that order?"""
-    if schedule == "zero_bubble":
-        return micro_batches >= pp
-    return vpp == 1 or micro_batches % pp == 0
 
 
 def search(space, n, c, within=float("inf")):
@@ -167,8 +157,6 @@ def search(space, n, c, within=float("inf")):
 def first_to_fit(space, job, c, within, refused):
     """The Found that recomputes least; False if it takes too long, None if none fits."""
     kinds = (space.given["recompute"],) if "recompute" in space.given else TRIED
-    if job.schedule == "zero_bubble":
-        kinds = [kind for kind in kinds if kind == "none"]
     if within < float("inf") and predict_step(job, c).seconds >= within:
         return False  # nothing recomputed: the others take longer
     for kind in kinds:
@@ -179,6 +167,13 @@ def first_to_fit(space, job, c, within, refused):
             return step.seconds < within and Found(tried, step, peak)
         refused.append((peak, tried))
     return None
+
+
+def runs(job, micro_batches):
+    """Does a pipeline's schedule go with so many micro-batches?"""
+    if job.schedule == "zero_bubble":
+        return micro_batches >= job.pp
+    return job.vpp == 1 or micro_batches % job.pp == 0
 
 
 def most(space, limit):
