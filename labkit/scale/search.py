@@ -18,8 +18,8 @@ as many micro-batches as stages or more. What is tried is left as early as physi
     fp8 never takes longer than bf16, nor more memory          of the two only it, if the GPU has it
 
 The model of time is cost.py, that of memory memory.py. Neither has a term for the casts to fp8,
-which look free, nor for the size of a bucket: bucket.py chooses it for what has won. Rules of thumb
-for the same choice: Narayanan et al., Efficient Large-Scale Language Model Training, SC 2021, 3.
+which look free, nor for the size of a bucket: bucket.py chooses it for what has won. Rules of thumb:
+Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters, SC 2021, section 3.
 """
 
 from dataclasses import dataclass, replace
