@@ -389,6 +389,7 @@ def test_bert_is_planned_as_what_it_is():
     bert = job_of(row)
     assert bert.shape == replace(BERT_LARGE, masked_words=True)
     fits = replace(bert, zero=0, dp=1)
+    assert job_of(row | {"architecture": "BertModel"}).shape == job_of(row | {"architecture": ""}).shape != bert.shape
     states = predict_memory(fits, C).states * 2**30
     assert states == pytest.approx(16 * bert.shape.parameters, rel=1e-9)
     plain = replace(

@@ -18,7 +18,7 @@ as many micro-batches as stages or more. What is tried is left as early as physi
     fp8 never takes longer than bf16, nor more memory          of the two only it, if the GPU has it
 
 The model of time is cost.py, that of memory memory.py. Neither has a term for the casts to fp8,
-which look free, nor for the size of a bucket: bucket.py chooses it for what has won. Rules of thumb:
+which look free, nor for the size of a bucket: bucket.py chooses it for what wins. Rules of thumb:
 Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters, SC 2021, section 3.
 """
 
@@ -29,7 +29,7 @@ from labkit.scale.cost import away, predict_step
 from labkit.scale.given import PRECISIONS, check_given, divisors, schedules_of
 from labkit.scale.job import Job, job_of
 from labkit.scale.memory import GIB, predict_memory, state_bytes
-from labkit.scale.row import recomputed
+from labkit.scale.row import NOT_PLANNED, recomputed, text
 
 LEAST_TOKENS = 1024
 TRIED = ("none", "selective", "full")  # "half" saves what "selective" does and takes longer
@@ -204,6 +204,9 @@ def smallest(space, limit, c):
 def space_of(row, cluster, *, global_batch, spare, uneven, precision, framework,
              schedule="1f1b", **given):  # fmt: skip
     """The Space of a model (a row of job.py's columns) on a Cluster. ValueError for bad input."""
+    architecture = text(row, "architecture").lower()
+    if architecture not in ("", "decoder", "encoder"):
+        raise ValueError(NOT_PLANNED.format(architecture))
     kept = {name: row.get(name) for name in (*MODEL, "seq_len")}
     if precision == "free":
         precision = "fp8" if "fp8" in cluster.device.tflops else "bf16"
