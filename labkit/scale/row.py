@@ -6,7 +6,7 @@ What is missing: heads of width 128, kv_heads = heads, ffn = 4 hidden, a vocabul
 output layer of its own if the network is gated. Neither layers nor hidden: a network 128 times as
 wide as it is deep. Far more parameters than a dense network has: experts, as many as explain them,
 two for each token. architecture: an encoder is BERT's kind with the head for masked words, through
-which all words go; all else is a decoder. What is impossible is a ValueError, one line that names it.
+which all words go. What is impossible is a ValueError, one line that names it.
 """
 
 import csv
