@@ -299,6 +299,8 @@ def test_zero_bubble_holds_what_its_schedule_holds():
         most = max(itertools.accumulate(sizes[action.kind] for action in program))
         told = stage_peak(again, C, stage, job.stages[stage]).activations * 2**30
         assert told == pytest.approx(2 * most * 2048)
+        fullest = max(stage_peak(again, C, number, has).total for number, has in enumerate(job.stages))
+        assert predict_memory(again, C).total == fullest
     assert predict_memory(job, C).activations == predict_memory(replace(job, schedule="1f1b"), C).activations
 
 

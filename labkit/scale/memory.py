@@ -71,10 +71,12 @@ class Peak:
 
 def predict_memory(job, c):
     """The Peak of a Job: of the stage that holds most."""
-    first = {}  # of stages that have the same, none holds more micro-batches than the first
+    first, last = {}, {}  # of stages that have the same: one of the two holds most
     for stage, has in enumerate(job.stages):
         first.setdefault(has, stage)
-    peaks = [stage_peak(job, c, stage, has) for has, stage in first.items()]
+        last[has] = stage
+    ends = [first, last] if job.schedule == "zero_bubble" else [first]
+    peaks = [stage_peak(job, c, stage, has) for end in ends for has, stage in end.items()]
     fullest = max(peaks, key=lambda peak: peak.total)
     return replace(fullest, host=max(p.host for p in peaks)) if job.offload else fullest
 
