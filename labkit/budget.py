@@ -158,6 +158,7 @@ def choose(
     optimizer="adamw",
     recompute=None,
     host_bytes=None,
+    order=list,
     **options,
 ):
     """The first strategy that fits into memory_bytes a rank, from cheap to expensive: a Choice.
@@ -165,12 +166,14 @@ def choose(
     One rank: one process, with offload, with recomputation. More: DDP, ZeRO-1, ZeRO-2, FSDP, FSDP
     with offload, FSDP with recomputation, with both.
     input, target: one rank's batch. recompute: as in rehearse_step; None leaves it out.
-    host_bytes: a rank's host memory, for offload. options: precision, unit, device.
+    host_bytes: a rank's host memory, for offload. order: of rungs, (strategy, recomputed), makes
+    another order of them. options: precision, unit, device.
     Raises MemoryError if nothing fits: by how much, and what would make it fit.
     """
     search = Search(module, input, loss, target, world_size, optimizer, recompute, options)
     ways = partial(ways_out, search, memory_bytes)
-    return first_that_fits(search.rungs(), search.estimate, memory_bytes, host_bytes, ways)
+    rungs = order(search.rungs())
+    return first_that_fits(rungs, search.estimate, memory_bytes, host_bytes, ways)
 
 
 def first_that_fits(rungs, estimate, memory_bytes, host_bytes=None, ways=lambda rung: []):

@@ -6,16 +6,30 @@ from dataclasses import replace
 
 import pytest
 
-from labkit.parts.schedules import interleaved
+from labkit.parts.dependencies import play
+from labkit.parts.schedules import interleaved, one_f_one_b, zero_bubble
 from labkit.scale import constants
+from labkit.scale.bucket import MIB, USUAL, bucket_of, choose_bucket
 from labkit.scale.cluster import Cluster
-from labkit.scale.cost import gather_seconds, gradient_seconds, parts, predict_step, tensor_seconds
-from labkit.scale.explain import moved, sensitivity, why_larger, why_slower
+from labkit.scale.cost import (
+    gather_seconds,
+    gradient_seconds,
+    hand_over,
+    head_seconds,
+    layer_seconds,
+    predict_step,
+    tensor_seconds,
+    weights_seconds,
+)
+from labkit.scale.encoders import BERT_LARGE
+from labkit.scale.explain import moved, parts, sensitivity, why_larger, why_slower, words
 from labkit.scale.hardware import GPUS
 from labkit.scale.job import job_of
-from labkit.scale.memory import predict_memory, stage_peak
+from labkit.scale.memory import kept, predict_memory, stage_peak
 from labkit.scale.plan import bill, main, plan
+from labkit.scale.row import row_of
 from labkit.scale.search import search
+from labkit.scale.shapes import Shape
 
 C = constants.values()
 SMALL = {"layers": 8, "hidden": 1024, "heads": 8, "kv_heads": 4, "ffn": 4096, "vocab": 8192, "seq_len": 2048}
@@ -28,7 +42,7 @@ def cluster(gpus=8, gpu="A100-80GB", **changes):
     return Cluster(gpu, gpus, **{"gpus_per_node": 4, "confirmed": True} | changes)
 
 
-def every_job(model, where, n):
+def every_job(model, where, n, schedules=("1f1b",)):
     """All that can be written down on n GPUs, one by one: (seconds, Job) of those that fit."""
     few, node = (1, 2, 4, 8), min(n, where.gpus_per_node)
     for tp, pp, cp, dp, copies in itertools.product(few, few, (1, 2), few, few):
@@ -41,35 +55,38 @@ def every_job(model, where, n):
         plain = job_of(model | axes | {"zero": 3})
         plain = replace(plain, gpu=where.device, network_gbps=where.device.network_gbps)
         kinds, homes = ("none", "half", "selective", "full"), (False, True) if where.host_gib else (False,)
-        for zero, vpp, ep, micro, kind, home in itertools.product(
-            range(4), (1, 2, 4, 8), (1, 2, 4), (1, 2, 4, 8, 16), kinds, homes
+        for zero, vpp, ep, micro, kind, home, schedule in itertools.product(
+            range(4), (1, 2, 4, 8), (1, 2, 4), (1, 2, 4, 8, 16), kinds, homes, schedules
         ):
             accumulated = BATCH // ranks // micro
             thin = vpp > 1 and (pp == 1 or 8 % (pp * vpp) or accumulated % pp)
             if not accumulated or thin or dp % ep or model.get("experts", 1) % ep or (copies > 1 and zero < 3):
                 continue
+            if schedule == "zero_bubble" and (pp == 1 or vpp > 1 or accumulated < pp):
+                continue
             told = {"zero": zero, "vpp": vpp, "ep": ep, "micro_batch": micro, "grad_accum": accumulated}
-            job = replace(plain, **told, recompute=kind, offload=home)
+            job = replace(plain, **told, recompute=kind, offload=home, schedule=schedule)
             peak = predict_memory(job, C)
             if peak.total <= 0.9 * where.device.memory_gib and peak.host <= 0.9 * (where.host_gib or 0):
                 yield predict_step(job, C).seconds, job
 
 
 @pytest.mark.parametrize(
-    ("model", "figures"),
+    ("model", "figures", "schedules"),
     [
-        (SMALL, {}),
-        (SMALL, {"memory_gib": 0.9, "network_gbps": 30.0}),
-        (SMALL, {"memory_gib": 1.6, "network_gbps": 30.0}),
-        (EXPERTS, {"memory_gib": 1.6, "network_gbps": 30.0}),
-        (SMALL, {"memory_gib": 0.9, "network_gbps": 30.0, "host_gib": 1.5}),
+        (SMALL, {}, ["1f1b"]),
+        (SMALL, {"memory_gib": 0.9, "network_gbps": 30.0}, ["1f1b"]),
+        (SMALL, {"memory_gib": 1.6, "network_gbps": 30.0}, ["1f1b"]),
+        (EXPERTS, {"memory_gib": 1.6, "network_gbps": 30.0}, ["1f1b"]),
+        (SMALL, {"memory_gib": 0.9, "network_gbps": 30.0, "host_gib": 1.5}, ["1f1b"]),
+        (SMALL, {"memory_gib": 1.6, "network_gbps": 30.0}, ["1f1b", "zero_bubble"]),
     ],
-    ids=["all fit", "few fit", "some fit", "experts", "offloaded"],
+    ids=["all fit", "few fit", "some fit", "experts", "offloaded", "schedules"],
 )
-def test_nothing_better_is_missed(model, figures):
+def test_nothing_better_is_missed(model, figures, schedules):
     where = cluster(**figures)
-    found = plan(model, where, global_batch=BATCH)
-    best = {n: min((s for s, _ in every_job(model, where, n)), default=None) for n in (1, 2, 4, 8)}
+    found = plan(model, where, global_batch=BATCH, schedule="1f1b" if len(schedules) == 1 else "free")
+    best = {n: min((s for s, _ in every_job(model, where, n, schedules)), default=None) for n in (1, 2, 4, 8)}
     assert found.fastest.seconds == pytest.approx(best[8], rel=1e-12)
     fit = {n: seconds for n, seconds in best.items() if seconds}
     assert found.smallest.job.n_gpus == min(fit)
@@ -159,6 +176,11 @@ def test_what_is_given_stays():
         ({"zero": 4}, "zero must be 0, 1, 2 or 3, got 4"),
         ({"ep": 2}, "ep=2 does not divide experts=1"),
         ({"recompute": "sometimes"}, "recompute must be none"),
+        ({"model": "ResNet-50"}, "ResNet-50 cannot be planned, a decoder or an encoder can: cost.py has no term for"),
+        ({"model": SMALL | {"architecture": "mamba"}}, "mamba cannot be planned, a decoder or an encoder can"),
+        ({"model": EXPERTS | {"architecture": "encoder"}}, "experts must be left out of an encoder"),
+        ({"schedule": "gpipe"}, "schedule must be free or one of 1f1b, zero_bubble, got 'gpipe'"),
+        ({"schedule": "zero_bubble", "vpp": 2}, "schedule=zero_bubble wants vpp=1, got 2: take 1f1b"),
         ({"precision": "fp4"}, "precision must be free or one of bf16, fp8, fp16, tf32, fp32, got 'fp4'"),
         ({"ddp": 2}, "'ddp' cannot be given: what can is cp, dp, ep"),
         ({"gpus": 1, "memory_gib": 1.5}, "GiB more than the 1.4 GiB to be used; it fits on 2 of them"),
@@ -246,6 +268,59 @@ def test_thin_stages_hold_what_their_schedule_holds():
             assert many / one == pytest.approx(max(alive) / vpp)
 
 
+@pytest.mark.parametrize(("name", "schedule"), [("1f1b", one_f_one_b), ("zero_bubble", zero_bubble)])
+@pytest.mark.parametrize(("vocab", "exact"), [(1, True), (200_000, False)], ids=["alike", "a heavy last stage"])
+def test_a_schedule_takes_what_it_takes_when_it_is_played(name, schedule, vocab, exact):
+    row = SMALL | {"gpu": "A100", "n_gpus": 4, "pp": 4, "grad_accum": 8, "micro_batch": 2, "vocab": vocab}
+    job = replace(job_of(row), schedule=name)
+    work = [layers * layer_seconds(job, C) + heads * head_seconds(job, C) for layers, heads, _ in job.stages]
+    later = [weights_seconds(job, has, C) for has in job.stages]
+
+    def cost(action):
+        s = action.stage
+        both = (work[s] - later[s]) / 2  # of F and B
+        whole = action.kind == "B" and name == "1f1b"
+        return later[s] if action.kind == "W" else both + whole * later[s]
+
+    played = play(schedule(4, 8), cost).length
+    step = predict_step(job, C)
+    told = step.steady + step.bubble - 8 * 2 * hand_over(job)
+    assert played <= told * (1 + 1e-9)
+    assert not exact or played == pytest.approx(told, rel=1e-3)
+
+
+def test_zero_bubble_holds_what_its_schedule_holds():
+    """In flight a micro-batch has what recomputing leaves; once its B is done its W wants all the inputs."""
+    job = replace(job_of(SMALL | {"gpu": "A100", "n_gpus": 4, "pp": 4, "grad_accum": 8}), schedule="zero_bubble")
+    for kind, (stage, program) in itertools.product(("none", "full"), enumerate(zero_bubble(4, 8))):
+        again = replace(job, recompute=kind)
+        less, all_of_it = kept(again, C), kept(job, C)
+        sizes = {"F": less, "B": all_of_it - less, "W": -all_of_it}
+        most = max(itertools.accumulate(sizes[action.kind] for action in program))
+        told = stage_peak(again, C, stage, job.stages[stage]).activations * 2**30
+        assert told == pytest.approx(2 * most * 2048)
+    assert predict_memory(job, C).activations == predict_memory(replace(job, schedule="1f1b"), C).activations
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_the_fullest_stage_counts(schedule):
+    """Of 2, 2, 1, 1 layers: the first of the thick ones, or with zero bubble the second, which puts off more."""
+    row = SMALL | {"gpu": "A100", "n_gpus": 4, "pp": 4, "grad_accum": 8, "layers": 6, "vocab": 1, "recompute": "full"}
+    job = replace(job_of(row), schedule=schedule)
+    totals = [stage_peak(job, C, stage, has).total for stage, has in enumerate(job.stages)]
+    assert totals.index(max(totals)) == (schedule == "zero_bubble")
+    assert predict_memory(job, C).total == max(totals)
+
+
+def test_zero_bubble_is_taken_where_it_is_asked_for_and_has_micro_batches():
+    told = {"global_batch": BATCH, "pp": 4, "vpp": 1}
+    plain, free, asked = (plan(SMALL, cluster(), **told, schedule=s) for s in ("1f1b", "free", "zero_bubble"))
+    assert {one.job.schedule for one in plain.contenders} == {"1f1b"}
+    assert free.fastest.job.schedule == "zero_bubble" and free.fastest.seconds < plain.fastest.seconds
+    assert all(one.job.schedule == "zero_bubble" and one.job.grad_accum >= 4 for one in asked.contenders)
+    assert ", zero bubble (ZB-H1), " in words(free.fastest.job) and "zero" not in words(plain.fastest.job)
+
+
 def test_experts_shared_out_hold_less_and_send_their_tokens():
     row = EXPERTS | {"gpu": "A100", "n_gpus": 8, "dp": 8, "zero": 1, "micro_batch": 2}
     whole, shared = job_of(row), job_of(row | {"ep": 4})
@@ -284,6 +359,73 @@ def test_zero_2_scatters_every_micro_batch_and_replicas_add_up_their_shards():
     assert gradient_seconds(hybrid, C) == pytest.approx(2 * C["data_exposed"] * gather_seconds(hybrid, 4, 4, shards, C))
 
 
+def test_a_bucket_pays_few_starts_and_a_short_last_one():
+    job = job_of(SMALL | {"gpu": "A100", "n_gpus": 64, "zero": 1, "layers": 64})
+    best = choose_bucket(job, C)
+    total, alpha = 2 * job.shape.parameters, gather_seconds(job, 64, 1, 0, C)
+    for mb in (1, 7, USUAL, best.mb, 100, 1000, 10**6):
+        bucket = bucket_of(job, mb, C)
+        assert bucket.count == max(1, -(-total // (mb * MIB)))
+        assert bucket.starts == pytest.approx(bucket.count * alpha)
+        last = gather_seconds(job, 64, 1, total / bucket.count, C) - alpha
+        assert bucket.last == pytest.approx(last)
+        assert best.exposed <= 1.08 * bucket.exposed  # it is a power of two
+    beta = (gather_seconds(job, 64, 1, total, C) - alpha) / total
+    assert 0.7 < total / best.count / (total * alpha / beta) ** 0.5 < 1.42
+
+
+def test_a_bucket_grows_with_the_ranks_and_shrinks_with_a_slower_network():
+    row = SMALL | {"gpu": "A100", "layers": 64}
+    grown = [choose_bucket(job_of(row | {"n_gpus": n, "zero": 1}), C).mb for n in (8, 64, 512, 4096)]
+    assert grown == sorted(grown) and grown[-1] > 8 * grown[0]
+    slow = [choose_bucket(job_of(row | {"n_gpus": 64, "inter_gbps": gbps}), C).mb for gbps in (25, 400, 3200)]
+    assert slow == sorted(slow) and slow[-1] > slow[0]
+    whole, shared = (choose_bucket(job_of(EXPERTS | {"gpu": "A100", "dp": 8, "n_gpus": 8, "ep": e}), C) for e in (1, 4))
+    assert whole.exposed > shared.exposed  # experts' gradients go to fewer ranks
+
+
+def test_what_has_no_bucket_gets_none():
+    assert choose_bucket(job_of(SMALL | {"gpu": "A100"}), C) is None
+    assert choose_bucket(job_of(SMALL | {"gpu": "A100", "n_gpus": 8, "zero": 3}), C) is None
+    one, every = (
+        choose_bucket(job_of(SMALL | {"gpu": "A100", "n_gpus": 8, "zero": z, "grad_accum": 4}), C) for z in (1, 2)
+    )
+    assert every.mb == one.mb and every.exposed == pytest.approx(4 * one.exposed)  # ZeRO-2: after each micro-batch
+
+
+def test_bert_is_planned_as_what_it_is():
+    """The unmasked half of attention and the head for masked words are all that a decoder does not have."""
+    row = row_of("bert-large") | {"gpu": "A100", "n_gpus": 8, "zero": 1, "micro_batch": 8}
+    bert = job_of(row)
+    assert bert.shape == replace(BERT_LARGE, masked_words=True)
+    fits = replace(bert, zero=0, dp=1)
+    assert job_of(row | {"architecture": "BertModel"}).shape == job_of(row | {"architecture": ""}).shape != bert.shape
+    states = predict_memory(fits, C).states * 2**30
+    assert states == pytest.approx(16 * bert.shape.parameters, rel=1e-9)
+    plain = replace(
+        bert, shape=Shape(24, 1024, 16, 16, 4096, 30522, gated=False, tied=True, positions=512, biases=True)
+    )
+    peak = 1e12 * 312 * C["attention"]
+    unmasked = 3.5 * 2 * bert.context * 1024 * bert.tokens / peak
+    assert layer_seconds(bert, C) - layer_seconds(plain, C) == pytest.approx(unmasked, rel=1e-6)
+    head = head_seconds(bert, C) - head_seconds(plain, C)
+    assert head == pytest.approx(6 * 1024**2 * bert.tokens / (1e12 * 312 * 0.869 * C["matmul_ampere"]), rel=1e-6)
+    assert predict_memory(bert, C).activations == predict_memory(plain, C).activations
+    found = plan("bert-large", Cluster("A100-80GB", 16))
+    for one in (found.fastest, found.cheapest, found.smallest, found.runner_up):
+        assert one.job.shape == bert.shape and one.job.step_tokens == 256 * 512
+        assert one.peak.total <= 0.9 * 79.1
+
+
+def test_an_encoder_says_that_none_was_published(monkeypatch, capsys):
+    said = []
+    for name in ("bert-base", "gpt2-1.5b"):
+        monkeypatch.setattr(sys, "argv", f"plan --model {name} --gpus 8 --gpu a100-80gb --tokens 1e9".split())
+        main()
+        said.append("none of them of an encoder" in capsys.readouterr().out)
+    assert said == [True, False]
+
+
 def test_the_command(monkeypatch, capsys):
     told = ",".join(f"{name}={value}" for name, value in SMALL.items())
     command = f"plan --model {told} --gpus 8 --gpu a100-80gb --tokens 1e9 --global-batch 16 --price 2 --sensitivity"
@@ -292,6 +434,9 @@ def test_the_command(monkeypatch, capsys):
     said = capsys.readouterr().out
     for word in ("fastest", "cheapest", "smallest", "GPU-hours", "money", "runner-up", "kept out of the fit", "edge"):
         assert word in said
+    monkeypatch.setattr(sys, "argv", [*command.split(), "--zero", "1"])
+    main()
+    assert "bucket of gradients: " in capsys.readouterr().out and "bucket" not in said  # FSDP's are its layers
     monkeypatch.setattr(sys, "argv", [*command.split(), "--tp", "3"])
     with pytest.raises(SystemExit, match=r"labkit\.scale\.plan: tp 3 = 3 ranks, but there are 8 GPUs"):
         main()

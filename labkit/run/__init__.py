@@ -13,7 +13,8 @@ magic.py       %%torchrun
 experiment.py  what to train, as a frozen dataclass
 compare.py     many experiments in one process group
 participant.py one experiment on one rank, and what is measured of its steps; or asked before
-settle.py      strategy="auto": the first that fits, also on a mesh
+settle.py      strategy="auto": of what fits, the fastest by the planner, also on a mesh
+forecast.py    how long the planner thinks that a step takes under each strategy
 """
 
 from labkit.run.launch import LaunchError, Run, launch

@@ -71,8 +71,9 @@ class Experiment:
         where the strategy is at work. Of the GPT; a pipeline's micro-batches are accumulation.
     experts: so many networks in each block of the GPT, of which a token goes to two; 0: one. The
         loss has 0.01 x what balances them, counted over all ranks, for each micro-batch.
-    strategy="auto": the first of labkit.budget to fit memory_mb MiB a rank (0: what is free), with
-        axes the fullest of them; not with experts. See also labkit.run.participant.estimate.
+    strategy="auto": of those of labkit.budget that fit memory_mb MiB a rank (0: what is free), with
+        axes the fullest of them, the fastest by labkit.run.forecast; not with experts. See also
+        labkit.run.participant.estimate.
     compute="emulated": each unit sleeps in place of its arithmetic, block_ms milliseconds forward
         and twice that backward for the whole batch; a rank sleeps for its share of it.
     """

@@ -57,7 +57,7 @@ def compose(module, mesh, e, wrapping):
 
 
 def strategies_of(e):
-    """What strategy="auto" looks at along dp, from cheap to expensive."""
+    """What strategy="auto" looks at along dp."""
     return ("ddp_naive",) if e.pipeline > 1 else ("ddp_bucketed", "fsdp")
 
 
@@ -91,10 +91,15 @@ def check_experts(e):
         raise ValueError(f"{said}: experts on ranks of their own are not sharded: take DDP")
 
 
+def gpt_sizes(e):
+    """{argument of the GPT: what an Experiment's has}."""
+    defaults = inspect.signature(models.CLASSES["gpt"]).parameters
+    return {name: one.default for name, one in defaults.items()} | models.SIZES["gpt"][e.size]
+
+
 def check_shares(e):
     """Raise ValueError for what the ranks of an axis cannot share alike."""
-    defaults = inspect.signature(models.CLASSES["gpt"]).parameters
-    gpt = {name: one.default for name, one in defaults.items()} | models.SIZES["gpt"][e.size]
+    gpt = gpt_sizes(e)
     shared = (
         ("pipeline", gpt["layers"], "layers"),
         ("tensor", gpt["heads"], "heads"),

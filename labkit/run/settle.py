@@ -1,14 +1,18 @@
-"""strategy="auto": the first that fits into a rank's memory, from cheap to expensive.
+"""strategy="auto": of what fits into a rank's memory, that which the planner finds fastest.
 
-    no axes     labkit.budget.choose: one step without data, and what each strategy holds besides
-    a mesh      each strategy's own run, rehearsed by every rank; the fullest of them must fit
+    memory      no axes: labkit.budget.choose, one step without data, and what a strategy holds
+                a mesh: each strategy's own run, rehearsed by every rank; the fullest must fit
+    time        predicted (forecast.py); where it is alike, or of layers and sleeps that the planner
+                does not know, from cheap to expensive, as labkit.budget has them
 
 `participant` is labkit.run.participant's throughout. labkit.scale.rehearse is imported where it is
 needed: it takes PyTorch seconds that ranks that do not ask need not wait for.
 """
 
+import os
 import pickle
 from dataclasses import replace
+from functools import partial
 from time import perf_counter
 
 import torch
@@ -21,6 +25,7 @@ from labkit.measure.machine import free_bytes
 from labkit.measure.memory import MemoryTracker
 from labkit.parts.replicas import gather_bytes
 from labkit.recompute import checkpoint
+from labkit.run import forecast
 from labkit.run.meshed import strategies_of
 
 
@@ -43,13 +48,29 @@ def on_line(participant, module, optimizer, room):
     participant.batches.load_state_dict(begin)  # training sees it, too
     memory = room - input.nbytes - target.nbytes
     options = {"precision": e.precision, "unit": models.unit(e.model), "recompute": checkpoint}
+    options["order"] = partial(in_order, participant)
     loss, ranks = models.loss(e.model), participant.world_size
     return choose(module, input, memory, ranks, loss, target, optimizer, **options)
 
 
 def on_mesh(participant, module, optimizer, room):
     rungs = [(strategy, False) for strategy in strategies_of(participant.experiment)]
+    rungs = in_order(participant, rungs)
     return first_that_fits(rungs, lambda rung: fullest(participant, rung[0]), room)
+
+
+def in_order(participant, rungs):
+    """The rungs, the fastest by the planner first; rank 0 prints why. Collective."""
+    e, ranks, device = participant.experiment, participant.world_size, participant.device
+    if not forecast.knows(e):
+        return rungs
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    each = [forecast.step_seconds(e, ranks, local, device, rung) for rung in rungs]
+    slowest = torch.tensor(each, device=device)
+    comm.all_reduce(slowest, dist.ReduceOp.MAX)  # the ranks must not choose differently
+    if dist.get_rank() == 0:
+        print(forecast.told(rungs, slowest.tolist()))
+    return forecast.in_order(rungs, slowest.tolist())
 
 
 def fullest(participant, strategy):

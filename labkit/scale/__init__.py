@@ -11,6 +11,7 @@
     shapes.py     parameters, FLOPs and activation bytes, from the numbers of a configuration
     encoders.py   the same of BERT: no mask, other ends
     images.py     the same of ResNets: convolutions, block by block
+    row.py        a row's columns read, and the shape of the model that they tell
     job.py        a training job as a row of a table: what is missing has a stated default
     cost.py       the time of layers, collectives and a pipeline: tokens per second
     memory.py     what a GPU holds, by kind: the peak, and what is the largest
@@ -19,7 +20,9 @@
     predict.py    the command: rows in, rows with predictions out
 
     models.csv    named models and where their figures were read
+    given.py      what is asked of the planner, checked
     search.py     every way to lay a model out on n GPUs, and those that fit
+    bucket.py     how large a bucket of gradients: starts against the last one
     plan.py       the command: the fastest, the cheapest, the fewest GPUs; time, money, energy
     explain.py    who lost and by what; what hangs on which constant
     cases.py      jobs as their papers describe them: predicted, and what is reported, in one unit

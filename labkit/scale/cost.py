@@ -3,7 +3,8 @@
     layer       products / (peak x efficiency by size)  +  bytes moved / bandwidth
                 or what the host needs to launch it, where that is longer
     messages    (n - 1) alpha + (n - 1)/n S / B         a ring; twice that an all-reduce
-    pipeline    sum of the stages / v + (micro-batches - 1/v) x the slowest stage
+    pipeline    sum of the stages / v + (micro-batches - 1/v) x the slowest stage (1F1B)
+                ZB-H1: less two weights' gradients, W, of each stage but the slowest
     step        pipeline + gradients' messages that nothing hides + the optimizer, which moves its
                 states over the bus and back where they wait in host memory
 
@@ -12,11 +13,12 @@ edges are not full. Messages between nodes share the node's adapters with the ot
 Williams et al., Roofline, CACM 2009; Hockney, The communication challenge for MPP, 1994 (alpha and
 beta); Thakur et al., Optimization of Collective Communication Operations in MPICH, 2005;
 Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters, SC 2021, section 3
-(bubbles); Dao, FlashAttention-2, 2023 (a backward of 2.5 forwards); Luo et al., Dissecting the
-NVIDIA Hopper Architecture, 2024 (the older instructions reach 0.62 of H100's peak).
+(bubbles); Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, section 2 (ZB-H1); Dao,
+FlashAttention-2, 2023 (a backward of 2.5 forwards); Luo et al., Dissecting the NVIDIA Hopper
+Architecture, 2024 (the older instructions reach 0.62 of H100's peak).
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil, log2
 
 OLD_INSTRUCTIONS = 0.62
@@ -49,6 +51,9 @@ def predict_step(job, c):
     work = [layers * layer + heads * head for layers, heads, _ in job.stages]
     slowest = max(work) + 2 * job.vpp * hand_over(job)
     bubble = (sum(work) - max(work)) / job.vpp
+    if job.schedule == "zero_bubble":
+        filled = [weights_seconds(job, has, c) for has in job.stages]
+        bubble -= 2 * (sum(filled) - filled[work.index(max(work))])
     steady = job.grad_accum * slowest
     gradients = gradient_seconds(job, c)
     alike = job.held_alike(job.shape.parameters, job.shape.layers * job.shape.expert_weights)
@@ -64,28 +69,6 @@ def away(job):
     return 0 if not job.offload else 4 if "pure" in job.precision else 12
 
 
-def parts(job, c):
-    """{what a step's seconds go to: how many}, of the stage that sets the pace; they add up."""
-    layer, head, step = layer_seconds(job, c), head_seconds(job, c), predict_step(job, c)
-    layers, heads, _ = max(job.stages, key=lambda has: has[0] * layer + has[1] * head)
-    alone = replace(job, zero=0)
-    kept = replace(alone, recompute="none")
-    once, plain = layer_seconds(alone, c), layer_seconds(kept, c)
-    messages = tensor_seconds(kept, c)
-    steps = job.grad_accum * layers
-    return {
-        "layers": steps * (plain - messages),
-        "messages of layers": steps * messages,
-        "recomputation": steps * (once - plain),
-        "gathering parameters": steps * (layer - once),
-        "output layer": job.grad_accum * heads * head,
-        "hand-overs": job.grad_accum * 2 * job.vpp * hand_over(job),
-        "bubble": step.bubble,
-        "gradients": step.gradients,
-        "optimizer": step.optimizer,
-    }
-
-
 def layer_seconds(job, c):
     """Forward and backward of one layer on one micro-batch, on one rank."""
     nodes = ceil(job.tp / job.gpus_per_node)
@@ -93,10 +76,10 @@ def layer_seconds(job, c):
     return waits + max(device_seconds(job, c), host_seconds(job, c))
 
 
-def device_seconds(job, c):
-    """The same as far as the GPU and its messages need it."""
+def product_seconds(job, c):
+    """A layer's products with its weights, of a micro-batch's forward; of either gradient, too."""
     shape, tokens = job.shape, job.tokens
-    generation, rate = of_job(job, job.dtype, c)
+    _, rate = of_job(job, job.dtype, c)
     edge = job.gpu.edge.get(job.dtype, c["edge"])
     products = 0.0
     met = tokens * shape.top_k / shape.experts * job.ep  # by one expert
@@ -106,6 +89,21 @@ def device_seconds(job, c):
     ):
         edges = 1 + edge * (1 / shape.hidden + 1 / side + 1 / rows)
         products += 2 * weights / job.tp * tokens * edges / rate
+    return products
+
+
+def weights_seconds(job, has, c):
+    """The gradients of the weights of a stage, of a micro-batch. has: as Job.stages says."""
+    layers, heads, _ = has
+    head = 2 * job.shape.head_weights / job.tp * job.tokens / of_job(job, "bf16", c)[1]
+    return layers * product_seconds(job, c) + heads * head
+
+
+def device_seconds(job, c):
+    """Forward and backward of one layer, as far as the GPU and its messages need it."""
+    shape, tokens = job.shape, job.tokens
+    generation, rate = of_job(job, job.dtype, c)
+    products = product_seconds(job, c)
     fused = job.precision != "fp16"  # jobs in fp16 are older than fused attention
     attention = 0.0
     moved = shape.moved_bytes() * (1 if job.compiled else c["traffic"])
@@ -153,7 +151,7 @@ def host_seconds(job, c):
 def head_seconds(job, c):
     """Forward and backward of the output layer and the loss."""
     _, rate = of_job(job, "bf16", c)
-    flops = 6 * job.shape.embedding_parameters / job.tp * job.tokens
+    flops = 6 * job.shape.head_weights / job.tp * job.tokens
     moved = c["logits"] * job.shape.vocab / job.tp * job.tokens
     return flops / rate + moved / (1e9 * job.gpu.memory_gbs)
 
@@ -225,16 +223,20 @@ def gradient_seconds(job, c):
     ZeRO-2 keeps no whole gradients: it scatters those of every micro-batch. FSDP has done that;
     its replicas, if there are several, add up their shards.
     """
-    width = 4 if job.framework == "nanotron" else 2
-    alike = job.held_alike(job.shape.parameters, job.shape.layers * job.shape.expert_weights)
     once = 0.0
-    for parameters, ranks, stride in alike:
-        total, size = width * parameters / job.tp / job.pp, ranks * job.cp
+    for total, size, stride in summed_gradients(job):
         if job.zero == 3:
             once += gather_seconds(job, job.replicas, size * stride, total / size, c)
         else:
             once += gather_seconds(job, size * job.replicas, stride, total, c)
     return c["data_exposed"] * (1 + (job.grad_accum if job.zero == 2 else 1)) * once
+
+
+def summed_gradients(job):
+    """(bytes, ranks, ranks from one to the next) of each part of a rank's gradients."""
+    width = 4 if job.framework == "nanotron" else 2
+    alike = job.held_alike(job.shape.parameters, job.shape.layers * job.shape.expert_weights)
+    return [(width * p / job.tp / job.pp, ranks * job.cp, stride) for p, ranks, stride in alike]
 
 
 def hand_over(job):

@@ -52,12 +52,26 @@ class Encoder(Shape):
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
 
     @cached_property
+    def input_parameters(self):
+        """Of the input, besides the words' matrix."""
+        return (self.positions + self.types + 1 + self.biases) * self.hidden
+
+    @cached_property
+    def head_parameters(self):
+        """Of pooler and head, besides the output layer's matrix."""
+        square, norm = self.hidden * (self.hidden + 1), self.hidden * (1 + self.biases)
+        return self.pooler * square + self.masked_words * (square + norm + self.vocab)
+
+    @cached_property
+    def head_weights(self):
+        """Weights that one token is multiplied with in the head; but one in `context` is pooled."""
+        return self.masked_words * (self.hidden**2 + self.embedding_parameters)
+
+    @cached_property
     def parameters(self):
         """All parameters; a tied matrix once."""
-        square, norm = self.hidden * (self.hidden + 1), self.hidden * (1 + self.biases)
-        embeddings = (self.vocab + self.positions + self.types) * self.hidden + norm
-        head = square + norm + self.vocab + (0 if self.tied else self.embedding_parameters)
-        ends = embeddings + self.pooler * square + self.masked_words * head
+        matrices = 1 + (self.masked_words and not self.tied)
+        ends = matrices * self.embedding_parameters + self.input_parameters + self.head_parameters
         return self.layers * self.layer_parameters + ends
 
     def attention_flops(self, context):
@@ -68,8 +82,7 @@ class Encoder(Shape):
         """Forward FLOPs per token of the whole model; the pooler has one token a sequence."""
         layer = 2 * self.layer_products + self.attention_flops(context)
         pooler = self.pooler * 2 * self.hidden**2 / context
-        head = self.masked_words * 2 * (self.hidden**2 + self.embedding_parameters)
-        return self.layers * layer + pooler + head
+        return self.layers * layer + pooler + 2 * self.head_weights
 
 
 BERT_BASE = Encoder()

@@ -1,6 +1,6 @@
 """Why this plan: what makes the next one slower or too large, and what hangs on which constant.
 
-    runner-up   its step part by part (cost.py)    the parts that are longer
+    runner-up   its step, part by part             the parts that are longer
     too large   its memory kind by kind            the kind that has grown
     constants   of constants.csv, each at either end of its spread, the others as they are:
 
@@ -16,9 +16,17 @@ a time: what two constants do together is not seen. Saltelli et al., Global Sens
 from dataclasses import dataclass, replace
 
 from labkit.scale import constants
-from labkit.scale.cost import parts, predict_step
+from labkit.scale.cost import (
+    hand_over,
+    head_seconds,
+    layer_seconds,
+    predict_step,
+    tensor_seconds,
+)
+from labkit.scale.given import AXES
+from labkit.scale.job import SCHEDULES
 from labkit.scale.memory import predict_memory
-from labkit.scale.search import AXES, Found, search
+from labkit.scale.search import Found, search
 
 KINDS = ("states", "gathered", "activations", "logits", "runtime")
 
@@ -27,9 +35,32 @@ def words(job):
     """A job's layout in a few words."""
     sizes = " x ".join(f"{a} {getattr(job, a)}" for a in AXES if getattr(job, a) > 1) or "one GPU"
     inner = "".join(f", {a} {getattr(job, a)}" for a in ("ep", "vpp") if getattr(job, a) > 1)
+    inner += f", {SCHEDULES[job.schedule]}" if job.schedule != "1f1b" else ""
     again = "" if job.recompute == "none" else f", recompute {job.recompute}"
     again += ", states offloaded" if job.offload else ""
     return f"{sizes}{inner}, ZeRO-{job.zero}, batch {job.grad_accum} x {job.micro_batch}{again}"
+
+
+def parts(job, c):
+    """{what a step's seconds go to: how many}, of the stage that sets the pace; they add up."""
+    layer, head, step = layer_seconds(job, c), head_seconds(job, c), predict_step(job, c)
+    layers, heads, _ = max(job.stages, key=lambda has: has[0] * layer + has[1] * head)
+    alone = replace(job, zero=0)
+    kept = replace(alone, recompute="none")
+    once, plain = layer_seconds(alone, c), layer_seconds(kept, c)
+    messages = tensor_seconds(kept, c)
+    steps = job.grad_accum * layers
+    return {
+        "layers": steps * (plain - messages),
+        "messages of layers": steps * messages,
+        "recomputation": steps * (once - plain),
+        "gathering parameters": steps * (layer - once),
+        "output layer": job.grad_accum * heads * head,
+        "hand-overs": job.grad_accum * 2 * job.vpp * hand_over(job),
+        "bubble": step.bubble,
+        "gradients": step.gradients,
+        "optimizer": step.optimizer,
+    }
 
 
 def why_slower(other, best, c):

@@ -1,38 +1,34 @@
 """A training job as a row of a table: the model, the GPUs, the axes; what is missing has a default.
 
-    row["layers"], row["hidden"] ...           -> Shape   gated? tied? read off the parameter count
+    row["layers"], row["hidden"] ...           -> Shape   see row.py
     row["gpu"], row["inter_gbps"] ...          -> GPU     its usual network, where none is told
     row["dp"], row["tp"], row["micro_batch"] ... -> Job   dp x tp x pp x cp x replicas = GPUs
 
 ep, the ranks that share out the experts of a layer, lies inside dp.
 
-Defaults: heads of width 128, kv_heads = heads, ffn = 4 hidden, a vocabulary of 51,200, an output
-layer of its own if the network is gated, 8 GPUs a node, every axis 1 and dp what is left,
-micro_batch 1 unless the global batch tells it, grad_accum what the global batch leaves, no ZeRO
-(3 where the framework is FSDP or torchtitan), nothing recomputed, bf16, not compiled. Neither
-layers nor hidden: a network 128 times as wide as it is deep. Far more parameters than a dense
-network has: experts, as many as explain them, two for each token. Columns: the published table's.
+Defaults: 2,048 tokens, 8 GPUs a node, every axis 1 and dp what is left, micro_batch 1 unless the
+global batch tells it, grad_accum what the global batch leaves, no ZeRO (3 where the framework is
+FSDP or torchtitan), nothing recomputed, bf16, not compiled; a pipeline runs 1F1B. Columns: the
+published table's.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from math import isfinite, log
 
 from labkit.scale.hardware import GPU, find_gpu
+from labkit.scale.row import number, recomputed, shape_of, text, whole
 from labkit.scale.shapes import Shape
 
-VOCAB, CONTEXT, NODE, HEAD_WIDTH, ASPECT = 51200, 2048, 8, 128, 128
-RECOMPUTED = {
-    "half": ("half", "layer"),
-    "selective": ("selective", "attention", "op"),
-    "full": ("full", "true", "uniform", "block"),
-    "none": ("", "none", "false"),
-}
+CONTEXT, NODE = 2048, 8
+SCHEDULES = {"1f1b": "1F1B", "zero_bubble": "zero bubble (ZB-H1)"}
 
 
 @dataclass(frozen=True)
 class Job:
-    """A training step to be predicted. Axes count ranks; dp shards where zero > 0; ep is in it."""
+    """A training step to be predicted. Axes count ranks; dp shards where zero > 0; ep is in it.
+
+    schedule: of a pipeline, a key of SCHEDULES: 1F1B is interleaved where vpp > 1.
+    """
 
     shape: Shape
     gpu: GPU
@@ -55,6 +51,7 @@ class Job:
     precision: str
     compiled: bool
     framework: str
+    schedule: str = "1f1b"
 
     @property
     def tokens(self):
@@ -90,9 +87,9 @@ class Job:
             return [(n, int(i == pp - 1), n) for i, n in enumerate(counts)]
         costs = [self.shape.layer_products] * layers + [self.shape.embedding_parameters, 0, 0]
         found, stage, done, total = [[0, 0, 0] for _ in range(pp)], 0, 0, sum(costs)
-        for number, cost in enumerate(costs):
-            found[stage][0] += number < layers
-            found[stage][1] += number == layers
+        for block, cost in enumerate(costs):
+            found[stage][0] += block < layers
+            found[stage][1] += block == layers
             found[stage][2] += 1
             done += cost
             if done * pp >= total * (stage + 1) and stage < pp - 1:
@@ -106,80 +103,6 @@ class Job:
             if name in self.precision:
                 return name.replace("tf32", "fp32")
         return "bf16"
-
-
-def text(row, name):
-    """What the row says in that column, "" where it says nothing."""
-    return str(row.get(name) if row.get(name) is not None else "").strip()
-
-
-def number(row, name, default=None, least=1):
-    """A number of the row, or the default where it has none."""
-    said = text(row, name)
-    if not said:
-        return default
-    try:
-        value = float(said)
-    except ValueError:
-        raise ValueError(f"{name} must be a number, got {said!r}") from None
-    if not isfinite(value) or value < least:
-        raise ValueError(f"{name} must be a number of at least {least}, got {said}")
-    return value
-
-
-def whole(row, name, default=None, least=1):
-    value = number(row, name, default, least)
-    if value is not None and value != int(value):
-        raise ValueError(f"{name} must be a whole number, got {value:g}")
-    return None if value is None else int(value)
-
-
-def recomputed(said):
-    """What is computed again in the backward: "none", "half", "selective" or "full"."""
-    for kind, words in RECOMPUTED.items():
-        if said.lower() in words or any(word and word in said.lower() for word in words):
-            return kind
-    raise ValueError(f"recompute must be none, selective-op, selective-layer or full, got {said!r}")
-
-
-def shape_of(row, context):
-    """The Shape of a row: what its parameter count fits best, where the row leaves it open."""
-    parameters = number(row, "params")
-    layers, hidden = whole(row, "layers"), whole(row, "hidden")
-    if not (parameters or (layers and hidden)):
-        raise ValueError("no model: give layers and hidden, or params")
-    if not layers:
-        layers = round(parameters / 12 / hidden**2) if hidden else 0
-        layers = max(1, layers or round((parameters / 12 / ASPECT**2) ** (1 / 3)))
-    if not hidden:
-        hidden = max(1, round((parameters / 12 / layers) ** 0.5 / HEAD_WIDTH)) * HEAD_WIDTH
-    heads = whole(row, "heads") or next(
-        h for h in range(max(1, hidden // HEAD_WIDTH), 0, -1) if hidden % h == 0
-    )
-    ffn = whole(row, "ffn")
-    given = {"layers": layers, "hidden": hidden, "heads": heads}
-    given |= {"kv_heads": whole(row, "kv_heads") or heads, "vocab": whole(row, "vocab", VOCAB)}
-    tied = {"true": (True,), "false": (False,)}.get(text(row, "tied").lower(), (True, False))
-    gated = (False, True) if ffn and parameters else (bool(ffn) and ffn != 4 * hidden,)
-    kinds = [
-        Shape(**given, ffn=ffn or 4 * hidden, gated=g, tied=t, positions=0 if g else context)
-        for g in gated
-        for t in tied
-    ]
-    experts = whole(row, "experts")
-    if parameters:
-        if not experts and parameters > 1.7 * max(kind.parameters for kind in kinds):
-            dense, one = kinds[-1].parameters, layers * kinds[-1].network_weights
-            experts = 1 + round((parameters - dense) / one)
-        many = [with_experts(kind, row, experts or 1) for kind in kinds]
-        return min(many, key=lambda shape: abs(log(shape.parameters / parameters)))
-    usual = [kind for kind in kinds if kind.tied != kind.gated] or kinds
-    return with_experts(usual[0], row, experts or 1)
-
-
-def with_experts(shape, row, experts):
-    top_k = whole(row, "top_k", min(2, experts))
-    return replace(shape, experts=experts, top_k=top_k)
 
 
 def job_of(row):

@@ -8,11 +8,14 @@
         +----------------------------------------------------------------------------------------
 
 Stage i of a pipeline holds min(pp - i, micro-batches) of them (1F1B), with v thin stages a rank up
-to (pp - 1)/v more; the first also has the embeddings, one of the last the logits: the fullest of
-all stages counts. ZeRO divides by dp:
-states of the optimizer (1), gradients (2), parameters (3). What is offloaded is the host's.
+to (pp - 1)/v more. With zero bubble (ZB-H1) it has i more, whose weights' gradients were put off:
+pp in all, as 1F1B's first stage has, but of those i, and of the one in its backward, also what
+recomputing spares the others. The first also has the embeddings, one of the last the logits: the
+fullest of all stages counts. ZeRO divides by dp: states of the optimizer (1), gradients (2),
+parameters (3). What is offloaded is the host's.
 Rajbhandari et al., ZeRO, SC 2020, section 3; Korthikanti et al., Reducing Activation
-Recomputation, MLSys 2023, section 4; Narayanan et al., SC 2021, section 2.2 (1F1B, interleaved).
+Recomputation, MLSys 2023, section 4; Narayanan et al., SC 2021, section 2.2 (1F1B, interleaved);
+Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, section 2.1 (ZB-H1).
 """
 
 from dataclasses import dataclass, replace
@@ -68,10 +71,12 @@ class Peak:
 
 def predict_memory(job, c):
     """The Peak of a Job: of the stage that holds most."""
-    first = {}  # of stages that have the same, the first holds most micro-batches
+    first, last = {}, {}  # of stages that have the same: one of the two holds most
     for stage, has in enumerate(job.stages):
         first.setdefault(has, stage)
-    peaks = [stage_peak(job, c, stage, has) for has, stage in first.items()]
+        last[has] = stage
+    ends = [first, last] if job.schedule == "zero_bubble" else [first]
+    peaks = [stage_peak(job, c, stage, has) for end in ends for has, stage in end.items()]
     fullest = max(peaks, key=lambda peak: peak.total)
     return replace(fullest, host=max(p.host for p in peaks)) if job.offload else fullest
 
@@ -84,13 +89,18 @@ def stage_peak(job, c, stage, has):
     if job.vpp > 1:
         ahead = (2 * (job.pp - 1 - stage) + (job.vpp - 1) * job.pp + 1) / job.vpp
     in_flight = min(ahead, job.grad_accum)
+    held = in_flight * kept(job, c)
+    if job.schedule == "zero_bubble":
+        later = min(stage + 1, job.grad_accum)  # one of them is in its backward
+        held = min(ahead - 1, job.grad_accum - later) * kept(job, c)
+        held += later * kept(replace(job, recompute="none"), c)
     shape, tokens = job.shape, job.tokens
     ends = embedding + head - (shape.tied and embedding and head)
     parameters = layers * shape.layer_parameters + ends * shape.embedding_parameters
-    parameters += embedding * shape.positions * shape.hidden
+    parameters += embedding * shape.input_parameters + head * shape.head_parameters
     alike = job.held_alike(parameters, layers * shape.expert_weights)
-    states = sum(held * state_bytes(job, c, ranks) for held, ranks, _ in alike) / job.tp
-    waiting = sum(held * away(job) / shared_by(job, ranks) for held, ranks, _ in alike) / job.tp
+    states = sum(own * state_bytes(job, c, ranks) for own, ranks, _ in alike) / job.tp
+    waiting = sum(own * away(job) / shared_by(job, ranks) for own, ranks, _ in alike) / job.tp
     gathered = 0.0
     if job.zero == 3:
         root = ends * shape.embedding_parameters / job.tp
@@ -101,7 +111,7 @@ def stage_peak(job, c, stage, has):
     return Peak(
         states=(states - waiting) / GIB,
         gathered=gathered / GIB,
-        activations=in_flight * layers * kept(job, c) * tokens / GIB,
+        activations=layers * held * tokens / GIB,
         logits=logits / GIB,
         runtime=c["runtime"],
         host=waiting * job.gpus_per_node / GIB,

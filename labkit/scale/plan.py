@@ -10,40 +10,29 @@
     days = tokens / (tokens a second)     money = GPUs x hours x price     energy = GPUs x h x watts
 
 Cheapest counts GPU-hours, on whole nodes that divide the cluster, or the fewest that fit. With the
-fastest come: who was second with other axes, and which part of its step is longer; who would be
-faster and does not fit, and which memory is too large; whether another wins with any one constant
-at either end of its spread. All of it is predicted: beside it stands how far off predictions of
-published rows were that no fit has seen.
+fastest come: its bucket of gradients (bucket.py); who was second with other axes, and which part of
+its step is longer; who would be faster and does not fit, and which memory is too large; whether
+another wins with any one constant at either end of its spread. All of it is predicted: beside it
+stands how far off predictions of published rows were that no fit has seen.
 """
 
 import argparse
-import csv
 import sys
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from math import isfinite
 from operator import attrgetter
-from pathlib import Path
 
 from labkit.scale import constants
+from labkit.scale.bucket import USUAL, bucket_of, choose_bucket
 from labkit.scale.cluster import Cluster
 from labkit.scale.cost import predict_step
+from labkit.scale.encoders import Encoder
 from labkit.scale.explain import KINDS, sensitivity, why_larger, why_slower, words
 from labkit.scale.fit import errors_kept_out
-from labkit.scale.job import whole
-from labkit.scale.search import (
-    AXES,
-    GIVEN,
-    Found,
-    Space,
-    divisors,
-    most,
-    search,
-    smallest,
-    space_of,
-)
+from labkit.scale.given import AXES, GIVEN, divisors
+from labkit.scale.row import row_of, whole
+from labkit.scale.search import Found, Space, most, search, smallest, space_of
 
-MODELS = Path(__file__).with_name("models.csv")
 REACH = 64  # times the cluster: how far a larger one is looked for that would do
 
 
@@ -64,15 +53,22 @@ class Plan:
     larger: Found | None
     contenders: list
 
+    @property
+    def bucket(self):
+        """The Bucket of the fastest's gradients, or None where they are in none."""
+        return choose_bucket(self.fastest.job, constants.values())
+
 
 def plan(model, cluster, *, global_batch=None, seq_len=None, precision="bf16", framework="",
-         spare=0.1, uneven=False, **given):  # fmt: skip
+         schedule="1f1b", spare=0.1, uneven=False, **given):  # fmt: skip
     """The Plan of a model on a Cluster.
 
     model: a name of models.csv, its columns as "layers=32,hidden=4096,...", or a mapping of them.
     global_batch: sequences of a step. spare: the share of memory to leave free, by default twice
     the median error of the prediction. uneven: stages of a pipeline may differ by a layer.
     precision: bf16, fp8, fp16, tf32 or fp32, or "free": fp8 where the GPU has it, else bf16.
+    schedule: of a pipeline, 1f1b (interleaved, too), zero_bubble (ZB-H1), which few stacks have, or
+    "free": the faster.
     given: axes and settings that are not free: dp, tp, pp, cp, ep, vpp, replicas, zero,
     micro_batch, recompute. Raises ValueError, one line, for bad input and where nothing fits.
     """
@@ -82,8 +78,8 @@ def plan(model, cluster, *, global_batch=None, seq_len=None, precision="bf16", f
     batch = whole(row, "global_batch")
     if batch is None:
         raise ValueError("global_batch is missing: how many sequences has a step?")
-    space = space_of(row, cluster, global_batch=batch, spare=spare, uneven=uneven,
-                     precision=precision, framework=framework, **given)  # fmt: skip
+    told = {"spare": spare, "uneven": uneven, "precision": precision, "framework": framework}
+    space = space_of(row, cluster, global_batch=batch, schedule=schedule, **told, **given)
     c = constants.values()
     n = most(space, cluster.gpus)
     fit, refused = search(space, n, c)
@@ -107,19 +103,6 @@ def plan(model, cluster, *, global_batch=None, seq_len=None, precision="bf16", f
 
 def by_size(refused):
     return sorted(refused, key=lambda one: one[0].total)
-
-
-def row_of(name):
-    """The row of models.csv, or what is written out as layers=32,hidden=4096,..."""
-    if "=" in name:
-        told = [part.partition("=") for part in name.split(",")]
-        return {column.strip(): value for column, _, value in told}
-    with MODELS.open(newline="", encoding="utf-8") as file:
-        rows = {row["model"]: row for row in csv.DictReader(file)}
-    if name.lower() not in rows:
-        near = ", ".join(get_close_matches(name.lower(), rows, n=3, cutoff=0.0))
-        raise ValueError(f"unknown model {name!r}: the nearest known are {near}")
-    return rows[name.lower()]
 
 
 def nowhere(space, n, refused, c, limit):
@@ -178,7 +161,12 @@ def show(name, plan, tokens, price, watts):
     kinds = ", ".join(f"{kind} {getattr(plan.fastest.peak, kind):.1f}" for kind in KINDS)
     print(f"\nof {gpu.memory_gib:g} GiB: {kinds}, {plan.space.spare:.0%} spared")
     off = "; ".join(f"{e:.1%} of {what} by {why}" for (what, why), e in errors_kept_out().items())
-    print(f"median error of predictions, on published rows kept out of the fit: {off}")
+    if bucket := plan.bucket:
+        usual = bucket_of(job, USUAL, c)
+        more = 1e3 * (usual.exposed - bucket.exposed)
+        print(f"bucket of gradients: {bucket}; {USUAL} MiB are {usual.count}, {more:+.3g} ms")
+    none = "; none of them of an encoder" if isinstance(job.shape, Encoder) else ""
+    print(f"median error of predictions, on published rows kept out of the fit: {off}{none}")
     if plan.runner_up:
         print(f"runner-up: {why_slower(plan.runner_up, plan.fastest, c)}")
     if plan.larger:
@@ -214,7 +202,8 @@ def main():
     add("--sensitivity", action="store_true", help="what each constant moves")
     cluster = {"gpu": str, "gpus": int, "gpus-per-node": int, "network-gbps": float}
     cluster |= {"node-gbs": float, "memory-gib": float, "host-gib": float}
-    job = {"global-batch": int, "seq-len": int, "precision": str, "framework": str, "spare": float}
+    job = {"global-batch": int, "seq-len": int, "precision": str, "framework": str, "schedule": str}
+    job |= {"spare": float}
     for name, kind in (cluster | job).items():
         add(f"--{name}", type=kind, default=argparse.SUPPRESS)
     add("--uneven", action="store_true", help="stages may differ by a layer")

@@ -9,33 +9,33 @@ tp stays in a node and divides the heads, their keys and values, and the network
 layers (or leaves stages that differ by one, if they may); cp leaves 1,024 tokens a rank or more;
 dp divides the global batch, ep dp and the experts; several stages a rank want micro-batches by pp.
 Hybrid sharding has a replica in each node. A pipeline runs 1F1B, interleaved where a rank has
-several stages. What is tried is left as early as physics allows:
+several stages, or where schedule says so zero bubble (ZB-H1), which has one stage a rank and wants
+as many micro-batches as stages or more. What is tried is left as early as physics allows:
 
     ZeRO-1 never takes longer than ZeRO-0, nor more memory     of the two only the first is tried
     who recomputes more takes longer and less memory           the first that fits is the fastest
     a larger micro-batch takes more memory                     none is tried after one too large
     fp8 never takes longer than bf16, nor more memory          of the two only it, if the GPU has it
 
-The model of time is cost.py, that of memory memory.py. Neither has a term for the size of a bucket,
-which is not chosen, nor for the casts to fp8, which look free. Narayanan et al., Efficient
-Large-Scale Language Model Training on GPU Clusters, SC 2021, section 3, has rules of thumb for the
-same choice.
+The model of time is cost.py, that of memory memory.py. Neither has a term for the casts to fp8,
+which look free, nor for the size of a bucket: bucket.py chooses it for what wins. Rules of thumb:
+Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters, SC 2021, section 3.
 """
 
 from dataclasses import dataclass, replace
-from math import gcd, isfinite, prod
+from math import gcd, isfinite
 
 from labkit.scale.cost import away, predict_step
-from labkit.scale.job import Job, job_of, recomputed
+from labkit.scale.given import PRECISIONS, check_given, divisors, schedules_of
+from labkit.scale.job import Job, job_of
 from labkit.scale.memory import GIB, predict_memory, state_bytes
+from labkit.scale.row import NOT_PLANNED, recomputed, text
 
 LEAST_TOKENS = 1024
 TRIED = ("none", "selective", "full")  # "half" saves what "selective" does and takes longer
-PRECISIONS = ("bf16", "fp8", "fp16", "tf32", "fp32")
-AXES = ("dp", "tp", "pp", "cp", "replicas")
-GIVEN = {*AXES, "ep", "vpp", "zero", "micro_batch", "recompute"}
 MODEL = (
-    "params", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "tied", "experts", "top_k",
+    "architecture", "params", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "tied",
+    "experts", "top_k",
 )  # fmt: skip
 
 
@@ -61,7 +61,7 @@ class Space:
     """What may be chosen from. job: on one GPU; given: axes and settings that are not free.
 
     spare: the share of memory that stays free. uneven: stages may differ by a layer. host_gib: of
-    a node, for the states of the optimizer; None: they stay.
+    a node, for the states of the optimizer; None: they stay. schedules: those of a pipeline.
     """
 
     job: Job
@@ -70,6 +70,7 @@ class Space:
     spare: float
     uneven: bool
     host_gib: float | None
+    schedules: tuple = ("1f1b",)
 
     def free(self, name, choices):
         """Those of the choices that what is given leaves."""
@@ -103,15 +104,19 @@ class Space:
                     yield replace(job, zero=zero, dp=dp, replicas=data // dp, ep=ep)
 
     def batches(self, layout):
-        """For each number of thin stages: jobs by growing micro-batch."""
+        """For each schedule and number of thin stages: jobs by growing micro-batch."""
         each = self.global_batch // layout.dp // layout.replicas
         layers, pp = layout.shape.layers, layout.pp
         thin = divisors(layers // pp) if pp > 1 and layers % pp == 0 else [1]
-        for vpp in self.free("vpp", thin):
+        tried = self.schedules if pp > 1 else ("1f1b",)
+        ways = [("1f1b", vpp) for vpp in self.free("vpp", thin)]
+        ways += [("zero_bubble", vpp) for vpp in self.free("vpp", [1])]
+        for schedule, vpp in (way for way in ways if way[0] in tried):
+            way = replace(layout, schedule=schedule, vpp=vpp)
             yield (
-                replace(layout, vpp=vpp, micro_batch=micro, grad_accum=each // micro)
+                replace(way, micro_batch=micro, grad_accum=each // micro)
                 for micro in self.free("micro_batch", divisors(each))
-                if vpp == 1 or each // micro % pp == 0
+                if runs(way, each // micro)
             )
 
     def fits(self, peak):
@@ -125,11 +130,6 @@ class Space:
         job = replace(self.job, zero=3, offload=bool(self.host_gib))
         needed = job.shape.parameters * (state_bytes(job, {}, 1) - away(job)) / GIB
         return max(1, -int(-needed // ((1 - self.spare) * job.gpu.memory_gib)))
-
-
-def divisors(n):
-    small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
-    return small + [n // d for d in reversed(small) if d * d != n]
 
 
 def search(space, n, c, within=float("inf")):
@@ -168,6 +168,13 @@ def first_to_fit(space, job, c, within, refused):
     return None
 
 
+def runs(job, micro_batches):
+    """Does a pipeline's schedule go with so many micro-batches?"""
+    if job.schedule == "zero_bubble":
+        return micro_batches >= job.pp
+    return job.vpp == 1 or micro_batches % job.pp == 0
+
+
 def most(space, limit):
     """The most GPUs, whole nodes and `limit` at most, that some layout uses up."""
     node = space.job.gpus_per_node
@@ -194,8 +201,12 @@ def smallest(space, limit, c):
     return None
 
 
-def space_of(row, cluster, *, global_batch, spare, uneven, precision, framework, **given):
+def space_of(row, cluster, *, global_batch, spare, uneven, precision, framework,
+             schedule="1f1b", **given):  # fmt: skip
     """The Space of a model (a row of job.py's columns) on a Cluster. ValueError for bad input."""
+    architecture = text(row, "architecture").lower()
+    if architecture not in ("", "decoder", "encoder"):
+        raise ValueError(NOT_PLANNED.format(architecture))
     kept = {name: row.get(name) for name in (*MODEL, "seq_len")}
     if precision == "free":
         precision = "fp8" if "fp8" in cluster.device.tflops else "bf16"
@@ -211,37 +222,5 @@ def space_of(row, cluster, *, global_batch, spare, uneven, precision, framework,
     check_given(given, job.shape, cluster, uneven)
     if "recompute" in given:
         given["recompute"] = recomputed(given["recompute"])
-    return Space(job, global_batch, given, spare, uneven, cluster.host_gib)
-
-
-def check_given(given, shape, cluster, uneven):
-    """Raise ValueError where axes that are given cannot be."""
-    for name, value in given.items():
-        if name not in GIVEN:
-            raise ValueError(f"{name!r} cannot be given: what can is {', '.join(sorted(GIVEN))}")
-        if name != "recompute" and (
-            not isfinite(value) or value != int(value) or value < (name != "zero")
-        ):
-            raise ValueError(f"{name} must be a whole number of at least 1, got {value}")
-    if given.get("zero", 0) > 3:
-        raise ValueError(f"zero must be 0, 1, 2 or 3, got {given['zero']}")
-    told = {name: given[name] for name in AXES if name in given}
-    ranks = prod(told.values())
-    whole = set(AXES[:4]) <= told.keys()
-    gpus, node = cluster.gpus, cluster.gpus_per_node
-    if gpus % ranks or (whole and gpus != ranks):
-        product = " x ".join(f"{name} {size}" for name, size in told.items())
-        raise ValueError(f"{product} = {ranks} ranks, but there are {gpus} GPUs: leave an axis out")
-    tp, pp, thin = (given.get(name, 1) for name in ("tp", "pp", "vpp"))
-    sizes = {name: getattr(shape, name) for name in ("heads", "kv_heads", "ffn")}
-    for name, size in (sizes | {"gpus_per_node": node}).items():
-        if size % tp:
-            raise ValueError(f"tp={tp} does not divide {name}={size}")
-    if shape.experts % given.get("ep", 1):
-        raise ValueError(f"ep={given['ep']} does not divide experts={shape.experts}")
-    if shape.layers % (pp * thin) and not (uneven and thin == 1 and pp <= shape.layers):
-        stages = f"pp={pp}" if thin == 1 else f"pp x vpp = {pp} x {thin}"
-        usual = ", ".join(map(str, divisors(shape.layers)))
-        raise ValueError(
-            f"{stages} does not divide layers={shape.layers}: take one of {usual}, or uneven stages"
-        )
+    schedules = schedules_of(schedule, given)
+    return Space(job, global_batch, given, spare, uneven, cluster.host_gib, schedules)

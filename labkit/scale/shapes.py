@@ -92,9 +92,24 @@ class Shape:
         return self.vocab * self.hidden
 
     @cached_property
+    def input_parameters(self):
+        """Of the input, besides the words' matrix."""
+        return self.positions * self.hidden
+
+    @cached_property
+    def head_parameters(self):
+        """Of the head, besides the output layer's matrix and the norm."""
+        return 0
+
+    @cached_property
+    def head_weights(self):
+        """Weights that one token is multiplied with in the head."""
+        return self.embedding_parameters
+
+    @cached_property
     def parameters(self):
         """All parameters; a tied matrix once."""
-        ends = (1 if self.tied else 2) * self.embedding_parameters + self.positions * self.hidden
+        ends = (1 if self.tied else 2) * self.embedding_parameters + self.input_parameters
         return self.layers * self.layer_parameters + ends + self.hidden * (1 + self.biases)
 
     def attention_flops(self, context):

@@ -16,7 +16,7 @@ import pandas as pd
 from matplotlib.lines import Line2D
 
 from labkit.scale import constants
-from labkit.scale.cost import parts
+from labkit.scale.explain import parts
 from labkit.scale.hardware import find_gpu
 from labkit.scale.plan import bill
 from labkit.scale.search import Found

@@ -19,8 +19,7 @@ import ipywidgets
 
 from labkit.scale import constants
 from labkit.scale.cluster import Cluster
-from labkit.scale.cost import parts
-from labkit.scale.explain import KINDS, words
+from labkit.scale.explain import KINDS, parts, words
 from labkit.scale.plan import bill, row_of
 from labkit.scale.search import first_to_fit, space_of
 from labkit.show import controls, style

@@ -1,0 +1,76 @@
+"""How large a bucket of gradients is: few starts against a short last one.
+
+    backward   |---------------------------|
+    network          [ 1 ][ 2 ][ 3 ][ 4 ][ 5 ]      a bucket leaves when its gradients are there:
+                                         ^^^^^      the last one, when backward has nothing left
+
+    exposed    n alpha + b / B  of  n = S / b  buckets, each of b of the S bytes of a rank
+               least where both are alike: b = sqrt(S alpha B), exposed 2 sqrt(S alpha / B)
+
+alpha grows with the ranks of the ring, and so does the best bucket: Megatron-LM takes the larger of
+40 million elements and a million for each rank of dp; PyTorch's DDP has 25 MiB for all.
+It is chosen after the layout, and of no step's time: cost.py is fitted to jobs that do not tell
+their buckets, so what usual ones cost is in its constant `data_exposed`. Only sizes are compared.
+Li et al., PyTorch Distributed, VLDB 2020, section 3.2; NVIDIA, Megatron-LM,
+core/distributed/distributed_data_parallel.py (bucket_size).
+"""
+
+from dataclasses import dataclass
+from math import ceil
+
+from labkit.scale.cost import gather_seconds, summed_gradients
+
+MIB = 2**20
+USUAL = 25  # MiB: PyTorch's
+SIZES = tuple(2**k for k in range(13))  # MiB
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """mb: MiB of one, as DDP's bucket_cap_mb. count: of a backward.
+
+    starts, last: seconds of a step; predicted.
+    """
+
+    mb: int
+    count: int
+    starts: float
+    last: float
+
+    @property
+    def exposed(self):
+        return self.starts + self.last
+
+    def __str__(self):
+        return (
+            f"{self.mb} MiB, {self.count} a backward: {1e3 * self.starts:.3g} ms of starts and "
+            f"{1e3 * self.last:.3g} ms of the last one a step"
+        )
+
+
+def choose_bucket(job, c):
+    """The Bucket that exposes least; None where gradients are in none.
+
+    That is on one rank of dp, and with FSDP: it sends its units, which are layers.
+    """
+    if job.zero == 3 or all(ranks == 1 for _, ranks, _ in summed_gradients(job)):
+        return None
+    return min((bucket_of(job, mb, c) for mb in SIZES), key=lambda bucket: bucket.exposed)
+
+
+def bucket_of(job, mb, c):
+    """The Bucket of `mb` MiB at most: as few as do, all alike.
+
+    Experts, shared by fewer ranks, are in buckets of their own.
+    """
+    count, starts, last = 0, 0.0, 0.0
+    passes = (1 if job.zero else 2) * (job.grad_accum if job.zero == 2 else 1)
+    for total, ranks, stride in summed_gradients(job):
+        if ranks > 1:
+            n = ceil(total / (mb * MIB))
+            alpha = gather_seconds(job, ranks, stride, 0, c)
+            count += n
+            starts += passes * n * alpha
+            each = gather_seconds(job, ranks, stride, total / n, c)
+            last += passes * (each - alpha)
+    return Bucket(mb, count, starts, last)

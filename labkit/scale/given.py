@@ -1,0 +1,64 @@
+"""What is asked of the planner, checked before anything is searched.
+
+    axes        as many ranks as GPUs; tp divides heads, keys and values, the network and the node,
+                pp the layers, ep the experts
+    schedule    zero bubble has one stage a rank
+
+What cannot be is a ValueError, one line that names the figure and what would do.
+"""
+
+from math import isfinite, prod
+
+from labkit.scale.job import SCHEDULES
+
+PRECISIONS = ("bf16", "fp8", "fp16", "tf32", "fp32")
+AXES = ("dp", "tp", "pp", "cp", "replicas")
+GIVEN = {*AXES, "ep", "vpp", "zero", "micro_batch", "recompute"}
+
+
+def check_given(given, shape, cluster, uneven):
+    """Raise ValueError where axes that are given cannot be."""
+    for name, value in given.items():
+        if name not in GIVEN:
+            raise ValueError(f"{name!r} cannot be given: what can is {', '.join(sorted(GIVEN))}")
+        if name != "recompute" and (
+            not isfinite(value) or value != int(value) or value < (name != "zero")
+        ):
+            raise ValueError(f"{name} must be a whole number of at least 1, got {value}")
+    if given.get("zero", 0) > 3:
+        raise ValueError(f"zero must be 0, 1, 2 or 3, got {given['zero']}")
+    told = {name: given[name] for name in AXES if name in given}
+    ranks = prod(told.values())
+    whole = set(AXES[:4]) <= told.keys()
+    gpus, node = cluster.gpus, cluster.gpus_per_node
+    if gpus % ranks or (whole and gpus != ranks):
+        product = " x ".join(f"{name} {size}" for name, size in told.items())
+        raise ValueError(f"{product} = {ranks} ranks, but there are {gpus} GPUs: leave an axis out")
+    tp, pp, thin = (given.get(name, 1) for name in ("tp", "pp", "vpp"))
+    sizes = {name: getattr(shape, name) for name in ("heads", "kv_heads", "ffn")}
+    for name, size in (sizes | {"gpus_per_node": node}).items():
+        if size % tp:
+            raise ValueError(f"tp={tp} does not divide {name}={size}")
+    if shape.experts % given.get("ep", 1):
+        raise ValueError(f"ep={given['ep']} does not divide experts={shape.experts}")
+    if shape.layers % (pp * thin) and not (uneven and thin == 1 and pp <= shape.layers):
+        stages = f"pp={pp}" if thin == 1 else f"pp x vpp = {pp} x {thin}"
+        usual = ", ".join(map(str, divisors(shape.layers)))
+        raise ValueError(
+            f"{stages} does not divide layers={shape.layers}: take one of {usual}, or uneven stages"
+        )
+
+
+def schedules_of(schedule, given):
+    """Those that are tried. ValueError for an unknown one, or one that what is given leaves out."""
+    if schedule not in ("free", *SCHEDULES):
+        known = ", ".join(SCHEDULES)
+        raise ValueError(f"schedule must be free or one of {known}, got {schedule!r}")
+    if schedule == "zero_bubble" and given.get("vpp", 1) > 1:
+        raise ValueError(f"schedule=zero_bubble wants vpp=1, got {given['vpp']}: take 1f1b")
+    return tuple(SCHEDULES) if schedule == "free" else (schedule,)
+
+
+def divisors(n):
+    small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
+    return small + [n // d for d in reversed(small) if d * d != n]
