@@ -74,7 +74,7 @@ def reduce_scatter(output, input, op=ReduceOp.SUM, group=None, async_op=False):
     """
 
     def launch():
-        if op == ReduceOp.SUM and dist.get_backend(group) == "gloo":
+        if op == ReduceOp.SUM and gloo.serves(input, group):
             work = gloo.reduce_scatter(output, input, group)
             return work if async_op else _finish(work)
         return _reduce_scatter(output, input, op, group, async_op)
@@ -85,12 +85,12 @@ def reduce_scatter(output, input, op=ReduceOp.SUM, group=None, async_op=False):
 def all_gather(output, input, group=None, async_op=False):
     """output becomes the inputs of all ranks, one after the other.
 
-    output: n times the elements of input, contiguous. On gloo it is n broadcasts, under way at
-    once: gloo's own copies everything twice more.
+    output: n times the elements of input, contiguous. On gloo all send to all, both ways at once:
+    gloo's own copies everything twice more.
     """
 
     def launch():
-        if dist.get_backend(group) == "gloo":
+        if gloo.serves(input, group):
             work = gloo.all_gather(output, input, group)
             return work if async_op else _finish(work)
         return _all_gather(output, input, group, async_op)
@@ -113,9 +113,11 @@ def all_to_all(
     """Part i of input goes to rank i; j of output is from j. Split sizes: rows (dim 0) or equal."""
 
     def launch():
-        return dist.all_to_all_single(
-            output, input, output_split_sizes, input_split_sizes, group, async_op
-        )
+        split = output, input, output_split_sizes, input_split_sizes, group
+        if gloo.serves(input, group):
+            work = gloo.all_to_all(*split)
+            return work if async_op else _finish(work)
+        return dist.all_to_all_single(*split, async_op)
 
     def sent(n, P):
         if not input_split_sizes:

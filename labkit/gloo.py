@@ -1,18 +1,26 @@
 """What gloo, the backend without GPUs, does in another way: fewer bytes or copies, same result.
 
-    reduce_scatter   all_to_all, then n-1 additions       gloo's own sends a whole all_reduce
+    all_gather       each sends its part to each, in place   gloo's own copies all twice more
+    all_to_all       as gloo's, but both ways at once        gloo's own: the ways may take turns
+    reduce_scatter   all_to_all, then n-1 additions          gloo's own sends a whole all_reduce
                      in the order of the ranks
-    all_gather       n broadcasts at once, in place       gloo's own copies all parts twice more
-    all_reduce       of 16 bits between two ranks: each   gloo's own takes as long again: it adds
-                     broadcasts all, both add             such numbers one at a time
+    all_reduce       of 16 bits between two ranks: each      gloo's own takes as long again: it
+                     sends all, both add                     adds such numbers one at a time
+
+gloo sends what was asked for, and what a rank asks for waits behind what it sends. So all sends are
+posted first, then receives from anyone, which ask only for what is announced: all have asked
+before anything leaves. (With receives first, the caller itself would write to the other side, and
+gloo's thread meanwhile spin on the lock of the connection.)
 
 Sent per rank: as by the operation it stands for, under whose name comm.py logs it.
 """
 
-from threading import Lock, local
+from threading import Thread, local
 
 import torch
 import torch.distributed as dist
+
+TAG = 1 << 30  # plus the sender's rank: far from what a user sends, and a receive has one sender
 
 _thread = local()
 
@@ -22,45 +30,49 @@ def continues():
     return getattr(_thread, "continues", False)
 
 
-class Sum:
-    """A Work whose parts are added up, into output, when it is waited for.
+class All:
+    """Several Works as one. When they are waited for, parts, if any, are added up into output."""
 
-    buffer: the memory of what has arrived, given back then.
-    """
-
-    def __init__(self, work, parts, output, buffer):
-        self.work, self.parts, self.output, self.buffer = work, parts, output, buffer
-        self._adding = Lock()
+    def __init__(self, works, output=None, parts=None):
+        self.works, self.output, self.parts, self.future = works, output, parts, None
 
     def wait(self, *timeout):
-        done = self.work.wait(*timeout)
-        self._add()
-        return done
+        if self.future is not None:
+            self.future.wait()
+        else:
+            self._complete(*timeout)
+        return True
 
-    def _add(self):
-        with self._adding:
-            if self.parts is not None:
-                add_up(self.parts, self.output)
-                self.parts = None
-                self.buffer.untyped_storage().resize_(0)  # now, not when gloo's thread lets go
+    def _complete(self, *timeout):
+        while self.works:
+            self.works[0].wait(*timeout)
+            del self.works[0]  # waited for again, gloo would expect one more message
+        if self.parts is not None:
+            add_up(self.parts, self.output)
+            self.parts = None
 
     def is_completed(self):
-        return self.work.is_completed()
+        return not self.works and self.parts is None
 
+    def get_future(self):
+        """Of [output]. Messages have no future in gloo: a thread waits for them."""
+        if self.future is None:
+            self.future = torch.futures.Future()
+            Thread(target=self._tell, daemon=True).start()
+        return self.future
+
+    def _tell(self):
+        try:
+            self._complete()
+        except Exception as error:
+            self.future.set_exception(error)
+        else:
+            self.future.set_result([self.output])
+
+
+class Sum(All):
     def get_future(self):
         raise RuntimeError("a reduce_scatter on gloo is complete only when wait() returns")
-
-
-class SumOfTwo(Sum):
-    """Added up at once, by gloo's thread, where a future is asked for: a hook waits for nothing."""
-
-    def get_future(self):
-        def add(travelled):
-            travelled.value()  # raises what has gone wrong on the way
-            self._add()
-            return [self.output]
-
-        return self.work.get_future().then(add)
 
 
 def add_up(parts, output):
@@ -71,12 +83,26 @@ def add_up(parts, output):
         torch.sum(parts, 0, out=output)
 
 
+def serves(tensor, group=None):
+    """Whether what follows can be used."""
+    return tensor.is_cpu and dist.get_backend(group) == "gloo"
+
+
+def all_to_all(output, input, output_split_sizes=None, input_split_sizes=None, group=None):
+    """As comm.all_to_all with async_op: returns the Work."""
+    n = dist.get_world_size(group)
+    incoming = output.detach().split(output_split_sizes or [len(output) // n] * n)
+    outgoing = input.detach().split(input_split_sizes or [len(input) // n] * n)
+    if not len(incoming) == len(outgoing) == n or output.dtype != input.dtype:
+        raise ValueError(f"all_to_all takes {n} split sizes, one for each rank, and one dtype")
+    return All(_exchange(outgoing, incoming, group), output)
+
+
 def reduce_scatter(output, input, group=None):
     """As comm.reduce_scatter with async_op: returns the Work."""
-    parts = torch.empty_like(input)
-    work = dist.all_to_all_single(parts, input, group=group, async_op=True)
-    by_rank = parts.view(dist.get_world_size(group), output.numel())
-    return Sum(work, by_rank, output.view(-1), parts)
+    outgoing = input.view(dist.get_world_size(group), output.numel())
+    parts = torch.empty_like(outgoing)
+    return Sum(_exchange(outgoing, parts, group), output.view(-1), parts)
 
 
 def adds_slowly(tensor, op, group=None):
@@ -84,8 +110,9 @@ def adds_slowly(tensor, op, group=None):
     return (
         tensor.element_size() == 2
         and tensor.is_floating_point()
+        and tensor.is_contiguous()
         and op == dist.ReduceOp.SUM
-        and dist.get_backend(group) == "gloo"
+        and serves(tensor, group)
         and dist.get_world_size(group) == 2
     )
 
@@ -94,42 +121,38 @@ def all_reduce(tensor, group=None):
     """As comm.all_reduce of a sum with async_op, between two ranks: returns the Work."""
     arrived = torch.empty_like(tensor)
     parts = [tensor, arrived] if dist.get_rank(group) == 0 else [arrived, tensor]
-    return SumOfTwo(_broadcast_all(parts, group), parts, tensor, arrived)
-
-
-class All:
-    """Several Works as one."""
-
-    def __init__(self, works):
-        self.works = works
-
-    def wait(self, *timeout):
-        done = [work.wait(*timeout) for work in self.works]
-        return all(done)
-
-    def is_completed(self):
-        return all(work.is_completed() for work in self.works)
-
-    def get_future(self):
-        return torch.futures.collect_all([work.get_future() for work in self.works])
+    return All(_exchange([tensor, tensor], parts, group), tensor, parts)
 
 
 def all_gather(output, input, group=None):
     """As comm.all_gather with async_op: returns the Work. input may be this rank's own part."""
-    parts = output.view(dist.get_world_size(group), input.numel())
+    n = dist.get_world_size(group)
+    parts = output.view(n, input.numel())
     mine = parts[dist.get_rank(group)]
     if mine.data_ptr() != input.data_ptr():
         mine.copy_(input.reshape(-1))
-    return _broadcast_all(parts, group)
+    return All(_exchange([mine] * n, parts, group), output)
 
 
-def _broadcast_all(parts, group):
-    """Part r is what rank r sends; each of the others becomes its sender's."""
-    works = []
+def _exchange(outgoing, incoming, group):
+    """outgoing[r] goes to rank r, incoming[r] comes from it, and is here where that is oneself.
+
+    Returns the Works, sends first: of a rank that has died a send tells, while a receive from
+    anyone waits for the next one.
+    """
+    rank, n, works = dist.get_rank(group), dist.get_world_size(group), []
+    if incoming[rank].data_ptr() != outgoing[rank].data_ptr():
+        incoming[rank].copy_(outgoing[rank])
+    others = [(rank + k) % n for k in range(1, n)]
     try:
-        for src, part in enumerate(parts):
-            works.append(dist.broadcast(part, group=group, async_op=True, group_src=src))
-            _thread.continues = True
+        for r in others:
+            if outgoing[r].numel():
+                works.append(dist.isend(outgoing[r], group=group, group_dst=r, tag=TAG + rank))
+                _thread.continues = True
+        for r in others:
+            if incoming[r].numel():
+                works.append(dist.irecv(incoming[r], group=group, tag=TAG + r))
+                _thread.continues = True
     finally:
         _thread.continues = False
-    return All(works)
+    return works

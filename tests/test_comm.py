@@ -1,9 +1,11 @@
+import gc
 import threading
 import time
 import uuid
 import warnings
 from collections import deque
 from contextlib import nullcontext
+from unittest import mock
 
 import pytest
 import torch
@@ -264,6 +266,152 @@ def uneven(rank, n):
 
 def test_all_to_all_of_uneven_parts(ranks):
     assert ranks(3, uneven) == [(48, 40), (48, 32), (48, 24)]
+
+
+def one_way(rank, n):
+    """All rows go to the last rank: between two ranks at most one message, to oneself none."""
+    rows, received = torch.full((2, 3), rank + 1.0), torch.zeros(2 * n if rank == n - 1 else 0, 3)
+    outgoing, incoming = [0] * (n - 1) + [2], [2 if rank == n - 1 else 0] * n
+    for _ in range(2):
+        comm.all_to_all(received.zero_(), rows, incoming, outgoing)
+    return received[:, 0].tolist()
+
+
+def test_all_to_all_of_parts_without_rows(ranks):
+    assert ranks(3, one_way) == [[], [], [1.0, 1.0, 2.0, 2.0, 3.0, 3.0]]
+
+
+def split_wrongly(rank, n):
+    """An error before anything is sent: the group can be used afterwards."""
+    for output, input, sizes in ((4, 3, None), (3, 4, None), (4, 4, [2, 1]), (4, 4, [4])):
+        with pytest.raises((RuntimeError, ValueError)):
+            comm.all_to_all(torch.empty(output), torch.empty(input), sizes, None)
+    with pytest.raises(ValueError, match="one dtype"):
+        comm.all_to_all(torch.empty(n), torch.empty(n).int())
+    return uneven(rank, n)
+
+
+def test_all_to_all_of_parts_that_do_not_fit(ranks):
+    assert ranks(2, split_wrongly) == [(24, 16), (24, 8)]
+
+
+def at_once(group=None, rows=2):
+    """Of each form with messages of our own on gloo: (name, output, call)."""
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    x = rank + torch.arange(float(rows * n))
+    whole, part, other, halves = x.new_empty(n * n * rows), x.new_empty(rows), torch.empty_like(x), x.half()
+    forms = [
+        ("all_gather", whole, lambda: comm.all_gather(whole, x, group, True)),
+        ("reduce_scatter", part, lambda: comm.reduce_scatter(part, x, group=group, async_op=True)),
+        ("all_to_all", other, lambda: comm.all_to_all(other, x, group=group, async_op=True)),
+    ]
+    if n == 2:
+        forms.append(("all_reduce", halves, lambda: comm.all_reduce(halves, group=group, async_op=True)))
+    return forms
+
+
+def order_of_messages(rank, n):
+    told = []
+
+    def noting(name, post):
+        def noted(tensor, **arguments):
+            told.append((name, arguments.get("group_dst"), arguments.get("group_src"), arguments["tag"] > 1 << 20))
+            return post(tensor, **arguments)
+
+        return mock.patch.object(dist, name, noted)
+
+    orders = {}
+    for name, _, call in at_once():
+        with noting("isend", dist.isend), noting("irecv", dist.irecv):
+            call().wait()
+        orders[name], told[:] = list(told), []
+    return orders
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_the_two_directions_do_not_take_turns_on_gloo(ranks, n):
+    """A request waits behind a message that is leaving: nothing is asked for before all has been announced.
+
+    A receive that named its sender would ask at once, so that the last to come sends before it asks.
+    """
+    for rank, orders in enumerate(ranks(n, order_of_messages)):
+        sends = [("isend", (rank + k) % n, None, True) for k in range(1, n)]
+        receives = [("irecv", None, None, True)] * (n - 1)
+        assert orders == dict.fromkeys(orders, sends + receives) and len(orders) == (4 if n == 2 else 3)
+
+
+def many_at_once(rank, n):
+    """All forms twice, of other sizes, and a user's own messages between them, which each rank posts elsewhere."""
+    expected = {}
+    for rows in (2, 3):
+        for name, output, call in at_once(rows=rows):
+            call().wait()
+            expected[name, rows] = output.clone()
+    forms = [(name, rows, *rest) for rows in (2, 3) for name, *rest in at_once(rows=rows)]
+    left, right = (rank - 1) % n, (rank + 1) % n
+    box, anybody, works, mine = torch.empty(3), torch.empty(3), [], torch.full((3,), 10.0 + rank)
+    for number, (_, _, _, call) in enumerate(forms):
+        if number == rank:
+            works += [comm.recv(box, left, async_op=True), dist.irecv(anybody, tag=1)]
+        works.append(call())
+        if number == n - rank:
+            works += [comm.send(mine, right, async_op=True), dist.isend(mine, group_dst=right, tag=1)]
+    for work in works if rank % 2 else reversed(works):
+        work.wait()
+    for name, rows, output, _ in forms:
+        assert output.equal(expected[name, rows]), (name, rows)
+    return box[0].item(), anybody[0].item()
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_messages_under_way_at_once_do_not_mix(ranks, n):
+    assert ranks(n, many_at_once) == [(10.0 + (rank - 1) % n,) * 2 for rank in range(n)]
+
+
+def as_futures(rank, n):
+    """A future tells what wait() does; who asks twice, or waits as well, is told the same."""
+    for name, output, call in at_once():
+        work = call()
+        if name == "reduce_scatter":
+            with pytest.raises(RuntimeError, match="only when wait"):
+                work.get_future()
+            work.wait()
+            continue
+        seen = work.get_future().then(lambda done: done.value()[0].clone())
+        assert work.get_future() is work.get_future()
+        work.wait()
+        work.wait()
+        assert work.is_completed() and seen.wait().equal(output)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_futures_of_our_own_forms(ranks, n):
+    ranks(n, as_futures)
+
+
+def left_alone(rank, n, asked):
+    """The last rank leaves: the others are told by their connection to it, not by the group's limit."""
+    for form in range(4 if n == 2 else 3):
+        group = dist.new_group()
+        _, _, call = at_once(group)[form]
+        work = call() if rank < n - 1 else None
+        future = work.get_future() if work and asked and form != 1 else None
+        comm.barrier()
+        if rank == n - 1:
+            dist.destroy_process_group(group)
+            del group, call
+            gc.collect()
+        else:
+            for waits in (work.wait, *([future.wait] if future else []), work.wait):
+                with pytest.raises(RuntimeError, match=r"closed|reset|Broken pipe"):
+                    waits()
+        comm.barrier()
+
+
+@pytest.mark.parametrize("asked", [False, True])
+@pytest.mark.parametrize("n", [2, 3])
+def test_who_is_left_alone_is_told_at_once(ranks, n, asked):
+    ranks(n, left_alone, asked=asked)
 
 
 @pytest.mark.parametrize("async_op", [False, True])

@@ -7,7 +7,7 @@ launching.py       from a notebook cell to the first finished all-reduce, warm a
 overlap.py         a step with emulated compute against the sooner of what compute and network allow
 compression.py     our comm hooks against PyTorch's, and the selection of the largest elements
 network.py         all-reduce between two nodes on a shaped link: bytes on the wire, use of the link
-slow_link.py       a training step over a slow link: top-k against no compression
+slow_link.py       over a slow link: a training step, top-k against no compression; gathers against their bytes' time
 attention.py       tiles against all scores at once and PyTorch's kernel; what a ring waits for
 tensor_parallel.py GPT blocks split over ranks: our parallelize_module, and PyTorch's on DTensor
 pipeline.py        a step of stages: our schedules against torch.distributed.pipelining, and their bubbles

@@ -1,6 +1,8 @@
-"""A training step of a GPT whose ranks are two nodes on a slow link: our DDP with top-k 1 % against no compression.
+"""Over slow links: a training step with top-k 1 % against none, and gathers against the time of their bytes.
 
-The time spent compressing is the compressor's own clock, on rank 0; what it saves is how much sooner a step ends.
+The step is of a GPT under our DDP, whose ranks are two nodes. The time spent compressing is the compressor's own clock,
+on rank 0; what it saves is how much sooner a step ends. In gathers a link is used both ways at once: were the two ways
+to take turns, as in gloo's own, it would be twice the time.
 """
 
 import copy
@@ -9,7 +11,7 @@ import torch
 
 from benchmarks.data_parallel import share, training_step
 from benchmarks.protocol import Comparison
-from labkit import models
+from labkit import comm, models
 from labkit.measure.turns import columns, time_variants
 from labkit.run import launch
 
@@ -17,6 +19,8 @@ LINK_MBIT = 100
 LAYERS = 4  # of width 384: 7 million parameters, whose gradients are 2.5 s of this link
 RATIO = 0.01
 SAMPLES = 2  # a rank
+GATHERED = 2**20  # elements of 4 bytes
+AT_MOST = {2: 1.2, 4: 1.5}  # nodes -> time / time of the bytes; of four each sends to three at once, and is sent to
 
 
 def times(context, repetitions):
@@ -55,6 +59,26 @@ def rows(values, compressing):
     yield spent.row(group, 2, {"compressing": compressing, "saved": saved})
 
 
+def gathers(context, repetitions):
+    """Runs on every rank."""
+    whole, part = torch.zeros(GATHERED), torch.zeros(GATHERED // context.world_size)
+    variants = {
+        "all_gather": lambda: comm.all_gather(whole, part),
+        "again": lambda: comm.all_gather(whole, part),
+        "reduce_scatter": lambda: comm.reduce_scatter(part, whole),
+    }
+    time_variants(context, variants, repetitions=repetitions, steps=1)
+
+
+def gather_rows(values, nodes):
+    group = f"gathers, {nodes} nodes, {LINK_MBIT} Mbit/s"
+    least = 1000 * (nodes - 1) / nodes * GATHERED * 4 * 8 / (LINK_MBIT * 1e6)
+    for name in ("all_gather", "reduce_scatter"):
+        compared = Comparison(f"{name} / time of its bytes", "time", "least", AT_MOST[nodes])
+        yield compared.row(group, nodes, {"time": values[name], "least": [least] * len(values[name])})
+    yield Comparison("A/A: all_gather / itself", "again", "all_gather").row(group, nodes, values)
+
+
 def run(repetitions):
     """Yield the rows and the raw values; nothing, after the line that says why, where there are no namespaces."""
     if launch("pass", nodes=2, nproc=1).network["how"] == "loopback":
@@ -63,3 +87,7 @@ def run(repetitions):
     records = launch("benchmarks.slow_link:times", **link, repetitions=repetitions, timeout=1800).records
     values, compressing = columns(records), columns(records, "compressing")["topk"]
     yield list(rows(values, compressing)), {"ms": values, "compressing": compressing}
+    for nodes in AT_MOST:
+        link = {"nodes": nodes, "nproc": 1, "link_mbit": LINK_MBIT}
+        values = columns(launch("benchmarks.slow_link:gathers", **link, repetitions=repetitions, timeout=1800).records)
+        yield list(gather_rows(values, nodes)), values
