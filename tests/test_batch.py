@@ -30,7 +30,7 @@ from labkit.run import launch
 def hang(context):
     import os, pathlib, time
     pathlib.Path(f"{os.environ['PIDS']}/{os.getpid()}").touch()
-    time.sleep(60)
+    time.sleep(600)  # longer than any test waits for its end
 launch(hang, nproc=world_size)
 """
 
