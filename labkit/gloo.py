@@ -107,7 +107,7 @@ def serves(tensor, group=None):
 
 def on_loopback():
     """Of all ranks, or they would not be connected. launch() sets it where there is one machine."""
-    return os.environ.get("GLOO_SOCKET_IFNAME") == "lo"
+    return os.environ.get("GLOO_SOCKET_IFNAME") in ("lo", "lo0")
 
 
 def all_to_all(output, input, output_split_sizes=None, input_split_sizes=None, group=None):
