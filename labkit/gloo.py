@@ -7,11 +7,10 @@
     all_reduce       of 16 bits between two ranks: each      gloo's own takes as long again: it
                      sends all, both add                     adds such numbers one at a time
 
-gloo sends what was asked for, and what a rank asks for waits behind what it sends. So all sends are
-posted first, then receives from anyone, which ask only for what is announced: all have asked
-before anything leaves. On loopback, where all takes the processor's time and turns cost nothing,
-gloo's own threads do it: n broadcasts at once, and gloo's all_to_all. Messages are posted by the
-thread that computes, which waits for the connection's lock: longer steps, where cores are few.
+gloo sends what was asked for, and what a rank asks for waits behind what it sends. So all receives
+are posted before any send: the two ways of a cable carry at once. On loopback, where all takes the
+processor's time and turns cost nothing, gloo's own threads do it: n broadcasts at once, and gloo's
+all_to_all. Messages are posted by the thread that computes, and it waits for a connection's lock.
 
 Sent per rank: as by the operation it stands for, under whose name comm.py logs it.
 """
@@ -22,7 +21,7 @@ from threading import Thread, local
 import torch
 import torch.distributed as dist
 
-TAG = 1 << 30  # plus the sender's rank: far from what a user sends, and a receive has one sender
+TAG = 1 << 30  # far from what a user sends
 
 _thread = local()
 
@@ -176,8 +175,7 @@ def _share(mine, parts, group):
 def _exchange(outgoing, incoming, group):
     """outgoing[r] goes to rank r, incoming[r] comes from it, and is here where that is oneself.
 
-    Returns the Works, sends first: of a rank that has died a send tells, while a receive from
-    anyone waits for the next one.
+    Returns the Works: receives first, or the late one of two would send before it asks.
     """
     rank, n, works = dist.get_rank(group), dist.get_world_size(group), []
     if incoming[rank].data_ptr() != outgoing[rank].data_ptr():
@@ -185,12 +183,12 @@ def _exchange(outgoing, incoming, group):
     others = [(rank + k) % n for k in range(1, n)]
     try:
         for r in others:
-            if outgoing[r].numel():
-                works.append(dist.isend(outgoing[r], group=group, group_dst=r, tag=TAG + rank))
+            if incoming[r].numel():
+                works.append(dist.irecv(incoming[r], group=group, group_src=r, tag=TAG))
                 _thread.continues = True
         for r in others:
-            if incoming[r].numel():
-                works.append(dist.irecv(incoming[r], group=group, tag=TAG + r))
+            if outgoing[r].numel():
+                works.append(dist.isend(outgoing[r], group=group, group_dst=r, tag=TAG))
                 _thread.continues = True
     finally:
         _thread.continues = False
