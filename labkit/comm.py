@@ -85,8 +85,8 @@ def reduce_scatter(output, input, op=ReduceOp.SUM, group=None, async_op=False):
 def all_gather(output, input, group=None, async_op=False):
     """output becomes the inputs of all ranks, one after the other.
 
-    output: n times the elements of input, contiguous. On gloo all send to all, both ways at once:
-    gloo's own copies everything twice more.
+    output: n times the elements of input, contiguous. On gloo all send to all, both ways at once,
+    or it is n broadcasts: gloo's own copies everything twice more.
     """
 
     def launch():
@@ -114,7 +114,7 @@ def all_to_all(
 
     def launch():
         split = output, input, output_split_sizes, input_split_sizes, group
-        if gloo.serves(input, group):
+        if gloo.serves(input, group) and not gloo.on_loopback():
             work = gloo.all_to_all(*split)
             return work if async_op else _finish(work)
         return dist.all_to_all_single(*split, async_op)

@@ -7,20 +7,21 @@
     all_reduce       of 16 bits between two ranks: each      gloo's own takes as long again: it
                      sends all, both add                     adds such numbers one at a time
 
-gloo sends what was asked for, and what a rank asks for waits behind what it sends. So all sends are
-posted first, then receives from anyone, which ask only for what is announced: all have asked
-before anything leaves. (With receives first, the caller itself would write to the other side, and
-gloo's thread meanwhile spin on the lock of the connection.)
+gloo sends what was asked for, and what a rank asks for waits behind what it sends. So all receives
+are posted before any send: the two ways of a cable carry at once. On loopback, where all takes the
+processor's time and turns cost nothing, gloo's own threads do it: n broadcasts at once, and gloo's
+all_to_all. Messages are posted by the thread that computes, and it waits for a connection's lock.
 
 Sent per rank: as by the operation it stands for, under whose name comm.py logs it.
 """
 
+import os
 from threading import Thread, local
 
 import torch
 import torch.distributed as dist
 
-TAG = 1 << 30  # plus the sender's rank: far from what a user sends, and a receive has one sender
+TAG = 1 << 30  # far from what a user sends
 
 _thread = local()
 
@@ -33,8 +34,9 @@ def continues():
 class All:
     """Several Works as one. When they are waited for, parts, if any, are added up into output."""
 
-    def __init__(self, works, output=None, parts=None):
-        self.works, self.output, self.parts, self.future = works, output, parts, None
+    def __init__(self, works, output=None, parts=None, buffer=None):
+        self.works, self.output, self.future = works, output, None
+        self.parts, self.buffer = parts, buffer  # the memory of what arrives, given back then
 
     def wait(self, *timeout):
         if self.future is not None:
@@ -47,9 +49,13 @@ class All:
         while self.works:
             self.works[0].wait(*timeout)
             del self.works[0]  # waited for again, gloo would expect one more message
+        self._add()
+
+    def _add(self):
         if self.parts is not None:
             add_up(self.parts, self.output)
             self.parts = None
+            self.buffer.untyped_storage().resize_(0)  # now, not when gloo's thread lets go
 
     def is_completed(self):
         return not self.works and self.parts is None
@@ -57,9 +63,19 @@ class All:
     def get_future(self):
         """Of [output]. Messages have no future in gloo: a thread waits for them."""
         if self.future is None:
-            self.future = torch.futures.Future()
-            Thread(target=self._tell, daemon=True).start()
+            try:
+                arrived = torch.futures.collect_all([work.get_future() for work in self.works])
+                self.future = arrived.then(self._told)
+            except RuntimeError:
+                self.future = torch.futures.Future()
+                Thread(target=self._tell, daemon=True).start()
         return self.future
+
+    def _told(self, arrived):
+        arrived.value()  # raises what has gone wrong on the way
+        self._add()
+        self.works = []
+        return [self.output]
 
     def _tell(self):
         try:
@@ -88,6 +104,11 @@ def serves(tensor, group=None):
     return tensor.is_cpu and dist.get_backend(group) == "gloo"
 
 
+def on_loopback():
+    """Of all ranks, or they would not be connected. launch() sets it where there is one machine."""
+    return os.environ.get("GLOO_SOCKET_IFNAME") in ("lo", "lo0")
+
+
 def all_to_all(output, input, output_split_sizes=None, input_split_sizes=None, group=None):
     """As comm.all_to_all with async_op: returns the Work."""
     n = dist.get_world_size(group)
@@ -102,7 +123,11 @@ def reduce_scatter(output, input, group=None):
     """As comm.reduce_scatter with async_op: returns the Work."""
     outgoing = input.view(dist.get_world_size(group), output.numel())
     parts = torch.empty_like(outgoing)
-    return Sum(_exchange(outgoing, parts, group), output.view(-1), parts)
+    if on_loopback():
+        works = [dist.all_to_all_single(parts, outgoing, group=group, async_op=True)]
+    else:
+        works = _exchange(outgoing, parts, group)
+    return Sum(works, output.view(-1), parts, parts)
 
 
 def adds_slowly(tensor, op, group=None):
@@ -121,24 +146,36 @@ def all_reduce(tensor, group=None):
     """As comm.all_reduce of a sum with async_op, between two ranks: returns the Work."""
     arrived = torch.empty_like(tensor)
     parts = [tensor, arrived] if dist.get_rank(group) == 0 else [arrived, tensor]
-    return All(_exchange([tensor, tensor], parts, group), tensor, parts)
+    return All(_share(tensor, parts, group), tensor, parts, arrived)
 
 
 def all_gather(output, input, group=None):
     """As comm.all_gather with async_op: returns the Work. input may be this rank's own part."""
-    n = dist.get_world_size(group)
-    parts = output.view(n, input.numel())
+    parts = output.view(dist.get_world_size(group), input.numel())
     mine = parts[dist.get_rank(group)]
     if mine.data_ptr() != input.data_ptr():
         mine.copy_(input.reshape(-1))
-    return All(_exchange([mine] * n, parts, group), output)
+    return All(_share(mine, parts, group), output)
+
+
+def _share(mine, parts, group):
+    """Works by which part r becomes that of rank r. mine: this rank's own."""
+    if not on_loopback():
+        return _exchange([mine] * len(parts), parts, group)
+    works = []
+    try:
+        for src, part in enumerate(parts):
+            works.append(dist.broadcast(part, group=group, async_op=True, group_src=src))
+            _thread.continues = True
+    finally:
+        _thread.continues = False
+    return works
 
 
 def _exchange(outgoing, incoming, group):
     """outgoing[r] goes to rank r, incoming[r] comes from it, and is here where that is oneself.
 
-    Returns the Works, sends first: of a rank that has died a send tells, while a receive from
-    anyone waits for the next one.
+    Returns the Works: receives first, or the late one of two would send before it asks.
     """
     rank, n, works = dist.get_rank(group), dist.get_world_size(group), []
     if incoming[rank].data_ptr() != outgoing[rank].data_ptr():
@@ -146,12 +183,12 @@ def _exchange(outgoing, incoming, group):
     others = [(rank + k) % n for k in range(1, n)]
     try:
         for r in others:
-            if outgoing[r].numel():
-                works.append(dist.isend(outgoing[r], group=group, group_dst=r, tag=TAG + rank))
+            if incoming[r].numel():
+                works.append(dist.irecv(incoming[r], group=group, group_src=r, tag=TAG))
                 _thread.continues = True
         for r in others:
-            if incoming[r].numel():
-                works.append(dist.irecv(incoming[r], group=group, tag=TAG + r))
+            if outgoing[r].numel():
+                works.append(dist.isend(outgoing[r], group=group, group_dst=r, tag=TAG))
                 _thread.continues = True
     finally:
         _thread.continues = False

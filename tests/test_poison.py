@@ -119,7 +119,7 @@ def told(rank, n, mistake, words):
 
 WRONG = {
     forgotten: r"^nobody waited for the all_reduce of test_poison.py:\d+$",
-    overwritten: r"^a tensor of the send of test_poison.py:\d+ was written to while",
+    overwritten: r"^a tensor of the all_to_all of test_poison.py:\d+ was written to while",
     written_to: r"^a tensor of the all_reduce of test_poison.py:\d+ was written to while",
     cut_off: r"^memory of the all_reduce of test_poison.py:\d+ was freed while",
     failing: r"^nobody waited for the all_reduce of test_poison.py:\d+$",

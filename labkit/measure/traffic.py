@@ -25,7 +25,6 @@ RING = {
     "broadcast_": (0, lambda n: (n - 1) / n),
     "send": (0, lambda n: 1.0),
     "recv_": (0, lambda n: 0.0),
-    "recv_any_source_": (0, lambda n: 0.0),
 }
 
 
