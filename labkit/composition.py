@@ -235,9 +235,12 @@ class Composed(MeshModel):
 
     def load_full_state_dict(self, state_dict):
         """Take this rank's part of the whole, whichever mesh it comes from."""
-        absent = [name for name in self.names if name not in state_dict]
-        if absent:
-            raise RuntimeError(f"the state dict is not of this model: missing {absent[0]!r}")
+        for what, wrong in (
+            ("missing", [name for name in self.names if name not in state_dict]),
+            ("unexpected", [name for name in state_dict if name not in self.names]),
+        ):
+            if wrong:
+                raise RuntimeError(f"the state dict is not of this model: {what} {wrong[0]!r}")
         own = {name: state_dict[name] for name in self.names if name not in self.elsewhere}
         for name, first in self.names.items():
             if first in self.cuts:

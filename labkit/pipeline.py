@@ -33,7 +33,7 @@ from labkit.parts.schedules import (
     zero_bubble,
 )
 from labkit.parts.split_backward import backward_of_input, backward_of_weights
-from labkit.parts.stages import Stages
+from labkit.parts.stages import Stages, parts_of
 
 __all__ = [
     "Action",
@@ -141,10 +141,11 @@ class Pipeline:
         those that are there. scale: what the loss is multiplied by, for backward only. Two chains
         have two ends: both are given the whole batch, and return their parts of its mean loss.
         """
-        self.scale, self.metric, before = scale, self.loss, self.stages.set_aside()
-        found = self.run(self.schedule[self.rank], self.mail, input, target)
-        self.stages.add_tied(before)
-        return found
+        if not torch.is_grad_enabled():
+            raise RuntimeError("step() goes backward, and gradients are off: evaluate() does not")
+        self.scale, self.metric = scale, self.loss
+        with self.stages.tied_apart():
+            return self.run(self.schedule[self.rank], self.mail, input, target)
 
     @torch.no_grad()
     def evaluate(self, input=None, target=None, loss=None):
@@ -178,13 +179,7 @@ class Pipeline:
             return None
         if batch is None:
             raise ValueError(f"stage {min(here)} is here: step() needs its {name}")
-        if isinstance(batch, list):
-            return batch
-        if len(batch) % self.micro_batches:
-            raise ValueError(
-                f"{len(batch)} samples are no {self.micro_batches} equal micro-batches"
-            )
-        return batch.chunk(self.micro_batches)
+        return parts_of(batch, self.micro_batches, name)
 
     def compute(self, action, arrived):
         """One action, without its messages: from what has arrived to what is to be sent."""
@@ -206,6 +201,8 @@ class Pipeline:
             )
         if stage in self.last:
             output = self.metric(output, self.targets[m])
+            if output.dim():
+                raise ValueError(f"a loss is one number: this has shape {list(output.shape)}")
             self.losses.append(output.detach())
         if torch.is_grad_enabled():
             self.held[action[1:]] = x, output
@@ -219,7 +216,7 @@ class Pipeline:
         if action._replace(kind="W") in self.split:
             found, self.later[stage, m] = backward_of_input(output, x, gradient)
         else:
-            if output.grad_fn is not None:
+            if output.requires_grad:  # also of a stage that hands its input on as it is
                 torch.autograd.backward(output, gradient)
             found = x.grad if x.is_leaf else None
         if stage in self.first:

@@ -15,6 +15,7 @@ Shoeybi et al., Megatron-LM, 2019, section 3; Narayanan et al., SC 2021 (why ins
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from labkit import comm
@@ -92,17 +93,21 @@ def parallelize_module(module, group, parallelize_plan):
     """Split a module over the ranks of a group, in place. Collective; returns the module.
 
     parallelize_plan: a style for the module, or {pattern of names: style}, as PyTorch's function of
-    this name takes it; there the second argument is a DeviceMesh. Values and random state become
+    this name takes it. group: also a DeviceMesh of one dimension. Values and random state become
     those of the group's rank 0 before. What belongs together (a column-parallel layer and the
     row-parallel one behind it) belongs in one call: between them each rank draws its own random
     numbers. Raises ValueError, before anything is changed, for a pattern that meets nothing and for
     what the ranks cannot share.
     """
+    if isinstance(group, DeviceMesh):
+        group = group.get_group()
     check_ranks("parallelize_module", group)
     axis = Axis(group)
     plan = parallelize_plan if isinstance(parallelize_plan, dict) else {"": parallelize_plan}
     chosen = matches(module, plan)
     for name, part, style in chosen:
+        if not isinstance(style, Style):
+            raise TypeError(f"{name}: {type(style).__name__} is no style of labkit.tensor_parallel")
         style.check(name or type(part).__name__, part, axis)
     check_heads(module, chosen, axis)
     check_ties(module, chosen)
@@ -124,8 +129,9 @@ class LayerStyle(Style):
         if layer is None:
             what = f"{name} is a {type(module).__name__}"
             raise ValueError(f"{what}: {type(self).__name__} splits nn.Linear and nn.Embedding")
-        if isinstance(module, nn.Embedding) and (module.max_norm or module.sparse):
-            raise ValueError(f"{name} has max_norm or sparse gradients: it cannot be split")
+        for word in ("max_norm", "sparse", "scale_grad_by_freq"):
+            if getattr(module, word, None):
+                raise ValueError(f"{name} has {word}: it cannot be split")
         if getattr(module, layer.shared) % axis.size and not layer.padded:
             many = f"{layer.shared}={getattr(module, layer.shared)}"
             hint = "; logits they can: say output_layouts" if layer is ColumnLinear else ""

@@ -185,6 +185,22 @@ def test_from_the_meta_device_every_mesh_begins_with_the_same_values(ranks):
     assert max(found["pp 4", rank][1] for rank in range(4)) < 0.6  # both ends have the embedding
 
 
+def clipped_from_meta(rank, world_size):
+    """The norm of all gradients, of a model whose copies of a tied parameter are on several ranks, several on each."""
+    axes, options = UNBORN["pp 2 x dp 2, from both ends"]
+    with torch.device("meta"):
+        module = gpt(0)
+    model = Composed(module, Mesh({"pp": axes["pp"]}), plan(), **options)
+    alone = gpt(1)
+    alone.load_state_dict(model.full_state_dict())
+    (_, wanted), (_, norm) = (trained(trainer_of(one), lambda _: text(0), 1)[0] for one in (alone, model))
+    return abs(norm - wanted)
+
+
+def test_a_tied_parameter_counts_once_in_the_norm_however_many_copies_a_rank_has(ranks):
+    assert max(ranks(2, clipped_from_meta)) < 1e-12
+
+
 def the_idea(rank, world_size):
     mesh = Mesh({"dp": 2, "cp": 2, "tp": 2})
     model = gpt(0)

@@ -515,3 +515,98 @@ def test_a_rank_that_dies_in_the_middle_ends_all():
     with pytest.raises(LaunchError) as told:
         launch(dies, nproc=3, device="cpu", quiet=True, timeout=120)
     assert "rank 1" in str(told.value).splitlines()[0]  # and not the time limit
+
+
+# ---- what a stage may be, and what is left after a failure
+
+PLAIN = {
+    "itself": nn.Identity,
+    "nothing": nn.Sequential,
+    "no dropout now": lambda: nn.Dropout().eval(),
+    "a view of itself": lambda: nn.Flatten(1),
+}
+
+
+def handed_on(rank, world_size, kind, name):
+    """The gradient of the first of three stages, of which the second hands on what it gets; that of one process."""
+    torch.manual_seed(0)
+    first, last = nn.Linear(WIDTH, WIDTH, dtype=F64), nn.Linear(WIDTH, WIDTH, dtype=F64)
+    x, target = batch(0, 6, False)
+    F.mse_loss(last(first(x)), target).backward()
+    wanted, first.weight.grad = first.weight.grad, None
+    own = {rank: [first, PLAIN[kind](), last][rank]}
+    Pipeline(own, None, SCHEDULES[name], 3, F.mse_loss).step(x, target)
+    return (first.weight.grad - wanted).abs().max().item() if rank == 0 else 0.0
+
+
+@pytest.mark.parametrize("name", ["one_f_one_b", "zero_bubble"])
+@pytest.mark.parametrize("kind", PLAIN)
+def test_a_stage_may_hand_on_its_input(ranks, kind, name):
+    assert max(ranks(3, handed_on, kind=kind, name=name)) < 1e-12
+
+
+def interrupted(rank, world_size):
+    """The gradients of a tied parameter before a step whose loss raises, and after."""
+
+    def fails(output, target):
+        raise ZeroDivisionError
+
+    own = {0: stage_of(0, 2, tokens=True), 1: stage_of(1, 2, tokens=True)}
+    pipeline = Pipeline(own, None, gpipe, 1, loss_of(True), partial(name_of, 2, True))
+    x, target = batch(0, 2, True)
+    pipeline.step(x, target)
+    before = [p.grad.clone() for p in pipeline.parameters()]
+    pipeline.loss = fails
+    try:
+        pipeline.step(x, target)
+    except ZeroDivisionError:
+        return all(torch.equal(p.grad, g) for p, g in zip(pipeline.parameters(), before, strict=True))
+
+
+def test_a_step_that_raises_leaves_the_gradients_of_tied_parameters(ranks):
+    assert ranks(1, interrupted) == [True]
+
+
+def not_a_step(rank, world_size):
+    loss = F.mse_loss
+    pipeline, x = Pipeline({0: stage_of(0, 1)}, None, gpipe, 2, loss), torch.zeros(4, WIDTH, dtype=F64)
+    told = []
+    for input, target, criterion, grad in (
+        ([x, x, x], x, loss, True),
+        (x, x, partial(loss, reduction="none"), True),
+        (x, x, loss, False),
+    ):
+        pipeline.loss = criterion
+        try:
+            with torch.set_grad_enabled(grad):
+                pipeline.step(input, target)
+        except (ValueError, RuntimeError) as error:
+            told.append(str(error))
+    return told
+
+
+def test_what_is_no_step(ranks):
+    assert ranks(1, not_a_step) == [
+        [
+            "input: a list of 3 for 2 micro-batches",
+            "a loss is one number: this has shape [2, 6]",
+            "step() goes backward, and gradients are off: evaluate() does not",
+        ]
+    ]
+
+
+def of_kind(rank, world_size, dtype):
+    """What the second stage gets of the first, which makes whole numbers."""
+    first = nn.Identity()
+    first.forward = lambda x: (x[:, 0] > 0).to(dtype)
+    second = nn.Embedding(2, 1)
+    second.forward = lambda kinds: kinds.double().requires_grad_()
+    pipeline = Pipeline({rank: [first, second][rank]}, None, gpipe, 2, lambda output, target: output.mean())
+    batch = torch.tensor([[1.0], [-1.0], [1.0], [1.0]])
+    mean = pipeline.evaluate(batch, batch)
+    return None if mean is None else mean.item()
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int8, torch.int16])
+def test_what_is_handed_over_may_be_of_any_kind(ranks, dtype):
+    assert ranks(2, of_kind, dtype=dtype) == [None, 0.75]

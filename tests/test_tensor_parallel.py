@@ -344,7 +344,7 @@ def gathered_outputs(rank, world_size):
     parallelize_module(model, None, {"2": RowwiseParallel(input_layouts=Replicate())})
     tokens = torch.tensor([0, 4, 2])
     for one in (whole, model):
-        one(tokens).square().sum().backward()
+        one(tokens).sum().backward()  # not of squares: that of the word for padding is zero anyway
     gap = furthest(full_state_dict(model), whole.state_dict())
     gradients = zip(model.parameters(), whole.parameters(), strict=True)
     cuts = cuts_of(model)
@@ -370,14 +370,17 @@ def wrong(rank, world_size, case):
         "two ways": {"token_embedding": column, "head": column},
         "kind": {"norm": column},
         "twice": {"blocks.*.network.0": column, "blocks.1.network.0": row},
+        "counts words": {"token_embedding": column},
+        "foreign": {"blocks.*.network.0": torch.distributed.tensor.parallel.ColwiseParallel()},
     }
     model = gpt(0, heads=3 if case == "heads" else 12, vocab=25 if case == "logits" else VOCAB)
+    model.token_embedding.scale_grad_by_freq = case == "counts words"
     if case == "features":
         model.blocks[0].network[0] = nn.Linear(WIDTH, 7)
     before = [p.shape for p in model.parameters()]
     try:
         parallelize_module(model, None, plans[case])
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         assert before == [p.shape for p in model.parameters()]
         return str(error)
 
@@ -406,6 +409,8 @@ def wrong(rank, world_size, case):
         ),
         ("kind", "norm is a LayerNorm: ColwiseParallel splits nn.Linear and nn.Embedding"),
         ("twice", "two patterns of the plan split 'blocks.1.network.0'"),
+        ("counts words", "token_embedding has scale_grad_by_freq: it cannot be split"),
+        ("foreign", "blocks.0.network.0: ColwiseParallel is no style of labkit.tensor_parallel"),
     ],
 )
 def test_what_cannot_be(ranks, case, words):
@@ -441,3 +446,57 @@ def overflown(rank, world_size):
 
 def test_an_overflow_is_no_padding(ranks):
     assert ranks(2, overflown) == [float("inf")] * 2
+
+
+def padding_word(rank, world_size, style):
+    """The gradient of an embedding that has a word for padding, and how far it is from that of one process."""
+    tokens = torch.tensor([[1, 3, 3, 0], [5, 3, 1, 2]])
+    torch.manual_seed(0)
+    whole = nn.Embedding(7, 4, padding_idx=3, dtype=F64)
+    split = parallelize_module(copy.deepcopy(whole), None, style)
+    for one in (whole, split):
+        one(tokens).sum().backward()  # not of squares: that of the word for padding is zero anyway
+    cut = cuts_of(split)[split.weight]
+    return (split.weight.grad - cut.part(whole.weight.grad, "weight")).abs().max().item()
+
+
+@pytest.mark.parametrize("style", [RowwiseParallel(), ColwiseParallel()], ids=["words", "channels"])
+def test_a_word_for_padding_gets_no_gradient(ranks, style):
+    assert max(ranks(2, padding_word, style=style)) < 1e-12
+
+
+def in_16_bits(rank, world_size):
+    """(the loss of 16-bit logits, that of one process in fp32, the dtype of a row-parallel layer under autocast)."""
+    whole = (8 * torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(0))).bfloat16()
+    target = torch.arange(6)
+    loss = vocabulary_parallel_cross_entropy(whole.chunk(world_size, -1)[rank], target)
+    layer = parallelize_module(nn.Linear(4, 4), None, RowwiseParallel(input_layouts=Replicate()))
+    with torch.autocast("cpu", torch.bfloat16):
+        return loss.item(), F.cross_entropy(whole.float(), target).item(), layer(torch.ones(2, 4)).dtype
+
+
+def test_in_16_bits_as_pytorchs(ranks):
+    for ours, theirs, dtype in ranks(2, in_16_bits):
+        assert ours == pytest.approx(theirs, rel=1e-6) and dtype == torch.bfloat16
+
+
+def second_derivative(rank, world_size):
+    logits = torch.zeros(2, 3, requires_grad=True)
+    loss = vocabulary_parallel_cross_entropy(logits, torch.tensor([0, 5]))
+    try:
+        torch.autograd.grad(loss, logits, create_graph=True)
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_there_is_no_second_derivative(ranks):
+    assert ranks(2, second_derivative) == ["a cross entropy over shards has no second derivative"] * 2
+
+
+def on_a_device_mesh(rank, world_size):
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (world_size,))
+    return parallelize_module(nn.Linear(4, 6), mesh, ColwiseParallel()).weight.shape[0]
+
+
+def test_the_group_may_be_a_device_mesh(ranks):
+    assert ranks(2, on_a_device_mesh) == [3, 3]

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from labkit import comm
 from labkit.parts.schedules import Action, routes
 
-DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32)
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+DTYPES += (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 MOST_DIMS = 8
 
 

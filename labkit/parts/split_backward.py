@@ -31,7 +31,7 @@ class Later(NamedTuple):
 def backward_of_input(output, x, gradient):
     """(the gradient of x, or None, and a Later). x: a leaf; gradient: of output, None for 1."""
     if output.grad_fn is None:
-        return None, Later(output, gradient, [], [])
+        return gradient if output is x else None, Later(output, gradient, [], [])
     if x is None or not x.requires_grad:
         return None, Later(output, gradient, [], list(reach(output.grad_fn)))
     joints, rest = find_joints(output.grad_fn, get_gradient_edge(x).node)

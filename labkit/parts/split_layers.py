@@ -73,7 +73,8 @@ class RowLinear(SplitLayer, nn.Linear):
             return y
         # of shards of the sequence each rank sees a part of what the bias does
         parts = isinstance(self.target, Shard)
-        return y + (self.axis.move(self.bias, Replicate(), Shared()) if parts else self.bias)
+        bias = self.axis.move(self.bias, Replicate(), Shared()) if parts else self.bias
+        return y + bias.to(y.dtype)  # under autocast as a linear layer's
 
 
 class ColumnEmbedding(SplitLayer, nn.Embedding):
@@ -96,5 +97,7 @@ class RowEmbedding(SplitLayer, nn.Embedding):
         torch._assert_async(inside.all(), f"a token is not one of {self.num_embeddings} words")
         own = tokens - self.axis.rank * words
         others = (own < 0) | (own >= words)
-        found = F.embedding(own.masked_fill(others, 0), self.weight)
+        pad = -1 if self.padding_idx is None else self.padding_idx - self.axis.rank * words
+        pad = pad if 0 <= pad < words else None  # the rank that has its row gives it no gradient
+        found = F.embedding(own.masked_fill(others, 0), self.weight, pad)
         return self.hand_on(found.masked_fill(others.unsqueeze(-1), 0.0), Partial())

@@ -8,6 +8,8 @@ Sent per rank and step for a tied parameter on k ranks: (k-1) x its gradient. Pr
 """
 
 import json
+from collections import Counter
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -64,13 +66,16 @@ class Stages:
     def describe(self, modules, schedule):
         """What the others must know of a rank with these stages, as text."""
         tensors, first = self.named(modules)
-        looks = {n: (first[n], f"{list(t[0].shape)} {t[0].dtype}") for n, t in tensors.items()}
+        looks = {
+            name: (first[name], f"{list(copies[0].shape)} {copies[0].dtype}", len(copies))
+            for name, copies in tensors.items()
+        }
         mine = {"schedule": schedule, "stages": sorted(modules), "looks": looks}
         return json.dumps(mine).encode()
 
     def agree(self, owner, told):
         """{name: [the ranks that hold it]}, the first stage's first. told: describe(), by rank."""
-        holders, known = {}, {}
+        holders, known, self.counts = {}, {}, Counter()
         for rank, one in enumerate(told):
             if one["schedule"] != told[0]["schedule"]:
                 raise ValueError(f"ranks 0 and {rank} have different schedules")
@@ -79,7 +84,8 @@ class Stages:
                 raise ValueError(
                     f"rank {rank} has stages {one['stages']}; by the schedule it has {wanted}"
                 )
-            for name, (stage, look) in one["looks"].items():
+            for name, (stage, look, count) in one["looks"].items():
+                self.counts[name] += count
                 holders.setdefault(name, []).append((stage, rank))
                 if known.setdefault(name, look) != look:
                     raise ValueError(f"{name!r} is {known[name]} in one stage, {look} in another")
@@ -105,16 +111,25 @@ class Stages:
         for rank in others:
             comm.send(tensor.data, rank, self.group)
 
-    def set_aside(self):
-        """{tied parameter: the gradient it had}; it has none any more."""
+    @contextmanager
+    def tied_apart(self):
+        """Around a step's backwards, which then make the gradient of each copy alone.
+
+        At the end the sum over all copies is added to what each had; after an exception, nothing.
+        """
         before = {p: p.grad for copies in self.tied.values() for p in copies}
         for p in before:
             p.grad = None
-        return before
+        try:
+            yield
+        except BaseException:
+            for p, gradient in before.items():
+                p.grad = gradient
+            raise
+        self.add_tied(before)
 
     @torch.no_grad()
     def add_tied(self, before):
-        """After a step's backwards: to every copy's gradient the sum over all copies is added."""
         for name, copies in self.tied.items():
             if not copies[0].requires_grad:
                 continue
@@ -141,7 +156,7 @@ class Stages:
 
     def copies(self, name):
         """How many there are of a parameter, on all ranks."""
-        return max(len(self.tensors[name]), len(self.holders[name]))
+        return self.counts[name]
 
     @torch.no_grad()
     def load(self, state_dict, strict=True):
@@ -157,6 +172,17 @@ class Stages:
         for name, copies in self.tensors.items():
             for copy in copies:
                 copy.copy_(state_dict.get(name, copy))
+
+
+def parts_of(batch, count, name):
+    """A batch as `count` micro-batches, equal parts along dim 0; a list is them already."""
+    if isinstance(batch, list):
+        if len(batch) != count:
+            raise ValueError(f"{name}: a list of {len(batch)} for {count} micro-batches")
+        return batch
+    if len(batch) % count:
+        raise ValueError(f"{len(batch)} samples are no {count} equal micro-batches")
+    return batch.chunk(count)
 
 
 def union(state, group, device):
