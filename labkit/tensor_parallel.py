@@ -15,7 +15,6 @@ Shoeybi et al., Megatron-LM, 2019, section 3; Narayanan et al., SC 2021 (why ins
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from labkit import comm
@@ -99,7 +98,7 @@ def parallelize_module(module, group, parallelize_plan):
     numbers. Raises ValueError, before anything is changed, for a pattern that meets nothing and for
     what the ranks cannot share.
     """
-    if isinstance(group, DeviceMesh):
+    if hasattr(group, "get_group"):  # a DeviceMesh
         group = group.get_group()
     check_ranks("parallelize_module", group)
     axis = Axis(group)
