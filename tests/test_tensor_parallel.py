@@ -334,6 +334,41 @@ def test_whole_states(ranks):
         assert ranks(n, moved_states) == [(0.0, True, True, VOCAB // n, told)] * n
 
 
+LAYOUTS = [(ColwiseParallel, "output_layouts"), (RowwiseParallel, "input_layouts")]
+
+
+def by_layout(rank, world_size, style, given):
+    """Output and gradients of a layer whose other side is in shards of some dim, beside those of the whole layer."""
+    torch.manual_seed(0)
+    whole, x = nn.Linear(4, 6, dtype=F64), torch.randn(2, 6, 4, dtype=F64)
+    apart = []
+
+    def part(t, dim):
+        return t.chunk(world_size, dim)[rank]
+
+    for dim in (0, 1, 2, -1):
+        split = parallelize_module(copy.deepcopy(whole), None, style(**{given: tensor_parallel.Shard(dim)}))
+        seen, source = x.clone().requires_grad_(), x.clone().requires_grad_()
+        expected = whole(source)
+        if given == "input_layouts":
+            y = split(part(seen, dim))
+            y.sum().backward()
+            expected.sum().backward()
+            apart += [y - expected, part(seen.grad, dim) - part(source.grad, dim)]
+        else:
+            y = split(seen)
+            y.square().sum().backward()
+            expected.square().sum().backward()
+            apart += [y - part(expected, dim), seen.grad - source.grad]
+        whole.zero_grad()
+    return max(one.abs().max().item() for one in apart)
+
+
+@pytest.mark.parametrize(("style", "given"), LAYOUTS)
+def test_shards_of_any_dim(ranks, style, given):
+    assert max(ranks(2, by_layout, style=style, given=given)) < 1e-12
+
+
 def gathered_outputs(rank, world_size):
     """Single styles for single layers, and outputs and inputs that are whole."""
     torch.manual_seed(0)

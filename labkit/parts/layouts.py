@@ -13,6 +13,7 @@
     Partial      Shard        reduce-scatter   all-gather          the same, with a bar
     Replicate    Shard        own part         all-gather
     Shard        Replicate    all-gather       own part
+    Shard        other Shard  all-to-all       all-to-all
 
 The backward of a way is a way again: from the gradient's layout at the end to that at the start.
 Names as in torch.distributed.tensor, which has no Shared: there the gradient's layout is found out.
@@ -34,9 +35,13 @@ class Replicate:
 
 @dataclass(frozen=True)
 class Shard:
-    """Rank i has the i-th of n equal parts along dim."""
+    """Rank i has the i-th of n equal parts along dim; -1 is the last."""
 
     dim: int
+
+    def among(self, dims):
+        """The same of a tensor that has so many."""
+        return Shard(self.dim % dims)
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,9 @@ class Axis:
 
     def move(self, x, source, target):
         """x in another layout, differentiably. Collective, unless it is `nothing` or `own part`."""
+        source, target = (
+            one.among(x.dim()) if isinstance(one, Shard) else one for one in (source, target)
+        )
         return x if self.size == 1 or source == target else Move.apply(x, source, target, self)
 
 
@@ -134,6 +142,11 @@ def moved(x, source, target, axis):
         return own
     if isinstance(source, Shard) and target in whole:
         return gathered(x, source.dim, axis)
+    if isinstance(source, Shard) and isinstance(target, Shard):
+        parts = torch.stack(cut(x, target.dim, axis.size))
+        arrived = torch.empty_like(parts)
+        comm.all_to_all(arrived, parts, group=axis.group)
+        return torch.cat(tuple(arrived), source.dim)
     if source in whole and isinstance(target, Shard):
         return cut(x, target.dim, axis.size)[axis.rank].contiguous()
     raise ValueError(f"there is no way from {source} to {target}")
