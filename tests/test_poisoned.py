@@ -46,7 +46,8 @@ REPLICATED, KEPT = {"root": "replicate", "prefetch": 2}, {"shard": "grad_op"}
 
 
 def cases():  # (test of another file, its arguments)
-    yield test_comm.test_every_operation_is_right_and_counted, {"n": 3}
+    for body in (test_comm.every_operation, partial(test_comm.over_a_cable, test_comm.every_operation)):
+        yield test_comm.test_every_operation_is_right_and_counted, {"n": 3, "body": body}
     yield test_comm.test_exchange, {"n": 3, "async_op": True}
     yield test_comm.test_all_to_all_of_uneven_parts, {}
     yield test_comm.test_arguments_reach_torch, {"async_op": True}
