@@ -18,6 +18,7 @@ section 3; Brandon et al., Striped Attention, 2023 (balance); Jacobs et al., Dee
 2023, section 3.
 """
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -26,6 +27,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from labkit import comm
+from labkit.parts.draws import apart
 from labkit.parts.tiles import TILE, Tiles
 
 
@@ -191,7 +193,8 @@ def ulysses_attention(
     """Attention over all tokens for 1/n of the heads, between two all-to-alls. Collective.
 
     query: [B, H, T/n, d]; key, value: [B, G, T/n, d], at places(T); returns query's shape.
-    attend: any attention, function (query, key, value, **options) of tokens in their order.
+    attend: any attention, function (query, key, value, **options) of tokens in their order; with
+    dropout_p in options each rank draws its own, for its heads.
     Raises ValueError where the ranks do not divide the heads.
     """
     n = dist.get_world_size(group)
@@ -203,7 +206,9 @@ def ulysses_attention(
     order = torch.cat([torch.arange(length)[chunk] for share in shares for chunk in share])
     by_head = [Exchange.apply(one, -3, -2, group) for one in (query, key, value)]
     in_order = [one[..., order.argsort(), :] for one in by_head]  # [B, H/n, T, d]
-    output = attend(*in_order, **options)
+    dropped = n > 1 and options.get("dropout_p")
+    with apart(dist.get_rank(group), query.device) if dropped else nullcontext():
+        output = attend(*in_order, **options)
     return Exchange.apply(output[..., order, :], -2, -3, group)
 
 

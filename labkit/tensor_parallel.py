@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from labkit import comm
 from labkit.parts.layouts import Axis, Replicate, Shard
 from labkit.parts.on_shards import SequenceParallel
-from labkit.parts.plan import Style, check_heads, check_ties, matches, same_on_all
+from labkit.parts.plan import Style, check_heads, check_run, check_ties, matches, same_on_all
 from labkit.parts.replicas import check_ranks
 from labkit.parts.split_layers import (
     ColumnEmbedding,
@@ -95,8 +95,9 @@ def parallelize_module(module, group, parallelize_plan):
     this name takes it. group: also a DeviceMesh of one dimension. Values and random state become
     those of the group's rank 0 before. What belongs together (a column-parallel layer and the
     row-parallel one behind it) belongs in one call: between them each rank draws its own random
-    numbers. Raises ValueError, before anything is changed, for a pattern that meets nothing and for
-    what the ranks cannot share.
+    numbers, at most until the module's forward ends, or that of each module in a list of them.
+    Raises ValueError, before anything is changed, for a pattern that meets nothing and for what the
+    ranks cannot share.
     """
     if hasattr(group, "get_group"):  # a DeviceMesh
         group = group.get_group()
@@ -108,12 +109,14 @@ def parallelize_module(module, group, parallelize_plan):
         if not isinstance(style, Style):
             raise TypeError(f"{name}: {type(style).__name__} is no style of labkit.tensor_parallel")
         style.check(name or type(part).__name__, part, axis)
+    run = check_run(module, chosen)
     check_heads(module, chosen, axis)
     check_ties(module, chosen)
     same_on_all(module, axis)
     for _, part, style in chosen:
         style.apply(part, axis)
-    module.register_forward_hook(lambda *_: axis.draws.alike(), always_call=True)
+    for part in run:
+        part.register_forward_hook(lambda *_: axis.draws.alike(), always_call=True)
     return module
 
 
@@ -122,6 +125,10 @@ class LayerStyle(Style):
 
     def layer(self, module):
         return {nn.Linear: self.linear, nn.Embedding: self.embedding}.get(type(module))
+
+    def leaves_shards(self, module):
+        logits = self.layer(module) is PaddedColumnLinear  # nobody draws behind them
+        return isinstance(self.target, Shard) and not logits
 
     def check(self, name, module, axis):
         layer = self.layer(module)

@@ -1,6 +1,7 @@
 """Attention over a sequence that no rank holds whole, against one process that holds it."""
 
 from functools import partial
+from itertools import combinations
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from labkit.context_parallel import places, ring_attention, ring_forward, ulysse
 from labkit.ddp import DDP
 from labkit.measure.memory import MemoryTracker
 from labkit.parts.tiles import Tiles
+from labkit.recompute import checkpoint
 
 F64 = torch.float64
 FORMS = {
@@ -63,6 +65,32 @@ def test_it_is_the_attention_of_one_process(ranks, world_size, form, is_causal):
 def test_the_ring_drops_what_one_process_drops(ranks, world_size, is_causal):
     options = {"heads": 2, "is_causal": is_causal, "dropout_p": 0.3, "tile": 2}
     assert max(ranks(world_size, trained, form="ring", length=8 * world_size, **options)) < 1e-13
+
+
+def masks(rank, world_size, attend, seed):
+    """What this rank's heads drop, twice, and again in backward; the generator's state behind all."""
+    torch.manual_seed(seed)
+    length, dropped = 8, []
+
+    def seen(query, key, value, **options):
+        output = attend(query, key, torch.eye(length).expand(*query.shape[:2], -1, -1), **options)
+        dropped.append(output.detach() == 0)
+        return output[..., :4] + 0 * value
+
+    query, key, value = share(whole(length, 2 * world_size)[:3].float(), places(length))
+    for _ in range(2):
+        output = checkpoint(lambda x: ulysses_attention(x, key, value, attend=seen, dropout_p=0.5), query)
+        torch.rand(seed)
+        output.sum().backward()
+    return [one for tensor in dropped for one in tensor.flatten(0, 1)], torch.get_rng_state()
+
+
+@pytest.mark.parametrize("attend", [F.scaled_dot_product_attention, flash_attention])
+def test_all_to_all_drops_otherwise_for_every_head(ranks, attend):
+    (mine, state), (theirs, same) = ranks(2, masks, attend=attend, seed=3)
+    first, again, second, last = (mine[at : at + 4] + theirs[at : at + 4] for at in range(0, 16, 4))
+    assert all(map(torch.equal, first + second, again + last)) and torch.equal(state, same)
+    assert not any(torch.equal(a, b) for a, b in combinations(first + second, 2))
 
 
 def by_the_idea(rank, world_size):

@@ -1,18 +1,22 @@
 """Norms and dropout on shards of the sequence, against one process, DTensor and plain tensor parallelism."""
 
 from collections import Counter, OrderedDict
+from functools import partial
 from itertools import combinations
 
 import pytest
 import torch
-from test_tensor_parallel import CONTEXT, F64, WIDTH, Recorded, alone, by_pytorch, furthest, gpt, split
+from test_tensor_parallel import CONTEXT, F64, VOCAB, WIDTH, Recorded, alone, batches, by_pytorch, furthest, gpt, split
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from labkit import comm, tensor_parallel
 from labkit.measure.memory import MemoryTracker
+from labkit.models.gpt import Block
 from labkit.models.plans import gpt as gpt_plan
 from labkit.models.plans import of_blocks
+from labkit.recompute import checkpoint_every
 from labkit.sequence_parallel import network
 from labkit.tensor_parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, Shard, parallelize_module
 
@@ -105,6 +109,32 @@ def test_dropout_on_shards_differs(ranks):
     (mine, alike), (theirs, other) = ranks(2, masks)
     assert all(map(torch.equal, alike, other)) and not torch.equal(*alike)
     assert not any(torch.equal(a, b) for a, b in combinations([*mine, *theirs], 2))
+
+
+def run_again(rank, world_size, form):
+    """Gradients of blocks that run again, where other forwards come before the backward; and the ranks' draws."""
+    found = []
+    for how in (None, form):
+        model = parallelize_module(gpt(0, dropout=0.3), None, gpt_plan(tensor_parallel, sequence=True))
+        if how == "labkit":
+            checkpoint_every(model, Block)
+        elif how == "torch":
+            for block in model.blocks:
+                block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        torch.manual_seed(5)
+        losses = [model(tokens).square().mean() for tokens, _ in batches(3, VOCAB)]
+        with torch.no_grad():
+            model(batches(1, VOCAB)[0][0])
+        for loss in (losses[0], losses[2], losses[1]):
+            loss.backward()
+        found.append([*losses, *(p.grad for p in model.parameters())])
+    return all(map(torch.equal, *found)), torch.rand(1).item()
+
+
+@pytest.mark.parametrize("form", ["torch", "labkit"])
+def test_blocks_run_again_after_other_forwards(ranks, form):
+    (one, drawn), (other, also) = ranks(2, run_again, form=form)
+    assert one and other and drawn == also
 
 
 def wrong(rank, world_size, case):

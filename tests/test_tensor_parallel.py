@@ -1,6 +1,7 @@
 """A model whose matrices are split over ranks, against one process that has them whole, and against DTensor."""
 
 import copy
+from functools import partial
 from itertools import chain
 from types import SimpleNamespace
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from labkit import comm, tensor_parallel
 from labkit.ddp import DDP
@@ -16,7 +18,7 @@ from labkit.models.gpt import GPT
 from labkit.models.plans import gpt as gpt_plan
 from labkit.models.plans import of_blocks
 from labkit.parts.split_state import cuts_of
-from labkit.recompute import checkpoint_every
+from labkit.recompute import checkpoint, checkpoint_every
 from labkit.tensor_parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -162,10 +164,15 @@ class Grouped(nn.Module):
 
 
 class Recorded(nn.Dropout):
-    """Dropout that keeps what it has dropped: [of each forward, bool]."""
+    """Dropout that keeps what it has dropped: [of each forward, bool]; it drops what is in given, if there is any."""
+
+    given = ()
 
     def forward(self, x):
         y = super().forward(torch.ones_like(x))
+        if len(self.given):
+            drop, *self.given = self.given
+            y = (~drop).to(x.dtype) / (1 - self.p)
         self.masks = [*getattr(self, "masks", ()), y.detach() == 0]
         return x * y
 
@@ -212,10 +219,12 @@ def split_layers(rank, world_size, once=True, recomputed=False, **options):
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_grouped_heads_with_dropout_where_all_is_whole(ranks, world_size):
-    model = grouped(0, outer=0.3)
-    gradients = input_gradients(model)
     for once in (True, False):
         told = ranks(world_size, split_layers, once=once, outer=0.3)
+        model = grouped(0, outer=0.3)
+        for layer, masks in zip(model, told[0][-1], strict=True):
+            layer.outer.given = masks  # behind a split part no rank draws what one process would
+        gradients = input_gradients(model)
         for found, state, sent, _, outer in told:
             assert (found - gradients).abs().max() < 1e-12 and furthest(state, model.state_dict()) < 1e-12
             assert all(map(torch.equal, chain(*outer), chain(*(layer.outer.masks for layer in model))))
@@ -235,6 +244,69 @@ def test_what_is_split_draws_other_numbers(ranks):
     again = ranks(2, split_layers, inner=0.5, outer=0.5, recomputed=True)
     for (plain, *_), (found, *_) in zip(told, again, strict=True):
         assert torch.equal(plain, found)
+
+
+def in_segments(rank, world_size, form):
+    """Gradients where what runs again begins inside of a split pair, and forwards come before the backward."""
+    torch.manual_seed(rank)
+    layers = [nn.Linear(8, 16), Recorded(0.5), nn.Linear(16, 8), Recorded(0.5), nn.LayerNorm(8)]
+    model = nn.Sequential(*copy.deepcopy(layers), *layers).to(F64)
+    columns, rows = (
+        (dict.fromkeys(names, style())) for names, style in (("05", ColwiseParallel), ("27", RowwiseParallel))
+    )
+    parallelize_module(model, None, columns | rows)
+    forms = {"torch": partial(torch_checkpoint, use_reentrant=False), "labkit": checkpoint}
+    found = []
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    for run in (lambda part, x: part(x), forms[form]):
+        torch.set_rng_state(state)
+        losses = []
+        for _ in range(3):
+            y = torch.linspace(-1, 1, 32, dtype=F64).view(4, 8).requires_grad_()
+            for part in (model[:1], model[1:4], model[4:6], model[6:]):
+                y = run(part, y)
+            losses.append(y.pow(3).sum())
+        for loss in (losses[1], losses[2], losses[0]):
+            loss.backward()
+        model[3].masks, masks = [], model[3].masks
+        found.append([*losses, *(p.grad for p in model.parameters())])
+        model.zero_grad()
+        drawn = torch.rand(1)
+    return all(map(torch.equal, *found)), masks[:3], drawn
+
+
+@pytest.mark.parametrize("form", ["torch", "labkit"])
+def test_what_runs_again_draws_the_same_wherever_it_begins(ranks, form):
+    (one, masks, drawn), (other, same, also) = ranks(2, in_segments, form=form)
+    assert one and other and drawn == also
+    assert all(map(torch.equal, masks, same)) and not torch.equal(*masks[:2])
+
+
+class Open(nn.Sequential):
+    """Its output is shards, which nobody makes whole."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5))
+
+
+def draw_behind(rank, world_size, case):
+    """A number of each rank, where the module that was split never runs."""
+    torch.manual_seed(rank)
+    if case == "by hand":
+        model = parallelize_module(gpt(rank, dropout=0.5), None, gpt_plan(tensor_parallel))
+        model.read_out(model.blocks(model.embed(batches(1, VOCAB)[0][0])))
+    else:
+        layers = {"list": nn.ModuleList([Open()]), "nested": nn.ModuleDict({"a": nn.ModuleList([Open()])})}[case]
+        plan = {"*.0" if case == "list" else "a.*.0": ColwiseParallel()}
+        parallelize_module(layers, None, plan)
+        next(part for part in layers.modules() if isinstance(part, Open))(torch.ones(1, WIDTH))
+    return torch.rand(1)
+
+
+@pytest.mark.parametrize("case", ["by hand", "list", "nested"])
+def test_behind_the_last_layer_all_draw_alike(ranks, case):
+    assert torch.equal(*ranks(2, draw_behind, case=case))
 
 
 def messages(rank, world_size):
@@ -404,6 +476,7 @@ def wrong(rank, world_size, case):
         "tied": {"token_embedding": row},
         "two ways": {"token_embedding": column, "head": column},
         "kind": {"norm": column},
+        "list": {"0": column, "1": row},
         "twice": {"blocks.*.network.0": column, "blocks.1.network.0": row},
         "counts words": {"token_embedding": column},
         "foreign": {"blocks.*.network.0": torch.distributed.tensor.parallel.ColwiseParallel()},
@@ -412,6 +485,8 @@ def wrong(rank, world_size, case):
     model.token_embedding.scale_grad_by_freq = case == "counts words"
     if case == "features":
         model.blocks[0].network[0] = nn.Linear(WIDTH, 7)
+    if case == "list":
+        model = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
     before = [p.shape for p in model.parameters()]
     try:
         parallelize_module(model, None, plans[case])
@@ -443,6 +518,7 @@ def wrong(rank, world_size, case):
             "a tied parameter cannot be cut in two ways: 'token_embedding.weight' (along dim 1), 'head",
         ),
         ("kind", "norm is a LayerNorm: ColwiseParallel splits nn.Linear and nn.Embedding"),
+        ("list", "0 leaves shards, and nothing tells where they end: this ModuleList is never run"),
         ("twice", "two patterns of the plan split 'blocks.1.network.0'"),
         ("counts words", "token_embedding has scale_grad_by_freq: it cannot be split"),
         ("foreign", "blocks.0.network.0: ColwiseParallel is no style of labkit.tensor_parallel"),

@@ -1,43 +1,63 @@
 """Random numbers of a split module: where a tensor is whole on all ranks, all must draw the same.
 
-    stream of all    ~~~ dropout ~~~|                    |~~~ dropout ~~~      replicated: alike
-    own, rank 0                     |~~~ dropout ~~~|                          split: another mask
-    own, rank 1                     |~~~ dropout ~~~|                          on every rank
+    seed of all    5 ~~~ dropout ~~~|                         | n ~~~ dropout ~~~    whole: alike
+    own, rank 0                     | own 0 n ~~~ dropout ~~~ |                      split: another
+    own, rank 1                     | own 1 n ~~~ dropout ~~~ |                      mask on each
+                                    n: a hash of the state that all are in
 
-The ranks' generators are in the same state. Where tensors become shards, each seeds its own by a
-number that all draw and its rank; where they are whole again, the old state comes back. Nothing is
-kept between the two: whoever restores the generators (recomputation, a checkpoint) has all of it.
+A generator knows its seed, and the seed says whose numbers are drawn and how all go on. Nothing is
+kept beside it: whoever restores the generator (recomputation, a checkpoint) has all of it, and any
+order of forwards and backwards will do. Behind a split part all draw numbers of n, and not those
+that one process would draw there.
 """
 
+from contextlib import contextmanager
+from hashlib import sha256
+
 import torch
+
+OWN, RANK = 2**63, 2**52  # a seed: bit 63 own | bits 52 to 62 the rank | below a number
 
 
 class Draws:
     """Whose random numbers are drawn next on this rank, of `size` that split a module."""
 
     def __init__(self, rank, size):
-        self.rank, self.size, self.seed = rank, size, None
+        self.rank, self.size = rank, size
 
     def own(self, device):
         """From now on each rank draws its own: tensors are shards. device: where they are."""
-        if self.size == 1 or torch.initial_seed() == self.seed:
-            return
-        self.generators = generators_of(device)
-        self.before = [one.get_state() for one in self.generators]
-        self.seed = torch.randint(2**62, ()).item() + self.rank
-        self.advanced = torch.default_generator.get_state()
-        for one in self.generators:
-            one.manual_seed(self.seed)
-        self.started = [one.get_state() for one in self.generators]
+        for generator in generators_of(device) if self.size > 1 else ():
+            if generator.initial_seed() < OWN:
+                state = generator.get_state().numpy().tobytes()
+                number = int.from_bytes(sha256(state).digest()[:8], "big")
+                # the CPU's generator heeds the lowest 32 bits alone: they too are each rank's own
+                number = (number + 1 + self.rank) % RANK
+                generator.manual_seed(OWN + self.rank * RANK + number)
 
     def alike(self):
         """From now on all draw the same: tensors are whole."""
-        if self.size == 1 or torch.initial_seed() != self.seed:
-            return
-        now = [one.get_state() for one in self.generators]
-        if not all(map(torch.equal, now, self.started)):
-            self.before[0] = self.advanced  # the next shards are to see other numbers
-        for one, state in zip(self.generators, self.before, strict=True):
+        for generator in all_generators() if self.size > 1 else ():
+            if generator.initial_seed() >= OWN:
+                rank, number = divmod(generator.initial_seed() - OWN, RANK)
+                generator.manual_seed((number - 1 - rank) % RANK)
+
+
+@contextmanager
+def apart(rank, device):
+    """Inside, each rank draws its own; behind, it goes on as before, one number on.
+
+    For what begins and ends in one call; in there this may be another axis' rank.
+    """
+    seed = torch.randint(2**62, ()).item() + rank
+    generators = generators_of(device)
+    states = [one.get_state() for one in generators]
+    for one in generators:
+        one.manual_seed(seed)
+    try:
+        yield
+    finally:
+        for one, state in zip(generators, states, strict=True):
             one.set_state(state)
 
 
@@ -46,3 +66,7 @@ def generators_of(device):
     if device.type != "cuda":
         return [torch.default_generator]
     return [torch.default_generator, torch.cuda.default_generators[device.index]]
+
+
+def all_generators():
+    return [torch.default_generator, *torch.cuda.default_generators]

@@ -27,6 +27,9 @@ class SequenceParallel(Style):
             kind = type(module).__name__
             raise ValueError(f"{name} is a {kind}, and SequenceParallel takes norms and dropout")
 
+    def leaves_shards(self, module):
+        return True
+
     def apply(self, module, axis):
         kind = type(module)
         module.__class__ = type(f"Sequence{kind.__name__}", (OnShards, kind), {})

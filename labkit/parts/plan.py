@@ -23,6 +23,10 @@ class Style:
     def layer(self, module):
         """The class of a split layer that the module becomes, or None."""
 
+    def leaves_shards(self, module):
+        """Whether each rank draws its own random numbers behind the module."""
+        return False
+
     def apply(self, module, axis):
         """Change the module, in place, for the ranks of an Axis."""
         raise NotImplementedError
@@ -61,6 +65,33 @@ def missing(module, pattern):
         f"{pattern!r} in the plan meets no module of this {type(module).__name__}; "
         f"near it are {', '.join(map(repr, close))}"
     )
+
+
+def check_run(module, chosen):
+    """The modules whose end is the end of shards: this one, or those in a list, which never runs.
+
+    Raises ValueError for a layer right in a list that leaves shards: what runs, ends before them.
+    chosen: of matches().
+    """
+    run, lists = [], [module]
+    for one in lists:
+        if runs(one):
+            run.append(one)
+        else:
+            lists += one.children()
+    for name, part, style in chosen:
+        if part in run and part is not module and style.leaves_shards(part):
+            kind = type(module).__name__
+            raise ValueError(
+                f"{name} leaves shards, and nothing tells where they end: this {kind} is never "
+                "run, so split the module that runs its layers"
+            )
+    return run
+
+
+def runs(module):
+    """Whether it has a forward; lists and dicts of modules have none."""
+    return getattr(module.forward, "__func__", None) is not torch.nn.Module.forward
 
 
 def check_heads(module, chosen, axis):
