@@ -18,7 +18,7 @@ FlashAttention, NeurIPS 2022, section 3.1; Dao, FlashAttention-2, ICLR 2024, sec
 import torch
 from torch.autograd.function import once_differentiable
 
-from labkit.parts.tiles import TILE, Tiles
+from labkit.parts.tiles import TILE, Tiles, by_key_head
 
 
 def attend_in_tiles(query, key, value, tile):
@@ -43,21 +43,13 @@ def flash_attention(query, key, value, dropout_p=0.0, is_causal=False, scale=Non
 
     query: [..., H, T, d]; key, value: [..., G, S, d]: each key head serves H / G query heads.
     Returns [..., H, T, d]. is_causal: query t sees keys 0 to t. tile: memory grows with it, time
-    falls. Low precisions are summed up in fp32. Raises ValueError for shapes that do not fit.
+    falls. Low precisions are multiplied and summed up in fp32. Autocast decides as for PyTorch's.
+    Raises ValueError for shapes and dtypes that do not fit.
     """
-    H, G = query.shape[-3], key.shape[-3]
-    if key.shape != (*query.shape[:-3], G, *key.shape[-2:-1], query.shape[-1]):
-        raise ValueError(f"query {list(query.shape)} and key {list(key.shape)} do not fit")
-    if value.shape[:-1] != key.shape[:-1]:
-        raise ValueError(f"key {list(key.shape)} and value {list(value.shape)} do not fit")
-    if G == 0 or H % G:
-        raise ValueError(f"{G} key heads cannot serve {H} query heads: {H} is no multiple of {G}")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     seed = torch.randint(2**31, ()).item() if dropout_p else 0
-    grouped = query.unflatten(-3, (G, H // G))  # [..., G, H / G, T, d]
-    keys, values = key.unsqueeze(-3), value.unsqueeze(-3)
     tiles = Tiles(is_causal, scale, tile, dropout_p, seed)
-    return FlashAttention.apply(grouped, keys, values, tiles).flatten(-4, -3)
+    return FlashAttention.apply(*by_key_head(query, key, value), tiles).flatten(-4, -3)
 
 
 class FlashAttention(torch.autograd.Function):
@@ -66,6 +58,7 @@ class FlashAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query, key, value, tiles):
         output, log_sum = tiles.forward(query, key, value)
+        output = output.to(query.dtype)
         ctx.save_for_backward(query, key, value, output, log_sum)
         ctx.tiles = tiles
         return output
@@ -74,5 +67,5 @@ class FlashAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, gradient):
         query, key, value, output, log_sum = ctx.saved_tensors
-        within = (gradient * output).sum(-1, keepdim=True, dtype=log_sum.dtype)
+        within = (gradient.to(log_sum.dtype) * output).sum(-1, keepdim=True)
         return *ctx.tiles.backward(gradient, query, key, value, log_sum, within), None

@@ -28,7 +28,7 @@ from torch.nn import functional as F
 
 from labkit import comm
 from labkit.parts.draws import apart
-from labkit.parts.tiles import TILE, Tiles
+from labkit.parts.tiles import TILE, Tiles, by_key_head
 
 
 def ring_forward(query, key, value, tiles, group=None):
@@ -75,23 +75,26 @@ def zig_zag(rank, n):
     return rank, 2 * n - 1 - rank
 
 
-def ring_attention(query, key, value, group=None, dropout_p=0.0, is_causal=False, tile=TILE):
+def ring_attention(
+    query, key, value, group=None, dropout_p=0.0, is_causal=False, scale=None, tile=TILE
+):
     """Attention of this rank's queries over all keys, which go round. Collective.
 
-    query, key, value: [B, H, T/n, d], at places(T). Returns the same shape. Dropout draws what
-    flash_attention draws for the whole, where the tile divides T/2n; its seed is rank 0's.
-    Raises ValueError where shapes differ, or a rank has an odd number of tokens.
+    query: [B, H, T/n, d]; key, value: [B, G, T/n, d], at places(T); returns query's shape. Dropout
+    draws what flash_attention draws for the whole, where the tile divides T/2n; its seed is rank
+    0's. Raises ValueError where shapes do not fit, or a rank has an odd number of tokens.
     """
-    if not query.shape == key.shape == value.shape:
+    if not query.shape[-2:] == key.shape[-2:] == value.shape[-2:]:
         shapes = ", ".join(str(list(one.shape)) for one in (query, key, value))
-        raise ValueError(f"a ring takes query, key and value of one shape, not {shapes}")
+        raise ValueError(f"a ring takes tensors of one length and width, not {shapes}")
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
     seed = 0
     if dropout_p:
         drawn = torch.randint(2**31, (1,))
         comm.broadcast(drawn, 0, group)
         seed = drawn.item()
-    tiles = Tiles(is_causal, query.shape[-1] ** -0.5, tile, dropout_p, seed)
-    return RingAttention.apply(query, key, value, tiles, group)
+    tiles = Tiles(is_causal, scale, tile, dropout_p, seed)
+    return RingAttention.apply(*by_key_head(query, key, value), tiles, group).flatten(-4, -3)
 
 
 class RingAttention(torch.autograd.Function):
@@ -116,7 +119,7 @@ class RingAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, gradient):
         query, key, value, output, log_sum = ctx.saved_tensors
-        within = (gradient * output).sum(-1, keepdim=True, dtype=log_sum.dtype)
+        within = (gradient.to(log_sum.dtype) * output).sum(-1, keepdim=True)
         for_query, arrived = torch.zeros_like(log_sum.expand(query.shape)), None
         for source, pair in ctx.ring.pass_round(torch.stack([key, value])):
             own = torch.zeros((2, *key.shape), dtype=log_sum.dtype, device=key.device)

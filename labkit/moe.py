@@ -15,13 +15,16 @@ ICLR 2021, section 2.2 (capacity, all-to-all); Fedus et al., Switch Transformers
 2.2 (the loss); Wang et al., Auxiliary-Loss-Free Load Balancing, 2024, section 3 (the bias).
 """
 
+import copy
 import math
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn import functional as F
 
 from labkit import comm
+from labkit.parts.row_exchange import Exchange
 
 
 def mix_experts(x, router, experts, top_k):
@@ -47,7 +50,8 @@ class MoE(nn.Module):
     capacity: an expert takes at most capacity x (tokens x top_k / experts) of a rank's rows, the
         first ones; what is beyond adds nothing. None: all are taken.
     balance: "loss": after forward, .balance_loss wants to be added to the loss, times 0.01 or so;
-        "bias": call rebalance() after each optimizer step; None.
+        "bias": call rebalance() after each optimizer step; None. A reentrant checkpoint of torch
+        around forward takes the loss's gradient away.
     score: "softmax" over the experts, or "sigmoid" of each. shared: experts that take every token.
     .load, [experts] int64: rows for each in the last forward, of the group's ranks; .dropped:
         those of them that were beyond its capacity.
@@ -74,9 +78,11 @@ class MoE(nn.Module):
             raise ValueError(f"a token cannot go to {top_k} of {experts} experts")
         if balance not in ("loss", "bias", None) or score not in ("softmax", "sigmoid"):
             raise ValueError(f"there is no balance {balance!r} with a score {score!r}")
+        if capacity is not None and not 0 <= capacity < math.inf:
+            raise ValueError(f"an expert cannot take {capacity} times its share of a rank's rows")
         self.top_k, self.capacity, self.balance, self.score = top_k, capacity, balance, score
         self.router = nn.Linear(width, experts, bias=False)
-        self.register_buffer("bias", torch.zeros(experts))
+        self.register_buffer("bias", torch.zeros(experts, dtype=torch.float32))
         own = self.own_experts(group)
         made = ((number, expert()) for number in range(experts))
         self.experts = nn.ModuleDict({str(i): one for i, one in made if i in own})
@@ -86,6 +92,20 @@ class MoE(nn.Module):
     def reset_parameters(self):
         """Those that are its own, not its experts': no expert is preferred."""
         nn.init.zeros_(self.bias)
+
+    def _apply(self, fn, recurse=True):
+        bias = self.bias
+        super()._apply(fn, recurse)
+        if self.bias.dtype.itemsize < 4:  # in bf16 0.5 + 0.001 is 0.5: balance would stand still
+            self.bias = bias.to(self.bias.device, torch.float32)
+        return self
+
+    def __deepcopy__(self, memo):
+        """The copy's experts are those of the same ranks; its loss is that of its own forward."""
+        copied = memo[id(self)] = self.__class__.__new__(self.__class__)
+        memo.update({id(group): group for group in (self.group, self.counted)})
+        copied.__dict__ = copy.deepcopy(self.__dict__ | {"balance_loss": None}, memo)
+        return copied
 
     def own_experts(self, group, counted=None):
         """A range of their numbers: those of this rank, in these groups from now on."""
@@ -126,12 +146,12 @@ class MoE(nn.Module):
     def route(self, rows):
         """(how likely each expert is, [tokens, E]; weights and numbers of the k chosen)."""
         scores = self.router(rows)
-        likely = scores.softmax(-1) if self.score == "softmax" else scores.sigmoid()
-        chosen = (likely.detach() + self.bias).topk(self.top_k).indices
-        weights = likely.gather(-1, chosen)
-        if self.top_k > 1:
-            weights = weights / weights.sum(-1, keepdim=True)
-        return likely, weights, chosen
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        # In logarithms: where all sigmoids are 0 they have no shares, but these are numbers still.
+        logs = scores.log_softmax(-1) if self.score == "softmax" else F.logsigmoid(scores)
+        chosen = (logs.detach().exp() + self.bias).topk(self.top_k).indices
+        weights = logs.gather(-1, chosen)
+        return logs.softmax(-1), weights.softmax(-1) if self.top_k > 1 else weights.exp(), chosen
 
     def taken(self, chosen, E):
         """(the places in chosen.flatten() that experts take, by expert; how many each takes)."""
@@ -155,7 +175,7 @@ class MoE(nn.Module):
         self.dropped = self.load - told[:, :E].sum(0)
         if self.balance == "loss":  # 1 where all are chosen alike, E where one is
             share = self.load / self.load.sum().clamp(min=1)
-            part = (likely / likely.sum(-1, keepdim=True)).sum(0) / max(1, len(likely))
+            part = likely.sum(0) / max(1, len(likely))
             self.balance_loss = E * (share.to(part.dtype) * part).sum()
         return told[self.near, :E]
 
@@ -190,7 +210,8 @@ class MoE(nn.Module):
     @torch.no_grad()
     def rebalance(self, rate=1e-3):
         """After a step: experts that were chosen less than the mean are chosen more readily."""
-        self.bias += rate * torch.sign(self.load.float().mean() - self.load)
+        if self.load is not None:
+            self.bias += rate * torch.sign(self.load.float().mean() - self.load)
 
 
 def mixtures(module):
@@ -211,30 +232,18 @@ def balanced(loss, module, weight=0.01):
     """The loss (output, target) -> scalar, and weight x what balances the module's experts.
 
     That is of the last forward, and left out where nothing learns from it: under torch.no_grad().
+    Raises ValueError where the router would not learn from it, though the rest does.
     """
     parts = [one for _, one in mixtures(module) if one.balance == "loss"]
 
     def total(output, target):
-        asked = parts if torch.is_grad_enabled() else ()
-        return loss(output, target) + weight * sum(one.balance_loss for one in asked)
+        asked, main = parts if torch.is_grad_enabled() else (), loss(output, target)
+        for one in asked if main.requires_grad else ():
+            if one.router.weight.requires_grad > one.balance_loss.requires_grad:
+                raise ValueError(
+                    "a balance_loss has no gradient: its forward ran under torch.no_grad(), "
+                    "or in a reentrant checkpoint"
+                )
+        return main + weight * sum(one.balance_loss for one in asked)
 
     return total
-
-
-class Exchange(torch.autograd.Function):
-    """All-to-all of rows: outgoing[i] of them to rank i, incoming[j] from j; back in backward.
-
-    scale: of the gradient. Between 1/n behind the experts and n before them, theirs is a mean.
-    """
-
-    @staticmethod
-    def forward(ctx, rows, outgoing, incoming, scale, group):
-        ctx.sizes, ctx.scale, ctx.group = (incoming, outgoing), scale, group
-        came = rows.new_empty(sum(incoming), *rows.shape[1:])
-        comm.all_to_all(came, rows.contiguous(), incoming, outgoing, group)
-        return came
-
-    @staticmethod
-    def backward(ctx, gradient):
-        back = Exchange.apply(gradient * ctx.scale, *ctx.sizes, ctx.scale, ctx.group)
-        return back, None, None, None, None

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from labkit import amp
 from labkit.attention import attend_in_tiles, flash_attention
 from labkit.measure.memory import MemoryTracker
 from labkit.parts.tiles import Tiles
@@ -82,6 +83,49 @@ def test_low_precision_is_summed_up_in_fp32(dtype):
     assert furthest(ours, oracle) < 32 * torch.finfo(dtype).eps
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_large_scores_of_low_precision_are_not_rounded(dtype):
+    tensors = [(4 * one.detach().double()).to(dtype).requires_grad_() for one in inputs(96, 96, 2, 1, 32)]
+    ours = with_gradients(lambda *these: flash_attention(*these, tile=32), tensors)
+    oracle = with_gradients(torch_attention(), [one.detach().double().requires_grad_() for one in tensors])
+    for one, exact in zip(ours, oracle, strict=True):
+        assert furthest([one], [exact]) < 2 * torch.finfo(dtype).eps * exact.abs().max()
+
+
+def test_scores_beyond_fp16():
+    query, key, value = (one.detach() for one in inputs(8, 8, 2, 2, width=64, dtype=torch.float16))
+    exact = torch_attention()(*(one.double() for one in (query + 40, key + 40, value)))
+    assert furthest([flash_attention(query + 40, key + 40, value)], [exact]) < 2e-3
+
+
+@pytest.mark.parametrize("autocast", [torch.autocast, amp.autocast])
+def test_autocast_decides_as_for_torchs(autocast):
+    query, key, value = inputs(8, 8, 2, 1, dtype=torch.float32)
+    mixed = [(query, key, value), (query, key.bfloat16(), value.bfloat16()), inputs(8, 8, 2, 1)]
+    for tensors in mixed:
+        with autocast("cpu", torch.bfloat16):
+            ours, theirs = flash_attention(*tensors, tile=TILE), torch_attention()(*tensors)
+            assert ours.dtype == theirs.dtype and furthest([ours], [theirs]) < 0.02
+            ours.sum().backward()
+    exact = torch_attention()(*(one.bfloat16().double() for one in (query, key, value)))
+    with autocast("cpu", torch.bfloat16):
+        assert furthest([flash_attention(query, key, value)], [exact.bfloat16()]) == 0
+
+
+def test_a_first_tile_that_no_query_sees():
+    tensors = [one.detach().abs() for one in inputs(4, 6, 2, 2)]
+    tensors[1][..., :3, :] = -torch.inf
+    for tile in (1, 2, 3, 100):
+        assert furthest([flash_attention(*tensors, tile=tile)], [torch_attention()(*tensors)]) < 1e-13
+
+
+def test_without_keys_or_with_all_dropped_nothing_is_added():
+    tensors = inputs(3, 0, 2, 1)
+    assert not any(one.any() for one in with_gradients(flash_attention, tensors))
+    ours = with_gradients(lambda *these: flash_attention(*these, dropout_p=1.0, tile=2), inputs(3, 5, 2, 1))
+    assert not any(one.any() for one in ours)
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_dropout_has_the_same_mask_in_backward(is_causal):
     tensors = inputs(5, 6, 2, 1)
@@ -139,9 +183,22 @@ def test_causal_makes_half_of_the_tiles():
     [
         (((2, 4, 8), (2, 4, 6), (2, 4, 6)), r"query \[2, 4, 8\] and key \[2, 4, 6\] do not fit"),
         (((2, 4, 8), (2, 4, 8), (2, 5, 8)), r"key \[2, 4, 8\] and value \[2, 5, 8\] do not fit"),
+        (((4, 8), (4, 8), (4, 8)), r"query \[4, 8\] and key \[4, 8\] are not \[..., heads, tokens, d\]"),
         (((4, 4, 8), (3, 4, 8), (3, 4, 8)), "3 key heads cannot serve 4 query heads: 4 is no multiple of 3"),
     ],
 )
 def test_shapes_that_do_not_fit(shapes, words):
     with pytest.raises(ValueError, match=words):
         flash_attention(*map(torch.zeros, shapes))
+
+
+def test_what_cannot_be():
+    query, key, value = inputs(3, 3, 1, 1)
+    for tile in (0, -1):
+        with pytest.raises(ValueError, match=f"a tile cannot have {tile} queries and keys"):
+            flash_attention(query, key, value, tile=tile)
+    for p in (-1.0, 1.5, float("nan")):
+        with pytest.raises(ValueError, match=rf"dropout_p is a probability, not {p}"):
+            flash_attention(query, key, value, dropout_p=p)
+    with pytest.raises(ValueError, match=r"query, key and value have the dtypes .*, and not one"):
+        flash_attention(query, key.float(), value)

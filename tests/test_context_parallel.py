@@ -24,19 +24,20 @@ FORMS = {
 }
 
 
-def whole(length, heads, width=4):
+def whole(length, heads, width=4, key_heads=None):
+    """Query, key, value, the output's gradient."""
     generator = torch.Generator().manual_seed(length)
-    shape = (4, 2, heads, length, width)  # query, key, value, the output's gradient
-    return torch.randn(shape, generator=generator, dtype=F64)
+    made = torch.randn((4, 2, heads, length, width), generator=generator, dtype=F64)
+    return [one[:, : key_heads if place in (1, 2) else None] for place, one in enumerate(made)]
 
 
 def share(tensors, held):
     return [one[..., held, :].clone().requires_grad_() for one in tensors]
 
 
-def trained(rank, world_size, form, length, heads, **options):
-    """This rank's part of output and gradients, and of the oracle's."""
-    *tensors, weights = whole(length, heads)
+def trained(rank, world_size, form, length, heads, key_heads=None, **options):
+    """How far this rank's part of output and gradients is from the oracle's."""
+    *tensors, weights = whole(length, heads, key_heads=key_heads)
     held = places(length)
     mine = share(tensors, held)
     torch.manual_seed(5 + rank)
@@ -47,7 +48,7 @@ def trained(rank, world_size, form, length, heads, **options):
     everything = [one.clone().requires_grad_() for one in tensors]
     torch.manual_seed(5)
     oracle = flash_attention if "dropout_p" in options else F.scaled_dot_product_attention
-    output = oracle(*everything, **options)
+    output = oracle(*everything, **options, **({"enable_gqa": True} if key_heads else {}))
     theirs = [output.detach(), *torch.autograd.grad(output, everything, weights)]
     return furthest(ours, [one[..., held, :] for one in theirs])
 
@@ -58,6 +59,27 @@ def trained(rank, world_size, form, length, heads, **options):
 def test_it_is_the_attention_of_one_process(ranks, world_size, form, is_causal):
     told = ranks(world_size, trained, form=form, length=8 * world_size, heads=12, is_causal=is_causal)
     assert max(told) < 1e-13
+
+
+def test_the_ring_has_a_scale_and_shared_key_heads(ranks):
+    options = {"heads": 6, "key_heads": 2, "is_causal": True, "scale": 0.3}
+    assert max(ranks(2, trained, form="ring", length=16, **options)) < 1e-13
+
+
+def in_low_precision(rank, world_size):
+    """Which share of bf16 numbers is one process's to the bit; whether autocast makes the same of fp32."""
+    *tensors, _ = whole(16 * world_size, 2, width=16)
+    tensors, held = [(4 * one).bfloat16() for one in tensors], places(16 * world_size)
+    mine = share(tensors, held)
+    output = ring_attention(*mine, is_causal=True, tile=4)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = ring_attention(*(one.float() for one in mine), is_causal=True, tile=4)
+    alone = flash_attention(*tensors, is_causal=True)[..., held, :]
+    return (output == alone).double().mean().item(), torch.equal(cast, output)
+
+
+def test_low_precision_is_rounded_once_at_the_end(ranks):
+    assert all(equal > 0.99 and same for equal, same in ranks(2, in_low_precision))
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -208,7 +230,10 @@ def wrong(rank, world_size, case):
         ("length", "5 tokens have no 4 equal chunks: two for each of 2 ranks"),
         ("heads", "2 ranks cannot share 3 heads: 3 is no multiple of 2"),
         ("odd", "this rank has 3 tokens: of two chunks, so an even number"),
-        ("shape", "a ring takes query, key and value of one shape, not [1, 3, 4, 2], [1, 3, 2, 2], [1, 3, 4, 2]"),
+        (
+            "shape",
+            "a ring takes tensors of one length and width, not [1, 3, 4, 2], [1, 3, 2, 2], [1, 3, 4, 2]",
+        ),
     ],
 )
 def test_what_cannot_be(ranks, case, words):

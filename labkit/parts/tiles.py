@@ -4,6 +4,8 @@
      [1 2 .]     causal: of row 1 the tiles 1 and 2; half of 2 is hidden
      [3 4 5]]    backward makes the same tiles again, dropout's masks, too
 
+Of tensors in 16 bits a tile at a time is cast up: a score of 40 rounded to 8 bits is off by 0.1,
+and its weight by a tenth. So scores, and all that is made of them, are fp32.
 Dao et al., FlashAttention, NeurIPS 2022, algorithms 1 and 4; Dao, FlashAttention-2, ICLR 2024, 3.1.
 """
 
@@ -19,6 +21,7 @@ class Tiles:
     """How the scores are cut, masked, and dropped: forward and backward over the same tiles.
 
     first_query, first_key: the positions that these queries and keys have in the sequence.
+    Raises ValueError for a tile or a dropout_p that cannot be.
     """
 
     causal: bool = False
@@ -29,22 +32,33 @@ class Tiles:
     first_query: int = 0
     first_key: int = 0
 
+    def __post_init__(self):
+        if self.tile < 1:
+            raise ValueError(f"a tile cannot have {self.tile} queries and keys")
+        if not 0 <= self.dropout_p <= 1:
+            raise ValueError(f"dropout_p is a probability, not {self.dropout_p}")
+
     def forward(self, query, key, value):
-        """(output [..., T, d] of the query's dtype, log of the sum of exp(scores) [..., T, 1])."""
-        output = query.new_empty((*query.shape[:-1], value.shape[-1]))
+        """(output [..., T, d], log of the sum of exp(scores) [..., T, 1]), in fp32 at least.
+
+        A query that sees no key has an output of 0.
+        """
         exact = torch.promote_types(query.dtype, torch.float32)
         log_sum = torch.empty_like(query[..., :1], dtype=exact)
+        output = log_sum.new_empty((*query.shape[:-1], value.shape[-1]))
         for rows in cuts(query.shape[-2], self.tile):
-            largest = torch.full_like(log_sum[..., rows, :], -torch.inf)
+            # not -inf: where all scores of a tile are, exp(-inf - -inf) would be no number
+            largest = torch.full_like(log_sum[..., rows, :], torch.finfo(exact).min)
             total, summed = torch.zeros_like(largest), 0.0
             for columns in self.seen(rows, key.shape[-2]):
                 scores = self.scores(query, key, rows, columns)
                 larger = torch.maximum(largest, scores.amax(-1, keepdim=True))
                 shrunk, weights = torch.exp(largest - larger), scores.sub_(larger).exp_()
                 total = total * shrunk + weights.sum(-1, keepdim=True)
-                kept = self.drop(weights, rows, columns).to(value.dtype)
-                summed = summed * shrunk + kept @ value[..., columns, :]
+                kept = self.drop(weights, rows, columns)
+                summed = summed * shrunk + product(kept, value[..., columns, :])
                 largest = larger
+            total = total.clamp_(min=1)  # exp(0) of the largest is in it, if there is one
             output[..., rows, :] = summed / total
             log_sum[..., rows, :] = largest + total.log()
         return output, log_sum
@@ -58,12 +72,12 @@ class Tiles:
             for columns in self.seen(rows, key.shape[-2]):
                 k, v = key[..., columns, :], value[..., columns, :]
                 weights = self.scores(query, key, rows, columns).sub_(log_sum[..., rows, :]).exp_()
-                for_weights = self.drop((g @ v.mT).to(exact), rows, columns)
+                for_weights = self.drop(product(g, v.mT), rows, columns)
                 for_scores = (for_weights - within[..., rows, :]) * weights * self.scale
-                for_scores, kept = for_scores.to(q.dtype), self.drop(weights, rows, columns)
-                found[0][..., rows, :] += for_scores @ k
-                found[1][..., columns, :] += (for_scores.mT @ q).sum_to_size(k.shape)
-                found[2][..., columns, :] += (kept.to(g.dtype).mT @ g).sum_to_size(v.shape)
+                kept = self.drop(weights, rows, columns)
+                found[0][..., rows, :] += product(for_scores, k)
+                found[1][..., columns, :] += product(for_scores.mT, q).sum_to_size(k.shape)
+                found[2][..., columns, :] += product(kept.mT, g).sum_to_size(v.shape)
         return [one.to(like.dtype) for one, like in zip(found, of, strict=True)]
 
     def seen(self, rows, keys):
@@ -73,8 +87,7 @@ class Tiles:
 
     def scores(self, query, key, rows, columns):
         """A tile of them, [..., rows, columns]; those that a query does not see are -inf."""
-        scores = query[..., rows, :] @ key[..., columns, :].mT
-        scores = scores.to(torch.promote_types(query.dtype, torch.float32)).mul_(self.scale)
+        scores = product(query[..., rows, :], key[..., columns, :].mT).mul_(self.scale)
         query_at, key_at = self.first_query + rows.start, self.first_key + columns.start
         if self.causal and key_at + columns.stop - columns.start > query_at + 1:
             later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
@@ -88,8 +101,41 @@ class Tiles:
         place = self.seed, self.first_query + rows.start, self.first_key + columns.start
         generator = torch.Generator(weights.device).manual_seed(hash(place) % 2**32)
         drawn = torch.rand(weights.shape, device=weights.device, generator=generator)
-        return weights * (drawn >= self.dropout_p) / (1 - self.dropout_p)
+        return weights * (drawn >= self.dropout_p) / (1 - self.dropout_p or 1)
 
 
 def cuts(length, tile):
     return [slice(start, min(start + tile, length)) for start in range(0, length, tile)]
+
+
+def product(a, b):
+    """a @ b in fp32 at least; into a tensor that is there, which autocast leaves alone."""
+    exact = torch.promote_types(a.dtype, torch.float32)
+    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    made = a.new_empty((*batch, a.shape[-2], b.shape[-1]), dtype=exact)
+    return torch.matmul(a.to(exact), b.to(exact), out=made)
+
+
+def by_key_head(query, key, value):
+    """([..., G, H / G, T, d], twice [..., G, 1, S, d]): each key head serves H / G query heads.
+
+    query: [..., H, T, d]; key, value: [..., G, S, d]. In the precision in which autocast, torch's
+    or the lab's, would have their product. Raises ValueError where they do not fit.
+    """
+    if min(query.dim(), key.dim()) < 3:
+        raise ValueError(
+            f"query {list(query.shape)} and key {list(key.shape)} are not [..., heads, tokens, d]"
+        )
+    H, G = query.shape[-3], key.shape[-3]
+    if key.shape != (*query.shape[:-3], G, *key.shape[-2:-1], query.shape[-1]):
+        raise ValueError(f"query {list(query.shape)} and key {list(key.shape)} do not fit")
+    if value.shape[:-1] != key.shape[:-1]:
+        raise ValueError(f"key {list(key.shape)} and value {list(value.shape)} do not fit")
+    if G == 0 or H % G:
+        raise ValueError(f"{G} key heads cannot serve {H} query heads: {H} is no multiple of {G}")
+    nothing = [one[..., :0, :] for one in (query, key, value)]  # tells how autocast casts
+    dtypes = [(none @ none.mT).dtype for none in nothing]
+    if len(set(dtypes)) > 1:
+        raise ValueError(f"query, key and value have the dtypes {dtypes}, and not one")
+    query, key, value = (one.to(dtypes[0]) for one in (query, key, value))
+    return query.unflatten(-3, (G, H // G)), key.unsqueeze(-3), value.unsqueeze(-3)

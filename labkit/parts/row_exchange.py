@@ -1,0 +1,31 @@
+"""Rows go to the ranks that want them, some more and some fewer; gradients come the way back.
+
+    rank 0   [to 0][  to 1  ]          [from 0][1]
+                                 ->
+    rank 1   [0][to 1]                 [from 0   ][from 1]
+
+Sent per rank: the rows that leave it. Lepikhin et al., GShard, ICLR 2021, section 2.2.
+"""
+
+import torch
+
+from labkit import comm
+
+
+class Exchange(torch.autograd.Function):
+    """All-to-all of rows: outgoing[i] of them to rank i, incoming[j] from j; back in backward.
+
+    scale: of the gradient. Between 1/n behind the experts and n before them, theirs is a mean.
+    """
+
+    @staticmethod
+    def forward(ctx, rows, outgoing, incoming, scale, group):
+        ctx.sizes, ctx.scale, ctx.group = (incoming, outgoing), scale, group
+        came = rows.new_empty(sum(incoming), *rows.shape[1:])
+        comm.all_to_all(came, rows.contiguous(), incoming, outgoing, group)
+        return came
+
+    @staticmethod
+    def backward(ctx, gradient):
+        back = Exchange.apply(gradient * ctx.scale, *ctx.sizes, ctx.scale, ctx.group)
+        return back, None, None, None, None
