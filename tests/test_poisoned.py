@@ -216,7 +216,8 @@ def of_fsdp():
 
 def identify(case):
     test, arguments = case
-    told = [getattr(value, "__name__", str(value)) for value in arguments.values()]
+    values = [getattr(value, "func", value) for value in arguments.values()]  # of a partial its function
+    told = [getattr(value, "__name__", str(value)) for value in values]
     return "-".join([f"{test.__module__}:{test.__name__}".replace("test_", ""), *told])
 
 
