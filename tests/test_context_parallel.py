@@ -99,7 +99,7 @@ def masks(rank, world_size, attend, seed):
         dropped.append(output.detach() == 0)
         return output[..., :4] + 0 * value
 
-    query, key, value = share(whole(length, 2 * world_size)[:3].float(), places(length))
+    query, key, value = share([one.float() for one in whole(length, 2 * world_size)[:3]], places(length))
     for _ in range(2):
         output = checkpoint(lambda x: ulysses_attention(x, key, value, attend=seen, dropout_p=0.5), query)
         torch.rand(seed)
