@@ -20,7 +20,7 @@ def written(tmp_path, text):
 
 def test_a_file_is_the_cluster_in_python(tmp_path):
     figures = {"gpu": "H100-80GB", "gpus": 32, "gpus_per_node": 4, "network_gbps": 1600.0}
-    figures |= {"node_gbs": 400.0, "memory_gib": 78.0, "host_gib": 900.0, "confirmed": False}
+    figures |= {"node_gbs": 400.0, "memory_gib": 78.0, "host_gib": 900.0, "confirmed": False, "collectives": "tree"}
     assert figures.keys() == {field.name for field in dataclasses.fields(Cluster)}
     path = written(tmp_path, "".join(f"{name}: {figure}\n" for name, figure in figures.items()))
     assert Cluster.from_yaml(path) == Cluster.from_dict(figures) == Cluster(**figures)
@@ -32,7 +32,7 @@ def test_a_file_is_the_cluster_in_python(tmp_path):
 def test_the_file_of_the_docstring_is_one(tmp_path):
     shown = cluster.__doc__.partition("\n\n")[2].partition("\n\n")[0]
     found = Cluster.from_yaml(written(tmp_path, shown))
-    assert found == Cluster("A100-80GB", 64, 4, 200, 300, 39.4, 512, True)
+    assert found == Cluster("A100-80GB", 64, 4, 200, 300, 39.4, 512, True, "flat")
 
 
 def test_what_is_told_beside_a_file_replaces_its_figures_but_not_its_gpu(tmp_path):

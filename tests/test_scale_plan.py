@@ -53,7 +53,8 @@ def every_job(model, where, n, schedules=("1f1b",)):
             continue
         axes = {"tp": tp, "pp": pp, "cp": cp, "dp": dp, "gpu": where.gpu, "n_gpus": n, "gpus_per_node": node}
         plain = job_of(model | axes | {"zero": 3})
-        plain = replace(plain, gpu=where.device, network_gbps=where.device.network_gbps)
+        told = {"network_gbps": where.device.network_gbps, "collectives": where.collectives}
+        plain = replace(plain, gpu=where.device, **told)
         kinds, homes = ("none", "half", "selective", "full"), (False, True) if where.host_gib else (False,)
         for zero, vpp, ep, micro, kind, home, schedule in itertools.product(
             range(4), (1, 2, 4, 8), (1, 2, 4), (1, 2, 4, 8, 16), kinds, homes, schedules
@@ -80,8 +81,9 @@ def every_job(model, where, n, schedules=("1f1b",)):
         (EXPERTS, {"memory_gib": 1.6, "network_gbps": 30.0}, ["1f1b"]),
         (SMALL, {"memory_gib": 0.9, "network_gbps": 30.0, "host_gib": 1.5}, ["1f1b"]),
         (SMALL, {"memory_gib": 1.6, "network_gbps": 30.0}, ["1f1b", "zero_bubble"]),
+        (SMALL, {"gpu": "H100", "gpus_per_node": 1, "network_gbps": 30.0, "collectives": "in_switch"}, ["1f1b"]),
     ],
-    ids=["all fit", "few fit", "some fit", "experts", "offloaded", "schedules"],
+    ids=["all fit", "few fit", "some fit", "experts", "offloaded", "schedules", "in the switch"],
 )
 def test_nothing_better_is_missed(model, figures, schedules):
     where = cluster(**figures)

@@ -20,13 +20,8 @@ import torch
 from labkit.budget import words_of
 from labkit.run.meshed import gpt_sizes
 from labkit.scale import constants
-from labkit.scale.cost import (
-    NETWORK_SHARE,
-    NODE_SHARE,
-    gradient_seconds,
-    layer_seconds,
-    predict_step,
-)
+from labkit.scale.collectives import NETWORK_SHARE, NODE_SHARE
+from labkit.scale.cost import gradient_seconds, layer_seconds, predict_step
 from labkit.scale.fit import errors_kept_out
 from labkit.scale.hardware import GPU, find_gpu
 from labkit.scale.job import job_of

@@ -64,13 +64,14 @@ def bucket_of(job, mb, c):
     Experts, shared by fewer ranks, are in buckets of their own.
     """
     count, starts, last = 0, 0.0, 0.0
-    passes = (1 if job.zero else 2) * (job.grad_accum if job.zero == 2 else 1)
+    op = "reduce_scatter" if job.zero else "all_reduce"
+    passes = job.grad_accum if job.zero == 2 else 1
     for total, ranks, stride in summed_gradients(job):
         if ranks > 1:
             n = ceil(total / (mb * MIB))
-            alpha = gather_seconds(job, ranks, stride, 0, c)
+            alpha = gather_seconds(job, ranks, stride, 0, c, op)
             count += n
             starts += passes * n * alpha
-            each = gather_seconds(job, ranks, stride, total / n, c)
+            each = gather_seconds(job, ranks, stride, total / n, c, op)
             last += passes * (each - alpha)
     return Bucket(mb, count, starts, last)

@@ -26,7 +26,7 @@ from labkit.measure.links import link_times
 from labkit.measure.machine import free_bytes, host_class
 from labkit.measure.scaling import nonnegative
 from labkit.measure.stats import summary
-from labkit.scale.cost import NETWORK_SHARE, NODE_SHARE
+from labkit.scale.collectives import NETWORK_SHARE, NODE_SHARE
 from labkit.scale.hardware import GPU
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -7,6 +7,7 @@
     node_gbs: 300         # 10^9 byte/s of a GPU to its node, in one direction
     memory_gib: 39.4      # GiB of a GPU
     host_gib: 512         # GiB of a node's host, for states of the optimizer
+    collectives: flat     # how messages are added up: see collectives.py
     confirmed: true       # figures that look wrong are meant: a node of this one has 200 Gbit/s
 
     200 Gbit/s told, 1,600 usual:  1/8  ->  bits for bytes?  asked about, before anything is planned
@@ -22,6 +23,7 @@ from pathlib import Path
 
 import yaml
 
+from labkit.scale.collectives import check_algorithm
 from labkit.scale.hardware import GPU, find_gpu
 
 WRONG_UNITS = (8, 1000, 125, 8000)  # bits for bytes, mega for giga, and both
@@ -35,7 +37,7 @@ class Cluster:
     gpu: a name, or a GPU. network_gbps: 10^9 bit/s of a node, all adapters together. node_gbs: 10^9
     byte/s of a GPU to its node, one direction. memory_gib: GiB of a GPU. host_gib: GiB of a node's
     host, for states of the optimizer; None: they stay on the GPUs. confirmed: figures that look
-    wrong are meant.
+    wrong are meant. collectives: an algorithm of collectives.py.
     Raises ValueError, one line, for an unknown GPU, an impossible figure, and one that is off by a
     factor that a wrong unit makes, unless it is confirmed.
     """
@@ -48,6 +50,7 @@ class Cluster:
     memory_gib: float | None = None
     host_gib: float | None = None
     confirmed: bool = False
+    collectives: str = "flat"
 
     def __post_init__(self):
         if type(self.confirmed) is not bool:
@@ -58,6 +61,7 @@ class Cluster:
                 raise ValueError(f"{name} must be a whole number of at least 1, got {said}")
             object.__setattr__(self, name, int(count))
         usual = find_gpu(self.gpu)
+        check_algorithm(self.collectives, usual)
         for name in (*UNITS, "host_gib"):
             if (said := getattr(self, name)) is None:
                 continue

@@ -2,7 +2,7 @@
 
     layer       products / (peak x efficiency by size)  +  bytes moved / bandwidth
                 or what the host needs to launch it, where that is longer
-    messages    (n - 1) alpha + (n - 1)/n S / B         a ring; twice that an all-reduce
+    messages    a hop and a byte, of each level: collectives.py
     pipeline    sum of the stages / v + (micro-batches - 1/v) x the slowest stage (1F1B)
                 ZB-H1: less two weights' gradients, W, of each stage but the slowest
     step        pipeline + gradients' messages that nothing hides + the optimizer, which moves its
@@ -10,21 +10,18 @@
 
 A product of sides m, n, k reaches 1 / (1 + e/m + e/n + e/k) of what a large one does: tiles at its
 edges are not full. Messages between nodes share the node's adapters with the other groups on it.
-Williams et al., Roofline, CACM 2009; Hockney, The communication challenge for MPP, 1994 (alpha and
-beta); Thakur et al., Optimization of Collective Communication Operations in MPICH, 2005;
-Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters, SC 2021, section 3
-(bubbles); Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, section 2 (ZB-H1); Dao,
-FlashAttention-2, 2023 (a backward of 2.5 forwards); Luo et al., Dissecting the NVIDIA Hopper
-Architecture, 2024 (the older instructions reach 0.62 of H100's peak).
+Williams et al., Roofline, CACM 2009; Narayanan et al., Efficient Large-Scale Language Model
+Training on GPU Clusters, SC 2021, section 3 (bubbles); Qi et al., Zero Bubble Pipeline Parallelism,
+ICLR 2024, section 2 (ZB-H1); Dao, FlashAttention-2, 2023 (a backward of 2.5 forwards); Luo et al.,
+Dissecting the NVIDIA Hopper Architecture, 2024 (the older instructions reach 0.62 of H100's peak).
 """
 
 from dataclasses import dataclass
 from math import ceil, log2
 
+from labkit.scale.collectives import ALGORITHMS, NETWORK_SHARE, NODE_SHARE, Group, hops
+
 OLD_INSTRUCTIONS = 0.62
-NODE_SHARE = 0.79  # of the wire in a node's rings: A100 0.78, H200 0.81, B200 0.76 (nccl_busbw.csv)
-NETWORK_SHARE = 0.73  # of the adapters between nodes: 36.5 of 50 GB/s (alpha_beta.csv, 4 x B200)
-NODE_HOP, NETWORK_HOP = 3.4e-6, 14e-6  # s, a ring's step: NCCL's own model, Simple (alpha_beta.csv)
 REPEATED = {"none": 0, "full": 1, "half": 0.5, "selective": 0.25}  # of a forward
 STOPS_EARLY = ("PyTorch", "torchtitan")  # torch.utils.checkpoint, use_reentrant=False: early stop
 OPTIMIZER_BYTES = 30  # fp32 gradient, master and two moments, read; all but the first written; bf16
@@ -161,32 +158,21 @@ def sequence_split(job):
     return job.precision != "fp16"
 
 
-def link(job, size, stride, c):
-    """(byte/s, seconds of a ring's round) in a group of `size` ranks that lie `stride` apart."""
+def group(job, size, stride, c):
+    """The Group of `size` ranks that lie `stride` apart; a ring loses some as its nodes double."""
     members = max(1, min(size, job.gpus_per_node // stride))
     nodes = ceil(size / members)
-    node = 1e9 * job.gpu.node_gbs * NODE_SHARE
-    node_hop, network_hop = hops(job.gpu)
-    alpha = (size - nodes) * node_hop
-    if nodes == 1:
-        return node, alpha
     share = min(1.0, members / job.gpus_per_node)
     network = 1e9 / 8 * job.network_gbps * share * NETWORK_SHARE
     network /= 1 + c["crowding"] * log2(nodes)
-    return min(node, network), alpha + nodes * network_hop
+    return Group(size, members, nodes, 1e9 * job.gpu.node_gbs, network, *hops(job.gpu))
 
 
-def hops(gpu):
-    """Seconds of a message inside a node and between nodes: NCCL's, where none were measured."""
-    return (NODE_HOP, NETWORK_HOP) if gpu.hop is None else (gpu.hop, gpu.hop)
-
-
-def gather_seconds(job, size, stride, total, c):
-    """An all-gather or a reduce-scatter of `total` bytes over a group."""
+def gather_seconds(job, size, stride, total, c, op="all_gather"):
+    """An all-gather, a reduce-scatter or an all-reduce of `total` bytes over a group."""
     if size == 1:
         return 0.0
-    bandwidth, alpha = link(job, size, stride, c)
-    return alpha + (size - 1) / size * total / bandwidth
+    return ALGORITHMS[job.collectives](op, group(job, size, stride, c), total)
 
 
 def tensor_passes(job):
@@ -199,7 +185,9 @@ def tensor_passes(job):
 def tensor_seconds(job, c):
     """A layer's messages over tp, of keys and values over cp, of tokens to experts over ep."""
     whole = 2 * job.tokens * job.shape.hidden
-    split = tensor_passes(job) * gather_seconds(job, job.tp, 1, whole, c)
+    # who splits no sequence adds up for all, where the others scatter and gather
+    op, a_pass = ("all_gather", 1) if sequence_split(job) else ("all_reduce", 1 / 2)
+    split = a_pass * tensor_passes(job) * gather_seconds(job, job.tp, 1, whole, c, op)
     keys = 2 * 2 * job.tokens * job.cp * job.shape.key_width / job.tp
     ring = (3 + REPEATED[job.recompute]) * gather_seconds(job, job.cp, job.tp, keys, c)
     sent = whole * job.shape.top_k / (job.tp if sequence_split(job) else 1)
@@ -226,10 +214,13 @@ def gradient_seconds(job, c):
     once = 0.0
     for total, size, stride in summed_gradients(job):
         if job.zero == 3:
-            once += gather_seconds(job, job.replicas, size * stride, total / size, c)
+            once += gather_seconds(job, job.replicas, size * stride, total / size, c, "all_reduce")
+        elif job.zero == 0:
+            once += gather_seconds(job, size * job.replicas, stride, total, c, "all_reduce")
         else:
-            once += gather_seconds(job, size * job.replicas, stride, total, c)
-    return c["data_exposed"] * (1 + (job.grad_accum if job.zero == 2 else 1)) * once
+            times = 1 + (job.grad_accum if job.zero == 2 else 1)
+            once += times * gather_seconds(job, size * job.replicas, stride, total, c)
+    return c["data_exposed"] * once
 
 
 def summed_gradients(job):

@@ -8,13 +8,14 @@ ep, the ranks that share out the experts of a layer, lies inside dp.
 
 Defaults: 2,048 tokens, 8 GPUs a node, every axis 1 and dp what is left, micro_batch 1 unless the
 global batch tells it, grad_accum what the global batch leaves, no ZeRO (3 where the framework is
-FSDP or torchtitan), nothing recomputed, bf16, not compiled; a pipeline runs 1F1B. Columns: the
-published table's.
+FSDP or torchtitan), nothing recomputed, bf16, not compiled; a pipeline runs 1F1B; collectives are
+flat rings. Columns: the published table's.
 """
 
 from dataclasses import dataclass
 from functools import cached_property
 
+from labkit.scale.collectives import check_algorithm
 from labkit.scale.hardware import GPU, find_gpu
 from labkit.scale.row import number, recomputed, shape_of, text, whole
 from labkit.scale.shapes import Shape
@@ -27,7 +28,8 @@ SCHEDULES = {"1f1b": "1F1B", "zero_bubble": "zero bubble (ZB-H1)"}
 class Job:
     """A training step to be predicted. Axes count ranks; dp shards where zero > 0; ep is in it.
 
-    schedule: of a pipeline, a key of SCHEDULES: 1F1B is interleaved where vpp > 1.
+    schedule: of a pipeline, a key of SCHEDULES: 1F1B is interleaved where vpp > 1. collectives: a
+    key of ALGORITHMS, for all messages.
     """
 
     shape: Shape
@@ -52,6 +54,7 @@ class Job:
     compiled: bool
     framework: str
     schedule: str = "1f1b"
+    collectives: str = "flat"
 
     @property
     def tokens(self):
@@ -115,6 +118,8 @@ def job_of(row):
     if not text(row, "gpu"):
         raise ValueError("gpu is missing: name one, such as H100-80GB")
     gpu = find_gpu(row["gpu"])
+    collectives = text(row, "collectives") or "flat"
+    check_algorithm(collectives, gpu)
     axes = {name: whole(row, name, 1) for name in ("tp", "pp", "cp")}
     inner = axes["tp"] * axes["pp"] * axes["cp"]
     dp = whole(row, "dp")
@@ -170,4 +175,5 @@ def job_of(row):
         precision=text(row, "precision").lower() or "bf16",
         compiled=text(row, "compile").lower() == "true",
         framework=text(row, "framework"),
+        collectives=collectives,
     )

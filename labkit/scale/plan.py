@@ -144,7 +144,7 @@ def show(name, plan, tokens, price, watts):
         f"{name}, {job.shape.parameters / 1e9:.4g} billion parameters, {plan.space.global_batch} x "
         f"{job.context} tokens a step, {tokens:.3g} in all, in {job.precision}, "
         f"{plan.cluster.gpus} x {gpu.name}, {plan.cluster.gpus_per_node} a node with "
-        f"{job.network_gbps:g} Gbit/s; all predicted\n"
+        f"{job.network_gbps:g} Gbit/s, {job.collectives} collectives; all predicted\n"
     )
     money = "" if price is None else f"{'money':>12}"
     print(f"{'':9}{'GPUs':>6}{'step s':>9}{'tok/s/GPU':>10}{'GiB':>7}{'days':>9}{'GPU-hours':>12}"
@@ -201,7 +201,7 @@ def main():
         help="figures that look wrong are meant")  # fmt: skip
     add("--sensitivity", action="store_true", help="what each constant moves")
     cluster = {"gpu": str, "gpus": int, "gpus-per-node": int, "network-gbps": float}
-    cluster |= {"node-gbs": float, "memory-gib": float, "host-gib": float}
+    cluster |= {"node-gbs": float, "memory-gib": float, "host-gib": float, "collectives": str}
     job = {"global-batch": int, "seq-len": int, "precision": str, "framework": str, "schedule": str}
     job |= {"spare": float}
     for name, kind in (cluster | job).items():

@@ -12,7 +12,7 @@ Hybrid sharding has a replica in each node. A pipeline runs 1F1B, interleaved wh
 several stages, or where schedule says so zero bubble (ZB-H1), which has one stage a rank and wants
 as many micro-batches as stages or more. What is tried is left as early as physics allows:
 
-    ZeRO-1 never takes longer than ZeRO-0, nor more memory     of the two only the first is tried
+    ZeRO-1 never takes longer than ZeRO-0, nor more memory     with rings only the first is tried
     who recomputes more takes longer and less memory           the first that fits is the fastest
     a larger micro-batch takes more memory                     none is tried after one too large
     fp8 never takes longer than bf16, nor more memory          of the two only it, if the GPU has it
@@ -25,6 +25,7 @@ Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters,
 from dataclasses import dataclass, replace
 from math import gcd, isfinite
 
+from labkit.scale.collectives import SUM_AT_ONCE
 from labkit.scale.cost import away, predict_step
 from labkit.scale.given import PRECISIONS, check_given, divisors, schedules_of
 from labkit.scale.job import Job, job_of
@@ -93,7 +94,8 @@ class Space:
     def sharded(self, job, data):
         """The same with `data` ranks that see other data: who shards what, who has which expert."""
         in_node = max(1, job.gpus_per_node // job.tp // job.cp)
-        tried = (1, 2, 3) if data > 1 else (0, 3) if job.cp > 1 else (0,)
+        whole = (0,) if job.collectives in SUM_AT_ONCE else ()
+        tried = (*whole, 1, 2, 3) if data > 1 else (0, 3) if job.cp > 1 else (0,)
         ways = [(zero, data) for zero in (self.given.get("zero", z) for z in tried)]
         if data % in_node == 0 and 1 < in_node < data:
             ways.append((3, in_node))
@@ -216,7 +218,7 @@ def space_of(row, cluster, *, global_batch, spare, uneven, precision, framework,
         )
     kept |= {"gpu": cluster.gpu, "n_gpus": 1, "precision": precision, "framework": framework}
     job = replace(job_of(kept), gpu=cluster.device, gpus_per_node=cluster.gpus_per_node)
-    job = replace(job, network_gbps=job.gpu.network_gbps)
+    job = replace(job, network_gbps=job.gpu.network_gbps, collectives=cluster.collectives)
     if not isfinite(spare) or not 0 <= spare < 1:
         raise ValueError(f"spare must be a share of memory, from 0 up to 1, got {spare}")
     check_given(given, job.shape, cluster, uneven)

@@ -1,0 +1,112 @@
+"""What a collective takes, by its algorithm: a hop and a byte in a node, a hop and a byte between.
+
+    n ranks, g of them in each of k nodes; S bytes to be summed for all: an all-reduce
+
+                    hops in a node   between   byte time
+    flat            2 (n - 1 - k)    2 k       2 (n-1)/n S at the slower link: one ring through all
+    hierarchical    2 (g - 1)        2 (k-1)   2 (g-1)/g S in a node, then 2 (k-1)/k S between
+    tree            2 log2 g         2 log2 k  2 S at the slower link: two trees, each half of S
+    in the switch   2                2         (g+1)/g S in a node or S between, the longer of them
+
+A reduce-scatter or an all-gather is half of a ring, or of two levels; no tree has one. There a
+switch that adds and copies saves hops, not bytes: a rank still gets, or gives, all but its share.
+But who has all added up in the switch sends S once and gets it once, both at the same time.
+
+Hockney, The communication challenge for MPP, 1994 (alpha and beta); Thakur, Rabenseifner, Gropp,
+Optimization of Collective Communication Operations in MPICH, IJHPCA 2005, section 3 (rings);
+Sanders, Speck, Traeff, Two-Tree Algorithms for Full Bandwidth Broadcast, Reduction and Scan,
+Parallel Computing 2009; Klenk et al., An In-Network Architecture for Accelerating Shared-Memory
+Multiprocessor Collectives, ISCA 2020, and Graham et al., Scalable Hierarchical Aggregation
+Protocol, COMHPC 2016 (switches in and between nodes).
+"""
+
+from dataclasses import dataclass
+from math import log2
+
+NODE_SHARE = 0.79  # of the wire in a node's rings: A100 0.78, H200 0.81, B200 0.76 (nccl_busbw.csv)
+SWITCH_SHARE = 0.64  # of it where the switch adds up: H200 0.68, B200 0.60 (nccl_busbw.csv, NVLS)
+NETWORK_SHARE = 0.73  # of the adapters between nodes: 36.5 of 50 GB/s (alpha_beta.csv, 4 x B200)
+ADDED_UP = ("hopper", "blackwell")  # generations whose switches in a node do, from NVLink 4 on
+NODE_HOP, NETWORK_HOP = 3.4e-6, 14e-6  # s, a ring's step: NCCL's own model, Simple (alpha_beta.csv)
+
+
+@dataclass(frozen=True)
+class Group:
+    """ranks that talk, `members` of them in each of `nodes`.
+
+    inside: byte/s of a rank to its node, of the wire. between: byte/s of all members of a node to
+    the network, that data gets. node_hop, network_hop: s of a message.
+    """
+
+    ranks: int
+    members: int
+    nodes: int
+    inside: float
+    between: float
+    node_hop: float
+    network_hop: float
+
+    @property
+    def slower(self):
+        """Byte/s of a ring through all of them."""
+        node = self.inside * NODE_SHARE
+        return node if self.nodes == 1 else min(node, self.between)
+
+
+def hops(gpu):
+    """Seconds of a message inside a node and between nodes: NCCL's, where none were measured."""
+    return (NODE_HOP, NETWORK_HOP) if gpu.hop is None else (gpu.hop, gpu.hop)
+
+
+def flat(op, group, size):
+    """Seconds of one ring; size: bytes of the whole message, of all ranks. So the others, too."""
+    crossed = min(group.nodes, group.ranks - 1) if group.nodes > 1 else 0
+    alpha = (group.ranks - 1 - crossed) * group.node_hop + crossed * group.network_hop
+    return times(op) * (alpha + (group.ranks - 1) / group.ranks * size / group.slower)
+
+
+def hierarchical(op, group, size):
+    """A ring in each node, then rings between nodes of what each member has, all at once."""
+    g, k = group.members, group.nodes
+    within = (g - 1) * group.node_hop + (g - 1) / g * size / (group.inside * NODE_SHARE)
+    across = (k - 1) * group.network_hop + (k - 1) / k * size / group.between
+    return times(op) * (within + across)
+
+
+def tree(op, group, size):
+    """Up and down, in pieces so small that all levels work at once."""
+    if op != "all_reduce":
+        return flat(op, group, size)
+    hops = log2(group.members) * group.node_hop + log2(group.nodes) * group.network_hop
+    return 2 * (hops + (group.ranks > 1) * size / group.slower)
+
+
+def in_switch(op, group, size):
+    """The switch of the node adds up and copies, and those of the network, all of them at once."""
+    g, k = group.members, group.nodes
+    hops = times(op) * ((g > 1) * group.node_hop + (k > 1) * group.network_hop)
+    if op == "all_reduce":
+        inside = (g > 1) * (g + 1) / g / (group.inside * SWITCH_SHARE)
+        return hops + size * max(inside, (k > 1) / group.between)
+    inside = (g - 1) / g / (group.inside * NODE_SHARE)
+    return hops + size * max(inside, (k - 1) / k / group.between)
+
+
+def times(op):
+    """A ring goes around twice to add up for all: a reduce-scatter, then an all-gather."""
+    return 2 if op == "all_reduce" else 1
+
+
+ALGORITHMS = {"flat": flat, "hierarchical": hierarchical, "tree": tree, "in_switch": in_switch}
+SUM_AT_ONCE = ("tree", "in_switch")  # an all-reduce that is no reduce-scatter and all-gather
+
+
+def check_algorithm(name, gpu):
+    """Raise ValueError, one line, for an unknown one, and where a GPU's node has no such switch."""
+    if name not in ALGORITHMS:
+        raise ValueError(f"collectives must be one of {', '.join(ALGORITHMS)}, got {name!r}")
+    if name == "in_switch" and gpu.generation not in ADDED_UP:
+        raise ValueError(
+            f"collectives=in_switch wants switches that add up, which nodes of {gpu.name} do not "
+            "have: those of H100 and later do"
+        )

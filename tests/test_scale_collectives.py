@@ -1,0 +1,102 @@
+"""The time of collectives: written out, against published ones, and against the lab's own messages."""
+
+from dataclasses import replace
+
+import pytest
+from pytest import approx
+
+from labkit.scale.collectives import ALGORITHMS, NODE_SHARE, Group
+from labkit.scale.constants import values
+from labkit.scale.cost import gradient_seconds, tensor_seconds
+from labkit.scale.job import job_of
+
+S = 1 << 30  # bytes
+# 4 nodes of 8: hops of powers of ten apart, so that a sum of them can be read
+GROUP = Group(ranks=32, members=8, nodes=4, inside=4e9 / NODE_SHARE, between=1e9, node_hop=1e-3, network_hop=1.0)
+ONE_NODE = replace(GROUP, ranks=8, nodes=1)
+ONE_EACH = replace(GROUP, ranks=4, members=1)
+OPS = ("all_reduce", "reduce_scatter", "all_gather")
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "op", "hops", "seconds"),
+    [
+        ("flat", "all_reduce", 8 + 0.056, 2 * 31 / 32 / 1e9),
+        ("flat", "all_gather", 4 + 0.028, 31 / 32 / 1e9),
+        ("hierarchical", "all_reduce", 6 + 0.014, 2 * (7 / 8 / 4e9 + 3 / 4 / 1e9)),
+        ("hierarchical", "reduce_scatter", 3 + 0.007, 7 / 8 / 4e9 + 3 / 4 / 1e9),
+        ("tree", "all_reduce", 4 + 0.006, 2 / 1e9),
+        ("tree", "all_gather", 4 + 0.028, 31 / 32 / 1e9),
+        ("in_switch", "all_reduce", 2 + 0.002, 1 / 1e9),
+        ("in_switch", "all_gather", 1 + 0.001, 3 / 4 / 1e9),
+    ],
+)
+def test_hops_and_bytes_are_those_of_the_table(algorithm, op, hops, seconds):
+    assert ALGORITHMS[algorithm](op, GROUP, 0) == approx(hops)
+    assert ALGORITHMS[algorithm](op, GROUP, S) == approx(hops + S * seconds)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("op", OPS)
+def test_one_level_pays_nothing_for_the_other(algorithm, op):
+    took = ALGORITHMS[algorithm]
+    slow = {"between": 1.0, "network_hop": 1e9}
+    assert took(op, replace(ONE_NODE, **slow), S) == took(op, ONE_NODE, S)
+    slow = {"inside": 1e99, "node_hop": 1e9}
+    assert took(op, replace(ONE_EACH, **slow), S) == took(op, replace(ONE_EACH, inside=1e99), S)
+    assert took(op, GROUP, 2 * S) > took(op, GROUP, S) > took(op, ONE_NODE, S)
+
+
+def test_who_wins_depends_on_the_size():
+    group = Group(1024, 8, 128, 450e9, 292e9, 3.4e-6, 14e-6)
+    took = {name: {size: one("all_reduce", group, size) for size in (1e5, 1e11)} for name, one in ALGORITHMS.items()}
+    few, many = ({name: times[size] for name, times in took.items()} for size in (1e5, 1e11))
+    assert few["in_switch"] < few["tree"] < few["hierarchical"] < few["flat"]
+    assert many["in_switch"] == min(many.values()) and many["flat"] < many["hierarchical"]  # no hops to save
+
+
+# stas00/ml-engineering@744d01e1 network/README.md l.923, l.935: 8 GiB, bus bandwidth in GB/s, by number of GPUs
+NVLS = {450: {5: 414.2, 6: 435.6, 7: 460.0, 8: 473.1}, 900: {6: 778.2, 7: 811.2, 8: 838.0}}
+RINGS = {450: {4: 363.3, 5: 364.4, 6: 365.1, 7: 365.7, 8: 365.6}, 900: {4: 673.8, 5: 677.8, 6: 677.8, 7: 680.5}}
+
+
+@pytest.mark.parametrize(("algorithm", "published"), [("in_switch", NVLS), ("flat", RINGS)])
+def test_a_node_is_as_fast_as_published(algorithm, published):
+    """H200 (450 GB/s) and B200 (900): within a tenth, by one share of the wire for both."""
+    for wire, rows in published.items():
+        for n, bus in rows.items():
+            group = Group(n, n, 1, 1e9 * wire, 1.0, 3.4e-6, 14e-6)
+            took = ALGORITHMS[algorithm]("all_reduce", group, 8 << 30)
+            assert 2 * (n - 1) / n * (8 << 30) / took == approx(1e9 * bus, rel=0.1)
+
+
+def test_a_switch_beats_the_wire_of_a_ring_the_more_ranks_there_are():
+    """Published: 478.9 GB/s x 9/8 of 8 B200 are 466.9 x 7/6 of 6: (n+1)/n of the bytes, to a few per cent."""
+    for rows in NVLS.values():
+        wire = [bus * n / (2 * (n - 1)) * (n + 1) / n for n, bus in rows.items()]
+        assert max(wire) / min(wire) < 1.03
+
+
+MODEL = {"layers": 8, "hidden": 1024, "heads": 8, "ffn": 4096, "vocab": 8192, "gpu": "H100"}
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_jobs_pay_for_the_algorithm_they_have(algorithm):
+    c = values() | {"crowding": 0.0, "data_exposed": 1.0, "tensor_exposed": 1.0}
+    job = job_of(MODEL | {"n_gpus": 64, "collectives": algorithm})
+    group = Group(64, 8, 8, 450e9, 3200e9 / 8 * 0.73, 3.4e-6, 14e-6)
+    took = ALGORITHMS[algorithm]
+    size = 2 * job.shape.parameters
+    assert gradient_seconds(job, c) == approx(took("all_reduce", group, size))
+    sharded = gradient_seconds(replace(job, zero=1), c)
+    assert sharded == approx(took("reduce_scatter", group, size) + took("all_gather", group, size))
+    split = replace(job, dp=8, tp=8, precision="fp16")  # 2 all-reduces forward, 2 backward
+    node = Group(8, 8, 1, 450e9, 1.0, 3.4e-6, 14e-6)
+    assert tensor_seconds(split, c) == approx(4 * took("all_reduce", node, 2 * split.tokens * 1024))
+
+
+def test_what_cannot_be_is_refused_by_name():
+    with pytest.raises(ValueError, match="collectives must be one of flat, hierarchical, tree, in_switch, got 'star'"):
+        job_of(MODEL | {"collectives": "star"})
+    with pytest.raises(ValueError, match="in_switch wants switches that add up, which nodes of A100-80GB do not have"):
+        job_of(MODEL | {"gpu": "A100", "collectives": "in_switch"})
