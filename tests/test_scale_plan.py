@@ -81,7 +81,7 @@ def every_job(model, where, n, schedules=("1f1b",)):
         (EXPERTS, {"memory_gib": 1.6, "network_gbps": 30.0}, ["1f1b"]),
         (SMALL, {"memory_gib": 0.9, "network_gbps": 30.0, "host_gib": 1.5}, ["1f1b"]),
         (SMALL, {"memory_gib": 1.6, "network_gbps": 30.0}, ["1f1b", "zero_bubble"]),
-        (SMALL, {"gpu": "H100", "gpus_per_node": 1, "network_gbps": 30.0, "collectives": "in_switch"}, ["1f1b"]),
+        (SMALL, {"gpu": "H100", "gpus_per_node": 1, "network_gbps": 400.0, "collectives": "in_switch"}, ["1f1b"]),
     ],
     ids=["all fit", "few fit", "some fit", "experts", "offloaded", "schedules", "in the switch"],
 )
