@@ -13,7 +13,8 @@
     images.py     the same of ResNets: convolutions, block by block
     row.py        a row's columns read, and the shape of the model that they tell
     job.py        a training job as a row of a table: what is missing has a stated default
-    cost.py       the time of layers, collectives and a pipeline: tokens per second
+    collectives.py  the time of a message, by algorithm: rings, levels, trees, switches that add
+    cost.py       the time of layers and a pipeline: tokens per second
     memory.py     what a GPU holds, by kind: the peak, and what is the largest
     constants.py  what the two cannot know, fitted: a table, each with its meaning, unit and spread
     fit.py        the fit on others' published rows, and its error on those kept out
