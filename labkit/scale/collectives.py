@@ -23,11 +23,14 @@ Protocol, COMHPC 2016 (switches in and between nodes).
 from dataclasses import dataclass
 from math import log2
 
-NODE_SHARE = 0.79  # of the wire in a node's rings: A100 0.78, H200 0.81, B200 0.76 (nccl_busbw.csv)
-SWITCH_SHARE = 0.64  # of it where the switch adds up: H200 0.68, B200 0.60 (nccl_busbw.csv, NVLS)
-NETWORK_SHARE = 0.73  # of the adapters between nodes: 36.5 of 50 GB/s (alpha_beta.csv, 4 x B200)
+# Shares of the wire: bus bandwidths in stas00/ml-engineering, network/README.md.
+NODE_SHARE = 0.79  # in a node's rings: A100 0.78, H200 0.81, B200 0.76
+SWITCH_SHARE = 0.64  # where the node's switch adds up (NVLS): H200 0.68, B200 0.60
+NETWORK_SHARE = 0.73  # of the adapters between nodes: 36.5 of 50 GB/s, 4 nodes of B200
 ADDED_UP = ("hopper", "blackwell")  # generations whose switches in a node do, from NVLink 4 on
-NODE_HOP, NETWORK_HOP = 3.4e-6, 14e-6  # s, a ring's step: NCCL's own model, Simple (alpha_beta.csv)
+# Seconds: NCCL's own model, protocol Simple (NVIDIA/nccl, src/graph/tuning.cc).
+NODE_HOP, NETWORK_HOP = 3.4e-6, 14e-6  # a ring's step
+SWITCH_HOP = 12.5e-6  # into a node's switch, or out of it: half of NVLS's latency
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,7 @@ def tree(op, group, size):
 def in_switch(op, group, size):
     """The switch of the node adds up and copies, and those of the network, all of them at once."""
     g, k = group.members, group.nodes
-    hops = times(op) * ((g > 1) * group.node_hop + (k > 1) * group.network_hop)
+    hops = times(op) * ((g > 1) * SWITCH_HOP + (k > 1) * group.network_hop)
     if op == "all_reduce":
         inside = (g > 1) * (g + 1) / g / (group.inside * SWITCH_SHARE)
         return hops + size * max(inside, (k > 1) / group.between)
