@@ -62,7 +62,7 @@ def test_what_was_measured_is_what_the_cost_model_gets(rows):
     for per_node in (1, 2):  # a message over either link takes what it took
         pair = group(job_of(row | {"gpus_per_node": per_node}), 2, 1, {"crowding": 0.0})
         alpha = flat("all_gather", pair, 0)
-        assert (1 / pair.slower, alpha) == approx((BETA, (2 if per_node == 1 else 1) * ALPHA))
+        assert (1 / pair.slower, alpha) == approx((BETA, ALPHA))
     assert here.node_gbs * NODE_SHARE == approx(here.network_gbps / 8 * NETWORK_SHARE)
 
 
