@@ -70,6 +70,9 @@ class Mesh:
                 group = dist.group.WORLD if shared else dist.new_group(line, backend=self.backend)
                 if dist.get_rank() in line:
                     self._lines[names] = group, tuple(line)
+                    # else who leaves at once closes what others are still opening
+                    if dist.get_backend(group) == "gloo" and not shared:
+                        dist.barrier(group)
         return self._lines[names]
 
     def group(self, *axes):

@@ -1,4 +1,6 @@
 import dataclasses
+import time
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -48,6 +50,28 @@ def test_axes_of_any_number_and_size(ranks, axes):
         for _, members, total in places.values():
             assert total == sum(10**member for member in members)  # the group really holds those ranks
         assert picture.count(f"[{rank}]") == 1 and picture.count("[") == 1
+
+
+def opened_and_returned(rank, world_size):
+    """(when the last group of this rank was open, when its mesh was there)."""
+    make, opened = dist.new_group, []
+
+    def slowly(*args, **kwargs):
+        group = make(*args, **kwargs)
+        time.sleep(0.5 * (rank == 0))
+        opened.append(time.monotonic())
+        return group
+
+    with patch.object(dist, "new_group", slowly):
+        Mesh({"data": 2, "model": 1})
+        Mesh({"data": 2}, backend="gloo")
+    return opened[-1], time.monotonic()
+
+
+def test_nobody_goes_on_before_all_have_opened_the_group(ranks):
+    """Who leaves then closes connections that a slower rank is still opening: seen on busy cores."""
+    opened, returned = zip(*ranks(2, opened_and_returned), strict=True)
+    assert min(returned) > max(opened)
 
 
 def test_three_axes_draw_one_sheet_each(ranks):
