@@ -56,7 +56,7 @@ class Group:
         return node if self.nodes == 1 else min(node, self.between)
 
 
-def hops(gpu):
+def hop_seconds(gpu):
     """Seconds of a message inside a node and between nodes: NCCL's, where none were measured."""
     return (NODE_HOP, NETWORK_HOP) if gpu.hop is None else (gpu.hop, gpu.hop)
 

@@ -19,7 +19,7 @@ Dissecting the NVIDIA Hopper Architecture, 2024 (the older instructions reach 0.
 from dataclasses import dataclass
 from math import ceil, log2
 
-from labkit.scale.collectives import ALGORITHMS, NETWORK_SHARE, NODE_SHARE, Group, hops
+from labkit.scale.collectives import ALGORITHMS, NETWORK_SHARE, NODE_SHARE, Group, hop_seconds
 
 OLD_INSTRUCTIONS = 0.62
 REPEATED = {"none": 0, "full": 1, "half": 0.5, "selective": 0.25}  # of a forward
@@ -165,7 +165,7 @@ def group(job, size, stride, c):
     share = min(1.0, members / job.gpus_per_node)
     network = 1e9 / 8 * job.network_gbps * share * NETWORK_SHARE
     network /= 1 + c["crowding"] * log2(nodes)
-    return Group(size, members, nodes, 1e9 * job.gpu.node_gbs, network, *hops(job.gpu))
+    return Group(size, members, nodes, 1e9 * job.gpu.node_gbs, network, *hop_seconds(job.gpu))
 
 
 def gather_seconds(job, size, stride, total, c, op="all_gather"):
@@ -238,4 +238,4 @@ def hand_over(job):
     share = job.network_gbps / 8 / job.gpus_per_node * NETWORK_SHARE
     bandwidth = 1e9 * (job.gpu.node_gbs * NODE_SHARE if inside else share)
     total = 2 * job.tokens * job.shape.hidden / (job.tp if sequence_split(job) else 1)
-    return hops(job.gpu)[0 if inside else 1] + total / bandwidth
+    return hop_seconds(job.gpu)[0 if inside else 1] + total / bandwidth
