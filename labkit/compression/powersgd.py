@@ -16,6 +16,8 @@ Sent per rank and step: 2 (n-1)/n x 4 rank (rows + cols) bytes a matrix, whateve
 small matrices go whole, beside P. Held: one residual, and Q. Both messages are means over the
 ranks, linear in M: nothing is gathered.
 P and Q lie in memory column by column: on a CPU M Q and P' M are much faster so, and than M' P.
+One matrix after the other is added to and multiplied, later multiplied and subtracted from: the
+second of each then finds it in the cache.
 Vogels, Karimireddy and Jaggi, PowerSGD: Practical Low-Rank Gradient Compression, NeurIPS 2019,
 algorithms 1 and 2.
 """
@@ -87,6 +89,9 @@ class PowerSGD(Compressor):
             self._waiting = None
         return future
 
+    def accumulate(self, residual, gradient, bucket):
+        return residual  # _send_p adds to it, matrix by matrix
+
     def _send_p(self, group, bucket):
         with self.clock():
             gradient = bucket.buffer()
@@ -99,10 +104,15 @@ class PowerSGD(Compressor):
                 gradient.split(sizes),
                 strict=True,
             )
+            products = []
             for p, name, part, average in parts:
+                if x.owes:
+                    part += average  # which still is the gradient
                 if self._shrinks(p):
                     q = self._start(p, name, part.dtype)
-                    x.matrices.append(Matrix(p, part.view(len(p), -1), average.view(len(p), -1), q))
+                    m = Matrix(p, part.view(len(p), -1), average.view(len(p), -1), q)
+                    products.append((m.corrected @ m.q).view(-1))
+                    x.matrices.append(m)
                 else:
                     x.whole.append((part, average))
             if bucket.is_last() and 0 < self._widest < self.rank:
@@ -110,7 +120,6 @@ class PowerSGD(Compressor):
                     f"rank {self.rank} exceeds every matrix: "
                     f"the largest possible here is {self._widest}"
                 )
-            products = [(m.corrected @ m.q).view(-1) for m in x.matrices]
             x.message = torch.cat([*products, *(part for part, _ in x.whole)])
         x.work = start_mean(x.message, group)
         return x
@@ -136,21 +145,21 @@ class PowerSGD(Compressor):
     def _send_q(self, x):
         x.work.wait()
         if not is_finite(x.message):  # inf or NaN, and all ranks see it: nothing of this step stays
-            if x.corrected is not x.gradient:
+            if x.owes:
                 x.corrected.sub_(x.gradient)
             return x.future.set_result(x.gradient.fill_(torch.nan))
         with self.clock():
             x.unpack()
-            own = [m.p.t() @ m.corrected for m in x.matrices]
+            own = []
+            for m in x.matrices:
+                own.append(m.p.t() @ m.corrected)
+                if x.owes:
+                    m.corrected.addmm_(m.p, own[-1], alpha=-1)
             if not own:
                 return x.future.set_result(x.gradient)
             message = torch.cat([q.view(-1) for q in own])
         work = start_mean(message, x.group)
         x.group = None  # its last holder ends its threads, and one of them runs _multiply
-        if x.corrected is not x.gradient:  # else no residual, and the average is written there
-            with self.clock():
-                for m, q in zip(x.matrices, own, strict=True):
-                    m.corrected.addmm_(m.p, q, alpha=-1)  # while Q travels
         for m, q in zip(x.matrices, message.split([q.numel() for q in own]), strict=True):
             m.q = q.view(-1, len(m.q)).t()
             self._q[m.parameter] = self._q[m.parameter][0], m.q
@@ -202,6 +211,7 @@ class Exchange:
 
     def __init__(self, group, gradient, corrected):
         self.group, self.gradient, self.corrected = group, gradient, corrected
+        self.owes = corrected is not gradient  # else no residual: the average is written there
         self.matrices, self.whole = [], []  # whole: (what is to be sent, where its average goes)
         self.message = self.work = None
         self.future = torch.futures.Future(devices=[gradient.device] if gradient.is_cuda else None)
