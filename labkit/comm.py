@@ -3,7 +3,8 @@
     comm.all_reduce --> torch.distributed.all_reduce     with record() as log:  also an Event in log
 
 Each function is torch.distributed's of the same name (reduce_scatter and all_gather: the
-single-tensor forms), but src and dst count *within the group*. What an Event tells: meter.py.
+single-tensor forms; summed: all_reduce, out of place), but src and dst count *within the group*.
+What an Event tells: meter.py.
 
 Bytes one rank of n sends, for a payload (the tensor before it is cut or after it is put together)
 of P bytes:
@@ -22,6 +23,7 @@ tests/test_nodes.py hold both against the counters of the nodes' interfaces. Pat
 Bandwidth optimal all-reduce algorithms for clusters of workstations, JPDC 2009.
 """
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
@@ -43,6 +45,7 @@ __all__ = [
     "recv",
     "reduce_scatter",
     "send",
+    "summed",
 ]
 
 # torch 2.13 deprecates *_tensor for *_single, which torch 2.11 does not have for both.
@@ -54,16 +57,35 @@ def _finish(work):
     work.wait()  # and return None, as torch's operations do that are not asynchronous
 
 
+def _ring(n, P):
+    return 2 * (n - 1) * P // n
+
+
 def all_reduce(tensor, op=ReduceOp.SUM, group=None, async_op=False):
     """Every rank's tensor becomes the sum (or op) of all of them, in place."""
 
     def launch():
         if gloo.adds_slowly(tensor, op, group):
-            work = gloo.all_reduce(tensor, group)
+            work = gloo.all_reduce(tensor, tensor, group)
             return work if async_op else _finish(work)
         return dist.all_reduce(tensor, op, group, async_op)
 
-    return metered("all_reduce", group, tensor, lambda n, P: 2 * (n - 1) * P // n, async_op, launch)
+    return metered("all_reduce", group, tensor, _ring, async_op, launch)
+
+
+def summed(tensor, group=None):
+    """The sum of all ranks' tensors, a new one and contiguous: an all_reduce out of place."""
+    if gloo.sums_sooner(tensor, group):
+        total = torch.empty_like(tensor)
+
+        def launch():
+            _finish(gloo.all_reduce(total, tensor, group))
+
+        metered("all_reduce", group, tensor, _ring, False, launch)
+    else:
+        total = tensor.clone(memory_format=torch.contiguous_format)
+        all_reduce(total, group=group)
+    return total
 
 
 def reduce_scatter(output, input, op=ReduceOp.SUM, group=None, async_op=False):

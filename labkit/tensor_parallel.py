@@ -69,9 +69,7 @@ class g(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group=None):
         ctx.group = group
-        total = x.clone()
-        comm.all_reduce(total, group=group)
-        return total
+        return comm.summed(x, group)
 
     @staticmethod
     def backward(ctx, gradient):

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from labkit import comm, meter
+from labkit import comm, gloo, meter
 
 
 def over_a_cable(body, rank, n, **arguments):
@@ -477,3 +477,46 @@ def sums_of_16_bits(rank, n):
 @pytest.mark.parametrize("body", [partial(over_a_cable, sums_of_16_bits), sums_of_16_bits], ids=["cable", "loopback"])
 def test_sums_of_16_bits_are_torchs_own(ranks, n, body):
     assert ranks(n, body) == [n - 1] * n
+
+
+def sums_out_of_place(rank, n):
+    """The sum is torch's own, bit for bit, what went in stays; returns which of them were sent by broadcasts."""
+    generator, direct = torch.Generator().manual_seed(rank), []
+    pair = dist.new_group([0, n - 1]) if n > 2 else None
+    few = torch.zeros(gloo.FEW // 4)
+    forms = [
+        *(torch.randn(3, 5, generator=generator).to(kind) for kind in (torch.float16, torch.float32, torch.float64)),
+        torch.arange(6) + rank,
+        torch.randn((), generator=generator),
+        torch.zeros(0),
+        few + rank,
+        torch.cat([few, few[:1]]) + rank,
+        torch.randn(4, 6, generator=generator).t(),
+    ]
+    for group in (None, pair):
+        if group is pair and n > 2 and rank not in (0, n - 1):
+            continue
+        for mine in forms:
+            before, expected = mine.clone(), mine.clone(memory_format=torch.contiguous_format)
+            dist.all_reduce(expected, group=group)
+            with mock.patch.object(dist, "broadcast", wraps=dist.broadcast) as own, comm.record() as log:
+                total = comm.summed(mine, group)
+            assert total.equal(expected) and total.dtype == mine.dtype and total.is_contiguous()
+            assert mine.equal(before) and (total.data_ptr() != mine.data_ptr() or not mine.numel())
+            size = n if group is None else 2
+            sent = 2 * (size - 1) * mine.nbytes // size
+            assert [(e.op, e.payload_bytes, e.sent_bytes) for e in log] == [("all_reduce", mine.nbytes, sent)]
+            direct.append(own.called)
+    return direct
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_a_sum_out_of_place_is_torchs_own(ranks, n):
+    for rank, direct in enumerate(ranks(n, sums_out_of_place)):
+        few_and_two = [True] * 7 + [False] * 2
+        alone = [False] * 9
+        assert direct == {1: 2 * alone, 2: 2 * few_and_two, 3: alone + few_and_two * (rank != 1)}[n]
+
+
+def test_over_a_cable_torch_makes_a_sum_of_more_than_16_bits(ranks):
+    assert ranks(2, partial(over_a_cable, sums_out_of_place)) == [[False] * 18] * 2

@@ -132,9 +132,7 @@ def moved(x, source, target, axis):
     if source in whole and target in whole:
         return x.view_as(x)
     if source == Partial() and target in whole:
-        total = x.clone(memory_format=torch.contiguous_format)
-        comm.all_reduce(total, group=axis.group)
-        return total
+        return comm.summed(x, axis.group)
     if source == Partial() and isinstance(target, Shard):
         parts = torch.stack(cut(x, target.dim, axis.size))
         own = torch.empty_like(parts[0])
