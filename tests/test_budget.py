@@ -114,6 +114,7 @@ def course(samples):
     return [size for size, _ in groupby(kinds["parameters"] for _, kinds in samples)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", models.SIZES)
 @pytest.mark.parametrize(
     ("strategy", "cap", "world_size", "optimizer"),

@@ -413,6 +413,7 @@ def one(folder, values=40):
     return model, checkpoints
 
 
+@pytest.mark.slow
 def test_a_thousand_flips_and_truncations_are_all_found(tmp_path, capsys):
     model, checkpoints = one(tmp_path)
     folder, chance = tmp_path / "step-000000002", random.Random(0)

@@ -170,6 +170,7 @@ def from_meta(rank, world_size, jobs):
     return found
 
 
+@pytest.mark.slow
 def test_from_the_meta_device_every_mesh_begins_with_the_same_values(ranks):
     found = {}
     for size in (1, 2, 4):

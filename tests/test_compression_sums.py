@@ -121,6 +121,7 @@ def averaged_over_many_steps(rank, world_size, numel, ratio):
     return total / 4000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("numel", "ratio"), [(40, 0.5), (10, 0.9), (11, 0.36)])
 def test_without_feedback_random_k_is_right_on_average(ranks, numel, ratio):
     mean = ranks(1, averaged_over_many_steps, numel=numel, ratio=ratio)[0]

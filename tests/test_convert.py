@@ -272,6 +272,7 @@ def near(found, wanted, tolerance):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("by", "saving"), [("torch_ddp", 2), ("torch_fsdp", 2), ("plain", 1)])
 def test_training_goes_on_from_what_stock_pytorch_has_saved(ranks, tmp_path, by, saving):
     folder, ours = str(tmp_path / "folder"), str(tmp_path / "ours")
@@ -685,6 +686,7 @@ def test_the_command_says_what_is_wrong(tmp_path, capsys):
     assert "step 1 has no 'model'; it has network" in refused(tmp_path / "other", one)
 
 
+@pytest.mark.slow
 def test_as_a_program(tmp_path):
     checkpoints = Checkpoints(tmp_path / "ours")
     checkpoints.save(3, {"model": nn.Linear(3, 3)})

@@ -181,6 +181,7 @@ def test_all_strategies_follow_the_single_process(model, nproc):
     assert (records["exposed_comm_ms"] >= 0).all() and (records["exposed_comm_ms"] <= records["step_ms"]).all()
 
 
+@pytest.mark.slow
 def test_axes_train_what_one_process_trains():
     base = Experiment(model="gpt", batch_size=16, precision="fp64")
     axes = {
@@ -242,6 +243,7 @@ def groups_made(context):
     context.record(made=json.dumps(made))
 
 
+@pytest.mark.slow
 def test_all_ranks_make_the_group_of_the_one_that_trains_alone():
     """Where NCCL makes it by a split of the group of all, each of them has to take part."""
     assert launch("test_experiment:groups_made", quiet=True).records["made"].tolist() == ["[[[0], {}]]"] * 2

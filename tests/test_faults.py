@@ -111,6 +111,7 @@ def same(found, wanted, tolerance=0.0):
         assert samples == wanted[step][1]
 
 
+@pytest.mark.slow
 def test_the_samples_of_an_epoch_are_seen_once():
     images = models.data.load("digits", "mlp")
     there = Counter(hash(tuple(image.double().flatten().tolist())) for image, _ in images)
@@ -162,6 +163,7 @@ WORDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", WORDS)
 def test_the_rank_that_failed_is_named(tmp_path, capfd, kind):
     start = time.monotonic()
@@ -177,6 +179,7 @@ def test_the_rank_that_failed_is_named(tmp_path, capfd, kind):
     assert time.monotonic() - start < TIMEOUT + 30  # of a stopped rank, torchrun alone thinks for 30 s more
 
 
+@pytest.mark.slow
 def test_when_all_attempts_have_failed_the_last_is_told():
     with pytest.raises(LaunchError, match="attempt 2 is no better") as caught:
         launch("record(x=1)\nraise ValueError(f'attempt {attempt} is no better')", nproc=1, restarts=2, **OPTIONS)
@@ -286,6 +289,7 @@ SIGNALS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SIGNALS)
 def test_a_signal_ends_all_ranks_after_the_same_step_and_they_go_on_from_there(tmp_path, name):
     first = trained(tmp_path, **SIGNALS[name])

@@ -254,6 +254,7 @@ def test_a_venv_that_is_a_link_is_left_alone(tree, tmp_path):
     assert lab(tree, "run", "-x").stdout == "ran ['-x']\n"
 
 
+@pytest.mark.slow
 def test_changed_requirements_keep_the_venv(tree):
     lab(tree, "run")
     kept = tree / ".venv" / "kept"

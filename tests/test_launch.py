@@ -186,6 +186,7 @@ def test_a_killed_rank_is_named_with_its_signal_and_last_collective():
     assert "last collective of rank 1: collective 1: barrier" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("leave", ["import os; os._exit(0)", "import sys; sys.exit(0)"])
 def test_an_early_clean_exit_is_named_as_such(leave):
     text = failure(f"if rank == 1:\n    {leave}\ncomm.all_reduce(torch.ones(4))", **HANGS)
@@ -256,12 +257,14 @@ def test_who_was_ended_because_of_another_is_not_the_cause(because):
     assert cause.rank == 1 and text.startswith("rank 1 died of SIGKILL")
 
 
+@pytest.mark.slow
 def test_a_group_made_later_waits_no_longer_than_the_one_of_all():
     source = "group = dist.new_group()\nif rank == 1:\n    import time; time.sleep(100)\n"
     text = failure(source + "comm.all_reduce(torch.ones(4), group=group)", **HANGS)  # torch's own default is 30 minutes
     assert text.startswith("rank 1 hangs")
 
 
+@pytest.mark.slow
 def test_another_order_of_collectives_is_named():
     text = failure("x = torch.ones(4)\nif rank:\n    comm.broadcast(x)\nelse:\n    comm.all_reduce(x)", **HANGS)
     assert text.startswith("ranks 0 and 1 called different collectives") and "broadcast of 16 bytes" in text
@@ -282,6 +285,7 @@ def test_a_rank_that_came_through_with_another_shape_is_not_said_to_have_left_ea
     assert cause is None and text.startswith("ranks 0 and 1 called different collectives")
 
 
+@pytest.mark.slow
 def test_another_order_is_named_even_without_our_collectives():
     text = failure("x = torch.ones(4)\nif rank:\n    dist.broadcast(x, 0)\nelse:\n    dist.all_reduce(x)", **HANGS)
     assert "at different lines: rank 0 at `dist.all_reduce(x)`; rank 1 at `dist.broadcast(x, 0)`" in text

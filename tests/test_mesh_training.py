@@ -96,6 +96,7 @@ MESHES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("one", "others"), MESHES, ids=[one for one, _ in MESHES])
 def test_the_same_mesh_goes_on_bit_for_bit_and_another_from_the_same_bits(ranks, tmp_path, one, others):
     losses, *rest = ranks(4, goes_on, folder=str(tmp_path), one=one, others=others)
@@ -212,6 +213,7 @@ def evaluated(rank, world_size, jobs):
     return max(off)
 
 
+@pytest.mark.slow
 def test_each_sample_counts_once(ranks):
     jobs = ("fsdp 2 x tp 2", "cp 2 x tp 2", "pp 2 x tp 2, two stages a rank", "pp 2 x dp 2, from both ends")
     jobs += ("dp 2 x ep 2",)

@@ -262,6 +262,7 @@ def test_a_sink_that_raises_costs_its_rows_and_one_line(capfd):
     assert "could not be closed: OSError: the disk is still full" in told[1] and "did not get 50 rows" in told[2]
 
 
+@pytest.mark.slow
 def test_a_sink_that_hangs_holds_up_neither_the_steps_nor_the_others(capfd, monkeypatch):
     monkeypatch.setattr(watching, "WAITING", 5)
     monkeypatch.setattr(watching, "CLOSING", 3)  # seconds, in which `kept` is closed

@@ -152,6 +152,7 @@ for n in (2, 3, 4):
     assert ratio.loc["gloo's reduce_scatter"].between(2, 2.2).all(), ratio.to_string()
 
 
+@pytest.mark.slow
 def test_a_slow_link_is_slow(namespaces):
     source = (
         "import time\nx = torch.ones(1 << 18)\ncomm.barrier()\nstart = time.perf_counter()\n"
@@ -162,6 +163,7 @@ def test_a_slow_link_is_slow(namespaces):
     assert run.records["seconds"].max() > 0.35
 
 
+@pytest.mark.slow
 def test_an_error_on_the_other_node_is_told_by_its_rank(namespaces):
     error = failure("comm.barrier()\nif rank == 2:\n    raise ValueError('no')\ncomm.all_reduce(torch.ones(4))")
     assert str(error).startswith("rank 2 raised ValueError: no")

@@ -84,6 +84,7 @@ def settled(rank, world_size, fields, seconds):
         return Participant(context, Experiment.from_dict(fields)).experiment.strategy
 
 
+@pytest.mark.slow
 def test_ranks_take_the_fastest_that_fits_and_the_same(ranks):
     def taken(seconds, **changes):
         return ranks(2, settled, fields=BASE.replace(**changes).to_dict(), seconds=seconds)

@@ -26,6 +26,7 @@ def real(rank, world_size, fields):
     return min((held(participant) for _ in range(3)), key=lambda one: one.peak_total)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
 def test_each_rank_of_a_mesh_to_the_byte(ranks, mesh):
     world_size, changes = MESHES[mesh]
@@ -45,6 +46,7 @@ def settled(rank, world_size, fields):
         return str(error)
 
 
+@pytest.mark.slow
 def test_auto_takes_what_fits_the_fullest_rank_of_a_mesh(ranks):
     """Of a pipeline's two the last holds more: what fits the first alone is refused."""
     sharded = BASE.replace(context=2, strategy="auto")

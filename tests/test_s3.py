@@ -91,6 +91,7 @@ def loads(rank, world_size, url, env):
     return model.full_state_dict()["weight"]
 
 
+@pytest.mark.slow
 def test_two_ranks_save_and_three_load(ranks, bucket):
     saved = ranks(2, saves, url=bucket, env=environment())
     for found in (*ranks(2, loads, url=bucket, env=environment()), *ranks(3, loads, url=bucket, env=environment())):
@@ -137,6 +138,7 @@ def test_a_training_goes_on_from_there(bucket, tmp_path):
     assert line in nowhere.stderr.splitlines()
 
 
+@pytest.mark.slow
 def test_there_and_back_in_another_format(bucket, tmp_path):
     state, other = filled(3.0), nn.Linear(40, 40)
     checkpoints = Checkpoints(f"{bucket}/run")
@@ -209,6 +211,7 @@ def writing(*request):
     return request[0] == "PUT" and "rank-" in request[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("answer", "words"), [(BUSY, "Please reduce your request rate"), (DENIED, "Access Denied"), ("break", "onnection")]
 )
@@ -273,6 +276,7 @@ def test_training_goes_on_while_a_slow_server_is_written_to(bucket, faults):
     checkpoints.close()
 
 
+@pytest.mark.slow
 def test_what_has_no_manifest_yet_is_passed_over_and_said(bucket, faults, capsys):
     checkpoints = Checkpoints(f"{bucket}/run")
     checkpoints.save(1, filled(1.0))
@@ -289,6 +293,7 @@ def test_what_has_no_manifest_yet_is_passed_over_and_said(bucket, faults, capsys
     checkpoints.close()
 
 
+@pytest.mark.slow
 def test_an_upload_that_breaks_in_the_middle_leaves_nothing(bucket, faults, monkeypatch):
     monkeypatch.setitem(fsspec.config.conf, "s3", {"default_block_size": 5 * 2**20})
     monkeypatch.setattr(tensor_file, "CHUNK", 2**20)
@@ -353,6 +358,7 @@ def holder(bucket):
     process.communicate()
 
 
+@pytest.mark.slow
 def test_two_runs_in_one_directory(bucket, holder, capsys):
     with pytest.raises(CheckpointError, match=f"another run writes checkpoints into {bucket}/run"):
         Checkpoints(f"{bucket}/run")
@@ -360,6 +366,7 @@ def test_two_runs_in_one_directory(bucket, holder, capsys):
     assert holder.communicate("\n")[0] == "saved\n"
 
 
+@pytest.mark.slow
 def test_a_holder_that_died_is_followed(bucket, holder):
     holder.kill()
     holder.wait()
@@ -370,6 +377,7 @@ def test_a_holder_that_died_is_followed(bucket, holder):
     Checkpoints(f"{bucket}/run").close()
 
 
+@pytest.mark.slow
 def test_a_holder_that_stood_still_writes_nothing_more(bucket, holder):
     os.kill(holder.pid, signal.SIGSTOP)
     checkpoints = Checkpoints(f"{bucket}/run")

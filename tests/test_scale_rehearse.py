@@ -63,6 +63,7 @@ def real(rank, world_size, forms, **arguments):
 FORMS = ["ddp", "zero1", "fsdp", "zero2"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_every_message_is_that_of_real_ranks(ranks, world_size):
     forms = FORMS + [mesh for mesh, axes in MESHES.items() if 2 ** len(axes) == world_size]

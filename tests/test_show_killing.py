@@ -2,6 +2,8 @@
 
 import time
 
+import pytest
+
 from labkit.run import launch
 from labkit.show.killing import Panel
 
@@ -32,6 +34,7 @@ def wait_for(true):
     return true()
 
 
+@pytest.mark.slow
 def test_a_rank_is_killed_and_the_run_comes_back(tmp_path):
     def begin(bar, pids):
         run = launch(PROGRAM, restarts=3, folder=str(tmp_path), pids=pids, quiet=True, bar=bar, device="cpu")

@@ -124,8 +124,8 @@ KINDS = [
 
 
 def damage(folder, chance):
-    """One bit of one file of the latest checkpoint."""
-    files = sorted((folder / "checkpoints").glob("step-*/*"))
+    """One bit of one file of the latest checkpoint, be it whole or just begun."""
+    files = sorted(path for path in (folder / "checkpoints").glob("step-*/*") if path.stat().st_size)
     latest = [path for path in files if path.parent == files[-1].parent]
     if latest:
         flip(chance.choice(latest), chance)

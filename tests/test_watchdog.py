@@ -159,6 +159,7 @@ def again(rank, world_size):
         dist.barrier()
 
 
+@pytest.mark.slow
 def test_a_verdict_of_an_earlier_attempt_is_not_heard(ranks):
     ranks(2, again)
 
