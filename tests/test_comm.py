@@ -416,6 +416,7 @@ def left_alone(rank, n, asked):
         comm.barrier()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asked", [False, True])
 @pytest.mark.parametrize("n", [2, 3])
 def test_who_is_left_alone_is_told_at_once(ranks, n, asked):

@@ -132,6 +132,7 @@ def beside_one_process(rank, world_size, axes, options):
     return max(apart + [(state[name] - value).abs().max().item() for name, value in whole.items()])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("job", JOBS)
 def test_it_trains_as_one_process_does(ranks, job):
     axes, options = JOBS[job]
@@ -243,6 +244,7 @@ def from_mesh_to_mesh(rank, world_size, one, other):
     return same, abs(loss.item() / world_size - wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("one", "other"),
     [

@@ -188,6 +188,7 @@ def test_when_all_attempts_have_failed_the_last_is_told():
     assert run.records["attempt"].tolist() == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_without_restarts_there_is_one_attempt_and_no_column():
     run = launch("record(x=attempt)", nproc=1, **OPTIONS)
     assert list(run.records) == ["rank", "x"] and run.failures == []
@@ -199,6 +200,7 @@ def test_restarts_are_counted(restarts):
         launch("pass", restarts=restarts)
 
 
+@pytest.mark.slow
 def test_an_interrupt_is_no_failure():
     interrupt_what_runs()
     with pytest.raises(KeyboardInterrupt):
@@ -457,6 +459,7 @@ def test_a_loss_that_is_nan_on_one_rank_is_so_on_all_and_is_no_wish_to_stop(rank
     ranks(2, nan_loss)
 
 
+@pytest.mark.slow
 def test_a_nan_in_the_input_of_one_rank_reaches_the_loss_of_all(tmp_path):
     run = trained(tmp_path, plan=[Fault("nan", 1, 5)])
     losses = run.records.pivot(index="step", columns="rank", values="loss")

@@ -101,6 +101,7 @@ def test_all_ranks_agree_on_the_peak(ranks):
     assert first == second and min(first) > 0
 
 
+@pytest.mark.slow
 def test_rows_have_the_share_of_the_peak_and_sleeping_models_none():
     small = Experiment(model="mlp", batch_size=16)
     kinds = {"all": small, "alone": small.replace(strategy="single")}

@@ -91,6 +91,7 @@ def test_exit_code_is_the_commands(tree):
     assert lab(tree, "bench").returncode == 7
 
 
+@pytest.mark.slow
 def test_unknown_command(tree):
     assert_one_line(lab(tree, "rum"), "'rum'", "run, test, site, bench, figures", code=2)
 
@@ -266,6 +267,7 @@ def test_changed_requirements_keep_the_venv(tree):
     assert kept.exists()
 
 
+@pytest.mark.slow
 def test_interrupted_setup(tree):
     """The package index never answers; Ctrl-C ends pip, says so in one line, and leaves no stamp."""
     with socket.create_server(("127.0.0.1", 0)) as silent:

@@ -342,6 +342,7 @@ def test_an_interrupt_leaves_no_rank_and_the_next_launch_works(capfd):
     assert launch("record(x=1)", quiet=True).records["x"].sum() == 2
 
 
+@pytest.mark.slow
 def test_two_presses_of_the_stop_button_leave_no_rank_and_the_next_launch_works(monkeypatch):
     stop, stopped = AgentClient.stop, []
 

@@ -47,6 +47,7 @@ def failure(source, **options):
     return caught.value
 
 
+@pytest.mark.slow
 def test_two_nodes_give_the_same_run_as_one():
     source = (
         "x = torch.full((1 << 18,), rank + 1.0)\ncomm.all_reduce(x)\nrecord(sum=x[0].item(), on=[node, local_rank])"

@@ -232,6 +232,7 @@ def test_a_refused_save_is_said_and_the_next_goes_on(bucket, faults, answer, wor
     checkpoints.close()
 
 
+@pytest.mark.slow
 def test_refused_for_a_moment_it_tries_again(bucket, faults):
     times = iter(range(2))
     faults.now = lambda *request: BUSY if writing(*request) and next(times, None) is not None else None
@@ -261,6 +262,7 @@ def test_refused_on_reading(bucket, faults, capsys):
 # ---- slow, and broken in the middle
 
 
+@pytest.mark.slow
 def test_training_goes_on_while_a_slow_server_is_written_to(bucket, faults):
     go = threading.Event()
     faults.now = lambda *request: go.wait(60) and None if writing(*request) else None
@@ -447,6 +449,7 @@ def one_side_cannot_begin(rank, world_size, url, env):
     Checkpoints(f"{url}/run").close()  # rank 0 does not hold it any more
 
 
+@pytest.mark.slow
 def test_where_one_rank_cannot_begin_nobody_holds_it(ranks, bucket):
     ranks(2, one_side_cannot_begin, url=bucket, env=environment())
 
@@ -465,5 +468,6 @@ def one_side_fails(rank, world_size, url, env):
     checkpoints.close()
 
 
+@pytest.mark.slow
 def test_a_rank_that_reaches_nobody_is_named_by_all(ranks, bucket):
     ranks(2, one_side_fails, url=bucket, env=environment() | {"AWS_MAX_ATTEMPTS": "1"})

@@ -116,6 +116,7 @@ def test_a_grid_of_yaml(tmp_path):
             sweep.read_grid(file)
 
 
+@pytest.mark.slow
 def test_every_cell_has_its_rows(measured):
     folder, rows = measured
     for cell in sweep.cells(GRID)[0]:
@@ -129,6 +130,7 @@ def test_every_cell_has_its_rows(measured):
     assert {"cpu", "cores", "torch", "python", "commit", "measured_at", "peak_bytes", "mfu"} <= set(rows)
 
 
+@pytest.mark.slow
 def test_the_same_losses_as_one_launch_of_their_own(measured):
     """Turns and files change no number: both strategies average the same gradients."""
     _, rows = measured
@@ -136,11 +138,13 @@ def test_the_same_losses_as_one_launch_of_their_own(measured):
     assert (losses["ddp_bucketed"] - losses["zero1"]).abs().max() < 1e-6
 
 
+@pytest.mark.slow
 def test_nothing_is_run_twice(measured, no_launch):
     folder, rows = measured
     pd.testing.assert_frame_equal(sweep.sweep(GRID, folder, **FEW), rows)
 
 
+@pytest.mark.slow
 def test_what_is_missing_runs_beside_the_first_of_its_world(measured, monkeypatch):
     folder, _ = measured
     possible, _ = sweep.cells(GRID | {"batch_size": [8, 16, 32]})
@@ -217,6 +221,7 @@ def test_files_of_others_are_named(tmp_path, no_launch, text, words):
         sweep.sweep(GRID, tmp_path, **FEW)
 
 
+@pytest.mark.slow
 def test_folders_merge_and_unlike_machines_are_not_compared(measured, tmp_path):
     folder, rows = measured
     for file in folder.glob("*.csv"):
@@ -229,6 +234,7 @@ def test_folders_merge_and_unlike_machines_are_not_compared(measured, tmp_path):
         sweep.results(tmp_path / "empty")
 
 
+@pytest.mark.slow
 def test_a_field_that_is_new_since_then_has_its_usual_value(measured, tmp_path):
     folder, _ = measured
     for path in folder.glob("*.csv"):

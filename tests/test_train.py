@@ -334,6 +334,7 @@ def test_torchrun_starts_killed_and_stopped_ranks_again_and_nothing_is_lost(tmp_
     assert broken == whole
 
 
+@pytest.mark.slow
 def test_ranks_do_not_wait_for_what_only_notebooks_need():
     program = "import sys, labkit.train; print(*{'pandas', 'matplotlib', 'IPython'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
