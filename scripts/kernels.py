@@ -184,6 +184,7 @@ def become(request, files):
         os.close(file)
     os.environ.clear()
     os.environ.update(request["env"])
+    tempfile.tempdir = None  # the nursery's: this environment may name another
     os.chdir(request["cwd"])
     kind, *arguments = request["what"]
     if kind == "agent":

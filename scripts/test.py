@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from pathlib import Path
@@ -93,8 +94,11 @@ def queue(folder, kinds, quick, workers):
         return [case("nbval", "notebooks", "skipped", why="there are none")]
     command = [sys.executable, "-m", "pytest", "--color=no", "-p", "one_queue", f"--kinds={','.join(kinds)}"]
     command += [f"--cases={report}", f"--numprocesses={workers}", "--dist=load", *["--quick"] * quick]
-    added = {"PYTHONPATH": with_scripts(), "LABKIT_JOBS": str(folder)}
-    with kernels.nursery() if {*KINDS[1:]} & {*kinds} else contextlib.nullcontext() as kernel:
+    # Whoever is killed on the way removes nothing: they all get one place for what is temporary, and it goes with them.
+    place = tempfile.TemporaryDirectory(prefix="labkit-test-", ignore_cleanup_errors=True)
+    notebooks = {*KINDS[1:]} & {*kinds}
+    with place as scratch, kernels.nursery() if notebooks else contextlib.nullcontext() as kernel:
+        added = {"PYTHONPATH": with_scripts(), "LABKIT_JOBS": str(folder), "TMPDIR": scratch}
         if kernel:
             command += ["--nbval-lax", f"--nbval-kernel-name={kernel}", f"--nbval-cell-timeout={CELL_LIMIT}"]
         code = run([*command, *paths], log, line, os.environ | added)

@@ -284,11 +284,14 @@ def test_lab_test_without_any_test_is_a_failure(tree):
 
 
 @pytest.mark.slow
-def test_lab_test_runs_notebooks_under_nbval_and_as_jobs_on_another_number_of_ranks(tree):
+def test_lab_test_runs_notebooks_under_nbval_and_as_jobs_on_another_number_of_ranks(tree, monkeypatch):
+    scratch = tree / "scratch"
+    scratch.mkdir()
+    monkeypatch.setenv("TMPDIR", str(scratch))
     notebook(tree / "notebooks" / "00_a.ipynb", "world_size = 2", "assert world_size < 4, 'too many'")
     few = "world_size = 4\nrounds = 9"
     notebook(tree / "notebooks" / "01_b.ipynb", few, "assert world_size < 3 and rounds == 1, 'too many'")
-    notebook(tree / "notebooks" / "02_c.ipynb", "steps = 4", "assert steps == 4")
+    notebook(tree / "notebooks" / "02_c.ipynb", "steps = 4", "import tempfile; tempfile.mkdtemp(); assert steps == 4")
     small_suite(tree, "")
     done = finished(tree, "test", "nbval", "papermill", "--workers", "2")
     failed = [line for line in done.stdout.splitlines() if line.startswith("FAILED: ")]
@@ -301,6 +304,7 @@ def test_lab_test_runs_notebooks_under_nbval_and_as_jobs_on_another_number_of_ra
         "NOT TESTED: scripts/jobs.py::test_job[02_c]: on other numbers of ranks: it has no parameter world_size"
     ]
     assert done.stdout.splitlines()[-1] == "6 passed, 2 failed"
+    assert not [path for path in scratch.iterdir() if not path.name.startswith("torchinductor")]  # torch's own cache
 
 
 # lab figures
