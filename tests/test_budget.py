@@ -238,6 +238,7 @@ def chosen(memory_bytes, world_size, **options):
     return choose(model, input, memory_bytes, world_size, models.loss("gpt"), target, **GPT | options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "world_size", "recompute"),
     [("single", 1, False), ("single", 1, True), *((s, 4, False) for s in ("ddp_bucketed", "zero1", "zero2", "fsdp"))],

@@ -60,11 +60,13 @@ WORSE = {  # the bias that feedback would repay: theory promises nothing
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", AS_GOOD)
 def test_with_feedback_it_ends_within_a_fifth_of_plain_averaging(ranks, name):
     assert ranks(2, trained, make=AS_GOOD[name])[0] < 1.2 * PLAIN  # untrained: 2.3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WORSE)
 def test_without_feedback_it_ends_visibly_higher(ranks, name):
     assert ranks(2, trained, make=WORSE[name])[0] > 1.8 * PLAIN

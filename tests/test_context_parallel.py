@@ -172,6 +172,7 @@ def memory(rank, world_size, own):
     return held, tracker.peak_total
 
 
+@pytest.mark.slow
 def test_a_rank_holds_its_part(ranks):
     held = {n: ranks(n, memory, own=24 // n)[0][0] for n in (1, 2, 3)}
     assert held[1] == 2 * held[2] == 3 * held[3]

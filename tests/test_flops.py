@@ -74,6 +74,7 @@ def test_a_fused_kernel_is_not_what_is_counted():
     assert counter.get_total_flops() != gpt()
 
 
+@pytest.mark.slow
 def test_recomputation_does_not_count_twice():
     plain, again = (Experiment(model="gpt", recompute=which) for which in ("none", "every"))
     records = compare({"plain": plain, "again": again}, rounds=1, steps_per_round=1, quiet=True).records

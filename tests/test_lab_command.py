@@ -167,6 +167,7 @@ def torch_of(tree):
     (tree / "requirements.txt").write_text("")
 
 
+@pytest.mark.slow
 def test_the_cuda_build_is_told(torch_of):
     root = torch_of("0.1")
     done = lab(root, "figures", PIP_NO_INDEX="1", PIP_FIND_LINKS=str(root / "cuda"))
@@ -174,6 +175,7 @@ def test_the_cuda_build_is_told(torch_of):
     assert "torch's CUDA build, 6 GB" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("version", "where"), [("0.2", "variable"), ("0.3", "file")])
 def test_pips_own_settings_choose_the_cpu_build(torch_of, version, where):
     root = torch_of(version)
@@ -185,6 +187,7 @@ def test_pips_own_settings_choose_the_cpu_build(torch_of, version, where):
     assert "CUDA" not in done.stderr
 
 
+@pytest.mark.slow
 def test_the_cuda_build_needs_more_disk(torch_of):
     root = torch_of("0.4")
     refused = lab_with_free(root, 5e9, PIP_NO_INDEX="1", PIP_FIND_LINKS=str(root / "cuda"))

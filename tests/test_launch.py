@@ -58,6 +58,7 @@ def test_a_function_travels_as_source_or_by_name():
         assert launch(target, value=21, quiet=True).records["doubled"].tolist() == [42, 42]
 
 
+@pytest.mark.slow
 def test_what_the_first_optimizer_imports_is_imported_once_for_all_later_jobs():
     launch("torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)", quiet=True)
     run = launch("import sys; record(imported='torch._dynamo' in sys.modules)", quiet=True)
@@ -368,6 +369,7 @@ def test_stopping_what_has_not_begun_or_has_ended_returns_at_once():
         assert launch("record(x=1)", quiet=True).records["x"].sum() == 2
 
 
+@pytest.mark.slow
 def test_an_agent_that_cannot_end_its_job_is_killed_and_no_error_of_its_own_is_told(monkeypatch, capfd):
     client = agent()
     monkeypatch.setattr("labkit.run.client.STOP_LIMIT", 0.0)

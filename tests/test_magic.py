@@ -23,6 +23,7 @@ def test_the_cell_sees_its_rank_and_the_notebook_gets_the_run(shell):
     assert shell.user_ns["result"].records["total"].tolist() == [3.0, 3.0, 3.0]
 
 
+@pytest.mark.slow
 def test_a_cell_that_fails_is_started_again_and_knows_it(shell):
     source = "record(x=attempt)\nif attempt < 2: raise ValueError('no')"
     shell.run_cell_magic("torchrun", "--nproc 1 --restarts 2 --into result --quiet", source)

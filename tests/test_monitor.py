@@ -386,6 +386,7 @@ def test_what_cannot_be_opened_is_one_line(tmp_path, monkeypatch):
     taken.close()
 
 
+@pytest.mark.slow
 def test_no_library_of_a_sink_is_imported_before_it_is_asked_for():
     code = (
         "import sys, labkit.train\n"

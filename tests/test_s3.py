@@ -391,6 +391,7 @@ def test_a_holder_that_stood_still_writes_nothing_more(bucket, holder):
     checkpoints.close()
 
 
+@pytest.mark.slow
 def test_a_lock_that_was_removed_by_hand_is_put_again(bucket):
     checkpoints = Checkpoints(f"{bucket}/run")
     fresh("rm", f"{bucket}/run/lock")
