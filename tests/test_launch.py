@@ -297,6 +297,12 @@ def test_the_wall_clock_limit_ends_the_run():
     assert text.startswith("stopped after 2 s, the limit of this launch")
 
 
+@pytest.mark.slow
+def test_a_rank_that_does_not_hear_the_stop_is_not_blamed_for_it():
+    deaf = "import signal, time\nif rank:\n    signal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(60)"
+    assert failure(deaf, timeout=2).startswith("stopped after 2 s, the limit of this launch")
+
+
 def test_a_wrong_parameter_name_is_told_with_the_right_ones():
     assert "double() has no parameter 'valeu': it takes value" in failure(double, valeu=1)
 

@@ -184,6 +184,7 @@ def gpus_hidden():
 
 def note_exits(path):
     """Write down every rank's exit code as it is learnt: torchelastic tells of failures only."""
+    path.touch()
     learn = popen_fork.Popen.poll
 
     def poll(self, *flag):
