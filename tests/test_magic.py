@@ -10,7 +10,7 @@ from labkit.run import console
 from labkit.run.launch import LaunchError
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # IPython starts one in a process
 def shell():
     shell = start_ipython()
     shell.run_line_magic("load_ext", "labkit")
