@@ -9,6 +9,7 @@ import datetime
 import gc
 import multiprocessing
 import os
+import pickle
 import sys
 import tempfile
 import time
@@ -42,7 +43,7 @@ def serve(connection, rank, world_size, store_path, paths):
             reply = (True, body(rank, world_size, **arguments))
         except BaseException:
             reply = (False, traceback.format_exc())
-        connection.send(reply)
+        connection.send_bytes(pickle.dumps(reply))  # send() would open a connection for each tensor
         del reply
         leave_groups()
 
@@ -88,7 +89,7 @@ class Pool:
             for connection in ready:
                 rank = self.connections.index(connection)
                 try:
-                    replies[rank] = connection.recv()
+                    replies[rank] = pickle.loads(connection.recv_bytes())
                 except (EOFError, ConnectionResetError):
                     replies[rank] = (False, f"rank {rank} died without an exception")
                 if not replies[rank][0]:
