@@ -20,10 +20,11 @@ MESHES = {
 
 
 def real(rank, world_size, fields):
-    """Of several steps the one with the smallest peak: a message's thread may let go of it a moment late."""
+    """Of several steps the one that held least: a message's thread may let go of it a moment late."""
     context = Context(rank, world_size, 0, 0, torch.device("cpu"), EventFile(io.StringIO()))
     participant = Participant(context, Experiment.from_dict(fields))
-    return min((held(participant) for _ in range(3)), key=lambda one: one.peak_total)
+    steps = (held(participant) for _ in range(5))
+    return min(steps, key=lambda one: (one.peak_total, sum(one.held.values())))
 
 
 @pytest.mark.slow
