@@ -284,9 +284,15 @@ def test_lab_test_without_any_test_is_a_failure(tree):
     assert done.stdout.splitlines()[-1] == "0 passed, 0 failed"
 
 
+@pytest.fixture
+def scratch():
+    """A folder with a short name: in tmp_path, that of the nursery's socket would be too long."""
+    with tempfile.TemporaryDirectory(prefix="t") as folder:
+        yield Path(folder)
+
+
 @pytest.mark.slow
-def test_lab_test_runs_notebooks_under_nbval_and_as_jobs_on_another_number_of_ranks(tree, monkeypatch):
-    scratch = Path(tempfile.mkdtemp(prefix="t"))  # tmp_path is too long a name for the nursery's socket
+def test_lab_test_runs_notebooks_under_nbval_and_as_jobs_on_another_number_of_ranks(tree, scratch, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(scratch))
     notebook(tree / "notebooks" / "00_a.ipynb", "world_size = 2", "assert world_size < 4, 'too many'")
     few = "world_size = 4\nrounds = 9"
