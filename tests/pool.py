@@ -17,6 +17,8 @@ import traceback
 from multiprocessing.connection import wait
 
 TIMEOUT = 150.0  # seconds a body may take, also on a machine with fifty others at work
+# Imported once for all ranks. torch.optim puts torch._dynamo off, which takes two seconds.
+PRELOAD = ["torch._dynamo", "torch.distributed.optim", "torch.distributed.pipelining", "labkit.trainer", "pytest"]
 GRACE = 1.0  # seconds the other ranks get to report once one has failed
 
 
@@ -57,13 +59,13 @@ def leave_groups():
         dist.destroy_process_group(group)
     if made:
         gc.collect()
+        gc.freeze()  # and so does what this test has imported
 
 
 class Pool:
     def __init__(self, world_size, paths):
         context = multiprocessing.get_context("forkserver")
-        # torch.optim imports torch._dynamo: two seconds for each rank, if not here.
-        context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "labkit"])
+        context.set_forkserver_preload(PRELOAD)
         self.folder = tempfile.TemporaryDirectory(prefix="labkit-pool-")
         store_path = os.path.join(self.folder.name, "store")
         self.connections, self.processes = [], []

@@ -1,7 +1,7 @@
 """A GPT on a mesh of several axes, against one process: losses, gradients' norm, weights, states of the whole."""
 
 import copy
-from functools import partial
+from functools import cache, partial
 from math import prod
 
 import pytest
@@ -52,6 +52,7 @@ def composed(seed, axes, options):
     return Composed(gpt(seed, mixture), Mesh(axes), plan(mixture), **given)
 
 
+@cache
 def text(step):
     """Tokens and targets of the global batch."""
     data = models.data.load("stdlib_text", "gpt")

@@ -8,7 +8,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from sklearn.datasets import load_digits
 from torch.utils.data import DataLoader
 
 from labkit.models import build, cifar, data, loss
@@ -20,6 +19,8 @@ from labkit.models.text import Text, source_files
 
 
 def test_digits_are_scikit_learn_s():
+    from sklearn.datasets import load_digits  # here: the ranks of other tests import this file, too
+
     images, labels = load_digits(return_X_y=True)
     expected = torch.from_numpy(images) / 8 - 1  # 0 to 16 -> -1 to 1
     ours = [data.digits(split=split) for split in ("train", "test")]

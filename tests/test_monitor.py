@@ -17,7 +17,6 @@ import test_clock
 import torch
 import torch.distributed as dist
 from prometheus_client.parser import text_string_to_metric_families
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_train import lines, run, start
 from torch.distributed.distributed_c10d import _get_default_store
 
@@ -34,6 +33,13 @@ from labkit.train import main
 from labkit.trainer import Trainer
 
 PHASES = ("data_ms", "forward_ms", "backward_ms", "optimizer_ms")
+
+
+def curves_in(folder):
+    """What TensorBoard reads there. It is imported here: the ranks of other tests import this file, too."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    return EventAccumulator(str(folder)).Reload()
 
 
 class Kept:
@@ -315,8 +321,7 @@ def test_tensorboard_reads_the_curves_back_and_those_of_a_run_that_goes_on(tmp_p
     curve(1, 6, lr=0.5)
     time.sleep(1.1)  # the files are sorted by the second in their names
     curve(4, 8, lr=0.25)  # the first run was killed after the checkpoint of step 3
-    events = EventAccumulator(str(tmp_path))
-    events.Reload()
+    events = curves_in(tmp_path)
     assert set(events.Tags()["scalars"]) == {"loss", "lr"}
     loss, lr = events.Scalars("loss"), events.Scalars("lr")
     assert [point.step for point in loss] == [1, 2, 3, 4, 5, 6, 7, 8]
@@ -423,6 +428,5 @@ def test_a_run_that_is_watched_trains_bit_for_bit_as_one_that_is_not(tmp_path):
             assert row["loss_scale"] > 1 and row["gradient_norm"] > 0 and row["mfu"] > 0
             assert row["tokens_per_s"] == pytest.approx(64 * row["samples_per_s"])
     assert [row["gradient_norm"] for row in told[0]] == [row["gradient_norm"] for row in told[1]]
-    events = EventAccumulator(f"{tmp_path}/curves")
-    events.Reload()
+    events = curves_in(tmp_path / "curves")
     assert [point.value for point in events.Scalars("loss")] == pytest.approx([line["loss"] for line in watched])
