@@ -194,7 +194,8 @@ def become(request, files):
     from ipykernel.kernelapp import IPKernelApp
 
     # 1: it has a parent to be silent for, but none to watch. That is the nursery's part.
-    IPKernelApp.launch_instance(["-f", *arguments, "--IPKernelApp.parent_handle=1"])
+    options = ["--IPKernelApp.parent_handle=1", "--HistoryManager.enabled=False"]
+    IPKernelApp.launch_instance(["-f", *arguments, *options])
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """fp16 training, its gradients dealt over ranks: torch.amp in one process decides the same, wherever the inf is."""
 
+from functools import cache
+
 import pytest
 import torch
 from torch.distributed.fsdp import fully_shard
@@ -16,8 +18,11 @@ SIZES = (64, 24, 24, 10)
 SGD = {"lr": 0.05, "momentum": 0.9}
 
 
+load = cache(models.data.load)
+
+
 def batch(step):
-    images, labels = models.data.load("digits", "mlp")[step * BATCH : (step + 1) * BATCH]
+    images, labels = load("digits", "mlp")[step * BATCH : (step + 1) * BATCH]
     images = images.clone()
     if step == HUGE:
         images[-1] = 1e6  # the last sample: on ranks, the last rank's

@@ -82,7 +82,7 @@ def in_fewer_colours(figure):
     """The figure as PNG bytes of 256 colours: a third of the bytes, and nobody sees it."""
     held = io.BytesIO()
     picture = Image.open(io.BytesIO(png(figure, compress_level=0))).convert("RGB")
-    picture.quantize(256, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE).save(held, "png")
+    picture.quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(held, "png")
     return held.getvalue()
 
 
