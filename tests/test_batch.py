@@ -1,5 +1,6 @@
 """`lab run` and `lab test`: notebooks as batch jobs, in a copy of the scripts with small notebooks of its own."""
 
+import ast
 import errno
 import os
 import re
@@ -12,6 +13,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import batch
+import explorers
 import nbformat
 import psutil
 import pytest
@@ -105,6 +107,22 @@ def test_values_take_the_types_of_the_defaults(parametrised):
 def test_a_wrong_parameter_is_named(parametrised, name, value, words):
     with pytest.raises(terminal.UserError, match=re.escape(words)):
         batch.check_parameters(parametrised, {name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [("02_data_parallel", 5), ("05_scaling", 3), ("12_zero", 5), ("13_fsdp", 3), ("43_experts", 3)],
+)
+def test_ranks_that_cannot_share_the_batch_are_refused_in_one_line(name, ranks):
+    course = batch.read(batch.NOTEBOOKS / f"{name}.ipynb")
+    names = batch.defaults(course) | {batch.RANKS: ranks}
+    looks = [one for cell in batch.code_cells(course) for one in explorers.statements(cell) if refuses(one)]
+    with pytest.raises(ValueError, match=rf"^.*batch_size={names['batch_size']}.*\b{ranks}\b.*$"):
+        exec(compile(ast.Module(looks, []), name, "exec"), names)
+
+
+def refuses(statement):
+    return isinstance(statement, ast.If) and isinstance(statement.body[-1], ast.Raise)
 
 
 @pytest.mark.parametrize("slip", [("--nproc", "0"), ("-p", "world_size", "-1"), ("--timeout", "0")])
