@@ -1,5 +1,6 @@
 """The launcher on real ranks: what comes back, and how each way of failing is told."""
 
+import contextlib
 import json
 import os
 import signal
@@ -226,19 +227,30 @@ def test_where_all_are_stopped_nobody_times_out_and_they_are_named():
 
 
 @pytest.mark.slow
-def test_what_is_stopped_before_any_rank_has_begun_ends_within_the_limit():
+def test_what_is_stopped_before_any_rank_has_begun_ends_within_the_limit(tmp_path):
     agent()
 
-    def stop_the_job():
-        while not below_agent():
+    def stop_the_job(begun, over):
+        while not (below := below_agent()) and not over.is_set():
             time.sleep(0.002)
-        below_agent()[0].suspend()
+        with contextlib.suppress(IndexError, psutil.NoSuchProcess):
+            below[0].suspend()
+            if below_agent()[1:] or begun.exists():
+                below[0].resume()  # it was too late
 
-    stopper = threading.Thread(target=stop_the_job)
-    stopper.start()
-    start = time.monotonic()
-    text = failure("comm.all_reduce(torch.ones(4))", **HANGS)
-    stopper.join()
+    for number in range(30):
+        begun, over = tmp_path / f"{number}", threading.Event()
+        stopper = threading.Thread(target=stop_the_job, args=(begun, over))
+        stopper.start()
+        start = time.monotonic()
+        try:
+            launch(f"open({str(begun)!r}, 'w').close(); comm.all_reduce(torch.ones(4))", **{**QUICK, **HANGS})
+        except LaunchError as error:
+            text = str(error)
+            break
+        finally:
+            over.set()
+            stopper.join()
     assert text.startswith("rank 0 never started")
     assert time.monotonic() - start < 35
 
