@@ -9,8 +9,10 @@ import json
 import os
 import re
 import signal
+import sys
 import threading
 import time
+import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,6 +22,7 @@ import psutil
 from IPython.core.inputtransformer2 import TransformerManager
 from page import as_page
 from terminal import UserError
+from traitlets.config import Config
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = ROOT / "notebooks"
@@ -220,9 +223,8 @@ class Papermill(threading.Thread):
                 parameters=self.values,
                 kernel_name=self.kernel,
                 language="python",
-                extra_arguments=[
-                    "--IPKernelApp.log_level=ERROR"
-                ],  # else a warning about loopback sockets opens every run
+                extra_arguments=["--IPKernelApp.log_level=ERROR"],  # else a warning about TCP opens every run
+                config=connection(),
                 cwd=self.path.parent,
                 progress_bar={"desc": self.path.stem, "bar_format": BAR, "disable": None if self.progress else True},
             )
@@ -230,6 +232,12 @@ class Papermill(threading.Thread):
             self.error = error
         finally:
             self.done.set()
+
+
+def connection():
+    """How a kernel is reached: a port that was found free may be taken before the kernel has it, a name may not."""
+    named = {"transport": "ipc", "ip": f"@lab-{uuid.uuid4()}"} if sys.platform == "linux" else {}
+    return Config({"KernelManager": named})
 
 
 BAR = "{desc}: cell {n_fmt} of {total_fmt} |{bar:20}| {elapsed}, about {remaining} left"

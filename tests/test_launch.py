@@ -1,9 +1,12 @@
 """The launcher on real ranks: what comes back, and how each way of failing is told."""
 
 import contextlib
+import io
 import json
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -13,6 +16,7 @@ import psutil
 import pytest
 
 from labkit.run import LaunchError, launch
+from labkit.run.agent import say
 from labkit.run.client import AgentClient, agent
 from labkit.run.report import RankEnd, explain, read_ends
 
@@ -42,6 +46,13 @@ def interrupt_what_runs():
 
     agent()
     threading.Thread(target=interrupt, daemon=True).start()
+
+
+def wait_until_gone(folder):
+    end = time.monotonic() + 30
+    while folder.exists():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def double(context, value):
@@ -119,12 +130,36 @@ def test_what_a_rank_has_started_ends_with_the_job_and_leaves_no_zombie():
     assert below_agent() == []
 
 
-def test_the_folder_of_a_run_goes_with_the_run():
-    run = launch("pass", quiet=True)
-    folder = run.folder
+def test_the_folder_of_a_run_goes_with_the_first_launch_after_the_run():
+    folder = launch("pass", quiet=True).folder
     assert folder.exists()
-    run.holder.cleanup()
-    assert not folder.exists()
+    kept = launch("pass", quiet=True)
+    wait_until_gone(folder)
+    assert kept.folder.exists()
+
+
+def test_an_interrupt_while_a_folder_is_removed_is_heard_and_it_is_removed(monkeypatch):
+    run = launch("pass", quiet=True)
+    folder, remove = run.folder, shutil.rmtree
+
+    def interrupted(*given, **named):
+        signal.raise_signal(signal.SIGINT)
+        remove(*given, **named)
+
+    monkeypatch.setattr(shutil, "rmtree", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        del run
+        launch("pass", quiet=True)
+        time.sleep(30)
+    wait_until_gone(folder)
+
+
+def test_a_message_of_the_agent_is_one_write_even_where_python_does_not_buffer(monkeypatch):
+    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)  # keeps writes apart
+    with ours, io.TextIOWrapper(io.FileIO(its.detach(), "w"), write_through=True) as unbuffered:
+        monkeypatch.setattr(sys, "stdout", unbuffered)
+        say(ended=0)
+        assert ours.recv(99) == b'{"ended": 0}\n'
 
 
 def test_ranks_use_one_thread_and_loopback():

@@ -171,11 +171,11 @@ def test_a_grid_is_carried_on_after_a_failure_and_resumed(tree, monkeypatch):
     line = ("run", "00", "01", "--grid", str(tree / "g.yaml"), "--jobs", "3", "--out", str(tree / "out"))
     done = finished(tree, *line)
     assert done.returncode == 1, done.stderr
-    assert ran(tree) == ["2", "3"]
     rows = list(csv.reader((tree / "out" / "summary.csv").open()))
     assert rows[0] == ["notebook", "n", "result", "seconds", "first failing line"]
     assert [row[:3] for row in rows[1:]] == [["00_a", "2", "ok"], ["00_a", "3", "failed"], ["01_b", "", "ok"]]
     assert rows[2][4] == "cell 4: AssertionError: three & <no>"
+    assert ran(tree) == ["2", "3"]
     assert "00_a      3  failed" in done.stdout
     assert done.stdout.splitlines()[-1].startswith("2 of 3 jobs ok")
     assert "Up to 3 jobs ran at once" in done.stdout

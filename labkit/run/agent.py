@@ -93,7 +93,8 @@ def serve():
 
 
 def say(**message):
-    print(json.dumps(message), flush=True)
+    """In one write: half of a message might be what a kernel reads as it is interrupted."""
+    os.write(sys.stdout.fileno(), json.dumps(message).encode() + b"\n")
 
 
 def share_imports():

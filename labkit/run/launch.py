@@ -22,6 +22,8 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
+from collections import deque
 from pathlib import Path
 
 from labkit.run import nodes as network
@@ -34,6 +36,7 @@ from labkit.run.watch import watch
 LAST_WORDS = ("leaving", "error")
 
 one_at_a_time = threading.Lock()
+unused = deque()  # folders of Runs that are gone
 
 
 class LaunchError(RuntimeError):
@@ -49,7 +52,7 @@ class LaunchError(RuntimeError):
 
 
 class Run:
-    """What came of a launch. The folder with logs lives as long as this object.
+    """What came of a launch. The folder with logs goes with the first launch after this object.
 
     nproc (of each node), nodes, world_size, seconds, parameters; device "cpu" or "cuda"; logs: one
     Path per rank; command: the same run from a shell, on every node. With restarts it is the last
@@ -61,7 +64,9 @@ class Run:
         self.job, self.nproc, self.nodes, self.seconds = job, nproc, job["nodes"], 0.0
         self.world_size = nproc * self.nodes
         self.parameters, self.device = job["parameters"], job["device"]
-        self.holder = tempfile.TemporaryDirectory(prefix="labkit-")
+        self.holder = tempfile.TemporaryDirectory(prefix="labkit-", ignore_cleanup_errors=True)
+        # Python swallows an interrupt in a finalizer: none removes files, the next launch does.
+        weakref.finalize(self, unused.append, self.holder).atexit = False
         self.folder = Path(self.holder.name)
         self.logs = [self.folder / f"rank-{rank}.log" for rank in range(self.world_size)]
         self.events = [[] for _ in range(self.world_size)]
@@ -209,6 +214,8 @@ def attempt(run, timeout, cold, quiet, bar):
     """Start the ranks once and wait for them. Raises LaunchError; AgentError if the agent died."""
     plain = [sys.executable, "-m", "torch.distributed.run", *run.torchrun_arguments()]
     with one_at_a_time:
+        while unused:  # in a thread: an interrupt finds the main one
+            threading.Thread(target=unused.popleft().cleanup).start()
         start = time.monotonic()
         outcome = watch(run, plain if cold else None, timeout, quiet, bar)
         run.seconds = time.monotonic() - start
