@@ -24,7 +24,8 @@ from labkit.measure.faults import flip
 from labkit.run import LaunchError, launch
 from labkit.run.client import AgentError, agent
 
-STEPS, TIMEOUT, LIMIT = 120, 3, 120
+STEPS, LIMIT = 120, 240
+IMPATIENT, PATIENT = 3, 50  # seconds to wait for a rank: for one that may be gone, and where all are to come
 FIELDS = ["--batch-size", 12, "--steps", STEPS, "--optimizer", "adamw", "--lr", "0.01", "--clip", "0.5"]
 ALIKE = {  # on two ranks again, it goes on bit for bit
     "ddp": ["--precision", "fp16"],
@@ -39,11 +40,11 @@ OTHERS = ("ddp_bucketed", "zero1", "zero2", "fsdp", "fsdp_grad_op", "torch_ddp",
 PRECISE = ["--precision", "fp64"]
 
 
-def train(folder, fields, nproc=2, every=3, **options):
+def train(folder, fields, nproc=2, every=3, patience=PATIENT, **options):
     """labkit.train in the folder; returns (whether it is done, its last line or the error's first)."""
-    saved = ["--checkpoint-dir", folder / "checkpoints", "--checkpoint-every", every, "--timeout", TIMEOUT]
+    saved = ["--checkpoint-dir", folder / "checkpoints", "--checkpoint-every", every, "--timeout", patience]
     arguments = [str(word) for word in [*FIELDS, *fields, *saved, "--log", folder / "log.jsonl"]]
-    options = {"collective_timeout": 2 * TIMEOUT, "timeout": LIMIT, "quiet": True} | options
+    options = {"collective_timeout": 2 * patience, "timeout": LIMIT, "quiet": True} | options
     try:
         run = launch("labkit.train:launched", nproc=nproc, arguments=arguments, **options)
     except LaunchError as error:
@@ -141,7 +142,8 @@ def broken(folder, fields, chance, kills, spread=False):
         if number < kills:
             strike.start()
         start = time.monotonic()
-        done, told = train(folder, [*fields, *more], nproc, cold=chance.random() < 0.1)
+        patience = IMPATIENT if number < kills else PATIENT
+        done, told = train(folder, [*fields, *more], nproc, patience=patience, cold=chance.random() < 0.1)
         took = time.monotonic() - start
         if number < kills:
             strike.end()
