@@ -150,7 +150,7 @@ def test_an_interrupt_while_a_folder_is_removed_is_heard_and_it_is_removed(monke
     with pytest.raises(KeyboardInterrupt):
         del run
         launch("pass", quiet=True)
-        time.sleep(30)
+        time.sleep(5)
     wait_until_gone(folder)
 
 
