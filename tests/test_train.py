@@ -22,6 +22,7 @@ from labkit.trainer import Trainer, make_optimizer, mixed_precision, parallelize
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 STEPS, EMULATED = 12, ("--compute", "emulated")
+PATIENCE = 15  # seconds to wait for a rank: also on a busy machine those that torchrun starts come within them
 FIELDS = ["--batch-size", "12", "--steps", str(STEPS), "--optimizer", "adamw", "--lr", "0.01", "--clip", "0.5"]
 
 
@@ -316,7 +317,7 @@ def test_torchrun_starts_killed_and_stopped_ranks_again_and_nothing_is_lost(tmp_
     code, _, error = run(2, *emulated, "--log", tmp_path / "whole.jsonl")
     assert code == 0, error
     log = tmp_path / "broken.jsonl"
-    saved = ("--checkpoint-dir", tmp_path / "checkpoints", "--checkpoint-every", 1, "--timeout", 4)
+    saved = ("--checkpoint-dir", tmp_path / "checkpoints", "--checkpoint-every", 1, "--timeout", PATIENCE)
     process = start(2, *emulated, "--log", log, *saved, restarts=2)
     steps = 0
     for victim, number in ((1, signal.SIGKILL), (0, signal.SIGSTOP)):
@@ -325,11 +326,11 @@ def test_torchrun_starts_killed_and_stopped_ranks_again_and_nothing_is_lost(tmp_
         os.kill(pid, number)
         steps, begin = len(lines(log)), time.monotonic()
         gone([pid])
-        assert time.monotonic() - begin < 4 + 25  # torchrun alone waits 35 s for a stopped rank, once it knows
+        assert time.monotonic() - begin < PATIENCE + 25  # torchrun alone waits 35 s for a stopped rank, once it knows
         wait_for(log, steps + 3, process)  # one may have been under way
     out, error = process.communicate(timeout=120)
-    assert process.returncode == 0 and out.count("goes on after step") == 2, error
-    assert "noticed: rank 0 on node 0 has not been heard of for 4 s: it holds the store" in error
+    assert process.returncode == 0 and out.count("goes on after step") == 2, (out, error)
+    assert f"noticed: rank 0 on node 0 has not been heard of for {PATIENCE} s: it holds the store" in error
     whole, broken = ({line["step"]: line for line in lines(path)} for path in (tmp_path / "whole.jsonl", log))
     assert broken == whole
 
