@@ -43,6 +43,7 @@ from labkit.run import cluster, worker
 
 PR_SET_CHILD_SUBREAPER = 36
 GRACE = 1.0  # seconds between SIGTERM and SIGKILL
+BURIAL = 10.0  # seconds in which what was killed has to be gone: a busy machine takes its time
 POLL = 0.02  # seconds
 
 
@@ -215,7 +216,7 @@ def end_descendants(grace):
 
 def bury_orphans():
     """Wait for those that have been killed: what is said to have ended leaves not even a zombie."""
-    deadline = time.monotonic() + GRACE
+    deadline = time.monotonic() + BURIAL
     while psutil.Process().children() and time.monotonic() < deadline:
         reap()
         time.sleep(POLL / 4)
