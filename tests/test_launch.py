@@ -21,7 +21,7 @@ from labkit.run.client import AgentClient, agent
 from labkit.run.report import RankEnd, explain, read_ends
 
 QUICK = {"collective_timeout": 30, "timeout": 100, "quiet": True}
-HANGS = {"collective_timeout": 5}  # seconds, of which a rank may be late at the start
+HANGS = {"collective_timeout": 5}  # seconds, from when all ranks are there
 
 
 def below_agent():
@@ -303,6 +303,30 @@ def test_who_was_ended_because_of_another_is_not_the_cause(because):
     ends = [RankEnd(rank, "died", {}, None, "", code) for rank, code in enumerate((because, -signal.SIGKILL, because))]
     cause, text = explain(ends)
     assert cause.rank == 1 and text.startswith("rank 1 died of SIGKILL")
+
+
+LATE = """
+import time
+from types import SimpleNamespace
+from labkit.run.worker import join_group
+
+dist.destroy_process_group()
+time.sleep(3 * rank)
+context = SimpleNamespace(rank=rank, world_size=world_size)
+join_group({"device": "cpu", "threads": 1, "collective_timeout": 1}, f"file://{store}", context)
+began, seconds = time.monotonic(), 0.0
+try:
+    dist.all_reduce(torch.ones(4)) if rank == 0 else time.sleep(8)
+except RuntimeError:
+    seconds = time.monotonic() - began
+record(waited=seconds)
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_may_come_late_to_the_start_and_to_nothing_after(tmp_path):
+    waited = launch(LATE, store=str(tmp_path / "store"), **QUICK).records["waited"]
+    assert 0.9 < waited[0] < 7  # of its own timeout, not of the start's
 
 
 @pytest.mark.slow

@@ -82,8 +82,9 @@ def test_beside_a_gpu_the_host_has_the_threads_it_was_given():
     """What is offloaded is computed there."""
     context = SimpleNamespace(local_rank=0, rank=0, world_size=1)
     limits = mock.patch.multiple(distributed_c10d, default_pg_timeout=None, default_pg_nccl_timeout=None)
+    limit = mock.patch.object(distributed_c10d, "_set_pg_timeout")
     group = mock.patch.multiple("torch.distributed", init_process_group=mock.DEFAULT, barrier=mock.DEFAULT)
     threads = mock.patch("torch.set_num_threads")
-    with mock.patch("torch.cuda.set_device"), limits, group, threads as set_num_threads:
+    with mock.patch("torch.cuda.set_device"), limits, limit, group, threads as set_num_threads:
         worker.join_group({"device": "cuda", "threads": 3, "collective_timeout": 60}, "file://", context)
     set_num_threads.assert_called_once_with(3)

@@ -47,6 +47,7 @@ MACHINERY = (
     str(Path(os.__file__).parent),
 )
 BOX_BYTES = 256
+MEETING = 60.0  # seconds that a rank may come later than another; from then on collective_timeout
 STAY = 0.6  # seconds, below watch's OTHERS_REPORT: torchrun ends all ranks once one has left
 LATE_IMPORT = "torch._dynamo"  # 1.5 s or more, in every process that makes an optimizer
 
@@ -148,6 +149,7 @@ def join_group(job, init_method, context):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     torch.set_num_threads(job["threads"])  # beside a GPU, too: what is offloaded is computed here
     timeout = datetime.timedelta(seconds=job["collective_timeout"])
+    meeting = max(timeout, datetime.timedelta(seconds=MEETING))
     # Groups that are made later would wait for 10 or 30 minutes, torch's default.
     distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = timeout
     dist.init_process_group(
@@ -155,11 +157,12 @@ def join_group(job, init_method, context):
         init_method=init_method,
         rank=context.rank,
         world_size=context.world_size,
-        timeout=timeout,
+        timeout=meeting,
         device_id=context.device if job["device"] == "cuda" else None,
     )
     # A rank that leaves at once would close connections that a slower one is still opening.
     dist.barrier()
+    distributed_c10d._set_pg_timeout(timeout)
 
 
 def run_script(job):
