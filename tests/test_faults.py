@@ -34,9 +34,10 @@ from labkit.run.client import agent
 from labkit.run.context import Context
 
 STEPS, BATCH = 8, 360  # four steps make an epoch of the 1,797 digits
-TIMEOUT = 10  # seconds that a collective waits: of these a rank may be late at the start
+TIMEOUT = 10  # seconds that a collective waits for a rank that stands still
 FIELDS = ["--batch-size", BATCH, "--steps", STEPS, "--optimizer", "adamw", "--lr", "0.01", "--precision", "fp64"]
-OPTIONS = {"collective_timeout": TIMEOUT, "timeout": 120, "quiet": True}
+OPTIONS = {"timeout": 200, "quiet": True}
+HANGS = {"collective_timeout": TIMEOUT}
 
 
 def go(context, arguments, plan=(), terms=(), saving=(), backward=(), agent_at=None):
@@ -134,9 +135,9 @@ def every_fault(seed):
         "kill all": {"plan": [Fault("kill", rank, step) for rank in range(2)]},
         "kill, and the next attempt too": {"plan": [fault("kill"), fault("raise", attempt=1)]},
         "kill the agent": {"agent_at": step},
-        "stop": {"plan": [fault("stop")]},
-        "stop all": {"plan": [Fault("stop", rank, step) for rank in range(2)]},
-        "stall": {"plan": [fault("stall")]},
+        "stop": {"plan": [fault("stop")], **HANGS},
+        "stop all": {"plan": [Fault("stop", rank, step) for rank in range(2)], **HANGS},
+        "stall": {"plan": [fault("stall")], **HANGS},
         "slow": {"plan": [fault("slow", seconds=0.02)]},
     }
 
@@ -171,7 +172,7 @@ def test_the_rank_that_failed_is_named(tmp_path, capfd, kind):
     source += "    if step == 3:\n        from labkit.measure.faults import Fault, inject\n"
     source += f"        from types import SimpleNamespace\n        plan = [Fault('{kind}', 1, 3)]\n"
     source += "        inject(plan, SimpleNamespace(rank=rank, attempt=attempt), step)\n"
-    run = launch(source, restarts=1, **{**OPTIONS, "quiet": False})
+    run = launch(source, restarts=1, **OPTIONS | HANGS | {"quiet": False})
     assert len(run.failures) == 1 and run.failures[0].startswith(WORDS[kind])
     assert f"[launch] {run.failures[0]}: restart 1 of 1" in capfd.readouterr().out
     assert run.records[["rank", "attempt"]].values.tolist() == [[0, 0], [1, 0], [0, 1], [1, 1]]
