@@ -305,6 +305,13 @@ def test_who_was_ended_because_of_another_is_not_the_cause(because):
     assert cause.rank == 1 and text.startswith("rank 1 died of SIGKILL")
 
 
+def test_who_left_because_of_another_is_not_the_cause_where_that_one_was_not_seen_to_die():
+    ends = [RankEnd(rank, "died", {}, None, "", os.EX_TEMPFAIL) for rank in range(3)]
+    ends[1] = RankEnd(1, "stopped", {}, None, "", None)
+    cause, text = explain(ends)
+    assert cause.rank == 1 and text.startswith("rank 1 hangs: the others waited for it in vain")
+
+
 LATE = """
 import time
 from types import SimpleNamespace

@@ -99,7 +99,8 @@ def explain(ends, timed_out=None, broken=None):
     }
     waiting = [end for end in ends if end.state in ("echo", "timeout")]
     frozen = by_state.get("frozen")
-    innocent = (None, *BECAUSE) if frozen else ()
+    stopped = by_state.get("stopped")
+    innocent = (None, *BECAUSE) if frozen else (os.EX_TEMPFAIL,) if stopped else ()
     died = [end for end in by_state.get("died", ()) if end.exit_code not in innocent]
     if raised := by_state.get("raised"):
         cause = min(raised, key=lambda end: end.error["time"])
@@ -126,8 +127,8 @@ def explain(ends, timed_out=None, broken=None):
             f"rank {cause.rank} finished early, "
             f"while rank {waiting[0].rank} was still waiting for it"
         )
-    elif waiting and by_state.get("stopped"):
-        cause = by_state["stopped"][0]
+    elif stopped and (waiting or by_state.get("died")):
+        cause = stopped[0]
         headline = f"rank {cause.rank} hangs: the others waited for it in vain"
     elif waiting:
         cause = None
