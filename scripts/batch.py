@@ -223,7 +223,7 @@ class Papermill(threading.Thread):
                 parameters=self.values,
                 kernel_name=self.kernel,
                 language="python",
-                extra_arguments=["--IPKernelApp.log_level=ERROR"],  # else a warning about TCP opens every run
+                extra_arguments=QUIET,
                 config=connection(),
                 cwd=self.path.parent,
                 progress_bar={"desc": self.path.stem, "bar_format": BAR, "disable": None if self.progress else True},
@@ -240,6 +240,12 @@ def connection():
     return Config({"KernelManager": named})
 
 
+# Else a warning about TCP opens every run, and a traceback of ipykernel's own may end one: its control thread may
+# still write to a socket that its main thread has just closed.
+QUIET = [
+    "--IPKernelApp.log_level=ERROR",
+    "--IPKernelApp.logging_config={'loggers': {'tornado.general': {'level': 'CRITICAL'}}}",
+]
 BAR = "{desc}: cell {n_fmt} of {total_fmt} |{bar:20}| {elapsed}, about {remaining} left"
 
 
