@@ -7,8 +7,9 @@
                                                     2  one file changed: pytest -x of its tests, in new processes
                                                     3  the file as it was, and the next mutant
 
-The working tree is only read, and the sandbox goes whatever happens. This process imports torch once and nothing of
-labkit; each pytest is a fork of it, so a mutant costs a second or two. On the CPU: forks cannot share CUDA.
+The working tree is only read. The sandbox goes whatever happens, with what the tests have left in it. This process
+imports torch once and nothing of labkit; each pytest is a fork of it, so a mutant costs a second or two. On the CPU:
+forks cannot share CUDA.
 Exit code 1 where a mutant survives or cannot be applied, or where tests fail without one.
 DeMillo, Lipton and Sayward, Hints on Test Data Selection, IEEE Computer 1978.
 """
@@ -138,8 +139,11 @@ def run_pytest(folder, arguments, log):
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.chdir(folder)
+    scratch = folder / "tmp"
+    scratch.mkdir(exist_ok=True)
     # No .pyc: one whose source changed twice within a second, to the same length, would be taken for fresh.
-    os.environ |= {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    os.environ |= {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(scratch)}
+    tempfile.tempdir = None  # it has been looked up for the sandbox
     sys.dont_write_bytecode, sys.path[0] = True, str(folder)
     if not Path(importlib.util.find_spec("labkit").origin).is_relative_to(folder):
         raise RuntimeError("the tests would not run on the copied labkit")

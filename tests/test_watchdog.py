@@ -1,13 +1,17 @@
 """The watchdog: whoever stands still is named and ended, within the timeout and a little, and nobody else is."""
 
+import os
 import re
+import signal
+import subprocess
+import sys
 import time
 
 import pytest
 import torch.distributed as dist
 
 from labkit.run import LaunchError, launch
-from labkit.watchdog import Seen, Watchdog, suspect
+from labkit.watchdog import FIRST, LEFT, Seen, Watchdog, suspect
 
 TIMEOUT = 6  # seconds: on a busy machine a rank may be silent for some
 
@@ -55,6 +59,24 @@ def test_only_news_counts_and_a_reader_that_slept_accuses_nobody():
     assert (seen.heard, seen.moved) == (500.0, 0.0)
     seen.hear(told(beat=2, begun=1), now=501.0)
     assert seen.heard == 500.0
+
+
+# ---- who leaves
+
+
+@pytest.mark.parametrize(("node", "ended_by"), [(0, signal.SIGKILL), (1, signal.SIGTERM)], ids=["here", "elsewhere"])
+def test_who_leaves_kills_the_suspect_of_its_own_node(node, ended_by, monkeypatch):
+    monkeypatch.delenv("GROUP_RANK", raising=False)  # node 0
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    watchdog = Watchdog(TIMEOUT)
+    with subprocess.Popen(["sleep", "60"]) as suspected:
+        watchdog.seen[1].told = FIRST | {"node": node, "pid": suspected.pid}
+        with pytest.raises(SystemExit) as left:
+            watchdog.leave(1, "is stuck")
+        suspected.terminate()  # nobody else ends it
+    assert (left.value.code, suspected.returncode) == (LEFT, -ended_by)
 
 
 # ---- on ranks
