@@ -1,0 +1,157 @@
+"""`lab gpu [--minutes 8] [--device cuda]`: what this lab does on a GPU: its tests, notebooks and a training, in one go.
+
+For a node with one GPU or more, offline, with whatever torch (2.11 or later) is there: where .venv is not set up, the
+Python that runs `lab` is used as it is. It needs torch, numpy, pandas, matplotlib, psutil, PyYAML, tqdm, pytest,
+pytest-timeout and pytest-xdist, and for the notebooks nbclient, papermill, nbconvert, ipykernel and ipywidgets: carry
+their wheels along where no package index can be reached, and name the folder they are installed in in PYTHONPATH.
+
+Each check has a time limit, the most telling come first, and a failure stops none of the others. One JSON file says
+what ran on which card, what failed with which last line, and how long it took. Exits with 1 where a check failed.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from xml.etree import ElementTree
+
+from terminal import Line, UserError, main, say, table
+
+ROOT = Path(__file__).resolve().parent.parent
+SHORTEST = 10.0  # seconds: with less left, a check is not started
+GRACE = 5.0  # seconds that an interrupted check gets to end its ranks
+NOTEBOOKS = ("10_memory", "14_recompute_and_offload", "02_data_parallel")
+
+
+@dataclass
+class Check:
+    name: str
+    command: list
+    limit: float  # seconds
+
+
+def checks(device, folder):
+    """The most telling first: is it right, does a training run, do the notebooks."""
+    python, ranks = sys.executable, "1"
+    pytest = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={folder / 'tests.xml'}"]
+    marked = [str(path) for path in sorted((ROOT / "tests").glob("test_*.py")) if "mark.gpu" in path.read_text()]
+    tests = ["-m", "gpu", *marked] if device == "cuda" else [str(ROOT / "tests" / "test_gpu_oracles.py"), "-k", "mesh"]
+    train = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, "-m", "--"]
+    train += ["labkit.train", "--model", "gpt", "--steps", "20"]
+    run = [python, str(ROOT / "scripts" / "run.py")]
+    return [
+        Check("tests", [*pytest, *tests], 200),
+        Check("training", train, 45),
+        *(
+            Check(name, [*run, name, "--nproc", ranks, "-p", "device", device, "--out", str(folder / name)], 100)
+            for name in NOTEBOOKS
+        ),
+    ]
+
+
+def run(check, limit, log, line):
+    """The check's record. Past the limit it is interrupted, as by Ctrl-C, and then ended."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.getenv("PYTHONPATH")]))}
+    started = time.monotonic()
+    with log.open("w") as file:
+        child = subprocess.Popen(
+            check.command,
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            while child.poll() is None and time.monotonic() - started < limit:
+                line.show(f"{check.name}, at most {limit - (time.monotonic() - started):.0f} s more,")
+                time.sleep(0.3)
+        finally:
+            late = child.poll() is None
+            end(child)
+    words = [text for text in log.read_text(errors="replace").splitlines() if text.strip()]
+    result = "too slow" if late else "failed" if child.returncode else "ok"
+    seconds = round(time.monotonic() - started, 1)
+    return {"check": check.name, "result": result, "seconds": seconds, "last_line": words[-1] if words else ""}
+
+
+def end(child):
+    for sign, grace in ((signal.SIGINT, GRACE), (signal.SIGKILL, None)):
+        if child.poll() is None:
+            os.killpg(child.pid, sign)
+            try:
+                child.wait(grace)
+            except subprocess.TimeoutExpired:
+                continue
+
+
+def cases(path):
+    """What pytest says of each case: counts, and the failures with the last line of each."""
+    if not path.exists():
+        return {}
+    counts, failures = {"passed": 0, "failed": 0, "skipped": 0}, {}
+    for case in ElementTree.parse(path).iter("testcase"):
+        wrong = [child for child in case if child.tag in ("failure", "error")]
+        skipped = any(child.tag == "skipped" for child in case)
+        counts["failed" if wrong else "skipped" if skipped else "passed"] += 1
+        if wrong:
+            message = (wrong[0].get("message") or "").strip().splitlines()
+            failures[f"{case.get('classname')}::{case.get('name')}"] = message[0][:300] if message else ""
+    return {**counts, "failures": failures}
+
+
+def facts(device):
+    """The machine card, the commit, and the versions of what computes."""
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("no GPU that torch can use: --device cpu tries the command itself")
+    sys.path.insert(0, str(ROOT))
+    from labkit.measure import machine
+
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if device == "cuda" else None
+    return {**machine.card(), "device": device, "nccl": nccl, "commit": machine.commit()}
+
+
+def gpu(arguments):
+    parser = argparse.ArgumentParser(prog="lab gpu", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=8, help="for all of it (8)")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu tries the command itself (cuda)")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="where all of it is kept (runs/TIME-gpu)")
+    options = parser.parse_args(arguments)
+    if not options.minutes > 0:
+        parser.error(f"--minutes {options.minutes:g}: it must be more than 0")
+    began = time.strftime("%Y%m%d-%H%M%S")
+    folder = (options.out or ROOT / "runs" / f"{began}-gpu").resolve()
+    record = {"time": began, **facts(options.device), "minutes": options.minutes, "checks": []}
+    folder.mkdir(parents=True, exist_ok=True)
+    line = Line("lab gpu")
+    try:
+        for check in checks(options.device, folder):
+            limit = min(check.limit, options.minutes * 60 - line.seconds)
+            if limit < SHORTEST:
+                record["checks"].append({"check": check.name, "result": "not run: no time left"})
+                continue
+            record["checks"].append(run(check, limit, folder / f"{check.name}.log", line))
+    finally:
+        record["tests"] = cases(folder / "tests.xml")
+        (folder / "gpu.json").write_text(json.dumps(record, indent=1) + "\n")
+    say()
+    rows = [
+        (one["check"], one["result"], one.get("seconds", ""), one.get("last_line", "")[:90]) for one in record["checks"]
+    ]
+    say(table(rows, header=("check", "result", "seconds", "last line")))
+    for name, message in record["tests"].get("failures", {}).items():
+        say(f"  {name}: {message}")
+    say(f"\n{folder / 'gpu.json'}")
+    return 0 if all(one["result"] == "ok" for one in record["checks"]) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(gpu, sys.argv[1:]))
