@@ -52,10 +52,18 @@ def hierarchical(tensor, inside, across):
     Any shape and dtype; all ranks end bitwise equal.
     """
     k = dist.get_world_size(inside)
-    if k == 1 or dist.get_world_size(across) == 1:
-        comm.all_reduce(tensor, group=across if k == 1 else inside)
-        return
     flat = tensor.detach().contiguous().view(-1)
+    if k == 1 or dist.get_world_size(across) == 1:
+        comm.all_reduce(flat, group=across if k == 1 else inside)
+    else:
+        in_segments(flat, inside, across)
+    if flat.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(flat.view(tensor.shape))
+
+
+def in_segments(flat, inside, across):
+    """The three phases for one segment after the other, so that inside and across overlap."""
+    k = dist.get_world_size(inside)
     divided, rest = flat.split([flat.numel() // k * k, flat.numel() % k])
     if rest.numel():  # fewer elements than ranks: every position carries all of them
         comm.all_reduce(rest, group=inside)
@@ -70,8 +78,6 @@ def hierarchical(tensor, inside, across):
     for segment, part, work in under_way:
         work.wait()
         comm.all_gather(segment, part, group=inside)
-    if flat.data_ptr() != tensor.data_ptr():
-        tensor.detach().copy_(flat.view(tensor.shape))
 
 
 def by_leaders(tensor, inside, across):

@@ -228,11 +228,12 @@ class Held:
         tensors = [self.leaves[number] for number in self.numbers]
         for number in self.numbers:
             self.leaves[number] = None
-        self.node = Hold.apply(torch.empty(0, requires_grad=True), *tensors).grad_fn
+        # Its result keeps the node alive: torch 2.11 frees what a grad_fn alone has saved.
+        self.result = Hold.apply(torch.empty(0, requires_grad=True), *tensors)
 
     def get(self):
         leaves = list(self.leaves)
-        for number, tensor in zip(self.numbers, self.node.saved_tensors, strict=True):
+        for number, tensor in zip(self.numbers, self.result.grad_fn.saved_tensors, strict=True):
             leaves[number] = tensor
         return tree_unflatten(leaves, self.structure)
 

@@ -56,7 +56,9 @@ def checks(device, folder):
 
 def run(check, limit, log, line):
     """The check's record. Past the limit it is interrupted, as by Ctrl-C, and then ended."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.getenv("PYTHONPATH")]))}
+    carried = [folder for folder in os.getenv("PYTHONPATH", "").split(os.pathsep) if folder]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *carried])}
+    environment["JUPYTER_PATH"] = os.pathsep.join(str(Path(folder, "share", "jupyter")) for folder in carried)
     started = time.monotonic()
     with log.open("w") as file:
         child = subprocess.Popen(

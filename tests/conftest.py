@@ -29,7 +29,7 @@ def pools():
 def ranks(pools):
     """ranks(2, body, **arguments): run body(rank, world_size, **arguments) on warm ranks, results by rank."""
 
-    def run(world_size, body, **arguments):
+    def run(world_size, body, /, **arguments):
         pool = pools.get(world_size)
         if pool is None or not pool.alive:
             pool = pools[world_size] = Pool(world_size, [path for path in sys.path if path])

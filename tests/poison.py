@@ -42,12 +42,12 @@ class Late:
     def __init__(self, op, delay, reads, writes, launch, unchanged=()):
         self.name, self.delay, self.writes = f"{op} of {_caller()}", delay, writes
         self.tensors = [t.detach() for t in (*reads, *writes)]
-        copies = [t.clone() for t in self.tensors]
-        self.results = copies[len(reads) :]
+        self.copies = [t.clone() for t in self.tensors]  # held: freed, a GPU would use them again at once
+        self.results = self.copies[len(reads) :]
         for t in writes:
             _poison(t)
         for t in unchanged:
-            t.data.copy_(copies[0])
+            t.data.copy_(self.copies[0])
         self.before = [t.clone() for t in self.tensors]
         self.changed, self.freed, self.waited = [], False, False
         device = self.tensors[0].device
@@ -58,7 +58,7 @@ class Late:
         _thread.in_true = True
         try:
             with self._beside():
-                works = launch(*copies)
+                works = launch(*self.copies)
         finally:
             _thread.in_true = False
         works = works if isinstance(works, list) else [works]

@@ -78,7 +78,7 @@ class Pool:
             self.connections.append(ours)
             self.processes.append(process)
 
-    def run(self, body, **arguments):
+    def run(self, body, /, **arguments):
         for connection in self.connections:
             connection.send((body, arguments))
         replies, failed = {}, []

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from labkit import comm
 from labkit.amp import GradScaler
+from labkit.parts.unscale import one_by_one, unscale_and_check
 
 INF, NAN = float("inf"), float("nan")
 SETTINGS = [
@@ -299,6 +300,20 @@ def nobody_has_gradients(rank, world_size):
 @pytest.mark.parametrize("body", [scales_differ, nobody_has_gradients])
 def test_what_is_wrong_on_one_rank_is_told_on_all(ranks, body):
     ranks(2, body)
+
+
+@pytest.mark.parametrize("value", [1.0, INF, NAN])
+@pytest.mark.parametrize("inverse", [1 / 3, 2.0**-16])
+def test_bf16_gradients_one_by_one_as_in_one_pass(value, inverse):
+    torch.manual_seed(0)
+    gradients = [torch.randn(100).bfloat16() for _ in range(3)]
+    gradients[1][7] = value
+    told = []
+    for unscale in (unscale_and_check, one_by_one):
+        copies, found = [g.clone() for g in gradients], torch.zeros(1)
+        unscale(copies, torch.tensor([inverse]), found)
+        told.append((torch.cat(copies).nan_to_num(1e30), found))
+    assert all(map(torch.equal, *told))
 
 
 @pytest.mark.gpu

@@ -108,15 +108,25 @@ def cast(value, dtype):
     return value.to(dtype) if floats else value
 
 
+def outcome(function, inputs):
+    """The result, or the class of the error."""
+    try:
+        return function(*inputs)
+    except RuntimeError as error:
+        return type(error)
+
+
 def same_operation(calls, device_type, dtype):
     for name, (function, *args) in calls.items():
         for given in (torch.float32, dtype):
             inputs = [cast(arg, given) for arg in args]
-            results = []
-            for context in (autocast(device_type, dtype), torch.autocast(device_type, dtype)):
-                with context:
-                    results.append(function(*inputs))
-            ours, theirs = results
+            with torch.autocast(device_type, dtype):
+                theirs = outcome(function, inputs)
+            with autocast(device_type, dtype):
+                ours = outcome(function, inputs)
+            if isinstance(theirs, type):  # such as quantile in 16 bits on a GPU
+                assert ours is theirs, (name, given)
+                continue
             assert ours.dtype == theirs.dtype, (name, given)
             assert torch.equal(ours, theirs), (name, given)
 

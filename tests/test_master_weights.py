@@ -28,8 +28,9 @@ def build(dtype, seed=0):
 
 
 def backward(model, images, labels, scaler):
-    dtype = next(model.parameters()).dtype
-    scaler.scale(models.cross_entropy(model(images.to(dtype)).float(), labels)).backward()
+    weight = next(model.parameters())
+    outputs = model(images.to(weight)).float()
+    scaler.scale(models.cross_entropy(outputs, labels.to(weight.device))).backward()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

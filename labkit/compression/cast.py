@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from labkit import comm
 from labkit.compression.feedback import Compressor, is_finite
+from labkit.parts.unscale import unscale_and_check
 
 
 def mean_in_16_bits(gradient, dtype=torch.float16, group=None):
@@ -66,7 +67,7 @@ class Cast(Compressor):
         with self.clock():
             found = torch.zeros(1, device=message.device)
             share = torch.full_like(found, 1 / dist.get_world_size(group))
-            torch._amp_foreach_non_finite_check_and_unscale_([message], found, share)
+            unscale_and_check([message], share, found)
             if found and not self.feedback:  # with it, the gradient was looked at
                 self.report(bucket)
         return comm.all_reduce(message, group=group, async_op=True)

@@ -36,7 +36,8 @@ def expected_states(optimizer, parameters):
     for p in twins.values():
         p.grad = torch.empty_like(p)
     for group in twin.param_groups:
-        group.update({key: False for key in ("foreach", "fused", "capturable") if key in group})
+        group.update({key: False for key in ("foreach", "fused") if key in group})
+        group["capturable"] = False  # on a GPU a copied optimizer is asked for it, Adafactor too
         twin.param_groups = [group]
         try:
             twin.step()

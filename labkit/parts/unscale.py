@@ -43,4 +43,14 @@ def unscale_and_check(gradients, inverse_scale, found_inf):
     gradients: of one device and dtype. inverse_scale, found_inf: fp32 scalar tensors on that
     device.
     """
-    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse_scale)
+    if gradients[0].dtype is torch.bfloat16 and gradients[0].is_cuda:
+        one_by_one(gradients, inverse_scale, found_inf)  # torch has no kernel for these
+    else:
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse_scale)
+
+
+def one_by_one(gradients, inverse_scale, found_inf):
+    """The same in two passes for each gradient, multiplied in fp32 and rounded once."""
+    for gradient in gradients:
+        gradient.copy_(gradient.float() * inverse_scale)
+        found_inf.copy_(torch.maximum(found_inf, (~gradient.isfinite()).any().float()))
