@@ -27,6 +27,8 @@ class Elsewhere(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if getattr(function, "__module__", None) == "torch.nn.init":  # comes once, with the whole initialiser
+            return drawn_on_the_cpu(function, **kwargs)
         if function in RANDOM and args[0].device.type != "cpu":
             return args[0].copy_(function(torch.empty_like(args[0], device="cpu"), *args[1:], **kwargs))
         made = function(*args, **kwargs)
@@ -34,6 +36,11 @@ class Elsewhere(TorchFunctionMode):
         if function not in self.constructors or kwargs.get("device") is not None or not caller.startswith(MADE_BY):
             return made
         return made.detach().to(self.device).requires_grad_(made.requires_grad)
+
+
+@torch.no_grad()
+def drawn_on_the_cpu(initialiser, tensor, **kwargs):
+    return tensor.copy_(initialiser(tensor.to("cpu", copy=True), **kwargs))
 
 
 @contextmanager
