@@ -15,6 +15,7 @@ Held per rank: 2 P (model) + 4 P (masters) + the optimizer's states in fp32, P p
 import torch
 
 from labkit.parts.pickling import NotPickled
+from labkit.parts.sharded_optimizer import ShardedOptimizer
 
 
 class MasterWeights(NotPickled, torch.optim.Optimizer):
@@ -38,6 +39,19 @@ class MasterWeights(NotPickled, torch.optim.Optimizer):
         ]
         super().__init__(self.optimizer.param_groups, self.optimizer.defaults)
         self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
+
+    def add_param_group(self, param_group):
+        """As torch's; 16-bit parameters get masters."""
+        if self.param_groups is not self.optimizer.param_groups:  # while torch's class constructs
+            return super().add_param_group(param_group)
+        params = param_group["params"]
+        params = [params] if isinstance(params, torch.Tensor) else list(params)
+        if any(p is model for p in params for model in self._models):
+            raise ValueError("some parameters appear in more than one parameter group")
+        masters = [master_of(p) for p in params]
+        self.optimizer.add_param_group({**param_group, "params": masters})
+        self._models += params
+        self._masters += masters
 
     def pairs(self):
         """(parameter, its master), where they are two."""
@@ -102,6 +116,22 @@ class MasterWeights(NotPickled, torch.optim.Optimizer):
             master.copy_(saved)
         for p, master in self.pairs():
             p.copy_(master)
+
+
+def refuse_copies(name, optimizer):
+    """Raise ValueError where the optimizer works on copies or pieces of the model's parameters.
+
+    name: of the class that would treat those as the model's own.
+    """
+    pieces = any(
+        hasattr(p, "is_piece") for group in optimizer.param_groups for p in group["params"]
+    )
+    if pieces or isinstance(optimizer, MasterWeights | ShardedOptimizer):
+        kind = "an optimizer of FSDP's shards" if pieces else type(optimizer).__name__
+        raise ValueError(
+            f"{name} cannot wrap {kind}: it needs a torch.optim optimizer of the model's own, "
+            "whole parameters"
+        )
 
 
 def master_of(p):
