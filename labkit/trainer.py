@@ -152,7 +152,7 @@ class Trainer:
     model: with an axis pp (labkit.composition) it takes whole steps itself, on all of its ranks.
     loss: function (output, target) -> mean over the batch. accumulation: micro-batches of one step;
         of a pipeline: those that it was made with.
-    schedule: anything with step(), called after the optimizer.
+    schedule: anything with step(), called after the optimizer's if the scaler has not skipped that.
     span: a context manager factory, called with "forward", "backward" and "optimizer", to measure.
     autocast: a context manager factory, around the forward. scaler: a GradScaler, for fp16.
     compressor: whose residuals are to follow the scaler's loss scale.
@@ -196,8 +196,10 @@ class Trainer:
                 self.scaler.unscale_(self.optimizer)
                 self.gradient_norm = self.clip_gradients()
             self.scaler.step(self.optimizer)
-            self.update_scale()
-        if self.schedule is not None:
+            lowered = self.update_scale()
+        # PyTorch's scaler tells of a skipped step by its scale alone.
+        skipped = getattr(self.scaler, "skipped", lowered)
+        if self.schedule is not None and not skipped:
             self.schedule.step()
         for hook in self.hooks:
             hook(self, total)
@@ -230,11 +232,13 @@ class Trainer:
         return torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
 
     def update_scale(self):
-        """What a compressor has kept is gradients of the scaled loss."""
+        """Adapt the scale, and residuals of a compressor to it; returns whether it has fallen."""
         before = self.scaler.get_scale()
         self.scaler.update()
-        if self.compressor is not None and before != self.scaler.get_scale():
-            self.compressor.scale_residuals(self.scaler.get_scale() / before)
+        after = self.scaler.get_scale()
+        if self.compressor is not None and before != after:
+            self.compressor.scale_residuals(after / before)
+        return after < before
 
     def quiet(self):
         """Backward without communication: the model's, with ZeRO the optimizer's; alone, none."""

@@ -361,6 +361,30 @@ def test_residuals_follow_the_loss_scale(ranks):
     assert torch.equal(moving, fixed)  # powers of two round nothing
 
 
+@pytest.mark.parametrize(
+    "scaler",
+    [
+        lambda: GradScaler("cpu", 2.0**126, hysteresis=2),
+        lambda: torch.amp.GradScaler("cpu", 2.0**126),
+        lambda: GradScaler(enabled=False),
+        lambda: torch.amp.GradScaler("cpu", enabled=False),
+    ],
+    ids=["hysteresis", "torch", "disabled", "torch-disabled"],
+)
+@pytest.mark.filterwarnings("error:.*lr_scheduler.step:UserWarning")
+def test_the_schedule_stands_still_while_the_scaler_skips(scaler):
+    model, scaler = torch.nn.Linear(2, 1), scaler()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    trainer = Trainer(model, optimizer, torch.nn.functional.mse_loss, schedule=warmup(optimizer, 9), scaler=scaler)
+    steps = 0
+    for _ in range(8):
+        before = model.weight.clone()
+        assert optimizer.param_groups[0]["lr"] == pytest.approx((steps + 1) / 10)
+        trainer.train_step(torch.full((4, 2), 10.0), torch.zeros(4, 1))
+        steps += not torch.equal(before, model.weight)
+    assert (0 < steps < 8) == scaler.is_enabled()
+
+
 def test_hooks_are_called_after_each_step_with_its_loss():
     model, seen = torch.nn.Linear(2, 1), []
 

@@ -12,6 +12,7 @@ from labkit.ddp import DDP
 from labkit.fsdp import FSDP
 from labkit.horovod import Compression, DistributedOptimizer, broadcast_optimizer_state, broadcast_parameters
 from labkit.local_sgd import LocalSGD
+from labkit.trainer import Trainer
 from labkit.zero import ZeRO1
 
 
@@ -206,6 +207,24 @@ def with_scalers(rank, world_size, clip, settings):
 @pytest.mark.parametrize("clip", [None, 0.1])
 def test_a_scaler_waits_for_the_averages(ranks, clip, settings):
     ranks(2, with_scalers, clip=clip, settings=settings)
+
+
+def by_trainers(rank, world_size):
+    """The clip waits for the averages without a scaler, too."""
+    model, twin = build(), DDP(build())
+    trainers = [
+        Trainer(model, DistributedOptimizer(sgd(model), model.named_parameters()), nn.functional.mse_loss, clip=0.1),
+        Trainer(twin, sgd(twin), nn.functional.mse_loss, clip=0.1),
+    ]
+    for step in range(3):
+        for trainer in trainers:
+            trainer.train_step(data(rank, step), data(rank, step + 10))
+    assert gap(weights(model), weights(twin)) == 0.0
+    assert trainers[0].gradient_norm == trainers[1].gradient_norm > 0.1
+
+
+def test_a_trainer_clips_the_averages(ranks):
+    ranks(2, by_trainers)
 
 
 def added(rank, world_size):
