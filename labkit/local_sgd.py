@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from labkit import comm
 from labkit.parts.bucket import Bucket, assign_buckets
+from labkit.parts.hook_failure import future_from
 from labkit.parts.master_weights import refuse_copies
 from labkit.parts.pickling import check_default_group
 from labkit.parts.replicas import broadcast_tensors, check_agreement
@@ -155,7 +156,7 @@ class LocalSGD:
                     torch.sub(self.anchors[p], p, out=view)
                 else:
                     view.copy_(p)
-            waiting.append((bucket, (self.hook or mean)(self.group, bucket)))
+            waiting.append((bucket, future_from((self.hook or mean)(self.group, bucket))))
         for bucket, future in waiting:
             bucket.receive(future.wait())
             for p, view in zip(bucket.members, bucket.gradients(), strict=True):
