@@ -134,16 +134,17 @@ class Pipeline:
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         return dist.new_group(ranks, use_local_synchronization=True)
 
-    def step(self, input=None, target=None, scale=1.0):
+    def step(self, input=None, target=None, scale=1.0, weights=None):
         """Forward and backward of a batch; the mean loss where the last stage is, else None.
 
         input is read where the first stage is, target where the last is. Gradients are added to
-        those that are there. scale: what the loss is multiplied by, for backward only. Two chains
+        those that are there. scale: what the loss is multiplied by, for backward only. weights: of
+        the micro-batches in the mean, numbers with the sum 1; None: all weigh the same. Two chains
         have two ends: both are given the whole batch, and return their parts of its mean loss.
         """
         if not torch.is_grad_enabled():
             raise RuntimeError("step() goes backward, and gradients are off: evaluate() does not")
-        self.scale, self.metric = scale, self.loss
+        self.scale, self.metric, self.weights = scale, self.loss, weights
         with self.stages.tied_apart():
             return self.run(self.schedule[self.rank], self.mail, input, target)
 
@@ -153,7 +154,7 @@ class Pipeline:
 
         target: a tensor, or a list of one a micro-batch. loss: another than that it trains with.
         """
-        self.metric = loss or self.loss
+        self.metric, self.weights = loss or self.loss, None
         program = [action for action in self.schedule[self.rank] if action.kind == "F"]
         return self.run(program, self.forward_mail(), input, target)
 
@@ -171,7 +172,8 @@ class Pipeline:
             arrived = mail.take(action)
             mail.send(self.compute(action, arrived), action)
         mail.end()
-        return torch.stack(self.losses).sum() / self.micro_batches if self.losses else None
+        total = torch.stack(self.losses).sum() if self.losses else None
+        return total / self.micro_batches if self.losses and self.weights is None else total
 
     def cut(self, batch, ends, name):
         """The batch as micro-batches, on a rank that has one of the stages."""
@@ -203,16 +205,25 @@ class Pipeline:
             output = self.metric(output, self.targets[m])
             if output.dim():
                 raise ValueError(f"a loss is one number: this has shape {list(output.shape)}")
-            self.losses.append(output.detach())
+            self.losses.append(self.weighed(output.detach(), m))
         if torch.is_grad_enabled():
             self.held[action[1:]] = x, output
         return output.detach()
+
+    def weighed(self, loss, m):
+        """A micro-batch's part of the sum; one without targets has a mean of NaN, and no part."""
+        if self.weights is None:
+            return loss
+        return loss * self.weights[m] if self.weights[m] else torch.zeros_like(loss)
 
     def backward(self, action, gradient):
         _, stage, m = action
         x, output = self.held.pop((stage, m))
         if stage in self.last:
-            gradient = torch.full_like(output, self.scale / self.micro_batches)
+            scale = self.scale / self.micro_batches
+            if self.weights is not None:
+                scale = self.scale * self.weights[m]
+            gradient = torch.full_like(output, scale)
         if action._replace(kind="W") in self.split:
             found, self.later[stage, m] = backward_of_input(output, x, gradient)
         else:
