@@ -139,12 +139,13 @@ class Pipeline:
 
         input is read where the first stage is, target where the last is. Gradients are added to
         those that are there. scale: what the loss is multiplied by, for backward only. weights: of
-        the micro-batches in the mean, numbers with the sum 1; None: all weigh the same. Two chains
+        the micro-batches in the mean, numbers whose mean is 1; None: all weigh the same. Two chains
         have two ends: both are given the whole batch, and return their parts of its mean loss.
         """
         if not torch.is_grad_enabled():
             raise RuntimeError("step() goes backward, and gradients are off: evaluate() does not")
-        self.scale, self.metric, self.weights = scale, self.loss, weights
+        self.scale, self.metric = scale, self.loss
+        self.weights = weights or [1.0] * self.micro_batches
         with self.stages.tied_apart():
             return self.run(self.schedule[self.rank], self.mail, input, target)
 
@@ -154,7 +155,7 @@ class Pipeline:
 
         target: a tensor, or a list of one a micro-batch. loss: another than that it trains with.
         """
-        self.metric, self.weights = loss or self.loss, None
+        self.metric, self.weights = loss or self.loss, [1.0] * self.micro_batches
         program = [action for action in self.schedule[self.rank] if action.kind == "F"]
         return self.run(program, self.forward_mail(), input, target)
 
@@ -172,8 +173,7 @@ class Pipeline:
             arrived = mail.take(action)
             mail.send(self.compute(action, arrived), action)
         mail.end()
-        total = torch.stack(self.losses).sum() if self.losses else None
-        return total / self.micro_batches if self.losses and self.weights is None else total
+        return torch.stack(self.losses).sum() / self.micro_batches if self.losses else None
 
     def cut(self, batch, ends, name):
         """The batch as micro-batches, on a rank that has one of the stages."""
@@ -205,25 +205,20 @@ class Pipeline:
             output = self.metric(output, self.targets[m])
             if output.dim():
                 raise ValueError(f"a loss is one number: this has shape {list(output.shape)}")
-            self.losses.append(self.weighed(output.detach(), m))
+            loss, weight = output.detach(), self.weights[m]
+            if weight != 1:  # 0 without targets, of which the mean is NaN
+                loss = loss * weight if weight else torch.zeros_like(loss)
+            self.losses.append(loss)
         if torch.is_grad_enabled():
             self.held[action[1:]] = x, output
         return output.detach()
-
-    def weighed(self, loss, m):
-        """A micro-batch's part of the sum; one without targets has a mean of NaN, and no part."""
-        if self.weights is None:
-            return loss
-        return loss * self.weights[m] if self.weights[m] else torch.zeros_like(loss)
 
     def backward(self, action, gradient):
         _, stage, m = action
         x, output = self.held.pop((stage, m))
         if stage in self.last:
-            scale = self.scale / self.micro_batches
-            if self.weights is not None:
-                scale = self.scale * self.weights[m]
-            gradient = torch.full_like(output, scale)
+            scale = self.weights[m] * self.scale
+            gradient = torch.full_like(output, scale / self.micro_batches)
         if action._replace(kind="W") in self.split:
             found, self.later[stage, m] = backward_of_input(output, x, gradient)
         else:

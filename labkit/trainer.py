@@ -272,14 +272,14 @@ class Trainer:
             with nullcontext() if i == parts - 1 else self.quiet():
                 with self.span("forward"), self.autocast():
                     loss = self.loss(self.model(x), y)
-                    if weights is None:
-                        loss = loss / self.accumulation
-                        part = loss.detach()
+                    if weights is not None:
+                        loss, own = weights.weigh(loss, i)
                     else:
-                        loss, part = weights.weigh(loss, i)
+                        loss = loss / parts
+                        own = loss.detach()
                 with self.span("backward"):
                     self.scaler.scale(loss).backward()
-            total = total + part
+            total = total + own
         return total
 
     def step_pipeline(self, input, target):
@@ -287,12 +287,12 @@ class Trainer:
         device = "cpu" if input.is_meta else input.device
         scale = self.scaler.scale(torch.ones((), device=device)).item()
         weights = self.weights(target.chunk(self.model.pipeline.micro_batches))
-        shares = None
+        relative = None
         if weights is not None:
-            shares = weights.shares.tolist()
+            relative = (weights.shares * len(weights.shares)).tolist()
             scale *= weights.factor().item()
         with self.span("backward"):
-            return self.model.step(input, target, scale, shares)
+            return self.model.step(input, target, scale, relative)
 
     def weights(self, targets):
         """Weights of micro-batches with these targets; None: all weigh the same, on all ranks."""
