@@ -228,12 +228,7 @@ def test_settings_that_do_not_exist():
 @pytest.mark.parametrize("enabled", [True, False])
 def test_one_bit_adam_takes_no_loss_scale_and_no_clipping(enabled):
     module = net()
-    trainer = Trainer(
-        module,
-        OneBitAdam(module.parameters()),
-        nn.functional.mse_loss,
-        scaler=GradScaler("cpu", enabled=enabled),
-        clip=1.0,
-    )
+    optimizer, scaler = OneBitAdam(module.parameters()), GradScaler("cpu", enabled=enabled)
+    trainer = Trainer(module, optimizer, nn.functional.mse_loss, scaler=scaler, clip=1.0)
     with pytest.raises(RuntimeError, match="OneBitAdam takes no loss scale and no clipping"):
         trainer.train_step(torch.ones(2, 24), module(torch.ones(2, 24)).detach())
