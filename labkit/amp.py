@@ -66,6 +66,8 @@ class GradScaler(ScalerState):
     that is 0; ValueError for fp16 gradients (use MasterWeights) and for arguments that cannot be.
     """
 
+    skipped = False  # whether the last step() left out the optimizer's step
+
     def __init__(
         self,
         device="cuda",
@@ -145,7 +147,10 @@ class GradScaler(ScalerState):
         """Divide the optimizer's gradients by the scale, in place; ask all ranks for inf or NaN.
 
         Once per optimizer and update(), when they are complete. Collective. No device sync.
+        If not enabled, it only waits for gradients (Horovod's) and moves them (MasterWeights).
         """
+        if hasattr(optimizer, "take_gradients"):
+            optimizer.take_gradients()
         if not self._enabled:
             return
         self._expect(self._used, "unscale_() before scale(loss): scale the loss first")
@@ -154,8 +159,6 @@ class GradScaler(ScalerState):
             id(optimizer) not in self._verdicts,
             "unscale_() twice since the last update(): once is enough",
         )
-        if hasattr(optimizer, "take_gradients"):
-            optimizer.take_gradients()
         gradients = gradients_of(optimizer)
         found_inf = torch.zeros((), device=self.device)
         for device, same in gradients.items():
@@ -211,9 +214,9 @@ class GradScaler(ScalerState):
         )
         if id(optimizer) not in self._verdicts:
             self.unscale_(optimizer)
-        found_inf = self._found_inf(id(optimizer))
+        self.skipped = self._found_inf(id(optimizer))
         self._stepped.add(id(optimizer))
-        return None if found_inf else optimizer.step(*args, **kwargs)
+        return None if self.skipped else optimizer.step(*args, **kwargs)
 
     def update(self, new_scale=None):
         """Adapt the scale to what was found since the last update(), or set it to new_scale."""

@@ -167,12 +167,12 @@ class Composed(MeshModel):
         positions = places(input.shape[1] * self.size["cp"], self.mesh.group("cp"))
         return self.module(input, positions=positions.to(input.device))
 
-    def step(self, input, target, scale=1.0):
+    def step(self, input, target, scale=1.0, weights=None):
         """Forward and backward of a batch through the pipeline; its mean loss, on all ranks.
 
-        scale: of the loss that backward begins with. Every rank of the pipeline is given both.
+        scale, weights: see Pipeline.step. Every rank of the pipeline is given both tensors.
         """
-        loss = self.pipeline.step(input, target, scale)
+        loss = self.pipeline.step(input, target, scale, weights)
         if self.replicas is not None:
             average_gradients(self.parameters(), self.replicas)
         nothing = total = torch.zeros((), dtype=torch.float64, device=input.device)
@@ -182,10 +182,11 @@ class Composed(MeshModel):
             total = total + part
         return total
 
-    def evaluate(self, dataset, metric=correct, batch_size=64):
+    def evaluate(self, dataset, metric=correct, batch_size=64, **options):
         """labkit.sampler.evaluate over the mesh, the same on all ranks. Collective."""
         shares = self.mesh.group(*(axis for axis in ("dp", "ep") if axis in self.mesh.axes))
-        return evaluate(self, dataset, metric, batch_size, shares, partial(score, self, metric))
+        scored = partial(score, self, metric)
+        return evaluate(self, dataset, metric, batch_size, shares, scored, **options)
 
     @contextmanager
     def no_sync(self):

@@ -22,6 +22,7 @@ from torch.autograd import Variable
 
 from labkit import comm
 from labkit.parts.bucket import assign_buckets
+from labkit.parts.hook_failure import check_annotations
 from labkit.parts.join import Join
 from labkit.parts.no_sync import NoSync
 from labkit.parts.portable import Portable
@@ -165,10 +166,11 @@ class DDP(NoSync, Portable):
 
         The tensor is flat. Gradients are then not divided: that is the hook's. PyTorch's own hooks
         (torch.distributed.algorithms.ddp_comm_hooks) run as they are, and ours run on PyTorch's
-        DDP. Raises RuntimeError if there is one already.
+        DDP. Raises RuntimeError if there is one already; ValueError for one annotated otherwise.
         """
         if not callable(hook):
             raise TypeError(f"hook must be callable, not {type(hook).__name__}")
+        check_annotations(hook)
         if self._reducer.hook is not None:
             raise RuntimeError("a comm hook is registered already: one DDP has one")
         self._reducer.use_hook(state, hook)

@@ -7,6 +7,8 @@
     network                       [ l3 l2 ]  [ l1 ]         ^ in step(), or before it, to clip
 
 The same buckets as DDP's, but gradients are averages after synchronize(), not after backward().
+Before that nothing else may read or change them. GradScaler, labkit's or PyTorch's, waits for them,
+as does reading param_groups. To clip, call synchronize(), then step() within skip_synchronize().
 Sent per rank and step: 2 (n-1)/n x gradient bytes, half of that with Compression.fp16.
 Sergeev and Del Balso, Horovod: fast and easy distributed deep learning in TensorFlow, 2018,
 section 4.
@@ -20,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from labkit import comm
+from labkit.parts.master_weights import refuse_copies
 from labkit.parts.pickling import NotPickled
 from labkit.parts.reducer import Reducer
 from labkit.parts.replicas import broadcast_tensors
@@ -67,7 +70,9 @@ def DistributedOptimizer(
 
     backward_passes_per_step: backwards that are added up, not averaged, before one sending.
     ValueError: named_parameters must name every trainable parameter of the optimizer exactly once.
+    ValueError for an optimizer that works on other tensors than the model's (MasterWeights, ZeRO).
     """
+    refuse_copies("DistributedOptimizer", optimizer)
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     if named_parameters is None:
         named_parameters = [(f"parameter {i}", p) for i, p in enumerate(trained)]
@@ -93,21 +98,59 @@ def DistributedOptimizer(
     return face
 
 
+class _Versioned(Reducer):
+    """A Reducer that notes the version of each bucket's memory when the bucket leaves."""
+
+    def _launch(self, bucket):
+        super()._launch(bucket)
+        bucket.version = bucket.buffer()._version
+
+    @torch.no_grad()
+    def launch_and_compare(self):
+        """launch_rest(); returns the name of a gradient that was changed after it left, or None."""
+        self.launch_rest()
+        for bucket in self.buckets:
+            changed = bucket.buffer()._version != bucket.version
+            for slot, (p, view) in enumerate(zip(bucket.members, bucket.gradients(), strict=True)):
+                if slot not in bucket.skipped and (changed or p.grad is not view):
+                    return bucket.names[slot]
+        return None
+
+
 class _Distributed(NotPickled):
     instead = "the state_dict() of this DistributedOptimizer"
 
     def _start(self, named, compression, backward_passes_per_step, process_group, bucket_cap_mb):
+        self._named = named
+        self._settings = compression, backward_passes_per_step, process_group, bucket_cap_mb
         self.backward_passes_per_step = backward_passes_per_step
-        self._reducer = Reducer(named, self, process_group, int(bucket_cap_mb * 2**20))
+        self._reducer = _Versioned(named, self, process_group, int(bucket_cap_mb * 2**20))
         if compression is not Compression.none:
             self._reducer.use_hook((compression, process_group), compressed_average)
         self._passes = [[0] * len(bucket.members) for bucket in self._reducer.buckets]
         self._synchronized, self._should_synchronize = False, True
+        self._taken = False  # averaged by take_gradients()
+        self._watched = {p for _, p in named}
+
+    @property
+    def process_group(self):
+        return self._reducer.group
+
+    def add_param_group(self, param_group):
+        """As the optimizer's, on all ranks; its gradients are averaged, too."""
+        if self._reducer.started or any(map(any, self._passes)):
+            raise RuntimeError("add_param_group() between backward() and step(): call it after")
+        super().add_param_group(param_group)
+        added = [p for p in self.param_groups[-1]["params"] if p.requires_grad]
+        first = len(self._named)
+        named = [(f"parameter {first + number}", p) for number, p in enumerate(added)]
+        self._reducer.detach()
+        self._start([*self._named, *named], *self._settings)
 
     def on_gradient(self, index, slot):
         self._passes[index][slot] += 1
         passes = self._passes[index][slot]
-        self._synchronized = False
+        self._synchronized = self._taken = False
         if passes > self.backward_passes_per_step:
             raise RuntimeError(
                 f"{self._reducer.buckets[index].names[slot]!r} got gradient number {passes} "
@@ -119,12 +162,51 @@ class _Distributed(NotPickled):
             self._reducer.arrive(index, slot)
 
     def synchronize(self):
-        """Wait until each gradient is averaged, with zeros where none came. Collective."""
+        """Wait until each gradient is averaged, with zeros where none came. Collective.
+
+        Raises RuntimeError where a gradient was changed while it was being averaged, or belongs to
+        a parameter that was unfrozen after construction.
+        """
         try:
+            changed = self._reducer.launch_and_compare()
             self._reducer.finish()
         finally:
             self._passes = [[0] * len(passes) for passes in self._passes]
+        if changed is not None:
+            raise RuntimeError(
+                f"the gradient of {changed!r} was changed while it was being averaged: call "
+                "synchronize() before you unscale, clip or clear gradients"
+            )
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and p not in self._watched:
+                    raise RuntimeError(
+                        f"a parameter of shape {list(p.shape)} was unfrozen after "
+                        "DistributedOptimizer was constructed: unfreeze it before"
+                    )
         self._synchronized = True
+
+    def take_gradients(self):
+        """Average now, if synchronize() has not, and not again in step(). Collective.
+
+        GradScaler.unscale_() of labkit begins with it.
+        """
+        asked = self._synchronized
+        if not asked:
+            self.synchronize()
+        self._synchronized, self._taken = asked, True
+
+    @property
+    def param_groups(self):
+        """The optimizer's. PyTorch's GradScaler finds gradients by it: they are averaged first."""
+        in_backward = torch._C._current_graph_task_id() != -1
+        if self._reducer.started and not in_backward:
+            self.take_gradients()
+        return self.__dict__["param_groups"]
+
+    @param_groups.setter
+    def param_groups(self, groups):
+        self.__dict__["param_groups"] = groups
 
     @contextmanager
     def skip_synchronize(self):
@@ -146,7 +228,7 @@ class _Distributed(NotPickled):
         if closure is not None:
             result = super().step(averaged)
         else:
-            if self._should_synchronize:
+            if self._should_synchronize and not self._taken:
                 if self._synchronized:
                     warnings.warn(
                         "step() after synchronize() averages again: use skip_synchronize()",
@@ -154,16 +236,17 @@ class _Distributed(NotPickled):
                     )
                 self.synchronize()
             result = super().step()
-        self._synchronized = False
+        self._synchronized = self._taken = False
         return result
 
     def zero_grad(self, *args, **kwargs):
         """As the optimizer's. Raises RuntimeError while gradients are on their way."""
         if self._reducer.started:
             raise RuntimeError(
-                "zero_grad() between backward() and step(): "
-                "gradients are being averaged; step() first"
+                "zero_grad() between backward() and step(): gradients are being averaged; "
+                "call step() or synchronize() first"
             )
+        self._synchronized = self._taken = False
         return super().zero_grad(*args, **kwargs)
 
 

@@ -26,6 +26,8 @@ import torch.distributed as dist
 
 from labkit import comm
 from labkit.parts.bucket import Bucket, assign_buckets
+from labkit.parts.hook_failure import future_from
+from labkit.parts.master_weights import refuse_copies
 from labkit.parts.pickling import check_default_group
 from labkit.parts.replicas import broadcast_tensors, check_agreement
 
@@ -70,6 +72,7 @@ class LocalSGD:
     ):
         if type(every) is not int or every < 1:
             raise ValueError(f"every must be a whole number of at least 1 step, not {every}")
+        refuse_copies(type(self).__name__, inner)
         self.inner, self.every, self.start, self.hook, self.group = (
             inner,
             every,
@@ -109,6 +112,13 @@ class LocalSGD:
             kept.setdefault(p, {}).update(anchor=anchor, outer=self.outer.state.get(anchor, {}))
         return kept
 
+    def add_param_group(self, param_group):
+        """Raises RuntimeError: the new parameters would have no anchors, and never be averaged."""
+        raise RuntimeError(
+            f"{type(self).__name__} averages the parameters that it was constructed with: add the "
+            "group to the inner optimizer, then construct a new one around it"
+        )
+
     def zero_grad(self, set_to_none=True):
         self.inner.zero_grad(set_to_none)
 
@@ -123,7 +133,19 @@ class LocalSGD:
 
     @torch.no_grad()
     def average(self):
-        """Average now: collective. To be called after the last step, if it does not end a round."""
+        """Average now: collective. To be called after the last step, if it does not end a round.
+
+        Raises RuntimeError where the inner optimizer has parameters that were added or unfrozen
+        after construction.
+        """
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.requires_grad and p not in self._names:
+                    raise RuntimeError(
+                        f"a parameter of shape {list(p.shape)} was added or unfrozen after "
+                        f"{type(self).__name__} was constructed: construct a new one around the "
+                        "inner optimizer"
+                    )
         self._since = 0
         waiting = []
         for index, members in enumerate(self._lists):
@@ -134,7 +156,7 @@ class LocalSGD:
                     torch.sub(self.anchors[p], p, out=view)
                 else:
                     view.copy_(p)
-            waiting.append((bucket, (self.hook or mean)(self.group, bucket)))
+            waiting.append((bucket, future_from((self.hook or mean)(self.group, bucket))))
         for bucket, future in waiting:
             bucket.receive(future.wait())
             for p, view in zip(bucket.members, bucket.gradients(), strict=True):

@@ -17,6 +17,7 @@ ICLR 2021, section 2.2 (capacity, all-to-all); Fedus et al., Switch Transformers
 
 import copy
 import math
+from functools import wraps
 
 import torch
 import torch.distributed as dist
@@ -236,6 +237,7 @@ def balanced(loss, module, weight=0.01):
     """
     parts = [one for _, one in mixtures(module) if one.balance == "loss"]
 
+    @wraps(loss)  # Trainer asks the loss which targets it counts
     def total(output, target):
         asked, main = parts if torch.is_grad_enabled() else (), loss(output, target)
         for one in asked if main.requires_grad else ():

@@ -134,16 +134,18 @@ class Pipeline:
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         return dist.new_group(ranks, use_local_synchronization=True)
 
-    def step(self, input=None, target=None, scale=1.0):
+    def step(self, input=None, target=None, scale=1.0, weights=None):
         """Forward and backward of a batch; the mean loss where the last stage is, else None.
 
         input is read where the first stage is, target where the last is. Gradients are added to
-        those that are there. scale: what the loss is multiplied by, for backward only. Two chains
+        those that are there. scale: what the loss is multiplied by, for backward only. weights: of
+        the micro-batches in the mean, numbers whose mean is 1; None: all weigh the same. Two chains
         have two ends: both are given the whole batch, and return their parts of its mean loss.
         """
         if not torch.is_grad_enabled():
             raise RuntimeError("step() goes backward, and gradients are off: evaluate() does not")
         self.scale, self.metric = scale, self.loss
+        self.weights = weights or [1.0] * self.micro_batches
         with self.stages.tied_apart():
             return self.run(self.schedule[self.rank], self.mail, input, target)
 
@@ -153,7 +155,7 @@ class Pipeline:
 
         target: a tensor, or a list of one a micro-batch. loss: another than that it trains with.
         """
-        self.metric = loss or self.loss
+        self.metric, self.weights = loss or self.loss, [1.0] * self.micro_batches
         program = [action for action in self.schedule[self.rank] if action.kind == "F"]
         return self.run(program, self.forward_mail(), input, target)
 
@@ -203,7 +205,10 @@ class Pipeline:
             output = self.metric(output, self.targets[m])
             if output.dim():
                 raise ValueError(f"a loss is one number: this has shape {list(output.shape)}")
-            self.losses.append(output.detach())
+            loss, weight = output.detach(), self.weights[m]
+            if weight != 1:  # 0 without targets, of which the mean is NaN
+                loss = loss * weight if weight else torch.zeros_like(loss)
+            self.losses.append(loss)
         if torch.is_grad_enabled():
             self.held[action[1:]] = x, output
         return output.detach()
@@ -212,7 +217,8 @@ class Pipeline:
         _, stage, m = action
         x, output = self.held.pop((stage, m))
         if stage in self.last:
-            gradient = torch.full_like(output, self.scale / self.micro_batches)
+            scale = self.weights[m] * self.scale
+            gradient = torch.full_like(output, scale / self.micro_batches)
         if action._replace(kind="W") in self.split:
             found, self.later[stage, m] = backward_of_input(output, x, gradient)
         else:

@@ -15,6 +15,8 @@ evaluation. Li et al., PyTorch Distributed, VLDB 2020; protocol of
 torch.utils.data.DistributedSampler, which pads instead.
 """
 
+import math
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -139,14 +141,64 @@ class Batches:
 
 
 class Evaluation(NamedTuple):
-    """`total`: the metric's sum over all `count` targets (samples, or a text's tokens); `mean`."""
+    """`total`: the metric's sum over all `count` targets (samples, or a text's tokens); `mean`.
+
+    Targets that are ignored are not counted. The mean over none is NaN.
+    """
 
     total: float
-    count: int
+    count: int | float
 
     @property
     def mean(self):
-        return self.total / self.count
+        return self.total / self.count if self.count else math.nan
+
+
+def count_targets(target, ignore_index=-100, weight=None):
+    """What the mean of torch.nn.functional.cross_entropy divides by, a scalar tensor.
+
+    target: class numbers, of which ignore_index does not count; or floats, of which all count.
+    weight: [classes]: each target counts as much as its class weighs.
+    """
+    if target.is_floating_point():
+        return all_of(target)
+    counts = target.long() != ignore_index  # in 8 bits 156 is -100
+    if weight is None:
+        return counts.sum()
+    return weight[target.long().where(counts, 0)].where(counts, 0.0).sum()
+
+
+def all_of(target):
+    """The number of its elements as a scalar tensor, float64, where it is."""
+    return torch.full((), target.numel(), dtype=torch.float64, device=target.device)
+
+
+def pair_of(batch):
+    """(inputs, targets). Raises TypeError for batches of another kind."""
+    if (
+        isinstance(batch, list | tuple)
+        and [isinstance(t, torch.Tensor) for t in batch] == [True] * 2
+    ):
+        return batch
+    found = f"a {type(batch).__name__}"
+    if isinstance(batch, dict):
+        found = f"a dict with {', '.join(map(repr, batch))}"
+    elif isinstance(batch, list | tuple):
+        found = f"({', '.join(type(part).__name__ for part in batch)})"
+    raise TypeError(
+        f"evaluate takes samples (input, target), of tensors or numbers, and this dataset's are "
+        f"{found}: wrap it in a dataset of pairs"
+    )
+
+
+def device_for(model, group):
+    """Where batches go, and sums are sent from."""
+    if dist.is_initialized() and "nccl" in str(dist.get_backend(group)):
+        return torch.device(
+            "cuda", torch.cuda.current_device()
+        )  # also where parameters wait on the CPU
+    first = next(chain(model.parameters(), model.buffers()), None)
+    return torch.device("cpu") if first is None else first.device
 
 
 def correct(output, target):
@@ -154,16 +206,28 @@ def correct(output, target):
     return (output.argmax(dim=-1) == target).sum()
 
 
-def evaluate(model, dataset, metric=correct, batch_size=64, group=None, score=None):
+def evaluate(
+    model,
+    dataset,
+    metric=correct,
+    batch_size=64,
+    group=None,
+    score=None,
+    count=count_targets,
+    dtype=None,
+):
     """The metric over the whole dataset, each sample once: the same `Evaluation` on all ranks.
 
     metric: (output, target) -> the batch's *sum*, a scalar tensor; sums of integers are exact.
     score: (input, target) -> that, of a model that is more than a call; None: metric of the output.
+    count: target -> how many of a batch's targets the metric counts: all but -100 unless given. A
+        loss that ignores another number: partial(count_targets, ignore_index=0).
+    dtype: what floating-point inputs are cast to; None: they stay as the dataset has them.
     All ranks of the group call it, with the same dataset and the same weights; without a process
     group, one process. The model is put into eval mode for the while, and gets batches on the
-    device of its parameters, and numbers in their dtype. Every rank calls the model equally often,
-    so a model whose forward communicates (DDP's buffers) does not hang. Raises ValueError for an
-    empty dataset.
+    device of its parameters. Every rank calls the model equally often, so a model whose forward
+    communicates (DDP's buffers) does not hang. Raises ValueError for an empty dataset, TypeError
+    for one whose samples are not pairs (input, target).
     """
     if not len(dataset):
         raise ValueError("the dataset is empty: there is nothing to evaluate")
@@ -174,25 +238,24 @@ def evaluate(model, dataset, metric=correct, batch_size=64, group=None, score=No
     batches = [share[start : start + batch_size] for start in range(0, longest, batch_size)]
     # A rank whose share has ended looks at sample 0 again, uncounted, while the others finish.
     loader = DataLoader(dataset, batch_sampler=[list(batch) or [0] for batch in batches])
-    first = next(model.parameters())
-    device = first.device
+    device = device_for(model, group)
     sums = torch.zeros(2, dtype=torch.float64, device=device)  # metric, targets: exact to 2^53
     modes = {module: module.training for module in model.modules()}  # frozen: maybe in eval already
     model.eval()
     try:
         with torch.no_grad():
-            for batch, (inputs, targets) in zip(batches, loader, strict=True):
-                inputs, targets = inputs.to(device), targets.to(device)
+            for batch, given in zip(batches, loader, strict=True):
+                inputs, targets = (tensor.to(device) for tensor in pair_of(given))
                 if inputs.is_floating_point():
-                    inputs = inputs.to(first.dtype)
+                    inputs = inputs.to(dtype)
                 value = score(inputs, targets) if score else metric(model(inputs), targets)
                 if batch:
                     sums[0] += value
-                    sums[1] += targets.numel()
+                    sums[1] += count(targets)
     finally:
         for module, training in modes.items():
             module.training = training
     if not alone:
         comm.all_reduce(sums, group=group)
-    total, count = sums.tolist()
-    return Evaluation(total, int(count))
+    total, counted = sums.tolist()
+    return Evaluation(total, int(counted) if counted.is_integer() else counted)

@@ -79,7 +79,9 @@ def train(context, experiment, options, log, sinks, preemption, watchdog):
                 log.write(step=run.step, loss=run.loss)
             if options.evaluate_every and run.step % options.evaluate_every == 0:
                 with watchdog.patience("evaluation"):
-                    log.write(step=run.step, evaluation=trainer.evaluate(held_out))
+                    log.write(
+                        step=run.step, evaluation=trainer.evaluate(held_out, participant.dtype)
+                    )
             if checkpoints and (last or stop or run.step % options.checkpoint_every == 0):
                 with watchdog.patience("saving"):
                     save(checkpoints, run.step, state, context.rank)

@@ -6,8 +6,16 @@
     train_step = zero_grad, for each micro-batch forward and backward, then clip, step, schedule
 
 With accumulation over k micro-batches only the last backward communicates: 1/k of the messages.
+
+A mean loss is over the targets that it counts. Micro-batches and ranks with more of them weigh
+more, so that the step is that of one process and one batch:
+
+    loss of micro-batch i x (its targets / targets of all ranks and micro-batches) x ranks
+
+Sent for it, where the loss may ignore targets: 8 bytes a step, while the first forward runs.
 """
 
+import inspect
 import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -28,7 +36,7 @@ from labkit.mesh import Mesh
 from labkit.parts.metered import MeteredGather, MeteredScatter
 from labkit.parts.units import as_policy
 from labkit.recompute import checkpoint_every
-from labkit.sampler import evaluate
+from labkit.sampler import all_of, count_targets, evaluate
 from labkit.zero import ZeRO1, ZeRO2
 
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -145,19 +153,69 @@ def mixed_precision(precision, device, group=None):
     return {"autocast": partial(autocast, device.type, LOW[precision]), "scaler": scaler}
 
 
+def counted_by(loss, target):
+    """How many targets the mean of a loss is over, a scalar tensor; None: all of the batch.
+
+    Class numbers that it ignores do not count: its ignore_index, -100 where it does not say. So it
+    is with class weights, its weight. loss: a function, a partial of one, or a module.
+    """
+    loss = inspect.unwrap(loss)
+    given = getattr(loss, "keywords", {})  # of a partial
+    ignore_index = getattr(loss, "ignore_index", given.get("ignore_index", -100))
+    if ignore_index is None or target.is_floating_point():
+        return None
+    weight = loss.weight if hasattr(loss, "ignore_index") else given.get("weight")
+    return count_targets(target, ignore_index, weight)
+
+
+class Weights:
+    """How much the mean losses of a rank's micro-batches weigh in the mean over all ranks.
+
+    counts: [micro-batches], the targets of each. group: who averages gradients; None: nobody.
+    shares: of each in this rank's own mean, with the sum 1.
+    """
+
+    def __init__(self, counts, group):
+        self.counts = counts.double()
+        own = self.counts.sum()
+        self.shares = torch.where(own > 0, self.counts / own, 0.0)
+        self._own, self._all, self._work, self._group = own, own.clone(), None, group
+        if group is not None:
+            self._work = comm.all_reduce(self._all, group=group, async_op=True)
+
+    def factor(self):
+        """This rank's targets, over the mean of all ranks. Waits for the message."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+            self._all /= dist.get_world_size(self._group)
+        return torch.where(self._all > 0, self._own / self._all, 0.0)
+
+    def weigh(self, loss, number):
+        """(what backward begins with, this rank's part of its own mean) of micro-batch `number`."""
+        share = self.shares[number].to(loss.dtype)
+        scaled = loss * share * self.factor().to(loss.dtype)
+        # The mean over no targets is NaN.
+        return scaled, torch.where(share > 0, loss.detach() * share, 0.0)
+
+
 @dataclass(eq=False, repr=False)
 class Trainer:
     """A model, its optimizer and its loss, behind `train_step`.
 
     model: with an axis pp (labkit.composition) it takes whole steps itself, on all of its ranks.
-    loss: function (output, target) -> mean over the batch. accumulation: micro-batches of one step;
-        of a pipeline: those that it was made with.
-    schedule: anything with step(), called after the optimizer.
+    loss: function (output, target) -> mean over the batch, or over the targets that it counts. Of
+        class numbers it ignores its ignore_index (None: it ignores none), -100 if it does not say.
+        Ranks weigh the same inside join(), in local SGD, and where targets are floats.
+    accumulation: micro-batches of one step; of a pipeline: those that it was made with.
+    schedule: anything with step(), called after the optimizer's if the scaler has not skipped that.
     span: a context manager factory, called with "forward", "backward" and "optimizer", to measure.
     autocast: a context manager factory, around the forward. scaler: a GradScaler, for fp16.
     compressor: whose residuals are to follow the scaler's loss scale.
     hooks: functions (trainer, loss), called after each step, in this order.
     clip: the largest norm of all gradients; gradient_norm: what it was before in the last step.
+    count: function target -> what the mean of the loss divides by, a scalar tensor, for a loss of
+        which that cannot be known from its ignore_index and class weights.
     """
 
     model: torch.nn.Module
@@ -171,6 +229,7 @@ class Trainer:
     compressor: object = None
     hooks: Sequence[Callable] = ()
     clip: float | None = None
+    count: Callable | None = None
     gradient_norm: torch.Tensor | None = field(default=None, init=False)
 
     def __post_init__(self):
@@ -185,10 +244,7 @@ class Trainer:
         """One optimizer step on this rank's batch; returns its mean loss, detached, a scalar."""
         self.optimizer.zero_grad()
         if getattr(self.model, "pipeline", None):  # forwards and backwards are one list
-            device = "cpu" if input.is_meta else input.device
-            scale = self.scaler.scale(torch.ones((), device=device)).item()
-            with self.span("backward"):
-                total = self.model.step(input, target, scale)
+            total = self.step_pipeline(input, target)
         else:
             total = self.accumulate(input, target)
         with self.span("optimizer"):
@@ -196,8 +252,10 @@ class Trainer:
                 self.scaler.unscale_(self.optimizer)
                 self.gradient_norm = self.clip_gradients()
             self.scaler.step(self.optimizer)
-            self.update_scale()
-        if self.schedule is not None:
+            lowered = self.update_scale()
+        # PyTorch's scaler tells of a skipped step by its scale alone.
+        skipped = getattr(self.scaler, "skipped", lowered)
+        if self.schedule is not None and not skipped:
             self.schedule.step()
         for hook in self.hooks:
             hook(self, total)
@@ -208,19 +266,74 @@ class Trainer:
         parts, total = self.accumulation, 0.0
         if len(input) % parts:
             raise ValueError(f"a batch of {len(input)} does not split into {parts} equal parts")
-        for i, (x, y) in enumerate(zip(input.chunk(parts), target.chunk(parts), strict=True)):
+        targets = target.chunk(parts)
+        weights = self.weights(targets)
+        for i, (x, y) in enumerate(zip(input.chunk(parts), targets, strict=True)):
             with nullcontext() if i == parts - 1 else self.quiet():
                 with self.span("forward"), self.autocast():
-                    loss = self.loss(self.model(x), y) / self.accumulation
+                    loss = self.loss(self.model(x), y)
+                    if weights is not None:
+                        loss, own = weights.weigh(loss, i)
+                    else:
+                        loss = loss / parts
+                        own = loss.detach()
                 with self.span("backward"):
                     self.scaler.scale(loss).backward()
-            total = total + loss.detach()
+            total = total + own
         return total
 
-    def evaluate(self, dataset):
-        """The mean loss over a dataset, each sample once, on whichever rank. Collective."""
-        total = lambda output, target: self.loss(output, target) * target.numel()  # noqa: E731
-        return getattr(self.model, "evaluate", partial(evaluate, self.model))(dataset, total).mean
+    def step_pipeline(self, input, target):
+        """The same where forwards and backwards are the actions of a pipeline."""
+        device = "cpu" if input.is_meta else input.device
+        scale = self.scaler.scale(torch.ones((), device=device)).item()
+        weights = self.weights(target.chunk(self.model.pipeline.micro_batches))
+        relative = None
+        if weights is not None:
+            relative = (weights.shares * len(weights.shares)).tolist()
+            scale *= weights.factor().item()
+        with self.span("backward"):
+            return self.model.step(input, target, scale, relative)
+
+    def weights(self, targets):
+        """Weights of micro-batches with these targets; None: all weigh the same, on all ranks."""
+        group = self.averaging_group()
+        if len(targets) == 1 and group is None:
+            return None
+        counts = [(self.count or partial(counted_by, self.loss))(target) for target in targets]
+        return None if counts[0] is None else Weights(torch.stack(counts), group)
+
+    def averaging_group(self):
+        """The group of ranks that average gradients in every step; None: this rank has its own."""
+        if getattr(self.model, "_joining", None):  # ranks without data would not take part
+            return None
+        group = None
+        if hasattr(self.model, "replicas"):  # of a mesh
+            group = self.model.replicas
+        elif hasattr(next(self.model.parameters(), None), "device_mesh"):
+            group = dist.group.WORLD  # PyTorch's fully_shard
+        else:
+            for owner in (self.model, self.optimizer):
+                if hasattr(owner, "process_group"):
+                    group = owner.process_group or dist.group.WORLD
+                    break
+        return group if group is not None and dist.get_world_size(group) > 1 else None
+
+    def evaluate(self, dataset, dtype=None):
+        """The mean loss over the targets of a dataset, each once, on whichever rank. Collective.
+
+        dtype: what floating-point inputs are cast to, if not None.
+        """
+
+        def count(target):
+            counted = (self.count or partial(counted_by, self.loss))(target)
+            return all_of(target) if counted is None else counted
+
+        def total(output, target):
+            counted = count(target)
+            return torch.where(counted > 0, self.loss(output, target) * counted, 0.0)
+
+        over = getattr(self.model, "evaluate", partial(evaluate, self.model))
+        return over(dataset, total, count=count, dtype=dtype).mean
 
     def clip_gradients(self):
         """Where gradients are shards, whoever has cut them knows the norm of all."""
@@ -230,11 +343,13 @@ class Trainer:
         return torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
 
     def update_scale(self):
-        """What a compressor has kept is gradients of the scaled loss."""
+        """Adapt the scale, and residuals of a compressor to it; returns whether it has fallen."""
         before = self.scaler.get_scale()
         self.scaler.update()
-        if self.compressor is not None and before != self.scaler.get_scale():
-            self.compressor.scale_residuals(self.scaler.get_scale() / before)
+        after = self.scaler.get_scale()
+        if self.compressor is not None and before != after:
+            self.compressor.scale_residuals(after / before)
+        return after < before
 
     def quiet(self):
         """Backward without communication: the model's, with ZeRO the optimizer's; alone, none."""

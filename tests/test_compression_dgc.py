@@ -9,9 +9,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit import comm
+from labkit.amp import GradScaler
 from labkit.compression import DGC, OneBit, OneBitAdam, TopK
 from labkit.ddp import DDP
 from labkit.parts.bucket import Bucket
+from labkit.trainer import Trainer
 
 STEPS = 6
 
@@ -221,3 +223,12 @@ def test_settings_that_do_not_exist():
     with pytest.raises(ValueError, match="ratio"):
         DGC(0)
     assert "OneBit(chunk=2048" in repr(OneBit())
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_one_bit_adam_takes_no_loss_scale_and_no_clipping(enabled):
+    module = net()
+    optimizer, scaler = OneBitAdam(module.parameters()), GradScaler("cpu", enabled=enabled)
+    trainer = Trainer(module, optimizer, nn.functional.mse_loss, scaler=scaler, clip=1.0)
+    with pytest.raises(RuntimeError, match="OneBitAdam takes no loss scale and no clipping"):
+        trainer.train_step(torch.ones(2, 24), module(torch.ones(2, 24)).detach())

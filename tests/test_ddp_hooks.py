@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit import comm
 from labkit.ddp import DDP
+from labkit.local_sgd import LocalSGD
 
 STEPS = 6
 
@@ -122,9 +124,34 @@ def misuse(rank, world_size):
     wrapped = DDP(build())
     with pytest.raises(TypeError, match="callable"):
         wrapped.register_comm_hook(None, "allreduce")
+    for hook, words in ((of_ints, "bucket is annotated int"), (to_int, "return is annotated int")):
+        with pytest.raises(ValueError, match=f"{words}, and must be (GradBucket|Future)"):
+            wrapped.register_comm_hook(None, hook)
     wrapped.register_comm_hook(None, default_hooks.allreduce_hook)
     with pytest.raises(RuntimeError, match="registered already"):
         wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    for hook, words in ((lambda state, bucket: 1, "a comm hook returned int"), (one, "future has brought int")):
+        wrapped = DDP(build())
+        wrapped.register_comm_hook(None, hook)
+        with pytest.raises(TypeError, match=words):
+            wrapped(data(rank, 0)).sum().backward()
+    optimizer = LocalSGD(torch.optim.SGD(build().parameters(), 0.1), 1, hook=lambda state, bucket: 1)
+    with pytest.raises(TypeError, match="a comm hook returned int"):
+        optimizer.average()
+
+
+def of_ints(state, bucket: int) -> torch.futures.Future[torch.Tensor]:
+    return default_hooks.allreduce_hook(state, bucket)
+
+
+def to_int(state, bucket: dist.GradBucket) -> int:
+    return 1
+
+
+def one(state, bucket):
+    future = torch.futures.Future()
+    future.set_result(1)
+    return future
 
 
 def test_misuse_is_a_clear_error(ranks):

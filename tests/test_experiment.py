@@ -2,12 +2,16 @@
 
 import dataclasses
 import json
+from contextlib import nullcontext
+from functools import partial, wraps
 from itertools import pairwise
 
 import pytest
 import torch
+from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
+from labkit import comm, models
 from labkit.amp import GradScaler
 from labkit.compression import TopK
 from labkit.learning_rate import scaled_lr, warmup
@@ -16,7 +20,7 @@ from labkit.run.compare import compare
 from labkit.run.experiment import Experiment
 from labkit.run.participant import Participant
 from labkit.sampler import Batches
-from labkit.trainer import STRATEGIES, Trainer, parallelize
+from labkit.trainer import STRATEGIES, Trainer, make_optimizer, parallelize
 
 OURS = ("ddp_naive", "ddp_overlapped", "ddp_bucketed")
 
@@ -359,6 +363,120 @@ def test_residuals_follow_the_loss_scale(ranks):
     (fixed, one), _ = ranks(2, trained_with_a_moving_scale, growth_interval=100)
     assert (scale, one) == (2.0**5, 1.0)
     assert torch.equal(moving, fixed)  # powers of two round nothing
+
+
+def some_ignored(ignore_index):
+    """(input, target) of 8 texts; rank 0 of two has more targets, and one micro-batch has none."""
+    generator = torch.Generator().manual_seed(1)
+    input, target = torch.randint(7, (2, 8, 5), generator=generator)
+    for row in range(8):
+        target[row, 5 - 5 * row // 8 :] = ignore_index
+    target[4:6] = ignore_index
+    return input, target
+
+
+def tagger():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Embedding(7, 4), torch.nn.Linear(4, 7), Transposed()).double()
+
+
+class Transposed(torch.nn.Module):
+    def forward(self, x):
+        return x.transpose(1, 2)
+
+
+def counted(rank, world_size, accumulation):
+    """How far a step is from one over the whole batch, by strategy and loss; and messages of 8 bytes."""
+    weight = torch.rand(7, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    losses = {
+        "function": lambda output, target: F.cross_entropy(output, target),
+        "partial": partial(F.cross_entropy, ignore_index=-1, weight=weight),
+        "module": torch.nn.CrossEntropyLoss(weight, ignore_index=-1, label_smoothing=0.1),
+    }
+    jobs = [(strategy, "function") for strategy in ("zero1", "fsdp", "torch_ddp", "torch_fsdp")]
+    jobs += [("ddp_bucketed", name) for name in losses]
+    off, small = {}, {}
+    for strategy, name in jobs:
+        whole = some_ignored(-100 if name == "function" else -1)
+        alone = tagger()
+        losses[name](alone(whole[0]), whole[1]).backward()
+        torch.optim.SGD(alone.parameters(), lr=0.5).step()
+        model = parallelize(tagger(), strategy)
+        trainer = Trainer(model, make_optimizer(model, strategy, torch.optim.SGD, lr=0.5), losses[name], accumulation)
+        with comm.record() as log:
+            loss = trainer.train_step(*(part.chunk(world_size)[rank] for part in whole))
+        state = getattr(model, "full_state_dict", model.state_dict)()
+        found = [t.full_tensor() if hasattr(t, "full_tensor") else t for t in state.values()]
+        off[strategy, name] = max(
+            (a - b).abs().max().item() for a, b in zip(found, alone.state_dict().values(), strict=True)
+        )
+        small[strategy, name] = sum(event.op == "all_reduce" and event.payload_bytes == 8 for event in log)
+        own = (part.chunk(world_size)[rank] for part in whole)
+        with torch.no_grad():
+            mean = losses[name](tagger()(next(own)), next(own))
+        assert loss.item() == pytest.approx(mean.item())
+    return off, small
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_each_target_that_is_not_ignored_weighs_the_same(ranks, world_size, accumulation):
+    for off, small in ranks(world_size, counted, accumulation=accumulation):
+        assert max(off.values()) < 1e-12, off
+        assert set(small.values()) == {world_size - 1}, small
+
+
+def equally(rank, world_size):
+    """Who sends no count: a loss that ignores nothing, or of floats; ranks in a join; local SGD."""
+    input = torch.zeros(2, 5, dtype=torch.int64)
+    sent = {}
+    for name, strategy, loss in (
+        ("labkit's", "ddp_bucketed", lambda o, t: models.cross_entropy(o.transpose(1, 2), t)),
+        ("floats", "ddp_bucketed", lambda o, t: F.mse_loss(o, torch.zeros_like(o))),
+        ("joined", "ddp_bucketed", lambda o, t: F.cross_entropy(o, t)),
+        ("local", "local_sgd", lambda o, t: F.cross_entropy(o, t)),
+    ):
+        model = parallelize(tagger(), strategy)
+        target = input.double() if name == "floats" else input
+        if name == "labkit's":
+            loss = wraps(models.cross_entropy)(loss)
+        trainer = Trainer(model, make_optimizer(model, strategy, torch.optim.SGD, every=9, lr=0.5), loss)
+        with model.join() if name == "joined" else nullcontext():
+            with comm.record() as log:
+                trainer.train_step(input, target)
+            sent[name] = sum(event.payload_bytes == 8 for event in log)
+    with pytest.raises(IndexError, match="-100 is out of bounds"):
+        models.cross_entropy(torch.zeros(2, 3), torch.tensor([0, -100]))
+    return sent
+
+
+def test_where_all_targets_count_nothing_is_sent(ranks):
+    for sent in ranks(2, equally):
+        assert set(sent.values()) == {0}, sent
+
+
+@pytest.mark.parametrize(
+    "scaler",
+    [
+        lambda: GradScaler("cpu", 2.0**126, hysteresis=2),
+        lambda: torch.amp.GradScaler("cpu", 2.0**126),
+        lambda: GradScaler(enabled=False),
+        lambda: torch.amp.GradScaler("cpu", enabled=False),
+    ],
+    ids=["hysteresis", "torch", "disabled", "torch-disabled"],
+)
+@pytest.mark.filterwarnings("error:.*lr_scheduler.step:UserWarning")
+def test_the_schedule_stands_still_while_the_scaler_skips(scaler):
+    model, scaler = torch.nn.Linear(2, 1), scaler()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    trainer = Trainer(model, optimizer, torch.nn.functional.mse_loss, schedule=warmup(optimizer, 9), scaler=scaler)
+    steps = 0
+    for _ in range(8):
+        before = model.weight.clone()
+        assert optimizer.param_groups[0]["lr"] == pytest.approx((steps + 1) / 10)
+        trainer.train_step(torch.full((4, 2), 10.0), torch.zeros(4, 1))
+        steps += not torch.equal(before, model.weight)
+    assert (0 < steps < 8) == scaler.is_enabled()
 
 
 def test_hooks_are_called_after_each_step_with_its_loss():

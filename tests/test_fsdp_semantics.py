@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from labkit import comm, recompute
 from labkit.amp import GradScaler
 from labkit.fsdp import FSDP
+from labkit.parts.clip import clip_grad_norm_
 
 WIDTH = 5
 
@@ -384,6 +385,9 @@ def clipped_too_early(rank, world_size):
         plain_loss(model, rank).backward()
     with pytest.raises(RuntimeError, match="not been averaged"):
         model.clip_grad_norm_(1.0)
+    for norm_type in (0, -float("inf")):
+        with pytest.raises(ValueError, match=f"norm_type={norm_type} of shards is not known: it must be positive"):
+            clip_grad_norm_({}, 1.0, norm_type)
 
 
 def test_clipping_what_no_sync_keeps_is_told(ranks):

@@ -7,8 +7,13 @@ import torch
 from torch import nn
 
 from labkit import comm
+from labkit.amp import GradScaler, MasterWeights
 from labkit.ddp import DDP
+from labkit.fsdp import FSDP
 from labkit.horovod import Compression, DistributedOptimizer, broadcast_optimizer_state, broadcast_parameters
+from labkit.local_sgd import LocalSGD
+from labkit.trainer import Trainer
+from labkit.zero import ZeRO1
 
 
 def build(seed=0):
@@ -149,6 +154,19 @@ def guards(rank, world_size):
         optimizer.zero_grad()
     with pytest.raises(RuntimeError, match=r"'4.bias' got gradient number 2 .* backward_passes_per_step is 1"):
         model(data(rank, 0)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"'4.bias' was changed while it was being averaged"):
+        optimizer.synchronize()
+    optimizer.zero_grad()
+    model(data(rank, 0)).sum().backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    with pytest.raises(RuntimeError, match="was changed while it was being averaged: call synchronize"):
+        optimizer.step()
+    model.zero_grad()
+    model(data(rank, 0)).sum().backward()
+    model.zero_grad()
+    with pytest.raises(RuntimeError, match="was changed while it was being averaged"):
+        optimizer.step()
+    model(data(rank, 0)).sum().backward()
     optimizer.synchronize()
     with pytest.warns(UserWarning, match="skip_synchronize"):
         optimizer.step()
@@ -160,6 +178,80 @@ def test_the_guards(ranks):
     assert ranks(2, guards) == [True, True]
 
 
+def scaled_steps(model, optimizer, rank, scaler, clip=None):
+    """Of six steps the third overflows, on rank 0 alone."""
+    for step in range(6):
+        optimizer.zero_grad()
+        loss = model(data(rank, step)).square().sum() * (torch.inf if step == 2 and rank == 0 else 1.0)
+        scaler.scale(loss).backward()
+        if clip:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        scaler.step(optimizer)
+        scaler.update()
+    return weights(model), scaler.get_scale()
+
+
+def with_scalers(rank, world_size, clip, settings):
+    model = DDP(build())
+    wanted = scaled_steps(model, sgd(model), rank, GradScaler("cpu", 1024.0), clip)
+    assert wanted[1] == 512.0
+    for scaler_class in (GradScaler, torch.amp.GradScaler):
+        model = build()
+        optimizer = DistributedOptimizer(sgd(model), model.named_parameters(), **settings)
+        found = scaled_steps(model, optimizer, rank, scaler_class("cpu", init_scale=1024.0), clip)
+        assert found[1] == wanted[1] and gap(found[0], wanted[0]) == 0.0, scaler_class
+
+
+@pytest.mark.parametrize("settings", [{}, {"bucket_cap_mb": 0}], ids=str)
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_a_scaler_waits_for_the_averages(ranks, clip, settings):
+    ranks(2, with_scalers, clip=clip, settings=settings)
+
+
+def by_trainers(rank, world_size):
+    """The clip waits for the averages without a scaler, too."""
+    model, twin = build(), DDP(build())
+    trainers = [
+        Trainer(model, DistributedOptimizer(sgd(model), model.named_parameters()), nn.functional.mse_loss, clip=0.1),
+        Trainer(twin, sgd(twin), nn.functional.mse_loss, clip=0.1),
+    ]
+    for step in range(3):
+        for trainer in trainers:
+            trainer.train_step(data(rank, step), data(rank, step + 10))
+    assert gap(weights(model), weights(twin)) == 0.0
+    assert trainers[0].gradient_norm == trainers[1].gradient_norm > 0.1
+
+
+def test_a_trainer_clips_the_averages(ranks):
+    ranks(2, by_trainers)
+
+
+def added(rank, world_size):
+    model, twin = build(), DDP(build())
+    optimizer = DistributedOptimizer(torch.optim.SGD(model[2:].parameters(), 0.1), model[2:].named_parameters())
+    plain = torch.optim.SGD(twin.module[2:].parameters(), 0.1)
+    for each, part in ((optimizer, model), (plain, twin.module)):
+        each.add_param_group({"params": part[0].parameters(), "lr": 0.2})
+    for step in range(3):
+        for each, part in ((optimizer, model), (plain, twin)):
+            each.zero_grad()
+            part(data(rank, step)).square().sum().backward()
+            if part is model:
+                with pytest.raises(RuntimeError, match=r"between backward\(\) and step\(\)"):
+                    each.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+            each.step()
+    assert gap(weights(model), weights(twin)) <= 1e-15
+    model[0].bias.requires_grad_(True)
+    model(data(rank, 0)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"shape \[8\] was unfrozen after"):
+        optimizer.step()
+
+
+def test_an_added_group_is_averaged(ranks):
+    ranks(2, added)
+
+
 def bad_arguments(rank, world_size):
     model = build()
     named = list(model.named_parameters())
@@ -169,6 +261,15 @@ def bad_arguments(rank, world_size):
         DistributedOptimizer(sgd(model), named[:-1])
     with pytest.raises(ValueError, match="at least 1, not 0"):
         DistributedOptimizer(sgd(model), named, backward_passes_per_step=0)
+    for wrong, kind in (
+        (MasterWeights(model.parameters(), torch.optim.SGD), "MasterWeights"),
+        (ZeRO1(build().parameters(), torch.optim.SGD), "ZeRO1"),
+        (torch.optim.SGD(FSDP(build()).parameters()), "an optimizer of FSDP's shards"),
+    ):
+        with pytest.raises(ValueError, match=f"DistributedOptimizer cannot wrap {kind}"):
+            DistributedOptimizer(wrong)
+        with pytest.raises(ValueError, match=f"LocalSGD cannot wrap {kind}"):
+            LocalSGD(wrong)
 
 
 def test_bad_arguments_are_clear_errors(ranks):

@@ -227,3 +227,19 @@ def test_ranks_that_differ_are_told(ranks):
 def test_every_must_be_a_number_of_steps(every):
     with pytest.raises(ValueError, match="every must be"):
         LocalSGD(INNER["sgd"](net().parameters()), every=every)
+
+
+def added(rank, world_size):
+    for kind in (LocalSGD, DiLoCo):
+        module = net()
+        optimizer = kind(torch.optim.SGD(module[2:].parameters(), 0.1), every=2)
+        with pytest.raises(RuntimeError, match=f"{kind.__name__} averages the parameters that it was constructed with"):
+            optimizer.add_param_group({"params": module[0].parameters()})
+        one_step(module, optimizer, rank, 0)
+        optimizer.inner.add_param_group({"params": module[0].parameters()})
+        with pytest.raises(RuntimeError, match=r"shape \[10, 6\] was added or unfrozen after"):
+            one_step(module, optimizer, rank, 1)
+
+
+def test_parameters_that_would_not_be_averaged_are_refused(ranks):
+    ranks(2, added)

@@ -145,6 +145,24 @@ def test_schedulers_groups_and_mixed_dtypes():
     assert frozen.tolist() == [1, 1]
 
 
+def test_an_added_group_gets_masters():
+    first, second, full = (torch.nn.Parameter(torch.ones(1, dtype=torch.bfloat16)) for _ in range(3))
+    full.data = full.data.float()
+    optimizer = MasterWeights([first], torch.optim.SGD, lr=1.0)
+    optimizer.add_param_group({"params": second})
+    optimizer.add_param_group({"params": [full], "lr": 0.5})
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=1.0)
+    for _ in range(64):
+        optimizer.zero_grad()
+        ((first.float() + second.float() + full) * 2**-10).sum().backward()
+        optimizer.step()
+        schedule.step()
+    assert first.item() == second.item() == 1 - 64 * 2**-10 and full.item() == 1 - 32 * 2**-10
+    assert len(optimizer.state_dict()["masters"]) == len(optimizer.param_groups) == 3
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        optimizer.add_param_group({"params": [first]})
+
+
 def test_what_cannot_be_is_said():
     optimizer = MasterWeights(build(torch.bfloat16).parameters(), torch.optim.SGD, lr=0.1)
     with pytest.raises(RuntimeError, match="takes no closure"):

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from test_composition import BATCH, F64, FSDP_BLOCKS, JOBS, LENGTH, LOSS, PIPELINED, gpt, part_of_batch, plan, text
 
 from labkit.checkpoint import CheckpointError, Checkpoints
@@ -232,6 +233,49 @@ def two_accumulations(rank, world_size):
 def test_a_pipeline_accumulates_over_its_own_micro_batches(ranks):
     for said in ranks(2, two_accumulations):
         assert "accumulation=2: a pipeline accumulates over its micro-batches, and has 4" in said
+
+
+def padded_loss(output, target):
+    return F.cross_entropy(output.flatten(0, -2), target.flatten())
+
+
+def padded():
+    """A batch of which some targets are ignored, in each part another number: of the first samples all."""
+    input, target = text(0)
+    target = target.masked_fill(target > 110, -100)
+    target[: BATCH // 4] = -100
+    return input, target
+
+
+def with_padding(rank, world_size, jobs):
+    """How far a step with ignored targets is from that of one process, and the evaluation."""
+    alone = gpt(0)
+    whole = padded()
+    dataset = list(zip(*whole, strict=True))
+    with torch.no_grad():
+        before = padded_loss(alone(whole[0]), whole[1]).item()
+    padded_loss(alone(whole[0]), whole[1]).backward()
+    torch.optim.SGD(alone.parameters(), lr=0.5).step()
+    off = []
+    for job in jobs:
+        axes, options = JOBS[job]
+        options = options | {"loss": padded_loss} if "pp" in axes else options
+        model = Composed(gpt(0), Mesh(axes), plan(), **options)
+        accumulation = 1 if "pp" in axes else 2
+        trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.5), padded_loss, accumulation)
+        off.append(abs(trainer.evaluate(dataset) - before))
+        parts, place = (model.mesh.size("dp"), model.mesh.rank("dp")) if "dp" in axes else (1, 0)
+        loss = trainer.train_step(*(model.own_tokens(part.chunk(parts)[place]) for part in whole))
+        assert loss.isfinite() and loss > 0
+        found = model.full_state_dict()
+        off += [(found[name] - value).abs().max().item() for name, value in alone.state_dict().items()]
+    return max(off)
+
+
+@pytest.mark.slow
+def test_each_target_that_is_not_ignored_weighs_the_same_on_a_mesh(ranks):
+    jobs = ("fsdp 2 x tp 2", "cp 2 x tp 2", "pp 2 x tp 2, two stages a rank", "pp 2 x dp 2, from both ends")
+    assert max(ranks(4, with_padding, jobs=jobs)) < 1e-12
 
 
 def in_parts(rank, world_size):

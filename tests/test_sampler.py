@@ -1,3 +1,5 @@
+import math
+from functools import partial
 from itertools import chain
 
 import pytest
@@ -10,7 +12,8 @@ from torch.utils.data import DistributedSampler as TorchSampler
 
 from labkit import comm, models
 from labkit.models import data
-from labkit.sampler import DistributedSampler, correct, evaluate
+from labkit.sampler import DistributedSampler, correct, count_targets, evaluate
+from labkit.trainer import Trainer
 
 
 def shares(samples, ranks, epoch=0, **arguments):
@@ -187,6 +190,63 @@ def test_uneven_batches_do_not_hang_a_model_that_communicates(ranks, samples, ba
 def uneven_alone(samples):
     inputs, targets = torch.linspace(0, 1, samples), torch.arange(samples) % 2
     return (int((torch.stack([inputs, 1 - inputs], 1).argmax(1) == targets).sum()), samples)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.bfloat16, torch.float64, None], ids=str)
+def test_inputs_are_what_the_dataset_has(dtype):
+    """One parameter does not stand for the model: not the first, and there may be none."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            if dtype is not None:
+                self.table = nn.Parameter(torch.ones(1, dtype=dtype), requires_grad=False)
+
+        def forward(self, x):
+            return x.double()
+
+    inputs = torch.tensor([[0.1], [0.7]])
+    dataset = TensorDataset(inputs, torch.zeros(2, 1))
+    assert evaluate(Net(), dataset, lambda output, target: output.sum()).total == inputs.double().sum().item()
+    assert evaluate(Net(), dataset, lambda output, _: output.sum(), dtype=torch.int8).total == 0
+
+
+def test_ignored_targets_are_not_counted():
+    model, inputs = nn.Linear(4, 7), torch.randn(13, 4)
+    targets = torch.arange(13) % 7
+    targets[2:9] = -100  # a whole batch of three is ignored
+    dataset = TensorDataset(inputs, targets)
+    for counted, loss in (
+        (count_targets, nn.CrossEntropyLoss(reduction="sum")),
+        (partial(count_targets, ignore_index=3), nn.CrossEntropyLoss(ignore_index=3, reduction="sum")),
+        (partial(count_targets, weight=(w := torch.rand(7))), nn.CrossEntropyLoss(w, reduction="sum")),
+    ):
+        if loss.ignore_index == 3:
+            targets[2:9] = 3
+        mean = nn.CrossEntropyLoss(loss.weight, ignore_index=loss.ignore_index)
+        found = evaluate(model, dataset, loss, batch_size=3, count=counted)
+        assert found.mean == pytest.approx(mean(model(inputs), targets).item())
+        whole = Trainer(model, None, mean).evaluate(dataset)
+        assert whole == pytest.approx(found.mean)
+        targets[2:9] = -100
+    assert evaluate(model, dataset, batch_size=3).count == 6
+    bytes_ = torch.tensor([156, 1], dtype=torch.uint8)
+    assert count_targets(bytes_) == 2 and count_targets(torch.zeros(3, 2)) == 6
+    assert math.isnan(evaluate(model, TensorDataset(inputs, torch.full((13,), -100))).mean)
+
+
+@pytest.mark.parametrize(
+    ("sample", "words"),
+    [
+        ({"input_ids": torch.ones(4), "labels": 1}, "a dict with 'input_ids', 'labels'"),
+        ((torch.ones(4), torch.ones(1), 1), r"\(Tensor, Tensor, Tensor\)"),
+        (({"x": torch.ones(4)}, 1), r"\(dict, Tensor\)"),
+        (torch.ones(4), "a Tensor"),
+    ],
+)
+def test_samples_are_pairs(sample, words):
+    with pytest.raises(TypeError, match=rf"samples \(input, target\).* are {words}: wrap it in a dataset of pairs"):
+        evaluate(nn.Linear(4, 7), [sample] * 3)
 
 
 def under_torch_ddp(rank, world_size):

@@ -2,7 +2,7 @@
 
 import copy
 from functools import partial
-from itertools import chain
+from itertools import chain, product
 from types import SimpleNamespace
 
 import pytest
@@ -343,6 +343,53 @@ def test_cross_entropy_of_logits_that_nobody_has_whole(ranks, reduction):
     for world_size in (1, 2, 3):
         for gap, payloads in ranks(world_size, losses_of_words, reduction=reduction):
             assert gap < 1e-11 and payloads == [15 * 8, 2 * 15 * 8]  # gradients reach 1e3
+
+
+def losses_with_settings(rank, world_size):
+    """As F.cross_entropy, with class weights and smoothed labels, also where the last words are padding."""
+    generator = torch.Generator().manual_seed(3)
+    worst = 0.0
+    for padding in (0, 1):
+        words = VOCAB - padding
+        logits = 10 * torch.randn(3, 5, words, generator=generator, dtype=F64)
+        target = torch.randint(words, (3, 5), generator=generator)
+        target[1, 2:] = 1
+        weight = torch.rand(words, generator=generator, dtype=F64)
+        weight[4] = 0.0
+        for given, smoothing, reduction in product((None, weight), (0.0, 0.3, 1.0), ("mean", "sum", "none")):
+            settings = {"weight": given, "label_smoothing": smoothing, "reduction": reduction, "ignore_index": 1}
+            whole = logits.clone().requires_grad_()
+            mine = F.pad(logits, (0, padding), value=-torch.inf).chunk(world_size, -1)[rank].clone().requires_grad_()
+            ours = VocabularyParallelCrossEntropy(**settings)(mine, target)
+            theirs = F.cross_entropy(whole.flatten(0, 1), target.flatten(), **settings)
+            for loss in (ours, theirs):
+                loss.square().sum().backward()
+            expected = F.pad(whole.grad, (0, padding)).chunk(world_size, -1)[rank]
+            gap = max((mine.grad - expected).abs().max().item(), (ours.flatten() - theirs).abs().max().item())
+            worst = max(worst, gap / max(1.0, theirs.detach().max().item()))
+    return worst
+
+
+def test_class_weights_and_label_smoothing_as_pytorchs(ranks):
+    for world_size in (1, 2, 3):
+        assert max(ranks(world_size, losses_with_settings)) < 1e-12
+
+
+def no_targets(rank, world_size):
+    logits = torch.zeros(2, 3, requires_grad=True)
+    loss = vocabulary_parallel_cross_entropy(logits, torch.full((2,), -100))
+    loss.backward()
+    for settings, words in (
+        ({"label_smoothing": 1.5}, "label_smoothing=1.5 must be between 0 and 1"),
+        ({"weight": torch.ones(7)}, r"weight has shape \[7\]: the vocabulary has 6 words"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            vocabulary_parallel_cross_entropy(logits, torch.zeros(2, dtype=torch.int64), **settings)
+    return loss.isnan().item(), logits.grad.abs().max().item()
+
+
+def test_the_mean_of_no_targets_has_no_gradient(ranks):
+    assert ranks(2, no_targets) == [(True, 0.0)] * 2
 
 
 def by_the_idea(rank, world_size):

@@ -13,6 +13,11 @@ import torch
 import torch.distributed as dist
 
 from labkit import train
+from labkit.amp import GradScaler, MasterWeights
+from labkit.composition import Composed
+from labkit.ddp import DDP
+from labkit.fsdp import FSDP
+from labkit.mesh import Mesh
 from labkit.preempt import Preemption, mean_and_wish
 from labkit.run import LaunchError, launch
 from labkit.run.context import Context
@@ -306,6 +311,40 @@ def test_clipping_is_of_the_unscaled_norm_of_all_ranks(ranks, strategy, precisio
     for found in ranks(2, clipped, strategy=strategy, precision=precision):
         for ours, theirs in zip(found, net.state_dict().values(), strict=True):
             assert torch.allclose(torch.tensor(ours), theirs, atol=1e-6 if precision == "fp32" else 1e-3)
+
+
+def clipped_masters(rank, world_size):
+    """Per model and loss scale: the norm before clipping, and the length of the step."""
+    found = {}
+    for name, scale in (("ddp", None), ("ddp", 64.0), ("fsdp", None), ("fsdp", 64.0), ("mesh", 64.0)):
+        module = small_net().half()
+        wrap = {"ddp": DDP, "fsdp": FSDP, "mesh": lambda m: Composed(m, Mesh({"dp": 2}), wrap=FSDP)}[name]
+        model = wrap(module)
+        optimizer = MasterWeights(model.parameters(), torch.optim.SGD, lr=1.0)
+        scaler = GradScaler("cpu", scale or 1.0, enabled=scale is not None)
+        loss = lambda output, target: torch.nn.functional.mse_loss(output.float(), target)  # noqa: E731
+        trainer = Trainer(model, optimizer, loss, clip=0.1, scaler=scaler)
+        x, y = (part[rank::world_size] for part in small_batches()[0])
+        before = [p.detach().clone() for p in optimizer.param_groups[0]["params"]]
+        trainer.train_step(x.half(), y)
+        pairs = zip(before, optimizer.param_groups[0]["params"], strict=True)
+        moved = sum((b - a).square().sum().double() for b, a in pairs)
+        if name != "ddp":
+            torch.distributed.all_reduce(moved)
+            with pytest.raises(RuntimeError, match="MasterWeights has shards of FSDP"):
+                optimizer.clip_grad_norm_(1.0)
+        found[name, scale] = trainer.gradient_norm.item(), moved.sqrt().item()
+    return found
+
+
+def test_gradients_that_have_moved_to_master_weights_are_clipped(ranks):
+    net = small_net()
+    x, y = small_batches()[0]
+    torch.nn.functional.mse_loss(net(x), y).backward()
+    norm = torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1).item()
+    for found in ranks(2, clipped_masters):
+        for one in found.values():
+            assert one == pytest.approx((norm, 0.1), rel=2e-3)
 
 
 # ---- torchrun's own restarts

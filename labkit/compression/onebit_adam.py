@@ -43,8 +43,9 @@ class OneBitAdam(torch.optim.Optimizer):
     compressor: of the momentum, OneBit() unless another is given.
 
     After the warm-up p.grad is the new momentum, no gradient any more: do not clip it, nor use a
-    loss scale. Where warmup or steps differ between ranks, the next backward raises ValueError on
-    all of them. state_dict() holds this rank's residual too.
+    loss scale (labkit's GradScaler and a Trainer that clips raise RuntimeError). Where warmup or
+    steps differ between ranks, the next backward raises ValueError on all of them. state_dict()
+    holds this rank's residual too.
     """
 
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, warmup=100, compressor=None):
@@ -79,6 +80,12 @@ class OneBitAdam(torch.optim.Optimizer):
             if self.state[p]:  # else it has never had a gradient
                 gradient.add_(self.state[p]["m"], alpha=b1[p])
         return self.compressor.hook(group, bucket)
+
+    def take_gradients(self):
+        """GradScaler.unscale_() begins with it, and so does Trainer before it clips."""
+        raise RuntimeError(
+            "OneBitAdam takes no loss scale and no clipping: after its warm-up .grad has momenta"
+        )
 
     @torch.no_grad()
     def step(self, closure=None):

@@ -11,6 +11,7 @@ tiny is for tests and first looks (a batch of 32: milliseconds on one core), med
 
 import inspect
 
+import torch
 from torch.nn import functional as F
 
 from labkit.models import data
@@ -22,6 +23,7 @@ from labkit.models.resnet import ResNet, is_plain_block
 
 __all__ = ["SIZES", "build", "cross_entropy", "data", "emulate", "loss", "unit"]
 
+NONE_IGNORED = torch.iinfo(torch.int64).min
 CLASSES = {"mlp": MLP, "resnet": ResNet, "gpt": GPT}
 SIZES = {
     "mlp": {
@@ -77,5 +79,11 @@ def unit(name):
 
 
 def cross_entropy(output, target):
-    """Mean cross-entropy of all: output [..., classes] floats, target [...] int64 -> scalar."""
-    return F.cross_entropy(output.flatten(0, -2), target.flatten())
+    """Mean cross-entropy of all: output [..., classes] floats, target [...] int64 -> scalar.
+
+    Every target counts: -100 is an error, as any number is that is no class.
+    """
+    return F.cross_entropy(output.flatten(0, -2), target.flatten(), ignore_index=NONE_IGNORED)
+
+
+cross_entropy.ignore_index = None  # so Trainer need not ask other ranks how many targets they have

@@ -130,6 +130,11 @@ class Bucket:
 
     def receive(self, averaged):
         """What a hook's future brought: any shape and dtype, the buffer or another tensor."""
+        if not isinstance(averaged, torch.Tensor):
+            raise TypeError(
+                f"a comm hook's future has brought {type(averaged).__name__}: "
+                "it must be the averaged tensor"
+            )
         if averaged.data_ptr() != self._flat.data_ptr():
             self._flat.copy_(averaged.view(-1))
 

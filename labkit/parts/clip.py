@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from labkit import comm
+from labkit.parts.master_weights import holder
 
 
 @torch.no_grad()
@@ -21,13 +22,20 @@ def clip_grad_norm_(copies, max_norm, norm_type=2.0, group=None, device="cpu"):
 
     copies: {parameter: how many ranks of the group hold the same of it}, 1 for a shard: whatever is
     there several times counts once. Collective. As torch.nn.utils.clip_grad_norm_ on the averaged
-    gradients in one process.
+    gradients in one process. Gradients that MasterWeights has moved to fp32 are clipped there.
+    norm_type: positive, or inf. ValueError for another: PyTorch's norms of type 0 and -inf are of
+    whole tensors, which no rank has.
     """
+    if not norm_type > 0:
+        raise ValueError(f"norm_type={norm_type} of shards is not known: it must be positive")
+    copies = {holder(p): ranks for p, ranks in copies.items()}
     infinite = norm_type == float("inf")
     total = torch.zeros((), dtype=torch.float64, device=device)
     for p, ranks in copies.items():
         if p.grad is not None and p.grad.numel():  # a shard may hold none of a tensor
-            norm = torch.linalg.vector_norm(p.grad, norm_type).to(device, torch.float64)
+            dtype = torch.promote_types(p.grad.dtype, torch.float32)
+            norm = torch.linalg.vector_norm(p.grad, norm_type, dtype=dtype)
+            norm = norm.to(device, torch.float64)
             total = torch.maximum(total, norm) if infinite else total + norm.pow(norm_type) / ranks
     comm.all_reduce(total, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group)
     total = total if infinite else total.pow(1 / norm_type)

@@ -9,10 +9,34 @@ have met.
 
 import threading
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from labkit.parts.bucket import Bucket
+
 PATIENCE = 1.0  # seconds between two looks into the store
+
+
+def future_from(returned):
+    """What a comm hook has returned. Raises TypeError if it cannot be waited for."""
+    if not hasattr(returned, "wait"):
+        raise TypeError(
+            f"a comm hook returned {type(returned).__name__}: "
+            "it must return a torch.futures.Future of the averaged tensor"
+        )
+    return returned
+
+
+def check_annotations(hook):
+    """Raise ValueError, as PyTorch does, for a hook annotated with other types than it handles."""
+    told = getattr(hook, "__annotations__", {})
+    for name, right in (("bucket", (dist.GradBucket, Bucket)), ("return", (torch.futures.Future,))):
+        found = told.get(name)
+        if isinstance(found, type) and not issubclass(found, right):
+            raise ValueError(
+                f"comm hook: {name} is annotated {found.__name__}, and must be {right[0].__name__}"
+            )
 
 
 class RankFailed(RuntimeError):
@@ -38,7 +62,7 @@ class HookFailures:
     def call(self, hook, state, bucket):
         """hook(state, bucket); if it raises, so will the others' wait."""
         try:
-            return hook(state, bucket)
+            return future_from(hook(state, bucket))
         except Exception as error:
             told = f"the comm hook of rank {dist.get_rank()} raised {type(error).__name__}: {error}"
             _get_default_store().set(self._key(self._count(1)), f"{self.step} {told}")

@@ -12,9 +12,15 @@ Held per rank: 2 P (model) + 4 P (masters) + the optimizer's states in fp32, P p
 2 P, then 4 P. Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.1.
 """
 
+import weakref
+
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from labkit.parts.pickling import NotPickled
+from labkit.parts.sharded_optimizer import ShardedOptimizer
+
+MASTERS = WeakTensorKeyDictionary()  # parameter -> weak reference to its master
 
 
 class MasterWeights(NotPickled, torch.optim.Optimizer):
@@ -38,6 +44,24 @@ class MasterWeights(NotPickled, torch.optim.Optimizer):
         ]
         super().__init__(self.optimizer.param_groups, self.optimizer.defaults)
         self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
+        self._note_masters()
+
+    def _note_masters(self):
+        MASTERS.update((p, weakref.ref(master)) for p, master in self.pairs())
+
+    def add_param_group(self, param_group):
+        """As torch's; 16-bit parameters get masters."""
+        if self.param_groups is not self.optimizer.param_groups:  # while torch's class constructs
+            return super().add_param_group(param_group)
+        params = param_group["params"]
+        params = [params] if isinstance(params, torch.Tensor) else list(params)
+        if any(p is model for p in params for model in self._models):
+            raise ValueError("some parameters appear in more than one parameter group")
+        masters = [master_of(p) for p in params]
+        self.optimizer.add_param_group({**param_group, "params": masters})
+        self._models += params
+        self._masters += masters
+        self._note_masters()
 
     def pairs(self):
         """(parameter, its master), where they are two."""
@@ -55,10 +79,19 @@ class MasterWeights(NotPickled, torch.optim.Optimizer):
             for p, master in pairs:
                 master.grad, p.grad = None if p.grad is None else p.grad.float(), None
 
-    def clip_grad_norm_(self, max_norm):
-        """Clip the norm of the masters' gradients to max_norm; returns the norm before, scalar."""
+    def clip_grad_norm_(self, max_norm, norm_type=2.0):
+        """Clip the norm of the masters' gradients to max_norm; returns the norm before, scalar.
+
+        For a model that is whole on this rank. Of shards, the model's clip_grad_norm_ knows the
+        norm of all ranks, and finds the gradients that have been moved to the masters.
+        """
+        if any(hasattr(p, "is_piece") for p in self._models):
+            raise RuntimeError(
+                "MasterWeights has shards of FSDP, and only their own norm: call clip_grad_norm_ "
+                "of the model"
+            )
         self.take_gradients()
-        return torch.nn.utils.clip_grad_norm_(self._masters, max_norm)
+        return torch.nn.utils.clip_grad_norm_(self._masters, max_norm, norm_type)
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -102,6 +135,28 @@ class MasterWeights(NotPickled, torch.optim.Optimizer):
             master.copy_(saved)
         for p, master in self.pairs():
             p.copy_(master)
+
+
+def refuse_copies(name, optimizer):
+    """Raise ValueError where the optimizer works on copies or pieces of the model's parameters.
+
+    name: of the class that would treat those as the model's own.
+    """
+    pieces = any(
+        hasattr(p, "is_piece") for group in optimizer.param_groups for p in group["params"]
+    )
+    if pieces or isinstance(optimizer, MasterWeights | ShardedOptimizer):
+        kind = "an optimizer of FSDP's shards" if pieces else type(optimizer).__name__
+        raise ValueError(
+            f"{name} cannot wrap {kind}: it needs a torch.optim optimizer of the model's own, "
+            "whole parameters"
+        )
+
+
+def holder(p):
+    """The tensor with the gradient of parameter p: its master if MasterWeights has moved it."""
+    master = MASTERS[p]() if p.grad is None and p in MASTERS else None
+    return p if master is None else master
 
 
 def master_of(p):

@@ -7,6 +7,7 @@
     backward           softmax - one at the target: of a rank's own words, without a message
 
 Sent per rank: 3 numbers a token in two all-reduces; gathering would send V/n of them, n-1 times.
+Label smoothing needs one number a token more: the sum of its logits.
 Shoeybi et al., Megatron-LM, 2019, section 3 (fused with the cross entropy).
 """
 
@@ -18,7 +19,13 @@ from labkit import comm
 
 
 def vocabulary_parallel_cross_entropy(
-    logits, target, group=None, ignore_index=-100, reduction="mean"
+    logits,
+    target,
+    group=None,
+    ignore_index=-100,
+    reduction="mean",
+    weight=None,
+    label_smoothing=0.0,
 ):
     """F.cross_entropy of logits of which each rank has V/n words. Collective.
 
@@ -26,35 +33,78 @@ def vocabulary_parallel_cross_entropy(
     the whole vocabulary; both in any shape, the same on all ranks. Returns, on all ranks, a scalar;
     with reduction="none" losses like target. Logits of 16 bits have losses of 32, as under
     PyTorch's autocast. RuntimeError for a second derivative.
+    weight: [V] of the whole vocabulary without padding, the same on all ranks. label_smoothing: in
+    [0, 1]; without a weight, words whose logits are -inf for all tokens are padding.
     """
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"there is no reduction {reduction!r}, only 'mean', 'sum' and 'none'")
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"label_smoothing={label_smoothing} must be between 0 and 1")
+    words = logits.shape[-1] * dist.get_world_size(group)
+    if weight is not None and not (weight.dim() == 1 and 0 < len(weight) <= words):
+        raise ValueError(f"weight has shape {list(weight.shape)}: the vocabulary has {words} words")
     counts = target != ignore_index
     logits = logits.float() if logits.element_size() < 4 else logits
-    losses = CrossEntropy.apply(logits, target, counts, group)
+    weights = counts.to(logits.dtype)  # of each token
+    if weight is not None:
+        # A target behind the end of weight makes a loss of NaN.
+        padded = weight.new_full((words,), torch.nan, dtype=logits.dtype)
+        padded[: len(weight)] = weight
+        weights = padded[target.clamp(0, words - 1)].where(counts, 0.0)
+    smooth = smoothing(logits.detach(), group, weight, label_smoothing) if label_smoothing else None
+    losses = CrossEntropy.apply(logits, target, counts, group, weights, smooth, label_smoothing)
     if reduction == "none":
         return losses
-    return losses.sum() / counts.sum() if reduction == "mean" else losses.sum()
+    return losses.sum() / weights.sum() if reduction == "mean" else losses.sum()
+
+
+def smoothing(logits, group, weight, label_smoothing):
+    """(of this rank's words [V/n], their sum over all words []): label_smoothing x weight / V."""
+    own = logits.shape[-1]
+    begin = dist.get_rank(group) * own
+    if weight is None:
+        weight = (~logits.isneginf().reshape(-1, own).all(0)).to(logits.dtype)
+        total = weight.sum()
+        comm.all_reduce(total, group=group)
+        return weight * (label_smoothing / total), total.new_tensor(label_smoothing)
+    weight = weight.to(logits.dtype) * (label_smoothing / len(weight))
+    shares = logits.new_zeros(own)
+    part = weight[begin : begin + own]
+    shares[: len(part)] = part
+    return shares, weight.sum()
 
 
 class VocabularyParallelCrossEntropy(nn.Module):
     """The function with its settings, as nn.CrossEntropyLoss. forward: (logits, target)."""
 
-    def __init__(self, group=None, ignore_index=-100, reduction="mean"):
+    def __init__(
+        self, group=None, ignore_index=-100, reduction="mean", weight=None, label_smoothing=0.0
+    ):
         super().__init__()
         self.group, self.ignore_index, self.reduction = group, ignore_index, reduction
+        self.label_smoothing = label_smoothing
+        self.register_buffer("weight", weight)
 
     def forward(self, logits, target):
         return vocabulary_parallel_cross_entropy(
-            logits, target, self.group, self.ignore_index, self.reduction
+            logits,
+            target,
+            self.group,
+            self.ignore_index,
+            self.reduction,
+            self.weight,
+            self.label_smoothing,
         )
 
 
 class CrossEntropy(torch.autograd.Function):
-    """forward: (logits, target, which tokens count, group) -> losses, like target."""
+    """forward -> losses, like target.
+
+    counts: which tokens do. weights: of each token. smooth: None, or what `smoothing` returns.
+    """
 
     @staticmethod
-    def forward(ctx, logits, target, counts, group):
+    def forward(ctx, logits, target, counts, group, weights, smooth, label_smoothing):
         words, n = logits.shape[-1], dist.get_world_size(group)
         known = (target >= 0) & (target < words * n) | ~counts
         torch._assert_async(known.all(), f"a target is not one of {words * n} words")
@@ -70,16 +120,31 @@ class CrossEntropy(torch.autograd.Function):
         # -inf alone may be an overflow; +inf, which no logit minus the largest is, tells all ranks
         padded = logits[..., -1].isneginf().all()
         wanted = wanted.masked_fill(padded & wanted.isneginf(), torch.inf)
-        sums = torch.stack([exps.sum(-1), wanted])
+        sums = [exps.sum(-1), wanted]
+        if smooth is not None:
+            sums.append(shifted.masked_fill_(smooth[0] == 0, 0.0) @ smooth[0])
+        sums = torch.stack(sums)
         comm.all_reduce(sums, group=group)
         torch._assert_async((sums[1] != torch.inf).all(), "a target is padding, and no word")
-        ctx.save_for_backward(exps.div_(sums[0].unsqueeze(-1)), own, here, counts)
-        return (sums[0].log() - sums[1]).where(counts, 0.0)
+        softmax, log = exps.div_(sums[0].unsqueeze(-1)), sums[0].log()
+        weights = weights * (1 - label_smoothing)
+        losses = weights * (log - sums[1])
+        shares, total = smooth or (None, None)
+        if smooth is not None:
+            losses += total * log - sums[2]
+        ctx.save_for_backward(softmax, own, here, counts, weights, shares, total)
+        return losses.where(counts, 0.0)
 
     @staticmethod
     def backward(ctx, gradient):
         if torch.is_grad_enabled():  # create_graph: the softmax would be taken for a constant
             raise RuntimeError("a cross entropy over shards has no second derivative")
-        softmax, own, here, counts = ctx.saved_tensors
-        result = softmax.scatter_add(-1, own, -here.to(softmax.dtype).unsqueeze(-1))
-        return result * (gradient * counts).unsqueeze(-1), None, None, None
+        softmax, own, here, counts, weights, shares, total = ctx.saved_tensors
+        mass = weights if shares is None else weights + total
+        result = softmax * mass.unsqueeze(-1)
+        result.scatter_add_(-1, own, -(weights * here).unsqueeze(-1))
+        if shares is not None:
+            result -= shares
+        # where, not a product: the mean of no tokens has a gradient of inf
+        result *= gradient.where(counts, 0.0).unsqueeze(-1)
+        return result, None, None, None, None, None, None
