@@ -29,7 +29,7 @@ from labkit.measure.timeline import Timeline
 from labkit.preempt import mean_and_wish
 from labkit.run.experiment import Experiment
 from labkit.run.participant import Participant
-from labkit.train import main
+from labkit.run.training import main
 from labkit.trainer import Trainer
 
 PHASES = ("data_ms", "forward_ms", "backward_ms", "optimizer_ms")
