@@ -40,13 +40,9 @@ def checks(device, folder):
     """The most telling first: is it right, does a training run, do the notebooks."""
     python, ranks = sys.executable, "1"
     pytest = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={folder / 'tests.xml'}"]
-    tests = (
-        ["-m", "gpu", *map(str, marked(ROOT))]
-        if device == "cuda"
-        else [str(ROOT / "tests" / "test_gpu_oracles.py"), "-k", "mesh"]
-    )
-    train = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, "-m", "--"]
-    train += ["labkit.train", "--model", "gpt", "--steps", "20"]
+    on_gpu = ["-m", "gpu", *map(str, marked(ROOT))]
+    tests = on_gpu if device == "cuda" else [str(ROOT / "tests" / "test_gpu_oracles.py"), "-k", "mesh"]
+    train = [python, "-m", "labkit.train", "--nproc", ranks, "--model", "gpt", "--steps", "20"]
     run = [python, str(ROOT / "scripts" / "run.py")]
     return [
         Check("tests", [*pytest, *tests], 200),
