@@ -15,7 +15,7 @@ import time
 import psutil
 import pytest
 
-from labkit.run import LaunchError, launch
+from labkit.run import LaunchError, console, launch
 from labkit.run.agent import say
 from labkit.run.client import AgentClient, agent
 from labkit.run.report import RankEnd, explain, read_ends
@@ -508,3 +508,23 @@ def test_two_notebooks_at_once():
     )
     kernels = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) for _ in range(2)]
     assert [kernel.communicate(timeout=200)[0].strip() for kernel in kernels] == [b"1", b"1"]
+
+
+def test_a_line_without_an_end_is_read_once(tmp_path):
+    """Gigabytes printed without a newline cost no more at the thousandth look than at the first."""
+    path = tmp_path / "log"
+    tail = console.Tail(path, longest=2000)
+    read = 0
+    with open(path, "ab", buffering=0) as file:
+        for _ in range(20):
+            file.write(b"x" * 3_000_000)
+            before = tail.position
+            assert list(tail.lines()) == []
+            read += tail.position - before
+        assert read == 20 * console.LOOK_BYTES and len(tail.begun) <= 2000
+        file.write(b"\nand\r\rthen\n\nlast")
+    assert len(tail.begun) == 2000
+    *shown, second, redrawn, third, fourth, last = tail.lines(final=True)
+    assert all(line.startswith("x") for line in shown) and len(shown) == 1
+    assert (second, redrawn, third, fourth, last) == ("and", "", "then", "", "last")
+    assert tail.position == path.stat().st_size and list(tail.lines(final=True)) == []

@@ -30,6 +30,7 @@ import pandas as pd
 import yaml
 
 from labkit.measure import fingerprint, machine
+from labkit.parts.own_files import lock_file, new_file
 from labkit.run.compare import compare
 from labkit.run.console import Bar
 from labkit.run.experiment import Experiment
@@ -194,7 +195,7 @@ class Part:
 def alone(folder):
     """Holds the folder: one sweep at a time writes into it."""
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "lock", "w") as lock:
+    with lock_file(folder / "lock") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -208,7 +209,7 @@ def write(folder, group, run, code):
     code: the fingerprint of what has measured them, kept in a file of its own.
     """
     name = fingerprint.digest(code)
-    put(folder / f"{name}.json", lambda file: file.write(json.dumps(code, indent=1) + "\n"))
+    put(folder / f"{name}.json", lambda file: file.write(json.dumps(code, indent=1).encode()))
     card = machine.card()
     about = {name: card[name] for name in ("cpu", "cores", "torch", "python")}
     about["gpus"] = ", ".join(gpu["name"] for gpu in card["gpus"]) or "none"
@@ -226,10 +227,10 @@ def write(folder, group, run, code):
 
 
 def put(path, save):
-    """Let save(file) write a file: whole or not there."""
+    """Let save(file), which writes bytes, make a file: whole or not there."""
     part = path.with_name(f"{path.name}.part")
     try:
-        with part.open("w", encoding="utf-8", newline="") as file:
+        with new_file(part) as file:
             save(file)
         part.replace(path)
     finally:
