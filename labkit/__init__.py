@@ -90,6 +90,7 @@ What is indented is in parts/: what the file above it stands on, and others may 
     checkpoint.py           each rank writes what it holds: a killed run loses nothing; on
         pieces.py           a state as ranges of named wholes, whatever has cut them
         places.py           which elements of a whole a tensor is; columns, which are none in a row
+        sharded_parts.py    FSDP, tensor parallelism and meshes inside wrappers and containers
         rows.py             what PyTorch's fully_shard has cut: rows are elements in a row
         as_it_is.py         what is neither a module nor a plain optimizer
         share_out.py        what several ranks hold alike is written once

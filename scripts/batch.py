@@ -10,9 +10,9 @@ import os
 import re
 import signal
 import sys
+import tempfile
 import threading
 import time
-import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -188,16 +188,17 @@ def execute(path, folder, values, *, timeout=900.0, progress=True, kernel="pytho
     os.environ["LABKIT_FIGURES"] = str(figures or folder / "figures")
     started = time.monotonic()
     before = psutil.Process().children(recursive=True)
-    # nbclient takes over SIGINT in the main thread; in another thread Ctrl-C stays ours, and so does the time limit.
-    job = Papermill(path, executed, values, progress, kernel)
-    job.start()
-    try:
-        if not job.done.wait(timeout):
-            outcome.error = f"still running after {timeout:.0f} s"
-    except KeyboardInterrupt:
-        outcome.error, outcome.interrupted = "interrupted", True
-    if not job.done.is_set():
-        stop_kernel(job, before)
+    with tempfile.TemporaryDirectory(prefix="lab-") as private:  # which no other user may enter
+        # nbclient takes over SIGINT in the main thread; in another Ctrl-C stays ours, and so does the time limit.
+        job = Papermill(path, executed, values, progress, kernel, connection(private))
+        job.start()
+        try:
+            if not job.done.wait(timeout):
+                outcome.error = f"still running after {timeout:.0f} s"
+        except KeyboardInterrupt:
+            outcome.error, outcome.interrupted = "interrupted", True
+        if not job.done.is_set():
+            stop_kernel(job, before)
     outcome.seconds = time.monotonic() - started
     outcome.error = outcome.error or (one_line(job.error) if job.error else "")
     if executed.exists():
@@ -208,10 +209,10 @@ def execute(path, folder, values, *, timeout=900.0, progress=True, kernel="pytho
 class Papermill(threading.Thread):
     """One notebook under papermill. `done` is set at the end (an interrupted join() would call a live thread dead)."""
 
-    def __init__(self, path, executed, values, progress, kernel):
+    def __init__(self, path, executed, values, progress, kernel, config):
         super().__init__(daemon=True)
         self.path, self.executed, self.values, self.progress, self.kernel = path, executed, values, progress, kernel
-        self.done, self.error = threading.Event(), None
+        self.config, self.done, self.error = config, threading.Event(), None
 
     def run(self):
         import papermill
@@ -224,7 +225,7 @@ class Papermill(threading.Thread):
                 kernel_name=self.kernel,
                 language="python",
                 extra_arguments=QUIET,
-                config=connection(),
+                config=self.config,
                 cwd=self.path.parent,
                 progress_bar={"desc": self.path.stem, "bar_format": BAR, "disable": None if self.progress else True},
             )
@@ -234,9 +235,13 @@ class Papermill(threading.Thread):
             self.done.set()
 
 
-def connection():
-    """How a kernel is reached: a port that was found free may be taken before the kernel has it, a name may not."""
-    named = {"transport": "ipc", "ip": f"@lab-{uuid.uuid4()}"} if sys.platform == "linux" else {}
+def connection(folder):
+    """How a kernel is reached: by sockets in the folder, which only this user may enter.
+
+    A port that was found free may be taken before the kernel has it, and any user of the machine may read what a kernel
+    publishes on a port, or on an abstract socket.
+    """
+    named = {"transport": "ipc", "ip": f"{folder}/kernel"} if sys.platform == "linux" else {}
     return Config({"KernelManager": named})
 
 

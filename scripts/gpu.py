@@ -41,8 +41,7 @@ def checks(device, folder):
     pytest = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={folder / 'tests.xml'}"]
     marked = [str(path) for path in sorted((ROOT / "tests").glob("test_*.py")) if "mark.gpu" in path.read_text()]
     tests = ["-m", "gpu", *marked] if device == "cuda" else [str(ROOT / "tests" / "test_gpu_oracles.py"), "-k", "mesh"]
-    train = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, "-m", "--"]
-    train += ["labkit.train", "--model", "gpt", "--steps", "20"]
+    train = [python, "-m", "labkit.train", "--nproc", ranks, "--model", "gpt", "--steps", "20"]
     run = [python, str(ROOT / "scripts" / "run.py")]
     return [
         Check("tests", [*pytest, *tests], 200),

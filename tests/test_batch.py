@@ -202,9 +202,14 @@ def test_run_all_sums_up_and_tells_the_first_failing_line(tree):
     notebook(tree / "notebooks" / "00_a.ipynb", "lr = 1", "print(lr)")
     notebook(tree / "notebooks" / "01_b.ipynb", "n = 2", "raise ValueError(f'no such thing: {n}')", "print(1)")
     own = "import os; assert '02_c/figures' in os.environ['LABKIT_FIGURES'], os.environ['LABKIT_FIGURES']"
-    named = "from ipykernel import get_connection_info as how; assert how(unpack=True)['transport'] == 'ipc'"
+    named = (
+        "import os; from ipykernel import get_connection_info as how; how = how(unpack=True)\n"
+        "assert how['transport'] == 'ipc', how\n"
+        "assert os.stat(os.path.dirname(how['ip'])).st_mode & 0o777 == 0o700, how\n"
+        "assert not [line for line in open('/proc/net/unix') if '@lab-' in line], 'an abstract socket'"
+    )
     if sys.platform != "linux":
-        named = ""  # a port: a socket without a file is Linux's
+        named = ""  # a port: how long a socket's path may be differs
     notebook(tree / "notebooks" / "02_c.ipynb", "n = 2", "assert n == 3", own, named)
     done = finished(tree, "run", "all", "-p", "n", "3")
     assert done.returncode == 1

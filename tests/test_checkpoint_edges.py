@@ -14,6 +14,7 @@ import torch.distributed as dist
 from pool import Pool
 from test_checkpoint import WIDTH, flip
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from labkit.checkpoint import CheckpointError, Checkpoints
 from labkit.compression import OneBitAdam
@@ -21,8 +22,12 @@ from labkit.ddp import DDP
 from labkit.fsdp import FSDP
 from labkit.local_sgd import DiLoCo, LocalSGD
 from labkit.mesh import Mesh
+from labkit.parts import manifest
 from labkit.parts.master_weights import MasterWeights
 from labkit.parts.random_state import RandomState
+from labkit.parts.sharded_parts import unwrapped
+from labkit.parts.sources import opened
+from labkit.tensor_parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from labkit.trainer import make_optimizer, parallelize
 from labkit.zero import ZeRO1, ZeRO2
 
@@ -271,6 +276,217 @@ def one_fails(rank, world_size, folder):
 
 def test_a_state_that_one_rank_cannot_give_is_told_to_all(ranks, tmp_path):
     ranks(2, one_fails, folder=str(tmp_path))
+
+
+# ---- sharded parts inside wrappers and containers
+
+
+class Around(nn.Module):
+    """A module of one's own around a model."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net, self.offset = net, nn.Parameter(torch.full([WIDTH], 0.5), requires_grad=False)
+
+    def forward(self, x):
+        return self.net(x + self.offset)
+
+
+class Pair(nn.Module):
+    """Two layers that can be split among ranks, by rows and by columns."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, 6), nn.Linear(6, WIDTH)
+
+    def forward(self, x):
+        return self.last(self.first(x).relu())
+
+
+def split(net, group=None):
+    return parallelize_module(net, group, {"first": ColwiseParallel(), "last": RowwiseParallel()})
+
+
+def recomputed(net):
+    net.first = checkpoint_wrapper(net.first)
+    return net
+
+
+def compiled_inside(net):
+    net.first = torch.compile(net.first, backend="eager")
+    return net
+
+
+def split_and_sharded(net):
+    mesh = Mesh({"dp": 2, "tp": 2})
+    return FSDP(split(net, mesh.group("tp")), process_group=mesh.group("dp"))
+
+
+WRAPPED = {  # what to make of a Pair: (ranks, a module)
+    "compiled fsdp": (2, lambda net: torch.compile(FSDP(net), backend="eager")),
+    "ddp of compiled": (2, lambda net: DDP(torch.compile(net, backend="eager"))),
+    "torch ddp of compiled": (2, lambda net: nn.parallel.DistributedDataParallel(torch.compile(net, backend="eager"))),
+    "container": (2, lambda net: Around(FSDP(net))),
+    "containers": (2, lambda net: nn.ModuleDict({"one": Around(Around(FSDP(net, unit=nn.Linear)))})),
+    "recomputed": (2, lambda net: FSDP(recomputed(net), unit=nn.Linear)),
+    "compiled inside": (2, lambda net: FSDP(compiled_inside(net))),
+    "split": (2, split),
+    "split in a container": (2, lambda net: Around(split(net))),
+    "split and sharded": (4, split_and_sharded),
+}
+
+
+def plain_names(values):
+    """The names of a Pair, whatever is around it."""
+    words = "one", "net", "module", "_orig_mod", "_checkpoint_wrapped_module"
+    return {".".join(part for part in name.split(".") if part not in words): v for name, v in values.items()}
+
+
+def step_of(model, rank):
+    """A step that every rank takes with the same input: all agree with one process."""
+    model = model["one"] if isinstance(model, nn.ModuleDict) else unwrapped(model)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    x = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    model(x).square().mean().backward()
+    optimizer.step()
+    return optimizer
+
+
+def saves_wrapped(rank, world_size, folder, kind):
+    torch.manual_seed(0)
+    model = WRAPPED[kind][1](Pair().double())
+    optimizer = step_of(model, rank)
+    checkpoints = Checkpoints(folder)
+    checkpoints.save(1, {"model": model, "optimizer": optimizer})
+    checkpoints.wait()
+    before = [p.detach().clone() for p in model.parameters()]
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    states = [{key: v.clone() for key, v in one.items()} for one in optimizer.state.values()]
+    again = step_of(model, rank)
+    assert checkpoints.load({"model": model, "optimizer": again}) == 1
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+    for new, old in zip(again.state.values(), states, strict=True):
+        assert all(torch.equal(new[key], old[key]) for key in old)
+    checkpoints.close()
+
+
+@pytest.mark.parametrize("kind", WRAPPED)
+def test_a_sharded_part_is_found_wherever_it_is(ranks, tmp_path, kind):
+    """It goes on, and one process has in the files the whole of what one process would have trained."""
+    ranks(WRAPPED[kind][0], saves_wrapped, folder=str(tmp_path), kind=kind)
+    torch.manual_seed(0)
+    alone = Pair().double()
+    for _ in range({"container": 1, "containers": 2, "split in a container": 1}.get(kind, 0)):
+        alone = Around(alone)
+    optimizer = step_of(alone, 0)
+    wanted = {f"model {name}": value for name, value in plain_names(alone.state_dict()).items()}
+    for name, p in alone.named_parameters():
+        if p in optimizer.state:
+            wanted |= {f"optimizer {plain(name)}/{key}": value for key, value in optimizer.state[p].items()}
+    with opened(str(tmp_path)) as source:
+        parts = {"model": source.model, "optimizer": source.optimizer}
+        found = {
+            f"{kind} {plain(name.removeprefix('model.'))}": part.read(name).view(part.shapes[name])
+            for kind, part in parts.items()
+            for name in part.shapes
+        }
+        assert not source.model.foreign
+    assert found.keys() == wanted.keys()
+    assert all(torch.allclose(found[name], wanted[name], rtol=0, atol=1e-12) for name in wanted)
+
+
+def plain(name):
+    return next(iter(plain_names({name: None})))
+
+
+def compiled_and_plain(rank, world_size, folder):
+    """Names are the same with and without torch.compile, both ways."""
+    one, two = Pair(), Pair()
+    checkpoints = Checkpoints(folder)
+    for saved, loaded in ((torch.compile(one, backend="eager"), two), (one, torch.compile(two, backend="eager"))):
+        nn.init.normal_(one.first.weight)
+        checkpoints.save(1, {"model": saved, "optimizer": torch.optim.SGD(saved.parameters(), momentum=0.9)})
+        optimizer = torch.optim.SGD(loaded.parameters(), momentum=0.9)
+        assert checkpoints.load({"model": loaded, "optimizer": optimizer}) == 1
+        assert torch.equal(one.first.weight, two.first.weight)
+    checkpoints.close()
+
+
+def test_a_compiled_model_and_a_plain_one_load_each_other(ranks, tmp_path):
+    ranks(2, compiled_and_plain, folder=str(tmp_path))
+
+
+class Renaming(nn.Module):
+    """Its state dict has another name for its weight, as PyTorch's FusionEmbeddingWithHook has."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, 4)
+        self._register_state_dict_hook(lambda module, state, *_: state.update(weight=state.pop("inner.weight")))
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+def renamed(rank, world_size, folder):
+    checkpoints = Checkpoints(folder)
+    with pytest.raises(ValueError, match=r"a state-dict hook has made 'weight', and the model is sharded"):
+        checkpoints.save(1, {"model": FSDP(Renaming())})
+    assert checkpoints.steps() == []
+    checkpoints.close()
+
+
+def test_a_hook_that_renames_a_shard_is_refused_when_saving(ranks, tmp_path):
+    ranks(2, renamed, folder=str(tmp_path))
+
+
+def other_shapes(rank, world_size, folder):
+    checkpoints = Checkpoints(folder)
+    checkpoints.save(1, {"model": nn.Linear(3, 3 + rank)})
+    words = r"step 1 was not saved: .*'model:weight' is F32 \[4, 3\] on rank 1, and F32 \[3, 3\] on ranks before it"
+    with pytest.raises(CheckpointError, match=words):
+        checkpoints.wait()
+    assert checkpoints.load({"model": nn.Linear(3, 3 + rank)}) is None
+    checkpoints.close()
+
+
+def test_shapes_that_ranks_do_not_agree_on_are_refused_when_saving(ranks, tmp_path):
+    ranks(2, other_shapes, folder=str(tmp_path))
+
+
+def test_a_part_whose_rest_is_nowhere_is_refused_when_saving():
+    index = {"model:w": {"shape": [2, 3], "by_rank": False, "parts": [["rank-0.safetensors", 0, 4, None]]}}
+    with pytest.raises(ValueError, match="'model:w' has 6 elements, and the ranks gave 4 of them"):
+        manifest.check_whole(index)
+
+
+class Extra(nn.Linear):
+    """Its extra state grows, as Transformer Engine's does."""
+
+    def __init__(self, extra):
+        super().__init__(3, 3)
+        self.extra = extra
+
+    def get_extra_state(self):
+        return self.extra
+
+    def set_extra_state(self, state):
+        self.extra = state
+
+
+@pytest.mark.parametrize("wrap", [lambda m: m, lambda m: nn.Sequential(m), lambda m: torch.compile(m, backend="eager")])
+@pytest.mark.parametrize("fresh", [None, torch.empty(0, dtype=torch.uint8), torch.ones(9), {"a": 1}])
+@pytest.mark.parametrize("saved", [None, torch.arange(7, dtype=torch.uint8), {"b": [2, "c"]}])
+def test_an_extra_state_may_be_another_than_the_model_has_now(tmp_path, wrap, fresh, saved):
+    checkpoints, model, other = Checkpoints(tmp_path), Extra(saved), Extra(fresh)
+    checkpoints.save(1, {"model": wrap(model)})
+    assert checkpoints.load({"model": wrap(other)}) == 1
+    assert torch.equal(other.weight, model.weight)
+    same = torch.equal if isinstance(saved, torch.Tensor) else operator.eq
+    assert same(other.extra, saved)
+    checkpoints.close()
 
 
 # ---- which ones stay

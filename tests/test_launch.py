@@ -15,7 +15,7 @@ import time
 import psutil
 import pytest
 
-from labkit.run import LaunchError, launch
+from labkit.run import LaunchError, console, launch
 from labkit.run.agent import say
 from labkit.run.client import AgentClient, agent
 from labkit.run.report import RankEnd, explain, read_ends
@@ -98,10 +98,12 @@ def test_a_script_runs_as_torchrun_runs_it(tmp_path):
 @pytest.mark.slow
 def test_the_shell_command_does_the_same():
     run = launch("test_launch:double", value=21, quiet=True)
-    assert run.command.startswith("torchrun --standalone --nproc-per-node 2 -m labkit.run.worker test_launch:double")
-    command = [sys.executable, "-m", "torch.distributed.run", *run.torchrun_arguments(by_name=True)]
+    assert run.command.startswith("torchrun --nproc-per-node 2 --rdzv-backend c10d --rdzv-conf store_type=file")
+    assert run.command.endswith(" -m labkit.run.worker test_launch:double value=21")
     folder = os.path.dirname(__file__)
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=os.environ | {"PYTHONPATH": folder})
+    path = os.path.dirname(sys.executable) + os.pathsep + os.environ["PATH"]
+    environment = os.environ | {"PYTHONPATH": folder, "PATH": path}
+    done = subprocess.run(["sh", "-c", run.command], capture_output=True, text=True, cwd=folder, env=environment)
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert sorted(row["rank_of"] for row in rows) == [0, 1], done.stderr
 
@@ -109,6 +111,22 @@ def test_the_shell_command_does_the_same():
 @pytest.mark.slow
 def test_the_cold_path_gives_the_same_run():
     assert launch("record(sum=rank)", cold=True, quiet=True).records["sum"].tolist() == [0, 1]
+
+
+LISTENING = """
+import psutil
+family = [psutil.Process(), *psutil.Process().parents()[:2]]
+found = [one.laddr.ip for process in family for one in process.net_connections("inet") if one.status == "LISTEN"]
+record(elsewhere=[ip for ip in found if ip not in ("127.0.0.1", "::1", "::ffff:127.0.0.1")])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cold", [False, True])
+def test_nothing_of_a_launch_listens_to_other_machines(cold):
+    """A store of torchelastic unpickles whatever it is sent: any user who reaches it runs code as this one."""
+    run = launch(LISTENING, quiet=True, cold=cold)
+    assert run.records["elsewhere"].tolist() == [[], []]
 
 
 def test_lines_come_whole_and_with_their_rank(capfd):
@@ -491,3 +509,23 @@ def test_two_notebooks_at_once():
     )
     kernels = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) for _ in range(2)]
     assert [kernel.communicate(timeout=200)[0].strip() for kernel in kernels] == [b"1", b"1"]
+
+
+def test_a_line_without_an_end_is_read_once(tmp_path):
+    """Gigabytes printed without a newline cost no more at the thousandth look than at the first."""
+    path = tmp_path / "log"
+    tail = console.Tail(path, longest=2000)
+    read = 0
+    with open(path, "ab", buffering=0) as file:
+        for _ in range(20):
+            file.write(b"x" * 3_000_000)
+            before = tail.position
+            assert list(tail.lines()) == []
+            read += tail.position - before
+        assert read == 20 * console.LOOK_BYTES and len(tail.begun) <= 2000
+        file.write(b"\nand\r\rthen\n\nlast")
+    assert len(tail.begun) == 2000
+    *shown, second, redrawn, third, fourth, last = tail.lines(final=True)
+    assert all(line.startswith("x") for line in shown) and len(shown) == 1
+    assert (second, redrawn, third, fourth, last) == ("and", "", "then", "", "last")
+    assert tail.position == path.stat().st_size and list(tail.lines(final=True)) == []

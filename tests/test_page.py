@@ -2,9 +2,11 @@
 
 import re
 import sys
+from html.parser import HTMLParser
 from pathlib import Path
 
 import nbformat
+import pandas as pd
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
@@ -65,3 +67,56 @@ def test_every_formula_of_the_course_can_be_drawn(path):
         cell.outputs = []
     page = as_page(notebook)
     assert not any(word in page for word in ("\\frac", "\\leftarrow", "\\cdot", "\\text{"))
+
+
+HOSTILE = "2<img src=x onerror=alert(1)> | [a](javascript:alert(1)) *b* `c` $d$ <script>e()</script>"
+
+
+def test_words_of_a_stranger_are_shown_as_text():
+    """A sweep's CSV names its versions and machine; they end in captions and cells."""
+    from labkit.show import notebook
+
+    shown = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(notebook, "display", lambda data, raw: shown.append(data))
+        notebook.table(pd.DataFrame({"strategy": [HOSTILE]}), f"measured {HOSTILE}")
+    outputs = [new_output("display_data", data) for data in shown]
+    # One that did not go through table(), and kinds that a page has no use for.
+    outputs.append(new_output("display_data", {"text/html": HOSTILE, "text/plain": ""}))
+    outputs.append(new_output("display_data", {"text/markdown": HOSTILE, "text/plain": ""}))
+    outputs.append(new_output("display_data", {"application/javascript": "alert(1)", "text/plain": ""}))
+    outputs.append(new_output("display_data", {"image/svg+xml": "<svg onload='alert(1)'/>", "text/plain": ""}))
+    page = as_page(new_notebook(cells=[new_code_cell("show()", outputs=outputs, execution_count=1)]))
+    read = Elements(page)
+    assert not [tag for tag, attributes in read.elements if any(name.startswith("on") for name in attributes)]
+    assert not [tag for tag, attributes in read.elements if tag == "script"]
+    assert not [tag for tag, attributes in read.elements if "javascript" in (attributes.get("href") or "")]
+    pictures = [attributes["src"] for tag, attributes in read.elements if tag == "img"]
+    assert all(source.startswith("data:image/svg+xml;base64,") for source in pictures)
+    plain = " ".join("".join(read.text).split())
+    assert plain.count(HOSTILE) == 3, "a cell, a caption and HTML show every character"
+
+
+def test_a_printed_marker_is_printed():
+    printed = new_output("stream", name="stdout", text="@formula7@ formula-7.\n")
+    page = as_page(
+        new_notebook(
+            cells=[new_markdown_cell("$x$"), new_code_cell("print()", outputs=[printed], execution_count=1)]
+        )
+    )
+    assert "@formula7@ formula-7." in page and page.count("</math>") == 1
+
+
+class Elements(HTMLParser):
+    """The elements of a page, (tag, attributes), and its text."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.elements, self.text = [], []
+        self.feed(page)
+
+    def handle_starttag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes)))
+
+    def handle_data(self, data):
+        self.text.append(data)

@@ -1,11 +1,14 @@
 """A model in stages on several ranks, against one process that holds it all and torch.distributed.pipelining."""
 
 import random
+import time
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.pipelining import schedules as torch_schedules
 from torch.nn import functional as F
 
 from labkit import comm
@@ -173,9 +176,11 @@ def at_random(ranks, stages, micro_batches, seed):
     draw = random.Random(seed)
     owner = [*range(ranks), *(draw.randrange(ranks) for _ in range(stages - ranks))]
     draw.shuffle(owner)
-    split = {s for s in range(stages) if draw.random() < 0.5}
     left = [
-        Action(k, s, m) for s in range(stages) for m in range(micro_batches) for k in ("FBW" if s in split else "FB")
+        Action(k, s, m)
+        for s in range(stages)
+        for m in range(micro_batches)
+        for k in draw.choice(["FB", "FBW"])  # also of one stage
     ]
     lists, done = [[] for _ in range(ranks)], set()
     while left:
@@ -191,6 +196,23 @@ def test_any_order_that_can_be_done_is_the_same_training(ranks, seed):
     n, stages, micro_batches = 2 + seed % 3, 4 + seed % 2, 3 + seed % 4
     lists = at_random(n, stages, micro_batches, seed)
     assert max(ranks(n, beside_one_process, schedule=lists, stages=stages, micro_batches=micro_batches)) < 1e-12
+
+
+HALVES = [(p, M, "ScheduleDualPipeV") for p, M in ((1, 2), (1, 3), (2, 4), (2, 5), (3, 7), (4, 8))]
+HALVES += [(p, M, "DualPipe") for p, M in ((2, 4), (2, 6), (4, 8))]
+
+
+@pytest.mark.parametrize(("p", "micro_batches", "name"), HALVES)
+def test_whole_and_split_backwards_in_one_stage_are_the_same_training(ranks, p, micro_batches, name):
+    lists = deepseeks(p, micro_batches) if name == "DualPipe" else of_pytorch(name, p, micro_batches)
+    given = {"schedule": flat(lists), "stages": 2 * p, "micro_batches": micro_batches}
+    assert max(ranks(p, beside_one_process, **given)) < 1e-12
+
+
+def test_one_stage_with_a_whole_and_a_split_backward(ranks):
+    lists = [[Action(*one) for one in (("F", 0, 0), ("F", 0, 1), ("B", 0, 0), ("B", 0, 1), ("W", 0, 1))]]
+    assert most_held(lists) == [2] and play(lists).length == 6
+    assert max(ranks(1, beside_one_process, schedule=lists, stages=1, micro_batches=2)) < 1e-12
 
 
 def by_the_idea(rank, world_size, name):
@@ -262,8 +284,6 @@ def test_the_bubble_is_the_formulas(p, rounds):
         (zero_bubble(p, M), 3 * M),
     ):
         assert play(lists).bubble == pytest.approx((p - 1) / (fill + p - 1))
-    if p < 8 and rounds > 1:
-        assert play(v_shaped(2 * p, M)).bubble == pytest.approx((p - 1) / (6 * M + p - 1))
     if p % 2 == 0 and rounds > 1:
         assert play(dual_pipe(2 * p, M)).bubble == pytest.approx((p - 2) / (6 * M + p - 2))
 
@@ -275,9 +295,92 @@ def test_what_is_held_is_the_formulas(p):
     assert most_held(one_f_one_b(p, M)) == [p - rank for rank in range(p)]
     assert most_held(zero_bubble(p, M)) == [p] * p
     assert most_held(interleaved(3 * p, M, p)) == [3 * p + p - 1 - 2 * rank for rank in range(p)]
-    assert max(most_held(v_shaped(2 * p, M))) == 2 * p
     if p % 2 == 0:
         assert most_held(dual_pipe(2 * p, M)) == [p + 1] * p
+
+
+@pytest.mark.parametrize("p", range(1, 17))
+def test_a_v_is_at_its_formula_from_a_micro_batch_a_rank_on(p):
+    for M in [*range(1, 2 * p), *range(2 * p, 6 * p + 1, max(1, p // 4))]:
+        lists, too_few = v_shaped(2 * p, M), p > M
+        played = play(lists)
+        assert played.owner == {s: min(s, 2 * p - 1 - s) for s in range(2 * p)}
+        assert played.length == (4 * p + 3 * M - 1 - (p >= 2 * M) if too_few else 6 * M + p - 1)
+        assert most_held(lists) == [2 * min(p, M)] * p
+
+
+def test_a_long_v_is_written_at_once():
+    begin = time.process_time()
+    v_shaped(32, 128)
+    assert time.process_time() - begin < 1  # 0.03 s; a search took 9
+
+
+def of_pytorch(name, p, micro_batches):
+    """The rows of torch.distributed.pipelining: for each rank a list of actions, each a list of ours."""
+    kinds = {"F": "F", "I": "B", "B": "B", "W": "W"}  # "I": of the input only
+    given = SimpleNamespace(pp_group_size=p, num_stages=2 * p, _n_microbatches=micro_batches)
+    rows = [getattr(torch_schedules, name)._calculate_single_rank_operations(given, rank) for rank in range(p)]
+
+    def ours(action):
+        parts = action.sub_actions or (action,)
+        return [Action(kinds[one.computation_type.value], one.stage_index, one.microbatch_index) for one in parts]
+
+    return [[ours(action) for action in row if action is not None] for row in rows]
+
+
+def flat(rows):
+    return [[one for actions in row for one in actions] for row in rows]
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 5, 8, 16])
+def test_a_v_is_pytorchs_order(p):
+    for M in sorted({1, p, 2 * p - 1, 2 * p, 3 * p + 1, 6 * p}):
+        ours, theirs = v_shaped(2 * p, M), flat(of_pytorch("ScheduleZBVZeroBubble", p, M))
+        check(ours, p, M)
+        assert play(ours).length <= play(theirs).length  # less with few, as PyTorch's Ws do not wait
+        for mine, other in zip(ours, theirs, strict=True):
+            assert [a for a in mine if a.kind != "W"] == [a for a in other if a.kind != "W"]
+
+
+def deepseeks(p, micro_batches):
+    """DualPipe as published, of which PyTorch's DualPipeV is one half: rank p-1-r mirrors rank r."""
+    half = micro_batches // 2
+
+    def placed(action, mirrored):
+        kind, stage, m = action
+        copy = (stage >= p // 2) != mirrored
+        return Action(kind, stage + p * copy, m + half * copy)
+
+    rows = of_pytorch("ScheduleDualPipeV", p // 2, half)
+    both = [(row, False) for row in rows] + [(row, True) for row in reversed(rows)]
+    return [[[placed(one, mirrored) for one in actions] for actions in row] for row, mirrored in both]
+
+
+def leaving_together(rows):
+    """How long a step lasts where what the actions of a pair have made leaves at its end."""
+    route, end = routes(flat(rows)), {}
+    split = {one for row in flat(rows) for one in row if one.kind == "W"}
+    at, free = [0] * len(rows), [0] * len(rows)
+    while any(place < len(row) for place, row in zip(at, rows, strict=True)):
+        for rank, row in enumerate(rows):
+            pair = row[at[rank]] if at[rank] < len(row) else []
+            before = [need for one in pair for need in needs(one, route[one.micro_batch])]
+            if pair and all(need in end for need in before):
+                whole = sum(one.kind == "B" and one._replace(kind="W") not in split for one in pair)
+                free[rank] = max([free[rank], *(end[need] for need in before)]) + len(pair) + whole
+                end.update(dict.fromkeys(pair, free[rank]))
+                at[rank] += 1
+    return max(free)
+
+
+@pytest.mark.parametrize("p", [2, 4, 6, 8, 16])
+def test_dual_pipe_is_at_half_of_what_is_published(p):
+    for M in (2 * p, 3 * p, 5 * p):
+        rows = deepseeks(p, M)
+        check(flat(rows), p, M)
+        assert leaving_together(rows) == 3 * M + p - 2  # table 2's bubble
+        assert play(flat(rows)).length == play(dual_pipe(2 * p, M)).length == 3 * M + p // 2 - 1
+        assert most_held(flat(rows)) == most_held(dual_pipe(2 * p, M)) == [p + 1] * p
 
 
 def counted(rank, world_size, name):

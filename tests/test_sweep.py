@@ -195,7 +195,7 @@ def test_a_cell_that_fails_is_told_and_what_was_measured_stays(tmp_path):
 
 def test_a_full_disk_leaves_no_half_file(tmp_path, monkeypatch):
     def full(self, path, **options):
-        path.write_text("cell,half")
+        path.write(b"cell,half")
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(pd.DataFrame, "to_csv", full)

@@ -295,3 +295,26 @@ def test_a_docstring_is_shown_as_it_is():
     body = publish_parts("\n".join(as_rst(lines)), writer="html5")["body"]
     assert "<p>A. of *args: a_ " in body and "b*</span>" in body and "|c|::" in body
     assert "picture   |--*--|" in body and "- one\n- two" in body and "system-message" not in body
+
+
+@pytest.mark.parametrize("repository", [True, False])
+def test_a_link_out_of_the_repository_gets_no_page(tmp_path, repository):
+    """A cell's text may link to .git/config, to an untracked file, or through a link to another folder."""
+    from website.links import Links
+
+    root = tmp_path.resolve() / "lab"
+    for name in ("notebooks/a.ipynb", "labkit/ddp.py", "README.md", ".secret/key"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).touch()
+    (tmp_path / "outside").touch()
+    (root / "out").symlink_to(tmp_path / "outside")
+    if repository:
+        subprocess.run(["git", "init", "-q", root], check=True)
+        subprocess.run(["git", "-C", root, "add", "README.md", "labkit", "notebooks", "out"], check=True)
+        (root / "untracked").touch()
+    links = Links(root)
+    hidden = ["../.git/config", "../.secret/key", "../out", "../../outside", "../untracked", "/etc/passwd"]
+    text = " ".join(f"[x]({to})" for to in hidden)
+    assert links.lead(text, root / "notebooks" / "a.ipynb") == text and links.files == []
+    led = links.lead("[x](../README.md) [y](../labkit/ddp.py) [z](../labkit)", root / "notebooks" / "a.ipynb")
+    assert led == "[x](/files/README.md.rst) [y](/api/labkit.ddp.rst) [z](/api/labkit.rst)"

@@ -50,14 +50,14 @@ def check(schedule, ranks, micro_batches):
         if action in seen:
             raise ValueError(f"{action} {WORDS} is there twice")
         seen.add(action)
-    split = {action.stage for action in seen if action.kind == "W"}
+    split = {action[1:] for action in seen if action.kind == "W"}
     route = routes(schedule)
     length = len(next(iter(route.values())))
     if stages % length:
         raise ValueError(f"a micro-batch goes through {length} stages: {stages} are no such chains")
     for m in range(micro_batches):
         for stage in route.get(m, range(length)):
-            for kind in "FBW" if stage in split else "FB":
+            for kind in "FBW" if (stage, m) in split else "FB":
                 if Action(kind, stage, m) not in seen:
                     missing = f"{Action(kind, stage, m)} {WORDS}"
                     raise ValueError(f"{missing} is missing on rank {owner[stage]}")

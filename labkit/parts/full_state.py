@@ -141,6 +141,7 @@ class ShardedModel(NotPickled, Wrapper):
 
     def places(self):
         """{name: (start, stop, shape)}: which elements of the whole, flat, this rank's piece is."""
+        self.rest()
         return {
             name: (*flat.layout.ranges(flat.rank)[slot], tuple(flat.layout.shapes[slot]))
             for name, (flat, slot) in self._homes().items()

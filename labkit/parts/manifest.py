@@ -10,6 +10,7 @@ Written last, it makes the files a checkpoint; it begins with its own SHA-256.
 
 import hashlib
 import json
+from math import prod
 
 from labkit.parts import tensor_file
 
@@ -33,6 +34,9 @@ def merge(told, **about):
         for key, (dtype, shape, start, stop, ranks) in one["parts"].items():
             new = {"dtype": dtype, "shape": shape, "by_rank": False, "parts": []}
             entry = index.setdefault(key, new)
+            if entry["shape"] != shape or entry["dtype"] != dtype:
+                before = f"{entry['dtype']} {entry['shape']} on ranks before it"
+                raise ValueError(f"{key!r} is {dtype} {shape} on rank {rank}, and {before}")
             entry["by_rank"] |= ranks is not None
             entry["parts"].append([one["file"]["name"], start, stop, ranks])
         for name, text in one["plain"].items():
@@ -40,8 +44,18 @@ def merge(told, **about):
             if text not in texts["texts"]:
                 texts["texts"].append(text)
             texts["of"][rank] = texts["texts"].index(text)
+    check_whole(index)
     files = [one["file"] for one in told]
     return {"format": FORMAT, **about, "files": files, "plain": plain, "index": index}
+
+
+def check_whole(index):
+    """ValueError where the ranks gave a part of a tensor, and not all: it would not load."""
+    for key, entry in index.items():
+        numel = prod(entry["shape"])
+        there = sum(stop - start for _, start, stop, _ in entry["parts"])
+        if not entry["by_rank"] and there != numel:
+            raise ValueError(f"{key!r} has {numel} elements, and the ranks gave {there} of them")
 
 
 def write(store, folder, manifest):

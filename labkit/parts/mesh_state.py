@@ -9,12 +9,8 @@
 So what one mesh has saved, any other loads, and one process: names and elements are the whole's.
 """
 
-import json
-from math import prod
-
 from labkit.parts.full_state import ShardedModel
-from labkit.parts.places import Columns
-from labkit.parts.replicas import gather_bytes
+from labkit.parts.places import in_whole
 from labkit.parts.rows import span
 from labkit.parts.wrapper import Wrapper
 
@@ -49,20 +45,6 @@ class MeshModel(Wrapper):
             start, stop, shape = shards.get(name) or span(tensor)
             found[name] = start, stop, shape
             if self.names[name] in self.cuts:
-                dim, axis, length = self.cuts[self.names[name]]
-                whole = (*shape[:dim], length, *shape[dim + 1 :])
-                if dim == 0:  # what is behind the end of the whole is padding
-                    first = axis.rank * prod(shape)
-                    start, stop = (min(first + place, prod(whole)) for place in (start, stop))
                 among = self.replicas if name in shards else None
-                columns = Columns(dim, axis, shape, among) if dim else None
-                found[name] = start, stop, whole, columns
+                found[name] = in_whole(self.cuts[self.names[name]], start, stop, shape, among)
         return found
-
-    def of_all_ranks(self, names):
-        """The names, together with those that other ranks give. Collective."""
-        if len(self.state_dict()) == len(self.names):
-            return names
-        device = next(self.parameters()).device
-        told = gather_bytes(json.dumps(names).encode(), device=device)
-        return list(dict.fromkeys(name for text in told for name in json.loads(text)))

@@ -11,6 +11,7 @@ strategy has saved on n ranks, another loads on m.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -18,11 +19,11 @@ from torch import nn
 from labkit.parts import tree
 from labkit.parts.as_it_is import TreeHolder
 from labkit.parts.consolidate import options_of
-from labkit.parts.full_state import ShardedModel
-from labkit.parts.mesh_state import MeshModel
 from labkit.parts.places import Place
 from labkit.parts.rows import Piece, local, span
 from labkit.parts.sharded_optimizer import ShardedOptimizer
+from labkit.parts.sharded_parts import of_all_ranks, places_in, unwrapped
+from labkit.parts.wrapper import without_wrappers
 
 
 def holders(state):
@@ -31,14 +32,11 @@ def holders(state):
     places, everyone = {}, list
     for key, thing in plain.items():
         if isinstance(thing, nn.Module):
-            places |= places_of(thing, key)
-            everyone = thing.of_all_ranks if isinstance(thing, MeshModel) else everyone
+            cut = places_in(thing)
+            places |= places_of(thing, key, cut)
+            if None in cut.values():  # other ranks have other names
+                everyone = partial(of_all_ranks, device=next(thing.parameters()).device)
     return {key: holder(thing, places, everyone) for key, thing in plain.items()}
-
-
-def unwrapped(thing):
-    """PyTorch's DDP puts its own name before every other."""
-    return thing.module if type(thing).__name__ == "DistributedDataParallel" else thing
 
 
 def holder(thing, places, everyone=list):
@@ -50,10 +48,12 @@ def holder(thing, places, everyone=list):
     if isinstance(thing, ShardedOptimizer):
         optimizer, groups, cut = thing.parts()
         wholes = named(groups, places)
-        own = {
-            piece: wholes[p]._replace(start=start, stop=stop)
-            for p, (piece, start, stop) in cut.items()
-        }
+        if split := [place.name for place in wholes.values() if place.columns]:
+            raise ValueError(
+                f"{split[0]!r} is split by columns, and ZeRO has shards of those: "
+                "save it with FSDP, or with an optimizer that is whole on each rank"
+            )
+        own = {piece: part_of(wholes[p], *where) for p, (piece, *where) in cut.items()}
         return OptimizerHolder(optimizer, groups, wholes, own, thing.load_parts)
     # Whose state_dict() holds more (masters, anchors) is taken as it is.
     if isinstance(thing, torch.optim.Optimizer) and (
@@ -71,18 +71,19 @@ def named(groups, places):
     return {p: places.get(p) or Place(f"parameter {i}", *span(p)) for i, p in enumerate(everyone)}
 
 
-def places_of(module, key):
+def places_of(module, key, cut):
     """{parameter: its Place}. key: the module's own name, for others may have the same names."""
-    cut = cut_places(module)
-    return {
-        p: Place(f"{key}.{name}", *(cut.get(name) or span(p)))
-        for name, p in module.named_parameters()
-    }
+    found = {}
+    for own_name, p in module.named_parameters():
+        name = without_wrappers(own_name)
+        found[p] = Place(f"{key}.{name}", *(cut.get(name) or span(p)))
+    return found
 
 
-def cut_places(module):
-    """{name: its Place, without the name}, where a module knows of ranks; None of others' only."""
-    return module.places() if isinstance(module, ShardedModel | MeshModel) else {}
+def part_of(place, start, stop):
+    """Some elements of a Place without columns, by their numbers in it."""
+    first, end = place.start, place.stop
+    return place._replace(start=min(first + start, end), stop=min(first + stop, end))
 
 
 @dataclass
@@ -92,41 +93,73 @@ class ModuleHolder:
     module: nn.Module
 
     def __post_init__(self):
-        self.cut = cut_places(self.module)
-        self.buffers = {name for name, _ in self.module.named_buffers(remove_duplicate=False)}
+        self.cut = places_in(self.module)
+        named = self.module.named_buffers(remove_duplicate=False)
+        self.buffers = {without_wrappers(name) for name, _ in named}
+
+    def named(self):
+        """{name in a checkpoint: (name in the state dict, value)}."""
+        state = self.module.state_dict()
+        return {without_wrappers(name): (name, value) for name, value in state.items()}
 
     def take(self):
         """({name: Piece}, the text of what is no tensor)."""
-        pieces, rest = {}, {}
-        for name, value in self.module.state_dict().items():
+        pieces, rest, named = {}, {}, self.named()
+        self.check_names(named)
+        for name, (_, value) in named.items():
             if isinstance(value, torch.Tensor):
                 pieces[name] = self.place(name, value).take(value)
             else:
                 rest[name] = value
         return pieces, tree.plain(rest, "extra state")
 
+    def check_names(self, named):
+        """ValueError where a hook has renamed a part of a whole, whose place is then not known."""
+        if not self.cut:
+            return
+        parameters = self.module.named_parameters(remove_duplicate=False)
+        known = self.cut.keys() | self.buffers | {without_wrappers(name) for name, _ in parameters}
+        for name in named:
+            if name not in known and not is_extra(name):
+                raise ValueError(
+                    f"a state-dict hook has made {name!r}, and the model is sharded: "
+                    "a checkpoint needs the parameters' own names, so remove the hook"
+                )
+
     def place(self, name, value):
         return Place(name, *(self.cut.get(name) or span(value)))
 
     def problems(self, saved):
-        own = {n: v for n, v in self.module.state_dict().items() if isinstance(v, torch.Tensor)}
-        found = [f"{name!r} is not in it" for name in own if name not in saved.shapes]
-        known = own.keys() | self.cut.keys()
+        named = self.named()
+        own = {name: value for name, (_, value) in named.items() if isinstance(value, torch.Tensor)}
+        either = {name for name in named if is_extra(name)}  # of any shape, or no tensor
+        there = saved.shapes.keys() | saved.text.keys()
+        found = [f"{name!r} is not in it" for name in own if name not in there]
+        known = own.keys() | self.cut.keys() | either
         found += [f"{name!r} is not in the model" for name in saved.shapes if name not in known]
         for name, value in own.items():
             shape = self.place(name, value).shape
-            if name in saved.shapes and tuple(saved.shapes[name]) != tuple(shape):
+            fixed = name in saved.shapes and name not in either
+            if fixed and tuple(saved.shapes[name]) != tuple(shape):
                 found.append(f"{name!r} is {saved.shapes[name]} in it, {list(shape)} in the model")
         for name in set(saved.foreign) - self.buffers:
             found.append(f"{name!r} differs from rank to rank, and the ranks were others")
         return found
 
     def give(self, saved):
-        given = saved.text
-        for name, value in self.module.state_dict().items():
-            if isinstance(value, torch.Tensor):
-                given[name] = self.place(name, value).read(saved, name, value)
+        named, text = self.named(), saved.text
+        given = {named[name][0] if name in named else name: text[name] for name in text}
+        for name, (own_name, value) in named.items():
+            if is_extra(name) and name in saved.shapes:
+                given[own_name] = saved.read(name).view(saved.shapes[name])
+            elif isinstance(value, torch.Tensor) and not is_extra(name):
+                given[own_name] = self.place(name, value).read(saved, name, value)
         self.module.load_state_dict(given)
+
+
+def is_extra(name):
+    """What a module's get_extra_state() gives, which may have another shape each time."""
+    return name.rpartition(".")[2] == "_extra_state"
 
 
 @dataclass

@@ -57,6 +57,18 @@ class Columns:
         return cut(whole, self.dim, self.axis.size)[self.axis.rank].reshape(-1)[start:stop]
 
 
+def in_whole(cut, start, stop, shape, shards=None):
+    """(start, stop, shape, columns), as Place has it: elements of a slice, as those of the whole.
+
+    cut: the Cut of which this rank has the slice, of `shape`. start, stop, shards: see Columns.
+    """
+    whole = (*shape[: cut.dim], cut.length, *shape[cut.dim + 1 :])
+    if cut.dim:
+        return start, stop, whole, Columns(cut.dim, cut.axis, shape, shards)
+    first, end = cut.axis.rank * prod(shape), prod(whole)  # behind the end of the whole is padding
+    return min(first + start, end), min(first + stop, end), whole, None
+
+
 class Place(NamedTuple):
     """Which whole a tensor is, or which of its elements, start to stop, it holds; then, padding.
 

@@ -6,16 +6,18 @@
                  rank 1   .. F0 B0 F1 B1 F2 B2 F3 B3 ..               is of the stage's input only
 
 A schedule is data: for each rank a list of Action(kind, stage, micro_batch), written "0F3": stage,
-kind, micro-batch. A B without a W of its own does both parts. For p ranks, M micro-batches, v
-stages a rank; the bubble is the part of the step in which a rank stands still, for F = B = W = 1:
+kind, micro-batch. A B without a W of its own does both parts; one stage may have both kinds of B.
+For p ranks, M micro-batches, v stages a rank; the bubble is the part of the step in which a rank
+stands still, for F = B = W = 1:
 
                         bubble                        a rank holds, in activations of its layers
     gpipe               (p-1) / (M + p-1)             M
     one_f_one_b         (p-1) / (M + p-1)             p - rank
     interleaved         (p-1) / (v M + p-1)           p + (p-1 - 2 rank) / v at most
     zero_bubble         (p-1) / (3 M + p-1)           p
-    v_shaped            (p-1) / (6 M + p-1)           p at most
+    v_shaped            (p-1) / (6 M + p-1), M >= p   p
     dual_pipe           (p-2) / (6 M + p-2)           p + 1, and the parameters of two stages
+     as published       (p-2) / (3 M + p-2)           the same: there F&B is one action
 
 dual_pipe has the model twice, as two chains: stages p to 2p-1 are copies of stages 0 to p-1, and a
 micro-batch goes through one chain or the other. Its actions tell which: routes().
@@ -97,34 +99,51 @@ def zero_bubble(stages, micro_batches, ranks=None):
 
 
 def v_shaped(stages, micro_batches, ranks=None):
-    """ZB-V's places: rank r has stage r and the r-th from the end, so the loss is on rank 0.
+    """ZB-V: rank r has stage r and the r-th from the end, so the loss is on rank 0.
 
-    The order is found, not written down: in each unit of time a rank takes what it can, a forward
-    while it holds less than 2 p micro-batches of its two stages, then a B, then a W.
+    With F and B of stage r, f and b of the other one, and enough micro-batches to fill all ranks
+    (2 p - 1), a rank sends F's until the first f arrives, f and F until the first b does, f and b
+    until the first B does, and then one of each. Fewer micro-batches leave out the later ones.
+    Each W follows its B, except at the end, where 2 r of them wait. With fewer micro-batches Ws
+    wait as long as the memory allows, and r at the end.
+
+    For F = B = W = 1 a step lasts 6 M + p - 1 units for M >= p micro-batches. For M < p nothing
+    fills the way there and back: 4 p + 3 M - 1, or one less if 2 M <= p.
     """
     p = stages // 2
     if stages % 2 or ranks not in (None, p):
         raise ValueError(f"v_shaped has two stages a rank: {stages} stages, {ranks} ranks")
-    own = [(rank, stages - 1 - rank) for rank in range(p)]
-    left = [
-        [Action(k, s, m) for k in "FBW" for s in pair[::-1] for m in range(micro_batches)]
-        for pair in own
-    ]
-    schedule, held, done = [[] for _ in range(p)], [0] * p, set()
-    while any(left):
-        taken = []
-        for rank in range(p):
-            for action in left[rank]:
-                full = action.kind == "F" and held[rank] >= stages - (action.stage < p)
-                if not full and all(need in done for need in needs(action, range(stages))):
-                    taken.append((rank, action))
-                    break
-        for rank, action in taken:
-            left[rank].remove(action)
-            schedule[rank].append(action)
-            held[rank] += {"F": 1, "B": 0, "W": -1}[action.kind]
-        done.update(action for _, action in taken)
+    schedule, filled = [], micro_batches >= stages - 1
+    for rank in range(p):
+        near, far = rank, stages - 1 - rank
+        text = "F" * (stages - 1 - 2 * rank) + "fF" * rank + "fb" * (p - rank)
+        text += "FBfb" * (max(micro_batches - stages + 1, 0) + rank)  # the steady state
+        text += "Bfb" * (p - 1 - rank) + "Bb" * rank + "B" * (p - rank)
+        program = spelled(text, {"F": near, "B": near, "f": far, "b": far}, p, 0)
+        program = [action for action in program if action.micro_batch < micro_batches]
+        room, wait = (0, 2 * rank) if filled else (stages, rank)
+        schedule.append(with_weights(program, room, wait))
     return schedule
+
+
+def with_weights(program, room, wait):
+    """The same with a W for each B, oldest first: as soon as `room` is held, while Fs are left.
+
+    After the last F, as soon as more than `wait` are put off. Held, as in most_held: F to W.
+    """
+    split, put_off, held = [], deque(), 0
+    forwards_left = sum(action.kind == "F" for action in program)
+    for action in program:
+        split.append(action)
+        if action.kind == "F":
+            held += 1
+            forwards_left -= 1
+        else:
+            put_off.append(action._replace(kind="W"))
+        while put_off and (held >= room if forwards_left else len(put_off) > wait):
+            split.append(put_off.popleft())
+            held -= 1
+    return split + list(put_off)
 
 
 def dual_pipe(stages, micro_batches, ranks=None):
@@ -132,8 +151,9 @@ def dual_pipe(stages, micro_batches, ranks=None):
 
     Rank r has stage r and the copy of stage p-1-r. F and B are of the chain that begins nearer to
     the rank, f and b of the other one; W is the oldest that was put off. A rank stands still for
-    p/2 - 1 units, half of table 2's (F&B taken as F + B): there most Bs are whole, and here each
-    gradient leaves before its W.
+    p/2 - 1 units. Table 2 has p - 2 (for F&B = F + B + W): there an F and a whole B are one action,
+    F&B, and what both have made leaves at its end. Here each leaves when it is made, and also
+    DeepSeek's own order is then at p/2 - 1.
     """
     p = stages // 2
     if stages % 4 or ranks not in (None, p):
@@ -160,7 +180,11 @@ def dual_pipe(stages, micro_batches, ranks=None):
 
 
 def spelled(text, stage, p, half):
-    """The actions that dual_pipe's letters stand for, on the rank with these stages."""
+    """The actions that the letters stand for, on the rank with these stages.
+
+    stage: {letter: its stage}. Each letter counts its micro-batches from 0, from `half` on where
+    its stage is one of the second chain, from p on. "W": the oldest that was put off.
+    """
     turn = {letter: count(half * (number // p)) for letter, number in stage.items()}
     program, put_off = [], deque()
     for letter in text:

@@ -15,9 +15,10 @@ from typing import Any
 from labkit.parts import manifest
 from labkit.parts.dcp_folder import DcpFolder
 from labkit.parts.saved import Reader
-from labkit.parts.staying import folder_of, steps_in
+from labkit.parts.staying import folder_of, latest_first, manifests_in, steps_in
 from labkit.parts.store import Store
 from labkit.parts.tensor_file import TensorFile
+from labkit.parts.wrapper import without_wrappers
 
 PREFIXES = ("", "model.", "module.", "model.module.")
 
@@ -142,7 +143,7 @@ def whole_step(store, steps, step):
     if step is not None and step not in steps:
         raise ValueError(f"it has no step {step}; it has {', '.join(map(str, steps))}")
     reasons = []
-    for candidate in reversed(steps) if step is None else [step]:
+    for candidate in latest_first(manifests_in(store)) if step is None else [step]:
         found, why = manifest.checked(store, folder_of(candidate))
         if found:
             return candidate, found
@@ -167,13 +168,16 @@ def optimizer_in(weights):
 
 def fitting(weights, module):
     """The same, under the names of a module's own state, as far as they are there."""
-    own, theirs = module.state_dict().keys(), {*weights.shapes, *weights.objects}
+    own = {without_wrappers(name) for name in module.state_dict()}
+    theirs = {without_wrappers(name): name for name in (*weights.shapes, *weights.objects)}
     prefix = max(PREFIXES, key=lambda prefix: sum(prefix + name in theirs for name in own))
-    names = {name.removeprefix(prefix): name for name in theirs if name.startswith(prefix)}
+    names = {
+        name.removeprefix(prefix): old for name, old in theirs.items() if name.startswith(prefix)
+    }
     names = {new: old for new, old in names.items() if new in own or old in weights.shapes}
     tied = {}
     for name, p in module.named_parameters(remove_duplicate=False):
-        tied.setdefault(p, []).append(name)
+        tied.setdefault(p, []).append(without_wrappers(name))
     for twins in tied.values():
         if there := [names[name] for name in twins if name in names]:
             names |= {name: there[0] for name in twins if name not in names}

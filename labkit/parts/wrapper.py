@@ -13,6 +13,8 @@ from dataclasses import fields, is_dataclass
 import torch
 from torch import nn
 
+ADDED = ("_orig_mod", "_checkpoint_wrapped_module")  # by torch.compile, by checkpoint_wrapper
+
 
 class Wrapper(nn.Module):
     """Base of what wraps a module, in self.module, with its names. Subclasses write forward()."""
@@ -56,6 +58,11 @@ def plain_name(name, own):
     """The name without the "module." of PyTorch's DDP, unless `own` has it as it is."""
     short = name.removeprefix("module.")
     return short if name not in own and short in own else name
+
+
+def without_wrappers(name):
+    """The name of a parameter without what PyTorch's wrappers have put into it."""
+    return ".".join(part for part in name.split(".") if part not in ADDED)
 
 
 def _insert_module(wrapper, state_dict, prefix, *_):

@@ -28,6 +28,7 @@ import pandas as pd
 import yaml
 
 from labkit.measure import machine
+from labkit.parts.own_files import lock_file, new_file
 from labkit.run.compare import compare
 from labkit.run.console import Bar
 from labkit.run.experiment import Experiment
@@ -190,7 +191,7 @@ class Part:
 def alone(folder):
     """Holds the folder: one sweep at a time writes into it."""
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "lock", "w") as lock:
+    with lock_file(folder / "lock") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -214,7 +215,8 @@ def write(folder, group, run):
     rows = rows.assign(format=FORMAT, launch=launch, **about)
     new = folder / f"{launch}.csv.part"
     try:
-        rows.to_csv(new, index=False, float_format="%.9g")
+        with new_file(new) as file:
+            rows.to_csv(file, index=False, float_format="%.9g")
         new.replace(folder / f"{launch}.csv")
     finally:
         new.unlink(missing_ok=True)

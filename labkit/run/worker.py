@@ -11,7 +11,9 @@
 
 The same file serves the warm path (a fork of labkit.run.agent) and a plain shell:
 
-    torchrun --standalone --nproc-per-node 2 -m labkit.run.worker labkit.run.compare:train steps=20
+    torchrun --nproc-per-node 2 ... -m labkit.run.worker labkit.run.compare:train steps=20
+
+`run.command` has the whole line.
 """
 
 import ctypes
@@ -164,6 +166,8 @@ def join_group(job, init_method, context):
     if job["device"] == "cuda":
         context.device = torch.device("cuda", context.local_rank)
         torch.cuda.set_device(context.device)
+        if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"] and sys.platform == "linux":
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # as gloo: one node needs no more
     else:
         loopback = "lo" if sys.platform == "linux" else "lo0"
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)

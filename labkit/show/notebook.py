@@ -6,6 +6,7 @@ Code each colour them in the reader's own theme, light or dark.
 
 import inspect
 import numbers
+import re
 from pathlib import Path
 
 from IPython.display import display
@@ -85,19 +86,28 @@ def prediction(frame, provenance):
 
 
 def table(frame, caption):
-    """Show a DataFrame as a Markdown table (first column left, others right), caption beneath."""
+    """Show a DataFrame as a Markdown table (first column left, others right), caption beneath.
+
+    Cells and caption may come from a stranger's file: they are shown as text, whatever is in them.
+    """
     cells = [
         [style.name(name) for name in frame.columns],
         *([str(value) for value in row] for row in frame.to_numpy()),
     ]
     rules = [":--", *["--:"] * (len(frame.columns) - 1)]
-    escaped = [[cell.replace("|", "\\|") for cell in row] for row in cells]
+    escaped = [[as_text(cell) for cell in row] for row in cells]
     lines = ["| " + " | ".join(row) + " |" for row in (escaped[0], rules, *escaped[1:])]
     plain = frame.to_string(index=False)
     display(
         {
-            "text/markdown": "\n".join([*lines, "", f"*{caption}*"]),
+            "text/markdown": "\n".join([*lines, "", f"*{as_text(caption)}*"]),
             "text/plain": f"{plain}\n{caption}",
         },
         raw=True,
     )
+
+
+def as_text(words):
+    """Markdown that shows the words as they are, on one line."""
+    line = " ".join(str(words).split())
+    return re.sub(r"[\\`*_\[\]<>&|~$]", r"\\\g<0>", line)

@@ -5,6 +5,7 @@ A notebook or a module that the text names without a link, as `13_fsdp` or `labk
 
 import os
 import re
+import subprocess
 
 # Fenced blocks and links keep what is in them; what is left in `single` ticks may be a name.
 SPAN = re.compile(r"(?P<kept>(?P<ticks>`{3,}).*?(?P=ticks)|\[[^\]]*\]\([^)]*\))|`(?P<span>[^`\n]+)`", re.DOTALL)
@@ -15,7 +16,7 @@ class Links:
     """Rewrites the links of texts; `files` gathers those files and folders that need a page of their own."""
 
     def __init__(self, root):
-        self.root, self.files = root, []
+        self.root, self.files, self.tracked = root, [], tracked(root)
         self.notebooks = {path.stem: path for path in root.glob("notebooks/*.ipynb")}
 
     def lead(self, text, path):
@@ -36,7 +37,7 @@ class Links:
         """Where a link of the file `path` leads; what is no file of the repository stays as it is."""
         there, hash, anchor = to.partition("#")
         target = (path.parent / there).resolve()
-        if not there or ":" in there or not target.exists() or not target.is_relative_to(self.root):
+        if not there or ":" in there or target not in self.tracked:
             return to
         return f"{self.page(target.relative_to(self.root))}{hash}{anchor}"
 
@@ -52,3 +53,18 @@ class Links:
         if path not in self.files:
             self.files.append(path)
         return f"/files/{path.as_posix()}.rst"
+
+
+def tracked(root):
+    """The files of the repository and their folders; without git, what has no part that begins with a dot.
+
+    A link that leads to anything else, be it .git/config or a file beside the checkout, gets no page.
+    """
+    listed = subprocess.run(["git", "-C", root, "ls-files", "-z"], capture_output=True, text=True)
+    if listed.returncode == 0:
+        files = [root / name for name in listed.stdout.split("\0") if name]
+    else:
+        files = [path for path in root.rglob("*") if not any(part[0] == "." for part in path.relative_to(root).parts)]
+    present = {path.resolve() for path in files if path.exists()}
+    inside = {path for path in present if path.is_relative_to(root)}
+    return inside | {folder for path in inside for folder in path.parents if folder.is_relative_to(root)}
