@@ -34,7 +34,14 @@ from labkit.parts.pieces import holders
 from labkit.parts.replicas import gather_bytes
 from labkit.parts.saved import Reader
 from labkit.parts.share_out import share_out
-from labkit.parts.staying import folder_of, prune, steps_in
+from labkit.parts.staying import (
+    folder_of,
+    latest_first,
+    lineage_of,
+    manifests_in,
+    next_place,
+    prune,
+)
 from labkit.parts.store import Store
 from labkit.parts.together import Together
 
@@ -67,7 +74,7 @@ def write_whole(path, write):
 
 
 def load_shards(folder, group=None):
-    """The idea of loading: the latest that has a manifest and the bytes that it promises.
+    """The idea of loading: the highest step with a manifest and the bytes that it promises.
 
     Returns (step, {name: tensor}), or None.
     """
@@ -97,8 +104,10 @@ class Checkpoints:
 
     A state maps names to what has state_dict() and load_state_dict(): modules, optimizers, whatever
     they are wrapped in, schedules, scalers, compressors, samplers, RandomState.
-    keep: how many of the highest steps stay. best: (min or max, "metric"): the best by a metric
-    that save() is given stays, too. Without a process group: of one process alone.
+    keep: how many stay: the last ones of the run that is going on, then those of others in the
+    directory. A run that loads an earlier step and saves is a new branch, and the next load() takes
+    it. best: (min or max, "metric"): the best by a metric that save() is given stays, too.
+    Without a process group: of one process alone.
     Raises CheckpointError where the directory cannot be written, or another run writes into it.
     """
 
@@ -108,6 +117,7 @@ class Checkpoints:
         self.url, self.keep, self.best = str(url), keep, best
         self._thread, self._under_way, self._host = ThreadPoolExecutor(1), None, {}
         self._damaged = set()  # steps that load() has passed over
+        self._lineage = []  # [step, serial] of what this run has loaded and saved
         error, self.store = "", None
         try:
             self.store = Store(url)
@@ -179,12 +189,15 @@ class Checkpoints:
         told = self.together.tell(facts)
         with self.together.agreed(failed):
             if self.rank == 0:
-                whole = manifest.merge(told, step=step, world_size=self.n, metrics=metrics)
+                others = manifests_in(self.store)
+                about = next_place(others, step, self._lineage)
+                whole = manifest.merge(told, world_size=self.n, metrics=metrics, **about)
                 manifest.write(self.store, folder, whole)
+                self._lineage = lineage_of(whole)
         self._damaged.discard(step)
         with self.together.agreed(f"step {step} was saved, but an older one not removed"):
             if self.rank == 0:
-                prune(self.store, step, self.keep, self.best, self._damaged)
+                prune(self.store, others | {step: whole}, step, self.keep, self.best, self._damaged)
 
     # ---- load
 
@@ -192,24 +205,24 @@ class Checkpoints:
         """The step numbers of all that have a manifest."""
         self.wait()
         with self.together.agreed(f"{self.url} cannot be read"):
-            found = steps_in(self.store)
-            complete = [step for step in found if manifest.read(self.store, folder_of(step))[0]]
+            complete = [step for step, one in manifests_in(self.store).items() if one]
         return self.together.tell(complete)[0]
 
     def load(self, state, step=None):
         """Load the latest that is whole, or that of a step; returns its step, or None.
 
-        What is passed over is printed by rank 0, with the reason. Raises CheckpointError, before
-        anything is changed, where it is not of this model, this optimizer, these data.
+        The latest is the one that was saved last; what is saved next goes on from the one that was
+        loaded. What is passed over is printed by rank 0, with the reason. Raises CheckpointError,
+        before anything is changed, where it is not of this model, this optimizer, these data.
         """
         self.wait()
         with self.together.agreed(f"{self.url} cannot be read"):
-            found = steps_in(self.store) if step is None else [step]
-        candidates = self.together.tell(found)[0]
-        for candidate in reversed(candidates):
+            steps = latest_first(manifests_in(self.store)) if step is None else [step]
+        for candidate in self.together.tell(steps)[0]:
             found, why = self._check(folder_of(candidate))
             if found:
                 self._give(state, candidate, found)
+                self._lineage = lineage_of(found)
                 return candidate
             self._damaged.add(candidate)
             if self.rank == 0:

@@ -102,15 +102,12 @@ STRATEGIES = {
     "torch_fsdp": torch_fsdp,
 }
 
-MESHED = ("ddp_naive", "ddp_overlapped", "ddp_bucketed", "fsdp", "fsdp_grad_op", "fsdp_offload")
-HOOKED = ("ddp_naive", "ddp_overlapped", "ddp_bucketed", "torch_ddp")
-HOOKS = (*FORMS, *compression.COMPRESSORS)
-
 
 def comm_hook(name):
     """What `parallelize` takes as hook: a compressor, or the all-reduce by nodes; "none": None.
 
-    name: one of HOOKS. By nodes: ranks are numbered machine by machine, as by torchrun. Collective.
+    name: of compression.COMPRESSORS or hierarchical.FORMS; for the latter, ranks are numbered
+        machine by machine, as by torchrun. Collective.
     """
     if name not in FORMS:
         return None if name == "none" else compression.build(name)

@@ -43,6 +43,6 @@ def choices(name):
     """The values that a parameter of this name chooses from; empty where nobody knows."""
     if name == "device":
         return ("auto", "cpu", "cuda")
-    from labkit.run.experiment import CHOICES  # loads torch: only where a name is to be looked up
+    from labkit.run.choices import CHOICES
 
     return CHOICES.get("comm_hook" if name == "compared" else name, ())

@@ -26,6 +26,7 @@ from labkit.fsdp import FSDP
 from labkit.learning_rate import warmup
 from labkit.parts import manifest, tensor_file, tree
 from labkit.parts.random_state import RandomState
+from labkit.parts.sources import opened
 from labkit.parts.store import Store
 from labkit.sampler import Batches
 from labkit.trainer import Trainer, make_optimizer, mixed_precision, parallelize
@@ -392,11 +393,85 @@ def test_the_last_by_number_and_the_best_stay(tmp_path):
         with_best.save(step, {"model": model}, loss=loss)
     with_best.wait()
     assert with_best.steps() == [10, 100, 1000]
-    with_best.save(50, {"model": model}, loss=6.0)  # gone back: what is saved now stays, too
-    with_best.wait()
-    assert with_best.steps() == [10, 50, 100, 1000]
+    with_best.save(50, {"model": model}, loss=6.0)  # gone back: a branch, on which 10 is the best
+    assert with_best.steps() == [10, 50]
+    assert with_best.load({"model": model}) == 50
     with_best.close()
     assert not list(tmp_path.glob("**/*.part"))
+
+
+def runs(folder, saves, load=None, **options):
+    """One run: it loads a step, or none, and saves; returns the steps that are there."""
+    model, checkpoints = nn.Linear(2, 2), Checkpoints(folder, **options)
+    if load is not None:
+        assert checkpoints.load({"model": model}, step=load) == load
+    for step in saves:
+        nn.init.constant_(model.weight, step)
+        checkpoints.save(step, {"model": model})
+    there = checkpoints.steps()
+    checkpoints.close()
+    return there
+
+
+def latest(folder):
+    """(step, the weight in it) of what the next start takes."""
+    model, checkpoints = nn.Linear(2, 2), Checkpoints(folder)
+    step = checkpoints.load({"model": model})
+    checkpoints.close()
+    return step, model.weight[0, 0].item()
+
+
+def test_a_new_branch_is_what_the_next_start_takes(tmp_path):
+    assert runs(tmp_path, [8, 9, 10]) == [8, 9, 10]
+    assert latest(tmp_path) == (10, 10)
+    assert runs(tmp_path, [9], load=8) == [8, 9, 10]
+    assert latest(tmp_path) == (9, 9)
+    assert runs(tmp_path, [12], load=8, keep=2) == [8, 12]  # 8 before 10 and 9, which are others'
+    assert latest(tmp_path) == (12, 12)
+    with opened(str(tmp_path)) as source:
+        assert source.about == "step 12"
+
+
+def test_a_shorter_run_in_the_same_folder_keeps_its_own(tmp_path):
+    runs(tmp_path, [8, 9, 10])
+    assert runs(tmp_path, [1]) == [1, 9, 10]
+    assert latest(tmp_path) == (1, 1)
+    assert runs(tmp_path, [1, 2, 3]) == [1, 2, 3]
+    assert latest(tmp_path) == (3, 3)
+
+
+def test_a_run_that_goes_on_in_turns_has_one_lineage(tmp_path):
+    runs(tmp_path, [1, 2], keep=9)
+    for step in (3, 4, 5):
+        runs(tmp_path, [step], load=step - 1, keep=9)
+    runs(tmp_path, [100], keep=9)  # another
+    assert runs(tmp_path, [6], load=5, keep=6) == [1, 2, 3, 4, 5, 6]
+
+
+def test_the_best_of_each_branch_stays(tmp_path):
+    model, checkpoints = nn.Linear(2, 2), Checkpoints(tmp_path, keep=1, best=(min, "loss"))
+    for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0)):
+        checkpoints.save(step, {"model": model}, loss=loss)
+    assert checkpoints.load({"model": model}, step=2) == 2 and checkpoints.steps() == [2, 3]
+    checkpoints.close()
+    checkpoints = Checkpoints(tmp_path, keep=1, best=(min, "loss"))
+    for step, loss in ((4, 5.0), (5, 6.0)):
+        checkpoints.save(step, {"model": model}, loss=loss)
+    assert checkpoints.steps() == [2, 4, 5]
+    checkpoints.close()
+
+
+def test_checkpoints_without_a_serial_number_go_by_their_step(tmp_path):
+    """As they were written before there was one."""
+    runs(tmp_path, [8, 10])
+    store = Store(tmp_path)
+    for step in (8, 10):
+        found, _ = manifest.read(store, f"step-{step:09d}")
+        old = {key: value for key, value in found.items() if key not in ("serial", "lineage")}
+        manifest.write(store, f"step-{step:09d}", old)
+    assert latest(tmp_path) == (10, 10)
+    assert runs(tmp_path, [9], load=8, keep=2) == [8, 9]
+    assert latest(tmp_path) == (9, 9)
 
 
 # ---- damage

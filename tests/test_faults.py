@@ -23,13 +23,14 @@ import torch.distributed as dist
 from test_launch import interrupt_what_runs
 from torch import nn
 
-from labkit import models, train
+from labkit import models
 from labkit.checkpoint import Checkpoints
 from labkit.fsdp import FSDP
 from labkit.measure.faults import Fault, Injected, draw, fill_up, inject
 from labkit.parts.store import Store
 from labkit.preempt import mean_and_wish
 from labkit.run import LaunchError, launch, nodes
+from labkit.run import training as train
 from labkit.run.client import agent
 from labkit.run.context import Context
 
@@ -217,10 +218,10 @@ def first_attempt_fails(context):
 
 
 @pytest.mark.slow
-def test_the_shell_command_restarts_as_often():
+def test_the_shell_command_restarts_as_often(tmp_path):
     run = launch("test_faults:first_attempt_fails", restarts=2, **OPTIONS)
     assert len(run.failures) == 1
-    setting, torchrun, *words = shlex.split(run.command)
+    setting, torchrun, *words = shlex.split(run.command.replace("$(mktemp -d)", str(tmp_path)))
     assert torchrun == "torchrun" and "--max-restarts 2" in run.command
     here = dict([setting.split("=")], PYTHONPATH=os.path.dirname(__file__))
     command = [sys.executable, "-m", "torch.distributed.run", *words]

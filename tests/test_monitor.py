@@ -28,8 +28,9 @@ from labkit.measure.sinks import KNOWN, JsonLines, Prometheus, TensorBoard, open
 from labkit.measure.timeline import Timeline
 from labkit.preempt import mean_and_wish
 from labkit.run.experiment import Experiment
+from labkit.run.options import WRONG
 from labkit.run.participant import Participant
-from labkit.train import main
+from labkit.run.training import main
 from labkit.trainer import Trainer
 
 PHASES = ("data_ms", "forward_ms", "backward_ms", "optimizer_ms")
@@ -365,7 +366,7 @@ def test_wandb_is_used_where_it_is_installed_and_offline(tmp_path, monkeypatch):
 # ---- the command
 
 
-def test_what_cannot_be_opened_is_one_line(tmp_path, monkeypatch):
+def test_what_cannot_be_opened_is_one_line(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").touch()
     taken = Prometheus()
     port = taken.server.server_port
@@ -385,8 +386,9 @@ def test_what_cannot_be_opened_is_one_line(tmp_path, monkeypatch):
     for place, words in expected.items():
         with pytest.raises(SystemExit) as ended:
             main(["--metrics", place])
-        text = str(ended.value)
-        assert text.startswith(f"labkit.train: --metrics {place}: ") and "\n" not in text
+        text = capsys.readouterr().err
+        assert text.startswith(f"labkit.train: --metrics {place}: ") and text.count("\n") == 1
+        assert ended.value.code == WRONG
         assert words in text, text
     taken.close()
 

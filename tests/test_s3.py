@@ -109,15 +109,14 @@ TRAINING = ("--strategy", "fsdp", "--batch-size", "12", "--optimizer", "adamw", 
 
 
 def trained(*options):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "--", "labkit.train", *TRAINING, *map(str, options)]
+    command = [sys.executable, "-m", "labkit.train", "--nproc", "2", *TRAINING, *map(str, options)]
     return subprocess.run(command, capture_output=True, text=True, timeout=150)
 
 
 def trained_warm(*options):
     """The same on warm ranks: what rank 0 printed."""
     arguments = [*TRAINING, *map(str, options)]
-    run = launch("labkit.train:launched", nproc=2, arguments=arguments, quiet=True)
+    run = launch("labkit.run.training:launched", nproc=2, arguments=arguments, quiet=True)
     return run.logs[0].read_text()
 
 

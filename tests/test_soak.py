@@ -46,7 +46,7 @@ def train(folder, fields, nproc=2, every=3, patience=PATIENT, **options):
     arguments = [str(word) for word in [*FIELDS, *fields, *saved, "--log", folder / "log.jsonl"]]
     options = {"collective_timeout": 2 * patience, "timeout": LIMIT, "quiet": True} | options
     try:
-        run = launch("labkit.train:launched", nproc=nproc, arguments=arguments, **options)
+        run = launch("labkit.run.training:launched", nproc=nproc, arguments=arguments, **options)
     except LaunchError as error:
         return False, str(error).partition("\n")[0]
     except AgentError as error:

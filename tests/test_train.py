@@ -1,38 +1,46 @@
 """labkit.train, warm and under a real torchrun: stopped or killed, it ends where the unbroken run ends."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from labkit import train
+from labkit import models
 from labkit.amp import GradScaler, MasterWeights
 from labkit.composition import Composed
+from labkit.compression import COMPRESSORS
 from labkit.ddp import DDP
 from labkit.fsdp import FSDP
+from labkit.hierarchical import FORMS
+from labkit.learning_rate import LR_RULES
 from labkit.mesh import Mesh
 from labkit.preempt import Preemption, mean_and_wish
-from labkit.run import LaunchError, launch
+from labkit.run import LaunchError, choices, launch
+from labkit.run import training as train
 from labkit.run.context import Context
 from labkit.run.experiment import Experiment
-from labkit.run.participant import Participant
-from labkit.trainer import Trainer, make_optimizer, mixed_precision, parallelize
+from labkit.run.options import HELP, STOPPED, WRONG, parser, read
+from labkit.run.participant import OPTIMIZERS, Participant
+from labkit.trainer import RECOMPUTE, STRATEGIES, Trainer, make_optimizer, mixed_precision, parallelize
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file"]
 STEPS, EMULATED = 12, ("--compute", "emulated")
 PATIENCE = 15  # seconds to wait for a rank: also on a busy machine those that torchrun starts come within them
 FIELDS = ["--batch-size", "12", "--steps", str(STEPS), "--optimizer", "adamw", "--lr", "0.01", "--clip", "0.5"]
 
 
 def start(nproc, *options, restarts=0):
-    command = [*TORCHRUN, "--nproc-per-node", str(nproc), "--max-restarts", str(restarts), "-m", "--", "labkit.train"]
+    command = [*TORCHRUN, "--rdzv-endpoint", f"{tempfile.mkdtemp()}/meeting", "--nproc-per-node", str(nproc)]
+    command += ["--max-restarts", str(restarts), "-m", "--", "labkit.train"]
     command += [*FIELDS, *map(str, options)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if restarts else None
@@ -43,14 +51,16 @@ def run(nproc, *options):
     """The same on warm ranks: (0 or 1, what rank 0 printed, what went wrong)."""
     arguments = [*FIELDS, *map(str, options)]
     try:
-        done = launch("labkit.train:launched", nproc=nproc, arguments=arguments, quiet=True)
+        done = launch("labkit.run.training:launched", nproc=nproc, arguments=arguments, quiet=True)
     except LaunchError as error:
         return 1, error.run.logs[0].read_text(), str(error)
     return 0, done.logs[0].read_text(), ""
 
 
 def lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    """What a log says that is the same in every run."""
+    told = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{name: value for name, value in one.items() if not name.endswith("_s")} for one in told]
 
 
 def wait_for(path, steps, process):
@@ -193,7 +203,7 @@ def test_told_to_stop_again_and_again_it_leaves_with_0(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--model", "none"], "Experiment(model='none'): choose from mlp"),
+        (["--model", "none"], "argument --model: invalid choice: 'none' (choose from"),
         (["--batch-size", "7"], "batch_size=7 does not split into equal parts for 2 ranks"),
         (["--config", "absent.yaml"], "No such file or directory: 'absent.yaml'"),
         (["--strategy", "single"], "the strategy is single, and there are 2 ranks"),
@@ -203,21 +213,168 @@ def test_told_to_stop_again_and_again_it_leaves_with_0(tmp_path):
         (["--log", f"{__file__}/log.jsonl"], "File exists"),
     ],
 )
-def test_bad_input_is_one_line(monkeypatch, arguments, words):
+def test_bad_input_is_one_line(monkeypatch, capsys, arguments, words):
     for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "GROUP_RANK": 0}.items():
         monkeypatch.setenv(name, str(value))
     with pytest.raises(SystemExit) as ended:
         train.main(arguments)
-    assert words in str(ended.value) and "\n" not in str(ended.value)
+    told = capsys.readouterr().err
+    assert words in told and told.count("\n") == 1 and ended.value.code == WRONG
 
 
 def test_options_come_before_the_file(tmp_path):
     (tmp_path / "run.yaml").write_text("model: gpt\nsteps: 5\n")
-    experiment, options = train.read(["--config", str(tmp_path / "run.yaml"), "--steps", "9", "--keep", "2"])
+    experiment, options = read(["--config", str(tmp_path / "run.yaml"), "--steps", "9", "--keep", "2"])
     assert (experiment.model, experiment.steps, options.keep) == ("gpt", 9, 2)
     (tmp_path / "run.yaml").write_text("modle: gpt\n")
     with pytest.raises(ValueError, match="unknown key 'modle': did you mean 'model'"):
-        train.read(["--config", str(tmp_path / "run.yaml")])
+        read(["--config", str(tmp_path / "run.yaml")])
+
+
+# ---- without torchrun: it starts the ranks itself
+
+
+def command(*words, **options):
+    line = [sys.executable, "-m", "labkit.train", *map(str, words)]
+    return subprocess.run(line, capture_output=True, text=True, timeout=150, **options)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--modle", "gpt"], "labkit.train: unrecognized arguments: --modle gpt; did you mean --model?"),
+        (["--strategy", "fsdb"], "argument --strategy: invalid choice: 'fsdb' (choose from "),
+        (["--model", "gtp"], "argument --model: invalid choice: 'gtp' (choose from "),
+        (["--steps", "many"], "argument --steps: invalid int value: 'many'"),
+        (["--nproc", "0"], "argument --nproc: '0' is no whole number of at least 1"),
+        (["--nproc", "3"], "batch_size=64 does not split into equal parts for 3 ranks"),
+        (["--resume", "latest"], "argument --resume: 'latest' is neither auto, never, must nor a step"),
+        (["--override", "model=gpt"], "--override model=gpt: takes lr=, momentum=, weight_decay= or clip="),
+        (["--config", "absent.yaml"], "No such file or directory: 'absent.yaml'"),
+        (["--lr", "-1"], "Experiment(lr=-1.0): at least 0, and finite"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_cannot_be_is_one_line_and_starts_nothing(words, told):
+    begin = time.monotonic()
+    done = command(*words)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (WRONG, "", 1)
+    assert told in done.stderr and time.monotonic() - begin < 60
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--tensor", "4"], "so many ranks cannot share the 2 heads"),
+        (["--tensor", "2", "--nproc", "1"], "1 ranks are no multiple of the 2 that"),
+        (["--log-file", f"{__file__}/log.jsonl"], "File exists"),
+        (["--checkpoint-dir", f"{__file__}/places"], "Not a directory"),
+        (["--metrics", "prometheus:127.0.0.1:99999"], "--metrics prometheus:127.0.0.1:99999: "),
+        (["--resume", "7"], "--resume 7 needs --checkpoint-dir: where checkpoints are"),
+    ],
+    ids=lambda value: " ".join(value[:1]) if isinstance(value, list) else "",
+)
+def test_what_only_torch_or_the_ranks_can_know_is_one_line_too(words, told):
+    done = command("--max-restarts", 2, *words)
+    said = done.stderr.splitlines()
+    assert done.returncode == WRONG and len(said) == 1 and told in said[0], (done.stdout, done.stderr)
+
+
+def test_help_waits_for_no_torch():
+    program = "import sys, runpy; sys.argv = ['labkit.train', '--help']\n"
+    program += "try: runpy.run_module('labkit.train', run_name='__main__')\n"
+    program += "except SystemExit: print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "False"
+    for name in (field.name for field in dataclasses.fields(Experiment)):
+        assert f"--{name.replace('_', '-')} " in done.stdout and HELP[name].split()[0] in done.stdout
+
+
+def test_no_option_is_an_abbreviation_of_one_of_torchruns():
+    """torchrun reads the options of the script too, unless -- stands before them."""
+    from torch.distributed.run import get_args_parser
+
+    theirs = {name for action in get_args_parser()._actions for name in action.option_strings}
+    ours = {name for action in parser()._actions for name in action.option_strings}
+    only_without = {"--nproc", "--max-restarts", "--help", "-h"}
+    old = {"--log"}  # --log-file has its place
+    for name in ours - only_without - old:
+        assert not [one for one in theirs if one.startswith(name)], name
+
+
+def test_choices_are_the_keys_of_the_tables_that_know_them():
+    assert set(choices.CHOICES["strategy"]) == {*STRATEGIES, "auto"}
+    assert choices.CHOICES["recompute"] == tuple(RECOMPUTE)
+    assert choices.CHOICES["comm_hook"] == ("none", *FORMS, *COMPRESSORS)
+    assert choices.CHOICES["lr_rule"] == tuple(LR_RULES)
+    assert choices.CHOICES["optimizer"] == tuple(OPTIMIZERS)
+    assert set(choices.CHOICES["data"]) == {"auto", *models.data.DATASETS}
+    assert {model: tuple(data) for model, data in models.data.FITTING.items()} == choices.FITTING
+    assert choices.CHOICES["model"] == tuple(models.SIZES)
+    assert all(choices.CHOICES["size"] == tuple(sizes) for sizes in models.SIZES.values())
+
+
+def test_values_that_go_with_those_that_were_given():
+    pipeline, _ = read(["--pipeline", "2"])
+    assert (pipeline.model, pipeline.strategy, pipeline.optimizer) == ("gpt", "ddp_naive", "adamw")
+    assert read(["--model", "gpt", "--lr", "0.1"])[0].optimizer == "sgd"
+    assert read([])[0] == Experiment()
+
+
+@pytest.mark.slow
+def test_stopped_it_leaves_with_85_and_the_same_line_goes_on(tmp_path):
+    whole, broken = tmp_path / "whole.jsonl", tmp_path / "broken.jsonl"
+    options = ("--nproc", 2, *FIELDS, *EMULATED, "--checkpoint-every", 2)
+    done = command(*options, "--block-ms", 1, "--checkpoint-dir", tmp_path / "w", "--log-file", whole)
+    assert done.returncode == 0, done.stderr
+    first = done.stdout.splitlines()[0]
+    assert first.startswith("mlp tiny: 85,002 parameters; ddp_bucketed, dp 2, gloo; batch 12 = 2 x 6; 12 steps; from")
+    line = [sys.executable, "-m", "labkit.train", *map(str, options), "--block-ms", "150", "--log-file", str(broken)]
+    line += ["--checkpoint-dir", str(tmp_path / "b")]
+    process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    wait_for(broken, 3, process)
+    ranks = children(process)
+    process.send_signal(signal.SIGTERM)
+    out, error = process.communicate(timeout=120)
+    assert process.returncode == STOPPED and "goes on from there" in out, (out, error)
+    gone(ranks)
+    done = command(*line[3:])
+    assert done.returncode == 0 and "goes on after step" in done.stdout, done.stderr
+    assert lines(broken) == lines(whole)
+    assert lines(whole)[0].keys() == {"step", "loss", "gradient_norm"}
+    timed = json.loads(whole.read_text().splitlines()[5])
+    assert timed["samples_per_s"] > 0 and timed["eta_s"] > 0
+    assert not [path for path in os.listdir(tempfile.gettempdir()) if path.startswith("labkit-train-")]
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_started_again_and_what_cannot_be_is_not(tmp_path):
+    log, places = tmp_path / "log.jsonl", tmp_path / "places"
+    saved = ("--nproc", 2, *FIELDS, *EMULATED, "--block-ms", 100, "--checkpoint-dir", places, "--checkpoint-every", 1)
+    line = [sys.executable, "-m", "labkit.train", *map(str, saved), "--log-file", str(log), "--max-restarts", "3"]
+    process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    wait_for(log, 3, process)
+    os.kill(children(process)[-1], signal.SIGKILL)
+    out, error = process.communicate(timeout=120)
+    assert process.returncode == 0 and out.count("goes on after step") == 1, (out, error)
+    assert "died of signal 9; 3 restarts left" in error
+    done = command(*saved, "--model", "resnet", "--max-restarts", 3)
+    assert done.returncode == WRONG and done.stderr.count("model was 'mlp', and is 'resnet' now") == 1, done.stderr
+    assert "restarts left" not in done.stderr
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_from_a_step_with_another_rate_on_purpose(tmp_path):
+    places = tmp_path / "places"
+    saved = ("--checkpoint-dir", places, "--checkpoint-every", 1, "--keep", 9, "--schedule", "cosine")
+    code, _, error = run(2, *saved, "--steps", 4)
+    assert code == 0, error
+    code, out, error = run(2, *saved, "--steps", 4, "--resume", 2, "--override", "lr=0.5", "clip=2")
+    assert code == 0 and "goes on after step 2" in out, error
+    assert "--override: lr was 0.01, and is 0.5 now" in out and "--override: clip was 0.5, and is 2.0 now" in out
+    code, out, error = run(2, *saved, "--steps", 4, "--resume", 77)
+    assert code == 1 and "has no whole checkpoint of step 77" in error
 
 
 def first_batch(rank, world_size, strategy):

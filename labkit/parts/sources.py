@@ -15,7 +15,7 @@ from typing import Any
 from labkit.parts import manifest
 from labkit.parts.dcp_folder import DcpFolder
 from labkit.parts.saved import Reader
-from labkit.parts.staying import folder_of, steps_in
+from labkit.parts.staying import folder_of, latest_first, manifests_in, steps_in
 from labkit.parts.store import Store
 from labkit.parts.tensor_file import TensorFile
 from labkit.parts.wrapper import without_wrappers
@@ -143,7 +143,7 @@ def whole_step(store, steps, step):
     if step is not None and step not in steps:
         raise ValueError(f"it has no step {step}; it has {', '.join(map(str, steps))}")
     reasons = []
-    for candidate in reversed(steps) if step is None else [step]:
+    for candidate in latest_first(manifests_in(store)) if step is None else [step]:
         found, why = manifest.checked(store, folder_of(candidate))
         if found:
             return candidate, found

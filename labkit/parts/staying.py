@@ -1,10 +1,15 @@
-"""Which checkpoints stay: the last by step number, the best by a metric, and the one just written.
+"""Which checkpoint is the latest, and which ones stay, in a directory with branches of a run.
 
-    keep=2, best=(min, "loss")    step-10  step-20  step-30  step-40  step-50
-                                   4.1      3.0      3.2     half     3.4
-                                  goes     best     stays    goes     stays
+    saved     8    9    10              latest: 10
+    load(8)        9'   12'             latest: 12', whose lineage is 8, 9', 12'; 9' replaced 9
+    keep=2         9'   12'             8 and 10 go: the current lineage comes first
 
-What cannot be read, or was found damaged, is left where it is, and takes nobody's place.
+The latest is the one that was saved last, whatever its step: a manifest has a serial number, and
+the lineage, the (step, serial) pairs of the checkpoints that training went on from. load() sets it;
+to save a step that is not higher than the last one goes back to the steps before it. What stays is
+the last `keep` of the lineage, then of the others, and the best by a metric, of the lineage and of
+all; and the one just written. What cannot be read, or was found damaged, is not touched, and counts
+for nothing.
 """
 
 import math
@@ -22,25 +27,73 @@ def steps_in(store):
     return sorted(int(n) for n in numbers if n.isdecimal() and store.has(folder_of(int(n))))
 
 
-def staying(complete, keep, best):
-    """Which steps stay. complete: {step: metrics}."""
-    stay = set(sorted(complete)[-keep:])
+def manifests_in(store):
+    """{step: its manifest, or None where it cannot be read}."""
+    return {step: manifest.read(store, folder_of(step))[0] for step in steps_in(store)}
+
+
+def age(one):
+    """(serial, step) of a manifest: the larger, the later it was saved. Older formats: serial 0."""
+    return one.get("serial", 0), one["step"]
+
+
+def latest_first(found):
+    """The steps in the order in which load() tries them. found: {step: manifest or None}.
+
+    One that cannot be read has no serial: it comes first where its step is beyond the latest.
+    """
+    known = sorted((step for step, one in found.items() if one), key=lambda step: age(found[step]))
+    unknown = sorted(found.keys() - set(known))
+    last = known[-1] if known else -1
+    before = [step for step in unknown if step <= last]
+    beyond = [step for step in unknown if step > last]
+    return (before + known + beyond)[::-1]
+
+
+def lineage_of(one):
+    """[step, serial] of what a manifest's checkpoint goes on from, and of itself."""
+    return [*one.get("lineage", []), [one["step"], age(one)[0]]]
+
+
+def next_place(found, step, lineage):
+    """What a new checkpoint's manifest says of its place among those that are there.
+
+    found: see latest_first(). lineage: [step, serial] of what the run has loaded and saved; of it
+    stays what is still there, and is not of that step or of a later one.
+    """
+    there = [[other, age(one)[0]] for other, one in found.items() if one]
+    serial = 1 + max((serial for _, serial in there), default=0)
+    lineage = [pair for pair in lineage if pair in there and pair[0] < step]
+    return {"step": step, "serial": serial, "lineage": lineage}
+
+
+def staying(complete, keep, best, lineage=()):
+    """Which steps stay. complete: {step: manifest}. lineage: steps of the current one."""
+    order = sorted(complete, key=lambda step: (step in lineage, age(complete[step])))
+    stay = set(order[-keep:])
     if best:
-        choose, metric = best
-        rated = {step: metrics[metric] for step, metrics in complete.items() if metric in metrics}
-        rated = {step: value for step, value in rated.items() if not math.isnan(value)}
-        stay |= {choose(rated, key=rated.get)} if rated else set()
+        for steps in (complete, lineage):
+            metrics = {step: complete[step]["metrics"] for step in steps}
+            stay |= best_of(metrics, *best)
     return stay
 
 
-def prune(store, step, keep, best, damaged):
-    """Remove what does not stay, and what a kill has left half. step: the one just written."""
-    found = {other: manifest.read(store, folder_of(other))[0] for other in steps_in(store)}
+def best_of(metrics, choose, name):
+    """{the step whose metric of that name is the best}, or an empty set. metrics: {step: dict}."""
+    rated = {step: one[name] for step, one in metrics.items() if name in one}
+    rated = {step: value for step, value in rated.items() if not math.isnan(value)}
+    return {choose(rated, key=rated.get)} if rated else set()
+
+
+def prune(store, found, step, keep, best, damaged):
+    """Remove what does not stay, and what a kill has left half.
+
+    found: {step: manifest or None}, with that of `step`, the one just written.
+    """
     half = {other for other in found if not store.has(f"{folder_of(other)}/{manifest.NAME}")}
-    complete = {
-        other: one["metrics"] for other, one in found.items() if one and other not in damaged
-    }
-    for other in (complete.keys() | half) - staying(complete, keep, best) - {step}:
+    complete = {other: one for other, one in found.items() if one and other not in damaged}
+    lineage = [one for one, _ in lineage_of(found[step]) if one in complete]
+    for other in (complete.keys() | half) - staying(complete, keep, best, lineage) - {step}:
         # The manifest first: what is half removed counts as none.
         store.remove(f"{folder_of(other)}/{manifest.NAME}")
         store.remove(folder_of(other))

@@ -113,6 +113,8 @@ def start_job(request):
         worker.die_with_parent()
         os.environ.clear()
         os.environ.update(request["env"])
+        # Else the launcher and rank 0 listen on every interface, with a store that nobody needs.
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         folder = Path(request["job"]).parent
         worker.redirect_output(folder / "job.log")
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -147,21 +149,7 @@ def run_job(job_path, nproc, folder, place=None):
     """torchrun's launcher, in this process. On one node, a file stands in for a listening store."""
     place = place or cluster.Place(0, 1, "127.0.0.1", str(folder / "rendezvous"), "file")
     with gpus_hidden():
-        config = LaunchConfig(
-            min_nodes=place.count,
-            max_nodes=place.count,
-            nproc_per_node=nproc,
-            run_id=folder.name,
-            rdzv_backend="c10d",
-            rdzv_endpoint=place.meeting,
-            # Said outright: left to guess by its name, no node would take itself for the host.
-            rdzv_configs={"store_type": place.store_type, "is_host": place.node == 0},
-            local_addr=place.address,
-            max_restarts=0,
-            monitor_interval=POLL,
-            start_method="fork",
-            logs_specs=DefaultLogsSpecs(log_dir=str(folder / f"elastic-{place.node}")),
-        )
+        config = elastic_config(place, nproc, folder.name, folder / f"elastic-{place.node}")
     note_exits(folder / "exits.jsonl")
     if place.count == 1:  # nodes come to the rendezvous at random within 0.3 s, even a single one
         dynamic_rendezvous._delay = lambda seconds: None
@@ -172,6 +160,25 @@ def run_job(job_path, nproc, folder, place=None):
     except ChildFailedError:
         return 1
     return 0
+
+
+def elastic_config(place, nproc, name, logs):
+    """torchelastic's settings for the ranks of one node, forked from this process."""
+    return LaunchConfig(
+        min_nodes=place.count,
+        max_nodes=place.count,
+        nproc_per_node=nproc,
+        run_id=name,
+        rdzv_backend="c10d",
+        rdzv_endpoint=place.meeting,
+        # Said outright: left to guess by its name, no node would take itself for the host.
+        rdzv_configs={"store_type": place.store_type, "is_host": place.node == 0},
+        local_addr=place.address,
+        max_restarts=0,
+        monitor_interval=POLL,
+        start_method="fork",
+        logs_specs=DefaultLogsSpecs(log_dir=str(logs)),
+    )
 
 
 @contextmanager

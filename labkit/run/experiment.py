@@ -15,24 +15,8 @@ from pathlib import Path
 
 import yaml
 
-from labkit import models
-from labkit.learning_rate import LR_RULES
-from labkit.run.meshed import check_axes, check_experts, check_shares
-from labkit.trainer import HOOKED, HOOKS, RECOMPUTE, STRATEGIES
+from labkit.run.choices import CHOICES, FITTING, HOOKED
 
-CHOICES = {
-    "model": tuple(models.SIZES),
-    "size": ("tiny", "small", "medium"),
-    "data": ("auto", *models.data.DATASETS),
-    "strategy": (*STRATEGIES, "auto"),
-    "optimizer": ("sgd", "adamw"),
-    "lr_rule": tuple(LR_RULES),
-    "schedule": ("constant", "cosine"),
-    "precision": ("fp32", "fp64", "bf16", "fp16"),
-    "recompute": tuple(RECOMPUTE),
-    "comm_hook": ("none", *HOOKS),
-    "compute": ("real", "emulated"),
-}
 SMALLEST = {
     "batch_size": 1,
     "reference_batch": 1,
@@ -126,8 +110,8 @@ class Experiment:
                 raise ValueError(
                     f"Experiment({name}={getattr(self, name)!r}): at least {smallest}, and finite"
                 )
-        if self.data not in ("auto", *models.data.FITTING[self.model]):
-            fitting = ", ".join(models.data.FITTING[self.model])
+        if self.data not in ("auto", *FITTING[self.model]):
+            fitting = ", ".join(FITTING[self.model])
             raise ValueError(
                 f"Experiment(data={self.data!r}): the model {self.model} takes {fitting}"
             )
@@ -142,12 +126,10 @@ class Experiment:
                 f"Experiment(comm_hook={self.comm_hook!r}): "
                 f"goes with {known}, not with {self.strategy}"
             )
+        if self.experts or self.expert > 1 or self.axes:
+            from labkit.run import meshed  # and torch, which a wrong name need not wait for
 
-        if self.experts or self.expert > 1:
-            check_experts(self)
-        if self.axes:
-            check_axes(self)
-            check_shares(self)
+            meshed.check(self)
 
     @property
     def axes(self):

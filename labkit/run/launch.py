@@ -34,6 +34,7 @@ from labkit.run.report import explain, launcher_died, read_ends
 from labkit.run.watch import watch
 
 LAST_WORDS = ("leaving", "error")
+PRIVATE = "$(mktemp -d)/meeting"  # for the shell: a file in a new folder of this user's alone
 
 one_at_a_time = threading.Lock()
 unused = deque()  # folders of Runs that are gone
@@ -122,18 +123,25 @@ class Run:
 
     @property
     def command(self):
-        torchrun = shlex.join(["torchrun", *self.torchrun_arguments(by_name=True)])
+        torchrun = shlex.join(["torchrun", *self.torchrun_arguments(PRIVATE, by_name=True)])
+        torchrun = torchrun.replace(shlex.quote(PRIVATE), f'"{PRIVATE}"')
         if self.job["restarts"]:  # in one store for all attempts gloo finds the ranks of the first
             return f"TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 {torchrun}"
         return torchrun
 
-    def torchrun_arguments(self, by_name=False):
-        """torchrun's arguments; by_name: what it runs by its name, if any, not by its job file."""
-        start = ["--standalone", "--nproc-per-node", str(self.nproc)]
+    def torchrun_arguments(self, meeting, by_name=False):
+        """torchrun's arguments; by_name: what it runs by its name, if any, not by its job file.
+
+        meeting: the file by which the launchers of one node meet, where no other user may write.
+        --standalone would listen on all interfaces, and run what any user of the machine sends it.
+        """
+        start = ["--nproc-per-node", str(self.nproc), "--rdzv-backend", "c10d"]
         if by_name and self.job["restarts"]:
             start += ["--max-restarts", str(self.job["restarts"])]
+        if self.nodes == 1:
+            start += ["--rdzv-conf", "store_type=file", "--rdzv-endpoint", meeting]
         if self.nodes > 1:
-            start = ["--nnodes", str(self.nodes), *start[1:], "--rdzv-backend", "c10d"]
+            start = ["--nnodes", str(self.nodes), *start]
             # Without a name, each node is told by its environment where the others are (agent.py).
             start += ["--rdzv-endpoint", f"{network.address(0)}:{network.PORT}"] if by_name else []
         if by_name and self.job["kind"] == "script":
@@ -212,7 +220,8 @@ def launch(
 
 def attempt(run, timeout, cold, quiet, bar):
     """Start the ranks once and wait for them. Raises LaunchError; AgentError if the agent died."""
-    plain = [sys.executable, "-m", "torch.distributed.run", *run.torchrun_arguments()]
+    meeting = str(run.folder / "rendezvous")
+    plain = [sys.executable, "-m", "torch.distributed.run", *run.torchrun_arguments(meeting)]
     with one_at_a_time:
         while unused:  # in a thread: an interrupt finds the main one
             threading.Thread(target=unused.popleft().cleanup).start()

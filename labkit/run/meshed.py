@@ -19,7 +19,8 @@ from labkit.models import plans
 from labkit.models.gpt import Network, Stage
 from labkit.moe import MoE, balanced
 from labkit.pipeline import gpipe, one_f_one_b
-from labkit.trainer import LOW, MESHED, parallelize
+from labkit.run.choices import MESHED
+from labkit.trainer import LOW, parallelize
 
 
 def model_of(e):
@@ -59,6 +60,15 @@ def compose(module, mesh, e, wrapping):
 def strategies_of(e):
     """What strategy="auto" looks at along dp."""
     return ("ddp_naive",) if e.pipeline > 1 else ("ddp_bucketed", "fsdp")
+
+
+def check(e):
+    """Raise ValueError for experts or axes that cannot be, or do not go with the rest."""
+    if e.experts or e.expert > 1:
+        check_experts(e)
+    if e.axes:
+        check_axes(e)
+        check_shares(e)
 
 
 def check_axes(e):

@@ -1,0 +1,28 @@
+"""The names that an Experiment may have. Without torch: a wrong one is told in a tenth of a second.
+
+The tables that say what these names mean stand where they are used, in labkit.models and
+labkit.trainer; a test holds the keys of the ones against the others.
+"""
+
+DDP = ("ddp_naive", "ddp_overlapped", "ddp_bucketed")
+FSDP = ("fsdp", "fsdp_grad_op", "fsdp_offload")
+TORCH = ("torch_ddp", "torch_fsdp")
+HOOKED = (*DDP, "torch_ddp")  # strategies that take a comm hook
+MESHED = (*DDP, *FSDP)  # strategies that go with other axes of a mesh
+BY_NODES = ("hierarchical", "leaders")
+COMPRESSORS = ("fp16", "bf16", "quantize8", "quantize4", "onebit")
+COMPRESSORS += ("topk", "randomk", "dgc", "powersgd")
+FITTING = {"mlp": ("digits",), "resnet": ("digits", "cifar10"), "gpt": ("stdlib_text",)}
+CHOICES = {
+    "model": tuple(FITTING),
+    "size": ("tiny", "small", "medium"),
+    "data": ("auto", "digits", "stdlib_text", "cifar10"),
+    "strategy": ("single", *DDP, "zero1", "zero2", *FSDP, "local_sgd", "diloco", *TORCH, "auto"),
+    "optimizer": ("sgd", "adamw"),
+    "lr_rule": ("none", "linear", "sqrt", "linear_sqrt"),
+    "schedule": ("constant", "cosine"),
+    "precision": ("fp32", "fp64", "bf16", "fp16"),
+    "recompute": ("none", "every", "alternate", "matmul"),
+    "comm_hook": ("none", *BY_NODES, *COMPRESSORS),
+    "compute": ("real", "emulated"),
+}

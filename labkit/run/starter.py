@@ -1,0 +1,61 @@
+"""The ranks of labkit.train on one node: started, started again after a failure, told to stop.
+
+    attempt 0   ranks 0, 1   step 1 ... 41   rank 1 died of SIGKILL
+    attempt 1   ranks 0, 1   from the latest checkpoint ...   done
+
+torchelastic forks them from this process, which has torch already and has asked no GPU for anything
+yet. They meet by a file in a folder of this user's alone: a store that listens on a port would run
+whatever any user of the machine sends it (torchrun --standalone has one).
+"""
+
+import logging
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import elastic_launch
+
+from labkit.run import agent, cluster, training
+from labkit.run.context import Log
+from labkit.run.options import FAILED, STOPPED, WRONG
+
+
+def start(experiment, options, arguments):
+    """Train on options.nproc ranks; returns the exit code. arguments: of labkit.train, as given."""
+    training.check(experiment, options, options.nproc)
+    Log(options.log_file)
+    for name in ("torch.distributed.elastic", "torch.multiprocessing"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # what they say is said below, in a line
+    with tempfile.TemporaryDirectory(prefix="labkit-train-") as folder:
+        for number in range(options.max_restarts + 1):
+            place = Path(folder, str(number))
+            place.mkdir()
+            code, why = attempt(arguments, options.nproc, place, number)
+            if code != FAILED:
+                return code
+            left = options.max_restarts - number
+            print(f"labkit.train: {why}; {left} restarts left", file=sys.stderr, flush=True)
+    return FAILED
+
+
+def attempt(arguments, nproc, folder, number):
+    """Start the ranks once; (exit code, what failed)."""
+    place = cluster.Place(0, 1, "127.0.0.1", str(folder / "rendezvous"), "file")
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    os.environ[training.OUTCOME] = str(folder / "outcome")
+    try:
+        with agent.gpus_hidden():
+            config = agent.elastic_config(place, nproc, "labkit-train", folder / "elastic")
+        elastic_launch(config, training.main)(arguments, f"file://{folder}/store", number)
+    except ChildFailedError as error:
+        codes = {failure.exitcode for failure in error.failures.values()}
+        rank, first = error.get_first_failure()
+        died = f"died of signal {-first.exitcode}" if first.exitcode < 0 else "failed"
+        return (WRONG if WRONG in codes else FAILED), f"rank {rank} {died}"
+    except SignalException as error:
+        if not (folder / "outcome").exists():
+            return 128 + error.sigval, ""
+    return (STOPPED if (folder / "outcome").read_text() == "stopped" else 0), ""
