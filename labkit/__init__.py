@@ -5,6 +5,7 @@ What is indented is in parts/: what the file above it stands on, and others may 
     mesh.py                 ranks as a grid: one process group per axis
     comm.py                 every message goes through here, and into a log
     meter.py                the log: what was sent, when, and who waited for it
+    progress.py             who has not arrived: by process group, number and pair of ranks
     gloo.py                 what gloo is made to do in fewer bytes or copies
     allreduce.py            ring, tree, halving-doubling, from send and recv; on
         segments.py         one segment is added while the next is on its way

@@ -155,7 +155,10 @@ def send(tensor, dst, group=None, async_op=False):
     def launch():
         return (dist.isend if async_op else dist.send)(tensor, group=group, group_dst=dst)
 
-    return metered("send", group, tensor, lambda n, P: P, async_op, launch)
+    def pairs(rank):
+        return ((rank, dst),)
+
+    return metered("send", group, tensor, lambda n, P: P, async_op, launch, pairs)
 
 
 def recv(tensor, src, group=None, async_op=False):
@@ -164,7 +167,10 @@ def recv(tensor, src, group=None, async_op=False):
     def launch():
         return (dist.irecv if async_op else dist.recv)(tensor, group=group, group_src=src)
 
-    return metered("recv", group, tensor, lambda n, P: 0, async_op, launch)
+    def pairs(rank):
+        return ((src, rank),)
+
+    return metered("recv", group, tensor, lambda n, P: 0, async_op, launch, pairs)
 
 
 def exchange(outgoing, dst, incoming, src, group=None, async_op=False):
@@ -184,7 +190,10 @@ def exchange(outgoing, dst, incoming, src, group=None, async_op=False):
             return work
         work.wait()
 
-    return metered("exchange", group, outgoing, lambda n, P: P, async_op, launch)
+    def pairs(rank):
+        return (rank, dst), (src, rank)
+
+    return metered("exchange", group, outgoing, lambda n, P: P, async_op, launch, pairs)
 
 
 def barrier(group=None):

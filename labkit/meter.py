@@ -57,6 +57,7 @@ class Event:
         returns, so its end is that moment.
     pauses: the `wait()`s of an async operation; None: the caller waited all along.
     group: torch's name of it; Mesh.axis_of knows which axis that is.
+    pairs: of a message: (from, to), in ranks within the group. An exchange is two messages.
     On CUDA all are NaN unless the record has a clock of the device, until that is resolved.
     """
 
@@ -69,6 +70,7 @@ class Event:
     end: float | None = None
     pauses: list | None = None
     group: str = ""
+    pairs: tuple = ()
 
     @property
     def waited(self):
@@ -83,7 +85,9 @@ def record(log=None, timed=True, clock=None):
     """`with record() as log:` appends an Event to log for every operation that starts inside.
 
     Of any thread. Records nest; each sees all events.
-    log: a list is made, or give anything with `append`.
+    log: a list is made, or give anything with `append`. Where append returns a function, that is
+        called with "awaited" when a thread begins to wait for the operation, and with "completed".
+        It is not called for operations on CUDA, of which the host knows neither.
     timed=False: asynchronous operations have no end, and cost less: only that they start counts.
     clock: a labkit.measure.clock for CUDA; None: that of the record around this one, or the host's.
     """
@@ -100,12 +104,12 @@ def record(log=None, timed=True, clock=None):
 class MeteredWork:
     """torch's Work for an async operation, while a record is open; fills in its Event."""
 
-    __slots__ = ("clock", "event", "work")
+    __slots__ = ("clock", "event", "notes", "work")
 
-    def __init__(self, work, event, clock=HOST):
-        self.work, self.event, self.clock = work, event, clock
+    def __init__(self, work, event, clock=HOST, timed=True, notes=()):
+        self.work, self.event, self.clock, self.notes = work, event, clock, notes
         event.pauses = []
-        if event.op not in _MESSAGES:
+        if timed and event.op not in _MESSAGES:
             try:
                 future = work.get_future()
             except RuntimeError:  # gloo's reduce_scatter has none
@@ -116,11 +120,17 @@ class MeteredWork:
     def _complete(self, _=None):
         if self.event.end is None:
             self.clock.stamp(self.event, "end")
+        self._note_completed()
+
+    def _note_completed(self):
+        notes, self.notes = self.notes, ()
+        tell(notes, "completed")
 
     def wait(self, *timeout):
         pause = Pause()
         self.event.pauses.append(pause)
         self.clock.stamp(pause, "start")
+        tell(self.notes, "awaited")
         try:
             done = self.work.wait(*timeout)
         except BaseException:
@@ -132,14 +142,25 @@ class MeteredWork:
         return done
 
     def is_completed(self):
-        return self.work.is_completed()
+        done = self.work.is_completed()
+        if done:
+            self._note_completed()
+        return done
 
     def get_future(self):
         return self.work.get_future()
 
 
-def metered(op, group, tensor, sent, async_op, launch):
-    """Run launch(), logged as op. tensor: the payload or None. sent(group size, payload): bytes."""
+def tell(notes, state):
+    for note in notes:
+        note(state)
+
+
+def metered(op, group, tensor, sent, async_op, launch, pairs=None):
+    """Run launch(), logged as op. tensor: the payload or None. sent(group size, payload): bytes.
+
+    pairs(rank within the group): as Event has them.
+    """
     if not _logs:
         return launch()
     size = dist.get_world_size(group)
@@ -153,11 +174,18 @@ def metered(op, group, tensor, sent, async_op, launch):
     source = "counted" if op in (*_MESSAGES, "barrier") else "derived"
     name = (group or dist.group.WORLD).group_name
     event = Event(op, size, payload, sent(size, payload), source, group=name)
+    if pairs:
+        event.pairs = pairs(dist.get_rank(group))
     clock.stamp(event, "start")
-    for log, *_ in open_logs:
-        log.append(event)
-    work = launch()
+    notes = [note for log, *_ in open_logs if (note := log.append(event))]
+    if tensor is not None and tensor.is_cuda:
+        notes = []
     if async_op:
-        return MeteredWork(work, event, clock) if any(timed for _, timed, _ in open_logs) else work
+        timed = any(timed for _, timed, _ in open_logs)
+        work = launch()
+        return MeteredWork(work, event, clock, timed, notes) if timed or notes else work
+    tell(notes, "awaited")
+    work = launch()
     clock.stamp(event, "end")
+    tell(notes, "completed")
     return work

@@ -4,10 +4,12 @@
     rank 1   41 | 42 | stopped, or in an endless loop      | killed
     rank 2   41 | 42 | 43, waits for rank 1 ...            | leaves with 75
 
-    a thread of each rank tells   { beat 17, begun 43: all_reduce of 8 bytes }  -->  the ranks'
-    and reads what all have told                                                <--  store
-    rank 1:  no new beat for timeout seconds                   it is stopped
-             new beats, fewer collectives, and nobody begins   it is stuck
+    a thread of each rank tells   { beat 17, awaits 43 of group 0 }  -->  the ranks'
+    and reads what all have told                                     <--  store
+    rank 1:  no new beat for timeout seconds                              it is stopped
+             new beats, nobody begins, others wait for it, it for nobody  it is stuck
+
+Who waits for whom: by group and number, and of messages by pair (progress.py).
 
 A collective that hangs says nothing: its own timeout names nobody, and has to be as long as the
 longest checkpoint. Whoever starts ranks again (torchrun --max-restarts) needs all of them to leave.
@@ -32,12 +34,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from labkit import comm, meter
+from labkit import comm, meter, progress
 
 PAUSE = 0.3  # seconds between two looks
 FIRST = {
-    "beat": 0, "begun": 0, "last": "none yet", "patience": "", "verdict": None, "left": False,
-    "node": None, "pid": None,
+    "beat": 0, "begun": 0, "last": "none yet", "rows": [], "patience": "", "verdict": None,
+    "left": False, "node": None, "pid": None,
 }  # fmt: skip
 LEFT = os.EX_TEMPFAIL  # 75, the exit code of a rank that leaves because of another
 
@@ -69,11 +71,10 @@ def suspect(seen, now, timeout):
         return silent[0], f"has not been heard of for {timeout:g} s: it is stopped"
     if not seen or now - max(one.moved for one in seen.values()) <= timeout:
         return None
-    begun = {rank: one.told["begun"] for rank, one in seen.items()}
-    behind = min(begun, key=begun.get)
-    if begun[behind] == max(begun.values()):
+    late = progress.late({rank: one.told["rows"] for rank, one in seen.items()})
+    if not late:
         return None, f"all wait, or compute, since {timeout:g} s"
-    return behind, f"is stuck: the others have waited {timeout:g} s for it"
+    return late[0], f"is stuck: the others have waited {timeout:g} s for it"
 
 
 class Watchdog:
@@ -94,6 +95,7 @@ class Watchdog:
         self.timeout = timeout
         self.rank, self.n = dist.get_rank(), dist.get_world_size()
         self.told = FIRST | {"node": int(os.environ.get("GROUP_RANK", "0")), "pid": os.getpid()}
+        self.progress = progress.Progress()
         now = time.monotonic()
         self.seen = {rank: Seen(FIRST, now, now) for rank in range(self.n)}
         self.unanswered, self.ended = 0.0, threading.Event()
@@ -102,6 +104,7 @@ class Watchdog:
         """As the log of a comm.record: what begins, is counted."""
         self.told["begun"] += 1
         self.told["last"] = f"{event.op} of {event.payload_bytes:,} bytes"
+        return self.progress.append(event)
 
     @contextmanager
     def patience(self, why):
@@ -152,7 +155,7 @@ class Watchdog:
         self.store.set(self.keys[self.rank], json.dumps(self.told))
 
     def look(self):
-        self.tell(beat=self.told["beat"] + 1)
+        self.tell(beat=self.told["beat"] + 1, rows=self.progress.told())
         answer = [json.loads(text) for text in self.store.multi_get(self.keys)]
         now = time.monotonic()
         for rank, told in enumerate(answer):

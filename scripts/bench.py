@@ -27,8 +27,8 @@ QUICK = 5
 
 def printed(row):
     ratio = f"{row['ratio']:.3f}"
-    interval = "exact" if row["low"] is None else f"{row['low']:.3f} to {row['high']:.3f}"
-    return row["benchmark"], row["row"], row["ranks"], ratio, interval, row["target"] or "-", row["verdict"] or "-"
+    claim = row["target"] or "-", row["verdict"] or "-"
+    return row["benchmark"], row["row"], row["ranks"], ratio, row["interval"], *claim
 
 
 def bench(arguments):
@@ -56,7 +56,7 @@ def bench(arguments):
         except LaunchError as error:  # what the other benchmarks measured stays
             broken.append(name)
             say(f"{name} failed: {error}")
-    header = ("benchmark", "row", "ranks", "ratio", "95 % interval", "target", "verdict")
+    header = ("benchmark", "row", "ranks", "ratio", "95 % interval, if not named", "target", "verdict")
     say(f"\n{table(map(printed, rows), header=header)}\n")
     path = ROOT / "runs" / f"bench-{started}.json"
     path.parent.mkdir(exist_ok=True)

@@ -11,6 +11,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "scripts"))
 
 from benchmarks.protocol import REPETITIONS, Comparison, exact_row  # noqa: E402
+from benchmarks.simulated import row as errors  # noqa: E402
 
 
 def row(ratios, **target):
@@ -35,6 +36,13 @@ def test_too_few_pairs_decide_nothing():
 def test_a_row_without_a_target_claims_nothing():
     told = row([2.0] * REPETITIONS)
     assert (told["ratio"], told["target"], told["verdict"]) == (2.0, "", "")
+
+
+def test_an_interval_is_called_what_it_is():
+    assert row([0.5, 0.75, 1.0] * 2)["interval"] == "0.500 to 1.000"
+    assert row([0.5, 0.75, 1.0])["interval"] == "smallest 0.500, largest 1.000"
+    assert exact_row("ring", "sent", 2, 100, 100)["interval"] == "exact"
+    assert errors("half of 4 errors", [0.1, 0.2, 0.3, 0.4], None)["interval"] == "quartiles 0.125 to 0.375"
 
 
 def test_what_is_counted_must_be_equal():

@@ -117,9 +117,27 @@ def test_what_is_told_is_more_than_noise():
     noise = pd.DataFrame(rows_of("n", 10.0, seed=1))
     table, _ = dashboard.opened(pd.concat([grid_rows(), noise]))
     told = dashboard_words.told(table)
-    assert told == "Beside the base. faster: precision bf16; slower: 2 micro-batches; not to be told from it: 1 more."
+    words = "Beside the base. faster: precision bf16; slower: 2 micro-batches; not to be told from it: 1 more. "
+    by_chance = "On average 0.1 of these 3 intervals miss the truth by chance."
+    assert told == words + by_chance
     few, _ = dashboard.opened(grid_rows().query("round < 5"))
     assert "faster: none; slower: none" in dashboard_words.told(few)
+
+
+def test_the_noise_is_the_same_whichever_copy_is_the_base():
+    slow = [rows_of("s", 11.5, bucket_cap_mb=1.0), rows_of("n", 12.0, seed=1), rows_of("n", 10 / 1.2, seed=1)]
+    for noise in slow[1:]:  # the other copy is 1.2 times as slow, or as fast
+        table, _ = dashboard.opened(pd.DataFrame(rows_of("a", 10.0) + slow[0] + noise))
+        assert "faster: none; slower: none" in dashboard_words.told(table)
+
+
+def test_few_rounds_have_no_95_per_cent():
+    table, _ = dashboard.opened(grid_rows().query("round < 5"))
+    words = dashboard_words.in_words(table)
+    assert "ratio (range)" in words and "ratio (95 %)" not in words
+    assert words["ratio (range)"].iloc[1] == "0.50 (smallest 0.50, largest 0.50)"
+    assert "measured ratio (range)" in whatif.errors(table)
+    assert dashboard_words.in_words(dashboard.opened(grid_rows())[0])["ratio (95 %)"].iloc[1] == "0.50 (0.50 to 0.50)"
 
 
 def shown():

@@ -144,7 +144,9 @@ def test_a_rule_of_ones_own():
 
 def test_who_waits_for_whom():
     def last(*calls):
-        return [{"rank": r, "collective": c, "op": op, "bytes": b} for r, (c, op, b) in enumerate(calls)]
+        group = {"group": "0", "ranks": list(range(len(calls))), "message": False, "completed": 6}
+        counts = ({"scheduled": c, "awaited": c * (c > 7), "at": c, "op": op, "bytes": b} for c, op, b in calls)
+        return [{"rank": rank, **group, **row} for rank, row in enumerate(counts)]
 
     reduce, cast = (9, "all_reduce", 4000), (8, "broadcast", 40)
     (found,) = diagnose(last(reduce, (7, "all_reduce", 8), reduce, cast))

@@ -51,7 +51,7 @@ def layer(module):
     _, *rest = module.split(".")
     if not rest:
         return "top"
-    if rest[0] in ("mesh", "comm", "meter", "gloo"):
+    if rest[0] in ("mesh", "comm", "meter", "progress", "gloo"):
         return "floor"
     if rest[0] in ("train", "convert"):  # commands
         return "run"

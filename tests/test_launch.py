@@ -15,7 +15,7 @@ import time
 import psutil
 import pytest
 
-from labkit.run import LaunchError, launch
+from labkit.run import LaunchError, console, launch
 from labkit.run.agent import say
 from labkit.run.client import AgentClient, agent
 from labkit.run.report import RankEnd, explain, read_ends
@@ -226,7 +226,7 @@ def test_a_killed_torchrun_is_named_and_no_collective_blamed():
 def test_of_two_ranks_that_raise_the_first_is_the_cause():
     def end(rank, time):
         error = {"time": time, "type": "ValueError", "message": f"bad batch {rank}", "traceback": ""}
-        return RankEnd(rank, "raised", error, None, "", 1)
+        return RankEnd(rank, "raised", error, [], "", 1)
 
     cause, text = explain([end(0, 2.0), end(1, 1.0)])
     assert cause.rank == 1
@@ -318,14 +318,14 @@ def test_what_a_stopped_rank_says_when_it_is_told_to_end_is_not_the_cause(tmp_pa
 
 @pytest.mark.parametrize("because", [-signal.SIGTERM, os.EX_TEMPFAIL, 0, None])
 def test_who_was_ended_because_of_another_is_not_the_cause(because):
-    ends = [RankEnd(rank, "died", {}, None, "", code) for rank, code in enumerate((because, -signal.SIGKILL, because))]
+    ends = [RankEnd(rank, "died", {}, [], "", code) for rank, code in enumerate((because, -signal.SIGKILL, because))]
     cause, text = explain(ends)
     assert cause.rank == 1 and text.startswith("rank 1 died of SIGKILL")
 
 
 def test_who_left_because_of_another_is_not_the_cause_where_that_one_was_not_seen_to_die():
-    ends = [RankEnd(rank, "died", {}, None, "", os.EX_TEMPFAIL) for rank in range(3)]
-    ends[1] = RankEnd(1, "stopped", {}, None, "", None)
+    ends = [RankEnd(rank, "died", {}, [], "", os.EX_TEMPFAIL) for rank in range(3)]
+    ends[1] = RankEnd(1, "stopped", {}, [], "", None)
     cause, text = explain(ends)
     assert cause.rank == 1 and text.startswith("rank 1 hangs: the others waited for it in vain")
 
@@ -375,8 +375,9 @@ def test_another_shape_is_named():
 
 def test_a_rank_that_came_through_with_another_shape_is_not_said_to_have_left_early():
     def end(rank, state, size):
-        collective = {"count": 1, "op": "all_reduce", "bytes": size}
-        return RankEnd(rank, state, {"line": "comm.all_reduce(x)"} if state == "echo" else {}, collective, "", None)
+        row = {"group": "0", "ranks": [0, 1], "message": False, "scheduled": 1, "awaited": 0, "completed": 1}
+        rows = [row | {"op": "all_reduce", "bytes": size, "at": 1}]
+        return RankEnd(rank, state, {"line": "comm.all_reduce(x)"} if state == "echo" else {}, rows, "", None)
 
     cause, text = explain([end(0, "finished", 16), end(1, "echo", 28)])
     assert cause is None and text.startswith("ranks 0 and 1 called different collectives")
@@ -508,3 +509,23 @@ def test_two_notebooks_at_once():
     )
     kernels = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) for _ in range(2)]
     assert [kernel.communicate(timeout=200)[0].strip() for kernel in kernels] == [b"1", b"1"]
+
+
+def test_a_line_without_an_end_is_read_once(tmp_path):
+    """Gigabytes printed without a newline cost no more at the thousandth look than at the first."""
+    path = tmp_path / "log"
+    tail = console.Tail(path, longest=2000)
+    read = 0
+    with open(path, "ab", buffering=0) as file:
+        for _ in range(20):
+            file.write(b"x" * 3_000_000)
+            before = tail.position
+            assert list(tail.lines()) == []
+            read += tail.position - before
+        assert read == 20 * console.LOOK_BYTES and len(tail.begun) <= 2000
+        file.write(b"\nand\r\rthen\n\nlast")
+    assert len(tail.begun) == 2000
+    *shown, second, redrawn, third, fourth, last = tail.lines(final=True)
+    assert all(line.startswith("x") for line in shown) and len(shown) == 1
+    assert (second, redrawn, third, fourth, last) == ("and", "", "then", "", "last")
+    assert tail.position == path.stat().st_size and list(tail.lines(final=True)) == []

@@ -82,7 +82,7 @@ def test_the_bar_appears_after_two_seconds_with_an_estimate_and_goes_at_the_end(
 def test_a_line_that_is_still_being_written_waits_for_its_end(tmp_path):
     path = tmp_path / "rank-0.jsonl"
     tail = console.Tail(path)
-    assert tail.lines() == []
+    assert list(tail.lines()) == []
     path.write_text('{"a": 1}\n{"b"')
     assert [json.loads(line) for line in tail.lines()] == [{"a": 1}]
     path.write_text('{"a": 1}\n{"b": 2}\n')

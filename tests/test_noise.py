@@ -34,14 +34,22 @@ def test_expected_lengths_give_the_numbers_exactly():
 def test_the_scale_is_a_quotient_of_means_and_its_interval_covers_the_truth():
     hits, truth = 0, NOISE / SIGNAL
     for seed in range(200):
-        found = noise_scale(*squares(300, 2, 6, seed), 6, 12, resamples=300)
+        found = noise_scale(*squares(300, 2, 6, seed), 6, 12)
         assert found.scale == pytest.approx(found.noise / found.signal) and found.low < found.scale < found.high
         hits += found.low <= truth <= found.high
     assert 180 <= hits <= 200
 
 
+@pytest.mark.parametrize("pairs", [6, 12])
+def test_few_pairs_have_a_wide_interval_and_fewer_none(pairs):
+    found = [noise_scale(*squares(pairs, 2, 6, seed), 6, 12) for seed in range(300)]
+    assert sum(one.low <= NOISE / SIGNAL <= one.high for one in found) >= 280  # a bootstrap: 253 and 261
+    few = noise_scale(*squares(5, 2, 6), 6, 12)
+    assert (few.low, few.high) == (0.0, np.inf)
+
+
 def test_half_of_the_squared_length_is_signal_at_the_scale():
-    found = noise_scale([SIGNAL + NOISE / 5] * 3, [SIGNAL + NOISE / 20] * 3, 5, 20)
+    found = noise_scale([SIGNAL + NOISE / 5] * 6, [SIGNAL + NOISE / 20] * 6, 5, 20)
     assert found.scale == pytest.approx(NOISE / SIGNAL) and found.low == pytest.approx(found.high)
     assert found.signal_share(found.scale) == pytest.approx(0.5)
 

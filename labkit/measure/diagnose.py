@@ -9,7 +9,7 @@ A rule takes the table and returns a Finding or None: what it is, the numbers th
 change, and the time per step after that, as a part of the time before. `diagnose` calls them all.
 
 The table: what Monitor writes (monitor.py), and where somebody has asked, how long a message takes
-to each other rank (links.py), and the last collective of each rank (symptoms.last_collectives). A
+to each other rank (links.py), and how far each rank is (symptoms.last_collectives). A
 rule reads only its columns; without one of them it says nothing.
 
 Cost: no message; medians of a small table. Dean and Barroso, The Tail at Scale, CACM 2013 (what one
@@ -17,10 +17,12 @@ slow part does to all); PyTorch's Flight Recorder (who waits at which collective
 """
 
 from dataclasses import dataclass
+from itertools import combinations
 from math import ceil, nan
 
 import pandas as pd
 
+from labkit import progress
 from labkit.measure.symptoms import (
     FEWEST,
     by_rank,
@@ -218,27 +220,52 @@ def loss_scale_thrashing(rows):
 
 
 def hang(rows):
-    """Ranks that have come to a collective wait for those that have not, or do another one."""
-    if "collective" not in rows:
+    """Ranks that have come to an operation wait for those that have not, or do another one."""
+    if "scheduled" not in rows:
         return None
-    last = rows.dropna(subset="collective").groupby("rank").last()
-    calls = {
-        rank: f"collective {row.collective:.0f} ({row.op} of {row.bytes:,.0f} bytes)"
-        for rank, row in last.iterrows()
-    }
-    if len(set(calls.values())) < 2:
+    seen = rows.dropna(subset="scheduled")
+    told = {rank: of_rank.to_dict("records") for rank, of_rank in seen.groupby("rank")}
+    members = {member for row in seen["ranks"] for member in row}
+    told |= {rank: [] for rank in members - told.keys()}  # it has come to nothing yet
+    late = progress.late(told)
+    words = awaited(told) if late else apart(told)
+    if not words:
         return None
-    fewest = last["collective"].min()
-    missing = [rank for rank in calls if last["collective"][rank] == fewest]
-    if len(missing) == len(calls):
-        words = "; ".join(f"rank {rank} is in {call}" for rank, call in calls.items())
-    else:
-        there = {}
-        for rank in calls.keys() - missing:
-            there.setdefault(calls[rank], []).append(rank)
-        words = "; ".join(f"{ranks(who)} in {call}" for call, who in sorted(there.items()))
-        words += f": waiting for {ranks(missing)}, last seen in {calls[missing[0]]}"
+    for rank in late[:1]:
+        row = progress.latest(told[rank])
+        last = f"last seen in {operation(row, row['scheduled'], told)}" if row else "not seen yet"
+        words += f": waiting for {ranks(late)}, {last}"
     return Finding("a hang", words, "let every rank call the same collectives in the same order", 0)
+
+
+def operation(row, number, told):
+    """In words, the operation of that number; only of the latest it is known which it was."""
+    name = f"collective {number:.0f}"
+    if row["message"]:
+        name = "message {:.0f} from rank {} to rank {}".format(number, *row["ranks"])
+    elif len(row["ranks"]) < len(told):
+        name += f" of {ranks(row['ranks'])}"
+    known = number == row["scheduled"]
+    return f"{name} ({row['op']} of {row['bytes']:,.0f} bytes)" if known else name
+
+
+def awaited(told):
+    """In words, who waits in which operations that another rank has not come to."""
+    there = {}
+    for wait in progress.waits(told):
+        if wait.missing:
+            call = operation(wait.row, wait.number, told)
+            there.setdefault(call, []).append(wait.rank)
+    return "; ".join(f"{ranks(who)} in {call}" for call, who in sorted(there.items()))
+
+
+def apart(told):
+    """In words, the first two ranks that are in different operations of the same number; ""."""
+    for one, other in combinations(told, 2):
+        if rows := progress.differ(told[one], told[other]):
+            words = [operation(row, row["scheduled"], told) for row in rows]
+            return f"rank {one} is in {words[0]}; rank {other} is in {words[1]}"
+    return ""
 
 
 RULES = (

@@ -30,7 +30,7 @@ def emulated_network(latency_ms, mbit, slow_rank=None, slower=1.0):
     """
     lane, real = ThreadPoolExecutor(1), comm.metered
 
-    def metered(op, group, tensor, sent, async_op, launch):
+    def metered(op, group, tensor, sent, async_op, launch, pairs=None):
         def launch_and_sleep():
             size = sent(dist.get_world_size(group), 0 if tensor is None else tensor.nbytes)
             slowed = slow_rank is not None and (op not in PAIRWISE or dist.get_rank() == slow_rank)
@@ -41,7 +41,7 @@ def emulated_network(latency_ms, mbit, slow_rank=None, slower=1.0):
                 return Arriving(work, seconds, lane, tensor)
             sleep(seconds)
 
-        return real(op, group, tensor, sent, async_op, launch_and_sleep)
+        return real(op, group, tensor, sent, async_op, launch_and_sleep, pairs)
 
     comm.metered = metered
     try:

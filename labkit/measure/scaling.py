@@ -24,7 +24,7 @@ from labkit.measure.stats import Ratio, paired_ratio
 
 
 def efficiency(one, many, kind):
-    """Ratio (median, 95 % interval) of the rounds that a rank alone and n ranks took in turns.
+    """Ratio (median, interval) of the rounds that a rank alone and n ranks took in turns.
 
     one, many: rows of compare() or sweep() with round, step_ms, batch_size, and ranks. kind: "weak"
     or "strong". Raises ValueError where the batches are not what that kind compares.

@@ -6,9 +6,10 @@ rank 1  own     30      90      31        one odd step (a page, a neighbour) mov
         least   30      30      31        the last rank to come waits for no other rank
 """
 
-import json
 from functools import wraps
 from pathlib import Path
+
+from labkit import progress
 
 FEWEST = 5  # steps that make a median
 
@@ -80,13 +81,11 @@ def message_costs(rows):
 
 
 def last_collectives(folder):
-    """Rows of the black boxes in a run's folder: the last collective that each rank has started."""
+    """How far each rank was in each group, of a run's folder: progress.Row as dicts, and rank."""
     rows = []
     for path in Path(folder).glob("rank-*.box"):
-        if text := path.read_text().strip():
-            box = json.loads(text)
-            row = {"collective": box["count"], "op": box["op"], "bytes": box["bytes"]}
-            rows.append({"rank": int(path.stem.removeprefix("rank-")), **row})
+        rank = int(path.stem.removeprefix("rank-"))
+        rows += [{"rank": rank, **row} for row in progress.read(path)]
     return sorted(rows, key=lambda row: row["rank"])
 
 

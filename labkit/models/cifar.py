@@ -26,6 +26,7 @@ from tqdm.auto import tqdm
 from labkit.models.digits import digits
 from labkit.models.images import Images
 from labkit.models.names import known
+from labkit.parts.own_files import lock_file, new_file
 
 URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 MD5 = "c32a1d4ab5d03f1284b67883e8d87530"  # published with it: finds damage, https proves the source
@@ -83,7 +84,7 @@ def cifar10(root=None, download=False, split="train"):
 @contextlib.contextmanager
 def one_at_a_time(folder):
     """Lets one process of this machine through; the lock ends with it, however it ends."""
-    with open(folder / ".lock", "w") as file:
+    with lock_file(folder / ".lock") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -93,7 +94,7 @@ def whole_or_nothing(path):
     """A file that is named `path` when the block ends well, and removed when it does not."""
     partial = path.with_name(path.name + ".part")
     try:
-        with open(partial, "wb") as file:
+        with new_file(partial) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

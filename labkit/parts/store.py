@@ -20,6 +20,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from labkit.parts.lease import Lease
+from labkit.parts.own_files import lock_file, new_file, no_link
 
 
 class Store:
@@ -44,7 +45,7 @@ class Store:
     def lock(self):
         """Hold the directory until close() or death; BlockingIOError where another process does."""
         if self.local:
-            lock = open(self.path("lock"), "w")
+            lock = lock_file(self.path("lock"))
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._lock = lock
         elif self.s3:
@@ -67,9 +68,10 @@ class Store:
 
     def _write_here(self, final, fill):
         final.parent.mkdir(exist_ok=True)
+        no_link(final.parent)
         part = final.with_name(f"{final.name}.part")
         try:
-            with open(part, "wb") as file:
+            with new_file(part) as file:
                 result = fill(file)
                 file.flush()
                 os.fsync(file.fileno())
@@ -110,6 +112,9 @@ class Store:
         return self.fs.exists(self.path(name))
 
     def remove(self, name):
+        if self.local:
+            no_link(Path(self.path(name)).parent)
+            no_link(self.path(name))
         if self.has(name):
             self.fs.rm(self.path(name), recursive=True)
 

@@ -13,32 +13,54 @@ from tqdm import tqdm
 LINES_AT_ONCE = 200
 LINES_PER_SECOND = 20
 LINE_LENGTH = 500
+LOOK_BYTES = 1 << 20  # of each log: a rank may print faster than anybody reads
 BAR_DELAY = 2.0  # seconds: shorter runs need no bar
 
 
 class Tail:
-    """Whole lines that were added to a file since the last look."""
+    """Whole lines that were added to a file since the last look. Nothing is read twice.
 
-    def __init__(self, path):
-        self.path, self.position = path, 0
+    longest: so many bytes of a line that has not ended are kept, and LOOK_BYTES are read at once;
+    None: all.
+    """
+
+    def __init__(self, path, longest=None):
+        self.path, self.longest, self.position, self.begun = path, longest, 0, b""
 
     def lines(self, final=False):
+        """final: nobody writes to it any more; all that is left, also without an end."""
+        while added := self.read():
+            *whole, rest = (self.begun + added).split(b"\n")
+            self.begun = rest[: self.longest]
+            yield from in_text(whole)
+            if not final:
+                return
+        if final and self.begun:
+            yield from in_text([self.begun])
+            self.begun = b""
+
+    def read(self):
         try:
             with open(self.path, "rb") as file:
                 file.seek(self.position)
-                added = file.read()
+                added = file.read(LOOK_BYTES if self.longest else -1)
         except FileNotFoundError:
-            return []
-        end = len(added) if final else added.rfind(b"\n") + 1
-        self.position += end
-        return added[:end].decode(errors="replace").splitlines()
+            return b""
+        self.position += len(added)
+        return added
+
+
+def in_text(lines):
+    """A line that was redrawn in place (\\r) is several."""
+    for line in lines:
+        yield from line.decode(errors="replace").splitlines() or [""]
 
 
 class Console:
     """Prints the ranks' logs as they grow; what is too much is counted and stays in the log."""
 
     def __init__(self, logs, quiet):
-        self.tails = [Tail(path) for path in logs]
+        self.tails = [Tail(path, longest=4 * LINE_LENGTH) for path in logs]
         self.left_out = [0] * len(logs)
         self.quiet = quiet
         self.budget, self.filled = float(LINES_AT_ONCE), time.monotonic()
@@ -48,7 +70,7 @@ class Console:
         self.budget = min(LINES_AT_ONCE, self.budget + LINES_PER_SECOND * (now - self.filled))
         self.filled = now
         for rank, tail in enumerate(self.tails):
-            for line in [] if self.quiet else tail.lines(final):
+            for line in () if self.quiet else tail.lines(final):
                 if self.budget >= 1:
                     self.budget -= 1
                     cut = line if len(line) <= LINE_LENGTH else line[:LINE_LENGTH] + " …"

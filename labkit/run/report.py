@@ -18,6 +18,8 @@ import re
 import signal
 from dataclasses import dataclass
 
+from labkit import progress
+
 ECHO = re.compile(
     r"onnection (closed|reset|was|refused)|roken pipe|remote process exited|ncclRemoteError"
     r"|hook of rank \d",
@@ -25,7 +27,6 @@ ECHO = re.compile(
 )
 # Exit codes of ranks that end because of another: told to by torchrun, or by labkit.watchdog.
 BECAUSE = (-signal.SIGTERM, os.EX_TEMPFAIL)
-DIFFER_BY_NATURE = ("send", "recv", "exchange", "all_to_all")
 TIMEOUT = re.compile(r"tim(ed|ing) ?out|timeout", re.I)
 
 
@@ -36,15 +37,17 @@ class RankEnd:
     rank: int
     state: str
     error: dict
-    collective: dict | None  # {"count", "op", "bytes"}: the last one it started
+    rows: list  # how far it was in each group: progress.Row as dicts
     stack: str
     exit_code: int | None
 
     def waiting_in(self):
-        if self.collective is None:
-            return "no collective through labkit.comm yet"
-        c = self.collective
-        return f"collective {c['count']}: {c['op']} of {c['bytes']:,} bytes"
+        row = progress.latest(self.rows)
+        return named(row) if row else "no collective through labkit.comm yet"
+
+
+def named(row):
+    return f"collective {row['at']}: {row['op']} of {row['bytes']:,} bytes"
 
 
 def read_exits(folder):
@@ -64,8 +67,6 @@ def read_ends(folder, nproc, events, exits, frozen=()):
     ends = []
     for rank in range(nproc):
         kinds = {event["kind"]: event for event in events[rank]}
-        box = folder / f"rank-{rank}.box"
-        box_text = box.read_text().strip() if box.exists() else ""
         stack = folder / f"rank-{rank}.stack"
         stack_text = stack.read_text() if stack.exists() else ""
         # What a stopped rank said when it was told to go on, and to end, is no cause.
@@ -84,8 +85,8 @@ def read_ends(folder, nproc, events, exits, frozen=()):
             state = "finished" if "leaving" in kinds else "stopped"  # told to stop on its way out
         else:
             state = "died"
-        collective = json.loads(box_text) if box_text else None
-        ends.append(RankEnd(rank, state, error, collective, stack_text, exit_code))
+        rows = progress.read(folder / f"rank-{rank}.box")
+        ends.append(RankEnd(rank, state, error, rows, stack_text, exit_code))
     return ends
 
 
@@ -122,13 +123,13 @@ def explain(ends, timed_out=None, broken=None):
             f"stopped after {timed_out:g} s, the limit of this launch (timeout={timed_out:g})",
         )
     elif waiting and by_state.get("finished"):
-        cause = by_state["finished"][0]
+        cause = first_late(by_state["finished"], ends)
         headline = (
             f"rank {cause.rank} finished early, "
             f"while rank {waiting[0].rank} was still waiting for it"
         )
     elif stopped and (waiting or by_state.get("died")):
-        cause = stopped[0]
+        cause = first_late(stopped, ends)
         headline = f"rank {cause.rank} hangs: the others waited for it in vain"
     elif waiting:
         cause = None
@@ -138,6 +139,12 @@ def explain(ends, timed_out=None, broken=None):
     else:
         cause, headline = None, "the launcher failed"
     return cause, "\n".join([headline, *details(ends, cause)])
+
+
+def first_late(candidates, ends):
+    """The candidate that others wait for and that waits for nobody; else the first."""
+    late = progress.late({end.rank: end.rows for end in ends})
+    return next((end for end in candidates if end.rank in late), candidates[0])
 
 
 def launcher_died(status):
@@ -150,7 +157,7 @@ def named_signal(exit_code):
 
 
 def mismatch(ends):
-    """In words, the collective that two ranks called differently at the same count; else None.
+    """In words, the collective of a group that two ranks called differently; else None.
 
     Messages between two ranks differ by nature, and a rank that was killed may have stood anywhere.
     One that finished (with a smaller tensor than its peers a rank may come through) or was stopped
@@ -160,18 +167,15 @@ def mismatch(ends):
     if any(end.state == "died" and end.exit_code not in (None, -signal.SIGABRT) for end in ends):
         return None
     waited = ("echo", "timeout", "died", *(["stopped"] if aborted else []))
-    known = [
-        end for end in ends if end.state in (*waited, "finished", "stopped") and end.collective
-    ]
+    known = [end for end in ends if end.state in (*waited, "finished", "stopped")]
     for one, other in itertools.combinations(known, 2):
         if one.state not in waited and other.state not in waited:
             continue
-        a, b = one.collective, other.collective
-        if a["count"] == b["count"] and a != b and {a["op"], b["op"]}.isdisjoint(DIFFER_BY_NATURE):
+        if apart := progress.differ(one.rows, other.rows):
+            mine, theirs = map(named, apart)
             return (
                 f"ranks {one.rank} and {other.rank} called different collectives: "
-                f"rank {one.rank} is in {one.waiting_in()}; "
-                f"rank {other.rank} is in {other.waiting_in()}"
+                f"rank {one.rank} is in {mine}; rank {other.rank} is in {theirs}"
             )
     return None
 

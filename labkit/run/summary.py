@@ -14,7 +14,7 @@ from math import inf, nan, prod
 
 import pandas as pd
 
-from labkit.measure.stats import paired_ratio
+from labkit.measure.stats import Ratio, paired_ratio
 from labkit.run.experiment import Experiment
 from labkit.run.sweep import WORLD
 
@@ -31,8 +31,8 @@ def summary(rows):
     world (text), ranks, base (the cell it is held against), changes: ((field, value), ...) in which
     it differs from that; medians over rounds of the means over ranks and steps: step_ms (quartiles
     step_low, step_high) and the other TIMES and RATES; ratio of step times, paired by round, with
-    its 95 % interval ratio_low, ratio_high; pairs; bytes of the rank that has most; loss: of the
-    last step, the mean over ranks.
+    its interval ratio_low, ratio_high; pairs (ratio_of makes a stats.Ratio of these); bytes of the
+    rank that has most; loss: of the last step, the mean over ranks.
     """
     rows = rows.assign(link_mbit=slowed(rows))
     by_cell = rows.groupby("cell", sort=False)
@@ -89,6 +89,11 @@ def ratios(steps, first):
         found[cell] = (ratio.median, ratio.low, ratio.high, ratio.n) if ratio else (nan,) * 3 + (0,)
     columns = ["ratio", "ratio_low", "ratio_high", "pairs"]
     return pd.DataFrame.from_dict(found, orient="index", columns=columns).rename_axis("cell")
+
+
+def ratio_of(row):
+    """The stats.Ratio of a row of summary(), a dict."""
+    return Ratio(*(row[name] for name in ("ratio", "ratio_low", "ratio_high", "pairs")))
 
 
 def curves(rows):
@@ -166,7 +171,7 @@ def held_against(table):
             continue
         about = {name: row[name] for name in ("cell", "model", "world", "changes")}
         about |= {f"predicted_{name}": value for name, value in said.items()}
-        about |= {name: row[name] for name in ("ratio_low", "ratio_high")}
+        about |= {name: row[name] for name in ("ratio", "ratio_low", "ratio_high", "pairs")}
         about |= {f"measured_{name}": row[name] for name in said}
         found.append(about | {"error": said["ratio"] / row["ratio"] - 1})
     return pd.DataFrame(found)

@@ -4,7 +4,8 @@
       job.json         what to run, written by launch
       rank-1.log       everything rank 1 prints, also from C++
       rank-1.jsonl     its events, which launch reads: start, record, progress, error, leaving, done
-      rank-1.box       its last collective, in a memory map: survives kill -9
+      rank-1.box       its last operation in each group (progress.py), in a memory map: survives
+                       kill -9
       rank-1.stack     where it was when it was told to stop
       torch._dynamo    empty: a rank needed this import, and the agent can make it for the next
 
@@ -36,6 +37,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from labkit import comm, gloo, meter
+from labkit.progress import Progress
 from labkit.run import nodes, report
 from labkit.run.context import Context, EventFile
 
@@ -48,29 +50,47 @@ MACHINERY = (
     str(Path(torch.__file__).parent),
     str(Path(os.__file__).parent),
 )
-BOX_BYTES = 256
+BOX_BYTES = 1 << 20  # of which the file system has only the pages that were written
+ROOM = 200  # bytes for what changes in a line
 MEETING = 60.0  # seconds that a rank may come later than another; from then on collective_timeout
 STAY = 0.6  # seconds, below watch's OTHERS_REPORT: torchrun ends all ranks once one has left
 LATE_IMPORT = "torch._dynamo"  # 1.5 s or more, in every process that makes an optimizer
 
 
-class BlackBox:
-    """The last collective that this rank started, kept readable if the process is killed."""
+class BlackBox(Progress):
+    """How far this rank is, kept readable if the process is killed: a line a Row."""
 
     def __init__(self, path):
-        path.write_bytes(b" " * BOX_BYTES)
+        super().__init__()
+        path.touch()
+        os.truncate(path, BOX_BYTES)
         with open(path, "r+b") as file:
             self.map = mmap.mmap(file.fileno(), BOX_BYTES)
-        self.count = self.sent_bytes = 0
+        self.sent_bytes, self.slots, self.end = 0, {}, 0
         self.folder, self.imported = path.parent, False
 
     def append(self, event):
-        self.count += 1
         self.sent_bytes += event.sent_bytes
-        line = f'{{"count": {self.count}, "op": "{event.op}", "bytes": {event.payload_bytes}}}'
-        self.map[:] = line.encode().ljust(BOX_BYTES)
         if not self.imported and LATE_IMPORT in sys.modules:
             self.note_import()  # now: a rank that is killed cannot do so at its end
+        return super().append(event)
+
+    def keep(self, row):
+        key = row.group, *row.ranks, row.message
+        if key not in self.slots:
+            fixed = {"group": row.group, "ranks": row.ranks, "message": row.message}
+            head = json.dumps(fixed)[:-1]
+            size = len(head) + ROOM
+            self.slots[key] = head, slice(self.end, self.end + size)
+            self.end += size
+        head, slot = self.slots[key]
+        line = (  # json.dumps takes as long as a small message
+            f'{head}, "scheduled": {row.scheduled}, "awaited": {row.awaited}, '
+            f'"completed": {row.completed}, "op": "{row.op}", "bytes": {row.bytes}, '
+            f'"at": {row.at}}}'
+        )
+        if slot.stop <= BOX_BYTES:
+            self.map[slot] = line.encode().ljust(slot.stop - slot.start - 1) + b"\n"
 
     def note_import(self):
         self.imported = LATE_IMPORT in sys.modules

@@ -10,10 +10,10 @@ import pandas as pd
 
 from labkit.measure.machine import ROOT
 from labkit.measure.memory import KINDS
-from labkit.run.summary import slowed
+from labkit.measure.stats import FEWEST, by_chance, interval_name
+from labkit.run.summary import ratio_of, slowed
 from labkit.run.sweep import results
 from labkit.show import style
-from labkit.show.tables import FEWEST
 
 CHANGES = {
     "accumulation": "{} micro-batches",
@@ -79,14 +79,14 @@ def in_words(table):
     """DataFrame of texts, a row a cell: what people read. The memory's kinds are in MiB."""
     many = table["model"].nunique() > 1
     kinds = [kind for kind in KINDS if f"peak_{kind}_bytes" in table]
+    ratio = f"ratio ({interval_name(*table['pairs'])})"
     rows = []
     for row in table.to_dict("records"):
         low, high = row["step_low"], row["step_high"]
         words = {"what": row["label"]} | ({"model": style.name(row["model"])} if many else {})
         words |= {"on": row["world"], "step, ms": f"{row['step_ms']:.1f} ({low:.1f}–{high:.1f})"}
         own = row["cell"] == row["base"]
-        spread = f" ({row['ratio_low']:.2f}–{row['ratio_high']:.2f})"
-        words["ratio (95 %)"] = "base" if own else f"{row['ratio']:.2f}{spread}"
+        words[ratio] = "base" if own else ratio_of(row).in_words()
         words["exposed, ms"] = f"{row['exposed_comm_ms']:.1f}"
         words["sent"] = style.quantity(row["sent_bytes"], "bytes")
         words["peak"] = style.quantity(row["peak_bytes"], "bytes")
@@ -101,23 +101,25 @@ def in_words(table):
 def legend(table):
     """What the columns of in_words() are, for a caption."""
     kinds = " · ".join(style.name(kind) for kind in KINDS if f"peak_{kind}_bytes" in table)
-    ratio = "ratio: step time beside the base's, in paired rounds, with its 95 % interval"
+    ratio = "ratio: step time beside the base's, in paired rounds; interval of 95 % from "
+    ratio += f"{FEWEST} rounds on, else the smallest and the largest"
     return f"step: median and quartiles of the rounds; {ratio}; of it: {kinds}"
 
 
 def told(rows):
-    """One sentence: which cells are faster than their base, and which slower, beyond the noise.
+    """Which cells are faster than their base and which slower, beyond the noise; and by chance.
 
-    Noise: the cell that is the base once more, with another seed. Of fewer than FEWEST pairs
-    nothing is said.
+    Noise: the cell that is the base once more, with another seed; the widest where there are more.
     """
     noise = rows[[bool(c) and all(name == "seed" for name, _ in c) for c in rows["changes"]]]
-    low, high = min([1, *noise["ratio_low"]]), max([1, *noise["ratio_high"]])
+    bands = [ratio_of(row).noise_band() for row in noise.to_dict("records") if row["pairs"]]
+    band = max(bands, key=lambda band: band[1], default=(1.0, 1.0))
     rows = rows[(rows["cell"] != rows["base"]) & ~rows.index.isin(noise.index)]
-    enough = rows["pairs"] >= FEWEST
-    faster, slower = enough & (rows["ratio_high"] < low), enough & (rows["ratio_low"] > high)
-    parts = {"faster": faster, "slower": slower}
-    lists = {word: ", ".join(rows.loc[which, "label"]) for word, which in parts.items()}
-    said = [f"{word}: {names or 'none'}" for word, names in lists.items()]
-    left = len(rows) - faster.sum() - slower.sum()
-    return f"Beside the base. {'; '.join(said)}; not to be told from it: {left} more."
+    says = [ratio_of(row).verdict(band) for row in rows.to_dict("records")]
+    lists = {word: rows["label"][[said == word for said in says]] for word in ("faster", "slower")}
+    parts = [f"{word}: {', '.join(names) or 'none'}" for word, names in lists.items()]
+    left = says.count("cannot tell")
+    words = f"Beside the base. {'; '.join(parts)}; not to be told from it: {left} more."
+    pairs = rows["pairs"][rows["pairs"] >= FEWEST]
+    missed = f"{by_chance(pairs):.1f} of these {len(pairs)} intervals miss the truth by chance"
+    return f"{words} On average {missed}." if len(pairs) > 1 else words

@@ -2,7 +2,7 @@
 
 import pandas as pd
 
-from labkit.measure.stats import paired_ratio, summary
+from labkit.measure.stats import interval_name, paired_ratio, summary
 from labkit.measure.turns import columns
 from labkit.show import style
 
@@ -56,26 +56,21 @@ def comparison(frame, metrics, by="strategy"):
     )
 
 
-FEWEST = 6  # pairs: all on one side of 1 by chance in 2 / 2^6 = 3 % of all cases
-
-
 def ratios(times, pairs):
     """One row a pair (one, other): the ratio of their times, in words, and what the first is.
 
     times: name -> its times, one for each turn. The last pair is the noise, the same code twice: a
-    first one is called faster or slower only where the interval leaves both 1 and that of the noise
-    on one side, and never from fewer than FEWEST pairs.
+    first one is called faster or slower only outside the band of that (stats.Ratio.verdict).
     """
     found = [paired_ratio(times[one], times[other]) for one, other in pairs]
     same = found[-1]
+    interval = interval_name(*(ratio.n for ratio in found))
     rows = []
     for (one, other), ratio in zip(pairs, found, strict=True):
-        faster, slower = ratio.high < min(1, same.low), ratio.low > max(1, same.high)
-        faster, slower = (told and ratio.n >= FEWEST for told in (faster, slower))
-        says = "faster" if faster else "slower" if slower else "cannot tell"
+        says = "" if ratio is same else ratio.verdict(same.noise_band())
         row = {"times compared": f"{style.name(one)} / {style.name(other)}"}
-        row |= {"ratio": f"{ratio.median:.2f}", "95 %": f"{ratio.low:.2f} to {ratio.high:.2f}"}
-        rows.append(row | {"pairs": ratio.n, "the first is": "" if ratio is same else says})
+        row |= {"ratio": f"{ratio.median:.2f}", interval: ratio.interval(), "pairs": ratio.n}
+        rows.append(row | {"the first is": says})
     return pd.DataFrame(rows)
 
 

@@ -16,7 +16,17 @@ import threading
 import ipywidgets
 import pandas as pd
 
-from labkit.run.summary import FIELDS, WORLD, base_in, held_against, predict, singles, summary
+from labkit.measure.stats import interval_name
+from labkit.run.summary import (
+    FIELDS,
+    WORLD,
+    base_in,
+    held_against,
+    predict,
+    ratio_of,
+    singles,
+    summary,
+)
 from labkit.show import controls, style
 from labkit.show.dashboard import as_table
 from labkit.show.dashboard_words import change
@@ -47,13 +57,13 @@ def error(predicted, measured):
 
 def errors(table):
     """DataFrame of texts: each measured combination of which the prediction did not know."""
-    rows = []
-    for row in held_against(table).to_dict("records"):
+    found = held_against(table)
+    rows, name = [], interval_name(*found.get("pairs", [0]))
+    for row in found.to_dict("records"):
         what = " + ".join(change(name, value) for name, value in row["changes"])
         line = {"what": what, "model": style.name(row["model"]), "on": row["world"]}
         line["predicted ratio"] = f"{row['predicted_ratio']:.2f}"
-        spread = f" ({row['ratio_low']:.2f}–{row['ratio_high']:.2f})"
-        line["measured ratio (95 %)"] = f"{row['measured_ratio']:.2f}{spread}"
+        line[f"measured ratio ({name})"] = ratio_of(row).in_words()
         line["error"] = f"{100 * row['error']:+.0f} %"
         for name in ("sent_bytes", "peak_bytes"):
             words = f"error, {ASKED[name].split(' per')[0]}"

@@ -85,6 +85,7 @@ def peak_row(model, nproc, records):
         "low": None,
         "high": None,
         "pairs": None,
+        "interval": "exact",
         "target": "at most 1.00",
         "verdict": "holds" if ratio <= 1 else "missed",
     }

@@ -1,7 +1,7 @@
 """What must hold before a benchmark claims that ours is as fast as theirs.
 
 The times are of turns in one process group (labkit.measure.turns). Told is the median of the ratios within
-repetitions, with a bootstrap 95 % interval; the A/A row, one implementation against itself, shows what the machine
+repetitions, with its 95 % interval; the A/A row, one implementation against itself, shows what the machine
 makes of identical code.
 """
 
@@ -37,6 +37,7 @@ class Comparison:
             "low": ratio.low,
             "high": ratio.high,
             "pairs": ratio.n,
+            "interval": ratio.interval(3),
             "target": self.target(),
             "verdict": self.verdict(ratio),
         }
@@ -69,6 +70,7 @@ def exact_row(group, name, ranks, measured, predicted, unit="bytes"):
         "low": None,
         "high": None,
         "pairs": None,
+        "interval": "exact",
         "target": "exactly 1",
         "verdict": "holds" if measured == predicted else "missed",
     }

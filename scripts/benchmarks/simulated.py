@@ -214,7 +214,8 @@ def row(words, errors, most):
     low, middle, high = statistics.quantiles(errors, n=4)
     verdict = None if most is None else "holds" if middle <= most else "missed"
     target = None if most is None else f"at most {most}"
-    return {"row": words, "ratio": middle, "low": low, "high": high, "target": target, "verdict": verdict}
+    found = {"row": words, "ratio": middle, "low": low, "high": high, "interval": f"quartiles {low:.3f} to {high:.3f}"}
+    return found | {"target": target, "verdict": verdict}
 
 
 def compared(nodes, mbit, repetitions):

@@ -1,0 +1,150 @@
+"""Who has not arrived: how far each rank is, by process group and by pair of ranks.
+
+    group "0" of ranks 0 to 3      rank 0   scheduled 12   awaits 12: all_reduce of 8 bytes
+                                   rank 1   scheduled 11                   <- has not arrived
+    message from 1 to 2            rank 1   scheduled 5
+                                   rank 2   scheduled 6    awaits 6: recv of 400 bytes
+
+Operations match by their number within a process group, messages by their number between two ranks.
+Nothing else can be compared: the ends of a pipeline send and receive half as much as the others.
+
+A rank waits for all members that have not scheduled the operation that it awaits. It is a thread
+inside of comm's operation, or in wait(), that awaits; where nobody does (a Future's wait(), and on
+CUDA, where the host does not wait), a rank may wait for all who have not scheduled its latest. The
+rank in trouble is one that others wait for, and that itself waits for nobody.
+
+PyTorch's Flight Recorder compares ranks in the same way, after the fact.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+
+@dataclass
+class Row:
+    """A rank's progress in one group, or of the messages between two ranks of it.
+
+    ranks: the members, or [from, to], among all ranks. scheduled, completed: so many operations.
+    awaited: the number of the one that a thread waits for, 0 for none. op, bytes: of the latest.
+    at: how many of all groups this rank had scheduled with it.
+    """
+
+    group: str
+    ranks: list
+    message: bool = False
+    scheduled: int = 0
+    awaited: int = 0
+    completed: int = 0
+    op: str = ""
+    bytes: int = 0
+    at: int = 0
+
+
+class Progress:
+    """A log for comm.record(): a Row for each group and pair. count: operations of them all."""
+
+    def __init__(self):
+        self.rows, self.count = {}, 0
+
+    def append(self, event):
+        self.count += 1
+        places = []
+        for row in self.rows_of(event):
+            row.scheduled += 1
+            row.op = event.op
+            row.bytes = event.payload_bytes
+            row.at = self.count
+            places.append((row, row.scheduled))
+            self.keep(row)
+        return lambda state: self.note(places, state)
+
+    def note(self, places, state):
+        for row, number in places:
+            if state == "awaited":
+                row.awaited = number
+            else:
+                row.completed += 1
+                row.awaited = 0 if row.awaited == number else row.awaited
+            self.keep(row)
+
+    def rows_of(self, event):
+        keys = [(event.group, *pair) for pair in event.pairs] or [(event.group,)]
+        for key in keys:
+            if key not in self.rows:
+                members = dist.get_process_group_ranks(_resolve_process_group(event.group))
+                ranks = [members[rank] for rank in key[1:]] or members
+                self.rows[key] = Row(event.group, ranks, bool(event.pairs))
+        return [self.rows[key] for key in keys]
+
+    def keep(self, row):
+        """For those who write a row down when it has changed."""
+
+    def told(self):
+        """[dict], a Row each, as JSON can carry them."""
+        return [asdict(row) for row in list(self.rows.values())]
+
+
+def read(path):
+    """[dict], the rows that a rank has written into its box (run/worker.py); [] without one."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().rstrip("\0").splitlines()]
+
+
+def latest(rows):
+    """The row of the operation that was scheduled last, None where there is none."""
+    return max(rows, key=lambda row: row["at"], default=None)
+
+
+def place(row):
+    """What rows of several ranks must have in common to be compared."""
+    return row["group"], *(row["ranks"] if row["message"] else ())
+
+
+@dataclass
+class Wait:
+    """Rank waits (not surely: may wait) in the operation of this number for the missing ranks."""
+
+    rank: int
+    row: dict
+    number: int
+    missing: set
+    surely: bool
+
+
+def waits(told):
+    """[Wait]. told: {rank: [a Row as dict, ...]} of the ranks that are still there."""
+    reached = {(place(row), rank): row["scheduled"] for rank in told for row in told[rank]}
+    found = []
+    for rank, rows in told.items():
+        surely = any(row["awaited"] for row in rows)
+        for row in rows:
+            number = row["awaited"] if surely else row["scheduled"]
+            if number and (surely or number > row["completed"]):
+                others = sorted(told.keys() & set(row["ranks"]))
+                missing = {one for one in others if reached.get((place(row), one), 0) < number}
+                found.append(Wait(rank, row, number, missing, surely))
+    return found
+
+
+def late(told):
+    """[rank]: those that others wait for and that wait for nobody, as far as can be known."""
+    found = waits(told)
+    surely = {wait.rank for wait in found if wait.surely}
+    free = set().union(*(wait.missing for wait in found)) - surely
+    return sorted(free - {wait.rank for wait in found if wait.missing & free - {wait.rank}})
+
+
+def differ(one, other):
+    """The rows of two ranks in which they have scheduled another operation as the same one."""
+    there = {place(row): row for row in other if not row["message"]}
+    for row in one:
+        same = there.get(place(row), row)
+        apart = (row["op"], row["bytes"]) != (same["op"], same["bytes"])
+        by_nature = row["op"] == same["op"] == "all_to_all"
+        if row["scheduled"] == same["scheduled"] and apart and not by_nature:
+            return row, same
+    return None
