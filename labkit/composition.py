@@ -172,7 +172,7 @@ class Composed(MeshModel):
 
         scale, weights: see Pipeline.step. Every rank of the pipeline is given both tensors.
         """
-        loss = self.pipeline.step(input, target, scale, weights)
+        loss = self.pipeline.step(input, target, scale=scale, weights=weights)
         if self.replicas is not None:
             average_gradients(self.parameters(), self.replicas)
         nothing = total = torch.zeros((), dtype=torch.float64, device=input.device)

@@ -17,6 +17,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from labkit import comm
 from labkit.parts.dependencies import check
@@ -24,6 +25,7 @@ from labkit.parts.messages import Mail
 from labkit.parts.replicas import check_ranks, gather_bytes
 from labkit.parts.schedules import (
     Action,
+    actions,
     dual_pipe,
     gpipe,
     interleaved,
@@ -32,8 +34,10 @@ from labkit.parts.schedules import (
     v_shaped,
     zero_bubble,
 )
+from labkit.parts.sharding import compute_device
 from labkit.parts.split_backward import backward_of_input, backward_of_weights
 from labkit.parts.stages import Stages, parts_of
+from labkit.parts.together import raised_on_all
 
 __all__ = [
     "Action",
@@ -98,7 +102,9 @@ class Pipeline:
 
     Gradients are those of the mean over the batch, in .grad of this rank's parameters when step()
     returns: clip, average over other axes of a mesh and step as ever. A B with a W of its own needs
-    the graph twice (parts/split_backward.py). Raises ValueError for a schedule that cannot run.
+    the graph twice (parts/split_backward.py). Raises ValueError, on all ranks, for a schedule that
+    cannot run, stages that are not where it has them, and where the loss is missing. Not supported:
+    stages that take or make several tensors, and batches that cannot be cut into equal parts.
     """
 
     def __init__(
@@ -107,24 +113,36 @@ class Pipeline:
         check_ranks("Pipeline", group)
         self.group, self.rank = group, dist.get_rank(group)
         self.micro_batches, self.loss = micro_batches, loss
-        device = next((p.device for m in stages.values() for p in m.parameters()), "cpu")
-        if callable(schedule):
-            counts = [int(count) for count in gather_bytes(b"%d" % len(stages), group, device)]
-            schedule = schedule(sum(counts), micro_batches, len(counts))
-        self.schedule = [[Action(*action) for action in program] for program in schedule]
-        self.owner = check(self.schedule, dist.get_world_size(group), micro_batches)
-        chains = set(routes(self.schedule).values())
-        self.first, self.last = ({chain[end] for chain in chains} for end in (0, -1))
+        is_dict = isinstance(stages, dict)
+        modules = stages.values() if is_dict else ()
+        device = next((p.device for module in modules for p in module.parameters()), None)
+        device = device or compute_device(nn.ModuleList(), group)
+        count = b"%d" % len(stages) if is_dict else b""
+        counts = [count] if device.type == "meta" else gather_bytes(count, group, device)
+        if b"" in counts:
+            raise ValueError(f"stages on rank {counts.index(b'')} must be a dict: number -> module")
+        with raised_on_all(group, device):
+            self.read(schedule, list(map(int, counts)))
         text = " | ".join(" ".join(map(str, program)) for program in self.schedule)
-        length = len(self.owner) // len(chains)
+        length = len(self.owner) // len(self.last)
         self.stages = Stages(stages, names, length, self.owner, group, text, device)
-        if loss is None and (here := self.last & self.stages.modules.keys()):
-            raise ValueError(f"stage {min(here)} is the last: this rank needs a loss")
         self.split = {a for a in self.schedule[self.rank] if a.kind == "W"}
         ways = group, self.way_down(group)
         forward = [[a for a in program if a.kind == "F"] for program in self.schedule]
         self.mail = Mail(self.schedule, self.owner, ways, device)
         self.forward_mail = partial(Mail, forward, self.owner, ways, device)
+
+    def read(self, schedule, counts):
+        """The lists, whose stages are where, and the first and the last of each chain of them."""
+        if callable(schedule):
+            schedule = schedule(sum(counts), self.micro_batches, len(counts))
+        self.schedule = actions(schedule)
+        self.owner = check(self.schedule, dist.get_world_size(self.group), self.micro_batches)
+        chains = set(routes(self.schedule).values())
+        self.first, self.last = ({chain[end] for chain in chains} for end in (0, -1))
+        here = sorted(stage for stage in self.last if self.owner[stage] == self.rank)
+        if here and self.loss is None:
+            raise ValueError(f"stage {here[0]} is the last: rank {self.rank} needs a loss")
 
     @staticmethod
     def way_down(group):
@@ -134,7 +152,7 @@ class Pipeline:
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         return dist.new_group(ranks, use_local_synchronization=True)
 
-    def step(self, input=None, target=None, scale=1.0, weights=None):
+    def step(self, input=None, target=None, *, scale=1.0, weights=None):
         """Forward and backward of a batch; the mean loss where the last stage is, else None.
 
         input is read where the first stage is, target where the last is. Gradients are added to

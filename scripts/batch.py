@@ -38,9 +38,10 @@ SMALL = {"size": "tiny", "length": 512, "lengths": 2, "tensor_mib": 1}
 GRACE = 5.0  # seconds that an interrupted kernel gets to end its ranks itself
 
 
-def course():
-    """The notebooks of the course, in order; the dashboard, which has no number, comes last."""
-    return [*sorted(NOTEBOOKS.glob("[0-9][0-9]_*.ipynb")), *NOTEBOOKS.glob(f"{MAIN_JOB}.ipynb")]
+def course(folder=None):
+    """The notebooks of the course (of a folder), in order; the dashboard, which has no number, comes last."""
+    folder = folder or NOTEBOOKS
+    return [*sorted(folder.glob("[0-9][0-9]_*.ipynb")), *folder.glob(f"{MAIN_JOB}.ipynb")]
 
 
 def find(name):

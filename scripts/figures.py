@@ -1,8 +1,13 @@
-"""`lab figures [NAME...]`: run the course and redraw figures/ and README's table from what was measured here.
+"""`lab figures [NAME...] [--stale [--list]]`: run the course, and store what it shows and measures.
 
 A notebook saves its pictures through labkit.show.plots.save, which writes NAME.svg and NAME.json (the data, host,
-versions, commit and parameters) into the folder that LABKIT_FIGURES names. Here that is figures/ itself. The seconds of
-each notebook are kept in figures/course.json, from which README's table of the course is written.
+versions, commit and parameters). After a run without an error these go to figures/, the outputs into the notebook,
+and its seconds into figures/course.json, from which README's table of the course is written. Notebook and figures
+carry a fingerprint of the code that was run.
+
+What was stored by other code than today's is stale. --stale runs only that, one after the other: notebooks, and the
+sweep that ships with the dashboard. Stopped with Ctrl-C, the same command goes on with what is still stale. Where only
+the text of a shown function has changed, that text is stored anew, and nothing is run.
 """
 
 import argparse
@@ -13,6 +18,7 @@ import sys
 
 import batch
 from batch import ROOT
+from stored import COMMAND, Stored, saved_figures
 from terminal import UserError, main, say, table
 
 from labkit.measure import machine
@@ -20,6 +26,8 @@ from labkit.measure import machine
 FIGURES = ROOT / "figures"
 README = ROOT / "README.md"
 COURSE = FIGURES / "course.json"
+SWEEP = ROOT / "runs" / "sweep-that-ships"  # the new one, until all of it is there
+SWEEP_SECONDS = 180.0
 MARKS = ("<!-- the course, written by ./scripts/lab figures -->\n", "<!-- end of the course -->")
 
 
@@ -29,11 +37,6 @@ def question(notebook):
     bold = re.search(r"\*\*([^*]+\?)\*\*", opening.replace("\n", " "))
     title = re.sub(r"^#\s*(\d+\s*·\s*)?", "", opening.splitlines()[0])
     return bold.group(1) if bold else title
-
-
-def saved_figures(notebook):
-    """Names given to plots.save in the notebook's code."""
-    return re.findall(r"plots\.save\(\w+, \"(\w+)\"", "\n".join(cell.source for cell in batch.code_cells(notebook)))
 
 
 def picture(figure):
@@ -67,29 +70,106 @@ def write_course(measured):
     README.write_text(before + MARKS[0] + course_table(course) + MARKS[1] + after)
 
 
+def renew(stored, path, folder, timeout, values=None):
+    """Run a notebook and store what it leaves; (error or "", seconds). A run that fails changes nothing."""
+    code = stored.of_notebook(path)  # of now: what is changed while it runs makes the outputs stale
+    pictures = folder / "saved"
+    outcome = batch.execute(path, folder, values or {}, timeout=timeout, figures=pictures)
+    if outcome.interrupted:
+        raise KeyboardInterrupt
+    if not outcome.error:
+        stored.keep(path, folder / path.name, pictures, code)
+        notebook = batch.read(path)
+        facts = {"question": question(notebook), "seconds": round(outcome.seconds, 1)}
+        facts |= {"figures": saved_figures(notebook), "host": machine.host_class()}
+        write_course({path.stem: facts})
+    return outcome.error, outcome.seconds
+
+
+def renew_sweep(stored, folder, timeout):
+    """Measure the dashboard's sweep, which ships. One that was interrupted goes on where it was."""
+    SWEEP.mkdir(parents=True, exist_ok=True)
+    stored.forget(SWEEP)
+    values = {**batch.check_parameters(batch.find(batch.MAIN_JOB), batch.MAIN_VALUES), "folder": str(SWEEP)}
+    outcome = batch.execute(batch.find(batch.MAIN_JOB), folder, values, timeout=timeout)
+    if outcome.interrupted:
+        raise KeyboardInterrupt
+    if not outcome.error:
+        stored.keep_sweep(SWEEP)
+    return outcome.error, outcome.seconds
+
+
+def jobs_of(records):
+    """What is to be run, in order: the sweep before the dashboard that shows it, each once."""
+    jobs = {record.job for record in records}
+    if "sweep" in jobs:
+        jobs.add(batch.MAIN_JOB)
+    return sorted(jobs, key=lambda job: (job == batch.MAIN_JOB, job))
+
+
+def expected(jobs):
+    """Seconds that each job took when it last ran; a job of which nothing is known counts as the others do."""
+    course = json.loads(COURSE.read_text()) if COURSE.exists() else {}
+    known = {name: facts["seconds"] for name, facts in course.items()} | {"sweep": SWEEP_SECONDS}
+    usual = sum(known.values()) / len(known)
+    return {job: known.get(job, usual) for job in jobs}
+
+
+def run_all(stored, jobs, timeout):
+    """Run the jobs one after the other; rows (job, seconds, what came of it), and how many failed."""
+    if batch.MAIN_JOB in jobs and list((ROOT / "runs" / batch.MAIN_JOB).glob("*.csv")):
+        raise UserError("runs/dashboard holds a sweep of your own, which the dashboard would show: move it away first")
+    folder, seconds = batch.new_folder("figures"), expected(jobs)
+    rows, failed = [], 0
+    for number, job in enumerate(jobs):
+        left = sum(seconds[other] for other in jobs[number:])
+        say(f"{number + 1} of {len(jobs)}  {job}, about {seconds[job]:.0f} s; all that is left: {left / 60:.0f} min")
+        if job == "sweep":
+            error, took = renew_sweep(stored, folder / job, timeout)
+        else:
+            error, took = renew(stored, batch.find(job), folder / job, timeout)
+        saved = [] if job == "sweep" else saved_figures(batch.read(batch.find(job)))
+        rows.append((job, f"{took:.1f}", error or ", ".join(saved) or "saves no figure"))
+        failed += bool(error)
+    return rows, failed
+
+
+def told(records):
+    """What is stale and why, and what the word means."""
+    lines = [table([(record.name, record.why()) for record in records], header=("stale", "why"))]
+    lines += ["", "Stale: what is stored was made by other code than today's. To run that again, and store it:"]
+    jobs = jobs_of(records)
+    return "\n".join([*lines, f"  {COMMAND}   ({len(jobs)} runs, about {sum(expected(jobs).values()) / 60:.0f} min)"])
+
+
 def figures(arguments):
     parser = argparse.ArgumentParser(prog="lab figures", description=__doc__)
     parser.add_argument("names", nargs="*", help="notebooks (all)")
+    parser.add_argument("--stale", action="store_true", help="run only what was stored by code older than today's")
+    parser.add_argument("--list", action="store_true", help="with --stale: say what that is, and run nothing")
     parser.add_argument("--timeout", type=float, default=900, help="seconds that one notebook may take (900)")
     options = parser.parse_args(arguments)
+    if options.list and not options.stale:
+        parser.error("--list goes with --stale")
     paths = [batch.find(name) for name in options.names] or batch.course()
     if not paths:
         raise UserError("there is no notebook in notebooks/")
-    folder = batch.new_folder("figures")
-    rows, measured = [], {}
-    for path in paths:
-        outcome = batch.execute(path, folder / path.stem, {}, timeout=options.timeout, figures=FIGURES)
-        if outcome.interrupted:
-            raise KeyboardInterrupt
-        notebook = batch.read(path)
-        saved = saved_figures(notebook)
-        rows.append((path.stem, f"{outcome.seconds:.1f}", outcome.error or ", ".join(saved) or "saves no figure"))
-        if not outcome.error:
-            facts = {"question": question(notebook), "seconds": round(outcome.seconds, 1), "figures": saved}
-            measured[path.stem] = {**facts, "host": machine.host_class()}
-    write_course(measured)
-    say(table(rows, header=("notebook", "seconds", "figures written")))
-    return 1 if len(measured) < len(paths) else 0
+    names = {path.stem for path in paths}
+    stored = Stored()
+    if options.stale:
+        if not options.list:
+            for path in paths:
+                stored.renew_source(path)
+        names |= {"sweep"} if batch.MAIN_JOB in names else set()
+        old = [record for record in stored.stale() if record.job in names]
+        say(told(old) if old else "nothing is stale: all that is stored was made by today's code")
+        if not options.names and (words := stored.about_gpu()):
+            say(words)
+        if options.list or not old:
+            return 0
+    rows, failed = run_all(stored, jobs_of(old) if options.stale else [path.stem for path in paths], options.timeout)
+    say(table(rows, header=("run", "seconds", "figures written")))
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

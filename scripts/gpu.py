@@ -6,7 +6,8 @@ pytest-timeout and pytest-xdist, and for the notebooks nbclient, papermill, nbco
 their wheels along where no package index can be reached, and name the folder they are installed in in PYTHONPATH.
 
 Each check has a time limit, the most telling come first, and a failure stops none of the others. One JSON file says
-what ran on which card, what failed with which last line, and how long it took. Exits with 1 where a check failed.
+what ran on which card, of which code, what failed with which last line, and how long it took. Exits with 1 where a
+check failed.
 """
 
 import argparse
@@ -39,8 +40,8 @@ def checks(device, folder):
     """The most telling first: is it right, does a training run, do the notebooks."""
     python, ranks = sys.executable, "1"
     pytest = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={folder / 'tests.xml'}"]
-    marked = [str(path) for path in sorted((ROOT / "tests").glob("test_*.py")) if "mark.gpu" in path.read_text()]
-    tests = ["-m", "gpu", *marked] if device == "cuda" else [str(ROOT / "tests" / "test_gpu_oracles.py"), "-k", "mesh"]
+    on_gpu = ["-m", "gpu", *map(str, marked(ROOT))]
+    tests = on_gpu if device == "cuda" else [str(ROOT / "tests" / "test_gpu_oracles.py"), "-k", "mesh"]
     train = [python, "-m", "labkit.train", "--nproc", ranks, "--model", "gpt", "--steps", "20"]
     run = [python, str(ROOT / "scripts" / "run.py")]
     return [
@@ -51,6 +52,22 @@ def checks(device, folder):
             for name in NOTEBOOKS
         ),
     ]
+
+
+def marked(root):
+    """The test files with cases for a GPU."""
+    return [path for path in sorted((root / "tests").glob("test_*.py")) if "mark.gpu" in path.read_text()]
+
+
+def code_of_checks(root, code):
+    """The fingerprint of what is checked, on any machine: of labkit all that the tests, the training, and the notebooks
+    use."""
+    sources = ["import labkit.train; labkit.train.main"]
+    sources += [path.read_text() for path in [*marked(root), root / "tests" / "on_device.py"] if path.exists()]
+    for name in NOTEBOOKS:
+        cells = json.loads((root / "notebooks" / f"{name}.ipynb").read_text())["cells"]
+        sources += ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    return code.of_cells(sources)
 
 
 def run(check, limit, log, line):
@@ -114,10 +131,11 @@ def facts(device):
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("no GPU that torch can use: --device cpu tries the command itself")
     sys.path.insert(0, str(ROOT))
-    from labkit.measure import machine
+    from labkit.measure import fingerprint, machine
 
+    code = code_of_checks(ROOT, fingerprint.Code(ROOT))
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if device == "cuda" else None
-    return {**machine.card(), "device": device, "nccl": nccl, "commit": machine.commit()}
+    return {**machine.card(), "device": device, "nccl": nccl, "commit": machine.commit(), "code": code}
 
 
 def gpu(arguments):

@@ -2,6 +2,7 @@
 
 import ast
 import errno
+import json
 import os
 import re
 import signal
@@ -376,3 +377,16 @@ def test_figures_redraws_readmes_table_from_what_it_measured(tree):
     assert re.search(row + '<img src="figures/bars.svg" alt="one bar"', readme)
     assert "01_b" not in readme
     assert {path.name for path in (tree / "figures").iterdir()} == {"bars.svg", "bars.json", "course.json"}
+    good, bad = (batch.read(tree / "notebooks" / f"{name}.ipynb") for name in ("00_a", "01_b"))
+    assert good.cells[-1].execution_count == 3 and bad.cells[-1].execution_count is None
+    assert good.metadata["labkit_code"] == json.loads((tree / "figures" / "bars.json").read_text())["code"]
+
+    listed = finished(tree, "figures", "--stale", "--list")
+    assert re.search(r"^notebooks/01_b\.ipynb +carries no fingerprint", listed.stdout, re.MULTILINE)
+    assert "00_a" not in listed.stdout and "Stale: what is stored was made by other code" in listed.stdout
+    bad.cells[-1].source = "print('mended')"
+    nbformat.write(bad, tree / "notebooks" / "01_b.ipynb")
+    done = finished(tree, "figures", "--stale")  # goes on with what is not there yet
+    assert done.returncode == 0 and "1 of 1  01_b, about" in done.stdout and "00_a" not in done.stdout
+    assert batch.read(tree / "notebooks" / "01_b.ipynb").cells[-1].outputs[0].text == "mended\n"
+    assert "nothing is stale" in finished(tree, "figures", "--stale").stdout

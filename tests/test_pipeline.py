@@ -466,9 +466,10 @@ def test_a_schedule_that_cannot_be_is_refused(case):
             "one_f_one_b wants a micro-batch a stage at least: 3 for 4 stages; gpipe does with fewer",
         ),
         (lambda: zero_bubble(4, 8, 2), "zero_bubble has one stage a rank: 4 stages need 4 ranks, not 2"),
-        (lambda: interleaved(4, 7, 2), "interleaved wants micro-batches by 2s, one a rank: not 7"),
-        (lambda: gpipe(5, 2, 2), "2 ranks cannot share 5 stages alike"),
-        (lambda: v_shaped(3, 6), "v_shaped has two stages a rank: 3 stages, None ranks"),
+        (lambda: interleaved(4, 7, 2), "interleaved: micro_batches=7 must be a multiple of the 2 ranks"),
+        (lambda: gpipe(5, 2, 2), "stages=5 must be a multiple of the 2 ranks"),
+        (lambda: v_shaped(3, 6), "v_shaped has two stages a rank: not 3 stages on 1 ranks"),
+        (lambda: v_shaped(4, 6, 4), "v_shaped has two stages a rank: not 4 stages on 4 ranks"),
         (
             lambda: dual_pipe(6, 12, 3),
             "dual_pipe has a stage and the copy of another one on each of an even number of ranks: 6 stages, 3 ranks",
@@ -488,9 +489,18 @@ def test_a_schedule_that_is_not_for_these_numbers(write, words):
 # ---- the class
 
 
+class Extra(nn.Linear):
+    def get_extra_state(self):
+        return {"steps": 3}
+
+    def set_extra_state(self, state):
+        pass
+
+
 def wrong(rank, world_size, case):
     """What the ranks say; nobody waits for the others in these."""
     own, schedule, loss, size = {rank: stage_of(rank, 0)}, one_f_one_b, F.mse_loss, 8
+    names = (lambda stage, name: name) if case in ("names", "trainable") else None
     if case == "stages":
         own = {1 - rank: stage_of(rank, 0)}
     elif case == "other schedules":
@@ -499,13 +509,30 @@ def wrong(rank, world_size, case):
         own = {rank: nn.Linear(WIDTH, WIDTH + rank, dtype=F64)}
     elif case == "no loss":
         loss = None
+    elif case == "trainable":
+        own = {rank: nn.Linear(WIDTH, WIDTH, dtype=F64).requires_grad_(rank == 0)}
     elif case == "batch":
         size = 10
+    elif rank == 1 and case == "one schedule":
+        schedule = [[], []]
+    elif rank == 1 and case == "one function":
+        schedule = lambda *counts: {}["not there"]  # noqa: E731
+    elif rank == 1 and case == "no dict":
+        own = [None]
+    elif rank == 1 and case == "no lists":
+        schedule = "1F1B"
+    elif rank == 1 and case == "extra state":
+        own = {1: Extra(WIDTH, WIDTH)}
+    elif rank == 1 and case == "one naming":
+        names = lambda stage, name: {}[name]  # noqa: E731
     try:
-        names = (lambda stage, name: name) if case == "names" else None
         Pipeline(own, None, schedule, 4, loss, names).cut(torch.zeros(size, WIDTH), {rank}, "input")
-    except ValueError as error:
+    except (ValueError, KeyError) as error:
         return str(error)
+
+
+def both(words):
+    return [f"rank 1: {words}", words]
 
 
 @pytest.mark.parametrize(
@@ -514,12 +541,44 @@ def wrong(rank, world_size, case):
         ("stages", ["rank 0 has stages [1]; by the schedule it has [0]"] * 2),
         ("other schedules", ["ranks 0 and 1 have different schedules"] * 2),
         ("names", ["'weight' is [6, 6] torch.float64 in one stage, [7, 6] torch.float64 in another"] * 2),
-        ("no loss", [None, "stage 1 is the last: this rank needs a loss"]),
-        ("batch", ["10 samples are no 4 equal micro-batches"] * 2),
+        (
+            "trainable",
+            ["'weight' is [6, 6] torch.float64 in one stage, [6, 6] torch.float64 (requires_grad=False) in another"]
+            * 2,
+        ),
+        ("no loss", both("stage 1 is the last: rank 1 needs a loss")),
+        ("batch", ["input: 10 samples cannot be cut into 4 equal micro-batches"] * 2),
+        ("one schedule", both("stages count from 0 without a gap: not []")),
+        ("one function", both("'not there'")),
+        ("one naming", both("'inner.0.first.weight'")),
+        ("no dict", ["stages on rank 1 must be a dict: number -> module"] * 2),
+        (
+            "no lists",
+            both(
+                "schedule must be a function such as one_f_one_b, or for each rank a list of "
+                "(kind, stage, micro_batch): not '1F1B'"
+            ),
+        ),
+        (
+            "extra state",
+            both(
+                "stage 1: '_extra_state' is no parameter or buffer, and a pipeline keeps only those: "
+                "leave out get_extra_state"
+            ),
+        ),
     ],
 )
 def test_bad_input(ranks, case, words):
     assert ranks(2, wrong, case=case) == words
+
+
+def given_in_two_ways(rank, world_size):
+    own, schedule = {rank: stage_of(rank, 0)}, [one_f_one_b, one_f_one_b(2, 4)][rank]
+    return Pipeline(own, None, schedule, 4, F.mse_loss).owner
+
+
+def test_a_function_on_one_rank_and_its_lists_on_another_are_one_schedule(ranks):
+    assert ranks(2, given_in_two_ways) == [{0: 0, 1: 1}] * 2
 
 
 class Uneven(nn.Module):
@@ -676,6 +735,9 @@ def not_a_step(rank, world_size):
     told = []
     for input, target, criterion, grad in (
         ([x, x, x], x, loss, True),
+        ((x, x), x, loss, True),
+        (x, {"labels": x}, loss, True),
+        (x.sum(), x, loss, True),
         (x, x, partial(loss, reduction="none"), True),
         (x, x, loss, False),
     ):
@@ -692,8 +754,45 @@ def test_what_is_no_step(ranks):
     assert ranks(1, not_a_step) == [
         [
             "input: a list of 3 for 2 micro-batches",
+            "input is a tuple: it must be one tensor to be cut along dim 0, or a list of 2 micro-batches",
+            "target is a dict: it must be one tensor to be cut along dim 0, or a list of 2 micro-batches",
+            "input is a number: it must be one tensor to be cut along dim 0, or a list of 2 micro-batches",
             "a loss is one number: this has shape [2, 6]",
             "step() goes backward, and gradients are off: evaluate() does not",
+        ]
+    ]
+
+
+class Pair(nn.Module):
+    def forward(self, x):
+        return x, x
+
+
+def refused(rank, world_size):
+    """What a stage that makes two tensors, further inputs and none of the micro-batches are told."""
+    x, told = torch.zeros(4, WIDTH, dtype=F64), []
+    for use in (
+        lambda: Pipeline({0: Pair()}, None, gpipe, 2, F.mse_loss).step(x, x),
+        lambda: Pipeline({0: stage_of(0, 1)}, None, gpipe, 2, F.mse_loss).step(x, x, x),
+        lambda: Pipeline({0: stage_of(0, 1)}, None, gpipe, 2, F.mse_loss).step(x, x, mask=x),
+        lambda: Pipeline({0: stage_of(0, 1)}, None, gpipe, 0, F.mse_loss),
+        lambda: Pipeline({0: stage_of(0, 1)}, None, [[]], 2.0, F.mse_loss),
+    ):
+        try:
+            use()
+        except (ValueError, TypeError) as error:
+            told.append(str(error))
+    return told
+
+
+def test_what_is_refused_is_one_clear_line(ranks):
+    assert ranks(1, refused) == [
+        [
+            "stage 0 made a tuple: it must make one tensor",
+            "Pipeline.step() takes from 1 to 3 positional arguments but 4 were given",
+            "Pipeline.step() got an unexpected keyword argument 'mask'",
+            "micro_batches=0 must be an integer of at least 1",
+            "micro_batches=2.0 must be an integer of at least 1",
         ]
     ]
 

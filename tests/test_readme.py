@@ -4,6 +4,7 @@ import hashlib
 import json
 import re
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 sys.path.append(str(Path(__file__).resolve().parent.parent / "scripts"))
 
 import batch
+import stored
 
 import figures
 
@@ -36,7 +38,15 @@ def test_a_picture_is_the_one_that_was_drawn_from_its_record(name):
 
 
 def test_every_recorded_picture_is_saved_by_a_notebook():
-    assert set(PICTURES) == {name for path in batch.course() for name in figures.saved_figures(batch.read(path))}
+    assert set(PICTURES) == {name for path in batch.course() for name in stored.saved_figures(batch.read(path))}
+
+
+def test_no_stored_record_is_older_than_the_code_that_it_measures():
+    there = stored.Stored()
+    if words := there.about_gpu():
+        warnings.warn(words, stacklevel=1)
+    old = there.stale()
+    assert not old, f"\n{figures.told(old)}"
 
 
 def test_the_first_notebook_names_all_that_come_after_it():

@@ -38,6 +38,8 @@ def check(schedule, ranks, micro_batches):
     What is refused: an action missing or there twice, a stage on two ranks, one action before
     another that it needs, and ranks that wait for each other in a circle, which is named.
     """
+    if not isinstance(micro_batches, int) or micro_batches < 1:
+        raise ValueError(f"micro_batches={micro_batches!r} must be an integer of at least 1")
     if len(schedule) != ranks:
         raise ValueError(f"the schedule is for {len(schedule)} ranks, and there are {ranks}")
     owner = owners(schedule)

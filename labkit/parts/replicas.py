@@ -134,6 +134,8 @@ def gather_bytes(payload, group=None, device="cpu"):
         int.from_bytes(size, "big")
         for size in _gather_equal(len(payload).to_bytes(8, "big"), 8, group, device)
     ]
+    if not any(sizes):
+        return [b"" for _ in sizes]
     everyone = _gather_equal(payload, max(sizes), group, device)
     return [theirs[:size] for theirs, size in zip(everyone, sizes, strict=True)]
 

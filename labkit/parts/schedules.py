@@ -44,6 +44,17 @@ class Action(NamedTuple):
         return f"{self.stage}{self.kind}{self.micro_batch}"
 
 
+def actions(schedule):
+    """The schedule with an Action for each (kind, stage, micro_batch). ValueError for others."""
+    try:
+        return [[Action(*action) for action in program] for program in schedule]
+    except TypeError:
+        raise ValueError(
+            "schedule must be a function such as one_f_one_b, or for each rank a list of "
+            f"(kind, stage, micro_batch): not {schedule!r:.60}"
+        ) from None
+
+
 def gpipe(stages, micro_batches, ranks=None):
     """All forwards, then all backwards. Several stages a rank: stage s is on rank s % ranks."""
     schedule = []
@@ -71,7 +82,7 @@ def interleaved(stages, micro_batches, ranks=None):
     p = ranks or stages
     if micro_batches % p:
         raise ValueError(
-            f"interleaved wants micro-batches by {p}s, one a rank: not {micro_batches}"
+            f"interleaved: micro_batches={micro_batches} must be a multiple of the {p} ranks"
         )
     schedule = []
     for rank, own in enumerate(dealt(stages, p)):
@@ -112,7 +123,9 @@ def v_shaped(stages, micro_batches, ranks=None):
     """
     p = stages // 2
     if stages % 2 or ranks not in (None, p):
-        raise ValueError(f"v_shaped has two stages a rank: {stages} stages, {ranks} ranks")
+        raise ValueError(
+            f"v_shaped has two stages a rank: not {stages} stages on {ranks or p} ranks"
+        )
     schedule, filled = [], micro_batches >= stages - 1
     for rank in range(p):
         near, far = rank, stages - 1 - rank
@@ -228,7 +241,7 @@ def in_turn(forward, backward, ahead):
 def dealt(stages, ranks):
     """The stages of each rank: stage s is on rank s % ranks."""
     if stages % ranks:
-        raise ValueError(f"{ranks} ranks cannot share {stages} stages alike")
+        raise ValueError(f"stages={stages} must be a multiple of the {ranks} ranks")
     return [list(range(rank, stages, ranks)) for rank in range(ranks)]
 
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from labkit import comm
 from labkit.parts.replicas import broadcast_tensors, gather_bytes
+from labkit.parts.together import raised_on_all
 
 
 def by_stage(stage, name):
@@ -40,7 +41,8 @@ class Stages:
         self.modules = dict(places[self.rank] if places else modules)
         self.names, self.length = names or by_stage, length
         # name in the whole: this rank's tensors of that name; the first stage of it that has it
-        self.tensors, self.first = self.named(self.modules)
+        with raised_on_all(group, device):
+            self.tensors, self.first = self.named(self.modules)
         told = [self.describe(place, schedule) for place in places]
         told = told or gather_bytes(self.describe(self.modules, schedule), group, device)
         self.holders = self.agree(owner, [json.loads(text) for text in told])
@@ -56,6 +58,11 @@ class Stages:
         tensors, first = {}, {}
         for stage, module in sorted(modules.items()):
             for own, tensor in module.state_dict(keep_vars=True).items():
+                if not isinstance(tensor, torch.Tensor) or own.endswith("_extra_state"):
+                    raise ValueError(
+                        f"stage {stage}: {own!r} is no parameter or buffer, and a pipeline keeps "
+                        "only those: leave out get_extra_state"
+                    )
                 name = self.names(stage % self.length, own)
                 first.setdefault(name, stage)
                 copies = tensors.setdefault(name, [])
@@ -67,8 +74,7 @@ class Stages:
         """What the others must know of a rank with these stages, as text."""
         tensors, first = self.named(modules)
         looks = {
-            name: (first[name], f"{list(copies[0].shape)} {copies[0].dtype}", len(copies))
-            for name, copies in tensors.items()
+            name: (first[name], look_of(copies[0]), len(copies)) for name, copies in tensors.items()
         }
         mine = {"schedule": schedule, "stages": sorted(modules), "looks": looks}
         return json.dumps(mine).encode()
@@ -174,14 +180,31 @@ class Stages:
                 copy.copy_(state_dict.get(name, copy))
 
 
+def look_of(tensor):
+    """Shape, dtype and whether it trains, as text: what copies of one name must share."""
+    fixed = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+    return f"{list(tensor.shape)} {tensor.dtype}" + " (requires_grad=False)" * fixed
+
+
 def parts_of(batch, count, name):
-    """A batch as `count` micro-batches, equal parts along dim 0; a list is them already."""
+    """A batch as `count` micro-batches, equal parts along dim 0; a list is them already.
+
+    Raises ValueError for anything else, and where the parts would not be equal.
+    """
     if isinstance(batch, list):
         if len(batch) != count:
             raise ValueError(f"{name}: a list of {len(batch)} for {count} micro-batches")
         return batch
+    if not isinstance(batch, torch.Tensor) or not batch.dim():
+        kind = "number" if isinstance(batch, torch.Tensor) else type(batch).__name__
+        raise ValueError(
+            f"{name} is a {kind}: it must be one tensor to be cut along dim 0, or a list of "
+            f"{count} micro-batches"
+        )
     if len(batch) % count:
-        raise ValueError(f"{len(batch)} samples are no {count} equal micro-batches")
+        raise ValueError(
+            f"{name}: {len(batch)} samples cannot be cut into {count} equal micro-batches"
+        )
     return batch.chunk(count)
 
 

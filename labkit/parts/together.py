@@ -10,9 +10,32 @@ all the others. Held besides: nothing.
 import json
 from contextlib import contextmanager
 
+import torch
 import torch.distributed as dist
 
 from labkit.parts.replicas import gather_bytes
+
+
+@contextmanager
+def raised_on_all(group=None, device="cpu"):
+    """What goes wrong inside on one rank of the group is raised on all. Collective at its end.
+
+    That rank raises its own exception, the others a ValueError with its words. Nobody is asked on
+    the meta device, where nothing is sent.
+    """
+    failure = None
+    try:
+        yield
+    except Exception as reason:
+        failure = reason
+    words = "" if failure is None else str(failure) or type(failure).__name__
+    alone = torch.device(device).type == "meta"
+    said = [] if alone else gather_bytes(words.encode(), group, device)
+    if failure is not None:
+        raise failure
+    for rank, theirs in enumerate(said):
+        if theirs:
+            raise ValueError(f"rank {rank}: {theirs.decode()}")
 
 
 class Together:

@@ -8,7 +8,8 @@
     launch    cells of one world, link and model take turns in one process group (compare.py): noise
               slows all alike, and ratios between them are paired. At most TOGETHER at once, for
               memory; the first such cell is in each of their launches, as the others' partner
-    folder    a CSV file a launch, whole or not there: a row per cell, round, step and rank
+    folder    a CSV file a launch, whole or not there: a row per cell, round, step and rank. The
+              column `code` names a JSON file: the fingerprint of the code that was measured
 
 Folders of several people become one by copying their files together. `results` reads them, and
 refuses to put side by side what was not measured alike.
@@ -22,12 +23,13 @@ import os
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
 import yaml
 
-from labkit.measure import machine
+from labkit.measure import fingerprint, machine
 from labkit.parts.own_files import lock_file, new_file
 from labkit.run.compare import compare
 from labkit.run.console import Bar
@@ -35,6 +37,7 @@ from labkit.run.experiment import Experiment
 from labkit.run.job import describe_nodes
 
 FORMAT = 2  # of the files; another is refused
+MEASURED = "from labkit.run.compare import compare; compare"  # whose code a row belongs to
 TOGETHER = 8
 WORLD = {"nproc": 2, "nodes": 1, "link_mbit": None, "link_ms": 0.0}
 USUAL = Experiment().to_dict() | WORLD
@@ -137,6 +140,7 @@ def sweep(grid, folder, rounds=10, steps_per_round=3, device="auto", quiet=False
         planned = launches(possible, measured)
         if not quiet:
             tell(possible, measured, refused, planned)
+        code = fingerprint.Code().fingerprint([MEASURED]) if planned else {}
         bar, turns = bar or Bar(quiet), rounds * sum(map(len, planned))
         done = 0
         for group in planned:
@@ -144,7 +148,7 @@ def sweep(grid, folder, rounds=10, steps_per_round=3, device="auto", quiet=False
             options = {"rounds": rounds, "steps_per_round": steps_per_round, "device": device}
             experiments = {cell.key: cell.experiment for cell in group}
             run = compare(experiments, **group[0].world, **options, quiet=True, bar=part)
-            write(folder, group, run)
+            write(folder, group, run, code)
             done += rounds * len(group)
         bar.close()
     return results(folder, mixed=True)
@@ -199,8 +203,13 @@ def alone(folder):
         yield
 
 
-def write(folder, group, run):
-    """A launch's rows, beside what they are of and where they were measured. Whole or not there."""
+def write(folder, group, run, code):
+    """A launch's rows, beside what they are of and where they were measured. Whole or not there.
+
+    code: the fingerprint of what has measured them, kept in a file of its own.
+    """
+    name = fingerprint.digest(code)
+    put(folder / f"{name}.json", lambda file: file.write(json.dumps(code, indent=1).encode()))
     card = machine.card()
     about = {name: card[name] for name in ("cpu", "cores", "torch", "python")}
     about["gpus"] = ", ".join(gpu["name"] for gpu in card["gpus"]) or "none"
@@ -212,14 +221,27 @@ def write(folder, group, run):
     same = [name for name in records if name in group[0].fields]
     of = pd.DataFrame([{"cell": cell.key} | cell.fields for cell in group])
     rows = of.merge(records.drop(columns=same), on="cell")
-    rows = rows.assign(format=FORMAT, launch=launch, **about)
-    new = folder / f"{launch}.csv.part"
+    rows = rows.assign(format=FORMAT, launch=launch, code=name, **about)
+    save = partial(rows.to_csv, index=False, float_format="%.9g")
+    put(folder / f"{launch}.csv", save)
+
+
+def put(path, save):
+    """Let save(file), which writes bytes, make a file: whole or not there."""
+    part = path.with_name(f"{path.name}.part")
     try:
-        with new_file(new) as file:
-            rows.to_csv(file, index=False, float_format="%.9g")
-        new.replace(folder / f"{launch}.csv")
+        with new_file(part) as file:
+            save(file)
+        part.replace(path)
     finally:
-        new.unlink(missing_ok=True)
+        part.unlink(missing_ok=True)
+
+
+def code_of(path):
+    """The fingerprint of the code that measured a launch's file; None where it has none."""
+    rows = pd.read_csv(path, nrows=1, dtype=str)
+    about = path.with_name(f"{rows['code'].iloc[0]}.json") if "code" in rows else None
+    return json.loads(about.read_text()) if about and about.exists() else None
 
 
 def read(folder):

@@ -21,12 +21,15 @@ def source(*objects):
     if not objects:
         raise ValueError("source() needs at least one function, class or module")
     for one in objects:
-        heading, code = place_and_code(one)
-        plain = f"{heading}\n\n{code}"
-        display(
-            {"text/markdown": f"**`{heading}`**\n\n````python\n{code}````\n", "text/plain": plain},
-            raw=True,
-        )
+        display(as_source(*place_and_code(one)), raw=True)
+
+
+def as_source(heading, code):
+    """The forms in which a source is displayed: MIME type -> text."""
+    return {
+        "text/markdown": f"**`{heading}`**\n\n````python\n{code}````\n",
+        "text/plain": f"{heading}\n\n{code}",
+    }
 
 
 def place_and_code(one):

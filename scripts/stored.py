@@ -1,0 +1,213 @@
+"""What the repository stores of runs, and the code that it was measured with.
+
+Outputs of the notebooks, figures/*.json with the pictures drawn from them, and the dashboard's sweep carry a
+fingerprint of the code that they measure (labkit/measure/fingerprint.py). A record is stale when that code has changed
+since, or when it carries none. A notebook is stale, too, when it shows source of labkit that reads otherwise today.
+"""
+
+import ast
+import hashlib
+import inspect
+import json
+import re
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import batch
+import gpu
+import nbformat
+from nbconvert.preprocessors import CoalesceStreamsPreprocessor
+from terminal import UserError
+
+from labkit.measure import fingerprint
+from labkit.run import sweep
+from labkit.show import notebook as show
+
+KEY = "labkit_code"  # in a notebook's metadata; "code" in a figure's JSON and in a sweep's file
+HEADING = re.compile(r"(labkit/[\w/]+\.py)(:\d+(?:-\d+)?)?")
+COMMAND = "./scripts/lab figures --stale"
+GPU = "gpu_h100.json"  # made by `lab gpu`, which this machine may not be able to run
+SHOWN = 3  # names of changed files in a line
+
+
+@dataclass
+class Record:
+    """Something stored. `job` renews it: the name of a notebook, or "sweep"."""
+
+    name: str
+    job: str
+    changed: list = field(default_factory=list)  # files that differ from those that it was made with
+    bare: bool = False  # it carries no fingerprint
+
+    def why(self):
+        if self.bare:
+            return "carries no fingerprint of its code"
+        more = f" and {len(self.changed) - SHOWN} more" if len(self.changed) > SHOWN else ""
+        return f"changed since: {', '.join(self.changed[:SHOWN])}{more}"
+
+
+class Stored:
+    """What is stored in a checkout (figures/ and notebooks/), compared with the code of today."""
+
+    def __init__(self, root=batch.ROOT, code=None):
+        self.root, self.code = Path(root), code or fingerprint.Code(root)
+        self.notebooks, self.figures = self.root / "notebooks", self.root / "figures"
+        self.sweep = self.notebooks / batch.MAIN_JOB
+
+    def stale(self):
+        """[Record] of what is older than its code."""
+        return [record for record in self.records() if record.bare or record.changed]
+
+    def records(self):
+        for path in batch.course(self.notebooks):
+            notebook = batch.read(path)
+            today = self.of_notebook(path, notebook)
+            record = compared(f"notebooks/{path.name}", path.stem, notebook.metadata.get(KEY), today)
+            record.changed += self.other_source(notebook)
+            yield record
+            for name in saved_figures(notebook):
+                file = self.figures / f"{name}.json"
+                code = json.loads(file.read_text()).get("code") if file.exists() else None
+                yield compared(f"figures/{name}.json", path.stem, code, today)
+        today = self.of_sweep()
+        for path in sorted(self.sweep.glob("*.csv")):
+            yield compared(f"notebooks/{path.parent.name}/{path.name}", "sweep", sweep.code_of(path), today)
+
+    def of_notebook(self, path, notebook=None):
+        """Today's fingerprint of a notebook: its cells, what of labkit they use, and data of its name beside it."""
+        cells = batch.code_cells(notebook or batch.read(path))
+        found = self.code.of_cells([cell.source for cell in cells])
+        beside = [*path.parent.glob(f"{path.stem}.yaml"), *sorted(path.with_suffix("").glob("*.csv"))]
+        if beside:
+            content = hashlib.sha256(b"".join(file.read_bytes() for file in beside))
+            found[f"notebooks/{path.stem}.yaml, {path.stem}/*.csv"] = content.hexdigest()[: fingerprint.DIGITS]
+        return found
+
+    def of_sweep(self):
+        return self.code.fingerprint([sweep.MEASURED])
+
+    def about_gpu(self):
+        """One line where the record of `lab gpu` is stale, else "". It can only be renewed on a machine with a GPU."""
+        file = self.figures / GPU
+        if not file.exists():
+            return ""
+        code = json.loads(file.read_text()).get("code")
+        record = compared(f"figures/{GPU}", "gpu", code, gpu.code_of_checks(self.root, self.code))
+        way = "to renew it, on a machine with a GPU: ./scripts/lab gpu, and copy its gpu.json there"
+        return f"{record.name} is stale: {record.why()}; {way}" if record.bare or record.changed else ""
+
+    # Source that cells have shown
+
+    def other_source(self, notebook):
+        """Files of which the notebook's outputs show a text that is not there today."""
+        shown = [(file, text) for _, _, file, text in shown_source(notebook)]
+        return sorted({f"{file} (as shown)" for file, text in shown if text not in self.texts(file).values()})
+
+    def texts(self, file):
+        """{(qualified name, first line, last line): text} of a file's functions and classes, and of all of it."""
+        path = self.root / file
+        if not path.exists():
+            return {}
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        found = {("", 0, 0): as_shown(lines)}
+        for name, node in definitions(ast.parse("".join(lines))):
+            first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
+            found[name, first, node.end_lineno] = as_shown(lines[first - 1 : node.end_lineno])
+        return found
+
+    def renew_source(self, path):
+        """Show today's text where outputs show that of before and the cell names one function of it. Runs nothing."""
+        notebook = batch.read(path)
+        before = nbformat.writes(notebook)
+        for cell, output, file, text in shown_source(notebook):
+            texts = self.texts(file)
+            same = [place for place in texts if texts[place] == text] or named_in(cell.source, text, texts)
+            if len(same) == 1:
+                name, first, last = same[0]
+                heading = f"{file}:{first}" + (f"-{last}" if last > first else "") if name else file
+                output.data.update(show.as_source(heading, texts[same[0]]))
+        if nbformat.writes(notebook) != before:
+            nbformat.write(notebook, path)
+
+    # Renewing
+
+    def keep(self, path, executed, figures, code):
+        """Store what a run of the notebook has left: outputs, figures, and the fingerprint of its code."""
+        notebook = batch.read(path)
+        done, _ = CoalesceStreamsPreprocessor().preprocess(batch.read(executed), {})  # prints in a row are one output
+        new = [one for one in batch.code_cells(done) if "injected-parameters" not in one.metadata.get("tags", [])]
+        old = batch.code_cells(notebook)
+        if [cell.source for cell in old] != [cell.source for cell in new]:
+            raise UserError(f"{path.name} was changed while it ran: its outputs are not kept")
+        for mine, theirs in zip(old, new, strict=True):
+            mine.outputs, mine.execution_count = theirs.outputs, theirs.execution_count
+            mine.metadata.pop("execution", None)
+        notebook.metadata.pop("widgets", None)
+        notebook.metadata[KEY] = code
+        self.figures.mkdir(exist_ok=True)
+        for file in sorted(figures.glob("*.*")):
+            if file.suffix == ".json":
+                facts = json.loads(file.read_text()) | {"code": code}
+                file.write_text(json.dumps(facts, indent=1, sort_keys=True) + "\n")
+            file.replace(self.figures / file.name)
+        nbformat.write(notebook, path)
+
+    def keep_sweep(self, folder):
+        """Put the files of a new sweep in the place of those that are stored."""
+        new = [*folder.glob("*.csv"), *folder.glob("*.json")]
+        for file in new:
+            shutil.copy(file, self.sweep)
+        for file in self.sweep.glob("*.*"):
+            if file.name not in {one.name for one in new}:
+                file.unlink()
+        shutil.rmtree(folder)
+
+    def forget(self, folder):
+        """Remove the files of an interrupted sweep that today's code has not measured."""
+        today = self.of_sweep()
+        for file in folder.glob("*.csv"):
+            if fingerprint.changed(sweep.code_of(file), today):
+                file.unlink()
+        for file in folder.glob("*.json"):
+            if json.loads(file.read_text()) != today:
+                file.unlink()
+
+
+def compared(name, job, code, today):
+    return Record(name, job, fingerprint.changed(code, today), bare=not code)
+
+
+def saved_figures(notebook):
+    """Names given to plots.save in the notebook's code."""
+    return re.findall(r"plots\.save\(\w+, \"(\w+)\"", "\n".join(cell.source for cell in batch.code_cells(notebook)))
+
+
+def shown_source(notebook):
+    """(cell, output, file, text) of all source of labkit that the notebook's outputs show."""
+    for cell in batch.code_cells(notebook):
+        for output in cell.outputs:
+            heading, _, text = output.get("data", {}).get("text/plain", "").partition("\n\n")
+            if place := HEADING.fullmatch(heading):
+                yield cell, output, place[1], text
+
+
+def named_in(source, text, texts):
+    """Places of texts whose definition has the name of the text's, and the qualified name of one that a cell names."""
+    kind = re.search(r"^(?:async )?(?:def|class) (\w+)", text, re.MULTILINE)
+    same = [place for place in texts if kind and place[0].rpartition(".")[2] == kind[1]]
+    return same if len(same) == 1 else [place for place in same if re.search(rf"\b{place[0]}\b", source)]
+
+
+def definitions(tree, above=""):
+    """(qualified name, node) of all functions and classes, inner ones too."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield f"{above}{node.name}", node
+            yield from definitions(node, f"{above}{node.name}.")
+        else:
+            yield from definitions(node, above)
+
+
+def as_shown(lines):
+    return inspect.cleandoc("\n" + "".join(lines)) + "\n"
