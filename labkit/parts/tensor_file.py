@@ -60,10 +60,10 @@ def as_bytes(tensor):
     return memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
-def hash_of(file):
-    """(SHA-256, bytes) of an open file, from where it stands."""
+def hash_of(file, most=None):
+    """(SHA-256, bytes) of an open file, from where it stands; of at most so many bytes."""
     digest, size = hashlib.sha256(), 0
-    while chunk := file.read(CHUNK):
+    while chunk := file.read(CHUNK if most is None else min(CHUNK, most - size)):
         digest.update(chunk)
         size += len(chunk)
     return digest.hexdigest(), size
