@@ -2,6 +2,7 @@
 
     runs/gpt              ours: step-000000300/manifest.json, rank-0.safetensors, ...
     gpt.safetensors       one file, the whole model, under the module's own names
+    gpt                   Hugging Face's folder, to read: model.safetensors.index.json, its files
     gpt                   torch.distributed.checkpoint (DCP): .metadata, __0_0.distcp, ...
 
     python -m labkit.convert runs/gpt gpt.safetensors --step 300
@@ -12,8 +13,11 @@
     load_weights(model, "gpt", optimizer)     and goes on where AdamW, say, was
 
 Any may be the source and any the result, on a disk or at an fsspec URL (DCP is written to a disk
-only). Nothing that is read is executed. A DCP folder has {"model": by name, "optimizer":
-{"state": by name, "param_groups"}}, as torch.distributed.checkpoint.state_dict makes it.
+only). Nothing that is read is executed. A DCP folder is written as {"model": by name, "optimizer":
+{"state": by name, "param_groups"}}, as torch.distributed.checkpoint.state_dict makes it. It is read
+like that, as {"app": {"model", "optim"}} of PyTorch's recipe, with the model's tensors on top and
+the optimizer beside (torchtitan), and with flatten_optimizer_state_dict. What else is there is left
+out, and said.
 
 Held: one tensor, and of a DCP source a part of it, twice; with --to checkpoint all of it, twice.
 """
@@ -24,6 +28,7 @@ import warnings
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -37,13 +42,21 @@ from labkit.parts.store import Store
 from labkit.parts.together import Together
 
 
-def load_weights(model, url, optimizer=None):
-    """Load a .safetensors file or a DCP folder into a module, however it is wrapped. Collective.
+class Keys(NamedTuple):
+    """What load_weights(strict=False) has not loaded, as load_state_dict() of a module says it."""
+
+    missing_keys: list
+    unexpected_keys: list
+
+
+def load_weights(model, url, optimizer=None, strict=True):
+    """Load a file or a folder of the above into a module, however it is wrapped. Collective.
 
     Takes names as they are, or behind "model." or "module."; a tied parameter needs one of its
     names only. Values take the model's dtype. optimizer: the model's, of a DCP folder, by names as
-    the module has them. Raises CheckpointError on all ranks; before anything is changed where names
-    or shapes are others.
+    the module has them. strict=False: parameters that it does not have stay as they are, and what
+    else it has is passed over; returns both as Keys. Raises CheckpointError on all ranks; before
+    anything is changed where names (all of them, with strict=False) or shapes are others.
     """
     together, failed = Together(CheckpointError), f"{url} was not loaded"
     state = {"model": model} | ({} if optimizer is None else {"optimizer": optimizer})
@@ -53,6 +66,12 @@ def load_weights(model, url, optimizer=None):
         with together.agreed(failed):
             weights = stack.enter_context(opened_weights(url))
             found = {"model": fitting(weights, parts["model"].module)}
+            keys = Keys(*parts["model"].other_names(found["model"]))
+            if not strict:
+                found["model"] = found["model"].without(keys.unexpected_keys)
+                parts["model"].left = frozenset(keys.missing_keys)
+                if not found["model"].shapes:
+                    raise ValueError("it has no tensor of a name that the model has")
             if optimizer is not None:
                 found["optimizer"] = states_for(parts["optimizer"], weights)
             problems = [text for name in parts for text in parts[name].problems(found[name])]
@@ -62,6 +81,7 @@ def load_weights(model, url, optimizer=None):
         with together.agreed(failed):
             for name, part in parts.items():
                 part.give(found[name])
+    return keys
 
 
 def states_for(holder, weights):
@@ -80,8 +100,10 @@ def convert(url, target, step=None, to=None):
     """
     to = to or ("safetensors" if str(target).endswith(".safetensors") else "dcp")
     with opened(url, step) as source:
-        written = WRITERS[to](source, str(target))
-        return "; ".join(filter(None, [f"{target}: {written}", source.about]))
+        left = [*["optimizer"] * bool(source.optimizer and to == "safetensors"), *source.beside]
+        written = f"{target}: {WRITERS[to](source, str(target))}"
+        words = [written, source.about, left and f"left out: {', '.join(left)}"]
+        return "; ".join(filter(None, words))
 
 
 def without_data(weights):

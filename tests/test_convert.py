@@ -1,6 +1,7 @@
 """Checkpoints in other people's formats: bit for bit what their own loaders have, and nothing is executed."""
 
 import io
+import json
 import os
 import pickle
 import random
@@ -377,6 +378,175 @@ def test_an_optimizer_that_does_not_fit_is_refused_and_nothing_changes(tmp_path)
     assert words.endswith("; without the optimizer: its optimizer's states do not go by parameters' names")
 
 
+# ---- other layouts of a DCP folder
+
+
+def two_groups(model):
+    return torch.optim.AdamW([{"params": [model.weight]}, {"params": [model.bias], "lr": 0.5}])
+
+
+def layouts():
+    """(model, optimizer, {name: (what PyTorch's users save of them, what convert says is left out)})."""
+    model = nn.Linear(3, 2)
+    optimizer = two_groups(model)
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    found, states = get_state_dict(model, optimizer)
+    flat = get_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))[1]
+    rest = {"lr_scheduler": {"last_epoch": 3}, "train_state": {"step": torch.tensor(3)}}
+    return model, optimizer, {
+        "recipe": ({"app": {"model": found, "optim": states}}, ""),
+        "recipe and more": (
+            {"app": {"model": found, "optim": states, "step": 3}, **rest}, "app.step, lr_scheduler, train_state"
+        ),
+        "torchtitan": ({**found, "optimizer": flat, **rest}, "lr_scheduler, train_state"),
+        "flattened": ({"model": found, "optimizer": flat, "step": torch.tensor(3)}, "step"),
+        "another name": ({"network": found}, ""),
+        "another name, with its optimizer": ({"network": found, "optimizer": states}, ""),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", layouts()[2])
+def test_a_model_and_its_optimizer_are_found_in_other_layouts(tmp_path, name):
+    model, optimizer, all_of_them = layouts()
+    state, left = all_of_them[name]
+    dcp.save(state, checkpoint_id=tmp_path / "folder", no_dist=True)
+    there = "optim" in str(state)
+    words = convert(tmp_path / "folder", tmp_path / "one.safetensors")
+    assert same(safetensors.torch.load_file(tmp_path / "one.safetensors"), model.state_dict())
+    names = sorted(["optimizer"] * there + left.split(", ") * bool(left))
+    assert sorted(words.partition("left out: ")[2].split(", ") if names else []) == names
+    convert(tmp_path / "folder", tmp_path / "ours", to="checkpoint")
+    for source in ("folder", "ours"):
+        other = nn.Linear(3, 2)
+        again = two_groups(other)
+        if source == "folder":
+            load_weights(other, tmp_path / source, again if there else None)
+        else:
+            checkpoints = Checkpoints(tmp_path / source)
+            assert checkpoints.load({"model": other} | ({"optimizer": again} if there else {})) == 0
+            checkpoints.close()
+        assert same(other.state_dict(), model.state_dict())
+        if there:
+            assert again.state_dict()["param_groups"] == optimizer.state_dict()["param_groups"]
+            for i, states in optimizer.state_dict()["state"].items():
+                assert same(again.state_dict()["state"][i], states)
+
+
+def test_of_two_models_none_is_taken_for_the_model(tmp_path):
+    one = nn.Linear(3, 2).state_dict()
+    for name, state in (("a", {"gan": {"model": one}, "critic": {"model": one}}), ("b", {"gan": one, "critic": one})):
+        dcp.save(state, checkpoint_id=tmp_path / name, no_dist=True)
+        with pytest.raises(ValueError, match=r"which of critic.*, gan.* is the model\? Save it as"):
+            convert(tmp_path / name, tmp_path / "one.safetensors")
+
+
+def test_what_is_beside_in_our_own_checkpoint_is_said(tmp_path):
+    checkpoints = Checkpoints(tmp_path / "ours")
+    model, optimizer = trained("plain")
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    checkpoints.save(1, {"model": model, "optimizer": optimizer, "schedule": schedule})
+    checkpoints.close()
+    assert convert(tmp_path / "ours", tmp_path / "dcp").endswith("; step 1; left out: schedule")
+
+
+# ---- Hugging Face's folders
+
+
+def shards(model, folder, files=2):
+    """The folder that save_pretrained() of a large model writes."""
+    folder.mkdir()
+    names = [f"model-{i + 1:05d}-of-{files:05d}.safetensors" for i in range(files)]
+    state = model.state_dict()
+    places = {name: names[i % files] for i, name in enumerate(state)}
+    for file in names:
+        safetensors.torch.save_file({n: state[n] for n in state if places[n] == file}, folder / file)
+    index = {"metadata": {"total_size": 1}, "weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def loads_shards(rank, world_size, source):
+    model = FSDP(nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2)))
+    load_weights(model, source)
+    return model.full_state_dict()
+
+
+def test_a_folder_of_several_files_and_their_index(ranks, tmp_path):
+    model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2))
+    source = shards(model, tmp_path / "hf")
+    for found in ranks(2, loads_shards, source=str(source)):
+        assert same(found, model.state_dict())
+    convert(source, tmp_path / "one.safetensors")
+    assert same(safetensors.torch.load_file(tmp_path / "one.safetensors"), model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("index", "words"),
+    [
+        ("no JSON", "is no index of tensors"),
+        ('{"weight_map": {"0.weight": "../model.safetensors"}}', "names what is not a file of the folder"),
+        ('{"weight_map": {"0.weight": 3}}', "names what is not a file of the folder"),
+        ('{"weight_map": {"other": "model-00001-of-00002.safetensors"}}', "has no 'other'"),
+        ('{"weight_map": {"0.weight": "lost.safetensors"}}', "lost.safetensors"),
+    ],
+)
+def test_an_index_that_leads_elsewhere(tmp_path, index, words):
+    model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2))
+    source = shards(model, tmp_path / "hf")
+    (source / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(CheckpointError, match=words):
+        load_weights(model, source)
+
+
+# ---- names of which some are missing
+
+
+def loads_some(rank, world_size, source):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+    keys = load_weights(FSDP(net) if world_size > 1 else net, source, strict=False)
+    wanted = plain.load_state_dict(safetensors.torch.load_file(source), strict=False)
+    assert (keys.missing_keys, keys.unexpected_keys) == (wanted.missing_keys, wanted.unexpected_keys)
+    found = net.state_dict()
+    whole = plain.state_dict()
+    begin = [0] if world_size == 1 else None
+    assert begin is None or same(found, whole)
+    return keys.missing_keys, {name: value.flatten() for name, value in found.items()}, whole
+
+
+def test_fine_tuning_from_weights_that_have_another_head(ranks, tmp_path):
+    source = tmp_path / "one.safetensors"
+    body = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).state_dict()
+    safetensors.torch.save_file(body | {"old_head.weight": torch.ones(3)}, source)
+    for world_size in (1, 2):
+        told = ranks(world_size, loads_some, source=str(source))
+        whole = told[0][2]
+        for name in whole:
+            assert torch.equal(torch.cat([found[name] for _, found, _ in told]), whole[name].flatten())
+        assert told[0][0] == ["2.weight", "2.bias"]
+    with pytest.raises(CheckpointError, match=r"'2.weight' is not in it.*'old_head.weight' is not in the model"):
+        load_weights(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)), source)
+    with pytest.raises(CheckpointError, match=r"'0.weight' is .* in it, .* in the model"):
+        load_weights(nn.Sequential(nn.Linear(5, 4)), source, strict=False)
+    with pytest.raises(CheckpointError, match="it has no tensor of a name that the model has"):
+        load_weights(nn.ModuleDict({"other": nn.Linear(5, 4)}), source, strict=False)
+
+
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
+def test_names_of_a_compiled_model_go_into_a_plain_one_and_back(tmp_path, prefix):
+    model, plain = nn.Sequential(nn.Linear(3, 3)), nn.Sequential(nn.Linear(3, 3))
+    state = {f"{prefix}{name}": value for name, value in model.state_dict().items()}
+    safetensors.torch.save_file(state, tmp_path / "compiled.safetensors")
+    load_weights(plain, tmp_path / "compiled.safetensors")
+    assert same(plain.state_dict(), model.state_dict())
+    safetensors.torch.save_file(nn.Sequential(nn.Linear(3, 3)).state_dict(), tmp_path / "plain.safetensors")
+    load_weights(torch.compile(model, backend="eager"), tmp_path / "plain.safetensors")
+    assert same(model.state_dict(), safetensors.torch.load_file(tmp_path / "plain.safetensors"))
+
+
 # ---- every dtype and shape
 
 
@@ -621,6 +791,24 @@ def test_metadata_that_leads_elsewhere(tmp_path, change, words):
     assert torch.equal(model.weight, before)
 
 
+def test_a_folder_that_python_3_13_has_written(tmp_path):
+    """Its paths are pickled as pathlib._local's."""
+    folder, model = folder_of_one(tmp_path / "folder"), nn.Linear(3, 3)
+    data = pickle.dumps(pickle.loads((folder / ".metadata").read_bytes()), 2)
+    assert data.count(b"cpathlib\nPosixPath\n") == 1
+    (folder / ".metadata").write_bytes(data.replace(b"cpathlib\n", b"cpathlib._local\n"))
+    load_weights(model, folder)
+    assert torch.equal(model.weight, torch.ones(3, 3))
+
+
+def test_tensors_in_safetensors_inside_a_dcp_folder_are_named(tmp_path):
+    writer = dcp.FileSystemWriter(tmp_path, serialization_format=dcp.filesystem.SerializationFormat.SAFETENSORS)
+    dcp.save(nn.Linear(3, 3).state_dict(), storage_writer=writer, no_dist=True)
+    with pytest.raises(CheckpointError, match=r"was written with SerializationFormat.SAFETENSORS: save with") as told:
+        load_weights(nn.Linear(3, 3), tmp_path)
+    assert "weights_only" not in str(told.value)
+
+
 def test_damage_ends_as_one_error(tmp_path):
     """Flipped bits, lost ends: an error of one kind, or other values, for neither format has a hash."""
     folder, chance, refused = folder_of_one(tmp_path / "folder"), random.Random(0), 0
@@ -668,7 +856,7 @@ def test_the_command_says_what_is_wrong(tmp_path, capsys):
     assert not (tmp_path / "nowhere").exists()
     assert "No such file" in refused(tmp_path / "no.safetensors", tmp_path / "folder")
     main([str(ours), str(one), "--step", "3"])
-    assert capsys.readouterr().out == f"{one}: model, 2 tensors; step 3\n"
+    assert capsys.readouterr().out == f"{one}: model, 2 tensors; step 3; left out: optimizer\n"
     assert "has no steps" in refused(one, tmp_path / "folder", "--step", 1)
     main([str(one), str(tmp_path / "folder")])
     assert "has a checkpoint already" in refused(one, tmp_path / "folder")
@@ -679,7 +867,7 @@ def test_the_command_says_what_is_wrong(tmp_path, capsys):
     assert "step 5: rank-0.safetensors is damaged" in refused(ours, one, "--step", 5)
     capsys.readouterr()
     main([str(ours), str(one)])
-    assert capsys.readouterr().out.endswith("; step 3\n")
+    assert capsys.readouterr().out.endswith("; step 3; left out: optimizer\n")
     checkpoints = Checkpoints(tmp_path / "other")
     checkpoints.save(1, {"network": nn.Linear(3, 3)})
     checkpoints.close()

@@ -134,9 +134,9 @@ def test_the_noise_is_the_same_whichever_copy_is_the_base():
 def test_few_rounds_have_no_95_per_cent():
     table, _ = dashboard.opened(grid_rows().query("round < 5"))
     words = dashboard_words.in_words(table)
-    assert "ratio (interval)" in words and "ratio (95 %)" not in words
-    assert words["ratio (interval)"].iloc[1] == "0.50 (smallest 0.50, largest 0.50)"
-    assert "measured ratio (interval)" in whatif.errors(table)
+    assert "ratio (range)" in words and "ratio (95 %)" not in words
+    assert words["ratio (range)"].iloc[1] == "0.50 (smallest 0.50, largest 0.50)"
+    assert "measured ratio (range)" in whatif.errors(table)
     assert dashboard_words.in_words(dashboard.opened(grid_rows())[0])["ratio (95 %)"].iloc[1] == "0.50 (0.50 to 0.50)"
 
 

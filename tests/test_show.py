@@ -320,7 +320,7 @@ def test_a_ratio_is_clear_of_one_and_of_the_noise():
     assert list(swapped["the first is"]) == list(table["the first is"])
     few = {name: values[:5] for name, values in times.items()}
     assert set(tables.ratios(few, pairs)["the first is"]) == {"cannot tell", ""}
-    assert tables.ratios(few, pairs)["interval"].iloc[0] == "smallest 0.70, largest 0.90"
+    assert tables.ratios(few, pairs)["range"].iloc[0] == "smallest 0.70, largest 0.90"
     quiet = tables.ratios(times | {"again": plain}, pairs)
     assert quiet["the first is"].iloc[2] == "faster"  # the same interval, beside no noise at all
 

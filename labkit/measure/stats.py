@@ -51,8 +51,9 @@ def median_interval(values):
 
 
 def interval_name(*pairs):
-    """What the intervals of so many pairs each are: "95 %", or "interval" where one has fewer."""
-    return "95 %" if min(pairs) >= FEWEST else "interval"
+    """What the intervals of so many pairs each are: "95 %", "range", or "95 % or range"."""
+    names = {"95 %" if n >= FEWEST else "range" for n in pairs}
+    return " or ".join(sorted(names))
 
 
 def by_chance(pairs):

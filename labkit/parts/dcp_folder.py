@@ -30,7 +30,8 @@ KNOWN = {
         "TensorProperties", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
     )
 } | {f"{PLACE}.filesystem._StorageInfo", "torch.serialization._get_layout",
-     "pathlib.PosixPath", "pathlib.WindowsPath"}  # fmt: skip
+     "pathlib.PosixPath", "pathlib.WindowsPath",
+     "pathlib._local.PosixPath", "pathlib._local.WindowsPath"}  # fmt: skip (the last: Python 3.13)
 
 
 class Record:
@@ -137,11 +138,17 @@ class DcpFolder:
         with self.open_file(file_name) as file:
             file.seek(offset)
             data = BytesIO(file.read(length))
+        if data.getvalue()[8:10] == b'{"':
+            raise ValueError(
+                f"{file_name} was written with SerializationFormat.SAFETENSORS: "
+                "save with SerializationFormat.TORCH_SAVE, the default"
+            )
         try:
             return torch.load(data, map_location="cpu", weights_only=True)
-        except Exception as reason:  # of what is damaged, or names what no tensor needs
-            words = str(reason).partition("\n")[0]
-            raise ValueError(f"{file_name} cannot be read at {offset}: {words}") from None
+        except Exception:  # PyTorch's own words would tell to switch weights_only off
+            raise ValueError(
+                f"{file_name} cannot be read at {offset}: it is damaged, or no plain tensor"
+            ) from None
 
 
 def is_plain(value, shape, dtype):

@@ -23,7 +23,7 @@ from labkit.parts.places import Place
 from labkit.parts.rows import Piece, local, span
 from labkit.parts.sharded_optimizer import ShardedOptimizer
 from labkit.parts.sharded_parts import of_all_ranks, places_in, unwrapped
-from labkit.parts.wrapper import without_wrappers
+from labkit.parts.wrapper import is_extra, without_wrappers
 
 
 def holders(state):
@@ -88,9 +88,10 @@ def part_of(place, start, stop):
 
 @dataclass
 class ModuleHolder:
-    """A module's state dict: parameters and buffers by name."""
+    """A module's state dict: parameters and buffers by name. left: names not to be loaded."""
 
     module: nn.Module
+    left: frozenset = frozenset()
 
     def __post_init__(self):
         self.cut = places_in(self.module)
@@ -129,18 +130,24 @@ class ModuleHolder:
     def place(self, name, value):
         return Place(name, *(self.cut.get(name) or span(value)))
 
+    def other_names(self, saved):
+        """([those of tensors that are not in it], [those of tensors that are not in the model])."""
+        named, there = self.named(), saved.shapes.keys() | saved.text.keys()
+        own = [name for name, (_, value) in named.items() if isinstance(value, torch.Tensor)]
+        extra = {name for name in named if is_extra(name)}
+        known = self.cut.keys() | extra | set(own)
+        missing = [name for name in own if name not in there and name not in self.left]
+        return missing, [name for name in saved.shapes if name not in known]
+
     def problems(self, saved):
-        named = self.named()
-        own = {name: value for name, (_, value) in named.items() if isinstance(value, torch.Tensor)}
-        either = {name for name in named if is_extra(name)}  # of any shape, or no tensor
-        there = saved.shapes.keys() | saved.text.keys()
-        found = [f"{name!r} is not in it" for name in own if name not in there]
-        known = own.keys() | self.cut.keys() | either
-        found += [f"{name!r} is not in the model" for name in saved.shapes if name not in known]
-        for name, value in own.items():
+        missing, unexpected = self.other_names(saved)
+        found = [f"{name!r} is not in it" for name in missing]
+        found += [f"{name!r} is not in the model" for name in unexpected]
+        for name, (_, value) in self.named().items():
+            if name not in saved.shapes or is_extra(name) or not isinstance(value, torch.Tensor):
+                continue
             shape = self.place(name, value).shape
-            fixed = name in saved.shapes and name not in either
-            if fixed and tuple(saved.shapes[name]) != tuple(shape):
+            if tuple(saved.shapes[name]) != tuple(shape):
                 found.append(f"{name!r} is {saved.shapes[name]} in it, {list(shape)} in the model")
         for name in set(saved.foreign) - self.buffers:
             found.append(f"{name!r} differs from rank to rank, and the ranks were others")
@@ -152,14 +159,9 @@ class ModuleHolder:
         for name, (own_name, value) in named.items():
             if is_extra(name) and name in saved.shapes:
                 given[own_name] = saved.read(name).view(saved.shapes[name])
-            elif isinstance(value, torch.Tensor) and not is_extra(name):
+            elif isinstance(value, torch.Tensor) and name in saved.shapes:
                 given[own_name] = self.place(name, value).read(saved, name, value)
-        self.module.load_state_dict(given)
-
-
-def is_extra(name):
-    """What a module's get_extra_state() gives, which may have another shape each time."""
-    return name.rpartition(".")[2] == "_extra_state"
+        self.module.load_state_dict(given, strict=not self.left)
 
 
 @dataclass

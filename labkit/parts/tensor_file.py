@@ -25,6 +25,7 @@ DTYPES = {
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 LONGEST_HEADER = 100 * 2**20  # bytes; more is no header
 CHUNK = 16 * 2**20
+INDEX = "model.safetensors.index.json"
 
 
 def write(file, tensors, read=None):
@@ -132,3 +133,48 @@ class TensorFile:
         out = torch.empty((prod(shape) if stop is None else stop) - start, dtype=dtype)
         read_range(self.file, dtype, begin, start, out)
         return out
+
+
+class TensorFiles:
+    """The files of a folder in Hugging Face's layout, as one TensorFile.
+
+        model.safetensors.index.json     {"weight_map": {"w1": "model-00001-of-00002.safetensors",
+                                                         "w2": "model-00002-of-00002.safetensors"}}
+
+    open_file: function name -> an open file of the folder. ValueError where the index or a file is
+    not as it should be.
+    """
+
+    def __init__(self, open_file):
+        self.objects = ()
+        with open_file(INDEX) as file:
+            self._file_of = check_index(file.read())
+        names = sorted(set(self._file_of.values()))
+        self._files = {name: TensorFile(open_file(name)) for name in names}
+        for name, place in self._file_of.items():
+            if name not in self._files[place].shapes:
+                raise ValueError(f"{place} has no {name!r}, which the index places there")
+        of = self._file_of.items()
+        self.shapes = {name: self._files[place].shapes[name] for name, place in of}
+        self.dtypes = {name: self._files[place].dtypes[name] for name, place in of}
+
+    def read(self, name, start=0, stop=None):
+        """Elements start to stop of a tensor, flat."""
+        return self._files[self._file_of[name]].read(name, start, stop)
+
+    def close(self):
+        for one in self._files.values():
+            one.file.close()
+
+
+def check_index(data):
+    """{name of a tensor: its file}; ValueError where the bytes are not such an index."""
+    try:
+        places = json.loads(data)["weight_map"]
+        named = list(places.values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{INDEX} is no index of tensors: {error!r}") from None
+    for place in named:
+        if type(place) is not str or not place.endswith(".safetensors") or set(place) & {*"/\\"}:
+            raise ValueError(f"{INDEX} names what is not a file of the folder: {place!r}")
+    return places

@@ -65,6 +65,11 @@ def without_wrappers(name):
     return ".".join(part for part in name.split(".") if part not in ADDED)
 
 
+def is_extra(name):
+    """Whether it is what a module's get_extra_state() gives, of another shape perhaps each time."""
+    return name.rpartition(".")[2] == "_extra_state"
+
+
 def _insert_module(wrapper, state_dict, prefix, *_):
     """Loading a model that contains the wrapper goes by modules, where ours is called "module"."""
     own = wrapper.module.state_dict().keys()
