@@ -19,6 +19,7 @@ from labkit.run import LaunchError, console, launch
 from labkit.run.agent import say
 from labkit.run.client import AgentClient, agent
 from labkit.run.report import RankEnd, explain, read_ends
+from labkit.run.watch import has_left
 
 QUICK = {"collective_timeout": 30, "timeout": 100, "quiet": True}
 HANGS = {"collective_timeout": 5}  # seconds, from when all ranks are there
@@ -246,6 +247,24 @@ def test_a_killed_rank_is_named_with_its_signal_and_last_collective():
 def test_an_early_clean_exit_is_named_as_such(leave):
     text = failure(f"if rank == 1:\n    {leave}\ncomm.all_reduce(torch.ones(4))", **HANGS)
     assert text.startswith(("rank 1 left early with exit code 0", "rank 1 finished early"))
+
+
+def test_a_rank_has_left_whose_process_ended_before_its_last_word():
+    start, done, died = {"kind": "start", "pid": 7}, {"kind": "done"}, [{"kind": "start", "pid": 8}]
+    assert has_left([[start], died], {7: 0}) and has_left([[start, done], died], {7: 1})
+    assert not has_left([[start, done], died], {7: 0}) and not has_left([[start], died], {})
+    assert not has_left([[], died], {7: 0})  # nothing was heard of it yet
+
+
+@pytest.mark.parametrize("who", ["True", "rank == 1"])
+def test_ranks_that_leave_by_os_exit_0_are_named_at_once(who):
+    """torchelastic waits for a result that such a rank never delivers."""
+    source = f"import os, time\nif {who}:\n    os._exit(0)\ntime.sleep(90)"
+    start = time.monotonic()
+    text = failure(source)
+    named = "rank 0" if who == "True" else "rank 1"
+    assert text.startswith(f"{named} left early with exit code 0, before its work was done")
+    assert time.monotonic() - start < 40  # QUICK's own limit is 100
 
 
 def test_a_rank_that_is_stopped_on_its_way_out_finished_early():

@@ -3,7 +3,7 @@
 every 20 ms     has the job ended? what have the ranks written?  -> records, lines, the bar
 every 0.5 s     is a process stopped (SIGSTOP)?
 
-a rank failed      the others get a second to report, then the job is stopped
+a rank failed      or left by os._exit: the others get a second to report, then the job is stopped
 a rank is stopped  its peers wait for it, and fail; where nobody waits, or a process is stopped
                    before all ranks have begun: after collective_timeout
 all said goodbye   and torchrun does not end: over a link that is cut it never would
@@ -48,6 +48,7 @@ def watch(run, command, timeout, quiet, bar):
         client.start(run.job_path, run.nproc, command)
         while status is None:
             status = client.poll(POLL)
+            exits = read_exits(run.folder)  # before what the ranks say: the last word comes first
             take_events(run, tails, bar)
             console.show()
             if not told and run.network:
@@ -55,8 +56,7 @@ def watch(run, command, timeout, quiet, bar):
                 tell(run.network["notes"])
             now = time.monotonic()
             last = [events[-1]["kind"] if events else None for events in run.events]
-            exits = read_exits(run.folder)
-            if failed_at is None and ("error" in last or any((exits or {}).values())):
+            if failed_at is None and ("error" in last or has_left(run.events, exits or {})):
                 failed_at = now
             if done_at is None and set(last) == {"done"}:
                 done_at = now
@@ -82,6 +82,15 @@ def watch(run, command, timeout, quiet, bar):
         take_events(run, tails, bar)
         console.show(final=True)
         bar.close()
+
+
+def has_left(events, exits):
+    """Whether a rank has ended without being done. torchelastic does not see it if by os._exit(0).
+
+    exits: {process id: exit code}, read before events.
+    """
+    starts = {of[0]["pid"]: of[-1]["kind"] for of in events if of}
+    return any(code or starts.get(pid, "done") != "done" for pid, code in exits.items())
 
 
 def stopped_ranks(events):
