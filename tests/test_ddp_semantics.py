@@ -820,7 +820,7 @@ def test_train_eval_and_to(ranks, settings):
 def copies(rank, world_size):
     group = dist.new_group([0, 1])
     module = net()
-    wrapped = DDP(module, group)
+    wrapped = DDP(module, process_group=group)
     twin = copy.deepcopy(wrapped)
     assert twin.process_group is group
     twin(data(rank)).sum().backward()
@@ -869,10 +869,10 @@ def test_requires_grad_changed_afterwards_is_named(ranks, find):
 def subgroup(rank, world_size):
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     mine = groups[rank % 2]
-    told = error_of(ValueError, lambda: DDP(net(), groups[1 - rank % 2]))
+    told = error_of(ValueError, lambda: DDP(net(), process_group=groups[1 - rank % 2]))
     assert "not in process_group" in told
     module = net(seed=rank)
-    wrapped = DDP(module, mine)
+    wrapped = DDP(module, process_group=mine)
     wrapped(data(rank)).sum().backward()
     reference = net(seed=rank % 2)
     for r in (rank % 2, rank % 2 + 2):
