@@ -1,7 +1,13 @@
+from pathlib import Path
+
+import nbformat
 import pytest
+import torch
 
 from labkit.run import exercise
 from labkit.run.exercise import check
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def average(tensor):
@@ -50,3 +56,31 @@ def test_an_untouched_stub_starts_no_ranks(capsys, monkeypatch):
     assert exercise.is_stub("def f(x):\n    'the mean'\n    raise NotImplementedError()")
     assert not exercise.is_stub("def f(x):\n    y = 1\n    raise NotImplementedError")
     assert not exercise.is_stub("def f(x):\n    x = 0")
+
+
+def cell_of(notebook, name):
+    """The source of the cell of a notebook that begins with this function."""
+    cells = nbformat.read(ROOT / "notebooks" / notebook, as_version=4).cells
+    return next(cell.source for cell in cells if cell.source.startswith(f"def {name}("))
+
+
+NO_1F1B = {
+    "the number of micro-batches is a guess": ("ahead = min(", "micro_batches = 2 * ranks\n    ahead = min("),
+    "the number of ranks is that of this run": ("ranks - rank", "world_size - rank"),
+    "one more is held": ("ranks - rank", "ranks - rank + 1"),
+    "GPipe": ("ranks - rank", "micro_batches"),
+    "no backwards at the end": ("range(micro_batches):", "range(micro_batches - ahead):"),
+    "a backward in two parts": ('("B", m))', '("B", m))\n        program += [("W", m)] * (rank == 0)'),
+}
+
+
+@pytest.mark.parametrize("case", NO_1F1B)
+def test_the_checker_of_1f1b_refuses(case):
+    right = cell_of("solutions/42_pipeline.ipynb", "program_of")
+    assert right.count(NO_1F1B[case][0]) == 1
+    cells = {"world_size": 4, "rank": 0, "torch": torch}
+    exec(cell_of("42_pipeline.ipynb", "is_one_f_one_b"), cells)
+    exec(right.replace(*NO_1F1B[case]), cells)
+    with pytest.raises((AssertionError, ValueError)) as told:
+        cells["is_one_f_one_b"](cells["program_of"])
+    assert "needs ranks" not in str(told.value)  # that is what a right answer is told without any

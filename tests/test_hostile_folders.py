@@ -1,11 +1,18 @@
 """Folders that come from others: what is in them leads neither the writer nor the reader elsewhere."""
 
+import hashlib
+import json
+import re
+import shutil
+from io import BytesIO
+
 import pandas as pd
 import pytest
 import torch
 
 from labkit.checkpoint import CheckpointError, Checkpoints
 from labkit.models import cifar
+from labkit.parts import manifest, tensor_file
 from labkit.parts.own_files import new_file
 from labkit.run import sweep
 
@@ -94,3 +101,156 @@ def test_a_download_is_no_way_out(places, precious):
     with pytest.raises(OSError, match="it is a link"), cifar.one_at_a_time(places):
         pass
     assert precious.read_bytes() == PRECIOUS
+
+
+# ---- manifests
+
+
+@pytest.fixture
+def saved(places):
+    """A checkpoint of step 7, and a function that rewrites its manifest as a stranger could, signed."""
+    checkpoints = Checkpoints(places)
+    checkpoints.save(7, state())
+    checkpoints.close()
+
+    def rewrite(change):
+        path = places / "step-000000007" / manifest.NAME
+        found = json.loads(path.read_bytes().partition(b"\n")[2])
+        text = json.dumps(change(found) or found)
+        path.write_bytes(f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}".encode())
+
+    return rewrite
+
+
+def passed_over(places, capsys):
+    """What is said of a checkpoint that is not loaded."""
+    checkpoints = Checkpoints(places)
+    assert checkpoints.load(state()) is None
+    checkpoints.close()
+    return capsys.readouterr().out
+
+
+def test_a_name_that_leads_out_of_the_folder(places, saved, capsys):
+    private = places.parent / "private.safetensors"
+    shutil.copy(places / "step-000000007" / "rank-0.safetensors", private)
+
+    def elsewhere(found):
+        found["files"][0]["name"] = "../../private.safetensors"
+        for entry in found["index"].values():
+            entry["parts"] = [["../../private.safetensors", *part[1:]] for part in entry["parts"]]
+
+    saved(elsewhere)
+    assert "'../../private.safetensors' is no file of its folder" in passed_over(places, capsys)
+
+
+def test_a_part_in_a_file_that_nobody_hashes(places, saved, capsys):
+    def unlisted(found):
+        found["files"] = []
+
+    saved(unlisted)
+    assert "which it does not list" in passed_over(places, capsys)
+
+
+@pytest.mark.parametrize(
+    ("start", "stop", "words"),
+    [
+        (0, 3, "overlap"),
+        (3, 9, "has 6 elements, and its parts 9"),
+        (0, 2**70, "too short|overlap"),
+        (-1, 6, "is no size"),
+    ],
+)
+def test_parts_that_do_not_cover_a_tensor_once(places, saved, capsys, start, stop, words):
+    """Two halves that lie over each other satisfied the count, and left the other half as it was in memory."""
+
+    def overlapping(found):
+        entry = found["index"]["model:weight"]
+        name = entry["parts"][0][0]
+        entry["parts"] = [[name, 0, 3, None], [name, start, stop, None]]
+
+    saved(overlapping)
+    assert re.search(words, passed_over(places, capsys))
+
+
+def test_a_file_that_never_ends(places, saved, capsys):
+    path = places / "step-000000007" / "rank-0.safetensors"
+    for size in (0, path.stat().st_size):
+
+        def declared(found, size=size):
+            found["files"][0]["bytes"] = size
+            found["index"] = {}
+
+        saved(declared)
+        path.unlink(missing_ok=True)
+        path.symlink_to("/dev/zero")
+        assert "passed over the checkpoint of step 7" in passed_over(places, capsys)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "{}", "[]", '{"format": 1, "files": 3}', "null"])
+def test_a_manifest_of_another_shape(places, saved, capsys, text):
+    path = places / "step-000000007" / manifest.NAME
+    path.write_bytes(f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}".encode())
+    told = passed_over(places, capsys)
+    assert "its manifest is not right" in told and told.count("\n") == 1
+
+
+def test_a_part_that_its_file_has_not(places, saved):
+    def other(found):
+        for entry in found["index"].values():
+            entry["parts"] = [[name, 0, stop, None] for name, _, stop, _ in entry["parts"]]
+        found["index"]["model:weight"]["dtype"] = "I32"
+
+    saved(other)
+    checkpoints = Checkpoints(places)
+    module = torch.nn.Linear(2, 3)
+    module.weight = torch.nn.Parameter(torch.zeros(3, 2, dtype=torch.int32), requires_grad=False)
+    before = module.weight.detach().clone()
+    with pytest.raises(CheckpointError, match="has something else where 'weight' should be"):
+        checkpoints.load({"model": module})
+    assert torch.equal(module.weight, before)
+
+
+# ---- files of tensors
+
+
+def tensor_file_of(header, data=b"\0" * 64):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return BytesIO(len(text).to_bytes(8, "little") + text + data)
+
+
+def tensor(begin, end, shape, dtype="F32"):
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"a": tensor(0, 64, [16]), "b": tensor(32, 64, [8])},  # over another
+        {f"t{i}": tensor(0, 64, [16]) for i in range(1000)},  # a kilobyte that declares many
+        {"a": tensor(0, 2**70, [2**68])},
+        {"a": tensor(2**70, 2**70 + 64, [16])},
+        {"a": tensor(0, 128, [32])},  # beyond the end
+        {"a": tensor(0, 64, [16], "F99")},
+        {"a": tensor(0, 64, [-16, -1])},
+        b"[" * 100_000,
+        b'{"a": ' * 100_000,
+        {},
+    ],
+    ids=range(10),
+)
+def test_a_header_that_promises_what_is_not_there(header):
+    if header == {}:
+        assert tensor_file.read(tensor_file_of(header)) == {}
+        return
+    for read in (tensor_file.read, tensor_file.TensorFile):
+        with pytest.raises(ValueError, match=r"not a file of tensors: .* in its header"):
+            read(tensor_file_of(header))
+
+
+def test_empty_tensors_share_a_place():
+    header = {"a": tensor(0, 0, [0]), "b": tensor(0, 64, [16]), "c": tensor(64, 64, [3, 0])}
+    assert {name: list(t.shape) for name, t in tensor_file.read(tensor_file_of(header)).items()} == {
+        "a": [0],
+        "b": [16],
+        "c": [3, 0],
+    }

@@ -5,7 +5,9 @@
      "plain": {"optimizer": what is no tensor, by rank where ranks differ}, ...},
      "index": {"model:w1": F32, [4, 6], elements 0-12 in rank 0's, 12-24 in rank 1's}, ...}}
 
-Written last, it makes the files a checkpoint; it begins with its own SHA-256.
+Written last, it makes the files a checkpoint; it begins with its own SHA-256. That tells of damage,
+not of intent: a manifest may come from a stranger. So names stay in its folder, parts fit their
+files and cover each tensor exactly once, and nothing longer than what it declares is read.
 """
 
 import hashlib
@@ -15,6 +17,7 @@ from math import prod
 from labkit.parts import tensor_file
 
 NAME, FORMAT = "manifest.json", 1
+LONGEST = 2**30  # bytes of a manifest; more is none
 
 
 def facts(file, pieces, plain):
@@ -58,6 +61,45 @@ def check_whole(index):
             raise ValueError(f"{key!r} has {numel} elements, and the ranks gave {there} of them")
 
 
+def check(manifest):
+    """ValueError, KeyError, TypeError where a reader would go wrong, or elsewhere."""
+    room = {}
+    for file in manifest["files"]:
+        name = file["name"]
+        if type(name) is not str or name in ("", ".", "..", NAME) or {"/", "\\"} & set(name):
+            raise ValueError(f"{name!r} is no file of its folder")
+        room[name] = whole_number(file["bytes"])
+    for key, entry in manifest["index"].items():
+        numel = prod(map(whole_number, entry["shape"]))
+        width = tensor_file.DTYPES[entry["dtype"]].itemsize
+        for name, start, stop, _ in entry["parts"]:
+            if name not in room:
+                raise ValueError(f"a part of {key!r} is in {name!r}, which it does not list")
+            room[name] -= (whole_number(stop) - whole_number(start)) * width
+        for rank in range(manifest["world_size"]) if entry["by_rank"] else [None]:
+            check_tiles(key, entry["parts"], rank, numel)
+    if too_full := [name for name, left in room.items() if left < 0]:
+        raise ValueError(f"{too_full[0]} is too short for its parts")
+
+
+def check_tiles(key, parts, rank, numel):
+    """ValueError where the parts do not cover each element once. rank: its own; None: all."""
+    own = [(start, stop) for _, start, stop, of in parts if rank is None or not of or rank in of]
+    end = 0
+    for start, stop in sorted(own):
+        if start != end or stop < start:
+            raise ValueError(f"the parts of {key!r} overlap, or leave elements out")
+        end = stop
+    if end != numel and (own or rank is None):  # of what each rank has for itself, some have none
+        raise ValueError(f"{key!r} has {numel} elements, and its parts {end}")
+
+
+def whole_number(value):
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is no size")
+    return value
+
+
 def write(store, folder, manifest):
     text = json.dumps(manifest)
     signed = f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}".encode()
@@ -68,16 +110,20 @@ def read(store, folder):
     """(manifest, "") or (None, why there is none)."""
     try:
         with store.open(f"{folder}/{NAME}") as file:
-            digest, _, text = file.read().partition(b"\n")
+            digest, _, text = file.read(LONGEST).partition(b"\n")
     except FileNotFoundError:
         return None, "it has no manifest: saving it was interrupted"
     except Exception as reason:  # a URL's file system raises what it likes
         return None, f"its manifest cannot be read: {reason}"
     if hashlib.sha256(text).hexdigest().encode() != digest:
         return None, "its manifest is damaged"
-    manifest = json.loads(text)
-    if manifest["format"] != FORMAT:
-        return None, f"it is of format {manifest['format']}, this is {FORMAT}"
+    try:
+        manifest = json.loads(text)
+        if manifest["format"] != FORMAT:
+            return None, f"it is of format {manifest['format']}, this is {FORMAT}"
+        check(manifest)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as reason:
+        return None, f"its manifest is not right: {reason}"
     return manifest, ""
 
 
@@ -99,8 +145,10 @@ def damage(store, folder, file):
     """Why a file is not the one of the manifest, in words; "" if it is."""
     name = file["name"]
     try:
-        with store.open(f"{folder}/{name}") as opened:
-            digest, size = tensor_file.hash_of(opened)
+        size = store.size(f"{folder}/{name}")
+        if size == file["bytes"]:
+            with store.open(f"{folder}/{name}") as opened:
+                digest, size = tensor_file.hash_of(opened, size + 1)
     except FileNotFoundError:
         return f"{name} is missing"
     except Exception as reason:  # a URL's file system raises what it likes

@@ -87,7 +87,9 @@ class Saved:
             begin, end = max(first, start), min(last, stop)
             if begin < end and (ranks is None or rank in ranks):
                 file, header = self.reader.file(file_name)
-                offset = header[f"{self.prefix}{key}@{first}"][2]
+                held, shape, offset = header.get(f"{self.prefix}{key}@{first}", (None, (), 0))
+                if held != dtype or prod(shape) != last - first:
+                    raise ValueError(f"{file_name} has something else where {key!r} should be")
                 part = out[begin - start : end - start]
                 tensor_file.read_range(file, dtype, offset, begin - first, part)
                 missing -= end - begin

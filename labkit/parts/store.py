@@ -99,6 +99,11 @@ class Store:
     def open(self, name):
         return self.fs.open(self.path(name), "rb")
 
+    def size(self, name):
+        """Bytes of a file; of what is no file, such as a device, 0."""
+        self.fs.invalidate_cache()
+        return self.fs.size(self.path(name))
+
     def names(self, folder=""):
         """What the directory holds, or a folder in it."""
         self.fs.invalidate_cache()
