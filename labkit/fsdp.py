@@ -96,6 +96,11 @@ class FSDP(NoSync, ShardedModel):
     order, and a unit's parameters are there in its own forward only.
     A parameter that the loss does not depend on counts as zero on this rank; where none of its unit
     has a gradient, .grad stays as it is. Buffers are rank 0's at first, and then each rank's own.
+    No copy.deepcopy, and so no torch.optim.swa_utils.AveragedModel, as hooks and groups belong to
+    one instance. To average weights, average shards, which needs no message:
+        average = {name: p.detach().clone() for name, p in model.named_parameters()}
+        for name, p in model.named_parameters(): average[name].lerp_(p.detach(), 1 - decay)
+    Swap them in to evaluate or save: model.load_state_dict(model.state_dict() | average).
     Raises ValueError, on every rank, if the model differs between ranks, or where units match
     nothing or share.
     """

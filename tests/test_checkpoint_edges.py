@@ -15,6 +15,7 @@ from pool import Pool
 from test_checkpoint import WIDTH, flip
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from labkit.checkpoint import CheckpointError, Checkpoints
 from labkit.compression import OneBitAdam
@@ -58,6 +59,14 @@ def build(kind, world_size, seed=0):
         model = Net(odd=True)
         model = {"odd_ddp": DDP, "odd_fsdp": FSDP}.get(kind, lambda model: model)(model)
         return model, (ZeRO2 if kind == "odd_zero" else lambda p, c, **o: c(p, **o))(model.parameters(), adamw, lr=0.01)
+    if kind.startswith("channels_last"):
+        layers = nn.Unflatten(1, (WIDTH, 1, 1)), nn.Conv2d(WIDTH, 4, 3, padding=1), nn.Flatten()
+        model = parallelize(nn.Sequential(*layers).to(memory_format=torch.channels_last), kind.split()[1], nn.Conv2d)
+        return model, make_optimizer(model, kind.split()[1], adamw, lr=0.01)
+    if kind.startswith("tensor_lr"):
+        model = parallelize(Net(), kind.split()[1])
+        options = {"lr": torch.tensor(0.01 + seed), "betas": (torch.tensor(0.8), torch.tensor(0.9)), "foreach": False}
+        return model, make_optimizer(model, kind.split()[1], adamw, **options)
     if kind == "hybrid":
         mesh = Mesh({"replica": 2, "shard": world_size // 2})
         model = FSDP(Net(), unit=nn.Linear, mesh=mesh, shard="hybrid")
@@ -109,6 +118,8 @@ def resumes(rank, world_size, folder, kind, before):
 
 
 KINDS = ("torch_fsdp", "odd_ddp", "odd_fsdp", "odd_zero", "hybrid", "replicate", "groups", "masters", "onebit")
+KINDS += ("channels_last zero1", "channels_last zero2", "channels_last fsdp")
+KINDS += ("tensor_lr ddp_bucketed", "tensor_lr fsdp", "tensor_lr zero1")
 
 
 @pytest.mark.parametrize("before", [0, 3])
@@ -136,12 +147,51 @@ def whole(rank, world_size, folder, kind, save):
     ("saving", "by", "loading", "into"),
     [(2, "torch_fsdp", 4, "fsdp"), (4, "torch_fsdp", 1, "ddp_bucketed"), (3, "zero1", 4, "torch_fsdp"),
      (4, "torch_fsdp", 2, "torch_fsdp"), (4, "hybrid", 2, "torch_fsdp"), (2, "odd_ddp", 3, "odd_fsdp"),
-     (3, "odd_fsdp", 2, "odd_zero"), (2, "masters", 3, "masters")],
+     (3, "odd_fsdp", 2, "odd_zero"), (2, "masters", 3, "masters"), (2, "channels_last zero1", 3, "channels_last zero1"),
+     (2, "tensor_lr fsdp", 3, "zero1"), (2, "zero1", 3, "tensor_lr ddp_bucketed")],
 )  # fmt: skip
 def test_odd_ones_on_other_ranks(ranks, tmp_path, saving, by, loading, into):
     old = ranks(saving, whole, folder=str(tmp_path), kind=by, save=True)[0]
     for new in ranks(loading, whole, folder=str(tmp_path), kind=into, save=False):
         assert all(torch.equal(new[name], old[name]) for name in old)
+
+
+def test_a_learning_rate_is_of_the_kind_that_the_optimizer_has_now(tmp_path):
+    checkpoints, model = Checkpoints(tmp_path), nn.Linear(3, 3)
+    for saved, now in ((torch.tensor(0.25), 0.5), (0.25, torch.tensor(0.5)), (torch.tensor(0.25), torch.tensor(0.5))):
+        checkpoints.save(1, {"optimizer": torch.optim.SGD(model.parameters(), lr=saved, momentum=0.9)})
+        optimizer = torch.optim.SGD(model.parameters(), lr=now)
+        assert checkpoints.load({"optimizer": optimizer}) == 1
+        group = optimizer.param_groups[0]
+        assert group["lr"] == 0.25 and type(group["lr"]) is type(now) and group["momentum"] == 0.9
+    checkpoints.close()
+
+
+def averages(rank, world_size):
+    """An average of shards is that of the whole model, as PyTorch's AveragedModel has it in one process."""
+    torch.manual_seed(0)
+    alone, model = Pair().double(), Pair().double()
+    model.load_state_dict(alone.state_dict())
+    model = FSDP(model)
+    with pytest.raises(TypeError, match=r"FSDP cannot be copied or pickled: .* To average weights, clone the shards"):
+        AveragedModel(model)
+    wanted = AveragedModel(alone, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    wanted.update_parameters(alone)
+    average = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for _ in range(3):
+        step_of(alone, rank)
+        wanted.update_parameters(alone)
+        step_of(model, rank)
+        for name, p in model.named_parameters():
+            average[name].lerp_(p.detach(), 1 - 0.9)
+    model.load_state_dict(model.state_dict() | average)
+    found = model.full_state_dict()
+    for name, value in wanted.module.state_dict().items():
+        assert torch.allclose(found[name], value, rtol=0, atol=1e-12)
+
+
+def test_an_average_of_shards_is_the_average_of_the_weights(ranks):
+    ranks(2, averages)
 
 
 def another(rank, world_size, folder, saved, loaded):

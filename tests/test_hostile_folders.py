@@ -4,6 +4,7 @@ import hashlib
 import json
 import re
 import shutil
+from io import BytesIO
 
 import pandas as pd
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 from labkit.checkpoint import CheckpointError, Checkpoints
 from labkit.models import cifar
-from labkit.parts import manifest
+from labkit.parts import manifest, tensor_file
 from labkit.parts.own_files import new_file
 from labkit.run import sweep
 
@@ -207,3 +208,49 @@ def test_a_part_that_its_file_has_not(places, saved):
     with pytest.raises(CheckpointError, match="has something else where 'weight' should be"):
         checkpoints.load({"model": module})
     assert torch.equal(module.weight, before)
+
+
+# ---- files of tensors
+
+
+def tensor_file_of(header, data=b"\0" * 64):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return BytesIO(len(text).to_bytes(8, "little") + text + data)
+
+
+def tensor(begin, end, shape, dtype="F32"):
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"a": tensor(0, 64, [16]), "b": tensor(32, 64, [8])},  # over another
+        {f"t{i}": tensor(0, 64, [16]) for i in range(1000)},  # a kilobyte that declares many
+        {"a": tensor(0, 2**70, [2**68])},
+        {"a": tensor(2**70, 2**70 + 64, [16])},
+        {"a": tensor(0, 128, [32])},  # beyond the end
+        {"a": tensor(0, 64, [16], "F99")},
+        {"a": tensor(0, 64, [-16, -1])},
+        b"[" * 100_000,
+        b'{"a": ' * 100_000,
+        {},
+    ],
+    ids=range(10),
+)
+def test_a_header_that_promises_what_is_not_there(header):
+    if header == {}:
+        assert tensor_file.read(tensor_file_of(header)) == {}
+        return
+    for read in (tensor_file.read, tensor_file.TensorFile):
+        with pytest.raises(ValueError, match=r"not a file of tensors: .* in its header"):
+            read(tensor_file_of(header))
+
+
+def test_empty_tensors_share_a_place():
+    header = {"a": tensor(0, 0, [0]), "b": tensor(0, 64, [16]), "c": tensor(64, 64, [3, 0])}
+    assert {name: list(t.shape) for name, t in tensor_file.read(tensor_file_of(header)).items()} == {
+        "a": [0],
+        "b": [16],
+        "c": [3, 0],
+    }

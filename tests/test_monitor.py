@@ -17,7 +17,7 @@ import test_clock
 import torch
 import torch.distributed as dist
 from prometheus_client.parser import text_string_to_metric_families
-from test_train import lines, run, start
+from test_train import lines, run, start, steady
 from torch.distributed.distributed_c10d import _get_default_store
 
 from labkit import meter
@@ -416,11 +416,11 @@ def test_a_run_that_is_watched_trains_bit_for_bit_as_one_that_is_not(tmp_path):
     (tmp_path / "stop").touch()
     out, error = process.communicate(timeout=120)
     assert process.returncode == 0 and "stopped after step" in out, error
-    watched = lines(tmp_path / "watched.jsonl")
+    watched = steady(tmp_path / "watched.jsonl")
     steps = len(watched)
     code, out, error = run(2, *fields, "--steps", steps + 1, "--log", tmp_path / "alone.jsonl")
     assert code == 0 and "metrics" not in out, error
-    assert watched == lines(tmp_path / "alone.jsonl")[:steps] and steps >= 10
+    assert watched == steady(tmp_path / "alone.jsonl")[:steps] and steps >= 10
     told = [lines(tmp_path / f"metrics-rank{rank}.jsonl") for rank in range(2)]
     for rows in told:
         assert [row["loss"] for row in rows] == [line["loss"] for line in watched]

@@ -3,6 +3,8 @@
     RandomState    text                     each rank's own, if ranks differ
     compressor     text and residuals       likewise
     MasterWeights  text, states, masters    all ranks' alike: written once
+    ZeRO           text and whole states    of channels_last parameters only, whose shards are no
+                                            ranges; whole on every rank while they are written
 
 Only what ranks have alike can other ranks have, unless the thing has load_of_other_ranks().
 """

@@ -116,7 +116,8 @@ class DcpFolder:
             return torch.empty(0, dtype=self.dtypes[name])
         width = prod(shape[1:])
         first, last = start // width, -(-stop // width)
-        rows = torch.empty(last - first, *shape[1:], dtype=self.dtypes[name])
+        # Zeros: boxes that lie over each other would leave elements as they were in memory.
+        rows = torch.zeros(last - first, *shape[1:], dtype=self.dtypes[name])
         missing = rows.numel()
         for offsets, sizes, place in self._boxes[name]:
             top, *sides = offsets or (0,)

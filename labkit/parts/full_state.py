@@ -31,6 +31,7 @@ class ShardedModel(NotPickled, Wrapper):
     """
 
     instead = "full_state_dict() (collective, whole) or state_dict() (this rank's shards)"
+    more = ". To average weights, clone the shards: see FSDP's docstring"
 
     def named_parameters(self, *args, **kwargs):
         """The pieces, also while the module holds whole parameters."""

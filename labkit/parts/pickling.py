@@ -9,14 +9,15 @@ import torch.distributed as dist
 
 
 class NotPickled:
-    """Base of what is refused. `instead`: what to save."""
+    """Base of what is refused. `instead`: what to save; `more`: a sentence about copies."""
 
     instead = "state_dict()"
+    more = ""
 
     def __reduce_ex__(self, protocol):
         raise TypeError(
             f"{type(self).__name__} cannot be copied or pickled: it belongs to the parameters of "
-            f"this process. Save {self.instead}, and load that into a new one"
+            f"this process. Save {self.instead}, and load that into a new one{self.more}"
         )
 
 

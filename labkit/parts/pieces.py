@@ -45,7 +45,7 @@ def holder(thing, places, everyone=list):
         return thing
     if isinstance(thing, nn.Module):
         return ModuleHolder(thing)
-    if isinstance(thing, ShardedOptimizer):
+    if isinstance(thing, ShardedOptimizer) and thing.has_ranges():
         optimizer, groups, cut = thing.parts()
         wholes = named(groups, places)
         if split := [place.name for place in wholes.values() if place.columns]:
@@ -202,7 +202,7 @@ class OptimizerHolder:
         """Its type; its groups' options as they are now, and the names of all their parameters."""
         groups = [
             {
-                "options": options_of(group),
+                "options": {key: as_number(one) for key, one in options_of(group).items()},
                 "params": self.everyone([self.wholes[p].name for p in whole["params"]]),
             }
             for group, whole in zip(self.optimizer.param_groups, self.groups, strict=True)
@@ -238,7 +238,8 @@ class OptimizerHolder:
             if self.own[p].name in state
         }
         groups = [
-            group["options"] | {"params": [numbers[p] for p in own["params"]]}
+            {key: as_now(one, own.get(key)) for key, one in group["options"].items()}
+            | {"params": [numbers[p] for p in own["params"]]}
             for group, own in zip(saved.text["groups"], self.optimizer.param_groups, strict=True)
         ]
         self.load({"state": given, "param_groups": groups})
@@ -249,6 +250,21 @@ class OptimizerHolder:
         if shape == (place.shape or (1,)):
             return place.read(saved, name, p)
         return saved.read(name).view(shape)
+
+
+def as_number(option):
+    """An option of a parameter group (lr, betas) that may be a tensor, as numbers."""
+    if isinstance(option, tuple | list):
+        return type(option)(map(as_number, option))
+    number = isinstance(option, torch.Tensor) and option.numel() == 1
+    return option.item() if number else option
+
+
+def as_now(option, own):
+    """A saved option as the optimizer has it now: a tensor where that is one."""
+    if isinstance(own, tuple | list) and isinstance(option, tuple | list):
+        return type(own)(map(as_now, option, own))
+    return torch.full_like(own, option) if isinstance(own, torch.Tensor) else option
 
 
 @dataclass

@@ -105,17 +105,19 @@ class ShardedOptimizer(NotPickled, torch.optim.Optimizer):
 
     # ---- state
 
+    def has_ranges(self):
+        """Whether its pieces are ranges of elements: not of a channels_last parameter."""
+        return all(p.is_contiguous() for bucket in self.buckets for p in bucket.members)
+
     def parts(self):
         """What this rank has: (optimizer, groups of whole parameters, {p: (piece, start, stop)}).
 
-        start, stop: which elements of p. ValueError where memory has them in another order.
+        start, stop: which elements of p, in the order in which memory has them.
         """
         cut = {}
         for bucket in self.buckets:
             ranges = bucket.layout.ranges(bucket.rank)
             for p, piece, where in zip(bucket.members, bucket.pieces, ranges, strict=True):
-                if not p.is_contiguous():
-                    raise ValueError("a shard of a channels_last parameter is no range of it")
                 if piece is not None:
                     cut[p] = (piece, *where)
         return self._inner, self._whole_groups, cut

@@ -93,9 +93,21 @@ def read_header(file):
                 if end - begin != prod(shape) * dtype.itemsize:
                     raise ValueError(name)
                 found[name] = dtype, shape, 8 + size + begin
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        check_room(file, found, 8 + size)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"not a file of tensors: {error!r} in its header") from None
     return found
+
+
+def check_room(file, found, begin):
+    """ValueError where tensors lie over each other, or beyond the end of the file."""
+    end = begin
+    for name, (dtype, shape, start) in sorted(found.items(), key=lambda item: item[1][2]):
+        if start < end:
+            raise ValueError(f"{name} lies over another tensor")
+        end = start + prod(shape) * dtype.itemsize
+    if end > file.seek(0, 2):
+        raise ValueError("the file ends before its tensors do")
 
 
 def read(file):
