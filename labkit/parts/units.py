@@ -10,6 +10,7 @@ Large units make few messages and need much memory at once: gathered are, at the
 two units. Zhao et al., PyTorch FSDP, VLDB 2023, section 3.2.1.
 """
 
+import os
 from contextlib import nullcontext
 from zlib import crc32
 
@@ -85,7 +86,8 @@ def read_elsewhere(error, units):
     }
     step = error.__traceback__
     while step is not None:
-        for value in step.tb_frame.f_locals.values():
+        ours = step.tb_frame.f_code.co_filename.startswith(os.path.dirname(__file__))
+        for value in () if ours else step.tb_frame.f_locals.values():
             if isinstance(value, torch.nn.Parameter) and value in pieces:
                 return (
                     f"{pieces[value]!r} was read outside the forward of its unit, where it is a "
