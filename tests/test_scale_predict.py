@@ -12,7 +12,7 @@ from labkit.scale import constants, fit
 from labkit.scale.cost import gather_seconds, predict_step
 from labkit.scale.job import job_of
 from labkit.scale.memory import GIB, predict_memory, state_bytes
-from labkit.scale.predict import PREDICTED, predict_file
+from labkit.scale.predict import PREDICTED, REFUSED, predict_file
 
 LLAMA = {"model": "7B", "layers": "32", "hidden": "4096", "heads": "32", "ffn": "11008", "vocab": "32000"}
 ROW = LLAMA | {"gpu": "H100-80GB", "n_gpus": "64", "tp": "2", "pp": "2", "zero": "1", "global_batch": "512"}
@@ -34,7 +34,7 @@ def test_three_thousand_rows_in_one_command(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     out = list(csv.DictReader((tmp_path / "out.csv").open(encoding="utf-8")))
-    assert [{k: v for k, v in row.items() if k not in PREDICTED} for row in out] == rows
+    assert [{k: v for k, v in row.items() if k not in (*PREDICTED, REFUSED)} for row in out] == rows
     assert {row["pred_fits"] for row in out} <= {"True", "False"}
     assert all(float(row["pred_tok_s_gpu"]) > 0 and float(row["pred_mem_gib"]) > 0 for row in out)
 
@@ -66,12 +66,23 @@ def test_results_are_not_read_and_predictions_are_replaced(tmp_path):
         ({"recompute": "sometimes"}, "recompute must be none"),
     ],
 )
-def test_bad_input_is_one_line_that_names_the_row(tmp_path, wrong, said):
-    source = written(tmp_path / "rows.csv", [ROW, ROW | wrong])
-    with pytest.raises(ValueError) as error:
-        predict_file(source, tmp_path / "out.csv")
-    assert str(error.value).startswith(f"{source}, line 3: ") and said in str(error.value)
-    assert "\n" not in str(error.value) and not (tmp_path / "out.csv").exists()
+def test_a_bad_cell_refuses_its_row_by_name_and_no_other(tmp_path, wrong, said):
+    source = written(tmp_path / "rows.csv", [ROW, ROW | wrong, ROW])
+    ((line, why),) = predict_file(source, tmp_path / "out.csv")
+    assert line == 3 and said in why and "\n" not in why
+    first, bad, last = csv.DictReader((tmp_path / "out.csv").open(encoding="utf-8"))
+    assert bad[REFUSED] == why and not any(bad[column] for column in PREDICTED)
+    assert first == last and first[REFUSED] == "" and float(first["pred_tok_s_gpu"]) > 0
+
+
+def test_the_command_names_refused_rows_and_exits_with_1(tmp_path):
+    source = written(tmp_path / "rows.csv", [ROW | {"gpu": ""}, ROW])
+    command = [sys.executable, "-m", "labkit.scale.predict", str(source), "-o", str(tmp_path / "out.csv")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and done.stderr.splitlines() == [
+        f"labkit.scale.predict: {source}, line 2: gpu is missing: name one, such as H100-80GB"
+    ]
+    assert len(list(csv.DictReader((tmp_path / "out.csv").open()))) == 2
 
 
 @pytest.mark.parametrize("content", [b"", b"a,b\n1,2,3\n", b"\xff\xfe\x00"])

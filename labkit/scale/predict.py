@@ -5,10 +5,12 @@
     model, GPUs, axes, batch  ->  cost.py    ->  pred_tok_s_gpu   tokens per second and GPU
                               ->  memory.py  ->  pred_mem_gib     GiB that the fullest GPU shows
                                              ->  pred_fits        True, or False: it does not run
+                                             ->  pred_refused     why: a cell is impossible
 
 Columns are those of published/training_steps.csv. Results in the rows (tok_s_gpu, mem_gib, status)
 are never read, nor are unknown columns; what is missing has the default that labkit/scale/job.py
-states, or is refused by name. The speed of a job that does not fit is that of a larger GPU.
+states. A row with an impossible cell is written without a prediction, with the reason, which names
+the column; the others are predicted. The speed of a job that does not fit is that of a larger GPU.
 How far off it is: `python -m labkit.scale.fit`.
 """
 
@@ -22,6 +24,7 @@ from labkit.scale.job import job_of
 from labkit.scale.memory import predict_memory
 
 PREDICTED = ("pred_tok_s_gpu", "pred_mem_gib", "pred_fits")
+REFUSED = "pred_refused"
 
 
 def predict(row, c):
@@ -42,7 +45,7 @@ def read(path):
         raise ValueError(f"{path}: there is no such file") from None
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"{path}: not a CSV file of text: {error}") from None
-    columns = [column for column in names if column not in PREDICTED]
+    columns = [column for column in names if column not in (*PREDICTED, REFUSED)]
     if not columns:
         raise ValueError(f"{path}: it has no line of column names")
     if any(None in row for row in rows):
@@ -52,21 +55,26 @@ def read(path):
 
 
 def predict_file(source, target):
-    """Write the rows of `source` to `target`, three columns more. Raises ValueError, one line."""
+    """Write the rows of `source` to `target`, with PREDICTED and REFUSED: [(line, why)] refused.
+
+    Raises ValueError, one line, where the file itself cannot be read or written.
+    """
     columns, rows = read(source)
-    c = values()
+    c, refused = values(), []
     for line, row in enumerate(rows, 2):
         try:
-            row |= predict(row, c)
-        except ValueError as error:
-            raise ValueError(f"{source}, line {line}: {error}") from None
+            row |= predict(row, c) | {REFUSED: ""}
+        except (ValueError, ArithmeticError) as error:
+            row |= dict.fromkeys(PREDICTED, "") | {REFUSED: str(error)}
+            refused.append((line, str(error)))
     try:
         with open(target, "w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, (*columns, *PREDICTED), lineterminator="\n")
+            writer = csv.DictWriter(file, (*columns, *PREDICTED, REFUSED), lineterminator="\n")
             writer.writeheader()
             writer.writerows(rows)
     except OSError as error:
         raise ValueError(f"{target}: cannot be written: {error.strerror}") from None
+    return refused
 
 
 def main():
@@ -77,9 +85,12 @@ def main():
     parser.add_argument("-o", "--output", metavar="OUT.csv", required=True)
     asked = parser.parse_args()
     try:
-        predict_file(asked.rows, asked.output)
+        refused = predict_file(asked.rows, asked.output)
     except ValueError as error:
         sys.exit(f"labkit.scale.predict: {error}")
+    for line, why in refused:
+        print(f"labkit.scale.predict: {asked.rows}, line {line}: {why}", file=sys.stderr)
+    sys.exit(1 if refused else 0)
 
 
 if __name__ == "__main__":
