@@ -131,6 +131,12 @@ class MoE(nn.Module):
         for number in [number for number in self.experts if int(number) not in own]:
             del self.experts[number]
 
+    def names_elsewhere(self):
+        """Names, in its state dict, of the experts that other ranks have."""
+        one = next(iter(self.experts.values()))
+        others = [i for i in range(len(self.bias)) if str(i) not in self.experts]
+        return [f"experts.{i}.{name}" for i in others for name in one.state_dict()]
+
     def forward(self, x):
         rows = x.reshape(-1, x.shape[-1])
         likely, weights, chosen = self.route(rows)
