@@ -348,6 +348,27 @@ def test_prometheus_scrapes_the_latest_row_whole():
     other.close()
 
 
+def test_text_and_tensors_in_a_row_reach_whoever_can_take_them(tmp_path, capfd):
+    sink, curves = Prometheus(), TensorBoard(str(tmp_path / "curves"))
+    with Monitor(Timeline(0), [sink, curves, JsonLines(tmp_path)]) as monitor:
+        take(monitor, 2, stage="warm-up", loss=torch.tensor(0.5), done=True, **{"loss of a": 2.0})
+        until(lambda: ("labkit_step", "0") in (found := scrape(str(sink))) and found["labkit_step", "0"] == 2)
+        found = scrape(str(sink))
+        assert not any(monitor.dropped.values())
+    assert found["labkit_loss", "0"] == 0.5 and found["labkit_done", "0"] == 1 and found["labkit_loss_of_a", "0"] == 2
+    assert ("labkit_stage", "0") not in found
+    row = lines(tmp_path / "metrics-rank0.jsonl")[-1]
+    assert row["stage"] == "warm-up" and row["loss"] == 0.5
+    assert {"loss", "done"} <= set(curves_in(tmp_path / "curves").Tags()["scalars"])
+    assert capfd.readouterr().err == ""
+
+
+def test_what_no_sink_can_take_is_named(tmp_path, capfd):
+    with Monitor(Timeline(0), [JsonLines(tmp_path)]) as monitor:
+        take(monitor, 1, losses=torch.ones(2))
+    assert "ValueError: row['losses'] is of type Tensor: a row takes numbers" in capfd.readouterr().err
+
+
 def test_wandb_is_used_where_it_is_installed_and_offline(tmp_path, monkeypatch):
     """With a module that notes how it is called: the real one is no part of the lab."""
     noted, wandb = [], ModuleType("wandb")
