@@ -99,20 +99,27 @@ def average_in_buckets(parameters, cap_bytes, group=None):
 class DDP(NoSync, Portable):
     """module, with its gradients averaged over the group when backward() returns.
 
-    Collective: all ranks construct it.
-    bucket_cap_mb: MiB of gradients per message; 0: one message per parameter.
-    overlap: send during backward.
+    Collective: all ranks construct it. Arguments are those of PyTorch's DistributedDataParallel, in
+    its order, and overlap.
+    device_ids, output_device: the one device that the module is on, or None. dim: 0.
     broadcast_buffers: before each forward that will be averaged, buffers become those of rank 0.
+    init_sync: compare the modules of all ranks, and take the values of rank 0.
+    bucket_cap_mb: MiB of gradients per message (None: 25); 0: one message per parameter.
     find_unused_parameters: a parameter that the loss does not depend on counts as zero on this
         rank; if it is unused on all ranks its .grad is left alone. Without it, backward() raises
         RuntimeError naming the parameters.
     static_graph: every backward brings the same gradients as the first, on this rank; see
         labkit.parts.static_graph. Then parameters may be unused, and nobody searches for them;
         reentrant checkpoints may share parameters.
+    check_reduction, gradient_as_bucket_view: either; .grad is always a view of its bucket.
+    overlap: send during backward.
+    What else PyTorch's takes is refused by name: mixed_precision is labkit.amp's.
+    A forward in which every parameter is frozen averages nothing, as that of a GAN's discriminator
+    in the generator's step; it has to be so on all ranks.
     Names in module._ddp_params_and_buffers_to_ignore are left alone. Parameters must not be added,
-    replaced, frozen or unfrozen afterwards. Names in state_dict(), named_parameters() and so on are
-    the module's own. It can be pickled on the default group: as with PyTorch's, without its comm
-    hook; loading it sends nothing.
+    replaced, or frozen one by one afterwards. Names in state_dict(), named_parameters() and so on
+    are the module's own. It can be pickled on the default group: as with PyTorch's, without its
+    comm hook; loading it sends nothing.
     Raises on every rank ValueError if the model differs between ranks, RuntimeError if it has
     nothing to train.
     """
@@ -122,14 +129,23 @@ class DDP(NoSync, Portable):
     def __init__(
         self,
         module,
-        process_group=None,
-        bucket_cap_mb=25,
-        overlap=True,
+        device_ids=None,
+        output_device=None,
+        dim=0,
         broadcast_buffers=True,
+        init_sync=True,
+        process_group=None,
+        bucket_cap_mb=None,
         find_unused_parameters=False,
+        check_reduction=False,
+        gradient_as_bucket_view=False,
         static_graph=False,
+        overlap=True,
+        **others,
     ):
         super().__init__(module)
+        check_keywords(module, device_ids, output_device, dim, others)
+        bucket_cap_mb = 25 if bucket_cap_mb is None else bucket_cap_mb
         check_ranks("DDP", process_group)
         self.process_group, self.bucket_cap_mb, self.overlap = process_group, bucket_cap_mb, overlap
         self.broadcast_buffers = broadcast_buffers
@@ -140,9 +156,10 @@ class DDP(NoSync, Portable):
             f"{bucket_cap_mb=}, {overlap=}, {broadcast_buffers=}, "
             f"{find_unused_parameters=}, {static_graph=}"
         )
-        replicas = Replicas(module, process_group, broadcast_buffers)
-        replicas.check(settings)
-        replicas.become(0)
+        if init_sync:
+            replicas = Replicas(module, process_group, broadcast_buffers)
+            replicas.check(settings)
+            replicas.become(0)
         self._watch()
 
     def _watch(self):
@@ -191,6 +208,7 @@ class DDP(NoSync, Portable):
     def forward(self, *args, **kwargs):
         """The module's forward. Backward through its output averages, unless in no_sync()."""
         averages = self.require_backward_grad_sync and torch.is_grad_enabled()
+        averages = averages and not self._replicas.frozen()
         # checkpointing may run us again, inside a backward
         if averages and torch._C._current_graph_task_id() == -1:
             self._prepare()
@@ -242,3 +260,35 @@ class DDP(NoSync, Portable):
             self._expecting = False
             absent = self._reducer.finish(self._usage.used)
             self._usage.close(absent)
+
+
+UNTAKEN = {  # keywords of PyTorch's that DDP does not take: what to do instead
+    "mixed_precision": "labkit.amp has autocast, GradScaler and MasterWeights",
+    "device_mesh": "give process_group=mesh.group(axis)",
+    "delay_all_reduce_named_params": "give bucket_cap_mb",
+    "param_to_hook_all_reduce": "give register_comm_hook() a hook",
+    "skip_all_reduce_unused_params": "give find_unused_parameters=True",
+}
+
+
+def check_keywords(module, device_ids, output_device, dim, others):
+    """TypeError or ValueError for a value of PyTorch's keywords that this DDP has no use for."""
+    for name, value in others.items():
+        if name not in UNTAKEN:
+            raise TypeError(f"DDP() has no argument {name!r}")
+        if value:
+            raise TypeError(f"DDP does not take {name}: {UNTAKEN[name]}")
+    if dim != 0:
+        raise ValueError(f"dim={dim}: DDP does not split inputs, each rank has its own; leave it 0")
+    if device_ids is not None and not isinstance(device_ids, list | tuple):
+        raise TypeError(f"device_ids is a list of one device, not {type(device_ids).__name__}")
+    given = [*(device_ids or []), *([] if output_device is None else [output_device])]
+    on = {p.device for p in module.parameters()}
+    for device in given:
+        named = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        if len(device_ids or given) != 1 or on != {named}:
+            where = " and ".join(sorted(map(str, on)))
+            raise ValueError(
+                f"device_ids={device_ids}, output_device={output_device}: each rank drives the one "
+                f"device that its module is on, which is {where}"
+            )

@@ -31,7 +31,7 @@ from labkit.parts.shard import padded
 from labkit.parts.sharding import Sharding, in_dtype
 from labkit.parts.unit import in_backward
 from labkit.parts.unit_gradients import UnitGradients
-from labkit.parts.units import materialise, split_units
+from labkit.parts.units import materialise, read_elsewhere, split_units
 
 
 def shard_units(units, group=None):
@@ -143,6 +143,7 @@ class FSDP(NoSync, ShardedModel):
                 partial(self._before_forward, u), prepend=True, with_kwargs=True
             )
             u.module.register_forward_hook(partial(self._after_forward, u))
+            u.watch_modules()
         self.flats = [flat for u in self.units for flat in u.flats]
         self.replicated = list(self.units[0].own_parameters()) if root == "replicate" else []
         whole = [*self.replicated, *module.buffers()]
@@ -165,11 +166,13 @@ class FSDP(NoSync, ShardedModel):
         """The module's forward; gathers and frees. If it raises, the next one starts afresh."""
         try:
             return self.module(*args, **kwargs)
-        except BaseException:
+        except BaseException as error:
             # checkpointing may run us again inside a backward, and stops us by an exception
             if not in_backward():
                 self._expect_no_backward()
                 self.rest()
+            if isinstance(error, Exception) and (words := read_elsewhere(error, self.units)):
+                raise RuntimeError(words) from error
             raise
 
     def _before_forward(self, unit, module, args, kwargs):

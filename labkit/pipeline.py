@@ -181,6 +181,8 @@ class Pipeline:
         """Do each action of this rank's list; ask for the next one's message before."""
         self.inputs = self.cut(input, self.first, "input")
         self.targets = self.cut(target, self.last, "target")
+        if len(self.weights) != self.micro_batches:
+            raise ValueError(f"weights: {len(self.weights)} for {self.micro_batches} micro-batches")
         self.held, self.later, self.losses = {}, {}, []
         if self.stages.built and not mail.looks:
             mail.expect(self.stages.built, input[: len(input) // self.micro_batches])

@@ -61,6 +61,10 @@ def whole(module, unit, cap_mb, group):
     return module
 
 
+def our_ddp(module, group, cap_mb, overlap=True):
+    return DDP(module, process_group=group, bucket_cap_mb=cap_mb, overlap=overlap)
+
+
 def torch_ddp(module, unit, cap_mb, group):
     """PyTorch's own, in the setting that is closest to ours."""
     return DistributedDataParallel(module, bucket_cap_mb=cap_mb, gradient_as_bucket_view=True)
@@ -88,9 +92,9 @@ def units(module, unit):
 
 STRATEGIES = {
     "single": whole,
-    "ddp_naive": lambda m, unit, cap_mb, group: DDP(m, group, 0, overlap=False),
-    "ddp_overlapped": lambda m, unit, cap_mb, group: DDP(m, group, 0, overlap=True),
-    "ddp_bucketed": lambda m, unit, cap_mb, group: DDP(m, group, cap_mb),
+    "ddp_naive": lambda m, unit, cap_mb, group: our_ddp(m, group, 0, overlap=False),
+    "ddp_overlapped": lambda m, unit, cap_mb, group: our_ddp(m, group, 0),
+    "ddp_bucketed": lambda m, unit, cap_mb, group: our_ddp(m, group, cap_mb),
     "zero1": whole,
     "zero2": whole,
     "fsdp": lambda m, unit, cap_mb, group: FSDP(m, unit, process_group=group),

@@ -68,7 +68,7 @@ def test_so_does_pytorchs(ranks, way):
 
 def settings_and_hook(rank, world_size):
     given = {"bucket_cap_mb": 0, "overlap": False, "broadcast_buffers": False, "find_unused_parameters": True}
-    wrapped = DDP(net(), dist.group.WORLD, **given, static_graph=True)
+    wrapped = DDP(net(), process_group=dist.group.WORLD, **given, static_graph=True)
     wrapped.register_comm_hook(None, fp16_compress_hook)
     twin = by_pickle(wrapped)
     for name, value in (given | {"static_graph": True}).items():
@@ -77,7 +77,7 @@ def settings_and_hook(rank, world_size):
     own = dist.new_group(list(range(world_size)))
     with pytest.raises(RuntimeError) as theirs:
         pickle.dumps(DistributedDataParallel(net(), process_group=own))
-    ours = error_of(RuntimeError, lambda: pickle.dumps(DDP(net(), own)))
+    ours = error_of(RuntimeError, lambda: pickle.dumps(DDP(net(), process_group=own)))
     return str(theirs.value), ours
 
 

@@ -820,7 +820,7 @@ def test_train_eval_and_to(ranks, settings):
 def copies(rank, world_size):
     group = dist.new_group([0, 1])
     module = net()
-    wrapped = DDP(module, group)
+    wrapped = DDP(module, process_group=group)
     twin = copy.deepcopy(wrapped)
     assert twin.process_group is group
     twin(data(rank)).sum().backward()
@@ -869,10 +869,10 @@ def test_requires_grad_changed_afterwards_is_named(ranks, find):
 def subgroup(rank, world_size):
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     mine = groups[rank % 2]
-    told = error_of(ValueError, lambda: DDP(net(), groups[1 - rank % 2]))
+    told = error_of(ValueError, lambda: DDP(net(), process_group=groups[1 - rank % 2]))
     assert "not in process_group" in told
     module = net(seed=rank)
-    wrapped = DDP(module, mine)
+    wrapped = DDP(module, process_group=mine)
     wrapped(data(rank)).sum().backward()
     reference = net(seed=rank % 2)
     for r in (rank % 2, rank % 2 + 2):
@@ -882,3 +882,78 @@ def subgroup(rank, world_size):
 
 def test_a_group_that_is_not_the_whole_world(ranks):
     assert max(ranks(4, subgroup)) <= 1e-15
+
+
+# ---- in the place of PyTorch's
+
+
+def with_keywords(rank, world_size):
+    """The same keywords for both: weights after a step. Then what ours refuses."""
+    cpu, trained = torch.device("cpu"), []
+    for wrap in (torch.nn.parallel.DistributedDataParallel, DDP):
+        torch.manual_seed(rank)
+        wrapped = wrap(
+            nn.Linear(3, 2), None, None, 0, True, True, dist.group.WORLD, None, False,
+            check_reduction=False, gradient_as_bucket_view=True, static_graph=False, mixed_precision=None,
+        )  # fmt: skip
+        wrapped(torch.full((4, 3), 1.0 + rank)).sum().backward()
+        trained.append([p.grad.tolist() for p in wrapped.parameters()] + [p.tolist() for p in wrapped.parameters()])
+    DDP(nn.Linear(3, 2), [cpu], cpu)
+    module = nn.Linear(3, 2)
+    alone = [p.detach().clone() for p in module.parameters()]
+    DDP(module, init_sync=False)
+    assert all(map(torch.equal, alone, module.parameters()))
+    told = [
+        error_of(ValueError, lambda: DDP(nn.Linear(3, 2), device_ids=[0])),
+        error_of(ValueError, lambda: DDP(nn.Linear(3, 2), device_ids=["cpu", "cpu"])),
+        error_of(TypeError, lambda: DDP(nn.Linear(3, 2), dist.group.WORLD)),
+        error_of(ValueError, lambda: DDP(nn.Linear(3, 2), dim=1)),
+        error_of(TypeError, lambda: DDP(nn.Linear(3, 2), mixed_precision=object())),
+        error_of(TypeError, lambda: DDP(nn.Linear(3, 2), bucket_size=3)),
+    ]
+    return trained, told
+
+
+def test_keywords_of_pytorch_s(ranks):
+    for (theirs, ours), told in ranks(2, with_keywords):
+        assert ours == theirs
+        words = (
+            "which is cpu",
+            "which is cpu",
+            "a list of one device",
+            "leave it 0",
+            "labkit.amp",
+            "no argument 'bucket",
+        )
+        assert all(word in one and "\n" not in one for word, one in zip(words, told, strict=True))
+
+
+def adversarial(rank, world_size, wrap):
+    """A generator and a discriminator take turns; the one that does not learn is frozen meanwhile."""
+    torch.manual_seed(0)
+    maker, judge = (nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, size)).double() for size in (3, 1))
+    both = [wrap(maker), wrap(judge)]
+    steps = [torch.optim.SGD(module.parameters(), lr=0.1) for module in both]
+    for step in range(6):
+        learns = step % 2
+        both[1 - learns].requires_grad_(False)
+        steps[learns].zero_grad()
+        rows = torch.randn(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        mine = rows if world_size == 1 else rows[rank::world_size]
+        loss = both[1](both[0](mine)).square().mean() * (1 if learns else -1)
+        loss.backward()
+        steps[learns].step()
+        both[1 - learns].requires_grad_(True)
+    return [p.detach().clone() for module in both for p in module.parameters()]
+
+
+def adversarial_both(rank, world_size):
+    theirs = adversarial(rank, world_size, torch.nn.parallel.DistributedDataParallel)
+    return theirs, adversarial(rank, world_size, DDP)
+
+
+def test_a_discriminator_frozen_between_steps(ranks):
+    alone = adversarial(0, 1, lambda module: module)
+    for theirs, ours in ranks(2, adversarial_both):
+        for one, other, third in zip(theirs, ours, alone, strict=True):
+            assert torch.allclose(one, other, atol=1e-15) and torch.allclose(other, third, atol=1e-14)

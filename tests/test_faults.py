@@ -65,9 +65,9 @@ def go(context, arguments, plan=(), terms=(), saving=(), backward=(), agent_at=N
         now["step"] = number
         for _ in range(terms.count([context.rank, number])):
             os.kill(os.getpid(), signal.SIGTERM)
-        loss, stop = one_step(monitor, number, participant, preemption)
+        loss, norm, stop = one_step(monitor, number, participant, preemption)
         context.record(step=number, loss=loss, rows=now["rows"])
-        return loss, stop
+        return loss, norm, stop
 
     def save_and_hear(self, number, state):
         save(self, number, state)

@@ -1,12 +1,14 @@
 """FLOPs by hand, by the closed form and by the counter; and the utilization that is made of them."""
 
 from math import isnan, nan
+from time import sleep
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from labkit import models
+from labkit import comm, models
+from labkit.measure import flops
 from labkit.measure.flops import mfu, peak_flops, step_flops, token_flops
 from labkit.run.compare import compare
 from labkit.run.experiment import Experiment
@@ -87,8 +89,11 @@ def test_mfu_is_work_by_time_by_peak():
     assert mfu(6e9, 100.0, 60e9) == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize(("flops", "step_ms", "peak"), [(1e9, nan, 1e9), (1e9, 0.0, 1e9), (1e9, 9.0, nan), (nan, 9, 1)])
-def test_what_was_not_measured_has_no_mfu(flops, step_ms, peak):
+@pytest.mark.parametrize(
+    ("flops", "step_ms", "peak"),
+    [(1e9, nan, 1e9), (1e9, 0.0, 1e9), (1e9, 9.0, nan), (nan, 9, 1), (6.1e9, 100.0, 60e9)],
+)
+def test_what_was_not_measured_or_cannot_be_has_no_mfu(flops, step_ms, peak):
     assert isnan(mfu(flops, step_ms, peak))
 
 
@@ -100,6 +105,28 @@ def everyones_peak(rank, world_size):
 def test_all_ranks_agree_on_the_peak(ranks):
     first, second = ranks(2, everyones_peak)
     assert first == second and min(first) > 0
+
+
+def late_peak(rank, world_size):
+    barrier = comm.barrier
+
+    def held_up():
+        barrier()
+        sleep(0.2 * rank)  # as where ranks share a core: it returns while others compute
+
+    comm.barrier = held_up
+    return peak_flops(torch.device("cpu"), torch.float32, repetitions=2)
+
+
+def test_a_rank_that_computes_after_the_others_is_not_taken_to_compute_beside_them(ranks):
+    assert max(ranks(2, late_peak)) <= 2 * 2 * 256**3 / 0.2
+
+
+def test_the_peak_of_16_bits_is_that_of_fp32_where_this_is_faster(monkeypatch):
+    """A processor without arithmetic of 16 bits is slower in it, and its MFU would be above 1."""
+    reached = {torch.float16: 1.0, torch.bfloat16: 9.0, torch.float32: 4.0, torch.float64: 2.0}
+    monkeypatch.setattr(flops, "measured_peak", lambda device, dtype, working, repetitions: reached[dtype])
+    assert [peak_flops("cpu", dtype) for dtype in reached] == [4.0, 9.0, 4.0, 2.0]
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from labkit import comm, recompute
 from labkit.amp import GradScaler
 from labkit.fsdp import FSDP
 from labkit.parts.clip import clip_grad_norm_
+from labkit.parts.units import by_size
 
 WIDTH = 5
 
@@ -670,3 +671,41 @@ def moved(rank, world_size):
 
 def test_changing_parameters_behind_fsdp_is_told(ranks):
     ranks(2, moved)
+
+
+class Attending(nn.Module):
+    """nn.MultiheadAttention reads the weight of its out_proj, and does not call it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.attention = nn.Linear(4, 4), nn.MultiheadAttention(4, 2)
+
+    def forward(self, x):
+        return self.attention(*[self.first(x)] * 3)[0]
+
+    def encode(self, x):
+        return self.first(x)
+
+
+def read_elsewhere(rank, world_size):
+    told, x = [], torch.ones(2, 1, 4)
+    for unit in (nn.Linear, by_size(16)):
+        with pytest.raises(RuntimeError) as caught:
+            FSDP(Attending(), unit)(x)
+        told.append(str(caught.value))
+    model = FSDP(Attending(), (nn.MultiheadAttention,))
+    model(x).sum().backward()
+    with pytest.raises(RuntimeError) as caught:
+        model.module.encode(x)
+    told.append(str(caught.value))
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):  # an error of the model's own stays what it is
+        model(torch.ones(2, 1, 5))
+    assert model(x).shape == x.shape
+    return told
+
+
+def test_a_parameter_read_outside_its_unit_is_named(ranks):
+    for linear, size, method in ranks(2, read_elsewhere):
+        for told in (linear, size):
+            assert "'attention.out_proj.weight' was read outside the forward of its unit" in told and "\n" not in told
+        assert "'first' was called outside the forward of the root" in method and "\n" not in method

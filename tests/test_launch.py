@@ -11,9 +11,12 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
+from threading import Event
 
 import psutil
 import pytest
+import torch
 
 from labkit.run import LaunchError, console, launch
 from labkit.run.agent import say
@@ -431,6 +434,14 @@ def test_a_wrong_parameter_name_is_told_with_the_right_ones():
         ({"device": "tpu"}, "device='tpu'"),
         ({"target": "absent.py"}, "no such script: absent.py"),
         ({"target": lambda context: None}, "lambda"),
+        ({"target": partial(double, value=1)}, "^cannot run an object of type partial on ranks: pass a plain function"),
+        ({"target": double.__call__}, "^cannot run an object of type method-wrapper"),
+        ({"target": torch.ones(3)}, "^cannot run an object of type Tensor on ranks: pass a plain function"),
+        ({"target": Event}, "^cannot run an object of type type"),
+        ({"target": eval("double.__class__(double.__code__.replace(co_filename='?'), {})")}, "source of double"),
+        ({"x": torch.ones(3)}, r"^parameter x is of type Tensor: pass numbers, .* such as x.tolist\(\)"),
+        ({"x": [1, {"y": object()}]}, "^parameter x is of type list"),
+        ({"x": {"a": {1, 2}}}, "^parameter x is of type dict"),
     ],
 )
 def test_arguments_that_cannot_be_are_refused_at_once(arguments, message):

@@ -17,7 +17,7 @@ import test_clock
 import torch
 import torch.distributed as dist
 from prometheus_client.parser import text_string_to_metric_families
-from test_train import lines, run, start
+from test_train import lines, run, start, steady
 from torch.distributed.distributed_c10d import _get_default_store
 
 from labkit import meter
@@ -348,6 +348,27 @@ def test_prometheus_scrapes_the_latest_row_whole():
     other.close()
 
 
+def test_text_and_tensors_in_a_row_reach_whoever_can_take_them(tmp_path, capfd):
+    sink, curves = Prometheus(), TensorBoard(str(tmp_path / "curves"))
+    with Monitor(Timeline(0), [sink, curves, JsonLines(tmp_path)]) as monitor:
+        take(monitor, 2, stage="warm-up", loss=torch.tensor(0.5), done=True, **{"loss of a": 2.0})
+        until(lambda: ("labkit_step", "0") in (found := scrape(str(sink))) and found["labkit_step", "0"] == 2)
+        found = scrape(str(sink))
+        assert not any(monitor.dropped.values())
+    assert found["labkit_loss", "0"] == 0.5 and found["labkit_done", "0"] == 1 and found["labkit_loss_of_a", "0"] == 2
+    assert ("labkit_stage", "0") not in found
+    row = lines(tmp_path / "metrics-rank0.jsonl")[-1]
+    assert row["stage"] == "warm-up" and row["loss"] == 0.5
+    assert {"loss", "done"} <= set(curves_in(tmp_path / "curves").Tags()["scalars"])
+    assert capfd.readouterr().err == ""
+
+
+def test_what_no_sink_can_take_is_named(tmp_path, capfd):
+    with Monitor(Timeline(0), [JsonLines(tmp_path)]) as monitor:
+        take(monitor, 1, losses=torch.ones(2))
+    assert "ValueError: row['losses'] is of type Tensor: a row takes numbers" in capfd.readouterr().err
+
+
 def test_wandb_is_used_where_it_is_installed_and_offline(tmp_path, monkeypatch):
     """With a module that notes how it is called: the real one is no part of the lab."""
     noted, wandb = [], ModuleType("wandb")
@@ -416,11 +437,11 @@ def test_a_run_that_is_watched_trains_bit_for_bit_as_one_that_is_not(tmp_path):
     (tmp_path / "stop").touch()
     out, error = process.communicate(timeout=120)
     assert process.returncode == 0 and "stopped after step" in out, error
-    watched = lines(tmp_path / "watched.jsonl")
+    watched = steady(tmp_path / "watched.jsonl")
     steps = len(watched)
     code, out, error = run(2, *fields, "--steps", steps + 1, "--log", tmp_path / "alone.jsonl")
     assert code == 0 and "metrics" not in out, error
-    assert watched == lines(tmp_path / "alone.jsonl")[:steps] and steps >= 10
+    assert watched == steady(tmp_path / "alone.jsonl")[:steps] and steps >= 10
     told = [lines(tmp_path / f"metrics-rank{rank}.jsonl") for rank in range(2)]
     for rows in told:
         assert [row["loss"] for row in rows] == [line["loss"] for line in watched]

@@ -775,6 +775,7 @@ def refused(rank, world_size):
         lambda: Pipeline({0: Pair()}, None, gpipe, 2, F.mse_loss).step(x, x),
         lambda: Pipeline({0: stage_of(0, 1)}, None, gpipe, 2, F.mse_loss).step(x, x, x),
         lambda: Pipeline({0: stage_of(0, 1)}, None, gpipe, 2, F.mse_loss).step(x, x, mask=x),
+        lambda: Pipeline({0: stage_of(0, 1)}, None, gpipe, 2, F.mse_loss).step(x, x, weights=[1.0]),
         lambda: Pipeline({0: stage_of(0, 1)}, None, gpipe, 0, F.mse_loss),
         lambda: Pipeline({0: stage_of(0, 1)}, None, [[]], 2.0, F.mse_loss),
     ):
@@ -791,6 +792,7 @@ def test_what_is_refused_is_one_clear_line(ranks):
             "stage 0 made a tuple: it must make one tensor",
             "Pipeline.step() takes from 1 to 3 positional arguments but 4 were given",
             "Pipeline.step() got an unexpected keyword argument 'mask'",
+            "weights: 1 for 2 micro-batches",
             "micro_batches=0 must be an integer of at least 1",
             "micro_batches=2.0 must be an integer of at least 1",
         ]

@@ -1,6 +1,5 @@
 """Checkpoints on S3: moto's server on loopback, in a process of its own; refusals, slowness, breaks, two runs."""
 
-import json
 import os
 import signal
 import subprocess
@@ -11,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from s3 import CREDENTIALS, proxy, s3_server, same_path
+from test_train import steady
 from torch import nn
 
 from labkit.checkpoint import CheckpointError, Checkpoints
@@ -19,6 +19,7 @@ from labkit.fsdp import FSDP
 from labkit.parts import lease, tensor_file
 from labkit.parts.store import Store
 from labkit.run import launch
+from labkit.run.options import WRONG
 
 fsspec = pytest.importorskip("fsspec")
 pytest.importorskip("s3fs", reason="S3 needs s3fs: pip install -r requirements.txt")
@@ -129,10 +130,10 @@ def test_a_training_goes_on_from_there(bucket, tmp_path):
     assert "the same command goes on from there" in first
     again = trained(tmp_path / "broken.jsonl", *save, "--resume", "must")
     assert "goes on after step 1" in again.stdout, again.stderr
-    last = [json.loads((tmp_path / f"{name}.jsonl").read_text().splitlines()[-1]) for name in ("whole", "broken")]
+    last = [steady(tmp_path / f"{name}.jsonl")[-1] for name in ("whole", "broken")]
     assert last[0] == last[1] and last[0]["step"] == 4
     nowhere = trained(tmp_path / "no.jsonl", "--checkpoint-dir", "s3://no-such-bucket/run")
-    assert nowhere.returncode == 1
+    assert nowhere.returncode == WRONG
     line = "labkit.train: s3://no-such-bucket/run cannot be written: The specified bucket does not exist"
     assert line in nowhere.stderr.splitlines()
 

@@ -3,7 +3,6 @@
 python tests/test_soak.py 3 7      minutes; another seed draws other kills
 """
 
-import json
 import random
 import signal
 import sys
@@ -18,6 +17,7 @@ import psutil
 import pytest
 import safetensors.torch
 import torch
+from test_train import steady
 
 from labkit.convert import convert
 from labkit.measure.faults import flip
@@ -57,7 +57,7 @@ def train(folder, fields, nproc=2, every=3, patience=PATIENT, **options):
 
 def lines(folder):
     path = folder / "log.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return steady(path) if path.exists() else []
 
 
 def weights(folder):

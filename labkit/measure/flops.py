@@ -54,7 +54,20 @@ def token_flops(weights, layers, width, context):
 def peak_flops(device, dtype, working=True, repetitions=5):
     """FLOP/s of all ranks together, each in matrix products of its own. Collective.
 
-    The best of a few, in which the slowest rank's time counts. working=False: this rank waits.
+    The best of a few. working=False: this rank waits. Of a dtype of 16 bits: that of fp32 where it
+    is higher, as on a processor without arithmetic of 16 bits.
+    """
+    dtypes = {dtype, torch.float32} if dtype.itemsize == 2 else {dtype}
+    in_order = sorted(dtypes, key=str)  # of all ranks the same
+    return max(measured_peak(device, one, working, repetitions) for one in in_order)
+
+
+def measured_peak(device, dtype, working, repetitions):
+    """One clock for all ranks, from the first that begins to the last that is done.
+
+    A rank may begin after the others: where they share cores, that is when another has ended. The
+    first to leave the barrier before sees all of them begin, and leaves the one after when all are
+    done.
     """
     size, best = 256, 0.0
     while repetitions:
@@ -64,7 +77,8 @@ def peak_flops(device, dtype, working=True, repetitions=5):
         if working:
             matrix @ matrix
             synchronize(device)
-        seconds = torch.tensor([perf_counter() - start if working else 0.0], device=device)
+        comm.barrier()
+        seconds = torch.tensor([perf_counter() - start], device=device)
         flops = torch.tensor([2.0 * size**3 * working], device=device)
         comm.all_reduce(seconds, op=dist.ReduceOp.MAX)
         comm.all_reduce(flops)
@@ -83,5 +97,9 @@ def synchronize(device):
 
 
 def mfu(flops, step_ms, peak):
-    """Model FLOPs utilization of a step: NaN where there is no time or no peak."""
-    return flops / (1e-3 * step_ms * peak) if step_ms > 0 and peak > 0 else nan
+    """Model FLOPs utilization of a step, at most 1: NaN where there is no time or no peak.
+
+    And where it would be above 1: then the peak was not one.
+    """
+    share = flops / (1e-3 * step_ms * peak) if step_ms > 0 and peak > 0 else nan
+    return share if share <= 1 else nan

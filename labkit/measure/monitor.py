@@ -10,9 +10,9 @@ A row: time (seconds since 1970), step, rank; step_ms and for each span its forw
 backward_ms, optimizer_ms ...; exposed_comm_ms; of its messages messages, network_ms (at least one
 was under way) and shortest_message_ms; memory_stalls (major page faults, and on a GPU allocations
 that had to be tried again); samples_per_s, tokens_per_s and mfu, of all ranks; what the training
-loop adds (loss, lr, gradient_norm, loss_scale); rss_bytes, host_cpu_percent, host_memory_percent;
-with a GPU gpu_percent, gpu_used_bytes (NVML: of all processes), gpu_allocated_bytes, gpu_peak_bytes
-(of this one). What is not known is not there.
+loop adds (loss, lr, gradient_norm, loss_scale: numbers, tensors of one element, or text);
+rss_bytes, host_cpu_percent, host_memory_percent; with a GPU gpu_percent, gpu_used_bytes (NVML: of
+all processes), gpu_allocated_bytes, gpu_peak_bytes (of this one). What is not known is not there.
 
 Cost: no message; a few readings of a clock, and on CUDA one wait for the device at the end of a
 step. The sinks' threads share Python's lock with training. Sinks: sinks.py.
@@ -63,6 +63,23 @@ def memory_stalls(device):
     return faults + torch.cuda.memory_stats(device).get("num_alloc_retries", 0)
 
 
+def plain(row):
+    """The row with Python's numbers and text. ValueError names a value that is neither."""
+    return {name: plain_value(name, value) for name, value in row.items()}
+
+
+def plain_value(name, value):
+    size = value.numel() if isinstance(value, torch.Tensor) else getattr(value, "size", 0)
+    if size == 1:
+        value = value.item()
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise ValueError(
+        f"row[{name!r}] is of type {type(value).__name__}: a row takes numbers, text, and tensors "
+        "of one element"
+    )
+
+
 class Monitor:
     """Measures steps, on a timeline whose spans the training loop opens, and tells them to sinks.
 
@@ -103,7 +120,8 @@ class Monitor:
             if count:
                 row[f"{name}_per_s"] = 1e3 * count / ms["step"]
         if self.flops > 0 and self.peak > 0:
-            row["mfu"] = mfu(self.flops, ms["step"], self.peak)
+            share = mfu(self.flops, ms["step"], self.peak)
+            row |= {"mfu": share} if share > 0 else {}
         if self.feeds:
             row |= self.readings.latest
         for feed in self.feeds:
@@ -148,7 +166,7 @@ class Feed:
     def run(self):
         while (row := self.rows.get()) is not None:
             try:
-                self.sink.write(row)
+                self.sink.write(plain(row))
             except Exception as error:
                 self.drop(f"failed: {type(error).__name__}: {error}")
         try:

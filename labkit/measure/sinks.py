@@ -7,6 +7,7 @@
       |--> wandb        a run on disk, until `wandb sync` sends it
       |--> Records      run.records of a launch (show/live.py draws them)
 
+TensorBoard and Prometheus take numbers only: they leave out text, the others keep it.
 A sink has write(row), close() and a str() that says where to look. It may be slow and may raise:
 monitor.py keeps both away from training. Each library is imported by the sink that needs it.
 
@@ -16,12 +17,17 @@ otherwise. Exposition format: prometheus.io/docs/instrumenting/exposition_format
 
 import errno
 import json
+import re
 from math import isfinite
 from pathlib import Path
 from urllib.parse import urlsplit
 
 KNOWN = "jsonl:FOLDER, tensorboard:FOLDER, prometheus[:HOST[:PORT]], wandb:FOLDER"
 NAMES = ("step", "rank", "time")  # in a row, but nothing to draw
+
+
+def numbers(row):
+    return {name: value for name, value in row.items() if isinstance(value, (int, float))}
 
 
 def open_sinks(places, rank=0):
@@ -63,7 +69,8 @@ class JsonLines:
         return str(self.path)
 
     def write(self, row):
-        row = {name: value if isfinite(value) else None for name, value in row.items()}
+        unknown = [name for name, value in numbers(row).items() if not isfinite(value)]
+        row = row | dict.fromkeys(unknown)
         self.file.write(json.dumps(row).encode() + b"\n")
 
     def close(self):
@@ -101,8 +108,9 @@ class TensorBoard:
     def write(self, row):
         if self.writer is None:  # what a killed run wrote from this step on is taken again
             self.writer = self.make(self.folder, purge_step=row["step"], flush_secs=10)
-        for name in row.keys() - NAMES:
-            self.writer.add_scalar(name, row[name], row["step"], row["time"])
+        for name, value in numbers(row).items():
+            if name not in NAMES:
+                self.writer.add_scalar(name, value, row["step"], row["time"])
 
     def close(self):
         if self.writer is not None:
@@ -146,9 +154,10 @@ class Prometheus:
         from prometheus_client.core import GaugeMetricFamily
 
         row = self.row
-        for name in row.keys() - {"rank"}:
+        for name in numbers(row).keys() - {"rank"}:
             words = f"{name} of the latest step"
-            gauge = GaugeMetricFamily(f"labkit_{name}", words, labels=["rank"])
+            known = re.sub(r"\W", "_", name, flags=re.ASCII)
+            gauge = GaugeMetricFamily(f"labkit_{known}", words, labels=["rank"])
             gauge.add_metric([str(row["rank"])], row[name])
             yield gauge
 

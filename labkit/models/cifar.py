@@ -26,7 +26,6 @@ from tqdm.auto import tqdm
 from labkit.models.digits import digits
 from labkit.models.images import Images
 from labkit.models.names import known
-from labkit.parts.own_files import lock_file, new_file
 
 URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 MD5 = "c32a1d4ab5d03f1284b67883e8d87530"  # published with it: finds damage, https proves the source
@@ -84,7 +83,7 @@ def cifar10(root=None, download=False, split="train"):
 @contextlib.contextmanager
 def one_at_a_time(folder):
     """Lets one process of this machine through; the lock ends with it, however it ends."""
-    with lock_file(folder / ".lock") as file:
+    with open(folder / ".lock", "ab") as file:  # nothing in it is changed, whatever it is
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -94,7 +93,8 @@ def whole_or_nothing(path):
     """A file that is named `path` when the block ends well, and removed when it does not."""
     partial = path.with_name(path.name + ".part")
     try:
-        with new_file(partial) as file:
+        partial.unlink(missing_ok=True)
+        with open(partial, "xb") as file:  # exclusive: a new file, and no link leads elsewhere
             yield file
             file.flush()
             os.fsync(file.fileno())

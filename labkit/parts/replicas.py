@@ -89,6 +89,10 @@ class Replicas:
                     "after DDP was constructed: set requires_grad first, then construct DDP"
                 )
 
+    def frozen(self):
+        """Whether all that was trainable is frozen now."""
+        return not any(p.requires_grad for _, p, trainable in self._trainable if trainable)
+
     def become(self, src):
         """Take all values of rank src of the group. Collective."""
         broadcast_tensors([t for _, t in self.parameters() + self.buffers()], src, self.group)

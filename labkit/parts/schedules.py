@@ -22,9 +22,10 @@ stands still, for F = B = W = 1:
 dual_pipe has the model twice, as two chains: stages p to 2p-1 are copies of stages 0 to p-1, and a
 micro-batch goes through one chain or the other. Its actions tell which: routes().
 
-Huang et al., GPipe, NeurIPS 2019; Narayanan et al., PipeDream, SOSP 2019, and Efficient Large-Scale
-Language Model Training, SC 2021, section 2.2; Qi et al., Zero Bubble Pipeline Parallelism, ICLR
-2024, sections 2 (ZB-H1) and 6 (ZB-V); DeepSeek-AI, DeepSeek-V3 Technical Report, 2024, section
+Huang et al., GPipe, NeurIPS 2019; Narayanan et al., PipeDream, SOSP 2019, Memory-Efficient
+Pipeline-Parallel DNN Training, ICML 2021 (1F1B with a flush), and Efficient Large-Scale Language
+Model Training, SC 2021, section 2.2; Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024,
+sections 2 (ZB-H1) and 6 (ZB-V); DeepSeek-AI, DeepSeek-V3 Technical Report, 2024, section
 3.2.1, figure 5 and table 2 (DualPipe).
 """
 

@@ -13,6 +13,8 @@ Hooks on tensors, as a module's own backward hooks forbid to change its outputs 
 tensor in a container. Zhao et al., PyTorch FSDP, VLDB 2023, section 4.3.
 """
 
+from functools import partial
+
 import torch
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_map_only
@@ -106,6 +108,20 @@ class Unit:
 
     def _piece_versions(self):
         return [piece._version for flat in self.flats for piece in flat.pieces]
+
+    def watch_modules(self):
+        """Its modules are called inside its own forward only: elsewhere they hold 1-D pieces."""
+
+        def check(module, args, name):
+            if self.flats and not self.flats[0].whole:
+                raise RuntimeError(
+                    f"{name!r} was called outside the forward of {self}, where its parameters are "
+                    "shards: call the FSDP module itself, and what else it does from its forward"
+                )
+
+        for name, module in self.modules.items():
+            if module is not self.module and module._parameters:
+                module.register_forward_pre_hook(partial(check, name=name))
 
     # ---- what it owns
 

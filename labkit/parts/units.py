@@ -10,6 +10,7 @@ Large units make few messages and need much memory at once: gathered are, at the
 two units. Zhao et al., PyTorch FSDP, VLDB 2023, section 3.2.1.
 """
 
+import os
 from contextlib import nullcontext
 from zlib import crc32
 
@@ -68,6 +69,32 @@ def _check_ties(units):
                     "choose units so that one contains both, or leave both to the root"
                 )
             owners[p] = places[0][0], unit
+
+
+def read_elsewhere(error, units):
+    """What to say where a forward has read a parameter of a unit that it does not call, or None.
+
+    The parameter is a 1-D piece then, and some operation has no use for it: it is found among the
+    names of the functions through which the error has come.
+    """
+    pieces = {
+        p: f"{name}.{attribute}".removeprefix(".")
+        for unit in units
+        for name, module in unit.modules.items()
+        for attribute, p in module._parameters.items()
+        if p is not None and hasattr(p, "is_piece")
+    }
+    step = error.__traceback__
+    while step is not None:
+        ours = step.tb_frame.f_code.co_filename.startswith(os.path.dirname(__file__))
+        for value in () if ours else step.tb_frame.f_locals.values():
+            if isinstance(value, torch.nn.Parameter) and value in pieces:
+                return (
+                    f"{pieces[value]!r} was read outside the forward of its unit, where it is a "
+                    "shard: choose units that contain whatever reads it, as unit=(Block,)"
+                )
+        step = step.tb_next
+    return None
 
 
 # ---- policies: functions module -> bool

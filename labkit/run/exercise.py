@@ -6,9 +6,8 @@ check(average, is_average, nproc=2)                 "not solved yet", "solved", 
 """
 
 import ast
-import inspect
-import textwrap
 
+from labkit.run.job import source_of
 from labkit.run.launch import LaunchError, launch
 
 
@@ -18,7 +17,7 @@ def check(solution, checker, nproc=2, **options):
     Both are functions of the notebook; their sources travel, and see rank, world_size, device,
     torch, dist and comm. options: those of launch.
     """
-    sources = [textwrap.dedent(inspect.getsource(function)) for function in (solution, checker)]
+    sources = [source_of(function) for function in (solution, checker)]
     if is_stub(sources[0]):
         print(f"{solution.__name__}: not solved yet")
         return False

@@ -9,6 +9,7 @@ Whatever cannot be is told here, in one line, before a process is started.
 """
 
 import inspect
+import json
 import re
 import textwrap
 from dataclasses import asdict
@@ -31,13 +32,13 @@ def describe_nodes(nodes, mbit, ms, mtu):
 
 def describe_target(target, parameters):
     """The job's kind, target and parameters, as JSON can carry them."""
-    job = {"parameters": parameters}
-    if callable(target):
+    job = {"parameters": check_parameters(parameters)}
+    if not isinstance(target, str):
+        source = source_of(target)
         if "<lambda>" in target.__qualname__ or target.__closure__:
             raise ValueError(
                 "a lambda or closure cannot travel to other processes: pass a plain function"
             )
-        source = textwrap.dedent(inspect.getsource(target))
         return job | {"kind": "source", "target": source, "name": target.__name__}
     if "\n" not in target and target.endswith(".py"):
         path = Path(target).resolve()
@@ -49,6 +50,34 @@ def describe_target(target, parameters):
     if kind == "cell":
         compile(target, "<cell>", "exec")
     return job | {"kind": kind, "target": target}
+
+
+def source_of(function):
+    """The text of a plain function. ValueError for anything else."""
+    if not inspect.isfunction(function):
+        raise ValueError(
+            f"cannot run an object of type {type(function).__name__} on ranks: pass a plain "
+            "function, whose source travels, a cell's source, or a script's path as text"
+        )
+    try:
+        return textwrap.dedent(inspect.getsource(function))
+    except OSError:
+        raise ValueError(
+            f"the source of {function.__name__}() is not known: define it in a file or a cell"
+        ) from None
+
+
+def check_parameters(parameters):
+    """The same; ValueError names one that JSON cannot carry."""
+    for name, value in parameters.items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError):
+            raise ValueError(
+                f"parameter {name} is of type {type(value).__name__}: pass numbers, strings, lists "
+                f"and dicts of these, such as {name}.tolist(), or the path of a file"
+            ) from None
+    return parameters
 
 
 def choose_device(device, nproc):

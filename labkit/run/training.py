@@ -83,10 +83,10 @@ def train(context, experiment, options, log, sinks, preemption, watchdog):
     with participant.monitor(sinks, peak) as monitor:
         stop = False
         while run.step < experiment.steps and not stop:
-            run.loss, stop = step(monitor, run.step + 1, participant, preemption)
+            run.loss, run.norm, stop = step(monitor, run.step + 1, participant, preemption)
             run.step += 1
             last = run.step == experiment.steps
-            told = {"step": run.step, "loss": run.loss} | pace.after(run.step, trainer)
+            told = run.told() | pace.after(run.step)
             bar.set_postfix_str(pace.words(told), refresh=False)
             bar.update()
             if not last:
@@ -111,14 +111,13 @@ def train(context, experiment, options, log, sinks, preemption, watchdog):
             return f"stopped after step {run.step} ({why}); nothing was saved: --checkpoint-dir"
         return f"stopped after step {run.step} ({why}); the same command goes on from there"
     digest = weights_sha256(trainer.model)
-    told = {"step": run.step, "loss": run.loss} | pace.now(run.step, trainer)
-    log.write(**told, weights_sha256=digest)
+    log.write(**run.told(), **pace.now(run.step), weights_sha256=digest)
     return f"done: {run.step} steps, loss {run.loss:.4f}, weights {digest[:16]}"
 
 
 def step(monitor, number, participant, preemption):
-    """One step; returns the ranks' mean loss, and whether any of them was told to stop."""
-    trainer = participant.trainer
+    """One step: (the ranks' mean loss, the gradients' norm, was any of them told to stop)."""
+    trainer, norm = participant.trainer, None
     with monitor.step(number) as row:
         row["lr"] = trainer.optimizer.param_groups[0]["lr"]  # a schedule changes it afterwards
         if trainer.scaler.is_enabled():
@@ -128,8 +127,8 @@ def step(monitor, number, participant, preemption):
         loss, stop = mean_and_wish(trainer.train_step(*batch), preemption.told)
         row["loss"] = loss.item()
         if trainer.gradient_norm is not None:
-            row["gradient_norm"] = trainer.gradient_norm.item()
-    return row["loss"], stop
+            row["gradient_norm"] = norm = trainer.gradient_norm.item()
+    return row["loss"], norm, stop
 
 
 def save(checkpoints, step, state, rank):
@@ -193,19 +192,18 @@ class Pace:
         self.of_a_step, self.steps = e.batch_size * tokens, e.steps
         self.times = deque([time.monotonic()], RECENT)
 
-    def after(self, step, trainer):
+    def after(self, step):
         """What is told of a step that has just ended."""
         self.times.append(time.monotonic())
-        return self.now(step, trainer)
+        return self.now(step)
 
-    def now(self, step, trainer):
-        norm = trainer.gradient_norm
-        told = {} if norm is None else {"gradient_norm": norm.item()}
+    def now(self, step):
+        """{} where no step has been taken yet."""
         seconds = (self.times[-1] - self.times[0]) / max(len(self.times) - 1, 1)
-        if seconds:
-            told[f"{self.unit}_per_s"] = round(self.of_a_step / seconds, 1)
-            told["eta_s"] = round((self.steps - step) * seconds, 1)
-        return told
+        if not seconds:
+            return {}
+        pace, left = self.of_a_step / seconds, (self.steps - step) * seconds
+        return {f"{self.unit}_per_s": round(pace, 1), "eta_s": round(left, 1)}
 
     def words(self, told):
         names = {"loss": "loss {:.4f}", "gradient_norm": "norm {:.3g}"}
@@ -221,12 +219,17 @@ class Run:
 
     def __init__(self, experiment, clip, changed):
         self.now, self.changed, self.was = experiment.to_dict() | {"clip": clip}, changed, {}
-        self.step, self.loss = 0, float("nan")
+        self.step, self.loss, self.norm = 0, nan, None
 
     def state_dict(self):
         cosine = self.now["schedule"] == "cosine"  # which ends at the last step
         fields = {name: self.now[name] for name in (*SAME, *["steps"] * cosine)}
-        return {"step": self.step, "loss": self.loss, "fields": fields}
+        return {"step": self.step, "loss": self.loss, "norm": self.norm, "fields": fields}
+
+    def told(self):
+        """What the log says of the last step, the same in every run."""
+        norm = {} if self.norm is None else {"gradient_norm": self.norm}
+        return {"step": self.step, "loss": self.loss} | norm
 
     def problems(self, state):
         return [
@@ -260,6 +263,7 @@ class Run:
 
     def load_state_dict(self, state):
         self.step, self.loss, self.was = state["step"], state["loss"], state["fields"]
+        self.norm = state.get("norm")
 
 
 def weights_sha256(model):

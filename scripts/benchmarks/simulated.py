@@ -53,7 +53,7 @@ def stepper(form, block_ms, device, group=None):
         if form == "FSDP":
             model = FSDP(module, unit=nn.Linear, process_group=group)
         else:
-            model = DDP(module, group, bucket_cap_mb=size_mb if "block" in form else 25)
+            model = DDP(module, process_group=group, bucket_cap_mb=size_mb if "block" in form else 25)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
     def step():
