@@ -18,7 +18,7 @@ FlashAttention, NeurIPS 2022, section 3.1; Dao, FlashAttention-2, ICLR 2024, sec
 import torch
 from torch.autograd.function import once_differentiable
 
-from labkit.parts.tiles import TILE, Tiles, by_key_head
+from labkit.parts.tiles import TILE, Tiles, by_key_head, checked_key_mask
 
 
 def attend_in_tiles(query, key, value, tile):
@@ -38,18 +38,37 @@ def attend_in_tiles(query, key, value, tile):
     return output / total
 
 
-def flash_attention(query, key, value, dropout_p=0.0, is_causal=False, scale=None, tile=TILE):
-    """Like F.scaled_dot_product_attention without a mask of one's own.
+def flash_attention(
+    query,
+    key,
+    value,
+    dropout_p=0.0,
+    is_causal=False,
+    scale=None,
+    tile=TILE,
+    window=None,
+    key_mask=None,
+):
+    """Like F.scaled_dot_product_attention without an arbitrary attn_mask.
 
     query: [..., H, T, d]; key, value: [..., G, S, d]: each key head serves H / G query heads.
     Returns [..., H, T, d]. is_causal: query t sees keys 0 to t. tile: memory grows with it, time
     falls. Low precisions are multiplied and summed up in fp32. Autocast decides as for PyTorch's.
-    Raises ValueError for shapes and dtypes that do not fit.
+    window: with is_causal, query t sees only keys t - window + 1 to t (sliding_window of Mistral,
+    arXiv:2310.06825, section 2; flash-attn's window_size = (window - 1, 0)). Tiles outside are not
+    computed: about T (window + tile) scores a head instead of T^2 / 2.
+    key_mask: [..., S] bool, True for a real token (nn.MultiheadAttention's key_padding_mask has
+    True for padding). Padding is hidden, not skipped. A query that sees no key has an output of 0
+    and adds 0 to every gradient.
+    Not done: windows on both sides of the query, masks by query, packed sequences (varlen).
+    Raises ValueError for shapes, dtypes and windows that do not fit.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
+    by_head = by_key_head(query, key, value)
+    mask = checked_key_mask(key_mask, key)
     seed = torch.randint(2**31, ()).item() if dropout_p else 0
-    tiles = Tiles(is_causal, scale, tile, dropout_p, seed)
-    return FlashAttention.apply(*by_key_head(query, key, value), tiles).flatten(-4, -3)
+    tiles = Tiles(is_causal, scale, tile, dropout_p, seed, window=window, key_mask=mask)
+    return FlashAttention.apply(*by_head, tiles).flatten(-4, -3)
 
 
 class FlashAttention(torch.autograd.Function):

@@ -21,7 +21,7 @@ rename, fsync).
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -144,18 +144,27 @@ class Checkpoints:
         """
         self.wait()
         plain, held = {}, {}
-        try:
+        with self._one_for_all(step):
             metrics = {name: float(value) for name, value in metrics.items()}
-            for name, holder in holders(state).items():
+            parts = holders(state)
+        for name, holder in parts.items():
+            with self._one_for_all(step):  # each: the next one may need all ranks
                 pieces, plain[name] = holder.take()
                 for key, piece in pieces.items():
                     copy = self._copy(f"{name}:{key}", piece.values)
                     held[f"{name}:{key}"] = piece._replace(values=copy)
+        self._under_way = self._thread.submit(self._write, step, held, plain, metrics)
+
+    @contextmanager
+    def _one_for_all(self, step):
+        """What goes wrong inside is raised here as it is, and on other ranks as CheckpointError."""
+        try:
+            yield
         except Exception as error:
-            with suppress(CheckpointError):  # the others are about to write, and are told
+            with suppress(CheckpointError):
                 self.together.agree(f"step {step} was not saved: rank {self.rank}: {error}")
             raise
-        self._under_way = self._thread.submit(self._write, step, held, plain, metrics)
+        self.together.agree("")
 
     def wait(self):
         """Until what save() began has ended. Raises CheckpointError where it has failed."""
@@ -237,11 +246,12 @@ class Checkpoints:
 
     def _give(self, state, step, found):
         with Reader(self.store, folder_of(step), found, self.rank, self.n) as reader:
-            parts = [(name, holder, reader.of(name)) for name, holder in holders(state).items()]
-            problems = [f"{name!r} is not in it" for name, _, saved in parts if not saved.there]
-            for name, holder, saved in parts:
-                if saved.there:
-                    problems += [f"{name}: {problem}" for problem in holder.problems(saved)]
+            with self.together.agreed(f"the checkpoint of step {step} was not loaded"):
+                parts = [(name, holder, reader.of(name)) for name, holder in holders(state).items()]
+                problems = [f"{name!r} is not in it" for name, _, saved in parts if not saved.there]
+                for name, holder, saved in parts:
+                    if saved.there:
+                        problems += [f"{name}: {problem}" for problem in holder.problems(saved)]
             words = f"the checkpoint of step {step} is of another run: {'; '.join(problems)}"
             self.together.agree(words if problems else "")
             with self.together.agreed(f"the checkpoint of step {step} was not loaded"):

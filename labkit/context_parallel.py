@@ -28,7 +28,7 @@ from torch.nn import functional as F
 
 from labkit import comm
 from labkit.parts.draws import apart
-from labkit.parts.tiles import TILE, Tiles, by_key_head
+from labkit.parts.tiles import TILE, Tiles, by_key_head, checked_key_mask
 
 
 def ring_forward(query, key, value, tiles, group=None):
@@ -75,26 +75,49 @@ def zig_zag(rank, n):
     return rank, 2 * n - 1 - rank
 
 
+def gather_key_masks(key_mask, group=None):
+    """The key masks of all ranks: [..., T/n] -> [n, ..., T/n], bool. Collective."""
+    masks = key_mask.new_empty((dist.get_world_size(group), *key_mask.shape), dtype=torch.uint8)
+    comm.all_gather(masks, key_mask.to(torch.uint8), group)
+    return masks.bool()
+
+
 def ring_attention(
-    query, key, value, group=None, dropout_p=0.0, is_causal=False, scale=None, tile=TILE
+    query,
+    key,
+    value,
+    group=None,
+    dropout_p=0.0,
+    is_causal=False,
+    scale=None,
+    tile=TILE,
+    window=None,
+    key_mask=None,
 ):
     """Attention of this rank's queries over all keys, which go round. Collective.
 
     query: [B, H, T/n, d]; key, value: [B, G, T/n, d], at places(T); returns query's shape. Dropout
     draws what flash_attention draws for the whole, where the tile divides T/2n; its seed is rank
-    0's. Raises ValueError where shapes do not fit, or a rank has an odd number of tokens.
+    0's.
+    window, key_mask: as in flash_attention. The key_mask is this rank's, [B, T/n] at places(T), on
+    all ranks or on none; one all-gather sends B T bytes. Chunks outside the window are not
+    computed, but all keys still go round: in zig-zag the chunk before is on the rank before or on
+    the rank after. Not done: Striped Attention's order, a ring inside an all-to-all.
+    Raises ValueError where shapes do not fit, or a rank has an odd number of tokens.
     """
     if not query.shape[-2:] == key.shape[-2:] == value.shape[-2:]:
         shapes = ", ".join(str(list(one.shape)) for one in (query, key, value))
         raise ValueError(f"a ring takes tensors of one length and width, not {shapes}")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
+    by_head = by_key_head(query, key, value)
+    mask = checked_key_mask(key_mask, key)
     seed = 0
     if dropout_p:
         drawn = torch.randint(2**31, (1,))
         comm.broadcast(drawn, 0, group)
         seed = drawn.item()
-    tiles = Tiles(is_causal, scale, tile, dropout_p, seed)
-    return RingAttention.apply(*by_key_head(query, key, value), tiles, group).flatten(-4, -3)
+    tiles = Tiles(is_causal, scale, tile, dropout_p, seed, window=window, key_mask=mask)
+    return RingAttention.apply(*by_head, tiles, group).flatten(-4, -3)
 
 
 class RingAttention(torch.autograd.Function):
@@ -143,6 +166,8 @@ class Ring:
         self.half, self.tiles, self.group = length // 2, tiles, group
         if length % 2:
             raise ValueError(f"this rank has {length} tokens: of two chunks, so an even number")
+        masked = tiles.key_mask is not None
+        self.masks = gather_key_masks(tiles.key_mask, group) if masked else [None] * self.n
 
     def pass_round(self, pair):
         """(whose they are, keys and values), n times; while they are used the next are coming."""
@@ -179,28 +204,37 @@ class Ring:
     def seen(self, source):
         """(queries, keys, how their tiles lie), of this rank's chunks and the source's."""
         halves = slice(0, self.half), slice(self.half, 2 * self.half)
-        keys_of = zig_zag(source, self.n)
+        keys_of, mask = zig_zag(source, self.n), self.masks[source]
         for rows, query_chunk in zip(halves, zig_zag(self.rank, self.n), strict=True):
             for columns, key_chunk in zip(halves, keys_of, strict=True):
-                if key_chunk <= query_chunk or not self.tiles.causal:
-                    at = {
-                        "first_query": query_chunk * self.half,
-                        "first_key": key_chunk * self.half,
-                    }
-                    yield rows, columns, replace(self.tiles, **at)
+                part = replace(
+                    self.tiles,
+                    first_query=query_chunk * self.half,
+                    first_key=key_chunk * self.half,
+                    key_mask=None if mask is None else mask[..., columns],
+                )
+                if part.seen(slice(0, self.half), self.half):
+                    yield rows, columns, part
 
 
 def ulysses_attention(
-    query, key, value, group=None, attend=F.scaled_dot_product_attention, **options
+    query, key, value, group=None, attend=F.scaled_dot_product_attention, key_mask=None, **options
 ):
     """Attention over all tokens for 1/n of the heads, between two all-to-alls. Collective.
 
     query: [B, H, T/n, d]; key, value: [B, G, T/n, d], at places(T); returns query's shape.
     attend: any attention, function (query, key, value, **options) of tokens in their order; with
     dropout_p in options each rank draws its own, for its heads.
-    Raises ValueError where the ranks do not divide the heads.
+    key_mask: [B, T/n] bool at places(T), True for a real token, on all ranks or on none; attend
+    gets key_mask=[B, T] after an all-gather of B T bytes. A window is one of the options. Both need
+    an attend that takes them, as labkit.attention.flash_attention does.
+    Raises ValueError where the ranks do not divide the heads, or attend takes no window or mask.
     """
     n = dist.get_world_size(group)
+    masked = key_mask is not None
+    if attend is F.scaled_dot_product_attention and (masked or "window" in options):
+        raise ValueError("SDPA takes no window and no key_mask: pass attend=flash_attention")
+    mask = checked_key_mask(key_mask, key)
     for heads in (query.shape[-3], key.shape[-3]):
         if heads % n:
             raise ValueError(f"{n} ranks cannot share {heads} heads: {heads} is no multiple of {n}")
@@ -209,6 +243,9 @@ def ulysses_attention(
     order = torch.cat([torch.arange(length)[chunk] for share in shares for chunk in share])
     by_head = [Exchange.apply(one, -3, -2, group) for one in (query, key, value)]
     in_order = [one[..., order.argsort(), :] for one in by_head]  # [B, H/n, T, d]
+    if masked:
+        masks = gather_key_masks(mask, group)
+        options["key_mask"] = torch.cat(tuple(masks), -1)[..., order.argsort()]  # [B, T]
     dropped = n > 1 and options.get("dropout_p")
     with apart(dist.get_rank(group), query.device) if dropped else nullcontext():
         output = attend(*in_order, **options)

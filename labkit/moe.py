@@ -131,6 +131,12 @@ class MoE(nn.Module):
         for number in [number for number in self.experts if int(number) not in own]:
             del self.experts[number]
 
+    def names_elsewhere(self):
+        """Names, in its state dict, of the experts that other ranks have."""
+        one = next(iter(self.experts.values()))
+        others = [i for i in range(len(self.bias)) if str(i) not in self.experts]
+        return [f"experts.{i}.{name}" for i in others for name in one.state_dict()]
+
     def forward(self, x):
         rows = x.reshape(-1, x.shape[-1])
         likely, weights, chosen = self.route(rows)
@@ -175,9 +181,10 @@ class MoE(nn.Module):
         self.load = told[:, E:-1].sum(0)
         self.dropped = self.load - told[:, :E].sum(0)
         if self.balance == "loss":  # 1 where all are chosen alike, E where one is
-            share = self.load / self.load.sum().clamp(min=1)
+            load = self.load.to(likely.dtype)  # integers divide in fp32, whatever the model is in
+            share = load / load.sum().clamp(min=1)
             part = likely.sum(0) / max(1, len(likely))
-            self.balance_loss = E * (share.to(part.dtype) * part).sum()
+            self.balance_loss = E * (share * part).sum()
         return told[self.near, :E]
 
     def gather(self, counts):
@@ -212,7 +219,8 @@ class MoE(nn.Module):
     def rebalance(self, rate=1e-3):
         """After a step: experts that were chosen less than the mean are chosen more readily."""
         if self.load is not None:
-            self.bias += rate * torch.sign(self.load.float().mean() - self.load)
+            above = self.load * len(self.load) - self.load.sum()  # fp32 is exact to 2^24 rows only
+            self.bias -= rate * torch.sign(above)
 
 
 def mixtures(module):

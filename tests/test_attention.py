@@ -1,5 +1,7 @@
 """Attention tile by tile against PyTorch's own: outputs, gradients, dropout's masks, and memory that grows with T."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -49,6 +51,82 @@ def test_it_is_torchs_with_its_gradients(shape, is_causal, tile):
     tensors = inputs(*shape)
     ours = with_gradients(lambda *these: flash_attention(*these, is_causal=is_causal, tile=tile), tensors)
     assert furthest(ours, with_gradients(torch_attention(is_causal), tensors)) < 1e-13
+
+
+def allowed(T, S, is_causal=False, window=None, key_mask=None):
+    """Which key each query sees: [T, S] or [B, 1, T, S]; the definition, pair by pair."""
+    seen = torch.ones(T, S, dtype=torch.bool)
+    for query in range(T):
+        for key in range(S):
+            if is_causal:
+                seen[query, key] = query - (window or T) < key <= query
+    return seen if key_mask is None else seen & key_mask[..., None, None, :]
+
+
+def masked_attention(*these, **options):
+    """PyTorch's, given what each query sees."""
+    seen = allowed(these[0].shape[-2], these[1].shape[-2], **options)
+    return F.scaled_dot_product_attention(*these, attn_mask=seen, enable_gqa=True)
+
+
+@pytest.mark.parametrize("tile", [1, 3, TILE, 100])
+@pytest.mark.parametrize("window", [1, 2, 5, 100])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_window_is_a_mask(shape, window, tile):
+    tensors, options = inputs(*shape), {"is_causal": True, "window": window}
+    ours = with_gradients(lambda *these: flash_attention(*these, tile=tile, **options), tensors)
+    assert furthest(ours, with_gradients(partial(masked_attention, **options), tensors)) < 1e-13
+
+
+KEY_MASKS = {
+    "right": [[1, 1, 1, 1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 1, 1, 1, 1, 1]],
+    "left": [[0, 0, 0, 0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1, 1, 1, 1]],
+    "nothing is real": [[0] * 9, [0, 1, 0, 1, 1, 0, 0, 1, 0]],
+}
+
+
+@pytest.mark.parametrize("tile", [1, 3, TILE, 100])
+@pytest.mark.parametrize("seen", [{}, {"is_causal": True}, {"is_causal": True, "window": 3}], ids=str)
+@pytest.mark.parametrize("padding", KEY_MASKS)
+def test_padding_is_a_mask_and_who_sees_no_key_gets_zeros(padding, seen, tile):
+    tensors = inputs(9, 9, 4, 2)
+    options = seen | {"key_mask": torch.tensor(KEY_MASKS[padding], dtype=torch.bool)}
+    ours = with_gradients(lambda *these: flash_attention(*these, tile=tile, **options), tensors)
+    theirs = with_gradients(partial(masked_attention, **options), tensors)
+    sees_none = ~allowed(9, 9, **options).any(-1, keepdim=True)
+    for row in (ours[0], ours[1]):  # output, and the query's gradient
+        assert not (row * sees_none).any() and row.isfinite().all()
+    assert furthest(ours, theirs) < 1e-13
+
+
+def test_padding_of_low_precision_and_without_a_batch():
+    tensors = inputs(6, 6, 2, 2, batch=(), dtype=torch.float16)
+    mask = torch.tensor([0, 0, 1, 1, 0, 1], dtype=torch.bool)
+    options = {"is_causal": True, "key_mask": mask}
+    ours = with_gradients(lambda *these: flash_attention(*these, tile=2, **options), tensors)
+    seen = allowed(6, 6, **options)[0]
+    exact = [one.detach().double().requires_grad_() for one in tensors]
+    oracle = with_gradients(lambda *these: F.scaled_dot_product_attention(*these, attn_mask=seen), exact)
+    assert furthest(ours, oracle) < 32 * torch.finfo(torch.float16).eps
+
+
+def test_a_mask_that_changes_after_forward():
+    tensors, mask = inputs(6, 6, 2, 2), torch.tensor([[1, 1, 0, 1, 1, 0]] * 2, dtype=torch.bool)
+    expected = torch.autograd.grad(flash_attention(*tensors, key_mask=mask).sum(), tensors)
+    output = flash_attention(*tensors, key_mask=mask)
+    mask.fill_(True)
+    assert furthest(torch.autograd.grad(output.sum(), tensors), expected) == 0
+
+
+@pytest.mark.parametrize("options", [{"window": 3}, {"key_mask": torch.eye(8).bool()[:2]}], ids=["window", "mask"])
+def test_dropout_under_a_mask_has_the_same_mask_in_backward(options):
+    tensors = inputs(8, 8, 2, 1)
+
+    def dropped(*these):
+        torch.manual_seed(3)
+        return flash_attention(*these, dropout_p=0.4, is_causal=True, tile=TILE, **options)
+
+    assert torch.autograd.gradcheck(dropped, tensors, fast_mode=True)
 
 
 def test_with_a_scale_and_without_a_batch():
@@ -172,9 +250,9 @@ def test_causal_makes_half_of_the_tiles():
             return super().scores(*these)
 
     query = torch.ones(1, 16, 4)
-    for causal, count in ((False, 16), (True, 10)):
+    for causal, window, count in ((False, None, 16), (True, None, 10), (True, 1, 4), (True, 5, 7), (True, 6, 9)):
         made.clear()
-        Counting(causal, 1.0, 4).forward(query, query, query)
+        Counting(causal, 1.0, 4, window=window).forward(query, query, query)
         assert len(made) == count
 
 
@@ -200,5 +278,14 @@ def test_what_cannot_be():
     for p in (-1.0, 1.5, float("nan")):
         with pytest.raises(ValueError, match=rf"dropout_p is a probability, not {p}"):
             flash_attention(query, key, value, dropout_p=p)
+    for window in (0, -2):
+        with pytest.raises(ValueError, match=f"window={window} must be at least 1 key; None sees all"):
+            flash_attention(query, key, value, is_causal=True, window=window)
+    with pytest.raises(ValueError, match="window=2 needs is_causal=True: it ends at the query"):
+        flash_attention(query, key, value, window=2)
+    with pytest.raises(ValueError, match=r"key_mask is torch.int64: pass torch.bool, True for a real token"):
+        flash_attention(query, key, value, key_mask=torch.ones(2, 3, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"key_mask has the shape \[3, 3\], not \[2, 3\]"):
+        flash_attention(query, key, value, key_mask=torch.ones(3, 3, dtype=torch.bool))
     with pytest.raises(ValueError, match=r"query, key and value have the dtypes .*, and not one"):
         flash_attention(query, key.float(), value)

@@ -23,6 +23,7 @@ from labkit.ddp import DDP
 from labkit.fsdp import FSDP
 from labkit.local_sgd import DiLoCo, LocalSGD
 from labkit.mesh import Mesh
+from labkit.moe import MoE
 from labkit.parts import manifest
 from labkit.parts.master_weights import MasterWeights
 from labkit.parts.random_state import RandomState
@@ -324,6 +325,21 @@ def one_fails(rank, world_size, folder):
     checkpoints.close()
 
 
+def fails_first(rank, world_size, folder):
+    """Its state comes before a model whose columns all ranks put together."""
+    checkpoints = Checkpoints(folder)
+    expected, words = (RuntimeError, "no state today") if rank else (CheckpointError, "rank 1: no state today")
+    with pytest.raises(expected, match=words):
+        checkpoints.save(2, {"held": Held({}, bad=rank == 1), "model": split(Pair())})
+    checkpoints.save(3, {"model": split(Pair())})
+    assert checkpoints.steps() == [3]
+    checkpoints.close()
+
+
+def test_a_rank_that_fails_leaves_nobody_waiting_in_what_comes_next(ranks, tmp_path):
+    ranks(2, fails_first, folder=str(tmp_path))
+
+
 def test_a_state_that_one_rank_cannot_give_is_told_to_all(ranks, tmp_path):
     ranks(2, one_fails, folder=str(tmp_path))
 
@@ -451,6 +467,43 @@ def plain(name):
     return next(iter(plain_names({name: None})))
 
 
+def experts(group=None):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, 4), MoE(4, experts=4, expert=lambda: nn.Linear(4, 4), group=group)).double()
+
+
+def mixture(rank, world_size, folder, save):
+    model = experts(dist.group.WORLD)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    checkpoints = Checkpoints(folder)
+    if save:
+        model(torch.ones(6, WIDTH, dtype=torch.float64)).square().sum().backward()
+        optimizer.step()
+        checkpoints.save(1, {"model": model, "optimizer": optimizer})
+    else:
+        with torch.no_grad():
+            for p in model.parameters():
+                p.zero_()
+    assert checkpoints.load({"model": model, "optimizer": optimizer}) == 1
+    checkpoints.close()
+    names = {p: name for name, p in model.named_parameters()}
+    return model.state_dict(), {names[p]: state["exp_avg"] for p, state in optimizer.state.items()}
+
+
+def test_experts_that_ranks_share_out_are_saved_by_all_and_loaded_by_others(ranks, tmp_path):
+    saved, loaded = {}, {}
+    for found, save in ((saved, True), (loaded, False)):
+        for values, states in ranks(2 if save else 4, mixture, folder=str(tmp_path), save=save):
+            found |= values | {f"{name}/exp_avg": state for name, state in states.items()}
+    assert saved.keys() == loaded.keys() and len(experts().state_dict()) < len(saved)
+    assert all(torch.equal(saved[name], loaded[name]) for name in saved)
+    alone, checkpoints = experts(), Checkpoints(tmp_path)
+    optimizer = torch.optim.AdamW(alone.parameters())
+    assert checkpoints.load({"model": alone, "optimizer": optimizer}) == 1
+    assert all(torch.equal(value, saved[name]) for name, value in alone.state_dict().items())
+    checkpoints.close()
+
+
 def compiled_and_plain(rank, world_size, folder):
     """Names are the same with and without torch.compile, both ways."""
     one, two = Pair(), Pair()
@@ -507,9 +560,10 @@ def test_shapes_that_ranks_do_not_agree_on_are_refused_when_saving(ranks, tmp_pa
 
 
 def test_a_part_whose_rest_is_nowhere_is_refused_when_saving():
-    index = {"model:w": {"shape": [2, 3], "by_rank": False, "parts": [["rank-0.safetensors", 0, 4, None]]}}
-    with pytest.raises(ValueError, match="'model:w' has 6 elements, and the ranks gave 4 of them"):
-        manifest.check_whole(index)
+    file = {"name": "rank-0.safetensors", "bytes": 24, "sha256": ""}
+    parts = {"model:w": ["F32", [2, 3], 0, 4, None]}
+    with pytest.raises(ValueError, match="'model:w' has 6 elements, and its parts 4"):
+        manifest.merge([{"file": file, "parts": parts, "plain": {}}], step=1, world_size=1, metrics={})
 
 
 class Extra(nn.Linear):

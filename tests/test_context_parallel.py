@@ -5,7 +5,7 @@ from itertools import combinations
 
 import pytest
 import torch
-from test_attention import furthest
+from test_attention import allowed, furthest, masked_attention
 from torch.nn import functional as F
 
 from labkit import comm, models
@@ -51,6 +51,46 @@ def trained(rank, world_size, form, length, heads, key_heads=None, **options):
     output = oracle(*everything, **options, **({"enable_gqa": True} if key_heads else {}))
     theirs = [output.detach(), *torch.autograd.grad(output, everything, weights)]
     return furthest(ours, [one[..., held, :] for one in theirs])
+
+
+PADDING = {"none": [16, 16], "right": [16, 9], "left": [-16, -3], "one has no token": [0, 5]}
+
+
+def padded(length, padding):
+    """Bool [2, length]: of two sequences the first tokens are real, of a negative number the last."""
+    if padding == "none":
+        return None
+    at = torch.arange(length)
+    reals = [real * length // 16 for real in PADDING[padding]]
+    return torch.stack([at < real if real >= 0 else at >= length + real for real in reals])
+
+
+def masked(rank, world_size, form, length, window, padding, is_causal=True):
+    """How far this rank's part of output and gradients is; whether rows that see no key are zeros."""
+    *tensors, weights = whole(length, 4, key_heads=4 if "all" in form else 2)
+    held, mask = places(length), padded(length, padding)
+    options = {"is_causal": is_causal, "window": window}
+    mine = share(tensors, held)
+    output = FORMS[form](*mine, **options, key_mask=None if mask is None else mask[:, held])
+    ours = [output.detach(), *torch.autograd.grad(output, mine, weights[..., held, :])]
+    everything = [one.clone().requires_grad_() for one in tensors]
+    output = masked_attention(*everything, **options, key_mask=mask)
+    theirs = [output.detach(), *torch.autograd.grad(output, everything, weights)]
+    sees_none = ~allowed(length, length, **options, key_mask=mask).any(-1, keepdim=True)
+    empty = [one * sees_none[..., held, :] for one in ours[:2]]  # output, and the query's gradient
+    return furthest(ours, [one[..., held, :] for one in theirs]), any(one.any() for one in empty)
+
+
+@pytest.mark.parametrize("padding", PADDING)
+@pytest.mark.parametrize("form", ["ring", "all-to-all, tiles"])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_windows_and_padding_are_masks_of_one_process(ranks, world_size, form, padding):
+    given = {"form": form, "length": 8 * world_size, "padding": padding}
+    for window in (None, 1, 3, 4, 9):
+        found = ranks(world_size, masked, window=window, **given)
+        assert all(gap < 1e-13 and not other_than_zero for gap, other_than_zero in found)
+    found = ranks(world_size, masked, window=None, is_causal=False, **given)
+    assert all(gap < 1e-13 and not other_than_zero for gap, other_than_zero in found)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -142,14 +182,32 @@ def test_bytes_are_the_formulas(ranks):
                 assert found == times * size
 
 
-def work(rank, world_size):
+def sent_with(rank, world_size, form, options, masked):
+    *tensors, _ = whole(8 * world_size, world_size)
+    held = places(8 * world_size)
+    mask = {"key_mask": torch.ones(2, len(held), dtype=torch.bool)} if masked else {}
+    with comm.record() as events:
+        FORMS[form](*share(tensors, held), **options, **mask).sum().backward()
+    return sum(event.sent_bytes for event in events)
+
+
+@pytest.mark.parametrize("form", ["ring", "all-to-all, tiles"])
+def test_a_window_sends_as_much_and_a_mask_a_byte_a_token(ranks, form):
+    plain = ranks(2, sent_with, form=form, options={"is_causal": True}, masked=False)
+    options = {"is_causal": True, "window": 2}
+    assert ranks(2, sent_with, form=form, options=options, masked=False) == plain
+    masked = ranks(2, sent_with, form=form, options=options, masked=True)
+    assert masked == [of + 2 * 8 for of in plain]  # 2 sequences of 8 tokens, to one other rank
+
+
+def work(rank, world_size, window=None):
     """How many tiles each rank makes."""
     made = []
     real = Tiles.scores
     Tiles.scores = lambda *these: made.append(1) or real(*these)
     try:
         *tensors, _ = whole(8 * world_size, 1)
-        ring_attention(*share(tensors, places(8 * world_size)), is_causal=True, tile=1)
+        ring_attention(*share(tensors, places(8 * world_size)), is_causal=True, tile=1, window=window)
     finally:
         Tiles.scores = real
     return len(made)
@@ -158,6 +216,12 @@ def work(rank, world_size):
 def test_zig_zag_gives_all_ranks_the_same_work(ranks):
     made = ranks(3, work)
     assert made == [24 * 25 // 2 // 3] * 3
+
+
+def test_keys_outside_the_window_are_not_computed(ranks):
+    made = ranks(3, work, window=5)
+    assert sum(made) == 24 * 5 - 4 * 5 // 2  # the first four tokens see fewer than five
+    assert made[1:] == [8 * 5] * 2
 
 
 def memory(rank, world_size, own):
@@ -217,6 +281,11 @@ def wrong(rank, world_size, case):
             places(2 * world_size + 1)
         elif case == "heads":
             ulysses_attention(zeros, zeros, zeros)
+        elif case == "window":
+            even = zeros[:, :2]
+            ulysses_attention(even, even, even, window=2, is_causal=True)
+        elif case == "mask":
+            ring_attention(zeros, zeros, zeros, key_mask=torch.ones(1, 8, dtype=torch.bool))
         elif case == "odd":
             ring_attention(*[zeros[..., :3, :]] * 3)
         else:
@@ -231,6 +300,8 @@ def wrong(rank, world_size, case):
         ("length", "5 tokens have no 4 equal chunks: two for each of 2 ranks"),
         ("heads", "2 ranks cannot share 3 heads: 3 is no multiple of 2"),
         ("odd", "this rank has 3 tokens: of two chunks, so an even number"),
+        ("window", "SDPA takes no window and no key_mask: pass attend=flash_attention"),
+        ("mask", "key_mask has the shape [1, 8], not [1, 4]"),
         (
             "shape",
             "a ring takes tensors of one length and width, not [1, 3, 4, 2], [1, 3, 2, 2], [1, 3, 4, 2]",

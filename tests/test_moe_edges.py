@@ -53,6 +53,22 @@ def test_without_a_forward_nothing_is_rebalanced():
     assert not moe.bias.any()
 
 
+def test_the_balancing_loss_is_not_rounded_to_fp32():
+    moe, x = alone(top_k=1), batch(0, 1)[0].reshape(-1, WIDTH)[:7]  # sevenths are no binary numbers
+    likely, _, chosen = moe.route(x)
+    shares = [chosen.flatten().tolist().count(number) / len(x) for number in range(4)]
+    moe(x)
+    plain = 4 * sum(share * p for share, p in zip(shares, likely.mean(0).tolist(), strict=True))
+    assert moe.balance_loss.item() == pytest.approx(plain, rel=1e-14, abs=0)
+
+
+def test_loads_that_fp32_cannot_tell_apart_are_rebalanced():
+    moe = alone(balance="bias")
+    moe.load = torch.tensor([2**25 + 1, 2**25 - 1, 2**25, 2**25])
+    moe.rebalance(0.5)
+    assert moe.bias.tolist() == [-0.5, 0.5, 0, 0]
+
+
 def copied(rank, world_size, group):
     """Does a copy, made after a forward, train as the module does, and is it one of its own?"""
     moe, x = Model(dist.group.WORLD if group else None).moe, batch(0, world_size)[rank]

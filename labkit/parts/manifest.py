@@ -31,7 +31,10 @@ def facts(file, pieces, plain):
 
 
 def merge(told, **about):
-    """The manifest, of the facts of all ranks."""
+    """The manifest, of the facts of all ranks.
+
+    ValueError where they do not make wholes: nobody could load that.
+    """
     index, plain = {}, {}
     for rank, one in enumerate(told):
         for key, (dtype, shape, start, stop, ranks) in one["parts"].items():
@@ -47,23 +50,18 @@ def merge(told, **about):
             if text not in texts["texts"]:
                 texts["texts"].append(text)
             texts["of"][rank] = texts["texts"].index(text)
-    check_whole(index)
     files = [one["file"] for one in told]
-    return {"format": FORMAT, **about, "files": files, "plain": plain, "index": index}
-
-
-def check_whole(index):
-    """ValueError where the ranks gave a part of a tensor, and not all: it would not load."""
-    for key, entry in index.items():
-        numel = prod(entry["shape"])
-        there = sum(stop - start for _, start, stop, _ in entry["parts"])
-        if not entry["by_rank"] and there != numel:
-            raise ValueError(f"{key!r} has {numel} elements, and the ranks gave {there} of them")
+    found = {"format": FORMAT, **about, "files": files, "plain": plain, "index": index}
+    check(found)
+    return found
 
 
 def check(manifest):
     """ValueError, KeyError, TypeError where a reader would go wrong, or elsewhere."""
-    room = {}
+    room, lineage = {}, manifest.get("lineage", [])
+    for step, serial in [*lineage, (manifest["step"], manifest.get("serial", 0))]:
+        whole_number(step)
+        whole_number(serial)
     for file in manifest["files"]:
         name = file["name"]
         if type(name) is not str or name in ("", ".", "..", NAME) or {"/", "\\"} & set(name):

@@ -53,7 +53,15 @@ def places_in(module):
         found |= own
         if isinstance(part, ShardedModel):
             shards |= dict.fromkeys(own, part.sharding.group)
-    return found | split_places(module, found, shards)
+    found |= split_places(module, found, shards)
+    return dict.fromkeys(names_elsewhere(module)) | found
+
+
+def names_elsewhere(module):
+    """Plain names of what only other ranks have, by a part's own word: an MoE's other experts."""
+    for name, part in module.named_modules():
+        for own_name in part.names_elsewhere() if hasattr(part, "names_elsewhere") else ():
+            yield without_wrappers(f"{name}.{own_name}".removeprefix("."))
 
 
 def split_places(module, found, shards):

@@ -3,6 +3,7 @@
     [[0 . .]     rows: queries, columns: keys; a tile is a slice of each
      [1 2 .]     causal: of row 1 the tiles 1 and 2; half of 2 is hidden
      [3 4 5]]    backward makes the same tiles again, dropout's masks, too
+                 window of one tile: 3 is never made, part of 1 and 4 is hidden
 
 Of tensors in 16 bits a tile at a time is cast up: a score of 40 rounded to 8 bits is off by 0.1,
 and its weight by a tenth. So scores, and all that is made of them, are fp32.
@@ -21,7 +22,9 @@ class Tiles:
     """How the scores are cut, masked, and dropped: forward and backward over the same tiles.
 
     first_query, first_key: the positions that these queries and keys have in the sequence.
-    Raises ValueError for a tile or a dropout_p that cannot be.
+    window: of causal attention, how many keys a query sees, its own position included.
+    key_mask: [..., S] bool, of scores [..., G, H / G, T, S]; False hides a key.
+    Raises ValueError for a tile, a window or a dropout_p that cannot be.
     """
 
     causal: bool = False
@@ -31,12 +34,18 @@ class Tiles:
     seed: int = 0
     first_query: int = 0
     first_key: int = 0
+    window: int | None = None
+    key_mask: torch.Tensor | None = None
 
     def __post_init__(self):
         if self.tile < 1:
             raise ValueError(f"a tile cannot have {self.tile} queries and keys")
         if not 0 <= self.dropout_p <= 1:
             raise ValueError(f"dropout_p is a probability, not {self.dropout_p}")
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"window={self.window} must be at least 1 key; None sees all")
+        if self.window is not None and not self.causal:
+            raise ValueError(f"window={self.window} needs is_causal=True: it ends at the query")
 
     def forward(self, query, key, value):
         """(output [..., T, d], log of the sum of exp(scores) [..., T, 1]), in fp32 at least.
@@ -81,18 +90,34 @@ class Tiles:
         return [one.to(like.dtype) for one, like in zip(found, of, strict=True)]
 
     def seen(self, rows, keys):
-        """The tiles of keys of which these queries see any."""
-        last = self.first_query + rows.stop - self.first_key
-        return cuts(min(last, keys) if self.causal else keys, self.tile)
+        """The tiles of keys of which these queries see any, by position: padding is not skipped."""
+        ahead = self.first_query - self.first_key
+        last = min(rows.stop + ahead, keys) if self.causal else keys
+        first = max(rows.start + ahead - self.window + 1, 0) if self.window else 0
+        return cuts(last, self.tile, first)
 
     def scores(self, query, key, rows, columns):
         """A tile of them, [..., rows, columns]; those that a query does not see are -inf."""
         scores = product(query[..., rows, :], key[..., columns, :].mT).mul_(self.scale)
-        query_at, key_at = self.first_query + rows.start, self.first_key + columns.start
-        if self.causal and key_at + columns.stop - columns.start > query_at + 1:
-            later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
-            scores.masked_fill_(later.triu(query_at - key_at + 1), -torch.inf)
+        if self.causal and not self.all_seen(rows, columns):
+            device = scores.device
+            queries = torch.arange(rows.start, rows.stop, device=device)[:, None] + self.first_query
+            keys = torch.arange(columns.start, columns.stop, device=device) + self.first_key
+            hidden = keys > queries
+            if self.window:
+                hidden |= keys <= queries - self.window
+            scores.masked_fill_(hidden, -torch.inf)
+        if self.key_mask is not None:
+            padding = ~self.key_mask[..., None, None, None, columns]
+            scores.masked_fill_(padding, -torch.inf)
         return scores
+
+    def all_seen(self, rows, columns):
+        """Whether each of these queries sees each of these keys, as far as positions decide."""
+        ahead = self.first_query - self.first_key
+        not_later = columns.stop - 1 <= rows.start + ahead
+        near = not self.window or columns.start > rows.stop - 1 + ahead - self.window
+        return not_later and near
 
     def drop(self, weights, rows, columns):
         """Dropout, whose mask is drawn anew in backward: by the tile, so that it is the same."""
@@ -104,8 +129,12 @@ class Tiles:
         return weights * (drawn >= self.dropout_p) / (1 - self.dropout_p or 1)
 
 
-def cuts(length, tile):
-    return [slice(start, min(start + tile, length)) for start in range(0, length, tile)]
+def cuts(length, tile, first=0):
+    """The tiles of [0, length) that have elements from `first` on."""
+    if first >= length:
+        return []
+    starts = range(first // tile * tile, length, tile)
+    return [slice(start, min(start + tile, length)) for start in starts]
 
 
 def product(a, b):
@@ -139,3 +168,18 @@ def by_key_head(query, key, value):
         raise ValueError(f"query, key and value have the dtypes {dtypes}, and not one")
     query, key, value = (one.to(dtypes[0]) for one in (query, key, value))
     return query.unflatten(-3, (G, H // G)), key.unsqueeze(-3), value.unsqueeze(-3)
+
+
+def checked_key_mask(key_mask, key):
+    """A copy of key_mask, [..., S], or None. key: [..., G, S, d].
+
+    Raises ValueError for another shape, or a dtype other than bool.
+    """
+    if key_mask is None:
+        return None
+    if key_mask.dtype != torch.bool:
+        raise ValueError(f"key_mask is {key_mask.dtype}: pass torch.bool, True for a real token")
+    wanted = [*key.shape[:-3], key.shape[-2]]
+    if list(key_mask.shape) != wanted:
+        raise ValueError(f"key_mask has the shape {list(key_mask.shape)}, not {wanted}")
+    return key_mask.clone()
