@@ -29,6 +29,7 @@ from labkit.parts.no_sync import NoSync
 from labkit.parts.replicas import Replicas, broadcast_tensors
 from labkit.parts.shard import padded
 from labkit.parts.sharding import Sharding, in_dtype
+from labkit.parts.trace import Trace
 from labkit.parts.unit import in_backward
 from labkit.parts.unit_gradients import UnitGradients
 from labkit.parts.units import materialise, read_elsewhere, split_units
@@ -94,8 +95,9 @@ class FSDP(NoSync, ShardedModel):
     construct the optimizer from them, after this. Values are rank 0's; modules on the meta device
     get theirs unit by unit (reset_parameters). Every rank must call the same units in the same
     order, and a unit's parameters are there in its own forward only.
-    A parameter that the loss does not depend on counts as zero on this rank; where none of its unit
-    has a gradient, .grad stays as it is. Buffers are rank 0's at first, and then each rank's own.
+    A parameter that this rank's loss does not depend on counts as zero; where its unit does not
+    run, or under no_grad(), .grad stays as it is.
+    Buffers are rank 0's at first, and then each rank's own.
     No copy.deepcopy, and so no torch.optim.swa_utils.AveragedModel, as hooks and groups belong to
     one instance. To average weights, average shards, which needs no message:
         average = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -151,6 +153,7 @@ class FSDP(NoSync, ShardedModel):
             t.data = t.data.to(sharding.device)
         broadcast_tensors(whole, 0, sharding.everyone)
         self._order = CallOrder(self.units, prefetch)
+        self._trace, self._traces = Trace(), []  # of this forward; of those in this backward
         self._gradients = UnitGradients(self.flats, self._end_backward)
         self.watch_root()
 
@@ -187,7 +190,11 @@ class FSDP(NoSync, ShardedModel):
         unit.note_forward()
         if unit.flats:
             args, kwargs = in_dtype((args, kwargs), self.sharding.param_dtype)
-        return unit.watch_inputs(args, kwargs, partial(self._after_backward, unit))
+        if again or not torch.is_grad_enabled():
+            done = partial(self._after_backward, unit)
+        else:
+            done = partial(self._reach, self._trace, self._trace.begin(unit))
+        return unit.watch_inputs(args, kwargs, done)
 
     def _begin(self):
         self.rest()  # the optimizer may have changed the shards: what is still whole is stale
@@ -198,19 +205,23 @@ class FSDP(NoSync, ShardedModel):
             flat.check()
             flat.drop_cleared()
         self._order.begin()
+        self._trace = Trace()
         if torch.is_grad_enabled():
             self._gradients.averages = self.require_backward_grad_sync
 
     def _expect_no_backward(self):
+        for trace in self._traces:
+            trace.forget()
+        self._traces.clear()
         for unit in self.units:
-            unit.backwards_due = 0
+            unit.backwards_due, unit.owes = 0, False
 
     def _after_forward(self, unit, module, args, output):
         if unit.flats and self.replicated and self.sharding.param_dtype is not None:
             # What is replicated computes in its own dtype, and so must be given that.
             output = in_dtype(output, self.replicated[0].dtype)
         if torch.is_grad_enabled():
-            unit.watch_outputs(output, partial(self._before_backward, unit))
+            self._watch_outputs(unit, output)
         if in_backward():  # a recomputation: backward is about to use what has been gathered
             return output
         if not (unit.keep and torch.is_grad_enabled()):
@@ -221,11 +232,40 @@ class FSDP(NoSync, ShardedModel):
                     other.free()
         return output
 
+    def _watch_outputs(self, unit, output):
+        if in_backward():
+            unit.watch_outputs(output, partial(self._before_backward, unit))
+        else:
+            begin, end = self._trace.end(unit)
+            begin.heard = end.heard = unit.watch_outputs(
+                output, partial(self._reach, self._trace, end)
+            )
+
     # ---- backward
 
-    def _before_backward(self, unit, _=None):
-        """The first gradient has come to an output of this unit."""
+    def _reach(self, trace, point, _=None):
+        """Backward has come to a point of a forward: this rank may have passed others."""
         self._gradients.begin()
+        if trace not in self._traces:
+            self._finish_traces()  # of later forwards
+            self._traces.append(trace)
+        self._pass(trace.reach(point))
+
+    def _finish_traces(self):
+        for trace in self._traces:
+            self._pass(trace.finish())
+
+    def _pass(self, points):
+        for point in points:
+            if point.is_end:
+                self._before_backward(point.unit)
+            else:
+                self._after_backward(point.unit)
+
+    def _before_backward(self, unit, _=None):
+        """The first gradient has come to an output of this unit, on some rank."""
+        self._gradients.begin()
+        unit.owes = self._gradients.accumulates
         unit.check_unchanged()
         unit.gather()
         for preceding in self._order.before(unit):
@@ -243,6 +283,8 @@ class FSDP(NoSync, ShardedModel):
             self._gradients.send(unit)
 
     def _end_backward(self):
+        self._finish_traces()
+        self._traces.clear()
         # Those at whose inputs nothing has come by, the root as a rule; in the order in which other
         # ranks, where inputs may differ in that, have reduced them.
         for unit in reversed(dict.fromkeys([*self._order.called, *self.units])):

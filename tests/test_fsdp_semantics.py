@@ -496,6 +496,36 @@ def test_unused_parameters(ranks):
     ranks(3, unused_on_one_rank)
 
 
+def outputs_of_all_cells(net, x):
+    x = net.stem(x)
+    y = net.cells[0](x)
+    z = net.cells[1](y)
+    return y, z, net.head(net.cells[2](x)) + net.cells[0](y)
+
+
+def left_out(chosen, model, rank):
+    """On each rank the loss is of other outputs: the last rank leaves out most."""
+    outputs = model(data(rank))
+    return sum(output.square().mean() for number, output in enumerate(outputs) if number in chosen[rank])
+
+
+def left_out_of_one_forward(model, rank):
+    first, second = model(data(rank)), model(data(rank, step=1))
+    return first[1].square().mean() + second[0 if rank else 2].square().mean()
+
+
+@pytest.mark.parametrize("settings", MODES)
+@pytest.mark.parametrize("chosen", [({0, 1, 2}, {2}), ({1, 2}, {0}), ({1}, {2})], ids=str)
+def test_a_loss_that_leaves_units_out_on_one_rank(ranks, chosen, settings):
+    build = partial(Net, forward_as=outputs_of_all_cells)
+    ranks(2, one_backward, build=build, loss=partial(left_out, chosen), settings=settings)
+
+
+def test_a_loss_that_leaves_units_of_one_forward_out(ranks):
+    build = partial(Net, forward_as=outputs_of_all_cells)
+    ranks(2, one_backward, build=build, loss=left_out_of_one_forward, settings={})
+
+
 Pair = namedtuple("Pair", "left right")
 
 

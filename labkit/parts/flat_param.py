@@ -155,9 +155,13 @@ class FlatParam:
 
     # ---- gradients
 
-    def launch_reduce(self):
-        """Send the gradients that backward left at the wholes; a missing one counts as zero."""
-        if all(p.grad is None for p in self.wholes):
+    def launch_reduce(self, owed=False):
+        """Send the gradients that backward left at the wholes; a missing one counts as zero.
+
+        owed: send also where all are missing, as other ranks may have them.
+        """
+        missing = all(p.grad is None for p in self.wholes)
+        if not self.trainable or (missing and not owed):
             return
         for slot in self.kept:  # a part of what is sent now
             self.pieces[slot].grad = None

@@ -37,6 +37,7 @@ class Unit:
         self.modules = {}
         self.flats = []  # FlatParams, as a rule one; else one for each dtype, trainable and frozen
         self.backwards_due = 0  # forwards whose backward has not come yet
+        self.owes = False  # gradients, zeros if need be: other ranks wait for them
         self._versions = None  # of the pieces, when they were gathered for the forward
 
     def gather(self):
@@ -53,7 +54,8 @@ class Unit:
 
     def launch_reduce(self):
         for flat in self.flats:
-            flat.launch_reduce()
+            flat.launch_reduce(self.owes)
+        self.owes = False
 
     def settle(self):
         for flat in self.flats:
@@ -86,17 +88,18 @@ class Unit:
         return args, kwargs
 
     def watch_outputs(self, output, begins):
-        """begins(gradient) is called when a gradient comes to a tensor of output."""
+        """begins(gradient) is called when a gradient comes to a tensor of output, if one can."""
         tensors = list(find_tensors(output))
-        for t in tensors:
-            if t.grad_fn is not None:
-                t.register_hook(begins)
+        watched = [t for t in tensors if t.grad_fn is not None]
+        for t in watched:
+            t.register_hook(begins)
         if self.flats and not tensors and not isinstance(output, str | int | float | None):
             raise TypeError(
                 f"{self} returns {type(output).__name__}, in which FSDP finds no tensor to "
                 "hear of backward from: return tensors, in dicts, lists, tuples or "
                 "dataclasses if need be"
             )
+        return bool(watched)
 
     def check_unchanged(self):
         """Raise RuntimeError where what backward needs is no longer what forward has used."""

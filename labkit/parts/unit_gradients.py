@@ -13,6 +13,7 @@ backward. So ask at the first gradient: where one backward runs inside another, 
 
 import torch
 from torch.autograd import Variable
+from torch.autograd.graph import get_gradient_edge
 
 from labkit.parts.reducer import Reducer
 
@@ -23,18 +24,28 @@ class UnitGradients:
     def __init__(self, flats, at_end):
         self.flats, self.at_end = flats, at_end
         self.under_way = False  # a backward has come here, and is not over
+        self.accumulates = True  # it leaves gradients: it is no autograd.grad() of the input
         self.averages = True  # else it keeps: no_sync()
         self._sent = None  # the unit whose gradients have left last
 
     def watch(self, replicated, group):
         """These, [(name, parameter)], are whole on every rank: average them at the end."""
+        self._replicated = [p for _, p in replicated]
         self.reducer = Reducer(replicated, self, group, overlap=False)
 
     def begin(self):
         """A gradient has come somewhere: if it is the first, ask to be called at the end."""
         if not self.under_way:
-            self.under_way = True
+            self.under_way, self.accumulates = True, self._will_accumulate()
             Variable._execution_engine.queue_callback(self.at_end)
+
+    def _will_accumulate(self):
+        """Whether the backward under way leaves a gradient at a parameter."""
+        leaves = [p for flat in self.flats if flat.trainable for p in flat.wholes]
+        leaves += self._replicated
+        return any(
+            torch._C._will_engine_execute_node(get_gradient_edge(p).node) for p in reversed(leaves)
+        )
 
     def on_gradient(self, index, slot):
         """A replicated parameter has its gradient."""

@@ -1,0 +1,67 @@
+"""A trace: when units began and ended in one forward. Backward meets the same points in reverse.
+
+    forward    root( 0( )0 1( )1 )root
+    backward   )root  )1 1(  )0 0(  root(      ")": gather the unit     "(": reduce its gradients
+
+A rank whose loss leaves out unit 1 meets neither of its points. The other ranks wait for it there,
+so it catches up at the next point that it meets: it gathers, and sends zeros.
+The engine runs later nodes first, so a point that is passed never comes.
+Paszke et al., Automatic differentiation in PyTorch, 2017, section 4.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(eq=False)
+class Point:
+    """The begin or the end of a unit in a forward. heard: whether its output has a gradient."""
+
+    unit: object
+    is_end: bool
+    heard: bool = False
+
+
+class Trace:
+    """The points of one forward, in order."""
+
+    def __init__(self):
+        self._points, self._open, self._left = [], [], None
+
+    def begin(self, unit):
+        """A unit begins: its Point."""
+        point = Point(unit, is_end=False)
+        self._points.append(point)
+        self._open.append(point)
+        return point
+
+    def end(self, unit):
+        """The unit that has begun ends: its Points, begin and end."""
+        begun = self._open.pop()
+        while begun.unit is not unit:  # an exception that the model caught has left that one
+            begun = self._open.pop()
+        point = Point(unit, is_end=True)
+        self._points.append(point)
+        return begun, point
+
+    def reach(self, point):
+        """The points that backward has passed, and this one, in the order of backward."""
+        left = self._remaining()
+        if point not in left:  # another output of the same unit
+            return [point]
+        place = left.index(point)
+        self._left, reached = left[:place], left[place:]
+        return reached[::-1]
+
+    def finish(self):
+        """The points that are left, in the order of backward; the next backward starts afresh."""
+        left, self._left = self._remaining(), None
+        return left[::-1]
+
+    def _remaining(self):
+        if self._left is None:
+            self._left = [point for point in self._points if point.heard]
+        return self._left
+
+    def forget(self):
+        """An exception has left a backward."""
+        self._left = None
