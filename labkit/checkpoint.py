@@ -55,7 +55,8 @@ def save_shards(folder, step, tensors, group=None):
     place.mkdir(parents=True, exist_ok=True)
     write = partial(tensor_file.write, tensors=tensors)
     _, digest = write_whole(place / f"rank-{rank}.safetensors", write)
-    digests = [one.decode() for one in gather_bytes(digest.encode(), group)]
+    told = gather_bytes(digest.encode(), group, comm.device(group))
+    digests = [one.decode() for one in told]
     if rank == 0:
         text = json.dumps(digests).encode()
         write_whole(place / "manifest.json", lambda file: file.write(text))
@@ -82,7 +83,8 @@ def load_shards(folder, group=None):
     for listed in sorted(Path(folder).glob("step-*/manifest.json"), reverse=True):
         digests = json.loads(listed.read_text())
         with open(listed.parent / f"rank-{rank}.safetensors", "rb") as file:
-            bad = torch.tensor(int(tensor_file.hash_of(file)[0] != digests[rank]))
+            is_bad = tensor_file.hash_of(file)[0] != digests[rank]
+            bad = torch.tensor(int(is_bad), device=comm.device(group))
             comm.all_reduce(bad, group=group)
             if not bad:
                 file.seek(0)

@@ -40,6 +40,7 @@ __all__ = [
     "all_to_all",
     "barrier",
     "broadcast",
+    "device",
     "exchange",
     "record",
     "recv",
@@ -51,6 +52,13 @@ __all__ = [
 # torch 2.13 deprecates *_tensor for *_single, which torch 2.11 does not have for both.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def device(group=None):
+    """Where a small tensor must be, to be sent: on NCCL this rank's GPU, else the CPU."""
+    if "nccl" in str(dist.get_backend(group)):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def _finish(work):

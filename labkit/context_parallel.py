@@ -37,7 +37,8 @@ def ring_forward(query, key, value, tiles, group=None):
     query, key, value: [..., T/n, d], in order of the ranks. Returns the output, [..., T/n, d].
     """
     rank, n = dist.get_rank(group), dist.get_world_size(group)
-    pair, incoming = torch.stack([key, value]), torch.empty((2, *key.shape), dtype=key.dtype)
+    pair = torch.stack([key, value])
+    incoming = torch.empty_like(pair)
     output, log_sum = tiles.forward(query, *pair)
     for _ in range(n - 1):
         comm.exchange(pair, (rank + 1) % n, incoming, (rank - 1) % n, group)
@@ -113,7 +114,7 @@ def ring_attention(
     mask = checked_key_mask(key_mask, key)
     seed = 0
     if dropout_p:
-        drawn = torch.randint(2**31, (1,))
+        drawn = torch.randint(2**31, (1,)).to(comm.device(group))
         comm.broadcast(drawn, 0, group)
         seed = drawn.item()
     tiles = Tiles(is_causal, scale, tile, dropout_p, seed, window=window, key_mask=mask)

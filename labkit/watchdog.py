@@ -116,8 +116,7 @@ class Watchdog:
             self.told["patience"] = before
 
     def __enter__(self):
-        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-        mark = torch.tensor([time.time_ns()], device=device)
+        mark = torch.tensor([time.time_ns()], device=comm.device())
         comm.broadcast(mark)  # a store may hold what ranks of an earlier attempt have told
         # A connection of its own: on a shared one, a request waits for those of other threads.
         store = _get_default_store().clone()

@@ -153,7 +153,6 @@ def agreed(value, group):
     """The smallest value of all ranks."""
     if not dist.is_initialized():
         return int(value)
-    device = "cuda" if "nccl" in dist.get_backend(group) else "cpu"
-    smallest = torch.tensor(int(value), device=device)
+    smallest = torch.tensor(int(value), device=comm.device(group))
     comm.all_reduce(smallest, dist.ReduceOp.MIN, group)
     return int(smallest)
