@@ -20,7 +20,15 @@ from torch.nn import functional as F
 from labkit import comm
 from labkit.parts.layouts import Axis, Replicate, Shard
 from labkit.parts.on_shards import SequenceParallel
-from labkit.parts.plan import Style, check_heads, check_run, check_ties, matches, same_on_all
+from labkit.parts.plan import (
+    InitialValues,
+    Style,
+    check_heads,
+    check_run,
+    check_ties,
+    matches,
+    same_on_all,
+)
 from labkit.parts.replicas import check_ranks
 from labkit.parts.split_layers import (
     ColumnEmbedding,
@@ -33,7 +41,13 @@ from labkit.parts.split_loss import (
     VocabularyParallelCrossEntropy,
     vocabulary_parallel_cross_entropy,
 )
-from labkit.parts.split_state import Cut, full_state_dict, load_full_state_dict, take_part
+from labkit.parts.split_state import (
+    Cut,
+    full_state_dict,
+    load_full_state_dict,
+    take_part,
+    whole_parameters,
+)
 
 __all__ = [
     "ColwiseParallel",
@@ -47,6 +61,7 @@ __all__ = [
     "load_full_state_dict",
     "parallelize_module",
     "vocabulary_parallel_cross_entropy",
+    "whole_parameters",
 ]
 
 
@@ -94,6 +109,10 @@ def parallelize_module(module, group, parallelize_plan):
     those of the group's rank 0 before. What belongs together (a column-parallel layer and the
     row-parallel one behind it) belongs in one call: between them each rank draws its own random
     numbers, at most until the module's forward ends, or that of each module in a list of them.
+    A module may be on the meta device: call to_empty(device=...), then reset_parameters() of its
+    layers or module.apply(initialiser), which draw what one process draws, whatever is drawn behind
+    the split. Other initialisers (init_weights() of a model) belong inside of whole_parameters. The
+    first forward raises RuntimeError where ranks drew the same slices.
     Raises ValueError, before anything is changed, for a pattern that meets nothing and for what the
     ranks cannot share.
     """
@@ -111,9 +130,12 @@ def parallelize_module(module, group, parallelize_plan):
     check_heads(module, chosen, axis)
     check_ties(module, chosen)
     same_on_all(module, axis)
+    unborn = any(p.is_meta for p in module.parameters())
     for _, part, style in chosen:
         style.apply(part, axis)
     for part in run:
+        if unborn:
+            part.register_forward_pre_hook(InitialValues(axis))
         part.register_forward_hook(lambda *_: axis.draws.alike(), always_call=True)
     return module
 

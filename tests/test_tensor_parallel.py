@@ -1,6 +1,7 @@
 """A model whose matrices are split over ranks, against one process that has them whole, and against DTensor."""
 
 import copy
+from contextlib import nullcontext
 from functools import partial
 from itertools import chain, product
 from types import SimpleNamespace
@@ -29,6 +30,7 @@ from labkit.tensor_parallel import (
     load_full_state_dict,
     parallelize_module,
     vocabulary_parallel_cross_entropy,
+    whole_parameters,
 )
 
 F64 = torch.float64
@@ -658,3 +660,122 @@ def on_a_device_mesh(rank, world_size):
 
 def test_the_group_may_be_a_device_mesh(ranks):
     assert ranks(2, on_a_device_mesh) == [3, 3]
+
+
+class Words(nn.Sequential):
+    """Layers of every kind, two of which share a matrix; 7 words are padded on 2 ranks."""
+
+    def __init__(self):
+        super().__init__(
+            nn.Embedding(7, 8, padding_idx=3), nn.Linear(8, 12), nn.Linear(12, 8), nn.LayerNorm(8), nn.Linear(8, 7)
+        )
+        self[4].weight = self[0].weight
+        self.tables = nn.Embedding(5, 6)
+
+    def forward(self, x):
+        for number in range(5):
+            x = self[number](x)
+        return x
+
+
+WORDS_PLAN = {
+    "0": RowwiseParallel(),
+    "1": ColwiseParallel(),
+    "2": RowwiseParallel(),
+    "4": ColwiseParallel(output_layouts=Replicate()),
+    "tables": ColwiseParallel(output_layouts=Replicate()),
+}
+
+
+def initialiser(module):
+    """What initialisers ask for: fans, whole matrices, tensors drawn through .data, new parameters."""
+    if isinstance(module, nn.Linear):
+        nn.init.orthogonal_(module.weight)
+        nn.init.constant_(module.bias, 0.5)
+        module.bias.data.normal_(std=0.01)
+    elif isinstance(module, nn.Embedding):
+        nn.init.trunc_normal_(module.weight, std=module.weight.shape[1] ** -0.5)
+        if module.embedding_dim == 6:
+            module.weight = nn.Parameter(torch.randn(module.weight.shape))
+    elif isinstance(module, nn.LayerNorm):
+        nn.init.uniform_(module.weight)
+        nn.init.zeros_(module.bias)
+
+
+def in_every_layer(model):
+    for part in model.modules():
+        if hasattr(part, "reset_parameters"):
+            part.reset_parameters()
+
+
+def init_weights(model):
+    for p in model.parameters():
+        nn.init.xavier_normal_(p) if p.dim() > 1 else nn.init.uniform_(p)
+
+
+INITIALISERS = {
+    "reset": in_every_layer,
+    "apply": lambda model: model.apply(initialiser),
+    "both": lambda model: (in_every_layer(model), model.apply(initialiser)),
+    "by hand": init_weights,
+    "apply by hand": lambda model: (init_weights(model), model.apply(initialiser)),
+}
+
+
+def initialised_behind(rank, world_size, how, meta):
+    """The whole state, whether slices stay in one buffer, the next draw, whether padding is zero."""
+    torch.manual_seed(rank)
+    with torch.device("meta" if meta else "cpu"):
+        model = Words()
+    parallelize_module(model, None, WORDS_PLAN)
+    if meta:
+        model.to_empty(device="cpu")
+        model[4].weight = model[0].weight
+    before = model[1].weight.data_ptr()
+    with whole_parameters(model) if "hand" in how else nullcontext():
+        INITIALISERS[how](model)
+    stayed = before == model[1].weight.data_ptr()
+    words = -(-7 // world_size)
+    padding = model[0].weight[max(0, 7 - rank * words) :]
+    state = full_state_dict(model)
+    drawn = torch.rand(1)
+    model(torch.tensor([[0, 6]])).sum().backward()
+    return state, stayed and not padding.any() and model[1].weight.shape[0] == 12 // world_size, drawn
+
+
+@pytest.mark.parametrize("how", INITIALISERS)
+@pytest.mark.parametrize("meta", [True, False])
+def test_initialised_behind_the_split_as_one_process(ranks, how, meta):
+    for world_size in (1, 2, 3):
+        torch.manual_seed(0)
+        with torch.device("meta" if meta else "cpu"):
+            model = Words()
+        if meta:
+            model.to_empty(device="cpu")
+            model[4].weight = model[0].weight
+        INITIALISERS[how](model)
+        drawn = torch.rand(1)
+        for state, exact, next_drawn in ranks(world_size, initialised_behind, how=how, meta=meta):
+            assert exact and torch.equal(next_drawn, drawn)
+            assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
+
+
+def initialised_in_slices(rank, world_size, seed):
+    """The first forward, where slices were drawn one by one, or with a seed of each rank."""
+    with torch.device("meta"):
+        model = Words()
+    parallelize_module(model, None, WORDS_PLAN)
+    model.to_empty(device="cpu")
+    torch.manual_seed(seed * rank)
+    init_weights(model)
+    try:
+        model(torch.zeros(1, 1, dtype=torch.int64))
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_ranks_that_drew_the_same_slices_are_refused(ranks):
+    for told in ranks(2, initialised_in_slices, seed=0):
+        assert told.startswith("'0.weight' was initialised with the same values on every rank: call module.apply(")
+    for told in ranks(2, initialised_in_slices, seed=1):
+        assert told.startswith("'2.bias' was initialised with other values on each rank")

@@ -10,7 +10,9 @@ from fnmatch import fnmatch
 
 import torch
 
+from labkit import comm
 from labkit.parts.replicas import broadcast_tensors
+from labkit.parts.sharding import compute_device
 from labkit.parts.split_state import cuts_of
 
 
@@ -128,13 +130,57 @@ def check_ties(module, chosen):
 def same_on_all(module, axis):
     """Values that are not split yet, and the random state, become those of the group's rank 0."""
     cuts = cuts_of(module)
+    device = compute_device(module, axis.group)
     tensors = [p.data for p in module.parameters() if p not in cuts] + list(module.buffers())
-    device = next((t.device for t in tensors), torch.device("cpu"))
     states = [torch.get_rng_state().to(device)]
     if device.type == "cuda":
         states.append(torch.cuda.get_rng_state(device).to(device))
-    broadcast_tensors([*tensors, *states], 0, axis.group)
+    values = [t for t in tensors if device.type == "meta" or not t.is_meta]
+    broadcast_tensors([*values, *states], 0, axis.group)
     if device.type != "meta":
         torch.set_rng_state(states[0].cpu())
     if device.type == "cuda":
         torch.cuda.set_rng_state(states[1].cpu(), device)
+
+
+class InitialValues:
+    """A forward pre-hook that checks, once, how a module from the meta device was initialised.
+
+    Parameters that are not split must be the same on all ranks, and slices must not: an initialiser
+    that is given slices draws the same numbers on every rank. Collective. Raises RuntimeError, on
+    all ranks.
+    """
+
+    def __init__(self, axis):
+        self.axis, self.checked = axis, axis.size == 1
+
+    def __call__(self, module, inputs):
+        parameters = dict(module.named_parameters())
+        if self.checked or any(p.is_meta for p in parameters.values()):
+            return
+        sums = torch.stack([fingerprint(p) for p in parameters.values()])
+        every = sums.new_empty(self.axis.size, *sums.shape)
+        comm.all_gather(every, sums, group=self.axis.group)
+        same = (every == every[0]).all(-1).all(0).tolist()
+        cuts = cuts_of(module)
+        for (name, p), (_, low, high), alike in zip(parameters.items(), sums, same, strict=True):
+            if alike and p in cuts and low != high:
+                raise RuntimeError(
+                    f"{name!r} was initialised with the same values on every rank: call "
+                    "module.apply(initialiser), reset_parameters() of its layer, or initialise "
+                    "inside `with whole_parameters(module)`"
+                )
+            if not alike and p not in cuts:
+                raise RuntimeError(
+                    f"{name!r} was initialised with other values on each rank: set one seed on all "
+                    "ranks"
+                )
+        self.checked = True
+
+
+def fingerprint(parameter):
+    """[3]: the sum of its values, the lowest and the highest, in fp64."""
+    values = parameter.detach().double()
+    if not values.numel():
+        return values.new_zeros(3)
+    return torch.stack([values.sum(), *values.aminmax()])

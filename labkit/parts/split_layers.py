@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from labkit.parts.layouts import Partial, Replicate, Shard, Shared
+from labkit.parts.split_state import whole_parameters
 
 
 class SplitLayer:
@@ -27,6 +28,16 @@ class SplitLayer:
     """
 
     padded = False
+
+    def reset_parameters(self):
+        """Draw what one process draws for the whole layer, and keep this rank's slice."""
+        with whole_parameters(self):
+            super().reset_parameters()
+
+    def apply(self, fn):
+        """As of nn.Module; fn sees whole parameters, see whole_parameters."""
+        with whole_parameters(self):
+            return super().apply(fn)
 
     def hand_on(self, y, layout):
         """The output, as wanted; and who draws the random numbers of what comes next."""

@@ -8,6 +8,7 @@
 Sent per rank: (n-1)/n x bytes of the split parameters for full_state_dict; nothing to load one.
 """
 
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,16 @@ class Cut(NamedTuple):
     axis: Axis
     length: int
 
+    @property
+    def size(self):
+        """The length of every rank's slice along dim, with padding."""
+        return -(-self.length // self.axis.size)
+
+    def narrowed(self, whole):
+        """A view of this rank's slice of the whole, without padding."""
+        start = min(self.axis.rank * self.size, self.length)
+        return whole.narrow(self.dim, start, min(self.size, self.length - start))
+
     def part(self, whole, name="a parameter"):
         """This rank's slice of the whole, with zeros behind its end.
 
@@ -32,11 +43,21 @@ class Cut(NamedTuple):
         expected = [*shape[: self.dim], self.length, *shape[self.dim + 1 :]]
         if shape != expected:
             raise RuntimeError(f"{name!r} is {shape} and should be {expected}")
-        size = -(-self.length // self.axis.size)
-        start = min(self.axis.rank * size, self.length)
-        own = whole.narrow(self.dim, start, min(size, self.length - start))
-        missing = size - own.shape[self.dim]
+        own = self.narrowed(whole)
+        missing = self.size - own.shape[self.dim]
         return F.pad(own, [0, 0] * (whole.dim() - 1 - self.dim) + [0, missing]) if missing else own
+
+    def surrounded(self, part):
+        """A tensor of the whole's shape with this rank's slice in its place and NaN elsewhere."""
+        shape = [*part.shape[: self.dim], self.length, *part.shape[self.dim + 1 :]]
+        whole = part.new_full(shape, torch.nan)
+        own = self.narrowed(whole)
+        own.copy_(part.narrow(self.dim, 0, own.shape[self.dim]))
+        return whole
+
+    def is_part(self, parameter):
+        """Whether a parameter is a rank's slice: neither the whole nor FSDP's piece of a slice."""
+        return not hasattr(parameter, "is_piece") and parameter.shape[self.dim] == self.size
 
     def whole(self, part):
         """The whole, of the slices of all ranks. Collective."""
@@ -67,6 +88,39 @@ def take_part(parameter, cut):
     """The parameter becomes this rank's slice, in place: ties, optimizers and names stay."""
     own = cut.part(parameter.data)
     parameter.data = own.clone(memory_format=torch.contiguous_format)
+
+
+@contextmanager
+def whole_parameters(module):
+    """Give the split parameters of a module the shape of the whole inside, for initialisers.
+
+    An initialiser then sees the sizes of one process and draws its numbers, and each rank keeps its
+    slice. Values of other ranks are NaN until something is drawn. Sends nothing: all ranks must be
+    in one random state, as parallelize_module leaves them.
+    """
+    cuts = cuts_of(module)
+    held = {p: p.data for p, cut in cuts.items() if cut.is_part(p)}
+    for p, slice_ in held.items():
+        cuts[p].axis.draws.alike()
+        p.data = cuts[p].surrounded(slice_)
+    try:
+        yield
+    finally:
+        # without any held, they were whole before, and whoever made them so takes them back
+        for p, cut in cuts_of(module).items() if held else ():
+            if p in held:
+                put_back(p, held[p], cut)
+            elif p not in cuts:  # a new parameter in the place of one
+                take_part(p, cut)
+
+
+def put_back(parameter, slice_, cut):
+    """The slice of a whole goes to where it was: it may be a view of a larger buffer."""
+    own = cut.part(parameter.data)
+    if (own.dtype, own.device) == (slice_.dtype, slice_.device):
+        parameter.data = slice_.copy_(own)
+    else:
+        take_part(parameter, cut)
 
 
 def full_state_dict(module):
