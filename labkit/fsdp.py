@@ -26,7 +26,7 @@ from labkit.parts.call_order import CallOrder
 from labkit.parts.flat_param import FlatParam
 from labkit.parts.full_state import ShardedModel
 from labkit.parts.no_sync import NoSync
-from labkit.parts.replicas import Replicas, broadcast_tensors
+from labkit.parts.replicas import Replicas, broadcast_tensors, check_memory
 from labkit.parts.shard import padded
 from labkit.parts.sharding import Sharding, in_dtype
 from labkit.parts.trace import Trace
@@ -137,6 +137,7 @@ class FSDP(NoSync, ShardedModel):
             f"{len(self.units)} units"
         )
         Replicas(module, sharding.everyone).check(settings, sharding.device)
+        check_memory(module.named_parameters(), "FSDP")
         for u in self.units:
             materialise(u, sharding.device)
             if root == "shard" or u is not self.units[0]:

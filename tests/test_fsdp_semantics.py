@@ -14,6 +14,8 @@ from labkit.amp import GradScaler
 from labkit.fsdp import FSDP
 from labkit.parts.clip import clip_grad_norm_
 from labkit.parts.units import by_size
+from labkit.tensor_parallel import ColwiseParallel, parallelize_module
+from labkit.zero import ZeRO1
 
 WIDTH = 5
 
@@ -739,3 +741,34 @@ def test_a_parameter_read_outside_its_unit_is_named(ranks):
         for told in (linear, size):
             assert "'attention.out_proj.weight' was read outside the forward of its unit" in told and "\n" not in told
         assert "'first' was called outside the forward of the root" in method and "\n" not in method
+
+
+def trained_as_something_else(rank, world_size):
+    told = []
+    for wrap in (FSDP, lambda module: ZeRO1(module.parameters(), torch.optim.SGD, lr=0.1)):
+        tied = nn.Sequential(nn.Embedding(4, 2), nn.Linear(2, 4, bias=False))
+        tied[1].weight.data = tied[0].weight.data
+        with pytest.raises(ValueError, match="are two parameters in one memory") as caught:
+            wrap(tied)
+        told.append(str(caught.value))
+        tied[1].weight = tied[0].weight
+        wrap(tied)
+    split = parallelize_module(nn.Linear(4, 6), None, {"": ColwiseParallel()})
+    refused = (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon)
+    for model, classes in ((FSDP(nn.Linear(4, 6)), refused[:2]), (split, refused)):  # Muon takes matrices only
+        for optimizer_class in classes:
+            optimizer = optimizer_class([p for p in model.parameters() if p.dim() > 1] or model.parameters(), lr=0.1)
+            model.zero_grad()
+            model(torch.ones(2, 4)).sum().backward()
+            with pytest.raises(ValueError, match=f"{optimizer_class.__name__} is not elementwise") as caught:
+                optimizer.step(lambda: 0.0)
+            told.append(str(caught.value))
+        for optimizer_class in (torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad):
+            optimizer_class(model.parameters(), lr=0.1).step()
+    torch.optim.Adafactor(nn.Linear(4, 6).parameters()).step()  # what is whole may have any
+    return told
+
+
+def test_what_would_train_something_else_is_refused(ranks):
+    for told in ranks(2, trained_as_something_else):
+        assert not any("\n" in one for one in told) and len(told) == 7

@@ -65,7 +65,7 @@ class FlatParam:
         self._sizes = [view.numel() for view in views]
         self._sizes.append(shard.numel() - sum(self._sizes))  # the padding
         for piece, view in zip(self.pieces, views, strict=True):
-            piece.data, piece.is_piece = view, True
+            piece.data, piece.is_piece, piece.is_shard = view, True, True
         self._addresses = [view.data_ptr() for view in views]
         dtype = (
             sharding.param_dtype

@@ -114,6 +114,19 @@ def check_ranks(name, group=None):
         )
 
 
+def check_memory(named, who):
+    """ValueError where two parameters lie in one memory: as shards each would have its own."""
+    places = {}
+    for name, p in named:
+        if p.numel() and not p.is_meta:
+            other, first = places.setdefault((p.device, p.data_ptr()), (name, p))
+            if first is not p:
+                raise ValueError(
+                    f"{other!r} and {name!r} are two parameters in one memory, which {who} would "
+                    "cut apart: let both names have one parameter (b.weight = a.weight)"
+                )
+
+
 def check_agreement(lines, group=None, device="cpu"):
     """Compare this rank's lines (list of str, not empty) with every other rank's. Collective.
 

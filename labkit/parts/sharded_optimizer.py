@@ -14,7 +14,7 @@ import torch
 from labkit.parts.consolidate import gather_state, options_of, slice_state
 from labkit.parts.pickling import NotPickled
 from labkit.parts.reducer import watchers
-from labkit.parts.replicas import check_agreement
+from labkit.parts.replicas import check_agreement, check_memory
 
 
 class ShardedOptimizer(NotPickled, torch.optim.Optimizer):
@@ -39,6 +39,7 @@ class ShardedOptimizer(NotPickled, torch.optim.Optimizer):
                 shape = f"{p.dtype} {list(p.shape)}, strides {list(p.stride())}"
                 lines.append(f"{names[p]!r} of group {number}: {shape}, {trainable}")
         check_agreement(lines, self.process_group, next(iter(names)).device if names else "cpu")
+        check_memory([(name, p) for p, name in names.items()], type(self).__name__)
         if not any(p.requires_grad for p in names):
             raise ValueError(f"{type(self).__name__}: no parameter requires a gradient")
         for p, name in names.items():

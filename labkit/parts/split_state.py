@@ -87,7 +87,7 @@ def named_cuts(module):
 def take_part(parameter, cut):
     """The parameter becomes this rank's slice, in place: ties, optimizers and names stay."""
     own = cut.part(parameter.data)
-    parameter.data = own.clone(memory_format=torch.contiguous_format)
+    parameter.data, parameter.is_shard = own.clone(memory_format=torch.contiguous_format), True
 
 
 @contextmanager
