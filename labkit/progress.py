@@ -19,9 +19,6 @@ PyTorch's Flight Recorder compares ranks in the same way, after the fact.
 import json
 from dataclasses import asdict, dataclass
 
-import torch.distributed as dist
-from torch.distributed.distributed_c10d import _resolve_process_group
-
 
 @dataclass
 class Row:
@@ -74,7 +71,7 @@ class Progress:
         keys = [(event.group, *pair) for pair in event.pairs] or [(event.group,)]
         for key in keys:
             if key not in self.rows:
-                members = dist.get_process_group_ranks(_resolve_process_group(event.group))
+                members = members_of(event.group)
                 ranks = [members[rank] for rank in key[1:]] or members
                 self.rows[key] = Row(event.group, ranks, bool(event.pairs))
         return [self.rows[key] for key in keys]
@@ -85,6 +82,15 @@ class Progress:
     def told(self):
         """[dict], a Row each, as JSON can carry them."""
         return [asdict(row) for row in list(self.rows.values())]
+
+
+def members_of(name):
+    """The ranks of a process group, by its name."""
+    # Who reads rows, the command line among them, needs no PyTorch.
+    from torch.distributed import distributed_c10d
+
+    group = distributed_c10d._resolve_process_group(name)
+    return distributed_c10d.get_process_group_ranks(group)
 
 
 def read(path):

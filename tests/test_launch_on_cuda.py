@@ -78,8 +78,11 @@ def test_no_process_asks_the_cuda_driver_before_the_ranks_are_forked(on_a_cuda_b
         assert records["gpus"].tolist() == ["3,5", "3,5"]
 
 
-def test_beside_a_gpu_the_host_has_the_threads_it_was_given():
+def test_beside_a_gpu_the_host_has_the_threads_it_was_given(monkeypatch):
     """What is offloaded is computed there."""
+    for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "lo")  # what join_group sets stays in this process
     context = SimpleNamespace(local_rank=0, rank=0, world_size=1)
     limits = mock.patch.multiple(distributed_c10d, default_pg_timeout=None, default_pg_nccl_timeout=None)
     limit = mock.patch.object(distributed_c10d, "_set_pg_timeout")

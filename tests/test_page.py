@@ -100,9 +100,7 @@ def test_words_of_a_stranger_are_shown_as_text():
 def test_a_printed_marker_is_printed():
     printed = new_output("stream", name="stdout", text="@formula7@ formula-7.\n")
     page = as_page(
-        new_notebook(
-            cells=[new_markdown_cell("$x$"), new_code_cell("print()", outputs=[printed], execution_count=1)]
-        )
+        new_notebook(cells=[new_markdown_cell("$x$"), new_code_cell("print()", outputs=[printed], execution_count=1)])
     )
     assert "@formula7@ formula-7." in page and page.count("</math>") == 1
 

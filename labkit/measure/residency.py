@@ -39,9 +39,9 @@ def follow(flat, name, timeline, labels):
         if since and not memory.nbytes():
             timeline.end(since.pop())
 
-    def launch_reduce():
+    def launch_reduce(owed=False):
         if any(p.grad is not None for p in flat.wholes):
             labels.append(f"reduce {name}")
-        kind.launch_reduce(flat)
+        kind.launch_reduce(flat, owed)
 
     flat.gather, flat.free, flat.launch_reduce = gather, free, launch_reduce

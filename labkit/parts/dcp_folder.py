@@ -26,12 +26,23 @@ PLACE = "torch.distributed.checkpoint"
 KNOWN = {
     f"{PLACE}.metadata.{name}"
     for name in (
-        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
-        "TensorProperties", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
+        "Metadata",
+        "TensorStorageMetadata",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "TensorProperties",
+        "MetadataIndex",
+        "StorageMeta",
+        "_MEM_FORMAT_ENCODING",
     )
-} | {f"{PLACE}.filesystem._StorageInfo", "torch.serialization._get_layout",
-     "pathlib.PosixPath", "pathlib.WindowsPath",
-     "pathlib._local.PosixPath", "pathlib._local.WindowsPath"}  # fmt: skip (the last: Python 3.13)
+} | {
+    f"{PLACE}.filesystem._StorageInfo",
+    "torch.serialization._get_layout",
+    "pathlib.PosixPath",
+    "pathlib.WindowsPath",
+    "pathlib._local.PosixPath",
+    "pathlib._local.WindowsPath",
+}  # fmt: skip (the last: Python 3.13)
 
 
 class Record:
