@@ -42,7 +42,7 @@ from labkit.parts.staying import (
     next_place,
     prune,
 )
-from labkit.parts.store import Store
+from labkit.parts.store import Store, without_password
 from labkit.parts.together import Together
 
 
@@ -116,7 +116,7 @@ class Checkpoints:
     def __init__(self, url, keep=3, best=None):
         self.together = Together(CheckpointError)
         self.rank, self.n = self.together.rank, self.together.n
-        self.url, self.keep, self.best = str(url), keep, best
+        self.url, self.keep, self.best = without_password(url), keep, best
         self._thread, self._under_way, self._host = ThreadPoolExecutor(1), None, {}
         self._damaged = set()  # steps that load() has passed over
         self._lineage = []  # [step, serial] of what this run has loaded and saved
@@ -127,9 +127,10 @@ class Checkpoints:
             if self.rank == 0:
                 self.store.lock()
         except BlockingIOError:
-            error = f"another run writes checkpoints into {url}: name another directory"
+            error = f"another run writes checkpoints into {self.url}: name another directory"
         except Exception as reason:  # a URL's file system raises what it likes
-            error = f"{url} cannot be written: {reason}"
+            reason = str(reason).replace(str(url), self.url)
+            error = f"{self.url} cannot be written: {reason}"
         try:
             self.together.agree(error)
         except CheckpointError:

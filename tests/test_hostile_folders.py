@@ -45,6 +45,12 @@ def test_a_lock_that_is_a_link_is_refused(places, precious):
     assert precious.read_bytes() == PRECIOUS
 
 
+def test_no_message_has_a_password():
+    with pytest.raises(CheckpointError) as caught:
+        Checkpoints("unknown://me:secret@host/runs")
+    assert str(caught.value).startswith("unknown://host/runs cannot be written")
+
+
 def test_a_lock_is_not_emptied(places):
     (places / "lock").write_bytes(PRECIOUS)
     Checkpoints(places).close()

@@ -9,17 +9,20 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from functools import partial
 from threading import Event
+from unittest import mock
 
 import psutil
 import pytest
 import torch
 
-from labkit.run import LaunchError, console, launch
-from labkit.run.agent import say
+from labkit.run import LaunchError, console, launch, watch
+from labkit.run import agent as run_agent
+from labkit.run.agent import end_descendants, say
 from labkit.run.client import AgentClient, agent
 from labkit.run.report import RankEnd, explain, read_ends
 from labkit.run.watch import has_left
@@ -158,6 +161,38 @@ def test_the_folder_of_a_run_goes_with_the_first_launch_after_the_run():
     kept = launch("pass", quiet=True)
     wait_until_gone(folder)
     assert kept.folder.exists()
+
+
+def test_the_folder_of_a_run_is_gone_before_another_is_made(monkeypatch):
+    folder, make, there = launch("pass", quiet=True).folder, tempfile.TemporaryDirectory, []
+
+    def made(*given, **named):
+        there.append(folder.exists())
+        return make(*given, **named)
+
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", made)
+    launch("pass", quiet=True)
+    assert there == [False]
+
+
+def test_a_log_that_grows_without_end_is_stopped_before_the_disk_is_full(monkeypatch):
+    monkeypatch.setattr(watch, "LONGEST_LOG", 2**20)
+    message = failure("while rank: print('x' * 10000)")
+    assert message.startswith("rank 1 has printed more than 1 MiB, and was stopped")
+
+
+def test_a_rank_reads_nothing_that_was_meant_for_the_agent():
+    assert "EOFError" in failure("input()", nproc=1)
+    assert launch("record(rank_of=rank)", quiet=True).records["rank_of"].tolist() == [0, 1]
+
+
+def test_who_is_begun_while_the_others_are_killed_is_killed_too(monkeypatch):
+    first, second = mock.Mock(), mock.Mock()
+    generations = [[first], [first], [second], []]
+    monkeypatch.setattr(run_agent, "descendants", lambda: generations.pop(0))
+    end_descendants(grace=0.0)
+    first.send_signal.assert_called_once_with(signal.SIGKILL)
+    second.send_signal.assert_called_once_with(signal.SIGKILL)
 
 
 def test_an_interrupt_while_a_folder_is_removed_is_heard_and_it_is_removed(monkeypatch):

@@ -13,6 +13,7 @@ MB of a file.
 
 import fcntl
 import os
+import re
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,6 +22,11 @@ from fsspec.implementations.local import LocalFileSystem
 
 from labkit.parts.lease import Lease
 from labkit.parts.own_files import lock_file, new_file, no_link
+
+
+def without_password(url):
+    """The URL for messages: of user:password@host only the host."""
+    return re.sub("(?<=://)[^/@]*@", "", str(url))
 
 
 class Store:

@@ -117,6 +117,7 @@ def start_job(request):
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         folder = Path(request["job"]).parent
         worker.redirect_output(folder / "job.log")
+        no_input()
         signal.signal(signal.SIGINT, signal.default_int_handler)
         job = json.loads(Path(request["job"]).read_text())
 
@@ -135,6 +136,13 @@ def start_job(request):
         traceback.print_exc()  # into job.log
     finally:
         os._exit(status)
+
+
+def no_input():
+    """What was the pipe of requests is empty for ranks: input() raises EOFError."""
+    empty = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(empty, 0)
+    os.close(empty)
 
 
 def in_environment(place):
@@ -210,15 +218,24 @@ def note_exits(path):
 
 def end_descendants(grace):
     """SIGTERM, then SIGKILL, for all below; psutil compares start times: a reused pid is safe."""
-    below = psutil.Process().children(recursive=True)
+    below = descendants()
     for process in below if grace else []:
         send(process, signal.SIGTERM)
         send(process, signal.SIGCONT)  # a stopped one hears SIGTERM when it goes on
     deadline = time.monotonic() + grace
     while time.monotonic() < deadline and any(alive(process) for process in below):
         time.sleep(POLL)
-    for process in {*below, *psutil.Process().children(recursive=True)}:
-        send(process, signal.SIGKILL)
+    deadline = time.monotonic() + BURIAL
+    while left := [process for process in descendants() if alive(process)]:
+        for process in left:  # some may have begun another one meanwhile
+            send(process, signal.SIGKILL)
+        if time.monotonic() > deadline:
+            return
+        time.sleep(POLL / 4)
+
+
+def descendants():
+    return psutil.Process().children(recursive=True)
 
 
 def bury_orphans():
@@ -237,7 +254,10 @@ def send(process, signal_number):
 
 
 def alive(process):
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def reap():

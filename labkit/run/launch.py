@@ -24,6 +24,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from contextlib import suppress
 from pathlib import Path
 
 from labkit.run import nodes as network
@@ -205,6 +206,7 @@ def launch(
     job |= {"restarts": restarts}
     earlier = []
     while True:
+        remove_unused()
         run = Run(job | {"attempt": len(earlier)}, nproc, earlier)
         try:
             attempt(run, timeout, cold, quiet, bar or Bar(quiet))
@@ -218,13 +220,20 @@ def launch(
             print(f"[launch] {run.failure}: restart {len(earlier)} of {restarts}", flush=True)
 
 
+def remove_unused():
+    """The folders of Runs that are gone, before another is made: a full disk has room again."""
+    with one_at_a_time:
+        while unused:
+            thread = threading.Thread(target=unused.popleft().cleanup)
+            thread.start()
+            thread.join()  # an interrupt ends this wait, not the removal
+
+
 def attempt(run, timeout, cold, quiet, bar):
     """Start the ranks once and wait for them. Raises LaunchError; AgentError if the agent died."""
     meeting = str(run.folder / "rendezvous")
     plain = [sys.executable, "-m", "torch.distributed.run", *run.torchrun_arguments(meeting)]
     with one_at_a_time:
-        while unused:  # in a thread: an interrupt finds the main one
-            threading.Thread(target=unused.popleft().cleanup).start()
         start = time.monotonic()
         outcome = watch(run, plain if cold else None, timeout, quiet, bar)
         run.seconds = time.monotonic() - start
@@ -233,9 +242,9 @@ def attempt(run, timeout, cold, quiet, bar):
         return
     for end in ends:
         if end.error:
-            with open(run.logs[end.rank], "a") as log:
+            with suppress(OSError), open(run.logs[end.rank], "a") as log:  # the disk may be full
                 log.write(end.error["traceback"])
-    broken = network.broken(run.folder) or launcher_died(outcome.status)
+    broken = outcome.flood or network.broken(run.folder) or launcher_died(outcome.status)
     cause, message = explain(ends, outcome.timed_out, broken)
     if all(end.state == "absent" for end in ends) or message.startswith("the launcher failed"):
         log = run.folder / "job.log"

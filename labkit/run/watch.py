@@ -1,11 +1,12 @@
 """Watching one attempt of a launch, from its start until it has ended or has to be ended.
 
 every 20 ms     has the job ended? what have the ranks written?  -> records, lines, the bar
-every 0.5 s     is a process stopped (SIGSTOP)?
+every 0.5 s     is a process stopped (SIGSTOP)? how much have the ranks printed?
 
 a rank failed      or left by os._exit: the others get a second to report, then the job is stopped
 a rank is stopped  its peers wait for it, and fail; where nobody waits, or a process is stopped
                    before all ranks have begun: after collective_timeout
+a rank floods      its log, past 1 GiB: the job is stopped before the disk is full
 all said goodbye   and torchrun does not end: over a link that is cut it never would
 """
 
@@ -22,17 +23,22 @@ from labkit.run.report import read_exits
 POLL = 0.02  # seconds between looks at the ranks
 LOOK = 0.5  # seconds between looks at their processes
 GOODBYE = 3.0  # seconds for torchruns to end after their ranks: never over a link that is cut
+LONGEST_LOG = 2**30  # bytes
 OTHERS_REPORT = 0.8  # seconds that the other ranks get to report, once one has failed
 
 
 @dataclass
 class Outcome:
-    """exits: by process id, of ranks that ended before any stop. stopped: ranks under SIGSTOP."""
+    """exits: by process id, of ranks that ended before any stop. stopped: ranks under SIGSTOP.
+
+    flood: of a rank that printed too much, in words.
+    """
 
     status: int
     exits: dict | None
     stopped: list
     timed_out: float | None = None
+    flood: str | None = None
 
 
 def watch(run, command, timeout, quiet, bar):
@@ -64,6 +70,9 @@ def watch(run, command, timeout, quiet, bar):
                 looked_at, stopped = now, stopped_ranks(run.events)
                 still = stopped or is_stopped_early(run.events, client.process.pid)
                 frozen_at = (frozen_at or now) if still else None
+                if flood := flooded(run.logs):
+                    client.stop()
+                    return Outcome(1, exits, stopped, flood=flood)
             if status is None and done_at is not None and now - done_at > GOODBYE:
                 client.stop()
                 return Outcome(0, exits, [])
@@ -91,6 +100,14 @@ def has_left(events, exits):
     """
     starts = {of[0]["pid"]: of[-1]["kind"] for of in events if of}
     return any(code or starts.get(pid, "done") != "done" for pid, code in exits.items())
+
+
+def flooded(logs):
+    """What to say of the first rank whose log is too long; None."""
+    for rank, log in enumerate(logs):
+        if log.exists() and log.stat().st_size > LONGEST_LOG:
+            return f"rank {rank} has printed more than {LONGEST_LOG >> 20} MiB, and was stopped"
+    return None
 
 
 def stopped_ranks(events):

@@ -152,7 +152,7 @@ def die_with_parent():
 
 
 def redirect_output(path):
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     sys.stdout.flush()
     sys.stderr.flush()
     os.dup2(descriptor, 1)
