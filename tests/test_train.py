@@ -30,6 +30,7 @@ from labkit.run.context import Context
 from labkit.run.experiment import Experiment
 from labkit.run.options import HELP, STOPPED, WRONG, parser, read
 from labkit.run.participant import OPTIMIZERS, Participant
+from labkit.sampler import Batches
 from labkit.trainer import RECOMPUTE, STRATEGIES, Trainer, make_optimizer, mixed_precision, parallelize
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file"]
@@ -247,7 +248,9 @@ def command(*words, **options):
     [
         (["--modle", "gpt"], "labkit.train: unrecognized arguments: --modle gpt; did you mean --model?"),
         (["--strategy", "fsdb"], "argument --strategy: invalid choice: 'fsdb' (choose from "),
-        (["--model", "gtp"], "argument --model: invalid choice: 'gtp' (choose from "),
+        (["--model", "gtp"], "Experiment(model='gtp'): choose from mlp, resnet, gpt"),
+        (["--model", "mine:task", "--size", "small"], "a model of one's own has its own data and size"),
+        (["--best", "accuracy"], "argument --best: invalid choice: 'accuracy' (choose from "),
         (["--steps", "many"], "argument --steps: invalid int value: 'many'"),
         (["--nproc", "0"], "argument --nproc: '0' is no whole number of at least 1"),
         (["--nproc", "3"], "batch_size=64 does not split into equal parts for 3 ranks"),
@@ -282,6 +285,91 @@ def test_what_only_torch_or_the_ranks_can_know_is_one_line_too(words, told):
     done = command("--max-restarts", 2, *words)
     said = done.stderr.splitlines()
     assert done.returncode == WRONG and len(said) == 1 and told in said[0], (done.stdout, done.stderr)
+
+
+MINE = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from labkit.models import Task
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+    def forward(self, x):
+        return x + self.inner(x).relu()
+
+def net():
+    return nn.Sequential(Block(), Block(), nn.Linear(8, 1))
+
+def task():
+    x = torch.randn(48, 8, generator=torch.Generator().manual_seed(1))
+    data = TensorDataset(x, x.sum(1, keepdim=True))
+    return Task(net, data, data, nn.functional.mse_loss, unit=Block)
+
+def nothing():
+    return net()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp_bucketed", "fsdp"])
+def test_a_model_of_ones_own_trains_as_in_one_process(tmp_path, strategy):
+    (tmp_path / "mine.py").write_text(MINE)
+    options = ("--model", "mine:task", *FIELDS[:2], "--steps", 6, "--checkpoint-every", 2, "--keep", 1)
+    options += ("--best", "evaluation", "--checkpoint-dir", tmp_path / "c", "--recompute", "every")
+    log = tmp_path / "log.jsonl"
+    done = command(*options, "--strategy", strategy, "--log-file", log, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"mine:task: 153 parameters; {strategy}, dp 2, gloo; batch 12 = 2 x 6; 6 steps")
+    space = {}
+    exec(MINE, space)
+    torch.manual_seed(0)
+    task = space["task"]()
+    model = task.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    batches = Batches(task.train, 12, 1, 0, 0)
+    losses = []
+    for _ in range(6):
+        input, target = next(batches)
+        loss = task.loss(model(input), target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    told = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [row["loss"] for row in told if "loss" in row] == pytest.approx(losses, rel=1e-4)
+    evaluated = {row["step"]: row["evaluation"] for row in told if "evaluation" in row}
+    assert sorted(evaluated) == [2, 4, 6]
+    best = min(evaluated, key=evaluated.get)
+    assert {int(one.name.removeprefix("step-")) for one in (tmp_path / "c").glob("step-*")} == {best, 6}
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("absent:task", "model absent:task: ModuleNotFoundError: No module named 'absent'"),
+        ("mine:absent", "model mine:absent: AttributeError: module 'mine' has no attribute 'absent'"),
+        ("mine:nothing", "model mine:nothing: returns Sequential, not a labkit.models.Task"),
+        ("mine:", "model mine:: AttributeError"),
+    ],
+)
+def test_a_model_that_is_not_there_is_one_line(tmp_path, monkeypatch, name, told):
+    (tmp_path / "mine.py").write_text(MINE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    models.own.task.cache_clear()
+    with pytest.raises(ValueError) as caught:
+        models.unit(name)
+    assert str(caught.value).startswith(told)
+
+
+@pytest.mark.slow
+def test_a_model_that_does_not_import_starts_no_training(tmp_path):
+    done = command("--model", "absent:task", "--max-restarts", 2, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (WRONG, "")
+    assert done.stderr == "labkit.train: model absent:task: ModuleNotFoundError: No module named 'absent'\n"
 
 
 def test_help_waits_for_no_torch():

@@ -6,6 +6,7 @@
     gpt       2 layers of 32      4 layers of 128           6 layers of 384
 
 tiny is for tests and first looks (a batch of 32: milliseconds on one core), medium for benchmarks.
+"package.module:function" is a model of one's own, without a size: a Task.
 `data` has real inputs for each; `emulate` lets a model sleep in place of its arithmetic.
 """
 
@@ -19,9 +20,10 @@ from labkit.models.emulated import emulate
 from labkit.models.gpt import GPT, Block
 from labkit.models.mlp import MLP, is_hidden
 from labkit.models.names import known
+from labkit.models.own import Task, is_own, no_unit, task
 from labkit.models.resnet import ResNet, is_plain_block
 
-__all__ = ["SIZES", "build", "cross_entropy", "data", "emulate", "loss", "unit"]
+__all__ = ["SIZES", "Task", "build", "cross_entropy", "data", "emulate", "loss", "unit"]
 
 NONE_IGNORED = torch.iinfo(torch.int64).min
 CLASSES = {"mlp": MLP, "resnet": ResNet, "gpt": GPT}
@@ -52,6 +54,8 @@ def build(name, size="tiny", **overrides):
     `overrides` replace arguments of the class, as in build("gpt", "small", layers=8, dropout=0.1).
     Raises ValueError, listing those that exist, for another name, size or override.
     """
+    if is_own(name):
+        return task(name).model(**overrides)
     sizes = known("model", name, SIZES)
     arguments = {**known("size", size, sizes), **overrides}
     accepted = inspect.signature(CLASSES[name]).parameters
@@ -66,6 +70,8 @@ def loss(name):
     Classifiers: output [B, classes], target [B]. gpt: [B, T, vocab] and [B, T]. Targets are int64.
     Raises ValueError for an unknown name.
     """
+    if is_own(name):
+        return task(name).loss
     known("model", name, SIZES)
     return cross_entropy
 
@@ -75,6 +81,8 @@ def unit(name):
 
     Raises ValueError for an unknown name.
     """
+    if is_own(name):
+        return task(name).unit or no_unit
     return known("model", name, UNITS)
 
 

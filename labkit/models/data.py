@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 from labkit.models.cifar import cifar10
 from labkit.models.digits import digits
 from labkit.models.names import known
+from labkit.models.own import is_own, task
 from labkit.models.text import stdlib_text
 
 DATASETS = {"digits": digits, "stdlib_text": stdlib_text, "cifar10": cifar10}
@@ -27,9 +28,13 @@ FITTING = {  # model -> dataset -> arguments that make it fit; the first is "aut
 def load(name, model, split="train", **options):
     """The dataset `name` as model "mlp", "resnet" or "gpt" takes it; "auto": what is always there.
 
+    A model of one's own has its own, whatever `name` is.
+
     `options` go to the dataset: stdlib_text(context=, max_bytes=), cifar10(root=, download=).
     Raises ValueError for an unknown model, dataset or split, or for data that does not fit.
     """
+    if is_own(model):
+        return task(model).train if split == "train" else task(model).held_out
     fitting = known("model", model, FITTING)
     if name == "auto":
         name = next(iter(fitting))

@@ -44,6 +44,7 @@ SMALLEST = {
 class Experiment:
     """One training run. ValueError names field and choices of a bad value; TypeError for a type.
 
+    model: of labkit.models, or "package.module:function", which returns a labkit.models.Task.
     batch_size: of all ranks together. lr suits reference_batch; lr_rule scales it to batch_size.
     schedule: of the learning rate after warmup_steps; cosine falls to 0 at the last step.
     bucket_cap_mb: MiB, of DDP and ZeRO. precision: of weights and arithmetic; bf16 and fp16:
@@ -100,8 +101,9 @@ class Experiment:
                 object.__setattr__(self, field.name, float(value))
             elif type(value) is not field.type:
                 raise TypeError(f"Experiment({field.name}={value!r}): takes {field.type.__name__}")
+        own = ":" in self.model
         for name, choices in CHOICES.items():
-            if getattr(self, name) not in choices:
+            if getattr(self, name) not in choices and not (own and name == "model"):
                 raise ValueError(
                     f"Experiment({name}={getattr(self, name)!r}): choose from {', '.join(choices)}"
                 )
@@ -110,7 +112,11 @@ class Experiment:
                 raise ValueError(
                     f"Experiment({name}={getattr(self, name)!r}): at least {smallest}, and finite"
                 )
-        if self.data not in ("auto", *FITTING[self.model]):
+        if own and (self.data, self.size) != ("auto", "tiny"):
+            raise ValueError(
+                f"Experiment(model={self.model!r}): a model of one's own has its own data and size"
+            )
+        if self.data not in ("auto", *FITTING.get(self.model, ())):
             fitting = ", ".join(FITTING[self.model])
             raise ValueError(
                 f"Experiment(data={self.data!r}): the model {self.model} takes {fitting}"

@@ -17,7 +17,8 @@ from labkit.run.experiment import Experiment
 
 STOPPED, WRONG, FAILED = 85, 2, 1  # exit codes
 HELP = {
-    "model": "the network; gpt predicts the next byte, the others classify images",
+    "model": "mlp or resnet, which classify images; gpt, which predicts the next byte; or "
+    "package.module:function, which returns a labkit.models.Task",
     "size": "of the model: about 0.1, 1 and 10 million parameters",
     "data": "auto: the first that the model takes",
     "strategy": "how the ranks train together; auto: the fastest that fits",
@@ -83,7 +84,7 @@ def parser():
     for field in dataclasses.fields(Experiment):
         words = f"{HELP[field.name]} ({field.default})"
         option = f"--{field.name.replace('_', '-')}"
-        choices = CHOICES.get(field.name)
+        choices = CHOICES.get(field.name) if field.name != "model" else None
         what.add_argument(option, type=field.type, choices=choices, help=words, metavar=None)
     what.add_argument("--clip", type=float, metavar="NORM", help="largest norm of all gradients")
     saved = parser.add_argument_group("checkpoints")
@@ -100,6 +101,10 @@ def parser():
         help="another value than the checkpoint's, on purpose: lr, momentum, weight_decay, clip",
     )  # fmt: skip
     saved.add_argument("--keep", type=positive, default=3, metavar="HOW_MANY", help="(3)")
+    saved.add_argument(
+        "--best", choices=("loss", "evaluation"),
+        help="stays too where it is lowest: the batch's loss, or the held-out data's",
+    )  # fmt: skip
     told = parser.add_argument_group("what is told, and when it stops")
     told.add_argument("--evaluate-every", type=positive, metavar="STEPS", help="on held-out data")
     told.add_argument("--log-file", "--log", metavar="FILE", help="JSON lines, one a step")

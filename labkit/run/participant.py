@@ -71,7 +71,8 @@ class Participant:
         self.build()
         e, self.flops = experiment, nan
         arithmetic = e.compute == "real" and self.device.type != "meta"
-        if arithmetic and not e.experts:  # which of them compute is told by the router
+        # Which experts compute is told by the router; one's own model may need real tensors.
+        if arithmetic and not e.experts and e.model in models.SIZES:
             self.flops = self.replicas * share_flops(e.model, e.size, e.data, self.share)
 
     def build(self):

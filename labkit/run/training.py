@@ -68,7 +68,8 @@ def train(context, experiment, options, log, sinks, preemption, watchdog):
             if getattr(trainer, name) is not None:
                 state[name] = getattr(trainer, name)
         url = options.checkpoint_dir
-        checkpoints = Checkpoints(url, options.keep) if url else None
+        best = options.best and (min, options.best)
+        checkpoints = Checkpoints(url, options.keep, best) if url else None
         chosen = run.chosen(trainer)
         came_from = resume(checkpoints, state, options.resume)
         if came_from is not None:
@@ -91,14 +92,15 @@ def train(context, experiment, options, log, sinks, preemption, watchdog):
             bar.update()
             if not last:
                 log.write(**told)
-            if options.evaluate_every and run.step % options.evaluate_every == 0:
+            saves = checkpoints and (last or stop or run.step % options.checkpoint_every == 0)
+            metrics = {"loss": run.loss}
+            if due(run.step, options.evaluate_every) or (saves and options.best == "evaluation"):
                 with watchdog.patience("evaluation"):
-                    log.write(
-                        step=run.step, evaluation=trainer.evaluate(held_out, participant.dtype)
-                    )
-            if checkpoints and (last or stop or run.step % options.checkpoint_every == 0):
+                    metrics["evaluation"] = trainer.evaluate(held_out, participant.dtype)
+                log.write(step=run.step, evaluation=metrics["evaluation"])
+            if saves:
                 with watchdog.patience("saving"):
-                    save(checkpoints, run.step, state, context.rank)
+                    save(checkpoints, run.step, state, context.rank, metrics)
     bar.close()
     if checkpoints:
         with watchdog.patience("saving"):
@@ -131,14 +133,18 @@ def step(monitor, number, participant, preemption):
     return row["loss"], norm, stop
 
 
-def save(checkpoints, step, state, rank):
+def due(step, every):
+    return every and step % every == 0
+
+
+def save(checkpoints, step, state, rank, metrics):
     """A checkpoint that cannot be written costs no training, but it is said."""
     try:
-        checkpoints.save(step, state)
+        checkpoints.save(step, state, **metrics)
     except CheckpointError as error:
         if rank == 0:
             print(f"labkit.train: {error}; training goes on", file=sys.stderr, flush=True)
-        checkpoints.save(step, state)
+        checkpoints.save(step, state, **metrics)
 
 
 def resume(checkpoints, state, mode):
@@ -169,14 +175,15 @@ def resume(checkpoints, state, mode):
 def first_line(participant, options, came_from):
     """What is about to be trained, on what, and from where. By rank 0."""
     e = participant.experiment
-    with torch.device("meta"), torch.random.fork_rng([]):
+    with torch.random.fork_rng([]):
         count = sum(parameter.numel() for parameter in model_of(e).parameters())
+    name = f"{e.model} {e.size}" if e.model in models.SIZES else e.model
     mesh = participant.mesh.axes if participant.mesh else {"dp": participant.world_size}
     axes = " x ".join(f"{axis} {size}" for axis, size in mesh.items())
     backend = dist.get_backend()
     start = "from the beginning" if came_from is None else f"goes on after step {came_from}"
     return (
-        f"{e.model} {e.size}: {count:,} parameters; {e.strategy}, {axes}, {backend}; "
+        f"{name}: {count:,} parameters; {e.strategy}, {axes}, {backend}; "
         f"batch {e.batch_size} = {participant.replicas} x {participant.share}; "
         f"{e.steps} steps; {start}"
     )
@@ -288,6 +295,7 @@ def prepare(context, arguments):
     """What is asked for, checked, and where it is told: arguments for `work`."""
     experiment, options = read(arguments)
     check(experiment, options, context.world_size)
+    models.unit(experiment.model)  # a model of one's own is imported here, or refused
     log = Log(options.log_file if context.rank == 0 else None)
     return experiment, options, log, open_sinks(options.metrics, context.rank)
 
