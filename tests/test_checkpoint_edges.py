@@ -60,9 +60,10 @@ def build(kind, world_size, seed=0):
         model = Net(odd=True)
         model = {"odd_ddp": DDP, "odd_fsdp": FSDP}.get(kind, lambda model: model)(model)
         return model, (ZeRO2 if kind == "odd_zero" else lambda p, c, **o: c(p, **o))(model.parameters(), adamw, lr=0.01)
-    if kind.startswith("channels_last"):
+    if kind.startswith(("channels_last", "contiguous_format")):
         layers = nn.Unflatten(1, (WIDTH, 1, 1)), nn.Conv2d(WIDTH, 4, 3, padding=1), nn.Flatten()
-        model = parallelize(nn.Sequential(*layers).to(memory_format=torch.channels_last), kind.split()[1], nn.Conv2d)
+        memory_format = getattr(torch, kind.split()[0])
+        model = parallelize(nn.Sequential(*layers).to(memory_format=memory_format), kind.split()[1], nn.Conv2d)
         return model, make_optimizer(model, kind.split()[1], adamw, lr=0.01)
     if kind.startswith("tensor_lr"):
         model = parallelize(Net(), kind.split()[1])
@@ -155,6 +156,20 @@ def test_odd_ones_on_other_ranks(ranks, tmp_path, saving, by, loading, into):
     old = ranks(saving, whole, folder=str(tmp_path), kind=by, save=True)[0]
     for new in ranks(loading, whole, folder=str(tmp_path), kind=into, save=False):
         assert all(torch.equal(new[name], old[name]) for name in old)
+
+
+def elements_in_another_order(rank, n, folder):
+    for saved, now in (
+        ("channels_last zero1", "contiguous_format zero1"),
+        ("contiguous_format zero1", "channels_last zero1"),
+    ):
+        whole(rank, n, f"{folder}/{saved}", saved, save=True)
+        with pytest.raises(CheckpointError, match="optimizer: it is of "):
+            whole(rank, n, f"{folder}/{saved}", now, save=False)
+
+
+def test_elements_that_lie_in_another_order_are_refused(ranks, tmp_path):
+    ranks(2, elements_in_another_order, folder=str(tmp_path))
 
 
 def test_a_learning_rate_is_of_the_kind_that_the_optimizer_has_now(tmp_path):
