@@ -35,6 +35,7 @@ def ring_forward(query, key, value, tiles, group=None):
     """The idea: keys and values pass every rank, and what each adds is weighed by its sum of exp.
 
     query, key, value: [..., T/n, d], in order of the ranks. Returns the output, [..., T/n, d].
+    tiles: without causal and window, which would count positions from this rank's own first one.
     """
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     pair = torch.stack([key, value])

@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from labkit import comm
+from labkit.parts import clip
 from labkit.parts.layouts import Axis, Replicate, Shard
 from labkit.parts.on_shards import SequenceParallel
 from labkit.parts.plan import (
@@ -43,6 +44,7 @@ from labkit.parts.split_loss import (
 )
 from labkit.parts.split_state import (
     Cut,
+    cuts_of,
     full_state_dict,
     load_full_state_dict,
     take_part,
@@ -52,11 +54,14 @@ from labkit.parts.split_state import (
 __all__ = [
     "ColwiseParallel",
     "PrepareModuleInput",
+    "PrepareModuleInputOutput",
+    "PrepareModuleOutput",
     "Replicate",
     "RowwiseParallel",
     "SequenceParallel",
     "Shard",
     "VocabularyParallelCrossEntropy",
+    "clip_grad_norm_",
     "full_state_dict",
     "load_full_state_dict",
     "parallelize_module",
@@ -113,6 +118,8 @@ def parallelize_module(module, group, parallelize_plan):
     layers or module.apply(initialiser), which draw what one process draws, whatever is drawn behind
     the split. Other initialisers (init_weights() of a model) belong inside of whole_parameters. The
     first forward raises RuntimeError where ranks drew the same slices.
+    Clip with clip_grad_norm_ of this file: torch.nn.utils.clip_grad_norm_ would take the norm of
+    this rank's slices for that of the model, and each rank would clip by another.
     Raises ValueError, before anything is changed, for a pattern that meets nothing and for what the
     ranks cannot share.
     """
@@ -140,6 +147,19 @@ def parallelize_module(module, group, parallelize_plan):
     return module
 
 
+def clip_grad_norm_(module, max_norm, norm_type=2.0):
+    """Clip the norm of all gradients of a split module to max_norm; returns it, float64.
+
+    Collective. As torch.nn.utils.clip_grad_norm_ of the whole module in one process: slices of all
+    ranks count, and whatever the ranks hold alike counts once.
+    """
+    cuts = cuts_of(module)
+    axis = next(cut.axis for cut in cuts.values())
+    copies = {p: 1 if p in cuts else axis.size for p in module.parameters()}
+    device = next(iter(copies)).device
+    return clip.clip_grad_norm_(copies, max_norm, norm_type, axis.group, device)
+
+
 class LayerStyle(Style):
     """A linear layer or an embedding becomes a part of one."""
 
@@ -154,7 +174,10 @@ class LayerStyle(Style):
         layer = self.layer(module)
         if layer is None:
             what = f"{name} is a {type(module).__name__}"
-            raise ValueError(f"{what}: {type(self).__name__} splits nn.Linear and nn.Embedding")
+            raise ValueError(
+                f"{what}: {type(self).__name__} splits nn.Linear and nn.Embedding, and nothing "
+                "that is derived from them, whose forward it would replace"
+            )
         for word in ("max_norm", "sparse", "scale_grad_by_freq"):
             if getattr(module, word, None):
                 raise ValueError(f"{name} has {word}: it cannot be split")
@@ -184,6 +207,9 @@ class ColwiseParallel(LayerStyle):
 
     embedding = ColumnEmbedding
 
+    def cuts_heads(self):
+        return isinstance(self.target, Shard)
+
     def __init__(self, *, input_layouts=None, output_layouts=None, use_local_output=True):
         self.source, self.target = input_layouts or Replicate(), output_layouts or Shard(-1)
         self.linear = PaddedColumnLinear if output_layouts else ColumnLinear
@@ -199,36 +225,135 @@ class RowwiseParallel(LayerStyle):
 
     linear, embedding = RowLinear, RowEmbedding
 
+    def cuts_heads(self):
+        return isinstance(self.source, Shard)
+
     def __init__(self, *, input_layouts=None, output_layouts=None, use_local_output=True):
         self.source, self.target = input_layouts or Shard(-1), output_layouts or Replicate()
 
 
 class PrepareModuleInput(Style):
-    """A module's first input in another layout; layers below that take this very tensor share it.
+    """A module's inputs in other layouts; layers below that take such a tensor share it.
 
     Attention with query, key and value of their own has three layers with one input: their
     gradients are summed first, and sent once (with Shard(dim): gathered once, too).
+    input_layouts, desired_input_layouts: of all positional inputs, a layout or a tuple of them,
+    with None for what stays as it is. input_kwarg_layouts, desired_input_kwarg_layouts: {name:
+    layout} of those given by keyword. As PyTorch's of this name.
+    Raises ValueError where the two have not the same length or names, and, at the call, where there
+    are not as many inputs as layouts.
     """
 
-    def __init__(self, *, input_layouts, desired_input_layouts, use_local_output=False):
-        self.source, self.target = first(input_layouts), first(desired_input_layouts)
+    def __init__(
+        self,
+        *,
+        input_layouts=None,
+        desired_input_layouts=None,
+        input_kwarg_layouts=None,
+        desired_input_kwarg_layouts=None,
+        use_local_output=False,
+    ):
+        self.moves = pairs("input_layouts", input_layouts, desired_input_layouts)
+        named, desired = input_kwarg_layouts or {}, desired_input_kwarg_layouts or {}
+        if named.keys() != desired.keys():
+            raise ValueError(
+                f"input_kwarg_layouts name {sorted(named)}, and desired_input_kwarg_layouts "
+                f"{sorted(desired)}: name the same"
+            )
+        self.named = {name: (layout, desired[name]) for name, layout in named.items()}
 
     def apply(self, module, axis):
-        def before(module, inputs):
-            x, *others = inputs
-            if self.target == Replicate():
-                x, shared = axis.prepare(x, self.source)
-                axis.prepared[module] = (x, shared)
-            else:
-                x = axis.move(x, self.source, self.target)
-            return x, *others
+        def before(module, inputs, named):
+            axis.prepared[module] = shared = []
+
+            def moved(x, way):
+                source, target = way
+                if source is None or target is None:
+                    return x
+                if target != Replicate():
+                    return axis.move(x, source, target)
+                shared.append(axis.prepare(x, source))
+                return shared[-1][0]
+
+            if self.moves:
+                inputs = tuple(map(moved, as_many(module, "input", inputs, self.moves), self.moves))
+            if absent := self.named.keys() - named.keys():
+                raise ValueError(f"{type(module).__name__}: no input {sorted(absent)} by keyword")
+            return inputs, named | {
+                name: moved(named[name], self.named[name]) for name in self.named
+            }
 
         def after(module, inputs, output):
             axis.prepared.pop(module, None)
 
-        module.register_forward_pre_hook(before)
+        module.register_forward_pre_hook(before, with_kwargs=True)
         module.register_forward_hook(after, always_call=True)
 
 
-def first(layouts):
-    return layouts[0] if isinstance(layouts, tuple) else layouts
+class PrepareModuleOutput(Style):
+    """A module's outputs in other layouts, of all of them: a layout or a tuple, None: as it is.
+
+    As PyTorch's of this name. Raises ValueError as PrepareModuleInput does.
+    """
+
+    def __init__(self, *, output_layouts, desired_output_layouts, use_local_output=True):
+        self.moves = pairs("output_layouts", output_layouts, desired_output_layouts)
+
+    def apply(self, module, axis):
+        def after(module, inputs, outputs):
+            several = outputs if isinstance(outputs, tuple) else (outputs,)
+            several = as_many(module, "output", several, self.moves)
+            moved = tuple(
+                x if None in way else axis.move(x, *way)
+                for x, way in zip(several, self.moves, strict=True)
+            )
+            return moved if len(moved) > 1 else moved[0]
+
+        module.register_forward_hook(after)
+
+
+class PrepareModuleInputOutput(Style):
+    """Both PrepareModuleInput and PrepareModuleOutput of one module, with the arguments of both."""
+
+    def __init__(
+        self,
+        *,
+        output_layouts,
+        desired_output_layouts,
+        use_local_input=False,
+        use_local_output=True,
+        **inputs,
+    ):
+        self.input = PrepareModuleInput(**inputs)
+        self.output = PrepareModuleOutput(
+            output_layouts=output_layouts, desired_output_layouts=desired_output_layouts
+        )
+
+    def apply(self, module, axis):
+        self.input.apply(module, axis)
+        self.output.apply(module, axis)
+
+
+def pairs(word, layouts, desired):
+    """[(layout, desired layout)] of a single one or of tuples of them."""
+    layouts, desired = map(several, (layouts, desired))
+    if len(layouts) != len(desired):
+        raise ValueError(
+            f"{word} are {len(layouts)}, and desired_{word} {len(desired)}: one each is needed"
+        )
+    return list(zip(layouts, desired, strict=True))
+
+
+def several(layouts):
+    if layouts is None:
+        return ()
+    return layouts if isinstance(layouts, tuple) else (layouts,)
+
+
+def as_many(module, word, values, moves):
+    if len(values) != len(moves):
+        raise ValueError(
+            f"{type(module).__name__}: {len(values)} {word}s by position, and {len(moves)} "
+            f"{word}_layouts: say None for what stays as it is"
+        )
+    return values

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from labkit import comm, compression
+from labkit import comm, compression, tensor_parallel
 from labkit.amp import GradScaler, autocast
 from labkit.ddp import DDP
 from labkit.fsdp import FSDP
@@ -34,6 +34,7 @@ from labkit.hierarchical import FORMS, Hierarchical
 from labkit.local_sgd import DiLoCo, LocalSGD
 from labkit.mesh import Mesh
 from labkit.parts.metered import MeteredGather, MeteredScatter
+from labkit.parts.split_state import cuts_of
 from labkit.parts.units import as_policy
 from labkit.recompute import checkpoint_every
 from labkit.sampler import all_of, count_targets, evaluate
@@ -341,6 +342,8 @@ class Trainer:
         for owner in (self.model, self.optimizer):
             if hasattr(owner, "clip_grad_norm_"):
                 return owner.clip_grad_norm_(self.clip)
+        if cuts_of(self.model):
+            return tensor_parallel.clip_grad_norm_(self.model, self.clip)
         return torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
 
     def update_scale(self):

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from labkit import composition, models, tensor_parallel
 from labkit.amp import GradScaler
+from labkit.attention import flash_attention
 from labkit.composition import Composed
 from labkit.context_parallel import ulysses_attention
 from labkit.fsdp import FSDP
@@ -321,6 +322,20 @@ def test_what_cannot_be_combined_is_said(ranks, case):
     for said in ranks(4, refused, case=case):
         assert REFUSED[case][2] in said
         assert "\n" not in said
+
+
+def with_a_window(rank, world_size):
+    model = gpt(0)
+    model.blocks[1].attention.attend = partial(flash_attention, window=4)
+    try:
+        Composed(model, Mesh({"cp": 2}))
+    except ValueError as error:
+        return str(error)
+
+
+def test_what_an_attention_was_given_is_not_dropped(ranks):
+    for said in ranks(2, with_a_window):
+        assert said.startswith("cp=2 replaces blocks.1.attention.attend, and with it window=4: leave it out there")
 
 
 def not_as_it_is(rank, world_size):

@@ -14,6 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from labkit import comm
 from labkit.ddp import DDP
+from labkit.fsdp import FSDP
+from labkit.horovod import DistributedOptimizer
+from labkit.zero import ZeRO1, ZeRO2
 
 FORMS = [
     pytest.param({"bucket_cap_mb": 0, "overlap": False}, id="naive"),
@@ -957,3 +960,60 @@ def test_a_discriminator_frozen_between_steps(ranks):
     for theirs, ours in ranks(2, adversarial_both):
         for one, other, third in zip(theirs, ours, alone, strict=True):
             assert torch.allclose(one, other, atol=1e-15) and torch.allclose(other, third, atol=1e-14)
+
+
+class Expanded(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1).expand(4) if kind == "parameter" else torch.ones(4))
+        if kind == "buffer":
+            self.register_buffer("mask", torch.ones(1).expand(2, 3))
+
+
+def expanded(rank, world_size, wrap, kind):
+    return error_of(ValueError, lambda: wrap(Expanded(kind)))
+
+
+@pytest.mark.parametrize("wrap", [DDP, FSDP])
+@pytest.mark.parametrize(("kind", "name"), [("parameter", "weight"), ("buffer", "mask")])
+def test_elements_that_lie_in_one_place_are_refused_on_all_ranks(ranks, wrap, kind, name):
+    told = f"'{name}' was made with expand(): several of its elements lie in one place"
+    assert all(one.startswith(told) for one in ranks(2, expanded, wrap=wrap, kind=kind))
+
+
+class Conjugated(nn.Module):
+    """Its gradient is a conjugate that nobody has computed yet: a view with a mark."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([1 + 2j, 3 - 1j, 0.5j], dtype=torch.complex128))
+
+    def forward(self, rank):
+        factor = torch.tensor([1 + 1j, 2 - 1j, 1j], dtype=torch.complex128) * (rank + 1)
+        return (self.weight.conj() * factor).real.sum()
+
+
+def conjugated(rank, world_size, whose):
+    model = Conjugated()
+    wanted = mean_of_ranks(model, lambda module, rank: module(rank), world_size)[0]
+    alone = Conjugated()
+    alone(0).backward()
+    assert alone.weight.grad.is_conj()
+    options = {"lr": 0.5}
+    if whose in ("ZeRO1", "ZeRO2"):
+        optimizer = {"ZeRO1": ZeRO1, "ZeRO2": ZeRO2}[whose](model.parameters(), torch.optim.SGD, **options)
+    elif whose == "Horovod":
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), **options), model.named_parameters())
+    else:
+        model = {"DDP": DDP, "FSDP": FSDP}[whose](model)
+        optimizer = torch.optim.SGD(model.parameters(), **options)
+    model(rank).backward()
+    optimizer.step()
+    state = model.full_state_dict() if whose == "FSDP" else model.state_dict()
+    return next(iter(state.values())), Conjugated().weight.detach() - 0.5 * wanted
+
+
+@pytest.mark.parametrize("whose", ["DDP", "ZeRO1", "ZeRO2", "FSDP", "Horovod"])
+def test_a_gradient_that_is_a_conjugate_view(ranks, whose):
+    for found, wanted in ranks(2, conjugated, whose=whose):
+        assert torch.equal(found, wanted.resolve_conj())

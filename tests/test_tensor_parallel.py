@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from labkit import comm, tensor_parallel
+from labkit import comm, models, tensor_parallel
 from labkit.ddp import DDP
 from labkit.mesh import Mesh
 from labkit.models.gpt import GPT
@@ -25,6 +25,7 @@ from labkit.tensor_parallel import (
     PrepareModuleInput,
     Replicate,
     RowwiseParallel,
+    Shard,
     VocabularyParallelCrossEntropy,
     full_state_dict,
     load_full_state_dict,
@@ -32,6 +33,7 @@ from labkit.tensor_parallel import (
     vocabulary_parallel_cross_entropy,
     whole_parameters,
 )
+from labkit.trainer import Trainer
 
 F64 = torch.float64
 VOCAB, CONTEXT, BATCH, WIDTH, LAYERS = 24, 12, 2, 24, 2
@@ -576,6 +578,192 @@ def wrong(rank, world_size, case):
 def test_what_cannot_be(ranks, case, words):
     for told in ranks(2, wrong, case=case):
         assert told.startswith(words)
+
+
+class Weighed(nn.Module):
+    """Of two inputs by position and two by keyword."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(1, 5, dtype=F64))
+
+    def forward(self, x, y, z=None, flag=None):
+        found = (x * self.weight + 2 * y.square() + 3 * z).cumsum(0)
+        return (found, y * self.weight, 7) if flag else found
+
+
+LAYOUTS = {
+    "inputs": {"input_layouts": (0, None), "desired_input_layouts": (None, None)},
+    "second input": {"input_layouts": (None, 0), "desired_input_layouts": (None, "whole")},
+    "both": {"input_layouts": ("whole", 0), "desired_input_layouts": ("whole", "whole")},
+    "keyword": {"input_kwarg_layouts": {"z": 0}, "desired_input_kwarg_layouts": {"z": "whole"}},
+}
+OUTPUTS = {"output_layouts": ("whole", "whole", None), "desired_output_layouts": (0, 1, None)}
+
+
+def placed(layouts, replicate, shard):
+    """Layouts of either library."""
+    if isinstance(layouts, dict):
+        return {name: placed(one, replicate, shard) for name, one in layouts.items()}
+    if isinstance(layouts, tuple):
+        return tuple(placed(one, replicate, shard) for one in layouts)
+    return {"whole": replicate(), None: None}.get(layouts) or (None if layouts is None else shard(layouts))
+
+
+def in_other_layouts(rank, world_size, case, outputs):
+    from torch.distributed.tensor import DTensor, parallel
+    from torch.distributed.tensor import Replicate as TheirReplicate
+    from torch.distributed.tensor import Shard as TheirShard
+
+    def run(library, split, group, replicate, shard, **local):
+        torch.manual_seed(0)
+        values = {word: torch.randn(4, 4, dtype=F64) for word in "xyz"}
+        word = {"inputs": "x", "second input": "y", "both": "y", "keyword": "z"}[case]
+        given = placed(LAYOUTS[case], replicate, shard)
+        style = library.PrepareModuleInput(**given, use_local_output=True)
+        if outputs:
+            given |= placed(OUTPUTS, replicate, shard) | {"use_local_input": True}
+            style = library.PrepareModuleInputOutput(**given)
+        module = split(Weighed(), group, style)
+        if case != "inputs":
+            values[word] = values[word].chunk(world_size)[rank].clone()
+        leaves = [value.requires_grad_() for value in values.values()]
+        found = module(values["x"], values["y"], z=values["z"], flag=outputs)
+        found, rest = (found[0], found[1:]) if outputs else (found, ())
+        (found.square().sum() + sum(one.sum() for one in rest[:1])).backward()
+        return [found.detach(), *(one.detach() if torch.is_tensor(one) else one for one in rest)], [
+            leaf.grad for leaf in leaves
+        ]
+
+    mesh = torch.distributed.init_device_mesh("cpu", (world_size,))
+    mine = run(tensor_parallel, parallelize_module, None, Replicate, Shard)
+    theirs = run(parallel, parallel.parallelize_module, mesh, TheirReplicate, TheirShard)
+    assert not any(isinstance(one, DTensor) for one in mine[0])
+    return mine, theirs
+
+
+@pytest.mark.parametrize("outputs", [False, True])
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_inputs_and_outputs_in_other_layouts_as_pytorchs(ranks, case, outputs):
+    for (mine, gradients), (theirs, their_gradients) in ranks(2, in_other_layouts, case=case, outputs=outputs):
+        for found, wanted in zip(mine + gradients, theirs + their_gradients, strict=True):
+            assert torch.equal(found, wanted) if torch.is_tensor(wanted) else found == wanted
+
+
+def not_as_many(rank, world_size):
+    x, told = torch.ones(2, 4, dtype=F64), []
+    one = {"input_layouts": Replicate(), "desired_input_layouts": Replicate()}
+    named = {"input_kwarg_layouts": {"z": Replicate()}, "desired_input_kwarg_layouts": {"z": Replicate()}}
+    for attempt in (
+        lambda: PrepareModuleInput(input_layouts=(Shard(0), None), desired_input_layouts=Replicate()),
+        lambda: PrepareModuleInput(**named | {"desired_input_kwarg_layouts": {"y": Replicate()}}),
+        lambda: parallelize_module(Weighed(), None, PrepareModuleInput(**one))(x, x, z=x),
+        lambda: parallelize_module(Weighed(), None, PrepareModuleInput(**one))(x=x, y=x, z=x),
+        lambda: parallelize_module(Weighed(), None, PrepareModuleInput(**named))(x, x, x),
+    ):
+        try:
+            attempt()
+        except ValueError as error:
+            told.append(str(error))
+    return told
+
+
+def test_layouts_and_inputs_are_as_many(ranks):
+    hint = "1 input_layouts: say None for what stays as it is"
+    assert ranks(2, not_as_many)[1] == [
+        "input_layouts are 2, and desired_input_layouts 1: one each is needed",
+        "input_kwarg_layouts name ['z'], and desired_input_kwarg_layouts ['y']: name the same",
+        f"Weighed: 2 inputs by position, and {hint}",
+        f"Weighed: 0 inputs by position, and {hint}",
+        "Weighed: no input ['z'] by keyword",
+    ]
+
+
+class Fused(nn.Module):
+    """Attention of 4 heads of 2, with 2 heads of keys and values, from one matrix, or from three."""
+
+    def __init__(self, fused):
+        super().__init__()
+        self.head_dim, self.fused = 2, fused
+        sizes = {"qkv": 16} if fused else {"q": 8, "k": 4, "v": 4}
+        for name, size in sizes.items():
+            setattr(self, name, nn.Linear(WIDTH, size))
+        self.output = nn.Linear(8, WIDTH)
+        self.num_heads = 4
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).split([8, 4, 4], -1) if self.fused else (self.q(x), self.k(x), self.v(x))
+        q, k, v = (one.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for one in (q, k, v))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.output(mixed.transpose(1, 2).flatten(2))
+
+
+def fused_and_gathered(rank, world_size):
+    torch.manual_seed(0)
+    model = nn.Sequential(Fused(fused=True)).to(F64)
+    gathered = {"0.qkv": ColwiseParallel(output_layouts=Replicate())}
+    plan = gathered | {"0.output": RowwiseParallel(input_layouts=Replicate())}
+    return input_gradients(parallelize_module(model, None, plan))
+
+
+def test_heads_that_are_gathered_need_not_be_shared(ranks):
+    torch.manual_seed(0)
+    wanted = input_gradients(nn.Sequential(Fused(fused=True)).to(F64))
+    for found in ranks(4, fused_and_gathered):
+        assert (found - wanted).abs().max() < 1e-12
+
+
+def too_few_key_heads(rank, world_size):
+    plan = {f"0.{name}": ColwiseParallel() for name in "qkv"} | {"0.output": RowwiseParallel()}
+    try:
+        parallelize_module(nn.Sequential(Fused(fused=False)), None, plan)
+    except ValueError as error:
+        return str(error)
+
+
+def test_a_key_head_is_not_cut_in_two(ranks):
+    assert ranks(4, too_few_key_heads) == ["0.k: 4 ranks cannot share 2 heads of 2"] * 4
+    assert ranks(2, too_few_key_heads) == [None] * 2
+
+
+def clipped(rank, world_size, norm_type):
+    model = gpt(0) if rank is None else parallelize_module(gpt(0), None, gpt_plan(tensor_parallel))
+    optimizer, norms = torch.optim.SGD(model.parameters(), lr=0.5), []
+    for tokens, targets in batches(3, VOCAB):
+        optimizer.zero_grad()
+        loss = F.cross_entropy if rank is None else vocabulary_parallel_cross_entropy
+        loss(model(tokens).flatten(0, 1), targets.flatten()).backward()
+        if rank is None:
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.01, norm_type))
+        else:
+            norms.append(tensor_parallel.clip_grad_norm_(model, 0.01, norm_type))
+        optimizer.step()
+    return torch.stack(norms).double(), model.state_dict() if rank is None else full_state_dict(model)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+def test_clipped_by_the_norm_of_the_whole(ranks, norm_type):
+    norms, state = clipped(None, 1, norm_type)
+    assert (norms > 0.01).all()
+    for found, whole in ranks(3, clipped, norm_type=norm_type):
+        assert (found - norms).abs().max() < 1e-12 and furthest(whole, state) < 1e-12
+
+
+def trained_with_clip(rank, world_size):
+    model = gpt(0)
+    if rank is not None:
+        parallelize_module(model, None, gpt_plan(tensor_parallel, whole_logits=True))
+    trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.5), models.loss("gpt"))
+    trainer.clip = 0.01
+    for batch in batches(2, VOCAB):
+        trainer.train_step(*batch)
+    return model.state_dict() if rank is None else full_state_dict(model)
+
+
+def test_trainer_clips_by_the_norm_of_the_whole(ranks):
+    wanted = trained_with_clip(None, 1)
+    for found in ranks(2, trained_with_clip):
+        assert furthest(found, wanted) < 1e-12
 
 
 def strange_words(rank, world_size, vocab):

@@ -32,6 +32,8 @@ def refuse(module, size, plan, wrap, stage, stages):
         matches(module, plan)
     if size["cp"] > 1 and not attending(module):
         raise ValueError(f"cp={size['cp']}: no part of this module has `attend`, to be replaced")
+    if size["cp"] > 1:
+        refuse_settings(size["cp"], module)
     if size["ep"] > 1:
         refuse_experts(size["ep"], mixtures, getattr(wrap, "func", wrap))
     if size["pp"] == 1:
@@ -47,6 +49,17 @@ def refuse(module, size, plan, wrap, stage, stages):
     stages = stages or size["pp"]
     if len(module.blocks) % stages:
         raise ValueError(f"{stages} stages cannot share {len(module.blocks)} blocks alike")
+
+
+def refuse_settings(ranks, module):
+    """What an `attend` was given beforehand (a window, a scale) would be gone with it."""
+    for name, part in module.named_modules():
+        if given := getattr(getattr(part, "attend", None), "keywords", None):
+            said = ", ".join(f"{word}={value!r}" for word, value in given.items())
+            raise ValueError(
+                f"cp={ranks} replaces {name}.attend, and with it {said}: leave it out there, and "
+                f"give Composed attend=partial(ring_attention, {said}), or another that takes it"
+            )
 
 
 def refuse_experts(ranks, mixtures, wrap):

@@ -102,6 +102,8 @@ class Bucket:
             len(self.members) > 1
             or gradient.requires_grad
             or gradient.stride() != self._strides[slot]
+            or gradient.is_conj()  # or the negative of an imaginary part: a view yet to be computed
+            or gradient.is_neg()
         ):
             if self._views is None:
                 self._allocate()

@@ -20,6 +20,7 @@ Names as in torch.distributed.tensor, which has no Shared: there the gradient's 
 """
 
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -60,8 +61,8 @@ GRADIENT = {Partial(): Shared(), Shared(): Partial()}  # of all others: the same
 class Axis:
     """The ranks over which a module is split: their group, and what its layers have in common.
 
-    draws: whose random numbers come next. prepared: {module that is running: (its input, the same
-    as Shared)}, where several layers take one input.
+    draws: whose random numbers come next. prepared: {module that is running: [(an input of it, the
+    same as Shared)]}, where several layers take one input.
     """
 
     def __init__(self, group=None):
@@ -75,7 +76,7 @@ class Axis:
 
     def shared(self, x, layout):
         """x for layers that each compute a part with it; what has been prepared is sent once."""
-        for alike, shared in self.prepared.values():
+        for alike, shared in chain(*self.prepared.values()):
             if alike is x:
                 return shared
         return self.move(x, layout, Shared())

@@ -25,6 +25,10 @@ class Style:
     def layer(self, module):
         """The class of a split layer that the module becomes, or None."""
 
+    def cuts_heads(self):
+        """Whether a module around the layer sees some of its heads, not those of all ranks."""
+        return False
+
     def leaves_shards(self, module):
         """Whether each rank draws its own random numbers behind the module."""
         return False
@@ -98,11 +102,18 @@ def runs(module):
 
 def check_heads(module, chosen, axis):
     """A module whose linear layers are cut has whole heads on each rank. chosen: of matches()."""
-    parents = {name.rpartition(".")[0] for name, part, style in chosen if style.layer(part)}
-    for parent in sorted(parents):
+    cut = [(name, part) for name, part, style in chosen if style.cuts_heads() and style.layer(part)]
+    for parent in sorted({name.rpartition(".")[0] for name, _ in cut}):
         for word, heads in vars(module.get_submodule(parent)).items():
             if word.endswith("heads") and isinstance(heads, int) and heads % axis.size:
                 raise ValueError(f"{parent}: {axis.size} ranks cannot share {word}={heads}")
+    for name, part in cut:
+        length = vars(module.get_submodule(name.rpartition(".")[0])).get("head_dim")
+        features = getattr(part, "out_features", 0)
+        if isinstance(length, int) and features % length == 0 and features // length % axis.size:
+            raise ValueError(
+                f"{name}: {axis.size} ranks cannot share {features // length} heads of {length}"
+            )
 
 
 def check_ties(module, chosen):

@@ -69,6 +69,12 @@ class Replicas:
         check_agreement(
             lines, self.group, device or (parameters[0][1].device if parameters else "cpu")
         )
+        for name, t in parameters + buffers:  # of the same strides on all ranks: all raise
+            if any(size > 1 and not step for size, step in zip(t.shape, t.stride(), strict=True)):
+                raise ValueError(
+                    f"{name!r} was made with expand(): several of its elements lie in one place, "
+                    "where no message can write them: take its clone()"
+                )
         if not any(p.requires_grad for _, p in parameters):
             raise RuntimeError(
                 f"{type(self.module).__name__} has no parameter that requires a gradient"
