@@ -78,6 +78,7 @@ What is indented is in parts/: what the file above it stands on, and others may 
         split_backward.py   the gradient that others wait for first, those of weights later
         stages.py           a rank's part of the model, by name; tied parameters
     moe.py                  a token goes to k of E networks, which the ranks share out; on
+        routing.py          which experts a token goes to, with which weights; groups
         row_exchange.py     rows to the ranks that want them, gradients the way back
     composition.py          a mesh of axes: who gets which group, and what all must see together; on
         axes.py             which axes can be together, and what each needs of the module

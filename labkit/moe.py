@@ -22,10 +22,12 @@ from functools import wraps
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn import functional as F
 
 from labkit import comm
+from labkit.parts.routing import Routing
 from labkit.parts.row_exchange import Exchange
+
+ROUTING = Routing()
 
 
 def mix_experts(x, router, experts, top_k):
@@ -53,7 +55,13 @@ class MoE(nn.Module):
     balance: "loss": after forward, .balance_loss wants to be added to the loss, times 0.01 or so;
         "bias": call rebalance() after each optimizer step; None. A reentrant checkpoint of torch
         around forward takes the loss's gradient away.
-    score: "softmax" over the experts, or "sigmoid" of each. shared: experts that take every token.
+    shared: experts that take every token. shared_expert_gate: their sum is multiplied by a sigmoid
+        of the token, as in Qwen2-MoE. routing: how scores choose and weigh experts: a Routing.
+    router_z_loss_coef: if not 0, .z_loss is this times the mean of logsumexp(scores)^2, to be added
+        to the loss (Zoph et al., ST-MoE, 2022, section 3). balanced() adds both losses.
+    padding_mask: bool [...], True for padding: such tokens are not routed and counted in no loss,
+        load or capacity, and their output is 0. Both losses divide by the mean number of tokens of
+        a rank, so that their mean over the ranks is that of one process with all tokens.
     .load, [experts] int64: rows for each in the last forward, of the group's ranks; .dropped:
         those of them that were beyond its capacity.
     Gradients of experts are those of the mean of the ranks' losses, as DDP makes them for the rest:
@@ -72,23 +80,30 @@ class MoE(nn.Module):
         capacity=None,
         balance="loss",
         shared=0,
-        score="softmax",
+        routing=ROUTING,
+        router_z_loss_coef=0.0,
+        shared_expert_gate=False,
     ):
         super().__init__()
         if not 1 <= top_k <= experts:
             raise ValueError(f"a token cannot go to {top_k} of {experts} experts")
-        if balance not in ("loss", "bias", None) or score not in ("softmax", "sigmoid"):
-            raise ValueError(f"there is no balance {balance!r} with a score {score!r}")
+        routing.check(experts, top_k)
+        if balance not in ("loss", "bias", None):
+            raise ValueError(f"balance={balance!r} must be 'loss', 'bias' or None")
+        if shared_expert_gate and not shared:
+            raise ValueError("shared_expert_gate=True has nothing to gate: use shared=1 or more")
         if capacity is not None and not 0 <= capacity < math.inf:
             raise ValueError(f"an expert cannot take {capacity} times its share of a rank's rows")
-        self.top_k, self.capacity, self.balance, self.score = top_k, capacity, balance, score
+        self.top_k, self.capacity, self.balance, self.routing = top_k, capacity, balance, routing
+        self.router_z_loss_coef = router_z_loss_coef
         self.router = nn.Linear(width, experts, bias=False)
         self.register_buffer("bias", torch.zeros(experts, dtype=torch.float32))
         own = self.own_experts(group)
         made = ((number, expert()) for number in range(experts))
         self.experts = nn.ModuleDict({str(i): one for i, one in made if i in own})
         self.shared = nn.ModuleList(expert() for _ in range(shared))
-        self.load, self.dropped, self.balance_loss = None, None, None
+        self.shared_expert_gate = nn.Linear(width, 1, bias=False) if shared_expert_gate else None
+        self.load, self.dropped, self.balance_loss, self.z_loss = None, None, None, None
 
     def reset_parameters(self):
         """Those that are its own, not its experts': no expert is preferred."""
@@ -105,7 +120,9 @@ class MoE(nn.Module):
         """The copy's experts are those of the same ranks; its loss is that of its own forward."""
         copied = memo[id(self)] = self.__class__.__new__(self.__class__)
         memo.update({id(group): group for group in (self.group, self.counted)})
-        copied.__dict__ = copy.deepcopy(self.__dict__ | {"balance_loss": None}, memo)
+        copied.__dict__ = copy.deepcopy(
+            self.__dict__ | {"balance_loss": None, "z_loss": None}, memo
+        )
         return copied
 
     def own_experts(self, group, counted=None):
@@ -137,28 +154,39 @@ class MoE(nn.Module):
         others = [i for i in range(len(self.bias)) if str(i) not in self.experts]
         return [f"experts.{i}.{name}" for i in others for name in one.state_dict()]
 
-    def forward(self, x):
-        rows = x.reshape(-1, x.shape[-1])
-        likely, weights, chosen = self.route(rows)
+    def forward(self, x, padding_mask=None):
+        if padding_mask is None:
+            return self.mix(x.reshape(-1, x.shape[-1])).view(x.shape)
+        fits = padding_mask.dtype == torch.bool and padding_mask.shape == x.shape[:-1]
+        tokens = ~padding_mask if fits else torch.zeros_like(x[..., 0], dtype=torch.bool)
+        output = self.mix(x[tokens], fits)
+        return output.new_zeros(x.shape).index_put((tokens,), output)
+
+    def mix(self, rows, fits=True):
+        """rows: [tokens, width]. fits: False on a rank whose mask was wrong: all will raise."""
+        scores = self.scores(rows)
+        likely, weights, chosen = self.routing.choose(scores, self.bias, self.top_k)
         order, taken = self.taken(chosen, len(self.bias))
-        told = self.tell(chosen, taken, likely)  # [ranks of the group, experts]
+        told = self.tell(chosen, taken, likely, fits)  # [ranks of the group, experts]
+        self.set_losses(scores, likely)
         token, place = order // self.top_k, order % self.top_k
         back = self.by_experts(rows[token], told)
         weighed = (weights[token, place, None] * back).to(rows.dtype)
         output = torch.zeros_like(rows).index_add(0, token, weighed)
+        if self.shared_expert_gate is not None:
+            gate = self.shared_expert_gate(rows).sigmoid()
+            return output + gate * sum(one(rows) for one in self.shared)
         for one in self.shared:
             output = output + one(rows)
-        return output.view(x.shape)
+        return output
+
+    def scores(self, rows):
+        scores = self.router(rows)
+        return scores.to(torch.promote_types(scores.dtype, torch.float32))
 
     def route(self, rows):
         """(how likely each expert is, [tokens, E]; weights and numbers of the k chosen)."""
-        scores = self.router(rows)
-        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-        # In logarithms: where all sigmoids are 0 they have no shares, but these are numbers still.
-        logs = scores.log_softmax(-1) if self.score == "softmax" else F.logsigmoid(scores)
-        chosen = (logs.detach().exp() + self.bias).topk(self.top_k).indices
-        weights = logs.gather(-1, chosen)
-        return logs.softmax(-1), weights.softmax(-1) if self.top_k > 1 else weights.exp(), chosen
+        return self.routing.choose(self.scores(rows), self.bias, self.top_k)
 
     def taken(self, chosen, E):
         """(the places in chosen.flatten() that experts take, by expert; how many each takes)."""
@@ -171,21 +199,30 @@ class MoE(nn.Module):
         within = torch.arange(len(of), device=of.device) - first[of[order]]
         return order[within < most], counts.clamp(max=most)
 
-    def tell(self, chosen, taken, likely):
-        """How many rows each rank has for each expert; what balances, of all ranks' choices."""
-        E, lost = len(self.bias), (~likely.isfinite()).sum()
+    def tell(self, chosen, taken, likely, fits):
+        """How many rows each rank has for each expert; the load, of all ranks' choices."""
+        E, lost = len(self.bias), (~likely.isfinite()).sum() if fits else taken.new_tensor(-1)
         told = self.gather(torch.cat([taken, chosen.flatten().bincount(minlength=E), lost[None]]))
         if told[:, -1].any():
-            where = [self.tellers[i] for i in told[:, -1].nonzero().flatten()]
+            wrong = told[:, -1] if told[:, -1].min() >= 0 else told[:, -1] < 0
+            where = [self.tellers[i] for i in wrong.nonzero().flatten()]
+            if told[:, -1].min() < 0:
+                raise ValueError(f"padding_mask is not bool of the tokens' shape on ranks {where}")
             raise ValueError(f"the router's scores are no numbers on ranks {where}")
         self.load = told[:, E:-1].sum(0)
         self.dropped = self.load - told[:, :E].sum(0)
-        if self.balance == "loss":  # 1 where all are chosen alike, E where one is
-            load = self.load.to(likely.dtype)  # integers divide in fp32, whatever the model is in
-            share = load / load.sum().clamp(min=1)
-            part = likely.sum(0) / max(1, len(likely))
-            self.balance_loss = E * (share * part).sum()
         return told[self.near, :E]
+
+    def set_losses(self, scores, likely):
+        """What balances and the z-loss. Their mean over the ranks is that of all ranks' tokens."""
+        load = self.load.to(likely.dtype)  # integers divide in fp32, whatever the model is in
+        rows = load.sum().clamp(min=1)
+        tokens = rows / (self.top_k * len(self.tellers))  # of a rank, on average
+        if self.balance == "loss":  # 1 where all are chosen alike, E where one is
+            self.balance_loss = len(load) * (load / rows * (likely.sum(0) / tokens)).sum()
+        if self.router_z_loss_coef:
+            squares = scores.logsumexp(-1).square().sum()
+            self.z_loss = self.router_z_loss_coef * squares / tokens
 
     def gather(self, counts):
         if len(self.tellers) == 1:
@@ -238,22 +275,28 @@ def names_of_experts(module):
 
 
 def balanced(loss, module, weight=0.01):
-    """The loss (output, target) -> scalar, and weight x what balances the module's experts.
+    """The loss (output, target) -> scalar, and the module's balance_loss x weight, and z_loss.
 
-    That is of the last forward, and left out where nothing learns from it: under torch.no_grad().
-    Raises ValueError where the router would not learn from it, though the rest does.
+    These are of the last forward, and left out where nothing learns: under torch.no_grad().
+    Raises ValueError where the router would not learn from them, though the rest does.
     """
-    parts = [one for _, one in mixtures(module) if one.balance == "loss"]
+    parts = [one for _, one in mixtures(module)]
 
     @wraps(loss)  # Trainer asks the loss which targets it counts
     def total(output, target):
-        asked, main = parts if torch.is_grad_enabled() else (), loss(output, target)
-        for one in asked if main.requires_grad else ():
-            if one.router.weight.requires_grad > one.balance_loss.requires_grad:
+        main = loss(output, target)
+        if not torch.is_grad_enabled():
+            return main
+        for one in parts:
+            terms = [one.balance_loss] if one.balance == "loss" else []
+            terms += [one.z_loss] if one.router_z_loss_coef else []
+            learns = main.requires_grad and one.router.weight.requires_grad
+            if learns and not all(term.requires_grad for term in terms):
                 raise ValueError(
                     "a balance_loss has no gradient: its forward ran under torch.no_grad(), "
                     "or in a reentrant checkpoint"
                 )
-        return main + weight * sum(one.balance_loss for one in asked)
+        balance = sum(one.balance_loss for one in parts if one.balance == "loss")
+        return main + weight * balance + sum(one.z_loss for one in parts if one.router_z_loss_coef)
 
     return total

@@ -10,14 +10,14 @@ from torch import nn
 from labkit import comm
 from labkit.ddp import DDP
 from labkit.mesh import Mesh
-from labkit.moe import MoE, balanced, mix_experts, names_of_experts
+from labkit.moe import MoE, Routing, balanced, mix_experts, names_of_experts
 
 F64, WIDTH, TOKENS, STEPS = torch.float64, 6, 10, 3
 OPTIONS = {
     "top 1": {"top_k": 1},
     "top 2": {},
     "all": {"top_k": 4},
-    "sigmoid": {"score": "sigmoid"},
+    "sigmoid": {"routing": Routing("sigmoid")},
     "bias": {"balance": "bias"},
     "shared": {"shared": 1, "balance": None},
 }
@@ -243,5 +243,5 @@ def test_experts_that_the_ranks_do_not_divide(ranks):
     assert ranks(3, cannot_share) == ["3 ranks cannot share 4 experts alike"] * 3
     with pytest.raises(ValueError, match="a token cannot go to 5 of 4 experts"):
         MoE(WIDTH, 4, top_k=5, expert=expert)
-    with pytest.raises(ValueError, match="there is no balance 'none' with a score 'softmax'"):
+    with pytest.raises(ValueError, match="balance='none' must be 'loss', 'bias' or None"):
         MoE(WIDTH, 4, expert=expert, balance="none")

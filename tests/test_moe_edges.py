@@ -9,13 +9,13 @@ from test_moe import F64, TOKENS, WIDTH, Model, alone, batch, expert
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from labkit.moe import MoE, balanced
+from labkit.moe import MoE, Routing, balanced
 
 
 @pytest.mark.parametrize("dtype", [F64, torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("options", [{}, {"top_k": 1}, {"balance": "bias"}], ids=str)
 def test_scores_of_which_all_sigmoids_are_zero(options, dtype):
-    moe, x = alone(score="sigmoid", **options).to(dtype), batch(0, 1)[0].reshape(-1, WIDTH).abs().to(dtype)
+    moe, x = alone(routing=Routing("sigmoid"), **options).to(dtype), batch(0, 1)[0].reshape(-1, WIDTH).abs().to(dtype)
     with torch.no_grad():
         moe.router.weight.fill_(-3e3)
         moe.router.weight[2] = -1e3
@@ -27,7 +27,7 @@ def test_scores_of_which_all_sigmoids_are_zero(options, dtype):
 
 
 def test_sigmoids_share_as_they_are():
-    moe, x = alone(score="sigmoid"), batch(0, 1)[0]
+    moe, x = alone(routing=Routing("sigmoid")), batch(0, 1)[0]
     likely, weights, chosen = moe.route(x)
     scores = moe.router(x).sigmoid()
     top = scores.topk(2)
