@@ -18,7 +18,7 @@ from labkit.measure.memory import MemoryTracker
 from labkit.mesh import Mesh
 from labkit.models import plans
 from labkit.models.gpt import GPT, Block, Network, Stage
-from labkit.moe import MoE, balanced, mixtures
+from labkit.moe import MoE, Routing, balanced, mixtures
 from labkit.parts.split_state import cuts_of
 from labkit.pipeline import dual_pipe, gpipe, interleaved, zero_bubble
 from labkit.tensor_parallel import ColwiseParallel
@@ -28,7 +28,7 @@ F64, BATCH, LENGTH, STEPS = torch.float64, 8, 16, 3
 LOSS = models.loss("gpt")
 FSDP_BLOCKS = partial(FSDP, unit=Block)
 PIPELINED = {"stage": Stage, "micro_batches": 4, "loss": LOSS}
-MIXED, BY_BIAS = {"mixture": {}}, {"mixture": {"balance": "bias", "score": "sigmoid"}}
+MIXED, BY_BIAS = {"mixture": {}}, {"mixture": {"balance": "bias", "routing": Routing("sigmoid")}}
 
 
 def plan(mixture=None):
