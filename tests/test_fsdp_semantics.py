@@ -772,3 +772,41 @@ def trained_as_something_else(rank, world_size):
 def test_what_would_train_something_else_is_refused(ranks):
     for told in ranks(2, trained_as_something_else):
         assert not any("\n" in one for one in told) and len(told) == 7
+
+
+def shared_scale(seed):
+    """A tied parameter, a frozen one, and a buffer that an initialiser changes."""
+    model = Net(seed)
+    model.cells[2].second.weight = model.cells[2].first.weight
+    model.stem.bias.requires_grad_(False)
+    model.register_buffer("seen", torch.zeros(3, dtype=torch.float64))
+    return model
+
+
+def initialise(module):
+    if isinstance(module, nn.Linear):
+        nn.init.xavier_normal_(module.weight)
+        module.bias.data = torch.randn(module.bias.shape, dtype=torch.float64)
+    if isinstance(module, Cell):
+        module.scale.data.normal_()
+    if isinstance(module, Net):
+        module.seen.normal_()
+
+
+def applied(rank, world_size, settings):
+    model = FSDP(shared_scale(rank), unit=Cell, **settings)
+    model(data(rank)).sum().backward()  # something may still be gathered
+    torch.manual_seed(7 + rank)
+    assert model.apply(initialise) is model
+    at_rest(model)
+    return model.full_state_dict(), [p.numel() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("settings", [{}, {"root": "replicate"}, {"shard": "grad_op"}], ids=str)
+def test_apply_draws_what_one_process_draws(ranks, settings):
+    alone = shared_scale(0)
+    torch.manual_seed(7)
+    wanted = alone.apply(initialise).state_dict()
+    for found, sizes in ranks(3, applied, settings=settings):
+        assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+        assert sum(sizes) < sum(p.numel() for p in alone.parameters())

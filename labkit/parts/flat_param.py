@@ -153,6 +153,13 @@ class FlatParam:
         comm.all_gather(flat, source, self.sharding.group)
         return self.layout.views(flat)
 
+    def take_whole(self):
+        """Keep this rank's part of what the modules hold whole, on rank 0. Collective."""
+        values = [module._parameters[attribute].detach() for (module, attribute), *_ in self.places]
+        flat = self.shard.new_empty(self.layout.padded, device=self.flat.device)
+        comm.broadcast(self.layout.flatten(values, flat), 0, self.sharding.everyone)
+        self.shard.copy_(self.layout.shard(flat, self.rank))
+
     # ---- gradients
 
     def launch_reduce(self, owed=False):

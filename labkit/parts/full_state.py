@@ -158,6 +158,24 @@ class ShardedModel(NotPickled, Wrapper):
 
     # ---- what moves or copies all parameters
 
+    def apply(self, fn):
+        """nn.Module.apply on whole parameters, so that an initialiser draws as in one process.
+
+        Collective. Values become rank 0's. Held meanwhile: the whole model. Returns self.
+        """
+        self.rest()
+        try:
+            for flat in self.flats:
+                flat.put([nn.Parameter(one, flat.trainable) for one in flat.gather_master()])
+            super().apply(fn)
+            for flat in self.flats:
+                flat.take_whole()
+            broadcast_tensors([*self.replicated, *self.buffers()], 0, self.sharding.everyone)
+        finally:
+            for flat in self.flats:
+                flat.put(flat.pieces)
+        return self
+
     def _apply(self, fn, recurse=True):
         """to(), double(), cuda(): the pieces have moved, so their shards must."""
         self.rest()
