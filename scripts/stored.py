@@ -105,14 +105,14 @@ class Stored:
         return sorted({f"{file} (as shown)" for file, text in shown if text not in self.texts(file).values()})
 
     def texts(self, file):
-        """{(qualified name, first line, last line): text} of a file's functions and classes, and of all of it."""
+        """{(qualified name, first line, last line): text} of a file's functions and classes, lambdas, and all of it."""
         path = self.root / file
         if not path.exists():
             return {}
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
         found = {("", 0, 0): as_shown(lines)}
         for name, node in definitions(ast.parse("".join(lines))):
-            first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
+            first = min([node.lineno, *(one.lineno for one in getattr(node, "decorator_list", ()))])
             found[name, first, node.end_lineno] = as_shown(lines[first - 1 : node.end_lineno])
         return found
 
@@ -205,6 +205,8 @@ def definitions(tree, above=""):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield f"{above}{node.name}", node
             yield from definitions(node, f"{above}{node.name}.")
+        elif isinstance(node, ast.Lambda):  # a cell shows the lines that it stands in
+            yield f"{above}<lambda>", node
         else:
             yield from definitions(node, above)
 
