@@ -25,7 +25,7 @@ from labkit.parts.own_files import lock_file, new_file, no_link
 
 
 def without_password(url):
-    """The URL for messages: of user:password@host only the host."""
+    """The URL as messages show it, without the user and password that may stand in it."""
     return re.sub("(?<=://)[^/@]*@", "", str(url))
 
 
