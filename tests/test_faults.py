@@ -69,8 +69,8 @@ def go(context, arguments, plan=(), terms=(), saving=(), backward=(), agent_at=N
         context.record(step=number, loss=loss, rows=now["rows"])
         return loss, norm, stop
 
-    def save_and_hear(self, number, state):
-        save(self, number, state)
+    def save_and_hear(self, number, state, **metrics):
+        save(self, number, state, **metrics)
         if [context.rank, number] in saving:
             os.kill(os.getpid(), signal.SIGTERM)
         self.wait()
