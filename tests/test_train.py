@@ -207,7 +207,7 @@ def test_told_to_stop_again_and_again_it_leaves_with_0(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--model", "none"], "argument --model: invalid choice: 'none' (choose from"),
+        (["--model", "none"], "Experiment(model='none'): choose from mlp, resnet, gpt"),
         (["--batch-size", "7"], "batch_size=7 does not split into equal parts for 2 ranks"),
         (["--config", "absent.yaml"], "No such file or directory: 'absent.yaml'"),
         (["--strategy", "single"], "the strategy is single, and there are 2 ranks"),
