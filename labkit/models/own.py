@@ -1,8 +1,10 @@
 """A model and data of one's own: model="package.module:function" of an Experiment.
 
-# mine.py                                                python -m labkit.train --model mine:task
-def task():
-    return Task(Net, train, held_out, torch.nn.functional.mse_loss, unit=Block)
+    # mine.py                                            python -m labkit.train --model mine:task
+    def task():
+        return Task(Net, train, held_out, torch.nn.functional.mse_loss, unit=Block)
+
+The function is called once in each process that asks.
 """
 
 import importlib
