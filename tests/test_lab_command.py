@@ -4,6 +4,7 @@ import ast
 import importlib.machinery
 import importlib.util
 import os
+import re
 import shutil
 import signal
 import socket
@@ -38,6 +39,7 @@ def new_tree(root):
     shutil.copy(ROOT / "scripts" / "lab", root / "scripts")
     (root / "scripts" / "run.py").write_text(STUB)
     (root / "requirements.txt").write_text("")
+    (root / "scripts" / "requirements.lock").write_text("")
     return root
 
 
@@ -232,6 +234,33 @@ def test_progress_is_read_from_pip():
     phase, detail = phase_of("Collecting a\nInstalling collected packages: a, b, c")
     assert phase == "installing"
     assert detail.endswith(" of 3 packages")
+
+
+def test_the_lock_has_every_requirement_and_a_hash_for_everything():
+    """Made anew whenever requirements.txt changes."""
+    entries = (ROOT / "scripts" / "requirements.lock").read_text().replace("\\\n", " ").splitlines()
+    locked = {}
+    for entry in entries:
+        if not entry.startswith("#"):
+            name, _, rest = entry.partition("==")
+            assert re.search(r"--hash=sha256:[0-9a-f]{64}", rest), entry
+            locked.setdefault(name, []).append(rest.split()[0])
+    for line in (ROOT / "requirements.txt").read_text().splitlines():
+        name, exact, rest = line.partition("==")
+        if exact and name != "torch":
+            assert locked[re.sub(r"\[.*\]", "", name).replace("_", "-").lower()] == [rest.split(";")[0]], line
+
+
+@pytest.mark.slow
+def test_a_file_with_another_hash_is_not_installed(tree):
+    """Whoever can put a file before the package index's still cannot put code into .venv."""
+    wheel(tree / "swapped", "a_package_for_this_test", "3")
+    lock = tree / "scripts" / "requirements.lock"
+    lock.write_text(f"a-package-for-this-test==3 --hash=sha256:{'0' * 64}\n")
+    refused = lab(tree, "run", PIP_NO_INDEX="1", PIP_FIND_LINKS=str(tree / "swapped"))
+    lock.write_text("")
+    assert_one_line(refused, "DO NOT MATCH THE HASHES")
+    assert not list((tree / ".venv").glob("lib/python*/site-packages/a_package*"))
 
 
 @pytest.mark.slow
