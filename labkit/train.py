@@ -21,7 +21,7 @@ The loop is in labkit/run/training.py.
 import os
 import sys
 
-from labkit.run.options import WRONG, read
+from labkit.run.options import WRONG, check_ranks, read
 
 
 def main(arguments=None):
@@ -32,7 +32,7 @@ def main(arguments=None):
         return training.main(arguments)
     try:
         experiment, options = read(arguments)
-        experiment.check_ranks(options.nproc)
+        check_ranks(experiment, options, options.nproc)
         from labkit.run import starter  # and torch, 3 s: whatever is wrong has been said before
 
         return starter.start(experiment, options, arguments)

@@ -5,9 +5,10 @@ import io
 import pytest
 import torch
 
+from labkit import models
 from labkit.run.context import Context, EventFile
 from labkit.run.experiment import Experiment
-from labkit.run.participant import Participant, estimate
+from labkit.run.participant import Participant, estimate, largest_batch
 from labkit.run.settle import held
 
 BASE = Experiment(model="gpt", batch_size=4, optimizer="adamw", lr=1e-3)
@@ -39,6 +40,41 @@ def test_each_rank_of_a_mesh_to_the_byte(ranks, mesh):
     for one, found in zip(told, ranks(world_size, real, fields=experiment.to_dict()), strict=True):
         assert one.peak == found.peak and one.held == found.held
         assert one.rank == found.rank and one.moment in ("forward", "backward")
+
+
+FITTED = {
+    "DDP": {"strategy": "ddp_bucketed"},
+    "FSDP, micro-batches": {"strategy": "fsdp", "accumulation": 2},
+    "ZeRO-1, recomputed": {"strategy": "zero1", "recompute": "every"},
+    "tp": {"tensor": 2},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", FITTED)
+def test_the_largest_batch_fits_and_one_more_does_not(ranks, case):
+    """Held on real ranks: at most the room, and with one more sample for each of them more than that."""
+    experiment, room = BASE.replace(**FITTED[case]), 24 * 2**20
+    size = largest_batch(experiment, 2, 0, room)
+    more = size + experiment.smallest_batch(2)
+    peaks = {
+        tried: max(one.peak_total for one in ranks(2, real, fields=experiment.replace(batch_size=tried).to_dict()))
+        for tried in (size, more)
+    }
+    assert size > 4 and peaks[size] <= room < peaks[more]
+
+
+def test_sixteen_bits_are_predicted_as_more_than_they_take():
+    """As fp32, and a copy of every weight besides; all of the training data at most."""
+    low, room = BASE.replace(precision="bf16"), 24 * 2**20
+    weights = sum(parameter.numel() for parameter in models.build("gpt").parameters())
+    assert largest_batch(low, 2, 0, room) == largest_batch(BASE, 2, 0, room - 2 * weights)
+    everything = len(models.data.load("auto", "mlp"))
+    assert largest_batch(Experiment(), 2, 0, 2**40) == everything - everything % 2
+    with pytest.raises(
+        MemoryError, match=r"not even a batch of 2 fits: a rank's step needs [\d,]+ bytes, and has 1,000"
+    ):
+        largest_batch(BASE, 2, 0, 1000)
 
 
 def settled(rank, world_size, fields):

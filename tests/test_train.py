@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -258,6 +259,9 @@ def command(*words, **options):
         (["--override", "model=gpt"], "--override model=gpt: takes lr=, momentum=, weight_decay= or clip="),
         (["--config", "absent.yaml"], "No such file or directory: 'absent.yaml'"),
         (["--lr", "-1"], "Experiment(lr=-1.0): at least 0, and finite"),
+        (["--auto-batch-size", "--batch-size", "8"], "--auto-batch-size and a batch size: name one of them"),
+        (["--auto-batch-size", "--strategy", "auto"], "cannot predict the strategy auto: name another"),
+        (["--auto-batch-size", "--tensor", "2", "--nproc", "3"], "3 ranks are no multiple of the 2 that"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -278,6 +282,8 @@ def test_what_cannot_be_is_one_line_and_starts_nothing(words, told):
         (["--checkpoint-dir", f"{__file__}/places"], "Not a directory"),
         (["--metrics", "prometheus:127.0.0.1:99999"], "--metrics prometheus:127.0.0.1:99999: "),
         (["--resume", "7"], "--resume 7 needs --checkpoint-dir: where checkpoints are"),
+        (["--auto-batch-size", "--memory-mb", "0.1"], "not even a batch of 2 fits: a rank's step needs "),
+        (["--auto-batch-size", "--experts", "4"], "experts hold the tokens that values send them: name a batch"),
     ],
     ids=lambda value: " ".join(value[:1]) if isinstance(value, list) else "",
 )
@@ -437,6 +443,19 @@ def test_stopped_it_leaves_with_85_and_the_same_line_goes_on(tmp_path):
     timed = lines(whole)[5]
     assert timed["samples_per_s"] > 0 and timed["eta_s"] > 0
     assert not [path for path in os.listdir(tempfile.gettempdir()) if path.startswith("labkit-train-")]
+
+
+@pytest.mark.slow
+def test_the_largest_batch_that_fits_is_kept_where_the_run_goes_on_with_more_memory(tmp_path):
+    options = ("--auto-batch-size", "--steps", 3, "--checkpoint-dir", tmp_path)
+    begun = command(*options, "--memory-mb", 3, "--stop-after", 0)
+    assert begun.returncode == STOPPED and "from the beginning" in begun.stdout, begun.stderr
+    ended = command(*options, "--memory-mb", 4)
+    assert ended.returncode == 0 and "goes on after step 1" in ended.stdout, ended.stderr
+    batch = re.search(r"batch (\d+) = ", begun.stdout)[0]
+    assert int(batch.split()[1]) > 64 and batch in ended.stdout
+    refused = command(*options, "--nproc", 3)
+    assert refused.returncode == WRONG and "goes on with the checkpoint's batch: batch_size=" in refused.stderr
 
 
 @pytest.mark.slow

@@ -147,17 +147,22 @@ class Experiment:
         kept = "ep" if self.experts and self.strategy != "single" else None
         return {axis: size for axis, size in sizes.items() if size > 1 or axis == kept}
 
-    def check_ranks(self, nproc):
-        """Raise ValueError where the batch does not split evenly over ranks and accumulation."""
+    def smallest_batch(self, nproc):
+        """Samples of a step in which each rank has one in each micro-batch. ValueError: no mesh."""
         inner = prod(self.axes.values())
         if nproc % inner:
             raise ValueError(f"{nproc} ranks are no multiple of the {inner} that {self.axes} need")
         ranks = 1 if self.strategy == "single" else nproc // inner * self.expert
-        if self.batch_size % (ranks * self.accumulation):
+        return ranks * self.accumulation
+
+    def check_ranks(self, nproc):
+        """Raise ValueError where the batch does not split evenly over ranks and accumulation."""
+        smallest = self.smallest_batch(nproc)
+        if self.batch_size % smallest:
             raise ValueError(
-                f"batch_size={self.batch_size} does not split into equal parts for {ranks} ranks "
-                f"x {self.accumulation} micro-batches: "
-                f"take a multiple of {ranks * self.accumulation}"
+                f"batch_size={self.batch_size} does not split into equal parts for "
+                f"{smallest // self.accumulation} ranks x {self.accumulation} micro-batches: "
+                f"take a multiple of {smallest}"
             )
 
     def replace(self, **changes):

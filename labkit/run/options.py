@@ -12,7 +12,7 @@ from pathlib import Path
 import yaml
 
 from labkit.measure.sinks import KNOWN
-from labkit.run.choices import CHOICES
+from labkit.run.choices import CHOICES, TORCH
 from labkit.run.experiment import Experiment
 
 STOPPED, WRONG, FAILED = 85, 2, 1  # exit codes
@@ -43,7 +43,7 @@ HELP = {
     "tensor": "ranks that share each matrix (gpt)",
     "expert": "ranks that share the experts (gpt)",
     "experts": "networks in each block, of which a token goes to two; 0: one (gpt)",
-    "memory_mb": "MiB of a rank that --strategy auto may fill; 0: what is free",
+    "memory_mb": "MiB of a rank for --strategy auto and --auto-batch-size; 0: what is free",
     "bucket_cap_mb": "MiB of a bucket of gradients, of DDP and ZeRO",
     "compute": "emulated: units sleep for --block-ms in place of their arithmetic",
     "block_ms": "milliseconds that a unit sleeps forward, and twice that backward",
@@ -86,6 +86,10 @@ def parser():
         option = f"--{field.name.replace('_', '-')}"
         choices = CHOICES.get(field.name) if field.name != "model" else None
         what.add_argument(option, type=field.type, choices=choices, help=words, metavar=None)
+    what.add_argument(
+        "--auto-batch-size", action="store_true",
+        help="the largest that fits --memory-mb, predicted; a checkpoint's, where it goes on",
+    )  # fmt: skip
     what.add_argument("--clip", type=float, metavar="NORM", help="largest norm of all gradients")
     saved = parser.add_argument_group("checkpoints")
     saved.add_argument("--checkpoint-dir", metavar="URL", help="a folder or s3://... (none)")
@@ -128,7 +132,22 @@ def read(arguments):
     if "clip" in (changed := overrides(options.override)):
         options.clip = changed["clip"]
     source = options.config or "the command line"
-    return Experiment.from_dict(fitting(fields) | fields, source=source), options
+    experiment = Experiment.from_dict(fitting(fields) | fields, source=source)
+    if options.auto_batch_size and "batch_size" in fields:
+        raise ValueError("--auto-batch-size and a batch size: name one of them")
+    if options.auto_batch_size and experiment.strategy in (*TORCH, "auto"):
+        raise ValueError(
+            f"--auto-batch-size cannot predict the strategy {experiment.strategy}: name another"
+        )
+    return experiment, options
+
+
+def check_ranks(experiment, options, nproc):
+    """Raise ValueError where so many ranks cannot share the batch, or be the mesh."""
+    if options.auto_batch_size:
+        experiment.smallest_batch(nproc)
+    else:
+        experiment.check_ranks(nproc)
 
 
 def from_file(path):

@@ -4,6 +4,7 @@ build      the experiment's names become a model, an optimizer and a Trainer
 prepare    WARMUP steps; in the last, memory and traffic are counted, which never move
 step       one step, timed: its row, documented at `step_row`
 estimate   without ranks and data, before anything is run: what each of them will hold
+largest_batch   so predicted: the most samples with which a rank's step fits its memory
 """
 
 import io
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch.utils.data import default_collate
 
 from labkit import comm, models
+from labkit.budget import last_true
 from labkit.compression import COMPRESSORS
 from labkit.hierarchical import FORMS
 from labkit.learning_rate import scaled_lr, warmup
@@ -237,6 +239,37 @@ def estimate(experiment, ranks):
         raise ValueError(f"{experiment.precision} cannot be rehearsed on a mesh: take fp32 or fp64")
     each = range(ranks)
     return [rehearse(as_one, ranks, rank, experiment=experiment).result for rank in each]
+
+
+def largest_batch(experiment, ranks, rank, room):
+    """The largest batch size, of all ranks, with which this rank's step fits into `room` bytes.
+
+    Predicted as by `estimate`; for 16 bits as fp32 with a 16-bit copy of every weight besides,
+    which is more than they take. At most what the training data have. ValueError as from
+    `estimate`; MemoryError where not one sample for each rank and micro-batch fits.
+    """
+    from labkit.scale.rehearse import rehearse
+
+    if experiment.experts:
+        raise ValueError("experts hold the tokens that values send them: name a batch size")
+    smallest, copies = experiment.smallest_batch(ranks), 0
+    if experiment.precision in LOW:
+        experiment = experiment.replace(precision="fp32")
+        copies = 2 * sum(parameter.numel() for parameter in model_of(experiment).parameters())
+
+    @cache
+    def needed(times):
+        tried = experiment.replace(batch_size=times * smallest)
+        return copies + rehearse(as_one, ranks, rank, experiment=tried).result.peak_total
+
+    samples = len(models.data.load(experiment.data, experiment.model))
+    times = last_true(lambda times: needed(times) <= room, samples // smallest)
+    if not times:
+        raise MemoryError(
+            f"not even a batch of {smallest} fits: a rank's step needs {needed(1):,} bytes, and "
+            f"has {room:,}: take more ranks, strategy fsdp, or recompute"
+        )
+    return times * smallest
 
 
 def as_one(device, experiment):

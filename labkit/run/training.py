@@ -30,15 +30,18 @@ from tqdm import tqdm
 
 from labkit import comm, models
 from labkit.checkpoint import CheckpointError, Checkpoints
+from labkit.measure.machine import free_bytes
 from labkit.measure.sinks import open_sinks
 from labkit.parts.random_state import RandomState
 from labkit.parts.tensor_file import as_bytes
+from labkit.parts.together import Together
 from labkit.preempt import Preemption, mean_and_wish
 from labkit.run.compare import peak_for
 from labkit.run.context import Context, EventFile, Log
+from labkit.run.experiment import Experiment
 from labkit.run.meshed import model_of
-from labkit.run.options import WRONG, overrides, read
-from labkit.run.participant import Participant
+from labkit.run.options import WRONG, check_ranks, overrides, read
+from labkit.run.participant import Participant, largest_batch
 from labkit.run.worker import die_with_parent, join_group, position
 from labkit.watchdog import Watchdog
 
@@ -57,6 +60,11 @@ LONGEST = 3600  # seconds that a collective waits for a rank that saves or evalu
 def train(context, experiment, options, log, sinks, preemption, watchdog):
     """Train until the last step, or until told to stop; returns how it ended, in words."""
     with watchdog.patience("setting up"):
+        url = options.checkpoint_dir
+        best = options.best and (min, options.best)
+        checkpoints = Checkpoints(url, options.keep, best) if url else None
+        if options.auto_batch_size:
+            experiment = with_batch(experiment, checkpoints, options.resume, context)
         peak = peak_for(context, experiment) if options.metrics else nan  # before the seed
         participant = Participant(context, experiment)
         trainer = participant.trainer
@@ -67,9 +75,6 @@ def train(context, experiment, options, log, sinks, preemption, watchdog):
         for name in ("model", "optimizer", "schedule", "scaler", "compressor"):
             if getattr(trainer, name) is not None:
                 state[name] = getattr(trainer, name)
-        url = options.checkpoint_dir
-        best = options.best and (min, options.best)
-        checkpoints = Checkpoints(url, options.keep, best) if url else None
         chosen = run.chosen(trainer)
         came_from = resume(checkpoints, state, options.resume)
         if came_from is not None:
@@ -115,6 +120,22 @@ def train(context, experiment, options, log, sinks, preemption, watchdog):
     digest = weights_sha256(trainer.model)
     log.write(**run.told(), **pace.now(run.step), weights_sha256=digest)
     return f"done: {run.step} steps, loss {run.loss:.4f}, weights {digest[:16]}"
+
+
+def with_batch(experiment, checkpoints, mode, context):
+    """With the batch size of the checkpoint that it goes on from, else with the ranks' smallest."""
+    begun = Run(experiment, None, dict.fromkeys((*SAME, "steps")))  # whatever it was
+    if checkpoints and mode != "never":
+        checkpoints.load({"run": begun}, mode if isinstance(mode, int) else None)
+    smallest = torch.tensor(experiment.batch_size, device=context.device)
+    comm.all_reduce(smallest, dist.ReduceOp.MIN)  # they had not the same memory free
+    size = begun.was.get("batch_size", int(smallest))
+    try:
+        experiment = experiment.replace(batch_size=size)
+        experiment.check_ranks(context.world_size)
+    except ValueError as error:
+        raise CheckpointError(f"goes on with the checkpoint's batch: {error}") from None
+    return experiment
 
 
 def step(monitor, number, participant, preemption):
@@ -302,7 +323,7 @@ def prepare(context, arguments):
 
 def check(experiment, options, nproc):
     """Raise ValueError or OSError for what cannot be on so many ranks."""
-    experiment.check_ranks(nproc)
+    check_ranks(experiment, options, nproc)
     if experiment.strategy == "single" and nproc > 1:
         raise ValueError(f"the strategy is single, and there are {nproc} ranks: --nproc 1")
     if options.checkpoint_dir and "://" not in options.checkpoint_dir:
@@ -323,7 +344,10 @@ def work(context, experiment, options, log, sinks):
 
 def launched(context, arguments):
     """On warm ranks: launch("labkit.run.training:launched", arguments=["--steps", "9"])."""
-    work(context, *prepare(context, arguments))
+    experiment, options, log, sinks = prepare(context, arguments)
+    if options.auto_batch_size:
+        raise ValueError("--auto-batch-size is found before ranks meet: name a batch size")
+    work(context, experiment, options, log, sinks)
 
 
 def main(arguments, meeting="env://", attempt=None):
@@ -344,16 +368,34 @@ def main(arguments, meeting="env://", attempt=None):
             "ever: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun has --max-restarts"
         )
     die_with_parent()  # ranks without torchrun would go on, and nobody could tell them anything
+    fitting = predicted(context, *asked[:2], device)
     job = {"device": device, "threads": 1, "collective_timeout": LONGEST}
     join_group(job, meeting, context)
     try:
-        work(context, *asked)
+        if asked[1].auto_batch_size:
+            why = "" if isinstance(fitting, Experiment) else str(fitting)
+            Together(CheckpointError).agree(why)
+        work(context, fitting, *asked[1:])
         dist.destroy_process_group()
     except CheckpointError as error:
         leave(error, context.rank == 0)
     for number in (signal.SIGTERM, signal.SIGINT):  # it leaves with 0, also when told once more
         signal.signal(number, signal.SIG_IGN)
     return 0
+
+
+def predicted(context, experiment, options, device):
+    """The experiment, with --auto-batch-size's batch, or the error that says why there is none."""
+    if not options.auto_batch_size:
+        return experiment
+    device = torch.device(device, context.local_rank if device == "cuda" else None)
+    local = int(os.environ["LOCAL_WORLD_SIZE"])
+    room = int(experiment.memory_mb * 2**20) or free_bytes(device, local)
+    try:
+        size = largest_batch(experiment, context.world_size, context.rank, room)
+    except (ValueError, MemoryError) as error:
+        return error  # told when the ranks have met: the first to leave would end the others
+    return experiment.replace(batch_size=size)
 
 
 def leave(error, tell):
