@@ -1,7 +1,8 @@
 """`lab bench [NAME...] [--quick]`: ours against PyTorch's, in pairs, as ratios with a 95 % interval.
 
 The protocol is in benchmarks/protocol.py. The table is printed; the rows, every single time, the machine card and the
-versions are kept in runs/bench-TIME.json. Exits with 1 when a target is missed.
+versions are kept in runs/bench-TIME.json. `one_rank` has the rows of one rank, on a GPU where there is one. Exits with
+1 when a target is missed.
 """
 
 import argparse
@@ -9,19 +10,21 @@ import importlib
 import json
 import sys
 import time
+from pathlib import Path
 
-from batch import ROOT
 from benchmarks.protocol import REPETITIONS
 from terminal import main, say, table
 
 from labkit.measure import machine
 from labkit.run import LaunchError
 
+ROOT = Path(__file__).resolve().parent.parent
 NAMES = (
     *("exact", "launching", "all_reduce", "data_parallel", "overlap"),
     *("zero", "fsdp", "amp", "memory", "recompute", "compression", "network", "slow_link", "survival"),
     *("attention", "tensor_parallel", "pipeline", "experts", "simulated"),
 )
+ONE_RANK = "one_rank"  # has only rows that others have
 QUICK = 5
 
 
@@ -36,35 +39,39 @@ def bench(arguments):
         prog="lab bench", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(NAMES)} (all)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="where it is kept (runs/bench-TIME.json)")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK} repetitions: a look, no verdict")
     options = parser.parse_args(arguments)
-    unknown = [name for name in options.names if name not in NAMES]
+    unknown = [name for name in options.names if name not in (*NAMES, ONE_RANK)]
     if unknown:
         parser.error(f"unknown benchmark {unknown[0]!r}; there are: {', '.join(NAMES)}")
     repetitions = QUICK if options.quick else REPETITIONS
     started = time.strftime("%Y%m%d-%H%M%S")
     say(machine.describe())
     rows, raw, broken = [], [], []
-    for name in options.names or NAMES:
-        say(f"\n{name}: {repetitions} repetitions")
-        try:
-            for new, values in importlib.import_module(f"benchmarks.{name}").run(repetitions):
-                rows += new
-                raw.append({"benchmark": name, "values": values})
-                for row in new:
-                    say("  " + "  ".join(str(cell) for cell in printed(row)))
-        except LaunchError as error:  # what the other benchmarks measured stays
-            broken.append(name)
-            say(f"{name} failed: {error}")
+    path = (options.out or ROOT / "runs" / f"bench-{started}.json").resolve()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    facts = {"time": started, "commit": machine.commit(), "host": machine.card(), "repetitions": repetitions}
+    try:
+        for name in options.names or NAMES:
+            say(f"\n{name}: {repetitions} repetitions")
+            try:
+                for new, values in importlib.import_module(f"benchmarks.{name}").run(repetitions):
+                    rows += new
+                    raw.append({"benchmark": name, "values": values})
+                    for row in new:
+                        say("  " + "  ".join(str(cell) for cell in printed(row)))
+            except LaunchError as error:  # what the other benchmarks measured stays
+                broken.append(name)
+                say(f"{name} failed: {error}")
+    finally:  # also what was measured before it was interrupted
+        path.write_text(json.dumps({**facts, "rows": rows, "raw": raw}, indent=1))
     header = ("benchmark", "row", "ranks", "ratio", "95 % interval, if not named", "target", "verdict")
     say(f"\n{table(map(printed, rows), header=header)}\n")
-    path = ROOT / "runs" / f"bench-{started}.json"
-    path.parent.mkdir(exist_ok=True)
-    facts = {"time": started, "commit": machine.commit(), "host": machine.card(), "repetitions": repetitions}
-    path.write_text(json.dumps({**facts, "rows": rows, "raw": raw}, indent=1))
     missed = sum(row["verdict"] == "missed" for row in rows)
     failed = f"; failed: {', '.join(broken)}" if broken else ""
-    say(f"{path.relative_to(ROOT)}: {missed} of {len(rows)} rows missed their target{failed}")
+    told = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
+    say(f"{told}: {missed} of {len(rows)} rows missed their target{failed}")
     return 1 if missed or broken else 0
 
 

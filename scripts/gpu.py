@@ -5,12 +5,13 @@ Python that runs `lab` is used as it is. It needs torch, numpy, pandas, matplotl
 pytest-timeout and pytest-xdist, and for the notebooks nbclient, papermill, nbconvert, ipykernel and ipywidgets: carry
 their wheels along where no package index can be reached, and name the folder they are installed in in PYTHONPATH.
 
-Each check has a time limit, the most telling come first, and a failure stops none of the others. One JSON file says
-what ran on which card, of which code, what failed with which last line, and how long it took. Exits with 1 where a
-check failed.
+Each check has a time limit, the most telling come first, and a failure stops none of the others. One JSON file, and a
+page of it, say what ran on which card, of which code, what failed with which last line, how long it took, and the
+ratios of `lab bench` that one rank can time. Exits with 1 where a check failed.
 """
 
 import argparse
+import html
 import json
 import os
 import signal
@@ -26,7 +27,29 @@ from terminal import Line, UserError, main, say, table
 ROOT = Path(__file__).resolve().parent.parent
 SHORTEST = 10.0  # seconds: with less left, a check is not started
 GRACE = 5.0  # seconds that an interrupted check gets to end its ranks
+BENCH = "bench.json"
 NOTEBOOKS = ("10_memory", "14_recompute_and_offload", "02_data_parallel")
+NAMES = ("tests", "training", "bench", *NOTEBOOKS)
+PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<style>
+:root {{ color-scheme: light dark; font: 100%/1.5 system-ui, sans-serif; }}
+body {{ margin: 0 auto; max-width: 70rem; padding: 1rem; }}
+table {{ border-collapse: collapse; }}
+td, th {{ border-bottom: 1px solid GrayText; overflow-wrap: anywhere; padding: .2rem .8rem .2rem 0; text-align: left; }}
+</style>
+</head>
+<body>
+<h1>{title}</h1>
+<p>{about}</p>
+{parts}
+</body>
+</html>
+"""
 
 
 @dataclass
@@ -47,6 +70,7 @@ def checks(device, folder):
     return [
         Check("tests", [*pytest, *tests], 200),
         Check("training", train, 45),
+        Check("bench", [python, str(ROOT / "scripts" / "bench.py"), "one_rank", "--out", str(folder / BENCH)], 100),
         *(
             Check(name, [*run, name, "--nproc", ranks, "-p", "device", device, "--out", str(folder / name)], 100)
             for name in NOTEBOOKS
@@ -124,6 +148,49 @@ def cases(path):
     return {**counts, "failures": failures}
 
 
+def ratios(path):
+    """What `lab bench` measured, without its single times."""
+    rows = json.loads(path.read_text())["rows"] if path.exists() else []
+    return [{name: row[name] for name in ("benchmark", "row", "ratio", "interval", "verdict")} for row in rows]
+
+
+def page(record):
+    """The record as an HTML page that needs nothing beside it."""
+    gpus = ", ".join(gpu["name"] for gpu in record["gpus"]) or "no GPU"
+    versions = f"torch {record['torch']}, CUDA {record['cuda']}, NCCL {record['nccl']}, Python {record['python']}"
+    ok = sum(one["result"] == "ok" for one in record["checks"])
+    checks = [
+        [one["check"], one["result"], one.get("seconds", ""), one.get("last_line", "")] for one in record["checks"]
+    ]
+    failures = record["tests"].get("failures", {}).items()
+    bench = [
+        [row["benchmark"], row["row"], f"{row['ratio']:.3f}", row["interval"], row["verdict"]]
+        for row in record["bench"]
+    ]
+    return PAGE.format(
+        title=html.escape(f"{ok} of {len(record['checks'])} checks ok on {gpus}"),
+        about=html.escape(
+            f"{record['time']}, commit {record['commit']}; {record['cpu']}, {record['cores']} cores; {versions}"
+        ),
+        parts="\n".join(
+            [
+                section("Checks", ("check", "result", "seconds", "last line"), checks),
+                section("Failed tests", ("test", "message"), failures),
+                section("Ratios", ("benchmark", "row", "ratio", "95 % interval, if not named", "verdict"), bench),
+            ]
+        ),
+    )
+
+
+def section(title, names, rows):
+    """A heading and a table; nothing where there are no rows."""
+    if not rows:
+        return ""
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in names)
+    body = "\n".join("<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<h2>{title}</h2>\n<table>\n<tr>{head}</tr>\n{body}\n</table>"
+
+
 def facts(device):
     """The machine card, the commit, and the versions of what computes."""
     import torch
@@ -142,6 +209,9 @@ def gpu(arguments):
     parser = argparse.ArgumentParser(prog="lab gpu", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--minutes", type=float, default=8, help="for all of it (8)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu tries the command itself (cuda)")
+    parser.add_argument(
+        "--only", nargs="+", default=NAMES, choices=NAMES, metavar="CHECK", help=f"{', '.join(NAMES)} (all)"
+    )
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="where all of it is kept (runs/TIME-gpu)")
     options = parser.parse_args(arguments)
     if not options.minutes > 0:
@@ -152,7 +222,7 @@ def gpu(arguments):
     folder.mkdir(parents=True, exist_ok=True)
     line = Line("lab gpu")
     try:
-        for check in checks(options.device, folder):
+        for check in (one for one in checks(options.device, folder) if one.name in options.only):
             limit = min(check.limit, options.minutes * 60 - line.seconds)
             if limit < SHORTEST:
                 record["checks"].append({"check": check.name, "result": "not run: no time left"})
@@ -160,7 +230,9 @@ def gpu(arguments):
             record["checks"].append(run(check, limit, folder / f"{check.name}.log", line))
     finally:
         record["tests"] = cases(folder / "tests.xml")
+        record["bench"] = ratios(folder / BENCH)
         (folder / "gpu.json").write_text(json.dumps(record, indent=1) + "\n")
+        (folder / "index.html").write_text(page(record))
     say()
     rows = [
         (one["check"], one["result"], one.get("seconds", ""), one.get("last_line", "")[:90]) for one in record["checks"]
@@ -168,7 +240,7 @@ def gpu(arguments):
     say(table(rows, header=("check", "result", "seconds", "last line")))
     for name, message in record["tests"].get("failures", {}).items():
         say(f"  {name}: {message}")
-    say(f"\n{folder / 'gpu.json'}")
+    say(f"\n{folder / 'gpu.json'}, and as a page: {folder / 'index.html'}")
     return 0 if all(one["result"] == "ok" for one in record["checks"]) else 1
 
 

@@ -13,5 +13,6 @@ tensor_parallel.py GPT blocks split over ranks: our parallelize_module, and PyTo
 pipeline.py        a step of stages: our schedules against torch.distributed.pipelining, and their bubbles
 experts.py         a mixture of experts against one network of the same work per token, emulated compute
 simulated.py       steps of emulated compute over shaped links against labkit.scale's simulation of them
+one_rank.py        of attention, recomputation and mixed precision what one rank can time; for `lab gpu`
 exact.py           what is counted, not timed: bytes sent, bytes held
 """

@@ -110,11 +110,20 @@ def training_step(model, loss, precision, inputs, targets):
 
 def run(repetitions):
     """Yield the rows and the raw milliseconds of each run."""
-    for nproc, comparisons in ((1, SCALER), (2, AGREED)):
-        for model in ("resnet", "gpt"):
-            parameters = {"model": model, "repetitions": repetitions}
-            values = columns(launch("benchmarks.amp:scaler_times", nproc=nproc, **parameters).records)
-            yield [comparison.row(f"GradScaler, {model}", nproc, values) for comparison in comparisons], values
+    yield from alone(repetitions)
+    yield from scalers(2, AGREED, repetitions)
+
+
+def scalers(nproc, comparisons, repetitions):
+    for model in ("resnet", "gpt"):
+        parameters = {"model": model, "repetitions": repetitions}
+        values = columns(launch("benchmarks.amp:scaler_times", nproc=nproc, **parameters).records)
+        yield [comparison.row(f"GradScaler, {model}", nproc, values) for comparison in comparisons], values
+
+
+def alone(repetitions):
+    """Those of one rank."""
+    yield from scalers(1, SCALER, repetitions)
     steps = [(name, *chosen, AUTOCAST) for name, chosen in MODELS.items()]
     for model, size, batch_size, comparisons in (*steps, (*SHORT_STEP, INFORM)):
         parameters = {"model": model, "size": size, "batch_size": batch_size, "repetitions": repetitions}

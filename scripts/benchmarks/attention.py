@@ -113,6 +113,17 @@ def run(repetitions):
         kept = int(kept["held"].max())
         whole = kept if whole is None else whole
         yield [exact_row("attention", "ring: ranks x what a rank keeps", nproc, nproc * kept, whole)], {"kept": kept}
+    yield from alone(repetitions)
+    for nproc in (2, 4):
+        given = {"length": 4096, "repetitions": repetitions}
+        records = launch("benchmarks.attention:shared", nproc=nproc, device="cpu", **given).records
+        values = columns(records)
+        values |= {name: columns(records, name)["ring"] for name in ("flight", "waited")}
+        yield [one.row("attention, 4,096 tokens", nproc, values) for one in RING], values
+
+
+def alone(repetitions):
+    """Those of one rank."""
     for length in LENGTHS:
         measured = launch("benchmarks.attention:times", nproc=1, length=length, repetitions=repetitions)
         values = columns(measured.records)
@@ -120,9 +131,3 @@ def run(repetitions):
         if length < 2048:  # where all scores fit into a cache, nothing is claimed
             rows[0] |= {"target": "", "verdict": ""}
         yield rows, values
-    for nproc in (2, 4):
-        given = {"length": 4096, "repetitions": repetitions}
-        records = launch("benchmarks.attention:shared", nproc=nproc, device="cpu", **given).records
-        values = columns(records)
-        values |= {name: columns(records, name)["ring"] for name in ("flight", "waited")}
-        yield [one.row("attention, 4,096 tokens", nproc, values) for one in RING], values

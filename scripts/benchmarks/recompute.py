@@ -92,6 +92,11 @@ def run(repetitions):
     block_input = int(counted["block_input"].iloc[0])
     rows = [exact_row("recompute", "activations held for one more block", 1, grown[True], block_input)]
     yield rows, {"held": counted["held"].tolist(), "one more block, everything kept": grown[False]}
+    yield from alone(repetitions)
+
+
+def alone(repetitions):
+    """What is timed, on one rank."""
     for size in ("small", "medium"):
         measured = launch("benchmarks.recompute:times", nproc=1, size=size, repetitions=repetitions)
         values = columns(measured.records)
