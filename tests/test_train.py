@@ -415,7 +415,12 @@ def test_choices_are_the_keys_of_the_tables_that_know_them():
 def test_values_that_go_with_those_that_were_given():
     pipeline, _ = read(["--pipeline", "2"])
     assert (pipeline.model, pipeline.strategy, pipeline.optimizer) == ("gpt", "ddp_naive", "adamw")
-    assert read(["--model", "gpt", "--lr", "0.1"])[0].optimizer == "sgd"
+    usual, _ = read(["--model", "gpt"])
+    assert (usual.optimizer, usual.warmup_steps) == ("adamw", 10)
+    for other in (["--lr", "0.1"], ["--override", "lr=0.1"]):
+        assert read(["--model", "gpt", *other])[0] == usual.replace(lr=0.1)
+    plain, options = read(["--model", "gpt", "--optimizer", "sgd", "--override", "clip=2"])
+    assert (plain.lr, plain.weight_decay, options.clip) == (Experiment().lr, 0.0, 2.0)
     assert read([])[0] == Experiment()
 
 

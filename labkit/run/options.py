@@ -128,11 +128,10 @@ def read(arguments):
     names = [field.name for field in dataclasses.fields(Experiment)]
     fields = from_file(options.config) if options.config else {}
     fields |= {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    fields |= {name: value for name, value in overrides(options.override).items() if name in names}
-    if "clip" in (changed := overrides(options.override)):
-        options.clip = changed["clip"]
+    changed = overrides(options.override)
+    options.clip = changed.pop("clip", options.clip)
     source = options.config or "the command line"
-    experiment = Experiment.from_dict(fitting(fields) | fields, source=source)
+    experiment = Experiment.from_dict(fitting(fields) | fields | changed, source=source)
     if options.auto_batch_size and "batch_size" in fields:
         raise ValueError("--auto-batch-size and a batch size: name one of them")
     if options.auto_batch_size and experiment.strategy in (*TORCH, "auto"):
@@ -163,7 +162,7 @@ def fitting(fields):
     chosen = {"model": "gpt"} if axes or fields.get("experts") else {}
     if fields.get("pipeline", 1) > 1:
         chosen["strategy"] = "ddp_naive"  # the one that goes with it
-    if (chosen | fields).get("model") == "gpt" and not {"optimizer", "lr"} & set(fields):
+    if (chosen | fields).get("model") == "gpt" and "optimizer" not in fields:
         chosen |= GPT
     return chosen
 
