@@ -195,6 +195,55 @@ def test_who_is_begun_while_the_others_are_killed_is_killed_too(monkeypatch):
     second.send_signal.assert_called_once_with(signal.SIGKILL)
 
 
+def test_nobody_else_can_read_what_ranks_print():
+    run = launch("print('a secret')", nproc=1, **QUICK)
+    files = [run.folder, *run.logs]
+    assert [path.stat().st_mode & 0o077 for path in files] == [0] * len(files)
+
+
+FULL = """
+import os, sys, tempfile
+from pathlib import Path
+from labkit import comm
+from labkit.run import LaunchError, launch
+
+BIG = Path(tempfile.gettempdir(), "big")
+
+def fill(context):
+    if context.rank == 1:
+        with open(BIG, "wb", buffering=0) as file:
+            while file.write(bytes(65536)):
+                pass
+    comm.barrier()
+
+if __name__ == "__main__":
+    try:
+        launch("full:fill", nproc=2, quiet=True)
+    except LaunchError as error:
+        print(error)
+    BIG.unlink()
+    print(launch("print(1)", nproc=2, quiet=True).world_size)
+"""
+
+
+@pytest.mark.slow
+def test_on_a_full_disk_the_rank_that_filled_it_is_named_and_the_next_launch_works(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", disk]).returncode:
+        pytest.skip("a file system of its own needs root")
+    (tmp_path / "full.py").write_text(FULL)
+    try:
+        environment = os.environ | {"TMPDIR": str(disk)}
+        done = subprocess.run(
+            [sys.executable, "full.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100
+        )
+    finally:
+        subprocess.run(["umount", disk], check=True)
+    assert done.stdout.startswith("rank 1 raised OSError: [Errno 28] No space left on device"), done.stderr
+    assert done.stdout.endswith("\n2\n"), done.stderr
+
+
 def test_an_interrupt_while_a_folder_is_removed_is_heard_and_it_is_removed(monkeypatch):
     run = launch("pass", quiet=True)
     folder, remove = run.folder, shutil.rmtree
