@@ -30,27 +30,6 @@ __all__ = ["GradScaler", "MasterWeights", "autocast", "gradients_of", "unscale_a
 NO_GRADIENTS = "nothing to check: no rank has a gradient among the optimizer's parameters"
 
 
-def scaled_steps(losses, optimizer, scale=2.0**16, growth_interval=2000, group=None):
-    """The idea of loss scaling: a step per loss, each computed when asked for; yields the scale."""
-    good = 0
-    for loss in losses:
-        optimizer.zero_grad()
-        (loss * scale).backward()
-        gradients = [p.grad for held in optimizer.param_groups for p in held["params"]]
-        overflow = torch.stack([~gradient.isfinite().all() for gradient in gradients]).any().float()
-        comm.all_reduce(overflow, op=dist.ReduceOp.MAX, group=group)
-        if overflow:  # on one rank: no rank steps
-            scale, good = scale / 2, 0
-        else:
-            for gradient in gradients:
-                gradient /= scale
-            optimizer.step()
-            good += 1
-            if good == growth_interval:
-                scale, good = scale * 2, 0
-        yield scale
-
-
 class GradScaler(ScalerState):
     """Dynamic loss scaling with the calls of torch.amp.GradScaler, one verdict for all ranks.
 

@@ -21,23 +21,6 @@ from torch.autograd.function import once_differentiable
 from labkit.parts.tiles import TILE, Tiles, by_key_head, checked_key_mask
 
 
-def attend_in_tiles(query, key, value, tile):
-    """The idea: softmax(query key^T / sqrt(d)) value, with one tile of keys at a time.
-
-    query, key, value: [..., T, d].
-    """
-    largest = torch.full_like(query[..., :1], -torch.inf)
-    total, output = torch.zeros_like(largest), torch.zeros_like(query)
-    for keys, values in zip(key.split(tile, -2), value.split(tile, -2), strict=True):
-        scores = query @ keys.mT * query.shape[-1] ** -0.5  # [..., T, tile]
-        larger = torch.maximum(largest, scores.amax(-1, keepdim=True))
-        shrunk, weights = torch.exp(largest - larger), torch.exp(scores - larger)
-        total = total * shrunk + weights.sum(-1, keepdim=True)
-        output = output * shrunk + weights @ values
-        largest = larger
-    return output / total
-
-
 def flash_attention(
     query,
     key,

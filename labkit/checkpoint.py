@@ -18,20 +18,14 @@ training goes on); Pillai et al., All File Systems Are Not Created Equal, OSDI 2
 rename, fsync).
 """
 
-import json
-import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
-from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
-from labkit import comm
 from labkit.parts import manifest, tensor_file
 from labkit.parts.pieces import holders
-from labkit.parts.replicas import gather_bytes
 from labkit.parts.saved import Reader
 from labkit.parts.share_out import share_out
 from labkit.parts.staying import (
@@ -44,52 +38,6 @@ from labkit.parts.staying import (
 )
 from labkit.parts.store import Store, without_password
 from labkit.parts.together import Together
-
-
-def save_shards(folder, step, tensors, group=None):
-    """The idea of saving: a file a rank, each whole or not there, and a manifest after them all.
-
-    tensors: {name: tensor}, what this rank holds.
-    """
-    rank, place = dist.get_rank(group), Path(folder, f"step-{step:09d}")
-    place.mkdir(parents=True, exist_ok=True)
-    write = partial(tensor_file.write, tensors=tensors)
-    _, digest = write_whole(place / f"rank-{rank}.safetensors", write)
-    told = gather_bytes(digest.encode(), group, comm.device(group))
-    digests = [one.decode() for one in told]
-    if rank == 0:
-        text = json.dumps(digests).encode()
-        write_whole(place / "manifest.json", lambda file: file.write(text))
-    comm.barrier(group)
-
-
-def write_whole(path, write):
-    """Under its own name there is all of a file, or nothing."""
-    part = path.with_suffix(".part")
-    with open(part, "wb") as file:
-        result = write(file)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
-    return result
-
-
-def load_shards(folder, group=None):
-    """The idea of loading: the highest step with a manifest and the bytes that it promises.
-
-    Returns (step, {name: tensor}), or None.
-    """
-    rank = dist.get_rank(group)
-    for listed in sorted(Path(folder).glob("step-*/manifest.json"), reverse=True):
-        digests = json.loads(listed.read_text())
-        with open(listed.parent / f"rank-{rank}.safetensors", "rb") as file:
-            is_bad = tensor_file.hash_of(file)[0] != digests[rank]
-            bad = torch.tensor(int(is_bad), device=comm.device(group))
-            comm.all_reduce(bad, group=group)
-            if not bad:
-                file.seek(0)
-                return int(listed.parent.name.removeprefix("step-")), tensor_file.read(file)
-    return None
 
 
 class CheckpointError(RuntimeError):

@@ -26,7 +26,8 @@ from torch import nn
 
 from labkit import comm
 from labkit.context_parallel import places, ring_attention
-from labkit.ddp import DDP, average_gradients
+from labkit.ddp import DDP
+from labkit.ideas.data_parallel import average_gradients
 from labkit.moe import mixtures, names_of_experts
 from labkit.parts.axes import AXES, attending, refuse
 from labkit.parts.clip import clip_grad_norm_

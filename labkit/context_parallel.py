@@ -27,32 +27,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from labkit import comm
+from labkit.ideas.attention_and_context import merge
 from labkit.parts.draws import apart
 from labkit.parts.tiles import TILE, Tiles, by_key_head, checked_key_mask
-
-
-def ring_forward(query, key, value, tiles, group=None):
-    """The idea: keys and values pass every rank, and what each adds is weighed by its sum of exp.
-
-    query, key, value: [..., T/n, d], in order of the ranks. Returns the output, [..., T/n, d].
-    tiles: without causal and window, which would count positions from this rank's own first one.
-    """
-    rank, n = dist.get_rank(group), dist.get_world_size(group)
-    pair = torch.stack([key, value])
-    incoming = torch.empty_like(pair)
-    output, log_sum = tiles.forward(query, *pair)
-    for _ in range(n - 1):
-        comm.exchange(pair, (rank + 1) % n, incoming, (rank - 1) % n, group)
-        pair, incoming = incoming, pair
-        output, log_sum = merge(output, log_sum, *tiles.forward(query, *pair))
-    return output
-
-
-def merge(output, log_sum, other, other_log_sum):
-    """Attention over two sets of keys, of attention over each. log_sum: log of the sum of exp."""
-    both = torch.logaddexp(log_sum, other_log_sum)
-    output = output * torch.exp(log_sum - both) + other * torch.exp(other_log_sum - both)
-    return output, both
 
 
 def places(length, group=None):

@@ -17,11 +17,8 @@ section 3.2.
 """
 
 import torch
-import torch.distributed as dist
 from torch.autograd import Variable
 
-from labkit import comm
-from labkit.parts.bucket import assign_buckets
 from labkit.parts.hook_failure import check_annotations
 from labkit.parts.join import Join
 from labkit.parts.no_sync import NoSync
@@ -31,69 +28,6 @@ from labkit.parts.replicas import Replicas, check_ranks
 from labkit.parts.static_graph import StaticGraph
 from labkit.parts.unused import AllUsed, FindUnused
 from labkit.parts.wrapper import find_tensors
-
-
-def average_gradients(parameters, group=None):
-    """The whole idea, without the speed: an all_reduce per parameter between backward and step."""
-    for p in parameters:
-        if p.grad is not None:
-            comm.all_reduce(p.grad, group=group)
-            p.grad /= dist.get_world_size(group)
-
-
-def average_during_backward(parameters, group=None):
-    """The idea, overlapped: each gradient leaves as soon as backward has made it.
-
-    Call what this returns between backward and step.
-    """
-    under_way = []
-
-    def leave(p):
-        under_way.append((p, comm.all_reduce(p.grad, group=group, async_op=True)))
-
-    def wait():
-        while under_way:
-            p, work = under_way.pop()
-            work.wait()
-            p.grad.div_(dist.get_world_size(group))
-
-    for p in parameters:
-        p.register_post_accumulate_grad_hook(leave)
-    return wait
-
-
-def average_in_buckets(parameters, cap_bytes, group=None):
-    """The idea, bucketed: gradients that come one after the other leave as one message.
-
-    Call what this returns between backward and step.
-    """
-    under_way = []
-
-    def watch(members):
-        ready = []
-
-        def arrive(p):
-            ready.append(p)
-            if len(ready) == len(members):
-                message = torch.cat([p.grad.flatten() for p in members])
-                work = comm.all_reduce(message, group=group, async_op=True)
-                under_way.append((members, message, work))
-                ready.clear()
-
-        for p in members:
-            p.register_post_accumulate_grad_hook(arrive)
-
-    def wait():
-        while under_way:
-            members, message, work = under_way.pop()
-            work.wait()
-            message /= dist.get_world_size(group)
-            for p, mean in zip(members, message.split([p.numel() for p in members]), strict=True):
-                p.grad = mean.view_as(p)
-
-    for members in assign_buckets(parameters, cap_bytes):  # the last first, as backward goes
-        watch(members)
-    return wait
 
 
 class DDP(NoSync, Portable):

@@ -19,62 +19,17 @@ VLDB 2023, section 3.
 from functools import partial
 
 import torch
-import torch.distributed as dist
 
-from labkit import comm
 from labkit.parts.call_order import CallOrder
 from labkit.parts.flat_param import FlatParam
 from labkit.parts.full_state import ShardedModel
 from labkit.parts.no_sync import NoSync
 from labkit.parts.replicas import Replicas, broadcast_tensors, check_memory
-from labkit.parts.shard import padded
 from labkit.parts.sharding import Sharding, in_dtype
 from labkit.parts.trace import Trace
 from labkit.parts.unit import in_backward
 from labkit.parts.unit_gradients import UnitGradients
 from labkit.parts.units import materialise, read_elsewhere, split_units
-
-
-def shard_units(units, group=None):
-    """The idea: a unit's parameters are whole only while it runs, in forward and in backward.
-
-    units: modules that have no parameter in common. Returns this rank's shards, for the optimizer:
-    their gradients are there when backward is over.
-    """
-    n, rank, shards = dist.get_world_size(group), dist.get_rank(group), []
-
-    def cut(p):
-        whole = padded(p, n)
-        own = torch.nn.Parameter(whole.chunk(n)[rank].clone())
-        p.data = whole[: p.numel()].view_as(p)
-
-        def keep_own_part(p):
-            own.grad = torch.empty_like(own)
-            comm.reduce_scatter(own.grad, padded(p.grad, n), group=group)
-            own.grad /= n
-            p.grad = None
-            free([(whole, own)])
-
-        p.register_post_accumulate_grad_hook(keep_own_part)
-        return whole, own
-
-    def gather(pieces):
-        for whole, own in pieces:
-            whole.untyped_storage().resize_(whole.nbytes)
-            comm.all_gather(whole, own.detach(), group=group)
-
-    def free(pieces):
-        for whole, _ in pieces:
-            whole.untyped_storage().resize_(0)
-
-    for unit in units:
-        pieces = [cut(p) for p in unit.parameters()]
-        unit.register_forward_pre_hook(lambda *_, pieces=pieces: gather(pieces))
-        unit.register_forward_hook(lambda *_, pieces=pieces: free(pieces))
-        unit.register_full_backward_pre_hook(lambda *_, pieces=pieces: gather(pieces))
-        free(pieces)
-        shards += [own for _, own in pieces]
-    return shards
 
 
 class FSDP(NoSync, ShardedModel):

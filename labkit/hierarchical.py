@@ -31,15 +31,6 @@ import torch.distributed as dist
 from labkit import comm
 from labkit.parts.replicas import check_agreement
 
-
-def in_two_levels(tensor, inside, across):
-    """The whole idea, in place: for a contiguous tensor of which each rank gets equally much."""
-    part = tensor.new_empty(tensor.numel() // dist.get_world_size(inside))
-    comm.reduce_scatter(part, tensor.view(-1), group=inside)
-    comm.all_reduce(part, group=across)
-    comm.all_gather(tensor.view(-1), part, group=inside)
-
-
 # The link never rests: one segment is between the nodes, the next summed inside, the last gathered.
 SEGMENT_BYTES = 2 << 20
 

@@ -32,29 +32,6 @@ from labkit.parts.pickling import check_default_group
 from labkit.parts.replicas import broadcast_tensors, check_agreement
 
 
-@torch.no_grad()
-def average_weights(parameters, group=None):
-    """The whole idea of local SGD: call it after every H steps that each rank has taken alone."""
-    for p in parameters:
-        comm.all_reduce(p, group=group)
-        p /= dist.get_world_size(group)
-
-
-@torch.no_grad()
-def step_by_movement(parameters, anchors, outer, group=None):
-    """The whole idea of DiLoCo: the mean movement since the last average is a gradient.
-
-    anchors: what the parameters were then. outer: the anchors' optimizer.
-    """
-    for p, anchor in zip(parameters, anchors, strict=True):
-        anchor.grad = anchor - p
-        comm.all_reduce(anchor.grad, group=group)
-        anchor.grad /= dist.get_world_size(group)
-    outer.step()
-    for p, anchor in zip(parameters, anchors, strict=True):
-        p.copy_(anchor)
-
-
 class LocalSGD:
     """The inner optimizer, which after every `every` steps averages its parameters over the group.
 

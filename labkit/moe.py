@@ -30,21 +30,6 @@ from labkit.parts.row_exchange import Exchange
 ROUTING = Routing()
 
 
-def mix_experts(x, router, experts, top_k):
-    """The idea: each token's k likeliest experts, their outputs weighed by how likely they are.
-
-    x: [tokens, width]. router: tokens -> a score for each expert. Returns [tokens, width].
-    """
-    weights, chosen = torch.softmax(router(x), -1).topk(top_k)  # [tokens, k] both
-    if top_k > 1:  # of one the share is 1 whatever the router says: it would learn nothing
-        weights = weights / weights.sum(-1, keepdim=True)
-    output = torch.zeros_like(x)
-    for number, expert in enumerate(experts):
-        token, place = (chosen == number).nonzero(as_tuple=True)
-        output = output.index_add(0, token, weights[token, place, None] * expert(x[token]))
-    return output
-
-
 class MoE(nn.Module):
     """Experts that are split over a group, whose ranks have tokens of their own. Collective.
 

@@ -23,32 +23,6 @@ from labkit.parts.pickling import NotPickled
 ALIGNED = 64  # bytes: where a tensor may begin in a flat region
 
 
-def step_with_visiting_states(optimizer, home="cpu"):
-    """The whole idea for states: they come for the update of their parameter, and go home."""
-    groups = optimizer.param_groups
-    for group in groups:
-        for p in group["params"]:
-            state = optimizer.state[p]
-            state.update({name: value.to(p.device) for name, value in state.items()})
-            optimizer.param_groups = [{**group, "params": [p]}]
-            optimizer.step()
-            state.update({name: value.to(home) for name, value in state.items()})
-    optimizer.param_groups = groups
-
-
-def activations_at(home="cpu"):
-    """The whole idea for activations: `with activations_at("cpu"): loss = model(x)`."""
-
-    def leave(tensor):
-        return tensor.device, tensor.to(home)
-
-    def come_back(saved):
-        device, tensor = saved
-        return tensor.to(device)
-
-    return saved_tensors_hooks(leave, come_back)
-
-
 class Offloaded(NotPickled, torch.optim.Optimizer):
     """A torch.optim optimizer that updates each parameter by itself, its states off the device.
 

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from labkit import comm
 from labkit.parts.dependencies import check
 from labkit.parts.messages import Mail
 from labkit.parts.replicas import check_ranks, gather_bytes
@@ -49,43 +48,6 @@ __all__ = [
     "v_shaped",
     "zero_bubble",
 ]
-
-
-def run_program(program, stage, inputs, targets, loss, group=None):
-    """The whole idea, for one stage a rank: do what the program says, pass on what comes out.
-
-    program: this rank's list of actions. inputs, targets: a tensor a micro-batch; ranks that have
-    no first or last stage give any of the shapes that arrive there. Returns the losses.
-    """
-    rank, last = dist.get_rank(group), dist.get_world_size(group) - 1
-    held, losses, leaving = {}, [], []
-
-    def send(tensor, dst):  # nobody waits for the other side here: both may be sending
-        leaving.append((comm.send(tensor, dst, group, async_op=True), tensor))
-
-    for kind, _, m in program:
-        if kind == "F":
-            x = inputs[m].detach()
-            if rank > 0:
-                comm.recv(x := torch.empty_like(x), rank - 1, group)
-                x.requires_grad_()
-            y = stage(x)
-            if rank < last:
-                send(y.detach(), rank + 1)
-            else:
-                y = loss(y, targets[m]) / len(targets)
-                losses.append(y.detach())
-            held[m] = x, y
-        else:
-            (x, y), gradient = held.pop(m), None
-            if rank < last:
-                comm.recv(gradient := torch.empty_like(y), rank + 1, group)
-            y.backward(gradient)
-            if rank > 0:
-                send(x.grad, rank - 1)
-    for work, _ in leaving:
-        work.wait()
-    return losses
 
 
 class Pipeline:

@@ -28,28 +28,6 @@ from labkit.parts.surroundings import Surroundings
 from labkit.parts.units import as_policy
 
 
-class Recompute(torch.autograd.Function):
-    """The whole idea: Recompute.apply(function, x), one tensor in and one out; x wants a gradient.
-
-    Its backward runs another inside: a parameter used in two such calls gets its gradient in two
-    pieces, and DDP, which counts, cannot know which is the last. checkpoint() has one backward.
-    """
-
-    @staticmethod
-    def forward(ctx, function, x):
-        ctx.function = function
-        ctx.save_for_backward(x)
-        return function(x)  # in here autograd is off: nothing that function computes is kept
-
-    @staticmethod
-    def backward(ctx, gradient):
-        x = ctx.saved_tensors[0].detach().requires_grad_()
-        with torch.enable_grad():
-            output = ctx.function(x)
-        torch.autograd.backward(output, gradient)
-        return None, x.grad
-
-
 def checkpoint(function, *args, use_reentrant=False, preserve_rng_state=True, keep=None, **kwargs):
     """function(*args, **kwargs), whose activations are not kept but computed again in backward.
 

@@ -13,11 +13,8 @@ wants the fastest links. Held: 1/n of the matrices, their gradients and what is 
 Shoeybi et al., Megatron-LM, 2019, section 3; Narayanan et al., SC 2021 (why inside a node).
 """
 
-import torch
 from torch import nn
-from torch.nn import functional as F
 
-from labkit import comm
 from labkit.parts import clip
 from labkit.parts.layouts import Axis, Replicate, Shard
 from labkit.parts.on_shards import SequenceParallel
@@ -68,42 +65,6 @@ __all__ = [
     "vocabulary_parallel_cross_entropy",
     "whole_parameters",
 ]
-
-
-class f(torch.autograd.Function):
-    """The same tensor on all ranks goes into parts; the parts' gradients are summed."""
-
-    @staticmethod
-    def forward(ctx, x, group=None):
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return g.apply(gradient, ctx.group), None
-
-
-class g(torch.autograd.Function):
-    """The ranks' tensors are summed; each is told the gradient of the sum."""
-
-    @staticmethod
-    def forward(ctx, x, group=None):
-        ctx.group = group
-        return comm.summed(x, group)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return f.apply(gradient, ctx.group), None
-
-
-def network(x, A, a, B, b, group=None):
-    """The idea: two layers, split so that one sum is all they need. [..., C] -> [..., C].
-
-    This rank's part of the hidden units: A [hidden/n, C] and a are their weights, B [C, hidden/n]
-    is what they add to the output; b [C] is whole, and added once.
-    """
-    hidden = F.gelu(F.linear(f.apply(x, group), A, a))
-    return g.apply(F.linear(hidden, B), group) + b
 
 
 def parallelize_module(module, group, parallelize_plan):

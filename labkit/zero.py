@@ -16,7 +16,6 @@ Trillion Parameter Models, SC 2020, sections 5 and 7.
 """
 
 import torch
-import torch.distributed as dist
 from torch.autograd import Variable
 
 from labkit import comm
@@ -27,61 +26,7 @@ from labkit.parts.no_sync import NoSync
 from labkit.parts.reducer import watchers
 from labkit.parts.replicas import broadcast_tensors, check_ranks
 from labkit.parts.scatter import Scatterer
-from labkit.parts.shard import padded
 from labkit.parts.sharded_optimizer import ShardedOptimizer
-
-
-def shard_states(parameters, optimizer_class, group=None, **options):
-    """The idea of ZeRO-1: each rank has the states of one part of all parameters.
-
-    Call what this returns in place of optimizer.step.
-    """
-    parameters, n = list(parameters), dist.get_world_size(group)
-    flat = padded(torch.cat([p.detach().flatten() for p in parameters]), n)
-    sizes = [p.numel() for p in parameters]
-    for p, place in zip(parameters, flat[: sum(sizes)].split(sizes), strict=True):
-        p.data = place.view_as(p)
-    own = flat.chunk(n)[dist.get_rank(group)]
-    optimizer = optimizer_class([own], **options)
-
-    def step():
-        gradients = padded(torch.cat([p.grad.flatten() for p in parameters]), n)
-        own.grad = torch.empty_like(own)
-        comm.reduce_scatter(own.grad, gradients, group=group)
-        own.grad /= n
-        optimizer.step()
-        comm.all_gather(flat, own, group=group)
-
-    return step
-
-
-def shard_gradients(parameters, optimizer_class, group=None, **options):
-    """The idea of ZeRO-2: of each gradient, too, only this rank's part is kept.
-
-    Call what this returns in place of optimizer.step.
-    """
-    n, pieces = dist.get_world_size(group), []
-    for p in parameters:
-        flat = padded(p, n)
-        p.data = flat[: p.numel()].view_as(p)
-        own = flat.chunk(n)[dist.get_rank(group)]
-
-        def keep_own_part(p, own=own):
-            own.grad = torch.empty_like(own)
-            comm.reduce_scatter(own.grad, padded(p.grad, n), group=group)
-            own.grad /= n
-            p.grad = None
-
-        p.register_post_accumulate_grad_hook(keep_own_part)
-        pieces.append((flat, own))
-    optimizer = optimizer_class([own for _, own in pieces], **options)
-
-    def step():
-        optimizer.step()
-        for flat, own in pieces:
-            comm.all_gather(flat, own, group=group)
-
-    return step
 
 
 class ZeRO1(NoSync, ShardedOptimizer):

@@ -7,7 +7,8 @@ import torch
 from torch.nn import functional as F
 
 from labkit import amp
-from labkit.attention import attend_in_tiles, flash_attention
+from labkit.attention import flash_attention
+from labkit.ideas.attention_and_context import tiled_attention
 from labkit.measure.memory import MemoryTracker
 from labkit.parts.tiles import Tiles
 
@@ -138,7 +139,7 @@ def test_with_a_scale_and_without_a_batch():
 @pytest.mark.parametrize("tile", [1, 3, 8, 100])
 def test_the_idea_is_attention_too(tile):
     tensors = inputs(8, 8, 2, 2)
-    ours = with_gradients(lambda *these: attend_in_tiles(*these, tile), tensors)
+    ours = with_gradients(lambda *these: tiled_attention(*these, tile), tensors)
     assert furthest(ours, with_gradients(torch_attention(), tensors)) < 1e-13
 
 

@@ -21,8 +21,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from labkit import compression
-from labkit.checkpoint import CheckpointError, Checkpoints, load_shards, save_shards
+from labkit.checkpoint import CheckpointError, Checkpoints
 from labkit.fsdp import FSDP
+from labkit.ideas.checkpoint import load_shards, save_shards
 from labkit.learning_rate import warmup
 from labkit.parts import manifest, tensor_file, tree
 from labkit.parts.random_state import RandomState
@@ -104,7 +105,7 @@ def idea(rank, world_size, folder):
     assert step == 10 and tensors["w"].tolist() == [10.0 + rank] * 3
     dist.barrier()
     if rank == 0:
-        flip(Path(folder, "step-000000010", "rank-1.safetensors"), 8 * 300)
+        flip(Path(folder, "step-000000010", "rank-1.bin"), 8 * 300)
     dist.barrier()
     step, tensors = load_shards(folder)
     assert step == 5 and tensors["w"].tolist() == [5.0 + rank] * 3

@@ -10,8 +10,9 @@ from torch.nn import functional as F
 
 from labkit import comm, models
 from labkit.attention import flash_attention
-from labkit.context_parallel import places, ring_attention, ring_forward, ulysses_attention
+from labkit.context_parallel import places, ring_attention, ulysses_attention
 from labkit.ddp import DDP
+from labkit.ideas.attention_and_context import ring_attention_forward
 from labkit.measure.memory import MemoryTracker
 from labkit.parts.tiles import Tiles
 from labkit.recompute import checkpoint
@@ -158,7 +159,7 @@ def test_all_to_all_drops_otherwise_for_every_head(ranks, attend):
 def by_the_idea(rank, world_size):
     query, key, value, _ = whole(6 * world_size, 2)
     mine = slice(6 * rank, 6 * rank + 6)
-    found = ring_forward(query[..., mine, :], key[..., mine, :], value[..., mine, :], Tiles(scale=0.5, tile=4))
+    found = ring_attention_forward(query[..., mine, :], key[..., mine, :], value[..., mine, :])
     return (found - F.scaled_dot_product_attention(query, key, value)[..., mine, :]).abs().max().item()
 
 

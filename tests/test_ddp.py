@@ -9,7 +9,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit import comm, models
-from labkit.ddp import DDP, average_gradients
+from labkit.ddp import DDP
+from labkit.ideas.data_parallel import average_gradients
 from labkit.parts.bucket import assign_buckets
 
 FORMS = {

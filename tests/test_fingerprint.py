@@ -264,13 +264,14 @@ def test_a_text_of_something_that_has_gone_needs_a_run(small, showing):
 def test_text_as_stored_is_text_as_shown():
     """What inspect shows is found in the file, to the letter: a method with decorators, a class, a module, a lambda."""
     from labkit.compression import topk
+    from labkit.ideas.compression import top_k_mean
     from labkit.run.experiment import Experiment
     from labkit.trainer import STRATEGIES
 
     code = stored.Stored()
     for one in (
         topk.TopK,
-        topk.mean_of_largest,
+        top_k_mean,
         Experiment,
         Experiment.from_dict,
         topk,
@@ -288,9 +289,9 @@ def test_text_as_stored_is_text_as_shown():
 
 USED_BY = {
     "context_parallel.py": ("def ulysses_attention(", "41"),
-    "attention.py": ("def attend_in_tiles(", "15"),
+    "ideas/attention_and_context.py": ("def tiled_attention(", "15"),
     "show/experts.py": ("def explorer(", "43"),
-    "moe.py": ("def mix_experts(", "43"),
+    "ideas/experts.py": ("def mixture_of_experts(", "43"),
 }
 
 

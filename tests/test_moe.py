@@ -9,8 +9,9 @@ from torch import nn
 
 from labkit import comm
 from labkit.ddp import DDP
+from labkit.ideas.experts import mixture_of_experts
 from labkit.mesh import Mesh
-from labkit.moe import MoE, Routing, balanced, mix_experts, names_of_experts
+from labkit.moe import MoE, Routing, balanced, names_of_experts
 
 F64, WIDTH, TOKENS, STEPS = torch.float64, 6, 10, 3
 OPTIONS = {
@@ -105,7 +106,7 @@ def test_all_tokens_may_go_to_one_expert_and_none_to_the_others(ranks, options):
 @pytest.mark.parametrize("top_k", [1, 2, 4])
 def test_the_idea_is_the_class(top_k):
     moe, x = Model(top_k=top_k).moe, batch(0, 1)[0, 0]
-    assert torch.allclose(mix_experts(x, moe.router, moe.experts.values(), top_k), moe(x), rtol=0, atol=1e-14)
+    assert torch.allclose(mixture_of_experts(x, moe.router, moe.experts.values(), top_k), moe(x), rtol=0, atol=1e-14)
 
 
 def alone(**options):

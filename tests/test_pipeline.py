@@ -12,20 +12,11 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from torch.nn import functional as F
 
 from labkit import comm
+from labkit.ideas import pipeline as idea
 from labkit.parts.dependencies import check, most_held, play
 from labkit.parts.messages import messages
 from labkit.parts.schedules import needs, routes
-from labkit.pipeline import (
-    Action,
-    Pipeline,
-    dual_pipe,
-    gpipe,
-    interleaved,
-    one_f_one_b,
-    run_program,
-    v_shaped,
-    zero_bubble,
-)
+from labkit.pipeline import Action, Pipeline, dual_pipe, gpipe, interleaved, one_f_one_b, v_shaped, zero_bubble
 from labkit.recompute import checkpoint_every
 from labkit.run import LaunchError, launch
 
@@ -218,11 +209,12 @@ def test_one_stage_with_a_whole_and_a_split_backward(ranks):
 def by_the_idea(rank, world_size, name):
     micro_batches = 4
     losses, values = one_process(world_size, micro_batches, 0.0, False)
-    program, stage = SCHEDULES[name](world_size, micro_batches)[rank], stage_of(rank, world_size)
+    program, stage = getattr(idea, name)(rank, world_size, micro_batches), stage_of(rank, world_size)
+    assert program == [(one.kind, one.micro_batch) for one in SCHEDULES[name](world_size, micro_batches)[rank]]
 
     def step(x, target):
         return sum(
-            run_program(program, stage, x.chunk(micro_batches), target.chunk(micro_batches), F.mse_loss),
+            idea.run_actions(program, stage, x.chunk(micro_batches), target.chunk(micro_batches), F.mse_loss),
             torch.zeros(()),
         ).item()
 

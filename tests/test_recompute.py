@@ -15,9 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from labkit import comm, models
 from labkit.ddp import DDP
+from labkit.ideas.recompute_and_offload import Recompute
 from labkit.measure.memory import MemoryTracker
 from labkit.models.gpt import Block
-from labkit.recompute import Recompute, checkpoint, checkpoint_every
+from labkit.recompute import checkpoint, checkpoint_every
 
 WIDTH, HEADS, TOKENS, BATCH = 32, 2, 16, 3
 

@@ -12,12 +12,12 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from labkit import comm, tensor_parallel
+from labkit.ideas.tensor_and_sequence import sequence_parallel_mlp
 from labkit.measure.memory import MemoryTracker
 from labkit.models.gpt import Block
 from labkit.models.plans import gpt as gpt_plan
 from labkit.models.plans import of_blocks
 from labkit.recompute import checkpoint_every
-from labkit.sequence_parallel import network
 from labkit.tensor_parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, Shard, parallelize_module
 
 
@@ -42,7 +42,7 @@ def by_the_idea(rank, world_size):
     x = whole.detach().chunk(world_size)[rank].requires_grad_()
     A, a = (one.detach().chunk(world_size)[rank].requires_grad_() for one in (up.weight, up.bias))
     B = down.weight.detach().chunk(world_size, 1)[rank].requires_grad_()
-    found = torch.autograd.grad(network(x, norm, A, a, B).square().sum(), [x, A, a, B, norm.weight])
+    found = torch.autograd.grad(sequence_parallel_mlp(x, norm, A, a, B).square().sum(), [x, A, a, B, norm.weight])
     comm.all_reduce(found[-1])
     expected = (whole + down(F.gelu(up(norm(whole))))).square().sum()
     expected = torch.autograd.grad(expected, [whole, up.weight, up.bias, down.weight, norm.weight])

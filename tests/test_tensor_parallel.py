@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from labkit import comm, models, tensor_parallel
 from labkit.ddp import DDP
+from labkit.ideas.tensor_and_sequence import tensor_parallel_mlp
 from labkit.mesh import Mesh
 from labkit.models.gpt import GPT
 from labkit.models.plans import gpt as gpt_plan
@@ -402,7 +403,7 @@ def by_the_idea(rank, world_size):
     x, whole = inputs(), inputs()
     mine = [up.weight, up.bias, down.weight.t()]
     mine = [one.detach().chunk(world_size)[rank].requires_grad_() for one in mine]
-    output = tensor_parallel.network(x, mine[0], mine[1], mine[2].t(), down.bias.detach())
+    output = tensor_parallel_mlp(x, mine[0], mine[1], mine[2].t(), down.bias.detach())
     expected = down(F.gelu(up(whole)))
     output.square().mean().backward()
     expected.square().mean().backward()

@@ -19,13 +19,6 @@ from labkit.compression.feedback import Compressor, is_finite
 from labkit.parts.unscale import unscale_and_check
 
 
-def mean_in_16_bits(gradient, dtype=torch.float16, group=None):
-    """The whole idea. Divided first: the sum of 16-bit numbers could overflow."""
-    message = gradient.to(dtype) / dist.get_world_size(group)
-    comm.all_reduce(message, group=group)
-    return message.to(gradient.dtype)
-
-
 class Cast(Compressor):
     """Average in dtype, torch.float16 or torch.bfloat16: ValueError for another.
 

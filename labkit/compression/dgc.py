@@ -21,15 +21,7 @@ gradients is not part of this.
 
 from labkit.compression.packing import unpack
 from labkit.compression.residual import Residuals
-from labkit.compression.topk import TopK, mean_of_largest
-
-
-def mean_of_velocity(gradient, velocity, residual, k, momentum=0.9, group=None):
-    """The whole idea, of a flat gradient: what waits is accelerated, what has left forgets it."""
-    velocity.mul_(momentum).add_(gradient)
-    average = mean_of_largest(velocity, residual, k, group)
-    velocity[residual == 0] = 0
-    return average
+from labkit.compression.topk import TopK
 
 
 class DGC(TopK):

@@ -13,27 +13,10 @@ Seide et al., 1-Bit Stochastic Gradient Descent, Interspeech 2014; Bernstein et 
 """
 
 import torch
-import torch.distributed as dist
 
-from labkit import comm
 from labkit.compression.chunks import ByChunk
 
 PLACES = tuple(1 << place for place in range(8))  # the value of each bit in a byte
-
-
-def mean_of_signs(gradient, residual, group=None):
-    """The whole idea, with one magnitude for a flat gradient.
-
-    A sign takes a byte here; the class packs eight of them into one.
-    """
-    residual += gradient
-    magnitude, positive = residual.abs().mean().view(1), residual >= 0
-    residual -= torch.where(positive, magnitude, -magnitude)
-    n = dist.get_world_size(group)
-    magnitudes, signs = magnitude.new_empty(n), positive.new_empty(n * len(positive))
-    comm.all_gather(magnitudes, magnitude, group=group)
-    comm.all_gather(signs, positive, group=group)
-    return torch.where(signs.view(n, -1), magnitudes.view(n, 1), -magnitudes.view(n, 1)).mean(0)
 
 
 class OneBit(ByChunk):

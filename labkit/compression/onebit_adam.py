@@ -20,15 +20,8 @@ from functools import partial
 import torch
 
 from labkit.compression.feedback import start_mean
-from labkit.compression.onebit import OneBit, mean_of_signs
+from labkit.compression.onebit import OneBit
 from labkit.parts.replicas import check_agreement
-
-
-@torch.no_grad()
-def step_by_signs(p, m, v, residual, lr=1e-3, b1=0.9, eps=1e-8, group=None):
-    """The whole idea, after the warm-up: one step of a flat parameter. v stays, m travels."""
-    m.copy_(mean_of_signs(b1 * m + (1 - b1) * p.grad, residual, group))
-    p -= lr * m / (v.sqrt() + eps)
 
 
 class OneBitAdam(torch.optim.Optimizer):

@@ -26,29 +26,9 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.distributed as dist
 
-from labkit import comm
 from labkit.compression.feedback import Compressor, done, is_finite, start_mean, use_here
 from labkit.compression.residual import names
-
-
-def mean_of_low_rank(gradient, residual, q, group=None):
-    """The whole idea, for one matrix [rows, cols] and q [cols, rank].
-
-    Returns the average and the next step's q.
-    """
-    n = dist.get_world_size(group)
-    residual += gradient
-    p = residual @ q
-    comm.all_reduce(p, group=group)
-    p = torch.linalg.qr(p / n).Q
-    own = residual.t() @ p
-    residual -= p @ own.t()
-    q = own.contiguous()
-    comm.all_reduce(q, group=group)
-    q /= n
-    return p @ q.t(), q
 
 
 class PowerSGD(Compressor):

@@ -14,22 +14,7 @@ Alistarh et al., QSGD: Communication-Efficient SGD via Gradient Quantization and
 import torch
 import torch.distributed as dist
 
-from labkit import comm
 from labkit.compression.chunks import ByChunk
-
-
-def mean_of_codes(gradient, noise, bits=8, group=None):
-    """The whole idea, with one scale for a flat gradient.
-
-    noise: torch.rand_like(gradient), to round at random; 0.5, to the nearest.
-    """
-    levels, n = 2 ** (bits - 1) - 1, dist.get_world_size(group)
-    scale = gradient.abs().max().view(1)
-    codes = (gradient / scale * levels + noise).floor().to(torch.int8)
-    scales, all_codes = scale.new_empty(n), codes.new_empty(n * len(codes))
-    comm.all_gather(scales, scale, group=group)
-    comm.all_gather(all_codes, codes, group=group)
-    return (all_codes.view(n, -1) * (scales.view(n, 1) / levels)).mean(0)
 
 
 class Quantize(ByChunk):

@@ -16,23 +16,10 @@ seed that both sides know).
 """
 
 import torch
-import torch.distributed as dist
 
-from labkit import comm
 from labkit.compression.feedback import Compressor
 from labkit.compression.residual import wide
 from labkit.compression.topk import check_ratio, count
-
-
-def mean_at_places(gradient, residual, places, group=None):
-    """The whole idea, of a flat gradient. places: drawn from a seed that all ranks know."""
-    residual += gradient
-    values = residual[places]
-    residual[places] = 0
-    comm.all_reduce(values, group=group)
-    average = torch.zeros_like(gradient)
-    average[places] = values / dist.get_world_size(group)
-    return average
 
 
 class RandomK(Compressor):

@@ -13,25 +13,10 @@ Stich et al., Sparsified SGD with Memory, NeurIPS 2018.
 """
 
 import torch
-import torch.distributed as dist
 
-from labkit import comm
 from labkit.compression.feedback import Compressor
 from labkit.compression.packing import pack, unpack
 from labkit.compression.select import top_indices
-
-
-def mean_of_largest(gradient, residual, k, group=None):
-    """The whole idea, of a flat gradient: k elements leave each rank, the rest waits."""
-    residual += gradient
-    places = residual.abs().topk(k).indices
-    values = residual[places]
-    residual[places] = 0
-    n = dist.get_world_size(group)
-    all_values, all_places = values.new_empty(n * k), places.new_empty(n * k)
-    comm.all_gather(all_values, values, group=group)
-    comm.all_gather(all_places, places, group=group)
-    return torch.zeros_like(gradient).index_add_(0, all_places, all_values / n)
 
 
 class TopK(Compressor):

@@ -25,27 +25,6 @@ DEFAULT = {"cuda": torch.float16, "cpu": torch.bfloat16}
 CASTABLE = {torch.float32, torch.float16, torch.bfloat16}  # fp64 was chosen by someone: it stays
 
 
-class CastInputs(TorchFunctionMode):
-    """The whole idea: `with CastInputs({functional.linear: torch.bfloat16, ...}): loss = ...`
-
-    Autograd notes each cast, so a gradient is cast back on its way.
-    """
-
-    def __init__(self, dtypes):
-        super().__init__()
-        self.dtypes = dtypes
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        dtype = self.dtypes.get(function)
-
-        def cast(value):
-            fits = dtype and isinstance(value, torch.Tensor) and value.is_floating_point()
-            return value.to(dtype) if fits else value
-
-        named = {name: cast(value) for name, value in (kwargs or {}).items()}
-        return function(*map(cast, args), **named)
-
-
 class autocast(TorchFunctionMode):
     """`with autocast("cuda", torch.float16): loss = ...`, or as a decorator. Not for backward.
 

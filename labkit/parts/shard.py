@@ -71,10 +71,3 @@ class Layout:
             view.copy_(tensor)
         flat[self.numel :].zero_()
         return flat
-
-
-def padded(tensor, n):
-    """The elements in a row, a copy, with zeros up to a multiple of n: n equal parts."""
-    flat = tensor.new_zeros(-(-tensor.numel() // n) * n)
-    flat[: tensor.numel()] = tensor.detach().flatten()
-    return flat

@@ -1,0 +1,79 @@
+"""ZeRO: data parallelism in which each rank keeps the optimizer states of 1/n of the elements.
+
+                 parameters   gradients    optimizer states       rank 0 of 4: # held   . not held
+    DDP          [########]   [########]   [########|########]
+    ZeRO-1       [########]   [########]   [##......|##......]
+    ZeRO-2       [########]   [##......]   [##......|##......]
+
+    backward   reduce_scatter: each rank gets the sum of the gradients of its part only
+    step       update this part, then all_gather the parameters
+
+Sent per rank and step, on n ranks: (n-1)/n x (gradient + parameter bytes), as much as DDP.
+Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020,
+sections 5 and 7.
+"""
+
+import torch
+import torch.distributed as dist
+
+from labkit import comm
+
+
+def padded(tensor, n):
+    """Copy the elements into one dimension, with zeros at the end so that n divides the length."""
+    flat = tensor.new_zeros(-(-tensor.numel() // n) * n)
+    flat[: tensor.numel()] = tensor.detach().flatten()
+    return flat
+
+
+def shard_optimizer_states(parameters, optimizer_class, group=None, **options):
+    """ZeRO-1: all parameters become views of one flat tensor, of which each rank updates a part.
+
+    Returns a function: call it in place of optimizer.step().
+    """
+    parameters, n = list(parameters), dist.get_world_size(group)
+    flat = padded(torch.cat([p.detach().flatten() for p in parameters]), n)
+    sizes = [p.numel() for p in parameters]
+    for p, view in zip(parameters, flat[: sum(sizes)].split(sizes), strict=True):
+        p.data = view.view_as(p)
+    own = flat.chunk(n)[dist.get_rank(group)]
+    optimizer = optimizer_class([own], **options)
+
+    def step():
+        gradients = padded(torch.cat([p.grad.flatten() for p in parameters]), n)
+        own.grad = torch.empty_like(own)
+        comm.reduce_scatter(own.grad, gradients, group=group)
+        own.grad /= n
+        optimizer.step()
+        comm.all_gather(flat, own, group=group)
+
+    return step
+
+
+def shard_gradients(parameters, optimizer_class, group=None, **options):
+    """ZeRO-2: as soon as a gradient is computed, each rank keeps its part of it and frees the rest.
+
+    Returns a function: call it in place of optimizer.step().
+    """
+    n, pieces = dist.get_world_size(group), []
+    for p in parameters:
+        flat = padded(p, n)
+        p.data = flat[: p.numel()].view_as(p)
+        own = flat.chunk(n)[dist.get_rank(group)]
+
+        def keep_own_part(p, own=own):
+            own.grad = torch.empty_like(own)
+            comm.reduce_scatter(own.grad, padded(p.grad, n), group=group)
+            own.grad /= n
+            p.grad = None
+
+        p.register_post_accumulate_grad_hook(keep_own_part)
+        pieces.append((flat, own))
+    optimizer = optimizer_class([own for _, own in pieces], **options)
+
+    def step():
+        optimizer.step()
+        for flat, own in pieces:
+            comm.all_gather(flat, own, group=group)
+
+    return step
