@@ -1,4 +1,4 @@
-"""Collectives with a meter: all messages of the lab go through here, and `record()` lists them.
+"""Collectives with a log: every message of the lab goes through here, and `record()` lists them.
 
     comm.all_reduce --> torch.distributed.all_reduce     with record() as log:  also an Event in log
 
@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-from labkit import gloo
-from labkit.meter import HOST, Event, HostClock, MeteredWork, metered, record
+from labkit import gloo_workarounds
+from labkit.comm_log import HOST, Event, HostClock, MeteredWork, metered, record
 
 __all__ = [
     "HOST",
@@ -73,8 +73,8 @@ def all_reduce(tensor, op=ReduceOp.SUM, group=None, async_op=False):
     """Every rank's tensor becomes the sum (or op) of all of them, in place."""
 
     def launch():
-        if gloo.adds_slowly(tensor, op, group):
-            work = gloo.all_reduce(tensor, tensor, group)
+        if gloo_workarounds.adds_slowly(tensor, op, group):
+            work = gloo_workarounds.all_reduce(tensor, tensor, group)
             return work if async_op else _finish(work)
         return dist.all_reduce(tensor, op, group, async_op)
 
@@ -83,11 +83,11 @@ def all_reduce(tensor, op=ReduceOp.SUM, group=None, async_op=False):
 
 def summed(tensor, group=None):
     """The sum of all ranks' tensors, a new one and contiguous: an all_reduce out of place."""
-    if gloo.sums_sooner(tensor, group):
+    if gloo_workarounds.sums_sooner(tensor, group):
         total = torch.empty_like(tensor)
 
         def launch():
-            _finish(gloo.all_reduce(total, tensor, group))
+            _finish(gloo_workarounds.all_reduce(total, tensor, group))
 
         metered("all_reduce", group, tensor, _ring, False, launch)
     else:
@@ -104,8 +104,8 @@ def reduce_scatter(output, input, op=ReduceOp.SUM, group=None, async_op=False):
     """
 
     def launch():
-        if op == ReduceOp.SUM and gloo.serves(input, group):
-            work = gloo.reduce_scatter(output, input, group)
+        if op == ReduceOp.SUM and gloo_workarounds.serves(input, group):
+            work = gloo_workarounds.reduce_scatter(output, input, group)
             return work if async_op else _finish(work)
         return _reduce_scatter(output, input, op, group, async_op)
 
@@ -120,8 +120,8 @@ def all_gather(output, input, group=None, async_op=False):
     """
 
     def launch():
-        if gloo.serves(input, group):
-            work = gloo.all_gather(output, input, group)
+        if gloo_workarounds.serves(input, group):
+            work = gloo_workarounds.all_gather(output, input, group)
             return work if async_op else _finish(work)
         return _all_gather(output, input, group, async_op)
 
@@ -144,8 +144,8 @@ def all_to_all(
 
     def launch():
         split = output, input, output_split_sizes, input_split_sizes, group
-        if gloo.serves(input, group) and not gloo.on_loopback():
-            work = gloo.all_to_all(*split)
+        if gloo_workarounds.serves(input, group) and not gloo_workarounds.on_loopback():
+            work = gloo_workarounds.all_to_all(*split)
             return work if async_op else _finish(work)
         return dist.all_to_all_single(*split, async_op)
 
@@ -193,7 +193,9 @@ def exchange(outgoing, dst, incoming, src, group=None, async_op=False):
         works = dist.batch_isend_irecv(
             [receive, dist.P2POp(dist.isend, outgoing, group=group, group_peer=dst)]
         )
-        work = works[0] if len(works) == 1 else gloo.All(works)  # NCCL fuses them into one
+        work = (
+            works[0] if len(works) == 1 else gloo_workarounds.All(works)
+        )  # NCCL fuses them into one
         if async_op:
             return work
         work.wait()

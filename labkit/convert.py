@@ -1,4 +1,4 @@
-"""A checkpoint in other people's formats, both ways, one tensor after the other.
+"""Convert checkpoints: one safetensors file, Hugging Face, torch.distributed.checkpoint, and back.
 
     runs/gpt              ours: step-000000300/manifest.json, rank-0.safetensors, ...
     gpt.safetensors       one file, the whole model, under the module's own names
@@ -34,12 +34,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from labkit.checkpoint import CheckpointError, Checkpoints
-from labkit.parts import tensor_file
-from labkit.parts.pieces import OptimizerHolder, OtherStates, holders
-from labkit.parts.sources import fitting, opened, opened_weights, optimizer_in
-from labkit.parts.store import Store
-from labkit.parts.together import Together
+from labkit.checkpoint import CheckpointError, Checkpoints, tensor_file
+from labkit.checkpoint.convert_sources import fitting, opened, opened_weights, optimizer_in
+from labkit.checkpoint.sharded_state import OptimizerHolder, OtherStates, holders
+from labkit.checkpoint.storage import Store
+from labkit.collective_errors import Together
 
 
 class Keys(NamedTuple):

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from labkit import comm
-from labkit.parts.replicas import check_agreement
+from labkit.replicas import check_agreement
 
 # The link never rests: one segment is between the nodes, the next summed inside, the last gathered.
 SEGMENT_BYTES = 2 << 20

@@ -1,4 +1,4 @@
-"""Horovod's face: the optimizer averages gradients, and the model stays as it is.
+"""The interface of Horovod: the optimizer averages gradients, and the model stays as it is.
 
     optimizer = DistributedOptimizer(SGD(model.parameters(), lr), model.named_parameters())
     broadcast_parameters(model.state_dict()); broadcast_optimizer_state(optimizer)
@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 
 from labkit import comm
-from labkit.parts.master_weights import refuse_copies
-from labkit.parts.pickling import NotPickled
-from labkit.parts.reducer import Reducer
-from labkit.parts.replicas import broadcast_tensors
+from labkit.ddp.reducer import Reducer
+from labkit.pickle_support import NotPickled
+from labkit.replicas import broadcast_tensors
+from labkit.zero.master_weights import refuse_copies
 
 
 class Compression:

@@ -1,4 +1,4 @@
-"""The learning rate: scaled to a larger batch, warmed up, and at the end brought down to zero.
+"""The learning rate: scaled to a larger batch, warmed up, and brought down to zero.
 
     rate |        .-------.             scaled   more ranks make a larger batch: fewer, surer steps
          |     .-'         '-.          warm-up  at first the model changes too fast for long steps

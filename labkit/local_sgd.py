@@ -25,11 +25,11 @@ import torch
 import torch.distributed as dist
 
 from labkit import comm
-from labkit.parts.bucket import Bucket, assign_buckets
-from labkit.parts.hook_failure import future_from
-from labkit.parts.master_weights import refuse_copies
-from labkit.parts.pickling import check_default_group
-from labkit.parts.replicas import broadcast_tensors, check_agreement
+from labkit.ddp.bucket import Bucket, assign_buckets
+from labkit.ddp.comm_hook_errors import future_from
+from labkit.pickle_support import check_default_group
+from labkit.replicas import broadcast_tensors, check_agreement
+from labkit.zero.master_weights import refuse_copies
 
 
 class LocalSGD:

@@ -1,4 +1,4 @@
-"""A mesh: the ranks as a grid with named axes, one process group for every line along every axis.
+"""A mesh: ranks as a grid with named axes, and one process group for every line along an axis.
 
     Mesh({"data": 2, "model": 3})              model 0  model 1  model 2
                                        data 0     0        1       [2]

@@ -1,4 +1,4 @@
-"""Preemption: told to go, in whatever way, all ranks stop after the same step, save, and leave.
+"""Preemption: when one rank is asked to stop, all stop after the same step, save and leave.
 
     rank 0   step 41 | step 42         | save | leave with 0
     rank 1   step 41 | SIGTERM step 42 | save | leave with 0

@@ -1,4 +1,4 @@
-"""Who has not arrived: how far each rank is, by process group and by pair of ranks.
+"""Find the rank that others wait for: how far each is, by process group and by pair of ranks.
 
     group "0" of ranks 0 to 3      rank 0   scheduled 12   awaits 12: all_reduce of 8 bytes
                                    rank 1   scheduled 11                   <- has not arrived

@@ -1,4 +1,4 @@
-"""Distributed sampling: ranks share an epoch's samples, each exactly once; and exact evaluation.
+"""Distributed sampling: each sample exactly once an epoch; and exact evaluation on many ranks.
 
     epoch 0    permutation    7  2  9  0  4  1  8  3  6  5       rank 0: 7 0 8 5
                       rank    0  1  2  0  1  2  0  1  2  0       rank 1: 2 4 3     rank 2: 9 1 6

@@ -1,4 +1,4 @@
-"""Training from the command line, on one node or many, until it is done or told to stop.
+"""Train from the command line, on one node or many, until it is done or told to stop.
 
     python -m labkit.train --nproc 2 --model gpt --strategy fsdp --steps 300 \\
         --checkpoint-dir runs/gpt --checkpoint-every 50 --log-file runs/gpt/log.jsonl

@@ -1,4 +1,4 @@
-"""Training: one recipe for every strategy of the lab, behind one `train_step`.
+"""One training step for every strategy of the lab: forward, backward, clipping, optimizer, rate.
 
     model      = parallelize(model, strategy)                      who holds and who sends what
     optimizer  = make_optimizer(model, strategy, AdamW, lr=3e-4)   ZeRO and local SGD wrap it
@@ -26,18 +26,19 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from labkit import comm, compression, tensor_parallel
+from labkit import comm, compression
 from labkit.amp import GradScaler, autocast
 from labkit.ddp import DDP
 from labkit.fsdp import FSDP
+from labkit.fsdp.wrap_policy import as_policy
 from labkit.hierarchical import FORMS, Hierarchical
 from labkit.local_sgd import DiLoCo, LocalSGD
 from labkit.mesh import Mesh
-from labkit.parts.metered import MeteredGather, MeteredScatter
-from labkit.parts.split_state import cuts_of
-from labkit.parts.units import as_policy
+from labkit.metered import MeteredGather, MeteredScatter
 from labkit.recompute import checkpoint_every
 from labkit.sampler import all_of, count_targets, evaluate
+from labkit.tensor_parallel import tensor_parallel
+from labkit.tensor_parallel.tp_state_dict import cuts_of
 from labkit.zero import ZeRO1, ZeRO2
 
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -205,7 +206,7 @@ class Weights:
 class Trainer:
     """A model, its optimizer and its loss, behind `train_step`.
 
-    model: with an axis pp (labkit.composition) it takes whole steps itself, on all of its ranks.
+    model: with an axis pp (labkit.parallelize) it takes whole steps itself, on all of its ranks.
     loss: function (output, target) -> mean over the batch, or over the targets that it counts. Of
         class numbers it ignores its ignore_index (None: it ignores none), -100 if it does not say.
         Ranks weigh the same inside join(), in local SGD, and where targets are floats.

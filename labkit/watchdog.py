@@ -1,4 +1,4 @@
-"""A watchdog: the rank that is stopped or stuck is named and ended, and the others leave at once.
+"""A watchdog: it names and kills a rank that is frozen or stuck, so that the others can exit.
 
     rank 0   41 | 42 | 43, waits for rank 1 ...            | leaves with 75
     rank 1   41 | 42 | stopped, or in an endless loop      | killed
@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from labkit import comm, meter, progress
+from labkit import comm, comm_log, progress
 
 PAUSE = 0.3  # seconds between two looks
 FIRST = {
@@ -193,7 +193,7 @@ class Watchdog:
 def here():
     """Where the main thread is, in code that is neither torch's nor the meter's."""
     frame = sys._current_frames()[threading.main_thread().ident]
-    machinery = (str(Path(dist.__file__).parent), comm.__file__, meter.__file__)
+    machinery = (str(Path(dist.__file__).parent), comm.__file__, comm_log.__file__)
     stack = traceback.extract_stack(frame)
     place = [place for place in stack if not place.filename.startswith(machinery)][-1]
     return f"line {place.lineno} of {place.filename}: {place.line}"

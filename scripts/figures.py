@@ -2,8 +2,8 @@
 
 A notebook saves its pictures through labkit.show.plots.save, which writes NAME.svg and NAME.json (the data, host,
 versions, commit and parameters). After a run without an error these go to figures/, the outputs into the notebook,
-and its seconds into figures/course.json, from which README's table of the course is written. Notebook and figures
-carry a fingerprint of the code that was run.
+and its seconds into figures/course.json, from which README's table of the course is written; its table of labkit comes
+from the first lines of the files. Notebook and figures carry a fingerprint of the code that was run.
 
 What was stored by other code than today's is stale. --stale runs only that, one after the other: notebooks, and the
 sweep that ships with the dashboard. Stopped with Ctrl-C, the same command goes on with what is still stale. Where only
@@ -11,6 +11,7 @@ the text of a shown function has changed, that text is stored anew, and nothing 
 """
 
 import argparse
+import ast
 import html
 import json
 import re
@@ -29,6 +30,8 @@ COURSE = FIGURES / "course.json"
 SWEEP = ROOT / "runs" / "sweep-that-ships"  # the new one, until all of it is there
 SWEEP_SECONDS = 180.0
 MARKS = ("<!-- the course, written by ./scripts/lab figures -->\n", "<!-- end of the course -->")
+TREE_MARKS = ("<!-- labkit, written by ./scripts/lab figures -->\n", "<!-- end of labkit -->")
+ROOMS = ("models", "run", "measure", "show", "scale")  # what is no algorithm
 
 
 def question(notebook):
@@ -58,6 +61,31 @@ def course_table(course):
     )
 
 
+def first_line(path):
+    """What a file or a folder says that it is."""
+    source = path / "__init__.py" if path.is_dir() else path
+    return ast.get_docstring(ast.parse(source.read_text())).splitlines()[0]
+
+
+def tree():
+    """README's table of labkit: ideas and its files, then a line for each file or folder, the rooms last."""
+    labkit = ROOT / "labkit"
+    ideas = labkit / "ideas"
+    folders = {path.parent for path in labkit.glob("*/__init__.py")}
+    entries = {*folders, *labkit.glob("[a-z]*.py"), *ideas.glob("[a-z]*.py")}
+    lines = ["| file or folder | what it is |", "| :-- | :-- |"]
+    for path in sorted(entries, key=lambda path: (ideas not in (path, path.parent), path.name in ROOMS, path)):
+        name = f"{path.relative_to(labkit)}{'/' * path.is_dir()}"
+        lines.append(f"| [{name}]({path.relative_to(ROOT)}) | {first_line(path)} |")
+    return "\n".join([*lines, ""])
+
+
+def write_between(marks, text):
+    """Replace what README has between two marks."""
+    before, rest = README.read_text().split(marks[0])
+    README.write_text(before + marks[0] + text + marks[1] + rest.split(marks[1])[1])
+
+
 def write_course(measured):
     """Add what was measured to figures/course.json, forget notebooks that are gone, and write README's table."""
     kept = json.loads(COURSE.read_text()) if COURSE.exists() else {}
@@ -65,9 +93,7 @@ def write_course(measured):
     course = {name: facts for name, facts in sorted({**kept, **measured}.items()) if name in names}
     FIGURES.mkdir(exist_ok=True)
     COURSE.write_text(json.dumps(course, indent=1) + "\n")
-    before, rest = README.read_text().split(MARKS[0])
-    after = rest.split(MARKS[1])[1]
-    README.write_text(before + MARKS[0] + course_table(course) + MARKS[1] + after)
+    write_between(MARKS, course_table(course))
 
 
 def renew(stored, path, folder, timeout, values=None):
@@ -156,6 +182,8 @@ def figures(arguments):
         raise UserError("there is no notebook in notebooks/")
     names = {path.stem for path in paths}
     stored = Stored()
+    if not options.list:
+        write_between(TREE_MARKS, tree())
     if options.stale:
         if not options.list:
             for path in paths:

@@ -29,7 +29,13 @@ from labkit import comm
 
 DELAYS = 0.001, 0.004  # seconds, from and to
 CYCLES_A_SECOND = 1.5e9  # about, of a GPU
-BETWEEN = ("/poison.py", "/labkit/comm.py", "/labkit/meter.py", "/labkit/gloo.py", "/torch/")  # callers are above
+BETWEEN = (
+    "/poison.py",
+    "/labkit/comm.py",
+    "/labkit/comm_log.py",
+    "/labkit/gloo_workarounds.py",
+    "/torch/",
+)  # callers are above
 _thread = threading.local()  # .in_true: a true operation has been called, and may call others
 
 

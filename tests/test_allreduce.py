@@ -6,9 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from labkit import allreduce, comm
-from labkit.allreduce import ALGORITHMS, PipelinedRing
-from labkit.parts import segments
+from labkit import comm
+from labkit.allreduce import ALGORITHMS, PipelinedRing, allreduce, chunk_pipelining
 
 # What gloo's own all_reduce takes as well, so that it can be the oracle.
 DTYPES = [
@@ -68,7 +67,7 @@ def test_equals_gloo_and_the_exact_sum(ranks, n, name):
 def in_segments(rank, n, name, elements, segment_bytes):
     """More segments than places, the last ones shorter; or whole, as for NCCL. Random values, so that order shows."""
     changed = {"SEGMENT_BYTES": segment_bytes} if segment_bytes else {"_cuts_by_itself": lambda tensor: True}
-    with mock.patch.multiple(segments, **changed), algorithm(name) as all_reduce:
+    with mock.patch.multiple(chunk_pipelining, **changed), algorithm(name) as all_reduce:
         exact = values((elements,), torch.float64, rank)
         all_reduce(exact)
         assert torch.equal(exact, sum(values((elements,), torch.float64, r) for r in range(n)))
@@ -163,7 +162,7 @@ def counted(rank, n, name, elements):
 def test_the_ring_sends_exactly_the_formula(ranks, n, name, elements):
     for sent, messages in ranks(n, counted, name=name, elements=elements):
         assert sent == 2 * (n - 1) * elements * 4 // n
-        in_a_chunk = max(1, -(-elements * 4 // n // segments.SEGMENT_BYTES))
+        in_a_chunk = max(1, -(-elements * 4 // n // chunk_pipelining.SEGMENT_BYTES))
         assert messages == 2 * (n - 1) * in_a_chunk
 
 
@@ -249,7 +248,7 @@ def test_the_pipelined_ring_keeps_its_memory(ranks, n):
 
 def late(rank, n):
     """Rank 0 comes late to each call, so others may be one call ahead of it: their messages must wait for its next."""
-    with mock.patch.object(segments, "SEGMENT_BYTES", 64), algorithm("pipelined") as all_reduce:
+    with mock.patch.object(chunk_pipelining, "SEGMENT_BYTES", 64), algorithm("pipelined") as all_reduce:
         for number in range(20):
             tensor = torch.full((101,), float(rank + number))
             if rank == number % n:

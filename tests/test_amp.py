@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from labkit import comm
 from labkit.amp import GradScaler
-from labkit.parts.unscale import one_by_one, unscale_and_check
+from labkit.amp.unscale import one_by_one, unscale_and_check
 
 INF, NAN = float("inf"), float("nan")
 SETTINGS = [

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from labkit import amp
+from labkit.amp import amp
 from labkit.attention import flash_attention
+from labkit.attention.tiles import Tiles
 from labkit.ideas.attention_and_context import tiled_attention
 from labkit.measure.memory import MemoryTracker
-from labkit.parts.tiles import Tiles
 
 F64 = torch.float64
 TILE = 4

@@ -7,8 +7,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from labkit import models
-from labkit.parts.autocast import autocast, why_not
-from labkit.parts.precision import TABLES, functions
+from labkit.amp.autocast_lists import TABLES, functions
+from labkit.amp.autocast_mode import autocast, why_not
 from labkit.recompute import checkpoint
 
 LOW = (torch.bfloat16, torch.float16)
@@ -158,7 +158,7 @@ def fake_cuda(value, given):
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 @pytest.mark.parametrize("name", [n for n in CALLS if n not in ("multi-head attention", "quantile", "fft")])
 def test_without_a_gpu_the_dtypes_on_one_are_those_of_torch_autocast(monkeypatch, name, dtype):
-    monkeypatch.setattr("labkit.parts.autocast.why_not", lambda *_: None)
+    monkeypatch.setattr("labkit.amp.autocast_mode.why_not", lambda *_: None)
     function, *args = CALLS[name]
     for given in (torch.float32, dtype):
         with FakeTensorMode():

@@ -366,12 +366,16 @@ def test_figures_redraws_readmes_table_from_what_it_measured(tree):
         book.cells[0].source = opening
         nbformat.write(book, path)
     marks = "before\n<!-- the course, written by ./scripts/lab figures -->\nold\n<!-- end of the course -->\nafter\n"
-    (tree / "README.md").write_text(marks)
+    (tree / "README.md").write_text(
+        marks + "<!-- labkit, written by ./scripts/lab figures -->\n<!-- end of labkit -->\n"
+    )
     done = finished(tree, "figures")
     assert done.returncode == 1  # 01_b failed: it is told, and not in the table
     assert re.search(r"01_b +[\d.]+ +cell 2: AssertionError", done.stdout)
     readme = (tree / "README.md").read_text()
-    assert re.fullmatch(r"before\n<!--.*<!-- end of the course -->\nafter\n", readme, re.DOTALL)
+    assert re.fullmatch(
+        r"before\n<!--.*<!-- end of the course -->\nafter\n<!--.*<!-- end of labkit -->\n", readme, re.DOTALL
+    )
     assert "old" not in readme
     row = r"\| \[00_a\]\(notebooks/00_a\.ipynb\) \| Who is there\? \| \d+ s \| "
     assert re.search(row + '<img src="figures/bars.svg" alt="one bar"', readme)

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from labkit import comm, models
-from labkit.budget import estimate
 from labkit.measure.memory import MemoryTracker
-from labkit.parts.batch_size import between, find_batch_size, first_true, last_true
+from labkit.memory import estimate
+from labkit.memory.batch_size import between, find_batch_size, first_true, last_true
 
 
 @pytest.mark.parametrize("edge", [0, 1, 2, 3, 7, 8, 9, 63, 64, 100])

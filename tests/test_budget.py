@@ -13,12 +13,12 @@ from torch import nn
 
 from labkit import models
 from labkit.amp import autocast
-from labkit.budget import choose, estimate
 from labkit.ddp import DDP
 from labkit.fsdp import FSDP
 from labkit.measure import memory
 from labkit.measure.memory import MemoryTracker
-from labkit.parts.account import KINDS
+from labkit.memory import choose, estimate
+from labkit.memory.memory_account import KINDS
 from labkit.recompute import checkpoint, checkpoint_every
 from labkit.zero import ZeRO1, ZeRO2
 

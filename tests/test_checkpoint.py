@@ -21,14 +21,13 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from labkit import compression
-from labkit.checkpoint import CheckpointError, Checkpoints
+from labkit.checkpoint import CheckpointError, Checkpoints, metadata, state_json, tensor_file
+from labkit.checkpoint.convert_sources import opened
+from labkit.checkpoint.rng_state import RandomState
+from labkit.checkpoint.storage import Store
 from labkit.fsdp import FSDP
 from labkit.ideas.checkpoint import load_shards, save_shards
 from labkit.learning_rate import warmup
-from labkit.parts import manifest, tensor_file, tree
-from labkit.parts.random_state import RandomState
-from labkit.parts.sources import opened
-from labkit.parts.store import Store
 from labkit.sampler import Batches
 from labkit.trainer import Trainer, make_optimizer, mixed_precision, parallelize
 
@@ -467,9 +466,9 @@ def test_checkpoints_without_a_serial_number_go_by_their_step(tmp_path):
     runs(tmp_path, [8, 10])
     store = Store(tmp_path)
     for step in (8, 10):
-        found, _ = manifest.read(store, f"step-{step:09d}")
+        found, _ = metadata.read(store, f"step-{step:09d}")
         old = {key: value for key, value in found.items() if key not in ("serial", "lineage")}
-        manifest.write(store, f"step-{step:09d}", old)
+        metadata.write(store, f"step-{step:09d}", old)
     assert latest(tmp_path) == (10, 10)
     assert runs(tmp_path, [9], load=8, keep=2) == [8, 9]
     assert latest(tmp_path) == (9, 9)
@@ -528,8 +527,8 @@ def test_what_is_passed_over_is_said(tmp_path, capsys, damage, words):
 
 def test_another_format_is_passed_over(tmp_path, capsys):
     model, checkpoints = one(tmp_path)
-    found, _ = manifest.read(checkpoints.store, "step-000000002")
-    manifest.write(checkpoints.store, "step-000000002", found | {"format": 9})
+    found, _ = metadata.read(checkpoints.store, "step-000000002")
+    metadata.write(checkpoints.store, "step-000000002", found | {"format": 9})
     assert checkpoints.load({"model": model}) == 1
     assert "it is of format 9, this is 1" in capsys.readouterr().out
     checkpoints.close()
@@ -686,8 +685,8 @@ def test_a_file_that_ends_early_is_no_file_of_tensors():
 
 def test_a_state_comes_back_from_its_text():
     state = {"a": [1, (0.1, None, "x")], 0: {"t": torch.ones(2), "inf": float("inf")}, "empty": {}, True: False}
-    text, tensors = tree.split(state)
-    again = tree.join(json.loads(json.dumps(text)), tensors.get)
+    text, tensors = state_json.split(state)
+    again = state_json.join(json.loads(json.dumps(text)), tensors.get)
     assert torch.equal(again[0].pop("t"), state[0].pop("t")) and again == state
     assert [type(key) for key in again] == [type(key) for key in state]
 

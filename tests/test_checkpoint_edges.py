@@ -17,21 +17,20 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from labkit.checkpoint import CheckpointError, Checkpoints
+from labkit.checkpoint import CheckpointError, Checkpoints, metadata
+from labkit.checkpoint.convert_sources import opened
+from labkit.checkpoint.rng_state import RandomState
+from labkit.checkpoint.sharded_parts import unwrapped
 from labkit.compression import OneBitAdam
 from labkit.ddp import DDP
 from labkit.fsdp import FSDP
 from labkit.local_sgd import DiLoCo, LocalSGD
 from labkit.mesh import Mesh
 from labkit.moe import MoE
-from labkit.parts import manifest
-from labkit.parts.master_weights import MasterWeights
-from labkit.parts.random_state import RandomState
-from labkit.parts.sharded_parts import unwrapped
-from labkit.parts.sources import opened
 from labkit.tensor_parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from labkit.trainer import make_optimizer, parallelize
 from labkit.zero import ZeRO1, ZeRO2
+from labkit.zero.master_weights import MasterWeights
 
 
 class Net(nn.Module):
@@ -578,7 +577,7 @@ def test_a_part_whose_rest_is_nowhere_is_refused_when_saving():
     file = {"name": "rank-0.safetensors", "bytes": 24, "sha256": ""}
     parts = {"model:w": ["F32", [2, 3], 0, 4, None]}
     with pytest.raises(ValueError, match="'model:w' has 6 elements, and its parts 4"):
-        manifest.merge([{"file": file, "parts": parts, "plain": {}}], step=1, world_size=1, metrics={})
+        metadata.merge([{"file": file, "parts": parts, "plain": {}}], step=1, world_size=1, metrics={})
 
 
 class Extra(nn.Linear):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from labkit import comm, meter
+from labkit import comm, comm_log
 from labkit.measure import to_loss
 from labkit.measure.clock import CudaClock, clock_of
 from labkit.measure.overlap import overlap
@@ -82,7 +82,7 @@ def metered(device, ms, async_op=True):
         work = device.all_reduce(ms)
         return work if async_op else work.wait()
 
-    return meter.metered("all_reduce", None, tensor, lambda n, P: P, async_op, launch)
+    return comm_log.metered("all_reduce", None, tensor, lambda n, P: P, async_op, launch)
 
 
 def as_if_alone(monkeypatch):

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from labkit import comm, gloo, meter
+from labkit import comm, comm_log, gloo_workarounds
 
 
 def over_a_cable(body, rank, n, **arguments):
@@ -117,7 +117,7 @@ def logs(rank, n):
     comm.barrier()
     assert opening.seen == [("all_reduce", None)] * 2  # an event is there from the start, so a hang can be named
     assert inner[0] is outer[1]
-    assert not meter._logs
+    assert not comm_log._logs
     return [[e.op for e in log] for log in (outer, inner, last, broken, empty, one)]
 
 
@@ -484,7 +484,7 @@ def sums_out_of_place(rank, n):
     """The sum is torch's own, bit for bit, what went in stays; returns which of them were sent by broadcasts."""
     generator, direct = torch.Generator().manual_seed(rank), []
     pair = dist.new_group([0, n - 1]) if n > 2 else None
-    few = torch.zeros(gloo.FEW // 4)
+    few = torch.zeros(gloo_workarounds.FEW // 4)
     forms = [
         *(torch.randn(3, 5, generator=generator).to(kind) for kind in (torch.float16, torch.float32, torch.float64)),
         torch.arange(6) + rank,

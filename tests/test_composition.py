@@ -8,20 +8,20 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from labkit import composition, models, tensor_parallel
+from labkit import models
 from labkit.amp import GradScaler
 from labkit.attention import flash_attention
-from labkit.composition import Composed
-from labkit.context_parallel import ulysses_attention
+from labkit.attention.context_parallel import ulysses_attention
 from labkit.fsdp import FSDP
 from labkit.measure.memory import MemoryTracker
 from labkit.mesh import Mesh
 from labkit.models import plans
 from labkit.models.gpt import GPT, Block, Network, Stage
 from labkit.moe import MoE, Routing, balanced, mixtures
-from labkit.parts.split_state import cuts_of
+from labkit.parallelize import Composed, parallelize
 from labkit.pipeline import dual_pipe, gpipe, interleaved, zero_bubble
-from labkit.tensor_parallel import ColwiseParallel
+from labkit.tensor_parallel import ColwiseParallel, tensor_parallel
+from labkit.tensor_parallel.tp_state_dict import cuts_of
 from labkit.trainer import Trainer
 
 F64, BATCH, LENGTH, STEPS = torch.float64, 8, 16, 3
@@ -209,9 +209,9 @@ def the_idea(rank, world_size):
     mesh = Mesh({"dp": 2, "cp": 2, "tp": 2})
     model = gpt(0)
     whole = copy.deepcopy(model)
-    inner = composition.compose(model, mesh, plan())
+    inner = parallelize.compose(model, mesh, plan())
     tokens, targets = (one.chunk(2)[mesh.rank("dp")] for one in text(0))
-    at = composition.places(LENGTH, mesh.group("cp"))
+    at = parallelize.places(LENGTH, mesh.group("cp"))
     LOSS(inner(tokens[:, at], positions=at), targets[:, at]).backward()
     LOSS(whole(text(0)[0]), text(0)[1]).backward()
     pairs = zip(model.parameters(), whole.parameters(), strict=True)

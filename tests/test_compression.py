@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from labkit import comm
 from labkit.compression import COMPRESSORS, DGC, Cast, OneBit, PowerSGD, Quantize, RandomK, TopK, build
 from labkit.ddp import DDP
-from labkit.parts.bucket import Bucket
+from labkit.ddp.bucket import Bucket
 
 STEPS = 5
 MAKE = {

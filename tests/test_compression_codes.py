@@ -10,7 +10,7 @@ from labkit import comm
 from labkit.compression import OneBit, Quantize
 from labkit.compression.chunks import rows_at_once
 from labkit.compression.onebit import pack_bits
-from labkit.parts.bucket import Bucket
+from labkit.ddp.bucket import Bucket
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 

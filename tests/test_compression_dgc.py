@@ -12,7 +12,7 @@ from labkit import comm
 from labkit.amp import GradScaler
 from labkit.compression import DGC, OneBit, OneBitAdam, TopK
 from labkit.ddp import DDP
-from labkit.parts.bucket import Bucket
+from labkit.ddp.bucket import Bucket
 from labkit.trainer import Trainer
 
 STEPS = 6

@@ -15,8 +15,8 @@ from torch import nn
 
 from labkit.compression import COMPRESSORS, Cast, OneBit, OneBitAdam, RandomK, TopK, feedback
 from labkit.ddp import DDP
+from labkit.ddp.bucket import Bucket
 from labkit.local_sgd import DiLoCo, LocalSGD
-from labkit.parts.bucket import Bucket
 
 MAKE = {
     **COMPRESSORS,

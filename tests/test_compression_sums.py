@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from labkit import comm
 from labkit.compression import Cast, PowerSGD, RandomK
 from labkit.ddp import DDP
-from labkit.parts.bucket import Bucket
+from labkit.ddp.bucket import Bucket
 
 
 def noise(n, seed=0):

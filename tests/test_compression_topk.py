@@ -8,7 +8,7 @@ from labkit import comm
 from labkit.compression import TopK
 from labkit.compression.packing import pack, unpack
 from labkit.compression.select import SAMPLED_FROM, top_indices
-from labkit.parts.bucket import Bucket
+from labkit.ddp.bucket import Bucket
 
 
 def noise(n, seed=0):

@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as theirs
 
 from labkit.compression import DGC, OneBit, OneBitAdam, PowerSGD, TopK
-from labkit.parts.bucket import Bucket
+from labkit.ddp.bucket import Bucket
 
 STEPS, RANKS = 8, 3
 CLOSE = 1e-12

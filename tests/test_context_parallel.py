@@ -10,11 +10,11 @@ from torch.nn import functional as F
 
 from labkit import comm, models
 from labkit.attention import flash_attention
-from labkit.context_parallel import places, ring_attention, ulysses_attention
+from labkit.attention.context_parallel import places, ring_attention, ulysses_attention
+from labkit.attention.tiles import Tiles
 from labkit.ddp import DDP
 from labkit.ideas.attention_and_context import ring_attention_forward
 from labkit.measure.memory import MemoryTracker
-from labkit.parts.tiles import Tiles
 from labkit.recompute import checkpoint
 
 F64 = torch.float64

@@ -21,11 +21,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from labkit.checkpoint import CheckpointError, Checkpoints
+from labkit.checkpoint import CheckpointError, Checkpoints, reader, tensor_file
+from labkit.checkpoint.dcp_folder import DcpFolder
 from labkit.convert import convert, load_weights, main
 from labkit.fsdp import FSDP
-from labkit.parts import saved, tensor_file
-from labkit.parts.dcp_folder import DcpFolder
 from labkit.trainer import make_optimizer, parallelize
 from labkit.zero import ZeRO1
 
@@ -649,7 +648,7 @@ def test_one_tensor_is_held_at_a_time(tmp_path, monkeypatch, target):
     checkpoints = Checkpoints(tmp_path / "ours")
     checkpoints.save(1, {"model": nn.Sequential(*[nn.Linear(9, 9) for _ in range(10)])})
     checkpoints.close()
-    held, most, read = weakref.WeakSet(), [], saved.Saved.read
+    held, most, read = weakref.WeakSet(), [], reader.Saved.read
 
     def counts(self, *arguments):
         found = read(self, *arguments)
@@ -657,7 +656,7 @@ def test_one_tensor_is_held_at_a_time(tmp_path, monkeypatch, target):
         most.append(len(held))
         return found
 
-    monkeypatch.setattr(saved.Saved, "read", counts)
+    monkeypatch.setattr(reader.Saved, "read", counts)
     convert(tmp_path / "ours", tmp_path / target)
     assert len(most) == 20 and max(most) <= 3
 

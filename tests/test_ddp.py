@@ -10,8 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from labkit import comm, models
 from labkit.ddp import DDP
+from labkit.ddp.bucket import assign_buckets
 from labkit.ideas.data_parallel import average_gradients
-from labkit.parts.bucket import assign_buckets
 
 FORMS = {
     "naive": {"bucket_cap_mb": 0, "overlap": False},

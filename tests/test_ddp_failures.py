@@ -11,8 +11,7 @@ from test_ddp_semantics import data, gap, grads, mean_of_ranks, net
 from torch.distributed.distributed_c10d import _get_default_store
 
 from labkit import comm
-from labkit.ddp import DDP
-from labkit.parts import hook_failure
+from labkit.ddp import DDP, comm_hook_errors
 from labkit.run import LaunchError, launch
 from labkit.run.report import explain, read_ends
 
@@ -47,7 +46,7 @@ def raising(rank, world_size, where, who, settings, meeting=None):
     wrapped, step = DDP(module, bucket_cap_mb=0, **settings), 0
     wrapped.register_comm_hook(None, hook_that_raises(where, lambda: step == 1 and rank in who, world_size))
     told, worst = "", 0.0
-    with mock.patch.object(hook_failure, "PATIENCE", 0.1):
+    with mock.patch.object(comm_hook_errors, "PATIENCE", 0.1):
         for step in range(4):
             module.zero_grad()
             try:
@@ -117,7 +116,7 @@ def heard_by_the_next(rank, world_size):
         return comm.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0])
 
     wrapped.register_comm_hook(None, hook)
-    with mock.patch.object(hook_failure, "PATIENCE", 0.1):
+    with mock.patch.object(comm_hook_errors, "PATIENCE", 0.1):
         for step in range(2):
             wrapped(data(rank, step)).sum().backward()
 

@@ -25,9 +25,9 @@ from torch import nn
 
 from labkit import models
 from labkit.checkpoint import Checkpoints
+from labkit.checkpoint.storage import Store
 from labkit.fsdp import FSDP
 from labkit.measure.faults import Fault, Injected, draw, fill_up, inject
-from labkit.parts.store import Store
 from labkit.preempt import mean_and_wish
 from labkit.run import LaunchError, launch, nodes
 from labkit.run import training as train

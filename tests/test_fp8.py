@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional
 
 from labkit import models
-from labkit.parts.fp8 import E4M3, E5M2, Product, fp8, rounded
+from labkit.amp.fp8 import E4M3, E5M2, Product, fp8, rounded
 
 
 def numbers(*shape, seed=0):

@@ -9,13 +9,14 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from labkit import comm, recompute
+from labkit import comm
 from labkit.amp import GradScaler
 from labkit.fsdp import FSDP
-from labkit.parts.clip import clip_grad_norm_
-from labkit.parts.units import by_size
+from labkit.fsdp.wrap_policy import by_size
+from labkit.recompute import recompute
 from labkit.tensor_parallel import ColwiseParallel, parallelize_module
 from labkit.zero import ZeRO1
+from labkit.zero.clip import clip_grad_norm_
 
 WIDTH = 5
 

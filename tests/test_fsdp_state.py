@@ -11,10 +11,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from labkit import comm, models
 from labkit.fsdp import FSDP
+from labkit.fsdp.wrap_policy import by_size, excluding, split_units
 from labkit.measure.memory import MemoryTracker
 from labkit.mesh import Mesh
 from labkit.models.gpt import Block
-from labkit.parts.units import by_size, excluding, split_units
 
 TINY = {"vocab": 31, "context": 16}
 

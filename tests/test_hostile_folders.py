@@ -10,10 +10,9 @@ import pandas as pd
 import pytest
 import torch
 
-from labkit.checkpoint import CheckpointError, Checkpoints
+from labkit.checkpoint import CheckpointError, Checkpoints, metadata, tensor_file
 from labkit.models import cifar
-from labkit.parts import manifest, tensor_file
-from labkit.parts.own_files import new_file
+from labkit.own_files import new_file
 from labkit.run import sweep
 
 PRECIOUS = b"precious"
@@ -119,7 +118,7 @@ def saved(places):
     checkpoints.close()
 
     def rewrite(change):
-        path = places / "step-000000007" / manifest.NAME
+        path = places / "step-000000007" / metadata.NAME
         found = json.loads(path.read_bytes().partition(b"\n")[2])
         text = json.dumps(change(found) or found)
         path.write_bytes(f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}".encode())
@@ -193,7 +192,7 @@ def test_a_file_that_never_ends(places, saved, capsys):
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "{}", "[]", '{"format": 1, "files": 3}', "null"])
 def test_a_manifest_of_another_shape(places, saved, capsys, text):
-    path = places / "step-000000007" / manifest.NAME
+    path = places / "step-000000007" / metadata.NAME
     path.write_bytes(f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}".encode())
     told = passed_over(places, capsys)
     assert "its manifest is not right" in told and told.count("\n") == 1

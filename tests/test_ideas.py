@@ -13,7 +13,9 @@ from torch import nn
 
 from labkit import comm, ideas, models
 from labkit.amp import GradScaler
+from labkit.amp.autocast_mode import autocast
 from labkit.compression import DGC, Cast, OneBit, OneBitAdam, PowerSGD, Quantize, RandomK, TopK
+from labkit.ddp.bucket import Bucket
 from labkit.ideas import all_reduce, checkpoint
 from labkit.ideas.compression import (
     dgc_mean,
@@ -33,8 +35,6 @@ from labkit.ideas.two_levels_and_local_sgd import average_weights, diloco_outer_
 from labkit.ideas.zero import shard_gradients, shard_optimizer_states
 from labkit.local_sgd import DiLoCo, LocalSGD
 from labkit.mesh import Mesh
-from labkit.parts.autocast import autocast
-from labkit.parts.bucket import Bucket
 
 IDEAS_FOLDER = Path(ideas.__file__).parent
 ELSEWHERE = {  # compared with its oracle beside the class: "file.name" -> test

@@ -1,8 +1,7 @@
 """The import rule of labkit/__init__.py, read from the sources: imports go downward only.
 
 show -> run -> {trainer, measure, models}     {show, run} -> scale -> measure -> comm
-trainer -> composition -> {ddp, zero, fsdp, ...} -> parts -> {mesh, comm} -> torch
-everything of these -> ideas -> comm
+trainer -> FAMILIES, each -> those before it -> {ideas, mesh, comm, ...} -> torch     ideas -> comm
 """
 
 import ast
@@ -15,22 +14,30 @@ import labkit
 
 ROOT = Path(labkit.__file__).parent
 
+FLOOR = ("comm", "comm_log", "gloo_workarounds", "progress", "mesh", "replicas", "collective_errors")
+FLOOR += ("pickle_support", "own_files")
+# Each may import those before it.
+FAMILIES = (
+    *("allreduce", "hierarchical", "ddp", "zero", "amp", "fsdp", "local_sgd", "horovod", "compression"),
+    *("recompute", "offload", "memory", "tensor_parallel", "attention", "moe", "pipeline"),
+    *("sampler", "learning_rate", "preempt", "watchdog", "checkpoint", "parallelize"),
+)
+ALL = {"floor", "ideas", *FAMILIES, "metered", "trainer"}
 BELOW = {
     "floor": {"floor"},
     "ideas": {"floor", "ideas"},
-    "part": {"floor", "ideas", "part"},
-    "algorithm": {"floor", "ideas", "part"},
-    "composition": {"floor", "ideas", "part", "algorithm"},
-    "trainer": {"floor", "part", "algorithm", "composition"},
+    **{family: {"floor", "ideas", *FAMILIES[: at + 1]} for at, family in enumerate(FAMILIES)},
+    "metered": {"floor"},
+    "trainer": ALL,
     "models": {"models"},
     "measure": {"floor", "measure"},
     "scale": {"floor", "measure", "scale"},
-    "run": {"floor", "part", "algorithm", "composition", "trainer", "measure", "models", "scale", "run"},
-    "show": {"floor", "part", "algorithm", "composition", "trainer", "measure", "models", "run", "scale", "show"},
+    "run": {*ALL, "measure", "models", "scale", "run"},
+    "show": {*ALL, "measure", "models", "run", "scale", "show"},
 }
-FROM_SCRATCH = {"floor", "ideas", "part", "algorithm"}
+FROM_SCRATCH = {"floor", "ideas", *FAMILIES}
 # What a checkpoint must reach, and nobody learns from rebuilding: storage behind a URL, numpy's random state.
-LIBRARIES = {"part": ("fsspec", "numpy")}
+LIBRARIES = {"checkpoint": ("fsspec", "numpy")}
 # torch's own answers to what the algorithms build: they are oracles, for the trainer and the tests to compare with.
 ORACLES = (
     "torch.nn.parallel",
@@ -49,17 +56,13 @@ ORACLES = (
 
 
 def layer(module):
-    """The layer of "labkit.x.y". A new file in the hall is an algorithm; a new folder there belongs to one."""
+    """The layer of "labkit.x.y": the floor, or the folder or file below labkit."""
     _, *rest = module.split(".")
     if not rest:
         return "top"
-    if rest[0] in ("mesh", "comm", "meter", "progress", "gloo"):
-        return "floor"
     if rest[0] in ("train", "convert"):  # commands
         return "run"
-    if rest[0] == "parts":  # what algorithms share: they never import each other
-        return "part"
-    return rest[0] if rest[0] in BELOW else "algorithm"
+    return "floor" if rest[0] in FLOOR else rest[0]
 
 
 def imported(tree, package):
@@ -90,9 +93,8 @@ def violations(module, source, package=None):
         root = name.partition(".")[0]
         if root == "labkit":
             theirs = layer(name)
-            same_folder = mine == theirs == "algorithm" and name.split(".")[:2] == module.split(".")[:2] != [root]
             beside_comm = mine == "ideas" and theirs == "floor" and name != "labkit.comm"
-            if beside_comm or (theirs not in BELOW.get(mine, set()) and not same_folder):
+            if beside_comm or theirs not in BELOW.get(mine, set()):
                 found.append(f"{module} ({mine}) imports {name} ({theirs})")
         elif (
             mine in FROM_SCRATCH
@@ -153,11 +155,10 @@ BAD = {
     "an algorithm imports a room": ("labkit.ddp", "from labkit.measure import timeline"),
     "an algorithm imports the models": ("labkit.zero", "import labkit.models.gpt"),
     "inside a function": ("labkit.ddp", "def f():\n    from labkit import run"),
-    "an algorithm imports another": ("labkit.zero", "from labkit.ddp import DDP"),
-    "by its other spelling": ("labkit.zero", "from labkit import ddp"),
-    "relatively": ("labkit.zero", "from . import ddp"),
-    "relatively from a folder": ("labkit.compression.topk", "from ..ddp import DDP"),
-    "a part imports its algorithm": ("labkit.parts.reducer", "from labkit.ddp import DDP"),
+    "an algorithm imports one above it": ("labkit.ddp.ddp", "from labkit.zero import ZeRO1"),
+    "by its other spelling": ("labkit.ddp.ddp", "from labkit import zero"),
+    "relatively": ("labkit.local_sgd", "from . import horovod"),
+    "relatively from a folder": ("labkit.ddp.reducer", "from ..compression import TopK"),
     "an algorithm imports the trainer": ("labkit.ddp", "import labkit.trainer"),
     "the floor imports an algorithm": ("labkit.comm", "from labkit.allreduce import ring"),
     "an idea imports a class": ("labkit.ideas.zero", "from labkit.ddp import DDP"),
@@ -167,7 +168,7 @@ BAD = {
     "run imports show": ("labkit.run.magic", "from labkit.show import plots"),
     "the trainer imports a model": ("labkit.trainer", "from labkit.models import build"),
     "a model knows of ranks": ("labkit.models.gpt", "import torch.distributed as dist"),
-    "an algorithm knows of larger machines": ("labkit.budget", "from labkit.scale import memory"),
+    "an algorithm knows of larger machines": ("labkit.memory", "from labkit.scale import memory"),
     "a prediction knows the models of this course": ("labkit.scale.cost", "from labkit.models import gpt"),
     "a model imports comm": ("labkit.models.gpt", "from labkit import comm"),
     "an algorithm needs numpy": ("labkit.ddp", "import numpy"),
@@ -178,7 +179,7 @@ BAD = {
 GOOD = {
     "downward": (
         "labkit.ddp",
-        "import torch\nimport weakref\nfrom labkit import comm\nfrom labkit.parts.bucket import Bucket",
+        "import torch\nimport weakref\nfrom labkit import comm\nfrom labkit.ddp.bucket import Bucket",
     ),
     "files of one algorithm": ("labkit.compression.topk", "from .residual import Residual"),
     "skipping a layer": ("labkit.run.compare", "from labkit import comm"),

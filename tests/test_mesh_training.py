@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from test_composition import BATCH, F64, FSDP_BLOCKS, JOBS, LENGTH, LOSS, PIPELINED, gpt, part_of_batch, plan, text
 
 from labkit.checkpoint import CheckpointError, Checkpoints
-from labkit.composition import Composed
+from labkit.checkpoint.convert_sources import opened
+from labkit.checkpoint.rng_state import RandomState
 from labkit.mesh import Mesh
 from labkit.models import data
-from labkit.parts.random_state import RandomState
-from labkit.parts.sources import opened
+from labkit.parallelize import Composed
 from labkit.sampler import correct
 from labkit.trainer import Trainer
 

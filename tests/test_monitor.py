@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from test_train import lines, run, start, steady
 from torch.distributed.distributed_c10d import _get_default_store
 
-from labkit import meter
+from labkit import comm_log
 from labkit.ddp import DDP
 from labkit.measure import monitor as watching
 from labkit.measure.monitor import Monitor, Readings
@@ -83,7 +83,7 @@ def until(true, seconds=30):
 # ---- rows
 
 
-class Telling(meter.HostClock):
+class Telling(comm_log.HostClock):
     """Rank 0 says in the store, by the key, when something of the kind `next` begins: then it stands still."""
 
     def __init__(self, rank, key):
@@ -117,7 +117,7 @@ def watched(rank, world_size, folder, key):
             with monitor.step(step) as row:
                 with timeline.span("data"):
                     if step == 2:
-                        clock.next = meter.Pause
+                        clock.next = comm_log.Pause
                         clock.come_late()
                 row["loss"] = trainer.train_step(torch.ones(4, 4), torch.ones(4, 1)).item()
     assert not any(monitor.dropped.values())
@@ -185,7 +185,7 @@ def late_to_the_wish(rank, world_size, strategy, key):
         dist.barrier()
         with monitor.step(1) as row:
             loss = participant.trainer.train_step(*participant.next_batch())
-            clock.next = meter.Event
+            clock.next = comm_log.Event
             clock.come_late()
             mean_and_wish(loss, False)
     return row

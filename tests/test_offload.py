@@ -11,7 +11,7 @@ from labkit import models
 from labkit.measure.memory import MemoryTracker
 from labkit.models.gpt import Block
 from labkit.offload import Offloaded, offload_activations
-from labkit.parts.host import room
+from labkit.offload.pinned_memory import room
 from labkit.recompute import checkpoint_every
 
 OPTIMIZERS = {

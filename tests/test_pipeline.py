@@ -13,10 +13,10 @@ from torch.nn import functional as F
 
 from labkit import comm
 from labkit.ideas import pipeline as idea
-from labkit.parts.dependencies import check, most_held, play
-from labkit.parts.messages import messages
-from labkit.parts.schedules import needs, routes
 from labkit.pipeline import Action, Pipeline, dual_pipe, gpipe, interleaved, one_f_one_b, v_shaped, zero_bubble
+from labkit.pipeline.pipeline_p2p import messages
+from labkit.pipeline.pipeline_schedules import needs, routes
+from labkit.pipeline.schedule_validation import check, most_held, play
 from labkit.recompute import checkpoint_every
 from labkit.run import LaunchError, launch
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from labkit import models
-from labkit.budget import LADDER
+from labkit.memory import LADDER
 from labkit.run import forecast
 from labkit.run.context import Context, EventFile
 from labkit.run.experiment import Experiment

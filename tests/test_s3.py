@@ -13,11 +13,10 @@ from s3 import CREDENTIALS, proxy, s3_server, same_path
 from test_train import steady
 from torch import nn
 
-from labkit.checkpoint import CheckpointError, Checkpoints
+from labkit.checkpoint import CheckpointError, Checkpoints, storage_lock, tensor_file
+from labkit.checkpoint.storage import Store
 from labkit.convert import convert, load_weights
 from labkit.fsdp import FSDP
-from labkit.parts import lease, tensor_file
-from labkit.parts.store import Store
 from labkit.run import launch
 from labkit.run.options import WRONG
 
@@ -39,8 +38,8 @@ def bucket(server, monkeypatch, request):
     """The URL of an empty bucket; the environment leads to its server."""
     for name, value in (CREDENTIALS | {"AWS_ENDPOINT_URL": server}).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(lease, "RENEW", RENEW)
-    monkeypatch.setattr(lease, "LEASE", LEASE)
+    monkeypatch.setattr(storage_lock, "RENEW", RENEW)
+    monkeypatch.setattr(storage_lock, "LEASE", LEASE)
     name = f"b{abs(hash(request.node.name)):x}"
     fresh("mkdir", name)
     return f"s3://{name}"
@@ -408,7 +407,7 @@ def test_of_many_that_come_at_once_one_gets_it(bucket):
     got = []
 
     def comes():
-        one = lease.Lease(fs, f"{bucket}/lock")
+        one = storage_lock.Lease(fs, f"{bucket}/lock")
         try:
             one.take()
             got.append(one)
@@ -434,7 +433,7 @@ def test_an_answer_that_got_lost_is_no_refusal(bucket, faults, capsys):
             return "lose"
 
     faults.now = lose
-    held = lease.Lease(Store(bucket).fs, f"{bucket}/lock")
+    held = storage_lock.Lease(Store(bucket).fs, f"{bucket}/lock")
     held.take()
     assert next(lost, None) is None
     held.check()
@@ -444,7 +443,7 @@ def test_an_answer_that_got_lost_is_no_refusal(bucket, faults, capsys):
 
 def one_side_cannot_begin(rank, world_size, url, env):
     os.environ.update(env)
-    lease.RENEW, lease.LEASE = RENEW, LEASE
+    storage_lock.RENEW, storage_lock.LEASE = RENEW, LEASE
     with pytest.raises(CheckpointError, match="cannot be written: Protocol not known"):
         Checkpoints(f"{url}/run" if rank == 0 else "unknown://run")
     Checkpoints(f"{url}/run").close()  # rank 0 does not hold it any more

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from labkit.parts.dependencies import play
-from labkit.parts.schedules import interleaved, one_f_one_b, zero_bubble
+from labkit.pipeline.pipeline_schedules import interleaved, one_f_one_b, zero_bubble
+from labkit.pipeline.schedule_validation import play
 from labkit.scale import constants
 from labkit.scale.bucket import MIB, USUAL, bucket_of, choose_bucket
 from labkit.scale.cluster import Cluster

@@ -7,15 +7,16 @@ import torch
 import torch.distributed as dist
 from torch.optim import SGD
 
-from labkit import comm, models, tensor_parallel
-from labkit.composition import Composed
+from labkit import comm, models
 from labkit.ddp import DDP
 from labkit.fsdp import FSDP
 from labkit.measure.memory import MemoryTracker
 from labkit.mesh import Mesh
 from labkit.models import plans
 from labkit.models.gpt import GPT, Block
+from labkit.parallelize import Composed
 from labkit.scale.rehearse import rehearse
+from labkit.tensor_parallel import tensor_parallel
 from labkit.zero import ZeRO1, ZeRO2
 
 SMALL = {"vocab": 64, "context": 16, "layers": 2, "heads": 2, "width": 32}

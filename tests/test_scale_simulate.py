@@ -5,8 +5,8 @@ import torch
 from pytest import approx
 
 from labkit import models
+from labkit.comm_log import Event, Pause
 from labkit.ddp import DDP
-from labkit.meter import Event, Pause
 from labkit.models.emulated import emulate
 from labkit.models.gpt import GPT, Block
 from labkit.scale.rehearse import rehearse

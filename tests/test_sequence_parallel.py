@@ -11,14 +11,21 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from labkit import comm, tensor_parallel
+from labkit import comm
 from labkit.ideas.tensor_and_sequence import sequence_parallel_mlp
 from labkit.measure.memory import MemoryTracker
 from labkit.models.gpt import Block
 from labkit.models.plans import gpt as gpt_plan
 from labkit.models.plans import of_blocks
 from labkit.recompute import checkpoint_every
-from labkit.tensor_parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, Shard, parallelize_module
+from labkit.tensor_parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    Shard,
+    parallelize_module,
+    tensor_parallel,
+)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])

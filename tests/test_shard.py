@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from labkit.parts.shard import Layout
+from labkit.zero.flat_shards import Layout
 
 SHAPES = [
     [(4, 6), (4,), (3, 4), (3,)],

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from labkit import models
-from labkit.budget import estimate
 from labkit.measure.memory import KINDS
+from labkit.memory import estimate
 from labkit.show import budgets
 
 MIB = 2**20

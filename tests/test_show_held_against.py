@@ -4,8 +4,8 @@ import pandas as pd
 import pytest
 from pytest import approx
 
+from labkit.comm_log import Event, Pause
 from labkit.measure.waits import lanes
-from labkit.meter import Event, Pause
 from labkit.scale.simulate import simulate
 from labkit.show import plots, publish
 

@@ -2,11 +2,11 @@
 
 import pytest
 
-from labkit import pipeline
 from labkit.measure.bubble import bubble
 from labkit.measure.timeline import Timeline
-from labkit.parts.dependencies import play
-from labkit.parts.schedules import routes
+from labkit.pipeline import pipeline
+from labkit.pipeline.pipeline_schedules import routes
+from labkit.pipeline.schedule_validation import play
 from labkit.show import pipelining, plots, publish
 from labkit.show.pipelines import played
 

@@ -7,7 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from labkit.models import emulated
 from labkit.models.emulated import emulate
-from labkit.parts.split_backward import backward_of_input, backward_of_weights
+from labkit.pipeline.zero_bubble_backward import backward_of_input, backward_of_weights
 from labkit.recompute import checkpoint
 
 F64 = torch.float64

@@ -12,14 +12,13 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from labkit import comm, models, tensor_parallel
+from labkit import comm, models
 from labkit.ddp import DDP
 from labkit.ideas.tensor_and_sequence import tensor_parallel_mlp
 from labkit.mesh import Mesh
 from labkit.models.gpt import GPT
 from labkit.models.plans import gpt as gpt_plan
 from labkit.models.plans import of_blocks
-from labkit.parts.split_state import cuts_of
 from labkit.recompute import checkpoint, checkpoint_every
 from labkit.tensor_parallel import (
     ColwiseParallel,
@@ -31,9 +30,11 @@ from labkit.tensor_parallel import (
     full_state_dict,
     load_full_state_dict,
     parallelize_module,
+    tensor_parallel,
     vocabulary_parallel_cross_entropy,
     whole_parameters,
 )
+from labkit.tensor_parallel.tp_state_dict import cuts_of
 from labkit.trainer import Trainer
 
 F64 = torch.float64

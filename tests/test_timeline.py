@@ -7,10 +7,10 @@ import torch.distributed as dist
 from torch import nn
 
 from labkit import comm
-from labkit.composition import Composed
 from labkit.measure.overlap import exposed, overlap, subtract, union
 from labkit.measure.timeline import Span, Timeline
 from labkit.mesh import Mesh
+from labkit.parallelize import Composed
 from labkit.tensor_parallel import ColwiseParallel, RowwiseParallel
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from labkit import comm, meter
+from labkit import comm, comm_log
 from labkit.measure.to_loss import laps
 
 
@@ -41,7 +41,7 @@ class Downhill:
 
 def slow_ends(rank, world_size, target, most_steps):
     trainer = Downhill(rank)
-    with mock.patch.object(meter, "perf_counter", lambda: trainer.model.now):
+    with mock.patch.object(comm_log, "perf_counter", lambda: trainer.model.now):
         return list(laps(trainer, [(0, 0)] * most_steps, (0, 0), target, lap=2))
 
 

@@ -17,13 +17,13 @@ import torch.distributed as dist
 
 from labkit import models
 from labkit.amp import GradScaler, MasterWeights
-from labkit.composition import Composed
 from labkit.compression import COMPRESSORS
 from labkit.ddp import DDP
 from labkit.fsdp import FSDP
 from labkit.hierarchical import FORMS
 from labkit.learning_rate import LR_RULES
 from labkit.mesh import Mesh
+from labkit.parallelize import Composed
 from labkit.preempt import Preemption, mean_and_wish
 from labkit.run import LaunchError, choices, launch
 from labkit.run import training as train

@@ -10,8 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 from labkit import comm, models
 from labkit.ddp import DDP
 from labkit.measure.memory import MemoryTracker
-from labkit.parts.shard import Layout
 from labkit.zero import ZeRO1, ZeRO2
+from labkit.zero.flat_shards import Layout
 
 FORMS = {  # several buckets, one for everything, one a parameter; the last has fewer elements than ranks in some
     "zero1": (ZeRO1, 0.005),

@@ -10,7 +10,7 @@ from test_ddp_semantics import Odd, error_of
 
 from labkit import comm, models
 from labkit.offload import Offloaded
-from labkit.parts.host import Lane
+from labkit.offload.pinned_memory import Lane
 from labkit.zero import ZeRO1, ZeRO2
 
 SHARD = 4

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from labkit import comm
+from labkit.amp.unscale import unscale_and_check
 from labkit.compression.feedback import Compressor, is_finite
-from labkit.parts.unscale import unscale_and_check
 
 
 class Cast(Compressor):

@@ -37,7 +37,7 @@ import torch.distributed as dist
 
 from labkit import comm
 from labkit.compression.residual import Residuals, wide
-from labkit.parts.replicas import check_agreement
+from labkit.replicas import check_agreement
 
 ADDING = threading.Lock()  # not a compressor's own: that could not be pickled
 

@@ -21,7 +21,7 @@ import torch
 
 from labkit.compression.feedback import start_mean
 from labkit.compression.onebit import OneBit
-from labkit.parts.replicas import check_agreement
+from labkit.replicas import check_agreement
 
 
 class OneBitAdam(torch.optim.Optimizer):

@@ -102,7 +102,7 @@ def flip(path, chance):
 
 
 def fill_up(store, room):
-    """From now on the store (labkit.parts.store) takes so many bytes of a file."""
+    """From now on the store (labkit.checkpoint.storage) takes so many bytes of a file."""
     write = store.write
     store.write = lambda name, fill: write(name, lambda file: fill(Full(file, room)))
 

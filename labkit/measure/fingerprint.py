@@ -1,7 +1,7 @@
 """Which code a stored number was measured with: a digest for each file of labkit that it uses.
 
     code = Code()
-    code.fingerprint(["import labkit.ddp; labkit.ddp.DDP"])   {"labkit/ddp.py": "5f0c...", ...}
+    code.fingerprint(["import labkit.ddp; labkit.ddp.DDP"])   {"labkit/ddp/ddp.py": "5f0c...", ...}
     code.of_cells(sources)                                    the same, and "cells": a notebook's
 
 The sources are read, not run. From the names that a cell reads, imports lead to the functions,

@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from labkit import gloo
+from labkit import gloo_workarounds
 
 # operator -> (index of the argument that holds the payload, share that each of n ranks sends)
 RING = {
@@ -58,6 +58,6 @@ class TrafficCounter(TorchDispatchMode):
             )
         position, share = RING[name]
         payload = sum(t.nbytes for t in tree_leaves(args[position]) if isinstance(t, torch.Tensor))
-        self.messages += not gloo.continues()
+        self.messages += not gloo_workarounds.continues()
         self.payload_bytes += payload
         self.sent_bytes += int(share(self.world_size) * payload)

@@ -56,7 +56,7 @@ class Experiment:
         where the strategy is at work. Of the GPT; a pipeline's micro-batches are accumulation.
     experts: so many networks in each block of the GPT, of which a token goes to two; 0: one. The
         loss has 0.01 x what balances them, counted over all ranks, for each micro-batch.
-    strategy="auto": of those of labkit.budget that fit memory_mb MiB a rank (0: what is free), with
+    strategy="auto": of those of labkit.memory that fit memory_mb MiB a rank (0: what is free), with
         axes the fullest of them, the fastest by labkit.run.forecast; not with experts. See also
         labkit.run.participant.estimate.
     compute="emulated": each unit sleeps in place of its arithmetic, block_ms milliseconds forward
@@ -139,7 +139,7 @@ class Experiment:
 
     @property
     def axes(self):
-        """{axis of labkit.composition: ranks along it} of those with more than one.
+        """{axis of labkit.parallelize: ranks along it} of those with more than one.
 
         With experts on several ranks there is ep, if only of size 1: all count what balances them.
         """

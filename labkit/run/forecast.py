@@ -17,7 +17,7 @@ from math import log, nan, prod
 
 import torch
 
-from labkit.budget import words_of
+from labkit.memory import words_of
 from labkit.run.meshed import gpt_sizes
 from labkit.scale import constants
 from labkit.scale.collectives import NETWORK_SHARE, NODE_SHARE
@@ -70,7 +70,7 @@ def error():
 
 
 def step_seconds(e, ranks, ranks_of_node, device, rung):
-    """Of Experiment e under a rung of labkit.budget: (strategy, units recomputed)."""
+    """Of Experiment e under a rung of labkit.memory: (strategy, units recomputed)."""
     step, c = job(e, ranks, ranks_of_node, device, *rung), constants.values()
     return predict_step(step, c | {"data_exposed": waited_for(step, c)}).seconds
 

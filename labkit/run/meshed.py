@@ -12,14 +12,15 @@ import inspect
 from functools import partial
 from math import prod
 
-from labkit import models, tensor_parallel
-from labkit.composition import Composed
+from labkit import models
 from labkit.mesh import Mesh
 from labkit.models import plans
 from labkit.models.gpt import Network, Stage
 from labkit.moe import MoE, balanced
+from labkit.parallelize import Composed
 from labkit.pipeline import gpipe, one_f_one_b
 from labkit.run.choices import MESHED
+from labkit.tensor_parallel import tensor_parallel
 from labkit.trainer import LOW, parallelize
 
 

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch.utils.data import default_collate
 
 from labkit import comm, models
-from labkit.budget import last_true
 from labkit.compression import COMPRESSORS
 from labkit.hierarchical import FORMS
 from labkit.learning_rate import scaled_lr, warmup
@@ -26,6 +25,7 @@ from labkit.measure.memory import MemoryTracker
 from labkit.measure.monitor import Monitor, waited_ms
 from labkit.measure.timeline import Timeline
 from labkit.measure.traffic import TrafficCounter
+from labkit.memory import last_true
 from labkit.run.context import Context, EventFile
 from labkit.run.meshed import compose, loss_of, mesh_of, model_of
 from labkit.run.settle import fake_backend, held, settle

@@ -1,9 +1,9 @@
 """strategy="auto": of what fits into a rank's memory, that which the planner finds fastest.
 
-    memory      no axes: labkit.budget.choose, one step without data, and what a strategy holds
+    memory      no axes: labkit.memory.choose, one step without data, and what a strategy holds
                 a mesh: each strategy's own run, rehearsed by every rank; the fullest must fit
     time        predicted (forecast.py); where it is alike, or of layers and sleeps that the planner
-                does not know, from cheap to expensive, as labkit.budget has them
+                does not know, from cheap to expensive, as labkit.memory has them
 
 `participant` is labkit.run.participant's throughout. labkit.scale.rehearse is imported where it is
 needed: it takes PyTorch seconds that ranks that do not ask need not wait for.
@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
 from labkit import comm, models
-from labkit.budget import Estimate, choose, first_that_fits
 from labkit.measure.machine import free_bytes
 from labkit.measure.memory import MemoryTracker
-from labkit.parts.replicas import gather_bytes
+from labkit.memory import Estimate, choose, first_that_fits
 from labkit.recompute import checkpoint
+from labkit.replicas import gather_bytes
 from labkit.run import forecast
 from labkit.run.meshed import strategies_of
 

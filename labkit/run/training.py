@@ -30,11 +30,11 @@ from tqdm import tqdm
 
 from labkit import comm, models
 from labkit.checkpoint import CheckpointError, Checkpoints
+from labkit.checkpoint.rng_state import RandomState
+from labkit.checkpoint.tensor_file import as_bytes
+from labkit.collective_errors import Together
 from labkit.measure.machine import free_bytes
 from labkit.measure.sinks import open_sinks
-from labkit.parts.random_state import RandomState
-from labkit.parts.tensor_file import as_bytes
-from labkit.parts.together import Together
 from labkit.preempt import Preemption, mean_and_wish
 from labkit.run.compare import peak_for
 from labkit.run.context import Context, EventFile, Log

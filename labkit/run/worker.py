@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from labkit import comm, gloo, meter
+from labkit import comm, comm_log, gloo_workarounds
 from labkit.progress import Progress
 from labkit.run import nodes, report
 from labkit.run.context import Context, EventFile
@@ -46,7 +46,7 @@ PR_SET_PDEATHSIG = 1
 MACHINERY = (
     __file__,
     inspect.getfile(Context),
-    *(module.__file__ for module in (comm, gloo, meter)),
+    *(module.__file__ for module in (comm, gloo_workarounds, comm_log)),
     str(Path(torch.__file__).parent),
     str(Path(os.__file__).parent),
 )

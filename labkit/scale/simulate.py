@@ -8,7 +8,7 @@
 A message begins when it is launched and the channel before it is free; who waits for it is late by
 what is left, and all that follows is as late. One rank stands for all that do the same: an event
 for each message, whatever the number of ranks. Of a pipeline, whose ranks do not,
-labkit.parts.dependencies.play plays the schedule.
+labkit.pipeline.schedule_validation.play plays the schedule.
 
     alpha-beta   all_reduce of P bytes by n ranks, ring: 2 (n-1) alpha + 2 (n-1)/n P beta
 

@@ -67,7 +67,7 @@ def crossing(axes, local):
 def holdings(axes, model):
     """For each rank {"samples": (first, last), ..., "matrices": (which part, of how many)}.
 
-    Of tokens a rank has two chunks, see labkit.context_parallel: of each (first, last).
+    Of tokens a rank has two chunks, see labkit.attention.context_parallel: of each (first, last).
     """
     found = []
     for at in coordinates(axes):

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 import ipywidgets
 import pandas as pd
 
-from labkit import budget
 from labkit.measure.memory import KINDS
+from labkit.memory import memory_planner
 from labkit.show import controls, style
 from labkit.show.bars import memory_bars
 from labkit.show.notebook import table
@@ -39,16 +39,20 @@ def predictor(module, batch_of, loss=None, unit=None, device=None, **options):
     """predict(stage, world_size, precision, batch) -> bytes by kind at the peak.
 
     batch_of: function batch size -> (input, target), which may be on the meta device.
-    unit, device, options: those of labkit.budget.estimate.
+    unit, device, options: those of labkit.memory.estimate.
     """
 
     @functools.cache
     def rehearsed(precision, batch):
         input, target = batch_of(batch)
-        return budget.rehearse_step(module, input, loss, target, precision, unit, device=device)
+        return memory_planner.rehearse_step(
+            module, input, loss, target, precision, unit, device=device
+        )
 
     def predict(stage, world_size, precision, batch):
-        return budget.account(rehearsed(precision, batch), stage, world_size, **options).peak
+        return memory_planner.account(
+            rehearsed(precision, batch), stage, world_size, **options
+        ).peak
 
     return predict
 
@@ -158,7 +162,7 @@ def explorer(
     capacity=None,
     stages=STAGES,
     world_sizes=(1, 2, 4, 8, 16, 64),
-    precisions=tuple(budget.PRECISIONS),
+    precisions=tuple(memory_planner.PRECISIONS),
     batches=(1, 2, 4, 8, 16, 32, 64),
 ):
     """Show memory by kind and stage: figure, takeaway, table, then the controls. Returns Explorer.

@@ -17,7 +17,7 @@ from labkit.show import style, tables
 
 
 def source(*objects):
-    """Show the source of functions, classes, methods, modules, headed "labkit/ddp.py:40-72"."""
+    """Show the source of functions, classes, methods, modules, headed "labkit/ddp/ddp.py:40-72"."""
     if not objects:
         raise ValueError("source() needs at least one function, class or module")
     for one in objects:
@@ -33,7 +33,7 @@ def as_source(heading, code):
 
 
 def place_and_code(one):
-    """("labkit/ddp.py:40-72", its source). Relative to the repository; outside it, a bare name."""
+    """("labkit/mesh.py:40-72", its source). Relative to the repository; outside it, a bare name."""
     one = inspect.unwrap(one) if callable(one) else one
     one = one.fget if isinstance(one, property) else one
     lines, first = inspect.getsourcelines(one)

@@ -12,8 +12,8 @@ import pandas as pd
 from matplotlib.patches import Patch
 
 from labkit.measure.bubble import bubble
-from labkit.parts.dependencies import play
-from labkit.parts.schedules import routes
+from labkit.pipeline.pipeline_schedules import routes
+from labkit.pipeline.schedule_validation import play
 from labkit.show import style
 
 KINDS = {"F": "forward", "B": "backward", "W": "weights"}

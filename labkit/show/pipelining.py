@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import ipywidgets
 import pandas as pd
 
-from labkit import pipeline
 from labkit.measure.bubble import bubble
-from labkit.parts.dependencies import most_held
-from labkit.parts.schedules import routes
+from labkit.pipeline import pipeline
+from labkit.pipeline.pipeline_schedules import routes
+from labkit.pipeline.schedule_validation import most_held
 from labkit.show import controls, style
 from labkit.show.notebook import table
 from labkit.show.pipelines import pipelines, played

@@ -71,7 +71,7 @@ def peaks(context):
 
 def shared(context, length, repetitions):
     """Runs on every rank: a ring's time, that of its messages, and how much of it was waited for."""
-    from labkit.context_parallel import places, ring_attention, ulysses_attention
+    from labkit.attention.context_parallel import places, ring_attention, ulysses_attention
 
     tensors = inputs(length, context.device)
     mine = [one[..., places(length).to(one.device), :].detach().requires_grad_() for one in tensors]
@@ -89,7 +89,7 @@ def shared(context, length, repetitions):
 
 def held(context, own):
     """Runs on every rank: bytes kept for backward."""
-    from labkit.context_parallel import places, ring_attention
+    from labkit.attention.context_parallel import places, ring_attention
     from labkit.measure.memory import MemoryTracker
 
     length = own * context.world_size

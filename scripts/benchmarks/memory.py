@@ -17,8 +17,8 @@ STATE = ("parameters", "gradients", "optimizer_states")
 
 def counts(context, model, strategy):
     """Runs on every rank."""
-    from labkit.budget import estimate
     from labkit.measure.memory import MemoryTracker
+    from labkit.memory import estimate
     from labkit.trainer import make_optimizer, parallelize
 
     module, loss, unit = models.build(model, "small").to(context.device), models.loss(model), models.unit(model)

@@ -37,7 +37,7 @@ def times(context, repetitions):
     """Runs on every rank."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-    from labkit import pipeline
+    from labkit.pipeline import pipeline
 
     rank, ranks = context.rank, context.world_size
     batch = torch.randn(8 * MICRO_BATCHES, WIDTH, generator=torch.Generator().manual_seed(0))
@@ -61,11 +61,11 @@ def times(context, repetitions):
 
 def bubbles(context, schedules, repetitions, unit_ms):
     """Runs on every rank. schedules: {name: stages of a rank}, all of the same model."""
-    from labkit import pipeline
     from labkit.measure.bubble import watch_pipeline
     from labkit.measure.timeline import Timeline
-    from labkit.parts.dependencies import play
-    from labkit.parts.schedules import routes
+    from labkit.pipeline import pipeline
+    from labkit.pipeline.pipeline_schedules import routes
+    from labkit.pipeline.schedule_validation import play
 
     ranks = context.world_size
     batch = torch.zeros(MICRO_BATCHES, WIDTH, requires_grad=True)  # as what an embedding makes

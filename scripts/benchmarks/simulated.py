@@ -18,13 +18,13 @@ from torch import nn
 
 from benchmarks.protocol import Comparison, exact_row
 from labkit import comm
+from labkit.comm_log import Event, Pause
 from labkit.ddp import DDP
 from labkit.fsdp import FSDP
 from labkit.measure.turns import columns, time_variants
-from labkit.meter import Event, Pause
 from labkit.models import emulated
-from labkit.parts.dependencies import play
 from labkit.pipeline import Pipeline, one_f_one_b
+from labkit.pipeline.schedule_validation import play
 from labkit.run import launch
 from labkit.scale.clock import only_sleep
 from labkit.scale.rehearse import rehearse

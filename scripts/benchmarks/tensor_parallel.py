@@ -30,7 +30,7 @@ def comparisons(nproc):
 
 
 def of_ours(context, blocks, sequence):
-    from labkit import tensor_parallel
+    from labkit.tensor_parallel import tensor_parallel
 
     plan = plans.of_blocks(plans.gpt(tensor_parallel, sequence))
     return tensor_parallel.parallelize_module(blocks, None, plan)

@@ -40,7 +40,8 @@ def of_pytorch(module):
 
 
 def of_ours(stage):
-    from labkit import ddp, zero
+    from labkit.ddp import ddp
+    from labkit.zero import zero
 
     if stage == "ddp":
         return lambda module: (ddp.DDP(module), torch.optim.AdamW(module.parameters(), lr=0.001))

@@ -1,6 +1,6 @@
 """Links of the repository, as links of the site: a notebook to its page, a module to its page of the reference.
 
-A notebook or a module that the text names without a link, as `13_fsdp` or `labkit/ddp.py:40-72`, gets one.
+A notebook or a module that the text names without a link, as `13_fsdp` or `labkit/ddp/ddp.py:40-72`, gets one.
 """
 
 import os

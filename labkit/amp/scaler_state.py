@@ -1,0 +1,81 @@
+"""What a loss scaler is set to, and what a checkpoint keeps of it: torch.amp.GradScaler's names.
+
+ours.load_state_dict(theirs.state_dict())        theirs.load_state_dict(ours.state_dict())
+"""
+
+from labkit.pickle_support import check_default_group
+
+
+class ScalerState:
+    """Base of GradScaler: getters, setters, state_dict and pickle."""
+
+    @staticmethod
+    def _expect(holds, otherwise):
+        if not holds:
+            raise RuntimeError(otherwise)
+
+    def __getstate__(self):
+        if self._enabled:
+            idle = not self._verdicts and not self._stepped
+            self._expect(
+                idle,
+                "GradScaler can be pickled before unscale_() or after update(), not in between",
+            )
+        check_default_group(self, self.process_group)
+        return self.__dict__ | {"process_group": None}
+
+    def is_enabled(self):
+        return self._enabled
+
+    def get_scale(self):
+        """The scale, a float; 1.0 if not enabled."""
+        return self._scale if self._enabled else 1.0
+
+    def get_growth_factor(self):
+        return self._growth_factor
+
+    def set_growth_factor(self, new_factor):
+        self._growth_factor = new_factor
+
+    def get_backoff_factor(self):
+        return self._backoff_factor
+
+    def set_backoff_factor(self, new_factor):
+        self._backoff_factor = new_factor
+
+    def get_growth_interval(self):
+        return self._growth_interval
+
+    def set_growth_interval(self, new_interval):
+        self._growth_interval = new_interval
+
+    def state_dict(self):
+        """torch.amp.GradScaler's keys (it can load them), and the overflows. Empty if disabled."""
+        if not self._enabled:
+            return {}
+        return {
+            "scale": self._scale,
+            "growth_factor": self._growth_factor,
+            "backoff_factor": self._backoff_factor,
+            "growth_interval": self._growth_interval,
+            "_growth_tracker": self._good_steps,
+            "_overflows": self._overflows,
+        }
+
+    def load_state_dict(self, state_dict):
+        """Of this class or torch's. Raises RuntimeError for the empty one of a disabled scaler."""
+        if not self._enabled:
+            return
+        self._expect(
+            state_dict, "the state dict is empty: it was saved by a GradScaler(enabled=False)"
+        )
+        self._set_scale(state_dict["scale"])
+        self._growth_factor, self._backoff_factor = (
+            state_dict["growth_factor"],
+            state_dict["backoff_factor"],
+        )
+        self._growth_interval = state_dict["growth_interval"]
+        self._good_steps, self._overflows = (
+            state_dict["_growth_tracker"],
+            state_dict.get("_overflows", 0),
+        )

@@ -1,0 +1,11 @@
+"""Attention tile by tile, and over a sequence that several ranks share."""
+
+from labkit.attention.attention import (
+    FlashAttention,
+    flash_attention,
+)
+
+__all__ = [
+    "FlashAttention",
+    "flash_attention",
+]

@@ -1,0 +1,191 @@
+"""The log of messages: what was sent, when, and how long a rank waited. `record()` returns it.
+
+        rank 0   all_reduce |=====|            broadcast |==|
+        rank 1   all_reduce   |===|            broadcast |==|
+                            ^start ^end        one Event per operation and rank, which also has
+                                               payload_bytes, sent_bytes, waited
+
+While no `record()` is open, a message costs one call and one `if` more than torch's own.
+"""
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import nan
+from time import perf_counter
+
+import torch.distributed as dist
+
+_MESSAGES = ("send", "recv", "exchange")
+
+# The open logs. No ContextVar, because autograd calls hooks, and so us, from its own threads.
+_logs = []
+
+
+class HostClock:
+    """Stamps moments in `time.perf_counter()` seconds: one clock for all processes of a machine."""
+
+    def stamp(self, thing, name):
+        setattr(thing, name, perf_counter())
+
+    def resolve(self):
+        """Tell what was stamped: for the clock of a device, labkit.measure.clock."""
+
+
+class NoClock(HostClock):
+    """Of what a CUDA device does the host's clock knows nothing."""
+
+    def stamp(self, thing, name):
+        setattr(thing, name, nan)
+
+
+HOST, UNKNOWN = HostClock(), NoClock()
+
+
+@dataclass(slots=True)
+class Pause:
+    start: float = nan
+    end: float = nan
+
+
+@dataclass(slots=True)
+class Event:
+    """One operation of one rank.
+
+    start, end: from the call until the operation was complete, in seconds of the record's clock;
+        end is None while it is in flight, or if it failed. An async operation without a future
+        (gloo's send, recv, exchange and reduce_scatter) is known to be complete only when `wait()`
+        returns, so its end is that moment.
+    pauses: the `wait()`s of an async operation; None: the caller waited all along.
+    group: torch's name of it; Mesh.axis_of knows which axis that is.
+    pairs: of a message: (from, to), in ranks within the group. An exchange is two messages.
+    On CUDA all are NaN unless the record has a clock of the device, until that is resolved.
+    """
+
+    op: str
+    group_size: int
+    payload_bytes: int
+    sent_bytes: int
+    source: str  # "counted" or "derived"
+    start: float = nan
+    end: float | None = None
+    pauses: list | None = None
+    group: str = ""
+    pairs: tuple = ()
+
+    @property
+    def waited(self):
+        """Seconds the caller was blocked, or on CUDA its stream."""
+        if self.pauses is None:
+            return 0.0 if self.end is None else self.end - self.start
+        return sum(pause.end - pause.start for pause in self.pauses)
+
+
+@contextmanager
+def record(log=None, timed=True, clock=None):
+    """`with record() as log:` appends an Event to log for every operation that starts inside.
+
+    Of any thread. Records nest; each sees all events.
+    log: a list is made, or give anything with `append`. Where append returns a function, that is
+        called with "awaited" when a thread begins to wait for the operation, and with "completed".
+        It is not called for operations on CUDA, of which the host knows neither.
+    timed=False: asynchronous operations have no end, and cost less: only that they start counts.
+    clock: a labkit.measure.clock for CUDA; None: that of the record around this one, or the host's.
+    """
+    log = [] if log is None else log
+    entry = (log, timed, clock)
+    _logs.append(entry)
+    try:
+        yield log
+    finally:
+        # by identity: two empty lists are equal
+        _logs[:] = [other for other in _logs if other is not entry]
+
+
+class MeteredWork:
+    """torch's Work for an async operation, while a record is open; fills in its Event."""
+
+    __slots__ = ("clock", "event", "notes", "work")
+
+    def __init__(self, work, event, clock=HOST, timed=True, notes=()):
+        self.work, self.event, self.clock, self.notes = work, event, clock, notes
+        event.pauses = []
+        if timed and event.op not in _MESSAGES:
+            try:
+                future = work.get_future()
+            except RuntimeError:  # gloo's reduce_scatter has none
+                return
+            # on CUDA it runs in a stream that follows the operation
+            future.add_done_callback(self._complete)
+
+    def _complete(self, _=None):
+        if self.event.end is None:
+            self.clock.stamp(self.event, "end")
+        self._note_completed()
+
+    def _note_completed(self):
+        notes, self.notes = self.notes, ()
+        tell(notes, "completed")
+
+    def wait(self, *timeout):
+        pause = Pause()
+        self.event.pauses.append(pause)
+        self.clock.stamp(pause, "start")
+        tell(self.notes, "awaited")
+        try:
+            done = self.work.wait(*timeout)
+        except BaseException:
+            self.event.end = None  # the future's callback runs on failure too
+            raise
+        finally:
+            self.clock.stamp(pause, "end")
+        self._complete()
+        return done
+
+    def is_completed(self):
+        done = self.work.is_completed()
+        if done:
+            self._note_completed()
+        return done
+
+    def get_future(self):
+        return self.work.get_future()
+
+
+def tell(notes, state):
+    for note in notes:
+        note(state)
+
+
+def metered(op, group, tensor, sent, async_op, launch, pairs=None):
+    """Run launch(), logged as op. tensor: the payload or None. sent(group size, payload): bytes.
+
+    pairs(rank within the group): as Event has them.
+    """
+    if not _logs:
+        return launch()
+    size = dist.get_world_size(group)
+    if size < 1:  # not a member of the group: torch warns and does nothing
+        return launch()
+    open_logs = tuple(_logs)
+    clock = next((clock for *_, clock in reversed(open_logs) if clock), HOST)
+    if clock is HOST and tensor is not None and tensor.is_cuda:
+        clock = UNKNOWN
+    payload = 0 if tensor is None else tensor.nbytes
+    source = "counted" if op in (*_MESSAGES, "barrier") else "derived"
+    name = (group or dist.group.WORLD).group_name
+    event = Event(op, size, payload, sent(size, payload), source, group=name)
+    if pairs:
+        event.pairs = pairs(dist.get_rank(group))
+    clock.stamp(event, "start")
+    notes = [note for log, *_ in open_logs if (note := log.append(event))]
+    if tensor is not None and tensor.is_cuda:
+        notes = []
+    if async_op:
+        timed = any(timed for _, timed, _ in open_logs)
+        work = launch()
+        return MeteredWork(work, event, clock, timed, notes) if timed or notes else work
+    tell(notes, "awaited")
+    work = launch()
+    clock.stamp(event, "end")
+    tell(notes, "completed")
+    return work

@@ -1,0 +1,13 @@
+"""Data parallelism: each rank holds the whole model; gradients are averaged during backward."""
+
+from labkit.ddp.ddp import (
+    DDP,
+    UNTAKEN,
+    check_keywords,
+)
+
+__all__ = [
+    "DDP",
+    "UNTAKEN",
+    "check_keywords",
+]

@@ -1,0 +1,88 @@
+"""A comm hook that raises on one rank: the others learn of it, instead of waiting for ever.
+
+    rank 0   hook(bucket 0)   hook(bucket 1)   wait: once a second, has a rank told? -> RuntimeError
+    rank 1   hook(bucket 0)   hook(bucket 1) raises: tells the store, "the comm hook of rank 1 ..."
+
+Sent: nothing, unless a hook raises or a step is a second late. The store is the one where the ranks
+have met.
+"""
+
+import threading
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from labkit.ddp.bucket import Bucket
+
+PATIENCE = 1.0  # seconds between two looks into the store
+
+
+def future_from(returned):
+    """What a comm hook has returned. Raises TypeError if it cannot be waited for."""
+    if not hasattr(returned, "wait"):
+        raise TypeError(
+            f"a comm hook returned {type(returned).__name__}: "
+            "it must return a torch.futures.Future of the averaged tensor"
+        )
+    return returned
+
+
+def check_annotations(hook):
+    """Raise ValueError, as PyTorch does, for a hook annotated with other types than it handles."""
+    told = getattr(hook, "__annotations__", {})
+    for name, right in (("bucket", (dist.GradBucket, Bucket)), ("return", (torch.futures.Future,))):
+        found = told.get(name)
+        if isinstance(found, type) and not issubclass(found, right):
+            raise ValueError(
+                f"comm hook: {name} is annotated {found.__name__}, and must be {right[0].__name__}"
+            )
+
+
+class RankFailed(RuntimeError):
+    """Another rank's comm hook has raised: what was sent is under way until that rank goes on."""
+
+
+class HookFailures:
+    """Who has told of a failure, by step. All ranks of the group count steps alike.
+
+    What had been told before this one was made is another's, whose steps had the same numbers.
+    """
+
+    def __init__(self, group=None):
+        self.group, self.step = group, 0
+        self._before = self._count()
+
+    def _key(self, name):
+        return f"labkit/comm_hook/{(self.group or dist.group.WORLD).group_name}/{name}"
+
+    def _count(self, more=0):
+        return _get_default_store().add(self._key("count"), more)
+
+    def call(self, hook, state, bucket):
+        """hook(state, bucket); if it raises, so will the others' wait."""
+        try:
+            return future_from(hook(state, bucket))
+        except Exception as error:
+            told = f"the comm hook of rank {dist.get_rank()} raised {type(error).__name__}: {error}"
+            _get_default_store().set(self._key(self._count(1)), f"{self.step} {told}")
+            raise
+
+    def told(self):
+        """What a rank has told in this step, or None."""
+        for number in range(self._before + 1, self._count() + 1):
+            step, _, words = _get_default_store().get(self._key(number)).decode().partition(" ")
+            if int(step) == self.step:
+                return words
+        return None
+
+    def wait(self, pending):
+        """pending.wait(). Raises RankFailed if it takes long and another rank's hook has raised."""
+        future = pending.get_future() if hasattr(pending, "get_future") else pending
+        if hasattr(future, "add_done_callback") and not future.done():
+            done = threading.Event()
+            future.add_done_callback(lambda _: done.set())
+            while not done.wait(PATIENCE):
+                if words := self.told():
+                    raise RankFailed(words)
+        return pending.wait()

@@ -1,0 +1,228 @@
+"""Data parallelism: each rank has the whole model and a share of the batch; gradients are averaged.
+
+    compute   |--- forward ---|--- backward: l4 | l3 | l2 | l1 ---|        |- step -|
+    network                        [ bucket 0: l4 l3 ]  [ bucket 1: l2 l1 ]
+                                   leaves as soon as its          ^ exposed: what the step waits for
+                                   last gradient is ready
+
+    naive       DDP(module, bucket_cap_mb=0, overlap=False)  a message per parameter, after backward
+    overlapped  DDP(module, bucket_cap_mb=0)                 a message per parameter, once ready
+    bucketed    DDP(module)                                  few large messages, once full
+
+Sent per rank and step, of n ranks: 2 (n-1)/n x gradient bytes.
+Held per rank: parameters + gradients + optimizer states, whole.
+Time after forward: max(backward, communication) + first and last bucket; without overlap the sum.
+Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, VLDB 2020,
+section 3.2.
+"""
+
+import torch
+from torch.autograd import Variable
+
+from labkit.ddp.comm_hook_errors import check_annotations
+from labkit.ddp.join import Join
+from labkit.ddp.no_sync import NoSync
+from labkit.ddp.portable import Portable
+from labkit.ddp.reducer import Reducer
+from labkit.ddp.static_graph import StaticGraph
+from labkit.ddp.unused_parameters import AllUsed, FindUnused
+from labkit.ddp.wrapper import find_tensors
+from labkit.replicas import Replicas, check_ranks
+
+
+class DDP(NoSync, Portable):
+    """module, with its gradients averaged over the group when backward() returns.
+
+    Collective: all ranks construct it. Arguments are those of PyTorch's DistributedDataParallel, in
+    its order, and overlap.
+    device_ids, output_device: the one device that the module is on, or None. dim: 0.
+    broadcast_buffers: before each forward that will be averaged, buffers become those of rank 0.
+    init_sync: compare the modules of all ranks, and take the values of rank 0.
+    bucket_cap_mb: MiB of gradients per message (None: 25); 0: one message per parameter.
+    find_unused_parameters: a parameter that the loss does not depend on counts as zero on this
+        rank; if it is unused on all ranks its .grad is left alone. Without it, backward() raises
+        RuntimeError naming the parameters.
+    static_graph: every backward brings the same gradients as the first, on this rank; see
+        labkit.ddp.static_graph. Then parameters may be unused, and nobody searches for them;
+        reentrant checkpoints may share parameters.
+    check_reduction, gradient_as_bucket_view: either; .grad is always a view of its bucket.
+    overlap: send during backward.
+    What else PyTorch's takes is refused by name: mixed_precision is labkit.amp's.
+    A forward in which every parameter is frozen averages nothing, as that of a GAN's discriminator
+    in the generator's step; it has to be so on all ranks.
+    Names in module._ddp_params_and_buffers_to_ignore are left alone. Parameters must not be added,
+    replaced, or frozen one by one afterwards. Names in state_dict(), named_parameters() and so on
+    are the module's own. It can be pickled on the default group: as with PyTorch's, without its
+    comm hook; loading it sends nothing.
+    Raises on every rank ValueError if the model differs between ranks, RuntimeError if it has
+    nothing to train.
+    """
+
+    made_by_watching = ("_replicas", "_reducer", "_usage")
+
+    def __init__(
+        self,
+        module,
+        device_ids=None,
+        output_device=None,
+        dim=0,
+        broadcast_buffers=True,
+        init_sync=True,
+        process_group=None,
+        bucket_cap_mb=None,
+        find_unused_parameters=False,
+        check_reduction=False,
+        gradient_as_bucket_view=False,
+        static_graph=False,
+        overlap=True,
+        **others,
+    ):
+        super().__init__(module)
+        check_keywords(module, device_ids, output_device, dim, others)
+        bucket_cap_mb = 25 if bucket_cap_mb is None else bucket_cap_mb
+        check_ranks("DDP", process_group)
+        self.process_group, self.bucket_cap_mb, self.overlap = process_group, bucket_cap_mb, overlap
+        self.broadcast_buffers = broadcast_buffers
+        self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
+        self._joining = None  # the Join whose block we are in
+        self._buffers_due = True  # the last forward was one that averages
+        settings = (
+            f"{bucket_cap_mb=}, {overlap=}, {broadcast_buffers=}, "
+            f"{find_unused_parameters=}, {static_graph=}"
+        )
+        if init_sync:
+            replicas = Replicas(module, process_group, broadcast_buffers)
+            replicas.check(settings)
+            replicas.become(0)
+        self._watch()
+
+    def _watch(self):
+        """Give the parameters buckets, where these parameters are now."""
+        self._replicas = Replicas(self.module, self.process_group, self.broadcast_buffers)
+        chosen = [(name, p) for name, p in self._replicas.parameters() if p.requires_grad]
+        cap_bytes = int(self.bucket_cap_mb * 2**20)
+        self._reducer = Reducer(chosen, self, self.process_group, cap_bytes, self.overlap)
+        usage = FindUnused if self.find_unused_parameters else AllUsed
+        self._usage = StaticGraph(self._reducer) if self.static_graph else usage(self._reducer)
+        self._expecting = False  # a forward that averages has been, its backward not yet
+        self._backward = None  # the engine's number for the backward that will call _finish
+
+    @property
+    def buckets(self):
+        """The list of Bucket, in the order in which they leave."""
+        return self._reducer.buckets
+
+    def register_comm_hook(self, state, hook):
+        """Replace each bucket's all_reduce by hook(state, bucket) -> Future of the averaged tensor.
+
+        The tensor is flat. Gradients are then not divided: that is the hook's. PyTorch's own hooks
+        (torch.distributed.algorithms.ddp_comm_hooks) run as they are, and ours run on PyTorch's
+        DDP. Raises RuntimeError if there is one already; ValueError for one annotated otherwise.
+        """
+        if not callable(hook):
+            raise TypeError(f"hook must be callable, not {type(hook).__name__}")
+        check_annotations(hook)
+        if self._reducer.hook is not None:
+            raise RuntimeError("a comm hook is registered already: one DDP has one")
+        self._reducer.use_hook(state, hook)
+
+    def join(
+        self, divide_by_initial_world_size=True, enable=True, throw_on_early_termination=False
+    ):
+        """`with model.join(): ...` around a loop that is longer on some ranks: labkit.ddp.join.
+
+        divide_by_initial_world_size: an absent rank counts as a zero gradient; else divide by the
+            ranks still there.
+        throw_on_early_termination: end with RuntimeError on all ranks as soon as one has run out.
+        """
+        return Join(self, divide_by_initial_world_size, enable, throw_on_early_termination)
+
+    # ---- one step
+
+    def forward(self, *args, **kwargs):
+        """The module's forward. Backward through its output averages, unless in no_sync()."""
+        averages = self.require_backward_grad_sync and torch.is_grad_enabled()
+        averages = averages and not self._replicas.frozen()
+        # checkpointing may run us again, inside a backward
+        if averages and torch._C._current_graph_task_id() == -1:
+            self._prepare()
+        source = self._joining.announce(averages) if self._joining else 0
+        self._share_buffers(source, averages)
+        output = self.module(*args, **kwargs)
+        if averages:
+            self._expecting = True
+            for t in find_tensors(output):
+                if t.grad_fn is not None:
+                    t.register_hook(self._arm)
+        return output
+
+    def _prepare(self):
+        if self._reducer.started:  # an exception has left a backward
+            self._reducer.abandon()
+            self._usage.used(failed=True)
+        self._usage.forget()
+        self._backward = None
+        self._replicas.check_trainable(may_freeze=self.find_unused_parameters)
+
+    def _share_buffers(self, source, averages):
+        """As in PyTorch, those that a forward of an averaging step may have changed."""
+        if self._buffers_due:
+            self._replicas.share_buffers(source)
+        self._buffers_due = averages
+
+    def _arm(self, _=None):
+        """A backward has begun: have the engine call _finish when it is done.
+
+        Called by the outputs, whose gradients come first: reentrant checkpointing runs further
+        backwards inside this one, and the callback must belong to the outermost. A loss that
+        bypasses the outputs arms at a parameter.
+        """
+        self._backward = torch._C._current_graph_task_id()
+        self._usage.begin(self._backward)
+        Variable._execution_engine.queue_callback(self._finish)
+
+    def on_gradient(self, index, slot):
+        if self._backward is None:
+            if not self._expecting:
+                return self._reducer.keep(index, slot)  # no_sync()
+            self._arm()
+        self._usage.arrive(index, slot)
+
+    def _finish(self):
+        self._backward = None
+        if self._reducer.started:  # else it was torch.autograd.grad, which leaves .grad alone
+            self._expecting = False
+            absent = self._reducer.finish(self._usage.used)
+            self._usage.close(absent)
+
+
+UNTAKEN = {  # keywords of PyTorch's that DDP does not take: what to do instead
+    "mixed_precision": "labkit.amp has autocast, GradScaler and MasterWeights",
+    "device_mesh": "give process_group=mesh.group(axis)",
+    "delay_all_reduce_named_params": "give bucket_cap_mb",
+    "param_to_hook_all_reduce": "give register_comm_hook() a hook",
+    "skip_all_reduce_unused_params": "give find_unused_parameters=True",
+}
+
+
+def check_keywords(module, device_ids, output_device, dim, others):
+    """TypeError or ValueError for a value of PyTorch's keywords that this DDP has no use for."""
+    for name, value in others.items():
+        if name not in UNTAKEN:
+            raise TypeError(f"DDP() has no argument {name!r}")
+        if value:
+            raise TypeError(f"DDP does not take {name}: {UNTAKEN[name]}")
+    if dim != 0:
+        raise ValueError(f"dim={dim}: DDP does not split inputs, each rank has its own; leave it 0")
+    if device_ids is not None and not isinstance(device_ids, list | tuple):
+        raise TypeError(f"device_ids is a list of one device, not {type(device_ids).__name__}")
+    given = [*(device_ids or []), *([] if output_device is None else [output_device])]
+    on = {p.device for p in module.parameters()}
+    for device in given:
+        named = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        if len(device_ids or given) != 1 or on != {named}:
+            where = " and ".join(sorted(map(str, on)))
+            raise ValueError(
+                f"device_ids={device_ids}, output_device={output_device}: each rank drives the one "
+                f"device that its module is on, which is {where}"
+            )

@@ -1,0 +1,255 @@
+"""A flat parameter: the parameters of one unit as one tensor, held as shards, whole while needed.
+
+                     gather()                use()                   free()
+    shard   [ w1 | b1 ] --- all_gather -->  [ w1 | b1 | w2 | b2 ]  ------------->  [ w1 | b1 ]
+    the modules hold:  pieces, 1-D views    wholes, of true shape                  pieces
+                     launch_reduce()          settle()                   deliver()
+    gradients of the wholes - / n -> [ flat ] - reduce_scatter -> [ shard ] -> .grad of the pieces
+
+The wholes are the same leaves in every step; what comes and goes is the memory under them. Autograd
+therefore may keep them for backward as always, and finds the values there again once the unit has
+been gathered a second time.
+
+Sent per rank: (n-1)/n x bytes, for each gather and for each reduction. Held: 1/n at rest.
+Zhao et al., PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel, VLDB 2023, sections
+3.2 and 4.2.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from labkit import comm
+from labkit.zero.flat_shards import Layout
+
+
+class FlatParam:
+    """Parameters of one dtype, all trainable or all frozen. Collective: they take rank 0's values.
+
+    names: list of str. places: for each parameter the (module, attribute) pairs that hold it; tied
+    ones have several. sharding: a Sharding of sharding_strategy.py. The places
+    then hold the pieces; from use() to free(), the wholes.
+    """
+
+    def __init__(self, names, places, sharding):
+        self.names, self.places, self.sharding = names, places, sharding
+        values = [getattr(*first) for first, *_ in places]
+        self.trainable = values[0].requires_grad
+        self.rank = dist.get_rank(sharding.group)
+        self.layout = Layout([value.shape for value in values], dist.get_world_size(sharding.group))
+        flat = torch.empty(self.layout.padded, dtype=values[0].dtype, device=sharding.device)
+        comm.broadcast(self.layout.flatten(values, flat), 0, sharding.everyone)
+        shard = self.layout.shard(flat, self.rank).clone()
+        self.pieces = [nn.Parameter(torch.empty_like(shard[:0]), self.trainable) for _ in values]
+        self.put(self.pieces)
+        del values, flat  # a model that fits no rank can be built unit by unit: hold no whole one
+        self._hold(shard)
+        # As a float64 scalar tensor it changes no gradient's dtype.
+        self.factor = torch.tensor(
+            1.0 / dist.get_world_size(sharding.everyone), dtype=torch.float64
+        )
+        # On gloo a reduce_scatter holds all that travels twice: wait, not to hold another unit too.
+        self._waits = dist.get_backend(sharding.group) == "gloo"
+        self.whole = False  # the modules hold the wholes
+        self.kept = {}  # slot -> (what keep() gave the piece as gradient, its version)
+        self._gathering = self._reducing = None  # what is on its way, and the memory it needs
+        self._reduced = []  # (shard of gradients, all_reduce across or None), not yet delivered
+
+    def _hold(self, shard):
+        """Keep this shard, and make room, without memory, for the whole."""
+        sharding = self.sharding
+        if sharding.offload:
+            shard = shard.cpu().pin_memory() if sharding.device.type == "cuda" else shard.cpu()
+        self.shard = shard
+        views = self.layout.pieces(shard, self.rank)
+        self._sizes = [view.numel() for view in views]
+        self._sizes.append(shard.numel() - sum(self._sizes))  # the padding
+        for piece, view in zip(self.pieces, views, strict=True):
+            piece.data, piece.is_piece, piece.is_shard = view, True, True
+        self._addresses = [view.data_ptr() for view in views]
+        dtype = (
+            sharding.param_dtype
+            if sharding.param_dtype and shard.is_floating_point()
+            else shard.dtype
+        )
+        self.flat = torch.empty(self.layout.padded, dtype=dtype, device=sharding.device)
+        self.wholes = [nn.Parameter(view, self.trainable) for view in self.layout.views(self.flat)]
+        # .data has its own version: refilling is no in-place change of what autograd has saved.
+        self._filled, self._memory = self.flat.data, self.flat.untyped_storage()
+        self._memory.resize_(0)
+
+    def put(self, parameters):
+        """Let the modules hold these, one for each parameter."""
+        for places, p in zip(self.places, parameters, strict=True):
+            for module, attribute in places:
+                module._parameters[attribute] = p  # setattr's checks cost more than the launch
+
+    # ---- parameters
+
+    def gather(self):
+        """Begin to put the whole together, where that has not begun."""
+        if self.whole or self._gathering:
+            return
+        self._memory.resize_(self.flat.nbytes)
+        # A copy only where dtype or device differ: as a rule the shard itself is sent. First to the
+        # device, as from pinned memory it travels by itself; a cast on the host is other memory.
+        source = self.shard.to(self.flat.device, non_blocking=True).to(self.flat.dtype)
+        self._gathering = (
+            comm.all_gather(self._filled, source, self.sharding.group, async_op=True),
+            source,
+        )
+
+    def use(self):
+        """Wait for the whole and give it to the modules."""
+        if not self.whole:
+            self._gathering[0].wait()
+            self._gathering, self.whole = None, True
+            self.put(self.wholes)
+
+    def free(self):
+        """Give the modules their pieces back, and the memory of the whole to whoever is next."""
+        if self._gathering:  # it was fetched ahead, and not needed
+            self._gathering[0].wait()
+        elif not self.whole:
+            return
+        self._gathering, self.whole = None, False
+        self.put(self.pieces)
+        self._memory.resize_(0)
+
+    def check(self):
+        """Raise RuntimeError where someone has put other tensors where the pieces were."""
+        for name, places, piece, address in zip(
+            self.names, self.places, self.pieces, self._addresses, strict=True
+        ):
+            for module, attribute in places:
+                if module._parameters.get(attribute) is not piece:
+                    raise RuntimeError(
+                        f"{name!r} was replaced behind FSDP: "
+                        "assign before constructing FSDP, or copy_()"
+                    )
+            if piece.data_ptr() != address and piece.numel():
+                raise RuntimeError(
+                    f"{name!r} was given other storage behind FSDP: change the values in place "
+                    "(p.data.copy_(...)), or construct FSDP after changing it"
+                )
+            if piece.requires_grad != self.trainable:
+                raise RuntimeError(
+                    f"{name!r} was {'frozen' if self.trainable else 'unfrozen'} after FSDP was "
+                    "constructed: set requires_grad first, then construct FSDP"
+                )
+
+    def renew(self, sharding):
+        """After to(), double(), cuda(): the pieces have moved; put them into one shard again."""
+        self.sharding = sharding
+        pieces = torch.cat([piece.data for piece in self.pieces])
+        shard = pieces.new_zeros(self.layout.shard_numel)
+        shard[: pieces.numel()] = pieces
+        self._hold(shard)
+
+    def gather_master(self):
+        """All values in the shards' own dtype, as new tensors of true shape. Collective."""
+        source = self.shard.to(self.flat.device)
+        flat = source.new_empty(self.layout.padded)
+        comm.all_gather(flat, source, self.sharding.group)
+        return self.layout.views(flat)
+
+    def take_whole(self):
+        """Keep this rank's part of what the modules hold whole, on rank 0. Collective."""
+        values = [module._parameters[attribute].detach() for (module, attribute), *_ in self.places]
+        flat = self.shard.new_empty(self.layout.padded, device=self.flat.device)
+        comm.broadcast(self.layout.flatten(values, flat), 0, self.sharding.everyone)
+        self.shard.copy_(self.layout.shard(flat, self.rank))
+
+    # ---- gradients
+
+    def launch_reduce(self, owed=False):
+        """Send the gradients that backward left at the wholes; a missing one counts as zero.
+
+        owed: send also where all are missing, as other ranks may have them.
+        """
+        missing = all(p.grad is None for p in self.wholes)
+        if not self.trainable or (missing and not owed):
+            return
+        for slot in self.kept:  # a part of what is sent now
+            self.pieces[slot].grad = None
+        self.kept.clear()
+        dtype = self.sharding.reduce_dtype or self.flat.dtype
+        total = torch.empty(self.layout.padded, dtype=dtype, device=self.flat.device)
+        for view, p in zip(self.layout.views(total), self.wholes, strict=True):
+            self._divide(p.grad, view)
+            p.grad = None  # one by one: flat and single gradients are never all held at once
+        total[self.layout.numel :].zero_()
+        output = self.layout.shard(total, self.rank)  # in place: no memory but what is sent
+        work = comm.reduce_scatter(output, total, group=self.sharding.group, async_op=True)
+        self._reducing = work, output
+        if self._waits:
+            self.settle()
+
+    def _divide(self, gradient, view):
+        if gradient is None:
+            view.zero_()
+        elif gradient.dtype == view.dtype:  # divided on the way: one pass over memory, not two
+            torch.mul(gradient.detach(), self.factor, out=view)
+        else:
+            view.copy_(gradient.detach()).mul_(self.factor)
+
+    def settle(self):
+        """Wait for the reduce_scatter; where others hold the same shard, begin to sum with them."""
+        if not self._reducing:
+            return
+        work, output = self._reducing
+        work.wait()
+        self._reducing, flat, output = None, output.untyped_storage(), output.clone()
+        flat.resize_(0)  # now, and not whenever the backend's threads let go of it
+        across = self.sharding.across
+        work = comm.all_reduce(output, group=across, async_op=True) if across is not None else None
+        self._reduced.append((output, work))
+
+    def keep(self):
+        """In no_sync(): the gradients stay at the wholes; the pieces show this rank's part of them.
+
+        Who drops the gradients of the pieces, as optimizer.zero_grad() does, drops what is kept.
+        """
+        for slot, (p, piece) in enumerate(zip(self.wholes, self.pieces, strict=True)):
+            if p.grad is not None and (piece.grad is None or slot in self.kept):
+                begin, end = self.layout.ranges(self.rank)[slot]
+                part = p.grad.detach().reshape(-1)[begin:end].to(piece.device, piece.dtype)
+                piece.grad, self.kept[slot] = part, (part, part._version)
+
+    def drop_cleared(self):
+        """Where the gradient of a piece was cleared since keep(), so is the whole one."""
+        for slot, (part, version) in list(self.kept.items()):
+            if self.pieces[slot].grad is not part or part._version != version:
+                self.wholes[slot].grad = None
+                del self.kept[slot]
+
+    def deliver(self):
+        """Add what was reduced to the gradients of the pieces."""
+        for output, work in self._reduced:
+            if work is not None:
+                work.wait()
+            self._add(output.to(self.shard.dtype))
+        self._reduced.clear()
+
+    def _add(self, gradient):
+        if self.sharding.offload and gradient.is_cuda:
+            gradient = torch.empty_like(self.shard, pin_memory=True).copy_(gradient)
+        # all but the padding
+        for piece, g in zip(self.pieces, gradient.split(self._sizes), strict=False):
+            if piece.grad is None:
+                piece.grad = g
+            else:
+                piece.grad += g
+
+    def forget(self):
+        """Drop all gradients that are not yet delivered."""
+        self.settle()
+        for _, work in self._reduced:
+            if work is not None:
+                work.wait()
+        self._reduced.clear()
+        for slot, p in enumerate(self.wholes):
+            p.grad = None
+            if slot in self.kept:
+                self.pieces[slot].grad = None
+        self.kept.clear()

@@ -1,0 +1,249 @@
+"""FSDP (ZeRO-3): a rank holds 1/n of each unit (a block, say), which is whole only as it runs.
+
+    forward    network  [gather 0][gather 1][gather 2]
+               compute            [ unit 0 ][ unit 1 ][ unit 2 ]     freed as soon as it has run
+    backward   network  [gather 2][gather 1][gather 0]
+               compute            [ unit 2 ][ unit 1 ][ unit 0 ]     gathered again, freed again
+               network                      [reduce 2][reduce 1][reduce 0]   gradients: 1/n kept
+
+    shard="full"      as drawn; the root, what is in no unit, is gathered once, until backward ends
+    shard="grad_op"   not freed before backward: one gather fewer, the whole model held meanwhile
+    shard="hybrid"    shards within one mesh axis (a machine: gathers stay in it), replicas across
+
+Sent per rank and step: 3 (n-1)/n x parameter bytes: half as much again as DDP ("grad_op": as DDP).
+Held per rank: (parameters + gradients + optimizer states) / n, and whole: the root, the unit at
+work, `prefetch` more. Rajbhandari et al., ZeRO, SC 2020, section 5.3; Zhao et al., PyTorch FSDP,
+VLDB 2023, section 3.
+"""
+
+from functools import partial
+
+import torch
+
+from labkit.ddp.no_sync import NoSync
+from labkit.fsdp.flat_param import FlatParam
+from labkit.fsdp.fsdp_state_dict import ShardedModel
+from labkit.fsdp.fsdp_unit import in_backward
+from labkit.fsdp.prefetch_order import CallOrder
+from labkit.fsdp.sharding_strategy import Sharding, in_dtype
+from labkit.fsdp.trace import Trace
+from labkit.fsdp.unit_gradients import UnitGradients
+from labkit.fsdp.wrap_policy import materialise, read_elsewhere, split_units
+from labkit.replicas import Replicas, broadcast_tensors, check_memory
+
+
+class FSDP(NoSync, ShardedModel):
+    """module, with its parameters, gradients and so optimizer states sharded.
+
+    Collective: all ranks construct it.
+    unit: what is gathered together: a module class, a tuple of them, or a function module -> bool
+        (policies are in labkit.fsdp.wrap_policy); None: everything at once.
+    root: what is in no unit is one more unit ("shard"), or whole on every rank, with its gradients
+        averaged at the end of backward ("replicate").
+    shard: "full", "grad_op" or "hybrid"; the last with a mesh of two axes: replicas along the
+        first, shards along the second. With another mode a mesh of one axis may stand for
+        process_group.
+    param_dtype: gather, compute and reduce in this dtype; the shards stay as they are, the masters.
+    reduce_dtype: sum gradients in this one.
+    offload: keep shards and their gradients in host memory. prefetch: units gathered ahead.
+    parameters() are this rank's shards, 1-D, some perhaps empty, under the module's own names:
+    construct the optimizer from them, after this. Values are rank 0's; modules on the meta device
+    get theirs unit by unit (reset_parameters). Every rank must call the same units in the same
+    order, and a unit's parameters are there in its own forward only.
+    A parameter that this rank's loss does not depend on counts as zero; where its unit does not
+    run, or under no_grad(), .grad stays as it is.
+    Buffers are rank 0's at first, and then each rank's own.
+    No copy.deepcopy, and so no torch.optim.swa_utils.AveragedModel, as hooks and groups belong to
+    one instance. To average weights, average shards, which needs no message:
+        average = {name: p.detach().clone() for name, p in model.named_parameters()}
+        for name, p in model.named_parameters(): average[name].lerp_(p.detach(), 1 - decay)
+    Swap them in to evaluate or save: model.load_state_dict(model.state_dict() | average).
+    Raises ValueError, on every rank, if the model differs between ranks, or where units match
+    nothing or share.
+    """
+
+    def __init__(
+        self,
+        module,
+        unit=None,
+        root="shard",
+        mesh=None,
+        shard="full",
+        param_dtype=None,
+        reduce_dtype=None,
+        offload=False,
+        prefetch=1,
+        process_group=None,
+    ):
+        super().__init__(module)
+        if getattr(module, "_ddp_params_and_buffers_to_ignore", None):
+            raise ValueError("FSDP leaves no _ddp_params_and_buffers_to_ignore alone: use DDP")
+        if root not in ("shard", "replicate"):
+            raise ValueError(f'root is "shard" or "replicate", not {root!r}')
+        if type(prefetch) is not int or prefetch < 0:
+            raise ValueError(f"prefetch is a number of units, 0 or more, not {prefetch!r}")
+        self.sharding = sharding = Sharding.choose(
+            module, shard, mesh, process_group, param_dtype, reduce_dtype, offload
+        )
+        self.process_group, self.prefetch = sharding.everyone, prefetch
+        self.units = split_units(module, unit, keep=shard == "grad_op")
+        settings = (
+            f"{root=}, {shard=}, {param_dtype=}, {reduce_dtype=}, {prefetch=}, "
+            f"{len(self.units)} units"
+        )
+        Replicas(module, sharding.everyone).check(settings, sharding.device)
+        check_memory(module.named_parameters(), "FSDP")
+        for u in self.units:
+            materialise(u, sharding.device)
+            if root == "shard" or u is not self.units[0]:
+                u.flats = [FlatParam(names, places, sharding) for names, places in u.kinds()]
+            u.module.register_forward_pre_hook(
+                partial(self._before_forward, u), prepend=True, with_kwargs=True
+            )
+            u.module.register_forward_hook(partial(self._after_forward, u))
+            u.watch_modules()
+        self.flats = [flat for u in self.units for flat in u.flats]
+        self.replicated = list(self.units[0].own_parameters()) if root == "replicate" else []
+        whole = [*self.replicated, *module.buffers()]
+        for t in whole:
+            t.data = t.data.to(sharding.device)
+        broadcast_tensors(whole, 0, sharding.everyone)
+        self._order = CallOrder(self.units, prefetch)
+        self._trace, self._traces = Trace(), []  # of this forward; of those in this backward
+        self._gradients = UnitGradients(self.flats, self._end_backward)
+        self.watch_root()
+
+    def watch_root(self):
+        """The replicated parameters have got new memory, or their first."""
+        named, replicated = self.module.named_parameters(), set(self.replicated)
+        averaged = [(name, p) for name, p in named if p in replicated and p.requires_grad]
+        self._gradients.watch(averaged, self.process_group)
+
+    # ---- forward
+
+    def forward(self, *args, **kwargs):
+        """The module's forward; gathers and frees. If it raises, the next one starts afresh."""
+        try:
+            return self.module(*args, **kwargs)
+        except BaseException as error:
+            # checkpointing may run us again inside a backward, and stops us by an exception
+            if not in_backward():
+                self._expect_no_backward()
+                self.rest()
+            if isinstance(error, Exception) and (words := read_elsewhere(error, self.units)):
+                raise RuntimeError(words) from error
+            raise
+
+    def _before_forward(self, unit, module, args, kwargs):
+        again = in_backward()  # recomputation
+        if unit is self.units[0] and not again:
+            self._begin()
+        unit.gather()
+        if not again:
+            for following in self._order.after(unit):
+                following.gather()
+        unit.use()
+        unit.note_forward()
+        if unit.flats:
+            args, kwargs = in_dtype((args, kwargs), self.sharding.param_dtype)
+        if again or not torch.is_grad_enabled():
+            done = partial(self._after_backward, unit)
+        else:
+            done = partial(self._reach, self._trace, self._trace.begin(unit))
+        return unit.watch_inputs(args, kwargs, done)
+
+    def _begin(self):
+        self.rest()  # the optimizer may have changed the shards: what is still whole is stale
+        if self._gradients.under_way:  # an exception has left a backward
+            self._gradients.abandon()
+            self._expect_no_backward()
+        for flat in self.flats:
+            flat.check()
+            flat.drop_cleared()
+        self._order.begin()
+        self._trace = Trace()
+        if torch.is_grad_enabled():
+            self._gradients.averages = self.require_backward_grad_sync
+
+    def _expect_no_backward(self):
+        for trace in self._traces:
+            trace.forget()
+        self._traces.clear()
+        for unit in self.units:
+            unit.backwards_due, unit.owes = 0, False
+
+    def _after_forward(self, unit, module, args, output):
+        if unit.flats and self.replicated and self.sharding.param_dtype is not None:
+            # What is replicated computes in its own dtype, and so must be given that.
+            output = in_dtype(output, self.replicated[0].dtype)
+        if torch.is_grad_enabled():
+            self._watch_outputs(unit, output)
+        if in_backward():  # a recomputation: backward is about to use what has been gathered
+            return output
+        if not (unit.keep and torch.is_grad_enabled()):
+            unit.free()
+        if unit is self.units[0]:
+            for other in self.units:  # gathered ahead, but not called this time
+                if not other.keep:
+                    other.free()
+        return output
+
+    def _watch_outputs(self, unit, output):
+        if in_backward():
+            unit.watch_outputs(output, partial(self._before_backward, unit))
+        else:
+            begin, end = self._trace.end(unit)
+            begin.heard = end.heard = unit.watch_outputs(
+                output, partial(self._reach, self._trace, end)
+            )
+
+    # ---- backward
+
+    def _reach(self, trace, point, _=None):
+        """Backward has come to a point of a forward: this rank may have passed others."""
+        self._gradients.begin()
+        if trace not in self._traces:
+            self._finish_traces()  # of later forwards
+            self._traces.append(trace)
+        self._pass(trace.reach(point))
+
+    def _finish_traces(self):
+        for trace in self._traces:
+            self._pass(trace.finish())
+
+    def _pass(self, points):
+        for point in points:
+            if point.is_end:
+                self._before_backward(point.unit)
+            else:
+                self._after_backward(point.unit)
+
+    def _before_backward(self, unit, _=None):
+        """The first gradient has come to an output of this unit, on some rank."""
+        self._gradients.begin()
+        unit.owes = self._gradients.accumulates
+        unit.check_unchanged()
+        unit.gather()
+        for preceding in self._order.before(unit):
+            if preceding.backwards_due:
+                preceding.gather()
+        unit.use()
+
+    def _after_backward(self, unit, _=None):
+        """Gradients have come to all inputs of this unit."""
+        unit.backwards_due = max(0, unit.backwards_due - 1)
+        if unit.backwards_due == 0:
+            # with create_graph=True, the new graph needs the parameters in its turn
+            if not torch.is_grad_enabled():
+                unit.free()
+            self._gradients.send(unit)
+
+    def _end_backward(self):
+        self._finish_traces()
+        self._traces.clear()
+        # Those at whose inputs nothing has come by, the root as a rule; in the order in which other
+        # ranks, where inputs may differ in that, have reduced them.
+        for unit in reversed(dict.fromkeys([*self._order.called, *self.units])):
+            unit.backwards_due = 0
+            self._after_backward(unit)
+        self._gradients.deliver()

@@ -1,0 +1,100 @@
+"""Who holds what: the ranks over which shards are cut, and those over which they are held alike.
+
+    "full", "grad_op"        "hybrid" on Mesh({"node": 2, "gpu": 3})
+    group  0 1 2 3 4 5                 gpu 0   gpu 1   gpu 2
+    each holds one sixth     node 0      0       1       2      group:  a row, each holds one third
+                             node 1      3       4       5      across: a column, same shard twice
+
+Hybrid holds more, so that the gathers, which are long and many, stay where links are fast; only
+shards of gradients cross: 2 (r-1)/r x bytes / s per rank, for r replicas of s shards.
+Zhao et al., PyTorch FSDP, VLDB 2023, section 3.2.2.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_map_only
+
+from labkit.replicas import check_ranks
+
+MODES = ("full", "grad_op", "hybrid")
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """What is the same for all flat parameters of a model.
+
+    everyone: the group of all ranks that train. group: those whose shards make one whole. across:
+    those that hold the same shard, or None. device: where wholes are; shards too, unless offload:
+    then in host memory. param_dtype: of the wholes, reduce_dtype: of gradients that travel; None:
+    as the shards, as the wholes.
+    """
+
+    everyone: object
+    group: object
+    across: object
+    device: torch.device
+    param_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+    offload: bool
+
+    @classmethod
+    def choose(cls, module, mode, mesh, process_group, param_dtype, reduce_dtype, offload):
+        """From FSDP's arguments. Raises ValueError where they do not fit together."""
+        if any(hasattr(p, "is_piece") for p in module.parameters()):
+            raise ValueError(
+                "this module is sharded already: wrap the whole model once, and "
+                "name its parts by unit="
+            )
+        for name, dtype in (("param_dtype", param_dtype), ("reduce_dtype", reduce_dtype)):
+            if dtype is not None and not (
+                isinstance(dtype, torch.dtype) and dtype.is_floating_point
+            ):
+                raise ValueError(
+                    f"{name} is a floating-point dtype such as torch.bfloat16, or None, "
+                    f"not {dtype!r}"
+                )
+        groups = choose_groups(mode, mesh, process_group)
+        check_ranks("FSDP", groups[1])
+        return cls(*groups, compute_device(module, groups[0]), param_dtype, reduce_dtype, offload)
+
+
+def choose_groups(mode, mesh, process_group):
+    """(everyone, group, across): see Sharding."""
+    if mode not in MODES:
+        raise ValueError(f"shard is {', '.join(map(repr, MODES))}, not {mode!r}")
+    if mesh is not None and process_group is not None:
+        raise ValueError("give a mesh or a process_group, not both: a mesh has groups of its own")
+    axes = list(mesh.axes) if mesh is not None else []
+    if mode == "hybrid":
+        if len(axes) != 2:
+            raise ValueError(
+                'shard="hybrid" needs a mesh of two axes, as Mesh({"replicate": 2, "shard": 4})'
+            )
+        return None, mesh.group(axes[1]), mesh.group(axes[0])
+    if len(axes) > 1:
+        raise ValueError(
+            f'shard={mode!r} shards over all ranks: give a mesh of one axis, or shard="hybrid"'
+        )
+    group = mesh.group(axes[0]) if axes else process_group
+    return group, group, None
+
+
+def in_dtype(value, dtype):
+    """The value, its floating-point tensors in dtype; as it is if that is None."""
+    if dtype is None:
+        return value
+    return tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, value)
+
+
+def compute_device(module, group):
+    """Where the wholes are: where parameters are, or on NCCL this rank's GPU: they move there.
+
+    Where nothing is really sent ("fake", see labkit.scale.rehearse) the meta device will do.
+    """
+    backend = str(dist.get_backend(group))
+    if "nccl" in backend:
+        return torch.device("cuda", torch.cuda.current_device())
+    first = next(module.parameters(), torch.empty(0)).device
+    return torch.device("cpu") if first.type == "meta" and "fake" not in backend else first

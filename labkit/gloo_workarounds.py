@@ -1,0 +1,207 @@
+"""What gloo, the backend for CPUs, does in another way: fewer bytes or copies, the same result.
+
+    all_gather       each sends its part to each, in place   gloo's own copies all twice more
+    all_to_all       as gloo's, but both ways at once        gloo's own: the ways may take turns
+    reduce_scatter   all_to_all, then n-1 additions          gloo's own sends a whole all_reduce
+                     in the order of the ranks
+    all_reduce       of 16 bits between two ranks: each      gloo's own takes as long again: it
+                     sends all, both add                     adds such numbers one at a time
+    summed           so of any numbers, if they are few      gloo's own sends half, adds, sends half
+
+gloo sends what was asked for, and what a rank asks for waits behind what it sends. So all receives
+are posted before any send: the two ways of a cable carry at once. On loopback, where all takes the
+processor's time and turns cost nothing, gloo's own threads do it: n broadcasts at once, and gloo's
+all_to_all. Messages are posted by the thread that computes, and it waits for a connection's lock.
+
+Sent per rank: as by the operation it stands for, under whose name comm.py logs it.
+"""
+
+import os
+from threading import Thread, local
+
+import torch
+import torch.distributed as dist
+
+TAG = 1 << 30  # far from what a user sends
+FEW = 4 << 20  # bytes, on loopback: of more, gloo's own all_reduce takes no longer
+
+_thread = local()
+
+
+def continues():
+    """Whether this operation belongs to the message before: for those who count from below."""
+    return getattr(_thread, "continues", False)
+
+
+class All:
+    """Several Works as one. When they are waited for, parts, if any, are added up into output."""
+
+    def __init__(self, works, output=None, parts=None, buffer=None):
+        self.works, self.output, self.future = works, output, None
+        self.parts, self.buffer = parts, buffer  # the memory of what arrives, given back then
+
+    def wait(self, *timeout):
+        if self.future is not None:
+            self.future.wait()
+        else:
+            self._complete(*timeout)
+        return True
+
+    def _complete(self, *timeout):
+        while self.works:
+            self.works[0].wait(*timeout)
+            del self.works[0]  # waited for again, gloo would expect one more message
+        self._add()
+
+    def _add(self):
+        if self.parts is not None:
+            add_up(self.parts, self.output)
+            self.parts = None
+            if self.buffer is not self.output:
+                self.buffer.untyped_storage().resize_(0)  # now, not when gloo's thread lets go
+
+    def is_completed(self):
+        return not self.works and self.parts is None
+
+    def get_future(self):
+        """Of [output]. Messages have no future in gloo: a thread waits for them."""
+        if self.future is None:
+            try:
+                arrived = torch.futures.collect_all([work.get_future() for work in self.works])
+                self.future = arrived.then(self._told)
+            except RuntimeError:
+                self.future = torch.futures.Future()
+                Thread(target=self._tell, daemon=True).start()
+        return self.future
+
+    def _told(self, arrived):
+        arrived.value()  # raises what has gone wrong on the way
+        self._add()
+        self.works = []
+        return [self.output]
+
+    def _tell(self):
+        try:
+            self._complete()
+        except Exception as error:
+            self.future.set_exception(error)
+        else:
+            self.future.set_result([self.output])
+
+
+class Sum(All):
+    def get_future(self):
+        raise RuntimeError("a reduce_scatter on gloo is complete only when wait() returns")
+
+
+def add_up(parts, output):
+    """The sum of parts, in the order of the ranks. For two, torch.add takes half the time."""
+    if len(parts) == 2:
+        torch.add(*parts, out=output)
+    else:
+        torch.sum(parts, 0, out=output)
+
+
+def serves(tensor, group=None):
+    """Whether what follows can be used."""
+    return tensor.is_cpu and dist.get_backend(group) == "gloo"
+
+
+def on_loopback():
+    """Of all ranks, or they would not be connected. launch() sets it where there is one machine."""
+    return os.environ.get("GLOO_SOCKET_IFNAME") in ("lo", "lo0")
+
+
+def all_to_all(output, input, output_split_sizes=None, input_split_sizes=None, group=None):
+    """As comm.all_to_all with async_op: returns the Work."""
+    n = dist.get_world_size(group)
+    incoming = output.detach().split(output_split_sizes or [len(output) // n] * n)
+    outgoing = input.detach().split(input_split_sizes or [len(input) // n] * n)
+    if not len(incoming) == len(outgoing) == n or output.dtype != input.dtype:
+        raise ValueError(f"all_to_all takes {n} split sizes, one for each rank, and one dtype")
+    return All(_exchange(outgoing, incoming, group), output)
+
+
+def reduce_scatter(output, input, group=None):
+    """As comm.reduce_scatter with async_op: returns the Work."""
+    outgoing = input.view(dist.get_world_size(group), output.numel())
+    parts = torch.empty_like(outgoing)
+    if on_loopback():
+        works = [dist.all_to_all_single(parts, outgoing, group=group, async_op=True)]
+    else:
+        works = _exchange(outgoing, parts, group)
+    return Sum(works, output.view(-1), parts, parts)
+
+
+def adds_slowly(tensor, op, group=None):
+    """Whether all_reduce below is the sooner one."""
+    return (
+        tensor.element_size() == 2
+        and tensor.is_floating_point()
+        and tensor.is_contiguous()
+        and op == dist.ReduceOp.SUM
+        and serves(tensor, group)
+        and dist.get_world_size(group) == 2
+    )
+
+
+def sums_sooner(tensor, group=None):
+    """Whether comm.summed is to go by all_reduce below."""
+    few = tensor.nbytes <= FEW and tensor.is_contiguous()
+    return few and on_loopback() and serves(tensor, group) and dist.get_world_size(group) == 2
+
+
+def all_reduce(output, input, group=None):
+    """As comm.all_reduce of a sum with async_op, between two ranks: returns the Work.
+
+    output: input itself, or another tensor like it, which then is where the other's arrives, too.
+    """
+    arrived = torch.empty_like(input) if output is input else output
+    parts = [input, arrived] if dist.get_rank(group) == 0 else [arrived, input]
+    return All(_share(input, parts, group), output, parts, arrived)
+
+
+def all_gather(output, input, group=None):
+    """As comm.all_gather with async_op: returns the Work. input may be this rank's own part."""
+    parts = output.view(dist.get_world_size(group), input.numel())
+    mine = parts[dist.get_rank(group)]
+    if mine.data_ptr() != input.data_ptr():
+        mine.copy_(input.reshape(-1))
+    return All(_share(mine, parts, group), output)
+
+
+def _share(mine, parts, group):
+    """Works by which part r becomes that of rank r. mine: this rank's own."""
+    if not on_loopback():
+        return _exchange([mine] * len(parts), parts, group)
+    works = []
+    try:
+        for src, part in enumerate(parts):
+            works.append(dist.broadcast(part, group=group, async_op=True, group_src=src))
+            _thread.continues = True
+    finally:
+        _thread.continues = False
+    return works
+
+
+def _exchange(outgoing, incoming, group):
+    """outgoing[r] goes to rank r, incoming[r] comes from it, and is here where that is oneself.
+
+    Returns the Works: receives first, or the late one of two would send before it asks.
+    """
+    rank, n, works = dist.get_rank(group), dist.get_world_size(group), []
+    if incoming[rank].data_ptr() != outgoing[rank].data_ptr():
+        incoming[rank].copy_(outgoing[rank])
+    others = [(rank + k) % n for k in range(1, n)]
+    try:
+        for r in others:
+            if incoming[r].numel():
+                works.append(dist.irecv(incoming[r], group=group, group_src=r, tag=TAG))
+                _thread.continues = True
+        for r in others:
+            if outgoing[r].numel():
+                works.append(dist.isend(outgoing[r], group=group, group_dst=r, tag=TAG))
+                _thread.continues = True
+    finally:
+        _thread.continues = False
+    return works

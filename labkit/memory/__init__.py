@@ -1,0 +1,41 @@
+"""Memory, predicted before anything runs: bytes by kind, and which strategy fits."""
+
+from labkit.memory.memory_planner import (
+    ALONE,
+    LADDER,
+    PRECISIONS,
+    WORDS,
+    BatchSize,
+    Choice,
+    Estimate,
+    Search,
+    binary,
+    choose,
+    estimate,
+    find_batch_size,
+    first_that_fits,
+    last_true,
+    rehearse_step,
+    ways_out,
+    words_of,
+)
+
+__all__ = [
+    "ALONE",
+    "LADDER",
+    "PRECISIONS",
+    "WORDS",
+    "BatchSize",
+    "Choice",
+    "Estimate",
+    "Search",
+    "binary",
+    "choose",
+    "estimate",
+    "find_batch_size",
+    "first_that_fits",
+    "last_true",
+    "rehearse_step",
+    "ways_out",
+    "words_of",
+]

@@ -1,0 +1,224 @@
+"""Offload: what is not needed now waits in host memory or in a file, and comes back when it is.
+
+    device   parameters  gradients  activations of the layer at work     the price: each goes over
+    host     optimizer states   activations of the other layers          the bus and back, once
+
+Optimizer states are needed in step() only: the device then holds a chunk, where it held all (Adam
+in fp32: 8 bytes a parameter). Activations are needed in backward, the last made first: each is back
+in time if a layer computes longer than it copies. Recomputation moves nothing, but computes twice.
+Ren et al., ZeRO-Offload: Democratizing Billion-Scale Model Training, USENIX ATC 2021, section 4;
+Rajbhandari et al., ZeRO-Infinity, SC 2021, section 5 (activations and disks).
+"""
+
+import weakref
+from collections import defaultdict
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from labkit.offload.optimizer_state_shapes import expected_states
+from labkit.offload.pinned_memory import Lane, is_outside, part, room
+from labkit.pickle_support import NotPickled
+
+ALIGNED = 64  # bytes: where a tensor may begin in a flat region
+
+
+class Offloaded(NotPickled, torch.optim.Optimizer):
+    """A torch.optim optimizer that updates each parameter by itself, its states off the device.
+
+    to: "cpu" for host memory (nothing to move for parameters on the CPU), or a folder, for a file.
+    chunk_mb: MiB of states on the device at once, or one parameter's. Room for all is made here:
+    OSError where there is none. States of no dimension (`step`) stay. param_groups, state and
+    state_dict() are the optimizer's own, for schedulers, scalers and checkpoints. ValueError: its
+    states cannot be told in advance. With ZeRO, offload what is inside: ZeRO1(params, InFile) with
+        class InFile(Offloaded):
+            def __init__(self, params, **defaults):
+                super().__init__(torch.optim.AdamW(params, **defaults), to=folder)
+    """
+
+    def __init__(self, optimizer, to="cpu", chunk_mb=32):
+        self.optimizer, self.to, self.chunk_bytes = optimizer, to, chunk_mb * 2**20
+        self._places = {}  # parameter -> {name of a state: its tensor outside the device}
+        self._lanes = {}
+        self._make_room(optimizer.param_groups)
+
+    param_groups = property(lambda self: self.optimizer.param_groups)
+    state = property(lambda self: self.optimizer.state)
+    defaults = property(lambda self: self.optimizer.defaults)
+
+    @property
+    def nbytes(self):
+        """Bytes of states outside the device."""
+        return sum(host.nbytes for places in self._places.values() for host in places.values())
+
+    def _make_room(self, groups):
+        moving = [p for group in groups for p in group["params"] if is_outside(p.device, self.to)]
+        looks = expected_states(self.optimizer, moving)
+        by_device = defaultdict(list)
+        for p, states in looks.items():
+            for name, like in states.items():
+                if like.dim():
+                    by_device[p.device].append((p, name, like))
+        for device, rows in by_device.items():
+            starts = [0]
+            for _, _, like in rows:
+                starts.append(starts[-1] + -(-like.nbytes // ALIGNED) * ALIGNED)
+            flat = room(starts[-1], self.to, device)
+            for (p, name, like), start in zip(rows, starts[:-1], strict=True):
+                self._places.setdefault(p, {})[name] = part(flat, start, like)
+            self._lanes.setdefault(device, Lane(device))
+        self._send(moving)
+
+    def _send(self, parameters):
+        """States that are new or came to the device go where they belong."""
+        for p in parameters:
+            for name, host in self._places.get(p, {}).items():
+                value = self.state[p].get(name) if p in self.state else None
+                if value is not None and value is not host:
+                    self._lanes[p.device].send(value, host)
+                    self.state[p][name] = host
+
+    def _bring(self, parameters):
+        """Begin to bring these parameters' states to the device: rows (parameter, name, coming)."""
+        return [
+            (p, name, self._lanes[p.device].bring(host))
+            for p in parameters
+            if p.device.type != "cpu"  # which computes on host memory and files as they are
+            for name, host in self._places.get(p, {}).items()
+            if name in self.state.get(p, {})
+        ]
+
+    def step(self, closure=None):
+        """One step by chunks: while one is computed, the states of the next are on their way."""
+        if not self._places:
+            return self.optimizer.step(closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        chunks = list(self._chunks())
+        coming = self._bring(chunks[0][1]) if chunks else []
+        for number, (group, parameters) in enumerate(chunks):
+            for p, name, brought in coming:
+                self.state[p][name] = self._lanes[p.device].receive(brought)
+            coming = self._bring(chunks[number + 1][1]) if number + 1 < len(chunks) else []
+            self._step_only(group, parameters)
+            self._send(parameters)
+        return loss
+
+    def _chunks(self):
+        """(group, parameters of it that have a gradient), chunk after chunk."""
+        for group in self.param_groups:
+            chunk, size = [], 0
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                nbytes = sum(host.nbytes for host in self._places.get(p, {}).values())
+                if chunk and size + nbytes > self.chunk_bytes:
+                    yield group, chunk
+                    chunk, size = [], 0
+                chunk.append(p)
+                size += nbytes
+            if chunk:
+                yield group, chunk
+
+    def _step_only(self, group, parameters):
+        """The optimizer's own step, of which it sees these parameters alone."""
+        groups, everything = self.optimizer.param_groups, group["params"]
+        self.optimizer.param_groups, group["params"] = [group], parameters
+        try:
+            self.optimizer.step()
+        finally:
+            self.optimizer.param_groups, group["params"] = groups, everything
+
+    def zero_grad(self, set_to_none=True):
+        self.optimizer.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group):
+        self.optimizer.add_param_group(param_group)
+        self._make_room(self.param_groups[-1:])
+
+    def state_dict(self):
+        """The optimizer's own. Its tensors are the ones outside the device, not copies."""
+        for lane in self._lanes.values():
+            lane.finish()
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict):
+        self.optimizer.load_state_dict(state_dict)
+        self._send(list(self._places))
+
+
+class offload_activations:
+    """`with offload: loss = model(x)`: what is saved for backward waits outside the device.
+
+    to: "cpu" for host memory (what is on the CPU stays), or a folder, for mapped files there.
+    Parameters stay, and less than min_bytes. Make one for all steps: its room is used again.
+    """
+
+    def __init__(self, to="cpu", min_bytes=2**16):
+        self.to, self.min_bytes = to, min_bytes
+        self._free = defaultdict(list)  # bytes -> regions that nobody uses
+        self._lanes = {}
+        self._last = None  # the one sent last: in backward its predecessor is wanted after it
+        self.nbytes = 0  # of all regions, used and free
+
+    def __enter__(self):
+        self._hooks = saved_tensors_hooks(self._pack, self._unpack)
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *exception):
+        self._hooks.__exit__(*exception)
+        self._last = None
+
+    def _pack(self, tensor):
+        base = tensor if tensor._base is None else tensor._base
+        tensor = tensor.detach()  # a node that saved its own output itself would never be freed
+        if tensor.nbytes < self.min_bytes or not is_outside(tensor.device, self.to):
+            return tensor
+        if (
+            isinstance(base, torch.nn.Parameter)
+            or tensor.nbytes > tensor.untyped_storage().nbytes()
+        ):
+            return tensor  # held anyway; or a few numbers repeated, which cost nothing to hold
+        lane = self._lanes.get(tensor.device) or self._lanes.setdefault(
+            tensor.device, Lane(tensor.device)
+        )
+        away = Away(tensor, self._region(tensor), lane, self._last)
+        weakref.finalize(away, self._free[tensor.nbytes].append, away.region).atexit = False
+        self._last = weakref.ref(away)
+        return away
+
+    def _region(self, tensor):
+        free = self._free[tensor.nbytes]
+        if free:
+            return free.pop()
+        region = room(tensor.nbytes, self.to, tensor.device)
+        self.nbytes += region.nbytes
+        return region
+
+    def _unpack(self, saved):
+        return saved.bring() if isinstance(saved, Away) else saved
+
+
+class Away:
+    """One saved tensor outside the device. previous: weak reference to the one sent before."""
+
+    def __init__(self, tensor, region, lane, previous):
+        self.region, self.lane, self.previous = region, lane, previous
+        self.host, self.coming = part(region, 0, tensor), None
+        lane.send(tensor, self.host)
+
+    def start(self):
+        if self.coming is None:
+            self.coming = self.lane.bring(self.host)
+
+    def bring(self):
+        """The tensor on its device; where copies run beside compute, the previous one sets out."""
+        self.start()
+        coming, self.coming = self.coming, None
+        previous = self.previous() if self.previous is not None else None
+        if previous is not None and self.lane.stream is not None:
+            previous.start()
+        return self.lane.receive(coming)

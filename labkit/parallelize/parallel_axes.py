@@ -1,0 +1,73 @@
+"""Which axes of a mesh can be together, and what each of them needs of the module.
+
+          dp    cp    pp    ep    tp
+    dp          yes   yes   yes   yes     pp: samples and layers only; gradients after the backward
+    cp                -     yes   yes     ep: experts are whole, so no wrap that shards (FSDP)
+    pp                      -     yes     cp: of a module with `attend`; ep: of one with experts
+    ep                            yes
+
+Asked of the whole module and of sizes alone, on every rank alike: nothing is sent.
+"""
+
+from labkit.tensor_parallel.tp_plan import matches
+
+AXES = ("dp", "cp", "pp", "ep", "tp")
+
+
+def attending(module):
+    return [part for part in module.modules() if hasattr(part, "attend")]
+
+
+def refuse(module, size, plan, wrap, stage, stages):
+    """ValueError for what cannot be combined. size: {axis: ranks along it}, of all AXES."""
+    for axis in size:
+        if axis not in AXES:
+            raise ValueError(f"the axes of a composed job are {', '.join(AXES)}, not {axis!r}")
+    mixtures = [part for part in module.modules() if hasattr(part, "spread")]
+    if any(part.group is not None for part in mixtures):
+        raise ValueError("these experts are spread already: make them with group=None")
+    if size["tp"] > 1:
+        if not plan:
+            raise ValueError(f"tp={size['tp']} needs a plan: which layers are split, and how")
+        matches(module, plan)
+    if size["cp"] > 1 and not attending(module):
+        raise ValueError(f"cp={size['cp']}: no part of this module has `attend`, to be replaced")
+    if size["cp"] > 1:
+        refuse_settings(size["cp"], module)
+    if size["ep"] > 1:
+        refuse_experts(size["ep"], mixtures, getattr(wrap, "func", wrap))
+    if size["pp"] == 1:
+        return
+    if size["cp"] > 1:
+        raise ValueError("pp and cp together: stages after the first are not told their positions")
+    if mixtures:
+        raise ValueError("pp and experts together: the last stage does not know how others balance")
+    if wrap is not None:
+        raise ValueError("with pp gradients are averaged after the last backward: leave out `wrap`")
+    if stage is None or not hasattr(module, "blocks"):
+        raise ValueError(f"pp={size['pp']} needs `stage`, and a module with `blocks`")
+    stages = stages or size["pp"]
+    if len(module.blocks) % stages:
+        raise ValueError(f"{stages} stages cannot share {len(module.blocks)} blocks alike")
+
+
+def refuse_settings(ranks, module):
+    """What an `attend` was given beforehand (a window, a scale) would be gone with it."""
+    for name, part in module.named_modules():
+        if given := getattr(getattr(part, "attend", None), "keywords", None):
+            said = ", ".join(f"{word}={value!r}" for word, value in given.items())
+            raise ValueError(
+                f"cp={ranks} replaces {name}.attend, and with it {said}: leave it out there, and "
+                f"give Composed attend=partial(ring_attention, {said}), or another that takes it"
+            )
+
+
+def refuse_experts(ranks, mixtures, wrap):
+    """wrap: the class or function that will average, or None."""
+    if not mixtures:
+        raise ValueError(f"ep={ranks}: no part of this module has experts, to be spread")
+    for part in mixtures:
+        if len(part.experts) % ranks:
+            raise ValueError(f"{ranks} ranks cannot share {len(part.experts)} experts alike")
+    if hasattr(wrap, "full_state_dict"):
+        raise ValueError(f"ep={ranks} with {wrap.__name__}: experts are not sharded: wrap=DDP")

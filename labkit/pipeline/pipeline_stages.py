@@ -1,0 +1,224 @@
+"""The stages of one rank, by name: which of the whole model they have, and what is tied.
+
+    rank 0   stage 0: embedding ...                     a name in two stages is one parameter:
+    rank 3   stage 3: ... head (the embedding again)    equal at first, gradients added
+
+Sent per rank and step for a tied parameter on k ranks: (k-1) x its gradient. Press and Wolf, EACL
+2017 (tied embeddings).
+"""
+
+import json
+from collections import Counter
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from labkit import comm
+from labkit.collective_errors import raised_on_all
+from labkit.replicas import broadcast_tensors, gather_bytes
+
+
+def by_stage(stage, name):
+    return f"{stage}.{name}"
+
+
+class Stages:
+    """modules: {stage: nn.Module} of this rank; on the meta device of all, kept in built.
+
+    names: (stage, name there) -> name in the whole.
+    length: stages of the model; those past it are copies of the first, the second, and so on.
+    Collective. schedule: a text all ranks must have alike. Raises ValueError, on all ranks, for
+    stages that are not where the schedule has them, and names that mean different tensors.
+    """
+
+    def __init__(self, modules, names, length, owner, group, schedule, device):
+        self.group, self.device, self.rank = group, device, dist.get_rank(group)
+        self.built = modules if torch.device(device).type == "meta" else None
+        ranks = range(dist.get_world_size(group) if self.built else 0)
+        places = [{n: part for n, part in modules.items() if owner[n] == r} for r in ranks]
+        self.modules = dict(places[self.rank] if places else modules)
+        self.names, self.length = names or by_stage, length
+        # name in the whole: this rank's tensors of that name; the first stage of it that has it
+        with raised_on_all(group, device):
+            self.tensors, self.first = self.named(self.modules)
+        told = [self.describe(place, schedule) for place in places]
+        told = told or gather_bytes(self.describe(self.modules, schedule), group, device)
+        self.holders = self.agree(owner, [json.loads(text) for text in told])
+        self.tied = {
+            name: copies
+            for name, copies in sorted(self.tensors.items())
+            if isinstance(copies[0], nn.Parameter)
+            and (len(copies) > 1 or len(self.holders[name]) > 1)
+        }
+        self.make_equal()
+
+    def named(self, modules):
+        tensors, first = {}, {}
+        for stage, module in sorted(modules.items()):
+            for own, tensor in module.state_dict(keep_vars=True).items():
+                if not isinstance(tensor, torch.Tensor) or own.endswith("_extra_state"):
+                    raise ValueError(
+                        f"stage {stage}: {own!r} is no parameter or buffer, and a pipeline keeps "
+                        "only those: leave out get_extra_state"
+                    )
+                name = self.names(stage % self.length, own)
+                first.setdefault(name, stage)
+                copies = tensors.setdefault(name, [])
+                if not any(tensor is one for one in copies):
+                    copies.append(tensor)
+        return tensors, first
+
+    def describe(self, modules, schedule):
+        """What the others must know of a rank with these stages, as text."""
+        tensors, first = self.named(modules)
+        looks = {
+            name: (first[name], look_of(copies[0]), len(copies)) for name, copies in tensors.items()
+        }
+        mine = {"schedule": schedule, "stages": sorted(modules), "looks": looks}
+        return json.dumps(mine).encode()
+
+    def agree(self, owner, told):
+        """{name: [the ranks that hold it]}, the first stage's first. told: describe(), by rank."""
+        holders, known, self.counts = {}, {}, Counter()
+        for rank, one in enumerate(told):
+            if one["schedule"] != told[0]["schedule"]:
+                raise ValueError(f"ranks 0 and {rank} have different schedules")
+            wanted = sorted(s for s, place in owner.items() if place == rank)
+            if one["stages"] != wanted:
+                raise ValueError(
+                    f"rank {rank} has stages {one['stages']}; by the schedule it has {wanted}"
+                )
+            for name, (stage, look, count) in one["looks"].items():
+                self.counts[name] += count
+                holders.setdefault(name, []).append((stage, rank))
+                if known.setdefault(name, look) != look:
+                    raise ValueError(f"{name!r} is {known[name]} in one stage, {look} in another")
+        return {name: [rank for _, rank in sorted(pairs)] for name, pairs in holders.items()}
+
+    @torch.no_grad()
+    def make_equal(self):
+        """Tied parameters take the values of the copy in the first stage that has one."""
+        names = sorted(name for name, ranks in self.holders.items() if len(ranks) > 1)
+        for name in names:
+            if self.rank in self.holders[name]:
+                self.share(name, self.tensors[name][0])
+        for copies in self.tied.values():
+            for copy in copies[1:]:
+                copy.copy_(copies[0])
+
+    def share(self, name, tensor):
+        """The first holder's values, to the others."""
+        first, *others = self.holders[name]
+        if self.rank != first:
+            comm.recv(tensor.data, first, self.group)
+            return
+        for rank in others:
+            comm.send(tensor.data, rank, self.group)
+
+    @contextmanager
+    def tied_apart(self):
+        """Around a step's backwards, which then make the gradient of each copy alone.
+
+        At the end the sum over all copies is added to what each had; after an exception, nothing.
+        """
+        before = {p: p.grad for copies in self.tied.values() for p in copies}
+        for p in before:
+            p.grad = None
+        try:
+            yield
+        except BaseException:
+            for p, gradient in before.items():
+                p.grad = gradient
+            raise
+        self.add_tied(before)
+
+    @torch.no_grad()
+    def add_tied(self, before):
+        for name, copies in self.tied.items():
+            if not copies[0].requires_grad:
+                continue
+            parts = {self.rank: sum(p.grad for p in copies if p.grad is not None)}
+            own = parts[self.rank] = parts[self.rank] + torch.zeros_like(copies[0])
+            others = [rank for rank in self.holders[name] if rank != self.rank]
+            works = []
+            for rank in others:
+                parts[rank] = torch.empty_like(own)
+                works.append(comm.exchange(own, rank, parts[rank], rank, self.group, async_op=True))
+            for work in works:
+                work.wait()
+            total = sum(parts[rank] for rank in sorted(parts))  # in one order, so bitwise alike
+            for p in copies:
+                p.grad = total.clone() if before[p] is None else before[p] + total
+
+    def state_dict(self):
+        """{name in the whole: this rank's tensor}."""
+        return {name: copies[0].detach() for name, copies in self.tensors.items()}
+
+    def full_state_dict(self):
+        """All names of all ranks, copies on the CPU of every rank. Collective."""
+        return union(self.state_dict(), self.group, self.device)
+
+    def copies(self, name):
+        """How many there are of a parameter, on all ranks."""
+        return self.counts[name]
+
+    @torch.no_grad()
+    def load(self, state_dict, strict=True):
+        """Take this rank's part of whatever is given, the whole or state_dict()'s."""
+        missing = [name for name in self.tensors if name not in state_dict]
+        wrong = [
+            f"{name!r} is {list(state_dict[name].shape)} and should be {list(copies[0].shape)}"
+            for name, copies in self.tensors.items()
+            if name in state_dict and state_dict[name].shape != copies[0].shape
+        ]
+        if wrong or (missing and strict):
+            raise RuntimeError("; ".join(wrong + [f"missing {name!r}" for name in missing]))
+        for name, copies in self.tensors.items():
+            for copy in copies:
+                copy.copy_(state_dict.get(name, copy))
+
+
+def look_of(tensor):
+    """Shape, dtype and whether it trains, as text: what copies of one name must share."""
+    fixed = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+    return f"{list(tensor.shape)} {tensor.dtype}" + " (requires_grad=False)" * fixed
+
+
+def parts_of(batch, count, name):
+    """A batch as `count` micro-batches, equal parts along dim 0; a list is them already.
+
+    Raises ValueError for anything else, and where the parts would not be equal.
+    """
+    if isinstance(batch, list):
+        if len(batch) != count:
+            raise ValueError(f"{name}: a list of {len(batch)} for {count} micro-batches")
+        return batch
+    if not isinstance(batch, torch.Tensor) or not batch.dim():
+        kind = "number" if isinstance(batch, torch.Tensor) else type(batch).__name__
+        raise ValueError(
+            f"{name} is a {kind}: it must be one tensor to be cut along dim 0, or a list of "
+            f"{count} micro-batches"
+        )
+    if len(batch) % count:
+        raise ValueError(
+            f"{name}: {len(batch)} samples cannot be cut into {count} equal micro-batches"
+        )
+    return batch.chunk(count)
+
+
+def union(state, group, device):
+    """The tensors of all ranks' dicts, on the CPU of every rank; of one name the first rank's."""
+    looks = {name: (list(t.shape), str(t.dtype)) for name, t in state.items()}
+    texts = gather_bytes(json.dumps(looks).encode(), group, device)
+    whole = {}
+    for rank, text in enumerate(texts):
+        for name, (shape, dtype) in json.loads(text).items():
+            if name not in whole:
+                value = torch.empty(shape, dtype=getattr(torch, dtype[6:]), device=device)
+                if rank == dist.get_rank(group):
+                    value.copy_(state[name].detach())
+                broadcast_tensors([value], rank, group)
+                whole[name] = value.cpu()
+    return whole
