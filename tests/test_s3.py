@@ -331,8 +331,8 @@ def test_what_is_half_written_never_has_its_name(bucket):
 HOLDER = """
 import sys, torch
 from labkit.checkpoint import Checkpoints
-from labkit.parts import lease, tensor_file
-lease.RENEW, lease.LEASE = map(float, sys.argv[2:])
+from labkit.checkpoint import storage_lock
+storage_lock.RENEW, storage_lock.LEASE = map(float, sys.argv[2:])
 checkpoints = Checkpoints(sys.argv[1])
 checkpoints.save(1, {"model": torch.nn.Linear(40, 40)})
 checkpoints.wait()

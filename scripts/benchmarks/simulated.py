@@ -160,7 +160,7 @@ def line(seconds, size):
 
 
 def as_on_gloo(event):
-    """There FSDP waits for a reduce_scatter at once, not to hold what travels twice (parts/flat_param.py)."""
+    """There FSDP waits for a reduce_scatter at once, not to hold what travels twice (labkit/fsdp/flat_param.py)."""
     return replace(event, pauses=[Pause(event.start)]) if event.op == "reduce_scatter" else event
 
 
