@@ -365,7 +365,7 @@ def test_figures_redraws_readmes_table_from_what_it_measured(tree):
         book = nbformat.read(path, 4)
         book.cells[0].source = opening
         nbformat.write(book, path)
-    marks = "before\n<!-- the course, written by ./scripts/lab figures -->\nold\n<!-- end of the course -->\nafter\n"
+    marks = "before\n<!-- the course, written by ./scripts/lab figures -->\nearlier rows\n<!-- end of the course -->\nafter\n"
     (tree / "README.md").write_text(
         marks + "<!-- labkit, written by ./scripts/lab figures -->\n<!-- end of labkit -->\n"
     )
@@ -376,7 +376,7 @@ def test_figures_redraws_readmes_table_from_what_it_measured(tree):
     assert re.fullmatch(
         r"before\n<!--.*<!-- end of the course -->\nafter\n<!--.*<!-- end of labkit -->\n", readme, re.DOTALL
     )
-    assert "old" not in readme
+    assert "earlier rows" not in readme
     row = r"\| \[00_a\]\(notebooks/00_a\.ipynb\) \| Who is there\? \| \d+ s \| "
     assert re.search(row + '<img src="figures/bars.svg" alt="one bar"', readme)
     assert "01_b" not in readme

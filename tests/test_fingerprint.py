@@ -230,10 +230,10 @@ def test_a_figure_and_a_sweep_have_fingerprints_of_their_own(small):
 def showing(small):
     """A notebook that has shown DDP.average and all of comm.py."""
     path = small / "notebooks" / "01_ddp.ipynb"
-    notebook, texts = batch.read(path), stored.Stored(small).texts("labkit/ddp/ddp.py")
+    notebook, texts = batch.read(path), stored.Stored(small).texts("labkit/ddp.py")
     (place,) = [place for place in texts if place[0] == "DDP.average"]
     whole = stored.Stored(small).texts("labkit/comm.py")["", 0, 0]
-    shown = [stored.show.as_source(f"labkit/ddp/ddp.py:{place[1]}-{place[2]}", texts[place])]
+    shown = [stored.show.as_source(f"labkit/ddp.py:{place[1]}-{place[2]}", texts[place])]
     shown += [stored.show.as_source("labkit/comm.py", whole)]
     cell = notebook.cells[1]
     cell.source += "\nshow.source(DDP.average, comm)"
@@ -248,17 +248,17 @@ def test_a_text_that_was_shown_and_has_changed_makes_it_stale_until_it_is_shown_
     edit(small, "ddp.py", "from labkit.comm", "# a line above\nfrom labkit.comm")
     assert stale(small) == {}  # the lines have moved, the text is the same
     edit(small, "ddp.py", "Average the gradients.", "Average.")
-    assert stale(small) == {"01": ["labkit/ddp/ddp.py (as shown)"]}
+    assert stale(small) == {"01": ["labkit/ddp.py (as shown)"]}
     stored.Stored(small).renew_source(showing)
     assert stale(small) == {}
     plain = batch.read(showing).cells[1].outputs[0].data["text/plain"]
-    assert plain.startswith("labkit/ddp/ddp.py:6-8\n\ndef average(self, p):\n") and "Average." in plain
+    assert plain.startswith("labkit/ddp.py:6-8\n\ndef average(self, p):\n") and "Average." in plain
 
 
 def test_a_text_of_something_that_has_gone_needs_a_run(small, showing):
     edit(small, "ddp.py", "def average", "def mean")
     stored.Stored(small).renew_source(showing)
-    assert stale(small)["01"] == ["labkit/ddp/ddp.py", "labkit/ddp/ddp.py (as shown)"]
+    assert stale(small)["01"] == ["labkit/ddp.py", "labkit/ddp.py (as shown)"]
 
 
 def test_text_as_stored_is_text_as_shown():
@@ -288,7 +288,7 @@ def test_text_as_stored_is_text_as_shown():
 
 
 USED_BY = {
-    "context_parallel.py": ("def ulysses_attention(", "41"),
+    "attention/context_parallel.py": ("def ulysses_attention(", "41"),
     "ideas/attention_and_context.py": ("def tiled_attention(", "15"),
     "show/experts.py": ("def explorer(", "43"),
     "ideas/experts.py": ("def mixture_of_experts(", "43"),

@@ -241,7 +241,7 @@ def leading():
 
 def test_links_of_the_repository_lead_to_pages(leading):
     first = ROOT / "README.md"
-    assert leading.lead("[a](labkit/ddp/ddp.py)", first) == "[a](/api/labkit.ddp.rst)"
+    assert leading.lead("[a](labkit/ddp/ddp.py)", first) == "[a](/api/labkit.ddp.ddp.rst)"
     assert leading.lead("[a](labkit/compression)", first) == "[a](/api/labkit.compression.rst)"
     assert leading.lead("[a](labkit/__init__.py#x)", first) == "[a](/api/labkit.rst#x)"
     assert leading.lead("[a](notebooks/solutions)", first) == "[a](/notebooks/solutions/index.md)"
@@ -254,7 +254,8 @@ def test_links_of_the_repository_lead_to_pages(leading):
 def test_names_of_notebooks_and_modules_become_links(leading):
     place = ROOT / "notebooks" / "12_zero.ipynb"
     assert leading.lead("see `13_fsdp`", place) == "see [`13_fsdp`](/notebooks/13_fsdp.ipynb)"
-    assert leading.lead("**`labkit/ddp/ddp.py:4-7`**", place) == "**[`labkit/ddp/ddp.py:4-7`](/api/labkit.ddp.rst)**"
+    linked = "**[`labkit/ddp/ddp.py:4-7`](/api/labkit.ddp.ddp.rst)**"
+    assert leading.lead("**`labkit/ddp/ddp.py:4-7`**", place) == linked
     for kept in ("`12_zero`", "`torch`", "```\n`13_fsdp`\n```", "[`13_fsdp`](https://a.org)"):
         assert leading.lead(kept, place) == kept
 
@@ -317,4 +318,4 @@ def test_a_link_out_of_the_repository_gets_no_page(tmp_path, repository):
     text = " ".join(f"[x]({to})" for to in hidden)
     assert links.lead(text, root / "notebooks" / "a.ipynb") == text and links.files == []
     led = links.lead("[x](../README.md) [y](../labkit/ddp/ddp.py) [z](../labkit)", root / "notebooks" / "a.ipynb")
-    assert led == "[x](/files/README.md.rst) [y](/api/labkit.ddp.rst) [z](/api/labkit.rst)"
+    assert led == "[x](/files/README.md.rst) [y](/api/labkit.ddp.ddp.rst) [z](/api/labkit.rst)"

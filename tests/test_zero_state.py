@@ -193,7 +193,7 @@ def offloaded(rank, world_size, folder):
             super().__init__(torch.optim.AdamW(params, **defaults), to=folder)
 
     told = []
-    with mock.patch("labkit.offload.Lane", Late):
+    with mock.patch("labkit.offload.offload.Lane", Late):
         for optimizer_class in (InFile, torch.optim.AdamW):
             model = build("mlp", torch.float64, seed=0)
             optimizer = ZeRO1(model.parameters(), optimizer_class, lr=0.01)
