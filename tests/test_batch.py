@@ -365,7 +365,8 @@ def test_figures_redraws_readmes_table_from_what_it_measured(tree):
         book = nbformat.read(path, 4)
         book.cells[0].source = opening
         nbformat.write(book, path)
-    marks = "before\n<!-- the course, written by ./scripts/lab figures -->\nearlier rows\n<!-- end of the course -->\nafter\n"
+    marks = "before\n<!-- the course, written by ./scripts/lab figures -->\nearlier rows\n"
+    marks += "<!-- end of the course -->\nafter\n"
     (tree / "README.md").write_text(
         marks + "<!-- labkit, written by ./scripts/lab figures -->\n<!-- end of labkit -->\n"
     )
