@@ -80,8 +80,7 @@ def test_a_fused_kernel_is_not_what_is_counted():
 def test_recomputation_does_not_count_twice():
     plain, again = (Experiment(model="gpt", recompute=which) for which in ("none", "every"))
     records = compare({"plain": plain, "again": again}, rounds=1, steps_per_round=1, quiet=True).records
-    work = records["mfu"] * records["step_ms"]  # FLOPs of the model by the peak: the same for both
-    assert work.max() == pytest.approx(work.min())
+    assert records["flops"].nunique() == 1  # not mfu: it is NaN where the peak was measured on busy cores
 
 
 def test_mfu_is_work_by_time_by_peak():
@@ -137,9 +136,9 @@ def test_rows_have_the_share_of_the_peak_and_sleeping_models_none():
     records = compare(kinds, rounds=2, steps_per_round=1, quiet=True).records
     assert records.loc[records["label"] == "sleeping", "mfu"].isna().all()
     awake = records[records["label"] != "sleeping"]
-    assert (awake["mfu"] > 0).all()
+    assert ((awake["mfu"] > 0) | awake["mfu"].isna()).all()  # NaN: the peak was measured on busy cores
     by_hand = 2 * 16 * (3 * (64 * 256 + 256 * 256 + 256 * 10) - 64 * 256)  # of the batch, whoever computes it
     assert set(awake["flops"]) == {by_hand}
-    for _, rows in awake.groupby("label"):
+    for _, rows in awake[awake["mfu"] > 0].groupby("label"):
         work = rows["mfu"] * rows["step_ms"]  # FLOPs by the label's peak, which is one number
         assert work.max() == pytest.approx(work.min())
