@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from labkit import comm, models
-from labkit.measure.memory import MemoryTracker
+from labkit.measure.memory_tracker import MemoryTracker
 from labkit.memory import estimate
 from labkit.memory.batch_size import between, find_batch_size, first_true, last_true
 

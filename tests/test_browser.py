@@ -36,7 +36,7 @@ launch(hang, nproc=2, folder={folder!r})
 BUTTON = """
 import pandas as pd
 from labkit.run import launch
-from labkit.show import widgets
+from labkit.show import strategy_comparison
 def work(context, folder):
     import os, pathlib, time
     pathlib.Path(folder, "pids", str(os.getpid())).touch()
@@ -48,7 +48,7 @@ def rows(ms):
 def measure(model, strategies, bucket_cap_mb, link_mbit):
     launch(work, nproc=2, quiet=True, folder={folder!r})
     return rows(20.0)
-board = widgets.comparison(rows(10.0), measure)
+board = strategy_comparison.comparison(rows(10.0), measure)
 """
 ENDS = ["finished", "stopped", "restarted", "shut down", "tab closed"]
 MAIN_JOB = batch.NOTEBOOKS / f"{batch.MAIN_JOB}.ipynb"

@@ -15,8 +15,8 @@ from labkit import models
 from labkit.amp import autocast
 from labkit.ddp import DDP
 from labkit.fsdp import FSDP
-from labkit.measure import memory
-from labkit.measure.memory import MemoryTracker
+from labkit.measure import memory_tracker
+from labkit.measure.memory_tracker import MemoryTracker
 from labkit.memory import choose, estimate
 from labkit.memory.memory_account import KINDS
 from labkit.recompute import checkpoint, checkpoint_every
@@ -57,7 +57,7 @@ def tracked(model, held, optimizer, loss, input, target):
 
 
 def test_the_kinds_are_the_trackers():
-    assert KINDS == memory.KINDS
+    assert KINDS == memory_tracker.KINDS
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from labkit import comm, comm_log
-from labkit.measure import to_loss
+from labkit.measure import time_to_loss
 from labkit.measure.clock import CudaClock, clock_of
 from labkit.measure.overlap import overlap
 from labkit.measure.timeline import Timeline
 from labkit.run.experiment import Experiment
-from labkit.run.participant import Participant
+from labkit.run.experiment_runner import Participant
 
 
 class Device:
@@ -250,7 +250,9 @@ def test_memory_is_counted_where_the_model_is(monkeypatch):
     participant.experiment, participant.advance = Experiment(), lambda: None
     participant.model, participant.trainer, participant.flops = None, SimpleNamespace(optimizer=None), 0
     memory = nullcontext(SimpleNamespace(peak={}, peak_total=0))
-    monkeypatch.setattr("labkit.run.participant.MemoryTracker", lambda *arguments: seen.append(arguments) or memory)
+    monkeypatch.setattr(
+        "labkit.run.experiment_runner.MemoryTracker", lambda *arguments: seen.append(arguments) or memory
+    )
     participant.prepare()
     assert seen == [(None, None, torch.device("cuda"))]
 
@@ -264,8 +266,8 @@ def test_a_lap_lasts_until_the_device_has_run_it(monkeypatch):
         def train_step(self, input, target):
             device.run(100)
 
-    monkeypatch.setattr(to_loss, "Timeline", lambda device: timeline)
-    monkeypatch.setattr(to_loss, "worst_loss", lambda *_: 1.0)
+    monkeypatch.setattr(time_to_loss, "Timeline", lambda device: timeline)
+    monkeypatch.setattr(time_to_loss, "worst_loss", lambda *_: 1.0)
     timeline = Timeline(clock=device.clock())
-    rows = list(to_loss.laps(Training(), [(0, 0)] * 4, (0, 0), target=0.0, lap=2))
+    rows = list(time_to_loss.laps(Training(), [(0, 0)] * 4, (0, 0), target=0.0, lap=2))
     assert [row["seconds"] for row in rows] == pytest.approx([0, 0.2, 0.4])

@@ -1,7 +1,7 @@
 import pandas as pd
 import pytest
 
-from labkit.show import contents, plots, publish, style
+from labkit.show import collective_chunks, plots, publish, style
 
 
 def number(rank, chunk, n):
@@ -27,7 +27,7 @@ def words(figure):
 
 def frames(figure, colour):
     """How many boxes are framed in this colour."""
-    wanted = contents.FancyBboxPatch((0, 0), 1, 1, edgecolor=colour).get_edgecolor()
+    wanted = collective_chunks.FancyBboxPatch((0, 0), 1, 1, edgecolor=colour).get_edgecolor()
     return sum(p.get_edgecolor() == wanted and p.get_linewidth() > 1 for p in figure.axes[0].patches)
 
 

@@ -14,15 +14,15 @@ import torch.distributed as dist
 
 from labkit import comm
 from labkit.measure.diagnose import RULES, WORTH, Finding, diagnose
+from labkit.measure.diagnosis_metrics import FEWEST, last_collectives, useful, useful_step_ms
 from labkit.measure.emulated_network import emulated_network
-from labkit.measure.links import link_times
+from labkit.measure.link_probe import link_times
 from labkit.measure.monitor import Monitor, memory_stalls, of_messages
 from labkit.measure.sinks import Records
-from labkit.measure.symptoms import FEWEST, last_collectives, useful, useful_step_ms
 from labkit.measure.timeline import Timeline
 from labkit.run import LaunchError, launch
 from labkit.run.experiment import Experiment
-from labkit.run.participant import Participant
+from labkit.run.experiment_runner import Participant
 
 STEPS, RANKS = 12, 4
 

@@ -18,7 +18,7 @@ from labkit.learning_rate import scaled_lr, warmup
 from labkit.run import LaunchError, launch
 from labkit.run.compare import compare
 from labkit.run.experiment import Experiment
-from labkit.run.participant import Participant
+from labkit.run.experiment_runner import Participant
 from labkit.sampler import Batches
 from labkit.trainer import STRATEGIES, Trainer, make_optimizer, parallelize
 

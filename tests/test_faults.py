@@ -29,7 +29,7 @@ from labkit.checkpoint.storage import Store
 from labkit.fsdp import FSDP
 from labkit.measure.faults import Fault, Injected, draw, fill_up, inject
 from labkit.preempt import mean_and_wish
-from labkit.run import LaunchError, launch, nodes
+from labkit.run import LaunchError, launch, network_namespaces
 from labkit.run import training as train
 from labkit.run.client import agent
 from labkit.run.context import Context
@@ -52,7 +52,7 @@ def go(context, arguments, plan=(), terms=(), saving=(), backward=(), agent_at=N
 
     def next_batch(self, original=train.Participant.next_batch):
         inputs, targets = original(self)
-        inject(plan, context, now["step"], [inputs], cut=nodes.cut)
+        inject(plan, context, now["step"], [inputs], cut=network_namespaces.cut)
         now["rows"] = [hash(tuple(row.flatten().tolist())) for row in inputs]
         return inputs, targets
 

@@ -290,7 +290,7 @@ def test_text_as_stored_is_text_as_shown():
 USED_BY = {
     "attention/context_parallel.py": ("def ulysses_attention(", "41"),
     "ideas/attention_and_context.py": ("def tiled_attention(", "15"),
-    "show/experts.py": ("def explorer(", "43"),
+    "show/expert_capacity_explorer.py": ("def explorer(", "43"),
     "ideas/experts.py": ("def mixture_of_experts(", "43"),
 }
 

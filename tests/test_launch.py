@@ -20,12 +20,12 @@ import psutil
 import pytest
 import torch
 
-from labkit.run import LaunchError, console, launch, watch
+from labkit.run import LaunchError, console, launch, launch_monitor
 from labkit.run import agent as run_agent
 from labkit.run.agent import end_descendants, say
 from labkit.run.client import AgentClient, agent
+from labkit.run.launch_monitor import has_left
 from labkit.run.report import RankEnd, explain, read_ends
-from labkit.run.watch import has_left
 
 QUICK = {"collective_timeout": 30, "timeout": 100, "quiet": True}
 HANGS = {"collective_timeout": 5}  # seconds, from when all ranks are there
@@ -176,7 +176,7 @@ def test_the_folder_of_a_run_is_gone_before_another_is_made(monkeypatch):
 
 
 def test_a_log_that_grows_without_end_is_stopped_before_the_disk_is_full(monkeypatch):
-    monkeypatch.setattr(watch, "LONGEST_LOG", 2**20)
+    monkeypatch.setattr(launch_monitor, "LONGEST_LOG", 2**20)
     message = failure("while rank: print('x' * 10000)")
     assert message.startswith("rank 1 has printed more than 1 MiB, and was stopped")
 

@@ -63,7 +63,7 @@ def on_a_cuda_build(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
     client = AgentClient()
     assert client.receive(60)
-    monkeypatch.setattr(sys.modules["labkit.run.watch"], "agent", lambda: client)
+    monkeypatch.setattr(sys.modules["labkit.run.launch_monitor"], "agent", lambda: client)
     yield
     client.process.stdin.close()
     client.process.wait(10)

@@ -4,7 +4,7 @@ import pandas as pd
 import pytest
 
 from labkit.run import launch
-from labkit.show import diagnosis, live
+from labkit.show import diagnosis_panel, live
 
 
 def rows_of(run="A", steps=6, ranks=3, **more):
@@ -113,15 +113,15 @@ def test_a_launch_tells_its_view(shown):
 
 def test_runs_side_by_side():
     frame = pd.DataFrame([*rows_of("A"), *rows_of("B", loss_scale=8.0)])
-    assert len(diagnosis.sheet(frame).axes) == 4
-    assert diagnosis.numbers(frame)["links: usual, slowest"].tolist() == ["2.0, 2.0 ms"] * 2
+    assert len(diagnosis_panel.sheet(frame).axes) == 4
+    assert diagnosis_panel.numbers(frame)["links: usual, slowest"].tolist() == ["2.0, 2.0 ms"] * 2
     before, after = (pd.DataFrame(rows_of(step_ms=ms)).assign(changed=ms < 50) for ms in (50.0, 25.0))
     both = pd.concat([before, after]).assign(cause="tiny buckets", gain=0.5)
-    (axes,) = diagnosis.treated(both).axes
+    (axes,) = diagnosis_panel.treated(both).axes
     words = [text.get_text() for text in axes.texts]
     assert words[1].endswith("25 predicted") and words[0] == "50 ms"
 
 
 def test_skipped_steps_are_a_part_of_a_useful_step():
     rows = pd.DataFrame(row | {"loss_scale": 2.0 ** (row["step"] % 2)} for row in rows_of(steps=5))
-    assert diagnosis.parts(rows)["skipped"] == pytest.approx(50.0)
+    assert diagnosis_panel.parts(rows)["skipped"] == pytest.approx(50.0)

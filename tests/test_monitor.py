@@ -28,8 +28,8 @@ from labkit.measure.sinks import KNOWN, JsonLines, Prometheus, TensorBoard, open
 from labkit.measure.timeline import Timeline
 from labkit.preempt import mean_and_wish
 from labkit.run.experiment import Experiment
+from labkit.run.experiment_runner import Participant
 from labkit.run.options import WRONG
-from labkit.run.participant import Participant
 from labkit.run.training import main
 from labkit.trainer import Trainer
 

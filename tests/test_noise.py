@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from labkit.measure.noise import noise_scale, signal_and_noise
+from labkit.measure.gradient_noise_scale import noise_scale, signal_and_noise
 
 G = np.array([0.3, -0.4, 0.0, 1.2])  # |G|^2 = 1.69
 DEVIATIONS = np.array([1.0, 2.0, 0.5, 3.0])  # tr(Sigma) = 14.25

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from labkit import comm, progress
 from labkit.measure.diagnose import diagnose
-from labkit.measure.symptoms import last_collectives
+from labkit.measure.diagnosis_metrics import last_collectives
 from labkit.run import LaunchError, launch
 
 ALL = [0, 1, 2, 3]

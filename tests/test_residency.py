@@ -8,12 +8,12 @@ import torch
 
 from labkit import comm, models
 from labkit.fsdp import FSDP
-from labkit.measure.memory import KINDS
+from labkit.measure.memory_tracker import KINDS
 from labkit.measure.residency import watch_units
 from labkit.measure.timeline import Timeline
-from labkit.show import choices, publish, style
-from labkit.show.residency import most_whole, residency, units_of
-from labkit.show.saw import saw, thinned
+from labkit.show import fsdp_explorer, publish, style
+from labkit.show.memory_timeline import saw, thinned
+from labkit.show.unit_residency import most_whole, residency, units_of
 
 UNITS = ("root", "blocks.0", "blocks.1")
 
@@ -121,11 +121,11 @@ def sweep(spans=True):
     return pd.DataFrame(rows)
 
 
-FIRST = choices.State("a block", "full", 1)
+FIRST = fsdp_explorer.State("a block", "full", 1)
 
 
 def test_one_sentence_says_what_a_choice_costs():
-    text = choices.takeaway(sweep(), FIRST)
+    text = fsdp_explorer.takeaway(sweep(), FIRST)
     assert text == (
         "units of a block, full, 1 ahead: at most 2 KiB of parameters on a rank, a step in 41 ms, "
         "of which 5 ms exposed; of the other 7 choices 1 hold less."
@@ -135,7 +135,7 @@ def test_one_sentence_says_what_a_choice_costs():
 def test_the_ring_is_at_the_choice():
     frame = sweep()
     before = frame.copy(deep=True)
-    figure = choices.draw(frame, FIRST)
+    figure = fsdp_explorer.draw(frame, FIRST)
     rings = figure.axes[0].collections
     assert [tuple(ring.get_offsets()[0]) for ring in rings] == [(2.0, 41.0)]
     assert {"0 ahead", "1 ahead"} == {text.get_text() for text in figure.axes[0].texts}
@@ -145,7 +145,7 @@ def test_the_ring_is_at_the_choice():
 @pytest.mark.slow
 def test_controls_redraw_from_saved_rows():
     for spans, images in ((True, 2), (False, 1)):  # the step itself is drawn where it was kept
-        shown = choices.Explorer(sweep(spans), FIRST)
+        shown = fsdp_explorer.Explorer(sweep(spans), FIRST)
         assert shown.image.value.startswith("<p>Move a control")
         seen = set()
         for change in (
@@ -156,21 +156,21 @@ def test_controls_redraw_from_saved_rows():
             change()
             assert shown.image.value.count("<img") == images and 'alt="units of two blocks' in shown.image.value
             seen.add(shown.image.value)
-        assert len(seen) == 3 and shown.state == choices.State("two blocks", "grad_op", 0)
+        assert len(seen) == 3 and shown.state == fsdp_explorer.State("two blocks", "grad_op", 0)
 
 
 def test_what_is_seen_without_a_kernel_comes_first(monkeypatch):
     order = []
-    for place, name in ((choices, "present"), (choices, "table"), (choices.controls, "show")):
+    for place, name in ((fsdp_explorer, "present"), (fsdp_explorer, "table"), (fsdp_explorer.controls, "show")):
         monkeypatch.setattr(place, name, lambda *_, name=name: order.append(name))
-    shown = choices.explorer(sweep(), "emulated")
-    assert order == ["present", "table", "show"] and shown.state == choices.State("a block", "full", 0)
+    shown = fsdp_explorer.explorer(sweep(), "emulated")
+    assert order == ["present", "table", "show"] and shown.state == fsdp_explorer.State("a block", "full", 0)
     with pytest.raises(ValueError, match=r"a sweep needs the columns .*; missing: mode, held_bytes"):
-        choices.explorer(sweep().drop(columns=["mode", "held_bytes"]), "emulated")
+        fsdp_explorer.explorer(sweep().drop(columns=["mode", "held_bytes"]), "emulated")
 
 
 def test_the_table_has_a_column_for_each_prefetch():
-    table = choices.small(sweep())
+    table = fsdp_explorer.small(sweep())
     assert list(table) == ["unit", "mode", "held, 0 ahead", "held, 1 ahead", "step, 0 ahead", "step, 1 ahead"]
     assert table.iloc[0].tolist() == ["a block", "full", "1 KiB", "2 KiB", "51 ms", "41 ms"]
     assert style.name("held, 0 ahead") == "held, 0 ahead"

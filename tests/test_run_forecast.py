@@ -12,7 +12,7 @@ from labkit.memory import LADDER
 from labkit.run import forecast
 from labkit.run.context import Context, EventFile
 from labkit.run.experiment import Experiment
-from labkit.run.participant import Participant
+from labkit.run.experiment_runner import Participant
 from labkit.scale import constants
 from labkit.scale.hardware import GPUS
 

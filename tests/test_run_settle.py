@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from labkit import models
+from labkit.run.auto_strategy import held
 from labkit.run.context import Context, EventFile
 from labkit.run.experiment import Experiment
-from labkit.run.participant import Participant, estimate, largest_batch
-from labkit.run.settle import held
+from labkit.run.experiment_runner import Participant, estimate, largest_batch
 
 BASE = Experiment(model="gpt", batch_size=4, optimizer="adamw", lr=1e-3)
 MESHES = {

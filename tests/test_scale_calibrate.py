@@ -14,7 +14,7 @@ from labkit.scale.collectives import NETWORK_SHARE, NODE_SHARE, flat
 from labkit.scale.constants import values
 from labkit.scale.cost import device_seconds, group
 from labkit.scale.hardware import find_gpu
-from labkit.scale.job import job_of
+from labkit.scale.job_config import job_of
 from labkit.scale.plan import plan
 from labkit.scale.search import space_of
 

@@ -3,7 +3,7 @@
 import pytest
 
 from labkit.scale import cases, constants, fit
-from labkit.scale.job import job_of
+from labkit.scale.job_config import job_of
 from labkit.scale.plan import row_of
 
 

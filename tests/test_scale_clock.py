@@ -9,9 +9,9 @@ from labkit import models
 from labkit.ddp import DDP
 from labkit.models import emulated
 from labkit.models.gpt import GPT, Block
-from labkit.scale.clock import only_sleep
 from labkit.scale.rehearse import rehearse
 from labkit.scale.simulate import alpha_beta, simulate
+from labkit.scale.virtual_clock import only_sleep
 
 
 def job(device, clock):

@@ -8,7 +8,7 @@ from pytest import approx
 from labkit.scale.collectives import ALGORITHMS, NODE_SHARE, SWITCH_HOP, Group
 from labkit.scale.constants import values
 from labkit.scale.cost import gradient_seconds, tensor_seconds
-from labkit.scale.job import job_of
+from labkit.scale.job_config import job_of
 
 S = 1 << 30  # bytes
 # 4 nodes of 8: hops of powers of ten apart, so that a sum of them can be read

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from labkit.measure.flops import step_flops
 from labkit.memory import memory_planner
-from labkit.scale.encoders import BERT_BASE, BERT_LARGE, Encoder
+from labkit.scale.bert_shapes import BERT_BASE, BERT_LARGE, Encoder
 
 B, T = 2, 32
 SMALL = Encoder(layers=2, hidden=64, heads=4, kv_heads=4, ffn=160, vocab=96, positions=T)

@@ -10,7 +10,7 @@ from labkit import models
 from labkit.measure.flops import step_flops
 from labkit.memory import memory_planner
 from labkit.models.resnet import ResNet
-from labkit.scale.images import DEPTHS, ResNetShape
+from labkit.scale.resnet_shapes import DEPTHS, ResNetShape
 
 KNOWN = {18: 11_689_512, 34: 21_797_672, 50: 25_557_032, 101: 44_549_160, 152: 60_192_808}
 PRODUCTS = {18: 1.81, 34: 3.66, 50: 4.09, 101: 7.80, 152: 11.51}  # 10^9 an image, as torchvision lists them

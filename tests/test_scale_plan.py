@@ -9,7 +9,8 @@ import pytest
 from labkit.pipeline.pipeline_schedules import interleaved, one_f_one_b, zero_bubble
 from labkit.pipeline.schedule_validation import play
 from labkit.scale import constants
-from labkit.scale.bucket import MIB, USUAL, bucket_of, choose_bucket
+from labkit.scale.bert_shapes import BERT_LARGE
+from labkit.scale.bucket_size_model import MIB, USUAL, bucket_of, choose_bucket
 from labkit.scale.cluster import Cluster
 from labkit.scale.cost import (
     gather_seconds,
@@ -21,11 +22,10 @@ from labkit.scale.cost import (
     tensor_seconds,
     weights_seconds,
 )
-from labkit.scale.encoders import BERT_LARGE
 from labkit.scale.explain import moved, parts, sensitivity, why_larger, why_slower, words
 from labkit.scale.hardware import GPUS
-from labkit.scale.job import job_of
-from labkit.scale.memory import kept, predict_memory, stage_peak
+from labkit.scale.job_config import job_of
+from labkit.scale.memory_model import kept, predict_memory, stage_peak
 from labkit.scale.plan import bill, main, plan
 from labkit.scale.row import row_of
 from labkit.scale.search import search

@@ -10,8 +10,8 @@ import pytest
 
 from labkit.scale import constants, fit
 from labkit.scale.cost import gather_seconds, predict_step
-from labkit.scale.job import job_of
-from labkit.scale.memory import GIB, predict_memory, state_bytes
+from labkit.scale.job_config import job_of
+from labkit.scale.memory_model import GIB, predict_memory, state_bytes
 from labkit.scale.predict import PREDICTED, REFUSED, predict_file
 
 LLAMA = {"model": "7B", "layers": "32", "hidden": "4096", "heads": "32", "ffn": "11008", "vocab": "32000"}

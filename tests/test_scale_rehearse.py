@@ -10,7 +10,7 @@ from torch.optim import SGD
 from labkit import comm, models
 from labkit.ddp import DDP
 from labkit.fsdp import FSDP
-from labkit.measure.memory import MemoryTracker
+from labkit.measure.memory_tracker import MemoryTracker
 from labkit.mesh import Mesh
 from labkit.models import plans
 from labkit.models.gpt import GPT, Block

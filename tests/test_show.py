@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from labkit.measure import machine, memory
+from labkit.measure import machine, memory_tracker
 from labkit.measure.timeline import Span, Timeline
 from labkit.show import notebook, plots, publish, schedules, style, tables
 
@@ -56,7 +56,7 @@ def compared():
 
 
 def pictures():
-    sizes = dict.fromkeys(memory.KINDS, 1 << 20)
+    sizes = dict.fromkeys(memory_tracker.KINDS, 1 << 20)
     sweep = pd.DataFrame(
         {"size_bytes": 2**k, "time_ms": 2**k / 1e6 + 0.1, "formula_ms": 2**k / 1e6, "algorithm": one}
         for one in ("ring", "tree")
@@ -254,11 +254,12 @@ def test_saved_figures_are_the_same_byte_for_byte_and_hold_their_data(tmp_path):
 
 
 def test_source_shows_the_code_and_its_place(shown):
-    notebook.source(tables.cell, Timeline.merge, memory)
+    notebook.source(tables.cell, Timeline.merge, memory_tracker)
     headings = [re.match(r"\*\*`(.*)`\*\*", bundle["text/markdown"]).group(1) for bundle, _ in shown]
     assert re.fullmatch(r"labkit/show/tables\.py:\d+-\d+", headings[0])
     assert (
-        re.fullmatch(r"labkit/measure/timeline\.py:\d+-\d+", headings[1]) and headings[2] == "labkit/measure/memory.py"
+        re.fullmatch(r"labkit/measure/timeline\.py:\d+-\d+", headings[1])
+        and headings[2] == "labkit/measure/memory_tracker.py"
     )
     path, first, last = re.match(r"(.*):(\d+)-(\d+)", headings[0]).groups()
     lines = (machine.ROOT / path).read_text().splitlines()[int(first) - 1 : int(last)]

@@ -4,8 +4,8 @@ import pandas as pd
 import pytest
 
 from labkit.show import plots
-from labkit.show.broken import differences
 from labkit.show.publish import png
+from labkit.show.resumed_runs import differences
 
 ROWS = [("never broken", step, 4.0 - step) for step in (1, 2, 3)]
 ROWS += [("same ranks", step, 4.0 - step) for step in (1, 2, 2, 3)]

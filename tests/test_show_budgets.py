@@ -4,23 +4,25 @@ import pytest
 import torch
 
 from labkit import models
-from labkit.measure.memory import KINDS
+from labkit.measure.memory_tracker import KINDS
 from labkit.memory import estimate
-from labkit.show import budgets
+from labkit.show import memory_explorer
 
 MIB = 2**20
 
 
 def predict(stage, world_size, precision, batch):
     """A made-up model: 8 MiB of parameters; each stage divides one kind more."""
-    depth = budgets.STAGES.index(stage)
+    depth = memory_explorer.STAGES.index(stage)
     sizes = {"optimizer_states": 16, "gradients": 8, "parameters": 8}
     kinds = {k: size * MIB // (world_size if depth > place else 1) for place, (k, size) in enumerate(sizes.items())}
     return dict.fromkeys(KINDS, 0) | kinds | {"activations": batch * MIB // (2 if precision == "bf16" else 1)}
 
 
 def state(**changes):
-    return budgets.State(**{"stages": budgets.STAGES, "world_size": 4, "precision": "fp32", "batch": 8} | changes)
+    return memory_explorer.State(
+        **{"stages": memory_explorer.STAGES, "world_size": 4, "precision": "fp32", "batch": 8} | changes
+    )
 
 
 def words(figure):
@@ -28,18 +30,18 @@ def words(figure):
 
 
 def test_rows_say_what_is_predicted():
-    frame = budgets.rows(predict, state())
+    frame = memory_explorer.rows(predict, state())
     assert frame["total"].tolist() == [40 * MIB, 28 * MIB, 22 * MIB, 16 * MIB]
-    assert budgets.rows(predict, state(world_size=1))["total"].nunique() == 1
+    assert memory_explorer.rows(predict, state(world_size=1))["total"].nunique() == 1
 
 
 def test_the_line_stands_where_memory_ends():
-    figure = budgets.draw(predict, state(capacity=64 * MIB))
+    figure = memory_explorer.draw(predict, state(capacity=64 * MIB))
     assert "a rank has 64 MiB" in words(figure) and {"40 MiB", "16 MiB"} <= set(words(figure))
     assert figure.axes[0].lines[0].get_xdata()[0] == 64 < figure.axes[0].get_xlim()[1]
-    assert not any("a rank has" in text for text in words(budgets.draw(predict, state())))
+    assert not any("a rank has" in text for text in words(memory_explorer.draw(predict, state())))
     with pytest.raises(ValueError, match="no stage to draw: choose at least one"):
-        budgets.draw(predict, state(stages=()))
+        memory_explorer.draw(predict, state(stages=()))
 
 
 @pytest.mark.parametrize(
@@ -52,11 +54,11 @@ def test_the_line_stands_where_memory_ends():
     ],
 )
 def test_the_takeaway(changes, end):
-    assert budgets.takeaway(predict, state(**changes)).endswith(end)
+    assert memory_explorer.takeaway(predict, state(**changes)).endswith(end)
 
 
 def test_controls_redraw():
-    shown = budgets.Explorer(predict, state(), [1, 4, 16], ["fp32", "bf16"], [1, 8])
+    shown = memory_explorer.Explorer(predict, state(), [1, 4, 16], ["fp32", "bf16"], [1, 8])
     seen = {shown.image.value}
     for control, value in (
         (shown.world_size, 16),
@@ -76,13 +78,13 @@ def test_controls_redraw():
 def test_a_predictor_is_the_estimate():
     model, loss = models.build("gpt"), models.loss("gpt")
     x = torch.randint(256, (1, 16))
-    asked = budgets.predictor(model, lambda size: (x.expand(size, -1),) * 2, loss, models.unit("gpt"))
+    asked = memory_explorer.predictor(model, lambda size: (x.expand(size, -1),) * 2, loss, models.unit("gpt"))
     batch = x.expand(4, -1)
-    for stage in budgets.STAGES:
+    for stage in memory_explorer.STAGES:
         told = estimate(model, batch, loss, stage, 2, target=batch, unit=models.unit("gpt"))
         assert asked(stage, 2, "fp32", 4) == told.peak
 
 
 def test_the_first_choice_is_among_the_offers():
-    shown = budgets.explorer(predict, world_size=3, batch=5, world_sizes=(1, 2), batches=(8,))
+    shown = memory_explorer.explorer(predict, world_size=3, batch=5, world_sizes=(1, 2), batches=(8,))
     assert list(shown.world_size.options) == [1, 2, 3] and list(shown.batch.options) == [5, 8]

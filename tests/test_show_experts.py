@@ -4,8 +4,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from labkit.show import experts, plots
-from labkit.show.loads import shares
+from labkit.show import expert_capacity_explorer, plots
+from labkit.show.expert_load import shares
 from labkit.show.publish import png
 
 FRAME = pd.DataFrame(
@@ -30,7 +30,7 @@ def test_nothing_recorded_is_said():
 
 
 def test_what_is_beyond_the_capacity_is_dropped():
-    assert experts.small(FRAME, (1.0, 3.0)).to_dict("list") == {
+    assert expert_capacity_explorer.small(FRAME, (1.0, 3.0)).to_dict("list") == {
         "run": ["none", "bias"],
         "capacity 1": ["75.0 %", "0.0 %"],
         "capacity 3": ["25.0 %", "0.0 %"],
@@ -38,6 +38,6 @@ def test_what_is_beyond_the_capacity_is_dropped():
 
 
 def test_the_controls_draw_anew(capsys):
-    shown = experts.explorer(FRAME, "none", "predicted from counted loads")
+    shown = expert_capacity_explorer.explorer(FRAME, "none", "predicted from counted loads")
     shown.run.value, shown.capacity.value = "bias", 0.5
     assert "would have dropped 50.0 % of the rows of the run bias" in shown.image.value

@@ -3,16 +3,16 @@
 from pytest import approx
 
 from labkit.scale import goodput
-from labkit.show import fleets, publish
+from labkit.show import goodput_explorer, publish
 
-JOB = fleets.Job((8, 16384), {"ours": 2e-5, "theirs": 4e-5}, days=54, detection=60)
-STATE = fleets.State("ours")
+JOB = goodput_explorer.Job((8, 16384), {"ours": 2e-5, "theirs": 4e-5}, days=54, detection=60)
+STATE = goodput_explorer.State("ours")
 
 
 def test_rows_are_the_simulators():
     fleet = goodput.Fleet(16384, 2e-5, save=30, restart=600, detection=60)
     run = goodput.survive(fleet, goodput.young(30, fleet.between), 54 * goodput.DAY)
-    found = fleets.rows(JOB, STATE)
+    found = goodput_explorer.rows(JOB, STATE)
     mine = found[found["gpus"] == "16,384 GPUs"].set_index("kind")["lost"]
     assert mine.sum() == approx(100 * (1 - run.goodput))
     assert mine["restart"] == approx(100 * run.seconds["restart"] / (54 * goodput.DAY))
@@ -20,21 +20,21 @@ def test_rows_are_the_simulators():
 
 def test_a_save_in_the_background_loses_less_and_never_begins_before_the_last_is_written():
     lost = [
-        fleets.rows(JOB, fleets.State("ours", save=120, background=how, share=0.25))["lost"].sum()
+        goodput_explorer.rows(JOB, goodput_explorer.State("ours", save=120, background=how, share=0.25))["lost"].sum()
         for how in (False, True)
     ]
     assert lost[1] < lost[0]
 
 
 def test_words_and_picture():
-    words = fleets.takeaway(JOB, STATE)
+    words = goodput_explorer.takeaway(JOB, STATE)
     assert words.startswith("Rate of ours, a save of 30 s, restarts of 600 s: with 8 GPUs 0% is lost, most to")
     assert "with 16,384 GPUs 12% is lost, most to restart." in words
-    assert publish.png(fleets.draw(JOB, STATE), dpi=50)
+    assert publish.png(goodput_explorer.draw(JOB, STATE), dpi=50)
 
 
 def test_the_controls_draw_anew():
-    shown = fleets.Explorer(JOB, fleets.State("ours"))
+    shown = goodput_explorer.Explorer(JOB, goodput_explorer.State("ours"))
     shown.rate.value, shown.background.value, shown.share.value, shown.restart.value = "theirs", True, 2, 30
-    assert shown.state == fleets.State("theirs", background=True, share=2, restart=30)
+    assert shown.state == goodput_explorer.State("theirs", background=True, share=2, restart=30)
     assert "Rate of theirs, a save of 30 s in the background, restarts of 30 s, at 2 x Young" in shown.image.value

@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 import torch
 
-from labkit.show import formats, publish, scales
+from labkit.show import formats, loss_scale, publish
 from labkit.show.numbers import FORMATS, fate
 
 TORCH = {
@@ -140,9 +140,9 @@ def test_the_scale_over_time():
         for run in ("ours", "theirs")
         for step, scale in enumerate((8.0, 8.0, 4.0, 4.0))
     ]
-    figure = scales.loss_scales(pd.DataFrame(rows))
+    figure = loss_scale.loss_scales(pd.DataFrame(rows))
     assert {"ours", "theirs"} <= set(words(figure)) and publish.png(figure, dpi=40)
     marks = [line.get_xydata().tolist() for line in figure.axes[0].lines if line.get_marker() == "X"]
     assert marks == [[[1.0, 8.0]]] * 4  # red, and the run's colour in it
     with pytest.raises(ValueError, match="no steps"):
-        scales.loss_scales(pd.DataFrame())
+        loss_scale.loss_scales(pd.DataFrame())

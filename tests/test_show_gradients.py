@@ -11,7 +11,7 @@ from torch import nn
 
 from labkit.compression import DGC, OneBit, PowerSGD, Quantize, TopK
 from labkit.ddp import DDP
-from labkit.measure.compressed import Watched, largest_window
+from labkit.measure.compressor_probe import Watched, largest_window
 from labkit.show import gradients, plots, publish
 
 MAKE = {

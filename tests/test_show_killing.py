@@ -5,7 +5,7 @@ import time
 import pytest
 
 from labkit.run import launch
-from labkit.show.killing import Panel
+from labkit.show.kill_rank_panel import Panel
 
 PROGRAM = """
 import os

@@ -2,10 +2,10 @@
 
 import pytest
 
-from labkit.show import lengths, publish
+from labkit.show import publish, sequence_length_explorer
 
 SIZES = {"square": lambda T, heads: 4 * heads * T**2, "line": lambda T, heads: 4 * heads * T}
-STATE = lengths.State(("square", "line"), (2**10, 2**17, 2**20), (("heads", 2),))
+STATE = sequence_length_explorer.State(("square", "line"), (2**10, 2**17, 2**20), (("heads", 2),))
 
 
 def predict(form, tokens, heads):
@@ -13,25 +13,25 @@ def predict(form, tokens, heads):
 
 
 def test_the_longest_that_fits():
-    assert lengths.takeaway(predict, STATE) == (
+    assert sequence_length_explorer.takeaway(predict, STATE) == (
         "heads 2: the longest that fits into 80 GiB is 1,024 tokens for square, 1,048,576 tokens for line."
     )
-    assert lengths.small(predict, STATE)["square"].tolist() == ["8 MiB", "128 GiB", "8 TiB"]
+    assert sequence_length_explorer.small(predict, STATE)["square"].tolist() == ["8 MiB", "128 GiB", "8 TiB"]
 
 
 def test_a_line_for_each_form_and_one_for_the_room():
-    axes = lengths.draw(predict, STATE).axes[0]
+    axes = sequence_length_explorer.draw(predict, STATE).axes[0]
     assert len(axes.lines) == 3
     assert list(axes.lines[0].get_ydata()) == [predict("square", T, 2) for T in STATE.tokens]
     assert publish.png(axes.figure, dpi=50)
 
 
 def test_the_controls_draw_anew():
-    shown = lengths.Explorer(predict, STATE, {"heads": [2, 16]})
+    shown = sequence_length_explorer.Explorer(predict, STATE, {"heads": [2, 16]})
     shown.menus["heads"].value = 16
     assert shown.state.chosen == (("heads", 16),) and 'alt="heads 16: ' in shown.image.value
     for box in shown.boxes.values():
         box.value = False
     assert "Tick at least one form" in shown.image.value
     with pytest.raises(ValueError, match="choose at least one"):
-        lengths.rows(predict, shown.state)
+        sequence_length_explorer.rows(predict, shown.state)

@@ -8,7 +8,7 @@ from matplotlib.collections import PathCollection
 from matplotlib.text import Text
 
 from labkit.measure.crossover import Cost, predicted
-from labkit.show import crossings, links, plots, style
+from labkit.show import bandwidth_explorer, plots, style, time_vs_bandwidth
 
 COSTS = {
     "topk": Cost(30.0, 1_250_000),  # crosses none at 3,000 Mbit/s
@@ -31,19 +31,21 @@ def rows_of(costs=COSTS, speeds=SPEEDS):
 
 
 def test_methods_stand_in_the_labs_order_and_the_first_is_the_baseline():
-    assert list(crossings.costs(rows_of())) == ["hierarchical", "none", "fp16", "quantize8", "topk"]
+    assert list(time_vs_bandwidth.costs(rows_of())) == ["hierarchical", "none", "fp16", "quantize8", "topk"]
     frame = rows_of({one: cost for one, cost in COSTS.items() if one != "hierarchical"})
-    assert links.initial(frame) == links.State(("none", "fp16", "quantize8", "topk"), 50.0, "none")
-    assert links.initial(frame, "fp16").baseline == "fp16"
+    assert bandwidth_explorer.initial(frame) == bandwidth_explorer.State(
+        ("none", "fp16", "quantize8", "topk"), 50.0, "none"
+    )
+    assert bandwidth_explorer.initial(frame, "fp16").baseline == "fp16"
 
 
 def test_a_method_costs_the_median_of_its_rows():
     frame = pd.concat([rows_of(), rows_of().assign(busy_ms=lambda rows: rows["busy_ms"] + 1), rows_of()])
-    assert crossings.costs(frame)["topk"] == COSTS["topk"]
+    assert time_vs_bandwidth.costs(frame)["topk"] == COSTS["topk"]
 
 
 @pytest.mark.parametrize("frame", [pd.DataFrame(), rows_of().iloc[:0], rows_of().drop(columns="wire_bytes")])
-@pytest.mark.parametrize("ask", [plots.step_over_link, links.initial])
+@pytest.mark.parametrize("ask", [plots.step_over_link, bandwidth_explorer.initial])
 def test_a_frame_without_rows_or_columns_is_refused(frame, ask):
     with pytest.raises(ValueError, match="need rows with method, link_mbit, step_ms, busy_ms, wire_bytes"):
         ask(frame)
@@ -60,23 +62,23 @@ def test_a_frame_without_rows_or_columns_is_refused(frame, ask):
     ],
 )
 def test_where_a_method_wins(method, at, words):
-    assert crossings.crossing(COSTS["none"], COSTS[method]) == at
-    assert crossings.wins(COSTS["none"], COSTS[method]) == words
+    assert time_vs_bandwidth.crossing(COSTS["none"], COSTS[method]) == at
+    assert time_vs_bandwidth.wins(COSTS["none"], COSTS[method]) == words
 
 
 def test_a_crossover_in_words_has_two_digits():
-    assert crossings.wins(Cost(20, 5_000_000), Cost(30, 1_234_567)) == "below 3,000 Mbit/s"
-    assert crossings.wins(Cost(20, 5_000_000), Cost(6020, 1_234_567)) == "below 5 Mbit/s"
+    assert time_vs_bandwidth.wins(Cost(20, 5_000_000), Cost(30, 1_234_567)) == "below 3,000 Mbit/s"
+    assert time_vs_bandwidth.wins(Cost(20, 5_000_000), Cost(6020, 1_234_567)) == "below 5 Mbit/s"
 
 
 def test_predicted_and_measured_crossovers_stand_side_by_side():
     slower = rows_of()  # 10 ms more in the measured steps of topk than its formula says
     slower.loc[slower["method"] == "topk", "step_ms"] += 10
-    frame = crossings.crossovers(slower, "none").set_index("method")
+    frame = time_vs_bandwidth.crossovers(slower, "none").set_index("method")
     assert list(frame.index) == ["hierarchical", "fp16", "quantize8", "topk"]
     assert frame["predicted_mbit"].tolist() == [0.0, math.inf, 0.0, 3000.0]
     assert frame.loc["topk", "measured_mbit"] == pytest.approx(1500, rel=0.1)
-    once = crossings.crossovers(slower[(slower["method"] != "topk") | (slower["link_mbit"] == 50)], "none")
+    once = time_vs_bandwidth.crossovers(slower[(slower["method"] != "topk") | (slower["link_mbit"] == 50)], "none")
     assert math.isnan(once.set_index("method").loc["topk", "measured_mbit"])
 
 
@@ -145,24 +147,24 @@ def test_where_nothing_was_measured_lines_are_drawn_alone():
     axes, curves, _ = lines_of(figure)
     assert len(curves) == 5 and not axes.containers
     assert any("ring: as fast as" in text.get_text() for text in axes.texts)
-    shown = links.small(rows_of().assign(step_ms=math.nan), "none")
+    shown = bandwidth_explorer.small(rows_of().assign(step_ms=math.nan), "none")
     assert set(shown["faster, measured"]) == {""} and shown["faster, predicted"].tolist()[4] == "below 3,000 Mbit/s"
 
 
 def test_drawing_is_pure_and_the_baseline_stays():
     frame = rows_of()
     before = frame.copy()
-    state = links.State(("topk",), 100.0, "none")
-    _, curves, _ = lines_of(links.draw(frame, state))
+    state = bandwidth_explorer.State(("topk",), 100.0, "none")
+    _, curves, _ = lines_of(bandwidth_explorer.draw(frame, state))
     colours = style.palette(COSTS)
     assert set(curves) == {colours["topk"], colours["none"]}
     pd.testing.assert_frame_equal(frame, before)
     with pytest.raises(ValueError, match="no method to draw: choose at least one"):
-        links.draw(frame, links.State((), 100.0, "none"))
+        bandwidth_explorer.draw(frame, bandwidth_explorer.State((), 100.0, "none"))
 
 
 def test_bars_split_a_step_into_work_and_bytes():
-    figure = links.bars(rows_of(), links.State(("none", "topk"), 100.0, "none"))
+    figure = bandwidth_explorer.bars(rows_of(), bandwidth_explorer.State(("none", "topk"), 100.0, "none"))
     axes = figure.axes[0]
     assert [bar.get_width() for bar in axes.patches] == [20.0, 400.0, 30.0, 100.0]
     assert [text.get_text() for text in axes.texts] == ["420 ms", "130 ms"]
@@ -189,23 +191,23 @@ def test_bars_split_a_step_into_work_and_bytes():
     ],
 )
 def test_the_takeaway(methods, speed, words):
-    assert links.takeaway(rows_of(), links.State(methods, speed, "none")) == words
+    assert bandwidth_explorer.takeaway(rows_of(), bandwidth_explorer.State(methods, speed, "none")) == words
 
 
 def test_the_menu_goes_in_log_steps_through_what_was_measured():
     frame = rows_of({"none": COSTS["none"], "topk": COSTS["topk"]}, speeds=(50, 300))
-    assert links.offered(frame, "none") == [50, 100, 200, 300, 500, 1000, 2000]
+    assert bandwidth_explorer.offered(frame, "none") == [50, 100, 200, 300, 500, 1000, 2000]
 
 
 @pytest.mark.slow
 def test_controls_redraw_and_launch_nothing():
-    shown = links.Explorer(rows_of(), links.initial(rows_of(), "none"))
+    shown = bandwidth_explorer.Explorer(rows_of(), bandwidth_explorer.initial(rows_of(), "none"))
     seen = {shown.image.value}
     for control, value in ((shown.speed, 2000.0), (shown.boxes["fp16"], False), (shown.boxes["none"], False)):
         control.value = value
         assert shown.image.value not in seen and shown.image.value.count('alt="') == 2
         seen.add(shown.image.value)
-    assert shown.state == links.State(("hierarchical", "quantize8", "topk"), 2000.0, "none")
+    assert shown.state == bandwidth_explorer.State(("hierarchical", "quantize8", "topk"), 2000.0, "none")
     for box in shown.boxes.values():
         box.value = False
     assert shown.image.value == "<p>Tick at least one method.</p>"
@@ -213,8 +215,8 @@ def test_controls_redraw_and_launch_nothing():
 
 def test_what_is_seen_without_a_kernel_comes_first(monkeypatch):
     order = []
-    monkeypatch.setattr(links, "present", lambda *_: order.append("figure"))
-    monkeypatch.setattr(links, "table", lambda *_: order.append("table"))
-    monkeypatch.setattr(links.controls, "show", lambda *_: order.append("controls"))
-    assert links.explorer(rows_of(), "throttled", "none").state.baseline == "none"
+    monkeypatch.setattr(bandwidth_explorer, "present", lambda *_: order.append("figure"))
+    monkeypatch.setattr(bandwidth_explorer, "table", lambda *_: order.append("table"))
+    monkeypatch.setattr(bandwidth_explorer.controls, "show", lambda *_: order.append("controls"))
+    assert bandwidth_explorer.explorer(rows_of(), "throttled", "none").state.baseline == "none"
     assert order == ["figure", "table", "controls"]

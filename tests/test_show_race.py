@@ -5,7 +5,7 @@ import math
 import pandas as pd
 import pytest
 
-from labkit.show import plots, publish, race, style, talking
+from labkit.show import local_sgd_explorer, plots, publish, style, time_to_loss_curves
 
 MIB = 2**20
 RUNS = {  # family, seconds and bytes a lap, lowest loss
@@ -31,11 +31,11 @@ def words(axes):
 
 
 def state(mbit, runs=tuple(RUNS)):
-    return talking.State(runs, mbit)
+    return local_sgd_explorer.State(runs, mbit)
 
 
 def test_a_run_is_there_when_its_loss_is_first_at_most_the_target():
-    ends = race.reached(measured(), TARGET).set_index("run")
+    ends = time_to_loss_curves.reached(measured(), TARGET).set_index("run")
     assert list(ends.index) == list(RUNS)
     assert ends["seconds"].tolist()[:3] == [4.0, 2.0, 1.0]  # the second lap, not the third
     assert math.isnan(ends.loc["never", "seconds"]) and ends.loc["never", "lowest"] == 0.3
@@ -43,13 +43,13 @@ def test_a_run_is_there_when_its_loss_is_first_at_most_the_target():
 
 def test_a_frame_that_is_no_race_is_said():
     with pytest.raises(ValueError, match="missing: family, loss"):
-        race.reached(measured().drop(columns=["family", "loss"]), TARGET)
+        time_to_loss_curves.reached(measured().drop(columns=["family", "loss"]), TARGET)
     with pytest.raises(ValueError, match="missing: any row"):
-        race.reached(measured().iloc[:0], TARGET)
+        time_to_loss_curves.reached(measured().iloc[:0], TARGET)
 
 
 def test_a_family_goes_from_pale_to_its_own_colour():
-    colours = race.shades(measured())
+    colours = time_to_loss_curves.shades(measured())
     assert colours["H = 16"] == pytest.approx(style.lighter(style.COLOURS["local_sgd"], 0))
     assert colours["H = 4"] == pytest.approx(style.lighter(style.COLOURS["local_sgd"], 0.62))
     assert len(set(map(tuple, colours.values()))) == len(RUNS)
@@ -73,23 +73,25 @@ def test_nothing_sent_and_nobody_there_can_be_drawn():
 
 
 def test_seconds_on_another_link_are_busy_and_bytes():
-    predicted = talking.on_link(measured(), state(8)).set_index("run")["seconds"]
+    predicted = local_sgd_explorer.on_link(measured(), state(8)).set_index("run")["seconds"]
     assert predicted["every step"].tolist() == pytest.approx([lap * (0.1 + 8 * MIB / 1e6) for lap in range(4)])
     assert predicted["never"].tolist() == pytest.approx([0, 0.1, 0.2, 0.3])
     with pytest.raises(ValueError, match="no run to draw"):
-        talking.on_link(measured(), state(8, ()))
+        local_sgd_explorer.on_link(measured(), state(8, ()))
 
 
 def test_the_takeaway_names_the_first_and_what_it_wins():
     wins = (0.1 + 8 * MIB / 1e6) / (0.1 + 0.5 * MIB / 1e6)
     end = f"H = 16 is first at a loss of 0.05, after 1.25 s, {wins:.3g} times sooner than every step."
-    assert talking.takeaway(measured(), TARGET, state(8)).endswith(end)
-    assert talking.takeaway(measured(), TARGET, state(8, ("never",))).endswith("none of them reaches a loss of 0.05.")
-    assert "sooner" not in talking.takeaway(measured(), TARGET, state(8, ("H = 4",)))
+    assert local_sgd_explorer.takeaway(measured(), TARGET, state(8)).endswith(end)
+    assert local_sgd_explorer.takeaway(measured(), TARGET, state(8, ("never",))).endswith(
+        "none of them reaches a loss of 0.05."
+    )
+    assert "sooner" not in local_sgd_explorer.takeaway(measured(), TARGET, state(8, ("H = 4",)))
 
 
 def test_the_table_has_a_column_for_each_link():
-    table = talking.small(measured(), TARGET, (8, 80))
+    table = local_sgd_explorer.small(measured(), TARGET, (8, 80))
     assert list(table) == ["run", "8 Mbit/s", "80 Mbit/s"]
     assert table.set_index("run").loc["H = 16"].tolist() == ["1.25 s", "0.305 s"]
     assert table.set_index("run").loc["never"].tolist() == ["not reached"] * 2
@@ -97,7 +99,7 @@ def test_the_table_has_a_column_for_each_link():
 
 @pytest.mark.slow
 def test_controls_draw_the_choice_anew():
-    shown = talking.Explorer(measured(), TARGET, state(8))
+    shown = local_sgd_explorer.Explorer(measured(), TARGET, state(8))
     shown.speed.value = 1000
     first = shown.image.value
     assert "A link of 1,000 Mbit/s, predicted: H = 16 is first" in first and "<img" in first
@@ -109,7 +111,7 @@ def test_controls_draw_the_choice_anew():
 
 
 def test_the_explorer_shows_figure_table_and_controls(capsys):
-    shown = talking.explorer(measured(), TARGET, 8, "predicted from counted bytes")
+    shown = local_sgd_explorer.explorer(measured(), TARGET, 8, "predicted from counted bytes")
     assert shown.state == state(8)
     with pytest.raises(ValueError, match="provenance must begin"):
-        talking.explorer(measured(), TARGET, 8, "guessed")
+        local_sgd_explorer.explorer(measured(), TARGET, 8, "guessed")

@@ -26,9 +26,19 @@ from matplotlib.transforms import Bbox
 
 from labkit.measure.machine import ROOT
 from labkit.measure.timeline import Timeline
-from labkit.show import budgets, cases, choices, formats, gradients, links, overview, plots, saves
-from labkit.show.residency import residency
-from labkit.show.saw import saw
+from labkit.show import (
+    bandwidth_explorer,
+    cases_explorer,
+    checkpoint_cost_explorer,
+    formats,
+    fsdp_explorer,
+    gradients,
+    memory_explorer,
+    overview,
+    plots,
+)
+from labkit.show.memory_timeline import saw
+from labkit.show.unit_residency import residency
 
 TOUCHING = 1.0  # points that two boxes may share: a box has room for letters that its text does not have
 SMALLEST = 7.0  # points
@@ -65,7 +75,7 @@ def pictures():
     samples = {f"run {i}": test_residency.samples(1, 5 + i, 2) for i in range(3)}
     race, links_of = test_show_race.measured(), test_show_links.rows_of
     recorded, state = test_show_gradients.recorded(), test_show_gradients.STATE
-    every = links.State(tuple(test_show_links.COSTS), 100.0, "none")
+    every = bandwidth_explorer.State(tuple(test_show_links.COSTS), 100.0, "none")
     return test_show.pictures() | {
         "overview": lambda: overview.overview(compared(), "A title"),
         "stacked bars": lambda: plots.stacked_bars(
@@ -74,17 +84,17 @@ def pictures():
         "stages": lambda: plots.memory_and_traffic(test_show_stages.rows(), "A title"),
         "saw": lambda: saw(samples, "A title"),
         "residency": lambda: residency(bands, "A title"),
-        "choices": lambda: choices.draw(test_residency.sweep(), test_residency.FIRST),
+        "choices": lambda: fsdp_explorer.draw(test_residency.sweep(), test_residency.FIRST),
         "pareto": lambda: plots.pareto(test_show_pareto.measured(), "step_ms", "peak_bytes", title="A title"),
         "links": lambda: plots.step_over_link(links_of(), "none", title="A title", at=200),
-        "bars of a link": lambda: links.bars(links_of(), every),
+        "bars of a link": lambda: bandwidth_explorer.bars(links_of(), every),
         "race": lambda: plots.race(race, test_show_race.TARGET, "A title"),
         "crowded race": lambda: plots.race(crowded_race(), test_show_race.TARGET, "A title"),
         "switched": test_show_switched.figure,
         "efficiency": test_scaling.picture,
-        "budgets": lambda: budgets.draw(test_show_budgets.predict, test_show_budgets.state(capacity=64 << 20)),
-        "cases": lambda: cases.beside(test_show_cases.frame(), "A title"),
-        "saves": lambda: saves.draw(test_show_saves.predict, test_show_saves.state(world_size=1024)),
+        "budgets": lambda: memory_explorer.draw(test_show_budgets.predict, test_show_budgets.state(capacity=64 << 20)),
+        "cases": lambda: cases_explorer.beside(test_show_cases.frame(), "A title"),
+        "saves": lambda: checkpoint_cost_explorer.draw(test_show_saves.predict, test_show_saves.state(world_size=1024)),
         "dashboard": lambda: test_dashboard.figure("ratio to the base"),
         "dashboard in parts": lambda: test_dashboard.figure("memory by kind"),
         "carried": lambda: gradients.carried(recorded, state),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from labkit.show import saves
+from labkit.show import checkpoint_cost_explorer
 
 MIB = 2**20
 STRATEGIES = ("ddp_bucketed", "fsdp")
@@ -15,20 +15,20 @@ def predict(strategy, world_size, parameters):
 
 
 def state(**changes):
-    return saves.State(**{"strategies": STRATEGIES, "world_size": 4, "parameters": MIB} | changes)
+    return checkpoint_cost_explorer.State(**{"strategies": STRATEGIES, "world_size": 4, "parameters": MIB} | changes)
 
 
 def test_rows_say_what_is_predicted():
-    frame = saves.rows(predict, state())
+    frame = checkpoint_cost_explorer.rows(predict, state())
     assert frame["what"].tolist() == ["copied", "written"] * 2
     assert frame["per_rank_bytes"].tolist() == [12 * MIB, 3 * MIB, 3 * MIB, 3 * MIB]
 
 
 def test_every_bar_says_its_size():
-    words = [text.get_text() for text in saves.draw(predict, state()).axes[0].texts]
+    words = [text.get_text() for text in checkpoint_cost_explorer.draw(predict, state()).axes[0].texts]
     assert {"12 MiB", "3 MiB", "copied"} <= set(words)
     with pytest.raises(ValueError, match="no strategy to draw: choose at least one"):
-        saves.draw(predict, state(strategies=()))
+        checkpoint_cost_explorer.draw(predict, state(strategies=()))
 
 
 @pytest.mark.parametrize(
@@ -41,11 +41,11 @@ def test_every_bar_says_its_size():
     ],
 )
 def test_the_takeaway(changes, words):
-    assert words in saves.takeaway(predict, state(**changes))
+    assert words in checkpoint_cost_explorer.takeaway(predict, state(**changes))
 
 
 def test_controls_redraw():
-    shown = saves.Explorer(predict, state())
+    shown = checkpoint_cost_explorer.Explorer(predict, state())
     seen = {shown.image.value}
     for control, value in ((shown.world_size, 64), (shown.parameters, 10**9), (shown.boxes["fsdp"], False)):
         control.value = value
@@ -57,5 +57,5 @@ def test_controls_redraw():
 
 
 def test_the_first_choice_is_among_the_offers():
-    shown = saves.explorer(predict, STRATEGIES, 3, MIB)
+    shown = checkpoint_cost_explorer.explorer(predict, STRATEGIES, 3, MIB)
     assert 3 in shown.world_size.options and ("1.05 million", MIB) in shown.parameters.options

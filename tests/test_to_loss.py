@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from labkit import comm, comm_log
-from labkit.measure.to_loss import laps
+from labkit.measure.time_to_loss import laps
 
 
 class Slope(nn.Module):

@@ -29,8 +29,8 @@ from labkit.run import LaunchError, choices, launch
 from labkit.run import training as train
 from labkit.run.context import Context
 from labkit.run.experiment import Experiment
+from labkit.run.experiment_runner import OPTIMIZERS, Participant
 from labkit.run.options import HELP, STOPPED, WRONG, parser, read
-from labkit.run.participant import OPTIMIZERS, Participant
 from labkit.sampler import Batches
 from labkit.trainer import RECOMPUTE, STRATEGIES, Trainer, make_optimizer, mixed_precision, parallelize
 

@@ -4,7 +4,7 @@ import pandas
 import torch
 
 from labkit import comm
-from labkit.measure import turns
+from labkit.measure import interleaved_timing
 
 
 class Context:
@@ -24,11 +24,11 @@ def measure_two(rank, world_size):
     """The variants log their calls: every rank must call them in the same order, or collectives would hang."""
     context, calls = Context(rank, world_size), []
     variants = {"a": lambda: calls.append("a"), "b": lambda: calls.append("b") or {"depth": 7}}
-    barrier, turns.dist.barrier = turns.dist.barrier, lambda: (calls.append("|"), barrier())
+    barrier, interleaved_timing.dist.barrier = interleaved_timing.dist.barrier, lambda: (calls.append("|"), barrier())
     try:
-        turns.time_variants(context, variants, repetitions=6, steps=2)
+        interleaved_timing.time_variants(context, variants, repetitions=6, steps=2)
     finally:
-        turns.dist.barrier = barrier
+        interleaved_timing.dist.barrier = barrier
     return calls, context.rows, context.bar
 
 
@@ -39,7 +39,7 @@ def test_all_ranks_take_the_same_shuffled_turns(ranks):
     taken = ["".join(calls[i : i + 4]) for i in range(0, len(calls), 4)]
     assert set(taken) == {"|aa|", "|bb|"}  # the steps of a turn follow each other, between two barriers
     rounds = [tuple(taken[i : i + 2]) for i in range(0, len(taken), 2)]
-    assert len(rounds) == 6 + turns.WARMUP
+    assert len(rounds) == 6 + interleaved_timing.WARMUP
     assert set(rounds) == {("|aa|", "|bb|"), ("|bb|", "|aa|")}
     assert [r["repetition"] for r in rows if r["variant"] == "a"] == list(range(6))
     assert all(r["ms"] > 0 for r in rows)
@@ -56,7 +56,7 @@ def count_two(rank, world_size):
             comm.all_reduce(tensor)
 
     variants = {"often": often, "never": lambda: None, "knows": lambda: {"messages": 9}}
-    turns.time_and_count(context, variants, repetitions=2, steps=3, warmup=1)
+    interleaved_timing.time_and_count(context, variants, repetitions=2, steps=3, warmup=1)
     return len(calls), {row["variant"]: row["messages"] for row in context.rows}
 
 
@@ -67,7 +67,7 @@ def test_messages_are_those_of_a_second_step_that_is_not_timed(ranks):
 
 
 def test_one_process_needs_no_ranks():
-    rows = list(turns.timed({"a": dict, "b": lambda: None}, repetitions=3, steps=1, warmup=0))
+    rows = list(interleaved_timing.timed({"a": dict, "b": lambda: None}, repetitions=3, steps=1, warmup=0))
     assert sorted((row["variant"], row["repetition"]) for row in rows) == [(v, r) for v in "ab" for r in range(3)]
 
 
@@ -75,4 +75,4 @@ def test_columns_are_in_the_order_of_the_repetitions():
     frame = pandas.DataFrame(
         {"variant": ["b", "a", "a", "b"], "repetition": [1, 0, 1, 0], "ms": [4.0, 1.0, 2.0, 3.0]},
     )
-    assert turns.columns(frame) == {"a": [1.0, 2.0], "b": [3.0, 4.0]}
+    assert interleaved_timing.columns(frame) == {"a": [1.0, 2.0], "b": [3.0, 4.0]}

@@ -23,7 +23,7 @@ from math import ceil, nan
 import pandas as pd
 
 from labkit import progress
-from labkit.measure.symptoms import (
+from labkit.measure.diagnosis_metrics import (
     FEWEST,
     by_rank,
     least,

@@ -5,8 +5,9 @@
                     latency + bytes / rate
 
 The messages themselves are real, and so are their bytes and their order; only their time is a
-sleep. So a laptop shows what a slow network does, beside emulated compute (models/emulated.py). All
-that is measured so is labelled "emulated". Throttled links, without any sleep: run/nodes.py.
+sleep. So a laptop shows what a slow network does, beside emulated compute (models/emulated.py).
+Every number measured so is labelled "emulated". run/network_namespaces.py has links that are
+really slow, without any sleep.
 """
 
 from concurrent.futures import ThreadPoolExecutor

@@ -9,7 +9,7 @@
     nan                  one element of inject's tensors, such as gradients or an input
     flip, cut short      one bit of one of inject's files, such as a checkpoint's; its second half
     disk full            inject's store takes `room` bytes more of a file, and raises ENOSPC
-    link down            inject's cut(), as labkit.run.nodes.cut
+    link down            inject's cut(), as labkit.run.network_namespaces.cut
 
 A fault happens in one attempt only (launch(..., restarts=k)): ranks that are started again come to
 the same step again. Which bit, element and file: drawn by the seed, so that it is the same again.

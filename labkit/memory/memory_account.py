@@ -5,7 +5,7 @@
     samples             bytes of activations, gradients ... after each; the largest is the peak
 
 Activations do not depend on the strategy, and what a strategy holds does not depend on the batch:
-one rehearsal serves for all. Kinds, and bytes, are those of labkit.measure.memory.MemoryTracker.
+one rehearsal serves for all. Kinds, and bytes, are those of labkit.measure.MemoryTracker.
 Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020,
 section 3.
 """

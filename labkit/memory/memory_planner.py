@@ -8,10 +8,10 @@
           +--+------------+-------------+--+-> time
 
 Known before anything is run. Held per rank: parameters + gradients + optimizer states + buffers +
-activations, counted as by labkit.measure.memory. Activations grow with the batch and the sequence
-(its square, where attention keeps its weights); the rest does not. On a mesh that is told by the
-composed job itself, run without data as one of its ranks (labkit.scale.rehearse): `estimate` of
-labkit.run.participant gives such an Estimate for each rank, and first_that_fits() chooses there.
+activations, counted as by labkit.measure.MemoryTracker. Activations grow with the batch and the
+sequence (its square, where attention keeps its weights); the rest does not. On a mesh the
+composed job itself is run without data, as one of its ranks (labkit.scale.rehearse): `estimate` of
+labkit.run.experiment_runner gives such an Estimate for each rank, and first_that_fits() chooses.
 Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020,
 section 3.
 """

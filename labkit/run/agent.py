@@ -39,7 +39,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from labkit.run import cluster, worker
+from labkit.run import node_agents, worker
 
 PR_SET_CHILD_SUBREAPER = 36
 GRACE = 1.0  # seconds between SIGTERM and SIGKILL
@@ -130,7 +130,7 @@ def start_job(request):
         status = (
             run_torchrun(None)
             if job["nodes"] == 1
-            else cluster.run_nodes(job, folder, run_torchrun)
+            else node_agents.run_nodes(job, folder, run_torchrun)
         )
     except Exception:
         traceback.print_exc()  # into job.log
@@ -155,7 +155,7 @@ def in_environment(place):
 
 def run_job(job_path, nproc, folder, place=None):
     """torchrun's launcher, in this process. On one node, a file stands in for a listening store."""
-    place = place or cluster.Place(0, 1, "127.0.0.1", str(folder / "rendezvous"), "file")
+    place = place or node_agents.Place(0, 1, "127.0.0.1", str(folder / "rendezvous"), "file")
     with gpus_hidden():
         config = elastic_config(place, nproc, folder.name, folder / f"elastic-{place.node}")
     note_exits(folder / "exits.jsonl")

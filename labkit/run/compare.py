@@ -20,9 +20,9 @@ import torch.distributed as dist
 from labkit.measure.flops import mfu, peak_flops
 from labkit.measure.stats import shuffled_rounds
 from labkit.run.experiment import Experiment
+from labkit.run.experiment_runner import Participant
 from labkit.run.launch import launch
-from labkit.run.nodes import FOLDER, counters
-from labkit.run.participant import Participant
+from labkit.run.network_namespaces import FOLDER, counters
 from labkit.trainer import LOW
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, **LOW}  # of the matrix products

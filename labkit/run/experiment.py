@@ -58,7 +58,7 @@ class Experiment:
         loss has 0.01 x what balances them, counted over all ranks, for each micro-batch.
     strategy="auto": of those of labkit.memory that fit memory_mb MiB a rank (0: what is free), with
         axes the fullest of them, the fastest by labkit.run.forecast; not with experts. See also
-        labkit.run.participant.estimate.
+        labkit.run.experiment_runner.estimate.
     compute="emulated": each unit sleeps in place of its arithmetic, block_ms milliseconds forward
         and twice that backward for the whole batch; a rank sleeps for its share of it.
     """
@@ -133,9 +133,11 @@ class Experiment:
                 f"goes with {known}, not with {self.strategy}"
             )
         if self.experts or self.expert > 1 or self.axes:
-            from labkit.run import meshed  # and torch, which a wrong name need not wait for
+            from labkit.run import (
+                experiment_mesh,  # imports torch, which a wrong name need not wait for
+            )
 
-            meshed.check(self)
+            experiment_mesh.check(self)
 
     @property
     def axes(self):

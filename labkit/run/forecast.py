@@ -18,13 +18,13 @@ from math import log, nan, prod
 import torch
 
 from labkit.memory import words_of
-from labkit.run.meshed import gpt_sizes
+from labkit.run.experiment_mesh import gpt_sizes
 from labkit.scale import constants
 from labkit.scale.collectives import NETWORK_SHARE, NODE_SHARE
 from labkit.scale.cost import gradient_seconds, layer_seconds, predict_step
 from labkit.scale.fit import errors_kept_out
 from labkit.scale.hardware import GPU, find_gpu
-from labkit.scale.job import job_of
+from labkit.scale.job_config import job_of
 
 ZERO = {"zero1": 1, "zero2": 2, "fsdp": 3, "fsdp_offload": 3}
 RECOMPUTED = {"none": "none", "every": "full", "alternate": "half", "matmul": "selective"}

@@ -27,12 +27,12 @@ from collections import deque
 from contextlib import suppress
 from pathlib import Path
 
-from labkit.run import nodes as network
+from labkit.run import network_namespaces as network
 from labkit.run.client import AgentError
 from labkit.run.console import Bar
 from labkit.run.job import choose_device, describe_nodes, describe_target
+from labkit.run.launch_monitor import watch
 from labkit.run.report import explain, launcher_died, read_ends
-from labkit.run.watch import watch
 
 LAST_WORDS = ("leaving", "error")
 PRIVATE = "$(mktemp -d)/meeting"  # for the shell: a file in a new folder of this user's alone
@@ -183,7 +183,7 @@ def launch(
         cell's source, or a path to a .py script.
     nodes: more than one are network namespaces of this machine, joined by links of link_mbit (10^6
         bits a second each way; None: unslowed), link_ms of delay each way and frames of link_mtu
-        bytes (labkit.run.nodes). On the CPU.
+        bytes (labkit.run.network_namespaces). On the CPU.
     timeout, collective_timeout: seconds for the run, and for a collective to wait for its peers.
     restarts: so many times a run that fails is started again, each time with the whole timeout; the
         target knows by context.attempt (a cell: attempt), 0 at first, and goes on where it can.

@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import elastic_launch
 
-from labkit.run import agent, cluster, training
+from labkit.run import agent, node_agents, training
 from labkit.run.context import Log
 from labkit.run.options import FAILED, STOPPED, WRONG
 
@@ -43,7 +43,7 @@ def start(experiment, options, arguments):
 
 def attempt(arguments, nproc, folder, number):
     """Start the ranks once; (exit code, what failed)."""
-    place = cluster.Place(0, 1, "127.0.0.1", str(folder / "rendezvous"), "file")
+    place = node_agents.Place(0, 1, "127.0.0.1", str(folder / "rendezvous"), "file")
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     os.environ[training.OUTCOME] = str(folder / "outcome")
     try:

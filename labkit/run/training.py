@@ -39,9 +39,9 @@ from labkit.preempt import Preemption, mean_and_wish
 from labkit.run.compare import peak_for
 from labkit.run.context import Context, EventFile, Log
 from labkit.run.experiment import Experiment
-from labkit.run.meshed import model_of
+from labkit.run.experiment_mesh import model_of
+from labkit.run.experiment_runner import Participant, largest_batch
 from labkit.run.options import WRONG, check_ranks, overrides, read
-from labkit.run.participant import Participant, largest_batch
 from labkit.run.worker import die_with_parent, join_group, position
 from labkit.watchdog import Watchdog
 

@@ -38,7 +38,7 @@ from torch.distributed import distributed_c10d
 
 from labkit import comm, comm_log, gloo_workarounds
 from labkit.progress import Progress
-from labkit.run import nodes, report
+from labkit.run import network_namespaces, report
 from labkit.run.context import Context, EventFile
 
 PR_SET_PDEATHSIG = 1
@@ -120,7 +120,11 @@ def main(job_path):
             if job["kind"] == "script":
                 run_script(job)
             else:
-                meeting = "env://" if nodes.FOLDER in os.environ else f"file://{folder}/store"
+                meeting = (
+                    "env://"
+                    if network_namespaces.FOLDER in os.environ
+                    else f"file://{folder}/store"
+                )
                 join_group(job, meeting, context)
                 run_target(job, context)
                 # From here on its peers may lose the connection to it.

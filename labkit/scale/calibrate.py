@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from labkit.measure.clock import clock_of
-from labkit.measure.links import link_times
+from labkit.measure.link_probe import link_times
 from labkit.measure.machine import free_bytes, host_class
 from labkit.measure.scaling import nonnegative
 from labkit.measure.stats import summary
@@ -38,7 +38,7 @@ SIDES = {
 COPIED = {"cpu": 1 << 26, "cuda": 1 << 30}  # bytes: far more than a cache holds
 LONG = 0.1  # seconds of one product: none is begun that would take longer
 # Bytes. Short ones tell alpha, long ones beta; what lies between may fit the buffer of a slow link
-# (of run/nodes.py: a token bucket of two frames), which takes it at once.
+# (of run/network_namespaces.py: a token bucket of two frames), which takes it at once.
 MESSAGES = (1 << 8, 1 << 10, 1 << 18, 1 << 19)
 
 

@@ -21,8 +21,8 @@ from pathlib import Path
 from labkit.scale import constants
 from labkit.scale.cluster import Cluster
 from labkit.scale.cost import predict_step
-from labkit.scale.job import Job, job_of
-from labkit.scale.memory import predict_memory
+from labkit.scale.job_config import Job, job_of
+from labkit.scale.memory_model import predict_memory
 from labkit.scale.plan import plan, row_of
 
 CASES = Path(__file__).with_name("published") / "cases.csv"

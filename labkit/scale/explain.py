@@ -23,10 +23,10 @@ from labkit.scale.cost import (
     predict_step,
     tensor_seconds,
 )
-from labkit.scale.given import AXES
-from labkit.scale.job import SCHEDULES
-from labkit.scale.memory import predict_memory
+from labkit.scale.job_config import SCHEDULES
+from labkit.scale.memory_model import predict_memory
 from labkit.scale.search import Found, search
+from labkit.scale.validate_args import AXES
 
 KINDS = ("states", "gathered", "activations", "logits", "runtime")
 

@@ -30,8 +30,8 @@ from statistics import mean, median
 
 from labkit.scale import constants
 from labkit.scale.cost import predict_step
-from labkit.scale.job import job_of
-from labkit.scale.memory import GIB, predict_memory
+from labkit.scale.job_config import job_of
+from labkit.scale.memory_model import GIB, predict_memory
 
 ROWS = Path(__file__).with_name("published") / "training_steps.csv"
 SCORES = Path(__file__).with_name("published") / "scores.json"

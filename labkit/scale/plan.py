@@ -23,15 +23,15 @@ from math import isfinite
 from operator import attrgetter
 
 from labkit.scale import constants
-from labkit.scale.bucket import USUAL, bucket_of, choose_bucket
+from labkit.scale.bert_shapes import Encoder
+from labkit.scale.bucket_size_model import USUAL, bucket_of, choose_bucket
 from labkit.scale.cluster import Cluster
 from labkit.scale.cost import predict_step
-from labkit.scale.encoders import Encoder
 from labkit.scale.explain import KINDS, sensitivity, why_larger, why_slower, words
 from labkit.scale.fit import errors_kept_out
-from labkit.scale.given import AXES, GIVEN, divisors
 from labkit.scale.row import row_of, whole
 from labkit.scale.search import Found, Space, most, search, smallest, space_of
+from labkit.scale.validate_args import AXES, GIVEN, divisors
 
 REACH = 64  # times the cluster: how far a larger one is looked for that would do
 

@@ -7,11 +7,11 @@
                                              ->  pred_fits        True, or False: it does not run
                                              ->  pred_refused     why: a cell is impossible
 
-Columns are those of published/training_steps.csv. Results in the rows (tok_s_gpu, mem_gib, status)
-are never read, nor are unknown columns; what is missing has the default that labkit/scale/job.py
-states. A row with an impossible cell is written without a prediction, with the reason, which names
-the column; the others are predicted. The speed of a job that does not fit is that of a larger GPU.
-How far off it is: `python -m labkit.scale.fit`.
+The columns are those of published/training_steps.csv. Results in the rows (tok_s_gpu, mem_gib,
+status) and unknown columns are ignored; a missing column has the default of
+labkit/scale/job_config.py. A row with an impossible cell is written without a prediction, with the
+reason, which names the column; the others are predicted. The speed of a job that does not
+fit is that of a larger GPU. How far off it is: `python -m labkit.scale.fit`.
 """
 
 import argparse
@@ -20,8 +20,8 @@ import sys
 
 from labkit.scale.constants import values
 from labkit.scale.cost import predict_step
-from labkit.scale.job import job_of
-from labkit.scale.memory import predict_memory
+from labkit.scale.job_config import job_of
+from labkit.scale.memory_model import predict_memory
 
 PREDICTED = ("pred_tok_s_gpu", "pred_mem_gib", "pred_fits")
 REFUSED = "pred_refused"

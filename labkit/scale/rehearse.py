@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  the backend "fake"
 
 from labkit import comm
-from labkit.measure.memory import MemoryTracker
+from labkit.measure.memory_tracker import MemoryTracker
 
 BACKEND = "cpu:fake,meta:fake"
 

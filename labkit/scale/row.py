@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from math import isfinite, log
 from pathlib import Path
 
-from labkit.scale.encoders import Encoder
+from labkit.scale.bert_shapes import Encoder
 from labkit.scale.shapes import Shape
 
 MODELS = Path(__file__).with_name("models.csv")

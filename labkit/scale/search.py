@@ -27,10 +27,10 @@ from math import gcd, isfinite
 
 from labkit.scale.collectives import SUM_AT_ONCE
 from labkit.scale.cost import away, predict_step
-from labkit.scale.given import PRECISIONS, check_given, divisors, schedules_of
-from labkit.scale.job import Job, job_of
-from labkit.scale.memory import GIB, predict_memory, state_bytes
+from labkit.scale.job_config import Job, job_of
+from labkit.scale.memory_model import GIB, predict_memory, state_bytes
 from labkit.scale.row import NOT_PLANNED, recomputed, text
+from labkit.scale.validate_args import PRECISIONS, check_given, divisors, schedules_of
 
 LEAST_TOKENS = 1024
 TRIED = ("none", "selective", "full")  # "half" saves what "selective" does and takes longer

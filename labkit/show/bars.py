@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from labkit.measure.memory import KINDS
+from labkit.measure.memory_tracker import KINDS
 from labkit.measure.stats import summary
 from labkit.show import style
 

@@ -6,7 +6,7 @@
     catching_up    the error of a step, and of the sums over all: with feedback the second falls
 
 What is drawn is a pure function of (frame, state). The frame has one row per form and step: a row
-of labkit.measure.compressed.Watched, and two columns that say which form:
+of labkit.measure.compressor_probe.Watched, and two columns that say which form:
 
     compressor   a key of labkit.compression.COMPRESSORS
     knob         text, "ratio 0.1", "rank 2", ..., or "" for the registry's own setting
@@ -21,10 +21,10 @@ import numpy as np
 import pandas as pd
 
 from labkit.show import controls, style
-from labkit.show.crossings import label_decades
 from labkit.show.curves import close
 from labkit.show.notebook import table
 from labkit.show.publish import as_html, present
+from labkit.show.time_vs_bandwidth import label_decades
 
 FORM = ("compressor", "knob", "feedback")
 NUMBERS = ("momentum", "elements", "sent_bytes", "plain_bytes", "error", "sum_error")

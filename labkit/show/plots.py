@@ -33,30 +33,30 @@ present, save                 into the notebook, into figures/                  
 """
 
 from labkit.show.bars import grouped_bars, measured_against_predicted, memory_bars
-from labkit.show.broken import broken
-from labkit.show.contents import before_after, side_by_side, step_by_step
-from labkit.show.crossings import step_over_link
+from labkit.show.collective_chunks import before_after, side_by_side, step_by_step
 from labkit.show.curves import loss_curves, memory_over_time, sweep
 from labkit.show.efficiency import efficiency
+from labkit.show.expert_load import load_map
 from labkit.show.formats import bit_layout, reach
 from labkit.show.gantt import timeline
 from labkit.show.gradients import carried, catching_up
-from labkit.show.held_against import held_against
-from labkit.show.lengths import memory_by_length
-from labkit.show.loads import load_map
+from labkit.show.loss_scale import loss_scales
+from labkit.show.memory_and_traffic import memory_and_traffic
+from labkit.show.memory_timeline import saw
 from labkit.show.pareto import pareto
 from labkit.show.pipelines import pipelines
 from labkit.show.predictions import against_published, time_and_money
 from labkit.show.publish import present, save
-from labkit.show.race import race
-from labkit.show.residency import residency
-from labkit.show.saw import saw
-from labkit.show.scales import loss_scales
+from labkit.show.resumed_runs import broken
+from labkit.show.ring_load import turns
 from labkit.show.schedules import schedules
-from labkit.show.stacks import stacked_bars
-from labkit.show.stages import memory_and_traffic
-from labkit.show.switched import switched
-from labkit.show.turns import turns
+from labkit.show.sequence_length_explorer import memory_by_length
+from labkit.show.simulated_vs_measured import held_against
+from labkit.show.stacked_bars import stacked_bars
+from labkit.show.time_to_loss_curves import race
+from labkit.show.time_vs_bandwidth import step_over_link
+from labkit.show.unit_residency import residency
+from labkit.show.with_and_without import switched
 
 __all__ = [
     "against_published",

@@ -2,8 +2,8 @@
 
 import pandas as pd
 
+from labkit.measure.interleaved_timing import columns
 from labkit.measure.stats import interval_name, paired_ratio, summary
-from labkit.measure.turns import columns
 from labkit.show import style
 
 

@@ -1,6 +1,6 @@
 """Ours against PyTorch's, one file for each thing that is timed. scripts/bench.py runs them and prints the table.
 
-protocol.py        what a ratio must be to be claimed; labkit.measure.turns times the variants
+protocol.py        what a ratio must be to be claimed; labkit.measure.interleaved_timing times the variants
 data_parallel.py   a training step: our DDP, PyTorch's DDP, and no communication at all as the floor
 all_reduce.py      our rings and halving-doubling against gloo's own
 launching.py       from a notebook cell to the first finished all-reduce, warm against a bare torchrun

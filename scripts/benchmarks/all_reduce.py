@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.protocol import Comparison
-from labkit.measure.turns import columns, time_variants
+from labkit.measure.interleaved_timing import columns, time_variants
 from labkit.run import launch
 
 SIZES_MIB = {4: (None, None), 16: (1.0, None), 64: (0.85, None)}  # size -> (at_most, upper)

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.protocol import Comparison
 from labkit import models
-from labkit.measure.turns import columns, time_variants
+from labkit.measure.interleaved_timing import columns, time_variants
 from labkit.run import launch
 
 MODELS = {"mlp": ("medium", 64), "resnet": ("small", 8), "gpt": ("medium", 4)}  # size, samples of a batch

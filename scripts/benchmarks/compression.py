@@ -14,7 +14,7 @@ import torch
 from benchmarks.data_parallel import share, training_step
 from benchmarks.protocol import Comparison, exact_row
 from labkit import models
-from labkit.measure.turns import columns, time_variants
+from labkit.measure.interleaved_timing import columns, time_variants
 from labkit.run import launch
 
 ELEMENTS = 10_000_000

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.protocol import Comparison
 from labkit import models
-from labkit.measure.turns import columns, time_variants
+from labkit.measure.interleaved_timing import columns, time_variants
 from labkit.run import launch
 
 BATCH = {"mlp": 64, "resnet": 8, "gpt": 4}  # samples a rank

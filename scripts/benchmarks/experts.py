@@ -12,7 +12,7 @@ from torch import nn
 
 from benchmarks.protocol import Comparison, exact_row
 from labkit import comm
-from labkit.measure.turns import columns, time_variants
+from labkit.measure.interleaved_timing import columns, time_variants
 from labkit.models.emulated import Sleep
 from labkit.moe import MoE
 from labkit.run import launch

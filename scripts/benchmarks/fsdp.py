@@ -11,7 +11,7 @@ import torch
 from benchmarks.data_parallel import share, training_step
 from benchmarks.protocol import Comparison
 from labkit import models
-from labkit.measure.turns import columns, time_variants
+from labkit.measure.interleaved_timing import columns, time_variants
 from labkit.run import launch
 
 AT_MOST = {"mlp": 0.70, "gpt": 0.70, "resnet": 0.78}  # ours / fully_shard
@@ -59,7 +59,7 @@ def times(context, model, size, repetitions):
 
 def peaks(context, model, size):
     """Runs on every rank."""
-    from labkit.measure.memory import MemoryTracker
+    from labkit.measure.memory_tracker import MemoryTracker
 
     torch.manual_seed(0)
     module = models.build(model, size).to(context.device)

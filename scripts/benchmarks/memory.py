@@ -17,7 +17,7 @@ STATE = ("parameters", "gradients", "optimizer_states")
 
 def counts(context, model, strategy):
     """Runs on every rank."""
-    from labkit.measure.memory import MemoryTracker
+    from labkit.measure.memory_tracker import MemoryTracker
     from labkit.memory import estimate
     from labkit.trainer import make_optimizer, parallelize
 

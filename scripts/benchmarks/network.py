@@ -1,7 +1,7 @@
 """All-reduce between two nodes on a shaped link: bytes on the interface, use of the link, hierarchical against flat."""
 
 from benchmarks.protocol import Comparison
-from labkit.measure.turns import columns, time_variants
+from labkit.measure.interleaved_timing import columns, time_variants
 from labkit.run import launch
 
 LINK_MBIT = 200
@@ -23,7 +23,7 @@ def times(context, mib, repetitions):
     from labkit import comm
     from labkit.hierarchical import by_leaders, hierarchical
     from labkit.mesh import Mesh
-    from labkit.run.nodes import counters
+    from labkit.run.network_namespaces import counters
 
     mesh = Mesh({"node": 2, "local": context.world_size // 2})
     inside, across = mesh.group("local"), mesh.group("node")

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from benchmarks.protocol import Comparison
 from labkit import models
-from labkit.measure.turns import columns, time_variants
+from labkit.measure.interleaved_timing import columns, time_variants
 from labkit.run import launch
 
 FORWARD_MS = 10.0  # of each of the 6 blocks; backward is twice that

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from benchmarks.protocol import Comparison
-from labkit.measure.turns import columns, time_variants
+from labkit.measure.interleaved_timing import columns, time_variants
 from labkit.run import launch
 
 MICRO_BATCHES = 8

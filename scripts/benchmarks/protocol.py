@@ -1,6 +1,6 @@
 """What must hold before a benchmark claims that ours is as fast as theirs.
 
-The times are of turns in one process group (labkit.measure.turns). Told is the median of the ratios within
+The times are of turns in one process group (labkit.measure.interleaved_timing). Told is the median of the ratios within
 repetitions, with its 95 % interval; the A/A row, one implementation against itself, shows what the machine
 makes of identical code.
 """

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.protocol import Comparison, exact_row
 from labkit import models
-from labkit.measure.turns import columns, time_variants
+from labkit.measure.interleaved_timing import columns, time_variants
 from labkit.run import launch
 
 BATCH = {"small": 8, "medium": 4}
@@ -69,7 +69,7 @@ def training_step(model, inputs, targets):
 
 def held(context):
     """Runs on the one rank: bytes of activations after forward, for four and for five layers."""
-    from labkit.measure.memory import MemoryTracker
+    from labkit.measure.memory_tracker import MemoryTracker
     from labkit.models.gpt import Block
     from labkit.recompute import checkpoint_every
 

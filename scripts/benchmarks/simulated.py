@@ -21,14 +21,14 @@ from labkit import comm
 from labkit.comm_log import Event, Pause
 from labkit.ddp import DDP
 from labkit.fsdp import FSDP
-from labkit.measure.turns import columns, time_variants
+from labkit.measure.interleaved_timing import columns, time_variants
 from labkit.models import emulated
 from labkit.pipeline import Pipeline, one_f_one_b
 from labkit.pipeline.schedule_validation import play
 from labkit.run import launch
-from labkit.scale.clock import only_sleep
 from labkit.scale.rehearse import rehearse
 from labkit.scale.simulate import simulate
+from labkit.scale.virtual_clock import only_sleep
 from labkit.zero import ZeRO1
 
 NODES, LINKS_MBIT, BLOCKS_MS = (2, 4, 8), (100, 400), (5.0, 15.0)

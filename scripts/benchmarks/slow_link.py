@@ -12,7 +12,7 @@ import torch
 from benchmarks.data_parallel import share, training_step
 from benchmarks.protocol import Comparison
 from labkit import comm, models
-from labkit.measure.turns import columns, time_variants
+from labkit.measure.interleaved_timing import columns, time_variants
 from labkit.run import launch
 
 LINK_MBIT = 100

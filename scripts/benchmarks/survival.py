@@ -18,7 +18,7 @@ from benchmarks.data_parallel import share
 from benchmarks.protocol import Comparison, exact_row
 from benchmarks.zero import training_step
 from labkit import models
-from labkit.measure.turns import columns, meet, time_variants
+from labkit.measure.interleaved_timing import columns, meet, time_variants
 from labkit.run import launch
 
 STEP = [

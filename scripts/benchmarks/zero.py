@@ -11,7 +11,7 @@ import torch
 from benchmarks.data_parallel import share
 from benchmarks.protocol import Comparison, exact_row
 from labkit import comm, models
-from labkit.measure.turns import columns, time_variants
+from labkit.measure.interleaved_timing import columns, time_variants
 from labkit.run import launch
 
 COMPARISONS = [

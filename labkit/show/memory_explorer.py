@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import ipywidgets
 import pandas as pd
 
-from labkit.measure.memory import KINDS
+from labkit.measure.memory_tracker import KINDS
 from labkit.memory import memory_planner
 from labkit.show import controls, style
 from labkit.show.bars import memory_bars

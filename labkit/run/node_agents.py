@@ -15,7 +15,7 @@ import time
 import traceback
 from dataclasses import dataclass
 
-from labkit.run import nodes, worker
+from labkit.run import network_namespaces, worker
 
 OTHERS_END = 3.0  # seconds that the other nodes get to end by themselves, once one has failed
 POLL = 0.02
@@ -34,14 +34,14 @@ class Place:
 
 def run_nodes(job, folder, run_torchrun):
     """Run run_torchrun(place) -> exit status in a process per node; 0 if all have returned 0."""
-    count, link, network = job["nodes"], nodes.Link(**job["link"]), None
-    if reason := nodes.refusal(link):
+    count, link, network = job["nodes"], network_namespaces.Link(**job["link"]), None
+    if reason := network_namespaces.refusal(link):
         report = {
             "how": "loopback",
             "notes": [f"{reason}: the nodes share the loopback, and nothing is slowed down"],
         }
     else:
-        network = nodes.Network(count, link)
+        network = network_namespaces.Network(count, link)
         report = {"how": network.how, "notes": network.notes}
     worker.die_with_parent()  # a user namespace is a change of rights, which resets this
     write(folder / "nodes.json", report)
@@ -73,11 +73,16 @@ def start_node(network, node, count, folder, run_torchrun):
             place = Place(node, count, "127.0.0.1", str(folder / "rendezvous"), "file")
         else:
             network.enter(node)
-            place = Place(node, count, nodes.address(node), f"{nodes.address(0)}:{nodes.PORT}")
+            place = Place(
+                node,
+                count,
+                network_namespaces.address(node),
+                f"{network_namespaces.address(0)}:{network_namespaces.PORT}",
+            )
             os.environ |= {
                 "GLOO_SOCKET_IFNAME": "eth0",
                 "TP_SOCKET_IFNAME": "eth0",
-                nodes.FOLDER: str(folder),
+                network_namespaces.FOLDER: str(folder),
             }
         status = run_torchrun(place)
     except Exception:
@@ -95,7 +100,7 @@ def wait_for(pids, folder):
             running.discard(pid)
             if os.WIFSIGNALED(status):
                 name = signal.Signals(os.WTERMSIG(status)).name
-                nodes.note(
+                network_namespaces.note(
                     folder,
                     pids.index(pid),
                     torchrun=f"died of {name} (signal {os.WTERMSIG(status)})",

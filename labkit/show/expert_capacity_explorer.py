@@ -3,8 +3,8 @@
     [ figure ] one-line takeaway, table       ordinary outputs: GitHub, batch runs, offline too
     run v   capacity v                        controls: they re-plot saved rows and launch nothing
 
-The frame is labkit/show/loads.py's. What is cut is the load of all ranks: a rank whose own rows are
-less even drops more.
+The frame is labkit/show/expert_load.py's. The capacity cuts the load summed over all ranks: a rank
+whose own rows are less even drops more.
 """
 
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from labkit.show import controls, style
-from labkit.show.loads import shares
+from labkit.show.expert_load import shares
 from labkit.show.notebook import table
 from labkit.show.publish import as_html, present
 

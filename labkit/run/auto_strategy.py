@@ -5,8 +5,8 @@
     time        predicted (forecast.py); where it is alike, or of layers and sleeps that the planner
                 does not know, from cheap to expensive, as labkit.memory has them
 
-`participant` is labkit.run.participant's throughout. labkit.scale.rehearse is imported where it is
-needed: it takes PyTorch seconds that ranks that do not ask need not wait for.
+`participant` is labkit.run.experiment_runner's throughout. labkit.scale.rehearse is imported where
+it is needed: the import takes seconds, and most ranks do not need it.
 """
 
 import json
@@ -21,12 +21,12 @@ from torch.utils._pytree import tree_leaves
 
 from labkit import comm, models
 from labkit.measure.machine import free_bytes
-from labkit.measure.memory import MemoryTracker
+from labkit.measure.memory_tracker import MemoryTracker
 from labkit.memory import Estimate, choose, first_that_fits
 from labkit.recompute import checkpoint
 from labkit.replicas import gather_bytes
 from labkit.run import forecast
-from labkit.run.meshed import strategies_of
+from labkit.run.experiment_mesh import strategies_of
 
 
 def settle(participant, module, optimizer):

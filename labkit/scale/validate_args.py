@@ -9,7 +9,7 @@ What cannot be is a ValueError, one line that names the figure and what would do
 
 from math import isfinite, prod
 
-from labkit.scale.job import SCHEDULES
+from labkit.scale.job_config import SCHEDULES
 
 PRECISIONS = ("bf16", "fp8", "fp16", "tf32", "fp32")
 AXES = ("dp", "tp", "pp", "cp", "replicas")

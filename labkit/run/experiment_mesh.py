@@ -5,7 +5,7 @@
     Experiment(tensor=2, expert=2)  mesh_of    pp x dp x cp x ep x tp
                                     compose    the model, spread over that mesh
 
-`e` is the Experiment throughout; labkit.run.participant trains what comes out.
+`e` is the Experiment throughout; labkit.run.experiment_runner trains what comes out.
 """
 
 import inspect

@@ -23,7 +23,7 @@ from labkit.scale.search import Found
 from labkit.show import controls, style
 from labkit.show.notebook import table
 from labkit.show.publish import as_html, present
-from labkit.show.stacks import stacked_bars
+from labkit.show.stacked_bars import stacked_bars
 
 KINDS = {
     "layers": "layers",

@@ -18,7 +18,7 @@ from labkit.scale import goodput
 from labkit.show import controls, style
 from labkit.show.notebook import table
 from labkit.show.publish import as_html, present
-from labkit.show.stacks import stacked_bars
+from labkit.show.stacked_bars import stacked_bars
 
 NAMES = {"saves": "saves", "lost": "computed again", "detection": "detection", "restart": "restart"}
 SAVES, RESTARTS = (3, 10, 30, 120), (30, 120, 300, 600, 1800)  # s

@@ -6,7 +6,7 @@ treated    cause   before |==|===|=====|       after |==|===|v|     v: what was 
 
 import pandas as pd
 
-from labkit.measure.symptoms import own_ms, step_ms, useful
+from labkit.measure.diagnosis_metrics import own_ms, step_ms, useful
 from labkit.show import style
 from labkit.show.live import COLOURS, by_rank, legend, parts_of
 

@@ -21,14 +21,14 @@ from labkit.compression import COMPRESSORS
 from labkit.hierarchical import FORMS
 from labkit.learning_rate import scaled_lr, warmup
 from labkit.measure.flops import step_flops
-from labkit.measure.memory import MemoryTracker
+from labkit.measure.memory_tracker import MemoryTracker
 from labkit.measure.monitor import Monitor, waited_ms
 from labkit.measure.timeline import Timeline
 from labkit.measure.traffic import TrafficCounter
 from labkit.memory import last_true
+from labkit.run.auto_strategy import fake_backend, held, settle
 from labkit.run.context import Context, EventFile
-from labkit.run.meshed import compose, loss_of, mesh_of, model_of
-from labkit.run.settle import fake_backend, held, settle
+from labkit.run.experiment_mesh import compose, loss_of, mesh_of, model_of
 from labkit.sampler import Batches
 from labkit.trainer import (
     LOW,

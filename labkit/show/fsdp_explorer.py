@@ -20,7 +20,7 @@ from labkit.measure.timeline import Timeline
 from labkit.show import controls, style
 from labkit.show.notebook import table
 from labkit.show.publish import as_html, present
-from labkit.show.residency import residency
+from labkit.show.unit_residency import residency
 
 COLUMNS = ("unit", "mode", "prefetch", "held_bytes", "step_ms", "exposed_ms")
 MARKERS = {"full": "o", "grad_op": "s"}

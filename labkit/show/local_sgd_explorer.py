@@ -6,8 +6,9 @@
 
     seconds = busy + 8 x bytes / link       losses over steps and bytes do not change with the link
 
-What is drawn is a pure function of (frame, target, state). The frame is labkit/show/race.py's
-with one column more, busy_ms: what a run has computed so far, ms, as on a link that costs nothing.
+The picture is a pure function of (frame, target, state). The frame is that of
+labkit/show/time_to_loss_curves.py and a column busy_ms: the compute time of the run so far, ms, as
+on a link that costs nothing.
 """
 
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from labkit.measure.crossover import predicted
 from labkit.show import controls, style
 from labkit.show.notebook import table
 from labkit.show.publish import as_html, present
-from labkit.show.race import race, reached
+from labkit.show.time_to_loss_curves import race, reached
 
 SPEEDS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 10_000, 100_000)
 

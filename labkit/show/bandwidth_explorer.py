@@ -8,7 +8,8 @@
           |   (o)  *  *
           +----:-------- link speed
 
-What is drawn is a pure function of (frame, state); the frame is that of labkit/show/crossings.py.
+The picture is a pure function of (frame, state). The frame is that of
+labkit/show/time_vs_bandwidth.py.
 """
 
 import math
@@ -19,9 +20,9 @@ import pandas as pd
 
 from labkit.measure.crossover import predicted
 from labkit.show import controls, style
-from labkit.show.crossings import costs, fits, reach, step_over_link, wins
 from labkit.show.notebook import table
 from labkit.show.publish import as_html, present
+from labkit.show.time_vs_bandwidth import costs, fits, reach, step_over_link, wins
 
 
 @dataclass(frozen=True)
