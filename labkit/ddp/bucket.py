@@ -35,14 +35,10 @@ class Bucket:
         # had a gradient since the last average, in no_sync() too
         self.used = bytearray(len(self.members))
         self.skipped = {}  # slot -> the gradient it had before, or None
-        self.reset()
-        if len(self.members) > 1:
-            self._allocate()
-
-    def reset(self):
-        """Expect every gradient anew."""
         self.arrived = bytearray(len(self.members))
         self.missing = len(self.members)
+        if len(self.members) > 1:
+            self._allocate()
 
     def _allocate(self):
         self._flat = torch.zeros(self.numel, dtype=self.dtype, device=self.device)
@@ -141,7 +137,10 @@ class Bucket:
             self._flat.copy_(averaged.view(-1))
 
     def settle(self, adopt):
-        """A skipped parameter takes the average as p.grad where adopt[slot], else keeps its own."""
+        """End a step, and expect every gradient of the next one.
+
+        adopt: [bool] by slot. A skipped parameter takes the average as p.grad, or keeps its own.
+        """
         for slot, before in self.skipped.items():
             p, view = self.members[slot], self._views[slot]
             if adopt[slot]:
@@ -150,6 +149,8 @@ class Bucket:
                 view.copy_(before)
         self.skipped = {}
         self.used = bytearray(len(self.members))
+        self.arrived = bytearray(len(self.members))
+        self.missing = len(self.members)
         if len(self.members) == 1:  # the buffer is the gradient: do not outlive it
             self._flat = self._views = None
 

@@ -25,7 +25,7 @@ from labkit.ddp.no_sync import NoSync
 from labkit.ddp.portable import Portable
 from labkit.ddp.reducer import Reducer
 from labkit.ddp.static_graph import StaticGraph
-from labkit.ddp.unused_parameters import AllUsed, FindUnused
+from labkit.ddp.unused_parameters import FindUnused
 from labkit.ddp.wrapper import find_tensors
 from labkit.replicas import Replicas, check_ranks
 
@@ -58,7 +58,7 @@ class DDP(NoSync, Portable):
     nothing to train.
     """
 
-    made_by_watching = ("_replicas", "_reducer", "_usage")
+    made_by_watching = ("_replicas", "_reducer", "_unused")
 
     def __init__(
         self,
@@ -102,8 +102,11 @@ class DDP(NoSync, Portable):
         chosen = [(name, p) for name, p in self._replicas.parameters() if p.requires_grad]
         cap_bytes = int(self.bucket_cap_mb * 2**20)
         self._reducer = Reducer(chosen, self, self.process_group, cap_bytes, self.overlap)
-        usage = FindUnused if self.find_unused_parameters else AllUsed
-        self._usage = StaticGraph(self._reducer) if self.static_graph else usage(self._reducer)
+        self._unused = None  # every backward brings every gradient
+        if self.static_graph:
+            self._unused = StaticGraph(self._reducer)
+        elif self.find_unused_parameters:
+            self._unused = FindUnused(self._reducer)
         self._expecting = False  # a forward that averages has been, its backward not yet
         self._backward = None  # the engine's number for the backward that will call _finish
 
@@ -159,8 +162,10 @@ class DDP(NoSync, Portable):
     def _prepare(self):
         if self._reducer.started:  # an exception has left a backward
             self._reducer.abandon()
-            self._usage.used(failed=True)
-        self._usage.forget()
+            if self._unused:
+                self._unused.used(failed=True)
+        if self._unused:
+            self._unused.forget()
         self._backward = None
         self._replicas.check_trainable(may_freeze=self.find_unused_parameters)
 
@@ -178,7 +183,6 @@ class DDP(NoSync, Portable):
         bypasses the outputs arms at a parameter.
         """
         self._backward = torch._C._current_graph_task_id()
-        self._usage.begin(self._backward)
         Variable._execution_engine.queue_callback(self._finish)
 
     def on_gradient(self, index, slot):
@@ -186,14 +190,23 @@ class DDP(NoSync, Portable):
             if not self._expecting:
                 return self._reducer.keep(index, slot)  # no_sync()
             self._arm()
-        self._usage.arrive(index, slot)
+        if self._unused:
+            self._unused.arrive(index, slot, self._backward)
+        else:
+            self._reducer.arrive(index, slot)
 
     def _finish(self):
         self._backward = None
         if self._reducer.started:  # else it was torch.autograd.grad, which leaves .grad alone
             self._expecting = False
-            absent = self._reducer.finish(self._usage.used)
-            self._usage.close(absent)
+            absent = self._reducer.finish(self._unused.used if self._unused else None)
+            if self._unused:
+                self._unused.close(absent)
+            elif absent:
+                raise RuntimeError(
+                    f"the loss does not depend on {', '.join(absent)}: "
+                    "pass find_unused_parameters=True if it need not depend on every parameter"
+                )
 
 
 UNTAKEN = {  # keywords of PyTorch's that DDP does not take: what to do instead

@@ -63,7 +63,8 @@ class Join:
             self.ddp._share_buffers(max(active), averages)
             if averages:
                 self.ddp._reducer.send_zeros()
-                self.ddp._usage.used()
+                if self.ddp._unused:
+                    self.ddp._unused.used()
         return bool(active)
 
     def _exchange(self, active, averages):

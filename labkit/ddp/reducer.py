@@ -132,14 +132,28 @@ class Reducer:
 
     @torch.no_grad()
     def finish(self, used=None):
-        """launch_rest(), wait(), settle(). used(), asked before the wait: who adopts; None: all."""
-        adopt = [[used is None] * len(bucket.members) for bucket in self.buckets]
-        try:
-            self.launch_rest()
-            adopt = used() if used else adopt
-            return self.wait()
-        finally:
-            self.settle(adopt)
+        """End the step: send the remaining buckets, wait for all of them.
+
+        used: called before the wait; returns which parameters without a gradient take the average
+            as .grad, [[bool]] by bucket. None: all of them.
+        Returns the names of the parameters whose gradient did not come.
+        """
+        self.launch_rest()
+        adopt = used() if used else [[True] * len(bucket.members) for bucket in self.buckets]
+        errors = []
+        for bucket, pending in zip(self.buckets, self._pending, strict=True):
+            try:
+                self._wait(bucket, pending)
+            except RankFailed:
+                raise  # the buckets are still under way: abandon() waits for them
+            except Exception as error:
+                errors.append(error)  # go on: the next step uses the memory of the other buckets
+        absent = self._absent
+        self._failures.step += 1
+        self._reset(adopt)
+        if errors:
+            raise errors[0]
+        return absent
 
     def _launch(self, bucket):
         if self.hook is not None:  # empty or not: it may wait for the last one (PowerSGD)
@@ -152,35 +166,18 @@ class Reducer:
     def _wait(self, bucket, pending):
         if pending is None:
             return
-        averaged = self._await(pending)
+        averaged = pending.wait() if self.hook is None else self._failures.wait(pending)
         if self.hook is not None:
             bucket.set_buffer(None)
             bucket.receive(averaged[0] if isinstance(averaged, list | tuple) else averaged)
 
-    def _await(self, pending):
-        return pending.wait() if self.hook is None else self._failures.wait(pending)
-
-    def wait(self):
-        """Wait for all buckets. Returns the names of the parameters whose gradient did not come."""
-        errors = []
-        for bucket, pending in zip(self.buckets, self._pending, strict=True):
-            try:
-                self._wait(bucket, pending)
-            except RankFailed:
-                raise  # what has been sent is still under way: abandon() waits for it
-            except Exception as error:
-                errors.append(error)  # go on: the next step uses the memory of the buckets to come
-        absent = self._absent
-        self._failures.step += 1
-        self._reset()
-        if errors:
-            raise errors[0]
-        return absent
-
-    def _reset(self):
-        self._pending, self._absent, self.started = [], [], False
-        for bucket in self.buckets:
-            bucket.reset()
+    def _reset(self, adopt):
+        """Expect the next step. adopt: see finish()."""
+        self._pending = []
+        self._absent = []
+        self.started = False
+        for bucket, choice in zip(self.buckets, adopt, strict=True):
+            bucket.settle(choice)
 
     def used(self, everything=False):
         """Which parameters had a gradient on any rank since the last average: [[bool]] by bucket.
@@ -192,7 +189,10 @@ class Reducer:
             counts = torch.tensor(flags, dtype=torch.int32, device=self.buckets[0].device)
             self._asked = counts, comm.all_reduce(counts, group=self.group, async_op=True)
         counts, work = self._asked
-        self._await(work)
+        if self.hook is None:
+            work.wait()
+        else:
+            self._failures.wait(work)  # another rank's hook may have raised
         self._asked = None
         flags = iter(counts.tolist())
         return [[next(flags) > 0 for _ in bucket.used] for bucket in self.buckets]
@@ -208,17 +208,9 @@ class Reducer:
             for bucket, pending in zip(self.buckets, self._pending, strict=True):
                 self._wait(bucket, pending)
         finally:
-            self._reset()
             for bucket in self.buckets:
                 bucket.buffer().zero_()
-                bucket.settle([False] * len(bucket.members))
-
-    def settle(self, adopt):
-        """Parameters without a gradient get the average where adopt, else keep what they had."""
-        if self.started:
-            return  # an exception has left messages under way: abandon() will end the step
-        for bucket, choice in zip(self.buckets, adopt, strict=True):
-            bucket.settle(choice)
+            self._reset([[False] * len(bucket.members) for bucket in self.buckets])
 
     def send_zeros(self):
         """Take part in one step of the other ranks without gradients, leaving ours alone."""

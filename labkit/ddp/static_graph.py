@@ -8,14 +8,11 @@ only by counting does one know which is the last. Sent besides: one int32 per pa
 Semantics: static_graph of torch.nn.parallel.DistributedDataParallel.
 """
 
-from labkit.ddp.unused_parameters import AllUsed
-
-
-class StaticGraph(AllUsed):
+class StaticGraph:
     """What this rank's first averaging backward showed. Until then the reducer does not overlap."""
 
     def __init__(self, reducer):
-        super().__init__(reducer)
+        self.reducer = reducer
         self.overlap = reducer.overlap
         reducer.overlap = False
         self.counts = None  # by bucket and slot: how many gradients one backward brings
@@ -23,15 +20,20 @@ class StaticGraph(AllUsed):
         self.forget()
 
     def forget(self):
+        """A forward begins: count anew."""
         self._seen = [[0] * len(bucket.members) for bucket in self.reducer.buckets]
 
     def used(self, failed=False):
-        """Collective once: what the first backward has told is kept."""
+        """Return which parameters some rank has used, [[bool]] by bucket. Collective the first time.
+
+        failed: an exception has left the backward; then all count as used.
+        """
         if self._used is None:
             self._used = self.reducer.used(everything=failed)
         return self._used
 
-    def arrive(self, index, slot):
+    def arrive(self, index, slot, backward):
+        """A gradient was added to. backward: not needed here."""
         self._seen[index][slot] += 1
         if self.counts is None:
             return self.reducer.arrive(index, slot)
@@ -45,7 +47,7 @@ class StaticGraph(AllUsed):
             self.reducer.arrive(index, slot)
 
     def close(self, absent):
-        """Raises RuntimeError if this backward was not like the first."""
+        """Backward is over. Raises RuntimeError if it was not like the first."""
         seen = self._seen
         self.forget()
         if self.counts is None:

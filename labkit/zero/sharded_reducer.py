@@ -155,7 +155,9 @@ class ShardedBucket(Bucket):
         return gradient is None or (untouched and gradient is self._views[slot])
 
     def settle(self, adopt):
-        """Nothing was set aside: without a gradient p.grad is None, before and after."""
+        """Expect every gradient of the next step. No gradient was set aside: adopt is not needed."""
+        self.arrived = bytearray(len(self.members))
+        self.missing = len(self.members)
 
 
 class Scatterer(Reducer):
