@@ -25,7 +25,7 @@ from labkit import comm
 from labkit.ddp.reducer import Reducer
 from labkit.pickle_support import NotPickled
 from labkit.replicas import broadcast_tensors
-from labkit.zero.master_weights import refuse_copies
+from labkit.zero.zero import refuse_copies
 
 
 class Compression:

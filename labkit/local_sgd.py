@@ -29,7 +29,7 @@ from labkit.ddp.bucket import Bucket, assign_buckets
 from labkit.ddp.comm_hook_errors import future_from
 from labkit.pickle_support import check_default_group
 from labkit.replicas import broadcast_tensors, check_agreement
-from labkit.zero.master_weights import refuse_copies
+from labkit.zero.zero import refuse_copies
 
 
 class LocalSGD:

@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 from labkit import comm
 from labkit.amp.autocast_mode import autocast
-from labkit.amp.scaler_state import ScalerState
 from labkit.amp.unscale import gradients_of, unscale_and_check
+from labkit.pickle_support import check_default_group
 from labkit.zero.master_weights import MasterWeights
 
 __all__ = ["GradScaler", "MasterWeights", "autocast", "gradients_of", "unscale_and_check"]
@@ -30,7 +30,7 @@ __all__ = ["GradScaler", "MasterWeights", "autocast", "gradients_of", "unscale_a
 NO_GRADIENTS = "nothing to check: no rank has a gradient among the optimizer's parameters"
 
 
-class GradScaler(ScalerState):
+class GradScaler:
     """Dynamic loss scaling with the calls of torch.amp.GradScaler, one verdict for all ranks.
 
         scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()
@@ -89,6 +89,11 @@ class GradScaler(ScalerState):
         self._used = False  # scale() has been called
         self._set_scale(init_scale)
         self._forget()
+
+    @staticmethod
+    def _expect(holds, otherwise):
+        if not holds:
+            raise RuntimeError(otherwise)
 
     def _set_scale(self, value):
         self._scale = torch.tensor(value, dtype=torch.float32).item()  # rounded as the tensors are
@@ -228,3 +233,71 @@ class GradScaler(ScalerState):
             grown = torch.tensor(self._scale * self._growth_factor, dtype=torch.float32).item()
             if math.isfinite(grown):
                 self._set_scale(grown)
+
+    # ---- settings and state, by the names of torch.amp.GradScaler
+
+    def __getstate__(self):
+        if self._enabled:
+            idle = not self._verdicts and not self._stepped
+            self._expect(
+                idle,
+                "GradScaler can be pickled before unscale_() or after update(), not in between",
+            )
+        check_default_group(self, self.process_group)
+        return self.__dict__ | {"process_group": None}
+
+    def is_enabled(self):
+        return self._enabled
+
+    def get_scale(self):
+        """The scale, a float; 1.0 if not enabled."""
+        return self._scale if self._enabled else 1.0
+
+    def get_growth_factor(self):
+        return self._growth_factor
+
+    def set_growth_factor(self, new_factor):
+        self._growth_factor = new_factor
+
+    def get_backoff_factor(self):
+        return self._backoff_factor
+
+    def set_backoff_factor(self, new_factor):
+        self._backoff_factor = new_factor
+
+    def get_growth_interval(self):
+        return self._growth_interval
+
+    def set_growth_interval(self, new_interval):
+        self._growth_interval = new_interval
+
+    def state_dict(self):
+        """torch.amp.GradScaler's keys (it can load them), and the overflows. Empty if disabled."""
+        if not self._enabled:
+            return {}
+        return {
+            "scale": self._scale,
+            "growth_factor": self._growth_factor,
+            "backoff_factor": self._backoff_factor,
+            "growth_interval": self._growth_interval,
+            "_growth_tracker": self._good_steps,
+            "_overflows": self._overflows,
+        }
+
+    def load_state_dict(self, state_dict):
+        """Of this class or torch's. Raises RuntimeError for the empty one of a disabled scaler."""
+        if not self._enabled:
+            return
+        self._expect(
+            state_dict, "the state dict is empty: it was saved by a GradScaler(enabled=False)"
+        )
+        self._set_scale(state_dict["scale"])
+        self._growth_factor, self._backoff_factor = (
+            state_dict["growth_factor"],
+            state_dict["backoff_factor"],
+        )
+        self._growth_interval = state_dict["growth_interval"]
+        self._good_steps, self._overflows = (
+            state_dict["_growth_tracker"],
+            state_dict.get("_overflows", 0),
+        )

@@ -11,10 +11,9 @@ compiled model and a plain one load each other's.
 import json
 
 from labkit.checkpoint.dtensor_ranges import span
-from labkit.checkpoint.mesh_state import MeshModel
 from labkit.checkpoint.shard_ranges import in_whole
 from labkit.ddp.wrapper import Wrapper, without_wrappers
-from labkit.fsdp.fsdp_state_dict import ShardedModel
+from labkit.fsdp import FSDP
 from labkit.replicas import gather_bytes
 from labkit.tensor_parallel.tp_state_dict import named_cuts
 
@@ -30,7 +29,7 @@ def unwrapped(thing):
 
 def sharded_parts(module, prefix=""):
     """(prefix of its names, part) of every FSDP and Composed in a module, or the module itself."""
-    if isinstance(module, ShardedModel | MeshModel):
+    if isinstance(module, Wrapper) and hasattr(module, "places"):
         yield prefix, module
         return
     for name, child in module._modules.items():
@@ -51,7 +50,7 @@ def places_in(module):
             raise ValueError(f"{prefix[:-1]!r} has a pipeline: save it as a model of its own")
         own = {without_wrappers(prefix + name): place for name, place in part.places().items()}
         found |= own
-        if isinstance(part, ShardedModel):
+        if isinstance(part, FSDP):
             shards |= dict.fromkeys(own, part.sharding.group)
     found |= split_places(module, found, shards)
     return dict.fromkeys(names_elsewhere(module)) | found
@@ -69,7 +68,7 @@ def split_places(module, found, shards):
 
     shards: {name: group}, of those in `found` that FSDP has sharded once more.
     """
-    if isinstance(module, MeshModel):
+    if isinstance(module, Wrapper) and hasattr(module, "cuts"):  # Composed has counted them
         return {}
     values, split = dict(module.named_parameters(remove_duplicate=False)), {}
     for own_name, cut in named_cuts(module):

@@ -22,7 +22,7 @@ from labkit.checkpoint.generic_state import TreeHolder
 from labkit.checkpoint.shard_ranges import Place
 from labkit.checkpoint.sharded_parts import of_all_ranks, places_in, unwrapped
 from labkit.ddp.wrapper import is_extra, without_wrappers
-from labkit.zero.sharded_optimizer import ShardedOptimizer
+from labkit.zero import ZeRO1
 from labkit.zero.zero_state_dict import options_of
 
 
@@ -45,7 +45,7 @@ def holder(thing, places, everyone=list):
         return thing
     if isinstance(thing, nn.Module):
         return ModuleHolder(thing)
-    if isinstance(thing, ShardedOptimizer) and thing.has_ranges():
+    if isinstance(thing, ZeRO1) and thing.has_ranges():
         optimizer, groups, cut = thing.parts()
         wholes = named(groups, places)
         if split := [place.name for place in wholes.values() if place.columns]:

@@ -8,6 +8,7 @@ only by counting does one know which is the last. Sent besides: one int32 per pa
 Semantics: static_graph of torch.nn.parallel.DistributedDataParallel.
 """
 
+
 class StaticGraph:
     """What this rank's first averaging backward showed. Until then the reducer does not overlap."""
 
@@ -24,7 +25,7 @@ class StaticGraph:
         self._seen = [[0] * len(bucket.members) for bucket in self.reducer.buckets]
 
     def used(self, failed=False):
-        """Return which parameters some rank has used, [[bool]] by bucket. Collective the first time.
+        """Return which parameters some rank has used, [[bool]] by bucket. Collective at first.
 
         failed: an exception has left the backward; then all count as used.
         """

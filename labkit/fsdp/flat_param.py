@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from labkit import comm
-from labkit.zero.flat_shards import Layout
+from labkit.zero.flat_shards import Layout, mark_shard
 
 
 class FlatParam:
@@ -65,7 +65,9 @@ class FlatParam:
         self._sizes = [view.numel() for view in views]
         self._sizes.append(shard.numel() - sum(self._sizes))  # the padding
         for piece, view in zip(self.pieces, views, strict=True):
-            piece.data, piece.is_piece, piece.is_shard = view, True, True
+            piece.data = view
+            piece.is_piece = True
+            mark_shard(piece)
         self._addresses = [view.data_ptr() for view in views]
         dtype = (
             sharding.param_dtype

@@ -16,23 +16,27 @@ work, `prefetch` more. Rajbhandari et al., ZeRO, SC 2020, section 5.3; Zhao et a
 VLDB 2023, section 3.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from labkit.ddp.no_sync import NoSync
+from labkit.ddp.wrapper import Wrapper
+from labkit.fsdp.exec_order import CallOrder, Trace
 from labkit.fsdp.flat_param import FlatParam
-from labkit.fsdp.fsdp_state_dict import ShardedModel
-from labkit.fsdp.fsdp_unit import in_backward
-from labkit.fsdp.prefetch_order import CallOrder
-from labkit.fsdp.sharding_strategy import Sharding, in_dtype
-from labkit.fsdp.trace import Trace
-from labkit.fsdp.unit_gradients import UnitGradients
+from labkit.fsdp.fsdp_state_dict import full_state_dict, load_full_state_dict, load_shards, places
+from labkit.fsdp.fsdp_unit import UnitGradients, in_backward
+from labkit.fsdp.sharding_strategy import Sharding, compute_device, in_dtype
 from labkit.fsdp.wrap_policy import materialise, read_elsewhere, split_units
+from labkit.pickle_support import NotPickled
 from labkit.replicas import Replicas, broadcast_tensors, check_memory
+from labkit.zero.clip import clip_grad_norm_
 
 
-class FSDP(NoSync, ShardedModel):
+class FSDP(NoSync, NotPickled, Wrapper):
     """module, with its parameters, gradients and so optimizer states sharded.
 
     Collective: all ranks construct it.
@@ -61,6 +65,9 @@ class FSDP(NoSync, ShardedModel):
     Raises ValueError, on every rank, if the model differs between ranks, or where units match
     nothing or share.
     """
+
+    instead = "full_state_dict() (collective, whole) or state_dict() (this rank's shards)"
+    more = ". To average weights, clone the shards: see FSDP's docstring"
 
     def __init__(
         self,
@@ -144,7 +151,7 @@ class FSDP(NoSync, ShardedModel):
                 following.gather()
         unit.use()
         unit.note_forward()
-        if unit.flats:
+        if unit.flats and self.sharding.param_dtype is not None:
             args, kwargs = in_dtype((args, kwargs), self.sharding.param_dtype)
         if again or not torch.is_grad_enabled():
             done = partial(self._after_backward, unit)
@@ -247,3 +254,100 @@ class FSDP(NoSync, ShardedModel):
             unit.backwards_due = 0
             self._after_backward(unit)
         self._gradients.deliver()
+
+    # ---- its parameters: pieces, also while the module holds whole ones
+
+    def named_parameters(self, *args, **kwargs):
+        """The pieces, also while the module holds whole parameters."""
+        pieces = {
+            whole: p
+            for flat in self.flats
+            for whole, p in zip(flat.wholes, flat.pieces, strict=True)
+        }
+        for name, p in self.module.named_parameters(*args, **kwargs):
+            yield name, pieces.get(p, p)
+
+    def rest(self):
+        """Nothing is gathered."""
+        for flat in self.flats:
+            flat.free()
+
+    def zero_grad(self, set_to_none=True):
+        super().zero_grad(set_to_none)
+        for flat in self.flats:
+            flat.drop_cleared()
+
+    def clip_grad_norm_(self, max_norm, norm_type=2.0):
+        """Clip the norm of the gradients of all ranks' pieces to max_norm; returns the norm before.
+
+        Collective. As torch.nn.utils.clip_grad_norm_ on the averaged gradients in one process.
+        """
+        if any(flat.kept for flat in self.flats):
+            raise RuntimeError(
+                "what no_sync() keeps has not been averaged: clip after a backward outside of it"
+            )
+        group, device = self.sharding.group, self.sharding.device
+        pieces = [p for flat in self.flats for p in flat.pieces]
+        copies = dict.fromkeys(pieces, 1)
+        copies |= dict.fromkeys(self.replicated, dist.get_world_size(group))
+        return clip_grad_norm_(copies, max_norm, norm_type, group, device)
+
+    # ---- state dicts
+
+    def state_dict(self, *args, **kwargs):
+        """This rank's pieces, and buffers, by the module's own names. Whole: full_state_dict()."""
+        self.rest()
+        return super().state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict, strict=True, assign=False):
+        """Of this rank, from as many ranks; of other numbers: load_shards, load_full_state_dict."""
+        self.rest()
+        return super().load_state_dict(state_dict, strict, assign)
+
+    def full_state_dict(self):
+        """module.state_dict() as if never sharded, on every rank; buffers: rank 0's. Collective."""
+        return full_state_dict(self)
+
+    def load_full_state_dict(self, state_dict, strict=True):
+        """Take this rank's part of each whole value; see fsdp_state_dict.load_full_state_dict."""
+        return load_full_state_dict(self, state_dict, strict)
+
+    def load_shards(self, state_dicts, strict=True):
+        """Take what n ranks saved as state_dict(), in order of rank, for whatever world size."""
+        return load_shards(self, state_dicts, strict)
+
+    def places(self):
+        """{name: (start, stop, shape)}: which elements of the whole, flat, this rank's piece is."""
+        return places(self)
+
+    # ---- what moves or copies all parameters
+
+    def apply(self, fn):
+        """nn.Module.apply on whole parameters, so that an initialiser draws as in one process.
+
+        Collective. Values become rank 0's. Held meanwhile: the whole model. Returns self.
+        """
+        self.rest()
+        try:
+            for flat in self.flats:
+                flat.put([nn.Parameter(one, flat.trainable) for one in flat.gather_master()])
+            super().apply(fn)
+            for flat in self.flats:
+                flat.take_whole()
+            broadcast_tensors([*self.replicated, *self.buffers()], 0, self.sharding.everyone)
+        finally:
+            for flat in self.flats:
+                flat.put(flat.pieces)
+        return self
+
+    def _apply(self, fn, recurse=True):
+        """to(), double(), cuda(): the pieces have moved, so their shards must."""
+        self.rest()
+        super()._apply(fn, recurse)
+        self.sharding = replace(
+            self.sharding, device=compute_device(self.module, self.sharding.everyone)
+        )
+        for flat in self.flats:
+            flat.renew(self.sharding)
+        self.watch_root()
+        return self

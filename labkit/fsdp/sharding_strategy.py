@@ -82,9 +82,7 @@ def choose_groups(mode, mesh, process_group):
 
 
 def in_dtype(value, dtype):
-    """The value, its floating-point tensors in dtype; as it is if that is None."""
-    if dtype is None:
-        return value
+    """The value, its floating-point tensors in dtype."""
     return tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, value)
 
 

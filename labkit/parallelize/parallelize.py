@@ -26,8 +26,11 @@ from torch import nn
 
 from labkit import comm
 from labkit.attention.context_parallel import places, ring_attention
-from labkit.checkpoint.mesh_state import MeshModel
+from labkit.checkpoint.dtensor_ranges import span
+from labkit.checkpoint.shard_ranges import in_whole
 from labkit.ddp import DDP
+from labkit.ddp.wrapper import Wrapper
+from labkit.fsdp import FSDP
 from labkit.fsdp.sharding_strategy import compute_device
 from labkit.fsdp.wrap_policy import materialise_alike
 from labkit.ideas.data_parallel import average_gradients
@@ -59,7 +62,103 @@ def compose(module, mesh, plan, wrap=DDP):
     return wrap(module, process_group=mesh.group("dp", "cp"))
 
 
-class Composed(MeshModel):
+# ---- the recipe, in order of application: one function an axis
+
+
+def averaging_group(mesh):
+    """The ranks that have other samples or tokens for the same layers; None if there are none."""
+    axes = [axis for axis in ("dp", "cp", "ep") if axis in mesh.axes]
+    return mesh.group(*axes) if axes else None
+
+
+def first_names(module):
+    """{name: the first name of the same tensor}, of all that a state dict has."""
+    first = {}
+    tensors = module.state_dict(keep_vars=True)
+    return {name: first.setdefault(tensor, name) for name, tensor in tensors.items()}
+
+
+def share_values(module, device):
+    """Give all ranks the values of rank 0. Returns whether they are still to be made instead."""
+    values = [*module.parameters(), *module.buffers()]
+    if device.type != "meta" and any(tensor.is_meta for tensor in values):
+        return True
+    broadcast_tensors(values)
+    return False
+
+
+def apply_ep(module, mesh, replicas):
+    """Spread the experts of each MoE along ep. Returns the names of what other ranks do not have.
+
+    First, for the module is then smaller. replicas: the ranks over which the load is counted.
+    """
+    spread = mesh.axes.get("ep", 1) > 1
+    for _, part in mixtures(module):
+        part.spread(mesh.group("ep") if spread else None, replicas)
+    return set(names_of_experts(module)) if spread else set()
+
+
+def apply_cp(module, mesh, attend):
+    """Let each part with `attend` pass keys and values around the ranks of cp."""
+    if mesh.axes.get("cp", 1) > 1:
+        for part in attending(module):
+            part.attend = partial(attend, group=mesh.group("cp"))
+
+
+def cut_stages(module, mesh, stage, program, micro_batches, device):
+    """Cut the blocks into stages: ({number: stage}, those of this rank among them).
+
+    Before tensor parallelism, so that a rank splits, and makes values for, its own layers alone.
+    The first is this rank's stages too, but on the meta device, where no other rank describes its
+    outputs, the stages of all ranks.
+    """
+    owner = check(program, mesh.axes["pp"], micro_batches)
+    stages_a_pipeline = len(routes(program)[0])
+    blocks = len(module.blocks) // stages_a_pipeline
+    mine = sorted(number for number in owner if owner[number] == mesh.rank("pp"))
+    built = {}
+    for number in owner if device.type == "meta" else mine:
+        begin = number % stages_a_pipeline * blocks
+        built[number] = stage(module, range(begin, begin + blocks))
+    return built, {number: built[number] for number in mine}
+
+
+def apply_tp(parts, mesh, plan):
+    """Split the layers that the plan names along tp; a stage has some of them."""
+    if mesh.axes.get("tp", 1) > 1:
+        for part in parts:
+            here = {pattern: style for pattern, style in plan.items() if met(part, pattern)}
+            parallelize_module(part, mesh.group("tp"), here)
+
+
+def apply_pp(built, mesh, program, micro_batches, loss, names):
+    """Join the stages of all ranks of pp to a Pipeline. names: see first_names."""
+    return Pipeline(
+        built, mesh.group("pp"), program, micro_batches, loss, lambda number, name: names[name]
+    )
+
+
+def apply_dp(module, mesh, apart, names, wrap):
+    """Average gradients along dp, cp and ep: the wrappers, the outermost last; none without ranks.
+
+    Last, around everything: it sees the parameters that are left. apart: names of the experts. They
+    differ along ep, so a second wrapper averages them, along dp and cp alone.
+    """
+    replicas = averaging_group(mesh)
+    if replicas is None:
+        return []
+    if not apart:
+        return [wrap(module, process_group=replicas)]
+    module._ddp_params_and_buffers_to_ignore = apart
+    inner = wrap(module, process_group=replicas)
+    same_experts = [axis for axis in ("dp", "cp") if axis in mesh.axes]
+    if all(mesh.axes[axis] == 1 for axis in same_experts):
+        return [inner]
+    inner._ddp_params_and_buffers_to_ignore = names.keys() - apart
+    return [inner, wrap(inner, process_group=mesh.group(*same_experts))]
+
+
+class Composed(Wrapper):
     """A whole module spread over a mesh; its values become those of rank 0. Collective.
 
     module: of one on the meta device each rank makes its own stages alone, with values of their
@@ -94,58 +193,37 @@ class Composed(MeshModel):
     ):
         size = dict.fromkeys(AXES, 1) | dict(mesh.axes)
         refuse(module, size, plan, wrap, stage, stages)
-        first = {}  # of each tensor the first of its names
-        tensors = module.state_dict(keep_vars=True)
-        names = {name: first.setdefault(tensor, name) for name, tensor in tensors.items()}
+        super().__init__(module)
+        self.mesh = mesh
+        self.size = size
+        self.replicas = averaging_group(mesh)  # along which gradients are averaged, or None
+        self.names = first_names(module)
         device = compute_device(module, mesh.group(next(iter(mesh.axes))))
-        values = [*module.parameters(), *module.buffers()]
-        unborn = device.type != "meta" and any(tensor.is_meta for tensor in values)
-        broadcast_tensors([] if unborn else values)
-        averaging = [axis for axis in ("dp", "cp", "ep") if axis in mesh.axes]
-        replicas = mesh.group(*averaging) if averaging else None
-        for _, one in mixtures(module):
-            one.spread(mesh.group("ep") if size["ep"] > 1 else None, replicas)
-        apart = set(names_of_experts(module)) if size["ep"] > 1 else set()
-        elsewhere = names.keys() - module.state_dict().keys()
-        if size["cp"] > 1:
-            for part in attending(module):
-                part.attend = partial(attend, group=mesh.group("cp"))
-        own = {0: module}
+        values_follow = share_values(module, device)
+
+        self.apart = apply_ep(module, mesh, self.replicas)
+        self.elsewhere = self.names.keys() - module.state_dict().keys()
+        apply_cp(module, mesh, attend)
         if size["pp"] > 1:
             program = schedule(stages or size["pp"], micro_batches, size["pp"])
-            owner = check(program, size["pp"], micro_batches)
-            length = len(routes(program)[0])
-            blocks = len(module.blocks) // length
-            mine = sorted(number for number in owner if owner[number] == mesh.rank("pp"))
-            alone = device.type == "meta"  # nobody will tell of the other stages
-            begin = {number: number % length * blocks for number in (owner if alone else mine)}
-            built = {n: stage(module, range(at, at + blocks)) for n, at in begin.items()}
-            own = {number: built[number] for number in mine}
-        if unborn:
+            built, own = cut_stages(module, mesh, stage, program, micro_batches, device)
+        else:
+            built = own = {0: module}
+        if values_follow:
             materialise_alike(own.values(), device)
-        if size["tp"] > 1:
-            for part in [module] if device.type == "meta" else own.values():
-                here = {pattern: style for pattern, style in plan.items() if met(part, pattern)}
-                parallelize_module(part, mesh.group("tp"), here)
-        cuts = {names[name]: cut for part in own.values() for name, cut in named_cuts(part)}
-        pipeline, senders = None, []
+        # On the meta device the stages of all ranks are views of this one module.
+        apply_tp([module] if device.type == "meta" else own.values(), mesh, plan)
+        self.cuts = {  # {first name: Cut}
+            self.names[name]: cut for part in own.values() for name, cut in named_cuts(part)
+        }
         if size["pp"] > 1:
-            by_name, ring = (lambda number, name: names[name]), mesh.group("pp")
-            pipeline = Pipeline(built, ring, program, micro_batches, loss, by_name)
-            module = nn.ModuleList(own.values())
-        elif averaging:
-            if apart:
-                module._ddp_params_and_buffers_to_ignore = apart
-            senders = [(wrap or DDP)(module, process_group=replicas)]
-            if apart and size["dp"] * size["cp"] > 1:  # around it, one for the experts alone
-                senders[0]._ddp_params_and_buffers_to_ignore = names.keys() - apart
-                same = mesh.group(*(axis for axis in averaging if axis != "ep"))
-                senders.append((wrap or DDP)(senders[0], process_group=same))
-            module = senders[-1]
-        super().__init__(module)
-        self.size, self.mesh, self.replicas, self.pipeline = size, mesh, replicas, pipeline
-        self.names, self.cuts = names, cuts  # cuts: {first name: Cut}
-        self.senders, self.apart, self.elsewhere = senders, apart, elsewhere
+            self.pipeline = apply_pp(built, mesh, program, micro_batches, loss, self.names)
+            self.senders = []
+            self.module = nn.ModuleList(own.values())
+        else:
+            self.pipeline = None
+            self.senders = apply_dp(module, mesh, self.apart, self.names, wrap or DDP)
+            self.module = self.senders[-1] if self.senders else module
 
     def named_parameters(self, *args, **kwargs):
         if self.pipeline:
@@ -219,6 +297,40 @@ class Composed(MeshModel):
         return ranks
 
     # ---- state dicts
+    #
+    #   axis   a rank holds                     in a checkpoint
+    #   pp     some layers                      those names
+    #   ep     some experts                     those names
+    #   tp     rows, or columns, of a matrix    ranges of elements: checkpoint/shard_ranges.py
+    #   dp     all, with FSDP a shard           written once, a part by each; the shard
+
+    def state_dict(self, *args, **kwargs):
+        """What this rank holds, by the names of the whole. Whole: full_state_dict()."""
+        if not self.pipeline:
+            return super().state_dict(*args, **kwargs)
+        state = self.pipeline.state_dict()
+        return {name: state[first] for name, first in self.names.items() if first in state}
+
+    def load_state_dict(self, state_dict, strict=True, assign=False):
+        """Of this rank, from a mesh with the same axes; of others: load_full_state_dict."""
+        if not self.pipeline:
+            return super().load_state_dict(state_dict, strict, assign)
+        return self.pipeline.load_state_dict(state_dict, strict)
+
+    def places(self):
+        """{name: which elements of the whole this rank holds, as Place has it after its name}.
+
+        None of what only other ranks have.
+        """
+        shards = self.module.places() if isinstance(self.module, FSDP) else {}
+        found = dict.fromkeys(self.names)
+        for name, tensor in self.state_dict().items():
+            start, stop, shape = shards.get(name) or span(tensor)
+            found[name] = start, stop, shape
+            if self.names[name] in self.cuts:
+                among = self.replicas if name in shards else None
+                found[name] = in_whole(self.cuts[self.names[name]], start, stop, shape, among)
+        return found
 
     def full_state_dict(self):
         """state_dict() of the whole module in one process, on every rank. Collective."""

@@ -15,6 +15,7 @@ import torch
 from torch.nn import functional as F
 
 from labkit.tensor_parallel.placements import Axis, gathered
+from labkit.zero.flat_shards import mark_shard
 
 
 class Cut(NamedTuple):
@@ -87,7 +88,8 @@ def named_cuts(module):
 def take_part(parameter, cut):
     """The parameter becomes this rank's slice, in place: ties, optimizers and names stay."""
     own = cut.part(parameter.data)
-    parameter.data, parameter.is_shard = own.clone(memory_format=torch.contiguous_format), True
+    parameter.data = own.clone(memory_format=torch.contiguous_format)
+    mark_shard(parameter)
 
 
 @contextmanager

@@ -11,10 +11,7 @@ Rajbhandari et al., ZeRO, SC 2020, section 5.1, shards Adam; for the others see 
 ICLR 2020.
 """
 
-import inspect
-
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 
 def check_elementwise(optimizer_class, defaults, group=None, device="cpu"):
@@ -41,25 +38,6 @@ def check_elementwise(optimizer_class, defaults, group=None, device="cpu"):
             "on the others, so it cannot work on shards; "
             "SGD, Adam, AdamW, RMSprop, Adagrad and their like can"
         )
-
-
-def refuse_shards(optimizer, args, kwargs):
-    """Before the first step of any optimizer that has shards of FSDP or of a split layer.
-
-    Such a parameter has the attribute is_shard, for the optimizer is made by whoever likes.
-    """
-    if hasattr(optimizer, "shards_checked"):
-        return
-    optimizer.shards_checked = True
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    taken = inspect.signature(type(optimizer)).parameters
-    if any(hasattr(p, "is_shard") for p in parameters) and {"params", "lr"} <= set(taken):
-        defaults = {name: value for name, value in optimizer.defaults.items() if name in taken}
-        check_elementwise(type(optimizer), defaults)
-
-
-# FSDP and split layers do not make the optimizer: they can only watch all of them.
-register_optimizer_step_pre_hook(refuse_shards)
 
 
 def _two_steps(optimizer_class, defaults, group, tensors):

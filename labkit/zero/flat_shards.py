@@ -14,10 +14,15 @@ section 5; Zhao et al., PyTorch FSDP: Experiences on Scaling Fully Sharded Data 
 section 3.2.3.
 """
 
+import inspect
+from functools import cache
 from itertools import accumulate
 from math import prod
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from labkit.zero.elementwise import check_elementwise
 
 
 class Layout:
@@ -71,3 +76,29 @@ class Layout:
             view.copy_(tensor)
         flat[self.numel :].zero_()
         return flat
+
+
+def mark_shard(parameter):
+    """Have each optimizer of this parameter checked before its first step: it must be elementwise.
+
+    FSDP and split layers do not make the optimizer, so they watch all optimizers.
+    """
+    parameter.is_shard = True
+    _watch_optimizers()
+
+
+@cache
+def _watch_optimizers():
+    register_optimizer_step_pre_hook(refuse_shards)
+
+
+def refuse_shards(optimizer, args, kwargs):
+    """Raise ValueError where an optimizer with shards is not elementwise."""
+    if hasattr(optimizer, "shards_checked"):
+        return
+    optimizer.shards_checked = True
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    taken = inspect.signature(type(optimizer)).parameters
+    if any(hasattr(p, "is_shard") for p in parameters) and {"params", "lr"} <= set(taken):
+        defaults = {name: value for name, value in optimizer.defaults.items() if name in taken}
+        check_elementwise(type(optimizer), defaults)

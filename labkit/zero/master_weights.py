@@ -18,7 +18,6 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from labkit.pickle_support import NotPickled
-from labkit.zero.sharded_optimizer import ShardedOptimizer
 
 MASTERS = WeakTensorKeyDictionary()  # parameter -> weak reference to its master
 
@@ -135,22 +134,6 @@ class MasterWeights(NotPickled, torch.optim.Optimizer):
             master.copy_(saved)
         for p, master in self.pairs():
             p.copy_(master)
-
-
-def refuse_copies(name, optimizer):
-    """Raise ValueError where the optimizer works on copies or pieces of the model's parameters.
-
-    name: of the class that would treat those as the model's own.
-    """
-    pieces = any(
-        hasattr(p, "is_piece") for group in optimizer.param_groups for p in group["params"]
-    )
-    if pieces or isinstance(optimizer, MasterWeights | ShardedOptimizer):
-        kind = "an optimizer of FSDP's shards" if pieces else type(optimizer).__name__
-        raise ValueError(
-            f"{name} cannot wrap {kind}: it needs a torch.optim optimizer of the model's own, "
-            "whole parameters"
-        )
 
 
 def holder(p):

@@ -155,7 +155,7 @@ class ShardedBucket(Bucket):
         return gradient is None or (untouched and gradient is self._views[slot])
 
     def settle(self, adopt):
-        """Expect every gradient of the next step. No gradient was set aside: adopt is not needed."""
+        """Expect every gradient of the next step. adopt: not needed, no gradient was set aside."""
         self.arrived = bytearray(len(self.members))
         self.missing = len(self.members)
 

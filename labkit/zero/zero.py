@@ -21,15 +21,16 @@ from torch.autograd import Variable
 from labkit import comm
 from labkit.ddp.no_sync import NoSync
 from labkit.ddp.reducer import watchers
-from labkit.replicas import broadcast_tensors, check_ranks
+from labkit.pickle_support import NotPickled
+from labkit.replicas import broadcast_tensors, check_agreement, check_memory, check_ranks
 from labkit.zero.clip import clip_grad_norm_
 from labkit.zero.elementwise import check_elementwise
-from labkit.zero.sharded_optimizer import ShardedOptimizer
+from labkit.zero.master_weights import MasterWeights
 from labkit.zero.sharded_reducer import Scatterer
-from labkit.zero.zero_state_dict import options_of
+from labkit.zero.zero_state_dict import gather_state, options_of, slice_state
 
 
-class ZeRO1(NoSync, ShardedOptimizer):
+class ZeRO1(NoSync, NotPickled, torch.optim.Optimizer):
     """optimizer_class over parameters that all ranks hold, with the states sharded.
 
     optimizer_class: elementwise, from torch.optim or like it. defaults: its options.
@@ -49,6 +50,8 @@ class ZeRO1(NoSync, ShardedOptimizer):
     """
 
     keeps_gradients = True  # whole, after they have been averaged
+    instead = "state_dict() (collective, whole)"
+    _inner = None  # until _cut()
 
     def __init__(self, params, optimizer_class, process_group=None, bucket_cap_mb=25, **defaults):
         name = type(self).__name__
@@ -73,6 +76,59 @@ class ZeRO1(NoSync, ShardedOptimizer):
     def buckets(self):
         """The list of ShardedBucket, in the order in which they leave."""
         return self._reducer.buckets
+
+    def _agree(self, settings):
+        """{parameter: its name}, in order. Collective: ValueError where the ranks do not agree."""
+        self._whole_groups = self.param_groups
+        names, lines = {}, [f"settings {settings}"]
+        for number, group in enumerate(self._whole_groups):
+            for place, p in enumerate(group["params"]):
+                given = group.get("param_names")
+                names[p] = given[place] if given else f"parameter {len(names)}"
+                trainable = "trainable" if p.requires_grad else "fixed"
+                shape = f"{p.dtype} {list(p.shape)}, strides {list(p.stride())}"
+                lines.append(f"{names[p]!r} of group {number}: {shape}, {trainable}")
+        check_agreement(lines, self.process_group, next(iter(names)).device if names else "cpu")
+        check_memory([(name, p) for p, name in names.items()], type(self).__name__)
+        if not any(p.requires_grad for p in names):
+            raise ValueError(f"{type(self).__name__}: no parameter requires a gradient")
+        for p, name in names.items():
+            if any(isinstance(owner, ZeRO1) for owner in watchers(p)):
+                raise ValueError(
+                    f"{name!r} is in another {type(self).__name__} already: delete that one first"
+                )
+        self._frozen = {p: name for p, name in names.items() if not p.requires_grad}
+        return names
+
+    def _cut(self, optimizer_class, defaults):
+        """Make the optimizer inside, of this rank's pieces in groups as given, without names."""
+        self._pieces = {
+            p: piece
+            for bucket in self.buckets
+            for p, piece in zip(bucket.members, bucket.pieces, strict=True)
+            if piece is not None
+        }
+        groups = [
+            options_of(group)
+            | {"params": [self._pieces[p] for p in group["params"] if p in self._pieces]}
+            for group in self._whole_groups
+        ]
+        self._inner = optimizer_class(groups, **defaults)
+        self._share()
+
+    def _share(self):
+        """What schedulers, GradScaler and trackers look at is what the inner optimizer works on."""
+        self.param_groups, self.state = self._inner.param_groups, self._inner.state
+        self.defaults = self._inner.defaults
+
+    def add_param_group(self, param_group):
+        """Only while it is constructed. Raises RuntimeError afterwards."""
+        if self._inner is not None:
+            raise RuntimeError(
+                f"{type(self).__name__} cuts its parameters once: construct a new one with all "
+                "groups, and load this one's state_dict() into it"
+            )
+        super().add_param_group(param_group)
 
     # ---- backward
 
@@ -146,6 +202,70 @@ class ZeRO1(NoSync, ShardedOptimizer):
         torch.autograd.graph.increment_version([p for b in self.buckets for p in b.members])
         return loss
 
+    def _check_members(self):
+        """Raise RuntimeError where parameters or gradients are not what the cut left to step()."""
+        for bucket in self.buckets:
+            for slot, (name, p) in enumerate(zip(bucket.names, bucket.members, strict=True)):
+                if p.data_ptr() != bucket.homes[slot].data_ptr():
+                    raise RuntimeError(
+                        f"{name!r} has moved to other memory since {type(self).__name__} was "
+                        "constructed: move or convert the model first (to(), half()), then "
+                        "construct the optimizer"
+                    )
+                if not bucket.is_averaged(slot):
+                    raise RuntimeError(
+                        f"the gradient of {name!r} is not the average, or was changed after it: "
+                        "end accumulation with a backward outside no_sync(), clip with "
+                        "clip_grad_norm_ of this optimizer, and leave the averaging to "
+                        f"{type(self).__name__} (no PyTorch DDP around the model)"
+                    )
+        for p, name in self._frozen.items():
+            if p.grad is not None:
+                raise RuntimeError(
+                    f"{name!r} was unfrozen after {type(self).__name__} was constructed: "
+                    "do it before"
+                )
+
+    # ---- state
+
+    def has_ranges(self):
+        """Whether its pieces are ranges of elements: not of a channels_last parameter."""
+        return all(p.is_contiguous() for bucket in self.buckets for p in bucket.members)
+
+    def parts(self):
+        """What this rank has: (optimizer, groups of whole parameters, {p: (piece, start, stop)}).
+
+        start, stop: which elements of p, in the order in which memory has them.
+        """
+        cut = {}
+        for bucket in self.buckets:
+            ranges = bucket.layout.ranges(bucket.rank)
+            for p, piece, where in zip(bucket.members, bucket.pieces, ranges, strict=True):
+                if piece is not None:
+                    cut[p] = (piece, *where)
+        return self._inner, self._whole_groups, cut
+
+    def state_dict(self):
+        """The state of the unsharded optimizer, whole, on every rank. Collective.
+
+        What optimizer_class on all parameters would return: loads there, and here on any n ranks.
+        """
+        return gather_state(
+            self._inner, self._whole_groups, self._pieces, self.buckets, self.process_group
+        )
+
+    def load_state_dict(self, state_dict):
+        """Take this rank's part of a whole state_dict(), ours or optimizer_class's. Sends nothing.
+
+        Raises ValueError where groups or shapes are not those of these parameters.
+        """
+        self.load_parts(slice_state(state_dict, self._whole_groups, self._pieces, self.buckets))
+
+    def load_parts(self, state_dict):
+        """Take a state_dict() of the optimizer in parts()."""
+        self._inner.load_state_dict(state_dict)
+        self._share()
+
 
 class ZeRO2(ZeRO1):
     """ZeRO1 that frees each bucket's gradients once averaged: then p.grad is None, pieces hold all.
@@ -154,3 +274,19 @@ class ZeRO2(ZeRO1):
     """
 
     keeps_gradients = False
+
+
+def refuse_copies(name, optimizer):
+    """Raise ValueError where the optimizer works on copies or pieces of the model's parameters.
+
+    name: of the class that would treat those as the model's own.
+    """
+    pieces = any(
+        hasattr(p, "is_piece") for group in optimizer.param_groups for p in group["params"]
+    )
+    if pieces or isinstance(optimizer, MasterWeights | ZeRO1):
+        kind = "an optimizer of FSDP's shards" if pieces else type(optimizer).__name__
+        raise ValueError(
+            f"{name} cannot wrap {kind}: it needs a torch.optim optimizer of the model's own, "
+            "whole parameters"
+        )
