@@ -4,23 +4,15 @@
 
 Each function is torch.distributed's of the same name (reduce_scatter and all_gather: the
 single-tensor forms; summed: all_reduce, out of place), but src and dst count *within the group*.
-What an Event tells: meter.py.
+comm_log.py says what an Event contains.
 
-Bytes one rank of n sends, for a payload (the tensor before it is cut or after it is put together)
-of P bytes:
-
-    all_reduce                    2 (n-1)/n P   derived: what a bandwidth-optimal ring sends
-    reduce_scatter, all_gather      (n-1)/n P   derived: one half of that ring
-    broadcast                       (n-1)/n P   derived: n-1 ranks must get P; mean over the ranks
-    all_to_all                      P - own     derived: all that the rank does not keep for itself
-    send, exchange                  P           counted: we send that message ourselves
-    recv, barrier                   0           counted
+Bytes that a rank sends: labkit/ring_cost.py has the formula of each operation. "counted": send,
+recv, exchange and barrier, as we send those messages ourselves. "derived": the others.
 
 "derived" is the formula rounded down to whole bytes, not a measurement: the backend may choose
-another algorithm. On gloo the sum over the ranks is what leaves real nodes, except where a
-reduce_scatter is of anything other than a sum: it sends a whole all_reduce. Notebook 01 and
-tests/test_nodes.py hold both against the counters of the nodes' interfaces. Patarasuk and Yuan,
-Bandwidth optimal all-reduce algorithms for clusters of workstations, JPDC 2009.
+another algorithm. On gloo the sum over the ranks is what leaves real nodes; only a reduce_scatter
+of anything other than a sum sends a whole all_reduce. Notebook 01 and the tests of the namespaces
+compare both with the counters of the nodes' interfaces.
 """
 
 import torch
@@ -65,10 +57,6 @@ def _finish(work):
     work.wait()  # and return None, as torch's operations do that are not asynchronous
 
 
-def _ring(n, P):
-    return 2 * (n - 1) * P // n
-
-
 def all_reduce(tensor, op=ReduceOp.SUM, group=None, async_op=False):
     """Every rank's tensor becomes the sum (or op) of all of them, in place."""
 
@@ -78,7 +66,7 @@ def all_reduce(tensor, op=ReduceOp.SUM, group=None, async_op=False):
             return work if async_op else _finish(work)
         return dist.all_reduce(tensor, op, group, async_op)
 
-    return metered("all_reduce", group, tensor, _ring, async_op, launch)
+    return metered("all_reduce", group, tensor, async_op, launch)
 
 
 def summed(tensor, group=None):
@@ -89,7 +77,7 @@ def summed(tensor, group=None):
         def launch():
             _finish(gloo_workarounds.all_reduce(total, tensor, group))
 
-        metered("all_reduce", group, tensor, _ring, False, launch)
+        metered("all_reduce", group, tensor, False, launch)
     else:
         total = tensor.clone(memory_format=torch.contiguous_format)
         all_reduce(total, group=group)
@@ -109,7 +97,7 @@ def reduce_scatter(output, input, op=ReduceOp.SUM, group=None, async_op=False):
             return work if async_op else _finish(work)
         return _reduce_scatter(output, input, op, group, async_op)
 
-    return metered("reduce_scatter", group, input, lambda n, P: (n - 1) * P // n, async_op, launch)
+    return metered("reduce_scatter", group, input, async_op, launch)
 
 
 def all_gather(output, input, group=None, async_op=False):
@@ -125,7 +113,7 @@ def all_gather(output, input, group=None, async_op=False):
             return work if async_op else _finish(work)
         return _all_gather(output, input, group, async_op)
 
-    return metered("all_gather", group, output, lambda n, P: (n - 1) * P // n, async_op, launch)
+    return metered("all_gather", group, output, async_op, launch)
 
 
 def broadcast(tensor, src=0, group=None, async_op=False):
@@ -134,7 +122,7 @@ def broadcast(tensor, src=0, group=None, async_op=False):
     def launch():
         return dist.broadcast(tensor, group=group, async_op=async_op, group_src=src)
 
-    return metered("broadcast", group, tensor, lambda n, P: (n - 1) * P // n, async_op, launch)
+    return metered("broadcast", group, tensor, async_op, launch)
 
 
 def all_to_all(
@@ -149,12 +137,14 @@ def all_to_all(
             return work if async_op else _finish(work)
         return dist.all_to_all_single(*split, async_op)
 
-    def sent(n, P):
+    def sent(n, payload):
+        """All that the rank does not keep for itself."""
         if not input_split_sizes:
-            return P - P // n
-        return P - P * input_split_sizes[dist.get_rank(group)] // max(1, sum(input_split_sizes))
+            return payload - payload // n
+        kept = input_split_sizes[dist.get_rank(group)]
+        return payload - payload * kept // max(1, sum(input_split_sizes))
 
-    return metered("all_to_all", group, input, sent, async_op, launch)
+    return metered("all_to_all", group, input, async_op, launch, sent=sent)
 
 
 def send(tensor, dst, group=None, async_op=False):
@@ -166,7 +156,7 @@ def send(tensor, dst, group=None, async_op=False):
     def pairs(rank):
         return ((rank, dst),)
 
-    return metered("send", group, tensor, lambda n, P: P, async_op, launch, pairs)
+    return metered("send", group, tensor, async_op, launch, pairs)
 
 
 def recv(tensor, src, group=None, async_op=False):
@@ -178,7 +168,7 @@ def recv(tensor, src, group=None, async_op=False):
     def pairs(rank):
         return ((src, rank),)
 
-    return metered("recv", group, tensor, lambda n, P: 0, async_op, launch, pairs)
+    return metered("recv", group, tensor, async_op, launch, pairs)
 
 
 def exchange(outgoing, dst, incoming, src, group=None, async_op=False):
@@ -193,9 +183,8 @@ def exchange(outgoing, dst, incoming, src, group=None, async_op=False):
         works = dist.batch_isend_irecv(
             [receive, dist.P2POp(dist.isend, outgoing, group=group, group_peer=dst)]
         )
-        work = (
-            works[0] if len(works) == 1 else gloo_workarounds.All(works)
-        )  # NCCL fuses them into one
+        fused = len(works) == 1  # by NCCL
+        work = works[0] if fused else gloo_workarounds.All(works)
         if async_op:
             return work
         work.wait()
@@ -203,7 +192,7 @@ def exchange(outgoing, dst, incoming, src, group=None, async_op=False):
     def pairs(rank):
         return (rank, dst), (src, rank)
 
-    return metered("exchange", group, outgoing, lambda n, P: P, async_op, launch, pairs)
+    return metered("exchange", group, outgoing, async_op, launch, pairs)
 
 
 def barrier(group=None):
@@ -212,4 +201,4 @@ def barrier(group=None):
     def launch():
         return dist.barrier(group)
 
-    return metered("barrier", group, None, lambda n, P: 0, False, launch)
+    return metered("barrier", group, None, False, launch)

@@ -15,6 +15,8 @@ from time import perf_counter
 
 import torch.distributed as dist
 
+from labkit.ring_cost import sent_bytes
+
 _MESSAGES = ("send", "recv", "exchange")
 
 # The open logs. No ContextVar, because autograd calls hooks, and so us, from its own threads.
@@ -28,11 +30,11 @@ class HostClock:
         setattr(thing, name, perf_counter())
 
     def resolve(self):
-        """Tell what was stamped: for the clock of a device, labkit.measure.clock."""
+        """Fill in what was stamped; only the clock of a device (labkit.measure.clock) has to."""
 
 
 class NoClock(HostClock):
-    """Of what a CUDA device does the host's clock knows nothing."""
+    """Stamps NaN: the host's clock cannot know when a CUDA device is done."""
 
     def stamp(self, thing, name):
         setattr(thing, name, nan)
@@ -156,10 +158,11 @@ def tell(notes, state):
         note(state)
 
 
-def metered(op, group, tensor, sent, async_op, launch, pairs=None):
-    """Run launch(), logged as op. tensor: the payload or None. sent(group size, payload): bytes.
+def metered(op, group, tensor, async_op, launch, pairs=None, sent=None):
+    """Run launch(), logged as op, and return what it returns; a MeteredWork if async_op.
 
-    pairs(rank within the group): as Event has them.
+    tensor: the payload, or None. pairs(rank within the group): as in Event. sent(group size,
+    payload bytes): the bytes that this rank sends, where the ring's formula does not hold.
     """
     if not _logs:
         return launch()
@@ -173,7 +176,8 @@ def metered(op, group, tensor, sent, async_op, launch, pairs=None):
     payload = 0 if tensor is None else tensor.nbytes
     source = "counted" if op in (*_MESSAGES, "barrier") else "derived"
     name = (group or dist.group.WORLD).group_name
-    event = Event(op, size, payload, sent(size, payload), source, group=name)
+    bytes_sent = sent(size, payload) if sent else sent_bytes(op, size, payload)
+    event = Event(op, size, payload, bytes_sent, source, group=name)
     if pairs:
         event.pairs = pairs(dist.get_rank(group))
     clock.stamp(event, "start")

@@ -19,6 +19,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from labkit.measure.scaling import nonnegative
+
 
 class Cost(NamedTuple):
     """What a step of one method costs on any link."""
@@ -62,5 +64,4 @@ def fit(link_mbit, step_ms):
             "a fit needs step times at two link speeds at least: one cannot tell work from bytes"
         )
     parts = np.stack([1 / measured, 8 / (1000 * mbit) / measured], axis=1)
-    (busy_ms, wire_bytes), *_ = np.linalg.lstsq(parts, np.ones(len(measured)), rcond=None)
-    return Cost(float(busy_ms), float(wire_bytes))
+    return Cost(*nonnegative(parts, "step times"))

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from labkit.measure.stats import Ratio, paired_ratio
+from labkit.ring_cost import hops, share
 
 
 def efficiency(one, many, kind):
@@ -49,8 +50,8 @@ class Costs(NamedTuple):
 
 
 def ring(n):
-    """(messages that follow one another, times the tensor that a rank sends) of a ring of n."""
-    return 2 * (n - 1), 2 * (n - 1) / n
+    """(messages that follow one another, times the tensor that a rank sends) of an all-reduce."""
+    return hops("all_reduce", n), share("all_reduce", n)
 
 
 def turns(n, cores):

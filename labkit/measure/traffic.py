@@ -6,7 +6,7 @@
 
 `comm.record()` sees our own messages, with times; a dispatch mode, under all Python wrappers, sees
 those of PyTorch's as well, but only that they start. Messages and payload are counted; bytes sent
-per rank are derived from the payload by the ring formulas of labkit.comm.
+per rank are derived from the payload by the ring formula of labkit.ring_cost.
 """
 
 import torch
@@ -14,17 +14,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from labkit import gloo_workarounds
+from labkit.ring_cost import sent_bytes
 
-# operator -> (index of the argument that holds the payload, share that each of n ranks sends)
-RING = {
-    "allreduce_": (0, lambda n: 2 * (n - 1) / n),
-    "allreduce_coalesced_": (0, lambda n: 2 * (n - 1) / n),
-    "_reduce_scatter_base_": (1, lambda n: (n - 1) / n),
-    "_allgather_base_": (0, lambda n: (n - 1) / n),
-    "alltoall_base_": (1, lambda n: (n - 1) / n),
-    "broadcast_": (0, lambda n: (n - 1) / n),
-    "send": (0, lambda n: 1.0),
-    "recv_": (0, lambda n: 0.0),
+# operator -> (index of the argument that holds the payload, the operation of labkit.ring_cost)
+OPERATORS = {
+    "allreduce_": (0, "all_reduce"),
+    "allreduce_coalesced_": (0, "all_reduce"),
+    "_reduce_scatter_base_": (1, "reduce_scatter"),
+    "_allgather_base_": (0, "all_gather"),
+    "alltoall_base_": (1, "all_to_all"),
+    "broadcast_": (0, "broadcast"),
+    "send": (0, "send"),
+    "recv_": (0, "recv"),
 }
 
 
@@ -51,13 +52,13 @@ class TrafficCounter(TorchDispatchMode):
     def count(self, name, args):
         if name == "barrier":
             return
-        if name not in RING:
+        if name not in OPERATORS:
             raise ValueError(
                 f"no formula for the bytes that c10d.{name} sends: "
-                "add it to labkit.measure.traffic.RING"
+                "add it to labkit.measure.traffic.OPERATORS"
             )
-        position, share = RING[name]
+        position, op = OPERATORS[name]
         payload = sum(t.nbytes for t in tree_leaves(args[position]) if isinstance(t, torch.Tensor))
         self.messages += not gloo_workarounds.continues()
         self.payload_bytes += payload
-        self.sent_bytes += int(share(self.world_size) * payload)
+        self.sent_bytes += sent_bytes(op, self.world_size, payload)

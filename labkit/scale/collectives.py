@@ -23,6 +23,8 @@ Protocol, COMHPC 2016 (switches in and between nodes).
 from dataclasses import dataclass
 from math import log2
 
+from labkit.ring_cost import ROUNDS, hops, share
+
 # Shares of the wire: bus bandwidths in stas00/ml-engineering, network/README.md.
 NODE_SHARE = 0.79  # in a node's rings: A100 0.78, H200 0.81, B200 0.76
 SWITCH_SHARE = 0.64  # where the node's switch adds up (NVLS): H200 0.68, B200 0.60
@@ -65,39 +67,34 @@ def flat(op, group, size):
     """Seconds of one ring; size: bytes of the whole message, of all ranks. So the others, too."""
     crossed = min(group.nodes, group.ranks - 1) if group.nodes > 1 else 0
     alpha = (group.ranks - 1 - crossed) * group.node_hop + crossed * group.network_hop
-    return times(op) * (alpha + (group.ranks - 1) / group.ranks * size / group.slower)
+    return ROUNDS[op] * alpha + share(op, group.ranks) * size / group.slower
 
 
 def hierarchical(op, group, size):
     """A ring in each node, then rings between nodes of what each member has, all at once."""
     g, k = group.members, group.nodes
-    within = (g - 1) * group.node_hop + (g - 1) / g * size / (group.inside * NODE_SHARE)
-    across = (k - 1) * group.network_hop + (k - 1) / k * size / group.between
-    return times(op) * (within + across)
+    within = hops(op, g) * group.node_hop + share(op, g) * size / (group.inside * NODE_SHARE)
+    across = hops(op, k) * group.network_hop + share(op, k) * size / group.between
+    return within + across
 
 
 def tree(op, group, size):
     """Up and down, in pieces so small that all levels work at once."""
     if op != "all_reduce":
         return flat(op, group, size)
-    hops = log2(group.members) * group.node_hop + log2(group.nodes) * group.network_hop
-    return 2 * (hops + (group.ranks > 1) * size / group.slower)
+    latency = log2(group.members) * group.node_hop + log2(group.nodes) * group.network_hop
+    return 2 * (latency + (group.ranks > 1) * size / group.slower)
 
 
 def in_switch(op, group, size):
     """The switch of the node adds up and copies, and those of the network, all of them at once."""
     g, k = group.members, group.nodes
-    hops = times(op) * ((g > 1) * SWITCH_HOP + (k > 1) * group.network_hop)
+    latency = ROUNDS[op] * ((g > 1) * SWITCH_HOP + (k > 1) * group.network_hop)
     if op == "all_reduce":
         inside = (g > 1) * (g + 1) / g / (group.inside * SWITCH_SHARE)
-        return hops + size * max(inside, (k > 1) / group.between)
+        return latency + size * max(inside, (k > 1) / group.between)
     inside = (g - 1) / g / (group.inside * NODE_SHARE)
-    return hops + size * max(inside, (k - 1) / k / group.between)
-
-
-def times(op):
-    """A ring goes around twice to add up for all: a reduce-scatter, then an all-gather."""
-    return 2 if op == "all_reduce" else 1
+    return latency + size * max(inside, (k - 1) / k / group.between)
 
 
 ALGORITHMS = {"flat": flat, "hierarchical": hierarchical, "tree": tree, "in_switch": in_switch}

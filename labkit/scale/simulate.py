@@ -19,23 +19,15 @@ section 3.1; for the order of launches and waits the code itself is asked, see r
 from operator import itemgetter
 from typing import NamedTuple
 
-ROUNDS = {  # messages of a rank that follow one another, of n ranks
-    "all_reduce": lambda n: 2 * (n - 1),
-    "reduce_scatter": lambda n: n - 1,
-    "all_gather": lambda n: n - 1,
-    "broadcast": lambda n: n - 1,
-    "all_to_all": lambda n: n - 1,
-    "barrier": lambda n: n - 1,
-    "recv": lambda n: 0,
-}
+from labkit.ring_cost import hops
 
 
 def alpha_beta(alpha, beta):
     """A cost for simulate(): seconds of a message, seconds of a byte; one channel for all."""
 
     def cost(event):
-        rounds = ROUNDS.get(event.op, lambda n: 1)(event.group_size)
-        return "network", rounds * alpha + event.sent_bytes * beta
+        latency = hops(event.op, event.group_size) * alpha
+        return "network", latency + event.sent_bytes * beta
 
     return cost
 
