@@ -15,6 +15,7 @@ DeMillo, Lipton and Sayward, Hints on Test Data Selection, IEEE Computer 1978.
 """
 
 import argparse
+import ast
 import contextlib
 import fnmatch
 import importlib.util
@@ -25,6 +26,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -42,22 +44,112 @@ LIMIT = 300  # seconds for one mutant; for the tests without any, ten times as m
 
 @dataclass(frozen=True)
 class Mutant:
-    """file: relative to the root. old: a text that occurs there exactly once; new: what stands in its place.
+    """function: a qualified name, `Mesh.__init__`, of labkit or scripts; no file, so that a file may move.
 
-    tests: ids for pytest, separated by blanks; the narrowest that see the difference.
+    Where several have that name, a folder or file stands before it: `ddp:Reducer.arrive`; `lab:` is all of scripts/lab.
+    old: an expression or a statement that occurs in the function exactly once; new: the text in its place.
+    tests: names of test functions, separated by blanks, each with `test_file.py::` where several have it, and with
+    `[parameters]` where one case will do; the narrowest that see the difference.
     """
 
     name: str
-    file: str
+    function: str
     old: str
     new: str
     tests: str
 
-    def applied(self, source):
-        """The source with the mistake in it. Raises ValueError where there is not exactly one place for it."""
-        if source.count(self.old) != 1:
-            raise ValueError(f"{self.name}: {source.count(self.old)} times in {self.file}, not once: {self.old!r}")
-        return source.replace(self.old, self.new)
+    def place(self):
+        """(its file relative to the root, the function). Raises ValueError where there is not exactly one."""
+        family, _, wanted = self.function.rpartition(":")
+        found = [
+            (file, node)
+            for file in sources()
+            if not family or family in file.with_suffix("").parts
+            for name, node in functions(file)
+            if name == wanted
+        ]
+        if len(found) != 1:
+            raise ValueError(f"{self.name}: {len(found)} functions are called {self.function!r}, not one")
+        return found[0]
+
+    def applied(self):
+        """(its file, the source with the mistake in it). Raises ValueError where there is not exactly one place."""
+        file, function = self.place()
+        return file, self.replaced((ROOT / file).read_text(encoding="utf-8"), function)
+
+    def replaced(self, source, function):
+        """The source with new for old in function, a part of the source's tree."""
+        old = ast.dump(parsed(self.old))
+        found = [node for node in ast.walk(function) if ast.dump(node) == old]
+        if len(found) != 1:
+            raise ValueError(f"{self.name}: {len(found)} times in {self.function}, not once: {self.old!r}")
+        new = f"({self.new})" if isinstance(found[0], ast.expr) and is_expression(self.new) else self.new
+        begin = offset(source, found[0].lineno, found[0].col_offset)
+        end = offset(source, found[0].end_lineno, found[0].end_col_offset)
+        return (source.encode()[:begin] + new.encode() + source.encode()[end:]).decode()
+
+    def cases(self):
+        """Its tests as ids for pytest. Raises ValueError where there is not exactly one function of that name."""
+        return [case_of(self.name, test) for test in self.tests.split()]
+
+
+def parsed(text):
+    """The node of one expression, or of one statement."""
+    (statement,) = ast.parse(text).body
+    return statement.value if isinstance(statement, ast.Expr) else statement
+
+
+def offset(source, line, column):
+    """The number of bytes before a place, as the nodes of a tree give it."""
+    return sum(map(len, source.encode().splitlines(keepends=True)[: line - 1])) + column
+
+
+def is_expression(text):
+    return isinstance(parsed(text), ast.expr)
+
+
+@cache
+def sources():
+    """Files of labkit and scripts, relative to the root."""
+    files = [*ROOT.glob("labkit/**/*.py"), *ROOT.glob("scripts/**/*.py"), ROOT / "scripts" / "lab"]
+    return [file.relative_to(ROOT) for file in files]
+
+
+@cache
+def functions(file):
+    """(qualified name, node) of all functions and classes of a file, and of the file itself, whose name is empty."""
+    tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+    return [("", tree), *named(tree, "")]
+
+
+def named(node, prefix):
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, (ast.FunctionDef, ast.ClassDef)):
+            yield prefix + child.name, child
+            yield from named(child, f"{prefix}{child.name}.")
+        else:
+            yield from named(child, prefix)
+
+
+def case_of(mutant, test):
+    """`test_file.py::test_name[parameters]`, the file optional, as an id for pytest."""
+    wanted, bracket, parameters = test.rpartition("::")[2].partition("[")
+    found = [f"{file}::{wanted}" for file, names in tests_by_file() if wanted in names and test_is_of(test, file)]
+    if len(found) != 1:
+        raise ValueError(f"{mutant}: {len(found)} test functions are called {test!r}, not one")
+    return found[0] + bracket + parameters
+
+
+def test_is_of(test, file):
+    named_file, separator, _ = test.partition("[")[0].rpartition("::")
+    return not separator or named_file == file.name
+
+
+@cache
+def tests_by_file():
+    """[(file relative to the root, the names of its test functions)]."""
+    files = [file.relative_to(ROOT) for file in ROOT.glob("tests/**/test_*.py")]
+    return [(file, {name for name, _ in functions(file)}) for file in files]
 
 
 def read_list():
@@ -111,7 +203,7 @@ class Sandbox:
 
     def hold(self, mutants):
         """Whether all the tests pass without a mutant."""
-        tests = dict.fromkeys(test for mutant in mutants for test in mutant.tests.split())
+        tests = dict.fromkeys(case for mutant in mutants for case in mutant.cases())
         code, failed, told = self.pytest(*tests, limit=10 * LIMIT)
         if code:
             print(f"the tests do not pass as the code is: {', '.join(failed) or f'pytest ended with {code}'}\n{told}")
@@ -119,11 +211,12 @@ class Sandbox:
 
     def catches(self, mutant):
         """Run the mutant's tests against it: (whether one failed, in words)."""
-        path = self.folder / mutant.file
+        file, wrong = mutant.applied()
+        path = self.folder / file
         source = path.read_text(encoding="utf-8")
-        path.write_text(mutant.applied(source), encoding="utf-8")
+        path.write_text(wrong, encoding="utf-8")
         try:
-            code, failed, told = self.pytest("-x", *mutant.tests.split(), limit=LIMIT)
+            code, failed, told = self.pytest("-x", *mutant.cases(), limit=LIMIT)
         finally:
             path.write_text(source, encoding="utf-8")
         if code == 0:
@@ -181,7 +274,8 @@ def main():
     try:
         mutants = chosen(read_list(), parser.parse_args().names)
         for mutant in mutants:
-            mutant.applied((ROOT / mutant.file).read_text(encoding="utf-8"))
+            mutant.applied()
+            mutant.cases()
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1
