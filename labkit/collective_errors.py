@@ -1,10 +1,9 @@
-"""Errors of one rank, raised on all: otherwise the other ranks would wait for it.
+"""Errors of one rank, raised on all ranks: otherwise the other ranks would wait for it.
 
     rank 0   write ... done             --- "" -------------->  raise: rank 1: no space left
     rank 1   write ... no space left    --- "rank 1: ..." --->  raise: rank 1: no space left
 
-Otherwise the others would wait for the one that has failed. Sent per rank and call: its text, to
-all the others. Held besides: nothing.
+Sent per rank and call: its error text, to all other ranks.
 """
 
 import json
@@ -18,31 +17,31 @@ from labkit.replicas import gather_bytes
 
 @contextmanager
 def raised_on_all(group=None, device="cpu"):
-    """What goes wrong inside on one rank of the group is raised on all. Collective at its end.
+    """Raise an exception of one rank on all ranks of the group. Collective at its end.
 
-    That rank raises its own exception, the others a ValueError with its words. Nobody is asked on
-    the meta device, where nothing is sent.
+    That rank raises its own exception, the others a ValueError with its message. On the meta
+    device nothing is sent.
     """
     failure = None
     try:
         yield
     except Exception as reason:
         failure = reason
-    words = "" if failure is None else str(failure) or type(failure).__name__
-    alone = torch.device(device).type == "meta"
-    said = [] if alone else gather_bytes(words.encode(), group, device)
+    message = "" if failure is None else str(failure) or type(failure).__name__
+    meta = torch.device(device).type == "meta"
+    messages = [] if meta else gather_bytes(message.encode(), group, device)
     if failure is not None:
         raise failure
-    for rank, theirs in enumerate(said):
-        if theirs:
-            raise ValueError(f"rank {rank}: {theirs.decode()}")
+    for rank, message in enumerate(messages):
+        if message:
+            raise ValueError(f"rank {rank}: {message.decode()}")
 
 
 class Together:
-    """All ranks; without a process group, one process alone. Collective, as are its methods.
+    """Exchanges errors among all ranks; or one process without a process group. Collective methods.
 
-    error: the exception that agree() raises. The group is its own: a thread may use it during a
-    step, and its messages do not come between those of the step.
+    error: the exception that agree() raises. The object has its own group: a thread may use it
+    during a step without mixing its messages with the step's.
     """
 
     def __init__(self, error):
@@ -52,26 +51,26 @@ class Together:
         self.group = None if alone else dist.new_group(backend="gloo")
 
     def tell(self, value):
-        """What all ranks say, in order. value: what JSON takes."""
+        """Gather the values of all ranks, in order. value: JSON-serializable."""
         text = json.dumps(value).encode()
         texts = [text] if self.n == 1 else gather_bytes(text, self.group)
         return [json.loads(one) for one in texts]
 
-    def agree(self, words):
-        """Raises the error on all ranks where one has something to say."""
-        if said := [one for one in self.tell(words) if one]:
-            raise self.error(said[0])
+    def agree(self, message):
+        """Raise the error on all ranks if any rank passes a message; "" means no error."""
+        if messages := [text for text in self.tell(message) if text]:
+            raise self.error(messages[0])
 
     @contextmanager
     def agreed(self, failed):
-        """What goes wrong inside on one rank is raised on all. failed: what is so then."""
-        words = ""
+        """Raise an exception of one rank on all ranks. failed: beginning of the message."""
+        message = ""
         try:
             yield
         except Exception as reason:
             line = " ".join(str(reason).split())
-            words = f"{failed}: rank {self.rank}: {line}"
-        self.agree(words)
+            message = f"{failed}: rank {self.rank}: {line}"
+        self.agree(message)
 
     def close(self):
         if self.group is not None and dist.is_initialized():

@@ -1,7 +1,7 @@
 """Convert checkpoints: one safetensors file, Hugging Face, torch.distributed.checkpoint, and back.
 
-    runs/gpt              ours: step-000000300/manifest.json, rank-0.safetensors, ...
-    gpt.safetensors       one file, the whole model, under the module's own names
+    runs/gpt              labkit: step-000000300/manifest.json, rank-0.safetensors, ...
+    gpt.safetensors       one file, the full model, under the module's own names
     gpt                   Hugging Face's folder, to read: model.safetensors.index.json, its files
     gpt                   torch.distributed.checkpoint (DCP): .metadata, __0_0.distcp, ...
 
@@ -9,17 +9,17 @@
     python -m labkit.convert runs/gpt gpt                       model and optimizer
     python -m labkit.convert gpt runs/new --to checkpoint       the same, as step 0
 
-    load_weights(model, "gpt")     a module, DDP, FSDP: each rank reads what it holds, no more
-    load_weights(model, "gpt", optimizer)     and goes on where AdamW, say, was
+    load_weights(model, "gpt")     a module, DDP, FSDP: each rank reads only its shard
+    load_weights(model, "gpt", optimizer)     and the optimizer's states, such as AdamW's
 
-Any may be the source and any the result, on a disk or at an fsspec URL (DCP is written to a disk
-only). Nothing that is read is executed. A DCP folder is written as {"model": by name, "optimizer":
-{"state": by name, "param_groups"}}, as torch.distributed.checkpoint.state_dict makes it. It is read
-like that, as {"app": {"model", "optim"}} of PyTorch's recipe, with the model's tensors on top and
-the optimizer beside (torchtitan), and with flatten_optimizer_state_dict. What else is there is left
-out, and said.
+Every format can be source or target, on a disk or at an fsspec URL (DCP is written to a disk only).
+Reading executes nothing. A DCP folder is written as {"model": by name, "optimizer": {"state": by
+name, "param_groups"}}, like torch.distributed.checkpoint.state_dict. It is read in that layout, as
+{"app": {"model", "optim"}} of PyTorch's recipe, with the model's tensors at the top level and the
+optimizer next to them (torchtitan), and with flatten_optimizer_state_dict. Other entries are
+skipped and reported.
 
-Held: one tensor, and of a DCP source a part of it, twice; with --to checkpoint all of it, twice.
+Memory: one tensor, and of a DCP source a part of it, twice; with --to checkpoint all of it, twice.
 """
 
 import argparse
@@ -42,20 +42,20 @@ from labkit.collective_errors import Together
 
 
 class Keys(NamedTuple):
-    """What load_weights(strict=False) has not loaded, as load_state_dict() of a module says it."""
+    """The names that load_weights(strict=False) has not loaded, as in Module.load_state_dict()."""
 
     missing_keys: list
     unexpected_keys: list
 
 
 def load_weights(model, url, optimizer=None, strict=True):
-    """Load a file or a folder of the above into a module, however it is wrapped. Collective.
+    """Load a file or folder of these formats into a module, however it is wrapped. Collective.
 
-    Takes names as they are, or behind "model." or "module."; a tied parameter needs one of its
-    names only. Values take the model's dtype. optimizer: the model's, of a DCP folder, by names as
-    the module has them. strict=False: parameters that it does not have stay as they are, and what
-    else it has is passed over; returns both as Keys. Raises CheckpointError on all ranks; before
-    anything is changed where names (all of them, with strict=False) or shapes are others.
+    Accepts names unchanged or prefixed with "model." or "module."; a tied parameter needs only one
+    of its names. Values take the model's dtype. optimizer: the model's, from a DCP folder with
+    parameter names. strict=False: missing parameters keep their values and other tensors are
+    skipped; both are returned as Keys. Raises CheckpointError on all ranks; before anything is
+    changed if names (with strict=False: all names) or shapes differ.
     """
     together, failed = Together(CheckpointError), f"{url} was not loaded"
     state = {"model": model} | ({} if optimizer is None else {"optimizer": optimizer})
@@ -70,7 +70,7 @@ def load_weights(model, url, optimizer=None, strict=True):
                 found["model"] = found["model"].without(keys.unexpected_keys)
                 parts["model"].left = frozenset(keys.missing_keys)
                 if not found["model"].shapes:
-                    raise ValueError("it has no tensor of a name that the model has")
+                    raise ValueError("no name of a tensor in it matches the model")
             if optimizer is not None:
                 found["optimizer"] = states_for(parts["optimizer"], weights)
             problems = [text for name in parts for text in parts[name].problems(found[name])]
@@ -85,15 +85,18 @@ def load_weights(model, url, optimizer=None, strict=True):
 
 def states_for(holder, weights):
     if not isinstance(holder, OptimizerHolder):
-        raise ValueError(f"{type(holder.thing).__name__} has states of its own, which it has not")
+        raise ValueError(
+            f"cannot load into {type(holder.thing).__name__}: it keeps extra state that the "
+            "source does not contain"
+        )
     states = optimizer_in(weights)
     if states is None:
-        raise ValueError("it has no optimizer beside a model")
+        raise ValueError("it contains no optimizer next to the model")
     return states
 
 
 def convert(url, target, step=None, to=None):
-    """Write a checkpoint, of a step or the latest, in another format; returns what, in words.
+    """Write a checkpoint, of a step or the latest, in another format. Returns a summary in words.
 
     to: a name of WRITERS; None: by the target's name. Raises ValueError, OSError, CheckpointError.
     """
@@ -106,7 +109,7 @@ def convert(url, target, step=None, to=None):
 
 
 def without_data(weights):
-    """{name: tensor of its shape and dtype}."""
+    """Return {name: meta tensor of its shape and dtype}."""
     shapes, dtypes = weights.shapes, weights.dtypes
     return {n: torch.empty(tuple(shapes[n]), dtype=dtypes[n], device="meta") for n in shapes}
 
@@ -125,11 +128,11 @@ def to_safetensors(source, target):
 
 
 def to_dcp(source, target):
-    """By PyTorch's own writer, which asks for a tensor when its turn has come."""
+    """Write a DCP folder with PyTorch's writer, which requests one tensor at a time."""
     if "://" in target:
-        raise ValueError(f"{target}: a DCP folder is written to a disk only")
+        raise ValueError(f"a DCP folder must be on a local disk, not at {target}")
     if Path(target, ".metadata").exists():
-        raise ValueError(f"{target} has a checkpoint already: name another folder")
+        raise ValueError(f"{target} already has a checkpoint: choose another folder")
     model, optimizer = source.model, source.optimizer
     tensors = without_data(model)
     state = {"model": tensors | model.text}
@@ -137,20 +140,22 @@ def to_dcp(source, target):
     if optimizer:
         state["optimizer"], more = optimizer_state(optimizer, tensors)
         reads |= more
-    with warnings.catch_warnings():  # that this is one process, which no_dist says
+    with warnings.catch_warnings():  # no_dist=True warns that there is only one process
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        writer = dcp.FileSystemWriter(target, single_file_per_rank=False)  # it holds all of a file
+        writer = dcp.FileSystemWriter(
+            target, single_file_per_rank=False
+        )  # one file per rank would be held in memory
         dcp.save(state, storage_writer=writer, planner=OneByOne(reads), no_dist=True)
     return f"model{' and optimizer' if optimizer else ''}, {len(reads)} tensors"
 
 
 def optimizer_state(optimizer, parameters):
-    """(its state dict by names, without data; {name of a tensor in the folder: function -> it})."""
+    """Return (its state dict by names, without data; {flat name: function -> tensor})."""
     kept, reads, states = without_data(optimizer), {}, {}
     for key in kept:
         owner, _, part = key.removeprefix("model.").rpartition("/")
         number = owner in parameters and parameters[owner].dim() == 0
-        if number and kept[key].numel() == 1:  # which we keep as one element
+        if number and kept[key].numel() == 1:  # saved by labkit as 1-d
             kept[key] = kept[key].view(())
         states.setdefault(owner, {})[part] = kept[key]
         reads[f"optimizer.state.{owner}.{part}"] = partial(read_as, optimizer, kept, key)
@@ -162,7 +167,7 @@ def optimizer_state(optimizer, parameters):
 
 
 class OneByOne(dcp.DefaultSavePlanner):
-    """Reads what is to be saved when it is saved. reads: {flat name: function -> tensor}."""
+    """A planner that reads each tensor when it is saved. reads: {flat name: function -> tensor}."""
 
     def __init__(self, reads):
         super().__init__()
@@ -177,7 +182,9 @@ def to_checkpoint(source, target):
     checkpoints = Checkpoints(target)
     try:
         if steps := checkpoints.steps():
-            raise ValueError(f"{target} has a checkpoint of step {steps[-1]}: name another")
+            raise ValueError(
+                f"{target} has a checkpoint of step {steps[-1]}: choose another directory"
+            )
         tensors = without_data(source.model)
         state = {"model": Tensors({n: read_as(source.model, tensors, n) for n in tensors})}
         if source.optimizer:

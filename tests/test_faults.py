@@ -421,7 +421,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, capsys, kind):
         checkpoints.wait()
     inject([Fault(kind, 0, 2)], at(), 2, files=(tmp_path / "step-000000002").iterdir())
     assert checkpoints.load({"model": model}) == 1
-    assert "passed over the checkpoint of step 2" in capsys.readouterr().out
+    assert "skipped the checkpoint of step 2" in capsys.readouterr().out
     checkpoints.close()
 
 

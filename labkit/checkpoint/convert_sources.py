@@ -1,12 +1,13 @@
-"""Where weights come from: four formats, one way to read any range of any tensor of them.
+"""Sources of weights: four formats, one interface to read any range of any tensor.
 
     gpt.safetensors     .shapes  .dtypes                   TensorFile
     gpt/model.safetensors.index.json                       TensorFiles
     gpt/.metadata       .read(name, start, stop)           DcpFolder
-    runs/gpt/step-*     .text: what is no tensor           Saved, of a step that is whole
+    runs/gpt/step-*     .text: values without tensors      Saved, of a valid step
 
-A format is told by what is there, names as they stand in it. Read: headers and indices; of our own
-checkpoints everything once, to compare it with its SHA-256, which the others do not have.
+The format is detected from the files that are present; names are returned unchanged. Read:
+headers and indices; of labkit's checkpoints everything once, to verify their SHA-256, which the
+other formats do not have.
 """
 
 from contextlib import closing, contextmanager
@@ -21,15 +22,15 @@ from labkit.checkpoint.storage import Store
 from labkit.checkpoint.tensor_file import INDEX, TensorFile, TensorFiles
 from labkit.ddp.wrapper import is_extra, without_wrappers
 
-OPTIMIZERS = ("optimizer", "optim")  # by these names beside a model
+OPTIMIZERS = ("optimizer", "optim")  # keys of an optimizer next to a model
 PREFIXES = ("", "model.", "module.", "model.module.")
 
 
 @dataclass
 class Source:
-    """model: its tensors; optimizer: or None; about: what it is, in words; beside: other names.
+    """model: its tensors. optimizer: or None. about: a description. beside: other names.
 
-    A schedule, a sampler, random states are beside the two, and are not taken over.
+    A schedule, a sampler and random states are listed in `beside` and are not converted.
     """
 
     model: Any
@@ -39,7 +40,7 @@ class Source:
 
 
 class Renamed:
-    """Some tensors and objects of a source, under other names. names: {new: old}."""
+    """Some tensors and objects of a source under other names. names: {new: old}."""
 
     foreign = ()
 
@@ -55,7 +56,7 @@ class Renamed:
         return {new: self.weights.object(old) for new, old in objects.items()}
 
     def without(self, names):
-        """The same, but for these."""
+        """Return the same source without these names."""
         rest = {new: old for new, old in self.names.items() if new not in names}
         return Renamed(self.weights, rest)
 
@@ -64,13 +65,13 @@ class Renamed:
 
 
 class States(Renamed):
-    """The states of an optimizer in a DCP folder, under the names that our checkpoints give them.
+    """The states of an optimizer in a DCP folder, under the names of labkit's checkpoints.
 
         nested   state / w1 / exp_avg     param_groups / 0 / lr     a group's "params" are names
         flat     state.w1.exp_avg         param_groups.w1.lr        flatten_optimizer_state_dict
 
-    root: the keys that lead to it. shapes: {parameter: of the model beside it}. ValueError where
-    they are not by parameter's name.
+    root: the keys that lead to it. shapes: {parameter: shape}, of the model next to it. Raises
+    ValueError if they are not named after parameters.
     """
 
     def __init__(self, folder, root, shapes):
@@ -90,33 +91,35 @@ class States(Renamed):
                 case "param_groups.", str(owner), str(option):
                     flat.setdefault(owner, {})[option] = name
                 case _:
-                    raise ValueError(f"{name!r} is no tensor of a parameter's name, and no option")
+                    raise ValueError(
+                        f"{name!r} is neither an optimizer state of a parameter nor an option"
+                    )
         super().__init__(folder, names)
         for name in names:
             owner, _, key = name.removeprefix("model.").rpartition("/")
             if key != "step" and shapes.get(owner) == self.shapes[name] == ():
-                self.shapes[name] = (1,)  # a number's state: no number
+                self.shapes[name] = (1,)  # the state of a 0-d parameter is saved as 1-d
         self.groups = [self.described(group) for _, group in sorted(groups.items())]
         for owner, options in flat.items():
             self.join_group(owner, {option: self.value(name) for option, name in options.items()})
 
     def join_group(self, owner, options):
-        """A parameter joins the group that has its options, if there is one."""
-        alike = [group for group in self.groups if group["options"] == options]
-        if not alike:
-            alike = [{"options": options, "params": []}]
-            self.groups += alike
-        alike[0]["params"].append(f"model.{owner}")
+        """Add a parameter to the group with the same options, or to a new one."""
+        same = [group for group in self.groups if group["options"] == options]
+        if not same:
+            same = [{"options": options, "params": []}]
+            self.groups += same
+        same[0]["params"].append(f"model.{owner}")
 
     @property
     def text(self):
-        return {"type": None, "groups": self.groups}  # such a folder does not tell a type
+        return {"type": None, "groups": self.groups}  # DCP does not store the type
 
     def described(self, group):
         options = {option: self.value(name) for option, name in group.items()}
         names, _ = options.pop("params", None), options.pop("param_names", None)
         if type(names) is not list or not all(type(name) is str for name in names):
-            raise ValueError("its optimizer's states do not go by parameters' names")
+            raise ValueError("its optimizer states are not named after parameters")
         return {"options": options, "params": [f"model.{name}" for name in names]}
 
     def value(self, name):
@@ -128,7 +131,7 @@ class States(Renamed):
 
 @contextmanager
 def opened_weights(url):
-    """A TensorFile, TensorFiles or a DcpFolder. ValueError where it is none of them."""
+    """Open a TensorFile, TensorFiles or a DcpFolder. ValueError if the URL is none of them."""
     parent, _, name = str(url).rpartition("/")
     if name.endswith(".safetensors"):
         with Store(parent or ".").open(name) as file:
@@ -136,7 +139,7 @@ def opened_weights(url):
         return
     store = Store(url)
     if steps_in(store):
-        raise ValueError("it is a directory of checkpoints: load it with labkit.checkpoint")
+        raise ValueError("it is a directory of labkit checkpoints: load it with labkit.checkpoint")
     if store.has(".metadata"):
         yield DcpFolder(store.open)
     elif store.has(INDEX):
@@ -144,18 +147,18 @@ def opened_weights(url):
             yield files
     else:
         raise ValueError(
-            "its name does not end in .safetensors, and it is no folder of "
-            f"torch.distributed.checkpoint, which has a .metadata, nor one with {INDEX}"
+            "unknown format: expected a .safetensors file, a folder of "
+            f"torch.distributed.checkpoint with .metadata, or a folder with {INDEX}"
         )
 
 
 @contextmanager
 def opened(url, step=None):
-    """A Source, of any of the formats. ValueError where there is none, or not that step."""
+    """Open a Source of any format. ValueError if there is none, or not that step."""
     steps = [] if str(url).endswith(".safetensors") else steps_in(Store(url))
     if not steps:
         if step is not None:
-            raise ValueError("it is no directory of checkpoints, and has no steps")
+            raise ValueError(f"step={step} needs a directory of labkit checkpoints: remove step")
         with opened_weights(url) as weights:
             model, about = Renamed(weights, model_in(weights)), ""
             try:
@@ -164,40 +167,41 @@ def opened(url, step=None):
                 optimizer, about = None, f"without the optimizer: {error}"
             yield Source(model, optimizer, about, beside(weights))
         return
-    step, found = whole_step(Store(url), steps, step)
-    with Reader(Store(url), folder_of(step), found, rank=0, world_size=None) as reader:
+    step, manifest = whole_step(Store(url), steps, step)
+    with Reader(Store(url), folder_of(step), manifest, rank=0, world_size=None) as reader:
         model, optimizer = reader.of("model"), reader.of("optimizer")
         if not model.there:
-            raise ValueError(f"step {step} has no 'model'; it has {', '.join(found['plain'])}")
+            names = ", ".join(manifest["plain"])
+            raise ValueError(f"step {step} has no 'model'; it has {names}")
         described = optimizer.there and "groups" in optimizer.text
-        words = [f"step {step}"]
+        about = [f"step {step}"]
         if model.foreign:
-            words.append(f"rank 0's, for ranks differ: {', '.join(model.foreign)}")
+            about.append(f"per-rank state of rank 0: {', '.join(model.foreign)}")
         taken = ("model", "optimizer") if described else ("model",)
-        left = [name for name in found["plain"] if name not in taken]
-        yield Source(model, optimizer if described else None, "; ".join(words), left)
+        left = [name for name in manifest["plain"] if name not in taken]
+        yield Source(model, optimizer if described else None, "; ".join(about), left)
 
 
 def whole_step(store, steps, step):
-    """(step, manifest): that one, or the latest that is whole."""
+    """Return (step, manifest) of that step, or of the latest valid one."""
     if step is not None and step not in steps:
-        raise ValueError(f"it has no step {step}; it has {', '.join(map(str, steps))}")
+        raise ValueError(f"it has no step {step}; choose one of {', '.join(map(str, steps))}")
     reasons = []
     for candidate in latest_first(manifests_in(store)) if step is None else [step]:
-        found, why = metadata.checked(store, folder_of(candidate))
-        if found:
-            return candidate, found
+        manifest, why = metadata.checked(store, folder_of(candidate))
+        if manifest:
+            return candidate, manifest
         reasons.append(f"step {candidate}: {why}")
     raise ValueError("; ".join(reasons))
 
 
 def path_of(weights, name):
-    """The keys that led to it in the dict that was saved."""
+    """Return the keys that led to a value in the dict that was saved."""
     return getattr(weights, "paths", {}).get(name, (name,))
 
 
 def below(path, root):
-    """The keys behind those of `root`; () where it is not below."""
+    """Return the keys below `root`; () if the path is not below it."""
     return path[len(root) :] if path[: len(root)] == root else ()
 
 
@@ -206,9 +210,9 @@ def dotted(path):
 
 
 def model_path(weights):
-    """The keys that lead to the model in the dict that was saved; () if its tensors are on top.
+    """Return the keys that lead to the model in the saved dict; () if it is at the top level.
 
-    ValueError where that could be one of several.
+    Raises ValueError if several keys are possible.
     """
     tensors = [path_of(weights, name) for name in weights.shapes]
     found = {path[: path.index("model") + 1] for path in tensors if "model" in path[:-1]}
@@ -216,13 +220,13 @@ def model_path(weights):
         found = {path[:1] for path in tensors if path[0] not in OPTIMIZERS}
     nearest = [path for path in found if len(path) == min(map(len, found))]
     if len(nearest) > 1:
-        words = ", ".join(sorted(map(dotted, nearest)))
-        raise ValueError(f'which of {words} is the model? Save it as {{"model": ...}}')
+        names = ", ".join(sorted(map(dotted, nearest)))
+        raise ValueError(f'cannot find the model among {names}: save it as {{"model": ...}}')
     return nearest[0] if nearest else ()
 
 
 def optimizer_path(weights):
-    """The same of the optimizer, beside the model; None where there is none."""
+    """Return the keys of the optimizer next to the model; None if there is none."""
     parent = model_path(weights)[:-1]
     names = {*weights.shapes, *weights.objects}
     inside = [below(path_of(weights, name), parent) for name in names]
@@ -231,7 +235,7 @@ def optimizer_path(weights):
 
 
 def model_in(weights):
-    """{name: its name in the source}, of the model in what was saved."""
+    """Return {name: its name in the source} of the model in a saved dict."""
     root, names = model_path(weights), {}
     for name in (*weights.shapes, *weights.objects):
         path = below(path_of(weights, name), root)
@@ -242,7 +246,7 @@ def model_in(weights):
 
 
 def beside(weights):
-    """The names of what was saved beside the model and its optimizer."""
+    """Return the names of values saved next to the model and its optimizer."""
     taken, optimizer = set(model_in(weights).values()), optimizer_path(weights)
     parent, left = model_path(weights)[:-1], {}
     for name in (*weights.shapes, *weights.objects):
@@ -254,7 +258,7 @@ def beside(weights):
 
 
 def optimizer_in(weights):
-    """Its States, or None where no optimizer was saved beside the model. ValueError: other ones."""
+    """Return the optimizer's States; None if there is none. ValueError if unsupported."""
     root = optimizer_path(weights)
     if root is None:
         return None
@@ -262,7 +266,7 @@ def optimizer_in(weights):
 
 
 def fitting(weights, module):
-    """The same, under the names of a module's own state, as far as they are there."""
+    """Return the weights under the names of a module's own state, as far as they match."""
     own = {without_wrappers(name) for name in module.state_dict()}
     theirs = {without_wrappers(new): name for new, name in model_in(weights).items()}
     prefix = max(PREFIXES, key=lambda prefix: sum(prefix + name in theirs for name in own))

@@ -1,42 +1,43 @@
-"""What several ranks hold alike is written once: each writes a part of it.
+"""Writes replicated tensors once: each replica writes a part.
 
     DDP     rank 0  [w .............]        rank 0 writes  [w ......      ]
             rank 1  [w .............]        rank 1 writes  [w       ......]
-    FSDP    rank 0  [w ......]               each holds something else, and writes it
-    local   rank 0  [w .............]        the same elements with other values: each writes all of
-    SGD     rank 1  [w'.............]        its version
+    FSDP    rank 0  [w ......]               ranks hold different elements: each writes its own
+    local   rank 0  [w .............]        the same elements with different values: each rank
+    SGD     rank 1  [w'.............]        writes its version
 
-Who holds which elements is told; where several hold the same ones, so are the values' hashes.
+Ranks exchange the ranges they hold, and the hashes of ranges that several ranks hold.
 """
 
 import hashlib
 
 from labkit.checkpoint.tensor_file import as_bytes
 
-SMALLEST = 4096  # elements: less is not cut
+SMALLEST = 4096  # elements; smaller tensors are written by one rank
 
 
 def share_out(held, rank, n, tell):
-    """{key: (Piece to write, the ranks that hold this version, or None where there is one only)}.
+    """Return {key: (Piece to write, ranks that hold this version, or None if all ranks agree)}.
 
-    held: {key: Piece}, of this rank. tell: function value -> what all n ranks say.
+    held: {key: Piece} of this rank. tell: gathers a value from all n ranks, as a list.
     """
-    mine = {key: [piece.start, piece.values.numel()] for key, piece in held.items()}
-    told = tell(mine)
-    holding = {key: [r for r in range(n) if told[r].get(key) == mine[key]] for key in mine}
+    spans = {key: [piece.start, piece.values.numel()] for key, piece in held.items()}
+    spans_of = tell(spans)
+    holding = {key: [r for r in range(n) if spans_of[r].get(key) == spans[key]] for key in spans}
     hashes = {
         key: hashlib.sha256(as_bytes(held[key].values)).hexdigest()
         for key, ranks in holding.items()
         if len(ranks) > 1
     }
     hashes = tell(hashes)
-    own = {}
+    to_write = {}
     for key, piece in held.items():
-        alike = [r for r in holding[key] if hashes[r].get(key) == hashes[rank].get(key)]
-        numel, place = piece.values.numel(), alike.index(rank)
-        size = max(-(-numel // len(alike)), SMALLEST)
-        part = piece.values[place * size : (place + 1) * size]
-        if part.numel() or (numel == 0 and place == 0):
-            versions = alike if len(alike) < len(holding[key]) else None
-            own[key] = piece._replace(values=part, start=piece.start + place * size), versions
-    return own
+        replicas = [r for r in holding[key] if hashes[r].get(key) == hashes[rank].get(key)]
+        numel = piece.values.numel()
+        index = replicas.index(rank)
+        size = max(-(-numel // len(replicas)), SMALLEST)
+        part = piece.values[index * size : (index + 1) * size]
+        if part.numel() or (numel == 0 and index == 0):
+            version = replicas if len(replicas) < len(holding[key]) else None
+            to_write[key] = piece._replace(values=part, start=piece.start + index * size), version
+    return to_write

@@ -1,9 +1,9 @@
-"""PyTorch's fully_shard cuts tensors by rows: a rank's rows are elements of the whole in a row.
+"""Maps PyTorch's DTensor shards to flat index ranges: fully_shard cuts along dim 0.
 
     w [5, 3]   rank 0 of 2   rows 0 to 3   elements 0 to 9
                rank 1        rows 3 to 5   elements 9 to 15
 
-Other tensors are whole, and pass through unchanged.
+Other tensors are complete and pass through unchanged.
 """
 
 from typing import NamedTuple
@@ -12,7 +12,7 @@ import torch
 
 
 class Piece(NamedTuple):
-    """Elements start, start + 1, ... of a tensor of some shape, flat. values: [k]."""
+    """Elements start, start + 1, ... of a flattened tensor of `shape`. values: [k]."""
 
     values: torch.Tensor
     start: int
@@ -20,12 +20,12 @@ class Piece(NamedTuple):
 
 
 def local(tensor):
-    """What this rank holds of it."""
+    """Return this rank's shard."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def span(tensor):
-    """(start, stop, shape of the whole): which elements, flat, this rank holds."""
+    """Return (start, stop, full shape): the flat range of elements that this rank holds."""
     numel, shape = local(tensor).numel(), tuple(tensor.shape)
     if not hasattr(tensor, "to_local"):
         return 0, numel, shape
@@ -33,7 +33,9 @@ def span(tensor):
     for axis, placement in enumerate(tensor.placements):
         if not placement.is_replicate():
             if type(placement).__name__ != "Shard" or placement.dim or start:
-                raise ValueError(f"a tensor cut by {tensor.placements} is not cut into rows")
+                raise ValueError(
+                    f"unsupported placements {tensor.placements}: only Shard(0) is supported"
+                )
             rows, ranks = shape[0], tensor.device_mesh.size(axis)
             first = min(rows, -(-rows // ranks) * tensor.device_mesh.get_local_rank(axis))
             start = first * (tensor.numel() // max(rows, 1))
@@ -41,7 +43,7 @@ def span(tensor):
 
 
 def like(tensor, values):
-    """values, flat, of this rank: as a tensor that is cut as `tensor` is."""
+    """Return this rank's flat values with the placements of `tensor`."""
     values = values.view(local(tensor).shape)
     if not hasattr(tensor, "to_local"):
         return values

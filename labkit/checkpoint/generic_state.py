@@ -1,12 +1,13 @@
-"""What is neither a module nor an optimizer of plain tensors is taken as it is.
+"""Fallback for any other object with a state_dict(): its state is saved unchanged.
 
-    RandomState    text                     each rank's own, if ranks differ
+    RandomState    text                     per rank, if ranks differ
     compressor     text and residuals       likewise
-    MasterWeights  text, states, masters    all ranks' alike: written once
-    ZeRO           text and whole states    of channels_last parameters only, whose shards are no
-                                            ranges; whole on every rank while they are written
+    MasterWeights  text, states, masters    replicated: written once
+    ZeRO           text and full states     only with channels_last parameters, whose shards are
+                                            not ranges; complete on every rank while written
 
-Only what ranks have alike can other ranks have, unless the thing has load_of_other_ranks().
+A different set of ranks can load only replicated state, unless the object has
+load_of_other_ranks().
 """
 
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from labkit.checkpoint.dtensor_ranges import Piece
 
 
 def kind(thing):
-    """Its type's name; of an optimizer around another, both."""
+    """Return the type's name; for an optimizer that wraps another, both names."""
     inside = [getattr(thing, name, None) for name in ("inner", "optimizer")]
     if not hasattr(thing, "param_groups"):
         inside = []
@@ -25,7 +26,7 @@ def kind(thing):
 
 @dataclass
 class TreeHolder:
-    """Anything else with state_dict() and load_state_dict(): its tensors by where they stand."""
+    """Saves any object with state_dict() and load_state_dict(): its tensors by their path."""
 
     thing: object
 
@@ -38,11 +39,11 @@ class TreeHolder:
         return pieces, {"dict": [["type", kind(self.thing)], ["state", text]]}
 
     def problems(self, saved):
-        """What ranks have had for themselves, others cannot have."""
+        """Return why the state cannot be loaded. Other ranks cannot load per-rank state."""
         if saved.text["type"] != kind(self.thing) or "state" not in saved.text:
-            return [f"it is of {saved.text['type']}, this is {kind(self.thing)}"]
+            return [f"it was saved from {saved.text['type']}, not from {kind(self.thing)}"]
         if saved.foreign and not hasattr(self.thing, "load_of_other_ranks"):
-            return [f"{saved.foreign[0]} differs from rank to rank, and the ranks were others"]
+            return [f"{saved.foreign[0]} is per-rank state: load it with the same number of ranks"]
         if hasattr(self.thing, "problems"):
             return self.thing.problems(self.state(saved))
         return []

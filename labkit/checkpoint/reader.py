@@ -1,9 +1,9 @@
-"""A checkpoint, to be read: any range of any whole, from whichever files have parts of it.
+"""Reads any range of any tensor of a checkpoint, from all files that hold parts of it.
 
     manifest   w1, [4, 6]:  elements 0-12 in rank-0.safetensors, 12-24 in rank-1.safetensors
     read(w1, 8, 20)                   [8 ...... 12)           [12 ........ 20)
 
-Read per rank: what it asks for, and the headers.
+Read per rank: the requested ranges and the headers.
 """
 
 import json
@@ -16,7 +16,7 @@ from labkit.checkpoint import state_json, tensor_file
 
 
 class Reader:
-    """Of a manifest, for one rank. A context manager: its files are closed at the end."""
+    """Reads a checkpoint for one rank. A context manager, which closes the files at its end."""
 
     def __init__(self, store, folder, manifest, rank, world_size):
         self.store, self.folder, self.manifest = store, folder, manifest
@@ -30,11 +30,11 @@ class Reader:
         self._open.close()
 
     def of(self, name):
-        """What one of the things in the state has saved: a Saved."""
+        """Return the saved part of one entry of the state, as Saved."""
         return Saved(self, name)
 
     def file(self, name):
-        """(open file, its header)."""
+        """Return (open file, its header)."""
         if name not in self._files:
             file = self._open.enter_context(self.store.open(f"{self.folder}/{name}"))
             self._files[name] = file, tensor_file.read_header(file)
@@ -42,7 +42,7 @@ class Reader:
 
 
 class Saved:
-    """One thing's part of a checkpoint. shapes, dtypes: {name: of the whole}."""
+    """One entry of a saved state. shapes, dtypes: {name: of the full tensor}."""
 
     def __init__(self, reader, name):
         self.reader, self.prefix = reader, f"{name}:"
@@ -64,24 +64,25 @@ class Saved:
 
     @property
     def text(self):
-        """All but the tensors."""
+        """The saved state without its tensors."""
         return state_json.join(self.plain, lambda path: None)
 
     @property
     def foreign(self):
-        """Names of what each rank has had for itself, where the ranks are others now."""
-        own = [key for key, entry in self.entries.items() if entry["by_rank"]]
-        return [] if self.reader.alike else own + ["numbers"] * self.by_rank
+        """Names of per-rank state, if the checkpoint was saved by another number of ranks."""
+        per_rank = [key for key, entry in self.entries.items() if entry["by_rank"]]
+        return [] if self.reader.alike else per_rank + ["numbers"] * self.by_rank
 
     def read(self, key, start=0, stop=None):
-        """Elements start to stop of a whole, flat.
+        """Return elements start to stop of the flattened full tensor.
 
-        What each rank has had for itself (BatchNorm's statistics, residuals): this rank's own, or
-        rank 0's where the ranks are others now.
+        Per-rank state (BatchNorm's statistics, residuals): this rank's own, or rank 0's if the
+        number of ranks has changed.
         """
         entry, dtype = self.entries[key], self.dtypes[key]
         stop = prod(entry["shape"]) if stop is None else stop
-        out, missing = torch.empty(stop - start, dtype=dtype), stop - start
+        out = torch.empty(stop - start, dtype=dtype)
+        missing = stop - start
         rank = self.reader.rank if self.reader.alike else 0
         for file_name, first, last, ranks in entry["parts"]:
             begin, end = max(first, start), min(last, stop)
@@ -89,10 +90,10 @@ class Saved:
                 file, header = self.reader.file(file_name)
                 held, shape, offset = header.get(f"{self.prefix}{key}@{first}", (None, (), 0))
                 if held != dtype or prod(shape) != last - first:
-                    raise ValueError(f"{file_name} has something else where {key!r} should be")
+                    raise ValueError(f"{file_name} does not contain {key!r} at its offset")
                 part = out[begin - start : end - start]
                 tensor_file.read_range(file, dtype, offset, begin - first, part)
                 missing -= end - begin
         if missing:
-            raise ValueError(f"{key!r}: {missing} of its elements are in no file")
+            raise ValueError(f"{missing} elements of {key!r} are missing from all files")
         return out

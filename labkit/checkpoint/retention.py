@@ -1,15 +1,15 @@
-"""Which checkpoint is the latest, and which ones stay, in a directory with branches of a run.
+"""Which checkpoint is the latest and which ones are kept, in a directory with branches of a run.
 
     saved     8    9    10              latest: 10
     load(8)        9'   12'             latest: 12', whose lineage is 8, 9', 12'; 9' replaced 9
-    keep=2         9'   12'             8 and 10 go: the current lineage comes first
+    keep=2         9'   12'             8 and 10 are removed: the current lineage comes first
 
-The latest is the one that was saved last, whatever its step: a manifest has a serial number, and
-the lineage, the (step, serial) pairs of the checkpoints that training went on from. load() sets it;
-to save a step that is not higher than the last one goes back to the steps before it. What stays is
-the last `keep` of the lineage, then of the others, and the best by a metric, of the lineage and of
-all; and the one just written. What cannot be read, or was found damaged, is not touched, and counts
-for nothing.
+The latest checkpoint is the one that was saved last, whatever its step. A manifest has a serial
+number and a lineage: the (step, serial) pairs of the checkpoints from which training continued.
+load() sets the lineage; saving a step that is not higher than the last one cuts it back. Kept are
+the last `keep` of the lineage, then of the others; the best by a metric, of the lineage and of all;
+and the newest. Checkpoints that cannot be read, or were found damaged, are not removed and do not
+count.
 """
 
 import math
@@ -22,27 +22,28 @@ def folder_of(step):
 
 
 def steps_in(store):
-    """The step numbers of all folders, whole or not."""
+    """Return the step numbers of all folders, valid or not."""
     numbers = [name.removeprefix("step-") for name in store.names()]
     return sorted(int(n) for n in numbers if n.isdecimal() and store.has(folder_of(int(n))))
 
 
 def manifests_in(store):
-    """{step: its manifest, or None where it cannot be read}."""
+    """Return {step: its manifest, or None if it cannot be read}."""
     return {step: metadata.read(store, folder_of(step))[0] for step in steps_in(store)}
 
 
 def age(one):
-    """(serial, step) of a manifest: the larger, the later it was saved. Older formats: serial 0."""
+    """Return (serial, step) of a manifest; larger means later. Older formats have serial 0."""
     return one.get("serial", 0), one["step"]
 
 
 def latest_first(found):
-    """The steps in the order in which load() tries them. found: {step: manifest or None}.
+    """Return the steps in the order in which load() tries them. found: {step: manifest or None}.
 
-    One that cannot be read has no serial: it comes first where its step is beyond the latest.
+    An unreadable checkpoint has no serial: it comes first if its step is beyond the latest.
     """
-    known = sorted((step for step, one in found.items() if one), key=lambda step: age(found[step]))
+    readable = [step for step, manifest in found.items() if manifest]
+    known = sorted(readable, key=lambda step: age(found[step]))
     unknown = sorted(found.keys() - set(known))
     last = known[-1] if known else -1
     before = [step for step in unknown if step <= last]
@@ -51,15 +52,15 @@ def latest_first(found):
 
 
 def lineage_of(one):
-    """[step, serial] of what a manifest's checkpoint goes on from, and of itself."""
+    """Return [step, serial] of the checkpoint's ancestors and of itself."""
     return [*one.get("lineage", []), [one["step"], age(one)[0]]]
 
 
 def next_place(found, step, lineage):
-    """What a new checkpoint's manifest says of its place among those that are there.
+    """Return the step, serial and lineage for a new checkpoint's manifest.
 
-    found: see latest_first(). lineage: [step, serial] of what the run has loaded and saved; of it
-    stays what is still there, and is not of that step or of a later one.
+    found: see latest_first(). lineage: [step, serial] of the checkpoints that the run has loaded
+    and saved. Removed checkpoints, and those of this step or a later one, are dropped from it.
     """
     there = [[other, age(one)[0]] for other, one in found.items() if one]
     serial = 1 + max((serial for _, serial in there), default=0)
@@ -68,7 +69,7 @@ def next_place(found, step, lineage):
 
 
 def staying(complete, keep, best, lineage=()):
-    """Which steps stay. complete: {step: manifest}. lineage: steps of the current one."""
+    """Return the steps to keep. complete: {step: manifest}. lineage: steps of the current one."""
     order = sorted(complete, key=lambda step: (step in lineage, age(complete[step])))
     stay = set(order[-keep:])
     if best:
@@ -79,22 +80,22 @@ def staying(complete, keep, best, lineage=()):
 
 
 def best_of(metrics, choose, name):
-    """{the step whose metric of that name is the best}, or an empty set. metrics: {step: dict}."""
+    """Return {the step with the best value of a metric}, or an empty set. metrics: {step: dict}."""
     rated = {step: one[name] for step, one in metrics.items() if name in one}
     rated = {step: value for step, value in rated.items() if not math.isnan(value)}
     return {choose(rated, key=rated.get)} if rated else set()
 
 
 def prune(store, found, step, keep, best, damaged):
-    """Remove what does not stay, and what a kill has left half.
+    """Remove checkpoints that are not kept, and incomplete ones of a killed run.
 
-    found: {step: manifest or None}, with that of `step`, the one just written.
+    found: {step: manifest or None}, including `step`, which was just written.
     """
     half = {other for other in found if not store.has(f"{folder_of(other)}/{metadata.NAME}")}
     complete = {other: one for other, one in found.items() if one and other not in damaged}
     lineage = [one for one, _ in lineage_of(found[step]) if one in complete]
     for other in (complete.keys() | half) - staying(complete, keep, best, lineage) - {step}:
-        # The manifest first: what is half removed counts as none.
+        # The manifest first, so that a half-removed checkpoint is invalid.
         store.remove(f"{folder_of(other)}/{metadata.NAME}")
         store.remove(folder_of(other))
     named = {metadata.NAME, *metadata.files(store, folder_of(step))}

@@ -1,9 +1,10 @@
-"""Randomness as part of a checkpoint: this rank's generators, so that dropout goes on as it would.
+"""Random state in a checkpoint: this rank's generators, so that dropout continues as before.
 
-saved by n ranks, loaded by n    each takes its own
-loaded by another number         each starts a stream of its own, from rank 0's state and its
-                                 rank: new, but the same whenever that checkpoint is loaded
-loaded by another mesh           so, too; ranks along its axis tp, which draw alike, start alike
+saved by n ranks, loaded by n    each rank loads its own
+loaded by another number         each rank derives a new stream from rank 0's state and its rank:
+                                 the same one whenever that checkpoint is loaded
+loaded by another mesh           likewise; ranks along the tp axis, which draw the same numbers,
+                                 get the same stream
 """
 
 import hashlib
@@ -18,9 +19,9 @@ from labkit import comm
 
 
 class RandomState:
-    """torch's, numpy's and Python's generators, and a GPU's. device: this rank's.
+    """The generators of torch, numpy, Python and a GPU. device: this rank's.
 
-    mesh: a labkit.mesh.Mesh, if a model is spread over one.
+    mesh: a labkit.mesh.Mesh, if the model is distributed over one.
     """
 
     def __init__(self, device="cpu", mesh=None):
@@ -30,7 +31,7 @@ class RandomState:
         self.alike = mesh.group("tp") if "tp" in axes else None
 
     def state_dict(self):
-        """As text, which keeps every bit."""
+        """Return the state as text, which keeps every bit."""
         kind, keys, *rest = np.random.get_state()
         state = {
             "torch": torch.get_rng_state().numpy().tobytes().hex(),
@@ -42,7 +43,7 @@ class RandomState:
         return {"generators": json.dumps(state)} | ({"mesh": self.mesh} if self.mesh else {})
 
     def load_state_dict(self, state):
-        """Takes the generators as they were on this rank of the same mesh."""
+        """Restore the generators of this rank, saved on the same mesh."""
         if state.get("mesh", "") != self.mesh:
             return self.load_of_other_ranks(state, dist.get_rank())
         state = json.loads(state["generators"])
@@ -54,9 +55,9 @@ class RandomState:
             torch.cuda.set_rng_state(as_tensor(state["cuda"]), self.device)
 
     def load_of_other_ranks(self, state, rank):
-        """Where another number of ranks, or another mesh, has saved. state: rank 0's, or any."""
-        told = hashlib.sha256(f"{rank} {state['generators']}".encode()).digest()
-        seed = int.from_bytes(told[:4], "big")
+        """Load a state saved by another number of ranks or another mesh. state: of any rank."""
+        digest = hashlib.sha256(f"{rank} {state['generators']}".encode()).digest()
+        seed = int.from_bytes(digest[:4], "big")
         if self.alike is not None:
             first = torch.tensor(seed, device=self.device)
             comm.broadcast(first, 0, self.alike)

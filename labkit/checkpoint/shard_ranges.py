@@ -1,13 +1,14 @@
-"""Which elements of a whole a tensor is, in a row; columns of a matrix are none, and are made so.
+"""Maps a shard to flat index ranges of the full tensor. Column shards are gathered first.
 
     w [4, 6]   tp 0   held w[:, 0:3]   --- all_gather --->  w [4, 6]   keeps elements  0 to 12
                tp 1   held w[:, 3:6]   --- all_gather --->  w [4, 6]   keeps elements 12 to 24
 
-A file has elements in a row. Some rows of a matrix are that already: a cut along dim 0 needs none
-of this. Where FSDP has cut the columns once more, its ranks put those together first.
+A file stores contiguous elements. Row shards (dim 0) are contiguous and need no communication.
+Column shards are not. If FSDP has sharded the columns again, its ranks gather those first.
 
-Sent per rank and matrix, to save: (n-1)/n of its bytes, with FSDP twice its columns' besides. Held
-meanwhile: one whole matrix; kept: 1/n of it. Read per rank, to load: all of it, one by one.
+Sent per rank and matrix, to save: (n-1)/n of its bytes; with FSDP also twice the bytes of its
+columns. Memory meanwhile: one full matrix; kept: 1/n of it. Read per rank, to load: the full
+matrices, one by one.
 """
 
 from dataclasses import dataclass
@@ -25,9 +26,9 @@ from labkit.tensor_parallel.placements import Axis, cut, gathered
 
 @dataclass(frozen=True)
 class Columns:
-    """Of a whole that is cut along `dim`, not the first, by an axis: this rank's part, of `shape`.
+    """This rank's part, of `shape`, of a tensor that `axis` cuts along `dim`, not the first.
 
-    shards: the group whose ranks have each some elements of that part; None: this rank has all.
+    shards: the group whose ranks each hold some elements of that part; None: this rank has all.
     """
 
     dim: int
@@ -36,43 +37,46 @@ class Columns:
     shards: Any = None
 
     def take(self, values, start, stop, shape):
-        """Elements start to stop of the part, flat -> a Piece of the whole, of `shape`. Collective.
+        """Turn elements start to stop of the flat part into a Piece of the full tensor. Collective.
 
-        The ranks that hold parts of it have different Pieces, which are all of it.
+        Each rank gets a different Piece; together they cover the full tensor, of `shape`.
         """
-        n, place = self.axis.size, self.axis.rank
+        n = self.axis.size
+        index = self.axis.rank
         if self.shards is not None:
-            mine, values = values, values.new_zeros(prod(self.shape))
-            values[start:stop] = mine
-            comm.all_reduce(values.view(torch.uint8), group=self.shards)  # a byte is of one rank
+            shard = values
+            values = shard.new_zeros(prod(self.shape))
+            values[start:stop] = shard
+            comm.all_reduce(values.view(torch.uint8), group=self.shards)  # one rank sets each byte
             ranks = dist.get_world_size(self.shards)
-            n, place = n * ranks, place * ranks + dist.get_rank(self.shards)
-        whole = gathered(values.view(self.shape), self.dim, self.axis).view(-1)
-        size = -(-len(whole) // n)
-        own = whole[place * size : (place + 1) * size].clone()  # a view would keep all of it
-        return Piece(own, min(place * size, len(whole)), shape)
+            n *= ranks
+            index = index * ranks + dist.get_rank(self.shards)
+        full = gathered(values.view(self.shape), self.dim, self.axis).view(-1)
+        size = -(-len(full) // n)
+        own = full[index * size : (index + 1) * size].clone()  # a view would keep the full tensor
+        return Piece(own, min(index * size, len(full)), shape)
 
     def part(self, whole, start, stop):
-        """Elements start to stop of this rank's part of a whole tensor."""
+        """Return elements start to stop of this rank's part of a full tensor, flat."""
         return cut(whole, self.dim, self.axis.size)[self.axis.rank].reshape(-1)[start:stop]
 
 
 def in_whole(cut, start, stop, shape, shards=None):
-    """(start, stop, shape, columns), as Place has it: elements of a slice, as those of the whole.
+    """Map a slice's elements to the full tensor's: (start, stop, shape, columns), as in Place.
 
-    cut: the Cut of which this rank has the slice, of `shape`. start, stop, shards: see Columns.
+    cut: the Cut that produced this rank's slice, of `shape`. start, stop, shards: see Columns.
     """
     whole = (*shape[: cut.dim], cut.length, *shape[cut.dim + 1 :])
     if cut.dim:
         return start, stop, whole, Columns(cut.dim, cut.axis, shape, shards)
-    first, end = cut.axis.rank * prod(shape), prod(whole)  # behind the end of the whole is padding
+    first, end = cut.axis.rank * prod(shape), prod(whole)  # padding follows the end
     return min(first + start, end), min(first + stop, end), whole, None
 
 
 class Place(NamedTuple):
-    """Which whole a tensor is, or which of its elements, start to stop, it holds; then, padding.
+    """Elements start to stop of a full tensor. The local tensor may end with padding.
 
-    columns: where it holds columns, elements start to stop of those.
+    columns: set for a column shard; start and stop then count its elements.
     """
 
     name: str
@@ -82,14 +86,14 @@ class Place(NamedTuple):
     columns: Columns | None = None
 
     def take(self, value):
-        """The Piece to be written of a tensor that is here. With columns: collective."""
+        """Return the Piece of a local tensor that is to be written. With columns: collective."""
         values = local(value.detach()).reshape(-1)
         if self.columns:
             return self.columns.take(values, self.start, self.stop, self.shape)
         return Piece(values[: self.stop - self.start], self.start, self.shape)
 
     def read(self, saved, key, tensor):
-        """What is here of the whole that was saved as `key`, cut as `tensor` is."""
+        """Read this rank's part of the full tensor saved as `key`, placed as `tensor` is."""
         if self.columns:
             whole = saved.read(key).view(self.shape)
             return like(tensor, self.columns.part(whole, self.start, self.stop))

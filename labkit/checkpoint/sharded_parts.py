@@ -1,11 +1,11 @@
-"""The sharded parts of a model, in whatever wrappers and containers they are, by plain names.
+"""Finds the sharded parts of a model inside wrappers and containers, and their plain names.
 
     torch.compile(FSDP(net))                 _orig_mod.w1         ->  w1           elements 0 to 12
     Both(encoder=FSDP(net), head=Linear)     encoder.w1           ->  encoder.w1   elements 0 to 12
     parallelize_module(net, group, plan)     w1 [2, 6] of [4, 6]  ->  w1           elements 0 to 12
 
-A checkpoint has the names that a module has without torch.compile and checkpoint_wrapper, so that a
-compiled model and a plain one load each other's.
+A checkpoint uses the names of the module without torch.compile and checkpoint_wrapper. So a
+compiled model and a plain one can load each other's checkpoints.
 """
 
 import json
@@ -19,7 +19,7 @@ from labkit.tensor_parallel.tp_state_dict import named_cuts
 
 
 def unwrapped(thing):
-    """The module in torch.compile and in PyTorch's DDP, which puts its name before every other."""
+    """Return the module inside torch.compile and inside PyTorch's DDP, which prefixes all names."""
     if type(thing).__name__ == "DistributedDataParallel":
         return unwrapped(thing.module)
     if type(thing).__name__ == "OptimizedModule":
@@ -28,7 +28,7 @@ def unwrapped(thing):
 
 
 def sharded_parts(module, prefix=""):
-    """(prefix of its names, part) of every FSDP and Composed in a module, or the module itself."""
+    """Yield (prefix of its names, part) for every FSDP and Composed in or at a module."""
     if isinstance(module, Wrapper) and hasattr(module, "places"):
         yield prefix, module
         return
@@ -39,15 +39,18 @@ def sharded_parts(module, prefix=""):
 
 
 def places_in(module):
-    """{plain name: (start, stop, shape[, columns])}: which elements of which whole a module holds.
+    """Return {plain name: (start, stop, shape[, columns])} of a module's sharded tensors.
 
-    As Place has it after its name. Of what is sharded only; None of what only other ranks hold.
+    The values are as in Place after its name; None for tensors that only other ranks hold.
     Raises ValueError for a pipeline inside another module.
     """
-    found, shards = {}, {}
+    found = {}
+    shards = {}
     for prefix, part in sharded_parts(module):
         if prefix and getattr(part, "pipeline", None):
-            raise ValueError(f"{prefix[:-1]!r} has a pipeline: save it as a model of its own")
+            raise ValueError(
+                f"{prefix[:-1]!r} is a pipeline inside a module: save it as a separate model"
+            )
         own = {without_wrappers(prefix + name): place for name, place in part.places().items()}
         found |= own
         if isinstance(part, FSDP):
@@ -57,16 +60,16 @@ def places_in(module):
 
 
 def names_elsewhere(module):
-    """Plain names of what only other ranks have, by a part's own word: an MoE's other experts."""
+    """Yield plain names that only other ranks hold, as reported by modules such as MoE."""
     for name, part in module.named_modules():
         for own_name in part.names_elsewhere() if hasattr(part, "names_elsewhere") else ():
             yield without_wrappers(f"{name}.{own_name}".removeprefix("."))
 
 
 def split_places(module, found, shards):
-    """The same of layers that parallelize_module has split, where no Composed has done it.
+    """Return the places of layers split by parallelize_module outside Composed.
 
-    shards: {name: group}, of those in `found` that FSDP has sharded once more.
+    shards: {name: group} of the entries of `found` that FSDP has sharded again.
     """
     if isinstance(module, Wrapper) and hasattr(module, "cuts"):  # Composed has counted them
         return {}
@@ -80,6 +83,6 @@ def split_places(module, found, shards):
 
 
 def of_all_ranks(names, device):
-    """The names, together with those that other ranks give. Collective."""
-    told = gather_bytes(json.dumps(names).encode(), device=device)
-    return list(dict.fromkeys(name for text in told for name in json.loads(text)))
+    """Return the union of the names of all ranks, in order. Collective."""
+    texts = gather_bytes(json.dumps(names).encode(), device=device)
+    return list(dict.fromkeys(name for text in texts for name in json.loads(text)))

@@ -1,12 +1,12 @@
-"""What a rank holds of a state, as pieces of wholes: a name, and which elements of the whole.
+"""The shards that a rank saves: a name, and which elements of the full tensor it holds.
 
-    DDP    every rank   w1 [............]        all hold the same: it needs writing once
-    FSDP   rank 0       w1 [.....       ]        elements 0 to 5 of 12, in a row
+    DDP    every rank   w1 [............]        replicated: it needs writing once
+    FSDP   rank 0       w1 [.....       ]        elements 0 to 5 of 12, a range
            rank 1       w1 [     .......]        elements 5 to 12
     ZeRO   rank 1       w1/exp_avg [...  ]       a piece of a state, named after its parameter
 
-Whatever cut the wholes, and into how many, whoever reads asks for names and ranges: so what one
-strategy has saved on n ranks, another loads on m.
+Readers request names and ranges, independent of how the tensors were sharded. So a checkpoint
+of one strategy on n ranks can be loaded by another strategy on m ranks.
 """
 
 from collections.abc import Callable
@@ -27,20 +27,23 @@ from labkit.zero.zero_state_dict import options_of
 
 
 def holders(state):
-    """{name: what takes its state apart and puts it back}. state: {name: has state_dict()}."""
+    """Return {name: an object that takes and gives its state}. state: {name: has state_dict()}."""
     plain = {key: unwrapped(thing) for key, thing in state.items()}
     places, everyone = {}, list
     for key, thing in plain.items():
         if isinstance(thing, nn.Module):
             cut = places_in(thing)
             places |= places_of(thing, key, cut)
-            if None in cut.values():  # other ranks have other names
+            if None in cut.values():  # other ranks have different names
                 everyone = partial(of_all_ranks, device=next(thing.parameters()).device)
     return {key: holder(thing, places, everyone) for key, thing in plain.items()}
 
 
 def holder(thing, places, everyone=list):
-    """places: {parameter: Place}, of the modules beside it. everyone: see OptimizerHolder."""
+    """Return the holder for one object.
+
+    places: {parameter: Place} of the modules in the state. everyone: see OptimizerHolder.
+    """
     if isinstance(thing, OtherStates):
         return thing
     if isinstance(thing, nn.Module):
@@ -50,12 +53,12 @@ def holder(thing, places, everyone=list):
         wholes = named(groups, places)
         if split := [place.name for place in wholes.values() if place.columns]:
             raise ValueError(
-                f"{split[0]!r} is split by columns, and ZeRO has shards of those: "
-                "save it with FSDP, or with an optimizer that is whole on each rank"
+                f"ZeRO shards the columns of {split[0]!r}, which cannot be saved: "
+                "use FSDP or an optimizer that is not sharded"
             )
         own = {piece: part_of(wholes[p], *where) for p, (piece, *where) in cut.items()}
         return OptimizerHolder(optimizer, groups, wholes, own, thing.load_parts)
-    # Whose state_dict() holds more (masters, anchors) is taken as it is.
+    # Optimizers with their own state_dict() (masters, anchors) use TreeHolder.
     if isinstance(thing, torch.optim.Optimizer) and (
         type(thing).state_dict is torch.optim.Optimizer.state_dict
     ):
@@ -66,13 +69,13 @@ def holder(thing, places, everyone=list):
 
 
 def named(groups, places):
-    """{parameter: Place}; one that no module has goes by its number."""
+    """Return {parameter: Place}; a parameter that no module has is named by its number."""
     everyone = [p for group in groups for p in group["params"]]
     return {p: places.get(p) or Place(f"parameter {i}", *span(p)) for i, p in enumerate(everyone)}
 
 
 def places_of(module, key, cut):
-    """{parameter: its Place}. key: the module's own name, for others may have the same names."""
+    """Return {parameter: its Place}. key: prefix, as other modules may have the same names."""
     found = {}
     for own_name, p in module.named_parameters():
         name = without_wrappers(own_name)
@@ -81,14 +84,14 @@ def places_of(module, key, cut):
 
 
 def part_of(place, start, stop):
-    """Some elements of a Place without columns, by their numbers in it."""
+    """Return elements start to stop of a Place without columns, counted within it."""
     first, end = place.start, place.stop
     return place._replace(start=min(first + start, end), stop=min(first + stop, end))
 
 
 @dataclass
 class ModuleHolder:
-    """A module's state dict: parameters and buffers by name. left: names not to be loaded."""
+    """A module's state dict: parameters and buffers by name. left: names that are not loaded."""
 
     module: nn.Module
     left: frozenset = frozenset()
@@ -99,12 +102,12 @@ class ModuleHolder:
         self.buffers = {without_wrappers(name) for name, _ in named}
 
     def named(self):
-        """{name in a checkpoint: (name in the state dict, value)}."""
+        """Return {name in a checkpoint: (name in the state dict, value)}."""
         state = self.module.state_dict()
         return {without_wrappers(name): (name, value) for name, value in state.items()}
 
     def take(self):
-        """({name: Piece}, the text of what is no tensor)."""
+        """Return ({name: Piece}, the text of values that are not tensors)."""
         pieces, rest, named = {}, {}, self.named()
         self.check_names(named)
         for name, (_, value) in named.items():
@@ -115,7 +118,7 @@ class ModuleHolder:
         return pieces, state_json.plain(rest, "extra state")
 
     def check_names(self, named):
-        """ValueError where a hook has renamed a part of a whole, whose place is then not known."""
+        """Raise ValueError if a hook has renamed a sharded tensor, whose place is then unknown."""
         if not self.cut:
             return
         parameters = self.module.named_parameters(remove_duplicate=False)
@@ -123,15 +126,15 @@ class ModuleHolder:
         for name in named:
             if name not in known and not is_extra(name):
                 raise ValueError(
-                    f"a state-dict hook has made {name!r}, and the model is sharded: "
-                    "a checkpoint needs the parameters' own names, so remove the hook"
+                    f"a state_dict hook renamed {name!r} of a sharded model: remove the hook, "
+                    "as the checkpoint needs the names of the parameters"
                 )
 
     def place(self, name, value):
         return Place(name, *(self.cut.get(name) or span(value)))
 
     def other_names(self, saved):
-        """([those of tensors that are not in it], [those of tensors that are not in the model])."""
+        """Return (missing names of tensors, unexpected names of tensors)."""
         named, there = self.named(), saved.shapes.keys() | saved.text.keys()
         own = [name for name, (_, value) in named.items() if isinstance(value, torch.Tensor)]
         extra = {name for name in named if is_extra(name)}
@@ -141,16 +144,17 @@ class ModuleHolder:
 
     def problems(self, saved):
         missing, unexpected = self.other_names(saved)
-        found = [f"{name!r} is not in it" for name in missing]
-        found += [f"{name!r} is not in the model" for name in unexpected]
+        found = [f"it does not contain {name!r}" for name in missing]
+        found += [f"the model does not contain {name!r}" for name in unexpected]
         for name, (_, value) in self.named().items():
             if name not in saved.shapes or is_extra(name) or not isinstance(value, torch.Tensor):
                 continue
             shape = self.place(name, value).shape
             if tuple(saved.shapes[name]) != tuple(shape):
-                found.append(f"{name!r} is {saved.shapes[name]} in it, {list(shape)} in the model")
+                there = saved.shapes[name]
+                found.append(f"{name!r} has shape {there} in it, {list(shape)} in the model")
         for name in set(saved.foreign) - self.buffers:
-            found.append(f"{name!r} differs from rank to rank, and the ranks were others")
+            found.append(f"{name!r} is per-rank state: load it with the same number of ranks")
         return found
 
     def give(self, saved):
@@ -166,10 +170,11 @@ class ModuleHolder:
 
 @dataclass
 class OptimizerHolder:
-    """An optimizer's states, by its parameters' names.
+    """An optimizer's states, named after its parameters.
 
-    groups, wholes: of all ranks, and their Places; own: the Places of what the optimizer works on.
-    load: takes a state dict of the optimizer. everyone: names -> those that other ranks give, too.
+    groups, wholes: the parameter groups of all ranks and their Places. own: the Places of the
+    tensors that this rank updates. load: loads a state dict of the optimizer.
+    everyone: adds the names of other ranks to a list of names.
     """
 
     optimizer: torch.optim.Optimizer
@@ -189,7 +194,9 @@ class OptimizerHolder:
             for key, value in state.get(i, {}).items():
                 if value.shape == p.shape and (p.dim() or key != "step"):
                     piece = place.take(value)
-                    piece = piece._replace(shape=piece.shape or (1,))  # a number's state: no number
+                    piece = piece._replace(
+                        shape=piece.shape or (1,)
+                    )  # the state of a 0-d parameter is saved as 1-d
                 else:
                     piece = Piece(local(value.detach()).reshape(-1), 0, tuple(value.shape))
                 pieces[f"{place.name}/{key}"] = piece
@@ -199,7 +206,7 @@ class OptimizerHolder:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def described(self):
-        """Its type; its groups' options as they are now, and the names of all their parameters."""
+        """Return the type, and each group's current options and the names of all its parameters."""
         groups = [
             {
                 "options": {key: as_number(one) for key, one in options_of(group).items()},
@@ -213,15 +220,15 @@ class OptimizerHolder:
         if "groups" not in saved.text:
             return TreeHolder(self.optimizer).problems(saved)
         ours, theirs = self.described(), saved.text
-        if theirs["type"] not in (ours["type"], None):  # in other people's formats there is none
-            return [f"it is of {theirs['type']}, this optimizer is {ours['type']}"]
+        if theirs["type"] not in (ours["type"], None):  # other formats do not store the type
+            return [f"it was saved from {theirs['type']}, not from {ours['type']}"]
         if differing := [name for name in saved.foreign if name in saved.shapes]:
-            return [f"{differing[0]} differs from rank to rank, and the ranks were others"]
+            return [f"{differing[0]} is per-rank state: load it with the same number of ranks"]
         ours, theirs = ([set(g["params"]) for g in one["groups"]] for one in (ours, theirs))
         if ours != theirs:
             differ = set().union(*ours) ^ set().union(*theirs)
-            words = ", ".join(sorted(differ)) or "the same, in other groups"
-            return [f"its parameters are others: {words}"]
+            names = ", ".join(sorted(differ)) or "the same names, in other groups"
+            return [f"its parameters differ: {names}"]
         return []
 
     def give(self, saved):
@@ -253,7 +260,7 @@ class OptimizerHolder:
 
 
 def as_number(option):
-    """An option of a parameter group (lr, betas) that may be a tensor, as numbers."""
+    """Convert an option of a parameter group (lr, betas), which may be a tensor, to numbers."""
     if isinstance(option, tuple | list):
         return type(option)(map(as_number, option))
     number = isinstance(option, torch.Tensor) and option.numel() == 1
@@ -261,7 +268,7 @@ def as_number(option):
 
 
 def as_now(option, own):
-    """A saved option as the optimizer has it now: a tensor where that is one."""
+    """Convert a saved option to the optimizer's current type: a tensor if `own` is one."""
     if isinstance(own, tuple | list) and isinstance(option, tuple | list):
         return type(own)(map(as_now, option, own))
     return torch.full_like(own, option) if isinstance(own, torch.Tensor) else option
@@ -269,7 +276,7 @@ def as_now(option, own):
 
 @dataclass
 class OtherStates:
-    """An optimizer's states in a source of another format: to be saved as ours, one by one."""
+    """An optimizer's states from another format, read one by one while they are saved."""
 
     source: object
 

@@ -1,4 +1,4 @@
-"""A state dict as two things: text that says how it is nested, and its tensors by path.
+"""Splits a state dict into JSON text, which says how it is nested, and its tensors by path.
 
     {"lr": 0.1, "state": {0: {"step": tensor(3.)}}}
 
@@ -6,8 +6,8 @@
                     ["state", {"dict": [[0, {"dict": [["step", {"tensor": PATH}]]}]]}]]}
           {PATH: tensor(3.)}        PATH: "state/0/step float32[]"
 
-The text is JSON, which keeps every digit of a float, but neither numbers as keys nor tuples: they
-are spelt out. Reading it back executes nothing, which a pickle does.
+JSON keeps every digit of a float, but supports neither numbers as keys nor tuples: both are
+spelled out. Unlike a pickle, the text executes nothing when it is read.
 """
 
 import torch
@@ -16,9 +16,9 @@ PLAIN = (bool, int, float, str, type(None))
 
 
 def split(value, path=""):
-    """(what json.dumps takes, {path: tensor}). TypeError names what is neither."""
+    """Return (a value for json.dumps, {path: tensor}). TypeError names an unsupported value."""
     if isinstance(value, torch.Tensor):
-        # Ranks may have different tensors at one place: by its look each has a path of its own.
+        # Ranks may have different tensors at one path: dtype and shape make the paths unique.
         path += f" {value.dtype}{list(value.shape)}".replace("torch.", "")
         return {"tensor": path}, {path: value.detach()}
     if isinstance(value, PLAIN):
@@ -29,29 +29,29 @@ def split(value, path=""):
         kind, keys, values = type(value).__name__, range(len(value)), value
     else:
         raise TypeError(
-            f"{path or 'the state'} is a {type(value).__name__}: a checkpoint holds tensors, "
-            "numbers and text, in dicts, lists and tuples"
+            f"cannot save {path or 'the state'} of type {type(value).__name__}: use tensors, "
+            "numbers and text in dicts, lists and tuples"
         )
     tensors, inside = {}, []
     for key, one in zip(keys, values, strict=True):
         skeleton, found = split(one, f"{path}/{key}" if path else str(key))
         inside.append([key, skeleton] if kind == "dict" else skeleton)
         if twice := tensors.keys() & found.keys():
-            raise TypeError(f"two tensors of the state are {twice.pop()}")
+            raise TypeError(f"two tensors of the state have the same path {twice.pop()}")
         tensors |= found
     return {kind: inside}, tensors
 
 
 def plain(value, of):
-    """The text of what has no tensors; TypeError where it has. of: whose, in words."""
+    """Return the text of a value; TypeError if it has a tensor. of: its name in the message."""
     skeleton, tensors = split(value)
     if tensors:
-        raise TypeError(f"{of} has a tensor where numbers are expected: {next(iter(tensors))}")
+        raise TypeError(f"{of} must hold numbers, but holds the tensor {next(iter(tensors))}")
     return skeleton
 
 
 def join(skeleton, tensors):
-    """The value again. tensors: function path -> tensor."""
+    """Rebuild the value. tensors: function path -> tensor."""
     if not isinstance(skeleton, dict):
         return skeleton
     ((kind, inside),) = skeleton.items()

@@ -1,14 +1,13 @@
-"""A directory, here or behind any fsspec URL: a file in it is there whole, or not there.
+"""A directory, local or at any fsspec URL, with atomic writes: a file is complete or absent.
 
-    here      write NAME.part, fsync, rename to NAME, fsync the directory
-    s3://     an object has its name once all of it has arrived; a directory is only a name
+    local     write NAME.part, fsync, rename to NAME, fsync the directory
+    s3://     an object gets its name when its upload is complete; a directory is only a prefix
     others    write NAME.part, move to NAME
 
-After fsync a power cut cannot take the bytes back; after rename nobody can see half of them.
-Where it can be, it is held by one run at a time: here with flock, on S3 with a lease (lease.py),
-which needs a server that puts on a condition. Credentials and endpoint of S3 are the
-environment's: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL. Held besides there: 50
-MB of a file.
+fsync protects against power cuts; rename hides partial files. One run at a time may lock the
+directory: locally with flock, on S3 with a lease (storage_lock.py), which needs a server with
+conditional writes. S3 credentials and endpoint come from the environment: AWS_ACCESS_KEY_ID,
+AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL. Extra memory on S3: 50 MB of a file.
 """
 
 import fcntl
@@ -25,23 +24,23 @@ from labkit.own_files import lock_file, new_file, no_link
 
 
 def without_password(url):
-    """The URL as messages show it, without the user and password that may stand in it."""
+    """Return the URL for messages, without user and password."""
     return re.sub("(?<=://)[^/@]*@", "", str(url))
 
 
 class Store:
-    """url: a path, or what fsspec understands. Its file system may raise more than OSError."""
+    """A directory. url: a path or an fsspec URL. Its file system may raise more than OSError."""
 
     def __init__(self, url):
         self.url, self._lock = str(url), None
         self.s3 = self.url.startswith(("s3://", "s3a://"))
-        # Its own connection, as the environment is now; and no memory of what was there before.
+        # A new connection with today's environment, and no cached listings.
         fresh = {"skip_instance_cache": True, "use_listings_cache": False} if self.s3 else {}
         self.fs, self.root = fsspec.core.url_to_fs(self.url, **fresh)
         self.local = isinstance(self.fs, LocalFileSystem)
 
     def make(self):
-        """On S3 there is nothing to make, and a bucket of a mistyped name shall not come to be."""
+        """Create the directory; not on S3, where a mistyped name must not create a bucket."""
         if not self.s3:
             self.fs.makedirs(self.root, exist_ok=True)
 
@@ -49,7 +48,7 @@ class Store:
         return f"{self.root}/{name}"
 
     def lock(self):
-        """Hold the directory until close() or death; BlockingIOError where another process does."""
+        """Hold the directory until close() or exit. BlockingIOError if another process holds it."""
         if self.local:
             lock = lock_file(self.path("lock"))
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -60,7 +59,7 @@ class Store:
             self._lock = lease
 
     def write(self, name, fill):
-        """fill(file) writes the file; returns what it returns."""
+        """Write a file atomically: fill(file) writes its content. Returns the result of fill."""
         if self.local:
             return self._write_here(Path(self.path(name)), fill)
         if self.s3:
@@ -96,7 +95,7 @@ class Store:
             result = fill(file)
             file.close()
         except BaseException:
-            file.closed = True  # closing it would make an object of what has been written so far
+            file.closed = True  # closing it would create an object of the partial content
             with suppress(Exception):
                 file.discard()
             raise
@@ -106,12 +105,12 @@ class Store:
         return self.fs.open(self.path(name), "rb")
 
     def size(self, name):
-        """Bytes of a file; of what is no file, such as a device, 0."""
+        """Return the size of a file in bytes; 0 if it is not a regular file, such as a device."""
         self.fs.invalidate_cache()
         return self.fs.size(self.path(name))
 
     def names(self, folder=""):
-        """What the directory holds, or a folder in it."""
+        """Return the names in the directory, or in a folder of it."""
         self.fs.invalidate_cache()
         try:
             paths = self.fs.ls(self.path(folder).rstrip("/"), detail=False)
@@ -135,7 +134,7 @@ class Store:
 
 
 def sync(directory):
-    """What has been renamed in it stays so."""
+    """Flush a directory, so that a rename in it survives a power cut."""
     handle = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,14 +1,14 @@
-"""A lock where no file can be locked: an object with a name in it, renewed while its holder lives.
+"""A lock for S3, which cannot lock files: an object that its holder renews while it lives.
 
     run A    put, if none ... renew ... renew ... killed
     run B         refused: it is renewed              looks ... looks ... put, if unchanged
                                                       |---- LEASE ----|
 
-A put on a condition (If-None-Match: *, If-Match: the version seen) is atomic: of all that try at
-once, one gets it. Nobody's clock is compared with another's: who comes looks for LEASE seconds.
+A conditional put (If-None-Match: *, If-Match: the version seen) is atomic: of concurrent puts,
+one succeeds. Clocks are not compared: a newcomer watches the object for LEASE seconds.
 
-Not guaranteed: that a holder which stood still for longer (stopped, cut off) stops at once when it
-goes on. It asks before it begins a file; the file that it was in may still become one.
+Not guaranteed: a holder that was frozen or disconnected for longer may continue for a moment. It
+checks before it begins a file; the file that it was writing may still be completed.
 Gray and Cheriton, Leases: An Efficient Fault-Tolerant Mechanism, SOSP 1989.
 """
 
@@ -23,7 +23,7 @@ RENEW, LEASE = 10.0, 30.0  # seconds
 
 
 class Lease:
-    """path: of the object. fs: an s3fs file system. Raises what it raises."""
+    """A lease on the object at `path`. fs: an s3fs file system, whose errors it raises."""
 
     def __init__(self, fs, path):
         self.fs = fs
@@ -34,7 +34,7 @@ class Lease:
         self._one_at_a_time, self._closing = threading.Lock(), threading.Event()
 
     def take(self):
-        """Hold it until close(); BlockingIOError where another renews it."""
+        """Hold the lease until close(). BlockingIOError if another process renews it."""
         if not self._put(IfNoneMatch="*"):
             version, holder = self._look()
             self._watch(version, holder)
@@ -42,24 +42,24 @@ class Lease:
         self._thread.start()
 
     def _watch(self, version, holder):
-        words = f"{holder.get('host')}, process {holder.get('pid')}"
-        print(f"{self.path} is of {words}: looks for {LEASE:.0f} s if that lives", flush=True)
+        owner = f"{holder.get('host')}, process {holder.get('pid')}"
+        print(f"{self.path} is held by {owner}: waiting {LEASE:.0f} s for a renewal", flush=True)
         end = time.monotonic() + LEASE
         while version and time.monotonic() < end:
             time.sleep(RENEW / 4)
             now, _ = self._look()
             if now not in (None, version):
-                raise BlockingIOError(words)
+                raise BlockingIOError(owner)
             version = now
         if not self._put(**({"IfMatch": version} if version else {"IfNoneMatch": "*"})):
-            raise BlockingIOError("a run that came at the same time")
+            raise BlockingIOError("another run took the lease at the same time")
 
     def check(self):
-        """OSError where another holds it now."""
+        """Raise OSError if another process holds the lease now."""
         if time.monotonic() - self._renewed > 2 * RENEW:
             self.renew()
         if self._version is None:
-            raise OSError("another run has taken over the directory: this one stood still too long")
+            raise OSError("another run has taken over the directory: this run was frozen too long")
 
     def renew(self):
         with self._one_at_a_time:
@@ -76,20 +76,24 @@ class Lease:
         self._closing.set()
         self._thread.join()
         if self._version:
-            with suppress(Exception):  # else it ends by itself, a lease later
+            with suppress(Exception):  # otherwise it expires after LEASE seconds
                 self.fs.call_s3("delete_object", **self._object, IfMatch=self._version)
 
     def _keep(self):
         while not self._closing.wait(RENEW):
-            with suppress(Exception):  # tried again; a write that needs it says why it fails
+            with suppress(Exception):  # tried again; a later write raises the reason
                 self.renew()
 
     def _put(self, **condition):
-        """Whether it is ours now. A put that has arrived, but not its answer, counts as well."""
+        """Try a conditional put. Returns whether this process holds the lease.
+
+        A put that has arrived without its answer counts as well.
+        """
         self._count += 1
-        mine = {"token": self.token, "count": str(self._count)}
-        about = mine | {"host": socket.gethostname(), "pid": str(os.getpid())}
-        body, began = f"{self.token} {self._count}".encode(), time.monotonic()
+        identity = {"token": self.token, "count": str(self._count)}
+        about = identity | {"host": socket.gethostname(), "pid": str(os.getpid())}
+        body = f"{self.token} {self._count}".encode()
+        began = time.monotonic()
         try:
             put = {"Body": body, "Metadata": about, **condition}
             self._version = self.fs.call_s3("put_object", **self._object, **put)["ETag"]
@@ -97,14 +101,14 @@ class Lease:
             version, holder = self._look()
             if version and holder.get("token") != self.token:
                 return False
-            if not version or mine.items() - holder.items():
-                raise  # it was refused, and not because of another
+            if not version or identity.items() - holder.items():
+                raise  # refused for another reason than a second holder
             self._version = version
         self._renewed = began
         return True
 
     def _look(self):
-        """(version, what its holder says of itself), or (None, {})."""
+        """Return (version, the holder's metadata), or (None, {})."""
         try:
             answer = self.fs.call_s3("head_object", **self._object)
         except FileNotFoundError:

@@ -1,8 +1,8 @@
-"""A file of tensors: a header says where each one's bytes lie, and nothing in it is executed.
+"""A safetensors file: a header gives the byte range of each tensor. Reading executes nothing.
 
     [n: 8 bytes][{"w": {"dtype": "F32", "shape": [4, 6], "data_offsets": [0, 96]}, ...}][bytes]
 
-Written as a stream and hashed on the way, so nothing is held twice; read by ranges of elements.
+Written as a stream and hashed on the way, so no data is copied; read by ranges of elements.
 Format: safetensors, https://huggingface.co/docs/safetensors; its own library reads and writes it.
 """
 
@@ -23,29 +23,29 @@ DTYPES = {
     "C64": torch.complex64,
 }  # fmt: skip
 CODES = {dtype: code for code, dtype in DTYPES.items()}
-LONGEST_HEADER = 100 * 2**20  # bytes; more is no header
+LONGEST_HEADER = 100 * 2**20  # bytes
 CHUNK = 16 * 2**20
 INDEX = "model.safetensors.index.json"
 
 
 def write(file, tensors, read=None):
-    """Write {name: CPU tensor} to an open binary file; returns (bytes written, their SHA-256).
+    """Write {name: CPU tensor} to an open binary file. Returns (size in bytes, SHA-256).
 
-    read: function name -> the tensor, called when its turn has come; `tensors` then need no data.
-    ValueError for a dtype that the format does not have.
+    read: function name -> tensor, called when the tensor is written; `tensors` then need no data.
+    Raises ValueError for a dtype that the format does not support.
     """
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
     header, end = {}, 0
     for name, tensor in ordered:
         if tensor.dtype not in CODES:
-            raise ValueError(f"{name!r} is {tensor.dtype}: a file of tensors cannot hold that")
+            raise ValueError(f"{name!r} is {tensor.dtype}, which safetensors does not support")
         offsets = [end, end := end + tensor.nbytes]
         shape = list(tensor.shape)
         header[name] = {"dtype": CODES[tensor.dtype], "shape": shape, "data_offsets": offsets}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     digest, size = hashlib.sha256(), 8 + len(text) + end
-    # Both hash and file let go of the interpreter's lock: the one works while the other waits.
+    # Hashing and writing release the GIL, so they overlap.
     with ThreadPoolExecutor(1) as hasher:
         head = [len(text).to_bytes(8, "little"), text]
         data = (chunks(read(name) if read else tensor) for name, tensor in ordered)
@@ -57,12 +57,12 @@ def write(file, tensors, read=None):
 
 
 def as_bytes(tensor):
-    """The memory of a contiguous CPU tensor, as bytes."""
+    """Return the memory of a contiguous CPU tensor as bytes."""
     return memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
 def hash_of(file, most=None):
-    """(SHA-256, bytes) of an open file, from where it stands; of at most so many bytes."""
+    """Return (SHA-256, bytes read) of an open file from its position on. most: bytes to read."""
     digest, size = hashlib.sha256(), 0
     while chunk := file.read(CHUNK if most is None else min(CHUNK, most - size)):
         digest.update(chunk)
@@ -76,10 +76,12 @@ def chunks(tensor):
 
 
 def read_header(file):
-    """{name: (dtype, shape, where its bytes begin)}; ValueError where this is no such file."""
+    """Return {name: (dtype, shape, offset of its bytes)}. ValueError if the file is invalid."""
     size = int.from_bytes(file.read(8), "little")
     if size > LONGEST_HEADER:
-        raise ValueError("not a file of tensors: its header cannot be that long")
+        raise ValueError(
+            f"not a safetensors file: a header of {size} bytes exceeds {LONGEST_HEADER}"
+        )
     try:
         header = json.loads(file.read(size))
         found = {}
@@ -95,23 +97,23 @@ def read_header(file):
                 found[name] = dtype, shape, 8 + size + begin
         check_room(file, found, 8 + size)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"not a file of tensors: {error!r} in its header") from None
+        raise ValueError(f"not a safetensors file: {error!r} in its header") from None
     return found
 
 
 def check_room(file, found, begin):
-    """ValueError where tensors lie over each other, or beyond the end of the file."""
+    """Raise ValueError if tensors overlap or exceed the file."""
     end = begin
     for name, (dtype, shape, start) in sorted(found.items(), key=lambda item: item[1][2]):
         if start < end:
-            raise ValueError(f"{name} lies over another tensor")
+            raise ValueError(f"{name} overlaps another tensor")
         end = start + prod(shape) * dtype.itemsize
     if end > file.seek(0, 2):
         raise ValueError("the file ends before its tensors do")
 
 
 def read(file):
-    """{name: tensor}: all of a file."""
+    """Read a complete file as {name: tensor}."""
     found = {}
     for name, (dtype, shape, begin) in read_header(file).items():
         found[name] = torch.empty(shape, dtype=dtype)
@@ -120,7 +122,7 @@ def read(file):
 
 
 def read_range(file, dtype, begin, start, out):
-    """Fill `out`, [k], with elements start to start + k of the tensor whose bytes begin there."""
+    """Fill `out`, [k], with elements start to start + k of the tensor at byte `begin`."""
     file.seek(begin + start * dtype.itemsize)
     memory = as_bytes(out)
     if file.readinto(memory) != len(memory):
@@ -128,9 +130,9 @@ def read_range(file, dtype, begin, start, out):
 
 
 class TensorFile:
-    """A file of tensors to read ranges from. file: open, binary.
+    """Reads ranges of the tensors of a file. file: open, binary.
 
-    shapes, dtypes: {name: of the tensor}. objects: names of what is no tensor; there are none.
+    shapes, dtypes: {name: of the tensor}. objects: names of values that are not tensors; empty.
     """
 
     def __init__(self, file):
@@ -140,7 +142,7 @@ class TensorFile:
         self.dtypes = {name: dtype for name, (dtype, _, _) in self._header.items()}
 
     def read(self, name, start=0, stop=None):
-        """Elements start to stop of a tensor, flat."""
+        """Return elements start to stop of a flattened tensor."""
         dtype, shape, begin = self._header[name]
         out = torch.empty((prod(shape) if stop is None else stop) - start, dtype=dtype)
         read_range(self.file, dtype, begin, start, out)
@@ -148,13 +150,13 @@ class TensorFile:
 
 
 class TensorFiles:
-    """The files of a folder in Hugging Face's layout, as one TensorFile.
+    """The files of a folder in Hugging Face's layout, read as one TensorFile.
 
         model.safetensors.index.json     {"weight_map": {"w1": "model-00001-of-00002.safetensors",
                                                          "w2": "model-00002-of-00002.safetensors"}}
 
-    open_file: function name -> an open file of the folder. ValueError where the index or a file is
-    not as it should be.
+    open_file: function name -> an open file of the folder. ValueError if the index or a file is
+    invalid.
     """
 
     def __init__(self, open_file):
@@ -165,13 +167,13 @@ class TensorFiles:
         self._files = {name: TensorFile(open_file(name)) for name in names}
         for name, place in self._file_of.items():
             if name not in self._files[place].shapes:
-                raise ValueError(f"{place} has no {name!r}, which the index places there")
+                raise ValueError(f"{place} does not contain {name!r}, although the index says so")
         of = self._file_of.items()
         self.shapes = {name: self._files[place].shapes[name] for name, place in of}
         self.dtypes = {name: self._files[place].dtypes[name] for name, place in of}
 
     def read(self, name, start=0, stop=None):
-        """Elements start to stop of a tensor, flat."""
+        """Return elements start to stop of a flattened tensor."""
         return self._files[self._file_of[name]].read(name, start, stop)
 
     def close(self):
@@ -180,13 +182,13 @@ class TensorFiles:
 
 
 def check_index(data):
-    """{name of a tensor: its file}; ValueError where the bytes are not such an index."""
+    """Return {name of a tensor: its file}. ValueError if the bytes are not an index."""
     try:
         places = json.loads(data)["weight_map"]
         named = list(places.values())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{INDEX} is no index of tensors: {error!r}") from None
+        raise ValueError(f"{INDEX} is not an index of tensors: {error!r}") from None
     for place in named:
         if type(place) is not str or not place.endswith(".safetensors") or set(place) & {*"/\\"}:
-            raise ValueError(f"{INDEX} names what is not a file of the folder: {place!r}")
+            raise ValueError(f"{INDEX} names {place!r}, which is not a file of its folder")
     return places

@@ -305,22 +305,22 @@ class Composed(Wrapper):
     #   dp     all, with FSDP a shard           written once, a part by each; the shard
 
     def state_dict(self, *args, **kwargs):
-        """What this rank holds, by the names of the whole. Whole: full_state_dict()."""
+        """Return this rank's part under the names of the full model. See full_state_dict()."""
         if not self.pipeline:
             return super().state_dict(*args, **kwargs)
         state = self.pipeline.state_dict()
         return {name: state[first] for name, first in self.names.items() if first in state}
 
     def load_state_dict(self, state_dict, strict=True, assign=False):
-        """Of this rank, from a mesh with the same axes; of others: load_full_state_dict."""
+        """Load this rank's part from a mesh with the same axes. See load_full_state_dict()."""
         if not self.pipeline:
             return super().load_state_dict(state_dict, strict, assign)
         return self.pipeline.load_state_dict(state_dict, strict)
 
     def places(self):
-        """{name: which elements of the whole this rank holds, as Place has it after its name}.
+        """Return {name: the elements of the full tensor on this rank, as in Place after its name}.
 
-        None of what only other ranks have.
+        The value is None for tensors that only other ranks hold.
         """
         shards = self.module.places() if isinstance(self.module, FSDP) else {}
         found = dict.fromkeys(self.names)
