@@ -19,8 +19,8 @@ of P bytes:
 "derived" is the formula rounded down to whole bytes, not a measurement: the backend may choose
 another algorithm. On gloo the sum over the ranks is what leaves real nodes, except where a
 reduce_scatter is of anything other than a sum: it sends a whole all_reduce. Notebook 01 and
-tests/test_nodes.py hold both against the counters of the nodes' interfaces. Patarasuk and Yuan,
-Bandwidth optimal all-reduce algorithms for clusters of workstations, JPDC 2009.
+tests/run/test_network_namespaces.py compare both with the counters of the nodes' interfaces.
+Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, JPDC 2009.
 """
 
 import torch
