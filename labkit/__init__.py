@@ -13,7 +13,7 @@
 A folder holds what only it uses, the class in the file of the same name: labkit/ddp/ddp.py has DDP,
 and `from labkit.ddp import DDP` finds it. README's table has a line for each file and folder.
 
-Imports go downward only (tests/test_import_rule.py has the order):
+Imports go downward only (tests/house/test_import_rule.py has the order):
 
     show -> run -> {trainer, measure, models}     {show, run} -> scale -> measure -> comm
     trainer -> {parallelize, ..., fsdp, zero, ddp} -> {ideas, mesh, comm} -> torch    ideas -> comm

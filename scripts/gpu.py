@@ -64,7 +64,7 @@ def checks(device, folder):
     python, ranks = sys.executable, "1"
     pytest = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={folder / 'tests.xml'}"]
     on_gpu = ["-m", "gpu", *map(str, marked(ROOT))]
-    tests = on_gpu if device == "cuda" else [str(ROOT / "tests" / "test_gpu_oracles.py"), "-k", "mesh"]
+    tests = on_gpu if device == "cuda" else [str(ROOT / "tests" / "gpu" / "test_gpu_oracles.py"), "-k", "mesh"]
     train = [python, "-m", "labkit.train", "--nproc", ranks, "--model", "gpt", "--steps", "20"]
     run = [python, str(ROOT / "scripts" / "run.py")]
     return [
@@ -80,14 +80,15 @@ def checks(device, folder):
 
 def marked(root):
     """The test files with cases for a GPU."""
-    return [path for path in sorted((root / "tests").glob("test_*.py")) if "mark.gpu" in path.read_text()]
+    return [path for path in sorted((root / "tests").rglob("test_*.py")) if "mark.gpu" in path.read_text()]
 
 
 def code_of_checks(root, code):
     """The fingerprint of what is checked, on any machine: of labkit all that the tests, the training, and the notebooks
     use."""
     sources = ["import labkit.train; labkit.train.main"]
-    sources += [path.read_text() for path in [*marked(root), root / "tests" / "on_device.py"] if path.exists()]
+    files = [*marked(root), root / "tests" / "helpers" / "on_device.py"]
+    sources += [path.read_text() for path in files if path.exists()]
     for name in NOTEBOOKS:
         cells = json.loads((root / "notebooks" / f"{name}.ipynb").read_text())["cells"]
         sources += ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]

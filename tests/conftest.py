@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from pool import Pool
 
-SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
+# Tests import helpers, other tests and scripts by their base names; so do the ranks that they start.
+sys.path += [str(folder) for folder in sorted(Path(__file__).parent.glob("[a-z]*/"))]
+from pool import Pool
+from repository import SCRIPTS
+
 sys.path.append(str(SCRIPTS))
 # Tests hold values to 1e-12: the same thread count everywhere keeps the order of sums the same.
 torch.set_num_threads(1)
