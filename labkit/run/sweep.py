@@ -210,20 +210,24 @@ def write(folder, group, run, code):
     """
     name = fingerprint.digest(code)
     put(folder / f"{name}.json", lambda file: file.write(json.dumps(code, indent=1).encode()))
+    rows = as_rows({cell.key: cell for cell in group}, run).assign(format=FORMAT, code=name)
+    save = partial(rows.to_csv, index=False, float_format="%.9g")
+    put(folder / f"{rows['launch'].iloc[0]}.csv", save)
+
+
+def as_rows(cells, run):
+    """The rows of one compare() as results() has them. cells: {label: Cell} of its experiments."""
     card = machine.card()
     about = {name: card[name] for name in ("cpu", "cores", "torch", "python")}
     about["gpus"] = ", ".join(gpu["name"] for gpu in card["gpus"]) or "none"
     measured_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     about["network"] = run.network.get("how", "none")
     about |= {"device": run.device, "commit": machine.commit(), "measured_at": measured_at}
-    launch = hashlib.sha256(f"{measured_at} {group} {os.getpid()}".encode()).hexdigest()[:16]
-    records = run.records.rename(columns={"label": "cell"})
-    same = [name for name in records if name in group[0].fields]
-    of = pd.DataFrame([{"cell": cell.key} | cell.fields for cell in group])
-    rows = of.merge(records.drop(columns=same), on="cell")
-    rows = rows.assign(format=FORMAT, launch=launch, code=name, **about)
-    save = partial(rows.to_csv, index=False, float_format="%.9g")
-    put(folder / f"{launch}.csv", save)
+    launch = hashlib.sha256(f"{measured_at} {list(cells)} {os.getpid()}".encode()).hexdigest()[:16]
+    fields = [{"label": label, "cell": cell.key} | cell.fields for label, cell in cells.items()]
+    same = [name for name in run.records if name in USUAL]
+    rows = pd.DataFrame(fields).merge(run.records.drop(columns=same), on="label")
+    return rows.drop(columns="label").assign(launch=launch, **about)
 
 
 def put(path, save):

@@ -13,15 +13,14 @@ labkit/show/time_vs_bandwidth.py.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 
-import ipywidgets
 import pandas as pd
 
 from labkit.measure.crossover import predicted
 from labkit.show import controls, style
-from labkit.show.notebook import table
-from labkit.show.publish import as_html, present
+from labkit.show.explorer import explore, need_one
 from labkit.show.time_vs_bandwidth import costs, fits, reach, step_over_link, wins
 
 
@@ -57,8 +56,7 @@ def headline(state):
 
 def draw(frame, state):
     """Figure: methods' step times over link speed, the chosen speed marked. ValueError for none."""
-    if not state.methods:
-        raise ValueError("no method to draw: choose at least one")
+    need_one(state.methods, "method")
     return step_over_link(frame, state.baseline, headline(state), state.methods, state.link_mbit)
 
 
@@ -121,13 +119,6 @@ def small(frame, baseline):
     return pd.DataFrame(rows)
 
 
-def picture(frame, state):
-    """The widget's images as HTML with alt text; a sentence where there is nothing to draw."""
-    if not state.methods:
-        return "<p>Tick at least one method.</p>"
-    return as_html(takeaway(frame, state), draw(frame, state), bars(frame, state))
-
-
 def offered(frame, baseline):
     """Link speeds for the menu, Mbit/s: 1, 2, 5, ... across the picture, and those measured."""
     low, high = reach(frame, baseline)
@@ -138,39 +129,21 @@ def offered(frame, baseline):
     )
 
 
-class Explorer:
-    """The controls and their state. `.panel` is the widget, `.image` what it shows."""
-
-    def __init__(self, frame, state):
-        self.frame, self.state = frame, state
-        self.speed = controls.speeds(offered(frame, state.baseline), state.link_mbit)
-        self.boxes = controls.boxes(state.methods)
-        controls.observe(self.changed, (self.speed, *self.boxes.values()))
-        self.image = ipywidgets.HTML(
-            "<p>Move the link speed: the picture for it is drawn here, from the saved rows.</p>"
-        )
-        self.panel = ipywidgets.VBox([self.speed, controls.row(self.boxes.values()), self.image])
-
-    def changed(self, change=None):
-        """Read the controls and draw anew."""
-        self.state = replace(
-            self.state, methods=controls.ticked(self.boxes), link_mbit=self.speed.value
-        )
-        self.image.value = picture(self.frame, self.state)
-
-
 def explorer(frame, provenance, baseline=None):
     """Show step times over link speeds: figure, takeaway, table, then controls. Returns Explorer.
 
     frame: see above. provenance: as in present(). baseline: as in step_over_link().
     """
     state = initial(frame, baseline)
-    words = takeaway(frame, state)
-    present(draw(frame, state), words, provenance, words)
-    table(
+    speed = controls.speeds(offered(frame, state.baseline), state.link_mbit)
+    return explore(
+        state,
+        [{"link_mbit": speed}, {"methods": controls.boxes(state.methods)}],
+        partial(draw, frame),
+        partial(takeaway, frame),
+        provenance,
         small(frame, state.baseline),
-        f"work and bytes of a step, and where each is faster; {provenance}",
+        "work and bytes of a step, and where each is faster",
+        "Move the link speed: the picture for it is drawn here, from the saved rows.",
+        more=lambda state: [bars(frame, state)],
     )
-    shown = Explorer(frame, state)
-    controls.show(shown.panel)
-    return shown

@@ -10,8 +10,8 @@ milliseconds.
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 
-import ipywidgets
 import pandas as pd
 from matplotlib.lines import Line2D
 
@@ -21,8 +21,7 @@ from labkit.scale.hardware import find_gpu
 from labkit.scale.plan import bill
 from labkit.scale.search import Found
 from labkit.show import controls, style
-from labkit.show.notebook import table
-from labkit.show.publish import as_html, present
+from labkit.show.explorer import explore
 from labkit.show.stacked_bars import stacked_bars
 
 KINDS = {
@@ -147,39 +146,24 @@ def takeaway(course, state):
     )
 
 
-def picture(course, state):
-    """The widget's image as HTML with alt text."""
-    return as_html(takeaway(course, state), draw(course, state))
-
-
-class Explorer:
-    """The controls and their state. `.panel` is the widget, `.image` what it shows."""
-
-    def __init__(self, course, state):
-        self.course, self.state = course, state
-        self.case = controls.menu("job", list(course.cases), state.case)
-        self.gpu = controls.menu("on", list(course.prices), state.gpu)
-        every = (self.case, self.gpu)
-        controls.observe(self.changed, every)
-        self.image = ipywidgets.HTML("<p>Move a control: the step is drawn here.</p>")
-        self.panel = ipywidgets.VBox([controls.row(every), self.image])
-
-    def changed(self, change=None):
-        """Read the controls and draw anew."""
-        self.state = State(self.case.value, self.gpu.value)
-        self.image.value = picture(self.course, self.state)
-
-
 def explorer(course, state, provenance):
     """Show a job on another GPU: figure, takeaway, table, controls. Returns Explorer.
 
     provenance: begins with "predicted".
     """
-    words = takeaway(course, state)
-    present(draw(course, state), words, provenance, words)
     shown = rows(course, state).pivot(index="gpu", columns="part", values="step_seconds")
     shown = shown[list(dict.fromkeys(KINDS.values()))]
-    table(shown.map("{:.2f} s".format).reset_index(), f"{state.case}, a step; {provenance}")
-    found = Explorer(course, state)
-    controls.show(found.panel)
-    return found
+    row = {
+        "case": controls.menu("job", list(course.cases), state.case),
+        "gpu": controls.menu("on", list(course.prices), state.gpu),
+    }
+    return explore(
+        state,
+        [row],
+        partial(draw, course),
+        partial(takeaway, course),
+        provenance,
+        shown.map("{:.2f} s".format).reset_index(),
+        f"{state.case}, a step",
+        "Move a control: the step is drawn here.",
+    )

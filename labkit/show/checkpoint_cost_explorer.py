@@ -8,15 +8,14 @@ What is drawn is a pure function of (predict, state):
 predict(strategy, world_size, parameters) -> (bytes that a rank copies, bytes that it writes).
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 
-import ipywidgets
 import pandas as pd
 
 from labkit.show import controls, style
 from labkit.show.bars import grouped_bars
-from labkit.show.notebook import table
-from labkit.show.publish import as_html, present
+from labkit.show.explorer import explore, need_one
 
 RANKS = (1, 2, 4, 8, 16, 64, 256, 1024)
 PARAMETERS = (10**6, 10**8, 10**9, 7 * 10**9, 70 * 10**9)
@@ -53,8 +52,7 @@ def headline(state):
 
 def draw(predict, state):
     """Figure: two bars for each strategy. ValueError without a strategy."""
-    if not state.strategies:
-        raise ValueError("no strategy to draw: choose at least one")
+    need_one(state.strategies, "strategy")
     shown = rows(predict, state)
     return grouped_bars(shown, "per_rank_bytes", group="what", title=headline(state))
 
@@ -71,49 +69,24 @@ def takeaway(predict, state):
     return f"{headline(state)}: a rank copies {'; '.join(words)}. It writes {most}."
 
 
-def picture(predict, state):
-    """The widget's image as HTML with alt text; a sentence where there is nothing to draw."""
-    if not state.strategies:
-        return "<p>Tick at least one strategy.</p>"
-    return as_html(takeaway(predict, state), draw(predict, state))
-
-
-class Explorer:
-    """The controls and their state. `.panel` is the widget, `.image` what it shows."""
-
-    def __init__(self, predict, state):
-        self.predict, self.state = predict, state
-        ranks, sizes = sorted({*RANKS, state.world_size}), sorted({*PARAMETERS, state.parameters})
-        self.world_size = controls.menu("ranks", ranks, state.world_size)
-        named = [(in_words(size), size) for size in sizes]
-        self.parameters = controls.menu("parameters", named, state.parameters)
-        self.boxes = controls.boxes(state.strategies)
-        above = (self.world_size, self.parameters)
-        controls.observe(self.changed, (*above, *self.boxes.values()))
-        self.image = ipywidgets.HTML("<p>Move a control: your choice is drawn here.</p>")
-        parts = [controls.row(above), controls.row(self.boxes.values()), self.image]
-        self.panel = ipywidgets.VBox(parts)
-
-    def changed(self, change=None):
-        """Read the controls and draw anew."""
-        self.state = replace(
-            self.state,
-            strategies=controls.ticked(self.boxes),
-            world_size=self.world_size.value,
-            parameters=self.parameters.value,
-        )
-        self.image.value = picture(self.predict, self.state)
-
-
 def explorer(predict, strategies, world_size, parameters):
     """Show copied and written bytes: figure, takeaway, table, then the controls. An Explorer."""
     state = State(tuple(strategies), world_size, parameters)
-    words = takeaway(predict, state)
-    present(draw(predict, state), words, "predicted", words)
     small = rows(predict, state).pivot(index="strategy", columns="what", values="per_rank_bytes")
     small = small.loc[list(strategies)].map(lambda size: style.quantity(size, "bytes"))
     small.index = [style.name(one) for one in small.index]
-    table(small.reset_index(names="strategy"), f"{headline(state)}: bytes of a rank; predicted")
-    shown = Explorer(predict, state)
-    controls.show(shown.panel)
-    return shown
+    sizes = [(in_words(size), size) for size in sorted({*PARAMETERS, parameters})]
+    above = {
+        "world_size": controls.menu("ranks", sorted({*RANKS, world_size}), world_size),
+        "parameters": controls.menu("parameters", sizes, parameters),
+    }
+    return explore(
+        state,
+        [above, {"strategies": controls.boxes(state.strategies)}],
+        partial(draw, predict),
+        partial(takeaway, predict),
+        "predicted",
+        small.reset_index(names="strategy"),
+        f"{headline(state)}: bytes of a rank",
+        "Move a control: your choice is drawn here.",
+    )

@@ -1,27 +1,35 @@
-"""The dashboard: every cell of a sweep in one table, and pictures of what the controls let through.
+"""The dashboard: every cell of a sweep in one table, and pictures of the rows that are chosen.
 
     model v  strategy v  precision v  compression v  ranks v  link v     filters
     sort by v  picture v                                                 one picture at a time
+    [x] single  [x] DDP, naive  [x] DDP, bucketed                        with boxes: what to compare
+    (Measure this choice)                                                with measure=: runs ranks
     [ picture of the first cells, in this order ]
     | what | on | step time | ratio to the base | ... |                  the same cells, as a table
 
-Rows are summed up once, when it opens; a control picks rows of that table and draws few of them.
-What is drawn is a pure function of (table, curves, state), to be tested without a browser.
+A row a cell is made once, when the board opens and after a measurement; a control picks rows of
+that table. What is drawn is a pure function of (table, curves, state).
 """
 
 import base64
 import html
 import io
 from dataclasses import dataclass, replace
+from functools import partial
+from math import inf
 
-import ipywidgets
 import matplotlib
 import pandas as pd
 
-from labkit.run.summary import curves, summary
+from labkit.run.experiment import Experiment
+from labkit.run.summary import FIELDS, base_in, curves, summary
+from labkit.run.sweep import WORLD, Cell
 from labkit.show import controls, style
 from labkit.show.dashboard_pictures import BARS, LINES, PICTURES, scaled
-from labkit.show.dashboard_words import in_words, label, link_of
+from labkit.show.dashboard_words import in_words, label, link_of, what
+from labkit.show.explorer import Explorer, need_one
+from labkit.show.notebook import table as show_table
+from labkit.show.publish import present
 
 ANY = "any"
 FILTERS = {
@@ -31,6 +39,7 @@ FILTERS = {
     "compression": "comm_hook",
     "ranks": "ranks",
     "link": "link",
+    "buckets": "bucket_cap_mb",
 }
 SORTED = {
     "step time": "step_ms",
@@ -44,11 +53,15 @@ SORTED = {
 }
 MORE_IS_BETTER = ("samples_per_s", "mfu")
 LISTED = 40  # rows of the table below the controls; the CSV has all
+NOTHING = "Nothing was measured that these controls let through."
 
 
 @dataclass(frozen=True)
 class State:
-    """What the controls say: a value of each filter's column, or ANY; sort and picture by name."""
+    """What the controls say: a value of each filter's column, or ANY; sort and picture by name.
+
+    buckets: MiB. whats: names of the column `what`, or ANY.
+    """
 
     model: object = ANY
     strategy: object = ANY
@@ -56,15 +69,19 @@ class State:
     compression: object = ANY
     ranks: object = ANY
     link: object = ANY
+    buckets: object = ANY
+    whats: object = ANY
     sort: str = "step time"
     picture: str = "step time by phase"
 
 
 def opened(rows):
-    """(table, curves) of a sweep's rows: a row a cell with its label and link in words."""
+    """(table, curves) of a sweep's rows: a row a cell with its label, what and link in words."""
     table = summary(rows)
-    table["label"] = [label(row) for row in table.to_dict("records")]
-    table["link"] = [link_of(row) for row in table.to_dict("records")]
+    cells = table.to_dict("records")
+    table["label"] = [label(cell) for cell in cells]
+    table["what"] = [what(cell) for cell in cells]
+    table["link"] = [link_of(cell) for cell in cells]
     return table, curves(rows)
 
 
@@ -82,6 +99,8 @@ def chosen(table, state):
         wanted = getattr(state, name)
         if wanted != ANY and not (state.picture == "scaling" and name == "ranks"):
             table = table[table[column] == wanted]
+    if state.whats != ANY:
+        table = table[table["what"].isin(state.whats)]
     column = SORTED[state.sort]
     return table.sort_values(column, ascending=column not in MORE_IS_BETTER, kind="stable")
 
@@ -90,7 +109,7 @@ def draw(table, curves, state, most=BARS):
     """Figure of the state's picture; ValueError where the filters let nothing through."""
     rows = chosen(table, state)
     if rows.empty:
-        raise ValueError("nothing was measured that these controls let through")
+        raise ValueError(NOTHING)
     return PICTURES[state.picture](named(rows), curves, most)
 
 
@@ -142,34 +161,108 @@ def as_image(figure, words):
     return f'<img style="max-width:100%" alt="{said}" {source}><p>{said}</p>'
 
 
-class Dashboard:
-    """The controls over (table, curves). `.panel` is the widget; nothing in it measures."""
+class Cells:
+    """The cells of a board, of its sweep and of its button. .rows: as of sweep.results()."""
 
-    def __init__(self, table, curves, state=None):
-        self.table, self.curves, self.state = table, curves, state or State()
-        self.words = in_words(table)
-        self.menus = {}
-        for name, column in FILTERS.items():
-            values = sorted(table[column].unique())
-            options = [(ANY, ANY), *((style.name(value), value) for value in values)]
-            self.menus[name] = controls.menu(name, options, getattr(self.state, name))
-        self.menus["sort"] = controls.menu("sort by", list(SORTED), self.state.sort)
-        self.menus["picture"] = controls.menu("picture", list(PICTURES), self.state.picture)
-        controls.observe(self.changed, self.menus.values())
-        self.image, self.list = ipywidgets.HTML(), ipywidgets.HTML()
-        self.panel = ipywidgets.VBox([controls.row(self.menus.values()), self.image, self.list])
-        self.changed()
+    def __init__(self, rows):
+        self.open(rows)
 
-    def changed(self, change=None):
-        """Read the controls, draw anew and list anew."""
-        values = {name: menu.value for name, menu in self.menus.items()}
-        self.state = replace(self.state, **values)
-        rows = chosen(self.table, self.state)
-        if rows.empty:
-            self.image.value = "<p>Nothing was measured that these controls let through.</p>"
-            self.list.value = ""
-            return
-        figure = draw(self.table, self.curves, self.state)
-        self.image.value = as_image(figure, words_of(self.table, self.state))
-        more = f"<p>The first {LISTED} of {len(rows)}.</p>" if len(rows) > LISTED else ""
-        self.list.value = as_table(self.words.loc[rows.index]) + more
+    def open(self, rows):
+        """Make the table of these rows."""
+        self.rows = rows
+        self.table, self.curves = opened(rows)
+        self.words = in_words(self.table)
+
+    def picture(self, state):
+        """The board's picture and table as HTML; ValueError if no row is left."""
+        need_one(state.whats, "strategy")
+        figure = draw(self.table, self.curves, state)
+        rows = chosen(self.table, state)
+        shown = as_image(figure, words_of(self.table, state))
+        shown += as_table(self.words.loc[rows.index])
+        if len(rows) > LISTED:
+            shown += f"<p>The first {LISTED} of {len(rows)}.</p>"
+        measured = set(rows["what"])
+        if absent := [one for one in state.whats if state.whats != ANY and one not in measured]:
+            shown += f"<p>Not measured for this choice: {html.escape('; '.join(absent))}.</p>"
+        return shown
+
+    def measure(self, launch, state):
+        """Add the rows of launch(cells to measure); returns what to say."""
+        rows = launch(to_measure(self.table, state))
+        self.open(pd.concat([self.rows, rows], ignore_index=True))
+        return f"measured: {len(rows)} rows added"
+
+
+def to_measure(table, state):
+    """[Cell]: the base of the state's model and link, then each ticked one with its bucket size.
+
+    ValueError unless one model and one link are chosen.
+    """
+    if ANY in (state.model, state.link):
+        raise ValueError("choose one model and one link: cells are measured beside their base")
+    world = table[table["link"] == state.link].iloc[0]
+    ticked = table[table["what"].isin(state.whats)].drop_duplicates("what")
+    changes = {"model": state.model}
+    if state.buckets != ANY:
+        changes["bucket_cap_mb"] = state.buckets
+    fields = [row | changes for row in ticked.to_dict("records")]
+    if ((table["model"] == state.model) & (table["world"] == world["world"])).any():
+        fields.insert(0, base_in(table, state.model, world["world"]))
+    found = [cell_of(one, world) for one in fields]
+    return list({cell.key: cell for cell in found}.values())
+
+
+def cell_of(fields, world):
+    """The Cell of an experiment's fields in a world, both rows of the table."""
+    own = {name: plain(fields[name]) for name in FIELDS}
+    place = {name: plain(world[name]) for name in WORLD}
+    if place["link_mbit"] == inf:  # nothing was slowed
+        place["link_mbit"] = None
+    return Cell(Experiment.from_dict(own), **place)
+
+
+def plain(value):
+    """A number of numpy as Python's own, which is what an experiment takes."""
+    return value.item() if hasattr(value, "item") else value
+
+
+def board(rows, state=None, measure=None, **offers):
+    """The dashboard over a sweep's rows, as an Explorer that is not displayed yet.
+
+    measure: function [Cell] -> rows as sweep.as_rows() has them. It adds a box for each `what`, and
+    a button that measures those that are ticked on the chosen model, link and bucket size.
+    offers: {filter: values} that can be chosen, and measured, besides those of the rows.
+    """
+    cells = Cells(rows)
+    state = state or State()
+    menus = {}
+    boxed = ("strategy", "compression") if measure else ()
+    for name, column in FILTERS.items():
+        values = sorted({*cells.table[column], *offers.get(name, ())})
+        options = [(ANY, ANY), *((style.name(value), value) for value in values)]
+        if len(values) > 1 and name not in boxed:
+            menus[name] = controls.menu(name, options, getattr(state, name))
+    menus["sort"] = controls.menu("sort by", list(SORTED), state.sort)
+    menus["picture"] = controls.menu("picture", list(PICTURES), state.picture)
+    lines = [menus]
+    options = {}
+    if measure is not None:
+        names = tuple(dict.fromkeys(cells.table["what"]))
+        state = replace(state, whats=names)
+        lines.append({"whats": controls.boxes(names)})
+        options = {"run": partial(cells.measure, measure), "words": "Measure this choice"}
+    shown = Explorer(state, lines, cells.picture, "", **options)
+    shown.cells = cells
+    shown.changed()
+    return shown
+
+
+def explorer(rows, state, provenance, measure, **offers):
+    """Show the first state's picture and table, then the board. Returns the Explorer."""
+    table, lines = opened(rows)
+    words = words_of(table, state)
+    present(draw(table, lines, state), words, provenance, words)
+    found = chosen(table, state)
+    show_table(in_words(table).loc[found.index], provenance)
+    return board(rows, state, measure, **offers).show()

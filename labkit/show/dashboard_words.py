@@ -12,7 +12,7 @@ from labkit.measure.machine import ROOT
 from labkit.measure.memory_tracker import KINDS
 from labkit.measure.stats import FEWEST, by_chance, interval_name
 from labkit.run.summary import ratio_of, slowed
-from labkit.run.sweep import results
+from labkit.run.sweep import USUAL, results
 from labkit.show import style
 
 CHANGES = {
@@ -59,6 +59,15 @@ def label(row):
     """What a cell changes in its base, in words; a base is called after its strategy."""
     words = [change(name, value) for name, value in row["changes"]]
     return " + ".join(words) or style.name(row["strategy"])
+
+
+def what(row):
+    """A cell in words whatever its base, model and bucket size: "DDP, bucketed + hook fp16"."""
+    words = [style.name(row["strategy"])]
+    for name in ("accumulation", "recompute", "precision", "comm_hook", "every"):
+        if row[name] != USUAL[name]:
+            words.append(change(name, row[name]))
+    return " + ".join(words)
 
 
 def change(name, value):

@@ -11,17 +11,16 @@ What is drawn is a pure function of (costs, step, state); costs and step are tho
 labkit/measure/scaling.py fits and predicts with.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from math import inf
 
-import ipywidgets
 import pandas as pd
 
 from labkit.measure import scaling
 from labkit.show import controls, style
 from labkit.show.curves import sweep
-from labkit.show.notebook import table
-from labkit.show.publish import as_html, present
+from labkit.show.explorer import explore, need_one
 
 RANKS = tuple(2**power for power in range(11))
 LINKS = (10, 100, 1000, 10_000, 100_000, inf)  # Mbit/s
@@ -76,6 +75,7 @@ def headline(state):
 
 
 def draw(costs, step, state):
+    need_one(state.kinds, "kind of scaling")
     return efficiency(rows(costs, step, state), f"{headline(state)}: predicted")
 
 
@@ -89,45 +89,6 @@ def takeaway(costs, step, state):
     return f"{headline(state)}: {', '.join(words)}."
 
 
-def picture(costs, step, state):
-    """The widget's image as HTML with alt text; a sentence where there is nothing to draw."""
-    if not state.kinds:
-        return "<p>Tick weak or strong.</p>"
-    return as_html(takeaway(costs, step, state), draw(costs, step, state))
-
-
-class Explorer:
-    """The controls and their state. `.panel` is the widget, `.image` what it shows."""
-
-    def __init__(self, costs, step, state, cores):
-        self.costs, self.step, self.state = costs, step, state
-        factors = [(f"x {factor:g}", factor) for factor in FACTORS]
-        self.compute = controls.menu("compute", factors, state.compute)
-        self.gradients = controls.menu("gradients", factors, state.gradients)
-        speeds = [("none", mbit) if mbit == inf else (f"{mbit:,} Mbit/s", mbit) for mbit in LINKS]
-        self.link = controls.menu("link of a rank", speeds, state.link_mbit)
-        shared = [("one for each rank", inf), (f"{cores:g} for all", cores)]
-        self.cores = controls.menu("cores", shared, state.cores)
-        self.boxes = controls.boxes(state.kinds)
-        above = (self.compute, self.gradients, self.link, self.cores)
-        controls.observe(self.changed, (*above, *self.boxes.values()))
-        self.image = ipywidgets.HTML("<p>Move a control: the prediction is drawn here.</p>")
-        parts = [controls.row(above), controls.row(self.boxes.values()), self.image]
-        self.panel = ipywidgets.VBox(parts)
-
-    def changed(self, change=None):
-        """Read the controls and draw anew."""
-        self.state = replace(
-            self.state,
-            kinds=controls.ticked(self.boxes),
-            compute=self.compute.value,
-            gradients=self.gradients.value,
-            link_mbit=self.link.value,
-            cores=self.cores.value,
-        )
-        self.image.value = picture(self.costs, self.step, self.state)
-
-
 def explorer(costs, step, cores, provenance):
     """Show efficiencies up to 1,024 ranks: figure, takeaway, table, controls. Returns Explorer.
 
@@ -135,11 +96,24 @@ def explorer(costs, step, cores, provenance):
     with "predicted".
     """
     state = State()
-    words = takeaway(costs, step, state)
-    present(draw(costs, step, state), words, provenance, words)
-    shown = rows(costs, step, state).pivot(index="ranks", columns="scaling", values="efficiency")
-    shown = shown[list(state.kinds)].map("{:.2f}".format).reset_index()
-    table(shown.iloc[::2], f"{headline(state)}; {provenance}")
-    shown = Explorer(costs, step, state, cores)
-    controls.show(shown.panel)
-    return shown
+    small = rows(costs, step, state).pivot(index="ranks", columns="scaling", values="efficiency")
+    small = small[list(state.kinds)].map("{:.2f}".format).reset_index()
+    factors = [(f"x {factor:g}", factor) for factor in FACTORS]
+    speeds = [("none", mbit) if mbit == inf else (f"{mbit:,} Mbit/s", mbit) for mbit in LINKS]
+    shared = [("one for each rank", inf), (f"{cores:g} for all", cores)]
+    above = {
+        "compute": controls.menu("compute", factors, state.compute),
+        "gradients": controls.menu("gradients", factors, state.gradients),
+        "link_mbit": controls.menu("link of a rank", speeds, state.link_mbit),
+        "cores": controls.menu("cores", shared, state.cores),
+    }
+    return explore(
+        state,
+        [above, {"kinds": controls.boxes(state.kinds)}],
+        partial(draw, costs, step),
+        partial(takeaway, costs, step),
+        provenance,
+        small.iloc[::2],
+        headline(state),
+        "Move a control: the prediction is drawn here.",
+    )

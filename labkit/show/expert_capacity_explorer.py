@@ -7,16 +7,15 @@ The frame is labkit/show/expert_load.py's. The capacity cuts the load summed ove
 whose own rows are less even drops more.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 
-import ipywidgets
 import numpy as np
 import pandas as pd
 
 from labkit.show import controls, style
 from labkit.show.expert_load import shares
-from labkit.show.notebook import table
-from labkit.show.publish import as_html, present
+from labkit.show.explorer import explore
 
 CAPACITIES = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0, 4.0)
 
@@ -72,34 +71,21 @@ def small(frame, capacities):
     return pd.DataFrame({"run": list(runs), **columns})
 
 
-class Explorer:
-    """The controls and their state. `.panel` is the widget, `.image` what it shows."""
-
-    def __init__(self, frame, state):
-        self.frame, self.state = frame, state
-        names = list(dict.fromkeys(frame["run"]))
-        options = [(f"{one:g} even shares", one) for one in sorted({*CAPACITIES, state.capacity})]
-        self.run = controls.menu("run", names, state.run)
-        self.capacity = controls.menu("capacity", options, state.capacity)
-        controls.observe(self.changed, (self.run, self.capacity))
-        self.image = ipywidgets.HTML(
-            "<p>Choose a capacity: what it drops is drawn here, from the saved rows.</p>"
-        )
-        self.panel = ipywidgets.VBox([controls.row([self.run, self.capacity]), self.image])
-
-    def changed(self, change=None):
-        """Read the controls and draw anew."""
-        self.state = replace(self.state, run=self.run.value, capacity=self.capacity.value)
-        words = takeaway(self.frame, self.state)
-        self.image.value = as_html(words, draw(self.frame, self.state))
-
-
 def explorer(frame, run, provenance, capacity=1.0, capacities=(1.0, 1.25, 2.0)):
     """Show what a capacity would drop: figure, takeaway, table, controls. Returns the Explorer."""
-    state = State(run, capacity)
-    words = takeaway(frame, state)
-    present(draw(frame, state), words, provenance, words)
-    table(small(frame, capacities), f"rows dropped; {provenance}")
-    shown = Explorer(frame, state)
-    controls.show(shown.panel)
-    return shown
+    names = list(dict.fromkeys(frame["run"]))
+    options = [(f"{one:g} even shares", one) for one in sorted({*CAPACITIES, capacity})]
+    row = {
+        "run": controls.menu("run", names, run),
+        "capacity": controls.menu("capacity", options, capacity),
+    }
+    return explore(
+        State(run, capacity),
+        [row],
+        partial(draw, frame),
+        partial(takeaway, frame),
+        provenance,
+        small(frame, capacities),
+        "rows dropped",
+        "Choose a capacity: what it drops is drawn here, from the saved rows.",
+    )

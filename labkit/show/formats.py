@@ -7,6 +7,7 @@ explorer(gradients)             both, with controls: value, loss scale, format
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import ipywidgets
 import numpy as np
@@ -14,6 +15,7 @@ import pandas as pd
 from matplotlib.patches import Rectangle
 
 from labkit.show import controls, style
+from labkit.show.explorer import Explorer
 from labkit.show.notebook import table
 from labkit.show.numbers import FORMATS, fate
 from labkit.show.publish import as_html, present
@@ -195,45 +197,30 @@ def takeaway(counts, state):
     )
 
 
-class Explorer:
-    """The controls and what they show. `.panel` is the widget, `.state` what the controls say."""
-
-    def __init__(self, gradients):
-        self.counts, self.state = powers(gradients), State()
-        self.value = ipywidgets.FloatText(
-            value=self.state.value, description="value", style=controls.WHOLE
-        )
-        powers_of_two = [(f"2^{power}", 2.0**power) for power in range(0, 33, 2)]
-        self.scale = controls.menu("loss scale", powers_of_two, self.state.scale)
-        self.format = controls.menu("format", list(FORMATS), self.state.format)
-        self.bits, self.sizes = ipywidgets.HTML(), ipywidgets.HTML()
-        above = (self.value, self.scale, self.format)
-        controls.observe(self.changed, above)
-        hint = (
-            "<p>Change a control: the pictures for your choice are drawn here, "
-            "from the saved gradients.</p>"
-        )
-        self.sizes.value = hint
-        self.panel = ipywidgets.VBox([controls.row(above), self.bits, self.sizes])
-
-    def changed(self, change=None):
-        """Read the controls and draw anew."""
-        self.state = State(self.value.value, self.scale.value, self.format.value)
-        value = self.state.value
-        words = f"The bits of {number(value)} in each of the formats."
-        self.bits.value = as_html(words, bit_layout(value))
-        figure = reach(self.counts, self.state.format, self.state.scale)
-        self.sizes.value = as_html(takeaway(self.counts, self.state), figure)
+def picture(counts, state):
+    """The widget's images as HTML: the value's bits, and the reach of the format."""
+    words = f"The bits of {number(state.value)} in each of the formats."
+    bits = as_html(words, bit_layout(state.value))
+    return bits + as_html(takeaway(counts, state), reach(counts, state.format, state.scale))
 
 
 def explorer(gradients, provenance):
-    """Show the explorer: figure and table of formats, then the controls. Returns it.
+    """Show figure and table of the formats, then the controls. Returns the Explorer.
 
     gradients: array of real gradients. provenance: where they come from, as in present().
     """
-    shown = Explorer(gradients)
-    words = takeaway(shown.counts, shown.state)
-    present(reach(shown.counts, shown.state.format, shown.state.scale), words, provenance, words)
+    counts = powers(gradients)
+    state = State()
+    words = takeaway(counts, state)
+    present(reach(counts, state.format, state.scale), words, provenance, words)
     table(facts(), "predicted: from the bits of each format")
-    controls.show(shown.panel)
-    return shown
+    scales = [(f"2^{power}", 2.0**power) for power in range(0, 33, 2)]
+    value = ipywidgets.FloatText(value=state.value, description="value", style=controls.WHOLE)
+    row = {
+        "value": value,
+        "scale": controls.menu("loss scale", scales, state.scale),
+        "format": controls.menu("format", list(FORMATS), state.format),
+    }
+    hint = "Change a control: the pictures for your choice are drawn here, "
+    hint += "from the saved gradients."
+    return Explorer(state, [row], partial(picture, counts), hint).show()

@@ -11,15 +11,14 @@ What is drawn is a pure function of (frame, state).
 """
 
 from dataclasses import dataclass
+from functools import partial
 
-import ipywidgets
 import pandas as pd
 from matplotlib.lines import Line2D
 
 from labkit.measure.timeline import Timeline
 from labkit.show import controls, style
-from labkit.show.notebook import table
-from labkit.show.publish import as_html, present
+from labkit.show.explorer import explore
 from labkit.show.unit_residency import residency
 
 COLUMNS = ("unit", "mode", "prefetch", "held_bytes", "step_ms", "exposed_ms")
@@ -112,14 +111,13 @@ def takeaway(frame, state):
     )
 
 
-def band(frame, state):
-    """Figure: the choice's step of median length, unit by unit; None for a frame without spans."""
+def bands(frame, state):
+    """[Figure]: the choice's step of median length, unit by unit; [] for a frame without spans."""
     rows = chosen(frame, state).sort_values("step_ms")
     if "spans" not in rows:
-        return None
-    return residency(
-        {words_of(state): Timeline.from_rows(rows["spans"].iloc[len(rows) // 2]).frame()}
-    )
+        return []
+    spans = rows["spans"].iloc[len(rows) // 2]
+    return [residency({words_of(state): Timeline.from_rows(spans).frame()})]
 
 
 def small(frame):
@@ -136,30 +134,6 @@ def small(frame):
     return pd.DataFrame(rows)
 
 
-class Explorer:
-    """The controls and their state. `.panel` is the widget, `.image` what it shows."""
-
-    def __init__(self, frame, state):
-        self.frame, self.state = frame, state
-        values = {column: list(dict.fromkeys(frame[column])) for column in COLUMNS[:3]}
-        self.unit = controls.menu("unit", values["unit"], state.unit)
-        self.mode = controls.menu("mode", values["mode"], state.mode)
-        self.prefetch = controls.menu("units ahead", values["prefetch"], state.prefetch)
-        above = (self.unit, self.mode, self.prefetch)
-        controls.observe(self.changed, above)
-        self.image = ipywidgets.HTML(
-            "<p>Move a control: your choice is drawn here, from the saved rows.</p>"
-        )
-        self.panel = ipywidgets.VBox([controls.row(above), self.image])
-
-    def changed(self, change=None):
-        """Read the controls and draw anew."""
-        self.state = State(self.unit.value, self.mode.value, self.prefetch.value)
-        figures = [draw(self.frame, self.state), band(self.frame, self.state)]
-        shown = [figure for figure in figures if figure is not None]
-        self.image.value = as_html(takeaway(self.frame, self.state), *shown)
-
-
 def explorer(frame, provenance, state=None):
     """Show a sweep over unit, mode, prefetch: figure, takeaway, table, controls. Returns Explorer.
 
@@ -171,9 +145,18 @@ def explorer(frame, provenance, state=None):
             f"a sweep needs the columns {', '.join(COLUMNS)}; missing: {', '.join(missing)}"
         )
     state = state or State(*frame.iloc[0][list(COLUMNS[:3])])
-    words = takeaway(frame, state)
-    present(draw(frame, state), words, provenance, words)
-    table(small(frame), f"parameters held at most, and step time; {provenance}")
-    shown = Explorer(frame, state)
-    controls.show(shown.panel)
-    return shown
+    row = {}
+    for column, words in zip(COLUMNS[:3], ("unit", "mode", "units ahead"), strict=True):
+        values = list(dict.fromkeys(frame[column]))
+        row[column] = controls.menu(words, values, getattr(state, column))
+    return explore(
+        state,
+        [row],
+        partial(draw, frame),
+        partial(takeaway, frame),
+        provenance,
+        small(frame),
+        "parameters held at most, and step time",
+        "Move a control: your choice is drawn here, from the saved rows.",
+        more=partial(bands, frame),
+    )

@@ -9,19 +9,19 @@
 What is drawn is a pure function of (job, state); nothing is launched, a run takes milliseconds.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 
-import ipywidgets
 import pandas as pd
 
 from labkit.scale import goodput
 from labkit.show import controls, style
-from labkit.show.notebook import table
-from labkit.show.publish import as_html, present
+from labkit.show.explorer import explore
 from labkit.show.stacked_bars import stacked_bars
 
 NAMES = {"saves": "saves", "lost": "computed again", "detection": "detection", "restart": "restart"}
-SAVES, RESTARTS = (3, 10, 30, 120), (30, 120, 300, 600, 1800)  # s
+SAVES = (3, 10, 30, 120)  # s
+RESTARTS = (30, 120, 300, 600, 1800)  # s
 SHARES = (0.25, 0.5, 1, 2, 4)  # of Young's interval
 COPY = 0.1  # of a save: what training waits for where the rest is written in the background
 
@@ -92,46 +92,31 @@ def takeaway(job, state):
     return f"{headline(state)}: {', '.join(words)}."
 
 
-def picture(job, state):
-    """The widget's image as HTML with alt text."""
-    return as_html(takeaway(job, state), draw(job, state))
-
-
-class Explorer:
-    """The controls and their state. `.panel` is the widget, `.image` what it shows."""
-
-    def __init__(self, job, state):
-        self.job, self.state = job, state
-        seconds = [[(style.quantity(s, "s"), s) for s in choices] for choices in (SAVES, RESTARTS)]
-        self.rate = controls.menu("failure rate of", list(job.rates), state.rate)
-        self.save = controls.menu("a save", seconds[0], state.save)
-        where = [("training waits", False), ("in the background", True)]
-        self.background = controls.menu("while it is written", where, state.background)
-        self.restart = controls.menu("a restart", seconds[1], state.restart)
-        often = [(f"{share:g} x Young's interval", share) for share in SHARES]
-        self.share = controls.menu("saved every", often, state.share)
-        every = (self.rate, self.save, self.background, self.restart, self.share)
-        controls.observe(self.changed, every)
-        self.image = ipywidgets.HTML("<p>Move a control: the runs are drawn here.</p>")
-        self.panel = ipywidgets.VBox([controls.row(every), self.image])
-
-    def changed(self, change=None):
-        """Read the controls and draw anew."""
-        names = ("rate", "save", "background", "restart", "share")
-        self.state = replace(self.state, **{name: getattr(self, name).value for name in names})
-        self.image.value = picture(self.job, self.state)
-
-
 def explorer(job, state, provenance):
     """Show what a run loses: figure, takeaway, table, controls. Returns Explorer.
 
     provenance: begins with "simulated".
     """
-    words = takeaway(job, state)
-    present(draw(job, state), words, provenance, words)
     shown = rows(job, state).pivot(index="gpus", columns="kind", values="lost")
     shown = shown.loc[[f"{gpus:,} GPUs" for gpus in job.sizes], list(NAMES.values())]
-    table(shown.map("{:.1f} %".format).reset_index(), f"{headline(state)}; {provenance}")
-    found = Explorer(job, state)
-    controls.show(found.panel)
-    return found
+    saves = [(style.quantity(seconds, "s"), seconds) for seconds in SAVES]
+    where = [("training waits", False), ("in the background", True)]
+    restarts = [(style.quantity(seconds, "s"), seconds) for seconds in RESTARTS]
+    often = [(f"{share:g} x Young's interval", share) for share in SHARES]
+    row = {
+        "rate": controls.menu("failure rate of", list(job.rates), state.rate),
+        "save": controls.menu("a save", saves, state.save),
+        "background": controls.menu("while it is written", where, state.background),
+        "restart": controls.menu("a restart", restarts, state.restart),
+        "share": controls.menu("saved every", often, state.share),
+    }
+    return explore(
+        state,
+        [row],
+        partial(draw, job),
+        partial(takeaway, job),
+        provenance,
+        shown.map("{:.1f} %".format).reset_index(),
+        headline(state),
+        "Move a control: the runs are drawn here.",
+    )

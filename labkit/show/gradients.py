@@ -15,13 +15,14 @@ One launch records it, a Watched for each compressor and feedback (True, False) 
 """
 
 from dataclasses import dataclass
+from functools import partial
 
-import ipywidgets
 import numpy as np
 import pandas as pd
 
 from labkit.show import controls, style
 from labkit.show.curves import close
+from labkit.show.explorer import Explorer
 from labkit.show.notebook import table
 from labkit.show.publish import as_html, present
 from labkit.show.time_vs_bandwidth import label_decades
@@ -196,28 +197,9 @@ def picture(frame, state):
     return as_html(takeaway(frame, state), carried(frame, state), catching_up(frame, state))
 
 
-class Explorer:
-    """The controls and their state. `.panel` is the widget, `.image` what it shows."""
-
-    def __init__(self, frame, state):
-        self.frame, self.state = frame, state
-        forms = list(dict.fromkeys(zip(frame["compressor"], frame["knob"], strict=True)))
-        named = [(form_name(*form), form) for form in forms]
-        self.form = controls.menu("compressor", named, (state.compressor, state.knob))
-        choices = [("with", True), ("without", False)]
-        self.feedback = controls.menu("feedback", choices, state.feedback)
-        self.step = controls.menu("step", sorted(frame["step"].unique().tolist()), state.step)
-        above = (self.form, self.feedback, self.step)
-        controls.observe(self.changed, above)
-        self.image = ipywidgets.HTML(
-            "<p>Change a control: your choice is drawn here, from the recorded steps.</p>"
-        )
-        self.panel = ipywidgets.VBox([controls.row(above), self.image])
-
-    def changed(self, change=None):
-        """Read the controls and draw anew."""
-        self.state = State(*self.form.value, self.feedback.value, self.step.value)
-        self.image.value = picture(self.frame, self.state)
+def read(state, form, feedback, step):
+    """The state that the controls say; form: (compressor, knob)."""
+    return State(*form, feedback, step)
 
 
 def explorer(frame, provenance, compressor=None):
@@ -232,6 +214,14 @@ def explorer(frame, provenance, compressor=None):
     caption += "each step alone, and the sums over all steps so far"
     present(catching_up(frame, state), caption, provenance, caption)
     table(small(frame), f"after the last step; {provenance}")
-    shown = Explorer(frame, state)
-    controls.show(shown.panel)
-    return shown
+    forms = list(dict.fromkeys(zip(frame["compressor"], frame["knob"], strict=True)))
+    named = [(form_name(*form), form) for form in forms]
+    choices = [("with", True), ("without", False)]
+    steps = sorted(frame["step"].unique().tolist())
+    row = {
+        "form": controls.menu("compressor", named, (state.compressor, state.knob)),
+        "feedback": controls.menu("feedback", choices, state.feedback),
+        "step": controls.menu("step", steps, state.step),
+    }
+    hint = "Change a control: your choice is drawn here, from the recorded steps."
+    return Explorer(state, [row], partial(picture, frame), hint, read=read).show()

@@ -11,15 +11,14 @@ labkit/show/time_to_loss_curves.py and a column busy_ms: the compute time of the
 on a link that costs nothing.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 
-import ipywidgets
 import pandas as pd
 
 from labkit.measure.crossover import predicted
 from labkit.show import controls, style
-from labkit.show.notebook import table
-from labkit.show.publish import as_html, present
+from labkit.show.explorer import explore, need_one
 from labkit.show.time_to_loss_curves import race, reached
 
 SPEEDS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 10_000, 100_000)
@@ -35,9 +34,8 @@ class State:
 
 def on_link(frame, state):
     """The chosen runs' rows, seconds predicted for the chosen link. ValueError without a run."""
+    need_one(state.runs, "run")
     chosen = frame[frame["run"].isin(state.runs)]
-    if chosen.empty:
-        raise ValueError("no run to draw: choose at least one")
     return chosen.assign(
         seconds=predicted(chosen["busy_ms"], chosen["sent_bytes"], state.link_mbit) / 1000
     )
@@ -79,43 +77,20 @@ def small(frame, target, speeds):
     return pd.DataFrame(columns)
 
 
-def picture(frame, target, state):
-    """The widget's image as HTML with alt text; a sentence where there is nothing to draw."""
-    if not state.runs:
-        return "<p>Tick at least one run.</p>"
-    return as_html(takeaway(frame, target, state), draw(frame, target, state))
-
-
-class Explorer:
-    """The controls and their state. `.panel` is the widget, `.image` what it shows."""
-
-    def __init__(self, frame, target, state):
-        self.frame, self.target, self.state = frame, target, state
-        self.speed = controls.speeds(sorted({*SPEEDS, state.link_mbit}), state.link_mbit)
-        self.boxes = controls.boxes(state.runs)
-        controls.observe(self.changed, (self.speed, *self.boxes.values()))
-        self.image = ipywidgets.HTML(
-            "<p>Move the link speed: the race is drawn here, from the saved rows.</p>"
-        )
-        self.panel = ipywidgets.VBox([self.speed, controls.row(self.boxes.values()), self.image])
-
-    def changed(self, change=None):
-        """Read the controls and draw anew."""
-        self.state = replace(
-            self.state, runs=controls.ticked(self.boxes), link_mbit=self.speed.value
-        )
-        self.image.value = picture(self.frame, self.target, self.state)
-
-
 def explorer(frame, target, link_mbit, provenance, speeds=(10, 100, 1000)):
     """Show the race on a link of link_mbit: figure, takeaway, table, controls. Returns Explorer.
 
     frame: see above. provenance: begins with "predicted". speeds: columns of the table, Mbit/s.
     """
     state = State(tuple(dict.fromkeys(frame["run"])), link_mbit)
-    words = takeaway(frame, target, state)
-    present(draw(frame, target, state), words, provenance, words)
-    table(small(frame, target, speeds), f"time until a loss of {target:g}; {provenance}")
-    shown = Explorer(frame, target, state)
-    controls.show(shown.panel)
-    return shown
+    speed = controls.speeds(sorted({*SPEEDS, link_mbit}), link_mbit)
+    return explore(
+        state,
+        [{"link_mbit": speed}, {"runs": controls.boxes(state.runs)}],
+        partial(draw, frame, target),
+        partial(takeaway, frame, target),
+        provenance,
+        small(frame, target, speeds),
+        f"time until a loss of {target:g}",
+        "Move the link speed: the race is drawn here, from the saved rows.",
+    )

@@ -9,17 +9,15 @@ predict(stage, world_size, precision, batch) -> bytes by kind.
 """
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-import ipywidgets
 import pandas as pd
 
 from labkit.measure.memory_tracker import KINDS
 from labkit.memory import memory_planner
 from labkit.show import controls, style
 from labkit.show.bars import memory_bars
-from labkit.show.notebook import table
-from labkit.show.publish import as_html, present
+from labkit.show.explorer import explore, need_one
 
 STAGES = ("ddp_bucketed", "zero1", "zero2", "fsdp")
 
@@ -75,8 +73,7 @@ def headline(state):
 
 def draw(predict, state):
     """Figure: a stacked bar per stage, a line at the capacity. ValueError without a stage."""
-    if not state.stages:
-        raise ValueError("no stage to draw: choose at least one")
+    need_one(state.stages, "stage")
     shown, capacity = rows(predict, state)[["stage", *KINDS]], state.capacity or 0
     figure = memory_bars(shown, title=headline(state), label="stage", up_to=capacity)
     if state.capacity is not None:
@@ -117,43 +114,6 @@ def takeaway(predict, state):
     return f"{words}. {first or f'None of them fits into {room}.'}"
 
 
-def picture(predict, state):
-    """The widget's image as HTML with alt text; a sentence where there is nothing to draw."""
-    if not state.stages:
-        return "<p>Tick at least one stage.</p>"
-    return as_html(takeaway(predict, state), draw(predict, state))
-
-
-class Explorer:
-    """The controls and their state. `.panel` is the widget, `.image` what it shows."""
-
-    def __init__(self, predict, state, world_sizes, precisions, batches):
-        self.predict, self.state = predict, state
-        self.world_size = controls.menu("ranks", world_sizes, state.world_size)
-        self.batch = controls.menu("samples a rank", batches, state.batch)
-        self.precision = controls.menu("precision", precisions, state.precision)
-        self.boxes = controls.boxes(state.stages)
-        above = (self.world_size, self.precision, self.batch)
-        controls.observe(self.changed, (*above, *self.boxes.values()))
-        self.image = ipywidgets.HTML(
-            "<p>Move a control: the memory of your choice is drawn here.</p>"
-        )
-        self.panel = ipywidgets.VBox(
-            [controls.row(above), controls.row(self.boxes.values()), self.image]
-        )
-
-    def changed(self, change=None):
-        """Read the controls and draw anew."""
-        self.state = replace(
-            self.state,
-            stages=controls.ticked(self.boxes),
-            world_size=self.world_size.value,
-            precision=self.precision.value,
-            batch=self.batch.value,
-        )
-        self.image.value = picture(self.predict, self.state)
-
-
 def explorer(
     predict,
     world_size=4,
@@ -174,19 +134,27 @@ def explorer(
     """
     predict = functools.cache(predict)
     state = State(tuple(stages), world_size, precision, batch, capacity)
-    words = takeaway(predict, state)
-    present(draw(predict, state), words, "predicted", words)
-    frame = rows(predict, state)
-    small = pd.DataFrame({"stage": [style.name(one) for one in frame["stage"]]})
-    for kind in (*[k for k in KINDS if frame[k].max() > 0], "total"):
-        small[style.name(kind)] = [style.quantity(value, "bytes") for value in frame[kind]]
-    table(small, f"{headline(state)}: bytes of a rank at the peak; predicted")
-    choices = [
-        sorted({*offered, first})
-        for offered, first in ((world_sizes, world_size), (batches, batch))
-    ]
-    shown = Explorer(
-        predict, state, choices[0], list(dict.fromkeys([*precisions, precision])), choices[1]
+    precisions = list(dict.fromkeys([*precisions, precision]))
+    above = {
+        "world_size": controls.menu("ranks", sorted({*world_sizes, world_size}), world_size),
+        "precision": controls.menu("precision", precisions, precision),
+        "batch": controls.menu("samples a rank", sorted({*batches, batch}), batch),
+    }
+    return explore(
+        state,
+        [above, {"stages": controls.boxes(state.stages)}],
+        functools.partial(draw, predict),
+        functools.partial(takeaway, predict),
+        "predicted",
+        small(rows(predict, state)),
+        f"{headline(state)}: bytes of a rank at the peak",
+        "Move a control: the memory of your choice is drawn here.",
     )
-    controls.show(shown.panel)
-    return shown
+
+
+def small(frame):
+    """DataFrame of texts: a row a stage, its bytes by kind."""
+    texts = pd.DataFrame({"stage": [style.name(one) for one in frame["stage"]]})
+    for kind in (*[k for k in KINDS if frame[k].max() > 0], "total"):
+        texts[style.name(kind)] = [style.quantity(value, "bytes") for value in frame[kind]]
+    return texts

@@ -11,16 +11,15 @@ many there are in all; matrices are whole or cut.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise, product
 from math import prod
 
-import ipywidgets
 import pandas as pd
 from matplotlib.patches import FancyBboxPatch
 
 from labkit.show import controls, style
-from labkit.show.notebook import table
-from labkit.show.publish import as_html, present
+from labkit.show.explorer import explore
 
 CUTS = {"pp": "layers", "dp": "samples", "cp": "tokens", "tp": "matrices"}
 WIDE, HIGH = 2.0, 1.35  # of a box
@@ -188,37 +187,14 @@ def small(state, local):
     return pd.DataFrame(rows, columns=["axis", "cuts", "groups", "across the nodes"])
 
 
-def picture(model, state, local):
-    """The widget's image as HTML with alt text."""
-    return as_html(takeaway(model, state, local), draw(model, state, local))
-
-
-class Explorer:
-    """The controls and their state. `.panel` is the widget, `.image` what it shows."""
-
-    def __init__(self, model, state, local, ranks):
-        self.model, self.state, self.local, self.ranks = model, state, local, ranks
-        powers = [size for size in (1, 2, 4, 8) if ranks % size == 0]
-        sizes = dict(state.sizes)
-        self.menus = {axis: controls.menu(axis, powers, sizes[axis]) for axis in ("pp", "cp", "tp")}
-        self.first = controls.menu("across the nodes", list(CUTS), state.first)
-        self.axis = controls.menu("draw groups along", list(CUTS), state.axis)
-        moved = (*self.menus.values(), self.first, self.axis)
-        controls.observe(self.changed, moved)
-        self.image = ipywidgets.HTML("<p>Change a control: the mesh is drawn here.</p>")
-        self.panel = ipywidgets.VBox([controls.row(moved), self.image])
-
-    def changed(self, change=None):
-        """Read the controls and draw anew; dp gets the ranks that are left."""
-        sizes = {axis: menu.value for axis, menu in self.menus.items()}
-        taken = prod(sizes.values())
-        if self.ranks % taken:
-            said = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
-            self.image.value = f"<p>{said} do not fit {self.ranks} ranks: make one smaller.</p>"
-            return
-        named = tuple((axis, sizes.get(axis, self.ranks // taken)) for axis in CUTS)
-        self.state = State(named, self.first.value, self.axis.value)
-        self.image.value = picture(self.model, self.state, self.local)
+def read(state, first, axis, **sizes):
+    """The state that the controls say: dp gets the ranks that are left. ValueError if none fit."""
+    ranks = prod(dict(state.sizes).values())
+    taken = prod(sizes.values())
+    if ranks % taken:
+        words = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+        raise ValueError(f"{words} do not fit {ranks} ranks: make one smaller.")
+    return State(tuple((one, sizes.get(one, ranks // taken)) for one in CUTS), first, axis)
 
 
 def explorer(axes, model, local, axis="tp"):
@@ -227,9 +203,18 @@ def explorer(axes, model, local, axis="tp"):
     axes: {axis: size}, in the order of the mesh. model: see above. local: ranks of a node.
     """
     state = State(tuple((one, axes.get(one, 1)) for one in CUTS), next(iter(axes)), axis)
-    said = takeaway(model, state, local)
-    present(draw(model, state, local), said, "counted", said)
-    table(small(state, local), "groups of the mesh; counted")
-    shown = Explorer(model, state, local, prod(axes.values()))
-    controls.show(shown.panel)
-    return shown
+    powers = [size for size in (1, 2, 4, 8) if prod(axes.values()) % size == 0]
+    row = {one: controls.menu(one, powers, axes.get(one, 1)) for one in ("pp", "cp", "tp")}
+    row["first"] = controls.menu("across the nodes", list(CUTS), state.first)
+    row["axis"] = controls.menu("draw groups along", list(CUTS), state.axis)
+    return explore(
+        state,
+        [row],
+        partial(draw, model, local=local),
+        partial(takeaway, model, local=local),
+        "counted",
+        small(state, local),
+        "groups of the mesh",
+        "Change a control: the mesh is drawn here.",
+        read=read,
+    )

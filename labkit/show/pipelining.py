@@ -7,11 +7,8 @@
 What is drawn is a pure function of (state, measured rows).
 """
 
-import html
-from collections.abc import Callable
 from dataclasses import dataclass
 
-import ipywidgets
 import pandas as pd
 
 from labkit.measure.bubble import bubble
@@ -19,6 +16,7 @@ from labkit.pipeline import pipeline
 from labkit.pipeline.pipeline_schedules import routes
 from labkit.pipeline.schedule_validation import most_held
 from labkit.show import controls, style
+from labkit.show.explorer import Explorer
 from labkit.show.notebook import table
 from labkit.show.pipelines import pipelines, played
 from labkit.show.publish import as_html
@@ -81,56 +79,34 @@ def takeaway(state, measured):
 
 
 def picture(state, measured, unit_ms):
-    """The widget's image as HTML with alt text; the reason, where there is no such schedule."""
-    try:
-        frame = played(state.written(), unit_ms)
-    except ValueError as error:
-        return f"<p>{html.escape(str(error))}</p>"
+    """The widget's image as HTML with alt text. ValueError if there is no such schedule."""
+    frame = played(state.written(), unit_ms)
     return as_html(takeaway(state, measured), pipelines({style.name(state.schedule): frame}))
 
 
-class Explorer:
-    """The controls. launch: State -> Timeline.frame() of one step on ranks, by the button."""
-
-    def __init__(self, state, measured, unit_ms, launch: Callable):
-        self.measured, self.unit_ms, self.launch = dict(measured), unit_ms, launch
-        names = [(style.name(name), name) for name in STAGES_OF_A_RANK]
-        self.schedule = controls.menu("schedule", names, state.schedule)
-        self.ranks = controls.menu("ranks", sorted({1, 2, 3, 4, 8, state.ranks}), state.ranks)
-        counts = sorted({2, 4, 6, 8, 12, 16, 24, state.micro_batches})
-        self.micro_batches = controls.menu("micro-batches", counts, state.micro_batches)
-        above = (self.schedule, self.ranks, self.micro_batches)
-        controls.observe(self.changed, above)
-        self.image = ipywidgets.HTML("<p>Change a control: the schedule is played here.</p>")
-        self.button = ipywidgets.Button(description="Run it on ranks", icon="play")
-        self.button.on_click(self.run)
-        self.message = ipywidgets.HTML()
-        line = ipywidgets.HBox([self.button, self.message])
-        self.panel = ipywidgets.VBox([controls.row(above), line, self.image])
-
-    @property
-    def state(self):
-        return State(self.schedule.value, self.ranks.value, self.micro_batches.value)
-
-    def changed(self, change=None):
-        self.image.value = picture(self.state, self.measured, self.unit_ms)
-
-    def run(self, button=None):
-        """Launch what the controls say; a failure is a line beside the button."""
-        self.button.disabled, self.message.value = True, "running …"
-        try:
-            state = self.state
-            self.measured[state] = bubble(self.launch(state))
-            self.message.value = "measured"
-        except (Exception, KeyboardInterrupt) as error:
-            first_line = (str(error).strip() or "no message").splitlines()[0]
-            self.message.value = f"<b>{type(error).__name__}</b>: {html.escape(first_line)}"
-        self.button.disabled = False
-        self.changed()
-
-
 def explorer(state, measured, unit_ms, launch):
-    """Show the controls; returns the Explorer. measured: {State: bubble} of what was run."""
-    shown = Explorer(state, measured, unit_ms, launch)
-    controls.show(shown.panel)
-    return shown
+    """Show the controls; returns the Explorer.
+
+    measured: {State: bubble} of the steps that ran. launch: function State -> Timeline.frame() of
+    one step on ranks, called by the button.
+    """
+    measured = dict(measured)
+
+    def run(state):
+        measured[state] = bubble(launch(state))
+        return "measured"
+
+    names = [(style.name(name), name) for name in STAGES_OF_A_RANK]
+    counts = sorted({2, 4, 6, 8, 12, 16, 24, state.micro_batches})
+    row = {
+        "schedule": controls.menu("schedule", names, state.schedule),
+        "ranks": controls.menu("ranks", sorted({1, 2, 3, 4, 8, state.ranks}), state.ranks),
+        "micro_batches": controls.menu("micro-batches", counts, state.micro_batches),
+    }
+    hint = "Change a control: the schedule is played here."
+    words = "Run it on ranks"
+
+    def shown(state):
+        return picture(state, measured, unit_ms)
+
+    return Explorer(state, [row], shown, hint, run=run, words=words).show()

@@ -11,11 +11,9 @@ micro-batches. labkit.scale.plan tries them all and is never slower than what is
 """
 
 import html
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from itertools import islice
-
-import ipywidgets
 
 from labkit.scale import constants
 from labkit.scale.cluster import Cluster
@@ -23,6 +21,7 @@ from labkit.scale.explain import KINDS, parts, words
 from labkit.scale.plan import bill, row_of
 from labkit.scale.search import first_to_fit, space_of
 from labkit.show import controls, style
+from labkit.show.explorer import Explorer
 from labkit.show.publish import present
 
 MICRO_BATCHES = 3
@@ -192,32 +191,16 @@ def bar(sizes, colours, unit, whole, limit=None):
     return f'<div style="{outline}">{pieces}{line}</div><p><b>{words}</b> &emsp; {names}</p>'
 
 
-class Explorer:
-    """The controls and their state. `.panel` is the widget, `.image` what it shows."""
-
-    def __init__(self, job, state):
-        self.job, self.state = job, state
-        self.model = controls.menu("model", list(job.batches), state.model)
-        self.gpu = controls.menu("GPU", job.gpus, state.gpu)
-        counts = [(f"{size:,}", size) for size in job.sizes]
-        self.gpus = controls.menu("how many", counts, state.gpus)
-        self.precision = controls.menu("precision", job.precisions, state.precision)
-        every = (self.model, self.gpu, self.gpus, self.precision)
-        controls.observe(self.changed, every)
-        self.image = ipywidgets.HTML("<p>Move a control: the plan is drawn here.</p>")
-        self.panel = ipywidgets.VBox([controls.row(every), self.image])
-
-    def changed(self, change=None):
-        """Read the controls and draw anew."""
-        names = ("model", "gpu", "gpus", "precision")
-        self.state = replace(self.state, **{name: getattr(self, name).value for name in names})
-        self.image.value = picture(self.job, self.state)
-
-
 def explorer(job, state, provenance):
     """Show a plan: figure, takeaway, controls. Returns Explorer. provenance: of "predicted"."""
-    said = takeaway(job, state)
-    present(draw(job, state), said, provenance, said)
-    found = Explorer(job, state)
-    controls.show(found.panel)
-    return found
+    words = takeaway(job, state)
+    present(draw(job, state), words, provenance, words)
+    counts = [(f"{size:,}", size) for size in job.sizes]
+    row = {
+        "model": controls.menu("model", list(job.batches), state.model),
+        "gpu": controls.menu("GPU", job.gpus, state.gpu),
+        "gpus": controls.menu("how many", counts, state.gpus),
+        "precision": controls.menu("precision", job.precisions, state.precision),
+    }
+    hint = "Move a control: the plan is drawn here."
+    return Explorer(state, [row], partial(picture, job), hint).show()

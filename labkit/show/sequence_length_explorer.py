@@ -8,15 +8,14 @@ What is drawn is a pure function of (predict, state): predict(form, tokens, **ch
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 
-import ipywidgets
 import pandas as pd
 from matplotlib.ticker import FuncFormatter, LogLocator
 
 from labkit.show import controls, style
 from labkit.show.curves import close, draw_line, label_sizes
-from labkit.show.notebook import table
-from labkit.show.publish import as_html, present
+from labkit.show.explorer import explore, need_one
 
 CAPACITY = 80 * 2**30  # bytes of a large GPU
 
@@ -57,8 +56,7 @@ def memory_by_length(frame, title=None, capacity=None):
 
 def rows(predict, state):
     """DataFrame: form, tokens, bytes. ValueError without a form."""
-    if not state.forms:
-        raise ValueError("no form to draw: choose at least one")
+    need_one(state.forms, "form")
     chosen = dict(state.chosen)
     return pd.DataFrame(
         {"form": form, "tokens": tokens, "bytes": predict(form, tokens, **chosen)}
@@ -94,28 +92,9 @@ def small(predict, state):
     return texts
 
 
-class Explorer:
-    """The controls and their state. `.panel` is the widget, `.image` what it shows."""
-
-    def __init__(self, predict, state, choices):
-        self.predict, self.state = predict, state
-        first = dict(state.chosen)
-        self.menus = {name: controls.menu(name, choices[name], first[name]) for name in choices}
-        self.boxes = controls.boxes(state.forms)
-        controls.observe(self.changed, (*self.menus.values(), *self.boxes.values()))
-        self.image = ipywidgets.HTML("<p>Move a control: the memory is drawn here.</p>")
-        above, below = controls.row(self.menus.values()), controls.row(self.boxes.values())
-        self.panel = ipywidgets.VBox([above, below, self.image])
-
-    def changed(self, change=None):
-        """Read the controls and draw anew."""
-        chosen = tuple((name, menu.value) for name, menu in self.menus.items())
-        self.state = replace(self.state, forms=controls.ticked(self.boxes), chosen=chosen)
-        if not self.state.forms:
-            self.image.value = "<p>Tick at least one form.</p>"
-            return
-        words = takeaway(self.predict, self.state)
-        self.image.value = as_html(words, draw(self.predict, self.state))
+def read(state, forms, **chosen):
+    """The state that the controls say."""
+    return replace(state, forms=forms, chosen=tuple(chosen.items()))
 
 
 def explorer(predict, forms, tokens, choices, provenance="predicted"):
@@ -124,9 +103,15 @@ def explorer(predict, forms, tokens, choices, provenance="predicted"):
     choices: name -> values that its menu offers; the figure shows the first of each.
     """
     state = State(tuple(forms), tuple(tokens), tuple((name, choices[name][0]) for name in choices))
-    words = takeaway(predict, state)
-    present(draw(predict, state), words, provenance, words)
-    table(small(predict, state), f"{headline(state)}: bytes at the peak; {provenance}")
-    shown = Explorer(predict, state, choices)
-    controls.show(shown.panel)
-    return shown
+    above = {name: controls.menu(name, values, values[0]) for name, values in choices.items()}
+    return explore(
+        state,
+        [above, {"forms": controls.boxes(state.forms)}],
+        partial(draw, predict),
+        partial(takeaway, predict),
+        provenance,
+        small(predict, state),
+        f"{headline(state)}: bytes at the peak",
+        "Move a control: the memory is drawn here.",
+        read=read,
+    )

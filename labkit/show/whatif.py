@@ -28,7 +28,7 @@ from labkit.run.summary import (
     summary,
 )
 from labkit.show import controls, style
-from labkit.show.dashboard import as_table
+from labkit.show.dashboard import as_table, plain
 from labkit.show.dashboard_words import change
 
 ASKED = {"ratio": "step time / base", "step_ms": "step time"}
@@ -153,7 +153,8 @@ class WhatIf:
             fields["link_mbit"] = None
         self.message.value = "measuring, in turns with its base …"
         self.button.disabled, self.stop_button.disabled = True, False
-        grids = [plain(fields), plain(fields | dict(changes))]
+        fields = {name: plain(value) for name, value in fields.items()}
+        grids = [fields, fields | dict(changes)]
         asked = (grids, self.world.value, changes)
         self.thread = threading.Thread(target=self.work, args=asked, daemon=True)
         self.thread.start()
@@ -184,11 +185,6 @@ def words(value):
     if value == "none":  # style's name for it is a compressor's
         return "none"
     return style.name(value) if isinstance(value, str) else f"{value:g}"
-
-
-def plain(fields):
-    """numpy's numbers as Python's own, which is what an experiment takes."""
-    return {k: v.item() if hasattr(v, "item") else v for k, v in fields.items()}
 
 
 def row_of(table, model, world, changes):

@@ -8,7 +8,7 @@ import pytest
 from labkit.measure import scaling
 from labkit.measure.scaling import Costs
 from labkit.run.sweep import sweep
-from labkit.show import efficiency
+from labkit.show import efficiency, explorer
 
 
 def rows(ranks, batch_size, step_ms):
@@ -197,28 +197,28 @@ def test_the_takeaway_says_how_far_it_goes():
 
 @pytest.mark.slow
 def test_controls_redraw_and_launch_nothing():
-    shown = efficiency.Explorer(COSTS, STEP, efficiency.State(), 2)
+    shown = efficiency.explorer(COSTS, STEP, 2, "predicted")
     seen = {shown.image.value}
     moves = (
-        (shown.compute, 4),
-        (shown.gradients, 2),
-        (shown.link, 100),
-        (shown.cores, 2),
-        (shown.boxes["weak"], False),
+        (shown.controls["compute"], 4),
+        (shown.controls["gradients"], 2),
+        (shown.controls["link_mbit"], 100),
+        (shown.controls["cores"], 2),
+        (shown.controls["kinds"]["weak"], False),
     )
     for control, value in moves:
         control.value = value
         assert shown.image.value not in seen and 'alt="Compute x 4' in shown.image.value
         seen.add(shown.image.value)
     assert shown.state == efficiency.State(("strong",), 4, 2, 100, 2)
-    shown.boxes["strong"].value = False
-    assert shown.image.value == "<p>Tick weak or strong.</p>"
+    shown.controls["kinds"]["strong"].value = False
+    assert shown.image.value == "<p>Tick at least one kind of scaling.</p>"
 
 
 def test_what_is_seen_without_a_kernel_comes_first(monkeypatch):
     order = []
-    monkeypatch.setattr(efficiency, "present", lambda *_: order.append("figure"))
-    monkeypatch.setattr(efficiency, "table", lambda *_: order.append("table"))
+    monkeypatch.setattr(explorer, "present", lambda *_: order.append("figure"))
+    monkeypatch.setattr(explorer, "table", lambda *_: order.append("table"))
     monkeypatch.setattr(efficiency.controls, "show", lambda *_: order.append("controls"))
     assert efficiency.explorer(COSTS, STEP, 2, "predicted").state == efficiency.State()
     assert order == ["figure", "table", "controls"]

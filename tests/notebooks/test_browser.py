@@ -28,23 +28,23 @@ def hang(context, folder):
     time.sleep(300)
 launch(hang, nproc=2, folder={folder!r})
 """
-# A comparison whose ranks work until there is a file "go".
+# A board whose button starts ranks that work until there is a file "go".
 BUTTON = """
 import pandas as pd
-from labkit.run import launch
-from labkit.show import strategy_comparison
+from labkit.measure.machine import ROOT
+from labkit.run import launch, sweep
+from labkit.show import dashboard
 def work(context, folder):
     import os, pathlib, time
     pathlib.Path(folder, "pids", str(os.getpid())).touch()
     while not pathlib.Path(folder, "go").exists():
         time.sleep(0.02)
-def rows(ms):
-    about = {{"model": "mlp", "bucket_cap_mb": 25.0, "link_mbit": float("inf")}}
-    return pd.DataFrame([about | {{"strategy": s, "step_ms": ms}} for s in ("single", "ddp_bucketed")])
-def measure(model, strategies, bucket_cap_mb, link_mbit):
+rows = sweep.results(ROOT / "notebooks" / "dashboard")
+def measure(cells):
     launch(work, nproc=2, quiet=True, folder={folder!r})
-    return rows(20.0)
-board = strategy_comparison.comparison(rows(10.0), measure)
+    return rows.head(2).assign(launch="again")
+state = dashboard.State(model="gpt", link="this machine")
+board = dashboard.board(rows, state, measure).show()
 """
 ENDS = ["finished", "stopped", "restarted", "shut down", "tab closed"]
 MAIN_JOB = batch.NOTEBOOKS / f"{batch.MAIN_JOB}.ipynb"

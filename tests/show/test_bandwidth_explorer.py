@@ -8,7 +8,7 @@ from matplotlib.collections import PathCollection
 from matplotlib.text import Text
 
 from labkit.measure.crossover import Cost, predicted
-from labkit.show import bandwidth_explorer, plots, style, time_vs_bandwidth
+from labkit.show import bandwidth_explorer, explorer, plots, style, time_vs_bandwidth
 
 COSTS = {
     "topk": Cost(30.0, 1_250_000),  # crosses none at 3,000 Mbit/s
@@ -159,7 +159,7 @@ def test_drawing_is_pure_and_the_baseline_stays():
     colours = style.palette(COSTS)
     assert set(curves) == {colours["topk"], colours["none"]}
     pd.testing.assert_frame_equal(frame, before)
-    with pytest.raises(ValueError, match="no method to draw: choose at least one"):
+    with pytest.raises(ValueError, match="Tick at least one method"):
         bandwidth_explorer.draw(frame, bandwidth_explorer.State((), 100.0, "none"))
 
 
@@ -201,22 +201,23 @@ def test_the_menu_goes_in_log_steps_through_what_was_measured():
 
 @pytest.mark.slow
 def test_controls_redraw_and_launch_nothing():
-    shown = bandwidth_explorer.Explorer(rows_of(), bandwidth_explorer.initial(rows_of(), "none"))
+    shown = bandwidth_explorer.explorer(rows_of(), "throttled", "none")
     seen = {shown.image.value}
-    for control, value in ((shown.speed, 2000.0), (shown.boxes["fp16"], False), (shown.boxes["none"], False)):
+    boxes = shown.controls["methods"]
+    for control, value in ((shown.controls["link_mbit"], 2000.0), (boxes["fp16"], False), (boxes["none"], False)):
         control.value = value
         assert shown.image.value not in seen and shown.image.value.count('alt="') == 2
         seen.add(shown.image.value)
     assert shown.state == bandwidth_explorer.State(("hierarchical", "quantize8", "topk"), 2000.0, "none")
-    for box in shown.boxes.values():
+    for box in shown.controls["methods"].values():
         box.value = False
     assert shown.image.value == "<p>Tick at least one method.</p>"
 
 
 def test_what_is_seen_without_a_kernel_comes_first(monkeypatch):
     order = []
-    monkeypatch.setattr(bandwidth_explorer, "present", lambda *_: order.append("figure"))
-    monkeypatch.setattr(bandwidth_explorer, "table", lambda *_: order.append("table"))
+    monkeypatch.setattr(explorer, "present", lambda *_: order.append("figure"))
+    monkeypatch.setattr(explorer, "table", lambda *_: order.append("table"))
     monkeypatch.setattr(bandwidth_explorer.controls, "show", lambda *_: order.append("controls"))
     assert bandwidth_explorer.explorer(rows_of(), "throttled", "none").state.baseline == "none"
     assert order == ["figure", "table", "controls"]

@@ -53,7 +53,8 @@ def test_the_gpu_that_it_ran_on_is_one_bar():
 
 
 def test_the_controls_draw_anew():
-    shown = cases_explorer.Explorer(course(), cases_explorer.State(NAME, "A100-80GB"))
-    shown.case.value, shown.gpu.value = OTHER, "B200-180GB"
+    shown = cases_explorer.explorer(course(), cases_explorer.State(NAME, "A100-80GB"), "predicted")
+    shown.controls["case"].value = OTHER
+    shown.controls["gpu"].value = "B200-180GB"
     assert shown.state == cases_explorer.State(OTHER, "B200-180GB")
     assert f"{OTHER}, its layout on B200-180GB: 1.94 times" in shown.image.value

@@ -27,7 +27,7 @@ def test_rows_say_what_is_predicted():
 def test_every_bar_says_its_size():
     words = [text.get_text() for text in checkpoint_cost_explorer.draw(predict, state()).axes[0].texts]
     assert {"12 MiB", "3 MiB", "copied"} <= set(words)
-    with pytest.raises(ValueError, match="no strategy to draw: choose at least one"):
+    with pytest.raises(ValueError, match="Tick at least one strategy"):
         checkpoint_cost_explorer.draw(predict, state(strategies=()))
 
 
@@ -45,17 +45,18 @@ def test_the_takeaway(changes, words):
 
 
 def test_controls_redraw():
-    shown = checkpoint_cost_explorer.Explorer(predict, state())
+    shown = checkpoint_cost_explorer.explorer(predict, STRATEGIES, state().world_size, state().parameters)
     seen = {shown.image.value}
-    for control, value in ((shown.world_size, 64), (shown.parameters, 10**9), (shown.boxes["fsdp"], False)):
+    menus = ((shown.controls["world_size"], 64), (shown.controls["parameters"], 10**9))
+    for control, value in (*menus, (shown.controls["strategies"]["fsdp"], False)):
         control.value = value
         assert shown.image.value not in seen and 'alt="' in shown.image.value
         seen.add(shown.image.value)
     assert shown.state == state(strategies=("ddp_bucketed",), world_size=64, parameters=10**9)
-    shown.boxes["ddp_bucketed"].value = False
+    shown.controls["strategies"]["ddp_bucketed"].value = False
     assert shown.image.value == "<p>Tick at least one strategy.</p>"
 
 
 def test_the_first_choice_is_among_the_offers():
     shown = checkpoint_cost_explorer.explorer(predict, STRATEGIES, 3, MIB)
-    assert 3 in shown.world_size.options and ("1.05 million", MIB) in shown.parameters.options
+    assert 3 in shown.controls["world_size"].options and ("1.05 million", MIB) in shown.controls["parameters"].options

@@ -14,6 +14,7 @@ import pytest
 
 from labkit.measure.machine import ROOT
 from labkit.run import summary, sweep
+from labkit.run.compare import compare
 from labkit.run.experiment import Experiment
 from labkit.show import dashboard, dashboard_words, whatif
 
@@ -149,12 +150,12 @@ def shown():
         + rows_of("H", 30.0, "three", far, comm_hook="topk")
     )
     rows += rows_of("z", 9.0, strategy="zero1") + rows_of("g", 90.0, "four", model="gpt")
-    return dashboard.Dashboard(*dashboard.opened(pd.concat([grid_rows(), pd.DataFrame(rows)])))
+    return dashboard.board(pd.concat([grid_rows(), pd.DataFrame(rows)]))
 
 
 def figure(picture):
     board = shown()
-    return dashboard.draw(board.table, board.curves, dashboard.State(picture=picture))
+    return dashboard.draw(board.cells.table, board.cells.curves, dashboard.State(picture=picture))
 
 
 @pytest.mark.parametrize(
@@ -170,20 +171,22 @@ def figure(picture):
 )
 def test_each_filter_changes_what_is_drawn_and_listed(name, value, cells):
     board = shown()
-    before = board.image.value, board.list.value
-    board.menus[name].value = value
-    assert set(dashboard.chosen(board.table, board.state)["cell"]) == set(cells)
-    assert board.image.value != before[0] and board.list.value != before[1]
-    assert board.list.value.count("<tr>") == 1 + len(cells)
-    assert f"{len(cells)} of {len(board.table)} cells" in board.image.value
+    before = board.image.value
+    board.controls[name].value = value
+    assert set(dashboard.chosen(board.cells.table, board.state)["cell"]) == set(cells)
+    assert board.image.value != before
+    assert board.image.value.count("<tr>") == 1 + len(cells)
+    assert f"{len(cells)} of {len(board.cells.table)} cells" in board.image.value
 
 
 @pytest.mark.parametrize("picture", list(dashboard.PICTURES))
 def test_each_picture_is_drawn_and_is_another(picture):
     board = shown()
-    board.menus["picture"].value = "exposed communication" if picture == "step time by phase" else "step time by phase"
+    board.controls["picture"].value = (
+        "exposed communication" if picture == "step time by phase" else "step time by phase"
+    )
     before = board.image.value.split("<p>")[0]
-    board.menus["picture"].value = picture
+    board.controls["picture"].value = picture
     after = board.image.value.split("<p>")[0]
     assert after.startswith("<img") and 'alt="' in after
     assert after.split("src=")[1] != before.split("src=")[1]
@@ -192,21 +195,22 @@ def test_each_picture_is_drawn_and_is_another(picture):
 def test_sorting_orders_the_table_and_nothing_left_is_one_line():
     board = shown()
     for sort, column in dashboard.SORTED.items():
-        board.menus["sort"].value = sort
-        values = dashboard.chosen(board.table, board.state)[column].tolist()
+        board.controls["sort"].value = sort
+        values = dashboard.chosen(board.cells.table, board.state)[column].tolist()
         assert values == sorted(values, reverse=column in dashboard.MORE_IS_BETTER)
-    board.menus["precision"].value, board.menus["strategy"].value = "bf16", "zero1"
+    board.controls["precision"].value = "bf16"
+    board.controls["strategy"].value = "zero1"
     assert board.image.value == "<p>Nothing was measured that these controls let through.</p>"
-    with pytest.raises(ValueError, match="nothing was measured"):
-        dashboard.draw(board.table, board.curves, board.state)
+    with pytest.raises(ValueError, match="Nothing was measured"):
+        dashboard.draw(board.cells.table, board.cells.curves, board.state)
 
 
 def test_a_grid_of_500_cells_is_listed_and_drawn_in_part():
     rows = pd.concat(
         pd.DataFrame(rows_of(f"c{n}", 10.0 + n, f"l{n // 8}", rounds=2, lr=0.001 * (1 + n))) for n in range(500)
     )
-    board = dashboard.Dashboard(*dashboard.opened(rows))
-    assert board.list.value.count("<tr>") == 1 + dashboard.LISTED
+    board = dashboard.board(rows)
+    assert board.image.value.count("<tr>") == 1 + dashboard.LISTED
     assert "500 of 500 cells" in board.image.value and "the first 12 are drawn" in board.image.value
     assert len(board.image.value) < 100_000
 
@@ -228,6 +232,98 @@ def test_the_stored_sweep_is_small_and_has_what_the_grid_says():
     grids = [{"nproc": 2} | one for one in sweep.read_grid(ROOT / "notebooks" / "dashboard.yaml")]
     possible, refused = sweep.cells(grids)
     assert not refused and {cell.key for cell in possible} == set(sweep.results(stored)["cell"])
+
+
+# The button
+
+
+def compared(measure=lambda cells: pytest.fail("measured without the button")):
+    """A board with boxes: two strategies and a hook on this machine, one of them over a link too."""
+    far = {"nproc": 1, "nodes": 2, "link_mbit": 100.0}
+    rows = rows_of("a", 10.0) + rows_of("z", 9.0, strategy="zero1") + rows_of("t", 8.0, comm_hook="topk")
+    rows += rows_of("F", 50.0, "far", far)
+    state = dashboard.State(model="mlp", link="this machine")
+    return dashboard.board(pd.DataFrame(rows), state, measure, buckets=[5.0], model=["gpt"])
+
+
+def test_boxes_choose_what_is_compared_and_measure_nothing():
+    board = compared()
+    assert list(board.controls["whats"]) == ["DDP, bucketed", "ZeRO-1", "DDP, bucketed + hook top 1 %"]
+    assert "strategy" not in board.controls and "3 of 4 cells" in board.image.value
+    board.controls["whats"]["ZeRO-1"].value = False
+    assert "2 of 4 cells" in board.image.value and ">ZeRO-1<" not in board.image.value
+    board.controls["link"].value = "100 Mbit/s"
+    assert "Not measured for this choice: DDP, bucketed + hook top 1 %." in board.image.value
+    for box in board.controls["whats"].values():
+        box.value = False
+    assert board.image.value == "<p>Tick at least one strategy.</p>"
+
+
+def test_a_board_without_measure_has_no_boxes_and_no_button():
+    assert "whats" not in shown().controls and not hasattr(shown(), "button")
+
+
+def test_the_button_measures_what_is_ticked_beside_its_base_and_adds_the_rows():
+    asked = []
+
+    def measure(cells):
+        asked.extend(cells)
+        return pd.concat(
+            pd.DataFrame(rows_of(cell.key, 70.0, "new", cell.world, **cell.experiment.to_dict())) for cell in cells
+        )
+
+    board = compared(measure)
+    board.controls["whats"]["DDP, bucketed"].value = False
+    board.controls["link"].value, board.controls["buckets"].value = "100 Mbit/s", 5.0
+    assert board.image.value == f"<p>{dashboard.NOTHING}</p>"
+    board.button.click()
+    assert board.message.value == "measured: 72 rows added"
+    base, *others = [(cell.experiment.strategy, cell.experiment.comm_hook) for cell in asked]
+    assert base == ("ddp_bucketed", "none") and others == [("zero1", "none"), ("ddp_bucketed", "topk")]
+    assert [cell.experiment.bucket_cap_mb for cell in asked] == [25.0, 5.0, 5.0]
+    assert {(cell.nproc, cell.nodes, cell.link_mbit) for cell in asked} == {(1, 2, 100.0)}
+    assert "2 of 7 cells" in board.image.value and "Not measured" not in board.image.value
+
+
+def test_a_model_that_was_not_measured_can_be():
+    board = compared(lambda cells: rows_of("new", 1.0, "new", model=cells[0].experiment.model))
+    board.controls["model"].value = "gpt"
+    cells = dashboard.to_measure(board.cells.table, board.state)
+    assert [cell.experiment.model for cell in cells] == ["gpt"] * 3 and cells[0].link_mbit is None
+
+
+def test_the_button_asks_for_one_model_and_one_link():
+    board = compared()
+    board.controls["link"].value = dashboard.ANY
+    board.button.click()
+    assert board.message.value.startswith("<b>ValueError</b>: choose one model and one link")
+
+
+def test_what_is_seen_without_a_kernel_comes_before_the_board(monkeypatch):
+    order = []
+    monkeypatch.setattr(dashboard, "present", lambda *_: order.append("figure"))
+    monkeypatch.setattr(dashboard, "show_table", lambda _, caption: order.append(caption))
+    monkeypatch.setattr(dashboard.controls, "show", lambda _: order.append("controls"))
+    dashboard.explorer(grid_rows(), dashboard.State(), "measured", print)
+    assert order == ["figure", "measured", "controls"]
+
+
+def test_controls_that_cannot_be_drawn_say_where_they_are(monkeypatch):
+    bundles = []
+    monkeypatch.setattr(dashboard.controls, "display", lambda bundle, raw: bundles.append(bundle))
+    panel = shown().show().panel
+    assert bundles[0]["application/vnd.jupyter.widget-view+json"]["model_id"] == panel.model_id
+    assert bundles[0]["text/plain"] == "Controls: run this notebook in JupyterLab."
+
+
+@pytest.mark.slow
+def test_a_comparison_on_real_ranks_becomes_rows_of_the_board():
+    tiny = Experiment(model="mlp", batch_size=8)
+    cells = {"one": sweep.Cell(tiny), "two": sweep.Cell(tiny.replace(strategy="zero1"))}
+    run = compare({label: cell.experiment for label, cell in cells.items()}, rounds=2, device="cpu", quiet=True)
+    table, _ = dashboard.opened(sweep.as_rows(cells, run))
+    assert table["label"].tolist() == ["DDP, bucketed", "ZeRO-1"] and (table["pairs"] == 2).all()
+    assert table["cell"].tolist() == [cell.key for cell in cells.values()]
 
 
 # What if

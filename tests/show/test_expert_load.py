@@ -39,5 +39,6 @@ def test_what_is_beyond_the_capacity_is_dropped():
 
 def test_the_controls_draw_anew(capsys):
     shown = expert_capacity_explorer.explorer(FRAME, "none", "predicted from counted loads")
-    shown.run.value, shown.capacity.value = "bias", 0.5
+    shown.controls["run"].value = "bias"
+    shown.controls["capacity"].value = 0.5
     assert "would have dropped 50.0 % of the rows of the run bias" in shown.image.value

@@ -115,14 +115,15 @@ def test_the_takeaway_is_one_sentence():
 
 @pytest.mark.slow
 def test_controls_redraw_from_the_saved_gradients():
-    shown = formats.Explorer([1e-8, 1e-3, 1.0])
-    shown.value.value = 3.0
-    before = shown.bits.value, shown.sizes.value
+    shown = formats.explorer([1e-8, 1e-3, 1.0], "measured")
+    shown.controls["value"].value = 3.0
+    before = shown.image.value.split("</p>")
     assert 'alt="The bits of 3 in each of the formats."' in before[0] and "loss scale of 1," in before[1]
-    shown.scale.value = 2.0**16
-    shown.format.value = "fp8 e4m3"
+    shown.controls["scale"].value = 2.0**16
+    shown.controls["format"].value = "fp8 e4m3"
     assert shown.state == formats.State(3.0, 2.0**16, "fp8 e4m3")
-    assert shown.bits.value == before[0] and "In fp8 e4m3, with a loss scale of 65536," in shown.sizes.value
+    bits, sizes, _ = shown.image.value.split("</p>")
+    assert bits == before[0] and "In fp8 e4m3, with a loss scale of 65536," in sizes
 
 
 def test_what_is_seen_without_a_kernel_comes_first(monkeypatch):

@@ -34,7 +34,8 @@ def test_words_and_picture():
 
 
 def test_the_controls_draw_anew():
-    shown = goodput_explorer.Explorer(JOB, goodput_explorer.State("ours"))
-    shown.rate.value, shown.background.value, shown.share.value, shown.restart.value = "theirs", True, 2, 30
+    shown = goodput_explorer.explorer(JOB, goodput_explorer.State("ours"), "simulated")
+    for name, value in {"rate": "theirs", "background": True, "share": 2, "restart": 30}.items():
+        shown.controls[name].value = value
     assert shown.state == goodput_explorer.State("theirs", background=True, share=2, restart=30)
     assert "Rate of theirs, a save of 30 s in the background, restarts of 30 s, at 2 x Young" in shown.image.value

@@ -216,18 +216,18 @@ def test_the_table_has_a_row_for_each_form():
 
 
 def test_controls_redraw_from_the_rows():
-    shown = gradients.Explorer(recorded(), STATE)
+    shown = gradients.explorer(recorded(), "counted", "topk")
     seen = {shown.image.value}
     for control, value in (
-        (shown.step, 1),
-        (shown.feedback, False),
-        (shown.step, 0),
+        (shown.controls["step"], 1),
+        (shown.controls["feedback"], False),
+        (shown.controls["step"], 0),
     ):
         control.value = value
         assert shown.image.value not in seen and shown.image.value.count('alt="') == 2
         seen.add(shown.image.value)
     assert shown.state == gradients.State("topk", "ratio 0.1", False, 0)
-    shown.form.value = ("onebit", "")
+    shown.controls["form"].value = ("onebit", "")
     assert shown.image.value == "<p>Not recorded: 1 bit, without feedback.</p>"
 
 
@@ -237,4 +237,4 @@ def test_what_is_seen_without_a_kernel_comes_first(monkeypatch):
     monkeypatch.setattr(gradients, "table", lambda *_: order.append("table"))
     monkeypatch.setattr(gradients.controls, "show", lambda *_: order.append("controls"))
     shown = gradients.explorer(recorded(), "counted", "onebit")
-    assert order == ["figure", "figure", "table", "controls"] and shown.form.value == ("onebit", "")
+    assert order == ["figure", "figure", "table", "controls"] and shown.controls["form"].value == ("onebit", "")

@@ -40,7 +40,7 @@ def test_the_line_stands_where_memory_ends():
     assert "a rank has 64 MiB" in words(figure) and {"40 MiB", "16 MiB"} <= set(words(figure))
     assert figure.axes[0].lines[0].get_xdata()[0] == 64 < figure.axes[0].get_xlim()[1]
     assert not any("a rank has" in text for text in words(memory_explorer.draw(predict, state())))
-    with pytest.raises(ValueError, match="no stage to draw: choose at least one"):
+    with pytest.raises(ValueError, match="Tick at least one stage"):
         memory_explorer.draw(predict, state(stages=()))
 
 
@@ -58,19 +58,19 @@ def test_the_takeaway(changes, end):
 
 
 def test_controls_redraw():
-    shown = memory_explorer.Explorer(predict, state(), [1, 4, 16], ["fp32", "bf16"], [1, 8])
+    shown = memory_explorer.explorer(predict)
     seen = {shown.image.value}
     for control, value in (
-        (shown.world_size, 16),
-        (shown.precision, "bf16"),
-        (shown.batch, 1),
-        (shown.boxes["fsdp"], False),
+        (shown.controls["world_size"], 16),
+        (shown.controls["precision"], "bf16"),
+        (shown.controls["batch"], 1),
+        (shown.controls["stages"]["fsdp"], False),
     ):
         control.value = value
         assert shown.image.value not in seen and 'alt="' in shown.image.value
         seen.add(shown.image.value)
     assert shown.state == state(stages=("ddp_bucketed", "zero1", "zero2"), world_size=16, precision="bf16", batch=1)
-    for box in shown.boxes.values():
+    for box in shown.controls["stages"].values():
         box.value = False
     assert shown.image.value == "<p>Tick at least one stage.</p>"
 
@@ -87,4 +87,4 @@ def test_a_predictor_is_the_estimate():
 
 def test_the_first_choice_is_among_the_offers():
     shown = memory_explorer.explorer(predict, world_size=3, batch=5, world_sizes=(1, 2), batches=(8,))
-    assert list(shown.world_size.options) == [1, 2, 3] and list(shown.batch.options) == [5, 8]
+    assert list(shown.controls["world_size"].options) == [1, 2, 3] and list(shown.controls["batch"].options) == [5, 8]

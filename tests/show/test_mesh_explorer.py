@@ -52,11 +52,11 @@ def test_it_is_drawn(sizes, local, axis):
 
 
 def test_the_controls_leave_dp_what_is_left():
-    board = mesh_explorer.Explorer(MODEL, state(dp=2, tp=4), 4, 8)
-    board.menus["tp"].value = 2
+    board = mesh_explorer.explorer({"dp": 2, "tp": 4}, MODEL, 4)
+    board.controls["tp"].value = 2
     assert dict(board.state.sizes) == {"pp": 1, "dp": 4, "cp": 1, "tp": 2}
-    board.first.value = "tp"
+    board.controls["first"].value = "tp"
     assert next(iter(board.state.axes)) == "tp" and "tp 2 x dp 4" in board.image.value
     assert "4 of them across the nodes" in mesh_explorer.takeaway(MODEL, board.state, 4)
-    board.menus["pp"].value = 8
+    board.controls["pp"].value = 8
     assert "make one smaller" in board.image.value

@@ -63,13 +63,13 @@ def test_the_controls_play_and_the_button_runs():
             raise RuntimeError("no ranks\nmore")
         return played(state.written(), 10)
 
-    board = pipelining.Explorer(STATES["one_f_one_b"], {}, 10, launch)
-    board.schedule.value = "zero_bubble"
+    board = pipelining.explorer(STATES["one_f_one_b"], {}, 10, launch)
+    board.controls["schedule"].value = "zero_bubble"
     assert "11.1% predicted." in board.image.value and "<img" in board.image.value and not ran
     board.button.click()
     assert ran == [pipelining.State("zero_bubble", 4, 8)] and "11.1% measured" in board.image.value
-    board.micro_batches.value = 2
+    board.controls["micro_batches"].value = 2
     assert "<p>one_f_one_b wants" in board.image.value or "zero_bubble wants" in board.image.value
-    board.micro_batches.value = 4
+    board.controls["micro_batches"].value = 4
     board.button.click()
     assert board.message.value == "<b>RuntimeError</b>: no ranks"

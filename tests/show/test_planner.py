@@ -1,5 +1,7 @@
 """The plan under the controls: never better than the whole search, in words, in a picture; predictions in pictures."""
 
+from dataclasses import replace
+
 import pandas as pd
 import pytest
 
@@ -21,7 +23,7 @@ def test_few_layouts_hold_nothing_that_the_whole_search_would_refuse():
 
 
 def test_more_spared_is_never_faster():
-    found, _ = planner.answer(planner.replace(JOB, spare=0.8), STATE)
+    found, _ = planner.answer(replace(JOB, spare=0.8), STATE)
     assert found is None or found.seconds >= planner.answer(JOB, STATE)[0].seconds
 
 
@@ -42,8 +44,9 @@ def test_what_does_not_fit_is_said_and_drawn():
 
 
 def test_the_controls_draw_anew():
-    shown = planner.Explorer(JOB, STATE)
-    shown.gpu.value, shown.precision.value, shown.gpus.value = "H100-80GB", "fp8", 8
+    shown = planner.explorer(JOB, STATE, "predicted")
+    for name, value in {"gpu": "H100-80GB", "precision": "fp8", "gpus": 8}.items():
+        shown.controls[name].value = value
     assert shown.state == planner.State("gpt3-6.7b", "H100-80GB", 8, "fp8")
     assert "gpt3-6.7b on 8 x H100-80GB, fp8" in shown.image.value
 

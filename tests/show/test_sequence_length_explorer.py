@@ -27,11 +27,11 @@ def test_a_line_for_each_form_and_one_for_the_room():
 
 
 def test_the_controls_draw_anew():
-    shown = sequence_length_explorer.Explorer(predict, STATE, {"heads": [2, 16]})
-    shown.menus["heads"].value = 16
+    shown = sequence_length_explorer.explorer(predict, SIZES, STATE.tokens, {"heads": [2, 16]})
+    shown.controls["heads"].value = 16
     assert shown.state.chosen == (("heads", 16),) and 'alt="heads 16: ' in shown.image.value
-    for box in shown.boxes.values():
+    for box in shown.controls["forms"].values():
         box.value = False
     assert "Tick at least one form" in shown.image.value
-    with pytest.raises(ValueError, match="choose at least one"):
+    with pytest.raises(ValueError, match="Tick at least one form"):
         sequence_length_explorer.rows(predict, shown.state)

@@ -76,7 +76,7 @@ def test_seconds_on_another_link_are_busy_and_bytes():
     predicted = local_sgd_explorer.on_link(measured(), state(8)).set_index("run")["seconds"]
     assert predicted["every step"].tolist() == pytest.approx([lap * (0.1 + 8 * MIB / 1e6) for lap in range(4)])
     assert predicted["never"].tolist() == pytest.approx([0, 0.1, 0.2, 0.3])
-    with pytest.raises(ValueError, match="no run to draw"):
+    with pytest.raises(ValueError, match="Tick at least one run"):
         local_sgd_explorer.on_link(measured(), state(8, ()))
 
 
@@ -99,13 +99,13 @@ def test_the_table_has_a_column_for_each_link():
 
 @pytest.mark.slow
 def test_controls_draw_the_choice_anew():
-    shown = local_sgd_explorer.Explorer(measured(), TARGET, state(8))
-    shown.speed.value = 1000
+    shown = local_sgd_explorer.explorer(measured(), TARGET, 8, "predicted")
+    shown.controls["link_mbit"].value = 1000
     first = shown.image.value
     assert "A link of 1,000 Mbit/s, predicted: H = 16 is first" in first and "<img" in first
-    shown.boxes["H = 16"].value = False
+    shown.controls["runs"]["H = 16"].value = False
     assert shown.state.runs == ("every step", "H = 4", "never") and "H = 4 is first" in shown.image.value
-    for box in shown.boxes.values():
+    for box in shown.controls["runs"].values():
         box.value = False
     assert shown.image.value == "<p>Tick at least one run.</p>"
 

@@ -11,7 +11,7 @@ from labkit.fsdp import FSDP
 from labkit.measure.memory_tracker import KINDS
 from labkit.measure.residency import watch_units
 from labkit.measure.timeline import Timeline
-from labkit.show import fsdp_explorer, publish, style
+from labkit.show import explorer, fsdp_explorer, publish, style
 from labkit.show.memory_timeline import saw, thinned
 from labkit.show.unit_residency import most_whole, residency, units_of
 
@@ -145,13 +145,13 @@ def test_the_ring_is_at_the_choice():
 @pytest.mark.slow
 def test_controls_redraw_from_saved_rows():
     for spans, images in ((True, 2), (False, 1)):  # the step itself is drawn where it was kept
-        shown = fsdp_explorer.Explorer(sweep(spans), FIRST)
+        shown = fsdp_explorer.explorer(sweep(spans), "emulated", FIRST)
         assert shown.image.value.startswith("<p>Move a control")
         seen = set()
         for change in (
-            partial(setattr, shown.unit, "value", "two blocks"),
-            partial(setattr, shown.mode, "value", "grad_op"),
-            partial(setattr, shown.prefetch, "value", 0),
+            partial(setattr, shown.controls["unit"], "value", "two blocks"),
+            partial(setattr, shown.controls["mode"], "value", "grad_op"),
+            partial(setattr, shown.controls["prefetch"], "value", 0),
         ):
             change()
             assert shown.image.value.count("<img") == images and 'alt="units of two blocks' in shown.image.value
@@ -161,7 +161,7 @@ def test_controls_redraw_from_saved_rows():
 
 def test_what_is_seen_without_a_kernel_comes_first(monkeypatch):
     order = []
-    for place, name in ((fsdp_explorer, "present"), (fsdp_explorer, "table"), (fsdp_explorer.controls, "show")):
+    for place, name in ((explorer, "present"), (explorer, "table"), (fsdp_explorer.controls, "show")):
         monkeypatch.setattr(place, name, lambda *_, name=name: order.append(name))
     shown = fsdp_explorer.explorer(sweep(), "emulated")
     assert order == ["present", "table", "show"] and shown.state == fsdp_explorer.State("a block", "full", 0)
