@@ -444,7 +444,7 @@ def test_an_answer_that_got_lost_is_no_refusal(bucket, faults, capsys):
 def one_side_cannot_begin(rank, world_size, url, env):
     os.environ.update(env)
     storage_lock.RENEW, storage_lock.LEASE = RENEW, LEASE
-    with pytest.raises(CheckpointError, match="cannot write to .*: Protocol not known"):
+    with pytest.raises(CheckpointError, match=r"cannot write to .*: Protocol not known"):
         Checkpoints(f"{url}/run" if rank == 0 else "unknown://run")
     Checkpoints(f"{url}/run").close()  # rank 0 does not hold it any more
 
