@@ -1,22 +1,22 @@
-"""Gradient compression: comm hooks of DDP, ours or PyTorch's, that send few bytes.
+"""Gradient compression: comm hooks for labkit's or PyTorch's DDP that send fewer bytes.
 
-    feedback.py     error feedback, which all share: what is not sent now is sent later; on
-        residual.py     what is not sent yet, by parameter
+    feedback.py     error feedback, the base of all: add what was not sent to the next step; uses
+        residual.py     what was not sent yet, by parameter
         packing.py      several dtypes as the bytes of one message
-    topk.py         the largest elements, with their indices; on
-        select.py       where they are, without sorting
+    topk.py         the largest elements, with their indices; uses
+        select.py       finds them without sorting
     randomk.py      elements at random places that all ranks know
     dgc.py          top-k of momentum, with a warm-up
     powersgd.py     matrices as products of thin ones
     cast.py         16 bits
-    quantize.py     8 or 4 bits, rounded at random; on
-        chunks.py       a scale for every few elements
+    quantize.py     8 or 4 bits, rounded at random; uses
+        chunks.py       one scale for every chunk of elements
     onebit.py       signs
-    onebit_adam.py  Adam whose momentum travels as signs
+    onebit_adam.py  Adam that sends its momentum as signs
 
     model.register_comm_hook(None, TopK(0.01).hook)
 
-COMPRESSORS: name -> function of nothing that makes a compressor, for whoever compares them.
+COMPRESSORS: name -> function without arguments that builds a compressor.
 """
 
 from functools import partial
@@ -59,7 +59,7 @@ __all__ = [
 
 
 def build(name):
-    """The compressor of that name. Raises ValueError naming the known ones."""
+    """Return the compressor of that name. Raises ValueError for an unknown name."""
     if name not in COMPRESSORS:
-        raise ValueError(f"unknown compressor {name!r}: known are {', '.join(COMPRESSORS)}")
+        raise ValueError(f"unknown compressor {name!r}: choose one of {', '.join(COMPRESSORS)}")
     return COMPRESSORS[name]()

@@ -1,12 +1,12 @@
-"""Cast: gradients travel in 16 bits.
+"""Cast: send gradients in 16 bits.
 
     float32    s eeeeeeee mmmmmmmmmmmmmmmmmmmmmmm  8 bits of exponent, 23 of mantissa
     bfloat16   s eeeeeeee mmmmmmm                  the same range, 2 to 3 decimal digits
     float16    s eeeee    mmmmmmmmmm               3 to 4 digits, nothing above 65504 or below 6e-8
 
 Sent per rank and step: half of plain averaging, 2 (n-1)/n x 2 bytes an element.
-Held: the messages, half of the gradients, from step to step; with feedback one residual, which gets
-the digits cut off.
+Held: the messages, half of the gradients' bytes, from step to step; with feedback one residual,
+which holds the rounding errors.
 Micikevicius et al., Mixed Precision Training, ICLR 2018;
 Kalamkar et al., A Study of BFLOAT16, 2019.
 """
@@ -20,9 +20,9 @@ from labkit.compression.feedback import Compressor, is_finite
 
 
 class Cast(Compressor):
-    """Average in dtype, torch.float16 or torch.bfloat16: ValueError for another.
+    """Average in dtype: torch.float16 or torch.bfloat16, otherwise ValueError.
 
-    What float16 cannot hold arrives as inf, unless feedback keeps the rest.
+    Values beyond the range of float16 arrive as inf; feedback clamps them and keeps the rest.
     """
 
     collective = "mean"
@@ -32,11 +32,11 @@ class Cast(Compressor):
             raise ValueError(f"dtype must be torch.float16 or torch.bfloat16, not {dtype}")
         super().__init__(feedback, dtype=str(dtype))
         self.dtype = dtype
-        # index of a bucket -> message, kept: on a CPU fresh memory costs a page fault every 4 KiB
+        # bucket index -> message, reused: new CPU memory costs a page fault every 4 KiB
         self._messages = {}
 
     def correct(self, gradient, bucket):
-        # Without a residual to protect it is enough, and half the work, to look at the message.
+        # Without a residual, checking the message is enough and half the work.
         return super().correct(gradient, bucket) if self.feedback else gradient
 
     def compress(self, corrected, bucket):
@@ -56,12 +56,12 @@ class Cast(Compressor):
         return message, None
 
     def send(self, message, group, bucket):
-        # One pass divides, before a sum of 16-bit numbers could overflow, and finds inf and NaN.
+        # One pass divides, so that a 16-bit sum cannot overflow, and detects inf and NaN.
         with self.clock():
             found = torch.zeros(1, device=message.device)
             share = torch.full_like(found, 1 / dist.get_world_size(group))
             unscale_and_check([message], share, found)
-            if found and not self.feedback:  # with it, the gradient was looked at
+            if found and not self.feedback:  # with feedback, correct() has checked the gradient
                 self.report(bucket)
         return comm.all_reduce(message, group=group, async_op=True)
 

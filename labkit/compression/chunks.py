@@ -1,12 +1,11 @@
-"""Chunks: a flat gradient as rows of `chunk` elements, each with a scale of its own.
+"""Chunks: a flat gradient as rows of `chunk` elements, each with its own scale.
 
-    gradient    | . . . . | . . . . | . . 0 0 |      the last row is filled up with zeros
+    gradient    | . . . . | . . . . | . . 0 0 |      the last row is padded with zeros
     message     s s s | codes codes codes |          one float a row, then a few bits an element
 
-One outlier spoils the scale of its own row only. Codes and sums are computed in float32 (float64
-for float64 gradients), whatever the gradients' dtype: the 8 binary digits of a bfloat16 are too few
-for a code of 8 bits and its rounding. The work goes piece by piece, each small enough for the
-cache, so that it needs no temporary tensor as large as the gradient.
+An outlier affects only the scale of its own row. Codes and sums are computed in float32 (float64
+for float64 gradients) whatever the gradients' dtype: bfloat16 has too few digits for 8-bit codes.
+The work is done in pieces that fit the cache, without a temporary tensor as large as the gradient.
 Alistarh et al., QSGD, NeurIPS 2017, section 4 (there: buckets).
 """
 
@@ -20,29 +19,34 @@ CACHED = 1 << 16  # elements of a piece
 
 
 class ByChunk(Compressor):
-    """Base: subclasses encode a row. `chunk`: its elements, a multiple of 8, else ValueError."""
+    """Base of compressors that encode rows. chunk: elements of a row, a multiple of 8.
+
+    Raises ValueError for another chunk.
+    """
 
     bits = 8  # of one element's code
 
     def __init__(self, chunk, feedback, **settings):
         if type(chunk) is not int or chunk < 8 or chunk % 8:
-            raise ValueError(f"chunk must be a multiple of 8 elements, not {chunk}")
+            raise ValueError(f"chunk={chunk} must be a positive multiple of 8")
         super().__init__(feedback, chunk=chunk, **settings)
         self.chunk = chunk
 
     def encode(self, values, counts):
-        """values [rows, chunk], counts [rows, 1] of them real -> scale [rows, 1], codes [bytes].
+        """Encode values [rows, chunk] as scale [rows, 1] and codes [bytes].
 
-        Values, counts and scale are float32 or float64, codes uint8.
+        counts, [rows, 1]: elements of a row without padding. Values, counts and scale are float32
+        or float64, codes uint8.
         """
         raise NotImplementedError
 
     def decode(self, scale, codes):
-        """What the receivers make of it: values [rows, chunk]."""
+        """Return the values, [rows, chunk], that the receivers compute."""
         raise NotImplementedError
 
     def compress(self, corrected, bucket):
-        scales, codes = [], []
+        scales = []
+        codes = []
         chunk = self.width(corrected.numel())
         for piece in corrected.split(rows_at_once(corrected, chunk) * chunk):
             lacking = -len(piece) % chunk
@@ -72,15 +76,15 @@ class ByChunk(Compressor):
             senders.append(zip(scales, codes.split(step * chunk * self.bits // 8), strict=True))
         for piece, *sent in zip(average.split(step * chunk), *senders, strict=True):
             total = self.decode(*sent[0])
-            for each in sent[1:]:  # rank after rank: the same sum on all of them, to the bit
+            for each in sent[1:]:  # in rank order: bit-identical sums on all ranks
                 total += self.decode(*each)
             piece.copy_(total.view(-1)[: len(piece)])
 
     def width(self, numel):
-        """Elements of a row: fewer than `chunk` where the whole bucket has fewer."""
+        """Return the elements of a row: `chunk`, or fewer if the bucket has fewer."""
         return min(self.chunk, -(-numel // 8) * 8)
 
 
 def rows_at_once(flat, chunk):
-    """Rows of a piece. On a GPU all: no cache to fit, and each piece launches every kernel."""
+    """Return the rows of a piece. On a GPU all rows, as each piece launches every kernel."""
     return max(1, CACHED // chunk if flat.device.type == "cpu" else -(-flat.numel() // chunk))

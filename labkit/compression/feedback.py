@@ -1,25 +1,25 @@
-"""Error feedback: what was not sent is remembered, and added to what there is to send next time.
+"""Error feedback: what was not sent is kept and added to the next gradient.
 
     corrected = gradient + residual              what should be sent
     message   = compress(corrected)              what is sent: few bytes
-    residual  = corrected - what it carries      what waits
-    result    = mean over the ranks of what their messages carry
+    residual  = corrected - decompress(message)  what is sent later
+    result    = mean over the ranks of decompress(message)
 
-sent + residual == gradient + previous residual: nothing is dropped, it is only late. The sum of all
-that was ever sent differs from the sum of all gradients by one residual (and, where messages of 16
-bits are added up, by the rounding of those sums, which nobody keeps). Without it the same small
-gradients would be dropped in each step, and some compressors then never converge. With single
-elements and with signs, momentum in the optimizer multiplies what comes late and all at once: use
-little of it, or see dgc.py. PowerSGD's paper trains with momentum.
+sent + residual == gradient + previous residual: nothing is lost, only delayed. The sum of all
+messages differs from the sum of all gradients by one residual (and by the rounding of sums in 16
+bits, which is not kept). Without feedback the same small gradients would be dropped in each step,
+and some compressors never converge. With single elements and with signs, the optimizer's momentum
+multiplies late values that arrive at once: use little momentum, or see dgc.py. PowerSGD's paper
+trains with momentum.
 
-Karimireddy and Stich add up lr x gradient, we gradients: the same while lr is constant. When it
-changes, what waits is applied here with the new lr, there with the one of its own step, which is
-scale_residuals(old lr / new lr) (Zheng et al., Communication-Efficient Distributed Blockwise
-Momentum SGD with Error-Feedback, NeurIPS 2019, algorithm 1).
+Karimireddy and Stich accumulate lr x gradient, this class gradients: the same while lr is constant.
+When lr changes, the residual is applied here with the new lr, there with the old one, which
+scale_residuals(old lr / new lr) reproduces (Zheng et al., Communication-Efficient Distributed
+Blockwise Momentum SGD with Error-Feedback, NeurIPS 2019, algorithm 1).
 
-Held: one residual, as large as the gradients; gradient + residual is formed in its place, and the
-average in the bucket's. One message per bucket, in the order of the buckets, so ranks cannot meet
-in different collectives.
+Held: one residual, as large as the gradients. gradient + residual is computed in its memory, the
+average in the bucket's. Each bucket sends one message, in the order of the buckets, so all ranks
+call the same collectives.
 Seide et al., 1-Bit Stochastic Gradient Descent and its Application to Data-Parallel Distributed
 Training of Speech DNNs, Interspeech 2014; Karimireddy et al., Error Feedback Fixes SignSGD and
 other Gradient Compression Schemes, ICML 2019, algorithm 2; Stich et al., Sparsified SGD with
@@ -39,33 +39,35 @@ from labkit import comm
 from labkit.compression.residual import Residuals, wide
 from labkit.replicas import check_agreement
 
-ADDING = threading.Lock()  # not a compressor's own: that could not be pickled
+ADDING = threading.Lock()  # global, as a compressor with a lock could not be pickled
 
 
 class Compressor:
-    """Base of compressors that send one collective. `hook`: a comm hook of DDP, ours or PyTorch's.
+    """Base of compressors that send one collective. `hook`: a comm hook of either DDP.
 
-        model.register_comm_hook(None, TopK(0.01).hook)          in place of None: a process group
+        model.register_comm_hook(None, TopK(0.01).hook)          instead of None: a process group
 
-    One compressor serves one model. `seconds`: spent on compressing and decompressing so far, by
-    the host's clock.
-    A gradient with an inf or NaN is reported by a warning and puts NaN into the averages of all
-    ranks, so that a loss scaler sees it; this rank's residual stays as it was before. What other
-    ranks or buckets have sent in that step is lost, as all gradients of a skipped step are.
+    One compressor serves one model. `seconds`: host time spent on compressing and decompressing.
+    A gradient with an inf or NaN causes a warning and NaN in the averages of all ranks, so that a
+    loss scaler detects it; this rank keeps its residual. Values sent by other ranks or buckets in
+    that step are lost, like all gradients of a skipped step.
     """
 
-    collective = "gather"  # every rank gets all messages; or "mean": it gets their mean
+    collective = "gather"  # every rank receives all messages; "mean": their mean
 
     def __init__(self, feedback, **settings):
-        self.feedback, self.settings = feedback, {**settings, "feedback": feedback}
-        self.residuals, self.step, self.seconds = Residuals(), 0, 0.0
+        self.feedback = feedback
+        self.settings = {**settings, "feedback": feedback}
+        self.residuals = Residuals()
+        self.step = 0
+        self.seconds = 0.0
         self._agreed = False
 
     def compress(self, corrected, bucket):
-        """(message, note): what travels, and what decompress needs.
+        """Return (message, note): the tensor to send, and what decompress() needs.
 
-        message: one contiguous tensor of one size on all ranks. corrected: [elements], to become
-        what it does not carry where there is feedback, else to be spoiled.
+        message: one contiguous tensor, of one size on all ranks. corrected: [elements]; with
+        feedback, subtract what the message transmits; otherwise it may be overwritten.
         """
         raise NotImplementedError
 
@@ -74,7 +76,7 @@ class Compressor:
         raise NotImplementedError
 
     def hook(self, group, bucket):
-        """Future of the average over the group (None: all ranks) of what is sent of the bucket."""
+        """Return a Future of the bucket's compressed average over the group (None: all ranks)."""
         gradient = bucket.buffer()
         if gradient.numel() == 0:
             self.step += bucket.is_last()
@@ -87,16 +89,16 @@ class Compressor:
             arrived, work = message, self.send(message, group, bucket)
         else:
             arrived = message.new_empty(dist.get_world_size(group), message.numel())
-            message = arrived[dist.get_rank(group)].copy_(message)  # held once
+            message = arrived[dist.get_rank(group)].copy_(message)  # frees the original
             work = comm.all_gather(arrived.view(-1), message, group=group, async_op=True)
         return work.get_future().then(partial(self._finish, arrived, gradient, note))
 
     def send(self, message, group, bucket):
-        """The Work that makes the message its mean over the ranks."""
+        """Start averaging the message over the ranks. Returns the Work."""
         return start_mean(message, group)
 
     def _finish(self, arrived, gradient, note, travelled):
-        travelled.value()  # raises what kept the message from arriving
+        travelled.value()  # raises an error of the collective
         use_here(arrived, note)
         with self.clock():
             self.decompress(arrived, gradient, note)
@@ -107,21 +109,19 @@ class Compressor:
         started = perf_counter()
         yield
         spent = perf_counter() - started
-        with ADDING:  # messages are decompressed by the threads that receive them
+        with ADDING:  # receiving threads decompress messages concurrently
             self.seconds += spent
 
     def correct(self, gradient, bucket):
-        """What to send of a bucket, [elements]: its gradient and, with feedback, what it owes."""
+        """Return what to send of a bucket, [elements]: its gradient, plus the residual if any."""
         if not is_finite(gradient):
             self.report(bucket)
             gradient.fill_(torch.nan)
-            # As wide as what the other ranks send: messages have one size.
+            # The same dtype as on the other ranks: messages have one size.
             return gradient.to(wide(gradient.dtype)) if self.feedback else gradient
-        return (
-            self.accumulate(self.residuals.of(bucket), gradient, bucket)
-            if self.feedback
-            else gradient
-        )
+        if not self.feedback:
+            return gradient
+        return self.accumulate(self.residuals.of(bucket), gradient, bucket)
 
     def accumulate(self, residual, gradient, bucket):
         return residual.add_(gradient)
@@ -132,21 +132,21 @@ class Compressor:
         )
 
     def agree(self, group, device):
-        """Once, and collective: raises ValueError on all ranks where their compressors differ."""
+        """Raise ValueError on all ranks if their compressors differ. Checked once. Collective."""
         if not self._agreed:
             check_agreement([f"compressor {self} at step {self.step}"], group, device)
             self._agreed = True
 
     def scale_residuals(self, factor):
-        """Residuals are scaled (fp16) as gradients are: when the scale changes, give new / old."""
+        """Multiply the residuals by a factor: after a change of the loss scale, new / old."""
         self.residuals.scale(factor)
 
     def __getstate__(self):
-        """torch.save keeps what state_dict() does: to go on with a model of the same names."""
+        """Pickle what state_dict() saves, to continue with a model that has the same names."""
         return self.__dict__ | {"_agreed": False}
 
     def state_dict(self):
-        """This rank's own state: each rank saves and loads its own."""
+        """Return this rank's state: each rank saves and loads its own."""
         return {
             "settings": self.settings,
             "step": self.step,
@@ -154,9 +154,9 @@ class Compressor:
         }
 
     def load_state_dict(self, state):
-        """Raises ValueError for the state of a compressor with other settings."""
+        """Load a state_dict(). Raises ValueError if it was saved with other settings."""
         if state["settings"] != self.settings:
-            raise ValueError(f"{self} cannot load the state of one with {state['settings']}")
+            raise ValueError(f"{self} cannot load a state with other settings: {state['settings']}")
         self.step, self._agreed = state["step"], False
         self.residuals.load_state_dict(state["residuals"])
 
@@ -168,24 +168,30 @@ class Compressor:
 
 
 def is_finite(tensor):
-    """inf and NaN survive in a sum, one pass without a mask; but a sum can itself overflow."""
+    """Return whether no element is inf or NaN.
+
+    Both survive a sum, but a finite sum may overflow.
+    """
     return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
 
 
 def start_mean(message, group):
-    """The Work of an all_reduce to the mean. Divided first: 16-bit sums could overflow."""
+    """Start an all_reduce to the mean. Returns the Work.
+
+    Divides first: 16-bit sums could overflow.
+    """
     return comm.all_reduce(message.mul_(1 / dist.get_world_size(group)), group=group, async_op=True)
 
 
 def done(value):
-    """A Future that has its value."""
+    """Return a completed Future."""
     future = torch.futures.Future()
     future.set_result(value)
     return future
 
 
 def use_here(*values):
-    """Keep the tensors' memory for the current stream: a callback on CUDA has its own."""
+    """Keep the tensors' memory for the current stream: a callback on CUDA has its own stream."""
     for tensor in values:
         if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
             tensor.record_stream(torch.cuda.current_stream(tensor.device))

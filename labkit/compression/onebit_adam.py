@@ -1,18 +1,18 @@
-"""1-bit Adam: Adam at first; then its variance is frozen, and momentum travels, one bit an element.
+"""1-bit Adam: after a warm-up the variance is frozen, and momentum is sent with one bit an element.
 
     warm-up   m = mean of gradients ...  v = mean of squares ...  plain averaging, plain Adam
     then      own = b1 m + (1 - b1) own gradient                  each rank, from the same m
-              m   = mean of one bit of (own + residual)           what travels
-              p  -= lr  m / (sqrt(v) + eps)                       v stays: it has become steady
+              m   = mean of one bit of (own + residual)           what is sent
+              p  -= lr  m / (sqrt(v) + eps)                       v is constant, as it is stable now
 
 Adam divides by the root of the squares, so an error in a gradient enters twice and does not cancel:
-error feedback fails there. With v fixed the step is linear in what is sent, and what is late
-arrives as it should have.
+error feedback fails. With constant v the step is linear in the message, and delayed values arrive
+unchanged.
 
-Sent per rank and step: as plain averaging in the warm-up, then as OneBit. Held: m, v, residual.
+Sent per rank and step: in the warm-up as plain averaging, then as OneBit. Held: m, v, residual.
 Tang et al., 1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed,
 ICML 2021, algorithm 1 (here messages are gathered, not scattered and compressed again). OneBit's
-magnitude is the mean |x| of a chunk, DeepSpeed's the 2-norm / sqrt(elements) of a whole tensor.
+magnitude is the mean |x| of a chunk, DeepSpeed's the 2-norm / sqrt(elements) of a full tensor.
 """
 
 from functools import partial
@@ -25,38 +25,39 @@ from labkit.replicas import check_agreement
 
 
 class OneBitAdam(torch.optim.Optimizer):
-    """An optimizer and the comm hook that goes with it:
+    """An optimizer and its comm hook:
 
         optimizer = OneBitAdam(model.parameters(), lr=1e-3, warmup=100)
         model.register_comm_hook(None, optimizer.hook)
 
-    warmup: steps of plain Adam, so many that v is steady. An element whose v is still tiny gets a
-        sign of full size over a root of nearly nothing, and training diverges: more steps, or a
-        larger eps, help.
-    compressor: of the momentum, OneBit() unless another is given.
+    warmup: steps of plain Adam, until v is stable. If v of an element is still tiny, its sign is
+        divided by almost nothing and training diverges: use more steps or a larger eps.
+    compressor: of the momentum; default OneBit().
 
-    After the warm-up p.grad is the new momentum, no gradient any more: do not clip it, nor use a
-    loss scale (labkit's GradScaler and a Trainer that clips raise RuntimeError). Where warmup or
+    After the warm-up p.grad holds the new momentum instead of a gradient: do not clip it, and use
+    no loss scale (labkit's GradScaler and a Trainer that clips raise RuntimeError). If warmup or
     steps differ between ranks, the next backward raises ValueError on all of them. state_dict()
-    holds this rank's residual too.
+    includes this rank's residual.
     """
 
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, warmup=100, compressor=None):
         if type(warmup) is not int or warmup < 1:
             raise ValueError(
-                f"warmup must be at least 1 step of plain Adam, not {warmup}: v would be zero"
+                f"warmup={warmup} must be at least 1: without plain Adam steps v would be zero"
             )
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})
-        self.warmup, self.steps, self.compressor = warmup, 0, compressor or OneBit()
+        self.warmup = warmup
+        self.steps = 0
+        self.compressor = compressor or OneBit()
         self._agreed = False
 
     @property
     def frozen(self):
-        """Whether the variance stays as it is, and momenta travel."""
+        """Whether the variance is frozen and momentum is sent."""
         return self.steps >= self.warmup
 
     def hook(self, group, bucket):
-        """hook(state, bucket) of DDP: averages gradients, or what each rank's momentum would be."""
+        """Average gradients, or after the warm-up this rank's momentum. A comm hook of DDP."""
         if not self._agreed:
             check_agreement(
                 [f"1-bit Adam, warmup={self.warmup}, step {self.steps}"],
@@ -70,14 +71,15 @@ class OneBitAdam(torch.optim.Optimizer):
         b1 = {p: group["betas"][0] for group in self.param_groups for p in group["params"]}
         for p, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
             gradient.mul_(1 - b1[p])
-            if self.state[p]:  # else it has never had a gradient
+            if self.state[p]:  # empty before the first gradient
                 gradient.add_(self.state[p]["m"], alpha=b1[p])
         return self.compressor.hook(group, bucket)
 
     def take_gradients(self):
-        """GradScaler.unscale_() begins with it, and so does Trainer before it clips."""
+        """Refuse loss scaling and clipping: called by GradScaler.unscale_() and Trainer."""
         raise RuntimeError(
-            "OneBitAdam takes no loss scale and no clipping: after its warm-up .grad has momenta"
+            "OneBitAdam supports neither a loss scale nor clipping: after its warm-up .grad holds "
+            "the momentum"
         )
 
     @torch.no_grad()
@@ -100,15 +102,15 @@ class OneBitAdam(torch.optim.Optimizer):
         else:
             m.lerp_(p.grad, 1 - b1)
             v.mul_(b2).addcmul_(p.grad, p.grad, value=1 - b2)
-        # Both start from zero: what is missing is made up for, in v only as long as it changes.
+        # Bias correction; in v only while it changes.
         denominator = (v / (1 - b2 ** min(steps, self.warmup))).sqrt_().add_(eps)
-        if self.frozen:  # where there never was a gradient a sign is noise: 1/eps would blow it up
+        if self.frozen:  # without any gradient so far the sign is noise, which 1/eps would amplify
             denominator.masked_fill_(v == 0, torch.inf)
         p.addcdiv_(m, denominator, value=-group["lr"] / (1 - b1**steps))
 
     def __getstate__(self):
         own = {"warmup": self.warmup, "steps": self.steps, "compressor": self.compressor}
-        return super().__getstate__() | own | {"_agreed": False}  # torch's has only what it knows
+        return super().__getstate__() | own | {"_agreed": False}  # torch's omits these
 
     def state_dict(self):
         return super().state_dict() | {
@@ -123,5 +125,5 @@ class OneBitAdam(torch.optim.Optimizer):
 
 
 def first(buffer, travelled):
-    travelled.value()  # raises what has gone wrong on the way
+    travelled.value()  # raises an error of the collective
     return buffer

@@ -3,19 +3,19 @@
     values  float32 [k]    --->   | values: 4 k bytes | indices: 4 k bytes |   uint8 [8 k]
     indices int32   [k]
 
-One message costs one latency, where two would cost two.
+One message costs one latency instead of two.
 """
 
 import torch
 
 
 def pack(*tensors):
-    """The bytes of contiguous tensors, one after the other: uint8 [sum of their bytes]."""
+    """Concatenate the bytes of contiguous tensors: uint8 [sum of their bytes]."""
     return torch.cat([t.reshape(-1).view(torch.uint8) for t in tensors])
 
 
 def unpack(message, *kinds):
-    """What pack was given, flat; kinds: (dtype, elements) of each. Views of message if aligned."""
+    """Return the packed tensors, flat. kinds: (dtype, elements) of each. Views if aligned."""
     parts = message.split([dtype.itemsize * numel for dtype, numel in kinds])
     return [as_dtype(part, dtype) for part, (dtype, _) in zip(parts, kinds, strict=True)]
 

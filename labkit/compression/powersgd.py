@@ -1,4 +1,4 @@
-"""PowerSGD: a gradient matrix travels as two thin ones, by one step of power iteration.
+"""PowerSGD: send a gradient matrix as two thin ones, from one step of power iteration.
 
     M [rows, cols]        P = M Q               mean of P, orthonormal columns    Q = M' P
     +------------+        +--+                       +--+                         +------------+
@@ -8,16 +8,16 @@
     average = P Q', of rank `rank`;  sent = P (own Q)'        ' = transposed
     the next step starts from this Q: gradients change slowly
 
-    bucket      0    1       2       3 (last)    Q of a bucket needs its P, still under way: it goes
-    messages    P0   P1 Q0   P2 Q1   P3 Q2 Q3    after the P of the next. This order, told by the
-                                                 buckets alone, is the same on all ranks: no race
+    bucket      0    1       2       3 (last)    Q of a bucket needs its P, which is still being
+    messages    P0   P1 Q0   P2 Q1   P3 Q2 Q3    sent: Q follows the P of the next bucket. The
+                                                 order depends on the buckets only, on all ranks
 
-Sent per rank and step: 2 (n-1)/n x 4 rank (rows + cols) bytes a matrix, whatever n; vectors and
-small matrices go whole, beside P. Held: one residual, and Q. Both messages are means over the
-ranks, linear in M: nothing is gathered.
-P and Q lie in memory column by column: on a CPU M Q and P' M are much faster so, and than M' P.
-One matrix after the other is added to and multiplied, later multiplied and subtracted from: the
-second of each then finds it in the cache.
+Sent per rank and step: 2 (n-1)/n x 4 rank (rows + cols) bytes a matrix, for any n; vectors and
+small matrices are sent in full, together with P. Held: one residual, and Q. Both messages are means
+over the ranks, linear in M: nothing is gathered.
+P and Q are stored column by column, which makes M Q and P' M faster on a CPU. Each matrix is added
+to and multiplied, later multiplied and subtracted from, so that the second operation finds it in
+the cache.
 Vogels, Karimireddy and Jaggi, PowerSGD: Practical Low-Rank Gradient Compression, NeurIPS 2019,
 algorithms 1 and 2.
 """
@@ -35,25 +35,31 @@ class PowerSGD(Compressor):
     """Approximate each matrix by one of rank `rank`; a convolution's is [out, in x height x width].
 
     warm_start: begin with the last step's Q; otherwise with random numbers.
-    min_saving: a tensor that would not shrink by this factor is sent whole; 0: no matrix is.
-    Raises ValueError for a rank below 1 at once, and in the first step for one that exceeds the
-    smaller side of every matrix.
+    min_saving: tensors that would shrink less than this factor are sent in full; 0: none is.
+    Raises ValueError for a rank below 1, and in the first step for a rank that exceeds the smaller
+    side of every matrix.
     """
 
     def __init__(self, rank=4, feedback=True, warm_start=True, min_saving=2.0, seed=0):
         if type(rank) is not int or rank < 1:
-            raise ValueError(f"rank must be a whole number of at least 1, not {rank}")
+            raise ValueError(f"rank={rank} must be an integer >= 1")
         super().__init__(
             feedback, rank=rank, warm_start=warm_start, min_saving=min_saving, seed=seed
         )
-        self.rank, self.warm_start, self.min_saving, self.seed = rank, warm_start, min_saving, seed
-        self._q = {}  # parameter -> (name, Q [cols, rank] to begin with)
-        self._loaded = {}  # name -> Q of a parameter that no bucket has shown yet
+        self.rank = rank
+        self.warm_start = warm_start
+        self.min_saving = min_saving
+        self.seed = seed
+        self._q = {}  # parameter -> (name, initial Q [cols, rank])
+        self._loaded = {}  # name -> Q of a parameter that was in no bucket yet
         self._widest = 0  # the largest smaller side of any matrix so far
-        self._waiting = None  # the Exchange whose P is under way
+        self._waiting = None  # the Exchange whose P is being sent
 
     def hook(self, group, bucket):
-        """Future of the average over group (None: all); it waits for the last bucket's hook."""
+        """Return a Future of the average over group (None: all).
+
+        It completes in the last bucket's hook.
+        """
         before, self._waiting = self._waiting if bucket.index() else None, None
         future = done(bucket.buffer())
         if bucket.buffer().numel():
@@ -70,7 +76,7 @@ class PowerSGD(Compressor):
         return future
 
     def accumulate(self, residual, gradient, bucket):
-        return residual  # _send_p adds to it, matrix by matrix
+        return residual  # _send_p adds the gradient, matrix by matrix
 
     def _send_p(self, group, bucket):
         with self.clock():
@@ -87,7 +93,7 @@ class PowerSGD(Compressor):
             products = []
             for p, name, part, average in parts:
                 if x.owes:
-                    part += average  # which still is the gradient
+                    part += average  # still the gradient
                 if self._shrinks(p):
                     q = self._start(p, name, part.dtype)
                     m = Matrix(p, part.view(len(p), -1), average.view(len(p), -1), q)
@@ -97,8 +103,8 @@ class PowerSGD(Compressor):
                     x.whole.append((part, average))
             if bucket.is_last() and 0 < self._widest < self.rank:
                 raise ValueError(
-                    f"rank {self.rank} exceeds every matrix: "
-                    f"the largest possible here is {self._widest}"
+                    f"rank={self.rank} exceeds the smaller side of every matrix: "
+                    f"use at most {self._widest}"
                 )
             x.message = torch.cat([*products, *(part for part, _ in x.whole)])
         x.work = start_mean(x.message, group)
@@ -112,7 +118,7 @@ class PowerSGD(Compressor):
         return rows * cols >= self.min_saving * min(self.rank, rows, cols) * (rows + cols)
 
     def _start(self, p, name, dtype):
-        """The Q to begin with, the same on all ranks: [cols, rank] of a parameter."""
+        """Return a parameter's initial Q, [cols, rank], identical on all ranks."""
         if p not in self._q or not self.warm_start:
             cols = p.numel() // len(p)
             generator = torch.Generator().manual_seed(
@@ -124,7 +130,7 @@ class PowerSGD(Compressor):
 
     def _send_q(self, x):
         x.work.wait()
-        if not is_finite(x.message):  # inf or NaN, and all ranks see it: nothing of this step stays
+        if not is_finite(x.message):  # all ranks see the inf or NaN and discard this step
             if x.owes:
                 x.corrected.sub_(x.gradient)
             return x.future.set_result(x.gradient.fill_(torch.nan))
@@ -139,7 +145,7 @@ class PowerSGD(Compressor):
                 return x.future.set_result(x.gradient)
             message = torch.cat([q.view(-1) for q in own])
         work = start_mean(message, x.group)
-        x.group = None  # its last holder ends its threads, and one of them runs _multiply
+        x.group = None  # _multiply must not be the last to release the group: it runs in its thread
         for m, q in zip(x.matrices, message.split([q.numel() for q in own]), strict=True):
             m.q = q.view(-1, len(m.q)).t()
             self._q[m.parameter] = self._q[m.parameter][0], m.q
@@ -148,11 +154,11 @@ class PowerSGD(Compressor):
         )
 
     def _multiply(self, x, travelled):
-        travelled.value()  # raises what has gone wrong on the way
+        travelled.value()  # raises an error of the collective
         with self.clock():
             for m in x.matrices:
                 use_here(m.p, m.q)
-                if m.average.dtype == m.p.dtype:  # on a CPU sooner than mm, which reads nothing
+                if m.average.dtype == m.p.dtype:  # faster than mm on a CPU
                     m.average.zero_().addmm_(m.p, m.q.t())
                 else:
                     m.average.copy_(m.p @ m.q.t())
@@ -169,7 +175,7 @@ class PowerSGD(Compressor):
 
     def load_state_dict(self, state):
         super().load_state_dict(state)
-        # A file keeps no strides, and rounding depends on them: column by column again.
+        # Files do not store strides, but rounding depends on them: restore column-major order.
         rows = {"memory_format": torch.contiguous_format}
         self._loaded = {name: q.t().clone(**rows).t() for name, q in state["q"].items()}
         self._q = {}
@@ -177,7 +183,7 @@ class PowerSGD(Compressor):
 
 @dataclass
 class Matrix:
-    """A tensor of a bucket as a matrix [rows, cols]: what is to be sent, and its average."""
+    """A tensor of a bucket as a matrix [rows, cols]: what to send, and its average."""
 
     parameter: torch.Tensor
     corrected: torch.Tensor
@@ -187,17 +193,20 @@ class Matrix:
 
 
 class Exchange:
-    """One bucket between its two messages."""
+    """The state of one bucket between its two messages."""
 
     def __init__(self, group, gradient, corrected):
-        self.group, self.gradient, self.corrected = group, gradient, corrected
-        self.owes = corrected is not gradient  # else no residual: the average is written there
-        self.matrices, self.whole = [], []  # whole: (what is to be sent, where its average goes)
+        self.group = group
+        self.gradient = gradient
+        self.corrected = corrected
+        self.owes = corrected is not gradient  # False: no residual, the average overwrites it
+        self.matrices = []
+        self.whole = []  # tensors sent in full: (what to send, where its average goes)
         self.message = self.work = None
         self.future = torch.futures.Future(devices=[gradient.device] if gradient.is_cuda else None)
 
     def unpack(self):
-        """The first message has come: P of each matrix, and the tensors that travel whole."""
+        """Read the first message: P of each matrix, and the tensors that are sent in full."""
         sizes = [len(m.corrected) * m.q.size(1) for m in self.matrices] + [
             len(part) for part, _ in self.whole
         ]
@@ -211,14 +220,14 @@ class Exchange:
 
 
 def orthonormal(columns):
-    """An orthonormal basis of the columns, [rows, rank]; from the same, all ranks get the same."""
+    """Return an orthonormal basis of the columns, [rows, rank]; identical on all ranks."""
     return torch.linalg.qr(columns.to(torch.promote_types(columns.dtype, torch.float32))).Q.to(
         columns.dtype
     )
 
 
 def hand_over(outer, inner):
-    """The outer Future gets what the inner has: its value or its error."""
+    """Pass the value or error of the inner Future to the outer."""
     try:
         outer.set_result(inner.value())
     except Exception as error:

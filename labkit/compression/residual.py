@@ -1,27 +1,30 @@
-"""Residuals: what a compressor has not sent, kept for next time, one flat tensor per bucket.
+"""Residuals: what a compressor has not sent yet, one flat tensor per bucket.
 
-    buckets of step 1   [ w3 | b3 ]  [ w2 | w1 ]   residuals lie as the gradients do
-    buckets of step 2   [ b3 | w3 | w2 ]  [ w1 ]   PyTorch's DDP lays its buckets out anew after its
+    buckets of step 1   [ w3 | b3 ]  [ w2 | w1 ]   residuals have the layout of the gradients
+    buckets of step 2   [ b3 | w3 | w2 ]  [ w1 ]   PyTorch's DDP rebuilds its buckets after its
                                                    first step: each residual follows its parameter
 
-Held per rank: the elements of the gradients, in float32 (float64 for float64 gradients): in 16 bits
-what is small beside the residual would be lost for ever.
+Held per rank: the elements of the gradients, in float32 (float64 for float64 gradients): 16 bits
+would lose values that are small next to the residual.
 """
 
 import torch
 
 
 class Residuals:
-    """The flat tensor of each bucket, zeros at first. Saved by parameter: any bucket can load."""
+    """The flat residual of each bucket, initially zero.
+
+    Saved by parameter, for any bucket layout.
+    """
 
     def __init__(self):
         self._flats = {}  # (dtype, device, ids of a bucket's parameters) -> flat tensor
         self._parts = {}  # parameter -> its part of one of them
         self._names = {}  # parameter -> the key under which it is saved
-        self._loaded = None  # or what was loaded for parameters that no bucket has shown yet
+        self._loaded = None  # or residuals loaded for parameters that were in no bucket yet
 
     def of(self, bucket):
-        """The tensor [elements] of a bucket, ours or PyTorch's. It is kept: change it in place."""
+        """Return the residual, [elements], of a bucket of either DDP. Change it in place."""
         gradient, parameters = bucket.buffer(), bucket.parameters()
         dtype = wide(gradient.dtype)
         key = (dtype, gradient.device, *map(id, parameters))
@@ -49,45 +52,48 @@ class Residuals:
         if name not in self._loaded:
             raise KeyError(
                 f"no residual was saved for {name!r}: "
-                "load what the same model in the same wrapper has saved"
+                "load a state of the same model in the same wrapper"
             )
         saved = self._loaded.pop(name)
         if saved.numel() != part.numel():
             raise ValueError(
                 f"the residual of {name!r} has {saved.numel()} elements, "
-                f"but {part.numel()} are needed"
+                f"but the parameter has {part.numel()}"
             )
         return saved
 
     def scale(self, factor):
-        """Multiply all by factor."""
+        """Multiply all residuals by factor."""
         for part in self._parts.values():
             part.mul_(factor)
 
     def __getstate__(self):
-        """Pickled and copied by name, as state_dict() is: the parameters will be others."""
+        """Pickle and copy by name, like state_dict(): the parameters will be other objects."""
         return vars(Residuals()) | {"_loaded": self.state_dict() or None}
 
     def state_dict(self):
-        """name -> flat residual of that parameter."""
+        """Return {name: flat residual of that parameter}."""
         return {self._names[p]: part.clone() for p, part in self._parts.items()} | (
             self._loaded or {}
         )
 
     def load_state_dict(self, state):
-        """At any time. A misfit raises KeyError or ValueError, in the next step at the latest."""
+        """Load a state_dict() at any time.
+
+        A mismatch raises KeyError or ValueError by the next step.
+        """
         self._loaded = dict(state) or None
         for p, part in self._parts.items():
             part.copy_(self._take(self._names[p], part) if state else torch.zeros_like(part))
 
 
 def wide(dtype):
-    """The dtype of the residuals of gradients of a dtype: at least float32."""
+    """Return the dtype of the residuals of gradients of a dtype: at least float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def names(bucket):
-    """A name for each parameter. PyTorch's DDP has none: there its place in the first buckets."""
+    """Return a name for each parameter; for PyTorch's DDP its position in the first buckets."""
     return getattr(bucket, "names", None) or [
         f"bucket {bucket.index()}, {i}" for i in range(len(bucket.parameters()))
     ]

@@ -1,34 +1,34 @@
-"""Selection: where the k largest magnitudes are, without sorting a large tensor.
+"""Selection: find the k largest magnitudes without sorting a large tensor.
 
     sample of 100 n/k   its 150th largest is a threshold that about 1.5 k of all n exceed
-    all n               one pass, in pieces that fit the cache: which exceed it
+    all n               one pass, in pieces that fit the cache, finds the elements above it
     those 1.5 k         torch.topk: the k largest of them are the k largest of all
 
-The threshold is only guessed, but the answer is exact whenever k or more exceed it; a guess that is
-too high by so much that more than 5 % are lacking is thrown away. Cost: one pass over n and a
-selection among 1.5 k; torch.topk goes over all n several times.
+The threshold is an estimate, but the answer is exact if at least k elements exceed it. If more than
+5 % of k are missing, the estimate is discarded. Cost: one pass over n and a selection among 1.5 k;
+torch.topk passes over all n several times.
 Lin et al., Deep Gradient Compression, ICLR 2018, section 5 (hierarchical top-k selection).
 """
 
 import torch
 
-SAMPLED_FROM = 1 << 16  # elements: below, torch.topk is quick
-EXPECTED = 100  # how many of the k largest the sample holds, with an error of 1 / sqrt of that
-MARGIN = 1.5  # how many times k should exceed the threshold: five such errors more than k
-SHORTAGE = 0.05  # of k, that may be lacking
+SAMPLED_FROM = 1 << 16  # elements; torch.topk is fast for fewer
+EXPECTED = 100  # expected number of the k largest in the sample; relative error 1 / sqrt(100)
+MARGIN = 1.5  # MARGIN * k elements should exceed the threshold: five such errors above k
+SHORTAGE = 0.05  # share of k that may be missing
 CACHED = 1 << 16  # elements of a piece
 
 
 def top_indices(values, k):
-    """Indices, int64 [k] in any order, of the k largest magnitudes of values [n], 0 < k <= n.
+    """Return the indices, int64 [k] in any order, of the k largest magnitudes of values [n].
 
-    Of a large tensor: at least 95 % of k, and no element that is left out is larger than one that
-    is told; of an element that is exactly zero there is nothing to tell.
+    0 < k <= n. For a large tensor: at least 95 % of k, and no omitted element is larger than a
+    returned one. Elements that are exactly zero may be omitted.
     """
     n = values.numel()
     if k == n:
         return torch.arange(n, device=values.device)
-    if n >= SAMPLED_FROM and k >= 8 * EXPECTED:  # else the sample would be as large as the tensor
+    if n >= SAMPLED_FROM and k >= 8 * EXPECTED:  # for a small k the sample would be too large
         threshold = guess(values, k)
         found = exceeding(values, threshold)
         if found.numel() > k:
@@ -39,9 +39,9 @@ def top_indices(values, k):
 
 
 def guess(values, k):
-    """A magnitude that about MARGIN * k elements exceed. float."""
+    """Estimate a magnitude that about MARGIN * k elements exceed."""
     n = values.numel()
-    # A generator of its own: compression must not change the model's random numbers.
+    # A separate generator, so that compression does not change the model's random numbers.
     generator = torch.Generator(values.device).manual_seed(n)
     sample = values[
         torch.randint(n, (EXPECTED * n // k,), generator=generator, device=values.device)
@@ -50,7 +50,7 @@ def guess(values, k):
 
 
 def exceeding(values, threshold):
-    """Indices, ascending, of the elements whose magnitude is above threshold."""
+    """Return the indices, ascending, of the elements whose magnitude exceeds threshold."""
     size = CACHED if values.device.type == "cpu" else values.numel()
     found = [
         (piece.abs() > threshold).nonzero().view(-1).add_(number * size)

@@ -1,13 +1,13 @@
-"""Top-k: of each gradient only the largest elements travel, with their indices; the rest waits.
+"""Top-k: send only the largest elements of each gradient with their indices, the rest later.
 
     corrected    .1 -.9  .2  .0  .7 -.1    rank 0 sends  (1, -.9) (4, .7)
                  .3  .1 -.2  .6 -.1  .0    rank 1 sends  (3, .6)  (0, .3)
-    sum          .3 -.9  .0  .6  .7  .0    each value at its own index: these differ between ranks,
-    0's residual .1  .0  .2  .0  .0 -.1    so values are gathered, never all-reduced as they lie
+    sum          .3 -.9  .0  .6  .7  .0    each value at its own index: indices differ between
+    0's residual .1  .0  .2  .0  .0 -.1    ranks, so values are gathered instead of all-reduced
 
-Sent per rank and step: (n-1) k (4 + 4) bytes for k = ratio x elements; it grows with n, as an
-all_reduce does not: at 8 bytes an element it pays while ratio < 1/n. Held: one residual and n
-messages.
+Sent per rank and step: (n-1) k (4 + 4) bytes for k = ratio x elements. Unlike an all_reduce it
+grows with n: with 8 bytes an element it saves bytes only while ratio < 1/n. Held: one residual and
+n messages.
 Aji and Heafield, Sparse Communication for Distributed Gradient Descent, EMNLP 2017, section 3;
 Stich et al., Sparsified SGD with Memory, NeurIPS 2018.
 """
@@ -20,11 +20,12 @@ from labkit.compression.select import top_indices
 
 
 class TopK(Compressor):
-    """Send the `ratio` largest elements of each bucket, at least one.
+    """Send the largest elements, a share `ratio` of each bucket, at least one.
 
     ratio: in (0, 1].
-    per: "bucket", or "tensor": as many of each tensor, so that large gradients silence no others.
-    feedback: without it, what is not sent is lost. Raises ValueError for another ratio or per.
+    per: "bucket", or "tensor": the same share of each tensor, so that no tensor is starved.
+    feedback: keep unsent values; otherwise they are lost. Raises ValueError for another ratio or
+    per.
     """
 
     def __init__(self, ratio=0.01, per="bucket", feedback=True, **settings):
@@ -32,7 +33,8 @@ class TopK(Compressor):
         if per not in ("bucket", "tensor"):
             raise ValueError(f'per must be "bucket" or "tensor", not {per!r}')
         super().__init__(feedback, ratio=ratio, per=per, **settings)
-        self.ratio, self.per = ratio, per
+        self.ratio = ratio
+        self.per = per
 
     def compress(self, corrected, bucket):
         sizes = (
@@ -49,7 +51,7 @@ class TopK(Compressor):
                 lacking = k - found.numel()
                 values.append(torch.nn.functional.pad(part[found], (0, lacking)))
                 part[found] = 0
-                # a zero may be added anywhere
+                # padding adds zeros, at any index
                 indices.append(torch.nn.functional.pad(found, (0, lacking)).add_(start))
             start += part.numel()
         values, indices = torch.cat(values), torch.cat(indices).to(index_dtype(start))
@@ -58,7 +60,7 @@ class TopK(Compressor):
     def decompress(self, arrived, average, note):
         average.zero_()
         k = arrived.size(1) // sum(dtype.itemsize for dtype in note)
-        for message in arrived:  # rank after rank: the same sum on all of them, to the bit
+        for message in arrived:  # in rank order: bit-identical sums on all ranks
             values, indices = unpack(message, *((dtype, k) for dtype in note))
             average.index_add_(0, indices, values.div_(len(arrived)).to(average.dtype))
 
@@ -66,12 +68,12 @@ class TopK(Compressor):
 def check_ratio(ratio):
     if not 0 < ratio <= 1:
         raise ValueError(
-            f"ratio must be above 0 and at most 1, not {ratio}: 0.01 sends one element of a hundred"
+            f"ratio={ratio} must be above 0 and at most 1: 0.01 sends one element of a hundred"
         )
 
 
 def count(ratio, numel):
-    """How many elements of numel are sent."""
+    """Return how many of numel elements are sent."""
     return max(1, round(ratio * numel))
 
 

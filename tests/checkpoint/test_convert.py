@@ -861,7 +861,7 @@ def test_the_command_says_what_is_wrong(tmp_path, capsys):
     assert "step=1 needs a directory of labkit checkpoints" in refused(one, tmp_path / "folder", "--step", 1)
     main([str(one), str(tmp_path / "folder")])
     assert "already has a checkpoint" in refused(one, tmp_path / "folder")
-    assert "written to a disk only" in refused(one, "s3://bucket/folder")
+    assert "must be on a local disk" in refused(one, "s3://bucket/folder")
     assert "has a checkpoint of step 5: choose another directory" in refused(one, ours, "--to", "checkpoint")
     flip = ours / "step-000000005" / "rank-0.safetensors"
     flip.write_bytes(flip.read_bytes()[:-1] + b"x")

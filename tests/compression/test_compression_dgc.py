@@ -216,7 +216,7 @@ def test_one_bit_adam_on_ranks_that_differ_is_told(ranks):
 
 
 def test_settings_that_do_not_exist():
-    with pytest.raises(ValueError, match="warmup must be at least 1"):
+    with pytest.raises(ValueError, match=r"warmup=.* must be at least 1"):
         OneBitAdam(net().parameters(), warmup=0)
     with pytest.raises(ValueError, match="momentum must be"):
         DGC(momentum=1.0)
@@ -230,5 +230,5 @@ def test_one_bit_adam_takes_no_loss_scale_and_no_clipping(enabled):
     module = net()
     optimizer, scaler = OneBitAdam(module.parameters()), GradScaler("cpu", enabled=enabled)
     trainer = Trainer(module, optimizer, nn.functional.mse_loss, scaler=scaler, clip=1.0)
-    with pytest.raises(RuntimeError, match="OneBitAdam takes no loss scale and no clipping"):
+    with pytest.raises(RuntimeError, match="OneBitAdam supports neither a loss scale nor clipping"):
         trainer.train_step(torch.ones(2, 24), module(torch.ones(2, 24)).detach())
