@@ -1,4 +1,4 @@
-"""What a loss scaler is set to, and what a checkpoint keeps of it: torch.amp.GradScaler's names.
+"""Settings and checkpoint state of a loss scaler, with the names of torch.amp.GradScaler.
 
 ours.load_state_dict(theirs.state_dict())        theirs.load_state_dict(ours.state_dict())
 """
@@ -19,7 +19,7 @@ class ScalerState:
             idle = not self._verdicts and not self._stepped
             self._expect(
                 idle,
-                "GradScaler can be pickled before unscale_() or after update(), not in between",
+                "GradScaler cannot be pickled between unscale_() and update(): call update() first",
             )
         check_default_group(self, self.process_group)
         return self.__dict__ | {"process_group": None}
@@ -28,7 +28,7 @@ class ScalerState:
         return self._enabled
 
     def get_scale(self):
-        """The scale, a float; 1.0 if not enabled."""
+        """Return the scale as a float; 1.0 if disabled."""
         return self._scale if self._enabled else 1.0
 
     def get_growth_factor(self):
@@ -50,7 +50,10 @@ class ScalerState:
         self._growth_interval = new_interval
 
     def state_dict(self):
-        """torch.amp.GradScaler's keys (it can load them), and the overflows. Empty if disabled."""
+        """Return torch.amp.GradScaler's keys, which it can load, and the overflows.
+
+        Empty if disabled.
+        """
         if not self._enabled:
             return {}
         return {
@@ -63,19 +66,18 @@ class ScalerState:
         }
 
     def load_state_dict(self, state_dict):
-        """Of this class or torch's. Raises RuntimeError for the empty one of a disabled scaler."""
+        """Load a state of this class or torch's.
+
+        Raises RuntimeError if it is empty (disabled scaler).
+        """
         if not self._enabled:
             return
         self._expect(
             state_dict, "the state dict is empty: it was saved by a GradScaler(enabled=False)"
         )
         self._set_scale(state_dict["scale"])
-        self._growth_factor, self._backoff_factor = (
-            state_dict["growth_factor"],
-            state_dict["backoff_factor"],
-        )
+        self._growth_factor = state_dict["growth_factor"]
+        self._backoff_factor = state_dict["backoff_factor"]
         self._growth_interval = state_dict["growth_interval"]
-        self._good_steps, self._overflows = (
-            state_dict["_growth_tracker"],
-            state_dict.get("_overflows", 0),
-        )
+        self._good_steps = state_dict["_growth_tracker"]
+        self._overflows = state_dict.get("_overflows", 0)
