@@ -1,16 +1,16 @@
-"""What runs in 16 bits and what in fp32 under autocast: one table for each kind of device.
+"""Which operations autocast runs in 16 bits and which in fp32, for each kind of device.
 
     low       matrix products, convolutions    much arithmetic; the hardware sums in fp32 anyway
-    fp32      exp, log, losses, norms, sums    beyond fp16's range, or sums that 8 bits end early
-    promote   tensors meet in one operation    all become the widest: it does not promote by itself
-    (others)  relu, views, dropout, add, ...   run in whatever arrives; add, mul promote themselves
+    fp32      exp, log, losses, norms, sums    beyond fp16's range, or sums that lose small terms
+    promote   several input tensors            all become the widest dtype
+    (others)  relu, views, dropout, add, ...   run in their input's dtype; add, mul promote anyway
 
-CPU and CUDA differ: CPU kernels of softmax, layer_norm and sum add up in fp32 and round once, so
-they may stay low; CUDA's table, made for fp16, sends them to fp32. Both decide as torch.autocast
-does, function by function; but padding, which rounds nothing, stays as it is, and an LSTM, whose
-inside is C++, runs low as a whole.
+CPU and CUDA differ: CPU kernels of softmax, layer_norm and sum accumulate in fp32 and round once,
+so they may stay low; CUDA's table, made for fp16, uses fp32. Both follow torch.autocast, function
+by function. Exceptions: padding, which does not round, is unchanged; an LSTM, which is implemented
+in C++, runs low as a unit.
 
-Cost: the entry of a function is looked up by identity, one dict lookup a call.
+Cost: one dict lookup per function call.
 Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.3; Kalamkar et al., A Study of
 BFLOAT16 for Deep Learning Training, 2019, section 3 (accumulation in fp32).
 """
@@ -68,17 +68,17 @@ SPACES = (torch, torch.Tensor, functional)
 
 
 def functions(names):
-    """Every torch function and method of these names, as autocast is handed them."""
+    """Yield every torch function and method of these names, as autocast receives them."""
     for name in names.split():
         for space in SPACES:
             try:
                 yield attrgetter(name)(space)
             except AttributeError:
-                continue  # few names are functions, methods and functionals at once
+                continue  # most names exist in some of the spaces only
 
 
 def table(device_type):
-    """{function: "low", "fp32", "promote" or "forbidden"} for "cpu" or "cuda"; others run as is."""
+    """Return {function: "low", "fp32", "promote" or "forbidden"} for "cpu" or "cuda"."""
     names = {
         "low": f"{LOW} {LOW_OF[device_type]}",
         "fp32": f"{LOSSES} {FP32_OF[device_type]}",

@@ -1,16 +1,15 @@
-"""Autocast: parameters stay fp32; each operation casts its inputs to the precision that suits it.
+"""Autocast: parameters stay fp32; each operation casts its inputs to a suitable precision.
 
-    x fp32 -+               +-- weight fp32, cast once, kept while the block lasts
+    x fp32 -+               +-- weight fp32, cast once, cached until the block ends
             v               v
          [ bf16 ] linear [ bf16 ] -> bf16 -> gelu -> bf16 -> linear -> bf16 -> loss [ fp32 ] -> fp32
     backward: autograd has recorded each cast, and casts each gradient back: weight.grad is fp32
 
-It stands between the caller and torch's functions (a TorchFunctionMode), above autograd: an
-operation inside a C++ function (the linear inside an LSTM) is not seen by itself.
-labkit/amp/autocast_lists.py says what runs how.
+A TorchFunctionMode intercepts torch's functions above autograd. It does not see operations inside a
+C++ function (the linear inside an LSTM). labkit/amp/autocast_lists.py says which dtype each uses.
 
-Cost: a copy of every weight that a product uses, in 16 bits: half the parameters' bytes, until
-backward is done. Micikevicius et al., Mixed Precision Training, ICLR 2018, sections 3.1 and 3.3.
+Cost: a 16-bit copy of every weight in a product: half the parameters' bytes, until backward ends.
+Micikevicius et al., Mixed Precision Training, ICLR 2018, sections 3.1 and 3.3.
 """
 
 import functools
@@ -22,39 +21,42 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from labkit.amp.autocast_lists import TABLES
 
 DEFAULT = {"cuda": torch.float16, "cpu": torch.bfloat16}
-CASTABLE = {torch.float32, torch.float16, torch.bfloat16}  # fp64 was chosen by someone: it stays
+CASTABLE = {torch.float32, torch.float16, torch.bfloat16}  # fp64 is an explicit choice: not cast
 
 
 class autocast(TorchFunctionMode):
-    """`with autocast("cuda", torch.float16): loss = ...`, or as a decorator. Not for backward.
+    """`with autocast("cuda", torch.float16): loss = ...`, or a decorator. Not for backward.
 
     dtype: torch.float16 or torch.bfloat16; default bfloat16 on "cpu", float16 on "cuda".
-    enabled=False: operations run as they are, also inside another autocast. cache_enabled: a weight
-    is cast once, however often it is used; open a block for each forward, as FSDP refills weights
-    where no cast can see it.
+    enabled=False: no casts, also inside another autocast. cache_enabled: cast each weight once
+    per block. Open one block for each forward, as FSDP refills weights without notice.
 
-    Operations with out= and in-place ones are left alone. Raises ValueError for a device or dtype
-    that it does not know, RuntimeError where this machine cannot multiply in dtype, or for an
-    operation that would overflow unseen.
+    Operations with out= and in-place ones are not changed. Raises ValueError for an unknown device
+    or dtype, RuntimeError if this machine cannot multiply in dtype, or for an operation that would
+    overflow.
     """
 
     def __init__(self, device_type, dtype=None, enabled=True, cache_enabled=True):
         super().__init__()
         if device_type not in TABLES:
-            raise ValueError(f"autocast knows {' and '.join(TABLES)}, not {device_type!r}")
-        self.device_type, self.dtype = device_type, dtype or DEFAULT[device_type]
-        self.enabled, self.cache_enabled = enabled, cache_enabled
+            raise ValueError(
+                f"autocast supports {' and '.join(TABLES)}, not device_type={device_type!r}"
+            )
+        self.device_type = device_type
+        self.dtype = dtype or DEFAULT[device_type]
+        self.enabled = enabled
+        self.cache_enabled = cache_enabled
         if enabled:
             if self.dtype not in (torch.float16, torch.bfloat16):
                 raise ValueError(
-                    f"autocast casts to torch.float16 or torch.bfloat16, not {self.dtype}"
+                    f"autocast supports torch.float16 and torch.bfloat16, not dtype={self.dtype}"
                 )
             if reason := why_not(device_type, self.dtype):
                 raise RuntimeError(f"autocast({device_type!r}, {self.dtype}): {reason}")
         self._rules = TABLES[device_type] if enabled else {}
         self._casts = {}
         self._depth = 0
-        # the autocasts of this device that this one was opened in: the innermost alone decides
+        # the enclosing autocasts of this device: only the innermost one casts
         self._around = []
         self._quiet = False
 
@@ -92,7 +94,7 @@ class autocast(TorchFunctionMode):
         return function(*args, **kwargs) if kwargs else function(*args)
 
     def _apply(self, rule, function, args, kwargs):
-        """(args, kwargs), cast as the rule says."""
+        """Return (args, kwargs), cast by the rule."""
         if rule == "forbidden":
             raise RuntimeError(
                 f"{function.__name__} overflows in 16 bits: use binary_cross_entropy_with_logits, "
@@ -119,9 +121,9 @@ class autocast(TorchFunctionMode):
                 return value
             copy = value.to(dtype)
             if dtype is self.dtype and self.cache_enabled and value.requires_grad and value.is_leaf:
-                # Cast once a block, but again after a change; a copy made under no_grad has no way
-                # back to the weight: not for where gradients are wanted. Held, the weight keeps its
-                # id taken.
+                # Cast once per block, but again after a change. A copy made under no_grad is not
+                # connected to the weight, so it is not used where gradients are needed. Holding
+                # the weight keeps its id unique.
                 self._casts[id(value)] = (value, (value._version, torch.is_grad_enabled()), copy)
             return copy
         if type(value) in (list, tuple):
@@ -142,7 +144,7 @@ class autocast(TorchFunctionMode):
 
 @functools.cache
 def why_not(device_type, dtype):
-    """None if this machine can multiply matrices of dtype on such a device, else the reason."""
+    """Return None if this machine can multiply matrices of dtype on the device, else the reason."""
     if device_type == "cuda" and not torch.cuda.is_available():
         return "this machine has no CUDA device: use 'cpu'"
     one = torch.ones(1, 1, dtype=dtype, device=device_type)
@@ -157,7 +159,7 @@ def why_not(device_type, dtype):
 
 @contextmanager
 def quiet(modes):
-    """In this block these autocasts let everything pass: one inside them has decided."""
+    """Disable these autocasts within the block: an inner one has cast already."""
     before = [mode._quiet for mode in modes]
     try:
         for mode in modes:

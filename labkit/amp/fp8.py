@@ -1,16 +1,16 @@
-"""Products in eight bits, emulated: each tensor is rounded with a scale of its own, then fp32.
+"""Emulated fp8 products: each tensor is scaled and rounded to 8 bits, then multiplied in fp32.
 
     x        --- times 448 / max |x|   ---> e4m3 --+
                                                    +--> x weight^T in fp32, over both scales --> y
     weight   --- times 448 / max |w|   ---> e4m3 --+
     backward:  gradient of y --- times 57344 / max |g| ---> e5m2, then times weight, and times x
 
-e4m3 is the finer of the two formats; e5m2 reaches further, as gradients do. A product of two such
-numbers has at most eight significant bits, so fp32 holds it exactly: what may differ from a GPU's
-fp8 units is how the products are summed.
+e4m3 has the finer resolution; e5m2 has the larger range, which gradients need. A product of two
+such numbers has at most eight significant bits, so fp32 holds it exactly. Only the order of
+summation may differ from a GPU's fp8 units.
 
-Cost on such a unit: one byte a number instead of two, and a maximum over each tensor. Emulated, it
-only takes longer.
+Cost on such a unit: one byte a number instead of two, and a maximum over each tensor. The emulation
+is slower than fp32.
 Micikevicius et al., FP8 Formats for Deep Learning, arXiv:2209.05433, sections 2 (scales) and 3
 (formats).
 """
@@ -23,9 +23,9 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def rounded(tensor, dtype, scaled=True):
-    """`tensor` as the nearest numbers of `dtype`, back in its own dtype.
+    """Round `tensor` to the nearest numbers of `dtype`, and return them in the tensor's dtype.
 
-    scaled: first its largest value is brought to dtype's largest. What is beyond becomes that.
+    scaled: first scale its largest value to dtype's largest. Values beyond that are clamped.
     """
     largest = torch.finfo(dtype).max
     scale = largest / tensor.abs().amax().clamp(min=1e-30) if scaled else 1.0
@@ -50,9 +50,9 @@ class Product(torch.autograd.Function):
 
 
 class fp8(TorchFunctionMode):
-    """`with fp8(): loss = ...`: the products of linear layers in eight bits, all else as it is.
+    """`with fp8(): loss = ...`: run the products of linear layers in fp8, and nothing else.
 
-    scaled=False: without the scales. For forward and loss; backward then runs as it was recorded.
+    scaled=False: no scales. For forward and loss; backward then runs as recorded.
     """
 
     def __init__(self, scaled=True):

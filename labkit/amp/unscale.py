@@ -1,4 +1,4 @@
-"""Gradients divided by the loss scale and searched for inf and NaN, in one pass over memory.
+"""Divides gradients by the loss scale and searches them for inf and NaN, in one pass over memory.
 
     device 0   [ g1  g2  g3 ] fp32  x 1/scale   found_inf |= any inf, NaN   one call for one dtype
     device 1   [ g4 ] bf16          x 1/scale   found_inf |= ...
@@ -13,9 +13,9 @@ import torch
 
 @torch.no_grad()
 def gradients_of(optimizer):
-    """{device: {dtype: [gradients]}} of an optimizer; of sparse ones values, of DTensors shards.
+    """Return {device: {dtype: [gradients]}} of an optimizer: values of sparse, shards of DTensors.
 
-    Raises ValueError for fp16: divided by the scale in fp16, they would underflow after all.
+    Raises ValueError for fp16 gradients: divided by the scale in fp16, they would underflow.
     """
     found = defaultdict(lambda: defaultdict(list))
     for group in optimizer.param_groups:
@@ -25,7 +25,7 @@ def gradients_of(optimizer):
                 continue
             if gradient.dtype is torch.float16:
                 raise ValueError(
-                    "fp16 gradients cannot be unscaled: "
+                    "cannot unscale fp16 gradients: "
                     "use autocast, or MasterWeights for an fp16 model"
                 )
             if gradient.is_sparse:
@@ -38,19 +38,19 @@ def gradients_of(optimizer):
 
 @torch.no_grad()
 def unscale_and_check(gradients, inverse_scale, found_inf):
-    """g *= inverse_scale for each g; found_inf becomes 1 for an inf or NaN. One pass over memory.
+    """Multiply each gradient by inverse_scale; set found_inf to 1 for an inf or NaN. One pass.
 
     gradients: of one device and dtype. inverse_scale, found_inf: fp32 scalar tensors on that
     device.
     """
     if gradients[0].dtype is torch.bfloat16 and gradients[0].is_cuda:
-        one_by_one(gradients, inverse_scale, found_inf)  # torch has no kernel for these
+        one_by_one(gradients, inverse_scale, found_inf)  # torch has no fused kernel for these
     else:
         torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse_scale)
 
 
 def one_by_one(gradients, inverse_scale, found_inf):
-    """The same in two passes for each gradient, multiplied in fp32 and rounded once."""
+    """Do the same in two passes for each gradient, in fp32 and rounded once."""
     for gradient in gradients:
         gradient.copy_(gradient.float() * inverse_scale)
         found_inf.copy_(torch.maximum(found_inf, (~gradient.isfinite()).any().float()))

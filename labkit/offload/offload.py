@@ -1,11 +1,11 @@
-"""Offload: what is not needed now waits in host memory or in a file, and comes back when it is.
+"""Offload: keep optimizer states and activations in host memory or in a file until they are needed.
 
-    device   parameters  gradients  activations of the layer at work     the price: each goes over
-    host     optimizer states   activations of the other layers          the bus and back, once
+    device   parameters  gradients  activations of the current layer     cost: each byte crosses
+    host     optimizer states   activations of the other layers          the bus twice
 
-Optimizer states are needed in step() only: the device then holds a chunk, where it held all (Adam
-in fp32: 8 bytes a parameter). Activations are needed in backward, the last made first: each is back
-in time if a layer computes longer than it copies. Recomputation moves nothing, but computes twice.
+Optimizer states are needed in step() only: the device holds one chunk instead of all (Adam in fp32:
+8 bytes a parameter). Activations are needed in backward in reverse order: each is back in time if
+a layer computes longer than it copies. Recomputation copies nothing, but computes twice.
 Ren et al., ZeRO-Offload: Democratizing Billion-Scale Model Training, USENIX ATC 2021, section 4;
 Rajbhandari et al., ZeRO-Infinity, SC 2021, section 5 (activations and disks).
 """
@@ -20,25 +20,28 @@ from labkit.offload.optimizer_state_shapes import expected_states
 from labkit.offload.pinned_memory import Lane, is_outside, part, room
 from labkit.pickle_support import NotPickled
 
-ALIGNED = 64  # bytes: where a tensor may begin in a flat region
+ALIGNED = 64  # bytes: alignment of a tensor in a flat region
 
 
 class Offloaded(NotPickled, torch.optim.Optimizer):
-    """A torch.optim optimizer that updates each parameter by itself, its states off the device.
+    """A torch.optim optimizer with its states off the device. It must update parameters separately.
 
-    to: "cpu" for host memory (nothing to move for parameters on the CPU), or a folder, for a file.
-    chunk_mb: MiB of states on the device at once, or one parameter's. Room for all is made here:
-    OSError where there is none. States of no dimension (`step`) stay. param_groups, state and
-    state_dict() are the optimizer's own, for schedulers, scalers and checkpoints. ValueError: its
-    states cannot be told in advance. With ZeRO, offload what is inside: ZeRO1(params, InFile) with
+    to: "cpu" for host memory (parameters on the CPU need no copies), or a folder for a file.
+    chunk_mb: MiB of states on the device at once; at least one parameter's. The buffers are
+    allocated here: OSError if there is no space. 0-d states (`step`) stay on the device.
+    param_groups, state and state_dict() are the optimizer's own, for schedulers, scalers and
+    checkpoints. ValueError if its states cannot be predicted. With ZeRO, offload the inner one:
+    ZeRO1(params, InFile) with
         class InFile(Offloaded):
             def __init__(self, params, **defaults):
                 super().__init__(torch.optim.AdamW(params, **defaults), to=folder)
     """
 
     def __init__(self, optimizer, to="cpu", chunk_mb=32):
-        self.optimizer, self.to, self.chunk_bytes = optimizer, to, chunk_mb * 2**20
-        self._places = {}  # parameter -> {name of a state: its tensor outside the device}
+        self.optimizer = optimizer
+        self.to = to
+        self.chunk_bytes = chunk_mb * 2**20
+        self._places = {}  # parameter -> {name of a state: its tensor off the device}
         self._lanes = {}
         self._make_room(optimizer.param_groups)
 
@@ -48,7 +51,7 @@ class Offloaded(NotPickled, torch.optim.Optimizer):
 
     @property
     def nbytes(self):
-        """Bytes of states outside the device."""
+        """Bytes of states off the device."""
         return sum(host.nbytes for places in self._places.values() for host in places.values())
 
     def _make_room(self, groups):
@@ -70,7 +73,7 @@ class Offloaded(NotPickled, torch.optim.Optimizer):
         self._send(moving)
 
     def _send(self, parameters):
-        """States that are new or came to the device go where they belong."""
+        """Copy states that are new or on the device to their buffers."""
         for p in parameters:
             for name, host in self._places.get(p, {}).items():
                 value = self.state[p].get(name) if p in self.state else None
@@ -79,17 +82,17 @@ class Offloaded(NotPickled, torch.optim.Optimizer):
                     self.state[p][name] = host
 
     def _bring(self, parameters):
-        """Begin to bring these parameters' states to the device: rows (parameter, name, coming)."""
+        """Start copying these parameters' states to the device: rows (parameter, name, coming)."""
         return [
             (p, name, self._lanes[p.device].bring(host))
             for p in parameters
-            if p.device.type != "cpu"  # which computes on host memory and files as they are
+            if p.device.type != "cpu"  # the CPU computes on host memory and files directly
             for name, host in self._places.get(p, {}).items()
             if name in self.state.get(p, {})
         ]
 
     def step(self, closure=None):
-        """One step by chunks: while one is computed, the states of the next are on their way."""
+        """Step chunk by chunk: while one is computed, the states of the next are copied."""
         if not self._places:
             return self.optimizer.step(closure)
         loss = None
@@ -107,9 +110,10 @@ class Offloaded(NotPickled, torch.optim.Optimizer):
         return loss
 
     def _chunks(self):
-        """(group, parameters of it that have a gradient), chunk after chunk."""
+        """Yield (group, its parameters that have a gradient), chunk by chunk."""
         for group in self.param_groups:
-            chunk, size = [], 0
+            chunk = []
+            size = 0
             for p in group["params"]:
                 if p.grad is None:
                     continue
@@ -123,7 +127,7 @@ class Offloaded(NotPickled, torch.optim.Optimizer):
                 yield group, chunk
 
     def _step_only(self, group, parameters):
-        """The optimizer's own step, of which it sees these parameters alone."""
+        """Run the optimizer's step on these parameters only."""
         groups, everything = self.optimizer.param_groups, group["params"]
         self.optimizer.param_groups, group["params"] = [group], parameters
         try:
@@ -139,7 +143,10 @@ class Offloaded(NotPickled, torch.optim.Optimizer):
         self._make_room(self.param_groups[-1:])
 
     def state_dict(self):
-        """The optimizer's own. Its tensors are the ones outside the device, not copies."""
+        """Return the optimizer's state_dict.
+
+        Its tensors are the ones off the device, not copies.
+        """
         for lane in self._lanes.values():
             lane.finish()
         return self.optimizer.state_dict()
@@ -150,17 +157,17 @@ class Offloaded(NotPickled, torch.optim.Optimizer):
 
 
 class offload_activations:
-    """`with offload: loss = model(x)`: what is saved for backward waits outside the device.
+    """`with offload: loss = model(x)`: keep tensors saved for backward off the device.
 
-    to: "cpu" for host memory (what is on the CPU stays), or a folder, for mapped files there.
-    Parameters stay, and less than min_bytes. Make one for all steps: its room is used again.
+    to: "cpu" for host memory (tensors on the CPU stay), or a folder, for mapped files there.
+    Parameters and tensors below min_bytes stay. Use one object for all steps: it reuses buffers.
     """
 
     def __init__(self, to="cpu", min_bytes=2**16):
         self.to, self.min_bytes = to, min_bytes
-        self._free = defaultdict(list)  # bytes -> regions that nobody uses
+        self._free = defaultdict(list)  # bytes -> unused regions
         self._lanes = {}
-        self._last = None  # the one sent last: in backward its predecessor is wanted after it
+        self._last = None  # the tensor sent last: backward needs its predecessor next
         self.nbytes = 0  # of all regions, used and free
 
     def __enter__(self):
@@ -174,14 +181,14 @@ class offload_activations:
 
     def _pack(self, tensor):
         base = tensor if tensor._base is None else tensor._base
-        tensor = tensor.detach()  # a node that saved its own output itself would never be freed
+        tensor = tensor.detach()  # a node that saves its own output would be a reference cycle
         if tensor.nbytes < self.min_bytes or not is_outside(tensor.device, self.to):
             return tensor
         if (
             isinstance(base, torch.nn.Parameter)
             or tensor.nbytes > tensor.untyped_storage().nbytes()
         ):
-            return tensor  # held anyway; or a few numbers repeated, which cost nothing to hold
+            return tensor  # held anyway, or an expanded tensor, which needs little memory
         lane = self._lanes.get(tensor.device) or self._lanes.setdefault(
             tensor.device, Lane(tensor.device)
         )
@@ -203,7 +210,7 @@ class offload_activations:
 
 
 class Away:
-    """One saved tensor outside the device. previous: weak reference to the one sent before."""
+    """One saved tensor off the device. previous: weak reference to the one sent before."""
 
     def __init__(self, tensor, region, lane, previous):
         self.region, self.lane, self.previous = region, lane, previous
@@ -215,7 +222,7 @@ class Away:
             self.coming = self.lane.bring(self.host)
 
     def bring(self):
-        """The tensor on its device; where copies run beside compute, the previous one sets out."""
+        """Return the tensor on its device; if copies overlap with compute, start the previous."""
         self.start()
         coming, self.coming = self.coming, None
         previous = self.previous() if self.previous is not None else None

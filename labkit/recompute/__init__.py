@@ -1,4 +1,4 @@
-"""Activation checkpointing: drop what forward computed, and compute it again in backward."""
+"""Activation checkpointing: drop activations in forward and recompute them in backward."""
 
 from labkit.recompute.recompute import (
     Call,

@@ -1,15 +1,16 @@
-"""Activation checkpointing: a block's forward runs again in backward: what it computed is not kept.
+"""Activation checkpointing: keep a block's inputs only, and run its forward again in backward.
 
     forward    x0 -> [block 1] -> x1 -> [block 2] -> x2 -> loss      kept: x0, x1, nothing inside
-    backward                            [block 2 again] its backward     x1 and its activations go
-                     [block 1 again] its backward                        x0 and its activations go
+    backward                            [block 2 again] its backward     x1, its activations freed
+                     [block 1 again] its backward                        x0, its activations freed
 
-Held, for L blocks with inputs of c bytes and activations of a bytes: L c + a, where it was L a.
-Time: one more forward to a forward and a backward of about two, so at most 4/3; less, as the second
-run ends with the last tensor needed. Sent: nothing. keep="matmul" holds the matrix products too.
-How: in forward autograd hands us each tensor that it would save, and gets an empty place for it.
-The first place that backward looks into has the function run again, and fills them all. The graph
-stays an ordinary one: every gradient arrives once, and DDP and FSDP notice nothing.
+Held, for L blocks with inputs of c bytes and activations of a bytes: L c + a instead of L a.
+Time: one more forward in addition to a forward and a backward of about two: at most 4/3. It is
+less, as the second run ends with the last tensor needed. Sent: nothing. keep="matmul" also holds
+the results of matrix products.
+How: in forward, autograd passes each tensor that it would save and gets an empty placeholder. The
+first placeholder that backward reads runs the function again, which fills all of them. The graph
+stays an ordinary one: every gradient arrives once, and DDP and FSDP need no change.
 Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016, section 4.1; Korthikanti et al.,
 Reducing Activation Recomputation in Large Transformer Models, MLSys 2023, section 5 (what to keep).
 """
@@ -29,20 +30,19 @@ from labkit.recompute.selective_checkpoint import Keep, Reuse, choose_policy
 
 
 def checkpoint(function, *args, use_reentrant=False, preserve_rng_state=True, keep=None, **kwargs):
-    """function(*args, **kwargs), whose activations are not kept but computed again in backward.
+    """Call function(*args, **kwargs) without keeping its activations; backward recomputes them.
 
     Protocol of torch.utils.checkpoint.checkpoint with use_reentrant=False; True is a ValueError.
-    Arguments and results may be anything; tensors in nests of them are inputs: these are kept.
-    preserve_rng_state=False: no copy of the random state; dropout then gives wrong gradients.
+    Arguments and results may be anything; tensors nested in the arguments are inputs and are kept.
+    preserve_rng_state=False: do not save the random state; dropout then gives wrong gradients.
     keep: "matmul" holds the results of matrix products, convolutions and attention; or a function
-        operator (of torch.ops.aten) -> bool that says which results to hold.
-    function must do the same both times; what it changes elsewhere (BatchNorm's statistics) it
-    changes twice. RuntimeError in backward: other tensors are saved, or an input was changed.
+        operator (of torch.ops.aten) -> bool that selects the results to hold.
+    function must do the same both times; its side effects (BatchNorm's statistics) happen twice.
+    Raises RuntimeError in backward if other tensors are saved, or an input was changed.
     """
     if use_reentrant:
         raise ValueError(
-            "labkit's checkpoint has one backward: leave use_reentrant out, "
-            "or pass use_reentrant=False"
+            "labkit's checkpoint does not support use_reentrant=True: pass use_reentrant=False"
         )
     policy = choose_policy(keep)
     if not torch.is_grad_enabled():
@@ -51,31 +51,29 @@ def checkpoint(function, *args, use_reentrant=False, preserve_rng_state=True, ke
 
 
 def checkpoint_every(module, unit, k=1, **options):
-    """Checkpoint every k-th unit of module from now on, the first, the (k+1)-th ...; returns those.
+    """Checkpoint every k-th unit of module, the first, the (k+1)-th, ...; returns those units.
 
     unit: a class, a tuple of classes, or a function module -> bool. options: checkpoint's.
-    Call it before DDP or FSDP: only a unit's own forward runs again. Raises ValueError where
-    nothing matches, k is no positive number, or a unit is checkpointed already.
+    Call it before DDP or FSDP, as only a unit's own forward runs again. Raises ValueError if
+    nothing matches, k < 1, or a unit is checkpointed already.
     """
     if k < 1:
-        raise ValueError(f"every k-th unit is checkpointed: k={k} must be at least 1")
+        raise ValueError(f"k={k} must be at least 1")
     choose_policy(options.get("keep"))
     matches = as_policy(unit)
     units = [part for part in module.modules() if matches(part)]
     if not units:
         classes = sorted({type(part).__name__ for part in module.modules()})
-        raise ValueError(
-            f"no part of the model matches unit {unit}; it consists of {', '.join(classes)}"
-        )
+        raise ValueError(f"no module matches unit={unit}: choose among {', '.join(classes)}")
     for part in units[::k]:
         if getattr(part.forward, "func", None) is checkpoint:
-            raise ValueError(f"this {type(part).__name__} is checkpointed already")
+            raise ValueError(f"{type(part).__name__} is checkpointed already: call this once")
         part.forward = partial(checkpoint, part.forward, **options)
     return units[::k]
 
 
 class Call:
-    """One call of a checkpointed function: how to run it again, and the places of what it saves."""
+    """One call of a checkpointed function, with the inputs to repeat it and its placeholders."""
 
     def __init__(self, function, args, kwargs, preserve_rng_state, policy):
         self.function, self.args, self.kwargs, self.policy = function, args, kwargs, policy
@@ -83,11 +81,11 @@ class Call:
         self.surroundings = Surroundings(
             [t for t in leaves if isinstance(t, torch.Tensor)], preserve_rng_state
         )
-        self.places = []  # in the order of saving; weak: a place is autograd's, and goes with it
+        self.places = []  # in the order of saving; weak references, as autograd owns the places
         self.kept = None
 
     def run(self):
-        """The first time: returns the function's result."""
+        """Run the function the first time and return its result."""
         args, kwargs = self.args, self.kwargs
         del self.args, self.kwargs
         self.inputs = Held((args, kwargs))
@@ -99,7 +97,7 @@ class Call:
         return result
 
     def reserve(self, tensor):
-        """Autograd saves a tensor: note only what it looks like."""
+        """Replace a tensor that autograd saves by a placeholder."""
         if is_parameter(tensor):
             return tensor
         place = Place(tensor)
@@ -107,7 +105,7 @@ class Call:
         return place
 
     def fetch(self, place):
-        """Backward needs a tensor."""
+        """Return the tensor of a placeholder for backward."""
         if not isinstance(place, Place):
             return place
         if place.tensor is None:
@@ -115,7 +113,7 @@ class Call:
         return place.take()
 
     def run_again(self):
-        """Fill all places that are still wanted, and stop with the last of them."""
+        """Fill all places that are still referenced, and stop after the last of them."""
         places = [reference() for reference in self.places]
         last = max(number for number, place in enumerate(places) if place is not None)
         numbers = itertools.count()
@@ -123,7 +121,7 @@ class Call:
         def fill(tensor):
             if is_parameter(tensor):
                 return tensor
-            tensor = tensor.detach()  # a node that saves its own output would stay alive
+            tensor = tensor.detach()  # a node that saves its own output would be a reference cycle
             number = next(numbers)
             if number <= last and places[number] is not None:
                 places[number].fill(tensor, number)
@@ -145,16 +143,19 @@ class Call:
             return
         raise RuntimeError(
             f"the checkpointed function saved {last + 1} tensors in forward, "
-            f"and {next(numbers)} when it ran again: it must do the same both times"
+            f"but {next(numbers)} when it ran again: it must do the same both times"
         )
 
 
 class Enough(BaseException):
-    """Ends the second run once backward has all it needs. No Exception, so that none catches it."""
+    """Ends the second run when all tensors are filled.
+
+    Not an Exception, so that nobody catches it.
+    """
 
 
 class Place:
-    """Where one saved tensor will be, and what it must look like."""
+    """A placeholder for one saved tensor, with its expected shape, dtype and device."""
 
     __slots__ = ("__weakref__", "looks", "tensor", "version")
 
@@ -166,13 +167,13 @@ class Place:
         if appearance(tensor) != self.looks:
             raise RuntimeError(
                 f"the checkpointed function saved a tensor {self.looks} as number {number} "
-                f"in forward, and {appearance(tensor)} when it ran again: "
+                f"in forward, but {appearance(tensor)} when it ran again: "
                 "it must do the same both times"
             )
         self.tensor, self.version = tensor, tensor._version
 
     def take(self):
-        """The tensor, once: a second backward through the same graph has the function run again."""
+        """Return the tensor and clear the place: a second backward runs the function again."""
         tensor, self.tensor = self.tensor, None
         if tensor._version != self.version:
             raise RuntimeError(
@@ -191,12 +192,12 @@ def as_it_is(tensor):
 
 
 def is_parameter(tensor):
-    """Whether this is a parameter, or a view of one such as weight.t(): held anyway."""
+    """Return whether this is a parameter or a view of one such as weight.t(): held anyway."""
     return isinstance(tensor if tensor._base is None else tensor._base, torch.nn.Parameter)
 
 
 class Held:
-    """Values whose tensors autograd holds: it notices changes, and checkpoints around us apply."""
+    """Values whose tensors autograd holds: it detects changes, and outer checkpoints apply."""
 
     def __init__(self, values):
         self.leaves, self.structure = tree_flatten(values)
@@ -206,7 +207,7 @@ class Held:
         tensors = [self.leaves[number] for number in self.numbers]
         for number in self.numbers:
             self.leaves[number] = None
-        # Its result keeps the node alive: torch 2.11 frees what a grad_fn alone has saved.
+        # Keep the result: torch 2.11 frees the saved tensors of a node that only grad_fn refers to.
         self.result = Hold.apply(torch.empty(0, requires_grad=True), *tensors)
 
     def get(self):
@@ -217,7 +218,7 @@ class Held:
 
 
 class Hold(torch.autograd.Function):
-    """A node that only holds tensors. `anchor` wants a gradient, so that there is a node at all."""
+    """A node that only holds tensors. `anchor` requires a gradient, so that the node exists."""
 
     @staticmethod
     def forward(ctx, anchor, *tensors):
@@ -226,4 +227,4 @@ class Hold(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        raise RuntimeError("nothing leads here")
+        raise RuntimeError("Hold has no backward")

@@ -1,9 +1,9 @@
-"""What a result depends on besides the arguments: random numbers, autocast, torch function modes.
+"""Saves and restores what a result depends on: random numbers, autocast, torch function modes.
 
-    first time   random state r0 | autocast bf16 | take r0, bf16; y = dropout(linear(x))
+    first time   random state r0 | autocast bf16 | save r0, bf16; y = dropout(linear(x))
     again        random state r7 | autocast off  | set r0, bf16; y = dropout(linear(x)); set r7, off
 
-Then both runs compute the same bits. Cost: one copy of the random state (5 KB on CPU, 16 bytes on
+Both runs then compute the same bits. Cost: one copy of the random state (5 KB on CPU, 16 bytes on
 CUDA) a call.
 """
 
@@ -16,11 +16,11 @@ AUTOCAST_DEVICES = ("cpu", "cuda")
 
 
 class Surroundings:
-    """Taken when constructed. `with surroundings.again():` sets them, then what was there before.
+    """Saves the state when constructed. `with surroundings.again():` restores it for the block.
 
-    tensors: what the function is given; their CUDA devices' random states are taken, and the
-    current device's. random=False leaves random numbers out: dropout then draws other masks the
-    second time.
+    tensors: the function's inputs; the random states of their CUDA devices and of the current
+    device are saved. random=False does not save them: dropout then draws other masks the second
+    time.
     """
 
     def __init__(self, tensors, random=True):
@@ -32,7 +32,7 @@ class Surroundings:
         self.modes = _get_current_function_mode_stack()
 
     def random_state(self):
-        """What the generators of these devices will draw next: {device: state}."""
+        """Return the state of these devices' generators: {device: state}."""
         return {"cpu": torch.get_rng_state()} | {
             device: torch.cuda.get_rng_state(device) for device in self.devices
         }
@@ -63,7 +63,7 @@ def set_random_state(states):
 
 
 def autocast_settings():
-    """PyTorch's autocast as set now: ([(device type, enabled, dtype)], are casts cached?)."""
+    """Return PyTorch's autocast settings: ([(device type, enabled, dtype)], cache enabled)."""
     devices = [
         (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
         for kind in AUTOCAST_DEVICES
@@ -80,6 +80,9 @@ def set_autocast(settings):
 
 
 def leave_autocast():
-    """Weights cast in the outermost block are dropped: they will change in the next step."""
+    """Leave a nesting level.
+
+    At the outermost, drop cached casts, as weights change in the next step.
+    """
     if torch.autocast_decrement_nesting() == 0:
         torch.clear_autocast_cache()

@@ -1,10 +1,10 @@
-"""Selective recomputation: hold what some operators gave, so that it is not computed again.
+"""Selective recomputation: hold the results of some operators, and recompute the others.
 
-    first run      x -> norm -> [matmul] -> gelu -> [matmul] -> dropout   held: what is in brackets
+    first run      x -> norm -> [matmul] -> gelu -> [matmul] -> dropout   held: results in brackets
     second run     x -> norm ->  held    -> gelu ->  held    -> dropout   computed: the cheap rest
 
-The operators are seen below autograd, where a linear layer is one addmm: both runs build the same
-graph above them.
+Operators are intercepted below autograd, where a linear layer is one addmm. Both runs build the
+same graph above them.
 Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, MLSys 2023,
 section 5.
 """
@@ -26,19 +26,19 @@ PRODUCTS = {
 
 
 def choose_policy(keep):
-    """The function operator -> bool that `keep` means, or None. Raises ValueError for others."""
+    """Return the function operator -> bool for `keep`, or None.
+
+    Raises ValueError for other values.
+    """
     if keep == "matmul":
         return lambda operator: operator.overloadpacket in PRODUCTS
     if keep is None or callable(keep):
         return keep
-    raise ValueError(
-        f'keep={keep!r}: it is None, "matmul", '
-        "or a function of an operator that says whether to hold"
-    )
+    raise ValueError(f'keep={keep!r} must be None, "matmul", or a function operator -> bool')
 
 
 class Keep(TorchDispatchMode):
-    """Around the first run. finish() gives [(operator, result, random state afterwards)]."""
+    """The mode of the first run. finish() returns [(operator, result, random state afterwards)]."""
 
     def __init__(self, policy, surroundings):
         super().__init__()
@@ -47,7 +47,7 @@ class Keep(TorchDispatchMode):
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         result = operator(*args, **(kwargs or {}))
         if self.policy(operator):
-            # What is not run again does not draw again; what follows must see the draws as made.
+            # A held operator does not draw again, so the state after its draws is restored.
             draws = torch.Tag.nondeterministic_seeded in operator.tags
             self.kept.append(
                 (operator, result, self.surroundings.random_state() if draws else None)
@@ -55,7 +55,7 @@ class Keep(TorchDispatchMode):
         return result
 
     def finish(self):
-        """Raises RuntimeError where a held result is no longer what the operator gave."""
+        """Return the held results. Raises RuntimeError if one was changed in place."""
         kept, self.kept = self.kept, []
         return [
             (operator, tree_map_only(torch.Tensor, unchanged(operator), r), state)
@@ -64,13 +64,13 @@ class Keep(TorchDispatchMode):
 
 
 def unchanged(operator):
-    """A function tensor -> the tensor off its graph; an error where it was written to later."""
+    """Return a function that detaches a tensor, or raises an error if it was written to."""
 
     def check(tensor):
         if tensor._version:
             raise RuntimeError(
-                f"the result of {operator} was changed in place afterwards, so it cannot be kept: "
-                "use the form that is not in place, or leave this operator out of keep"
+                f"the result of {operator} was changed in place, so it cannot be kept: "
+                "use an out-of-place operation, or exclude this operator from keep"
             )
         return tensor.detach()
 
@@ -78,7 +78,7 @@ def unchanged(operator):
 
 
 class Reuse(TorchDispatchMode):
-    """Around the second run: what is held takes the place of what the operators would compute."""
+    """The mode of the second run: returns held results instead of running their operators."""
 
     def __init__(self, policy, kept):
         super().__init__()
@@ -90,7 +90,7 @@ class Reuse(TorchDispatchMode):
         held, result, random_state = next(self.kept, (None, None, None))
         if held is not operator:
             raise RuntimeError(
-                f"the checkpointed function came to {operator} where it had come to {held} in "
+                f"the checkpointed function called {operator} where it had called {held} in "
                 "forward: it must do the same both times"
             )
         if random_state is not None:

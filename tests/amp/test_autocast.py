@@ -309,9 +309,9 @@ def test_lstm_runs_low_as_a_whole():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("tpu",), "autocast knows cpu and cuda, not 'tpu'"),
-        (("cpu", torch.float64), "casts to torch.float16 or torch.bfloat16, not torch.float64"),
-        (("cpu", torch.int8), "casts to torch.float16 or torch.bfloat16"),
+        (("tpu",), "autocast supports cpu and cuda, not device_type='tpu'"),
+        (("cpu", torch.float64), "supports torch.float16 and torch.bfloat16, not dtype=torch.float64"),
+        (("cpu", torch.int8), "supports torch.float16 and torch.bfloat16"),
     ],
 )
 def test_what_cannot_be_is_said(arguments, message):

@@ -319,7 +319,7 @@ def test_a_full_disk_stops_offloading_before_anything_is_trained(tmp_path, monke
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     model = gpt()
-    with pytest.raises(OSError, match="No space left on device; make room or name another folder"):
+    with pytest.raises(OSError, match="No space left on device; choose another folder"):
         Offloaded(torch.optim.AdamW(model.parameters()), tmp_path)
     plain = torch.optim.AdamW(model.parameters())
     offload = offload_activations(tmp_path, min_bytes=0)
@@ -333,7 +333,7 @@ def test_a_folder_that_is_not_there_and_an_optimizer_that_cannot_be_told(tmp_pat
     model = gpt()
     with pytest.raises(OSError, match=r"cannot offload to the folder .*nowhere: No such file or directory"):
         Offloaded(torch.optim.AdamW(model.parameters()), tmp_path / "nowhere")
-    with pytest.raises(ValueError, match="the states of LBFGS cannot be told in advance"):
+    with pytest.raises(ValueError, match="cannot predict the states of LBFGS"):
         Offloaded(torch.optim.LBFGS(model.parameters()), tmp_path)
 
 
