@@ -1,19 +1,19 @@
-"""Train from the command line, on one node or many, until it is done or told to stop.
+"""Train from the command line, on one node or many, until done or stopped.
 
     python -m labkit.train --nproc 2 --model gpt --strategy fsdp --steps 300 \\
         --checkpoint-dir runs/gpt --checkpoint-every 50 --log-file runs/gpt/log.jsonl
 
-    step 1 ... 50 [save] 51 ... 100 [save] ... 123 SIGTERM [save] leaves with 85
-    the same line again: step 124 ... 150 [save] ... 300 [save] weights_sha256, leaves with 0
+    step 1 ... 50 [save] 51 ... 100 [save] ... 123 SIGTERM [save] exits with 85
+    the same command again: step 124 ... 150 [save] ... 300 [save] weights_sha256, exits with 0
 
-On one node it checks what it is told and starts the ranks itself. On several nodes, or where a
-cluster starts the ranks, torchrun does:
+On one node it validates its arguments and starts the ranks itself. On several nodes, or where a
+cluster starts the ranks, use torchrun:
 
     torchrun --nnodes 2 --nproc-per-node 8 ... -m -- labkit.train --model gpt ...
 
-Exit codes: 0 done; 85 stopped and saved, the same line goes on; 2 it was told what cannot be, and
-no rank has trained; 1 a rank failed, after --max-restarts new attempts. Under torchrun ranks leave
-with 0 also where they were stopped, for torchrun calls everything else a failure.
+Exit codes: 0 done; 85 stopped and saved, the same command resumes; 2 invalid arguments, before any
+rank has trained; 1 a rank failed, after --max-restarts attempts. Under torchrun, stopped ranks also
+exit with 0, because torchrun treats every other code as a failure.
 
 The loop is in labkit/run/training.py.
 """
@@ -33,7 +33,7 @@ def main(arguments=None):
     try:
         experiment, options = read(arguments)
         check_ranks(experiment, options, options.nproc)
-        from labkit.run import starter  # and torch, 3 s: whatever is wrong has been said before
+        from labkit.run import starter  # imports torch, 3 s: invalid arguments are reported before
 
         return starter.start(experiment, options, arguments)
     except (ValueError, TypeError, OSError) as error:

@@ -1,4 +1,4 @@
-"""Attention tile by tile, and over a sequence that several ranks share."""
+"""Attention tile by tile, and over a sequence that is sharded over ranks."""
 
 from labkit.attention.attention import (
     FlashAttention,

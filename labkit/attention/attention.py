@@ -1,15 +1,15 @@
-"""Attention tile by tile: the matrix of all scores, tokens x tokens, is never there as a whole.
+"""Attention tile by tile, without ever storing the full matrix of scores (tokens x tokens).
 
-                 keys  [tile 0][tile 1][tile 2]     a tile of scores: made, used, thrown away
-    queries [tile 0]      *                         * causal: half of the tiles are never made
-            [tile 1]      *       *                 per query, kept from tile to tile:
+                 keys  [tile 0][tile 1][tile 2]     a tile of scores: computed, used, discarded
+    queries [tile 0]      *                         * causal: half of the tiles are never computed
+            [tile 1]      *       *                 state of a query from tile to tile:
             [tile 2]      *       *       *         the largest score, the sum, the output so far
 
-A softmax needs the sum over all keys, but it can be had as one goes: when a larger score turns up,
-what has been summed so far is scaled down by exp(old largest - new largest). Backward makes each
-tile again from queries and keys, and divides by the sum that forward has kept.
+A softmax needs the sum over all keys, which can be computed incrementally: when a larger score
+appears, the sum so far is scaled by exp(old largest - new largest). Backward computes each tile
+again from queries and keys, and divides by the sum that forward saved.
 
-Held for backward: query, key, value, output, and a number a query; plain attention holds tokens x
+Held for backward: query, key, value, output, and one number a query; plain attention holds tokens x
 tokens a head. Multiply-adds: as before, and the scores once more in backward. Sent: nothing.
 Milakov and Gimelshein, Online normalizer calculation for softmax, 2018; Dao et al.,
 FlashAttention, NeurIPS 2022, section 3.1; Dao, FlashAttention-2, ICLR 2024, section 3.1.
@@ -32,18 +32,19 @@ def flash_attention(
     window=None,
     key_mask=None,
 ):
-    """Like F.scaled_dot_product_attention without an arbitrary attn_mask.
+    """Compute F.scaled_dot_product_attention without an arbitrary attn_mask.
 
     query: [..., H, T, d]; key, value: [..., G, S, d]: each key head serves H / G query heads.
-    Returns [..., H, T, d]. is_causal: query t sees keys 0 to t. tile: memory grows with it, time
-    falls. Low precisions are multiplied and summed up in fp32. Autocast decides as for PyTorch's.
+    Returns [..., H, T, d]. is_causal: query t sees keys 0 to t. tile: a larger tile takes more
+    memory and less time. Low precisions are multiplied and summed in fp32. Autocast applies as for
+    PyTorch's function.
     window: with is_causal, query t sees only keys t - window + 1 to t (sliding_window of Mistral,
     arXiv:2310.06825, section 2; flash-attn's window_size = (window - 1, 0)). Tiles outside are not
     computed: about T (window + tile) scores a head instead of T^2 / 2.
     key_mask: [..., S] bool, True for a real token (nn.MultiheadAttention's key_padding_mask has
     True for padding). Padding is hidden, not skipped. A query that sees no key has an output of 0
     and adds 0 to every gradient.
-    Not done: windows on both sides of the query, masks by query, packed sequences (varlen).
+    Not supported: windows on both sides of the query, masks per query, packed sequences (varlen).
     Raises ValueError for shapes, dtypes and windows that do not fit.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
@@ -55,7 +56,7 @@ def flash_attention(
 
 
 class FlashAttention(torch.autograd.Function):
-    """forward: (query, key, value, Tiles) -> output. Kept: these, and log-sum-exp of each query."""
+    """Tiled attention. forward: (query, key, value, Tiles) -> output. Saves log-sum-exp, too."""
 
     @staticmethod
     def forward(ctx, query, key, value, tiles):

@@ -1,19 +1,20 @@
-"""Context parallelism: attention over a sequence that no rank holds whole.
+"""Context parallelism: attention over a sequence that is sharded over ranks.
 
     zig-zag, n = 2    tokens   [0  1][2  3][4  5][6  7]      a late token sees more keys than an
-                      rank     [ 0  ][ 1  ][ 1  ][ 0  ]      early one: so each rank has of both
+                      rank     [ 0  ][ 1  ][ 1  ][ 0  ]      early one, so each rank gets both
 
     ring    rank 0   own keys  | keys of rank 1 |      all-to-all   heads  0 1      heads  0  1
             rank 1   own keys  | keys of rank 0 |      rank 0 has   [T/n tokens] -> [T][  ]
             network  [ to the next rank ]              rank 1       [T/n tokens]    [  ][T]
 
-The ring: keys and values go round, and each rank adds what its queries see of them; a tile is
-computed while the next one is on its way. All-to-all: each rank gets all tokens of some heads, and
-nothing else changes. Both take and give the tokens `places` says.
+Ring: keys and values go round, and each rank adds what its queries see of them. A tile is computed
+while the next keys are on their way. All-to-all: each rank gets all tokens of some heads, and
+attention is unchanged. Both use the tokens of `places`.
 
-Sent per rank, of K bytes of its keys and values: forward (n-1) K and backward (2n-1) K in the ring;
-all-to-all (n-1)/n of query, keys, values and output, twice. Kept for backward: 1/n of one process;
-on their way in the ring: keys, and gradients. Liu, Zaharia and Abbeel, Ring Attention, ICLR 2024,
+Sent per rank, for K bytes of its keys and values: forward (n-1) K and backward (2n-1) K in the
+ring; all-to-all (n-1)/n of query, keys, values and output, twice. Held for backward: 1/n of one
+process; in the ring also keys and gradients in flight. Liu, Zaharia and Abbeel, Ring Attention,
+ICLR 2024,
 section 3; Brandon et al., Striped Attention, 2023 (balance); Jacobs et al., DeepSpeed Ulysses,
 2023, section 3.
 """
@@ -33,9 +34,9 @@ from labkit.tensor_parallel.rng_tracker import apart
 
 
 def places(length, group=None):
-    """The positions of this rank's tokens, [length / n]: of 2n chunks one from each end.
+    """Return the positions of this rank's tokens, [length / n]: two of 2n chunks, one per end.
 
-    Raises ValueError where the sequence has no 2n equal chunks.
+    Raises ValueError if 2n does not divide the length.
     """
     return torch.cat([torch.arange(length)[chunk] for chunk in chunks_of_rank(length, group)])
 
@@ -44,18 +45,20 @@ def chunks_of_rank(length, group=None, rank=None):
     n = dist.get_world_size(group)
     rank = dist.get_rank(group) if rank is None else rank
     if length % (2 * n):
-        raise ValueError(f"{length} tokens have no {2 * n} equal chunks: two for each of {n} ranks")
+        raise ValueError(
+            f"length={length} must be divisible by {2 * n}: two chunks for each of {n} ranks"
+        )
     size = length // (2 * n)
     return [slice(i * size, (i + 1) * size) for i in zig_zag(rank, n)]
 
 
 def zig_zag(rank, n):
-    """Which two of 2n chunks a rank has: the work of any two of them is the same."""
+    """Return which two of 2n chunks a rank has; every rank has the same amount of work."""
     return rank, 2 * n - 1 - rank
 
 
 def gather_key_masks(key_mask, group=None):
-    """The key masks of all ranks: [..., T/n] -> [n, ..., T/n], bool. Collective."""
+    """All-gather the key masks: [..., T/n] -> [n, ..., T/n], bool. Collective."""
     masks = key_mask.new_empty((dist.get_world_size(group), *key_mask.shape), dtype=torch.uint8)
     comm.all_gather(masks, key_mask.to(torch.uint8), group)
     return masks.bool()
@@ -73,20 +76,20 @@ def ring_attention(
     window=None,
     key_mask=None,
 ):
-    """Attention of this rank's queries over all keys, which go round. Collective.
+    """Compute attention of this rank's queries over all keys, which go round. Collective.
 
-    query: [B, H, T/n, d]; key, value: [B, G, T/n, d], at places(T); returns query's shape. Dropout
-    draws what flash_attention draws for the whole, where the tile divides T/2n; its seed is rank
-    0's.
+    query: [B, H, T/n, d]; key, value: [B, G, T/n, d], at places(T); returns query's shape. If the
+    tile divides T/2n, dropout draws what flash_attention draws for the full sequence; its seed is
+    rank 0's.
     window, key_mask: as in flash_attention. The key_mask is this rank's, [B, T/n] at places(T), on
     all ranks or on none; one all-gather sends B T bytes. Chunks outside the window are not
-    computed, but all keys still go round: in zig-zag the chunk before is on the rank before or on
-    the rank after. Not done: Striped Attention's order, a ring inside an all-to-all.
-    Raises ValueError where shapes do not fit, or a rank has an odd number of tokens.
+    computed, but all keys still go round: in zig-zag order the chunk before is on the rank before
+    or after. Not supported: Striped Attention's order, a ring inside an all-to-all.
+    Raises ValueError if shapes do not fit, or a rank has an odd number of tokens.
     """
     if not query.shape[-2:] == key.shape[-2:] == value.shape[-2:]:
-        shapes = ", ".join(str(list(one.shape)) for one in (query, key, value))
-        raise ValueError(f"a ring takes tensors of one length and width, not {shapes}")
+        shapes = ", ".join(str(list(x.shape)) for x in (query, key, value))
+        raise ValueError(f"query, key and value must have the same length and width: {shapes}")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     by_head = by_key_head(query, key, value)
     mask = checked_key_mask(key_mask, key)
@@ -100,7 +103,7 @@ def ring_attention(
 
 
 class RingAttention(torch.autograd.Function):
-    """forward: (query, key, value, Tiles, group) -> output. Backward sends keys round once more."""
+    """Ring attention. forward: (query, key, value, Tiles, group) -> output."""
 
     @staticmethod
     def forward(ctx, query, key, value, tiles, group):
@@ -109,8 +112,8 @@ class RingAttention(torch.autograd.Function):
         log_sum = torch.full_like(output[..., :1], -torch.inf)
         for source, pair in ring.pass_round(torch.stack([key, value])):
             for rows, columns, part in ring.seen(source):
-                found = part.forward(query[..., rows, :], *pair[..., columns, :])
-                merged = merge(output[..., rows, :], log_sum[..., rows, :], *found)
+                result = part.forward(query[..., rows, :], *pair[..., columns, :])
+                merged = merge(output[..., rows, :], log_sum[..., rows, :], *result)
                 output[..., rows, :], log_sum[..., rows, :] = merged
         output = output.to(query.dtype)
         ctx.save_for_backward(query, key, value, output, log_sum)
@@ -122,34 +125,38 @@ class RingAttention(torch.autograd.Function):
     def backward(ctx, gradient):
         query, key, value, output, log_sum = ctx.saved_tensors
         within = (gradient.to(log_sum.dtype) * output).sum(-1, keepdim=True)
-        for_query, arrived = torch.zeros_like(log_sum.expand(query.shape)), None
+        for_query = torch.zeros_like(log_sum.expand(query.shape))
+        arrived = None
         for source, pair in ctx.ring.pass_round(torch.stack([key, value])):
             own = torch.zeros((2, *key.shape), dtype=log_sum.dtype, device=key.device)
             for rows, columns, part in ctx.ring.seen(source):
-                q, *rest = (one[..., rows, :] for one in (query, log_sum, within))
+                q, *rest = (x[..., rows, :] for x in (query, log_sum, within))
                 taken = (q, *pair[..., columns, :], *rest)
-                found = part.backward(gradient[..., rows, :], *taken)
-                for_query[..., rows, :] += found[0]
-                own[0][..., columns, :] += found[1]
-                own[1][..., columns, :] += found[2]
-                del found  # or it lives beside the next
+                gradients = part.backward(gradient[..., rows, :], *taken)
+                for_query[..., rows, :] += gradients[0]
+                own[0][..., columns, :] += gradients[1]
+                own[1][..., columns, :] += gradients[2]
+                del gradients  # otherwise they exist together with the next ones
             arrived = ctx.ring.hand_on(own, arrived)
         return for_query.to(query.dtype), *arrived().to(key.dtype), None, None
 
 
 class Ring:
-    """Who holds what when: tensors go from each rank to the next, n times, and are home again."""
+    """A ring in which each rank sends tensors to the next one, n times, until they are back."""
 
     def __init__(self, length, tiles, group):
-        self.rank, self.n = dist.get_rank(group), dist.get_world_size(group)
-        self.half, self.tiles, self.group = length // 2, tiles, group
+        self.rank = dist.get_rank(group)
+        self.n = dist.get_world_size(group)
+        self.half = length // 2
+        self.tiles = tiles
+        self.group = group
         if length % 2:
-            raise ValueError(f"this rank has {length} tokens: of two chunks, so an even number")
+            raise ValueError(f"length={length} of a rank must be even, as it has two chunks")
         masked = tiles.key_mask is not None
         self.masks = gather_key_masks(tiles.key_mask, group) if masked else [None] * self.n
 
     def pass_round(self, pair):
-        """(whose they are, keys and values), n times; while they are used the next are coming."""
+        """Yield (source rank, keys and values) n times; meanwhile the next ones are received."""
         incoming = torch.empty_like(pair) if self.n > 1 else None
         for turn in range(self.n - 1):
             work = self.exchange(pair, incoming, async_op=True)
@@ -159,9 +166,9 @@ class Ring:
         yield (self.rank + 1) % self.n, pair
 
     def hand_on(self, own, arrived):
-        """Add what all ranks before this one have added to these keys' gradients, and pass it on.
+        """Add the gradients that earlier ranks computed for these keys, and send the sum on.
 
-        arrived: of the turn before, or None. Returns a function that waits for what comes next.
+        arrived: from the last call, or None. Returns a function that waits for the next gradients.
         """
         if arrived is not None:
             own += arrived()
@@ -177,13 +184,15 @@ class Ring:
         return next_arrived
 
     def exchange(self, outgoing, incoming, async_op=False):
-        to, source = (self.rank + 1) % self.n, (self.rank - 1) % self.n
+        to = (self.rank + 1) % self.n
+        source = (self.rank - 1) % self.n
         return comm.exchange(outgoing, to, incoming, source, self.group, async_op)
 
     def seen(self, source):
-        """(queries, keys, how their tiles lie), of this rank's chunks and the source's."""
+        """Yield (queries, keys, Tiles) for this rank's chunks and the source's."""
         halves = slice(0, self.half), slice(self.half, 2 * self.half)
-        keys_of, mask = zig_zag(source, self.n), self.masks[source]
+        keys_of = zig_zag(source, self.n)
+        mask = self.masks[source]
         for rows, query_chunk in zip(halves, zig_zag(self.rank, self.n), strict=True):
             for columns, key_chunk in zip(halves, keys_of, strict=True):
                 part = replace(
@@ -199,29 +208,30 @@ class Ring:
 def ulysses_attention(
     query, key, value, group=None, attend=F.scaled_dot_product_attention, key_mask=None, **options
 ):
-    """Attention over all tokens for 1/n of the heads, between two all-to-alls. Collective.
+    """Compute attention over all tokens for 1/n of the heads, by two all-to-alls. Collective.
 
     query: [B, H, T/n, d]; key, value: [B, G, T/n, d], at places(T); returns query's shape.
-    attend: any attention, function (query, key, value, **options) of tokens in their order; with
-    dropout_p in options each rank draws its own, for its heads.
+    attend: any attention function (query, key, value, **options) on tokens in sequence order. With
+    dropout_p in options each rank draws its own mask, for its heads.
     key_mask: [B, T/n] bool at places(T), True for a real token, on all ranks or on none; attend
     gets key_mask=[B, T] after an all-gather of B T bytes. A window is one of the options. Both need
-    an attend that takes them, as labkit.attention.flash_attention does.
-    Raises ValueError where the ranks do not divide the heads, or attend takes no window or mask.
+    an attend that supports them, such as labkit.attention.flash_attention.
+    Raises ValueError if the heads are not divisible by the ranks, or attend supports no window or
+    mask.
     """
     n = dist.get_world_size(group)
     masked = key_mask is not None
     if attend is F.scaled_dot_product_attention and (masked or "window" in options):
-        raise ValueError("SDPA takes no window and no key_mask: pass attend=flash_attention")
+        raise ValueError("SDPA supports no window and no key_mask: pass attend=flash_attention")
     mask = checked_key_mask(key_mask, key)
     for heads in (query.shape[-3], key.shape[-3]):
         if heads % n:
-            raise ValueError(f"{n} ranks cannot share {heads} heads: {heads} is no multiple of {n}")
+            raise ValueError(f"{heads} heads must be divisible by {n} ranks")
     length = n * query.shape[-2]
     shares = [chunks_of_rank(length, group, rank) for rank in range(n)]
     order = torch.cat([torch.arange(length)[chunk] for share in shares for chunk in share])
-    by_head = [Exchange.apply(one, -3, -2, group) for one in (query, key, value)]
-    in_order = [one[..., order.argsort(), :] for one in by_head]  # [B, H/n, T, d]
+    by_head = [Exchange.apply(x, -3, -2, group) for x in (query, key, value)]
+    in_order = [x[..., order.argsort(), :] for x in by_head]  # [B, H/n, T, d]
     if masked:
         masks = gather_key_masks(mask, group)
         options["key_mask"] = torch.cat(tuple(masks), -1)[..., order.argsort()]  # [B, T]
@@ -232,7 +242,7 @@ def ulysses_attention(
 
 
 class Exchange(torch.autograd.Function):
-    """All-to-all: cut along one dim, part i to rank i; what comes is put together along another."""
+    """All-to-all: split along one dim, send part i to rank i, concatenate along another dim."""
 
     @staticmethod
     def forward(ctx, x, cut, join, group):

@@ -1,12 +1,12 @@
-"""Scores of attention, one tile at a time: made, masked, used, and thrown away.
+"""Scores of attention, one tile at a time: computed, masked, used, and discarded.
 
     [[0 . .]     rows: queries, columns: keys; a tile is a slice of each
      [1 2 .]     causal: of row 1 the tiles 1 and 2; half of 2 is hidden
-     [3 4 5]]    backward makes the same tiles again, dropout's masks, too
-                 window of one tile: 3 is never made, part of 1 and 4 is hidden
+     [3 4 5]]    backward computes the same tiles again, with the same dropout masks
+                 window of one tile: 3 is never computed, part of 1 and 4 is hidden
 
-Of tensors in 16 bits a tile at a time is cast up: a score of 40 rounded to 8 bits is off by 0.1,
-and its weight by a tenth. So scores, and all that is made of them, are fp32.
+Tensors in 16 bits are cast up one tile at a time: a score of 40 rounded to 8 bits is off by 0.1,
+and its weight by a tenth. So scores, and everything computed from them, are fp32.
 Dao et al., FlashAttention, NeurIPS 2022, algorithms 1 and 4; Dao, FlashAttention-2, ICLR 2024, 3.1.
 """
 
@@ -14,17 +14,17 @@ from dataclasses import dataclass
 
 import torch
 
-TILE = 256  # queries, and keys: the tile of scores of one head is 256 KiB in fp32
+TILE = 256  # queries and keys: the scores of a tile and head take 256 KiB in fp32
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """How the scores are cut, masked, and dropped: forward and backward over the same tiles.
+    """How scores are tiled, masked, and dropped; forward and backward use the same tiles.
 
-    first_query, first_key: the positions that these queries and keys have in the sequence.
-    window: of causal attention, how many keys a query sees, its own position included.
+    first_query, first_key: the positions of the first query and key in the sequence.
+    window: for causal attention, how many keys a query sees, including its own position.
     key_mask: [..., S] bool, of scores [..., G, H / G, T, S]; False hides a key.
-    Raises ValueError for a tile, a window or a dropout_p that cannot be.
+    Raises ValueError for an invalid tile, window or dropout_p.
     """
 
     causal: bool = False
@@ -39,16 +39,16 @@ class Tiles:
 
     def __post_init__(self):
         if self.tile < 1:
-            raise ValueError(f"a tile cannot have {self.tile} queries and keys")
+            raise ValueError(f"tile={self.tile} must be at least 1")
         if not 0 <= self.dropout_p <= 1:
-            raise ValueError(f"dropout_p is a probability, not {self.dropout_p}")
+            raise ValueError(f"dropout_p={self.dropout_p} must be between 0 and 1")
         if self.window is not None and self.window < 1:
             raise ValueError(f"window={self.window} must be at least 1 key; None sees all")
         if self.window is not None and not self.causal:
             raise ValueError(f"window={self.window} needs is_causal=True: it ends at the query")
 
     def forward(self, query, key, value):
-        """(output [..., T, d], log of the sum of exp(scores) [..., T, 1]), in fp32 at least.
+        """Return (output [..., T, d], log of the sum of exp(scores) [..., T, 1]), at least fp32.
 
         A query that sees no key has an output of 0.
         """
@@ -56,26 +56,29 @@ class Tiles:
         log_sum = torch.empty_like(query[..., :1], dtype=exact)
         output = log_sum.new_empty((*query.shape[:-1], value.shape[-1]))
         for rows in cuts(query.shape[-2], self.tile):
-            # not -inf: where all scores of a tile are, exp(-inf - -inf) would be no number
+            # not -inf: if all scores of a tile were -inf, exp(-inf - -inf) would be NaN
             largest = torch.full_like(log_sum[..., rows, :], torch.finfo(exact).min)
-            total, summed = torch.zeros_like(largest), 0.0
+            total = torch.zeros_like(largest)
+            summed = 0.0
             for columns in self.seen(rows, key.shape[-2]):
                 scores = self.scores(query, key, rows, columns)
                 larger = torch.maximum(largest, scores.amax(-1, keepdim=True))
-                shrunk, weights = torch.exp(largest - larger), scores.sub_(larger).exp_()
+                shrunk = torch.exp(largest - larger)
+                weights = scores.sub_(larger).exp_()
                 total = total * shrunk + weights.sum(-1, keepdim=True)
                 kept = self.drop(weights, rows, columns)
                 summed = summed * shrunk + product(kept, value[..., columns, :])
                 largest = larger
-            total = total.clamp_(min=1)  # exp(0) of the largest is in it, if there is one
+            total = total.clamp_(min=1)  # it includes exp(0) of the largest score, if there is one
             output[..., rows, :] = summed / total
             log_sum[..., rows, :] = largest + total.log()
         return output, log_sum
 
     def backward(self, gradient, query, key, value, log_sum, within):
-        """Gradients of query, key and value. within: per query, the sum of gradient x output."""
-        exact, of = log_sum.dtype, (query, key, value)
-        found = [torch.zeros(one.shape, dtype=exact, device=one.device) for one in of]
+        """Return gradients of query, key, value. within: sum of gradient x output, per query."""
+        exact = log_sum.dtype
+        inputs = (query, key, value)
+        gradients = [torch.zeros(x.shape, dtype=exact, device=x.device) for x in inputs]
         for rows in cuts(query.shape[-2], self.tile):
             q, g = query[..., rows, :], gradient[..., rows, :]
             for columns in self.seen(rows, key.shape[-2]):
@@ -84,20 +87,20 @@ class Tiles:
                 for_weights = self.drop(product(g, v.mT), rows, columns)
                 for_scores = (for_weights - within[..., rows, :]) * weights * self.scale
                 kept = self.drop(weights, rows, columns)
-                found[0][..., rows, :] += product(for_scores, k)
-                found[1][..., columns, :] += product(for_scores.mT, q).sum_to_size(k.shape)
-                found[2][..., columns, :] += product(kept.mT, g).sum_to_size(v.shape)
-        return [one.to(like.dtype) for one, like in zip(found, of, strict=True)]
+                gradients[0][..., rows, :] += product(for_scores, k)
+                gradients[1][..., columns, :] += product(for_scores.mT, q).sum_to_size(k.shape)
+                gradients[2][..., columns, :] += product(kept.mT, g).sum_to_size(v.shape)
+        return [x.to(like.dtype) for x, like in zip(gradients, inputs, strict=True)]
 
     def seen(self, rows, keys):
-        """The tiles of keys of which these queries see any, by position: padding is not skipped."""
+        """Return the tiles of keys that these queries see, by position; padding is included."""
         ahead = self.first_query - self.first_key
         last = min(rows.stop + ahead, keys) if self.causal else keys
         first = max(rows.start + ahead - self.window + 1, 0) if self.window else 0
         return cuts(last, self.tile, first)
 
     def scores(self, query, key, rows, columns):
-        """A tile of them, [..., rows, columns]; those that a query does not see are -inf."""
+        """Return a tile of scores, [..., rows, columns]; those that are not seen are -inf."""
         scores = product(query[..., rows, :], key[..., columns, :].mT).mul_(self.scale)
         if self.causal and not self.all_seen(rows, columns):
             device = scores.device
@@ -113,14 +116,14 @@ class Tiles:
         return scores
 
     def all_seen(self, rows, columns):
-        """Whether each of these queries sees each of these keys, as far as positions decide."""
+        """Return whether, by position, each of these queries sees each of these keys."""
         ahead = self.first_query - self.first_key
         not_later = columns.stop - 1 <= rows.start + ahead
         near = not self.window or columns.start > rows.stop - 1 + ahead - self.window
         return not_later and near
 
     def drop(self, weights, rows, columns):
-        """Dropout, whose mask is drawn anew in backward: by the tile, so that it is the same."""
+        """Apply dropout; the mask is drawn per tile, so backward can draw it again."""
         if not self.dropout_p:
             return weights
         place = self.seed, self.first_query + rows.start, self.first_key + columns.start
@@ -130,7 +133,7 @@ class Tiles:
 
 
 def cuts(length, tile, first=0):
-    """The tiles of [0, length) that have elements from `first` on."""
+    """Return the tiles of [0, length) that have elements from `first` on."""
     if first >= length:
         return []
     starts = range(first // tile * tile, length, tile)
@@ -138,7 +141,7 @@ def cuts(length, tile, first=0):
 
 
 def product(a, b):
-    """a @ b in fp32 at least; into a tensor that is there, which autocast leaves alone."""
+    """Return a @ b in at least fp32. With an `out` tensor, autocast does not change the dtype."""
     exact = torch.promote_types(a.dtype, torch.float32)
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     made = a.new_empty((*batch, a.shape[-2], b.shape[-1]), dtype=exact)
@@ -146,10 +149,10 @@ def product(a, b):
 
 
 def by_key_head(query, key, value):
-    """([..., G, H / G, T, d], twice [..., G, 1, S, d]): each key head serves H / G query heads.
+    """Return ([..., G, H / G, T, d], twice [..., G, 1, S, d]): a key head serves H / G heads.
 
-    query: [..., H, T, d]; key, value: [..., G, S, d]. In the precision in which autocast, torch's
-    or the lab's, would have their product. Raises ValueError where they do not fit.
+    query: [..., H, T, d]; key, value: [..., G, S, d]. The dtype is that of their product under
+    autocast, torch's or the lab's. Raises ValueError for shapes or dtypes that do not fit.
     """
     if min(query.dim(), key.dim()) < 3:
         raise ValueError(
@@ -159,19 +162,21 @@ def by_key_head(query, key, value):
     if key.shape != (*query.shape[:-3], G, *key.shape[-2:-1], query.shape[-1]):
         raise ValueError(f"query {list(query.shape)} and key {list(key.shape)} do not fit")
     if value.shape[:-1] != key.shape[:-1]:
-        raise ValueError(f"key {list(key.shape)} and value {list(value.shape)} do not fit")
+        raise ValueError(
+            f"key {list(key.shape)} and value {list(value.shape)} must have equal heads and lengths"
+        )
     if G == 0 or H % G:
-        raise ValueError(f"{G} key heads cannot serve {H} query heads: {H} is no multiple of {G}")
-    nothing = [one[..., :0, :] for one in (query, key, value)]  # tells how autocast casts
+        raise ValueError(f"{H} query heads must be divisible by {G} key heads")
+    nothing = [x[..., :0, :] for x in (query, key, value)]  # shows the dtype that autocast chooses
     dtypes = [(none @ none.mT).dtype for none in nothing]
     if len(set(dtypes)) > 1:
-        raise ValueError(f"query, key and value have the dtypes {dtypes}, and not one")
-    query, key, value = (one.to(dtypes[0]) for one in (query, key, value))
+        raise ValueError(f"query, key and value must have one dtype, not {dtypes}")
+    query, key, value = (x.to(dtypes[0]) for x in (query, key, value))
     return query.unflatten(-3, (G, H // G)), key.unsqueeze(-3), value.unsqueeze(-3)
 
 
 def checked_key_mask(key_mask, key):
-    """A copy of key_mask, [..., S], or None. key: [..., G, S, d].
+    """Return a copy of key_mask, [..., S], or None. key: [..., G, S, d].
 
     Raises ValueError for another shape, or a dtype other than bool.
     """
@@ -181,5 +186,5 @@ def checked_key_mask(key_mask, key):
         raise ValueError(f"key_mask is {key_mask.dtype}: pass torch.bool, True for a real token")
     wanted = [*key.shape[:-3], key.shape[-2]]
     if list(key_mask.shape) != wanted:
-        raise ValueError(f"key_mask has the shape {list(key_mask.shape)}, not {wanted}")
+        raise ValueError(f"key_mask has shape {list(key_mask.shape)}, expected {wanted}")
     return key_mask.clone()

@@ -1,12 +1,11 @@
-"""The clock of a device: CUDA works behind the host, so its moments are events in its streams.
+"""The clock of a device: CUDA runs behind the host, so times are events in its streams.
 
     host     launch  launch  wait()                        resolve() ......| now each is a number
-    stream           |== kernel ==|...stands still...|== kernel ==|
-                     ^            ^ wait() begins    ^ and ends   ^          until then each is NaN
+    stream           |== kernel ==|...... idle .......|== kernel ==|
+                     ^            ^ wait() begins     ^ and ends   ^         until then each is NaN
 
-What the host's clock says of wait() on CUDA is how long it took to enqueue: nothing. To synchronise
-at each moment would tell the truth about another program, one in which nothing overlaps. An event
-costs next to nothing.
+By the host's clock, wait() on CUDA takes only the time to enqueue it. Synchronising at each moment
+would change the program: nothing would overlap. An event costs almost nothing.
 Resolution: about half a microsecond (cudaEventElapsedTime).
 """
 
@@ -19,23 +18,25 @@ from labkit import comm
 
 
 def clock_of(device):
-    """The clock for what runs on a device (None: the host)."""
+    """Return the clock for work on a device (None: the host)."""
     on_cuda = device is not None and torch.device(device).type == "cuda"
     return CudaClock(device) if on_cuda else comm.HOST
 
 
 class CudaClock:
-    """Moments of a CUDA device, in seconds of time.perf_counter(), told as comm.HostClock does.
+    """Times on a CUDA device, in seconds of time.perf_counter(); same methods as comm.HostClock.
 
-    event, stream: torch.cuda's Event and current_stream, or what answers to their names.
+    event, stream: torch.cuda's Event and current_stream, or replacements in a test.
     """
 
     def __init__(self, device, event=torch.cuda.Event, stream=torch.cuda.current_stream):
-        self.device, self._event, self._stream = device, event, stream
-        self._pending = []  # (event, thing, name), in the order in which they were stamped
+        self.device = device
+        self._event = event
+        self._stream = stream
+        self._pending = []  # (event, object, attribute), in the order of the stamps
 
     def stamp(self, thing, name):
-        """thing.name becomes the moment when the current stream gets here: NaN until resolve()."""
+        """Set thing.name to the time when the current stream gets here: NaN until resolve()."""
         setattr(thing, name, nan)
         self._pending.append((self._mark(), thing, name))
 
@@ -45,14 +46,15 @@ class CudaClock:
         return event
 
     def resolve(self):
-        """Wait until the device has passed every moment that was stamped, and tell them."""
+        """Wait until the device has passed every stamped moment, and set the times."""
         if not self._pending:
             return
-        now, pending = self._mark(), self._pending
+        now = self._mark()
+        pending = self._pending
         self._pending = []
         now.synchronize()
         host = perf_counter()
         for event, thing, name in pending:
-            event.synchronize()  # one in another stream may come later than `now`
-            if getattr(thing, name) is not None:  # an operation that failed has no end
+            event.synchronize()  # an event in another stream may come later than `now`
+            if getattr(thing, name) is not None:  # a failed operation has no end
                 setattr(thing, name, host - event.elapsed_time(now) / 1e3)

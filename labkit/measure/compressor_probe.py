@@ -1,18 +1,18 @@
-"""A compressor under observation, step by step: what goes in, arrives and waits, and its bytes.
+"""Observe a compressor step by step: gradient, average, residual, and the bytes that it sends.
 
     gradient   .3 -.9  .2  .0  .7 -.1      mean over the ranks
-    arrived     0 -.9   0   0  .7   0      what every rank gets in its place
-    residual   .3   0  .2  .0   0 -.1      what waits, mean over the ranks
-    each step: arrived + residual = gradient + residual of the step before; over all of them, with
-    feedback: sum of arrived + last residual = sum of gradients: late, not lost, but for rounding
+    arrived     0 -.9   0   0  .7   0      what every rank gets instead
+    residual   .3   0  .2  .0   0 -.1      not sent yet, mean over the ranks
+    each step: arrived + residual = gradient + residual of the step before. With feedback, the sum
+    of arrived + last residual = sum of gradients, except for rounding: nothing is lost
 
     watched = Watched(TopK(0.01))
-    model.register_comm_hook(None, watched.hook)     # not TopK(0.01).hook; then train as ever
-    for row in watched.rows:                         # on rank 0: alike on all
+    model.register_comm_hook(None, watched.hook)     # not TopK(0.01).hook; then train as usual
+    for row in watched.rows:                         # on rank 0; identical on all ranks
         record(compressor="topk", knob="1 %", **row)
 
-Sent besides: two all_reduces a step, and backward stands still meanwhile. So this measures bytes
-and errors, not times.
+This adds two all_reduces a step, during which backward waits. So it measures bytes and errors, not
+times.
 Karimireddy et al., Error Feedback Fixes SignSGD and other Gradient Compression Schemes, ICML 2019,
 section 4.
 """
@@ -24,39 +24,40 @@ from labkit import comm
 
 
 class Watched:
-    """A comm hook of labkit.ddp round a compressor, for a model whose gradients fill one bucket.
+    """A comm hook of labkit.ddp around a compressor, for a model whose gradients fill one bucket.
 
-    (PyTorch's DDP lays its bucket out anew after step 1: sums over steps would mix elements.)
+    (PyTorch's DDP rebuilds its bucket after step 1, so sums over steps would mix elements.)
 
     rows: one dict a step, ready for record():
         step                            0, 1, 2, ...
-        feedback                        whether the compressor keeps what it does not send
-        momentum                        under which it puts gradients (DGC); 0 for all others
-        elements                        of the gradient
-        sent_bytes, plain_bytes         derived, of a rank: compressed, and of a plain all_reduce
+        feedback                        whether the compressor keeps a residual
+        momentum                        that is applied to gradients before (DGC); 0 for others
+        elements                        number of elements of the gradient
+        sent_bytes, plain_bytes         derived, per rank: compressed, and by a plain all_reduce
         error                           |arrived - gradient| / |gradient|, of this step alone
-        sum_error                       the same of the sums over all steps so far
+        sum_error                       the same for the sums over all steps so far
         waiting                         |residual| / |gradient|
-        first                           place of the window's first element, the same in all steps
-        gradient, arrived, residual     lists of at most `window` neighbours, where the first
-                                        gradient was largest
-    Under momentum "the gradient" is what has become of gradients: that is what should arrive.
+        first                           index of the window's first element, constant over steps
+        gradient, arrived, residual     lists of at most `window` neighbouring elements, where the
+                                        first gradient was largest
+    With momentum, "gradient" is the accumulated momentum, which is what should arrive.
     """
 
     def __init__(self, compressor, window=48):
-        self.compressor, self.window = compressor, window
+        self.compressor = compressor
+        self.window = window
         self.momentum = getattr(compressor, "momentum", 0)
         self.rows = []
         self._gradient = self._sums = self._first = None
 
     def hook(self, group, bucket):
-        """Future of what the compressor's hook brings. Raises ValueError for several buckets."""
+        """Return a Future of the compressor's average. Raises ValueError for several buckets."""
         if bucket.index() or not bucket.is_last():
             raise ValueError(
-                "a watched model must have one bucket: give DDP a larger bucket_cap_mb"
+                "the probe supports a model with one bucket: give DDP a larger bucket_cap_mb"
             )
         gradient, plain_bytes = self.uncompressed(group, bucket)
-        self.compressor.agree(group, bucket.buffer().device)  # once, and no part of a step
+        self.compressor.agree(group, bucket.buffer().device)  # happens once, not in every step
         with comm.record() as log:
             average = self.compressor.hook(group, bucket).wait()
         residual = torch.zeros_like(gradient)
@@ -69,7 +70,7 @@ class Watched:
         return future
 
     def uncompressed(self, group, bucket):
-        """(what would arrive uncompressed, float64 [elements]; bytes that a rank sends for it)."""
+        """Return (the uncompressed average, float64 [elements]; bytes that a rank sends for it)."""
         with comm.record() as log:
             gradient = mean(bucket.buffer(), group)
         self._gradient = (
@@ -78,7 +79,7 @@ class Watched:
         return self._gradient, log[0].sent_bytes * bucket.buffer().itemsize // gradient.itemsize
 
     def note(self, gradient, arrived, residual, about):
-        """Append the row of this step. All: float64 [elements], means over the ranks."""
+        """Append the row of this step. Arguments: float64 [elements], means over the ranks."""
         if self._sums is None:
             self._sums = [torch.zeros_like(gradient), torch.zeros_like(gradient)]
             self._first = largest_window(gradient, self.window)
@@ -106,18 +107,18 @@ class Watched:
 
 
 def mean(tensor, group):
-    """The mean over the ranks, float64, in a tensor of its own."""
+    """Return the mean over the ranks as a new float64 tensor."""
     total = tensor.detach().double()
     comm.all_reduce(total, group=group)
     return total / dist.get_world_size(group)
 
 
 def relative(difference, whole):
-    """|difference| / |whole|, Euclidean norms; 0 where both are 0, inf where only the second is."""
+    """Return |difference| / |whole|, Euclidean norms; 0 if both are 0, inf if only whole is."""
     return float(difference.norm() / whole.norm()) if difference.any() else 0.0
 
 
 def largest_window(vector, width):
-    """The first place of that part of `width` elements which holds most of the sum of squares."""
+    """Return the first index of the window of `width` elements with the largest sum of squares."""
     whole = vector[: vector.numel() // width * width].view(-1, width)
     return int(whole.square().sum(1).argmax()) * width if len(whole) else 0

@@ -1,19 +1,19 @@
-"""What holds a run up, by name: each rule looks for one cause in one table, a row a step and rank.
+"""Diagnose a slow run: each rule looks for one cause in a table with a row per step and rank.
 
     rank 0   | data | forward | backward |////// waits //////|    exposed 40 ms
     rank 1   | data | forward | backward |////// waits //////|    exposed 40 ms
     rank 2   | data | forward            | backward          |    exposed  2 ms  <- the slow one
-             ranks that average in every step take equally long: only their waiting tells them apart
+             ranks that average in every step take equally long: only their waiting times differ
 
-A rule takes the table and returns a Finding or None: what it is, the numbers that show it, what to
-change, and the time per step after that, as a part of the time before. `diagnose` calls them all.
+A rule takes the table and returns a Finding or None: the cause, the evidence, what to change, and
+the predicted time per step after that, relative to the time before. `diagnose` calls all rules.
 
-The table: what Monitor writes (monitor.py), and where somebody has asked, how long a message takes
-to each other rank (links.py), and how far each rank is (symptoms.last_collectives). A
-rule reads only its columns; without one of them it says nothing.
+The table: the rows of Monitor (monitor.py). Optional columns: how long a message takes to each
+other rank (link_probe.py), and how far each rank is (diagnosis_metrics.last_collectives). A rule
+returns None if one of its columns is missing.
 
-Cost: no message; medians of a small table. Dean and Barroso, The Tail at Scale, CACM 2013 (what one
-slow part does to all); PyTorch's Flight Recorder (who waits at which collective).
+Cost: no message; medians of a small table. Dean and Barroso, The Tail at Scale, CACM 2013 (the
+effect of one slow part); PyTorch's Flight Recorder (which rank waits at which collective).
 """
 
 from dataclasses import dataclass
@@ -36,14 +36,14 @@ from labkit.measure.diagnosis_metrics import (
     useful,
 )
 
-WORTH = 0.2  # a cause is named when it costs more than this part of a step; less may be noise
-PERSISTENT = 0.75  # of the steps: so often is a slow rank the slowest; else the work moves
-TWICE = 2.0  # so much longer than the others' does a message take on a slow link
+WORTH = 0.2  # a cause is named if it costs more than this part of a step; less may be noise
+PERSISTENT = 0.75  # of the steps: how often a slow rank is the slowest; otherwise the load moves
+TWICE = 2.0  # a link is slow if its messages take this many times as long as the others'
 
 
 @dataclass(frozen=True)
 class Finding:
-    """gain: time per useful step after the change / before; 0 for a hang, NaN if unknown."""
+    """One cause. gain: time per useful step after the change / before; 0: hang, NaN: unknown."""
 
     name: str
     evidence: str
@@ -53,9 +53,11 @@ class Finding:
 
 @reads("step_ms", "data_ms")
 def starved_input(rows):
-    """Data is fetched while nothing is computed, when it could have been fetched before."""
-    step, data = step_ms(rows), by_rank(rows, "data_ms")
-    longest, rest = data.max(), step_ms(rows) - data.max()
+    """Detect data that is fetched while nothing is computed, and could be fetched before."""
+    step = step_ms(rows)
+    data = by_rank(rows, "data_ms")
+    longest = data.max()
+    rest = step - longest
     where = "each rank" if data.min() > longest / 2 else f"rank {data.idxmax()}"
     return Finding(
         "starved input",
@@ -66,16 +68,16 @@ def starved_input(rows):
 
 
 def diagnose(records, rules=None):
-    """[Finding], what promises most first; [] of a healthy run. records: DataFrame or dicts."""
+    """Return Findings, largest gain first; [] for a healthy run. records: DataFrame or dicts."""
     rows = pd.DataFrame(records)
-    if "step" in rows:  # steps that a resumed run takes again: the later counts
+    if "step" in rows:  # a resumed run takes some steps again: the later row counts
         rows = rows.drop_duplicates(["step", "rank"], keep="last")
     findings = [rule(rows) for rule in (RULES if rules is None else rules)]
     return sorted(filter(is_worth, findings), key=lambda found: found.gain)
 
 
 def is_worth(finding):
-    return finding is not None and not finding.gain > 1 - WORTH  # also where the gain is unknown
+    return finding is not None and not finding.gain > 1 - WORTH  # also if the gain is unknown
 
 
 # ---- ranks
@@ -83,8 +85,9 @@ def is_worth(finding):
 
 @reads("step_ms", "exposed_comm_ms")
 def slow_rank(rows):
-    """One rank computes longer than the others, in most of the steps; they wait for it."""
-    own, step = own_ms(rows), step_ms(rows)
+    """Detect a rank that computes longer than the others in most steps, so that they wait."""
+    own = own_ms(rows)
+    step = step_ms(rows)
     if own.shape[1] < 2:
         return None
     middle = own.median()
@@ -99,24 +102,25 @@ def slow_rank(rows):
         "one slow rank",
         f"rank {slowest} computes {middle[slowest]:.1f} ms a step, the others {others:.1f}; it "
         f"waits least ({waited[slowest]:.1f} ms, they {waited.drop(slowest).median():.1f})",
-        f"look at the machine of rank {slowest} (clock, heat, neighbours), or leave it out",
+        f"check the machine of rank {slowest} (clock, heat, other jobs), or exclude it",
         (step - lost) / step,
     )
 
 
 @reads("step_ms", "exposed_comm_ms")
 def imbalance(rows):
-    """In each step some rank has more work, and not always the same one; the others wait."""
+    """Detect steps in which changing ranks have more work than the others, which wait."""
     if is_worth(slow_rank(rows)):
         return None
-    own, step = own_ms(rows), step_ms(rows)
+    own = own_ms(rows)
+    step = step_ms(rows)
     lost = own.max(axis=1) - own.mean(axis=1)
     even = rows.groupby("step")["step_ms"].max() - lost
     most = own.idxmax(axis=1).value_counts(normalize=True)
     return Finding(
         "imbalance",
         f"in a step the slowest rank computes {lost.median():.1f} ms more than the mean; "
-        f"{len(most)} ranks take turns, none is it in more than {most.max():.0%} of the steps",
+        f"the slowest rank changes: {len(most)} ranks, none in more than {most.max():.0%} of steps",
         "share the work of a step evenly: by length or cost, not by the number of samples",
         even.median() / step,
     )
@@ -127,12 +131,14 @@ def imbalance(rows):
 
 @reads("step_ms", "exposed_comm_ms")
 def slow_link(rows):
-    """Messages take much longer from one rank than from the others, or between two ranks."""
-    times, step = link_table(rows), step_ms(rows)
-    if times is None or len(times) < 3:  # with two ranks there is nothing to compare
+    """Detect a link on which messages take much longer than on the others."""
+    times = link_table(rows)
+    step = step_ms(rows)
+    if times is None or len(times) < 3:  # two ranks cannot be compared
         return None
     pairs = times.stack()
-    usual, (sender, receiver) = pairs.median(), pairs.idxmax()
+    usual = pairs.median()
+    sender, receiver = pairs.idxmax()
     part = 1 - usual / pairs.max()
     lost = min(least(rows, "exposed_comm_ms"), part * least(rows, "network_ms"))
     if pairs.max() <= TWICE * usual:
@@ -141,9 +147,9 @@ def slow_link(rows):
     where = f"from rank {sender} to {'any other' if every else f'rank {receiver}'}"
     return Finding(
         "one slow link",
-        f"a message {where} takes {pairs.max():.1f} ms, the others' {usual:.1f}; the ranks stand "
-        f"still for messages {least(rows, 'exposed_comm_ms'):.1f} of {step:.1f} ms",
-        f"look at the link of rank {sender} (cable, port, speed), or move the rank",
+        f"a message {where} takes {pairs.max():.1f} ms, the others' {usual:.1f}; the ranks wait "
+        f"for messages {least(rows, 'exposed_comm_ms'):.1f} of {step:.1f} ms",
+        f"check the link of rank {sender} (cable, port, speed), or move the rank",
         (step - lost) / step,
     )
 
@@ -153,7 +159,7 @@ MESSAGES = ("step_ms", "exposed_comm_ms", "network_ms", "messages", "shortest_me
 
 @reads(*MESSAGES)
 def tiny_buckets(rows):
-    """Most of the network's time goes into there being a message at all; one would carry it all."""
+    """Detect messages so small that their latency takes most of the network's time."""
     step = step_ms(rows)
     exposed, messages, latency, transfer = message_costs(rows)
     after = step - exposed + min(exposed, transfer + latency / messages)
@@ -170,14 +176,14 @@ def tiny_buckets(rows):
 
 @reads(*MESSAGES)
 def communication_bound(rows):
-    """The ranks stand still for bytes, and no single link explains it."""
+    """Detect ranks that wait for bytes, without a single slow link."""
     step = step_ms(rows)
     exposed, _, _, transfer = message_costs(rows)
     if is_worth(slow_link(rows)):
         return None
     return Finding(
         "communication-bound",
-        f"all ranks stand still for messages {exposed:.1f} of {step:.1f} ms; bytes take "
+        f"all ranks wait for messages {exposed:.1f} of {step:.1f} ms; bytes take "
         f"{transfer:.1f} ms of the network's time",
         "send half of the bytes (comm_hook), or compute more between messages (accumulation)",
         (step - min(exposed, transfer / 2)) / step,
@@ -186,7 +192,7 @@ def communication_bound(rows):
 
 @reads("step_ms", "memory_stalls")
 def memory_pressure(rows):
-    """Memory that was given away must be fetched back: pages from the disk, blocks from the GPU."""
+    """Detect memory that must be fetched back: pages from the disk, blocks from the GPU."""
     steps = rows.groupby("step")[["step_ms", "memory_stalls"]].max()
     held_up = steps["memory_stalls"] > 0
     clean = steps.loc[~held_up, "step_ms"].median() if (~held_up).sum() >= FEWEST else nan
@@ -198,73 +204,78 @@ def memory_pressure(rows):
         "memory pressure",
         f"in {held_up.mean():.0%} of the steps memory had to be fetched back, most of all on "
         f"rank {worst}: a step then takes {steps.loc[held_up, 'step_ms'].median():.1f} ms",
-        "hold less: smaller micro-batches, recompute activations, shard the states",
+        "use less memory: smaller micro-batches, recompute activations, shard the states",
         clean / mean,
     )
 
 
 @reads("step_ms", "loss_scale")
 def loss_scale_thrashing(rows):
-    """The loss scale grows and overflows again and again; each overflow is a step for nothing."""
+    """Detect a loss scale that grows and overflows repeatedly; each overflow skips a step."""
     change = rows.groupby("step")["loss_scale"].first().diff().dropna()
-    fell, grew = (change < 0).sum(), (change > 0).sum()
-    if not grew:  # at first it may fall until it fits
+    fell = (change < 0).sum()
+    grew = (change > 0).sum()
+    if not grew:  # at first the scale may only fall until it fits
         return None
     return Finding(
         "loss-scale thrashing",
-        f"the loss scale fell in {fell} of {len(change)} steps and grew in {grew}: each fall is a "
-        "step that was skipped",
-        "let the scale grow more seldom (growth_interval), or train in bf16",
+        f"the loss scale fell in {fell} of {len(change)} steps and grew in {grew}: each fall "
+        "skips a step",
+        "let the scale grow less often (growth_interval), or train in bf16",
         useful(rows),
     )
 
 
 def hang(rows):
-    """Ranks that have come to an operation wait for those that have not, or do another one."""
+    """Detect ranks that wait for others at an operation, or are in different operations."""
     if "scheduled" not in rows:
         return None
     seen = rows.dropna(subset="scheduled")
-    told = {rank: of_rank.to_dict("records") for rank, of_rank in seen.groupby("rank")}
+    by_rank_rows = {rank: of_rank.to_dict("records") for rank, of_rank in seen.groupby("rank")}
     members = {member for row in seen["ranks"] for member in row}
-    told |= {rank: [] for rank in members - told.keys()}  # it has come to nothing yet
-    late = progress.late(told)
-    words = awaited(told) if late else apart(told)
+    by_rank_rows |= {rank: [] for rank in members - by_rank_rows.keys()}  # no operation yet
+    late = progress.late(by_rank_rows)
+    words = awaited(by_rank_rows) if late else apart(by_rank_rows)
     if not words:
         return None
     for rank in late[:1]:
-        row = progress.latest(told[rank])
-        last = f"last seen in {operation(row, row['scheduled'], told)}" if row else "not seen yet"
+        row = progress.latest(by_rank_rows[rank])
+        last = (
+            f"last seen in {operation(row, row['scheduled'], by_rank_rows)}"
+            if row
+            else "not seen yet"
+        )
         words += f": waiting for {ranks(late)}, {last}"
     return Finding("a hang", words, "let every rank call the same collectives in the same order", 0)
 
 
-def operation(row, number, told):
-    """In words, the operation of that number; only of the latest it is known which it was."""
+def operation(row, number, rows):
+    """Return the name of an operation; only the latest one's op and bytes are known."""
     name = f"collective {number:.0f}"
     if row["message"]:
         name = "message {:.0f} from rank {} to rank {}".format(number, *row["ranks"])
-    elif len(row["ranks"]) < len(told):
+    elif len(row["ranks"]) < len(rows):
         name += f" of {ranks(row['ranks'])}"
     known = number == row["scheduled"]
     return f"{name} ({row['op']} of {row['bytes']:,.0f} bytes)" if known else name
 
 
-def awaited(told):
-    """In words, who waits in which operations that another rank has not come to."""
-    there = {}
-    for wait in progress.waits(told):
+def awaited(rows):
+    """Return a sentence about the ranks that wait in operations that another has not reached."""
+    waiting = {}
+    for wait in progress.waits(rows):
         if wait.missing:
-            call = operation(wait.row, wait.number, told)
-            there.setdefault(call, []).append(wait.rank)
-    return "; ".join(f"{ranks(who)} in {call}" for call, who in sorted(there.items()))
+            call = operation(wait.row, wait.number, rows)
+            waiting.setdefault(call, []).append(wait.rank)
+    return "; ".join(f"{ranks(numbers)} in {call}" for call, numbers in sorted(waiting.items()))
 
 
-def apart(told):
-    """In words, the first two ranks that are in different operations of the same number; ""."""
-    for one, other in combinations(told, 2):
-        if rows := progress.differ(told[one], told[other]):
-            words = [operation(row, row["scheduled"], told) for row in rows]
-            return f"rank {one} is in {words[0]}; rank {other} is in {words[1]}"
+def apart(rows):
+    """Return a sentence about two ranks in different operations of the same number, or ""."""
+    for first, second in combinations(rows, 2):
+        if differing := progress.differ(rows[first], rows[second]):
+            words = [operation(row, row["scheduled"], rows) for row in differing]
+            return f"rank {first} is in {words[0]}; rank {second} is in {words[1]}"
     return ""
 
 

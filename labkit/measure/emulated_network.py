@@ -1,13 +1,13 @@
-"""An emulated network: a message arrives latency + bytes / rate after all ranks have sent theirs.
+"""An emulated network: a message arrives latency + bytes / rate after all ranks have sent it.
 
     backward   | l3 | l2 | l1 |- wait -|
     network         [ message 1 ][ message 2 ]     one after the other, as on one cable
                     latency + bytes / rate
 
-The messages themselves are real, and so are their bytes and their order; only their time is a
-sleep. So a laptop shows what a slow network does, beside emulated compute (models/emulated.py).
-Every number measured so is labelled "emulated". run/network_namespaces.py has links that are
-really slow, without any sleep.
+The messages are real, with their real bytes and order; only the time is a sleep. So a laptop shows
+the effect of a slow network, together with emulated compute (models/emulated.py). Numbers measured
+with it are labelled "emulated". run/network_namespaces.py has links that are really slow, without
+sleeps.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -24,12 +24,13 @@ PAIRWISE = ("send", "exchange")
 
 @contextmanager
 def emulated_network(latency_ms, mbit, slow_rank=None, slower=1.0):
-    """Inside, what goes through labkit.comm takes so long, by the bytes that a rank sends.
+    """Delay the messages of labkit.comm inside, by the bytes that a rank sends.
 
-    slow_rank: the link of this rank has a `slower`th of the speed; every collective goes at the
-    pace of the slowest link, messages between two ranks at that of the sender's.
+    slow_rank: the link of this rank has 1 / `slower` of the speed. Every collective runs at the
+    speed of the slowest link, messages between two ranks at that of the sender's.
     """
-    lane, real = ThreadPoolExecutor(1), comm.metered
+    lane = ThreadPoolExecutor(1)
+    real = comm.metered
 
     def metered(op, group, tensor, sent, async_op, launch, pairs=None):
         def launch_and_sleep():
@@ -53,7 +54,7 @@ def emulated_network(latency_ms, mbit, slow_rank=None, slower=1.0):
 
 
 class Arriving:
-    """The Work of a message that arrives `seconds` after it could have."""
+    """The Work of a message that arrives `seconds` after the real one."""
 
     def __init__(self, work, seconds, lane, tensor):
         self.future = torch.futures.Future()

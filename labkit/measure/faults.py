@@ -1,18 +1,18 @@
-"""Faults on purpose: what goes wrong on a large machine, at a step and a rank that one chooses.
+"""Inject faults: failures of a large machine, at a chosen step and rank.
 
     plan = [Fault("kill", rank=1, step=5), Fault("slow", rank=0, step=3, seconds=0.05)]
     for step in ...:
         inject(plan, context, step)         rank 1, step 5: SIGKILL; rank 0, from step 3: 50 ms each
 
     raise, kill, stop    an exception; SIGKILL; SIGSTOP
-    stall, slow          asleep once; asleep in every step from that one on
-    nan                  one element of inject's tensors, such as gradients or an input
-    flip, cut short      one bit of one of inject's files, such as a checkpoint's; its second half
-    disk full            inject's store takes `room` bytes more of a file, and raises ENOSPC
-    link down            inject's cut(), as labkit.run.network_namespaces.cut
+    stall, slow          sleep once; sleep in every step from this one on
+    nan                  sets one element of inject's tensors, such as gradients or an input
+    flip, cut short      flips one bit of one of inject's files; truncates one to half its length
+    disk full            inject's store accepts `room` more bytes of a file, and raises ENOSPC
+    link down            calls inject's cut(), such as labkit.run.network_namespaces.cut
 
-A fault happens in one attempt only (launch(..., restarts=k)): ranks that are started again come to
-the same step again. Which bit, element and file: drawn by the seed, so that it is the same again.
+A fault occurs in one attempt only (launch(..., restarts=k)), because restarted ranks repeat the
+step. The seed chooses bit, element and file, so a fault is reproducible.
 Avizienis et al., Basic Concepts and Taxonomy of Dependable and Secure Computing, TDSC 2004.
 """
 
@@ -30,12 +30,12 @@ KINDS = (
 
 
 class Injected(RuntimeError):
-    """What a Fault("raise") raises."""
+    """The exception of a Fault("raise")."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """seconds: of stall and slow. room: bytes, of disk full. attempt: None for every attempt."""
+    """A fault. seconds: for stall and slow. room: bytes, for disk full. attempt: None for all."""
 
     kind: str
     rank: int
@@ -47,7 +47,7 @@ class Fault:
 
     def __post_init__(self):
         if self.kind not in KINDS:
-            raise ValueError(f"no fault is called {self.kind!r}: {', '.join(KINDS)}")
+            raise ValueError(f"unknown fault {self.kind!r}: choose from {', '.join(KINDS)}")
 
     def is_due(self, context, step):
         late = step >= self.step if self.kind == "slow" else step == self.step
@@ -55,7 +55,7 @@ class Fault:
 
 
 def draw(kinds, ranks, steps, seed, **options):
-    """One Fault of each kind, at a rank and a step that the seed draws."""
+    """Return one Fault of each kind, at a random rank and step of this seed."""
     chance = random.Random(seed)
     return [
         Fault(kind, chance.randrange(ranks), 1 + chance.randrange(steps), seed=seed, **options)
@@ -64,13 +64,13 @@ def draw(kinds, ranks, steps, seed, **options):
 
 
 def inject(plan, context, step, tensors=(), files=(), store=None, cut=None):
-    """Let happen what is due on this rank in this step; most of it only once."""
+    """Trigger the faults of the plan that are due on this rank in this step."""
     for fault in plan:
         if not fault.is_due(context, step):
             continue
         chance = random.Random(fault.seed)
         if fault.kind == "raise":
-            raise Injected(f"on purpose, in step {step}")
+            raise Injected(f"injected fault in step {step}")
         elif fault.kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif fault.kind == "stop":
@@ -92,7 +92,7 @@ def inject(plan, context, step, tensors=(), files=(), store=None, cut=None):
 
 
 def flip(path, chance):
-    """Turn over one bit, in place: no program and no file system notices."""
+    """Flip one bit in place, unnoticed by programs and file systems."""
     with open(path, "r+b") as file:
         at = chance.randrange(Path(path).stat().st_size)
         file.seek(at)
@@ -102,16 +102,17 @@ def flip(path, chance):
 
 
 def fill_up(store, room):
-    """From now on the store (labkit.checkpoint.storage) takes so many bytes of a file."""
+    """Let the store (labkit.checkpoint.storage) accept only `room` bytes of a file from now on."""
     write = store.write
     store.write = lambda name, fill: write(name, lambda file: fill(Full(file, room)))
 
 
 class Full:
-    """A file on a disk with so much room."""
+    """A file on a disk with `room` free bytes."""
 
     def __init__(self, file, room):
-        self.file, self.room = file, room
+        self.file = file
+        self.room = room
 
     def write(self, data):
         self.room -= memoryview(data).nbytes

@@ -1,19 +1,19 @@
-"""Which code a stored number was measured with: a digest for each file of labkit that it uses.
+"""Fingerprint the code behind a stored number: a digest per file of labkit that was used.
 
     code = Code()
     code.fingerprint(["import labkit.ddp; labkit.ddp.DDP"])   {"labkit/ddp/ddp.py": "5f0c...", ...}
     code.of_cells(sources)                                    the same, and "cells": a notebook's
 
-The sources are read, not run. From the names that a cell reads, imports lead to the functions,
-classes and constants of labkit that it can reach, these to others, and so on:
+The sources are parsed, not run. Imports lead from the names in a cell to the functions, classes and
+constants of labkit that it can reach, these to others, and so on:
 
     cell: Trainer(...) -> trainer.Trainer -> comm.all_reduce -> meter.Event       used: digested
                           trainer.STRATEGIES                                      not used: not
 
-A digest covers only the parts of a file that are used, and of these the syntax tree without its
-docstrings. So a comment, a docstring, a line break or a function that nobody here calls changes no
-digest. Names that only exist at run time are followed where a text has them: "labkit.train:main",
-programs in strings, names of data files. A module passed on whole (to getattr, say) is used whole.
+A digest covers only the used parts of a file: their syntax trees without docstrings. So changing a
+comment, a docstring, a line break or an unused function changes no digest. Names that exist only
+at run time are followed in strings: "labkit.train:main", programs, names of data files. A module
+that is passed on (for example to getattr) counts as used completely.
 """
 
 import ast
@@ -33,7 +33,7 @@ EXTENSION = "import labkit\nlabkit.load_ipython_extension\n"  # what %load_ext l
 
 
 def changed(recorded, today):
-    """Names of the files that differ between two fingerprints, sorted. recorded: None if none."""
+    """Return the names of files that differ between two fingerprints, sorted. recorded: or None."""
     recorded = recorded or {}
     return sorted(
         name for name in recorded.keys() | today.keys() if recorded.get(name) != today.get(name)
@@ -45,9 +45,9 @@ def digest(parts):
 
 
 def canonical(node):
-    """A syntax tree as nested tuples without docstrings, the same on every version of Python."""
+    """Return a syntax tree as nested tuples without docstrings, equal on all Python versions."""
     if isinstance(node, list):
-        return tuple(canonical(one) for one in node)
+        return tuple(canonical(child) for child in node)
     if not isinstance(node, ast.AST):
         return repr(node)
     if isinstance(node, ast.JoinedStr):
@@ -61,7 +61,7 @@ def canonical(node):
 
 
 def joined(values):
-    """An f-string's parts, neighbouring texts as one: versions of Python cut them differently."""
+    """Merge neighbouring texts of an f-string, which Python versions split differently."""
     parts = []
     for value in values:
         if parts and isinstance(value, ast.Constant) and isinstance(parts[-1], ast.Constant):
@@ -72,7 +72,7 @@ def joined(values):
 
 
 def without_docstring(node):
-    """The node; of a module, function or class that opens with a docstring, a copy without it."""
+    """Return the node without its docstring, if it has one."""
     if not isinstance(node, ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return node
     if ast.get_docstring(node, clean=False) is None:
@@ -82,15 +82,17 @@ def without_docstring(node):
 
 
 class Module:
-    """A parsed file. `definitions`: name -> statements; `always`: what runs when it is imported."""
+    """A parsed file. `definitions`: name -> statements; `always`: statements that run on import."""
 
     def __init__(self, name, text, is_package=False):
         self.name = name
         self.tree = without_docstring(ast.parse(text))
         self.bindings = bindings(self.tree, name if is_package else name.rpartition(".")[0])
-        self.definitions, self.always, self.exported = {}, [], set()
+        self.definitions = {}
+        self.always = []
+        self.exported = set()
         imports = (ast.Import, ast.ImportFrom)
-        self.body = [one for one in self.tree.body if not isinstance(one, imports)]
+        self.body = [part for part in self.tree.body if not isinstance(part, imports)]
         for statement in self.body:
             names = bound(statement)
             for name in names:
@@ -101,68 +103,70 @@ class Module:
                 self.exported = set(ast.literal_eval(statement.value))
 
     def registers(self, statement):
-        """True for a definition that a decorator of labkit's own may put into a table."""
-        decorators = {base(one) for one in getattr(statement, "decorator_list", [])}
+        """Return whether a decorator of labkit may register this definition in a table."""
+        decorators = {base(part) for part in getattr(statement, "decorator_list", [])}
         targets = set().union(*(self.bindings.get(name, ()) for name in decorators))
         ours = any(target.startswith("labkit") for target in targets)
         return ours or bool(decorators & self.definitions.keys())
 
     def statements(self, name):
-        """Those that define the name, and what always runs. None: all but the imports."""
+        """Return the statements that define the name or always run. None: all but imports."""
         return self.body if name is None else [*self.definitions.get(name, ()), *self.always]
 
 
 def base(node):
-    """The name that a chain of attributes, subscripts and calls begins with; None without one."""
+    """Return the first name of a chain of attributes, subscripts and calls, or None."""
     while isinstance(node, ast.Attribute | ast.Subscript | ast.Call | ast.Starred):
         node = node.func if isinstance(node, ast.Call) else node.value
     return node.id if isinstance(node, ast.Name) else None
 
 
 def bound(statement):
-    """Names that a statement of a module defines or changes."""
+    """Return the names that a statement of a module defines or changes."""
     if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return [statement.name]
     if isinstance(statement, ast.If) and "__name__" in names_in(statement.test):
         return ["__main__"]
     if isinstance(statement, ast.Assign | ast.AnnAssign | ast.AugAssign):
         targets = getattr(statement, "targets", None) or [statement.target]
-        parts = [part for one in targets for part in getattr(one, "elts", [one])]
+        parts = [part for target in targets for part in getattr(target, "elts", [target])]
         return [name for name in map(base, parts) if name]
     inner = [part for part in ast.iter_child_nodes(statement) if isinstance(part, ast.stmt)]
     return [name for part in inner for name in bound(part)]
 
 
 def names_in(node):
-    return {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
+    return {child.id for child in ast.walk(node) if isinstance(child, ast.Name)}
 
 
 def bindings(tree, package=""):
-    """Local name -> dotted names that an import anywhere in the tree binds it to."""
-    found = {}
+    """Return {local name: dotted names} for all imports in the tree."""
+    names = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 target = alias.name if alias.asname else alias.name.partition(".")[0]
-                found.setdefault(alias.asname or target, set()).add(target)
+                names.setdefault(alias.asname or target, set()).add(target)
         elif isinstance(node, ast.ImportFrom):
             above = package.split(".")[: package.count(".") + 2 - node.level] if node.level else []
             parent = [*above, node.module] if node.module else above
             for alias in node.names:
                 target = ".".join([*parent, alias.name])
-                found.setdefault(alias.asname or alias.name, set()).add(target)
-    return found
+                names.setdefault(alias.asname or alias.name, set()).add(target)
+    return names
 
 
 class Uses(ast.NodeVisitor):
-    """What a tree names: `dotted` (chains of attributes, through imports) and `texts` (strings)."""
+    """The names in a tree: `dotted` (attribute chains, through imports) and `texts` (strings)."""
 
     def __init__(self, bindings):
         self.bindings = bindings
-        self.dotted, self.texts = set(), set()
+        self.dotted = set()
+        self.texts = set()
 
     def visit_Attribute(self, node):
-        chain, inner = [], node
+        chain = []
+        inner = node
         while isinstance(inner, ast.Attribute):
             chain.insert(0, inner.attr)
             inner = inner.value
@@ -183,12 +187,14 @@ class Uses(ast.NodeVisitor):
 
 
 class Code:
-    """The sources below root/labkit. Each is parsed when it is reached, and none is imported."""
+    """The sources below root/labkit. Each is parsed when it is reached; none is imported."""
 
     def __init__(self, root=ROOT):
         self.root = Path(root)
-        self.paths, self.data = {}, {}
-        self.parsed, self.known = {}, {}
+        self.paths = {}
+        self.data = {}
+        self.parsed = {}
+        self.known = {}
         for path in sorted((self.root / "labkit").rglob("*.*")):
             if path.suffix == ".py":
                 parts = path.relative_to(self.root).with_suffix("").parts
@@ -197,18 +203,20 @@ class Code:
                 self.data.setdefault(path.name, []).append(path)
 
     def fingerprint(self, sources):
-        """{file: digest} of what pieces of Python source can reach in labkit."""
+        """Return {file: digest} of the code in labkit that pieces of Python source can reach."""
         statements, files = self.reach(ast.parse("\n".join(sources)))
-        found = {}
+        digests = {}
         for name, of in statements.items():
             in_order = sorted(of, key=lambda statement: statement.lineno)
-            found[self.shown(self.paths[name])] = digest([self.known[one][0] for one in in_order])
+            digests[self.shown(self.paths[name])] = digest(
+                [self.known[statement][0] for statement in in_order]
+            )
         for path in files:
-            found[self.shown(path)] = hashlib.sha256(path.read_bytes()).hexdigest()[:DIGITS]
-        return dict(sorted(found.items()))
+            digests[self.shown(path)] = hashlib.sha256(path.read_bytes()).hexdigest()[:DIGITS]
+        return dict(sorted(digests.items()))
 
     def of_cells(self, sources):
-        """The fingerprint of a notebook whose code cells have these sources; "cells": their own."""
+        """Return the fingerprint of a notebook's code cells; "cells" is that of their own code."""
         magics = [line for source in sources for line in MAGIC.findall(source)]
         code = [MAGIC.sub("", source) for source in sources]
         extension = [EXTENSION] if any("labkit" in line for line in magics) else []
@@ -226,9 +234,10 @@ class Code:
         return self.parsed[name]
 
     def reach(self, tree):
-        """({module: statements}, data files) that the tree can reach."""
+        """Return ({module: statements}, data files) that the tree can reach."""
         waiting, files = self.named(tree, bindings(tree))
-        reached, seen = {}, set()
+        reached = {}
+        seen = set()
         while waiting:
             symbol = waiting.pop()
             if symbol in seen:
@@ -243,7 +252,7 @@ class Code:
         return reached, files
 
     def about(self, module, statement):
-        """(digest, symbols that it names, data files) of a module's statement, found once."""
+        """Return (digest, symbols, data files) of a module's statement, from a cache."""
         if statement not in self.known:
             symbols, files = self.named(statement, module.bindings)
             own = names_in(statement) & module.definitions.keys()
@@ -252,7 +261,7 @@ class Code:
         return self.known[statement]
 
     def named(self, tree, bindings):
-        """(set of symbols, set of data files) that names and texts in the tree lead to."""
+        """Return (symbols, data files) that names and strings in the tree lead to."""
         uses = Uses(bindings)
         uses.visit(tree)
         dotted = uses.dotted.union(*map(self.in_text, uses.texts))
@@ -260,26 +269,27 @@ class Code:
         return symbols, {path for text in uses.texts for path in self.data.get(text, ())}
 
     def in_text(self, text):
-        """Dotted names in a string: the imports of a program, or "labkit.train:main" as a whole."""
+        """Return dotted names in a string: a program's imports, or "labkit.train:main"."""
         if "import" in text and "labkit" in text:
             try:
                 tree = ast.parse(textwrap.dedent(text))
             except SyntaxError:
                 return set()
             return set().union(*bindings(tree).values())
-        said = NAMED.fullmatch(text)
-        path = said and f"labkit.{said['path']}"
-        if not said or path not in self.paths or not (said["whole"] or "." in said["path"]):
+        match = NAMED.fullmatch(text)
+        path = match and f"labkit.{match['path']}"
+        if not match or path not in self.paths or not (match["whole"] or "." in match["path"]):
             return set()
-        return {f"{path}.{said['name']}" if said["name"] else path}
+        return {f"{path}.{match['name']}" if match["name"] else path}
 
     def resolve(self, dotted):
-        """The symbols (module, name) of "labkit.models.build". Of a whole module, name is None."""
+        """Yield the symbols (module, name) of "labkit.models.build"; name None: the full module."""
         parts = dotted.split(".")
         known = [n for n in range(1, len(parts) + 1) if ".".join(parts[:n]) in self.paths]
         if not known:
             return
-        module, rest = self.module(".".join(parts[: known[-1]])), parts[known[-1] :]
+        module = self.module(".".join(parts[: known[-1]]))
+        rest = parts[known[-1] :]
         if rest and rest[0] in module.definitions:
             yield (module.name, rest[0])
         elif rest and rest[0] in module.bindings:

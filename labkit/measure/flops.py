@@ -1,4 +1,4 @@
-"""The arithmetic of a training step, and how much the machine could have done in its time.
+"""FLOPs of a training step, and model FLOPs utilization (MFU).
 
     forward     Y  = X W        X [m, k], W [k, n]: m n sums of k products, so 2 m n k FLOPs
     backward    dX = dY W^T     2 m n k        together 6 for each weight and token: "6 N"
@@ -11,9 +11,9 @@
     MFU  =  -------------------------------------------------------------      a ratio, from 0 to 1
              FLOP/s that the same ranks reach together in matrix products
 
-The FLOPs are the model's: what is computed a second time (recomputation, scores in a fused
-backward) is not counted. The peak is measured, never looked up, with all ranks at work at once:
-they may share cores.
+The FLOPs are the model's: recomputed operations (activations, scores in a fused backward) do not
+count. The peak is measured, not looked up, with all ranks working at once, because they may share
+cores.
 Kaplan et al., Scaling Laws for Neural Language Models, 2020, arXiv:2001.08361, section 2.1 (6 N);
 Chowdhery et al., PaLM, 2022, arXiv:2204.02311, appendix B (the term of attention, and MFU).
 """
@@ -28,15 +28,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from labkit import comm
 
-LONG = 0.02  # seconds that a product must take, so that starting it costs nothing beside it
+LONG = 0.02  # seconds that a product must take, so that its launch time is negligible
 
 
 def step_flops(module, input, target, loss):
-    """FLOPs of the products and convolutions of one forward and backward, counted by PyTorch.
+    """Return FLOPs of matrix products and convolutions in one forward and backward, by PyTorch.
 
-    All may be on the meta device, where nothing is computed. Attention is taken as its products:
-    the fused kernel of a CPU has no formula in the counter, that of a GPU counts scores twice.
-    As in the papers, the half that a causal mask hides counts; norms and the optimizer do not.
+    All tensors may be on the meta device, where nothing is computed. Attention counts as its
+    products, because the counter has no formula for the fused CPU kernel and counts scores twice
+    for the GPU's. As in the papers, scores that a causal mask hides count; norms and the optimizer
+    do not.
     """
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         loss(module(input), target).backward()
@@ -44,32 +45,32 @@ def step_flops(module, input, target, loss):
 
 
 def token_flops(weights, layers, width, context):
-    """FLOPs of a transformer per token, forward and backward, by the closed form 6 N + 12 L h s.
+    """Return FLOPs of a transformer per token, forward and backward: 6 N + 12 L h s.
 
-    weights: N, those that a token is multiplied with, the output layer's included.
+    weights: N, the weights that a token is multiplied with, including the output layer.
     """
     return 6 * weights + 12 * layers * width * context
 
 
 def peak_flops(device, dtype, working=True, repetitions=5):
-    """FLOP/s of all ranks together, each in matrix products of its own. Collective.
+    """Return the FLOP/s of all ranks together in matrix products. Collective.
 
-    The best of a few. working=False: this rank waits. Of a dtype of 16 bits: that of fp32 where it
-    is higher, as on a processor without arithmetic of 16 bits.
+    The best of several repetitions. working=False: this rank waits. For a 16-bit dtype: that of
+    fp32 if it is higher, as on a processor without 16-bit arithmetic.
     """
     dtypes = {dtype, torch.float32} if dtype.itemsize == 2 else {dtype}
-    in_order = sorted(dtypes, key=str)  # of all ranks the same
-    return max(measured_peak(device, one, working, repetitions) for one in in_order)
+    in_order = sorted(dtypes, key=str)  # the same order on all ranks
+    return max(measured_peak(device, dtype, working, repetitions) for dtype in in_order)
 
 
 def measured_peak(device, dtype, working, repetitions):
-    """One clock for all ranks, from the first that begins to the last that is done.
+    """Measure from the start of the first rank to the end of the last.
 
-    A rank may begin after the others: where they share cores, that is when another has ended. The
-    first to leave the barrier before sees all of them begin, and leaves the one after when all are
-    done.
+    If ranks share cores, one may start only after another has ended. The first rank to leave the
+    barrier sees all of them start, and leaves the next barrier when all have ended.
     """
-    size, best = 256, 0.0
+    size = 256
+    best = 0.0
     while repetitions:
         matrix = torch.randn(size, size, device=device).to(dtype) if working else None
         comm.barrier()
@@ -91,15 +92,15 @@ def measured_peak(device, dtype, working, repetitions):
 
 
 def synchronize(device):
-    """On CUDA a product has only been enqueued when the call returns."""
+    """Wait for the device; on CUDA, a product has only been enqueued when the call returns."""
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def mfu(flops, step_ms, peak):
-    """Model FLOPs utilization of a step, at most 1: NaN where there is no time or no peak.
+    """Return the model FLOPs utilization of a step; NaN without a time or a peak.
 
-    And where it would be above 1: then the peak was not one.
+    Also NaN if it would exceed 1, because then the peak was not one.
     """
     share = flops / (1e-3 * step_ms * peak) if step_ms > 0 and peak > 0 else nan
     return share if share <= 1 else nan

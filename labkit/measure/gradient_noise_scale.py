@@ -1,17 +1,16 @@
-"""The gradient noise scale: the batch from which a gradient is more signal than noise.
+"""The gradient noise scale: the batch size above which a gradient is more signal than noise.
 
     one sample      g = G + noise       E|g|^2   = |G|^2 + tr(Sigma)
     a batch of B    G_B, their mean     E|G_B|^2 = |G|^2 + tr(Sigma) / B    two sizes: two equations
 
-    |G|^2     = (B E|G_B|^2 - b E|G_b|^2) / (B - b)      signal: what all samples agree on, squared
+    |G|^2     = (B E|G_B|^2 - b E|G_b|^2) / (B - b)      signal: the mean gradient, squared
     tr(Sigma) = (E|G_b|^2 - E|G_B|^2) / (1/b - 1/B)      noise: variance of one sample's gradient
-    B_simple  = tr(Sigma) / |G|^2                        there one half of E|G_B|^2 is signal
+    B_simple  = tr(Sigma) / |G|^2                        there half of E|G_B|^2 is signal
 
-Data parallelism has both at hand: a rank's own gradient (b = B/n samples) and the average of all
-ranks' (B samples). Cost: one number a rank and step. The two estimates are unbiased, their quotient
-is not: average first, then divide. The interval holds every x for which noise - x signal may have
-the mean 0 by Student's t, exact for Gaussian errors (Fieller, Some Problems in Interval Estimation,
-1954).
+Data parallelism has both gradients: a rank's own (b = B/n samples) and the average over ranks (B
+samples). Cost: one number per rank and step. The two estimates are unbiased but their quotient is
+not: average first, then divide. The interval holds every x for which noise - x signal may have mean
+0 by Student's t, exact for Gaussian errors (Fieller, Some Problems in Interval Estimation, 1954).
 McCandlish, Kaplan, Amodei et al., An Empirical Model of Large-Batch Training, 2018, section 2.2 and
 appendix A.1.
 """
@@ -27,8 +26,8 @@ from labkit.measure.stats import FEWEST
 class NoiseScale:
     """signal: |G|^2. noise: tr(Sigma). scale: B_simple in samples; low, high: its 95 % interval.
 
-    Where the signal cannot be distinguished from zero, scale or high is infinite: the batches were
-    too small, or too few, to see G. Of fewer than FEWEST pairs the interval is 0 to infinity.
+    If the signal is not distinguishable from zero, scale or high is infinite: the batches were too
+    small or too few. For fewer than FEWEST pairs the interval is 0 to infinity.
     """
 
     signal: float
@@ -38,19 +37,19 @@ class NoiseScale:
     high: float
 
     def signal_share(self, batch):
-        """How much of E|G_B|^2 is signal: |G|^2 / (|G|^2 + tr(Sigma) / batch)."""
+        """Return the part of E|G_B|^2 that is signal: |G|^2 / (|G|^2 + tr(Sigma) / batch)."""
         return 1 / (1 + self.scale / batch)
 
 
 def signal_and_noise(small, big, small_batch, big_batch):
-    """Unbiased (|G|^2, tr(Sigma)) from squared lengths of gradients of two sizes of batch.
+    """Return unbiased (|G|^2, tr(Sigma)) from squared gradient norms at two batch sizes.
 
-    small, big: numbers or arrays, of small_batch and of big_batch samples. Raises ValueError
-    unless big_batch is the larger one.
+    small, big: numbers or arrays, for small_batch and big_batch samples. Raises ValueError unless
+    big_batch is larger.
     """
     if not 0 < small_batch < big_batch:
         raise ValueError(
-            f"two sizes of batch are needed, a smaller and a larger: {small_batch}, {big_batch}"
+            f"small_batch={small_batch} must be above 0 and below big_batch={big_batch}"
         )
     signal = (big_batch * big - small_batch * small) / (big_batch - small_batch)
     noise = (small - big) / (1 / small_batch - 1 / big_batch)
@@ -58,13 +57,14 @@ def signal_and_noise(small, big, small_batch, big_batch):
 
 
 def noise_scale(small, big, small_batch, big_batch):
-    """NoiseScale from pairs: small[i] and big[i] are squared lengths at the same weights.
+    """Return the NoiseScale of pairs: small[i] and big[i] are squared norms at the same weights.
 
-    Several ranks' small ones are averaged before. Raises ValueError for unequal numbers or none.
+    Average the small ones of several ranks first. Raises ValueError for unequal lengths or none.
     """
-    small, big = np.asarray(list(small), dtype=float), np.asarray(list(big), dtype=float)
+    small = np.asarray(list(small), dtype=float)
+    big = np.asarray(list(big), dtype=float)
     if small.shape != big.shape or small.ndim != 1 or not small.size:
-        raise ValueError(f"pairs needed: got {small.size} and {big.size} values")
+        raise ValueError(f"small and big must be pairs: got {small.size} and {big.size} values")
     signal, noise = signal_and_noise(small, big, small_batch, big_batch)
     scale = noise.mean() / signal.mean() if signal.mean() > 0 else np.inf
     low, high = fieller(noise, signal) if small.size >= FEWEST else (0.0, np.inf)
@@ -74,7 +74,7 @@ def noise_scale(small, big, small_batch, big_batch):
 
 
 def fieller(above, below):
-    """95 % interval, of what is not negative, of mean(above) / mean(below); the values are paired.
+    """Return a 95 % interval, at least 0, of mean(above) / mean(below); the values are paired.
 
     All x with |mean(above - x below)| <= t standard errors: a x^2 - 2 b x + c <= 0.
     """
@@ -91,7 +91,7 @@ def fieller(above, below):
 
 
 def student(freedom):
-    """97.5 % point of Student's t, by its expansion in 1 / freedom: to 0.1 % from 5 on.
+    """Return the 97.5 % point of Student's t, by its expansion in 1 / freedom: 0.1 % from 5 on.
 
     Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.5.
     """

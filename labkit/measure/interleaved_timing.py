@@ -1,11 +1,11 @@
-"""Variants of one thing, timed in turns: a ratio that may be believed on a small noisy machine.
+"""Time variants in interleaved rounds, for reliable ratios on a small noisy machine.
 
     repetition 1   | barrier | b b b | barrier | a a a | barrier | b' b' b' |
     repetition 2   | barrier | a a a | barrier | b' b' b' | barrier | b b b |
-    ...            a new order in each, the same on all ranks; b' is b again: the noise
+    ...            a new order in each, the same on all ranks; b' is b again, and shows the noise
 
-A slow second then slows all variants. A variant is a function of nothing that takes one step.
-`stats.paired_ratio` makes of two columns what may be said of them.
+A slow second then slows all variants. A variant is a function without arguments that takes one
+step. Compare two columns with `stats.paired_ratio`.
 """
 
 import time
@@ -15,14 +15,14 @@ import torch.distributed as dist
 from labkit.measure.stats import shuffled_rounds
 from labkit.measure.traffic import TrafficCounter
 
-STEPS = 3  # of a variant between two barriers
-WARMUP = 2  # repetitions that are run and thrown away
+STEPS = 3  # steps of a variant between two barriers
+WARMUP = 2  # repetitions that are discarded
 
 
 def timed(variants, *, repetitions, steps=STEPS, warmup=WARMUP):
-    """Yield {variant, repetition, ms}, ms of one step. Collective where there are ranks.
+    """Yield {variant, repetition, ms}, ms per step. Collective if there are ranks.
 
-    variants: name -> function. Where its last step returns a dict, that is added.
+    variants: name -> function. If its last step returns a dict, the row includes it.
     """
     for number, name in shuffled_rounds(variants, repetitions + warmup):
         meet()
@@ -42,9 +42,9 @@ def meet():
 
 
 def time_variants(context, variants, *, repetitions, beside=None, **settings):
-    """Runs on every rank: record rank 0's rows of timed(), and move the bar.
+    """Record rank 0's rows of timed(), and move the progress bar. Call on every rank.
 
-    beside: name -> dict of what else is known of a variant; what it returns itself goes before.
+    beside: name -> dict of further fields of a variant; fields of its own dict take precedence.
     """
     for row in timed(variants, repetitions=repetitions, **settings):
         if context.rank == 0:
@@ -53,10 +53,10 @@ def time_variants(context, variants, *, repetitions, beside=None, **settings):
 
 
 def time_and_count(context, variants, **settings):
-    """time_variants(), with `messages` in each row: of a variant's second step, not timed."""
+    """Run time_variants() with `messages` in each row, counted in an extra step of each variant."""
     counted = {}
     for name, step in variants.items():
-        step()  # the first may set up more than it will need again
+        step()  # the first step may need more set-up than later ones
         with TrafficCounter(context.world_size) as traffic:
             step()
         counted[name] = {"messages": traffic.messages}
@@ -64,6 +64,6 @@ def time_and_count(context, variants, **settings):
 
 
 def columns(records, value="ms"):
-    """The rows as variant -> values in the order of the repetitions."""
+    """Return {variant: values in the order of the repetitions}."""
     ordered = records.sort_values("repetition")
     return {name: rows[value].tolist() for name, rows in ordered.groupby("variant")}

@@ -1,11 +1,11 @@
-"""How fast each link is: one rank at a time sends to one other, which answers with a byte.
+"""Measure the speed of each link: one rank at a time sends to another, which answers with a byte.
 
-    0 -> 1   0 -> 2   0 -> 3   1 -> 0   1 -> 2   ...     n (n-1) turns, two messages in each
+    0 -> 1   0 -> 2   0 -> 3   1 -> 0   1 -> 2   ...     n (n-1) rounds, two messages in each
 
-A collective goes at the pace of its slowest link, and its time does not say which link that is.
-Sent per rank: n - 1 messages of `size` bytes, as many of one byte; twice, for the first of two may
-open the connection. On many ranks pairs take their turns side by side.
-The same in production: NVIDIA's nccl-tests (sendrecv_perf), run before a job.
+A collective runs at the speed of its slowest link, and its time does not show which link that is.
+Sent per rank: n - 1 messages of `size` bytes, and as many of one byte; all twice, because the first
+may open the connection. With many ranks, run disjoint pairs at the same time.
+In production: NVIDIA's nccl-tests (sendrecv_perf), before a job.
 """
 
 from itertools import permutations
@@ -19,11 +19,12 @@ from labkit import comm
 
 
 def link_times(size=1 << 16, device="cpu"):
-    """{"to_1_ms": 3.2, ...} of this rank, for a message of `size` bytes to each other. Collective.
+    """Return {"to_1_ms": 3.2, ...} of this rank, for `size` bytes to each other rank. Collective.
 
-    The shorter of two.
+    Each is the shorter of two measurements.
     """
-    rank, n = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    n = dist.get_world_size()
     message = torch.zeros(size, dtype=torch.uint8, device=device)
     answer = torch.zeros(1, dtype=torch.uint8, device=device)
     times = {f"to_{to}_ms": inf for to in range(n) if to != rank}
@@ -33,7 +34,7 @@ def link_times(size=1 << 16, device="cpu"):
             start = perf_counter()
             comm.send(message, receiver)
             comm.recv(answer, receiver)
-            answer.item()  # a GPU's time is over when the host can read
+            answer.item()  # waits until the host can read it, also on a GPU
             ms = 1e3 * (perf_counter() - start)
             times[f"to_{receiver}_ms"] = min(ms, times[f"to_{receiver}_ms"])
         elif rank == receiver:

@@ -1,4 +1,4 @@
-"""The machine card: what a number was measured on. It names the class, never the machine."""
+"""The machine card: the machine that a number was measured on, by class and without its name."""
 
 import importlib.metadata
 import os
@@ -15,7 +15,7 @@ PACKAGES = ("numpy", "matplotlib", "pandas")
 
 
 def processor():
-    """The processor's model as its maker calls it, else its architecture."""
+    """Return the processor's model name, or its architecture."""
     listing = Path("/proc/cpuinfo")
     if listing.exists():
         for line in listing.read_text().splitlines():
@@ -25,12 +25,12 @@ def processor():
 
 
 def usable_cores():
-    """Cores this process may run on: the affinity mask, which containers and Slurm narrow."""
+    """Return the cores this process may use: the affinity mask, which containers and Slurm set."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def backends():
-    """The process-group backends this build of torch can use here."""
+    """Return the process-group backends that this build of torch supports on this machine."""
     checks = {
         "gloo": dist.is_gloo_available,
         "nccl": dist.is_nccl_available,
@@ -44,14 +44,14 @@ def backends():
 
 
 def free_bytes(device, ranks):
-    """Bytes one of `ranks` ranks may still take: of its CUDA device, or its share of the host's."""
+    """Return the free bytes of one of `ranks` ranks: of its GPU, or its share of the host."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return psutil.virtual_memory().available // ranks
 
 
 def card():
-    """dict of JSON values: cpu, cores, memory_gib, gpus, software, backends. No host name."""
+    """Return a dict of JSON values: cpu, cores, memory_gib, gpus, software, backends."""
     gpus = []
     if torch.cuda.is_available():
         for properties in map(torch.cuda.get_device_properties, range(torch.cuda.device_count())):
@@ -72,31 +72,31 @@ def card():
     }
 
 
-def describe(held=None):
-    """The card as short lines of text."""
-    held = held or card()
-    names = [gpu["name"] for gpu in held["gpus"]]
+def describe(values=None):
+    """Return the card as short lines of text."""
+    values = values or card()
+    names = [gpu["name"] for gpu in values["gpus"]]
     gpus = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)) or "none"
     return "\n".join(
         [
-            f"processor  {held['cpu']}, {held['cores']} cores usable",
-            f"memory     {held['memory_gib']} GiB",
+            f"processor  {values['cpu']}, {values['cores']} cores usable",
+            f"memory     {values['memory_gib']} GiB",
             f"GPUs       {gpus}",
-            f"software   Python {held['python']}, torch {held['torch']}, {held['os']}",
-            f"backends   {', '.join(held['backends'])}",
+            f"software   Python {values['python']}, torch {values['torch']}, {values['os']}",
+            f"backends   {', '.join(values['backends'])}",
         ]
     )
 
 
-def host_class(held=None):
-    """One phrase for a caption: "2 cores, no GPU, torch 2.13.0"."""
-    held = held or card()
-    gpus = f"{len(held['gpus'])} x {held['gpus'][0]['name']}" if held["gpus"] else "no GPU"
-    return f"{held['cores']} cores, {gpus}, torch {held['torch']}"
+def host_class(values=None):
+    """Return one phrase for a caption: "2 cores, no GPU, torch 2.13.0"."""
+    values = values or card()
+    gpus = f"{len(values['gpus'])} x {values['gpus'][0]['name']}" if values["gpus"] else "no GPU"
+    return f"{values['cores']} cores, {gpus}, torch {values['torch']}"
 
 
 def commit():
-    """The commit checked out in labkit's repository, "+" where files differ; None outside git."""
+    """Return the commit of labkit's repository, with "+" if files differ; None outside git."""
     try:
         head = subprocess.run(
             ["git", "-C", ROOT, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True

@@ -1,20 +1,20 @@
-"""Memory by kind: every live storage, counted once, to the byte, the same on CPU and GPU.
+"""Track memory by kind: every live storage, counted once, exact, the same on CPU and GPU.
 
     bytes |            ______ <- peak
-          |         __|  a   |__                parameters        held all along
-          |      __|  activations __            gradients         appear as backward goes
+          |         __|  a   |__                parameters        held all the time
+          |      __|  activations __            gradients         appear during backward
           |   __|____________|_gradients|___    activations       grow in forward, fall in backward
           |  |  parameters              |st|    optimizer_states  appear in the first step
           +--+------------+-------------+--+-> time
              forward       backward       step
 
-A tensor is a window on a storage, and views share one; so storages are counted, not tensors. A
-dispatch mode sees every operator, in backward too, and hence every new storage; a weak reference
-tells when one is freed. What is kept is one list of (moment, storage, change in bytes), and
-everything else is a sum over it. What a storage is *for* is often known only later (a temporary of
-backward becomes `p.grad`), so a kind, once learnt, holds for its whole life.
+Views share a storage, so the tracker counts storages, not tensors. A dispatch mode sees every
+operator, also in backward, and so every new storage; a weak reference reports when one is freed.
+The tracker keeps one list of (moment, storage, change in bytes), and everything else is a sum over
+it. The kind of a storage is often known only later (a temporary of backward becomes `p.grad`), so a
+kind applies to the storage's full lifetime.
 
-Not seen: work space inside kernels, and what the allocator rounds up; on CUDA see `cuda_peak`.
+Not counted: work space inside kernels, and rounding by the allocator; on CUDA see `cuda_peak`.
 """
 
 import time
@@ -29,49 +29,53 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-# Where a storage serves two ends the first counts: a bucket with `p.grad` views is gradients.
+# If a storage has two kinds, the first here counts: a bucket with `p.grad` views is gradients.
 KINDS = ("parameters", "gradients", "optimizer_states", "buffers", "communication", "activations")
 
 COLLECTIVES = {"c10d", "_c10d_functional", "symm_mem"}
 
 
 class Storage:
-    """A storage: its bytes now, its kind, and a weak reference that tells when it is freed."""
+    """A storage: its current bytes, its kind, and a weak reference that reports its release."""
 
     __slots__ = ("kind", "marked", "reference", "size")
 
     def __init__(self, reference):
-        self.reference, self.size = reference, 0
-        self.kind, self.marked = "activations", False
+        self.reference = reference
+        self.size = 0
+        self.kind = "activations"
+        self.marked = False
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Context manager that counts live tensor bytes by kind; every entry starts anew.
+    """A context manager that counts live tensor bytes by kind; every entry starts anew.
 
         with MemoryTracker(model, optimizer) as memory:
             loss(model(x), y).backward()
             optimizer.step()
         memory.peak      {"parameters": 1024, ..., "activations": 4096}: bytes at the largest total
 
-    module, optimizer: parameters, gradients, buffers and optimizer states count from the start.
-    device: count only this type ("cuda" leaves the batches of a loader on the host out).
+    module, optimizer: their parameters, gradients, buffers and states count from the start.
+    device: count only this type ("cuda" excludes batches of a loader on the host).
 
-    Neither module nor optimizer is needed for what is created inside: parameters are known when an
-    operator uses them, gradients when they are accumulated, optimizer states when any torch
-    optimizer steps, communication when a collective touches it. Everything else created inside is
-    activations. Tensors made before, such as the input batch, do not count.
+    For tensors created inside, neither is needed: parameters are found when an operator uses them,
+    gradients when they are accumulated, optimizer states when any torch optimizer steps, and
+    communication when a collective uses it. Everything else created inside is activations. Tensors
+    created before, such as the input batch, do not count.
     """
 
     def __init__(self, module=None, optimizer=None, device=None):
         super().__init__()
-        self._module, self._first_optimizer = module, optimizer
+        self._module = module
+        self._first_optimizer = optimizer
         self._device = torch.device(device).type if device is not None else None
         self._watched = None
 
     def __enter__(self):
-        self._storages = {}  # address of the storage -> Storage, alive ones only
-        self._log = []  # (moment, Storage, change in bytes); threads append too: it is atomic
-        self._parameters, self._optimizers = WeakIdKeyDictionary(), WeakIdKeyDictionary()
+        self._storages = {}  # address of the storage -> Storage, live ones only
+        self._log = []  # (moment, Storage, change in bytes); append is atomic, for threads
+        self._parameters = WeakIdKeyDictionary()
+        self._optimizers = WeakIdKeyDictionary()
         self._watched = ExitStack()
         self._start = time.perf_counter()
         if self._first_optimizer is not None:
@@ -93,11 +97,11 @@ class MemoryTracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # a DTensor becomes operators on its local shard, seen here
+            return NotImplemented  # a DTensor runs operators on its local shard, which are counted
         inputs = tree_leaves((args, kwargs))
         result = operator(*args, **(kwargs or {}))
         outputs = tree_leaves(result)
-        # torch.tensor(...) hands a storage built unseen to lift_fresh: the one input that is new.
+        # torch.tensor(...) makes a storage without an operator and passes it to lift_fresh.
         unseen = operator is torch.ops.aten.lift_fresh.default
         given = set() if unseen else {storage._cdata for storage in storages_of(inputs)}
         for storage in storages_of(outputs):
@@ -111,28 +115,29 @@ class MemoryTracker(TorchDispatchMode):
         return result
 
     def mark(self, tensor, kind):
-        """Overrule the tracker: `tensor` is for `kind`, one of KINDS, and counts from now on."""
+        """Set the kind of `tensor`, one of KINDS; it counts from now on."""
         if kind not in KINDS:
-            raise ValueError(f"unknown kind of memory {kind!r}; the kinds are {', '.join(KINDS)}")
+            raise ValueError(f"kind={kind!r} must be one of {', '.join(KINDS)}")
         for storage in storages_of([tensor]):
             if known := self._count(storage):
-                known.kind, known.marked = kind, True
+                known.kind = kind
+                known.marked = True
 
     @property
     def current(self):
-        """Bytes by kind alive now (inside) or at exit."""
+        """Live bytes by kind, now (inside) or at exit."""
         self._scan()
         return self._totals(len(self._log))
 
     @property
     def peak(self):
-        """Bytes by kind at the moment when their sum was largest."""
+        """Bytes by kind at the moment of the largest total."""
         self._scan()
         return self._totals(self._peak()[1])
 
     @property
     def peak_total(self):
-        """The largest number of bytes alive at once."""
+        """The largest total of live bytes."""
         return self._peak()[0]
 
     @property
@@ -144,7 +149,8 @@ class MemoryTracker(TorchDispatchMode):
     def samples(self):
         """[(seconds since entry, bytes by kind)], at entry and after every change."""
         self._scan()
-        totals, samples = dict.fromkeys(KINDS, 0), []
+        totals = dict.fromkeys(KINDS, 0)
+        samples = []
         for position, (moment, storage, change) in enumerate(self._log, start=1):
             totals[storage.kind] += change
             if position >= self._held_before:
@@ -158,20 +164,20 @@ class MemoryTracker(TorchDispatchMode):
         return totals
 
     def _peak(self):
-        """Largest total, and how many log entries lead up to it."""
+        """Return the largest total, and the number of log entries up to it."""
         totals = accumulate((change for _, _, change in self._log), initial=0)
         length, peak = max(enumerate(totals), key=lambda pair: pair[1])
         return peak, length
 
     def _count(self, storage):
-        """Begin to count a storage, or note its new size; None on a device that is left out."""
+        """Count a storage or its new size; return None on an excluded device."""
         kind = storage.device.type
         if kind != self._device if self._device else kind == "meta":
             return None
         address = storage._cdata
         known = self._storages.get(address)
         if known is None and storage.filename is not None:
-            return None  # mapped from a file: the system may drop its pages at any time
+            return None  # mapped from a file, so the system may drop its pages
         if known is None:
             reference = weakref.ref(storage, lambda _: self._freed(address))
             known = self._storages[address] = Storage(reference)
@@ -192,7 +198,7 @@ class MemoryTracker(TorchDispatchMode):
                 known.kind = kind
 
     def _scan(self):
-        """Look at what module and optimizers hold now; after exit nothing new is learnt."""
+        """Update kinds from what module and optimizers hold now; does nothing after exit."""
         if self._watched is None:
             return
         if self._module is not None:
@@ -203,7 +209,7 @@ class MemoryTracker(TorchDispatchMode):
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     self._watch_parameter(parameter)
-            # An optimizer's state may refer to gradients or weights: these keep their kind.
+            # An optimizer's state may refer to gradients or weights, which keep their kind.
             self._learn(tree_leaves(list(optimizer.state.values())), "optimizer_states")
         for parameter in list(self._parameters):
             self._learn([parameter.grad], "gradients")
@@ -222,10 +228,10 @@ class MemoryTracker(TorchDispatchMode):
 
     def _before_step(self, optimizer, args, kwargs):
         self._optimizers[optimizer] = True
-        self._scan()  # FSDP sets the gradients of its shards itself, without accumulation
+        self._scan()  # FSDP sets the gradients of its shards without accumulation
 
     def _watch_storage_resize(self):
-        """Wrap storage.resize_, by which FSDP frees and refills parameters: it is no operator."""
+        """Wrap storage.resize_, with which FSDP frees and refills parameters; it is no operator."""
         original = torch.UntypedStorage.resize_
 
         def resize_(storage, size):
@@ -239,7 +245,7 @@ class MemoryTracker(TorchDispatchMode):
 
 
 def storages_of(values):
-    """The storages of all tensors among `values`; of a wrapper such as DTensor, those inside it."""
+    """Yield the storages of all tensors among `values`; for a DTensor, those of its local shard."""
     for value in values:
         if isinstance(value, torch.UntypedStorage):
             yield value

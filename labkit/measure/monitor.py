@@ -1,4 +1,4 @@
-"""What a run tells while it trains: a row a step and rank, into sinks that can never hold it up.
+"""Monitor a run: a row per step and rank, sent to sinks that can never delay training.
 
     step      |-- data, forward, backward, optimizer --|-- ... --|-- ... --|      never waits
                                                        v row     v row     v row
@@ -7,15 +7,15 @@
     thread                                             sink.write(row)    may be slow, may raise
 
 A row: time (seconds since 1970), step, rank; step_ms and for each span its forward_ms,
-backward_ms, optimizer_ms ...; exposed_comm_ms; of its messages messages, network_ms (at least one
-was under way) and shortest_message_ms; memory_stalls (major page faults, and on a GPU allocations
-that had to be tried again); samples_per_s, tokens_per_s and mfu, of all ranks; what the training
-loop adds (loss, lr, gradient_norm, loss_scale: numbers, tensors of one element, or text);
-rss_bytes, host_cpu_percent, host_memory_percent; with a GPU gpu_percent, gpu_used_bytes (NVML: of
-all processes), gpu_allocated_bytes, gpu_peak_bytes (of this one). What is not known is not there.
+backward_ms, optimizer_ms ...; exposed_comm_ms; messages, network_ms (time with at least one message
+in flight) and shortest_message_ms; memory_stalls (major page faults, and on a GPU allocation
+retries); samples_per_s, tokens_per_s and mfu, of all ranks; fields that the training loop adds
+(loss, lr, gradient_norm, loss_scale: numbers, tensors of one element, or text); rss_bytes,
+host_cpu_percent, host_memory_percent; with a GPU gpu_percent, gpu_used_bytes (NVML: of all
+processes), gpu_allocated_bytes, gpu_peak_bytes (of this one). Unknown fields are left out.
 
-Cost: no message; a few readings of a clock, and on CUDA one wait for the device at the end of a
-step. The sinks' threads share Python's lock with training. Sinks: sinks.py.
+Cost: no message; a few clock readings, and on CUDA one wait for the device at the end of a step.
+The sinks' threads share Python's lock with training. Sinks: sinks.py.
 """
 
 import queue
@@ -31,20 +31,20 @@ import torch
 
 from labkit import comm
 from labkit.measure.flops import mfu
-from labkit.measure.overlap import length, union
+from labkit.measure.timeline_analysis import length, union
 
-WAITING = 1000  # rows that a sink may be behind
-CLOSING = 5.0  # seconds that all sinks together get to write what is left
-READING = 1.0  # seconds between two looks at the host
+WAITING = 1000  # rows in the queue of a sink
+CLOSING = 5.0  # seconds that all sinks together get to write the remaining rows
+READING = 1.0  # seconds between two readings of the host
 
 
 def waited_ms(events):
-    """Exposed communication: how long this rank stood still inside wait()."""
+    """Return the exposed communication: how long this rank waited inside wait()."""
     return 1e3 * sum(event.waited for event in events)
 
 
 def of_messages(events):
-    """How many there were, how long any was under way, and the shortest; {} without any."""
+    """Return the number of messages, the time with any in flight, and the shortest; {} if none."""
     times = [(event.start, event.end) for event in events if event.end is not None]
     if not times:
         return {}
@@ -56,7 +56,7 @@ def of_messages(events):
 
 
 def memory_stalls(device):
-    """How often this process had to wait for memory so far: a page from the disk, a retry."""
+    """Return how often this process has waited for memory: page faults, and GPU retries."""
     faults = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
     if device is None or torch.device(device).type != "cuda":
         return faults
@@ -64,7 +64,7 @@ def memory_stalls(device):
 
 
 def plain(row):
-    """The row with Python's numbers and text. ValueError names a value that is neither."""
+    """Return the row with Python's numbers and text. Raises ValueError for other values."""
     return {name: plain_value(name, value) for name, value in row.items()}
 
 
@@ -75,13 +75,13 @@ def plain_value(name, value):
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     raise ValueError(
-        f"row[{name!r}] is of type {type(value).__name__}: a row takes numbers, text, and tensors "
-        "of one element"
+        f"row[{name!r}] is of type {type(value).__name__}: use numbers, text, or tensors of one "
+        "element"
     )
 
 
 class Monitor:
-    """Measures steps, on a timeline whose spans the training loop opens, and tells them to sinks.
+    """A monitor of steps, on a timeline whose spans the training loop opens.
 
         with Monitor(timeline, sinks, samples=64) as monitor:
             for step in ...:
@@ -89,23 +89,28 @@ class Monitor:
                     with timeline.span("data"): ...
                     row["loss"] = trainer.train_step(input, target).item()
 
-    samples, tokens, flops: of one step, of all ranks. peak: FLOP/s of all ranks, for the MFU.
-    exposed: function (comm's events of the step) -> ms. After a step its row is complete.
-    dropped: {sink: rows that it did not get}.
+    samples, tokens, flops: per step, of all ranks. peak: FLOP/s of all ranks, for the MFU.
+    exposed: function (comm's events of the step) -> ms. The row is complete after the step.
+    dropped: {sink: number of rows that it did not get}.
     """
 
     def __init__(
         self, timeline, sinks=(), samples=0, tokens=0, flops=nan, peak=nan, exposed=waited_ms,
         device=None,
     ):  # fmt: skip
-        self.timeline, self.exposed, self.device = timeline, exposed, device
-        self.samples, self.tokens, self.flops, self.peak = samples, tokens, flops, peak
+        self.timeline = timeline
+        self.exposed = exposed
+        self.device = device
+        self.samples = samples
+        self.tokens = tokens
+        self.flops = flops
+        self.peak = peak
         self.readings = Readings(device) if sinks else None
         self.feeds = [Feed(sink, timeline.rank) for sink in sinks]
 
     @contextmanager
     def step(self, step):
-        """Time a block as this step; it may add numbers to the row. One that raises has no row."""
+        """Time a block as this step; the block may add fields. No row if the block raises."""
         row = {"step": step, "rank": self.timeline.rank}
         self.timeline.spans.clear()
         stalls = memory_stalls(self.device)
@@ -138,7 +143,7 @@ class Monitor:
         self.close()
 
     def close(self):
-        """Give the sinks a few seconds for the rows that wait; then leave them behind."""
+        """Give the sinks CLOSING seconds to write their queues, then abandon them."""
         deadline = time.monotonic() + CLOSING
         if self.feeds:
             self.readings.ended.set()
@@ -149,11 +154,14 @@ class Monitor:
 
 
 class Feed:
-    """A sink in a thread of its own, behind a queue: one that hangs does not hold up the others."""
+    """A sink in its own thread, behind a queue, so that a slow sink does not delay the others."""
 
     def __init__(self, sink, rank):
-        self.sink, self.rank, self.dropped = sink, rank, 0
-        self.rows, self.lock = queue.SimpleQueue(), threading.Lock()
+        self.sink = sink
+        self.rank = rank
+        self.dropped = 0
+        self.rows = queue.SimpleQueue()
+        self.lock = threading.Lock()
         self.thread = threading.Thread(target=self.run, name=f"metrics to {sink}", daemon=True)
         self.thread.start()
 
@@ -179,7 +187,7 @@ class Feed:
             self.dropped += 1
             first = self.dropped == 1
         if first:
-            self.say(f"{why}; rows are dropped, training goes on")
+            self.say(f"{why}; rows are dropped, training continues")
 
     def end(self):
         self.rows.put(None)
@@ -187,34 +195,37 @@ class Feed:
     def leave(self, deadline):
         self.thread.join(max(0.0, deadline - time.monotonic()))
         if self.thread.is_alive():
-            self.dropped += self.rows.qsize()  # one is being written, and the last is no row
+            self.dropped += self.rows.qsize()  # one row is being written; the end mark is no row
         if self.dropped:
             self.say(f"did not get {self.dropped} rows")
 
     def say(self, words):
         line = f"labkit: rank {self.rank}: metrics to {self.sink}: {words}"
-        with suppress(OSError, ValueError):  # where stderr is closed, nobody listens
+        with suppress(OSError, ValueError):  # stderr may be closed
             print(line, file=sys.stderr, flush=True)
 
 
 class Readings:
-    """How busy the host and the GPU are: looked up once a second, in a thread that may wait."""
+    """The load of the host and the GPU, read once a second in a thread."""
 
     def __init__(self, device=None):
         self.device = torch.device(device or "cpu")
-        self.latest, self.ended = {}, threading.Event()
+        self.latest = {}
+        self.ended = threading.Event()
         threading.Thread(target=self.run, name="metrics of the host", daemon=True).start()
 
     def run(self):
-        process, pause = psutil.Process(), 0.1
-        psutil.cpu_percent()  # it tells how busy the host was since the last call
+        process = psutil.Process()
+        pause = 0.1
+        psutil.cpu_percent()  # returns the load since the previous call
         while not self.ended.wait(pause):
             host = {
                 "rss_bytes": process.memory_info().rss,
                 "host_cpu_percent": psutil.cpu_percent(),
                 "host_memory_percent": psutil.virtual_memory().percent,
             }
-            self.latest, pause = host | self.of_gpu(), READING
+            self.latest = host | self.of_gpu()
+            pause = READING
 
     def of_gpu(self):
         if self.device.type != "cuda":
@@ -226,6 +237,6 @@ class Readings:
         try:
             busy = torch.cuda.utilization(self.device)
             used = torch.cuda.device_memory_used(self.device)
-        except Exception:  # NVML's own kinds: no driver, a part of a GPU (MIG), no permission
+        except Exception:  # NVML: no driver, a part of a GPU (MIG), or no permission
             return own
         return own | {"gpu_percent": busy, "gpu_used_bytes": used}

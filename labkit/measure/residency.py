@@ -1,19 +1,19 @@
-"""Residency: when each unit of a sharded model is whole, and which message belongs to which unit.
+"""Residency: when each FSDP unit is gathered, and which message belongs to which unit.
 
     gather()                        free()
-       |--- span "blocks.0" in the lane "whole" ---|   payload_bytes: what the unit takes meanwhile
+       |--- span "blocks.0" in the lane "whole" ---|   payload_bytes: memory of the gathered unit
 
-A FlatParam's memory is there from the moment that its gather begins until it is freed, and what is
-freed has size 0; so the size of that memory, before and after each of its methods, says all.
+A FlatParam's memory exists from the beginning of its gather until it is freed, when its size is 0.
+So the size before and after each of its methods shows its state.
 """
 
 
 def watch_units(model, timeline, names=None):
-    """From now on `timeline` gets a span each time a unit of `model`, an FSDP, is whole.
+    """Add a span to `timeline` each time a unit of an FSDP model is gathered, from now on.
 
-    names: one word per unit, by default the root and its units' own names.
-    Returns labels, a list that grows, for timeline.add_comm(events, labels): "gather NAME" or
-    "reduce NAME" for each message, in the order of their start. They fit where gathers and
+    names: one name per unit, by default "root" and the units' own names.
+    Returns labels, a growing list for timeline.add_comm(events, labels): "gather NAME" or
+    "reduce NAME" for each message, in the order of their start. They match if gathers and
     reductions are the only messages: not with shard="hybrid" or root="replicate".
     """
     labels = []
@@ -25,8 +25,10 @@ def watch_units(model, timeline, names=None):
 
 
 def follow(flat, name, timeline, labels):
-    """Wrap gather, free and launch_reduce of one FlatParam; a second call replaces the first."""
-    memory, kind, since = flat.flat.untyped_storage(), type(flat), []
+    """Wrap gather, free and launch_reduce of one FlatParam; a second call replaces the wrappers."""
+    memory = flat.flat.untyped_storage()
+    kind = type(flat)
+    since = []
 
     def gather():
         if not memory.nbytes():
@@ -44,4 +46,6 @@ def follow(flat, name, timeline, labels):
             labels.append(f"reduce {name}")
         kind.launch_reduce(flat, owed)
 
-    flat.gather, flat.free, flat.launch_reduce = gather, free, launch_reduce
+    flat.gather = gather
+    flat.free = free
+    flat.launch_reduce = launch_reduce

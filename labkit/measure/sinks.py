@@ -1,18 +1,18 @@
-"""Where a monitor's rows go: a file, TensorBoard, Prometheus, Weights & Biases.
+"""Sinks for a monitor's rows: a file, TensorBoard, Prometheus, Weights & Biases.
 
     {"step": 7, "rank": 0, "loss": 2.31, ...}
       |--> jsonl        metrics-rank0.jsonl: a line for each row
       |--> tensorboard  a curve for each number
-      |--> prometheus   /metrics: the latest row, for whoever asks
-      |--> wandb        a run on disk, until `wandb sync` sends it
+      |--> prometheus   /metrics: the latest row
+      |--> wandb        a run on disk, until `wandb sync` uploads it
       |--> Records      run.records of a launch (show/live.py draws them)
 
-TensorBoard and Prometheus take numbers only: they leave out text, the others keep it.
-A sink has write(row), close() and a str() that says where to look. It may be slow and may raise:
-monitor.py keeps both away from training. Each library is imported by the sink that needs it.
+TensorBoard and Prometheus accept only numbers and leave out text.
+A sink has write(row), close() and a str() that says where to look. It may be slow and may raise;
+monitor.py isolates training from both. Each library is imported by the sink that needs it.
 
-Prometheus asks by itself, so it needs a port: on the loopback, and a free one, unless told
-otherwise. Exposition format: prometheus.io/docs/instrumenting/exposition_formats.
+Prometheus fetches rows itself, so it needs a port: by default a free one on the loopback.
+Exposition format: prometheus.io/docs/instrumenting/exposition_formats.
 """
 
 import errno
@@ -23,7 +23,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 KNOWN = "jsonl:FOLDER, tensorboard:FOLDER, prometheus[:HOST[:PORT]], wandb:FOLDER"
-NAMES = ("step", "rank", "time")  # in a row, but nothing to draw
+NAMES = ("step", "rank", "time")  # in a row, but not drawn
 
 
 def numbers(row):
@@ -31,10 +31,10 @@ def numbers(row):
 
 
 def open_sinks(places, rank=0):
-    """The sinks of this rank: JSON lines on every rank, the others on rank 0.
+    """Open the sinks of this rank: JSON lines on every rank, the others on rank 0.
 
-    places: a list such as ["jsonl:runs/a", "prometheus"], in the words of KNOWN. Raises ValueError
-    in one line: an unknown place, no folder, a library that is missing, a port in use.
+    places: a list such as ["jsonl:runs/a", "prometheus"], as in KNOWN. Raises ValueError for an
+    unknown place, a missing folder or library, or a port in use.
     """
     sinks = []
     for place in places:
@@ -42,7 +42,7 @@ def open_sinks(places, rank=0):
         if name not in SINKS:
             raise ValueError(f"--metrics {place}: choose from {KNOWN}")
         if not rest and name != "prometheus":
-            raise ValueError(f"--metrics {place}: say where, as in {name}:FOLDER")
+            raise ValueError(f"--metrics {place}: add a folder, as in {name}:FOLDER")
         if rank > 0 and name != "jsonl":
             continue
         try:
@@ -55,15 +55,15 @@ def open_sinks(places, rank=0):
 
 
 class JsonLines:
-    """Appends a line for every row to metrics-rank0.jsonl. What is not finite becomes null.
+    """Appends a line per row to metrics-rank0.jsonl. Infinities and NaN become null.
 
-    Steps that a resumed run takes again have two lines: the later counts.
+    Steps that a resumed run repeats have two lines; the later one counts.
     """
 
     def __init__(self, folder, rank=0):
         self.path = Path(folder) / f"metrics-rank{rank}.jsonl"
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.file = open(self.path, "ab", buffering=0)  # a row is in the file once it is written
+        self.file = open(self.path, "ab", buffering=0)  # unbuffered: a written row is in the file
 
     def __str__(self):
         return str(self.path)
@@ -78,7 +78,7 @@ class JsonLines:
 
 
 class Records:
-    """run.records of a launch: what a notebook sees while it runs. record: context.record."""
+    """run.records of a launch, which a notebook can read during the run. record: context.record."""
 
     def __init__(self, record):
         self.record = record
@@ -90,7 +90,7 @@ class Records:
         self.record(**{name: value for name, value in row.items() if name != "rank"})
 
     def close(self):
-        """The launch's file stays open."""
+        """Do nothing: the launch closes its file."""
 
 
 class TensorBoard:
@@ -99,14 +99,16 @@ class TensorBoard:
     def __init__(self, folder, rank=0):
         from torch.utils.tensorboard import SummaryWriter
 
-        self.folder, self.make, self.writer = folder, SummaryWriter, None
+        self.folder = folder
+        self.make = SummaryWriter
+        self.writer = None
         Path(folder).mkdir(parents=True, exist_ok=True)
 
     def __str__(self):
         return f"tensorboard --logdir {self.folder}"
 
     def write(self, row):
-        if self.writer is None:  # what a killed run wrote from this step on is taken again
+        if self.writer is None:  # a resumed run repeats steps that a killed run has written
             self.writer = self.make(self.folder, purge_step=row["step"], flush_secs=10)
         for name, value in numbers(row).items():
             if name not in NAMES:
@@ -118,7 +120,7 @@ class TensorBoard:
 
 
 class Prometheus:
-    """An HTTP server of its own. Each answer is one row whole: labkit_loss{rank="0"} and so on.
+    """An HTTP server. Each answer is one complete row: labkit_loss{rank="0"} and so on.
 
     address: HOST or HOST:PORT; "" is 127.0.0.1 and a free port.
     """
@@ -127,10 +129,12 @@ class Prometheus:
         from prometheus_client import CollectorRegistry, start_http_server
 
         parts = urlsplit(f"//{address}")
-        host, port = parts.hostname or "127.0.0.1", parts.port or 0
+        host = parts.hostname or "127.0.0.1"
+        port = parts.port or 0
         if host.isdigit():
-            raise ValueError(f"{host} is no host: prometheus:127.0.0.1:{host}")
-        self.row, registry = {}, CollectorRegistry()
+            raise ValueError(f"{host} is not a host: use prometheus:127.0.0.1:{host}")
+        self.row = {}
+        registry = CollectorRegistry()
         registry.register(self)
         try:
             self.server, _ = start_http_server(port, host, registry)
@@ -138,7 +142,7 @@ class Prometheus:
             if error.errno != errno.EADDRINUSE:
                 raise
             raise ValueError(
-                f"port {port} is in use: name another, or none (prometheus:{host}) for a free one"
+                f"port {port} is in use: use another, or prometheus:{host} for a free one"
             ) from None
         host = f"[{host}]" if ":" in host else host
         self.url = f"http://{host}:{self.server.server_port}/metrics"
@@ -150,7 +154,7 @@ class Prometheus:
         self.row = row
 
     def collect(self):
-        """What prometheus_client calls for an answer, in the server's thread."""
+        """Yield the metrics; prometheus_client calls this in the server's thread."""
         from prometheus_client.core import GaugeMetricFamily
 
         row = self.row
@@ -167,13 +171,14 @@ class Prometheus:
 
 
 class Wandb:
-    """Weights & Biases, offline: nothing leaves this machine until somebody calls `wandb sync`."""
+    """Weights & Biases, offline: nothing is uploaded before `wandb sync`."""
 
     def __init__(self, folder, rank=0):
         import wandb
 
         Path(folder).mkdir(parents=True, exist_ok=True)
-        self.folder, self.run = folder, wandb.init(project="labkit", dir=folder, mode="offline")
+        self.folder = folder
+        self.run = wandb.init(project="labkit", dir=folder, mode="offline")
 
     def __str__(self):
         return f"wandb sync {self.folder}/wandb/offline-run-*"

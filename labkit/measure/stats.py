@@ -1,17 +1,17 @@
-"""Times move by ten per cent on a quiet machine; these are the few numbers worth saying about them.
+"""Statistics of noisy times, which vary by ten per cent even on a quiet machine.
 
     values  . .:::.:: .   .        .   summary: the median, and the quartiles as its spread
-              |--+---|                 (a mean would follow the last dot, a minimum the luckiest)
+              |--+---|                 (the mean depends on the last dot, the minimum on luck)
 
     a/b     paired, in one repetition  paired_ratio: the median of a_i / b_i, and its interval
-    right   of the same samples        paired_accuracy: only those that one of two has right count
+    right   on the same samples        paired_accuracy: counts samples that only one has right
 
-Two variants are timed side by side, in shuffled order inside each repetition, so that a slow second
-slows both. The interval of the median reaches from the k-th smallest to the k-th largest ratio. It
-misses the true median with probability 2 P(Binomial(n, 1/2) < k), whatever the distribution. k is
-the largest for which that is at most 5 %. Fewer than FEWEST pairs have no such k: then the interval
-is the smallest and the largest ratio, and is called so. A verdict ("faster", "slower") is made
-beside an A/A row, the same code against itself: noise_band. Some of many intervals miss: by_chance.
+Two variants are timed in shuffled order inside each repetition, so that a slow second slows both.
+The interval of the median reaches from the k-th smallest to the k-th largest ratio. It misses the
+true median with probability 2 P(Binomial(n, 1/2) < k), for any distribution. k is the largest for
+which that is at most 5 %. Fewer than FEWEST pairs have no such k: then the interval is the smallest
+and the largest ratio, and is named "range". Compare a verdict ("faster", "slower") with an A/A row,
+the same code against itself: noise_band. Some of many intervals miss by chance: by_chance.
 
 The sign test, from Conover, Practical Nonparametric Statistics, 3rd edition 1999, sections 3.2 and
 3.4; McNemar, Note on the sampling error of the difference between correlated proportions, 1947.
@@ -23,17 +23,17 @@ from math import comb
 
 import numpy as np
 
-FEWEST = 6  # pairs: all on one side of the truth by chance in 2 / 2^6 = 3 % of all cases
-MISSES = 0.05  # how often an interval may miss
+FEWEST = 6  # pairs: all on one side of the true median by chance in 2 / 2^6 = 3 % of cases
+MISSES = 0.05  # probability with which an interval may miss
 
 
 def binomial_tail(n, k):
-    """P(Binomial(n, 1/2) <= k), exactly summed."""
+    """Return P(Binomial(n, 1/2) <= k), summed exactly."""
     return sum(comb(n, i) for i in range(k + 1)) / 2**n
 
 
 def miss(n):
-    """(k, probability): the k-th smallest and largest of n values miss their median so often.
+    """Return (k, probability that the k-th smallest to largest of n values miss their median).
 
     k counts from 0. Fewer than FEWEST values: k = 0, the smallest and the largest.
     """
@@ -44,26 +44,26 @@ def miss(n):
 
 
 def median_interval(values):
-    """(low, high) of the values' median: 95 % or more from FEWEST values on, else all of them."""
+    """Return (low, high) of the median: 95 % or more from FEWEST values on, else the range."""
     ordered = sorted(values)
     k, _ = miss(len(ordered))
     return ordered[k], ordered[-1 - k]
 
 
 def interval_name(*pairs):
-    """What the intervals of so many pairs each are: "95 %", "range", or "95 % or range"."""
+    """Return the kind of intervals of these numbers of pairs: "95 %", "range", or both."""
     names = {"95 %" if n >= FEWEST else "range" for n in pairs}
     return " or ".join(sorted(names))
 
 
 def by_chance(pairs):
-    """How many of these intervals miss by chance, on average. pairs: how many each is made of."""
+    """Return the expected number of intervals that miss by chance. pairs: of each interval."""
     return sum(miss(int(n))[1] for n in pairs)
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Median, lower and upper quartile of n values, in the values' unit."""
+    """Median, lower and upper quartile of n values, in the unit of the values."""
 
     median: float
     low: float
@@ -76,9 +76,9 @@ class Summary:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """Median of n paired ratios and its interval; below FEWEST pairs the smallest and the largest.
+    """Median of n paired ratios and its interval; below FEWEST pairs, their range.
 
-    Without the second, low and high are NaN and n is 0.
+    Without values of the second variant, low and high are NaN and n is 0.
     """
 
     median: float
@@ -87,19 +87,19 @@ class Ratio:
     n: int
 
     def at_most(self, limit):
-        """Whether "at most `limit`" may be claimed: the whole interval lies below it."""
+        """Return whether "at most `limit`" is supported: the interval lies below it."""
         return self.n >= FEWEST and self.high <= limit
 
     def noise_band(self):
-        """(1/m, m) that holds the interval: of an A/A row, the same whichever copy is the first."""
+        """Return (1/m, m) that contains the interval of an A/A row, whichever copy is first."""
         widest = max(self.high, 1 / self.low)
         return 1 / widest, widest
 
     def verdict(self, band=(1.0, 1.0)):
-        """ "faster", "slower" or "cannot tell": the first beside the second, where these are times.
+        """Return "faster", "slower" or "cannot tell", for the first of two times.
 
-        It is faster or slower only where the whole interval lies outside band, a noise_band() or
-        1, and never from fewer than FEWEST pairs.
+        "faster" or "slower" needs at least FEWEST pairs and an interval outside band, which is a
+        noise_band() or 1.
         """
         if self.n >= FEWEST and self.high < band[0]:
             return "faster"
@@ -108,12 +108,13 @@ class Ratio:
         return "cannot tell"
 
     def interval(self, digits=2):
-        """ "0.84 to 0.96", or "smallest 0.84, largest 0.96" where that is not a 95 % interval."""
-        low, high = f"{self.low:.{digits}f}", f"{self.high:.{digits}f}"
+        """Return "0.84 to 0.96", or "smallest 0.84, largest 0.96" for a range."""
+        low = f"{self.low:.{digits}f}"
+        high = f"{self.high:.{digits}f}"
         return f"{low} to {high}" if self.n >= FEWEST else f"smallest {low}, largest {high}"
 
     def in_words(self, digits=2):
-        """ "0.92 (0.84 to 0.96)", under a heading that says interval_name()."""
+        """Return "0.92 (0.84 to 0.96)", for a column headed by interval_name()."""
         return f"{self.median:.{digits}f} ({self.interval(digits)})"
 
     def __str__(self):
@@ -123,9 +124,10 @@ class Ratio:
 
 @dataclass(frozen=True, slots=True)
 class PairedAccuracy:
-    """Of n samples: points = first minus second, in per cent of n; how many only one has right.
+    """Accuracy of two models on n samples. points: first minus second, in per cent.
 
-    p: how often chance alone would split first_only + second_only as unevenly, or more.
+    first_only, second_only: samples that only one has right. p: probability of such an uneven
+    split, or a more uneven one, by chance.
     """
 
     points: float
@@ -135,15 +137,15 @@ class PairedAccuracy:
     p: float
 
     def differs(self):
-        """Whether chance would do this in at most 5 % of all cases."""
+        """Return whether chance explains the difference in at most 5 % of cases."""
         return self.p <= MISSES
 
 
 def summary(values, warmup=0):
-    """Summary of values[warmup:]. Raises ValueError where none is left or one is not finite."""
+    """Return the Summary of values[warmup:]. Raises ValueError for none, or non-finite ones."""
     kept = np.asarray(list(values), dtype=float)[warmup:]
     if not kept.size:
-        raise ValueError(f"no values left after {warmup} of warm-up")
+        raise ValueError(f"no values left after {warmup} warm-up values")
     if not np.isfinite(kept).all():
         raise ValueError("values must be finite")
     low, median, high = np.percentile(kept, [25, 50, 75])
@@ -151,13 +153,14 @@ def summary(values, warmup=0):
 
 
 def paired_ratio(a, b):
-    """Ratio of a to b, whose i-th values are of one repetition.
+    """Return the Ratio of a to b, whose i-th values are from one repetition.
 
-    Raises ValueError for unequal numbers, none, and values that are not finite or not positive.
+    Raises ValueError for unequal lengths, no values, and values that are not finite or positive.
     """
-    a, b = np.asarray(list(a), dtype=float), np.asarray(list(b), dtype=float)
+    a = np.asarray(list(a), dtype=float)
+    b = np.asarray(list(b), dtype=float)
     if a.shape != b.shape or a.ndim != 1 or not a.size:
-        raise ValueError(f"pairs needed: got {a.size} and {b.size} values")
+        raise ValueError(f"a and b must be pairs: got {a.size} and {b.size} values")
     if not (np.isfinite(a).all() and np.isfinite(b).all() and (a > 0).all() and (b > 0).all()):
         raise ValueError("values must be finite and positive")
     ratios = a / b
@@ -166,22 +169,26 @@ def paired_ratio(a, b):
 
 
 def paired_accuracy(first, second):
-    """PairedAccuracy of two models over the same samples, by the exact sign test (McNemar's).
+    """Compare two models on the same samples by the exact sign test (McNemar's).
 
-    first, second: one value a sample: right or not, or in how many seeds' runs it was right.
-    Samples that both have right as often say nothing of the difference. Raises ValueError for
-    unequal numbers of samples, and for none.
+    first, second: one value per sample: right or not, or in how many seeds' runs it was right.
+    Samples with equal values do not count. Returns a PairedAccuracy. Raises ValueError for unequal
+    numbers of samples, and for none.
     """
-    first, second = np.asarray(first, dtype=float), np.asarray(second, dtype=float)
+    first = np.asarray(first, dtype=float)
+    second = np.asarray(second, dtype=float)
     if first.shape != second.shape or first.ndim != 1 or not first.size:
-        raise ValueError(f"the same samples are needed: got {first.size} and {second.size}")
-    one, other = int((first > second).sum()), int((second > first).sum())
-    p = min(1.0, 2 * binomial_tail(one + other, min(one, other)))
-    return PairedAccuracy(float(100 * (first - second).mean()), one, other, first.size, p)
+        raise ValueError(f"models need the same samples: got {first.size} and {second.size}")
+    first_only = int((first > second).sum())
+    second_only = int((second > first).sum())
+    p = min(1.0, 2 * binomial_tail(first_only + second_only, min(first_only, second_only)))
+    points = float(100 * (first - second).mean())
+    return PairedAccuracy(points, first_only, second_only, first.size, p)
 
 
 def shuffled_rounds(names, rounds, seed=0):
     """Yield (round, name): every name once a round, in a new order, the same on all ranks."""
-    names, order = list(names), random.Random(seed)
+    names = list(names)
+    order = random.Random(seed)
     for number in range(rounds):
         yield from ((number, name) for name in order.sample(names, len(names)))

@@ -1,11 +1,10 @@
-"""Time to a given loss: train some steps, stop the clock, evaluate, until the loss is low enough.
+"""Time to a given loss: train a few steps, stop the clock, evaluate, until the loss is reached.
 
     clock      |== lap ==|           |== lap ==|           |== lap ==|
     off it                evaluate ?            evaluate ?            evaluate: reached
 
-What a method costs is not the time of its step but that of its steps to a loss. Ranks evaluate in
-the same moments and end together: the worst loss of them all decides, which is a message of its
-own, off the clock and not counted.
+The cost of a method is not its time per step but its time to a loss. Ranks evaluate at the same
+moments and end together: the worst loss of all ranks counts. Its message is not timed or counted.
 Coleman et al., DAWNBench: An End-to-End Deep Learning Benchmark and Competition, 2017 (time to
 accuracy).
 """
@@ -20,15 +19,18 @@ from labkit.measure.timeline import Timeline
 
 
 def laps(trainer, batches, test, target, lap=1):
-    """Yield a dict after each lap, the first before any training, until loss <= target. Collective.
+    """Yield a dict before training and after each lap, until loss <= target. Collective.
 
     trainer: its train_step, model and loss are used.
-    batches: (input, target) of each step, as many on every rank; the race ends with them.
-    test: (input, target), to evaluate on. lap: steps between two evaluations.
-    The dict: step, seconds (on the clock so far), loss (the worst of the ranks'), messages and
-    sent_bytes (of this rank, so far).
+    batches: (input, target) of each step, as many on every rank; training ends with them.
+    test: (input, target) for evaluation. lap: steps between two evaluations.
+    The dict: step, seconds (on the clock so far), loss (the worst rank's), messages and sent_bytes
+    (of this rank, so far).
     """
-    batches, step, seconds, log = iter(batches), 0, 0.0, []
+    batches = iter(batches)
+    step = 0
+    seconds = 0.0
+    log = []
     timeline = Timeline(device=next(trainer.model.parameters(), torch.empty(0)).device)
     while True:
         loss = worst_loss(trainer, *test)
@@ -40,12 +42,12 @@ def laps(trainer, batches, test, target, lap=1):
             "messages": len(log),
             "sent_bytes": sent,
         }
-        at_hand = list(islice(batches, lap))  # loading them is off the clock
-        if loss <= target or len(at_hand) < lap:
+        lap_batches = list(islice(batches, lap))  # loading is off the clock
+        if loss <= target or len(lap_batches) < lap:
             return
-        comm.barrier()  # what the caller did with the last lap is off the clock on all ranks
+        comm.barrier()  # the caller's work on the last dict is off the clock on all ranks
         with comm.record(log), timeline.span("lap"):
-            for batch in at_hand:
+            for batch in lap_batches:
                 trainer.train_step(*batch)
         timeline.clock.resolve()
         seconds += timeline.spans[-1].end - timeline.spans[-1].start
@@ -54,7 +56,7 @@ def laps(trainer, batches, test, target, lap=1):
 
 @torch.no_grad()
 def worst_loss(trainer, input, target):
-    """The largest of the ranks' losses. Collective."""
+    """Return the largest loss of all ranks. Collective."""
     trainer.model.eval()
     loss = trainer.loss(trainer.model(input), target)
     trainer.model.train()

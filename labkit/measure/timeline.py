@@ -1,12 +1,12 @@
-"""What one rank did when: spans in two lanes, and the network time that nobody computed under.
+"""A timeline of each rank: spans in two lanes, compute and network, and exports.
 
     compute   |--- forward ---|---------- backward ----------|////////|- optimizer -|
     network                        |= bucket 2 =|= bucket 1 =|= bucket 0 =|
-    exposed   the network works, compute stands still        ^^^^^^^^      (overlap.py)
+    exposed   the network works, compute waits               ^^^^^^^^      (timeline_analysis.py)
 
-All times are `time.perf_counter()`, one clock for all processes of a machine, so ranks merge
-without alignment. Those of a CUDA device come from events in its streams (clock.py), and are NaN
-until they are read after the step.
+All times are `time.perf_counter()`, one clock for all processes of a machine, so timelines of ranks
+can be merged directly. Those of a CUDA device come from events in its streams (clock.py), and are
+NaN until they are read after the step.
 
 Export: the Chrome trace event format, as read by Perfetto (ui.perfetto.dev) and chrome://tracing.
 """
@@ -20,14 +20,14 @@ from pathlib import Path
 import torch
 
 from labkit.measure.clock import clock_of
-from labkit.measure.overlap import LANES, exposed, overlap
+from labkit.measure.timeline_analysis import LANES, exposed, overlap
 
 __all__ = ["LANES", "Span", "Timeline", "exposed", "overlap"]
 
 
 @dataclass(slots=True)
 class Span:
-    """What a rank did from `start` to `end`, seconds of time.perf_counter(). info: JSON scalars."""
+    """An activity from `start` to `end`, seconds of time.perf_counter(). info: JSON scalars."""
 
     name: str
     lane: str
@@ -46,7 +46,7 @@ class Timeline:
             with timeline.span("backward"): ...
         timeline.add_comm(events)
 
-    device: whose time is meant, None: the host's. clock: the device's, unless another is given.
+    device: the device to time, None: the host. clock: the device's, unless another is given.
     rows(), frame(), milliseconds(), chrome_trace(), merge(), add_comm() and clock.resolve() wait
     for the device.
     """
@@ -57,7 +57,7 @@ class Timeline:
         self.clock = clock or clock_of(device)
 
     def begin(self, name, lane="compute", **info):
-        """A Span that begins now; end() keeps it."""
+        """Begin a Span now; end() stores it."""
         span = Span(name, lane, rank=self.rank, info=info)
         self.clock.stamp(span, "start")
         return span
@@ -68,7 +68,7 @@ class Timeline:
 
     @contextmanager
     def span(self, name, lane="compute", **info):
-        """Time a block, also one that raises: a trace of a failure is worth most."""
+        """Time a block, also if it raises, because a trace of a failure is useful."""
         span = self.begin(name, lane, **info)
         try:
             yield
@@ -78,7 +78,7 @@ class Timeline:
     def add_comm(self, events, names=None, mesh=None):
         """Add comm.record()'s events as network spans. names: a label each, by default the op.
 
-        mesh: whose groups they went through; spans then have `axis`, as Mesh.axis_of says it.
+        mesh: the mesh whose groups they used; spans then have `axis` (Mesh.axis_of).
         """
         names = [event.op for event in events] if names is None else list(names)
         if len(names) != len(events):
@@ -90,9 +90,7 @@ class Timeline:
                     f"{event.op} is still in flight: wait for it before adding it to the timeline"
                 )
             if isnan(event.end - event.start):
-                raise ValueError(
-                    f"nobody has timed {event.op}: open comm.record(clock=timeline.clock)"
-                )
+                raise ValueError(f"{event.op} has no times: use comm.record(clock=timeline.clock)")
             fields = ("op", "group_size", "payload_bytes", "sent_bytes", "waited")
             info = {field: getattr(event, field) for field in fields}
             if mesh is not None:
@@ -104,10 +102,12 @@ class Timeline:
         """Time submodules: watch(l1=model[0], l2=model[2]) adds spans "l1", "l1 backward", "l2" ...
 
         A unit's backward lasts from the arrival of its output's gradient to that of the next unit,
-        the last one's until this block ends; this suits a chain of units. The spans say unit=True,
+        the last unit's until this block ends; this suits a chain of units. The spans have unit=True
         and lie within forward and backward.
         """
-        entered, open_backward, handles = {}, [], []
+        entered = {}
+        open_backward = []
+        handles = []
 
         def close_backward():
             if open_backward:
@@ -145,8 +145,9 @@ class Timeline:
 
     @classmethod
     def merge(cls, timelines):
-        """One timeline with the spans of all, in order of start."""
-        merged, timelines = cls(), list(timelines)
+        """Merge timelines into one, with spans in order of start."""
+        merged = cls()
+        timelines = list(timelines)
         for timeline in timelines:
             timeline.clock.resolve()
         merged.spans = sorted(
@@ -155,7 +156,7 @@ class Timeline:
         return merged
 
     def milliseconds(self):
-        """{name: how long its spans lasted together}."""
+        """Return {name: total duration of its spans in ms}."""
         self.clock.resolve()
         total = dict.fromkeys((span.name for span in self.spans), 0.0)
         for span in self.spans:
@@ -163,7 +164,7 @@ class Timeline:
         return total
 
     def rows(self):
-        """Spans as flat dicts of JSON scalars, to be sent home: record(spans=timeline.rows())."""
+        """Return spans as flat dicts of JSON scalars, for record(spans=timeline.rows())."""
         self.clock.resolve()
         return [
             {"rank": s.rank, "name": s.name, "lane": s.lane, "start": s.start, "end": s.end}
@@ -173,7 +174,7 @@ class Timeline:
 
     @classmethod
     def from_rows(cls, rows):
-        """The timeline that rows() came from; rows of several ranks may stand in one list."""
+        """Make a timeline from rows(), also from those of several ranks in one list."""
         timeline = cls()
         for row in rows:
             info = dict(row)
@@ -183,24 +184,25 @@ class Timeline:
 
     @classmethod
     def from_records(cls, records):
-        """All ranks' spans from a run's records: each rank called record(spans=timeline.rows())."""
+        """Make a timeline of all ranks from records with record(spans=timeline.rows())."""
         if "spans" not in records:
             raise ValueError(
-                "these records hold no timeline: each rank must call record(spans=timeline.rows())"
+                "these records have no spans: each rank must call record(spans=timeline.rows())"
             )
         return cls.from_rows(
             row for rows in records["spans"] if isinstance(rows, list) for row in rows
         )
 
     def frame(self):
-        """A row a span: rank, lane, name, start_ms, end_ms, duration_ms (0: first start), info."""
-        import pandas  # ranks that train need not wait for it
+        """Return a row per span: rank, lane, name, start_ms, end_ms, duration_ms, info."""
+        import pandas  # imported here, so that training ranks do not wait for it
 
         self.clock.resolve()
         origin = min((span.start for span in self.spans), default=0.0)
         rows = []
         for span in sorted(self.spans, key=lambda s: (s.rank, s.lane, s.start)):
-            start, end = 1e3 * (span.start - origin), 1e3 * (span.end - origin)
+            start = 1e3 * (span.start - origin)
+            end = 1e3 * (span.end - origin)
             times = {"start_ms": start, "end_ms": end, "duration_ms": end - start}
             place = {"rank": span.rank, "lane": span.lane, "name": span.name}
             rows.append(place | times | span.info)
@@ -208,7 +210,7 @@ class Timeline:
         return pandas.DataFrame(rows, columns=None if rows else empty)
 
     def chrome_trace(self, path):
-        """Write the trace event JSON (us; process = rank, thread = lane) and return its path."""
+        """Write Chrome trace JSON (us; process = rank, thread = lane); return its path."""
         self.clock.resolve()
         origin = min((span.start for span in self.spans), default=0.0)
         lanes = list(dict.fromkeys([*LANES, *(span.lane for span in self.spans)]))

@@ -1,12 +1,12 @@
-"""What a step sends, whoever sends it: seen where every collective of torch passes.
+"""Count what a step sends, by any library: every collective of torch passes one dispatch point.
 
     our DDP      -> labkit.comm -> torch.distributed --+
     PyTorch DDP  -> its reducer, in C++ ---------------+--> c10d operators --> gloo or NCCL
     fully_shard  -> torch.distributed -----------------+         ^ seen here
 
-`comm.record()` sees our own messages, with times; a dispatch mode, under all Python wrappers, sees
-those of PyTorch's as well, but only that they start. Messages and payload are counted; bytes sent
-per rank are derived from the payload by the ring formula of labkit.ring_cost.
+`comm.record()` sees labkit's own messages, with times. A dispatch mode below all Python wrappers
+also sees PyTorch's, but only their start. Messages and payload are counted; bytes sent per rank are
+derived from the payload by the ring formula of labkit.ring_cost.
 """
 
 import torch
@@ -30,10 +30,10 @@ OPERATORS = {
 
 
 class TrafficCounter(TorchDispatchMode):
-    """Context manager: counts messages (operations), payload_bytes and sent_bytes of this rank.
+    """A context manager that counts messages (operations), payload_bytes and sent_bytes.
 
-    world_size: of the groups that communicate. Raises ValueError for a collective it does not know.
-    Not seen is what a future's callback sends on a thread of the backend, as in PyTorch's
+    world_size: of the groups that communicate. Raises ValueError for an unknown collective. Not
+    seen: messages that a future's callback sends on a backend's thread, as in PyTorch's
     powerSGD_hook.
     """
 
@@ -44,7 +44,7 @@ class TrafficCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # a DTensor becomes operators on its local shard, seen here
+            return NotImplemented  # a DTensor runs operators on its local shard, which are counted
         if operator.namespace == "c10d":
             self.count(operator.overloadpacket.__name__, args)
         return operator(*args, **(kwargs or {}))

@@ -1,13 +1,13 @@
-"""Models by name: plain torch modules that know nothing of ranks, in three sizes, with a loss each.
+"""Models by name: plain torch modules that are unaware of ranks, in three sizes, with a loss each.
 
               tiny                small (about 1 million)   medium (about 10 million parameters)
     mlp       64-256-256-10       4 hidden layers of 576    5 of 1536
     resnet    depth 8, width 4    depth 20, width 32        depth 20, width 96
     gpt       2 layers of 32      4 layers of 128           6 layers of 384
 
-tiny is for tests and first looks (a batch of 32: milliseconds on one core), medium for benchmarks.
-"package.module:function" is a model of one's own, without a size: a Task.
-`data` has real inputs for each; `emulate` lets a model sleep in place of its arithmetic.
+tiny is for tests and first tries (a batch of 32: milliseconds on one core), medium for benchmarks.
+"package.module:function" names a custom model, without a size: a Task.
+`data` has real inputs for each; `emulate` lets a model sleep instead of computing.
 """
 
 import inspect
@@ -44,15 +44,16 @@ SIZES = {
         "medium": {"layers": 6, "heads": 6, "width": 384},
     },
 }
-# the part that repeats and keeps its input's shape
+# the repeated part that keeps the shape of its input
 UNITS = {"mlp": is_hidden, "resnet": is_plain_block, "gpt": Block}
 
 
 def build(name, size="tiny", **overrides):
-    """Model `name` ("mlp", "resnet", "gpt") of a size ("tiny", "small", "medium"), weights random.
+    """Build model `name` ("mlp", "resnet", "gpt") of a size ("tiny", "small", "medium").
 
-    `overrides` replace arguments of the class, as in build("gpt", "small", layers=8, dropout=0.1).
-    Raises ValueError, listing those that exist, for another name, size or override.
+    Weights are random. `overrides` replace arguments of the class, as in build("gpt", "small",
+    layers=8, dropout=0.1). Raises ValueError with the valid names for another name, size or
+    override.
     """
     if is_own(name):
         return task(name).model(**overrides)
@@ -65,7 +66,7 @@ def build(name, size="tiny", **overrides):
 
 
 def loss(name):
-    """The loss of model `name`: a function (output, target) -> scalar, the mean over all targets.
+    """Return the loss of model `name`: (output, target) -> scalar, the mean over all targets.
 
     Classifiers: output [B, classes], target [B]. gpt: [B, T, vocab] and [B, T]. Targets are int64.
     Raises ValueError for an unknown name.
@@ -77,7 +78,9 @@ def loss(name):
 
 
 def unit(name):
-    """What repeats in model `name` and keeps its input's shape: class, or function module -> bool.
+    """Return the repeated unit of model `name` that keeps its input's shape: class or predicate.
+
+    A predicate is a function module -> bool.
 
     Raises ValueError for an unknown name.
     """
@@ -87,11 +90,11 @@ def unit(name):
 
 
 def cross_entropy(output, target):
-    """Mean cross-entropy of all: output [..., classes] floats, target [...] int64 -> scalar.
+    """Return the mean cross-entropy: output [..., classes] floats, target [...] int64 -> scalar.
 
-    Every target counts: -100 is an error, as any number is that is no class.
+    Every target counts, so -100 raises an error like any other invalid class.
     """
     return F.cross_entropy(output.flatten(0, -2), target.flatten(), ignore_index=NONE_IGNORED)
 
 
-cross_entropy.ignore_index = None  # so Trainer need not ask other ranks how many targets they have
+cross_entropy.ignore_index = None  # so Trainer need not exchange the number of counted targets

@@ -1,10 +1,10 @@
-"""Real data, by name, in the form that a model takes: map-style datasets of (input, target).
+"""Real data by name, in the format of a model: map-style datasets of (input, target).
 
-    digits        handwritten digits, inside scikit-learn        always there   -> mlp, resnet
-    stdlib_text   Python's own library as bytes, inside Python   always there   -> gpt
-    cifar10       colour photographs, the official archive       when asked     -> resnet
+    digits        handwritten digits, from scikit-learn          always available   -> mlp, resnet
+    stdlib_text   Python's own library as bytes, from Python     always available   -> gpt
+    cifar10       colour photographs, the official archive       on request         -> resnet
 
-Each says what it is with str(dataset). `Slow` makes a loader starve.
+str(dataset) describes a dataset. `Slow` starves a loader.
 """
 
 import time
@@ -18,7 +18,7 @@ from labkit.models.own import is_own, task
 from labkit.models.text import stdlib_text
 
 DATASETS = {"digits": digits, "stdlib_text": stdlib_text, "cifar10": cifar10}
-FITTING = {  # model -> dataset -> arguments that make it fit; the first is "auto"
+FITTING = {  # model -> dataset -> arguments that fit the model; the first dataset is "auto"
     "mlp": {"digits": {"image": "flat"}},
     "resnet": {"digits": {"image": "rgb"}, "cifar10": {}},
     "gpt": {"stdlib_text": {}},
@@ -26,9 +26,9 @@ FITTING = {  # model -> dataset -> arguments that make it fit; the first is "aut
 
 
 def load(name, model, split="train", **options):
-    """The dataset `name` as model "mlp", "resnet" or "gpt" takes it; "auto": what is always there.
+    """Load the dataset `name` for model "mlp", "resnet" or "gpt"; "auto": an available one.
 
-    A model of one's own has its own, whatever `name` is.
+    A custom model has its own data, whatever `name` is.
 
     `options` go to the dataset: stdlib_text(context=, max_bytes=), cifar10(root=, download=).
     Raises ValueError for an unknown model, dataset or split, or for data that does not fit.
@@ -44,7 +44,7 @@ def load(name, model, split="train", **options):
 
 
 class Slow(Dataset):
-    """`dataset` that waits `ms` milliseconds before each item: a loader starved by slow storage."""
+    """A dataset that waits `ms` milliseconds before each item, like one on slow storage."""
 
     def __init__(self, dataset, ms):
         self.dataset = dataset

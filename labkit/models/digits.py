@@ -1,8 +1,8 @@
-"""Handwritten digits: 1797 real images of 8x8 pixels from scikit-learn, there without a network.
+"""Handwritten digits: 1797 real images of 8x8 pixels from scikit-learn, without a download.
 
     "flat"  [64]            for an MLP
-    "image" [1, 8, 8]       as they are
-    "rgb"   [3, 32, 32]     resized, the grey in all three channels: what a CIFAR model takes
+    "image" [1, 8, 8]       unchanged
+    "rgb"   [3, 32, 32]     resized, the grey in all three channels: for a CIFAR model
 
 Held per process: 0.1 MB, or 1.8 MB as "rgb" (one channel is stored, the others are views of it).
 Alpaydin and Kaynak, Optical Recognition of Handwritten Digits,
@@ -22,7 +22,7 @@ SPLITS = {"train": slice(0, 1500), "test": slice(1500, None)}  # in the order of
 
 
 def digits(image="flat", split="train"):
-    """The digits as `Images`: the first 1500 to train on, the last 297 (split="test") to test.
+    """Return the digits as `Images`: the first 1500 to train, the last 297 (split="test") to test.
 
     image: "flat" -> [64], "image" -> [1, 8, 8], "rgb" -> [3, 32, 32]; float32, -1 to 1.
     Labels int64. ValueError for another image or split, ModuleNotFoundError without scikit-learn.
@@ -45,14 +45,14 @@ def digits(image="flat", split="train"):
 
 
 def read_digits():
-    """All of them: pixels [1797, 64] uint8 from 0 to 255, labels [1797] int64."""
+    """Return all digits: pixels [1797, 64] uint8 from 0 to 255, labels [1797] int64."""
     import numpy
 
-    # Read in place: importing sklearn for it would cost every rank a second of processor time.
+    # Reads the file directly: importing sklearn takes every rank a second of processor time.
     package = find_spec("sklearn")
     if package is None:
         raise ModuleNotFoundError(
-            "the digits come with scikit-learn, which is not installed: pip install scikit-learn"
+            "the digits are part of scikit-learn, which is not installed: pip install scikit-learn"
         )
     path = Path(package.submodule_search_locations[0]) / "datasets" / "data" / "digits.csv.gz"
     # [1797, 65], pixels 0 to 16

@@ -1,4 +1,4 @@
-"""A GPT: embeddings, blocks of causal attention and a two-layer network, the embedding as output.
+"""A GPT: embeddings, blocks of causal attention and a two-layer network, tied output embedding.
 
     tokens - E + position - | x + attention(norm(x)) ; x + network(norm(x)) | - norm - E^T - logits
              ^                         one block, layers times                         ^
@@ -22,7 +22,7 @@ from torch.nn import functional as F
 class Attention(nn.Module):
     """Causal self-attention. forward: [B, T, C] -> [B, T, C]; position t sees positions 0 to t.
 
-    attend: what mixes the heads; any function of F.scaled_dot_product_attention's arguments.
+    attend: the attention function, with F.scaled_dot_product_attention's arguments.
     """
 
     attend = staticmethod(F.scaled_dot_product_attention)
@@ -36,7 +36,7 @@ class Attention(nn.Module):
 
     def forward(self, x):
         B, T, C = x.shape
-        # by heads: a slice of rows is whole heads. [B, T, heads, 3, C / heads]
+        # heads first, so that a slice of rows has complete heads: [B, T, heads, 3, C / heads]
         heads = self.query_key_value(x).view(B, T, -1, 3, C // self.heads)
         query, key, value = heads.permute(3, 0, 2, 1, 4)  # each [B, heads, T, C / heads]
         dropout = self.dropout if self.training else 0.0
@@ -46,10 +46,11 @@ class Attention(nn.Module):
 
 
 class Network(nn.Sequential):
-    """Two layers, four times as wide between them. forward: [..., C] -> [..., C]."""
+    """Two layers with a hidden width of 4 C. forward: [..., C] -> [..., C]."""
 
     def __init__(self, width, dropout=0.0):
-        inner, output = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        inner = nn.Linear(width, 4 * width)
+        output = nn.Linear(4 * width, width)
         super().__init__(inner, nn.GELU(), output, nn.Dropout(dropout))
 
 
@@ -71,13 +72,13 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """`layers` blocks of `heads` heads and `width` channels, for `vocab` tokens.
 
-    context: how many positions at most.
+    context: the largest number of positions.
     tied: the output layer *is* the token embedding: one parameter, whose gradient is the sum over
-        both its uses.
-    network: a function (width, dropout) that makes a block's; a mixture of experts is one of such.
+        both uses.
+    network: a function (width, dropout) that makes a block's network, such as a mixture of experts.
     forward: tokens [B, T] int64 -> logits [B, T, vocab].
-        positions: [T] int64, where the tokens are in their sequence; None: 0 to T - 1.
-    Raises ValueError when `heads` does not divide `width`, and in forward when T > context.
+        positions: [T] int64, the tokens' positions in their sequence; None: 0 to T - 1.
+    Raises ValueError if `heads` does not divide `width`, and in forward if T > context.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class GPT(nn.Module):
     ):
         super().__init__()
         if width % heads:
-            raise ValueError(f"the heads must divide the width, got heads={heads}, width={width}")
+            raise ValueError(f"width={width} must be divisible by heads={heads}")
         self.context = context
         self.dropout = dropout
         self.token_embedding = nn.Embedding(vocab, width)
@@ -112,7 +113,7 @@ class GPT(nn.Module):
                 nn.init.normal_(module.weight, std=0.02)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
-        for block in self.blocks:  # 2 x layers terms are added: smaller ones keep the sum's size
+        for block in self.blocks:  # 2 x layers terms are added, so smaller ones keep the sum's size
             nn.init.normal_(block.attention.output.weight, std=0.02 / math.sqrt(2 * layers))
             for network in block.modules():
                 if isinstance(network, Network):
@@ -124,7 +125,7 @@ class GPT(nn.Module):
     def embed(self, tokens, positions=None):  # [B, T] -> [B, T, C]
         T = tokens.shape[1]
         if self.context < T:
-            raise ValueError(f"{T} tokens do not fit the model's context of {self.context}")
+            raise ValueError(f"{T} tokens exceed the model's context of {self.context}")
         if positions is None:
             positions = torch.arange(T, device=tokens.device)
         x = self.token_embedding(tokens) + self.position_embedding(positions)
@@ -135,24 +136,27 @@ class GPT(nn.Module):
 
 
 class Stage(nn.Module):
-    """Some blocks of a GPT, for a pipeline; the first has the embeddings, the last the head.
+    """Some blocks of a GPT, for a pipeline; the first stage has the embeddings, the last the head.
 
-    blocks: a range of their numbers. Parameters are those of `gpt`, under the same names.
-    forward: [B, T, C] -> [B, T, C]; the first takes what GPT takes, the last returns logits.
+    blocks: a range of block numbers. Parameters are those of `gpt`, with the same names.
+    forward: [B, T, C] -> [B, T, C]; the first stage takes tokens, the last returns logits.
     """
 
     embed, read_out = GPT.embed, GPT.read_out
 
     def __init__(self, gpt, blocks):
         super().__init__()
-        self.context, self.dropout = gpt.context, gpt.dropout
-        self.first, self.last = blocks.start == 0, blocks.stop == len(gpt.blocks)
+        self.context = gpt.context
+        self.dropout = gpt.dropout
+        self.first = blocks.start == 0
+        self.last = blocks.stop == len(gpt.blocks)
         if self.first:
             self.token_embedding = gpt.token_embedding
             self.position_embedding = gpt.position_embedding
         self.blocks = nn.ModuleDict({str(number): gpt.blocks[number] for number in blocks})
         if self.last:
-            self.norm, self.head = gpt.norm, gpt.head
+            self.norm = gpt.norm
+            self.head = gpt.head
 
     def forward(self, x, positions=None):
         if self.first:

@@ -1,4 +1,4 @@
-"""Labelled images as bytes, turned into floats one at a time: a quarter of the memory of floats.
+"""Labelled images as bytes, converted to floats one at a time: a quarter of the memory of floats.
 
     pixels [N, C, H, W] or [N, features] uint8
     item i -> (pixels[i] / 127.5 - 1 float32, labels[i] int64)
@@ -13,12 +13,12 @@ from torch.utils.data import Dataset
 class Images(Dataset):
     """Pixels [N, ...] uint8, labels [N] int64 -> items (floats from -1 to 1, scalar int64 label).
 
-    `str(dataset)` says what they are. Raises ValueError when the two numbers differ.
+    `str(dataset)` describes them. Raises ValueError if the numbers of images and labels differ.
     """
 
     def __init__(self, pixels, labels, description):
         if len(pixels) != len(labels):
-            raise ValueError(f"{len(pixels)} images and {len(labels)} labels")
+            raise ValueError(f"{len(pixels)} images but {len(labels)} labels")
         self.pixels = pixels
         self.labels = labels
         self.description = description
@@ -30,7 +30,7 @@ class Images(Dataset):
         return self.pixels[index].to(torch.float32) / 127.5 - 1, self.labels[index].to(torch.int64)
 
     def __getitems__(self, indices):
-        """Many items at once, as a DataLoader may ask: one conversion instead of one per image."""
+        """Return many items at once for a DataLoader, with one conversion for all of them."""
         pixels, labels = self[indices]
         return list(zip(pixels.unbind(), labels.unbind(), strict=True))
 

@@ -1,4 +1,4 @@
-"""A multi-layer perceptron: linear maps with a ReLU between, the smallest model that has layers.
+"""A multi-layer perceptron: linear layers with a ReLU between them, the smallest layered model.
 
     [B, 64] -- linear -- relu -- linear -- relu -- linear -- [B, 10]
 
@@ -16,16 +16,16 @@ from torch import nn
 class MLP(nn.Module):
     """`sizes`: of input, hidden layers, and classes; `dtype`: of the parameters (None: torch's).
 
-    he: weights drawn so that a ReLU keeps the size of what passes, not as torch draws them.
+    he: draw weights so that a ReLU keeps the variance, instead of torch's initialisation.
     forward: inputs [B, sizes[0]], or images with that many pixels -> logits [B, sizes[-1]].
-    Raises ValueError when there are fewer than two sizes.
+    Raises ValueError for fewer than two sizes.
     """
 
     def __init__(self, sizes=(64, 256, 256, 10), dtype=None, he=False):
         super().__init__()
         if len(sizes) < 2:
             raise ValueError(
-                f"an MLP needs the sizes of its input and its output, got sizes={tuple(sizes)}"
+                f"sizes={tuple(sizes)} must have at least two entries, for input and output"
             )
         layers = [nn.Linear(sizes[0], sizes[1], dtype=dtype)]
         for inputs, outputs in pairwise(sizes[1:]):
@@ -39,5 +39,5 @@ class MLP(nn.Module):
 
 
 def is_hidden(module):
-    """Whether it is a hidden layer that keeps its width: the unit of sharding and emulation."""
+    """Return whether it is a hidden layer that keeps its width: a unit of FSDP and emulation."""
     return isinstance(module, nn.Linear) and module.in_features == module.out_features

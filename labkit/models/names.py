@@ -1,8 +1,8 @@
-"""Names that a person types, looked up with an answer that helps when one is wrong."""
+"""Look up names that a user types, with a helpful error for a wrong one."""
 
 
 def known(kind, name, table):
-    """`table[name]`, or `name` where the table is no mapping; ValueError lists the known ones."""
+    """Return table[name], or name if table is not a mapping. Raises ValueError with all names."""
     if name not in table:
-        raise ValueError(f"unknown {kind} {name!r}: known are {', '.join(map(repr, table))}")
+        raise ValueError(f"unknown {kind} {name!r}: choose from {', '.join(map(repr, table))}")
     return table[name] if hasattr(table, "keys") else name

@@ -1,10 +1,10 @@
-"""A model and data of one's own: model="package.module:function" of an Experiment.
+"""Custom models and data: model="package.module:function" of an Experiment.
 
     # mine.py                                            python -m labkit.train --model mine:task
     def task():
         return Task(Net, train, held_out, torch.nn.functional.mse_loss, unit=Block)
 
-The function is called once in each process that asks.
+The function is called once in each process that needs it.
 """
 
 import importlib
@@ -17,12 +17,12 @@ from torch.utils.data import Dataset
 
 @dataclass(frozen=True)
 class Task:
-    """What a function that --model names has to return.
+    """The return value of a function that --model names.
 
-    model: called without arguments, a module with random weights. train, held_out: map-style
-    datasets of (input, target), tensors. loss: (output, target) -> scalar, the mean over targets.
-    unit: what repeats in the model, a class or a function module -> bool; FSDP gathers it together,
-    --recompute recomputes it. None: the model is one unit.
+    model: called without arguments, returns a module with random weights. train, held_out:
+    map-style datasets of (input, target), tensors. loss: (output, target) -> scalar, the mean over
+    targets. unit: the repeated part of the model, a class or a function module -> bool; FSDP
+    gathers a unit at once, --recompute recomputes it. None: the model is one unit.
     """
 
     model: Callable
@@ -34,15 +34,17 @@ class Task:
 
 @cache
 def task(name):
-    """The Task of "package.module:function". ValueError, in a line, where there is none."""
+    """Return the Task of "package.module:function". Raises ValueError if there is none."""
     module, _, function = name.partition(":")
     try:
         made = getattr(importlib.import_module(module), function)()
-    except Exception as error:  # whatever code of one's own raises
+    except Exception as error:  # the user's code may raise anything
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ValueError(f"model {name}: {reason}") from error
     if not isinstance(made, Task):
-        raise ValueError(f"model {name}: returns {type(made).__name__}, not a labkit.models.Task")
+        raise ValueError(
+            f"model {name}: must return a labkit.models.Task, not {type(made).__name__}"
+        )
     return made
 
 

@@ -16,11 +16,11 @@ from torch.nn import functional as F
 
 from labkit.models.names import known
 
-GROUPS = 4  # channels are normalised in this many groups: divides every width used here
+GROUPS = 4  # of channels, for GroupNorm: divides every width used here
 
 
 def normalisation(kind, channels):
-    """BatchNorm ("batch": over the batch of a rank) or GroupNorm ("group": over each image)."""
+    """Return BatchNorm ("batch": over a rank's batch) or GroupNorm ("group": over each image)."""
     known("norm", kind, ("batch", "group"))
     return nn.BatchNorm2d(channels) if kind == "batch" else nn.GroupNorm(GROUPS, channels)
 
@@ -50,18 +50,19 @@ class ResNet(nn.Module):
     """`depth` 6n + 2 (8, 14, 20, ...), first stage of `width` channels, `norm` "batch" or "group".
 
     forward: images [B, 3, H, W] -> logits [B, classes]. Raises ValueError for another depth or
-    norm, and with norm="group" for a width that the number of groups does not divide.
+    norm, and with norm="group" for a width that is not divisible by the number of groups.
     """
 
     def __init__(self, depth=8, width=16, classes=10, norm="batch"):
         super().__init__()
         if depth < 8 or (depth - 2) % 6:
-            raise ValueError(f"depth is 6n + 2 (8, 14, 20, 26, ...), got {depth}")
+            raise ValueError(f"depth={depth} must be 6n + 2 (8, 14, 20, 26, ...)")
         if norm == "group" and width % GROUPS:
-            raise ValueError(f'norm="group" needs a width that {GROUPS} divides, got {width}')
+            raise ValueError(f'width={width} must be divisible by {GROUPS} with norm="group"')
         self.stem = nn.Conv2d(3, width, 3, padding=1, bias=False)
         self.norm = normalisation(norm, width)
-        blocks, channels = [], width
+        blocks = []
+        channels = width
         for stage in range(3):
             for index in range((depth - 2) // 6):
                 outputs = width * 2**stage
@@ -82,5 +83,5 @@ class ResNet(nn.Module):
 
 
 def is_plain_block(module):
-    """Whether the module is a block that keeps its input's shape: the unit of emulated compute."""
+    """Return whether the module is a block that keeps its input's shape: a unit of emulation."""
     return isinstance(module, BasicBlock) and module.keeps_shape

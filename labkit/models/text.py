@@ -1,4 +1,4 @@
-"""Python's standard library as text: bytes cut into windows, each with the bytes that follow.
+"""Python's standard library as text: windows of bytes, each with the bytes that follow.
 
     ...import os\\nimport sys\\n\\ndef main...      item i: tokens  bytes [i T, i T + T)
        [ tokens: T bytes  ]                             target  bytes [i T + 1, i T + T + 1)
@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 
 from labkit.models.names import known
 
-# Other people's packages, tests (half of the library's bytes), and what differs between builds.
+# Other packages, tests (half of the library's bytes), and files that differ between builds.
 LEFT_OUT = (
     "site-packages",
     "dist-packages",
@@ -36,14 +36,13 @@ TRAINING_SHARE = 0.9
 class Text(Dataset):
     """Bytes [N] uint8 -> items (tokens, the next tokens), each [context] int64 from 0 to 255.
 
-    `str(dataset)` says what it is. Raises ValueError when the bytes do not fill one window.
+    `str(dataset)` describes it. Raises ValueError if the bytes do not fill one window.
     """
 
     def __init__(self, corpus, context, description):
         if len(corpus) <= context:
             raise ValueError(
-                f"{len(corpus)} bytes of text do not fill one window of {context} "
-                "and the byte after it"
+                f"{len(corpus)} bytes of text must be more than one window of {context} bytes"
             )
         self.corpus = corpus
         self.context = context
@@ -64,15 +63,16 @@ class Text(Dataset):
 
 
 def stdlib_text(context=64, split="train", max_bytes=4 * 2**20):
-    """The standard library of the running Python as `Text`: whole files, at most `max_bytes`.
+    """Return the standard library of the running Python as `Text`: complete files, up to max_bytes.
 
-    Files are sorted: the same Python version gives the same bytes. The first nine tenths are
+    Files are sorted, so the same Python version gives the same bytes. The first nine tenths are
     split="train", the rest "test". Raises ValueError for another split, FileNotFoundError for a
     Python without its source.
     """
     known("split", split, ("train", "test"))
     folder = Path(sysconfig.get_path("stdlib"))
-    chunks, size = [], 0
+    chunks = []
+    size = 0
     for path in source_files(folder):
         chunk = path.read_bytes()
         if size + len(chunk) > max_bytes:
@@ -92,17 +92,17 @@ def stdlib_text(context=64, split="train", max_bytes=4 * 2**20):
 
 
 def source_files(folder):
-    """The library's .py files, sorted by their path below `folder`, however it lists them."""
-    found = []
+    """Return the library's .py files, sorted by their path below `folder`."""
+    paths = []
     for place, folders, files in os.walk(folder):
         folders[:] = [
             name
             for name in folders
             if name not in LEFT_OUT and not name.startswith(BUILD_DEPENDENT)
         ]
-        found += [
+        paths += [
             Path(place, name)
             for name in files
             if name.endswith(".py") and not name.startswith(BUILD_DEPENDENT)
         ]
-    return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
+    return sorted(paths, key=lambda path: path.relative_to(folder).as_posix())

@@ -1,9 +1,9 @@
-"""Routing: a token's scores choose k experts and weigh their outputs.
+"""Routing: the scores of a token choose k experts and weight their outputs.
 
     scores > softmax or sigmoid > (+ bias) > best groups > best k         which experts
                                \\ of those k: / their sum, x routed_scaling_factor   weights
 
-Local: nothing is sent. Groups let a token go to experts on few nodes only.
+Local: nothing is sent. With groups, a token goes only to experts on few nodes.
 DeepSeek-V2, 2024, section 2.1.2 (groups, softmax); DeepSeek-V3, 2024, section 2.1.2 (sigmoid).
 """
 
@@ -15,17 +15,17 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class Routing:
-    """How scores choose and weigh experts, with the names of Hugging Face configs.
+    """How scores choose and weight experts, with the argument names of Hugging Face configs.
 
     score: "softmax" over the experts, or "sigmoid" of each.
     norm_topk_prob: divide the k weights by their sum. Not for k = 1, whose weight would be 1.
     routed_scaling_factor: multiplies the weights.
     n_group, topk_group: choose only among the best topk_group of n_group groups of neighbouring
-        experts. A group is as good as its two best experts ("sigmoid": DeepSeek-V3) or its best
-        one ("softmax": DeepSeek-V2).
+        experts. A group's score is the sum of its two best experts ("sigmoid": DeepSeek-V3) or
+        its best one ("softmax": DeepSeek-V2).
     Mixtral, Qwen3-MoE: Routing(). Qwen2-MoE, OLMoE: norm_topk_prob=False. DeepSeek-V3: "sigmoid",
     routed_scaling_factor=2.5, n_group=8, topk_group=4, with MoE(balance="bias", shared=1).
-    Raises ValueError for another score, and for groups that cannot be.
+    Raises ValueError for another score, and for invalid groups.
     """
 
     score: str = "softmax"
@@ -41,29 +41,31 @@ class Routing:
             raise ValueError(f"topk_group={self.topk_group} must be 1 to n_group={self.n_group}")
 
     def check(self, experts, top_k):
-        """Raise ValueError where groups do not divide the experts or have fewer than top_k."""
+        """Raise ValueError if n_group does not divide experts, or groups have fewer than top_k."""
         if experts % self.n_group:
-            raise ValueError(f"n_group={self.n_group} must divide the {experts} experts")
+            raise ValueError(f"experts={experts} must be divisible by n_group={self.n_group}")
         if not 1 <= top_k <= self.topk_group * experts // self.n_group:
             allowed = self.topk_group * experts // self.n_group
-            raise ValueError(f"a token cannot go to {top_k} of {allowed} experts")
+            raise ValueError(
+                f"top_k={top_k} must be between 1 and {allowed}, the experts in topk_group groups"
+            )
 
     def choose(self, scores, bias, top_k):
-        """(how likely each expert is, [tokens, E]; weights and numbers of the k chosen).
+        """Return (probabilities of the experts, [tokens, E]; weights and numbers of the chosen).
 
-        scores: [tokens, E]. bias: [E], counts in the choice and not in the weights.
+        scores: [tokens, E]. bias: [E], used in the choice but not in the weights.
         """
-        # In logarithms: where all sigmoids are 0 they have no shares, but these are numbers still.
+        # In logarithms, which stay finite where all sigmoids underflow to 0.
         logs = scores.log_softmax(-1) if self.score == "softmax" else F.logsigmoid(scores)
         wanted = self.in_best_groups(logs.detach().exp() + bias)
         chosen = wanted.topk(top_k).indices
         weights = logs.gather(-1, chosen)
-        normalized = self.norm_topk_prob and top_k > 1  # one share is 1: the router learns nothing
+        normalized = self.norm_topk_prob and top_k > 1  # a single weight is 1, without gradient
         weights = weights.softmax(-1) if normalized else weights.exp()
         return logs.softmax(-1), weights * self.routed_scaling_factor, chosen
 
     def in_best_groups(self, wanted):
-        """wanted, [tokens, E], with -inf outside each token's best groups."""
+        """Return wanted, [tokens, E], with -inf outside each token's best groups."""
         if self.topk_group == self.n_group:
             return wanted
         groups = wanted.unflatten(-1, (self.n_group, -1))

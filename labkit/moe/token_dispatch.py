@@ -1,4 +1,4 @@
-"""Rows go to the ranks that want them, some more and some fewer; gradients come the way back.
+"""All-to-all of rows with different counts per rank; backward sends the gradients back.
 
     rank 0   [to 0][  to 1  ]          [from 0][1]
                                  ->
@@ -13,9 +13,10 @@ from labkit import comm
 
 
 class Exchange(torch.autograd.Function):
-    """All-to-all of rows: outgoing[i] of them to rank i, incoming[j] from j; back in backward.
+    """All-to-all of rows: outgoing[i] rows to rank i, incoming[j] rows from rank j.
 
-    scale: of the gradient. Between 1/n behind the experts and n before them, theirs is a mean.
+    Backward sends the gradients back, times scale. With n before the experts and 1/n after them,
+    the gradients of experts are a mean over ranks.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: schedules as data, checked before they run, and one executor."""
+"""Pipeline parallelism: schedules as data, validated before they run, and one executor."""
 
 from labkit.pipeline.pipeline import (
     Action,

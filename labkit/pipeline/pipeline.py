@@ -1,13 +1,13 @@
-"""Pipeline parallelism: each rank holds some layers, and micro-batches pass through them all.
+"""Pipeline parallelism: each rank holds some layers, and micro-batches pass through all of them.
 
     gpipe   rank 0   F0 F1 F2 F3 .. .. .. .. B0 B1 B2 B3     F: activations go to the next rank
             rank 1   .. F0 F1 F2 F3 .. .. B0 B1 B2 B3 ..     B: gradients go to the one before
-            bubble   ^^             ^^^^^                    a rank has nothing to do
+            bubble   ^^             ^^^^^                    the rank is idle
 
 Sent per rank, step and boundary: the batch's activations there, and gradients of that size.
 Held: 1/p of parameters, gradients and states; activations of as many micro-batches as the schedule
-has under way. Time lost: the bubble, (p-1)/(M+p-1) for M micro-batches here. Schedules that lose or
-hold less are other lists of the same actions (pipeline_schedules.py), and so is one of your own.
+has in flight. Time lost: the bubble, (p-1)/(M+p-1) for M micro-batches here. Schedules with less
+bubble or memory are other lists of the same actions (pipeline_schedules.py), and so is your own.
 Huang et al., GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism, NeurIPS
 2019, section 2.3; Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters
 Using Megatron-LM, SC 2021, section 2.2.
@@ -51,22 +51,24 @@ __all__ = [
 
 
 class Pipeline:
-    """A model in stages, each built on the rank that has it. Collective to construct and to call.
+    """A model in stages, each built on the rank that runs it. Collective to construct and to call.
 
-    stages: {number: module} of this rank, on the meta device of all; module: one tensor -> one.
-    schedule: a function (stages, micro_batches, ranks) -> for each rank a list of Action, or that
-        list. It is checked before anything runs.
-    micro_batches: into how many equal parts a batch is cut, along dim 0.
-    loss: (output, target) -> a mean over the samples; where the last stage is.
-    names: (stage, name in it) -> name in the whole model, "stage.name" if None. Parameters of one
-        name are tied: one value, and one gradient, which is the sum over all copies. So are those
-        of a stage and its copy in another chain (dual_pipe), which has the same number here.
+    stages: {number: module} of this rank (on the meta device: of all ranks); a module maps one
+        tensor to one tensor.
+    schedule: a function (stages, micro_batches, ranks) -> for each rank a list of Action, or such a
+        list. It is validated before anything runs.
+    micro_batches: number of equal parts of a batch, along dim 0.
+    loss: (output, target) -> a mean over the samples; needed on the rank of the last stage.
+    names: (stage, name in the stage) -> name in the full model; None: "stage.name". Parameters with
+        the same name are tied: they have one value, and their gradient is the sum over all copies.
+        A stage and its copy in another chain (dual_pipe) have the same number here, so they are
+        tied, too.
 
-    Gradients are those of the mean over the batch, in .grad of this rank's parameters when step()
-    returns: clip, average over other axes of a mesh and step as ever. A B with a W of its own needs
-    the graph twice (zero_bubble_backward.py). Raises ValueError, on all ranks, for a schedule that
-    cannot run, stages that are not where it has them, and where the loss is missing. Not supported:
-    stages that take or make several tensors, and batches that cannot be cut into equal parts.
+    When step() returns, .grad of this rank's parameters is the gradient of the mean over the batch:
+    clip, average over other axes of a mesh and step as usual. A B with a separate W traverses the
+    graph twice (zero_bubble_backward.py). Raises ValueError, on all ranks, for an invalid schedule,
+    stages on other ranks than in the schedule, and a missing loss. Not supported: stages with
+    several input or output tensors, and batches that cannot be split into equal parts.
     """
 
     def __init__(
@@ -95,78 +97,84 @@ class Pipeline:
         self.forward_mail = partial(Mail, forward, self.owner, ways, device)
 
     def read(self, schedule, counts):
-        """The lists, whose stages are where, and the first and the last of each chain of them."""
+        """Set the action lists, the rank of each stage, and the first and last stage of a chain."""
         if callable(schedule):
             schedule = schedule(sum(counts), self.micro_batches, len(counts))
         self.schedule = actions(schedule)
         self.owner = check(self.schedule, dist.get_world_size(self.group), self.micro_batches)
         chains = set(routes(self.schedule).values())
         self.first, self.last = ({chain[end] for chain in chains} for end in (0, -1))
-        here = sorted(stage for stage in self.last if self.owner[stage] == self.rank)
-        if here and self.loss is None:
-            raise ValueError(f"stage {here[0]} is the last: rank {self.rank} needs a loss")
+        local = sorted(stage for stage in self.last if self.owner[stage] == self.rank)
+        if local and self.loss is None:
+            raise ValueError(f"stage {local[0]} is the last: rank {self.rank} needs a loss")
 
     @staticmethod
     def way_down(group):
-        """On NCCL messages of one group go one after the other: each direction needs its own."""
+        """Return a group for backward messages: on NCCL those of one group run one at a time."""
         if "nccl" not in dist.get_backend(group):
             return group
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         return dist.new_group(ranks, use_local_synchronization=True)
 
     def step(self, input=None, target=None, *, scale=1.0, weights=None):
-        """Forward and backward of a batch; the mean loss where the last stage is, else None.
+        """Run forward and backward of a batch; return the mean loss on the last stage, else None.
 
-        input is read where the first stage is, target where the last is. Gradients are added to
-        those that are there. scale: what the loss is multiplied by, for backward only. weights: of
-        the micro-batches in the mean, numbers whose mean is 1; None: all weigh the same. Two chains
-        have two ends: both are given the whole batch, and return their parts of its mean loss.
+        input is read on the rank of the first stage, target on that of the last. Gradients are
+        accumulated. scale: multiplies the loss in backward only. weights: of the micro-batches in
+        the mean, numbers whose mean is 1; None: equal weights. Two chains have two ends: both are
+        given the full batch, and return their parts of its mean loss.
         """
         if not torch.is_grad_enabled():
-            raise RuntimeError("step() goes backward, and gradients are off: evaluate() does not")
-        self.scale, self.metric = scale, self.loss
+            raise RuntimeError("step() needs gradients, which are off: use evaluate()")
+        self.scale = scale
+        self.metric = self.loss
         self.weights = weights or [1.0] * self.micro_batches
         with self.stages.tied_apart():
             return self.run(self.schedule[self.rank], self.mail, input, target)
 
     @torch.no_grad()
     def evaluate(self, input=None, target=None, loss=None):
-        """The same without backward. The batch may have another size every time.
+        """Run forward only. The batch may have another size every time.
 
-        target: a tensor, or a list of one a micro-batch. loss: another than that it trains with.
+        target: a tensor, or a list with one per micro-batch. loss: another loss than for training.
         """
-        self.metric, self.weights = loss or self.loss, [1.0] * self.micro_batches
+        self.metric = loss or self.loss
+        self.weights = [1.0] * self.micro_batches
         program = [action for action in self.schedule[self.rank] if action.kind == "F"]
         return self.run(program, self.forward_mail(), input, target)
 
     def run(self, program, mail, input, target):
-        """Do each action of this rank's list; ask for the next one's message before."""
+        """Run each action of this rank's list; post the receive of the next action before it."""
         self.inputs = self.cut(input, self.first, "input")
         self.targets = self.cut(target, self.last, "target")
         if len(self.weights) != self.micro_batches:
-            raise ValueError(f"weights: {len(self.weights)} for {self.micro_batches} micro-batches")
-        self.held, self.later, self.losses = {}, {}, []
+            raise ValueError(
+                f"weights has {len(self.weights)} numbers for {self.micro_batches} micro-batches"
+            )
+        self.held = {}
+        self.later = {}
+        self.losses = []
         if self.stages.built and not mail.looks:
             mail.expect(self.stages.built, input[: len(input) // self.micro_batches])
         mail.begin()
         for number, action in enumerate(program):
-            for one in program[number : number + 2]:
-                mail.ask(one, ahead=one is not action)
+            for upcoming in program[number : number + 2]:
+                mail.ask(upcoming, ahead=upcoming is not action)
             arrived = mail.take(action)
             mail.send(self.compute(action, arrived), action)
         mail.end()
         return torch.stack(self.losses).sum() / self.micro_batches if self.losses else None
 
     def cut(self, batch, ends, name):
-        """The batch as micro-batches, on a rank that has one of the stages."""
-        if not (here := ends & self.stages.modules.keys()):
+        """Split the batch into micro-batches, on a rank with a first or last stage."""
+        if not (local := ends & self.stages.modules.keys()):
             return None
         if batch is None:
-            raise ValueError(f"stage {min(here)} is here: step() needs its {name}")
+            raise ValueError(f"this rank has stage {min(local)}: step() needs its {name}")
         return parts_of(batch, self.micro_batches, name)
 
     def compute(self, action, arrived):
-        """One action, without its messages: from what has arrived to what is to be sent."""
+        """Run one action without its messages: from the received tensor to the one to send."""
         if action.kind == "F":
             return self.forward(action, arrived)
         if action.kind == "B":
@@ -181,14 +189,15 @@ class Pipeline:
         output = self.stages.modules[stage](x)
         if not isinstance(output, torch.Tensor):
             raise ValueError(
-                f"stage {stage} made a {type(output).__name__}: it must make one tensor"
+                f"stage {stage} returned a {type(output).__name__}: it must return one tensor"
             )
         if stage in self.last:
             output = self.metric(output, self.targets[m])
             if output.dim():
-                raise ValueError(f"a loss is one number: this has shape {list(output.shape)}")
-            loss, weight = output.detach(), self.weights[m]
-            if weight != 1:  # 0 without targets, of which the mean is NaN
+                raise ValueError(f"the loss must be a scalar: it has shape {list(output.shape)}")
+            loss = output.detach()
+            weight = self.weights[m]
+            if weight != 1:  # 0 for a micro-batch without targets, whose mean is NaN
                 loss = loss * weight if weight else torch.zeros_like(loss)
             self.losses.append(loss)
         if torch.is_grad_enabled():
@@ -202,34 +211,34 @@ class Pipeline:
             scale = self.weights[m] * self.scale
             gradient = torch.full_like(output, scale / self.micro_batches)
         if action._replace(kind="W") in self.split:
-            found, self.later[stage, m] = backward_of_input(output, x, gradient)
+            x_gradient, self.later[stage, m] = backward_of_input(output, x, gradient)
         else:
-            if output.requires_grad:  # also of a stage that hands its input on as it is
+            if output.requires_grad:  # also if the stage returns its input unchanged
                 torch.autograd.backward(output, gradient)
-            found = x.grad if x.is_leaf else None
+            x_gradient = x.grad if x.is_leaf else None
         if stage in self.first:
-            if found is not None and not x.is_leaf:  # a batch that wants gradients, cut
-                x.backward(found)
+            if x_gradient is not None and not x.is_leaf:  # a split batch that requires gradients
+                x.backward(x_gradient)
             return None
-        return torch.zeros_like(x) if found is None else found
+        return torch.zeros_like(x) if x_gradient is None else x_gradient
 
     def parameters(self):
-        """Of this rank's stages, each once."""
+        """Return the parameters of this rank's stages, each once."""
         return (p for _, p in self.named_parameters())
 
     def named_parameters(self):
-        """(name in the whole model, parameter), copies of one name on this rank each."""
+        """Yield (name in the full model, parameter), for each copy on this rank."""
         for name, copies in self.stages.tensors.items():
             yield from ((name, p) for p in copies if isinstance(p, torch.nn.Parameter))
 
     def state_dict(self):
-        """This rank's parameters and buffers by their names in the whole model."""
+        """Return this rank's parameters and buffers by their names in the full model."""
         return self.stages.state_dict()
 
     def full_state_dict(self):
-        """The whole model's, on the CPU of every rank. Collective."""
+        """Return the full model's state dict, on the CPU of every rank. Collective."""
         return self.stages.full_state_dict()
 
     def load_state_dict(self, state_dict, strict=True):
-        """Take this rank's part: of full_state_dict(), or of its own state_dict()."""
+        """Load this rank's part of full_state_dict(), or of its own state_dict()."""
         self.stages.load(state_dict, strict)

@@ -1,13 +1,13 @@
-"""The messages of a pipeline, read off its schedule: who sends what to whom, in which order.
+"""The messages of a pipeline, derived from its schedule: who sends what to whom, in which order.
 
-    rank 0   F0 F1 .. B0 ..        to rank 1: 1F0 1F1   what they are for: the inputs of F0 and F1
-    rank 1   .. F0 B0 F1 B1        to rank 0: 0B0 0B1   ... and the gradients for B0 and B1
+    rank 0   F0 F1 .. B0 ..        to rank 1: 1F0 1F1   each message is named by its receiver:
+    rank 1   .. F0 B0 F1 B1        to rank 0: 0B0 0B1   the inputs of F0, F1; gradients for B0, B1
 
-A message leaves when the action that makes it has ended, and nobody waits for it to arrive. Between
-two ranks messages arrive in the order of the sender's list, so its reader takes them in that order;
-it asks for one while it still does the action before. Upward and downward go separate ways (on
-NCCL: communicators), so neither can be stuck behind the other. What is sent looks alike every time:
-shape and dtype go ahead of the first message, 80 bytes, once.
+A message is sent when the action that makes it has ended, and no rank waits for its arrival.
+Messages between two ranks arrive in the order of the sender's list, and the receiver takes them in
+that order. It posts a receive while it still runs the action before. Forward and backward messages
+use separate groups (NCCL communicators), so neither can block the other. All messages of a kind
+have the same shape and dtype. A header of 80 bytes with both precedes the first one.
 """
 
 from itertools import pairwise
@@ -24,7 +24,7 @@ MOST_DIMS = 8
 
 
 def made_for(action, route):
-    """The action that needs what this one makes, or None; route: its micro-batch's."""
+    """Return the action that needs the result of this one, or None. route: its micro-batch's."""
     kind, stage, m = action
     if kind == "F" and stage + 1 in route:
         return Action("F", stage + 1, m)
@@ -32,8 +32,9 @@ def made_for(action, route):
 
 
 def messages(schedule, owner):
-    """{(source, destination): [the action each message is for], as they are sent}."""
-    lists, route = {}, routes(schedule)
+    """Return {(source, destination): [the action that needs each message], in order of sending}."""
+    lists = {}
+    route = routes(schedule)
     for source, program in enumerate(schedule):
         for action in program:
             target = made_for(action, route[action.micro_batch])
@@ -43,26 +44,33 @@ def messages(schedule, owner):
 
 
 class Mail:
-    """One rank's messages in one step after the other. ways: (group for up, group for down)."""
+    """One rank's messages, step after step. ways: (group for forward, group for backward)."""
 
     def __init__(self, schedule, owner, ways, device):
-        self.rank, self.ways, self.owner, self.device = dist.get_rank(ways[0]), ways, owner, device
-        self.routes, lists = routes(schedule), messages(schedule, owner)
-        self.lists = {src: there for (src, dst), there in lists.items() if dst == self.rank}
-        self.source = {action: src for src, there in self.lists.items() for action in there}
-        # (kind, stage) of the action that reads: (shape, dtype) of what is read and of what is sent
-        self.looks, self.told = {}, {}
-        self.expected = {}  # of messages without data, which tell nothing: (kind, stage) -> looks
+        self.rank = dist.get_rank(ways[0])
+        self.ways = ways
+        self.owner = owner
+        self.device = device
+        self.routes = routes(schedule)
+        lists = messages(schedule, owner)
+        self.lists = {src: targets for (src, dst), targets in lists.items() if dst == self.rank}
+        self.source = {action: src for src, targets in self.lists.items() for action in targets}
+        # (kind, stage) of the receiving action: (shape, dtype) of the tensor
+        self.looks = {}
+        self.sent_looks = {}
+        self.expected = {}  # in a dry run, where headers have no data: (kind, stage) -> looks
         self.begin()
 
     def begin(self):
-        """A new step."""
+        """Begin a new step."""
         self.asked = dict.fromkeys(self.lists, 0)
-        self.coming, self.here, self.leaving = {}, {}, []
+        self.coming = {}
+        self.here = {}
+        self.leaving = []
 
     @torch.no_grad()
     def expect(self, stages, input):
-        """What will come, of a micro-batch without data. stages: {number: module} of all ranks."""
+        """Predict the messages of a micro-batch without data. stages: {number: module}, all."""
         for chain in set(self.routes.values()):
             x = input
             for stage, following in pairwise(chain):
@@ -70,7 +78,7 @@ class Mail:
                 self.expected["F", following] = tuple(x.shape), x.dtype
 
     def ask(self, action, ahead):
-        """Ask for what the action needs and what comes before it; ahead: not where it must wait."""
+        """Post receives up to the one that the action needs. ahead: stop where that would block."""
         src = self.source.get(action)
         while src is not None and action not in self.coming:
             first = self.lists[src][self.asked[src]]
@@ -79,25 +87,25 @@ class Mail:
                 if ahead:
                     return
                 looks = self.looks[first[:2]] = self.read_looks(src, first[:2])
-            room = torch.empty(looks[0], dtype=looks[1], device=self.device)
-            work = comm.recv(room, src, self.ways[src > self.rank], async_op=True)
-            self.coming[first] = room, work
+            buffer = torch.empty(looks[0], dtype=looks[1], device=self.device)
+            work = comm.recv(buffer, src, self.ways[src > self.rank], async_op=True)
+            self.coming[first] = buffer, work
             self.asked[src] += 1
 
     def take(self, action):
-        """What another action has made for this one, a tensor; None where there is nothing."""
+        """Return the tensor that another action made for this one, or None."""
         if action in self.here:
             return self.here.pop(action)
         if action not in self.source:
             return None
         self.ask(action, ahead=False)
-        room, work = self.coming[action]
+        buffer, work = self.coming[action]
         work.wait()
         self.coming[action] = None
-        return room
+        return buffer
 
     def send(self, tensor, action):
-        """Hand on what an action has made to the one that needs it."""
+        """Send the result of an action to the one that needs it."""
         target = made_for(action, self.routes[action.micro_batch])
         if target is None:
             return
@@ -105,32 +113,36 @@ class Mail:
         if dst == self.rank:
             self.here[target] = tensor
             return
-        tensor, group = tensor.contiguous(), self.ways[self.rank > dst]
-        for one in [*self.first_sight(tensor, action, target), tensor]:
-            self.leaving.append((comm.send(one, dst, group, async_op=True), one))
+        tensor = tensor.contiguous()
+        group = self.ways[self.rank > dst]
+        for message in [*self.first_sight(tensor, action, target), tensor]:
+            self.leaving.append((comm.send(message, dst, group, async_op=True), message))
         self.leaving = [pair for pair in self.leaving if not pair[0].is_completed()]
 
     def first_sight(self, tensor, action, target):
-        """What goes ahead of the first of its kind: [header], or nothing."""
+        """Return [header] for the first message of its kind, else []."""
         looks = tuple(tensor.shape), tensor.dtype
-        is_new = target[:2] not in self.told
-        told = self.told.setdefault(target[:2], looks)
-        if told != looks:
+        is_new = target[:2] not in self.sent_looks
+        before = self.sent_looks.setdefault(target[:2], looks)
+        if before != looks:
             raise ValueError(
-                f"{action} (stage, kind, micro-batch) makes {list(looks[0])} {looks[1]}, before it "
-                f"was {list(told[0])} {told[1]}: all micro-batches and steps must look alike"
+                f"{action} (stage, kind, micro-batch) made {list(looks[0])} {looks[1]} but before "
+                f"{list(before[0])} {before[1]}: all must have one shape and dtype"
             )
         if target.kind == "B" or not is_new:
             return []
         self.looks["B", action.stage] = looks  # of the gradient that will come back
         if len(looks[0]) > MOST_DIMS or looks[1] not in DTYPES:
-            raise ValueError(f"{action} makes {list(looks[0])} {looks[1]}, which cannot be told")
+            raise ValueError(
+                f"{action} made {list(looks[0])} {looks[1]}: a stage's output must have at most "
+                f"{MOST_DIMS} dimensions and a real, integer or bool dtype"
+            )
         padded = [*looks[0], *[0] * (MOST_DIMS - len(looks[0]))]
         numbers = [DTYPES.index(looks[1]), len(looks[0]), *padded]
         return [torch.tensor(numbers, device=self.device)]
 
     def end(self):
-        """All that was sent has left."""
+        """Wait until all messages have been sent."""
         for work, _ in self.leaving:
             work.wait()
 

@@ -1,14 +1,14 @@
-"""Pipeline schedules: what every rank does, in which order, written before anything runs.
+"""Pipeline schedules: the actions of every rank, in order, written before anything runs.
 
     gpipe        rank 0   F0 F1 F2 F3 .. .. .. .. B0 B1 B2 B3      F: forward of a micro-batch
                  rank 1   .. F0 F1 F2 F3 .. .. B0 B1 B2 B3 ..      B: its backward
-    one_f_one_b  rank 0   F0 F1 .. B0 F2 B1 F3 B2 .. B3            W: gradients of weights, where B
-                 rank 1   .. F0 B0 F1 B1 F2 B2 F3 B3 ..               is of the stage's input only
+    one_f_one_b  rank 0   F0 F1 .. B0 F2 B1 F3 B2 .. B3            W: gradients of weights, if B
+                 rank 1   .. F0 B0 F1 B1 F2 B2 F3 B3 ..               is for the stage's input only
 
 A schedule is data: for each rank a list of Action(kind, stage, micro_batch), written "0F3": stage,
-kind, micro-batch. A B without a W of its own does both parts; one stage may have both kinds of B.
-For p ranks, M micro-batches, v stages a rank; the bubble is the part of the step in which a rank
-stands still, for F = B = W = 1:
+kind, micro-batch. A B without a separate W does both parts; one stage may have both kinds of B.
+For p ranks, M micro-batches, v stages a rank; the bubble is the idle fraction of a rank's step for
+F = B = W = 1:
 
                         bubble                        a rank holds, in activations of its layers
     gpipe               (p-1) / (M + p-1)             M
@@ -17,10 +17,10 @@ stands still, for F = B = W = 1:
     zero_bubble         (p-1) / (3 M + p-1)           p
     v_shaped            (p-1) / (6 M + p-1), M >= p   p
     dual_pipe           (p-2) / (6 M + p-2)           p + 1, and the parameters of two stages
-     as published       (p-2) / (3 M + p-2)           the same: there F&B is one action
+     as published       (p-2) / (3 M + p-2)           the same; there F&B is one action
 
 dual_pipe has the model twice, as two chains: stages p to 2p-1 are copies of stages 0 to p-1, and a
-micro-batch goes through one chain or the other. Its actions tell which: routes().
+micro-batch goes through one of the chains. routes() finds out which from its actions.
 
 Huang et al., GPipe, NeurIPS 2019; Narayanan et al., PipeDream, SOSP 2019, Memory-Efficient
 Pipeline-Parallel DNN Training, ICML 2021 (1F1B with a flush), and Efficient Large-Scale Language
@@ -35,7 +35,7 @@ from typing import NamedTuple
 
 
 class Action(NamedTuple):
-    """kind: "F", "B" or "W". stage and micro_batch count from 0."""
+    """An action of a schedule. kind: "F", "B" or "W". stage and micro_batch count from 0."""
 
     kind: str
     stage: int
@@ -46,13 +46,13 @@ class Action(NamedTuple):
 
 
 def actions(schedule):
-    """The schedule with an Action for each (kind, stage, micro_batch). ValueError for others."""
+    """Convert each (kind, stage, micro_batch) to an Action. Raises ValueError for other values."""
     try:
         return [[Action(*action) for action in program] for program in schedule]
     except TypeError:
         raise ValueError(
-            "schedule must be a function such as one_f_one_b, or for each rank a list of "
-            f"(kind, stage, micro_batch): not {schedule!r:.60}"
+            "schedule must be a function such as one_f_one_b, or a list of "
+            f"(kind, stage, micro_batch) for each rank: not {schedule!r:.60}"
         ) from None
 
 
@@ -68,7 +68,7 @@ def gpipe(stages, micro_batches, ranks=None):
 
 
 def one_f_one_b(stages, micro_batches, ranks=None):
-    """PipeDream's with a flush: as soon as there is a backward to do, one of each in turn."""
+    """PipeDream's 1F1B with a flush: each rank alternates forward and backward once it can."""
     one_each("one_f_one_b", stages, micro_batches, ranks)
     schedule = []
     for s in range(stages):
@@ -79,11 +79,11 @@ def one_f_one_b(stages, micro_batches, ranks=None):
 
 
 def interleaved(stages, micro_batches, ranks=None):
-    """1F1B with several thin stages a rank: a pipeline that fills in 1/v of the time."""
+    """1F1B with several thin stages a rank: the pipeline fills in 1/v of the time."""
     p = ranks or stages
     if micro_batches % p:
         raise ValueError(
-            f"interleaved: micro_batches={micro_batches} must be a multiple of the {p} ranks"
+            f"interleaved: micro_batches={micro_batches} must be a multiple of {p} ranks"
         )
     schedule = []
     for rank, own in enumerate(dealt(stages, p)):
@@ -96,7 +96,7 @@ def interleaved(stages, micro_batches, ranks=None):
 
 
 def zero_bubble(stages, micro_batches, ranks=None):
-    """ZB-H1: 1F1B whose weights' gradients wait, rank r's for r micro-batches, and fill the end."""
+    """ZB-H1: 1F1B that delays the weights' gradients, on rank r by r micro-batches."""
     schedule = []
     one_each("zero_bubble", stages, micro_batches, ranks)
     for s, program in enumerate(one_f_one_b(stages, micro_batches)):
@@ -111,21 +111,21 @@ def zero_bubble(stages, micro_batches, ranks=None):
 
 
 def v_shaped(stages, micro_batches, ranks=None):
-    """ZB-V: rank r has stage r and the r-th from the end, so the loss is on rank 0.
+    """ZB-V: rank r has stage r and the r-th stage from the end, so the loss is on rank 0.
 
-    With F and B of stage r, f and b of the other one, and enough micro-batches to fill all ranks
-    (2 p - 1), a rank sends F's until the first f arrives, f and F until the first b does, f and b
-    until the first B does, and then one of each. Fewer micro-batches leave out the later ones.
-    Each W follows its B, except at the end, where 2 r of them wait. With fewer micro-batches Ws
-    wait as long as the memory allows, and r at the end.
+    F and B are of stage r, f and b of the other stage. With enough micro-batches to fill all ranks
+    (2 p - 1), a rank runs F until the first f arrives, f and F until the first b arrives, f and b
+    until the first B arrives, and then one of each. With fewer micro-batches the later ones are
+    left out. Each W follows its B, except that 2 r of them wait until the end. With fewer
+    micro-batches Ws wait as long as the memory allows, and r until the end.
 
-    For F = B = W = 1 a step lasts 6 M + p - 1 units for M >= p micro-batches. For M < p nothing
-    fills the way there and back: 4 p + 3 M - 1, or one less if 2 M <= p.
+    For F = B = W = 1 a step takes 6 M + p - 1 units for M >= p micro-batches. For M < p ranks idle
+    while the first micro-batch goes there and back: 4 p + 3 M - 1, or one less if 2 M <= p.
     """
     p = stages // 2
     if stages % 2 or ranks not in (None, p):
         raise ValueError(
-            f"v_shaped has two stages a rank: not {stages} stages on {ranks or p} ranks"
+            f"v_shaped needs two stages a rank: not {stages} stages on {ranks or p} ranks"
         )
     schedule, filled = [], micro_batches >= stages - 1
     for rank in range(p):
@@ -141,9 +141,9 @@ def v_shaped(stages, micro_batches, ranks=None):
 
 
 def with_weights(program, room, wait):
-    """The same with a W for each B, oldest first: as soon as `room` is held, while Fs are left.
+    """Add a W for each B, oldest first: at once if `room` is held, while Fs are left.
 
-    After the last F, as soon as more than `wait` are put off. Held, as in most_held: F to W.
+    After the last F, Ws are added when more than `wait` are delayed. Held, as in most_held: F to W.
     """
     split, put_off, held = [], deque(), 0
     forwards_left = sum(action.kind == "F" for action in program)
@@ -161,24 +161,24 @@ def with_weights(program, room, wait):
 
 
 def dual_pipe(stages, micro_batches, ranks=None):
-    """DualPipe: half of the micro-batches enter at either end, each half in the wait of the other.
+    """DualPipe: half of the micro-batches enter at each end and fill the other half's bubble.
 
     Rank r has stage r and the copy of stage p-1-r. F and B are of the chain that begins nearer to
-    the rank, f and b of the other one; W is the oldest that was put off. A rank stands still for
-    p/2 - 1 units. Table 2 has p - 2 (for F&B = F + B + W): there an F and a whole B are one action,
-    F&B, and what both have made leaves at its end. Here each leaves when it is made, and also
-    DeepSeek's own order is then at p/2 - 1.
+    the rank, f and b of the other one; W is the oldest delayed one. A rank is idle for p/2 - 1
+    units. Table 2 has p - 2 (for F&B = F + B + W): there an F and a full B are one action, F&B, and
+    both results are sent at its end. Here each result is sent at once; DeepSeek's own order then
+    also takes p/2 - 1.
     """
     p = stages // 2
     if stages % 4 or ranks not in (None, p):
         raise ValueError(
-            "dual_pipe has a stage and the copy of another one on each of an even number of ranks: "
-            f"{stages} stages, {ranks} ranks"
+            "dual_pipe needs an even number of ranks, each with a stage and a copy: "
+            f"not {stages} stages on {ranks} ranks"
         )
     if micro_batches % 2 or micro_batches < stages:
         raise ValueError(
-            f"dual_pipe wants an even number of micro-batches and {stages} at least, two a rank: "
-            f"not {micro_batches}"
+            f"dual_pipe: micro_batches={micro_batches} must be even and at least {stages}, "
+            "two a rank"
         )
     schedule, half = [], micro_batches // 2
     for rank in range(p):
@@ -194,10 +194,10 @@ def dual_pipe(stages, micro_batches, ranks=None):
 
 
 def spelled(text, stage, p, half):
-    """The actions that the letters stand for, on the rank with these stages.
+    """Return the actions that the letters stand for, on the rank with these stages.
 
-    stage: {letter: its stage}. Each letter counts its micro-batches from 0, from `half` on where
-    its stage is one of the second chain, from p on. "W": the oldest that was put off.
+    stage: {letter: its stage}. Each letter counts its micro-batches from 0; from `half` if its
+    stage is in the second chain, from stage p on. "W": the oldest delayed one.
     """
     turn = {letter: count(half * (number // p)) for letter, number in stage.items()}
     program, put_off = [], deque()
@@ -212,7 +212,7 @@ def spelled(text, stage, p, half):
 
 
 def routes(schedule):
-    """{micro-batch: the range of stages that it goes through}, all of one length."""
+    """Return {micro-batch: range of the stages that it goes through}, all of one length."""
     met = {}
     for action in (action for program in schedule for action in program):
         met.setdefault(action.micro_batch, set()).add(action.stage)
@@ -222,7 +222,7 @@ def routes(schedule):
 
 
 def needs(action, route):
-    """The actions that must have ended before this one can begin; route: its micro-batch's."""
+    """Return the actions that must end before this one begins. route: its micro-batch's."""
     kind, s, m = action
     if kind == "W":
         return [Action("B", s, m)]
@@ -232,7 +232,7 @@ def needs(action, route):
 
 
 def in_turn(forward, backward, ahead):
-    """`ahead` forwards, then a backward and a forward in turn, then what is left."""
+    """Return `ahead` forwards, then backwards and forwards in alternation, then the rest."""
     program = forward[:ahead]
     for number, action in enumerate(backward):
         program += [action, *forward[ahead + number : ahead + number + 1]]
@@ -240,19 +240,19 @@ def in_turn(forward, backward, ahead):
 
 
 def dealt(stages, ranks):
-    """The stages of each rank: stage s is on rank s % ranks."""
+    """Return the stages of each rank: stage s is on rank s % ranks."""
     if stages % ranks:
-        raise ValueError(f"stages={stages} must be a multiple of the {ranks} ranks")
+        raise ValueError(f"stages={stages} must be a multiple of {ranks} ranks")
     return [list(range(rank, stages, ranks)) for rank in range(ranks)]
 
 
 def one_each(name, stages, micro_batches, ranks):
     if ranks not in (None, stages):
         raise ValueError(
-            f"{name} has one stage a rank: {stages} stages need {stages} ranks, not {ranks}"
+            f"{name} needs one stage a rank: {stages} stages need {stages} ranks, not {ranks}"
         )
     if micro_batches < stages:
         raise ValueError(
-            f"{name} wants a micro-batch a stage at least: {micro_batches} for {stages} stages; "
-            "gpipe does with fewer"
+            f"{name}: micro_batches={micro_batches} must be at least {stages}, the number of "
+            "stages; use more, or gpipe"
         )

@@ -1,4 +1,4 @@
-"""The stages of one rank, by name: which of the whole model they have, and what is tied.
+"""The stages of one rank by name: which parts of the full model they have, and what is tied.
 
     rank 0   stage 0: embedding ...                     a name in two stages is one parameter:
     rank 3   stage 3: ... head (the embedding again)    equal at first, gradients added
@@ -25,27 +25,30 @@ def by_stage(stage, name):
 
 
 class Stages:
-    """modules: {stage: nn.Module} of this rank; on the meta device of all, kept in built.
+    """The stages of this rank. modules: {stage: nn.Module}; on the meta device, of all ranks.
 
-    names: (stage, name there) -> name in the whole.
-    length: stages of the model; those past it are copies of the first, the second, and so on.
-    Collective. schedule: a text all ranks must have alike. Raises ValueError, on all ranks, for
-    stages that are not where the schedule has them, and names that mean different tensors.
+    names: (stage, name there) -> name in the full model.
+    length: number of stages of the model; later stages are copies of the first, the second, ...
+    schedule: a text that must be identical on all ranks. Collective. Raises ValueError, on all
+    ranks, for stages on other ranks than in the schedule, and names that mean different tensors.
     """
 
     def __init__(self, modules, names, length, owner, group, schedule, device):
-        self.group, self.device, self.rank = group, device, dist.get_rank(group)
+        self.group = group
+        self.device = device
+        self.rank = dist.get_rank(group)
         self.built = modules if torch.device(device).type == "meta" else None
         ranks = range(dist.get_world_size(group) if self.built else 0)
         places = [{n: part for n, part in modules.items() if owner[n] == r} for r in ranks]
         self.modules = dict(places[self.rank] if places else modules)
-        self.names, self.length = names or by_stage, length
-        # name in the whole: this rank's tensors of that name; the first stage of it that has it
+        self.names = names or by_stage
+        self.length = length
+        # name in the full model: this rank's tensors of that name; its first stage with that name
         with raised_on_all(group, device):
             self.tensors, self.first = self.named(self.modules)
-        told = [self.describe(place, schedule) for place in places]
-        told = told or gather_bytes(self.describe(self.modules, schedule), group, device)
-        self.holders = self.agree(owner, [json.loads(text) for text in told])
+        texts = [self.describe(place, schedule) for place in places]
+        texts = texts or gather_bytes(self.describe(self.modules, schedule), group, device)
+        self.holders = self.agree(owner, [json.loads(text) for text in texts])
         self.tied = {
             name: copies
             for name, copies in sorted(self.tensors.items())
@@ -60,37 +63,40 @@ class Stages:
             for own, tensor in module.state_dict(keep_vars=True).items():
                 if not isinstance(tensor, torch.Tensor) or own.endswith("_extra_state"):
                     raise ValueError(
-                        f"stage {stage}: {own!r} is no parameter or buffer, and a pipeline keeps "
-                        "only those: leave out get_extra_state"
+                        f"stage {stage}: {own!r} is not a parameter or buffer, and a pipeline "
+                        "supports only those: remove get_extra_state"
                     )
                 name = self.names(stage % self.length, own)
                 first.setdefault(name, stage)
                 copies = tensors.setdefault(name, [])
-                if not any(tensor is one for one in copies):
+                if not any(tensor is copy for copy in copies):
                     copies.append(tensor)
         return tensors, first
 
     def describe(self, modules, schedule):
-        """What the others must know of a rank with these stages, as text."""
+        """Describe a rank with these stages to the other ranks, as text."""
         tensors, first = self.named(modules)
         looks = {
             name: (first[name], look_of(copies[0]), len(copies)) for name, copies in tensors.items()
         }
-        mine = {"schedule": schedule, "stages": sorted(modules), "looks": looks}
-        return json.dumps(mine).encode()
+        description = {"schedule": schedule, "stages": sorted(modules), "looks": looks}
+        return json.dumps(description).encode()
 
-    def agree(self, owner, told):
-        """{name: [the ranks that hold it]}, the first stage's first. told: describe(), by rank."""
-        holders, known, self.counts = {}, {}, Counter()
-        for rank, one in enumerate(told):
-            if one["schedule"] != told[0]["schedule"]:
+    def agree(self, owner, descriptions):
+        """Return {name: [ranks that hold it]}, the first stage's first. descriptions: by rank."""
+        holders = {}
+        known = {}
+        self.counts = Counter()
+        for rank, description in enumerate(descriptions):
+            if description["schedule"] != descriptions[0]["schedule"]:
                 raise ValueError(f"ranks 0 and {rank} have different schedules")
             wanted = sorted(s for s, place in owner.items() if place == rank)
-            if one["stages"] != wanted:
+            if description["stages"] != wanted:
                 raise ValueError(
-                    f"rank {rank} has stages {one['stages']}; by the schedule it has {wanted}"
+                    f"rank {rank} has stages {description['stages']}; "
+                    f"by the schedule it has {wanted}"
                 )
-            for name, (stage, look, count) in one["looks"].items():
+            for name, (stage, look, count) in description["looks"].items():
                 self.counts[name] += count
                 holders.setdefault(name, []).append((stage, rank))
                 if known.setdefault(name, look) != look:
@@ -99,7 +105,7 @@ class Stages:
 
     @torch.no_grad()
     def make_equal(self):
-        """Tied parameters take the values of the copy in the first stage that has one."""
+        """Set tied parameters to the values of the copy in the first stage that has one."""
         names = sorted(name for name, ranks in self.holders.items() if len(ranks) > 1)
         for name in names:
             if self.rank in self.holders[name]:
@@ -109,7 +115,7 @@ class Stages:
                 copy.copy_(copies[0])
 
     def share(self, name, tensor):
-        """The first holder's values, to the others."""
+        """Send the first holder's values to the others."""
         first, *others = self.holders[name]
         if self.rank != first:
             comm.recv(tensor.data, first, self.group)
@@ -119,9 +125,10 @@ class Stages:
 
     @contextmanager
     def tied_apart(self):
-        """Around a step's backwards, which then make the gradient of each copy alone.
+        """Make the gradient of each copy of a tied parameter separately, around a step's backward.
 
-        At the end the sum over all copies is added to what each had; after an exception, nothing.
+        At the end the sum over all copies is added to the gradient that each copy had. After an
+        exception nothing is added.
         """
         before = {p: p.grad for copies in self.tied.values() for p in copies}
         for p in before:
@@ -148,28 +155,28 @@ class Stages:
                 works.append(comm.exchange(own, rank, parts[rank], rank, self.group, async_op=True))
             for work in works:
                 work.wait()
-            total = sum(parts[rank] for rank in sorted(parts))  # in one order, so bitwise alike
+            total = sum(parts[rank] for rank in sorted(parts))  # in one order: bitwise identical
             for p in copies:
                 p.grad = total.clone() if before[p] is None else before[p] + total
 
     def state_dict(self):
-        """{name in the whole: this rank's tensor}."""
+        """Return {name in the full model: this rank's tensor}."""
         return {name: copies[0].detach() for name, copies in self.tensors.items()}
 
     def full_state_dict(self):
-        """All names of all ranks, copies on the CPU of every rank. Collective."""
+        """Return all tensors of all ranks, copied to the CPU of every rank. Collective."""
         return union(self.state_dict(), self.group, self.device)
 
     def copies(self, name):
-        """How many there are of a parameter, on all ranks."""
+        """Return the number of copies of a parameter on all ranks."""
         return self.counts[name]
 
     @torch.no_grad()
     def load(self, state_dict, strict=True):
-        """Take this rank's part of whatever is given, the whole or state_dict()'s."""
+        """Load this rank's part of a full state dict, or of state_dict()."""
         missing = [name for name in self.tensors if name not in state_dict]
         wrong = [
-            f"{name!r} is {list(state_dict[name].shape)} and should be {list(copies[0].shape)}"
+            f"{name!r} has shape {list(state_dict[name].shape)}, expected {list(copies[0].shape)}"
             for name, copies in self.tensors.items()
             if name in state_dict and state_dict[name].shape != copies[0].shape
         ]
@@ -181,35 +188,33 @@ class Stages:
 
 
 def look_of(tensor):
-    """Shape, dtype and whether it trains, as text: what copies of one name must share."""
+    """Return shape, dtype and requires_grad as text, which all copies of a name must share."""
     fixed = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
     return f"{list(tensor.shape)} {tensor.dtype}" + " (requires_grad=False)" * fixed
 
 
 def parts_of(batch, count, name):
-    """A batch as `count` micro-batches, equal parts along dim 0; a list is them already.
+    """Split a batch into `count` micro-batches, equal parts along dim 0; a list is split already.
 
-    Raises ValueError for anything else, and where the parts would not be equal.
+    Raises ValueError for other types, and for parts of unequal size.
     """
     if isinstance(batch, list):
         if len(batch) != count:
-            raise ValueError(f"{name}: a list of {len(batch)} for {count} micro-batches")
+            raise ValueError(f"{name} is a list of {len(batch)} for {count} micro-batches")
         return batch
     if not isinstance(batch, torch.Tensor) or not batch.dim():
         kind = "number" if isinstance(batch, torch.Tensor) else type(batch).__name__
         raise ValueError(
-            f"{name} is a {kind}: it must be one tensor to be cut along dim 0, or a list of "
-            f"{count} micro-batches"
+            f"{name} is a {kind}: it must be a tensor to split along dim 0, or a list of {count} "
+            "micro-batches"
         )
     if len(batch) % count:
-        raise ValueError(
-            f"{name}: {len(batch)} samples cannot be cut into {count} equal micro-batches"
-        )
+        raise ValueError(f"{name}: {len(batch)} samples must be divisible by {count} micro-batches")
     return batch.chunk(count)
 
 
 def union(state, group, device):
-    """The tensors of all ranks' dicts, on the CPU of every rank; of one name the first rank's."""
+    """Return the tensors of all ranks' dicts, on every rank's CPU; the first rank's of a name."""
     looks = {name: (list(t.shape), str(t.dtype)) for name, t in state.items()}
     texts = gather_bytes(json.dumps(looks).encode(), group, device)
     whole = {}

@@ -1,10 +1,10 @@
-"""A schedule checked, and played in time, before anything runs: from what each action waits for.
+"""Validate a schedule and simulate it in time before anything runs, from the needs of actions.
 
     0F0 -> 1F0 -> 2F0        sBm needs sFm, and the gradient from (s+1)Bm; sWm needs sBm. Each rank
-     |      |      |         goes through its own list. A schedule that nobody can finish has a
-    0B0 <- 1B0 <- 2B0        circle in it: that is what the error names.
+     |      |      |         runs its own list in order. A schedule that can never finish has a
+    0B0 <- 1B0 <- 2B0        cycle, and the error names it.
 
-Playing is one pass over all actions: each begins when its rank is free and what it needs is there.
+The simulation is one pass: each action begins when its rank is free and its needs are met.
 """
 
 from typing import NamedTuple
@@ -16,7 +16,10 @@ WORDS = "(stage, kind, micro-batch)"
 
 
 class Played(NamedTuple):
-    """times: {action: (begin, end)}. owner: {stage: rank}. Unit: that of the costs."""
+    """Result of a simulation. times: {action: (begin, end)}, in the unit of the costs.
+
+    owner: {stage: rank}.
+    """
 
     times: dict
     owner: dict
@@ -27,36 +30,37 @@ class Played(NamedTuple):
 
     @property
     def bubble(self):
-        """The part of all ranks' time in which they stand still."""
+        """The idle fraction of all ranks' time."""
         busy = sum(end - begin for begin, end in self.times.values())
         return 1 - busy / (self.length * len(set(self.owner.values())))
 
 
 def check(schedule, ranks, micro_batches):
-    """{stage: rank}. Raises ValueError where so many ranks could not run it on so many parts.
+    """Return {stage: rank}. Raises ValueError for a schedule that cannot run.
 
-    What is refused: an action missing or there twice, a stage on two ranks, one action before
-    another that it needs, and ranks that wait for each other in a circle, which is named.
+    Errors: an action that is missing or duplicated, a stage on two ranks, an action before another
+    that it needs, and ranks that wait for each other in a cycle.
     """
     if not isinstance(micro_batches, int) or micro_batches < 1:
         raise ValueError(f"micro_batches={micro_batches!r} must be an integer of at least 1")
     if len(schedule) != ranks:
-        raise ValueError(f"the schedule is for {len(schedule)} ranks, and there are {ranks}")
+        raise ValueError(f"the schedule is for {len(schedule)} ranks but the group has {ranks}")
     owner = owners(schedule)
-    stages, seen = len(owner), set()
+    stages = len(owner)
+    seen = set()
     if not owner or set(owner) != set(range(stages)):
-        raise ValueError(f"stages count from 0 without a gap: not {sorted(owner)}")
+        raise ValueError(f"stages must be numbered from 0 without a gap: {sorted(owner)}")
     for action in (action for program in schedule for action in program):
         if action.kind not in UNITS or action.micro_batch not in range(micro_batches):
-            raise ValueError(f"no action of {micro_batches} micro-batches: {action} {WORDS}")
+            raise ValueError(f"invalid action for {micro_batches} micro-batches: {action} {WORDS}")
         if action in seen:
-            raise ValueError(f"{action} {WORDS} is there twice")
+            raise ValueError(f"{action} {WORDS} occurs twice")
         seen.add(action)
     split = {action[1:] for action in seen if action.kind == "W"}
     route = routes(schedule)
     length = len(next(iter(route.values())))
     if stages % length:
-        raise ValueError(f"a micro-batch goes through {length} stages: {stages} are no such chains")
+        raise ValueError(f"{stages} stages cannot be divided into pipelines of {length}")
     for m in range(micro_batches):
         for stage in route.get(m, range(length)):
             for kind in "FBW" if (stage, m) in split else "FB":
@@ -68,7 +72,7 @@ def check(schedule, ranks, micro_batches):
 
 
 def owners(schedule):
-    """{stage: the rank it is on}."""
+    """Return {stage: its rank}. Raises ValueError for a stage on two ranks."""
     owner = {}
     for rank, program in enumerate(schedule):
         for action in program:
@@ -79,22 +83,25 @@ def owners(schedule):
 
 
 def play(schedule, cost=None, message=0.0):
-    """When each action begins and ends: a Played. Raises ValueError for a circle.
+    """Simulate when each action begins and ends: a Played. Raises ValueError for a cycle.
 
     cost: {"F", "B", "W": time of one}, or a function action -> time; a B without W costs both.
-    message: what passes from the end on one rank to the beginning on another.
+    message: time from the end on one rank to the beginning on another.
     """
-    cost, owner = UNITS if cost is None else cost, owners(schedule)
+    cost = UNITS if cost is None else cost
+    owner = owners(schedule)
     route = routes(schedule)
     flat = {action for program in schedule for action in program}
 
     def lasts(action):
         if callable(cost):
             return cost(action)
-        whole = action.kind == "B" and action._replace(kind="W") not in flat
-        return cost[action.kind] + (cost["W"] if whole else 0.0)
+        both = action.kind == "B" and action._replace(kind="W") not in flat
+        return cost[action.kind] + (cost["W"] if both else 0.0)
 
-    times, at, free = {}, [0] * len(schedule), [0.0] * len(schedule)
+    times = {}
+    at = [0] * len(schedule)
+    free = [0.0] * len(schedule)
     moved = True
     while moved:
         moved = False
@@ -104,42 +111,47 @@ def play(schedule, cost=None, message=0.0):
                 before = needs(action, route[action.micro_batch])
                 if not all(need in times for need in before):
                     break
-                there = [times[n][1] + message * (owner[n.stage] != rank) for n in before]
-                begin = max([free[rank], *there])
+                ready = [times[n][1] + message * (owner[n.stage] != rank) for n in before]
+                begin = max([free[rank], *ready])
                 free[rank] = begin + lasts(action)
                 times[action] = (begin, free[rank])
-                at[rank], moved = at[rank] + 1, True
+                at[rank] += 1
+                moved = True
     if len(times) < len(flat):
         raise ValueError(circle(schedule, owner, at, times, route))
     return Played(times, owner)
 
 
 def circle(schedule, owner, at, times, route):
-    """Who waits for whom, from one rank round to the same."""
+    """Return a sentence about the ranks that wait for each other in a cycle."""
     heads = {r: program[at[r]] for r, program in enumerate(schedule) if at[r] < len(program)}
     waits_for = {
         r: next(need for need in needs(head, route[head.micro_batch]) if need not in times)
         for r, head in heads.items()
     }
-    rank, path = min(heads), []
+    rank = min(heads)
+    path = []
     while rank not in path:
         path.append(rank)
         rank = owner[waits_for[rank].stage]
     words = []
-    for one in path[path.index(rank) :]:
-        need = waits_for[one]
-        if owner[need.stage] == one:
-            order = f"rank {one} does {heads[one]} before {need}, which it needs"
-            return f"{order} {WORDS}"
-        words.append(f"rank {one} at {heads[one]} waits for {need} of rank {owner[need.stage]}")
+    for waiting in path[path.index(rank) :]:
+        need = waits_for[waiting]
+        if owner[need.stage] == waiting:
+            return f"rank {waiting} runs {heads[waiting]} before {need}, which it needs {WORDS}"
+        words.append(
+            f"rank {waiting} at {heads[waiting]} waits for {need} of rank {owner[need.stage]}"
+        )
     return f"this schedule never ends: {'; '.join(words)} {WORDS}"
 
 
 def most_held(schedule):
-    """By rank: of how many micro-batches it holds the activations of one stage, at most."""
-    flat, most = {action for program in schedule for action in program}, []
+    """Return for each rank the largest number of micro-batches whose activations it holds."""
+    flat = {action for program in schedule for action in program}
+    most = []
     for program in schedule:
-        held, peak = 0, 0
+        held = 0
+        peak = 0
         for action in program:
             last = action.kind == "W" or action._replace(kind="W") not in flat
             held += {"F": 1, "B": -last, "W": -1}[action.kind]

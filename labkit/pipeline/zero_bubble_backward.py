@@ -1,15 +1,15 @@
-"""Backward in two parts: B, the gradient of a stage's input, and later W, those of its weights.
+"""Backward in two parts: B, the gradient of a stage's input, and W, those of its weights, later.
 
-    x ---- multiply ---- gelu ---- multiply ---- y          a joint: a node of the graph on the way
-            w1 ^ joint              w2 ^ joint              from y to x, which a weight meets
+    x ---- multiply ---- gelu ---- multiply ---- y          a joint: a node of the graph between
+            w1 ^ joint              w2 ^ joint              y and x, where a weight enters
 
 B goes from y to x, past all weights, and keeps the gradient that arrives at each joint. W goes from
-each joint to its weights. Together they are one backward: nothing is computed twice, except that
-  - a weight met at several joints has W go through the whole stage again, and so has a stage whose
-    input wants no gradient (the first): there B does nothing and W everything;
-  - an autograd.Function in Python computes all its gradients both times;
-  - what was checkpointed is computed again in B and once more in W.
-Held from F to W: all activations, and in between also the gradients at the joints.
+each joint to its weights. Together they are one backward. Nothing is computed twice, except:
+  - If a weight enters at several joints, or the input needs no gradient (the first stage), W goes
+    through the full stage again. In the first stage B does nothing and W everything.
+  - A Python autograd.Function computes all its gradients both times.
+  - A checkpointed part is recomputed in B and once more in W.
+Held from F to W: all activations, and between B and W also the gradients at the joints.
 Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, section 2.
 """
 
@@ -20,7 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 
 class Later(NamedTuple):
-    """What W needs. joints: [(node, the gradients that came to it, its weights)]; rest: weights."""
+    """The inputs of W. joints: [(node, gradients that arrived, its weights)]; rest: weights."""
 
     output: torch.Tensor
     gradient: torch.Tensor | None
@@ -29,7 +29,7 @@ class Later(NamedTuple):
 
 
 def backward_of_input(output, x, gradient):
-    """(the gradient of x, or None, and a Later). x: a leaf; gradient: of output, None for 1."""
+    """Return (gradient of x or None, Later). x: a leaf; gradient: of output, None for 1."""
     if output.grad_fn is None:
         return gradient if output is x else None, Later(output, gradient, [], [])
     if x is None or not x.requires_grad:
@@ -41,29 +41,32 @@ def backward_of_input(output, x, gradient):
         for node in joints
     ]
     try:
-        (found,) = torch.autograd.grad(output, x, gradient, retain_graph=True, allow_unused=True)
+        (x_gradient,) = torch.autograd.grad(
+            output, x, gradient, retain_graph=True, allow_unused=True
+        )
     finally:
         for hook in hooks:
             hook.remove()
     met = [(node, arrived[node], weights) for node, weights in joints.items() if node in arrived]
-    return found, Later(output, gradient, met, rest)
+    return x_gradient, Later(output, gradient, met, rest)
 
 
 def backward_of_weights(later):
-    """Add the weights' gradients to their .grad."""
+    """Add the gradients of the weights to their .grad."""
     if later.rest:
         more = bool(later.joints)
         torch.autograd.backward(later.output, later.gradient, more, inputs=later.rest)
     for node, gradients, weights in later.joints:
-        came = [(GradientEdge(node, i), g) for i, g in enumerate(gradients) if g is not None]
-        edges, arrived = zip(*came, strict=True)
+        received = [(GradientEdge(node, i), g) for i, g in enumerate(gradients) if g is not None]
+        edges, arrived = zip(*received, strict=True)
         torch.autograd.backward(edges, arrived, inputs=weights)
 
 
 def find_joints(root, end):
-    """({node: the weights that meet there}, the weights that meet at several nodes)."""
-    on_way, order = {end: True}, topological(root)
-    for node in order:  # what is below a node comes before it
+    """Return ({node: weights that enter there}, weights that enter at several nodes)."""
+    on_way = {end: True}
+    order = topological(root)
+    for node in order:  # children come before their parents
         on_way[node] = node is end or any(on_way[below] for below in children(node))
     if not on_way[root]:
         return {}, list(reach(root))
@@ -87,8 +90,10 @@ def children(node):
 
 
 def topological(root):
-    """All nodes from the root down, each after everything below it."""
-    order, seen, stack = [], set(), [(root, False)]
+    """Return all nodes below root, each after its children."""
+    order = []
+    seen = set()
+    stack = [(root, False)]
     while stack:
         node, finished = stack.pop()
         if finished:
@@ -101,5 +106,5 @@ def topological(root):
 
 
 def reach(root):
-    """The leaves below a node."""
+    """Return the leaves below a node."""
     return {node.variable for node in topological(root) if hasattr(node, "variable")}

@@ -1,20 +1,23 @@
-"""From a notebook cell to real ranks.
+"""Start real ranks from a notebook cell.
 
-launch.py      the one door: target + parameters -> Run
-job.py         what to run, checked, as it travels to the ranks
-agent.py       the warm process that forks ranks through torchelastic
-nodes.py       nodes as network namespaces, on links as slow as you like
-cluster.py     one torchrun a node
-worker.py      what a rank does: join the group, run the target, report
-context.py     what a rank gets to know, and how it reports
-report.py      which rank failed first, where, and what the others were waiting for
-console.py     whole, rank-prefixed lines and a progress bar
-magic.py       %%torchrun
-experiment.py  what to train, as a frozen dataclass
-compare.py     many experiments in one process group
-participant.py one experiment on one rank, and what is measured of its steps; or asked before
-settle.py      strategy="auto": of what fits, the fastest by the planner, also on a mesh
-forecast.py    how long the planner thinks that a step takes under each strategy
+launch.py              the entry point: target + parameters -> Run
+job.py                 validates the target and its parameters, and writes them as JSON
+agent.py, client.py    the warm process that forks ranks through torchelastic, and its client
+network_namespaces.py  nodes as network namespaces, joined by links of a chosen speed
+node_agents.py         one torchrun agent per node
+worker.py              one rank: join the group, run the target, report
+context.py             what a target receives, and how it reports
+launch_monitor.py      watches one launch until it ends
+report.py              which rank failed first, where, and what the others were waiting for
+console.py             rank-prefixed output lines and a progress bar
+magic.py               %%torchrun
+experiment.py          what to train, as a frozen dataclass
+experiment_mesh.py     the model of an Experiment, and the mesh that shards it
+experiment_runner.py   one experiment on one rank, with its measurements; memory estimates
+compare.py             many experiments in one process group
+sweep.py, summary.py   a grid of experiments, and the table of its results
+auto_strategy.py       strategy="auto": the fastest strategy that fits, also on a mesh
+forecast.py            predicted step time of each strategy
 """
 
 from labkit.run.launch import LaunchError, Run, launch

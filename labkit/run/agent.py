@@ -1,4 +1,4 @@
-"""The warm agent: a process with torch imported that forks the ranks of one job after the other.
+"""The warm agent: a process that has imported torch and forks the ranks of one job after another.
 
     kernel                         agent                     job                ranks
     +----------+  {"job": ...}     +----------+              +--------------+       +--------+
@@ -7,14 +7,14 @@
     | notebook | <---------------- | imported | -----------> |   watches    |       | rank 1 |
     +----------+  {"ended": ...}   +----------+              +--------------+       +--------+
 
-Importing torch is nearly the whole cost of a bare `torchrun`, and here it is paid once, not by
-every process. The agent only imports (a fork must find neither CUDA initialised nor OpenMP used);
-the job process runs torchrun's own launcher. What torch itself puts off until a process makes its
-first optimizer, the agent imports after the first job that did so.
+Importing torch is nearly the whole cost of a bare `torchrun`. The agent pays it once instead of
+once per process. The agent only imports, because a fork needs CUDA uninitialised and OpenMP unused;
+the job process runs torchrun's own launcher. torch imports some modules only when a process makes
+its first optimizer; the agent imports them after the first job that did so.
 
-Nothing outlives the notebook. The pipe from the kernel closes however the kernel dies, and then the
-agent kills all that descends from it: it is the subreaper, so that orphans become its children. If
-the agent itself is killed, the system kills the job, and then the ranks (PR_SET_PDEATHSIG, Linux).
+Nothing outlives the notebook. When the kernel dies, its pipe closes, and the agent kills all its
+descendants. It is their subreaper, so orphans become its children. If the agent itself is killed,
+the system kills the job, and then the ranks (PR_SET_PDEATHSIG, Linux).
 """
 
 import ctypes
@@ -43,7 +43,7 @@ from labkit.run import node_agents, worker
 
 PR_SET_CHILD_SUBREAPER = 36
 GRACE = 1.0  # seconds between SIGTERM and SIGKILL
-BURIAL = 10.0  # seconds in which what was killed has to be gone: a busy machine takes its time
+BURIAL = 10.0  # seconds within which killed processes must be gone, also on a busy machine
 POLL = 0.02  # seconds
 
 
@@ -52,18 +52,25 @@ def serve():
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    fcntl.fcntl(sys.stdin, fcntl.F_SETFL, 0)  # no signal at its end any more (client.py): it looks
+    fcntl.fcntl(
+        sys.stdin, fcntl.F_SETFL, 0
+    )  # from here on the loop notices a closed pipe; no SIGIO (client.py)
     requests = selectors.DefaultSelector()
     requests.register(sys.stdin.fileno(), selectors.EVENT_READ)
     share_imports()
-    pending, job, name, stopping, late, folders = b"", None, None, None, False, set()
+    pending = b""
+    job = None
+    name = None
+    stopping = None
+    late = False
+    folders = set()
     say(ready=True)
     while True:
         if requests.select(timeout=POLL if job else None):
             received = os.read(sys.stdin.fileno(), 1 << 20)
             if not received:
                 end_descendants(grace=0.0)
-                # of runs that the kernel could not take along, because it was killed
+                # the folders of runs that a killed kernel could not remove
                 for folder in folders:
                     shutil.rmtree(folder, ignore_errors=True)
                 return
@@ -94,12 +101,12 @@ def serve():
 
 
 def say(**message):
-    """In one write: half of a message might be what a kernel reads as it is interrupted."""
+    """Send a message in one write, so that an interrupted kernel never reads half of one."""
     os.write(sys.stdout.fileno(), json.dumps(message).encode() + b"\n")
 
 
 def share_imports():
-    """Keep imports in pages that all forks share: garbage collectors would touch and copy them."""
+    """Keep imports in pages that all forks share; garbage collection would copy them."""
     gc.collect()
     gc.freeze()
 
@@ -113,7 +120,8 @@ def start_job(request):
         worker.die_with_parent()
         os.environ.clear()
         os.environ.update(request["env"])
-        # Else the launcher and rank 0 listen on every interface, with a store that nobody needs.
+        # Otherwise the launcher and rank 0 listen on all interfaces with a store that is not
+        # needed.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         folder = Path(request["job"]).parent
         worker.redirect_output(folder / "job.log")
@@ -139,14 +147,14 @@ def start_job(request):
 
 
 def no_input():
-    """What was the pipe of requests is empty for ranks: input() raises EOFError."""
+    """Replace the pipe of requests by an empty stdin for the ranks: input() raises EOFError."""
     empty = os.open(os.devnull, os.O_RDONLY)
     os.dup2(empty, 0)
     os.close(empty)
 
 
 def in_environment(place):
-    """What differs from node to node, as torchrun reads it: the command is the same on all."""
+    """Return the environment variables for torchrun that differ between nodes."""
     host = {
         "PET_RDZV_CONF": f"is_host={str(place.node == 0).lower()},store_type={place.store_type}"
     }
@@ -154,14 +162,18 @@ def in_environment(place):
 
 
 def run_job(job_path, nproc, folder, place=None):
-    """torchrun's launcher, in this process. On one node, a file stands in for a listening store."""
+    """Run torchrun's launcher in this process.
+
+    On one node the rendezvous is a file, not a listening store.
+    """
     place = place or node_agents.Place(0, 1, "127.0.0.1", str(folder / "rendezvous"), "file")
     with gpus_hidden():
         config = elastic_config(place, nproc, folder.name, folder / f"elastic-{place.node}")
     note_exits(folder / "exits.jsonl")
-    if place.count == 1:  # nodes come to the rendezvous at random within 0.3 s, even a single one
+    if place.count == 1:  # torch delays each node by up to 0.3 s, which one node does not need
         dynamic_rendezvous._delay = lambda seconds: None
-    # It looks the name of each caller up in all modules, for a record: half the time of a launch.
+    # It looks up the caller's name in all modules for its log, which takes half the time of a
+    # launch.
     dynamic_rendezvous.get_method_name = lambda depth=2: ""
     try:
         elastic_launch(config, worker.main)(job_path)
@@ -171,7 +183,7 @@ def run_job(job_path, nproc, folder, place=None):
 
 
 def elastic_config(place, nproc, name, logs):
-    """torchelastic's settings for the ranks of one node, forked from this process."""
+    """Return torchelastic's configuration for the ranks of one node, forked from this process."""
     return LaunchConfig(
         min_nodes=place.count,
         max_nodes=place.count,
@@ -179,7 +191,7 @@ def elastic_config(place, nproc, name, logs):
         run_id=name,
         rdzv_backend="c10d",
         rdzv_endpoint=place.meeting,
-        # Said outright: left to guess by its name, no node would take itself for the host.
+        # Explicit, because torch's guess from the host name finds no host among the namespaces.
         rdzv_configs={"store_type": place.store_type, "is_host": place.node == 0},
         local_addr=place.address,
         max_restarts=0,
@@ -191,7 +203,7 @@ def elastic_config(place, nproc, name, logs):
 
 @contextmanager
 def gpus_hidden():
-    """LaunchConfig looks for GPUs. Once the driver was asked, no fork can use CUDA: show none."""
+    """Hide GPUs while LaunchConfig looks for them: after a driver query, no fork could use CUDA."""
     before = dict(os.environ)
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     try:
@@ -202,12 +214,13 @@ def gpus_hidden():
 
 
 def note_exits(path):
-    """Write down every rank's exit code as it is learnt: torchelastic tells of failures only."""
+    """Log the exit code of every rank as it ends; torchelastic reports only failures."""
     path.touch()
     learn = popen_fork.Popen.poll
 
     def poll(self, *flag):
-        known, code = self.returncode, learn(self, *flag)
+        known = self.returncode
+        code = learn(self, *flag)
         if known is None and code is not None:
             with open(path, "a") as file:
                 file.write(json.dumps({"pid": self.pid, "exit_code": code}) + "\n")
@@ -217,17 +230,17 @@ def note_exits(path):
 
 
 def end_descendants(grace):
-    """SIGTERM, then SIGKILL, for all below; psutil compares start times: a reused pid is safe."""
+    """Send SIGTERM, then SIGKILL, to all descendants; psutil recognises a reused pid."""
     below = descendants()
     for process in below if grace else []:
         send(process, signal.SIGTERM)
-        send(process, signal.SIGCONT)  # a stopped one hears SIGTERM when it goes on
+        send(process, signal.SIGCONT)  # a stopped process handles SIGTERM only when it continues
     deadline = time.monotonic() + grace
     while time.monotonic() < deadline and any(alive(process) for process in below):
         time.sleep(POLL)
     deadline = time.monotonic() + BURIAL
     while left := [process for process in descendants() if alive(process)]:
-        for process in left:  # some may have begun another one meanwhile
+        for process in left:  # a descendant may have started another process meanwhile
             send(process, signal.SIGKILL)
         if time.monotonic() > deadline:
             return
@@ -239,7 +252,7 @@ def descendants():
 
 
 def bury_orphans():
-    """Wait for those that have been killed: what is said to have ended leaves not even a zombie."""
+    """Wait for killed processes, so that a job that is reported as ended leaves no zombie."""
     deadline = time.monotonic() + BURIAL
     while psutil.Process().children() and time.monotonic() < deadline:
         reap()
@@ -261,11 +274,11 @@ def alive(process):
 
 
 def reap():
-    """Exit statuses by pid of all ended children, the orphans adopted by the agent among them."""
+    """Return the exit statuses by pid of all ended children, including adopted orphans."""
     ended = {}
     try:
-        while (found := os.waitpid(-1, os.WNOHANG))[0]:
-            ended[found[0]] = found[1]
+        while (child := os.waitpid(-1, os.WNOHANG))[0]:
+            ended[child[0]] = child[1]
     except ChildProcessError:
         return ended
     return ended
@@ -273,4 +286,4 @@ def reap():
 
 if __name__ == "__main__":
     serve()
-    os._exit(0)  # torch takes its time to go
+    os._exit(0)  # torch's own shutdown is slow

@@ -1,4 +1,4 @@
-"""The notebook's end of the pipe to the warm agent: start it once, hand it jobs, stop it."""
+"""The notebook's client of the warm agent: start it once, send it jobs, stop it."""
 
 import atexit
 import fcntl
@@ -12,16 +12,19 @@ import tempfile
 import time
 
 START_LIMIT = 60.0  # seconds the agent may take to import torch
-STOP_LIMIT = 5.0  # seconds in which a stopped job has to be gone
+STOP_LIMIT = 5.0  # seconds within which a stopped job must have ended
 COMMAND = [sys.executable, "-m", "labkit.run.agent"]
 
 
 class AgentError(RuntimeError):
-    """The warm agent could not be started, or died."""
+    """Raised when the warm agent cannot be started, or has died."""
 
 
 class AgentClient:
-    """Owns the agent process, which ends when this object's pipe closes, however that happens."""
+    """Owner of the agent process.
+
+    The agent exits when this object's pipe closes, for any reason.
+    """
 
     def __init__(self):
         self.log = tempfile.TemporaryFile()
@@ -32,7 +35,7 @@ class AgentClient:
             stdout=subprocess.PIPE,
             stderr=self.log,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
-            # Ctrl-C in a terminal reaches the notebook only, which then stops the job
+            # Ctrl-C in a terminal must reach only the notebook, which then stops the job
             start_new_session=True,
         )
         self.process.stdin = os.fdopen(write, "wb")
@@ -42,7 +45,7 @@ class AgentClient:
         self.job = ""
 
     def start(self, job_path, nproc, command):
-        """Begin a job. command: None for the warm path, or the arguments of a plain torchrun."""
+        """Start a job. command: None for the warm path, or the arguments of a plain torchrun."""
         env = {"OMP_NUM_THREADS": "1", **os.environ}
         self.job = str(job_path)
         self.send(job=self.job, nproc=nproc, command=command, env=env)
@@ -55,13 +58,13 @@ class AgentClient:
             raise self.death() from None
 
     def poll(self, seconds):
-        """The exit status of the job if it has ended, else None, after at most so many seconds."""
+        """Return the exit status of the job, or None if it still runs after `seconds`."""
         message = self.receive(seconds)
-        # What is said of an earlier job comes late, where the person pressed stop twice.
+        # If the user pressed stop twice, a late message about an earlier job can arrive here.
         return message.get("ended") if message and message.get("job") == self.job else None
 
     def receive(self, seconds):
-        """The agent's next message, or None after so many seconds."""
+        """Return the agent's next message, or None after `seconds`."""
         deadline = time.monotonic() + seconds
         while b"\n" not in self.buffer:
             if not select.select(
@@ -76,18 +79,18 @@ class AgentClient:
         return json.loads(line)
 
     def stop(self):
-        """End the job, if it still runs, and everything below it, and wait until it is gone."""
+        """End the job and all its descendants, and wait until they are gone."""
         self.send(stop=self.job)
         deadline = time.monotonic() + STOP_LIMIT
         while time.monotonic() < deadline:
             message = self.receive(0.05)
             if message and message.get("stopped") == self.job:
                 return
-        # An agent that cannot end its job goes itself: the operating system binds the ranks to it.
+        # An agent that cannot end its job is killed; the operating system then kills the ranks.
         self.process.kill()
         self.process.wait()
         agent.cache_clear()
-        print(f"[launch] the job did not end within {STOP_LIMIT:g} s: killed with its agent")
+        print(f"[launch] the job did not end within {STOP_LIMIT:g} s: killed it and its agent")
 
     def death(self):
         self.log.seek(0)
@@ -99,7 +102,7 @@ class AgentClient:
 
 
 def end_with_pipe(read, pid):
-    """Linux: while it imports, and does not look, the end of its pipe ends the agent by SIGIO."""
+    """On Linux, let a closed pipe end the agent by SIGIO while it imports and does not read yet."""
     if sys.platform == "linux":
         fcntl.fcntl(read, fcntl.F_SETOWN, pid)
         fcntl.fcntl(read, fcntl.F_SETFL, os.O_ASYNC)
@@ -107,14 +110,16 @@ def end_with_pipe(read, pid):
 
 @functools.cache
 def agent():
-    """The agent of this process, started on first use."""
+    """Return the agent of this process, and start it on first use."""
     client = AgentClient()
     try:
         if client.receive(START_LIMIT):
-            atexit.register(client.process.stdin.close)  # before this program takes its time to go
+            atexit.register(
+                client.process.stdin.close
+            )  # at the start of interpreter shutdown, which can be slow
             return client
         raise AgentError(f"the launching agent did not start within {START_LIMIT:g} s")
-    except BaseException:  # KeyboardInterrupt, too: nobody else knows of it
+    except BaseException:  # also KeyboardInterrupt: nothing else holds a reference to this process
         client.process.kill()
         client.process.wait()
         raise

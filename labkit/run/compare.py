@@ -1,14 +1,13 @@
-"""Experiments in shuffled turns in one process group: the only fair timing on a noisy machine.
+"""Time experiments in shuffled, interleaved rounds, so that noise slows all of them.
 
     round 0    | torch_ddp 3 steps | single 3 steps | ddp_naive 3 steps |
     round 1    | ddp_naive 3 steps | torch_ddp 3 steps | single 3 steps |   each |: a barrier
 
-All take the same weights, and the same global batch in step i, so their losses are comparable
-number by number. Before the turns, each warms up, and memory and traffic are counted (which slows a
-step down, so that step is not timed). Each round begins with matrix products: the most that the
-ranks reach in them, over all rounds, is what MFU is held against. Rows are documented at
-`Participant.step_row`; with links, node_sent_bytes is what a step sent on this node's link, with
-headers.
+All experiments start from the same weights and use the same global batch in step i, so their losses
+can be compared number by number. Each one first warms up; memory and traffic are counted in a step
+that is not timed, because counting is slow. Each round begins with matrix products. MFU is relative
+to the highest FLOP/s that the ranks reach in them over all rounds. `Participant.step_row` documents
+the rows. With links, node_sent_bytes counts the bytes of a step on this node's link, with headers.
 """
 
 import os
@@ -29,16 +28,18 @@ DTYPES = {"fp32": torch.float32, "fp64": torch.float64, **LOW}  # of the matrix 
 
 
 def compare(experiments, nproc=2, rounds=10, steps_per_round=3, **options):
-    """Train all experiments in turns on nproc ranks; returns a Run with a record per step and rank.
+    """Train all experiments in interleaved rounds; return a Run with a row per step and rank.
 
     experiments: a list of Experiment, labelled by strategy, or a dict of label -> Experiment.
-    options: those of launch (device, nodes, link_mbit ...). Raises ValueError for equal labels.
+    options: those of launch (device, nodes, link_mbit ...). Raises ValueError for duplicate labels.
     """
     count = len(experiments)
     if not isinstance(experiments, dict):
         experiments = {experiment.strategy: experiment for experiment in experiments}
     if len(experiments) < count:
-        raise ValueError("experiments of the same strategy: give a dict of label -> Experiment")
+        raise ValueError(
+            "two experiments have the same strategy: pass a dict of label -> Experiment"
+        )
     for experiment in experiments.values():
         experiment.check_ranks(nproc * options.get("nodes", 1))
     fields = {label: experiment.to_dict() for label, experiment in experiments.items()}
@@ -47,7 +48,7 @@ def compare(experiments, nproc=2, rounds=10, steps_per_round=3, **options):
 
 
 def train(context, **fields):
-    """One experiment, a row per step: launch("labkit.run.compare:train", steps=50)."""
+    """Train one experiment, with a row per step: launch("labkit.run.compare:train", steps=50)."""
     experiment = Experiment.from_dict(fields)
     experiment.check_ranks(context.world_size)
     peak = peak_for(context, experiment)
@@ -61,7 +62,7 @@ def train(context, **fields):
 
 
 def take_turns(context, experiments, rounds, steps_per_round):
-    """What each rank of `compare` runs."""
+    """Run the rounds of `compare` on one rank."""
     experiments = {label: Experiment.from_dict(fields) for label, fields in experiments.items()}
     participants = {
         label: Participant(context, experiment) for label, experiment in experiments.items()
@@ -84,30 +85,31 @@ def take_turns(context, experiments, rounds, steps_per_round):
         about = {"label": label, "round": turn, **counted[label], **left}
         measured += [{**about, **row} for row in rows]
         context.progress(done + 1, rounds * len(participants))
-    for row in measured:  # not earlier: the highest peak may come in the last round
+    for row in measured:  # after all rounds, because the highest peak may come in the last one
         peak = peaks.get(kind(experiments[row["label"]]), nan)
         context.record(**row, mfu=mfu(row["flops"], row["step_ms"], peak))
 
 
 def higher_peaks(context, experiments, before, repetitions=1):
-    """{kind: FLOP/s that its ranks reach}, now or before, whichever is more. Collective."""
-    found, first = {}, context.rank == 0
+    """Return {kind: FLOP/s that its ranks reach}, the higher of now and before. Collective."""
+    peaks = {}
+    first = context.rank == 0
     for dtype, alone in dict.fromkeys(kind(e) for e in experiments if e.compute == "real"):
         now = peak_flops(context.device, dtype, working=first or not alone, repetitions=repetitions)
-        found[dtype, alone] = max(now, before.get((dtype, alone), 0.0))
-    return found
+        peaks[dtype, alone] = max(now, before.get((dtype, alone), 0.0))
+    return peaks
 
 
 def peak_for(context, experiment):
-    """FLOP/s that the ranks of one experiment reach; NaN where its compute is no arithmetic."""
+    """Return the FLOP/s that the ranks of one experiment reach; NaN if its compute is emulated."""
     return higher_peaks(context, [experiment], {}, repetitions=5).get(kind(experiment), nan)
 
 
 def kind(experiment):
-    """(dtype of its matrix products, whether one rank trains alone): what has the same peak."""
+    """Return (dtype of the matrix products, whether one rank trains alone); a kind has one peak."""
     return DTYPES[experiment.precision], experiment.strategy == "single"
 
 
 def sent_by_node():
-    """{"node_sent_bytes": bytes that left this rank's node on its link}; {} where it has none."""
+    """Return {"node_sent_bytes": bytes that left this rank's node}; {} without a link."""
     return {"node_sent_bytes": counters()[0]} if FOLDER in os.environ else {}

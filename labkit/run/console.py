@@ -1,4 +1,4 @@
-"""What the person sees while ranks run: whole lines with their rank in front, and one progress bar.
+"""Output while ranks run: complete lines that begin with their rank, and one progress bar.
 
 [rank 0] step 10  loss 2.31
 [rank 1] step 10  loss 2.29
@@ -13,22 +13,28 @@ from tqdm import tqdm
 LINES_AT_ONCE = 200
 LINES_PER_SECOND = 20
 LINE_LENGTH = 500
-LOOK_BYTES = 1 << 20  # of each log: a rank may print faster than anybody reads
+LOOK_BYTES = 1 << 20  # of each log per poll: a rank may print faster than anybody reads
 BAR_DELAY = 2.0  # seconds: shorter runs need no bar
 
 
 class Tail:
-    """Whole lines that were added to a file since the last look. Nothing is read twice.
+    """Reader of the complete lines that were added to a file since the last call.
 
-    longest: so many bytes of a line that has not ended are kept, and LOOK_BYTES are read at once;
-    None: all.
+    longest: bytes to keep of a line that has not ended; LOOK_BYTES are read per call. None: no
+    limit.
     """
 
     def __init__(self, path, longest=None):
-        self.path, self.longest, self.position, self.begun = path, longest, 0, b""
+        self.path = path
+        self.longest = longest
+        self.position = 0
+        self.begun = b""
 
     def lines(self, final=False):
-        """final: nobody writes to it any more; all that is left, also without an end."""
+        """Yield the new lines.
+
+        final: the writer has ended, so yield everything, also an incomplete line.
+        """
         while added := self.read():
             *whole, rest = (self.begun + added).split(b"\n")
             self.begun = rest[: self.longest]
@@ -51,13 +57,16 @@ class Tail:
 
 
 def in_text(lines):
-    """A line that was redrawn in place (\\r) is several."""
+    """Yield text lines; a line that was redrawn in place (\\r) becomes several."""
     for line in lines:
         yield from line.decode(errors="replace").splitlines() or [""]
 
 
 class Console:
-    """Prints the ranks' logs as they grow; what is too much is counted and stays in the log."""
+    """Printer of the ranks' logs as they grow.
+
+    Lines beyond the limit are counted and stay in the log.
+    """
 
     def __init__(self, logs, quiet):
         self.tails = [Tail(path, longest=4 * LINE_LENGTH) for path in logs]
@@ -85,7 +94,7 @@ class Console:
 
 
 class Bar:
-    """A progress bar with the estimated time left, in notebook or terminal; gone after the run."""
+    """A progress bar with the time left, in a notebook or terminal; removed after the run."""
 
     def __init__(self, quiet):
         self.quiet, self.start = quiet, time.monotonic()
@@ -98,7 +107,7 @@ class Bar:
         self.draw(tqdm.format_meter(step, total, elapsed, ncols=78, unit="step"))
 
     def record(self, row):
-        """A row of run.records, as it comes: nothing to see for a bar (show/live.py)."""
+        """Ignore a row of run.records; show/live.py draws it."""
 
     def close(self):
         if self.shown:
@@ -120,6 +129,6 @@ class Bar:
 
 
 def in_notebook():
-    """True in a Jupyter kernel, where an output can be redrawn in place."""
+    """Return True in a Jupyter kernel, where an output can be redrawn in place."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     return hasattr(shell, "kernel")

@@ -1,12 +1,12 @@
-"""What a target gets to know, and how it reports: `context`, or in a cell names of their own.
+"""What a target receives, and how it reports: `context`; in a cell its members are global names.
 
     def train(context, steps):
         for step in range(steps):
             ...
             context.record(step=step, loss=loss)     a row of run.records
-            context.progress(step + 1, steps)        the bar, moved by rank 0
+            context.progress(step + 1, steps)        the progress bar, moved by rank 0
 
-Both write a line of JSON into the rank's event file, which the notebook reads meanwhile.
+Both write a line of JSON to the rank's event file, which the notebook reads while the rank runs.
 """
 
 import json
@@ -17,7 +17,7 @@ import torch
 
 
 class EventFile:
-    """One JSON line an event, flushed when written: the notebook reads it while the rank runs."""
+    """Writer of one JSON line per event, flushed at once for the notebook to read."""
 
     def __init__(self, file):
         self.file = file
@@ -27,7 +27,7 @@ class EventFile:
 
 
 class Log:
-    """JSON lines, appended; without a path, nothing. OSError where it cannot be written."""
+    """Writer that appends JSON lines to a file; without a path it does nothing. Raises OSError."""
 
     def __init__(self, path):
         self.path = path
@@ -42,7 +42,10 @@ class Log:
 
 
 def plain(value):
-    """Tensors and numpy values of one element as Python numbers; what JSON cannot hold raises."""
+    """Convert tensors and numpy values to Python numbers and lists.
+
+    Raises TypeError for other types.
+    """
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, (torch.dtype, torch.device, Path)):
@@ -52,10 +55,10 @@ def plain(value):
 
 @dataclass
 class Context:
-    """What the target gets: who this rank is, and how it reports.
+    """What the target receives: which rank this is, and how it reports.
 
-    node counts the machines of the job, local_rank the ranks of one. attempt: how often these ranks
-    have been started before.
+    node: index of the machine in the job. local_rank: index of the rank on its node. attempt: how
+    often these ranks were started before.
     record(**fields) adds a row to run.records; progress(step, total) moves the bar (rank 0's).
     """
 
@@ -70,7 +73,7 @@ class Context:
     def record(self, **fields):
         if "rank" in fields or "kind" in fields:
             raise ValueError(
-                "record() notes the rank by itself: give fields other names than rank and kind"
+                "record() adds the rank itself: use field names other than rank and kind"
             )
         self.events.write("record", rank=self.rank, **fields)
 

@@ -1,8 +1,8 @@
-"""An exercise of a notebook: the reader's function, held against a checker on real ranks.
+"""An exercise of a notebook: checks the reader's function on real ranks.
 
 def average(tensor): raise NotImplementedError      the stub, in one cell; the reader fills it in
 def is_average(average): assert ...                 the checker, which every rank calls
-check(average, is_average, nproc=2)                 "not solved yet", "solved", or what is wrong
+check(average, is_average, nproc=2)                 prints "not solved yet", "solved", or the error
 """
 
 import ast
@@ -12,10 +12,10 @@ from labkit.run.launch import LaunchError, launch
 
 
 def check(solution, checker, nproc=2, **options):
-    """Call checker(solution) on nproc ranks, print a one-line verdict, return whether it is solved.
+    """Call checker(solution) on nproc ranks, print a verdict, and return whether it passed.
 
-    Both are functions of the notebook; their sources travel, and see rank, world_size, device,
-    torch, dist and comm. options: those of launch.
+    Both are functions of the notebook. Their source is sent to the ranks, where they can use rank,
+    world_size, device, torch, dist and comm. options: those of launch.
     """
     sources = [source_of(function) for function in (solution, checker)]
     if is_stub(sources[0]):
@@ -40,7 +40,9 @@ def check(solution, checker, nproc=2, **options):
 
 
 def is_stub(source):
-    """Whether a function is nothing but `raise NotImplementedError`: to see that needs no ranks."""
+    """Return whether a function is only `raise NotImplementedError`; this check needs no ranks."""
     function = ast.parse(source).body[0]
     body = function.body[1:] if ast.get_docstring(function) else function.body
-    return [ast.unparse(one).removesuffix("()") for one in body] == ["raise NotImplementedError"]
+    return [ast.unparse(statement).removesuffix("()") for statement in body] == [
+        "raise NotImplementedError"
+    ]

@@ -1,9 +1,9 @@
-"""What to train, as a frozen dataclass: checked when it is made, the same in Python, YAML and JSON.
+"""What to train, as a validated, frozen dataclass: the same in Python, YAML and JSON.
 
     Experiment(model="gpt", strategy="ddp_bucketed", batch_size=64)       from Python
-    experiment.to_yaml(path)   Experiment.from_yaml(path)                 and back, field for field
+    experiment.to_yaml(path)   Experiment.from_yaml(path)                 to a file and back
 
-A wrong value or unknown key is told at once, with what is right, not by a rank that dies later.
+A wrong value or unknown key raises here, with the allowed values, before any rank starts.
 """
 
 import dataclasses
@@ -42,25 +42,28 @@ SMALLEST = {
 
 @dataclass(frozen=True)
 class Experiment:
-    """One training run. ValueError names field and choices of a bad value; TypeError for a type.
+    """One training run. Raises ValueError for an invalid value, TypeError for a wrong type.
 
-    model: of labkit.models, or "package.module:function", which returns a labkit.models.Task.
-    batch_size: of all ranks together. lr suits reference_batch; lr_rule scales it to batch_size.
+    model: a name of labkit.models, or "package.module:function" that returns a labkit.models.Task.
+    batch_size: of all ranks together. lr is the rate for reference_batch; lr_rule scales it to
+    batch_size.
     schedule: of the learning rate after warmup_steps; cosine falls to 0 at the last step.
-    bucket_cap_mb: MiB, of DDP and ZeRO. precision: of weights and arithmetic; bf16 and fp16:
-        autocast over fp32 weights, fp16 with a loss scale.
+    bucket_cap_mb: MiB, for DDP and ZeRO. precision: of weights and arithmetic; bf16 and fp16:
+        autocast with fp32 weights; fp16 also uses a loss scale.
     recompute: which units of the model (labkit.models.unit) run again in backward.
-    comm_hook: what carries DDP's gradients, an all-reduce by nodes or a compressor.
-    every: local SGD and DiLoCo average after so many steps.
-    pipeline, context, tensor, expert: ranks along these axes of a mesh; the others are along dp,
-        where the strategy is at work. Of the GPT; a pipeline's micro-batches are accumulation.
-    experts: so many networks in each block of the GPT, of which a token goes to two; 0: one. The
-        loss has 0.01 x what balances them, counted over all ranks, for each micro-batch.
-    strategy="auto": of those of labkit.memory that fit memory_mb MiB a rank (0: what is free), with
-        axes the fullest of them, the fastest by labkit.run.forecast; not with experts. See also
-        labkit.run.experiment_runner.estimate.
-    compute="emulated": each unit sleeps in place of its arithmetic, block_ms milliseconds forward
-        and twice that backward for the whole batch; a rank sleeps for its share of it.
+    comm_hook: how DDP sends its gradients: a hierarchical all-reduce or a compressor.
+    every: number of steps between two averages of local SGD and DiLoCo.
+    pipeline, context, tensor, expert: number of ranks along these axes of a mesh (GPT only). The
+        remaining ranks are along dp and use the strategy. accumulation is the number of a
+        pipeline's micro-batches.
+    experts: number of expert networks in each block of the GPT; each token goes to two of them.
+        0: one plain network. The loss includes 0.01 x the load-balancing loss of each micro-batch,
+        counted over all ranks.
+    strategy="auto": the fastest by labkit.run.forecast among those of labkit.memory that fit
+        memory_mb MiB a rank (0: the free memory); with axes, the one with the largest peak that
+        fits. Not with experts. See also labkit.run.experiment_runner.estimate.
+    compute="emulated": each unit sleeps instead of computing: block_ms milliseconds forward and
+        twice that backward for the whole batch. A rank sleeps for its share of the batch.
     """
 
     model: str = "mlp"
@@ -100,71 +103,79 @@ class Experiment:
             if field.type is float and type(value) is int:
                 object.__setattr__(self, field.name, float(value))
             elif type(value) is not field.type:
-                raise TypeError(f"Experiment({field.name}={value!r}): takes {field.type.__name__}")
-        own = ":" in self.model
+                raise TypeError(
+                    f"Experiment({field.name}={value!r}): must be of type {field.type.__name__}"
+                )
+        custom = ":" in self.model
         for name, choices in CHOICES.items():
-            if getattr(self, name) not in choices and not (own and name == "model"):
+            if getattr(self, name) not in choices and not (custom and name == "model"):
                 raise ValueError(
                     f"Experiment({name}={getattr(self, name)!r}): choose from {', '.join(choices)}"
                 )
         for name, smallest in SMALLEST.items():
             if not smallest <= getattr(self, name) < float("inf"):
                 raise ValueError(
-                    f"Experiment({name}={getattr(self, name)!r}): at least {smallest}, and finite"
+                    f"Experiment({name}={getattr(self, name)!r}): "
+                    f"must be at least {smallest} and finite"
                 )
-        if own and (self.data, self.size) != ("auto", "tiny"):
+        if custom and (self.data, self.size) != ("auto", "tiny"):
             raise ValueError(
-                f"Experiment(model={self.model!r}): a model of one's own has its own data and size"
+                f"Experiment(model={self.model!r}): a custom model has its own data and size; "
+                "leave both at their defaults"
             )
         if self.data not in ("auto", *FITTING.get(self.model, ())):
             fitting = ", ".join(FITTING[self.model])
             raise ValueError(
-                f"Experiment(data={self.data!r}): the model {self.model} takes {fitting}"
+                f"Experiment(data={self.data!r}): the model {self.model} takes data={fitting}"
             )
         if self.schedule == "cosine" and self.warmup_steps >= self.steps:
             raise ValueError(
                 f"Experiment(warmup_steps={self.warmup_steps}): "
-                f"leaves none of {self.steps} steps for the cosine"
+                f"must be less than steps={self.steps} with schedule='cosine'"
             )
         if self.comm_hook != "none" and self.strategy not in HOOKED:
             known = ", ".join(HOOKED)
             raise ValueError(
-                f"Experiment(comm_hook={self.comm_hook!r}): "
-                f"goes with {known}, not with {self.strategy}"
+                f"Experiment(comm_hook={self.comm_hook!r}): needs one of the strategies {known}, "
+                f"not {self.strategy}"
             )
         if self.experts or self.expert > 1 or self.axes:
             from labkit.run import (
-                experiment_mesh,  # imports torch, which a wrong name need not wait for
-            )
+                experiment_mesh,
+            )  # imports torch, which a wrong name must not wait for
 
             experiment_mesh.check(self)
 
     @property
     def axes(self):
-        """{axis of labkit.parallelize: ranks along it} of those with more than one.
+        """Return {axis of labkit.parallelize: ranks along it} of the axes with more than one rank.
 
-        With experts on several ranks there is ep, if only of size 1: all count what balances them.
+        With experts on several ranks, ep is included even with size 1: all ranks count the load.
         """
         sizes = {"pp": self.pipeline, "cp": self.context, "ep": self.expert, "tp": self.tensor}
         kept = "ep" if self.experts and self.strategy != "single" else None
         return {axis: size for axis, size in sizes.items() if size > 1 or axis == kept}
 
     def smallest_batch(self, nproc):
-        """Samples of a step in which each rank has one in each micro-batch. ValueError: no mesh."""
+        """Return the smallest batch: one sample per rank and micro-batch.
+
+        Raises ValueError without a mesh.
+        """
         inner = prod(self.axes.values())
         if nproc % inner:
-            raise ValueError(f"{nproc} ranks are no multiple of the {inner} that {self.axes} need")
+            raise ValueError(
+                f"nproc={nproc} must be a multiple of {inner}, the number of ranks of {self.axes}"
+            )
         ranks = 1 if self.strategy == "single" else nproc // inner * self.expert
         return ranks * self.accumulation
 
     def check_ranks(self, nproc):
-        """Raise ValueError where the batch does not split evenly over ranks and accumulation."""
+        """Raise ValueError if the batch does not split evenly over ranks and accumulation."""
         smallest = self.smallest_batch(nproc)
         if self.batch_size % smallest:
             raise ValueError(
-                f"batch_size={self.batch_size} does not split into equal parts for "
-                f"{smallest // self.accumulation} ranks x {self.accumulation} micro-batches: "
-                f"take a multiple of {smallest}"
+                f"batch_size={self.batch_size} must be a multiple of {smallest}: "
+                f"{smallest // self.accumulation} ranks x {self.accumulation} micro-batches"
             )
 
     def replace(self, **changes):
@@ -175,14 +186,19 @@ class Experiment:
 
     @classmethod
     def from_dict(cls, fields, source="these fields"):
-        """The experiment of a dict. ValueError for an unknown key, with the nearest that exists."""
+        """Make an experiment from a dict.
+
+        Raises ValueError for an unknown key, with the nearest valid one.
+        """
         if not isinstance(fields, dict):
-            raise ValueError(f"{source}: an experiment is a mapping of fields to values")
+            raise ValueError(f"{source}: an experiment must be a mapping of fields to values")
         names = [field.name for field in dataclasses.fields(cls)]
         for key in fields:
             if key not in names:
                 near = difflib.get_close_matches(str(key), names, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(names)}"
+                hint = (
+                    f"did you mean {near[0]!r}?" if near else f"valid keys are {', '.join(names)}"
+                )
                 raise ValueError(f"{source}: unknown key {key!r}: {hint}")
         return cls(**fields)
 

@@ -1,11 +1,11 @@
-"""What an Experiment says of the model itself: its experts, and how a mesh of ranks splits it.
+"""The model of an Experiment: its experts, and how a mesh of ranks shards it.
 
-    Experiment(experts=4)           model_of   whole, on every rank the same
-                                    loss_of    with what balances the experts
+    Experiment(experts=4)           model_of   the complete model, identical on all ranks
+                                    loss_of    with the load-balancing loss of the experts
     Experiment(tensor=2, expert=2)  mesh_of    pp x dp x cp x ep x tp
-                                    compose    the model, spread over that mesh
+                                    compose    the model, sharded over that mesh
 
-`e` is the Experiment throughout; labkit.run.experiment_runner trains what comes out.
+`e` is the Experiment throughout; labkit.run.experiment_runner trains the result.
 """
 
 import inspect
@@ -25,7 +25,10 @@ from labkit.trainer import LOW, parallelize
 
 
 def model_of(e):
-    """The whole module: what a seed makes of it does not depend on ranks."""
+    """Build the complete module.
+
+    Its initial weights depend on the seed, not on the number of ranks.
+    """
     if not e.experts:
         return models.build(e.model, e.size)
 
@@ -41,13 +44,13 @@ def loss_of(e, module):
 
 
 def mesh_of(e, world_size, backend=None):
-    """Ranks that no axis of the Experiment takes are along dp. Collective."""
+    """Make the mesh; ranks on no axis of the Experiment are along dp. Collective."""
     dp = world_size // prod(e.axes.values())
     return Mesh({"pp": 1, "dp": dp, "cp": 1, "ep": 1, "tp": 1} | e.axes, backend)
 
 
 def compose(module, mesh, e, wrapping):
-    """The GPT of an Experiment on its mesh. wrapping: arguments of trainer.parallelize."""
+    """Shard the GPT of an Experiment over its mesh. wrapping: arguments of trainer.parallelize."""
     plan = plans.gpt(tensor_parallel, whole_logits=True, experts=e.experts > 0)
     if e.pipeline == 1:
         return Composed(
@@ -59,12 +62,12 @@ def compose(module, mesh, e, wrapping):
 
 
 def strategies_of(e):
-    """What strategy="auto" looks at along dp."""
+    """Return the strategies that strategy="auto" considers along dp."""
     return ("ddp_naive",) if e.pipeline > 1 else ("ddp_bucketed", "fsdp")
 
 
 def check(e):
-    """Raise ValueError for experts or axes that cannot be, or do not go with the rest."""
+    """Raise ValueError for experts or axes that are invalid or do not fit other fields."""
     if e.experts or e.expert > 1:
         check_experts(e)
     if e.axes:
@@ -73,53 +76,69 @@ def check(e):
 
 
 def check_axes(e):
-    said = " x ".join(f"{axis} {size}" for axis, size in e.axes.items())
+    fields = " x ".join(f"{axis} {size}" for axis, size in e.axes.items())
     known = ("ddp_naive",) if e.pipeline > 1 else MESHED
     if e.model != "gpt":
-        raise ValueError(f"Experiment({said}): the model gpt can be split, not {e.model}")
+        raise ValueError(f"Experiment({fields}): only the model gpt can be sharded, not {e.model}")
     if e.strategy not in (*known, "auto"):
-        raise ValueError(f"Experiment({said}): goes with {', '.join(known)}, not {e.strategy}")
+        raise ValueError(
+            f"Experiment({fields}): needs one of the strategies {', '.join(known)}, "
+            f"not {e.strategy}"
+        )
     for name, usual in (("comm_hook", "none"), ("recompute", "none")):
         if getattr(e, name) != usual:
-            raise ValueError(f"Experiment({said}): does not go with {name} yet")
+            raise ValueError(
+                f"Experiment({fields}): cannot be combined with {name}={getattr(e, name)!r}"
+            )
     if e.strategy == "auto" and e.precision in LOW:
-        raise ValueError(f"Experiment({said}): auto rehearses fp32 and fp64, not {e.precision}")
+        raise ValueError(
+            f"Experiment({fields}): strategy='auto' supports fp32 and fp64, not {e.precision}"
+        )
     if e.pipeline > 1 and (e.context > 1 or e.precision in LOW):
-        raise ValueError(f"Experiment({said}): a pipeline takes no context axis, and fp32 or fp64")
+        raise ValueError(
+            f"Experiment({fields}): a pipeline supports no context axis, and only fp32 and fp64"
+        )
 
 
 def check_experts(e):
-    said = f"Experiment(experts={e.experts}, expert={e.expert})"
+    fields = f"Experiment(experts={e.experts}, expert={e.expert})"
     if e.model != "gpt":
-        raise ValueError(f"{said}: the model gpt can have experts, not {e.model}")
+        raise ValueError(f"{fields}: only the model gpt can have experts, not {e.model}")
     if e.experts < 2 or e.experts % e.expert:
-        raise ValueError(f"{said}: two experts or more, which the ranks along ep share alike")
+        raise ValueError(f"{fields}: experts must be at least 2 and divisible by expert")
     if e.recompute != "none" or e.pipeline > 1:
-        raise ValueError(f"{said}: does not go with recompute or a pipeline yet")
+        raise ValueError(f"{fields}: experts cannot be combined with recompute or a pipeline")
     if e.strategy == "auto":
-        raise ValueError(f"{said}: values tell what an expert holds: take a strategy, not auto")
+        raise ValueError(
+            f"{fields}: strategy='auto' does not support experts, "
+            "whose memory depends on the routing: choose a strategy"
+        )
     if e.expert > 1 and e.strategy.startswith("fsdp"):
-        raise ValueError(f"{said}: experts on ranks of their own are not sharded: take DDP")
+        raise ValueError(
+            f"{fields}: FSDP does not support experts on different ranks: use a DDP strategy"
+        )
 
 
 def gpt_sizes(e):
-    """{argument of the GPT: what an Experiment's has}."""
+    """Return {argument of the GPT: its value} for an Experiment."""
     defaults = inspect.signature(models.CLASSES["gpt"]).parameters
-    return {name: one.default for name, one in defaults.items()} | models.SIZES["gpt"][e.size]
+    return {name: parameter.default for name, parameter in defaults.items()} | models.SIZES["gpt"][
+        e.size
+    ]
 
 
 def check_shares(e):
-    """Raise ValueError for what the ranks of an axis cannot share alike."""
+    """Raise ValueError if a dimension of the GPT is not divisible by its axis."""
     gpt = gpt_sizes(e)
     shared = (
         ("pipeline", gpt["layers"], "layers"),
         ("tensor", gpt["heads"], "heads"),
-        ("tensor", gpt["vocab"], "words"),
+        ("tensor", gpt["vocab"], "vocabulary entries"),
         ("context", gpt["context"] // 2, "pairs of tokens"),
     )
-    for axis, many, what in shared:
-        if many % getattr(e, axis):
+    for axis, count, name in shared:
+        if count % getattr(e, axis):
             raise ValueError(
-                f"Experiment({axis}={getattr(e, axis)}): so many ranks cannot share the "
-                f"{many} {what} of a GPT of size {e.size} alike"
+                f"Experiment({axis}={getattr(e, axis)}): "
+                f"the {count} {name} of a GPT of size {e.size} must be divisible by {axis}"
             )

@@ -1,10 +1,10 @@
-"""One experiment on one rank: its model, data and trainer, and what is measured of each step.
+"""One experiment on one rank: its model, data and trainer, and the measurements of each step.
 
-build      the experiment's names become a model, an optimizer and a Trainer
-prepare    WARMUP steps; in the last, memory and traffic are counted, which never move
-step       one step, timed: its row, documented at `step_row`
-estimate   without ranks and data, before anything is run: what each of them will hold
-largest_batch   so predicted: the most samples with which a rank's step fits its memory
+build           makes a model, an optimizer and a Trainer from the experiment's fields
+prepare         runs WARMUP steps; counts memory and traffic, which are constant, in the last one
+step            runs one timed step and returns its row, documented at `step_row`
+estimate        predicts the memory of each rank, without ranks or data
+largest_batch   predicts the largest batch with which a rank's step fits its memory
 """
 
 import io
@@ -40,14 +40,14 @@ from labkit.trainer import (
     recompute,
 )
 
-WARMUP = 3  # PyTorch's DDP sends its new bucket order in the second
+WARMUP = 3  # PyTorch's DDP sends its new bucket order in the second step
 OPTIMIZERS = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
 
 
 class Participant:
-    """takes_part: not on the other ranks, where the strategy is "single". done: steps so far.
+    """One rank of an experiment. With strategy "single", takes_part is False on all ranks but 0.
 
-    context.device: on the meta device it is a rehearsal, with nobody at the other end of a mesh.
+    done: number of steps so far. context.device "meta": a dry run on a mesh of fake ranks.
     """
 
     def __init__(self, context, experiment):
@@ -56,7 +56,7 @@ class Participant:
         self.takes_part = context.rank == 0 or not alone
         self.done = 0
         self.timeline = Timeline(context.rank, context.device)
-        # By all ranks, before they part: NCCL may make a group by splitting the one of all.
+        # Created by all ranks, because NCCL may make a group by splitting the group of all ranks.
         self.group = dist.new_group([0]) if alone else None
         if not self.takes_part:
             return
@@ -65,7 +65,9 @@ class Participant:
         if experiment.axes:
             backend = fake_backend() if self.device.type == "meta" else None
             self.mesh = mesh_of(experiment, self.world_size, backend)
-            self.replicas = self.mesh.size("dp") * experiment.expert  # each has its own samples
+            self.replicas = (
+                self.mesh.size("dp") * experiment.expert
+            )  # each replica has its own samples
             rank = self.mesh.rank("dp") * experiment.expert + self.mesh.rank("ep")
         self.share = experiment.batch_size // self.replicas
         dataset = models.data.load(experiment.data, experiment.model)
@@ -73,7 +75,7 @@ class Participant:
         self.build()
         e, self.flops = experiment, nan
         arithmetic = e.compute == "real" and self.device.type != "meta"
-        # Which experts compute is told by the router; one's own model may need real tensors.
+        # The FLOPs of experts depend on the routing; a custom model may need real tensors.
         if arithmetic and not e.experts and e.model in models.SIZES:
             self.flops = self.replicas * share_flops(e.model, e.size, e.data, self.share)
 
@@ -92,7 +94,7 @@ class Participant:
         recompute(module, e.recompute, models.unit(e.model))
         if e.compute == "emulated":
             part = self.share / e.batch_size / e.accumulation / e.context / e.tensor
-            # what is inside of a block sends messages, or balances
+            # the code inside a block sends messages, or counts the load of experts
             how = {"arithmetic": bool(e.axes or e.experts)}
             models.emulate(module, models.unit(e.model), forward_ms=e.block_ms * part, **how)
         loss, hook = loss_of(e, module), comm_hook(e.comm_hook)
@@ -121,9 +123,9 @@ class Participant:
         self.timeline.clock.stamp(self, "last_gradient")
 
     def prepare(self):
-        """Warm up; returns what never moves: peak bytes by kind; bytes, messages, FLOPs of a step.
+        """Warm up; return the constants of a step: peak bytes by kind; bytes, messages and FLOPs.
 
-        Of local SGD and DiLoCo: the mean over the steps from one average to the next.
+        For local SGD and DiLoCo: the mean over the steps from one average to the next.
         """
         if not self.takes_part:
             return {}
@@ -136,7 +138,9 @@ class Participant:
             for _ in range(e.every):
                 self.advance()
         sent, messages = traffic.sent_bytes, traffic.messages
-        if e.comm_hook in FORMS or e.axes:  # in groups or a thread where the counter is not
+        if (
+            e.comm_hook in FORMS or e.axes
+        ):  # these send in groups or a thread that the counter does not see
             sent, messages = sum(event.sent_bytes for event in events), len(events)
         peaks = {f"peak_{kind}_bytes": size for kind, size in memory.peak.items()}
         counted = {"sent_bytes": sent // e.every, "messages": messages / e.every}
@@ -150,7 +154,7 @@ class Participant:
         return input.to(self.dtype) if input.is_floating_point() else input, target
 
     def advance(self):
-        """Train one step; returns its loss and its messages."""
+        """Train one step; return its loss and its messages."""
         input, target = self.next_batch()
         self.timeline.spans.clear()
         with comm.record(clock=self.timeline.clock) as events, self.timeline.span("step"):
@@ -160,24 +164,24 @@ class Participant:
         return loss, events
 
     def step(self):
-        """Train one step; returns its row."""
+        """Train one step; return its row."""
         compressed = self.seconds_compressing()
         loss, events = self.advance()
         compress_ms = 1e3 * (self.seconds_compressing() - compressed)
         return self.step_row(loss, events) | {"compress_ms": compress_ms}
 
     def seconds_compressing(self):
-        """By the host's clock, which knows nothing of a device."""
+        """Return the compressor's seconds by the host's clock, which does not see device time."""
         if self.compressor is None:
             return 0.0
         return nan if self.device.type == "cuda" else self.compressor.seconds
 
     def step_row(self, loss, events):
-        """The step's strategy, model, bucket_cap_mb, comm_hook, and what was measured in it:
+        """Return the step's strategy, model, bucket_cap_mb, comm_hook and measurements:
 
         step, loss (of this rank's share); step_ms, forward_ms, backward_ms, optimizer_ms,
-        exposed_comm_ms; samples_per_s, of all ranks. And from `step`: compress_ms, which a
-        compressor took of backward. The callers add mfu.
+        exposed_comm_ms; samples_per_s, of all ranks. `step` adds compress_ms, the part of backward
+        that a compressor took. The callers add mfu.
         """
         names = ("step", "forward", "backward", "optimizer")
         ms = dict.fromkeys(names, 0.0) | self.timeline.milliseconds()
@@ -189,7 +193,7 @@ class Participant:
         return named | measured | {"samples_per_s": 1e3 * self.experiment.batch_size / ms["step"]}
 
     def monitor(self, sinks, peak):
-        """A Monitor of the steps that its trainer takes. peak: FLOP/s of all ranks, or NaN."""
+        """Return a Monitor of its trainer's steps. peak: FLOP/s of all ranks, or NaN."""
         sample, _ = self.batches.dataset[0]
         size = self.experiment.batch_size
         tokens = 0 if sample.is_floating_point() else size * len(sample)
@@ -197,11 +201,11 @@ class Participant:
         return Monitor(self.timeline, sinks, exposed=self.exposed_ms, device=self.device, **about)
 
     def exposed_ms(self, events):
-        """How long this rank stood still for messages: the time inside wait().
+        """Return how long this rank waited for messages: the milliseconds inside wait().
 
-        PyTorch's DDP and hooks wait where comm cannot see, so for them: from the last gradient's
-        arrival until backward() returned, and what comm sees later. On CUDA times are the
-        device's; NaN where nobody can tell: fully_shard's streams wait for each other, not for a
+        PyTorch's DDP and hooks wait outside labkit.comm. For them it is the time from the last
+        gradient's arrival until backward() returned, plus later waits in comm. On CUDA, times are
+        the device's. NaN for fully_shard on CUDA, whose streams wait for each other, not for a
         message.
         """
         if self.experiment.strategy == "torch_fsdp" and self.device.type == "cuda":
@@ -215,7 +219,7 @@ class Participant:
 
 @cache
 def share_flops(model, size, data, samples):
-    """FLOPs of the model for so many samples of the data, on tensors without memory."""
+    """Return the FLOPs of the model for this many samples of the data, on meta tensors."""
     input, target = default_collate([models.data.load(data, model)[0]] * samples)
     with torch.device("meta"):
         module = models.build(model, size)
@@ -223,36 +227,45 @@ def share_flops(model, size, data, samples):
 
 
 def estimate(experiment, ranks):
-    """What each rank will hold in a step that is not the first, its batch too: [Estimate].
+    """Predict what each rank holds in a step after the first, with its batch: a list of Estimate.
 
-        max(estimate(Experiment(model="gpt", tensor=2), 4), key=lambda one: one.peak_total)
+        max(estimate(Experiment(model="gpt", tensor=2), 4), key=lambda rank: rank.peak_total)
 
-    Here and now, in one process that is no rank. Raises ValueError for experts, as values tell
-    which of them a token goes to, and for 16 bits: autocast knows no device without data.
+    Runs in one process that is no rank. Raises ValueError for experts, whose load depends on the
+    values, and for 16 bits, because autocast supports no device without data.
     """
     from labkit.scale.rehearse import rehearse
 
     experiment.check_ranks(ranks)
     if experiment.experts:
-        raise ValueError("experts hold the tokens that values send them: they cannot be rehearsed")
+        raise ValueError(
+            "cannot estimate the memory of experts, which depends on the routing: use experts=0"
+        )
     if experiment.precision in LOW:
-        raise ValueError(f"{experiment.precision} cannot be rehearsed on a mesh: take fp32 or fp64")
+        raise ValueError(
+            f"cannot estimate memory for precision={experiment.precision!r} on a mesh: "
+            "use fp32 or fp64"
+        )
     each = range(ranks)
     return [rehearse(as_one, ranks, rank, experiment=experiment).result for rank in each]
 
 
 def largest_batch(experiment, ranks, rank, room):
-    """The largest batch size, of all ranks, with which this rank's step fits into `room` bytes.
+    """Return the largest batch size, over all ranks, with which this rank's step fits `room` bytes.
 
-    Predicted as by `estimate`; for 16 bits as fp32 with a 16-bit copy of every weight besides,
-    which is more than they take. At most what the training data have. ValueError as from
-    `estimate`; MemoryError where not one sample for each rank and micro-batch fits.
+    Predicted as by `estimate`. 16 bits are predicted as fp32 plus a 16-bit copy of every weight,
+    which is an upper bound. At most the number of training samples. ValueError as from `estimate`;
+    MemoryError if one sample per rank and micro-batch does not fit.
     """
     from labkit.scale.rehearse import rehearse
 
     if experiment.experts:
-        raise ValueError("experts hold the tokens that values send them: name a batch size")
-    smallest, copies = experiment.smallest_batch(ranks), 0
+        raise ValueError(
+            "cannot predict the batch size with experts, whose memory depends on the routing: "
+            "set batch_size"
+        )
+    smallest = experiment.smallest_batch(ranks)
+    copies = 0
     if experiment.precision in LOW:
         experiment = experiment.replace(precision="fp32")
         copies = 2 * sum(parameter.numel() for parameter in model_of(experiment).parameters())
@@ -266,8 +279,8 @@ def largest_batch(experiment, ranks, rank, room):
     times = last_true(lambda times: needed(times) <= room, samples // smallest)
     if not times:
         raise MemoryError(
-            f"not even a batch of {smallest} fits: a rank's step needs {needed(1):,} bytes, and "
-            f"has {room:,}: take more ranks, strategy fsdp, or recompute"
+            f"a batch of {smallest} does not fit: a rank's step needs {needed(1):,} bytes and has "
+            f"{room:,}: use more ranks, strategy fsdp, or recompute"
         )
     return times * smallest
 

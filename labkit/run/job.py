@@ -1,11 +1,11 @@
-"""What ranks are told to run, checked, and as JSON can carry it: job.json in the run's folder.
+"""The description of a launch, validated, as JSON: job.json in the run's folder.
 
-    launch(train, steps=20)             kind "source"    the function's source travels, and its name
+    launch(train, steps=20)             kind "source"    the function's source and name are sent
     launch("package.module:train")      kind "function"  imported by each rank
     launch("train.py", steps=20)        kind "script"    with arguments: --steps=20
-    launch("record(x=rank)")            kind "cell"      run as it stands
+    launch("record(x=rank)")            kind "cell"      run unchanged
 
-Whatever cannot be is told here, in one line, before a process is started.
+Invalid arguments raise here, with a one-line message, before a process is started.
 """
 
 import inspect
@@ -19,25 +19,25 @@ from labkit.run import network_namespaces as network
 
 
 def describe_nodes(nodes, mbit, ms, mtu):
-    """The job's nodes and links, checked."""
+    """Return the job's nodes and links, validated."""
     if not isinstance(nodes, int) or not 1 <= nodes <= network.MOST_NODES:
-        raise ValueError(
-            f"nodes={nodes!r}: the number of nodes is a whole number from 1 to {network.MOST_NODES}"
-        )
+        raise ValueError(f"nodes={nodes!r}: must be a whole number from 1 to {network.MOST_NODES}")
     link = network.Link(mbit, ms, mtu)
     if nodes == 1 and link != network.Link():
-        raise ValueError("one node has no link to slow down: nodes=2 or more")
+        raise ValueError(
+            "link_mbit, link_ms and link_mtu need a link between nodes: use nodes=2 or more"
+        )
     return {"nodes": nodes, "link": asdict(link)}
 
 
 def describe_target(target, parameters):
-    """The job's kind, target and parameters, as JSON can carry them."""
+    """Return the job's kind, target and parameters in a form that JSON supports."""
     job = {"parameters": check_parameters(parameters)}
     if not isinstance(target, str):
         source = source_of(target)
         if "<lambda>" in target.__qualname__ or target.__closure__:
             raise ValueError(
-                "a lambda or closure cannot travel to other processes: pass a plain function"
+                "cannot send a lambda or closure to other processes: pass a plain function"
             )
         return job | {"kind": "source", "target": source, "name": target.__name__}
     if "\n" not in target and target.endswith(".py"):
@@ -53,22 +53,23 @@ def describe_target(target, parameters):
 
 
 def source_of(function):
-    """The text of a plain function. ValueError for anything else."""
+    """Return the source of a plain function. Raises ValueError for any other object."""
     if not inspect.isfunction(function):
         raise ValueError(
-            f"cannot run an object of type {type(function).__name__} on ranks: pass a plain "
-            "function, whose source travels, a cell's source, or a script's path as text"
+            f"cannot run an object of type {type(function).__name__} on ranks: "
+            "pass a plain function, "
+            "the source of a cell, or the path of a script"
         )
     try:
         return textwrap.dedent(inspect.getsource(function))
     except OSError:
         raise ValueError(
-            f"the source of {function.__name__}() is not known: define it in a file or a cell"
+            f"cannot find the source of {function.__name__}(): define it in a file or a cell"
         ) from None
 
 
 def check_parameters(parameters):
-    """The same; ValueError names one that JSON cannot carry."""
+    """Return the parameters. Raises ValueError for one that JSON does not support."""
     for name, value in parameters.items():
         try:
             json.dumps(value)
@@ -81,19 +82,22 @@ def check_parameters(parameters):
 
 
 def choose_device(device, nproc):
-    """ "cpu" or "cuda". Counts GPUs without touching CUDA, so that later forks stay clean."""
+    """Return "cpu" or "cuda".
+
+    Counts GPUs without initialising CUDA, so that later forks can use it.
+    """
     if device not in ("auto", "cpu", "cuda"):
-        raise ValueError(f'device={device!r}: it is "auto", "cpu" or "cuda"')
-    if device == "cpu":  # and torch need not be imported here: seconds
+        raise ValueError(f'device={device!r}: must be "auto", "cpu" or "cuda"')
+    if device == "cpu":  # returns before importing torch, which takes seconds
         return device
     import torch
 
     gpus = torch.cuda.device_count()
     if device == "cuda" and gpus < nproc:
         raise ValueError(
-            f"{nproc} ranks on cuda need {nproc} GPUs, and here are {gpus}: "
-            "lower nproc, or device='cpu'"
+            f"{nproc} ranks on cuda need {nproc} GPUs, and this machine has {gpus}: lower nproc, "
+            "or use device='cpu'"
         )
     if 0 < gpus < nproc:
-        print(f"[launch] {nproc} ranks and {gpus} GPUs: running on the CPU")
+        print(f"[launch] {nproc} ranks but only {gpus} GPUs: running on the CPU")
     return "cuda" if gpus >= nproc else "cpu"

@@ -1,4 +1,4 @@
-"""The one door from a notebook to ranks.
+"""Start ranks from a notebook, and collect their records and logs.
 
     run = launch("labkit.run.experiment:train", nproc=2, steps=20)     a function, or its name
     run = launch("x = torch.ones(1); dist.all_reduce(x); record(x=x)") the source of a cell
@@ -7,11 +7,11 @@
     run.records    one row per record(...) call     run.logs      one file per rank
     run.command    the same from a shell            run.seconds   wall-clock, to the last rank's end
 
-The ranks are real processes, started by torchrun's launcher in a warm agent (agent.py).
-Interrupting the cell, the wall-clock limit or the end of the notebook ends them all; a failure is
-told by the rank that caused it (report.py). With restarts=k it is followed by another attempt:
+The ranks are real processes, started by torchrun's launcher in a warm agent (agent.py). They end
+when the cell is interrupted, the wall-clock limit is reached, or the notebook ends. An error names
+the rank that caused the failure (report.py). With restarts=k, a new attempt follows a failure:
 
-    attempt 0   ranks 0, 1   step 1 ... 41   rank 1 died of SIGKILL    a folder, a meeting place
+    attempt 0   ranks 0, 1   step 1 ... 41   rank 1 died of SIGKILL    a folder, a rendezvous
     attempt 1   ranks 0, 1   from the target's own checkpoint ...      new ones
 """
 
@@ -35,39 +35,48 @@ from labkit.run.launch_monitor import watch
 from labkit.run.report import explain, launcher_died, read_ends
 
 LAST_WORDS = ("leaving", "error")
-PRIVATE = "$(mktemp -d)/meeting"  # for the shell: a file in a new folder of this user's alone
+# in a shell command: a file in a new folder that only this user can open
+PRIVATE = "$(mktemp -d)/meeting"
 
 one_at_a_time = threading.Lock()
-unused = deque()  # folders of Runs that are gone
+unused = deque()  # folders of Runs that have been garbage-collected
 
 
 class LaunchError(RuntimeError):
-    """A failed launch: the message names rank, line and collective; .run holds logs and records."""
+    """A failed launch.
+
+    The message names the rank, line and collective; .run holds logs and records.
+    """
 
     def __init__(self, message, run, cause=None):
         super().__init__(message)
         self.run, self.cause = run, cause
 
     def _render_traceback_(self):
-        # IPython: the ranks' traceback matters, the notebook's own does not
+        # IPython shows this instead of the notebook's own traceback, which does not help
         return ["LaunchError: " + str(self)]
 
 
 class Run:
-    """What came of a launch. The folder with logs goes with the first launch after this object.
+    """Result of a launch. Its log folder is deleted by the first launch after this object has been
+    garbage-collected.
 
     nproc (of each node), nodes, world_size, seconds, parameters; device "cpu" or "cuda"; logs: one
-    Path per rank; command: the same run from a shell, on every node. With restarts it is the last
-    attempt; earlier: the Runs before it; failures: what ended each of them, in a line.
+    Path per rank; command: the shell command of the same run, for every node. With restarts, this
+    is the last attempt; earlier: the Runs before it; failures: one line per failed attempt.
     """
 
     def __init__(self, job, nproc, earlier=()):
-        self.earlier, self.failure = earlier, None
-        self.job, self.nproc, self.nodes, self.seconds = job, nproc, job["nodes"], 0.0
+        self.earlier = earlier
+        self.failure = None
+        self.job = job
+        self.nproc = nproc
+        self.nodes = job["nodes"]
+        self.seconds = 0.0
         self.world_size = nproc * self.nodes
         self.parameters, self.device = job["parameters"], job["device"]
         self.holder = tempfile.TemporaryDirectory(prefix="labkit-", ignore_cleanup_errors=True)
-        # Python swallows an interrupt in a finalizer: none removes files, the next launch does.
+        # Python swallows an interrupt in a finalizer, so the next launch removes the files instead.
         weakref.finalize(self, unused.append, self.holder).atexit = False
         self.folder = Path(self.holder.name)
         self.logs = [self.folder / f"rank-{rank}.log" for rank in range(self.world_size)]
@@ -77,9 +86,9 @@ class Run:
 
     @property
     def records(self):
-        """pandas.DataFrame, one row per record(...) call, in the order of each rank.
+        """Return a pandas.DataFrame with one row per record(...) call, in the order of each rank.
 
-        With restarts: of all attempts, and a column that says of which.
+        With restarts: the rows of all attempts, and a column `attempt`.
         """
         import pandas
 
@@ -88,8 +97,8 @@ class Run:
 
     def rows(self):
         which = {"attempt": self.job["attempt"]} if self.job["restarts"] else {}
-        told = [event for events in self.events for event in events if event["kind"] == "record"]
-        return [event | which for event in told]
+        records = [event for events in self.events for event in events if event["kind"] == "record"]
+        return [event | which for event in records]
 
     @property
     def failures(self):
@@ -98,17 +107,17 @@ class Run:
 
     @property
     def network(self):
-        """how: "root", "rootless" or "loopback"; notes: what is missing. {} for one node."""
+        """Return how: "root", "rootless" or "loopback"; notes: what is missing. {} for one node."""
         file = self.folder / "nodes.json"
         return json.loads(file.read_text()) if file.exists() else {}
 
     @property
     def wire(self):
-        """pandas.DataFrame, a row a node: bytes that its interface counted, beside labkit.comm's.
+        """Return a pandas.DataFrame with a row per node: bytes by its interface and by comm.
 
-        sent_bytes, received_bytes: on its link, headers and rendezvous included; none where nodes
-        share the loopback. counted_bytes: sent by its ranks, to whichever rank, those of their own
-        node included; payload only.
+        sent_bytes, received_bytes: on its link, including headers and rendezvous; no rows if the
+        nodes share the loopback. counted_bytes: payload that its ranks sent to any rank, including
+        ranks of the same node.
         """
         import pandas
 
@@ -117,7 +126,7 @@ class Run:
         return frame.assign(counted_bytes=[self.sent_by(node) for node in frame["node"]])
 
     def sent_by(self, node):
-        """Bytes that the node's ranks sent through labkit.comm, as each said at its end."""
+        """Return the bytes that the node's ranks sent through labkit.comm."""
         ranks = self.events[node * self.nproc : (node + 1) * self.nproc]
         ends = [event for events in ranks for event in events if event["kind"] in LAST_WORDS]
         return sum(event["sent_bytes"] for event in ends)
@@ -126,15 +135,17 @@ class Run:
     def command(self):
         torchrun = shlex.join(["torchrun", *self.torchrun_arguments(PRIVATE, by_name=True)])
         torchrun = torchrun.replace(shlex.quote(PRIVATE), f'"{PRIVATE}"')
-        if self.job["restarts"]:  # in one store for all attempts gloo finds the ranks of the first
+        if self.job[
+            "restarts"
+        ]:  # with one store for all attempts, gloo finds the ranks of the first one
             return f"TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 {torchrun}"
         return torchrun
 
     def torchrun_arguments(self, meeting, by_name=False):
-        """torchrun's arguments; by_name: what it runs by its name, if any, not by its job file.
+        """Return torchrun's arguments. by_name: run a named target by name, not by its job file.
 
-        meeting: the file by which the launchers of one node meet, where no other user may write.
-        --standalone would listen on all interfaces, and run what any user of the machine sends it.
+        meeting: the file where the launchers of one node meet; no other user may write to it.
+        --standalone would listen on all interfaces and run what any user of the machine sends it.
         """
         start = ["--nproc-per-node", str(self.nproc), "--rdzv-backend", "c10d"]
         if by_name and self.job["restarts"]:
@@ -143,7 +154,7 @@ class Run:
             start += ["--rdzv-conf", "store_type=file", "--rdzv-endpoint", meeting]
         if self.nodes > 1:
             start = ["--nnodes", str(self.nodes), *start]
-            # Without a name, each node is told by its environment where the others are (agent.py).
+            # Without by_name, the environment of each node has the endpoint (agent.py).
             start += ["--rdzv-endpoint", f"{network.address(0)}:{network.PORT}"] if by_name else []
         if by_name and self.job["kind"] == "script":
             return [*start, self.job["target"], *self.job["arguments"]]
@@ -176,31 +187,31 @@ def launch(
     bar=None,
     **parameters,
 ):
-    """Run the target on nproc ranks, of each of so many nodes, and wait for them.
+    """Run the target on nproc ranks of each node, and wait for them.
 
-    target: "package.module:function" or a function (called as function(context, **parameters); a
-        function's source travels, so it sees torch, dist, comm and what it imports itself), a
-        cell's source, or a path to a .py script.
+    target: "package.module:function" or a function (called as function(context, **parameters); its
+        source is sent to the ranks, where it sees torch, dist, comm and its own imports), the
+        source of a cell, or the path of a .py script.
     nodes: more than one are network namespaces of this machine, joined by links of link_mbit (10^6
-        bits a second each way; None: unslowed), link_ms of delay each way and frames of link_mtu
-        bytes (labkit.run.network_namespaces). On the CPU.
+        bits a second each way; None: no limit), link_ms of delay each way and frames of link_mtu
+        bytes (labkit.run.network_namespaces). CPU only.
     timeout, collective_timeout: seconds for the run, and for a collective to wait for its peers.
-    restarts: so many times a run that fails is started again, each time with the whole timeout; the
-        target knows by context.attempt (a cell: attempt), 0 at first, and goes on where it can.
-    device: "cpu" (gloo), "cuda" (NCCL, one GPU a rank) or "auto" (cuda where GPUs are enough).
-    threads: of each rank's CPU arithmetic. cold: a plain `torchrun`. quiet: print nothing.
-    bar: what shows the progress, with the methods of console.Bar.
-    Raises LaunchError for a failing rank (the last attempt's), ValueError for arguments that cannot
-    be, SyntaxError for a cell that does not compile, KeyboardInterrupt as it comes.
+    restarts: how often a failed run is started again, each time with the full timeout. The target
+        reads context.attempt (in a cell: attempt), 0 at first, and resumes if it can.
+    device: "cpu" (gloo), "cuda" (NCCL, one GPU a rank) or "auto" (cuda if there are enough GPUs).
+    threads: CPU threads of each rank. cold: use a plain `torchrun`. quiet: print nothing.
+    bar: an object that shows the progress, with the methods of console.Bar.
+    Raises LaunchError for a failing rank (of the last attempt), ValueError for invalid arguments,
+    SyntaxError for a cell that does not compile, and KeyboardInterrupt.
     """
     if not isinstance(nproc, int) or nproc < 1:
-        raise ValueError(f"nproc={nproc!r}: the number of ranks is a whole number of at least 1")
+        raise ValueError(f"nproc={nproc!r}: must be a whole number of at least 1")
     if type(restarts) is not int or restarts < 0:
-        raise ValueError(f"restarts={restarts!r}: a run is started again 0 times or more")
+        raise ValueError(f"restarts={restarts!r}: must be a whole number of at least 0")
     job = describe_target(target, parameters) | describe_nodes(nodes, link_mbit, link_ms, link_mtu)
     device = choose_device(device if nodes == 1 or device != "auto" else "cpu", nproc)
     if device == "cuda" and nodes > 1:
-        raise ValueError('nodes in namespaces share one machine and run on the CPU: device="cpu"')
+        raise ValueError('nodes=2 or more run on the CPU of one machine: use device="cpu"')
     job |= {"device": device, "threads": threads, "collective_timeout": collective_timeout}
     job |= {"cwd": os.getcwd(), "sys_path": [path or os.getcwd() for path in sys.path]}
     job |= {"restarts": restarts}
@@ -221,12 +232,12 @@ def launch(
 
 
 def remove_unused():
-    """The folders of Runs that are gone, before another is made: a full disk has room again."""
+    """Remove the folders of garbage-collected Runs before a new one is made, to free disk space."""
     with one_at_a_time:
         while unused:
             thread = threading.Thread(target=unused.popleft().cleanup)
             thread.start()
-            thread.join()  # an interrupt ends this wait, not the removal
+            thread.join()  # an interrupt ends this wait, but not the removal
 
 
 def attempt(run, timeout, cold, quiet, bar):

@@ -1,13 +1,13 @@
-"""Watching one attempt of a launch, from its start until it has ended or has to be ended.
+"""Watch one attempt of a launch until it ends or must be ended.
 
 every 20 ms     has the job ended? what have the ranks written?  -> records, lines, the bar
 every 0.5 s     is a process stopped (SIGSTOP)? how much have the ranks printed?
 
-a rank failed      or left by os._exit: the others get a second to report, then the job is stopped
-a rank is stopped  its peers wait for it, and fail; where nobody waits, or a process is stopped
-                   before all ranks have begun: after collective_timeout
-a rank floods      its log, past 1 GiB: the job is stopped before the disk is full
-all said goodbye   and torchrun does not end: over a link that is cut it never would
+a rank failed      (or left by os._exit): the others get a second to report, then the job is stopped
+a rank is stopped  its peers time out and fail. If no peer waits, or a process is stopped before all
+                   ranks have started, the job is stopped after collective_timeout
+a rank floods      its log exceeds 1 GiB: the job is stopped before the disk is full
+all ranks are done but torchrun does not end, as over a cut link: the job is stopped after 3 s
 """
 
 import json
@@ -20,18 +20,19 @@ from labkit.run.client import agent
 from labkit.run.console import Console, Tail
 from labkit.run.report import read_exits
 
-POLL = 0.02  # seconds between looks at the ranks
-LOOK = 0.5  # seconds between looks at their processes
-GOODBYE = 3.0  # seconds for torchruns to end after their ranks: never over a link that is cut
+POLL = 0.02  # seconds between checks of the ranks' output
+LOOK = 0.5  # seconds between checks of their processes
+GOODBYE = 3.0  # seconds for torchruns to end after their ranks; over a cut link they never do
 LONGEST_LOG = 2**30  # bytes
-OTHERS_REPORT = 0.8  # seconds that the other ranks get to report, once one has failed
+OTHERS_REPORT = 0.8  # seconds that the other ranks get to report after one has failed
 
 
 @dataclass
 class Outcome:
-    """exits: by process id, of ranks that ended before any stop. stopped: ranks under SIGSTOP.
+    """Result of an attempt. exits: {pid: exit code} of ranks that ended before any stop.
 
-    flood: of a rank that printed too much, in words.
+    stopped: ranks that are stopped by SIGSTOP. flood: a sentence about a rank that printed too
+    much.
     """
 
     status: int
@@ -42,24 +43,28 @@ class Outcome:
 
 
 def watch(run, command, timeout, quiet, bar):
-    """Show the ranks to the job's end. command: of a plain torchrun, or None."""
+    """Show the ranks' output until the job ends. command: of a plain torchrun, or None."""
     client = agent()
     console = Console(run.logs, quiet)
     tails = [Tail(run.folder / f"rank-{rank}.jsonl") for rank in range(run.world_size)]
     patience = run.job["collective_timeout"]
-    start, told = time.monotonic(), quiet
+    start = time.monotonic()
+    notes_shown = quiet
     failed_at = done_at = frozen_at = status = None
-    stopped, looked_at = [], start
+    stopped = []
+    looked_at = start
     try:
         client.start(run.job_path, run.nproc, command)
         while status is None:
             status = client.poll(POLL)
-            exits = read_exits(run.folder)  # before what the ranks say: the last word comes first
+            exits = read_exits(
+                run.folder
+            )  # before the events: a rank writes its last event before it exits
             take_events(run, tails, bar)
             console.show()
-            if not told and run.network:
-                told = True
-                tell(run.network["notes"])
+            if not notes_shown and run.network:
+                notes_shown = True
+                print_notes(run.network["notes"])
             now = time.monotonic()
             last = [events[-1]["kind"] if events else None for events in run.events]
             if failed_at is None and ("error" in last or has_left(run.events, exits or {})):
@@ -67,7 +72,8 @@ def watch(run, command, timeout, quiet, bar):
             if done_at is None and set(last) == {"done"}:
                 done_at = now
             if now - looked_at > LOOK:
-                looked_at, stopped = now, stopped_ranks(run.events)
+                looked_at = now
+                stopped = stopped_ranks(run.events)
                 still = stopped or is_stopped_early(run.events, client.process.pid)
                 frozen_at = (frozen_at or now) if still else None
                 if flood := flooded(run.logs):
@@ -85,7 +91,7 @@ def watch(run, command, timeout, quiet, bar):
         return Outcome(status, read_exits(run.folder), stopped if status else [])
     except KeyboardInterrupt:
         client.stop()
-        print(f"[launch] stopped: all {run.world_size} ranks have ended")
+        print(f"[launch] interrupted: all {run.world_size} ranks have ended")
         raise
     finally:
         take_events(run, tails, bar)
@@ -94,7 +100,7 @@ def watch(run, command, timeout, quiet, bar):
 
 
 def has_left(events, exits):
-    """Whether a rank has ended without being done. torchelastic does not see it if by os._exit(0).
+    """Return whether a rank has ended before it was done. torchelastic does not notice os._exit(0).
 
     exits: {process id: exit code}, read before events.
     """
@@ -103,15 +109,15 @@ def has_left(events, exits):
 
 
 def flooded(logs):
-    """What to say of the first rank whose log is too long; None."""
+    """Return a sentence about the first rank whose log is too long, or None."""
     for rank, log in enumerate(logs):
         if log.exists() and log.stat().st_size > LONGEST_LOG:
-            return f"rank {rank} has printed more than {LONGEST_LOG >> 20} MiB, and was stopped"
+            return f"rank {rank} printed more than {LONGEST_LOG >> 20} MiB and was stopped"
     return None
 
 
 def stopped_ranks(events):
-    """Ranks whose process is stopped: it hears no SIGTERM, and torchrun would wait 30 s for it."""
+    """Return the stopped ranks: they ignore SIGTERM, and torchrun would wait 30 s."""
     return [
         rank
         for rank, (start, *_) in ((rank, of) for rank, of in enumerate(events) if of)
@@ -120,7 +126,7 @@ def stopped_ranks(events):
 
 
 def is_stopped_early(events, agent_pid):
-    """Whether a process of the job is stopped while ranks are missing: who it is, nobody knows."""
+    """Return whether a process of the job is stopped before all ranks have started."""
     if all(events):
         return False
     try:
@@ -137,7 +143,7 @@ def is_stopped(pid):
         return False
 
 
-def tell(notes):
+def print_notes(notes):
     for note in notes:
         print(f"[launch] {note}", flush=True)
 

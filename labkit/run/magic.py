@@ -9,10 +9,9 @@
 
     %%torchrun --nodes 2 --nproc 2 --link 200 --into result   # two nodes, a real link of 200 Mbit/s
 
-In the cell are rank, world_size, local_rank, node, device, attempt, record, progress, torch, dist
-and comm.
-`--nproc $n` and `{n}` take the notebook's own variable n. `result` is a Run: result.records,
-result.logs, result.command.
+The cell can use rank, world_size, local_rank, node, device, attempt, record, progress, torch, dist
+and comm. `--nproc $n` and `{n}` take the notebook's own variable n. `result` is a Run:
+result.records, result.logs, result.command.
 """
 
 from IPython.core.error import UsageError
@@ -57,7 +56,7 @@ class TorchrunMagic(Magics):
         "--timeout",
         type=float,
         default=600.0,
-        help="seconds after which all ranks are stopped (600)",
+        help="seconds until all ranks are stopped (600)",
     )
     @argument(
         "--collective-timeout",
@@ -65,7 +64,7 @@ class TorchrunMagic(Magics):
         default=60.0,
         help="seconds a collective waits for its peers (60)",
     )
-    @argument("--restarts", type=int, default=0, help="how often a run that fails starts again (0)")
+    @argument("--restarts", type=int, default=0, help="how often a failed run is started again (0)")
     @argument("--device", default="auto", help="auto, cpu or cuda (auto)")
     @argument("--cold", action="store_true", help="a plain torchrun instead of the warm agent")
     @argument("--quiet", action="store_true", help="print nothing while the ranks run")
@@ -75,7 +74,7 @@ class TorchrunMagic(Magics):
         options = vars(parse_argstring(self.torchrun, line))
         into = options.pop("into")
         if into is not None and not into.isidentifier():
-            raise UsageError(f"--into {into}: not the name of a variable")
+            raise UsageError(f"--into {into}: must be the name of a variable")
         run = launch(cell, **options)
         if into is not None:
             self.shell.user_ns[into] = run

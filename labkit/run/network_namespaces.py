@@ -1,4 +1,4 @@
-"""Nodes on one machine: network namespaces joined by a switch, on links as slow as one asks.
+"""Nodes on one machine: network namespaces joined by a switch, on links of a chosen speed.
 
         node 0                               switch                               node 1
     +----------------------+        +------------------------+        +----------------------+
@@ -8,15 +8,15 @@
     +----------------------+        +------------------------+        +----------------------+
                        tbf -->           <-- tbf  tbf -->                   <-- tbf
 
-Ranks of one node talk over its own loopback; what leaves a node passes its eth0, is counted there
-by the operating system (counters), and is slowed down by tc's token bucket filter, at link_mbit
+Ranks of one node communicate over its own loopback. Traffic between nodes passes a node's eth0,
+where the operating system counts it (counters) and tc's token bucket filter limits it to link_mbit
 each way, as on a full-duplex cable.
 
-Nothing here can be left behind, or touch a network that was there before: namespaces without a name
-live only as long as a process in them, and the kernel takes their interfaces along. So there is no
-clean-up to be forgotten, or killed. It works as root, and as a user who may make user namespaces;
-where neither may, nodes share the loopback, unshaped. Almesberger, Linux Network Traffic Control:
-Implementation Overview, 1999; namespaces(7), veth(4), tc-tbf(8).
+Nothing is left behind, and no existing network is changed: namespaces without a name exist only as
+long as a process in them, and the kernel removes their interfaces with them. So no clean-up can be
+forgotten or killed. It works for root, and for users who may make user namespaces. Otherwise nodes
+share the loopback without a speed limit. Almesberger, Linux Network Traffic Control: Implementation
+Overview, 1999; namespaces(7), veth(4), tc-tbf(8).
 """
 
 import ctypes
@@ -31,19 +31,19 @@ from pathlib import Path
 CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
 SYSTEM_FOLDERS = os.pathsep.join(["/usr/sbin", "/sbin"])  # of ip and tc, not always on the PATH
 MOST_NODES = 64
-PORT = 29400  # of the rendezvous: a fixed one is safe, in a network that is nobody else's
-FOLDER = "LABKIT_NODES"  # environment: where a rank notes what it does to its link, if it has one
+PORT = 29400  # of the rendezvous: a fixed port is safe in a network that has no other user
+FOLDER = "LABKIT_NODES"  # environment variable: the folder where a rank notes changes of its link
 
 
 class Refused(RuntimeError):
-    """This system does not let us make nodes; the message is the reason."""
+    """Raised where this system does not allow new nodes; the message is the reason."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """Each node's cable. mbit: 10^6 bits a second each way (None: as memory is); mtu: bytes.
+    """Each node's cable. mbit: 10^6 bits a second each way (None: no limit); mtu: bytes.
 
-    ms: delay each way. Between nodes a packet passes two cables: 2 x ms, 4 x ms with its answer.
+    ms: delay each way. A packet between nodes passes two cables: 2 x ms, or 4 x ms with its answer.
     """
 
     mbit: float | None = None
@@ -53,25 +53,31 @@ class Link:
     def __post_init__(self):
         if self.mbit is not None and not 0.1 <= self.mbit <= 100_000:
             raise ValueError(
-                f"link_mbit={self.mbit}: a link carries 0.1 to 100,000 Mbit/s, or None for no limit"
+                f"link_mbit={self.mbit}: must be 0.1 to 100,000 Mbit/s, or None for no limit"
             )
         if not 0 <= self.ms <= 10_000:
-            raise ValueError(f"link_ms={self.ms}: the delay is 0 to 10,000 milliseconds")
+            raise ValueError(f"link_ms={self.ms}: must be 0 to 10,000 milliseconds")
         if type(self.mtu) is not int or not 1280 <= self.mtu <= 65_000:
-            sizes = "1,280 to 65,000 bytes (1500 is usual, 9000 jumbo)"
-            raise ValueError(f"link_mtu={self.mtu}: a frame carries {sizes}")
+            raise ValueError(
+                f"link_mtu={self.mtu}: must be a whole number from 1,280 to 65,000 bytes "
+                "(1500 is usual, 9000 jumbo)"
+            )
 
     def token_bucket(self):
-        """tc's words. The bucket holds 1 ms: more would let small messages through unslowed."""
-        rate, burst = int(self.mbit * 1e6), max(2 * (self.mtu + 14), int(self.mbit * 125))
+        """Return tc's arguments.
+
+        The bucket holds 1 ms; a larger one would pass small messages at full speed.
+        """
+        rate = int(self.mbit * 1e6)
+        burst = max(2 * (self.mtu + 14), int(self.mbit * 125))
         return ["tbf", "rate", f"{rate}bit", "burst", str(burst), "latency", "400ms"]
 
 
 class Network:
-    """A switch and its nodes, as network namespaces of this process, which ends up in the switch's.
+    """A switch and its nodes, as network namespaces. The calling process ends up in the switch's.
 
-    how: "root" or "rootless". notes: lines on what was asked for and is missing. Raises Refused.
-    The process must have one thread, and be one that nobody needs in its old network: a fork.
+    how: "root" or "rootless". notes: lines about features that are missing. Raises Refused.
+    The calling process must have one thread and must not need its old network: use a fork.
     """
 
     def __init__(self, count, link):
@@ -85,13 +91,13 @@ class Network:
         self.nodes = [self.attach(node) for node in range(count)]
 
     def attach(self, node):
-        """Make one node and its cable: the file descriptor that keeps its namespace."""
+        """Make one node and its cable; return the file descriptor that keeps its namespace."""
         call("unshare", CLONE_NEWNET)
         inside = here()
         run("ip", "link", "set", "lo", "up")
         call("setns", self.switch, CLONE_NEWNET)
         port = f"port{node}"
-        # gso_max_segs 1: packets are counted as on a cable, each with its own headers.
+        # gso_max_segs 1: packets are counted as on a cable, each with its own header.
         shape = ["mtu", str(self.link.mtu), "gso_max_segs", "1", "addrgenmode", "none"]
         ends = ["netns", f"/proc/{os.getpid()}/fd/{inside}", "name", "eth0"]
         run("ip", "link", "add", port, "mtu", str(self.link.mtu), "type", "veth", "peer", *ends)
@@ -105,7 +111,8 @@ class Network:
         return inside
 
     def slow_down(self, interface):
-        add, above = ["tc", "qdisc", "add", "dev", interface], ["root"]
+        add = ["tc", "qdisc", "add", "dev", interface]
+        above = ["root"]
         if self.link.mbit is not None:
             run(*add, "root", "handle", "1:", *self.link.token_bucket())
             above = ["parent", "1:1"]
@@ -113,15 +120,17 @@ class Network:
             try:
                 run(*add, *above, "netem", "delay", f"{self.link.ms}ms")
             except Refused:
-                undelayed = "this kernel has no netem: the links have no delay"
-                self.notes = [f"{undelayed}, {self.link.ms:g} ms were asked for"]
+                self.notes = [
+                    "this kernel has no netem: the links have no delay instead of "
+                    f"{self.link.ms:g} ms"
+                ]
 
     def enter(self, node):
-        """Move this process, a fork, into the node."""
+        """Move this process, which must be a fork, into the node."""
         call("setns", self.nodes[node], CLONE_NEWNET)
 
     def wire(self):
-        """What passed each link, as its port counted: [{node, sent_bytes, received_bytes}]."""
+        """Return the bytes of each link at its port: [{node, sent_bytes, received_bytes}]."""
         ports = [counters(f"port{node}") for node in range(len(self.nodes))]
         return [
             {"node": i, "sent_bytes": there, "received_bytes": back}
@@ -130,7 +139,10 @@ class Network:
 
 
 def refusal(link):
-    """Why this system lets us make no nodes, or None; a fork tries, so that we stay in place."""
+    """Return why this system allows no nodes, or None.
+
+    Tries in a fork, so this process stays in its network.
+    """
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -148,7 +160,7 @@ def refusal(link):
 
 
 def leave_network():
-    """Move this process into an empty network: "root" or "rootless", by the rights it took."""
+    """Move this process into an empty network; return the rights it used, "root" or "rootless"."""
     for tool in ("ip", "tc"):
         find(tool)
     try:
@@ -157,7 +169,8 @@ def leave_network():
     except Refused:
         user, group = os.geteuid(), os.getegid()
         call("unshare", CLONE_NEWUSER | CLONE_NEWNET)
-        # Root of the new namespace is the user we were: nothing outside becomes permitted by that.
+        # Root of the new namespace is mapped to the current user, so nothing outside becomes
+        # permitted.
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"0 {user} 1")
         Path("/proc/self/gid_map").write_text(f"0 {group} 1")
@@ -165,14 +178,14 @@ def leave_network():
 
 
 def call(name, *arguments):
-    """unshare or setns: Python has them from 3.12 on."""
+    """Call unshare or setns, which Python has only since 3.12."""
     libc = ctypes.CDLL(None, use_errno=True)
     if getattr(libc, name)(*arguments):
-        raise Refused(f"no network namespaces here ({name}: {os.strerror(ctypes.get_errno())})")
+        raise Refused(f"cannot make network namespaces ({name}: {os.strerror(ctypes.get_errno())})")
 
 
 def here():
-    """A file descriptor that keeps the network namespace this process is in now."""
+    """Return a file descriptor that keeps the current network namespace of this process."""
     return os.open("/proc/self/ns/net", os.O_RDONLY)
 
 
@@ -180,7 +193,7 @@ def find(tool):
     folders = os.pathsep.join([os.environ.get("PATH", os.defpath), SYSTEM_FOLDERS])
     path = shutil.which(tool, path=folders)
     if path is None:
-        raise Refused(f"no program `{tool}` here (Debian, Ubuntu: apt install iproute2)")
+        raise Refused(f"cannot find the program `{tool}` (Debian, Ubuntu: apt install iproute2)")
     return path
 
 
@@ -191,52 +204,60 @@ def run(tool, *arguments):
 
 
 def address(node):
-    """Three digits at the end: torch's rendezvous sorts the nodes by their addresses as text."""
+    """Return a node's address.
+
+    It has three last digits, as torch's rendezvous sorts addresses as text.
+    """
     return f"10.77.0.{100 + node}"
 
 
 def counters(interface="eth0"):
-    """(sent, received): bytes of an interface with headers, as in /sys/class/net/*/statistics.
+    """Return (sent, received): bytes of an interface, as in /sys/class/net/*/statistics.
 
-    For a rank: of its node; /proc shows a process its own network. Raises ValueError without nodes.
+    On a rank: of its node, because /proc shows a process its own network. ValueError without nodes.
     """
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, numbers = line.partition(":")
         if name.strip() == interface:
             fields = numbers.split()
             return int(fields[8]), int(fields[0])
-    those = "ranks of launch(..., nodes=2) in namespaces"
-    raise ValueError(f"no interface {interface} here: counters() is for {those}")
+    raise ValueError(
+        f"no interface {interface}: counters() needs launch(..., nodes=2) with namespaces"
+    )
 
 
 def cut():
-    """On a rank: take its node's link down. Connections live on; nothing arrives until heal()."""
+    """Take down the link of this rank's node.
+
+    Connections stay open; nothing arrives until heal().
+    """
     set_link("down")
 
 
 def heal():
-    """On a rank: bring its node's link up. What was sent arrives as TCP tries again: in seconds."""
+    """Bring up the link of this rank's node. Lost data arrives when TCP retries, within seconds."""
     set_link("up")
 
 
 def set_link(state):
-    # An interface named eth0 may be the machine's own: it is ours only where we have made it.
+    # Without FOLDER, eth0 may be the machine's own interface.
     if FOLDER not in os.environ:
         raise ValueError(
-            "this rank has no link of its own: launch(..., nodes=2), where namespaces are allowed"
+            "this rank has no link of its own: use launch(..., "
+            "nodes=2) where namespaces are allowed"
         )
     run("ip", "link", "set", "eth0", state)
     note(Path(os.environ[FOLDER]), int(os.environ["GROUP_RANK"]), link=state)
 
 
 def note(folder, node, **news):
-    """Write down what has happened to a node: launch reads it when something fails."""
+    """Append an event of a node to a log that launch reads after a failure."""
     with open(folder / "nodes.jsonl", "a") as file:
         file.write(json.dumps({"node": node, "time": time.time(), **news}) + "\n")
 
 
 def broken(folder):
-    """In words, the link that is down or the torchrun that was killed; None if all are well."""
+    """Return a sentence about the link that is down or the torchrun that was killed, or None."""
     file = folder / "nodes.jsonl"
     state = {}
     for line in file.read_text().splitlines() if file.exists() else []:
@@ -244,7 +265,7 @@ def broken(folder):
         state.setdefault(news["node"], {}).update(news)
     for node, news in state.items():
         if "torchrun" in news:
-            return f"torchrun of node {node} {news['torchrun']}, and its ranks went with it"
+            return f"torchrun of node {node} {news['torchrun']}, and its ranks died with it"
         if news["link"] == "down":
             return f"the link of node {node} is cut"
     return None

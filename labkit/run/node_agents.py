@@ -1,10 +1,10 @@
-"""The nodes' processes: one torchrun agent a node, in its namespace, as a scheduler starts them.
+"""One torchrun agent per node, each in its node's namespace, as a cluster's scheduler starts them.
 
     job process, in the switch's namespace         node 0's torchrun, the rendezvous  -> ranks 0, 1
     builds the network, forks, waits, counts  -->  node 1's torchrun, over the link   -> ranks 2, 3
 
-Into the run folder go nodes.json, how the nodes were made and what each interface has counted, and
-nodes.jsonl: links that ranks have cut, and torchruns that were killed.
+The run folder gets nodes.json, with how the nodes were made and the bytes of each interface, and
+nodes.jsonl, with links that ranks have cut and torchruns that were killed.
 """
 
 import json
@@ -17,13 +17,16 @@ from dataclasses import dataclass
 
 from labkit.run import network_namespaces, worker
 
-OTHERS_END = 3.0  # seconds that the other nodes get to end by themselves, once one has failed
+OTHERS_END = 3.0  # seconds that the other nodes get to end by themselves after one has failed
 POLL = 0.02
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a torchrun agent stands: node of count, address; meeting: the rendezvous endpoint."""
+    """Position of a torchrun agent: node (of count) and address.
+
+    meeting: the rendezvous endpoint.
+    """
 
     node: int
     count: int
@@ -33,20 +36,22 @@ class Place:
 
 
 def run_nodes(job, folder, run_torchrun):
-    """Run run_torchrun(place) -> exit status in a process per node; 0 if all have returned 0."""
-    count, link, network = job["nodes"], network_namespaces.Link(**job["link"]), None
+    """Call run_torchrun(place) -> exit status in one process per node; return 0 if all return 0."""
+    count = job["nodes"]
+    link = network_namespaces.Link(**job["link"])
+    network = None
     if reason := network_namespaces.refusal(link):
         report = {
             "how": "loopback",
-            "notes": [f"{reason}: the nodes share the loopback, and nothing is slowed down"],
+            "notes": [f"{reason}: the nodes share the loopback without a speed limit"],
         }
     else:
         network = network_namespaces.Network(count, link)
         report = {"how": network.how, "notes": network.notes}
-    worker.die_with_parent()  # a user namespace is a change of rights, which resets this
+    worker.die_with_parent()  # again, because a user namespace changes rights, which resets it
     write(folder / "nodes.json", report)
     started = [start_node(network, node, count, folder, run_torchrun) for node in range(count)]
-    # a job that is stopped has counted bytes as well
+    # a stopped job must report its bytes, too
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     try:
         return wait_for(started, folder)
@@ -56,7 +61,7 @@ def run_nodes(job, folder, run_torchrun):
 
 
 def write(path, value):
-    """Whole or not at all: launch reads it while we run."""
+    """Replace a file atomically, because launch reads it during the run."""
     new = path.with_suffix(".new")
     new.write_text(json.dumps(value))
     new.replace(path)
@@ -92,8 +97,9 @@ def start_node(network, node, count, folder, run_torchrun):
 
 
 def wait_for(pids, folder):
-    """0 when all pids (by node) end with 0; else 1, once the others have had a moment to end."""
-    running, failed_at = set(pids), None
+    """Return 0 if all pids (by node) end with 0; else 1, after the others had time to end."""
+    running = set(pids)
+    failed_at = None
     while running:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid:
@@ -109,7 +115,7 @@ def wait_for(pids, folder):
                 failed_at = time.monotonic()
         elif failed_at is not None and time.monotonic() - failed_at > OTHERS_END:
             for pid in running:
-                os.kill(pid, signal.SIGKILL)  # its ranks are bound to it
+                os.kill(pid, signal.SIGKILL)  # the kernel then kills its ranks
             return 1
         else:
             time.sleep(POLL)

@@ -1,4 +1,4 @@
-"""What labkit.train is told: an Experiment, field by field, and options of the run itself.
+"""The command line of labkit.train: the fields of an Experiment, and options of the run itself.
 
 --config gpt.yaml --steps 9 --keep 2  -->  Experiment(model="gpt", steps=9, ...), options.keep 2
 """
@@ -20,41 +20,41 @@ HELP = {
     "model": "mlp or resnet, which classify images; gpt, which predicts the next byte; or "
     "package.module:function, which returns a labkit.models.Task",
     "size": "of the model: about 0.1, 1 and 10 million parameters",
-    "data": "auto: the first that the model takes",
+    "data": "auto: the first data set that fits the model",
     "strategy": "how the ranks train together; auto: the fastest that fits",
-    "batch_size": "samples of a step, of all ranks together",
-    "accumulation": "micro-batches of a step; with --pipeline, what fills it",
+    "batch_size": "samples per step, over all ranks",
+    "accumulation": "micro-batches per step, also those of --pipeline",
     "optimizer": "of PyTorch",
     "lr": "learning rate for a batch of --reference-batch",
     "momentum": "of SGD",
     "weight_decay": "of the optimizer",
-    "reference_batch": "samples that --lr suits",
+    "reference_batch": "batch size for which --lr is meant",
     "lr_rule": "how the rate grows with the batch",
-    "linear_until": "samples from which on linear_sqrt grows with the square root",
+    "linear_until": "batch size from which linear_sqrt grows with the square root",
     "warmup_steps": "steps in which the rate rises from 0",
     "schedule": "of the rate after the warm-up; cosine: to 0 at the last step",
-    "steps": "how many to train in all",
-    "precision": "bf16 and fp16: autocast over fp32 weights, fp16 with a loss scale",
+    "steps": "total number of steps",
+    "precision": "bf16 and fp16: autocast with fp32 weights; fp16 also with a loss scale",
     "recompute": "units of the model that run again in backward",
-    "comm_hook": "what carries DDP's gradients",
+    "comm_hook": "how DDP sends its gradients",
     "every": "steps between two averages of local_sgd and diloco",
-    "pipeline": "ranks along the pipeline's axis of the mesh (gpt)",
+    "pipeline": "ranks along the pipeline axis of the mesh (gpt)",
     "context": "ranks that share each sequence (gpt)",
     "tensor": "ranks that share each matrix (gpt)",
     "expert": "ranks that share the experts (gpt)",
-    "experts": "networks in each block, of which a token goes to two; 0: one (gpt)",
-    "memory_mb": "MiB of a rank for --strategy auto and --auto-batch-size; 0: what is free",
-    "bucket_cap_mb": "MiB of a bucket of gradients, of DDP and ZeRO",
-    "compute": "emulated: units sleep for --block-ms in place of their arithmetic",
-    "block_ms": "milliseconds that a unit sleeps forward, and twice that backward",
+    "experts": "expert networks in each block, two for each token; 0: one plain network (gpt)",
+    "memory_mb": "MiB of a rank for --strategy auto and --auto-batch-size; 0: the free memory",
+    "bucket_cap_mb": "MiB of a bucket of gradients, for DDP and ZeRO",
+    "compute": "emulated: units sleep for --block-ms instead of computing",
+    "block_ms": "milliseconds that a unit sleeps forward; backward takes twice that",
     "seed": "of weights, data order and dropout",
 }
-# What a GPT learns with, where nothing else is said.
+# Defaults for a GPT.
 GPT = {"optimizer": "adamw", "lr": 3e-3, "weight_decay": 0.1, "warmup_steps": 10}
 
 
 class Parser(argparse.ArgumentParser):
-    """Errors in one line, with the nearest option that there is."""
+    """A parser that reports an error in one line, with the nearest valid option."""
 
     def error(self, message):
         unknown = message.partition("unrecognized arguments: ")[2].split()
@@ -68,18 +68,20 @@ class Parser(argparse.ArgumentParser):
 def parser():
     parser = Parser(
         prog="labkit.train",
-        description="Train a model on ranks of this machine; under torchrun, on torchrun's.",
-        epilog="Exit codes: 0 done; 85 stopped and saved, the same line goes on; "
-        "2 told what cannot be; 1 failed.",
+        description="Train a model on ranks of this machine; under torchrun, on torchrun's ranks.",
+        epilog="Exit codes: 0 done; 85 stopped and saved, the same command resumes; "
+        "2 invalid arguments; 1 failed.",
         allow_abbrev=False,
     )
     run = parser.add_argument_group("ranks")
-    run.add_argument("--nproc", type=positive, default=2, metavar="RANKS", help="how many (2)")
+    run.add_argument(
+        "--nproc", type=positive, default=2, metavar="RANKS", help="number of ranks (2)"
+    )
     run.add_argument(
         "--max-restarts", type=natural, default=0, metavar="TIMES",
-        help="new attempts after a failure, from the latest checkpoint (0)",
+        help="attempts after a failure, from the latest checkpoint (0)",
     )  # fmt: skip
-    what = parser.add_argument_group("what is trained")
+    what = parser.add_argument_group("training")
     what.add_argument("--config", metavar="FILE", help="YAML with fields of an Experiment")
     for field in dataclasses.fields(Experiment):
         words = f"{HELP[field.name]} ({field.default})"
@@ -88,42 +90,54 @@ def parser():
         what.add_argument(option, type=field.type, choices=choices, help=words, metavar=None)
     what.add_argument(
         "--auto-batch-size", action="store_true",
-        help="the largest that fits --memory-mb, predicted; a checkpoint's, where it goes on",
+        help="the largest predicted to fit --memory-mb; on resume, the checkpoint's",
     )  # fmt: skip
-    what.add_argument("--clip", type=float, metavar="NORM", help="largest norm of all gradients")
+    what.add_argument("--clip", type=float, metavar="NORM", help="maximum norm of the gradients")
     saved = parser.add_argument_group("checkpoints")
     saved.add_argument("--checkpoint-dir", metavar="URL", help="a folder or s3://... (none)")
     saved.add_argument(
-        "--checkpoint-every", type=positive, default=100, metavar="STEPS", help="(100)"
+        "--checkpoint-every",
+        type=positive,
+        default=100,
+        metavar="STEPS",
+        help="steps between checkpoints (100)",
     )
     saved.add_argument(
         "--resume", type=resume, default="auto", metavar="auto|never|must|STEP",
-        help="auto: from the latest checkpoint, if there is one (auto)",
+        help="auto: from the latest checkpoint, if any; must: fail without one (auto)",
     )  # fmt: skip
     saved.add_argument(
         "--override", nargs="+", default=[], metavar="NAME=VALUE",
-        help="another value than the checkpoint's, on purpose: lr, momentum, weight_decay, clip",
+        help="replace a value of the checkpoint: lr, momentum, weight_decay, clip",
     )  # fmt: skip
-    saved.add_argument("--keep", type=positive, default=3, metavar="HOW_MANY", help="(3)")
+    saved.add_argument(
+        "--keep",
+        type=positive,
+        default=3,
+        metavar="HOW_MANY",
+        help="latest checkpoints to keep (3)",
+    )
     saved.add_argument(
         "--best", choices=("loss", "evaluation"),
-        help="stays too where it is lowest: the batch's loss, or the held-out data's",
+        help="also keep the checkpoint with the lowest loss: the batch's, or the held-out data's",
     )  # fmt: skip
-    told = parser.add_argument_group("what is told, and when it stops")
-    told.add_argument("--evaluate-every", type=positive, metavar="STEPS", help="on held-out data")
-    told.add_argument("--log-file", "--log", metavar="FILE", help="JSON lines, one a step")
-    told.add_argument("--metrics", nargs="+", default=[], metavar="WHERE", help=KNOWN)
-    told.add_argument("--stop-file", metavar="FILE", help="stop when this file is there")
-    told.add_argument("--stop-after", type=float, metavar="SECONDS", help="stop then")
-    told.add_argument(
+    control = parser.add_argument_group("logs and limits")
+    control.add_argument(
+        "--evaluate-every", type=positive, metavar="STEPS", help="on held-out data"
+    )
+    control.add_argument("--log-file", "--log", metavar="FILE", help="JSON lines, one per step")
+    control.add_argument("--metrics", nargs="+", default=[], metavar="WHERE", help=KNOWN)
+    control.add_argument("--stop-file", metavar="FILE", help="stop when this file exists")
+    control.add_argument("--stop-after", type=float, metavar="SECONDS", help="stop after this time")
+    control.add_argument(
         "--timeout", type=float, default=600.0, metavar="SECONDS",
-        help="ends a rank that the others wait for: longer than any step (600)",
+        help="kill a rank that others wait for this long; must exceed a step (600)",
     )  # fmt: skip
     return parser
 
 
 def read(arguments):
-    """(Experiment, options) of the command line. ValueError, TypeError, OSError: what is wrong."""
+    """Return (Experiment, options) of the command line. Raises ValueError, TypeError, OSError."""
     options = parser().parse_args(arguments)
     names = [field.name for field in dataclasses.fields(Experiment)]
     fields = from_file(options.config) if options.config else {}
@@ -133,16 +147,17 @@ def read(arguments):
     source = options.config or "the command line"
     experiment = Experiment.from_dict(fitting(fields) | fields | changed, source=source)
     if options.auto_batch_size and "batch_size" in fields:
-        raise ValueError("--auto-batch-size and a batch size: name one of them")
+        raise ValueError("--auto-batch-size cannot be combined with a batch size: use one of them")
     if options.auto_batch_size and experiment.strategy in (*TORCH, "auto"):
         raise ValueError(
-            f"--auto-batch-size cannot predict the strategy {experiment.strategy}: name another"
+            f"--auto-batch-size does not support strategy {experiment.strategy}: "
+            "use another strategy"
         )
     return experiment, options
 
 
 def check_ranks(experiment, options, nproc):
-    """Raise ValueError where so many ranks cannot share the batch, or be the mesh."""
+    """Raise ValueError if nproc ranks cannot split the batch evenly or form the mesh."""
     if options.auto_batch_size:
         experiment.smallest_batch(nproc)
     else:
@@ -157,27 +172,27 @@ def from_file(path):
 
 
 def fitting(fields):
-    """Values that go with those that were given."""
+    """Return defaults that suit the given fields."""
     axes = [name for name in ("pipeline", "context", "tensor", "expert") if fields.get(name, 1) > 1]
     chosen = {"model": "gpt"} if axes or fields.get("experts") else {}
     if fields.get("pipeline", 1) > 1:
-        chosen["strategy"] = "ddp_naive"  # the one that goes with it
+        chosen["strategy"] = "ddp_naive"  # the only one that a pipeline supports
     if (chosen | fields).get("model") == "gpt" and "optimizer" not in fields:
         chosen |= GPT
     return chosen
 
 
 def overrides(assignments):
-    """{name: value} of ["lr=0.1", ...]."""
+    """Return {name: value} of ["lr=0.1", ...]."""
     changed = {}
     for text in assignments:
         name, _, value = text.partition("=")
         if name not in ("lr", "momentum", "weight_decay", "clip"):
-            raise ValueError(f"--override {text}: takes lr=, momentum=, weight_decay= or clip=")
+            raise ValueError(f"--override {text}: must be lr=, momentum=, weight_decay= or clip=")
         try:
             changed[name] = float(value)
         except ValueError:
-            raise ValueError(f"--override {text}: {value!r} is no number") from None
+            raise ValueError(f"--override {text}: {value!r} is not a number") from None
     return changed
 
 
@@ -191,7 +206,7 @@ def natural(text):
 
 def at_least(least, text):
     if not text.isdecimal() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least {least}")
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least {least}")
     return int(text)
 
 
@@ -200,4 +215,4 @@ def resume(text):
         return text
     if text.isdecimal():
         return int(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is neither auto, never, must nor a step")
+    raise argparse.ArgumentTypeError(f"{text!r} must be auto, never, must or a step")

@@ -1,13 +1,13 @@
-"""Which rank failed first, and why: from what the ranks left behind, not the loudest traceback.
+"""Find which rank failed first, and why, from what the ranks left behind.
 
 When one rank fails, its peers fail a moment later in a collective ("Connection closed by peer"),
-and on gloo rank 0 often shouts first. So the ranks are sorted by what is known of each:
+and on gloo rank 0 is often the first to raise. So each rank is classified by what is known of it:
 
-    raised     an exception of its own           -> the cause; the earliest of them
-    died       neither report nor goodbye        -> the cause: killed, crashed, or left by os._exit
-    finished   said goodbye while others waited  -> the cause, if these lost their connection to it
-    stopped    alive until it was told to stop   -> the cause, when the others waited for it in vain
-    frozen     by SIGSTOP                        -> the cause
+    raised     an exception of its own           -> the cause; the earliest one counts
+    died       no report and no final event      -> the cause: killed, crashed, or left by os._exit
+    finished   ended while others waited         -> the cause, if they lost their connection to it
+    stopped    alive until launch stopped it     -> the cause, if the others timed out waiting for
+    it frozen     by SIGSTOP                        -> the cause
     echo       an exception that another rank's end explains
 """
 
@@ -25,19 +25,19 @@ ECHO = re.compile(
     r"|hook of rank \d",
     re.I,
 )
-# Exit codes of ranks that end because of another: told to by torchrun, or by labkit.watchdog.
+# Exit codes of ranks that end because of another rank: stopped by torchrun or by labkit.watchdog.
 BECAUSE = (-signal.SIGTERM, os.EX_TEMPFAIL)
 TIMEOUT = re.compile(r"tim(ed|ing) ?out|timeout", re.I)
 
 
 @dataclass
 class RankEnd:
-    """How one rank ended. state: as above, and timeout (waited in vain) or absent."""
+    """How one rank ended. state: as above, or timeout (its wait timed out) or absent."""
 
     rank: int
     state: str
     error: dict
-    rows: list  # how far it was in each group: progress.Row as dicts
+    rows: list  # its last operation in each group: progress.Row as dicts
     stack: str
     exit_code: int | None
 
@@ -51,7 +51,7 @@ def named(row):
 
 
 def read_exits(folder):
-    """Exit codes by process id of ranks that have ended; None for plain torchrun: it hides them."""
+    """Return {pid: exit code} of ended ranks; None for a plain torchrun, which hides them."""
     file = folder / "exits.jsonl"
     if not file.exists():
         return None
@@ -60,16 +60,16 @@ def read_exits(folder):
 
 
 def read_ends(folder, nproc, events, exits, frozen=()):
-    """One RankEnd per rank, from events, black box, stack, and the exit codes before any stop.
+    """Return one RankEnd per rank, from events, black box, stack, and exit codes before any stop.
 
-    frozen: ranks that a SIGSTOP had stopped.
+    frozen: ranks that were stopped by SIGSTOP.
     """
     ends = []
     for rank in range(nproc):
         kinds = {event["kind"]: event for event in events[rank]}
         stack = folder / f"rank-{rank}.stack"
         stack_text = stack.read_text() if stack.exists() else ""
-        # What a stopped rank said when it was told to go on, and to end, is no cause.
+        # An error that a frozen rank reports while it is continued and terminated is not the cause.
         error = {} if rank in frozen else kinds.get("error", {})
         exit_code = exits.get(kinds["start"]["pid"]) if exits and "start" in kinds else None
         if rank in frozen:
@@ -82,7 +82,9 @@ def read_ends(folder, nproc, events, exits, frozen=()):
         elif "start" not in kinds:
             state = "absent"
         elif stack_text or (exits is not None and exit_code is None):
-            state = "finished" if "leaving" in kinds else "stopped"  # told to stop on its way out
+            state = (
+                "finished" if "leaving" in kinds else "stopped"
+            )  # "leaving": stopped during its exit
         else:
             state = "died"
         rows = progress.read(folder / f"rank-{rank}.box")
@@ -91,9 +93,9 @@ def read_ends(folder, nproc, events, exits, frozen=()):
 
 
 def explain(ends, timed_out=None, broken=None):
-    """(cause, text): the RankEnd that failed first, None where no single rank did; the message.
+    """Return (cause, message); cause: the RankEnd that failed first, None if no single rank did.
 
-    broken: in words, what is known to be wrong below the ranks, with a node or its link (nodes.py).
+    broken: a sentence about a known fault below the ranks, of a node or its link (node_agents.py).
     """
     by_state = {
         state: [end for end in ends if end.state == state] for state in {end.state for end in ends}
@@ -107,20 +109,22 @@ def explain(ends, timed_out=None, broken=None):
         cause = min(raised, key=lambda end: end.error["time"])
         headline = f"rank {cause.rank} raised {cause.error['type']}: {cause.error['message']}"
     elif broken:
-        cause, headline = None, broken
+        cause = None
+        headline = broken
     elif clash := mismatch(ends):
-        cause, headline = None, clash
+        cause = None
+        headline = clash
     elif died:
         cause = min(died, key=lambda end: 2 * (not end.exit_code) + (end.exit_code in BECAUSE))
         headline = f"rank {cause.rank} {manner_of_death(cause)}"
     elif frozen:
         cause = frozen[0]
         ranks = ", ".join(str(end.rank) for end in frozen)
-        headline = f"rank {ranks} stood still, stopped by a signal (SIGSTOP)"
+        headline = f"rank {ranks} is frozen: stopped by a signal (SIGSTOP)"
     elif timed_out:
-        cause, headline = (
-            None,
-            f"stopped after {timed_out:g} s, the limit of this launch (timeout={timed_out:g})",
+        cause = None
+        headline = (
+            f"stopped after {timed_out:g} s, the limit of this launch (timeout={timed_out:g})"
         )
     elif waiting and by_state.get("finished"):
         cause = first_late(by_state["finished"], ends)
@@ -135,20 +139,22 @@ def explain(ends, timed_out=None, broken=None):
         cause = None
         headline = "the ranks waited for each other in vain" + different_lines(waiting)
     elif absent := by_state.get("absent"):
-        cause, headline = absent[0], f"rank {absent[0].rank} never started"
+        cause = absent[0]
+        headline = f"rank {absent[0].rank} never started"
     else:
-        cause, headline = None, "the launcher failed"
+        cause = None
+        headline = "the launcher failed"
     return cause, "\n".join([headline, *details(ends, cause)])
 
 
 def first_late(candidates, ends):
-    """The candidate that others wait for and that waits for nobody; else the first."""
+    """Return the candidate that others wait for and that waits for none; else the first."""
     late = progress.late({end.rank: end.rows for end in ends})
     return next((end for end in candidates if end.rank in late), candidates[0])
 
 
 def launcher_died(status):
-    """In words, or None: the ranks go with it, each from wherever it was."""
+    """Return a sentence if a signal killed torchrun, which takes the ranks with it, or None."""
     return f"torchrun died of {named_signal(status)}" if status < 0 else None
 
 
@@ -157,25 +163,25 @@ def named_signal(exit_code):
 
 
 def mismatch(ends):
-    """In words, the collective of a group that two ranks called differently; else None.
+    """Return a sentence about a collective that two ranks of a group called differently, or None.
 
-    Messages between two ranks differ by nature, and a rank that was killed may have stood anywhere.
-    One that finished (with a smaller tensor than its peers a rank may come through) or was stopped
-    counts only beside one that waited.
+    Point-to-point messages always differ, and a killed rank may have been anywhere. A rank that
+    finished (possible with a smaller tensor than its peers') or was stopped counts only together
+    with a rank that waited.
     """
     aborted = any(end.exit_code == -signal.SIGABRT for end in ends)
     if any(end.state == "died" and end.exit_code not in (None, -signal.SIGABRT) for end in ends):
         return None
     waited = ("echo", "timeout", "died", *(["stopped"] if aborted else []))
     known = [end for end in ends if end.state in (*waited, "finished", "stopped")]
-    for one, other in itertools.combinations(known, 2):
-        if one.state not in waited and other.state not in waited:
+    for first, second in itertools.combinations(known, 2):
+        if first.state not in waited and second.state not in waited:
             continue
-        if apart := progress.differ(one.rows, other.rows):
-            mine, theirs = map(named, apart)
+        if rows := progress.differ(first.rows, second.rows):
+            first_row, second_row = map(named, rows)
             return (
-                f"ranks {one.rank} and {other.rank} called different collectives: "
-                f"rank {one.rank} is in {mine}; rank {other.rank} is in {theirs}"
+                f"ranks {first.rank} and {second.rank} called different collectives: "
+                f"rank {first.rank} is in {first_row}; rank {second.rank} is in {second_row}"
             )
     return None
 
@@ -197,12 +203,12 @@ def manner_of_death(end):
     if end.exit_code > 0:
         return f"left early with exit code {end.exit_code}"
     killed = end.exit_code == -signal.SIGKILL
-    hint = ": killed from outside, often for want of memory" if killed else ""
+    hint = ": killed from outside, often because memory ran out" if killed else ""
     return f"died of {named_signal(end.exit_code)}{hint}"
 
 
 def details(ends, cause):
-    """The cause's line, last collective and traceback; each other rank in one line."""
+    """Yield the cause's line, last collective and traceback, and one line for each other rank."""
     if cause is not None:
         if cause.error.get("line"):
             yield f"    at line {cause.error['lineno']}: {cause.error['line']}"
@@ -229,7 +235,7 @@ def details(ends, cause):
 
 
 def own_frames(stack):
-    """The innermost frame, and those of a cell; the machinery between them helps nobody."""
+    """Return the innermost frame and the frames of a cell; the frames between them do not help."""
     lines = [line for line in stack.splitlines() if line.startswith("  File")]
     shown = lines[:1] + [line for line in lines[1:] if "<cell>" in line]
     return "\n".join(re.sub(r'"[^"]*/', '"', line) for line in shown)

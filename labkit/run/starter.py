@@ -1,11 +1,11 @@
-"""The ranks of labkit.train on one node: started, started again after a failure, told to stop.
+"""Start the ranks of labkit.train on one node, restart them after a failure, and stop them.
 
     attempt 0   ranks 0, 1   step 1 ... 41   rank 1 died of SIGKILL
     attempt 1   ranks 0, 1   from the latest checkpoint ...   done
 
-torchelastic forks them from this process, which has torch already and has asked no GPU for anything
-yet. They meet by a file in a folder of this user's alone: a store that listens on a port would run
-whatever any user of the machine sends it (torchrun --standalone has one).
+torchelastic forks the ranks from this process, which has imported torch but has not used any GPU.
+They meet through a file in a folder of this user's: a store that listens on a port, as in torchrun
+--standalone, would run whatever any user of the machine sends it.
 """
 
 import logging
@@ -24,11 +24,16 @@ from labkit.run.options import FAILED, STOPPED, WRONG
 
 
 def start(experiment, options, arguments):
-    """Train on options.nproc ranks; returns the exit code. arguments: of labkit.train, as given."""
+    """Train on options.nproc ranks; return the exit code.
+
+    arguments: the command line of labkit.train.
+    """
     training.check(experiment, options, options.nproc)
     Log(options.log_file)
     for name in ("torch.distributed.elastic", "torch.multiprocessing"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)  # what they say is said below, in a line
+        logging.getLogger(name).setLevel(
+            logging.CRITICAL
+        )  # the line printed below replaces their messages
     with tempfile.TemporaryDirectory(prefix="labkit-train-") as folder:
         for number in range(options.max_restarts + 1):
             place = Path(folder, str(number))
@@ -42,7 +47,7 @@ def start(experiment, options, arguments):
 
 
 def attempt(arguments, nproc, folder, number):
-    """Start the ranks once; (exit code, what failed)."""
+    """Start the ranks once; return (exit code, a description of the failure)."""
     place = node_agents.Place(0, 1, "127.0.0.1", str(folder / "rendezvous"), "file")
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     os.environ[training.OUTCOME] = str(folder / "outcome")

@@ -1,12 +1,13 @@
-"""What a sweep says: a row a cell, held against its base, and what those ratios predict of others.
+"""Summarise a sweep: a row per cell, compared with its base, and predictions from those ratios.
 
     base               step 40 ms
-    bf16               ratio 1.5      measured, in turns with the base
-    recomputed         ratio 1.25     measured, in turns with the base
-    bf16 + recomputed  40 ms x 1.5 x 1.25 = 75 ms: predicted, as if one change knew nothing of the
-                                      other. Where they do know of each other, the error shows it
+    bf16               ratio 1.5      measured, interleaved with the base
+    recomputed         ratio 1.25     measured, interleaved with the base
+    bf16 + recomputed  40 ms x 1.5 x 1.25 = 75 ms: predicted as if the changes were independent;
+                                      the error shows how much they interact
 
-The base of a cell is the first cell of its launch: the first of its world and model in the grid.
+The base of a cell is the first cell of its launch: the first cell of its world and model in the
+grid.
 """
 
 from dataclasses import fields
@@ -21,18 +22,18 @@ from labkit.run.sweep import WORLD
 FIELDS = [field.name for field in fields(Experiment)]
 TIMES = ["step_ms", "forward_ms", "backward_ms", "optimizer_ms", "exposed_comm_ms"]
 RATES = ["samples_per_s", "mfu"]
-QUANTITIES = ("step_ms", "sent_bytes", "peak_bytes")  # what is predicted
+QUANTITIES = ("step_ms", "sent_bytes", "peak_bytes")  # the quantities to predict
 COUNTED = ["sent_bytes", "peak_bytes"]
 
 
 def summary(rows):
-    """DataFrame, a row per cell of sweep.results(): its fields and world, and
+    """Return a DataFrame with a row per cell of sweep.results(): its fields and world, and
 
-    world (text), ranks, base (the cell it is held against), changes: ((field, value), ...) in which
-    it differs from that; medians over rounds of the means over ranks and steps: step_ms (quartiles
+    world (text), ranks, base (the cell to compare with), changes: ((field, value), ...) that differ
+    from the base; medians over rounds of the means over ranks and steps: step_ms (quartiles
     step_low, step_high) and the other TIMES and RATES; ratio of step times, paired by round, with
     its interval ratio_low, ratio_high; pairs (ratio_of makes a stats.Ratio of these); bytes of the
-    rank that has most; loss: of the last step, the mean over ranks.
+    rank with the most; loss: of the last step, mean over ranks.
     """
     rows = rows.assign(link_mbit=slowed(rows))
     by_cell = rows.groupby("cell", sort=False)
@@ -59,13 +60,13 @@ def differing(own, base):
 
 
 def slowed(rows):
-    """link_mbit of the rows; inf where nothing was slowed: on one node, or with nodes refused."""
+    """Return link_mbit of the rows; inf on one node, or where nodes are not allowed."""
     network = rows.get("network", pd.Series("none", rows.index))
     return rows["link_mbit"].where(network != "loopback").fillna(inf)
 
 
 def world_of(row):
-    """ "2 ranks", "2 nodes of 1, 100 Mbit/s": where a cell ran, in words."""
+    """Return where a cell ran, as text: "2 ranks", "2 nodes of 1, 100 Mbit/s"."""
     if row["nodes"] == 1:
         return f"{row['nproc']} rank{'s' * (row['nproc'] > 1)}"
     link = "loopback" if row["link_mbit"] == inf else f"{row['link_mbit']:g} Mbit/s"
@@ -74,32 +75,37 @@ def world_of(row):
 
 
 def ratios(steps, first):
-    """DataFrame by cell: ratio, ratio_low, ratio_high, pairs. steps: by launch, cell and round."""
-    held = {}
+    """Return a DataFrame by cell: ratio, ratio_low, ratio_high, pairs.
+
+    steps: by launch, cell and round.
+    """
+    pairs = {}
     for launch, block in steps.groupby("launch", sort=False):
         wide = block.droplevel("launch").unstack("cell")
         base = wide[first[launch]]
         for cell in wide:
-            both = pd.DataFrame({"own": wide[cell], "base": base}).dropna()
-            held.setdefault(cell, []).append(both)
-    found = {}
-    for cell, parts in held.items():
+            both = pd.DataFrame({"cell": wide[cell], "base": base}).dropna()
+            pairs.setdefault(cell, []).append(both)
+    result = {}
+    for cell, parts in pairs.items():
         both = pd.concat(parts)
-        ratio = paired_ratio(both["own"], both["base"]) if len(both) else None
-        found[cell] = (ratio.median, ratio.low, ratio.high, ratio.n) if ratio else (nan,) * 3 + (0,)
+        ratio = paired_ratio(both["cell"], both["base"]) if len(both) else None
+        result[cell] = (
+            (ratio.median, ratio.low, ratio.high, ratio.n) if ratio else (nan,) * 3 + (0,)
+        )
     columns = ["ratio", "ratio_low", "ratio_high", "pairs"]
-    return pd.DataFrame.from_dict(found, orient="index", columns=columns).rename_axis("cell")
+    return pd.DataFrame.from_dict(result, orient="index", columns=columns).rename_axis("cell")
 
 
 def ratio_of(row):
-    """The stats.Ratio of a row of summary(), a dict."""
+    """Return the stats.Ratio of a row of summary(), a dict."""
     return Ratio(*(row[name] for name in ("ratio", "ratio_low", "ratio_high", "pairs")))
 
 
 def curves(rows):
-    """DataFrame, a row per cell and step: loss (mean over ranks), seconds and sent_bytes so far.
+    """Return a row per cell and step: loss (mean over ranks), seconds and sent_bytes so far.
 
-    Both begin at the first step that was timed: those that warm up are left out.
+    Both begin at the first timed step; warm-up steps are left out.
     """
     names = ["loss", "step_ms", "sent_bytes"]
     steps = rows.groupby(["cell", "step"])[names].mean().reset_index()
@@ -110,68 +116,68 @@ def curves(rows):
 
 
 def singles(table, model):
-    """{(field, value): row} of what was measured alone, in the world where this model has most."""
-    mine = table[table["model"] == model]
-    if mine.empty:
+    """Return {(field, value): row} of changes measured alone, in the model's largest world."""
+    rows = table[table["model"] == model]
+    if rows.empty:
         return {}
-    where = mine["world"].value_counts().index[0]
-    alone = mine[(mine["world"] == where) & (mine["changes"].map(len) == 1)]
+    where = rows["world"].value_counts().index[0]
+    alone = rows[(rows["world"] == where) & (rows["changes"].map(len) == 1)]
     return {row["changes"][0]: row for row in alone.to_dict("records")}
 
 
 def base_in(table, model, world):
-    """The base of a model in a world, a dict; ValueError where none was measured."""
-    mine = table[(table["model"] == model) & (table["world"] == world)]
-    mine = mine[mine["cell"] == mine["base"]]
-    if mine.empty:
+    """Return the base of a model in a world, a dict. Raises ValueError if none was measured."""
+    rows = table[(table["model"] == model) & (table["world"] == world)]
+    rows = rows[rows["cell"] == rows["base"]]
+    if rows.empty:
         raise ValueError(f"no base of {model} was measured on {world}")
-    return mine.iloc[0].to_dict()
+    return rows.iloc[0].to_dict()
 
 
 def predict(table, model, world, changes):
-    """{quantity: value} of QUANTITIES, and ratio: this world's base times each change's ratio.
+    """Return {quantity: value} of QUANTITIES and ratio: the base times each change's ratio.
 
-    The ratios are those of singles(). Raises ValueError naming a change that was not measured
-    alone, and where the world has no base.
+    The ratios are those of singles(). Raises ValueError for a change that was not measured alone,
+    and for a world without a base.
     """
     base, known = base_in(table, model, world), singles(table, model)
     for field, value in changes:
         if (field, value) not in known:
             raise ValueError(f"{field}={value} was not measured alone for {model}")
-    alone = [known[change] for change in changes]
-    predicted = {"ratio": prod(row["ratio"] for row in alone)}
+    changed = [known[change] for change in changes]
+    predicted = {"ratio": prod(row["ratio"] for row in changed)}
     predicted["step_ms"] = base["step_ms"] * predicted["ratio"]
     own = table.set_index("cell")
     for name in COUNTED:
-        factors = [over(row[name], own.loc[row["base"], name]) for row in alone]
+        factors = [over(row[name], own.loc[row["base"], name]) for row in changed]
         predicted[name] = base[name] * prod(factors)
     return predicted
 
 
 def over(measured, base):
-    """A change's factor; where the base has none of it (one rank sends nothing), it stays so."""
+    """Return a change's factor; 1 if the base has none of the quantity (one rank sends nothing)."""
     return measured / base if base else 1.0
 
 
 def held_against(table):
-    """DataFrame: what predict() says of each measured cell of which it did not know, and the error.
+    """Compare predict() with each measured cell that it did not use; return a DataFrame.
 
-    Those are cells of two changes or more, and those of one change in another world. error:
+    Those are cells with two changes or more, and cells with one change in another world. error:
     predicted / measured - 1, of the ratio to the base.
     """
-    found = []
+    rows = []
     for row in table.to_dict("records"):
-        own = singles(table, row["model"]).get(row["changes"][0]) if row["changes"] else None
-        known = len(row["changes"]) == 1 and own is not None and own["cell"] == row["cell"]
+        single = singles(table, row["model"]).get(row["changes"][0]) if row["changes"] else None
+        known = len(row["changes"]) == 1 and single is not None and single["cell"] == row["cell"]
         if not row["changes"] or known:
             continue
         try:
-            said = predict(table, row["model"], row["world"], row["changes"])
+            predicted = predict(table, row["model"], row["world"], row["changes"])
         except ValueError:
             continue
         about = {name: row[name] for name in ("cell", "model", "world", "changes")}
-        about |= {f"predicted_{name}": value for name, value in said.items()}
+        about |= {f"predicted_{name}": value for name, value in predicted.items()}
         about |= {name: row[name] for name in ("ratio", "ratio_low", "ratio_high", "pairs")}
-        about |= {f"measured_{name}": row[name] for name in said}
-        found.append(about | {"error": said["ratio"] / row["ratio"] - 1})
-    return pd.DataFrame(found)
+        about |= {f"measured_{name}": row[name] for name in predicted}
+        rows.append(about | {"error": predicted["ratio"] / row["ratio"] - 1})
+    return pd.DataFrame(rows)

@@ -1,18 +1,18 @@
-"""A grid of experiments: each cell is measured once and kept; a sweep that was killed goes on.
+"""Measure a grid of experiments: each cell is measured once and stored; a killed sweep resumes.
 
     sweep({"strategy": ["ddp_bucketed", "zero1"], "batch_size": [32, 64], "nproc": [1, 2]}, folder)
 
     grid      lists of an Experiment's fields and of a launch's: nproc, nodes, link_mbit, link_ms
-    cells     their product: here 8. What cannot be is left out, and told before anything runs.
+    cells     their product: here 8. Invalid cells are left out, and reported before anything runs.
               A list of grids has the cells of each (weak scaling: ranks and batch together)
-    launch    cells of one world, link and model take turns in one process group (compare.py): noise
-              slows all alike, and ratios between them are paired. At most TOGETHER at once, for
-              memory; the first such cell is in each of their launches, as the others' partner
-    folder    a CSV file a launch, whole or not there: a row per cell, round, step and rank. The
-              column `code` names a JSON file: the fingerprint of the code that was measured
+    launch    cells of one world, link and model run interleaved in one process group (compare.py),
+              so noise slows all of them, and ratios between them are paired. At most TOGETHER at
+              once, because of memory; the first such cell is in each of their launches, as the base
+    folder    a CSV file per launch, written atomically: a row per cell, round, step and rank. The
+              column `code` names a JSON file with the fingerprint of the measured code
 
-Folders of several people become one by copying their files together. `results` reads them, and
-refuses to put side by side what was not measured alike.
+Copy the files of several people into one folder to merge their results. `results` reads them, and
+refuses to compare rows of different machines or versions.
 """
 
 import fcntl
@@ -36,17 +36,17 @@ from labkit.run.console import Bar
 from labkit.run.experiment import Experiment
 from labkit.run.job import describe_nodes
 
-FORMAT = 2  # of the files; another is refused
-MEASURED = "from labkit.run.compare import compare; compare"  # whose code a row belongs to
+FORMAT = 2  # of the files; other formats are refused
+MEASURED = "from labkit.run.compare import compare; compare"  # the entry point of the measured code
 TOGETHER = 8
 WORLD = {"nproc": 2, "nodes": 1, "link_mbit": None, "link_ms": 0.0}
 USUAL = Experiment().to_dict() | WORLD
-ALIKE = ("cpu", "cores", "gpus", "torch")  # what rows must share to be compared
+ALIKE = ("cpu", "cores", "gpus", "torch")  # columns that must be equal for rows to be comparable
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One experiment in one world; ValueError where the two cannot be together."""
+    """One experiment in one world. Raises ValueError if they do not fit together."""
 
     experiment: Experiment
     nproc: int = 2
@@ -56,7 +56,7 @@ class Cell:
 
     def __post_init__(self):
         if type(self.nproc) is not int or self.nproc < 1:
-            raise ValueError(f"nproc={self.nproc!r}: a whole number of at least 1")
+            raise ValueError(f"nproc={self.nproc!r}: must be a whole number of at least 1")
         describe_nodes(self.nodes, self.link_mbit, self.link_ms, 9000)
         self.experiment.check_ranks(self.nproc * self.nodes)
 
@@ -70,19 +70,19 @@ class Cell:
 
     @property
     def key(self):
-        """The same for the same fields, on any machine, also where a later version has more."""
-        own = {name: value for name, value in self.fields.items() if value != USUAL[name]}
-        return hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()[:16]
+        """Return a hash of the fields that differ from the defaults, stable across versions."""
+        changed = {name: value for name, value in self.fields.items() if value != USUAL[name]}
+        return hashlib.sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def read_grid(path):
-    """The grid of a YAML file: a mapping of names to lists, or a list of such mappings."""
+    """Read a grid from a YAML file: a mapping of names to lists, or a list of such mappings."""
     try:
         grid = yaml.safe_load(Path(path).read_text())
     except yaml.YAMLError as error:
         raise ValueError(f"{path}: not YAML: {error}") from None
-    if not all(isinstance(one, dict) for one in as_list(grid)):
-        raise ValueError(f"{path}: a grid is a mapping of names to lists, or a list of them")
+    if not all(isinstance(mapping, dict) for mapping in as_list(grid)):
+        raise ValueError(f"{path}: a grid must be a mapping of names to lists, or a list of them")
     return grid
 
 
@@ -91,10 +91,10 @@ def as_list(value):
 
 
 def cells(grid):
-    """([Cell that can be], [(fields, why not)]) of a grid or of a list of grids, each cell once.
+    """Return ([valid Cell], [(fields, error)]) of a grid or of a list of grids, each cell once.
 
     A grid maps a name to a list of values, or to one value. Raises ValueError for an unknown name,
-    an empty grid, and where nothing is left.
+    an empty grid, and if no cell is valid.
     """
     possible, refused = {}, []
     for one in as_list(grid) or [{}]:
@@ -102,15 +102,17 @@ def cells(grid):
         possible |= {cell.key: cell for cell in possible_here}
         refused += refused_here
     if not possible:
-        raise ValueError(f"no cell of the grid can be; the first: {refused[0][1]}")
+        raise ValueError(f"no cell of the grid is valid; the first error: {refused[0][1]}")
     return list(possible.values()), refused
 
 
 def product(grid):
-    """([Cell that can be], [(fields, why not)]) of one grid."""
+    """Return ([valid Cell], [(fields, error)]) of one grid."""
     names = [field.name for field in fields(Experiment)] + list(WORLD)
     if unknown := [name for name in grid if name not in names]:
-        raise ValueError(f"unknown in the grid: {unknown[0]!r}; known are {', '.join(names)}")
+        raise ValueError(
+            f"unknown name in the grid: {unknown[0]!r}; valid names are {', '.join(names)}"
+        )
     lists = [as_list(values) for values in grid.values()]
     if not grid or not all(lists):
         raise ValueError("the grid is empty: give at least one name with at least one value")
@@ -127,11 +129,11 @@ def product(grid):
 
 
 def sweep(grid, folder, rounds=10, steps_per_round=3, device="auto", quiet=False, bar=None):
-    """Measure the cells of the grid that folder does not hold; returns results(folder).
+    """Measure the cells of the grid that are not in folder; return results(folder).
 
-    bar: what shows the progress, as console.Bar does.
-    Raises ValueError as `cells` and `results` do, and where another sweep writes into the folder;
-    LaunchError where a cell fails: what was measured before is kept, and found again.
+    bar: an object that shows the progress, with the methods of console.Bar.
+    Raises ValueError as `cells` and `results` do, and if another sweep writes to the folder;
+    LaunchError if a cell fails: earlier measurements are kept and reused.
     """
     folder = Path(folder)
     possible, refused = cells(grid)
@@ -141,7 +143,8 @@ def sweep(grid, folder, rounds=10, steps_per_round=3, device="auto", quiet=False
         if not quiet:
             tell(possible, measured, refused, planned)
         code = fingerprint.Code().fingerprint([MEASURED]) if planned else {}
-        bar, turns = bar or Bar(quiet), rounds * sum(map(len, planned))
+        bar = bar or Bar(quiet)
+        turns = rounds * sum(map(len, planned))
         done = 0
         for group in planned:
             part = Part(bar, done, turns)
@@ -155,7 +158,7 @@ def sweep(grid, folder, rounds=10, steps_per_round=3, device="auto", quiet=False
 
 
 def launches(possible, measured):
-    """Lists of cells that run together: the first of a world and model, and those missing."""
+    """Return lists of cells to run together: a world's and model's first, and missing ones."""
     worlds = {}
     for cell in possible:
         worlds.setdefault((*cell.world.values(), cell.experiment.model), []).append(cell)
@@ -171,14 +174,14 @@ def launches(possible, measured):
 
 
 def tell(possible, measured, refused, planned):
-    there = sum(cell.key in measured for cell in possible)
-    print(f"{len(possible)} cells, {there} measured before, {len(planned)} launches to go")
+    done = sum(cell.key in measured for cell in possible)
+    print(f"{len(possible)} cells, {done} measured before, {len(planned)} launches to go")
     for why in dict.fromkeys(why for _, why in refused):
-        print(f"  cannot be, {sum(why == other for _, other in refused)} of them: {why}")
+        print(f"  {sum(why == other for _, other in refused)} invalid cells: {why}")
 
 
 class Part:
-    """A launch's share of the sweep's progress bar, whose estimate is of the whole."""
+    """A launch's part of the sweep's progress bar."""
 
     def __init__(self, bar, before, total):
         self.bar, self.before, self.total = bar, before, total
@@ -193,20 +196,20 @@ class Part:
 
 @contextmanager
 def alone(folder):
-    """Holds the folder: one sweep at a time writes into it."""
+    """Lock the folder, so that only one sweep at a time writes to it."""
     folder.mkdir(parents=True, exist_ok=True)
     with lock_file(folder / "lock") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(f"another sweep writes into {folder}: name another folder") from None
+            raise ValueError(f"another sweep writes to {folder}: use another folder") from None
         yield
 
 
 def write(folder, group, run, code):
-    """A launch's rows, beside what they are of and where they were measured. Whole or not there.
+    """Write a launch's rows with their cells' fields and the machine, atomically.
 
-    code: the fingerprint of what has measured them, kept in a file of its own.
+    code: the fingerprint of the code that measured them, stored in a file of its own.
     """
     name = fingerprint.digest(code)
     put(folder / f"{name}.json", lambda file: file.write(json.dumps(code, indent=1).encode()))
@@ -231,7 +234,7 @@ def as_rows(cells, run):
 
 
 def put(path, save):
-    """Let save(file), which writes bytes, make a file: whole or not there."""
+    """Let save(file), which writes bytes, make a file atomically."""
     part = path.with_name(f"{path.name}.part")
     try:
         with new_file(part) as file:
@@ -242,20 +245,23 @@ def put(path, save):
 
 
 def code_of(path):
-    """The fingerprint of the code that measured a launch's file; None where it has none."""
+    """Return the fingerprint of the code that measured a launch's file, or None."""
     rows = pd.read_csv(path, nrows=1, dtype=str)
     about = path.with_name(f"{rows['code'].iloc[0]}.json") if "code" in rows else None
     return json.loads(about.read_text()) if about and about.exists() else None
 
 
 def read(folder):
-    """All rows of the folder's files; ValueError names one that is not a launch's."""
+    """Return all rows of the folder's files.
+
+    Raises ValueError for a file that is not a launch's.
+    """
     frames = []
     for path in sorted(Path(folder).glob("*.csv")):
         try:
             frame = pd.read_csv(path, keep_default_na=False, na_values=[""])
         except (pd.errors.ParserError, pd.errors.EmptyDataError, UnicodeDecodeError) as error:
-            raise ValueError(f"{path}: not a sweep's file ({error}): remove it") from None
+            raise ValueError(f"{path}: not a file of a sweep ({error}): remove it") from None
         if "format" not in frame or not frame["format"].eq(FORMAT).all():
             raise ValueError(f"{path}: not of this version's sweep (format {FORMAT}): move it away")
         new = {name: usual for name, usual in USUAL.items() if name not in frame}
@@ -264,15 +270,17 @@ def read(folder):
 
 
 def results(folder, mixed=False):
-    """The rows of all sweeps in folder. mixed: also where machines or versions differ.
+    """Return the rows of all sweeps in folder. mixed: allow different machines or versions.
 
-    Raises ValueError for an empty folder, and, unless mixed, for rows that were not measured alike.
+    Raises ValueError for an empty folder and, unless mixed, for rows that are not comparable.
     """
     rows = read(folder)
     if rows.empty:
-        raise ValueError(f"{folder} holds no results: run a sweep into it")
+        raise ValueError(f"{folder} has no results: run a sweep with this folder first")
     for name in ALIKE:
         if not mixed and rows[name].nunique() > 1:
             differ = " and ".join(map(str, rows[name].unique()[:3]))
-            raise ValueError(f"{folder}: measured with different {name}: {differ}; mixed=True")
+            raise ValueError(
+                f"{folder}: measured with different {name}: {differ}; allow it with mixed=True"
+            )
     return rows

@@ -1,18 +1,19 @@
-"""The loop of labkit.train, on one rank: step, tell, save, until it is done or told to stop.
+"""The training loop of labkit.train on one rank: step, log and save until done or stopped.
 
     step 1 ... 50 [save] 51 ... 100 [save] ... 123 SIGTERM [save] leave
     the same again:  124 ... 150 [save] ... 300 [save] weights_sha256
 
-With --tensor, --context, --expert, --pipeline ranks are a mesh; what these leave is along dp. A run
-may go on with other ranks, another strategy, another mesh, and other micro-batches: a checkpoint
-has the whole by its names. What SAME lists has to be equal, or changed by --override.
+With --tensor, --context, --expert and --pipeline the ranks form a mesh; the remaining ranks are
+along dp. A run may resume with another number of ranks, strategy, mesh or number of micro-batches,
+because a checkpoint stores complete tensors by name. The fields of SAME must be equal, unless
+--override changes them.
 
-A rank that stands still for --timeout seconds is named and ended, and the others leave: whoever
-started them, with --max-restarts 3, starts them again, from the latest checkpoint. A signal
-reaches one rank or all: they save and leave. --log-file has a JSON line for each step: "step",
-"loss", the mean over the ranks, "gradient_norm" before it is clipped; "samples_per_s" or
-"tokens_per_s" and "eta_s", which move from run to run; the last one has "weights_sha256" too, of
-the whole model. --metrics tells what each rank does meanwhile: labkit/measure/monitor.py.
+If a rank is stuck for --timeout seconds, the watchdog names and kills it, and the others exit.
+--max-restarts 3 then restarts all ranks from the latest checkpoint. A signal may reach one rank or
+all: all of them save and exit. --log-file has a JSON line per step: "step"; "loss", the mean over
+ranks; "gradient_norm" before clipping; "samples_per_s" or "tokens_per_s" and "eta_s", which vary
+from run to run. The last line also has "weights_sha256" of the complete model. --metrics reports
+what each rank does meanwhile: labkit/measure/monitor.py.
 """
 
 import hashlib
@@ -45,27 +46,26 @@ from labkit.run.options import WRONG, check_ranks, overrides, read
 from labkit.run.worker import die_with_parent, join_group, position
 from labkit.watchdog import Watchdog
 
-# What a run is: with another value of these it would be another run. How it is spread may change,
-# over ranks, over a mesh, over micro-batches.
+# The fields that identify a run. The number of ranks, the mesh and the micro-batches may change.
 SAME = (
     "model", "size", "data", "batch_size", "optimizer", "lr", "momentum", "weight_decay",
     "reference_batch", "lr_rule", "linear_until", "warmup_steps", "schedule", "precision", "seed",
     "clip",
 )  # fmt: skip
-OUTCOME = "LABKIT_OUTCOME"  # the file in which rank 0 says how it ended
-RECENT = 20  # steps over which the pace is taken
+OUTCOME = "LABKIT_OUTCOME"  # environment variable: the file where rank 0 writes how the run ended
+RECENT = 20  # number of recent steps that determine the pace
 LONGEST = 3600  # seconds that a collective waits for a rank that saves or evaluates
 
 
 def train(context, experiment, options, log, sinks, preemption, watchdog):
-    """Train until the last step, or until told to stop; returns how it ended, in words."""
+    """Train until the last step or until stopped; return a sentence about how it ended."""
     with watchdog.patience("setting up"):
         url = options.checkpoint_dir
         best = options.best and (min, options.best)
         checkpoints = Checkpoints(url, options.keep, best) if url else None
         if options.auto_batch_size:
             experiment = with_batch(experiment, checkpoints, options.resume, context)
-        peak = peak_for(context, experiment) if options.metrics else nan  # before the seed
+        peak = peak_for(context, experiment) if options.metrics else nan  # before the seed is set
         participant = Participant(context, experiment)
         trainer = participant.trainer
         trainer.clip = options.clip
@@ -80,7 +80,7 @@ def train(context, experiment, options, log, sinks, preemption, watchdog):
         if came_from is not None:
             run.override(trainer, chosen)
             for name, value in run.changed.items() if context.rank == 0 else ():
-                print(f"--override: {name} was {run.was[name]}, and is {value} now", flush=True)
+                print(f"--override: {name} was {run.was[name]}, is now {value}", flush=True)
         held_out = models.data.load(experiment.data, experiment.model, split="test")
     if context.rank == 0:
         print(first_line(participant, options, came_from), flush=True)
@@ -113,36 +113,37 @@ def train(context, experiment, options, log, sinks, preemption, watchdog):
     if context.rank == 0 and OUTCOME in os.environ:
         Path(os.environ[OUTCOME]).write_text("done" if run.step == experiment.steps else "stopped")
     if run.step < experiment.steps:
-        why = preemption.reason or "another rank was told"
+        why = preemption.reason or "another rank received a signal"
         if not checkpoints:
-            return f"stopped after step {run.step} ({why}); nothing was saved: --checkpoint-dir"
-        return f"stopped after step {run.step} ({why}); the same command goes on from there"
+            return f"stopped after step {run.step} ({why}); nothing was saved: use --checkpoint-dir"
+        return f"stopped after step {run.step} ({why}); run the same command to resume"
     digest = weights_sha256(trainer.model)
     log.write(**run.told(), **pace.now(run.step), weights_sha256=digest)
     return f"done: {run.step} steps, loss {run.loss:.4f}, weights {digest[:16]}"
 
 
 def with_batch(experiment, checkpoints, mode, context):
-    """With the batch size of the checkpoint that it goes on from, else with the ranks' smallest."""
-    begun = Run(experiment, None, dict.fromkeys((*SAME, "steps")))  # whatever it was
+    """Return the experiment with its checkpoint's batch size, else with the ranks' smallest."""
+    begun = Run(experiment, None, dict.fromkeys((*SAME, "steps")))  # accepts any checkpoint
     if checkpoints and mode != "never":
         checkpoints.load({"run": begun}, mode if isinstance(mode, int) else None)
     smallest = torch.tensor(experiment.batch_size, device=context.device)
-    comm.all_reduce(smallest, dist.ReduceOp.MIN)  # they had not the same memory free
+    comm.all_reduce(smallest, dist.ReduceOp.MIN)  # ranks may have different amounts of free memory
     size = begun.was.get("batch_size", int(smallest))
     try:
         experiment = experiment.replace(batch_size=size)
         experiment.check_ranks(context.world_size)
     except ValueError as error:
-        raise CheckpointError(f"goes on with the checkpoint's batch: {error}") from None
+        raise CheckpointError(f"cannot resume with the checkpoint's batch size: {error}") from None
     return experiment
 
 
 def step(monitor, number, participant, preemption):
-    """One step: (the ranks' mean loss, the gradients' norm, was any of them told to stop)."""
-    trainer, norm = participant.trainer, None
+    """Take one step; return (mean loss of the ranks, gradient norm, whether any rank must stop)."""
+    trainer = participant.trainer
+    norm = None
     with monitor.step(number) as row:
-        row["lr"] = trainer.optimizer.param_groups[0]["lr"]  # a schedule changes it afterwards
+        row["lr"] = trainer.optimizer.param_groups[0]["lr"]  # before the schedule changes it
         if trainer.scaler.is_enabled():
             row["loss_scale"] = trainer.scaler.get_scale()
         with participant.timeline.span("data"):
@@ -159,7 +160,7 @@ def due(step, every):
 
 
 def save(checkpoints, step, state, rank, metrics):
-    """A checkpoint that cannot be written costs no training, but it is said."""
+    """Save a checkpoint; if that fails, report it and continue training."""
     try:
         checkpoints.save(step, state, **metrics)
     except CheckpointError as error:
@@ -169,32 +170,36 @@ def save(checkpoints, step, state, rank, metrics):
 
 
 def resume(checkpoints, state, mode):
-    """Go on from the latest checkpoint: "auto", if there is one; "must"; or of a step; "never".
+    """Load the latest checkpoint: "auto", if there is one; "must"; that of a step; or "never".
 
-    Returns its step, or None where the run begins.
+    Returns its step, or None if the run begins.
     """
     if checkpoints is None:
         if mode in ("auto", "never"):
             return None
-        raise CheckpointError(f"--resume {mode} needs --checkpoint-dir: where checkpoints are")
+        raise CheckpointError(
+            f"--resume {mode} needs --checkpoint-dir, the folder of the checkpoints"
+        )
     if mode == "never":
         if steps := checkpoints.steps():
             raise CheckpointError(
-                f"{checkpoints.url} has a checkpoint of step {steps[-1]}: name another "
-                "directory, or go on from it with --resume auto"
+                f"{checkpoints.url} has a checkpoint of step {steps[-1]}: use another directory, "
+                "or resume with --resume auto"
             )
         return None
     step = checkpoints.load(state, mode if isinstance(mode, int) else None)
     if step is None and isinstance(mode, int):
         have = ", ".join(map(str, checkpoints.steps())) or "none"
-        raise CheckpointError(f"{checkpoints.url} has no whole checkpoint of step {mode}: {have}")
+        raise CheckpointError(
+            f"{checkpoints.url} has no complete checkpoint of step {mode}; it has: {have}"
+        )
     if step is None and mode == "must":
-        raise CheckpointError(f"{checkpoints.url} has no checkpoint to go on from")
+        raise CheckpointError(f"{checkpoints.url} has no checkpoint to resume from")
     return step
 
 
 def first_line(participant, options, came_from):
-    """What is about to be trained, on what, and from where. By rank 0."""
+    """Return a line about the model, the ranks and the start of the run. Call on rank 0."""
     e = participant.experiment
     with torch.random.fork_rng([]):
         count = sum(parameter.numel() for parameter in model_of(e).parameters())
@@ -202,7 +207,7 @@ def first_line(participant, options, came_from):
     mesh = participant.mesh.axes if participant.mesh else {"dp": participant.world_size}
     axes = " x ".join(f"{axis} {size}" for axis, size in mesh.items())
     backend = dist.get_backend()
-    start = "from the beginning" if came_from is None else f"goes on after step {came_from}"
+    start = "from the beginning" if came_from is None else f"resumes after step {came_from}"
     return (
         f"{name}: {count:,} parameters; {e.strategy}, {axes}, {backend}; "
         f"batch {e.batch_size} = {participant.replicas} x {participant.share}; "
@@ -211,26 +216,28 @@ def first_line(participant, options, came_from):
 
 
 class Pace:
-    """How fast steps come, from the last few of them."""
+    """The speed of training, from the last few steps."""
 
     def __init__(self, participant):
-        e, target = participant.experiment, participant.batches.dataset[0][1]
+        e = participant.experiment
+        target = participant.batches.dataset[0][1]
         tokens = target.numel() if isinstance(target, torch.Tensor) else 1
         self.unit = "tokens" if tokens > 1 else "samples"
         self.of_a_step, self.steps = e.batch_size * tokens, e.steps
         self.times = deque([time.monotonic()], RECENT)
 
     def after(self, step):
-        """What is told of a step that has just ended."""
+        """Record the end of a step; return its speed and the time left."""
         self.times.append(time.monotonic())
         return self.now(step)
 
     def now(self, step):
-        """{} where no step has been taken yet."""
+        """Return the speed and the time left; {} before the first step."""
         seconds = (self.times[-1] - self.times[0]) / max(len(self.times) - 1, 1)
         if not seconds:
             return {}
-        pace, left = self.of_a_step / seconds, (self.steps - step) * seconds
+        pace = self.of_a_step / seconds
+        left = (self.steps - step) * seconds
         return {f"{self.unit}_per_s": round(pace, 1), "eta_s": round(left, 1)}
 
     def words(self, told):
@@ -240,9 +247,9 @@ class Pace:
 
 
 class Run:
-    """How far it is, and what it is: a checkpoint of another run is refused.
+    """Progress and identity of a run. Refuses to load a checkpoint of another run.
 
-    changed: {name: value} of what may differ from the checkpoint's, on purpose.
+    changed: {name: value} that may differ from the checkpoint, by --override.
     """
 
     def __init__(self, experiment, clip, changed):
@@ -250,24 +257,26 @@ class Run:
         self.step, self.loss, self.norm = 0, nan, None
 
     def state_dict(self):
-        cosine = self.now["schedule"] == "cosine"  # which ends at the last step
+        cosine = (
+            self.now["schedule"] == "cosine"
+        )  # it ends at the last step, so `steps` must be equal
         fields = {name: self.now[name] for name in (*SAME, *["steps"] * cosine)}
         return {"step": self.step, "loss": self.loss, "norm": self.norm, "fields": fields}
 
     def told(self):
-        """What the log says of the last step, the same in every run."""
+        """Return the log's fields of the last step that are equal in every run."""
         norm = {} if self.norm is None else {"gradient_norm": self.norm}
         return {"step": self.step, "loss": self.loss} | norm
 
     def problems(self, state):
         return [
-            f"{name} was {was!r}, and is {self.now[name]!r} now"
+            f"{name} was {was!r}, is now {self.now[name]!r}"
             for name, was in state["fields"].items()
             if was != self.now[name] and name in (*SAME, "steps") and name not in self.changed
         ]
 
     def chosen(self, trainer):
-        """What the optimizer was made with, before a checkpoint replaces it."""
+        """Return the optimizer's options before a checkpoint replaces them."""
         plain = getattr(trainer.optimizer, "inner", trainer.optimizer)
         names = [name for name in self.changed if name != "clip"]
         start = [group.get("initial_lr", group["lr"]) for group in plain.param_groups]
@@ -275,7 +284,7 @@ class Run:
         return [group | {"initial_lr": lr} for group, lr in zip(groups, start, strict=True)]
 
     def override(self, trainer, chosen):
-        """Set what was changed on purpose again; the rate at its place in the schedule."""
+        """Set the overridden values again; the learning rate follows the schedule."""
         plain, schedule = getattr(trainer.optimizer, "inner", trainer.optimizer), trainer.schedule
         for group, values in zip(plain.param_groups, chosen, strict=True):
             group |= {name: values[name] for name in values if name in self.changed}
@@ -295,7 +304,10 @@ class Run:
 
 
 def weights_sha256(model):
-    """Of all parameters and buffers by name; a model of shards is put together. Collective."""
+    """Return a hash of all parameters and buffers by name; shards are gathered first.
+
+    Collective.
+    """
     whole = getattr(model, "full_state_dict", model.state_dict)()
     digest = hashlib.sha256()
     for name, value in sorted(whole.items()):
@@ -307,31 +319,31 @@ def weights_sha256(model):
 
 
 def restarts_will_hang():
-    """torchrun gives its ranks one store for all attempts, and is to start them again."""
+    """Return whether torchrun restarts ranks with one store for all attempts, where gloo hangs."""
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return shared and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
 
 
 def prepare(context, arguments):
-    """What is asked for, checked, and where it is told: arguments for `work`."""
+    """Parse and validate the arguments and open the logs; return the arguments of `work`."""
     experiment, options = read(arguments)
     check(experiment, options, context.world_size)
-    models.unit(experiment.model)  # a model of one's own is imported here, or refused
+    models.unit(experiment.model)  # imports a custom model, or raises
     log = Log(options.log_file if context.rank == 0 else None)
     return experiment, options, log, open_sinks(options.metrics, context.rank)
 
 
 def check(experiment, options, nproc):
-    """Raise ValueError or OSError for what cannot be on so many ranks."""
+    """Raise ValueError or OSError for options that nproc ranks do not support."""
     check_ranks(experiment, options, nproc)
     if experiment.strategy == "single" and nproc > 1:
-        raise ValueError(f"the strategy is single, and there are {nproc} ranks: --nproc 1")
+        raise ValueError(f"strategy single needs --nproc 1, not {nproc} ranks")
     if options.checkpoint_dir and "://" not in options.checkpoint_dir:
         Path(options.checkpoint_dir).mkdir(parents=True, exist_ok=True)
 
 
 def work(context, experiment, options, log, sinks):
-    """Train on ranks that have met. Raises CheckpointError, on all of them."""
+    """Train on ranks that have joined their group. Raises CheckpointError on all of them."""
     for sink in sinks if context.rank == 0 else ():
         print(f"metrics: {sink}", flush=True)
     preemption = Preemption(options.stop_file, options.stop_after)
@@ -343,15 +355,15 @@ def work(context, experiment, options, log, sinks):
 
 
 def launched(context, arguments):
-    """On warm ranks: launch("labkit.run.training:launched", arguments=["--steps", "9"])."""
+    """Train on warm ranks: launch("labkit.run.training:launched", arguments=["--steps", "9"])."""
     experiment, options, log, sinks = prepare(context, arguments)
     if options.auto_batch_size:
-        raise ValueError("--auto-batch-size is found before ranks meet: name a batch size")
+        raise ValueError("--auto-batch-size is not supported on warm ranks: set a batch size")
     work(context, experiment, options, log, sinks)
 
 
 def main(arguments, meeting="env://", attempt=None):
-    """On a rank that torchrun has started, or labkit.train itself, which says where they meet."""
+    """Train on a rank that torchrun or labkit.train has started. meeting: the rendezvous URL."""
     for number in (signal.SIGTERM, signal.SIGINT):  # a fork inherits torchelastic's handler
         signal.signal(number, signal.SIG_DFL)
     if attempt is None:
@@ -364,10 +376,11 @@ def main(arguments, meeting="env://", attempt=None):
     device = "cuda" if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]) else "cpu"
     if meeting == "env://" and device == "cpu" and restarts_will_hang():
         sys.exit(
-            "labkit.train: with gloo, restarted ranks look for those before them and wait for "
-            "ever: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun has --max-restarts"
+            "labkit.train: with gloo, restarted ranks wait forever for the ranks of the first "
+            "attempt: "
+            "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 with torchrun --max-restarts"
         )
-    die_with_parent()  # ranks without torchrun would go on, and nobody could tell them anything
+    die_with_parent()  # without torchrun, nothing could stop the ranks
     fitting = predicted(context, *asked[:2], device)
     job = {"device": device, "threads": 1, "collective_timeout": LONGEST}
     join_group(job, meeting, context)
@@ -379,13 +392,13 @@ def main(arguments, meeting="env://", attempt=None):
         dist.destroy_process_group()
     except CheckpointError as error:
         leave(error, context.rank == 0)
-    for number in (signal.SIGTERM, signal.SIGINT):  # it leaves with 0, also when told once more
+    for number in (signal.SIGTERM, signal.SIGINT):  # exit with 0, also if another signal arrives
         signal.signal(number, signal.SIG_IGN)
     return 0
 
 
 def predicted(context, experiment, options, device):
-    """The experiment, with --auto-batch-size's batch, or the error that says why there is none."""
+    """Return the experiment with --auto-batch-size's batch, or the error that prevents one."""
     if not options.auto_batch_size:
         return experiment
     device = torch.device(device, context.local_rank if device == "cuda" else None)
@@ -394,12 +407,12 @@ def predicted(context, experiment, options, device):
     try:
         size = largest_batch(experiment, context.world_size, context.rank, room)
     except (ValueError, MemoryError) as error:
-        return error  # told when the ranks have met: the first to leave would end the others
+        return error  # raised after the ranks have joined: the first to exit would end the others
     return experiment.replace(batch_size=size)
 
 
 def leave(error, tell):
-    """It was told what cannot be, and no new attempt will change that."""
+    """Print the error and exit with WRONG, after which no new attempt is made."""
     if tell:
         print(f"labkit.train: {error}", file=sys.stderr, flush=True)
     sys.exit(WRONG)

@@ -1,19 +1,19 @@
-"""What one rank does: redirect its output, join the group, run the target, report how it ended.
+"""One rank: redirect its output, join the group, run the target, report how it ended.
 
     run folder/
       job.json         what to run, written by launch
-      rank-1.log       everything rank 1 prints, also from C++
+      rank-1.log       everything that rank 1 prints, also from C++
       rank-1.jsonl     its events, which launch reads: start, record, progress, error, leaving, done
-      rank-1.box       its last operation in each group (progress.py), in a memory map: survives
+      rank-1.box       its last operation in each group (progress.py), in a memory map that survives
                        kill -9
-      rank-1.stack     where it was when it was told to stop
-      torch._dynamo    empty: a rank needed this import, and the agent can make it for the next
+      rank-1.stack     its stack when it was stopped
+      torch._dynamo    empty: a rank needed this import, so the agent imports it for later jobs
 
 The same file serves the warm path (a fork of labkit.run.agent) and a plain shell:
 
     torchrun --nproc-per-node 2 ... -m labkit.run.worker labkit.run.compare:train steps=20
 
-`run.command` has the whole line.
+`run.command` has the complete command.
 """
 
 import ctypes
@@ -42,7 +42,7 @@ from labkit.run import network_namespaces, report
 from labkit.run.context import Context, EventFile
 
 PR_SET_PDEATHSIG = 1
-# Where an error passes through code that is not the target's own.
+# Files that are not the target's own code in a traceback.
 MACHINERY = (
     __file__,
     inspect.getfile(Context),
@@ -50,15 +50,18 @@ MACHINERY = (
     str(Path(torch.__file__).parent),
     str(Path(os.__file__).parent),
 )
-BOX_BYTES = 1 << 20  # of which the file system has only the pages that were written
-ROOM = 200  # bytes for what changes in a line
-MEETING = 60.0  # seconds that a rank may come later than another; from then on collective_timeout
-STAY = 0.6  # seconds, below watch's OTHERS_REPORT: torchrun ends all ranks once one has left
-LATE_IMPORT = "torch._dynamo"  # 1.5 s or more, in every process that makes an optimizer
+BOX_BYTES = 1 << 20  # the file system stores only the pages that were written
+ROOM = 200  # bytes for the changing part of a line
+MEETING = (
+    60.0  # seconds that a rank may start later than another; after that collective_timeout applies
+)
+# seconds, less than launch_monitor.OTHERS_REPORT: torchrun ends all ranks once one has left
+STAY = 0.6
+LATE_IMPORT = "torch._dynamo"  # takes 1.5 s or more, in every process that makes an optimizer
 
 
 class BlackBox(Progress):
-    """How far this rank is, kept readable if the process is killed: a line a Row."""
+    """Progress of this rank, readable after the process was killed: one line per Row."""
 
     def __init__(self, path):
         super().__init__()
@@ -72,7 +75,7 @@ class BlackBox(Progress):
     def append(self, event):
         self.sent_bytes += event.sent_bytes
         if not self.imported and LATE_IMPORT in sys.modules:
-            self.note_import()  # now: a rank that is killed cannot do so at its end
+            self.note_import()  # at once, because a killed rank cannot do it at its end
         return super().append(event)
 
     def keep(self, row):
@@ -84,7 +87,7 @@ class BlackBox(Progress):
             self.slots[key] = head, slice(self.end, self.end + size)
             self.end += size
         head, slot = self.slots[key]
-        line = (  # json.dumps takes as long as a small message
+        line = (  # no json.dumps: it takes as long as sending a small message
             f'{head}, "scheduled": {row.scheduled}, "awaited": {row.awaited}, '
             f'"completed": {row.completed}, "op": "{row.op}", "bytes": {row.bytes}, '
             f'"at": {row.at}}}'
@@ -99,7 +102,10 @@ class BlackBox(Progress):
 
 
 def main(job_path):
-    """Run the job on this rank; a target's error is reported and ends the process with status 1."""
+    """Run the job on this rank.
+
+    An error of the target is reported and ends the process with status 1.
+    """
     die_with_parent()
     folder = Path(job_path).parent
     job = json.loads(Path(job_path).read_text())
@@ -127,7 +133,7 @@ def main(job_path):
                 )
                 join_group(job, meeting, context)
                 run_target(job, context)
-                # From here on its peers may lose the connection to it.
+                # From here on, other ranks may lose their connection to this one.
                 events.write("leaving", sent_bytes=box.sent_bytes)
                 dist.destroy_process_group()
         box.note_import()
@@ -136,7 +142,7 @@ def main(job_path):
         if isinstance(error, SystemExit) and not error.code:
             events.write("done", time=time.time())
             return
-        # Not printed here: of all tracebacks the notebook shows the one that matters (report.py).
+        # Not printed here: the notebook shows only the traceback that matters (report.py).
         events.write("error", sent_bytes=box.sent_bytes, **describe_error(error))
         if report.TIMEOUT.search(str(error)):
             time.sleep(STAY)
@@ -144,13 +150,13 @@ def main(job_path):
 
 
 def position():
-    """(rank, world size, rank on its node, node), as torchrun tells them."""
+    """Return (rank, world size, rank on its node, node) from torchrun's environment variables."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK")
     return tuple(int(os.environ[name]) for name in names)
 
 
 def die_with_parent():
-    """Linux: the kernel kills this process when its parent dies, however that happens."""
+    """On Linux, let the kernel kill this process when its parent dies for any reason."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -166,19 +172,21 @@ def redirect_output(path):
 
 
 def join_group(job, init_method, context):
-    """One process group of all ranks: NCCL (one GPU a rank), or gloo on loopback sockets."""
+    """Join one process group of all ranks: NCCL (one GPU a rank), or gloo on loopback sockets."""
     if job["device"] == "cuda":
         context.device = torch.device("cuda", context.local_rank)
         torch.cuda.set_device(context.device)
         if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"] and sys.platform == "linux":
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # as gloo: one node needs no more
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # as for gloo: enough on one node
     else:
         loopback = "lo" if sys.platform == "linux" else "lo0"
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-    torch.set_num_threads(job["threads"])  # beside a GPU, too: what is offloaded is computed here
+    torch.set_num_threads(
+        job["threads"]
+    )  # also with a GPU: offloaded optimizers compute on the CPU
     timeout = datetime.timedelta(seconds=job["collective_timeout"])
     meeting = max(timeout, datetime.timedelta(seconds=MEETING))
-    # Groups that are made later would wait for 10 or 30 minutes, torch's default.
+    # Later groups would otherwise use torch's default timeout of 10 or 30 minutes.
     distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = timeout
     dist.init_process_group(
         "nccl" if job["device"] == "cuda" else "gloo",
@@ -188,7 +196,7 @@ def join_group(job, init_method, context):
         timeout=meeting,
         device_id=context.device if job["device"] == "cuda" else None,
     )
-    # A rank that leaves at once would close connections that a slower one is still opening.
+    # Without the barrier, a rank that leaves early closes connections that slower ranks still open.
     dist.barrier()
     distributed_c10d._set_pg_timeout(timeout)
 
@@ -215,7 +223,7 @@ def run_target(job, context):
 
 
 def compile_source(source):
-    """Tracebacks show the lines of a cell as they show those of a file."""
+    """Compile a cell's source so that tracebacks show its lines, as they do for a file."""
     linecache.cache["<cell>"] = (len(source), None, source.splitlines(keepends=True), "<cell>")
     return compile(source, "<cell>", "exec")
 
@@ -226,13 +234,14 @@ def call(function, context, parameters):
     unknown = [name for name in parameters if name not in names]
     if unknown and not any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):
         raise TypeError(
-            f"{function.__name__}() has no parameter {unknown[0]!r}: it takes {', '.join(names)}"
+            f"{function.__name__}() has no parameter {unknown[0]!r}; "
+            f"its parameters are {', '.join(names)}"
         )
     function(context, **parameters)
 
 
 def describe_error(error):
-    """The last line of the target's own code before the error, and the traceback from there."""
+    """Return the last line of the target's own code, and the traceback from there."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [i for i, frame in enumerate(frames) if not frame.filename.startswith(MACHINERY)]
     shown = traceback.format_list(frames[own[0] :]) if own else []
@@ -247,7 +256,7 @@ def describe_error(error):
 
 
 def shell(target, *assignments):
-    """The same from a plain torchrun: records go to the terminal, as JSON lines."""
+    """Run a target under a plain torchrun; records are printed as JSON lines."""
     parameters = {
         name: json.loads(value) for name, _, value in (text.partition("=") for text in assignments)
     }

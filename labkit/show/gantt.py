@@ -6,7 +6,7 @@ rank 0  compute  [ forward ][     backward      |//waiting//][opt]
 
 from matplotlib import patheffects
 
-from labkit.measure.overlap import LANES, exposed, length, subtract
+from labkit.measure.timeline_analysis import LANES, exposed, length, subtract
 from labkit.show import style
 
 BAR = 0.8  # of one row's height

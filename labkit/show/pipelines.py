@@ -11,7 +11,7 @@ of watch_pipeline, or the played() of a schedule.
 import pandas as pd
 from matplotlib.patches import Patch
 
-from labkit.measure.bubble import bubble
+from labkit.measure.timeline_analysis import bubble
 from labkit.pipeline.pipeline_schedules import routes
 from labkit.pipeline.schedule_validation import play
 from labkit.show import style

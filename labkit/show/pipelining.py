@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from labkit.measure.bubble import bubble
+from labkit.measure.timeline_analysis import bubble
 from labkit.pipeline import pipeline
 from labkit.pipeline.pipeline_schedules import routes
 from labkit.pipeline.schedule_validation import most_held

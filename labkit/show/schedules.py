@@ -12,7 +12,7 @@ bucketed  4 messages                                :
 import pandas as pd
 from matplotlib import patheffects
 
-from labkit.measure.overlap import LANES, exposed, length
+from labkit.measure.timeline_analysis import LANES, exposed, length
 from labkit.show import style
 from labkit.show.gantt import BAR, draw_span, fit
 

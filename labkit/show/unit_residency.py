@@ -12,7 +12,7 @@ one unit ahead   13 messages
 
 from matplotlib import patheffects
 
-from labkit.measure.overlap import LANES, exposed, length
+from labkit.measure.timeline_analysis import LANES, exposed, length
 from labkit.show import style
 from labkit.show.gantt import BAR, draw_span, fit
 from labkit.show.schedules import FINEST, draw_heading, from_zero, in_turn

@@ -1,4 +1,4 @@
-"""Tensor parallelism: split the matrices of a module over ranks, as a plan says."""
+"""Tensor parallelism: shard the matrices of a module over ranks, according to a plan."""
 
 from labkit.tensor_parallel.tensor_parallel import (
     ColwiseParallel,

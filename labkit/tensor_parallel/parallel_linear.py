@@ -1,15 +1,15 @@
-"""Linear layers and embeddings of which each rank holds a part: rows or columns of the matrix.
+"""Linear layers and embeddings whose matrix is sharded over ranks, by rows or by columns.
 
     y = x W^T + b       column-parallel                     row-parallel
                         rank 0  x [rows 0-1 of W] + b01     x01 [W: inputs 0-1]  \\
                         rank 1  x [rows 2-3 of W] + b23     x23 [W: inputs 2-3]  / sum, then + b
-    y = E[tokens]       [channels 0-1 of E]                 [words 0-1 of E], zero for other words
+    y = E[tokens]       [channels 0-1 of E]                 [tokens 0-1 of E], zero for others
 
-5 words on 2 ranks are 3 each: the last row is zero, no token finds it, and its logit is -inf, so it
-gets no gradient, counts in no norm, and stays zero.
+A vocabulary of 5 on 2 ranks has 3 rows on each. The last row is padding: it is zero, no token uses
+it, and its logit is -inf, so it gets no gradient, adds nothing to a norm, and stays zero.
 
-The paper multiplies x A: columns of A are rows of PyTorch's weight. A layer becomes one of these
-in place, by its class: whoever refers to it has the split one. Its sizes stay those of the whole.
+The paper multiplies x A: columns of A are rows of PyTorch's weight. A layer changes its class in
+place, so every reference to it sees the sharded layer. Its sizes remain those of the full layer.
 """
 
 import torch
@@ -21,26 +21,26 @@ from labkit.tensor_parallel.tp_state_dict import whole_parameters
 
 
 class SplitLayer:
-    """axis: an Axis. source, target: layouts of input and output.
+    """Base of the sharded layers. axis: an Axis. source, target: layouts of input and output.
 
-    cuts: {parameter's name: dim along which it is cut}. shared: which size the ranks share. padded:
-    whether that need not be a multiple of them.
+    cuts: {parameter's name: dim along which it is sharded}. shared: the name of the sharded size.
+    padded: whether that size need not be divisible by the ranks.
     """
 
     padded = False
 
     def reset_parameters(self):
-        """Draw what one process draws for the whole layer, and keep this rank's slice."""
+        """Draw what one process draws for the full layer, and keep this rank's slice."""
         with whole_parameters(self):
             super().reset_parameters()
 
     def apply(self, fn):
-        """As of nn.Module; fn sees whole parameters, see whole_parameters."""
+        """Apply fn as nn.Module does; fn sees full parameters (whole_parameters)."""
         with whole_parameters(self):
             return super().apply(fn)
 
     def hand_on(self, y, layout):
-        """The output, as wanted; and who draws the random numbers of what comes next."""
+        """Return the output in the target layout, and set who draws the next random numbers."""
         y = self.axis.move(y, layout, self.target)
         if self.training:
             draws = self.axis.draws
@@ -49,7 +49,7 @@ class SplitLayer:
 
 
 class ColumnLinear(SplitLayer, nn.Linear):
-    """Some of the outputs, of all inputs. forward: [..., in] -> [..., out / n]."""
+    """A linear layer with a part of the outputs. forward: [..., in] -> [..., out / n]."""
 
     cuts, shared = {"weight": 0, "bias": 0}, "out_features"
 
@@ -58,13 +58,17 @@ class ColumnLinear(SplitLayer, nn.Linear):
 
 
 class PaddedColumnLinear(ColumnLinear):
-    """Some of the logits, -inf behind the last. forward: [..., in] -> [..., out / n, or more]."""
+    """A column-parallel layer for logits, padded with -inf. forward: [..., in] -> [..., out / n].
+
+    The size of the output is rounded up if the ranks do not divide the vocabulary.
+    """
 
     padded = True
 
     def forward(self, x):
-        logits, own = super().forward(x), len(self.weight)
-        self.axis.draws.alike()  # nobody draws behind them, and no row-parallel layer will say so
+        logits = super().forward(x)
+        own = len(self.weight)
+        self.axis.draws.alike()  # nothing draws per rank after the logits
         if own * self.axis.size == self.out_features:
             return logits
         if self.target == Replicate():
@@ -74,7 +78,7 @@ class PaddedColumnLinear(ColumnLinear):
 
 
 class RowLinear(SplitLayer, nn.Linear):
-    """A summand of all outputs, of some inputs. forward: [..., in / n] -> [..., out]."""
+    """A linear layer with a part of the inputs. forward: [..., in / n] -> [..., out], summed."""
 
     cuts, shared = {"weight": 1}, "in_features"
 
@@ -83,14 +87,14 @@ class RowLinear(SplitLayer, nn.Linear):
         y = self.hand_on(summand, Partial())
         if self.bias is None:
             return y
-        # of shards of the sequence each rank sees a part of what the bias does
+        # with a sequence-sharded output, each rank sees a part of the bias's gradient
         parts = isinstance(self.target, Shard)
         bias = self.axis.move(self.bias, Replicate(), Shared()) if parts else self.bias
-        return y + bias.to(y.dtype)  # under autocast as a linear layer's
+        return y + bias.to(y.dtype)  # as a linear layer does under autocast
 
 
 class ColumnEmbedding(SplitLayer, nn.Embedding):
-    """Some channels of every word. forward: [...] int -> [..., width / n]."""
+    """An embedding with a part of the channels. forward: [...] int -> [..., width / n]."""
 
     cuts, shared = {"weight": 1}, "embedding_dim"
 
@@ -99,17 +103,19 @@ class ColumnEmbedding(SplitLayer, nn.Embedding):
 
 
 class RowEmbedding(SplitLayer, nn.Embedding):
-    """Some words, zero for the others. forward: [...] int -> [..., width], a summand."""
+    """An embedding with a part of the vocabulary. forward: [...] int -> [..., width], summed."""
 
     cuts, shared, padded = {"weight": 0}, "num_embeddings", True
 
     def forward(self, tokens):
         words = len(self.weight)
         inside = (tokens >= 0) & (tokens < self.num_embeddings)
-        torch._assert_async(inside.all(), f"a token is not one of {self.num_embeddings} words")
+        torch._assert_async(
+            inside.all(), f"token out of range: the vocabulary has {self.num_embeddings} entries"
+        )
         own = tokens - self.axis.rank * words
         others = (own < 0) | (own >= words)
         pad = -1 if self.padding_idx is None else self.padding_idx - self.axis.rank * words
-        pad = pad if 0 <= pad < words else None  # the rank that has its row gives it no gradient
-        found = F.embedding(own.masked_fill(others, 0), self.weight, pad)
-        return self.hand_on(found.masked_fill(others.unsqueeze(-1), 0.0), Partial())
+        pad = pad if 0 <= pad < words else None  # its own rank gives it no gradient
+        rows = F.embedding(own.masked_fill(others, 0), self.weight, pad)
+        return self.hand_on(rows.masked_fill(others.unsqueeze(-1), 0.0), Partial())

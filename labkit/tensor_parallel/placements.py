@@ -1,22 +1,23 @@
-"""How a tensor and its gradient lie on ranks, and the way from one layout to another.
+"""Layouts of a tensor and its gradient over ranks, and the conversions between layouts.
 
                        rank 0   rank 1   its gradient
-    Replicate()        [ab]     [ab]     Replicate()   all compute alike with it
+    Replicate()        [ab]     [ab]     Replicate()   all ranks compute the same with it
     Shard(dim)         [a]      [b]      Shard(dim)
-    Partial()          [xy]     [zw]     Shared()      the tensor is the sum
-    Shared()           [ab]     [ab]     Partial()     each computes a part with it
+    Partial()          [xy]     [zw]     Shared()      the tensor is the sum over ranks
+    Shared()           [ab]     [ab]     Partial()     each rank computes a part with it
 
     from         to           forward          backward
     Replicate    Shared       nothing          all-reduce          f of Megatron
     Partial      Replicate    all-reduce       nothing             g of Megatron
     Shard        Shared       all-gather       reduce-scatter      g of Korthikanti et al.
-    Partial      Shard        reduce-scatter   all-gather          the same, with a bar
+    Partial      Shard        reduce-scatter   all-gather          its conjugate, g with a bar
     Replicate    Shard        own part         all-gather
     Shard        Replicate    all-gather       own part
     Shard        other Shard  all-to-all       all-to-all
 
-The backward of a way is a way again: from the gradient's layout at the end to that at the start.
-Names as in torch.distributed.tensor, which has no Shared: there the gradient's layout is found out.
+The backward of a conversion is a conversion too: from the gradient's layout at the end to the one
+at the start. Names follow torch.distributed.tensor, which infers the gradient's layout and so has
+no Shared.
 """
 
 from dataclasses import dataclass
@@ -31,38 +32,38 @@ from labkit.tensor_parallel.rng_tracker import Draws
 
 @dataclass(frozen=True)
 class Replicate:
-    """Every rank has the whole."""
+    """Every rank has the complete tensor, and all ranks compute the same with it."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Rank i has the i-th of n equal parts along dim; -1 is the last."""
+    """Rank i has the i-th of n equal parts along dim; -1 is the last dim."""
 
     dim: int
 
     def among(self, dims):
-        """The same of a tensor that has so many."""
+        """Return the placement with a non-negative dim, for a tensor with `dims` dimensions."""
         return Shard(self.dim % dims)
 
 
 @dataclass(frozen=True)
 class Partial:
-    """Every rank has a summand of the whole's shape."""
+    """Every rank has a summand of the full shape."""
 
 
 @dataclass(frozen=True)
 class Shared:
-    """Every rank has the whole, and what it computes with it is a part: gradients are summands."""
+    """Every rank has the complete tensor and computes a part with it; gradients are summands."""
 
 
-GRADIENT = {Partial(): Shared(), Shared(): Partial()}  # of all others: the same
+GRADIENT = {Partial(): Shared(), Shared(): Partial()}  # other layouts: the same as the tensor's
 
 
 class Axis:
-    """The ranks over which a module is split: their group, and what its layers have in common.
+    """The ranks over which a module is sharded: their group, and the common state of its layers.
 
-    draws: whose random numbers come next. prepared: {module that is running: [(an input of it, the
-    same as Shared)]}, where several layers take one input.
+    draws: the random state of each rank. prepared: {running module: [(an input, the same tensor as
+    Shared)]}, for inputs that several layers use.
     """
 
     def __init__(self, group=None):
@@ -72,31 +73,32 @@ class Axis:
         self.prepared = {}
 
     def __deepcopy__(self, memo):
-        return self  # the copy of a module is split over the same ranks
+        return self  # a copy of a module is sharded over the same ranks
 
     def shared(self, x, layout):
-        """x for layers that each compute a part with it; what has been prepared is sent once."""
-        for alike, shared in chain(*self.prepared.values()):
-            if alike is x:
+        """Return x for layers that each compute a part; a prepared tensor is sent only once."""
+        for replicated, shared in chain(*self.prepared.values()):
+            if replicated is x:
                 return shared
         return self.move(x, layout, Shared())
 
     def prepare(self, x, layout):
-        """(x whole for all who compute alike with it, and for those who compute parts)."""
+        """Return (x as Replicate, x as Shared)."""
         if layout == Replicate():
             return x, self.move(x, layout, Shared())
         return Gather.apply(x, layout.dim, self) if self.size > 1 else (x, x)
 
     def move(self, x, source, target):
-        """x in another layout, differentiably. Collective, unless it is `nothing` or `own part`."""
+        """Convert x to another layout, differentiably. Collective, unless it sends nothing."""
         source, target = (
-            one.among(x.dim()) if isinstance(one, Shard) else one for one in (source, target)
+            layout.among(x.dim()) if isinstance(layout, Shard) else layout
+            for layout in (source, target)
         )
         return x if self.size == 1 or source == target else Move.apply(x, source, target, self)
 
 
 class Move(torch.autograd.Function):
-    """forward: (tensor, its layout, the layout wanted, Axis) -> tensor."""
+    """Convert between layouts. forward: (tensor, its layout, target layout, Axis) -> tensor."""
 
     @staticmethod
     def forward(ctx, x, source, target, axis):
@@ -109,22 +111,23 @@ class Move(torch.autograd.Function):
 
 
 class Gather(torch.autograd.Function):
-    """A shard becomes the whole, twice: Replicate, and Shared. Only what parts say is sent back."""
+    """All-gather a shard once, as Replicate and as Shared. Backward sends only the latter's sum."""
 
     @staticmethod
     def forward(ctx, x, dim, axis):
-        ctx.dim, ctx.axis = dim, axis
+        ctx.dim = dim
+        ctx.axis = axis
         ctx.set_materialize_grads(False)
         whole = gathered(x, dim, axis)
         return whole, whole.detach()
 
     @staticmethod
-    def backward(ctx, alike, parts):
+    def backward(ctx, replicated, parts):
         own = Shard(ctx.dim)
         total = None if parts is None else moved(parts, Partial(), own, ctx.axis)
-        if alike is not None:
-            alike = moved(alike, Replicate(), own, ctx.axis)
-            total = alike if total is None else total + alike
+        if replicated is not None:
+            replicated = moved(replicated, Replicate(), own, ctx.axis)
+            total = replicated if total is None else total + replicated
         return total, None, None
 
 
@@ -148,20 +151,20 @@ def moved(x, source, target, axis):
         return torch.cat(tuple(arrived), source.dim)
     if source in whole and isinstance(target, Shard):
         return cut(x, target.dim, axis.size)[axis.rank].contiguous()
-    raise ValueError(f"there is no way from {source} to {target}")
+    raise ValueError(f"cannot convert the layout {source} to {target}")
 
 
 def gathered(x, dim, axis):
-    """The parts of all ranks, one after the other along dim."""
+    """Return the parts of all ranks, concatenated along dim."""
     parts = x.new_empty(axis.size, *x.shape)
     comm.all_gather(parts, x.contiguous(), group=axis.group)
     return torch.cat(tuple(parts), dim)
 
 
 def cut(x, dim, n):
-    """n equal parts along dim; ValueError where there are none."""
+    """Return n equal parts of x along dim. Raises ValueError if n does not divide its length."""
     if x.shape[dim] % n:
         raise ValueError(
-            f"{n} ranks cannot share a length of {x.shape[dim]}: dim {dim} of {list(x.shape)}"
+            f"dim {dim} of {list(x.shape)} must be divisible by {n}, the number of ranks"
         )
     return x.chunk(n, dim)

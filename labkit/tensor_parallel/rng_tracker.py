@@ -1,14 +1,14 @@
-"""Random numbers of a split module: where a tensor is whole on all ranks, all must draw the same.
+"""Random states of a sharded module: ranks must draw the same numbers for replicated tensors.
 
-    seed of all    5 ~~~ dropout ~~~|                         | n ~~~ dropout ~~~    whole: alike
-    own, rank 0                     | own 0 n ~~~ dropout ~~~ |                      split: another
-    own, rank 1                     | own 1 n ~~~ dropout ~~~ |                      mask on each
-                                    n: a hash of the state that all are in
+    same seed      5 ~~~ dropout ~~~|                         | n ~~~ dropout ~~~    replicated
+    rank 0's own                    | own 0 n ~~~ dropout ~~~ |                      sharded: a
+    rank 1's own                    | own 1 n ~~~ dropout ~~~ |                      mask per rank
+                                    n: a hash of the common state
 
-A generator knows its seed, and the seed says whose numbers are drawn and how all go on. Nothing is
-kept beside it: whoever restores the generator (recomputation, a checkpoint) has all of it, and any
-order of forwards and backwards will do. Behind a split part all draw numbers of n, and not those
-that one process would draw there.
+The seed of a generator encodes which numbers are drawn, and how all ranks continue. There is no
+other state: restoring the generator (in recomputation or from a checkpoint) restores everything,
+and forwards and backwards may come in any order. After a sharded part all ranks draw the numbers of
+n, not those that one process would draw there.
 """
 
 from contextlib import contextmanager
@@ -16,27 +16,27 @@ from hashlib import sha256
 
 import torch
 
-OWN, RANK = 2**63, 2**52  # a seed: bit 63 own | bits 52 to 62 the rank | below a number
+OWN, RANK = 2**63, 2**52  # a seed: bit 63: per rank | bits 52 to 62: the rank | below: a number
 
 
 class Draws:
-    """Whose random numbers are drawn next on this rank, of `size` that split a module."""
+    """The random state of this rank, one of `size` ranks that shard a module."""
 
     def __init__(self, rank, size):
         self.rank, self.size = rank, size
 
     def own(self, device):
-        """From now on each rank draws its own: tensors are shards. device: where they are."""
+        """Draw different numbers on each rank from now on, for shards. device: of the tensors."""
         for generator in generators_of(device) if self.size > 1 else ():
             if generator.initial_seed() < OWN:
                 state = generator.get_state().numpy().tobytes()
                 number = int.from_bytes(sha256(state).digest()[:8], "big")
-                # the CPU's generator heeds the lowest 32 bits alone: they too are each rank's own
+                # the CPU's generator uses only the lowest 32 bits, so they must differ, too
                 number = (number + 1 + self.rank) % RANK
                 generator.manual_seed(OWN + self.rank * RANK + number)
 
     def alike(self):
-        """From now on all draw the same: tensors are whole."""
+        """Draw the same numbers on all ranks from now on, for replicated tensors."""
         for generator in all_generators() if self.size > 1 else ():
             if generator.initial_seed() >= OWN:
                 rank, number = divmod(generator.initial_seed() - OWN, RANK)
@@ -45,24 +45,24 @@ class Draws:
 
 @contextmanager
 def apart(rank, device):
-    """Inside, each rank draws its own; behind, it goes on as before, one number on.
+    """Draw different numbers on each rank inside; then continue as before, one number further.
 
-    For what begins and ends in one call; in there this may be another axis' rank.
+    For code that begins and ends in one call. The rank may be that of another axis.
     """
     seed = torch.randint(2**62, ()).item() + rank
     generators = generators_of(device)
-    states = [one.get_state() for one in generators]
-    for one in generators:
-        one.manual_seed(seed)
+    states = [generator.get_state() for generator in generators]
+    for generator in generators:
+        generator.manual_seed(seed)
     try:
         yield
     finally:
-        for one, state in zip(generators, states, strict=True):
-            one.set_state(state)
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
 
 
 def generators_of(device):
-    """The generators whose numbers operations on a device draw; the host's is the first."""
+    """Return the generators that operations on a device use; the host's is the first."""
     if device.type != "cuda":
         return [torch.default_generator]
     return [torch.default_generator, torch.cuda.default_generators[device.index]]

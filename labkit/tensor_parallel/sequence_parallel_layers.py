@@ -1,9 +1,9 @@
-"""Modules that treat each token by itself, on a rank's shard of the tokens.
+"""Layers that process each token separately, on a rank's shard of the tokens.
 
     rank 0   tokens 0-3 --- norm w --- ...      gradient of w: from tokens 0-3  \\
     rank 1   tokens 4-7 --- norm w --- ...      gradient of w: from tokens 4-7  / summed, before w
 
-Parameters are whole, and the same on all ranks; each rank sees a part of what they do.
+Parameters are replicated; each rank computes a part of their gradients.
 """
 
 from torch import nn
@@ -13,10 +13,11 @@ from labkit.tensor_parallel.tp_plan import Style
 
 
 class SequenceParallel(Style):
-    """A norm or dropout that sees this rank's tokens; parameters are whole, their gradients too.
+    """A norm or dropout on this rank's tokens, with replicated parameters and gradients.
 
-    For modules that treat each token by itself. The input must be shards already: of a layer with
-    output_layouts=Shard(sequence_dim), and the next column-parallel layer has input_layouts so.
+    For modules that process each token separately. The input must be sharded already: give the
+    layer before output_layouts=Shard(sequence_dim), and the next column-parallel layer the same
+    input_layouts.
     """
 
     def __init__(self, *, sequence_dim=1, use_local_output=False):
@@ -25,7 +26,7 @@ class SequenceParallel(Style):
     def check(self, name, module, axis):
         if isinstance(module, nn.modules.batchnorm._BatchNorm) or list(module.children()):
             kind = type(module).__name__
-            raise ValueError(f"{name} is a {kind}, and SequenceParallel takes norms and dropout")
+            raise ValueError(f"{name} is a {kind}: SequenceParallel supports norms and dropout")
 
     def leaves_shards(self, module):
         return True
@@ -37,7 +38,7 @@ class SequenceParallel(Style):
 
 
 class OnShards:
-    """A module on shards of its input, with whole parameters. axis: an Axis."""
+    """A module on shards of its input, with replicated parameters. axis: an Axis."""
 
     def forward(self, x):
         if self.training:

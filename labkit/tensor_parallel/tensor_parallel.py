@@ -3,13 +3,13 @@
     x --- f --- [ A: some columns ] --- GeLU --- [ B: the same rows ] --- g --- y      rank 0
       --- f --- [ A: the others   ] --- GeLU --- [ B: the others    ] --- g ---        rank 1
 
-        f   forward: nothing       backward: all-reduce   each rank's part adds to the gradient of x
+        f   forward: nothing       backward: all-reduce   sums the ranks' gradients of x
         g   forward: all-reduce    backward: nothing      y is the sum of the ranks' products
 
-Between the two layers nothing is sent: GeLU works on each number, attention on each head.
-A block is two such pairs: 4 all-reduces a step of (tokens x width) numbers, so each rank sends
-4 x 2 (n-1)/n x those bytes, and waits for them: nothing can be computed meanwhile. So the axis
-wants the fastest links. Held: 1/n of the matrices, their gradients and what is between the layers.
+Nothing is sent between the two layers: GeLU works on each number, attention on each head.
+A block has two such pairs: 4 all-reduces a step of (tokens x width) numbers. Each rank sends
+4 x 2 (n-1)/n x those bytes and computes nothing meanwhile, so this axis needs the fastest links.
+Held: 1/n of the matrices, their gradients and the activations between the layers.
 Shoeybi et al., Megatron-LM, 2019, section 3; Narayanan et al., SC 2021 (why inside a node).
 """
 
@@ -68,21 +68,21 @@ __all__ = [
 
 
 def parallelize_module(module, group, parallelize_plan):
-    """Split a module over the ranks of a group, in place. Collective; returns the module.
+    """Shard a module over the ranks of a group, in place. Collective; returns the module.
 
-    parallelize_plan: a style for the module, or {pattern of names: style}, as PyTorch's function of
-    this name takes it. group: also a DeviceMesh of one dimension. Values and random state become
-    those of the group's rank 0 before. What belongs together (a column-parallel layer and the
-    row-parallel one behind it) belongs in one call: between them each rank draws its own random
-    numbers, at most until the module's forward ends, or that of each module in a list of them.
+    parallelize_plan: a style for the module, or {pattern of names: style}, as in PyTorch's function
+    of this name. group: also a DeviceMesh of one dimension. Values and random state become those of
+    the group's rank 0. Shard a column-parallel layer and the row-parallel layer after it in one
+    call: between them each rank draws its own random numbers, at most until the forward of the
+    module ends, or of each module in a list.
     A module may be on the meta device: call to_empty(device=...), then reset_parameters() of its
-    layers or module.apply(initialiser), which draw what one process draws, whatever is drawn behind
-    the split. Other initialisers (init_weights() of a model) belong inside of whole_parameters. The
-    first forward raises RuntimeError where ranks drew the same slices.
-    Clip with clip_grad_norm_ of this file: torch.nn.utils.clip_grad_norm_ would take the norm of
-    this rank's slices for that of the model, and each rank would clip by another.
-    Raises ValueError, before anything is changed, for a pattern that meets nothing and for what the
-    ranks cannot share.
+    layers or module.apply(initialiser). These draw what one process draws. Other initialisers
+    (init_weights() of a model) belong inside whole_parameters. The first forward raises
+    RuntimeError if ranks drew the same slices.
+    Clip with this package's clip_grad_norm_: torch.nn.utils.clip_grad_norm_ would take the norm of
+    this rank's slices for the model's, and each rank would clip differently.
+    Raises ValueError, before anything is changed, for a pattern that matches no module, and for
+    sizes that the ranks do not divide.
     """
     if hasattr(group, "get_group"):  # a DeviceMesh
         group = group.get_group()
@@ -92,7 +92,9 @@ def parallelize_module(module, group, parallelize_plan):
     chosen = matches(module, plan)
     for name, part, style in chosen:
         if not isinstance(style, Style):
-            raise TypeError(f"{name}: {type(style).__name__} is no style of labkit.tensor_parallel")
+            raise TypeError(
+                f"{name}: {type(style).__name__} is not a style of labkit.tensor_parallel"
+            )
         style.check(name or type(part).__name__, part, axis)
     run = check_run(module, chosen)
     check_heads(module, chosen, axis)
@@ -109,10 +111,10 @@ def parallelize_module(module, group, parallelize_plan):
 
 
 def clip_grad_norm_(module, max_norm, norm_type=2.0):
-    """Clip the norm of all gradients of a split module to max_norm; returns it, float64.
+    """Clip the norm of all gradients of a sharded module to max_norm; return the norm, float64.
 
-    Collective. As torch.nn.utils.clip_grad_norm_ of the whole module in one process: slices of all
-    ranks count, and whatever the ranks hold alike counts once.
+    Collective. Equal to torch.nn.utils.clip_grad_norm_ on the full module in one process: slices of
+    all ranks count, and replicated gradients count once.
     """
     cuts = cuts_of(module)
     axis = next(cut.axis for cut in cuts.values())
@@ -122,48 +124,53 @@ def clip_grad_norm_(module, max_norm, norm_type=2.0):
 
 
 class LayerStyle(Style):
-    """A linear layer or an embedding becomes a part of one."""
+    """A style that shards a linear layer or an embedding."""
 
     def layer(self, module):
         return {nn.Linear: self.linear, nn.Embedding: self.embedding}.get(type(module))
 
     def leaves_shards(self, module):
-        logits = self.layer(module) is PaddedColumnLinear  # nobody draws behind them
+        logits = self.layer(module) is PaddedColumnLinear  # nothing draws random numbers after them
         return isinstance(self.target, Shard) and not logits
 
     def check(self, name, module, axis):
         layer = self.layer(module)
         if layer is None:
-            what = f"{name} is a {type(module).__name__}"
             raise ValueError(
-                f"{what}: {type(self).__name__} splits nn.Linear and nn.Embedding, and nothing "
-                "that is derived from them, whose forward it would replace"
+                f"{name} is a {type(module).__name__}: {type(self).__name__} supports nn.Linear "
+                "and nn.Embedding, not subclasses, whose forward it would replace"
             )
         for word in ("max_norm", "sparse", "scale_grad_by_freq"):
             if getattr(module, word, None):
-                raise ValueError(f"{name} has {word}: it cannot be split")
+                raise ValueError(f"{name} has {word}, which sharding does not support: unset it")
         if getattr(module, layer.shared) % axis.size and not layer.padded:
-            many = f"{layer.shared}={getattr(module, layer.shared)}"
-            hint = "; logits they can: say output_layouts" if layer is ColumnLinear else ""
-            raise ValueError(f"{name}: {axis.size} ranks cannot share {many}{hint}")
+            hint = "; for logits pass output_layouts" if layer is ColumnLinear else ""
+            raise ValueError(
+                f"{name}: {layer.shared}={getattr(module, layer.shared)} must be divisible by "
+                f"{axis.size} ranks{hint}"
+            )
 
     def apply(self, module, axis):
-        module.__class__ = layer = self.layer(module)  # in place, as fully_shard does it
-        module.axis, module.source, module.target = axis, self.source, self.target
+        layer = self.layer(module)
+        module.__class__ = layer  # in place, as in fully_shard
+        module.axis = axis
+        module.source = self.source
+        module.target = self.target
         length = getattr(module, layer.shared)
         for word, dim in layer.cuts.items():
             parameter = getattr(module, word)
-            # a tied one has been cut already
+            # a tied parameter has been sharded already
             if parameter is not None and parameter.shape[dim] == length:
                 take_part(parameter, Cut(dim, axis, length))
 
 
 class ColwiseParallel(LayerStyle):
-    """Rows of PyTorch's weight: a rank has some outputs; those of all, if output_layouts says so.
+    """Shard rows of PyTorch's weight: a rank computes a part of the outputs.
 
-    input_layouts: Replicate(), or Shard(dim): gathered first. output_layouts: Shard(-1), or
-    Replicate(). Where it is given, a linear layer's outputs are taken for logits, which need not be
-    a multiple of the ranks: shards are padded with -inf, the whole has no padding.
+    input_layouts: Replicate(), or Shard(dim), which is gathered first. output_layouts: Shard(-1),
+    or Replicate(), which gathers the outputs. If it is given, a linear layer's outputs are logits.
+    Their number need not be divisible by the ranks: shards are padded with -inf; gathered logits
+    have no padding.
     """
 
     embedding = ColumnEmbedding
@@ -177,11 +184,11 @@ class ColwiseParallel(LayerStyle):
 
 
 class RowwiseParallel(LayerStyle):
-    """Columns of PyTorch's weight, or words of an embedding: the ranks' outputs are summed.
+    """Shard columns of PyTorch's weight, or the vocabulary of an embedding; outputs are summed.
 
-    Words need not be a multiple of the ranks: the last ranks are padded with zeros.
-    input_layouts: Shard(-1), or Replicate(): the own part is taken; tokens are always whole.
-    output_layouts: Replicate(), or Shard(dim): each rank gets the sum of its part.
+    The vocabulary need not be divisible by the ranks: the last ranks are padded with zeros.
+    input_layouts: Shard(-1), or Replicate(), of which the own part is used; tokens are replicated.
+    output_layouts: Replicate(), or Shard(dim): each rank gets its part of the sum.
     """
 
     linear, embedding = RowLinear, RowEmbedding
@@ -194,15 +201,15 @@ class RowwiseParallel(LayerStyle):
 
 
 class PrepareModuleInput(Style):
-    """A module's inputs in other layouts; layers below that take such a tensor share it.
+    """Convert a module's inputs to other layouts; layers inside that use such a tensor share it.
 
-    Attention with query, key and value of their own has three layers with one input: their
-    gradients are summed first, and sent once (with Shard(dim): gathered once, too).
-    input_layouts, desired_input_layouts: of all positional inputs, a layout or a tuple of them,
-    with None for what stays as it is. input_kwarg_layouts, desired_input_kwarg_layouts: {name:
-    layout} of those given by keyword. As PyTorch's of this name.
-    Raises ValueError where the two have not the same length or names, and, at the call, where there
-    are not as many inputs as layouts.
+    Attention with separate query, key and value has three layers with one input. Their gradients
+    are summed first, and sent once; with Shard(dim) the input is gathered once, too.
+    input_layouts, desired_input_layouts: of all positional inputs, a layout or a tuple of layouts;
+    None leaves an input unchanged. input_kwarg_layouts, desired_input_kwarg_layouts: {name: layout}
+    of keyword inputs. As PyTorch's class of this name.
+    Raises ValueError if the two have different lengths or names, and, at the call, if the number of
+    inputs is not that of the layouts.
     """
 
     def __init__(
@@ -218,8 +225,8 @@ class PrepareModuleInput(Style):
         named, desired = input_kwarg_layouts or {}, desired_input_kwarg_layouts or {}
         if named.keys() != desired.keys():
             raise ValueError(
-                f"input_kwarg_layouts name {sorted(named)}, and desired_input_kwarg_layouts "
-                f"{sorted(desired)}: name the same"
+                f"input_kwarg_layouts has {sorted(named)} but desired_input_kwarg_layouts has "
+                f"{sorted(desired)}: use the same names"
             )
         self.named = {name: (layout, desired[name]) for name, layout in named.items()}
 
@@ -239,7 +246,7 @@ class PrepareModuleInput(Style):
             if self.moves:
                 inputs = tuple(map(moved, as_many(module, "input", inputs, self.moves), self.moves))
             if absent := self.named.keys() - named.keys():
-                raise ValueError(f"{type(module).__name__}: no input {sorted(absent)} by keyword")
+                raise ValueError(f"{type(module).__name__}: missing keyword input {sorted(absent)}")
             return inputs, named | {
                 name: moved(named[name], self.named[name]) for name in self.named
             }
@@ -252,9 +259,9 @@ class PrepareModuleInput(Style):
 
 
 class PrepareModuleOutput(Style):
-    """A module's outputs in other layouts, of all of them: a layout or a tuple, None: as it is.
+    """Convert a module's outputs to other layouts: one layout or a tuple; None changes nothing.
 
-    As PyTorch's of this name. Raises ValueError as PrepareModuleInput does.
+    As PyTorch's class of this name. Raises ValueError as PrepareModuleInput does.
     """
 
     def __init__(self, *, output_layouts, desired_output_layouts, use_local_output=True):
@@ -274,7 +281,7 @@ class PrepareModuleOutput(Style):
 
 
 class PrepareModuleInputOutput(Style):
-    """Both PrepareModuleInput and PrepareModuleOutput of one module, with the arguments of both."""
+    """PrepareModuleInput and PrepareModuleOutput for one module, with the arguments of both."""
 
     def __init__(
         self,
@@ -296,11 +303,11 @@ class PrepareModuleInputOutput(Style):
 
 
 def pairs(word, layouts, desired):
-    """[(layout, desired layout)] of a single one or of tuples of them."""
+    """Return [(layout, desired layout)] of single layouts or of tuples of them."""
     layouts, desired = map(several, (layouts, desired))
     if len(layouts) != len(desired):
         raise ValueError(
-            f"{word} are {len(layouts)}, and desired_{word} {len(desired)}: one each is needed"
+            f"{word} has {len(layouts)} layouts but desired_{word} has {len(desired)}: use as many"
         )
     return list(zip(layouts, desired, strict=True))
 
@@ -314,7 +321,7 @@ def several(layouts):
 def as_many(module, word, values, moves):
     if len(values) != len(moves):
         raise ValueError(
-            f"{type(module).__name__}: {len(values)} {word}s by position, and {len(moves)} "
-            f"{word}_layouts: say None for what stays as it is"
+            f"{type(module).__name__}: {len(values)} positional {word}s but {len(moves)} "
+            f"{word}_layouts: use None for a tensor that stays unchanged"
         )
     return values

@@ -1,4 +1,4 @@
-"""A plan for a model: patterns of module names, and what is to be done with the modules they meet.
+"""A plan for a model: patterns of module names, and a style for the modules that match.
 
 "blocks.*.attention.query"    each part between dots is matched against names of children, with
                               * ? [] as in a shell: * is one level. "": the module itself
@@ -17,31 +17,31 @@ from labkit.tensor_parallel.tp_state_dict import cuts_of
 
 
 class Style:
-    """What a plan says of a module. use_local_output is PyTorch's: every tensor here is local."""
+    """A rule of a plan. use_local_output is PyTorch's argument; every tensor here is local."""
 
     def check(self, name, module, axis):
-        """Raise ValueError where the ranks cannot share the module."""
+        """Raise ValueError if the ranks do not divide the module's sizes."""
 
     def layer(self, module):
-        """The class of a split layer that the module becomes, or None."""
+        """Return the class of the sharded layer that the module becomes, or None."""
 
     def cuts_heads(self):
-        """Whether a module around the layer sees some of its heads, not those of all ranks."""
+        """Return whether the module around the layer sees only a part of its heads."""
         return False
 
     def leaves_shards(self, module):
-        """Whether each rank draws its own random numbers behind the module."""
+        """Return whether each rank draws its own random numbers after the module."""
         return False
 
     def apply(self, module, axis):
-        """Change the module, in place, for the ranks of an Axis."""
+        """Shard the module in place over the ranks of an Axis."""
         raise NotImplementedError
 
 
 def matches(module, plan):
-    """[(name, module, value)] of all modules that patterns in plan (dict pattern -> value) meet.
+    """Return [(name, module, value)] of all modules that match patterns of plan.
 
-    Raises ValueError for a pattern that meets none, with the names nearest to it.
+    plan: {pattern: value}. Raises ValueError for a pattern that matches none, with similar names.
     """
     return [
         (name, part, value)
@@ -68,62 +68,64 @@ def missing(module, pattern):
         names = list(dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in names))
     close = get_close_matches(pattern, names, 3, 0.5) or names[:3]
     raise ValueError(
-        f"{pattern!r} in the plan meets no module of this {type(module).__name__}; "
-        f"near it are {', '.join(map(repr, close))}"
+        f"pattern {pattern!r} of the plan matches no module of this {type(module).__name__}; "
+        f"similar names are {', '.join(map(repr, close))}"
     )
 
 
 def check_run(module, chosen):
-    """The modules whose end is the end of shards: this one, or those in a list, which never runs.
+    """Return the modules whose forward ends the sharded part: the module, or those in a list.
 
-    Raises ValueError for a layer right in a list that leaves shards: what runs, ends before them.
-    chosen: of matches().
+    Raises ValueError for a layer directly in a list that leaves shards, because no forward ends
+    them. chosen: the result of matches().
     """
-    run, lists = [], [module]
-    for one in lists:
-        if runs(one):
-            run.append(one)
+    run = []
+    candidates = [module]
+    for candidate in candidates:
+        if runs(candidate):
+            run.append(candidate)
         else:
-            lists += one.children()
+            candidates += candidate.children()
     for name, part, style in chosen:
         if part in run and part is not module and style.leaves_shards(part):
             kind = type(module).__name__
             raise ValueError(
-                f"{name} leaves shards, and nothing tells where they end: this {kind} is never "
-                "run, so split the module that runs its layers"
+                f"{name} leaves shards that no forward ends, because this {kind} has no forward: "
+                "shard the module that runs its layers"
             )
     return run
 
 
 def runs(module):
-    """Whether it has a forward; lists and dicts of modules have none."""
+    """Return whether a module has a forward; lists and dicts of modules have none."""
     return getattr(module.forward, "__func__", None) is not torch.nn.Module.forward
 
 
 def check_heads(module, chosen, axis):
-    """A module whose linear layers are cut has whole heads on each rank. chosen: of matches()."""
+    """Raise ValueError if heads are not divisible by the ranks. chosen: from matches()."""
     cut = [(name, part) for name, part, style in chosen if style.cuts_heads() and style.layer(part)]
     for parent in sorted({name.rpartition(".")[0] for name, _ in cut}):
         for word, heads in vars(module.get_submodule(parent)).items():
             if word.endswith("heads") and isinstance(heads, int) and heads % axis.size:
-                raise ValueError(f"{parent}: {axis.size} ranks cannot share {word}={heads}")
+                raise ValueError(f"{parent}: {word}={heads} must be divisible by {axis.size} ranks")
     for name, part in cut:
         length = vars(module.get_submodule(name.rpartition(".")[0])).get("head_dim")
         features = getattr(part, "out_features", 0)
         if isinstance(length, int) and features % length == 0 and features // length % axis.size:
             raise ValueError(
-                f"{name}: {axis.size} ranks cannot share {features // length} heads of {length}"
+                f"{name}: {features // length} heads of {length} must be divisible by "
+                f"{axis.size} ranks"
             )
 
 
 def check_ties(module, chosen):
-    """A layer is cut once, and whoever holds its parameters knows how. chosen: of matches()."""
+    """Raise ValueError unless each parameter is sharded once, and one way. chosen: matches()."""
     ways = {}  # parameter -> {which module and name: dim}
     planned = {}
     for name, part, style in chosen:
         if style.layer(part):
             if part in planned:
-                raise ValueError(f"two patterns of the plan split {name!r}: leave out one of them")
+                raise ValueError(f"two patterns of the plan match {name!r}: remove one of them")
             planned[part] = style.layer(part)
     for name, part in module.named_modules():
         layer = planned.get(part, part)
@@ -133,13 +135,13 @@ def check_ties(module, chosen):
                 ways.setdefault(parameter, {})[where] = getattr(layer, "cuts", {}).get(word)
     for dims in ways.values():
         if len(set(dims.values())) > 1:
-            how = {dim: "whole" if dim is None else f"along dim {dim}" for dim in dims.values()}
-            told = ", ".join(f"{where!r} ({how[dim]})" for where, dim in dims.items())
-            raise ValueError(f"a tied parameter cannot be cut in two ways: {told}")
+            how = {dim: "full" if dim is None else f"along dim {dim}" for dim in dims.values()}
+            uses = ", ".join(f"{where!r} ({how[dim]})" for where, dim in dims.items())
+            raise ValueError(f"a tied parameter cannot be sharded in two ways: {uses}")
 
 
 def same_on_all(module, axis):
-    """Values that are not split yet, and the random state, become those of the group's rank 0."""
+    """Broadcast replicated values and the random state from the group's rank 0."""
     cuts = cuts_of(module)
     device = compute_device(module, axis.group)
     tensors = [p.data for p in module.parameters() if p not in cuts] + list(module.buffers())
@@ -155,11 +157,10 @@ def same_on_all(module, axis):
 
 
 class InitialValues:
-    """A forward pre-hook that checks, once, how a module from the meta device was initialised.
+    """A forward pre-hook that checks once how a module from the meta device was initialised.
 
-    Parameters that are not split must be the same on all ranks, and slices must not: an initialiser
-    that is given slices draws the same numbers on every rank. Collective. Raises RuntimeError, on
-    all ranks.
+    Replicated parameters must be the same on all ranks, and slices must differ: an initialiser that
+    sees slices draws the same numbers on every rank. Collective. Raises RuntimeError on all ranks.
     """
 
     def __init__(self, axis):
@@ -174,23 +175,23 @@ class InitialValues:
         comm.all_gather(every, sums, group=self.axis.group)
         same = (every == every[0]).all(-1).all(0).tolist()
         cuts = cuts_of(module)
-        for (name, p), (_, low, high), alike in zip(parameters.items(), sums, same, strict=True):
-            if alike and p in cuts and low != high:
+        for (name, p), (_, low, high), equal in zip(parameters.items(), sums, same, strict=True):
+            if equal and p in cuts and low != high:
                 raise RuntimeError(
                     f"{name!r} was initialised with the same values on every rank: call "
                     "module.apply(initialiser), reset_parameters() of its layer, or initialise "
                     "inside `with whole_parameters(module)`"
                 )
-            if not alike and p not in cuts:
+            if not equal and p not in cuts:
                 raise RuntimeError(
-                    f"{name!r} was initialised with other values on each rank: set one seed on all "
-                    "ranks"
+                    f"{name!r} was initialised with different values on each rank: set the same "
+                    "seed on all ranks"
                 )
         self.checked = True
 
 
 def fingerprint(parameter):
-    """[3]: the sum of its values, the lowest and the highest, in fp64."""
+    """Return [3]: the sum of the values, the lowest and the highest, in fp64."""
     values = parameter.detach().double()
     if not values.numel():
         return values.new_zeros(3)

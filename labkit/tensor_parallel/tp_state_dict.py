@@ -1,11 +1,11 @@
-"""Parameters of which each rank holds a slice along one dim, and state dicts of the whole.
+"""Parameters sharded along one dim, and state dicts with full parameters.
 
     rank 0   weight [2, 6]  --- all_gather ---\\
                                                 weight [3, 6] on every rank  --- own slice ---> ...
     rank 1   weight [2, 6]  --- all_gather ---/
-             its second row is padding: zero, and never in the whole
+             its second row is padding: zero, and not part of the full weight
 
-Sent per rank: (n-1)/n x bytes of the split parameters for full_state_dict; nothing to load one.
+Sent per rank: (n-1)/n x bytes of the sharded parameters for full_state_dict; nothing to load one.
 """
 
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ from labkit.zero.flat_shards import mark_shard
 
 
 class Cut(NamedTuple):
-    """How a parameter is cut: dim along which it is, over which Axis, length of the whole there."""
+    """How a parameter is sharded: along which dim, over which Axis, and its full length there."""
 
     dim: int
     axis: Axis
@@ -27,29 +27,29 @@ class Cut(NamedTuple):
 
     @property
     def size(self):
-        """The length of every rank's slice along dim, with padding."""
+        """The length of every rank's slice along dim, including padding."""
         return -(-self.length // self.axis.size)
 
     def narrowed(self, whole):
-        """A view of this rank's slice of the whole, without padding."""
+        """Return a view of this rank's slice of a full tensor, without padding."""
         start = min(self.axis.rank * self.size, self.length)
         return whole.narrow(self.dim, start, min(self.size, self.length - start))
 
     def part(self, whole, name="a parameter"):
-        """This rank's slice of the whole, with zeros behind its end.
+        """Return this rank's slice of a full tensor, padded with zeros.
 
-        Raises RuntimeError where the whole is not as long as it was when it was cut.
+        Raises RuntimeError if the full tensor has another shape than expected.
         """
         shape = list(whole.shape)
         expected = [*shape[: self.dim], self.length, *shape[self.dim + 1 :]]
         if shape != expected:
-            raise RuntimeError(f"{name!r} is {shape} and should be {expected}")
+            raise RuntimeError(f"{name!r} has shape {shape}, expected {expected}")
         own = self.narrowed(whole)
         missing = self.size - own.shape[self.dim]
         return F.pad(own, [0, 0] * (whole.dim() - 1 - self.dim) + [0, missing]) if missing else own
 
     def surrounded(self, part):
-        """A tensor of the whole's shape with this rank's slice in its place and NaN elsewhere."""
+        """Return a tensor of the full shape with this rank's slice in its place, NaN elsewhere."""
         shape = [*part.shape[: self.dim], self.length, *part.shape[self.dim + 1 :]]
         whole = part.new_full(shape, torch.nan)
         own = self.narrowed(whole)
@@ -57,11 +57,11 @@ class Cut(NamedTuple):
         return whole
 
     def is_part(self, parameter):
-        """Whether a parameter is a rank's slice: neither the whole nor FSDP's piece of a slice."""
+        """Return whether a parameter is a rank's slice: not full, and not FSDP's shard of it."""
         return not hasattr(parameter, "is_piece") and parameter.shape[self.dim] == self.size
 
     def whole(self, part):
-        """The whole, of the slices of all ranks. Collective."""
+        """Return the full tensor, from the slices of all ranks. Collective."""
         every = gathered(part, self.dim, self.axis)
         if every.shape[self.dim] == self.length:
             return every
@@ -69,7 +69,7 @@ class Cut(NamedTuple):
 
 
 def cuts_of(module):
-    """{parameter: Cut} of a module, whatever is around it."""
+    """Return {parameter: Cut} of the sharded parameters of a module."""
     return {
         part._parameters[name]: Cut(dim, part.axis, getattr(part, part.shared))
         for part in module.modules()
@@ -79,14 +79,14 @@ def cuts_of(module):
 
 
 def named_cuts(module):
-    """(name, Cut) of the parameters that are cut, by every name of theirs."""
+    """Return (name, Cut) of the sharded parameters, once for every name that they have."""
     cuts = cuts_of(module)
     named = module.named_parameters(remove_duplicate=False)
     return ((name, cuts[p]) for name, p in named if p in cuts)
 
 
 def take_part(parameter, cut):
-    """The parameter becomes this rank's slice, in place: ties, optimizers and names stay."""
+    """Replace a parameter by this rank's slice, in place: ties, optimizers and names remain."""
     own = cut.part(parameter.data)
     parameter.data = own.clone(memory_format=torch.contiguous_format)
     mark_shard(parameter)
@@ -94,11 +94,11 @@ def take_part(parameter, cut):
 
 @contextmanager
 def whole_parameters(module):
-    """Give the split parameters of a module the shape of the whole inside, for initialisers.
+    """Give the sharded parameters of a module their full shape inside, for initialisers.
 
-    An initialiser then sees the sizes of one process and draws its numbers, and each rank keeps its
-    slice. Values of other ranks are NaN until something is drawn. Sends nothing: all ranks must be
-    in one random state, as parallelize_module leaves them.
+    An initialiser then sees the sizes of one process and draws its numbers; each rank keeps its
+    slice. Values of other ranks are NaN until they are drawn. Sends nothing. All ranks must have
+    the same random state, as after parallelize_module.
     """
     cuts = cuts_of(module)
     held = {p: p.data for p, cut in cuts.items() if cut.is_part(p)}
@@ -108,16 +108,16 @@ def whole_parameters(module):
     try:
         yield
     finally:
-        # without any held, they were whole before, and whoever made them so takes them back
+        # if nothing was held, an outer whole_parameters made them full, and will put them back
         for p, cut in cuts_of(module).items() if held else ():
             if p in held:
                 put_back(p, held[p], cut)
-            elif p not in cuts:  # a new parameter in the place of one
+            elif p not in cuts:  # a new parameter replaced an old one
                 take_part(p, cut)
 
 
 def put_back(parameter, slice_, cut):
-    """The slice of a whole goes to where it was: it may be a view of a larger buffer."""
+    """Copy the slice back to where it was, which may be a view of a larger buffer."""
     own = cut.part(parameter.data)
     if (own.dtype, own.device) == (slice_.dtype, slice_.device):
         parameter.data = slice_.copy_(own)
@@ -126,8 +126,9 @@ def put_back(parameter, slice_, cut):
 
 
 def full_state_dict(module):
-    """module.state_dict() as if it had never been split, on every rank. Collective."""
-    cuts, wholes = cuts_of(module), {}
+    """Return module.state_dict() with full parameters, on every rank. Collective."""
+    cuts = cuts_of(module)
+    wholes = {}
     state = module.state_dict()
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if parameter in cuts:
@@ -138,11 +139,12 @@ def full_state_dict(module):
 
 
 def load_full_state_dict(module, state_dict, strict=True):
-    """Take this rank's slice of each value of the whole; every rank must be given all.
+    """Load this rank's slice of each full value; every rank must be given all values.
 
     Returns what module.load_state_dict returns, and raises RuntimeError as it does.
     """
-    cuts, given = cuts_of(module), dict(state_dict)
+    cuts = cuts_of(module)
+    given = dict(state_dict)
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if parameter in cuts and name in given:
             given[name] = cuts[parameter].part(given[name], name)

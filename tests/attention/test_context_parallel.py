@@ -298,14 +298,14 @@ def wrong(rank, world_size, case):
 @pytest.mark.parametrize(
     ("case", "words"),
     [
-        ("length", "5 tokens have no 4 equal chunks: two for each of 2 ranks"),
-        ("heads", "2 ranks cannot share 3 heads: 3 is no multiple of 2"),
-        ("odd", "this rank has 3 tokens: of two chunks, so an even number"),
-        ("window", "SDPA takes no window and no key_mask: pass attend=flash_attention"),
-        ("mask", "key_mask has the shape [1, 8], not [1, 4]"),
+        ("length", "length=5 must be divisible by 4: two chunks for each of 2 ranks"),
+        ("heads", "3 heads must be divisible by 2 ranks"),
+        ("odd", "length=3 of a rank must be even, as it has two chunks"),
+        ("window", "SDPA supports no window and no key_mask: pass attend=flash_attention"),
+        ("mask", "key_mask has shape [1, 8], expected [1, 4]"),
         (
             "shape",
-            "a ring takes tensors of one length and width, not [1, 3, 4, 2], [1, 3, 2, 2], [1, 3, 4, 2]",
+            "query, key and value must have the same length and width: [1, 3, 4, 2], [1, 3, 2, 2], [1, 3, 4, 2]",
         ),
     ],
 )

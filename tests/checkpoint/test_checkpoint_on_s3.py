@@ -126,9 +126,9 @@ def test_a_training_goes_on_from_there(bucket, tmp_path):
     save = ("--checkpoint-dir", f"{bucket}/run", "--checkpoint-every", "2")
     (tmp_path / "stop").write_text("")
     first = trained_warm(tmp_path / "broken.jsonl", *save, "--stop-file", tmp_path / "stop")
-    assert "the same command goes on from there" in first
+    assert "run the same command to resume" in first
     again = trained(tmp_path / "broken.jsonl", *save, "--resume", "must")
-    assert "goes on after step 1" in again.stdout, again.stderr
+    assert "resumes after step 1" in again.stdout, again.stderr
     last = [steady(tmp_path / f"{name}.jsonl")[-1] for name in ("whole", "broken")]
     assert last[0] == last[1] and last[0]["step"] == 4
     nowhere = trained(tmp_path / "no.jsonl", "--checkpoint-dir", "s3://no-such-bucket/run")

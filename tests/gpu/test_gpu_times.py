@@ -12,8 +12,8 @@ from labkit import comm
 from labkit.ddp import DDP
 from labkit.fsdp import FSDP
 from labkit.measure.clock import CudaClock
-from labkit.measure.overlap import overlap
 from labkit.measure.timeline import Timeline
+from labkit.measure.timeline_analysis import overlap
 from labkit.zero import ZeRO1, ZeRO2
 
 pytestmark = pytest.mark.gpu

@@ -11,8 +11,8 @@ from torch import nn
 from labkit import comm, comm_log
 from labkit.measure import time_to_loss
 from labkit.measure.clock import CudaClock, clock_of
-from labkit.measure.overlap import overlap
 from labkit.measure.timeline import Timeline
+from labkit.measure.timeline_analysis import overlap
 from labkit.run.experiment import Experiment
 from labkit.run.experiment_runner import Participant
 
@@ -137,7 +137,7 @@ def test_without_a_clock_of_the_device_nothing_is_told():
         metered(device, 50).wait()
         metered(device, 7, async_op=False)
     assert all(isnan(event.start) and isnan(event.end) and isnan(event.waited) for event in log)
-    with pytest.raises(ValueError, match=r"nobody has timed all_reduce: open comm.record\(clock=timeline.clock\)"):
+    with pytest.raises(ValueError, match=r"all_reduce has no times: use comm.record\(clock=timeline.clock\)"):
         Timeline().add_comm(log)
 
 

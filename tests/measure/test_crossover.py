@@ -66,9 +66,9 @@ def test_slow_links_do_not_decide_alone():
 @pytest.mark.parametrize(
     ("speeds", "times", "words"),
     [
-        ([100, 100], [10, 11], "two link speeds at least"),
-        ([], [], "two link speeds at least"),
-        ([100, 200], [10], "as many link speeds as step times"),
+        ([100, 100], [10, 11], "at least two link speeds"),
+        ([], [], "at least two link speeds"),
+        ([100, 200], [10], "link_mbit and step_ms must have equal lengths"),
         ([100, 0], [10, 11], "above 0"),
         ([100, 200], [10, -1], "above 0"),
         ([100, 200], [10, math.nan], "above 0"),

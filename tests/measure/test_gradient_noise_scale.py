@@ -60,7 +60,7 @@ def test_without_signal_no_finite_scale():
 
 @pytest.mark.parametrize(("small", "big"), [(8, 8), (8, 4), (0, 4)])
 def test_one_size_of_batch_says_nothing(small, big):
-    with pytest.raises(ValueError, match="two sizes"):
+    with pytest.raises(ValueError, match=r"small_batch=. must be above 0 and below big_batch"):
         signal_and_noise(1.0, 1.0, small, big)
 
 

@@ -265,7 +265,7 @@ def test_a_sink_that_raises_costs_its_rows_and_one_line(capfd):
     assert monitor.dropped == {broken: 50, kept: 0}
     told = capfd.readouterr().err.splitlines()
     assert [line.partition("metrics to ")[0] for line in told] == ["labkit: rank 2: "] * 3
-    assert "failed: OSError: the disk is full; rows are dropped, training goes on" in told[0]
+    assert "failed: OSError: the disk is full; rows are dropped, training continues" in told[0]
     assert "could not be closed: OSError: the disk is still full" in told[1] and "did not get 50 rows" in told[2]
 
 
@@ -286,7 +286,7 @@ def test_a_sink_that_hangs_holds_up_neither_the_steps_nor_the_others(capfd, monk
     assert time.monotonic() - begin < 30 and kept.closed
     assert monitor.dropped == {hanging: 50, kept: 0}
     told = capfd.readouterr().err.splitlines()
-    assert len(told) == 2 and told[0].endswith("is too slow; rows are dropped, training goes on")
+    assert len(told) == 2 and told[0].endswith("is too slow; rows are dropped, training continues")
     assert told[1].endswith("did not get 50 rows")
     hanging.free.set()
 
@@ -366,7 +366,7 @@ def test_text_and_tensors_in_a_row_reach_whoever_can_take_them(tmp_path, capfd):
 def test_what_no_sink_can_take_is_named(tmp_path, capfd):
     with Monitor(Timeline(0), [JsonLines(tmp_path)]) as monitor:
         take(monitor, 1, losses=torch.ones(2))
-    assert "ValueError: row['losses'] is of type Tensor: a row takes numbers" in capfd.readouterr().err
+    assert "ValueError: row['losses'] is of type Tensor: use numbers" in capfd.readouterr().err
 
 
 def test_wandb_is_used_where_it_is_installed_and_offline(tmp_path, monkeypatch):
@@ -396,10 +396,10 @@ def test_what_cannot_be_opened_is_one_line(tmp_path, monkeypatch, capsys):
         monkeypatch.setenv(name, str(value))
     expected = {
         "jsonlines:runs": f"choose from {KNOWN}",
-        "tensorboard": "say where, as in tensorboard:FOLDER",
+        "tensorboard": "add a folder, as in tensorboard:FOLDER",
         f"jsonl:{tmp_path}/file/in": "Not a directory",
-        f"prometheus:127.0.0.1:{port}": f"port {port} is in use: name another, or none (prometheus:127.0.0.1)",
-        "prometheus:9100": "9100 is no host: prometheus:127.0.0.1:9100",
+        f"prometheus:127.0.0.1:{port}": f"port {port} is in use: use another, or prometheus:127.0.0.1",
+        "prometheus:9100": "9100 is not a host: use prometheus:127.0.0.1:9100",
         "prometheus:127.0.0.1:http": "Port could not be cast",
         "prometheus:no.such.host.invalid": "[Errno",
         "wandb:runs": "wandb is not installed",

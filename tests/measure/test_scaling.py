@@ -35,8 +35,8 @@ def test_weak_is_the_same_step_and_strong_an_nth_of_it():
 @pytest.mark.parametrize(
     ("kind", "batch_size", "words"),
     [
-        ("weak", 16, "weak scaling from a batch of 16 to 4 ranks: all ranks together take 64, not 16"),
-        ("strong", 64, "strong scaling from a batch of 16 to 4 ranks: all ranks together take 16, not 64"),
+        ("weak", 16, "batch_size of 4 ranks must be 64 for weak scaling from 16, not 16"),
+        ("strong", 64, "batch_size of 4 ranks must be 16 for strong scaling from 16, not 64"),
     ],
 )
 def test_steps_of_another_batch_are_refused(kind, batch_size, words):
@@ -45,7 +45,7 @@ def test_steps_of_another_batch_are_refused(kind, batch_size, words):
 
 
 def test_rounds_that_do_not_pair_are_refused():
-    with pytest.raises(ValueError, match="pairs needed"):
+    with pytest.raises(ValueError, match="must be pairs"):
         scaling.efficiency(ALONE, rows(4, 64, [100.0] * 2), "weak")
 
 
@@ -84,7 +84,7 @@ def test_a_fit_finds_what_exact_steps_were_made_of(n, cores):
 
 @pytest.mark.parametrize("measured", [[(1000, 3.0)], [(1000, 3.0), (1000, 4.0)], []])
 def test_one_size_cannot_tell_messages_from_bytes(measured):
-    with pytest.raises(ValueError, match="all-reduces of two sizes are needed"):
+    with pytest.raises(ValueError, match="all-reduces of at least two sizes are needed"):
         scaling.fit(2, measured)
 
 
@@ -151,7 +151,7 @@ def test_efficiencies_of_real_ranks(tmp_path):
         assert 0 < found.low <= found.median <= found.high and found.n == 3
         # The sleep of a rank cannot be shorter than it is: no efficiency above what the single process loses itself.
         assert found.median < 1.5
-    with pytest.raises(ValueError, match="weak scaling from a batch of 8 to 2 ranks"):
+    with pytest.raises(ValueError, match="batch_size of 2 ranks must be 16 for weak scaling from 8"):
         scaling.efficiency(alone, measured[measured["strategy"] == "ddp_bucketed"], "weak")
 
 

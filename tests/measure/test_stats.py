@@ -123,7 +123,7 @@ def test_the_p_value_is_the_share_of_all_splits_that_are_as_uneven(only):
 
 @pytest.mark.parametrize(("first", "second"), [([], []), ([1], [1, 0])])
 def test_the_same_samples_are_needed(first, second):
-    with pytest.raises(ValueError, match="the same samples"):
+    with pytest.raises(ValueError, match="need the same samples"):
         paired_accuracy(first, second)
 
 

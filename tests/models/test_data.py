@@ -76,7 +76,7 @@ def test_text_windows_cover_every_byte_once():
     assert torch.equal(torch.cat([target for _, target in text]), torch.arange(1, 101))
     with pytest.raises(IndexError):
         text[10]
-    with pytest.raises(ValueError, match="10 bytes of text do not fill one window of 10"):
+    with pytest.raises(ValueError, match="10 bytes of text must be more than one window of 10"):
         Text(corpus[:10], 10, "")
 
 
@@ -127,10 +127,10 @@ def test_auto_fits_the_model(name):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("auto", "bert"), "unknown model 'bert': known are 'mlp', 'resnet', 'gpt'"),
-        (("imagenet", "mlp"), "unknown data 'imagenet': known are 'digits', 'stdlib_text', 'cifar10'"),
-        (("digits", "gpt"), "unknown data for the model 'gpt': 'digits': known are 'stdlib_text'"),
-        (("auto", "mlp", "validation"), "unknown split 'validation': known are 'train', 'test'"),
+        (("auto", "bert"), "unknown model 'bert': choose from 'mlp', 'resnet', 'gpt'"),
+        (("imagenet", "mlp"), "unknown data 'imagenet': choose from 'digits', 'stdlib_text', 'cifar10'"),
+        (("digits", "gpt"), "unknown data for the model 'gpt': 'digits': choose from 'stdlib_text'"),
+        (("auto", "mlp", "validation"), "unknown split 'validation': choose from 'train', 'test'"),
         (("auto", "gpt", "validation"), "unknown split 'validation'"),
         (("cifar10", "resnet", "validation"), "unknown split 'validation'"),
     ],
@@ -138,7 +138,7 @@ def test_auto_fits_the_model(name):
 def test_unknown_names(arguments, message):
     with pytest.raises(ValueError, match=message):
         data.load(*arguments)
-    with pytest.raises(ValueError, match="unknown image 'square': known are 'flat', 'image', 'rgb'"):
+    with pytest.raises(ValueError, match="unknown image 'square': choose from 'flat', 'image', 'rgb'"):
         data.digits("square")
 
 
@@ -162,7 +162,7 @@ def test_a_loader_s_batch_is_its_items():
 
 
 def test_images_and_labels_must_match():
-    with pytest.raises(ValueError, match="3 images and 2 labels"):
+    with pytest.raises(ValueError, match="3 images but 2 labels"):
         Images(torch.zeros(3, 4, dtype=torch.uint8), torch.zeros(2), "")
 
 
@@ -292,7 +292,7 @@ def test_an_interrupted_download_leaves_nothing(monkeypatch, tmp_path):
 
 def test_a_download_of_something_else_is_not_kept(tiny, monkeypatch, tmp_path):
     monkeypatch.setattr(cifar, "MD5", "0" * 32)
-    with pytest.raises(CorruptArchive, match=r"what file:.* sent is damaged .* MD5 0{32}. It was not kept"):
+    with pytest.raises(CorruptArchive, match=r"the content of file:.* is damaged .* MD5 0{32}. It was not kept"):
         cifar10(tmp_path / "root", download=True)
     assert left_in(tmp_path / "root") == []
 

@@ -108,7 +108,7 @@ def test_which_parts_match(sleeps):
         emulate(models.build("gpt"), unit, 1)(inputs)
         assert len(sleeps) == count  # of nested matches the outer one
     with pytest.raises(
-        ValueError, match=r"no part of the model matches unit .*Block.*; it consists of Linear, MLP, ReLU"
+        ValueError, match=r"no part of the model matches unit .*Block.*: it consists of Linear, MLP, ReLU"
     ):
         emulate(models.build("mlp"), Block, 1)
     with pytest.raises(ValueError, match="backward_ms=-1"):

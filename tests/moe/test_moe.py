@@ -206,7 +206,7 @@ def not_a_number(rank, world_size, axes):
 @pytest.mark.parametrize("axes", [{"ep": 2}, {"dp": 2, "ep": 2}, {"ep": 2, "dp": 2}])
 def test_a_score_that_is_no_number_ends_the_step_on_all_ranks(ranks, axes):
     told = ranks(2 * len(axes), not_a_number, axes=axes)
-    assert told == ["the router's scores are no numbers on ranks [1]"] * len(told)
+    assert told == ["the router's scores are NaN or infinite on ranks [1]"] * len(told)
 
 
 def counted(rank, world_size):
@@ -241,8 +241,8 @@ def cannot_share(rank, world_size):
 
 
 def test_experts_that_the_ranks_do_not_divide(ranks):
-    assert ranks(3, cannot_share) == ["3 ranks cannot share 4 experts alike"] * 3
-    with pytest.raises(ValueError, match="a token cannot go to 5 of 4 experts"):
+    assert ranks(3, cannot_share) == ["experts=4 must be divisible by 3 ranks"] * 3
+    with pytest.raises(ValueError, match="top_k=5 must be between 1 and experts=4"):
         MoE(WIDTH, 4, top_k=5, expert=expert)
     with pytest.raises(ValueError, match="balance='none' must be 'loss', 'bias' or None"):
         MoE(WIDTH, 4, expert=expert, balance="none")

@@ -105,10 +105,10 @@ def test_groups_by_two_best():
     [
         (lambda: Routing("tanh"), "score='tanh' must be"),
         (lambda: Routing(n_group=2, topk_group=3), "topk_group=3 must be 1 to n_group=2"),
-        (lambda: make(routing=Routing(n_group=3)), "n_group=3 must divide the 8 experts"),
-        (lambda: make(routing=Routing(n_group=4)), "a token cannot go to 3 of 2 experts"),
-        (lambda: make(shared_expert_gate=True), "has nothing to gate: use shared=1 or more"),
-        (lambda: make()(torch.zeros(2, WIDTH, dtype=F64), torch.zeros(2)), "padding_mask is not bool of the tokens'"),
+        (lambda: make(routing=Routing(n_group=3)), "experts=8 must be divisible by n_group=3"),
+        (lambda: make(routing=Routing(n_group=4)), "top_k=3 must be between 1 and 2"),
+        (lambda: make(shared_expert_gate=True), "needs shared experts: use shared=1 or more"),
+        (lambda: make()(torch.zeros(2, WIDTH, dtype=F64), torch.zeros(2)), "padding_mask must be bool of the tokens'"),
     ],
 )
 def test_what_cannot_be_is_refused(make_wrong, words):
@@ -119,7 +119,7 @@ def test_what_cannot_be_is_refused(make_wrong, words):
 def masked_wrongly(rank, world_size):
     moe, x = make(dist.group.WORLD), torch.zeros(3, TOKENS, WIDTH, dtype=F64)
     mask = {0: None, 1: torch.zeros(TOKENS, dtype=torch.bool)}.get(rank, torch.zeros(3, TOKENS, dtype=torch.bool))
-    with pytest.raises(ValueError, match=r"padding_mask is not bool of the tokens' shape on ranks \[1\]"):
+    with pytest.raises(ValueError, match=r"padding_mask must be bool of the tokens' shape: ranks \[1\]"):
         moe(x, mask)
 
 

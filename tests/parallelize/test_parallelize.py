@@ -291,19 +291,27 @@ WITH_EXPERTS = {"model": {"network": experts}}
 REFUSED = {
     "no such axis": ({"dp": 2, "sp": 2}, {}, "the axes of a composed job are dp, cp, pp, ep, tp, not 'sp'"),
     "no experts": ({"dp": 2, "ep": 2}, {}, "ep=2: no part of this module has experts"),
-    "six experts": ({"ep": 4}, {"model": {"network": partial(experts, number=6)}}, "4 ranks cannot share 6 experts"),
+    "six experts": (
+        {"ep": 4},
+        {"model": {"network": partial(experts, number=6)}},
+        "4 ranks cannot share 6 experts",
+    ),
     "spread": ({"ep": 4}, {"model": {"network": spread_already}}, "these experts are spread already"),
     "ep and FSDP": ({"ep": 4}, WITH_EXPERTS | {"wrap": FSDP_BLOCKS}, "ep=4 with FSDP: experts are not sharded"),
     "ep and a function": ({"ep": 4}, WITH_EXPERTS | {"wrap": hidden_fsdp}, "FSDP leaves no"),
     "pp and experts": ({"pp": 4}, WITH_EXPERTS | PIPELINED, "pp and experts together"),
     "no plan": ({"dp": 2, "tp": 2}, {"plan": None}, "tp=2 needs a plan"),
-    "heads": ({"tp": 4}, {"model": {"heads": 2}}, "4 ranks cannot share heads=2"),
+    "heads": ({"tp": 4}, {"model": {"heads": 2}}, "heads=2 must be divisible by 4 ranks"),
     "blocks": ({"pp": 4}, PIPELINED | {"model": {"layers": 3}}, "4 stages cannot share 3 blocks alike"),
     "pp and cp": ({"pp": 2, "cp": 2}, PIPELINED, "pp and cp together"),
     "pp and FSDP": ({"pp": 2, "dp": 2}, PIPELINED | {"wrap": FSDP_BLOCKS}, "leave out `wrap`"),
     "no stage": ({"pp": 2, "dp": 2}, {}, "pp=2 needs `stage`"),
-    "a pattern": ({"tp": 4}, {"plan": {"block.*": ColwiseParallel()}}, "'block.*' in the plan meets no module"),
-    "micro-batches": ({"pp": 4}, PIPELINED | {"micro_batches": 2}, "wants a micro-batch a stage at least"),
+    "a pattern": (
+        {"tp": 4},
+        {"plan": {"block.*": ColwiseParallel()}},
+        "pattern 'block.*' of the plan matches no module",
+    ),
+    "micro-batches": ({"pp": 4}, PIPELINED | {"micro_batches": 2}, "must be at least 4, the number of stages"),
 }
 
 

@@ -424,17 +424,17 @@ WRONG = {
         lambda lists: [lists[0].sort(key=lambda a: a.micro_batch), lists[1].sort(key=lambda a: a.kind == "B")],
         "this schedule never ends: rank 0 at 0B0 waits for 1B0 of rank 1; rank 1 at 1F1 waits for 0F1 of rank 0",
     ),
-    "backward first": (lambda lists: swapped(lists, 1, 0, 1), "rank 1 does 1B0 before 1F0, which it needs"),
+    "backward first": (lambda lists: swapped(lists, 1, 0, 1), "rank 1 runs 1B0 before 1F0, which it needs"),
     "missing": (lambda lists: lists[0].pop(), "0B1 (stage, kind, micro-batch) is missing on rank 0"),
-    "twice": (lambda lists: lists[0].append(lists[0][0]), "0F0 (stage, kind, micro-batch) is there twice"),
+    "twice": (lambda lists: lists[0].append(lists[0][0]), "0F0 (stage, kind, micro-batch) occurs twice"),
     "two ranks": (lambda lists: lists[0].append(lists[1].pop()), "stage 1 is on rank 0 and on rank 1"),
-    "a gap": (lambda lists: lists.__setitem__(1, [a._replace(stage=2) for a in lists[1]]), "not [0, 2]"),
-    "ranks": (lambda lists: lists.append([]), "the schedule is for 3 ranks, and there are 2"),
-    "kind": (lambda lists: lists[0].append(Action("X", 0, 0)), "no action of 2 micro-batches: 0X0"),
-    "chains": (own_chain, "a micro-batch goes through 2 stages: 3 are no such chains"),
+    "a gap": (lambda lists: lists.__setitem__(1, [a._replace(stage=2) for a in lists[1]]), "gap: [0, 2]"),
+    "ranks": (lambda lists: lists.append([]), "the schedule is for 3 ranks but the group has 2"),
+    "kind": (lambda lists: lists[0].append(Action("X", 0, 0)), "invalid action for 2 micro-batches: 0X0"),
+    "chains": (own_chain, "3 stages cannot be divided into pipelines of 2"),
     "W first": (
         lambda lists: (lists[0].insert(2, Action("W", 0, 0)), lists[0].append(Action("W", 0, 1))),
-        "rank 0 does 0W0 before 0B0, which it needs",
+        "rank 0 runs 0W0 before 0B0, which it needs",
     ),
 }
 
@@ -455,20 +455,20 @@ def test_a_schedule_that_cannot_be_is_refused(case):
     [
         (
             lambda: one_f_one_b(4, 3),
-            "one_f_one_b wants a micro-batch a stage at least: 3 for 4 stages; gpipe does with fewer",
+            "one_f_one_b: micro_batches=3 must be at least 4, the number of stages; use more, or gpipe",
         ),
-        (lambda: zero_bubble(4, 8, 2), "zero_bubble has one stage a rank: 4 stages need 4 ranks, not 2"),
-        (lambda: interleaved(4, 7, 2), "interleaved: micro_batches=7 must be a multiple of the 2 ranks"),
-        (lambda: gpipe(5, 2, 2), "stages=5 must be a multiple of the 2 ranks"),
-        (lambda: v_shaped(3, 6), "v_shaped has two stages a rank: not 3 stages on 1 ranks"),
-        (lambda: v_shaped(4, 6, 4), "v_shaped has two stages a rank: not 4 stages on 4 ranks"),
+        (lambda: zero_bubble(4, 8, 2), "zero_bubble needs one stage a rank: 4 stages need 4 ranks, not 2"),
+        (lambda: interleaved(4, 7, 2), "interleaved: micro_batches=7 must be a multiple of 2 ranks"),
+        (lambda: gpipe(5, 2, 2), "stages=5 must be a multiple of 2 ranks"),
+        (lambda: v_shaped(3, 6), "v_shaped needs two stages a rank: not 3 stages on 1 ranks"),
+        (lambda: v_shaped(4, 6, 4), "v_shaped needs two stages a rank: not 4 stages on 4 ranks"),
         (
             lambda: dual_pipe(6, 12, 3),
-            "dual_pipe has a stage and the copy of another one on each of an even number of ranks: 6 stages, 3 ranks",
+            "dual_pipe needs an even number of ranks, each with a stage and a copy: not 6 stages on 3 ranks",
         ),
         (
             lambda: dual_pipe(8, 9),
-            "dual_pipe wants an even number of micro-batches and 8 at least, two a rank: not 9",
+            "dual_pipe: micro_batches=9 must be even and at least 8, two a rank",
         ),
     ],
 )
@@ -539,23 +539,23 @@ def both(words):
             * 2,
         ),
         ("no loss", both("stage 1 is the last: rank 1 needs a loss")),
-        ("batch", ["input: 10 samples cannot be cut into 4 equal micro-batches"] * 2),
-        ("one schedule", both("stages count from 0 without a gap: not []")),
+        ("batch", ["input: 10 samples must be divisible by 4 micro-batches"] * 2),
+        ("one schedule", both("stages must be numbered from 0 without a gap: []")),
         ("one function", both("'not there'")),
         ("one naming", both("'inner.0.first.weight'")),
         ("no dict", ["stages on rank 1 must be a dict: number -> module"] * 2),
         (
             "no lists",
             both(
-                "schedule must be a function such as one_f_one_b, or for each rank a list of "
-                "(kind, stage, micro_batch): not '1F1B'"
+                "schedule must be a function such as one_f_one_b, or a list of "
+                "(kind, stage, micro_batch) for each rank: not '1F1B'"
             ),
         ),
         (
             "extra state",
             both(
-                "stage 1: '_extra_state' is no parameter or buffer, and a pipeline keeps only those: "
-                "leave out get_extra_state"
+                "stage 1: '_extra_state' is not a parameter or buffer, and a pipeline supports only "
+                "those: remove get_extra_state"
             ),
         ),
     ],
@@ -599,8 +599,8 @@ def uneven(rank, world_size):
 def test_stages_whose_shapes_differ_between_micro_batches(ranks):
     said = ranks(2, uneven)[0]
     assert said == (
-        "0F1 (stage, kind, micro-batch) makes [1, 6] torch.float32, before it was [2, 6] torch.float32: "
-        "all micro-batches and steps must look alike"
+        "0F1 (stage, kind, micro-batch) made [1, 6] torch.float32 but before [2, 6] torch.float32: "
+        "all must have one shape and dtype"
     )
 
 
@@ -635,7 +635,7 @@ def around(rank, world_size, name):
     try:
         pipeline.load_state_dict({n: t[:1] for n, t in whole.state_dict().items()})
     except RuntimeError as error:
-        return max(apart), "should be" in str(error)
+        return max(apart), "expected" in str(error)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -745,12 +745,12 @@ def not_a_step(rank, world_size):
 def test_what_is_no_step(ranks):
     assert ranks(1, not_a_step) == [
         [
-            "input: a list of 3 for 2 micro-batches",
-            "input is a tuple: it must be one tensor to be cut along dim 0, or a list of 2 micro-batches",
-            "target is a dict: it must be one tensor to be cut along dim 0, or a list of 2 micro-batches",
-            "input is a number: it must be one tensor to be cut along dim 0, or a list of 2 micro-batches",
-            "a loss is one number: this has shape [2, 6]",
-            "step() goes backward, and gradients are off: evaluate() does not",
+            "input is a list of 3 for 2 micro-batches",
+            "input is a tuple: it must be a tensor to split along dim 0, or a list of 2 micro-batches",
+            "target is a dict: it must be a tensor to split along dim 0, or a list of 2 micro-batches",
+            "input is a number: it must be a tensor to split along dim 0, or a list of 2 micro-batches",
+            "the loss must be a scalar: it has shape [2, 6]",
+            "step() needs gradients, which are off: use evaluate()",
         ]
     ]
 
@@ -781,10 +781,10 @@ def refused(rank, world_size):
 def test_what_is_refused_is_one_clear_line(ranks):
     assert ranks(1, refused) == [
         [
-            "stage 0 made a tuple: it must make one tensor",
+            "stage 0 returned a tuple: it must return one tensor",
             "Pipeline.step() takes from 1 to 3 positional arguments but 4 were given",
             "Pipeline.step() got an unexpected keyword argument 'mask'",
-            "weights: 1 for 2 micro-batches",
+            "weights has 1 numbers for 2 micro-batches",
             "micro_batches=0 must be an integer of at least 1",
             "micro_batches=2.0 must be an integer of at least 1",
         ]

@@ -159,9 +159,9 @@ def test_after_a_fault_the_run_is_bit_for_bit_the_unbroken_one(tmp_path, name):
 
 
 WORDS = {
-    "raise": "rank 1 raised Injected: on purpose, in step 3",
+    "raise": "rank 1 raised Injected: injected fault in step 3",
     "kill": "rank 1 died of SIGKILL (signal 9)",
-    "stop": "rank 1 stood still, stopped by a signal (SIGSTOP)",
+    "stop": "rank 1 is frozen: stopped by a signal (SIGSTOP)",
 }
 
 
@@ -376,7 +376,7 @@ def test_a_fault_happens_at_its_step_its_rank_and_its_attempt():
     for attempt in range(3):
         with pytest.raises(Injected):
             inject([Fault("raise", 1, 5, attempt=None)], at(1, attempt), 5)
-    with pytest.raises(ValueError, match="no fault is called 'burn': raise, kill"):
+    with pytest.raises(ValueError, match="unknown fault 'burn': choose from raise, kill"):
         Fault("burn", 0, 1)
 
 

@@ -178,7 +178,7 @@ def test_the_folder_of_a_run_is_gone_before_another_is_made(monkeypatch):
 def test_a_log_that_grows_without_end_is_stopped_before_the_disk_is_full(monkeypatch):
     monkeypatch.setattr(launch_monitor, "LONGEST_LOG", 2**20)
     message = failure("while rank: print('x' * 10000)")
-    assert message.startswith("rank 1 has printed more than 1 MiB, and was stopped")
+    assert message.startswith("rank 1 printed more than 1 MiB and was stopped")
 
 
 def test_a_rank_reads_nothing_that_was_meant_for_the_agent():
@@ -368,7 +368,7 @@ def test_a_rank_that_is_stopped_on_its_way_out_finished_early():
     [
         ("import time; time.sleep(100)", "rank 1 hangs"),
         ("import time\n    while True: pass", "rank 1 hangs"),
-        ("import os; os.kill(os.getpid(), 19)", "rank 1 stood still, stopped by a signal (SIGSTOP)"),
+        ("import os; os.kill(os.getpid(), 19)", "rank 1 is frozen: stopped by a signal (SIGSTOP)"),
     ],
     ids=["asleep", "endless", "stopped"],
 )
@@ -382,7 +382,7 @@ def test_a_hanging_or_frozen_rank_is_named_within_the_limit(hang, told):
 @pytest.mark.slow
 def test_where_all_are_stopped_nobody_times_out_and_they_are_named():
     text = failure("import os; os.kill(os.getpid(), 19)", **HANGS)
-    assert text.startswith("rank 0, 1 stood still, stopped by a signal (SIGSTOP)")
+    assert text.startswith("rank 0, 1 is frozen: stopped by a signal (SIGSTOP)")
 
 
 @pytest.mark.slow
@@ -419,7 +419,7 @@ def test_what_a_stopped_rank_says_when_it_is_told_to_end_is_not_the_cause(tmp_pa
     error["traceback"] = "E: timed out"
     events = [[{"kind": "start", "pid": pid}, error] for pid in (1, 2)]
     cause, text = explain(read_ends(tmp_path, 2, events, {1: 1}, frozen=[1]))
-    assert cause.rank == 1 and text.startswith("rank 1 stood still") and "E: timed out" not in text
+    assert cause.rank == 1 and text.startswith("rank 1 is frozen") and "E: timed out" not in text
 
 
 @pytest.mark.parametrize("because", [-signal.SIGTERM, os.EX_TEMPFAIL, 0, None])
@@ -507,7 +507,7 @@ def test_a_rank_that_does_not_hear_the_stop_is_not_blamed_for_it():
 
 
 def test_a_wrong_parameter_name_is_told_with_the_right_ones():
-    assert "double() has no parameter 'valeu': it takes value" in failure(double, valeu=1)
+    assert "double() has no parameter 'valeu'; its parameters are value" in failure(double, valeu=1)
 
 
 @pytest.mark.parametrize(
@@ -548,7 +548,7 @@ def test_an_unrecordable_value_is_named():
 
 
 def test_a_reserved_field_is_named():
-    assert "record() notes the rank by itself" in failure("record(rank=rank)")
+    assert "record() adds the rank itself" in failure("record(rank=rank)")
 
 
 def test_an_interrupt_leaves_no_rank_and_the_next_launch_works(capfd):
@@ -592,7 +592,7 @@ def test_an_agent_that_cannot_end_its_job_is_killed_and_no_error_of_its_own_is_t
     monkeypatch.setattr("labkit.run.client.STOP_LIMIT", 0.0)
     client.stop()
     assert client.process.returncode == -signal.SIGKILL
-    assert "the job did not end within 0 s: killed with its agent" in capfd.readouterr().out
+    assert "the job did not end within 0 s: killed it and its agent" in capfd.readouterr().out
     assert launch("record(x=1)", quiet=True).records["x"].sum() == 2
     assert agent() is not client
 

@@ -82,7 +82,7 @@ def test_a_delay_is_there_or_its_lack_is_told(namespaces, capsys):
         "import time\nx = torch.ones(1)\ncomm.barrier()\nt = time.time()\ncomm.all_reduce(x)\nrecord(s=time.time() - t)"
     )
     run = launch(source, nodes=2, nproc=1, link_ms=50, timeout=60)
-    told = "this kernel has no netem: the links have no delay, 50 ms were asked for"
+    told = "this kernel has no netem: the links have no delay instead of 50 ms"
     if run.network["notes"]:
         assert run.network["notes"] == [told] and capsys.readouterr().out.count(told) == 1
     else:
@@ -229,7 +229,7 @@ def test_ranks_that_are_done_are_done_though_the_link_is_cut(namespaces):
 @pytest.mark.slow
 def test_a_killed_torchrun_is_named(namespaces):
     source = "import os, time\ncomm.barrier()\nif rank == 2:\n    os.kill(os.getppid(), 9)\ntime.sleep(30)"
-    assert str(failure(source)).startswith("torchrun of node 1 died of SIGKILL (signal 9), and its ranks went with it")
+    assert str(failure(source)).startswith("torchrun of node 1 died of SIGKILL (signal 9), and its ranks died with it")
 
 
 @pytest.mark.slow
@@ -307,7 +307,7 @@ def test_where_namespaces_are_refused_one_line_says_so_and_the_loopback_serves(n
         pytest.skip("no user namespaces here, in which to forbid network namespaces")
     told = answer(*prefix)
     assert "loopback [2.0, 2.0] 0" in told
-    line = "[launch] no network namespaces here (unshare: No space left on device): the nodes share the loopback"
+    line = "[launch] cannot make network namespaces (unshare: No space left on device): the nodes share the loopback"
     assert told.count(line) == 1
 
 
@@ -318,7 +318,10 @@ def test_a_missing_tool_is_named_with_what_to_install(monkeypatch, tmp_path, the
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(network_namespaces, "SYSTEM_FOLDERS", "")
     # What run_nodes asks first; a reason means the loopback, and is the line that is printed.
-    assert network_namespaces.refusal(Link()) == f"no program `{missing}` here (Debian, Ubuntu: apt install iproute2)"
+    assert (
+        network_namespaces.refusal(Link())
+        == f"cannot find the program `{missing}` (Debian, Ubuntu: apt install iproute2)"
+    )
 
 
 def test_ranks_without_nodes_cannot_touch_a_link():
@@ -330,10 +333,10 @@ def test_ranks_without_nodes_cannot_touch_a_link():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"nodes": 0}, "nodes=0: the number of nodes is a whole number"),
+        ({"nodes": 0}, "nodes=0: must be a whole number from 1 to 64"),
         ({"nodes": 2.0}, "nodes=2.0"),
         ({"nodes": 65}, "from 1 to 64"),
-        ({"link_mbit": 100}, "one node has no link to slow down"),
+        ({"link_mbit": 100}, "need a link between nodes"),
         ({"nodes": 2, "link_mbit": 0}, "link_mbit=0"),
         ({"nodes": 2, "link_ms": -1}, "link_ms=-1"),
         ({"nodes": 2, "link_mtu": 100}, "link_mtu=100"),
@@ -361,5 +364,5 @@ def test_experiments_are_compared_over_the_link(namespaces):
     P = first.loc["flat", "sent_bytes"] / 1.5
     assert 1.5 <= first.loc["flat", "node_sent_bytes"] / P < 1.5 * 1.08
     assert 1.0 <= first.loc["by node", "node_sent_bytes"] / P < 1.08
-    with pytest.raises(ValueError, match="equal parts for 2 ranks"):
+    with pytest.raises(ValueError, match="batch_size=3 must be a multiple of 2: 2 ranks"):
         compare([experiment.replace(batch_size=3)], nproc=1, nodes=2)

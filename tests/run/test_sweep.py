@@ -13,7 +13,7 @@ import pytest
 from labkit.run import LaunchError, sweep
 
 GRID = {"strategy": ["ddp_bucketed", "zero1"], "batch_size": [8, 16], "size": "tiny", "nproc": [1, 2]}
-REFUSED = "goes with ddp_naive, ddp_overlapped, ddp_bucketed, torch_ddp, not with fsdp"
+REFUSED = "needs one of the strategies ddp_naive, ddp_overlapped, ddp_bucketed, torch_ddp, not fsdp"
 FEW = {"rounds": 2, "steps_per_round": 1, "device": "cpu", "quiet": True}
 
 
@@ -60,7 +60,7 @@ def test_what_cannot_be_is_left_out_and_told(capsys, tmp_path, no_launch):
         sweep.sweep(grid, tmp_path, **FEW | {"quiet": False})
     told = capsys.readouterr().out
     assert "3 cells, 0 measured before, 1 launches to go" in told
-    assert "cannot be, 3 of them: batch_size=5 does not split" in told
+    assert "3 invalid cells: batch_size=5 must be a multiple" in told
 
 
 def test_a_list_of_grids_is_their_union_each_cell_once():
@@ -89,13 +89,13 @@ def test_cells_of_several_models_have_launches_and_a_first_of_their_own():
         ({}, "the grid is empty"),
         ([], "the grid is empty"),
         ([{"batch_size": [8]}, {}], "the grid is empty"),
-        ([{"batch_size": [8]}, {"stratgy": ["zero1"]}], "unknown in the grid: 'stratgy'"),
+        ([{"batch_size": [8]}, {"stratgy": ["zero1"]}], "unknown name in the grid: 'stratgy'"),
         ({"strategy": []}, "the grid is empty"),
-        ({"stratgy": ["zero1"]}, "unknown in the grid: 'stratgy'; known are model"),
-        ({"batch_size": [3, 5]}, "no cell of the grid can be; the first: batch_size=3 does not split"),
-        ({"link_mbit": [10]}, "one node has no link"),
-        ({"nproc": ["two"]}, "nproc='two': a whole number"),
-        ({"lr": ["fast"]}, "takes float"),
+        ({"stratgy": ["zero1"]}, "unknown name in the grid: 'stratgy'; valid names are model"),
+        ({"batch_size": [3, 5]}, "no cell of the grid is valid; the first error: batch_size=3 must be a multiple"),
+        ({"link_mbit": [10]}, "need a link between nodes"),
+        ({"nproc": ["two"]}, "nproc='two': must be a whole number"),
+        ({"lr": ["fast"]}, "must be of type float"),
     ],
 )
 def test_bad_grids_in_one_line(tmp_path, no_launch, grid, words):
@@ -207,13 +207,13 @@ def test_a_full_disk_leaves_no_half_file(tmp_path, monkeypatch):
 def test_two_sweeps_in_one_folder(tmp_path):
     with open(tmp_path / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(ValueError, match="another sweep writes into"):
+        with pytest.raises(ValueError, match="another sweep writes to"):
             sweep.sweep(GRID, tmp_path, **FEW)
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("", "not a sweep's file"), ("a,b\n1,2\n", "format 2"), ("format\n0\n", "format 2")],
+    [("", "not a file of a sweep"), ("a,b\n1,2\n", "format 2"), ("format\n0\n", "format 2")],
 )
 def test_files_of_others_are_named(tmp_path, no_launch, text, words):
     (tmp_path / "odd.csv").write_text(text)
@@ -230,7 +230,7 @@ def test_folders_merge_and_unlike_machines_are_not_compared(measured, tmp_path):
     assert len(sweep.results(tmp_path, mixed=True)) == 2 * len(rows)
     with pytest.raises(ValueError, match=r"measured with different cpu: .* and .*mixed=True"):
         sweep.results(tmp_path)
-    with pytest.raises(ValueError, match="holds no results"):
+    with pytest.raises(ValueError, match="has no results"):
         sweep.results(tmp_path / "empty")
 
 

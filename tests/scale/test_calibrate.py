@@ -89,8 +89,8 @@ def test_the_planner_can_be_asked_about_this_machine(rows):
 @pytest.mark.parametrize(
     ("sizes", "seconds", "said"),
     [
-        ((64,), (0.1,), "of two sizes are needed"),
-        ((64, 64), (0.1, 0.2), "of two sizes are needed"),
+        ((64,), (0.1,), "of at least two sizes are needed"),
+        ((64, 64), (0.1, 0.2), "of at least two sizes are needed"),
         ((64, 128), (0.1, float("nan")), "must be finite"),
         ((64, float("inf")), (0.1, 0.2), "must be finite"),
     ],
@@ -110,7 +110,7 @@ def test_neither_cost_is_below_nothing():
 def test_rows_that_tell_nothing_are_refused(rows):
     with pytest.raises(ValueError, match="no products were measured"):
         calibrate.machine(rows[rows["what"] != "product"])
-    with pytest.raises(ValueError, match="messages of two sizes are needed"):
+    with pytest.raises(ValueError, match="messages of at least two sizes are needed"):
         calibrate.link(rows[rows["what"] == "product"])
     assert calibrate.machine(rows[rows["what"] != "message"]).hop == 0.0
 

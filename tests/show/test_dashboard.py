@@ -219,7 +219,7 @@ def test_folders_that_hold_no_results_are_told_in_a_line_and_the_stored_sweep_is
     stored = ROOT / "notebooks" / "dashboard"
     (tmp_path / "half").mkdir()
     (tmp_path / "half" / "x.csv").write_text("cell,round\na")
-    for folder, words in (("none", "holds no results"), ("half", "not of this version's sweep")):
+    for folder, words in (("none", "has no results"), ("half", "not of this version's sweep")):
         rows, said = dashboard_words.rows_of(tmp_path / folder, stored)
         assert len(rows) and said.startswith("the sweep that ships with the course (") and words in said
     own = shutil.copytree(stored, tmp_path / "own")
@@ -395,13 +395,13 @@ def wait_for(good):
 
 def test_a_failure_is_a_line_beside_the_button():
     def fails(grids, bar):
-        raise ValueError("another sweep writes into runs\nmore")
+        raise ValueError("another sweep writes to runs\nmore")
 
     question = whatif.WhatIf(summary.summary(grid_rows().query("cell != 'd'")), "mlp", fails)
     question.fields["precision"].value, question.fields["accumulation"].value = "bf16", 2
     question.button.click()
     wait_for(lambda: not question.running())
-    assert question.message.value == "<b>ValueError</b>: another sweep writes into runs"
+    assert question.message.value == "<b>ValueError</b>: another sweep writes to runs"
     assert threading.active_count() < 50
 
 

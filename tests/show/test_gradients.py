@@ -114,7 +114,7 @@ def test_the_window_is_where_the_first_gradient_is_large(ranks):
 
 
 def test_several_buckets_are_refused(ranks):
-    assert all("must have one bucket" in words for words in ranks(2, several_buckets))
+    assert all("supports a model with one bucket" in words for words in ranks(2, several_buckets))
 
 
 def recorded(forms=(("topk", "ratio 0.1", True), ("topk", "ratio 0.1", False), ("onebit", "", True)), steps=3):

@@ -2,8 +2,8 @@
 
 import pytest
 
-from labkit.measure.bubble import bubble
 from labkit.measure.timeline import Timeline
+from labkit.measure.timeline_analysis import bubble
 from labkit.pipeline import pipeline
 from labkit.pipeline.pipeline_schedules import routes
 from labkit.pipeline.schedule_validation import play
@@ -69,7 +69,7 @@ def test_the_controls_play_and_the_button_runs():
     board.button.click()
     assert ran == [pipelining.State("zero_bubble", 4, 8)] and "11.1% measured" in board.image.value
     board.controls["micro_batches"].value = 2
-    assert "<p>one_f_one_b wants" in board.image.value or "zero_bubble wants" in board.image.value
+    assert "<p>one_f_one_b: micro_batches=" in board.image.value or "zero_bubble: micro" in board.image.value
     board.controls["micro_batches"].value = 4
     board.button.click()
     assert board.message.value == "<b>RuntimeError</b>: no ranks"

@@ -5,7 +5,7 @@ import pytest
 from pytest import approx
 
 from labkit.comm_log import Event, Pause
-from labkit.measure.waits import lanes
+from labkit.measure.timeline_analysis import lanes
 from labkit.scale.simulate import simulate
 from labkit.show import plots, publish
 

@@ -155,5 +155,5 @@ def wrong(rank, world_size, case):
 
 
 def test_what_cannot_be(ranks):
-    assert ranks(2, wrong, case="batch") == ["0 is a BatchNorm1d, and SequenceParallel takes norms and dropout"] * 2
-    assert ranks(2, wrong, case="length") == ["2 ranks cannot share a length of 5: dim 1 of [1, 5, 8]"] * 2
+    assert ranks(2, wrong, case="batch") == ["0 is a BatchNorm1d: SequenceParallel supports norms and dropout"] * 2
+    assert ranks(2, wrong, case="length") == ["dim 1 of [1, 5, 8] must be divisible by 2, the number of ranks"] * 2

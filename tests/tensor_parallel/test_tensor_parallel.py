@@ -387,7 +387,7 @@ def no_targets(rank, world_size):
     loss.backward()
     for settings, words in (
         ({"label_smoothing": 1.5}, "label_smoothing=1.5 must be between 0 and 1"),
-        ({"weight": torch.ones(7)}, r"weight has shape \[7\]: the vocabulary has 6 words"),
+        ({"weight": torch.ones(7)}, r"weight has shape \[7\]; it must be \[V\] with at most 6 entries"),
     ):
         with pytest.raises(ValueError, match=words):
             vocabulary_parallel_cross_entropy(logits, torch.zeros(2, dtype=torch.int64), **settings)
@@ -454,7 +454,7 @@ def moved_states(rank, world_size):
 
 
 def test_whole_states(ranks):
-    told = f"'head.weight' is [{VOCAB + 1}, {WIDTH}] and should be [{VOCAB}, {WIDTH}]"
+    told = f"'head.weight' has shape [{VOCAB + 1}, {WIDTH}], expected [{VOCAB}, {WIDTH}]"
     for n in (2, 3):
         assert ranks(n, moved_states) == [(0.0, True, True, VOCAB // n, told)] * n
 
@@ -553,28 +553,28 @@ def wrong(rank, world_size, case):
     [
         (
             "pattern",
-            "'blocks.*.attention.quary' in the plan meets no module of this GPT; near it are 'blocks.*.att",
+            "pattern 'blocks.*.attention.quary' of the plan matches no module of this GPT; similar names are 'blocks",
         ),
         (
             "no star",
-            "'blocks.0.attention.outputs' in the plan meets no module of this GPT; near it are 'blocks.0.att",
+            "pattern 'blocks.0.attention.outputs' of the plan matches no module of this GPT; similar names are 'blocks",
         ),
-        ("heads", "blocks.0.attention: 2 ranks cannot share heads=3"),
-        ("features", "blocks.0.network.0: 2 ranks cannot share out_features=7"),
-        ("logits", "head: 2 ranks cannot share out_features=25; logits they can: say output_layouts"),
+        ("heads", "blocks.0.attention: heads=3 must be divisible by 2 ranks"),
+        ("features", "blocks.0.network.0: out_features=7 must be divisible by 2 ranks"),
+        ("logits", "head: out_features=25 must be divisible by 2 ranks; for logits pass output_layouts"),
         (
             "tied",
-            "a tied parameter cannot be cut in two ways: 'token_embedding.weight' (along dim 0), 'head",
+            "a tied parameter cannot be sharded in two ways: 'token_embedding.weight' (along dim 0), 'head",
         ),
         (
             "two ways",
-            "a tied parameter cannot be cut in two ways: 'token_embedding.weight' (along dim 1), 'head",
+            "a tied parameter cannot be sharded in two ways: 'token_embedding.weight' (along dim 1), 'head",
         ),
-        ("kind", "norm is a LayerNorm: ColwiseParallel splits nn.Linear and nn.Embedding"),
-        ("list", "0 leaves shards, and nothing tells where they end: this ModuleList is never run"),
-        ("twice", "two patterns of the plan split 'blocks.1.network.0'"),
-        ("counts words", "token_embedding has scale_grad_by_freq: it cannot be split"),
-        ("foreign", "blocks.0.network.0: ColwiseParallel is no style of labkit.tensor_parallel"),
+        ("kind", "norm is a LayerNorm: ColwiseParallel supports nn.Linear and nn.Embedding"),
+        ("list", "0 leaves shards that no forward ends, because this ModuleList has no forward"),
+        ("twice", "two patterns of the plan match 'blocks.1.network.0'"),
+        ("counts words", "token_embedding has scale_grad_by_freq, which sharding does not support"),
+        ("foreign", "blocks.0.network.0: ColwiseParallel is not a style of labkit.tensor_parallel"),
     ],
 )
 def test_what_cannot_be(ranks, case, words):
@@ -671,13 +671,13 @@ def not_as_many(rank, world_size):
 
 
 def test_layouts_and_inputs_are_as_many(ranks):
-    hint = "1 input_layouts: say None for what stays as it is"
+    hint = "1 input_layouts: use None for a tensor that stays unchanged"
     assert ranks(2, not_as_many)[1] == [
-        "input_layouts are 2, and desired_input_layouts 1: one each is needed",
-        "input_kwarg_layouts name ['z'], and desired_input_kwarg_layouts ['y']: name the same",
-        f"Weighed: 2 inputs by position, and {hint}",
-        f"Weighed: 0 inputs by position, and {hint}",
-        "Weighed: no input ['z'] by keyword",
+        "input_layouts has 2 layouts but desired_input_layouts has 1: use as many",
+        "input_kwarg_layouts has ['z'] but desired_input_kwarg_layouts has ['y']: use the same names",
+        f"Weighed: 2 positional inputs but {hint}",
+        f"Weighed: 0 positional inputs but {hint}",
+        "Weighed: missing keyword input ['z']",
     ]
 
 
@@ -724,7 +724,7 @@ def too_few_key_heads(rank, world_size):
 
 
 def test_a_key_head_is_not_cut_in_two(ranks):
-    assert ranks(4, too_few_key_heads) == ["0.k: 4 ranks cannot share 2 heads of 2"] * 4
+    assert ranks(4, too_few_key_heads) == ["0.k: 2 heads of 2 must be divisible by 4 ranks"] * 4
     assert ranks(2, too_few_key_heads) == [None] * 2
 
 
@@ -780,9 +780,10 @@ def strange_words(rank, world_size, vocab):
 
 
 def test_words_that_are_not_there(ranks):
-    for vocab, target in ((VOCAB, f"not one of {VOCAB} words"), (VOCAB - 1, "padding, and no word")):
-        token = f"a token is not one of {vocab} words"
-        told = [token, f"a target is {target}", f"a target is not one of {VOCAB} words", token]
+    beyond = f"target out of range: the vocabulary has {VOCAB} entries"
+    for vocab, target in ((VOCAB, beyond), (VOCAB - 1, "target is a padding entry")):
+        token = f"token out of range: the vocabulary has {vocab} entries"
+        told = [token, target, beyond, token]
         assert ranks(2, strange_words, vocab=vocab) == [told] * 2
 
 
@@ -840,7 +841,7 @@ def second_derivative(rank, world_size):
 
 
 def test_there_is_no_second_derivative(ranks):
-    assert ranks(2, second_derivative) == ["a cross entropy over shards has no second derivative"] * 2
+    assert ranks(2, second_derivative) == ["vocabulary-parallel cross entropy has no second derivative"] * 2
 
 
 def on_a_device_mesh(rank, world_size):
@@ -968,4 +969,4 @@ def test_ranks_that_drew_the_same_slices_are_refused(ranks):
     for told in ranks(2, initialised_in_slices, seed=0):
         assert told.startswith("'0.weight' was initialised with the same values on every rank: call module.apply(")
     for told in ranks(2, initialised_in_slices, seed=1):
-        assert told.startswith("'2.bias' was initialised with other values on each rank")
+        assert told.startswith("'2.bias' was initialised with different values on each rank")

@@ -115,7 +115,7 @@ def test_stopped_and_killed_it_ends_where_the_unbroken_run_ends(tmp_path, fields
     out, error = process.communicate(timeout=120)
     assert process.returncode == 0, error
     stopped = lines(broken)
-    assert f"stopped after step {stopped[-1]['step']} (" in out and "goes on from there" in out
+    assert f"stopped after step {stopped[-1]['step']} (" in out and "run the same command to resume" in out
     assert len(stopped) < STEPS and "weights_sha256" not in stopped[-1]
     # Killed: nobody can say anything, and the ranks go with torchrun.
     process = start(2, *options)
@@ -125,7 +125,7 @@ def test_stopped_and_killed_it_ends_where_the_unbroken_run_ends(tmp_path, fields
     process.communicate()
     gone(ranks)
     code, out, error = run(2, *options, "--resume", "must")
-    assert code == 0 and "goes on after step" in out, error
+    assert code == 0 and "resumes after step" in out, error
     found = {line["step"]: line["loss"] for line in lines(broken)}
     assert found == {line["step"]: line["loss"] for line in expected}
     assert lines(broken)[-1]["weights_sha256"] == expected[-1]["weights_sha256"]
@@ -150,12 +150,12 @@ def test_a_run_goes_on_with_other_ranks_and_another_strategy(tmp_path):
         for name in {"loss", "evaluation"} & set(ours):
             assert ours[name] == pytest.approx(theirs[name], abs=1e-9)
     code, _, error = run(2, *options, "--model", "resnet", "--seed", "3", "--clip", "0.7")
-    assert code == 1 and "run: model was 'mlp', and is 'resnet' now; run: seed was 0, and is 3 now" in error
-    assert "run: clip was 0.5, and is 0.7 now" in error
+    assert code == 1 and "run: model was 'mlp', is now 'resnet'; run: seed was 0, is now 3" in error
+    assert "run: clip was 0.5, is now 0.7" in error
     code, _, error = run(2, *options, "--resume", "never")
     assert code == 1 and "has a checkpoint of step 12: choose another directory" in error
     code, _, error = run(2, *precise, "--checkpoint-dir", tmp_path / "new", "--resume", "must")
-    assert code == 1 and "has no checkpoint to go on from" in error
+    assert code == 1 and "has no checkpoint to resume from" in error
 
 
 @pytest.mark.slow
@@ -175,7 +175,7 @@ def test_a_run_goes_on_on_another_mesh(tmp_path):
     for nproc, *mesh in meshes:
         code, out, error = run(nproc, *options, *mesh)
         assert code == 0, error
-        assert ("goes on after step" in out) == (nproc != 4)
+        assert ("resumes after step" in out) == (nproc != 4)
     found = [line["loss"] for line in lines(broken)]
     assert found == pytest.approx([line["loss"] for line in lines(whole)], abs=1e-9) and len(found) == 4
 
@@ -202,19 +202,25 @@ def test_told_to_stop_again_and_again_it_leaves_with_0(tmp_path):
                 os.kill(pid, signal.SIGTERM)
         time.sleep(0.002)
     out, error = process.communicate(timeout=120)
-    assert process.returncode == 0 and "goes on from there" in out, error
+    assert process.returncode == 0 and "run the same command to resume" in out, error
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["--model", "none"], "Experiment(model='none'): choose from mlp, resnet, gpt"),
-        (["--batch-size", "7"], "batch_size=7 does not split into equal parts for 2 ranks"),
+        (["--batch-size", "7"], "batch_size=7 must be a multiple of 2: 2 ranks"),
         (["--config", "absent.yaml"], "No such file or directory: 'absent.yaml'"),
-        (["--strategy", "single"], "the strategy is single, and there are 2 ranks"),
-        (["--model", "gpt", "--tensor", "2", "--strategy", "zero1"], "Experiment(tp 2): goes with ddp_naive, "),
-        (["--model", "gpt", "--tensor", "4"], "so many ranks cannot share the 2 heads"),
-        (["--model", "gpt", "--context", "2", "--pipeline", "2", "--strategy", "ddp_naive"], "takes no context axis"),
+        (["--strategy", "single"], "strategy single needs --nproc 1, not 2 ranks"),
+        (
+            ["--model", "gpt", "--tensor", "2", "--strategy", "zero1"],
+            "Experiment(tp 2): needs one of the strategies ddp_naive, ",
+        ),
+        (["--model", "gpt", "--tensor", "4"], "the 2 heads of a GPT of size tiny must be divisible by tensor"),
+        (
+            ["--model", "gpt", "--context", "2", "--pipeline", "2", "--strategy", "ddp_naive"],
+            "supports no context axis",
+        ),
         (["--log", f"{__file__}/log.jsonl"], "File exists"),
     ],
 )
@@ -250,18 +256,18 @@ def command(*words, **options):
         (["--modle", "gpt"], "labkit.train: unrecognized arguments: --modle gpt; did you mean --model?"),
         (["--strategy", "fsdb"], "argument --strategy: invalid choice: 'fsdb' (choose from "),
         (["--model", "gtp"], "Experiment(model='gtp'): choose from mlp, resnet, gpt"),
-        (["--model", "mine:task", "--size", "small"], "a model of one's own has its own data and size"),
+        (["--model", "mine:task", "--size", "small"], "a custom model has its own data and size"),
         (["--best", "accuracy"], "argument --best: invalid choice: 'accuracy' (choose from "),
         (["--steps", "many"], "argument --steps: invalid int value: 'many'"),
-        (["--nproc", "0"], "argument --nproc: '0' is no whole number of at least 1"),
-        (["--nproc", "3"], "batch_size=64 does not split into equal parts for 3 ranks"),
-        (["--resume", "latest"], "argument --resume: 'latest' is neither auto, never, must nor a step"),
-        (["--override", "model=gpt"], "--override model=gpt: takes lr=, momentum=, weight_decay= or clip="),
+        (["--nproc", "0"], "argument --nproc: '0' must be a whole number of at least 1"),
+        (["--nproc", "3"], "batch_size=64 must be a multiple of 3: 3 ranks"),
+        (["--resume", "latest"], "argument --resume: 'latest' must be auto, never, must or a step"),
+        (["--override", "model=gpt"], "--override model=gpt: must be lr=, momentum=, weight_decay= or clip="),
         (["--config", "absent.yaml"], "No such file or directory: 'absent.yaml'"),
-        (["--lr", "-1"], "Experiment(lr=-1.0): at least 0, and finite"),
-        (["--auto-batch-size", "--batch-size", "8"], "--auto-batch-size and a batch size: name one of them"),
-        (["--auto-batch-size", "--strategy", "auto"], "cannot predict the strategy auto: name another"),
-        (["--auto-batch-size", "--tensor", "2", "--nproc", "3"], "3 ranks are no multiple of the 2 that"),
+        (["--lr", "-1"], "Experiment(lr=-1.0): must be at least 0 and finite"),
+        (["--auto-batch-size", "--batch-size", "8"], "--auto-batch-size cannot be combined with a batch size"),
+        (["--auto-batch-size", "--strategy", "auto"], "--auto-batch-size does not support strategy auto"),
+        (["--auto-batch-size", "--tensor", "2", "--nproc", "3"], "nproc=3 must be a multiple of 2"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -276,14 +282,14 @@ def test_what_cannot_be_is_one_line_and_starts_nothing(words, told):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--tensor", "4"], "so many ranks cannot share the 2 heads"),
-        (["--tensor", "2", "--nproc", "1"], "1 ranks are no multiple of the 2 that"),
+        (["--tensor", "4"], "the 2 heads of a GPT of size tiny must be divisible by tensor"),
+        (["--tensor", "2", "--nproc", "1"], "nproc=1 must be a multiple of 2"),
         (["--log-file", f"{__file__}/log.jsonl"], "File exists"),
         (["--checkpoint-dir", f"{__file__}/places"], "Not a directory"),
         (["--metrics", "prometheus:127.0.0.1:99999"], "--metrics prometheus:127.0.0.1:99999: "),
-        (["--resume", "7"], "--resume 7 needs --checkpoint-dir: where checkpoints are"),
-        (["--auto-batch-size", "--memory-mb", "0.1"], "not even a batch of 2 fits: a rank's step needs "),
-        (["--auto-batch-size", "--experts", "4"], "experts hold the tokens that values send them: name a batch"),
+        (["--resume", "7"], "--resume 7 needs --checkpoint-dir"),
+        (["--auto-batch-size", "--memory-mb", "0.1"], "a batch of 2 does not fit: a rank's step needs "),
+        (["--auto-batch-size", "--experts", "4"], "cannot predict the batch size with experts"),
     ],
     ids=lambda value: " ".join(value[:1]) if isinstance(value, list) else "",
 )
@@ -357,7 +363,7 @@ def test_a_model_of_ones_own_trains_as_in_one_process(tmp_path, strategy):
     [
         ("absent:task", "model absent:task: ModuleNotFoundError: No module named 'absent'"),
         ("mine:absent", "model mine:absent: AttributeError: module 'mine' has no attribute 'absent'"),
-        ("mine:nothing", "model mine:nothing: returns Sequential, not a labkit.models.Task"),
+        ("mine:nothing", "model mine:nothing: must return a labkit.models.Task, not Sequential"),
         ("mine:", "model mine:: AttributeError"),
     ],
 )
@@ -439,10 +445,10 @@ def test_stopped_it_leaves_with_85_and_the_same_line_goes_on(tmp_path):
     ranks = children(process)
     process.send_signal(signal.SIGTERM)
     out, error = process.communicate(timeout=120)
-    assert process.returncode == STOPPED and "goes on from there" in out, (out, error)
+    assert process.returncode == STOPPED and "run the same command to resume" in out, (out, error)
     gone(ranks)
     done = command(*line[3:])
-    assert done.returncode == 0 and "goes on after step" in done.stdout, done.stderr
+    assert done.returncode == 0 and "resumes after step" in done.stdout, done.stderr
     assert steady(broken) == steady(whole)
     assert steady(whole)[0].keys() == {"step", "loss", "gradient_norm"}
     timed = lines(whole)[5]
@@ -456,11 +462,13 @@ def test_the_largest_batch_that_fits_is_kept_where_the_run_goes_on_with_more_mem
     begun = command(*options, "--memory-mb", 3, "--stop-after", 0)
     assert begun.returncode == STOPPED and "from the beginning" in begun.stdout, begun.stderr
     ended = command(*options, "--memory-mb", 4)
-    assert ended.returncode == 0 and "goes on after step 1" in ended.stdout, ended.stderr
+    assert ended.returncode == 0 and "resumes after step 1" in ended.stdout, ended.stderr
     batch = re.search(r"batch (\d+) = ", begun.stdout)[0]
     assert int(batch.split()[1]) > 64 and batch in ended.stdout
     refused = command(*options, "--nproc", 3)
-    assert refused.returncode == WRONG and "goes on with the checkpoint's batch: batch_size=" in refused.stderr
+    assert (
+        refused.returncode == WRONG and "cannot resume with the checkpoint's batch size: batch_size=" in refused.stderr
+    )
 
 
 @pytest.mark.slow
@@ -472,10 +480,10 @@ def test_a_killed_rank_is_started_again_and_what_cannot_be_is_not(tmp_path):
     wait_for(log, 3, process)
     os.kill(children(process)[-1], signal.SIGKILL)
     out, error = process.communicate(timeout=120)
-    assert process.returncode == 0 and out.count("goes on after step") == 1, (out, error)
+    assert process.returncode == 0 and out.count("resumes after step") == 1, (out, error)
     assert "died of signal 9; 3 restarts left" in error
     done = command(*saved, "--model", "resnet", "--max-restarts", 3)
-    assert done.returncode == WRONG and done.stderr.count("model was 'mlp', and is 'resnet' now") == 1, done.stderr
+    assert done.returncode == WRONG and done.stderr.count("model was 'mlp', is now 'resnet'") == 1, done.stderr
     assert "restarts left" not in done.stderr
 
 
@@ -486,10 +494,10 @@ def test_a_run_goes_on_from_a_step_with_another_rate_on_purpose(tmp_path):
     code, _, error = run(2, *saved, "--steps", 4)
     assert code == 0, error
     code, out, error = run(2, *saved, "--steps", 4, "--resume", 2, "--override", "lr=0.5", "clip=2")
-    assert code == 0 and "goes on after step 2" in out, error
-    assert "--override: lr was 0.01, and is 0.5 now" in out and "--override: clip was 0.5, and is 2.0 now" in out
+    assert code == 0 and "resumes after step 2" in out, error
+    assert "--override: lr was 0.01, is now 0.5" in out and "--override: clip was 0.5, is now 2.0" in out
     code, out, error = run(2, *saved, "--steps", 4, "--resume", 77)
-    assert code == 1 and "has no whole checkpoint of step 77" in error
+    assert code == 1 and "has no complete checkpoint of step 77" in error
 
 
 def first_batch(rank, world_size, strategy):
@@ -640,7 +648,7 @@ def test_torchrun_starts_killed_and_stopped_ranks_again_and_nothing_is_lost(tmp_
         assert time.monotonic() - begin < PATIENCE + 25  # torchrun alone waits 35 s for a stopped rank, once it knows
         wait_for(log, steps + 3, process)  # one may have been under way
     out, error = process.communicate(timeout=120)
-    assert process.returncode == 0 and out.count("goes on after step") >= 2, (out, error)
+    assert process.returncode == 0 and out.count("resumes after step") >= 2, (out, error)
     assert f"noticed: rank 0 on node 0 has not been heard of for {PATIENCE} s: it holds the store" in error
     whole, broken = ({line["step"]: line for line in steady(path)} for path in (tmp_path / "whole.jsonl", log))
     assert broken == whole
