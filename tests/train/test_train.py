@@ -153,7 +153,7 @@ def test_a_run_goes_on_with_other_ranks_and_another_strategy(tmp_path):
     assert code == 1 and "run: model was 'mlp', is now 'resnet'; run: seed was 0, is now 3" in error
     assert "run: clip was 0.5, is now 0.7" in error
     code, _, error = run(2, *options, "--resume", "never")
-    assert code == 1 and "has a checkpoint of step 12: choose another directory" in error
+    assert code == 1 and "has a checkpoint of step 12: use another directory" in error
     code, _, error = run(2, *precise, "--checkpoint-dir", tmp_path / "new", "--resume", "must")
     assert code == 1 and "has no checkpoint to resume from" in error
 
