@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+TESTS = Path(__file__).resolve().parent
+SCRIPTS = TESTS.parent / "scripts"
 # Tests import helpers, other tests and scripts by their base names; so do the ranks that they start.
-sys.path += [str(folder) for folder in sorted(Path(__file__).parent.glob("[a-z]*/"))]
-from pool import Pool
-from repository import SCRIPTS
-
-sys.path.append(str(SCRIPTS))
+sys.path += [str(folder) for folder in (*sorted(TESTS.glob("[a-z]*/")), SCRIPTS)]
+pytest.register_assert_rewrite(*[path.stem for path in (TESTS / "helpers").glob("*.py")])
 # Tests hold values to 1e-12: the same thread count everywhere keeps the order of sums the same.
 torch.set_num_threads(1)
 # A shell starts background jobs with SIGINT ignored, and children inherit that: the tests press Ctrl-C for real.
@@ -31,6 +30,7 @@ def pools():
 @pytest.fixture
 def ranks(pools):
     """ranks(2, body, **arguments): run body(rank, world_size, **arguments) on warm ranks, results by rank."""
+    from pool import Pool
 
     def run(world_size, body, /, **arguments):
         pool = pools.get(world_size)

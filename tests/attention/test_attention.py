@@ -4,6 +4,8 @@ from functools import partial
 
 import pytest
 import torch
+from attention_oracle import allowed, masked_attention
+from tensors import gap, noise
 from torch.nn import functional as F
 
 from labkit.amp import amp
@@ -33,12 +35,8 @@ def inputs(T, S, H, G, width=4, batch=(2,), dtype=F64):
 
 def with_gradients(function, tensors):
     output = function(*tensors)
-    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=F64).to(output.dtype)
+    weights = noise(*output.shape, seed=1, dtype=F64).to(output.dtype)
     return [output.detach(), *torch.autograd.grad(output, tensors, weights)]
-
-
-def furthest(ours, theirs):
-    return max((one.double() - other.double()).abs().max().item() for one, other in zip(ours, theirs, strict=True))
 
 
 def torch_attention(is_causal=False, scale=None):
@@ -51,23 +49,7 @@ def torch_attention(is_causal=False, scale=None):
 def test_it_is_torchs_with_its_gradients(shape, is_causal, tile):
     tensors = inputs(*shape)
     ours = with_gradients(lambda *these: flash_attention(*these, is_causal=is_causal, tile=tile), tensors)
-    assert furthest(ours, with_gradients(torch_attention(is_causal), tensors)) < 1e-13
-
-
-def allowed(T, S, is_causal=False, window=None, key_mask=None):
-    """Which key each query sees: [T, S] or [B, 1, T, S]; the definition, pair by pair."""
-    seen = torch.ones(T, S, dtype=torch.bool)
-    for query in range(T):
-        for key in range(S):
-            if is_causal:
-                seen[query, key] = query - (window or T) < key <= query
-    return seen if key_mask is None else seen & key_mask[..., None, None, :]
-
-
-def masked_attention(*these, **options):
-    """PyTorch's, given what each query sees."""
-    seen = allowed(these[0].shape[-2], these[1].shape[-2], **options)
-    return F.scaled_dot_product_attention(*these, attn_mask=seen, enable_gqa=True)
+    assert gap(ours, with_gradients(torch_attention(is_causal), tensors)) < 1e-13
 
 
 @pytest.mark.parametrize("tile", [1, 3, TILE, 100])
@@ -76,7 +58,7 @@ def masked_attention(*these, **options):
 def test_a_window_is_a_mask(shape, window, tile):
     tensors, options = inputs(*shape), {"is_causal": True, "window": window}
     ours = with_gradients(lambda *these: flash_attention(*these, tile=tile, **options), tensors)
-    assert furthest(ours, with_gradients(partial(masked_attention, **options), tensors)) < 1e-13
+    assert gap(ours, with_gradients(partial(masked_attention, **options), tensors)) < 1e-13
 
 
 KEY_MASKS = {
@@ -97,7 +79,7 @@ def test_padding_is_a_mask_and_who_sees_no_key_gets_zeros(padding, seen, tile):
     sees_none = ~allowed(9, 9, **options).any(-1, keepdim=True)
     for row in (ours[0], ours[1]):  # output, and the query's gradient
         assert not (row * sees_none).any() and row.isfinite().all()
-    assert furthest(ours, theirs) < 1e-13
+    assert gap(ours, theirs) < 1e-13
 
 
 def test_padding_of_low_precision_and_without_a_batch():
@@ -108,7 +90,7 @@ def test_padding_of_low_precision_and_without_a_batch():
     seen = allowed(6, 6, **options)[0]
     exact = [one.detach().double().requires_grad_() for one in tensors]
     oracle = with_gradients(lambda *these: F.scaled_dot_product_attention(*these, attn_mask=seen), exact)
-    assert furthest(ours, oracle) < 32 * torch.finfo(torch.float16).eps
+    assert gap(ours, oracle) < 32 * torch.finfo(torch.float16).eps
 
 
 def test_a_mask_that_changes_after_forward():
@@ -116,7 +98,7 @@ def test_a_mask_that_changes_after_forward():
     expected = torch.autograd.grad(flash_attention(*tensors, key_mask=mask).sum(), tensors)
     output = flash_attention(*tensors, key_mask=mask)
     mask.fill_(True)
-    assert furthest(torch.autograd.grad(output.sum(), tensors), expected) == 0
+    assert gap(torch.autograd.grad(output.sum(), tensors), expected) == 0
 
 
 @pytest.mark.parametrize("options", [{"window": 3}, {"key_mask": torch.eye(8).bool()[:2]}], ids=["window", "mask"])
@@ -133,14 +115,14 @@ def test_dropout_under_a_mask_has_the_same_mask_in_backward(options):
 def test_with_a_scale_and_without_a_batch():
     tensors = inputs(6, 6, 2, 2, batch=())
     ours = with_gradients(lambda *these: flash_attention(*these, scale=0.3, tile=TILE), tensors)
-    assert furthest(ours, with_gradients(torch_attention(scale=0.3), tensors)) < 1e-13
+    assert gap(ours, with_gradients(torch_attention(scale=0.3), tensors)) < 1e-13
 
 
 @pytest.mark.parametrize("tile", [1, 3, 8, 100])
 def test_the_idea_is_attention_too(tile):
     tensors = inputs(8, 8, 2, 2)
     ours = with_gradients(lambda *these: tiled_attention(*these, tile), tensors)
-    assert furthest(ours, with_gradients(torch_attention(), tensors)) < 1e-13
+    assert gap(ours, with_gradients(torch_attention(), tensors)) < 1e-13
 
 
 def test_scores_that_exp_cannot_hold():
@@ -159,7 +141,7 @@ def test_low_precision_is_summed_up_in_fp32(dtype):
     exact = [one.detach().double().requires_grad_() for one in tensors]
     oracle = with_gradients(torch_attention(True), exact)
     assert [one.dtype for one in ours] == [dtype] * 4
-    assert furthest(ours, oracle) < 32 * torch.finfo(dtype).eps
+    assert gap(ours, oracle) < 32 * torch.finfo(dtype).eps
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -168,13 +150,13 @@ def test_large_scores_of_low_precision_are_not_rounded(dtype):
     ours = with_gradients(lambda *these: flash_attention(*these, tile=32), tensors)
     oracle = with_gradients(torch_attention(), [one.detach().double().requires_grad_() for one in tensors])
     for one, exact in zip(ours, oracle, strict=True):
-        assert furthest([one], [exact]) < 2 * torch.finfo(dtype).eps * exact.abs().max()
+        assert gap([one], [exact]) < 2 * torch.finfo(dtype).eps * exact.abs().max()
 
 
 def test_scores_beyond_fp16():
     query, key, value = (one.detach() for one in inputs(8, 8, 2, 2, width=64, dtype=torch.float16))
     exact = torch_attention()(*(one.double() for one in (query + 40, key + 40, value)))
-    assert furthest([flash_attention(query + 40, key + 40, value)], [exact]) < 2e-3
+    assert gap([flash_attention(query + 40, key + 40, value)], [exact]) < 2e-3
 
 
 @pytest.mark.parametrize("autocast", [torch.autocast, amp.autocast])
@@ -184,18 +166,18 @@ def test_autocast_decides_as_for_torchs(autocast):
     for tensors in mixed:
         with autocast("cpu", torch.bfloat16):
             ours, theirs = flash_attention(*tensors, tile=TILE), torch_attention()(*tensors)
-            assert ours.dtype == theirs.dtype and furthest([ours], [theirs]) < 0.02
+            assert ours.dtype == theirs.dtype and gap([ours], [theirs]) < 0.02
             ours.sum().backward()
     exact = torch_attention()(*(one.bfloat16().double() for one in (query, key, value)))
     with autocast("cpu", torch.bfloat16):
-        assert furthest([flash_attention(query, key, value)], [exact.bfloat16()]) == 0
+        assert gap([flash_attention(query, key, value)], [exact.bfloat16()]) == 0
 
 
 def test_a_first_tile_that_no_query_sees():
     tensors = [one.detach().abs() for one in inputs(4, 6, 2, 2)]
     tensors[1][..., :3, :] = -torch.inf
     for tile in (1, 2, 3, 100):
-        assert furthest([flash_attention(*tensors, tile=tile)], [torch_attention()(*tensors)]) < 1e-13
+        assert gap([flash_attention(*tensors, tile=tile)], [torch_attention()(*tensors)]) < 1e-13
 
 
 def test_without_keys_or_with_all_dropped_nothing_is_added():

@@ -5,7 +5,8 @@ from itertools import combinations
 
 import pytest
 import torch
-from test_attention import allowed, furthest, masked_attention
+from attention_oracle import allowed, masked_attention
+from tensors import gap
 from torch.nn import functional as F
 
 from labkit import comm, models
@@ -51,7 +52,7 @@ def trained(rank, world_size, form, length, heads, key_heads=None, **options):
     oracle = flash_attention if "dropout_p" in options else F.scaled_dot_product_attention
     output = oracle(*everything, **options, **({"enable_gqa": True} if key_heads else {}))
     theirs = [output.detach(), *torch.autograd.grad(output, everything, weights)]
-    return furthest(ours, [one[..., held, :] for one in theirs])
+    return gap(ours, [one[..., held, :] for one in theirs])
 
 
 PADDING = {"none": [16, 16], "right": [16, 9], "left": [-16, -3], "one has no token": [0, 5]}
@@ -79,7 +80,7 @@ def masked(rank, world_size, form, length, window, padding, is_causal=True):
     theirs = [output.detach(), *torch.autograd.grad(output, everything, weights)]
     sees_none = ~allowed(length, length, **options, key_mask=mask).any(-1, keepdim=True)
     empty = [one * sees_none[..., held, :] for one in ours[:2]]  # output, and the query's gradient
-    return furthest(ours, [one[..., held, :] for one in theirs]), any(one.any() for one in empty)
+    return gap(ours, [one[..., held, :] for one in theirs]), any(one.any() for one in empty)
 
 
 @pytest.mark.parametrize("padding", PADDING)
@@ -89,9 +90,10 @@ def test_windows_and_padding_are_masks_of_one_process(ranks, world_size, form, p
     given = {"form": form, "length": 8 * world_size, "padding": padding}
     for window in (None, 1, 3, 4, 9):
         found = ranks(world_size, masked, window=window, **given)
-        assert all(gap < 1e-13 and not other_than_zero for gap, other_than_zero in found)
+        assert all(apart < 1e-13 and not other_than_zero for apart, other_than_zero in found)
     found = ranks(world_size, masked, window=None, is_causal=False, **given)
-    assert all(gap < 1e-13 and not other_than_zero for gap, other_than_zero in found)
+    for rank, (apart, other_than_zero) in enumerate(found):
+        assert apart < 1e-13 and not other_than_zero, f"rank {rank}"
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -120,7 +122,8 @@ def in_low_precision(rank, world_size):
 
 
 def test_low_precision_is_rounded_once_at_the_end(ranks):
-    assert all(equal > 0.99 and same for equal, same in ranks(2, in_low_precision))
+    for rank, (equal, same) in enumerate(ranks(2, in_low_precision)):
+        assert equal > 0.99 and same, f"rank {rank}"
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -179,8 +182,8 @@ def sent(rank, world_size, form):
 def test_bytes_are_the_formulas(ranks):
     for n in (2, 3):
         for form, times in (("ring", 2 * ((n - 1) + (2 * n - 1))), ("all-to-all", 2 * 4 * (n - 1) / n)):
-            for found, size in ranks(n, sent, form=form):
-                assert found == times * size
+            for rank, (found, size) in enumerate(ranks(n, sent, form=form)):
+                assert found == times * size, f"rank {rank}, {n}"
 
 
 def sent_with(rank, world_size, form, options, masked):
@@ -266,7 +269,7 @@ def train_gpt(rank, world_size, form, steps=3, length=24):
             loss = models.loss("gpt")(model(tokens[:, of], of), tokens[:, of + 1])
             loss.backward()
             optimizer.step()
-    return furthest([p.detach() for p in mine.parameters()], [p.detach() for p in oracle.parameters()])
+    return gap([p.detach() for p in mine.parameters()], [p.detach() for p in oracle.parameters()])
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from tensors import mlp, noise
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -60,13 +61,8 @@ IDENTITY = [name for name in MAKE if MAKE[name]().feedback and name != "dgc"]
 WITH_FEEDBACK = [name for name in MAKE if MAKE[name]().feedback]
 
 
-def net():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 4))
-
-
 def batch(rank, step):
-    return torch.randn(8, 24, generator=torch.Generator().manual_seed(100 * step + rank))
+    return noise(8, 24, seed=100 * step + rank)
 
 
 def train(module, hook, rank, steps, wrap=DDP, group=None, **settings):
@@ -109,7 +105,7 @@ def alone(rank, world_size):
 
 def error_of_the_identity(rank, world_size, name):
     watch = Watch(MAKE[name]())
-    train(net(), watch, rank, range(STEPS), group=alone(rank, world_size))
+    train(mlp(24, 40, 40, 4), watch, rank, range(STEPS), group=alone(rank, world_size))
     gaps = [(sent + after - (gradient + before)) for gradient, before, sent, after in watch.steps]
     moved = sum(float(after.abs().sum()) for *_, after in watch.steps)
     return max(float(gap.abs().max()) for gap in gaps), moved
@@ -117,9 +113,9 @@ def error_of_the_identity(rank, world_size, name):
 
 @pytest.mark.parametrize("name", IDENTITY)
 def test_sent_and_residual_are_gradient_and_previous_residual(ranks, name):
-    for gap, moved in ranks(2, error_of_the_identity, name=name):
-        assert gap <= 1e-7  # gradient + residual itself is rounded to float32 (values below 1)
-        assert (moved < 1e-3) == (name in WHOLE)  # else the line above says nothing
+    for rank, (gap, moved) in enumerate(ranks(2, error_of_the_identity, name=name)):
+        assert gap <= 1e-7, f"rank {rank}"  # gradient + residual itself is rounded to float32 (values below 1)
+        assert (moved < 1e-3) == (name in WHOLE), f"rank {rank}"  # else the line above says nothing
 
 
 def gap_on_a_grid(rank, world_size, name):
@@ -142,7 +138,7 @@ def test_the_identity_is_exact_where_the_arithmetic_allows(ranks, name):
 
 
 def learn(rank, world_size, name, wrap, settings):
-    module, compressor = net(), MAKE[name]()
+    module, compressor = mlp(24, 40, 40, 4), MAKE[name]()
     if rank:
         for p in module.parameters():  # other weights: the wrapper must broadcast
             p.data.add_(rank)
@@ -170,7 +166,7 @@ def of_dtype(rank, world_size, name, dtype):
     asked = total = 0.0
     for step in range(2):
         bucket = Bucket([p])
-        bucket.buffer().copy_(torch.randn(2400, generator=torch.Generator().manual_seed(step)))
+        bucket.buffer().copy_(noise(2400, seed=step))
         asked = asked + bucket.buffer().double()
         sent = compressor.hook(group, bucket).wait()
         assert sent.dtype == dtype
@@ -224,7 +220,7 @@ def total_of_all_steps(rank, world_size, name, wrap, settings):
         asked.append((list(bucket.parameters()), bucket.buffer().double().clone()))
         return compressor.hook(group, bucket)
 
-    module, compressor = net(), MAKE[name]()
+    module, compressor = mlp(24, 40, 40, 4), MAKE[name]()
     seen = train(module, hook, rank, range(STEPS), wrap=wrap, **settings)
     total = {p: torch.zeros(p.numel(), dtype=torch.float64) for p in module.parameters()}
     for parameters, flat in asked:
@@ -255,7 +251,7 @@ def test_at_full_ratio_or_rank_it_is_plain_averaging(ranks, name):
 
 
 def against_plain(rank, world_size, name):
-    module = net()
+    module = mlp(24, 40, 40, 4)
     seen = train(module, MAKE[name]().hook if name else None, rank, range(STEPS))
     return None, seen
 
@@ -270,7 +266,7 @@ def as_in_a_file(state):
 
 
 def resumed(rank, world_size, name):
-    module, first = net(), MAKE[name]()
+    module, first = mlp(24, 40, 40, 4), MAKE[name]()
     train(module, first.hook, rank, range(3))
     saved = as_in_a_file(first.state_dict())
     again = MAKE[name]()
@@ -282,7 +278,7 @@ def resumed(rank, world_size, name):
 
 def straight_through(rank, world_size, name):
     """Six steps without a break, with the momentum of the optimizer dropped in the middle as `resumed` drops it."""
-    module, compressor = net(), MAKE[name]()
+    module, compressor = mlp(24, 40, 40, 4), MAKE[name]()
     wrapped = DDP(module)
     wrapped.register_comm_hook(None, compressor.hook)
     seen = []
@@ -312,7 +308,7 @@ def poisoned(rank, world_size, name, value, dtype):
     results, told, kept = [], [], None
     for step in range(3):
         bucket = Bucket([p])
-        gradient = torch.randn(2000, generator=torch.Generator().manual_seed(10 * step + rank))
+        gradient = noise(2000, seed=10 * step + rank)
         if (rank, step) == (1, 1):
             gradient[7] = value
             kept = compressor.residuals.of(bucket).clone()
@@ -334,10 +330,12 @@ def poisoned(rank, world_size, name, value, dtype):
 @pytest.mark.parametrize("name", MAKE)
 def test_a_bad_gradient_is_told_reaches_every_rank_and_leaves_no_trace(ranks, name, value, dtype):
     for rank, (finite, told, clean) in enumerate(ranks(2, poisoned, name=name, value=value, dtype=dtype)):
-        assert finite == [True, False, True]
-        assert clean
-        assert [len(lines) for lines in told] == [0, rank, 0]
-        assert all("inf or NaN in the gradients of bucket 0" in line for lines in told for line in lines)
+        assert finite == [True, False, True], f"rank {rank}"
+        assert clean, f"rank {rank}"
+        assert [len(lines) for lines in told] == [0, rank, 0], f"rank {rank}"
+        assert all("inf or NaN in the gradients of bucket 0" in line for lines in told for line in lines), (
+            f"rank {rank}"
+        )
 
 
 class Stumble(torch.autograd.Function):
@@ -352,7 +350,7 @@ class Stumble(torch.autograd.Function):
 
 def broken_off(rank, world_size, name):
     """A backward that ends in the middle on all ranks, when some buckets have left; then three steps as usual."""
-    module, compressor = net(), MAKE[name]()
+    module, compressor = mlp(24, 40, 40, 4), MAKE[name]()
     wrapped = DDP(module, bucket_cap_mb=0)
     wrapped.register_comm_hook(None, compressor.hook)
     handle = module[2].register_forward_hook(lambda part, inputs, output: Stumble.apply(output))
@@ -379,7 +377,7 @@ def scaled(rank, world_size, name):
         compressor = MAKE[name]()
         for step, factor in enumerate((1.0, scale)):
             bucket = Bucket([p])
-            bucket.buffer().copy_(factor * torch.randn(2000, generator=torch.Generator().manual_seed(step)))
+            bucket.buffer().copy_(factor * noise(2000, seed=step))
             if step:
                 compressor.scale_residuals(scale)
             sent = compressor.hook(None, bucket).wait()

@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
+from tensors import mlp, noise
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
@@ -16,13 +17,9 @@ from labkit.ddp import DDP
 from labkit.ddp.bucket import Bucket
 
 
-def noise(n, seed=0):
-    return torch.randn(n, generator=torch.Generator().manual_seed(seed))
-
-
 def filled(parameters, seed):
     bucket = Bucket(parameters)
-    bucket.buffer().copy_(noise(bucket.numel, seed))
+    bucket.buffer().copy_(noise(bucket.numel, seed=seed))
     return bucket
 
 
@@ -51,19 +48,14 @@ def test_bytes(ranks, name):
     assert ranks(2, messages, make=make, shapes=MATRICES) == [[("all_reduce", size) for size in sizes]] * 2
 
 
-def net():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 4))
-
-
 def half(rank, world_size, hook, wrap):
-    module = net()
+    module = mlp(24, 40, 40, 4)
     wrapped = wrap(module)
     wrapped.register_comm_hook(None, hook)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     for step in range(5):
         optimizer.zero_grad()
-        wrapped(noise(8 * 24, 10 * step + rank).view(8, 24)).square().mean().backward()
+        wrapped(noise(8, 24, seed=10 * step + rank)).square().mean().backward()
         optimizer.step()
     return torch.cat([p.detach().flatten() for p in module.parameters()])
 
@@ -77,8 +69,8 @@ def ours_and_theirs(rank, world_size):
 
 
 def test_fp16_is_pytorchs_fp16_to_the_bit_on_both_wrappers(ranks):
-    for told in ranks(2, ours_and_theirs):
-        assert all(torch.equal(told[0], other) for other in told[1:])
+    for rank, told in enumerate(ranks(2, ours_and_theirs)):
+        assert all(torch.equal(told[0], other) for other in told[1:]), f"rank {rank}"
 
 
 def too_large(rank, world_size):
@@ -144,11 +136,11 @@ def test_random_k_rounds_the_product_and_not_the_factor(ranks, dtype):
 
 def low_rank(rank, world_size):
     """Gradients whose mean has rank 2: two columns hold it, so nothing but rounding is lost."""
-    rows, cols = noise(60 * 2).view(60, 2), noise(2 * 80, 1 + rank).view(2, 80)
+    rows, cols = noise(60 * 2).view(60, 2), noise(2, 80, seed=1 + rank)
     bucket, compressor = Bucket([nn.Parameter(torch.zeros(60, 80))]), PowerSGD(2)
     bucket.buffer().copy_((rows @ cols).view(-1))
     average = compressor.hook(None, bucket).wait().clone()
-    mean = sum(noise(60 * 2).view(60, 2) @ noise(2 * 80, 1 + r).view(2, 80) for r in range(world_size)) / world_size
+    mean = sum(noise(60 * 2).view(60, 2) @ noise(2, 80, seed=1 + r) for r in range(world_size)) / world_size
     return float((average.view(60, 80) - mean).abs().max())
 
 
@@ -176,11 +168,11 @@ def test_a_warm_start_finds_the_best_approximation(ranks):
 def order(rank, world_size):
     """Messages of one step with a bucket for each parameter."""
     compressor = PowerSGD(2, min_saving=0)
-    wrapped = DDP(net(), bucket_cap_mb=0)
+    wrapped = DDP(mlp(24, 40, 40, 4), bucket_cap_mb=0)
     wrapped.register_comm_hook(None, compressor.hook)
     for _ in range(2):
         with comm.record() as log:
-            wrapped(noise(24 * 8, rank).view(8, 24)).square().mean().backward()
+            wrapped(noise(8, 24, seed=rank)).square().mean().backward()
     return [event.payload_bytes // 4 for event in log if event.op == "all_reduce"]
 
 

@@ -5,6 +5,7 @@ import time
 
 import pytest
 import torch
+from tensors import noise
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -44,7 +45,7 @@ def train(rank, wrap, name, module, pace=None, steps=STEPS):
     with comm.record() as log:
         for step in range(steps):
             module.zero_grad()
-            batch = torch.randn(8, 24, generator=torch.Generator().manual_seed(10 * step + rank))
+            batch = noise(8, 24, seed=10 * step + rank)
             wrapped(batch).square().mean().backward()
             with torch.no_grad():
                 for p in module.parameters():
@@ -75,6 +76,6 @@ def padded(rank, world_size, name, wrap):
 @pytest.mark.parametrize("wrap", [DDP, DistributedDataParallel])
 @pytest.mark.parametrize("name", COMPRESSORS)
 def test_a_last_bucket_without_elements_ends_the_step(ranks, name, wrap):
-    for weights, plain, steps in ranks(2, padded, name=name, wrap=wrap):
-        assert torch.equal(weights, plain)
-        assert steps == STEPS
+    for rank, (weights, plain, steps) in enumerate(ranks(2, padded, name=name, wrap=wrap)):
+        assert torch.equal(weights, plain), f"rank {rank}"
+        assert steps == STEPS, f"rank {rank}"

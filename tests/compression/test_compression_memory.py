@@ -57,11 +57,11 @@ def held(rank, world_size, make):
 
 @pytest.mark.parametrize("name", MAKE)
 def test_besides_state_and_messages_a_step_needs_a_tenth_of_the_gradient(ranks, name):
-    for _, step, messages in ranks(4, held, make=MAKE[name]):
-        assert step - messages <= 0.1
+    for rank, (_, step, messages) in enumerate(ranks(4, held, make=MAKE[name])):
+        assert step - messages <= 0.1, f"rank {rank}"
 
 
 @pytest.mark.parametrize("name", COMPRESSORS)
 def test_on_two_ranks_all_of_it_is_a_residual_and_a_tenth(ranks, name):
-    for state, step, _ in ranks(2, held, make=MAKE[name]):
-        assert state + step <= max(1, state) * 1.1
+    for rank, (state, step, _) in enumerate(ranks(2, held, make=MAKE[name])):
+        assert state + step <= max(1, state) * 1.1, f"rank {rank}"

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from tensors import mlp, noise
 from torch import nn
 
 from labkit.compression import COMPRESSORS, Cast, OneBit, OneBitAdam, RandomK, TopK, feedback
@@ -33,11 +34,6 @@ def saved(value, **settings):
     return torch.load(file, **settings)
 
 
-def net():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 4))
-
-
 def train(module, hook, optimizer, rank, steps):
     """hook=None: without DDP."""
     wrapped = module if hook is None else DDP(module)
@@ -45,7 +41,7 @@ def train(module, hook, optimizer, rank, steps):
         wrapped.register_comm_hook(None, hook)
     for step in steps:
         optimizer.zero_grad()
-        batch = torch.randn(8, 24, generator=torch.Generator().manual_seed(100 * step + rank))
+        batch = noise(8, 24, seed=100 * step + rank)
         wrapped(batch).square().mean().backward()
         optimizer.step()
     return torch.cat([p.detach().flatten() for p in module.parameters()])
@@ -56,7 +52,7 @@ def sgd(module):
 
 
 def compressor_goes_on(rank, world_size, name):
-    module, compressor = net(), MAKE[name]()
+    module, compressor = mlp(24, 40, 4), MAKE[name]()
     train(module, compressor.hook, sgd(module), rank, range(3))
     again = MAKE[name]()
     again.load_state_dict(saved(compressor.state_dict()))  # with weights_only, torch.load's default
@@ -73,9 +69,9 @@ def compressor_goes_on(rank, world_size, name):
 
 @pytest.mark.parametrize("name", MAKE)
 def test_a_saved_compressor_goes_on_to_the_bit(ranks, name):
-    for *ends, fresh, straight in ranks(2, compressor_goes_on, name=name):
-        assert all(torch.equal(end, straight) for end in ends)
-        assert torch.equal(fresh, straight) == (name in ("fp16", "bf16"))  # they keep nothing
+    for rank, (*ends, fresh, straight) in enumerate(ranks(2, compressor_goes_on, name=name)):
+        assert all(torch.equal(end, straight) for end in ends), f"rank {rank}"
+        assert torch.equal(fresh, straight) == (name in ("fp16", "bf16")), f"rank {rank}"  # they keep nothing
 
 
 def loaded_at_other_steps(rank, world_size):
@@ -121,7 +117,7 @@ MAKE_OPTIMIZER = {
 
 
 def optimizer_goes_on(rank, world_size, name):
-    module = net()
+    module = mlp(24, 40, 4)
     optimizer = MAKE_OPTIMIZER[name](module.parameters())
     train(module, hook_of(optimizer), optimizer, rank, range(4))
     ends = []
@@ -136,12 +132,12 @@ def optimizer_goes_on(rank, world_size, name):
 
 @pytest.mark.parametrize("name", MAKE_OPTIMIZER)
 def test_a_saved_optimizer_goes_on_to_the_bit_beside_its_model(ranks, name):
-    for *ends, straight in ranks(2, optimizer_goes_on, name=name):
-        assert all(torch.equal(end, straight) for end in ends)
+    for rank, (*ends, straight) in enumerate(ranks(2, optimizer_goes_on, name=name)):
+        assert all(torch.equal(end, straight) for end in ends), f"rank {rank}"
 
 
 def state_goes_on(rank, world_size, name):
-    module = net()
+    module = mlp(24, 40, 4)
     optimizer = MAKE_OPTIMIZER[name](module.parameters())
     train(module, hook_of(optimizer), optimizer, rank, range(4))
     twin = copy.deepcopy(module)
@@ -158,13 +154,13 @@ def state_goes_on(rank, world_size, name):
 
 @pytest.mark.parametrize("name", MAKE_OPTIMIZER)
 def test_a_saved_state_of_an_optimizer_goes_on_to_the_bit(ranks, name):
-    for straight, again in ranks(2, state_goes_on, name=name):
-        assert torch.equal(again, straight)
+    for rank, (straight, again) in enumerate(ranks(2, state_goes_on, name=name)):
+        assert torch.equal(again, straight), f"rank {rank}"
 
 
 def other_settings(rank, world_size):
     """What load_state_dict brings holds, not what the optimizer was constructed with."""
-    module = net()
+    module = mlp(24, 40, 4)
     one = OneBitAdam(module.parameters(), lr=0.01, betas=(0.8, 0.99), warmup=2)
     train(module, one.hook, one, rank, range(4))
     twin = copy.deepcopy(module)
@@ -174,12 +170,12 @@ def other_settings(rank, world_size):
 
 
 def test_one_bit_adam_takes_the_betas_it_has_loaded(ranks):
-    for one, two in ranks(2, other_settings):
-        assert torch.equal(one, two)
+    for rank, (one, two) in enumerate(ranks(2, other_settings)):
+        assert torch.equal(one, two), f"rank {rank}"
 
 
 def of_a_group(rank, world_size):
-    module = net()
+    module = mlp(24, 40, 4)
     optimizer = LocalSGD(sgd(module), process_group=dist.new_group())
     with pytest.raises(RuntimeError, match=r"process group.*state_dict"):
         saved(optimizer)

@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from tensors import flat, mlp, noise
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -18,18 +19,9 @@ SCALING = {"init_scale": 2.0**10, "growth_interval": 3}
 UNSCALED = {"init_scale": 1.0, "growth_interval": STEPS + 1, "min_scale": 1.0}
 
 
-def net():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(12, 30), nn.Tanh(), nn.Linear(30, 30), nn.Tanh(), nn.Linear(30, 4))
-
-
-def flat(module):
-    return torch.cat([p.detach().flatten() for p in module.parameters()])
-
-
 def train(rank, name, wrap, scaling, bad=True):
     """Weights after the last step; of the step in which rank 1 has an inf: weights and residuals before and after."""
-    module, compressor = net(), MAKE[name]()
+    module, compressor = mlp(12, 30, 30, 4), MAKE[name]()
     model = wrap(module)
     model.register_comm_hook(None, compressor.hook)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -37,7 +29,7 @@ def train(rank, name, wrap, scaling, bad=True):
     trainer = Trainer(model, optimizer, nn.functional.mse_loss, scaler=scaler, compressor=compressor)
     scales, around = [], []
     for step in range(STEPS):
-        x = torch.randn(8, 12, generator=torch.Generator().manual_seed(10 * step + rank))
+        x = noise(8, 12, seed=10 * step + rank)
         if bad and (rank, step) == (1, BAD):
             x[3] = torch.inf
         if step in (BAD, BAD + 1):
@@ -57,26 +49,26 @@ def scaled_and_not(rank, world_size, name, wrap):
 def test_an_inf_on_one_rank_is_a_step_that_no_rank_takes(ranks, name, wrap):
     told = ranks(2, scaled_and_not, name=name, wrap=wrap)
     for rank, ((weights, scales, around), (unscaled, ones, _)) in enumerate(told):
-        assert scales == [2.0**10] * 2 + [2.0**11] * 2 + [2.0**10] * 3 + [2.0**11] * 2
-        assert ones == [1.0] * STEPS
+        assert scales == [2.0**10] * 2 + [2.0**11] * 2 + [2.0**10] * 3 + [2.0**11] * 2, f"rank {rank}"
+        assert ones == [1.0] * STEPS, f"rank {rank}"
         (before, owed), (after, owes) = around
-        assert torch.equal(before, after)
+        assert torch.equal(before, after), f"rank {rank}"
         if rank == 1:  # the scale has been halved
-            assert all(torch.equal(owes[p], owed[p] / 2) for p in owed)
+            assert all(torch.equal(owes[p], owed[p] / 2) for p in owed), f"rank {rank}"
         # Powers of two change no digit: with residuals that follow the scale it is the training without one.
-        assert torch.equal(weights, unscaled)
-        assert bool(weights.isfinite().all())
+        assert torch.equal(weights, unscaled), f"rank {rank}"
+        assert bool(weights.isfinite().all()), f"rank {rank}"
     assert torch.equal(told[0][0][0], told[1][0][0])
 
 
 def too_large_for_fp16(rank, world_size):
     """A scale at which every gradient is finite in float32, and none of them in a message of 16 bits."""
     weights, scales, _ = train(rank, "fp16", DDP, {"init_scale": 2.0**24}, bad=False)
-    return scales, bool(weights.isfinite().all()), torch.equal(weights, flat(net()))
+    return scales, bool(weights.isfinite().all()), torch.equal(weights, flat(mlp(12, 30, 30, 4)))
 
 
 @pytest.mark.filterwarnings("ignore:.*inf or NaN")
 def test_a_scale_too_large_for_the_message_is_lowered(ranks):
-    for scales, finite, untrained in ranks(2, too_large_for_fp16):
-        assert 2.0**14 < scales[-1] == scales[-2] < 2.0**22
-        assert finite and not untrained
+    for rank, (scales, finite, untrained) in enumerate(ranks(2, too_large_for_fp16)):
+        assert 2.0**14 < scales[-1] == scales[-2] < 2.0**22, f"rank {rank}"
+        assert finite and not untrained, f"rank {rank}"

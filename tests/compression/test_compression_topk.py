@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tensors import noise
 from torch import nn
 
 from labkit import comm
@@ -11,14 +12,10 @@ from labkit.compression.select import SAMPLED_FROM, top_indices
 from labkit.ddp.bucket import Bucket
 
 
-def noise(n, seed=0):
-    return torch.randn(n, generator=torch.Generator().manual_seed(seed))
-
-
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("k", [800, 10_000, 250_000])
 def test_the_sampled_selection_is_that_of_topk(k, seed):
-    values = noise(1_000_000, seed) ** 3  # heavy tails, as gradients have
+    values = noise(1_000_000, seed=seed) ** 3  # heavy tails, as gradients have
     found = top_indices(values, k)
     wanted = torch.topk(values.abs(), k).indices
     assert len(found) == k  # the guess was low enough, as it nearly always is: then the answer is exact
@@ -91,7 +88,7 @@ def sent(rank, world_size, ratio, per):
     compressor = TopK(ratio, per)
     for _ in range(2):  # the first also compares the settings
         bucket = Bucket([p, q])
-        bucket.buffer().copy_(noise(3007, rank))
+        bucket.buffer().copy_(noise(3007, seed=rank))
         with comm.record() as log:
             compressor.hook(None, bucket).wait()
     return [(event.op, event.sent_bytes) for event in log]

@@ -78,9 +78,9 @@ def test_dgc_is_its_papers_algorithm_on_several_ranks(ranks, masking, per):
     told = ranks(RANKS, dgc, sizes=sizes, per=per, momentum=0.9, masking=masking)
     for rank, steps in enumerate(told):
         ours, residuals, velocities = zip(*steps, strict=True)
-        assert gap(ours, averages) < CLOSE
-        assert gap(residuals, [step[rank][0] for step in kept]) < CLOSE
-        assert gap(velocities, [step[rank][1] for step in kept]) < CLOSE
+        assert gap(ours, averages) < CLOSE, f"rank {rank}"
+        assert gap(residuals, [step[rank][0] for step in kept]) < CLOSE, f"rank {rank}"
+        assert gap(velocities, [step[rank][1] for step in kept]) < CLOSE, f"rank {rank}"
 
 
 def one_bit_adam_in_one_process(world_size, n, chunk, lr, betas, warmup):
@@ -122,8 +122,8 @@ def one_bit_adam(rank, world_size, n, chunk, **settings):
 def test_one_bit_adam_is_its_papers_algorithm_with_a_compressor_that_loses(ranks):
     settings = {"n": 48, "chunk": 16, "lr": 0.1, "betas": (0.9, 0.99), "warmup": 3}
     wanted = one_bit_adam_in_one_process(RANKS, **settings)
-    for told in ranks(RANKS, one_bit_adam, **settings):
-        assert gap(told, wanted) < CLOSE
+    for rank, told in enumerate(ranks(RANKS, one_bit_adam, **settings)):
+        assert gap(told, wanted) < CLOSE, f"rank {rank}"
 
 
 SHAPES = [(12, 10), (7,), (8, 3, 2)]  # matrices of 12 x 10 and 8 x 6; a vector, which goes whole
@@ -192,8 +192,8 @@ def test_power_sgd_is_its_papers_algorithms_with_a_warm_start(ranks, feedback, t
     told = ranks(RANKS, power_sgd, feedback=feedback, two_buckets=two_buckets)
     for rank, steps in enumerate(told):
         ours, residuals = zip(*steps, strict=True)
-        assert gap(ours, averages) < CLOSE
-        assert gap(residuals, [each[rank] for each in errors]) < CLOSE
+        assert gap(ours, averages) < CLOSE, f"rank {rank}"
+        assert gap(residuals, [each[rank] for each in errors]) < CLOSE, f"rank {rank}"
 
 
 def beside_pytorchs(rank, world_size):
@@ -248,8 +248,8 @@ def under_a_schedule(rank, world_size, scaled):
 
 
 def test_under_a_schedule_scaled_residuals_are_the_papers(ranks):
-    for told in ranks(RANKS, under_a_schedule, scaled=True):
-        assert max(told) < CLOSE
-    for told in ranks(RANKS, under_a_schedule, scaled=False):
-        assert max(told[:2]) < CLOSE  # while the rate is constant nothing differs
-        assert told[-1] > 0.01
+    for rank, told in enumerate(ranks(RANKS, under_a_schedule, scaled=True)):
+        assert max(told) < CLOSE, f"rank {rank}"
+    for rank, told in enumerate(ranks(RANKS, under_a_schedule, scaled=False)):
+        assert max(told[:2]) < CLOSE, f"rank {rank}"  # while the rate is constant nothing differs
+        assert told[-1] > 0.01, f"rank {rank}"

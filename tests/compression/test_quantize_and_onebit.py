@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from tensors import noise
 from torch import nn
 
 from labkit import comm
@@ -13,10 +14,6 @@ from labkit.compression.onebit import pack_bits
 from labkit.ddp.bucket import Bucket
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
-
-
-def noise(n, seed=0):
-    return torch.randn(n, generator=torch.Generator().manual_seed(seed))
 
 
 def hooked(compressor, gradient, p=None):
@@ -170,7 +167,7 @@ def messages(rank, world_size, make, numel, dtype):
     compressor, p = make(), nn.Parameter(torch.zeros(numel, dtype=dtype))
     for _ in range(2):  # the first also compares the settings
         with comm.record() as log:
-            hooked(compressor, noise(numel, rank), p)
+            hooked(compressor, noise(numel, seed=rank), p)
     return [(event.op, event.sent_bytes) for event in log]
 
 

@@ -6,8 +6,9 @@ from unittest import mock
 
 import pytest
 import torch
+from ddp_models import data, net
 from pool import TIMEOUT
-from test_ddp_semantics import data, gap, grads, mean_of_ranks, net
+from tensors import gap, grads, mean_of_ranks
 from torch.distributed.distributed_c10d import _get_default_store
 
 from labkit import comm
@@ -78,10 +79,12 @@ def test_a_hook_that_raises_on_one_rank_ends_the_step_on_all(ranks, world_size, 
     arguments = {"where": "call", "who": [1], "settings": settings, "meeting": uuid.uuid4().hex}
     for rank, (told, worst) in enumerate(ranks(world_size, raising, **arguments)):
         if rank == 1:
-            assert told == "step 1 KeyError 'words of its own'"
+            assert told == "step 1 KeyError 'words of its own'", f"rank {rank}"
         else:
-            assert told == "step 1 RankFailed the comm hook of rank 1 raised KeyError: 'words of its own'"
-        assert worst <= 1e-15
+            assert told == "step 1 RankFailed the comm hook of rank 1 raised KeyError: 'words of its own'", (
+                f"rank {rank}"
+            )
+        assert worst <= 1e-15, f"rank {rank}"
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
@@ -89,9 +92,9 @@ def test_a_hook_that_raises_on_one_rank_ends_the_step_on_all(ranks, world_size, 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_hook_that_raises_on_all_ranks(ranks, world_size, where, settings):
     results = ranks(world_size, raising, where=where, who=range(world_size), settings=settings)
-    for told, worst in results:
-        assert told.startswith("step 1 ") and "KeyError" in told and "words of its own" in told
-        assert worst <= 1e-15
+    for rank, (told, worst) in enumerate(results):
+        assert told.startswith("step 1 ") and "KeyError" in told and "words of its own" in told, f"rank {rank}"
+        assert worst <= 1e-15, f"rank {rank}"
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
@@ -100,9 +103,9 @@ def test_when_what_follows_raises_the_others_have_all_they_need(ranks, world_siz
     """The messages had all been sent: only the rank whose own average failed is without it."""
     results = ranks(world_size, raising, where="then", who=[1], settings=settings)
     for rank, (told, worst) in enumerate(results):
-        assert bool(told) == (rank == 1)
-        assert rank != 1 or "KeyError: 'words of its own'" in told
-        assert worst <= 1e-15
+        assert bool(told) == (rank == 1), f"rank {rank}"
+        assert rank != 1 or "KeyError: 'words of its own'" in told, f"rank {rank}"
+        assert worst <= 1e-15, f"rank {rank}"
 
 
 def heard_by_the_next(rank, world_size):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from tensors import gap, mlp, noise
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -14,13 +14,8 @@ from labkit.local_sgd import LocalSGD
 STEPS = 6
 
 
-def build():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 4))
-
-
 def data(rank, step):
-    return torch.randn(8, 16, generator=torch.Generator().manual_seed(10 * step + rank))
+    return noise(8, 16, seed=10 * step + rank)
 
 
 def halved_sum(state, bucket):
@@ -59,7 +54,7 @@ HOOKS = {  # name: (a new state, hook)
 
 def train(rank, world_size, name, wrap, settings):
     make_state, hook = HOOKS[name]
-    module, state = build(), make_state()
+    module, state = mlp(16, 32, 32, 4), make_state()
     wrapped = wrap(module, **settings)
     if hook is not None:
         wrapped.register_comm_hook(state, hook)
@@ -75,14 +70,10 @@ def both(rank, world_size, name, ours, theirs):
     return train(rank, world_size, name, DDP, ours), train(rank, world_size, name, DistributedDataParallel, theirs)
 
 
-def gap(ours, theirs):
-    return max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
-
-
 @pytest.mark.parametrize("name", HOOKS)
 def test_a_hook_gives_the_same_on_both(ranks, name):
-    for (ours, _), (theirs, _) in ranks(2, both, name=name, ours={}, theirs={"bucket_cap_mb": 25}):
-        assert gap(ours, theirs) == 0.0
+    for rank, ((ours, _), (theirs, _)) in enumerate(ranks(2, both, name=name, ours={}, theirs={"bucket_cap_mb": 25})):
+        assert gap(ours, theirs) == 0.0, f"rank {rank}"
 
 
 @pytest.mark.parametrize(
@@ -90,13 +81,13 @@ def test_a_hook_gives_the_same_on_both(ranks, name):
 )
 @pytest.mark.parametrize("name", ["allreduce", "fp16", "fp16_wrapper", "halved_sum"])
 def test_a_hook_gives_the_same_with_many_buckets(ranks, name, form):
-    for (ours, state), (theirs, _) in ranks(2, both, name=name, ours=form, theirs={}):
-        assert gap(ours, theirs) == 0.0  # two ranks: how sums are grouped cannot matter
+    for rank, ((ours, state), (theirs, _)) in enumerate(ranks(2, both, name=name, ours=form, theirs={})):
+        assert gap(ours, theirs) == 0.0, f"rank {rank}"  # two ranks: how sums are grouped cannot matter
         if state is not None:
             count = len(state) // STEPS
-            assert count > 1
-            assert [index for index, _, _ in state] == list(range(count)) * STEPS
-            assert [last for _, last, _ in state] == ([False] * (count - 1) + [True]) * STEPS
+            assert count > 1, f"rank {rank}"
+            assert [index for index, _, _ in state] == list(range(count)) * STEPS, f"rank {rank}"
+            assert [last for _, last, _ in state] == ([False] * (count - 1) + [True]) * STEPS, f"rank {rank}"
 
 
 def test_compression_loses_something_or_the_tests_above_say_nothing(ranks):
@@ -107,7 +98,7 @@ def test_compression_loses_something_or_the_tests_above_say_nothing(ranks):
 
 
 def results_elsewhere(rank, world_size, form):
-    module, plain = build(), build()
+    module, plain = mlp(16, 32, 32, 4), mlp(16, 32, 32, 4)
     wrapped = DDP(module, **form)
     wrapped.register_comm_hook(None, elsewhere)
     wrapped(data(rank, 0)).square().mean().backward()
@@ -121,7 +112,7 @@ def test_the_result_may_be_another_tensor(ranks, form):
 
 
 def misuse(rank, world_size):
-    wrapped = DDP(build())
+    wrapped = DDP(mlp(16, 32, 32, 4))
     with pytest.raises(TypeError, match="callable"):
         wrapped.register_comm_hook(None, "allreduce")
     for hook, words in ((of_ints, "bucket is annotated int"), (to_int, "return is annotated int")):
@@ -131,11 +122,11 @@ def misuse(rank, world_size):
     with pytest.raises(RuntimeError, match="registered already"):
         wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
     for hook, words in ((lambda state, bucket: 1, "a comm hook returned int"), (one, "future has brought int")):
-        wrapped = DDP(build())
+        wrapped = DDP(mlp(16, 32, 32, 4))
         wrapped.register_comm_hook(None, hook)
         with pytest.raises(TypeError, match=words):
             wrapped(data(rank, 0)).sum().backward()
-    optimizer = LocalSGD(torch.optim.SGD(build().parameters(), 0.1), 1, hook=lambda state, bucket: 1)
+    optimizer = LocalSGD(torch.optim.SGD(mlp(16, 32, 32, 4).parameters(), 0.1), 1, hook=lambda state, bucket: 1)
     with pytest.raises(TypeError, match="a comm hook returned int"):
         optimizer.average()
 
@@ -172,7 +163,7 @@ class Flaky:
 
 
 def failing(rank, world_size):
-    module, plain = build(), build()
+    module, plain = mlp(16, 32, 32, 4), mlp(16, 32, 32, 4)
     wrapped = DDP(module, bucket_cap_mb=0)
     wrapped.register_comm_hook(None, Flaky())
     with pytest.raises(KeyError):
@@ -188,7 +179,7 @@ def test_after_a_hook_has_raised_the_next_step_works(ranks):
 
 
 def accumulated(rank, world_size, wrap):
-    module = build()
+    module = mlp(16, 32, 32, 4)
     wrapped = wrap(module)
     wrapped.register_comm_hook(None, default_hooks.allreduce_hook)
     for _ in range(2):
@@ -205,7 +196,7 @@ def test_hooks_and_no_sync(ranks):
 
 
 def kept_by_to(rank, world_size):
-    module, plain = build(), build().double()
+    module, plain = mlp(16, 32, 32, 4), mlp(16, 32, 32, 4).double()
     wrapped = DDP(module)
     wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
     wrapped.double()
@@ -215,4 +206,5 @@ def kept_by_to(rank, world_size):
 
 
 def test_a_hook_stays_when_the_model_moves(ranks):
-    assert all(0 < told < 1e-3 for told in ranks(2, kept_by_to))
+    for rank, told in enumerate(ranks(2, kept_by_to)):
+        assert 0 < told < 1e-3, f"rank {rank}"

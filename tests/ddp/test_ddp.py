@@ -5,6 +5,8 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from oracle_models import SHARD, STEPS, TOLERANCE, batch, build, trained
+from tensors import gap, state
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -18,41 +20,11 @@ FORMS = {
     "overlapped": {"bucket_cap_mb": 0, "overlap": True},
     "bucketed": {"bucket_cap_mb": 0.05, "overlap": True},
 }
-STEPS, SHARD = 3, 4
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}
-
-
-def build(name, dtype, seed, **overrides):
-    """A model with its own random weights, one parameter frozen; gpt has its embedding tied to the output layer."""
-    torch.manual_seed(seed)
-    if name == "gpt":
-        overrides = {"vocab": 32, "context": 16, **overrides}
-    elif name == "mlp":
-        overrides = {"sizes": (8, 32, 32, 10), **overrides}
-    model = models.build(name, **overrides).to(dtype)
-    frozen = list(model.parameters())[2]
-    frozen.requires_grad_(False)
-    return model
-
-
-def batch(name, dtype, step, world_size):
-    """The whole batch of a step: (input, target), the same in every process."""
-    generator = torch.Generator().manual_seed(step)
-    size = SHARD * world_size
-    if name == "gpt":
-        tokens = torch.randint(32, (size, 9), generator=generator)
-        return tokens[:, :-1], tokens[:, 1:]
-    shape = (size, 8) if name == "mlp" else (size, 3, 8, 8)
-    return torch.randn(shape, dtype=dtype, generator=generator), torch.randint(10, (size,), generator=generator)
 
 
 def sgd(model):
     # Not Adam: it divides by the gradient's size, and would hide a sum in place of a mean.
     return torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.05, momentum=0.9)
-
-
-def state(model):
-    return {name: t.clone() for name, t in model.state_dict().items()}
 
 
 def one_process(name, dtype, world_size, **overrides):
@@ -104,11 +76,6 @@ def all_forms(rank, world_size, name, dtype, overrides):
     return {form: train(wrap, name, dtype, rank, world_size, **overrides) for form, wrap in wraps.items()}
 
 
-def difference(ours, theirs):
-    assert ours.keys() == theirs.keys()
-    return max(float((ours[name].double() - theirs[name].double()).abs().max()) for name in ours)
-
-
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("name", models.SIZES)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -118,20 +85,20 @@ def test_ranks_train_what_one_process_trains(ranks, world_size, name, dtype):
         for form in FORMS:
             # The same sums in another order: rounding only. Rank r's own statistics differ until the next forward.
             told = results[form] if rank == 0 else {k: v for k, v in results[form].items() if "running" not in k}
-            assert difference(told, {k: oracle[k] for k in told}) <= TOLERANCE[dtype], (form, rank)
-            assert difference(results[form], results["torch"]) <= TOLERANCE[dtype], (form, rank)
+            assert gap(told, {k: oracle[k] for k in told}) <= TOLERANCE[dtype], f"rank {rank}, {form}"
+            assert gap(results[form], results["torch"]) <= TOLERANCE[dtype], f"rank {rank}, {form}"
             if world_size <= 2:
                 # a + b == b + a: with two ranks the order of sums cannot matter, and neither may anything else.
-                assert difference(results[form], results["torch"]) == 0.0, (form, rank)
+                assert gap(results[form], results["torch"]) == 0.0, f"rank {rank}, {form}"
 
 
 @pytest.mark.parametrize(("name", "overrides"), [("mlp", {}), ("resnet", {"norm": "group"}), ("gpt", {"tied": False})])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_without_batch_statistics_it_is_the_whole_batch_at_once(ranks, world_size, name, overrides):
     oracle = whole_batch(name, torch.float64, world_size, **overrides)
-    for results in ranks(world_size, all_forms, name=name, dtype=torch.float64, overrides=overrides):
+    for rank, results in enumerate(ranks(world_size, all_forms, name=name, dtype=torch.float64, overrides=overrides)):
         for form in FORMS:
-            assert difference(results[form], oracle) <= 1e-12
+            assert gap(results[form], oracle) <= 1e-12, f"rank {rank}, {form}"
 
 
 def one_step_recorded(rank, world_size, name, settings):
@@ -197,10 +164,6 @@ def naive_idea(rank, world_size):
         models.loss("mlp")(m(inputs), targets).backward()
     average_gradients(model.parameters())
     return [float((p.grad - q.grad).abs().max()) for p, q in zip(*map(trained, (model, wrapped)), strict=True)]
-
-
-def trained(model):
-    return [p for p in model.parameters() if p.requires_grad]
 
 
 def test_the_six_line_idea_gives_the_same_gradients(ranks):

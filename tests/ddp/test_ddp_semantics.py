@@ -8,59 +8,16 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from ddp_models import FORMS, NAMES, Branches, Checkpointed, Odd, data, net
+from tensors import error_of, gap, grads, mean_of_ranks, noise
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 from labkit import comm
 from labkit.ddp import DDP
 from labkit.fsdp import FSDP
 from labkit.horovod import DistributedOptimizer
 from labkit.zero import ZeRO1, ZeRO2
-
-FORMS = [
-    pytest.param({"bucket_cap_mb": 0, "overlap": False}, id="naive"),
-    pytest.param({"bucket_cap_mb": 0}, id="overlapped"),
-    pytest.param({}, id="bucketed"),
-]
-
-
-def net(seed=0, width=4):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(width, 8), nn.Tanh(), nn.Linear(8, width)).double()
-
-
-def data(rank, step=0, width=4):
-    return torch.randn(3, width, generator=torch.Generator().manual_seed(100 * step + rank)).double()
-
-
-def grads(module):
-    return [None if p.grad is None else p.grad.clone() for p in module.parameters()]
-
-
-def gap(ours, theirs):
-    """The largest difference of two lists of gradients; None must face None."""
-    assert [g is None for g in ours] == [g is None for g in theirs]
-    return max(
-        (float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True) if a is not None and a.numel()),
-        default=0.0,
-    )
-
-
-def mean_of_ranks(module, loss, world_size):
-    """The oracle: the gradients of every rank's loss(module, rank), averaged, in this process."""
-    module = copy.deepcopy(module)
-    module.zero_grad()
-    for rank in range(world_size):
-        (loss(module, rank) / world_size).backward()
-    return grads(module)
-
-
-def error_of(kind, action):
-    with pytest.raises(kind) as caught:
-        action()
-    return str(caught.value)
-
 
 # ---- construction
 
@@ -123,31 +80,6 @@ def test_nothing_to_train_or_sparse_gradients_are_clear_errors(ranks):
     assert "-1" in cap
 
 
-class Odd(nn.Module):
-    """Every kind of tensor: several dtypes, no elements, no dimensions, not contiguous, tied, frozen."""
-
-    def __init__(self, seed):
-        super().__init__()
-        torch.manual_seed(seed)
-        self.halves = nn.Parameter(torch.randn(3).half())
-        self.doubles = nn.Parameter(torch.randn(3).double())
-        self.empty = nn.Parameter(torch.randn(0, 3))
-        self.scalar = nn.Parameter(torch.randn(()))
-        self.channels_last = nn.Parameter(torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last))
-        self.transposed = nn.Parameter(torch.randn(3, 5).t())
-        self.complexes = nn.Parameter(torch.randn(3, dtype=torch.complex64))
-        self.tied = self.transposed
-        self.frozen = nn.Parameter(torch.randn(2), requires_grad=False)
-        self.register_buffer("count", torch.randint(100, (3,)))
-        self.register_buffer("flags", torch.rand(5) > 0.5)
-        self.register_buffer("nothing", torch.empty(0))
-
-    def forward(self, x):
-        total = (self.halves.float() + self.doubles.float()).sum() + self.scalar * self.empty.sum() + self.scalar
-        total = total + (self.channels_last.square().sum() + (self.transposed @ self.tied.t()).sum()) * x
-        return total + (self.complexes * self.complexes.conj()).real.sum() * x + self.frozen.sum()
-
-
 def odd(rank, world_size, settings):
     reference, module = Odd(0), Odd(rank)
     wrapped = DDP(module, **settings)
@@ -163,9 +95,6 @@ def odd(rank, world_size, settings):
         assert module.transposed.grad.stride() == module.transposed.stride()
         for name in ("doubles", "scalar", "channels_last", "transposed", "complexes"):
             torch.testing.assert_close(getattr(module, name).grad, expected[[n for n, _ in NAMES].index(name)])
-
-
-NAMES = list(Odd(0).named_parameters())
 
 
 @pytest.mark.parametrize("settings", FORMS)
@@ -188,8 +117,8 @@ def ignored(rank, world_size):
 
 def test_ignored_parameters_and_buffers_are_left_alone(ranks):
     for rank, (bias, mean, gradient) in enumerate(ranks(2, ignored)):
-        assert (bias, mean) == ([rank, rank], [rank, rank])
-        assert gradient != [0.0, 0.0]
+        assert (bias, mean) == ([rank, rank], [rank, rank]), f"rank {rank}"
+        assert gradient != [0.0, 0.0], f"rank {rank}"
 
 
 # ---- buffers
@@ -238,18 +167,6 @@ def test_buffers_are_broadcast_when_pytorch_would(ranks, world_size):
 # ---- unused parameters
 
 
-class Branches(nn.Module):
-    """Uses the branches it is told to."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.branches = nn.ModuleList(nn.Linear(4, 4) for _ in range(4)).double()
-
-    def forward(self, x, chosen):
-        return sum(self.branches[i](x) for i in chosen)
-
-
 def unused_is_an_error(rank, world_size, settings):
     module = Branches()
     wrapped = DDP(module, **settings)
@@ -262,12 +179,12 @@ def unused_is_an_error(rank, world_size, settings):
 
 @pytest.mark.parametrize("settings", FORMS)
 def test_an_unused_parameter_is_named_and_the_next_step_works(ranks, settings):
-    for told, difference in ranks(2, unused_is_an_error, settings=settings):
-        assert "'branches.1.weight'" in told
-        assert "'branches.1.bias'" in told
-        assert "find_unused_parameters" in told
-        assert "branches.2" not in told
-        assert difference <= 1e-15
+    for rank, (told, difference) in enumerate(ranks(2, unused_is_an_error, settings=settings)):
+        assert "'branches.1.weight'" in told, f"rank {rank}"
+        assert "'branches.1.bias'" in told, f"rank {rank}"
+        assert "find_unused_parameters" in told, f"rank {rank}"
+        assert "branches.2" not in told, f"rank {rank}"
+        assert difference <= 1e-15, f"rank {rank}"
 
 
 def unused_on_one_rank(rank, world_size):
@@ -483,7 +400,8 @@ def half_used(rank, world_size, find):
 
 def test_an_output_unused_in_the_loss(ranks):
     assert max(ranks(2, half_used, find=True)) <= 1e-15
-    assert all("'two.weight'" in told for told in ranks(2, half_used, find=False))
+    for rank, told in enumerate(ranks(2, half_used, find=False)):
+        assert "'two.weight'" in told, f"rank {rank}"
 
 
 class Echo(nn.Module):
@@ -525,9 +443,9 @@ def user_hooks(rank, world_size):
 
 
 def test_user_hooks_run_as_ever(ranks):
-    for calls, difference in ranks(2, user_hooks):
-        assert calls == ["accumulated", "backward", "pre"]
-        assert difference <= 1e-15
+    for rank, (calls, difference) in enumerate(ranks(2, user_hooks)):
+        assert calls == ["accumulated", "backward", "pre"], f"rank {rank}"
+        assert difference <= 1e-15, f"rank {rank}"
 
 
 # ---- backward
@@ -602,21 +520,6 @@ def test_gradient_penalty_and_create_graph(ranks, settings):
     assert max(ranks(2, double_backward, settings=settings)) <= 1e-13
 
 
-class Checkpointed(nn.Module):
-    def __init__(self, reentrant, shared):
-        super().__init__()
-        self.parts = nn.ModuleList([net(0), net(0 if shared else 1), net(2)])
-        if shared:
-            self.parts[1] = self.parts[0]
-        self.reentrant = reentrant
-
-    def forward(self, x):
-        x = x.clone().requires_grad_()
-        for part in self.parts:
-            x = checkpoint(part, x, use_reentrant=self.reentrant)
-        return x
-
-
 def checkpointed(rank, world_size, settings, reentrant, shared, find):
     module = Checkpointed(reentrant, shared)
     wrapped = DDP(module, **settings, find_unused_parameters=find)
@@ -644,10 +547,10 @@ def shared_in_reentrant(rank, world_size):
 
 
 def test_reentrant_checkpointing_of_a_shared_part_works_naively_and_is_named_otherwise(ranks):
-    for naive, told in ranks(2, shared_in_reentrant):
-        assert naive <= 1e-14
-        assert "use_reentrant=False" in told
-        assert "'parts.0.2.bias'" in told
+    for rank, (naive, told) in enumerate(ranks(2, shared_in_reentrant)):
+        assert naive <= 1e-14, f"rank {rank}"
+        assert "use_reentrant=False" in told, f"rank {rank}"
+        assert "'parts.0.2.bias'" in told, f"rank {rank}"
 
 
 def sparse_on_the_way(rank, world_size):
@@ -663,7 +566,8 @@ def sparse_on_the_way(rank, world_size):
 
 
 def test_a_sparse_gradient_is_named(ranks):
-    assert all("'table'" in told for told in ranks(2, sparse_on_the_way))
+    for rank, told in enumerate(ranks(2, sparse_on_the_way)):
+        assert "'table'" in told, f"rank {rank}"
 
 
 class Fails(nn.Module):
@@ -840,9 +744,9 @@ def copies(rank, world_size):
 
 
 def test_copies_are_independent_and_a_dropped_wrapper_leaves_nothing(ranks):
-    for worst, hooks in ranks(2, copies):
-        assert worst <= 1e-15
-        assert hooks == [0, 0, 0, 0]
+    for rank, (worst, hooks) in enumerate(ranks(2, copies)):
+        assert worst <= 1e-15, f"rank {rank}"
+        assert hooks == [0, 0, 0, 0], f"rank {rank}"
 
 
 def freezing(rank, world_size, find):
@@ -862,11 +766,11 @@ def freezing(rank, world_size, find):
 
 @pytest.mark.parametrize("find", [False, True])
 def test_requires_grad_changed_afterwards_is_named(ranks, find):
-    for unfrozen, frozen in ranks(2, freezing, find=find):
-        assert "'2.bias'" in unfrozen
-        assert "unfrozen" in unfrozen
-        assert "'0.bias'" in frozen
-        assert "frozen" in frozen
+    for rank, (unfrozen, frozen) in enumerate(ranks(2, freezing, find=find)):
+        assert "'2.bias'" in unfrozen, f"rank {rank}"
+        assert "unfrozen" in unfrozen, f"rank {rank}"
+        assert "'0.bias'" in frozen, f"rank {rank}"
+        assert "frozen" in frozen, f"rank {rank}"
 
 
 def subgroup(rank, world_size):
@@ -918,8 +822,8 @@ def with_keywords(rank, world_size):
 
 
 def test_keywords_of_pytorch_s(ranks):
-    for (theirs, ours), told in ranks(2, with_keywords):
-        assert ours == theirs
+    for rank, ((theirs, ours), told) in enumerate(ranks(2, with_keywords)):
+        assert ours == theirs, f"rank {rank}"
         words = (
             "which is cpu",
             "which is cpu",
@@ -928,7 +832,7 @@ def test_keywords_of_pytorch_s(ranks):
             "labkit.amp",
             "no argument 'bucket",
         )
-        assert all(word in one and "\n" not in one for word, one in zip(words, told, strict=True))
+        assert all(word in one and "\n" not in one for word, one in zip(words, told, strict=True)), f"rank {rank}"
 
 
 def adversarial(rank, world_size, wrap):
@@ -941,7 +845,7 @@ def adversarial(rank, world_size, wrap):
         learns = step % 2
         both[1 - learns].requires_grad_(False)
         steps[learns].zero_grad()
-        rows = torch.randn(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        rows = noise(4, 3, seed=step, dtype=torch.float64)
         mine = rows if world_size == 1 else rows[rank::world_size]
         loss = both[1](both[0](mine)).square().mean() * (1 if learns else -1)
         loss.backward()
@@ -957,9 +861,9 @@ def adversarial_both(rank, world_size):
 
 def test_a_discriminator_frozen_between_steps(ranks):
     alone = adversarial(0, 1, lambda module: module)
-    for theirs, ours in ranks(2, adversarial_both):
+    for rank, (theirs, ours) in enumerate(ranks(2, adversarial_both)):
         for one, other, third in zip(theirs, ours, alone, strict=True):
-            assert torch.allclose(one, other, atol=1e-15) and torch.allclose(other, third, atol=1e-14)
+            assert torch.allclose(one, other, atol=1e-15) and torch.allclose(other, third, atol=1e-14), f"rank {rank}"
 
 
 class Expanded(nn.Module):
@@ -978,7 +882,8 @@ def expanded(rank, world_size, wrap, kind):
 @pytest.mark.parametrize(("kind", "name"), [("parameter", "weight"), ("buffer", "mask")])
 def test_elements_that_lie_in_one_place_are_refused_on_all_ranks(ranks, wrap, kind, name):
     told = f"'{name}' was made with expand(): several of its elements lie in one place"
-    assert all(one.startswith(told) for one in ranks(2, expanded, wrap=wrap, kind=kind))
+    for rank, one in enumerate(ranks(2, expanded, wrap=wrap, kind=kind)):
+        assert one.startswith(told), f"rank {rank}"
 
 
 class Conjugated(nn.Module):
@@ -1015,5 +920,5 @@ def conjugated(rank, world_size, whose):
 
 @pytest.mark.parametrize("whose", ["DDP", "ZeRO1", "ZeRO2", "FSDP", "Horovod"])
 def test_a_gradient_that_is_a_conjugate_view(ranks, whose):
-    for found, wanted in ranks(2, conjugated, whose=whose):
-        assert torch.equal(found, wanted.resolve_conj())
+    for rank, (found, wanted) in enumerate(ranks(2, conjugated, whose=whose)):
+        assert torch.equal(found, wanted.resolve_conj()), f"rank {rank}"

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from tensors import gap, mlp, noise
 from torch import nn
 
 from labkit import comm
@@ -17,15 +18,14 @@ from labkit.zero import ZeRO1
 
 
 def build(seed=0):
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+    model = mlp(4, 8, 8, 4, seed=seed).double()
     model[0].bias.requires_grad_(False)
     model[4].weight.data.mul_(0.5)
     return model
 
 
 def data(rank, step):
-    return torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * step + rank)).double()
+    return noise(3, 4, seed=10 * step + rank).double()
 
 
 def sgd(model):
@@ -34,10 +34,6 @@ def sgd(model):
 
 def weights(model):
     return [p.detach().clone() for p in model.parameters()]
-
-
-def gap(ours, theirs):
-    return max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
 
 
 def with_ddp(rank, passes, clip):
@@ -110,9 +106,9 @@ def half(rank, world_size):
 
 
 def test_fp16_sends_two_bytes_an_element(ranks):
-    for worst, payload, elements in ranks(2, half):
-        assert 0 < worst < 1e-3
-        assert payload == 2 * elements
+    for rank, (worst, payload, elements) in enumerate(ranks(2, half)):
+        assert 0 < worst < 1e-3, f"rank {rank}"
+        assert payload == 2 * elements, f"rank {rank}"
 
 
 class Doubled:

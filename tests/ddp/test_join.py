@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tensors import noise
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -18,7 +19,7 @@ def build(kind):
 
 
 def data(rank, step):
-    return torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * step + rank)).double()
+    return noise(3, 4, seed=10 * step + rank).double()
 
 
 def uneven(rank, world_size, wrap, kind, counts, divide, accumulate):

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from tensors import flat, mlp, noise
 from torch import nn
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.optim import PostLocalSGDOptimizer
@@ -18,24 +19,19 @@ STEPS = 9
 
 
 def net(seed=0):
-    torch.manual_seed(seed)
-    module = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 10), nn.Tanh(), nn.Linear(10, 2)).double()
+    module = mlp(6, 10, 10, 2, seed=seed).double()
     module[0].bias.requires_grad_(False)
     return module
 
 
 def batch(rank, step):
-    return torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * step + rank), dtype=torch.float64)
+    return noise(4, 6, seed=100 * step + rank, dtype=torch.float64)
 
 
 def one_step(module, optimizer, rank, step):
     optimizer.zero_grad()
     module(batch(rank, step)).square().mean().backward()
     optimizer.step()
-
-
-def flat(module):
-    return torch.cat([p.detach().flatten() for p in module.parameters()])
 
 
 INNER = {
@@ -144,8 +140,8 @@ def against_pytorch(rank, world_size):
 
 
 def test_it_is_pytorchs_post_local_sgd(ranks):
-    for gaps in ranks(2, against_pytorch):
-        assert max(gaps) < 1e-12
+    for rank, gaps in enumerate(ranks(2, against_pytorch)):
+        assert max(gaps) < 1e-12, f"rank {rank}"
 
 
 HOOKS = {"whole": partial(TopK, 1.0), "topk": partial(TopK, 0.1), "power": partial(PowerSGD, 2, min_saving=0)}

@@ -7,7 +7,8 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
-from test_ddp_semantics import FORMS, data, error_of, gap, grads, mean_of_ranks, net
+from ddp_models import FORMS, data, net
+from tensors import error_of, gap, grads, mean_of_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -82,9 +83,9 @@ def settings_and_hook(rank, world_size):
 
 
 def test_settings_come_back_and_a_group_of_ones_own_is_refused_as_by_pytorch(ranks):
-    for theirs, ours in ranks(2, settings_and_hook):
-        assert "default process group" in ours.replace("\n", " ") and "group" in theirs
-        assert ours.count("\n") == 0
+    for rank, (theirs, ours) in enumerate(ranks(2, settings_and_hook)):
+        assert "default process group" in ours.replace("\n", " ") and "group" in theirs, f"rank {rank}"
+        assert ours.count("\n") == 0, f"rank {rank}"
 
 
 def refused(rank, world_size, folder):

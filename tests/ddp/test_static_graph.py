@@ -4,7 +4,8 @@ import copy
 from unittest import mock
 
 import pytest
-from test_ddp_semantics import FORMS, Branches, Checkpointed, data, error_of, gap, grads, mean_of_ranks, net
+from ddp_models import FORMS, Branches, Checkpointed, data, net
+from tensors import error_of, gap, grads, mean_of_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -37,10 +38,10 @@ def same_plan(rank, world_size, settings, set_to_none, find):
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_unused_parameters_are_asked_for_once(ranks, world_size, settings, set_to_none, find):
     arguments = {"settings": settings, "set_to_none": set_to_none, "find": find}
-    for worst, asked, messages, buckets in ranks(world_size, same_plan, **arguments):
-        assert worst <= 1e-14
-        assert asked == []
-        assert messages == [buckets + 1, buckets, buckets, buckets]
+    for rank, (worst, asked, messages, buckets) in enumerate(ranks(world_size, same_plan, **arguments)):
+        assert worst <= 1e-14, f"rank {rank}"
+        assert asked == [], f"rank {rank}"
+        assert messages == [buckets + 1, buckets, buckets, buckets], f"rank {rank}"
 
 
 def early_launch(rank, world_size):
@@ -99,10 +100,10 @@ def changed(rank, world_size, settings, plans):
     [([[0, 1], [0, 1], [0]], "'branches.1.weight'", "0 gradients, not 1"), ([[0], [0, 1]], "'branches.1.bias'", "1 ")],
 )
 def test_a_graph_that_changes_is_named(ranks, settings, plans, named, count):
-    for told, difference in ranks(2, changed, settings=settings, plans=plans):
-        assert f"{named} got {count}" in told
-        assert "find_unused_parameters" in told and "branches.0" not in told
-        assert difference <= 1e-15
+    for rank, (told, difference) in enumerate(ranks(2, changed, settings=settings, plans=plans)):
+        assert f"{named} got {count}" in told, f"rank {rank}"
+        assert "find_unused_parameters" in told and "branches.0" not in told, f"rank {rank}"
+        assert difference <= 1e-15, f"rank {rank}"
 
 
 def accumulated(rank, world_size, settings):
@@ -196,8 +197,8 @@ def with_a_hook(rank, world_size):
 
 
 def test_hooks_see_the_same_buckets(ranks):
-    for worst, seen in ranks(2, with_a_hook):
-        assert worst <= 1e-15 and seen == [0, 1, 2, 3] * 3
+    for rank, (worst, seen) in enumerate(ranks(2, with_a_hook)):
+        assert worst <= 1e-15 and seen == [0, 1, 2, 3] * 3, f"rank {rank}"
 
 
 def differs(rank, world_size):
@@ -205,4 +206,5 @@ def differs(rank, world_size):
 
 
 def test_ranks_that_disagree_are_told(ranks):
-    assert all("static_graph=True" in told for told in ranks(2, differs))
+    for rank, told in enumerate(ranks(2, differs)):
+        assert "static_graph=True" in told, f"rank {rank}"

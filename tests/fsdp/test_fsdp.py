@@ -3,8 +3,11 @@
 import copy
 from functools import partial
 
+import oracle_models
 import pytest
 import torch
+from oracle_models import SHARD, STEPS, TOLERANCE
+from tensors import gap, state
 from torch.distributed.fsdp import fully_shard
 
 from labkit import comm, models
@@ -13,8 +16,6 @@ from labkit.fsdp import FSDP
 from labkit.measure.memory_tracker import MemoryTracker
 from labkit.mesh import Mesh
 
-STEPS, SHARE = 3, 4
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}
 FORMS = {
     "full": {},
     "no prefetch": {"prefetch": 0},
@@ -29,31 +30,13 @@ OPTIMIZERS = {
     # eps: a key's bias has no influence on attention; its gradient is rounding alone, which Adam would blow up to 1.
     "adamw": partial(torch.optim.AdamW, lr=1e-3, eps=1e-5, weight_decay=0.1),
 }
+ODD_SIZES = {"gpt": {"vocab": 31}, "mlp": {"sizes": (8, 33, 33, 33, 10)}, "resnet": {"norm": "group"}}
+batch = partial(oracle_models.batch, vocab=31)
 
 
-def build(name, dtype, seed, **overrides):
-    """A model with its own random weights, one parameter frozen; gpt has its embedding tied to the output layer."""
-    torch.manual_seed(seed)
-    if name == "gpt":
-        overrides = {"vocab": 31, "context": 16, **overrides}
-    elif name == "mlp":
-        overrides = {"sizes": (8, 33, 33, 33, 10), **overrides}
-    elif name == "resnet":
-        overrides = {"norm": "group", **overrides}
-    model = models.build(name, **overrides).to(dtype)
-    list(model.parameters())[-3].requires_grad_(False)
-    return model
-
-
-def batch(name, dtype, step, world_size):
-    """The whole batch of a step: (input, target), the same in every process."""
-    generator = torch.Generator().manual_seed(step)
-    size = SHARE * world_size
-    if name == "gpt":
-        tokens = torch.randint(31, (size, 9), generator=generator)
-        return tokens[:, :-1], tokens[:, 1:]
-    shape = (size, 8) if name == "mlp" else (size, 3, 8, 8)
-    return torch.randn(shape, dtype=dtype, generator=generator), torch.randint(10, (size,), generator=generator)
+def build(name, dtype, seed):
+    """The oracle's model with sizes that no number of ranks divides, and no batch statistics."""
+    return oracle_models.build(name, dtype, seed, frozen=-3, **ODD_SIZES[name])
 
 
 def fit(model, name, dtype, optimizer, share, world_size, steps=STEPS):
@@ -69,12 +52,7 @@ def fit(model, name, dtype, optimizer, share, world_size, steps=STEPS):
 def one_process(name, dtype, optimizer, world_size):
     model = build(name, dtype, seed=0)
     fit(model, name, dtype, optimizer, lambda t: t, world_size)
-    return {key: value.clone() for key, value in model.state_dict().items()}
-
-
-def difference(ours, theirs):
-    assert list(ours) == list(theirs)  # names, and their order
-    return max(float((ours[name].double() - theirs[name].double()).abs().max()) for name in ours if ours[name].numel())
+    return state(model)
 
 
 def trained(rank, world_size, name, dtype, optimizer, forms):
@@ -82,12 +60,12 @@ def trained(rank, world_size, name, dtype, optimizer, forms):
     for form in forms:
         model = build(name, dtype, seed=rank)  # other weights on every rank: construction must even them out
         wrapped = FSDP(model, models.unit(name), **FORMS[form])
-        fit(wrapped, name, dtype, optimizer, lambda t: t.split(SHARE)[rank], world_size)
+        fit(wrapped, name, dtype, optimizer, lambda t: t.split(SHARD)[rank], world_size)
         results[form] = wrapped.full_state_dict()
     model = build(name, dtype, seed=rank)
     ddp = DDP(model)
-    fit(ddp, name, dtype, optimizer, lambda t: t.split(SHARE)[rank], world_size)
-    results["ddp"] = {key: value.clone() for key, value in ddp.state_dict().items()}
+    fit(ddp, name, dtype, optimizer, lambda t: t.split(SHARD)[rank], world_size)
+    results["ddp"] = state(ddp)
     return results
 
 
@@ -103,22 +81,24 @@ def trained(rank, world_size, name, dtype, optimizer, forms):
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_ranks_train_what_one_process_trains(ranks, world_size, name, optimizer, dtype):
     oracle = one_process(name, dtype, optimizer, world_size)
-    for results in ranks(world_size, trained, name=name, dtype=dtype, optimizer=optimizer, forms=list(FORMS)):
+    for rank, results in enumerate(
+        ranks(world_size, trained, name=name, dtype=dtype, optimizer=optimizer, forms=list(FORMS))
+    ):
         for form in FORMS:
             # The same sums in another order: rounding only.
-            assert difference(results[form], oracle) <= TOLERANCE[dtype], form
+            assert gap(results[form], oracle) <= TOLERANCE[dtype], f"rank {rank}, {form}"
             if world_size <= 2:
                 # a + b == b + a: with two ranks the order of sums cannot matter, and DDP divides at the same place.
-                assert difference(results[form], results["ddp"]) == 0.0, form
+                assert gap(results[form], results["ddp"]) == 0.0, f"rank {rank}, {form}"
 
 
 def hybrid(rank, world_size, axes, name, root, dtype, optimizer):
     mesh = Mesh(axes)
     wrapped = FSDP(build(name, dtype, seed=rank), models.unit(name), mesh=mesh, shard="hybrid", root=root)
-    fit(wrapped, name, dtype, optimizer, lambda t: t.split(SHARE)[rank], world_size)
-    own = {key: value.clone() for key, value in wrapped.state_dict().items()}
+    fit(wrapped, name, dtype, optimizer, lambda t: t.split(SHARD)[rank], world_size)
+    own = state(wrapped)
     with comm.record() as log:
-        inputs, targets = (t.split(SHARE)[rank] for t in batch(name, dtype, 0, world_size))
+        inputs, targets = (t.split(SHARD)[rank] for t in batch(name, dtype, 0, world_size))
         models.loss(name)(wrapped(inputs), targets).backward()
         norm = wrapped.clip_grad_norm_(1e9)
     return {
@@ -144,14 +124,14 @@ def test_hybrid_shards_along_one_axis_and_replicates_along_the_other(ranks, axes
     oracle = one_process(name, dtype, optimizer, world_size)
     form = {"name": name, "root": root, "dtype": dtype, "optimizer": optimizer}
     results = ranks(world_size, hybrid, axes={"replicate": replicas, "shard": shards}, **form)
-    for told in results:
-        assert difference(told["whole"], oracle) <= TOLERANCE[dtype]
+    for rank, told in enumerate(results):
+        assert gap(told["whole"], oracle) <= TOLERANCE[dtype], f"rank {rank}"
         alike = [other for other in results if other["place"][1] == told["place"][1]]
-        assert all(difference(other["own"], told["own"]) == 0.0 for other in alike) and len(alike) == replicas
-        assert told["norm"] == pytest.approx(results[0]["norm"], abs=1e-12)
+        assert all(gap(other["own"], told["own"]) == 0.0 for other in alike) and len(alike) == replicas, f"rank {rank}"
+        assert told["norm"] == pytest.approx(results[0]["norm"], abs=1e-12), f"rank {rank}"
         # Gathers and scatters stay within the shard axis; across it only sums of shards travel.
         sizes = {(op, size) for op, size in told["events"] if op in ("all_gather", "reduce_scatter")}
-        assert sizes == ({("all_gather", shards), ("reduce_scatter", shards)} if shards > 1 else set())
+        assert sizes == ({("all_gather", shards), ("reduce_scatter", shards)} if shards > 1 else set()), f"rank {rank}"
 
 
 # ---- what is sent
@@ -160,7 +140,7 @@ def test_hybrid_shards_along_one_axis_and_replicates_along_the_other(ranks, axes
 def recorded(rank, world_size, settings):
     torch.manual_seed(rank)
     model = FSDP(models.build("gpt", "tiny", vocab=31, context=16, layers=4), models.unit("gpt"), **settings)
-    inputs, targets = (t.split(SHARE)[rank] for t in batch("gpt", torch.float32, 0, world_size))
+    inputs, targets = (t.split(SHARD)[rank] for t in batch("gpt", torch.float32, 0, world_size))
     logs = []
     for _ in range(2):  # the order of the units is known from the first
         with comm.record() as log:
@@ -186,7 +166,8 @@ def recorded(rank, world_size, settings):
 def test_one_gather_per_unit_and_pass_one_reduction_per_unit_and_nothing_else(ranks, world_size, shard, prefetch):
     results = ranks(world_size, recorded, settings={"shard": shard, "prefetch": prefetch})
     told = results[0]
-    assert all(other == told for other in results)  # the same on all ranks, in the same order
+    for rank, other in enumerate(results):
+        assert other == told, f"rank {rank}"  # the same on all ranks, in the same order
     root, *blocks = told["bytes"]
     assert told["same"] and len(blocks) == 4
     assert told["forward"] == [("all_gather", size) for size in (root, *blocks)] == told["evaluation"]
@@ -201,7 +182,7 @@ def test_one_gather_per_unit_and_pass_one_reduction_per_unit_and_nothing_else(ra
 
 def replicated_messages(rank, world_size):
     model = FSDP(build("gpt", torch.float32, rank), models.unit("gpt"), root="replicate")
-    inputs, targets = (t.split(SHARE)[rank] for t in batch("gpt", torch.float32, 0, world_size))
+    inputs, targets = (t.split(SHARD)[rank] for t in batch("gpt", torch.float32, 0, world_size))
     with comm.record() as log:
         models.loss("gpt")(model(inputs), targets).backward()
     assert [event.op for event in log].count("all_reduce") == 1 == (log[-1].op == "all_reduce")
@@ -225,7 +206,7 @@ def by_torch(module, unit):
 
 
 def step_of(model, name, dtype, rank, world_size):
-    inputs, targets = (t.split(SHARE)[rank] for t in batch(name, dtype, 0, world_size))
+    inputs, targets = (t.split(SHARD)[rank] for t in batch(name, dtype, 0, world_size))
     # Not Adam, whose temporaries are as large as the largest piece: that would compare where the shards are cut.
     optimizer, loss = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9), models.loss(name)
 
@@ -271,9 +252,9 @@ def held(rank, world_size, name, overrides):
     ids=["mlp", "gpt", "resnet"],
 )
 def test_the_peak_is_at_most_that_of_fully_shard(ranks, world_size, name, overrides):
-    for peaks in ranks(world_size, held, name=name, overrides=overrides):
-        assert peaks["ours"] <= peaks["torch"]
-        assert peaks["ours"] <= peaks["grad_op"]
+    for rank, peaks in enumerate(ranks(world_size, held, name=name, overrides=overrides)):
+        assert peaks["ours"] <= peaks["torch"], f"rank {rank}"
+        assert peaks["ours"] <= peaks["grad_op"], f"rank {rank}"
 
 
 def one_unit_at_a_time(rank, world_size):
@@ -297,10 +278,10 @@ def one_unit_at_a_time(rank, world_size):
 
 
 def test_gathered_are_the_root_the_unit_at_work_and_those_ahead(ranks):
-    for told in ranks(2, one_unit_at_a_time):
+    for rank, told in enumerate(ranks(2, one_unit_at_a_time)):
         for prefetch, found in told.items():
             ahead = [min(prefetch, left) for left in (4, 3, 2, 1, 0)]
-            assert found == [2 + more for more in ahead + ahead]  # forward, then backward
+            assert found == [2 + more for more in ahead + ahead], f"rank {rank}, {prefetch}"  # forward, then backward
 
 
 # ---- PyTorch's own
@@ -313,7 +294,7 @@ def beside_torch(rank, world_size, name):
         model = build(name, torch.float64, seed=rank if form == "ours" else 0)
         unit = models.unit(name)
         wrapped = FSDP(model, unit) if form == "ours" else by_torch(model, unit)
-        fit(wrapped, name, torch.float64, "sgd", lambda t: t.split(SHARE)[rank], world_size)
+        fit(wrapped, name, torch.float64, "sgd", lambda t: t.split(SHARD)[rank], world_size)
         if form == "ours":
             results[form] = wrapped.full_state_dict()
         else:
@@ -324,8 +305,8 @@ def beside_torch(rank, world_size, name):
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("name", models.SIZES)
 def test_it_trains_as_fully_shard_does(ranks, world_size, name):
-    for results in ranks(world_size, beside_torch, name=name):
-        assert difference(results["ours"], results["torch"]) <= 1e-12
+    for rank, results in enumerate(ranks(world_size, beside_torch, name=name)):
+        assert gap(results["ours"], results["torch"]) <= 1e-12, f"rank {rank}"
 
 
 @pytest.mark.gpu
@@ -341,10 +322,10 @@ def gpu_body(context):
         wrapped = FSDP(build("gpt", torch.float64, seed=rank), models.unit("gpt"), offload=offload)
         optimizer, loss = torch.optim.SGD(wrapped.parameters(), lr=0.05, momentum=0.9), models.loss("gpt")
         for step in range(STEPS):
-            inputs, targets = (t.split(SHARE)[rank].cuda() for t in batch("gpt", torch.float64, step, world_size))
+            inputs, targets = (t.split(SHARD)[rank].cuda() for t in batch("gpt", torch.float64, step, world_size))
             optimizer.zero_grad()
             loss(wrapped(inputs), targets).backward()
             optimizer.step()
         assert {p.device.type for p in wrapped.parameters()} == {"cpu" if offload else "cuda"}
         oracle = one_process("gpt", torch.float64, "sgd", world_size)
-        assert difference({k: v.cpu() for k, v in wrapped.full_state_dict().items()}, oracle) <= 1e-10
+        assert gap({k: v.cpu() for k, v in wrapped.full_state_dict().items()}, oracle) <= 1e-10

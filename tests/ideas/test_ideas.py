@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from oracle_models import TOLERANCE
 from repository import ROOT
-from test_ddp import TOLERANCE, difference
+from tensors import gap, noise
 from test_quantize_and_onebit import hooked
 from torch import nn
 
@@ -122,10 +123,10 @@ def train(rank, world_size, idea):
 @pytest.mark.parametrize("idea", ["naive", "overlapped", "bucketed", "zero1", "zero2"])
 def test_ranks_train_what_one_process_trains(ranks, idea, world_size):
     oracle = one_process(world_size)
-    for parameters, held in ranks(world_size, train, idea=idea):
-        assert difference(parameters, oracle) < TOLERANCE[F64]
+    for rank, (parameters, held) in enumerate(ranks(world_size, train, idea=idea)):
+        assert gap(parameters, oracle) < TOLERANCE[F64], f"rank {rank}"
         if idea == "zero2":
-            assert held == [0] * STEPS  # whole gradients are gone when backward returns
+            assert held == [0] * STEPS, f"rank {rank}"  # whole gradients are gone when backward returns
 
 
 def train_in_shards(rank, world_size):
@@ -153,8 +154,8 @@ def train_in_shards(rank, world_size):
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_units_that_are_whole_only_while_they_run_train_the_same(ranks, world_size):
     oracle = one_process(world_size)
-    for parameters in ranks(world_size, train_in_shards):
-        assert difference(parameters, oracle) < TOLERANCE[F64]
+    for rank, parameters in enumerate(ranks(world_size, train_in_shards)):
+        assert gap(parameters, oracle) < TOLERANCE[F64], f"rank {rank}"
 
 
 # ---- precision
@@ -171,7 +172,7 @@ def scales_and_weights(rank, world_size, ours):
 
     def losses():
         for step in range(6):
-            x = torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * step + rank))
+            x = noise(3, 4, seed=10 * step + rank)
             yield model(x * (overflowing(step) if rank == world_size - 1 else 1.0)).square().sum()
 
     if ours:
@@ -226,7 +227,7 @@ def test_visiting_states_update_as_states_at_home_do():
             loss.backward()
             step_with_offloaded_states(optimizer) if visit else optimizer.step()
     ours, theirs = ({name: p.detach() for name, p in model.named_parameters()} for model in models_)
-    assert difference(ours, theirs) == 0.0
+    assert gap(ours, theirs) == 0.0
     assert len(optimizers[0].param_groups[0]["params"]) == len(list(models_[0].parameters()))
 
 
@@ -242,7 +243,8 @@ def summed(rank, world_size, nodes):
 
 def test_two_levels_sum_what_one_does(ranks):
     wanted = torch.arange(24).view(2, 12) * (1 + 2 + 3 + 4)
-    assert all(torch.equal(tensor, wanted) for tensor in ranks(4, summed, nodes=2))
+    for rank, tensor in enumerate(ranks(4, summed, nodes=2)):
+        assert torch.equal(tensor, wanted), f"rank {rank}"
 
 
 def talk_seldom(rank, world_size, idea, diloco):
@@ -267,7 +269,7 @@ def talk_seldom(rank, world_size, idea, diloco):
 def test_who_talks_seldom_ends_where_the_class_does(ranks, diloco):
     ours, theirs = (ranks(2, talk_seldom, idea=idea, diloco=diloco) for idea in (True, False))
     for own, wanted in zip(ours, theirs, strict=True):
-        assert difference(own, wanted) < TOLERANCE[F64]
+        assert gap(own, wanted) < TOLERANCE[F64]
 
 
 # ---- compression: two steps of the idea, two of the class, on the same gradients
@@ -276,7 +278,7 @@ SIZE = 64  # elements: one chunk, one piece
 
 
 def gradient(rank, step):
-    return torch.randn(SIZE, generator=torch.Generator().manual_seed(10 * step + rank))
+    return noise(SIZE, seed=10 * step + rank)
 
 
 def with_residual(idea, make, rank):
@@ -332,7 +334,7 @@ def as_low_rank(rank, world_size):
     p, rows, cols = nn.Parameter(torch.zeros(16, 12)), 16, 12
     compressor, residual, worst, q = PowerSGD(2, min_saving=0), torch.zeros(rows, cols), 0.0, None
     for step in range(3):
-        own = torch.randn(rows, cols, generator=torch.Generator().manual_seed(10 * step + rank))
+        own = noise(rows, cols, seed=10 * step + rank)
         bucket = Bucket([p])
         if q is None:
             q = compressor._start(p, "", own.dtype)
@@ -398,7 +400,8 @@ def test_every_rank_has_the_sum(ranks, name, world_size, shape):
     if name == "halving_doubling" and world_size == 3:
         return  # it says that it needs a power of two
     wanted = torch.arange(math.prod(shape), dtype=F64).view(shape) * sum(range(1, world_size + 1))
-    assert all(torch.equal(tensor, wanted) for tensor in ranks(world_size, reduced, name=name, shape=shape))
+    for rank, tensor in enumerate(ranks(world_size, reduced, name=name, shape=shape)):
+        assert torch.equal(tensor, wanted), f"rank {rank}"
 
 
 # ---- checkpoints

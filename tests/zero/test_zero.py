@@ -3,7 +3,8 @@
 import pytest
 import torch
 import torch.distributed as dist
-from test_ddp import STEPS, TOLERANCE, batch, build, difference, state, trained
+from oracle_models import SHARD, STEPS, TOLERANCE, batch, build, trained
+from tensors import gap, state
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
@@ -24,7 +25,6 @@ OPTIMIZERS = {
     # A gradient that is zero but for rounding, as a key's bias has, becomes noise of size lr if eps does not stop it.
     "adamw": (torch.optim.AdamW, {"lr": 0.01, "eps": 1e-3}),
 }
-SHARD = 4
 
 
 def groups(model):
@@ -83,11 +83,11 @@ def test_ranks_train_what_one_process_trains(ranks, world_size, name, dtype, kin
     for rank, told in enumerate(ranks(world_size, all_forms, name=name, dtype=dtype, kind=kind)):
         for form in FORMS:
             # The same sums in another order: rounding only.
-            assert difference(told[form], oracle) <= TOLERANCE[dtype], (form, rank)
-            assert difference(told[form], told["torch"]) <= TOLERANCE[dtype], (form, rank)
+            assert gap(told[form], oracle) <= TOLERANCE[dtype], f"rank {rank}, {form}"
+            assert gap(told[form], told["torch"]) <= TOLERANCE[dtype], f"rank {rank}, {form}"
             if world_size <= 2:
                 # a + b == b + a, and the update of an element is the same whatever lies beside it.
-                assert difference(told[form], told["ours"]) == 0.0, (form, rank)
+                assert gap(told[form], told["ours"]) == 0.0, f"rank {rank}, {form}"
 
 
 CLASSES = {
@@ -110,7 +110,7 @@ def any_class(rank, world_size, kind):
     ours = ZeRO2(sharded.parameters(), optimizer_class, bucket_cap_mb=0.005, **options)
     theirs = optimizer_class(plain.parameters(), **options)
     shards = range(world_size)
-    gap = difference(
+    largest = gap(
         train(sharded, ours, "mlp", torch.float64, [rank], world_size),
         train(plain, theirs, "mlp", torch.float64, shards, world_size),
     )
@@ -124,7 +124,7 @@ def any_class(rank, world_size, kind):
         assert told["state"][i].keys() == entries.keys()
         for key, value in entries.items():
             torch.testing.assert_close(told["state"][i][key], value, rtol=0, atol=1e-12, msg=key)
-    return gap
+    return largest
 
 
 @pytest.mark.parametrize("kind", CLASSES)
@@ -160,7 +160,8 @@ def one_step_recorded(rank, world_size, name, form):
 def test_a_gradient_travels_once_and_a_parameter_once(ranks, world_size, name, form):
     results = ranks(world_size, one_step_recorded, name=name, form=form)
     told = results[0]
-    assert all(other == told for other in results)  # the same operations in the same order
+    for rank, other in enumerate(results):
+        assert other == told, f"rank {rank}"  # the same operations in the same order
     assert told["backward"] == [("reduce_scatter", size) for size in told["buckets"]]
     assert told["step"] == [("all_gather", size) for size in told["buckets"]]
     assert told["complete"]
@@ -196,11 +197,11 @@ def held_after(rank, world_size, zero):
 @pytest.mark.parametrize("zero", [ZeRO1, ZeRO2])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_held_to_the_byte_states_fall_as_one_over_n_and_gradients_with_them(ranks, world_size, zero):
-    for peak, whole, largest in ranks(world_size, held_after, zero=zero):
-        assert peak["optimizer_states"] < 2 * whole / world_size + 1000
+    for rank, (peak, whole, largest) in enumerate(ranks(world_size, held_after, zero=zero)):
+        assert peak["optimizer_states"] < 2 * whole / world_size + 1000, f"rank {rank}"
         if zero is ZeRO2:
             # Its shard, and of the buckets on their way: one being filled, two leaving, each with the parts received.
-            assert peak["gradients"] + peak["communication"] <= whole / world_size + 5 * largest
+            assert peak["gradients"] + peak["communication"] <= whole / world_size + 5 * largest, f"rank {rank}"
 
 
 def in_flight(rank, world_size):
@@ -240,7 +241,7 @@ def views(rank, world_size):
     numel = torch.tensor(float(sum(p.numel() for p in pieces)))
     dist.all_reduce(numel)
     assert numel == sum(p.numel() for p in trained(model))  # every element is exactly one rank's
-    return difference(state(model), before) == 0.0
+    return gap(state(model), before) == 0.0
 
 
 @pytest.fixture
@@ -269,4 +270,4 @@ def test_on_cuda_it_trains_what_the_plain_optimizer_trains(nccl, form, options):
             optimizer.step()
         told.append(state(model))
         optimizer.load_state_dict(optimizer.state_dict())
-    assert difference(*told) <= 1e-6
+    assert gap(*told) <= 1e-6

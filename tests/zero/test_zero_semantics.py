@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from test_ddp_semantics import NAMES, Odd, data, error_of, gap, mean_of_ranks, net
+from ddp_models import NAMES, Odd, data, net
+from tensors import error_of, gap, mean_of_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -408,8 +409,8 @@ def under_torch_ddp(rank, world_size, zero, view):
 @BOTH
 @pytest.mark.parametrize("view", [True, False])
 def test_two_that_average_are_one_too_many(ranks, zero, view):
-    for told in ranks(2, under_torch_ddp, zero=zero, view=view):
-        assert "no PyTorch DDP" in told
+    for rank, told in enumerate(ranks(2, under_torch_ddp, zero=zero, view=view)):
+        assert "no PyTorch DDP" in told, f"rank {rank}"
 
 
 def handled(rank, world_size, zero):

@@ -5,15 +5,14 @@ from unittest import mock
 
 import pytest
 import torch
-from test_ddp import batch, build
-from test_ddp_semantics import Odd, error_of
+from ddp_models import Odd
+from oracle_models import SHARD, batch, build
+from tensors import error_of
 
 from labkit import comm, models
 from labkit.offload import Offloaded
 from labkit.offload.pinned_memory import Lane
 from labkit.zero import ZeRO1, ZeRO2
-
-SHARD = 4
 
 
 def grouped(model):
@@ -86,12 +85,15 @@ def test_training_goes_on_on_another_number_of_ranks(ranks, zero, other, n, m):
     told = ranks(n, saved, zero=zero, cap=0.005)
     model, optimizer = plain("AdamW")
     state, weights = told[0]
-    assert all(gap(theirs, state) == 0.0 for theirs, _ in told)  # the same on every rank
+    for rank, (theirs, _) in enumerate(told):
+        assert gap(theirs, state) == 0.0, f"rank {rank}"  # the same on every rank
     assert gap(state, optimizer.state_dict()) <= 1e-12
     steps(model, optimizer, range(6), 6, 2, 2)
-    for again, final in ranks(m, resumed, zero=other, state=state, weights=weights):
-        assert gap(again, state) == 0.0  # nothing was lost or rounded on the way
-        assert max(float((final[name] - t).abs().max()) for name, t in model.state_dict().items()) <= 1e-12
+    for rank, (again, final) in enumerate(ranks(m, resumed, zero=other, state=state, weights=weights)):
+        assert gap(again, state) == 0.0, f"rank {rank}"  # nothing was lost or rounded on the way
+        assert max(float((final[name] - t).abs().max()) for name, t in model.state_dict().items()) <= 1e-12, (
+            f"rank {rank}"
+        )
 
 
 def test_it_loads_into_the_plain_optimizer_and_from_it(ranks):
@@ -165,9 +167,9 @@ def mismatched(rank, world_size, state):
 def test_a_state_dict_of_another_model_is_told_apart(ranks):
     told = ranks(2, mismatched, state=plain("AdamW")[1].state_dict())
     assert told[0] == told[1]  # on every rank, whichever holds the parameter
-    for groups, shapes in told:
-        assert "groups of [" in groups
-        assert "'parameter 3' has shape [32], its 'exp_avg' in the state dict [16]" in shapes
+    for rank, (groups, shapes) in enumerate(told):
+        assert "groups of [" in groups, f"rank {rank}"
+        assert "'parameter 3' has shape [32], its 'exp_avg' in the state dict [16]" in shapes, f"rank {rank}"
 
 
 class Late(Lane):
