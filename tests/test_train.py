@@ -283,7 +283,7 @@ def test_what_cannot_be_is_one_line_and_starts_nothing(words, told):
         (["--metrics", "prometheus:127.0.0.1:99999"], "--metrics prometheus:127.0.0.1:99999: "),
         (["--resume", "7"], "--resume 7 needs --checkpoint-dir: where checkpoints are"),
         (["--auto-batch-size", "--memory-mb", "0.1"], "not even a batch of 2 fits: a rank's step needs "),
-        (["--auto-batch-size", "--experts", "4"], "experts hold the tokens that values send them: name a batch"),
+        (["--auto-batch-size", "--experts", "4"], "can predict it; name a batch size"),
     ],
     ids=lambda value: " ".join(value[:1]) if isinstance(value, list) else "",
 )

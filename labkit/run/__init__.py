@@ -12,9 +12,8 @@ console.py     whole, rank-prefixed lines and a progress bar
 magic.py       %%torchrun
 experiment.py  what to train, as a frozen dataclass
 compare.py     many experiments in one process group
-participant.py one experiment on one rank, and what is measured of its steps; or asked before
-settle.py      strategy="auto": of what fits, the fastest by the planner, also on a mesh
-forecast.py    how long the planner thinks that a step takes under each strategy
+experiment_runner.py   one experiment on one rank: measured step by step, or predicted
+auto_strategy.py       strategy="auto": of what fits, the one predicted to be fastest
 """
 
 from labkit.run.launch import LaunchError, Run, launch

@@ -56,9 +56,9 @@ class Experiment:
         where the strategy is at work. Of the GPT; a pipeline's micro-batches are accumulation.
     experts: so many networks in each block of the GPT, of which a token goes to two; 0: one. The
         loss has 0.01 x what balances them, counted over all ranks, for each micro-batch.
-    strategy="auto": of those of labkit.memory that fit memory_mb MiB a rank (0: what is free), with
-        axes the fullest of them, the fastest by labkit.run.forecast; not with experts. See also
-        labkit.run.experiment_runner.estimate.
+    strategy="auto": of those of labkit.memory that fit into memory_mb MiB a rank (0: what is free),
+        on a mesh into the fullest rank, the fastest by labkit.run.auto_strategy. Not with experts.
+        See also labkit.run.experiment_runner.estimate.
     compute="emulated": each unit sleeps in place of its arithmetic, block_ms milliseconds forward
         and twice that backward for the whole batch; a rank sleeps for its share of it.
     """

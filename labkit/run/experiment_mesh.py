@@ -40,10 +40,10 @@ def loss_of(e, module):
     return balanced(loss, module) if e.experts else loss
 
 
-def mesh_of(e, world_size, backend=None):
+def mesh_of(e, world_size):
     """Ranks that no axis of the Experiment takes are along dp. Collective."""
     dp = world_size // prod(e.axes.values())
-    return Mesh({"pp": 1, "dp": dp, "cp": 1, "ep": 1, "tp": 1} | e.axes, backend)
+    return Mesh({"pp": 1, "dp": dp, "cp": 1, "ep": 1, "tp": 1} | e.axes)
 
 
 def compose(module, mesh, e, wrapping):
@@ -82,8 +82,6 @@ def check_axes(e):
     for name, usual in (("comm_hook", "none"), ("recompute", "none")):
         if getattr(e, name) != usual:
             raise ValueError(f"Experiment({said}): does not go with {name} yet")
-    if e.strategy == "auto" and e.precision in LOW:
-        raise ValueError(f"Experiment({said}): auto rehearses fp32 and fp64, not {e.precision}")
     if e.pipeline > 1 and (e.context > 1 or e.precision in LOW):
         raise ValueError(f"Experiment({said}): a pipeline takes no context axis, and fp32 or fp64")
 
@@ -97,7 +95,10 @@ def check_experts(e):
     if e.recompute != "none" or e.pipeline > 1:
         raise ValueError(f"{said}: does not go with recompute or a pipeline yet")
     if e.strategy == "auto":
-        raise ValueError(f"{said}: values tell what an expert holds: take a strategy, not auto")
+        raise ValueError(
+            f'{said}: strategy="auto" does not support experts, whose memory depends on the '
+            "routing: choose a strategy"
+        )
     if e.expert > 1 and e.strategy.startswith("fsdp"):
         raise ValueError(f"{said}: experts on ranks of their own are not sharded: take DDP")
 

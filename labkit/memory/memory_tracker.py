@@ -65,7 +65,7 @@ class MemoryTracker(TorchDispatchMode):
     def __init__(self, module=None, optimizer=None, device=None):
         super().__init__()
         self._module, self._first_optimizer = module, optimizer
-        self._device = torch.device(device).type if device is not None else None
+        self.device = torch.device(device).type if device is not None else None
         self._watched = None
 
     def __enter__(self):
@@ -73,7 +73,7 @@ class MemoryTracker(TorchDispatchMode):
         self._log = []  # (moment, Storage, change in bytes); threads append too: it is atomic
         self._parameters, self._optimizers = WeakIdKeyDictionary(), WeakIdKeyDictionary()
         self._watched = ExitStack()
-        self._start = time.perf_counter()
+        self.start = time.perf_counter()
         if self._first_optimizer is not None:
             self._optimizers[self._first_optimizer] = True
         self._scan()
@@ -148,7 +148,7 @@ class MemoryTracker(TorchDispatchMode):
         for position, (moment, storage, change) in enumerate(self._log, start=1):
             totals[storage.kind] += change
             if position >= self._held_before:
-                samples.append((moment - self._start, dict(totals)))
+                samples.append((moment - self.start, dict(totals)))
         return samples
 
     def _totals(self, length):
@@ -166,7 +166,7 @@ class MemoryTracker(TorchDispatchMode):
     def _count(self, storage):
         """Begin to count a storage, or note its new size; None on a device that is left out."""
         kind = storage.device.type
-        if kind != self._device if self._device else kind == "meta":
+        if kind != self.device if self.device else kind == "meta":
             return None
         address = storage._cdata
         known = self._storages.get(address)
