@@ -20,7 +20,20 @@ import torch.distributed as dist
 from torch import nn
 
 from labkit import comm
+from labkit.gloo_workarounds import FAKE_GLOO
 from labkit.zero.flat_shards import Layout, mark_shard
+
+
+def to_host(tensor):
+    """The tensor in host memory, pinned if it comes from a GPU."""
+    if tensor.is_cuda:
+        return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)
+    return tensor.cpu()
+
+
+def to_device(tensor, device):
+    """The tensor on the device. From pinned memory it travels by itself."""
+    return tensor.to(device, non_blocking=True)
 
 
 class FlatParam:
@@ -49,7 +62,7 @@ class FlatParam:
             1.0 / dist.get_world_size(sharding.everyone), dtype=torch.float64
         )
         # On gloo a reduce_scatter holds all that travels twice: wait, not to hold another unit too.
-        self._waits = dist.get_backend(sharding.group) == "gloo"
+        self._waits = dist.get_backend(sharding.group) in ("gloo", FAKE_GLOO)
         self.whole = False  # the modules hold the wholes
         self.kept = {}  # slot -> (what keep() gave the piece as gradient, its version)
         self._gathering = self._reducing = None  # what is on its way, and the memory it needs
@@ -59,7 +72,7 @@ class FlatParam:
         """Keep this shard, and make room, without memory, for the whole."""
         sharding = self.sharding
         if sharding.offload:
-            shard = shard.cpu().pin_memory() if sharding.device.type == "cuda" else shard.cpu()
+            shard = to_host(shard)
         self.shard = shard
         views = self.layout.pieces(shard, self.rank)
         self._sizes = [view.numel() for view in views]
@@ -94,8 +107,11 @@ class FlatParam:
             return
         self._memory.resize_(self.flat.nbytes)
         # A copy only where dtype or device differ: as a rule the shard itself is sent. First to the
-        # device, as from pinned memory it travels by itself; a cast on the host is other memory.
-        source = self.shard.to(self.flat.device, non_blocking=True).to(self.flat.dtype)
+        # device, as a cast on the host is memory that is not pinned.
+        source = self.shard
+        if self.sharding.offload:
+            source = to_device(source, self.flat.device)
+        source = source.to(self.flat.dtype)
         self._gathering = (
             comm.all_gather(self._filled, source, self.sharding.group, async_op=True),
             source,
@@ -234,8 +250,8 @@ class FlatParam:
         self._reduced.clear()
 
     def _add(self, gradient):
-        if self.sharding.offload and gradient.is_cuda:
-            gradient = torch.empty_like(self.shard, pin_memory=True).copy_(gradient)
+        if self.sharding.offload:
+            gradient = to_host(gradient)
         # all but the padding
         for piece, g in zip(self.pieces, gradient.split(self._sizes), strict=False):
             if piece.grad is None:

@@ -89,7 +89,7 @@ def in_dtype(value, dtype):
 def compute_device(module, group):
     """Where the wholes are: where parameters are, or on NCCL this rank's GPU: they move there.
 
-    Where nothing is really sent ("fake", see labkit.scale.rehearse) the meta device will do.
+    Where nothing is really sent ("fake", see labkit.memory.dry_run) the meta device will do.
     """
     backend = str(dist.get_backend(group))
     if "nccl" in backend:

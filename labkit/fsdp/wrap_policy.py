@@ -141,7 +141,10 @@ def materialise(unit, device, seed=None):
 
     Each module with parameters or buffers of its own must have reset_parameters(), as torch's have;
     ValueError if not. seed: each module draws from a generator of its own, by this and its name.
+    In a dry run (device: "meta") nothing gets memory.
     """
+    if torch.device(device).type == "meta":
+        return
     ties = [places for places in unit.own_parameters().values() if len(places) > 1]
     for name, module in unit.modules.items():
         own = [*module._parameters.values(), *module._buffers.values()]

@@ -1,22 +1,16 @@
-"""Memory, predicted before anything runs: bytes by kind, and which strategy fits."""
+"""Memory of a training step, predicted before anything runs; and which strategy fits."""
 
+from labkit.memory.batch_size import BatchSize, find_batch_size, last_true
+from labkit.memory.memory_estimate import PRECISIONS, Estimate, estimate
 from labkit.memory.memory_planner import (
     ALONE,
     LADDER,
-    PRECISIONS,
     WORDS,
-    BatchSize,
     Choice,
-    Estimate,
     Search,
-    account,
     binary,
     choose,
-    estimate,
-    find_batch_size,
     first_that_fits,
-    last_true,
-    rehearse_step,
     ways_out,
     words_of,
 )
@@ -30,14 +24,12 @@ __all__ = [
     "Choice",
     "Estimate",
     "Search",
-    "account",
     "binary",
     "choose",
     "estimate",
     "find_batch_size",
     "first_that_fits",
     "last_true",
-    "rehearse_step",
     "ways_out",
     "words_of",
 ]

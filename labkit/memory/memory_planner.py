@@ -1,17 +1,11 @@
-"""The budget of a training step: where every byte will go, and what to do if it does not fit.
+"""Which strategy fits into a rank's memory, and what would fit if none does.
 
-    bytes |            ______ <- peak          estimate(model, batch, loss, "zero1", world_size=4)
-          |         __|      |__
-          |      __|  activations __           activations: of a step on tensors without data
-          |   __|____________|_gradients|___   the rest: what the strategy holds of each parameter
-          |  |  parameters, states      |      the optimizer: its own step, on its shard, likewise
-          +--+------------+-------------+--+-> time
+    DDP 9 GiB | ZeRO-1 6 GiB | ZeRO-2 5 GiB | FSDP 3 GiB | FSDP + offload | ... recomputed
+    cheap, in messages and time                                       expensive    first that fits
 
-Known before anything is run. Held per rank: parameters + gradients + optimizer states + buffers +
-activations, counted as by labkit.measure.MemoryTracker. Activations grow with the batch and the
-sequence (its square, where attention keeps its weights); the rest does not. On a mesh the
-composed job itself is run without data, as one of its ranks (labkit.scale.rehearse): `estimate` of
-labkit.run.experiment_runner gives such an Estimate for each rank, and first_that_fits() chooses.
+Each candidate is estimated by a dry run (memory_estimate.py). On a mesh the candidates are whole
+experiments: `estimate` of labkit.run.experiment_runner gives the Estimate of each rank, and
+first_that_fits() chooses.
 Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020,
 section 3.
 """
@@ -22,43 +16,8 @@ from functools import partial
 import torch
 from torch.utils._pytree import tree_map_only
 
-from labkit.memory.batch_size import BatchSize, find_batch_size, first_true, last_true
-from labkit.memory.memory_account import PRECISIONS, Estimate, account, rehearse_step
-
-__all__ = [
-    "PRECISIONS",
-    "BatchSize",
-    "Choice",
-    "Estimate",
-    "account",
-    "choose",
-    "estimate",
-    "find_batch_size",
-    "first_that_fits",
-    "rehearse_step",
-]
-
-
-def estimate(
-    module,
-    input,
-    loss=None,
-    strategy="single",
-    world_size=1,
-    optimizer="adamw",
-    precision="fp32",
-    **options,
-):
-    """The Estimate of one training step of `module` on one rank's batch.
-
-    Nothing is computed, held or changed. options: target, unit, recompute, device as in
-    rehearse_step; rank, bucket_cap_mb, prefetch as in account.
-    """
-    accounted = {
-        name: options.pop(name) for name in ("rank", "bucket_cap_mb", "prefetch") if name in options
-    }
-    rehearsal = rehearse_step(module, input, loss, precision=precision, **options)
-    return account(rehearsal, strategy, world_size, optimizer, **accounted)
+from labkit.memory.batch_size import first_true, last_true
+from labkit.memory.memory_estimate import Estimate, device_of, estimate
 
 
 @dataclass(frozen=True)
@@ -104,48 +63,37 @@ WORDS = {
 
 
 class Search:
-    """The estimates that choose() needs, each made once."""
+    """The estimates that choose() needs, each made once.
 
-    def __init__(self, module, input, loss, target, world_size, optimizer, recompute, options):
-        self.module, self.loss, self.recompute, self.options = module, loss, recompute, options
-        self.input, self.target, self.world_size, self.optimizer = (
-            input,
-            target,
-            world_size,
-            optimizer,
-        )
-        self.rehearsals = {}
+    step: arguments of estimate() that are the same for all: module, input, loss, target ...
+    recompute: as in estimate(), for the candidates that recompute, or None.
+    """
+
+    def __init__(self, step, world_size, recompute):
+        self.step, self.world_size, self.recompute = step, world_size, recompute
+        self.found = {}
 
     def rungs(self):
-        """What there is to try. On a CPU a rank's memory is the host's: offload moves nothing."""
-        ladder = ALONE if self.world_size == 1 else LADDER
-        on_cpu = self.rehearsal(False).device.type == "cpu"
-        return [
-            r
-            for r in ladder
-            if (self.recompute or not r[1]) and not (on_cpu and r[0] == "fsdp_offload")
-        ]
-
-    def rehearsal(self, recomputed, batch=None):
-        if (recomputed, batch) not in self.rehearsals:
-            input, target = tree_map_only(
-                torch.Tensor, lambda t: t[:batch], (self.input, self.target)
-            )
-            how = self.recompute if recomputed else None
-            made = rehearse_step(
-                self.module, input, self.loss, target, recompute=how, **self.options
-            )
-            self.rehearsals[recomputed, batch] = made
-        return self.rehearsals[recomputed, batch]
+        """The candidates. On a CPU a rank's memory is the host's, so offload moves nothing."""
+        on_cpu = device_of(self.step["module"], self.step.get("device")).type == "cpu"
+        rungs = []
+        for strategy, recomputed in ALONE if self.world_size == 1 else LADDER:
+            moves_nothing = on_cpu and strategy == "fsdp_offload"
+            if not moves_nothing and (self.recompute or not recomputed):
+                rungs.append((strategy, recomputed))
+        return rungs
 
     def estimate(self, rung, world_size=None, batch=None):
-        strategy, recomputed = rung
-        return account(
-            self.rehearsal(recomputed, batch),
-            strategy,
-            world_size or self.world_size,
-            self.optimizer,
-        )
+        """The Estimate of rank 0 under a rung; batch: the first so many samples, None: all."""
+        key = rung, world_size or self.world_size, batch
+        if key not in self.found:
+            (strategy, recomputed), ranks, _ = key
+            step = dict(self.step)
+            for name in ("input", "target"):
+                step[name] = tree_map_only(torch.Tensor, lambda t: t[:batch], step[name])
+            how = self.recompute if recomputed else None
+            self.found[key] = estimate(strategy=strategy, world_size=ranks, recompute=how, **step)
+        return self.found[key]
 
 
 def choose(
@@ -165,12 +113,13 @@ def choose(
 
     One rank: one process, with offload, with recomputation. More: DDP, ZeRO-1, ZeRO-2, FSDP, FSDP
     with offload, FSDP with recomputation, with both.
-    input, target: one rank's batch. recompute: as in rehearse_step; None leaves it out.
+    input, target: one rank's batch. recompute: as in estimate(); None leaves it out.
     host_bytes: a rank's host memory, for offload. order: of rungs, (strategy, recomputed), makes
     another order of them. options: precision, unit, device.
     Raises MemoryError if nothing fits: by how much, and what would make it fit.
     """
-    search = Search(module, input, loss, target, world_size, optimizer, recompute, options)
+    step = {"module": module, "input": input, "loss": loss, "target": target}
+    search = Search(step | {"optimizer": optimizer} | options, world_size, recompute)
     ways = partial(ways_out, search, memory_bytes)
     rungs = order(search.rungs())
     return first_that_fits(rungs, search.estimate, memory_bytes, host_bytes, ways)
@@ -222,7 +171,8 @@ def ways_out(search, memory_bytes, rung):
     )
     if ranks:
         ways.append(f"{ranks} ranks with {words_of(sharded)}")
-    whole = len(search.input if torch.is_tensor(search.input) else search.input[0])
+    input = search.step["input"]
+    whole = len(input if torch.is_tensor(input) else input[0])
     if batch := last_true(
         lambda size: search.estimate(rung, batch=size).peak_total <= memory_bytes, whole - 1
     ):

@@ -16,8 +16,7 @@ experiment_mesh.py     the model of an Experiment, and the mesh that shards it
 experiment_runner.py   one experiment on one rank, with its measurements; memory estimates
 compare.py             many experiments in one process group
 sweep.py, summary.py   a grid of experiments, and the table of its results
-auto_strategy.py       strategy="auto": the fastest strategy that fits, also on a mesh
-forecast.py            predicted step time of each strategy
+auto_strategy.py       strategy="auto": of those that fit, the one predicted to be the fastest
 """
 
 from labkit.run.launch import LaunchError, Run, launch

@@ -1,113 +1,199 @@
-"""strategy="auto": of what fits into a rank's memory, that which the planner finds fastest.
+"""strategy="auto": the strategy that is predicted to be fastest, of those that fit into memory.
 
-    memory      no axes: labkit.memory.choose, one step without data, and what a strategy holds
-                a mesh: each strategy's own run, rehearsed by every rank; the fullest must fit
-    time        predicted (forecast.py); where it is alike, or of layers and sleeps that the planner
-                does not know, from cheap to expensive, as labkit.memory has them
+    memory   each candidate's dry run (labkit.memory): on a mesh by every rank, and the fullest
+             must fit
+    time     Experiment, ranks, device  ->  a Job for each candidate  ->  labkit.scale.cost
 
-`participant` is labkit.run.experiment_runner's throughout. labkit.scale.rehearse is imported where
-it is needed: the import takes seconds, and most ranks do not need it.
+    |  DDP   ZeRO-1  |  FSDP  |     |  FSDP, recomputed  |      seconds, logarithmic: candidates in
+    +----------------+--------+-----+--------------------+->    one interval keep the order of
+    fastest       x 1.07   x 1.15                               labkit.memory: cheap to expensive
+
+The width of an interval is the planner's error: the median over published rows whose sources are in
+no fit. A CUDA device is looked up in labkit.scale.hardware; one that is not there counts as an
+A100-PCIe, and a CPU as CPU_RANK. Nothing is timed, so a job that is started again chooses the same.
+Only GPTs with real arithmetic have a predicted time: cost.py has no term for other layers, nor for
+emulated compute. Other models keep the order of labkit.memory.
+
+`participant` is that of labkit.run.experiment_runner, `e` an Experiment, and a rung one of
+labkit.memory: (strategy, whether units are recomputed).
 """
 
 import json
 import os
 from dataclasses import asdict, replace
 from functools import partial
-from time import perf_counter
+from math import log, nan, prod
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_leaves
 
 from labkit import comm, models
 from labkit.measure.machine import free_bytes
-from labkit.measure.memory_tracker import MemoryTracker
-from labkit.memory import Estimate, choose, first_that_fits
+from labkit.memory import Estimate, choose, first_that_fits, words_of
 from labkit.recompute import checkpoint
 from labkit.replicas import gather_bytes
-from labkit.run import forecast
-from labkit.run.experiment_mesh import strategies_of
+from labkit.run.experiment_mesh import gpt_sizes, strategies_of
+from labkit.scale import constants
+from labkit.scale.collectives import NETWORK_SHARE, NODE_SHARE
+from labkit.scale.cost import gradient_seconds, layer_seconds, predict_step
+from labkit.scale.fit import errors_kept_out
+from labkit.scale.hardware import GPU, find_gpu
+from labkit.scale.job_config import job_of
+
+ZERO = {"zero1": 1, "zero2": 2, "fsdp": 3, "fsdp_offload": 3}
+RECOMPUTED = {"none": "none", "every": "full", "alternate": "half", "matmul": "selective"}
+SAME_SPEED = {"fp16": "bf16", "fp64": "fp32"}  # cost.py has fp16 without fused attention, no fp64
+CPU_RANK = GPU(
+    name="a rank on a CPU",
+    generation="measured",
+    tflops={"fp32": 0.08, "bf16": 0.08},
+    achievable={"fp32": 1.0, "bf16": 1.0},
+    memory_gib=nan,
+    memory_gbs=11,
+    node_gbs=1 / NODE_SHARE,
+    host_gbs=11,
+    network_gbps=1 / NETWORK_SHARE,
+    watts=nan,
+    source="51_planner on 2 cores; links assumed: 8 Gbit/s in a node, 1 between, 0.1 ms a hop",
+    edge={"fp32": 17.0, "bf16": 17.0},
+    hop=1e-4,
+)
 
 
-def settle(participant, module, optimizer):
-    """The Experiment with the strategy that is chosen; rank 0 prints why. Collective."""
+def choose_strategy(participant, module, optimizer):
+    """The Experiment with the strategy that is chosen; rank 0 prints why. Collective.
+
+    optimizer: function parameters -> Optimizer. Raises MemoryError on every rank if nothing fits.
+    """
     e = participant.experiment
     free = int(e.memory_mb * 2**20) or free_bytes(participant.device, participant.world_size)
-    room = torch.tensor(free, device=participant.device)
-    comm.all_reduce(room, dist.ReduceOp.MIN)  # the ranks must not choose differently
-    choice = (on_mesh if e.axes else on_line)(participant, module, optimizer, room.item())
+    least = torch.tensor(free, device=participant.device)
+    comm.all_reduce(least, dist.ReduceOp.MIN)  # the ranks must not choose differently
+    if e.axes:
+        choice = choose_on_mesh(participant, least.item())
+    else:
+        choice = choose_without_mesh(participant, module, optimizer, least.item())
     if dist.get_rank() == 0:
         print(choice)
     strategy = choice.strategy + ("_offload" if choice.offload else "")
     return e.replace(strategy=strategy, recompute="every" if choice.recompute else e.recompute)
 
 
-def on_line(participant, module, optimizer, room):
+def choose_without_mesh(participant, module, optimizer, memory_bytes):
+    """A Choice for data parallelism alone."""
     e, begin = participant.experiment, participant.batches.state_dict()
     input, target = participant.next_batch()
-    participant.batches.load_state_dict(begin)  # training sees it, too
-    memory = room - input.nbytes - target.nbytes
+    participant.batches.load_state_dict(begin)  # training gets this batch, too
+    memory = memory_bytes - input.nbytes - target.nbytes
     options = {"precision": e.precision, "unit": models.unit(e.model), "recompute": checkpoint}
-    options["order"] = partial(in_order, participant)
+    options["order"] = partial(order, participant)
     loss, ranks = models.loss(e.model), participant.world_size
     return choose(module, input, memory, ranks, loss, target, optimizer, **options)
 
 
-def on_mesh(participant, module, optimizer, room):
+def choose_on_mesh(participant, memory_bytes):
+    """A Choice along dp, where the other axes are given."""
     rungs = [(strategy, False) for strategy in strategies_of(participant.experiment)]
-    rungs = in_order(participant, rungs)
-    return first_that_fits(rungs, lambda rung: fullest(participant, rung[0]), room)
-
-
-def in_order(participant, rungs):
-    """The rungs, the fastest by the planner first; rank 0 prints why. Collective."""
-    e, ranks, device = participant.experiment, participant.world_size, participant.device
-    if not forecast.knows(e):
-        return rungs
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-    each = [forecast.step_seconds(e, ranks, local, device, rung) for rung in rungs]
-    slowest = torch.tensor(each, device=device)
-    comm.all_reduce(slowest, dist.ReduceOp.MAX)  # the ranks must not choose differently
-    if dist.get_rank() == 0:
-        print(forecast.told(rungs, slowest.tolist()))
-    return forecast.in_order(rungs, slowest.tolist())
+    rungs = order(participant, rungs)
+    return first_that_fits(rungs, lambda rung: fullest(participant, rung[0]), memory_bytes)
 
 
 def fullest(participant, strategy):
-    """The Estimate of the rank that will hold most under another strategy. Collective."""
-    from labkit.scale.rehearse import Fused
-
-    context = replace(participant.context, device=torch.device("meta"))
-    with torch.random.fork_rng(), Fused():
-        twin = type(participant)(context, participant.experiment.replace(strategy=strategy))
-        own = held(twin)
-    everyone = gather_bytes(json.dumps(asdict(own)).encode(), device=participant.device)
+    """The Estimate of the rank that would hold most under a strategy. Collective."""
+    own = json.dumps(asdict(participant.estimate_with(strategy))).encode()
+    everyone = gather_bytes(own, device=participant.device)
     estimates = [Estimate(**json.loads(one)) for one in everyone]
     return max(estimates, key=lambda one: one.peak_total)
 
 
-def fake_backend():
-    """Of a mesh whose messages have no data, among ranks or alone."""
-    from labkit.scale.rehearse import BACKEND
+def order(participant, rungs):
+    """The rungs, those predicted to be fastest first; rank 0 prints why. Collective."""
+    e, ranks, device = participant.experiment, participant.world_size, participant.device
+    if not has_terms_for(e):
+        return rungs
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    each = [step_seconds(e, ranks, local, device, rung) for rung in rungs]
+    slowest = torch.tensor(each, device=device)
+    comm.all_reduce(slowest, dist.ReduceOp.MAX)  # the ranks must not choose differently
+    seconds = slowest.tolist()
+    if dist.get_rank() == 0:
+        times = ", ".join(f"{words_of(r)} {s:.3g} s" for r, s in zip(rungs, seconds, strict=True))
+        print(f"A step is predicted to take: {times}; less than {error():.1%} is no difference.")
+    return in_order(rungs, seconds)
 
-    return BACKEND
+
+def in_order(rungs, seconds):
+    """The rungs by their seconds; those that differ by less than the error keep their order."""
+    step, fastest = log(1 + error()), min(seconds)
+    interval = {r: int(log(s / fastest) / step) for r, s in zip(rungs, seconds, strict=True)}
+    return sorted(rungs, key=interval.get)
 
 
-def held(participant):
-    """What this rank holds in a step that is not its first, batch included: an Estimate."""
-    participant.advance()
-    optimizer, device = participant.trainer.optimizer, participant.device
-    tracker, began = MemoryTracker(participant.model, optimizer, device), perf_counter()
-    with tracker:
-        participant.advance()
-    states = (t for t in tree_leaves(list(optimizer.state.values())) if torch.is_tensor(t))
-    beside = sum(t.nbytes for t in states if device.type == "meta" and t.is_cpu)  # step counts
-    samples = [
-        (at, kinds | {"optimizer_states": kinds["optimizer_states"] + beside})
-        for at, kinds in tracker.samples
-    ]
-    at, _ = max(samples, key=lambda sample: sum(sample[1].values()))
-    spans = [one for one in participant.timeline.spans if one.start <= began + at <= one.end]
-    moment = next((one.name for one in spans if one.name != "step"), "forward")
-    e, ranks, rank = participant.experiment, participant.world_size, participant.context.rank
-    return Estimate(e.strategy, ranks, samples, samples[-1][1], moment, rank=rank)
+def error():
+    """Median error of the planner's time."""
+    return errors_kept_out()["time", "source"]
+
+
+def has_terms_for(e):
+    """Whether labkit.scale.cost can predict the time of an Experiment."""
+    return e.model == "gpt" and e.compute == "real"
+
+
+def step_seconds(e, ranks, ranks_of_node, device, rung):
+    """Predicted seconds of a step of Experiment e under a rung."""
+    step, c = job(e, ranks, ranks_of_node, device, *rung), constants.values()
+    return predict_step(step, c | {"data_exposed": exposed_share(step, c)}).seconds
+
+
+def exposed_share(job, c):
+    """The share of the gradients' messages that a rank waits for.
+
+    data_exposed is of stacks that send gradients after backward. The lab's classes send them in
+    backward, as those of FSDP do (see c["exposed"]); ZeRO gathers parameters after it.
+    """
+    messages = gradient_seconds(job, c | {"data_exposed": 1.0})
+    if not messages:
+        return 0.0
+    times = job.grad_accum if job.zero == 2 else 1
+    early = messages if job.zero == 0 else messages * times / (1 + times)
+    backward = times * 2 / 3 * job.shape.layers / job.pp * layer_seconds(job, c)
+    return 1 - (1 - c["exposed"]) * min(early, backward) / messages
+
+
+def job(e, ranks, ranks_of_node, device, strategy, recomputed):
+    """The labkit.scale Job of a step."""
+    gpt, dp = gpt_sizes(e), ranks // prod(e.axes.values())
+    model = {"hidden": gpt["width"], "ffn": 4 * gpt["width"], "seq_len": gpt["context"]}
+    model |= {name: gpt[name] for name in ("layers", "heads", "vocab", "tied")}
+    return job_of(
+        {
+            **model,
+            "n_gpus": ranks,
+            "gpus_per_node": ranks_of_node,
+            "dp": dp,
+            "tp": e.tensor,
+            "pp": e.pipeline,
+            "cp": e.context,
+            "zero": ZERO.get(strategy, 0),
+            "micro_batch": e.batch_size // dp // e.accumulation,
+            "grad_accum": e.accumulation,
+            "gpu": machine(device),
+            "recompute": "full" if recomputed else RECOMPUTED[e.recompute],
+            "offload": strategy.endswith("_offload"),
+            "precision": SAME_SPEED.get(e.precision, e.precision),
+        }
+    )
+
+
+def machine(device):
+    """The GPU that a device is, with links at half their speed.
+
+    The lab sends gradients in 32 bits an element, and cost.py counts 16.
+    """
+    gpu = CPU_RANK
+    if device.type == "cuda":
+        try:
+            gpu = find_gpu(torch.cuda.get_device_name(device))
+        except ValueError:
+            gpu = find_gpu("A100-PCIe")
+    return replace(gpu, node_gbs=gpu.node_gbs / 2, network_gbps=gpu.network_gbps / 2)

@@ -59,7 +59,7 @@ class Experiment:
     experts: number of expert networks in each block of the GPT; each token goes to two of them.
         0: one plain network. The loss includes 0.01 x the load-balancing loss of each micro-batch,
         counted over all ranks.
-    strategy="auto": the fastest by labkit.run.forecast among those of labkit.memory that fit
+    strategy="auto": the fastest by labkit.run.auto_strategy among those of labkit.memory that fit
         memory_mb MiB a rank (0: the free memory); with axes, the one with the largest peak that
         fits. Not with experts. See also labkit.run.experiment_runner.estimate.
     compute="emulated": each unit sleeps instead of computing: block_ms milliseconds forward and

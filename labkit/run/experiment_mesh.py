@@ -43,10 +43,10 @@ def loss_of(e, module):
     return balanced(loss, module) if e.experts else loss
 
 
-def mesh_of(e, world_size, backend=None):
+def mesh_of(e, world_size):
     """Make the mesh; ranks on no axis of the Experiment are along dp. Collective."""
     dp = world_size // prod(e.axes.values())
-    return Mesh({"pp": 1, "dp": dp, "cp": 1, "ep": 1, "tp": 1} | e.axes, backend)
+    return Mesh({"pp": 1, "dp": dp, "cp": 1, "ep": 1, "tp": 1} | e.axes)
 
 
 def compose(module, mesh, e, wrapping):
@@ -90,10 +90,6 @@ def check_axes(e):
             raise ValueError(
                 f"Experiment({fields}): cannot be combined with {name}={getattr(e, name)!r}"
             )
-    if e.strategy == "auto" and e.precision in LOW:
-        raise ValueError(
-            f"Experiment({fields}): strategy='auto' supports fp32 and fp64, not {e.precision}"
-        )
     if e.pipeline > 1 and (e.context > 1 or e.precision in LOW):
         raise ValueError(
             f"Experiment({fields}): a pipeline supports no context axis, and only fp32 and fp64"

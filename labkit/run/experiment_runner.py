@@ -21,12 +21,14 @@ from labkit.compression import COMPRESSORS
 from labkit.hierarchical import FORMS
 from labkit.learning_rate import scaled_lr, warmup
 from labkit.measure.flops import step_flops
-from labkit.measure.memory_tracker import MemoryTracker
 from labkit.measure.monitor import Monitor, waited_ms
 from labkit.measure.timeline import Timeline
 from labkit.measure.traffic import TrafficCounter
 from labkit.memory import last_true
-from labkit.run.auto_strategy import fake_backend, held, settle
+from labkit.memory.dry_run import fake_ranks
+from labkit.memory.memory_estimate import estimate_of
+from labkit.memory.memory_tracker import MemoryTracker
+from labkit.run.auto_strategy import choose_strategy
 from labkit.run.context import Context, EventFile
 from labkit.run.experiment_mesh import compose, loss_of, mesh_of, model_of
 from labkit.sampler import Batches
@@ -40,6 +42,7 @@ from labkit.trainer import (
     recompute,
 )
 
+ROUTED = "the memory of experts depends on the routing, so no dry run can predict it"
 WARMUP = 3  # PyTorch's DDP sends its new bucket order in the second step
 OPTIMIZERS = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
 
@@ -47,11 +50,13 @@ OPTIMIZERS = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
 class Participant:
     """One rank of an experiment. With strategy "single", takes_part is False on all ranks but 0.
 
-    done: number of steps so far. context.device "meta": a dry run on a mesh of fake ranks.
+    done: number of steps so far.
+    fake: a FakeDevice of labkit.memory.dry_run, for a context on the meta device.
     """
 
-    def __init__(self, context, experiment):
+    def __init__(self, context, experiment, fake=None):
         self.context, self.experiment, self.device = context, experiment, context.device
+        self.fake = fake
         alone = experiment.strategy == "single"
         self.takes_part = context.rank == 0 or not alone
         self.done = 0
@@ -63,11 +68,8 @@ class Participant:
         self.world_size = 1 if alone else context.world_size
         self.mesh, rank, self.replicas = None, 0 if alone else context.rank, self.world_size
         if experiment.axes:
-            backend = fake_backend() if self.device.type == "meta" else None
-            self.mesh = mesh_of(experiment, self.world_size, backend)
-            self.replicas = (
-                self.mesh.size("dp") * experiment.expert
-            )  # each replica has its own samples
+            self.mesh = mesh_of(experiment, self.world_size)
+            self.replicas = self.mesh.size("dp") * experiment.expert  # each has its own samples
             rank = self.mesh.rank("dp") * experiment.expert + self.mesh.rank("ep")
         self.share = experiment.batch_size // self.replicas
         dataset = models.data.load(experiment.data, experiment.model)
@@ -90,7 +92,8 @@ class Participant:
         options = {"lr": lr, "weight_decay": e.weight_decay, **momentum}
         optimizer_class = OPTIMIZERS[e.optimizer]
         if e.strategy == "auto":
-            e = self.experiment = settle(self, module, partial(optimizer_class, **options))
+            make = partial(optimizer_class, **options)
+            e = self.experiment = choose_strategy(self, module, make)
         recompute(module, e.recompute, models.unit(e.model))
         if e.compute == "emulated":
             part = self.share / e.batch_size / e.accumulation / e.context / e.tensor
@@ -109,7 +112,9 @@ class Participant:
         plain = getattr(optimizer, "inner", optimizer)
         falling = e.steps - e.warmup_steps if e.schedule == "cosine" else None
         schedule = warmup(plain, e.warmup_steps, falling) if e.warmup_steps or falling else None
-        low = mixed_precision(e.precision, self.device, self.group)
+        low = mixed_precision(e.precision, self.device, self.group) if self.fake is None else {}
+        if self.fake is not None and e.precision in LOW:  # a loss scale depends on values
+            low = {"autocast": partial(self.fake.autocast, LOW[e.precision])}
         self.trainer = Trainer(
             self.model, optimizer, loss, e.accumulation, schedule,
             self.timeline.span, compressor=self.compressor, **low,
@@ -145,6 +150,11 @@ class Participant:
         peaks = {f"peak_{kind}_bytes": size for kind, size in memory.peak.items()}
         counted = {"sent_bytes": sent // e.every, "messages": messages / e.every}
         return counted | {"flops": self.flops, "peak_bytes": memory.peak_total} | peaks
+
+    def estimate_with(self, strategy):
+        """The Estimate of this rank's step, if it had another strategy."""
+        experiment = self.experiment.replace(strategy=strategy)
+        return estimate_rank(experiment, self.world_size, self.context.rank, self.device.type)
 
     def next_batch(self):
         input, target = next(self.batches)
@@ -231,49 +241,29 @@ def estimate(experiment, ranks):
 
         max(estimate(Experiment(model="gpt", tensor=2), 4), key=lambda rank: rank.peak_total)
 
-    Runs in one process that is no rank. Raises ValueError for experts, whose load depends on the
-    values, and for 16 bits, because autocast supports no device without data.
+    Predicted in this process by a dry run of each rank, for ranks on GPUs if this machine has one,
+    else on the CPU. Raises ValueError for experts, whose memory depends on the routing.
     """
-    from labkit.scale.rehearse import rehearse
-
     experiment.check_ranks(ranks)
     if experiment.experts:
-        raise ValueError(
-            "cannot estimate the memory of experts, which depends on the routing: use experts=0"
-        )
-    if experiment.precision in LOW:
-        raise ValueError(
-            f"cannot estimate memory for precision={experiment.precision!r} on a mesh: "
-            "use fp32 or fp64"
-        )
-    each = range(ranks)
-    return [rehearse(as_one, ranks, rank, experiment=experiment).result for rank in each]
+        raise ValueError(f"experts={experiment.experts}: {ROUTED}; use experts=0")
+    return [estimate_rank(experiment, ranks, rank) for rank in range(ranks)]
 
 
 def largest_batch(experiment, ranks, rank, room):
     """Return the largest batch size, over all ranks, with which this rank's step fits `room` bytes.
 
-    Predicted as by `estimate`. 16 bits are predicted as fp32 plus a 16-bit copy of every weight,
-    which is an upper bound. At most the number of training samples. ValueError as from `estimate`;
-    MemoryError if one sample per rank and micro-batch does not fit.
+    Predicted as by `estimate`. At most the number of training samples. ValueError as from
+    `estimate`; MemoryError if one sample per rank and micro-batch does not fit.
     """
-    from labkit.scale.rehearse import rehearse
-
     if experiment.experts:
-        raise ValueError(
-            "cannot predict the batch size with experts, whose memory depends on the routing: "
-            "set batch_size"
-        )
+        raise ValueError(f"experts={experiment.experts}: {ROUTED}; set batch_size")
     smallest = experiment.smallest_batch(ranks)
-    copies = 0
-    if experiment.precision in LOW:
-        experiment = experiment.replace(precision="fp32")
-        copies = 2 * sum(parameter.numel() for parameter in model_of(experiment).parameters())
 
     @cache
     def needed(times):
         tried = experiment.replace(batch_size=times * smallest)
-        return copies + rehearse(as_one, ranks, rank, experiment=tried).result.peak_total
+        return estimate_rank(tried, ranks, rank).peak_total
 
     samples = len(models.data.load(experiment.data, experiment.model))
     times = last_true(lambda times: needed(times) <= room, samples // smallest)
@@ -285,7 +275,32 @@ def largest_batch(experiment, ranks, rank, room):
     return times * smallest
 
 
-def as_one(device, experiment):
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    context = Context(rank, ranks, 0, 0, torch.device(device), EventFile(io.StringIO()))
-    return held(Participant(context, experiment))
+def estimate_rank(experiment, ranks, rank, device=None):
+    """The Estimate of one rank's step. device: "cuda" or "cpu"; None: what this machine has.
+
+    Also in a process that is a rank itself.
+    """
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    with torch.random.fork_rng(), fake_ranks(rank, ranks, device) as fake:
+        context = Context(rank, ranks, 0, 0, torch.device("meta"), EventFile(io.StringIO()))
+        with fake.tracker():  # so that what is made on the host is known to be there
+            participant = Participant(context, experiment, fake)
+        return held(participant, fake)
+
+
+def held(participant, fake=None):
+    """The Estimate of what this rank holds in a step that is not its first, its batch included.
+
+    fake: of estimate_rank. None: in a real step.
+    """
+    made = participant.model, participant.trainer.optimizer
+    tracker = fake.tracker(*made) if fake else MemoryTracker(*made, participant.device)
+    for _ in range(2):  # the first step makes the optimizer states
+        with tracker:
+            participant.advance()
+    spans = [span for span in participant.timeline.spans if span.name != "step"]
+    began = sorted((span.start, span.name) for span in spans)
+    began = [(name, start) for start, name in began]
+    e, ranks, rank = participant.experiment, participant.world_size, participant.context.rank
+    host = fake.host.nbytes if fake else 0
+    return estimate_of(tracker, made[1], began, e.strategy, ranks, rank, host)

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from labkit.measure.memory_tracker import KINDS
 from labkit.measure.stats import summary
+from labkit.memory.memory_tracker import KINDS
 from labkit.show import style
 
 THICK = 0.72

@@ -3,7 +3,7 @@
 import numpy as np
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from labkit.measure.memory_tracker import KINDS
+from labkit.memory.memory_tracker import KINDS
 from labkit.show import style
 
 

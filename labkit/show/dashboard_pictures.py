@@ -16,7 +16,7 @@ from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from labkit.measure.memory_tracker import KINDS
+from labkit.memory.memory_tracker import KINDS
 from labkit.show import style
 
 BARS, LINES = 12, 6  # how many can be told apart, and are drawn within the time of an answer

@@ -9,8 +9,8 @@ from math import inf
 import pandas as pd
 
 from labkit.measure.machine import ROOT
-from labkit.measure.memory_tracker import KINDS
 from labkit.measure.stats import FEWEST, by_chance, interval_name
+from labkit.memory.memory_tracker import KINDS
 from labkit.run.summary import ratio_of, slowed
 from labkit.run.sweep import USUAL, results
 from labkit.show import style

@@ -8,7 +8,7 @@ FSDP      [P/2][G/2][ S/2 ]       8 MiB        [=========]  3 x
 
 import numpy as np
 
-from labkit.measure.memory_tracker import KINDS
+from labkit.memory.memory_tracker import KINDS
 from labkit.show import style
 from labkit.show.bars import THICK, finish
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from labkit.measure.memory_tracker import KINDS
-from labkit.memory import memory_planner
+from labkit.memory import PRECISIONS, estimate
+from labkit.memory.memory_tracker import KINDS
 from labkit.show import controls, style
 from labkit.show.bars import memory_bars
 from labkit.show.explorer import explore, need_one
@@ -41,16 +41,10 @@ def predictor(module, batch_of, loss=None, unit=None, device=None, **options):
     """
 
     @functools.cache
-    def rehearsed(precision, batch):
-        input, target = batch_of(batch)
-        return memory_planner.rehearse_step(
-            module, input, loss, target, precision, unit, device=device
-        )
-
     def predict(stage, world_size, precision, batch):
-        return memory_planner.account(
-            rehearsed(precision, batch), stage, world_size, **options
-        ).peak
+        input, target = batch_of(batch)
+        how = {"precision": precision, "target": target, "unit": unit, "device": device}
+        return estimate(module, input, loss, stage, world_size, **how, **options).peak
 
     return predict
 
@@ -122,7 +116,7 @@ def explorer(
     capacity=None,
     stages=STAGES,
     world_sizes=(1, 2, 4, 8, 16, 64),
-    precisions=tuple(memory_planner.PRECISIONS),
+    precisions=tuple(PRECISIONS),
     batches=(1, 2, 4, 8, 16, 32, 64),
 ):
     """Show memory by kind and stage: figure, takeaway, table, then the controls. Returns Explorer.

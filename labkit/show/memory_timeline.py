@@ -11,7 +11,7 @@ import math
 
 import numpy as np
 
-from labkit.measure.memory_tracker import KINDS
+from labkit.memory.memory_tracker import KINDS
 from labkit.show import style
 from labkit.show.curves import mark_peak
 

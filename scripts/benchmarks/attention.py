@@ -59,7 +59,7 @@ def times(context, length, repetitions):
 def peaks(context):
     """Runs on the one rank: bytes at the peak, by length."""
     from labkit.attention import flash_attention
-    from labkit.measure.memory_tracker import MemoryTracker
+    from labkit.memory.memory_tracker import MemoryTracker
 
     for length in (1024, 2048, 3072):
         for name, attend in {"plain": plain, "tiles": flash_attention}.items():
@@ -90,7 +90,7 @@ def shared(context, length, repetitions):
 def held(context, own):
     """Runs on every rank: bytes kept for backward."""
     from labkit.attention.context_parallel import places, ring_attention
-    from labkit.measure.memory_tracker import MemoryTracker
+    from labkit.memory.memory_tracker import MemoryTracker
 
     length = own * context.world_size
     mine = [one[..., places(length), :].detach().requires_grad_() for one in inputs(length, "cpu")]

@@ -21,7 +21,7 @@ def ring_bytes(context):
 def ddp_bytes(context, model):
     """Runs on every rank."""
     from labkit.ddp import DDP
-    from labkit.measure.memory_tracker import MemoryTracker
+    from labkit.memory.memory_tracker import MemoryTracker
 
     module = models.build(model, "small")
     samples = models.data.load("auto", model)

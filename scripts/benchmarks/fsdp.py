@@ -59,7 +59,7 @@ def times(context, model, size, repetitions):
 
 def peaks(context, model, size):
     """Runs on every rank."""
-    from labkit.measure.memory_tracker import MemoryTracker
+    from labkit.memory.memory_tracker import MemoryTracker
 
     torch.manual_seed(0)
     module = models.build(model, size).to(context.device)

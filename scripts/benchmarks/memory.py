@@ -17,8 +17,8 @@ STATE = ("parameters", "gradients", "optimizer_states")
 
 def counts(context, model, strategy):
     """Runs on every rank."""
-    from labkit.measure.memory_tracker import MemoryTracker
     from labkit.memory import estimate
+    from labkit.memory.memory_tracker import MemoryTracker
     from labkit.trainer import make_optimizer, parallelize
 
     module, loss, unit = models.build(model, "small").to(context.device), models.loss(model), models.unit(model)
@@ -44,7 +44,6 @@ def counts(context, model, strategy):
         tracked_activations=least.peak["activations"],
         predicted_peak=told.peak_total,
         tracked_peak=least.peak_total,
-        padding=told.padding,
     )
 
 
@@ -59,7 +58,7 @@ def rows_of(told, model, strategy, ranks):
     """Two rows: what is held between steps, of all ranks, and the peak of the rank that is farthest from its own."""
     group = f"memory, {model}, {strategy}"
     state = [int(told[column].sum()) for column in ("tracked_state", "predicted_state")]
-    name = f"parameters + gradients + states of all ranks, {int(told['padding'].sum())} of padding"
+    name = "parameters + gradients + states of all ranks, with padding"
     worst = (told["tracked_peak"] / told["predicted_peak"] - 1).abs().idxmax()
     peak = [int(told.loc[worst, column]) for column in ("tracked_peak", "predicted_peak")]
     return [exact_row(group, name, ranks, *state), within_row(group, "peak of a rank", ranks, *peak)]

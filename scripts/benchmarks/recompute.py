@@ -69,7 +69,7 @@ def training_step(model, inputs, targets):
 
 def held(context):
     """Runs on the one rank: bytes of activations after forward, for four and for five layers."""
-    from labkit.measure.memory_tracker import MemoryTracker
+    from labkit.memory.memory_tracker import MemoryTracker
     from labkit.models.gpt import Block
     from labkit.recompute import checkpoint_every
 

@@ -22,11 +22,11 @@ from labkit.comm_log import Event, Pause
 from labkit.ddp import DDP
 from labkit.fsdp import FSDP
 from labkit.measure.interleaved_timing import columns, time_variants
+from labkit.memory.dry_run import dry_run
 from labkit.models import emulated
 from labkit.pipeline import Pipeline, one_f_one_b
 from labkit.pipeline.schedule_validation import play
 from labkit.run import launch
-from labkit.scale.rehearse import rehearse
 from labkit.scale.simulate import simulate
 from labkit.scale.virtual_clock import only_sleep
 from labkit.zero import ZeRO1
@@ -172,7 +172,7 @@ def simulated(form, block_ms, nodes, alone, left):
         played = play(schedule, dict.fromkeys("FBW", block_ms / 1e3), line(alone["send"], size))
         return played.length, played.length, MICRO_BATCHES * size
     with only_sleep(emulated) as clock:
-        told = rehearse(rehearsed, nodes, clock=clock, form=form, block_ms=block_ms)
+        told = dry_run(rehearsed, nodes, clock=clock, form=form, block_ms=block_ms)
     start, end = told.result
     ideal = [event for event in told.events if event.start >= start]
     real = [Event(**event | {"pauses": paused(event["pauses"])}) for event in left["events"]]

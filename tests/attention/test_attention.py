@@ -12,7 +12,7 @@ from labkit.amp import amp
 from labkit.attention import flash_attention
 from labkit.attention.tiles import Tiles
 from labkit.ideas.attention_and_context import tiled_attention
-from labkit.measure.memory_tracker import MemoryTracker
+from labkit.memory.memory_tracker import MemoryTracker
 
 F64 = torch.float64
 TILE = 4

@@ -15,7 +15,7 @@ from labkit.attention.context_parallel import places, ring_attention, ulysses_at
 from labkit.attention.tiles import Tiles
 from labkit.ddp import DDP
 from labkit.ideas.attention_and_context import ring_attention_forward
-from labkit.measure.memory_tracker import MemoryTracker
+from labkit.memory.memory_tracker import MemoryTracker
 from labkit.recompute import checkpoint
 
 F64 = torch.float64

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from labkit import comm
 from labkit.compression import COMPRESSORS, Cast, OneBit, Quantize, TopK
 from labkit.ddp.bucket import Bucket
-from labkit.measure.memory_tracker import MemoryTracker
+from labkit.memory.memory_tracker import MemoryTracker
 
 MAKE = {
     **COMPRESSORS,

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from labkit import comm, models
 from labkit.ddp import DDP
 from labkit.fsdp import FSDP
-from labkit.measure.memory_tracker import MemoryTracker
+from labkit.memory.memory_tracker import MemoryTracker
 from labkit.mesh import Mesh
 
 FORMS = {

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from labkit import comm, models
 from labkit.fsdp import FSDP
 from labkit.fsdp.wrap_policy import by_size, excluding, split_units
-from labkit.measure.memory_tracker import MemoryTracker
+from labkit.memory.memory_tracker import MemoryTracker
 from labkit.mesh import Mesh
 from labkit.models.gpt import Block
 

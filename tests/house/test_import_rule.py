@@ -164,7 +164,7 @@ BAD = {
     "an idea imports a class": ("labkit.ideas.zero", "from labkit.ddp import DDP"),
     "an idea imports more of the floor than comm": ("labkit.ideas.zero", "from labkit.mesh import Mesh"),
     "measure imports run": ("labkit.measure.stats", "from labkit.run import launch"),
-    "measure imports an algorithm": ("labkit.measure.memory_tracker", "from labkit.ddp import DDP"),
+    "measure imports an algorithm": ("labkit.measure.timeline", "from labkit.ddp import DDP"),
     "run imports show": ("labkit.run.magic", "from labkit.show import plots"),
     "the trainer imports a model": ("labkit.trainer", "from labkit.models import build"),
     "a model knows of ranks": ("labkit.models.gpt", "import torch.distributed as dist"),

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from labkit.measure.memory_tracker import KINDS, MemoryTracker
+from labkit.memory.memory_tracker import KINDS, MemoryTracker
 
 FLOAT = 4
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from labkit import comm, models
-from labkit.measure.memory_tracker import MemoryTracker
 from labkit.memory import estimate
 from labkit.memory.batch_size import between, find_batch_size, first_true, last_true
+from labkit.memory.memory_tracker import MemoryTracker
 
 
 @pytest.mark.parametrize("edge", [0, 1, 2, 3, 7, 8, 9, 63, 64, 100])

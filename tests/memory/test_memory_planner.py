@@ -15,10 +15,8 @@ from labkit import models
 from labkit.amp import autocast
 from labkit.ddp import DDP
 from labkit.fsdp import FSDP
-from labkit.measure import memory_tracker
-from labkit.measure.memory_tracker import MemoryTracker
 from labkit.memory import choose, estimate
-from labkit.memory.memory_account import KINDS
+from labkit.memory.memory_tracker import MemoryTracker
 from labkit.recompute import checkpoint, checkpoint_every
 from labkit.zero import ZeRO1, ZeRO2
 
@@ -54,10 +52,6 @@ def tracked(model, held, optimizer, loss, input, target):
         with tracker:
             step()
     return min(trackers, key=lambda tracker: tracker.peak_total)
-
-
-def test_the_kinds_are_the_trackers():
-    assert KINDS == memory_tracker.KINDS
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

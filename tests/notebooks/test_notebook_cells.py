@@ -9,7 +9,7 @@ import torch
 
 from labkit import models
 from labkit.measure.machine import ROOT
-from labkit.measure.memory_tracker import MemoryTracker
+from labkit.memory.memory_tracker import MemoryTracker
 from labkit.models.gpt import Block
 from labkit.offload import Offloaded, offload_activations
 from labkit.recompute import checkpoint_every

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from labkit import models
-from labkit.measure.memory_tracker import MemoryTracker
+from labkit.memory.memory_tracker import MemoryTracker
 from labkit.models.gpt import Block
 from labkit.offload import Offloaded, offload_activations
 from labkit.offload.pinned_memory import room

@@ -13,7 +13,7 @@ from labkit.amp import GradScaler
 from labkit.attention import flash_attention
 from labkit.attention.context_parallel import ulysses_attention
 from labkit.fsdp import FSDP
-from labkit.measure.memory_tracker import MemoryTracker
+from labkit.memory.memory_tracker import MemoryTracker
 from labkit.mesh import Mesh
 from labkit.models import plans
 from labkit.models.gpt import GPT, Block, Network, Stage

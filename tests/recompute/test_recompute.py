@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from labkit import comm, models
 from labkit.ddp import DDP
 from labkit.ideas.recompute_and_offload import Recompute
-from labkit.measure.memory_tracker import MemoryTracker
+from labkit.memory.memory_tracker import MemoryTracker
 from labkit.models.gpt import Block
 from labkit.recompute import checkpoint, checkpoint_every
 

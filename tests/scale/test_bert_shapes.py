@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from labkit.measure.flops import step_flops
-from labkit.memory import memory_planner
+from labkit.memory import estimate
 from labkit.scale.bert_shapes import BERT_BASE, BERT_LARGE, Encoder
 
 B, T = 2, 32
@@ -89,7 +89,7 @@ def test_a_layer_more_is_what_the_budget_says():
     def most(shape):
         with torch.device("meta"):
             module, words = Bert(shape), torch.zeros(B, T, dtype=torch.int64)
-        found = memory_planner.estimate(module, words, all_of_it, device="cpu")
+        found = estimate(module, words, all_of_it, device="cpu")
         assert found.held["parameters"] == 4 * shape.parameters
         return max(kinds["activations"] for _, kinds in found.samples)
 

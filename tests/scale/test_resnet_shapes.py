@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from labkit import models
 from labkit.measure.flops import step_flops
-from labkit.memory import memory_planner
+from labkit.memory import estimate
 from labkit.models.resnet import ResNet
 from labkit.scale.resnet_shapes import DEPTHS, ResNetShape
 
@@ -114,7 +114,7 @@ def test_it_keeps_the_bytes_that_are_counted(shape, module):
 def test_blocks_more_are_what_the_budget_says():
     def most(depth):
         images, target = torch.zeros(2, 3, 32, 32), torch.zeros(2, dtype=torch.int64)
-        found = memory_planner.estimate(ResNet(depth, 4), images, F.cross_entropy, target=target)
+        found = estimate(ResNet(depth, 4), images, F.cross_entropy, target=target)
         assert found.held["parameters"] == 4 * small(depth, 4).parameters
         return max(kinds["activations"] for _, kinds in found.samples)
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from labkit.measure.flops import step_flops
-from labkit.memory import memory_planner
+from labkit.memory import estimate
 from labkit.models.gpt import GPT, Block
 from labkit.scale.hardware import GPUS, find_gpu
 from labkit.scale.shapes import Shape
@@ -122,7 +122,7 @@ def test_a_block_more_is_what_the_budget_says():
 
     def most(shape):
         tokens = torch.zeros(B, T, dtype=torch.int64, device="meta")
-        found = memory_planner.estimate(real(shape), tokens, device="cpu")
+        found = estimate(real(shape), tokens, device="cpu")
         assert found.held["parameters"] == 4 * shape.parameters
         return max(kinds["activations"] for _, kinds in found.samples)
 

@@ -7,9 +7,9 @@ from pytest import approx
 from labkit import models
 from labkit.comm_log import Event, Pause
 from labkit.ddp import DDP
+from labkit.memory.dry_run import dry_run
 from labkit.models.emulated import emulate
 from labkit.models.gpt import GPT, Block
-from labkit.scale.rehearse import rehearse
 from labkit.scale.simulate import alpha_beta, simulate
 
 
@@ -76,7 +76,7 @@ def job(device):
 
 @pytest.mark.parametrize("n", [2, 1024])
 def test_a_rehearsed_step_on_a_slower_and_slower_network(n):
-    told = rehearse(job, n)
+    told = dry_run(job, n)
     start, end = told.result
     assert simulate(told.events, start, end, alpha_beta(0.0, 0.0)).seconds == approx(end - start)
     slow = simulate(told.events, start, end, alpha_beta(0.0, 1e-3))

@@ -7,9 +7,9 @@ from pytest import approx
 
 from labkit import models
 from labkit.ddp import DDP
+from labkit.memory.dry_run import dry_run
 from labkit.models import emulated
 from labkit.models.gpt import GPT, Block
-from labkit.scale.rehearse import rehearse
 from labkit.scale.simulate import alpha_beta, simulate
 from labkit.scale.virtual_clock import only_sleep
 
@@ -28,7 +28,7 @@ def test_a_minute_of_compute_takes_none_and_is_the_same_for_any_number_of_ranks(
     begun, told = time.perf_counter(), {}
     for n in (2, 1024):
         with only_sleep(emulated) as clock:
-            told[n] = rehearse(job, n, clock=clock)
+            told[n] = dry_run(job, n, clock=clock)
     assert time.perf_counter() - begun < 60
     assert emulated.sleep is time.sleep  # and all is as before
     moments = {n: [(e.op, e.start, [p.start for p in e.pauses or ()]) for e in one.events] for n, one in told.items()}

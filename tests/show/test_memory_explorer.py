@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from labkit import models
-from labkit.measure.memory_tracker import KINDS
 from labkit.memory import estimate
+from labkit.memory.memory_tracker import KINDS
 from labkit.show import memory_explorer
 
 MIB = 2**20

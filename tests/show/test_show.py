@@ -8,8 +8,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from labkit.measure import machine, memory_tracker
+from labkit.measure import machine
 from labkit.measure.timeline import Span, Timeline
+from labkit.memory import memory_tracker
 from labkit.show import notebook, plots, publish, schedules, style, tables
 
 STRATEGIES = ["single", "ddp_naive", "ddp_bucketed", "something_new"]
@@ -259,7 +260,7 @@ def test_source_shows_the_code_and_its_place(shown):
     assert re.fullmatch(r"labkit/show/tables\.py:\d+-\d+", headings[0])
     assert (
         re.fullmatch(r"labkit/measure/timeline\.py:\d+-\d+", headings[1])
-        and headings[2] == "labkit/measure/memory_tracker.py"
+        and headings[2] == "labkit/memory/memory_tracker.py"
     )
     path, first, last = re.match(r"(.*):(\d+)-(\d+)", headings[0]).groups()
     lines = (machine.ROOT / path).read_text().splitlines()[int(first) - 1 : int(last)]

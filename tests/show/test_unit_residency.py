@@ -8,9 +8,9 @@ import torch
 
 from labkit import comm, models
 from labkit.fsdp import FSDP
-from labkit.measure.memory_tracker import KINDS
 from labkit.measure.residency import watch_units
 from labkit.measure.timeline import Timeline
+from labkit.memory.memory_tracker import KINDS
 from labkit.show import explorer, fsdp_explorer, publish, style
 from labkit.show.memory_timeline import saw, thinned
 from labkit.show.unit_residency import most_whole, residency, units_of

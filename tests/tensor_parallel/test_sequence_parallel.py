@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from labkit import comm
 from labkit.ideas.tensor_and_sequence import sequence_parallel_mlp
-from labkit.measure.memory_tracker import MemoryTracker
+from labkit.memory.memory_tracker import MemoryTracker
 from labkit.models.gpt import Block
 from labkit.models.plans import gpt as gpt_plan
 from labkit.models.plans import of_blocks

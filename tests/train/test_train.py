@@ -289,7 +289,7 @@ def test_what_cannot_be_is_one_line_and_starts_nothing(words, told):
         (["--metrics", "prometheus:127.0.0.1:99999"], "--metrics prometheus:127.0.0.1:99999: "),
         (["--resume", "7"], "--resume 7 needs --checkpoint-dir"),
         (["--auto-batch-size", "--memory-mb", "0.1"], "a batch of 2 does not fit: a rank's step needs "),
-        (["--auto-batch-size", "--experts", "4"], "cannot predict the batch size with experts"),
+        (["--auto-batch-size", "--experts", "4"], "can predict it; set batch_size"),
     ],
     ids=lambda value: " ".join(value[:1]) if isinstance(value, list) else "",
 )

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from labkit import comm, models
 from labkit.ddp import DDP
-from labkit.measure.memory_tracker import MemoryTracker
+from labkit.memory.memory_tracker import MemoryTracker
 from labkit.zero import ZeRO1, ZeRO2
 from labkit.zero.flat_shards import Layout
 

@@ -68,7 +68,7 @@ class MemoryTracker(TorchDispatchMode):
         super().__init__()
         self._module = module
         self._first_optimizer = optimizer
-        self._device = torch.device(device).type if device is not None else None
+        self.device = torch.device(device).type if device is not None else None
         self._watched = None
 
     def __enter__(self):
@@ -77,7 +77,7 @@ class MemoryTracker(TorchDispatchMode):
         self._parameters = WeakIdKeyDictionary()
         self._optimizers = WeakIdKeyDictionary()
         self._watched = ExitStack()
-        self._start = time.perf_counter()
+        self.start = time.perf_counter()
         if self._first_optimizer is not None:
             self._optimizers[self._first_optimizer] = True
         self._scan()
@@ -154,7 +154,7 @@ class MemoryTracker(TorchDispatchMode):
         for position, (moment, storage, change) in enumerate(self._log, start=1):
             totals[storage.kind] += change
             if position >= self._held_before:
-                samples.append((moment - self._start, dict(totals)))
+                samples.append((moment - self.start, dict(totals)))
         return samples
 
     def _totals(self, length):
@@ -172,7 +172,7 @@ class MemoryTracker(TorchDispatchMode):
     def _count(self, storage):
         """Count a storage or its new size; return None on an excluded device."""
         kind = storage.device.type
-        if kind != self._device if self._device else kind == "meta":
+        if kind != self.device if self.device else kind == "meta":
             return None
         address = storage._cdata
         known = self._storages.get(address)

@@ -10,12 +10,12 @@ from torch.optim import SGD
 from labkit import comm, models
 from labkit.ddp import DDP
 from labkit.fsdp import FSDP
-from labkit.measure.memory_tracker import MemoryTracker
+from labkit.memory.dry_run import dry_run
+from labkit.memory.memory_tracker import MemoryTracker
 from labkit.mesh import Mesh
 from labkit.models import plans
 from labkit.models.gpt import GPT, Block
 from labkit.parallelize import Composed
-from labkit.scale.rehearse import rehearse
 from labkit.tensor_parallel import tensor_parallel
 from labkit.zero import ZeRO1, ZeRO2
 
@@ -70,7 +70,7 @@ def test_every_message_is_that_of_real_ranks(ranks, world_size):
     forms = FORMS + [mesh for mesh, axes in MESHES.items() if 2 ** len(axes) == world_size]
     for rank, found in enumerate(ranks(world_size, real, forms=forms, sizes=SMALL)):
         for form, (events, peak) in found.items():
-            alone = rehearse(job, world_size, rank, form=form, sizes=SMALL)
+            alone = dry_run(job, world_size, rank, form=form, sizes=SMALL)
             assert told(alone.events) == events, (form, rank)
             if form in FORMS[:3]:  # the others' peak is where attention is: see the docstring
                 states = ("parameters", "gradients", "optimizer_states")
@@ -80,13 +80,13 @@ def test_every_message_is_that_of_real_ranks(ranks, world_size):
 @pytest.mark.parametrize("options", [{"shard": "grad_op"}, {"root": "replicate", "prefetch": 2}], ids=str)
 def test_fsdps_modes_too(ranks, options):
     for rank, found in enumerate(ranks(2, real, forms=["fsdp"], sizes=SMALL, options=options)):
-        alone = rehearse(job, 2, rank, form="fsdp", sizes=SMALL, options=options)
+        alone = dry_run(job, 2, rank, form="fsdp", sizes=SMALL, options=options)
         assert told(alone.events) == found["fsdp"][0]
 
 
 def test_one_rank_of_a_thousand():
     n, P = 1024, sum(p.numel() for p in GPT(**SMALL).parameters())
-    found = rehearse(job, n, n - 1, form="fsdp", sizes=SMALL)
+    found = dry_run(job, n, n - 1, form="fsdp", sizes=SMALL)
     assert found.peak["optimizer_states"] <= 2 * 4 * (P // n + 16 * 32) and {e.group_size for e in found.events} == {n}
     messages, sent = found.totals()["reduce_scatter", n]
     assert messages == 2 * 3  # two steps of two blocks and the root
@@ -97,21 +97,31 @@ def test_one_rank_of_a_thousand():
 @pytest.mark.slow
 def test_a_billion_parameters_need_no_memory():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    found = rehearse(job, 1024, 5, form="fsdp", sizes=LARGE)
+    found = dry_run(job, 1024, 5, form="fsdp", sizes=LARGE)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20  # KiB: 1 GiB
     assert found.peak["activations"] > 2**33
 
 
-def test_it_refuses(ranks):
+def test_it_refuses():
     with pytest.raises(ValueError, match="rank 4 is not one of 4"):
-        rehearse(job, 4, 4, form="ddp", sizes=SMALL)
-    assert all(ranks(2, refused))
+        dry_run(job, 4, 4, form="ddp", sizes=SMALL)
     with pytest.raises(ZeroDivisionError):
-        rehearse(lambda device: 1 / 0, 4)
+        dry_run(lambda device: 1 / 0, 4)
     assert not dist.is_initialized()
 
 
-def refused(rank, world_size):
-    with pytest.raises(RuntimeError, match="a rank already"):
-        rehearse(job, 2, form="ddp", sizes=SMALL)
-    return True
+def among_others(rank, world_size):
+    """What a dry run of 5 ranks sends, and whether the real group works before and after."""
+    counted = torch.ones(1)
+    comm.all_reduce(counted)
+    alone = dry_run(job, 5, 4, form="fsdp", sizes=SMALL)
+    comm.all_reduce(counted)
+    new = dist.new_group([0, 1])
+    comm.all_reduce(counted, group=new)
+    return told(alone.events), counted.item(), dist.get_world_size()
+
+
+def test_a_rank_can_dry_run_another_and_is_itself_afterwards(ranks):
+    alone = dry_run(job, 5, 4, form="fsdp", sizes=SMALL)
+    for found in ranks(2, among_others):
+        assert found == (told(alone.events), 8.0, 2)

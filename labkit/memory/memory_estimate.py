@@ -1,0 +1,271 @@
+"""The memory of one training step, before anything is run: a dry run of it, tracked by kind.
+
+    module --tensors without data--> DDP, ZeRO or FSDP --> step 1, step 2    on fake ranks
+                                                           states   tracked: bytes by kind at every
+                                                           appear   change, the largest is the peak
+
+    single, ddp  [ P ][ G ][ S ]    P bytes of parameters, G = P of gradients, S of optimizer states
+    zero1        [ P ][ G ][S/n]    (Adam in fp32: S = 2 P, so 16 bytes a parameter in all);
+    zero2        [ P ][G/n][S/n]    + two buckets of gradients while they travel
+    fsdp         [P/n][G/n][S/n]    + the units that are gathered just now
+
+Bytes and kinds are those of labkit.memory.MemoryTracker in a real step. Time: that of Python in two
+steps, whatever the size of the model.
+Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020,
+sections 3 and 5.
+"""
+
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from time import perf_counter
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from labkit.ddp import DDP
+from labkit.fsdp import FSDP
+from labkit.fsdp.wrap_policy import split_units
+from labkit.memory.dry_run import fake_ranks, no_data
+from labkit.zero import ZeRO1, ZeRO2
+
+
+def whole(module, unit, cap_mb, prefetch):
+    return module
+
+
+def sharded(module, unit, cap_mb, prefetch, **options):
+    return FSDP(module, unit, prefetch=prefetch, **options)
+
+
+# Functions (module, unit, bucket_cap_mb, prefetch) -> the model that is trained.
+STRATEGIES = {
+    "single": whole,
+    "ddp_naive": lambda m, unit, cap_mb, prefetch: DDP(m, bucket_cap_mb=0, overlap=False),
+    "ddp_overlapped": lambda m, unit, cap_mb, prefetch: DDP(m, bucket_cap_mb=0),
+    "ddp_bucketed": lambda m, unit, cap_mb, prefetch: DDP(m, bucket_cap_mb=cap_mb),
+    "zero1": whole,
+    "zero2": whole,
+    "fsdp": sharded,
+    "fsdp_grad_op": partial(sharded, shard="grad_op"),
+    "fsdp_offload": partial(sharded, offload=True),
+}
+ZERO = {"zero1": ZeRO1, "zero2": ZeRO2}
+OPTIMIZERS = {
+    "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "adamw": torch.optim.AdamW,
+}
+# Dtype of the weights, and the one that autocast computes in.
+PRECISIONS = {
+    "fp64": (torch.float64, None),
+    "fp32": (torch.float32, None),
+    "bf16": (torch.float32, torch.bfloat16),
+    "fp16": (torch.float32, torch.float16),
+}
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What one rank holds during a step that is not the first, so that optimizer states are there.
+
+    samples: [(position, bytes by kind)] before the step and after every change, as
+        MemoryTracker.samples has them, with the position for the time.
+    held: bytes by kind after the step, and so between steps.
+    moment: where the peak is: "forward", "backward" or "optimizer".
+    host: bytes in host memory. rank: whose memory this is.
+    """
+
+    strategy: str
+    world_size: int
+    samples: list
+    held: dict
+    moment: str
+    host: int = 0
+    rank: int = 0
+
+    @property
+    def peak(self):
+        """Bytes by kind at the moment when their sum is largest."""
+        return max((kinds for _, kinds in self.samples), key=lambda kinds: sum(kinds.values()))
+
+    @property
+    def peak_total(self):
+        return sum(self.peak.values())
+
+
+def estimate(
+    module,
+    input,
+    loss=None,
+    strategy="single",
+    world_size=1,
+    optimizer="adamw",
+    precision="fp32",
+    target=None,
+    unit=None,
+    recompute=None,
+    device=None,
+    rank=0,
+    bucket_cap_mb=25,
+    prefetch=1,
+):
+    """The Estimate of one training step of `module` on one rank's batch.
+
+    Nothing is computed, and the module is afterwards as it was.
+    input: a tensor or a tuple of them, one rank's batch. target: as `loss` takes it, a tensor or a
+        tuple of them. loss: function (output, target), or (output) without a target, -> scalar;
+        None: the sum of the output. Module, input and target may be on the meta device.
+    strategy: a key of STRATEGIES. optimizer: "adamw", "sgd" (with momentum), or a function
+        parameters -> Optimizer. precision: a key of PRECISIONS; bf16 and fp16: autocast.
+    unit: what FSDP gathers together: a class, a tuple of them, a function module -> bool, or None.
+    recompute: labkit.recompute.checkpoint, or another function (function, *args) that runs a unit
+        and computes it again in backward; None: what the module does itself.
+    device: what to predict for, a torch.device or its name; None: where the module is.
+    rank, world_size: which rank, of how many. bucket_cap_mb, prefetch: as DDP, ZeRO and FSDP have.
+    Raises ValueError, with what is known, for another strategy, optimizer or precision.
+    """
+    wrap = known("strategy", strategy, STRATEGIES)
+    make = known("optimizer", optimizer, OPTIMIZERS) if isinstance(optimizer, str) else optimizer
+    dtype, low = known("precision", precision, PRECISIONS)
+    kind = device_of(module, device).type
+    units = split_units(module, unit)[1:]
+    alone = strategy == "single"
+    with ExitStack() as stack:
+        stack.enter_context(without_data(module, dtype))
+        ranks = no_data(kind) if alone else fake_ranks(rank, world_size, kind)
+        fake = stack.enter_context(ranks)
+        for one in units if recompute else ():
+            one.module.forward = partial(recompute, one.module.forward)
+        model = wrap(module, unit, bucket_cap_mb, prefetch)
+        zero = ZERO.get(strategy)
+        made = shard(zero, make, model, bucket_cap_mb) if zero else make(list(model.parameters()))
+        step = Step(model, loss, made, partial(fake.autocast, low) if low else nullcontext)
+        data = tree_map_only(torch.Tensor, partial(empty, dtype=dtype), (input, target))
+        tracker = fake.tracker(module, made)
+        for _ in range(2):  # the first step makes the optimizer states
+            with tracker:
+                made.zero_grad()
+                step(*data)
+        host = fake.host.nbytes
+        return estimate_of(tracker, made, step.began, strategy, world_size, rank, host)
+
+
+def known(what, name, table):
+    if name not in table:
+        raise ValueError(f"unknown {what} {name!r}: known are {', '.join(table)}")
+    return table[name]
+
+
+def device_of(module, device=None):
+    """The device to predict for: `device`, or where the module is; the CPU for the meta device."""
+    own = next((p.device for p in module.parameters() if not p.is_meta), "cpu")
+    return torch.device(device or own)
+
+
+def empty(tensor, dtype):
+    """A tensor like this one on the meta device; in dtype, if it is one of floating point."""
+    dtype = dtype if tensor.is_floating_point() else tensor.dtype
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="meta")
+
+
+def shard(zero, make, model, cap_mb):
+    """The ZeRO optimizer of a function parameters -> Optimizer, perhaps a partial of a class."""
+    options = {}
+    if isinstance(make, partial):
+        make, options = make.func, make.keywords
+    return zero(model.parameters(), make, bucket_cap_mb=cap_mb, **options)
+
+
+@contextmanager
+def without_data(module, dtype):
+    """Inside, the module's tensors are on the meta device, of floating point in dtype.
+
+    Afterwards the module is what it was: its tensors, hooks, forwards and attributes.
+    """
+    before = []
+    for part in module.modules():
+        kept = {n: v.copy() for n, v in vars(part).items() if isinstance(v, dict | set)}
+        before.append((part, dict(vars(part)), kept))
+    twins = {}
+
+    def twin(tensor):
+        if not isinstance(tensor, torch.Tensor):
+            return tensor
+        if id(tensor) not in twins:
+            made = empty(tensor, dtype)
+            if isinstance(tensor, torch.nn.Parameter):
+                made = torch.nn.Parameter(made, tensor.requires_grad)
+            twins[id(tensor)] = made
+        return twins[id(tensor)]
+
+    try:
+        for part in module.modules():
+            for table in (vars(part), part._parameters, part._buffers):
+                table.update((name, twin(value)) for name, value in list(table.items()))
+        yield
+    finally:
+        for part, attributes, kept in before:
+            vars(part).clear()
+            vars(part).update(attributes)
+            for name, contents in kept.items():
+                attributes[name].clear()
+                attributes[name].update(contents)
+
+
+class Step:
+    """A training step. began: [(phase, seconds of time.perf_counter())] of the last one."""
+
+    def __init__(self, model, loss, optimizer, precision):
+        self.model, self.loss, self.optimizer, self.precision = model, loss, optimizer, precision
+        self.began = []
+
+    def __call__(self, input, target):
+        inputs = input if isinstance(input, tuple | list) else (input,)
+        targets = () if target is None else target
+        targets = targets if isinstance(targets, tuple | list) else (targets,)
+        self.began = [("forward", perf_counter())]
+        with self.precision(), torch.device("meta"):
+            output = self.model(*inputs)
+            value = total(output) if self.loss is None else self.loss(output, *targets)
+            del output
+        self.began.append(("backward", perf_counter()))
+        value.backward()
+        self.began.append(("optimizer", perf_counter()))
+        self.optimizer.step()
+        self.value = value  # a training loop keeps it, to print it
+
+
+def total(output):
+    """A scalar that depends on every floating-point tensor in the output."""
+    tensors = (t for t in tree_leaves(output) if isinstance(t, torch.Tensor))
+    return sum(t.sum() for t in tensors if t.is_floating_point())
+
+
+def estimate_of(tracker, optimizer, began, strategy, world_size, rank=0, host=0):
+    """The Estimate of a step that a tracker has seen.
+
+    began: [(name of a phase, when it began in seconds of time.perf_counter())], in order.
+    host: bytes in host memory, where optimizer states are, too, if there are any.
+    """
+    counts = step_counts(optimizer) if tracker.device == "meta" else 0
+    timed = tracker.samples
+    before = [at for at, _ in timed if tracker.start + at <= began[0][1]]  # such as zero_grad
+    timed = timed[max(0, len(before) - 1) :]
+    if host:
+        host += counts
+    else:
+        for _, kinds in timed:
+            kinds["optimizer_states"] += counts
+    at, _ = max(timed, key=lambda sample: sum(sample[1].values()))
+    moment = "forward"
+    for phase, start in began:
+        if start <= tracker.start + at:
+            moment = phase
+    samples = list(enumerate(kinds for _, kinds in timed))
+    return Estimate(strategy, world_size, samples, timed[-1][1], moment, host, rank)
+
+
+def step_counts(optimizer):
+    """Bytes of the states that are on the CPU in a dry run, too: Adam's counts of steps."""
+    states = tree_leaves(list(optimizer.state.values()))
+    return sum(t.nbytes for t in states if isinstance(t, torch.Tensor) and t.is_cpu)
