@@ -61,7 +61,7 @@ def times(context, repetitions):
 
 def bubbles(context, schedules, repetitions, unit_ms):
     """Runs on every rank. schedules: {name: stages of a rank}, all of the same model."""
-    from labkit.measure.bubble import watch_pipeline
+    from labkit.measure.timeline_analysis import watch_pipeline
     from labkit.measure.timeline import Timeline
     from labkit.pipeline import pipeline
     from labkit.pipeline.pipeline_schedules import routes
@@ -85,7 +85,7 @@ def bubbles(context, schedules, repetitions, unit_ms):
 
 def run(repetitions):
     """Yield the rows and the raw milliseconds, or bubbles."""
-    from labkit.measure.bubble import bubble
+    from labkit.measure.timeline_analysis import bubble
     from labkit.measure.timeline import Timeline
 
     for nproc in (2, 4):
