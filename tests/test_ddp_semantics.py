@@ -977,7 +977,7 @@ def expanded(rank, world_size, wrap, kind):
 @pytest.mark.parametrize("wrap", [DDP, FSDP])
 @pytest.mark.parametrize(("kind", "name"), [("parameter", "weight"), ("buffer", "mask")])
 def test_elements_that_lie_in_one_place_are_refused_on_all_ranks(ranks, wrap, kind, name):
-    told = f"'{name}' was made with expand(): several of its elements lie in one place"
+    told = f"'{name}' was made with expand(), so its elements share memory"
     assert all(one.startswith(told) for one in ranks(2, expanded, wrap=wrap, kind=kind))
 
 
