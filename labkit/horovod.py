@@ -1,4 +1,4 @@
-"""The interface of Horovod: the optimizer averages gradients, and the model stays as it is.
+"""The interface of Horovod: the optimizer averages gradients, and the model is not wrapped.
 
     optimizer = DistributedOptimizer(SGD(model.parameters(), lr), model.named_parameters())
     broadcast_parameters(model.state_dict()); broadcast_optimizer_state(optimizer)
@@ -6,9 +6,9 @@
     compute   |-- forward --|-- backward: l3 | l2 | l1 --|  synchronize()  |- step -|
     network                       [ l3 l2 ]  [ l1 ]         ^ in step(), or before it, to clip
 
-The same buckets as DDP's, but gradients are averages after synchronize(), not after backward().
-Before that nothing else may read or change them. GradScaler, labkit's or PyTorch's, waits for them,
-as does reading param_groups. To clip, call synchronize(), then step() within skip_synchronize().
+It uses DDP's buckets, but gradients are averages after synchronize(), not after backward(). Until
+then nothing else may read or change them. GradScaler, labkit's or PyTorch's, waits for them, and so
+does reading param_groups. To clip, call synchronize(), then step() within skip_synchronize().
 Sent per rank and step: 2 (n-1)/n x gradient bytes, half of that with Compression.fp16.
 Sergeev and Del Balso, Horovod: fast and easy distributed deep learning in TensorFlow, 2018,
 section 4.
@@ -29,13 +29,16 @@ from labkit.zero.zero import refuse_copies
 
 
 class Compression:
-    """How gradients travel; or any class with compress(tensor) -> (tensor, context), decompress."""
+    """Formats of gradients in messages; or any class with compress(tensor) and decompress.
+
+    compress returns (tensor, context); decompress takes both.
+    """
 
     class none:
-        """As they are."""
+        """The gradients' own dtype."""
 
     class fp16:
-        """As 16-bit floats: half the bytes, 10 bits of mantissa, at most 65504."""
+        """16-bit floats: half the bytes, 10 bits of mantissa, at most 65504."""
 
         @staticmethod
         def compress(tensor):
@@ -51,7 +54,7 @@ class Compression:
 
 
 def compressed_average(state, bucket):
-    """A comm hook. state: (compression, group)."""
+    """Average a bucket in a compressed format. A comm hook; state: (compression, group)."""
     compression, group = state
     small, context = compression.compress(bucket.buffer().div_(dist.get_world_size(group)))
     future = comm.all_reduce(small, group=group, async_op=True).get_future()
@@ -66,11 +69,11 @@ def DistributedOptimizer(
     process_group=None,
     bucket_cap_mb=25,
 ):
-    """optimizer, with the same state and still of its class, averaging gradients before each step.
+    """Return the optimizer, of the same class and state, that averages gradients before each step.
 
-    backward_passes_per_step: backwards that are added up, not averaged, before one sending.
-    ValueError: named_parameters must name every trainable parameter of the optimizer exactly once.
-    ValueError for an optimizer that works on other tensors than the model's (MasterWeights, ZeRO).
+    backward_passes_per_step: backward passes that are summed, not averaged, before one all-reduce.
+    Raises ValueError unless named_parameters names every trainable parameter exactly once, and for
+    an optimizer that works on copies of the model's tensors (MasterWeights, ZeRO).
     """
     refuse_copies("DistributedOptimizer", optimizer)
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
@@ -79,13 +82,14 @@ def DistributedOptimizer(
     named = [(name, p) for name, p in named_parameters if p.requires_grad]
     names = [name for name, _ in named]
     if len(set(names)) < len(names):
-        raise ValueError(f"named_parameters has a name twice: {max(names, key=names.count)!r}")
+        twice = max(names, key=names.count)
+        raise ValueError(f"named_parameters contains {twice!r} twice: names must be unique")
     if {id(p) for p in trained} - {id(p) for _, p in named}:
-        raise ValueError("named_parameters leaves out parameters that the optimizer trains")
-    if backward_passes_per_step < 1:
         raise ValueError(
-            f"backward_passes_per_step must be at least 1, not {backward_passes_per_step}"
+            "named_parameters lacks parameters of the optimizer: pass model.named_parameters()"
         )
+    if backward_passes_per_step < 1:
+        raise ValueError(f"backward_passes_per_step={backward_passes_per_step} must be at least 1")
     mine = {id(p) for p in trained}
     # tied parameters once
     named = list({id(p): (name, p) for name, p in named if id(p) in mine}.values())
@@ -99,7 +103,7 @@ def DistributedOptimizer(
 
 
 class _Versioned(Reducer):
-    """A Reducer that notes the version of each bucket's memory when the bucket leaves."""
+    """A Reducer that records the version of each bucket's memory when the bucket is sent."""
 
     def _launch(self, bucket):
         super()._launch(bucket)
@@ -107,7 +111,10 @@ class _Versioned(Reducer):
 
     @torch.no_grad()
     def launch_and_compare(self):
-        """launch_rest(); returns the name of a gradient that was changed after it left, or None."""
+        """Call launch_rest().
+
+        Returns the name of a gradient that was changed after sending, or None.
+        """
         self.launch_rest()
         for bucket in self.buckets:
             changed = bucket.buffer()._version != bucket.version
@@ -137,9 +144,11 @@ class _Distributed(NotPickled):
         return self._reducer.group
 
     def add_param_group(self, param_group):
-        """As the optimizer's, on all ranks; its gradients are averaged, too."""
+        """Add a parameter group on all ranks. Its gradients are averaged, too."""
         if self._reducer.started or any(map(any, self._passes)):
-            raise RuntimeError("add_param_group() between backward() and step(): call it after")
+            raise RuntimeError(
+                "add_param_group() was called between backward() and step(): call it after step()"
+            )
         super().add_param_group(param_group)
         added = [p for p in self.param_groups[-1]["params"] if p.requires_grad]
         first = len(self._named)
@@ -153,8 +162,8 @@ class _Distributed(NotPickled):
         self._synchronized = self._taken = False
         if passes > self.backward_passes_per_step:
             raise RuntimeError(
-                f"{self._reducer.buckets[index].names[slot]!r} got gradient number {passes} "
-                f"before step(), but backward_passes_per_step is {self.backward_passes_per_step}"
+                f"{self._reducer.buckets[index].names[slot]!r} got gradient number {passes} before "
+                f"step(): backward_passes_per_step={self.backward_passes_per_step} is too small"
             )
         if passes < self.backward_passes_per_step:
             self._reducer.keep(index, slot)
@@ -162,10 +171,10 @@ class _Distributed(NotPickled):
             self._reducer.arrive(index, slot)
 
     def synchronize(self):
-        """Wait until each gradient is averaged, with zeros where none came. Collective.
+        """Wait until all gradients are averaged; missing ones count as zeros. Collective.
 
-        Raises RuntimeError where a gradient was changed while it was being averaged, or belongs to
-        a parameter that was unfrozen after construction.
+        Raises RuntimeError if a gradient was changed while it was being averaged, or belongs to a
+        parameter that was unfrozen after construction.
         """
         try:
             changed = self._reducer.launch_and_compare()
@@ -187,9 +196,9 @@ class _Distributed(NotPickled):
         self._synchronized = True
 
     def take_gradients(self):
-        """Average now, if synchronize() has not, and not again in step(). Collective.
+        """Average now, unless synchronize() has, and not again in step(). Collective.
 
-        GradScaler.unscale_() of labkit begins with it.
+        Called by labkit's GradScaler.unscale_().
         """
         asked = self._synchronized
         if not asked:
@@ -198,7 +207,10 @@ class _Distributed(NotPickled):
 
     @property
     def param_groups(self):
-        """The optimizer's. PyTorch's GradScaler finds gradients by it: they are averaged first."""
+        """The optimizer's groups.
+
+        Reading averages first, as PyTorch's GradScaler unscales by them.
+        """
         in_backward = torch._C._current_graph_task_id() != -1
         if self._reducer.started and not in_backward:
             self.take_gradients()
@@ -218,7 +230,10 @@ class _Distributed(NotPickled):
             self._should_synchronize = True
 
     def step(self, closure=None):
-        """Average, then the optimizer's own step. With a closure: average each time it has run."""
+        """Average gradients, then take the optimizer's step.
+
+        A closure is averaged after each call.
+        """
 
         def averaged():
             loss = closure()
@@ -240,10 +255,10 @@ class _Distributed(NotPickled):
         return result
 
     def zero_grad(self, *args, **kwargs):
-        """As the optimizer's. Raises RuntimeError while gradients are on their way."""
+        """Clear the gradients. Raises RuntimeError while they are being averaged."""
         if self._reducer.started:
             raise RuntimeError(
-                "zero_grad() between backward() and step(): gradients are being averaged; "
+                "zero_grad() was called while gradients are being averaged: "
                 "call step() or synchronize() first"
             )
         self._synchronized = self._taken = False
@@ -251,7 +266,7 @@ class _Distributed(NotPickled):
 
 
 def broadcast_parameters(parameters, root_rank=0, process_group=None):
-    """Overwrite tensors, a state_dict or (name, tensor) pairs, by root_rank's. Collective."""
+    """Overwrite tensors, a state_dict or (name, tensor) pairs, with root_rank's. Collective."""
     pairs = parameters.items() if isinstance(parameters, dict) else parameters
     broadcast_tensors(
         [t.detach() for _, t in pairs if isinstance(t, torch.Tensor)], root_rank, process_group
@@ -259,10 +274,10 @@ def broadcast_parameters(parameters, root_rank=0, process_group=None):
 
 
 def broadcast_optimizer_state(optimizer, root_rank=0, process_group=None):
-    """Give every rank root_rank's optimizer state, also where there is none yet. Collective.
+    """Copy root_rank's optimizer state to every rank, even if a rank has none yet. Collective.
 
-    For when root_rank alone has resumed. What is not a tensor travels as JSON text: numbers,
-    strings, None, lists, tuples, dicts. Raises TypeError else.
+    For when only root_rank has loaded a checkpoint. Values that are not tensors are sent as JSON:
+    numbers, strings, None, lists, tuples, dicts. Raises TypeError for others.
     """
     is_root = dist.get_rank(process_group) == root_rank
     device = optimizer.param_groups[0]["params"][0].device
@@ -284,7 +299,7 @@ def broadcast_optimizer_state(optimizer, root_rank=0, process_group=None):
 
 
 def _encode(value, tensors):
-    """value as JSON: containers and tensors become {kind: content}, tensors go to the list too."""
+    """Convert a value to JSON, with tensors as {"tensor": [dtype, shape]}; collect the tensors."""
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return {"tensor": [str(value.dtype).removeprefix("torch."), list(value.shape)]}
@@ -294,7 +309,7 @@ def _encode(value, tensors):
         return {type(value).__name__: [_encode(item, tensors) for item in value]}
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    raise TypeError(f"optimizer state holds a {type(value).__name__}, which cannot be sent")
+    raise TypeError(f"cannot send optimizer state of type {type(value).__name__}")
 
 
 def _decode(coded, tensors, device):

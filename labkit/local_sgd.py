@@ -1,4 +1,4 @@
-"""Local SGD: ranks train alone for H steps, then average weights; DiLoCo makes that its own step.
+"""Local SGD: ranks train alone for H steps, then average weights. DiLoCo: an outer optimizer step.
 
     rank 0   |step|step|step|step|         |step|step|step|step|         H = 4
     rank 1   |step|step|step|step|         |step|step|step|step|
@@ -6,14 +6,14 @@
 
     local SGD    weights = mean of the ranks' weights
     DiLoCo       movement = weights at the last average - weights now     (H inner steps of AdamW)
-                 outer optimizer (SGD, Nesterov): the mean movement is its gradient; all go on there
+                 outer optimizer (SGD, Nesterov): uses the mean movement as its gradient
 
-Sent per rank: 2 (n-1)/n x parameter bytes every H steps: 1/H of what DDP sends. The price: the
-ranks drift apart in between, the more the larger H and the learning rate, and it is no longer the
-training of one process. With H = 1 it still is if a step is linear in the gradients: SGD, with any
-momentum and weight decay; not AdamW, which divides by the root of each rank's own squares. Held
-besides the inner optimizer: nothing; with a hook or an outer optimizer the weights of the last
-average (DiLoCo: and their momentum); and, while averaging, the message.
+Sent per rank: 2 (n-1)/n x parameter bytes every H steps: 1/H of DDP. The price: the ranks diverge
+in between, more with larger H and learning rate, so the result differs from one process. With H = 1
+it is equal if a step is linear in the gradients: SGD, with any momentum and weight decay; not
+AdamW, which divides by the root of each rank's own squares. Held in addition to the inner
+optimizer: nothing; with a hook or an outer optimizer the weights of the last average (DiLoCo: and
+their momentum); and the message during an average.
 Stich, Local SGD Converges Fast and Communicates Little, ICLR 2019; Lin et al., Don't Use Large
 Mini-Batches, Use Local SGD, ICLR 2020 (`start`: post-local SGD); Douillard et al., DiLoCo:
 Distributed Low-Communication Training of Language Models, 2023, algorithm 1.
@@ -33,38 +33,35 @@ from labkit.zero.zero import refuse_copies
 
 
 class LocalSGD:
-    """The inner optimizer, which after every `every` steps averages its parameters over the group.
+    """Wraps an inner optimizer and averages its parameters over the group every `every` steps.
 
     inner: any torch optimizer, over the parameters of a model without DDP; a learning-rate schedule
-        goes to it. Its states stay each rank's own, and so do buffers such as BatchNorm's
-        statistics.
-    start: until that step average after each one. outer: function of tensors -> optimizer (DiLoCo).
-    hook: a comm hook such as a compressor's; then movements travel, which can be compressed.
-    Collective: parameters become rank 0's. Raises ValueError where every < 1, and on every rank
-    where ranks differ.
+        takes it. Its states stay per rank, and so do buffers such as BatchNorm's statistics.
+    start: average after each step until that step. outer: function of tensors -> optimizer
+        (DiLoCo). hook: a comm hook such as a compressor's, applied to the movements.
+    Collective: parameters become rank 0's. Raises ValueError if every < 1, and on every rank if
+    ranks differ.
     """
 
     def __init__(
         self, inner, every=8, start=0, outer=None, hook=None, process_group=None, bucket_cap_mb=25
     ):
         if type(every) is not int or every < 1:
-            raise ValueError(f"every must be a whole number of at least 1 step, not {every}")
+            raise ValueError(f"every={every} must be an integer >= 1")
         refuse_copies(type(self).__name__, inner)
-        self.inner, self.every, self.start, self.hook, self.group = (
-            inner,
-            every,
-            start,
-            hook,
-            process_group,
-        )
+        self.inner = inner
+        self.every = every
+        self.start = start
+        self.hook = hook
+        self.group = process_group
         self.steps = self._since = 0
         everything = [p for group in inner.param_groups for p in group["params"]]
         self.parameters = [p for p in everything if p.requires_grad]
         self._names = {p: f"parameter {number}" for number, p in enumerate(self.parameters)}
-        self.anchors = {}  # parameter -> what it was after the last average
+        self.anchors = {}  # parameter -> its value after the last average
         if outer or hook:
             self.anchors = {p: p.detach().clone() for p in self.parameters}
-            # Moving by the mean movement is a step of plain SGD.
+            # Plain SGD with lr=1 moves by the mean movement.
             self.outer = (outer or partial(torch.optim.SGD, lr=1.0))(list(self.anchors.values()))
         outside = (
             f"{type(self.outer).__name__} {self.outer.defaults}" if self.anchors else "the mean"
@@ -83,24 +80,24 @@ class LocalSGD:
 
     @property
     def state(self):
-        """parameter -> all kept for it: the inner optimizer's states, the anchor, the outer's."""
+        """{parameter: its states}: the inner optimizer's, the anchor and the outer optimizer's."""
         kept = {p: dict(state) for p, state in self.inner.state.items()}
         for p, anchor in self.anchors.items():
             kept.setdefault(p, {}).update(anchor=anchor, outer=self.outer.state.get(anchor, {}))
         return kept
 
     def add_param_group(self, param_group):
-        """Raises RuntimeError: the new parameters would have no anchors, and never be averaged."""
+        """Raise RuntimeError: new parameters would have no anchors and would never be averaged."""
         raise RuntimeError(
-            f"{type(self).__name__} averages the parameters that it was constructed with: add the "
-            "group to the inner optimizer, then construct a new one around it"
+            f"{type(self).__name__} cannot add a parameter group: add it to the inner optimizer, "
+            "then construct a new one"
         )
 
     def zero_grad(self, set_to_none=True):
         self.inner.zero_grad(set_to_none)
 
     def step(self, closure=None):
-        """A step of the inner optimizer, and an average where it is due."""
+        """Take a step of the inner optimizer; average if it is due."""
         loss = self.inner.step(closure)
         self.steps += 1
         self._since += 1
@@ -110,18 +107,17 @@ class LocalSGD:
 
     @torch.no_grad()
     def average(self):
-        """Average now: collective. To be called after the last step, if it does not end a round.
+        """Average now. Collective. Call it after the last step, unless that ends a round.
 
-        Raises RuntimeError where the inner optimizer has parameters that were added or unfrozen
-        after construction.
+        Raises RuntimeError if parameters were added to the inner optimizer or unfrozen after
+        construction.
         """
         for group in self.param_groups:
             for p in group["params"]:
                 if p.requires_grad and p not in self._names:
                     raise RuntimeError(
                         f"a parameter of shape {list(p.shape)} was added or unfrozen after "
-                        f"{type(self).__name__} was constructed: construct a new one around the "
-                        "inner optimizer"
+                        f"{type(self).__name__} was constructed: construct a new one"
                     )
         self._since = 0
         waiting = []
@@ -146,7 +142,7 @@ class LocalSGD:
 
     def _step_outside(self):
         self.outer.step()
-        self.outer.zero_grad()  # the movements are views of buckets, which end here
+        self.outer.zero_grad()  # frees the buckets: the movements are views of them
         for p, anchor in self.anchors.items():
             p.copy_(anchor)
 
@@ -155,9 +151,9 @@ class LocalSGD:
         return self.__dict__ | {"group": None}
 
     def state_dict(self):
-        """This rank's own: inner states differ, and between averages so do the parameters.
+        """Return this rank's state: inner states differ, and between averages so do parameters.
 
-        What a hook holds is not part of it: a compressor has a state_dict of its own.
+        It does not include the hook's state: a compressor has its own state_dict.
         """
         state = {"inner": self.inner.state_dict(), "steps": self.steps, "since": self._since}
         if self.anchors:
@@ -168,7 +164,8 @@ class LocalSGD:
     @torch.no_grad()
     def load_state_dict(self, state):
         self.inner.load_state_dict(state["inner"])
-        self.steps, self._since = state["steps"], state["since"]
+        self.steps = state["steps"]
+        self._since = state["since"]
         for p, anchor in self.anchors.items():
             anchor.copy_(state["anchors"][self._names[p]])
         if self.anchors:
@@ -176,7 +173,7 @@ class LocalSGD:
 
 
 class DiLoCo(LocalSGD):
-    """LocalSGD whose averages are steps of SGD with Nesterov momentum. Paper: AdamW, every=500."""
+    """LocalSGD with an outer optimizer: SGD with Nesterov momentum. Paper: AdamW, every=500."""
 
     def __init__(self, inner, every=100, outer_lr=0.7, outer_momentum=0.9, **settings):
         outer = partial(
@@ -186,16 +183,18 @@ class DiLoCo(LocalSGD):
 
 
 def mean(group, bucket):
-    """The comm hook that compresses nothing."""
+    """Average a bucket. The comm hook without compression."""
     work = comm.all_reduce(bucket.buffer(), group=group, async_op=True)
     return Mean(work, bucket.buffer(), dist.get_world_size(group))
 
 
 class Mean:
-    """Like a Future of the mean: the sum is divided when it is waited for."""
+    """Like a Future of the mean: divides the sum in wait()."""
 
     def __init__(self, work, total, world_size):
-        self.work, self.total, self.world_size = work, total, world_size
+        self.work = work
+        self.total = total
+        self.world_size = world_size
 
     def wait(self):
         self.work.wait()

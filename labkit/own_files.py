@@ -1,7 +1,7 @@
-"""Create files in folders where other users may write, without following their links.
+"""Creates files in folders where other users may write, without following their links.
 
-A folder that comes from somebody else may hold a link in the place of a lock or of a half-written
-file; opened as usual, it would empty or overwrite what the link leads to.
+A folder of another user may contain a link instead of a lock or a partial file. Opening it as usual
+would truncate or overwrite the link's target.
 """
 
 import errno
@@ -9,20 +9,19 @@ import os
 
 
 def new_file(path):
-    """A new file, for writing bytes, in the place of whatever has this name; a link is removed."""
+    """Open a new file for writing bytes. Replaces an existing file; removes a link."""
     if os.path.lexists(path):
         os.unlink(path)
-    return open(path, "xb")  # exclusive: it makes the file, and follows no link
+    return open(path, "xb")  # exclusive creation follows no link
 
 
 def lock_file(path):
-    """The file to lock; nothing in it is changed. OSError where a link stands in its place."""
+    """Open the file to lock, without changing it. OSError if it is a link."""
     no_link(path)
     return open(path, "ab", opener=lambda name, how: os.open(name, how | os.O_NOFOLLOW, 0o666))
 
 
 def no_link(path):
-    """Raise OSError where this is a link: what is written or removed would be what it leads to."""
+    """Raise OSError if the path is a link: writing or removing would affect its target."""
     if os.path.islink(path):
-        words = "it is a link, which may lead anywhere: remove it"
-        raise OSError(errno.ELOOP, words, os.fspath(path))
+        raise OSError(errno.ELOOP, "unsafe symbolic link: remove it", os.fspath(path))

@@ -1,19 +1,19 @@
-"""Find the rank that others wait for: how far each is, by process group and by pair of ranks.
+"""Finds the rank that others wait for, from the progress of each rank by group and by pair.
 
     group "0" of ranks 0 to 3      rank 0   scheduled 12   awaits 12: all_reduce of 8 bytes
                                    rank 1   scheduled 11                   <- has not arrived
     message from 1 to 2            rank 1   scheduled 5
                                    rank 2   scheduled 6    awaits 6: recv of 400 bytes
 
-Operations match by their number within a process group, messages by their number between two ranks.
-Nothing else can be compared: the ends of a pipeline send and receive half as much as the others.
+Operations are matched by their number within a process group, messages by their number between two
+ranks. Other counts cannot be compared: the ends of a pipeline send half as many messages.
 
-A rank waits for all members that have not scheduled the operation that it awaits. It is a thread
-inside of comm's operation, or in wait(), that awaits; where nobody does (a Future's wait(), and on
-CUDA, where the host does not wait), a rank may wait for all who have not scheduled its latest. The
-rank in trouble is one that others wait for, and that itself waits for nobody.
+A rank waits for all members that have not scheduled the operation that it awaits. A thread awaits
+inside comm's operation or in wait(). If no thread does (a Future's wait(), and on CUDA, where the
+host does not wait), a rank may wait for all ranks that have not scheduled its latest operation. The
+faulty rank is one that others wait for, and that itself waits for none.
 
-PyTorch's Flight Recorder compares ranks in the same way, after the fact.
+PyTorch's Flight Recorder compares ranks in the same way after a failure.
 """
 
 import json
@@ -24,9 +24,9 @@ from dataclasses import asdict, dataclass
 class Row:
     """A rank's progress in one group, or of the messages between two ranks of it.
 
-    ranks: the members, or [from, to], among all ranks. scheduled, completed: so many operations.
+    ranks: the members, or [from, to], as global ranks. scheduled, completed: numbers of operations.
     awaited: the number of the one that a thread waits for, 0 for none. op, bytes: of the latest.
-    at: how many of all groups this rank had scheduled with it.
+    at: number of operations that this rank had scheduled in all groups by then.
     """
 
     group: str
@@ -41,7 +41,7 @@ class Row:
 
 
 class Progress:
-    """A log for comm.record(): a Row for each group and pair. count: operations of them all."""
+    """A log for comm.record(): a Row for each group and pair. count: operations in total."""
 
     def __init__(self):
         self.rows, self.count = {}, 0
@@ -77,16 +77,16 @@ class Progress:
         return [self.rows[key] for key in keys]
 
     def keep(self, row):
-        """For those who write a row down when it has changed."""
+        """Hook for subclasses that store a changed row."""
 
     def told(self):
-        """[dict], a Row each, as JSON can carry them."""
+        """Return all rows as dicts for JSON."""
         return [asdict(row) for row in list(self.rows.values())]
 
 
 def members_of(name):
-    """The ranks of a process group, by its name."""
-    # Who reads rows, the command line among them, needs no PyTorch.
+    """Return the ranks of a process group by its name."""
+    # Imported here, as readers of rows, such as the command line, do not need PyTorch.
     from torch.distributed import distributed_c10d
 
     group = distributed_c10d._resolve_process_group(name)
@@ -94,25 +94,25 @@ def members_of(name):
 
 
 def read(path):
-    """[dict], the rows that a rank has written into its box (run/worker.py); [] without one."""
+    """Return the rows that a rank has written into its file (run/worker.py); [] without one."""
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text().rstrip("\0").splitlines()]
 
 
 def latest(rows):
-    """The row of the operation that was scheduled last, None where there is none."""
+    """Return the row of the operation that was scheduled last; None if there is none."""
     return max(rows, key=lambda row: row["at"], default=None)
 
 
 def place(row):
-    """What rows of several ranks must have in common to be compared."""
+    """Return the key that comparable rows of several ranks have in common."""
     return row["group"], *(row["ranks"] if row["message"] else ())
 
 
 @dataclass
 class Wait:
-    """Rank waits (not surely: may wait) in the operation of this number for the missing ranks."""
+    """A rank waits (surely=False: may wait) for the missing ranks in operation `number`."""
 
     rank: int
     row: dict
@@ -122,7 +122,7 @@ class Wait:
 
 
 def waits(told):
-    """[Wait]. told: {rank: [a Row as dict, ...]} of the ranks that are still there."""
+    """Return [Wait]. told: {rank: [a Row as dict, ...]} of the ranks that still run."""
     reached = {(place(row), rank): row["scheduled"] for rank in told for row in told[rank]}
     found = []
     for rank, rows in told.items():
@@ -137,7 +137,7 @@ def waits(told):
 
 
 def late(told):
-    """[rank]: those that others wait for and that wait for nobody, as far as can be known."""
+    """Return the ranks that others wait for and that wait for none, as far as is known."""
     found = waits(told)
     surely = {wait.rank for wait in found if wait.surely}
     free = set().union(*(wait.missing for wait in found)) - surely
@@ -145,7 +145,7 @@ def late(told):
 
 
 def differ(one, other):
-    """The rows of two ranks in which they have scheduled another operation as the same one."""
+    """Return the first pair of rows whose latest operation has one number but differs, or None."""
     there = {place(row): row for row in other if not row["message"]}
     for row in one:
         same = there.get(place(row), row)

@@ -1,13 +1,13 @@
-"""Check that all ranks hold the same model with the same values, or say where they differ.
+"""Checks that all ranks hold the same model with the same values, or says where they differ.
 
-    rank 0   w  b  running_mean      1. all_gather a hash of names, shapes, dtypes: same? (32 bytes)
+    rank 0   w  b  running_mean      1. all_gather a hash of names, shapes, dtypes (32 bytes)
     rank 1   w' b' running_mean'     2. broadcast, many tensors as the bytes of one message:
 
-             [ w ........ | b .. | running_mean .. ]  --->  all ranks        whatever their dtypes
+             [ w ........ | b .. | running_mean .. ]  --->  all ranks        for any dtypes
 
-Sent per rank: (n-1)/n x the tensors' bytes. Held besides: one chunk of at most 25 MiB (or one
-larger tensor). Without step 1 a model that differs ends as a hang or as a crash of the backend,
-which names nobody.
+Sent per rank: (n-1)/n x the tensors' bytes. Extra memory: one chunk of at most 25 MiB (or one
+larger tensor). Without step 1, different models would cause a hang or a crash of the backend
+without naming a rank.
 Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, VLDB 2020,
 section 3.1.
 """
@@ -26,35 +26,36 @@ ALIGNMENT = 16  # bytes: a view as another dtype must begin at a multiple of its
 
 
 class Replicas:
-    """The copies of one module on the ranks of a group.
+    """The replicas of one module on the ranks of a group.
 
-    Leaves alone what module._ddp_params_and_buffers_to_ignore names; the buffers unless `buffers`.
+    Excludes names in module._ddp_params_and_buffers_to_ignore, and buffers if buffers=False.
     """
 
     def __init__(self, module, group=None, buffers=True):
-        self.module, self.group = module, group
+        self.module = module
+        self.group = group
         self._ignored = frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self._has_buffers = buffers and any(True for _ in module.buffers())
         self._packed = []
         self._trainable = [(name, p, p.requires_grad) for name, p in self.parameters()]
 
     def parameters(self):
-        """[(name, parameter)], tied ones once."""
+        """Return [(name, parameter)], tied ones once."""
         return [
             (name, p) for name, p in self.module.named_parameters() if name not in self._ignored
         ]
 
     def buffers(self):
-        """[(name, buffer)] as they are now: modules may replace their buffers."""
-        if not self._has_buffers:  # going through all modules costs time, every step
+        """Return the current [(name, buffer)]: modules may replace their buffers."""
+        if not self._has_buffers:  # iterating over all modules costs time in every step
             return []
         return [(name, b) for name, b in self.module.named_buffers() if name not in self._ignored]
 
     def check(self, settings="", device=None):
-        """Collective. Raises ValueError, on every rank, where modules (or settings, a text) differ.
+        """Raise ValueError on every rank if modules (or settings, a text) differ. Collective.
 
-        RuntimeError, as PyTorch's DDP, where there is nothing to train. device: of the messages;
-        None: where the first parameter is, which must then not be on the meta device.
+        Raises RuntimeError, like PyTorch's DDP, if nothing is trainable. device: of the messages;
+        None: the first parameter's, which must then not be the meta device.
         """
         parameters, buffers = self.parameters(), self.buffers()
         lines = [f"settings {settings}"]
@@ -69,11 +70,11 @@ class Replicas:
         check_agreement(
             lines, self.group, device or (parameters[0][1].device if parameters else "cpu")
         )
-        for name, t in parameters + buffers:  # of the same strides on all ranks: all raise
+        for name, t in parameters + buffers:  # strides are equal on all ranks: all raise
             if any(size > 1 and not step for size, step in zip(t.shape, t.stride(), strict=True)):
                 raise ValueError(
-                    f"{name!r} was made with expand(): several of its elements lie in one place, "
-                    "where no message can write them: take its clone()"
+                    f"{name!r} was made with expand(), so its elements share memory: "
+                    "use its clone()"
                 )
         if not any(p.requires_grad for _, p in parameters):
             raise RuntimeError(
@@ -83,37 +84,42 @@ class Replicas:
             makes_sparse = isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse
             if makes_sparse and f"{name}.weight".removeprefix(".") not in self._ignored:
                 raise ValueError(
-                    f"{name!r} makes sparse gradients, which fit in no bucket: set sparse=False"
+                    f"{name!r} has sparse gradients, which buckets do not support: set sparse=False"
                 )
 
     def check_trainable(self, may_freeze):
-        """Raise RuntimeError where a parameter was unfrozen since, or frozen, unless may_freeze."""
+        """Raise RuntimeError if a parameter was unfrozen since, or frozen unless may_freeze."""
         for name, p, trainable in self._trainable:
             if p.requires_grad != trainable and not (trainable and may_freeze):
                 raise RuntimeError(
                     f"{name!r} was {'frozen' if trainable else 'unfrozen'} "
-                    "after DDP was constructed: set requires_grad first, then construct DDP"
+                    "after DDP was constructed: set requires_grad before"
                 )
 
     def frozen(self):
-        """Whether all that was trainable is frozen now."""
+        """Return whether all trainable parameters are frozen now."""
         return not any(p.requires_grad for _, p, trainable in self._trainable if trainable)
 
     def become(self, src):
-        """Take all values of rank src of the group. Collective."""
+        """Overwrite all values with those of rank src of the group. Collective."""
         broadcast_tensors([t for _, t in self.parameters() + self.buffers()], src, self.group)
 
     def share_buffers(self, src):
-        """Take the buffers of rank src of the group. Collective. Keeps the message's memory."""
+        """Overwrite the buffers with those of rank src. Collective. Reuses the message's memory."""
         self._packed = broadcast_tensors(
             [b for _, b in self.buffers()], src, self.group, self._packed
         )
 
 
 def check_ranks(name, group=None):
-    """RuntimeError where no ranks have met, ValueError on a rank outside the group. name: whose."""
+    """Raise RuntimeError without a process group, ValueError outside the group.
+
+    name: the caller's.
+    """
     if not dist.is_initialized():
-        raise RuntimeError(f"{name} needs ranks: call torch.distributed.init_process_group first")
+        raise RuntimeError(
+            f"{name} needs a process group: call torch.distributed.init_process_group first"
+        )
     if dist.get_rank(group) < 0:
         raise ValueError(
             f"this rank is not in process_group: construct {name} on the group's ranks only"
@@ -121,22 +127,22 @@ def check_ranks(name, group=None):
 
 
 def check_memory(named, who):
-    """ValueError where two parameters lie in one memory: as shards each would have its own."""
+    """Raise ValueError if two parameters share memory: as shards they would become separate."""
     places = {}
     for name, p in named:
         if p.numel() and not p.is_meta:
             other, first = places.setdefault((p.device, p.data_ptr()), (name, p))
             if first is not p:
                 raise ValueError(
-                    f"{other!r} and {name!r} are two parameters in one memory, which {who} would "
-                    "cut apart: let both names have one parameter (b.weight = a.weight)"
+                    f"{other!r} and {name!r} are two parameters that share memory, which {who} "
+                    "does not support: use one parameter for both (b.weight = a.weight)"
                 )
 
 
 def check_agreement(lines, group=None, device="cpu"):
-    """Compare this rank's lines (list of str, not empty) with every other rank's. Collective.
+    """Raise ValueError on every rank if the lines differ between ranks. Collective.
 
-    Raises ValueError on every rank with the first line that differs, as both ranks have it.
+    lines: list of str, not empty. The message shows the first different line of both ranks.
     """
     text = "\n".join(lines).encode()
     hashes = _gather_equal(hashlib.sha256(text).digest(), 32, group, device)
@@ -152,7 +158,7 @@ def check_agreement(lines, group=None, device="cpu"):
 
 
 def gather_bytes(payload, group=None, device="cpu"):
-    """The payloads, bytes of any length, of all ranks. Collective."""
+    """Gather the payloads, bytes of any length, of all ranks. Collective."""
     sizes = [
         int.from_bytes(size, "big")
         for size in _gather_equal(len(payload).to_bytes(8, "big"), 8, group, device)
@@ -166,21 +172,21 @@ def gather_bytes(payload, group=None, device="cpu"):
 def _gather_equal(payload, size, group, device):
     world_size = dist.get_world_size(group)
     device = "cpu" if torch.device(device).type == "meta" else device
-    mine = torch.frombuffer(bytearray(payload.ljust(size, b"\0")), dtype=torch.uint8).to(device)
-    everyone = torch.empty(world_size * size, dtype=torch.uint8, device=device)
-    comm.all_gather(everyone, mine, group)
-    return [bytes(part.tolist()) for part in everyone.cpu().split(size)]
+    own = torch.frombuffer(bytearray(payload.ljust(size, b"\0")), dtype=torch.uint8).to(device)
+    gathered = torch.empty(world_size * size, dtype=torch.uint8, device=device)
+    comm.all_gather(gathered, own, group)
+    return [bytes(part.tolist()) for part in gathered.cpu().split(size)]
 
 
 class Packed:
-    """Room for several tensors, of any dtypes but on one device, in one message."""
+    """A buffer for several tensors, of any dtypes on one device, in one message."""
 
     def __init__(self, tensors):
         starts, end = [], 0
         for t in tensors:
             starts.append(end)
             end += -(-t.nbytes // ALIGNMENT) * ALIGNMENT
-        with torch.inference_mode(False):  # an evaluation may come first, and training use these
+        with torch.inference_mode(False):  # training may use buffers that an evaluation has created
             self.bytes = torch.zeros(end, dtype=torch.uint8, device=tensors[0].device)
             self.pieces = [
                 self.bytes[start : start + t.nbytes].view(t.dtype).view(t.shape)
@@ -190,8 +196,8 @@ class Packed:
 
     def broadcast(self, tensors, src, group):
         sending = dist.get_rank(group) == src
-        # Through .data: like BatchNorm's own update of its statistics, this must not count as an
-        # in-place change of a tensor that some earlier forward has saved for its backward.
+        # Through .data: like BatchNorm's update of its statistics, this must not count as an
+        # in-place change of a tensor that an earlier forward has saved for backward.
         tensors = [t.data for t in tensors]
         if sending:
             torch._foreach_copy_(self.pieces, tensors)
@@ -205,13 +211,14 @@ def kind(tensors):
 
 
 def broadcast_tensors(tensors, src=0, group=None, packed=()):
-    """Overwrite the tensors (any shapes, dtypes, devices; in one order on all ranks) by rank src's.
+    """Overwrite the tensors with those of rank src. They need the same order on all ranks.
 
-    Returns the list of Packed that was used: give it as `packed` when similar tensors are sent.
+    Tensors may have any shapes, dtypes and devices. Returns the list of Packed buffers: pass it as
+    `packed` when similar tensors are sent again.
     """
     chunks = list(_chunks(tensors))
     if [p.kind for p in packed] != [kind(chunk) for chunk in chunks]:
-        packed = map(Packed, chunks)  # one after the other: a single chunk is held at a time
+        packed = map(Packed, chunks)  # lazily: only one chunk is held at a time
     held = []
     for p, chunk in zip(packed, chunks, strict=True):
         p.broadcast(chunk, src, group)

@@ -2,16 +2,15 @@
 
     epoch 0    permutation    7  2  9  0  4  1  8  3  6  5       rank 0: 7 0 8 5
                       rank    0  1  2  0  1  2  0  1  2  0       rank 1: 2 4 3     rank 2: 9 1 6
-    epoch 1    another permutation, dealt in the same way
+    epoch 1    another permutation, distributed in the same way
 
-No sample is repeated to make the shares equal, so with N samples and n ranks they differ by at most
-one, and so may the number of batches: use drop_last=True (leaves out the epoch's last N mod n
-samples) or `join` of the DDP.
+No sample is repeated as padding. With N samples and n ranks, shares and numbers of batches may
+differ by one: use drop_last=True (drops the epoch's last N mod n samples) or `join` of DDP.
 
-`Batches` goes through epoch after epoch, and can be told where to go on.
+`Batches` iterates over epochs without end, and can resume from a checkpoint.
 
-Sent: nothing to sample, since all ranks draw the same permutation; one all-reduce of 16 bytes per
-evaluation. Li et al., PyTorch Distributed, VLDB 2020; protocol of
+Sent: nothing for sampling, since all ranks draw the same permutation; one all-reduce of 16 bytes
+per evaluation. Li et al., PyTorch Distributed, VLDB 2020; protocol of
 torch.utils.data.DistributedSampler, which pads instead.
 """
 
@@ -32,10 +31,10 @@ class DistributedSampler(Sampler):
     num_replicas, rank: None takes them from the default process group.
     shuffle: a new permutation in every epoch, from seed + epoch: call set_epoch(epoch) before each.
     drop_last: equal shares of N // num_replicas samples.
-    Where num_replicas divides N, the indices are those of torch's sampler, in the same order.
+    If num_replicas divides N, the indices equal those of torch's sampler, in the same order.
 
-    Raises ValueError for a rank out of range, and for fewer samples than ranks: a rank without a
-    sample would take no step, while the others waited for its gradients for ever.
+    Raises ValueError for a rank out of range, and for fewer samples than ranks: a rank without
+    samples would take no step, and the others would wait for its gradients forever.
     """
 
     def __init__(
@@ -50,8 +49,7 @@ class DistributedSampler(Sampler):
         if len(dataset) < num_replicas:
             raise ValueError(
                 f"the dataset has {len(dataset)} samples for {num_replicas} ranks: "
-                f"at least one rank would have none and leave the others waiting. "
-                f"Give every rank a sample, or use fewer ranks."
+                "add samples or use fewer ranks, as each rank needs at least one"
             )
         self.dataset = dataset
         self.num_replicas = num_replicas
@@ -75,28 +73,30 @@ class DistributedSampler(Sampler):
         return self.num_samples
 
     def set_epoch(self, epoch):
-        """The next iteration is `epoch`'s permutation: the same on all ranks, new in each epoch."""
+        """Set the epoch of the next iteration: a new permutation, identical on all ranks."""
         self.epoch = epoch
 
 
 class Batches:
-    """(input, target) batches of one rank, without end: in each epoch a new order of the samples.
+    """Endless (input, target) batches of one rank, with a new order of the samples in each epoch.
 
-    The batches of one step are, of all ranks together, the next samples of the epoch's permutation,
-    however many ranks there are: so others can go on where these have stopped, and each sample of
-    an epoch is still seen once. A last batch that is not full is left out.
-    batch_size: of this rank. Raises ValueError where an epoch has not one batch for all ranks.
+    All ranks' batches of one step together are the next samples of the epoch's permutation, for any
+    number of ranks. So another number of ranks can resume, and each sample of an epoch is still
+    seen once. An incomplete last batch is dropped.
+    batch_size: of this rank. Raises ValueError if an epoch has less than one batch for all ranks.
     """
 
     def __init__(self, dataset, batch_size, num_replicas=None, rank=None, seed=0):
         self.sampler = DistributedSampler(dataset, num_replicas, rank, seed=seed)
-        self.dataset, self.batch_size, self.seed = dataset, batch_size, seed
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.seed = seed
         self.together = batch_size * self.sampler.num_replicas
         if len(dataset) < self.together:
             raise ValueError(
-                f"{dataset}: {len(dataset)} samples are fewer than a batch of {self.together}"
+                f"{dataset} has {len(dataset)} samples, fewer than one batch of {self.together}"
             )
-        self.epoch = self.taken = 0  # taken: samples of the epoch, by all ranks
+        self.epoch = self.taken = 0  # taken: samples of the epoch that all ranks have used
         self._left = None
 
     def __iter__(self):
@@ -104,37 +104,38 @@ class Batches:
 
     def __next__(self):
         if self.taken + self.together > len(self.dataset):
-            self.epoch, self.taken, self._left = self.epoch + 1, 0, None
+            self.epoch += 1
+            self.taken = 0
+            self._left = None
         if self._left is None:
             self.sampler.set_epoch(self.epoch)
             rest = list(self.sampler)[self.taken // self.sampler.num_replicas :]
-            # A generator of its own: a loader draws from the global one, and dropout would notice.
-            own = torch.Generator().manual_seed(self.seed)
-            self._left = iter(
-                DataLoader(self.dataset, self.batch_size, sampler=rest, generator=own)
-            )
+            # Its own generator, as a loader would draw from the global one, which dropout uses.
+            generator = torch.Generator().manual_seed(self.seed)
+            loader = DataLoader(self.dataset, self.batch_size, sampler=rest, generator=generator)
+            self._left = iter(loader)
         self.taken += self.together
         return next(self._left)
 
     def state_dict(self):
-        """The same on all ranks."""
+        """Return the position in the data, identical on all ranks."""
         about = {"samples": len(self.dataset), "seed": self.seed}
         return {"epoch": self.epoch, "taken": self.taken, **about}
 
     def problems(self, state):
-        """Why these batches cannot go on from there, [text]: other data, or an odd rest."""
+        """Return why these batches cannot resume from a state, as a list of texts."""
         found = [
-            f"{name} were {state[name]}, and are {own} now"
+            f"{name} was {state[name]} when saved, but is {own} now"
             for name, own in (("samples", len(self.dataset)), ("seed", self.seed))
             if state[name] != own
         ]
         if state["taken"] % self.sampler.num_replicas:
             ranks = self.sampler.num_replicas
-            found.append(f"{ranks} ranks cannot go on evenly after {state['taken']} samples")
+            found.append(f"taken={state['taken']} samples must be divisible by {ranks} ranks")
         return found
 
     def load_state_dict(self, state):
-        """Raises ValueError where there are problems(state)."""
+        """Resume from a state_dict(). Raises ValueError if problems(state) finds any."""
         if found := self.problems(state):
             raise ValueError("; ".join(found))
         self.epoch, self.taken, self._left = state["epoch"], state["taken"], None
@@ -143,7 +144,7 @@ class Batches:
 class Evaluation(NamedTuple):
     """`total`: the metric's sum over all `count` targets (samples, or a text's tokens); `mean`.
 
-    Targets that are ignored are not counted. The mean over none is NaN.
+    Ignored targets do not count. The mean over no targets is NaN.
     """
 
     total: float
@@ -155,10 +156,10 @@ class Evaluation(NamedTuple):
 
 
 def count_targets(target, ignore_index=-100, weight=None):
-    """What the mean of torch.nn.functional.cross_entropy divides by, a scalar tensor.
+    """Return the divisor of torch.nn.functional.cross_entropy's mean, a scalar tensor.
 
-    target: class numbers, of which ignore_index does not count; or floats, of which all count.
-    weight: [classes]: each target counts as much as its class weighs.
+    target: class numbers, except ignore_index; or floats, which all count.
+    weight: [classes]: each target counts with the weight of its class.
     """
     if target.is_floating_point():
         return all_of(target)
@@ -169,12 +170,12 @@ def count_targets(target, ignore_index=-100, weight=None):
 
 
 def all_of(target):
-    """The number of its elements as a scalar tensor, float64, where it is."""
+    """Return the number of elements as a scalar tensor, float64, on the same device."""
     return torch.full((), target.numel(), dtype=torch.float64, device=target.device)
 
 
 def pair_of(batch):
-    """(inputs, targets). Raises TypeError for batches of another kind."""
+    """Return (inputs, targets). Raises TypeError for other kinds of batches."""
     if (
         isinstance(batch, list | tuple)
         and [isinstance(t, torch.Tensor) for t in batch] == [True] * 2
@@ -186,23 +187,23 @@ def pair_of(batch):
     elif isinstance(batch, list | tuple):
         found = f"({', '.join(type(part).__name__ for part in batch)})"
     raise TypeError(
-        f"evaluate takes samples (input, target), of tensors or numbers, and this dataset's are "
+        f"evaluate needs samples (input, target) of tensors or numbers, but this dataset has "
         f"{found}: wrap it in a dataset of pairs"
     )
 
 
 def device_for(model, group):
-    """Where batches go, and sums are sent from."""
+    """Return the device for batches and for the sums that are sent."""
     if dist.is_initialized() and "nccl" in str(dist.get_backend(group)):
         return torch.device(
             "cuda", torch.cuda.current_device()
-        )  # also where parameters wait on the CPU
+        )  # also if parameters are offloaded to the CPU
     first = next(chain(model.parameters(), model.buffers()), None)
     return torch.device("cpu") if first is None else first.device
 
 
 def correct(output, target):
-    """How many of target [...] int64 the largest logit of output [..., classes] hits: int64 []."""
+    """Count targets [...] int64 with the largest logit of output [..., classes]: int64 []."""
     return (output.argmax(dim=-1) == target).sum()
 
 
@@ -216,31 +217,32 @@ def evaluate(
     count=count_targets,
     dtype=None,
 ):
-    """The metric over the whole dataset, each sample once: the same `Evaluation` on all ranks.
+    """Compute the metric over the whole dataset, each sample once. Returns an `Evaluation`.
 
+    The result is identical on all ranks.
     metric: (output, target) -> the batch's *sum*, a scalar tensor; sums of integers are exact.
-    score: (input, target) -> that, of a model that is more than a call; None: metric of the output.
-    count: target -> how many of a batch's targets the metric counts: all but -100 unless given. A
-        loss that ignores another number: partial(count_targets, ignore_index=0).
-    dtype: what floating-point inputs are cast to; None: they stay as the dataset has them.
-    All ranks of the group call it, with the same dataset and the same weights; without a process
-    group, one process. The model is put into eval mode for the while, and gets batches on the
-    device of its parameters. Every rank calls the model equally often, so a model whose forward
-    communicates (DDP's buffers) does not hang. Raises ValueError for an empty dataset, TypeError
-    for one whose samples are not pairs (input, target).
+    score: (input, target) -> that sum, for a model that cannot be called; None: metric of output.
+    count: target -> number of a batch's targets that the metric counts; by default all but -100.
+        For a loss that ignores another number: partial(count_targets, ignore_index=0).
+    dtype: dtype to cast floating-point inputs to; None: no cast.
+    All ranks of the group call it with the same dataset and weights; without a process group, one
+    process does. The model is in eval mode meanwhile and gets batches on its parameters' device.
+    Every rank calls the model equally often, so a model whose forward communicates (DDP's buffers)
+    does not hang. Raises ValueError for an empty dataset, TypeError if samples are not pairs
+    (input, target).
     """
     if not len(dataset):
-        raise ValueError("the dataset is empty: there is nothing to evaluate")
+        raise ValueError("the dataset is empty: pass at least one sample")
     alone = not dist.is_initialized()
     rank, world_size = (0, 1) if alone else (dist.get_rank(group), dist.get_world_size(group))
     share = range(rank, len(dataset), world_size)
     longest = len(range(0, len(dataset), world_size))
     batches = [share[start : start + batch_size] for start in range(0, longest, batch_size)]
-    # A rank whose share has ended looks at sample 0 again, uncounted, while the others finish.
+    # A rank with fewer batches evaluates sample 0 again, uncounted, while the others finish.
     loader = DataLoader(dataset, batch_sampler=[list(batch) or [0] for batch in batches])
     device = device_for(model, group)
     sums = torch.zeros(2, dtype=torch.float64, device=device)  # metric, targets: exact to 2^53
-    modes = {module: module.training for module in model.modules()}  # frozen: maybe in eval already
+    modes = {module: module.training for module in model.modules()}  # some may be in eval already
     model.eval()
     try:
         with torch.no_grad():

@@ -1,9 +1,9 @@
-"""All-reduce: every rank ends with the sum over all ranks; here built from messages between two.
+"""All-reduce: sum a tensor over all ranks; here built from messages between two ranks.
 
     ring (n = 4; each tensor cut into n chunks a b c d; ' = partly summed, A B C D = summed)
-    rank 0 -> 1 -> 2 -> 3 -> 0     every rank sends to its right, receives from its left, at once
+    rank 0 -> 1 -> 2 -> 3 -> 0     each rank sends to the right and receives from the left at once
 
-    reduce-scatter: n-1 steps, what arrives is added          all-gather: n-1 steps, it is kept
+    reduce-scatter: n-1 steps, add what arrives               all-gather: n-1 steps, keep it
     0  a b c d    a  b  c' d     a  b' c' d     A  b' c' d     A  b' c' D     A  b' C  D     A B C D
     1  a b c d  > a  b  c  d'  > a  b  c' d'  > a  B  c' d'  > A  B  c' d'  > A  B  c' D   > A B C D
     2  a b c d    a' b  c  d     a' b  c  d'    a' b  C  d'    a' B  C  d'    A  B  C  d'    A B C D
@@ -12,21 +12,21 @@
     tree (n = 7)        halving-doubling (n = 4)
          0                halve:   0 <-> 2, 1 <-> 3   send one half of the tensor, add the other
       1     2                      0 <-> 1, 2 <-> 3   send one half of that half, add the other
-     3 4   5 6            double:  the same pairs backwards, giving back what each has summed
+     3 4   5 6            double:  the same pairs in reverse order return their sums
     sums go up, the total down
 
-Time for P bytes, with alpha seconds per message and beta seconds per byte, and what one rank sends:
+Time for P bytes, with alpha seconds per message and beta seconds per byte, and bytes sent per rank:
 
-    ring              2 (n-1) alpha + 2 (n-1)/n P beta     2 (n-1)/n P, the least possible
+    ring              2 (n-1) alpha + 2 (n-1)/n P beta     2 (n-1)/n P, the minimum
     halving-doubling  2 log2(n) alpha + 2 (n-1)/n P beta   the same; n no power of two: up to P more
     tree              about 2 log2(n) alpha + 4 P beta     P (leaf), 2 P (root), 3 P (in between)
     naive             2 (n-1) alpha + 2 (n-1) P beta       (n-1) P (rank 0), P (the others)
 
-So: many ranks and few bytes want few steps, many bytes want the least sent.
+So for many ranks and few bytes use few steps; for many bytes minimize the bytes.
 Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, JPDC 2009
 (the ring). Thakur, Rabenseifner and Gropp, Optimization of Collective Communication Operations in
-MPICH, IJHPCA 2005, on Reduce and Allreduce (halving-doubling, the fold of the ranks beyond a power
-of two, and when to use which).
+MPICH, IJHPCA 2005, on Reduce and Allreduce (halving-doubling, the extra ranks beyond a power of
+two, and when to use which).
 """
 
 import torch
@@ -37,10 +37,10 @@ from labkit.allreduce.chunk_pipelining import cut, exchange, in_line, receive, s
 
 
 def naive(tensor, group=None):
-    """Sum tensor over the group, in place: all send all to rank 0, which adds and answers.
+    """Sum tensor over the group, in place: rank 0 receives all tensors and sends the sum back.
 
-    Any shape, dtype, world size. What the others are measured by: rank 0 receives (n-1) P and
-    sends (n-1) P, one by one.
+    Any shape, dtype, world size. The baseline: rank 0 receives (n-1) P and sends (n-1) P, one by
+    one.
     """
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     with in_line(tensor) as flat:
@@ -59,7 +59,7 @@ def naive(tensor, group=None):
 def ring(tensor, group=None):
     """Sum tensor over the group, in place: ring_reduce_scatter, then ring_all_gather.
 
-    Any shape, dtype, world size. Every chunk is summed once, then copied: ranks end bitwise equal.
+    Any shape, dtype, world size. Each chunk is summed once, then copied: results are bitwise equal.
     """
     with in_line(tensor) as flat:
         ring_reduce_scatter(flat, group)
@@ -69,7 +69,7 @@ def ring(tensor, group=None):
 def ring_reduce_scatter(flat, group=None):
     """First half of the ring: chunk r of flat.tensor_split(n) becomes the sum, on rank r.
 
-    flat: contiguous, 1-dimensional; its other chunks are spoilt. Returns this rank's, a view.
+    flat: contiguous, 1-dimensional; its other chunks are overwritten. Returns a view of chunk r.
     """
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     left, right = (rank - 1) % n, (rank + 1) % n
@@ -81,7 +81,7 @@ def ring_reduce_scatter(flat, group=None):
 
 
 def ring_all_gather(flat, group=None):
-    """Second half of the ring: chunk r of flat.tensor_split(n) is taken from rank r. In place."""
+    """Second half of the ring: copy chunk r of flat.tensor_split(n) from rank r. In place."""
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     left, right = (rank - 1) % n, (rank + 1) % n
     chunks = cut(flat, n)
@@ -93,8 +93,8 @@ def ring_all_gather(flat, group=None):
 def halving_doubling(tensor, group=None):
     """Sum tensor over the group, in place: recursive halving, then recursive doubling.
 
-    Any shape, dtype, world size. With p the largest power of two up to n, the n-p ranks beyond are
-    folded in: each hands its tensor to one of the first p, and is handed the sum at the end.
+    Any shape, dtype, world size. With p the largest power of two up to n, each of the n-p extra
+    ranks sends its tensor to one of the first p, and receives the sum at the end.
     """
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     p = 1 << (n.bit_length() - 1)
@@ -127,7 +127,7 @@ def tree(tensor, group=None):
     """Sum tensor over the group, in place: sums go up a binary tree, the total comes down.
 
     Any shape, dtype, world size. Rank r has the parent (r-1)//2 and the children 2r+1 and 2r+2.
-    Segments follow each other, so that all levels work.
+    The tensor is sent in segments, so that all levels work at once.
     """
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     parent = (rank - 1) // 2
@@ -153,21 +153,20 @@ ALGORITHMS = {"ring": ring, "tree": tree, "halving_doubling": halving_doubling}
 
 
 class PipelinedRing:
-    """Sums tensors over the group in place, when called: the ring's halves as one stream. For gloo.
+    """Sums tensors over the group in place when called: a ring with pipelined halves. For gloo.
 
         hop 0   arriving, added      | 0 | 1 | 2 | 3 |          two ranks: hop 0 adds what arrives,
         hop 1   sent on, arriving        | 0 | 1 | 2 | 3 |      hop 1 keeps it; n: 2 (n-1) hops
 
-    A segment is sent on as soon as it is added. What makes this sooner than `ring`, which sends the
-    same bytes:
-    - Arriving segments have their memory before anybody sends them, and keep it from call to call:
-      fresh memory costs a page fault every 4 KiB.
-    - Even ranks send over one connection, odd ranks over another. Over a connection that also
-      receives, gloo's thread spins until the thread that writes lets go of it; with two ranks
-      ring's only connection is such a one.
+    A segment is sent on as soon as it is added. It sends the same bytes as `ring`, but is faster:
+    - Receive buffers exist before a segment is sent, and are reused in the next call: new memory
+      costs a page fault every 4 KiB.
+    - Even ranks send over one connection, odd ranks over another. If a connection also receives,
+      gloo's thread spins until the writing thread releases it. With two ranks, ring has only one
+      connection.
 
-    In the second half a segment arrives where one may lie that is still being sent: it is the
-    answer to that one, and cannot come before the other side has all of it.
+    In the second half a segment may arrive where one is still being sent. It is the reply to that
+    segment, and cannot arrive before the other side has received all of it.
 
     twin: a second group of the same ranks, such as dist.new_group(): groups do not share
         connections.
@@ -180,12 +179,15 @@ class PipelinedRing:
     def __init__(self, twin, group=None):
         backend = dist.get_backend(group)
         if backend != "gloo":
-            raise ValueError(f"PipelinedRing is for gloo: {backend} pipelines by itself")
+            raise ValueError(
+                f"PipelinedRing supports gloo only, not {backend}, which pipelines messages itself"
+            )
         self.groups = (group or dist.group.WORLD, twin)
         ranks, twins = map(dist.get_process_group_ranks, self.groups)
         if twin is self.groups[0] or ranks != twins:
-            raise ValueError("twin must be a second group of the same ranks")
-        self.rank, self.n = dist.get_rank(group), dist.get_world_size(group)
+            raise ValueError("twin must be a second group of the same ranks: use dist.new_group()")
+        self.rank = dist.get_rank(group)
+        self.n = dist.get_world_size(group)
         self._memory = [torch.empty(0, dtype=torch.uint8)] * 2  # for this hop and the next
 
     def __call__(self, tensor):
@@ -211,7 +213,10 @@ class PipelinedRing:
                 work.wait()
 
     def _expect(self, chunks, hop):
-        """Receive a chunk's segments, at first beside the tensor: [(work, where to, segment)]."""
+        """Start receiving a chunk's segments: [(work, destination, segment)].
+
+        In the first half the destinations are buffers, then the segments themselves.
+        """
         left = (self.rank - 1) % self.n
         segments = chunks[(self.rank - hop - 2) % self.n]
         places = self._places(segments, hop % 2) if hop < self.n - 1 else segments

@@ -21,7 +21,7 @@ from labkit import comm
 
 
 def naive(tensor, group=None):
-    """Send everything to rank 0, which adds and sends the sum back."""
+    """Send all tensors to rank 0, which adds them and sends the sum back."""
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     if rank > 0:
         comm.send(tensor, 0, group)
@@ -42,13 +42,11 @@ def ring(tensor, group=None):
 
 
 def ring_reduce_scatter(tensor, group=None):
-    """The first half of the ring: afterwards this rank has the sum of chunk rank+1."""
+    """Run the first half of the ring: afterwards this rank has the sum of chunk rank+1."""
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     chunks = tensor.view(-1).tensor_split(n)
     for step in range(n - 1):
-        outgoing = chunks[
-            (rank - step) % n
-        ]  # in step 0 this rank's own, then the one just added to
+        outgoing = chunks[(rank - step) % n]  # first this rank's own, then the one just added to
         adding = chunks[(rank - step - 1) % n]
         arrived = torch.empty_like(adding)
         comm.exchange(outgoing, (rank + 1) % n, arrived, (rank - 1) % n, group)
@@ -56,7 +54,7 @@ def ring_reduce_scatter(tensor, group=None):
 
 
 def ring_all_gather(tensor, group=None):
-    """The second half: every rank starts with the sum of chunk rank+1 and passes sums on."""
+    """Run the second half: each rank starts with the sum of chunk rank+1 and passes sums on."""
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     chunks = tensor.view(-1).tensor_split(n)
     for step in range(n - 1):

@@ -4,7 +4,7 @@
     later, so keys may come one tile at a time:
 
     tile 1   output of tile 1, its largest score, its sum
-    tile 2   a larger score appears: scale down what there is, add the output of tile 2 ...
+    tile 2   a larger score appears: scale down the output so far, add that of tile 2 ...
 
     ring, 4 ranks: each rank keeps its queries; keys and values travel to the next rank n-1 times
 
@@ -19,7 +19,7 @@ from labkit import comm
 
 
 def tiled_attention(query, key, value, tile):
-    """softmax(query key^T / sqrt(d)) value, with `tile` keys at a time. All: [..., T, d]."""
+    """Compute softmax(query key^T / sqrt(d)) value, `tile` keys at a time. All: [..., T, d]."""
     largest = torch.full_like(query[..., :1], -torch.inf)  # [..., T, 1], of each row so far
     total = torch.zeros_like(largest)
     output = torch.zeros_like(query)
@@ -35,7 +35,7 @@ def tiled_attention(query, key, value, tile):
 
 
 def attention_and_log_sum(query, key, value):
-    """Attention over some keys, and the log of each row's sum of exponentials, [..., T, 1]."""
+    """Attend to some keys; also return the log of each row's sum of exponentials, [..., T, 1]."""
     scores = query @ key.mT * query.shape[-1] ** -0.5
     log_sum = scores.logsumexp(-1, keepdim=True)
     return torch.exp(scores - log_sum) @ value, log_sum

@@ -31,7 +31,7 @@ def write_whole(path, data):
 
 
 def to_bytes(tensors):
-    """A line of JSON with each tensor's dtype and shape, then the elements of all tensors."""
+    """Return a line of JSON with dtypes and shapes, then the elements of all tensors."""
     index = {
         name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()
     }
@@ -40,7 +40,7 @@ def to_bytes(tensors):
 
 
 def from_bytes(data):
-    """The tensors of to_bytes()."""
+    """Return the tensors, {name: tensor}, from the bytes of to_bytes()."""
     head, _, elements = data.partition(b"\n")
     elements, tensors = bytearray(elements), {}
     for name, (dtype, shape) in json.loads(head).items():
@@ -63,9 +63,9 @@ def save_shards(folder, step, tensors, group=None):
     write_whole(place / f"rank-{rank}.bin", data)
     digest = torch.tensor(list(hashlib.sha256(data).digest()), device=comm.device(group))
     digests = digest.new_empty(n * len(digest))
-    comm.all_gather(digests, digest, group)  # when all have it, all files are written
+    comm.all_gather(digests, digest, group)  # when it returns, all files are written
     if rank == 0:
-        listed = [bytes(one.tolist()).hex() for one in digests.cpu().split(len(digest))]
+        listed = [bytes(part.tolist()).hex() for part in digests.cpu().split(len(digest))]
         write_whole(place / "manifest.json", json.dumps(listed).encode())
     comm.barrier(group)
 

@@ -2,7 +2,7 @@
 
     residual += gradient          what earlier steps did not send is not lost (error feedback)
     message = compress(residual)  fewer bits an element, fewer elements, or thin matrices
-    residual -= message           what stays for the next step
+    residual -= message           kept for the next step
     average = mean of all ranks' messages
 
                            sent per rank of N fp32 elements     the ranks' messages are
@@ -78,7 +78,7 @@ def top_k_mean(gradient, residual, k, group=None):
 def random_k_mean(gradient, residual, indices, group=None):
     """Send the same random elements on all ranks. Stich et al., Sparsified SGD, NeurIPS 2018.
 
-    indices: drawn from a seed that all ranks have in common, so they need not be sent.
+    indices: drawn from a seed that all ranks share, so they need not be sent.
     """
     residual += gradient
     values = residual[indices]
@@ -92,7 +92,7 @@ def random_k_mean(gradient, residual, indices, group=None):
 def dgc_mean(gradient, velocity, residual, k, momentum=0.9, group=None):
     """Top-k of the momentum, not of the gradient. Lin et al., Deep Gradient Compression, ICLR 2018.
 
-    What was sent loses its momentum, so that it does not push twice (section 3.2).
+    Sent elements lose their momentum, so that it does not count twice (section 3.2).
     """
     velocity.mul_(momentum).add_(gradient)
     average = top_k_mean(velocity, residual, k, group)
@@ -103,7 +103,7 @@ def dgc_mean(gradient, velocity, residual, k, momentum=0.9, group=None):
 def powersgd_mean(gradient, residual, q, group=None):
     """Send a product of two thin matrices. Vogels et al., PowerSGD, NeurIPS 2019, algorithm 1.
 
-    gradient, residual: [rows, columns]. q: [columns, rank], from the step before. Returns the
+    gradient, residual: [rows, columns]. q: [columns, rank], from the previous step. Returns the
     average and the next step's q.
     """
     n = dist.get_world_size(group)
@@ -121,6 +121,6 @@ def powersgd_mean(gradient, residual, q, group=None):
 
 @torch.no_grad()
 def one_bit_adam_step(p, m, v, residual, lr=1e-3, b1=0.9, eps=1e-8, group=None):
-    """Adam after its warm-up: v stays fixed, m is averaged in one bit. Tang et al., ICML 2021."""
+    """Step Adam after its warm-up: v is fixed, m is averaged in one bit. Tang et al., ICML 2021."""
     m.copy_(one_bit_mean(b1 * m + (1 - b1) * p.grad, residual, group))
     p -= lr * m / (v.sqrt() + eps)

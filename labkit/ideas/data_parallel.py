@@ -1,4 +1,4 @@
-"""Data parallelism: each rank holds the whole model, sees its share of a batch, averages gradients.
+"""Data parallelism: each rank holds the full model, gets its share of a batch, averages gradients.
 
     naive        |--- forward ---|--- backward ---| l1 | l2 | l3 | l4 |- step -|    after backward
     overlapped   |--- forward ---|--- backward ---|          |- step -|    each gradient when ready
@@ -6,7 +6,7 @@
     bucketed     |--- forward ---|--- backward ---|       |- step -|       several in one message
                                      | l4 l3 | l2 l1 |
 
-Sent per rank and step, on n ranks: 2 (n-1)/n x gradient bytes. Held: the whole model, its gradients
+Sent per rank and step, on n ranks: 2 (n-1)/n x gradient bytes. Held: the full model, its gradients
 and optimizer states. Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel
 Training, VLDB 2020, section 3.2.
 """

@@ -21,8 +21,7 @@ def mixture_of_experts(x, router, experts, top_k):
         weights = weights / weights.sum(-1, keepdim=True)
     output = torch.zeros_like(x)
     for number, expert in enumerate(experts):
-        token, place = (chosen == number).nonzero(
-            as_tuple=True
-        )  # which tokens chose it, and as which
-        output = output.index_add(0, token, weights[token, place, None] * expert(x[token]))
+        # the tokens that chose this expert, and its position among their top_k
+        token, position = (chosen == number).nonzero(as_tuple=True)
+        output = output.index_add(0, token, weights[token, position, None] * expert(x[token]))
     return output

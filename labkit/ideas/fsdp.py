@@ -4,7 +4,7 @@
     backward   ...  [gather 1][unit 1][reduce_scatter 1][free 1]  [gather 0][unit 0][...]
 
 Sent per rank and step, on n ranks: 3 (n-1)/n x parameter bytes, 1.5 times as much as DDP.
-Held: 1/n of parameters, gradients and optimizer states, and one whole unit while it runs.
+Held: 1/n of parameters, gradients and optimizer states, and one full unit while it runs.
 Rajbhandari et al., ZeRO, SC 2020, section 5.3; Zhao et al., PyTorch FSDP, VLDB 2023, section 3.
 """
 
@@ -16,7 +16,7 @@ from labkit.ideas.zero import padded
 
 
 def shard_units(units, group=None):
-    """Let each unit's parameters be whole only while the unit runs, in forward and in backward.
+    """Keep each unit's full parameters only while the unit runs, in forward and in backward.
 
     units: modules that share no parameter, such as the blocks. Returns this rank's shards, for the
     optimizer; backward() fills their .grad.

@@ -2,7 +2,7 @@
 
     weights fp32 --cast--> 16 bits --linear--> 16 bits --cast--> fp32 --cross_entropy--> loss
                                                                          x scale, then backward
-    all gradients finite on all ranks   divide them by the scale, step; now and then double it
+    all gradients finite on all ranks   divide them by the scale, step; double it regularly
     an inf or nan on any rank           no rank steps; halve the scale
 
 Sent besides the gradients: one number a step. Held: 2 bytes a parameter until backward() is over.

@@ -16,9 +16,9 @@ from torch.autograd.graph import saved_tensors_hooks
 class Recompute(torch.autograd.Function):
     """Recompute.apply(function, x): keep x only, and compute function(x) again in backward().
 
-    One tensor in, one out; x requires a gradient. The backward runs another backward inside: a
-    parameter that two such calls use gets its gradient in two parts, and DDP, which counts them,
-    cannot know which is the last. labkit.recompute.checkpoint has a single backward.
+    One tensor in, one out; x requires a gradient. The backward runs another backward inside. A
+    parameter that two such calls use gets its gradient in two parts, and DDP cannot know which is
+    the last. labkit.recompute.checkpoint has a single backward.
     """
 
     @staticmethod
@@ -37,7 +37,7 @@ class Recompute(torch.autograd.Function):
 
 
 def offload_activations(home="cpu"):
-    """Move what autograd keeps for backward: `with offload_activations("cpu"): loss = model(x)`."""
+    """Move saved activations to `home`: `with offload_activations("cpu"): loss = model(x)`."""
 
     def pack(tensor):
         return tensor.device, tensor.to(home)

@@ -1,4 +1,4 @@
-"""Tensor parallelism: a rank has a part of every matrix. Sequence parallelism: and of the tokens.
+"""Tensor parallelism: a rank has a part of every matrix. Sequence parallelism: also of the tokens.
 
     tensor     x [T, C] - f - [ A columns, gelu, B rows ] - g - + b      f: all-reduce in backward
                                                                          g: all-reduce in forward
@@ -76,19 +76,19 @@ class ScatterTokens(torch.autograd.Function):
 
 
 def tensor_parallel_mlp(x, A, a, B, b, group=None):
-    """Two layers of which this rank has 1/n of the hidden units. x: [..., C], equal on all ranks.
+    """Apply two layers with 1/n of the hidden units on each rank. x: [..., C], equal on all ranks.
 
     A [hidden/n, C] and a [hidden/n]: the first layer's weight and bias. B [C, hidden/n]: the second
-    layer's weight. b [C]: its whole bias, added once, after the sum.
+    layer's weight. b [C]: its full bias, added once, after the sum.
     """
     hidden = F.gelu(F.linear(CopyToTensorParallel.apply(x, group), A, a))
     return ReduceFromTensorParallel.apply(F.linear(hidden, B), group) + b
 
 
 def sequence_parallel_mlp(x, norm, A, a, B, group=None):
-    """The same with a residual and a norm, for this rank's tokens. x: [T/n, C] -> [T/n, C].
+    """Apply both layers, a norm and a residual to this rank's tokens. x: [T/n, C] -> [T/n, C].
 
-    The norm sees a part of the tokens: sum the gradients of its parameters over the ranks.
+    The norm gets a part of the tokens: sum the gradients of its parameters over the ranks.
     """
     hidden = F.gelu(F.linear(GatherTokens.apply(norm(x), group), A, a))
     return x + ScatterTokens.apply(F.linear(hidden, B), group)

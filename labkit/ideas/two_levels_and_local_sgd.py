@@ -32,7 +32,7 @@ def hierarchical_all_reduce(tensor, inside, across):
 
 @torch.no_grad()
 def average_weights(parameters, group=None):
-    """Local SGD: call it after every H steps that each rank has taken alone."""
+    """Average the weights (local SGD). Call it after every H local steps."""
     for p in parameters:
         comm.all_reduce(p, group=group)
         p /= dist.get_world_size(group)
@@ -40,7 +40,7 @@ def average_weights(parameters, group=None):
 
 @torch.no_grad()
 def diloco_outer_step(parameters, anchors, outer, group=None):
-    """DiLoCo: call it after every H steps that each rank has taken alone.
+    """Step the outer optimizer by the mean movement (DiLoCo). Call it after every H local steps.
 
     anchors: the parameters after the last outer step. outer: the optimizer of the anchors.
     """

@@ -27,7 +27,9 @@ def padded(tensor, n):
 
 
 def shard_optimizer_states(parameters, optimizer_class, group=None, **options):
-    """ZeRO-1: all parameters become views of one flat tensor, of which each rank updates a part.
+    """Shard optimizer states (ZeRO-1): each rank updates a part of the flat parameters.
+
+    All parameters become views of one flat tensor.
 
     Returns a function: call it in place of optimizer.step().
     """
@@ -51,7 +53,7 @@ def shard_optimizer_states(parameters, optimizer_class, group=None, **options):
 
 
 def shard_gradients(parameters, optimizer_class, group=None, **options):
-    """ZeRO-2: as soon as a gradient is computed, each rank keeps its part of it and frees the rest.
+    """Shard gradients, too (ZeRO-2): each rank keeps its part of a gradient and frees the rest.
 
     Returns a function: call it in place of optimizer.step().
     """

@@ -164,7 +164,8 @@ class offload_activations:
     """
 
     def __init__(self, to="cpu", min_bytes=2**16):
-        self.to, self.min_bytes = to, min_bytes
+        self.to = to
+        self.min_bytes = min_bytes
         self._free = defaultdict(list)  # bytes -> unused regions
         self._lanes = {}
         self._last = None  # the tensor sent last: backward needs its predecessor next

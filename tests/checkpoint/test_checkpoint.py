@@ -744,8 +744,8 @@ def test_batches_draw_nothing_from_the_global_generator():
 
 
 def test_batches_that_cannot_be():
-    with pytest.raises(ValueError, match="64 samples are fewer than a batch of 130"):
+    with pytest.raises(ValueError, match="has 64 samples, fewer than one batch of 130"):
         Batches(dataset(), 65, 2, 0)
     batches = Batches(dataset(), 4, 3, 0)
-    with pytest.raises(ValueError, match="3 ranks cannot go on evenly after 16 samples"):
+    with pytest.raises(ValueError, match="taken=16 samples must be divisible by 3 ranks"):
         batches.load_state_dict(Batches(dataset(), 4, 4, 0).state_dict() | {"taken": 16})

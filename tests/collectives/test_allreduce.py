@@ -269,7 +269,7 @@ def refused(rank, n):
             PipelinedRing(twin)
     dist.destroy_process_group(alone[rank])
     nccl = mock.patch.object(dist, "get_backend", lambda group: "nccl")
-    with nccl, pytest.raises(ValueError, match="nccl pipelines by itself"):
+    with nccl, pytest.raises(ValueError, match="supports gloo only, not nccl"):
         PipelinedRing(alone[rank])
 
 

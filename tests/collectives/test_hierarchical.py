@@ -204,7 +204,7 @@ def test_on_a_gpu_one_thread_starts_all_messages(ranks):
 
 
 def wrong_form(rank, world_size):
-    with pytest.raises(ValueError, match="unknown form 'rings': known are hierarchical, leaders"):
+    with pytest.raises(ValueError, match="unknown form 'rings': choose one of hierarchical, leaders"):
         Hierarchical(None, None, "rings")
     with pytest.raises(ValueError, match="mesh node 2 x local 2 needs 4 ranks, but the world size is 3"):
         groups(2, 2)

@@ -881,7 +881,7 @@ def expanded(rank, world_size, wrap, kind):
 @pytest.mark.parametrize("wrap", [DDP, FSDP])
 @pytest.mark.parametrize(("kind", "name"), [("parameter", "weight"), ("buffer", "mask")])
 def test_elements_that_lie_in_one_place_are_refused_on_all_ranks(ranks, wrap, kind, name):
-    told = f"'{name}' was made with expand(): several of its elements lie in one place"
+    told = f"'{name}' was made with expand(), so its elements share memory"
     for rank, one in enumerate(ranks(2, expanded, wrap=wrap, kind=kind)):
         assert one.startswith(told), f"rank {rank}"
 

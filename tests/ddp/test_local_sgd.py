@@ -221,7 +221,7 @@ def test_ranks_that_differ_are_told(ranks):
 
 @pytest.mark.parametrize("every", [0, -1, 2.0])
 def test_every_must_be_a_number_of_steps(every):
-    with pytest.raises(ValueError, match="every must be"):
+    with pytest.raises(ValueError, match="must be an integer >= 1"):
         LocalSGD(INNER["sgd"](net().parameters()), every=every)
 
 
@@ -229,7 +229,7 @@ def added(rank, world_size):
     for kind in (LocalSGD, DiLoCo):
         module = net()
         optimizer = kind(torch.optim.SGD(module[2:].parameters(), 0.1), every=2)
-        with pytest.raises(RuntimeError, match=f"{kind.__name__} averages the parameters that it was constructed with"):
+        with pytest.raises(RuntimeError, match=f"{kind.__name__} cannot add a parameter group"):
             optimizer.add_param_group({"params": module[0].parameters()})
         one_step(module, optimizer, rank, 0)
         optimizer.inner.add_param_group({"params": module[0].parameters()})

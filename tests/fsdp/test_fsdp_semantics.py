@@ -749,7 +749,7 @@ def trained_as_something_else(rank, world_size):
     for wrap in (FSDP, lambda module: ZeRO1(module.parameters(), torch.optim.SGD, lr=0.1)):
         tied = nn.Sequential(nn.Embedding(4, 2), nn.Linear(2, 4, bias=False))
         tied[1].weight.data = tied[0].weight.data
-        with pytest.raises(ValueError, match="are two parameters in one memory") as caught:
+        with pytest.raises(ValueError, match="are two parameters that share memory") as caught:
             wrap(tied)
         told.append(str(caught.value))
         tied[1].weight = tied[0].weight

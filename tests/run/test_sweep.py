@@ -187,7 +187,7 @@ sweep.sweep({GRID!r}, {str(tmp_path)!r}, **{FEW!r})
 def test_a_cell_that_fails_is_told_and_what_was_measured_stays(tmp_path):
     grid = {"batch_size": [8], "nproc": 1}
     before = sweep.sweep(grid, tmp_path, **FEW)
-    with pytest.raises(LaunchError, match="samples are fewer than a batch of 10000000"):
+    with pytest.raises(LaunchError, match="samples, fewer than one batch of 10000000"):
         sweep.sweep(grid | {"batch_size": [8, 10_000_000]}, tmp_path, **FEW)
     pd.testing.assert_frame_equal(sweep.results(tmp_path), before)
     assert not list(tmp_path.glob("*.part"))

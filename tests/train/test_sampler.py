@@ -245,7 +245,7 @@ def test_ignored_targets_are_not_counted():
     ],
 )
 def test_samples_are_pairs(sample, words):
-    with pytest.raises(TypeError, match=rf"samples \(input, target\).* are {words}: wrap it in a dataset of pairs"):
+    with pytest.raises(TypeError, match=rf"samples \(input, target\).* has {words}: wrap it in a dataset of pairs"):
         evaluate(nn.Linear(4, 7), [sample] * 3)
 
 

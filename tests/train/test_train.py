@@ -649,7 +649,7 @@ def test_torchrun_starts_killed_and_stopped_ranks_again_and_nothing_is_lost(tmp_
         wait_for(log, steps + 3, process)  # one may have been under way
     out, error = process.communicate(timeout=120)
     assert process.returncode == 0 and out.count("resumes after step") >= 2, (out, error)
-    assert f"noticed: rank 0 on node 0 has not been heard of for {PATIENCE} s: it holds the store" in error
+    assert f"noticed: rank 0 on node 0 has sent no beat for {PATIENCE} s: it holds the store" in error
     whole, broken = ({line["step"]: line for line in steady(path)} for path in (tmp_path / "whole.jsonl", log))
     assert broken == whole
 

@@ -32,7 +32,7 @@ def knows(*about):
 def test_who_does_not_tell_any_more_is_named():
     seen = knows((99, 89, 7), (90, 89, 7), (99, 89, 7))
     assert suspect(seen, 99, 10) is None
-    assert suspect(seen, 101, 10) == (1, "has not been heard of for 10 s: it is stopped")
+    assert suspect(seen, 101, 10) == (1, "has sent no beat for 10 s: it is frozen")
 
 
 def test_who_is_behind_is_named_once_nobody_begins():
@@ -43,7 +43,7 @@ def test_who_is_behind_is_named_once_nobody_begins():
 
 def test_where_all_have_begun_the_same_none_is_named():
     rank, why = suspect(knows((99, 50, 7), (99, 50, 7)), 100, 10)
-    assert rank is None and "all wait, or compute" in why
+    assert rank is None and "all ranks have waited or computed" in why
 
 
 def test_one_who_says_why_it_takes_long_is_waited_for_but_has_to_tell():
@@ -115,9 +115,9 @@ def end(fault, rank, nproc=3, timeout=TIMEOUT):
 @pytest.mark.parametrize(
     ("fault", "rank", "words"),
     [
-        ("os.kill(os.getpid(), 19)", 1, f"has not been heard of for {TIMEOUT} s: it is stopped"),
-        ("os.kill(os.getpid(), 19)", 2, f"has not been heard of for {TIMEOUT} s: it is stopped"),
-        ("sum(range(10**12))", 1, f"has not been heard of for {TIMEOUT} s: it is stopped"),  # it holds Python's lock
+        ("os.kill(os.getpid(), 19)", 1, f"has sent no beat for {TIMEOUT} s: it is frozen"),
+        ("os.kill(os.getpid(), 19)", 2, f"has sent no beat for {TIMEOUT} s: it is frozen"),
+        ("sum(range(10**12))", 1, f"has sent no beat for {TIMEOUT} s: it is frozen"),  # it holds Python's lock
         ("time.sleep(100)", 1, f"is stuck: the others have waited {TIMEOUT} s for it"),
         ("while True: pass", 0, f"is stuck: the others have waited {TIMEOUT} s for it"),
         ("dist.recv(torch.ones(1), 0)", 1, f"is stuck: the others have waited {TIMEOUT} s for it"),
@@ -137,7 +137,7 @@ def test_who_stands_still_is_named_and_the_others_leave(fault, rank, words):
 @pytest.mark.slow
 def test_all_in_a_collective_that_hangs_leave_and_say_from_where():
     _, logs, _ = end("pass\n        if step == 5: dist.recv(torch.ones(1))", 0)
-    assert "no rank is behind" in logs and f"all wait, or compute, since {TIMEOUT} s" in logs
+    assert "no rank is behind" in logs and f"all ranks have waited or computed for {TIMEOUT} s" in logs
     assert sum(line.endswith("if step == 5: dist.recv(torch.ones(1))") for line in logs.splitlines()) == 3
 
 
