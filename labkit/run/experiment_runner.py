@@ -51,7 +51,9 @@ class Participant:
     """
 
     def __init__(self, context, experiment):
-        self.context, self.experiment, self.device = context, experiment, context.device
+        self.context = context
+        self.experiment = experiment
+        self.device = context.device
         alone = experiment.strategy == "single"
         self.takes_part = context.rank == 0 or not alone
         self.done = 0
@@ -61,19 +63,21 @@ class Participant:
         if not self.takes_part:
             return
         self.world_size = 1 if alone else context.world_size
-        self.mesh, rank, self.replicas = None, 0 if alone else context.rank, self.world_size
+        self.mesh = None
+        rank = 0 if alone else context.rank
+        self.replicas = self.world_size
         if experiment.axes:
             backend = fake_backend() if self.device.type == "meta" else None
             self.mesh = mesh_of(experiment, self.world_size, backend)
-            self.replicas = (
-                self.mesh.size("dp") * experiment.expert
-            )  # each replica has its own samples
+            # each replica has its own samples
+            self.replicas = self.mesh.size("dp") * experiment.expert
             rank = self.mesh.rank("dp") * experiment.expert + self.mesh.rank("ep")
         self.share = experiment.batch_size // self.replicas
         dataset = models.data.load(experiment.data, experiment.model)
         self.batches = Batches(dataset, self.share, self.replicas, rank, experiment.seed)
         self.build()
-        e, self.flops = experiment, nan
+        e = experiment
+        self.flops = nan
         arithmetic = e.compute == "real" and self.device.type != "meta"
         # The FLOPs of experts depend on the routing; a custom model may need real tensors.
         if arithmetic and not e.experts and e.model in models.SIZES:
@@ -97,7 +101,8 @@ class Participant:
             # the code inside a block sends messages, or counts the load of experts
             how = {"arithmetic": bool(e.axes or e.experts)}
             models.emulate(module, models.unit(e.model), forward_ms=e.block_ms * part, **how)
-        loss, hook = loss_of(e, module), comm_hook(e.comm_hook)
+        loss = loss_of(e, module)
+        hook = comm_hook(e.comm_hook)
         self.compressor = hook if e.comm_hook in COMPRESSORS else None
         wrapping = e.strategy, models.unit(e.model), e.bucket_cap_mb, hook
         self.model = (
@@ -247,7 +252,7 @@ def estimate(experiment, ranks):
             "use fp32 or fp64"
         )
     each = range(ranks)
-    return [rehearse(as_one, ranks, rank, experiment=experiment).result for rank in each]
+    return [rehearse(dry_run, ranks, rank, experiment=experiment).result for rank in each]
 
 
 def largest_batch(experiment, ranks, rank, room):
@@ -273,7 +278,7 @@ def largest_batch(experiment, ranks, rank, room):
     @cache
     def needed(times):
         tried = experiment.replace(batch_size=times * smallest)
-        return copies + rehearse(as_one, ranks, rank, experiment=tried).result.peak_total
+        return copies + rehearse(dry_run, ranks, rank, experiment=tried).result.peak_total
 
     samples = len(models.data.load(experiment.data, experiment.model))
     times = last_true(lambda times: needed(times) <= room, samples // smallest)
@@ -285,7 +290,7 @@ def largest_batch(experiment, ranks, rank, room):
     return times * smallest
 
 
-def as_one(device, experiment):
+def dry_run(device, experiment):
     rank, ranks = dist.get_rank(), dist.get_world_size()
     context = Context(rank, ranks, 0, 0, torch.device(device), EventFile(io.StringIO()))
     return held(Participant(context, experiment))
