@@ -1,5 +1,8 @@
-"""Several notebooks at once, each in a process of its own: forked from one that has imported papermill, so it starts
-at once, and what it sets (the folder of its figures is a variable of the environment) is set for it alone."""
+"""Run several notebooks in parallel, each in its own process.
+
+A process is forked from one that has imported papermill, so it starts at once, and its environment variables (such as
+the folder of its figures) are its own.
+"""
 
 import json
 import multiprocessing
@@ -15,20 +18,22 @@ import results
 from terminal import Line
 
 FORK = multiprocessing.get_context("fork")
-COURSE = batch.ROOT / "figures" / "course.json"  # what each notebook took once: how long it is beside the others
+COURSE = batch.ROOT / "figures" / "course.json"  # seconds of each notebook, which weigh the progress bar
 
 
 def run(jobs, folder, limit, timeout, records):
-    """Run the jobs, at most `limit` at once; records[job.name] is filled as they end.
+    """Run the jobs, at most `limit` in parallel; records[job.name] is filled as they end.
 
-    Ctrl-C and SIGTERM end all of them with their kernels and ranks, and so does the death of this process.
+    Ctrl-C, SIGTERM and the death of this process end all of them, with their kernels and ranks.
     """
-    import nbconvert  # noqa: F401  for the processes that are forked from here
+    import nbconvert  # noqa: F401  imported before forking
     import papermill  # noqa: F401
 
-    line, pace = Line("jobs"), Pace(jobs)
-    ours, held_open = os.pipe()  # nobody writes into it: it ends with this process
-    waiting, running = list(jobs), {}
+    line = Line("jobs")
+    pace = Pace(jobs)
+    ours, held_open = os.pipe()  # nothing is written to it: it closes with this process
+    waiting = list(jobs)
+    running = {}
     try:
         while waiting or running:
             while waiting and len(running) < limit:
@@ -57,8 +62,8 @@ def run(jobs, folder, limit, timeout, records):
 
 
 def work(job, folder, timeout, facts, ours, held_open):
-    """One job, in its own process: run it, and write its record last."""
-    os.setpgrp()  # Ctrl-C at the terminal reaches the parent alone, which passes it on once
+    """Run one job in its own process, and write its record last."""
+    os.setpgrp()  # Ctrl-C at the terminal reaches only the parent, which forwards it once
     os.close(held_open)
     threading.Thread(target=end_with_parent, args=(ours,), daemon=True).start()
     place = folder / job.name
@@ -87,14 +92,14 @@ def stop(children):
         os.kill(child.pid, signal.SIGINT)
     for child in children:
         child.join(4 * batch.GRACE)
-        child.kill()  # its kernel, if it has one still, ends with it
+        child.kill()  # its kernel, if it still has one, ends with it
         child.join()
     signal.signal(signal.SIGINT, held[0])
     signal.signal(signal.SIGTERM, held[1])
 
 
 class Pace:
-    """How far the jobs are. A job counts by the time that its notebook took in the course, if that is known."""
+    """The progress of the jobs, weighted by the time of each notebook in the course, if known."""
 
     def __init__(self, jobs):
         course = json.loads(COURSE.read_text()) if COURSE.exists() else {}
@@ -108,7 +113,7 @@ class Pace:
         self.took += seconds
 
     def bar(self, running):
-        """`|#####     | about 3 min left`, once one job has ended."""
+        """Return `|#####     | about 3 min left`, after one job has ended."""
         total = sum(self.share.values())
         drawn = f"|{'#' * int(20 * self.done / total):20}|"
         if not self.done:

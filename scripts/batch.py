@@ -1,4 +1,4 @@
-"""A notebook as a batch job: find it, check its parameters, execute it on its own kernel, harvest what it shows."""
+"""A notebook as a batch job: find it, validate its parameters, execute it on its own kernel, collect its results."""
 
 import ast
 import base64
@@ -26,40 +26,42 @@ from traitlets.config import Config
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = ROOT / "notebooks"
-MAIN_JOB, MAIN_VALUES = "dashboard", {"measure": "true"}  # what `lab run` alone runs, and how
+# the default notebook of `lab run`, and its parameters
+MAIN_JOB = "dashboard"
+MAIN_VALUES = {"measure": "true"}
 RANKS = "world_size"  # the parameter that --nproc sets
-# At most so much of what a notebook repeats (of a list: the first so many): enough to see that it works, and not what
-# it measures.
+# Upper limits of a notebook's repetitions (for a list: of its length): enough to see that it works, without changing
+# what it measures.
 FEW = {"repeats": 1, "rounds": 1, "steps_per_round": 1, "turns": 2, "repetitions": 1, "seeds": 1, "timed_steps": 2}
 FEW |= {"steps": 30, "epochs": 4, "most_steps": 32, "block_ms": 2.0, "sizes_kib": 3, "links": 1, "compared": 2}
 FEW |= {"ahead": 1, "pairs": 25, "more_seeds": 1, "links_mbit": 1}
-# These change what is counted, too: not under nbval, which compares that.
+# These also change what is counted, so nbval, which compares counts, does not use them.
 SMALL = {"size": "tiny", "length": 512, "lengths": 2, "tensor_mib": 1}
-GRACE = 5.0  # seconds that an interrupted kernel gets to end its ranks itself
+GRACE = 5.0  # seconds for an interrupted kernel to end its ranks
 
 
 def course(folder=None):
-    """The notebooks of the course (of a folder), in order; the dashboard, which has no number, comes last."""
+    """Return the notebooks of the course (of a folder), in order; the dashboard, without a number, is last."""
     folder = folder or NOTEBOOKS
     return [*sorted(folder.glob("[0-9][0-9]_*.ipynb")), *folder.glob(f"{MAIN_JOB}.ipynb")]
 
 
 def find(name):
-    """The notebook that `name` means: a path, a stem, or the start of exactly one stem ("04", "04_comp")."""
+    """Return the notebook called `name`: a path, a stem, or the start of exactly one stem ("04", "04_comp")."""
     path = Path(name)
     if path.suffix == ".ipynb":
         if not path.is_file():
-            raise UserError(f"no notebook {name}")
+            raise UserError(f"no notebook {name}: use a name, such as 04_compare, or a path")
         return path.resolve()
     hits = [path for path in course() if path.stem == name] or [path for path in course() if path.stem.startswith(name)]
     if len(hits) != 1:
         names = ", ".join(path.stem for path in hits or course()) or "none yet"
-        raise UserError(f"{'several notebooks start with' if hits else 'no notebook'} {name!r}; there are: {names}")
+        raise UserError(f"{'several notebooks start with' if hits else 'no notebook'} {name!r}; choose from {names}")
     return hits[0]
 
 
 def new_folder(label):
-    """runs/TIME-LABEL, new: two commands of one second get two folders."""
+    """Make runs/TIME-LABEL; a second command in the same second gets another folder."""
     stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{label}"
     for number in itertools.count(1):
         folder = ROOT / "runs" / (stem if number == 1 else f"{stem}-{number}")
@@ -75,7 +77,7 @@ def read(path):
 
 
 def digest(path):
-    """The SHA-256 of a notebook's cells, whatever outputs are stored in it."""
+    """Return the SHA-256 of a notebook's cells, independent of stored outputs."""
     cells = [(cell.cell_type, cell.source, cell.metadata.get("tags")) for cell in read(path).cells]
     return hashlib.sha256(json.dumps(cells).encode()).hexdigest()
 
@@ -84,7 +86,7 @@ def digest(path):
 
 
 def defaults(notebook):
-    """The cell tagged `parameters`: name -> default value. Defaults must be literals, or nbval and papermill differ."""
+    """Return {name: default} of the cell tagged `parameters`; they must be literals, as nbval and papermill differ."""
     found = {}
     for cell in code_cells(notebook):
         if "parameters" in cell.metadata.get("tags", []):
@@ -95,7 +97,7 @@ def defaults(notebook):
 
 
 def few(notebook, limits=FEW):
-    """Parameters with which the notebook repeats as little as it can."""
+    """Return parameters with which the notebook repeats as little as possible."""
     return {name: at_most(limits[name], default) for name, default in defaults(notebook).items() if name in limits}
 
 
@@ -106,7 +108,7 @@ def at_most(limit, default):
 
 
 def names_read(notebook):
-    """Every name that the cells other than `parameters` read, inside a magic's line and cell too."""
+    """Return every name that cells other than `parameters` read, also in a magic's line and cell."""
     names = set()
     for cell in code_cells(notebook):
         if "parameters" in cell.metadata.get("tags", []):
@@ -122,7 +124,7 @@ def names_read(notebook):
 
 @functools.cache
 def declared(path):
-    """(defaults, names read) of a notebook, looked up once for all the points of a grid."""
+    """Return (defaults, names read) of a notebook, cached for all points of a grid."""
     notebook = read(path)
     return defaults(notebook), names_read(notebook)
 
@@ -132,24 +134,24 @@ def code_cells(notebook):
 
 
 def check_parameters(path, given):
-    """`given` (name -> text, or a value from YAML) as values of the defaults' types; UserError names what is unfit."""
+    """Convert `given` (name -> text or YAML value) to the defaults' types; UserError for an invalid value."""
     known, used = declared(path)
     values = {}
     for name, text in given.items():
         if name not in known:
             there = ", ".join(f"{key}={value!r}" for key, value in known.items()) or "none"
-            raise UserError(f"{path.name} has no parameter {name!r}; it has: {there}")
+            raise UserError(f"{path.name} has no parameter {name!r}; choose from {there}")
         if name not in used:
-            raise UserError(f"{path.name} declares the parameter {name!r}, but no cell of it reads it")
+            raise UserError(f"{path.name}: parameter {name!r} is declared, but no cell reads it")
         what = f"{path.name}: parameter {name!r}"
         values[name] = value_like(known[name], text, what)
         if words := limits.demand(name, values[name], known[name]):
-            raise UserError(f"{what} is {text!r}, and must be {words}")
+            raise UserError(f"{what} is {text!r} but must be {words}")
     return values
 
 
 def value_like(default, text, what):
-    """The text as a value of the default's type: a string stays as it is, an int may stand for a float."""
+    """Convert the text to the default's type: a string stays unchanged, an int may replace a float."""
     value = text
     if isinstance(text, str) and not isinstance(default, str):
         try:
@@ -158,7 +160,7 @@ def value_like(default, text, what):
             value = text if default is None else {"true": True, "false": False}.get(text, text)
     kinds = (int, float) if type(default) is float else (type(default),)
     if default is not None and type(value) not in kinds:
-        raise UserError(f"{what} is {text!r}, and must be {type(default).__name__} like {default!r}")
+        raise UserError(f"{what} is {text!r} but must be {type(default).__name__} like {default!r}")
     return value
 
 
@@ -167,7 +169,7 @@ def value_like(default, text, what):
 
 @dataclass
 class Outcome:
-    """What became of one notebook. `error` is the first failing line; empty when every cell ran."""
+    """Result of one notebook. `error` is the first failing line; empty if every cell ran."""
 
     name: str
     folder: Path
@@ -178,26 +180,27 @@ class Outcome:
 
 
 def execute(path, folder, values, *, timeout=900.0, progress=True, kernel="python3", figures=None):
-    """Run the notebook in `folder` with papermill and leave there NAME.ipynb, NAME.html and figures/.
+    """Run the notebook with papermill and write NAME.ipynb, NAME.html and figures/ to `folder`.
 
-    figures: the folder for what the notebook saves, if it is to be another one.
+    figures: another folder for what the notebook saves.
     """
     outcome = Outcome(path.stem, folder)
     folder.mkdir(parents=True, exist_ok=True)
     executed = folder / path.name
-    os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"  # the kernel is this .venv's, whatever the person has installed
+    os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"  # use this .venv's kernel instead of a user-wide one
     os.environ["LABKIT_FIGURES"] = str(figures or folder / "figures")
     started = time.monotonic()
     before = psutil.Process().children(recursive=True)
-    with tempfile.TemporaryDirectory(prefix="lab-") as private:  # which no other user may enter
-        # nbclient takes over SIGINT in the main thread; in another Ctrl-C stays ours, and so does the time limit.
+    with tempfile.TemporaryDirectory(prefix="lab-") as private:  # which other users cannot enter
+        # nbclient handles SIGINT in the main thread. It runs in another one, so Ctrl-C and the limit stay ours.
         job = Papermill(path, executed, values, progress, kernel, connection(private))
         job.start()
         try:
             if not job.done.wait(timeout):
                 outcome.error = f"still running after {timeout:.0f} s"
         except KeyboardInterrupt:
-            outcome.error, outcome.interrupted = "interrupted", True
+            outcome.error = "interrupted"
+            outcome.interrupted = True
         if not job.done.is_set():
             stop_kernel(job, before)
     outcome.seconds = time.monotonic() - started
@@ -208,12 +211,18 @@ def execute(path, folder, values, *, timeout=900.0, progress=True, kernel="pytho
 
 
 class Papermill(threading.Thread):
-    """One notebook under papermill. `done` is set at the end (an interrupted join() would call a live thread dead)."""
+    """One notebook under papermill. `done` is set at the end (an interrupted join() would misreport a live thread)."""
 
     def __init__(self, path, executed, values, progress, kernel, config):
         super().__init__(daemon=True)
-        self.path, self.executed, self.values, self.progress, self.kernel = path, executed, values, progress, kernel
-        self.config, self.done, self.error = config, threading.Event(), None
+        self.path = path
+        self.executed = executed
+        self.values = values
+        self.progress = progress
+        self.kernel = kernel
+        self.config = config
+        self.done = threading.Event()
+        self.error = None
 
     def run(self):
         import papermill
@@ -237,17 +246,17 @@ class Papermill(threading.Thread):
 
 
 def connection(folder):
-    """How a kernel is reached: by sockets in the folder, which only this user may enter.
+    """Return how a kernel is reached: by sockets in a folder that only this user may enter.
 
-    A port that was found free may be taken before the kernel has it, and any user of the machine may read what a kernel
+    A port that was free may be taken before the kernel opens it, and any user of the machine can read what a kernel
     publishes on a port, or on an abstract socket.
     """
     named = {"transport": "ipc", "ip": f"{folder}/kernel"} if sys.platform == "linux" else {}
     return Config({"KernelManager": named})
 
 
-# Else a warning about TCP opens every run, and a traceback of ipykernel's own may end one: its control thread may
-# still write to a socket that its main thread has just closed.
+# Without these, every run begins with a warning about TCP, and may end with a traceback of ipykernel: its control
+# thread may still write to a socket that its main thread has just closed.
 QUIET = [
     "--IPKernelApp.log_level=ERROR",
     "--IPKernelApp.logging_config={'loggers': {'tornado.general': {'level': 'CRITICAL'}}}",
@@ -256,8 +265,8 @@ BAR = "{desc}: cell {n_fmt} of {total_fmt} |{bar:20}| {elapsed}, about {remainin
 
 
 def stop_kernel(job, before):
-    """End the kernel and everything it started: first as the stop button does, then by force."""
-    held = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not leave ranks behind
+    """End the kernel and its descendants: first as the stop button does, then by force."""
+    held = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not leave ranks running
     ours = [process for process in psutil.Process().children(recursive=True) if process not in before]
     for process in ours:
         if "ipykernel_launcher" in command_of(process):
@@ -279,7 +288,7 @@ def command_of(process):
 
 
 def one_line(error):
-    """papermill's page-long error as `cell 7: ValueError: ...`."""
+    """Summarise papermill's error as `cell 7: ValueError: ...`."""
     name = getattr(error, "ename", None)
     if name is None:
         return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
@@ -291,7 +300,7 @@ def one_line(error):
 
 
 def harvest(executed, folder):
-    """Write NAME.html and the figures that the cells displayed; returns the figures' paths."""
+    """Write NAME.html and the figures that cells displayed; return the figures' paths."""
     notebook = read(executed)
     (folder / f"{executed.stem}.html").write_text(as_page(notebook), encoding="utf-8")
     pictures = folder / "figures"
@@ -303,7 +312,7 @@ def harvest(executed, folder):
 
 
 def headline(folder, path):
-    """{"picture": in the folder, "alt"} of the first saved figure, else of the first displayed; {} without a page."""
+    """Return {"picture", "alt"} of the first saved figure, else of the first displayed; {} without a page."""
     executed = folder / path.name
     if not executed.exists():
         return {}
@@ -316,7 +325,7 @@ def headline(folder, path):
 
 
 def displayed_pictures(notebook):
-    """(svg or png, data, alt text) of the outputs."""
+    """Yield (svg or png, data, alt text) of the outputs."""
     for cell in code_cells(notebook):
         for output in cell.outputs:
             for mime, kind in (("image/svg+xml", "svg"), ("image/png", "png")):
@@ -326,7 +335,7 @@ def displayed_pictures(notebook):
 
 
 def tables(executed):
-    """The tables of the cells tagged `table`, as text; without such a cell, the notebook's last table."""
+    """Return the tables of the cells tagged `table`, as text; without such a cell, the notebook's last table."""
     cells = code_cells(read(executed))
     tagged = [cell for cell in cells if "table" in cell.metadata.get("tags", [])]
     shown = [output.get("data", {}) for cell in tagged or cells for output in cell.outputs]

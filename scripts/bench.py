@@ -1,8 +1,8 @@
-"""`lab bench [NAME...] [--quick]`: ours against PyTorch's, in pairs, as ratios with a 95 % interval.
+"""`lab bench [NAME...] [--quick]`: compare labkit with PyTorch, in pairs, as ratios with a 95 % interval.
 
-The protocol is in benchmarks/protocol.py. The table is printed; the rows, every single time, the machine card and the
-versions are kept in runs/bench-TIME.json. `one_rank` has the rows of one rank, on a GPU where there is one. Exits with
-1 when a target is missed.
+The protocol is in benchmarks/protocol.py. Prints a table, and writes the rows, all single times, the machine card and
+versions to runs/bench-TIME.json. `one_rank` has the rows of one rank, on a GPU if there is one. Exits with 1 if a
+target is missed.
 """
 
 import argparse
@@ -24,7 +24,7 @@ NAMES = (
     *("zero", "fsdp", "amp", "memory", "recompute", "compression", "network", "slow_link", "survival"),
     *("attention", "tensor_parallel", "pipeline", "experts", "simulated"),
 )
-ONE_RANK = "one_rank"  # has only rows that others have
+ONE_RANK = "one_rank"  # has only rows that are in other benchmarks, too
 QUICK = 5
 
 
@@ -39,16 +39,18 @@ def bench(arguments):
         prog="lab bench", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(NAMES)} (all)")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="where it is kept (runs/bench-TIME.json)")
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK} repetitions: a look, no verdict")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="file for the results (runs/bench-TIME.json)")
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK} repetitions: a first impression, no verdict")
     options = parser.parse_args(arguments)
     unknown = [name for name in options.names if name not in (*NAMES, ONE_RANK)]
     if unknown:
-        parser.error(f"unknown benchmark {unknown[0]!r}; there are: {', '.join(NAMES)}")
+        parser.error(f"unknown benchmark {unknown[0]!r}; choose from {', '.join(NAMES)}")
     repetitions = QUICK if options.quick else REPETITIONS
     started = time.strftime("%Y%m%d-%H%M%S")
     say(machine.describe())
-    rows, raw, broken = [], [], []
+    rows = []
+    raw = []
+    broken = []
     path = (options.out or ROOT / "runs" / f"bench-{started}.json").resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
     facts = {"time": started, "commit": machine.commit(), "host": machine.card(), "repetitions": repetitions}
@@ -61,7 +63,7 @@ def bench(arguments):
                     raw.append({"benchmark": name, "values": values})
                     for row in new:
                         say("  " + "  ".join(str(cell) for cell in printed(row)))
-            except LaunchError as error:  # what the other benchmarks measured stays
+            except LaunchError as error:  # the results of the other benchmarks remain
                 broken.append(name)
                 say(f"{name} failed: {error}")
     finally:  # also what was measured before it was interrupted
@@ -70,8 +72,8 @@ def bench(arguments):
     say(f"\n{table(map(printed, rows), header=header)}\n")
     missed = sum(row["verdict"] == "missed" for row in rows)
     failed = f"; failed: {', '.join(broken)}" if broken else ""
-    told = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
-    say(f"{told}: {missed} of {len(rows)} rows missed their target{failed}")
+    shown = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
+    say(f"{shown}: {missed} of {len(rows)} rows missed their target{failed}")
     return 1 if missed or broken else 0
 
 

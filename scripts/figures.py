@@ -1,13 +1,13 @@
-"""`lab figures [NAME...] [--stale [--list]]`: run the course, and store what it shows and measures.
+"""`lab figures [NAME...] [--stale [--list]]`: run the course, and store its outputs and measurements.
 
 A notebook saves its pictures through labkit.show.plots.save, which writes NAME.svg and NAME.json (the data, host,
-versions, commit and parameters). After a run without an error these go to figures/, the outputs into the notebook,
-and its seconds into figures/course.json, from which README's table of the course is written; its table of labkit comes
-from the first lines of the files. Notebook and figures carry a fingerprint of the code that was run.
+versions, commit and parameters). After a run without error these go to figures/, the outputs into the notebook, and
+its seconds into figures/course.json, which fills README's table of the course. README's table of labkit has the first
+docstring lines of its files. Notebooks and figures carry a fingerprint of the code that ran.
 
-What was stored by other code than today's is stale. --stale runs only that, one after the other: notebooks, and the
-sweep that ships with the dashboard. Stopped with Ctrl-C, the same command goes on with what is still stale. Where only
-the text of a shown function has changed, that text is stored anew, and nothing is run.
+Results of older code are stale. --stale renews only those, one after the other: notebooks, and the sweep that ships
+with the dashboard. After Ctrl-C, the same command continues with what is still stale. If only the text of a displayed
+function has changed, that text is stored without a run.
 """
 
 import argparse
@@ -27,15 +27,15 @@ from labkit.measure import machine
 FIGURES = ROOT / "figures"
 README = ROOT / "README.md"
 COURSE = FIGURES / "course.json"
-SWEEP = ROOT / "runs" / "sweep-that-ships"  # the new one, until all of it is there
+SWEEP = ROOT / "runs" / "sweep-that-ships"  # the new sweep, until it is complete
 SWEEP_SECONDS = 180.0
 MARKS = ("<!-- the course, written by ./scripts/lab figures -->\n", "<!-- end of the course -->")
 TREE_MARKS = ("<!-- labkit, written by ./scripts/lab figures -->\n", "<!-- end of labkit -->")
-ROOMS = ("models", "run", "measure", "show", "scale")  # what is no algorithm
+ROOMS = ("models", "run", "measure", "show", "scale")  # folders without algorithms
 
 
 def question(notebook):
-    """What the notebook asks: the first bold question of its opening, else its title."""
+    """Return the notebook's question: the first bold question of its opening, else its title."""
     opening = notebook.cells[0].source
     bold = re.search(r"\*\*([^*]+\?)\*\*", opening.replace("\n", " "))
     title = re.sub(r"^#\s*(\d+\s*·\s*)?", "", opening.splitlines()[0])
@@ -43,13 +43,13 @@ def question(notebook):
 
 
 def picture(figure):
-    """A saved figure in README's table, with the words that were saved beside it."""
+    """Return the HTML of a saved figure in README's table, with its alt text."""
     words = html.escape(json.loads((FIGURES / f"{figure}.json").read_text())["alt"])
     return f'<img src="figures/{figure}.svg" alt="{words}" width="220">'
 
 
 def course_table(course):
-    """README's table: notebook, question, time, picture. course: name -> what course.json keeps of it."""
+    """Return README's table: notebook, question, time, picture. course: {name: facts of course.json}."""
     lines = ["| notebook | question | time | picture |", "| :-- | :-- | --: | :-- |"]
     for name, facts in sorted(course.items()):
         pictures = [picture(figure) for figure in facts["figures"][:1]]
@@ -57,18 +57,18 @@ def course_table(course):
         lines.append(f"| {link} | {facts['question']} | {facts['seconds']:.0f} s | {''.join(pictures)} |")
     hosts = sorted({facts["host"] for facts in course.values()})
     return "\n".join(
-        [*lines, "", f"Times of a whole run with the default parameters, measured on {'; '.join(hosts)}.", ""]
+        [*lines, "", f"Times of a complete run with the default parameters, measured on {'; '.join(hosts)}.", ""]
     )
 
 
 def first_line(path):
-    """What a file or a folder says that it is."""
+    """Return the first docstring line of a file or folder."""
     source = path / "__init__.py" if path.is_dir() else path
     return ast.get_docstring(ast.parse(source.read_text())).splitlines()[0]
 
 
 def tree():
-    """README's table of labkit: ideas and its files, then a line for each file or folder, the rooms last."""
+    """Return README's table of labkit: ideas and its files, then a line per file or folder, the rooms last."""
     labkit = ROOT / "labkit"
     ideas = labkit / "ideas"
     folders = {path.parent for path in labkit.glob("*/__init__.py")}
@@ -81,13 +81,13 @@ def tree():
 
 
 def write_between(marks, text):
-    """Replace what README has between two marks."""
+    """Replace the text between two marks of README."""
     before, rest = README.read_text().split(marks[0])
     README.write_text(before + marks[0] + text + marks[1] + rest.split(marks[1])[1])
 
 
 def write_course(measured):
-    """Add what was measured to figures/course.json, forget notebooks that are gone, and write README's table."""
+    """Add results to figures/course.json, remove missing notebooks, and write README's table."""
     kept = json.loads(COURSE.read_text()) if COURSE.exists() else {}
     names = {path.stem for path in batch.course()}
     course = {name: facts for name, facts in sorted({**kept, **measured}.items()) if name in names}
@@ -97,8 +97,8 @@ def write_course(measured):
 
 
 def renew(stored, path, folder, timeout, values=None):
-    """Run a notebook and store what it leaves; (error or "", seconds). A run that fails changes nothing."""
-    code = stored.of_notebook(path)  # of now: what is changed while it runs makes the outputs stale
+    """Run a notebook and store its results; return (error or "", seconds). A failed run changes nothing."""
+    code = stored.of_notebook(path)  # before the run: a change of the code meanwhile makes the outputs stale
     pictures = folder / "saved"
     outcome = batch.execute(path, folder, values or {}, timeout=timeout, figures=pictures)
     if outcome.interrupted:
@@ -113,7 +113,7 @@ def renew(stored, path, folder, timeout, values=None):
 
 
 def renew_sweep(stored, folder, timeout):
-    """Measure the dashboard's sweep, which ships. One that was interrupted goes on where it was."""
+    """Measure the dashboard's sweep, which ships. An interrupted sweep continues."""
     SWEEP.mkdir(parents=True, exist_ok=True)
     stored.forget(SWEEP)
     values = {**batch.check_parameters(batch.find(batch.MAIN_JOB), batch.MAIN_VALUES), "folder": str(SWEEP)}
@@ -126,7 +126,7 @@ def renew_sweep(stored, folder, timeout):
 
 
 def jobs_of(records):
-    """What is to be run, in order: the sweep before the dashboard that shows it, each once."""
+    """Return the jobs in order: the sweep before the dashboard that shows it, each once."""
     jobs = {record.job for record in records}
     if "sweep" in jobs:
         jobs.add(batch.MAIN_JOB)
@@ -134,7 +134,7 @@ def jobs_of(records):
 
 
 def expected(jobs):
-    """Seconds that each job took when it last ran; a job of which nothing is known counts as the others do."""
+    """Return the seconds of each job's last run; unknown jobs get the mean of the others."""
     course = json.loads(COURSE.read_text()) if COURSE.exists() else {}
     known = {name: facts["seconds"] for name, facts in course.items()} | {"sweep": SWEEP_SECONDS}
     usual = sum(known.values()) / len(known)
@@ -142,14 +142,16 @@ def expected(jobs):
 
 
 def run_all(stored, jobs, timeout):
-    """Run the jobs one after the other; rows (job, seconds, what came of it), and how many failed."""
+    """Run the jobs one after the other; return rows (job, seconds, result), and the number of failures."""
     if batch.MAIN_JOB in jobs and list((ROOT / "runs" / batch.MAIN_JOB).glob("*.csv")):
-        raise UserError("runs/dashboard holds a sweep of your own, which the dashboard would show: move it away first")
-    folder, seconds = batch.new_folder("figures"), expected(jobs)
-    rows, failed = [], 0
+        raise UserError("runs/dashboard has a sweep of yours, which the dashboard would show: move it away first")
+    folder = batch.new_folder("figures")
+    seconds = expected(jobs)
+    rows = []
+    failed = 0
     for number, job in enumerate(jobs):
         left = sum(seconds[other] for other in jobs[number:])
-        say(f"{number + 1} of {len(jobs)}  {job}, about {seconds[job]:.0f} s; all that is left: {left / 60:.0f} min")
+        say(f"{number + 1} of {len(jobs)}  {job}, about {seconds[job]:.0f} s; total left: {left / 60:.0f} min")
         if job == "sweep":
             error, took = renew_sweep(stored, folder / job, timeout)
         else:
@@ -160,10 +162,10 @@ def run_all(stored, jobs, timeout):
     return rows, failed
 
 
-def told(records):
-    """What is stale and why, and what the word means."""
+def report(records):
+    """Return a report of the stale records and the reasons."""
     lines = [table([(record.name, record.why()) for record in records], header=("stale", "why"))]
-    lines += ["", "Stale: what is stored was made by other code than today's. To run that again, and store it:"]
+    lines += ["", "Stale: stored results of older code. To run it again and store the results:"]
     jobs = jobs_of(records)
     return "\n".join([*lines, f"  {COMMAND}   ({len(jobs)} runs, about {sum(expected(jobs).values()) / 60:.0f} min)"])
 
@@ -171,12 +173,12 @@ def told(records):
 def figures(arguments):
     parser = argparse.ArgumentParser(prog="lab figures", description=__doc__)
     parser.add_argument("names", nargs="*", help="notebooks (all)")
-    parser.add_argument("--stale", action="store_true", help="run only what was stored by code older than today's")
-    parser.add_argument("--list", action="store_true", help="with --stale: say what that is, and run nothing")
+    parser.add_argument("--stale", action="store_true", help="run only notebooks with results of older code")
+    parser.add_argument("--list", action="store_true", help="with --stale: list them, and run nothing")
     parser.add_argument("--timeout", type=float, default=900, help="seconds that one notebook may take (900)")
     options = parser.parse_args(arguments)
     if options.list and not options.stale:
-        parser.error("--list goes with --stale")
+        parser.error("--list needs --stale")
     paths = [batch.find(name) for name in options.names] or batch.course()
     if not paths:
         raise UserError("there is no notebook in notebooks/")
@@ -190,7 +192,7 @@ def figures(arguments):
                 stored.renew_source(path)
         names |= {"sweep"} if batch.MAIN_JOB in names else set()
         old = [record for record in stored.stale() if record.job in names]
-        say(told(old) if old else "nothing is stale: all that is stored was made by today's code")
+        say(report(old) if old else "nothing is stale: all stored results were made by today's code")
         if not options.names and (words := stored.about_gpu()):
             say(words)
         if options.list or not old:

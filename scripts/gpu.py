@@ -1,13 +1,13 @@
-"""`lab gpu [--minutes 8] [--device cuda]`: what this lab does on a GPU: its tests, notebooks and a training, in one go.
+"""`lab gpu [--minutes 8] [--device cuda]`: run the lab's tests, notebooks and a training on a GPU, in one command.
 
-For a node with one GPU or more, offline, with whatever torch (2.11 or later) is there: where .venv is not set up, the
-Python that runs `lab` is used as it is. It needs torch, numpy, pandas, matplotlib, psutil, PyYAML, tqdm, pytest,
-pytest-timeout and pytest-xdist, and for the notebooks nbclient, papermill, nbconvert, ipykernel and ipywidgets: carry
-their wheels along where no package index can be reached, and name the folder they are installed in in PYTHONPATH.
+For a node with one GPU or more, offline, with an installed torch (2.11 or later). Without .venv, it uses the Python
+that runs `lab`. It needs torch, numpy, pandas, matplotlib, psutil, PyYAML, tqdm, pytest, pytest-timeout and pytest-
+xdist, and for the notebooks nbclient, papermill, nbconvert, ipykernel and ipywidgets. Without a package index, copy
+their wheels, install them into a folder, and name that folder in PYTHONPATH.
 
-Each check has a time limit, the most telling come first, and a failure stops none of the others. One JSON file, and a
-page of it, say what ran on which card, of which code, what failed with which last line, how long it took, and the
-ratios of `lab bench` that one rank can time. Exits with 1 where a check failed.
+Each check has a time limit, the most important come first, and a failure does not stop the others. One JSON file and an
+HTML page list what ran, on which card and code, failures with their last line, times, and the ratios of `lab bench`
+that one rank can measure. Exits with 1 if a check failed.
 """
 
 import argparse
@@ -25,8 +25,8 @@ from xml.etree import ElementTree
 from terminal import Line, UserError, main, say, table
 
 ROOT = Path(__file__).resolve().parent.parent
-SHORTEST = 10.0  # seconds: with less left, a check is not started
-GRACE = 5.0  # seconds that an interrupted check gets to end its ranks
+SHORTEST = 10.0  # seconds: a check is not started with less time left
+GRACE = 5.0  # seconds for an interrupted check to end its ranks
 BENCH = "bench.json"
 NOTEBOOKS = ("10_memory", "14_recompute_and_offload", "02_data_parallel")
 NAMES = ("tests", "training", "bench", *NOTEBOOKS)
@@ -60,8 +60,9 @@ class Check:
 
 
 def checks(device, folder):
-    """The most telling first: is it right, does a training run, do the notebooks."""
-    python, ranks = sys.executable, "1"
+    """Return the checks, the most important first: correctness, a training, notebooks."""
+    python = sys.executable
+    ranks = "1"
     pytest = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={folder / 'tests.xml'}"]
     on_gpu = ["-m", "gpu", *map(str, marked(ROOT))]
     tests = on_gpu if device == "cuda" else [str(ROOT / "tests" / "gpu" / "test_gpu_oracles.py"), "-k", "mesh"]
@@ -79,13 +80,12 @@ def checks(device, folder):
 
 
 def marked(root):
-    """The test files with cases for a GPU."""
+    """Return the test files with cases for a GPU."""
     return [path for path in sorted((root / "tests").rglob("test_*.py")) if "mark.gpu" in path.read_text()]
 
 
 def code_of_checks(root, code):
-    """The fingerprint of what is checked, on any machine: of labkit all that the tests, the training, and the notebooks
-    use."""
+    """Return the fingerprint of the code that tests, training and notebooks use, equal on all machines."""
     sources = ["import labkit.train; labkit.train.main"]
     files = [*marked(root), root / "tests" / "helpers" / "on_device.py"]
     sources += [path.read_text() for path in files if path.exists()]
@@ -96,7 +96,7 @@ def code_of_checks(root, code):
 
 
 def run(check, limit, log, line):
-    """The check's record. Past the limit it is interrupted, as by Ctrl-C, and then ended."""
+    """Run a check and return its record. At the limit it is interrupted as by Ctrl-C, then killed."""
     carried = [folder for folder in os.getenv("PYTHONPATH", "").split(os.pathsep) if folder]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *carried])}
     environment["JUPYTER_PATH"] = os.pathsep.join(str(Path(folder, "share", "jupyter")) for folder in carried)
@@ -135,10 +135,11 @@ def end(child):
 
 
 def cases(path):
-    """What pytest says of each case: counts, and the failures with the last line of each."""
+    """Return pytest's counts of cases, and the failures with their last lines."""
     if not path.exists():
         return {}
-    counts, failures = {"passed": 0, "failed": 0, "skipped": 0}, {}
+    counts = {"passed": 0, "failed": 0, "skipped": 0}
+    failures = {}
     for case in ElementTree.parse(path).iter("testcase"):
         wrong = [child for child in case if child.tag in ("failure", "error")]
         skipped = any(child.tag == "skipped" for child in case)
@@ -150,13 +151,13 @@ def cases(path):
 
 
 def ratios(path):
-    """What `lab bench` measured, without its single times."""
+    """Return the ratios of `lab bench`, without single times."""
     rows = json.loads(path.read_text())["rows"] if path.exists() else []
     return [{name: row[name] for name in ("benchmark", "row", "ratio", "interval", "verdict")} for row in rows]
 
 
 def page(record):
-    """The record as an HTML page that needs nothing beside it."""
+    """Return the record as a self-contained HTML page."""
     gpus = ", ".join(gpu["name"] for gpu in record["gpus"]) or "no GPU"
     versions = f"torch {record['torch']}, CUDA {record['cuda']}, NCCL {record['nccl']}, Python {record['python']}"
     ok = sum(one["result"] == "ok" for one in record["checks"])
@@ -177,14 +178,14 @@ def page(record):
             [
                 section("Checks", ("check", "result", "seconds", "last line"), checks),
                 section("Failed tests", ("test", "message"), failures),
-                section("Ratios", ("benchmark", "row", "ratio", "95 % interval, if not named", "verdict"), bench),
+                section("Ratios", ("benchmark", "row", "ratio", "95 % interval, unless named", "verdict"), bench),
             ]
         ),
     )
 
 
 def section(title, names, rows):
-    """A heading and a table; nothing where there are no rows."""
+    """Return a heading and a table, or "" without rows."""
     if not rows:
         return ""
     head = "".join(f"<th>{html.escape(name)}</th>" for name in names)
@@ -193,11 +194,11 @@ def section(title, names, rows):
 
 
 def facts(device):
-    """The machine card, the commit, and the versions of what computes."""
+    """Return the machine card, the commit, and versions of the numeric libraries."""
     import torch
 
     if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("no GPU that torch can use: --device cpu tries the command itself")
+        raise UserError("torch finds no GPU: use --device cpu to test the command itself")
     sys.path.insert(0, str(ROOT))
     from labkit.measure import fingerprint, machine
 
@@ -208,15 +209,15 @@ def facts(device):
 
 def gpu(arguments):
     parser = argparse.ArgumentParser(prog="lab gpu", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=8, help="for all of it (8)")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu tries the command itself (cuda)")
+    parser.add_argument("--minutes", type=float, default=8, help="total time (8)")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: test the command itself (cuda)")
     parser.add_argument(
         "--only", nargs="+", default=NAMES, choices=NAMES, metavar="CHECK", help=f"{', '.join(NAMES)} (all)"
     )
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="where all of it is kept (runs/TIME-gpu)")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="folder for the results (runs/TIME-gpu)")
     options = parser.parse_args(arguments)
     if not options.minutes > 0:
-        parser.error(f"--minutes {options.minutes:g}: it must be more than 0")
+        parser.error(f"--minutes {options.minutes:g}: must be more than 0")
     began = time.strftime("%Y%m%d-%H%M%S")
     folder = (options.out or ROOT / "runs" / f"{began}-gpu").resolve()
     record = {"time": began, **facts(options.device), "minutes": options.minutes, "checks": []}

@@ -42,22 +42,22 @@ def read(file):
         raise UserError(f"--grid {file} is a {type(grid).__name__}; {FORM}")
     for name, values in grid.items():
         if not isinstance(values, list) or not values:
-            raise UserError(f"--grid {file}: {name!r} is {values!r}, and must be a list of at least one value")
+            raise UserError(f"--grid {file}: {name!r} is {values!r} but must be a list of at least one value")
     return grid
 
 
 def plan(paths, given, grid):
-    """The jobs, every value checked. Of several notebooks each gets what it declares, and one must declare each."""
+    """Return the jobs, with valid values. Each of several notebooks gets the parameters that it declares."""
     known = {path: batch.declared(path)[0] for path in paths}
     for name in (*given, *grid):
         if len(paths) > 1 and not any(name in names for names in known.values()):
-            there = ", ".join(sorted(set().union(*known.values()))) or "none"
-            raise UserError(f"no notebook has a parameter {name!r}; there are: {there}")
+            names = ", ".join(sorted(set().union(*known.values()))) or "none"
+            raise UserError(f"no notebook has a parameter {name!r}; choose from {names}")
         if name in given and name in grid:
-            raise UserError(f"-p {name} and the grid both set it: leave one of them out")
+            raise UserError(f"-p {name} and the grid both set it: use one of them")
     jobs = []
     for path, names in known.items():
-        mine = names if len(paths) > 1 else {**given, **grid}  # alone, it says itself what it does not have
+        mine = names if len(paths) > 1 else {**given, **grid}  # a single notebook reports unknown names itself
         fixed = {name: text for name, text in given.items() if name in mine}
         lists = {name: values for name, values in grid.items() if name in mine}
         sha256 = batch.digest(path)
@@ -69,12 +69,12 @@ def plan(paths, given, grid):
     stems = {job.name: job.path for job in jobs}
     for job in jobs:
         if stems[job.name] != job.path:
-            raise UserError(f"{job.path} and {stems[job.name]} have one name: run them one after the other")
+            raise UserError(f"{job.path} and {stems[job.name]} have the same name: run them separately")
     return jobs
 
 
 def folder_name(stem, values):
-    """stem-name=value-...; what a folder's name cannot hold is replaced, and a digest tells it from others."""
+    """Return stem-name=value-...; invalid characters are replaced, and a digest keeps names distinct."""
     text = "-".join([stem, *(f"{name}={value}" for name, value in values.items())])
     safe = re.sub(r"[^\w.=+-]+", "_", text) if values else text
     if safe == text and len(text) <= LONGEST:
@@ -83,7 +83,7 @@ def folder_name(stem, values):
 
 
 def varying(jobs):
-    """The parameters of which the jobs have several values, in order."""
+    """Return the parameters that differ between jobs, in order."""
     seen = {}
     for job in jobs:
         for name, value in job.values.items():

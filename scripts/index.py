@@ -1,4 +1,4 @@
-"""index.html of a batch: a card for each job, with its headline picture, its parameters and links to its pages."""
+"""index.html of a batch: a card per job, with its main picture, its parameters and links to its pages."""
 
 import html
 from urllib.parse import quote
@@ -33,7 +33,7 @@ PAGE = """<!DOCTYPE html>
 
 
 def page(jobs, records):
-    """The page of the jobs. records: job name -> what is kept of it; a job without one was not run."""
+    """Return the page of the jobs. records: {job name: record}; a job without one has not run."""
     ok = sum(job.name in records and not records[job.name]["error"] for job in jobs)
     return PAGE.format(
         title=f"{ok} of {len(jobs)} jobs ok",
@@ -44,13 +44,14 @@ def page(jobs, records):
 
 
 def beside(records):
-    """How to read times of jobs that ran at once; empty if none did."""
+    """Return a note about the times of parallel jobs; "" if there were none."""
     most = max((record.get("at_once", 1) for record in records.values()), default=1)
-    return f"Up to {most} jobs ran at once: their times hold what they took from each other." if most > 1 else ""
+    return f"Up to {most} jobs ran in parallel, which makes their times longer." if most > 1 else ""
 
 
 def card(job, record):
-    stem, folder = job.path.stem, quote(job.name)
+    stem = job.path.stem
+    folder = quote(job.name)
     values = ", ".join(f"{name} = {value!r}" for name, value in job.values.items()) or "default parameters"
     title = f"{html.escape(stem)} <small>{html.escape(values)}</small>"
     if record is None:

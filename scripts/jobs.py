@@ -1,7 +1,7 @@
-"""Cases for pytest: every notebook as a batch job, on 4 ranks where its default is 2, else on 2.
+"""Pytest cases: every notebook as a batch job, on 4 ranks if its default is 2, else on 2.
 
-nbval runs the defaults. A job does not have to measure: it repeats as little as it can. LABKIT_JOBS names the folder
-that keeps what the jobs leave.
+nbval runs the defaults. A job does not measure, so it repeats as little as possible. LABKIT_JOBS names the folder for
+the jobs' results.
 """
 
 import os
@@ -11,7 +11,7 @@ import batch
 import kernels
 import pytest
 
-LIMIT = 600  # seconds after which a job has failed, also beside others on a busy machine
+LIMIT = 600  # seconds until a job fails, also on a busy machine
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Kernels that start at once: forked from a process that has already imported what every notebook imports.
+"""Fast kernels: forked from a process that has already imported what every notebook imports.
 
     pytest or papermill          stand-in                         nursery (one for all)         kernel
     +----------------+  starts   +-----------------+  a socket    +-------------------+  fork   +--------+
@@ -6,9 +6,9 @@
     +----------------+  signals  +-----------------+  SIGINT, end | are imported      |         +--------+
                                                                   +-------------------+
 
-Jupyter starts a kernel as a program of its own. Here that program is a stand-in that imports nothing: it hands its
-environment and its files to the nursery, passes on the stop button, and lives exactly as long as the fork does. A
-kernel's launching agent comes from the same nursery. Only `lab test` uses it: a person's kernel is an ordinary one.
+Jupyter starts a kernel as a separate program. Here that program is a stand-in that imports nothing. It gives its
+environment and its files to the nursery, forwards the stop button, and lives exactly as long as the fork. A kernel's
+launching agent comes from the same nursery. Only `lab test` uses it; users' kernels are ordinary ones.
 """
 
 import array
@@ -24,15 +24,15 @@ import tempfile
 import time
 
 NAME = "warm"
-PLACE = "LABKIT_NURSERY"  # names the nursery's socket, for whoever starts a stand-in
+PLACE = "LABKIT_NURSERY"  # environment variable: the nursery's socket
 STANDARD = (0, 1, 2)
-POLL = 0.02  # seconds between looks for forks that have ended
+POLL = 0.02  # seconds between checks for ended forks
 START_LIMIT = 120.0  # seconds the nursery may take to import
 
 
 @contextlib.contextmanager
 def nursery():
-    """While this is open, Jupyter knows a kernel called "warm". Inside another one, it is that one's."""
+    """Provide a Jupyter kernel called "warm" inside; a nested call uses the outer nursery."""
     if PLACE in os.environ:
         yield NAME
         return
@@ -51,7 +51,7 @@ def nursery():
             wait_for(place, server)
             yield NAME
         finally:
-            server.stdin.close()  # ends it, and with it every fork
+            server.stdin.close()  # ends it and all its forks
             server.wait()
             for name, value in kept.items():
                 os.environ.pop(name) if value is None else os.environ.update({name: value})
@@ -61,12 +61,12 @@ def wait_for(place, server):
     deadline = time.monotonic() + START_LIMIT
     while not os.path.exists(place):
         if server.poll() is not None or time.monotonic() > deadline:
-            raise RuntimeError(f"the nursery of kernels did not start (exit code {server.poll()})")
+            raise RuntimeError(f"the kernel nursery did not start (exit code {server.poll()})")
         time.sleep(POLL)
 
 
 def stand_in(*what):
-    """The command that becomes a fork of the nursery. -S -E: nothing is imported for it."""
+    """Return the command of a stand-in for a fork. -S -E: it imports nothing."""
     return [sys.executable, "-S", "-E", os.path.abspath(__file__), *what]
 
 
@@ -74,7 +74,7 @@ def stand_in(*what):
 
 
 def stand_for(*what):
-    """Ask for a fork that runs `what` with this process's environment and files; return its exit code."""
+    """Request a fork that runs `what` with this process's environment and files; return its exit code."""
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(os.environ[PLACE])
     request = json.dumps({"what": what, "cwd": os.getcwd(), "env": dict(os.environ)}).encode() + b"\n"
@@ -82,7 +82,7 @@ def stand_for(*what):
     connection.sendall(request[1:])
     signal.signal(signal.SIGINT, lambda *_: connection.send(b"i"))
     for number in STANDARD:
-        os.close(number)  # the fork has them: a pipe must end with it, not with its stand-in
+        os.close(number)  # the fork has them, and a pipe must end with the fork
     status = connection.recv(1)
     return status[0] if status else 1
 
@@ -91,14 +91,15 @@ def stand_for(*what):
 
 
 def serve(place):
-    """Import, then fork on request, until standard input ends."""
+    """Import everything, then fork on request until standard input ends."""
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["MPLBACKEND"] = "module://matplotlib_inline.backend_inline"
     import_all()
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(place)
     listener.listen()
-    events, forks = selectors.DefaultSelector(), {}
+    events = selectors.DefaultSelector()
+    forks = {}
     events.register(listener, selectors.EVENT_READ)
     events.register(sys.stdin, selectors.EVENT_READ)
     while True:
@@ -110,12 +111,12 @@ def serve(place):
                 forks[start(connection, [listener, *forks.values()])] = connection
                 events.register(connection, selectors.EVENT_READ)
             elif (pid := pid_of(key.fileobj, forks)) is not None:
-                # The stop button, or the stand-in has gone: someone has killed it, and means the kernel.
+                # A byte is the stop button. None means that the stand-in was killed, so the fork is killed, too.
                 os.kill(pid, signal.SIGINT if key.fileobj.recv(1) else signal.SIGKILL)
         for pid, status in ended(forks):
             connection = forks.pop(pid)
             events.unregister(connection)
-            with contextlib.suppress(OSError):  # the stand-in may have been killed
+            with contextlib.suppress(OSError):  # the stand-in may be gone
                 connection.send(bytes([os.waitstatus_to_exitcode(status) & 255]))
             connection.close()
 
@@ -130,7 +131,7 @@ def ended(forks):
 
 
 def import_all():
-    """What notebooks, kernels and agents import. Only imports: a fork must find no thread and no CUDA."""
+    """Import what notebooks, kernels and agents import. A fork must find no thread and no CUDA."""
     import gc
     import importlib
     import pkgutil
@@ -144,11 +145,11 @@ def import_all():
     for module in pkgutil.walk_packages(labkit.__path__, "labkit."):
         importlib.import_module(module.name)
     gc.collect()
-    gc.freeze()  # the forks' collectors leave these pages shared
+    gc.freeze()  # so that the garbage collectors of forks keep these pages shared
 
 
 def start(connection, others):
-    """Fork; the child runs what the stand-in asked for. Returns the child's pid."""
+    """Fork; the child runs what the stand-in requested. Returns the child's pid."""
     message, rights, _, _ = connection.recvmsg(1, socket.CMSG_SPACE(len(STANDARD) * array.array("i").itemsize))
     files = array.array("i", rights[0][2])
     with connection.makefile("rb") as rest:
@@ -184,7 +185,7 @@ def become(request, files):
         os.close(file)
     os.environ.clear()
     os.environ.update(request["env"])
-    tempfile.tempdir = None  # the nursery's: this environment may name another
+    tempfile.tempdir = None  # this environment may set another folder than the nursery's
     os.chdir(request["cwd"])
     kind, *arguments = request["what"]
     if kind == "agent":
@@ -193,7 +194,7 @@ def become(request, files):
     client.COMMAND = stand_in("agent")
     from ipykernel.kernelapp import IPKernelApp
 
-    # 1: it has a parent to be silent for, but none to watch. That is the nursery's part.
+    # 1: it has a parent, so it prints nothing, but need not watch it: the nursery does.
     options = ["--IPKernelApp.parent_handle=1", "--HistoryManager.enabled=False"]
     IPKernelApp.launch_instance(["-f", *arguments, *options])
 

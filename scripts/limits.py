@@ -1,20 +1,20 @@
-"""What a notebook's parameter may be, by its name and its default: told before a kernel starts."""
+"""The allowed values of a notebook's parameter, by its name and default: checked before a kernel starts."""
 
 import math
 import sys
 
-LEAST = {int: 1, float: 0}  # a whole number counts something; a fraction, such as a pause, may be 0
+LEAST = {int: 1, float: 0}  # an int is a count; a float, such as a pause, may be 0
 BOUNDS = {
     "warmup_epochs": (0, math.inf),
     "timed_steps": (2, math.inf),  # the first is a warm-up
-    "nodes": (2, math.inf),  # a node alone has no link
+    "nodes": (2, math.inf),  # one node has no link
     "picture_ranks": (2, 8),
-    "until": (2, math.inf),  # a notebook that explains a strategy
+    "until": (2, math.inf),  # number of a notebook that explains a strategy
 }
 
 
 def demand(name, value, default):
-    """What the parameter must be, in words ("at least 1"), if `value` is not; else None."""
+    """Return a phrase for a value that is not allowed ("at least 1"), else None."""
     if isinstance(default, list):
         return demand_of_list(name, value, default)
     if isinstance(default, str):
@@ -23,7 +23,7 @@ def demand(name, value, default):
             return f"one of {', '.join(known)}"
     if type(default) in LEAST:
         least, most = BOUNDS.get(name, (LEAST[type(default)], math.inf))
-        most = min(most, sys.float_info.max)  # 1e999 is a literal, too
+        most = min(most, sys.float_info.max)  # 1e999 is a valid literal, too
         if value < least:
             return f"at least {least}"
         if value > most:
@@ -40,7 +40,7 @@ def demand_of_list(name, value, default):
 
 
 def choices(name):
-    """The values that a parameter of this name chooses from; empty where nobody knows."""
+    """Return the choices for a parameter of this name; () if it has none."""
     if name == "device":
         return ("auto", "cpu", "cuda")
     from labkit.run.choices import CHOICES

@@ -1,7 +1,7 @@
-"""What `lab test` adds to pytest: one queue of cases for all workers, and a file that says how each case went.
+"""A pytest plugin of `lab test`: one queue of cases for all workers, and a file with the result of each case.
 
-Of what pytest has collected, the kinds that --kinds names run. The cells of a notebook stay together and in order, on
-one kernel; what is marked slow comes before what is not, so that no worker is left alone with it at the end.
+It runs the collected cases of the kinds in --kinds. The cells of a notebook stay together and in order, on one kernel.
+Slow cases come first, so that no worker is left with one at the end.
 """
 
 import json
@@ -15,15 +15,15 @@ import pytest
 from xdist.scheduler.loadscope import LoadScopeScheduling
 
 TOGETHER = (".ipynb", "test_browser.py", "test_lab_command.py", "test_web.py")
-COLOURS = r"\x1b\[[\d;]*m"  # of a traceback in a notebook
+COLOURS = r"\x1b\[[\d;]*m"  # in a traceback of a notebook
 FEW = 3  # cases of one function that `--quick` runs
-NOTEBOOK_LIMIT = 900  # seconds for one cell or job: far above any, also beside others on a busy machine
+NOTEBOOK_LIMIT = 900  # seconds for one cell or job, also on a busy machine
 
 
 def pytest_addoption(parser):
     parser.addoption("--kinds", default="tests,nbval,papermill,browser", help="which kinds of cases to run")
     parser.addoption("--quick", action="store_true", help=f"{FEW} cases of each function that is not marked slow")
-    parser.addoption("--cases", help="the file that gets a JSON object for each case")
+    parser.addoption("--cases", help="file that gets a JSON object per case")
 
 
 def pytest_configure(config):
@@ -42,7 +42,7 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 class Queue(LoadScopeScheduling):
-    """Hands out single cases, but what shares a kernel, a server or a .venv as one; the largest first."""
+    """A scheduler of single cases; cases that share a kernel, a server or a .venv stay together, largest first."""
 
     def _split_scope(self, nodeid):
         file = nodeid.partition("::")[0]
@@ -63,14 +63,14 @@ def pytest_collection_modifyitems(config, items):
 
 
 def repeat_little(item):
-    """nbval runs a notebook's defaults. What it repeats in order to measure, it need not repeat here."""
+    """Reduce the repetitions of a notebook's defaults, because nbval need not measure."""
     if "parameters" in item.cell.metadata.get("tags", []):
         values = batch.few(nbformat.v4.new_notebook(cells=[item.cell]))
         item.cell.source += "".join(f"\n{name} = {value!r}" for name, value in values.items())
 
 
 def comes_late(item):
-    """Those of one file that share something may build on each other: they keep their order."""
+    """Sort key: slow cases first; cases of one file that share something keep their order."""
     return "slow" not in item.keywords and not str(item.path).endswith(TOGETHER)
 
 
@@ -83,10 +83,11 @@ def few_of_each(items):
 
 
 class Cases:
-    """Gathers, in the process that hands out the cases, what the workers report, and writes down what has ended."""
+    """A plugin of the main process that collects the workers' reports and writes each ended case."""
 
     def __init__(self, path):
-        self.path, self.cases = path, {}
+        self.path = path
+        self.cases = {}
         path.write_text("")
 
     def pytest_runtest_logreport(self, report):
@@ -95,14 +96,16 @@ class Cases:
         case = self.cases.setdefault(report.nodeid, new)
         case["seconds"] += report.duration
         if report.failed:
-            case["outcome"], case["why"] = "failed", last_line(report)
+            case["outcome"] = "failed"
+            case["why"] = last_line(report)
         elif report.skipped and case["outcome"] == "passed":
-            case["outcome"], case["why"] = "skipped", report.longrepr[-1].removeprefix("Skipped: ")
+            case["outcome"] = "skipped"
+            case["why"] = report.longrepr[-1].removeprefix("Skipped: ")
         if report.when == "teardown":
             self.write(self.cases.pop(report.nodeid))
 
     def pytest_sessionfinish(self):
-        """What is left are cases whose worker has died."""
+        """Write the cases that are left, whose worker has died."""
         for case in self.cases.values():
             self.write(case)
 

@@ -1,4 +1,4 @@
-"""`lab`: JupyterLab on the course. Loopback only, a token in the address, a free port, no calls home."""
+"""`lab`: open JupyterLab on the course. Loopback only, a token in the URL, a free port, no calls home."""
 
 import argparse
 import json
@@ -11,7 +11,7 @@ START = "notebooks/00_start_here.ipynb"
 
 
 def server_command(root, start, *arguments):
-    """The command that serves JupyterLab on `start`, a path below the folder `root`."""
+    """Return the command that serves JupyterLab on `start`, a path below the folder `root`."""
     turn_news_off()
     return [
         sys.executable,
@@ -29,7 +29,7 @@ def server_command(root, start, *arguments):
 
 
 def turn_news_off():
-    """The question whether to fetch Jupyter's news would cover the first page; only a file turns it off."""
+    """Turn off the question about Jupyter's news, which would cover the first page; only a file can do that."""
     path = Path(sys.prefix, "etc", "jupyter", "labconfig", "page_config.json")
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -40,7 +40,7 @@ def main(arguments):
     parser = argparse.ArgumentParser(prog="lab open", description=__doc__)
     parser.add_argument("--no-browser", action="store_true", help="print the address instead of opening it")
     options = parser.parse_args(arguments)
-    os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"  # the kernel is this .venv's, whatever the person has installed
+    os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"  # use this .venv's kernel instead of a user-wide one
     command = server_command(ROOT, START, *(["--no-browser"] if options.no_browser else []))
     os.execv(command[0], command)
 

@@ -1,8 +1,7 @@
-"""An executed notebook as one HTML page: JupyterLab's look, plumbing folded, dark where the reader's system is dark.
+"""Convert an executed notebook to one HTML page: JupyterLab's look, folded plumbing, dark mode by the system's setting.
 
-It needs no network: formulas are MathML, which browsers draw by themselves. And it runs nothing: what cells displayed
-may hold words from a stranger's sweep, so outputs keep their text, tables and links, and no script, form or picture
-from elsewhere.
+It needs no network: formulas are MathML, which browsers render themselves. It runs no code: outputs may contain text of
+an untrusted sweep, so they keep their text, tables and links, but no scripts, forms or external images.
 """
 
 import re
@@ -29,7 +28,7 @@ TEMPLATE = """{% extends 'lab/index.html.j2' %}
 <style>
 body .jp-OutputArea-output pre { font-family: var(--jp-code-font-family); }
 .folded > summary { cursor: pointer; color: var(--jp-ui-font-color2); font-size: var(--jp-ui-font-size1); }
-/* Where JupyterLab's own colours lie too close to the ground for the eye (WCAG AA: 4.5 to 1) */
+/* Where JupyterLab's own contrast is below WCAG AA (4.5 to 1) */
 body .jp-RenderedHTMLCommon a:any-link { text-decoration: underline; }
 html:root {
   --jp-cell-prompt-not-active-font-color: var(--jp-ui-font-color1);
@@ -82,9 +81,11 @@ def as_page(notebook):
     from latex2mathml.converter import convert
     from nbconvert import HTMLExporter
 
-    formulas, mark = [], f"formula-{secrets.token_hex(16)}-"  # which no output can print
+    # a mark that no output can contain
+    formulas = []
+    mark = f"formula-{secrets.token_hex(16)}-"
 
-    def held_back(found):  # Markdown would take MathML apart
+    def held_back(found):  # Markdown would change MathML
         code, block, inline = found.groups()
         if code:
             return code
@@ -98,7 +99,7 @@ def as_page(notebook):
             if WIDGET in output.get("data", {}):
                 output.data = {"text/markdown": "*Controls: open the notebook in JupyterLab.*"}
     notebook.metadata.title = title_of(notebook)
-    notebook.metadata.language_info = {"name": "python"}  # IPython's own lexer leaves a %%torchrun cell without colours
+    notebook.metadata.language_info = {"name": "python"}  # IPython's lexer does not highlight a %%torchrun cell
     exporter = HTMLExporter(raw_template=TEMPLATE, embed_images=True)
     exporter.register_filter("harmless", harmless)
     page, _ = exporter.from_notebook_node(notebook)
@@ -106,17 +107,17 @@ def as_page(notebook):
 
 
 def harmless(html):
-    """What an output displays, without anything that a browser would run or fetch; other tags are shown as text."""
+    """Remove everything that a browser would run or fetch from an output; other tags are shown as text."""
     from bleach.css_sanitizer import CSSSanitizer
     from bleach.sanitizer import Cleaner
 
     styles = CSSSanitizer(allowed_css_properties=STYLES)
-    unstyled = re.sub(r"<style\b.*?</style>", "", html, flags=re.DOTALL)  # pandas' own, which would be shown as text
+    unstyled = re.sub(r"<style\b.*?</style>", "", html, flags=re.DOTALL)  # of pandas; it would be shown as text
     return Cleaner(tags=TAGS, attributes=ATTRIBUTES, css_sanitizer=styles).clean(unstyled)
 
 
 def title_of(notebook):
-    """Its first heading, for the browser's tab and for who is read the page aloud."""
+    """Return the first heading, for the browser's tab and for screen readers."""
     headings = (
         re.search("^# (.+)", cell.source, re.MULTILINE) for cell in notebook.cells if cell.cell_type == "markdown"
     )

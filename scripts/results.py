@@ -1,7 +1,7 @@
-"""The folder of a batch: one folder a job, and in it result.json, written last.
+"""The folder of a batch: one folder per job with result.json, which is written last.
 
-A job is finished where its result.json says so for these parameters and this notebook. Everything else is run again:
-what failed, what is half-written, what a changed notebook left.
+A job is finished if its result.json has these parameters and this notebook. Other jobs run again: failed ones, half-
+written ones, and those of a changed notebook.
 """
 
 import fcntl
@@ -10,33 +10,33 @@ import shutil
 
 from terminal import UserError
 
-FORMAT = 1  # of a folder; one of another format is refused
-MARK = "lab-run.json"  # makes a folder ours; locked while a command works in it
+FORMAT = 1  # of a folder; other formats are refused
+MARK = "lab-run.json"  # marks a folder of `lab run`; locked while a command works in it
 RECORD = "result.json"
 
 
 def claim(folder):
-    """Lock the folder, made if need be; UserError if it is not ours. Returns the open file that holds the lock."""
+    """Lock the folder, and make it if needed; UserError if it has other files. Returns the locked file."""
     mark = folder / MARK
     if folder.is_dir() and not mark.exists():
         for other in folder.iterdir():
-            raise UserError(f"--out {folder} holds something else ({other.name}): name a new folder")
+            raise UserError(f"--out {folder} has other files ({other.name}): use a new folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
-        raise UserError(f"--out {folder}: a file is in its place; name another folder") from None
+        raise UserError(f"--out {folder} is a file: use another folder") from None
     lock = mark.open("a+")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise UserError(f"--out {folder} is in use by another lab run: wait for it, or name another folder") from None
+        raise UserError(f"--out {folder} is in use by another lab run: wait for it, or use another folder") from None
     lock.seek(0)
     written = lock.read()
     if not written:
         lock.write(json.dumps({"format": FORMAT}))
         lock.flush()
     elif written != json.dumps({"format": FORMAT}):
-        raise UserError(f"--out {folder} was written by another version of lab run: name a new folder")
+        raise UserError(f"--out {folder} was written by another version of lab run: use a new folder")
     return lock
 
 
@@ -45,7 +45,7 @@ def identity(job):
 
 
 def read(folder, job):
-    """The job's record; None where there is none that can be read."""
+    """Return the job's record; None without a readable one."""
     try:
         record = json.loads((folder / job.name / RECORD).read_text())
     except (OSError, ValueError):
@@ -54,7 +54,7 @@ def read(folder, job):
 
 
 def finished(folder, job):
-    """The record of a finished job; None if it is to be run."""
+    """Return the record of a finished job; None if it must run."""
     record = read(folder, job)
     if not record or record.get("error") or not (folder / job.name / f"{job.path.stem}.html").exists():
         return None
@@ -62,13 +62,13 @@ def finished(folder, job):
 
 
 def clear(folder, job):
-    """Remove what an earlier run of the job has left."""
+    """Remove the results of an earlier run of the job."""
     if (folder / job.name).exists():
         shutil.rmtree(folder / job.name)
 
 
 def write(folder, job, facts):
-    """The record, in one step: a killed command leaves it whole or not at all."""
+    """Write the record atomically."""
     record = folder / job.name / RECORD
     half = record.with_suffix(".half")
     half.write_text(json.dumps(identity(job) | facts, indent=1) + "\n")

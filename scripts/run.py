@@ -1,9 +1,9 @@
-"""`lab run [NOTEBOOK...|all] [-p name value]... [--grid FILE]`: notebooks as batch jobs on real ranks.
+"""`lab run [NOTEBOOK...|all] [-p name value]... [--grid FILE]`: run notebooks as batch jobs on real ranks.
 
-A notebook is executed with papermill in a fresh kernel. Under runs/TIME-NAME/ it leaves the executed notebook, the
-same as an HTML page, and its figures; its table is printed here. Several notebooks (`all`: the whole course) or a grid
-of parameters leave such a folder for each job, and beside them index.html and summary.csv. --out names the folder:
-used again, it runs only what is not there or has failed.
+Papermill executes a notebook in a new kernel. Results are written to runs/TIME-NAME/: the executed notebook, an HTML
+page of it, and its figures; its table is printed. Several notebooks (`all`: the course) or a grid of parameters get one
+such folder per job, with a common index.html and summary.csv. --out names the folder; with an existing one, only
+missing and failed jobs run.
 """
 
 import argparse
@@ -26,16 +26,16 @@ def options_from(arguments):
     parser.add_argument(
         "-p", dest="given", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"), help="set a parameter"
     )
-    parser.add_argument("--nproc", type=int, help=f"how many ranks: the parameter {batch.RANKS}")
-    parser.add_argument("--grid", metavar="FILE", help="YAML, parameters to lists of values: their product is run")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="how many notebooks run at once (1)")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="where all of it is kept (runs/TIME-NAME)")
+    parser.add_argument("--nproc", type=int, help=f"number of ranks: the parameter {batch.RANKS}")
+    parser.add_argument("--grid", metavar="FILE", help="YAML, parameters with lists of values: runs their product")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="notebooks to run in parallel (1)")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="folder for the results (runs/TIME-NAME)")
     parser.add_argument("--timeout", type=float, default=900, help="seconds that one notebook may take (900)")
     options = parser.parse_intermixed_args(arguments)
     if not options.timeout > 0:
-        raise UserError(f"--timeout {options.timeout:g}: it must be more than 0")
+        raise UserError(f"--timeout {options.timeout:g}: must be more than 0")
     if options.jobs < 1:
-        raise UserError(f"--jobs {options.jobs}: it must be at least 1")
+        raise UserError(f"--jobs {options.jobs}: must be at least 1")
     options.given = dict(options.given)
     if options.nproc is not None:
         options.given[batch.RANKS] = str(options.nproc)
@@ -43,13 +43,13 @@ def options_from(arguments):
 
 
 def notebooks(names):
-    """The paths that the names mean, each once."""
+    """Return the paths of the named notebooks, each once."""
     found = [batch.course() if name == "all" else [batch.find(name)] for name in names]
     return list(dict.fromkeys(path for paths in found for path in paths))
 
 
 def run_one(job, timeout):
-    """A notebook alone, in a folder of its own: its table is printed here."""
+    """Run a single notebook in its own folder, and print its table."""
     outcome = batch.execute(job.path, batch.new_folder(job.path.stem), job.values, timeout=timeout)
     report(outcome)
     if outcome.interrupted:
@@ -58,7 +58,7 @@ def run_one(job, timeout):
 
 
 def report(outcome):
-    """The notebook's table and where its pages are."""
+    """Print the notebook's table and the paths of its pages."""
     executed = outcome.folder / f"{outcome.name}.ipynb"
     if outcome.error:
         say(f"{outcome.name} failed after {outcome.seconds:.0f} s: {outcome.error}")
@@ -73,7 +73,7 @@ def report(outcome):
 
 
 def run_jobs(jobs, folder, limit, timeout):
-    """All that is not finished in the folder; index.html, summary.csv and the table of all jobs at the end."""
+    """Run all unfinished jobs of the folder; write index.html and summary.csv, and print the table of all jobs."""
     with results.claim(folder):
         records = {job.name: record for job in jobs if (record := results.finished(folder, job))}
         if records:
@@ -99,7 +99,7 @@ def sum_up(jobs, folder, records):
     seconds = sum(record["seconds"] for record in records.values())
     say(f"\n{index.beside(records)}".rstrip())
     if ok < len(jobs):
-        say(f"The same command with --out {shown(folder)} runs what is not ok.")
+        say(f"To run the remaining jobs, use the same command with --out {shown(folder)}.")
     say(f"{ok} of {len(jobs)} jobs ok, {seconds:.0f} s; {shown(folder / 'index.html')}")
 
 

@@ -1,8 +1,8 @@
-"""What the repository stores of runs, and the code that it was measured with.
+"""The stored results of runs, and the code that they were measured with.
 
-Outputs of the notebooks, figures/*.json with the pictures drawn from them, and the dashboard's sweep carry a
-fingerprint of the code that they measure (labkit/measure/fingerprint.py). A record is stale when that code has changed
-since, or when it carries none. A notebook is stale, too, when it shows source of labkit that reads otherwise today.
+Outputs of notebooks, figures/*.json with their pictures, and the dashboard's sweep carry a fingerprint of their code
+(labkit/measure/fingerprint.py). A record is stale if that code has changed, or if it has no fingerprint. A notebook is
+also stale if it shows source of labkit that has changed.
 """
 
 import ast
@@ -27,36 +27,38 @@ from labkit.show import notebook as show
 KEY = "labkit_code"  # in a notebook's metadata; "code" in a figure's JSON and in a sweep's file
 HEADING = re.compile(r"(labkit/[\w/]+\.py)(:\d+(?:-\d+)?)?")
 COMMAND = "./scripts/lab figures --stale"
-GPU = "gpu_h100.json"  # made by `lab gpu`, which this machine may not be able to run
+GPU = "gpu_h100.json"  # made by `lab gpu`, which needs a GPU
 SHOWN = 3  # names of changed files in a line
 
 
 @dataclass
 class Record:
-    """Something stored. `job` renews it: the name of a notebook, or "sweep"."""
+    """A stored result. `job` renews it: the name of a notebook, or "sweep"."""
 
     name: str
     job: str
-    changed: list = field(default_factory=list)  # files that differ from those that it was made with
-    bare: bool = False  # it carries no fingerprint
+    changed: list = field(default_factory=list)  # files that have changed since
+    bare: bool = False  # it has no fingerprint
 
     def why(self):
         if self.bare:
-            return "carries no fingerprint of its code"
+            return "has no fingerprint of its code"
         more = f" and {len(self.changed) - SHOWN} more" if len(self.changed) > SHOWN else ""
         return f"changed since: {', '.join(self.changed[:SHOWN])}{more}"
 
 
 class Stored:
-    """What is stored in a checkout (figures/ and notebooks/), compared with the code of today."""
+    """The stored results of a checkout (figures/ and notebooks/), compared with today's code."""
 
     def __init__(self, root=batch.ROOT, code=None):
-        self.root, self.code = Path(root), code or fingerprint.Code(root)
-        self.notebooks, self.figures = self.root / "notebooks", self.root / "figures"
+        self.root = Path(root)
+        self.code = code or fingerprint.Code(root)
+        self.notebooks = self.root / "notebooks"
+        self.figures = self.root / "figures"
         self.sweep = self.notebooks / batch.MAIN_JOB
 
     def stale(self):
-        """[Record] of what is older than its code."""
+        """Return the records that are older than their code."""
         return [record for record in self.records() if record.bare or record.changed]
 
     def records(self):
@@ -75,7 +77,7 @@ class Stored:
             yield compared(f"notebooks/{path.parent.name}/{path.name}", "sweep", sweep.code_of(path), today)
 
     def of_notebook(self, path, notebook=None):
-        """Today's fingerprint of a notebook: its cells, what of labkit they use, and data of its name beside it."""
+        """Return today's fingerprint of a notebook: its cells, the code of labkit that they use, and its data files."""
         cells = batch.code_cells(notebook or batch.read(path))
         found = self.code.of_cells([cell.source for cell in cells])
         beside = [*path.parent.glob(f"{path.stem}.yaml"), *sorted(path.with_suffix("").glob("*.csv"))]
@@ -88,24 +90,24 @@ class Stored:
         return self.code.fingerprint([sweep.MEASURED])
 
     def about_gpu(self):
-        """One line where the record of `lab gpu` is stale, else "". It can only be renewed on a machine with a GPU."""
+        """Return a line if the record of `lab gpu` is stale, else "". Renewing it needs a GPU."""
         file = self.figures / GPU
         if not file.exists():
             return ""
         code = json.loads(file.read_text()).get("code")
         record = compared(f"figures/{GPU}", "gpu", code, gpu.code_of_checks(self.root, self.code))
-        way = "to renew it, on a machine with a GPU: ./scripts/lab gpu, and copy its gpu.json there"
+        way = "to renew it, run ./scripts/lab gpu on a machine with a GPU and copy its gpu.json there"
         return f"{record.name} is stale: {record.why()}; {way}" if record.bare or record.changed else ""
 
     # Source that cells have shown
 
     def other_source(self, notebook):
-        """Files of which the notebook's outputs show a text that is not there today."""
+        """Return files of which the notebook's outputs show source that has changed."""
         shown = [(file, text) for _, _, file, text in shown_source(notebook)]
         return sorted({f"{file} (as shown)" for file, text in shown if text not in self.texts(file).values()})
 
     def texts(self, file):
-        """{(qualified name, first line, last line): text} of a file's functions and classes, lambdas, and all of it."""
+        """Return {(qualified name, first line, last line): text} of a file's definitions, lambdas, and all of it."""
         path = self.root / file
         if not path.exists():
             return {}
@@ -117,7 +119,7 @@ class Stored:
         return found
 
     def renew_source(self, path):
-        """Show today's text where outputs show that of before and the cell names one function of it. Runs nothing."""
+        """Update displayed source where the cell names one function of it, without a run."""
         notebook = batch.read(path)
         before = nbformat.writes(notebook)
         for cell, output, file, text in shown_source(notebook):
@@ -133,15 +135,16 @@ class Stored:
     # Renewing
 
     def keep(self, path, executed, figures, code):
-        """Store what a run of the notebook has left: outputs, figures, and the fingerprint of its code."""
+        """Store the results of a notebook's run: outputs, figures, and the fingerprint of its code."""
         notebook = batch.read(path)
-        done, _ = CoalesceStreamsPreprocessor().preprocess(batch.read(executed), {})  # prints in a row are one output
+        done, _ = CoalesceStreamsPreprocessor().preprocess(batch.read(executed), {})  # merges consecutive prints
         new = [one for one in batch.code_cells(done) if "injected-parameters" not in one.metadata.get("tags", [])]
         old = batch.code_cells(notebook)
         if [cell.source for cell in old] != [cell.source for cell in new]:
-            raise UserError(f"{path.name} was changed while it ran: its outputs are not kept")
+            raise UserError(f"{path.name} changed during its run, so its outputs were not stored: run it again")
         for mine, theirs in zip(old, new, strict=True):
-            mine.outputs, mine.execution_count = theirs.outputs, theirs.execution_count
+            mine.outputs = theirs.outputs
+            mine.execution_count = theirs.execution_count
             mine.metadata.pop("execution", None)
         notebook.metadata.pop("widgets", None)
         notebook.metadata[KEY] = code
@@ -154,7 +157,7 @@ class Stored:
         nbformat.write(notebook, path)
 
     def keep_sweep(self, folder):
-        """Put the files of a new sweep in the place of those that are stored."""
+        """Replace the stored sweep by the files of a new one."""
         new = [*folder.glob("*.csv"), *folder.glob("*.json")]
         for file in new:
             shutil.copy(file, self.sweep)
@@ -164,7 +167,7 @@ class Stored:
         shutil.rmtree(folder)
 
     def forget(self, folder):
-        """Remove the files of an interrupted sweep that today's code has not measured."""
+        """Remove files of an interrupted sweep that were measured with older code."""
         today = self.of_sweep()
         for file in folder.glob("*.csv"):
             if fingerprint.changed(sweep.code_of(file), today):
@@ -179,12 +182,12 @@ def compared(name, job, code, today):
 
 
 def saved_figures(notebook):
-    """Names given to plots.save in the notebook's code."""
+    """Return the names given to plots.save in the notebook's code."""
     return re.findall(r"plots\.save\(\w+, \"(\w+)\"", "\n".join(cell.source for cell in batch.code_cells(notebook)))
 
 
 def shown_source(notebook):
-    """(cell, output, file, text) of all source of labkit that the notebook's outputs show."""
+    """Yield (cell, output, file, text) of all source of labkit in the notebook's outputs."""
     for cell in batch.code_cells(notebook):
         for output in cell.outputs:
             heading, _, text = output.get("data", {}).get("text/plain", "").partition("\n\n")
@@ -193,19 +196,19 @@ def shown_source(notebook):
 
 
 def named_in(source, text, texts):
-    """Places of texts whose definition has the name of the text's, and the qualified name of one that a cell names."""
+    """Return the places in `texts` with the name of the text's definition, preferring one that the cell names."""
     kind = re.search(r"^(?:async )?(?:def|class) (\w+)", text, re.MULTILINE)
     same = [place for place in texts if kind and place[0].rpartition(".")[2] == kind[1]]
     return same if len(same) == 1 else [place for place in same if re.search(rf"\b{place[0]}\b", source)]
 
 
 def definitions(tree, above=""):
-    """(qualified name, node) of all functions and classes, inner ones too."""
+    """Yield (qualified name, node) of all functions and classes, including nested ones."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield f"{above}{node.name}", node
             yield from definitions(node, f"{above}{node.name}.")
-        elif isinstance(node, ast.Lambda):  # a cell shows the lines that it stands in
+        elif isinstance(node, ast.Lambda):  # a cell shows the lines that contain it
             yield f"{above}<lambda>", node
         else:
             yield from definitions(node, above)

@@ -1,4 +1,4 @@
-"""What the commands print: one-line errors, aligned tables, a line that is redrawn while something runs."""
+"""Output of the commands: one-line errors, aligned tables, and a line that is redrawn during a run."""
 
 import errno
 import shutil
@@ -6,11 +6,11 @@ import signal
 import sys
 import time
 
-OUTSIDE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)  # the disk's fault, not the program's
+OUTSIDE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)  # errors of the disk, not of the program
 
 
 class UserError(Exception):
-    """What the person can change, in one line. `main` prints it and exits with 2."""
+    """An error that the user can fix, in one line. `main` prints it and exits with 2."""
 
 
 def say(text=""):
@@ -18,8 +18,8 @@ def say(text=""):
 
 
 def main(command, arguments):
-    """Run a command: its exit code is the process's; what the person can change is one line, Ctrl-C 130."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a batch system's stop ends what was started, too
+    """Run a command and return its exit code; a UserError is printed as one line, Ctrl-C returns 130."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # also ends child processes
     try:
         return command(arguments)
     except UserError as error:
@@ -36,7 +36,7 @@ def main(command, arguments):
 
 
 def table(rows, header=None):
-    """Rows of cells as aligned text: numbers to the right, words to the left."""
+    """Format rows of cells as aligned text: numbers to the right, words to the left."""
     rows = [[str(cell) for cell in row] for row in ([header] if header else []) + list(rows)]
     if not rows:
         return ""
@@ -65,10 +65,12 @@ def is_number(cell):
 
 
 class Line:
-    """`label: detail, 12 s`, redrawn in place on a terminal; in a log, at the start and every minute."""
+    """`label: detail, 12 s`, redrawn in place on a terminal; in a log, printed at the start and every minute."""
 
     def __init__(self, label):
-        self.label, self.start, self.logged = label, time.monotonic(), None
+        self.label = label
+        self.start = time.monotonic()
+        self.logged = None
         self.live = sys.stdout.isatty()
 
     @property
@@ -89,10 +91,10 @@ class Line:
             sys.stdout.write("\r\033[K")
 
     def above(self, text):
-        """A line that stays; the next show() is below it."""
+        """Print a permanent line; the next show() is below it."""
         self.clear()
         say(text)
 
     def close(self, result):
-        """The line that stays, the last."""
+        """Print the last, permanent line."""
         self.above(f"{self.label}  {result}  {self.seconds:.1f} s")

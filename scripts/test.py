@@ -1,7 +1,7 @@
-"""`lab test [quick | STEP...]`: everything CI runs, and a summary: what failed, and where the time went.
+"""`lab test [quick | STEP...]`: run everything that CI runs, and print a summary of failures and times.
 
-`quick` is for a person who has just changed something: ruff and the fast cases of every test file, no notebook. The
-full output is under runs/TIME-test/. What a machine cannot test is listed with the reason.
+`quick` is for use after a change: ruff and the fast cases of every test file, no notebook. The full output is under
+runs/TIME-test/. Cases that a machine cannot run are listed with the reason.
 """
 
 import argparse
@@ -27,15 +27,15 @@ from labkit.measure import machine
 KINDS = ("tests", "nbval", "papermill", "browser")
 STEPS = ("ruff", *KINDS)
 DOCKERFILE = "scripts/Dockerfile"
-SPARE = 1  # workers more than cores: cases wait, too, for sleeps, for links, for the last rank
-CELL_LIMIT = 600  # seconds for one cell under nbval, also beside others on a busy machine
-STEP_LIMIT = 4500  # seconds for the whole queue: far above any, so that CI never hangs
+SPARE = 1  # workers more than cores, because cases also wait for sleeps, links and other ranks
+CELL_LIMIT = 600  # seconds for one cell under nbval, also on a busy machine
+STEP_LIMIT = 4500  # seconds for all cases, so that CI never hangs
 SHOWN = 100  # lines of a failing step's output that are printed
 SLOWEST = 10
 
 
 def run(command, log, line, environment=None):
-    """The command's exit code; its output goes to the file `log`, its progress (`[ 34%]`) to the line."""
+    """Run the command and return its exit code; its output goes to `log`, its progress (`[ 34%]`) to the line."""
     with log.open("w") as file:
         child = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT
@@ -55,7 +55,7 @@ def run(command, log, line, environment=None):
 
 def progress(output, seconds):
     percents = re.findall(r"\[ *(\d+)%\]", output)
-    done = int(percents[-1]) if percents else 0  # of the cases: the longest come first
+    done = int(percents[-1]) if percents else 0  # of the cases; the longest come first
     return f"{done} %, at most {seconds * (100 - done) / done:.0f} s left" if done else ""
 
 
@@ -67,14 +67,17 @@ def tail(log):
 
 
 def lint(folder):
-    """ruff, on .py and .ipynb; hadolint, on the Dockerfile."""
-    cases, line, place = [], Line("ruff"), Path(sys.prefix, "bin")
+    """Run ruff on .py and .ipynb, and hadolint on the Dockerfile."""
+    cases = []
+    line = Line("ruff")
+    place = Path(sys.prefix, "bin")
     for tool, *arguments in (["ruff", "check", "."], ["ruff", "format", "--check", "."], ["hadolint", DOCKERFILE]):
         name = f"{tool} {arguments[0]}"
         if not (place / tool).exists():
             cases.append(case("ruff", name, "skipped", why=f"there is no {tool} for this machine"))
             continue
-        log, start = folder / f"{len(cases)}-{tool}.log", line.seconds
+        log = folder / f"{len(cases)}-{tool}.log"
+        start = line.seconds
         failed = run([place / tool, *arguments], log, line)
         if failed:
             say(f"\n{tail(log)}")
@@ -87,14 +90,16 @@ def case(kind, name, outcome, seconds=0.0, why=""):
 
 
 def queue(folder, kinds, quick, workers):
-    """tests/, the notebooks under nbval and as jobs, and the browser: one queue for a few workers side by side."""
-    line, log, report = Line(", ".join(kinds)), folder / "pytest.log", folder / "cases.jsonl"
+    """Run tests/, the notebooks under nbval and as jobs, and the browser tests, in one queue for all workers."""
+    line = Line(", ".join(kinds))
+    log = folder / "pytest.log"
+    report = folder / "cases.jsonl"
     paths = paths_of(kinds)
     if not paths:
         return [case("nbval", "notebooks", "skipped", why="there are none")]
     command = [sys.executable, "-m", "pytest", "--color=no", "-p", "one_queue", f"--kinds={','.join(kinds)}"]
     command += [f"--cases={report}", f"--numprocesses={workers}", "--dist=load", *["--quick"] * quick]
-    # Whoever is killed on the way removes nothing: they all get one place for what is temporary, and it goes with them.
+    # A killed process removes nothing, so all of them use one temporary folder, which is removed at the end.
     place = tempfile.TemporaryDirectory(prefix="labkit-test-", ignore_cleanup_errors=True)
     notebooks = {*KINDS[1:]} & {*kinds}
     with place as scratch, kernels.nursery() if notebooks else contextlib.nullcontext() as kernel:
@@ -111,7 +116,7 @@ def queue(folder, kinds, quick, workers):
 
 
 def paths_of(kinds):
-    """What pytest is to look through for these kinds of cases."""
+    """Return the paths for pytest that have these kinds of cases."""
     notebooks = [*batch.course(), *sorted((NOTEBOOKS / "solutions").glob("*.ipynb"))]
     paths = {
         "tests": ["tests"],
@@ -157,7 +162,7 @@ def summary(cases, seconds, cores):
 
 
 def time_of_cores(before, after):
-    """What the machine's cores did in between, this command's doing or not."""
+    """Return how busy the machine's cores were in between, with all processes."""
     spent = {name: getattr(after, name) - getattr(before, name) for name in after._fields}
     whole = max(sum(spent.values()), 1e-9)
     idle = spent["idle"] + spent.get("iowait", 0.0)
@@ -169,14 +174,15 @@ def run_all(arguments):
     parser = argparse.ArgumentParser(prog="lab test", description=__doc__)
     parser.add_argument("steps", nargs="*", metavar="STEP", help=f"quick, or of {', '.join(STEPS)} (all)")
     usual = machine.usable_cores() + SPARE
-    parser.add_argument("--workers", type=int, default=usual, help=f"how many cases run side by side ({usual})")
+    parser.add_argument("--workers", type=int, default=usual, help=f"cases to run in parallel ({usual})")
     options = parser.parse_args(arguments)
     unknown = [step for step in options.steps if step not in (*STEPS, "quick")]
     if unknown:
-        parser.error(f"unknown step {unknown[0]!r}; there are: quick, {', '.join(STEPS)}")
+        parser.error(f"unknown step {unknown[0]!r}; choose from quick, {', '.join(STEPS)}")
     quick = "quick" in options.steps
     steps = ["ruff", "tests"] if quick else options.steps or STEPS
-    started, before = time.monotonic(), psutil.cpu_times()
+    started = time.monotonic()
+    before = psutil.cpu_times()
     folder = batch.new_folder("test")
     say(f"logs: {folder.relative_to(ROOT)}")
     cases = lint(folder) if "ruff" in steps else []

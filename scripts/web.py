@@ -1,7 +1,7 @@
-"""`lab site`: the course as a static web site, from the notebooks' stored outputs; nothing is run.
+"""`lab site`: build the course as a static web site, from the notebooks' stored outputs; no notebook is run.
 
-Sphinx reads a folder that scripts/website/sources.py writes and makes pages of it, with the settings of
-scripts/website/conf.py. The site is built beside its place and moved there when it is whole.
+Sphinx converts a folder that scripts/website/sources.py writes, with the settings of scripts/website/conf.py. The site
+is built in a temporary folder and moved to its place when it is complete.
 """
 
 import argparse
@@ -18,14 +18,14 @@ from website import sources
 
 ROOT = Path(__file__).resolve().parent.parent
 SETTINGS = Path(__file__).resolve().parent / "website"
-MARK = "objects.inv"  # every site of Sphinx has it: such a folder may be replaced
+MARK = "objects.inv"  # in every Sphinx site: a folder with it may be replaced
 JOBS = 2
-# Where in the whole each of Sphinx's long phases begins and ends; before them labkit is imported.
+# Where each long phase of Sphinx begins and ends, as parts of the total; labkit is imported before.
 PHASES = {"reading sources": (0.25, 0.55), "writing output": (0.55, 0.8), "highlighting module code": (0.8, 1.0)}
 
 
 def build(out, line=None):
-    """Build the site into the folder `out`; what Sphinx warns of, a line each. UserError if it cannot be written."""
+    """Build the site into the folder `out`; return Sphinx's warnings. UserError if it cannot be written."""
     place = check(out)
     try:
         sources.write(place / "source")
@@ -39,12 +39,12 @@ def build(out, line=None):
 
 
 def check(out):
-    """A new folder beside `out`, so that what is built there can be moved; UserError where that cannot be."""
+    """Make a new folder next to `out`, from which the site can be moved; UserError if that is impossible."""
     for path in (out, *out.parents):
         if path.exists() and not path.is_dir():
             raise UserError(f"{path} is a file, not a folder for the site")
     if out.is_dir() and any(out.iterdir()) and not (out / MARK).exists():
-        raise UserError(f"{out} holds other files; a site replaces only an older site")
+        raise UserError(f"{out} has other files, and a site replaces only an older site: use another folder")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         return Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
@@ -65,23 +65,23 @@ def run_sphinx(place, line):
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(SETTINGS.parent)])},
     )
     try:
-        for told in child.stdout:
-            if words := progress(told, line.seconds):
+        for text in child.stdout:
+            if words := progress(text, line.seconds):
                 line.show(words)
     finally:
         if child.poll() is None:
             child.terminate()
         child.wait()
         line.clear()
-    told = [words.replace(f"{place}/", "") for words in warnings.read_text().splitlines() if words.strip()]
+    lines = [text.replace(f"{place}/", "") for text in warnings.read_text().splitlines() if text.strip()]
     if child.returncode:
-        raise UserError(f"Sphinx ended with {child.returncode}: {told[-1] if told else 'no word why'}")
-    return told
+        raise UserError(f"Sphinx ended with {child.returncode}: {lines[-1] if lines else 'no message'}")
+    return lines
 
 
-def progress(told, seconds):
-    """Sphinx's "writing output... [ 34%] page" as a bar of the whole; None for its other lines."""
-    found = re.match(r"([\w ]+)\.\.\. *\[ *(\d+)%\]", told)
+def progress(text, seconds):
+    """Convert Sphinx's "writing output... [ 34%] page" to a progress bar; None for other lines."""
+    found = re.match(r"([\w ]+)\.\.\. *\[ *(\d+)%\]", text)
     if not found or found[1] not in PHASES:
         return None
     begin, end = PHASES[found[1]]

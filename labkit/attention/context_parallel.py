@@ -30,7 +30,7 @@ from torch.nn import functional as F
 from labkit import comm
 from labkit.attention.tiles import TILE, Tiles, by_key_head, checked_key_mask
 from labkit.ideas.attention_and_context import merge
-from labkit.tensor_parallel.rng_tracker import apart
+from labkit.tensor_parallel.rng_tracker import per_rank_draws
 
 
 def places(length, group=None):
@@ -137,7 +137,7 @@ class RingAttention(torch.autograd.Function):
                 own[0][..., columns, :] += gradients[1]
                 own[1][..., columns, :] += gradients[2]
                 del gradients  # otherwise they exist together with the next ones
-            arrived = ctx.ring.hand_on(own, arrived)
+            arrived = ctx.ring.send_on(own, arrived)
         return for_query.to(query.dtype), *arrived().to(key.dtype), None, None
 
 
@@ -165,7 +165,7 @@ class Ring:
             pair, incoming = incoming, pair
         yield (self.rank + 1) % self.n, pair
 
-    def hand_on(self, own, arrived):
+    def send_on(self, own, arrived):
         """Add the gradients that earlier ranks computed for these keys, and send the sum on.
 
         arrived: from the last call, or None. Returns a function that waits for the next gradients.
@@ -236,7 +236,7 @@ def ulysses_attention(
         masks = gather_key_masks(mask, group)
         options["key_mask"] = torch.cat(tuple(masks), -1)[..., order.argsort()]  # [B, T]
     dropped = n > 1 and options.get("dropout_p")
-    with apart(dist.get_rank(group), query.device) if dropped else nullcontext():
+    with per_rank_draws(dist.get_rank(group), query.device) if dropped else nullcontext():
         output = attend(*in_order, **options)
     return Exchange.apply(output[..., order, :], -2, -3, group)
 
@@ -246,7 +246,9 @@ class Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, cut, join, group):
-        ctx.cut, ctx.join, ctx.group = cut, join, group
+        ctx.cut = cut
+        ctx.join = join
+        ctx.group = group
         outgoing = torch.stack(x.chunk(dist.get_world_size(group), cut))
         incoming = torch.empty_like(outgoing)
         comm.all_to_all(incoming, outgoing, group=group)

@@ -240,11 +240,9 @@ def hang(rows):
         return None
     for rank in late[:1]:
         row = progress.latest(by_rank_rows[rank])
-        last = (
-            f"last seen in {operation(row, row['scheduled'], by_rank_rows)}"
-            if row
-            else "not seen yet"
-        )
+        last = "not seen yet"
+        if row:
+            last = f"last seen in {operation(row, row['scheduled'], by_rank_rows)}"
         words += f": waiting for {ranks(late)}, {last}"
     return Finding("a hang", words, "let every rank call the same collectives in the same order", 0)
 

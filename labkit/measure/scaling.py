@@ -110,8 +110,11 @@ def full_at(sizes, blocks, backward_ms):
 
 
 class Step(NamedTuple):
-    """A step of one rank, in ms: the sleep of its blocks (a third of it forward), the work per
-    samples outside the blocks, and the optimizer's. sizes: bytes of its buckets, in order."""
+    """A step of one rank, in ms, as the sum of its parts.
+
+    asleep_ms: the sleep of its blocks, a third of it forward. samples_ms: the work for the samples
+    outside the blocks. sizes: bytes of its buckets, in the order in which they are sent.
+    """
 
     asleep_ms: float
     samples_ms: float

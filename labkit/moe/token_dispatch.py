@@ -21,7 +21,9 @@ class Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, rows, outgoing, incoming, scale, group):
-        ctx.sizes, ctx.scale, ctx.group = (incoming, outgoing), scale, group
+        ctx.sizes = (incoming, outgoing)
+        ctx.scale = scale
+        ctx.group = group
         came = rows.new_empty(sum(incoming), *rows.shape[1:])
         comm.all_to_all(came, rows.contiguous(), incoming, outgoing, group)
         return came

@@ -75,8 +75,10 @@ class Pipeline:
         self, stages, group=None, schedule=one_f_one_b, micro_batches=1, loss=None, names=None
     ):
         check_ranks("Pipeline", group)
-        self.group, self.rank = group, dist.get_rank(group)
-        self.micro_batches, self.loss = micro_batches, loss
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.micro_batches = micro_batches
+        self.loss = loss
         is_dict = isinstance(stages, dict)
         modules = stages.values() if is_dict else ()
         device = next((p.device for module in modules for p in module.parameters()), None)
@@ -91,7 +93,7 @@ class Pipeline:
         length = len(self.owner) // len(self.last)
         self.stages = Stages(stages, names, length, self.owner, group, text, device)
         self.split = {a for a in self.schedule[self.rank] if a.kind == "W"}
-        ways = group, self.way_down(group)
+        ways = group, self.backward_group(group)
         forward = [[a for a in program if a.kind == "F"] for program in self.schedule]
         self.mail = Mail(self.schedule, self.owner, ways, device)
         self.forward_mail = partial(Mail, forward, self.owner, ways, device)
@@ -109,7 +111,7 @@ class Pipeline:
             raise ValueError(f"stage {local[0]} is the last: rank {self.rank} needs a loss")
 
     @staticmethod
-    def way_down(group):
+    def backward_group(group):
         """Return a group for backward messages: on NCCL those of one group run one at a time."""
         if "nccl" not in dist.get_backend(group):
             return group
@@ -129,7 +131,7 @@ class Pipeline:
         self.scale = scale
         self.metric = self.loss
         self.weights = weights or [1.0] * self.micro_batches
-        with self.stages.tied_apart():
+        with self.stages.separate_tied_gradients():
             return self.run(self.schedule[self.rank], self.mail, input, target)
 
     @torch.no_grad()

@@ -115,11 +115,11 @@ class Mail:
             return
         tensor = tensor.contiguous()
         group = self.ways[self.rank > dst]
-        for message in [*self.first_sight(tensor, action, target), tensor]:
+        for message in [*self.header_for(tensor, action, target), tensor]:
             self.leaving.append((comm.send(message, dst, group, async_op=True), message))
         self.leaving = [pair for pair in self.leaving if not pair[0].is_completed()]
 
-    def first_sight(self, tensor, action, target):
+    def header_for(self, tensor, action, target):
         """Return [header] for the first message of its kind, else []."""
         looks = tuple(tensor.shape), tensor.dtype
         is_new = target[:2] not in self.sent_looks

@@ -57,7 +57,7 @@ def actions(schedule):
 
 
 def gpipe(stages, micro_batches, ranks=None):
-    """All forwards, then all backwards. Several stages a rank: stage s is on rank s % ranks."""
+    """Return GPipe: all forwards, then all backwards. Stage s is on rank s % ranks."""
     schedule = []
     for own in dealt(stages, ranks or stages):
         forward = [Action("F", s, m) for s in own for m in range(micro_batches)]
@@ -68,7 +68,7 @@ def gpipe(stages, micro_batches, ranks=None):
 
 
 def one_f_one_b(stages, micro_batches, ranks=None):
-    """PipeDream's 1F1B with a flush: each rank alternates forward and backward once it can."""
+    """Return PipeDream's 1F1B with a flush: a rank alternates forward and backward once it can."""
     one_each("one_f_one_b", stages, micro_batches, ranks)
     schedule = []
     for s in range(stages):
@@ -79,7 +79,7 @@ def one_f_one_b(stages, micro_batches, ranks=None):
 
 
 def interleaved(stages, micro_batches, ranks=None):
-    """1F1B with several thin stages a rank: the pipeline fills in 1/v of the time."""
+    """Return 1F1B with several thin stages a rank: the pipeline fills in 1/v of the time."""
     p = ranks or stages
     if micro_batches % p:
         raise ValueError(
@@ -96,7 +96,7 @@ def interleaved(stages, micro_batches, ranks=None):
 
 
 def zero_bubble(stages, micro_batches, ranks=None):
-    """ZB-H1: 1F1B that delays the weights' gradients, on rank r by r micro-batches."""
+    """Return ZB-H1: 1F1B that delays the weights' gradients, on rank r by r micro-batches."""
     schedule = []
     one_each("zero_bubble", stages, micro_batches, ranks)
     for s, program in enumerate(one_f_one_b(stages, micro_batches)):
@@ -111,7 +111,7 @@ def zero_bubble(stages, micro_batches, ranks=None):
 
 
 def v_shaped(stages, micro_batches, ranks=None):
-    """ZB-V: rank r has stage r and the r-th stage from the end, so the loss is on rank 0.
+    """Return ZB-V: rank r has stage r and the r-th stage from the end, so the loss is on rank 0.
 
     F and B are of stage r, f and b of the other stage. With enough micro-batches to fill all ranks
     (2 p - 1), a rank runs F until the first f arrives, f and F until the first b arrives, f and b
@@ -127,7 +127,8 @@ def v_shaped(stages, micro_batches, ranks=None):
         raise ValueError(
             f"v_shaped needs two stages a rank: not {stages} stages on {ranks or p} ranks"
         )
-    schedule, filled = [], micro_batches >= stages - 1
+    schedule = []
+    filled = micro_batches >= stages - 1
     for rank in range(p):
         near, far = rank, stages - 1 - rank
         text = "F" * (stages - 1 - 2 * rank) + "fF" * rank + "fb" * (p - rank)
@@ -145,7 +146,9 @@ def with_weights(program, room, wait):
 
     After the last F, Ws are added when more than `wait` are delayed. Held, as in most_held: F to W.
     """
-    split, put_off, held = [], deque(), 0
+    split = []
+    put_off = deque()
+    held = 0
     forwards_left = sum(action.kind == "F" for action in program)
     for action in program:
         split.append(action)
@@ -161,7 +164,7 @@ def with_weights(program, room, wait):
 
 
 def dual_pipe(stages, micro_batches, ranks=None):
-    """DualPipe: half of the micro-batches enter at each end and fill the other half's bubble.
+    """Return DualPipe: half of the micro-batches enter at each end and fill the others' bubble.
 
     Rank r has stage r and the copy of stage p-1-r. F and B are of the chain that begins nearer to
     the rank, f and b of the other one; W is the oldest delayed one. A rank is idle for p/2 - 1
@@ -180,10 +183,12 @@ def dual_pipe(stages, micro_batches, ranks=None):
             f"dual_pipe: micro_batches={micro_batches} must be even and at least {stages}, "
             "two a rank"
         )
-    schedule, half = [], micro_batches // 2
+    schedule = []
+    half = micro_batches // 2
     for rank in range(p):
         near, far = sorted((rank, stages - 1 - rank), key=lambda stage: stage % p)
-        to_end, to_middle = near % p, p // 2 - 1 - near % p
+        to_end = near % p
+        to_middle = p // 2 - 1 - near % p
         text = "FF" * to_middle + "Ff" * (to_end + 1) + "bWf" * to_middle
         text += "FbWfBW" * (half - p + to_end + 1)  # the steady state: one of each, both ways
         text += "bWfBW" * to_middle
@@ -200,7 +205,8 @@ def spelled(text, stage, p, half):
     stage is in the second chain, from stage p on. "W": the oldest delayed one.
     """
     turn = {letter: count(half * (number // p)) for letter, number in stage.items()}
-    program, put_off = [], deque()
+    program = []
+    put_off = deque()
     for letter in text:
         if letter == "W":
             program.append(put_off.popleft())

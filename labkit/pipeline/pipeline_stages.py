@@ -58,7 +58,8 @@ class Stages:
         self.make_equal()
 
     def named(self, modules):
-        tensors, first = {}, {}
+        tensors = {}
+        first = {}
         for stage, module in sorted(modules.items()):
             for own, tensor in module.state_dict(keep_vars=True).items():
                 if not isinstance(tensor, torch.Tensor) or own.endswith("_extra_state"):
@@ -124,7 +125,7 @@ class Stages:
             comm.send(tensor.data, rank, self.group)
 
     @contextmanager
-    def tied_apart(self):
+    def separate_tied_gradients(self):
         """Make the gradient of each copy of a tied parameter separately, around a step's backward.
 
         At the end the sum over all copies is added to the gradient that each copy had. After an

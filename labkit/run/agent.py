@@ -43,7 +43,7 @@ from labkit.run import node_agents, worker
 
 PR_SET_CHILD_SUBREAPER = 36
 GRACE = 1.0  # seconds between SIGTERM and SIGKILL
-BURIAL = 10.0  # seconds within which killed processes must be gone, also on a busy machine
+KILL_LIMIT = 10.0  # seconds within which killed processes must be gone, also on a busy machine
 POLL = 0.02  # seconds
 
 
@@ -52,9 +52,8 @@ def serve():
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    fcntl.fcntl(
-        sys.stdin, fcntl.F_SETFL, 0
-    )  # from here on the loop notices a closed pipe; no SIGIO (client.py)
+    # from here on the loop notices a closed pipe; no SIGIO (client.py)
+    fcntl.fcntl(sys.stdin, fcntl.F_SETFL, 0)
     requests = selectors.DefaultSelector()
     requests.register(sys.stdin.fileno(), selectors.EVENT_READ)
     share_imports()
@@ -83,12 +82,13 @@ def serve():
                     stopping = request["stop"]
                 else:
                     folders.add(Path(request["job"]).parent)
-                    job, name = start_job(request), request["job"]
+                    job = start_job(request)
+                    name = request["job"]
         if job:
             status = reap().get(job)
             if status is not None:
                 end_descendants(grace=0.0)
-                bury_orphans()
+                reap_orphans()
                 job = None
                 late = (Path(name).parent / worker.LATE_IMPORT).exists()
                 say(ended=os.waitstatus_to_exitcode(status), job=name)
@@ -125,13 +125,13 @@ def start_job(request):
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         folder = Path(request["job"]).parent
         worker.redirect_output(folder / "job.log")
-        no_input()
+        close_input()
         signal.signal(signal.SIGINT, signal.default_int_handler)
         job = json.loads(Path(request["job"]).read_text())
 
         def run_torchrun(place):
             if request["command"]:
-                os.environ |= {} if place is None else in_environment(place)
+                os.environ |= {} if place is None else node_environment(place)
                 os.execv(request["command"][0], request["command"])
             return run_job(request["job"], request["nproc"], folder, place)
 
@@ -146,14 +146,14 @@ def start_job(request):
         os._exit(status)
 
 
-def no_input():
+def close_input():
     """Replace the pipe of requests by an empty stdin for the ranks: input() raises EOFError."""
     empty = os.open(os.devnull, os.O_RDONLY)
     os.dup2(empty, 0)
     os.close(empty)
 
 
-def in_environment(place):
+def node_environment(place):
     """Return the environment variables for torchrun that differ between nodes."""
     host = {
         "PET_RDZV_CONF": f"is_host={str(place.node == 0).lower()},store_type={place.store_type}"
@@ -169,7 +169,7 @@ def run_job(job_path, nproc, folder, place=None):
     place = place or node_agents.Place(0, 1, "127.0.0.1", str(folder / "rendezvous"), "file")
     with gpus_hidden():
         config = elastic_config(place, nproc, folder.name, folder / f"elastic-{place.node}")
-    note_exits(folder / "exits.jsonl")
+    log_exits(folder / "exits.jsonl")
     if place.count == 1:  # torch delays each node by up to 0.3 s, which one node does not need
         dynamic_rendezvous._delay = lambda seconds: None
     # It looks up the caller's name in all modules for its log, which takes half the time of a
@@ -213,7 +213,7 @@ def gpus_hidden():
         os.environ.update(before)
 
 
-def note_exits(path):
+def log_exits(path):
     """Log the exit code of every rank as it ends; torchelastic reports only failures."""
     path.touch()
     learn = popen_fork.Popen.poll
@@ -238,7 +238,7 @@ def end_descendants(grace):
     deadline = time.monotonic() + grace
     while time.monotonic() < deadline and any(alive(process) for process in below):
         time.sleep(POLL)
-    deadline = time.monotonic() + BURIAL
+    deadline = time.monotonic() + KILL_LIMIT
     while left := [process for process in descendants() if alive(process)]:
         for process in left:  # a descendant may have started another process meanwhile
             send(process, signal.SIGKILL)
@@ -251,9 +251,9 @@ def descendants():
     return psutil.Process().children(recursive=True)
 
 
-def bury_orphans():
+def reap_orphans():
     """Wait for killed processes, so that a job that is reported as ended leaves no zombie."""
-    deadline = time.monotonic() + BURIAL
+    deadline = time.monotonic() + KILL_LIMIT
     while psutil.Process().children() and time.monotonic() < deadline:
         reap()
         time.sleep(POLL / 4)

@@ -114,9 +114,8 @@ def agent():
     client = AgentClient()
     try:
         if client.receive(START_LIMIT):
-            atexit.register(
-                client.process.stdin.close
-            )  # at the start of interpreter shutdown, which can be slow
+            # at the start of interpreter shutdown, which can be slow
+            atexit.register(client.process.stdin.close)
             return client
         raise AgentError(f"the launching agent did not start within {START_LIMIT:g} s")
     except BaseException:  # also KeyboardInterrupt: nothing else holds a reference to this process

@@ -67,7 +67,9 @@ def take_turns(context, experiments, rounds, steps_per_round):
     participants = {
         label: Participant(context, experiment) for label, experiment in experiments.items()
     }
-    counted, peaks, measured = {}, {}, []
+    counted = {}
+    peaks = {}
+    measured = []
     for label, participant in participants.items():
         counted[label] = participant.prepare()
         dist.barrier()

@@ -72,7 +72,8 @@ class Console:
         self.tails = [Tail(path, longest=4 * LINE_LENGTH) for path in logs]
         self.left_out = [0] * len(logs)
         self.quiet = quiet
-        self.budget, self.filled = float(LINES_AT_ONCE), time.monotonic()
+        self.budget = float(LINES_AT_ONCE)
+        self.filled = time.monotonic()
 
     def show(self, final=False):
         now = time.monotonic()
@@ -97,8 +98,10 @@ class Bar:
     """A progress bar with the time left, in a notebook or terminal; removed after the run."""
 
     def __init__(self, quiet):
-        self.quiet, self.start = quiet, time.monotonic()
-        self.shown, self.handle = False, None
+        self.quiet = quiet
+        self.start = time.monotonic()
+        self.shown = False
+        self.handle = None
 
     def update(self, step, total):
         elapsed = time.monotonic() - self.start

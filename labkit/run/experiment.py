@@ -140,9 +140,8 @@ class Experiment:
                 f"not {self.strategy}"
             )
         if self.experts or self.expert > 1 or self.axes:
-            from labkit.run import (
-                experiment_mesh,
-            )  # imports torch, which a wrong name must not wait for
+            # imports torch, which a wrong name must not wait for
+            from labkit.run import experiment_mesh
 
             experiment_mesh.check(self)
 

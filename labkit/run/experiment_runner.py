@@ -55,7 +55,9 @@ class Participant:
     """
 
     def __init__(self, context, experiment, fake=None):
-        self.context, self.experiment, self.device = context, experiment, context.device
+        self.context = context
+        self.experiment = experiment
+        self.device = context.device
         self.fake = fake
         alone = experiment.strategy == "single"
         self.takes_part = context.rank == 0 or not alone
@@ -66,16 +68,20 @@ class Participant:
         if not self.takes_part:
             return
         self.world_size = 1 if alone else context.world_size
-        self.mesh, rank, self.replicas = None, 0 if alone else context.rank, self.world_size
+        self.mesh = None
+        rank = 0 if alone else context.rank
+        self.replicas = self.world_size
         if experiment.axes:
             self.mesh = mesh_of(experiment, self.world_size)
-            self.replicas = self.mesh.size("dp") * experiment.expert  # each has its own samples
+            # each replica has its own samples
+            self.replicas = self.mesh.size("dp") * experiment.expert
             rank = self.mesh.rank("dp") * experiment.expert + self.mesh.rank("ep")
         self.share = experiment.batch_size // self.replicas
         dataset = models.data.load(experiment.data, experiment.model)
         self.batches = Batches(dataset, self.share, self.replicas, rank, experiment.seed)
         self.build()
-        e, self.flops = experiment, nan
+        e = experiment
+        self.flops = nan
         arithmetic = e.compute == "real" and self.device.type != "meta"
         # The FLOPs of experts depend on the routing; a custom model may need real tensors.
         if arithmetic and not e.experts and e.model in models.SIZES:
@@ -100,7 +106,8 @@ class Participant:
             # the code inside a block sends messages, or counts the load of experts
             how = {"arithmetic": bool(e.axes or e.experts)}
             models.emulate(module, models.unit(e.model), forward_ms=e.block_ms * part, **how)
-        loss, hook = loss_of(e, module), comm_hook(e.comm_hook)
+        loss = loss_of(e, module)
+        hook = comm_hook(e.comm_hook)
         self.compressor = hook if e.comm_hook in COMPRESSORS else None
         wrapping = e.strategy, models.unit(e.model), e.bucket_cap_mb, hook
         self.model = (
@@ -276,20 +283,20 @@ def largest_batch(experiment, ranks, rank, room):
 
 
 def estimate_rank(experiment, ranks, rank, device=None):
-    """The Estimate of one rank's step. device: "cuda" or "cpu"; None: what this machine has.
+    """Return the Estimate of one rank's step. device: "cuda" or "cpu"; None: what this machine has.
 
-    Also in a process that is a rank itself.
+    Also works in a process that is a rank itself.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     with torch.random.fork_rng(), fake_ranks(rank, ranks, device) as fake:
         context = Context(rank, ranks, 0, 0, torch.device("meta"), EventFile(io.StringIO()))
-        with fake.tracker():  # so that what is made on the host is known to be there
+        with fake.tracker():  # marks the tensors that are made on the host
             participant = Participant(context, experiment, fake)
         return held(participant, fake)
 
 
 def held(participant, fake=None):
-    """The Estimate of what this rank holds in a step that is not its first, its batch included.
+    """Return the Estimate of what this rank holds in its second step, the batch included.
 
     fake: of estimate_rank. None: in a real step.
     """
@@ -301,6 +308,8 @@ def held(participant, fake=None):
     spans = [span for span in participant.timeline.spans if span.name != "step"]
     began = sorted((span.start, span.name) for span in spans)
     began = [(name, start) for start, name in began]
-    e, ranks, rank = participant.experiment, participant.world_size, participant.context.rank
+    rank = participant.context.rank
+    ranks = participant.world_size
     host = fake.host.nbytes if fake else 0
-    return estimate_of(tracker, made[1], began, e.strategy, ranks, rank, host)
+    strategy = participant.experiment.strategy
+    return estimate_of(tracker, made[1], began, strategy, ranks, rank, host)

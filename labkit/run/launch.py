@@ -34,7 +34,7 @@ from labkit.run.job import choose_device, describe_nodes, describe_target
 from labkit.run.launch_monitor import watch
 from labkit.run.report import explain, launcher_died, read_ends
 
-LAST_WORDS = ("leaving", "error")
+FINAL_EVENTS = ("leaving", "error")
 # in a shell command: a file in a new folder that only this user can open
 PRIVATE = "$(mktemp -d)/meeting"
 
@@ -50,7 +50,8 @@ class LaunchError(RuntimeError):
 
     def __init__(self, message, run, cause=None):
         super().__init__(message)
-        self.run, self.cause = run, cause
+        self.run = run
+        self.cause = cause
 
     def _render_traceback_(self):
         # IPython shows this instead of the notebook's own traceback, which does not help
@@ -58,8 +59,7 @@ class LaunchError(RuntimeError):
 
 
 class Run:
-    """Result of a launch. Its log folder is deleted by the first launch after this object has been
-    garbage-collected.
+    """Result of a launch. Its folder is deleted by the first launch after this object is gone.
 
     nproc (of each node), nodes, world_size, seconds, parameters; device "cpu" or "cuda"; logs: one
     Path per rank; command: the shell command of the same run, for every node. With restarts, this
@@ -74,7 +74,8 @@ class Run:
         self.nodes = job["nodes"]
         self.seconds = 0.0
         self.world_size = nproc * self.nodes
-        self.parameters, self.device = job["parameters"], job["device"]
+        self.parameters = job["parameters"]
+        self.device = job["device"]
         self.holder = tempfile.TemporaryDirectory(prefix="labkit-", ignore_cleanup_errors=True)
         # Python swallows an interrupt in a finalizer, so the next launch removes the files instead.
         weakref.finalize(self, unused.append, self.holder).atexit = False
@@ -128,7 +129,7 @@ class Run:
     def sent_by(self, node):
         """Return the bytes that the node's ranks sent through labkit.comm."""
         ranks = self.events[node * self.nproc : (node + 1) * self.nproc]
-        ends = [event for events in ranks for event in events if event["kind"] in LAST_WORDS]
+        ends = [event for events in ranks for event in events if event["kind"] in FINAL_EVENTS]
         return sum(event["sent_bytes"] for event in ends)
 
     @property

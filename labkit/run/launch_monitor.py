@@ -22,7 +22,7 @@ from labkit.run.report import read_exits
 
 POLL = 0.02  # seconds between checks of the ranks' output
 LOOK = 0.5  # seconds between checks of their processes
-GOODBYE = 3.0  # seconds for torchruns to end after their ranks; over a cut link they never do
+EXIT_LIMIT = 3.0  # seconds for torchruns to end after their ranks; over a cut link they never do
 LONGEST_LOG = 2**30  # bytes
 OTHERS_REPORT = 0.8  # seconds that the other ranks get to report after one has failed
 
@@ -57,9 +57,8 @@ def watch(run, command, timeout, quiet, bar):
         client.start(run.job_path, run.nproc, command)
         while status is None:
             status = client.poll(POLL)
-            exits = read_exits(
-                run.folder
-            )  # before the events: a rank writes its last event before it exits
+            # before the events: a rank writes its last event before it exits
+            exits = read_exits(run.folder)
             take_events(run, tails, bar)
             console.show()
             if not notes_shown and run.network:
@@ -79,7 +78,7 @@ def watch(run, command, timeout, quiet, bar):
                 if flood := flooded(run.logs):
                     client.stop()
                     return Outcome(1, exits, stopped, flood=flood)
-            if status is None and done_at is not None and now - done_at > GOODBYE:
+            if status is None and done_at is not None and now - done_at > EXIT_LIMIT:
                 client.stop()
                 return Outcome(0, exits, [])
             late = failed_at is not None and now - failed_at > OTHERS_REPORT

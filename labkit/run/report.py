@@ -82,9 +82,8 @@ def read_ends(folder, nproc, events, exits, frozen=()):
         elif "start" not in kinds:
             state = "absent"
         elif stack_text or (exits is not None and exit_code is None):
-            state = (
-                "finished" if "leaving" in kinds else "stopped"
-            )  # "leaving": stopped during its exit
+            # "leaving": stopped during its exit
+            state = "finished" if "leaving" in kinds else "stopped"
         else:
             state = "died"
         rows = progress.read(folder / f"rank-{rank}.box")

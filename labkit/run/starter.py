@@ -31,9 +31,8 @@ def start(experiment, options, arguments):
     training.check(experiment, options, options.nproc)
     Log(options.log_file)
     for name in ("torch.distributed.elastic", "torch.multiprocessing"):
-        logging.getLogger(name).setLevel(
-            logging.CRITICAL
-        )  # the line printed below replaces their messages
+        # the line printed below replaces their messages
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory(prefix="labkit-train-") as folder:
         for number in range(options.max_restarts + 1):
             place = Path(folder, str(number))

@@ -27,13 +27,13 @@ COUNTED = ["sent_bytes", "peak_bytes"]
 
 
 def summary(rows):
-    """Return a DataFrame with a row per cell of sweep.results(): its fields and world, and
+    """Return a DataFrame with a row per cell of sweep.results().
 
-    world (text), ranks, base (the cell to compare with), changes: ((field, value), ...) that differ
-    from the base; medians over rounds of the means over ranks and steps: step_ms (quartiles
-    step_low, step_high) and the other TIMES and RATES; ratio of step times, paired by round, with
-    its interval ratio_low, ratio_high; pairs (ratio_of makes a stats.Ratio of these); bytes of the
-    rank with the most; loss: of the last step, mean over ranks.
+    Columns: its fields and world; world (text); ranks; base, the cell to compare with; changes:
+    ((field, value), ...) that differ from the base. Medians over rounds of the means over ranks and
+    steps: step_ms (quartiles step_low, step_high) and the other TIMES and RATES. ratio of step
+    times, paired by round, with its interval ratio_low, ratio_high; pairs (ratio_of makes a
+    stats.Ratio of these). Bytes of the rank with the most. loss: of the last step, mean over ranks.
     """
     rows = rows.assign(link_mbit=slowed(rows))
     by_cell = rows.groupby("cell", sort=False)
@@ -42,7 +42,8 @@ def summary(rows):
     of_cells = turns.groupby("cell", sort=False)
     table = by_cell[[*FIELDS, *WORLD]].first().join(of_cells.median())
     steps = of_cells["step_ms"]
-    table["step_low"], table["step_high"] = steps.quantile(0.25), steps.quantile(0.75)
+    table["step_low"] = steps.quantile(0.25)
+    table["step_high"] = steps.quantile(0.75)
     table = table.join(by_cell[list(dict.fromkeys([*COUNTED, *kinds]))].max())
     losses = rows.groupby(["cell", "step"], sort=True)["loss"].mean()
     table["loss"] = losses.groupby("cell").last()
@@ -140,7 +141,8 @@ def predict(table, model, world, changes):
     The ratios are those of singles(). Raises ValueError for a change that was not measured alone,
     and for a world without a base.
     """
-    base, known = base_in(table, model, world), singles(table, model)
+    base = base_in(table, model, world)
+    known = singles(table, model)
     for field, value in changes:
         if (field, value) not in known:
             raise ValueError(f"{field}={value} was not measured alone for {model}")

@@ -96,7 +96,8 @@ def cells(grid):
     A grid maps a name to a list of values, or to one value. Raises ValueError for an unknown name,
     an empty grid, and if no cell is valid.
     """
-    possible, refused = {}, []
+    possible = {}
+    refused = []
     for one in as_list(grid) or [{}]:
         possible_here, refused_here = product(one)
         possible |= {cell.key: cell for cell in possible_here}
@@ -116,7 +117,8 @@ def product(grid):
     lists = [as_list(values) for values in grid.values()]
     if not grid or not all(lists):
         raise ValueError("the grid is empty: give at least one name with at least one value")
-    possible, refused = [], []
+    possible = []
+    refused = []
     for values in itertools.product(*lists):
         given = dict(zip(grid, values, strict=True))
         try:
@@ -184,7 +186,9 @@ class Part:
     """A launch's part of the sweep's progress bar."""
 
     def __init__(self, bar, before, total):
-        self.bar, self.before, self.total = bar, before, total
+        self.bar = bar
+        self.before = before
+        self.total = total
         self.record = bar.record
 
     def update(self, step, total):

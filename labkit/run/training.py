@@ -92,11 +92,11 @@ def train(context, experiment, options, log, sinks, preemption, watchdog):
             run.loss, run.norm, stop = step(monitor, run.step + 1, participant, preemption)
             run.step += 1
             last = run.step == experiment.steps
-            told = run.told() | pace.after(run.step)
-            bar.set_postfix_str(pace.words(told), refresh=False)
+            fields = run.log_fields() | pace.after(run.step)
+            bar.set_postfix_str(pace.words(fields), refresh=False)
             bar.update()
             if not last:
-                log.write(**told)
+                log.write(**fields)
             saves = checkpoints and (last or stop or run.step % options.checkpoint_every == 0)
             metrics = {"loss": run.loss}
             if due(run.step, options.evaluate_every) or (saves and options.best == "evaluation"):
@@ -118,7 +118,7 @@ def train(context, experiment, options, log, sinks, preemption, watchdog):
             return f"stopped after step {run.step} ({why}); nothing was saved: use --checkpoint-dir"
         return f"stopped after step {run.step} ({why}); run the same command to resume"
     digest = weights_sha256(trainer.model)
-    log.write(**run.told(), **pace.now(run.step), weights_sha256=digest)
+    log.write(**run.log_fields(), **pace.now(run.step), weights_sha256=digest)
     return f"done: {run.step} steps, loss {run.loss:.4f}, weights {digest[:16]}"
 
 
@@ -165,7 +165,7 @@ def save(checkpoints, step, state, rank, metrics):
         checkpoints.save(step, state, **metrics)
     except CheckpointError as error:
         if rank == 0:
-            print(f"labkit.train: {error}; training goes on", file=sys.stderr, flush=True)
+            print(f"labkit.train: {error}; training continues", file=sys.stderr, flush=True)
         checkpoints.save(step, state, **metrics)
 
 
@@ -223,7 +223,8 @@ class Pace:
         target = participant.batches.dataset[0][1]
         tokens = target.numel() if isinstance(target, torch.Tensor) else 1
         self.unit = "tokens" if tokens > 1 else "samples"
-        self.of_a_step, self.steps = e.batch_size * tokens, e.steps
+        self.of_a_step = e.batch_size * tokens
+        self.steps = e.steps
         self.times = deque([time.monotonic()], RECENT)
 
     def after(self, step):
@@ -240,10 +241,12 @@ class Pace:
         left = (self.steps - step) * seconds
         return {f"{self.unit}_per_s": round(pace, 1), "eta_s": round(left, 1)}
 
-    def words(self, told):
+    def words(self, fields):
         names = {"loss": "loss {:.4f}", "gradient_norm": "norm {:.3g}"}
         names |= {f"{self.unit}_per_s": "{:,.0f} " + f"{self.unit}/s"}
-        return ", ".join(words.format(told[name]) for name, words in names.items() if name in told)
+        return ", ".join(
+            words.format(fields[name]) for name, words in names.items() if name in fields
+        )
 
 
 class Run:
@@ -253,17 +256,20 @@ class Run:
     """
 
     def __init__(self, experiment, clip, changed):
-        self.now, self.changed, self.was = experiment.to_dict() | {"clip": clip}, changed, {}
-        self.step, self.loss, self.norm = 0, nan, None
+        self.now = experiment.to_dict() | {"clip": clip}
+        self.changed = changed
+        self.was = {}
+        self.step = 0
+        self.loss = nan
+        self.norm = None
 
     def state_dict(self):
-        cosine = (
-            self.now["schedule"] == "cosine"
-        )  # it ends at the last step, so `steps` must be equal
+        # a cosine ends at the last step, so `steps` must be equal
+        cosine = self.now["schedule"] == "cosine"
         fields = {name: self.now[name] for name in (*SAME, *["steps"] * cosine)}
         return {"step": self.step, "loss": self.loss, "norm": self.norm, "fields": fields}
 
-    def told(self):
+    def log_fields(self):
         """Return the log's fields of the last step that are equal in every run."""
         norm = {} if self.norm is None else {"gradient_norm": self.norm}
         return {"step": self.step, "loss": self.loss} | norm
@@ -285,7 +291,8 @@ class Run:
 
     def override(self, trainer, chosen):
         """Set the overridden values again; the learning rate follows the schedule."""
-        plain, schedule = getattr(trainer.optimizer, "inner", trainer.optimizer), trainer.schedule
+        plain = getattr(trainer.optimizer, "inner", trainer.optimizer)
+        schedule = trainer.schedule
         for group, values in zip(plain.param_groups, chosen, strict=True):
             group |= {name: values[name] for name in values if name in self.changed}
         if "lr" not in self.changed:
@@ -299,7 +306,9 @@ class Run:
             group |= {"initial_lr": lr, "lr": lr * factor}
 
     def load_state_dict(self, state):
-        self.step, self.loss, self.was = state["step"], state["loss"], state["fields"]
+        self.step = state["step"]
+        self.loss = state["loss"]
+        self.was = state["fields"]
         self.norm = state.get("norm")
 
 

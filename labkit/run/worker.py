@@ -52,11 +52,10 @@ MACHINERY = (
 )
 BOX_BYTES = 1 << 20  # the file system stores only the pages that were written
 ROOM = 200  # bytes for the changing part of a line
-MEETING = (
-    60.0  # seconds that a rank may start later than another; after that collective_timeout applies
-)
+# seconds that a rank may start later than another; after that collective_timeout applies
+JOIN_LIMIT = 60.0
 # seconds, less than launch_monitor.OTHERS_REPORT: torchrun ends all ranks once one has left
-STAY = 0.6
+REPORT_DELAY = 0.6
 LATE_IMPORT = "torch._dynamo"  # takes 1.5 s or more, in every process that makes an optimizer
 
 
@@ -69,8 +68,11 @@ class BlackBox(Progress):
         os.truncate(path, BOX_BYTES)
         with open(path, "r+b") as file:
             self.map = mmap.mmap(file.fileno(), BOX_BYTES)
-        self.sent_bytes, self.slots, self.end = 0, {}, 0
-        self.folder, self.imported = path.parent, False
+        self.sent_bytes = 0
+        self.slots = {}
+        self.end = 0
+        self.folder = path.parent
+        self.imported = False
 
     def append(self, event):
         self.sent_bytes += event.sent_bytes
@@ -145,7 +147,7 @@ def main(job_path):
         # Not printed here: the notebook shows only the traceback that matters (report.py).
         events.write("error", sent_bytes=box.sent_bytes, **describe_error(error))
         if report.TIMEOUT.search(str(error)):
-            time.sleep(STAY)
+            time.sleep(REPORT_DELAY)
         sys.exit(1)
 
 
@@ -181,11 +183,10 @@ def join_group(job, init_method, context):
     else:
         loopback = "lo" if sys.platform == "linux" else "lo0"
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-    torch.set_num_threads(
-        job["threads"]
-    )  # also with a GPU: offloaded optimizers compute on the CPU
+    # also with a GPU: offloaded optimizers compute on the CPU
+    torch.set_num_threads(job["threads"])
     timeout = datetime.timedelta(seconds=job["collective_timeout"])
-    meeting = max(timeout, datetime.timedelta(seconds=MEETING))
+    meeting = max(timeout, datetime.timedelta(seconds=JOIN_LIMIT))
     # Later groups would otherwise use torch's default timeout of 10 or 30 minutes.
     distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = timeout
     dist.init_process_group(

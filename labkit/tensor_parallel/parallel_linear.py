@@ -39,12 +39,12 @@ class SplitLayer:
         with whole_parameters(self):
             return super().apply(fn)
 
-    def hand_on(self, y, layout):
+    def redistribute(self, y, layout):
         """Return the output in the target layout, and set who draws the next random numbers."""
         y = self.axis.move(y, layout, self.target)
         if self.training:
-            draws = self.axis.draws
-            draws.own(y.device) if isinstance(self.target, Shard) else draws.alike()
+            rng = self.axis.rng
+            rng.per_rank(y.device) if isinstance(self.target, Shard) else rng.same_on_all()
         return y
 
 
@@ -54,7 +54,7 @@ class ColumnLinear(SplitLayer, nn.Linear):
     cuts, shared = {"weight": 0, "bias": 0}, "out_features"
 
     def forward(self, x):
-        return self.hand_on(super().forward(self.axis.shared(x, self.source)), Shard(-1))
+        return self.redistribute(super().forward(self.axis.shared(x, self.source)), Shard(-1))
 
 
 class PaddedColumnLinear(ColumnLinear):
@@ -68,7 +68,7 @@ class PaddedColumnLinear(ColumnLinear):
     def forward(self, x):
         logits = super().forward(x)
         own = len(self.weight)
-        self.axis.draws.alike()  # nothing draws per rank after the logits
+        self.axis.rng.same_on_all()  # nothing draws per rank after the logits
         if own * self.axis.size == self.out_features:
             return logits
         if self.target == Replicate():
@@ -84,7 +84,7 @@ class RowLinear(SplitLayer, nn.Linear):
 
     def forward(self, x):
         summand = F.linear(self.axis.move(x, self.source, Shard(-1)), self.weight)
-        y = self.hand_on(summand, Partial())
+        y = self.redistribute(summand, Partial())
         if self.bias is None:
             return y
         # with a sequence-sharded output, each rank sees a part of the bias's gradient
@@ -99,7 +99,7 @@ class ColumnEmbedding(SplitLayer, nn.Embedding):
     cuts, shared = {"weight": 1}, "embedding_dim"
 
     def forward(self, tokens):
-        return self.hand_on(super().forward(tokens), Shard(-1))
+        return self.redistribute(super().forward(tokens), Shard(-1))
 
 
 class RowEmbedding(SplitLayer, nn.Embedding):
@@ -118,4 +118,4 @@ class RowEmbedding(SplitLayer, nn.Embedding):
         pad = -1 if self.padding_idx is None else self.padding_idx - self.axis.rank * words
         pad = pad if 0 <= pad < words else None  # its own rank gives it no gradient
         rows = F.embedding(own.masked_fill(others, 0), self.weight, pad)
-        return self.hand_on(rows.masked_fill(others.unsqueeze(-1), 0.0), Partial())
+        return self.redistribute(rows.masked_fill(others.unsqueeze(-1), 0.0), Partial())

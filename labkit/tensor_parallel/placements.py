@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from labkit import comm
-from labkit.tensor_parallel.rng_tracker import Draws
+from labkit.tensor_parallel.rng_tracker import RngTracker
 
 
 @dataclass(frozen=True)
@@ -62,14 +62,15 @@ GRADIENT = {Partial(): Shared(), Shared(): Partial()}  # other layouts: the same
 class Axis:
     """The ranks over which a module is sharded: their group, and the common state of its layers.
 
-    draws: the random state of each rank. prepared: {running module: [(an input, the same tensor as
+    rng: the random state of each rank. prepared: {running module: [(an input, the same tensor as
     Shared)]}, for inputs that several layers use.
     """
 
     def __init__(self, group=None):
         self.group = group
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self.draws = Draws(self.rank, self.size)
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self.rng = RngTracker(self.rank, self.size)
         self.prepared = {}
 
     def __deepcopy__(self, memo):

@@ -19,13 +19,14 @@ import torch
 OWN, RANK = 2**63, 2**52  # a seed: bit 63: per rank | bits 52 to 62: the rank | below: a number
 
 
-class Draws:
+class RngTracker:
     """The random state of this rank, one of `size` ranks that shard a module."""
 
     def __init__(self, rank, size):
-        self.rank, self.size = rank, size
+        self.rank = rank
+        self.size = size
 
-    def own(self, device):
+    def per_rank(self, device):
         """Draw different numbers on each rank from now on, for shards. device: of the tensors."""
         for generator in generators_of(device) if self.size > 1 else ():
             if generator.initial_seed() < OWN:
@@ -35,7 +36,7 @@ class Draws:
                 number = (number + 1 + self.rank) % RANK
                 generator.manual_seed(OWN + self.rank * RANK + number)
 
-    def alike(self):
+    def same_on_all(self):
         """Draw the same numbers on all ranks from now on, for replicated tensors."""
         for generator in all_generators() if self.size > 1 else ():
             if generator.initial_seed() >= OWN:
@@ -44,7 +45,7 @@ class Draws:
 
 
 @contextmanager
-def apart(rank, device):
+def per_rank_draws(rank, device):
     """Draw different numbers on each rank inside; then continue as before, one number further.
 
     For code that begins and ends in one call. The rank may be that of another axis.

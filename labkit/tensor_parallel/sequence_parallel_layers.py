@@ -42,7 +42,7 @@ class OnShards:
 
     def forward(self, x):
         if self.training:
-            self.axis.draws.own(x.device)
+            self.axis.rng.per_rank(x.device)
         whole = dict(self._parameters)
         for name, parameter in whole.items():
             if parameter is not None:

@@ -106,7 +106,7 @@ def parallelize_module(module, group, parallelize_plan):
     for part in run:
         if unborn:
             part.register_forward_pre_hook(InitialValues(axis))
-        part.register_forward_hook(lambda *_: axis.draws.alike(), always_call=True)
+        part.register_forward_hook(lambda *_: axis.rng.same_on_all(), always_call=True)
     return module
 
 
@@ -179,7 +179,8 @@ class ColwiseParallel(LayerStyle):
         return isinstance(self.target, Shard)
 
     def __init__(self, *, input_layouts=None, output_layouts=None, use_local_output=True):
-        self.source, self.target = input_layouts or Replicate(), output_layouts or Shard(-1)
+        self.source = input_layouts or Replicate()
+        self.target = output_layouts or Shard(-1)
         self.linear = PaddedColumnLinear if output_layouts else ColumnLinear
 
 
@@ -191,13 +192,15 @@ class RowwiseParallel(LayerStyle):
     output_layouts: Replicate(), or Shard(dim): each rank gets its part of the sum.
     """
 
-    linear, embedding = RowLinear, RowEmbedding
+    linear = RowLinear
+    embedding = RowEmbedding
 
     def cuts_heads(self):
         return isinstance(self.source, Shard)
 
     def __init__(self, *, input_layouts=None, output_layouts=None, use_local_output=True):
-        self.source, self.target = input_layouts or Shard(-1), output_layouts or Replicate()
+        self.source = input_layouts or Shard(-1)
+        self.target = output_layouts or Replicate()
 
 
 class PrepareModuleInput(Style):
@@ -222,7 +225,8 @@ class PrepareModuleInput(Style):
         use_local_output=False,
     ):
         self.moves = pairs("input_layouts", input_layouts, desired_input_layouts)
-        named, desired = input_kwarg_layouts or {}, desired_input_kwarg_layouts or {}
+        named = input_kwarg_layouts or {}
+        desired = desired_input_kwarg_layouts or {}
         if named.keys() != desired.keys():
             raise ValueError(
                 f"input_kwarg_layouts has {sorted(named)} but desired_input_kwarg_layouts has "

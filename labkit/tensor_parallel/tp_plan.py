@@ -164,7 +164,8 @@ class InitialValues:
     """
 
     def __init__(self, axis):
-        self.axis, self.checked = axis, axis.size == 1
+        self.axis = axis
+        self.checked = axis.size == 1
 
     def __call__(self, module, inputs):
         parameters = dict(module.named_parameters())

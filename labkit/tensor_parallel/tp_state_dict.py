@@ -103,7 +103,7 @@ def whole_parameters(module):
     cuts = cuts_of(module)
     held = {p: p.data for p, cut in cuts.items() if cut.is_part(p)}
     for p, slice_ in held.items():
-        cuts[p].axis.draws.alike()
+        cuts[p].axis.rng.same_on_all()
         p.data = cuts[p].surrounded(slice_)
     try:
         yield

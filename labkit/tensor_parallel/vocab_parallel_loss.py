@@ -83,7 +83,9 @@ class VocabularyParallelCrossEntropy(nn.Module):
         self, group=None, ignore_index=-100, reduction="mean", weight=None, label_smoothing=0.0
     ):
         super().__init__()
-        self.group, self.ignore_index, self.reduction = group, ignore_index, reduction
+        self.group = group
+        self.ignore_index = ignore_index
+        self.reduction = reduction
         self.label_smoothing = label_smoothing
         self.register_buffer("weight", weight)
 

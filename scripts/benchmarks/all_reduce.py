@@ -1,4 +1,4 @@
-"""Our all-reduces, built from send and recv, against gloo's own, in place on one float32 tensor."""
+"""labkit's all-reduces, built from send and recv, against gloo's own, in place on one float32 tensor."""
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,7 @@ SIZES_MIB = {4: (None, None), 16: (1.0, None), 64: (0.85, None)}  # size -> (at_
 
 
 def times(context, mib, repetitions):
-    """Runs on every rank."""
+    """Time the variants on every rank."""
     from labkit.allreduce import PipelinedRing, halving_doubling, ring
 
     tensor = torch.zeros(mib * 2**20 // 4)

@@ -1,7 +1,8 @@
 """Mixed precision: our GradScaler and autocast against torch.amp's, on the same gradients and the same model.
 
-The scaler is timed by itself: unscale, verdict, a step that does nothing, update. Ours has one all_reduce more on two
-ranks, because it asks all of them; torch's asks nobody, so that row informs. Autocast is timed in a training step.
+The scaler is timed alone: unscale, the check for infinities, an empty step, update. On two ranks ours has an all_reduce
+more, because all ranks agree on the result; torch's ranks do not, so that row makes no claim. Autocast is timed in a
+training step.
 """
 
 import copy
@@ -15,8 +16,8 @@ from labkit.measure.interleaved_timing import columns, time_variants
 from labkit.run import launch
 
 MODELS = {"mlp": ("medium", 64), "resnet": ("small", 8), "gpt": ("medium", 4)}  # size, samples of a batch
-SHORT_STEP = ("mlp", "small", 64)  # a few milliseconds: what a Python function per operation costs is seen here
-ITERATIONS = 20  # of the scaler in one timed call: one alone is shorter than a barrier
+SHORT_STEP = ("mlp", "small", 64)  # a few milliseconds, which show the cost of a Python function per operation
+ITERATIONS = 20  # of the scaler in one timed call, because one is shorter than a barrier
 SCALER = [
     Comparison("ours / PyTorch's", "ours", "torch", at_most=1.00, upper=1.03),
     Comparison("A/A: PyTorch's / PyTorch's", "torch again", "torch"),
@@ -44,7 +45,7 @@ class Idle(torch.optim.Optimizer):
 
 
 def scaler_times(context, model, repetitions):
-    """Runs on every rank."""
+    """Measure on every rank."""
     from labkit.amp import GradScaler
 
     variants = {}
@@ -56,7 +57,7 @@ def scaler_times(context, model, repetitions):
         parameters = list(models.build(model, "small").to(context.device).parameters())
         for p in parameters:
             p.grad = torch.full_like(p, 1e-3)
-        # A scale of 1 that stays: the same gradients can be unscaled again and again.
+        # A constant scale of 1, so that the same gradients can be unscaled repeatedly.
         made = scaler(context.device.type, init_scale=1.0, growth_interval=2**30)
         variants[name] = scaler_calls(made, Idle(parameters), torch.ones((), device=context.device))
     time_variants(context, variants, repetitions=repetitions)
@@ -73,7 +74,7 @@ def scaler_calls(scaler, optimizer, loss):
 
 
 def autocast_times(context, model, size, batch_size, repetitions):
-    """Runs on one rank: bf16."""
+    """Measure on one rank, in bf16."""
     from labkit.amp import autocast
 
     torch.manual_seed(0)
@@ -122,7 +123,7 @@ def scalers(nproc, comparisons, repetitions):
 
 
 def alone(repetitions):
-    """Those of one rank."""
+    """Yield the rows of one rank."""
     yield from scalers(1, SCALER, repetitions)
     steps = [(name, *chosen, AUTOCAST) for name, chosen in MODELS.items()]
     for model, size, batch_size, comparisons in (*steps, (*SHORT_STEP, INFORM)):

@@ -1,6 +1,6 @@
-"""Attention by tiles against the matrix of all scores and PyTorch's own kernel; and what a ring waits for.
+"""Tiled attention against full scores and PyTorch's own kernel, and the waiting time of a ring.
 
-Bytes at the peak are counted, in the exact rows; times are of forward and backward of one layer's attention, causal.
+Peak bytes are counted, in the exact rows; times are of forward and backward of one layer's causal attention.
 """
 
 from functools import partial
@@ -13,7 +13,9 @@ from labkit import comm
 from labkit.measure.interleaved_timing import columns, time_variants
 from labkit.run import launch
 
-HEADS, WIDTH = 4, 32  # of a head
+# of a head
+HEADS = 4
+WIDTH = 32
 LENGTHS = (1024, 2048, 4096)
 COMPARISONS = [
     Comparison("tiles / all scores at once", "tiles", "plain", at_most=1.0),
@@ -46,7 +48,7 @@ def forward_and_backward(attend, tensors):
 
 
 def times(context, length, repetitions):
-    """Runs on the one rank."""
+    """Measure on one rank."""
     from labkit.attention import flash_attention
 
     tensors = inputs(length, context.device)
@@ -57,7 +59,7 @@ def times(context, length, repetitions):
 
 
 def peaks(context):
-    """Runs on the one rank: bytes at the peak, by length."""
+    """Count peak bytes by length, on one rank."""
     from labkit.attention import flash_attention
     from labkit.memory.memory_tracker import MemoryTracker
 
@@ -70,7 +72,7 @@ def peaks(context):
 
 
 def shared(context, length, repetitions):
-    """Runs on every rank: a ring's time, that of its messages, and how much of it was waited for."""
+    """Time a ring on every rank: in total, of its messages, and waiting for them."""
     from labkit.attention.context_parallel import places, ring_attention, ulysses_attention
 
     tensors = inputs(length, context.device)
@@ -88,7 +90,7 @@ def shared(context, length, repetitions):
 
 
 def held(context, own):
-    """Runs on every rank: bytes kept for backward."""
+    """Count the bytes kept for backward, on every rank."""
     from labkit.attention.context_parallel import places, ring_attention
     from labkit.memory.memory_tracker import MemoryTracker
 
@@ -100,7 +102,7 @@ def held(context, own):
 
 
 def run(repetitions):
-    """Yield the rows and what was measured."""
+    """Yield the rows and the raw measurements."""
     counted = launch("benchmarks.attention:peaks", nproc=1, device="cpu", quiet=True).records
     peak = counted.set_index(["form", "length"])["peak"]
     more = {form: peak[form].diff().dropna().astype(int).tolist() for form in ("plain", "tiles")}
@@ -123,11 +125,11 @@ def run(repetitions):
 
 
 def alone(repetitions):
-    """Those of one rank."""
+    """Yield the rows of one rank."""
     for length in LENGTHS:
         measured = launch("benchmarks.attention:times", nproc=1, length=length, repetitions=repetitions)
         values = columns(measured.records)
         rows = [one.row(f"attention, {length:,} tokens", 1, values) for one in COMPARISONS]
-        if length < 2048:  # where all scores fit into a cache, nothing is claimed
+        if length < 2048:  # no claim where all scores fit into a cache
             rows[0] |= {"target": "", "verdict": ""}
         yield rows, values

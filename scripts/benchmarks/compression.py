@@ -1,8 +1,8 @@
 """Compression: our hooks against PyTorch's on PyTorch's DDP, one bucket, and the sampled selection against torch.topk.
 
-Only PowerSGD and fp16 have an opponent: PyTorch has no hook for the others. On an unshaped loopback compression itself
-wins nothing and nothing of the kind is claimed here: both sides compress. No hook can be faster than a step that sends
-nothing at all: that floor has a row of its own.
+PyTorch has hooks only for PowerSGD and fp16, so only these are compared. On an unshaped loopback compression saves no
+time, and no such claim is made: both sides compress. No hook can be faster than a step without communication; that
+lower bound has its own row.
 """
 
 import copy
@@ -20,11 +20,11 @@ from labkit.run import launch
 ELEMENTS = 10_000_000
 RATIO = 0.01
 RANK = 4
-ONE_BUCKET_MB = 1000  # PyTorch's PowerSGD races where there are several
+ONE_BUCKET_MB = 1000  # PyTorch's PowerSGD has a data race with several buckets
 
 
 def times(context, model, size, repetitions):
-    """Runs on every rank."""
+    """Measure on every rank."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
     from torch.nn.parallel import DistributedDataParallel
 
@@ -56,7 +56,7 @@ def times(context, model, size, repetitions):
 
 
 def selection(repetitions):
-    """Milliseconds of both selections, in turns, and how many the sampled one found."""
+    """Time both selections in interleaved rounds (ms), and count what the sampled one selected."""
     from labkit.compression.select import top_indices
 
     threads = torch.get_num_threads()

@@ -1,7 +1,7 @@
-"""A training step with SGD and momentum: our bucketed DDP, PyTorch's DDP, and no communication at all.
+"""A training step with SGD and momentum: our bucketed DDP, PyTorch's DDP, and no communication.
 
-The opponent is PyTorch's DDP with gradient_as_bucket_view=True, its faster form. All variants start from the same
-weights, see the same batch, and own a copy of the model.
+PyTorch's DDP uses gradient_as_bucket_view=True, its faster variant. All variants start from the same weights, use the
+same batch, and have their own copy of the model.
 """
 
 import copy
@@ -27,7 +27,7 @@ def comparisons(model):
 
 
 def times(context, model, size, repetitions):
-    """Runs on every rank."""
+    """Measure on every rank."""
     from torch.nn.parallel import DistributedDataParallel
 
     from labkit.ddp import DDP
@@ -48,7 +48,7 @@ def times(context, model, size, repetitions):
 
 
 def share(context, model):
-    """Inputs and targets of this rank: the samples that follow those of the rank before, on its device."""
+    """Return this rank's inputs and targets on its device: the samples after those of the rank before."""
     samples = models.data.load("auto", model)
     first = context.rank * BATCH[model]
     return [

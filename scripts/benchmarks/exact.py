@@ -1,4 +1,4 @@
-"""What is counted and therefore the same on every machine: bytes sent by each rank, bytes held at the peak."""
+"""Counts that are the same on every machine: bytes sent by each rank, peak bytes."""
 
 import torch
 
@@ -10,7 +10,7 @@ NUMEL = 12 * 2**16  # divisible by 2, 3 and 4
 
 
 def ring_bytes(context):
-    """Runs on every rank."""
+    """Measure on every rank."""
     from labkit.allreduce import ring
 
     with comm.record() as log:
@@ -19,14 +19,14 @@ def ring_bytes(context):
 
 
 def ddp_bytes(context, model):
-    """Runs on every rank."""
+    """Measure on every rank."""
     from labkit.ddp import DDP
     from labkit.memory.memory_tracker import MemoryTracker
 
     module = models.build(model, "small")
     samples = models.data.load("auto", model)
     inputs, targets = (torch.as_tensor(part).unsqueeze(0) for part in samples[0])
-    ddp = DDP(module, broadcast_buffers=False)  # BatchNorm's statistics travel in a small message of their own
+    ddp = DDP(module, broadcast_buffers=False)  # BatchNorm's statistics would be an extra small message
     with comm.record() as log, MemoryTracker(module) as tracker:
         models.loss(model)(ddp(inputs), targets).backward()
     sizes = [p.numel() * p.element_size() for p in module.parameters()]

@@ -1,9 +1,9 @@
 """A mixture of experts against one network of the same work per token, both with emulated compute.
 
 A row sleeps for ROW_US in an expert, or in the one network, and twice as long in backward; messages, routing and
-sorting are real. "to one" has a router that sends all tokens to one expert: the rank that has it computes for all.
-The times claim nothing. What is sent is counted, and held against the formula: each row that leaves, there and back, in
-forward and in backward.
+sorting are real. In "to one" the router sends all tokens to one expert, whose rank computes for all. The times make no
+claim. Bytes are counted and compared with the formula: each row that leaves the rank, there and back, in forward and in
+backward.
 """
 
 import torch
@@ -17,7 +17,11 @@ from labkit.models.emulated import Sleep
 from labkit.moe import MoE
 from labkit.run import launch
 
-WIDTH, TOKENS, EXPERTS, ROW_US = 128, 512, 8, 40  # tokens of a rank; microseconds of a row's forward
+# tokens of a rank; microseconds of a row's forward
+WIDTH = 128
+TOKENS = 512
+EXPERTS = 8
+ROW_US = 40
 COMPARISONS = [
     Comparison("mixture, balanced / one network", "balanced", "one network"),
     Comparison("mixture, all to one expert / balanced", "to one", "balanced"),
@@ -26,7 +30,7 @@ COMPARISONS = [
 
 
 class SleepingNetwork(nn.Module):
-    """Two layers, four times as wide inside; sleeps for each row of its input [rows, WIDTH]."""
+    """Two layers with a hidden width of 4 WIDTH; sleeps for each row of its input [rows, WIDTH]."""
 
     def __init__(self):
         super().__init__()
@@ -38,7 +42,7 @@ class SleepingNetwork(nn.Module):
 
 
 def mixture(rows, to_one=False):
-    """An MoE of one expert per token whose rows go round the experts, or all to the first."""
+    """An MoE with one expert per token; rows go to the experts in turn, or all to the first."""
     moe = MoE(WIDTH, EXPERTS, 1, SleepingNetwork, dist.group.WORLD, balance=None)
     chosen = torch.zeros(len(rows), dtype=torch.int64) if to_one else torch.arange(len(rows)) % EXPERTS
     scores = nn.functional.one_hot(chosen, EXPERTS).to(rows)
@@ -47,7 +51,7 @@ def mixture(rows, to_one=False):
 
 
 def times(context, repetitions):
-    """Runs on every rank."""
+    """Measure on every rank."""
     rows = torch.randn(TOKENS, WIDTH, requires_grad=True)
     networks = {"one network": SleepingNetwork(), "one network again": SleepingNetwork()}
     networks |= {"balanced": mixture(rows), "to one": mixture(rows, to_one=True)}
@@ -60,7 +64,7 @@ def times(context, repetitions):
 
 
 def sent(context):
-    """Runs on every rank: bytes of the all-to-alls of a step, and the rows that left this rank."""
+    """Count, on every rank, the bytes of a step's all-to-alls and the rows that left the rank."""
     rows = torch.randn(TOKENS, WIDTH, requires_grad=True)
     for name in ("balanced", "to one"):
         moe = mixture(rows, name == "to one")

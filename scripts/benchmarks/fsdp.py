@@ -1,7 +1,7 @@
 """A training step of sharded parameters: ours and PyTorch's fully_shard on the same units, and the memory of both.
 
-fully_shard is used as it comes: its reduce-scatter is gloo's own. All variants start from the same weights and see the
-same batch. Tracked is the peak of one step, the shards, their gradients and the optimizer's states included.
+fully_shard has its default settings, with gloo's reduce-scatter. All variants start from the same weights and use the
+same batch. Memory is the peak of one step, including shards, gradients and optimizer states.
 """
 
 import copy
@@ -47,7 +47,7 @@ def variants_of(module, name):
 
 
 def times(context, model, size, repetitions):
-    """Runs on every rank."""
+    """Measure on every rank."""
     torch.manual_seed(0)
     module = models.build(model, size).to(context.device)
     batch = share(context, model)
@@ -58,7 +58,7 @@ def times(context, model, size, repetitions):
 
 
 def peaks(context, model, size):
-    """Runs on every rank."""
+    """Measure on every rank."""
     from labkit.memory.memory_tracker import MemoryTracker
 
     torch.manual_seed(0)
@@ -73,10 +73,11 @@ def peaks(context, model, size):
 
 
 def peak_row(model, nproc, records):
-    """Exact, so that one run is enough: of all ranks the one where ours is largest against fully_shard's."""
+    """Count memory; one run is enough. Returns the rank with the largest ratio of ours to fully_shard's."""
     wide = records.pivot(index="rank", columns="variant", values="peak")
     ratio = float((wide["ours"] / wide["torch"]).max())
-    ours, theirs = int(wide["ours"].max()), int(wide["torch"].max())
+    ours = int(wide["ours"].max())
+    theirs = int(wide["torch"].max())
     return {
         "benchmark": f"FSDP, {model}",
         "row": f"peak tracked memory: {ours:,} of {theirs:,} bytes",

@@ -23,7 +23,7 @@ dist.destroy_process_group()
 
 
 def first_all_reduce(context):
-    """Runs on every rank."""
+    """Measure on every rank."""
     dist.all_reduce(torch.ones(1))
     context.record(time=time.time())
 
@@ -46,7 +46,8 @@ def bare_seconds(script):
 def run(repetitions):
     """Yield the rows and the raw seconds. The first warm launch starts the agent and is not counted."""
     variants = {"warm": warm_seconds, "torchrun": bare_seconds, "torchrun again": bare_seconds}
-    values, order = {name: [] for name in variants}, random.Random(0)
+    values = {name: [] for name in variants}
+    order = random.Random(0)
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder, "bare.py")
         script.write_text(BARE)

@@ -11,13 +11,13 @@ CASES = (  # ranks of a node, bytes of a frame, MiB of the tensor: 25 is a bucke
     (2, 1500, 8),
     (2, 9000, 25),
 )
-HEADERS = {9000: 1.03, 1500: 1.08}  # what the wire may carry, of what the formula says
-LINK_USE = 0.9  # the least, with no byte counted but the formula's
-CLAIMED = ("flat", "hierarchical")  # by leaders, one step waits for the other: told, not claimed
+HEADERS = {9000: 1.03, 1500: 1.08}  # largest ratio of bytes on the wire to those of the formula
+LINK_USE = 0.9  # smallest use of the link, counting only the bytes of the formula
+CLAIMED = ("flat", "hierarchical")  # with leaders, one step waits for the other: no claim
 
 
 def times(context, mib, repetitions):
-    """Runs on every rank."""
+    """Measure on every rank."""
     import torch
 
     from labkit import comm
@@ -26,13 +26,14 @@ def times(context, mib, repetitions):
     from labkit.run.network_namespaces import counters
 
     mesh = Mesh({"node": 2, "local": context.world_size // 2})
-    inside, across = mesh.group("local"), mesh.group("node")
+    inside = mesh.group("local")
+    across = mesh.group("node")
     tensor = torch.zeros(mib * 2**20 // 4)
 
     def counted(all_reduce):
         before, _ = counters()
         all_reduce()
-        comm.barrier()  # all that the node's other ranks sent has left as well
+        comm.barrier()  # so that messages of the node's other ranks have left, too
         return {"wire": counters()[0] - before}
 
     variants = {
@@ -45,8 +46,9 @@ def times(context, mib, repetitions):
 
 
 def rows(nproc, mtu, mib, milliseconds, wire):
-    """Comparisons of measured columns and of what the formula and the link allow."""
-    ranks, payload = 2 * nproc, mib * 2**20
+    """Return comparisons of measured columns with the formula and the speed of the link."""
+    ranks = 2 * nproc
+    payload = mib * 2**20
     egress = {"flat": 2 * (ranks - 1) / ranks * payload, "hierarchical": payload, "leaders": payload}
     group = f"2 x {nproc} ranks, {LINK_MBIT} Mbit/s, MTU {mtu}, {mib} MiB"
     for name, least in egress.items():
@@ -57,18 +59,19 @@ def rows(nproc, mtu, mib, milliseconds, wire):
             ideal = 1000 * least * 8 / (LINK_MBIT * 1e6)
             compared = Comparison(f"time / time of these bytes, {name}", "time", "least", most)
             yield compared.row(group, ranks, {"time": milliseconds[name], "least": [ideal] * len(milliseconds[name])})
-    fewer = egress["hierarchical"] / egress["flat"]  # and the time within 15 % of that
+    fewer = egress["hierarchical"] / egress["flat"]  # the time must be within 15 % of this
     for name, most in (("hierarchical", 1.15 * fewer), ("leaders", None)):
         yield Comparison(f"{name} / flat, bytes {fewer:.3f}", name, "flat", most).row(group, ranks, milliseconds)
     yield Comparison("A/A: flat / flat", "flat again", "flat").row(group, ranks, milliseconds)
 
 
 def run(repetitions):
-    """Yield the rows and the raw values; nothing, after the line that says why, where there are no namespaces."""
+    """Yield the rows and the raw values; without namespaces, print a line and yield nothing."""
     if launch("pass", nodes=2, nproc=1).network["how"] == "loopback":
         return
     for nproc, mtu, mib in CASES:
         link = {"nodes": 2, "nproc": nproc, "link_mbit": LINK_MBIT, "link_mtu": mtu}
         records = launch("benchmarks.network:times", **link, mib=mib, repetitions=repetitions, timeout=1800).records
-        milliseconds, wire = columns(records), columns(records, "wire")
+        milliseconds = columns(records)
+        wire = columns(records, "wire")
         yield list(rows(nproc, mtu, mib, milliseconds, wire)), {"ms": milliseconds, "wire": wire}

@@ -1,14 +1,14 @@
-"""How well our DDP hides communication behind compute: a step against the soonest that any schedule could end.
+"""How well our DDP hides communication behind compute: a step compared with two lower bounds.
 
     compute   |---- forward ----|-- first --|------------- backward -------------|
     network                                 | first bucket | ...... |  ........  | last bucket |
               |<------- ready ------------->|<----- all communication ----- ...
               |<-------------------------- all compute ------------------------->|
 
-bound   = the longer of compute and communication, + first bucket + last bucket: what the claim is about
-soonest = the later of (ready + communication) and (compute + last bucket): stricter, and shown beside it
+bound   = the longer of compute and communication, + first bucket + last bucket: the claim is about this
+soonest = the later of (ready + communication) and (compute + last bucket): stricter, shown as well
 Each part is measured alone in the same repetition.
-The compute is emulated (it sleeps), so that two ranks do not fight for the processor; the messages are real.
+Compute is emulated by sleeping, so that two ranks do not compete for the processor; the messages are real.
 """
 
 import copy
@@ -27,7 +27,7 @@ BUCKET_CAP_MB = 7  # about one block
 
 
 def times(context, repetitions):
-    """Runs on every rank."""
+    """Measure on every rank."""
     from labkit.ddp import DDP
     from labkit.models.emulated import emulate
 
@@ -60,7 +60,7 @@ def times(context, repetitions):
 
 
 class FirstBucket:
-    """On a model without communication: when the gradients of the other one's first bucket would all be there."""
+    """Time, on a model without communication, when all gradients of the first bucket would be ready."""
 
     def __init__(self, model, wrapped):
         names = {id(p): name for name, p in wrapped.module.named_parameters()}

@@ -1,8 +1,8 @@
 """A pipeline step with emulated compute: ours against torch.distributed.pipelining, and bubbles against theory.
 
-Every stage sleeps, so four ranks on two cores do not fight for the processor; messages are real. Both get the same
-stages and micro-batches, loss included. A bubble is read off the spans of our actions; theory knows no messages, so the
-unit of time is long beside one, as it is where a stage is a few layers of a large model.
+Every stage sleeps, so four ranks on two cores do not compete for the processor; messages are real. Both have the same
+stages, micro-batches and loss. The bubble is computed from the spans of our actions. The theory has no messages, so the
+unit of time is much longer than one, as for stages with several layers of a large model.
 """
 
 import torch
@@ -30,11 +30,11 @@ def stage(forward_ms):
 
 
 def finish(result):
-    """What a step returns is not timed, and is nothing to record."""
+    """Wrap a step so that its result is neither timed nor recorded."""
 
 
 def times(context, repetitions):
-    """Runs on every rank."""
+    """Measure on every rank."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
     from labkit.pipeline import pipeline
@@ -60,21 +60,21 @@ def times(context, repetitions):
 
 
 def bubbles(context, schedules, repetitions, unit_ms):
-    """Runs on every rank. schedules: {name: stages of a rank}, all of the same model."""
-    from labkit.measure.timeline_analysis import watch_pipeline
+    """Measure on every rank. schedules: {name: stages of a rank}, all for the same model."""
     from labkit.measure.timeline import Timeline
+    from labkit.measure.timeline_analysis import watch_pipeline
     from labkit.pipeline import pipeline
     from labkit.pipeline.pipeline_schedules import routes
     from labkit.pipeline.schedule_validation import play
 
     ranks = context.world_size
-    batch = torch.zeros(MICRO_BATCHES, WIDTH, requires_grad=True)  # as what an embedding makes
+    batch = torch.zeros(MICRO_BATCHES, WIDTH, requires_grad=True)  # like the output of an embedding
     for name, a_rank in schedules.items():
         schedule = getattr(pipeline, name)(a_rank * ranks, MICRO_BATCHES, ranks)
-        share = len(routes(schedule)[0]) / ranks  # stages of the model, a rank
+        share = len(routes(schedule)[0]) / ranks  # stages of the model per rank
         own = {action.stage: stage(unit_ms / share) for action in schedule[context.rank]}
         made = pipeline.Pipeline(own, None, schedule, MICRO_BATCHES, nn.functional.mse_loss)
-        made.step(batch, batch.detach())  # the first tells shapes, too
+        made.step(batch, batch.detach())  # the first step also sends shapes
         for repetition in range(repetitions):
             timeline = Timeline(context.rank)
             with watch_pipeline(made, timeline):
@@ -85,8 +85,8 @@ def bubbles(context, schedules, repetitions, unit_ms):
 
 def run(repetitions):
     """Yield the rows and the raw milliseconds, or bubbles."""
-    from labkit.measure.timeline_analysis import bubble
     from labkit.measure.timeline import Timeline
+    from labkit.measure.timeline_analysis import bubble
 
     for nproc in (2, 4):
         measured = launch("benchmarks.pipeline:times", nproc=nproc, device="cpu", repetitions=repetitions)

@@ -1,8 +1,8 @@
-"""What must hold before a benchmark claims that ours is as fast as theirs.
+"""The conditions under which a benchmark claims that labkit is as fast as PyTorch.
 
-The times are of turns in one process group (labkit.measure.interleaved_timing). Told is the median of the ratios within
-repetitions, with its 95 % interval; the A/A row, one implementation against itself, shows what the machine
-makes of identical code.
+Variants are timed in interleaved rounds in one process group (labkit.measure.interleaved_timing). The table shows the
+median of the ratios within repetitions, with its 95 % interval. The A/A row, one implementation against itself, shows
+the noise of the machine.
 """
 
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ REPETITIONS = 40
 class Comparison:
     """A row of the table: `ours` over `theirs`, names of columns of one run.
 
-    at_most: what the median may be; upper: what the interval's upper end may be (at_most if not told). Without at_most
-    the row informs and claims nothing.
+    at_most: limit of the median; upper: limit of the interval's upper end (None: at_most). Without at_most the row
+    makes no claim.
     """
 
     name: str
@@ -27,7 +27,7 @@ class Comparison:
     upper: float | None = None
 
     def row(self, group, ranks, values):
-        """The row as a dict of JSON values."""
+        """Return the row as a dict of JSON values."""
         ratio = paired_ratio(values[self.ours], values[self.theirs])
         return {
             "benchmark": group,
@@ -49,7 +49,7 @@ class Comparison:
         return f"at most {self.at_most:.3f}{upper}"
 
     def verdict(self, ratio):
-        """holds: the whole claim; missed: even the interval's lower end is over; undecided: the machine cannot tell."""
+        """Return holds: the full claim; missed: the interval's lower end exceeds it; undecided: neither."""
         if self.at_most is None:
             return ""
         if ratio.n < REPETITIONS:
@@ -61,7 +61,7 @@ class Comparison:
 
 
 def exact_row(group, name, ranks, measured, predicted, unit="bytes"):
-    """A row for something counted: it holds when both numbers are the same."""
+    """Return a row for a count, which holds if both numbers are equal."""
     return {
         "benchmark": group,
         "row": f"{name}: {measured:,} of {predicted:,} {unit}",

@@ -1,6 +1,6 @@
-"""A training step of a GPT that keeps everything, one that recomputes its blocks, and PyTorch's checkpoint doing so.
+"""A training step of a GPT without recomputation, with recomputed blocks, and with PyTorch's checkpoint.
 
-Beside the time, what is held: with every block checkpointed, activations after forward grow by one block input a block.
+Memory is counted, too: with every block checkpointed, activations after forward grow by one block input per block.
 """
 
 import copy
@@ -32,7 +32,7 @@ def checkpoint_with_pytorch(model, block):
 
 
 def times(context, size, repetitions):
-    """Runs on the one rank."""
+    """Measure on one rank."""
     from labkit.models.gpt import Block
     from labkit.recompute import checkpoint_every
 
@@ -68,7 +68,7 @@ def training_step(model, inputs, targets):
 
 
 def held(context):
-    """Runs on the one rank: bytes of activations after forward, for four and for five layers."""
+    """Count bytes of activations after forward for four and five layers, on one rank."""
     from labkit.memory.memory_tracker import MemoryTracker
     from labkit.models.gpt import Block
     from labkit.recompute import checkpoint_every
@@ -86,7 +86,7 @@ def held(context):
 
 
 def run(repetitions):
-    """Yield the rows and what was measured."""
+    """Yield the rows and the raw measurements."""
     counted = launch("benchmarks.recompute:held", nproc=1, device="cpu", quiet=True).records
     grown = {kind: int(rows["held"].diff().iloc[-1]) for kind, rows in counted.groupby("recompute")}
     block_input = int(counted["block_input"].iloc[0])
@@ -96,7 +96,7 @@ def run(repetitions):
 
 
 def alone(repetitions):
-    """What is timed, on one rank."""
+    """Return the timed variants of one rank."""
     for size in ("small", "medium"):
         measured = launch("benchmarks.recompute:times", nproc=1, size=size, repetitions=repetitions)
         values = columns(measured.records)

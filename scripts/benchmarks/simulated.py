@@ -1,9 +1,9 @@
-"""Steps of emulated compute over shaped links, and their simulation, which is fitted on none of them.
+"""Steps of emulated compute over shaped links, and their simulation, which is not fitted to them.
 
-What simulate() is given: of each operation the line through two sizes of it, timed alone, before any step, on the same
-links; and the moments at which messages leave. Those come from the same code on a group that sends nothing ("fake"),
-where all ranks step at once: they share the cores, so what Python takes is in it. In the row of an ideal host they come
-from a rehearsal, on a clock that only emulated compute moves. A pipeline is played.
+simulate() gets a line through two sizes of each operation, timed alone on the same links before any step, and the
+times at which messages are sent. Those come from the same code on a "fake" group that sends nothing, where all ranks
+step at once: they share the cores, so Python's time is included. In the row of an ideal host they come from a dry run,
+on a clock that only emulated compute moves. A pipeline's schedule is simulated.
 """
 
 import statistics
@@ -31,16 +31,24 @@ from labkit.scale.simulate import simulate
 from labkit.scale.virtual_clock import only_sleep
 from labkit.zero import ZeRO1
 
-NODES, LINKS_MBIT, BLOCKS_MS = (2, 4, 8), (100, 400), (5.0, 15.0)
+NODES = (2, 4, 8)
+LINKS_MBIT = (100, 400)
+BLOCKS_MS = (5.0, 15.0)
 FORMS = ("DDP, one message", "DDP, a block a message", "ZeRO-1", "FSDP")
-PIPELINE, MICRO_BATCHES, ROWS = "1F1B", 8, 64  # rows of a micro-batch
-BLOCKS, WIDTH = 6, 256
+# rows of a micro-batch
+PIPELINE = "1F1B"
+MICRO_BATCHES = 8
+ROWS = 64
+BLOCKS = 6
+WIDTH = 256
 SIZES = (2**16, 2**19)  # elements of the messages that are timed alone
-MEDIAN, WORST = 0.05, 0.15  # what the error may be
+# limits of the error
+MEDIAN = 0.05
+WORST = 0.15
 
 
 def stepper(form, block_ms, device, group=None):
-    """A function that takes one training step of a stack of blocks that sleep."""
+    """Return a function that takes one training step of a stack of sleeping blocks."""
     with torch.device(device):
         module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS)))
         batch = torch.ones(2, WIDTH)
@@ -48,7 +56,8 @@ def stepper(form, block_ms, device, group=None):
     size_mb = 4 * WIDTH * (WIDTH + 1) / 2**20
     if form == "ZeRO-1":
         given = {"process_group": group, "bucket_cap_mb": size_mb, "lr": 1e-3}
-        model, optimizer = module, ZeRO1(module.parameters(), torch.optim.SGD, **given)
+        model = module
+        optimizer = ZeRO1(module.parameters(), torch.optim.SGD, **given)
     else:
         if form == "FSDP":
             model = FSDP(module, unit=nn.Linear, process_group=group)
@@ -65,7 +74,7 @@ def stepper(form, block_ms, device, group=None):
 
 
 def pipeline_stepper(rank, ranks, block_ms):
-    """The same of 1F1B, a block a rank."""
+    """Return a function that takes one 1F1B step, with a block per rank."""
     stage = emulated.emulate(nn.Linear(WIDTH, WIDTH), nn.Linear, block_ms)
     made = Pipeline({rank: stage}, None, one_f_one_b, MICRO_BATCHES, nn.functional.mse_loss)
     batch = torch.zeros(ROWS * MICRO_BATCHES, WIDTH)
@@ -78,7 +87,7 @@ def pipeline_stepper(rank, ranks, block_ms):
 
 def rehearsed(device, clock, form, block_ms):
     step = stepper(form, block_ms, device)
-    for _ in range(2):  # the first finds the order of gradients and gathers
+    for _ in range(2):  # the first step finds the order of gradients and gathers
         clock.sleep(1.0)
         start = clock.now
         step()
@@ -86,15 +95,15 @@ def rehearsed(device, clock, form, block_ms):
 
 
 def times(context, repetitions):
-    """Runs on every rank."""
+    """Measure on every rank."""
     for op, seconds in lines(context.world_size, repetitions).items():
         if context.rank == 0:
             context.record(op=op, seconds=seconds)
-    nobody = dist.new_group(backend="fake")
+    fake = dist.new_group(backend="fake")
     for form, ms in product(FORMS, BLOCKS_MS):
-        told = unanswered(stepper(form, ms, "cpu", nobody), repetitions)
+        measured = unanswered(stepper(form, ms, "cpu", fake), repetitions)
         if context.rank == 0:
-            context.record(left=f"{form}|{ms}", **told)
+            context.record(left=f"{form}|{ms}", **measured)
     variants = {f"{form}|{ms}": stepper(form, ms, "cpu") for form, ms in product(FORMS, BLOCKS_MS)}
     here = context.rank, context.world_size
     variants |= {f"{PIPELINE}|{ms}": pipeline_stepper(*here, ms) for ms in BLOCKS_MS}
@@ -108,9 +117,9 @@ def times(context, repetitions):
 
 
 def unanswered(step, repetitions):
-    """The step of median length, of those whose messages take no time. Collective: all ranks step at once."""
+    """Return the step of median length, without time for messages. Collective: all ranks step at once."""
     steps = []
-    for _ in range(repetitions + 2):  # the first finds the order of gradients and gathers
+    for _ in range(repetitions + 2):  # the first step finds the order of gradients and gathers
         dist.barrier()
         with comm.record() as events:
             start = time.perf_counter()
@@ -122,11 +131,12 @@ def unanswered(step, repetitions):
 
 
 def lines(n, repetitions):
-    """{operation: median seconds of messages of SIZES}. Collective."""
+    """Return {operation: median seconds of messages of SIZES}. Collective."""
     found = {}
     for op in ("all_reduce", "reduce_scatter", "all_gather"):
         for numel in SIZES:
-            whole, part = torch.zeros(numel // n * n), torch.zeros(numel // n)
+            whole = torch.zeros(numel // n * n)
+            part = torch.zeros(numel // n)
             given = {"all_reduce": (whole,), "reduce_scatter": (part, whole), "all_gather": (whole, part)}[op]
             taken = []
             for _ in range(repetitions + 1):
@@ -139,8 +149,9 @@ def lines(n, repetitions):
 
 
 def there_and_back(numel, repetitions):
-    """Median seconds from rank 0 to rank 1 and back; 0 on the others."""
-    message, taken = torch.zeros(numel), []
+    """Return median seconds from rank 0 to rank 1 and back; 0 on other ranks."""
+    message = torch.zeros(numel)
+    taken = []
     for _ in range(repetitions + 1):
         dist.barrier()
         start = time.perf_counter()
@@ -154,33 +165,34 @@ def there_and_back(numel, repetitions):
 
 
 def line(seconds, size):
-    """Seconds of a message of `size` bytes, by those of SIZES."""
-    (few, many), (short, long) = (4 * one for one in SIZES), seconds
+    """Return seconds of a message of `size` bytes, interpolated from SIZES."""
+    (few, many) = (4 * one for one in SIZES)
+    (short, long) = seconds
     return short + (long - short) / (many - few) * (size - few)
 
 
 def as_on_gloo(event):
-    """There FSDP waits for a reduce_scatter at once, not to hold what travels twice (labkit/fsdp/flat_param.py)."""
+    """Let FSDP wait for a reduce_scatter at once, as it does on gloo to save memory (labkit/fsdp/flat_param.py)."""
     return replace(event, pauses=[Pause(event.start)]) if event.op == "reduce_scatter" else event
 
 
 def simulated(form, block_ms, nodes, alone, left):
-    """(seconds of a step, of one whose host takes no time, bytes that rank 0 sends in it). left: by unanswered()."""
+    """Return (seconds of a step, of one with an ideal host, bytes that rank 0 sends). left: of unanswered()."""
     if form == PIPELINE:
         size = 4 * ROWS * WIDTH
         schedule = one_f_one_b(nodes, MICRO_BATCHES, nodes)
         played = play(schedule, dict.fromkeys("FBW", block_ms / 1e3), line(alone["send"], size))
         return played.length, played.length, MICRO_BATCHES * size
     with only_sleep(emulated) as clock:
-        told = dry_run(rehearsed, nodes, clock=clock, form=form, block_ms=block_ms)
-    start, end = told.result
-    ideal = [event for event in told.events if event.start >= start]
+        run = dry_run(rehearsed, nodes, clock=clock, form=form, block_ms=block_ms)
+    start, end = run.result
+    ideal = [event for event in run.events if event.start >= start]
     real = [Event(**event | {"pauses": paused(event["pauses"])}) for event in left["events"]]
-    found = []
+    seconds = []
     for events, first, last in ((real, left["start"], left["end"]), (ideal, start, end)):
         waits = list(map(as_on_gloo, events) if form == "FSDP" else events)
-        found.append(simulate(waits, first, last, lambda e: ("network", line(alone[e.op], e.payload_bytes))).seconds)
-    return *found, sum(event.sent_bytes for event in ideal)
+        seconds.append(simulate(waits, first, last, lambda e: ("network", line(alone[e.op], e.payload_bytes))).seconds)
+    return *seconds, sum(event.sent_bytes for event in ideal)
 
 
 def paused(pauses):
@@ -188,29 +200,32 @@ def paused(pauses):
 
 
 def run(repetitions):
-    """Yield the rows and the raw values; nothing, after the line that says why, where there are no namespaces."""
+    """Yield the rows and the raw values; without namespaces, print a line and yield nothing."""
     if launch("pass", nodes=2, nproc=1).network["how"] == "loopback":
         return
-    errors, ideal, sent, counted = [], [], 0, 0
+    errors = []
+    ideal = []
+    sent = 0
+    counted = 0
     for nodes, mbit in product(NODES, LINKS_MBIT):
         rows, values = compared(nodes, mbit, repetitions)
         errors += [abs(row["ratio"] - 1) for row in rows]
         ideal += values["ideal"]
         sent, counted = sent + sum(values["sent"]), counted + sum(values["counted"])
         yield rows, values
-    told = {"benchmark": "simulated", "ranks": f"{NODES[0]} to {NODES[-1]}", "pairs": len(errors)}
+    common = {"benchmark": "simulated", "ranks": f"{NODES[0]} to {NODES[-1]}", "pairs": len(errors)}
     summary = [
-        told | row(f"half of {len(errors)} errors are less", errors, MEDIAN),
-        told | row("the largest error", [max(errors)] * 2, WORST),
-        told | row("half of them, the host ideal", ideal, None),
-        told | row("the largest, the host ideal", [max(ideal)] * 2, None),
+        common | row(f"half of {len(errors)} errors are less", errors, MEDIAN),
+        common | row("the largest error", [max(errors)] * 2, WORST),
+        common | row("half of them, the host ideal", ideal, None),
+        common | row("the largest, the host ideal", [max(ideal)] * 2, None),
     ]
-    exact = exact_row("simulated", "bytes of all steps", told["ranks"], sent, counted)
+    exact = exact_row("simulated", "bytes of all steps", common["ranks"], sent, counted)
     yield [*summary, exact], {"errors": errors, "ideal": ideal}
 
 
 def row(words, errors, most):
-    """The median of errors, and what it may be."""
+    """Return the median of the errors and its limit."""
     low, middle, high = statistics.quantiles(errors, n=4)
     verdict = None if most is None else "holds" if middle <= most else "missed"
     target = None if most is None else f"at most {most}"
@@ -225,7 +240,8 @@ def compared(nodes, mbit, repetitions):
     real = records.dropna(subset="sent").set_index("name")["sent"].to_dict()
     left = records.dropna(subset="left").set_index("left")[["start", "end", "events"]].to_dict("index")
     measured = columns(records.dropna(subset="ms"))
-    rows, values = [], {"alone": alone, "sent": [], "counted": [], "ideal": []}
+    rows = []
+    values = {"alone": alone, "sent": [], "counted": [], "ideal": []}
     for name, steps in measured.items():
         form, ms = name.split("|")
         seconds, ideal, counted = simulated(form, float(ms), nodes, alone, left.get(name))

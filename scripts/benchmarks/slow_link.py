@@ -1,8 +1,8 @@
 """Over slow links: a training step with top-k 1 % against none, and gathers against the time of their bytes.
 
-The step is of a GPT under our DDP, whose ranks are two nodes. The time spent compressing is the compressor's own clock,
-on rank 0; what it saves is how much sooner a step ends. In gathers a link is used both ways at once: were the two ways
-to take turns, as in gloo's own, it would be twice the time.
+The step is of a GPT under our DDP, whose ranks are two nodes. Compression time is by the compressor's clock on rank 0;
+savings are the difference of step times. Gathers use a link in both directions at once; gloo's own uses one direction
+after the other and takes twice the time.
 """
 
 import copy
@@ -16,15 +16,15 @@ from labkit.measure.interleaved_timing import columns, time_variants
 from labkit.run import launch
 
 LINK_MBIT = 100
-LAYERS = 4  # of width 384: 7 million parameters, whose gradients are 2.5 s of this link
+LAYERS = 4  # of width 384: 7 million parameters, whose gradients take 2.5 s on this link
 RATIO = 0.01
 SAMPLES = 2  # a rank
 GATHERED = 2**20  # elements of 4 bytes
-AT_MOST = {2: 1.2, 4: 1.5}  # nodes -> time / time of the bytes; of four each sends to three at once, and is sent to
+AT_MOST = {2: 1.2, 4: 1.5}  # nodes -> time / time of the bytes; with four, each sends to and receives from three
 
 
 def times(context, repetitions):
-    """Runs on every rank."""
+    """Measure on every rank."""
     from labkit.compression import TopK
     from labkit.ddp import DDP
 
@@ -60,8 +60,9 @@ def rows(values, compressing):
 
 
 def gathers(context, repetitions):
-    """Runs on every rank."""
-    whole, part = torch.zeros(GATHERED), torch.zeros(GATHERED // context.world_size)
+    """Measure on every rank."""
+    whole = torch.zeros(GATHERED)
+    part = torch.zeros(GATHERED // context.world_size)
     variants = {
         "all_gather": lambda: comm.all_gather(whole, part),
         "again": lambda: comm.all_gather(whole, part),
@@ -80,12 +81,13 @@ def gather_rows(values, nodes):
 
 
 def run(repetitions):
-    """Yield the rows and the raw values; nothing, after the line that says why, where there are no namespaces."""
+    """Yield the rows and the raw values; without namespaces, print a line and yield nothing."""
     if launch("pass", nodes=2, nproc=1).network["how"] == "loopback":
         return
     link = {"nodes": 2, "nproc": 1, "link_mbit": LINK_MBIT}
     records = launch("benchmarks.slow_link:times", **link, repetitions=repetitions, timeout=1800).records
-    values, compressing = columns(records), columns(records, "compressing")["topk"]
+    values = columns(records)
+    compressing = columns(records, "compressing")["topk"]
     yield list(rows(values, compressing)), {"ms": values, "compressing": compressing}
     for nodes in AT_MOST:
         link = {"nodes": nodes, "nproc": 1, "link_mbit": LINK_MBIT}

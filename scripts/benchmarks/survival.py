@@ -1,8 +1,8 @@
-"""What it costs to survive: a step that is watched and may be told to stop, and checkpoints written beside training.
+"""The cost of fault tolerance: a step with a watchdog and preemption, and checkpoints written during training.
 
-The watched step is labkit.train's own, without a save, against the same model in a loop by hand. A checkpoint is timed
-twice: how long save() holds training up, and until all of it is on the disk. Its opponents are PyTorch's async_save of
-the same state, and a plain copy: each rank writes as many bytes as its file has, and waits for the disk.
+The watched step is labkit.train's, without a save, against the same model in a plain loop. A checkpoint is timed twice:
+how long save() delays training, and until all of it is on the disk. It is compared with PyTorch's async_save of the
+same state, and with a plain copy: each rank writes as many bytes as its file has, and waits for the disk.
 """
 
 import copy
@@ -36,7 +36,7 @@ SAVE = [
 
 
 def steps(context, model, repetitions):
-    """Runs on every rank."""
+    """Measure on every rank."""
     from labkit.ddp import DDP
     from labkit.measure.monitor import Monitor
     from labkit.measure.sinks import open_sinks
@@ -45,7 +45,8 @@ def steps(context, model, repetitions):
     from labkit.trainer import Trainer
 
     torch.manual_seed(0)
-    module, loss = models.build(model, "small").to(context.device), models.loss(model)
+    module = models.build(model, "small").to(context.device)
+    loss = models.loss(model)
     input, target = share(context, model)
 
     def made():
@@ -56,7 +57,8 @@ def steps(context, model, repetitions):
         timelines = [Timeline(context.rank, context.device) for _ in range(2)]
         trainers = [Trainer(*made(), loss, span=timeline.span) for timeline in timelines]
         monitors = [Monitor(timeline, open_sinks([f"jsonl:{folder}"], context.rank)) for timeline in timelines]
-        preemption, plain = Preemption(), Trainer(*made(), loss)
+        preemption = Preemption()
+        plain = Trainer(*made(), loss)
 
         def watched():
             with monitors[0].step(1) as row:
@@ -76,7 +78,7 @@ def steps(context, model, repetitions):
 
 
 def by_hand(model, optimizer, loss, input, target):
-    """A loop that prints its loss has to wait for it, too."""
+    """Take steps of a plain loop that prints its loss, and so waits for it, too."""
 
     def step():
         optimizer.zero_grad()
@@ -89,7 +91,7 @@ def by_hand(model, optimizer, loss, input, target):
 
 
 def saves(context, strategy, repetitions):
-    """Runs on every rank: a row a repetition, in seconds, of rank 0; and of every rank its bytes."""
+    """Measure on every rank: rank 0 records a row of seconds per repetition, every rank its bytes."""
     import torch.distributed.checkpoint as dcp
 
     from labkit.checkpoint import Checkpoints
@@ -110,7 +112,8 @@ def saves(context, strategy, repetitions):
         checkpoints.wait()
         meet()
         file = folder / "ours" / "step-000000000" / f"rank-{context.rank}.safetensors"
-        size, content = file.stat().st_size, file.read_bytes()
+        size = file.stat().st_size
+        content = file.read_bytes()
         held = sum(copied.nbytes for copied in checkpoints._host.values())
         context.record(of="bytes", written=size, held=held)
         group = dist.new_group(backend="gloo")
@@ -141,7 +144,7 @@ def saves(context, strategy, repetitions):
             return time.perf_counter() - start
 
         variants = {"ours": ours, "copy": plain_copy, "copy again": plain_copy}
-        if strategy == "ddp_bucketed":  # whose state dicts PyTorch's writer takes as they are
+        if strategy == "ddp_bucketed":  # whose state dicts PyTorch's writer supports directly
             variants["theirs"] = theirs
         rows = {}
         for number, name in shuffled_rounds(variants, repetitions + 1):
@@ -164,11 +167,12 @@ def run(repetitions):
         values = columns(measured.records)
         yield [comparison.row(f"a watched step, {model}", 2, values) for comparison in STEP], values
     for strategy in ("ddp_bucketed", "fsdp"):
-        told = launch("benchmarks.survival:saves", nproc=2, strategy=strategy, repetitions=repetitions).records
-        values = told[told["of"] == "seconds"].dropna(axis=1).to_dict("list")
+        records = launch("benchmarks.survival:saves", nproc=2, strategy=strategy, repetitions=repetitions).records
+        values = records[records["of"] == "seconds"].dropna(axis=1).to_dict("list")
         rows = [one.row(f"a checkpoint, {strategy}", 2, values) for one in SAVE if {one.ours, one.theirs} <= {*values}]
-        of_ranks = told[told["of"] == "bytes"]
-        held, written = int(of_ranks["held"].max()), int(of_ranks["written"].max())
+        of_ranks = records[records["of"] == "bytes"]
+        held = int(of_ranks["held"].max())
+        written = int(of_ranks["written"].max())
         row = exact_row(f"a checkpoint, {strategy}", "host memory of a rank / its file", 2, held, written)
         rows.append(row | {"target": "at most 1", "verdict": "holds" if held <= written else "missed"})
         yield rows, values

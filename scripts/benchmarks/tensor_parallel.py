@@ -1,7 +1,7 @@
-"""A training step of GPT blocks of width 256 split over ranks: our tensor parallelism, and PyTorch's on DTensor.
+"""A training step of GPT blocks of width 256 sharded over ranks: our tensor parallelism, and PyTorch's on DTensor.
 
-One plan in the words of both libraries, with all tokens on every rank and with shards of the sequence. All variants
-start from the same weights, see the same input, and own a copy of the blocks. What is sent is counted.
+One plan for both libraries, with all tokens on every rank and with shards of the sequence. All variants start from the
+same weights, use the same input, and have their own copy of the blocks. Bytes are counted.
 """
 
 import copy
@@ -16,7 +16,11 @@ from labkit.measure.interleaved_timing import columns, time_variants
 from labkit.models import plans
 from labkit.run import launch
 
-WIDTH, HEADS, LAYERS, BATCH, TOKENS = 256, 8, 4, 4, 128
+WIDTH = 256
+HEADS = 8
+LAYERS = 4
+BATCH = 4
+TOKENS = 128
 AT_MOST = {2: 0.80, 4: 0.90}
 
 
@@ -47,7 +51,7 @@ def of_pytorch(context, blocks, sequence):
 
 
 def setting(context, sequence):
-    """Blocks, and their input on this rank."""
+    """Return blocks, and their input on this rank."""
     from labkit.models.gpt import Block
 
     torch.manual_seed(0)
@@ -73,7 +77,7 @@ def made(context, make, sequence=False):
 
 
 def times(context, repetitions):
-    """Runs on every rank."""
+    """Measure on every rank."""
     variants = {
         "ours": made(context, of_ours),
         "torch": made(context, of_pytorch),
@@ -85,7 +89,7 @@ def times(context, repetitions):
 
 
 def sent(context):
-    """Runs on every rank: bytes sent in one step of both forms."""
+    """Count, on every rank, the bytes sent in one step by both variants."""
     counts = {}
     for form, sequence in (("all_tokens", False), ("sequence", True)):
         step = made(context, of_ours, sequence)
@@ -96,7 +100,7 @@ def sent(context):
 
 
 def formula(nproc, sequence):
-    """Bytes of a rank's messages: 4 all-reduces a block; 2 norms and 2 biases of which a rank sees a part."""
+    """Return the bytes of a rank's messages: 4 all-reduces a block, and gradients of 2 norms and 2 biases."""
     numbers = 4 * BATCH * TOKENS * WIDTH + (6 * WIDTH if sequence else 0)
     return 4 * LAYERS * numbers * 2 * (nproc - 1) // nproc
 

@@ -1,7 +1,7 @@
 """A training step with AdamW: our ZeRO-1 and -2, and PyTorch's ZeroRedundancyOptimizer on PyTorch's DDP.
 
-The opponent has its faster form: gradient_as_bucket_view=True and parameters_as_bucket_view=True. All variants start
-from the same weights, see the same batch, and own a copy of the model. What is sent is counted, and held against DDP.
+PyTorch's uses its faster variant: gradient_as_bucket_view=True and parameters_as_bucket_view=True. All variants start
+from the same weights, use the same batch, and have their own copy of the model. Bytes are compared with DDP's.
 """
 
 import copy
@@ -23,7 +23,7 @@ COMPARISONS = [
 
 
 def setting(context, model):
-    """A module and this rank's batch."""
+    """Return a module and this rank's batch."""
     torch.manual_seed(0)
     module = models.build(model, "small").to(context.device)
     return module, share(context, model)
@@ -59,7 +59,7 @@ def training_step(model, optimizer, loss, inputs, targets):
 
 
 def times(context, model, repetitions):
-    """Runs on every rank."""
+    """Measure on every rank."""
     module, batch = setting(context, model)
     makes = {stage: of_ours(stage) for stage in ("zero1", "zero2", "ddp")}
     makes |= {"torch": of_pytorch, "torch again": of_pytorch}
@@ -70,7 +70,7 @@ def times(context, model, repetitions):
 
 
 def sent(context, model):
-    """Runs on every rank: bytes sent in one step, and those of them that are padding."""
+    """Count, on every rank, the bytes sent in one step, and the padding among them."""
     module, batch = setting(context, model)
     counts = {}
     for stage in ("ddp", "zero1", "zero2"):
@@ -85,15 +85,15 @@ def sent(context, model):
 
 def run(repetitions):
     """Yield the rows and the raw milliseconds, or counts, of each run."""
-    for model in ("mlp", "gpt"):  # no buffers: what DDP sends is gradients
+    for model in ("mlp", "gpt"):  # models without buffers, so DDP sends only gradients
         for nproc in (2, 4):
             counts = launch("benchmarks.zero:sent", nproc=nproc, quiet=True, model=model).records
             row = {key: int(counts[key].max()) for key in ("ddp", "zero1", "zero2", "padding")}
-            told = f"of DDP's {row['ddp']:,} + {row['padding']} of padding"
+            formula = f"of DDP's {row['ddp']:,} + {row['padding']} of padding"
             yield (
                 [
                     exact_row(
-                        f"ZeRO, {model}", f"{stage} sends, {told}", nproc, row[stage], row["ddp"] + row["padding"]
+                        f"ZeRO, {model}", f"{stage} sends, {formula}", nproc, row[stage], row["ddp"] + row["padding"]
                     )
                     for stage in ("zero1", "zero2")
                 ],

@@ -1,7 +1,7 @@
-"""What `lab site` (scripts/web.py) makes the site from.
+"""The sources of the site that `lab site` (scripts/web.py) builds.
 
-sources.py      the folder that Sphinx reads: notebooks, README, a page for each module
-links.py        links of the repository as links of the site
-docstrings.py   plain text as it is, not as markup
-conf.py         Sphinx's settings; static/ and templates/ go with them
+sources.py      the folder that Sphinx reads: notebooks, README, a page per module
+links.py        converts links of the repository to links of the site
+docstrings.py   docstrings as plain text, without markup
+conf.py         Sphinx's settings; uses static/ and templates/
 """

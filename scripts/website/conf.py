@@ -1,4 +1,4 @@
-"""Sphinx's settings for the site: myst-nb reads the notebooks, autodoc the modules, furo draws the pages."""
+"""Sphinx's settings for the site: myst-nb for notebooks, autodoc for modules, the furo theme."""
 
 import importlib
 from functools import partial
@@ -16,7 +16,7 @@ project = html_title = "Distributed Training Lab"
 language = "en"
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.viewcode"]
 highlight_language = "none"  # of docstrings
-smartquotes = False  # it would make one dash of the two of --nproc
+smartquotes = False  # they would turn the two dashes of --nproc into one
 
 nb_execution_mode = "off"
 nb_merge_streams = True
@@ -26,8 +26,8 @@ myst_enable_extensions = ["dollarmath", "html_image"]
 myst_disable_syntax = ["myst_line_comment", "myst_block_break", "myst_role", "myst_target"]
 
 autodoc_default_options = {"members": True, "undoc-members": True, "member-order": "bysource", "show-inheritance": True}
-autodoc_default_options["ignore-module-all"] = True  # what a module hands on is described where it is
-autodoc_inherit_docstrings = False  # PyTorch's words are PyTorch's
+autodoc_default_options["ignore-module-all"] = True  # re-exported names are documented where they are defined
+autodoc_inherit_docstrings = False  # no docstrings of PyTorch's base classes
 add_module_names = False
 
 html_theme = "furo"
@@ -59,14 +59,15 @@ def show_docstring(app, what, name, one, options, lines):
 
 
 def is_borrowed(app, what, name, one, skip, options):
-    """A class or function that a class only refers to (`linear = RowLinear`) is described where it is defined."""
+    """Skip a class or function that a class only refers to (`linear = RowLinear`); its own module documents it."""
     return True if what == "class" and "." not in getattr(one, "__qualname__", ".") else None
 
 
 def same_list(lists, app, name, template, context, doctree):
-    """Furo draws the list of all pages anew for each. On those that it does not name, their depth alone counts."""
+    """Cache Furo's list of pages, which depends only on the depth for pages that the list does not name."""
     if name.startswith("_modules/") or "orphan" in app.env.metadata.get(name, ()):
-        draw, depth = context["toctree"], name.count("/")
+        draw = context["toctree"]
+        depth = name.count("/")
 
         def drawn(**options):
             if depth not in lists:

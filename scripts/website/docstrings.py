@@ -1,6 +1,6 @@
-"""Docstrings are plain text: prose becomes paragraphs, what is aligned (pictures, formulas, lists) stays as it is.
+"""Convert docstrings to reStructuredText: prose becomes paragraphs; aligned text (pictures, lists) stays literal.
 
-Left to itself, Sphinx would read stars, bars and indents as markup.
+Sphinx would otherwise read stars, bars and indents as markup.
 """
 
 import re
@@ -10,20 +10,20 @@ ALIGNED = re.compile(r"^\s|\S {3,}\S|^(\d+\.|[-*+|>]) ")
 
 
 def as_rst(lines):
-    """The lines of a docstring, as lines of reStructuredText that show it."""
+    """Return a docstring's lines as lines of reStructuredText."""
     blocks = [block.split("\n") for block in re.split(r"\n\s*\n", "\n".join(lines).strip("\n")) if block.strip()]
-    told = []
+    rst = []
     for aligned, run in groupby(blocks, key=lambda block: any(map(ALIGNED.search, block))):
         if not aligned:
-            told += [line for block in run for line in [*prose(block), ""]]
+            rst += [line for block in run for line in [*prose(block), ""]]
             continue
-        told += ["::", ""]
-        told += [line for block in run for line in [*(f"    {line}" for line in block), ""]]
-    return told
+        rst += ["::", ""]
+        rst += [line for block in run for line in [*(f"    {line}" for line in block), ""]]
+    return rst
 
 
 def prose(block):
-    """A paragraph without markup but for `names`. The first character cannot begin a list or a title."""
+    """Escape a paragraph's markup, except `names`; its first character cannot begin a list or title."""
     parts = re.split(r"`([^`]+)`", "\n".join(block))
     parts[::2] = [re.sub(r"([\\*_|`:])", r"\\\1", part) for part in parts[::2]]
     parts[1::2] = [rf"\ ``{part}``\ " for part in parts[1::2]]

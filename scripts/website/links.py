@@ -1,26 +1,28 @@
-"""Links of the repository, as links of the site: a notebook to its page, a module to its page of the reference.
+"""Convert links of the repository to links of the site: notebooks and modules lead to their pages.
 
-A notebook or a module that the text names without a link, as `13_fsdp` or `labkit/ddp/ddp.py:40-72`, gets one.
+Names without a link, such as `13_fsdp` or `labkit/ddp/ddp.py:40-72`, become links.
 """
 
 import os
 import re
 import subprocess
 
-# Fenced blocks and links keep what is in them; what is left in `single` ticks may be a name.
+# Fenced blocks and links stay unchanged; other text in `single` ticks may be a name.
 SPAN = re.compile(r"(?P<kept>(?P<ticks>`{3,}).*?(?P=ticks)|\[[^\]]*\]\([^)]*\))|`(?P<span>[^`\n]+)`", re.DOTALL)
 LINK = re.compile(r"(?P<kept>(?P<ticks>`{3,}).*?(?P=ticks))|(?<!!)(?P<words>\[[^\]]*\])\((?P<to>[^)\s]+)\)", re.DOTALL)
 
 
 class Links:
-    """Rewrites the links of texts; `files` gathers those files and folders that need a page of their own."""
+    """A converter of links; `files` collects files and folders that need a page of their own."""
 
     def __init__(self, root):
-        self.root, self.files, self.tracked = root, [], tracked(root)
+        self.root = root
+        self.files = []
+        self.tracked = tracked(root)
         self.notebooks = {path.stem: path for path in root.glob("notebooks/*.ipynb")}
 
     def lead(self, text, path):
-        """Markdown of the file `path`, its links leading to pages of the site."""
+        """Return the Markdown of the file `path` with links to pages of the site."""
         named = SPAN.sub(lambda found: found["kept"] or self.of_name(found["span"], path), text)
         return LINK.sub(lambda found: found["kept"] or f"{found['words']}({self.of_link(found['to'], path)})", named)
 
@@ -34,7 +36,7 @@ class Links:
         return f"[`{span}`]({os.path.relpath(one, path.parent)})"
 
     def of_link(self, to, path):
-        """Where a link of the file `path` leads; what is no file of the repository stays as it is."""
+        """Return the target of a link of the file `path`; other links than to repository files are unchanged."""
         there, hash, anchor = to.partition("#")
         target = (path.parent / there).resolve()
         if not there or ":" in there or target not in self.tracked:
@@ -42,7 +44,7 @@ class Links:
         return f"{self.page(target.relative_to(self.root))}{hash}{anchor}"
 
     def page(self, path):
-        """The source of the page, from the top of the site, that a path of the repository has."""
+        """Return the source of the page, relative to the site's root, for a path of the repository."""
         if path.suffix == ".ipynb":
             return f"/{path.as_posix()}"
         if path.as_posix() == "notebooks/solutions":
@@ -56,9 +58,9 @@ class Links:
 
 
 def tracked(root):
-    """The files of the repository and their folders; without git, what has no part that begins with a dot.
+    """Return the files of the repository and their folders; without git, those without hidden parts.
 
-    A link that leads to anything else, be it .git/config or a file beside the checkout, gets no page.
+    A link to any other file, such as .git/config or a file outside the checkout, gets no page.
     """
     listed = subprocess.run(["git", "-C", root, "ls-files", "-z"], capture_output=True, text=True)
     if listed.returncode == 0:

@@ -1,10 +1,10 @@
-"""What Sphinx reads: the notebooks with their stored outputs, README as the first page, a page for each module.
+"""Write the folder that Sphinx reads: notebooks with stored outputs, README as first page, a page per module.
 
 index.md                  README, and the order of everything
 notebooks/                the course; solutions/ below it
-api/labkit.ddp.rst        one page a module, in the order of labkit/__init__.py
-files/...                 other files of the repository that something links to
-figures/  pictures/       README's figures; what the notebooks display
+api/labkit.ddp.rst        a page per module, in the order of labkit/__init__.py
+files/...                 other files of the repository that are linked
+figures/  pictures/       README's figures; pictures that notebooks display
 """
 
 import ast
@@ -25,8 +25,8 @@ ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = ROOT / "notebooks"
 SOLUTIONS = """# Solutions
 
-Every question that a notebook puts, and every exercise, worked out and run. Try it first: what you have guessed wrongly
-you remember.
+Answers to every question of the notebooks, and every exercise, solved and run. Try it yourself first: you remember best
+what you guessed wrong.
 
 ```{toctree}
 :maxdepth: 1
@@ -35,9 +35,10 @@ you remember.
 
 
 def write(folder):
-    """Write everything into the new folder."""
+    """Write everything to the new folder."""
     links = Links(ROOT)
-    course, solutions = sorted(NOTEBOOKS.glob("*.ipynb")), sorted((NOTEBOOKS / "solutions").glob("*.ipynb"))
+    course = sorted(NOTEBOOKS.glob("*.ipynb"))
+    solutions = sorted((NOTEBOOKS / "solutions").glob("*.ipynb"))
     shutil.copytree(ROOT / "figures", folder / "figures", ignore=shutil.ignore_patterns("*.json"))
     for path in (*course, *solutions):
         put(folder / path.relative_to(ROOT), nbformat.writes(for_site(read(path), path, folder, links)))
@@ -64,7 +65,7 @@ def read(path):
 
 
 def for_site(notebook, path, folder, links):
-    """The notebook as myst-nb is to see it: plumbing folded, links that lead to pages, pictures with their words."""
+    """Prepare the notebook for myst-nb: folded plumbing, links to pages, pictures with alt text."""
     notebook.metadata = {"language_info": {"name": "python", "pygments_lexer": "cell"}}
     for number, cell in enumerate(notebook.cells):
         if cell.cell_type == "markdown":
@@ -88,7 +89,7 @@ def for_site(notebook, path, folder, links):
 
 
 def picture(output, path):
-    """Save the picture; the tag that shows it, with its words."""
+    """Save the picture; return the tag that shows it, with its alt text."""
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(base64.b64decode(output.data["image/png"]))
     about = output.metadata.get("image/png", {})
@@ -98,7 +99,7 @@ def picture(output, path):
 
 
 def title(path):
-    """ "01 Collectives": the number that the file has, and the notebook's first heading."""
+    """Return "01 Collectives": the number of the file and the notebook's first heading."""
     number = re.match(r"\d+", path.stem)
     heading = re.search(r"^# (?:\d+ · )?(.+)", read(path).cells[0].source, re.MULTILINE)
     words = heading[1] if heading else path.stem
@@ -106,7 +107,7 @@ def title(path):
 
 
 def entries(paths, folder):
-    """The lines of a toctree that lists notebooks, and its end. Solutions go by the names of their notebooks."""
+    """Return the lines of a toctree of notebooks, with its end. Solutions have their notebooks' names."""
     lines = [
         f"{title(NOTEBOOKS / path.name)} <{path.relative_to(folder).with_suffix('').as_posix()}>" for path in paths
     ]
@@ -124,14 +125,14 @@ def first_page(course, links):
 
 
 def file_of(name):
-    """The file of a module, or the __init__.py of a package."""
+    """Return the file of a module, or the __init__.py of a package."""
     path = ROOT.joinpath(*name.split("."))
     return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
 
 @functools.cache
 def modules():
-    """The public modules of labkit in the order of its syllabus; what that does not name comes last."""
+    """Return the public modules of labkit in the order of its docstring; unlisted ones come last."""
     paths = [path.relative_to(ROOT).with_suffix("") for path in (ROOT / "labkit").rglob("*.py")]
     found = {".".join(part for part in path.parts if part != "__init__") for path in paths}
     listed = re.findall(r"\s{2,}(\w+)(?:\.py|/)", words_of("labkit"))
@@ -148,14 +149,14 @@ def words_of(name):
 
 
 def first_words(name):
-    """The first paragraph of its docstring, as a line of reStructuredText."""
+    """Return the first paragraph of a module's docstring, as a line of reStructuredText."""
     return " ".join(prose(words_of(name).partition("\n\n")[0].split("\n")))
 
 
 def module_page(name):
-    """What autodoc finds in the module; of a package its docstring and a list of its modules.
+    """Return the page of a module: what autodoc finds; for a package its docstring and a list of its modules.
 
-    The navigation, which every page repeats, holds what stands in labkit/ itself; the rest is listed by its package.
+    The navigation, which is on every page, has the entries of labkit/ only; packages list their own modules.
     """
     head = [":orphan:", ""] if name.count(".") > 1 else []
     head += [name, "=" * len(name), "", f".. automodule:: {name}"]
@@ -169,8 +170,9 @@ def module_page(name):
 
 
 def file_page(path):
-    """A file as it is, or a folder as the list of what is in it."""
-    name, there = path.as_posix(), ROOT / path
+    """Return the page of a file with its text, or of a folder with a list of its files."""
+    name = path.as_posix()
+    there = ROOT / path
     lines = [":orphan:", "", f"``{name}``", "=" * (len(name) + 4), ""]
     if there.is_dir():
         return "\n".join([*lines, *(f"- ``{one.name}``" for one in sorted(there.iterdir())), ""])

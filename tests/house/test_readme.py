@@ -46,7 +46,7 @@ def test_no_stored_record_is_older_than_the_code_that_it_measures():
     if words := there.about_gpu():
         warnings.warn(words, stacklevel=1)
     old = there.stale()
-    assert not old, f"\n{figures.told(old)}"
+    assert not old, f"\n{figures.report(old)}"
 
 
 def test_the_first_notebook_names_all_that_come_after_it():

@@ -65,5 +65,5 @@ def test_an_unknown_benchmark_is_named():
     command = [sys.executable, str(ROOT / "scripts" / "bench.py"), "exect"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2
-    told = "unknown benchmark 'exect'; there are: exact, launching, all_reduce, data_parallel, overlap, "
+    told = "unknown benchmark 'exect'; choose from exact, launching, all_reduce, data_parallel, overlap, "
     assert told in done.stderr.splitlines()[-1]

@@ -69,16 +69,16 @@ def test_folders_have_names_of_their_own_whatever_the_values_are(tmp_path):
         ("{}", "is empty"),
         ("n: [2", "is not YAML (line 1)"),
         ("- n", "is a list; it maps parameters to lists"),
-        ("n: 2", "'n' is 2, and must be a list of at least one value"),
-        ("n: []", "'n' is [], and must be a list of at least one value"),
-        ("m: [2]", "no notebook has a parameter 'm'; there are: lr, model, n, unread"),
-        ("unread: [2]", "02_two.ipynb declares the parameter 'unread', but no cell of it reads it"),
-        ("n: [2, two]", "01_one.ipynb: parameter 'n' is 'two', and must be int like 2"),
-        ("n: [2, 2.5]", "parameter 'n' is 2.5, and must be int like 2"),
-        ("n: [yes]", "parameter 'n' is True, and must be int like 2"),
-        ("n: [2, 0]", "parameter 'n' is 0, and must be at least 1"),
-        ("model: [2]", "parameter 'model' is 2, and must be str like 'mlp'"),
-        ("model: [mlp, mpl]", "'mpl', and must be one of mlp, resnet, gpt"),
+        ("n: 2", "'n' is 2 but must be a list of at least one value"),
+        ("n: []", "'n' is [] but must be a list of at least one value"),
+        ("m: [2]", "no notebook has a parameter 'm'; choose from lr, model, n, unread"),
+        ("unread: [2]", "02_two.ipynb: parameter 'unread' is declared, but no cell reads it"),
+        ("n: [2, two]", "01_one.ipynb: parameter 'n' is 'two' but must be int like 2"),
+        ("n: [2, 2.5]", "parameter 'n' is 2.5 but must be int like 2"),
+        ("n: [yes]", "parameter 'n' is True but must be int like 2"),
+        ("n: [2, 0]", "parameter 'n' is 0 but must be at least 1"),
+        ("model: [2]", "parameter 'model' is 2 but must be str like 'mlp'"),
+        ("model: [mlp, mpl]", "'mpl' but must be one of mlp, resnet, gpt"),
         ("lr: [1]", "-p lr and the grid both set it"),
     ],
 )
@@ -92,7 +92,7 @@ def test_a_wrong_grid_is_named(tmp_path, text, words):
 def test_two_notebooks_of_one_name_are_refused(tmp_path):
     (tmp_path / "other").mkdir()
     paths = [notebook(folder / "01_one.ipynb", SMALL, READS) for folder in (tmp_path, tmp_path / "other")]
-    with pytest.raises(terminal.UserError, match="have one name"):
+    with pytest.raises(terminal.UserError, match="have the same name"):
         jobs_of("n: [2]", tmp_path, *paths)
 
 
@@ -109,8 +109,8 @@ def test_the_grids_that_ship_fit_the_course(name):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda out: out.write_text("x"), "a file is in its place"),
-        (lambda out: (out.mkdir(), (out / "thesis.tex").touch()), "holds something else (thesis.tex)"),
+        (lambda out: out.write_text("x"), "is a file: use another folder"),
+        (lambda out: (out.mkdir(), (out / "thesis.tex").touch()), "has other files (thesis.tex)"),
         (lambda out: (out.mkdir(), (out / results.MARK).write_text('{"format": 0}')), "written by another version"),
     ],
 )
@@ -179,7 +179,7 @@ def test_a_grid_is_carried_on_after_a_failure_and_resumed(tree, monkeypatch):
     assert ran(tree) == ["2", "3"]
     assert "00_a      3  failed" in done.stdout
     assert done.stdout.splitlines()[-1].startswith("2 of 3 jobs ok")
-    assert "Up to 3 jobs ran at once" in done.stdout
+    assert "Up to 3 jobs ran in parallel" in done.stdout
 
     page = (tree / "out" / "index.html").read_text()
     seen = Page(page)
@@ -232,7 +232,7 @@ def test_a_killed_grid_leaves_no_rank_and_goes_on(tree, monkeypatch, how):
         assert wrong.strip().splitlines()[-1] == "lab: interrupted"
         assert "Traceback" not in wrong
         assert told.splitlines()[-1].startswith("1 of 2 jobs ok")
-        assert "The same command with --out out runs what is not ok." in told
+        assert "To run the remaining jobs, use the same command with --out out." in told
     psutil.wait_procs(family, timeout=0 if how != signal.SIGKILL else 60)
     assert [process for process in family if process.is_running()] == []
     notebook(hangs, "world_size = 2", "print(world_size)")
@@ -279,6 +279,6 @@ def test_the_page_says_what_was_not_run_and_what_ran_at_once(tmp_path):
     first, second = jobs_of("n: [3, 4]", tmp_path, path)
     page = index.page([first, second], {first.name: {"error": "", "seconds": 1.0, "at_once": 2, "picture": ""}})
     assert "1 of 2 jobs ok" in page
-    assert "Up to 2 jobs ran at once" in page
+    assert "Up to 2 jobs ran in parallel" in page
     assert page.count("not run") == 1
     assert "<img" not in page

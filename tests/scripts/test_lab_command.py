@@ -225,11 +225,11 @@ def load_lab():
 def test_progress_is_read_from_pip():
     phase_of = load_lab().phase_of
     assert phase_of("Collecting torch==2.13.0\n  Downloading https://host/a/b/torch-2.13.0.whl (526 MB)") == (
-        "fetching",
+        "downloading",
         "torch-2.13.0.whl (526 MB)",
     )
-    assert phase_of("Processing /nvidia/wheels/torch-2.13.0+cpu.whl") == ("fetching", "torch-2.13.0+cpu.whl")
-    assert phase_of("Collecting nvidia-ml-py==13.615.71")[0] == "fetching"  # no part of CUDA
+    assert phase_of("Processing /nvidia/wheels/torch-2.13.0+cpu.whl") == ("downloading", "torch-2.13.0+cpu.whl")
+    assert phase_of("Collecting nvidia-ml-py==13.615.71")[0] == "downloading"  # no part of CUDA
     phase, detail = phase_of("Collecting a\nInstalling collected packages: a, b, c")
     assert phase == "installing"
     assert detail.endswith(" of 3 packages")
@@ -313,7 +313,7 @@ def test_interrupted_setup(tree):
         told = child.communicate(timeout=LIMIT)[1]
         connection.close()
     assert child.returncode == 130
-    assert told.splitlines()[-1] == "lab: setup interrupted; the next use starts it afresh"
+    assert told.splitlines()[-1] == "lab: setup interrupted; the next use starts it again"
     assert "Traceback" not in told
     assert not (tree / ".venv" / "lab-stamp").exists()
     (tree / "requirements.txt").write_text("")
@@ -330,4 +330,4 @@ def test_two_first_uses_at_once_wait_for_each_other(tmp_path):
     told = [child.communicate(timeout=LIMIT) for child in children]
     assert [child.returncode for child in children] == [0, 0], told
     assert sum("another setup of this .venv is running" in stderr for _, stderr in told) == 1
-    assert sum("the next use starts at once" in stderr for _, stderr in told) == 1
+    assert sum("later uses start at once" in stderr for _, stderr in told) == 1

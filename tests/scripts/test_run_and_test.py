@@ -98,16 +98,16 @@ def test_values_take_the_types_of_the_defaults(parametrised):
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
-        ("wordl_size", "4", "07_small.ipynb has no parameter 'wordl_size'; it has: world_size=2"),
-        ("unread", "4", "declares the parameter 'unread', but no cell of it reads it"),
-        ("world_size", "two", "parameter 'world_size' is 'two', and must be int like 2"),
+        ("wordl_size", "4", "07_small.ipynb has no parameter 'wordl_size'; choose from world_size=2"),
+        ("unread", "4", "parameter 'unread' is declared, but no cell reads it"),
+        ("world_size", "two", "parameter 'world_size' is 'two' but must be int like 2"),
         ("world_size", "2.5", "must be int like 2"),
         ("flag", "1", "must be bool like False"),
         ("lr", "fast", "must be float like 0.05"),
-        ("world_size", "0", "parameter 'world_size' is '0', and must be at least 1"),
+        ("world_size", "0", "parameter 'world_size' is '0' but must be at least 1"),
         ("lr", "-0.1", "must be at least 0"),
         ("lr", "1e999", "must be at most 1.79769e+308"),
-        ("model", "mpl", "'mpl', and must be one of mlp, resnet, gpt"),
+        ("model", "mpl", "'mpl' but must be one of mlp, resnet, gpt"),
         ("sizes", "[4, 0]", "must be a list of values at least 1"),
         ("sizes", "[]", "must be a list of int like [1, 4]"),
         ("sizes", "['4']", "must be a list of int like [1, 4]"),
@@ -158,7 +158,7 @@ def test_names_of_notebooks(tree, monkeypatch):
     notebook(tree / "notebooks" / "dashboard.ipynb")
     assert batch.course()[-1] == batch.find("dash")
     assert batch.find("04").stem == batch.find("04_compare").stem == "04_compare"
-    for name, words in (("0", "several notebooks start with '0'"), ("4", "no notebook '4'; there are: 00_start_here")):
+    for name, words in (("0", "several notebooks start with '0'"), ("4", "no notebook '4'; choose from 00_start_here")):
         with pytest.raises(terminal.UserError, match=words):
             batch.find(name)
 
@@ -218,12 +218,12 @@ def test_run_all_sums_up_and_tells_the_first_failing_line(tree):
     assert done.stdout.splitlines()[-1].startswith("2 of 3 jobs ok")
     unknown = finished(tree, "run", "all", "-p", "m", "3")
     assert (unknown.returncode, unknown.stdout) == (2, "")
-    assert unknown.stderr == "lab: no notebook has a parameter 'm'; there are: lr, n\n"
+    assert unknown.stderr == "lab: no notebook has a parameter 'm'; choose from lr, n\n"
 
 
 def test_no_notebook(tree):
     done = finished(tree, "run")
-    assert (done.returncode, done.stderr) == (2, "lab: no notebook 'dashboard'; there are: none yet\n")
+    assert (done.returncode, done.stderr) == (2, "lab: no notebook 'dashboard'; choose from none yet\n")
 
 
 @pytest.mark.slow
@@ -385,8 +385,8 @@ def test_figures_redraws_readmes_table_from_what_it_measured(tree):
     assert good.metadata["labkit_code"] == json.loads((tree / "figures" / "bars.json").read_text())["code"]
 
     listed = finished(tree, "figures", "--stale", "--list")
-    assert re.search(r"^notebooks/01_b\.ipynb +carries no fingerprint", listed.stdout, re.MULTILINE)
-    assert "00_a" not in listed.stdout and "Stale: what is stored was made by other code" in listed.stdout
+    assert re.search(r"^notebooks/01_b\.ipynb +has no fingerprint", listed.stdout, re.MULTILINE)
+    assert "00_a" not in listed.stdout and "Stale: stored results of older code" in listed.stdout
     bad.cells[-1].source = "print('mended')"
     nbformat.write(bad, tree / "notebooks" / "01_b.ipynb")
     done = finished(tree, "figures", "--stale")  # goes on with what is not there yet

@@ -185,7 +185,7 @@ def test_a_place_that_cannot_take_a_site(tmp_path):
     assert_one_line(run("--out", str(tmp_path / "file")), "is a file")
     assert_one_line(run("--out", str(tmp_path / "file" / "site")), "is a file")
     assert_one_line(run("--out", "/proc/site"), "cannot write")
-    assert_one_line(run("--out", str(tmp_path)), "holds other files")
+    assert_one_line(run("--out", str(tmp_path)), "has other files")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
