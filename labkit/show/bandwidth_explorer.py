@@ -20,6 +20,7 @@ import pandas as pd
 
 from labkit.measure.crossover import predicted
 from labkit.show import controls, style
+from labkit.show.bars import stack
 from labkit.show.explorer import explore, need_one
 from labkit.show.time_vs_bandwidth import costs, fits, reach, step_over_link, wins
 
@@ -65,18 +66,16 @@ def bars(frame, state):
     rows, colours = at_speed(frame, state), style.palette(costs(frame))
     with style.look():
         figure, axes = style.new_figure(9.5, 1.3 + 0.34 * len(rows))
-        for place, row in enumerate(rows.itertuples()):
-            colour = colours[row.method]
-            axes.barh(place, row.busy_ms, 0.72, color=colour)
-            axes.barh(place, row.wire_ms, 0.72, row.busy_ms, color=style.lighter(colour, 0.6))
-            words = style.quantity(row.step_ms, "ms")
-            style.beside(axes, words, (row.step_ms, place), weight="bold")
-        axes.set_yticks(range(len(rows)), [style.name(one) for one in rows["method"]])
+        dark = [colours[method] for method in rows["method"]]
+        pale = [style.lighter(colour, 0.6) for colour in dark]
+        parts = {"work": (rows["busy_ms"], dark), "on the link": (rows["wire_ms"], pale)}
+        stack(axes, range(len(rows)), parts)
+        for place, ms in enumerate(rows["step_ms"]):
+            style.beside(axes, style.quantity(ms, "ms"), (ms, place), weight="bold")
+        style.name_rows(axes, range(len(rows)), [style.name(one) for one in rows["method"]])
         axes.set_ylim(len(rows) - 0.4, -0.6)
         axes.set_xlim(0, rows["step_ms"].max() * 1.16)
         axes.set_xlabel("predicted step time (ms); dark: work, pale: bytes on the link")
-        axes.tick_params(axis="y", length=0)
-        axes.spines["left"].set_visible(False)
         axes.grid(axis="x")
     return figure
 

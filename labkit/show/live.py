@@ -27,6 +27,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from labkit.show import style
+from labkit.show.bars import stack
 from labkit.show.publish import present
 
 REDRAWS = 2.0  # a second
@@ -113,10 +114,8 @@ def by_rank(axes, rows):
     axes.set_title(f"by rank (ms), median of {LATEST} steps", size=9.5, loc="left")
     columns = [f"part_{part}" for part in PARTS]
     table = rows.groupby("rank").tail(LATEST).groupby("rank")[columns].median()
-    left = 0.0 * table.iloc[:, 0]
-    for part, column in zip(PARTS, columns, strict=True):
-        axes.barh(range(len(table)), table[column], 0.75, left=left, color=COLOURS[part])
-        left = left + table[column]
+    parts = {part: (table[f"part_{part}"], COLOURS[part]) for part in PARTS}
+    stack(axes, range(len(table)), parts, 0.75)
     axes.set_yticks(range(len(table)), [f"rank {rank}" for rank in table.index], size=8.5)
     axes.invert_yaxis()
     axes.tick_params(axis="x", labelsize=8.5)

@@ -52,13 +52,7 @@ def saw(runs, title=None):
         for axes in grid.flat[max(0, len(runs) - columns) : len(runs)]:
             axes.set_xlabel("allocations and releases so far")
         names = [style.name(kind) for kind in present]
-        look = {
-            "ncols": len(present),
-            "handlelength": 0.9,
-            "columnspacing": 1.3,
-            "handletextpad": 0.5,
-        }
-        figure.legend(handles, names, loc="outside lower left", **look)
+        style.legend_below(figure, handles, names)
         style.entitle(figure, title)
     return figure
 

@@ -21,6 +21,7 @@ from labkit.scale.explain import KINDS, parts, words
 from labkit.scale.plan import bill, row_of
 from labkit.scale.search import first_to_fit, space_of
 from labkit.show import controls, style
+from labkit.show.bars import stack
 from labkit.show.explorer import Explorer
 from labkit.show.publish import present
 
@@ -103,17 +104,16 @@ def draw_memory(axes, peaks, spare):
 
 def draw_stacks(axes, stacks, colours):
     """Bars of {name: {part: size}} one under the other, a colour a part, totals at their ends."""
-    named = set()
+    parts = {}
+    for part, colour in colours.items():
+        sizes = [of_stack.get(part, 0.0) for of_stack in stacks.values()]
+        if max(sizes) > LEAST * max(sum(of_stack.values()) for of_stack in stacks.values()):
+            parts[part] = (sizes, colour)
+    stack(axes, range(len(stacks)), parts, 0.62)
     for row, sizes in enumerate(stacks.values()):
-        left = 0.0
-        for part, size in sizes.items():
-            if size > LEAST * sum(sizes.values()):
-                label = None if part in named else part
-                axes.barh(row, size, 0.62, left=left, color=colours[part], label=label)
-                named.add(part)
-            left += size
+        end = sum(sizes.values())
         look = {"size": 10, "weight": "bold", "bbox": {"fc": style.GROUND, "ec": "none", "pad": 1}}
-        style.beside(axes, f"{left:,.3g}", (left, row), **look)
+        style.beside(axes, f"{end:,.3g}", (end, row), **look)
     axes.set_yticks(range(len(stacks)), list(stacks))
     axes.set_ylim(len(stacks) - 0.5, -0.5)
     axes.tick_params(axis="y", length=0)

@@ -72,8 +72,7 @@ def time_and_money(frame, error, title=None):
         axes.set_xlabel("days (log)")
         axes.set_ylabel("GPU-hours (thousands)")
         axes.grid(axis="y")
-        note = {"xycoords": "axes fraction", "va": "bottom", "size": 9, "color": style.FAINT}
-        said = f"numbers of GPUs; filled: none is faster and cheaper; lines: ± {error:.1%}"
-        axes.annotate(said, (0, 1), **note)
+        words = f"numbers of GPUs; filled: none is faster and cheaper; lines: ± {error:.1%}"
+        style.note_above(axes, words)
         style.entitle(figure, title)
     return figure

@@ -14,7 +14,7 @@ The frame has one row per evaluation, with COLUMNS: run, its name; family, whose
 import math
 
 import pandas as pd
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from labkit.show import style
 
@@ -102,7 +102,7 @@ def make_log(axes, left, right):
     axes.set_xscale("log")
     axes.set_xlim(left, max(right, 2 * left) * 4)
     axes.xaxis.set_major_locator(LogLocator(10))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    style.plain_digits(axes.xaxis)
     axes.xaxis.set_minor_formatter(NullFormatter())
 
 
@@ -178,7 +178,7 @@ def finish(grid, ends, target):
     low = min(low, target / 1.7)
     # room for numbers beneath the curves
     below.set_ylim(bottom=low * (low / high) ** 0.14)
-    below.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    style.plain_digits(below.yaxis)
     below.yaxis.set_minor_formatter(NullFormatter())
     below.set_ylabel("loss")
     # Left of the axis and of its numbers: on the right of it, some curve may end anywhere.
