@@ -1,4 +1,4 @@
-"""Link speed in the hand: each method's step time at any speed, who wins, and below which speed.
+"""Explorer of link speeds: each method's step time, the fastest, and the speed where that changes.
 
     [ figure ] takeaway, table                ordinary outputs: GitHub, batch runs, offline too
     link speed v                              controls: they re-plot the frame and measure nothing
@@ -27,7 +27,7 @@ from labkit.show.time_vs_bandwidth import costs, fits, reach, step_over_link, wi
 
 @dataclass(frozen=True)
 class State:
-    """What the controls say. baseline: the method that the others are held against."""
+    """What the controls say. baseline: the method that the others are compared with."""
 
     methods: tuple
     link_mbit: float
@@ -81,7 +81,7 @@ def bars(frame, state):
 
 
 def takeaway(frame, state):
-    """Who is fastest at this speed and by how much, and where each method beats the baseline."""
+    """The fastest method at this speed, its gain, and the speeds where others beat the baseline."""
     rows, found = at_speed(frame, state), costs(frame)
     best, base = (
         rows.loc[rows["step_ms"].idxmin()],

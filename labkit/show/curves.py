@@ -1,4 +1,4 @@
-"""Curves: loss over steps, cost over sizes, memory over time. A curve's name is at its end."""
+"""Curves: loss over steps, cost over sizes, memory over time, each named at its end."""
 
 import numpy as np
 from matplotlib.ticker import MaxNLocator
@@ -134,7 +134,7 @@ def close(figure, axes, ends, title, note=None):
 
 
 def mark_peak(axes, samples, divisor, **look):
-    """A dot and its words where the sum of all kinds is largest; samples as memory_over_time's."""
+    """Mark the largest sum of all kinds with a dot and its value; samples as memory_over_time's."""
     totals = [sum(sizes.values()) for _, sizes in samples]
     peak = max(totals)
     moment = totals.index(peak) + 1

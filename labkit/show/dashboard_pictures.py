@@ -1,4 +1,4 @@
-"""The dashboard's pictures, drawn fast: few artists, and a layout that is counted and not searched.
+"""Pictures of the dashboard, drawn fast: few artists, and a layout by arithmetic.
 
     label  ====|=====|==|   12 ms         bars: a cell a row, whole or cut into parts
     label  ===|===|=|    8 ms
@@ -20,7 +20,7 @@ from labkit.measure.memory_tracker import KINDS
 from labkit.show import style
 from labkit.show.bars import stack
 
-BARS, LINES = 12, 6  # how many can be told apart, and are drawn within the time of an answer
+BARS, LINES = 12, 6  # how many can be distinguished, and drawn in 200 ms
 CUT = 3  # medians: a bar that is longer is cut, so that the others can be read
 WIDTH, ROW, LETTER = 8.6, 0.25, 0.074  # inches: of a figure, a bar's row, a letter of a label
 PHASES = {"forward_ms": "forward", "backward_ms": "backward", "optimizer_ms": "optimizer"}
@@ -93,7 +93,7 @@ def add_bars(axes, places, sizes, thick, left=0.0, **look):
 
 
 def write_ends(axes, ends, words):
-    """The values at the ends of the bars, and in words whether one far longer than most is cut."""
+    """Write values at the ends of bars; returns a remark if a bar far longer than most is cut."""
     limit = min(max(ends), CUT * np.median(ends)) if np.median(ends) else max(ends)
     edge = axes.get_yaxis_transform()  # a bar that is cut has its value beyond the picture's edge
     for place, (end, text) in enumerate(zip(ends, words, strict=True)):

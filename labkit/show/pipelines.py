@@ -30,7 +30,7 @@ BAND = 1.1  # between two schedules, in rows
 def played(schedule, forward_ms=1.0, input_ms=None, weights_ms=None, message_ms=0.0):
     """The frame of a schedule as it would run: one F, B and W of these lengths, B as long as F.
 
-    Times are those of a rank's whole part of the model: of several stages each takes its share.
+    Times are those of all stages of a rank together; each stage takes an equal share.
     """
     share = len(routes(schedule)[0]) / len(schedule)  # stages of the model, a rank
     lengths = (forward_ms, input_ms or forward_ms, weights_ms or forward_ms)
@@ -49,7 +49,7 @@ def actions(frame):
 
 
 def pipelines(frames, title=None):
-    """Figure: frames: {name: frame of one step}. ValueError where there is nothing to draw."""
+    """Figure: frames: {name: frame of one step}. ValueError if there is nothing to draw."""
     if not frames or any(frame.empty for frame in frames.values()):
         raise ValueError("a pipeline without actions cannot be drawn")
     frames = {name: actions(frame) for name, frame in frames.items()}

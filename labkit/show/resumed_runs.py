@@ -1,6 +1,6 @@
-"""Broken runs on the one that was never broken: their losses, and below by how much they differ.
+"""Losses of resumed runs on those of an uninterrupted one, and below their difference.
 
-loss |\\    :  :         :            : a mark: saved, killed, told to stop
+loss |\\    :  :         :            : a mark: saved, killed, stopped
      | \\___:__:___      :            the runs lie on one another, the first is the broadest
      |      :  :   \\____:________
 off  |- - - : -: - - - -: - - - - -  what rounding alone may do
@@ -29,7 +29,7 @@ def differences(frame):
 
 
 def broken(frame, marks=(), rounding=None, title=None):
-    """Figure: losses of all runs on each other; below, all but the first held against the first.
+    """Figure: losses of all runs on each other; below, the difference of all others to the first.
 
     frame: as in differences. marks: (step, words, "left" or "right": the side of the line that they
     stand on). rounding: what a difference may be, drawn across.

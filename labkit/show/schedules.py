@@ -108,7 +108,7 @@ def draw_heading(axes, name, top, count):
 def in_turn(messages):
     """The same messages, each cut to begin when all earlier ones have ended, without empty ones.
 
-    A message that waited in a queue was blocked on no longer than it is drawn: `waited` stays.
+    `waited` stays: a rank waits for a queued message no longer than it is drawn.
     """
     messages = messages.sort_values(["start_ms", "end_ms"])
     before = messages["end_ms"].cummax().shift(fill_value=0.0)

@@ -1,4 +1,4 @@
-"""A step simulated and the same step measured, one under the other: which bar is where, and why.
+"""A step simulated and the same step measured, one below the other.
 
     DDP                                          simulated 512 ms, measured 529 ms
     rank 0 computes   simulated  :: compute ::|xx waits xx|
@@ -6,7 +6,7 @@
     its messages      simulated     :: all_reduce ::::::::|
                       measured      |  all_reduce         |
 
-What is simulated is pale with a dashed rim, and named in its row: it is never taken for measured.
+Simulated bars are pale with a dashed rim, and their rows are named so.
 """
 
 from matplotlib.patches import Patch
@@ -21,7 +21,7 @@ BOX = 0.82  # of one row's height
 
 
 def held_against(steps, title=None):
-    """Figure: steps: {name: frame}, a band each; ValueError where a frame lacks one of the two.
+    """Figure: steps: {name: frame}, a band each; ValueError if a frame lacks one of the two.
 
     A frame has source ("simulated" or "measured"), row (its name), lane (of COLOURS), start_ms,
     end_ms. Rows of one name lie under one another, the simulated one above.
@@ -29,9 +29,7 @@ def held_against(steps, title=None):
     for name, frame in steps.items():
         missing = set(SOURCES) - set(frame["source"])
         if missing:
-            raise ValueError(
-                f"{name}: nothing is {missing.pop()}, so nothing can be held against it"
-            )
+            raise ValueError(f"{name}: no row is {missing.pop()}; give rows of both sources")
     count = sum(2 * frame["row"].nunique() + 1.4 for frame in steps.values())
     end = max(frame["end_ms"].max() for frame in steps.values())
     with style.look():
@@ -50,7 +48,7 @@ def held_against(steps, title=None):
 
 
 def draw_step(axes, name, frame, top, ticks, end):
-    """One band: its name and both lengths above its rows. Returns where the next one begins."""
+    """One band: its name and both lengths above its rows. Returns the top of the next one."""
     lengths = frame.groupby("source")["end_ms"].max()
     words = ", ".join(f"{s} {style.quantity(lengths[s], 'ms')}" for s in SOURCES)
     head(axes, top, end, name, words)

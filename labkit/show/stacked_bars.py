@@ -1,4 +1,4 @@
-"""Where the time of something goes: every repetition a thin bar, its parts one after the other.
+"""Parts of a total: a thin bar for each repetition, its parts one after the other.
 
 cold   [ start processes, import torch          |join |.]
        [ start processes, import torch     |join |.]           median 4.1 s

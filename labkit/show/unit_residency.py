@@ -1,4 +1,4 @@
-"""Residency: which units of a sharded model are whole on a rank, below compute and network.
+"""Residency: when each unit of a sharded model is unsharded on a rank, below compute and network.
 
 one unit ahead   13 messages
   compute  [ forward  0 | 1 | 2 ][ backward  2 | 1 | 0 ][opt]                             72 ms
@@ -26,7 +26,7 @@ def residency(frames, title=None):
     frames: {name: Timeline.frame() of one rank and one step} with the lanes compute, network
         ("gather NAME", "reduce NAME") and whole: a span named after a unit for each time that it is
         whole, payload_bytes: its size.
-    Units stand in the order of being first whole. Raises ValueError for a frame without them.
+    Units are in the order of their first span. Raises ValueError for a frame without them.
     """
     if not frames or any(LANE not in set(frame["lane"]) for frame in frames.values()):
         raise ValueError(
@@ -67,7 +67,7 @@ def draw_lanes(axes, name, frame, top, ticks):
 
 
 def draw_units(axes, frame, top, ticks):
-    """A thin row per unit, and how much is whole at most."""
+    """A thin row per unit, and the most that is whole at once."""
     spans, colour = frame[frame["lane"] == LANE], style.COLOURS["parameters"]
     rows = {unit: top + THIN * (place - 0.3) for place, unit in enumerate(units_of(frame))}
     for _, span in spans.iterrows():

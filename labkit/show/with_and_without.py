@@ -1,4 +1,4 @@
-"""The same without and with something, on two axes: hollow, then filled, an arrow between.
+"""The same without and with an option, on two axes: hollow, then filled, an arrow between.
 
 loss |     o            o  without error feedback
      |     |            |
