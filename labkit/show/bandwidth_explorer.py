@@ -1,4 +1,4 @@
-"""Link speed in the hand: each method's step time at any speed, who wins, and below which speed.
+"""Explorer of link speeds: each method's step time, the fastest, and the speed where that changes.
 
     [ figure ] takeaway, table                ordinary outputs: GitHub, batch runs, offline too
     link speed v                              controls: they re-plot the frame and measure nothing
@@ -20,13 +20,14 @@ import pandas as pd
 
 from labkit.measure.crossover import predicted
 from labkit.show import controls, style
+from labkit.show.bars import stack
 from labkit.show.explorer import explore, need_one
 from labkit.show.time_vs_bandwidth import costs, fits, reach, step_over_link, wins
 
 
 @dataclass(frozen=True)
 class State:
-    """What the controls say. baseline: the method that the others are held against."""
+    """What the controls say. baseline: the method that the others are compared with."""
 
     methods: tuple
     link_mbit: float
@@ -65,24 +66,22 @@ def bars(frame, state):
     rows, colours = at_speed(frame, state), style.palette(costs(frame))
     with style.look():
         figure, axes = style.new_figure(9.5, 1.3 + 0.34 * len(rows))
-        for place, row in enumerate(rows.itertuples()):
-            colour = colours[row.method]
-            axes.barh(place, row.busy_ms, 0.72, color=colour)
-            axes.barh(place, row.wire_ms, 0.72, row.busy_ms, color=style.lighter(colour, 0.6))
-            words = style.quantity(row.step_ms, "ms")
-            style.beside(axes, words, (row.step_ms, place), weight="bold")
-        axes.set_yticks(range(len(rows)), [style.name(one) for one in rows["method"]])
+        dark = [colours[method] for method in rows["method"]]
+        pale = [style.lighter(colour, 0.6) for colour in dark]
+        parts = {"work": (rows["busy_ms"], dark), "on the link": (rows["wire_ms"], pale)}
+        stack(axes, range(len(rows)), parts)
+        for place, ms in enumerate(rows["step_ms"]):
+            style.beside(axes, style.quantity(ms, "ms"), (ms, place), weight="bold")
+        style.name_rows(axes, range(len(rows)), [style.name(one) for one in rows["method"]])
         axes.set_ylim(len(rows) - 0.4, -0.6)
         axes.set_xlim(0, rows["step_ms"].max() * 1.16)
         axes.set_xlabel("predicted step time (ms); dark: work, pale: bytes on the link")
-        axes.tick_params(axis="y", length=0)
-        axes.spines["left"].set_visible(False)
         axes.grid(axis="x")
     return figure
 
 
 def takeaway(frame, state):
-    """Who is fastest at this speed and by how much, and where each method beats the baseline."""
+    """The fastest method at this speed, its gain, and the speeds where others beat the baseline."""
     rows, found = at_speed(frame, state), costs(frame)
     best, base = (
         rows.loc[rows["step_ms"].idxmin()],

@@ -1,6 +1,7 @@
 """Bars: values with their spread, memory stacked by kind, the measured against the predicted."""
 
 import numpy as np
+from matplotlib.axes import Axes
 
 from labkit.measure.stats import summary
 from labkit.memory.memory_tracker import KINDS
@@ -62,6 +63,27 @@ def draw_bars(axes, bars, unit):
     axes.set_ylim(bars[-1][0] + 0.6, -0.6)
 
 
+def stack(axes, places, parts, thick=THICK, draw=Axes.barh, **look):
+    """Bars cut into parts, one after the other; returns where they end.
+
+    parts: {key: (sizes, colour)}; the key's name is the label of its pieces.
+    """
+    left = np.zeros(len(places))
+    for key, (sizes, colour) in parts.items():
+        sizes = np.asarray(sizes, dtype=float)
+        draw(axes, places, sizes, thick, left=left, color=colour, label=style.name(key), **look)
+        left = left + sizes
+    return left
+
+
+def kinds_of(frame):
+    """{kind of memory: (bytes, its colour)} of those that hold any; ValueError if none does."""
+    kinds = [kind for kind in KINDS if kind in frame and frame[kind].max() > 0]
+    if not kinds:
+        raise ValueError(f"no bytes to draw: none of the columns {', '.join(KINDS)} holds any")
+    return {kind: (frame[kind].to_numpy(float), style.COLOURS[kind]) for kind in kinds}
+
+
 def label_groups(axes, bars):
     """The group's name inside its bar, at the left; after the value where the bar is too short."""
     axes.figure.draw_without_rendering()
@@ -88,58 +110,50 @@ def memory_bars(frame, title=None, label="strategy", up_to=0):
     kinds are left out. up_to: bytes that the axis shows at least.
     """
     frame = frame.rename(columns={f"peak_{kind}_bytes": kind for kind in KINDS})
-    kinds = [kind for kind in KINDS if kind in frame and frame[kind].max() > 0]
-    if not kinds:
-        raise ValueError(f"no bytes to draw: none of the columns {', '.join(KINDS)} holds any")
+    kinds = list(kinds_of(frame))
     frame = frame.groupby(label, sort=False)[kinds].max().reset_index()
     totals = frame[kinds].sum(axis=1)
     divisor, unit = style.byte_scale(totals.max())
     with style.look():
         figure, axes = style.new_figure(8.0, 1.6 + 0.5 * len(frame))
-        left, written = np.zeros(len(frame)), []
         places = range(len(frame))
-        for kind in kinds:
-            colour, sizes = style.COLOURS[kind], frame[kind].to_numpy(float)
-            axes.barh(
-                places,
-                sizes / divisor,
-                THICK,
-                left=left,
-                color=colour,
-                edgecolor=style.GROUND,
-                linewidth=0.5,
-                label=style.name(kind),
-            )
-            for y, start, size in zip(places, left, sizes, strict=True):
-                ink = {"ha": "center", "va": "center_baseline", "color": style.text_on(colour)}
-                middle, words = start + size / divisor / 2, style.quantity(size, "bytes")
-                written.append((axes.text(middle, y, words, size=9, **ink), size))
-            left += sizes / divisor
+        parts = {k: (sizes / divisor, colour) for k, (sizes, colour) in kinds_of(frame).items()}
+        stack(axes, places, parts, edgecolor=style.GROUND, linewidth=0.5)
+        written = write_sizes(axes, frame[kinds], divisor)
         for y, total in zip(places, totals, strict=True):
             style.beside(axes, style.quantity(total, "bytes"), (total / divisor, y), weight="bold")
         axes.set_xlim(0, max(totals.max(), up_to) / divisor * 1.14)
         axes.set_yticks(places, [style.name(one) for one in frame[label]])
         axes.invert_yaxis()
         axes.set_xlabel(f"memory per rank at its peak ({unit})")
-        figure.legend(
-            loc="outside lower left",
-            ncols=len(kinds),
-            handlelength=0.9,
-            columnspacing=1.3,
-            handletextpad=0.5,
-        )
+        style.legend_below(figure, *axes.get_legend_handles_labels())
         finish(figure, axes, title)
         figure.draw_without_rendering()
-        scale = (
-            axes.transData.transform([(1 / divisor, 0)])[0][0]
-            - axes.transData.transform([(0, 0)])[0][0]
-        )
-        for text, size in written:
-            for words in (text.get_text(), f"{size / divisor:.3g}", ""):
-                text.set_text(words)
-                if not words or text.get_window_extent().width + 4 <= size * scale:
-                    break
+        fit(axes, written, divisor)
     return figure
+
+
+def write_sizes(axes, frame, divisor):
+    """[(text, bytes)]: each piece's size in its middle. frame: a row a bar, a column a kind."""
+    written = []
+    for kind in frame:
+        ends = frame.loc[:, :kind].sum(axis=1)
+        ink = {"ha": "center", "va": "center_baseline", "size": 9}
+        ink["color"] = style.text_on(style.COLOURS[kind])
+        for y, (size, end) in enumerate(zip(frame[kind], ends, strict=True)):
+            middle = (end - size / 2) / divisor
+            written.append((axes.text(middle, y, style.quantity(size, "bytes"), **ink), size))
+    return written
+
+
+def fit(axes, written, divisor):
+    """Shorten sizes that do not fit into their pieces, or drop them."""
+    (origin, _), (one, _) = axes.transData.transform([(0, 0), (1 / divisor, 0)])
+    for text, size in written:
+        for words in (text.get_text(), f"{size / divisor:.3g}", ""):
+            text.set_text(words)
+            if not words or text.get_window_extent().width + 4 <= size * (one - origin):
+                break
 
 
 def measured_against_predicted(frame, title=None):

@@ -1,4 +1,4 @@
-"""Published jobs beside their predictions; and the same job on another GPU, in the hand.
+"""Published jobs beside their predictions, and an explorer of the same job on another GPU.
 
     GPT-3 175B              <>o    110; 107          o predicted    <> published: the least and
     Llama 3 405B      o  <--->     135; 152 to 165   the most that the reported figure can mean

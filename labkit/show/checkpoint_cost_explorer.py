@@ -1,7 +1,7 @@
-"""What a checkpoint costs a rank, in the hand: more ranks, a larger model, other strategies.
+"""Explorer of a checkpoint's cost for a rank: more ranks, a larger model, other strategies.
 
     [ figure ] one-line takeaway, table     ordinary outputs: GitHub, batch runs, offline too
-    ranks v   parameters v                  controls: what they ask is predicted, nothing is saved
+    ranks v   parameters v                  controls: they predict and save nothing
     [x] DDP [x] ZeRO-1 [x] FSDP             copied to host memory, written to the disk
 
 What is drawn is a pure function of (predict, state):
@@ -58,7 +58,7 @@ def draw(predict, state):
 
 
 def takeaway(predict, state):
-    """One sentence: what each strategy lets training wait for, and what a rank writes."""
+    """One sentence: the bytes that training waits for, by strategy, and the bytes written."""
     frame = rows(predict, state)
     sizes = {what: mine.set_index("strategy") for what, mine in frame.groupby("what")}
     words = [

@@ -1,7 +1,7 @@
-"""What ranks hold: a row a rank, a box a chunk, and in the box whose numbers are in it.
+"""What ranks hold before and after a collective: a row a rank, a box a chunk.
 
 A chunk is one number with a digit for every rank, the first for rank 0. Rank r fills chunk i with
-the digit i+1 in its own place, so that a sum says by itself what was added:
+the digit i+1 in its own place, so that the digits of a sum show which ranks were added:
 
             chunk 0  chunk 1  chunk 2             rank 1's digit is drawn on rank 1's colour
     rank 0    100      200      300
@@ -43,7 +43,7 @@ def before_after(frame, columns=2, title=None):
 
 
 def step_by_step(frame, phases, title=None):
-    """Figure: what ranks hold after every step, a row a phase; what a step has changed is framed.
+    """Figure: what ranks hold after every step, a row a phase; changed chunks are framed.
 
     frame: a row per step and rank, with columns step, rank, holds; step 0 is the start.
     phases: the name of each phase; all have the same number of steps.

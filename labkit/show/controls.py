@@ -1,7 +1,7 @@
-"""The explorers' controls, of one look: a menu, boxes to tick, a row that wraps.
+"""Controls of the explorers: a menu, check boxes, a row that wraps.
 
-No slider: ipywidgets' own has neither a name nor its value's words for a screen reader. A menu has
-both; from the keyboard the space bar opens it.
+There is no slider: ipywidgets' slider gives a screen reader neither a name nor a value. A menu
+gives both; the space bar opens it.
 """
 
 import ipywidgets
@@ -13,7 +13,7 @@ WHOLE = {"description_width": "initial"}  # a description is never cut off
 
 
 def menu(description, options, value):
-    """A dropdown, grey where there is no choice. options: values, or (text, value) pairs."""
+    """A dropdown, disabled if there is only one option. options: values, or (text, value) pairs."""
     return ipywidgets.Dropdown(
         options=options,
         value=value,
@@ -57,6 +57,6 @@ def observe(changed, controls):
 
 
 def show(panel):
-    """Display the controls; where none can be drawn (GitHub), a line says where they are."""
+    """Display the controls; without a kernel (GitHub) one line of text instead."""
     words = {"text/plain": "Controls: run this notebook in JupyterLab."}
     display(panel._repr_mimebundle_() | words, raw=True)

@@ -1,7 +1,7 @@
-"""Curves: loss over steps, cost over sizes, memory over time. A curve's name is at its end."""
+"""Curves: loss over steps, cost over sizes, memory over time, each named at its end."""
 
 import numpy as np
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import MaxNLocator
 
 from labkit.memory.memory_tracker import KINDS
 from labkit.show import style
@@ -17,7 +17,7 @@ def loss_curves(frame, x="step", y="loss", by="strategy", title=None, log_y=Fals
     colours = style.palette(groups)
     with style.look():
         figure, axes = style.new_figure(8.0, 4.0)
-        widths = np.linspace(1.6 + 1.5 * (len(groups) - 1) * nested, 1.6, len(groups))
+        widths = line_widths(groups, step=1.5 * nested)
         ends = []
         for one, width in zip(groups, widths, strict=True):
             xs, middle = draw_line(
@@ -75,7 +75,12 @@ def sweep(frame, x, y, by="strategy", title=None, x_unit=None, y_unit=None, pred
 
 def make_log(axes):
     axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    style.plain_digits(axes.yaxis)
+
+
+def line_widths(groups, thin=1.6, step=1.5):
+    """Widths of lines that may lie on one another: the first is the broadest."""
+    return np.linspace(thin + step * (len(groups) - 1), thin, len(groups))
 
 
 def draw_line(axes, rows, x, y, colour, factor=1, **look):
@@ -100,9 +105,7 @@ def close(figure, axes, ends, title, note=None):
     axes.grid(axis="y")
     style.entitle(figure, title)
     if note:
-        axes.annotate(
-            note, (0, 1), xycoords="axes fraction", va="bottom", size=9, color=style.FAINT
-        )
+        style.note_above(axes, note)
     figure.draw_without_rendering()
     heights = [axes.transData.transform((x, y))[1] for x, y, _, _ in ends]
     pixels_per_point = figure.dpi / 72
@@ -131,7 +134,7 @@ def close(figure, axes, ends, title, note=None):
 
 
 def mark_peak(axes, samples, divisor, **look):
-    """A dot and its words where the sum of all kinds is largest; samples as memory_over_time's."""
+    """Mark the largest sum of all kinds with a dot and its value; samples as memory_over_time's."""
     totals = [sum(sizes.values()) for _, sizes in samples]
     peak = max(totals)
     moment = totals.index(peak) + 1
@@ -178,13 +181,9 @@ def memory_over_time(samples, title=None, phases=None, predicted=None):
         draw_phases(axes, phases or {}, len(samples))
         axes.set_xlabel("allocations and releases so far")
         axes.set_ylabel(f"live tensors of this rank ({unit})")
-        figure.legend(
-            loc="outside lower left",
-            ncols=min(6, len(kinds) + (predicted is not None)),
-            handlelength=0.9 if predicted is None else 1.4,
-            columnspacing=1.3,
-            handletextpad=0.5,
-        )
+        wide = {} if predicted is None else {"handlelength": 1.4}
+        handles, names = axes.get_legend_handles_labels()
+        style.legend_below(figure, handles, names, ncols=min(6, len(names)), **wide)
         axes.grid(axis="y")
         style.entitle(figure, title)
     return figure

@@ -86,7 +86,7 @@ def opened(rows):
 
 
 def first_state(table, model, ranks, **more):
-    """The state of a model on so many ranks of this machine, where such was measured."""
+    """The state of a model on so many ranks of this machine, or any state if none was measured."""
     there = table[(table["model"] == model) & (table["ranks"] == ranks) & (table["nodes"] == 1)]
     if there.empty:
         return State(**more)
@@ -106,7 +106,7 @@ def chosen(table, state):
 
 
 def draw(table, curves, state, most=BARS):
-    """Figure of the state's picture; ValueError where the filters let nothing through."""
+    """Figure of the state's picture; ValueError if no row passes the filters."""
     rows = chosen(table, state)
     if rows.empty:
         raise ValueError(NOTHING)
@@ -114,7 +114,7 @@ def draw(table, curves, state, most=BARS):
 
 
 def named(rows):
-    """The rows, labelled so that no two of them read alike."""
+    """The rows with labels that differ."""
     words = rows["label"]
     for column in ("model", "world"):
         if rows[column].nunique() > 1:
@@ -123,7 +123,7 @@ def named(rows):
 
 
 def words_of(table, state, most=BARS):
-    """One sentence on what the state shows, for those who cannot see it."""
+    """One sentence on what the state shows, for alt text."""
     rows, column = chosen(table, state), SORTED[state.sort]
     if state.picture == "scaling" and (lines := scaled(rows)):
         rows = rows[rows["cell"].isin(pd.concat(lines)["cell"])]
@@ -151,7 +151,7 @@ def as_table(words):
 
 
 def as_image(figure, words):
-    """The figure as HTML. The browser sets its letters: that takes a quarter of the time."""
+    """The figure as HTML with text for the browser to set, which takes a quarter of the time."""
     held = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "labkit"}):
         figure.savefig(held, format="svg", metadata={"Date": None})

@@ -1,4 +1,4 @@
-"""The dashboard's pictures, drawn fast: few artists, and a layout that is counted and not searched.
+"""Pictures of the dashboard, drawn fast: few artists, and a layout by arithmetic.
 
     label  ====|=====|==|   12 ms         bars: a cell a row, whole or cut into parts
     label  ===|===|=|    8 ms
@@ -18,8 +18,9 @@ from matplotlib.ticker import NullLocator
 
 from labkit.memory.memory_tracker import KINDS
 from labkit.show import style
+from labkit.show.bars import stack
 
-BARS, LINES = 12, 6  # how many can be told apart, and are drawn within the time of an answer
+BARS, LINES = 12, 6  # how many can be distinguished, and drawn in 200 ms
 CUT = 3  # medians: a bar that is longer is cut, so that the others can be read
 WIDTH, ROW, LETTER = 8.6, 0.25, 0.074  # inches: of a figure, a bar's row, a letter of a label
 PHASES = {"forward_ms": "forward", "backward_ms": "backward", "optimizer_ms": "optimizer"}
@@ -45,7 +46,7 @@ def bars(rows, curves, most, column, low=None, high=None, at=None):
     values = rows[column].fillna(0) / divisor
     with style.look():
         figure, axes = frame(rows["label"], 0.85)
-        add_bars(axes, np.zeros(len(rows)), values, color=colours)
+        add_bars(axes, range(len(rows)), values.to_numpy(), 0.74, color=colours)
         ends = rows[high] / divisor if high else values
         if low:
             axes.hlines(range(len(rows)), rows[low] / divisor, ends, color=style.INK, linewidth=1.2)
@@ -66,12 +67,11 @@ def stacked(rows, curves, most, parts, total, words):
     with style.look():
         figure, axes = frame(rows["label"], 1.15)
         figure.subplots_adjust(bottom=0.8 / figure.get_figheight())
-        left = np.zeros(len(rows))
         colours = style.COLOURS | {"other": style.lighter(style.GREY)}
-        for key, size in (sizes | {"other": rest}).items():
-            if size.max() > 0.005 * rows[total].max() / divisor:
-                add_bars(axes, left, size, color=colours[key], label=style.name(key))
-                left += size.to_numpy()
+        sizes["other"] = rest
+        least = 0.005 * rows[total].max() / divisor
+        parts = {key: (size, colours[key]) for key, size in sizes.items() if size.max() > least}
+        left = stack(axes, range(len(rows)), parts, 0.74, draw=add_bars)
         cut = write_ends(axes, left, [said(value, unit) for value in rows[total]])
         finish(axes, rows["label"], f"{words} ({shown}){cut}")
         look = {"ncols": 7, "handlelength": 0.9, "columnspacing": 1.2, "handletextpad": 0.5}
@@ -83,16 +83,17 @@ def said(value, unit):
     return "not known" if np.isnan(value) else style.quantity(value, unit)
 
 
-def add_bars(axes, left, sizes, **look):
-    """All bars as one artist, where barh() makes each of them one, with its own limits to find."""
-    lows = np.arange(len(sizes)) - 0.37
+def add_bars(axes, places, sizes, thick, left=0.0, **look):
+    """barh() with all bars as one artist: barh() makes each of them one, with limits to find."""
+    left = np.broadcast_to(left, len(sizes))
+    lows = np.asarray(places) - thick / 2
     xs = np.stack([left, left, left + sizes, left + sizes], axis=1)
-    ys = np.stack([lows, lows + 0.74, lows + 0.74, lows], axis=1)
+    ys = np.stack([lows, lows + thick, lows + thick, lows], axis=1)
     axes.add_collection(PolyCollection(np.stack([xs, ys], axis=2), **look), autolim=False)
 
 
 def write_ends(axes, ends, words):
-    """The values at the ends of the bars, and in words whether one far longer than most is cut."""
+    """Write values at the ends of bars; returns a remark if a bar far longer than most is cut."""
     limit = min(max(ends), CUT * np.median(ends)) if np.median(ends) else max(ends)
     edge = axes.get_yaxis_transform()  # a bar that is cut has its value beyond the picture's edge
     for place, (end, text) in enumerate(zip(ends, words, strict=True)):

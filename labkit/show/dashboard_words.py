@@ -1,4 +1,4 @@
-"""The dashboard in words: what a cell is called, the table to read, captions, and what is told.
+"""The dashboard in words: names of cells, the table to read, captions, and results beyond noise.
 
 DDP, bucketed                 a base is called after its strategy
 bf16 + 2 micro-batches        another cell after what it changes in its base
@@ -27,7 +27,7 @@ CHANGES = {
 
 
 def rows_of(own, stored):
-    """(rows, where from in words): of the sweep in the folder own; where it has none, of stored."""
+    """(rows, where from in words): of the sweep in the folder own, or else of the stored one."""
     try:
         return results(own), f"your own sweep, in {shown(own)}"
     except ValueError as error:
@@ -108,17 +108,17 @@ def in_words(table):
 
 
 def legend(table):
-    """What the columns of in_words() are, for a caption."""
+    """The columns of in_words() explained, for a caption."""
     kinds = " · ".join(style.name(kind) for kind in KINDS if f"peak_{kind}_bytes" in table)
     ratio = "ratio: step time beside the base's, in paired rounds; interval of 95 % from "
     ratio += f"{FEWEST} rounds on, else the smallest and the largest"
     return f"step: median and quartiles of the rounds; {ratio}; of it: {kinds}"
 
 
-def told(rows):
-    """Which cells are faster than their base and which slower, beyond the noise; and by chance.
+def beyond_noise(rows):
+    """Name the cells that are faster or slower than their base, beyond noise and chance.
 
-    Noise: the cell that is the base once more, with another seed; the widest where there are more.
+    Noise: the base repeated with another seed; the widest of several.
     """
     noise = rows[[bool(c) and all(name == "seed" for name, _ in c) for c in rows["changes"]]]
     bands = [ratio_of(row).noise_band() for row in noise.to_dict("records") if row["pairs"]]
@@ -128,7 +128,7 @@ def told(rows):
     lists = {word: rows["label"][[said == word for said in says]] for word in ("faster", "slower")}
     parts = [f"{word}: {', '.join(names) or 'none'}" for word, names in lists.items()]
     left = says.count("cannot tell")
-    words = f"Beside the base. {'; '.join(parts)}; not to be told from it: {left} more."
+    words = f"Beside the base. {'; '.join(parts)}; within noise: {left} more."
     pairs = rows["pairs"][rows["pairs"] >= FEWEST]
     missed = f"{by_chance(pairs):.1f} of these {len(pairs)} intervals miss the truth by chance"
     return f"{words} On average {missed}." if len(pairs) > 1 else words

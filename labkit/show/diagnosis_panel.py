@@ -1,4 +1,4 @@
-"""Runs side by side: where each rank's time goes, and what a change has made of it.
+"""Runs side by side: where each rank's time goes, before and after a change.
 
 sheet      A  rank 0 |==|===|=====|      a panel for each run: its ranks, the parts of their steps
 treated    cause   before |==|===|=====|       after |==|===|v|     v: what was predicted
@@ -80,7 +80,7 @@ def treated(frame, title=None):
 
 
 def numbers(frame):
-    """DataFrame, a row a run: what the pictures do not show."""
+    """DataFrame, a row a run: numbers that the pictures do not show."""
     found = []
     for run, rows in frame.groupby("run", sort=False):
         links = rows[[name for name in rows if str(name).startswith("to_")]].stack()

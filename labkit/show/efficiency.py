@@ -1,4 +1,4 @@
-"""Efficiency over ranks: the picture with its ideal line, and a step of other worlds in the hand.
+"""Efficiency over ranks: the picture with its ideal line, and an explorer of other worlds.
 
     efficiency | ------------------------ ideal      frame: scaling ("weak", "strong"), ranks,
              1 | o---o---o___                        efficiency, a row a round; predicted

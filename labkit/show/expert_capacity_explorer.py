@@ -1,4 +1,4 @@
-"""What a capacity would drop, in the hand: experts' loads as they were, cut at another height.
+"""Explorer of expert capacity: the share of recorded rows that a capacity would drop.
 
     [ figure ] one-line takeaway, table       ordinary outputs: GitHub, batch runs, offline too
     run v   capacity v                        controls: they re-plot saved rows and launch nothing

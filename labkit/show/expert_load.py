@@ -14,7 +14,7 @@ import numpy as np
 
 from labkit.show import style
 
-COLOURS = "cividis"  # as bright in grey, and told apart by colour-blind eyes
+COLOURS = "cividis"  # as bright in grey, and distinct for colour-blind readers
 
 
 def shares(frame):

@@ -1,4 +1,4 @@
-"""The number-format explorer: a value's bits in each format, and what it does to real gradients.
+"""Explorer of number formats: a value's bits, and the effect of a format on real gradients.
 
 bit_layout(0.1)                 one row per format: its bits, the number they stand for, the error
 reach(gradients, "fp16", 2^16)  how large gradients are, how far each format reaches, what is lost

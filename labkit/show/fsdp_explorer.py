@@ -1,4 +1,4 @@
-"""Sharding in the hand: choose unit, mode and prefetch; see memory and step time among all.
+"""Explorer of FSDP: memory and step time of each unit, mode and prefetch.
 
     [ figure ] one-line takeaway, table   ordinary outputs: GitHub, batch runs, offline too
     unit v   mode v   ahead v             controls: they re-plot what was measured, measure nothing
@@ -71,7 +71,7 @@ def draw(frame, state):
                 "zorder": 2 + ours,
             }
             axes.plot(xs, ys, color=colours[part] if ours else style.lighter(colours[part]), **look)
-            # one above the other: keep words apart
+            # points one above the other: move their words apart
             gap = 0.06 * points["step_ms"].max() if xs.nunique() < len(xs) else 0
             heights = style.spread_apart(list(ys), gap)
             for x, y, ahead in zip(xs, heights, rows["prefetch"], strict=True) if ours else ():
@@ -138,7 +138,7 @@ def explorer(frame, provenance, state=None):
     """Show a sweep over unit, mode, prefetch: figure, takeaway, table, controls. Returns Explorer.
 
     frame: a row per choice and step with COLUMNS; optionally spans, Timeline.rows(), lane "whole".
-    Raises ValueError where a column is missing.
+    Raises ValueError if a column is missing.
     """
     if missing := [column for column in COLUMNS if column not in frame]:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The timeline: two lanes a rank, compute and network, drawn on one clock.
+"""The timeline: two lanes a rank, compute and network, on one clock; and what all bands share.
 
 rank 0  compute  [ forward ][     backward      |//waiting//][opt]
         network                 [ bucket 1 ][ bucket 0 ######]      ####: exposed, nobody computes
@@ -10,6 +10,7 @@ from labkit.measure.timeline_analysis import LANES, exposed, length, subtract
 from labkit.show import style
 
 BAR = 0.8  # of one row's height
+SINCE = "time since the step began (ms)"
 SHORT = {"optimizer": "opt", "forward": "fwd", "backward": "bwd"}
 
 
@@ -24,26 +25,63 @@ def timeline(frame, title=None):
     rows = place(frame, ranks)
     count = 1 + max(row for _, row in rows.values())
     with style.look():
-        figure, axes = style.new_figure(9.0, 1.3 + 0.42 * count + 0.15 * len(ranks))
-        axes.set_xlim(0, frame["end_ms"].max() * 1.005)
         heights = {key: y for key, (y, _) in rows.items()}
-        axes.set_ylim(max(heights.values()) + 0.75, min(heights.values()) - 0.75)
+        height = 1.3 + 0.42 * count + 0.15 * len(ranks)
+        ends = (min(heights.values()) - 0.75, max(heights.values()) + 0.75)
+        figure, axes = canvas(9.0, height, frame["end_ms"].max(), *ends)
         labels = []
         for rank in ranks:
             mine, bare = frame[frame["rank"] == rank], exposed(frame, rank)
             for index, span in mine.iterrows():
                 labels += draw_span(axes, span, heights[index], bare)
             write_exposed(axes, mine, bare, heights)
-        label_lanes(axes, frame, ranks, heights)
-        axes.set_xlabel("time (ms)")
         axes.grid(axis="x")
-        axes.tick_params(axis="y", length=0)
-        axes.spines["left"].set_visible(False)
-        style.entitle(figure, title)
-        figure.draw_without_rendering()
-        for label in labels:
-            fit(label, axes)
+        finish(figure, axes, lanes_of(frame, ranks, heights), title, labels, "time (ms)", size=None)
     return figure
+
+
+def canvas(width, height, end, top, bottom):
+    """(figure, axes) of bands: time from 0 to end, rows from top down to bottom."""
+    figure, axes = style.new_figure(width, height)
+    axes.set_xlim(0, end * 1.005)
+    axes.set_ylim(bottom, top)
+    return figure, axes
+
+
+def finish(figure, axes, rows, title, labels=(), words=SINCE, size=9):
+    """Name the rows, {y: name}, and the axis of time; shorten labels that do not fit."""
+    style.name_rows(axes, list(rows), list(rows.values()), size=size)
+    axes.set_xlabel(words)
+    style.entitle(figure, title)
+    if labels:
+        figure.draw_without_rendering()
+    for label in labels:
+        fit(label, axes)
+
+
+def head(axes, y, end, name, words):
+    """The head of a band: its name at the left, a result at the right."""
+    look = {"va": "center_baseline", "size": 10}
+    axes.text(0, y, name, weight="bold", ha="left", **look)
+    axes.text(end, y, words, ha="right", **look)
+
+
+def from_zero(frame):
+    """The frame with its first span at 0 ms."""
+    origin = frame["start_ms"].min()
+    return frame.assign(start_ms=frame["start_ms"] - origin, end_ms=frame["end_ms"] - origin)
+
+
+def box(axes, y, start, end, height=BAR, **look):
+    """One bar of a row, from start to end in ms."""
+    axes.barh(y, end - start, height, left=start, **look)
+
+
+def inner(frame):
+    """Whether each span is a unit's, within forward or backward."""
+    if "unit" not in frame:
+        return frame["rank"] < 0
+    return frame["unit"].fillna(False).astype(bool)
 
 
 def place(frame, ranks):
@@ -54,10 +92,8 @@ def place(frame, ranks):
         lanes = [*LANES, *(lane for lane in mine["lane"].unique() if lane not in LANES)]
         for lane in lanes:
             spans = mine[mine["lane"] == lane]
-            inner = (
-                spans["unit"].fillna(False).astype(bool) if "unit" in spans else spans["rank"] < 0
-            )
-            for part in (spans[~inner], spans[inner]):
+            units = inner(spans)
+            for part in (spans[~units], spans[units]):
                 ends = []
                 for index, span in part.sort_values("start_ms").iterrows():
                     free = next(
@@ -76,9 +112,9 @@ def colour_of(span):
     if span["lane"] == "network":
         return style.COLOURS["network"]
     known = next((word for word in reversed(words) if word in style.COLOURS), None)
-    inner = span.get("unit") is True
-    base = style.COLOURS[known] if known else style.COLOURS["forward"] if inner else style.OLIVE
-    return style.lighter(base) if inner else base
+    unit = span.get("unit") is True
+    base = style.COLOURS[known] if known else style.COLOURS["forward"] if unit else style.OLIVE
+    return style.lighter(base) if unit else base
 
 
 def draw_span(axes, span, y, bare):
@@ -91,25 +127,8 @@ def draw_span(axes, span, y, bare):
     for pieces, face, hatch in ((free, colour, None), (hatched, waiting, "////")):
         for start, end in pieces:
             line = style.lighter(style.RED, 0.35) if network else colour
-            axes.barh(
-                y,
-                end - start,
-                BAR,
-                left=start,
-                facecolor=face,
-                hatch=hatch,
-                edgecolor=line,
-                linewidth=0,
-            )
-    axes.barh(
-        y,
-        whole[0][1] - whole[0][0],
-        BAR,
-        left=whole[0][0],
-        fill=False,
-        edgecolor=style.GROUND,
-        linewidth=0.9,
-    )
+            box(axes, y, start, end, facecolor=face, hatch=hatch, edgecolor=line, linewidth=0)
+    box(axes, y, *whole[0], fill=False, edgecolor=style.GROUND, linewidth=0.9)
     lies_in_hatched = not free or (network and length(hatched) > length(free))
     names = [
         (span["name"], hatched if lies_in_hatched else free, waiting if lies_in_hatched else colour)
@@ -164,12 +183,12 @@ def write_exposed(axes, mine, bare, heights):
         style.beside(axes, words, middle, (8, 0), xycoords=("axes fraction", "data"), **look)
 
 
-def label_lanes(axes, frame, ranks, heights):
-    ticks, names = [], []
+def lanes_of(frame, ranks, heights):
+    """{y: name} of the lanes of all ranks."""
+    rows = {}
     for rank in ranks:
         mine = frame[frame["rank"] == rank]
         for lane in mine["lane"].unique():
             ys = [heights[i] for i in mine.index[mine["lane"] == lane]]
-            ticks.append((min(ys) + max(ys)) / 2)
-            names.append(f"rank {rank}  {lane}")
-    axes.set_yticks(ticks, names)
+            rows[(min(ys) + max(ys)) / 2] = f"rank {rank}  {lane}"
+    return rows

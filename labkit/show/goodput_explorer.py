@@ -1,4 +1,4 @@
-"""What failures and saves take from a run, by the number of GPUs, in the hand.
+"""Explorer of goodput: what failures and saves take from a run, by the number of GPUs.
 
       1,024 GPUs |s|c|r                      saves, computed again, detection, restart:
      16,384 GPUs |saves|again|d|restart|     per cent of the days, from one seeded run a bar
@@ -84,7 +84,7 @@ def draw(job, state):
 
 
 def takeaway(job, state):
-    """What is lost at the smallest and the largest size, and most of it to what."""
+    """The loss at the smallest and the largest size, and its largest part."""
     words = []
     for gpus, run in list(runs(job, state).items())[:: max(1, len(job.sizes) - 1)]:
         most = max(NAMES, key=run.seconds.get)

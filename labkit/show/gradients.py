@@ -1,4 +1,4 @@
-"""A compressor in the hand: the gradient before, what arrives, what waits, how sums catch up.
+"""Explorer of compressors: the gradient, what arrives, the residual, and how sums catch up.
 
     [ figures ] takeaway, table               ordinary outputs: GitHub, batch runs, offline too
     compressor v   feedback v   step v        controls: they re-plot what was recorded, send nothing
@@ -32,7 +32,7 @@ NUMBERS = ("momentum", "elements", "sent_bytes", "plain_bytes", "error", "sum_er
 NUMBERS += ("waiting", "first")
 VECTORS = ("gradient", "arrived", "residual")
 COLUMNS = (*FORM, "step", *NUMBERS, *VECTORS)
-# where there is a knob
+# compressors with a setting
 FAMILIES = {"topk": "top-k", "randomk": "random-k", "dgc": "DGC", "powersgd": "PowerSGD"}
 
 
@@ -80,7 +80,7 @@ def steps_of(frame, state):
 
 
 def row_of(frame, state):
-    """The chosen row. Raises ValueError where none was recorded."""
+    """The chosen row. Raises ValueError if none was recorded."""
     rows = steps_of(frame, state)
     rows = rows[rows["step"] == state.step]
     if rows.empty:
@@ -172,7 +172,7 @@ def takeaway(frame, state):
 
 
 def times_less(row):
-    """How many times less is sent, as text; "" where nothing is."""
+    """How many times less is sent, as text; "" if nothing is sent."""
     return f"{row['plain_bytes'] / row['sent_bytes']:.3g}" if row["sent_bytes"] else ""
 
 
@@ -191,7 +191,7 @@ def small(frame):
 
 
 def picture(frame, state):
-    """The widget's images as HTML with alt text; a sentence where that form was not recorded."""
+    """The widget's images as HTML with alt text; a sentence if that form was not recorded."""
     if steps_of(frame, state).empty:
         return f"<p>Not recorded: {words_of(state)}.</p>"
     return as_html(takeaway(frame, state), carried(frame, state), catching_up(frame, state))

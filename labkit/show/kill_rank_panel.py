@@ -1,12 +1,12 @@
-"""A run in the hand that can be hurt: a button for each rank kills its process.
+"""A panel with one button per rank that kills its process.
 
     (Start) (Kill rank 0) (Kill rank 1)
     rank 1 killed after step 7; attempt 2: step 6 of 20
     rank 1 killed after step 7; done. Every loss is that of the run that was never broken.
 
-The run is in a thread: a cell that waited for it would take no click. begin(bar, pids) launches
-it and returns a sentence about what came of it; each of its ranks writes its process id into the
-folder pids, in a file of its number. bar: launch's.
+The run is in a thread, so that the kernel can handle clicks. begin(bar, pids) launches it and
+returns a sentence about the result. Each rank writes its process id into the folder pids, in a file
+named after its number. bar: launch's.
 """
 
 import html
@@ -22,7 +22,7 @@ from labkit.show import controls
 
 
 class Panel:
-    """The buttons, and the bar of the launch. `.panel` is the widget, `.message` what it says."""
+    """Buttons, and the bar of the launch. `.panel` is the widget, `.message` its text."""
 
     def __init__(self, begin, world_size):
         self.begin, self.step, self.attempt, self.kills = begin, 0, 1, []
@@ -54,7 +54,7 @@ class Panel:
         with tempfile.TemporaryDirectory() as self.pids:
             try:
                 words = self.begin(self, self.pids)
-            except Exception as error:  # the reader's answer, and it belongs where they look
+            except Exception as error:  # shown beside the buttons
                 words = f"{type(error).__name__}: {str(error).splitlines()[0]}"
         self.enable(running=False)
         self.say(f"done. {words}")

@@ -1,4 +1,4 @@
-"""A run, watched while it runs: a picture that is redrawn in place, fed by the ranks' records.
+"""A live view of a run: a picture redrawn in place from the ranks' records.
 
     view = Live()
     run = launch(program, nproc=4, bar=view)      record(**row) of a rank --> a point in the picture
@@ -7,8 +7,8 @@
     throughput      exposed, by rank      memory, by rank       records name a "run"
 
 The picture is one widget whose content is replaced at once, so nothing flickers. Drawing takes at
-most a QUARTER of a core, and never more than REDRAWS a second; training waits for none of it. At
-the end an ordinary, static picture stays.
+most a QUARTER of a core and REDRAWS a second; training never waits for it. At the end a static
+picture stays.
 What is drawn is a pure function of the rows, so that it can be tested without a browser.
 """
 
@@ -27,11 +27,12 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from labkit.show import style
+from labkit.show.bars import stack
 from labkit.show.publish import present
 
 REDRAWS = 2.0  # a second
 QUARTER = 0.25  # the part of the time that drawing may take
-MOST = 4000  # rows that are looked at
+MOST = 4000  # latest rows that are drawn
 LATEST = 10  # steps that the bars are the median of
 PLACES = {"left": 0.05, "right": 0.98, "bottom": 0.18, "top": 0.86, "hspace": 0.62, "wspace": 0.2}
 PARTS = ("data_ms", "forward_ms", "backward_ms", "optimizer_ms", "exposed_comm_ms")
@@ -76,7 +77,7 @@ def over_steps(axes, rows, column, words, divisor=1, each=False):
     axes.yaxis.set_major_locator(MaxNLocator(4))
     if column not in rows or rows[column].isna().all():
         look = {"ha": "center", "va": "center", "size": 9, "color": style.FAINT}
-        axes.text(0.5, 0.5, "not told", transform=axes.transAxes, **look)
+        axes.text(0.5, 0.5, "not recorded", transform=axes.transAxes, **look)
         return
     table = rows.pivot_table(index="step", columns="rank", values=column) / divisor
     lines = table if each else table.mean(axis=1).to_frame("mean")
@@ -113,10 +114,8 @@ def by_rank(axes, rows):
     axes.set_title(f"by rank (ms), median of {LATEST} steps", size=9.5, loc="left")
     columns = [f"part_{part}" for part in PARTS]
     table = rows.groupby("rank").tail(LATEST).groupby("rank")[columns].median()
-    left = 0.0 * table.iloc[:, 0]
-    for part, column in zip(PARTS, columns, strict=True):
-        axes.barh(range(len(table)), table[column], 0.75, left=left, color=COLOURS[part])
-        left = left + table[column]
+    parts = {part: (table[f"part_{part}"], COLOURS[part]) for part in PARTS}
+    stack(axes, range(len(table)), parts, 0.75)
     axes.set_yticks(range(len(table)), [f"rank {rank}" for rank in table.index], size=8.5)
     axes.invert_yaxis()
     axes.tick_params(axis="x", labelsize=8.5)
@@ -131,7 +130,7 @@ def legend(figure, more=None, loc="outside lower left"):
 
 
 def takeaway(rows, run=None):
-    """One sentence: how far it is, what a step takes, how much of it is waiting."""
+    """One sentence: the step reached, the time of a step, and how much of it is waiting."""
     latest = rows[rows["step"] > rows["step"].max() - LATEST]
     ms, waits = latest["step_ms"].median(), latest["exposed_comm_ms"].median()
     words = f"run {run}: " if run is not None else ""
@@ -141,9 +140,9 @@ def takeaway(rows, run=None):
 
 
 def as_svg(figure, words):
-    """The figure as lines of a page, with words for those who cannot see.
+    """The figure as inline SVG with its alt text.
 
-    Not as a PNG, which the page would decode first, and show nothing for a moment.
+    A PNG would flicker, because the page decodes it first.
     """
     held = io.StringIO()
     with style.look():
@@ -156,7 +155,7 @@ def as_svg(figure, words):
 class Live:
     """What launch(bar=...) takes: it shows the records as they come. keep: the static picture.
 
-    by: the column that tells runs of one launch apart; the newest is shown.
+    by: the column that names the runs of a launch; the newest is shown.
     """
 
     def __init__(self, provenance="measured", by="run", keep=True):
@@ -173,7 +172,7 @@ class Live:
             self.guarded(self.redraw)
 
     def guarded(self, show):
-        """A picture that cannot be drawn is said once, and stops no training."""
+        """Draw; print the first error and go on training."""
         try:
             start = time.monotonic()
             show()
@@ -202,7 +201,7 @@ class Live:
             self.handle = display(content, raw=True, display_id=True)
 
     def close(self):
-        """The view goes; what it showed last stays, as an ordinary picture."""
+        """Replace the view by a static picture of its last state."""
         if self.handle is not None:  # in a plain Python there is no view to take away
             self.handle.update({"text/plain": ""}, raw=True)
         self.image.close()

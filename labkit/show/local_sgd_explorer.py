@@ -1,4 +1,4 @@
-"""How seldom to talk, in the hand: the race to a loss, predicted for a link of another speed.
+"""Explorer of local SGD: the time to a loss, predicted for a link of another speed.
 
     [ figure ] one-line takeaway, table     ordinary outputs: GitHub, batch runs, offline too
     link speed v                            controls: they re-plot saved rows and launch nothing
@@ -50,7 +50,7 @@ def draw(frame, target, state):
 
 
 def takeaway(frame, target, state):
-    """One sentence: who is first at the loss, and how much sooner than the first chosen run."""
+    """One sentence: the first run to reach the loss, and its gain over the first chosen run."""
     ends = reached(on_link(frame, state), target)
     there = ends.dropna(subset=["seconds"])
     if there.empty:
@@ -78,7 +78,7 @@ def small(frame, target, speeds):
 
 
 def explorer(frame, target, link_mbit, provenance, speeds=(10, 100, 1000)):
-    """Show the race on a link of link_mbit: figure, takeaway, table, controls. Returns Explorer.
+    """Show the time to the loss on a link: figure, takeaway, table, controls. Returns Explorer.
 
     frame: see above. provenance: begins with "predicted". speeds: columns of the table, Mbit/s.
     """
@@ -92,5 +92,5 @@ def explorer(frame, target, link_mbit, provenance, speeds=(10, 100, 1000)):
         provenance,
         small(frame, target, speeds),
         f"time until a loss of {target:g}",
-        "Move the link speed: the race is drawn here, from the saved rows.",
+        "Move the link speed: the times to the loss are drawn here, from the saved rows.",
     )

@@ -5,10 +5,8 @@
 2^16         :    |_______     one line per run or rank; where they agree they lie on one another
 """
 
-import numpy as np
-
 from labkit.show import style
-from labkit.show.curves import close
+from labkit.show.curves import close, line_widths
 
 
 def loss_scales(frame, by="run", title=None):
@@ -22,9 +20,8 @@ def loss_scales(frame, by="run", title=None):
     colours = style.palette(groups)
     with style.look():
         figure, axes = style.new_figure(8.5, 4.0)
-        widths = np.linspace(1.8 + 1.3 * (len(groups) - 1), 1.8, len(groups))
         ends = []
-        for one, width in zip(groups, widths, strict=True):
+        for one, width in zip(groups, line_widths(groups, 1.8, 1.3), strict=True):
             mine = frame[frame[by] == one].sort_values("step")
             steps, scales = mine["step"].to_numpy(), mine["scale"].to_numpy()
             axes.step(steps, scales, where="post", color=colours[one], linewidth=width)

@@ -6,11 +6,8 @@ ZeRO-1    [ P ][ G ][ S/2 ]      12 MiB        [======]     2 x
 FSDP      [P/2][G/2][ S/2 ]       8 MiB        [=========]  3 x
 """
 
-import numpy as np
-
-from labkit.memory.memory_tracker import KINDS
 from labkit.show import style
-from labkit.show.bars import THICK, finish
+from labkit.show.bars import THICK, finish, kinds_of, stack
 
 
 def memory_and_traffic(frame, title=None, label="strategy"):
@@ -18,23 +15,17 @@ def memory_and_traffic(frame, title=None, label="strategy"):
 
     frame: columns named after KINDS (bytes held; all-zero ones are left out) and sent_bytes.
     """
-    kinds = [kind for kind in KINDS if kind in frame and frame[kind].max() > 0]
-    if not kinds or "sent_bytes" not in frame:
-        raise ValueError(
-            f"nothing to draw: give sent_bytes and some of the columns {', '.join(KINDS)}"
-        )
-    totals = frame[kinds].sum(axis=1).to_numpy(float)
+    if "sent_bytes" not in frame:
+        raise ValueError(f"no traffic to draw: a column sent_bytes, not {', '.join(frame)}")
+    kinds = kinds_of(frame)
+    totals = sum(sizes for sizes, _ in kinds.values())
     with style.look():
         figure, (held, sent) = style.new_figure(
             9.0, 1.7 + 0.5 * len(frame), columns=2, sharey=True, width_ratios=(3, 2)
         )
         divisor, unit = style.byte_scale(totals.max())
-        left = np.zeros(len(frame))
-        for kind in kinds:
-            sizes = frame[kind].to_numpy(float) / divisor
-            look = {"color": style.COLOURS[kind], "edgecolor": style.GROUND, "linewidth": 0.5}
-            held.barh(range(len(frame)), sizes, THICK, left=left, label=style.name(kind), **look)
-            left += sizes
+        parts = {kind: (sizes / divisor, colour) for kind, (sizes, colour) in kinds.items()}
+        stack(held, range(len(frame)), parts, edgecolor=style.GROUND, linewidth=0.5)
         write_values(held, totals, divisor)
         held.set_xlabel(f"held per rank ({unit})")
         traffic = frame["sent_bytes"].to_numpy(float)
@@ -44,13 +35,7 @@ def memory_and_traffic(frame, title=None, label="strategy"):
         sent.set_xlabel(f"sent per rank and step ({unit})")
         held.set_yticks(range(len(frame)), [style.name(one) for one in frame[label]])
         held.invert_yaxis()
-        place = {
-            "loc": "outside lower left",
-            "ncols": len(kinds),
-            "handlelength": 0.9,
-            "columnspacing": 1.3,
-        }
-        figure.legend(*held.get_legend_handles_labels(), handletextpad=0.5, **place)
+        style.legend_below(figure, *held.get_legend_handles_labels())
         for axes in (held, sent):
             finish(figure, axes, title)
     return figure

@@ -1,7 +1,7 @@
-"""Memory by kind in the hand: move stage, world size, precision and batch, and see it change.
+"""Explorer of memory by kind: stage, world size, precision and batch.
 
     [ figure ] one-line takeaway, table       ordinary outputs: GitHub, batch runs, offline too
-    ranks v   precision v   batch v           controls: what they ask is estimated, nothing launched
+    ranks v   precision v   batch v           controls: they estimate and launch nothing
     [x] DDP [x] ZeRO-1 [x] ZeRO-2 [x] FSDP    stages side by side; a line where a rank's memory ends
 
 What is drawn is a pure function of (predict, state):
@@ -89,7 +89,7 @@ def draw(predict, state):
 
 
 def takeaway(predict, state):
-    """One sentence: the most, the least, and which stage is the first that fits."""
+    """One sentence: the most, the least, and the first stage that fits."""
     frame = rows(predict, state)
     most, least = frame.loc[frame["total"].idxmax()], frame.loc[frame["total"].idxmin()]
     words = (
@@ -122,7 +122,7 @@ def explorer(
     """Show memory by kind and stage: figure, takeaway, table, then the controls. Returns Explorer.
 
     predict: of predictor(), or any function (stage, world_size, precision, batch) -> bytes by kind;
-    what it has answered once is remembered.
+    its answers are cached.
     The controls offer world_sizes, precisions and batches, to which the first choice is added.
     capacity: bytes that a rank has.
     """

@@ -1,6 +1,6 @@
-"""The saw: memory over a step, runs side by side on one scale, to compare teeth and heights.
+"""Memory over a step: runs side by side on one scale.
 
-MiB |  all whole            |  a unit at a time
+MiB |  all unsharded        |  a unit at a time
     | ____________________  |
     | ####################  |    /|/|/|/|\\|\\|\\|\\         each tooth: a unit gathered, then freed
     | ####################  |  _|#######################|__
@@ -23,7 +23,7 @@ def saw(runs, title=None):
     """Figure: a panel per run, MemoryTracker.samples as areas by kind, the peak marked and written.
 
     runs: {name: samples}. Each panel counts its own allocations and releases from left to right, as
-    memory_over_time() does; all share the axis of bytes. ValueError where a run has no samples.
+    memory_over_time() does; all share the axis of bytes. ValueError if a run has no samples.
     """
     if not runs or not all(runs.values()):
         raise ValueError("no samples to draw")
@@ -52,19 +52,13 @@ def saw(runs, title=None):
         for axes in grid.flat[max(0, len(runs) - columns) : len(runs)]:
             axes.set_xlabel("allocations and releases so far")
         names = [style.name(kind) for kind in present]
-        look = {
-            "ncols": len(present),
-            "handlelength": 0.9,
-            "columnspacing": 1.3,
-            "handletextpad": 0.5,
-        }
-        figure.legend(handles, names, loc="outside lower left", **look)
+        style.legend_below(figure, handles, names)
         style.entitle(figure, title)
     return figure
 
 
 def thinned(samples):
-    """[(number of the change, bytes by kind)]: samples that the eye can tell from the one before.
+    """[(number of the change, bytes by kind)]: samples that differ visibly from the one before.
 
     All of them would make a picture of megabytes. The peak is always among them.
     """

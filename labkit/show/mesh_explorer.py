@@ -1,13 +1,13 @@
-"""Types of parallelism, in the hand: what each rank of a mesh holds, and who talks with whom.
+"""Explorer of meshes: what each rank holds, and the groups that communicate.
 
     node 0   [ rank 0   ]---[ rank 1   ]     a box a rank: its samples, tokens, layers, part of the
              [ tp 0     ]   [ tp 1     ]     matrices; a line for each group along the chosen axis,
-    node 1   [ rank 2   ]---[ rank 3   ]     red where it passes the cable between the nodes
+    node 1   [ rank 2   ]---[ rank 3   ]     red if it crosses the link between the nodes
 
     pp v  cp v  tp v  across the nodes v  axis v        controls: they count, and launch nothing
 
 What is drawn is a pure function of (model, state). model: {"samples", "tokens", "layers"} -> how
-many there are in all; matrices are whole or cut.
+many there are in all; matrices are complete or sharded.
 """
 
 from dataclasses import dataclass
@@ -89,7 +89,7 @@ def holdings(axes, model):
 def words(what, held, model):
     """One line of a box."""
     if what == "matrices":
-        return "whole matrices" if held[1] == 1 else f"part {held[0]} of {held[1]} of matrices"
+        return "complete matrices" if held[1] == 1 else f"part {held[0]} of {held[1]} of matrices"
     if isinstance(held[0], tuple):
         return "tokens " + ", ".join(f"{first}-{last}" for first, last in held)
     first, last = held
@@ -137,7 +137,7 @@ def draw(model, state, local):
 
 
 def join(plot, one, other, colour):
-    """A line between two boxes; where others may be in between, as an arc."""
+    """A line between two boxes; an arc if others may be in between."""
     (x, y), (u, v) = one, other
     begin, end = (x + WIDE / 2, y), (u + WIDE / 2, v)
     if y == v:
@@ -156,24 +156,24 @@ def headline(state):
 
 
 def order(state):
-    """One sentence: what lies across the nodes, or that nothing can."""
+    """One sentence: the axis that lies across the nodes, if any."""
     if state.axes[state.first] == 1:
         return f"{state.first} has one rank: it cannot lie across the nodes."
     return f"The first axis, {state.first}, lies across the nodes."
 
 
 def takeaway(model, state, local):
-    """How many groups, of how many ranks, how many of them pass the cable, and which axis could."""
+    """The number of groups, their ranks, and how many groups cross the nodes."""
     groups = lines(state.axes, state.axis)
     passing = crossing(state.axes, local)[state.axis]
     if len(groups[0]) == 1:
-        return f"{headline(state)}. One rank along it: nobody to talk with. {order(state)}"
+        return f"{headline(state)}. One rank along it: no communication. {order(state)}"
     said = f"{len(groups)} group{'s' * (len(groups) > 1)} of {len(groups[0])} ranks"
     return f"{headline(state)}. {said}, {passing} of them across the nodes. {order(state)}"
 
 
 def small(state, local):
-    """DataFrame of texts: a row an axis, its groups, and those that pass the cable."""
+    """DataFrame of texts: a row an axis, its groups, and how many cross the nodes."""
     axes = {axis: size for axis, size in state.axes.items() if size > 1}
     rows = [
         {

@@ -49,8 +49,8 @@ def verdict(claims):
     """Print one exact line a claim, aligned; raise AssertionError naming those that do not hold.
 
     claims: {"weights equal one process": True, "bytes sent per rank": 4096}. True and False are
-    checked, whole numbers are shown. Nothing that moves belongs here: a float or a time raises
-    TypeError, so that the output can be compared.
+    checked, whole numbers are shown. A float or a time raises TypeError, because it differs from
+    run to run and the output is compared.
     """
     if not claims:
         raise ValueError("a verdict needs at least one claim")
@@ -91,7 +91,7 @@ def prediction(frame, provenance):
 def table(frame, caption):
     """Show a DataFrame as a Markdown table (first column left, others right), caption beneath.
 
-    Cells and caption may come from a stranger's file: they are shown as text, whatever is in them.
+    Cells and caption are shown as text: they may come from an untrusted file.
     """
     cells = [
         [style.name(name) for name in frame.columns],

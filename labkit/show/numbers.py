@@ -101,7 +101,7 @@ FORMATS = {
 def fate(values, name, scale=1.0):
     """Shares of nonzero values x scale: {"zero", "subnormal", "normal", "overflow"} in a format.
 
-    values: array; zero and non-finite ones are left out. Raises ValueError where none is left.
+    values: array; zero and non-finite ones are left out. Raises ValueError if none is left.
     """
     values = np.asarray(values, dtype=np.float64)
     values = np.abs(values[np.isfinite(values) & (values != 0)])

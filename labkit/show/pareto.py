@@ -1,4 +1,4 @@
-"""Two prices on two axes: what nothing else beats on both is the Pareto front, others hollow."""
+"""Two costs on two axes: points on the Pareto front are filled, others hollow."""
 
 from itertools import pairwise
 
@@ -6,7 +6,7 @@ from matplotlib.transforms import Bbox
 
 from labkit.show import style
 
-# Where a name may stand: offset from its point in typographic points, and the text's side there.
+# Places for a name: offset from its point in typographic points, and the text's side there.
 SPOTS = (
     *(((9, 8), "left"), ((-9, 8), "right"), ((9, -9), "left"), ((-9, -9), "right")),
     *(

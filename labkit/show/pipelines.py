@@ -15,6 +15,7 @@ from labkit.measure.timeline_analysis import bubble
 from labkit.pipeline.pipeline_schedules import routes
 from labkit.pipeline.schedule_validation import play
 from labkit.show import style
+from labkit.show.gantt import box, canvas, finish, from_zero, head
 
 KINDS = {"F": "forward", "B": "backward", "W": "weights"}
 WORDS = {
@@ -29,7 +30,7 @@ BAND = 1.1  # between two schedules, in rows
 def played(schedule, forward_ms=1.0, input_ms=None, weights_ms=None, message_ms=0.0):
     """The frame of a schedule as it would run: one F, B and W of these lengths, B as long as F.
 
-    Times are those of a rank's whole part of the model: of several stages each takes its share.
+    Times are those of all stages of a rank together; each stage takes an equal share.
     """
     share = len(routes(schedule)[0]) / len(schedule)  # stages of the model, a rank
     lengths = (forward_ms, input_ms or forward_ms, weights_ms or forward_ms)
@@ -42,31 +43,24 @@ def played(schedule, forward_ms=1.0, input_ms=None, weights_ms=None, message_ms=
     return pd.DataFrame(rows).assign(duration_ms=lambda rows: rows["end_ms"] - rows["start_ms"])
 
 
-def from_zero(frame):
-    frame = frame[frame["lane"] == "compute"].dropna(subset=["kind"])
-    origin = frame["start_ms"].min()
-    return frame.assign(start_ms=frame["start_ms"] - origin, end_ms=frame["end_ms"] - origin)
+def actions(frame):
+    """The actions of a frame, from 0 ms on."""
+    return from_zero(frame[frame["lane"] == "compute"].dropna(subset=["kind"]))
 
 
 def pipelines(frames, title=None):
-    """Figure: frames: {name: frame of one step}. ValueError where there is nothing to draw."""
+    """Figure: frames: {name: frame of one step}. ValueError if there is nothing to draw."""
     if not frames or any(frame.empty for frame in frames.values()):
         raise ValueError("a pipeline without actions cannot be drawn")
-    frames = {name: from_zero(frame) for name, frame in frames.items()}
+    frames = {name: actions(frame) for name, frame in frames.items()}
     rows = sum(frame["rank"].nunique() + BAND for frame in frames.values())
     end = max(frame["end_ms"].max() for frame in frames.values())
     with style.look():
-        figure, axes = style.new_figure(8.6, 1.2 + 0.27 * rows)
-        axes.set_xlim(0, end * 1.005)
-        axes.set_ylim(rows - 0.4, -0.3)
+        figure, axes = canvas(8.6, 1.2 + 0.27 * rows, end, -0.3, rows - 0.4)
         top, ticks = 0.0, {}
         for name, frame in frames.items():
             draw_band(axes, name, frame, top, ticks, end)
             top += frame["rank"].nunique() + BAND
-        axes.set_yticks(list(ticks), list(ticks.values()), size=9)
-        axes.tick_params(axis="y", length=0)
-        axes.spines["left"].set_visible(False)
-        axes.set_xlabel("time since the step began (ms)")
         seen = [kind for kind in KINDS if any((f["kind"] == kind).any() for f in frames.values())]
         shown = [Patch(color=style.COLOURS[KINDS[kind]], label=WORDS[kind]) for kind in seen]
         if any((f.groupby("rank")["stage"].nunique() > 1).any() for f in frames.values()):
@@ -79,7 +73,7 @@ def pipelines(frames, title=None):
             frameon=False,
             fontsize=9,
         )
-        style.entitle(figure, title)
+        finish(figure, axes, ticks, title)
     return figure
 
 
@@ -87,21 +81,19 @@ def draw_band(axes, name, frame, top, ticks, end):
     """One schedule: its name and bubble above its ranks."""
     length = frame["end_ms"].max()
     words = f"bubble {bubble(frame):.1%} of {style.quantity(length, 'ms')}"
-    look = {"va": "center_baseline", "size": 10}
-    axes.text(0, top + 0.35, name, weight="bold", ha="left", **look)
-    axes.text(end, top + 0.35, words, ha="right", **look)
+    head(axes, top + 0.35, end, name, words)
     for row, rank in enumerate(sorted(frame["rank"].unique())):
         mine = frame[frame["rank"] == rank]
         y = top + BAND + row
         ticks[y] = f"rank {rank}"
-        axes.barh(y, length, BOX, color=style.lighter(style.GREY, 0.72), linewidth=0)
+        box(axes, y, 0, length, BOX, color=style.lighter(style.GREY, 0.72), linewidth=0)
         first = mine["stage"].min()
         for action in mine.itertuples():
             colour = style.COLOURS[KINDS[action.kind]]
             face = style.lighter(colour, 0.5) if action.stage != first else colour
-            box = {"left": action.start_ms, "color": face, "edgecolor": style.GROUND}
-            axes.barh(y, action.end_ms - action.start_ms, BOX, linewidth=0.6, **box)
-            if action.end_ms - action.start_ms > 0.013 * end:
-                middle = (action.start_ms + action.end_ms) / 2
+            start, stop = action.start_ms, action.end_ms
+            box(axes, y, start, stop, BOX, color=face, edgecolor=style.GROUND, linewidth=0.6)
+            if stop - start > 0.013 * end:
+                middle = (start + stop) / 2
                 look = {"ha": "center", "va": "center_baseline", "size": 7.5}
                 axes.text(middle, y, int(action.micro_batch), color=style.text_on(face), **look)

@@ -1,4 +1,4 @@
-"""The schedule explorer: what a schedule would do, and what it did where it was run.
+"""Explorer of schedules: the bubble of a schedule, predicted and, if it ran, measured.
 
     schedule v   ranks v   micro-batches v        controls: they play the schedule anew, on no rank
     [ figure ]   bubble 15.8 % predicted, 16.9 % measured

@@ -1,13 +1,13 @@
-"""What a plan holds and where its step goes, by model, GPU and number of GPUs, in the hand.
+"""Explorer of plans: memory and step time by model, GPU and number of GPUs.
 
     memory of a GPU   |states     |activations  |runtime     :  |   dashed: what may be used
     time of a step    |layers                    |messages|bubble|
 
     explorer: model, GPU, how many of them, precision
 
-A control has to answer at once, so few layouts are tried: no context parallelism, no replicas, ZeRO
-1 or 3, a stage whole or cut as finely as it can be or half as finely, the three smallest
-micro-batches. labkit.scale.plan tries them all and is never slower than what is found here.
+A control must answer at once, so few layouts are tried: no context parallelism, no replicas, ZeRO 1
+or 3, three numbers of virtual stages, the three smallest micro-batches. labkit.scale.plan tries all
+layouts, and its result is never slower than this one.
 """
 
 import html
@@ -21,6 +21,7 @@ from labkit.scale.explain import KINDS, parts, words
 from labkit.scale.plan import bill, row_of
 from labkit.scale.search import first_to_fit, space_of
 from labkit.show import controls, style
+from labkit.show.bars import stack
 from labkit.show.explorer import Explorer
 from labkit.show.publish import present
 
@@ -103,17 +104,16 @@ def draw_memory(axes, peaks, spare):
 
 def draw_stacks(axes, stacks, colours):
     """Bars of {name: {part: size}} one under the other, a colour a part, totals at their ends."""
-    named = set()
+    parts = {}
+    for part, colour in colours.items():
+        sizes = [of_stack.get(part, 0.0) for of_stack in stacks.values()]
+        if max(sizes) > LEAST * max(sum(of_stack.values()) for of_stack in stacks.values()):
+            parts[part] = (sizes, colour)
+    stack(axes, range(len(stacks)), parts, 0.62)
     for row, sizes in enumerate(stacks.values()):
-        left = 0.0
-        for part, size in sizes.items():
-            if size > LEAST * sum(sizes.values()):
-                label = None if part in named else part
-                axes.barh(row, size, 0.62, left=left, color=colours[part], label=label)
-                named.add(part)
-            left += size
+        end = sum(sizes.values())
         look = {"size": 10, "weight": "bold", "bbox": {"fc": style.GROUND, "ec": "none", "pad": 1}}
-        style.beside(axes, f"{left:,.3g}", (left, row), **look)
+        style.beside(axes, f"{end:,.3g}", (end, row), **look)
     axes.set_yticks(range(len(stacks)), list(stacks))
     axes.set_ylim(len(stacks) - 0.5, -0.5)
     axes.tick_params(axis="y", length=0)
@@ -126,7 +126,7 @@ def headline(state):
 
 
 def draw(job, state):
-    """Figure: memory by kind, and where the step goes; if none fits, the least that was refused."""
+    """Figure: memory by kind, and the parts of a step; if none fits, the smallest that does not."""
     found, refused = answer(job, state)
     peak = found.peak if found else refused[0]
     with style.look():
@@ -143,7 +143,7 @@ def draw(job, state):
 
 
 def takeaway(job, state):
-    """The layout that is fastest, what it needs and what the run takes; or what is missing."""
+    """The fastest layout with its memory and time; or the memory that is missing."""
     found, refused = answer(job, state)
     if found is None:
         peak, least = refused
@@ -162,7 +162,7 @@ def takeaway(job, state):
 
 
 def picture(job, state):
-    """The same as `draw`, as HTML: a control has to answer before matplotlib would."""
+    """The same as `draw`, as HTML, which is faster than matplotlib."""
     found, refused = answer(job, state)
     peak = found.peak if found else refused[0]
     held = {kind: getattr(peak, kind) for kind in KINDS}

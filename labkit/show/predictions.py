@@ -21,7 +21,7 @@ def against_published(frame, title=None):
     frame: `group` (six at most), `predicted` and `published`, in tokens per second and GPU.
     """
     if frame["group"].nunique() > len(SHAPES):
-        raise ValueError(f"{len(SHAPES)} groups at most can be told apart; put some together")
+        raise ValueError(f"{len(SHAPES)} groups at most can be drawn; merge some of them")
     colours = style.palette(frame["group"])
     values = frame[["predicted", "published"]].to_numpy()
     ends = np.array([values.min() / 1.3, values.max() * 1.3])
@@ -44,7 +44,7 @@ def against_published(frame, title=None):
 
 
 def time_and_money(frame, error, title=None):
-    """Figure: days against GPU-hours, a point a number of GPUs; hollow: another beats it in both.
+    """Figure: days against GPU-hours, a point a number of GPUs; hollow: another is better in both.
 
     frame: `gpus`, `days`, `gpu_hours`. error: of a prediction, a share; drawn as upright lines.
     """
@@ -72,8 +72,7 @@ def time_and_money(frame, error, title=None):
         axes.set_xlabel("days (log)")
         axes.set_ylabel("GPU-hours (thousands)")
         axes.grid(axis="y")
-        note = {"xycoords": "axes fraction", "va": "bottom", "size": 9, "color": style.FAINT}
-        said = f"numbers of GPUs; filled: none is faster and cheaper; lines: ± {error:.1%}"
-        axes.annotate(said, (0, 1), **note)
+        words = f"numbers of GPUs; filled: none is faster and cheaper; lines: ± {error:.1%}"
+        style.note_above(axes, words)
         style.entitle(figure, title)
     return figure

@@ -1,4 +1,4 @@
-"""Where a figure goes: into a notebook, with words for those who cannot see, or into figures/.
+"""Show a figure in a notebook with its alt text, or save it into figures/.
 
     present(figure, caption, provenance, alt)       image + alt text, caption, provenance beneath it
     save_table(frame, "overlap")                    a table beside it: overlap.csv
@@ -6,7 +6,7 @@
                                                                           same bytes for same data
                                                     figures/overlap.json  what it was drawn from
 
-JupyterLab ignores an image's alt text: the sentence is in plain text and metadata, and visible.
+JupyterLab ignores an image's alt text, so the sentence is also plain text below it.
 """
 
 import base64
@@ -41,7 +41,7 @@ PROVENANCE = (
 def check(alt, provenance):
     """Raise ValueError without words, or without an origin of PROVENANCE (its first word)."""
     if not alt.strip():
-        raise ValueError("a figure needs alt text: one sentence that says what is to be seen")
+        raise ValueError("a figure needs alt text: give one sentence that describes it")
     if provenance.split(" ")[0].strip(",;:") not in PROVENANCE:
         raise ValueError(
             f"provenance must begin with one of {', '.join(PROVENANCE)}; got {provenance!r}"
@@ -50,10 +50,10 @@ def check(alt, provenance):
 
 @contextmanager
 def laid_out(figure):
-    """Inside, all stays where the layout has put it, legends too.
+    """Keep the layout as it is inside the block, legends too.
 
-    Those are anchored to the canvas. What is saved is another canvas, cut to what is drawn and
-    larger by the provenance beneath: a legend at its lower left would lie on that.
+    Legends are anchored to the canvas. The saved canvas is cut to the drawing and holds the
+    provenance beneath, which a legend at the lower left would cover.
     """
     engine = figure.get_layout_engine()
     if engine is not None:
@@ -79,7 +79,7 @@ def png(figure, dpi=200, compress_level=6):
 
 
 def in_fewer_colours(figure):
-    """The figure as PNG bytes of 256 colours: a third of the bytes, and nobody sees it."""
+    """The figure as PNG bytes of 256 colours: a third of the size, no visible difference."""
     held = io.BytesIO()
     picture = Image.open(io.BytesIO(png(figure, compress_level=0))).convert("RGB")
     picture.quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(held, "png")
@@ -116,7 +116,7 @@ def present(figure, caption, provenance, alt):
 
 
 def as_html(words, *figures):
-    """Figures and the sentence that says what they show, as HTML: what a widget shows itself."""
+    """Figures and their sentence as HTML, for a widget."""
     words = html.escape(words, quote=True)
     look = f'style="max-width:100%;width:760px" alt="{words}"'
     images = [base64.b64encode(png(figure, dpi=130)).decode() for figure in figures]
@@ -156,7 +156,7 @@ def save(figure, name, data, parameters, provenance, alt, folder=None):
         "machine": machine.card(),
     }
     facts = {"figure": f"{name}.svg", **about, "data": data}
-    json.dumps(facts, allow_nan=False)  # what JSON cannot hold is told before anything is written
+    json.dumps(facts, allow_nan=False)  # raises before anything is written
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with style.look(), laid_out(figure):

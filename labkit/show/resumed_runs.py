@@ -1,6 +1,6 @@
-"""Broken runs on the one that was never broken: their losses, and below by how much they differ.
+"""Losses of resumed runs on those of an uninterrupted one, and below their difference.
 
-loss |\\    :  :         :            : a mark: saved, killed, told to stop
+loss |\\    :  :         :            : a mark: saved, killed, stopped
      | \\___:__:___      :            the runs lie on one another, the first is the broadest
      |      :  :   \\____:________
 off  |- - - : -: - - - -: - - - - -  what rounding alone may do
@@ -11,6 +11,7 @@ import numpy as np
 from matplotlib.ticker import MaxNLocator, NullLocator
 
 from labkit.show import style
+from labkit.show.curves import line_widths
 
 LEAST = 1e-8  # below it the axis is no longer logarithmic, so that 0 has a place
 
@@ -28,7 +29,7 @@ def differences(frame):
 
 
 def broken(frame, marks=(), rounding=None, title=None):
-    """Figure: losses of all runs on each other; below, all but the first held against the first.
+    """Figure: losses of all runs on each other; below, the difference of all others to the first.
 
     frame: as in differences. marks: (step, words, "left" or "right": the side of the line that they
     stand on). rounding: what a difference may be, drawn across.
@@ -40,8 +41,7 @@ def broken(frame, marks=(), rounding=None, title=None):
         figure, (above, below) = style.new_figure(
             9.0, 5.4, 2, 1, sharex=True, height_ratios=(1.5, 1)
         )
-        widths = np.linspace(1.6 + 2.0 * (len(runs) - 1), 1.6, len(runs))
-        for one, width in zip(runs, widths, strict=True):
+        for one, width in zip(runs, line_widths(runs, step=2.0), strict=True):
             mine = frame[frame["run"] == one].groupby("step").last()
             above.plot(mine.index, mine["loss"], color=colours[one], linewidth=width, label=one)
             if one != runs[0]:

@@ -1,9 +1,9 @@
-"""Who computes how much in each turn of a ring: a turn lasts as long as its busiest rank.
+"""Work of each rank in each round of a ring: a round lasts as long as its busiest rank.
 
 in order                      in zig-zag
          rank 0   1             rank 0   1
 turn 1       10  10           turn 1   9   9         the darker, the more tiles;
-turn 2        0  16           turn 2   8   8         framed: whom others wait for
+turn 2        0  16           turn 2   8   8         framed: the rank that others wait for
 busiest: 26 tiles             busiest: 17 tiles
 """
 
@@ -13,7 +13,7 @@ from labkit.show import style
 def turns(frame, title=None):
     """Figure: a grid per `order`, a cell per `rank` and `turn` with its `tiles`, all on one scale.
 
-    Under a grid: what its turns last, the sum over turns of the busiest rank's tiles.
+    Below a grid: the sum over rounds of the busiest rank's tiles.
     """
     orders, most = list(dict.fromkeys(frame["order"])), max(frame["tiles"].max(), 1)
     with style.look():

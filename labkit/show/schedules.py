@@ -9,12 +9,11 @@ bucketed  4 messages                                :
   network                   [   0  ][   1  ][   2  ]:[## 3 #]       exposed 8 ms
 """
 
-import pandas as pd
 from matplotlib import patheffects
 
 from labkit.measure.timeline_analysis import LANES, exposed, length
 from labkit.show import style
-from labkit.show.gantt import BAR, draw_span, fit
+from labkit.show.gantt import BAR, canvas, draw_span, finish, from_zero, inner
 
 BAND = 3.55  # height of one schedule, in rows
 NAMED = 20  # at most as many messages carry their names
@@ -34,67 +33,68 @@ def schedules(frames, title=None, floor_ms=None, floor_words="without messages")
     frames = {name: from_zero(frame[frame["lane"].isin(LANES)]) for name, frame in frames.items()}
     total = max(frame["end_ms"].max() for frame in frames.values())
     with style.look():
-        figure, axes = style.new_figure(9.5, 1.15 + 0.4 * BAND * len(frames))
-        axes.set_xlim(0, total * 1.005)
-        axes.set_ylim(BAND * len(frames) - 0.75, -0.95)
+        height = 1.15 + 0.4 * BAND * len(frames)
+        figure, axes = canvas(9.5, height, total, -0.95, BAND * len(frames) - 0.75)
         axes.grid(axis="x")
         if floor_ms is not None:
             mark(axes, floor_ms, floor_words)
-        labels = []
+        labels, rows = [], {}
         for index, (name, frame) in enumerate(frames.items()):
-            labels += draw_band(axes, name, frame, BAND * index)
-        lanes = [
-            (BAND * index + row, lane)
-            for index in range(len(frames))
-            for row, lane in enumerate(LANES, 1)
-        ]
-        axes.set_yticks([y for y, _ in lanes], [words for _, words in lanes], size=9)
-        axes.set_xlabel("time since the step began (ms)")
-        axes.tick_params(axis="y", length=0)
-        axes.spines["left"].set_visible(False)
-        style.entitle(figure, title)
-        figure.draw_without_rendering()
-        for label in labels:
-            fit(label, axes)
+            top = BAND * index
+            labels += draw_band(axes, name, frame, top)
+            rows |= {top + row: lane for row, lane in enumerate(LANES, 1)}
+        finish(figure, axes, rows, title, labels)
     return figure
-
-
-def from_zero(frame):
-    origin = frame["start_ms"].min()
-    return frame.assign(start_ms=frame["start_ms"] - origin, end_ms=frame["end_ms"] - origin)
 
 
 def draw_band(axes, name, frame, top):
     """One schedule; returns the texts in its bars, which may have to be shortened to fit."""
-    rank = frame["rank"].iloc[0]
-    bare = exposed(frame, rank)
-    seen = [piece for piece in bare if length([piece]) > axes.get_xlim()[1] / FINEST]
-    inner = frame["unit"].fillna(False).astype(bool) if "unit" in frame else frame["rank"] < 0
     network = frame["lane"] == "network"
-    labels, count = [], int(network.sum())
-    for _, span in pd.concat([frame[~inner & ~network], in_turn(frame[network])]).iterrows():
-        row = 1 + LANES.index(span["lane"])
-        words = draw_span(axes, span, top + row, seen)
-        if row == 2 and count > NAMED:
-            for text in words:
-                text.remove()
-        else:
-            labels += words
-    for _, span in frame[inner].iterrows():
-        for x in (span["start_ms"], span["end_ms"]):
-            axes.plot(
-                [x, x], [top + 1 - BAR / 2, top + 1 + BAR / 2], color=style.GROUND, linewidth=0.9
-            )
+    rows = {
+        top + 1: frame[~inner(frame) & ~network],
+        top + 2: in_turn(frame[network]),
+    }
+    named = network.sum() <= NAMED
+    draw_heading(axes, name, top, int(network.sum()))
+    return draw_work(axes, frame, rows, top + 2, named)
+
+
+def draw_work(axes, frame, rows, exposed_at, named=True):
+    """The rows {y: spans} of one step, compute first, with its length and what is exposed.
+
+    exposed_at: y of the sum of exposed time. named: whether messages carry their names.
+    """
+    bare = exposed(frame, frame["rank"].iloc[0])
+    seen = [piece for piece in bare if length([piece]) > axes.get_xlim()[1] / FINEST]
+    first, *_ = rows
+    labels = []
+    for y, spans in rows.items():
+        for _, span in spans.iterrows():
+            words = draw_span(axes, span, y, seen)
+            if y == first or named:
+                labels += words
+            else:
+                for text in words:
+                    text.remove()
+    units = frame[inner(frame)]
+    for x in (*units["start_ms"], *units["end_ms"]):
+        edges = [first - BAR / 2, first + BAR / 2]
+        axes.plot([x, x], edges, color=style.GROUND, linewidth=0.9)
     end = frame["end_ms"].max()
-    draw_heading(axes, name, top, count)
-    at_end = {"weight": "bold", "annotation_clip": False}
-    at_end["path_effects"] = [patheffects.withStroke(linewidth=3, foreground=style.GROUND)]
-    style.beside(axes, style.quantity(end, "ms"), (end, top + 1), (7, 0), size=10.5, **at_end)
-    if count:
-        last, sum_of = frame.loc[network, "end_ms"].max(), length(bare)
-        words = f"exposed {style.quantity(sum_of, 'ms')}" if sum_of else "nothing exposed"
-        style.beside(axes, words, (last, top + 2), (7, 0), size=9, color=style.RED, **at_end)
+    write_end(axes, end, first, style.quantity(end, "ms"), size=10.5)
+    network = frame["lane"] == "network"
+    if network.any():
+        total = length(bare)
+        words = f"exposed {style.quantity(total, 'ms')}" if total else "nothing exposed"
+        last = frame.loc[network, "end_ms"].max()
+        write_end(axes, last, exposed_at, words, size=9, color=style.RED)
     return labels
+
+
+def write_end(axes, x, y, words, **look):
+    """Words to the right of what ends at x; a rim keeps lines away."""
+    look |= {"path_effects": [patheffects.withStroke(linewidth=3, foreground=style.GROUND)]}
+    style.beside(axes, words, (x, y), (7, 0), weight="bold", annotation_clip=False, **look)
 
 
 def draw_heading(axes, name, top, count):
@@ -108,7 +108,7 @@ def draw_heading(axes, name, top, count):
 def in_turn(messages):
     """The same messages, each cut to begin when all earlier ones have ended, without empty ones.
 
-    A message that waited in a queue was blocked on no longer than it is drawn: `waited` stays.
+    `waited` stays: a rank waits for a queued message no longer than it is drawn.
     """
     messages = messages.sort_values(["start_ms", "end_ms"])
     before = messages["end_ms"].cummax().shift(fill_value=0.0)

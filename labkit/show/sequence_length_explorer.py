@@ -1,4 +1,4 @@
-"""Memory over the length of a sequence, a line a form; and in the hand: which length fits where.
+"""Explorer of sequence lengths: memory by variant, and the longest sequence that fits.
 
     [ figure ] one-line takeaway, table       ordinary outputs: GitHub, batch runs, offline too
     heads v   ranks v   ...                   controls: they predict anew and launch nothing

@@ -1,4 +1,4 @@
-"""A step simulated and the same step measured, one under the other: which bar is where, and why.
+"""A step simulated and the same step measured, one below the other.
 
     DDP                                          simulated 512 ms, measured 529 ms
     rank 0 computes   simulated  :: compute ::|xx waits xx|
@@ -6,12 +6,13 @@
     its messages      simulated     :: all_reduce ::::::::|
                       measured      |  all_reduce         |
 
-What is simulated is pale with a dashed rim, and named in its row: it is never taken for measured.
+Simulated bars are pale with a dashed rim, and their rows are named so.
 """
 
 from matplotlib.patches import Patch
 
 from labkit.show import style
+from labkit.show.gantt import box, canvas, finish, head
 
 COLOURS = {"compute": style.BLUE, "network": style.PURPLE, "exposed": style.RED}
 WORDS = {"compute": "computes", "network": "a message is under way", "exposed": "waits for one"}
@@ -20,7 +21,7 @@ BOX = 0.82  # of one row's height
 
 
 def held_against(steps, title=None):
-    """Figure: steps: {name: frame}, a band each; ValueError where a frame lacks one of the two.
+    """Figure: steps: {name: frame}, a band each; ValueError if a frame lacks one of the two.
 
     A frame has source ("simulated" or "measured"), row (its name), lane (of COLOURS), start_ms,
     end_ms. Rows of one name lie under one another, the simulated one above.
@@ -28,39 +29,29 @@ def held_against(steps, title=None):
     for name, frame in steps.items():
         missing = set(SOURCES) - set(frame["source"])
         if missing:
-            raise ValueError(
-                f"{name}: nothing is {missing.pop()}, so nothing can be held against it"
-            )
+            raise ValueError(f"{name}: no row is {missing.pop()}; give rows of both sources")
     count = sum(2 * frame["row"].nunique() + 1.4 for frame in steps.values())
     end = max(frame["end_ms"].max() for frame in steps.values())
     with style.look():
-        figure, axes = style.new_figure(9.0, 1.2 + 0.27 * count)
-        axes.set_xlim(0, 1.005 * end)
-        axes.set_ylim(count - 0.4, -0.5)
+        figure, axes = canvas(9.0, 1.2 + 0.27 * count, end, -0.5, count - 0.4)
         top, ticks = 0.0, {}
         for name, frame in steps.items():
             top = draw_step(axes, name, frame, top, ticks, end)
-        axes.set_yticks(list(ticks), list(ticks.values()), size=9)
-        axes.tick_params(axis="y", length=0)
-        axes.spines["left"].set_visible(False)
-        axes.set_xlabel("time since the step began (ms)")
         seen = [k for k in COLOURS if any((f["lane"] == k).any() for f in steps.values())]
         shown = [Patch(color=COLOURS[lane], label=WORDS[lane]) for lane in seen]
         pale = style.lighter(style.GREY, 0.6)
         shown.append(Patch(facecolor=pale, edgecolor=style.FAINT, ls="--", label="pale: simulated"))
         look = {"loc": "outside lower center", "ncols": len(shown), "frameon": False}
         figure.legend(handles=shown, fontsize=9, **look)
-        style.entitle(figure, title)
+        finish(figure, axes, ticks, title)
     return figure
 
 
 def draw_step(axes, name, frame, top, ticks, end):
-    """One band: its name and both lengths above its rows. Returns where the next one begins."""
+    """One band: its name and both lengths above its rows. Returns the top of the next one."""
     lengths = frame.groupby("source")["end_ms"].max()
     words = ", ".join(f"{s} {style.quantity(lengths[s], 'ms')}" for s in SOURCES)
-    look = {"va": "center_baseline", "size": 10}
-    axes.text(0, top, name, weight="bold", ha="left", **look)
-    axes.text(end, top, words, ha="right", **look)
+    head(axes, top, end, name, words)
     y = top + 1.0
     for row in dict.fromkeys(frame["row"]):
         for source in SOURCES:
@@ -79,4 +70,4 @@ def draw_span(axes, span, y, pale):
         look = {"facecolor": style.lighter(colour, 0.62), "edgecolor": colour, "linestyle": "--"}
         look["linewidth"] = 0.7
     height = BOX * (0.55 if span.lane == "exposed" else 1.0)
-    axes.barh(y, span.end_ms - span.start_ms, height, left=span.start_ms, **look)
+    box(axes, y, span.start_ms, span.end_ms, height, **look)

@@ -1,4 +1,4 @@
-"""Where the time of something goes: every repetition a thin bar, its parts one after the other.
+"""Parts of a total: a thin bar for each repetition, its parts one after the other.
 
 cold   [ start processes, import torch          |join |.]
        [ start processes, import torch     |join |.]           median 4.1 s
@@ -10,7 +10,7 @@ import numpy as np
 
 from labkit.measure.stats import summary
 from labkit.show import style
-from labkit.show.bars import finish
+from labkit.show.bars import finish, stack
 
 THIN = 0.84  # of one repetition's height
 GAP = 0.7  # between two categories, in repetitions
@@ -38,11 +38,8 @@ def stacked_bars(frame, value, category, part, repetition, title=None, unit=None
                 .fillna(0.0)
             )
             rows = y + np.arange(len(mine))
-            left = np.zeros(len(mine))
-            for name in parts:
-                sizes = mine[name].to_numpy() / divisor if name in mine else np.zeros(len(mine))
-                axes.barh(rows, sizes, THIN, left=left, color=colours[name], label=style.name(name))
-                left += sizes
+            mine = mine.reindex(columns=parts, fill_value=0.0) / divisor
+            left = stack(axes, rows, {part: (mine[part], colours[part]) for part in parts}, THIN)
             middles[one] = rows.mean()
             words = style.quantity(summary(left * divisor).median, unit)
             style.beside(axes, words, (left.max(), rows.mean()), (7, 0), size=10, weight="bold")
@@ -51,14 +48,6 @@ def stacked_bars(frame, value, category, part, repetition, title=None, unit=None
         axes.set_ylim(y - GAP, -1)
         axes.set_yticks(list(middles.values()), [style.name(one) for one in middles])
         axes.set_xlabel(style.axis_label(value, shown_unit))
-        handles, names = axes.get_legend_handles_labels()
-        shown = dict(zip(names, handles, strict=True))
-        place = {
-            "loc": "outside lower left",
-            "ncols": len(shown),
-            "handlelength": 0.9,
-            "columnspacing": 1.3,
-        }
-        figure.legend(list(shown.values()), list(shown), handletextpad=0.5, **place)
+        style.legend_below(figure, *axes.get_legend_handles_labels())
         finish(figure, axes, title)
     return figure

@@ -12,6 +12,7 @@ from matplotlib import colors
 from matplotlib import style as matplotlib_style
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
 
 STYLE_FILE = Path(__file__).with_name("labkit.mplstyle")
 BLUE, ORANGE, RED, GREY, PURPLE, BROWN, DEEP_ORANGE, OLIVE, SLATE, PALE_BLUE = [
@@ -220,6 +221,32 @@ def quantity(value, unit=""):
         value = value / divisor
     digits = f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:#.3g}"
     return f"{digits} {unit}".rstrip()
+
+
+def name_rows(axes, places, names, **look):
+    """Names at the left of rows, without ticks and without a line of the axis."""
+    axes.set_yticks(places, names, **look)
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+
+
+def legend_below(figure, handles, names, **look):
+    """A legend in one line below the axes; each name once."""
+    shown = dict(zip(names, handles, strict=True))
+    look = {"handlelength": 0.9, "columnspacing": 1.3, "handletextpad": 0.5} | look
+    look = {"loc": "outside lower left", "ncols": len(shown)} | look
+    figure.legend(list(shown.values()), list(shown), **look)
+
+
+def note_above(axes, words):
+    """A remark at the upper left, above the axes."""
+    look = {"xycoords": "axes fraction", "va": "bottom", "size": 9, "color": FAINT}
+    axes.annotate(words, (0, 1), **look)
+
+
+def plain_digits(axis):
+    """Numbers without powers of ten at the major ticks of a logarithmic axis."""
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
 def entitle(figure, title):

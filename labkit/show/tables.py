@@ -59,7 +59,7 @@ def comparison(frame, metrics, by="strategy"):
 def ratios(times, pairs):
     """One row a pair (one, other): the ratio of their times, in words, and what the first is.
 
-    times: name -> its times, one for each turn. The last pair is the noise, the same code twice: a
+    times: name -> its times, one for each round. The last pair is the noise, the same code twice: a
     first one is called faster or slower only outside the band of that (stats.Ratio.verdict).
     """
     found = [paired_ratio(times[one], times[other]) for one, other in pairs]

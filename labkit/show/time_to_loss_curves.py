@@ -1,4 +1,4 @@
-"""A race to a given loss: when each run reached it, and below, on the same axis, its loss.
+"""Time to a loss: when each run reached it, and below, on the same axis, its loss.
 
     1 · DDP        ------------------o 4.3 s       ------------------o 50 MiB   a column per price:
     2 · local SGD  ----o 0.9 s                     -----o 5 MiB                 seconds, bytes (log)
@@ -14,7 +14,7 @@ The frame has one row per evaluation, with COLUMNS: run, its name; family, whose
 import math
 
 import pandas as pd
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from labkit.show import style
 
@@ -31,7 +31,7 @@ def reached(frame, target):
     missing = [column for column in COLUMNS if column not in frame]
     if missing or frame.empty:
         raise ValueError(
-            f"a race needs rows with {', '.join(COLUMNS)}; "
+            f"times to a loss need rows with {', '.join(COLUMNS)}; "
             f"missing: {', '.join(missing) or 'any row'}"
         )
     rows = []
@@ -91,7 +91,7 @@ def race(frame, target, title=None):
 
 
 def start_of(frame, price):
-    """Where the axis begins: 0, or for bytes, on a logarithmic axis, below the smallest."""
+    """The start of the axis: 0, or for bytes (logarithmic) less than the smallest."""
     if price == "seconds":
         return 0.0
     sent = frame.loc[frame[price] > 0, price]
@@ -102,7 +102,7 @@ def make_log(axes, left, right):
     axes.set_xscale("log")
     axes.set_xlim(left, max(right, 2 * left) * 4)
     axes.xaxis.set_major_locator(LogLocator(10))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    style.plain_digits(axes.xaxis)
     axes.xaxis.set_minor_formatter(NullFormatter())
 
 
@@ -118,7 +118,7 @@ def draw_losses(axes, frame, target, price, factor, colours):
 
 
 def draw_ends(axes, ends, price, factor, left, colours):
-    """A line to where the run reached the target, and the value; words where it did not."""
+    """A line to the point where a run reached the target, and the value; or words if it did not."""
     for place, row in enumerate(ends.to_dict("records")):
         at, words, colour = left, "not reached", colours[row["run"]]
         if not math.isnan(row[price]):
@@ -145,7 +145,7 @@ def ends_of(frame, ends, price, axes):
 
 
 def write_numbers(axes, ends, colours):
-    """The number of its row for each curve: at the bottom for what is there, else at its end."""
+    """Write each curve's row number, at the bottom if the curve ends there, else at its end."""
     pixel = axes.figure.dpi / 72
     points = axes.transData.transform([(x, y) for *_, x, y in ends]) if ends else []
     there = [place for place, end in enumerate(ends) if end[2]]
@@ -178,7 +178,7 @@ def finish(grid, ends, target):
     low = min(low, target / 1.7)
     # room for numbers beneath the curves
     below.set_ylim(bottom=low * (low / high) ** 0.14)
-    below.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    style.plain_digits(below.yaxis)
     below.yaxis.set_minor_formatter(NullFormatter())
     below.set_ylabel("loss")
     # Left of the axis and of its numbers: on the right of it, some curve may end anywhere.

@@ -1,4 +1,4 @@
-"""Step time over link speed: lines predicted, points measured, rings where the baseline is passed.
+"""Step time over link speed: lines predicted, points measured, rings at crossovers.
 
     step  |o                      both axes are logarithmic; a line's end says where it is faster
     time  | *o                    than the baseline: "top 1 %: below 2,500 Mbit/s"
@@ -10,7 +10,7 @@ The frame has one row per measured step, with COLUMNS:
 
     method       "flat", "hierarchical", "topk", ..., in COLOURS' order; the first is the baseline
     link_mbit    the link's speed, Mbit/s
-    step_ms      measured there; NaN where nothing was measured: then there is a line without points
+    step_ms      measured there; NaN if nothing was measured: a line without points
     busy_ms      of the method: a step where the link costs nothing, ms; its rows' median counts
     wire_bytes   of the method: what a step puts on the link, bytes (as in measure/crossover.py)
 """
@@ -29,7 +29,7 @@ from labkit.show.curves import close
 COLUMNS = ("method", "link_mbit", "step_ms", "busy_ms", "wire_bytes")
 ALIKE = 1.12  # ratio of two step times up to which their points would cover one another
 DOT = 9  # of a point with its whiskers, in typographic points
-FAR = 100  # crossovers further than this factor beyond the measured speeds are told, but not drawn
+FAR = 100  # crossovers this factor beyond the measured speeds are written, not drawn
 
 
 def check(frame):
@@ -80,14 +80,14 @@ def crossovers(frame, baseline):
 
 
 def crossing(a, b):
-    """The link speed at which both take equally long; None where one is faster at every speed."""
+    """The link speed at which both take equally long; None if one is always faster."""
     return next(
         (speed for speed in (crossover(a, b), crossover(b, a)) if 0 < speed < math.inf), None
     )
 
 
 def wins(a, b):
-    """Where b is faster than a, in words, to two digits."""
+    """The link speeds at which b is faster than a, in words, to two digits."""
     at = crossing(a, b)
     if at is None:
         return "at every speed" if crossover(a, b) else "at no speed"
@@ -109,7 +109,7 @@ def step_over_link(frame, baseline=None, title=None, methods=None, at=None):
 
     frame: see above. baseline: a method, by default the first of the lab's order. methods: those to
     draw, by default all. at: a link speed to mark, Mbit/s. Points are medians with quartiles, side
-    by side where they are alike. Raises ValueError for a frame without rows or columns.
+    by side if they are nearly equal. Raises ValueError for a frame without rows or columns.
     """
     found = costs(frame)
     colours, baseline = style.palette(found), baseline or next(iter(found))
@@ -151,7 +151,7 @@ def step_over_link(frame, baseline=None, title=None, methods=None, at=None):
 def side_by_side(axes, frame, speeds):
     """{(method, link speed): its point's place on the axis}: equal points stand side by side.
 
-    Only those are moved, and by little: where times are alike, so are the lines.
+    Only points that would cover one another are moved, and by little.
     """
     medians = (
         frame.dropna(subset=["step_ms"])

@@ -1,4 +1,4 @@
-"""Residency: which units of a sharded model are whole on a rank, below compute and network.
+"""Residency: when each unit of a sharded model is unsharded on a rank, below compute and network.
 
 one unit ahead   13 messages
   compute  [ forward  0 | 1 | 2 ][ backward  2 | 1 | 0 ][opt]                             72 ms
@@ -10,12 +10,10 @@ one unit ahead   13 messages
   2                   [=======================]
 """
 
-from matplotlib import patheffects
-
-from labkit.measure.timeline_analysis import LANES, exposed, length
+from labkit.measure.timeline_analysis import LANES
 from labkit.show import style
-from labkit.show.gantt import BAR, draw_span, fit
-from labkit.show.schedules import FINEST, draw_heading, from_zero, in_turn
+from labkit.show.gantt import box, canvas, finish, from_zero, inner
+from labkit.show.schedules import draw_heading, draw_work, in_turn, write_end
 
 LANE = "whole"  # the lane of the spans in which a unit is whole
 THIN = 0.5  # height of a unit's row, in rows
@@ -28,7 +26,7 @@ def residency(frames, title=None):
     frames: {name: Timeline.frame() of one rank and one step} with the lanes compute, network
         ("gather NAME", "reduce NAME") and whole: a span named after a unit for each time that it is
         whole, payload_bytes: its size.
-    Units stand in the order of being first whole. Raises ValueError for a frame without them.
+    Units are in the order of their first span. Raises ValueError for a frame without them.
     """
     if not frames or any(LANE not in set(frame["lane"]) for frame in frames.values()):
         raise ValueError(
@@ -37,23 +35,16 @@ def residency(frames, title=None):
     frames = {name: from_zero(frame) for name, frame in frames.items()}
     heights = [HEAD + 3 + THIN * len(units_of(frame)) + GAP for frame in frames.values()]
     with style.look():
-        figure, axes = style.new_figure(9.5, 0.9 + 0.36 * sum(heights))
-        axes.set_xlim(0, max(frame["end_ms"].max() for frame in frames.values()) * 1.005)
-        axes.set_ylim(sum(heights) - GAP - 0.4, -0.4)
+        end = max(frame["end_ms"].max() for frame in frames.values())
+        bottom = sum(heights) - GAP - 0.4
+        figure, axes = canvas(9.5, 0.9 + 0.36 * sum(heights), end, -0.4, bottom)
         labels, ticks, y = [], {}, 0.0
         for (name, frame), height in zip(frames.items(), heights, strict=True):
-            labels += draw_work(axes, name, frame, y, ticks)
+            labels += draw_lanes(axes, name, frame, y, ticks)
             draw_units(axes, frame, y + HEAD + 3, ticks)
             y += height
-        axes.set_yticks(list(ticks), list(ticks.values()), size=9)
-        axes.set_xlabel("time since the step began (ms)")
-        axes.tick_params(axis="y", length=0)
-        axes.spines["left"].set_visible(False)
         axes.grid(axis="x")
-        style.entitle(figure, title)
-        figure.draw_without_rendering()
-        for label in labels:
-            fit(label, axes)
+        finish(figure, axes, ticks, title, labels)
     return figure
 
 
@@ -62,49 +53,32 @@ def units_of(frame):
     return list(dict.fromkeys(frame[frame["lane"] == LANE].sort_values("start_ms")["name"]))
 
 
-def draw_work(axes, name, frame, top, ticks):
+def draw_lanes(axes, name, frame, top, ticks):
     """The band's name, and rows compute, gather, reduce; returns texts that may need shortening."""
     work = frame[frame["lane"].isin(LANES)]
-    bare = exposed(work, work["rank"].iloc[0])
-    seen = [piece for piece in bare if length([piece]) > axes.get_xlim()[1] / FINEST]
-    inner = work["unit"].fillna(False).astype(bool) if "unit" in work else work["rank"] < 0
-    network, row = work["lane"] == "network", top + HEAD
-    labels = []
-    for place, part in enumerate(("compute", "gather", "reduce")):
-        mine = (
-            in_turn(work[network & work["name"].str.startswith(part)])
-            if place
-            else work[~inner & ~network]
-        )
-        ticks[row + place] = part
-        for _, span in mine.iterrows():
-            labels += draw_span(axes, span, row + place, seen)
-    for x in (*work[inner]["start_ms"], *work[inner]["end_ms"]):
-        axes.plot([x, x], [row - BAR / 2, row + BAR / 2], color=style.GROUND, linewidth=0.9)
+    network = work["lane"] == "network"
+    row = top + HEAD
+    rows = {row: work[~inner(work) & ~network]}
+    for place, part in enumerate(("gather", "reduce"), start=1):
+        rows[row + place] = in_turn(work[network & work["name"].str.startswith(part)])
+    ticks |= dict(zip(rows, ("compute", "gather", "reduce"), strict=True))
     draw_heading(axes, name, top, int(network.sum()))
-    write(axes, work["end_ms"].max(), row, style.quantity(work["end_ms"].max(), "ms"), style.INK)
-    words = f"exposed {style.quantity(length(bare), 'ms')}" if bare else "nothing exposed"
-    write(axes, work.loc[network, "end_ms"].max(), row + 1.5, words, style.RED)
-    return labels
+    return draw_work(axes, work, rows, row + 1.5)
 
 
 def draw_units(axes, frame, top, ticks):
-    """A thin row per unit, and how much is whole at most."""
+    """A thin row per unit, and the most that is whole at once."""
     spans, colour = frame[frame["lane"] == LANE], style.COLOURS["parameters"]
     rows = {unit: top + THIN * (place - 0.3) for place, unit in enumerate(units_of(frame))}
     for _, span in spans.iterrows():
-        axes.barh(
-            rows[span["name"]],
-            span["duration_ms"],
-            THIN * 0.72,
-            left=span["start_ms"],
-            color=colour,
-            linewidth=0,
-        )
+        row = rows[span["name"]]
+        look = {"color": colour, "linewidth": 0}
+        box(axes, row, span["start_ms"], span["end_ms"], THIN * 0.72, **look)
     ticks |= {y: unit for unit, y in rows.items()}
     count, size = most_whole(spans)
     words = f"at most {count} whole:\n{style.quantity(size, 'bytes')}"
-    write(axes, spans["end_ms"].max(), sum(rows.values()) / len(rows), words, colour)
+    middle = sum(rows.values()) / len(rows)
+    write_end(axes, spans["end_ms"].max(), middle, words, va="center", color=colour)
 
 
 def most_whole(spans):
@@ -113,10 +87,3 @@ def most_whole(spans):
     return max(
         ((len(now), now["payload_bytes"].sum()) for now in moments), key=lambda found: found[1]
     )
-
-
-def write(axes, x, y, words, colour):
-    """Words to the right of what ends at x."""
-    rim = [patheffects.withStroke(linewidth=3, foreground=style.GROUND)]
-    look = {"va": "center", "weight": "bold", "color": colour, "path_effects": rim}
-    style.beside(axes, words, (x, y), (7, 0), annotation_clip=False, **look)

@@ -1,12 +1,12 @@
-"""What if: a combination is predicted from its single changes, then measured, and the error shown.
+"""What if: predict a combination from its single changes, measure it, and show the error.
 
     model v  on v  strategy v  precision v  recompute v  compression v     the combination
     | step time | predicted 75 ms | measured 71 ms | error +6 % |
     (Measure this cell)  [======    ]  (Stop)
 
-The button measures the cell in turns with its base, in a thread: the kernel answers meanwhile.
-Stop raises KeyboardInterrupt there, as the kernel's own stop button does in a cell, and the launch
-ends its ranks.
+The button measures the cell interleaved with its base, in a thread, so that the kernel still
+answers. Stop raises KeyboardInterrupt in it, as the kernel's stop button does in a cell, and the
+launch ends its ranks.
 """
 
 import ctypes
@@ -56,7 +56,7 @@ def error(predicted, measured):
 
 
 def errors(table):
-    """DataFrame of texts: each measured combination of which the prediction did not know."""
+    """DataFrame of texts: each measured combination that the prediction does not use."""
     found = held_against(table)
     rows, name = [], interval_name(*found.get("pairs", [0]))
     for row in found.to_dict("records"):
@@ -82,7 +82,7 @@ class Progress:
         self.widget.max, self.widget.value = total, step
 
     def record(self, row):
-        """The board draws them all, at the end."""
+        """The board draws all rows at the end."""
 
     def close(self):
         pass
@@ -151,7 +151,7 @@ class WhatIf:
         fields = {name: base[name] for name in (*FIELDS, *WORLD)}
         if base["nodes"] == 1:
             fields["link_mbit"] = None
-        self.message.value = "measuring, in turns with its base …"
+        self.message.value = "measuring, interleaved with its base …"
         self.button.disabled, self.stop_button.disabled = True, False
         fields = {name: plain(value) for name, value in fields.items()}
         grids = [fields, fields | dict(changes)]
@@ -160,14 +160,14 @@ class WhatIf:
         self.thread.start()
 
     def work(self, grids, world, changes):
-        """What the thread does: measure, keep the row, say in one line what came of it."""
+        """Measure, keep the row and write the result in one line; runs in the thread."""
         try:
             found = summary(self.sweep(grids, self.progress))
             self.found |= {(world, changes): row_of(found, self.model, world, changes)}
             self.message.value = "measured"
         except KeyboardInterrupt:
             self.message.value = "stopped: no rank is left"
-        except Exception as error:  # the reader's answer, and it belongs where they look
+        except Exception as error:  # shown beside the button
             first = (str(error).strip() or "no message").splitlines()[0]
             self.message.value = f"<b>{type(error).__name__}</b>: {html.escape(first)}"
         self.thread, self.stop_button.disabled = None, True
@@ -188,6 +188,6 @@ def words(value):
 
 
 def row_of(table, model, world, changes):
-    """The cell's row of summary(), a dict; None where it was not measured."""
+    """The cell's row of summary(), a dict; None if it was not measured."""
     mine = table[(table["model"] == model) & (table["world"] == world)]
     return next((row for row in mine.to_dict("records") if row["changes"] == changes), None)

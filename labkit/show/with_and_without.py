@@ -1,4 +1,4 @@
-"""The same without and with something, on two axes: hollow, then filled, an arrow between.
+"""The same without and with an option, on two axes: hollow, then filled, an arrow between.
 
 loss |     o            o  without error feedback
      |     |            |
@@ -72,9 +72,7 @@ def switched(frame, x, y, by, switch, reference=None, title=None):
         style.entitle(figure, title)
         words = f"hollow: without {style.name(switch)}   filled: with it, or without need of it"
         words += "   triangle: diverged" if frame[y].isna().any() else ""
-        axes.annotate(
-            words, (0, 1), xycoords="axes fraction", va="bottom", size=9, color=style.FAINT
-        )
+        style.note_above(axes, words)
         figure.draw_without_rendering()
         write_names(axes, names, lines)
     return figure
@@ -85,6 +83,6 @@ def label(axes, x_unit):
     axes.xaxis.set_major_locator(LogLocator(base=4 if x_unit == "bytes" else 10))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: style.quantity(value, x_unit)))
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    style.plain_digits(axes.yaxis)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_minor_formatter(NullFormatter())

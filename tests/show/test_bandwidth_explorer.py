@@ -166,7 +166,7 @@ def test_drawing_is_pure_and_the_baseline_stays():
 def test_bars_split_a_step_into_work_and_bytes():
     figure = bandwidth_explorer.bars(rows_of(), bandwidth_explorer.State(("none", "topk"), 100.0, "none"))
     axes = figure.axes[0]
-    assert [bar.get_width() for bar in axes.patches] == [20.0, 400.0, 30.0, 100.0]
+    assert [bar.get_width() for bar in axes.patches] == [20.0, 30.0, 400.0, 100.0]
     assert [text.get_text() for text in axes.texts] == ["420 ms", "130 ms"]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["no compression", "top 1 %"]
 

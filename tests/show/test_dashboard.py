@@ -117,19 +117,19 @@ def test_another_world_is_predicted_from_where_most_was_measured():
 def test_what_is_told_is_more_than_noise():
     noise = pd.DataFrame(rows_of("n", 10.0, seed=1))
     table, _ = dashboard.opened(pd.concat([grid_rows(), noise]))
-    told = dashboard_words.told(table)
-    words = "Beside the base. faster: precision bf16; slower: 2 micro-batches; not to be told from it: 1 more. "
+    told = dashboard_words.beyond_noise(table)
+    words = "Beside the base. faster: precision bf16; slower: 2 micro-batches; within noise: 1 more. "
     by_chance = "On average 0.1 of these 3 intervals miss the truth by chance."
     assert told == words + by_chance
     few, _ = dashboard.opened(grid_rows().query("round < 5"))
-    assert "faster: none; slower: none" in dashboard_words.told(few)
+    assert "faster: none; slower: none" in dashboard_words.beyond_noise(few)
 
 
 def test_the_noise_is_the_same_whichever_copy_is_the_base():
     slow = [rows_of("s", 11.5, bucket_cap_mb=1.0), rows_of("n", 12.0, seed=1), rows_of("n", 10 / 1.2, seed=1)]
     for noise in slow[1:]:  # the other copy is 1.2 times as slow, or as fast
         table, _ = dashboard.opened(pd.DataFrame(rows_of("a", 10.0) + slow[0] + noise))
-        assert "faster: none; slower: none" in dashboard_words.told(table)
+        assert "faster: none; slower: none" in dashboard_words.beyond_noise(table)
 
 
 def test_few_rounds_have_no_95_per_cent():

@@ -30,10 +30,10 @@ def test_the_picture_shows_each_panel_and_says_what_it_was_not_told():
     rows = pd.DataFrame(rows_of())
     figure = live.draw(rows, "a title")
     texts = [text.get_text() for axes in figure.axes for text in axes.texts]
-    assert len(figure.axes) == 6 and "not told" not in texts
+    assert len(figure.axes) == 6 and "not recorded" not in texts
     figure = live.draw(rows.drop(columns=["loss", "rss_bytes"]))
     texts = [text.get_text() for axes in figure.axes for text in axes.texts]
-    assert texts.count("not told") == 2
+    assert texts.count("not recorded") == 2
     words = live.takeaway(rows, "A")
     assert words == "run A: 3 ranks, step 6; a step takes 50.0 ms, and 12.0 ms of it a rank waits for messages."
 

@@ -69,5 +69,5 @@ def test_each_row_says_which_of_the_two_it_is():
 
 
 def test_one_of_the_two_alone_is_refused():
-    with pytest.raises(ValueError, match="DDP: nothing is measured"):
+    with pytest.raises(ValueError, match="DDP: no row is measured"):
         plots.held_against({"DDP": frame("simulated")})
