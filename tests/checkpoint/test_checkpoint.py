@@ -259,11 +259,13 @@ WAYS = [
 def test_other_ranks_and_another_strategy_have_the_same_bits(ranks, tmp_path, saving, by, loading, into):
     old = ranks(saving, write, folder=str(tmp_path), strategy=by)
     new = ranks(loading, read, folder=str(tmp_path), strategy=into)
-    for values, states, _ in new:
-        assert all(torch.equal(values[name], old[0][0][name]) for name in old[0][0])
-        assert set(states) == set(old[0][1])
+    for rank, (values, states, _) in enumerate(new):
+        assert all(torch.equal(values[name], old[0][0][name]) for name in old[0][0]), f"rank {rank}"
+        assert set(states) == set(old[0][1]), f"rank {rank}"
         for name, kept in states.items():
-            assert all(torch.equal(kept[key].flatten(), old[0][1][name][key].flatten()) for key in kept), name
+            assert all(torch.equal(kept[key].flatten(), old[0][1][name][key].flatten()) for key in kept), (
+                f"rank {rank}, {name}"
+            )
 
 
 def plain_run(rank, world_size, folder, save):

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from pool import Pool
+from tensors import noise
 from test_checkpoint import WIDTH, flip
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -96,7 +97,7 @@ def build(kind, world_size, seed=0):
 def run(model, optimizer, steps, rank):
     losses, dtype = [], next(model.parameters()).dtype
     for step in steps:
-        x = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(1000 * step + rank))
+        x = noise(6, WIDTH, seed=1000 * step + rank)
         optimizer.zero_grad()
         loss = model(x.to(dtype)).float().square().mean()
         loss.backward()
@@ -153,8 +154,8 @@ def whole(rank, world_size, folder, kind, save):
 )  # fmt: skip
 def test_odd_ones_on_other_ranks(ranks, tmp_path, saving, by, loading, into):
     old = ranks(saving, whole, folder=str(tmp_path), kind=by, save=True)[0]
-    for new in ranks(loading, whole, folder=str(tmp_path), kind=into, save=False):
-        assert all(torch.equal(new[name], old[name]) for name in old)
+    for rank, new in enumerate(ranks(loading, whole, folder=str(tmp_path), kind=into, save=False)):
+        assert all(torch.equal(new[name], old[name]) for name in old), f"rank {rank}"
 
 
 def elements_in_another_order(rank, n, folder):
@@ -426,7 +427,7 @@ def step_of(model, rank):
     """A step that every rank takes with the same input: all agree with one process."""
     model = model["one"] if isinstance(model, nn.ModuleDict) else unwrapped(model)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
-    x = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    x = noise(5, WIDTH, seed=1, dtype=torch.float64)
     model(x).square().mean().backward()
     optimizer.step()
     return optimizer

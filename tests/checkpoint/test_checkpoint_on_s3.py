@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from s3 import CREDENTIALS, proxy, s3_server, same_path
-from test_train import steady
 from torch import nn
+from train_command import steady
 
 from labkit.checkpoint import CheckpointError, Checkpoints, storage_lock, tensor_file
 from labkit.checkpoint.storage import Store

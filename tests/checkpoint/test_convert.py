@@ -16,6 +16,7 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
+from tensors import noise
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -66,7 +67,7 @@ def trained(strategy, steps=2, dtype=None):
 def go_on(model, optimizer, steps):
     for step in steps:
         optimizer.zero_grad()
-        inputs = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(step))
+        inputs = noise(6, WIDTH, seed=step)
         model(inputs.to(next(model.parameters()).dtype)).square().mean().backward()
         optimizer.step()
 
@@ -132,9 +133,11 @@ def test_stock_pytorch_reads_what_we_have_saved(ranks, tmp_path, saving, by, loa
     assert checkpoints.load({"model": plain, "optimizer": optimizer}) == 2
     checkpoints.close()
     wanted = whole_states(plain, optimizer)
-    for values, states, lr in ranks(loading, stock_loads, folder=str(tmp_path / "folder"), strategy=into):
-        assert same(values, expected) and lr == 0.01
-        assert set(states) == set(wanted) and all(same(states[name], wanted[name]) for name in wanted)
+    for rank, (values, states, lr) in enumerate(
+        ranks(loading, stock_loads, folder=str(tmp_path / "folder"), strategy=into)
+    ):
+        assert same(values, expected) and lr == 0.01, f"rank {rank}"
+        assert set(states) == set(wanted) and all(same(states[name], wanted[name]) for name in wanted), f"rank {rank}"
 
 
 @pytest.mark.parametrize(("saving", "by"), [(2, "fsdp"), (1, "plain"), (3, "torch_fsdp"), (2, "zero1")])
@@ -200,8 +203,8 @@ def test_what_stock_pytorch_has_saved_is_read_by_all(ranks, tmp_path, saving, by
     folder = str(tmp_path / "folder")
     expected = ranks(saving, stock_saves, folder=folder, strategy=by, form=form)[0]
     for loading, into in zip((1, 2, 3, 2, 3, 2), INTO, strict=True):
-        for found in ranks(loading, loads, source=folder, strategy=into):
-            assert same(found, expected), into
+        for rank, found in enumerate(ranks(loading, loads, source=folder, strategy=into)):
+            assert same(found, expected), f"rank {rank}, {into}"
     if form == "nested":  # and on, into the two other formats
         convert(folder, tmp_path / "one.safetensors")
         assert same(safetensors.torch.load_file(tmp_path / "one.safetensors"), expected)
@@ -217,8 +220,8 @@ def test_one_file_into_all(ranks, tmp_path):
     safetensors.torch.save_model(model, str(tmp_path / "one.safetensors"))  # leaves one of the tied names out
     assert len(safetensors.torch.load_file(tmp_path / "one.safetensors")) == len(model.state_dict()) - 1
     for loading, into in zip((1, 2, 1, 3, 2, 2), INTO, strict=True):
-        for found in ranks(loading, loads, source=str(tmp_path / "one.safetensors"), strategy=into):
-            assert same(found, model.state_dict()), into
+        for rank, found in enumerate(ranks(loading, loads, source=str(tmp_path / "one.safetensors"), strategy=into)):
+            assert same(found, model.state_dict()), f"rank {rank}, {into}"
 
 
 def cut_by_columns(rank, world_size, folder):
@@ -284,9 +287,9 @@ def test_training_goes_on_from_what_stock_pytorch_has_saved(ranks, tmp_path, by,
     for loading, into, tolerance in ways:
         for way in ("load", "checkpoint"):
             arguments = {"folder": folder if way == "load" else ours, "strategy": into, "way": way}
-            for loaded, found in ranks(loading, ours_goes_on, **arguments):
-                assert same(loaded, was), (into, way)
-                assert near(found, after, tolerance), (into, way)
+            for rank, (loaded, found) in enumerate(ranks(loading, ours_goes_on, **arguments)):
+                assert same(loaded, was), f"rank {rank}, {way}, {into}"
+                assert near(found, after, tolerance), f"rank {rank}, {way}, {into}"
 
 
 def test_there_and_back_no_state_has_changed(tmp_path):
@@ -474,8 +477,8 @@ def loads_shards(rank, world_size, source):
 def test_a_folder_of_several_files_and_their_index(ranks, tmp_path):
     model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2))
     source = shards(model, tmp_path / "hf")
-    for found in ranks(2, loads_shards, source=str(source)):
-        assert same(found, model.state_dict())
+    for rank, found in enumerate(ranks(2, loads_shards, source=str(source))):
+        assert same(found, model.state_dict()), f"rank {rank}"
     convert(source, tmp_path / "one.safetensors")
     assert same(safetensors.torch.load_file(tmp_path / "one.safetensors"), model.state_dict())
 

@@ -17,8 +17,8 @@ import test_clock
 import torch
 import torch.distributed as dist
 from prometheus_client.parser import text_string_to_metric_families
-from test_train import lines, run, start, steady
 from torch.distributed.distributed_c10d import _get_default_store
+from train_command import lines, run, start, steady
 
 from labkit import comm_log
 from labkit.ddp import DDP

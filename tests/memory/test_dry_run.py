@@ -71,17 +71,17 @@ def test_every_message_is_that_of_real_ranks(ranks, world_size):
     for rank, found in enumerate(ranks(world_size, real, forms=forms, sizes=SMALL)):
         for form, (events, peak) in found.items():
             alone = dry_run(job, world_size, rank, form=form, sizes=SMALL)
-            assert told(alone.events) == events, (form, rank)
+            assert told(alone.events) == events, f"rank {rank}, {form}"
             if form in FORMS[:3]:  # the others' peak is where attention is: see the docstring
                 states = ("parameters", "gradients", "optimizer_states")
-                assert [alone.peak[kind] for kind in states] == [peak[kind] for kind in states], (form, rank)
+                assert [alone.peak[kind] for kind in states] == [peak[kind] for kind in states], f"rank {rank}, {form}"
 
 
 @pytest.mark.parametrize("options", [{"shard": "grad_op"}, {"root": "replicate", "prefetch": 2}], ids=str)
 def test_fsdps_modes_too(ranks, options):
     for rank, found in enumerate(ranks(2, real, forms=["fsdp"], sizes=SMALL, options=options)):
         alone = dry_run(job, 2, rank, form="fsdp", sizes=SMALL, options=options)
-        assert told(alone.events) == found["fsdp"][0]
+        assert told(alone.events) == found["fsdp"][0], f"rank {rank}"
 
 
 def test_one_rank_of_a_thousand():

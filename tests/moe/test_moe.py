@@ -5,7 +5,8 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from moe_models import F64, STEPS, TOKENS, WIDTH, Model, alone, batch, expert
+from tensors import noise
 
 from labkit import comm
 from labkit.ddp import DDP
@@ -13,7 +14,6 @@ from labkit.ideas.experts import mixture_of_experts
 from labkit.mesh import Mesh
 from labkit.moe import MoE, Routing, balanced, names_of_experts
 
-F64, WIDTH, TOKENS, STEPS = torch.float64, 6, 10, 3
 OPTIONS = {
     "top 1": {"top_k": 1},
     "top 2": {},
@@ -22,27 +22,6 @@ OPTIONS = {
     "bias": {"balance": "bias"},
     "shared": {"shared": 1, "balance": None},
 }
-
-
-def expert():
-    return nn.Sequential(nn.Linear(WIDTH, 8), nn.GELU(), nn.Linear(8, WIDTH)).to(F64)
-
-
-class Model(nn.Module):
-    def __init__(self, group=None, **options):
-        super().__init__()
-        torch.manual_seed(0)
-        self.before = nn.Linear(WIDTH, WIDTH)
-        self.moe = MoE(WIDTH, 4, expert=expert, group=group, **options).to(F64)
-        self.to(F64)
-
-    def forward(self, x):
-        return x + self.moe(self.before(x))
-
-
-def batch(step, world_size):
-    generator = torch.Generator().manual_seed(step)
-    return torch.randn(world_size, 2, TOKENS // 2, WIDTH, generator=generator, dtype=F64)
 
 
 def train(model, moe, batches, rate=0.05):
@@ -92,26 +71,21 @@ def beside_one_process(rank, world_size, options, favourite=None):
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_it_is_the_mixture_of_one_process(ranks, world_size, options):
-    for apart, same, held in ranks(world_size, beside_one_process, options=options):
-        assert apart < 1e-12 and same and held == 4 // world_size
+    for rank, (apart, same, held) in enumerate(ranks(world_size, beside_one_process, options=options)):
+        assert apart < 1e-12 and same and held == 4 // world_size, f"rank {rank}"
 
 
 @pytest.mark.parametrize("options", [{"top_k": 1}, {"top_k": 1, "balance": "bias"}])
 def test_all_tokens_may_go_to_one_expert_and_none_to_the_others(ranks, options):
     for favourite in (0, 3):
-        for apart, same, _ in ranks(4, beside_one_process, options=options, favourite=favourite):
-            assert apart < 1e-12 and same
+        for rank, (apart, same, _) in enumerate(ranks(4, beside_one_process, options=options, favourite=favourite)):
+            assert apart < 1e-12 and same, f"rank {rank}, {favourite}"
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 4])
 def test_the_idea_is_the_class(top_k):
     moe, x = Model(top_k=top_k).moe, batch(0, 1)[0, 0]
     assert torch.allclose(mixture_of_experts(x, moe.router, moe.experts.values(), top_k), moe(x), rtol=0, atol=1e-14)
-
-
-def alone(**options):
-    torch.manual_seed(0)
-    return MoE(WIDTH, 4, expert=expert, **options).to(F64)
 
 
 def test_capacity_drops_the_last():
@@ -164,7 +138,7 @@ def test_the_balancing_loss_is_one_at_best():
 
 def test_the_bias_brings_balance():
     moe = alone(top_k=1, balance="bias")
-    x = torch.randn(400, WIDTH, generator=torch.Generator().manual_seed(0), dtype=F64) + 1.0
+    x = noise(400, WIDTH, seed=0, dtype=F64) + 1.0
     moe(x)
     before = moe.load.max().item()
     for _ in range(300):
@@ -188,9 +162,11 @@ def sent(rank, world_size):
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_rows_that_leave_a_rank_are_what_is_sent(ranks, world_size):
     told = ranks(world_size, sent)
-    assert all(there == leaving and messages == 4 for there, leaving, _, messages, _ in told)
+    for rank, (there, leaving, _, messages, _) in enumerate(told):
+        assert there == leaving and messages == 4, f"rank {rank}"
     assert sum(there for there, *_ in told) == sum(back for _, _, back, *_ in told)
-    assert all(counts == (world_size - 1) * 9 * 8 for *_, counts in told)
+    for rank, (*_, counts) in enumerate(told):
+        assert counts == (world_size - 1) * 9 * 8, f"rank {rank}"
 
 
 def not_a_number(rank, world_size, axes):
@@ -220,7 +196,8 @@ def counted(rank, world_size):
 
 def test_what_was_made_whole_is_spread_and_counted_over_more_ranks(ranks):
     told = ranks(4, counted)
-    assert all(apart < 1e-12 and same for apart, same, _ in told)
+    for rank, (apart, same, _) in enumerate(told):
+        assert apart < 1e-12 and same, f"rank {rank}"
     assert [held for *_, held in told] == [["0", "1"]] * 2 + [["2", "3"]] * 2
 
 

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from test_moe import F64, TOKENS, WIDTH, Model, alone, batch, expert
+from moe_models import F64, TOKENS, WIDTH, Model, alone, batch, expert
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from tensors import noise
 from torch import nn
 
 from labkit.ddp import DDP
@@ -59,7 +60,7 @@ def plain(moe, tokens):
 
 
 def inputs(world_size, padded):
-    x = torch.randn(world_size, TOKENS, WIDTH, generator=torch.Generator().manual_seed(1), dtype=F64)
+    x = noise(world_size, TOKENS, WIDTH, seed=1, dtype=F64)
     mask = torch.zeros(world_size, TOKENS, dtype=torch.bool)
     for rank in range(world_size if padded else 0):
         mask[rank, 1 : 3 + 2 * rank] = True  # unequal on ranks; the fourth has one token

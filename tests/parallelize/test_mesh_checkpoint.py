@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from test_parallelize import BATCH, F64, FSDP_BLOCKS, JOBS, LENGTH, LOSS, PIPELINED, gpt, part_of_batch, plan, text
+from mesh_jobs import BATCH, F64, FSDP_BLOCKS, JOBS, LENGTH, LOSS, PIPELINED, gpt, part_of_batch, plan, text
 
 from labkit.checkpoint import CheckpointError, Checkpoints
 from labkit.checkpoint.convert_sources import opened
@@ -175,8 +175,8 @@ def frozen(rank, world_size, folder):
 
 
 def test_another_optimizer_is_refused_on_all_stages(ranks, tmp_path):
-    for said in ranks(4, frozen, folder=str(tmp_path)):
-        assert "its parameters differ: model.norm.weight" in said
+    for rank, said in enumerate(ranks(4, frozen, folder=str(tmp_path))):
+        assert "its parameters differ: model.norm.weight" in said, f"rank {rank}"
 
 
 # ---- evaluation
@@ -231,8 +231,8 @@ def two_accumulations(rank, world_size):
 
 
 def test_a_pipeline_accumulates_over_its_own_micro_batches(ranks):
-    for said in ranks(2, two_accumulations):
-        assert "accumulation=2: a pipeline accumulates over its micro-batches, and has 4" in said
+    for rank, said in enumerate(ranks(2, two_accumulations)):
+        assert "accumulation=2: a pipeline accumulates over its micro-batches, and has 4" in said, f"rank {rank}"
 
 
 def padded_loss(output, target):

@@ -1,49 +1,40 @@
 """A GPT on a mesh of several axes, against one process: losses, gradients' norm, weights, states of the whole."""
 
 import copy
-from functools import cache, partial
+from functools import partial
 from math import prod
 
 import pytest
 import torch
 import torch.distributed as dist
+from mesh_jobs import (
+    F64,
+    FSDP_BLOCKS,
+    JOBS,
+    LENGTH,
+    LOSS,
+    MIXED,
+    PIPELINED,
+    STEPS,
+    experts,
+    gpt,
+    part_of_batch,
+    plan,
+    text,
+)
 
-from labkit import models
 from labkit.amp import GradScaler
 from labkit.attention import flash_attention
-from labkit.attention.context_parallel import ulysses_attention
 from labkit.fsdp import FSDP
 from labkit.memory.memory_tracker import MemoryTracker
 from labkit.mesh import Mesh
-from labkit.models import plans
-from labkit.models.gpt import GPT, Block, Network, Stage
-from labkit.moe import MoE, Routing, balanced, mixtures
+from labkit.models.gpt import GPT
+from labkit.moe import balanced, mixtures
 from labkit.parallelize import Composed, parallelize
-from labkit.pipeline import dual_pipe, gpipe, interleaved, zero_bubble
-from labkit.tensor_parallel import ColwiseParallel, tensor_parallel
+from labkit.pipeline import dual_pipe, interleaved
+from labkit.tensor_parallel import ColwiseParallel
 from labkit.tensor_parallel.tp_state_dict import cuts_of
 from labkit.trainer import Trainer
-
-F64, BATCH, LENGTH, STEPS = torch.float64, 8, 16, 3
-LOSS = models.loss("gpt")
-FSDP_BLOCKS = partial(FSDP, unit=Block)
-PIPELINED = {"stage": Stage, "micro_batches": 4, "loss": LOSS}
-MIXED, BY_BIAS = {"mixture": {}}, {"mixture": {"balance": "bias", "routing": Routing("sigmoid")}}
-
-
-def plan(mixture=None):
-    return plans.gpt(tensor_parallel, whole_logits=True, experts=mixture is not None)
-
-
-def gpt(seed, mixture=None):
-    """mixture: options of MoE, in place of each block's network."""
-    torch.manual_seed(seed)
-    network = Network if mixture is None else partial(experts, **mixture)
-    return GPT(vocab=257, context=LENGTH, layers=4, heads=4, width=16, network=network).to(F64)
-
-
-def experts(width, dropout, number=4, **options):
-    return MoE(width, number, expert=partial(Network, width, dropout), **options)
 
 
 def composed(seed, axes, options):
@@ -51,14 +42,6 @@ def composed(seed, axes, options):
     mixture = options.get("mixture")
     given = {name: value for name, value in options.items() if name not in ("mixture", "accumulation")}
     return Composed(gpt(seed, mixture), Mesh(axes), plan(mixture), **given)
-
-
-@cache
-def text(step):
-    """Tokens and targets of the global batch."""
-    data = models.data.load("stdlib_text", "gpt")
-    rows = [data[BATCH * step + number] for number in range(BATCH)]
-    return torch.stack([row[0][:LENGTH] for row in rows]), torch.stack([row[1][:LENGTH] for row in rows])
 
 
 def trained(trainer, batch_of, steps=STEPS):
@@ -86,40 +69,6 @@ def one_process(mixture, steps=STEPS):
     return trained(trainer_of(model), text, steps), model.state_dict()
 
 
-def part_of_batch(model, mesh):
-    """This rank's samples and tokens of a step's batch."""
-
-    def batch_of(step):
-        axes = [axis for axis in ("dp", "ep") if axis in mesh.axes]
-        parts, place = (mesh.size(*axes), mesh.rank(*axes)) if axes else (1, 0)
-        return [model.own_tokens(whole.chunk(parts)[place]) for whole in text(step)]
-
-    return batch_of
-
-
-JOBS = {
-    "dp 2 x pp 2 x tp 2": ({"pp": 2, "dp": 2, "tp": 2}, PIPELINED),
-    "fsdp 2 x tp 2": ({"dp": 2, "tp": 2}, {"wrap": FSDP_BLOCKS}),
-    "fsdp 2 x tp 2, one unit": ({"dp": 2, "tp": 2}, {"wrap": partial(FSDP, shard="grad_op")}),
-    "dp 2 x tp 2": ({"dp": 2, "tp": 2}, {}),
-    "cp 2 x tp 2": ({"cp": 2, "tp": 2}, {}),
-    "dp 2 x cp 2": ({"dp": 2, "cp": 2}, {"attend": ulysses_attention}),
-    "pp 2 x dp 2": ({"pp": 2, "dp": 2}, PIPELINED | {"schedule": gpipe}),
-    "pp 2 x dp 2, from both ends": ({"pp": 2, "dp": 2}, PIPELINED | {"schedule": dual_pipe, "stages": 4}),
-    "pp 2 x tp 2": ({"pp": 2, "tp": 2}, PIPELINED | {"schedule": zero_bubble}),
-    "pp 2 x tp 2, two stages a rank": ({"pp": 2, "tp": 2}, PIPELINED | {"schedule": interleaved, "stages": 4}),
-    "fsdp 2 x cp 2 x tp 2": ({"dp": 2, "cp": 2, "tp": 2}, {"wrap": FSDP_BLOCKS}),
-    "tp 2": ({"tp": 2}, {}),
-    "ep 2": ({"ep": 2}, MIXED),
-    "ep 4, by bias": ({"ep": 4}, BY_BIAS),
-    "dp 2 x ep 2": ({"dp": 2, "ep": 2}, MIXED),
-    "dp 2 x ep 2, in two parts": ({"dp": 2, "ep": 2}, {"mixture": {"balance": None}, "accumulation": 2}),
-    "cp 2 x ep 2": ({"cp": 2, "ep": 2}, MIXED),
-    "dp 2 x ep 2 x tp 2": ({"dp": 2, "ep": 2, "tp": 2}, MIXED),
-    "fsdp 2 with experts": ({"dp": 2}, MIXED | {"wrap": FSDP_BLOCKS}),
-}
-
-
 def beside_one_process(rank, world_size, axes, options):
     model = composed(rank, axes, options)
     expected, whole = one_process(options.get("mixture"))
@@ -138,8 +87,8 @@ def beside_one_process(rank, world_size, axes, options):
 @pytest.mark.parametrize("job", JOBS)
 def test_it_trains_as_one_process_does(ranks, job):
     axes, options = JOBS[job]
-    for apart in ranks(prod(axes.values()), beside_one_process, axes=axes, options=options):
-        assert apart < 1e-12
+    for rank, apart in enumerate(ranks(prod(axes.values()), beside_one_process, axes=axes, options=options)):
+        assert apart < 1e-12, f"rank {rank}"
 
 
 UNBORN = {
@@ -259,8 +208,8 @@ def from_mesh_to_mesh(rank, world_size, one, other):
     ],
 )
 def test_the_whole_of_one_mesh_loads_into_another(ranks, one, other):
-    for same, apart in ranks(4, from_mesh_to_mesh, one=one, other=other):
-        assert same and apart < 1e-12
+    for rank, (same, apart) in enumerate(ranks(4, from_mesh_to_mesh, one=one, other=other)):
+        assert same and apart < 1e-12, f"rank {rank}"
 
 
 def overflow(rank, world_size, job):
@@ -327,9 +276,9 @@ def refused(rank, world_size, case):
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_combined_is_said(ranks, case):
-    for said in ranks(4, refused, case=case):
-        assert REFUSED[case][2] in said
-        assert "\n" not in said
+    for rank, said in enumerate(ranks(4, refused, case=case)):
+        assert REFUSED[case][2] in said, f"rank {rank}"
+        assert "\n" not in said, f"rank {rank}"
 
 
 def with_a_window(rank, world_size):
@@ -342,8 +291,10 @@ def with_a_window(rank, world_size):
 
 
 def test_what_an_attention_was_given_is_not_dropped(ranks):
-    for said in ranks(2, with_a_window):
-        assert said.startswith("cp=2 replaces blocks.1.attention.attend, and with it window=4: leave it out there")
+    for rank, said in enumerate(ranks(2, with_a_window)):
+        assert said.startswith("cp=2 replaces blocks.1.attention.attend, and with it window=4: leave it out there"), (
+            f"rank {rank}"
+        )
 
 
 def not_as_it_is(rank, world_size):
@@ -358,5 +309,5 @@ def not_as_it_is(rank, world_size):
 
 
 def test_a_pipeline_has_no_forward_alone(ranks):
-    for forward, load in ranks(2, not_as_it_is):
-        assert "call step()" in forward and "missing 'token_embedding.weight'" in load
+    for rank, (forward, load) in enumerate(ranks(2, not_as_it_is)):
+        assert "call step()" in forward and "missing 'token_embedding.weight'" in load, f"rank {rank}"

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_shapes import kept_bytes
+from autograd_bytes import kept_bytes
 from torch import nn
 from torch.nn import functional as F
 

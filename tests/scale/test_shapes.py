@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from autograd_bytes import kept_bytes
 from torch import nn
 from torch.nn import functional as F
 
@@ -91,22 +92,6 @@ def test_experts_are_held_and_met():
     idle = sum(p.numel() for n in layer.networks[2:] for p in n.parameters())
     norms = sum(p.numel() for p in layer.norms.parameters())
     assert shape.layer_products == shape.layer_parameters - idle - norms
-
-
-def kept_bytes(module, x):
-    """Bytes of what autograd keeps of a forward, each storage once, parameters left out."""
-    kept, parameters = {}, {p.untyped_storage().data_ptr() for p in module.parameters()}
-
-    def keep(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            kept[storage.data_ptr()] = storage  # held: an address that is freed comes again
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        y = module(x)
-    assert y.requires_grad
-    return sum(storage.nbytes() for storage in kept.values())
 
 
 def test_a_block_keeps_the_bytes_that_are_counted():

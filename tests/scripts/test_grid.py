@@ -17,8 +17,8 @@ import psutil
 import pytest
 import results
 import terminal
+from notebook_jobs import FIGURE, RANKS, Page, command, finished, notebook
 from repository import SCRIPTS
-from test_run_and_test import FIGURE, RANKS, Page, command, finished, notebook
 
 SMALL = "n = 2\nlr = 0.5\nmodel = 'mlp'"
 READS = "print(n, lr, model)"

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from html.parser import HTMLParser
 from pathlib import Path
 
 import batch
@@ -19,6 +18,7 @@ import nbformat
 import psutil
 import pytest
 import terminal
+from notebook_jobs import FIGURE, RANKS, Page, command, finished, notebook
 
 PARAMETERS = "world_size = 2\nmodel = 'mlp'\nlr = 0.05\nunread = 1\nflag = False\nlimit = None\nsizes = [1, 4]"
 READERS = "print(model, flag, limit, sizes)\n%time x = lr"
@@ -26,7 +26,6 @@ MAGIC = "%%torchrun --nproc $world_size\nprint(rank)"
 TABLE = "import pandas\npandas.DataFrame({'strategy': ['ddp', 'fsdp'], 'step_ms': [1.25, 30.5]})"
 OTHER_TABLE = "import pandas\npandas.DataFrame({'what': ['not the last table']})"
 MAIN = "world_size = 2\nmeasure = False"
-FIGURE = "import matplotlib.pyplot as plt\nplt.plot([world_size, 2])\nplt.show()"
 LATE = """
 import threading, time
 from ipykernel.iostream import IOPubThread
@@ -37,48 +36,6 @@ def late(thread):
     return pipe(thread)
 IOPubThread._event_pipe = property(late)
 """
-RANKS = """
-from labkit.run import launch
-def hang(context):
-    import os, pathlib, time
-    pathlib.Path(f"{os.environ['PIDS']}/{os.getpid()}").touch()
-    time.sleep(600)  # longer than any test waits for its end
-launch(hang, nproc=world_size)
-"""
-
-
-def notebook(path, *sources):
-    """A notebook whose first code cell is tagged parameters."""
-    cells = [nbformat.v4.new_code_cell(source.strip()) for source in sources]
-    if cells:
-        cells[0].metadata.tags = ["parameters"]
-    nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell("# a title"), *cells]), path)
-    return path
-
-
-def command(tree, name, *arguments):
-    return [sys.executable, str(tree / "scripts" / f"{name}.py"), *arguments]
-
-
-def finished(tree, name, *arguments):
-    return subprocess.run(command(tree, name, *arguments), capture_output=True, text=True, timeout=280)
-
-
-class Page(HTMLParser):
-    """What a page links and shows."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.links, self.sources, self.alts = [], [], []
-        self.feed(text)
-
-    def handle_starttag(self, tag, attributes):
-        about = dict(attributes)
-        if tag == "a":
-            self.links.append(about["href"])
-        if tag == "img":
-            self.sources.append(about["src"])
-            self.alts.append(about["alt"])
 
 
 # Parameters

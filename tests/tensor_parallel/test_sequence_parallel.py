@@ -6,7 +6,19 @@ from itertools import combinations
 
 import pytest
 import torch
-from test_tensor_parallel import CONTEXT, F64, VOCAB, WIDTH, Recorded, alone, batches, by_pytorch, furthest, gpt, split
+from tensor_parallel_models import (
+    CONTEXT,
+    F64,
+    VOCAB,
+    WIDTH,
+    Recorded,
+    alone,
+    batches,
+    by_pytorch,
+    furthest,
+    gpt,
+    split,
+)
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -32,14 +44,14 @@ from labkit.tensor_parallel import (
 @pytest.mark.parametrize("tied", [True, False])
 def test_it_trains_as_one_process(ranks, world_size, tied):
     losses, weights = alone(tied=tied)
-    for found, state in ranks(world_size, split, sequence=True, tied=tied):
-        assert furthest(found, losses) < 1e-12 and furthest(state, weights) < 1e-12
+    for rank, (found, state) in enumerate(ranks(world_size, split, sequence=True, tied=tied)):
+        assert furthest(found, losses) < 1e-12 and furthest(state, weights) < 1e-12, f"rank {rank}"
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_it_trains_as_dtensor(ranks, world_size):
-    for losses, weights in ranks(world_size, by_pytorch, sequence=True):
-        assert losses < 1e-12 and weights < 1e-12
+    for rank, (losses, weights) in enumerate(ranks(world_size, by_pytorch, sequence=True)):
+        assert losses < 1e-12 and weights < 1e-12, f"rank {rank}"
 
 
 def by_the_idea(rank, world_size):
@@ -82,15 +94,15 @@ def one_step(rank, world_size, sequence, dropout=0.0):
 def test_the_same_bytes_and_fewer_activations(ranks, world_size):
     size, layers = 2 * CONTEXT * WIDTH * 8, 2
     (whole, peak, _, bytes_whole), *_ = ranks(world_size, one_step, sequence=False, dropout=0.1)
-    for held, most, sent, sent_bytes in ranks(world_size, one_step, sequence=True, dropout=0.1):
+    for rank, (held, most, sent, sent_bytes) in enumerate(ranks(world_size, one_step, sequence=True, dropout=0.1)):
         small = {("all_reduce", WIDTH * 8): 6 * layers}  # norms and biases
-        assert sent == small | {("all_gather", size): 4 * layers, ("reduce_scatter", size): 4 * layers}
-        assert sent_bytes == bytes_whole + 6 * layers * 2 * (world_size - 1) * WIDTH * 8 // world_size
+        assert sent == small | {("all_gather", size): 4 * layers, ("reduce_scatter", size): 4 * layers}, f"rank {rank}"
+        assert sent_bytes == bytes_whole + 6 * layers * 2 * (world_size - 1) * WIDTH * 8 // world_size, f"rank {rank}"
         # of the other ranks' tokens a rank has no more, a block: the inputs of both norms, with mean and deviation,
         # and both masks of dropout; and the output
         numbers = 2 * CONTEXT * (layers * (2 * WIDTH + 2 * 2 + 2 * WIDTH) + WIDTH)
-        assert whole - held == 8 * numbers * (world_size - 1) // world_size
-        assert most < peak
+        assert whole - held == 8 * numbers * (world_size - 1) // world_size, f"rank {rank}"
+        assert most < peak, f"rank {rank}"
 
 
 def masks(rank, world_size):

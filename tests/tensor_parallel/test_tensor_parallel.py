@@ -4,10 +4,26 @@ import copy
 from contextlib import nullcontext
 from functools import partial
 from itertools import chain, product
-from types import SimpleNamespace
 
 import pytest
 import torch
+from tensor_parallel_models import (
+    BATCH,
+    CONTEXT,
+    F64,
+    LAYERS,
+    VOCAB,
+    WIDTH,
+    Recorded,
+    alone,
+    batches,
+    by_pytorch,
+    furthest,
+    gpt,
+    split,
+    train,
+    whole_loss,
+)
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
@@ -16,7 +32,6 @@ from labkit import comm, models
 from labkit.ddp import DDP
 from labkit.ideas.tensor_and_sequence import tensor_parallel_mlp
 from labkit.mesh import Mesh
-from labkit.models.gpt import GPT
 from labkit.models.plans import gpt as gpt_plan
 from labkit.models.plans import of_blocks
 from labkit.recompute import checkpoint, checkpoint_every
@@ -37,66 +52,13 @@ from labkit.tensor_parallel import (
 from labkit.tensor_parallel.tp_state_dict import cuts_of
 from labkit.trainer import Trainer
 
-F64 = torch.float64
-VOCAB, CONTEXT, BATCH, WIDTH, LAYERS = 24, 12, 2, 24, 2
-
-
-def gpt(seed, **options):
-    torch.manual_seed(seed)
-    settings = {"vocab": VOCAB, "context": CONTEXT, "layers": LAYERS, "heads": 12, "width": WIDTH}
-    return GPT(**(settings | options)).to(F64)
-
-
-def batches(steps, vocab):
-    generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(vocab, (steps, BATCH, CONTEXT + 1), generator=generator)
-    return [(one[:, :-1], one[:, 1:]) for one in tokens]
-
-
-def train(model, loss, steps=4, share=slice(None), vocab=VOCAB):
-    """Losses of SGD with momentum."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-    losses = []
-    for tokens, targets in batches(steps, vocab):
-        optimizer.zero_grad()
-        found = loss(model(tokens[share]), targets[share])
-        found.backward()
-        optimizer.step()
-        losses.append(found.item())
-    return losses
-
-
-def whole_loss(logits, targets):
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-def furthest(ours, theirs):
-    """The largest difference of two state dicts, or lists."""
-    if isinstance(ours, dict):
-        assert list(ours) == list(theirs)
-        return max((ours[name] - theirs[name]).abs().max().item() for name in theirs)
-    return max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
-
-
-def alone(**options):
-    model = gpt(0, **options)
-    losses = train(model, whole_loss)
-    return losses, model.state_dict()
-
-
-def split(rank, world_size, sequence=False, **options):
-    """Other weights on every rank at first; rank 0's are the ones that count."""
-    model = parallelize_module(gpt(rank, **options), None, gpt_plan(tensor_parallel, sequence))
-    losses = train(model, VocabularyParallelCrossEntropy())
-    return losses, full_state_dict(model)
-
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("tied", [True, False])
 def test_it_trains_as_one_process(ranks, world_size, tied):
     losses, weights = alone(tied=tied)
-    for found, state in ranks(world_size, split, tied=tied):
-        assert furthest(found, losses) < 1e-12 and furthest(state, weights) < 1e-12
+    for rank, (found, state) in enumerate(ranks(world_size, split, tied=tied)):
+        assert furthest(found, losses) < 1e-12 and furthest(state, weights) < 1e-12, f"rank {rank}"
 
 
 def in_padded_words(rank, world_size, vocab, tied, sequence, whole_logits):
@@ -129,27 +91,10 @@ def test_words_that_the_ranks_cannot_share_are_padded(ranks, world_size, vocab, 
             assert masked == ([False] * vocab if whole_logits else [False] * many + [True] * (own[0] - many)) and exact
 
 
-def by_pytorch(rank, world_size, sequence=False):
-    """The same plan, run by DTensor: differences of losses and weights."""
-    from torch.distributed import tensor
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import parallel
-
-    theirs, ours = gpt(0, tied=False), gpt(0, tied=False)
-    styles = SimpleNamespace(**{**vars(tensor), **vars(parallel)})
-    parallel.parallelize_module(
-        theirs, init_device_mesh("cpu", (world_size,)), gpt_plan(styles, sequence, whole_logits=True)
-    )
-    losses = train(theirs, whole_loss)
-    whole = {name: getattr(p, "full_tensor", lambda p=p: p)().detach() for name, p in theirs.named_parameters()}
-    parallelize_module(ours, None, gpt_plan(tensor_parallel, sequence, whole_logits=True))
-    return furthest(train(ours, whole_loss), losses), furthest(full_state_dict(ours), whole)
-
-
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_it_trains_as_dtensor(ranks, world_size):
-    for losses, weights in ranks(world_size, by_pytorch):
-        assert losses < 1e-12 and weights < 1e-12
+    for rank, (losses, weights) in enumerate(ranks(world_size, by_pytorch)):
+        assert losses < 1e-12 and weights < 1e-12, f"rank {rank}"
 
 
 class Grouped(nn.Module):
@@ -167,20 +112,6 @@ class Grouped(nn.Module):
         q, k, v = (part(x).unflatten(-1, (-1, 2)).transpose(1, 2) for part in (self.query, self.key, self.value))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return x + self.outer(self.output(self.inner(mixed.transpose(1, 2).flatten(2))))
-
-
-class Recorded(nn.Dropout):
-    """Dropout that keeps what it has dropped: [of each forward, bool]; it drops what is in given, if there is any."""
-
-    given = ()
-
-    def forward(self, x):
-        y = super().forward(torch.ones_like(x))
-        if len(self.given):
-            drop, *self.given = self.given
-            y = (~drop).to(x.dtype) / (1 - self.p)
-        self.masks = [*getattr(self, "masks", ()), y.detach() == 0]
-        return x * y
 
 
 def grouped(seed, layers=2, **options):
@@ -347,8 +278,8 @@ def losses_of_words(rank, world_size, reduction):
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_cross_entropy_of_logits_that_nobody_has_whole(ranks, reduction):
     for world_size in (1, 2, 3):
-        for gap, payloads in ranks(world_size, losses_of_words, reduction=reduction):
-            assert gap < 1e-11 and payloads == [15 * 8, 2 * 15 * 8]  # gradients reach 1e3
+        for rank, (gap, payloads) in enumerate(ranks(world_size, losses_of_words, reduction=reduction)):
+            assert gap < 1e-11 and payloads == [15 * 8, 2 * 15 * 8], f"rank {rank}, {world_size}"  # gradients reach 1e3
 
 
 def losses_with_settings(rank, world_size):
@@ -431,8 +362,8 @@ def beside_data_parallel(rank, world_size):
 def test_beside_data_parallel(ranks):
     losses, weights = alone()
     told = ranks(4, beside_data_parallel)
-    for _, state in told:
-        assert furthest(state, weights) < 1e-12
+    for rank, (_, state) in enumerate(told):
+        assert furthest(state, weights) < 1e-12, f"rank {rank}"
     means = [(a + b) / 2 for a, b in zip(told[0][0], told[2][0], strict=True)]
     assert furthest(means, losses) < 1e-12
 
@@ -578,8 +509,8 @@ def wrong(rank, world_size, case):
     ],
 )
 def test_what_cannot_be(ranks, case, words):
-    for told in ranks(2, wrong, case=case):
-        assert told.startswith(words)
+    for rank, told in enumerate(ranks(2, wrong, case=case)):
+        assert told.startswith(words), f"rank {rank}"
 
 
 class Weighed(nn.Module):
@@ -647,9 +578,11 @@ def in_other_layouts(rank, world_size, case, outputs):
 @pytest.mark.parametrize("outputs", [False, True])
 @pytest.mark.parametrize("case", LAYOUTS)
 def test_inputs_and_outputs_in_other_layouts_as_pytorchs(ranks, case, outputs):
-    for (mine, gradients), (theirs, their_gradients) in ranks(2, in_other_layouts, case=case, outputs=outputs):
+    for rank, ((mine, gradients), (theirs, their_gradients)) in enumerate(
+        ranks(2, in_other_layouts, case=case, outputs=outputs)
+    ):
         for found, wanted in zip(mine + gradients, theirs + their_gradients, strict=True):
-            assert torch.equal(found, wanted) if torch.is_tensor(wanted) else found == wanted
+            assert torch.equal(found, wanted) if torch.is_tensor(wanted) else found == wanted, f"rank {rank}"
 
 
 def not_as_many(rank, world_size):
@@ -711,8 +644,8 @@ def fused_and_gathered(rank, world_size):
 def test_heads_that_are_gathered_need_not_be_shared(ranks):
     torch.manual_seed(0)
     wanted = input_gradients(nn.Sequential(Fused(fused=True)).to(F64))
-    for found in ranks(4, fused_and_gathered):
-        assert (found - wanted).abs().max() < 1e-12
+    for rank, found in enumerate(ranks(4, fused_and_gathered)):
+        assert (found - wanted).abs().max() < 1e-12, f"rank {rank}"
 
 
 def too_few_key_heads(rank, world_size):
@@ -747,8 +680,8 @@ def clipped(rank, world_size, norm_type):
 def test_clipped_by_the_norm_of_the_whole(ranks, norm_type):
     norms, state = clipped(None, 1, norm_type)
     assert (norms > 0.01).all()
-    for found, whole in ranks(3, clipped, norm_type=norm_type):
-        assert (found - norms).abs().max() < 1e-12 and furthest(whole, state) < 1e-12
+    for rank, (found, whole) in enumerate(ranks(3, clipped, norm_type=norm_type)):
+        assert (found - norms).abs().max() < 1e-12 and furthest(whole, state) < 1e-12, f"rank {rank}"
 
 
 def trained_with_clip(rank, world_size):
@@ -764,8 +697,8 @@ def trained_with_clip(rank, world_size):
 
 def test_trainer_clips_by_the_norm_of_the_whole(ranks):
     wanted = trained_with_clip(None, 1)
-    for found in ranks(2, trained_with_clip):
-        assert furthest(found, wanted) < 1e-12
+    for rank, found in enumerate(ranks(2, trained_with_clip)):
+        assert furthest(found, wanted) < 1e-12, f"rank {rank}"
 
 
 def strange_words(rank, world_size, vocab):
@@ -827,8 +760,8 @@ def in_16_bits(rank, world_size):
 
 
 def test_in_16_bits_as_pytorchs(ranks):
-    for ours, theirs, dtype in ranks(2, in_16_bits):
-        assert ours == pytest.approx(theirs, rel=1e-6) and dtype == torch.bfloat16
+    for rank, (ours, theirs, dtype) in enumerate(ranks(2, in_16_bits)):
+        assert ours == pytest.approx(theirs, rel=1e-6) and dtype == torch.bfloat16, f"rank {rank}"
 
 
 def second_derivative(rank, world_size):
@@ -946,9 +879,11 @@ def test_initialised_behind_the_split_as_one_process(ranks, how, meta):
             model[4].weight = model[0].weight
         INITIALISERS[how](model)
         drawn = torch.rand(1)
-        for state, exact, next_drawn in ranks(world_size, initialised_behind, how=how, meta=meta):
-            assert exact and torch.equal(next_drawn, drawn)
-            assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
+        for rank, (state, exact, next_drawn) in enumerate(ranks(world_size, initialised_behind, how=how, meta=meta)):
+            assert exact and torch.equal(next_drawn, drawn), f"rank {rank}, {world_size}"
+            assert all(torch.equal(state[name], value) for name, value in model.state_dict().items()), (
+                f"rank {rank}, {world_size}"
+            )
 
 
 def initialised_in_slices(rank, world_size, seed):
@@ -966,7 +901,9 @@ def initialised_in_slices(rank, world_size, seed):
 
 
 def test_ranks_that_drew_the_same_slices_are_refused(ranks):
-    for told in ranks(2, initialised_in_slices, seed=0):
-        assert told.startswith("'0.weight' was initialised with the same values on every rank: call module.apply(")
-    for told in ranks(2, initialised_in_slices, seed=1):
-        assert told.startswith("'2.bias' was initialised with different values on each rank")
+    for rank, told in enumerate(ranks(2, initialised_in_slices, seed=0)):
+        assert told.startswith("'0.weight' was initialised with the same values on every rank: call module.apply("), (
+            f"rank {rank}"
+        )
+    for rank, told in enumerate(ranks(2, initialised_in_slices, seed=1)):
+        assert told.startswith("'2.bias' was initialised with different values on each rank"), f"rank {rank}"

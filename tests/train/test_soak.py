@@ -1,6 +1,6 @@
 """Killed again and again at random moments, a training ends with the weights of the unbroken one.
 
-python tests/train/test_soak.py 3 7      minutes; another seed draws other kills
+PYTHONPATH=.:tests/helpers python tests/train/test_soak.py 3 7      minutes; another seed draws other kills
 """
 
 import random
@@ -17,7 +17,7 @@ import psutil
 import pytest
 import safetensors.torch
 import torch
-from test_train import steady
+from train_command import steady
 
 from labkit.convert import convert
 from labkit.measure.faults import flip

@@ -14,6 +14,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from train_command import EMULATED, FIELDS, STEPS, command, lines, run, start, steady
 
 from labkit import models
 from labkit.amp import GradScaler, MasterWeights
@@ -25,7 +26,7 @@ from labkit.learning_rate import LR_RULES
 from labkit.mesh import Mesh
 from labkit.parallelize import Composed
 from labkit.preempt import Preemption, mean_and_wish
-from labkit.run import LaunchError, choices, launch
+from labkit.run import choices
 from labkit.run import training as train
 from labkit.run.context import Context
 from labkit.run.experiment import Experiment
@@ -34,38 +35,7 @@ from labkit.run.options import HELP, STOPPED, WRONG, parser, read
 from labkit.sampler import Batches
 from labkit.trainer import RECOMPUTE, STRATEGIES, Trainer, make_optimizer, mixed_precision, parallelize
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file"]
-STEPS, EMULATED = 12, ("--compute", "emulated")
 PATIENCE = 15  # seconds to wait for a rank: also on a busy machine those that torchrun starts come within them
-FIELDS = ["--batch-size", "12", "--steps", str(STEPS), "--optimizer", "adamw", "--lr", "0.01", "--clip", "0.5"]
-
-
-def start(nproc, *options, restarts=0):
-    command = [*TORCHRUN, "--rdzv-endpoint", f"{tempfile.mkdtemp()}/meeting", "--nproc-per-node", str(nproc)]
-    command += ["--max-restarts", str(restarts), "-m", "--", "labkit.train"]
-    command += [*FIELDS, *map(str, options)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if restarts else None
-    return subprocess.Popen(command, **pipes, env=environment, start_new_session=True)
-
-
-def run(nproc, *options):
-    """The same on warm ranks: (0 or 1, what rank 0 printed, what went wrong)."""
-    arguments = [*FIELDS, *map(str, options)]
-    try:
-        done = launch("labkit.run.training:launched", nproc=nproc, arguments=arguments, quiet=True)
-    except LaunchError as error:
-        return 1, error.run.logs[0].read_text(), str(error)
-    return 0, done.logs[0].read_text(), ""
-
-
-def lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def steady(path):
-    """What a log says that is the same in every run."""
-    return [{name: value for name, value in line.items() if not name.endswith("_s")} for line in lines(path)]
 
 
 def wait_for(path, steps, process):
@@ -243,11 +213,6 @@ def test_options_come_before_the_file(tmp_path):
 
 
 # ---- without torchrun: it starts the ranks itself
-
-
-def command(*words, **options):
-    line = [sys.executable, "-m", "labkit.train", *map(str, words)]
-    return subprocess.run(line, capture_output=True, text=True, timeout=150, **options)
 
 
 @pytest.mark.parametrize(
@@ -588,9 +553,11 @@ def test_clipping_is_of_the_unscaled_norm_of_all_ranks(ranks, strategy, precisio
         torch.nn.functional.mse_loss(net(x), y).backward()
         assert torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1) > 0.2
         optimizer.step()
-    for found in ranks(2, clipped, strategy=strategy, precision=precision):
+    for rank, found in enumerate(ranks(2, clipped, strategy=strategy, precision=precision)):
         for ours, theirs in zip(found, net.state_dict().values(), strict=True):
-            assert torch.allclose(torch.tensor(ours), theirs, atol=1e-6 if precision == "fp32" else 1e-3)
+            assert torch.allclose(torch.tensor(ours), theirs, atol=1e-6 if precision == "fp32" else 1e-3), (
+                f"rank {rank}"
+            )
 
 
 def clipped_masters(rank, world_size):
@@ -622,9 +589,9 @@ def test_gradients_that_have_moved_to_master_weights_are_clipped(ranks):
     x, y = small_batches()[0]
     torch.nn.functional.mse_loss(net(x), y).backward()
     norm = torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1).item()
-    for found in ranks(2, clipped_masters):
+    for rank, found in enumerate(ranks(2, clipped_masters)):
         for one in found.values():
-            assert one == pytest.approx((norm, 0.1), rel=2e-3)
+            assert one == pytest.approx((norm, 0.1), rel=2e-3), f"rank {rank}"
 
 
 # ---- torchrun's own restarts
