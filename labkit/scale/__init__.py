@@ -1,34 +1,33 @@
-"""Beyond this machine: what a model costs on GPUs that are not here, with its error beside it.
+"""Beyond this machine: what a model costs on GPUs that are not here, with the error of it.
 
-    rehearse.py    the lab's own code as one rank of n, alone and without data: what it sends, holds
-    clock.py       a clock that only emulated compute moves: the same step on every machine
-    simulate.py    a rehearsed step with the time of its messages put back
-    goodput.py     jitter, stragglers, failures: what is left of a run, seeded
+    virtual_clock.py      a clock that only emulated compute moves: the same step on every machine
+    simulate.py           a dry run's step with the time of its messages added
+    goodput.py            jitter, stragglers, failures: the useful share of a run, seeded
 
-    hardware.py    GPUs and links as data, a source per figure
-    cluster.py     so many GPUs in equal nodes, told in Python or by a file; wrong units asked about
-    calibrate.py   this machine as one more of them: products, memory, links, timed and fitted
-    shapes.py      parameters, FLOPs and activation bytes, from the numbers of a configuration
-    encoders.py    the same of BERT: no mask, other ends
-    images.py      the same of ResNets: convolutions, block by block
-    row.py         a row's columns read, and the shape of the model that they tell
-    job.py         a training job as a row of a table: what is missing has a stated default
-    collectives.py the time of a message, by algorithm: rings, levels, trees, switches that add
-    cost.py        the time of layers and a pipeline: tokens per second
-    memory.py      what a GPU holds, by kind: the peak, and what is the largest
-    constants.py   what the two cannot know, fitted: a table, each with its meaning, unit and spread
-    fit.py         the fit on others' published rows, and its error on those kept out
-    predict.py     the command: rows in, rows with predictions out
+    hardware.py           GPUs and links as data, with a source for each figure
+    cluster.py            a number of GPUs in equal nodes, from Python or a file; checks units
+    calibrate.py          this machine as one more GPU: products, memory, links, timed and fitted
+    shapes.py             parameters, FLOPs and activation bytes, from a model's configuration
+    bert_shapes.py        the same of BERT: no mask, other ends
+    resnet_shapes.py      the same of ResNets: convolutions, block by block
+    job_config.py         a training job from a row of a table, with defaults for missing columns
+    collectives.py        the time of a message, by algorithm: rings, levels, trees, switches
+    cost.py               the time of a step, part by part: tokens per second
+    memory_model.py       what a GPU holds, by kind: the peak, and the largest kind
+    constants.py          the fitted constants: a table with meaning, unit and spread of each
+    fit.py                the fit on published rows, and its error on rows that are kept out
+    predict.py            the command: rows in, rows with predictions out
 
-    models.csv     named models and where their figures were read
-    given.py       what is asked of the planner, checked
-    search.py      every way to lay a model out on n GPUs, and those that fit
-    bucket.py      how large a bucket of gradients: starts against the last one
-    plan.py        the command: the fastest, the cheapest, the fewest GPUs; time, money, energy
-    explain.py     who lost and by what; what hangs on which constant
-    cases.py       jobs as their papers describe them: predicted, and what is reported, in one unit
+    models.csv            named models, and the sources of their figures
+    validate_args.py      checks the arguments of the planner
+    search.py             every layout of a model on n GPUs, and those that fit
+    bucket_size_model.py  the best bucket size: start-up costs against the last bucket
+    plan.py               the command: the fastest, cheapest, smallest; time, money, energy
+    explain.py            why another plan lost; which constants the plan depends on
+    cases.py              published jobs: predicted and reported in the same unit
 
-    published/     the rows of others, and how far off the predictions of them are
+    published/            published rows, and the errors of their predictions
 
-Only calibrate.py measures: what is rehearsed is counted, and the rest is simulated or predicted.
+Only calibrate.py measures. The messages of a dry run are counted; everything else is simulated or
+predicted.
 """

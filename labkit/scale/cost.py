@@ -29,36 +29,42 @@ OPTIMIZER_BYTES = 30  # fp32 gradient, master and two moments, read; all but the
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds of a step by what they go to; tokens per second and GPU."""
+    """parts: {part: seconds}, of the stage that sets the pace. tokens_per_second: per GPU."""
 
-    steady: float
-    bubble: float
-    gradients: float
-    optimizer: float
+    parts: dict
     tokens_per_second: float
 
     @property
     def seconds(self):
-        return self.steady + self.bubble + self.gradients + self.optimizer
+        return sum(self.parts.values())
 
 
 def predict_step(job, c):
     """The Step of a Job. c: constants, name to value."""
-    layer, head = layer_seconds(job, c), head_seconds(job, c)
+    by_part, head = layer_parts(job, c), head_seconds(job, c)
+    layer = sum(by_part.values())
     work = [layers * layer + heads * head for layers, heads, _ in job.stages]
-    slowest = max(work) + 2 * job.vpp * hand_over(job)
-    bubble = (sum(work) - max(work)) / job.vpp
+    slowest = work.index(max(work))
+    layers, heads, _ = job.stages[slowest]
+    bubble = (sum(work) - work[slowest]) / job.vpp
     if job.schedule == "zero_bubble":
         filled = [weights_seconds(job, has, c) for has in job.stages]
-        bubble -= 2 * (sum(filled) - filled[work.index(max(work))])
-    steady = job.grad_accum * slowest
-    gradients = gradient_seconds(job, c)
+        bubble -= 2 * (sum(filled) - filled[slowest])
+    parts = {name: job.grad_accum * layers * seconds for name, seconds in by_part.items()}
+    parts["output layer"] = job.grad_accum * heads * head
+    parts["hand-overs"] = job.grad_accum * 2 * job.vpp * hand_over(job)
+    parts["bubble"] = bubble
+    parts["gradients"] = gradient_seconds(job, c)
+    parts["optimizer"] = optimizer_seconds(job)
+    return Step(parts, job.step_tokens / job.n_gpus / sum(parts.values()))
+
+
+def optimizer_seconds(job):
+    """The optimizer's step on what a rank updates: memory traffic, and the bus with offload."""
     alike = job.held_alike(job.shape.parameters, job.shape.layers * job.shape.expert_weights)
     held = sum(parameters / (ranks if job.zero else 1) for parameters, ranks, _ in alike)
     traffic = OPTIMIZER_BYTES / job.gpu.memory_gbs + 2 * away(job) / job.gpu.host_gbs
-    optimizer = held / job.tp / job.pp * traffic / 1e9
-    seconds = steady + bubble + gradients + optimizer
-    return Step(steady, bubble, gradients, optimizer, job.step_tokens / job.n_gpus / seconds)
+    return held / job.tp / job.pp * traffic / 1e9
 
 
 def away(job):
@@ -68,9 +74,16 @@ def away(job):
 
 def layer_seconds(job, c):
     """Forward and backward of one layer on one micro-batch, on one rank."""
+    return sum(layer_parts(job, c).values())
+
+
+def layer_parts(job, c):
+    """{part: seconds} of layer_seconds."""
+    parts = device_parts(job, c)
+    parts["layers"] += max(0.0, host_seconds(job, c) - sum(parts.values()))  # the GPU waits
     nodes = ceil(job.tp / job.gpus_per_node)
-    waits = tensor_passes(job) * (nodes - 1) * 1e-3 * c["straggle"]
-    return waits + max(device_seconds(job, c), host_seconds(job, c))
+    parts["messages of layers"] += tensor_passes(job) * (nodes - 1) * 1e-3 * c["straggle"]
+    return parts
 
 
 def product_seconds(job, c):
@@ -97,7 +110,12 @@ def weights_seconds(job, has, c):
 
 
 def device_seconds(job, c):
-    """Forward and backward of one layer, as far as the GPU and its messages need it."""
+    """Forward and backward of one layer, if the host launches in time."""
+    return sum(device_parts(job, c).values())
+
+
+def device_parts(job, c):
+    """{part: seconds} of device_seconds."""
     shape, tokens = job.shape, job.tokens
     generation, rate = of_job(job, job.dtype, c)
     products = product_seconds(job, c)
@@ -118,12 +136,17 @@ def device_seconds(job, c):
     spared = 0.0
     if job.framework.startswith(STOPS_EARLY):  # the last product's output is not needed again
         spared = products * shape.top_k * shape.hidden * shape.ffn / shape.layer_products
-    compute = forward + backward + REPEATED[job.recompute] * (forward - spared)
-    compute += tensor_seconds(job, c)
+    parts = {
+        "layers": forward + backward,
+        "messages of layers": tensor_seconds(job, c),
+        "recomputation": REPEATED[job.recompute] * (forward - spared),
+        "gathering parameters": 0.0,
+    }
     if job.zero == 3:
-        messages = unit_seconds(job, c)
-        compute = max(compute, messages) + c["exposed"] * min(compute, messages)
-    return compute
+        busy, gathers = sum(parts.values()), unit_seconds(job, c)
+        overlapped = max(busy, gathers) + c["exposed"] * min(busy, gathers)
+        parts["gathering parameters"] = overlapped - busy
+    return parts
 
 
 def of_job(job, dtype, c):

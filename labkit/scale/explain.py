@@ -16,13 +16,7 @@ a time: what two constants do together is not seen. Saltelli et al., Global Sens
 from dataclasses import dataclass, replace
 
 from labkit.scale import constants
-from labkit.scale.cost import (
-    hand_over,
-    head_seconds,
-    layer_seconds,
-    predict_step,
-    tensor_seconds,
-)
+from labkit.scale.cost import predict_step
 from labkit.scale.job_config import SCHEDULES
 from labkit.scale.memory_model import predict_memory
 from labkit.scale.search import Found, search
@@ -41,31 +35,9 @@ def words(job):
     return f"{sizes}{inner}, ZeRO-{job.zero}, batch {job.grad_accum} x {job.micro_batch}{again}"
 
 
-def parts(job, c):
-    """{what a step's seconds go to: how many}, of the stage that sets the pace; they add up."""
-    layer, head, step = layer_seconds(job, c), head_seconds(job, c), predict_step(job, c)
-    layers, heads, _ = max(job.stages, key=lambda has: has[0] * layer + has[1] * head)
-    alone = replace(job, zero=0)
-    kept = replace(alone, recompute="none")
-    once, plain = layer_seconds(alone, c), layer_seconds(kept, c)
-    messages = tensor_seconds(kept, c)
-    steps = job.grad_accum * layers
-    return {
-        "layers": steps * (plain - messages),
-        "messages of layers": steps * messages,
-        "recomputation": steps * (once - plain),
-        "gathering parameters": steps * (layer - once),
-        "output layer": job.grad_accum * heads * head,
-        "hand-overs": job.grad_accum * 2 * job.vpp * hand_over(job),
-        "bubble": step.bubble,
-        "gradients": step.gradients,
-        "optimizer": step.optimizer,
-    }
-
-
-def why_slower(other, best, c):
+def why_slower(other, best):
     """Which parts of the other's step are longer: a line."""
-    mine, theirs = parts(best.job, c), parts(other.job, c)
+    mine, theirs = best.step.parts, other.step.parts
     longer = sorted(mine, key=lambda part: mine[part] - theirs[part])[:2]
     told = ", ".join(f"{p} {theirs[p] - mine[p]:+.3g} s" for p in longer if theirs[p] > mine[p])
     return f"{words(other.job)}: {other.seconds / best.seconds - 1:+.1%} of a step: {told}"

@@ -29,7 +29,7 @@ from labkit.scale.cluster import Cluster
 from labkit.scale.cost import predict_step
 from labkit.scale.explain import KINDS, sensitivity, why_larger, why_slower, words
 from labkit.scale.fit import errors_kept_out
-from labkit.scale.row import row_of, whole
+from labkit.scale.job_config import row_of, whole
 from labkit.scale.search import Found, Space, most, search, smallest, space_of
 from labkit.scale.validate_args import AXES, GIVEN, divisors
 
@@ -168,7 +168,7 @@ def show(name, plan, tokens, price, watts):
     none = "; none of them of an encoder" if isinstance(job.shape, Encoder) else ""
     print(f"median error of predictions, on published rows kept out of the fit: {off}{none}")
     if plan.runner_up:
-        print(f"runner-up: {why_slower(plan.runner_up, plan.fastest, c)}")
+        print(f"runner-up: {why_slower(plan.runner_up, plan.fastest)}")
     if plan.larger:
         print(f"too large: {why_larger(plan.larger, plan.fastest, plan.space.spare)}")
 

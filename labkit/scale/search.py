@@ -27,9 +27,8 @@ from math import gcd, isfinite
 
 from labkit.scale.collectives import SUM_AT_ONCE
 from labkit.scale.cost import away, predict_step
-from labkit.scale.job_config import Job, job_of
+from labkit.scale.job_config import NOT_PLANNED, Job, job_of, recomputed, text
 from labkit.scale.memory_model import GIB, predict_memory, state_bytes
-from labkit.scale.row import NOT_PLANNED, recomputed, text
 from labkit.scale.validate_args import PRECISIONS, check_given, divisors, schedules_of
 
 LEAST_TOKENS = 1024

@@ -16,7 +16,6 @@ import pandas as pd
 from matplotlib.lines import Line2D
 
 from labkit.scale import constants
-from labkit.scale.explain import parts
 from labkit.scale.hardware import find_gpu
 from labkit.scale.plan import bill
 from labkit.scale.search import Found
@@ -111,10 +110,10 @@ def both(course, state):
 
 def rows(course, state):
     """DataFrame gpu, part, step_seconds, seed: the parts of a step, predicted."""
-    c, found = constants.values(), []
+    found = []
     for gpu, one in both(course, state).items():
         told = dict.fromkeys(KINDS.values(), 0.0)
-        for part, seconds in parts(one.job, c).items():
+        for part, seconds in one.step.parts.items():
             told[KINDS[part]] += seconds
         found += [
             {"gpu": gpu, "part": kind, "step_seconds": seconds, "seed": 0}

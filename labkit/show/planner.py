@@ -17,7 +17,7 @@ from itertools import islice
 
 from labkit.scale import constants
 from labkit.scale.cluster import Cluster
-from labkit.scale.explain import KINDS, parts, words
+from labkit.scale.explain import KINDS, words
 from labkit.scale.plan import bill, row_of
 from labkit.scale.search import first_to_fit, space_of
 from labkit.show import controls, style
@@ -134,7 +134,7 @@ def draw(job, state):
         above = axes[0] if found else axes
         draw_memory(above, {"memory": peak}, job.spare)
         if found:
-            spent = parts(found.job, constants.values())
+            spent = found.step.parts
             draw_stacks(axes[1], {"step": spent}, style.palette(spent))
             axes[1].set_xlim(0, 1.12 * found.seconds)
             axes[1].set_xlabel("seconds of a step (s)")
@@ -168,7 +168,7 @@ def picture(job, state):
     held = {kind: getattr(peak, kind) for kind in KINDS}
     bars = [bar(held, COLOURS, "GiB", max(peak.memory, peak.total), (1 - job.spare) * peak.memory)]
     if found:
-        spent = parts(found.job, constants.values())
+        spent = found.step.parts
         bars.append(bar(spent, style.palette(spent), "s", found.seconds))
     return f"{''.join(bars)}<p>{html.escape(takeaway(job, state))}</p>"
 
