@@ -256,7 +256,7 @@ class Trainer:
                 self.gradient_norm = self.clip_gradients()
             self.scaler.step(self.optimizer)
             lowered = self.update_scale()
-        # PyTorch's scaler tells of a skipped step by its scale alone.
+        # PyTorch's scaler shows a skipped step by its scale only.
         skipped = getattr(self.scaler, "skipped", lowered)
         if self.schedule is not None and not skipped:
             self.schedule.step()
@@ -322,7 +322,7 @@ class Trainer:
         return group if group is not None and dist.get_world_size(group) > 1 else None
 
     def evaluate(self, dataset, dtype=None):
-        """The mean loss over the targets of a dataset, each once, on whichever rank. Collective.
+        """Return the mean loss over the targets of a dataset, each counted once. Collective.
 
         dtype: what floating-point inputs are cast to, if not None.
         """
@@ -339,7 +339,7 @@ class Trainer:
         return over(dataset, total, count=count, dtype=dtype).mean
 
     def clip_gradients(self):
-        """Where gradients are shards, whoever has cut them knows the norm of all."""
+        """Clip all gradients; of shards, by the model or optimizer that knows the global norm."""
         for owner in (self.model, self.optimizer):
             if hasattr(owner, "clip_grad_norm_"):
                 return owner.clip_grad_norm_(self.clip)
@@ -348,7 +348,7 @@ class Trainer:
         return torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
 
     def update_scale(self):
-        """Adapt the scale, and residuals of a compressor to it; returns whether it has fallen."""
+        """Update the loss scale and rescale a compressor's residuals; return whether it fell."""
         before = self.scaler.get_scale()
         self.scaler.update()
         after = self.scaler.get_scale()
@@ -357,7 +357,7 @@ class Trainer:
         return after < before
 
     def quiet(self):
-        """Backward without communication: the model's, with ZeRO the optimizer's; alone, none."""
+        """Return no_sync() of the model or, with ZeRO, of the optimizer; else a null context."""
         for sender in (self.model, self.optimizer):
             if hasattr(sender, "no_sync"):
                 return sender.no_sync()

@@ -1,15 +1,15 @@
-"""Buckets: many small gradients travel as one message, sent as soon as its last gradient is in.
+"""Buckets: many small gradients are sent as one message, once its last gradient is ready.
 
     parameters    w1   b1   w2   b2   w3   b3           backward makes the gradients right to left
     bucket 0                          [b3 | w3]  --->   all_reduce while w2 is still being computed
-    bucket 1                [b2 | w2]            --->   strictly after bucket 0, on all ranks
+    bucket 1                [b2 | w2]            --->   always after bucket 0, on all ranks
     bucket 2      [b1 | w1]                      --->
-                    ^ p.grad is a view of the bucket: the optimizer reads what has travelled
+                    ^ p.grad is a view of the bucket: the optimizer reads the average
 
 Messages per step: gradient bytes / bucket_cap (+ 1 per dtype and device), instead of one per
-parameter; a message costs latency + bytes / bandwidth, so small ones waste the link, while a single
-one leaves nothing to overlap with. Held: gradients once. A bucket of one parameter holds nothing at
-all: that parameter's gradient is the buffer.
+parameter. A message costs latency + bytes / bandwidth, so small ones waste the link, while a single
+one cannot overlap with backward. Memory: the gradients once. A bucket of one parameter needs no
+buffer: that parameter's gradient is the buffer.
 Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, VLDB 2020,
 sections 3.2.3 and 4.2.
 """
@@ -18,9 +18,9 @@ import torch
 
 
 class Bucket:
-    """A flat buffer and its gradients, in the expected order. What a comm hook is handed.
+    """A flat buffer of gradients, in the expected order: the argument of a comm hook.
 
-    Has the names of torch.distributed.GradBucket, so that hooks written for either run on both.
+    It has the methods of torch.distributed.GradBucket, so hooks written for either run on both.
     """
 
     def __init__(self, parameters, index=0, is_last=True, names=None):
@@ -32,7 +32,7 @@ class Bucket:
         self.nbytes = self.numel * self.members[0].element_size()
         # The strides that autograd gives the gradient: the parameter's own if they leave no gaps.
         self._strides = [torch.empty_like(p, device="meta").stride() for p in self.members]
-        # had a gradient since the last average, in no_sync() too
+        # whether it had a gradient since the last average, in no_sync() too
         self.used = bytearray(len(self.members))
         self.skipped = {}  # slot -> the gradient it had before, or None
         self.arrived = bytearray(len(self.members))
@@ -48,7 +48,7 @@ class Bucket:
             offset += p.numel()
 
     def index(self):
-        """Position in the order of launching, 0 first."""
+        """Position in the order of sending, 0 first."""
         return self._index
 
     def is_last(self):
@@ -58,7 +58,7 @@ class Bucket:
         return list(self.members)
 
     def buffer(self):
-        """The flat gradients, [numel] in the parameters' dtype: what a hook averages."""
+        """The flat gradients, [numel], in the parameters' dtype."""
         if self._replacement is not None:
             return self._replacement
         if self._flat is None:
@@ -66,7 +66,7 @@ class Bucket:
         return self._flat
 
     def set_buffer(self, buffer):
-        """Give later hooks another tensor (say, in half precision) until this is averaged."""
+        """Let later hooks see another tensor (e.g. in half precision) until the average arrives."""
         self._replacement = buffer
 
     def gradients(self):
@@ -81,10 +81,10 @@ class Bucket:
         ]
 
     def put(self, slot, factor=None):
-        """Move gradient number `slot` into the buffer, times factor, and let p.grad be the view."""
+        """Copy gradient number `slot`, times factor, into the buffer; p.grad becomes the view."""
         p = self.members[slot]
         gradient = p.grad
-        if gradient is None:  # undefined: backward came by, and had none
+        if gradient is None:  # undefined: backward passed it without a gradient
             self.skip(slot)
         elif self._views is not None and gradient is self._views[slot]:
             if factor is not None:
@@ -98,7 +98,7 @@ class Bucket:
             len(self.members) > 1
             or gradient.requires_grad
             or gradient.stride() != self._strides[slot]
-            or gradient.is_conj()  # or the negative of an imaginary part: a view yet to be computed
+            or gradient.is_conj()  # or the negative of an imaginary part: a lazy view
             or gradient.is_neg()
         ):
             if self._views is None:
@@ -113,11 +113,11 @@ class Bucket:
     def _copy(self, gradient, slot, factor):
         if factor is None:
             self._views[slot].copy_(gradient)
-        else:  # divided on the way: one pass over memory instead of two
+        else:  # copy and divide in one pass over memory
             torch.mul(gradient, factor, out=self._views[slot])
 
     def skip(self, slot, factor=None):
-        """No gradient came: send what p.grad held before (no_sync), else zeros; leave p.grad."""
+        """Send what p.grad held before (no_sync), else zeros. p.grad does not change."""
         self.buffer()
         view, gradient = self._views[slot], self.members[slot].grad
         self.skipped[slot] = gradient.clone() if gradient is view else gradient
@@ -127,11 +127,11 @@ class Bucket:
             self._copy(gradient, slot, factor)
 
     def receive(self, averaged):
-        """What a hook's future brought: any shape and dtype, the buffer or another tensor."""
+        """Take the result of a hook's future: any shape and dtype, the buffer or another tensor."""
         if not isinstance(averaged, torch.Tensor):
             raise TypeError(
-                f"a comm hook's future has brought {type(averaged).__name__}: "
-                "it must be the averaged tensor"
+                f"a comm hook's future returned {type(averaged).__name__}: "
+                "return the averaged tensor"
             )
         if averaged.data_ptr() != self._flat.data_ptr():
             self._flat.copy_(averaged.view(-1))
@@ -151,22 +151,22 @@ class Bucket:
         self.used = bytearray(len(self.members))
         self.arrived = bytearray(len(self.members))
         self.missing = len(self.members)
-        if len(self.members) == 1:  # the buffer is the gradient: do not outlive it
+        if len(self.members) == 1:  # the buffer is the gradient: release both
             self._flat = self._views = None
 
     def zeros(self):
-        """The same bucket with a buffer of its own, all zero: what a rank without data sends."""
+        """Return the same bucket with a buffer of zeros, for a rank without data."""
         twin = Bucket(self.members, self._index, self._is_last)
         twin.buffer()
         return twin
 
 
 def assign_buckets(parameters, cap_bytes):
-    """Lists of parameters, one per bucket, in the order in which backward completes them.
+    """Return lists of parameters, one per bucket, in the order in which backward completes them.
 
-    Reverse order of registration stands for the order of the gradients. One dtype and device a
-    bucket; a bucket is closed before it would exceed cap_bytes, so only a single larger parameter
-    exceeds it; 0: one parameter a bucket.
+    The order of the gradients is assumed to be the reverse order of registration. A bucket has one
+    dtype and device, and at most cap_bytes unless a single parameter is larger. 0: one parameter
+    per bucket.
     """
     if cap_bytes < 0:
         raise ValueError(f"bucket_cap_mb must be at least 0, not {cap_bytes / 2**20:g}")

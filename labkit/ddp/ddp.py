@@ -31,31 +31,33 @@ from labkit.replicas import Replicas, check_ranks
 
 
 class DDP(NoSync, Portable):
-    """module, with its gradients averaged over the group when backward() returns.
+    """Wrap a module so that its gradients are averaged over the group when backward() returns.
 
-    Collective: all ranks construct it. Arguments are those of PyTorch's DistributedDataParallel, in
-    its order, and overlap.
-    device_ids, output_device: the one device that the module is on, or None. dim: 0.
-    broadcast_buffers: before each forward that will be averaged, buffers become those of rank 0.
-    init_sync: compare the modules of all ranks, and take the values of rank 0.
+    Collective: all ranks construct it. The arguments are those of PyTorch's
+    DistributedDataParallel, in its order, and overlap.
+
+    device_ids, output_device: the device of the module, or None. dim: 0.
+    broadcast_buffers: copy the buffers of rank 0 to all ranks before each forward that averages.
+    init_sync: compare the modules of all ranks, and copy the values of rank 0.
     bucket_cap_mb: MiB of gradients per message (None: 25); 0: one message per parameter.
     find_unused_parameters: a parameter that the loss does not depend on counts as zero on this
-        rank; if it is unused on all ranks its .grad is left alone. Without it, backward() raises
+        rank; if no rank uses it, its .grad does not change. Without this option, backward() raises
         RuntimeError naming the parameters.
-    static_graph: every backward brings the same gradients as the first, on this rank; see
-        labkit.ddp.static_graph. Then parameters may be unused, and nobody searches for them;
+    static_graph: every backward on this rank produces the same gradients as the first; see
+        labkit.ddp.static_graph. Parameters may then be unused without a search for them, and
         reentrant checkpoints may share parameters.
-    check_reduction, gradient_as_bucket_view: either; .grad is always a view of its bucket.
+    check_reduction, gradient_as_bucket_view: accepted; .grad is always a view of its bucket.
     overlap: send during backward.
-    What else PyTorch's takes is refused by name: mixed_precision is labkit.amp's.
-    A forward in which every parameter is frozen averages nothing, as that of a GAN's discriminator
-    in the generator's step; it has to be so on all ranks.
-    Names in module._ddp_params_and_buffers_to_ignore are left alone. Parameters must not be added,
-    replaced, or frozen one by one afterwards. Names in state_dict(), named_parameters() and so on
-    are the module's own. It can be pickled on the default group: as with PyTorch's, without its
-    comm hook; loading it sends nothing.
-    Raises on every rank ValueError if the model differs between ranks, RuntimeError if it has
-    nothing to train.
+
+    PyTorch's other arguments raise TypeError with the alternative; mixed precision is labkit.amp.
+    A forward with all parameters frozen averages nothing, as a GAN's discriminator in the
+    generator's step; this must hold on all ranks. Names in
+    module._ddp_params_and_buffers_to_ignore are ignored. Do not add, replace or freeze single
+    parameters afterwards. state_dict(), named_parameters() etc. use the module's own names. DDP can
+    be pickled on the default group, as PyTorch's: without its comm hook; loading sends nothing.
+
+    Raises on every rank ValueError if the model differs between ranks, RuntimeError if it has no
+    parameter to train.
     """
 
     made_by_watching = ("_replicas", "_reducer", "_unused")
@@ -97,7 +99,7 @@ class DDP(NoSync, Portable):
         self._watch()
 
     def _watch(self):
-        """Give the parameters buckets, where these parameters are now."""
+        """Make the buckets and hooks for the parameters, at their current place in memory."""
         self._replicas = Replicas(self.module, self.process_group, self.broadcast_buffers)
         chosen = [(name, p) for name, p in self._replicas.parameters() if p.requires_grad]
         cap_bytes = int(self.bucket_cap_mb * 2**20)
@@ -112,41 +114,41 @@ class DDP(NoSync, Portable):
 
     @property
     def buckets(self):
-        """The list of Bucket, in the order in which they leave."""
+        """The list of Bucket, in the order in which they are sent."""
         return self._reducer.buckets
 
     def register_comm_hook(self, state, hook):
         """Replace each bucket's all_reduce by hook(state, bucket) -> Future of the averaged tensor.
 
-        The tensor is flat. Gradients are then not divided: that is the hook's. PyTorch's own hooks
-        (torch.distributed.algorithms.ddp_comm_hooks) run as they are, and ours run on PyTorch's
-        DDP. Raises RuntimeError if there is one already; ValueError for one annotated otherwise.
+        The tensor is flat. The hook also divides the gradients. PyTorch's own hooks
+        (torch.distributed.algorithms.ddp_comm_hooks) run unchanged, and labkit's run on PyTorch's
+        DDP. Raises RuntimeError if a hook is registered already, ValueError for other annotations.
         """
         if not callable(hook):
             raise TypeError(f"hook must be callable, not {type(hook).__name__}")
         check_annotations(hook)
         if self._reducer.hook is not None:
-            raise RuntimeError("a comm hook is registered already: one DDP has one")
+            raise RuntimeError("a comm hook is registered already: a DDP supports one")
         self._reducer.use_hook(state, hook)
 
     def join(
         self, divide_by_initial_world_size=True, enable=True, throw_on_early_termination=False
     ):
-        """`with model.join(): ...` around a loop that is longer on some ranks: labkit.ddp.join.
+        """Use `with model.join():` around a loop that is longer on some ranks: labkit.ddp.join.
 
-        divide_by_initial_world_size: an absent rank counts as a zero gradient; else divide by the
-            ranks still there.
-        throw_on_early_termination: end with RuntimeError on all ranks as soon as one has run out.
+        divide_by_initial_world_size: a rank without data counts as a zero gradient; otherwise
+            divide by the number of ranks with data.
+        throw_on_early_termination: raise RuntimeError on all ranks when one rank runs out of data.
         """
         return Join(self, divide_by_initial_world_size, enable, throw_on_early_termination)
 
     # ---- one step
 
     def forward(self, *args, **kwargs):
-        """The module's forward. Backward through its output averages, unless in no_sync()."""
+        """Call the module. Backward through its output averages gradients, unless in no_sync()."""
         averages = self.require_backward_grad_sync and torch.is_grad_enabled()
         averages = averages and not self._replicas.frozen()
-        # checkpointing may run us again, inside a backward
+        # activation checkpointing runs this forward again, inside a backward
         if averages and torch._C._current_graph_task_id() == -1:
             self._prepare()
         source = self._joining.announce(averages) if self._joining else 0
@@ -160,7 +162,7 @@ class DDP(NoSync, Portable):
         return output
 
     def _prepare(self):
-        if self._reducer.started:  # an exception has left a backward
+        if self._reducer.started:  # an exception interrupted the last backward
             self._reducer.abandon()
             if self._unused:
                 self._unused.used(failed=True)
@@ -170,17 +172,17 @@ class DDP(NoSync, Portable):
         self._replicas.check_trainable(may_freeze=self.find_unused_parameters)
 
     def _share_buffers(self, source, averages):
-        """As in PyTorch, those that a forward of an averaging step may have changed."""
+        """Copy the buffers that the forward of the last averaging step may have changed."""
         if self._buffers_due:
             self._replicas.share_buffers(source)
         self._buffers_due = averages
 
     def _arm(self, _=None):
-        """A backward has begun: have the engine call _finish when it is done.
+        """Have the autograd engine call _finish at the end of the backward that has begun.
 
-        Called by the outputs, whose gradients come first: reentrant checkpointing runs further
-        backwards inside this one, and the callback must belong to the outermost. A loss that
-        bypasses the outputs arms at a parameter.
+        Hooks on the outputs call this, because their gradients come first: reentrant checkpointing
+        runs further backwards inside this one, and the callback must belong to the outermost. If
+        the loss bypasses the outputs, the first parameter calls it.
         """
         self._backward = torch._C._current_graph_task_id()
         Variable._execution_engine.queue_callback(self._finish)
@@ -197,7 +199,7 @@ class DDP(NoSync, Portable):
 
     def _finish(self):
         self._backward = None
-        if self._reducer.started:  # else it was torch.autograd.grad, which leaves .grad alone
+        if self._reducer.started:  # not so after torch.autograd.grad, which does not set .grad
             self._expecting = False
             absent = self._reducer.finish(self._unused.used if self._unused else None)
             if self._unused:
@@ -209,7 +211,7 @@ class DDP(NoSync, Portable):
                 )
 
 
-UNTAKEN = {  # keywords of PyTorch's that DDP does not take: what to do instead
+UNTAKEN = {  # keywords of PyTorch's DDP that this one does not take: what to use instead
     "mixed_precision": "labkit.amp has autocast, GradScaler and MasterWeights",
     "device_mesh": "give process_group=mesh.group(axis)",
     "delay_all_reduce_named_params": "give bucket_cap_mb",
@@ -219,7 +221,7 @@ UNTAKEN = {  # keywords of PyTorch's that DDP does not take: what to do instead
 
 
 def check_keywords(module, device_ids, output_device, dim, others):
-    """TypeError or ValueError for a value of PyTorch's keywords that this DDP has no use for."""
+    """Raise TypeError or ValueError for values of PyTorch's keywords that are not supported."""
     for name, value in others.items():
         if name not in UNTAKEN:
             raise TypeError(f"DDP() has no argument {name!r}")

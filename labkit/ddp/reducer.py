@@ -1,14 +1,19 @@
-"""The reducer: watches gradients arrive in backward and sends each bucket once it may leave.
+"""The reducer: collects gradients during backward and sends each bucket as soon as it is full.
 
     hooks     b3   w3   b2   w2   b1   w1    end of backward
     bucket 0  [===|===] -------- all_reduce ------>|
     bucket 1            [===|===] -- all_reduce -->|
     bucket 2                      [===|===] - all_reduce ->|   wait for all of them: exposed
 
-Two rules keep the ranks together. Buckets leave strictly in order, however the gradients arrive:
-collectives match by order alone. Every bucket leaves once a step, whatever happens on this rank: a
-gradient that does not come is zeros. Cost in Python: one hook, a few microseconds, per parameter
-and step. Nothing in a hook waits.
+Two rules keep the ranks in step. Buckets are sent strictly in order, whatever the order of the
+gradients: collectives match by order alone. Every bucket is sent once a step, whatever happens on
+this rank: a missing gradient counts as zeros. Cost in Python: one hook, a few microseconds, per
+parameter and step. No hook waits.
+
+    arrive ---> put in the bucket ---> bucket full, all before it sent: launch ---> finish: wait
+    keep        no_sync: put, but do not count it as arrived
+    skip        no gradient will come: zeros, or what no_sync left
+    abandon     an exception interrupted backward: send zeros for the rest, keep nothing
 Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, VLDB 2020,
 sections 3.2.2 and 4.2.
 """
@@ -25,11 +30,11 @@ from labkit.ddp.comm_hook_errors import HookFailures, RankFailed
 
 
 class Reducer:
-    """Averages the gradients of named_parameters, [(name, parameter)], over the group.
+    """Average the gradients of named_parameters, [(name, parameter)], over the group.
 
     owner: its on_gradient(index, slot) is called when the gradient of parameter number `slot` of
-        bucket number `index` is complete; it decides what to do, as a rule `arrive`. Held weakly:
-        parameters outlive what watches them.
+        bucket number `index` is complete, and usually calls `arrive`. The reference is weak:
+        parameters may outlive their wrapper.
     cap_bytes: see assign_buckets. overlap: launch full buckets in backward, not in launch_rest().
     """
 
@@ -43,11 +48,11 @@ class Reducer:
             for i, members in enumerate(lists)
         ]
         self.hook = self.state = None
-        self.factor = None  # what gradients are multiplied by on their way into the bucket
-        self.started = False  # something has arrived since the last average
-        self._pending = []  # one Work or Future per bucket that has left
-        self._absent = []  # names of the parameters whose gradient did not come
-        self._asked = None  # what used() has sent
+        self.factor = None  # gradients are multiplied by it when they are put into the bucket
+        self.started = False  # a gradient has arrived since the last average
+        self._pending = []  # one Work or Future for each bucket that was sent
+        self._absent = []  # names of the parameters without a gradient
+        self._asked = None  # the message of used()
         self._failures = HookFailures(group)
         self.divide_by(dist.get_world_size(group))
         owner, handles = weakref.ref(owner), []
@@ -55,26 +60,26 @@ class Reducer:
             for slot, p in enumerate(bucket.members):
                 arrived = partial(_notify, owner, bucket.index(), slot)
                 handles.append(p.register_post_accumulate_grad_hook(arrived))
-        self.detach = weakref.finalize(self, _remove, handles)  # called, or the reducer is gone
+        self.detach = weakref.finalize(self, _remove, handles)  # also when collected
         self.detach.atexit = False
 
     def _make_bucket(self, members, index, is_last, names):
         return Bucket(members, index, is_last, names)
 
     def divide_by(self, count):
-        """The average is the sum divided by count. Left to the hook if there is one."""
+        """Divide the sum by count to average. A comm hook divides by itself."""
         if self.hook is None:
             # A float64 scalar tensor changes no gradient's dtype, and is faster than a float.
             self.factor = torch.tensor(1.0 / count, dtype=torch.float64)
 
     def use_hook(self, state, hook):
-        """hook(state, bucket): undivided gradients -> Future of a flat mean. None: all_reduce."""
+        """Set hook(state, bucket) -> Future of the flat mean; None: all_reduce."""
         self.hook, self.state = hook, state
         if hook is not None:
             self.factor = None
 
     def arrive(self, index, slot):
-        """This gradient is complete. With overlap, raises RuntimeError if it had arrived before."""
+        """Take a complete gradient. With overlap, raises RuntimeError if it had arrived before."""
         bucket = self.buckets[index]
         defined = bucket.members[slot].grad is not None
         if bucket.arrived[slot]:
@@ -82,9 +87,9 @@ class Reducer:
                 bucket.used[slot] |= defined
                 return
             raise RuntimeError(
-                f"{bucket.names[slot]!r} got a gradient again in one backward, after its bucket "
-                "had taken it for complete: reentrant checkpointing of a shared or conditional "
-                "part does so; use_reentrant=False not"
+                f"{bucket.names[slot]!r} got a second gradient in one backward, after its bucket "
+                "was complete: reentrant checkpointing of shared modules does this; pass "
+                "use_reentrant=False"
             )
         self.started = True
         bucket.arrived[slot], bucket.used[slot] = 1, defined
@@ -95,14 +100,14 @@ class Reducer:
                 self.launch_full()
 
     def keep(self, index, slot):
-        """A later backward will add to this gradient: keep the sum in the bucket, undivided."""
+        """Keep the undivided sum in the bucket: a later backward will add to this gradient."""
         bucket = self.buckets[index]
         if bucket.members[slot].grad is not None:
             bucket.used[slot] = 1
             bucket.put(slot)
 
     def skip(self, index, slot):
-        """No gradient will come for this parameter."""
+        """Note that no gradient will come for this parameter."""
         bucket = self.buckets[index]
         self._absent.append(repr(bucket.names[slot]))
         self.started = True
@@ -111,14 +116,14 @@ class Reducer:
         bucket.skip(slot, self.factor)
 
     def launch_full(self):
-        """Send the buckets whose turn it is and that are full."""
+        """Send the full buckets, up to the first that is not full."""
         while (
             len(self._pending) < len(self.buckets) and self.buckets[len(self._pending)].missing == 0
         ):
             self._launch(self.buckets[len(self._pending)])
 
     def launch_rest(self):
-        """Send every bucket that has not left, without the gradients that have not come."""
+        """Send all remaining buckets; missing gradients count as zeros."""
         for bucket in self.buckets[len(self._pending) :]:
             for slot, arrived in enumerate(bucket.arrived):
                 if not arrived:
@@ -180,11 +185,11 @@ class Reducer:
             bucket.settle(choice)
 
     def used(self, everything=False):
-        """Which parameters had a gradient on any rank since the last average: [[bool]] by bucket.
+        """Return which parameters had a gradient on any rank, [[bool]] by bucket. Collective.
 
-        everything: tell the others that all had one.
+        Counted since the last average. everything: report all parameters of this rank as used.
         """
-        if self._asked is None:  # else this step has asked, and was left before the answer came
+        if self._asked is None:  # else the message is under way since an interrupted step
             flags = [everything or flag for bucket in self.buckets for flag in bucket.used]
             counts = torch.tensor(flags, dtype=torch.int32, device=self.buckets[0].device)
             self._asked = counts, comm.all_reduce(counts, group=self.group, async_op=True)
@@ -198,13 +203,13 @@ class Reducer:
         return [[next(flags) > 0 for _ in bucket.used] for bucket in self.buckets]
 
     def abandon(self):
-        """An exception left a backward; others may wait: send zeros for the rest, keep nothing."""
+        """End an interrupted backward: send zeros for the rest, as others may wait."""
         try:
             for bucket in self.buckets[len(self._pending) :]:
                 bucket.set_buffer(None)
                 bucket.buffer().zero_()
                 self._launch(bucket)
-            self._failures.step += 1  # whoever has failed is with us again
+            self._failures.step += 1  # the rank that failed is in step again
             for bucket, pending in zip(self.buckets, self._pending, strict=True):
                 self._wait(bucket, pending)
         finally:
@@ -213,7 +218,7 @@ class Reducer:
             self._reset([[False] * len(bucket.members) for bucket in self.buckets])
 
     def send_zeros(self):
-        """Take part in one step of the other ranks without gradients, leaving ours alone."""
+        """Take part in a step of the other ranks with zeros; own gradients do not change."""
         twins = [bucket.zeros() for bucket in self.buckets]
         for twin in twins:
             self._launch(twin)
@@ -234,7 +239,7 @@ def _remove(handles):
 
 
 def watchers(parameter):
-    """The owners of the reducers, of any wrapper, that wait for the gradient of a parameter."""
+    """Return the owners of all reducers that wait for the gradient of a parameter."""
     hooks = (parameter._post_accumulate_grad_hooks or {}).values()
     owners = [
         hook.args[0]() for hook in hooks if isinstance(hook, partial) and hook.func is _notify

@@ -1,4 +1,4 @@
-"""FSDP (ZeRO-3): a rank holds 1/n of each unit (a block, say), which is whole only as it runs.
+"""FSDP (ZeRO-3): each rank holds 1/n of each unit (e.g. a block) and gathers it while it runs.
 
     forward    network  [gather 0][gather 1][gather 2]
                compute            [ unit 0 ][ unit 1 ][ unit 2 ]     freed as soon as it has run
@@ -6,13 +6,13 @@
                compute            [ unit 2 ][ unit 1 ][ unit 0 ]     gathered again, freed again
                network                      [reduce 2][reduce 1][reduce 0]   gradients: 1/n kept
 
-    shard="full"      as drawn; the root, what is in no unit, is gathered once, until backward ends
-    shard="grad_op"   not freed before backward: one gather fewer, the whole model held meanwhile
+    shard="full"      as drawn; the root (modules in no unit) stays gathered until backward ends
+    shard="grad_op"   not freed before backward: one gather less, but the full model is held
     shard="hybrid"    shards within one mesh axis (a machine: gathers stay in it), replicas across
 
 Sent per rank and step: 3 (n-1)/n x parameter bytes: half as much again as DDP ("grad_op": as DDP).
-Held per rank: (parameters + gradients + optimizer states) / n, and whole: the root, the unit at
-work, `prefetch` more. Rajbhandari et al., ZeRO, SC 2020, section 5.3; Zhao et al., PyTorch FSDP,
+Held per rank: (parameters + gradients + optimizer states) / n, and in full: the root, the running
+unit and `prefetch` more. Rajbhandari et al., ZeRO, SC 2020, section 5.3; Zhao et al., PyTorch FSDP,
 VLDB 2023, section 3.
 """
 
@@ -37,33 +37,34 @@ from labkit.zero.clip import clip_grad_norm_
 
 
 class FSDP(NoSync, NotPickled, Wrapper):
-    """module, with its parameters, gradients and so optimizer states sharded.
+    """Wrap a module so that its parameters, gradients and optimizer states are sharded.
 
     Collective: all ranks construct it.
-    unit: what is gathered together: a module class, a tuple of them, or a function module -> bool
-        (policies are in labkit.fsdp.wrap_policy); None: everything at once.
-    root: what is in no unit is one more unit ("shard"), or whole on every rank, with its gradients
+    unit: the modules that are gathered as one: a module class, a tuple of them, or a function
+        module -> bool (see labkit.fsdp.wrap_policy); None: the whole module.
+    root: the modules in no unit form one more unit ("shard"), or are replicated, with gradients
         averaged at the end of backward ("replicate").
     shard: "full", "grad_op" or "hybrid"; the last with a mesh of two axes: replicas along the
         first, shards along the second. With another mode a mesh of one axis may stand for
         process_group.
-    param_dtype: gather, compute and reduce in this dtype; the shards stay as they are, the masters.
-    reduce_dtype: sum gradients in this one.
+    param_dtype: gather, compute and reduce in this dtype; the shards keep theirs, as masters.
+    reduce_dtype: sum gradients in this dtype.
     offload: keep shards and their gradients in host memory. prefetch: units gathered ahead.
-    parameters() are this rank's shards, 1-D, some perhaps empty, under the module's own names:
-    construct the optimizer from them, after this. Values are rank 0's; modules on the meta device
-    get theirs unit by unit (reset_parameters). Every rank must call the same units in the same
-    order, and a unit's parameters are there in its own forward only.
-    A parameter that this rank's loss does not depend on counts as zero; where its unit does not
-    run, or under no_grad(), .grad stays as it is.
-    Buffers are rank 0's at first, and then each rank's own.
-    No copy.deepcopy, and so no torch.optim.swa_utils.AveragedModel, as hooks and groups belong to
-    one instance. To average weights, average shards, which needs no message:
+
+    parameters() are this rank's shards, 1-D, possibly empty, under the module's own names:
+    construct the optimizer from them, after FSDP. Values are those of rank 0; modules on the meta
+    device are initialised unit by unit (reset_parameters). Every rank must call the same units in
+    the same order. A unit's parameters are available only in its own forward.
+    A parameter that this rank's loss does not depend on counts as zero. If its unit does not run,
+    or under no_grad(), .grad does not change.
+    Buffers are copied from rank 0 once; afterwards each rank has its own.
+    copy.deepcopy and torch.optim.swa_utils.AveragedModel are not supported, because hooks and
+    groups belong to one instance. To average weights, average shards, which needs no message:
         average = {name: p.detach().clone() for name, p in model.named_parameters()}
         for name, p in model.named_parameters(): average[name].lerp_(p.detach(), 1 - decay)
     Swap them in to evaluate or save: model.load_state_dict(model.state_dict() | average).
-    Raises ValueError, on every rank, if the model differs between ranks, or where units match
-    nothing or share.
+    Raises ValueError, on every rank, if the model differs between ranks, if no module matches
+    `unit`, or if units share a parameter.
     """
 
     instead = "full_state_dict() (collective, whole) or state_dict() (this rank's shards)"
@@ -84,11 +85,11 @@ class FSDP(NoSync, NotPickled, Wrapper):
     ):
         super().__init__(module)
         if getattr(module, "_ddp_params_and_buffers_to_ignore", None):
-            raise ValueError("FSDP leaves no _ddp_params_and_buffers_to_ignore alone: use DDP")
+            raise ValueError("FSDP does not support _ddp_params_and_buffers_to_ignore: use DDP")
         if root not in ("shard", "replicate"):
-            raise ValueError(f'root is "shard" or "replicate", not {root!r}')
+            raise ValueError(f'root must be "shard" or "replicate", not {root!r}')
         if type(prefetch) is not int or prefetch < 0:
-            raise ValueError(f"prefetch is a number of units, 0 or more, not {prefetch!r}")
+            raise ValueError(f"prefetch must be a number of units, 0 or more, not {prefetch!r}")
         self.sharding = sharding = Sharding.choose(
             module, shard, mesh, process_group, param_dtype, reduce_dtype, offload
         )
@@ -121,7 +122,7 @@ class FSDP(NoSync, NotPickled, Wrapper):
         self.watch_root()
 
     def watch_root(self):
-        """The replicated parameters have got new memory, or their first."""
+        """Register the replicated parameters, at their current place in memory."""
         named, replicated = self.module.named_parameters(), set(self.replicated)
         averaged = [(name, p) for name, p in named if p in replicated and p.requires_grad]
         self._gradients.watch(averaged, self.process_group)
@@ -129,7 +130,7 @@ class FSDP(NoSync, NotPickled, Wrapper):
     # ---- forward
 
     def forward(self, *args, **kwargs):
-        """The module's forward; gathers and frees. If it raises, the next one starts afresh."""
+        """Call the module, gathering and freeing units. An exception frees them all."""
         try:
             return self.module(*args, **kwargs)
         except BaseException as error:
@@ -160,8 +161,8 @@ class FSDP(NoSync, NotPickled, Wrapper):
         return unit.watch_inputs(args, kwargs, done)
 
     def _begin(self):
-        self.rest()  # the optimizer may have changed the shards: what is still whole is stale
-        if self._gradients.under_way:  # an exception has left a backward
+        self.rest()  # the optimizer may have changed the shards: gathered values are stale
+        if self._gradients.under_way:  # an exception interrupted a backward
             self._gradients.abandon()
             self._expect_no_backward()
         for flat in self.flats:
@@ -181,11 +182,11 @@ class FSDP(NoSync, NotPickled, Wrapper):
 
     def _after_forward(self, unit, module, args, output):
         if unit.flats and self.replicated and self.sharding.param_dtype is not None:
-            # What is replicated computes in its own dtype, and so must be given that.
+            # The replicated modules compute in their own dtype.
             output = in_dtype(output, self.replicated[0].dtype)
         if torch.is_grad_enabled():
             self._watch_outputs(unit, output)
-        if in_backward():  # a recomputation: backward is about to use what has been gathered
+        if in_backward():  # a recomputation: backward uses the gathered unit next
             return output
         if not (unit.keep and torch.is_grad_enabled()):
             unit.free()
@@ -207,7 +208,7 @@ class FSDP(NoSync, NotPickled, Wrapper):
     # ---- backward
 
     def _reach(self, trace, point, _=None):
-        """Backward has come to a point of a forward: this rank may have passed others."""
+        """Backward has reached a point of a forward; this rank may have passed others."""
         self._gradients.begin()
         if trace not in self._traces:
             self._finish_traces()  # of later forwards
@@ -226,7 +227,7 @@ class FSDP(NoSync, NotPickled, Wrapper):
                 self._after_backward(point.unit)
 
     def _before_backward(self, unit, _=None):
-        """The first gradient has come to an output of this unit, on some rank."""
+        """The first gradient has reached an output of this unit, on some rank."""
         self._gradients.begin()
         unit.owes = self._gradients.accumulates
         unit.check_unchanged()
@@ -237,7 +238,7 @@ class FSDP(NoSync, NotPickled, Wrapper):
         unit.use()
 
     def _after_backward(self, unit, _=None):
-        """Gradients have come to all inputs of this unit."""
+        """Gradients have reached all inputs of this unit."""
         unit.backwards_due = max(0, unit.backwards_due - 1)
         if unit.backwards_due == 0:
             # with create_graph=True, the new graph needs the parameters in its turn
@@ -248,8 +249,8 @@ class FSDP(NoSync, NotPickled, Wrapper):
     def _end_backward(self):
         self._finish_traces()
         self._traces.clear()
-        # Those at whose inputs nothing has come by, the root as a rule; in the order in which other
-        # ranks, where inputs may differ in that, have reduced them.
+        # Units whose inputs got no gradient, usually the root; in the order in which ranks with
+        # other inputs have reduced them.
         for unit in reversed(dict.fromkeys([*self._order.called, *self.units])):
             unit.backwards_due = 0
             self._after_backward(unit)
@@ -268,7 +269,7 @@ class FSDP(NoSync, NotPickled, Wrapper):
             yield name, pieces.get(p, p)
 
     def rest(self):
-        """Nothing is gathered."""
+        """Free all units."""
         for flat in self.flats:
             flat.free()
 
@@ -278,13 +279,13 @@ class FSDP(NoSync, NotPickled, Wrapper):
             flat.drop_cleared()
 
     def clip_grad_norm_(self, max_norm, norm_type=2.0):
-        """Clip the norm of the gradients of all ranks' pieces to max_norm; returns the norm before.
+        """Clip the norm of the gradients of all ranks to max_norm; return the norm before.
 
         Collective. As torch.nn.utils.clip_grad_norm_ on the averaged gradients in one process.
         """
         if any(flat.kept for flat in self.flats):
             raise RuntimeError(
-                "what no_sync() keeps has not been averaged: clip after a backward outside of it"
+                "gradients kept by no_sync() are not averaged: clip after a backward outside no_sync()"
             )
         group, device = self.sharding.group, self.sharding.device
         pieces = [p for flat in self.flats for p in flat.pieces]

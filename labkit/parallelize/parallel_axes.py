@@ -6,7 +6,7 @@
     pp                      -     yes     cp: of a module with `attend`; ep: of one with experts
     ep                            yes
 
-Asked of the whole module and of sizes alone, on every rank alike: nothing is sent.
+The checks use only the module and the sizes, identically on all ranks: nothing is sent.
 """
 
 from labkit.tensor_parallel.tp_plan import matches
@@ -25,7 +25,7 @@ def refuse(module, size, plan, wrap, stage, stages):
             raise ValueError(f"the axes of a composed job are {', '.join(AXES)}, not {axis!r}")
     mixtures = [part for part in module.modules() if hasattr(part, "spread")]
     if any(part.group is not None for part in mixtures):
-        raise ValueError("these experts are spread already: make them with group=None")
+        raise ValueError("the experts are spread already: make them with group=None")
     if size["tp"] > 1:
         if not plan:
             raise ValueError(f"tp={size['tp']} needs a plan: which layers are split, and how")
@@ -39,20 +39,26 @@ def refuse(module, size, plan, wrap, stage, stages):
     if size["pp"] == 1:
         return
     if size["cp"] > 1:
-        raise ValueError("pp and cp together: stages after the first are not told their positions")
+        raise ValueError(
+            "pp and cp cannot be combined: only the first pipeline stage receives token positions"
+        )
     if mixtures:
-        raise ValueError("pp and experts together: the last stage does not know how others balance")
+        raise ValueError(
+            "pp and experts cannot be combined: the last stage does not see the load of others"
+        )
     if wrap is not None:
-        raise ValueError("with pp gradients are averaged after the last backward: leave out `wrap`")
+        raise ValueError(
+            "wrap must be None with pp: gradients are averaged after the last backward"
+        )
     if stage is None or not hasattr(module, "blocks"):
         raise ValueError(f"pp={size['pp']} needs `stage`, and a module with `blocks`")
     stages = stages or size["pp"]
     if len(module.blocks) % stages:
-        raise ValueError(f"{stages} stages cannot share {len(module.blocks)} blocks alike")
+        raise ValueError(f"blocks={len(module.blocks)} must be divisible by stages={stages}")
 
 
 def refuse_settings(ranks, module):
-    """What an `attend` was given beforehand (a window, a scale) would be gone with it."""
+    """Raise ValueError if an `attend` has options (a window, a scale), which cp would drop."""
     for name, part in module.named_modules():
         if given := getattr(getattr(part, "attend", None), "keywords", None):
             said = ", ".join(f"{word}={value!r}" for word, value in given.items())
@@ -68,6 +74,6 @@ def refuse_experts(ranks, mixtures, wrap):
         raise ValueError(f"ep={ranks}: no part of this module has experts, to be spread")
     for part in mixtures:
         if len(part.experts) % ranks:
-            raise ValueError(f"{ranks} ranks cannot share {len(part.experts)} experts alike")
+            raise ValueError(f"experts={len(part.experts)} must be divisible by ep={ranks}")
     if hasattr(wrap, "full_state_dict"):
         raise ValueError(f"ep={ranks} with {wrap.__name__}: experts are not sharded: wrap=DDP")

@@ -1,4 +1,4 @@
-"""Composition: ranks as a mesh, each axis of which cuts something else of one training step.
+"""Several kinds of parallelism at once: each axis of a mesh splits one dimension of a step.
 
     Mesh({"pp": 2, "dp": 2, "tp": 2})        axis   cuts       its groups send, a rank and step
 
@@ -8,11 +8,11 @@
            dp 1   [ tp 0 | tp 1 ]            ep     experts    tokens, to and from, 4 a block
                                              tp     matrices   activations, 4 a block, waited for
 
-Ranks of the last axis are neighbours: there belongs what sends most and can hide least. Held: of
-parameters 1/(pp tp), with FSDP 1/(pp dp cp tp), of experts 1/ep; of activations 1/(dp cp ep), those
-inside of split layers 1/tp of that. Along ep ranks have samples of their own, as along dp. No
-algorithm knows of the others: each is given the group of its axis. What must be seen over all axes
-is the norm of the gradients, an overflow, the load of experts, and the state of the whole.
+Ranks of the last axis are neighbours: use it for the traffic that is largest and hardest to hide.
+Held: 1/(pp tp) of the parameters, with FSDP 1/(pp dp cp tp), of experts 1/ep; of activations
+1/(dp cp ep), inside split layers 1/tp of that. Ranks along ep have their own samples, as along dp.
+Each algorithm gets the group of its axis and is unaware of the others. Four things span all axes:
+the gradient norm, an overflow, the load of experts, and the full state.
 Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM,
 SC 2021, section 3; Liang et al., TorchTitan, ICLR 2025, section 2.
 """
@@ -50,7 +50,7 @@ from labkit.zero.clip import clip_grad_norm_
 
 
 def compose(module, mesh, plan, wrap=DDP):
-    """The idea: from the inside out, each algorithm gets the group of its axis. Three of the five.
+    """Compose three of the five axes: each algorithm gets the group of its axis.
 
     plan: of tensor parallelism. wrap: DDP or FSDP. Inputs are this rank's samples and, of them, the
     tokens that `places` gives it; the module's forward takes positions=.
@@ -159,23 +159,23 @@ def apply_dp(module, mesh, apart, names, wrap):
 
 
 class Composed(Wrapper):
-    """A whole module spread over a mesh; its values become those of rank 0. Collective.
+    """A module spread over a mesh, with the values of rank 0. Collective.
 
-    module: of one on the meta device each rank makes its own stages alone, with values of their
-        reset_parameters(), drawn by name: the same on every mesh.
-    mesh: axes of dp, cp, pp, ep, tp; one that it does not have has size 1.
-    plan: {pattern of names: style}, see labkit.tensor_parallel; needed where tp is larger than 1.
-    wrap: a function (module, process_group=...), along dp, cp and ep together: DDP if None. With pp
-        it is None: gradients are averaged after the last backward. With ep it is called once more,
-        for the experts, along dp and cp.
-    attend: where cp is larger than 1, a function (query, key, value, group=..., **options) for each
-        module that has `attend`; the module's forward then takes positions=.
-    stage: where pp is larger than 1, a function (module, range of its `blocks`) -> that stage, with
-        the same names. stages: how many, one a rank if None. schedule, micro_batches, loss: see
+    module: on the meta device, each rank makes only its own stages, initialised by
+        reset_parameters() with a seed for each name: the same on every mesh.
+    mesh: axes among dp, cp, pp, ep, tp; a missing axis has size 1.
+    plan: {pattern of names: style}, see labkit.tensor_parallel; required if tp > 1.
+    wrap: a function (module, process_group=...), along dp, cp and ep together; default: DDP. Must
+        be None with pp, where gradients are averaged after the last backward. With ep it is called
+        once more, for the experts, along dp and cp.
+    attend: if cp > 1, a function (query, key, value, group=..., **options) for each module with an
+        attribute `attend`; the module's forward then takes positions=.
+    stage: if pp > 1, a function (module, range of its `blocks`) -> stage, with the same names.
+        stages: their number; default: one per rank. schedule, micro_batches, loss: see
         labkit.pipeline.
-    Experts (labkit.moe, made with group=None) are spread along ep; balance is counted over all.
-    forward(input) is the module's, of this rank's samples and tokens (own_tokens). With pp there is
-    only step(). Raises ValueError for what cannot be combined, before anything is sent.
+    Experts (labkit.moe, made with group=None) are spread along ep; their load is counted over all
+    ranks. forward(input) takes this rank's samples and tokens (own_tokens). With pp there is only
+    step(). Raises ValueError for combinations that are not supported, before anything is sent.
     """
 
     def __init__(
@@ -240,16 +240,16 @@ class Composed(Wrapper):
 
     def forward(self, input):
         if self.pipeline:
-            raise RuntimeError("a pipeline does forward and backward in turn: call step()")
+            raise RuntimeError("a pipeline interleaves forward and backward: call step()")
         if self.size["cp"] == 1:
             return self.module(input)
         positions = places(input.shape[1] * self.size["cp"], self.mesh.group("cp"))
         return self.module(input, positions=positions.to(input.device))
 
     def step(self, input, target, scale=1.0, weights=None):
-        """Forward and backward of a batch through the pipeline; its mean loss, on all ranks.
+        """Run forward and backward of a batch in the pipeline; return its mean loss on all ranks.
 
-        scale, weights: see Pipeline.step. Every rank of the pipeline is given both tensors.
+        scale, weights: see Pipeline.step. Every rank of the pipeline must pass both tensors.
         """
         loss = self.pipeline.step(input, target, scale=scale, weights=weights)
         if self.replicas is not None:
@@ -284,7 +284,7 @@ class Composed(Wrapper):
         return clip_grad_norm_(copies, max_norm, norm_type, None, device)
 
     def copies(self, name, parameter):
-        """How many ranks hold what this rank holds of a parameter."""
+        """Return how many ranks hold the same part of a parameter as this rank."""
         ranks = dist.get_world_size()
         if name in self.cuts:
             ranks //= self.size["tp"]
@@ -333,7 +333,7 @@ class Composed(Wrapper):
         return found
 
     def full_state_dict(self):
-        """state_dict() of the whole module in one process, on every rank. Collective."""
+        """Return the state_dict() of the unsharded module, on every rank. Collective."""
         if self.pipeline:
             state = self.pipeline.state_dict()
         else:
@@ -348,7 +348,7 @@ class Composed(Wrapper):
         return {name: state[first] for name, first in self.names.items()}
 
     def load_full_state_dict(self, state_dict):
-        """Take this rank's part of the whole, whichever mesh it comes from."""
+        """Load this rank's part of a full state dict, of any mesh."""
         for what, wrong in (
             ("missing", [name for name in self.names if name not in state_dict]),
             ("unexpected", [name for name in state_dict if name not in self.names]),

@@ -1,4 +1,4 @@
-"""A metric of a batch that several ranks compute together: its sum, and each of them is told it.
+"""A metric of a batch that several ranks compute together: every rank gets the sum.
 
     tp   every rank has the whole output               nothing
     cp   a rank has the output of its tokens           all_reduce
@@ -28,7 +28,7 @@ def score(model, metric, input, target):
 
 
 def through_stages(model, metric, input, target):
-    """Micro-batches look alike: what they lack is filled up with rows that do not count."""
+    """Pad the batch to equal micro-batches; the added rows do not count."""
     pipeline = model.pipeline
     size = -(-len(input) // pipeline.micro_batches)
     missing = size * pipeline.micro_batches - len(input)

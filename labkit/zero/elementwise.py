@@ -1,12 +1,12 @@
-"""Elementwise: an optimizer may work on shards if each element's update needs its history alone.
+"""Check that an optimizer is elementwise: each element's update depends on its own history only.
 
     whole   [ a b c ]  step, step -> [ a' b' c' ]    the same numbers: SGD, Adam, RMSprop, Adagrad
             [ d e f ]                [ d' e' f' ]
     pieces  [ a b c d ]  [ e f ]  -> [ a' b' c' d' ]  [ e' f' ]
 
-Not so where an update reads a tensor's norm (LAMB), its rows and columns (Adafactor, Muon) or all
-parameters (LBFGS). No list of names can know that of a class that is not torch's own, so it is
-tried, on six numbers.
+Only such an optimizer can work on shards. LAMB reads a tensor's norm, Adafactor and Muon its rows
+and columns, LBFGS all parameters. A list of names cannot cover classes outside torch, so the check
+runs two steps on six numbers.
 Rajbhandari et al., ZeRO, SC 2020, section 5.1, shards Adam; for the others see You et al., LAMB,
 ICLR 2020.
 """
@@ -34,9 +34,9 @@ def check_elementwise(optimizer_class, defaults, group=None, device="cpu"):
         same = False
     if not same:
         raise ValueError(
-            f"{optimizer_class.__name__} is not elementwise: what it does to one element depends "
-            "on the others, so it cannot work on shards; "
-            "SGD, Adam, AdamW, RMSprop, Adagrad and their like can"
+            f"{optimizer_class.__name__} is not elementwise: the update of one element depends on "
+            "others, so it cannot work on shards; use SGD, Adam, AdamW, RMSprop, Adagrad or "
+            "another elementwise optimizer"
         )
 
 

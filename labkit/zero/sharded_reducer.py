@@ -1,17 +1,17 @@
-"""Scattering gradients: backward sends full buckets away, each rank keeps the mean of its own part.
+"""Reduce-scatter of gradients: backward sends full buckets, each rank keeps the mean of its shard.
 
     parameters     w1   b1   w2   b2           on all ranks views of the buckets' `values`
     bucket 0              [b2 | w2 .. ]        its gradients, full: leaves while w1's is computed
                    rank 0 [b2 | w2]            reduce_scatter: the mean, of this part on this rank,
                    rank 1      [ w2 ]          of that part on the other
-    pieces         for the optimizer: one tensor per parameter that this rank has some of
+    pieces         for the optimizer: one tensor per parameter with elements in this rank's shard
 
-    keep=True    the bucket stays, p.grad are its views; this rank's part becomes the mean (ZeRO-1)
-    keep=False   the bucket's memory goes as soon as it has been reduced; the shard remains (ZeRO-2)
+    keep=True    keep the bucket, p.grad are its views; this rank's shard becomes the mean (ZeRO-1)
+    keep=False   free the bucket as soon as it has been reduced; keep the shard (ZeRO-2)
 
-Sent per rank and step: (n-1)/n x gradient bytes, half an all_reduce. At most two buckets are on
-their way at a time, or keep=False would hold all gradients after all. Held with keep=False: 1/n of
-the gradients + what is on its way.
+Sent per rank and step: (n-1)/n x gradient bytes, half an all_reduce. At most two buckets are sent
+at a time; otherwise keep=False would hold all gradients. Held with keep=False: 1/n of the gradients
++ the buckets being sent.
 Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020,
 section 5.2.
 """

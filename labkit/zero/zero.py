@@ -1,13 +1,13 @@
-"""ZeRO: data parallelism without the copies: each rank has one part of the optimizer states.
+"""ZeRO: data parallelism in which each rank keeps one shard of the optimizer states.
 
-                parameters   gradients    optimizer states        rank 0 of 4: # held   . given up
+                parameters   gradients    optimizer states        rank 0 of 4: # held   . freed
     DDP          [########]   [########]   [########|########]
     ZeRO-1       [########]   [########]   [##......|##......]
     ZeRO-2       [########]   [##......]   [##......|##......]
     ZeRO-3       [##......]   [##......]   [##......|##......]     labkit/fsdp/fsdp.py
 
-    backward   reduce_scatter, a bucket at a time: each rank gets the mean of its part alone
-    step       update the own part, all_gather the parameters in place
+    backward   reduce_scatter, a bucket at a time: each rank gets the mean of its shard
+    step       update the own shard, all_gather the parameters in place
 
 n ranks; P, G, S: bytes of parameters, gradients, optimizer states. Sent per rank and step: (n-1)/n
 (G + P), as much as DDP's 2 (n-1)/n G, as G = P. Held per rank: P + G + S/n (ZeRO-1), P + (G + S)/n
@@ -31,25 +31,25 @@ from labkit.zero.zero_state_dict import gather_state, options_of, slice_state
 
 
 class ZeRO1(NoSync, NotPickled, torch.optim.Optimizer):
-    """optimizer_class over parameters that all ranks hold, with the states sharded.
+    """An optimizer over parameters that all ranks hold, with the optimizer states sharded.
 
     optimizer_class: elementwise, from torch.optim or like it. defaults: its options.
     params: parameters, (name, parameter) pairs or groups, as for any torch optimizer.
     bucket_cap_mb: MiB of gradients per message.
-    Construct it on all ranks, after the model is on its device: parameters become those of rank 0,
-    and views of flat buffers. No DDP is needed: backward averages the gradients.
+    Construct it on all ranks, after the model is on its device. Parameters get the values of rank
+    0, and become views of flat buffers. Do not wrap the model in DDP: backward averages gradients.
 
-    param_groups hold this rank's pieces, 1-D, whose .grad after backward is the mean over the
-    ranks. A parameter's own .grad is then whole, but only this rank's part of it is the mean. So
-    clip with clip_grad_norm_ of this class, and clear with zero_grad of this class. A parameter
-    without a gradient on a rank counts as zero there, and one without on every rank is stepped with
-    zero, so momentum and weight decay may move it: freeze what is not to be trained.
+    param_groups hold this rank's pieces, 1-D. After backward their .grad is the mean over the
+    ranks. A parameter's own .grad has its full shape, but only this rank's shard of it is the mean.
+    So use clip_grad_norm_ and zero_grad of this class. A parameter without a gradient counts as
+    zero on that rank. Without a gradient on every rank it is stepped with zero, so momentum and
+    weight decay may change it: freeze parameters that are not trained.
 
-    Raises ValueError, on every rank, if the parameters differ between ranks, none is to be trained,
-    or optimizer_class is not elementwise.
+    Raises ValueError, on every rank, if the parameters differ between ranks, if none requires a
+    gradient, or if optimizer_class is not elementwise.
     """
 
-    keeps_gradients = True  # whole, after they have been averaged
+    keeps_gradients = True  # keep full gradients after they have been averaged
     instead = "state_dict() (collective, whole)"
     _inner = None  # until _cut()
 
@@ -64,21 +64,21 @@ class ZeRO1(NoSync, NotPickled, torch.optim.Optimizer):
             check_elementwise(optimizer_class, defaults, options_of(group), device)
         broadcast_tensors([p.detach() for p in names], 0, process_group)
         trainable = [(name, p) for p, name in names.items() if p.requires_grad]
-        overlap = not any(map(watchers, names))  # a DDP around the model averages first: wait
+        overlap = not any(map(watchers, names))  # a DDP around the model averages first
         cap_bytes = int(bucket_cap_mb * 2**20)
         self._reducer = Scatterer(
             trainable, self, process_group, cap_bytes, overlap, self.keeps_gradients
         )
-        self._armed = False  # a backward is under way, and will call _end_backward
+        self._armed = False  # a backward is running and will call _end_backward
         self._cut(optimizer_class, defaults)
 
     @property
     def buckets(self):
-        """The list of ShardedBucket, in the order in which they leave."""
+        """The list of ShardedBucket, in the order in which they are sent."""
         return self._reducer.buckets
 
     def _agree(self, settings):
-        """{parameter: its name}, in order. Collective: ValueError where the ranks do not agree."""
+        """Return {parameter: name} in order. Collective; ValueError if the ranks do not agree."""
         self._whole_groups = self.param_groups
         names, lines = {}, [f"settings {settings}"]
         for number, group in enumerate(self._whole_groups):
@@ -101,7 +101,7 @@ class ZeRO1(NoSync, NotPickled, torch.optim.Optimizer):
         return names
 
     def _cut(self, optimizer_class, defaults):
-        """Make the optimizer inside, of this rank's pieces in groups as given, without names."""
+        """Make the inner optimizer over this rank's pieces, in the given groups, without names."""
         self._pieces = {
             p: piece
             for bucket in self.buckets
@@ -117,15 +117,15 @@ class ZeRO1(NoSync, NotPickled, torch.optim.Optimizer):
         self._share()
 
     def _share(self):
-        """What schedulers, GradScaler and trackers look at is what the inner optimizer works on."""
+        """Show schedulers, GradScaler and trackers the groups and states of the inner optimizer."""
         self.param_groups, self.state = self._inner.param_groups, self._inner.state
         self.defaults = self._inner.defaults
 
     def add_param_group(self, param_group):
-        """Only while it is constructed. Raises RuntimeError afterwards."""
+        """Raise RuntimeError: groups can be added only during construction."""
         if self._inner is not None:
             raise RuntimeError(
-                f"{type(self).__name__} cuts its parameters once: construct a new one with all "
+                f"{type(self).__name__} shards its parameters once: construct a new one with all "
                 "groups, and load this one's state_dict() into it"
             )
         super().add_param_group(param_group)
@@ -133,7 +133,7 @@ class ZeRO1(NoSync, NotPickled, torch.optim.Optimizer):
     # ---- backward
 
     def on_gradient(self, index, slot):
-        """The gradient of a parameter is complete."""
+        """Called when the gradient of a parameter is complete."""
         if not self.require_backward_grad_sync:
             return self._reducer.keep(index, slot)
         if not self._armed:
@@ -143,14 +143,14 @@ class ZeRO1(NoSync, NotPickled, torch.optim.Optimizer):
             raise RuntimeError(
                 f"{self.buckets[index].names[slot]!r} got a gradient twice before the "
                 "gradients were averaged: if a backward has raised an error, call zero_grad() of "
-                "this optimizer before the next one; else checkpoint what uses the parameter "
-                "several times with use_reentrant=False"
+                "this optimizer before the next one; otherwise checkpoint modules that share the "
+                "parameter with use_reentrant=False"
             )
         self._reducer.arrive(index, slot)
 
     def _end_backward(self):
         self._armed = False
-        # Reentrant checkpointing runs backwards inside a backward: the end of such a one is no end.
+        # Reentrant checkpointing runs backwards inside a backward, whose ends do not count.
         inside = torch._C._current_autograd_node() is not None
         if not inside or (
             self._reducer.overlap and not any(bucket.missing for bucket in self.buckets)
@@ -163,7 +163,7 @@ class ZeRO1(NoSync, NotPickled, torch.optim.Optimizer):
 
     @torch.no_grad()
     def zero_grad(self, set_to_none=True):
-        """Clear the gradients of parameters and pieces; ends a backward that has raised, too."""
+        """Clear the gradients of parameters and pieces. Also ends a backward that has raised."""
         if self._reducer.started:
             self._reducer.abandon()
         self._armed = False
@@ -171,7 +171,7 @@ class ZeRO1(NoSync, NotPickled, torch.optim.Optimizer):
             bucket.clear(set_to_none)
 
     def clip_grad_norm_(self, max_norm, norm_type=2.0):
-        """Scale all gradients so that their norm is at most max_norm; returns the norm before.
+        """Scale all gradients so that their norm is at most max_norm; return the norm before.
 
         Collective: the norm is over all ranks' pieces. As torch.nn.utils.clip_grad_norm_ on the
         averaged gradients in one process.
@@ -203,7 +203,7 @@ class ZeRO1(NoSync, NotPickled, torch.optim.Optimizer):
         return loss
 
     def _check_members(self):
-        """Raise RuntimeError where parameters or gradients are not what the cut left to step()."""
+        """Raise RuntimeError if parameters or gradients were replaced or changed since backward."""
         for bucket in self.buckets:
             for slot, (name, p) in enumerate(zip(bucket.names, bucket.members, strict=True)):
                 if p.data_ptr() != bucket.homes[slot].data_ptr():
@@ -229,13 +229,13 @@ class ZeRO1(NoSync, NotPickled, torch.optim.Optimizer):
     # ---- state
 
     def has_ranges(self):
-        """Whether its pieces are ranges of elements: not of a channels_last parameter."""
+        """Whether all pieces are ranges of elements: not so for channels_last parameters."""
         return all(p.is_contiguous() for bucket in self.buckets for p in bucket.members)
 
     def parts(self):
-        """What this rank has: (optimizer, groups of whole parameters, {p: (piece, start, stop)}).
+        """Return (inner optimizer, groups of full parameters, {p: (piece, start, stop)}).
 
-        start, stop: which elements of p, in the order in which memory has them.
+        start, stop: the range of elements of p, in memory order.
         """
         cut = {}
         for bucket in self.buckets:
@@ -246,31 +246,32 @@ class ZeRO1(NoSync, NotPickled, torch.optim.Optimizer):
         return self._inner, self._whole_groups, cut
 
     def state_dict(self):
-        """The state of the unsharded optimizer, whole, on every rank. Collective.
+        """Return the state of the unsharded optimizer, on every rank. Collective.
 
-        What optimizer_class on all parameters would return: loads there, and here on any n ranks.
+        The format is that of optimizer_class over all parameters: it loads there, and here on any
+        number of ranks.
         """
         return gather_state(
             self._inner, self._whole_groups, self._pieces, self.buckets, self.process_group
         )
 
     def load_state_dict(self, state_dict):
-        """Take this rank's part of a whole state_dict(), ours or optimizer_class's. Sends nothing.
+        """Load this rank's shard of a full state_dict(), of this class or optimizer_class.
 
-        Raises ValueError where groups or shapes are not those of these parameters.
+        Sends nothing. Raises ValueError if groups or shapes differ from these parameters.
         """
         self.load_parts(slice_state(state_dict, self._whole_groups, self._pieces, self.buckets))
 
     def load_parts(self, state_dict):
-        """Take a state_dict() of the optimizer in parts()."""
+        """Load a state_dict() of the optimizer in parts()."""
         self._inner.load_state_dict(state_dict)
         self._share()
 
 
 class ZeRO2(ZeRO1):
-    """ZeRO1 that frees each bucket's gradients once averaged: then p.grad is None, pieces hold all.
+    """ZeRO1 that frees each bucket's gradients once averaged: p.grad is None, the pieces hold them.
 
-    Under no_sync() gradients stay whole in p.grad, until a backward averages.
+    Under no_sync() full gradients stay in p.grad until a backward averages.
     """
 
     keeps_gradients = False

@@ -240,8 +240,8 @@ def bad_arguments(rank, world_size):
         return str(caught.value)
 
     assert error(ValueError, shard="zero3") == "shard is 'full', 'grad_op', 'hybrid', not 'zero3'"
-    assert 'root is "shard" or "replicate"' in error(ValueError, root="keep")
-    assert "prefetch is a number of units" in error(ValueError, prefetch=-1)
+    assert 'root must be "shard" or "replicate"' in error(ValueError, root="keep")
+    assert "prefetch must be a number of units" in error(ValueError, prefetch=-1)
     assert "needs a mesh of two axes" in error(ValueError, shard="hybrid")
     assert "param_dtype is a floating-point dtype" in error(ValueError, param_dtype=torch.int8)
     mesh = Mesh({"a": world_size, "b": 1})

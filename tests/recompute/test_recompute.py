@@ -567,7 +567,7 @@ def test_an_autograd_function_is_enough_for_one_process_but_its_gradients_come_i
 
     assert same(run(Recompute.apply), run(plainly))
     told = ranks(2, twice, apply=Recompute.apply)[0]
-    assert "got a gradient again in one backward" in told
+    assert "got a second gradient in one backward" in told
     assert same(ranks(2, twice, apply=checkpoint)[0], ranks(2, twice, apply=plainly)[0])
 
 
