@@ -285,7 +285,7 @@ class FSDP(NoSync, NotPickled, Wrapper):
         """
         if any(flat.kept for flat in self.flats):
             raise RuntimeError(
-                "gradients kept by no_sync() are not averaged: clip after a backward outside no_sync()"
+                "no_sync() keeps gradients that are not averaged: clip after a backward outside it"
             )
         group, device = self.sharding.group, self.sharding.device
         pieces = [p for flat in self.flats for p in flat.pieces]
