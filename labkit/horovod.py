@@ -90,9 +90,9 @@ def DistributedOptimizer(
         )
     if backward_passes_per_step < 1:
         raise ValueError(f"backward_passes_per_step={backward_passes_per_step} must be at least 1")
-    mine = {id(p) for p in trained}
+    trained_ids = {id(p) for p in trained}
     # tied parameters once
-    named = list({id(p): (name, p) for name, p in named if id(p) in mine}.values())
+    named = list({id(p): (name, p) for name, p in named if id(p) in trained_ids}.values())
     kind = type(optimizer)
     face = object.__new__(
         type(kind.__name__, (_Distributed, kind), {"__module__": kind.__module__})

@@ -149,8 +149,8 @@ def differ(one, other):
     there = {place(row): row for row in other if not row["message"]}
     for row in one:
         same = there.get(place(row), row)
-        apart = (row["op"], row["bytes"]) != (same["op"], same["bytes"])
+        different = (row["op"], row["bytes"]) != (same["op"], same["bytes"])
         by_nature = row["op"] == same["op"] == "all_to_all"
-        if row["scheduled"] == same["scheduled"] and apart and not by_nature:
+        if row["scheduled"] == same["scheduled"] and different and not by_nature:
             return row, same
     return None

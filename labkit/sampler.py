@@ -125,9 +125,9 @@ class Batches:
     def problems(self, state):
         """Return why these batches cannot resume from a state, as a list of texts."""
         found = [
-            f"{name} was {state[name]} when saved, but is {own} now"
-            for name, own in (("samples", len(self.dataset)), ("seed", self.seed))
-            if state[name] != own
+            f"{name} was {state[name]} when saved, but is {now} now"
+            for name, now in (("samples", len(self.dataset)), ("seed", self.seed))
+            if state[name] != now
         ]
         if state["taken"] % self.sampler.num_replicas:
             ranks = self.sampler.num_replicas

@@ -101,7 +101,8 @@ class Checkpoints:
         Raises CheckpointError if the previous save has failed.
         """
         self.wait()
-        plain, held = {}, {}
+        plain = {}
+        held = {}
         with self._one_for_all(step):
             metrics = {name: float(value) for name, value in metrics.items()}
             parts = holders(state)
@@ -155,13 +156,13 @@ class Checkpoints:
             name in listed
         ):  # saved before: the old file stays valid until the new manifest is written
             name = f"again-{name}"
-        own = share_out(held, self.rank, self.n, self.together.tell)
-        tensors = {f"{key}@{piece.start}": piece.values for key, (piece, _) in own.items()}
+        to_write = share_out(held, self.rank, self.n, self.together.tell)
+        tensors = {f"{key}@{piece.start}": piece.values for key, (piece, _) in to_write.items()}
         with self.together.agreed(failed):
             write = partial(tensor_file.write, tensors=tensors)
             size, digest = self.store.write(f"{folder}/{name}", write)
             file = {"name": name, "bytes": size, "sha256": digest}
-            facts = metadata.facts(file, own, plain)
+            facts = metadata.facts(file, to_write, plain)
         facts_of_ranks = self.together.tell(facts)
         with self.together.agreed(failed):
             if self.rank == 0:
@@ -218,7 +219,7 @@ class Checkpoints:
         return (None, reasons[0]) if reasons else (manifest, "")
 
     def _give(self, state, step, manifest):
-        """Check the whole state against the checkpoint, then load it."""
+        """Check the full state against the checkpoint, then load it."""
         with Reader(self.store, folder_of(step), manifest, self.rank, self.n) as reader:
             with self.together.agreed(f"the checkpoint of step {step} was not loaded"):
                 parts = [(name, holder, reader.of(name)) for name, holder in holders(state).items()]

@@ -143,8 +143,8 @@ class DcpFolder:
                 box = self._load(*place)
                 if not is_plain(box, sizes, rows.dtype):
                     raise ValueError(f"{place[0]} does not contain {name!r} at its offset")
-                beside = [slice(s, s + w) for s, w in zip(sides, widths, strict=True)]
-                into = rows[(slice(begin - first, end - first), *beside)]
+                columns = [slice(s, s + w) for s, w in zip(sides, widths, strict=True)]
+                into = rows[(slice(begin - first, end - first), *columns)]
                 into.copy_(box.view(height, *widths)[begin - top : end - top])
                 missing -= into.numel()
         if missing:

@@ -88,13 +88,13 @@ def check(manifest):
 
 def check_tiles(key, parts, rank, numel):
     """Raise ValueError unless the parts cover each element once. rank: whose parts; None: all."""
-    own = [(start, stop) for _, start, stop, of in parts if rank is None or not of or rank in of]
+    spans = [(start, stop) for _, start, stop, of in parts if rank is None or not of or rank in of]
     end = 0
-    for start, stop in sorted(own):
+    for start, stop in sorted(spans):
         if start != end or stop < start:
             raise ValueError(f"the parts of {key!r} overlap or have gaps")
         end = stop
-    if end != numel and (own or rank is None):  # some ranks may have no per-rank state
+    if end != numel and (spans or rank is None):  # some ranks may have no per-rank state
         raise ValueError(f"{key!r} has {numel} elements, but its parts have {end}")
 
 

@@ -19,9 +19,13 @@ class Reader:
     """Reads a checkpoint for one rank. A context manager, which closes the files at its end."""
 
     def __init__(self, store, folder, manifest, rank, world_size):
-        self.store, self.folder, self.manifest = store, folder, manifest
-        self.rank, self.alike = rank, manifest["world_size"] == world_size
-        self._files, self._open = {}, ExitStack()
+        self.store = store
+        self.folder = folder
+        self.manifest = manifest
+        self.rank = rank
+        self.alike = manifest["world_size"] == world_size  # saved by as many ranks as load
+        self._files = {}
+        self._open = ExitStack()
 
     def __enter__(self):
         return self
@@ -59,8 +63,8 @@ class Saved:
         self.there = texts is not None
         self.by_rank = self.there and len(texts["texts"]) > 1
         if self.there:
-            own = texts["of"][reader.rank if reader.alike else 0]
-            self.plain = json.loads(texts["texts"][own])
+            number = texts["of"][reader.rank if reader.alike else 0]
+            self.plain = json.loads(texts["texts"][number])
 
     @property
     def text(self):

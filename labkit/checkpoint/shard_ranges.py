@@ -53,12 +53,12 @@ class Columns:
             index = index * ranks + dist.get_rank(self.shards)
         full = gathered(values.view(self.shape), self.dim, self.axis).view(-1)
         size = -(-len(full) // n)
-        own = full[index * size : (index + 1) * size].clone()  # a view would keep the full tensor
-        return Piece(own, min(index * size, len(full)), shape)
+        part = full[index * size : (index + 1) * size].clone()  # a view would keep the full tensor
+        return Piece(part, min(index * size, len(full)), shape)
 
-    def part(self, whole, start, stop):
+    def part(self, full, start, stop):
         """Return elements start to stop of this rank's part of a full tensor, flat."""
-        return cut(whole, self.dim, self.axis.size)[self.axis.rank].reshape(-1)[start:stop]
+        return cut(full, self.dim, self.axis.size)[self.axis.rank].reshape(-1)[start:stop]
 
 
 def in_whole(cut, start, stop, shape, shards=None):
@@ -66,11 +66,12 @@ def in_whole(cut, start, stop, shape, shards=None):
 
     cut: the Cut that produced this rank's slice, of `shape`. start, stop, shards: see Columns.
     """
-    whole = (*shape[: cut.dim], cut.length, *shape[cut.dim + 1 :])
+    full = (*shape[: cut.dim], cut.length, *shape[cut.dim + 1 :])
     if cut.dim:
-        return start, stop, whole, Columns(cut.dim, cut.axis, shape, shards)
-    first, end = cut.axis.rank * prod(shape), prod(whole)  # padding follows the end
-    return min(first + start, end), min(first + stop, end), whole, None
+        return start, stop, full, Columns(cut.dim, cut.axis, shape, shards)
+    first = cut.axis.rank * prod(shape)
+    end = prod(full)  # padding follows
+    return min(first + start, end), min(first + stop, end), full, None
 
 
 class Place(NamedTuple):
@@ -95,7 +96,7 @@ class Place(NamedTuple):
     def read(self, saved, key, tensor):
         """Read this rank's part of the full tensor saved as `key`, placed as `tensor` is."""
         if self.columns:
-            whole = saved.read(key).view(self.shape)
-            return like(tensor, self.columns.part(whole, self.start, self.stop))
+            full = saved.read(key).view(self.shape)
+            return like(tensor, self.columns.part(full, self.start, self.stop))
         values = saved.read(key, self.start, self.stop)
         return like(tensor, F.pad(values, (0, local(tensor).numel() - len(values))))

@@ -51,10 +51,10 @@ def places_in(module):
             raise ValueError(
                 f"{prefix[:-1]!r} is a pipeline inside a module: save it as a separate model"
             )
-        own = {without_wrappers(prefix + name): place for name, place in part.places().items()}
-        found |= own
+        places = {without_wrappers(prefix + name): place for name, place in part.places().items()}
+        found |= places
         if isinstance(part, FSDP):
-            shards |= dict.fromkeys(own, part.sharding.group)
+            shards |= dict.fromkeys(places, part.sharding.group)
     found |= split_places(module, found, shards)
     return dict.fromkeys(names_elsewhere(module)) | found
 

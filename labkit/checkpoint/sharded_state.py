@@ -136,10 +136,10 @@ class ModuleHolder:
     def other_names(self, saved):
         """Return (missing names of tensors, unexpected names of tensors)."""
         named, there = self.named(), saved.shapes.keys() | saved.text.keys()
-        own = [name for name, (_, value) in named.items() if isinstance(value, torch.Tensor)]
+        tensors = [name for name, (_, value) in named.items() if isinstance(value, torch.Tensor)]
         extra = {name for name in named if is_extra(name)}
-        known = self.cut.keys() | extra | set(own)
-        missing = [name for name in own if name not in there and name not in self.left]
+        known = self.cut.keys() | extra | set(tensors)
+        missing = [name for name in tensors if name not in there and name not in self.left]
         return missing, [name for name in saved.shapes if name not in known]
 
     def problems(self, saved):

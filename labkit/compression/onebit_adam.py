@@ -109,8 +109,8 @@ class OneBitAdam(torch.optim.Optimizer):
         p.addcdiv_(m, denominator, value=-group["lr"] / (1 - b1**steps))
 
     def __getstate__(self):
-        own = {"warmup": self.warmup, "steps": self.steps, "compressor": self.compressor}
-        return super().__getstate__() | own | {"_agreed": False}  # torch's omits these
+        added = {"warmup": self.warmup, "steps": self.steps, "compressor": self.compressor}
+        return super().__getstate__() | added | {"_agreed": False}  # torch's omits these
 
     def state_dict(self):
         return super().state_dict() | {

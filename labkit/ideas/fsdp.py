@@ -24,28 +24,28 @@ def shard_units(units, group=None):
     n, rank, shards = dist.get_world_size(group), dist.get_rank(group), []
 
     def shard(p):
-        whole = padded(p, n)
-        own = torch.nn.Parameter(whole.chunk(n)[rank].clone())
-        p.data = whole[: p.numel()].view_as(p)
+        full = padded(p, n)
+        part = torch.nn.Parameter(full.chunk(n)[rank].clone())
+        p.data = full[: p.numel()].view_as(p)
 
         def keep_own_part(p):
-            own.grad = torch.empty_like(own)
-            comm.reduce_scatter(own.grad, padded(p.grad, n), group=group)
-            own.grad /= n
+            part.grad = torch.empty_like(part)
+            comm.reduce_scatter(part.grad, padded(p.grad, n), group=group)
+            part.grad /= n
             p.grad = None
-            free([(whole, own)])
+            free([(full, part)])
 
         p.register_post_accumulate_grad_hook(keep_own_part)
-        return whole, own
+        return full, part
 
     def gather(pieces):
-        for whole, own in pieces:
-            whole.untyped_storage().resize_(whole.nbytes)
-            comm.all_gather(whole, own.detach(), group=group)
+        for full, part in pieces:
+            full.untyped_storage().resize_(full.nbytes)
+            comm.all_gather(full, part.detach(), group=group)
 
     def free(pieces):
-        for whole, _ in pieces:
-            whole.untyped_storage().resize_(0)
+        for full, _ in pieces:
+            full.untyped_storage().resize_(0)
 
     for unit in units:
         pieces = [shard(p) for p in unit.parameters()]
@@ -53,5 +53,5 @@ def shard_units(units, group=None):
         unit.register_forward_hook(lambda *_, pieces=pieces: free(pieces))
         unit.register_full_backward_pre_hook(lambda *_, pieces=pieces: gather(pieces))
         free(pieces)
-        shards += [own for _, own in pieces]
+        shards += [part for _, part in pieces]
     return shards

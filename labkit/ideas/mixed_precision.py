@@ -5,7 +5,7 @@
     all gradients finite on all ranks   divide them by the scale, step; double it regularly
     an inf or nan on any rank           no rank steps; halve the scale
 
-Sent besides the gradients: one number a step. Held: 2 bytes a parameter until backward() is over.
+Also sent: one number a step. Held: 2 bytes a parameter until backward() is over.
 Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.
 """
 

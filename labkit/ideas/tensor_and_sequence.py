@@ -51,9 +51,9 @@ class GatherTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group=None):
         ctx.group = group
-        whole = x.new_empty(len(x) * dist.get_world_size(group), *x.shape[1:])
-        comm.all_gather(whole, x.contiguous(), group=group)
-        return whole
+        full = x.new_empty(len(x) * dist.get_world_size(group), *x.shape[1:])
+        comm.all_gather(full, x.contiguous(), group=group)
+        return full
 
     @staticmethod
     def backward(ctx, gradient):
@@ -61,14 +61,14 @@ class GatherTokens(torch.autograd.Function):
 
 
 class ScatterTokens(torch.autograd.Function):
-    """S: sum over the ranks, [T, ...] -> own tokens, [T/n, ...]; in backward GatherTokens."""
+    """S: sum over the ranks, [T, ...] -> this rank's, [T/n, ...]; in backward GatherTokens."""
 
     @staticmethod
     def forward(ctx, x, group=None):
         ctx.group = group
-        own = x.new_empty(len(x) // dist.get_world_size(group), *x.shape[1:])
-        comm.reduce_scatter(own, x.contiguous(), group=group)
-        return own
+        part = x.new_empty(len(x) // dist.get_world_size(group), *x.shape[1:])
+        comm.reduce_scatter(part, x.contiguous(), group=group)
+        return part
 
     @staticmethod
     def backward(ctx, gradient):

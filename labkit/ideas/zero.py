@@ -38,16 +38,16 @@ def shard_optimizer_states(parameters, optimizer_class, group=None, **options):
     sizes = [p.numel() for p in parameters]
     for p, view in zip(parameters, flat[: sum(sizes)].split(sizes), strict=True):
         p.data = view.view_as(p)
-    own = flat.chunk(n)[dist.get_rank(group)]
-    optimizer = optimizer_class([own], **options)
+    part = flat.chunk(n)[dist.get_rank(group)]
+    optimizer = optimizer_class([part], **options)
 
     def step():
         gradients = padded(torch.cat([p.grad.flatten() for p in parameters]), n)
-        own.grad = torch.empty_like(own)
-        comm.reduce_scatter(own.grad, gradients, group=group)
-        own.grad /= n
+        part.grad = torch.empty_like(part)
+        comm.reduce_scatter(part.grad, gradients, group=group)
+        part.grad /= n
         optimizer.step()
-        comm.all_gather(flat, own, group=group)
+        comm.all_gather(flat, part, group=group)
 
     return step
 
@@ -61,21 +61,21 @@ def shard_gradients(parameters, optimizer_class, group=None, **options):
     for p in parameters:
         flat = padded(p, n)
         p.data = flat[: p.numel()].view_as(p)
-        own = flat.chunk(n)[dist.get_rank(group)]
+        part = flat.chunk(n)[dist.get_rank(group)]
 
-        def keep_own_part(p, own=own):
-            own.grad = torch.empty_like(own)
-            comm.reduce_scatter(own.grad, padded(p.grad, n), group=group)
-            own.grad /= n
+        def keep_own_part(p, part=part):
+            part.grad = torch.empty_like(part)
+            comm.reduce_scatter(part.grad, padded(p.grad, n), group=group)
+            part.grad /= n
             p.grad = None
 
         p.register_post_accumulate_grad_hook(keep_own_part)
-        pieces.append((flat, own))
-    optimizer = optimizer_class([own for _, own in pieces], **options)
+        pieces.append((flat, part))
+    optimizer = optimizer_class([part for _, part in pieces], **options)
 
     def step():
         optimizer.step()
-        for flat, own in pieces:
-            comm.all_gather(flat, own, group=group)
+        for flat, part in pieces:
+            comm.all_gather(flat, part, group=group)
 
     return step

@@ -56,9 +56,9 @@ class Offloaded(NotPickled, torch.optim.Optimizer):
 
     def _make_room(self, groups):
         moving = [p for group in groups for p in group["params"] if is_outside(p.device, self.to)]
-        looks = expected_states(self.optimizer, moving)
+        expected = expected_states(self.optimizer, moving)
         by_device = defaultdict(list)
-        for p, states in looks.items():
+        for p, states in expected.items():
             for name, like in states.items():
                 if like.dim():
                     by_device[p.device].append((p, name, like))

@@ -14,8 +14,8 @@ import torch
 
 def expected_states(optimizer, parameters):
     """Return {parameter: {name: tensor}} of its states: existing ones, or meta tensors."""
-    looks = {p: optimizer.state[p] for p in parameters if p in optimizer.state}
-    new = [p for p in parameters if p not in looks and p.requires_grad]
+    known = {p: optimizer.state[p] for p in parameters if p in optimizer.state}
+    new = [p for p in parameters if p not in known and p.requires_grad]
     twins = {id(p): torch.empty_like(p, device="meta").requires_grad_() for p in new}
     states, groups = optimizer.state, optimizer.param_groups
     try:
@@ -42,8 +42,8 @@ def expected_states(optimizer, parameters):
             if any(p not in twin.state for p in group["params"]):
                 name = type(optimizer).__name__
                 raise ValueError(f"cannot predict the states of {name}: {error}") from None
-    looks |= {p: twin.state.get(twins[id(p)], {}) for p in new}
+    known |= {p: twin.state.get(twins[id(p)], {}) for p in new}
     return {
         p: {name: value for name, value in states.items() if isinstance(value, torch.Tensor)}
-        for p, states in looks.items()
+        for p, states in known.items()
     }

@@ -324,7 +324,7 @@ def other_model(rank, world_size, folder):
     with pytest.raises(CheckpointError, match="it does not contain 'another'"):
         checkpoints.load({"another": training.model})
     data = Batches(dataset(48), 4, world_size, rank, seed=3)
-    with pytest.raises(CheckpointError, match="batches: samples were 64, and are 48 now; batches: seed were 0"):
+    with pytest.raises(CheckpointError, match="batches: samples was 64 when saved, but is 48 now; batches: seed was 0"):
         checkpoints.load({"batches": data})
     with pytest.raises(CheckpointError, match=r"another run writes checkpoints into"):
         Checkpoints(folder)
