@@ -87,13 +87,13 @@ def digest(path):
 
 def defaults(notebook):
     """Return {name: default} of the cell tagged `parameters`; they must be literals, as nbval and papermill differ."""
-    found = {}
+    values = {}
     for cell in code_cells(notebook):
         if "parameters" in cell.metadata.get("tags", []):
             for statement in ast.parse(cell.source).body:
                 if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
-                    found[statement.targets[0].id] = ast.literal_eval(statement.value)
-    return found
+                    values[statement.targets[0].id] = ast.literal_eval(statement.value)
+    return values
 
 
 def few(notebook, limits=FEW):
@@ -339,8 +339,8 @@ def tables(executed):
     cells = code_cells(read(executed))
     tagged = [cell for cell in cells if "table" in cell.metadata.get("tags", [])]
     shown = [output.get("data", {}) for cell in tagged or cells for output in cell.outputs]
-    found = [data["text/plain"] for data in shown if is_table(data)]
-    return found if tagged else found[-1:]
+    texts = [data["text/plain"] for data in shown if is_table(data)]
+    return texts if tagged else texts[-1:]
 
 
 def is_table(data):

@@ -44,8 +44,8 @@ def options_from(arguments):
 
 def notebooks(names):
     """Return the paths of the named notebooks, each once."""
-    found = [batch.course() if name == "all" else [batch.find(name)] for name in names]
-    return list(dict.fromkeys(path for paths in found for path in paths))
+    groups = [batch.course() if name == "all" else [batch.find(name)] for name in names]
+    return list(dict.fromkeys(path for paths in groups for path in paths))
 
 
 def run_one(job, timeout):

@@ -79,12 +79,12 @@ class Stored:
     def of_notebook(self, path, notebook=None):
         """Return today's fingerprint of a notebook: its cells, the code of labkit that they use, and its data files."""
         cells = batch.code_cells(notebook or batch.read(path))
-        found = self.code.of_cells([cell.source for cell in cells])
-        beside = [*path.parent.glob(f"{path.stem}.yaml"), *sorted(path.with_suffix("").glob("*.csv"))]
-        if beside:
-            content = hashlib.sha256(b"".join(file.read_bytes() for file in beside))
-            found[f"notebooks/{path.stem}.yaml, {path.stem}/*.csv"] = content.hexdigest()[: fingerprint.DIGITS]
-        return found
+        code = self.code.of_cells([cell.source for cell in cells])
+        data = [*path.parent.glob(f"{path.stem}.yaml"), *sorted(path.with_suffix("").glob("*.csv"))]
+        if data:
+            content = hashlib.sha256(b"".join(file.read_bytes() for file in data))
+            code[f"notebooks/{path.stem}.yaml, {path.stem}/*.csv"] = content.hexdigest()[: fingerprint.DIGITS]
+        return code
 
     def of_sweep(self):
         return self.code.fingerprint([sweep.MEASURED])
@@ -112,11 +112,11 @@ class Stored:
         if not path.exists():
             return {}
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        found = {("", 0, 0): as_shown(lines)}
+        texts = {("", 0, 0): as_shown(lines)}
         for name, node in definitions(ast.parse("".join(lines))):
             first = min([node.lineno, *(one.lineno for one in getattr(node, "decorator_list", ()))])
-            found[name, first, node.end_lineno] = as_shown(lines[first - 1 : node.end_lineno])
-        return found
+            texts[name, first, node.end_lineno] = as_shown(lines[first - 1 : node.end_lineno])
+        return texts
 
     def renew_source(self, path):
         """Update displayed source where the cell names one function of it, without a run."""
@@ -142,10 +142,10 @@ class Stored:
         old = batch.code_cells(notebook)
         if [cell.source for cell in old] != [cell.source for cell in new]:
             raise UserError(f"{path.name} changed during its run, so its outputs were not stored: run it again")
-        for mine, theirs in zip(old, new, strict=True):
-            mine.outputs = theirs.outputs
-            mine.execution_count = theirs.execution_count
-            mine.metadata.pop("execution", None)
+        for old_cell, new_cell in zip(old, new, strict=True):
+            old_cell.outputs = new_cell.outputs
+            old_cell.execution_count = new_cell.execution_count
+            old_cell.metadata.pop("execution", None)
         notebook.metadata.pop("widgets", None)
         notebook.metadata[KEY] = code
         self.figures.mkdir(exist_ok=True)

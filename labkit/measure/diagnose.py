@@ -73,7 +73,7 @@ def diagnose(records, rules=None):
     if "step" in rows:  # a resumed run takes some steps again: the later row counts
         rows = rows.drop_duplicates(["step", "rank"], keep="last")
     findings = [rule(rows) for rule in (RULES if rules is None else rules)]
-    return sorted(filter(is_worth, findings), key=lambda found: found.gain)
+    return sorted(filter(is_worth, findings), key=lambda finding: finding.gain)
 
 
 def is_worth(finding):

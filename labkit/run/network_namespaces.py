@@ -133,8 +133,8 @@ class Network:
         """Return the bytes of each link at its port: [{node, sent_bytes, received_bytes}]."""
         ports = [counters(f"port{node}") for node in range(len(self.nodes))]
         return [
-            {"node": i, "sent_bytes": there, "received_bytes": back}
-            for i, (back, there) in enumerate(ports)
+            {"node": i, "sent_bytes": sent, "received_bytes": received}
+            for i, (received, sent) in enumerate(ports)
         ]
 
 

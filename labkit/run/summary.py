@@ -122,8 +122,8 @@ def singles(table, model):
     if rows.empty:
         return {}
     where = rows["world"].value_counts().index[0]
-    alone = rows[(rows["world"] == where) & (rows["changes"].map(len) == 1)]
-    return {row["changes"][0]: row for row in alone.to_dict("records")}
+    single_changes = rows[(rows["world"] == where) & (rows["changes"].map(len) == 1)]
+    return {row["changes"][0]: row for row in single_changes.to_dict("records")}
 
 
 def base_in(table, model, world):

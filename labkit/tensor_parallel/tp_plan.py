@@ -51,15 +51,15 @@ def matches(module, plan):
 
 
 def met(module, pattern):
-    found = [("", module)]
+    modules = [("", module)]
     for token in pattern.split(".") if pattern else []:
-        found = [
+        modules = [
             (f"{name}.{child}".lstrip("."), part)
-            for name, parent in found
+            for name, parent in modules
             for child, part in parent.named_children()
             if fnmatch(child, token)
         ]
-    return found
+    return modules
 
 
 def missing(module, pattern):
@@ -120,7 +120,7 @@ def check_heads(module, chosen, axis):
 
 def check_ties(module, chosen):
     """Raise ValueError unless each parameter is sharded once, and one way. chosen: matches()."""
-    ways = {}  # parameter -> {which module and name: dim}
+    dims_of = {}  # parameter -> {which module and name: dim}
     planned = {}
     for name, part, style in chosen:
         if style.layer(part):
@@ -132,8 +132,8 @@ def check_ties(module, chosen):
         for word, parameter in part._parameters.items():
             if parameter is not None:
                 where = f"{name}.{word}".lstrip(".")
-                ways.setdefault(parameter, {})[where] = getattr(layer, "cuts", {}).get(word)
-    for dims in ways.values():
+                dims_of.setdefault(parameter, {})[where] = getattr(layer, "cuts", {}).get(word)
+    for dims in dims_of.values():
         if len(set(dims.values())) > 1:
             how = {dim: "full" if dim is None else f"along dim {dim}" for dim in dims.values()}
             uses = ", ".join(f"{where!r} ({how[dim]})" for where, dim in dims.items())

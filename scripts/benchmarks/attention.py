@@ -76,11 +76,11 @@ def shared(context, length, repetitions):
     from labkit.attention.context_parallel import places, ring_attention, ulysses_attention
 
     tensors = inputs(length, context.device)
-    mine = [one[..., places(length).to(one.device), :].detach().requires_grad_() for one in tensors]
+    shards = [one[..., places(length).to(one.device), :].detach().requires_grad_() for one in tensors]
 
     def step(attend):
         with comm.record() as events:
-            forward_and_backward(attend, mine)
+            forward_and_backward(attend, shards)
         flight = sum(event.end - event.start for event in events)
         return {"flight": 1e3 * flight, "waited": 1e3 * sum(event.waited for event in events)}
 
@@ -95,9 +95,9 @@ def held(context, own):
     from labkit.memory.memory_tracker import MemoryTracker
 
     length = own * context.world_size
-    mine = [one[..., places(length), :].detach().requires_grad_() for one in inputs(length, "cpu")]
+    shards = [one[..., places(length), :].detach().requires_grad_() for one in inputs(length, "cpu")]
     with MemoryTracker() as memory:
-        output = ring_attention(*mine, is_causal=True)
+        output = ring_attention(*shards, is_causal=True)
         context.record(held=sum(memory.current.values()), output=output.nbytes)
 
 

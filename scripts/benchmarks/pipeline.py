@@ -96,8 +96,8 @@ def run(repetitions):
     given = {"schedules": schedules, "repetitions": repetitions, "unit_ms": BUBBLE_MS}
     records = launch("benchmarks.pipeline:bubbles", nproc=4, device="cpu", timeout=1800, **given).records
     for name in schedules:
-        mine = records[records["name"] == name]
-        steps = [rows for _, rows in mine.groupby("repetition")]
+        of_schedule = records[records["name"] == name]
+        steps = [rows for _, rows in of_schedule.groupby("repetition")]
         values = {
             "measured": [bubble(Timeline.from_records(rows).frame()) for rows in steps],
             "predicted": [float(rows["predicted"].iloc[0]) for rows in steps],

@@ -132,7 +132,7 @@ def unanswered(step, repetitions):
 
 def lines(n, repetitions):
     """Return {operation: median seconds of messages of SIZES}. Collective."""
-    found = {}
+    medians = {}
     for op in ("all_reduce", "reduce_scatter", "all_gather"):
         for numel in SIZES:
             whole = torch.zeros(numel // n * n)
@@ -144,8 +144,8 @@ def lines(n, repetitions):
                 start = time.perf_counter()
                 getattr(comm, op)(*given)
                 taken.append(time.perf_counter() - start)
-            found.setdefault(op, []).append(statistics.median(taken[1:]))
-    return found | {"send": [there_and_back(numel, repetitions) / 2 for numel in SIZES]}
+            medians.setdefault(op, []).append(statistics.median(taken[1:]))
+    return medians | {"send": [there_and_back(numel, repetitions) / 2 for numel in SIZES]}
 
 
 def there_and_back(numel, repetitions):
