@@ -200,7 +200,7 @@ def test_marks_win():
     with MemoryTracker() as memory:
         staging, kept = torch.empty(10), torch.empty(5)
         memory.mark(staging, "communication")
-        with pytest.raises(ValueError, match="unknown kind of memory 'scratch'; the kinds are parameters"):
+        with pytest.raises(ValueError, match="unknown kind of memory 'scratch': use parameters"):
             memory.mark(kept, "scratch")
     assert memory.current == nothing(communication=40, activations=20)
 

@@ -1,4 +1,4 @@
-"""Memory by kind: every live storage, counted once, to the byte, the same on CPU and GPU.
+"""Track memory by kind: the bytes of every live storage, exact, and the same on CPU and GPU.
 
     bytes |            ______ <- peak
           |         __|  a   |__                parameters        held all along
@@ -8,13 +8,13 @@
           +--+------------+-------------+--+-> time
              forward       backward       step
 
-A tensor is a window on a storage, and views share one; so storages are counted, not tensors. A
-dispatch mode sees every operator, in backward too, and hence every new storage; a weak reference
-tells when one is freed. What is kept is one list of (moment, storage, change in bytes), and
-everything else is a sum over it. What a storage is *for* is often known only later (a temporary of
-backward becomes `p.grad`), so a kind, once learnt, holds for its whole life.
+A tensor is a view of a storage, and several may share one, so storages are counted and not tensors.
+A dispatch mode sees every operator, in backward too, and hence every new storage; a weak reference
+reports when a storage is freed. The tracker keeps one list of (moment, storage, change in bytes),
+and all results are sums over it. The kind of a storage is often known only later (a temporary of
+backward becomes `p.grad`), so a kind holds for the whole life of its storage.
 
-Not seen: work space inside kernels, and what the allocator rounds up; on CUDA see `cuda_peak`.
+Not counted: work space inside kernels, and what the allocator rounds up; on CUDA see `cuda_peak`.
 """
 
 import time
@@ -29,14 +29,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-# Where a storage serves two ends the first counts: a bucket with `p.grad` views is gradients.
+# A storage with two kinds has the first of them: a bucket with `p.grad` views is gradients.
 KINDS = ("parameters", "gradients", "optimizer_states", "buffers", "communication", "activations")
 
 COLLECTIVES = {"c10d", "_c10d_functional", "symm_mem"}
 
 
 class Storage:
-    """A storage: its bytes now, its kind, and a weak reference that tells when it is freed."""
+    """A storage: its bytes now, its kind, and a weak reference to it."""
 
     __slots__ = ("kind", "marked", "reference", "size")
 
@@ -46,20 +46,21 @@ class Storage:
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Context manager that counts live tensor bytes by kind; every entry starts anew.
+    """Context manager that counts the bytes of live tensors by kind; each entry starts from zero.
 
         with MemoryTracker(model, optimizer) as memory:
             loss(model(x), y).backward()
             optimizer.step()
         memory.peak      {"parameters": 1024, ..., "activations": 4096}: bytes at the largest total
 
-    module, optimizer: parameters, gradients, buffers and optimizer states count from the start.
-    device: count only this type ("cuda" leaves the batches of a loader on the host out).
+    module, optimizer: their parameters, gradients, buffers and states count from the start.
+    device: count only this type of device ("cuda" excludes a loader's batches on the host).
+    start: time.perf_counter() at the last entry.
 
-    Neither module nor optimizer is needed for what is created inside: parameters are known when an
+    Tensors that are created inside are found without module and optimizer: parameters when an
     operator uses them, gradients when they are accumulated, optimizer states when any torch
-    optimizer steps, communication when a collective touches it. Everything else created inside is
-    activations. Tensors made before, such as the input batch, do not count.
+    optimizer steps, communication when a collective uses it. Every other tensor that is created
+    inside counts as activations. Tensors made before, such as the input batch, do not count.
     """
 
     def __init__(self, module=None, optimizer=None, device=None):
@@ -111,9 +112,9 @@ class MemoryTracker(TorchDispatchMode):
         return result
 
     def mark(self, tensor, kind):
-        """Overrule the tracker: `tensor` is for `kind`, one of KINDS, and counts from now on."""
+        """Count `tensor` as `kind`, one of KINDS, from now on."""
         if kind not in KINDS:
-            raise ValueError(f"unknown kind of memory {kind!r}; the kinds are {', '.join(KINDS)}")
+            raise ValueError(f"unknown kind of memory {kind!r}: use {', '.join(KINDS)}")
         for storage in storages_of([tensor]):
             if known := self._count(storage):
                 known.kind, known.marked = kind, True
@@ -164,7 +165,7 @@ class MemoryTracker(TorchDispatchMode):
         return peak, length
 
     def _count(self, storage):
-        """Begin to count a storage, or note its new size; None on a device that is left out."""
+        """Begin to count a storage, or update its size; None if its device is not counted."""
         kind = storage.device.type
         if kind != self.device if self.device else kind == "meta":
             return None
@@ -192,7 +193,7 @@ class MemoryTracker(TorchDispatchMode):
                 known.kind = kind
 
     def _scan(self):
-        """Look at what module and optimizers hold now; after exit nothing new is learnt."""
+        """Update kinds from what module and optimizers hold now; does nothing after exit."""
         if self._watched is None:
             return
         if self._module is not None:
@@ -225,7 +226,7 @@ class MemoryTracker(TorchDispatchMode):
         self._scan()  # FSDP sets the gradients of its shards itself, without accumulation
 
     def _watch_storage_resize(self):
-        """Wrap storage.resize_, by which FSDP frees and refills parameters: it is no operator."""
+        """Wrap storage.resize_, which is no operator; FSDP frees parameters with it."""
         original = torch.UntypedStorage.resize_
 
         def resize_(storage, size):
