@@ -1,12 +1,12 @@
-"""The largest batch that fits: predicted, then tried with real steps that may run out of memory.
+"""Find the largest batch that fits: predict it, then try real steps that may run out of memory.
 
-    predicted    1 2 4 8 16 32 64 x              doubled until it says no, then halved in between
-    tried                      52 ok 58 ok 65 x  from there by an eighth, until the answer turns
-                                     58 ok 61 x  then halved in between, until a sixteenth is left
+    predicted    1 2 4 8 16 32 64 x              double until it does not fit, then bisect
+    tried                      52 ok 58 ok 65 x  change by an eighth until the answer changes,
+                                     58 ok 61 x  then bisect until a sixteenth is left
 
-A prediction costs no memory and no step, but it does not see what a kernel or the allocator takes
-besides. A real step sees all of it, and may fail: so few are taken, near the edge. On several ranks
-a size fits if it fits all of them.
+A prediction needs no memory and no step, but it does not include the work space of kernels or what
+the allocator rounds up. A real step includes all of it, and may fail, so only few are tried, near
+the limit. On several ranks a size fits if it fits on all of them.
 """
 
 import gc
@@ -21,7 +21,10 @@ from labkit import comm
 
 @dataclass(frozen=True)
 class BatchSize:
-    """size: the largest that fits. predicted: the estimate's. tried: (size, fitted), in order."""
+    """The result of find_batch_size.
+
+    size: the largest that fits. predicted: the largest by prediction. tried: ((size, fitted), ...).
+    """
 
     size: int
     predicted: int
@@ -29,17 +32,17 @@ class BatchSize:
 
 
 def find_batch_size(predict, memory_bytes, step=None, largest=65536, group=None):
-    """The largest batch of one rank that fits into memory_bytes, as BatchSize.
+    """Find the largest batch of one rank that fits into memory_bytes; returns a BatchSize.
 
-    predict: function batch size -> bytes at the peak, rising, such as
-        lambda size: estimate(model, x[:1].expand(size, -1), ...).peak_total.
-    step: function batch size -> bytes at the peak, or None: trains one real step. What it raises
-        for want of memory is a size that does not fit. Without it, the prediction is the answer.
-    largest: where to stop.
+    predict: function batch size -> bytes at the peak, which must not fall as the size grows, such
+        as lambda size: estimate(model, x[:1].expand(size, -1), ...).peak_total.
+    step: function batch size -> bytes at the peak, or None: trains one real step. If it raises an
+        out-of-memory error, the size does not fit. step=None: the result is the prediction.
+    largest: the largest size to consider.
 
-    With a process group all ranks call together, and get the same answer. A step then sends no
-    message, as DDP's in no_sync(): a rank that runs out of memory before its message would leave
-    the others waiting. Raises MemoryError if not even 1 fits, ValueError before a message leaves.
+    Collective if there is a process group: all ranks get the same result. A step must then send no
+    message (use DDP's no_sync()), since the other ranks would wait for a rank that has run out of
+    memory. Raises MemoryError if not even 1 fits, ValueError if the step sends a message.
     """
     predicted = agreed(last_true(lambda size: predict(size) <= memory_bytes, largest), group)
     if step is None:
@@ -64,25 +67,25 @@ def find_batch_size(predict, memory_bytes, step=None, largest=65536, group=None)
 
 
 class Silence:
-    """A log in which no message may be entered."""
+    """A log of messages that raises ValueError for each."""
 
     def append(self, event):
         raise ValueError(
-            f"the step sends a message, {event.op}: find_batch_size tries steps without "
-            "(model.no_sync()), as a rank that has no room for it would leave the others waiting"
+            f"the step sends a message ({event.op}), which hangs if another rank runs out of "
+            "memory: run it in model.no_sync()"
         )
 
 
 def too_large(needed, memory_bytes):
     return (
         f"not even a batch of 1 fits: it needs {needed:,} bytes, {needed - memory_bytes:,} more "
-        "than there are. Shard the model over more ranks, offload, or recompute: "
-        "labkit.memory.choose says what would do"
+        "than there are; shard the model over more ranks, offload or recompute "
+        "(labkit.memory.choose lists what would fit)"
     )
 
 
 def last_true(holds, largest):
-    """The last of 1, ..., largest for which holds(size), true up to there; 0 for none."""
+    """Return the last of 1, ..., largest with holds(size), or 0; holds is true up to there."""
     size = 1
     while size <= largest and holds(size):
         size *= 2
@@ -90,7 +93,7 @@ def last_true(holds, largest):
 
 
 def first_true(holds, smallest, largest):
-    """The first of smallest, ..., largest for which holds(size), true from there on; 0 for none."""
+    """Return the first of smallest, ..., largest with holds(size), or 0; true from there on."""
     size = smallest
     while size <= largest and not holds(size):
         size *= 2
@@ -100,7 +103,10 @@ def first_true(holds, smallest, largest):
 
 
 def between(holds, low, high, gap=1):
-    """A size that holds, at most `gap` below one that does not. low holds (or is 0), high not."""
+    """Bisect: return a size that holds, at most `gap` below one that does not.
+
+    low holds or is 0; high does not hold.
+    """
     while high - low > gap:
         middle = (low + high) // 2
         low, high = (middle, high) if holds(middle) else (low, middle)
@@ -108,7 +114,7 @@ def between(holds, low, high, gap=1):
 
 
 def refine(fits, start, largest):
-    """From start by eighths to where the answer turns, then halving the gap to a sixteenth."""
+    """Go from start by eighths until fits() changes, then bisect to a sixteenth."""
     if fits(start):
         low, high = start, largest + 1
         while (size := low + max(1, low // 8)) < high:
@@ -127,7 +133,7 @@ def refine(fits, start, largest):
 
 
 def try_step(step, size, memory_bytes):
-    """Whether one step with this batch size stays within memory_bytes."""
+    """Return whether one step with this batch size stays within memory_bytes."""
     try:
         seen = step(size)
         return seen is None or seen <= memory_bytes
@@ -150,7 +156,7 @@ def out_of_memory(error):
 
 
 def agreed(value, group):
-    """The smallest value of all ranks."""
+    """Return the smallest value of all ranks. Collective."""
     if not dist.is_initialized():
         return int(value)
     smallest = torch.tensor(int(value), device=comm.device(group))

@@ -15,7 +15,7 @@ stages find the shapes of their messages in their first step, with a forward of 
 """
 
 import weakref
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_leaves
 
 from labkit import comm
@@ -38,6 +38,8 @@ from labkit.gloo_workarounds import FAKE_GLOO
 from labkit.memory.memory_tracker import MemoryTracker, storages_of
 
 FAKE = "labkit_fake"
+ATTENTION = F.scaled_dot_product_attention
+OPTIONS = ("attn_mask", "dropout_p", "is_causal")  # of ATTENTION, after query, key and value
 
 
 @cache
@@ -90,7 +92,11 @@ def no_data(device="cuda"):
     """Inside, the meta device stands for `device`, "cuda" or "cpu". Yields a FakeDevice."""
     fake = FakeDevice(device)
     host = fake.host if device != "cpu" else SameMemory
-    with patch.multiple(flat_param, to_host=host.copy, to_device=host.copy_back), fake:
+    with (
+        patch.multiple(flat_param, to_host=host.copy, to_device=host.copy_back),
+        patch.object(F, "scaled_dot_product_attention", fake.attention),
+        fake,
+    ):
         yield fake
 
 
@@ -112,14 +118,21 @@ class FakeDevice(TorchFunctionMode):
     def autocast(self, dtype):
         return FakeAutocast(self.type, dtype)
 
+    def attention(self, *args, **kwargs):
+        """PyTorch's; also inside a function such as multi_head_attention_forward, without modes."""
+        active = self in _get_current_function_mode_stack()
+        with nullcontext() if active else self:
+            return ATTENTION(*args, **kwargs)
+
     def __torch_function__(self, function, types, args=(), kwargs=None):
         options = kwargs or {}
-        if function is F.scaled_dot_product_attention and args[0].is_meta:
-            given = {name: value for name, value in options.items() if value}
+        if function is ATTENTION and len(args) >= 3 and args[0].is_meta:
+            named = options | dict(zip(OPTIONS, args[3:], strict=False))
+            given = {n: v for n, v in named.items() if isinstance(v, torch.Tensor) or v}
             fused = torch.backends.cuda.flash_sdp_enabled()  # also of the CPU's kernel
-            if fused and len(args) == 3 and given.keys() <= {"is_causal", "scale"}:
+            if fused and given.keys() <= {"is_causal", "scale"}:
                 kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-                return kernel(*args, **given)[0]
+                return kernel(*args[:3], **given)[0]
         return function(*args, **options)
 
 

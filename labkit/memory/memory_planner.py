@@ -22,9 +22,11 @@ from labkit.memory.memory_estimate import Estimate, device_of, estimate
 
 @dataclass(frozen=True)
 class Choice:
-    """A strategy that fits, as parallelize takes it, with FSDP's offload and units' recomputation.
+    """A strategy that fits.
 
-    reasons: one sentence for each strategy looked at, the chosen one last; str() gives them all.
+    strategy: as labkit.trainer.parallelize takes it. offload: FSDP's. recompute: whether units are
+    recomputed. estimate: its Estimate. reasons: one sentence for each candidate that was tried,
+    with the chosen one last; str() joins them.
     """
 
     strategy: str
@@ -37,9 +39,9 @@ class Choice:
         return "\n".join(self.reasons)
 
 
-# From cheap to expensive: (strategy, units recomputed). ZeRO sends what DDP sends; FSDP half as
-# much again; offload moves shards and states between host and device in every step; recomputation
-# runs every forward twice.
+# From cheap to expensive: (strategy, whether units are recomputed). ZeRO sends as much as DDP,
+# FSDP half as many again. Offload moves shards and states between host and device in every step.
+# Recomputation runs every forward twice.
 ALONE = (("single", False), ("fsdp_offload", False), ("single", True), ("fsdp_offload", True))
 LADDER = (
     *(
@@ -109,14 +111,14 @@ def choose(
     order=list,
     **options,
 ):
-    """The first strategy that fits into memory_bytes a rank, from cheap to expensive: a Choice.
+    """Return a Choice: the first strategy, from cheap to expensive, that fits into memory_bytes.
 
-    One rank: one process, with offload, with recomputation. More: DDP, ZeRO-1, ZeRO-2, FSDP, FSDP
-    with offload, FSDP with recomputation, with both.
+    memory_bytes: of one rank. Candidates on one rank: one process, offload, recomputation, both. On
+    several: DDP, ZeRO-1, ZeRO-2, FSDP, FSDP with offload, with recomputation, with both.
     input, target: one rank's batch. recompute: as in estimate(); None leaves it out.
-    host_bytes: a rank's host memory, for offload. order: of rungs, (strategy, recomputed), makes
-    another order of them. options: precision, unit, device.
-    Raises MemoryError if nothing fits: by how much, and what would make it fit.
+    host_bytes: a rank's host memory, for offload. order: function that sorts the candidates, a
+    list of (strategy, recomputed). options: precision, unit, device.
+    Raises MemoryError if nothing fits; the message says by how much, and what would fit.
     """
     step = {"module": module, "input": input, "loss": loss, "target": target}
     search = Search(step | {"optimizer": optimizer} | options, world_size, recompute)
@@ -126,10 +128,11 @@ def choose(
 
 
 def first_that_fits(rungs, estimate, memory_bytes, host_bytes=None, ways=lambda rung: []):
-    """A Choice, of rungs: [(strategy, recomputed)] from cheap to expensive.
+    """Return the Choice of the first rung that fits.
 
-    estimate: rung -> Estimate, of the fullest rank. ways: what else would do, of the rung that
-    needs least. Raises MemoryError as choose does.
+    rungs: [(strategy, recomputed)] from cheap to expensive. estimate: function rung -> Estimate of
+    the rank that holds most. ways: function rung -> [what would fit], called with the rung that
+    needs least if none fits. Raises MemoryError as choose does.
     """
     reasons, seen = [], {}
     for rung in rungs:
@@ -162,7 +165,7 @@ def first_that_fits(rungs, estimate, memory_bytes, host_bytes=None, ways=lambda 
 
 
 def ways_out(search, memory_bytes, rung):
-    """What would fit, with more ranks or a smaller batch."""
+    """List what would fit: more ranks, a smaller batch. Both are found by bisection."""
     ways, sharded = [], ("fsdp", rung[1])
     ranks = first_true(
         lambda n: search.estimate(sharded, n).peak_total <= memory_bytes,
@@ -190,7 +193,7 @@ def words_of(rung):
 
 
 def binary(size):
-    """Bytes as people read them: 1536 -> "1.5 KiB"."""
+    """Format bytes: 1536 -> "1.5 KiB"."""
     power = 0
     while size >= 1024 and power < 4:
         size, power = size / 1024, power + 1

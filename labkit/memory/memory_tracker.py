@@ -57,6 +57,7 @@ class MemoryTracker(TorchDispatchMode):
 
     module, optimizer: their parameters, gradients, buffers and states count from the start.
     device: count only this type ("cuda" excludes batches of a loader on the host).
+    start: time.perf_counter() at the last entry.
 
     For tensors created inside, neither is needed: parameters are found when an operator uses them,
     gradients when they are accumulated, optimizer states when any torch optimizer steps, and

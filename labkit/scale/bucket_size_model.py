@@ -1,16 +1,16 @@
-"""How large a bucket of gradients is: few starts against a short last one.
+"""Choose the size of gradient buckets: fewer start-ups against a shorter last bucket.
 
     backward   |---------------------------|
     network          [ 1 ][ 2 ][ 3 ][ 4 ][ 5 ]      a bucket leaves when its gradients are there:
                                          ^^^^^      the last one, when backward has nothing left
 
-    exposed    n alpha + b / B  of  n = S / b  buckets, each of b of the S bytes of a rank
-               least where both are alike: b = sqrt(S alpha B), exposed 2 sqrt(S alpha / B)
+    exposed    n alpha + b / B  for  n = S / b  buckets of b bytes, S bytes a rank in all
+               minimal where both terms are equal: b = sqrt(S alpha B), exposed 2 sqrt(S alpha / B)
 
-alpha grows with the ranks of the ring, and so does the best bucket: Megatron-LM takes the larger of
-40 million elements and a million for each rank of dp; PyTorch's DDP has 25 MiB for all.
-It is chosen after the layout, and of no step's time: cost.py is fitted to jobs that do not tell
-their buckets, so what usual ones cost is in its constant `data_exposed`. Only sizes are compared.
+alpha grows with the number of ranks in the ring, and so does the best bucket: Megatron-LM takes the
+larger of 40 million elements and a million for each rank of dp; PyTorch's DDP always has 25 MiB.
+The size is chosen after the layout, and does not change the predicted step: cost.py is fitted to
+jobs that do not report their buckets, so its constant `data_exposed` includes usual ones.
 Li et al., PyTorch Distributed, VLDB 2020, section 3.2; NVIDIA, Megatron-LM,
 core/distributed/distributed_data_parallel.py (bucket_size).
 """
@@ -27,9 +27,9 @@ SIZES = tuple(2**k for k in range(13))  # MiB
 
 @dataclass(frozen=True)
 class Bucket:
-    """mb: MiB of one, as DDP's bucket_cap_mb. count: of a backward.
+    """mb: MiB of a bucket, as DDP's bucket_cap_mb. count: buckets in a backward.
 
-    starts, last: seconds of a step; predicted.
+    starts: predicted seconds a step of all start-ups; last: of sending the last bucket.
     """
 
     mb: int
@@ -49,9 +49,9 @@ class Bucket:
 
 
 def choose_bucket(job, c):
-    """The Bucket that exposes least; None where gradients are in none.
+    """Return the Bucket with the least exposed time; None if gradients are in no buckets.
 
-    That is on one rank of dp, and with FSDP: it sends its units, which are layers.
+    That is so on one rank of dp, and with FSDP, which sends its units (layers).
     """
     if job.zero == 3 or all(ranks == 1 for _, ranks, _ in summed_gradients(job)):
         return None
@@ -59,9 +59,9 @@ def choose_bucket(job, c):
 
 
 def bucket_of(job, mb, c):
-    """The Bucket of `mb` MiB at most: as few as do, all alike.
+    """Return the Bucket of at most `mb` MiB: as few buckets as possible, of equal size.
 
-    Experts, shared by fewer ranks, are in buckets of their own.
+    Experts are on fewer ranks, and so in buckets of their own.
     """
     count, starts, last = 0, 0.0, 0.0
     op = "reduce_scatter" if job.zero else "all_reduce"

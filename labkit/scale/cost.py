@@ -1,15 +1,15 @@
 """The time of a training step: layers by roofline, messages by alpha-beta, a pipeline, overlap.
 
     layer       products / (peak x efficiency by size)  +  bytes moved / bandwidth
-                or what the host needs to launch it, where that is longer
-    messages    a hop and a byte, of each level: collectives.py
+                or the host's time to launch the layer, if that is longer
+    messages    alpha-beta for each level of the network: collectives.py
     pipeline    sum of the stages / v + (micro-batches - 1/v) x the slowest stage (1F1B)
-                ZB-H1: less two weights' gradients, W, of each stage but the slowest
-    step        pipeline + gradients' messages that nothing hides + the optimizer, which moves its
-                states over the bus and back where they wait in host memory
+                ZB-H1: minus the gradients of the weights, W, twice, of each stage but the slowest
+    step        pipeline + exposed gradient messages + the optimizer, which with offload also moves
+                its states over the bus and back
 
-A product of sides m, n, k reaches 1 / (1 + e/m + e/n + e/k) of what a large one does: tiles at its
-edges are not full. Messages between nodes share the node's adapters with the other groups on it.
+A product with sides m, n, k reaches 1 / (1 + e/m + e/n + e/k) of the rate of a large one, because
+tiles at its edges are not full. Groups of one node share its network adapters.
 Williams et al., Roofline, CACM 2009; Narayanan et al., Efficient Large-Scale Language Model
 Training on GPU Clusters, SC 2021, section 3 (bubbles); Qi et al., Zero Bubble Pipeline Parallelism,
 ICLR 2024, section 2 (ZB-H1); Dao, FlashAttention-2, 2023 (a backward of 2.5 forwards); Luo et al.,
@@ -68,7 +68,7 @@ def optimizer_seconds(job):
 
 
 def away(job):
-    """Bytes a parameter that wait in host memory: an fp32 master copy and two moments."""
+    """Bytes a parameter in host memory: with offload the fp32 master copy and two moments."""
     return 0 if not job.offload else 4 if "pure" in job.precision else 12
 
 
@@ -87,7 +87,7 @@ def layer_parts(job, c):
 
 
 def product_seconds(job, c):
-    """A layer's products with its weights, of a micro-batch's forward; of either gradient, too."""
+    """A layer's matrix products in the forward of a micro-batch; each gradient takes as long."""
     shape, tokens = job.shape, job.tokens
     _, rate = of_job(job, job.dtype, c)
     edge = job.gpu.edge.get(job.dtype, c["edge"])
@@ -103,7 +103,7 @@ def product_seconds(job, c):
 
 
 def weights_seconds(job, has, c):
-    """The gradients of the weights of a stage, of a micro-batch. has: as Job.stages says."""
+    """The weights' gradients of a stage for one micro-batch. has: one of Job.stages."""
     layers, heads, _ = has
     head = 2 * job.shape.head_weights / job.tp * job.tokens / of_job(job, "bf16", c)[1]
     return layers * product_seconds(job, c) + heads * head
@@ -150,18 +150,18 @@ def device_parts(job, c):
 
 
 def of_job(job, dtype, c):
-    """(generation, FLOP/s of its large products in a job): of one in no fit, all that it can."""
+    """(generation, FLOP/s of large products in a job); the peak for a generation in no fit."""
     generation = job.gpu.generation.replace("blackwell", "hopper")
     return generation, job.gpu.peak(dtype) * c.get(f"matmul_{generation}", 1.0)
 
 
 def crosses(job):
-    """Do the messages of a pipeline leave the node?"""
+    """Whether the pipeline's messages leave the node."""
     return job.pp > 1 and job.n_gpus > job.gpus_per_node
 
 
 def host_seconds(job, c):
-    """What the host needs to launch a layer. Only an eager stack that splits layers feels it."""
+    """The host's time to launch a layer. It matters only for eager stacks that split layers."""
     if job.framework != "nanotron":
         return 0.0
     more = c["contention"] * job.tp if crosses(job) and job.tp > 1 else 0.0
@@ -177,12 +177,12 @@ def head_seconds(job, c):
 
 
 def sequence_split(job):
-    """Are norms and sums split among the ranks of tp? Not in the stacks of 2020 (fp16)."""
+    """Whether sequence parallelism is used along tp. The stacks of 2020 (fp16) do not."""
     return job.precision != "fp16"
 
 
 def group(job, size, stride, c):
-    """The Group of `size` ranks that lie `stride` apart; a ring loses some as its nodes double."""
+    """The Group of `size` ranks, `stride` apart; its bandwidth falls as its nodes double."""
     members = max(1, min(size, job.gpus_per_node // stride))
     nodes = ceil(size / members)
     share = min(1.0, members / job.gpus_per_node)
@@ -192,7 +192,7 @@ def group(job, size, stride, c):
 
 
 def gather_seconds(job, size, stride, total, c, op="all_gather"):
-    """An all-gather, a reduce-scatter or an all-reduce of `total` bytes over a group."""
+    """Seconds of an all-gather, reduce-scatter or all-reduce of `total` bytes over a group."""
     if size == 1:
         return 0.0
     return ALGORITHMS[job.collectives](op, group(job, size, stride, c), total)
@@ -208,7 +208,7 @@ def tensor_passes(job):
 def tensor_seconds(job, c):
     """A layer's messages over tp, of keys and values over cp, of tokens to experts over ep."""
     whole = 2 * job.tokens * job.shape.hidden
-    # who splits no sequence adds up for all, where the others scatter and gather
+    # without sequence parallelism an all-reduce replaces each reduce-scatter and all-gather
     op, a_pass = ("all_gather", 1) if sequence_split(job) else ("all_reduce", 1 / 2)
     split = a_pass * tensor_passes(job) * gather_seconds(job, job.tp, 1, whole, c, op)
     keys = 2 * 2 * job.tokens * job.cp * job.shape.key_width / job.tp
@@ -220,7 +220,7 @@ def tensor_seconds(job, c):
 
 
 def unit_seconds(job, c):
-    """Of FSDP: a layer's parameters gathered twice, its gradients scattered, for a micro-batch."""
+    """FSDP's messages for a layer and micro-batch: two all-gathers and a reduce-scatter."""
     alike = job.held_alike(job.shape.layer_parameters, job.shape.expert_weights)
     return 3 * sum(
         gather_seconds(job, ranks * job.cp, stride, 2 * parameters / job.tp, c)
@@ -229,10 +229,10 @@ def unit_seconds(job, c):
 
 
 def gradient_seconds(job, c):
-    """The sum of gradients over dp once in a step, as far as it is waited for.
+    """The exposed time of the gradients' messages over dp in a step.
 
-    ZeRO-2 keeps no whole gradients: it scatters those of every micro-batch. FSDP has done that;
-    its replicas, if there are several, add up their shards.
+    ZeRO-2 keeps no complete gradients, so it reduces those of every micro-batch. FSDP's are part of
+    its layers (unit_seconds); its replicas, if there are several, all-reduce their shards.
     """
     once = 0.0
     for total, size, stride in summed_gradients(job):
@@ -254,7 +254,7 @@ def summed_gradients(job):
 
 
 def hand_over(job):
-    """A micro-batch's activations from one stage to the next."""
+    """Seconds to send a micro-batch's activations from one stage to the next."""
     if job.pp == 1:
         return 0.0
     inside = job.n_gpus <= job.gpus_per_node

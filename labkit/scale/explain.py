@@ -1,16 +1,16 @@
-"""Why this plan: what makes the next one slower or too large, and what hangs on which constant.
+"""Explain a plan: why the next one is slower or too large, and which constants it depends on.
 
     runner-up   its step, part by part             the parts that are longer
-    too large   its memory kind by kind            the kind that has grown
-    constants   of constants.csv, each at either end of its spread, the others as they are:
+    too large   its memory, kind by kind           the kind that is larger
+    constants   of constants.csv, each at both ends of its spread, with the others unchanged:
 
-        of time      the same jobs fit: they are ranked again, until none left could be faster
-        of memory    other jobs fit: searched again, for those faster than what still fits
+        of time      the same jobs fit: rank them again, until no other could be faster
+        of memory    other jobs fit: search again for those that are faster than what still fits
 
-A constant k that becomes r k changes no part of a step by more than the factor r or 1/r, so a job
-that took t takes at least t min(r, 1/r): the ranking again is exact, and so is the search. One at
-a time: what two constants do together is not seen. Saltelli et al., Global Sensitivity Analysis,
-2008, section 1.2, has the limits of that.
+If a constant k becomes r k, no part of a step changes by more than the factor r or 1/r. So a job
+that took t takes at least t min(r, 1/r), and both the new ranking and the new search are exact.
+Constants change one at a time, so their interactions are not covered; Saltelli et al., Global
+Sensitivity Analysis, 2008, section 1.2, discusses this limit.
 """
 
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ KINDS = ("states", "gathered", "activations", "logits", "runtime")
 
 
 def words(job):
-    """A job's layout in a few words."""
+    """Describe a job's layout in a few words."""
     sizes = " x ".join(f"{a} {getattr(job, a)}" for a in AXES if getattr(job, a) > 1) or "one GPU"
     inner = "".join(f", {a} {getattr(job, a)}" for a in ("ep", "vpp") if getattr(job, a) > 1)
     inner += f", {SCHEDULES[job.schedule]}" if job.schedule != "1f1b" else ""
@@ -36,7 +36,7 @@ def words(job):
 
 
 def why_slower(other, best):
-    """Which parts of the other's step are longer: a line."""
+    """Say in a line which parts of the other's step are longer."""
     mine, theirs = best.step.parts, other.step.parts
     longer = sorted(mine, key=lambda part: mine[part] - theirs[part])[:2]
     told = ", ".join(f"{p} {theirs[p] - mine[p]:+.3g} s" for p in longer if theirs[p] > mine[p])
@@ -44,7 +44,7 @@ def why_slower(other, best):
 
 
 def why_larger(other, best, spare):
-    """Which memory of the other's is too large: a line."""
+    """Say in a line which kind of the other's memory is too large."""
     kind = max(KINDS, key=lambda k: getattr(other.peak, k) - getattr(best.peak, k))
     usable, more = (1 - spare) * other.peak.memory, getattr(other.peak, kind)
     return (
@@ -67,7 +67,7 @@ class Moved:
 
     @property
     def changes(self):
-        """Is another job the fastest now?"""
+        """Whether another job is the fastest now."""
         return self.best is None or self.best.job != self.same.job
 
 

@@ -1,7 +1,7 @@
-"""The fitted constants, and the error of what they predict on rows that no fit has seen.
+"""Fit the constants, and report the error of the predictions on rows that are not in the fit.
 
-    python -m labkit.scale.fit           both errors, beside the null models'
-    python -m labkit.scale.fit --write   fit anew; constants.csv and scores.json are written
+    python -m labkit.scale.fit           both errors, and those of the null models
+    python -m labkit.scale.fit --write   fit again; writes constants.csv and scores.json
 
     published rows ---- in the fit:  nanotron, llm-foundry, Megatron on V100
                   \\
@@ -11,10 +11,10 @@
                                      parameters and sequences of 32,768 and more; of the fit of
                                      memory all jobs of more than 16 GPUs
 
-Least is the mean of d^2 / (1 + d^2), d = log(predicted / published) / width, with a width of 0.3,
-then of 0.1: rows that crawl for reasons no formula has (allocators, retries) hardly pull. A
-constant that no row tells stays where it was guessed. One at a time is moved by a step that
-shrinks, then all of them further along: Hooke and Jeeves, "Direct Search" Solution, JACM 1961.
+The fit minimizes the mean of d^2 / (1 + d^2), d = log(predicted / published) / width, with width
+0.3 and then 0.1, so outliers (slow allocators, retries) have little weight. A constant that no row
+determines keeps its first guess. Constants change one at a time by a step that shrinks, and then
+together: Hooke and Jeeves, "Direct Search" Solution, JACM 1961.
 The null models: a constant MFU, and 16 to 18 bytes a parameter and 34 s b h of Korthikanti et al.,
 MLSys 2023.
 """

@@ -1,4 +1,4 @@
-"""Goodput: of the seconds that a run has lasted, the share that its model has kept.
+"""Goodput: the share of a run's time that is useful work, after failures, saves and stragglers.
 
     starts  |restart|= interval =|save|= interval =|save|= inter X         X: a machine fails
                                                          |lost |detection|restart|= interval =|save|
@@ -9,9 +9,9 @@
     useful, of each second      t / M e^(-(D + w) / M) / (e^((t + d) / M) - 1)
     best interval, d << M       sqrt(2 d M)
 
-t: work from one save to the next. d: seconds that a save stops it; w: that it takes to be written
-while work goes on. D: detection and restart. Ranks that do the same are one kind, and a kind costs
-one draw a step, so 100,000 GPUs cost what two do; a run of months costs one draw a failure.
+t: work between two saves. d: seconds that a save blocks work; w: seconds to write it during
+work. D: detection and restart. Ranks that do the same are one kind, and a kind costs one draw a step,
+so simulating 100,000 GPUs takes no longer than two; a run of months costs one draw a failure.
 Young, A First Order Approximation to the Optimum Checkpoint Interval, CACM 1974; Daly, A Higher
 Order Estimate of the Optimum Checkpoint Interval for Restart Dumps, FGCS 2006;
 David and Nagaraja, Order Statistics, 2003, section 2.1.
@@ -32,9 +32,9 @@ MOST = 10**7  # failures in a run: more is a rate in another unit
 
 
 def slowest(ranks, tail, draws):
-    """The longest of so many ranks' delays, from one uniform draw in [0, 1) for all of them.
+    """The longest delay of `ranks` ranks, from one uniform draw in [0, 1) for all of them.
 
-    tail: a share of delays -> the delay that this share exceeds. u = (1 - share)^ranks.
+    tail: function share -> the delay that this share of delays exceeds. u = (1 - share)^ranks.
     """
     return tail(-torch.expm1(torch.log(draws) / ranks))
 

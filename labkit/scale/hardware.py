@@ -1,4 +1,4 @@
-"""GPUs and the links between them, as data: a figure and where it was read.
+"""GPUs and the links between them, as data: each figure with its source.
 
     GPU  -- memory: bandwidth --  [ arithmetic: peak by dtype ]
      |
@@ -6,12 +6,12 @@
      +-- PCIe: to the memory of its host, `host_gbs`
      +-- network: the node's adapters together, `network_gbps`, shared by its GPUs
 
-Peaks are dense. `achievable` is the best matrix product that somebody has timed, as a share of the
-peak: a job never gets more. Sources: NVIDIA's datasheets of V100, A100, H100, H200, B200 (peaks,
-bandwidth, memory, NVLink, watts); stas00/ml-engineering, compute/accelerator/README.md, "Maximum
+Peaks are dense. `achievable` is the fastest matrix product in the sources, as a share of the peak,
+and so an upper limit for a job. Sources: NVIDIA's datasheets of V100, A100, H100, H200, B200
+(peaks, bandwidth, memory, NVLink, watts); stas00/ml-engineering, compute/accelerator/README.md, "Maximum
 Achievable Matmul FLOPS" (A100 SXM 271.2 of 312, H100 SXM 794.5 of 989 in bf16, 1402.6 of 1979 in
-fp8); pytorch/torchtitan, benchmarks (H100 with 96 GB, HBM2e, held at 500 W). A Grace, of one GH200
-or two GB200, has 900 GB/s to its GPUs, both ways together.
+fp8); pytorch/torchtitan, benchmarks (H100 with 96 GB, HBM2e, limited to 500 W). A Grace CPU, of one
+GH200 or two GB200, has 900 GB/s to its GPUs, both directions together.
 """
 
 import re

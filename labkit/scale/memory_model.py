@@ -1,4 +1,4 @@
-"""What a GPU holds at its peak, by kind: states, activations, logits, what is gathered, the rest.
+"""The peak memory of a GPU by kind: states, activations, logits, gathered parameters, runtime.
 
     GiB |  runtime     workspaces and buffers of messages
         |  logits      tokens x vocabulary / tp, where the output layer is
@@ -7,12 +7,12 @@
         |  states      parameters, gradients, master copy, two moments: 16 to 20 bytes a parameter
         +----------------------------------------------------------------------------------------
 
-Stage i of a pipeline holds min(pp - i, micro-batches) of them (1F1B), with v thin stages a rank up
-to (pp - 1)/v more. With zero bubble (ZB-H1) it has i more, whose weights' gradients were put off:
-pp in all, as 1F1B's first stage has, but of those i, and of the one in its backward, also what
-recomputing spares the others. The first also has the embeddings, one of the last the logits: the
-fullest of all stages counts. ZeRO divides by dp: states of the optimizer (1), gradients (2),
-parameters (3). What is offloaded is the host's.
+Stage i of a pipeline holds min(pp - i, micro-batches) micro-batches (1F1B), with v stages a rank up
+to (pp - 1)/v more. With zero bubble (ZB-H1) it holds i more, whose weights' gradients are delayed:
+pp in all, as 1F1B's first stage. For those i, and for the one in its backward, recomputation saves
+nothing. The first stage also has the embeddings, and one of the last the logits; the result is that
+of the stage that holds most. ZeRO divides by dp: optimizer states (1), gradients (2), parameters
+(3). Offloaded states are in host memory.
 Rajbhandari et al., ZeRO, SC 2020, section 3; Korthikanti et al., Reducing Activation
 Recomputation, MLSys 2023, section 4; Narayanan et al., SC 2021, section 2.2 (1F1B, interleaved);
 Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, section 2.1 (ZB-H1).
@@ -55,17 +55,17 @@ class Peak:
 
     @property
     def fits(self):
-        """Does the job run? An allocator that caches asks for more than it needs: limit > 1."""
+        """Whether the job runs. A caching allocator asks for more than it needs: limit > 1."""
         return self.total <= self.limit * self.memory and self.runs
 
     @property
     def shown(self):
-        """What the GPU shows: no more than it has, while the job fits."""
+        """What the GPU reports: at most its memory, if the job fits."""
         return min(self.total, self.memory) if self.fits else self.total
 
     @property
     def largest(self):
-        """The kind that takes most."""
+        """The largest kind."""
         return max(("states", "gathered", "activations", "logits"), key=lambda k: getattr(self, k))
 
 

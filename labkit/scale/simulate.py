@@ -1,19 +1,19 @@
-"""A step simulated: the messages of a rehearsal, put back to what they would take.
+"""Simulate a step: take a dry run, and give its messages the time that they would take.
 
-    rehearsed   compute  |= block 1 =|= block 0 =|w           messages take no time: what lies
+    dry run     compute  |= block 1 =|= block 0 =|w           messages take no time: what lies
                                      ^leave      ^waited for  between them is compute
     simulated   compute  |= block 1 =|= block 0 =|. waits .|
                 network              |===== all_reduce ====|
 
-A message begins when it is launched and the channel before it is free; who waits for it is late by
-what is left, and all that follows is as late. One rank stands for all that do the same: an event
-for each message, whatever the number of ranks. Of a pipeline, whose ranks do not,
-labkit.pipeline.schedule_validation.play plays the schedule.
+A message begins when it is launched and its channel is free. A rank that waits for it is late by
+the rest of its time, as is everything after that. One rank stands for all ranks that do the
+same, with one event for each message, whatever the number of ranks. The ranks of a pipeline differ:
+for those, labkit.pipeline.schedule_validation.play plays the schedule.
 
     alpha-beta   all_reduce of P bytes by n ranks, ring: 2 (n-1) alpha + 2 (n-1)/n P beta
 
 Thakur, Rabenseifner, Gropp, Optimization of Collective Communication Operations in MPICH, 2005,
-section 3.1; for the order of launches and waits the code itself is asked, see rehearse.py.
+section 3.1. The order of launches and waits comes from the code itself: labkit.memory.dry_run.
 """
 
 from operator import itemgetter
@@ -23,7 +23,7 @@ from labkit.ring_cost import hops
 
 
 def alpha_beta(alpha, beta):
-    """A cost for simulate(): seconds of a message, seconds of a byte; one channel for all."""
+    """Return a cost for simulate(). alpha: seconds a message; beta: seconds a byte; one channel."""
 
     def cost(event):
         latency = hops(event.op, event.group_size) * alpha
@@ -33,9 +33,10 @@ def alpha_beta(alpha, beta):
 
 
 class Simulated(NamedTuple):
-    """seconds: of the step. exposed: of them, waiting for messages.
+    """seconds: of the step. exposed: the seconds of it that a rank waits for messages.
 
-    rows: dicts with lane, name, start_ms, end_ms since the step began; lanes as measured ones have.
+    rows: dicts with lane, name, start_ms, end_ms since the step began, with the lanes of measured
+    timelines.
     """
 
     seconds: float
@@ -44,10 +45,10 @@ class Simulated(NamedTuple):
 
 
 def simulate(events, start, end, cost):
-    """One rank's step: a Simulated.
+    """Simulate one rank's step; returns a Simulated.
 
-    events: of a rehearsal, from `start` to `end`, seconds of time.perf_counter(). cost: a function
-    of an event -> (its channel, seconds): messages of one channel go one after the other.
+    events: of a dry run, from `start` to `end`, seconds of time.perf_counter(). cost: function
+    event -> (its channel, seconds); messages of one channel are sent one after the other.
     """
     late, free, arrives, rows, worked = 0.0, {}, {}, [], start
     for moment, number, launched in marks(events, start, end):

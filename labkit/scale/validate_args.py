@@ -1,10 +1,10 @@
-"""What is asked of the planner, checked before anything is searched.
+"""Check the arguments of the planner before the search.
 
-    axes        as many ranks as GPUs; tp divides heads, keys and values, the network and the node,
+    axes        as many ranks as GPUs; tp divides heads, kv_heads, ffn and the GPUs of a node,
                 pp the layers, ep the experts
     schedule    zero bubble has one stage a rank
 
-What cannot be is a ValueError, one line that names the figure and what would do.
+An impossible value is a ValueError of one line, with the value and with values that are possible.
 """
 
 from math import isfinite, prod
@@ -17,7 +17,7 @@ GIVEN = {*AXES, "ep", "vpp", "zero", "micro_batch", "recompute"}
 
 
 def check_given(given, shape, cluster, uneven):
-    """Raise ValueError where axes that are given cannot be."""
+    """Raise ValueError for axes that are impossible."""
     for name, value in given.items():
         if name not in GIVEN:
             raise ValueError(f"{name!r} cannot be given: what can is {', '.join(sorted(GIVEN))}")
@@ -50,7 +50,7 @@ def check_given(given, shape, cluster, uneven):
 
 
 def schedules_of(schedule, given):
-    """Those that are tried. ValueError for an unknown one, or one that what is given leaves out."""
+    """The schedules to try. ValueError for an unknown one, or one that `given` excludes."""
     if schedule not in ("free", *SCHEDULES):
         known = ", ".join(SCHEDULES)
         raise ValueError(f"schedule must be free or one of {known}, got {schedule!r}")

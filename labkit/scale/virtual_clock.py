@@ -1,11 +1,11 @@
-"""A clock that only emulated compute moves: what a rehearsal's host does, it does in no time.
+"""A clock that only emulated compute moves: the host's own time in a dry run does not count.
 
     this machine    |forward .. Python .. forward|   .. hooks .. |backward .. Python ..|
     this clock      |forward|forward|backward|backward|     messages leave at their moments
 
-A block sleeps for as long as a GPU would compute. On this clock a sleep is over at once, and takes
-exactly its time: so a rehearsed step is the same on every machine, and simulate() adds to it
-nothing but messages.
+A block sleeps for as long as a GPU would compute. On this clock a sleep returns at once and takes
+exactly its time. So a dry run's step is the same on every machine, and simulate() adds only the
+messages.
 """
 
 from contextlib import contextmanager

@@ -10,7 +10,7 @@ from torch.optim import SGD
 from labkit import comm, models
 from labkit.ddp import DDP
 from labkit.fsdp import FSDP
-from labkit.memory.dry_run import dry_run
+from labkit.memory.dry_run import dry_run, fake_ranks
 from labkit.memory.memory_tracker import MemoryTracker
 from labkit.mesh import Mesh
 from labkit.models import plans
@@ -18,6 +18,7 @@ from labkit.models.gpt import GPT, Block
 from labkit.parallelize import Composed
 from labkit.tensor_parallel import tensor_parallel
 from labkit.zero import ZeRO1, ZeRO2
+from labkit.zero.master_weights import MasterWeights
 
 SMALL = {"vocab": 64, "context": 16, "layers": 2, "heads": 2, "width": 32}
 LARGE = {"vocab": 50304, "context": 2048, "layers": 24, "heads": 16, "width": 2048}  # 1.3 billion
@@ -30,18 +31,25 @@ def job(device, form, sizes, options=None, batch=2):
     with torch.device(device):
         model = GPT(**sizes)
         tokens = torch.zeros(batch, sizes["context"], dtype=torch.long)
+    if form == "masters":
+        model = model.bfloat16()
     forward, own = model, tokens
     if form in MESHES:
         mesh = Mesh(dict.fromkeys(MESHES[form], 2))
         forward = Composed(model, mesh, plan=plans.gpt(tensor_parallel))
         own = forward.own_tokens(tokens)
-    elif form == "ddp":
+    elif form in ("ddp", "masters"):
         forward = DDP(model, bucket_cap_mb=0.02)
     elif form == "fsdp":
         forward = FSDP(model, unit=Block, **options or {})
     zero = {"zero1": ZeRO1, "zero2": ZeRO2}.get(form)
     how = {"lr": 0.1, "momentum": 0.9}
-    optimizer = zero(model.parameters(), SGD, **how) if zero else SGD(forward.parameters(), **how)
+    if zero:
+        optimizer = zero(model.parameters(), SGD, **how)
+    elif form == "masters":
+        optimizer = MasterWeights(forward.parameters(), SGD, **how)
+    else:
+        optimizer = SGD(forward.parameters(), **how)
     for _ in range(2):
         optimizer.zero_grad()
         models.loss("gpt")(forward(own), own).backward()
@@ -61,7 +69,7 @@ def real(rank, world_size, forms, **arguments):
     return found
 
 
-FORMS = ["ddp", "zero1", "fsdp", "zero2"]
+FORMS = ["ddp", "zero1", "fsdp", "masters", "zero2"]
 
 
 @pytest.mark.slow
@@ -72,9 +80,11 @@ def test_every_message_is_that_of_real_ranks(ranks, world_size):
         for form, (events, peak) in found.items():
             alone = dry_run(job, world_size, rank, form=form, sizes=SMALL)
             assert told(alone.events) == events, f"rank {rank}, {form}"
-            if form in FORMS[:3]:  # the others' peak is where attention is: see the docstring
+            if form in FORMS[:4]:  # the others' peak is where attention is: see the docstring
+                with fake_ranks(rank, world_size, "cpu") as fake, fake.tracker() as tracker:
+                    job("meta", form, SMALL)
                 states = ("parameters", "gradients", "optimizer_states")
-                assert [alone.peak[kind] for kind in states] == [peak[kind] for kind in states], f"rank {rank}, {form}"
+                assert [tracker.peak[kind] for kind in states] == [peak[kind] for kind in states], f"rank {rank}, {form}"
 
 
 @pytest.mark.parametrize("options", [{"shard": "grad_op"}, {"root": "replicate", "prefetch": 2}], ids=str)
