@@ -1,6 +1,5 @@
 """Explorer of link speeds: each method's step time, the fastest, and the speed where that changes.
 
-    [ figure ] takeaway, table                ordinary outputs: GitHub, batch runs, offline too
     link speed v                              controls: they re-plot the frame and measure nothing
     [x] no compression [x] top 1 % [x] ...
     step  |o   :                              the dashed line: the chosen link speed; beneath it

@@ -8,6 +8,7 @@ import pandas as pd
 
 from labkit.measure.diagnosis_metrics import own_ms, step_ms, useful
 from labkit.show import style
+from labkit.show.bars import stack
 from labkit.show.live import COLOURS, by_rank, legend, parts_of
 
 SKIPPED = style.PURPLE
@@ -54,11 +55,11 @@ def treated(frame, title=None):
         for place, cause in enumerate(causes):
             for changed in (False, True):
                 rows = frame[(frame["cause"] == cause) & (frame["changed"] == changed)]
-                y, left = 2.4 * place + 0.95 * changed, 0.0
-                for part, ms in parts(rows).items():
-                    colour = COLOURS.get(part, SKIPPED)
-                    axes.barh(y, ms, 0.85, left=left, color=colour)
-                    left += ms
+                y = 2.4 * place + 0.95 * changed
+                pieces = {
+                    part: ([ms], COLOURS.get(part, SKIPPED)) for part, ms in parts(rows).items()
+                }
+                left = stack(axes, [y], pieces, 0.85)[0]
                 ticks.append((y, f"{cause}, changed" if changed else cause))
                 predicted = rows["gain"].iloc[0] * (written[-1][2] if changed else left)
                 if changed:

@@ -1,6 +1,5 @@
 """Explorer of FSDP: memory and step time of each unit, mode and prefetch.
 
-    [ figure ] one-line takeaway, table   ordinary outputs: GitHub, batch runs, offline too
     unit v   mode v   ahead v             controls: they re-plot what was measured, measure nothing
     step  |  o                            every choice a point; the controls' choice has a ring
     time  |      o (o)

@@ -1,6 +1,5 @@
 """Explorer of compressors: the gradient, what arrives, the residual, and how sums catch up.
 
-    [ figures ] takeaway, table               ordinary outputs: GitHub, batch runs, offline too
     compressor v   feedback v   step v        controls: they re-plot what was recorded, send nothing
     carried        a window of the gradient in one step, by element; beneath: waiting or missing
     catching_up    the error of a step, and of the sums over all: with feedback the second falls

@@ -1,6 +1,5 @@
 """Explorer of local SGD: the time to a loss, predicted for a link of another speed.
 
-    [ figure ] one-line takeaway, table     ordinary outputs: GitHub, batch runs, offline too
     link speed v                            controls: they re-plot saved rows and launch nothing
     [x] every step [x] H = 4 [x] H = 16 ...
 

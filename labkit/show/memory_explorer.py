@@ -1,6 +1,5 @@
 """Explorer of memory by kind: stage, world size, precision and batch.
 
-    [ figure ] one-line takeaway, table       ordinary outputs: GitHub, batch runs, offline too
     ranks v   precision v   batch v           controls: they estimate and launch nothing
     [x] DDP [x] ZeRO-1 [x] ZeRO-2 [x] FSDP    stages side by side; a line where a rank's memory ends
 

@@ -1,6 +1,5 @@
 """Explorer of sequence lengths: memory by variant, and the longest sequence that fits.
 
-    [ figure ] one-line takeaway, table       ordinary outputs: GitHub, batch runs, offline too
     heads v   ranks v   ...                   controls: they predict anew and launch nothing
     [x] all scores at once [x] tiles          lines side by side; a dashed one at a GPU's memory
 

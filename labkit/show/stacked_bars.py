@@ -46,7 +46,7 @@ def stacked_bars(frame, value, category, part, repetition, title=None, unit=None
             y += len(mine) + GAP
         axes.set_xlim(0, totals.max() / divisor * 1.14)
         axes.set_ylim(y - GAP, -1)
-        axes.set_yticks(list(middles.values()), [style.name(one) for one in middles])
+        style.name_rows(axes, list(middles.values()), [style.name(one) for one in middles])
         axes.set_xlabel(style.axis_label(value, shown_unit))
         style.legend_below(figure, *axes.get_legend_handles_labels())
         finish(figure, axes, title)
