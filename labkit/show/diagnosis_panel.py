@@ -49,7 +49,8 @@ def treated(frame, title=None):
     frame: rows of runs with "cause", "changed" (bool) and "gain", as diagnose has predicted it.
     """
     causes = list(dict.fromkeys(frame["cause"]))
-    ticks, written = [], []
+    ticks = []
+    written = []
     with style.look():
         figure, axes = style.new_figure(8.5, 1.3 + 0.75 * len(causes))
         for place, cause in enumerate(causes):

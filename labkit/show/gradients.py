@@ -89,7 +89,8 @@ def row_of(frame, state):
 
 def carried(frame, state):
     """Figure: a window of the gradient and what arrived; below, what waits or else is missing."""
-    row, colour = row_of(frame, state), style.palette(frame["compressor"])[state.compressor]
+    row = row_of(frame, state)
+    colour = style.palette(frame["compressor"])[state.compressor]
     gradient, arrived, residual = (np.array(row[name], dtype=float) for name in VECTORS)
     places = row["first"] + np.arange(len(gradient))
     with style.look():

@@ -74,7 +74,8 @@ def draw(predict, state):
 
 def takeaway(predict, state):
     """One sentence: the longest of the lengths that fits, of each form."""
-    frame, longest = rows(predict, state), []
+    frame = rows(predict, state)
+    longest = []
     for form, of_form in frame.groupby("form", sort=False):
         fits = of_form[of_form["bytes"] <= CAPACITY]["tokens"]
         words = f"{fits.max():,} tokens" if len(fits) else "none of these lengths"

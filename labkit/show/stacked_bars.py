@@ -30,7 +30,8 @@ def stacked_bars(frame, value, category, part, repetition, title=None, unit=None
     divisor, shown_unit = style.byte_scale(totals.max()) if unit == "bytes" else (1, unit)
     with style.look():
         figure, axes = style.new_figure(8.0, 1.6 + 0.24 * len(totals))
-        y, middles = 0.0, {}
+        y = 0.0
+        middles = {}
         for one in dict.fromkeys(frame[category]):
             mine = (
                 frame[frame[category] == one]
