@@ -1,6 +1,5 @@
 """Explorer of link speeds: each method's step time, the fastest, and the speed where that changes.
 
-    [ figure ] takeaway, table                ordinary outputs: GitHub, batch runs, offline too
     link speed v                              controls: they re-plot the frame and measure nothing
     [x] no compression [x] top 1 % [x] ...
     step  |o   :                              the dashed line: the chosen link speed; beneath it
@@ -63,7 +62,8 @@ def draw(frame, state):
 
 def bars(frame, state):
     """Figure: the predicted steps at the chosen speed: work dark, bytes on the link pale."""
-    rows, colours = at_speed(frame, state), style.palette(costs(frame))
+    rows = at_speed(frame, state)
+    colours = style.palette(costs(frame))
     with style.look():
         figure, axes = style.new_figure(9.5, 1.3 + 0.34 * len(rows))
         dark = [colours[method] for method in rows["method"]]
@@ -82,11 +82,10 @@ def bars(frame, state):
 
 def takeaway(frame, state):
     """The fastest method at this speed, its gain, and the speeds where others beat the baseline."""
-    rows, found = at_speed(frame, state), costs(frame)
-    best, base = (
-        rows.loc[rows["step_ms"].idxmin()],
-        predicted(*found[state.baseline], state.link_mbit),
-    )
+    rows = at_speed(frame, state)
+    found = costs(frame)
+    best = rows.loc[rows["step_ms"].idxmin()]
+    base = predicted(*found[state.baseline], state.link_mbit)
     words = (
         f"{headline(state)}: a step of {style.name(best['method'])}, the fastest, "
         "is predicted to take "
@@ -107,7 +106,9 @@ def takeaway(frame, state):
 
 def small(frame, baseline):
     """DataFrame of texts: per method its work, its bytes, and where it beats the baseline."""
-    found, fitted, rows = costs(frame), fits(frame), []
+    found = costs(frame)
+    fitted = fits(frame)
+    rows = []
     for method, cost in found.items():
         row = {"method": style.name(method), "work": style.quantity(cost.busy_ms, "ms")}
         row["on the link"] = style.quantity(cost.wire_bytes, "bytes")

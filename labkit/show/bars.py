@@ -21,7 +21,8 @@ def grouped_bars(frame, value, category="strategy", group=None, title=None, unit
     groups = list(dict.fromkeys(frame[group])) if group else [None]
     colours = style.palette(groups if group else categories)
     bars = []  # (y, label of the bar, Summary, colour)
-    y, heads = 0.0, []
+    y = 0.0
+    heads = []
     for one in categories:
         first = y
         for part in groups:

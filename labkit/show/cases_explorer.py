@@ -51,7 +51,8 @@ def beside(frame, title=None):
     with style.look():
         figure, axes = style.new_figure(8.0, 1.6 + 0.36 * len(frame))
         for y, row in enumerate(frame.itertuples()):
-            predicted, least = row.predicted / row.most, row.least / row.most
+            predicted = row.predicted / row.most
+            least = row.least / row.most
             axes.plot([predicted, 1], [y, y], color=style.FAINT, linewidth=1, zorder=1)
             axes.plot([least, 1], [y, y], color=colours["published"], linewidth=4)
             axes.plot(sorted({least, 1.0}), [y] * len({least, 1.0}), **hollow)
@@ -101,7 +102,8 @@ def moved(job, gpu):
 
 def both(course, state):
     """{label: Found}: the job on the GPU it ran on, and on that of the controls."""
-    case, c = course.cases[state.case], constants.values()
+    case = course.cases[state.case]
+    c = constants.values()
     found = {}
     for job in (case.job, moved(case.job, state.gpu)):
         found[job.gpu.name] = Found(job, *replace(case, job=job).predicted(c))
@@ -132,7 +134,8 @@ def draw(course, state):
 def takeaway(course, state):
     """A trillion tokens on that GPU: days, GPU-hours, money; and what it needs of its memory."""
     found = list(both(course, state).values())
-    own, other = found[0], found[-1]
+    own = found[0]
+    other = found[-1]
     price = course.prices[state.gpu]
     cost = bill(other, TRILLION, price)
     faster = own.seconds / other.seconds

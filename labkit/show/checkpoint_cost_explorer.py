@@ -1,6 +1,5 @@
 """Explorer of a checkpoint's cost for a rank: more ranks, a larger model, other strategies.
 
-    [ figure ] one-line takeaway, table     ordinary outputs: GitHub, batch runs, offline too
     ranks v   parameters v                  controls: they predict and save nothing
     [x] DDP [x] ZeRO-1 [x] FSDP             copied to host memory, written to the disk
 

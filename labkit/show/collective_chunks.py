@@ -13,7 +13,10 @@ from matplotlib.patches import FancyBboxPatch, Rectangle
 
 from labkit.show import style
 
-WIDE, HIGH, GAP = 1.16, 0.8, 0.17  # of a box, and what separates two of them
+# of a box, and what separates two of them
+WIDE = 1.16
+HIGH = 0.8
+GAP = 0.17
 ARROW = 1.1  # room for the arrow from before to after
 BETWEEN = 1.7  # room between two panels
 INCH = 0.345  # of one unit of the above
@@ -50,7 +53,9 @@ def step_by_step(frame, phases, title=None):
     """
     states = [list(rows["holds"]) for _, rows in by_rank(frame, "step")]
     length = (len(states) - 1) // len(phases)
-    panels, framed, names = [], {}, {}
+    panels = []
+    framed = {}
+    names = {}
     for phase, words in enumerate(phases):
         first = phase * length
         panels.append((f"after step {first}" if phase else "start", [states[first]]))
@@ -109,7 +114,8 @@ def draw(panels, columns, title, framed=None, names=None):
 
     names: words over a line that begins at this panel and ends with its row.
     """
-    framed, names = framed or {}, names or {}
+    framed = framed or {}
+    names = names or {}
     wide = max(map(width, (tables for _, tables in panels))) + BETWEEN
     tall = max(len(table) for _, tables in panels for table in tables) * (HIGH + GAP) + (
         2.3 if names else 1.7
@@ -122,7 +128,8 @@ def draw(panels, columns, title, framed=None, names=None):
         axes.set_axis_off()
         axes.set_aspect("equal")
         for index, (heading, tables) in enumerate(panels):
-            left, top = index % columns * wide, -(index // columns) * tall
+            left = index % columns * wide
+            top = -(index // columns) * tall
             axes.text(left, top + 0.32, heading, weight="bold", size=10)
             if index in names:
                 right = (columns - 1) * wide + width(panels[-1][1])

@@ -124,7 +124,8 @@ def named(rows):
 
 def words_of(table, state, most=BARS):
     """One sentence on what the state shows, for alt text."""
-    rows, column = chosen(table, state), SORTED[state.sort]
+    rows = chosen(table, state)
+    column = SORTED[state.sort]
     if state.picture == "scaling" and (lines := scaled(rows)):
         rows = rows[rows["cell"].isin(pd.concat(lines)["cell"])]
     ends = named(rows).iloc[[0, -1]]

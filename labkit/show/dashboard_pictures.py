@@ -20,9 +20,14 @@ from labkit.memory.memory_tracker import KINDS
 from labkit.show import style
 from labkit.show.bars import stack
 
-BARS, LINES = 12, 6  # how many can be distinguished, and drawn in 200 ms
+# how many can be distinguished, and drawn in 200 ms
+BARS = 12
+LINES = 6
 CUT = 3  # medians: a bar that is longer is cut, so that the others can be read
-WIDTH, ROW, LETTER = 8.6, 0.25, 0.074  # inches: of a figure, a bar's row, a letter of a label
+# inches: of a figure, a bar's row, a letter of a label
+WIDTH = 8.6
+ROW = 0.25
+LETTER = 0.074
 PHASES = {"forward_ms": "forward", "backward_ms": "backward", "optimizer_ms": "optimizer"}
 
 

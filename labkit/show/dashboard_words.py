@@ -91,7 +91,8 @@ def in_words(table):
     ratio = f"ratio ({interval_name(*table['pairs'])})"
     rows = []
     for row in table.to_dict("records"):
-        low, high = row["step_low"], row["step_high"]
+        low = row["step_low"]
+        high = row["step_high"]
         words = {"what": row["label"]} | ({"model": style.name(row["model"])} if many else {})
         words |= {"on": row["world"], "step, ms": f"{row['step_ms']:.1f} ({low:.1f}–{high:.1f})"}
         own = row["cell"] == row["base"]

@@ -8,6 +8,7 @@ import pandas as pd
 
 from labkit.measure.diagnosis_metrics import own_ms, step_ms, useful
 from labkit.show import style
+from labkit.show.bars import stack
 from labkit.show.live import COLOURS, by_rank, legend, parts_of
 
 SKIPPED = style.PURPLE
@@ -48,17 +49,18 @@ def treated(frame, title=None):
     frame: rows of runs with "cause", "changed" (bool) and "gain", as diagnose has predicted it.
     """
     causes = list(dict.fromkeys(frame["cause"]))
-    ticks, written = [], []
+    ticks = []
+    written = []
     with style.look():
         figure, axes = style.new_figure(8.5, 1.3 + 0.75 * len(causes))
         for place, cause in enumerate(causes):
             for changed in (False, True):
                 rows = frame[(frame["cause"] == cause) & (frame["changed"] == changed)]
-                y, left = 2.4 * place + 0.95 * changed, 0.0
-                for part, ms in parts(rows).items():
-                    colour = COLOURS.get(part, SKIPPED)
-                    axes.barh(y, ms, 0.85, left=left, color=colour)
-                    left += ms
+                y = 2.4 * place + 0.95 * changed
+                pieces = {
+                    part: ([ms], COLOURS.get(part, SKIPPED)) for part, ms in parts(rows).items()
+                }
+                left = stack(axes, [y], pieces, 0.85)[0]
                 ticks.append((y, f"{cause}, changed" if changed else cause))
                 predicted = rows["gain"].iloc[0] * (written[-1][2] if changed else left)
                 if changed:

@@ -59,7 +59,8 @@ def rows(costs, step, state):
     """DataFrame scaling, ranks, efficiency: predicted, for RANKS."""
     sizes = tuple(size * state.gradients for size in step.sizes)
     own = step._replace(asleep_ms=step.asleep_ms * state.compute, sizes=sizes)
-    alone, found = scaling.step_ms(costs, own, 1), []
+    alone = scaling.step_ms(costs, own, 1)
+    found = []
     for kind in state.kinds:
         for n in RANKS:
             mine, ideal = (own.shared(n), n) if kind == "strong" else (own, 1)

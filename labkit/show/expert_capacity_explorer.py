@@ -1,6 +1,5 @@
 """Explorer of expert capacity: the share of recorded rows that a capacity would drop.
 
-    [ figure ] one-line takeaway, table       ordinary outputs: GitHub, batch runs, offline too
     run v   capacity v                        controls: they re-plot saved rows and launch nothing
 
 The frame is labkit/show/expert_load.py's. The capacity cuts the load summed over all ranks: a rank

@@ -105,7 +105,8 @@ def reach(gradients, name="fp16", scale=1.0, title=None):
     gradients: array of real ones, or its powers(). Raises ValueError where all are zero.
     """
     counts = gradients if isinstance(gradients, dict) else powers(gradients)
-    shift, one = math.log2(scale), FORMATS[name]
+    shift = math.log2(scale)
+    one = FORMATS[name]
     with style.look():
         layout = {"sharex": True, "gridspec_kw": {"height_ratios": [1.5, 1]}}
         figure, (axes, below) = style.new_figure(9.5, 5.2, rows=2, **layout)
@@ -187,9 +188,11 @@ def facts():
 
 def takeaway(counts, state):
     """One sentence on the gradients' fate."""
-    found, total = by_fate(counts, FORMATS[state.format], state.scale), sum(counts.values())
+    found = by_fate(counts, FORMATS[state.format], state.scale)
+    total = sum(counts.values())
     zero, over = (sum(map(counts.get, found.get(key, []))) for key in ("zero", "overflow"))
-    zero, over = 100 * zero / total, 100 * over / total
+    zero = 100 * zero / total
+    over = 100 * over / total
     return (
         f"In {state.format}, with a loss scale of {state.scale:g}, "
         f"{zero:.3g} % of these gradients become zero "

@@ -1,6 +1,5 @@
 """Explorer of FSDP: memory and step time of each unit, mode and prefetch.
 
-    [ figure ] one-line takeaway, table   ordinary outputs: GitHub, batch runs, offline too
     unit v   mode v   ahead v             controls: they re-plot what was measured, measure nothing
     step  |  o                            every choice a point; the controls' choice has a ring
     time  |      o (o)
@@ -56,13 +55,15 @@ def words_of(state):
 
 def draw(frame, state):
     """Figure: step time over parameters held at most, a point per choice, a ring on the chosen."""
-    points, mine = medians(frame), medians(chosen(frame, state)).iloc[0]
+    points = medians(frame)
+    mine = medians(chosen(frame, state)).iloc[0]
     colours = style.palette(dict.fromkeys(points["unit"]))
     divisor, unit = style.byte_scale(points["held_bytes"].max())
     with style.look():
         figure, axes = style.new_figure(8.0, 4.4)
         for (part, mode), rows in points.groupby(["unit", "mode"], sort=False):
-            xs, ys = rows["held_bytes"] / divisor, rows["step_ms"]
+            xs = rows["held_bytes"] / divisor
+            ys = rows["step_ms"]
             ours = (part, mode) == (state.unit, state.mode)
             look = {
                 "marker": MARKERS.get(mode, "D"),
@@ -101,7 +102,8 @@ def draw(frame, state):
 
 def takeaway(frame, state):
     """One sentence: what this choice holds and takes, and how many hold less."""
-    points, mine = medians(frame), medians(chosen(frame, state)).iloc[0]
+    points = medians(frame)
+    mine = medians(chosen(frame, state)).iloc[0]
     held, step, bare = (style.quantity(mine[c], style.unit_of(c)) for c in COLUMNS[3:])
     less = int((points["held_bytes"] < mine["held_bytes"]).sum())
     return (
@@ -122,7 +124,8 @@ def bands(frame, state):
 
 def small(frame):
     """DataFrame of texts: a row per unit and mode, memory and step time for each prefetch."""
-    points, rows = medians(frame), []
+    points = medians(frame)
+    rows = []
     for (unit, mode), mine in points.groupby(["unit", "mode"], sort=False):
         row = {"unit": unit, "mode": mode}
         for column, short in (("held_bytes", "held"), ("step_ms", "step")):

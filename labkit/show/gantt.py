@@ -31,7 +31,8 @@ def timeline(frame, title=None):
         figure, axes = canvas(9.0, height, frame["end_ms"].max(), *ends)
         labels = []
         for rank in ranks:
-            mine, bare = frame[frame["rank"] == rank], exposed(frame, rank)
+            mine = frame[frame["rank"] == rank]
+            bare = exposed(frame, rank)
             for index, span in mine.iterrows():
                 labels += draw_span(axes, span, heights[index], bare)
             write_exposed(axes, mine, bare, heights)
@@ -86,7 +87,9 @@ def inner(frame):
 
 def place(frame, ranks):
     """{index: (y, row)} by rank and lane; a span goes to the first row of its lane that is free."""
-    rows, row, y = {}, 0, 0.0
+    rows = {}
+    row = 0
+    y = 0.0
     for rank in ranks:
         mine = frame[frame["rank"] == rank]
         lanes = [*LANES, *(lane for lane in mine["lane"].unique() if lane not in LANES)]
@@ -102,7 +105,8 @@ def place(frame, ranks):
                     )
                     ends[free : free + 1] = [span["end_ms"]]
                     rows[index] = (y + free, row + free)
-                y, row = y + len(ends), row + len(ends)
+                y = y + len(ends)
+                row = row + len(ends)
         y += 0.5
     return rows
 
@@ -119,7 +123,8 @@ def colour_of(span):
 
 def draw_span(axes, span, y, bare):
     """One bar: plain at work; hatched if exposed (network) or waiting for the network (compute)."""
-    colour, whole = colour_of(span), [(span["start_ms"], span["end_ms"])]
+    colour = colour_of(span)
+    whole = [(span["start_ms"], span["end_ms"])]
     free = subtract(whole, bare)
     hatched = subtract(whole, free)
     network = span["lane"] == "network"

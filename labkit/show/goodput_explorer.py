@@ -72,7 +72,8 @@ def rows(job, state):
 def headline(state):
     how = " in the background" if state.background else ""
     often = "" if state.share == 1 else f", at {state.share:g} x Young's interval"
-    save, restart = f"a save of {state.save:g} s{how}", f"restarts of {state.restart:g} s"
+    save = f"a save of {state.save:g} s{how}"
+    restart = f"restarts of {state.restart:g} s"
     return f"Rate of {state.rate}, {save}, {restart}{often}"
 
 

@@ -1,6 +1,5 @@
 """Explorer of compressors: the gradient, what arrives, the residual, and how sums catch up.
 
-    [ figures ] takeaway, table               ordinary outputs: GitHub, batch runs, offline too
     compressor v   feedback v   step v        controls: they re-plot what was recorded, send nothing
     carried        a window of the gradient in one step, by element; beneath: waiting or missing
     catching_up    the error of a step, and of the sums over all: with feedback the second falls
@@ -90,7 +89,8 @@ def row_of(frame, state):
 
 def carried(frame, state):
     """Figure: a window of the gradient and what arrived; below, what waits or else is missing."""
-    row, colour = row_of(frame, state), style.palette(frame["compressor"])[state.compressor]
+    row = row_of(frame, state)
+    colour = style.palette(frame["compressor"])[state.compressor]
     gradient, arrived, residual = (np.array(row[name], dtype=float) for name in VECTORS)
     places = row["first"] + np.arange(len(gradient))
     with style.look():

@@ -25,7 +25,10 @@ class Panel:
     """Buttons, and the bar of the launch. `.panel` is the widget, `.message` its text."""
 
     def __init__(self, begin, world_size):
-        self.begin, self.step, self.attempt, self.kills = begin, 0, 1, []
+        self.begin = begin
+        self.step = 0
+        self.attempt = 1
+        self.kills = []
         self.start = button("Start", "play", self.started)
         self.victims = [
             button(f"Kill rank {rank}", "bolt", lambda _, rank=rank: self.kill(rank))
@@ -44,7 +47,9 @@ class Panel:
         self.message.value = f"<p>{html.escape('; '.join([*self.kills, words]))}</p>"
 
     def started(self, button=None):
-        self.step, self.attempt, self.kills = 0, 1, []
+        self.step = 0
+        self.attempt = 1
+        self.kills = []
         self.enable(running=True)
         self.say("the ranks start")
         self.thread = threading.Thread(target=self.work, daemon=True)

@@ -132,7 +132,8 @@ def legend(figure, more=None, loc="outside lower left"):
 def takeaway(rows, run=None):
     """One sentence: the step reached, the time of a step, and how much of it is waiting."""
     latest = rows[rows["step"] > rows["step"].max() - LATEST]
-    ms, waits = latest["step_ms"].median(), latest["exposed_comm_ms"].median()
+    ms = latest["step_ms"].median()
+    waits = latest["exposed_comm_ms"].median()
     words = f"run {run}: " if run is not None else ""
     words += f"{rows['rank'].nunique()} ranks, step {rows['step'].max():.0f}; a step takes "
     words += f"{ms:.1f} ms, and {waits:.1f} ms of it a rank waits for messages"
@@ -159,8 +160,13 @@ class Live:
     """
 
     def __init__(self, provenance="measured", by="run", keep=True):
-        self.provenance, self.by, self.keep = provenance, by, keep
-        self.rows, self.next, self.handle, self.broken = [], 0.0, None, None
+        self.provenance = provenance
+        self.by = by
+        self.keep = keep
+        self.rows = []
+        self.next = 0.0
+        self.handle = None
+        self.broken = None
         self.image = ipywidgets.HTML()
 
     def update(self, step, total):

@@ -1,6 +1,5 @@
 """Explorer of local SGD: the time to a loss, predicted for a link of another speed.
 
-    [ figure ] one-line takeaway, table     ordinary outputs: GitHub, batch runs, offline too
     link speed v                            controls: they re-plot saved rows and launch nothing
     [x] every step [x] H = 4 [x] H = 16 ...
 
@@ -55,7 +54,8 @@ def takeaway(frame, target, state):
     there = ends.dropna(subset=["seconds"])
     if there.empty:
         return f"{headline(state)}: none of them reaches a loss of {target:g}."
-    best, base = there.loc[there["seconds"].idxmin()], ends.iloc[0]
+    best = there.loc[there["seconds"].idxmin()]
+    base = ends.iloc[0]
     words = f"{headline(state)}: {best['run']} is first at a loss of {target:g}, after "
     words += style.quantity(best["seconds"], "s")
     if best["run"] != base["run"] and pd.notna(base["seconds"]):

@@ -23,7 +23,8 @@ def loss_scales(frame, by="run", title=None):
         ends = []
         for one, width in zip(groups, line_widths(groups, 1.8, 1.3), strict=True):
             mine = frame[frame[by] == one].sort_values("step")
-            steps, scales = mine["step"].to_numpy(), mine["scale"].to_numpy()
+            steps = mine["step"].to_numpy()
+            scales = mine["scale"].to_numpy()
             axes.step(steps, scales, where="post", color=colours[one], linewidth=width)
             skipped = mine["skipped"].to_numpy(bool)
             look = {"marker": "X", "linestyle": "", "zorder": 4, "markeredgewidth": 0}

@@ -1,6 +1,5 @@
 """Explorer of memory by kind: stage, world size, precision and batch.
 
-    [ figure ] one-line takeaway, table       ordinary outputs: GitHub, batch runs, offline too
     ranks v   precision v   batch v           controls: they estimate and launch nothing
     [x] DDP [x] ZeRO-1 [x] ZeRO-2 [x] FSDP    stages side by side; a line where a rank's memory ends
 
@@ -68,7 +67,8 @@ def headline(state):
 def draw(predict, state):
     """Figure: a stacked bar per stage, a line at the capacity. ValueError without a stage."""
     need_one(state.stages, "stage")
-    shown, capacity = rows(predict, state)[["stage", *KINDS]], state.capacity or 0
+    shown = rows(predict, state)[["stage", *KINDS]]
+    capacity = state.capacity or 0
     figure = memory_bars(shown, title=headline(state), label="stage", up_to=capacity)
     if state.capacity is not None:
         axes = figure.axes[0]
@@ -91,7 +91,8 @@ def draw(predict, state):
 def takeaway(predict, state):
     """One sentence: the most, the least, and the first stage that fits."""
     frame = rows(predict, state)
-    most, least = frame.loc[frame["total"].idxmax()], frame.loc[frame["total"].idxmin()]
+    most = frame.loc[frame["total"].idxmax()]
+    least = frame.loc[frame["total"].idxmin()]
     words = (
         f"{headline(state)}: {style.quantity(most['total'], 'bytes')} a rank "
         f"for {style.name(most['stage'])}"
@@ -101,7 +102,8 @@ def takeaway(predict, state):
         words += f", {most['total'] / least['total']:.1f} times less"
     if state.capacity is None:
         return words + "."
-    fits, room = frame[frame["total"] <= state.capacity], style.quantity(state.capacity, "bytes")
+    fits = frame[frame["total"] <= state.capacity]
+    room = style.quantity(state.capacity, "bytes")
     first = (
         f"The first to fit into {room} is {style.name(fits['stage'].iloc[0])}." if len(fits) else ""
     )

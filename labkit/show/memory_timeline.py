@@ -64,7 +64,8 @@ def thinned(samples):
     """
     table = np.array([[sizes[kind] for kind in KINDS] for _, sizes in samples], float)
     totals = table.sum(axis=1)
-    kept, least = [0], totals.max() * FINEST
+    kept = [0]
+    least = totals.max() * FINEST
     for position, row in enumerate(table):
         if np.abs(row - table[kept[-1]]).max() > least:
             kept.append(position)

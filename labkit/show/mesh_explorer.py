@@ -22,7 +22,9 @@ from labkit.show import controls, style
 from labkit.show.explorer import explore
 
 CUTS = {"pp": "layers", "dp": "samples", "cp": "tokens", "tp": "matrices"}
-WIDE, HIGH = 2.0, 1.35  # of a box
+# of a box
+WIDE = 2.0
+HIGH = 1.35
 ROW = 2.1  # from one row of boxes to the next
 
 
@@ -72,7 +74,8 @@ def holdings(axes, model):
     for at in coordinates(axes):
         own = {}
         for axis, what in CUTS.items():
-            size, place = axes.get(axis, 1), at.get(axis, 0)
+            size = axes.get(axis, 1)
+            place = at.get(axis, 0)
             if axis == "tp":
                 own[what] = place, size
             elif axis == "cp" and size > 1:
@@ -100,7 +103,8 @@ def words(what, held, model):
 
 def draw(model, state, local):
     """Figure: the ranks on their nodes, joined along one axis."""
-    axes, ranks = state.axes, prod(dict(state.sizes).values())
+    axes = state.axes
+    ranks = prod(dict(state.sizes).values())
     across = min(local, 4)  # boxes in a row
     rows = -(-local // across)
     nodes = ranks // local
@@ -138,13 +142,17 @@ def draw(model, state, local):
 
 def join(plot, one, other, colour):
     """A line between two boxes; an arc if others may be in between."""
-    (x, y), (u, v) = one, other
-    begin, end = (x + WIDE / 2, y), (u + WIDE / 2, v)
+    (x, y) = one
+    (u, v) = other
+    begin = (x + WIDE / 2, y)
+    end = (u + WIDE / 2, v)
     if y == v:
         bend = -0.25 if u - x > 3 else 0.0
         begin, end = ((x + WIDE, y - HIGH / 2), (u, v - HIGH / 2)) if not bend else (begin, end)
     else:
-        bend, begin, end = 0.0, (x + WIDE / 2, y - HIGH), (u + WIDE / 2, v)
+        bend = 0.0
+        begin = (x + WIDE / 2, y - HIGH)
+        end = (u + WIDE / 2, v)
     look = {"arrowstyle": "-", "linewidth": 2.2, "color": colour}
     look |= {"connectionstyle": f"arc3,rad={bend}"}
     plot.annotate("", end, begin, arrowprops=look, zorder=2)

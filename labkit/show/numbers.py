@@ -69,7 +69,8 @@ class Format:
         """(sign, exponent, fraction) of a value, rounded to this format, as strings of 0 and 1."""
         stored = float(self.round(value))
         sign = "1" if np.signbit(value) else "0"
-        e, f = self.exponent_bits, self.fraction_bits
+        e = self.exponent_bits
+        f = self.fraction_bits
         if not np.isfinite(stored):
             # infinity: all exponent bits, no fraction bit; NaN: some, e4m3's all.
             fraction = "0" * f if np.isinf(stored) else "1" * f
@@ -109,7 +110,8 @@ def fate(values, name, scale=1.0):
         raise ValueError("no value is finite and different from zero")
     one = FORMATS[name]
     stored = one.round(values * scale)
-    zero, overflow = stored == 0, ~np.isfinite(stored)
+    zero = stored == 0
+    overflow = ~np.isfinite(stored)
     subnormal = ~zero & ~overflow & (stored < one.smallest_normal)
     shares = {
         "zero": zero,

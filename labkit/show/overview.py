@@ -37,12 +37,10 @@ def overview(frame, title=None, panels=PANELS):
             draw_bars(axes, bars, style.unit_of(metric))
             axes.set_xlim(0, axes.get_xlim()[1] * 1.22)
             names = [style.name(strategy) for strategy in strategies]
-            axes.set_yticks(places, names if column == 0 else [""] * len(names))
+            style.name_rows(axes, places, names if column == 0 else [""] * len(names))
             axes.set_title(
                 style.axis_label(metric, axes.value_unit), loc="left", size=9.5, weight="normal"
             )
-            axes.tick_params(axis="y", length=0)
-            axes.spines["left"].set_visible(False)
             axes.grid(axis="x")
         draw_losses(grid[1], frame, strategies, colours)
         style.entitle(figure, title)

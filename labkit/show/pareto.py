@@ -45,7 +45,9 @@ def pareto(frame, x, y, by="form", title=None):
             *zip(*steps, strict=True), where="post", color=style.FAINT, linewidth=1.2, zorder=1
         )
         for number, name in enumerate(names):
-            (at, height), (left, under), (right, over) = middle[number], low[number], high[number]
+            (at, height) = middle[number]
+            (left, under) = low[number]
+            (right, over) = high[number]
             axes.plot([left, right], [height, height], color=colours[name], linewidth=1.2, zorder=2)
             axes.plot([at, at], [under, over], color=colours[name], linewidth=1.2, zorder=2)
             fill = colours[name] if number in best else style.GROUND

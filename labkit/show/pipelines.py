@@ -57,7 +57,8 @@ def pipelines(frames, title=None):
     end = max(frame["end_ms"].max() for frame in frames.values())
     with style.look():
         figure, axes = canvas(8.6, 1.2 + 0.27 * rows, end, -0.3, rows - 0.4)
-        top, ticks = 0.0, {}
+        top = 0.0
+        ticks = {}
         for name, frame in frames.items():
             draw_band(axes, name, frame, top, ticks, end)
             top += frame["rank"].nunique() + BAND
@@ -91,7 +92,8 @@ def draw_band(axes, name, frame, top, ticks, end):
         for action in mine.itertuples():
             colour = style.COLOURS[KINDS[action.kind]]
             face = style.lighter(colour, 0.5) if action.stage != first else colour
-            start, stop = action.start_ms, action.end_ms
+            start = action.start_ms
+            stop = action.end_ms
             box(axes, y, start, stop, BOX, color=face, edgecolor=style.GROUND, linewidth=0.6)
             if stop - start > 0.013 * end:
                 middle = (start + stop) / 2

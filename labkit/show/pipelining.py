@@ -52,7 +52,8 @@ def compared(frames, states, unit_ms):
     rows = []
     for name, frame in frames.items():
         schedule = states[name].written()
-        predicted, measured = bubble(played(schedule, unit_ms)), bubble(frame)
+        predicted = bubble(played(schedule, unit_ms))
+        measured = bubble(frame)
         share = len(routes(schedule)[0]) / len(schedule)  # stages of the model, a rank
         held = ", ".join(f"{count / share:g}" for count in most_held(schedule))
         rows.append((name, predicted, measured, measured / predicted, held))

@@ -54,7 +54,8 @@ class State:
 
 def narrowed(space, n, c):
     """(the fastest Found of few layouts on n GPUs or None, the smallest (Peak, Job) refused)."""
-    best, refused = None, []
+    best = None
+    refused = []
     for layout in space.layouts(n):
         thinnest = layout.shape.layers // layout.pp
         for jobs in () if layout.zero == 2 else space.batches(layout):

@@ -1,35 +1,35 @@
 """All pictures by one name: pure functions from data to a Figure, and two ways to show it.
 
-timeline                    two lanes a rank, compute and network         gantt.py
-schedules                   one step in several orders, a band each       schedules.py
-pipelines                   a box per action of a pipeline, a row per rank   pipelines.py
-held_against                a step simulated, and the same step measured  simulated_vs_measured.py
-residency                   when each unit of a sharded model is unsharded   unit_residency.py
-grouped_bars                medians with quartiles, a value on each bar   bars.py
-memory_bars                 memory by kind, stacked                       bars.py
-measured_against_predicted  ratios around 1                               bars.py
-memory_and_traffic          bytes held, and beside them bytes sent        memory_and_traffic.py
-stacked_bars                parts of a total, a thin bar a repetition     stacked_bars.py
-loss_curves, sweep          lines named at their ends                     curves.py
-memory_over_time            the memory of one rank, change by change      curves.py
-saw                         the same of several runs, on one scale        memory_timeline.py
-efficiency                  efficiency over ranks, and the ideal line     efficiency.py
-memory_by_length            bytes over sequence length           sequence_length_explorer.py
-broken                      losses of resumed runs, and their difference  resumed_runs.py
-race                        when, and for how many bytes, a loss is reached  time_to_loss_curves.py
-loss_scales                 the loss scale over time, and skipped steps   loss_scale.py
-step_over_link              step time over link speed, and crossovers     time_vs_bandwidth.py
-carried, catching_up        a gradient through a compressor, step by step gradients.py
-bit_layout, reach           a value's bits, real gradients over six formats  formats.py
-pareto                      two costs, and the points on the Pareto front pareto.py
-switched                    without and with an option, arrows between    with_and_without.py
-against_published           predictions beside published figures          predictions.py
-time_and_money              days and GPU-hours by the number of GPUs      predictions.py
-before_after, step_by_step, chunks with the ranks that were summed in them   collective_chunks.py
+timeline                    two lanes a rank, compute and network        gantt.py
+schedules                   one step in several orders, a band each      schedules.py
+pipelines                   a box per action, a row per rank             pipelines.py
+held_against                a step simulated, and the same step measured simulated_vs_measured.py
+residency                   when each unit of FSDP is unsharded          unit_residency.py
+grouped_bars                medians with quartiles, a value on each bar  bars.py
+memory_bars                 memory by kind, stacked                      bars.py
+measured_against_predicted  ratios around 1                              bars.py
+memory_and_traffic          bytes held, and beside them bytes sent       memory_and_traffic.py
+stacked_bars                parts of a total, a thin bar a repetition    stacked_bars.py
+loss_curves, sweep          lines named at their ends                    curves.py
+memory_over_time            the memory of one rank, change by change     curves.py
+saw                         the same of several runs, on one scale       memory_timeline.py
+efficiency                  efficiency over ranks, and the ideal line    efficiency.py
+memory_by_length            bytes over sequence length                   sequence_length_explorer.py
+broken                      losses of resumed runs, their difference     resumed_runs.py
+race                        when a loss is reached, and for what bytes   time_to_loss_curves.py
+loss_scales                 the loss scale over time, and skipped steps  loss_scale.py
+step_over_link              step time over link speed, and crossovers    time_vs_bandwidth.py
+carried, catching_up        a gradient through a compressor              gradients.py
+bit_layout, reach           a value's bits, gradients in six formats     formats.py
+pareto                      two costs, and the Pareto front              pareto.py
+switched                    without and with an option, arrows between   with_and_without.py
+against_published           predictions beside published figures         predictions.py
+time_and_money              days and GPU-hours by the number of GPUs     predictions.py
+before_after, step_by_step, chunks, and the ranks summed in them         collective_chunks.py
 side_by_side
-load_map                    experts over steps, coloured by their load    expert_load.py
-turns                       work of each rank in each round of a ring     ring_load.py
-present, save               into the notebook, into figures/              publish.py
+load_map                    experts over steps, coloured by their load   expert_load.py
+turns                       work of each rank in each round of a ring    ring_load.py
+present, save               into the notebook, into figures/             publish.py
 """
 
 from labkit.show.bars import grouped_bars, measured_against_predicted, memory_bars

@@ -15,9 +15,11 @@ def turns(frame, title=None):
 
     Below a grid: the sum over rounds of the busiest rank's tiles.
     """
-    orders, most = list(dict.fromkeys(frame["order"])), max(frame["tiles"].max(), 1)
+    orders = list(dict.fromkeys(frame["order"]))
+    most = max(frame["tiles"].max(), 1)
     with style.look():
-        ranks, count = frame["rank"].nunique(), frame["turn"].nunique()
+        ranks = frame["rank"].nunique()
+        count = frame["turn"].nunique()
         height = 1.7 + 0.45 * count
         figure, grids = style.new_figure(8.0, height, columns=len(orders), squeeze=False)
         for order, axes in zip(orders, grids[0], strict=True):

@@ -38,7 +38,8 @@ def schedules(frames, title=None, floor_ms=None, floor_words="without messages")
         axes.grid(axis="x")
         if floor_ms is not None:
             mark(axes, floor_ms, floor_words)
-        labels, rows = [], {}
+        labels = []
+        rows = {}
         for index, (name, frame) in enumerate(frames.items()):
             top = BAND * index
             labels += draw_band(axes, name, frame, top)

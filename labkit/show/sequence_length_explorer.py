@@ -1,6 +1,5 @@
 """Explorer of sequence lengths: memory by variant, and the longest sequence that fits.
 
-    [ figure ] one-line takeaway, table       ordinary outputs: GitHub, batch runs, offline too
     heads v   ranks v   ...                   controls: they predict anew and launch nothing
     [x] all scores at once [x] tiles          lines side by side; a dashed one at a GPU's memory
 
@@ -75,7 +74,8 @@ def draw(predict, state):
 
 def takeaway(predict, state):
     """One sentence: the longest of the lengths that fits, of each form."""
-    frame, longest = rows(predict, state), []
+    frame = rows(predict, state)
+    longest = []
     for form, of_form in frame.groupby("form", sort=False):
         fits = of_form[of_form["bytes"] <= CAPACITY]["tokens"]
         words = f"{fits.max():,} tokens" if len(fits) else "none of these lengths"

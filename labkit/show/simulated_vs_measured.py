@@ -34,7 +34,8 @@ def held_against(steps, title=None):
     end = max(frame["end_ms"].max() for frame in steps.values())
     with style.look():
         figure, axes = canvas(9.0, 1.2 + 0.27 * count, end, -0.5, count - 0.4)
-        top, ticks = 0.0, {}
+        top = 0.0
+        ticks = {}
         for name, frame in steps.items():
             top = draw_step(axes, name, frame, top, ticks, end)
         seen = [k for k in COLOURS if any((f["lane"] == k).any() for f in steps.values())]

@@ -30,7 +30,8 @@ def stacked_bars(frame, value, category, part, repetition, title=None, unit=None
     divisor, shown_unit = style.byte_scale(totals.max()) if unit == "bytes" else (1, unit)
     with style.look():
         figure, axes = style.new_figure(8.0, 1.6 + 0.24 * len(totals))
-        y, middles = 0.0, {}
+        y = 0.0
+        middles = {}
         for one in dict.fromkeys(frame[category]):
             mine = (
                 frame[frame[category] == one]
@@ -46,7 +47,7 @@ def stacked_bars(frame, value, category, part, repetition, title=None, unit=None
             y += len(mine) + GAP
         axes.set_xlim(0, totals.max() / divisor * 1.14)
         axes.set_ylim(y - GAP, -1)
-        axes.set_yticks(list(middles.values()), [style.name(one) for one in middles])
+        style.name_rows(axes, list(middles.values()), [style.name(one) for one in middles])
         axes.set_xlabel(style.axis_label(value, shown_unit))
         style.legend_below(figure, *axes.get_legend_handles_labels())
         finish(figure, axes, title)

@@ -47,7 +47,8 @@ def reached(frame, target):
 def shades(frame):
     """{run: colour}: its family's; several runs of one from pale to dark as they appear."""
     families = frame.groupby("family", sort=False)["run"].unique()
-    base, found = style.palette(families.index), {}
+    base = style.palette(families.index)
+    found = {}
     for family, runs in families.items():
         for place, run in enumerate(runs):
             found[run] = style.lighter(
@@ -58,7 +59,8 @@ def shades(frame):
 
 def race(frame, target, title=None):
     """Figure: at what seconds and bytes each run reached the target, and its loss over both."""
-    ends, colours = reached(frame, target), shades(frame)
+    ends = reached(frame, target)
+    colours = shades(frame)
     with style.look():
         figure, grid = style.new_figure(
             11.0,
@@ -120,7 +122,9 @@ def draw_losses(axes, frame, target, price, factor, colours):
 def draw_ends(axes, ends, price, factor, left, colours):
     """A line to the point where a run reached the target, and the value; or words if it did not."""
     for place, row in enumerate(ends.to_dict("records")):
-        at, words, colour = left, "not reached", colours[row["run"]]
+        at = left
+        words = "not reached"
+        colour = colours[row["run"]]
         if not math.isnan(row[price]):
             at = max(row[price] / factor, left)
             words = style.quantity(row[price], "s" if price == "seconds" else "bytes")

@@ -71,7 +71,9 @@ def crossovers(frame, baseline):
 
     measured: of two fits, NaN where one is missing. inf: at every speed. 0.0: at no lower speed.
     """
-    found, fitted, rows = costs(frame), fits(frame), []
+    found = costs(frame)
+    fitted = fits(frame)
+    rows = []
     for method in [one for one in found if one != baseline]:
         both = baseline in fitted and method in fitted
         measured = crossover(fitted[baseline], fitted[method]) if both else math.nan
@@ -98,7 +100,9 @@ def wins(a, b):
 
 def reach(frame, baseline):
     """(lowest, highest) link speed drawn: what was measured and, where near, the crossovers."""
-    found, low, high = costs(frame), frame["link_mbit"].min(), frame["link_mbit"].max()
+    found = costs(frame)
+    low = frame["link_mbit"].min()
+    high = frame["link_mbit"].max()
     crossings = [crossing(found[baseline], cost) for cost in found.values()]
     speeds = [low, high, *(at for at in crossings if at and low / FAR <= at <= high * FAR)]
     return min(speeds) / 1.5, max(speeds) * 1.5
@@ -112,15 +116,19 @@ def step_over_link(frame, baseline=None, title=None, methods=None, at=None):
     by side if they are nearly equal. Raises ValueError for a frame without rows or columns.
     """
     found = costs(frame)
-    colours, baseline = style.palette(found), baseline or next(iter(found))
+    colours = style.palette(found)
+    baseline = baseline or next(iter(found))
     speeds = np.geomspace(*reach(frame, baseline), 100)
     shown = [one for one in found if methods is None or one in methods or one == baseline]
     with style.look():
         figure, axes = style.new_figure(9.5, 3.2 + 0.2 * len(shown))
-        ends, rings = [], []
+        ends = []
+        rings = []
         beside = side_by_side(axes, frame[frame["method"].isin(shown)], speeds)
         for method in shown:
-            cost, colour, words = found[method], colours[method], style.name(method)
+            cost = found[method]
+            colour = colours[method]
+            words = style.name(method)
             times = predicted(*cost, speeds)
             axes.plot(speeds, times, color=colour, linewidth=2.6 if method == baseline else 1.8)
             draw_points(axes, frame[frame["method"] == method], colour, beside)
@@ -186,7 +194,8 @@ def draw_points(axes, rows, colour, beside):
     for (method, speed), times in rows.dropna(subset=["step_ms"]).groupby(["method", "link_mbit"])[
         "step_ms"
     ]:
-        found, x = summary(times), beside[method, speed]
+        found = summary(times)
+        x = beside[method, speed]
         around = [[found.median - found.low], [found.high - found.median]]
         axes.errorbar(
             x, found.median, yerr=around, color=colour, capsize=2.5, elinewidth=1.2, zorder=3

@@ -17,7 +17,9 @@ from labkit.show.schedules import draw_heading, draw_work, in_turn, write_end
 
 LANE = "whole"  # the lane of the spans in which a unit is whole
 THIN = 0.5  # height of a unit's row, in rows
-HEAD, GAP = 0.9, 0.6  # of a band's name, and below the band
+# of a band's name, and below the band
+HEAD = 0.9
+GAP = 0.6
 
 
 def residency(frames, title=None):
@@ -38,7 +40,9 @@ def residency(frames, title=None):
         end = max(frame["end_ms"].max() for frame in frames.values())
         bottom = sum(heights) - GAP - 0.4
         figure, axes = canvas(9.5, 0.9 + 0.36 * sum(heights), end, -0.4, bottom)
-        labels, ticks, y = [], {}, 0.0
+        labels = []
+        ticks = {}
+        y = 0.0
         for (name, frame), height in zip(frames.items(), heights, strict=True):
             labels += draw_lanes(axes, name, frame, y, ticks)
             draw_units(axes, frame, y + HEAD + 3, ticks)
@@ -68,7 +72,8 @@ def draw_lanes(axes, name, frame, top, ticks):
 
 def draw_units(axes, frame, top, ticks):
     """A thin row per unit, and the most that is whole at once."""
-    spans, colour = frame[frame["lane"] == LANE], style.COLOURS["parameters"]
+    spans = frame[frame["lane"] == LANE]
+    colour = style.COLOURS["parameters"]
     rows = {unit: top + THIN * (place - 0.3) for place, unit in enumerate(units_of(frame))}
     for _, span in spans.iterrows():
         row = rows[span["name"]]

@@ -58,7 +58,8 @@ def error(predicted, measured):
 def errors(table):
     """DataFrame of texts: each measured combination that the prediction does not use."""
     found = held_against(table)
-    rows, name = [], interval_name(*found.get("pairs", [0]))
+    rows = []
+    name = interval_name(*found.get("pairs", [0]))
     for row in found.to_dict("records"):
         what = " + ".join(change(name, value) for name, value in row["changes"])
         line = {"what": what, "model": style.name(row["model"]), "on": row["world"]}
@@ -79,7 +80,8 @@ class Progress:
         self.widget = ipywidgets.IntProgress(value=0, max=1, layout={"width": "180px"})
 
     def update(self, step, total):
-        self.widget.max, self.widget.value = total, step
+        self.widget.max = total
+        self.widget.value = step
 
     def record(self, row):
         """The board draws all rows at the end."""
@@ -95,11 +97,15 @@ class WhatIf:
     """
 
     def __init__(self, table, model, sweep):
-        self.table, self.model, self.sweep = table, model, sweep
-        self.thread, self.found = None, {}
+        self.table = table
+        self.model = model
+        self.sweep = sweep
+        self.thread = None
+        self.found = {}
         bases = table[(table["model"] == model) & (table["cell"] == table["base"])]
         self.world = controls.menu("on", list(bases["world"]), bases["world"].iloc[0])
-        base, changed = bases.iloc[0], {}
+        base = bases.iloc[0]
+        changed = {}
         for field, value in singles(table, model):
             changed.setdefault(field, [base[field]]).append(value)
         self.fields = {
@@ -109,7 +115,8 @@ class WhatIf:
             for field, values in changed.items()
             if field != "seed"
         }
-        self.answer, self.message = ipywidgets.HTML(), ipywidgets.HTML()
+        self.answer = ipywidgets.HTML()
+        self.message = ipywidgets.HTML()
         self.button = ipywidgets.Button(
             description="Measure this cell", icon="play", button_style="primary"
         )
@@ -152,7 +159,8 @@ class WhatIf:
         if base["nodes"] == 1:
             fields["link_mbit"] = None
         self.message.value = "measuring, interleaved with its base …"
-        self.button.disabled, self.stop_button.disabled = True, False
+        self.button.disabled = True
+        self.stop_button.disabled = False
         fields = {name: plain(value) for name, value in fields.items()}
         grids = [fields, fields | dict(changes)]
         asked = (grids, self.world.value, changes)
@@ -170,7 +178,8 @@ class WhatIf:
         except Exception as error:  # shown beside the button
             first = (str(error).strip() or "no message").splitlines()[0]
             self.message.value = f"<b>{type(error).__name__}</b>: {html.escape(first)}"
-        self.thread, self.stop_button.disabled = None, True
+        self.thread = None
+        self.stop_button.disabled = True
         self.progress.update(0, 1)
         self.changed()
 

@@ -33,11 +33,13 @@ def switched(frame, x, y, by, switch, reference=None, title=None):
         figure, axes = style.new_figure(9.0, 5.0)
         axes.set_xscale("log")
         axes.set_yscale("log")
-        names, lines = {}, []
+        names = {}
+        lines = []
         for one, rows in frame.groupby(by, sort=False):
             ends = []
             for row in rows.sort_values(switch).itertuples():
-                on, diverged = getattr(row, switch), np.isnan(getattr(row, y))
+                on = getattr(row, switch)
+                diverged = np.isnan(getattr(row, y))
                 ends.append((getattr(row, x), top if diverged else getattr(row, y)))
                 look = {
                     "color": colours[one],

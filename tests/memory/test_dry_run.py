@@ -84,7 +84,9 @@ def test_every_message_is_that_of_real_ranks(ranks, world_size):
                 with fake_ranks(rank, world_size, "cpu") as fake, fake.tracker() as tracker:
                     job("meta", form, SMALL)
                 states = ("parameters", "gradients", "optimizer_states")
-                assert [tracker.peak[kind] for kind in states] == [peak[kind] for kind in states], f"rank {rank}, {form}"
+                assert [tracker.peak[kind] for kind in states] == [peak[kind] for kind in states], (
+                    f"rank {rank}, {form}"
+                )
 
 
 @pytest.mark.parametrize("options", [{"shard": "grad_op"}, {"root": "replicate", "prefetch": 2}], ids=str)
