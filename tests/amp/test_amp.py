@@ -260,10 +260,10 @@ def test_one_ranks_inf_skips_the_step_on_all(ranks, world_size, empty):
     message = [("all_reduce", 16)] if world_size > 1 else []  # four fp32 numbers
     for step in range(8):
         assert {result[step][0] for result in results} == {results[0][step][0]}
-        for result in results:
+        for rank, result in enumerate(results):
             before = result[step - 1][1] if step else None
-            assert (result[step][1] == before) == (step in bad) or not result[step][1]
-            assert result[step][2] == message
+            assert (result[step][1] == before) == (step in bad) or not result[step][1], f"rank {rank}, {step}"
+            assert result[step][2] == message, f"rank {rank}, {step}"
     # the oracle: torch's scaler in one process that holds all the gradients
     oracle, (parameters, optimizer) = torch.amp.GradScaler("cpu", 1024.0, growth_interval=3), trainee()
     for step in range(8):

@@ -119,12 +119,12 @@ def test_all_ranks_decide_as_one_process_does(ranks, world_size, strategy):
     scales, weights = one_process()
     assert [step for step in range(1, STEPS) if scales[step] < scales[step - 1]] == [HUGE, PLANTED]
     results = ranks(world_size, train, strategy=strategy)
-    for seen, held in results:
-        assert seen == scales  # on every rank, step by step
+    for rank, (seen, held) in enumerate(results):
+        assert seen == scales, f"rank {rank}"  # on every rank, step by step
         if held is not None:
             # fp16 products of a share and of the whole batch are rounded apart; a step more or less would be 1e-2
-            assert max(float((a - b).abs().max()) for a, b in zip(held, weights, strict=True)) < 2e-3
-            assert all(torch.equal(a, b) for a, b in zip(held, results[0][1], strict=True))
+            assert max(float((a - b).abs().max()) for a, b in zip(held, weights, strict=True)) < 2e-3, f"rank {rank}"
+            assert all(torch.equal(a, b) for a, b in zip(held, results[0][1], strict=True)), f"rank {rank}"
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "fsdp"])

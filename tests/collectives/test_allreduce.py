@@ -5,6 +5,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from tensors import noise
 
 from labkit import comm
 from labkit.allreduce import ALGORITHMS, PipelinedRing, allreduce, chunk_pipelining
@@ -71,7 +72,7 @@ def in_segments(rank, n, name, elements, segment_bytes):
         exact = values((elements,), torch.float64, rank)
         all_reduce(exact)
         assert torch.equal(exact, sum(values((elements,), torch.float64, r) for r in range(n)))
-        random = torch.randn(elements, generator=torch.Generator().manual_seed(rank))
+        random = noise(elements, seed=rank)
         all_reduce(random)
         return random
 
@@ -84,7 +85,7 @@ def test_any_number_of_segments_and_ranks_end_bitwise_equal(ranks, n, name, elem
     for other in others:
         assert torch.equal(first, other)  # each element is added up once, on one rank, then copied
     # fp32 sums of n normals in any order
-    random = [torch.randn(elements, generator=torch.Generator().manual_seed(r)) for r in range(n)]
+    random = [noise(elements, seed=r) for r in range(n)]
     assert torch.allclose(first, sum(random), atol=1e-5, rtol=0)
 
 
@@ -160,18 +161,18 @@ def counted(rank, n, name, elements):
 @pytest.mark.parametrize("elements", [12, 12 << 10, 3 << 20])
 @sizes
 def test_the_ring_sends_exactly_the_formula(ranks, n, name, elements):
-    for sent, messages in ranks(n, counted, name=name, elements=elements):
-        assert sent == 2 * (n - 1) * elements * 4 // n
+    for rank, (sent, messages) in enumerate(ranks(n, counted, name=name, elements=elements)):
+        assert sent == 2 * (n - 1) * elements * 4 // n, f"rank {rank}"
         in_a_chunk = max(1, -(-elements * 4 // n // chunk_pipelining.SEGMENT_BYTES))
-        assert messages == 2 * (n - 1) * in_a_chunk
+        assert messages == 2 * (n - 1) * in_a_chunk, f"rank {rank}"
 
 
 @pytest.mark.parametrize("elements", [12, 12 << 10])
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_halving_doubling_sends_as_little_in_fewer_messages(ranks, n, elements):
-    for sent, messages in ranks(n, counted, name="halving_doubling", elements=elements):
-        assert sent == 2 * (n - 1) * elements * 4 // n
-        assert messages == 2 * (n.bit_length() - 1)
+    for rank, (sent, messages) in enumerate(ranks(n, counted, name="halving_doubling", elements=elements)):
+        assert sent == 2 * (n - 1) * elements * 4 // n, f"rank {rank}"
+        assert messages == 2 * (n.bit_length() - 1), f"rank {rank}"
 
 
 def test_what_the_fold_and_the_tree_send(ranks):

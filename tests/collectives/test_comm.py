@@ -343,7 +343,7 @@ def test_the_two_directions_do_not_take_turns_on_gloo(ranks, n):
     for rank, orders in enumerate(ranks(n, partial(over_a_cable, order_of_messages))):
         receives = [("irecv", None, (rank + k) % n, True) for k in range(1, n)]
         sends = [("isend", (rank + k) % n, None, True) for k in range(1, n)]
-        assert orders == dict.fromkeys(orders, receives + sends) and len(orders) == (4 if n == 2 else 3)
+        assert orders == dict.fromkeys(orders, receives + sends) and len(orders) == (4 if n == 2 else 3), f"rank {rank}"
 
 
 def many_at_once(rank, n):
@@ -516,7 +516,7 @@ def test_a_sum_out_of_place_is_torchs_own(ranks, n):
     for rank, direct in enumerate(ranks(n, sums_out_of_place)):
         few_and_two = [True] * 7 + [False] * 2
         alone = [False] * 9
-        assert direct == {1: 2 * alone, 2: 2 * few_and_two, 3: alone + few_and_two * (rank != 1)}[n]
+        assert direct == {1: 2 * alone, 2: 2 * few_and_two, 3: alone + few_and_two * (rank != 1)}[n], f"rank {rank}"
 
 
 def test_over_a_cable_torch_makes_a_sum_of_more_than_16_bits(ranks):

@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from tensors import noise
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
@@ -43,7 +44,7 @@ def against_flat(rank, world_size, nodes, form):
             FORMS[form](ours, inside, across)
         dist.all_reduce(theirs)
         assert torch.equal(ours, theirs), (dtype, shape, bytes_a_segment)
-    ours = torch.randn(6, 5, generator=torch.Generator().manual_seed(rank), dtype=torch.float64).t()  # with gaps
+    ours = noise(6, 5, seed=rank, dtype=torch.float64).t()  # with gaps
     theirs = ours.contiguous()  # NCCL takes no other
     FORMS[form](ours, inside, across)
     dist.all_reduce(theirs)
@@ -55,7 +56,8 @@ def against_flat(rank, world_size, nodes, form):
 @pytest.mark.parametrize(("nodes", "local"), GRIDS)
 def test_it_equals_the_flat_one_on_any_grid(ranks, nodes, local, form):
     results = ranks(nodes * local, against_flat, nodes=nodes, form=form)
-    assert all(torch.equal(result, results[0]) for result in results)  # bitwise, or replicas drift apart
+    for rank, result in enumerate(results):
+        assert torch.equal(result, results[0]), f"rank {rank}"  # bitwise, or replicas drift apart
 
 
 def uneven(rank, world_size):
@@ -95,9 +97,11 @@ def test_each_node_sends_what_its_ranks_would_as_one(ranks, nodes, local):
 def test_segments_follow_each_other(ranks):
     """All are under way before the first is waited for; what does not divide goes first, and is small."""
     numel = 2 * hierarchical.SEGMENT_BYTES // 4 + 4
-    for *_, ops in ranks(6, sent, nodes=2, form="hierarchical", numel=numel):
+    for rank, (*_, ops) in enumerate(ranks(6, sent, nodes=2, form="hierarchical", numel=numel)):
         sums = ["reduce_scatter", "all_reduce"]
-        assert ops == ["all_reduce", "all_reduce", *(3 * sums), "all_gather", "all_gather", "all_gather"]
+        assert ops == ["all_reduce", "all_reduce", *(3 * sums), "all_gather", "all_gather", "all_gather"], (
+            f"rank {rank}"
+        )
 
 
 class Net(nn.Module):
@@ -120,7 +124,7 @@ class Net(nn.Module):
 
 
 def batch(step):
-    return torch.randn(12, 7, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+    return noise(12, 7, seed=step, dtype=torch.float64)
 
 
 def train(rank, world_size, wrap=None, nodes=2, form="hierarchical", around=None):
@@ -150,10 +154,12 @@ def hooked(rank, world_size, **options):
 def test_as_a_hook_of_either_ddp_it_trains_as_one_process_does(ranks, world_size, nodes, form):
     alone = train(0, 1)
     results = ranks(world_size, hooked, nodes=nodes, form=form)
-    for ours, theirs in results:
-        assert (ours - alone).abs().max() < 1e-12
-        assert (theirs - alone).abs().max() < 1e-12
-        assert torch.equal(ours, results[0][0]) and torch.equal(theirs, results[0][1])  # the ranks never part
+    for rank, (ours, theirs) in enumerate(results):
+        assert (ours - alone).abs().max() < 1e-12, f"rank {rank}"
+        assert (theirs - alone).abs().max() < 1e-12, f"rank {rank}"
+        assert torch.equal(ours, results[0][0]) and torch.equal(theirs, results[0][1]), (
+            f"rank {rank}"
+        )  # the ranks never part
 
 
 def halved(rank, world_size):
@@ -162,8 +168,8 @@ def halved(rank, world_size):
 
 def test_pytorchs_wrapper_for_half_precision_goes_around_it(ranks):
     alone = train(0, 1)
-    for results in ranks(4, halved):
-        assert all(1e-12 < (result - alone).abs().max() < 1e-2 for result in results)
+    for rank, results in enumerate(ranks(4, halved)):
+        assert all(1e-12 < (result - alone).abs().max() < 1e-2 for result in results), f"rank {rank}"
 
 
 def failing(rank, world_size):

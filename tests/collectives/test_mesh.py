@@ -46,10 +46,10 @@ def test_axes_of_any_number_and_size(ranks, axes):
         row_major = 0
         for position, size in zip(coordinates, axes.values(), strict=True):
             row_major = row_major * size + position
-        assert row_major == rank  # the last axis varies fastest
+        assert row_major == rank, f"rank {rank}"  # the last axis varies fastest
         for _, members, total in places.values():
-            assert total == sum(10**member for member in members)  # the group really holds those ranks
-        assert picture.count(f"[{rank}]") == 1 and picture.count("[") == 1
+            assert total == sum(10**member for member in members), f"rank {rank}"  # the group really holds those ranks
+        assert picture.count(f"[{rank}]") == 1 and picture.count("[") == 1, f"rank {rank}"
 
 
 def opened_and_returned(rank, world_size):
@@ -101,7 +101,8 @@ def test_a_wrong_shape_names_both_numbers(ranks):
 
 @pytest.mark.parametrize("axes", [{}, {"data": 0}, {"data": -2, "model": -1}, {"data": 2.0}, {"data": True, "b": 2}])
 def test_sizes_that_are_none(ranks, axes):
-    assert all("sizes of 1 or more" in message for message in ranks(2, refusal, axes=axes))
+    for rank, message in enumerate(ranks(2, refusal, axes=axes)):
+        assert "sizes of 1 or more" in message, f"rank {rank}"
 
 
 def unknown_axis(rank, world_size):

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from tensors import noise
 from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
@@ -59,7 +60,7 @@ class Net(nn.Module):
 
 
 def data(rank, step=0):
-    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank)).double()
+    return noise(3, WIDTH, seed=100 * step + rank).double()
 
 
 def square(model, x):
@@ -271,8 +272,8 @@ def test_a_unit_is_reduced_as_soon_as_its_own_part_of_backward_is_over(ranks):
 
 @pytest.mark.parametrize("prefetch", [0, 1])
 def test_a_unit_that_is_called_several_times_is_reduced_once(ranks, prefetch):
-    for told in ranks(2, messages, forward=same_cell_twice, prefetch=prefetch):
-        assert (told.count("all_gather"), told.count("reduce_scatter")) == (3, 4)
+    for rank, told in enumerate(ranks(2, messages, forward=same_cell_twice, prefetch=prefetch)):
+        assert (told.count("all_gather"), told.count("reduce_scatter")) == (3, 4), f"rank {rank}"
 
 
 def fresh_values(rank, world_size, settings):
@@ -738,10 +739,12 @@ def read_elsewhere(rank, world_size):
 
 
 def test_a_parameter_read_outside_its_unit_is_named(ranks):
-    for linear, size, method in ranks(2, read_elsewhere):
+    for rank, (linear, size, method) in enumerate(ranks(2, read_elsewhere)):
         for told in (linear, size):
-            assert "'attention.out_proj.weight' was read outside the forward of its unit" in told and "\n" not in told
-        assert "'first' was called outside the forward of the root" in method and "\n" not in method
+            assert (
+                "'attention.out_proj.weight' was read outside the forward of its unit" in told and "\n" not in told
+            ), f"rank {rank}"
+        assert "'first' was called outside the forward of the root" in method and "\n" not in method, f"rank {rank}"
 
 
 def trained_as_something_else(rank, world_size):
@@ -771,8 +774,8 @@ def trained_as_something_else(rank, world_size):
 
 
 def test_what_would_train_something_else_is_refused(ranks):
-    for told in ranks(2, trained_as_something_else):
-        assert not any("\n" in one for one in told) and len(told) == 7
+    for rank, told in enumerate(ranks(2, trained_as_something_else)):
+        assert not any("\n" in one for one in told) and len(told) == 7, f"rank {rank}"
 
 
 def shared_scale(seed):
@@ -808,6 +811,8 @@ def test_apply_draws_what_one_process_draws(ranks, settings):
     alone = shared_scale(0)
     torch.manual_seed(7)
     wanted = alone.apply(initialise).state_dict()
-    for found, sizes in ranks(3, applied, settings=settings):
-        assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
-        assert sum(sizes) < sum(p.numel() for p in alone.parameters())
+    for rank, (found, sizes) in enumerate(ranks(3, applied, settings=settings)):
+        assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted), (
+            f"rank {rank}"
+        )
+        assert sum(sizes) < sum(p.numel() for p in alone.parameters()), f"rank {rank}"

@@ -110,7 +110,8 @@ def load(rank, world_size, saved, by, settings):
 @pytest.mark.parametrize(("saving", "loading"), [(2, 3), (3, 2), (2, 1), (1, 3)])
 def test_resharding(ranks, saving, loading, by, settings):
     saved = ranks(saving, save, settings=settings)
-    assert all(same(one["whole"], saved[0]["whole"]) for one in saved)
+    for rank, one in enumerate(saved):
+        assert same(one["whole"], saved[0]["whole"]), f"rank {rank}"
     ranks(loading, load, saved=saved, by=by, settings=settings)
 
 

@@ -253,12 +253,13 @@ def awaited(rank, world_size):
 
 
 def test_messages_of_an_emulated_network_are_real_and_one_after_the_other(ranks):
-    for first, times, told in ranks(2, awaited):
+    for rank, (first, times, told) in enumerate(ranks(2, awaited)):
         (start, _), (_, last) = times
         shortest = min(end - start for start, end in times)
-        assert first == [3.0] * 4 and shortest >= 20 and last - start >= 40  # whenever the second was sent
-        assert told["messages"] == 2 and told["network_ms"] >= 40
-        assert told["shortest_message_ms"] == pytest.approx(shortest)
+        assert first == [3.0] * 4, f"rank {rank}"
+        assert shortest >= 20 and last - start >= 40, f"rank {rank}"  # whenever the second was sent
+        assert told["messages"] == 2 and told["network_ms"] >= 40, f"rank {rank}"
+        assert told["shortest_message_ms"] == pytest.approx(shortest), f"rank {rank}"
 
 
 def test_stalls_count_pages_of_the_disk_and_the_gpus_retries(monkeypatch):

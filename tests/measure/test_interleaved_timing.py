@@ -62,8 +62,8 @@ def count_two(rank, world_size):
 
 def test_messages_are_those_of_a_second_step_that_is_not_timed(ranks):
     for rank, (calls, messages) in enumerate(ranks(2, count_two)):
-        assert calls == 2 + 3 * (1 + 2)
-        assert messages == ({} if rank else {"often": 1, "never": 0, "knows": 9})
+        assert calls == 2 + 3 * (1 + 2), f"rank {rank}"
+        assert messages == ({} if rank else {"often": 1, "never": 0, "knows": 9}), f"rank {rank}"
 
 
 def test_one_process_needs_no_ranks():

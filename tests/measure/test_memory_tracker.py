@@ -244,10 +244,10 @@ def one_step_of_torch_ddp(rank, world_size, views):
 @pytest.mark.parametrize("views", [False, True])
 def test_torch_ddp_keeps_buckets(ranks, views):
     size = FLOAT * WEIGHTS
-    for held in ranks(2, one_step_of_torch_ddp, views=views):
-        assert (held["parameters"], held["gradients"]) == (size, size)
+    for rank, held in enumerate(ranks(2, one_step_of_torch_ddp, views=views)):
+        assert (held["parameters"], held["gradients"]) == (size, size), f"rank {rank}"
         # Without views the reducer holds a second copy of the gradients; what is left is the reducer's bookkeeping.
-        assert 0 <= held["communication"] - (0 if views else size) < size
+        assert 0 <= held["communication"] - (0 if views else size) < size, f"rank {rank}"
 
 
 def one_step_of_fully_shard(rank, world_size):
@@ -269,11 +269,11 @@ def one_step_of_fully_shard(rank, world_size):
 
 def test_fully_shard_counts_local_shards(ranks):
     size = FLOAT * 2 * 64 * 64
-    for start, held, most in ranks(2, one_step_of_fully_shard):
-        assert start == nothing(parameters=size // 2)
-        assert (held["parameters"], held["gradients"]) == (size // 2, size // 2)
-        assert held["optimizer_states"] == size + 2 * FLOAT
-        assert most == size // 2 + size // 2  # the shards, and one layer gathered at a time
+    for rank, (start, held, most) in enumerate(ranks(2, one_step_of_fully_shard)):
+        assert start == nothing(parameters=size // 2), f"rank {rank}"
+        assert (held["parameters"], held["gradients"]) == (size // 2, size // 2), f"rank {rank}"
+        assert held["optimizer_states"] == size + 2 * FLOAT, f"rank {rank}"
+        assert most == size // 2 + size // 2, f"rank {rank}"  # the shards, and one layer gathered at a time
 
 
 def bucket_as_gradients(rank, world_size):
@@ -293,8 +293,8 @@ def bucket_as_gradients(rank, world_size):
 
 
 def test_a_bucket_counts_once_as_gradients(ranks):
-    for held in ranks(2, bucket_as_gradients):
-        assert held == nothing(parameters=FLOAT * WEIGHTS, gradients=FLOAT * WEIGHTS, communication=40)
+    for rank, held in enumerate(ranks(2, bucket_as_gradients)):
+        assert held == nothing(parameters=FLOAT * WEIGHTS, gradients=FLOAT * WEIGHTS, communication=40), f"rank {rank}"
 
 
 @pytest.mark.gpu
@@ -327,6 +327,6 @@ def one_step_of_our_ddp(rank, world_size, **form):
 
 @pytest.mark.parametrize("form", [{}, {"bucket_cap_mb": 0}, {"bucket_cap_mb": 0, "overlap": False}])
 def test_our_ddp_holds_gradients_once(ranks, form):
-    for held in ranks(2, one_step_of_our_ddp, **form):
-        assert held["parameters"] == held["gradients"] == FLOAT * WEIGHTS
-        assert held["communication"] == 0  # no second copy of the gradients
+    for rank, held in enumerate(ranks(2, one_step_of_our_ddp, **form)):
+        assert held["parameters"] == held["gradients"] == FLOAT * WEIGHTS, f"rank {rank}"
+        assert held["communication"] == 0, f"rank {rank}"  # no second copy of the gradients

@@ -46,9 +46,9 @@ def slow_ends(rank, world_size, target, most_steps):
 
 
 def test_the_worst_rank_decides_when_the_loss_is_reached(ranks):
-    for rows in ranks(2, slow_ends, target=5.0, most_steps=100):
-        assert [row["step"] for row in rows] == [0, 2, 4, 6]
-        assert [row["loss"] for row in rows] == [11.0, 9.0, 7.0, 5.0]
+    for rank, rows in enumerate(ranks(2, slow_ends, target=5.0, most_steps=100)):
+        assert [row["step"] for row in rows] == [0, 2, 4, 6], f"rank {rank}"
+        assert [row["loss"] for row in rows] == [11.0, 9.0, 7.0, 5.0], f"rank {rank}"
 
 
 def test_it_counts_what_training_sends_and_nothing_else(ranks):

@@ -149,8 +149,8 @@ def test_a_span_tells_along_which_axis_it_was_sent(ranks):
     per_axis = {"tp": ["all_reduce", "all_reduce"], "dp": ["all_reduce"], "dp x tp": ["barrier"]}
     for rank, found in enumerate(ranks(4, step_on_a_mesh)):
         for axis, operations in per_axis.items():
-            assert [op for one, op in found if one == axis] == operations
-        assert [op for one, op in found if one is None] == ["barrier"] * (rank in (0, 3))
+            assert [op for one, op in found if one == axis] == operations, f"rank {rank}, {axis}"
+        assert [op for one, op in found if one is None] == ["barrier"] * (rank in (0, 3)), f"rank {rank}"
 
 
 def test_an_event_in_flight_is_refused():

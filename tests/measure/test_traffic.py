@@ -21,8 +21,8 @@ def both_counts(rank, world_size):
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_it_agrees_with_the_log(ranks, world_size):
-    for messages, sent, logged in ranks(world_size, both_counts):
-        assert messages == 4 and sent == logged == 48 * (world_size - 1) * (2 + 1 + 1 + 1)
+    for rank, (messages, sent, logged) in enumerate(ranks(world_size, both_counts)):
+        assert messages == 4 and sent == logged == 48 * (world_size - 1) * (2 + 1 + 1 + 1), f"rank {rank}"
 
 
 def torchs_own(rank, world_size):

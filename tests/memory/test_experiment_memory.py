@@ -98,8 +98,8 @@ def test_auto_takes_what_fits_the_fullest_rank_of_a_mesh(ranks):
     }
     for (experiment, size), chosen in room.items():
         fields = experiment.replace(memory_mb=size / 2**20).to_dict()
-        for found in ranks(2, settled, fields=fields):
-            assert found.startswith(chosen)
+        for rank, found in enumerate(ranks(2, settled, fields=fields)):
+            assert found.startswith(chosen), f"rank {rank}"
 
 
 def test_what_cannot_be_told_is_said():

@@ -121,11 +121,11 @@ def course(samples):
 )
 def test_every_strategy_to_the_byte(ranks, strategy, cap, name, world_size, optimizer):
     arguments = {"strategy": strategy, "cap": cap, "name": name, "optimizer": optimizer}
-    for predicted, peak, current, gathered in ranks(world_size, one_step, **arguments):
-        assert predicted.peak == peak
-        assert states_of(predicted.held) == states_of(current)
+    for rank, (predicted, peak, current, gathered) in enumerate(ranks(world_size, one_step, **arguments)):
+        assert predicted.peak == peak, f"rank {rank}"
+        assert states_of(predicted.held) == states_of(current), f"rank {rank}"
         # Not only at the peak: what FSDP gathers and frees, and in which order.
-        assert course(predicted.samples) == gathered
+        assert course(predicted.samples) == gathered, f"rank {rank}"
 
 
 def test_nothing_is_computed_held_or_changed():

@@ -292,9 +292,9 @@ def zero_or_fsdp(rank, world_size, kind, folder):
 
 @pytest.mark.parametrize("kind", ["zero", "fsdp"])
 def test_shards_of_states_in_a_file(ranks, kind, tmp_path):
-    for same, (kept, away) in ranks(2, zero_or_fsdp, kind=kind, folder=str(tmp_path)):
-        assert same
-        assert away < kept / 20  # `step` of each piece
+    for rank, (same, (kept, away)) in enumerate(ranks(2, zero_or_fsdp, kind=kind, folder=str(tmp_path))):
+        assert same, f"rank {rank}"
+        assert away < kept / 20, f"rank {rank}"  # `step` of each piece
     assert list(tmp_path.iterdir()) == []
 
 

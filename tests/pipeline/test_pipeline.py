@@ -640,8 +640,8 @@ def around(rank, world_size, name):
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_evaluation_input_gradients_and_states(ranks, name):
-    for apart, said in ranks(2, around, name=name):
-        assert apart < 1e-12 and said
+    for rank, (apart, said) in enumerate(ranks(2, around, name=name)):
+        assert apart < 1e-12 and said, f"rank {rank}"
 
 
 def dies(context):

@@ -266,9 +266,9 @@ def with_trainer(rank, world_size, strategy):
 @pytest.mark.parametrize("strategy", sorted(STRATEGIES.keys() - {"single", "diloco", "torch_fsdp"}))
 def test_the_trainer_poisoned(ranks, strategy):
     alone = with_trainer(0, 1, "single")
-    for weights in ranks(2, partial(under_poison, with_trainer), strategy=strategy):
+    for rank, weights in enumerate(ranks(2, partial(under_poison, with_trainer), strategy=strategy)):
         # Local SGD, too: by default it averages after every step.
-        assert float((weights - alone).abs().max()) < 1e-12
+        assert float((weights - alone).abs().max()) < 1e-12, f"rank {rank}"
 
 
 nccl = test_ddp.nccl  # a group of one rank: its streams and futures are the real ones

@@ -423,9 +423,9 @@ def counted(rank, world_size, accumulation):
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_each_target_that_is_not_ignored_weighs_the_same(ranks, world_size, accumulation):
-    for off, small in ranks(world_size, counted, accumulation=accumulation):
-        assert max(off.values()) < 1e-12, off
-        assert set(small.values()) == {world_size - 1}, small
+    for rank, (off, small) in enumerate(ranks(world_size, counted, accumulation=accumulation)):
+        assert max(off.values()) < 1e-12, f"rank {rank}, {off}"
+        assert set(small.values()) == {world_size - 1}, f"rank {rank}, {small}"
 
 
 def equally(rank, world_size):
@@ -453,8 +453,8 @@ def equally(rank, world_size):
 
 
 def test_where_all_targets_count_nothing_is_sent(ranks):
-    for sent in ranks(2, equally):
-        assert set(sent.values()) == {0}, sent
+    for rank, sent in enumerate(ranks(2, equally)):
+        assert set(sent.values()) == {0}, f"rank {rank}, {sent}"
 
 
 @pytest.mark.parametrize(

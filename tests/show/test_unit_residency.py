@@ -33,19 +33,23 @@ def watched(rank, world_size, mode, prefetch):
 @pytest.mark.slow
 @pytest.mark.parametrize(("mode", "prefetch", "times"), [("full", 1, 2), ("full", 0, 2), ("grad_op", 1, 1)])
 def test_each_unit_is_whole_once_in_forward_and_once_in_backward(ranks, mode, prefetch, times):
-    for ops, labels, rows, sizes in ranks(2, watched, mode=mode, prefetch=prefetch):
+    for rank, (ops, labels, rows, sizes) in enumerate(ranks(2, watched, mode=mode, prefetch=prefetch)):
         kinds = {"all_gather": "gather", "reduce_scatter": "reduce"}
-        assert [label.split()[0] for label in labels] == [kinds[op] for op in ops]  # a label for each message, in order
-        assert [labels.count(f"gather {unit}") for unit in UNITS] == [1, times, times]
-        assert [labels.count(f"reduce {unit}") for unit in UNITS] == [1, 1, 1]
+        assert [label.split()[0] for label in labels] == [kinds[op] for op in ops], (
+            f"rank {rank}"
+        )  # a label for each message, in order
+        assert [labels.count(f"gather {unit}") for unit in UNITS] == [1, times, times], f"rank {rank}"
+        assert [labels.count(f"reduce {unit}") for unit in UNITS] == [1, 1, 1], f"rank {rank}"
         whole = [row for row in rows if row["lane"] == "whole"]
-        assert [sum(row["name"] == unit for row in whole) for unit in UNITS] == [1, times, times]
-        assert {row["name"]: row["payload_bytes"] for row in whole} == dict(zip(UNITS, sizes, strict=True))
+        assert [sum(row["name"] == unit for row in whole) for unit in UNITS] == [1, times, times], f"rank {rank}"
+        assert {row["name"]: row["payload_bytes"] for row in whole} == dict(zip(UNITS, sizes, strict=True)), (
+            f"rank {rank}"
+        )
         frame = Timeline.from_rows(rows).frame()
         # The root and the unit at work, and the next; there are two blocks only.
         count, held = most_whole(frame[frame["lane"] == "whole"])
-        assert (count, held) == ((2, sizes[0] + sizes[1]) if prefetch == 0 else (3, sum(sizes)))
-        assert publish.png(residency({"a step": frame}, "title"), dpi=40)
+        assert (count, held) == ((2, sizes[0] + sizes[1]) if prefetch == 0 else (3, sum(sizes))), f"rank {rank}"
+        assert publish.png(residency({"a step": frame}, "title"), dpi=40), f"rank {rank}"
 
 
 def step(ahead, offset=0.0):

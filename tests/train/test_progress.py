@@ -89,8 +89,8 @@ def test_what_is_scheduled_awaited_and_completed_is_counted(ranks):
             ([0, 1], False, 3, 2, "all_reduce"),
             ([0, 1], True, 2, 2, "exchange"),
             ([1, 0], True, 1, 1, "exchange"),
-        ], rank
-        assert completed == 3 and set(awaited) == {0}
+        ], f"rank {rank}"
+        assert completed == 3 and set(awaited) == {0}, f"rank {rank}"
 
 
 PIPELINE = """

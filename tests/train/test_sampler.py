@@ -155,9 +155,9 @@ def text_loss(rank, world_size):
 
 def test_a_loss_over_tokens(ranks):
     alone = text_loss(0, 1)
-    for result in ranks(3, text_loss):
-        assert result.count == alone.count == len(data.stdlib_text(split="test", max_bytes=40_000)) * 64
-        assert abs(result.mean - alone.mean) < 1e-12  # float64: only the order of the sum differs
+    for rank, result in enumerate(ranks(3, text_loss)):
+        assert result.count == alone.count == len(data.stdlib_text(split="test", max_bytes=40_000)) * 64, f"rank {rank}"
+        assert abs(result.mean - alone.mean) < 1e-12, f"rank {rank}"  # float64: only the order of the sum differs
 
 
 class Communicates(nn.Module):
