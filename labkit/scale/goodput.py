@@ -10,8 +10,8 @@
     best interval, d << M       sqrt(2 d M)
 
 t: work between two saves. d: seconds that a save blocks work; w: seconds to write it during
-work. D: detection and restart. Ranks that do the same are one kind, and a kind costs one draw a step,
-so simulating 100,000 GPUs takes no longer than two; a run of months costs one draw a failure.
+work. D: detection and restart. Ranks that do the same are one kind with one draw a step, so
+simulating 100,000 GPUs takes no longer than two; a run of months costs one draw a failure.
 Young, A First Order Approximation to the Optimum Checkpoint Interval, CACM 1974; Daly, A Higher
 Order Estimate of the Optimum Checkpoint Interval for Restart Dumps, FGCS 2006;
 David and Nagaraja, Order Statistics, 2003, section 2.1.

@@ -8,7 +8,8 @@
 
 Peaks are dense. `achievable` is the fastest matrix product in the sources, as a share of the peak,
 and so an upper limit for a job. Sources: NVIDIA's datasheets of V100, A100, H100, H200, B200
-(peaks, bandwidth, memory, NVLink, watts); stas00/ml-engineering, compute/accelerator/README.md, "Maximum
+(peaks, bandwidth, memory, NVLink, watts); stas00/ml-engineering,
+compute/accelerator/README.md, "Maximum
 Achievable Matmul FLOPS" (A100 SXM 271.2 of 312, H100 SXM 794.5 of 989 in bf16, 1402.6 of 1979 in
 fp8); pytorch/torchtitan, benchmarks (H100 with 96 GB, HBM2e, limited to 500 W). A Grace CPU, of one
 GH200 or two GB200, has 900 GB/s to its GPUs, both directions together.
