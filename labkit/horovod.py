@@ -25,6 +25,7 @@ from labkit import comm
 from labkit.ddp.reducer import Reducer
 from labkit.pickle_support import NotPickled
 from labkit.replicas import broadcast_tensors
+from labkit.torch_private import in_backward
 from labkit.zero.zero import refuse_copies
 
 
@@ -211,8 +212,7 @@ class _Distributed(NotPickled):
 
         Reading averages first, as PyTorch's GradScaler unscales by them.
         """
-        in_backward = torch._C._current_graph_task_id() != -1
-        if self._reducer.started and not in_backward:
+        if self._reducer.started and not in_backward():
             self.take_gradients()
         return self.__dict__["param_groups"]
 

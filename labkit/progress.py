@@ -87,10 +87,11 @@ class Progress:
 def members_of(name):
     """Return the ranks of a process group by its name."""
     # Imported here, as readers of rows, such as the command line, do not need PyTorch.
-    from torch.distributed import distributed_c10d
+    import torch.distributed as dist
 
-    group = distributed_c10d._resolve_process_group(name)
-    return distributed_c10d.get_process_group_ranks(group)
+    from labkit.torch_private import group_named
+
+    return dist.get_process_group_ranks(group_named(name))
 
 
 def read(path):

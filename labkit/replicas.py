@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from labkit import comm
+from labkit.torch_private import foreach_copy
 
 CHUNK_BYTES = 25 * 2**20
 ALIGNMENT = 16  # bytes: a view as another dtype must begin at a multiple of its element size
@@ -200,10 +201,10 @@ class Packed:
         # in-place change of a tensor that an earlier forward has saved for backward.
         tensors = [t.data for t in tensors]
         if sending:
-            torch._foreach_copy_(self.pieces, tensors)
+            foreach_copy(self.pieces, tensors)
         comm.broadcast(self.bytes, src, group)
         if not sending:
-            torch._foreach_copy_(tensors, self.pieces)
+            foreach_copy(tensors, self.pieces)
 
 
 def kind(tensors):

@@ -32,9 +32,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 
 from labkit import comm, comm_log, progress
+from labkit.torch_private import default_store
 
 PAUSE = 0.3  # seconds between two reads of the store
 FIRST = {
@@ -124,7 +124,7 @@ class Watchdog:
         mark = torch.tensor([time.time_ns()], device=comm.device())
         comm.broadcast(mark)  # a store may hold entries of an earlier attempt
         # A separate connection: on a shared one, a request waits for those of other threads.
-        store = _get_default_store().clone()
+        store = default_store().clone()
         self.store = dist.PrefixStore(f"labkit/watchdog/{mark.item()}", store)
         self.keys = [str(rank) for rank in range(self.n)]
         for key in self.keys:  # so that a rank that freezes before its first entry is named, too

@@ -10,6 +10,8 @@ from collections import defaultdict
 
 import torch
 
+from labkit.torch_private import unscale_and_find_inf
+
 
 @torch.no_grad()
 def gradients_of(optimizer):
@@ -46,7 +48,7 @@ def unscale_and_check(gradients, inverse_scale, found_inf):
     if gradients[0].dtype is torch.bfloat16 and gradients[0].is_cuda:
         one_by_one(gradients, inverse_scale, found_inf)  # torch has no fused kernel for these
     else:
-        torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse_scale)
+        unscale_and_find_inf(gradients, found_inf, inverse_scale)
 
 
 def one_by_one(gradients, inverse_scale, found_inf):

@@ -11,9 +11,9 @@ import threading
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 
 from labkit.ddp.bucket import Bucket
+from labkit.torch_private import default_store
 
 PATIENCE = 1.0  # seconds between two looks into the store
 
@@ -57,7 +57,7 @@ class HookFailures:
         return f"labkit/comm_hook/{(self.group or dist.group.WORLD).group_name}/{name}"
 
     def _count(self, more=0):
-        return _get_default_store().add(self._key("count"), more)
+        return default_store().add(self._key("count"), more)
 
     def call(self, hook, state, bucket):
         """hook(state, bucket); if it raises, so will the others' wait."""
@@ -65,13 +65,13 @@ class HookFailures:
             return future_from(hook(state, bucket))
         except Exception as error:
             told = f"the comm hook of rank {dist.get_rank()} raised {type(error).__name__}: {error}"
-            _get_default_store().set(self._key(self._count(1)), f"{self.step} {told}")
+            default_store().set(self._key(self._count(1)), f"{self.step} {told}")
             raise
 
     def told(self):
         """What a rank has told in this step, or None."""
         for number in range(self._before + 1, self._count() + 1):
-            step, _, words = _get_default_store().get(self._key(number)).decode().partition(" ")
+            step, _, words = default_store().get(self._key(number)).decode().partition(" ")
             if int(step) == self.step:
                 return words
         return None

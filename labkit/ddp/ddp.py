@@ -17,7 +17,6 @@ section 3.2.
 """
 
 import torch
-from torch.autograd import Variable
 
 from labkit.ddp.comm_hook_errors import check_annotations
 from labkit.ddp.join import Join
@@ -28,6 +27,7 @@ from labkit.ddp.static_graph import StaticGraph
 from labkit.ddp.unused_parameters import FindUnused
 from labkit.ddp.wrapper import find_tensors
 from labkit.replicas import Replicas, check_ranks
+from labkit.torch_private import call_after_backward, current_backward, in_backward
 
 
 class DDP(NoSync, Portable):
@@ -149,7 +149,7 @@ class DDP(NoSync, Portable):
         averages = self.require_backward_grad_sync and torch.is_grad_enabled()
         averages = averages and not self._replicas.frozen()
         # activation checkpointing runs this forward again, inside a backward
-        if averages and torch._C._current_graph_task_id() == -1:
+        if averages and not in_backward():
             self._prepare()
         source = self._joining.announce(averages) if self._joining else 0
         self._share_buffers(source, averages)
@@ -184,8 +184,8 @@ class DDP(NoSync, Portable):
         runs further backwards inside this one, and the callback must belong to the outermost. If
         the loss bypasses the outputs, the first parameter calls it.
         """
-        self._backward = torch._C._current_graph_task_id()
-        Variable._execution_engine.queue_callback(self._finish)
+        self._backward = current_backward()
+        call_after_backward(self._finish)
 
     def on_gradient(self, index, slot):
         if self._backward is None:

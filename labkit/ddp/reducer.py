@@ -27,6 +27,7 @@ import torch.distributed as dist
 from labkit import comm
 from labkit.ddp.bucket import Bucket, assign_buckets
 from labkit.ddp.comm_hook_errors import HookFailures, RankFailed
+from labkit.torch_private import gradient_hooks
 
 
 class Reducer:
@@ -240,7 +241,7 @@ def _remove(handles):
 
 def watchers(parameter):
     """Return the owners of all reducers that wait for the gradient of a parameter."""
-    hooks = (parameter._post_accumulate_grad_hooks or {}).values()
+    hooks = gradient_hooks(parameter)
     owners = [
         hook.args[0]() for hook in hooks if isinstance(hook, partial) and hook.func is _notify
     ]

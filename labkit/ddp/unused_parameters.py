@@ -9,8 +9,9 @@ find_unused_parameters of torch.nn.parallel.DistributedDataParallel. See labkit/
 for models that leave the same parameters unused in every step.
 """
 
-import torch
 from torch.autograd.graph import get_gradient_edge
+
+from labkit.torch_private import current_backward, will_visit
 
 
 class FindUnused:
@@ -31,13 +32,13 @@ class FindUnused:
         first = not self.reducer.started
         self.reducer.arrive(index, slot)
         # In a backward inside it, of a reentrant checkpoint, the engine knows that segment only.
-        if first and self.reducer.overlap and backward == torch._C._current_graph_task_id():
+        if first and self.reducer.overlap and backward == current_backward():
             self._skip_unused()
 
     def _skip_unused(self):
         for bucket, nodes in zip(self.reducer.buckets, self._nodes, strict=True):
             for slot, node in enumerate(nodes):
-                if not bucket.arrived[slot] and not torch._C._will_engine_execute_node(node):
+                if not bucket.arrived[slot] and not will_visit(node):
                     self.reducer.skip(bucket.index(), slot)
         self.reducer.launch_full()
 

@@ -28,11 +28,12 @@ from labkit.ddp.wrapper import Wrapper
 from labkit.fsdp.exec_order import CallOrder, Trace
 from labkit.fsdp.flat_param import FlatParam
 from labkit.fsdp.fsdp_state_dict import full_state_dict, load_full_state_dict, load_shards, places
-from labkit.fsdp.fsdp_unit import UnitGradients, in_backward
+from labkit.fsdp.fsdp_unit import UnitGradients
 from labkit.fsdp.sharding_strategy import Sharding, compute_device, in_dtype
 from labkit.fsdp.wrap_policy import materialise, read_elsewhere, split_units
 from labkit.pickle_support import NotPickled
 from labkit.replicas import Replicas, broadcast_tensors, check_memory
+from labkit.torch_private import in_backward
 from labkit.zero.clip import clip_grad_norm_
 
 

@@ -31,16 +31,12 @@ Zhao et al., PyTorch FSDP, VLDB 2023, section 4.3.
 from functools import partial
 
 import torch
-from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 from torch.utils._pytree import tree_map_only
 
 from labkit.ddp.reducer import Reducer
 from labkit.ddp.wrapper import find_tensors
-
-
-def in_backward():
-    return torch._C._current_graph_task_id() != -1
+from labkit.torch_private import call_after_backward, in_backward, will_visit
 
 
 class Unit:
@@ -188,15 +184,13 @@ class UnitGradients:
         """A gradient has come somewhere: if it is the first, ask to be called at the end."""
         if not self.under_way:
             self.under_way, self.accumulates = True, self._will_accumulate()
-            Variable._execution_engine.queue_callback(self.at_end)
+            call_after_backward(self.at_end)
 
     def _will_accumulate(self):
         """Whether the backward under way leaves a gradient at a parameter."""
         leaves = [p for flat in self.flats if flat.trainable for p in flat.wholes]
         leaves += self._replicated
-        return any(
-            torch._C._will_engine_execute_node(get_gradient_edge(p).node) for p in reversed(leaves)
-        )
+        return any(will_visit(get_gradient_edge(p).node) for p in reversed(leaves))
 
     def on_gradient(self, index, slot):
         """A replicated parameter has its gradient."""

@@ -17,15 +17,9 @@ stages find the shapes of their messages in their first step, with a forward of 
 import weakref
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache
-from importlib import import_module
-from time import monotonic_ns
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
-from torch.distributed import distributed_c10d
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_leaves
@@ -36,24 +30,11 @@ from labkit.amp.autocast_mode import autocast
 from labkit.fsdp import flat_param
 from labkit.gloo_workarounds import FAKE_GLOO
 from labkit.memory.memory_tracker import MemoryTracker, storages_of
+from labkit.torch_private import another_world, register_fake_backends
 
-FAKE = "labkit_fake"
+FAKE = "labkit_fake"  # under the name FAKE_GLOO, comm and FSDP hold the buffers that gloo needs
 ATTENTION = F.scaled_dot_product_attention
 OPTIONS = ("attn_mask", "dropout_p", "is_causal")  # of ATTENTION, after query, key and value
-
-
-@cache
-def register_backends():
-    """Register PyTorch's fake backend for tensors on the CPU and on the meta device, twice.
-
-    Under the name FAKE_GLOO, comm and FSDP hold the buffers that they need with gloo.
-    """
-    fake_pg = import_module("torch.testing._internal.distributed.fake_pg")
-    for name in (FAKE, FAKE_GLOO):
-        devices = ["cpu", "meta"]
-        dist.Backend.register_backend(name, fake_pg._create_fake_pg, True, devices)
-    if not torch._C._dispatch_has_kernel_for_dispatch_key("c10d::allreduce_", "Meta"):
-        import_module("torch.distributed._tools.fake_collectives")  # older than torch 2.13
 
 
 @contextmanager
@@ -62,29 +43,15 @@ def fake_ranks(rank, ranks, device="cuda"):
 
     device: "cuda" or "cpu", the type of device that the meta device stands for. On "cpu", messages
     take the memory that they take on gloo.
-    A process that is a rank already keeps its own groups, and has them back afterwards. They are
-    hidden by replacing torch.distributed.distributed_c10d._world (tried with torch 2.13).
+    A process that is a rank already keeps its own groups, and has them back afterwards.
     Raises ValueError if rank is not one of ranks.
     """
     if not 0 <= rank < ranks:
         raise ValueError(f"rank {rank} is not one of {ranks}: take 0 to {ranks - 1}")
-    register_backends()
-    own_world = distributed_c10d._world
-    distributed_c10d._world = SimpleNamespace(
-        default_pg=None, pg_map={}, pg_names={}, pg_group_ranks={}, pg_backend_config={},
-        group_count=monotonic_ns(),  # groups are named by it, and names must differ
-        tags_to_pg={}, pg_to_tag={}, pg_coalesce_state={}, comms=[],
-    )  # fmt: skip
-    try:
-        backend = FAKE_GLOO if device == "cpu" else FAKE
-        store = dist.HashStore()
-        dist.init_process_group(backend, rank=rank, world_size=ranks, store=store)
-        # without it each group warns that it has no default
-        dist.group.WORLD._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
-        with no_data(device) as fake:
-            yield fake
-    finally:
-        distributed_c10d._world = own_world
+    register_fake_backends(FAKE, FAKE_GLOO)
+    backend = FAKE_GLOO if device == "cpu" else FAKE
+    with another_world(backend, rank, ranks), no_data(device) as fake:
+        yield fake
 
 
 @contextmanager

@@ -36,10 +36,10 @@ from pathlib import Path
 import psutil
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from labkit.run import node_agents, worker
+from labkit.torch_private import shorten_rendezvous
 
 PR_SET_CHILD_SUBREAPER = 36
 GRACE = 1.0  # seconds between SIGTERM and SIGKILL
@@ -170,11 +170,7 @@ def run_job(job_path, nproc, folder, place=None):
     with gpus_hidden():
         config = elastic_config(place, nproc, folder.name, folder / f"elastic-{place.node}")
     log_exits(folder / "exits.jsonl")
-    if place.count == 1:  # torch delays each node by up to 0.3 s, which one node does not need
-        dynamic_rendezvous._delay = lambda seconds: None
-    # It looks up the caller's name in all modules for its log, which takes half the time of a
-    # launch.
-    dynamic_rendezvous.get_method_name = lambda depth=2: ""
+    shorten_rendezvous(one_node=place.count == 1)
     try:
         elastic_launch(config, worker.main)(job_path)
     except ChildFailedError:

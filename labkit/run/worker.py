@@ -34,12 +34,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from labkit import comm, comm_log, gloo_workarounds
 from labkit.progress import Progress
 from labkit.run import network_namespaces, report
 from labkit.run.context import Context, EventFile
+from labkit.torch_private import set_default_timeout, set_timeout
 
 PR_SET_PDEATHSIG = 1
 # Files that are not the target's own code in a traceback.
@@ -188,7 +188,7 @@ def join_group(job, init_method, context):
     timeout = datetime.timedelta(seconds=job["collective_timeout"])
     meeting = max(timeout, datetime.timedelta(seconds=JOIN_LIMIT))
     # Later groups would otherwise use torch's default timeout of 10 or 30 minutes.
-    distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = timeout
+    set_default_timeout(timeout)
     dist.init_process_group(
         "nccl" if job["device"] == "cuda" else "gloo",
         init_method=init_method,
@@ -199,7 +199,7 @@ def join_group(job, init_method, context):
     )
     # Without the barrier, a rank that leaves early closes connections that slower ranks still open.
     dist.barrier()
-    distributed_c10d._set_pg_timeout(timeout)
+    set_timeout(timeout)
 
 
 def run_script(job):

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from labkit.tensor_parallel.placements import Partial, Replicate, Shard, Shared
 from labkit.tensor_parallel.tp_state_dict import whole_parameters
+from labkit.torch_private import assert_async
 
 
 class SplitLayer:
@@ -110,7 +111,7 @@ class RowEmbedding(SplitLayer, nn.Embedding):
     def forward(self, tokens):
         words = len(self.weight)
         inside = (tokens >= 0) & (tokens < self.num_embeddings)
-        torch._assert_async(
+        assert_async(
             inside.all(), f"token out of range: the vocabulary has {self.num_embeddings} entries"
         )
         own = tokens - self.axis.rank * words

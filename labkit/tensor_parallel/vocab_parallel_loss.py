@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from labkit import comm
+from labkit.torch_private import assert_async
 
 
 def vocabulary_parallel_cross_entropy(
@@ -112,9 +113,7 @@ class CrossEntropy(torch.autograd.Function):
         words = logits.shape[-1]
         n = dist.get_world_size(group)
         known = (target >= 0) & (target < words * n) | ~counts
-        torch._assert_async(
-            known.all(), f"target out of range: the vocabulary has {words * n} entries"
-        )
+        assert_async(known.all(), f"target out of range: the vocabulary has {words * n} entries")
         own = target - dist.get_rank(group) * words
         local = counts & (own >= 0) & (own < words)
         own = own.masked_fill(~local, 0).unsqueeze(-1)
@@ -132,7 +131,7 @@ class CrossEntropy(torch.autograd.Function):
             sums.append(shifted.masked_fill_(smooth[0] == 0, 0.0) @ smooth[0])
         sums = torch.stack(sums)
         comm.all_reduce(sums, group=group)
-        torch._assert_async((sums[1] != torch.inf).all(), "target is a padding entry")
+        assert_async((sums[1] != torch.inf).all(), "target is a padding entry")
         softmax = exps.div_(sums[0].unsqueeze(-1))
         log = sums[0].log()
         weights = weights * (1 - label_smoothing)

@@ -16,13 +16,13 @@ Trillion Parameter Models, SC 2020, sections 5 and 7.
 """
 
 import torch
-from torch.autograd import Variable
 
 from labkit import comm
 from labkit.ddp.no_sync import NoSync
 from labkit.ddp.reducer import watchers
 from labkit.pickle_support import NotPickled
 from labkit.replicas import broadcast_tensors, check_agreement, check_memory, check_ranks
+from labkit.torch_private import call_after_backward, in_node
 from labkit.zero.clip import clip_grad_norm_
 from labkit.zero.elementwise import check_elementwise
 from labkit.zero.master_weights import MasterWeights
@@ -138,7 +138,7 @@ class ZeRO1(NoSync, NotPickled, torch.optim.Optimizer):
             return self._reducer.keep(index, slot)
         if not self._armed:
             self._armed = True
-            Variable._execution_engine.queue_callback(self._end_backward)
+            call_after_backward(self._end_backward)
         elif self.buckets[index].arrived[slot] and self._reducer.overlap:
             raise RuntimeError(
                 f"{self.buckets[index].names[slot]!r} got a gradient twice before the "
@@ -151,7 +151,7 @@ class ZeRO1(NoSync, NotPickled, torch.optim.Optimizer):
     def _end_backward(self):
         self._armed = False
         # Reentrant checkpointing runs backwards inside a backward, whose ends do not count.
-        inside = torch._C._current_autograd_node() is not None
+        inside = in_node()
         if not inside or (
             self._reducer.overlap and not any(bucket.missing for bucket in self.buckets)
         ):

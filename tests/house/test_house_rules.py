@@ -135,3 +135,27 @@ def test_no_old_name_is_left(folder):
             if names := old_names(text):
                 found[str(path.relative_to(REPOSITORY))] = names
     assert found == {}
+
+
+PRIVATE = re.compile(
+    r"\btorch\._[a-zA-Z]|\b_C\.|distributed_c10d\._|_execution_engine|\._post_accumulate|_rendezvous\._"
+)
+
+
+def private_touches(source):
+    """Lines of code that use a private name of torch; text in strings and comments does not count."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            node.value = ""
+    return [line.strip() for line in ast.unparse(tree).splitlines() if PRIVATE.search(line)]
+
+
+@pytest.mark.parametrize("path", FILES, ids=str)
+def test_private_names_of_torch_are_in_one_file(path):
+    touches = private_touches((ROOT / path).read_text(encoding="utf-8"))
+    assert bool(touches) == (path.name == "torch_private.py"), touches
+
+
+def test_a_private_name_is_found():
+    assert private_touches("x = torch._C._current_graph_task_id()") and not private_touches("x = 'torch._dynamo'")

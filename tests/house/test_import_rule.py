@@ -15,7 +15,7 @@ import labkit
 ROOT = Path(labkit.__file__).parent
 
 FLOOR = ("comm", "comm_log", "gloo_workarounds", "progress", "mesh", "replicas", "collective_errors")
-FLOOR += ("pickle_support", "own_files", "ring_cost")
+FLOOR += ("pickle_support", "own_files", "ring_cost", "torch_private")
 # Each may import those before it.
 FAMILIES = (
     *("allreduce", "hierarchical", "ddp", "zero", "amp", "fsdp", "local_sgd", "horovod", "compression"),

@@ -1,6 +1,7 @@
 """A reader's path is short: the files and functions of labkit that one training step enters, on two ranks.
 
-The messages (labkit/comm.py and the files around it) do not count: every algorithm sends through them.
+The messages (labkit/comm.py and the files around it) do not count, because every algorithm sends through them; nor do
+one-line calls of torch (labkit/torch_private.py).
 """
 
 import sys
@@ -19,7 +20,7 @@ from labkit.trainer import Trainer
 from labkit.zero import ZeRO1
 
 ROOT = Path(labkit.__file__).parent
-MESSAGES = {"comm.py", "comm_log.py", "gloo_workarounds.py", "replicas.py"}
+MESSAGES = {"comm.py", "comm_log.py", "gloo_workarounds.py", "replicas.py", "torch_private.py"}
 
 
 @contextmanager
