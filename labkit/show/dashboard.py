@@ -177,15 +177,19 @@ class Cells:
     def picture(self, state):
         """The board's picture and table as HTML; ValueError if no row is left."""
         need_one(state.whats, "strategy")
-        figure = draw(self.table, self.curves, state)
         rows = chosen(self.table, state)
+        measured = set(rows["what"])
+        absent = [one for one in state.whats if state.whats != ANY and one not in measured]
+        note = f"Not measured for this choice: {'; '.join(absent)}." if absent else ""
+        if rows.empty:
+            raise ValueError(f"{NOTHING} {note}".strip())
+        figure = draw(self.table, self.curves, state)
         shown = as_image(figure, words_of(self.table, state))
         shown += as_table(self.words.loc[rows.index])
         if len(rows) > LISTED:
             shown += f"<p>The first {LISTED} of {len(rows)}.</p>"
-        measured = set(rows["what"])
-        if absent := [one for one in state.whats if state.whats != ANY and one not in measured]:
-            shown += f"<p>Not measured for this choice: {html.escape('; '.join(absent))}.</p>"
+        if note:
+            shown += f"<p>{html.escape(note)}</p>"
         return shown
 
     def measure(self, launch, state):
@@ -238,7 +242,7 @@ def board(rows, state=None, measure=None, **offers):
     cells = Cells(rows)
     state = state or State()
     menus = {}
-    boxed = ("strategy", "compression") if measure else ()
+    boxed = ("strategy", "compression", "ranks") if measure else ()  # set by boxes and link
     for name, column in FILTERS.items():
         values = sorted({*cells.table[column], *offers.get(name, ())})
         options = [(ANY, ANY), *((style.name(value), value) for value in values)]
