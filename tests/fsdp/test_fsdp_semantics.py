@@ -388,7 +388,7 @@ def clipped_too_early(rank, world_size):
     model = FSDP(Net(seed=rank), Cell)
     with model.no_sync():
         plain_loss(model, rank).backward()
-    with pytest.raises(RuntimeError, match="not been averaged"):
+    with pytest.raises(RuntimeError, match="not averaged"):
         model.clip_grad_norm_(1.0)
     for norm_type in (0, -float("inf")):
         with pytest.raises(ValueError, match=f"norm_type={norm_type} of shards is not known: it must be positive"):
