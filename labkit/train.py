@@ -33,9 +33,11 @@ def main(arguments=None):
     try:
         experiment, options = read(arguments)
         check_ranks(experiment, options, options.nproc)
-        from labkit.run import starter  # imports torch, 3 s: invalid arguments are reported before
+        from labkit.run import (
+            torchrun_starter,  # imports torch, 3 s: invalid arguments are reported before
+        )
 
-        return starter.start(experiment, options, arguments)
+        return torchrun_starter.start(experiment, options, arguments)
     except (ValueError, TypeError, OSError) as error:
         print(f"labkit.train: {error}", file=sys.stderr)
         return WRONG

@@ -31,10 +31,10 @@ from labkit.amp import GradScaler, autocast
 from labkit.ddp import DDP
 from labkit.fsdp import FSDP
 from labkit.fsdp.wrap_policy import as_policy
+from labkit.fully_shard_messages import MeteredGather, MeteredScatter
 from labkit.hierarchical import FORMS, Hierarchical
 from labkit.local_sgd import DiLoCo, LocalSGD
 from labkit.mesh import Mesh
-from labkit.metered import MeteredGather, MeteredScatter
 from labkit.recompute import checkpoint_every
 from labkit.sampler import all_of, count_targets, evaluate
 from labkit.tensor_parallel import tensor_parallel

@@ -1,6 +1,6 @@
 """Mixed precision: autocast, a loss scale that all ranks agree on, fp32 master weights."""
 
-from labkit.amp.amp import (
+from labkit.amp.grad_scaler import (
     NO_GRADIENTS,
     GradScaler,
     MasterWeights,

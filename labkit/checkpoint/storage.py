@@ -20,7 +20,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from labkit.checkpoint.storage_lock import Lease
-from labkit.own_files import lock_file, new_file, no_link
+from labkit.open_without_links import lock_file, new_file, no_link
 
 
 def without_password(url):

@@ -20,8 +20,8 @@ import torch
 
 from labkit.ddp.comm_hook_errors import check_annotations
 from labkit.ddp.join import Join
+from labkit.ddp.move_and_pickle import Portable
 from labkit.ddp.no_sync import NoSync
-from labkit.ddp.portable import Portable
 from labkit.ddp.reducer import Reducer
 from labkit.ddp.static_graph import StaticGraph
 from labkit.ddp.unused_parameters import FindUnused

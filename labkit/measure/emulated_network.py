@@ -12,12 +12,14 @@ sleeps.
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from time import sleep
 
 import torch
 import torch.distributed as dist
 
 from labkit import comm
+from labkit.ring_cost import sent_bytes
 
 PAIRWISE = ("send", "exchange")
 
@@ -32,9 +34,11 @@ def emulated_network(latency_ms, mbit, slow_rank=None, slower=1.0):
     lane = ThreadPoolExecutor(1)
     real = comm.metered
 
-    def metered(op, group, tensor, sent, async_op, launch, pairs=None):
+    def metered(op, group, tensor, async_op, launch, pairs=None, sent=None):
+        formula = sent or partial(sent_bytes, op)
+
         def launch_and_sleep():
-            size = sent(dist.get_world_size(group), 0 if tensor is None else tensor.nbytes)
+            size = formula(dist.get_world_size(group), 0 if tensor is None else tensor.nbytes)
             slowed = slow_rank is not None and (op not in PAIRWISE or dist.get_rank() == slow_rank)
             rate = mbit * 1e6 / 8 / (slower if slowed else 1.0)
             seconds = latency_ms / 1e3 + size / rate
@@ -43,7 +47,7 @@ def emulated_network(latency_ms, mbit, slow_rank=None, slower=1.0):
                 return Arriving(work, seconds, lane, tensor)
             sleep(seconds)
 
-        return real(op, group, tensor, sent, async_op, launch_and_sleep, pairs)
+        return real(op, group, tensor, async_op, launch_and_sleep, pairs, sent)
 
     comm.metered = metered
     try:

@@ -16,11 +16,11 @@ import torch
 from torch.nn import functional as F
 
 from labkit.models import data
+from labkit.models.custom import Task, is_own, no_unit, task
 from labkit.models.emulated import emulate
 from labkit.models.gpt import GPT, Block
 from labkit.models.mlp import MLP, is_hidden
 from labkit.models.names import known
-from labkit.models.own import Task, is_own, no_unit, task
 from labkit.models.resnet import ResNet, is_plain_block
 
 __all__ = ["SIZES", "Task", "build", "cross_entropy", "data", "emulate", "loss", "unit"]

@@ -12,9 +12,9 @@ import time
 from torch.utils.data import Dataset
 
 from labkit.models.cifar import cifar10
+from labkit.models.custom import is_own, task
 from labkit.models.digits import digits
 from labkit.models.names import known
-from labkit.models.own import is_own, task
 from labkit.models.text import stdlib_text
 
 DATASETS = {"digits": digits, "stdlib_text": stdlib_text, "cifar10": cifar10}

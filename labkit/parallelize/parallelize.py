@@ -35,8 +35,8 @@ from labkit.fsdp.sharding_strategy import compute_device
 from labkit.fsdp.wrap_policy import materialise_alike
 from labkit.ideas.data_parallel import average_gradients
 from labkit.moe import mixtures, names_of_experts
+from labkit.parallelize.mesh_metric import score
 from labkit.parallelize.parallel_axes import AXES, attending, refuse
-from labkit.parallelize.score import score
 from labkit.pipeline import Pipeline, one_f_one_b
 from labkit.pipeline.pipeline_schedules import routes
 from labkit.pipeline.pipeline_stages import union

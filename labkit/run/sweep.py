@@ -30,7 +30,7 @@ import pandas as pd
 import yaml
 
 from labkit.measure import fingerprint, machine
-from labkit.own_files import lock_file, new_file
+from labkit.open_without_links import lock_file, new_file
 from labkit.run.compare import compare
 from labkit.run.console import Bar
 from labkit.run.experiment import Experiment

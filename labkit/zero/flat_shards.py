@@ -22,7 +22,7 @@ from math import prod
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from labkit.zero.elementwise import check_elementwise
+from labkit.zero.elementwise_check import check_elementwise
 
 
 class Layout:

@@ -24,7 +24,7 @@ from labkit.pickle_support import NotPickled
 from labkit.replicas import broadcast_tensors, check_agreement, check_memory, check_ranks
 from labkit.torch_private import call_after_backward, in_node
 from labkit.zero.clip import clip_grad_norm_
-from labkit.zero.elementwise import check_elementwise
+from labkit.zero.elementwise_check import check_elementwise
 from labkit.zero.master_weights import MasterWeights
 from labkit.zero.sharded_reducer import Scatterer
 from labkit.zero.zero_state_dict import gather_state, options_of, slice_state

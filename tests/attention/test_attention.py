@@ -8,7 +8,7 @@ from attention_oracle import allowed, masked_attention
 from tensors import gap, noise
 from torch.nn import functional as F
 
-from labkit.amp import amp
+from labkit import amp
 from labkit.attention import flash_attention
 from labkit.attention.tiles import Tiles
 from labkit.ideas.attention_and_context import tiled_attention

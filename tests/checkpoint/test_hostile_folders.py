@@ -12,7 +12,7 @@ import torch
 
 from labkit.checkpoint import CheckpointError, Checkpoints, metadata, tensor_file
 from labkit.models import cifar
-from labkit.own_files import new_file
+from labkit.open_without_links import new_file
 from labkit.run import sweep
 
 PRECIOUS = b"precious"

@@ -15,19 +15,19 @@ import labkit
 ROOT = Path(labkit.__file__).parent
 
 FLOOR = ("comm", "comm_log", "gloo_workarounds", "progress", "mesh", "replicas", "collective_errors")
-FLOOR += ("pickle_support", "own_files", "ring_cost", "torch_private")
+FLOOR += ("pickle_support", "open_without_links", "ring_cost", "torch_private")
 # Each may import those before it.
 FAMILIES = (
     *("allreduce", "hierarchical", "ddp", "zero", "amp", "fsdp", "local_sgd", "horovod", "compression"),
     *("recompute", "offload", "memory", "tensor_parallel", "attention", "moe", "pipeline"),
     *("sampler", "learning_rate", "preempt", "watchdog", "checkpoint", "parallelize"),
 )
-ALL = {"floor", "ideas", *FAMILIES, "metered", "trainer"}
+ALL = {"floor", "ideas", *FAMILIES, "fully_shard_messages", "trainer"}
 BELOW = {
     "floor": {"floor"},
     "ideas": {"floor", "ideas"},
     **{family: {"floor", "ideas", *FAMILIES[: at + 1]} for at, family in enumerate(FAMILIES)},
-    "metered": {"floor"},
+    "fully_shard_messages": {"floor"},
     "trainer": ALL,
     "models": {"models"},
     "measure": {"floor", "measure"},
