@@ -47,7 +47,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 def device(group=None):
-    """Where a small tensor must be, to be sent: on NCCL this rank's GPU, else the CPU."""
+    """Return the device for small tensors that are sent: this rank's GPU on NCCL, else the CPU."""
     if "nccl" in str(dist.get_backend(group)):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -138,7 +138,7 @@ def all_to_all(
         return dist.all_to_all_single(*split, async_op)
 
     def sent(n, payload):
-        """All that the rank does not keep for itself."""
+        """Return the payload without the part that the rank keeps."""
         if not input_split_sizes:
             return payload - payload // n
         kept = input_split_sizes[dist.get_rank(group)]

@@ -1,4 +1,4 @@
-"""What gloo, the backend for CPUs, does in another way: fewer bytes or copies, the same result.
+"""Replacements for operations of gloo, the backend for CPUs: fewer bytes or copies, same result.
 
     all_gather       each sends its part to each, in place   gloo's own copies all twice more
     all_to_all       as gloo's, but both ways at once        gloo's own: the ways may take turns
@@ -30,7 +30,7 @@ _thread = local()
 
 
 def continues():
-    """Whether this operation belongs to the message before: for those who count from below."""
+    """Return whether this operation continues the last message, for counters below torch."""
     return getattr(_thread, "continues", False)
 
 
@@ -110,7 +110,7 @@ def serves(tensor, group=None):
 
 
 def on_loopback():
-    """Of all ranks, or they would not be connected. launch() sets it where there is one machine."""
+    """Return whether all ranks are on one machine: launch() then sets the interface to loopback."""
     return os.environ.get("GLOO_SOCKET_IFNAME") in ("lo", "lo0")
 
 
@@ -136,7 +136,7 @@ def reduce_scatter(output, input, group=None):
 
 
 def adds_slowly(tensor, op, group=None):
-    """Whether all_reduce below is the sooner one."""
+    """Return whether all_reduce below is faster than gloo's."""
     return (
         tensor.element_size() == 2
         and tensor.is_floating_point()
@@ -148,7 +148,7 @@ def adds_slowly(tensor, op, group=None):
 
 
 def sums_sooner(tensor, group=None):
-    """Whether comm.summed is to go by all_reduce below."""
+    """Return whether comm.summed should use all_reduce below."""
     few = tensor.nbytes <= FEW and tensor.is_contiguous()
     return few and on_loopback() and serves(tensor, group) and dist.get_world_size(group) == 2
 

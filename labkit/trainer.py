@@ -157,7 +157,7 @@ def mixed_precision(precision, device, group=None):
 
 
 def counted_by(loss, target):
-    """How many targets the mean of a loss is over, a scalar tensor; None: all of the batch.
+    """Return the number of targets in the mean of a loss, a scalar tensor; None: the whole batch.
 
     Class numbers that it ignores do not count: its ignore_index, -100 where it does not say. So it
     is with class weights, its weight. loss: a function, a partial of one, or a module.
@@ -172,7 +172,7 @@ def counted_by(loss, target):
 
 
 class Weights:
-    """How much the mean losses of a rank's micro-batches weigh in the mean over all ranks.
+    """Weights of the mean losses of a rank's micro-batches in the mean over all ranks.
 
     counts: [micro-batches], the targets of each. group: who averages gradients; None: nobody.
     shares: of each in this rank's own mean, with the sum 1.

@@ -19,7 +19,7 @@ PATIENCE = 1.0  # seconds between two looks into the store
 
 
 def future_from(returned):
-    """What a comm hook has returned. Raises TypeError if it cannot be waited for."""
+    """Return the result of a comm hook. Raises TypeError if it has no wait()."""
     if not hasattr(returned, "wait"):
         raise TypeError(
             f"a comm hook returned {type(returned).__name__}: "
@@ -44,9 +44,9 @@ class RankFailed(RuntimeError):
 
 
 class HookFailures:
-    """Who has told of a failure, by step. All ranks of the group count steps alike.
+    """Failures of comm hooks by step, reported in the store. All ranks count the same steps.
 
-    What had been told before this one was made is another's, whose steps had the same numbers.
+    Entries from before this object belong to another one, whose steps had the same numbers.
     """
 
     def __init__(self, group=None):
@@ -69,7 +69,7 @@ class HookFailures:
             raise
 
     def told(self):
-        """What a rank has told in this step, or None."""
+        """Return the failure that a rank reported in this step, or None."""
         for number in range(self._before + 1, self._count() + 1):
             step, _, words = default_store().get(self._key(number)).decode().partition(" ")
             if int(step) == self.step:

@@ -17,7 +17,7 @@ from labkit import comm
 
 
 class Join:
-    """What DDP.join() returns: use it as `with model.join(): ...` around the loop over the data."""
+    """Context manager of DDP.join(), used around the loop over the data."""
 
     def __init__(
         self, ddp, divide_by_initial_world_size=True, enable=True, throw_on_early_termination=False

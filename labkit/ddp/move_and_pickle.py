@@ -1,10 +1,10 @@
-"""What is tied to where parameters lie is made anew where they have gone: to(), deepcopy, pickle.
+"""Buckets and hooks follow the parameters through to(), deepcopy and pickle.
 
-    wrapper.to(device)    parameters lie elsewhere   watch() again, and the comm hook goes along
-    copy.deepcopy         parameters of its own      watch() those, same ranks; the hook is shared
-    torch.save, pickle    no group can be written    on the default group, no hook, as in PyTorch
+    wrapper.to(device)    parameters in other memory   _watch() again, with the same comm hook
+    copy.deepcopy         other parameters             _watch() those, same ranks, shared hook
+    torch.save, pickle    no group can be written      on the default group, no hook, as in PyTorch
 
-None of it sends anything.
+Nothing is sent.
 """
 
 import copy

@@ -10,7 +10,7 @@ Semantics: static_graph of torch.nn.parallel.DistributedDataParallel.
 
 
 class StaticGraph:
-    """What this rank's first averaging backward showed. Until then the reducer does not overlap."""
+    """Gradients counted in this rank's first averaging backward, which does not overlap."""
 
     def __init__(self, reducer):
         self.reducer = reducer

@@ -66,7 +66,7 @@ def without_wrappers(name):
 
 
 def is_extra(name):
-    """Whether it is what a module's get_extra_state() gives, of another shape perhaps each time."""
+    """Return whether a name is of a module's extra state, whose shape may change."""
     return name.rpartition(".")[2] == "_extra_state"
 
 

@@ -235,7 +235,7 @@ class FlatParam:
                 piece.grad, self.kept[slot] = part, (part, part._version)
 
     def drop_cleared(self):
-        """Where the gradient of a piece was cleared since keep(), so is the whole one."""
+        """Clear the full gradients whose piece was cleared since keep()."""
         for slot, (part, version) in list(self.kept.items()):
             if self.pieces[slot].grad is not part or part._version != version:
                 self.wholes[slot].grad = None

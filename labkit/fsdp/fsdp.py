@@ -302,7 +302,7 @@ class FSDP(NoSync, NotPickled, Wrapper):
         return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict, strict=True, assign=False):
-        """Of this rank, from as many ranks; of other numbers: load_shards, load_full_state_dict."""
+        """Load this rank's pieces. For another world size: load_shards, load_full_state_dict."""
         self.rest()
         return super().load_state_dict(state_dict, strict, assign)
 

@@ -7,7 +7,7 @@
 
     called twice        two forwards, two backwards: done when the second is done
     recomputed          a forward inside backward, for a forward that was counted already
-    no input gradient   nobody tells that it is done: the end of the whole backward does
+    no input gradient   no hook fires: the end of the whole backward counts
 
 Hooks on tensors, as a module's own backward hooks forbid to change its outputs in place, and see no
 tensor in a container.
@@ -187,7 +187,7 @@ class UnitGradients:
             call_after_backward(self.at_end)
 
     def _will_accumulate(self):
-        """Whether the backward under way leaves a gradient at a parameter."""
+        """Return whether the running backward leaves a gradient at a parameter."""
         leaves = [p for flat in self.flats if flat.trainable for p in flat.wholes]
         leaves += self._replicated
         return any(will_visit(get_gradient_edge(p).node) for p in reversed(leaves))

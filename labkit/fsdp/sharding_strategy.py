@@ -1,4 +1,4 @@
-"""Who holds what: the ranks over which shards are cut, and those over which they are held alike.
+"""Sharding strategies: the ranks that shard a model together, and those that replicate the shards.
 
     "full", "grad_op"        "hybrid" on Mesh({"node": 2, "gpu": 3})
     group  0 1 2 3 4 5                 gpu 0   gpu 1   gpu 2
@@ -23,7 +23,7 @@ MODES = ("full", "grad_op", "hybrid")
 
 @dataclass(frozen=True)
 class Sharding:
-    """What is the same for all flat parameters of a model.
+    """The settings that all flat parameters of a model share.
 
     everyone: the group of all ranks that train. group: those whose shards make one whole. across:
     those that hold the same shard, or None. device: where wholes are; shards too, unless offload:
@@ -87,7 +87,7 @@ def in_dtype(value, dtype):
 
 
 def compute_device(module, group):
-    """Where the wholes are: where parameters are, or on NCCL this rank's GPU: they move there.
+    """Return the device of gathered parameters: theirs, or with NCCL this rank's GPU.
 
     Where nothing is really sent ("fake", see labkit.memory.dry_run) the meta device will do.
     """

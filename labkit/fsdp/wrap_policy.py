@@ -72,7 +72,7 @@ def _check_ties(units):
 
 
 def read_elsewhere(error, units):
-    """What to say where a forward has read a parameter of a unit that it does not call, or None.
+    """Return an error text if a forward has read a parameter of a unit that it does not call.
 
     The parameter is a 1-D piece then, and some operation has no use for it: it is found among the
     names of the functions through which the error has come.
@@ -122,7 +122,7 @@ def by_size(numel):
 
 
 def excluding(unit, *excluded):
-    """What `unit` matches, without the excluded modules and those of the excluded classes."""
+    """Match the modules of `unit`, except the excluded modules and classes."""
     matches = as_policy(unit)
     classes = tuple(item for item in excluded if isinstance(item, type))
     modules = [item for item in excluded if not isinstance(item, type)]

@@ -26,7 +26,7 @@ from labkit.zero.elementwise_check import check_elementwise
 
 
 class Layout:
-    """Where tensors of given shapes lie in a flat buffer, and which part of it each rank holds.
+    """The layout of tensors in a flat buffer, and the shard of each rank.
 
     numel: elements of all tensors. padded: of the flat buffer. shard_numel: padded / world_size.
     """

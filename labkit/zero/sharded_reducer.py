@@ -130,7 +130,7 @@ class ShardedBucket(Bucket):
             mine.copy_(total)
 
     def target(self):
-        """Where this rank's part of the sum is to go, [shard_numel]."""
+        """Return the output tensor for this rank's shard of the sum, [shard_numel]."""
         if self.keep:
             return self.layout.shard(self.buffer(), self.rank)
         return torch.empty(self.layout.shard_numel, dtype=self.dtype, device=self.device)
@@ -149,7 +149,7 @@ class ShardedBucket(Bucket):
             self.release()
 
     def is_averaged(self, slot):
-        """Whether this gradient, if there is one, went into the average and was left alone."""
+        """Return whether this gradient, if any, was averaged and not changed since."""
         gradient = self.members[slot].grad
         untouched = self.averaged and self._flat._version == self._version
         return gradient is None or (untouched and gradient is self._views[slot])

@@ -90,7 +90,7 @@ def _gather(held, bucket, key, dtype, group):
 
 
 def options_of(group):
-    """What a parameter group says besides which parameters it has."""
+    """Return the options of a parameter group, without its parameters."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
