@@ -11,16 +11,16 @@ In this order:
     attention_and_context       attention tile by tile; over a sequence that is sharded
     two_levels_and_local_sgd    all-reduce inside a node first; average weights, not gradients
     compression                 send gradients in fewer bytes, and keep what was not sent
-    checkpoint                  save and load shards so that a killed run loses nothing
+    checkpoint                  save and load shards so that a killed run can resume
     tensor_and_sequence         split the matrices of a layer; split the tokens between layers
     pipeline                    split the layers; micro-batches pass through the stages
     experts                     send each token to k of E networks
 
-These files import torch and labkit.comm, the door through which every message goes, and nothing
-else. `group` is always a process group, None for all ranks. A function changes its tensors in place
-where PyTorch's collective of the same kind does.
+These files import torch, Python's standard library and labkit.comm, through which every message
+goes. `group` is a process group, None for all ranks; ranks count within it. A function changes its
+tensors in place if PyTorch's collective of the same kind does. All ranks start with equal weights.
 
-They are correct, and tests compare them with one process and with the class of the same name. They
-are not fast, and they handle no special case. The classes do: labkit.ddp.DDP, labkit.zero.ZeRO1,
+Tests compare these functions with one process and with the drop-in classes. They are not fast, and
+they handle no special case. The classes do: labkit.ddp.DDP, labkit.zero.ZeRO1,
 labkit.fsdp.FSDP, and so on, are drop-in replacements for PyTorch's and survive a real job.
 """

@@ -2,14 +2,14 @@
 
     ring, 4 ranks, each tensor cut into the chunks a b c d     ' partly summed, A B C D summed
 
-    rank 0   a  b  c  d      n-1 steps: pass a chunk on,      A' b  c  d'     n-1 steps: pass the
+    rank 0   a  b  c  d      n-1 steps: pass a chunk on,      a  B  c' d'     n-1 steps: pass the
     rank 1   a  b  c  d      add what arrives to your own     ...             sums around once more
     rank 2   a  b  c  d      -> each rank has one sum         ...             -> all have all sums
     rank 3   a  b  c  d
 
 Sent per rank, of P bytes on n ranks:  ring and halving-doubling  2 (n-1)/n P, the least possible
                                        tree  up to 3 P    naive  (n-1) P on rank 0, P on the others
-Steps:  ring 2 (n-1)    halving-doubling 2 log2(n)    tree about 2 log2(n)    naive 2 (n-1)
+Steps:  ring 2 (n-1)    halving-doubling 2 log2(n)    tree about 4 log2(n)    naive 2 (n-1)
 Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, JPDC 2009;
 Thakur, Rabenseifner and Gropp, Optimization of Collective Communication Operations in MPICH, 2005.
 """

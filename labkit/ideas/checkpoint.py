@@ -75,11 +75,14 @@ def load_shards(folder, group=None):
 
     All ranks must agree on the step: it is skipped if the file of any of them is damaged.
     """
-    rank = dist.get_rank(group)
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
     for manifest in sorted(Path(folder).glob("step-*/manifest.json"), reverse=True):
+        hashes = json.loads(manifest.read_bytes())
+        if len(hashes) != n:  # labkit.checkpoint.Checkpoints loads it on any number of ranks
+            raise ValueError(f"{manifest.parent} was saved by {len(hashes)} ranks, not {n}")
         file = manifest.parent / f"rank-{rank}.bin"
         data = file.read_bytes() if file.exists() else b""
-        is_bad = hashlib.sha256(data).hexdigest() != json.loads(manifest.read_bytes())[rank]
+        is_bad = hashlib.sha256(data).hexdigest() != hashes[rank]
         damaged = torch.tensor(int(is_bad), device=comm.device(group))
         comm.all_reduce(damaged, group=group)
         if not damaged:

@@ -5,9 +5,9 @@
     residual -= message           kept for the next step
     average = mean of all ranks' messages
 
-                           sent per rank of N fp32 elements     the ranks' messages are
+                           message for N fp32 elements          the ranks' messages are
     16 bits                N x 2 bytes                          added on the way (all_reduce)
-    quantized, 8 bits      N bytes and a scale                  gathered, then averaged
+    quantized, 8 bits      N bytes and a scale                  gathered: each is sent n-1 times
     one bit                N/8 bytes and a magnitude            gathered
     top-k                  k values and k indices               gathered: indices differ per rank
     random-k               k values                             added: all ranks know the indices

@@ -1,7 +1,7 @@
 """Pipeline parallelism: each rank has some layers (a stage); micro-batches pass through the stages.
 
-    gpipe         rank 0   F0 F1 F2 F3 .. .. .. .. B0 B1 B2 B3     F: forward of a micro-batch
-                  rank 1   .. F0 F1 F2 F3 .. .. B0 B1 B2 B3 ..     B: its backward
+    gpipe         rank 0   F0 F1 F2 F3 .. .. B0 B1 B2 B3           F: forward of a micro-batch
+                  rank 1   .. F0 F1 F2 F3 B0 B1 B2 B3 ..           B: its backward
     one_f_one_b   rank 0   F0 F1 .. B0 F2 B1 F3 B2 .. B3           ..: idle, the bubble
                   rank 1   .. F0 B0 F1 B1 F2 B2 F3 B3 ..
 

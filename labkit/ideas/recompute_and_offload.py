@@ -18,7 +18,8 @@ class Recompute(torch.autograd.Function):
 
     One tensor in, one out; x requires a gradient. The backward runs another backward inside. A
     parameter that two such calls use gets its gradient in two parts, and DDP cannot know which is
-    the last. labkit.recompute.checkpoint has a single backward.
+    the last. Dropout in the function would draw other numbers the second time.
+    labkit.recompute.checkpoint has a single backward and restores the random state.
     """
 
     @staticmethod

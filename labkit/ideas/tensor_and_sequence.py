@@ -6,8 +6,8 @@
                                                                          S: reduce-scatter
 
 Two layers that are split this way need one sum, because gelu works on each hidden unit alone.
-Sent per rank: 2 (n-1)/n x T x C numbers in forward, and as many in backward, with both.
-Held: 1/n of the two matrices and of the hidden units; with sequence parallelism 1/n of x, too.
+Sent per rank: 2 (n-1)/n x T x C numbers in forward, and as many in backward, in either form.
+Held: 1/n of the two matrices and of the hidden units; with S and G 1/n of x outside the layer, too.
 Shoeybi et al., Megatron-LM, 2019, section 3; Korthikanti et al., Reducing Activation Recomputation
 in Large Transformer Models, MLSys 2023, section 4.2.
 """

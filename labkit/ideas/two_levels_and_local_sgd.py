@@ -42,10 +42,11 @@ def average_weights(parameters, group=None):
 def diloco_outer_step(parameters, anchors, outer, group=None):
     """Step the outer optimizer by the mean movement (DiLoCo). Call it after every H local steps.
 
-    anchors: the parameters after the last outer step. outer: the optimizer of the anchors.
+    parameters, anchors: lists; the anchors are the parameters after the last outer step. outer: the
+    optimizer of the anchors.
     """
     for p, anchor in zip(parameters, anchors, strict=True):
-        anchor.grad = anchor - p  # how far this rank has moved
+        anchor.grad = anchor - p  # minus the movement of this rank
         comm.all_reduce(anchor.grad, group=group)
         anchor.grad /= dist.get_world_size(group)
     outer.step()
