@@ -121,7 +121,7 @@ def misuse(rank, world_size):
     wrapped.register_comm_hook(None, default_hooks.allreduce_hook)
     with pytest.raises(RuntimeError, match="registered already"):
         wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    for hook, words in ((lambda state, bucket: 1, "a comm hook returned int"), (one, "future has brought int")):
+    for hook, words in ((lambda state, bucket: 1, "a comm hook returned int"), (one, "future returned int")):
         wrapped = DDP(mlp(16, 32, 32, 4))
         wrapped.register_comm_hook(None, hook)
         with pytest.raises(TypeError, match=words):

@@ -82,7 +82,7 @@ def metered(device, ms, async_op=True):
         work = device.all_reduce(ms)
         return work if async_op else work.wait()
 
-    return comm_log.metered("all_reduce", None, tensor, lambda n, P: P, async_op, launch)
+    return comm_log.metered("all_reduce", None, tensor, async_op, launch, sent=lambda n, payload: payload)
 
 
 def as_if_alone(monkeypatch):

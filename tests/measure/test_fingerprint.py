@@ -197,7 +197,7 @@ def test_a_record_without_a_fingerprint_is_stale_and_says_so(small):
     del notebook.metadata[stored.KEY]
     nbformat.write(notebook, path)
     (record,) = stored.Stored(small).stale()
-    assert record.name == "notebooks/02_zero.ipynb" and record.why() == "carries no fingerprint of its code"
+    assert record.name == "notebooks/02_zero.ipynb" and record.why() == "has no fingerprint of its code"
 
 
 def test_a_figure_and_a_sweep_have_fingerprints_of_their_own(small):

@@ -282,7 +282,7 @@ def test_a_venv_that_is_a_link_is_left_alone(tree, tmp_path):
     """Another checkout's: setting it up anew would empty it."""
     root = new_tree(tmp_path)
     (root / ".venv").symlink_to(tree / ".venv")
-    assert_one_line(lab(root, "run"), "is a link", "remove it")
+    assert_one_line(lab(root, "run"), "is a link", "remove the link")
     assert lab(tree, "run", "-x").stdout == "ran ['-x']\n"
 
 
