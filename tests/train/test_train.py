@@ -336,7 +336,7 @@ def test_a_model_that_is_not_there_is_one_line(tmp_path, monkeypatch, name, told
     (tmp_path / "mine.py").write_text(MINE)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "mine", raising=False)
-    models.own.task.cache_clear()
+    models.custom.task.cache_clear()
     with pytest.raises(ValueError) as caught:
         models.unit(name)
     assert str(caught.value).startswith(told)
