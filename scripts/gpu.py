@@ -2,12 +2,12 @@
 
 For a node with one GPU or more, offline, with an installed torch (2.11 or later). Without .venv, it uses the Python
 that runs `lab`. It needs torch, numpy, pandas, matplotlib, psutil, PyYAML, tqdm, pytest, pytest-timeout and pytest-
-xdist, and for the notebooks nbclient, papermill, nbconvert, ipykernel and ipywidgets. Without a package index, copy
-their wheels, install them into a folder, and name that folder in PYTHONPATH.
+xdist, and for the notebooks nbclient, papermill, nbconvert, ipykernel, ipywidgets and latex2mathml. Without a
+package index, copy their wheels, install them into a folder, and name that folder in PYTHONPATH.
 
-Each check has a time limit, the most important come first, and a failure does not stop the others. One JSON file and an
-HTML page list what ran, on which card and code, failures with their last line, times, and the ratios of `lab bench`
-that one rank can measure. Exits with 1 if a check failed.
+Each check has a time limit, the most important come first, and a failure or a missing package does not stop the
+others. One JSON file and an HTML page list what ran, on which card and code, failures with their last line, times, and
+the ratios of `lab bench` that one rank can measure. Exits with 1 unless every check is ok.
 """
 
 import argparse
@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -29,7 +30,9 @@ SHORTEST = 10.0  # seconds: a check is not started with less time left
 GRACE = 5.0  # seconds for an interrupted check to end its ranks
 BENCH = "bench.json"
 NOTEBOOKS = ("10_memory", "14_recompute_and_offload", "02_data_parallel")
-NAMES = ("tests", "training", "bench", *NOTEBOOKS)
+NAMES = ("tests", "training", *NOTEBOOKS, "bench")
+FOR_TESTS = ("pytest", "pytest_timeout", "xdist")
+FOR_NOTEBOOKS = ("nbclient", "papermill", "nbconvert", "bleach", "tinycss2", "ipykernel", "ipywidgets", "latex2mathml")
 PAGE = """<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -57,6 +60,10 @@ class Check:
     name: str
     command: list
     limit: float  # seconds
+    packages: tuple = ()  # that it imports, beside torch's and labkit's
+
+    def missing(self):
+        return [name for name in self.packages if find_spec(name) is None]
 
 
 def checks(device, folder):
@@ -69,13 +76,18 @@ def checks(device, folder):
     train = [python, "-m", "labkit.train", "--nproc", ranks, "--model", "gpt", "--steps", "20"]
     run = [python, str(ROOT / "scripts" / "run.py")]
     return [
-        Check("tests", [*pytest, *tests], 200),
+        Check("tests", [*pytest, *tests], 200, FOR_TESTS),
         Check("training", train, 45),
-        Check("bench", [python, str(ROOT / "scripts" / "bench.py"), "one_rank", "--out", str(folder / BENCH)], 100),
         *(
-            Check(name, [*run, name, "--nproc", ranks, "-p", "device", device, "--out", str(folder / name)], 100)
+            Check(
+                name,
+                [*run, name, "--nproc", ranks, "-p", "device", device, "--out", str(folder / name)],
+                100,
+                FOR_NOTEBOOKS,
+            )
             for name in NOTEBOOKS
         ),
+        Check("bench", [python, str(ROOT / "scripts" / "bench.py"), "one_rank", "--out", str(folder / BENCH)], 100),
     ]
 
 
@@ -226,10 +238,12 @@ def gpu(arguments):
     try:
         for check in (one for one in checks(options.device, folder) if one.name in options.only):
             limit = min(check.limit, options.minutes * 60 - line.seconds)
-            if limit < SHORTEST:
+            if absent := check.missing():
+                record["checks"].append({"check": check.name, "result": f"not run: needs {', '.join(absent)}"})
+            elif limit < SHORTEST:
                 record["checks"].append({"check": check.name, "result": "not run: no time left"})
-                continue
-            record["checks"].append(run(check, limit, folder / f"{check.name}.log", line))
+            else:
+                record["checks"].append(run(check, limit, folder / f"{check.name}.log", line))
     finally:
         record["tests"] = cases(folder / "tests.xml")
         record["bench"] = ratios(folder / BENCH)

@@ -47,10 +47,16 @@ def grouped_bars(frame, value, category="strategy", group=None, title=None, unit
 
 
 def draw_bars(axes, bars, unit):
-    """Bars with whiskers, the value at a whisker's end. The axis' unit is in axes.value_unit."""
-    largest = max(s.high for _, _, s, _ in bars)
+    """Bars with whiskers, the value at a whisker's end. The axis' unit is in axes.value_unit.
+
+    bars: (y, label, Summary or None, colour) of each; None: not measured.
+    """
+    largest = max((s.high for _, _, s, _ in bars if s is not None), default=0)
     divisor, axes.value_unit = style.byte_scale(largest) if unit == "bytes" else (1, unit)
     for y, _, spread, colour in bars:
+        if spread is None:
+            style.beside(axes, "not measured", (0, y), color=style.FAINT)
+            continue
         median = spread.median / divisor
         axes.barh(y, median, THICK, color=colour)
         if spread.high > spread.low:

@@ -32,7 +32,8 @@ def overview(frame, title=None, panels=PANELS):
             axes = figure.add_subplot(specification[0, column])
             bars = []
             for place, strategy in zip(places, strategies, strict=True):
-                spread = summary(frame.loc[frame["strategy"] == strategy, metric].dropna())
+                values = frame.loc[frame["strategy"] == strategy, metric].dropna()
+                spread = summary(values) if len(values) else None
                 bars.append((place, style.name(strategy), spread, colours[strategy]))
             draw_bars(axes, bars, style.unit_of(metric))
             axes.set_xlim(0, axes.get_xlim()[1] * 1.22)

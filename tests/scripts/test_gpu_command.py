@@ -6,6 +6,7 @@ import sys
 
 import gpu
 import pytest
+from benchmarks import one_rank
 from terminal import Line
 
 
@@ -19,6 +20,13 @@ def test_what_becomes_of_a_check(tmp_path):
         told.append(gpu.run(check(code), limit, tmp_path / "log", Line("lab gpu")))
     assert [one["result"] for one in told] == ["ok", "failed", "too slow"]
     assert [one["last_line"] for one in told][:2] == ["fine", "ZeroDivisionError: division by zero"]
+
+
+def test_a_check_whose_package_is_missing_is_not_run_and_the_package_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu, "checks", lambda device, folder: [gpu.Check("tests", [], 60, ("sys", "no_such_package"))])
+    assert gpu.gpu(["--device", "cpu", "--out", str(tmp_path)]) == 1
+    record = json.loads((tmp_path / "gpu.json").read_text())
+    assert record["checks"] == [{"check": "tests", "result": "not run: needs no_such_package"}]
 
 
 def test_a_failed_test_is_named_with_its_message(tmp_path):
@@ -57,6 +65,12 @@ def test_the_page_says_what_failed_and_runs_nothing_that_was_printed():
     text = gpu.page(record)
     assert "<img" not in text and text.count("&lt;img") == 2
     assert "0 of 2 checks ok on A &amp; B" in text and "0.4 to 0.6" in text and "not run: no time left" in text
+
+
+def test_targets_of_a_cpu_are_named_on_a_gpu_but_not_judged():
+    row = {"target": "at most 1.050", "verdict": "missed", "ratio": 1.2}
+    assert one_rank.on_a_gpu(row) == {"target": "at most 1.050 on a CPU", "verdict": "", "ratio": 1.2}
+    assert one_rank.on_a_gpu(row | {"target": ""})["target"] == ""
 
 
 def test_ratios_are_kept_without_their_single_times(tmp_path):

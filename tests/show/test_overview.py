@@ -18,3 +18,18 @@ def test_a_panel_per_metric_in_a_fixed_order_and_a_loss_curve_per_strategy():
     ]
     assert all("(" in axes.get_title(loc="left") for axes in panels)  # every panel says its unit
     assert len(losses.lines) == 3 and losses.get_xlabel() == "step"
+
+
+def test_a_strategy_without_values_of_a_metric_is_named_and_the_others_are_drawn():
+    """As fully_shard on a GPU, whose waiting nobody measures."""
+    rows = [
+        {"strategy": strategy, "rank": 0, "step": step, "loss": 1.0, **dict.fromkeys(PANELS, 10.0)}
+        for strategy in ("fsdp", "torch_fsdp")
+        for step in (1, 2)
+    ]
+    frame = pd.DataFrame(rows)
+    for absent in (["torch_fsdp"], ["fsdp", "torch_fsdp"]):
+        frame.loc[frame["strategy"].isin(absent), "exposed_comm_ms"] = float("nan")
+        panel = overview(frame, "title").axes[1 + PANELS.index("exposed_comm_ms")]
+        words = [text.get_text() for text in panel.texts]
+        assert words.count("not measured") == len(absent) and len(panel.patches) == 2 - len(absent)
