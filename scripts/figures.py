@@ -193,7 +193,7 @@ def figures(arguments):
         names |= {"sweep"} if batch.MAIN_JOB in names else set()
         old = [record for record in stored.stale() if record.job in names]
         say(report(old) if old else "nothing is stale: all stored results were made by today's code")
-        if not options.names and (words := stored.about_gpu()):
+        for words in [] if options.names else stored.about_gpu():
             say(words)
         if options.list or not old:
             return 0

@@ -130,7 +130,8 @@ def run(check, limit, log, line):
         finally:
             late = child.poll() is None
             end(child)
-    words = [text for text in log.read_text(errors="replace").splitlines() if text.strip()]
+    told = log.read_text(errors="replace").replace(f"{log.parent}{os.sep}", "")
+    words = [text for text in told.splitlines() if text.strip()]
     result = "too slow" if late else "failed" if child.returncode else "ok"
     seconds = round(time.monotonic() - started, 1)
     return {"check": check.name, "result": result, "seconds": seconds, "last_line": words[-1] if words else ""}

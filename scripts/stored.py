@@ -27,7 +27,7 @@ from labkit.show import notebook as show
 KEY = "labkit_code"  # in a notebook's metadata; "code" in a figure's JSON and in a sweep's file
 HEADING = re.compile(r"(labkit/[\w/]+\.py)(:\d+(?:-\d+)?)?")
 COMMAND = "./scripts/lab figures --stale"
-GPU = "gpu_h100.json"  # made by `lab gpu`, which needs a GPU
+GPU = "gpu_*.json"  # made by `lab gpu`, which needs a GPU
 SHOWN = 3  # names of changed files in a line
 
 
@@ -90,14 +90,15 @@ class Stored:
         return self.code.fingerprint([sweep.MEASURED])
 
     def about_gpu(self):
-        """Return a line if the record of `lab gpu` is stale, else "". Renewing it needs a GPU."""
-        file = self.figures / GPU
-        if not file.exists():
-            return ""
-        code = json.loads(file.read_text()).get("code")
-        record = compared(f"figures/{GPU}", "gpu", code, gpu.code_of_checks(self.root, self.code))
+        """Return a line for each stale record of `lab gpu`. Renewing one needs a GPU."""
+        today = gpu.code_of_checks(self.root, self.code)
         way = "to renew it, run ./scripts/lab gpu on a machine with a GPU and copy its gpu.json there"
-        return f"{record.name} is stale: {record.why()}; {way}" if record.bare or record.changed else ""
+        lines = []
+        for file in sorted(self.figures.glob(GPU)):
+            record = compared(f"figures/{file.name}", "gpu", json.loads(file.read_text()).get("code"), today)
+            if record.bare or record.changed:
+                lines.append(f"{record.name} is stale: {record.why()}; {way}")
+        return lines
 
     # Source that cells have shown
 

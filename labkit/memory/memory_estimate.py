@@ -146,8 +146,7 @@ def estimate(
             with tracker:
                 made.zero_grad()
                 step(*data)
-        host = fake.host.nbytes
-        return estimate_of(tracker, made, step.began, strategy, world_size, rank, host)
+        return estimate_of(tracker, made, step.began, strategy, world_size, rank, fake)
 
 
 def known(what, name, table):
@@ -241,17 +240,18 @@ def total(output):
     return sum(t.sum() for t in tensors if t.is_floating_point())
 
 
-def estimate_of(tracker, optimizer, began, strategy, world_size, rank=0, host=0):
+def estimate_of(tracker, optimizer, began, strategy, world_size, rank=0, fake=None):
     """The Estimate of a step that a tracker has seen.
 
     began: [(name of a phase, when it began in seconds of time.perf_counter())], in order.
-    host: bytes in host memory, where optimizer states are, too, if there are any.
+    fake: the FakeDevice of a dry run; None: a real step.
     """
-    counts = step_counts(optimizer) if tracker.device == "meta" else 0
+    counts = step_counts(optimizer) if fake else 0
+    host = fake.host.nbytes if fake else 0
     timed = tracker.samples
     before = [at for at, _ in timed if tracker.start + at <= began[0][1]]  # such as zero_grad
     timed = timed[max(0, len(before) - 1) :]
-    if host:
+    if fake and fake.type != "cpu":
         host += counts
     else:
         for _, kinds in timed:
@@ -266,6 +266,6 @@ def estimate_of(tracker, optimizer, began, strategy, world_size, rank=0, host=0)
 
 
 def step_counts(optimizer):
-    """Bytes of the states that are on the CPU in a dry run, too: Adam's counts of steps."""
+    """Bytes of the states that are on the CPU whatever the device: Adam's counts of steps."""
     states = tree_leaves(list(optimizer.state.values()))
     return sum(t.nbytes for t in states if isinstance(t, torch.Tensor) and t.is_cpu)

@@ -310,6 +310,5 @@ def held(participant, fake=None):
     began = [(name, start) for start, name in began]
     rank = participant.context.rank
     ranks = participant.world_size
-    host = fake.host.nbytes if fake else 0
     strategy = participant.experiment.strategy
-    return estimate_of(tracker, made[1], began, strategy, ranks, rank, host)
+    return estimate_of(tracker, made[1], began, strategy, ranks, rank, fake)

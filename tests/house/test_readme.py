@@ -43,7 +43,7 @@ def test_every_recorded_picture_is_saved_by_a_notebook():
 
 def test_no_stored_record_is_older_than_the_code_that_it_measures():
     there = stored.Stored()
-    if words := there.about_gpu():
+    for words in there.about_gpu():
         warnings.warn(words, stacklevel=1)
     old = there.stale()
     assert not old, f"\n{figures.report(old)}"

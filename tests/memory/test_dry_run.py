@@ -74,11 +74,15 @@ def told(events):
 
 
 def real(rank, world_size, forms, **arguments):
+    """{form: (its messages, its peak)}: the smallest of four, for a message may be freed a moment late."""
     found = {}
     for form in forms:
-        with comm.record() as events, MemoryTracker() as tracker:
-            job("cpu", form, **arguments)
-        found[form] = told(events), tracker.peak
+        trackers = []
+        for _ in range(4):
+            with comm.record() as events, MemoryTracker() as tracker:
+                job("cpu", form, **arguments)
+            trackers.append(tracker)
+        found[form] = told(events), min(trackers, key=lambda tracker: tracker.peak_total).peak
     return found
 
 

@@ -33,7 +33,7 @@ def batch(name, size):
     return torch.randn(shape), torch.randint(10, (size,))
 
 
-def tracked(model, held, optimizer, loss, input, target):
+def tracked(model, held, optimizer, loss, input, target, device=None):
     """The tracker of a later step: optimizer states and buckets are there.
 
     Of several steps the one with the smallest peak: the thread that has sent a message may let go of it a moment late.
@@ -47,7 +47,7 @@ def tracked(model, held, optimizer, loss, input, target):
         optimizer.step()
 
     step()
-    trackers = [MemoryTracker(held, optimizer) for _ in range(6 if dist.is_initialized() else 1)]
+    trackers = [MemoryTracker(held, optimizer, device) for _ in range(6 if dist.is_initialized() else 1)]
     for tracker in trackers:
         with tracker:
             step()
@@ -221,9 +221,9 @@ def test_what_is_sharded_falls_as_one_over_n():
 GPT = {"unit": models.unit("gpt"), "recompute": checkpoint}
 
 
-def needs(strategy, world_size, recompute=None):
+def needs(strategy, world_size, recompute=None, device=None):
     model, (input, target) = models.build("gpt"), batch("gpt", 8)
-    options = {"target": target, "unit": models.unit("gpt"), "recompute": recompute}
+    options = {"target": target, "unit": models.unit("gpt"), "recompute": recompute, "device": device}
     return estimate(model, input, models.loss("gpt"), strategy, world_size, **options).peak_total
 
 
@@ -256,10 +256,24 @@ def chosen_or_none(*arguments):
         return None
 
 
+@pytest.mark.parametrize("strategy", ["single", "ddp_bucketed", "zero1", "fsdp"])
+def test_counts_of_steps_are_in_the_memory_of_the_host(strategy):
+    """Adam's are on the CPU whatever the device, 4 bytes for each of its parameters."""
+    model, loss = models.build("gpt"), models.loss("gpt")
+    input, target = batch("gpt", 4)
+    on = {device: estimate(model, input, loss, strategy, 2, target=target, device=device) for device in ("cpu", "cuda")}
+    cpu, cuda = (states_of(on[device].held) for device in ("cpu", "cuda"))
+    counts = cpu["optimizer_states"] - cuda["optimizer_states"]
+    assert counts == on["cuda"].host - on["cpu"].host > 0 and counts % 4 == 0
+    if strategy in ("single", "ddp_bucketed"):
+        assert counts == 4 * len(list(model.parameters()))
+    assert {**cpu, "optimizer_states": 0} == {**cuda, "optimizer_states": 0}
+
+
 @pytest.mark.slow
 def test_offload_is_for_devices_with_memory_of_their_own():
     """On a GPU shards and states go to the host; on a CPU there is nowhere to go."""
-    room = needs("fsdp", 4) - 1
+    room = needs("fsdp", 4, device="cuda") - 1
     choice = chosen(room, 4, device="cuda", recompute=None)
     assert (choice.strategy, choice.offload) == ("fsdp", True)
     weights = sum(p.nbytes for p in models.build("gpt").parameters())
@@ -289,6 +303,6 @@ def test_on_cuda():
     model, loss = models.build("gpt", "small").cuda(), models.loss("gpt")
     input, target = (t.cuda() for t in batch("gpt", 16))
     predicted = estimate(model, input, loss, target=target)
-    seen = tracked(model, model, torch.optim.AdamW(model.parameters()), loss, input, target)
+    seen = tracked(model, model, torch.optim.AdamW(model.parameters()), loss, input, target, "cuda")
     assert states_of(predicted.held) == states_of(seen.current)
     assert predicted.peak["activations"] == pytest.approx(seen.peak["activations"], rel=0.02)

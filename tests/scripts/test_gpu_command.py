@@ -16,7 +16,8 @@ def check(code):
 
 def test_what_becomes_of_a_check(tmp_path):
     told = []
-    for code, limit in (("print('fine\\n')", 60), ("print('x'); 1 / 0", 60), ("import time; time.sleep(99)", 0.5)):
+    path = tmp_path / "fine"
+    for code, limit in ((f"print('{path}\\n')", 60), ("print('x'); 1 / 0", 60), ("import time; time.sleep(99)", 0.5)):
         told.append(gpu.run(check(code), limit, tmp_path / "log", Line("lab gpu")))
     assert [one["result"] for one in told] == ["ok", "failed", "too slow"]
     assert [one["last_line"] for one in told][:2] == ["fine", "ZeroDivisionError: division by zero"]
