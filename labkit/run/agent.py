@@ -52,7 +52,7 @@ def serve():
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # from here on the loop notices a closed pipe; no SIGIO (client.py)
+    # from here on the loop notices a closed pipe, without SIGIO (__main__.py)
     fcntl.fcntl(sys.stdin, fcntl.F_SETFL, 0)
     requests = selectors.DefaultSelector()
     requests.register(sys.stdin.fileno(), selectors.EVENT_READ)
@@ -278,8 +278,3 @@ def reap():
     except ChildProcessError:
         return ended
     return ended
-
-
-if __name__ == "__main__":
-    serve()
-    os._exit(0)  # torch's own shutdown is slow

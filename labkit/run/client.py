@@ -1,7 +1,6 @@
 """The notebook's client of the warm agent: start it once, send it jobs, stop it."""
 
 import atexit
-import fcntl
 import functools
 import json
 import os
@@ -13,7 +12,7 @@ import time
 
 START_LIMIT = 60.0  # seconds the agent may take to import torch
 STOP_LIMIT = 5.0  # seconds within which a stopped job must have ended
-COMMAND = [sys.executable, "-m", "labkit.run.agent"]
+COMMAND = [sys.executable, "-m", "labkit.run"]
 
 
 class AgentError(RuntimeError):
@@ -28,19 +27,15 @@ class AgentClient:
 
     def __init__(self):
         self.log = tempfile.TemporaryFile()
-        read, write = os.pipe()
         self.process = subprocess.Popen(
             COMMAND,
-            stdin=read,
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.log,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
             # Ctrl-C in a terminal must reach only the notebook, which then stops the job
             start_new_session=True,
         )
-        self.process.stdin = os.fdopen(write, "wb")
-        end_with_pipe(read, self.process.pid)
-        os.close(read)
         self.buffer = b""
         self.job = ""
 
@@ -99,13 +94,6 @@ class AgentClient:
         return AgentError(
             f"the launching agent died ({self.process.poll()}): {''.join(last) or 'no message'}"
         )
-
-
-def end_with_pipe(read, pid):
-    """On Linux, let a closed pipe end the agent by SIGIO while it imports and does not read yet."""
-    if sys.platform == "linux":
-        fcntl.fcntl(read, fcntl.F_SETOWN, pid)
-        fcntl.fcntl(read, fcntl.F_SETFL, os.O_ASYNC)
 
 
 @functools.cache
