@@ -6,7 +6,7 @@
     scale  65536 32768 .. 65536  inf: x backoff_factor; growth_interval without: x growth_factor
 
 autocast (autocast_mode.py, with the table autocast_lists.py) chooses the precision of each
-operation; MasterWeights (labkit/zero/master_weights.py) is for a model with 16-bit parameters.
+operation; MasterWeights (labkit/amp/master_weights.py) is for a model with 16-bit parameters.
 Sent per rank and unscale_: 4 numbers, to agree. bf16 has fp32's range and needs no scale:
 GradScaler(enabled=False). Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2;
 hysteresis as in Megatron-LM (Shoeybi et al., 2019); agreement over shards: Rajbhandari et al.,
@@ -21,9 +21,9 @@ import torch.distributed as dist
 
 from labkit import comm
 from labkit.amp.autocast_mode import autocast
+from labkit.amp.master_weights import MasterWeights
 from labkit.amp.unscale import gradients_of, unscale_and_check
 from labkit.pickle_support import check_default_group
-from labkit.zero.master_weights import MasterWeights
 
 __all__ = ["GradScaler", "MasterWeights", "autocast", "gradients_of", "unscale_and_check"]
 

@@ -14,10 +14,11 @@ In this order:
     checkpoint                  save and load shards so that a killed run can resume
     tensor_and_sequence         split the matrices of a layer; split the tokens between layers
     pipeline                    split the layers; micro-batches pass through the stages
-    experts                     send each token to k of E networks
+    experts                     compute each token by k of E networks
 
 These files import torch, Python's standard library and labkit.comm, through which every message
-goes. `group` is a process group, None for all ranks; ranks count within it. A function changes its
+goes (and fsdp a function of zero). comm.exchange sends to one rank while it receives from another.
+`group` is a process group, None for all ranks; ranks count within it. A function changes its
 tensors in place if PyTorch's collective of the same kind does. All ranks start with equal weights.
 
 Tests compare these functions with one process and with the drop-in classes. They are not fast, and

@@ -8,7 +8,8 @@
 
     ring, 4 ranks: each rank keeps its queries; keys and values travel to the next rank n-1 times
 
-Held: T x d numbers and one tile, not T x T. Sent per rank: (n-1) x its keys and values.
+Held without autograd: T x d numbers and one tile (ring: T/n x T/n scores), not T x T; the classes
+compute tiles again in backward. Sent per rank: (n-1) x its keys and values.
 Dao et al., FlashAttention, NeurIPS 2022, section 3.1; Liu et al., Ring Attention, ICLR 2024.
 """
 

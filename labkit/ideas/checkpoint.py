@@ -5,7 +5,8 @@
 
 A run that is killed at any moment leaves the previous checkpoint valid: a file has its final name
 only when all of it is on the disk, and a step without a manifest does not count. A flipped bit
-changes the SHA-256, and the step is skipped by all ranks.
+changes the SHA-256, and the step is skipped by all ranks. labkit.checkpoint also stores which
+elements of a tensor each file holds, so that 3 ranks can load what 4 ranks have saved.
 Pillai et al., All File Systems Are Not Created Equal, OSDI 2014 (write, fsync, rename).
 """
 

@@ -13,8 +13,8 @@
     random-k               k values                             added: all ranks know the indices
     PowerSGD, rank r       r (rows + columns) x 4 bytes         added, twice
 
-All functions take a flat gradient, except PowerSGD's. Karimireddy et al., Error Feedback Fixes
-SignSGD, ICML 2019, algorithm 1; each function names its own paper.
+All take a flat gradient, except PowerSGD and 1-bit Adam. Karimireddy et al., Error Feedback Fixes
+SignSGD, ICML 2019, algorithm 2; each function names its own paper.
 """
 
 import torch
@@ -31,7 +31,7 @@ def half_precision_mean(gradient, dtype=torch.float16, group=None):
 
 
 def quantized_mean(gradient, noise, bits=8, group=None):
-    """Round to 2^bits levels of one scale. Alistarh et al., QSGD, NeurIPS 2017, section 3.1.
+    """Round to 2^bits - 1 levels of a scale. Alistarh et al., QSGD, NeurIPS 2017, section 3.1.
 
     noise: torch.rand_like(gradient) rounds at random, and is then unbiased; 0.5 to the nearest.
     """

@@ -49,7 +49,7 @@ def average_during_backward(parameters, group=None):
 def average_in_buckets(parameters, cap_bytes, group=None):
     """Start one all-reduce for a bucket of gradients as soon as backward() has computed them all.
 
-    cap_bytes: the largest bucket. Returns a function: call it between backward() and step().
+    cap_bytes: of buckets_of(). Returns a function: call it between backward() and step().
     """
     pending = []
 
@@ -81,7 +81,7 @@ def average_in_buckets(parameters, cap_bytes, group=None):
 
 
 def buckets_of(parameters, cap_bytes):
-    """Group parameters into lists of at most cap_bytes, the last layers first, as in backward()."""
+    """Group parameters, the last layers first, into lists of at most cap_bytes or one parameter."""
     buckets = [[]]
     for p in reversed(list(parameters)):
         if buckets[-1] and sum(q.nbytes for q in buckets[-1]) + p.nbytes > cap_bytes:

@@ -3,7 +3,7 @@
     token --router--> a score for each expert --softmax, top k--> experts 3 and 0: 0.7 and 0.3
     output = 0.7 x expert3(token) + 0.3 x expert0(token)
 
-E times the parameters of one network for the work of k. The class also places experts on several
+E times the parameters of one network for the work of k. labkit.moe.MoE places experts on several
 ranks, with two all_to_all a layer. Shazeer et al., Outrageously Large Neural Networks: The
 Sparsely-Gated Mixture-of-Experts Layer, ICLR 2017, section 2.
 """

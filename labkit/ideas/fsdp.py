@@ -18,8 +18,8 @@ from labkit.ideas.zero import padded
 def shard_units(units, group=None):
     """Keep each unit's full parameters only while the unit runs, in forward and in backward.
 
-    units: modules that share no parameter, such as the blocks. Returns this rank's shards, for the
-    optimizer; backward() fills their .grad.
+    units: modules that share no parameter, such as the blocks; other parameters are not averaged.
+    Returns this rank's shards, for the optimizer; one backward() a step fills their .grad.
     """
     n, rank, shards = dist.get_world_size(group), dist.get_rank(group), []
 

@@ -2,7 +2,7 @@
 
     weights fp32 --cast--> 16 bits --linear--> 16 bits --cast--> fp32 --cross_entropy--> loss
                                                                          x scale, then backward
-    all gradients finite on all ranks   divide them by the scale, step; double it regularly
+    all gradients finite on all ranks   divide them by the scale, step; double it now and then
     an inf or nan on any rank           no rank steps; halve the scale
 
 Also sent: one number a step. Held: 2 bytes a parameter until backward() is over.
@@ -39,7 +39,7 @@ class CastInputs(TorchFunctionMode):
 
 
 def scaled_steps(losses, optimizer, scale=2.0**16, growth_interval=2000, group=None):
-    """Take a step for each loss that the generator `losses` computes; yield the scale after it."""
+    """Step for each loss of a generator, with a backward() that averages (DDP); yield the scale."""
     good_steps = 0
     for loss in losses:
         optimizer.zero_grad()

@@ -5,8 +5,8 @@
     one_f_one_b   rank 0   F0 F1 .. B0 F2 B1 F3 B2 .. B3           ..: idle, the bubble
                   rank 1   .. F0 B0 F1 B1 F2 B2 F3 B3 ..
 
-Idle part of a step, p ranks and M micro-batches: (p-1) / (M + p-1), for both.
-Held per rank, in activations of a micro-batch: M with gpipe, p - rank with one_f_one_b.
+Idle part of a step, p equal stages and M micro-batches: (p-1) / (M + p-1), plus messages, for both.
+Held per rank, in activations of a micro-batch: M with gpipe, min(p - rank, M) with one_f_one_b.
 Huang et al., GPipe, NeurIPS 2019; Narayanan et al., PipeDream, SOSP 2019.
 """
 

@@ -5,6 +5,7 @@
     offload     forward [a1 a2 a3 a4] -> host               backward copies them back
     states      step    of each parameter: copy its states here, update, copy them back
 
+Cost: recompute one more forward; offload each byte twice over the link to the host.
 Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016; Ren et al., ZeRO-Offload, USENIX
 ATC 2021.
 """

@@ -1,15 +1,16 @@
 """Slow networks: all-reduce inside a node first, or average weights after every H steps.
 
     node 0   rank 0, rank 1    1  reduce_scatter inside each node   fast links
-    node 1   rank 2, rank 3    2  all_reduce of the parts           slow links: 1/ranks of the bytes
+    node 1   rank 2, rank 3    2  all_reduce of the parts           slow links: one part per rank
                                3  all_gather inside each node       fast links
 
     local SGD   H steps alone, then average the weights
     DiLoCo      H steps alone, then treat the averaged movement as a gradient of an outer optimizer
 
-Sent over the slow links, a step: 2 (m-1)/m x gradient bytes of a node, with m nodes; with local SGD
-1/H of that. Goyal et al., Accurate, Large Minibatch SGD, 2017, section 4; Stich, Local SGD
-Converges Fast and Communicates Little, ICLR 2019; Douillard et al., DiLoCo, 2023, algorithm 1.
+Sent over the slow links per node and step, of m nodes and n ranks: 2 (m-1)/m x gradient bytes, by
+one ring of all ranks 2 (n-1)/n, by local SGD 1/H of that. Goyal et al., Accurate, Large Minibatch
+SGD, 2017, section 4; Stich, Local SGD Converges Fast and Communicates Little, ICLR 2019; Douillard
+et al., DiLoCo, 2023, algorithm 1.
 """
 
 import torch

@@ -5,12 +5,11 @@
     ZeRO-1       [########]   [########]   [##......|##......]
     ZeRO-2       [########]   [##......]   [##......|##......]
 
-    backward   reduce_scatter: each rank gets the sum of the gradients of its part only
+    backward   reduce_scatter: each rank gets the sum of its part's gradients (ZeRO-1: in step)
     step       update this part, then all_gather the parameters
 
 Sent per rank and step, on n ranks: (n-1)/n x (gradient + parameter bytes), as much as DDP.
-Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020,
-sections 5 and 7.
+Rajbhandari et al., ZeRO, SC 2020, sections 5 and 7.
 """
 
 import torch
@@ -29,9 +28,8 @@ def padded(tensor, n):
 def shard_optimizer_states(parameters, optimizer_class, group=None, **options):
     """Shard optimizer states (ZeRO-1): each rank updates a part of the flat parameters.
 
-    All parameters become views of one flat tensor.
-
-    Returns a function: call it in place of optimizer.step().
+    All parameters become views of one flat tensor. Returns a function: call it in place of
+    optimizer.step(), then set the gradients to None.
     """
     parameters, n = list(parameters), dist.get_world_size(group)
     flat = padded(torch.cat([p.detach().flatten() for p in parameters]), n)
@@ -55,7 +53,7 @@ def shard_optimizer_states(parameters, optimizer_class, group=None, **options):
 def shard_gradients(parameters, optimizer_class, group=None, **options):
     """Shard gradients, too (ZeRO-2): each rank keeps its part of a gradient and frees the rest.
 
-    Returns a function: call it in place of optimizer.step().
+    Returns a function: call it in place of optimizer.step(), after one backward() only.
     """
     n, pieces = dist.get_world_size(group), []
     for p in parameters:

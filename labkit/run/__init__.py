@@ -2,7 +2,8 @@
 
 launch.py              the entry point: target + parameters -> Run
 job.py                 validates the target and its parameters, and writes them as JSON
-agent.py, client.py    the warm process that forks ranks through torchelastic, and its client
+warm_agent.py           the process that forks ranks through torchelastic
+client.py              starts it, and sends it jobs
 __main__.py            starts the agent, and ends with the notebook while torch is imported
 network_namespaces.py  nodes as network namespaces, joined by links of a chosen speed
 node_agents.py         one torchrun agent per node

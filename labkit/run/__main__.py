@@ -1,6 +1,6 @@
 """The process of the warm agent: `python -m labkit.run`, which client.py starts.
 
-Its imports take seconds. If the notebook ends in the meantime, it is to end at once, too, so it asks
+Its imports take seconds. If the notebook ends in the meantime, it must end, too: it asks
 for a signal at the end of its pipe. Nothing is written into the pipe before the agent is ready.
 """
 
@@ -21,7 +21,7 @@ def end_with_pipe():
 
 if __name__ == "__main__":
     end_with_pipe()
-    from labkit.run.agent import serve
+    from labkit.run.warm_agent import serve
 
     serve()
     os._exit(0)  # torch's own shutdown is slow

@@ -7,7 +7,7 @@
     run.records    one row per record(...) call     run.logs      one file per rank
     run.command    the same from a shell            run.seconds   wall-clock, to the last rank's end
 
-The ranks are real processes, started by torchrun's launcher in a warm agent (agent.py). They end
+The ranks are real processes, started by torchrun's launcher in warm_agent.py. They end
 when the cell is interrupted, the wall-clock limit is reached, or the notebook ends. An error names
 the rank that caused the failure (report.py). With restarts=k, a new attempt follows a failure:
 
@@ -155,7 +155,7 @@ class Run:
             start += ["--rdzv-conf", "store_type=file", "--rdzv-endpoint", meeting]
         if self.nodes > 1:
             start = ["--nnodes", str(self.nodes), *start]
-            # Without by_name, the environment of each node has the endpoint (agent.py).
+            # Without by_name, the environment of each node has the endpoint (warm_agent.py).
             start += ["--rdzv-endpoint", f"{network.address(0)}:{network.PORT}"] if by_name else []
         if by_name and self.job["kind"] == "script":
             return [*start, self.job["target"], *self.job["arguments"]]

@@ -9,7 +9,7 @@
       rank-1.stack     its stack when it was stopped
       torch._dynamo    empty: a rank needed this import, so the agent imports it for later jobs
 
-The same file serves the warm path (a fork of labkit.run.agent) and a plain shell:
+The same file serves the warm path (a fork of labkit.run.warm_agent) and a plain shell:
 
     torchrun --nproc-per-node 2 ... -m labkit.run.worker labkit.run.compare:train steps=20
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from labkit import comm
-from labkit.zero.master_weights import holder
+from labkit.amp.master_weights import holder
 
 
 @torch.no_grad()

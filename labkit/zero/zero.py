@@ -18,6 +18,7 @@ Trillion Parameter Models, SC 2020, sections 5 and 7.
 import torch
 
 from labkit import comm
+from labkit.amp.master_weights import MasterWeights
 from labkit.ddp.no_sync import NoSync
 from labkit.ddp.reducer import watchers
 from labkit.pickle_support import NotPickled
@@ -25,7 +26,6 @@ from labkit.replicas import broadcast_tensors, check_agreement, check_memory, ch
 from labkit.torch_private import call_after_backward, in_node
 from labkit.zero.clip import clip_grad_norm_
 from labkit.zero.elementwise_check import check_elementwise
-from labkit.zero.master_weights import MasterWeights
 from labkit.zero.sharded_reducer import Scatterer
 from labkit.zero.zero_state_dict import gather_state, options_of, slice_state
 

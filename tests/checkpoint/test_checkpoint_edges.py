@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from labkit.amp.master_weights import MasterWeights
 from labkit.checkpoint import CheckpointError, Checkpoints, metadata
 from labkit.checkpoint.convert_sources import opened
 from labkit.checkpoint.rng_state import RandomState
@@ -31,7 +32,6 @@ from labkit.moe import MoE
 from labkit.tensor_parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from labkit.trainer import make_optimizer, parallelize
 from labkit.zero import ZeRO1, ZeRO2
-from labkit.zero.master_weights import MasterWeights
 
 
 class Net(nn.Module):

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.optim import SGD
 
 from labkit import comm, models
+from labkit.amp.master_weights import MasterWeights
 from labkit.ddp import DDP
 from labkit.fsdp import FSDP
 from labkit.memory.dry_run import dry_run, fake_ranks
@@ -19,7 +20,6 @@ from labkit.models.gpt import GPT, Block
 from labkit.parallelize import Composed
 from labkit.tensor_parallel import tensor_parallel
 from labkit.zero import ZeRO1, ZeRO2
-from labkit.zero.master_weights import MasterWeights
 
 SMALL = {"vocab": 64, "context": 16, "layers": 2, "heads": 2, "width": 32}
 LARGE = {"vocab": 50304, "context": 2048, "layers": 24, "heads": 16, "width": 2048}  # 1.3 billion

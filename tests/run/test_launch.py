@@ -21,11 +21,11 @@ import pytest
 import torch
 
 from labkit.run import LaunchError, console, launch, launch_monitor
-from labkit.run import agent as run_agent
-from labkit.run.agent import end_descendants, say
+from labkit.run import warm_agent as run_agent
 from labkit.run.client import AgentClient, agent
 from labkit.run.launch_monitor import has_left
 from labkit.run.report import RankEnd, explain, read_ends
+from labkit.run.warm_agent import end_descendants, say
 
 QUICK = {"collective_timeout": 30, "timeout": 100, "quiet": True}
 HANGS = {"collective_timeout": 5}  # seconds, from when all ranks are there
