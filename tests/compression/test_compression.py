@@ -150,8 +150,8 @@ def learn(rank, world_size, name, wrap, settings):
 @pytest.mark.parametrize("name", MAKE)
 def test_ranks_are_equal_to_the_bit(ranks, name, settings):
     (first, _), *others = ranks(3, learn, name=name, wrap=DDP, settings=settings)
-    for other, _ in others:
-        assert torch.equal(first, other)
+    for rank, (other, _) in enumerate(others, 1):
+        assert torch.equal(first, other), f"rank {rank}"
 
 
 @pytest.mark.parametrize("name", MAKE)
@@ -169,8 +169,8 @@ def of_dtype(rank, world_size, name, dtype):
         bucket.buffer().copy_(noise(2400, seed=step))
         asked = asked + bucket.buffer().double()
         sent = compressor.hook(group, bucket).wait()
-        assert sent.dtype == dtype
-        assert bool(sent.isfinite().all())
+        assert sent.dtype == dtype, f"rank {rank}, step {step}"
+        assert bool(sent.isfinite().all()), f"rank {rank}, step {step}"
         total = total + sent.double()
     owed = compressor.residuals.of(bucket)
     assert owed.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
@@ -246,8 +246,8 @@ def test_nothing_is_lost_when_buckets_are_laid_out_anew(ranks, name, wrap):
 def test_at_full_ratio_or_rank_it_is_plain_averaging(ranks, name):
     (_, plain), _ = ranks(2, against_plain, name=None)
     (_, ours), _ = ranks(2, against_plain, name=name)
-    for mine, theirs in zip(ours, plain, strict=True):
-        assert float((mine - theirs).abs().max()) < 1e-6
+    for step, (mine, theirs) in enumerate(zip(ours, plain, strict=True)):
+        assert float((mine - theirs).abs().max()) < 1e-6, f"step {step}"
 
 
 def against_plain(rank, world_size, name):
@@ -318,7 +318,7 @@ def poisoned(rank, world_size, name, value, dtype):
             results.append(bool(torch.isfinite(compressor.hook(None, bucket).wait()).all()))
         told.append([str(w.message) for w in caught])
         if (rank, step) == (1, 1):
-            assert torch.equal(compressor.residuals.of(bucket), kept)
+            assert torch.equal(compressor.residuals.of(bucket), kept), f"rank {rank}, step {step}"
     return results, told, bool(torch.isfinite(compressor.residuals.of(bucket)).all())
 
 

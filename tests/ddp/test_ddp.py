@@ -146,8 +146,10 @@ def storages(rank, world_size, settings, passes):
         trained = [p for p in wrapped.parameters() if p.requires_grad]
         held = {p.grad.untyped_storage().data_ptr(): p.grad.untyped_storage().nbytes() for p in trained}
         if settings["bucket_cap_mb"]:
-            assert held.keys() == {bucket.buffer().untyped_storage().data_ptr() for bucket in wrapped.buckets}
-        assert sum(held.values()) == sum(p.nbytes for p in trained)
+            assert held.keys() == {bucket.buffer().untyped_storage().data_ptr() for bucket in wrapped.buckets}, (
+                f"rank {rank}, backward {number}"
+            )
+        assert sum(held.values()) == sum(p.nbytes for p in trained), f"rank {rank}, backward {number}"
 
 
 @pytest.mark.parametrize("passes", [1, 2])

@@ -236,8 +236,8 @@ def held(rank, world_size, name, overrides):
         if form != "torch":
             rest = sum(flat.layout.shard_numel * 4 for flat in wrapped.flats)
             # At rest: one shard of parameters and one of gradients, to the byte; padding is less than n elements each.
-            assert (memory.current["parameters"], memory.current["gradients"]) == (rest, rest)
-            assert 0 <= rest * world_size - wholes < 4 * world_size * len(wrapped.flats)
+            assert (memory.current["parameters"], memory.current["gradients"]) == (rest, rest), f"rank {rank}, {form}"
+            assert 0 <= rest * world_size - wholes < 4 * world_size * len(wrapped.flats), f"rank {rank}, {form}"
     return peaks
 
 
@@ -273,7 +273,7 @@ def one_unit_at_a_time(rank, world_size):
             block.attention_norm.register_full_backward_hook(look)
         inputs = torch.randint(256, (2, 8))
         model(inputs).mean().backward()
-        assert not any(flat.flat.untyped_storage().nbytes() for flat in model.flats)
+        assert not any(flat.flat.untyped_storage().nbytes() for flat in model.flats), f"rank {rank}, {prefetch=}"
     return {prefetch: [sum(full) for full in found] for prefetch, found in seen.items()}
 
 
@@ -326,6 +326,10 @@ def gpu_body(context):
             optimizer.zero_grad()
             loss(wrapped(inputs), targets).backward()
             optimizer.step()
-        assert {p.device.type for p in wrapped.parameters()} == {"cpu" if offload else "cuda"}
+        assert {p.device.type for p in wrapped.parameters()} == {"cpu" if offload else "cuda"}, (
+            f"rank {rank}, {offload=}"
+        )
         oracle = one_process("gpt", torch.float64, "sgd", world_size)
-        assert gap({k: v.cpu() for k, v in wrapped.full_state_dict().items()}, oracle) <= 1e-10
+        assert gap({k: v.cpu() for k, v in wrapped.full_state_dict().items()}, oracle) <= 1e-10, (
+            f"rank {rank}, {offload=}"
+        )
