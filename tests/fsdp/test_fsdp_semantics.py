@@ -822,3 +822,43 @@ def test_apply_draws_what_one_process_draws(ranks, settings):
             f"rank {rank}"
         )
         assert sum(sizes) < sum(p.numel() for p in alone.parameters()), f"rank {rank}"
+
+
+class NotDrawn(Exception):
+    pass
+
+
+def initialise_and_raise(module):
+    initialise(module)
+    if isinstance(module, Net):
+        raise NotDrawn
+
+
+def apply_raised(rank, world_size, settings):
+    model, oracle = FSDP(shared_scale(rank), unit=Cell, **settings), shared_scale(0)
+    square(model, data(rank)).backward()  # something may still be gathered
+    model.zero_grad()
+    before = dict(model.full_state_dict())
+    torch.manual_seed(7 + rank)
+    with pytest.raises(NotDrawn):
+        model.apply(initialise_and_raise)
+    at_rest(model)
+    after = model.full_state_dict()
+    del before["seen"]  # a buffer, drawn in place
+    assert all(torch.equal(after[name], value) for name, value in before.items()), f"rank {rank}"
+    square(model, data(rank)).backward()
+    expected = mean_of_ranks(oracle, lambda module, r: square(module, data(r)), world_size)
+    assert_same(whole_gradients(model), expected)
+    torch.manual_seed(7 + rank)
+    model.apply(initialise)
+    return model.full_state_dict()
+
+
+@pytest.mark.parametrize("settings", [{}, {"shard": "grad_op"}], ids=str)
+def test_after_an_error_of_apply_the_values_are_those_of_before(ranks, settings):
+    """apply is collective, so all ranks raise: if one rank alone raised, the others would wait in its broadcast."""
+    alone = shared_scale(0)
+    torch.manual_seed(7)
+    wanted = alone.apply(initialise).state_dict()
+    for rank, found in enumerate(ranks(3, apply_raised, settings=settings)):
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted), f"rank {rank}"
