@@ -6,9 +6,11 @@ from contextlib import nullcontext
 from functools import partial
 from unittest import mock
 
+import hook_training
 import pytest
 import torch
 import torch.distributed as dist
+from hook_training import batch
 from tensors import mlp, noise
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -61,22 +63,10 @@ IDENTITY = [name for name in MAKE if MAKE[name]().feedback and name != "dgc"]
 WITH_FEEDBACK = [name for name in MAKE if MAKE[name]().feedback]
 
 
-def batch(rank, step):
-    return noise(8, 24, seed=100 * step + rank)
-
-
-def train(module, hook, rank, steps, wrap=DDP, group=None, **settings):
+def train(module, hook, rank, steps, **settings):
     """Train with a hook. Returns each step's averaged gradients."""
-    wrapped = wrap(module, **settings)
-    if hook is not None:
-        wrapped.register_comm_hook(group, hook)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-    seen = []
-    for step in steps:
-        optimizer.zero_grad()
-        wrapped(batch(rank, step)).square().mean().backward()
-        seen.append(torch.cat([p.grad.flatten().clone() for p in module.parameters()]))
-        optimizer.step()
+    optimizer, seen = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9), []
+    hook_training.train(module, hook, optimizer, rank, steps, seen=seen, **settings)
     return seen
 
 

@@ -39,19 +39,14 @@ def build(name, dtype, seed):
     return oracle_models.build(name, dtype, seed, frozen=-3, **ODD_SIZES[name])
 
 
-def fit(model, name, dtype, optimizer, share, world_size, steps=STEPS):
-    """Train; share: function from a whole tensor to what this process sees of it."""
-    optimizer, loss = OPTIMIZERS[optimizer](p for p in model.parameters() if p.requires_grad), models.loss(name)
-    for step in range(steps):
-        inputs, targets = (share(t) for t in batch(name, dtype, step, world_size))
-        optimizer.zero_grad()
-        loss(model(inputs), targets).backward()
-        optimizer.step()
+def fit(model, name, dtype, optimizer, world_size, rank=None):
+    optimizer = OPTIMIZERS[optimizer](oracle_models.trained(model))
+    oracle_models.fit(model, optimizer, name, dtype, world_size, rank, vocab=31)
 
 
 def one_process(name, dtype, optimizer, world_size):
     model = build(name, dtype, seed=0)
-    fit(model, name, dtype, optimizer, lambda t: t, world_size)
+    fit(model, name, dtype, optimizer, world_size)
     return state(model)
 
 
@@ -60,11 +55,11 @@ def trained(rank, world_size, name, dtype, optimizer, forms):
     for form in forms:
         model = build(name, dtype, seed=rank)  # other weights on every rank: construction must even them out
         wrapped = FSDP(model, models.unit(name), **FORMS[form])
-        fit(wrapped, name, dtype, optimizer, lambda t: t.split(SHARD)[rank], world_size)
+        fit(wrapped, name, dtype, optimizer, world_size, rank)
         results[form] = wrapped.full_state_dict()
     model = build(name, dtype, seed=rank)
     ddp = DDP(model)
-    fit(ddp, name, dtype, optimizer, lambda t: t.split(SHARD)[rank], world_size)
+    fit(ddp, name, dtype, optimizer, world_size, rank)
     results["ddp"] = state(ddp)
     return results
 
@@ -95,7 +90,7 @@ def test_ranks_train_what_one_process_trains(ranks, world_size, name, optimizer,
 def hybrid(rank, world_size, axes, name, root, dtype, optimizer):
     mesh = Mesh(axes)
     wrapped = FSDP(build(name, dtype, seed=rank), models.unit(name), mesh=mesh, shard="hybrid", root=root)
-    fit(wrapped, name, dtype, optimizer, lambda t: t.split(SHARD)[rank], world_size)
+    fit(wrapped, name, dtype, optimizer, world_size, rank)
     own = state(wrapped)
     with comm.record() as log:
         inputs, targets = (t.split(SHARD)[rank] for t in batch(name, dtype, 0, world_size))
@@ -294,7 +289,7 @@ def beside_torch(rank, world_size, name):
         model = build(name, torch.float64, seed=rank if form == "ours" else 0)
         unit = models.unit(name)
         wrapped = FSDP(model, unit) if form == "ours" else by_torch(model, unit)
-        fit(wrapped, name, torch.float64, "sgd", lambda t: t.split(SHARD)[rank], world_size)
+        fit(wrapped, name, torch.float64, "sgd", world_size, rank)
         if form == "ours":
             results[form] = wrapped.full_state_dict()
         else:
