@@ -1,9 +1,10 @@
 """fp16 training, its gradients dealt over ranks: torch.amp in one process decides the same, wherever the inf is."""
 
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
+from oracle_models import seeded
 from torch.distributed.fsdp import fully_shard
 
 from labkit import models
@@ -29,9 +30,7 @@ def batch(step):
     return images, labels
 
 
-def build(seed=0):
-    torch.manual_seed(seed)
-    return models.build("mlp", sizes=SIZES)
+build = partial(seeded, "mlp", sizes=SIZES)
 
 
 def shard_all(model):

@@ -1,9 +1,11 @@
 """A 16-bit model with fp32 masters trains what the same optimizer trains on fp32 weights with the same gradients."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
+from oracle_models import seeded
 
 from labkit import models
 from labkit.amp import GradScaler, MasterWeights
@@ -22,9 +24,7 @@ def batches(count=6):
         yield images, labels
 
 
-def build(dtype, seed=0):
-    torch.manual_seed(seed)
-    return models.build("mlp", sizes=(64, 32, 10)).to(dtype)
+build = partial(seeded, "mlp", sizes=(64, 32, 10))
 
 
 def backward(model, images, labels, scaler):
@@ -37,7 +37,7 @@ def backward(model, images, labels, scaler):
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_masters_are_what_fp32_training_with_these_gradients_makes(kind, dtype):
     optimizer_class, options = OPTIMIZERS[kind]
-    model = build(dtype)
+    model = build(dtype=dtype)
     optimizer = MasterWeights(model.parameters(), optimizer_class, **options)
     oracle = [torch.nn.Parameter(p.detach().float()) for p in model.parameters()]
     reference = optimizer_class(oracle, **options)
@@ -69,7 +69,7 @@ def test_small_steps_are_not_lost():
 
 
 def test_accumulated_clipped_and_skipped():
-    model = build(torch.float16)
+    model = build(dtype=torch.float16)
     optimizer = MasterWeights(model.parameters(), torch.optim.SGD, lr=0.1)
     scaler = GradScaler("cpu", 1024.0)
     for images, labels in batches(2):
@@ -117,12 +117,12 @@ def test_resumed_from_a_state_dict_it_goes_on_bit_by_bit(kind):
             optimizer.step()
 
     data = list(batches())
-    model = build(torch.bfloat16)
+    model = build(dtype=torch.bfloat16)
     optimizer = MasterWeights(model.parameters(), optimizer_class, **options)
     train(model, optimizer, data[:3])
     saved = copy.deepcopy(optimizer.state_dict())
     train(model, optimizer, data[3:])
-    other = build(torch.bfloat16, seed=1)
+    other = build(1, torch.bfloat16)
     resumed = MasterWeights(other.parameters(), optimizer_class, **options)
     resumed.load_state_dict(saved)
     train(other, resumed, data[3:])
@@ -164,7 +164,7 @@ def test_an_added_group_gets_masters():
 
 
 def test_what_cannot_be_is_said():
-    optimizer = MasterWeights(build(torch.bfloat16).parameters(), torch.optim.SGD, lr=0.1)
+    optimizer = MasterWeights(build(dtype=torch.bfloat16).parameters(), torch.optim.SGD, lr=0.1)
     with pytest.raises(RuntimeError, match="takes no closure"):
         optimizer.step(lambda: 0)
     for wrong in (torch.optim.SGD([torch.zeros(1)], lr=0.1).state_dict(), {"masters": [torch.zeros(3)]}):
@@ -174,7 +174,7 @@ def test_what_cannot_be_is_said():
 
 def low_under_ddp(rank, world_size):
     """fp16 model and fp16 messages under DDP, fp32 masters on every rank."""
-    model = DDP(build(torch.float16, seed=rank))
+    model = DDP(build(rank, torch.float16))
     optimizer = MasterWeights(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
     scaler = GradScaler("cpu")
     for images, labels in batches():

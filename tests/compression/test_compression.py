@@ -6,9 +6,11 @@ from contextlib import nullcontext
 from functools import partial
 from unittest import mock
 
+import hook_training
 import pytest
 import torch
 import torch.distributed as dist
+from hook_training import batch
 from tensors import mlp, noise
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -61,22 +63,10 @@ IDENTITY = [name for name in MAKE if MAKE[name]().feedback and name != "dgc"]
 WITH_FEEDBACK = [name for name in MAKE if MAKE[name]().feedback]
 
 
-def batch(rank, step):
-    return noise(8, 24, seed=100 * step + rank)
-
-
-def train(module, hook, rank, steps, wrap=DDP, group=None, **settings):
+def train(module, hook, rank, steps, **settings):
     """Train with a hook. Returns each step's averaged gradients."""
-    wrapped = wrap(module, **settings)
-    if hook is not None:
-        wrapped.register_comm_hook(group, hook)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-    seen = []
-    for step in steps:
-        optimizer.zero_grad()
-        wrapped(batch(rank, step)).square().mean().backward()
-        seen.append(torch.cat([p.grad.flatten().clone() for p in module.parameters()]))
-        optimizer.step()
+    optimizer, seen = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9), []
+    hook_training.train(module, hook, optimizer, rank, steps, seen=seen, **settings)
     return seen
 
 
@@ -150,8 +140,8 @@ def learn(rank, world_size, name, wrap, settings):
 @pytest.mark.parametrize("name", MAKE)
 def test_ranks_are_equal_to_the_bit(ranks, name, settings):
     (first, _), *others = ranks(3, learn, name=name, wrap=DDP, settings=settings)
-    for other, _ in others:
-        assert torch.equal(first, other)
+    for rank, (other, _) in enumerate(others, 1):
+        assert torch.equal(first, other), f"rank {rank}"
 
 
 @pytest.mark.parametrize("name", MAKE)
@@ -169,8 +159,8 @@ def of_dtype(rank, world_size, name, dtype):
         bucket.buffer().copy_(noise(2400, seed=step))
         asked = asked + bucket.buffer().double()
         sent = compressor.hook(group, bucket).wait()
-        assert sent.dtype == dtype
-        assert bool(sent.isfinite().all())
+        assert sent.dtype == dtype, f"rank {rank}, step {step}"
+        assert bool(sent.isfinite().all()), f"rank {rank}, step {step}"
         total = total + sent.double()
     owed = compressor.residuals.of(bucket)
     assert owed.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
@@ -246,8 +236,8 @@ def test_nothing_is_lost_when_buckets_are_laid_out_anew(ranks, name, wrap):
 def test_at_full_ratio_or_rank_it_is_plain_averaging(ranks, name):
     (_, plain), _ = ranks(2, against_plain, name=None)
     (_, ours), _ = ranks(2, against_plain, name=name)
-    for mine, theirs in zip(ours, plain, strict=True):
-        assert float((mine - theirs).abs().max()) < 1e-6
+    for step, (mine, theirs) in enumerate(zip(ours, plain, strict=True)):
+        assert float((mine - theirs).abs().max()) < 1e-6, f"step {step}"
 
 
 def against_plain(rank, world_size, name):
@@ -318,7 +308,7 @@ def poisoned(rank, world_size, name, value, dtype):
             results.append(bool(torch.isfinite(compressor.hook(None, bucket).wait()).all()))
         told.append([str(w.message) for w in caught])
         if (rank, step) == (1, 1):
-            assert torch.equal(compressor.residuals.of(bucket), kept)
+            assert torch.equal(compressor.residuals.of(bucket), kept), f"rank {rank}, step {step}"
     return results, told, bool(torch.isfinite(compressor.residuals.of(bucket)).all())
 
 

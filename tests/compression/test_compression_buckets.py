@@ -63,9 +63,9 @@ def out_of_step(rank, world_size, name, wrap):
 def test_ranks_that_do_not_keep_pace_send_the_same_messages_in_the_same_order(ranks, name, wrap):
     (paced, messages, straight), *others = ranks(3, out_of_step, name=name, wrap=wrap)
     assert torch.equal(paced, straight)
-    for other, theirs, _ in others:
-        assert torch.equal(other, paced)
-        assert theirs == messages
+    for rank, (other, theirs, _) in enumerate(others, 1):
+        assert torch.equal(other, paced), f"rank {rank}"
+        assert theirs == messages, f"rank {rank}"
 
 
 def padded(rank, world_size, name, wrap):

@@ -5,7 +5,8 @@ from unittest import mock
 
 import pytest
 import torch
-from tensors import flat, mlp, noise
+from hook_training import train
+from tensors import mlp, noise
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -17,17 +18,6 @@ from labkit.ddp.bucket import Bucket
 from labkit.trainer import Trainer
 
 STEPS = 6
-
-
-def train(module, hook, optimizer, rank, wrap=DDP, steps=range(STEPS)):
-    wrapped = wrap(module)
-    if hook is not None:
-        wrapped.register_comm_hook(None, hook)
-    for step in steps:
-        optimizer.zero_grad()
-        wrapped(noise(8, 24, seed=10 * step + rank)).square().mean().backward()
-        optimizer.step()
-    return flat(module)
 
 
 def in_words(rank, world_size, masking):
@@ -58,8 +48,8 @@ def test_dgc_is_what_its_paper_says(ranks, masking):
 def whole(rank, world_size):
     ours, plain = mlp(24, 40, 40, 4), mlp(24, 40, 40, 4)
     hook = DGC(1.0, momentum=0.9, masking=False).hook
-    ours = train(ours, hook, torch.optim.SGD(ours.parameters(), lr=0.1), rank)
-    plain = train(plain, None, torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9), rank)
+    ours = train(ours, hook, torch.optim.SGD(ours.parameters(), lr=0.1), rank, range(STEPS))
+    plain = train(plain, None, torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9), rank, range(STEPS))
     return float((ours - plain).abs().max())
 
 
@@ -84,14 +74,14 @@ def test_the_warm_up_sends_a_quarter_of_the_stage_before(ranks):
 
 def resumed(rank, world_size):
     module, compressor = mlp(24, 40, 40, 4), DGC(0.05, warmup=2)
-    train(module, compressor.hook, torch.optim.SGD(module.parameters(), lr=0.1), rank, steps=range(3))
+    train(module, compressor.hook, torch.optim.SGD(module.parameters(), lr=0.1), rank, range(3))
     again = DGC(0.05, warmup=2)
     again.load_state_dict(copy.deepcopy(compressor.state_dict()))
     twin = copy.deepcopy(module)
     rest = range(3, 6)
-    one = train(module, compressor.hook, torch.optim.SGD(module.parameters(), lr=0.1), rank, steps=rest)
+    one = train(module, compressor.hook, torch.optim.SGD(module.parameters(), lr=0.1), rank, rest)
     # The first compressor goes on with `module`'s parameters, the second finds the twin's by their names.
-    two = train(twin, again.hook, torch.optim.SGD(twin.parameters(), lr=0.1), rank, steps=rest)
+    two = train(twin, again.hook, torch.optim.SGD(twin.parameters(), lr=0.1), rank, rest)
     return torch.equal(one, two)
 
 
@@ -102,8 +92,8 @@ def test_dgc_resumes_with_its_velocities(ranks):
 def adam_and_ours(rank, world_size, wrap, steps):
     ours, plain = mlp(24, 40, 40, 4), mlp(24, 40, 40, 4)
     optimizer = OneBitAdam(ours.parameters(), lr=0.01, warmup=4)
-    one = train(ours, optimizer.hook, optimizer, rank, wrap, range(steps))
-    two = train(plain, None, torch.optim.Adam(plain.parameters(), lr=0.01), rank, wrap, range(steps))
+    one = train(ours, optimizer.hook, optimizer, rank, range(steps), wrap)
+    two = train(plain, None, torch.optim.Adam(plain.parameters(), lr=0.01), rank, range(steps), wrap)
     return one, two
 
 
@@ -167,12 +157,12 @@ def test_bytes_of_one_bit_adam(ranks):
 def adam_resumed(rank, world_size):
     straight, halted = mlp(24, 40, 40, 4), mlp(24, 40, 40, 4)
     one = OneBitAdam(straight.parameters(), lr=0.01, warmup=2)
-    wanted = train(straight, one.hook, one, rank, steps=range(6))
+    wanted = train(straight, one.hook, one, rank, range(6))
     first = OneBitAdam(halted.parameters(), lr=0.01, warmup=2)
-    train(halted, first.hook, first, rank, steps=range(4))
+    train(halted, first.hook, first, rank, range(4))
     second = OneBitAdam(halted.parameters(), lr=0.01, warmup=2)
     second.load_state_dict(copy.deepcopy(first.state_dict()))
-    return torch.equal(wanted, train(halted, second.hook, second, rank, steps=range(4, 6)))
+    return torch.equal(wanted, train(halted, second.hook, second, rank, range(4, 6)))
 
 
 def test_one_bit_adam_resumes_to_the_bit(ranks):
@@ -196,7 +186,7 @@ def other_warmups(rank, world_size):
     module = mlp(24, 40, 40, 4)
     optimizer = OneBitAdam(module.parameters(), warmup=2 + rank)
     with pytest.raises(ValueError, match="rank 0 has 1-bit Adam, warmup=2, step 0, rank 1 has 1-bit Adam, warmup=3"):
-        train(module, optimizer.hook, optimizer, rank)
+        train(module, optimizer.hook, optimizer, rank, range(STEPS))
 
 
 def test_one_bit_adam_on_ranks_that_differ_is_told(ranks):

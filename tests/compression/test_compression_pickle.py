@@ -8,10 +8,11 @@ from collections import defaultdict
 from functools import partial
 from unittest import mock
 
+import hook_training
 import pytest
 import torch
 import torch.distributed as dist
-from tensors import mlp, noise
+from tensors import mlp
 from torch import nn
 
 from labkit.compression import COMPRESSORS, Cast, OneBit, OneBitAdam, RandomK, TopK, feedback
@@ -36,15 +37,8 @@ def saved(value, **settings):
 
 def train(module, hook, optimizer, rank, steps):
     """hook=None: without DDP."""
-    wrapped = module if hook is None else DDP(module)
-    if hook is not None:
-        wrapped.register_comm_hook(None, hook)
-    for step in steps:
-        optimizer.zero_grad()
-        batch = noise(8, 24, seed=100 * step + rank)
-        wrapped(batch).square().mean().backward()
-        optimizer.step()
-    return torch.cat([p.detach().flatten() for p in module.parameters()])
+    wrap = (lambda module: module) if hook is None else DDP
+    return hook_training.train(module, hook, optimizer, rank, steps, wrap)
 
 
 def sgd(module):

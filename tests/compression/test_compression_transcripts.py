@@ -218,8 +218,8 @@ def beside_pytorchs(rank, world_size):
 
 def test_power_sgd_is_pytorchs_from_the_same_start(ranks):
     told = [list(zip(*steps, strict=True)) for steps in ranks(RANKS, beside_pytorchs)]
-    for ours, their, *_ in told:
-        assert gap(ours, their) < 1e-10  # they orthonormalise Q as well, which spans the same
+    for rank, (ours, their, *_) in enumerate(told):
+        assert gap(ours, their) < 1e-10, f"rank {rank}"  # they orthonormalise Q as well, which spans the same
     # Ours owes what this rank has not sent, theirs what the average lacks: the same in the mean.
     owed, their_owed = (sum(torch.stack(rank[i]) for rank in told) for i in (2, 3))
     assert float((owed - their_owed).abs().max()) < 1e-10

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from oracle_models import SHARD, STEPS, TOLERANCE, batch, build, trained
+from oracle_models import SHARD, STEPS, TOLERANCE, batch, build, fit, trained
 from tensors import gap, state
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -49,24 +49,14 @@ def one_process(name, dtype, world_size, **overrides):
 def whole_batch(name, dtype, world_size, **overrides):
     """The oracle without batch statistics: nothing but a larger batch."""
     model = build(name, dtype, seed=0, **overrides)
-    optimizer, loss = sgd(model), models.loss(name)
-    for step in range(STEPS):
-        inputs, targets = batch(name, dtype, step, world_size)
-        optimizer.zero_grad()
-        loss(model(inputs), targets).backward()
-        optimizer.step()
+    fit(model, sgd(model), name, dtype, world_size)
     return state(model)
 
 
 def train(wrap, name, dtype, rank, world_size, **overrides):
     model = build(name, dtype, seed=rank, **overrides)  # other weights on every rank: construction must even them out
     wrapped = wrap(model)
-    optimizer, loss = sgd(wrapped), models.loss(name)
-    for step in range(STEPS):
-        inputs, targets = (t.split(SHARD)[rank] for t in batch(name, dtype, step, world_size))
-        optimizer.zero_grad()
-        loss(wrapped(inputs), targets).backward()
-        optimizer.step()
+    fit(wrapped, sgd(wrapped), name, dtype, world_size, rank)
     return state(model)
 
 
@@ -146,8 +136,10 @@ def storages(rank, world_size, settings, passes):
         trained = [p for p in wrapped.parameters() if p.requires_grad]
         held = {p.grad.untyped_storage().data_ptr(): p.grad.untyped_storage().nbytes() for p in trained}
         if settings["bucket_cap_mb"]:
-            assert held.keys() == {bucket.buffer().untyped_storage().data_ptr() for bucket in wrapped.buckets}
-        assert sum(held.values()) == sum(p.nbytes for p in trained)
+            assert held.keys() == {bucket.buffer().untyped_storage().data_ptr() for bucket in wrapped.buckets}, (
+                f"rank {rank}, backward {number}"
+            )
+        assert sum(held.values()) == sum(p.nbytes for p in trained), f"rank {rank}, backward {number}"
 
 
 @pytest.mark.parametrize("passes", [1, 2])

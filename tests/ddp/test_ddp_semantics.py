@@ -89,10 +89,11 @@ def odd(rank, world_size, settings):
     for set_to_none in (True, False):
         module.zero_grad(set_to_none=set_to_none)
         wrapped(1.0 + rank).backward()
-        assert gap(grads(module), expected) <= 2e-3  # half precision; the others are checked below
-        assert module.frozen.grad is None
-        assert module.channels_last.grad.stride() == module.channels_last.stride()
-        assert module.transposed.grad.stride() == module.transposed.stride()
+        # Half precision; the others are checked below.
+        assert gap(grads(module), expected) <= 2e-3, f"rank {rank}, {set_to_none=}"
+        assert module.frozen.grad is None, f"rank {rank}, {set_to_none=}"
+        assert module.channels_last.grad.stride() == module.channels_last.stride(), f"rank {rank}, {set_to_none=}"
+        assert module.transposed.grad.stride() == module.transposed.stride(), f"rank {rank}, {set_to_none=}"
         for name in ("doubles", "scalar", "channels_last", "transposed", "complexes"):
             torch.testing.assert_close(getattr(module, name).grad, expected[[n for n, _ in NAMES].index(name)])
 
@@ -161,7 +162,7 @@ def test_buffers_are_broadcast_when_pytorch_would(ranks, world_size):
     ours, theirs = (ranks(world_size, buffers_of, wrap=wrap) for wrap in ("ours", "torch"))
     for rank in range(world_size):
         for mine, other in zip(ours[rank], theirs[rank], strict=True):
-            assert all(torch.equal(a, b) for a, b in zip(mine, other, strict=True))
+            assert all(torch.equal(a, b) for a, b in zip(mine, other, strict=True)), f"rank {rank}"
 
 
 # ---- unused parameters
@@ -314,9 +315,9 @@ def test_an_undefined_gradient_counts_as_pytorch_counts_it(ranks, settings, find
     arguments = {"find": find, "everywhere": everywhere}
     ours = ranks(2, undefined, wrap="ours", settings=settings, **arguments)
     theirs = ranks(2, undefined, wrap="torch", settings={}, **arguments)
-    for mine, other in zip(ours, theirs, strict=True):
-        assert max(map(gap, mine, other)) == 0.0  # two ranks: how sums are grouped cannot matter
-        assert (mine[0][0] is None) == (find and everywhere)  # of self.scale
+    for rank, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+        assert max(map(gap, mine, other)) == 0.0, f"rank {rank}"  # two ranks: how sums are grouped cannot matter
+        assert (mine[0][0] is None) == (find and everywhere), f"rank {rank}"  # of self.scale
 
 
 def early_launch(rank, world_size):
@@ -598,8 +599,8 @@ def failing(rank, world_size, settings, where, everybody, set_to_none):
         try:
             wrapped(data(rank, step)).sum().backward()
         except KeyError as error:
-            assert error.args == (fail,)
-            assert module.fail
+            assert error.args == (fail,), f"rank {rank}, step {step}"
+            assert module.fail, f"rank {rank}, step {step}"
     return gap(grads(module), mean_of_ranks(module, lambda m, r: m(data(r, 3)).sum(), world_size))
 
 
@@ -618,12 +619,12 @@ def accumulated(rank, world_size, settings, set_to_none):
     module = net()
     wrapped = DDP(module, **settings)
     worst = 0.0
-    for _ in range(2):
+    for number in range(2):
         module.zero_grad(set_to_none=set_to_none)
         with comm.record() as log, wrapped.no_sync():
             for step in range(2):
                 wrapped(data(rank, step)).sum().backward()
-        assert log == []
+        assert log == [], f"rank {rank}, round {number}"
         local = copy.deepcopy(module)
         local.zero_grad()
         sum(local(data(rank, step)).sum() for step in range(2)).backward()
@@ -672,7 +673,9 @@ def names(rank, world_size):
     wrapped = DDP(module)
     assert list(wrapped.state_dict()) == list(module.state_dict())
     for what in ("named_parameters", "named_buffers", "named_modules"):
-        assert [n for n, _ in getattr(wrapped, what)()] == [n for n, _ in getattr(module, what)()]
+        assert [n for n, _ in getattr(wrapped, what)()] == [n for n, _ in getattr(module, what)()], (
+            f"rank {rank}, {what}"
+        )
     assert wrapped.get_parameter("0.weight") is module[0].weight
     assert len(list(wrapped.parameters())) == 4
     other = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))

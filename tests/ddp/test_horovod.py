@@ -66,7 +66,7 @@ def with_horovod(rank, passes, clip, closure, **settings):
             return loss
 
         if closure:
-            assert optimizer.step(gradients) > 0
+            assert optimizer.step(gradients) > 0, f"rank {rank}, step {step}"
             continue
         gradients()
         if clip:

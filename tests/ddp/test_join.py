@@ -50,8 +50,8 @@ def test_uneven_inputs_end_as_in_pytorch(ranks, world_size, kind, counts, divide
     for rank in range(world_size):
         for name, value in ours[rank][0].items():
             torch.testing.assert_close(value, theirs[rank][0][name], rtol=0, atol=1e-13)
-            assert torch.equal(value, ours[0][0][name])  # one model on all ranks
-        assert len(ours[rank][1]) == 2 * counts[rank]
+            assert torch.equal(value, ours[0][0][name]), f"rank {rank}, {name}"  # one model on all ranks
+        assert len(ours[rank][1]) == 2 * counts[rank], f"rank {rank}"
         for mine, other in zip(ours[rank][1], theirs[rank][1], strict=True):
             for a, b in zip(mine, other, strict=True):
                 torch.testing.assert_close(a, b, rtol=0, atol=1e-13)
@@ -131,5 +131,5 @@ def with_hook(rank, world_size, wrap, counts):
 
 def test_comm_hooks_and_join(ranks):
     ours, theirs = (ranks(2, with_hook, wrap=wrap, counts=[1, 3]) for wrap in ("ours", "torch"))
-    for mine, other in zip(ours, theirs, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(mine, other, strict=True))
+    for rank, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+        assert all(torch.equal(a, b) for a, b in zip(mine, other, strict=True)), f"rank {rank}"

@@ -102,8 +102,8 @@ def refused(rank, world_size, folder):
     for name, (thing, instead) in things.items():
         for way in WAYS:
             told = error_of(TypeError, lambda: way(thing))  # noqa: B023
-            assert told.startswith(f"{name} cannot be copied or pickled, as it ")
-            assert instead in told and "\n" not in told
+            assert told.startswith(f"{name} cannot be copied or pickled, as it "), f"rank {rank}, {name}: {told}"
+            assert instead in told and "\n" not in told, f"rank {rank}, {name}: {told}"
 
 
 def test_what_cannot_be_pickled_says_what_to_save(ranks, tmp_path):

@@ -39,19 +39,14 @@ def build(name, dtype, seed):
     return oracle_models.build(name, dtype, seed, frozen=-3, **ODD_SIZES[name])
 
 
-def fit(model, name, dtype, optimizer, share, world_size, steps=STEPS):
-    """Train; share: function from a whole tensor to what this process sees of it."""
-    optimizer, loss = OPTIMIZERS[optimizer](p for p in model.parameters() if p.requires_grad), models.loss(name)
-    for step in range(steps):
-        inputs, targets = (share(t) for t in batch(name, dtype, step, world_size))
-        optimizer.zero_grad()
-        loss(model(inputs), targets).backward()
-        optimizer.step()
+def fit(model, name, dtype, optimizer, world_size, rank=None):
+    optimizer = OPTIMIZERS[optimizer](oracle_models.trained(model))
+    oracle_models.fit(model, optimizer, name, dtype, world_size, rank, vocab=31)
 
 
 def one_process(name, dtype, optimizer, world_size):
     model = build(name, dtype, seed=0)
-    fit(model, name, dtype, optimizer, lambda t: t, world_size)
+    fit(model, name, dtype, optimizer, world_size)
     return state(model)
 
 
@@ -60,11 +55,11 @@ def trained(rank, world_size, name, dtype, optimizer, forms):
     for form in forms:
         model = build(name, dtype, seed=rank)  # other weights on every rank: construction must even them out
         wrapped = FSDP(model, models.unit(name), **FORMS[form])
-        fit(wrapped, name, dtype, optimizer, lambda t: t.split(SHARD)[rank], world_size)
+        fit(wrapped, name, dtype, optimizer, world_size, rank)
         results[form] = wrapped.full_state_dict()
     model = build(name, dtype, seed=rank)
     ddp = DDP(model)
-    fit(ddp, name, dtype, optimizer, lambda t: t.split(SHARD)[rank], world_size)
+    fit(ddp, name, dtype, optimizer, world_size, rank)
     results["ddp"] = state(ddp)
     return results
 
@@ -95,7 +90,7 @@ def test_ranks_train_what_one_process_trains(ranks, world_size, name, optimizer,
 def hybrid(rank, world_size, axes, name, root, dtype, optimizer):
     mesh = Mesh(axes)
     wrapped = FSDP(build(name, dtype, seed=rank), models.unit(name), mesh=mesh, shard="hybrid", root=root)
-    fit(wrapped, name, dtype, optimizer, lambda t: t.split(SHARD)[rank], world_size)
+    fit(wrapped, name, dtype, optimizer, world_size, rank)
     own = state(wrapped)
     with comm.record() as log:
         inputs, targets = (t.split(SHARD)[rank] for t in batch(name, dtype, 0, world_size))
@@ -236,8 +231,8 @@ def held(rank, world_size, name, overrides):
         if form != "torch":
             rest = sum(flat.layout.shard_numel * 4 for flat in wrapped.flats)
             # At rest: one shard of parameters and one of gradients, to the byte; padding is less than n elements each.
-            assert (memory.current["parameters"], memory.current["gradients"]) == (rest, rest)
-            assert 0 <= rest * world_size - wholes < 4 * world_size * len(wrapped.flats)
+            assert (memory.current["parameters"], memory.current["gradients"]) == (rest, rest), f"rank {rank}, {form}"
+            assert 0 <= rest * world_size - wholes < 4 * world_size * len(wrapped.flats), f"rank {rank}, {form}"
     return peaks
 
 
@@ -273,7 +268,7 @@ def one_unit_at_a_time(rank, world_size):
             block.attention_norm.register_full_backward_hook(look)
         inputs = torch.randint(256, (2, 8))
         model(inputs).mean().backward()
-        assert not any(flat.flat.untyped_storage().nbytes() for flat in model.flats)
+        assert not any(flat.flat.untyped_storage().nbytes() for flat in model.flats), f"rank {rank}, {prefetch=}"
     return {prefetch: [sum(full) for full in found] for prefetch, found in seen.items()}
 
 
@@ -294,7 +289,7 @@ def beside_torch(rank, world_size, name):
         model = build(name, torch.float64, seed=rank if form == "ours" else 0)
         unit = models.unit(name)
         wrapped = FSDP(model, unit) if form == "ours" else by_torch(model, unit)
-        fit(wrapped, name, torch.float64, "sgd", lambda t: t.split(SHARD)[rank], world_size)
+        fit(wrapped, name, torch.float64, "sgd", world_size, rank)
         if form == "ours":
             results[form] = wrapped.full_state_dict()
         else:
@@ -326,6 +321,10 @@ def gpu_body(context):
             optimizer.zero_grad()
             loss(wrapped(inputs), targets).backward()
             optimizer.step()
-        assert {p.device.type for p in wrapped.parameters()} == {"cpu" if offload else "cuda"}
+        assert {p.device.type for p in wrapped.parameters()} == {"cpu" if offload else "cuda"}, (
+            f"rank {rank}, {offload=}"
+        )
         oracle = one_process("gpt", torch.float64, "sgd", world_size)
-        assert gap({k: v.cpu() for k, v in wrapped.full_state_dict().items()}, oracle) <= 1e-10
+        assert gap({k: v.cpu() for k, v in wrapped.full_state_dict().items()}, oracle) <= 1e-10, (
+            f"rank {rank}, {offload=}"
+        )

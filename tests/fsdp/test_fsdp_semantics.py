@@ -72,8 +72,11 @@ def whole_gradients(model):
     found = {name: p.grad for name, p in model.named_parameters() if any(p is other for other in model.replicated)}
     for flat in model.flats:
         shard = torch.zeros_like(flat.shard)
-        for view, piece in zip(flat.layout.pieces(shard, flat.rank), flat.pieces, strict=True):
-            assert piece.grad is None or (piece.grad.shape == piece.shape and piece.grad.dtype == piece.dtype)
+        views = flat.layout.pieces(shard, flat.rank)
+        for name, view, piece in zip(flat.names, views, flat.pieces, strict=True):
+            assert piece.grad is None or (piece.grad.shape == piece.shape and piece.grad.dtype == piece.dtype), (
+                f"rank {flat.rank}, {name}"
+            )
             if piece.grad is not None:
                 view.copy_(piece.grad)
         total = shard.new_empty(flat.layout.padded)
@@ -103,9 +106,11 @@ def assert_same(ours, theirs):
 def at_rest(model):
     """Nothing is gathered, and no memory is held under the wholes."""
     for flat in model.flats:
-        assert not flat.whole and flat._gathering is None and flat._reducing is None
-        assert flat.flat.untyped_storage().nbytes() == 0
-        assert all(getattr(*place) is p for places, p in zip(flat.places, flat.pieces, strict=True) for place in places)
+        assert not flat.whole and flat._gathering is None and flat._reducing is None, f"rank {flat.rank}, {flat.names}"
+        assert flat.flat.untyped_storage().nbytes() == 0, f"rank {flat.rank}, {flat.names}"
+        assert all(
+            getattr(*place) is p for places, p in zip(flat.places, flat.pieces, strict=True) for place in places
+        ), f"rank {flat.rank}, {flat.names}"
 
 
 def one_backward(rank, world_size, build, loss, settings, unit=Cell):
@@ -307,12 +312,13 @@ def accumulation(rank, world_size, settings):
         return sum(square(module, data(r, step)) for step in range(3))
 
     expected = mean_of_ranks(oracle, three, world_size)
-    for _ in range(2):
+    for number in range(2):
         with comm.record() as log:
             for step in range(2):
                 with model.no_sync():
                     square(model, data(rank, step)).backward()
-        assert {event.op for event in log} == {"all_gather"}  # gathers as ever, no reductions
+        ops = {event.op for event in log}
+        assert ops == {"all_gather"}, f"rank {rank}, round {number}"  # gathers as ever, no reductions
         square(model, data(rank, 2)).backward()
         assert_same(whole_gradients(model), expected)
         at_rest(model)
@@ -412,13 +418,13 @@ def scaled(rank, world_size):
         scaler.step(optimizer)
         scaler.update()
         after = model.full_state_dict()
-        assert all(torch.equal(before[name], after[name]) for name in after) == (step == 0)
-        assert scaler.get_scale() == 2.0
+        assert all(torch.equal(before[name], after[name]) for name in after) == (step == 0), f"rank {rank}, step {step}"
+        assert scaler.get_scale() == 2.0, f"rank {rank}, step {step}"
     oracle = Net()
     oracle.load_state_dict(before)
     expected = mean_of_ranks(oracle, plain_loss, world_size)
     for name, value in before.items():
-        assert torch.allclose(after[name], value - 0.1 * expected[name], rtol=0, atol=1e-12)
+        assert torch.allclose(after[name], value - 0.1 * expected[name], rtol=0, atol=1e-12), f"rank {rank}, {name}"
 
 
 def test_loss_scaling_sees_every_shard(ranks):
@@ -816,3 +822,43 @@ def test_apply_draws_what_one_process_draws(ranks, settings):
             f"rank {rank}"
         )
         assert sum(sizes) < sum(p.numel() for p in alone.parameters()), f"rank {rank}"
+
+
+class NotDrawn(Exception):
+    pass
+
+
+def initialise_and_raise(module):
+    initialise(module)
+    if isinstance(module, Net):
+        raise NotDrawn
+
+
+def apply_raised(rank, world_size, settings):
+    model, oracle = FSDP(shared_scale(rank), unit=Cell, **settings), shared_scale(0)
+    square(model, data(rank)).backward()  # something may still be gathered
+    model.zero_grad()
+    before = dict(model.full_state_dict())
+    torch.manual_seed(7 + rank)
+    with pytest.raises(NotDrawn):
+        model.apply(initialise_and_raise)
+    at_rest(model)
+    after = model.full_state_dict()
+    del before["seen"]  # a buffer, drawn in place
+    assert all(torch.equal(after[name], value) for name, value in before.items()), f"rank {rank}"
+    square(model, data(rank)).backward()
+    expected = mean_of_ranks(oracle, lambda module, r: square(module, data(r)), world_size)
+    assert_same(whole_gradients(model), expected)
+    torch.manual_seed(7 + rank)
+    model.apply(initialise)
+    return model.full_state_dict()
+
+
+@pytest.mark.parametrize("settings", [{}, {"shard": "grad_op"}], ids=str)
+def test_after_an_error_of_apply_the_values_are_those_of_before(ranks, settings):
+    """apply is collective, so all ranks raise: if one rank alone raised, the others would wait in its broadcast."""
+    alone = shared_scale(0)
+    torch.manual_seed(7)
+    wanted = alone.apply(initialise).state_dict()
+    for rank, found in enumerate(ranks(3, apply_raised, settings=settings)):
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted), f"rank {rank}"

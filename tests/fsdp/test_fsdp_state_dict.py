@@ -155,7 +155,7 @@ def foreign(rank, world_size):
         "unexpected 'lm_head.bias'",
         "'norm.bias' is [3] and should be [32]",
     ):
-        assert words in told
+        assert words in told, f"rank {rank}: {told}"
     assert same(model.full_state_dict(), before)
     del other["norm.bias"]
     result = model.load_full_state_dict(other, strict=False)
@@ -278,7 +278,7 @@ def low_precision(rank, world_size, settings):
     inputs, targets = tokens(rank)
     for m in (model, oracle):
         output = m(inputs)
-        assert output.dtype == torch.bfloat16
+        assert output.dtype == torch.bfloat16, f"rank {rank}, {type(m).__name__}"
         models.loss("gpt")(output.float(), targets).backward()
     assert all(p.dtype == torch.float32 and p.grad.dtype == torch.float32 for p in model.parameters())
     found = whole_gradients(model)

@@ -3,11 +3,12 @@
 import ast
 import math
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from oracle_models import TOLERANCE
+from oracle_models import TOLERANCE, seeded
 from repository import ROOT
 from tensors import gap, noise
 from test_quantize_and_onebit import hooked
@@ -67,9 +68,7 @@ F64 = torch.float64
 ADAMW = {"lr": 0.01, "eps": 1e-4}
 
 
-def build():
-    torch.manual_seed(0)
-    return models.build("gpt", vocab=32, context=16, layers=2).to(F64)
+build = partial(seeded, "gpt", dtype=F64, vocab=32, context=16, layers=2)
 
 
 def batch(step, world_size):

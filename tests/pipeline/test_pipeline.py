@@ -296,9 +296,9 @@ def test_a_v_is_at_its_formula_from_a_micro_batch_a_rank_on(p):
     for M in [*range(1, 2 * p), *range(2 * p, 6 * p + 1, max(1, p // 4))]:
         lists, too_few = v_shaped(2 * p, M), p > M
         played = play(lists)
-        assert played.owner == {s: min(s, 2 * p - 1 - s) for s in range(2 * p)}
-        assert played.length == (4 * p + 3 * M - 1 - (p >= 2 * M) if too_few else 6 * M + p - 1)
-        assert most_held(lists) == [2 * min(p, M)] * p
+        assert played.owner == {s: min(s, 2 * p - 1 - s) for s in range(2 * p)}, f"{M=}"
+        assert played.length == (4 * p + 3 * M - 1 - (p >= 2 * M) if too_few else 6 * M + p - 1), f"{M=}"
+        assert most_held(lists) == [2 * min(p, M)] * p, f"{M=}"
 
 
 def test_a_long_v_is_written_at_once():
@@ -329,9 +329,9 @@ def test_a_v_is_pytorchs_order(p):
     for M in sorted({1, p, 2 * p - 1, 2 * p, 3 * p + 1, 6 * p}):
         ours, theirs = v_shaped(2 * p, M), flat(of_pytorch("ScheduleZBVZeroBubble", p, M))
         check(ours, p, M)
-        assert play(ours).length <= play(theirs).length  # less with few, as PyTorch's Ws do not wait
+        assert play(ours).length <= play(theirs).length, f"{M=}"  # less with few, as PyTorch's Ws do not wait
         for mine, other in zip(ours, theirs, strict=True):
-            assert [a for a in mine if a.kind != "W"] == [a for a in other if a.kind != "W"]
+            assert [a for a in mine if a.kind != "W"] == [a for a in other if a.kind != "W"], f"{M=}"
 
 
 def deepseeks(p, micro_batches):
@@ -370,9 +370,9 @@ def test_dual_pipe_is_at_half_of_what_is_published(p):
     for M in (2 * p, 3 * p, 5 * p):
         rows = deepseeks(p, M)
         check(flat(rows), p, M)
-        assert leaving_together(rows) == 3 * M + p - 2  # table 2's bubble
-        assert play(flat(rows)).length == play(dual_pipe(2 * p, M)).length == 3 * M + p // 2 - 1
-        assert most_held(flat(rows)) == most_held(dual_pipe(2 * p, M)) == [p + 1] * p
+        assert leaving_together(rows) == 3 * M + p - 2, f"{M=}"  # table 2's bubble
+        assert play(flat(rows)).length == play(dual_pipe(2 * p, M)).length == 3 * M + p // 2 - 1, f"{M=}"
+        assert most_held(flat(rows)) == most_held(dual_pipe(2 * p, M)) == [p + 1] * p, f"{M=}"
 
 
 def counted(rank, world_size, name):

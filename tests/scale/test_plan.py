@@ -1,6 +1,7 @@
 """The planner: nothing better is missed, all it names fits, physics holds, and what it says why is so."""
 
 import itertools
+import math
 import sys
 from dataclasses import replace
 
@@ -15,10 +16,14 @@ from labkit.scale.cluster import Cluster
 from labkit.scale.cost import (
     gather_seconds,
     gradient_seconds,
+    hand_over,
     head_seconds,
     layer_seconds,
+    optimizer_seconds,
     predict_step,
+    product_seconds,
     tensor_seconds,
+    unit_seconds,
     weights_seconds,
 )
 from labkit.scale.explain import moved, sensitivity, why_larger, why_slower, words
@@ -107,15 +112,19 @@ def test_a_precision_that_is_free_is_the_best_of_all(gpu, chosen):
 
 @pytest.mark.parametrize("framework", ["", "PyTorch FSDP2", "nanotron"])
 def test_fp8_never_takes_longer_nor_more_memory(framework):
+    """nanotron's layers may wait for the host in both precisions: then the times are equal, but their parts, which
+    are not, are added up with another rounding.
+    """
     for name, gpu in GPUS.items():
         for axes in ({"tp": 2, "pp": 2, "n_gpus": 16}, {"n_gpus": 16, "zero": 3}):
             row = SMALL | axes | {"gpu": name, "framework": framework, "micro_batch": 2}
             plain, fast = (job_of(row | {"precision": dtype}) for dtype in ("bf16", "fp8"))
             assert predict_memory(fast, C).total <= predict_memory(plain, C).total
             before, after = predict_step(plain, C).seconds, predict_step(fast, C).seconds
-            if "fp8" in gpu.tflops and framework != "nanotron":
-                assert after < before
-            assert after <= before * (1 + 1e-12)  # parts are added up, and rounded
+            if framework == "nanotron":
+                assert after <= before * (1 + 1e-12), name
+            else:
+                assert after < before if "fp8" in gpu.tflops else after == before, name
 
 
 def test_all_that_is_named_fits():
@@ -214,10 +223,33 @@ def test_the_bill():
             bill(found, **wrong)
 
 
+def step_by_hand(job):
+    """The seconds of a step in bf16, term by term: neither Step.parts nor a sum of them."""
+    shape, gpu, exposed = job.shape, job.gpu, C["exposed"]
+    again = {"none": 0, "selective": 1 / 4, "half": 1 / 2, "full": 1}[job.recompute]
+    products = product_seconds(job, C)
+    flops = shape.attention_flops(job.context) * job.tokens / job.tp
+    attention = flops / (1e12 * gpu.tflops["bf16"] * C["attention"])
+    moving = C["traffic"] * shape.moved_bytes() * job.tokens / job.tp / (1e9 * gpu.memory_gbs)
+    layer = (3 + again) * (products + moving) + (3.5 + again) * attention + tensor_seconds(job, C)
+    if job.zero == 3:
+        gathers = unit_seconds(job, C)
+        layer = max(layer, gathers) + exposed * min(layer, gathers)
+    work = [layers * layer + heads * head_seconds(job, C) for layers, heads, _ in job.stages]
+    bubble = (sum(work) - max(work)) / job.vpp
+    if job.schedule == "zero_bubble":
+        later = [weights_seconds(job, has, C) for has in job.stages]
+        bubble -= 2 * (sum(later) - later[work.index(max(work))])
+    steady = job.grad_accum * (max(work) + 2 * job.vpp * hand_over(job))
+    return steady + bubble + gradient_seconds(job, C) + optimizer_seconds(job)
+
+
 def test_the_parts_of_a_step_add_up_and_say_who_lost_by_what():
     found = plan(EXPERTS, cluster(memory_gib=1.6, network_gbps=30.0), global_batch=BATCH)
     for one in found.contenders[::50]:
-        assert one.step.parts == predict_step(one.job, C).parts and all(part >= 0 for part in one.step.parts.values())
+        expected = pytest.approx(step_by_hand(one.job), rel=1e-12)
+        assert expected == math.fsum(one.step.parts.values()), words(one.job)
+        assert expected == one.seconds and all(part >= 0 for part in one.step.parts.values()), words(one.job)
     slow = replace(found.fastest.job, grad_accum=1, vpp=1, pp=8, dp=1, tp=1, ep=1, micro_batch=BATCH)
     told = why_slower(replace(found.fastest, job=slow, step=predict_step(slow, C)), found.fastest)
     assert "bubble +" in told and "% of a step" in told

@@ -24,10 +24,10 @@ def test_the_pieces_of_all_ranks_put_together_are_the_tensors(shapes, n):
     shards = [layout.shard(flat, rank).clone() for rank in range(n)]
     pieces = [layout.pieces(shard, rank) for rank, shard in enumerate(shards)]
     for slot, tensor in enumerate(tensors):
-        assert torch.equal(torch.cat([pieces[rank][slot] for rank in range(n)]), tensor.flatten())
+        assert torch.equal(torch.cat([pieces[rank][slot] for rank in range(n)]), tensor.flatten()), f"tensor {slot}"
         for rank in range(n):
             begin, end = layout.ranges(rank)[slot]
-            assert torch.equal(pieces[rank][slot], tensor.flatten()[begin:end])
+            assert torch.equal(pieces[rank][slot], tensor.flatten()[begin:end]), f"rank {rank}, tensor {slot}"
 
 
 def test_views_and_pieces_share_the_memory_of_their_buffer():

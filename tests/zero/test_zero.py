@@ -121,7 +121,7 @@ def any_class(rank, world_size, kind):
     for i, entries in expected["state"].items():
         if i in frozen:
             continue
-        assert told["state"][i].keys() == entries.keys()
+        assert told["state"][i].keys() == entries.keys(), f"rank {rank}, parameter {i}"
         for key, value in entries.items():
             torch.testing.assert_close(told["state"][i][key], value, rtol=0, atol=1e-12, msg=key)
     return largest
@@ -231,11 +231,11 @@ def views(rank, world_size):
     model = build("mlp", torch.float32, seed=0)
     before = state(model)
     optimizer = ZeRO1(model.parameters(), torch.optim.SGD, lr=0.1, bucket_cap_mb=0.01)
-    for bucket in optimizer.buckets:
+    for number, bucket in enumerate(optimizer.buckets):
         layout = Layout([p.shape for p in bucket.members], world_size)
-        assert layout.padded == bucket.values.numel()
+        assert layout.padded == bucket.values.numel(), f"rank {rank}, bucket {number}"
         for p, view in zip(bucket.members, layout.views(bucket.values), strict=True):
-            assert p.data_ptr() == view.data_ptr()
+            assert p.data_ptr() == view.data_ptr(), f"rank {rank}, bucket {number}"
     pieces = [p for group in optimizer.param_groups for p in group["params"]]
     assert all(p.dim() == 1 and p.numel() for p in pieces)
     numel = torch.tensor(float(sum(p.numel() for p in pieces)))

@@ -53,7 +53,7 @@ def accumulated(rank, world_size, zero, how):
         new = mean_of_ranks(module, lambda m, r: m(data(r, step)).square().sum(), world_size)
         expected[:] = [a + b for a, b in zip(expected, new, strict=True)]
 
-    for _ in range(2):
+    for number in range(2):
         optimizer.zero_grad()
         expected[:] = [0.0] * 4
         for kind in how:
@@ -62,8 +62,8 @@ def accumulated(rank, world_size, zero, how):
                     backward(len(kind))
             else:
                 backward(len(kind))
-        assert off(optimizer, module, expected) <= 1e-12
-        assert all((p.grad is None) == (zero is ZeRO2) for p in module.parameters())
+        assert off(optimizer, module, expected) <= 1e-12, f"rank {rank}, round {number}"
+        assert all((p.grad is None) == (zero is ZeRO2) for p in module.parameters()), f"rank {rank}, round {number}"
         optimizer.step()
 
 
@@ -80,10 +80,12 @@ def cleared(rank, world_size, zero):
     expected = mean_of_ranks(module, lambda m, r: m(data(r)).square().sum(), world_size)
     for set_to_none in (True, False, True):
         module(data(rank)).square().sum().backward()
-        assert off(optimizer, module, expected) <= 1e-12
+        assert off(optimizer, module, expected) <= 1e-12, f"rank {rank}, {set_to_none=}"
         optimizer.zero_grad(set_to_none)
-        assert all(p.grad is None or not p.grad.any() for p in module.parameters())
-        assert all((g is None) == set_to_none or not g.any() for _, _, g in averages(optimizer))
+        assert all(p.grad is None or not p.grad.any() for p in module.parameters()), f"rank {rank}, {set_to_none=}"
+        assert all((g is None) == set_to_none or not g.any() for _, _, g in averages(optimizer)), (
+            f"rank {rank}, {set_to_none=}"
+        )
 
 
 @BOTH
@@ -107,12 +109,12 @@ def unused(rank, world_size, zero):
     module = Branches(rank)
     optimizer = make(zero, module, weight_decay=0.5)
     before = module.never.weight.detach().clone()
-    for _ in range(2):
+    for step in range(2):
         optimizer.zero_grad()
         module(data(rank), rank).backward()
         expected = mean_of_ranks(module, lambda m, r: m(data(r), r), world_size)
-        assert off(optimizer, module, expected) <= 1e-12
-        assert module.never.weight.grad is None
+        assert off(optimizer, module, expected) <= 1e-12, f"rank {rank}, step {step}"
+        assert module.never.weight.grad is None, f"rank {rank}, step {step}"
         optimizer.step()
     # As a gradient of zero: only the weight decay moves it.
     torch.testing.assert_close(module.never.weight, before * (1 - 0.1 * 0.5) ** 2)
@@ -185,14 +187,14 @@ def scheduled(rank, world_size, zero):
             loss.backward()
             return loss
 
-        assert ours.step(closure) > 0
+        assert ours.step(closure) > 0, f"rank {rank}, step {step}"
         expected = mean_of_ranks(plain, lambda m, r, step=step: m(data(r, step)).square().sum(), world_size)
         for p, g in zip(plain.parameters(), expected, strict=True):
             p.grad = g
         theirs.step()
         for schedule in schedules:
             schedule.step()
-        assert ours.param_groups[0]["lr"] == theirs.param_groups[0]["lr"]
+        assert ours.param_groups[0]["lr"] == theirs.param_groups[0]["lr"], f"rank {rank}, step {step}"
     return max(float((p - q).abs().max()) for p, q in zip(module.parameters(), plain.parameters(), strict=True))
 
 
@@ -216,7 +218,7 @@ def under_ddp(rank, world_size, zero, overlap):
             lambda m, r, s=step: sum(m(data(r, k)).square().sum() for k in ([s, 9] if s == 2 else [s])),
             world_size,
         )
-        assert off(optimizer, module, expected) <= 1e-12
+        assert off(optimizer, module, expected) <= 1e-12, f"rank {rank}, step {step}"
         optimizer.step()
         with torch.no_grad():
             for p, g in zip(plain.parameters(), expected, strict=True):
@@ -247,12 +249,13 @@ def recomputed(rank, world_size, zero, use_reentrant, cap):
     whole = Checkpointed(0, None)
     whole.load_state_dict(module.state_dict())
     expected = mean_of_ranks(whole, lambda m, r: m(data(r)).square().sum(), world_size)
-    for _ in range(2):
+    for number in range(2):
         optimizer.zero_grad()
         with comm.record() as log:
             module(data(rank).requires_grad_()).square().sum().backward()
-        assert off(optimizer, module, expected) <= 1e-12
-        assert len(log) == len(optimizer.buckets)  # the end of an inner backward is not the end
+        assert off(optimizer, module, expected) <= 1e-12, f"rank {rank}, backward {number}"
+        # The end of an inner backward is not the end.
+        assert len(log) == len(optimizer.buckets), f"rank {rank}, backward {number}"
 
 
 @BOTH
@@ -349,7 +352,7 @@ class PerTensor(torch.optim.SGD):
 def test_what_cannot_be_is_one_clear_line(ranks):
     told = ranks(2, refused)[0]
     for kind in ("LBFGS", "Adafactor", "Muon", "SparseAdam"):
-        assert told[kind].startswith(f"{kind} is not elementwise")
+        assert told[kind].startswith(f"{kind} is not elementwise"), told[kind]
     assert "PerTensor is not elementwise" in told["own"]  # also with a learning rate of 0
     assert "Invalid learning rate" in told["lr"]  # the class's own words
     assert "no parameter requires a gradient" in told["frozen"]

@@ -48,10 +48,10 @@ def gap(ours, theirs):
     assert ours["state"].keys() == theirs["state"].keys()
     worst = 0.0
     for i, entries in theirs["state"].items():
-        assert list(ours["state"][i]) == list(entries)
+        assert list(ours["state"][i]) == list(entries), f"parameter {i}"
         for key, value in entries.items():
             mine = ours["state"][i][key]
-            assert (mine.shape, mine.dtype) == (value.shape, value.dtype)
+            assert (mine.shape, mine.dtype) == (value.shape, value.dtype), f"parameter {i}, {key}"
             worst = max(worst, float((mine.double() - value.double()).abs().max()))
     return worst
 
@@ -106,8 +106,9 @@ def test_it_loads_into_the_plain_optimizer_and_from_it(ranks):
     from_plain = ranks(2, resumed, zero=ZeRO1, state=optimizer.state_dict(), weights=whole.state_dict())
     for trained, with_it in ((whole, optimizer), (model, other)):
         steps(trained, with_it, range(6), 6, 2, 2)
-    for final in [model.state_dict(), *(told for _, told in from_plain)]:
-        assert max(float((final[name] - t).abs().max()) for name, t in whole.state_dict().items()) <= 1e-12
+    finals = {f"rank {rank}": told for rank, (_, told) in enumerate(from_plain)}
+    for where, final in {"plain": model.state_dict(), **finals}.items():
+        assert max(float((final[name] - t).abs().max()) for name, t in whole.state_dict().items()) <= 1e-12, where
 
 
 def loading_sends_nothing(rank, world_size, state):
