@@ -104,8 +104,7 @@ def label_groups(axes, bars):
 
 def finish(figure, axes, title):
     axes.grid(axis="x")
-    axes.tick_params(axis="y", length=0)
-    axes.spines["left"].set_visible(False)
+    style.hide_axis_of_rows(axes)
     style.entitle(figure, title)
 
 

@@ -93,6 +93,18 @@ def draw_line(axes, rows, x, y, colour, factor=1, **look):
     return middle.index.to_numpy(), middle.to_numpy()
 
 
+def draw_runs(axes, frame, x, y, by, colours, widths=None, words=style.name, factor=1, **look):
+    """Draw y over x / factor, one line for each run in {run: colour}, labelled with words(run).
+
+    by: the column that names the run. widths: of the lines, in points; None: as in the style file.
+    """
+    widths = [None] * len(colours) if widths is None else widths
+    for (run, colour), width in zip(colours.items(), widths, strict=True):
+        mine = frame[frame[by] == run]
+        look |= {"color": colour, "linewidth": width, "label": words(run)}
+        axes.plot(mine[x] / factor, mine[y], **look)
+
+
 def label_sizes(axes, sizes, unit):
     """Ticks at the measured sizes, thinned to nine at most, in KiB and MiB where they are bytes."""
     every = -(-len(sizes) // 9)

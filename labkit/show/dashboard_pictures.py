@@ -19,6 +19,7 @@ from matplotlib.ticker import NullLocator
 from labkit.memory.memory_tracker import KINDS
 from labkit.show import style
 from labkit.show.bars import stack
+from labkit.show.curves import draw_runs
 
 # how many can be distinguished, and drawn in 200 ms
 BARS = 12
@@ -126,11 +127,10 @@ def losses(rows, curves, most, x, words):
     divisor, unit = style.byte_scale(mine[x].max()) if x == "sent_bytes" else (1, "s")
     with style.look():
         figure, axes = frame(["0.000"], 3.6)
-        for place, row in enumerate(rows.itertuples()):
-            curve = mine[mine["cell"] == row.cell]
-            curve = curve[curve[x] > 0]
-            look = {"color": style.CYCLE[place], "marker": "o", "markersize": 3}
-            axes.plot(curve[x] / divisor, curve["loss"], label=row.label, **look)
+        colours = dict(zip(rows["cell"], style.CYCLE, strict=False))
+        labels = dict(zip(rows["cell"], rows["label"], strict=True))
+        look = {"words": labels.get, "factor": divisor, "marker": "o", "markersize": 3}
+        draw_runs(axes, mine[mine[x] > 0], x, "loss", "cell", colours, **look)
         if x == "sent_bytes" and mine[x].max() > 0:
             axes.set_xscale("log")
             axes.xaxis.set_major_formatter("{x:g}")

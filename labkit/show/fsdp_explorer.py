@@ -94,8 +94,8 @@ def draw(frame, state):
             Line2D([], [], color=style.INK, marker=MARKERS.get(m, "D"), linewidth=0, label=m)
             for m in modes
         ]
-        look = {"handlelength": 1.2, "columnspacing": 1.3, "handletextpad": 0.5}
-        figure.legend(handles=handles, loc="outside lower left", ncols=len(handles), **look)
+        names = [handle.get_label() for handle in handles]
+        style.legend_below(figure, handles, names, handlelength=1.2)
         style.entitle(figure, f"{words_of(state)[0].upper()}{words_of(state)[1:]}")
     return figure
 

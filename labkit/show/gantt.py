@@ -60,6 +60,12 @@ def finish(figure, axes, rows, title, labels=(), words=SINCE, size=9):
         fit(label, axes)
 
 
+def legend(figure, handles):
+    """Explain the colours of the bars in one line below the axes."""
+    look = {"loc": "outside lower center", "frameon": False, "fontsize": 9}
+    figure.legend(handles=handles, ncols=len(handles), **look)
+
+
 def head(axes, y, end, name, words):
     """The head of a band: its name at the left, a result at the right."""
     look = {"va": "center_baseline", "size": 10}

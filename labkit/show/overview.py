@@ -6,11 +6,13 @@ DDP, naive    ========    ====      ====   ====
 loss          curves that lie on one another
 """
 
+import numpy as np
 from matplotlib.ticker import MaxNLocator
 
 from labkit.measure.stats import summary
 from labkit.show import style
 from labkit.show.bars import draw_bars
+from labkit.show.curves import draw_runs
 
 PANELS = ("step_ms", "exposed_comm_ms", "sent_bytes", "peak_bytes")
 BROADEST = 9.0  # points, of the first loss curve
@@ -43,19 +45,16 @@ def overview(frame, title=None, panels=PANELS):
                 style.axis_label(metric, axes.value_unit), loc="left", size=9.5, weight="normal"
             )
             axes.grid(axis="x")
-        draw_losses(grid[1], frame, strategies, colours)
+        draw_losses(grid[1], frame, colours)
         style.entitle(figure, title)
     return figure
 
 
-def draw_losses(axes, frame, strategies, colours):
-    """Mean loss over ranks at each step; the first strategy's line is broadest: all are seen."""
-    for place, strategy in enumerate(strategies):
-        mean = frame[frame["strategy"] == strategy].groupby("step")["loss"].mean()
-        width = BROADEST - (BROADEST - 1.2) * place / max(1, len(strategies) - 1)
-        axes.plot(
-            mean.index, mean, color=colours[strategy], linewidth=width, label=style.name(strategy)
-        )
+def draw_losses(axes, frame, colours):
+    """Draw the mean loss over ranks at each step; the first strategy's line is the broadest."""
+    means = frame.groupby(["strategy", "step"], as_index=False)["loss"].mean()
+    widths = np.linspace(BROADEST, 1.2, len(colours))
+    draw_runs(axes, means, "step", "loss", "strategy", colours, widths)
     axes.set_xlabel("step")
     axes.set_ylabel("loss")
     axes.grid(axis="y")

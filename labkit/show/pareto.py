@@ -60,8 +60,7 @@ def pareto(frame, x, y, by="form", title=None):
         axes.set_ylabel(style.axis_label(y, units[1]))
         axes.grid(axis="y")
         style.entitle(figure, title)
-        note = {"xycoords": "axes fraction", "va": "bottom", "size": 9, "color": style.FAINT}
-        axes.annotate("filled: nothing else is both faster and smaller", (0, 1), **note)
+        style.note_above(axes, "filled: nothing else is both faster and smaller")
         figure.draw_without_rendering()
         treads = [((x, y), (end, y)) for (x, y), (end, _) in pairwise(steps)]
         risers = [((x, y), (x, under)) for (_, y), (x, under) in pairwise(steps)]

@@ -15,7 +15,7 @@ from labkit.measure.timeline_analysis import bubble
 from labkit.pipeline.pipeline_schedules import routes
 from labkit.pipeline.schedule_validation import play
 from labkit.show import style
-from labkit.show.gantt import box, canvas, finish, from_zero, head
+from labkit.show.gantt import box, canvas, finish, from_zero, head, legend
 
 KINDS = {"F": "forward", "B": "backward", "W": "weights"}
 WORDS = {
@@ -67,13 +67,7 @@ def pipelines(frames, title=None):
         if any((f.groupby("rank")["stage"].nunique() > 1).any() for f in frames.values()):
             pale = style.lighter(style.COLOURS["forward"], 0.5)
             shown.append(Patch(color=pale, label="pale: the rank's later stages"))
-        figure.legend(
-            handles=shown,
-            loc="outside lower center",
-            ncols=len(shown),
-            frameon=False,
-            fontsize=9,
-        )
+        legend(figure, shown)
         finish(figure, axes, ticks, title)
     return figure
 

@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib.ticker import MaxNLocator, NullLocator
 
 from labkit.show import style
-from labkit.show.curves import line_widths
+from labkit.show.curves import draw_runs, line_widths
 
 LEAST = 1e-8  # below it the axis is no longer logarithmic, so that 0 has a place
 
@@ -41,16 +41,16 @@ def broken(frame, marks=(), rounding=None, title=None):
         figure, (above, below) = style.new_figure(
             9.0, 5.4, 2, 1, sharex=True, height_ratios=(1.5, 1)
         )
-        for one, width in zip(runs, line_widths(runs, step=2.0), strict=True):
-            mine = frame[frame["run"] == one].groupby("step").last()
-            above.plot(mine.index, mine["loss"], color=colours[one], linewidth=width, label=one)
-            if one != runs[0]:
-                most = frame[frame["run"] == one].groupby("step")["off"].max()
-                below.plot(most.index, most, color=colours[one], linewidth=width)
+        widths = line_widths(runs, step=2.0)
+        by_step = frame.groupby(["run", "step"], as_index=False)
+        draw_runs(above, by_step.last(), "step", "loss", "run", colours, widths, str)
+        others = {run: colours[run] for run in runs[1:]}
+        draw_runs(below, by_step["off"].max(), "step", "off", "run", others, widths[1:])
         finish(above, below, frame["off"].max(), rounding)
         for at, words, side in marks:
             mark(above, below, at, words, side)
-        figure.legend(loc="outside lower left", ncols=len(runs), columnspacing=1.6)
+        look = {"loc": "outside lower left", "ncols": len(runs), "columnspacing": 1.6}
+        figure.legend(*above.get_legend_handles_labels(), **look)
         style.entitle(figure, title)
     return figure
 

@@ -12,7 +12,7 @@ Simulated bars are pale with a dashed rim, and their rows are named so.
 from matplotlib.patches import Patch
 
 from labkit.show import style
-from labkit.show.gantt import box, canvas, finish, head
+from labkit.show.gantt import box, canvas, finish, head, legend
 
 COLOURS = {"compute": style.BLUE, "network": style.PURPLE, "exposed": style.RED}
 WORDS = {"compute": "computes", "network": "a message is under way", "exposed": "waits for one"}
@@ -42,8 +42,7 @@ def held_against(steps, title=None):
         shown = [Patch(color=COLOURS[lane], label=WORDS[lane]) for lane in seen]
         pale = style.lighter(style.GREY, 0.6)
         shown.append(Patch(facecolor=pale, edgecolor=style.FAINT, ls="--", label="pale: simulated"))
-        look = {"loc": "outside lower center", "ncols": len(shown), "frameon": False}
-        figure.legend(handles=shown, fontsize=9, **look)
+        legend(figure, shown)
         finish(figure, axes, ticks, title)
     return figure
 

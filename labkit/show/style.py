@@ -226,6 +226,11 @@ def quantity(value, unit=""):
 def name_rows(axes, places, names, **look):
     """Names at the left of rows, without ticks and without a line of the axis."""
     axes.set_yticks(places, names, **look)
+    hide_axis_of_rows(axes)
+
+
+def hide_axis_of_rows(axes):
+    """Hide the vertical axis and its ticks, so that only the names of the rows remain."""
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
 

@@ -17,6 +17,7 @@ import pandas as pd
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from labkit.show import style
+from labkit.show.curves import draw_runs
 
 COLUMNS = ("run", "family", "seconds", "sent_bytes", "loss")
 PRICES = {"seconds": "seconds of training", "sent_bytes": "bytes that a rank has sent"}
@@ -48,7 +49,7 @@ def shades(frame):
     """{run: colour}: its family's; several runs of one from pale to dark as they appear."""
     families = frame.groupby("family", sort=False)["run"].unique()
     base = style.palette(families.index)
-    found = {}
+    found = dict.fromkeys(frame["run"])
     for family, runs in families.items():
         for place, run in enumerate(runs):
             found[run] = style.lighter(
@@ -109,13 +110,13 @@ def make_log(axes, left, right):
 
 
 def draw_losses(axes, frame, target, price, factor, colours):
-    for run, mine in frame.groupby("run", sort=False):
-        shown = mine[mine[price] > 0] if price == "sent_bytes" else mine
-        axes.plot(shown[price] / factor, shown["loss"], color=colours[run], linewidth=1.8)
-        there = shown[shown["loss"] <= target].head(1)
-        axes.plot(
-            there[price] / factor, there["loss"], "o", color=colours[run], markersize=7, zorder=4
-        )
+    """Draw the loss of each run over a price, and a point where it reaches the target."""
+    shown = frame[frame[price] > 0] if price == "sent_bytes" else frame
+    widths = [1.8] * len(colours)
+    draw_runs(axes, shown, price, "loss", "run", colours, widths, factor=factor)
+    there = shown[shown["loss"] <= target].groupby("run").head(1)
+    point = {"marker": "o", "linestyle": "", "markersize": 7, "zorder": 4}
+    draw_runs(axes, there, price, "loss", "run", colours, factor=factor, **point)
     axes.axhline(target, color=style.RED, linewidth=1.1, linestyle=(0, (4, 3)), zorder=1)
 
 
@@ -190,8 +191,7 @@ def finish(grid, ends, target):
     look["xycoords"] = ("axes fraction", "data")
     style.beside(below, f"target: {target:g}", (0, target), (-26, 0), **look)
     for axes in grid[0]:
-        axes.tick_params(axis="y", length=0)
-        axes.spines["left"].set_visible(False)
+        style.hide_axis_of_rows(axes)
     for axes in grid.flat:
         axes.grid(axis="x")
     for axes in grid[1]:
