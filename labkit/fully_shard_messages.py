@@ -11,7 +11,7 @@ from labkit import comm
 
 
 class MeteredGather:
-    """The all-gather that fully_shard is told to use."""
+    """The all-gather for fully_shard's set_custom_all_gather()."""
 
     def allocate(self, size, *, dtype, device):
         return torch.empty(*size, dtype=dtype, device=device)
@@ -21,7 +21,7 @@ class MeteredGather:
 
 
 class MeteredScatter(MeteredGather):
-    """The reduce-scatter that fully_shard is told to use."""
+    """The reduce-scatter for fully_shard's set_custom_reduce_scatter()."""
 
     def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
         return comm.reduce_scatter(output_tensor, input_tensor, op, group, async_op)

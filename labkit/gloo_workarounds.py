@@ -1,19 +1,22 @@
 """Replacements for operations of gloo, the backend for CPUs: fewer bytes or copies, same result.
 
-    all_gather       each sends its part to each, in place   gloo's own copies all twice more
-    all_to_all       as gloo's, but both ways at once        gloo's own: the ways may take turns
-    reduce_scatter   all_to_all, then n-1 additions          gloo's own sends a whole all_reduce
+    operation        here                                    gloo
+    all_gather       each rank sends its part to each rank   copies all parts twice more
+                     in place
+    all_to_all       both directions at once                 the directions may alternate
+    reduce_scatter   all_to_all, then n-1 additions          sends a complete all_reduce
                      in the order of the ranks
-    all_reduce       of 16 bits between two ranks: each      gloo's own takes as long again: it
-                     sends all, both add                     adds such numbers one at a time
-    summed           so of any numbers, if they are few      gloo's own sends half, adds, sends half
+    all_reduce       16 bits, two ranks: each rank sends     takes twice as long: it adds 16-bit
+                     all its values, both add                numbers one at a time
+    summed           the same for few values of any dtype    sends half, adds, sends half
 
-gloo sends what was asked for, and what a rank asks for waits behind what it sends. So all receives
-are posted before any send: the two ways of a cable carry at once. On loopback, where all takes the
-processor's time and turns cost nothing, gloo's own threads do it: n broadcasts at once, and gloo's
-all_to_all. Messages are posted by the thread that computes, and it waits for a connection's lock.
+A sender in gloo waits for the receiver's request, and a rank's requests wait behind its own sends.
+So all receives are posted before any send, and both directions of a link are used at once. On
+loopback, every message costs CPU time and alternating directions costs nothing. There gloo's own
+threads do the work: n broadcasts at once, and gloo's all_to_all. The thread that computes posts the
+messages, and it waits for the lock of a connection.
 
-Sent per rank: as by the operation it stands for, under whose name comm.py logs it.
+Sent per rank: as by the operation that is replaced, under whose name comm.py logs it.
 """
 
 import os
@@ -23,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 FAKE_GLOO = "labkit_fake_gloo"  # ranks of labkit.memory.dry_run: nothing is sent
-TAG = 1 << 30  # far from what a user sends
+TAG = 1 << 30  # far from the tags that users choose
 FEW = 4 << 20  # bytes, on loopback: of more, gloo's own all_reduce takes no longer
 
 _thread = local()
@@ -104,7 +107,7 @@ def add_up(parts, output):
 
 
 def serves(tensor, group=None):
-    """Whether what follows can be used. A dry run has tensors without data instead of the CPU's."""
+    """Return whether the functions below can be used: not in a dry run, whose tensors lack data."""
     backend = dist.get_backend(group)
     return (backend == "gloo" and tensor.is_cpu) or (backend == FAKE_GLOO and tensor.is_meta)
 
@@ -156,7 +159,7 @@ def sums_sooner(tensor, group=None):
 def all_reduce(output, input, group=None):
     """As comm.all_reduce of a sum with async_op, between two ranks: returns the Work.
 
-    output: input itself, or another tensor like it, which then is where the other's arrives, too.
+    output: input itself, or another tensor like it, which is also the receive buffer.
     """
     arrived = torch.empty_like(input) if output is input else output
     parts = [input, arrived] if dist.get_rank(group) == 0 else [arrived, input]
@@ -173,7 +176,7 @@ def all_gather(output, input, group=None):
 
 
 def _share(mine, parts, group):
-    """Works by which part r becomes that of rank r. mine: this rank's own."""
+    """Return the Works that fill parts[r] with the part of rank r. mine: this rank's own."""
     if not on_loopback():
         return _exchange([mine] * len(parts), parts, group)
     works = []
@@ -187,9 +190,10 @@ def _share(mine, parts, group):
 
 
 def _exchange(outgoing, incoming, group):
-    """outgoing[r] goes to rank r, incoming[r] comes from it, and is here where that is oneself.
+    """Send outgoing[r] to rank r and receive incoming[r] from it; copy this rank's own part.
 
-    Returns the Works: receives first, or the late one of two would send before it asks.
+    Returns the Works. Receives are posted first; otherwise a late rank would send before it
+    requests.
     """
     rank, n, works = dist.get_rank(group), dist.get_world_size(group), []
     if incoming[rank].data_ptr() != outgoing[rank].data_ptr():

@@ -4,15 +4,15 @@
                                        data 0     0        1       [2]
                                        data 1     3        4        5
 
-    rank 2: group("model") holds 0 1 2, group("data") holds 2 5
+    rank 2: group("model") is 0 1 2, group("data") is 2 5
 
-The last axis varies fastest (row-major), so ranks of one machine, which are consecutive, lie along
-the last: put there what talks most. A rank is a member of one group per axis; n ranks with axes
-a x b x ... make n/a + n/b + ... groups, and a message along one axis never meets those of another.
+The last axis varies fastest (row-major). Ranks of one machine are consecutive, so they lie along
+the last axis: choose the axis with most traffic for it. A rank is a member of one group per axis; n
+ranks with axes a x b x ... make n/a + n/b + ... groups.
 
-Passed explicitly to whatever needs it; there is no current mesh. Shoeybi et al., Megatron-LM, 2019;
-Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM,
-SC 2021, section 3.
+A mesh is passed explicitly as an argument; there is no current mesh.
+Shoeybi et al., Megatron-LM, 2019; Narayanan et al., Efficient Large-Scale Language Model Training
+on GPU Clusters Using Megatron-LM, SC 2021, section 3.
 """
 
 from dataclasses import dataclass, field
@@ -70,7 +70,7 @@ class Mesh:
                 group = dist.group.WORLD if shared else dist.new_group(line, backend=self.backend)
                 if dist.get_rank() in line:
                     self._lines[names] = group, tuple(line)
-                    # else who leaves at once closes what others are still opening
+                    # else a rank that exits early closes connections that others are still opening
                     if dist.get_backend(group) == "gloo" and not shared:
                         dist.barrier(group)
         return self._lines[names]
@@ -95,9 +95,9 @@ class Mesh:
         return len(self._line(axes)[1])
 
     def axis_of(self, group_name):
-        """Along which axis the group of this name lies: "tp", or "dp x cp" of several together.
+        """Return the axis of the group with this name: "tp", or "dp x cp" for several axes.
 
-        None of a group that no group() of this mesh is.
+        None if the group does not belong to this mesh.
         """
         for axes, (group, _) in self._lines.items():
             if group.group_name == group_name:

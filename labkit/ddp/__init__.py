@@ -1,4 +1,4 @@
-"""Data parallelism: each rank holds the whole model; gradients are averaged during backward."""
+"""Data parallelism: each rank has the full model; gradients are averaged during backward."""
 
 from labkit.ddp.ddp import (
     DDP,

@@ -1,10 +1,10 @@
-"""A comm hook that raises on one rank: the others learn of it, instead of waiting for ever.
+"""Report a comm hook that raises on one rank to the other ranks, which would wait for ever.
 
-    rank 0   hook(bucket 0)   hook(bucket 1)   wait: once a second, has a rank told? -> RuntimeError
-    rank 1   hook(bucket 0)   hook(bucket 1) raises: tells the store, "the comm hook of rank 1 ..."
+    rank 0   hook(bucket 0)   hook(bucket 1)   wait: once a second, read the store -> RuntimeError
+    rank 1   hook(bucket 0)   hook(bucket 1) raises: write "the comm hook of rank 1 ..." there
 
-Sent: nothing, unless a hook raises or a step is a second late. The store is the one where the ranks
-have met.
+Sent: nothing, unless a hook raises or a step is a second late. The store is that of the default
+process group.
 """
 
 import threading
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from labkit.ddp.bucket import Bucket
 from labkit.torch_private import default_store
 
-PATIENCE = 1.0  # seconds between two looks into the store
+PATIENCE = 1.0  # seconds between two reads of the store
 
 
 def future_from(returned):
@@ -40,7 +40,7 @@ def check_annotations(hook):
 
 
 class RankFailed(RuntimeError):
-    """Another rank's comm hook has raised: what was sent is under way until that rank goes on."""
+    """Another rank's comm hook has raised. Messages already sent wait for that rank to continue."""
 
 
 class HookFailures:
@@ -60,7 +60,7 @@ class HookFailures:
         return default_store().add(self._key("count"), more)
 
     def call(self, hook, state, bucket):
-        """hook(state, bucket); if it raises, so will the others' wait."""
+        """Call hook(state, bucket). If it raises, wait() raises on the other ranks."""
         try:
             return future_from(hook(state, bucket))
         except Exception as error:
@@ -77,7 +77,7 @@ class HookFailures:
         return None
 
     def wait(self, pending):
-        """pending.wait(). Raises RankFailed if it takes long and another rank's hook has raised."""
+        """Wait for `pending`. Raises RankFailed if another rank's hook raises in the meantime."""
         future = pending.get_future() if hasattr(pending, "get_future") else pending
         if hasattr(future, "add_done_callback") and not future.done():
             done = threading.Event()

@@ -1,8 +1,8 @@
-"""Data parallelism: each rank has the whole model and a share of the batch; gradients are averaged.
+"""Data parallelism: each rank has the full model and a share of the batch; gradients are averaged.
 
     compute   |--- forward ---|--- backward: l4 | l3 | l2 | l1 ---|        |- step -|
     network                        [ bucket 0: l4 l3 ]  [ bucket 1: l2 l1 ]
-                                   leaves as soon as its          ^ exposed: what the step waits for
+                                   sent as soon as its            ^ exposed: the step waits for it
                                    last gradient is ready
 
     naive       DDP(module, bucket_cap_mb=0, overlap=False)  a message per parameter, after backward
@@ -10,7 +10,7 @@
     bucketed    DDP(module)                                  few large messages, once full
 
 Sent per rank and step, of n ranks: 2 (n-1)/n x gradient bytes.
-Held per rank: parameters + gradients + optimizer states, whole.
+Held per rank: all parameters, gradients and optimizer states.
 Time after forward: max(backward, communication) + first and last bucket; without overlap the sum.
 Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, VLDB 2020,
 section 3.2.

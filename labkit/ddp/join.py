@@ -2,10 +2,11 @@
 
     rank 0   | step | step | done: zeros | done |  model of rank 1
     rank 1   | step | step |    step     | done |  its own
-             ^ each forward begins with one small all_reduce: who still has data, who will average?
+             ^ each forward begins with one small all_reduce: which ranks have data, which average?
 
-Sent besides, per step: one int32 vector of 2 n. At the end: the model once, from the last rank that
-had data. Without it the first rank to finish leaves the others waiting in an all_reduce for ever.
+Sent in addition, per step: one int32 vector of 2 n elements. At the end: the model once, from the
+last rank that had data. Without join, the other ranks wait for ever in an all_reduce after the
+first rank has finished.
 Semantics: torch.distributed.algorithms.join. Every step is one forward and at most one averaged
 backward.
 """
@@ -41,13 +42,15 @@ class Join:
             if kind is None:
                 while self._shadow():
                     pass
-                # Only a rank that was there to the end made every update, saw every statistic.
+                # Only a rank with data to the end has made every update and seen every statistic.
                 self.ddp._replicas.become(max(self.last))
         finally:
             self.ddp._reducer.divide_by(self.world_size)
 
     def announce(self, averages):
-        """A forward of DDP begins; averages: will its backward? Returns the rank with the buffers.
+        """Announce a forward of DDP, and return the rank whose buffers are used.
+
+        averages: whether its backward will average gradients.
 
         Raises RuntimeError if a rank is out of data and throw_on_early_termination.
         """
@@ -57,7 +60,7 @@ class Join:
         return max(self.last)
 
     def _shadow(self):
-        """One step of the others, without data. False: there is nobody left."""
+        """Take part in one step of the other ranks, without data. False: no rank has data."""
         active, averages = self._exchange(False, False)
         if active:
             self.ddp._share_buffers(max(active), averages)

@@ -6,14 +6,14 @@
     bucket 2                      [===|===] - all_reduce ->|   wait for all of them: exposed
 
 Two rules keep the ranks in step. Buckets are sent strictly in order, whatever the order of the
-gradients: collectives match by order alone. Every bucket is sent once a step, whatever happens on
-this rank: a missing gradient counts as zeros. Cost in Python: one hook, a few microseconds, per
-parameter and step. No hook waits.
+gradients, because collectives match by order only. Every bucket is sent once a step, whatever
+happens on this rank: a missing gradient counts as zeros. Cost in Python: one hook, a few
+microseconds, per parameter and step. No hook waits.
 
     arrive ---> put in the bucket ---> bucket full, all before it sent: launch ---> finish: wait
     keep        no_sync: put, but do not count it as arrived
     skip        no gradient will come: zeros, or what no_sync left
-    abandon     an exception interrupted backward: send zeros for the rest, keep nothing
+    abandon     an exception interrupted backward: send zeros for the rest, keep no gradient
 Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, VLDB 2020,
 sections 3.2.2 and 4.2.
 """
@@ -151,7 +151,7 @@ class Reducer:
             try:
                 self._wait(bucket, pending)
             except RankFailed:
-                raise  # the buckets are still under way: abandon() waits for them
+                raise  # the buckets are still being sent: abandon() waits for them
             except Exception as error:
                 errors.append(error)  # go on: the next step uses the memory of the other buckets
         absent = self._absent
@@ -190,7 +190,7 @@ class Reducer:
 
         Counted since the last average. everything: report all parameters of this rank as used.
         """
-        if self._asked is None:  # else the message is under way since an interrupted step
+        if self._asked is None:  # else an interrupted step has already sent the message
             flags = [everything or flag for bucket in self.buckets for flag in bucket.used]
             counts = torch.tensor(flags, dtype=torch.int32, device=self.buckets[0].device)
             self._asked = counts, comm.all_reduce(counts, group=self.group, async_op=True)

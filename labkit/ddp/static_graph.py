@@ -1,16 +1,17 @@
-"""A static graph: the first backward shows which gradients come, how often; no later one asks.
+"""A static graph: the first backward counts the gradients; later ones rely on these counts.
 
-    first step   counts: w1 1  b1 0  w2 3    all sent as backward ends; one message: who uses what?
-    later        w2 .. w2 .. w2: complete    b1 is given up as backward begins; nobody asks
+    first step   counts: w1 1  b1 0  w2 3    all buckets are sent at the end of backward, and one
+                                             message: which rank uses which parameters?
+    later        w2 .. w2 .. w2: complete    b1 is skipped at once, without a message
 
-Reentrant checkpointing adds to the gradient of a shared parameter several times in one backward:
-only by counting does one know which is the last. Sent besides: one int32 per parameter, once.
+Reentrant checkpointing adds to the gradient of a shared parameter several times in one backward.
+Only the count shows which addition is the last. Sent in addition: one int32 per parameter, once.
 Semantics: static_graph of torch.nn.parallel.DistributedDataParallel.
 """
 
 
 class StaticGraph:
-    """Gradients counted in this rank's first averaging backward, which does not overlap."""
+    """The counts of gradients in this rank's first averaging backward, which does not overlap."""
 
     def __init__(self, reducer):
         self.reducer = reducer
@@ -21,7 +22,7 @@ class StaticGraph:
         self.forget()
 
     def forget(self):
-        """A forward begins: count anew."""
+        """Restart the count, because a forward begins."""
         self._seen = [[0] * len(bucket.members) for bucket in self.reducer.buckets]
 
     def used(self, failed=False):
@@ -34,7 +35,7 @@ class StaticGraph:
         return self._used
 
     def arrive(self, index, slot, backward):
-        """A gradient was added to. backward: not needed here."""
+        """Count an addition to a gradient. backward: not needed here."""
         self._seen[index][slot] += 1
         if self.counts is None:
             return self.reducer.arrive(index, slot)
@@ -48,7 +49,7 @@ class StaticGraph:
             self.reducer.arrive(index, slot)
 
     def close(self, absent):
-        """Backward is over. Raises RuntimeError if it was not like the first."""
+        """End a backward. Raises RuntimeError if its gradients differ from those of the first."""
         seen = self._seen
         self.forget()
         if self.counts is None:

@@ -3,7 +3,7 @@
     backward    w3 .. [w1: no gradient will come] .. w2       no bucket waits for w1
     its end     one message: which rank has used w1?          if none has, w1.grad is not changed
 
-The first gradient of a backward is the moment to ask: by then the autograd engine knows every node
+The search runs at the first gradient of a backward, when the autograd engine has listed all nodes
 of the graph that it will visit. Sent in addition: one int32 per parameter and step. Semantics:
 find_unused_parameters of torch.nn.parallel.DistributedDataParallel. See labkit/ddp/static_graph.py
 for models that leave the same parameters unused in every step.
@@ -15,7 +15,7 @@ from labkit.torch_private import current_backward, will_visit
 
 
 class FindUnused:
-    """Each backward may leave other parameters out."""
+    """Find the unused parameters of each backward, which may differ from step to step."""
 
     def __init__(self, reducer):
         self.reducer = reducer
@@ -25,13 +25,13 @@ class FindUnused:
         ]
 
     def forget(self):
-        """A forward begins: nothing is remembered from the backward before."""
+        """Forget the last backward, because a forward begins."""
 
     def arrive(self, index, slot, backward):
-        """A gradient is complete. backward: the engine's number of the outermost backward."""
+        """Note a complete gradient. backward: the engine's number of the outermost backward."""
         first = not self.reducer.started
         self.reducer.arrive(index, slot)
-        # In a backward inside it, of a reentrant checkpoint, the engine knows that segment only.
+        # In a reentrant checkpoint's own backward, the engine lists only that segment's nodes.
         if first and self.reducer.overlap and backward == current_backward():
             self._skip_unused()
 
@@ -50,4 +50,4 @@ class FindUnused:
         return self.reducer.used()
 
     def close(self, absent):
-        """Backward is over. absent: names of the gradients that have not come; any may be."""
+        """End a backward. absent: names of parameters without a gradient, which are allowed."""

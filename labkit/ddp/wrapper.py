@@ -1,11 +1,11 @@
-"""A wrapper that the model does not notice: a module around a module, whose names everything keeps.
+"""A wrapper around a module that keeps the module's own parameter names.
 
     wrapped = Wrapper(net)   net.state_dict()       layer.weight          layer.bias
                              wrapped.state_dict()   layer.weight          layer.bias
                              (torch DDP:            module.layer.weight   module.layer.bias)
 
-So a checkpoint written through the wrapper loads without it and the other way round, and one that
-PyTorch's DDP has written loads too. The wrapper costs nothing per step.
+So a checkpoint that was saved with the wrapper loads without it, and vice versa. One of PyTorch's
+DDP loads, too. The wrapper adds no time per step.
 """
 
 from dataclasses import fields, is_dataclass
@@ -17,7 +17,7 @@ ADDED = ("_orig_mod", "_checkpoint_wrapped_module")  # by torch.compile, by chec
 
 
 class Wrapper(nn.Module):
-    """Base of what wraps a module, in self.module, with its names. Subclasses write forward()."""
+    """Base of wrappers around self.module with its names. Subclasses implement forward()."""
 
     def __init__(self, module):
         super().__init__()
@@ -40,10 +40,10 @@ class Wrapper(nn.Module):
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict, strict=True, assign=False):
-        """The module's load_state_dict, also for the names of PyTorch's DDP, "module." first.
+        """Load the module's state dict; names may begin with "module.", as from PyTorch's DDP.
 
         Raises ValueError with assign=True, which would replace the parameters that this wrapper
-        looks after.
+        has registered.
         """
         if assign:
             raise ValueError(
@@ -55,13 +55,13 @@ class Wrapper(nn.Module):
 
 
 def plain_name(name, own):
-    """The name without the "module." of PyTorch's DDP, unless `own` has it as it is."""
+    """Return the name without the "module." of PyTorch's DDP, unless `own` contains the name."""
     short = name.removeprefix("module.")
     return short if name not in own and short in own else name
 
 
 def without_wrappers(name):
-    """The name of a parameter without what PyTorch's wrappers have put into it."""
+    """Return the name of a parameter without the parts that PyTorch's wrappers add."""
     return ".".join(part for part in name.split(".") if part not in ADDED)
 
 
@@ -71,7 +71,7 @@ def is_extra(name):
 
 
 def _insert_module(wrapper, state_dict, prefix, *_):
-    """Loading a model that contains the wrapper goes by modules, where ours is called "module"."""
+    """Add "module." to the names if the wrapper is a part of the model that is loaded."""
     own = wrapper.module.state_dict().keys()
     for name in [name for name in state_dict if name.startswith(prefix)]:
         short = name.removeprefix(prefix)
@@ -79,7 +79,7 @@ def _insert_module(wrapper, state_dict, prefix, *_):
 
 
 def find_tensors(value):
-    """The tensors, in order, in nested dicts, lists, (named) tuples, dataclasses; in no others."""
+    """Return the tensors, in order, in nested dicts, lists, (named) tuples and dataclasses only."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, dict):

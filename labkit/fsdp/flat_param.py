@@ -1,14 +1,14 @@
-"""A flat parameter: the parameters of one unit as one tensor, held as shards, whole while needed.
+"""A flat parameter: the parameters of one unit as one sharded tensor, unsharded while in use.
 
                      gather()                use()                   free()
     shard   [ w1 | b1 ] --- all_gather -->  [ w1 | b1 | w2 | b2 ]  ------------->  [ w1 | b1 ]
-    the modules hold:  pieces, 1-D views    wholes, of true shape                  pieces
+    modules have:  pieces, 1-D views        full parameters                        pieces
                      launch_reduce()          settle()                   deliver()
-    gradients of the wholes - / n -> [ flat ] - reduce_scatter -> [ shard ] -> .grad of the pieces
+    full gradients  -- / n -->  [ flat ]  -- reduce_scatter -->  [ shard ]  -->  .grad of the pieces
 
-The wholes are the same leaves in every step; what comes and goes is the memory under them. Autograd
-therefore may keep them for backward as always, and finds the values there again once the unit has
-been gathered a second time.
+The full parameters are the same leaf tensors in every step; only their memory is allocated and
+freed. So autograd can save them for backward as usual, and finds the values there again when the
+unit has been gathered a second time.
 
 Sent per rank: (n-1)/n x bytes, for each gather and for each reduction. Held: 1/n at rest.
 Zhao et al., PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel, VLDB 2023, sections
@@ -25,23 +25,23 @@ from labkit.zero.flat_shards import Layout, mark_shard
 
 
 def to_host(tensor):
-    """The tensor in host memory, pinned if it comes from a GPU."""
+    """Return the tensor in host memory, pinned if it comes from a GPU."""
     if tensor.is_cuda:
         return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)
     return tensor.cpu()
 
 
 def to_device(tensor, device):
-    """The tensor on the device. From pinned memory it travels by itself."""
+    """Return the tensor on the device. From pinned memory, the copy is asynchronous."""
     return tensor.to(device, non_blocking=True)
 
 
 class FlatParam:
     """Parameters of one dtype, all trainable or all frozen. Collective: they take rank 0's values.
 
-    names: list of str. places: for each parameter the (module, attribute) pairs that hold it; tied
-    ones have several. sharding: a Sharding of sharding_strategy.py. The places
-    then hold the pieces; from use() to free(), the wholes.
+    names: list of str. places: for each parameter its (module, attribute) pairs; tied parameters
+    have several. sharding: a Sharding of sharding_strategy.py. Afterwards the modules have the
+    pieces as parameters; from use() to free(), the full parameters.
     """
 
     def __init__(self, names, places, sharding):
@@ -55,21 +55,21 @@ class FlatParam:
         shard = self.layout.shard(flat, self.rank).clone()
         self.pieces = [nn.Parameter(torch.empty_like(shard[:0]), self.trainable) for _ in values]
         self.put(self.pieces)
-        del values, flat  # a model that fits no rank can be built unit by unit: hold no whole one
+        del values, flat  # free full values: a model too large for a rank is built unit by unit
         self._hold(shard)
         # As a float64 scalar tensor it changes no gradient's dtype.
         self.factor = torch.tensor(
             1.0 / dist.get_world_size(sharding.everyone), dtype=torch.float64
         )
-        # On gloo a reduce_scatter holds all that travels twice: wait, not to hold another unit too.
+        # gloo's reduce_scatter keeps two copies of its data: wait, to avoid those of another unit.
         self._waits = dist.get_backend(sharding.group) in ("gloo", FAKE_GLOO)
-        self.whole = False  # the modules hold the wholes
+        self.whole = False  # whether the modules have the full parameters
         self.kept = {}  # slot -> (what keep() gave the piece as gradient, its version)
-        self._gathering = self._reducing = None  # what is on its way, and the memory it needs
+        self._gathering = self._reducing = None  # the running collective, and its memory
         self._reduced = []  # (shard of gradients, all_reduce across or None), not yet delivered
 
     def _hold(self, shard):
-        """Keep this shard, and make room, without memory, for the whole."""
+        """Keep this shard, and create the full parameters without memory."""
         sharding = self.sharding
         if sharding.offload:
             shard = to_host(shard)
@@ -89,12 +89,12 @@ class FlatParam:
         )
         self.flat = torch.empty(self.layout.padded, dtype=dtype, device=sharding.device)
         self.wholes = [nn.Parameter(view, self.trainable) for view in self.layout.views(self.flat)]
-        # .data has its own version: refilling is no in-place change of what autograd has saved.
+        # .data has its own version: refilling it is no in-place change of saved tensors.
         self._filled, self._memory = self.flat.data, self.flat.untyped_storage()
         self._memory.resize_(0)
 
     def put(self, parameters):
-        """Let the modules hold these, one for each parameter."""
+        """Set these as the modules' parameters, one for each parameter."""
         for places, p in zip(self.places, parameters, strict=True):
             for module, attribute in places:
                 module._parameters[attribute] = p  # setattr's checks cost more than the launch
@@ -102,12 +102,12 @@ class FlatParam:
     # ---- parameters
 
     def gather(self):
-        """Begin to put the whole together, where that has not begun."""
+        """Launch the all_gather of the full parameters, unless it is launched already."""
         if self.whole or self._gathering:
             return
         self._memory.resize_(self.flat.nbytes)
-        # A copy only where dtype or device differ: as a rule the shard itself is sent. First to the
-        # device, as a cast on the host is memory that is not pinned.
+        # Copied only if dtype or device differ: usually the shard itself is sent. First to the
+        # device, because a cast on the host would allocate memory that is not pinned.
         source = self.shard
         if self.sharding.offload:
             source = to_device(source, self.flat.device)
@@ -118,15 +118,15 @@ class FlatParam:
         )
 
     def use(self):
-        """Wait for the whole and give it to the modules."""
+        """Wait for the full parameters and set them in the modules."""
         if not self.whole:
             self._gathering[0].wait()
             self._gathering, self.whole = None, True
             self.put(self.wholes)
 
     def free(self):
-        """Give the modules their pieces back, and the memory of the whole to whoever is next."""
-        if self._gathering:  # it was fetched ahead, and not needed
+        """Set the pieces in the modules, and free the memory of the full parameters."""
+        if self._gathering:  # it was prefetched, and not needed
             self._gathering[0].wait()
         elif not self.whole:
             return
@@ -135,7 +135,7 @@ class FlatParam:
         self._memory.resize_(0)
 
     def check(self):
-        """Raise RuntimeError where someone has put other tensors where the pieces were."""
+        """Raise RuntimeError if other code has replaced the pieces by other tensors."""
         for name, places, piece, address in zip(
             self.names, self.places, self.pieces, self._addresses, strict=True
         ):
@@ -157,7 +157,7 @@ class FlatParam:
                 )
 
     def renew(self, sharding):
-        """After to(), double(), cuda(): the pieces have moved; put them into one shard again."""
+        """Put the pieces into one shard again, after to(), double() or cuda() has moved them."""
         self.sharding = sharding
         pieces = torch.cat([piece.data for piece in self.pieces])
         shard = pieces.new_zeros(self.layout.shard_numel)
@@ -165,14 +165,14 @@ class FlatParam:
         self._hold(shard)
 
     def gather_master(self):
-        """All values in the shards' own dtype, as new tensors of true shape. Collective."""
+        """Return all full parameters in the shards' own dtype, as new tensors. Collective."""
         source = self.shard.to(self.flat.device)
         flat = source.new_empty(self.layout.padded)
         comm.all_gather(flat, source, self.sharding.group)
         return self.layout.views(flat)
 
     def take_whole(self):
-        """Keep this rank's part of what the modules hold whole, on rank 0. Collective."""
+        """Keep this rank's part of the full parameters of rank 0. Collective."""
         values = [module._parameters[attribute].detach() for (module, attribute), *_ in self.places]
         flat = self.shard.new_empty(self.layout.padded, device=self.flat.device)
         comm.broadcast(self.layout.flatten(values, flat), 0, self.sharding.everyone)
@@ -181,23 +181,23 @@ class FlatParam:
     # ---- gradients
 
     def launch_reduce(self, owed=False):
-        """Send the gradients that backward left at the wholes; a missing one counts as zero.
+        """Launch the reduce_scatter of the full gradients; a missing one counts as zero.
 
-        owed: send also where all are missing, as other ranks may have them.
+        owed: send even if all are missing, because other ranks may have them.
         """
         missing = all(p.grad is None for p in self.wholes)
         if not self.trainable or (missing and not owed):
             return
-        for slot in self.kept:  # a part of what is sent now
+        for slot in self.kept:  # these are parts of the gradients sent now
             self.pieces[slot].grad = None
         self.kept.clear()
         dtype = self.sharding.reduce_dtype or self.flat.dtype
         total = torch.empty(self.layout.padded, dtype=dtype, device=self.flat.device)
         for view, p in zip(self.layout.views(total), self.wholes, strict=True):
             self._divide(p.grad, view)
-            p.grad = None  # one by one: flat and single gradients are never all held at once
+            p.grad = None  # one by one: flat and single gradients never all exist at once
         total[self.layout.numel :].zero_()
-        output = self.layout.shard(total, self.rank)  # in place: no memory but what is sent
+        output = self.layout.shard(total, self.rank)  # in place: no memory but the sent buffer
         work = comm.reduce_scatter(output, total, group=self.sharding.group, async_op=True)
         self._reducing = work, output
         if self._waits:
@@ -212,21 +212,21 @@ class FlatParam:
             view.copy_(gradient.detach()).mul_(self.factor)
 
     def settle(self):
-        """Wait for the reduce_scatter; where others hold the same shard, begin to sum with them."""
+        """Wait for the reduce_scatter; with hybrid sharding, launch the all_reduce of the shard."""
         if not self._reducing:
             return
         work, output = self._reducing
         work.wait()
         self._reducing, flat, output = None, output.untyped_storage(), output.clone()
-        flat.resize_(0)  # now, and not whenever the backend's threads let go of it
+        flat.resize_(0)  # now, not when the backend's threads release it
         across = self.sharding.across
         work = comm.all_reduce(output, group=across, async_op=True) if across is not None else None
         self._reduced.append((output, work))
 
     def keep(self):
-        """In no_sync(): the gradients stay at the wholes; the pieces show this rank's part of them.
+        """In no_sync(), keep the full gradients; the .grad of the pieces is this rank's part.
 
-        Who drops the gradients of the pieces, as optimizer.zero_grad() does, drops what is kept.
+        If the gradients of the pieces are cleared, as by optimizer.zero_grad(), these are, too.
         """
         for slot, (p, piece) in enumerate(zip(self.wholes, self.pieces, strict=True)):
             if p.grad is not None and (piece.grad is None or slot in self.kept):
@@ -242,7 +242,7 @@ class FlatParam:
                 del self.kept[slot]
 
     def deliver(self):
-        """Add what was reduced to the gradients of the pieces."""
+        """Add the reduced gradients to those of the pieces."""
         for output, work in self._reduced:
             if work is not None:
                 work.wait()

@@ -1,4 +1,4 @@
-"""FSDP (ZeRO-3): each rank holds 1/n of each unit (e.g. a block) and gathers it while it runs.
+"""FSDP (ZeRO-3): each rank stores 1/n of each unit (e.g. a block) and gathers it while it runs.
 
     forward    network  [gather 0][gather 1][gather 2]
                compute            [ unit 0 ][ unit 1 ][ unit 2 ]     freed as soon as it has run
@@ -7,10 +7,10 @@
                network                      [reduce 2][reduce 1][reduce 0]   gradients: 1/n kept
 
     shard="full"      as drawn; the root (modules in no unit) stays gathered until backward ends
-    shard="grad_op"   not freed before backward: one gather less, but the full model is held
+    shard="grad_op"   not freed before backward: one gather less, but the full model is in memory
     shard="hybrid"    shards within one mesh axis (a machine: gathers stay in it), replicas across
 
-Sent per rank and step: 3 (n-1)/n x parameter bytes: half as much again as DDP ("grad_op": as DDP).
+Sent per rank and step: 3 (n-1)/n x parameter bytes, 1.5 times as much as DDP ("grad_op": as DDP).
 Held per rank: (parameters + gradients + optimizer states) / n, and in full: the root, the running
 unit and `prefetch` more. Rajbhandari et al., ZeRO, SC 2020, section 5.3; Zhao et al., PyTorch FSDP,
 VLDB 2023, section 3.
@@ -209,7 +209,7 @@ class FSDP(NoSync, NotPickled, Wrapper):
     # ---- backward
 
     def _reach(self, trace, point, _=None):
-        """Backward has reached a point of a forward; this rank may have passed others."""
+        """Called when backward reaches a point of a forward; this rank may have skipped others."""
         self._gradients.begin()
         if trace not in self._traces:
             self._finish_traces()  # of later forwards
@@ -228,7 +228,7 @@ class FSDP(NoSync, NotPickled, Wrapper):
                 self._after_backward(point.unit)
 
     def _before_backward(self, unit, _=None):
-        """The first gradient has reached an output of this unit, on some rank."""
+        """Called when the first gradient has reached an output of this unit, on some rank."""
         self._gradients.begin()
         unit.owes = self._gradients.accumulates
         unit.check_unchanged()
@@ -239,10 +239,10 @@ class FSDP(NoSync, NotPickled, Wrapper):
         unit.use()
 
     def _after_backward(self, unit, _=None):
-        """Gradients have reached all inputs of this unit."""
+        """Called when gradients have reached all inputs of this unit."""
         unit.backwards_due = max(0, unit.backwards_due - 1)
         if unit.backwards_due == 0:
-            # with create_graph=True, the new graph needs the parameters in its turn
+            # with create_graph=True, the new graph also needs the parameters
             if not torch.is_grad_enabled():
                 unit.free()
             self._gradients.send(unit)
@@ -257,10 +257,10 @@ class FSDP(NoSync, NotPickled, Wrapper):
             self._after_backward(unit)
         self._gradients.deliver()
 
-    # ---- its parameters: pieces, also while the module holds whole ones
+    # ---- its parameters: pieces, also while the module has the full ones
 
     def named_parameters(self, *args, **kwargs):
-        """The pieces, also while the module holds whole parameters."""
+        """Return the pieces, also while the module has the full parameters."""
         pieces = {
             whole: p
             for flat in self.flats
@@ -297,7 +297,7 @@ class FSDP(NoSync, NotPickled, Wrapper):
     # ---- state dicts
 
     def state_dict(self, *args, **kwargs):
-        """This rank's pieces, and buffers, by the module's own names. Whole: full_state_dict()."""
+        """Return this rank's pieces and buffers by name. For the full model: full_state_dict()."""
         self.rest()
         return super().state_dict(*args, **kwargs)
 
@@ -307,27 +307,27 @@ class FSDP(NoSync, NotPickled, Wrapper):
         return super().load_state_dict(state_dict, strict, assign)
 
     def full_state_dict(self):
-        """module.state_dict() as if never sharded, on every rank; buffers: rank 0's. Collective."""
+        """Return the full module.state_dict() on every rank, with rank 0's buffers. Collective."""
         return full_state_dict(self)
 
     def load_full_state_dict(self, state_dict, strict=True):
-        """Take this rank's part of each whole value; see fsdp_state_dict.load_full_state_dict."""
+        """Load this rank's part of a full state dict; see fsdp_state_dict.load_full_state_dict."""
         return load_full_state_dict(self, state_dict, strict)
 
     def load_shards(self, state_dicts, strict=True):
-        """Take what n ranks saved as state_dict(), in order of rank, for whatever world size."""
+        """Load the state_dict() of each of n ranks, in order of rank, into any world size."""
         return load_shards(self, state_dicts, strict)
 
     def places(self):
-        """{name: (start, stop, shape)}: which elements of the whole, flat, this rank's piece is."""
+        """Return {name: (start, stop, shape)}: the piece's range in the flat full parameter."""
         return places(self)
 
     # ---- what moves or copies all parameters
 
     def apply(self, fn):
-        """nn.Module.apply on whole parameters, so that an initialiser draws as in one process.
+        """Call nn.Module.apply on full parameters, so an initialiser draws as in one process.
 
-        Collective. Values become rank 0's. Held meanwhile: the whole model. Returns self.
+        Collective. Values become rank 0's. The full model is in memory meanwhile. Returns self.
         """
         self.rest()
         try:
@@ -343,7 +343,7 @@ class FSDP(NoSync, NotPickled, Wrapper):
         return self
 
     def _apply(self, fn, recurse=True):
-        """to(), double(), cuda(): the pieces have moved, so their shards must."""
+        """Called by to(), double(), cuda(), which move the pieces: move the shards, too."""
         self.rest()
         super()._apply(fn, recurse)
         self.sharding = replace(

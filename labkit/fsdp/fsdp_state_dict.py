@@ -1,12 +1,12 @@
-"""A model of shards, from outside: its parameters are pieces, its state dicts pieces or whole.
+"""State dicts of FSDP: sharded, with this rank's pieces, or full.
 
     state_dict             this rank's pieces, under the module's own names
     full_state_dict        n ranks, pieces  --- all_gather --->  every rank: w1 [4, 6], b1 [4], ...
     load_full_state_dict   every rank: w1 [4, 6], b1 [4], ...  --- own parts ---> m ranks, pieces
-    load_shards            the state_dict() of each of n ranks --- as if whole -> m ranks, pieces
+    load_shards            the state_dict() of each of n ranks --- own parts ---> m ranks, pieces
 
 Sent per rank: (n-1)/n x parameter bytes for full_state_dict, else nothing. Held while saving: the
-whole model.
+full model.
 Zhao et al., PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel, VLDB 2023, section 4.
 """
 
@@ -18,12 +18,12 @@ from labkit.replicas import broadcast_tensors
 
 
 def full_state_dict(model):
-    """module.state_dict() as if never sharded, on every rank; buffers: rank 0's. Collective."""
+    """Return the full module.state_dict() on every rank, with rank 0's buffers. Collective."""
     model.rest()
     broadcast_tensors(list(model.module.buffers()), 0, model.sharding.everyone)
     try:
         for flat in model.flats:
-            # Copies: each tensor alone in its memory, without padding, as files want them.
+            # Copies: each tensor has its own memory, without padding, which makes smaller files.
             flat.put(
                 [nn.Parameter(value.clone(), flat.trainable) for value in flat.gather_master()]
             )
@@ -34,11 +34,11 @@ def full_state_dict(model):
 
 
 def load_full_state_dict(model, state_dict, strict=True):
-    """Take this rank's part of each whole value. Every rank must be given all.
+    """Load this rank's part of a full state dict. Every rank must pass the full one.
 
-    From any number of ranks, or none. Returns what module.load_state_dict returns. Raises
-    RuntimeError, before anything is changed, with every wrong shape and, if strict, every
-    missing and unexpected name.
+    It may come from any number of ranks, or from a model without FSDP. Returns the result of
+    module.load_state_dict. Raises RuntimeError, before anything is changed, with every wrong shape
+    and, if strict, every missing and unexpected name.
     """
     model.rest()
     homes = _homes(model)
@@ -62,7 +62,7 @@ def load_full_state_dict(model, state_dict, strict=True):
 
 
 def load_shards(model, state_dicts, strict=True):
-    """Take what n ranks saved as state_dict(), in order of rank, for whatever world size."""
+    """Load the state_dict() of each of n ranks, in order of rank, into any world size."""
     given = dict(state_dicts[0])
     for name, (flat, slot) in _homes(model).items():
         if name in given:
@@ -81,7 +81,7 @@ def load_shards(model, state_dicts, strict=True):
 
 
 def places(model):
-    """{name: (start, stop, shape)}: which elements of the whole, flat, this rank's piece is."""
+    """Return {name: (start, stop, shape)}: the piece's range in the flattened full parameter."""
     model.rest()
     return {
         name: (*flat.layout.ranges(flat.rank)[slot], tuple(flat.layout.shapes[slot]))
@@ -90,7 +90,7 @@ def places(model):
 
 
 def _homes(model):
-    """{name: (its FlatParam, its number there)}, by every name that a tied parameter has."""
+    """Return {name: (its FlatParam, its number there)}, with every name of a tied parameter."""
     homes = {piece: (flat, slot) for flat in model.flats for slot, piece in enumerate(flat.pieces)}
     named = model.module.named_parameters(remove_duplicate=False)
     return {name: homes[p] for name, p in named if p in homes}

@@ -1,4 +1,4 @@
-"""A unit in a step: it hears from its outputs when its backward begins, from its inputs when done.
+"""A unit in a step: hooks on its outputs and inputs show when its backward begins and ends.
 
     forward    x --[view]--> module --> y        gather before, free after
     backward     [ done ] <-------- [ begins ]   gather before, free and reduce after
@@ -7,24 +7,24 @@
 
     called twice        two forwards, two backwards: done when the second is done
     recomputed          a forward inside backward, for a forward that was counted already
-    no input gradient   no hook fires: the end of the whole backward counts
+    no input gradient   no hook fires: the unit is done at the end of the complete backward
 
-Hooks on tensors, as a module's own backward hooks forbid to change its outputs in place, and see no
-tensor in a container.
+The hooks are on tensors, because a module's own backward hooks do not allow in-place changes of its
+outputs and do not see tensors in containers.
 
-UnitGradients: each unit's gradients leave as soon as it is done; all have arrived when backward
+UnitGradients: each unit's gradients are sent as soon as it is done; all have arrived when backward
 returns.
 
     compute   [ unit 2 ][ unit 1 ][ unit 0 ]       end of backward:
     network             [reduce 2][reduce 1][reduce 0][root, if it is replicated], then p.grad
 
-    one on its way    before a unit's gradients leave, those of the unit before are waited for
-    no_sync()         nothing leaves: whole gradients stay with the unit, this rank's part in p.grad
-    an exception      leaves a backward half-way: what is under way is waited for, and dropped
+    one at a time     before a unit's gradients are sent, wait for those of the previous unit
+    no_sync()         nothing is sent: the unit keeps full gradients, p.grad is this rank's part
+    an exception      interrupts a backward: wait for the running messages, and drop their results
 
-A module is not notified when a whole backward is over; the engine calls back if asked during that
-backward. So UnitGradients asks at the first gradient: where one backward runs inside another, the
-callback belongs to the outer one.
+A module is not notified at the end of a complete backward, but the engine accepts callbacks during
+it. So UnitGradients queues a callback at the first gradient. If one backward runs inside another,
+the callback belongs to the outer one.
 Zhao et al., PyTorch FSDP, VLDB 2023, section 4.3.
 """
 
@@ -40,17 +40,18 @@ from labkit.torch_private import call_after_backward, in_backward, will_visit
 
 
 class Unit:
-    """A part of the model gathered together: its name, module, modules (name -> module) of its own.
+    """A part of the model that is gathered as one.
 
-    keep: stays gathered from its forward to its backward.
+    It has a name, a module, and modules (name -> module) of its own. keep: whether it stays
+    gathered from its forward to its backward.
     """
 
     def __init__(self, name, module, keep=False):
         self.name, self.module, self.keep = name, module, keep
         self.modules = {}
-        self.flats = []  # FlatParams, as a rule one; else one for each dtype, trainable and frozen
+        self.flats = []  # FlatParams: usually one; else one for each dtype, trainable and frozen
         self.backwards_due = 0  # forwards whose backward has not come yet
-        self.owes = False  # gradients, zeros if need be: other ranks wait for them
+        self.owes = False  # other ranks wait for its gradients: send them, or zeros
         self._versions = None  # of the pieces, when they were gathered for the forward
 
     def gather(self):
@@ -77,7 +78,7 @@ class Unit:
     # ---- between forward and backward
 
     def note_forward(self):
-        """A forward begins."""
+        """Note that a forward begins."""
         self._versions = self._piece_versions()
         if torch.is_grad_enabled():
             # A recomputation belongs to the forward that was counted, if that had grad.
@@ -86,7 +87,7 @@ class Unit:
             )
 
     def watch_inputs(self, args, kwargs, done):
-        """The arguments; done(gradients) is called when backward has reached all of them."""
+        """Return the arguments with hooks: done(gradients) is called when all have gradients."""
         watched = []
 
         def watch(t):
@@ -101,7 +102,7 @@ class Unit:
         return args, kwargs
 
     def watch_outputs(self, output, begins):
-        """begins(gradient) is called when a gradient comes to a tensor of output, if one can."""
+        """Register hooks: begins(gradient) is called when a gradient reaches a tensor of output."""
         tensors = list(find_tensors(output))
         watched = [t for t in tensors if t.grad_fn is not None]
         for t in watched:
@@ -115,7 +116,7 @@ class Unit:
         return bool(watched)
 
     def check_unchanged(self):
-        """Raise RuntimeError where what backward needs is no longer what forward has used."""
+        """Raise RuntimeError if the parameters have changed since the forward used them."""
         if self._versions != self._piece_versions():
             raise RuntimeError(
                 f"the parameters of {self} were changed between forward and backward: "
@@ -126,7 +127,7 @@ class Unit:
         return [piece._version for flat in self.flats for piece in flat.pieces]
 
     def watch_modules(self):
-        """Its modules are called inside its own forward only: elsewhere they hold 1-D pieces."""
+        """Detect calls of its modules outside its forward, where parameters are 1-D pieces."""
 
         def check(module, args, name):
             if self.flats and not self.flats[0].whole:
@@ -142,7 +143,7 @@ class Unit:
     # ---- what it owns
 
     def own_parameters(self):
-        """{parameter: [(name, module, attribute)]}, as of now; tied ones have several places."""
+        """Return the current {parameter: [(name, module, attribute)]}; tied ones have several."""
         found = {}
         for prefix, module in self.modules.items():
             for attribute, p in module._parameters.items():
@@ -153,7 +154,7 @@ class Unit:
         return found
 
     def kinds(self):
-        """[(names, places)] of its parameters: one a dtype, trainable or frozen. See FlatParam."""
+        """Return [(names, places)] of its parameters, one for each dtype, trainable or frozen."""
         kinds = {}
         for p, places in self.own_parameters().items():
             names, all_places = kinds.setdefault((p.dtype, p.requires_grad), ([], []))
@@ -166,22 +167,22 @@ class Unit:
 
 
 class UnitGradients:
-    """flats: the FlatParams of all units. at_end: called when a backward is over that came here."""
+    """Sends the gradients of units. flats: all FlatParams. at_end: called at a backward's end."""
 
     def __init__(self, flats, at_end):
         self.flats, self.at_end = flats, at_end
-        self.under_way = False  # a backward has come here, and is not over
-        self.accumulates = True  # it leaves gradients: it is no autograd.grad() of the input
-        self.averages = True  # else it keeps: no_sync()
-        self._sent = None  # the unit whose gradients have left last
+        self.under_way = False  # a backward has reached a unit, and is not over
+        self.accumulates = True  # it sets .grad: it is no autograd.grad() of the input
+        self.averages = True  # False in no_sync(): it keeps gradients
+        self._sent = None  # the unit whose gradients were sent last
 
     def watch(self, replicated, group):
-        """These, [(name, parameter)], are whole on every rank: average them at the end."""
+        """Average these replicated parameters, [(name, parameter)], at the end of backward."""
         self._replicated = [p for _, p in replicated]
         self.reducer = Reducer(replicated, self, group, overlap=False)
 
     def begin(self):
-        """A gradient has come somewhere: if it is the first, ask to be called at the end."""
+        """Queue the callback at the end of backward, if this gradient is the first."""
         if not self.under_way:
             self.under_way, self.accumulates = True, self._will_accumulate()
             call_after_backward(self.at_end)
@@ -193,7 +194,7 @@ class UnitGradients:
         return any(will_visit(get_gradient_edge(p).node) for p in reversed(leaves))
 
     def on_gradient(self, index, slot):
-        """A replicated parameter has its gradient."""
+        """Called when the gradient of a replicated parameter is complete."""
         if self.averages:
             self.begin()
             self.reducer.arrive(index, slot)
@@ -202,7 +203,7 @@ class UnitGradients:
 
     @torch.no_grad()
     def send(self, unit):
-        """This unit's backward is done."""
+        """Send the gradients of a unit whose backward is done."""
         if self.averages:
             if self._sent is not None:
                 self._sent.settle()
@@ -211,7 +212,7 @@ class UnitGradients:
 
     @torch.no_grad()
     def deliver(self):
-        """Backward is over: wait for everything, and let the pieces have it."""
+        """Wait for all messages at the end of backward, and set the gradients of the pieces."""
         for flat in self.flats:
             flat.settle()
         if self.reducer.started:
@@ -222,7 +223,7 @@ class UnitGradients:
         self.under_way = False
 
     def abandon(self):
-        """An exception has left a backward."""
+        """End a backward that raised an exception."""
         for flat in self.flats:
             flat.forget()
         self.reducer.abandon()

@@ -2,11 +2,11 @@
 
     "full", "grad_op"        "hybrid" on Mesh({"node": 2, "gpu": 3})
     group  0 1 2 3 4 5                 gpu 0   gpu 1   gpu 2
-    each holds one sixth     node 0      0       1       2      group:  a row, each holds one third
+    each has one sixth       node 0      0       1       2      group:  a row, each has one third
                              node 1      3       4       5      across: a column, same shard twice
 
-Hybrid holds more, so that the gathers, which are long and many, stay where links are fast; only
-shards of gradients cross: 2 (r-1)/r x bytes / s per rank, for r replicas of s shards.
+Hybrid sharding needs more memory, but its large and frequent gathers stay on fast links. Only
+shards of gradients are sent across: 2 (r-1)/r x bytes / s per rank, for r replicas of s shards.
 Zhao et al., PyTorch FSDP, VLDB 2023, section 3.2.2.
 """
 
@@ -25,10 +25,10 @@ MODES = ("full", "grad_op", "hybrid")
 class Sharding:
     """The settings that all flat parameters of a model share.
 
-    everyone: the group of all ranks that train. group: those whose shards make one whole. across:
-    those that hold the same shard, or None. device: where wholes are; shards too, unless offload:
-    then in host memory. param_dtype: of the wholes, reduce_dtype: of gradients that travel; None:
-    as the shards, as the wholes.
+    everyone: the group of all ranks that train. group: ranks whose shards form the full parameters.
+    across: ranks with the same shard, or None. device: of full parameters, and of shards unless
+    offload: these are in host memory. param_dtype: of full parameters; None: that of the shards.
+    reduce_dtype: of gradients that are sent; None: param_dtype.
     """
 
     everyone: object
@@ -41,7 +41,7 @@ class Sharding:
 
     @classmethod
     def choose(cls, module, mode, mesh, process_group, param_dtype, reduce_dtype, offload):
-        """From FSDP's arguments. Raises ValueError where they do not fit together."""
+        """Return the Sharding for FSDP's arguments. Raises ValueError if they contradict."""
         if any(hasattr(p, "is_piece") for p in module.parameters()):
             raise ValueError(
                 "this module is sharded already: wrap the whole model once, and "
@@ -61,7 +61,7 @@ class Sharding:
 
 
 def choose_groups(mode, mesh, process_group):
-    """(everyone, group, across): see Sharding."""
+    """Return (everyone, group, across): see Sharding."""
     if mode not in MODES:
         raise ValueError(f"shard is {', '.join(map(repr, MODES))}, not {mode!r}")
     if mesh is not None and process_group is not None:
@@ -82,14 +82,14 @@ def choose_groups(mode, mesh, process_group):
 
 
 def in_dtype(value, dtype):
-    """The value, its floating-point tensors in dtype."""
+    """Return the value with its floating-point tensors converted to dtype."""
     return tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, value)
 
 
 def compute_device(module, group):
     """Return the device of gathered parameters: theirs, or with NCCL this rank's GPU.
 
-    Where nothing is really sent ("fake", see labkit.memory.dry_run) the meta device will do.
+    In a dry run (backend "fake", see labkit.memory.dry_run) it may be the meta device.
     """
     backend = str(dist.get_backend(group))
     if "nccl" in backend:

@@ -6,8 +6,8 @@
     |- blocks.1   Block
     |- norm, head                             a parameter belongs to the innermost unit around it
 
-Large units make few messages and need much memory at once: gathered are, at the worst, the root and
-two units. Zhao et al., PyTorch FSDP, VLDB 2023, section 3.2.1.
+Large units need few messages but much memory: at most the root and two units are gathered at the
+same time. Zhao et al., PyTorch FSDP, VLDB 2023, section 3.2.1.
 """
 
 import os
@@ -22,9 +22,10 @@ from labkit.replicas import broadcast_tensors
 
 
 def split_units(module, unit, keep=False):
-    """[Unit], root first, then in named_modules() order. unit: see FSDP. keep: of all but the root.
+    """Return [Unit], root first, then in named_modules() order.
 
-    Raises ValueError where unit matches nothing, and where two units share a parameter or a module.
+    unit: see FSDP. keep: see Unit; of all units but the root. Raises ValueError if unit matches
+    nothing, or if two units share a parameter or a module.
     """
     matches = as_policy(unit)
     units, homes = [Unit("", module, keep=True)], {}
@@ -74,8 +75,8 @@ def _check_ties(units):
 def read_elsewhere(error, units):
     """Return an error text if a forward has read a parameter of a unit that it does not call.
 
-    The parameter is a 1-D piece then, and some operation has no use for it: it is found among the
-    names of the functions through which the error has come.
+    The parameter is a 1-D piece then, and some operation fails. The parameter's name is found in
+    the frames of the traceback.
     """
     pieces = {
         p: f"{name}.{attribute}".removeprefix(".")
@@ -101,7 +102,7 @@ def read_elsewhere(error, units):
 
 
 def as_policy(unit):
-    """The function module -> bool of a unit: a class, a tuple of them, a function, or None."""
+    """Return the function module -> bool for a class, a tuple of classes, a function, or None."""
     if unit is None:
         return lambda module: False
     if isinstance(unit, type | tuple | list):
@@ -113,7 +114,7 @@ def as_policy(unit):
 
 
 def by_size(numel):
-    """Units are the smallest modules with at least numel parameters."""
+    """Match the smallest modules with at least numel parameters."""
 
     def large(module):
         return sum(p.numel() for p in module.parameters()) >= numel
@@ -137,7 +138,7 @@ def excluding(unit, *excluded):
 
 
 def materialise(unit, device, seed=None):
-    """Give what is on the meta device in this unit memory and initial values, tied ones included.
+    """Allocate and initialise the unit's tensors on the meta device, tied ones included.
 
     Each module with parameters or buffers of its own must have reset_parameters(), as torch's have;
     ValueError if not. seed: each module draws from a generator of its own, by this and its name.
@@ -172,7 +173,7 @@ def generators(device):
 
 
 def materialise_alike(modules, device):
-    """Parts of one model, where they live: drawn by name, so the same on any mesh. Collective."""
+    """Materialise parts of one model, seeded by name, so identical on any mesh. Collective."""
     seed = torch.tensor(torch.initial_seed() % 2**62, device=device)
     broadcast_tensors([seed])
     for module in modules:

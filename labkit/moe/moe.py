@@ -1,15 +1,15 @@
-"""A mixture of experts: a token goes to k of E networks, and a rank holds some of the experts.
+"""A mixture of experts: each token is sent to k of E experts, which are sharded over the ranks.
 
     rank 0   tokens > router > [to 0][to 1] \\          / experts 0 1 \\          [from 0][from 1]
-                                             all-to-all               all-to-all   weighed, added
                                              all-to-all               all-to-all   weighted sum
+    rank 1   tokens > router > [to 0][to 1] /          \\ experts 2 3 /          [from 0][from 1]
 
 Parameters grow with E, work per token only with k. An expert that the router prefers is trained
 more, and is then preferred more. So the load is balanced: by a loss that is lowest for an even
 load, or by a bias that is used in the choice of experts but not in their weights.
 
-Sent per rank: forward, the rows of its k x tokens of `width` that leave the rank, there and back;
-the same in backward; before them 2E + 1 counts. Held: E/n experts, and the received rows.
+Sent per rank: in forward, twice the rows of its k x tokens of `width` that leave the rank; the same
+in backward; before them 2E + 1 counts. Held: E/n experts, and the received rows.
 Shazeer et al., Outrageously Large Neural Networks, ICLR 2017, section 2; Lepikhin et al., GShard,
 ICLR 2021, section 2.2 (capacity, all-to-all); Fedus et al., Switch Transformers, JMLR 2022, section
 2.2 (the loss); Wang et al., Auxiliary-Loss-Free Load Balancing, 2024, section 3 (the bias).

@@ -3,7 +3,7 @@
     scores > softmax or sigmoid > (+ bias) > best groups > best k         which experts
                                \\ of those k: / their sum, x routed_scaling_factor   weights
 
-Local: nothing is sent. With groups, a token goes only to experts on few nodes.
+Local: nothing is sent. With groups, a token is routed to experts on few nodes only.
 DeepSeek-V2, 2024, section 2.1.2 (groups, softmax); DeepSeek-V3, 2024, section 2.1.2 (sigmoid).
 """
 

@@ -1,4 +1,4 @@
-"""Beyond this machine: what a model costs on GPUs that are not here, with the error of it.
+"""Predict what a training job costs on GPUs that are not in this machine, and with what error.
 
     virtual_clock.py      a clock that only emulated compute moves: the same step on every machine
     simulate.py           a dry run's step with the time of its messages added
@@ -6,16 +6,16 @@
 
     hardware.py           GPUs and links as data, with a source for each figure
     cluster.py            a number of GPUs in equal nodes, from Python or a file; checks units
-    calibrate.py          this machine as one more GPU: products, memory, links, timed and fitted
+    calibrate.py          this machine as one more GPU: measures matmuls, memory and links
     shapes.py             parameters, FLOPs and activation bytes, from a model's configuration
-    bert_shapes.py        the same of BERT: no mask, other ends
-    resnet_shapes.py      the same of ResNets: convolutions, block by block
+    bert_shapes.py        the same for BERT: no causal mask, other input and output layers
+    resnet_shapes.py      the same for ResNets: convolutions, block by block
     job_config.py         a training job from a row of a table, with defaults for missing columns
     collectives.py        the time of a message, by algorithm: rings, levels, trees, switches
     cost.py               the time of a step, part by part: tokens per second
-    memory_model.py       what a GPU holds, by kind: the peak, and the largest kind
-    constants.py          the fitted constants: a table with meaning, unit and spread of each
-    fit.py                the fit on published rows, and its error on rows that are kept out
+    memory_model.py       the peak memory of a GPU by kind, and the largest kind
+    constants.py          the fitted constants: a table with the meaning, unit and spread of each
+    fit.py                the fit on published rows, and its error on held-out rows
     predict.py            the command: rows in, rows with predictions out
 
     models.csv            named models, and the sources of their figures

@@ -1,8 +1,8 @@
 """Choose the size of gradient buckets: fewer start-ups against a shorter last bucket.
 
     backward   |---------------------------|
-    network          [ 1 ][ 2 ][ 3 ][ 4 ][ 5 ]      a bucket leaves when its gradients are there:
-                                         ^^^^^      the last one, when backward has nothing left
+    network          [ 1 ][ 2 ][ 3 ][ 4 ][ 5 ]      a bucket is sent when its gradients are ready:
+                                         ^^^^^      the last one, when the backward has ended
 
     exposed    n alpha + b / B  for  n = S / b  buckets of b bytes, S bytes a rank in all
                minimal where both terms are equal: b = sqrt(S alpha B), exposed 2 sqrt(S alpha / B)
@@ -27,9 +27,10 @@ SIZES = tuple(2**k for k in range(13))  # MiB
 
 @dataclass(frozen=True)
 class Bucket:
-    """mb: MiB of a bucket, as DDP's bucket_cap_mb. count: buckets in a backward.
+    """A bucket size with its predicted costs.
 
-    starts: predicted seconds a step of all start-ups; last: of sending the last bucket.
+    mb: MiB of a bucket, as DDP's bucket_cap_mb. count: buckets in a backward. starts: predicted
+    seconds a step of all start-ups; last: seconds to send the last bucket.
     """
 
     mb: int
@@ -49,9 +50,9 @@ class Bucket:
 
 
 def choose_bucket(job, c):
-    """Return the Bucket with the least exposed time; None if gradients are in no buckets.
+    """Return the Bucket with the least exposed time; None if gradients are not in buckets.
 
-    That is so on one rank of dp, and with FSDP, which sends its units (layers).
+    Gradients are not in buckets with dp=1, and with FSDP, which sends one unit (layer) at a time.
     """
     if job.zero == 3 or all(ranks == 1 for _, ranks, _ in summed_gradients(job)):
         return None
@@ -61,7 +62,7 @@ def choose_bucket(job, c):
 def bucket_of(job, mb, c):
     """Return the Bucket of at most `mb` MiB: as few buckets as possible, of equal size.
 
-    Experts are on fewer ranks, and so in buckets of their own.
+    Gradients of experts are averaged over fewer ranks, so they have separate buckets.
     """
     count, starts, last = 0, 0.0, 0.0
     op = "reduce_scatter" if job.zero else "all_reduce"

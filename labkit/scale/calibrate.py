@@ -1,15 +1,15 @@
-"""This machine as one more row of hardware.py: products, memory and links, timed on its own ranks.
+"""Measure this machine as one more row of hardware.py: matrix products, memory and links.
 
     rate |             o----o- - p         a product of sides n takes  2 n^3 / p  x  (1 + 3 e/n):
-         |        o                        it reaches 1 / (1 + e/n + e/n + e/n) of what a large one
-         |    o                            does, as in cost.py; e, in elements, is fitted
-         | o                               a copy of S bytes reads them and writes them: 2 S
-         +------------------ n             a message, and an answer of a byte: 2 alpha + S beta
+         |        o                        it reaches 1 / (1 + e/n + e/n + e/n) of the rate of a
+         |    o                            large one, as in cost.py; e, in elements, is fitted
+         | o                               a copy of S bytes reads and writes them: 2 S
+         +------------------ n             a message and a reply of one byte: 2 alpha + S beta
 
     ranks      measure()  ->  rows of seconds      all ranks at once: they share cores and memory
     notebook   rows  ->  products, link  ->  machine, a GPU for cost.py and plan.py
 
-Fitted to the medians of all ranks and rounds: a slow second does not decide.
+The fit uses the medians of all ranks and rounds, so a slow round has little influence.
 Williams et al., Roofline, CACM 2009; Hockney, The communication challenge for MPP, 1994 (alpha and
 beta). The same in production: mamf-finder.py of stas00/ml-engineering, NVIDIA's nccl-tests.
 """
@@ -36,16 +36,16 @@ SIDES = {
     "cuda": (256, 512, 1024, 2048, 4096, 8192),
 }
 COPIED = {"cpu": 1 << 26, "cuda": 1 << 30}  # bytes: far more than a cache holds
-LONG = 0.1  # seconds of one product: none is begun that would take longer
-# Bytes. Short ones tell alpha, long ones beta; what lies between may fit the buffer of a slow link
-# (of run/network_namespaces.py: a token bucket of two frames), which takes it at once.
+LONG = 0.1  # seconds: longer products are not measured
+# Bytes. Short messages determine alpha, long ones beta. Sizes between may fit the buffer of a slow
+# link (run/network_namespaces.py: a token bucket of two frames), which accepts them at once.
 MESSAGES = (1 << 8, 1 << 10, 1 << 18, 1 << 19)
 
 
 def fit_products(sides, seconds):
-    """(FLOP/s of a large product, e), of square products: 1/p and 3 e/(n p) of a FLOP.
+    """Fit (FLOP/s of a large product, e) to square products: a FLOP takes 1/p + 3 e/(n p).
 
-    Where the rate grows as the side does, no end is seen: p is the fastest that was measured.
+    If the rate still grows linearly with the side, p is the fastest measured rate.
     """
     sides, seconds = np.asarray(sides, float), np.asarray(seconds, float)
     rates = 2 * sides**3 / seconds
@@ -56,15 +56,18 @@ def fit_products(sides, seconds):
 
 
 def fit_link(sizes, seconds):
-    """(alpha, beta), seconds of a message and of a byte; seconds: there, and a byte back."""
+    """Fit (alpha, beta), seconds of a message and of a byte, to round trips with a 1-byte reply."""
     sizes, seconds = np.asarray(sizes, float), np.asarray(seconds, float)
     return nonnegative(np.stack([2 / seconds, sizes / seconds], axis=1), "messages")
 
 
 def seconds_of(work, device, least=0.02):
-    """Seconds of a call: as many in a row as take `least`, by events where it is a CUDA device."""
+    """Return the seconds of one call, from enough calls in a row to take `least` seconds.
+
+    On a CUDA device, events measure the time.
+    """
     clock, moments, calls = clock_of(device), SimpleNamespace(), 1
-    work()  # the first one looks for its algorithm and its memory
+    work()  # the first call selects an algorithm and allocates memory
     while True:
         clock.stamp(moments, "start")
         for _ in range(calls):
@@ -78,11 +81,11 @@ def seconds_of(work, device, least=0.02):
 
 
 def measure(device="cpu", dtypes=None, sides=None, messages=MESSAGES, rounds=5):
-    """Rows (dicts) of this rank: what, dtype, size, round, seconds. Collective, if there are ranks.
+    """Yield this rank's rows (dicts): what, dtype, size, round, seconds. Collective if distributed.
 
     what: "product" of square matrices of `size`, "copy" of `size` bytes on the device, "transfer"
-    of as many from the host to a CUDA device, "message" of `size` bytes, to the rank that is
-    reached soonest, and "memory", `size` bytes that the rank may take.
+    of as many bytes from the host to a CUDA device, "message" of `size` bytes to the rank with the
+    fastest link, and "memory", the `size` bytes that the rank may allocate.
     """
     device = torch.device(device)
     ranks = dist.get_world_size() if dist.is_initialized() else 1
@@ -99,7 +102,7 @@ def measure(device="cpu", dtypes=None, sides=None, messages=MESSAGES, rounds=5):
                 a, b = (torch.randn(side, side, device=device).to(DTYPES[dtype]) for _ in range(2))
                 seconds = seconds_of(lambda a=a, b=b: a @ b, device)
                 yield row | {"what": "product", "dtype": dtype, "size": side, "seconds": seconds}
-                if 8 * seconds > LONG:  # of twice the side
+                if 8 * seconds > LONG:  # the time for twice the side
                     break
         seconds = seconds_of(lambda: target.copy_(copied), device)
         yield row | {"what": "copy", "size": copied.numel(), "seconds": seconds}
@@ -112,46 +115,47 @@ def measure(device="cpu", dtypes=None, sides=None, messages=MESSAGES, rounds=5):
 
 
 def products(rows, dtype):
-    """(FLOP/s of a large product, e) of one dtype; rows: a DataFrame of all ranks' rows."""
+    """Return (FLOP/s of a large product, e) of one dtype; rows: a DataFrame of all ranks' rows."""
     mine = rows[(rows["what"] == "product") & (rows["dtype"] == dtype)]
     return fit_products(*medians(mine))
 
 
 def link(rows):
-    """(alpha, beta): seconds of a message and of a byte; rows: as above."""
+    """Return (alpha, beta), seconds of a message and of a byte; rows: as for products()."""
     return fit_link(*medians(rows[rows["what"] == "message"]))
 
 
 def medians(rows):
-    """(sizes, median seconds) of all ranks and rounds."""
+    """Return (sizes, median seconds) over all ranks and rounds."""
     times = rows.groupby("size")["seconds"].median()
     return times.index, times
 
 
 def moved(rows, what):
-    """Byte/s of a "copy" or a "transfer", a Summary of all ranks and rounds."""
+    """Return the byte/s of a "copy" or a "transfer": a Summary over all ranks and rounds."""
     mine = rows[rows["what"] == what]
     return summary(mine["size"] / mine["seconds"])
 
 
 def machine(rows, name="this machine"):
-    """The GPU that these ranks have been, one each. ValueError, one line, where no rows tell.
+    """Return a GPU with the measured figures, one GPU per rank.
 
-    Peaks are what a large product reaches here, so all of it is achievable; where 16 bits were not
-    tried, a job in them is one in what is fastest. A link is told as the wire that would give data
-    as much, with cost.py's shares; of one rank, as its memory. watts: not a number.
+    Peaks are the rates that large products reach here, so `achievable` is 1. If bf16 was not
+    measured, it gets the fastest measured rate. Link bandwidths are scaled up so that cost.py's
+    shares of them give the measured byte/s; with one rank they are the memory's. watts is NaN.
+    Raises ValueError, one line, if the rows contain no products.
     """
     dtypes = rows.loc[rows["what"] == "product", "dtype"].unique()
     fits = {dtype: products(rows, dtype) for dtype in dtypes}
     if not fits:
-        raise ValueError("no products were measured: a machine is known by its arithmetic first")
+        raise ValueError("no products were measured: pass measure() at least one dtype and side")
     fits.setdefault("bf16", max(fits.values()))
     on_cuda = (rows["what"] == "transfer").any()
     memory = 2 * moved(rows, "copy").median
     alpha, beta = 0.0, 1 / memory
     if (rows["what"] == "message").any():
         alpha, beta = link(rows)
-        beta = max(beta, 1 / memory)  # no message is faster than a copy, whatever noise has made it
+        beta = max(beta, 1 / memory)  # noise can make a message look faster than a copy
     return GPU(
         name=name,
         generation="measured",

@@ -1,17 +1,17 @@
-"""Training jobs as their papers describe them: predicted, and held against what is reported.
+"""Predict published training jobs and compare the predictions with the reported speeds.
 
-    cases.csv   model, GPUs, layout      ->  cost.py, memory.py  ->  predicted tokens/s of a GPU
-                what is reported of it   ->  one unit            ->  published tokens/s of a GPU
+    cases.csv   model, GPUs, layout      ->  cost.py, memory_model.py  ->  predicted tokens/s a GPU
+                reported figure          ->  one unit                  ->  published tokens/s a GPU
 
     tokens/s = FLOP/s of a GPU / FLOPs of a token         tokens/s = tokens / (GPU-hours x 3600)
 
-    FLOPs of a token   a forward of every layer, 3 times; 4 if what is recomputed is counted, too
-                       attention: not counted, the half that is not masked, or all of it
+    FLOPs of a token   3 times the forward of all layers; 4 times if recomputation is counted
+                       attention: not counted, only the unmasked half, or all of it
 
-Where a paper does not say how it counts attention, its speed is between two figures. A layout that
-no paper tells is the planner's. Narayanan et al., Efficient Large-Scale Language Model Training on
-GPU Clusters, SC 2021, equation 3 (hardware FLOPs); Chowdhery et al., PaLM, 2022, appendix B (model
-FLOPs and MFU).
+If a paper does not say how it counts attention, its speed lies between two figures. If a paper does
+not publish the layout, the planner chooses it. Narayanan et al., Efficient Large-Scale Language
+Model Training on GPU Clusters, SC 2021, equation 3 (hardware FLOPs); Chowdhery et al., PaLM, 2022,
+appendix B (model FLOPs and MFU).
 """
 
 import csv
@@ -32,10 +32,10 @@ MASKED = {"none": 0, "causal": 2, "full": 4}  # FLOPs of a forward / (context x 
 
 @dataclass(frozen=True)
 class Case:
-    """A row of cases.csv: its job, what is reported in which unit, what had to be assumed.
+    """A row of cases.csv: its job, the reported figure and its unit, and the assumptions made.
 
     counted: "hardware" FLOPs, recomputation included, or "model" FLOPs. attention: a key of
-    MASKED, or "" where the source does not say.
+    MASKED, or "" if the source does not say.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Case:
 
     @property
     def published(self):
-        """(least, most) tokens per second and GPU that the reported figure can mean."""
+        """(least, most) tokens per second and GPU that correspond to the reported figure."""
         if self.unit == "tokens/s":
             return self.reported, self.reported
         if self.unit.startswith("GPU-hours"):
@@ -60,21 +60,21 @@ class Case:
         return 1e12 * self.reported / each[0], 1e12 * self.reported / each[-1]
 
     def predicted(self, c):
-        """(Step, Peak) of its job. c: constants, name to value."""
+        """Return the (Step, Peak) of the job. c: constants, name to value."""
         return predict_step(self.job, c), predict_memory(self.job, c)
 
 
 def token_flops(shape, context, attention="none", recomputed=False):
-    """FLOPs of a token, both ways: 6 for each weight it is multiplied with, and attention.
+    """Return the FLOPs of a token, forward and backward: 6 per weight, plus attention.
 
-    attention: a key of MASKED. recomputed: a second forward of all layers is counted.
+    attention: a key of MASKED. recomputed: whether a second forward of all layers is counted.
     """
     forward = 2 * shape.layer_products + MASKED[attention] * context * shape.hidden
     return (3 + recomputed) * shape.layers * forward + 6 * shape.embedding_parameters
 
 
 def achieved(shape, tokens, gpu_hours):
-    """Model FLOP/s of a GPU over a whole run, attention left out."""
+    """Return the model FLOP/s of a GPU over a whole run, without attention."""
     return token_flops(shape, 0) * tokens / gpu_hours / 3600
 
 
@@ -84,26 +84,26 @@ def table(path):
 
 
 def read(path=CASES):
-    """{name: Case}. Where the table has no layout, the planner's fastest is taken: seconds."""
+    """Return {name: Case}. Rows without a layout get the planner's fastest, which takes seconds."""
     return {row["case"]: case_of(row) for row in table(path)}
 
 
 def case_of(row):
-    told = {column: value for column, value in row.items() if value}
-    job = job_of(dict(row_of(row["model"])) | told) if row["tp"] else planned(row).fastest.job
+    filled = {column: value for column, value in row.items() if value}
+    job = job_of(dict(row_of(row["model"])) | filled) if row["tp"] else planned(row).fastest.job
     words = {name: row[name] for name in ("unit", "counted", "attention", "assumed", "source")}
     return Case(row["case"], job, float(row["reported"]), **words)
 
 
 def planned(row, **given):
-    """The Plan of a row's model on its GPUs, with nothing given but context parallelism: 1."""
+    """Return the Plan of a row's model on its GPUs, with cp=1 and all other axes free."""
     cluster = Cluster(row["gpu"], int(row["n_gpus"]))
-    told = {"global_batch": int(row["global_batch"]), "seq_len": int(row["seq_len"])}
-    return plan(row["model"], cluster, **told, precision=row["precision"], cp=1, **given)
+    batch = {"global_batch": int(row["global_batch"]), "seq_len": int(row["seq_len"])}
+    return plan(row["model"], cluster, **batch, precision=row["precision"], cp=1, **given)
 
 
 def ratios(cases, c=None):
-    """{name: (least, most) of predicted / published}."""
+    """Return {name: (least, most) of predicted / published}."""
     c = c or constants.values()
     found = {}
     for name, case in cases.items():
@@ -114,7 +114,7 @@ def ratios(cases, c=None):
 
 
 def runs():
-    """{name: (Shape, GPU name, GPUs or None, tokens, GPU-hours, source)} of whole trainings."""
+    """Return {name: (Shape, GPU name, GPUs or None, tokens, GPU-hours, source)} of whole runs."""
     found = {}
     for row in table(RUNS):
         shape = job_of(dict(row_of(row["model"])) | {"gpu": row["gpu"]}).shape

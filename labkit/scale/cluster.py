@@ -1,19 +1,19 @@
-"""A cluster: so many GPUs of one kind in equal nodes, told in Python or by a file.
+"""Describe a cluster in Python or in a YAML file: GPUs of one kind in equal nodes.
 
-    gpu: A100-80GB        # of hardware.py; the two that are needed
+    gpu: A100-80GB        # of hardware.py; gpu and gpus are required
     gpus: 64
-    gpus_per_node: 4      # the rest is usual for that GPU, where it is not told
+    gpus_per_node: 4      # from here on, defaults are the usual figures of that GPU
     network_gbps: 200     # 10^9 bit/s of a node, all adapters together
     node_gbs: 300         # 10^9 byte/s of a GPU to its node, in one direction
     memory_gib: 39.4      # GiB of a GPU
-    host_gib: 512         # GiB of a node's host, for states of the optimizer
-    collectives: flat     # how messages are added up: see collectives.py
-    confirmed: true       # figures that look wrong are meant: a node of this one has 200 Gbit/s
+    host_gib: 512         # GiB of a node's host, for optimizer states
+    collectives: flat     # the algorithm of collectives: see collectives.py
+    confirmed: true       # unusual figures are correct: a node of this cluster has 200 Gbit/s
 
-    200 Gbit/s told, 1,600 usual:  1/8  ->  bits for bytes?  asked about, before anything is planned
+    200 Gbit/s given, 1,600 usual:  1/8  ->  bytes instead of bits?  ValueError before any planning
 
-A figure that is 8, 125, 1,000 or 8,000 times what is usual, or that part of it, most often has
-another unit: bits for bytes, mega for giga, or both.
+A figure that is 8, 125, 1,000 or 8,000 times the usual one, or that fraction of it, most often has
+a wrong unit: bits for bytes, mega for giga, or both.
 """
 
 from dataclasses import MISSING, dataclass, fields, replace
@@ -32,14 +32,14 @@ UNITS = {"network_gbps": "Gbit/s", "node_gbs": "GB/s", "memory_gib": "GiB"}
 
 @dataclass(frozen=True)
 class Cluster:
-    """GPUs of one kind in equal nodes; what is not told is usual for that GPU.
+    """GPUs of one kind in equal nodes; figures that are not given are the usual ones of that GPU.
 
     gpu: a name, or a GPU. network_gbps: 10^9 bit/s of a node, all adapters together. node_gbs: 10^9
     byte/s of a GPU to its node, one direction. memory_gib: GiB of a GPU. host_gib: GiB of a node's
-    host, for states of the optimizer; None: they stay on the GPUs. confirmed: figures that look
-    wrong are meant. collectives: an algorithm of collectives.py.
-    Raises ValueError, one line, for an unknown GPU, an impossible figure, and one that is off by a
-    factor that a wrong unit makes, unless it is confirmed.
+    host, for optimizer states; None: they stay on the GPUs. confirmed: unusual figures are correct.
+    collectives: an algorithm of collectives.py.
+    Raises ValueError, one line, for an unknown GPU, an impossible figure, and one that looks like a
+    wrong unit, unless it is confirmed.
     """
 
     gpu: str | GPU
@@ -74,7 +74,10 @@ class Cluster:
 
     @classmethod
     def from_dict(cls, told):
-        """The cluster of {field: figure}; None is not told. ValueError for an unknown field."""
+        """Return the cluster of {field: figure}; None means not given.
+
+        Raises ValueError for an unknown field.
+        """
         names = [field.name for field in fields(cls)]
         for name in told:
             if name not in names:
@@ -90,10 +93,10 @@ class Cluster:
 
     @classmethod
     def from_yaml(cls, path, **instead):
-        """The cluster of a file, a mapping of fields to figures. instead: figures that replace its.
+        """Read a cluster from a YAML file, a mapping of fields to figures.
 
-        Its GPU cannot be replaced: the file's other figures are of that one. Raises ValueError, one
-        line that begins with the file.
+        instead: figures that replace those of the file. The GPU cannot be replaced, because the
+        file's other figures belong to it. Raises ValueError, one line that begins with the path.
         """
         try:
             told = yaml.safe_load(Path(path).read_bytes())
@@ -106,7 +109,7 @@ class Cluster:
         if told.get("gpu") and "gpu" in instead:
             raise ValueError(
                 f"{path}: its figures are of its gpu, {told['gpu']}, not of {instead['gpu']}: "
-                "tell the GPU in the file alone"
+                "name the GPU only in the file"
             )
         try:
             return cls.from_dict(told | instead)
@@ -116,13 +119,13 @@ class Cluster:
 
     @property
     def device(self):
-        """The GPU, with this cluster's figures."""
+        """The GPU with this cluster's figures."""
         usual = find_gpu(self.gpu)
         return replace(usual, **{n: getattr(self, n) or getattr(usual, n) for n in UNITS})
 
 
 def number(name, said):
-    """The float of a figure. YAML reads 1e3 as text, and yes as true."""
+    """Return a figure as a float. YAML reads 1e3 as text, and yes as true."""
     try:
         if isinstance(said, bool):
             raise TypeError
@@ -132,7 +135,7 @@ def number(name, said):
 
 
 def ask_for_the_unit(name, told, gpu):
-    """Raise ValueError where a figure is off by a factor that a wrong unit makes."""
+    """Raise ValueError if a figure is off by a factor that a wrong unit explains."""
     usual = getattr(gpu, name)
     off = told / usual
     wrong = [factor for factor in WRONG_UNITS if abs(abs(log(off)) - log(factor)) < 0.15]
@@ -140,5 +143,5 @@ def ask_for_the_unit(name, told, gpu):
         times = f"{wrong[0]} times" if off > 1 else f"1/{wrong[0]} of"
         raise ValueError(
             f"{name}={told:g} is about {times} what {gpu.name} usually has, {usual:g} "
-            f"{UNITS[name]}: is it in another unit? If it is meant, say confirmed=True (--confirm)"
+            f"{UNITS[name]}: is it in another unit? If it is right, pass confirmed=True (--confirm)"
         )

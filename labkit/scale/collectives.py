@@ -1,6 +1,6 @@
-"""What a collective takes, by its algorithm: a hop and a byte in a node, a hop and a byte between.
+"""The time of a collective by algorithm: latency and bandwidth inside a node and between nodes.
 
-    n ranks, g of them in each of k nodes; S bytes to be summed for all: an all-reduce
+    n ranks, g of them in each of k nodes; an all-reduce of S bytes
 
                     hops in a node   between   byte time
     flat            2 (n - 1 - k)    2 k       2 (n-1)/n S at the slower link: one ring through all
@@ -8,9 +8,10 @@
     tree            2 log2 g         2 log2 k  2 S at the slower link: two trees, each half of S
     in the switch   2                2         (g+1)/g S in a node or S between, the longer of them
 
-A reduce-scatter or an all-gather is half of a ring, or of two levels; no tree has one. There a
-switch that adds and copies saves hops, not bytes: a rank still gets, or gives, all but its share.
-But who has all added up in the switch sends S once and gets it once, both at the same time.
+A reduce-scatter or an all-gather takes half the time with rings and with two levels; trees do not
+support them. For these two, reductions in the switch save hops, not bytes: a rank still receives,
+or sends, all but its share. In an all-reduce in the switch, a rank sends S once and receives S
+once, both at the same time.
 
 Hockney, The communication challenge for MPP, 1994 (alpha and beta); Thakur, Rabenseifner, Gropp,
 Optimization of Collective Communication Operations in MPICH, IJHPCA 2005, section 3 (rings);
@@ -25,22 +26,22 @@ from math import log2
 
 from labkit.ring_cost import ROUNDS, hops, share
 
-# Shares of the wire: bus bandwidths in stas00/ml-engineering, network/README.md.
+# Achieved shares of the link bandwidth: bus bandwidths in stas00/ml-engineering, network/README.md.
 NODE_SHARE = 0.79  # in a node's rings: A100 0.78, H200 0.81, B200 0.76
-SWITCH_SHARE = 0.64  # where the node's switch adds up (NVLS): H200 0.68, B200 0.60
+SWITCH_SHARE = 0.64  # with reductions in the node's switch (NVLS): H200 0.68, B200 0.60
 NETWORK_SHARE = 0.73  # of the adapters between nodes: 36.5 of 50 GB/s, 4 nodes of B200
-ADDED_UP = ("hopper", "blackwell")  # generations whose switches in a node do, from NVLink 4 on
+ADDED_UP = ("hopper", "blackwell")  # generations whose NVSwitches reduce: from NVLink 4 on
 # Seconds: NCCL's own model, protocol Simple (NVIDIA/nccl, src/graph/tuning.cc).
-NODE_HOP, NETWORK_HOP = 3.4e-6, 14e-6  # a ring's step
-SWITCH_HOP = 12.5e-6  # into a node's switch, or out of it: half of NVLS's latency
+NODE_HOP, NETWORK_HOP = 3.4e-6, 14e-6  # one step of a ring
+SWITCH_HOP = 12.5e-6  # to a node's switch, or from it: half of the latency of NVLS
 
 
 @dataclass(frozen=True)
 class Group:
-    """ranks that talk, `members` of them in each of `nodes`.
+    """The `ranks` of a process group, `members` of them in each of `nodes`.
 
-    inside: byte/s of a rank to its node, of the wire. between: byte/s of all members of a node to
-    the network, that data gets. node_hop, network_hop: s of a message.
+    inside: link bandwidth of a rank to its node, byte/s. between: achieved byte/s of all members of
+    a node to the network. node_hop, network_hop: seconds of a message.
     """
 
     ranks: int
@@ -53,25 +54,28 @@ class Group:
 
     @property
     def slower(self):
-        """Byte/s of a ring through all of them."""
+        """Byte/s of a ring through all ranks."""
         node = self.inside * NODE_SHARE
         return node if self.nodes == 1 else min(node, self.between)
 
 
 def hop_seconds(gpu):
-    """Seconds of a message inside a node and between nodes: NCCL's, where none were measured."""
+    """Return seconds of a message inside a node and between nodes: NCCL's unless measured."""
     return (NODE_HOP, NETWORK_HOP) if gpu.hop is None else (gpu.hop, gpu.hop)
 
 
 def flat(op, group, size):
-    """Seconds of one ring; size: bytes of the whole message, of all ranks. So the others, too."""
+    """Return the seconds of one ring.
+
+    size: bytes of the complete message, of all ranks. All algorithms have this signature.
+    """
     crossed = min(group.nodes, group.ranks - 1) if group.nodes > 1 else 0
     alpha = (group.ranks - 1 - crossed) * group.node_hop + crossed * group.network_hop
     return ROUNDS[op] * alpha + share(op, group.ranks) * size / group.slower
 
 
 def hierarchical(op, group, size):
-    """A ring in each node, then rings between nodes of what each member has, all at once."""
+    """Return the seconds of a ring in each node, then one ring per member between nodes."""
     g, k = group.members, group.nodes
     within = hops(op, g) * group.node_hop + share(op, g) * size / (group.inside * NODE_SHARE)
     across = hops(op, k) * group.network_hop + share(op, k) * size / group.between
@@ -79,7 +83,7 @@ def hierarchical(op, group, size):
 
 
 def tree(op, group, size):
-    """Up and down, in pieces so small that all levels work at once."""
+    """Return the seconds of a reduce and a broadcast along two trees, pipelined in small chunks."""
     if op != "all_reduce":
         return flat(op, group, size)
     latency = log2(group.members) * group.node_hop + log2(group.nodes) * group.network_hop
@@ -87,7 +91,7 @@ def tree(op, group, size):
 
 
 def in_switch(op, group, size):
-    """The switch of the node adds up and copies, and those of the network, all of them at once."""
+    """Return the seconds with reductions in the switches of node and network, pipelined."""
     g, k = group.members, group.nodes
     latency = ROUNDS[op] * ((g > 1) * SWITCH_HOP + (k > 1) * group.network_hop)
     if op == "all_reduce":
@@ -98,15 +102,15 @@ def in_switch(op, group, size):
 
 
 ALGORITHMS = {"flat": flat, "hierarchical": hierarchical, "tree": tree, "in_switch": in_switch}
-SUM_AT_ONCE = ("tree", "in_switch")  # an all-reduce that is no reduce-scatter and all-gather
+SUM_AT_ONCE = ("tree", "in_switch")  # these all-reduces are no reduce-scatter plus all-gather
 
 
 def check_algorithm(name, gpu):
-    """Raise ValueError, one line, for an unknown one, and where a GPU's node has no such switch."""
+    """Raise ValueError, one line, for an unknown algorithm or a GPU without the needed switch."""
     if name not in ALGORITHMS:
         raise ValueError(f"collectives must be one of {', '.join(ALGORITHMS)}, got {name!r}")
     if name == "in_switch" and gpu.generation not in ADDED_UP:
         raise ValueError(
-            f"collectives=in_switch wants switches that add up, which nodes of {gpu.name} do not "
-            "have: those of H100 and later do"
+            f"collectives=in_switch needs switches that reduce, which nodes of {gpu.name} do not "
+            "have: choose flat, hierarchical or tree, or H100 and later"
         )

@@ -1,11 +1,11 @@
-"""What the model of cost and memory cannot know: a few fitted constants, the same for all rows.
+"""The fitted constants of the time and memory models, the same for all rows.
 
     constants.csv   name, value, unit, low, high, guess, column, meaning
 
-low and high are its spread: the least and the largest value it takes when the fit is repeated
-without one source, one size of model or one number of GPUs after another. guess: where every
-search begins, and what stays where no row tells. column: the published figure that it is fitted
-to. None belongs to a row or to a model; host, contention and straggle are of a stack that launches
+low and high are the spread: the smallest and largest value when the fit is repeated without one
+source, one model size or one number of GPUs at a time. guess: the start of every search, and the
+value if no row determines the constant. column: the published figure that it is fitted to. No
+constant belongs to one row or one model. host, contention and straggle apply to stacks that launch
 each layer from Python (nanotron). Written by `python -m labkit.scale.fit --write`.
 """
 
@@ -18,7 +18,7 @@ TABLE = Path(__file__).with_name("constants.csv")
 
 @dataclass(frozen=True)
 class Constant:
-    """A fitted number, its unit, spread, first guess, what it is fitted to, what it means."""
+    """A fitted number with its unit, spread, first guess, fitted column and meaning."""
 
     name: str
     value: float
@@ -31,7 +31,7 @@ class Constant:
 
 
 def read():
-    """The committed constants: a list of Constant."""
+    """Return the stored constants: a list of Constant."""
     with TABLE.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     numbers = ("value", "low", "high", "guess")
@@ -39,7 +39,7 @@ def read():
 
 
 def write(constants):
-    """Commit constants to the table, four digits of each."""
+    """Write constants to the table, with four digits."""
     with TABLE.open("w", newline="", encoding="utf-8") as file:
         rows = [asdict(constant) for constant in constants]
         writer = csv.DictWriter(file, rows[0], lineterminator="\n")
@@ -49,5 +49,5 @@ def write(constants):
 
 
 def values():
-    """Name to value: what cost.py and memory.py take as `c`."""
+    """Return {name: value}, the argument `c` of cost.py and memory_model.py."""
     return {constant.name: constant.value for constant in read()}

@@ -1,4 +1,4 @@
-"""The time of a training step: layers by roofline, messages by alpha-beta, a pipeline, overlap.
+"""Predict the time of a step: layers by roofline, messages by alpha-beta, pipeline and overlap.
 
     layer       products / (peak x efficiency by size)  +  bytes moved / bandwidth
                 or the host's time to launch the layer, if that is longer
@@ -9,7 +9,7 @@
                 its states over the bus and back
 
 A product with sides m, n, k reaches 1 / (1 + e/m + e/n + e/k) of the rate of a large one, because
-tiles at its edges are not full. Groups of one node share its network adapters.
+tiles at its edges are partly empty. Process groups of one node share its network adapters.
 Williams et al., Roofline, CACM 2009; Narayanan et al., Efficient Large-Scale Language Model
 Training on GPU Clusters, SC 2021, section 3 (bubbles); Qi et al., Zero Bubble Pipeline Parallelism,
 ICLR 2024, section 2 (ZB-H1); Dao, FlashAttention-2, 2023 (a backward of 2.5 forwards); Luo et al.,
@@ -29,7 +29,7 @@ OPTIMIZER_BYTES = 30  # fp32 gradient, master and two moments, read; all but the
 
 @dataclass(frozen=True)
 class Step:
-    """parts: {part: seconds}, of the stage that sets the pace. tokens_per_second: per GPU."""
+    """A predicted step. parts: {part: seconds} of the slowest stage. tokens_per_second: per GPU."""
 
     parts: dict
     tokens_per_second: float
@@ -40,7 +40,7 @@ class Step:
 
 
 def predict_step(job, c):
-    """The Step of a Job. c: constants, name to value."""
+    """Predict the Step of a Job. c: constants, name to value."""
     by_part, head = layer_parts(job, c), head_seconds(job, c)
     layer = sum(by_part.values())
     work = [layers * layer + heads * head for layers, heads, _ in job.stages]
@@ -60,7 +60,7 @@ def predict_step(job, c):
 
 
 def optimizer_seconds(job):
-    """The optimizer's step on what a rank updates: memory traffic, and the bus with offload."""
+    """Return the seconds of one rank's optimizer step: memory traffic, and the bus with offload."""
     alike = job.held_alike(job.shape.parameters, job.shape.layers * job.shape.expert_weights)
     held = sum(parameters / (ranks if job.zero else 1) for parameters, ranks, _ in alike)
     traffic = OPTIMIZER_BYTES / job.gpu.memory_gbs + 2 * away(job) / job.gpu.host_gbs
@@ -68,17 +68,17 @@ def optimizer_seconds(job):
 
 
 def away(job):
-    """Bytes a parameter in host memory: with offload the fp32 master copy and two moments."""
+    """Return bytes per parameter in host memory: with offload, master copy and two moments."""
     return 0 if not job.offload else 4 if "pure" in job.precision else 12
 
 
 def layer_seconds(job, c):
-    """Forward and backward of one layer on one micro-batch, on one rank."""
+    """Return the seconds of forward and backward of one layer, for one micro-batch on one rank."""
     return sum(layer_parts(job, c).values())
 
 
 def layer_parts(job, c):
-    """{part: seconds} of layer_seconds."""
+    """Return layer_seconds by part: {part: seconds}."""
     parts = device_parts(job, c)
     parts["layers"] += max(0.0, host_seconds(job, c) - sum(parts.values()))  # the GPU waits
     nodes = ceil(job.tp / job.gpus_per_node)
@@ -87,12 +87,15 @@ def layer_parts(job, c):
 
 
 def product_seconds(job, c):
-    """A layer's matrix products in the forward of a micro-batch; each gradient takes as long."""
+    """Return the seconds of a layer's matrix products in the forward of a micro-batch.
+
+    In the backward, the gradients of the inputs take as long, and so do those of the weights.
+    """
     shape, tokens = job.shape, job.tokens
     _, rate = of_job(job, job.dtype, c)
     edge = job.gpu.edge.get(job.dtype, c["edge"])
     products = 0.0
-    met = tokens * shape.top_k / shape.experts * job.ep  # by one expert
+    met = tokens * shape.top_k / shape.experts * job.ep  # tokens of one expert
     for weights, side, rows in (
         (shape.attention_weights, shape.hidden / job.tp, tokens),
         (shape.layer_products - shape.attention_weights, shape.ffn / job.tp, met),
@@ -103,19 +106,19 @@ def product_seconds(job, c):
 
 
 def weights_seconds(job, has, c):
-    """The weights' gradients of a stage for one micro-batch. has: one of Job.stages."""
+    """Return a stage's seconds of weight gradients for one micro-batch. has: one of Job.stages."""
     layers, heads, _ = has
     head = 2 * job.shape.head_weights / job.tp * job.tokens / of_job(job, "bf16", c)[1]
     return layers * product_seconds(job, c) + heads * head
 
 
 def device_seconds(job, c):
-    """Forward and backward of one layer, if the host launches in time."""
+    """Return the seconds of forward and backward of one layer if the host launches in time."""
     return sum(device_parts(job, c).values())
 
 
 def device_parts(job, c):
-    """{part: seconds} of device_seconds."""
+    """Return device_seconds by part: {part: seconds}."""
     shape, tokens = job.shape, job.tokens
     generation, rate = of_job(job, job.dtype, c)
     products = product_seconds(job, c)
@@ -150,18 +153,18 @@ def device_parts(job, c):
 
 
 def of_job(job, dtype, c):
-    """(generation, FLOP/s of large products in a job); the peak for a generation in no fit."""
+    """Return (generation, FLOP/s of large products); generations without a fit get the peak."""
     generation = job.gpu.generation.replace("blackwell", "hopper")
     return generation, job.gpu.peak(dtype) * c.get(f"matmul_{generation}", 1.0)
 
 
 def crosses(job):
-    """Whether the pipeline's messages leave the node."""
+    """Return whether the pipeline's messages leave the node."""
     return job.pp > 1 and job.n_gpus > job.gpus_per_node
 
 
 def host_seconds(job, c):
-    """The host's time to launch a layer. It matters only for eager stacks that split layers."""
+    """Return the host's seconds to launch a layer; 0 except for eager stacks that split layers."""
     if job.framework != "nanotron":
         return 0.0
     more = c["contention"] * job.tp if crosses(job) and job.tp > 1 else 0.0
@@ -169,7 +172,7 @@ def host_seconds(job, c):
 
 
 def head_seconds(job, c):
-    """Forward and backward of the output layer and the loss."""
+    """Return the seconds of forward and backward of the output layer and the loss."""
     _, rate = of_job(job, "bf16", c)
     flops = 6 * job.shape.head_weights / job.tp * job.tokens
     moved = c["logits"] * job.shape.vocab / job.tp * job.tokens
@@ -177,12 +180,12 @@ def head_seconds(job, c):
 
 
 def sequence_split(job):
-    """Whether sequence parallelism is used along tp. The stacks of 2020 (fp16) do not."""
+    """Return whether sequence parallelism is used along tp. The stacks of 2020 (fp16) lack it."""
     return job.precision != "fp16"
 
 
 def group(job, size, stride, c):
-    """The Group of `size` ranks, `stride` apart; its bandwidth falls as its nodes double."""
+    """Return the Group of `size` ranks, `stride` apart; its bandwidth falls as its nodes double."""
     members = max(1, min(size, job.gpus_per_node // stride))
     nodes = ceil(size / members)
     share = min(1.0, members / job.gpus_per_node)
@@ -192,21 +195,21 @@ def group(job, size, stride, c):
 
 
 def gather_seconds(job, size, stride, total, c, op="all_gather"):
-    """Seconds of an all-gather, reduce-scatter or all-reduce of `total` bytes over a group."""
+    """Return seconds of an all-gather, reduce-scatter or all-reduce of `total` bytes in a group."""
     if size == 1:
         return 0.0
     return ALGORITHMS[job.collectives](op, group(job, size, stride, c), total)
 
 
 def tensor_passes(job):
-    """All-gathers and reduce-scatters over tp of a layer: 2 all-reduces forward, 2 backward."""
+    """Count a layer's all-gathers and reduce-scatters over tp, for its 4 all-reduces and more."""
     if job.tp == 1:
         return 0
     return 8 + 4 * REPEATED[job.recompute] + 2 * sequence_split(job)
 
 
 def tensor_seconds(job, c):
-    """A layer's messages over tp, of keys and values over cp, of tokens to experts over ep."""
+    """Return seconds of a layer's messages: over tp, keys and values over cp, tokens over ep."""
     whole = 2 * job.tokens * job.shape.hidden
     # without sequence parallelism an all-reduce replaces each reduce-scatter and all-gather
     op, a_pass = ("all_gather", 1) if sequence_split(job) else ("all_reduce", 1 / 2)
@@ -220,7 +223,10 @@ def tensor_seconds(job, c):
 
 
 def unit_seconds(job, c):
-    """FSDP's messages for a layer and micro-batch: two all-gathers and a reduce-scatter."""
+    """Return the seconds of FSDP's messages for a layer and micro-batch.
+
+    These are two all-gathers and a reduce-scatter.
+    """
     alike = job.held_alike(job.shape.layer_parameters, job.shape.expert_weights)
     return 3 * sum(
         gather_seconds(job, ranks * job.cp, stride, 2 * parameters / job.tp, c)
@@ -229,10 +235,10 @@ def unit_seconds(job, c):
 
 
 def gradient_seconds(job, c):
-    """The exposed time of the gradients' messages over dp in a step.
+    """Return the exposed seconds of the gradients' messages over dp in a step.
 
-    ZeRO-2 keeps no complete gradients, so it reduces those of every micro-batch. FSDP's are part of
-    its layers (unit_seconds); its replicas, if there are several, all-reduce their shards.
+    ZeRO-2 keeps no complete gradients, so it reduces those of every micro-batch. FSDP's messages
+    are part of its layers (unit_seconds); several replicas of it also all-reduce their shards.
     """
     once = 0.0
     for total, size, stride in summed_gradients(job):
@@ -247,14 +253,14 @@ def gradient_seconds(job, c):
 
 
 def summed_gradients(job):
-    """(bytes, ranks, ranks from one to the next) of each part of a rank's gradients."""
+    """Return (bytes, ranks, stride between ranks) of each part of a rank's gradients."""
     width = 4 if job.framework == "nanotron" else 2
     alike = job.held_alike(job.shape.parameters, job.shape.layers * job.shape.expert_weights)
     return [(width * p / job.tp / job.pp, ranks * job.cp, stride) for p, ranks, stride in alike]
 
 
 def hand_over(job):
-    """Seconds to send a micro-batch's activations from one stage to the next."""
+    """Return the seconds to send a micro-batch's activations from one stage to the next."""
     if job.pp == 1:
         return 0.0
     inside = job.n_gpus <= job.gpus_per_node

@@ -5,10 +5,11 @@
     constants   of constants.csv, each at both ends of its spread, with the others unchanged:
 
         of time      the same jobs fit: rank them again, until no other could be faster
-        of memory    other jobs fit: search again for those that are faster than what still fits
+        of memory    other jobs fit: search again for jobs faster than those that still fit
 
 If a constant k becomes r k, no part of a step changes by more than the factor r or 1/r. So a job
-that took t takes at least t min(r, 1/r), and both the new ranking and the new search are exact.
+with step time t then takes at least t min(r, 1/r). Both the new ranking and the new search are
+therefore exact.
 Constants change one at a time, so their interactions are not covered; Saltelli et al., Global
 Sensitivity Analysis, 2008, section 1.2, discusses this limit.
 """
@@ -39,8 +40,8 @@ def why_slower(other, best):
     """Say in a line which parts of the other's step are longer."""
     mine, theirs = best.step.parts, other.step.parts
     longer = sorted(mine, key=lambda part: mine[part] - theirs[part])[:2]
-    told = ", ".join(f"{p} {theirs[p] - mine[p]:+.3g} s" for p in longer if theirs[p] > mine[p])
-    return f"{words(other.job)}: {other.seconds / best.seconds - 1:+.1%} of a step: {told}"
+    reasons = ", ".join(f"{p} {theirs[p] - mine[p]:+.3g} s" for p in longer if theirs[p] > mine[p])
+    return f"{words(other.job)}: {other.seconds / best.seconds - 1:+.1%} of a step: {reasons}"
 
 
 def why_larger(other, best, spare):
@@ -56,8 +57,10 @@ def why_larger(other, best, spare):
 
 @dataclass(frozen=True)
 class Moved:
-    """constant: a constants.Constant, at `value`. same: what the plan's fastest becomes, a Found;
-    best: what is fastest now; None: nothing fits.
+    """The effect of one constant at another value.
+
+    constant: a constants.Constant, set to `value`. same: the plan's fastest job with that value, a
+    Found. best: the fastest job with that value; None: nothing fits.
     """
 
     constant: object
@@ -67,12 +70,12 @@ class Moved:
 
     @property
     def changes(self):
-        """Whether another job is the fastest now."""
+        """Whether another job is the fastest with the new value."""
         return self.best is None or self.best.job != self.same.job
 
 
 def sensitivity(plan):
-    """A list of Moved, two for each constant that has a spread."""
+    """Return a list of Moved, two for each constant that has a spread."""
     return [
         moved(plan, constant, value)
         for constant in constants.read()
@@ -82,10 +85,10 @@ def sensitivity(plan):
 
 
 def moved(plan, constant, value):
-    """A Moved: the plan with one constant at another value."""
+    """Return the Moved of a plan with one constant at another value."""
     c = constants.values() | {constant.name: value}
     same = again(plan.fastest, c)
-    # what nanotron keeps depends on whether it waits: on time
+    # nanotron's memory depends on whether the GPU waits for its host, and so on constants of time
     if constant.column == "tok_s_gpu" and plan.space.job.framework != "nanotron":
         return Moved(constant, value, same, ranked_again(plan, c, value / constant.value))
     now = (again(found, c) for found in plan.contenders)
@@ -95,7 +98,7 @@ def moved(plan, constant, value):
 
 
 def ranked_again(plan, c, ratio):
-    """The fastest of the jobs that fit."""
+    """Return the fastest of the jobs that fit."""
     best, least = None, min(ratio, 1 / ratio)
     for found in plan.contenders:
         if best and found.seconds * least > best.seconds:

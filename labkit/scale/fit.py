@@ -1,22 +1,22 @@
-"""Fit the constants, and report the error of the predictions on rows that are not in the fit.
+"""Fit the constants, and report the prediction error on held-out rows.
 
-    python -m labkit.scale.fit           both errors, and those of the null models
+    python -m labkit.scale.fit           the errors, and those of the null models
     python -m labkit.scale.fit --write   fit again; writes constants.csv and scores.json
 
     published rows ---- in the fit:  nanotron, llm-foundry, Megatron on V100
                   \\
-                   +--- kept out:    by source: torchtitan, Megatron-LM's own of 2020, OneFlow,
+                   +--- held out:    by source: torchtitan, Megatron-LM's own of 2020, OneFlow,
                                      DeepSpeed
-                                     by size: of the fit of time all models of more than 4 billion
-                                     parameters and sequences of 32,768 and more; of the fit of
-                                     memory all jobs of more than 16 GPUs
+                                     by size, from the fit of time: models of more than 4 billion
+                                     parameters and sequences of 32,768 tokens or more
+                                     by size, from the fit of memory: jobs of more than 16 GPUs
 
 The fit minimizes the mean of d^2 / (1 + d^2), d = log(predicted / published) / width, with width
 0.3 and then 0.1, so outliers (slow allocators, retries) have little weight. A constant that no row
 determines keeps its first guess. Constants change one at a time by a step that shrinks, and then
 together: Hooke and Jeeves, "Direct Search" Solution, JACM 1961.
-The null models: a constant MFU, and 16 to 18 bytes a parameter and 34 s b h of Korthikanti et al.,
-MLSys 2023.
+Null models: for time a constant MFU; for memory 16 to 18 bytes a parameter and 34 s b h per layer
+(Korthikanti et al., MLSys 2023).
 """
 
 import argparse
@@ -37,18 +37,18 @@ ROWS = Path(__file__).with_name("published") / "training_steps.csv"
 SCORES = Path(__file__).with_name("published") / "scores.json"
 OTHER_SOURCES = ("torchtitan", "Megatron-LM-2020", "DLPerf-GPT-OneFlow", "DLPerf-DeepSpeed")
 WIDTHS = (0.3, 0.1)
-DOUBT = 3e-4  # what it costs to leave a guess by a factor of e
+DOUBT = 3e-4  # the penalty for a constant that differs from its guess by a factor of e
 GROUPS = {"in the fit": "", "kept out by size": "size", "kept out by source": "source"}
 
 
 def published():
-    """The published rows: a list of dicts of text, each with its "job"."""
+    """Return the published rows: a list of dicts of text, each with its "job"."""
     with ROWS.open(newline="", encoding="utf-8") as file:
         return [row | {"job": job_of(row)} for row in csv.DictReader(file)]
 
 
 def kept_out(row, column):
-    """Why a row is not in the fit of a column: "source", "size", or "" for one that is in it."""
+    """Return why a row is not in the fit of a column: "source", "size", or "" if it is in."""
     if row["source"].startswith(OTHER_SOURCES):
         return "source"
     if column == "mem_gib":
@@ -70,13 +70,13 @@ def runs(job, c):
 
 
 def loss(rows, column, predict, c, width=WIDTHS[-1]):
-    """How far the rows are off, from 0 to 1: one that is off by the width counts a half."""
+    """Return the loss of the rows, from 0 to 1; a row that is off by the width counts a half."""
     far = [log(predict(row["job"], c) / float(row[column])) / width for row in rows]
     return mean(d * d / (1 + d * d) for d in far)
 
 
 def search(rows, column, predict, start, names):
-    """The constants `names` of `start` that make the loss of the rows least: a dict."""
+    """Return `start` with the constants `names` changed so that the loss is least: a dict."""
     if not rows:
         return start
 
@@ -104,23 +104,23 @@ def search(rows, column, predict, start, names):
 
 
 def along(c, factors):
-    """One more step the way that all the last ones together went."""
+    """Repeat the last change of all constants together."""
     return c | {name: c[name] * factor for name, factor in factors.items()}
 
 
 def errors(rows, column, predict, c):
-    """|predicted / published - 1| of the rows that have the column."""
+    """Return |predicted / published - 1| of the rows that have the column."""
     return [abs(predict(r["job"], c) / float(r[column]) - 1) for r in rows if r[column]]
 
 
 def null_speed(job, c):
-    """A constant MFU."""
+    """Return tokens per second for a constant MFU."""
     flops = 3 * job.shape.forward_flops(job.context)
     return c["mfu"] * 1e12 * job.gpu.tflops["bf16"] / flops
 
 
 def null_gib(job, c):
-    """18 bytes a parameter (16 without an fp32 gradient), split by ZeRO, and 34 s b h a layer."""
+    """Return GiB for 18 bytes a parameter, sharded by ZeRO, and 34 s b h a layer."""
     held = {0: 18.0, 1: 6 + 12 / job.dp, 2: 4 + 14 / job.dp, 3: 18 / job.dp}[job.zero]
     layers = 34 * job.tokens * job.shape.hidden * job.shape.layers / job.tp
     return (held * job.shape.parameters / job.tp / job.pp + layers) / GIB
@@ -131,14 +131,14 @@ def null_fits(job, c):
 
 
 def out_of_memory(rows, fits, c):
-    """(share of the crashed rows that are found, share of those that ran called out of memory)."""
+    """Return the share of crashed rows predicted as crashes, and of running rows predicted so."""
     crashed = [fits(row["job"], c) for row in rows if row["status"] == "crashed_or_oom"]
     ran = [fits(row["job"], c) for row in rows if row["status"].startswith("ok")]
     return (crashed.count(False) / len(crashed) if crashed else None), ran.count(False) / len(ran)
 
 
 def scores(rows, c):
-    """Median errors by what was kept out, ours and the null models': a dict for JSON."""
+    """Return median errors by group of rows, ours and the null models': a dict for JSON."""
     fitted = [row for row in rows if row["tok_s_gpu"] and not kept_out(row, "tok_s_gpu")]
     mfu = median(float(r["tok_s_gpu"]) / null_speed(r["job"], {"mfu": 1.0}) for r in fitted)
     found = {"tok_s_gpu": {}, "mem_gib": {}, "fits": {}}
@@ -162,7 +162,7 @@ def scores(rows, c):
 
 
 def errors_kept_out():
-    """{(what, why its rows are kept out): median error}, as committed."""
+    """Return the stored {(quantity, reason for holding out): median error}."""
     found = json.loads(SCORES.read_text())
     return {
         (what, why): found[column][f"kept out by {why}: all"]["error"]
@@ -172,7 +172,7 @@ def errors_kept_out():
 
 
 def fit(rows, start):
-    """Constants fitted, from their guesses, to the rows in the fit: a dict, name to value."""
+    """Fit the constants, from their guesses, to the rows in the fit; return {name: value}."""
     c = {k.name: k.value if k.column == "fits" else k.guess for k in start}
     for column, predict in (("tok_s_gpu", speed), ("mem_gib", gib)):
         names = [k.name for k in start if k.column == column]
@@ -182,7 +182,7 @@ def fit(rows, start):
 
 
 def leave_out(rows):
-    """(name, whether a row is of it): each large source, model size and number of GPUs."""
+    """Yield (name, function row -> bool) for each large source, model and number of GPUs."""
     for column in ("source", "model", "n_gpus"):
         for value, count in Counter(row[column] for row in rows).items():
             if count > len(rows) / 10:
@@ -190,7 +190,7 @@ def leave_out(rows):
 
 
 def refit(rows):
-    """(the table of constants fitted anew, with their spread; errors on what each fit left out)."""
+    """Fit again; return the constants with their spread, and the errors on the rows left out."""
     start = constants.read()
     best = fit(rows, start)
     spread, found = {name: [value] for name, value in best.items()}, {}
@@ -214,7 +214,7 @@ def refit(rows):
 
 
 def show(found):
-    """Print scores, a line for each group of rows."""
+    """Print the scores, one line for each group of rows."""
     for column, lines in found.items():
         first, second = list(next(iter(lines.values())))[1:]
         print(f"{column:48}{'rows':>8}{first:>10}{second:>10}")
@@ -226,7 +226,7 @@ def main():
     parser = argparse.ArgumentParser(
         prog="python -m labkit.scale.fit", description=__doc__.splitlines()[0]
     )
-    parser.add_argument("--write", action="store_true", help="fit anew, and keep what comes out")
+    parser.add_argument("--write", action="store_true", help="fit again and store the result")
     rows = published()
     if parser.parse_args().write:
         table, left_out = refit(rows)

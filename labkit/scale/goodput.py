@@ -2,16 +2,16 @@
 
     starts  |restart|= interval =|save|= interval =|save|= inter X         X: a machine fails
                                                          |lost |detection|restart|= interval =|save|
-                                                   ^ goes on from here
+                                                   ^ resumes from here
 
     a step of n ranks           max of n draws        below x with probability F(x)^n
-    failures of n GPUs          M = 1 / (n rate)      from one to the next, on average, at random
-    useful, of each second      t / M e^(-(D + w) / M) / (e^((t + d) / M) - 1)
+    failures of n GPUs          M = 1 / (n rate)      mean time between failures (exponential)
+    goodput                     t / M e^(-(D + w) / M) / (e^((t + d) / M) - 1)
     best interval, d << M       sqrt(2 d M)
 
 t: work between two saves. d: seconds that a save blocks work; w: seconds to write it during
-work. D: detection and restart. Ranks that do the same are one kind with one draw a step, so
-simulating 100,000 GPUs takes no longer than two; a run of months costs one draw a failure.
+work. D: detection and restart. Identical ranks are one kind with one random draw a step, so
+simulating 100,000 GPUs takes no longer than simulating two. A run needs one draw per failure.
 Young, A First Order Approximation to the Optimum Checkpoint Interval, CACM 1974; Daly, A Higher
 Order Estimate of the Optimum Checkpoint Interval for Restart Dumps, FGCS 2006;
 David and Nagaraja, Order Statistics, 2003, section 2.1.
@@ -28,11 +28,11 @@ import torch
 
 TABLE = Path(__file__).with_name("published") / "interruptions.csv"
 HOUR, DAY = 3600.0, 86400.0
-MOST = 10**7  # failures in a run: more is a rate in another unit
+MOST = 10**7  # failures in a run; more are a sign of a rate in a wrong unit
 
 
 def slowest(ranks, tail, draws):
-    """The longest delay of `ranks` ranks, from one uniform draw in [0, 1) for all of them.
+    """Return the longest delay of `ranks` ranks, from one uniform draw in [0, 1) for all of them.
 
     tail: function share -> the delay that this share of delays exceeds. u = (1 - share)^ranks.
     """
@@ -40,9 +40,9 @@ def slowest(ranks, tail, draws):
 
 
 def spent(gaps, detection, restart, interval, save, write=0.0):
-    """Where the time from each failure to the next goes: every gap begins from a whole save.
+    """Split the time between failures into useful work, saves, lost work, detection and restart.
 
-    gaps, detection: fp64 [failures]; all in seconds.
+    Every gap begins from a complete save. gaps, detection: fp64 [failures]; all in seconds.
     """
     up = (gaps - detection - restart).clamp(min=0.0)
     whole = ((up - write) / (interval + save)).floor().clamp(min=0.0)
@@ -56,13 +56,13 @@ def spent(gaps, detection, restart, interval, save, write=0.0):
 
 
 def exponential(mean):
-    """A tail for slowest(): delays of that mean; the longest of n grows as log n."""
+    """Return an exponential tail for slowest(); the longest of n delays grows as log n."""
     number("mean", mean)
     return lambda share: -mean * torch.log(share)
 
 
 def normal(deviation):
-    """A tail for slowest(): around 0, to both sides; the longest of n grows as sqrt(2 log n)."""
+    """Return a normal tail for slowest(), with mean 0; the longest of n grows as sqrt(2 log n)."""
     number("deviation", deviation)
     return lambda share: -deviation * torch.special.ndtri(share)
 
@@ -73,9 +73,9 @@ def no_jitter(share):
 
 @dataclass(frozen=True)
 class Kind:
-    """Ranks that do the same: `seconds` a step, and a delay of each rank's own, a tail.
+    """Identical ranks: `seconds` a step, plus a random delay of each rank, given by a tail.
 
-    A straggler is a kind of one rank. Raises ValueError for what is no number of ranks or seconds.
+    A straggler is a kind with one rank. Raises ValueError for invalid ranks or seconds.
     """
 
     ranks: int
@@ -88,9 +88,10 @@ class Kind:
 
 
 def step_seconds(kinds, steps, seed=0):
-    """Seconds of each of `steps` synchronous steps, fp64 [steps]: all wait for the slowest rank.
+    """Return the seconds of each of `steps` synchronous steps: all wait for the slowest rank.
 
-    kinds: of all ranks; their seconds may come from simulate(), which knows no chance.
+    kinds: a list of Kind that covers all ranks. Their seconds may come from simulate(), which is
+    deterministic. The result is fp64 [steps].
     """
     count("steps", steps)
     count("kinds", len(kinds))
@@ -104,11 +105,11 @@ def step_seconds(kinds, steps, seed=0):
 
 @dataclass(frozen=True)
 class Fleet:
-    """GPUs that train one model, how often one stops them all, and what that and a save cost.
+    """GPUs that train one model, with their failure rate and the costs of failures and saves.
 
-    per_gpu_hour: failures, of a GPU with its share of node and network. detection, restart,
-    save, write: seconds; save is what training waits for, write what follows in the background.
-    Raises ValueError for 0 GPUs and for figures that are negative or no numbers.
+    per_gpu_hour: failures of a GPU with its share of node and network; one failure stops all GPUs.
+    detection, restart, save, write: seconds. Training waits during save; write follows in the
+    background. Raises ValueError for 0 GPUs and for figures that are negative or not finite.
     """
 
     gpus: int
@@ -125,13 +126,13 @@ class Fleet:
 
     @property
     def between(self):
-        """Seconds from one failure to the next, on average; inf where there are none."""
+        """Mean seconds between failures; inf if there are none."""
         rate = self.gpus * self.per_gpu_hour / HOUR
         return 1 / rate if rate else inf
 
 
 class Survived(NamedTuple):
-    """seconds: {what they went to: seconds}, `useful` among it. failures: how many there were."""
+    """The result of survive(). seconds: {category: seconds}, also `useful`. failures: count."""
 
     seconds: dict
     failures: int
@@ -142,11 +143,11 @@ class Survived(NamedTuple):
 
 
 def survive(fleet, interval, seconds, seed=0):
-    """A run of so many seconds, saved after every `interval` of work: a Survived.
+    """Simulate a run of `seconds` that saves after every `interval` of work; return a Survived.
 
-    The same seed has the same failures, whatever the interval. A failure while the run starts
-    makes it start again; what is not saved when the run ends is kept.
-    Raises ValueError for an interval in which no save could be written, or too many failures.
+    The same seed gives the same failures for every interval. A failure during a start makes the run
+    start again. Work that is not saved when the run ends counts as useful.
+    Raises ValueError for an interval shorter than a write, or too many failures.
     """
     number("seconds", seconds, above=True)
     checked(fleet, interval)
@@ -171,7 +172,7 @@ def survive(fleet, interval, seconds, seed=0):
 
 
 def expected(fleet, interval):
-    """The goodput of an endless run (Daly 2006; a write in the background as more of a restart)."""
+    """Return the goodput of an endless run (Daly 2006; a background write adds to the restart)."""
     checked(fleet, interval)
     cycle, M = interval + fleet.save, fleet.between
     if isinf(M):
@@ -181,18 +182,18 @@ def expected(fleet, interval):
 
 
 def young(save, between):
-    """The best interval from d and M, in one unit: saves and lost work then cost the same."""
+    """Return the best interval, where saves and lost work cost the same. Both in the same unit."""
     return sqrt(2 * save * between)
 
 
 def daly(save, between):
-    """The same to higher order, for where M is not long against d."""
+    """Return the best interval to higher order, for an M that is not much longer than d."""
     x = save / (2 * between)
     return young(save, between) * (1 + sqrt(x) / 3 + x / 9) - save if x < 1 else between
 
 
 def published():
-    """Interruptions that others have told of: dicts, with `per_gpu_hour` and their source."""
+    """Return published interruptions: dicts with `per_gpu_hour` and their source."""
     with TABLE.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     for row in rows:
@@ -205,8 +206,8 @@ def checked(fleet, interval):
     number("interval", interval, above=True)
     if interval < fleet.write:
         raise ValueError(
-            f"a save is written for {fleet.write:g} s, and the next cannot begin before: "
-            f"interval must be at least that, got {interval:g}"
+            f"interval must be at least the {fleet.write:g} s that it takes to write a save, "
+            f"got {interval:g}"
         )
 
 

@@ -1,4 +1,4 @@
-"""GPUs and the links between them, as data: each figure with its source.
+"""A table of GPUs and of the links between them, with the source of each figure.
 
     GPU  -- memory: bandwidth --  [ arithmetic: peak by dtype ]
      |
@@ -6,13 +6,13 @@
      +-- PCIe: to the memory of its host, `host_gbs`
      +-- network: the node's adapters together, `network_gbps`, shared by its GPUs
 
-Peaks are dense. `achievable` is the fastest matrix product in the sources, as a share of the peak,
-and so an upper limit for a job. Sources: NVIDIA's datasheets of V100, A100, H100, H200, B200
-(peaks, bandwidth, memory, NVLink, watts); stas00/ml-engineering,
-compute/accelerator/README.md, "Maximum
-Achievable Matmul FLOPS" (A100 SXM 271.2 of 312, H100 SXM 794.5 of 989 in bf16, 1402.6 of 1979 in
-fp8); pytorch/torchtitan, benchmarks (H100 with 96 GB, HBM2e, limited to 500 W). A Grace CPU, of one
-GH200 or two GB200, has 900 GB/s to its GPUs, both directions together.
+Peaks are without sparsity. `achievable` is the rate of the fastest matrix product in the sources,
+as a share of the peak, and so an upper limit for a job. Sources: NVIDIA's datasheets of V100, A100,
+H100, H200, B200 (peaks, bandwidth, memory, NVLink, watts); stas00/ml-engineering,
+compute/accelerator/README.md, "Maximum Achievable Matmul FLOPS" (A100 SXM 271.2 of 312, H100 SXM
+794.5 of 989 in bf16, 1402.6 of 1979 in fp8); pytorch/torchtitan, benchmarks (H100 with 96 GB,
+HBM2e, limited to 500 W). A Grace CPU, of one GH200 or two GB200, has 900 GB/s to its GPUs, both
+directions together.
 """
 
 import re
@@ -28,11 +28,12 @@ class GPU:
     """One kind of GPU.
 
     tflops: dense peak by dtype, 10^12 FLOP/s. achievable: by dtype, a share of the peak.
-    memory_gib: what a process can allocate, GiB. memory_gbs, node_gbs: 10^9 byte/s, the latter in
+    memory_gib: GiB that a process can allocate. memory_gbs, node_gbs: 10^9 byte/s, the latter in
     one direction. network_gbps: 10^9 bit/s of a usual node of 8, all adapters together.
-    host_gbs: 10^9 byte/s to its host's memory, one direction (see BUSES). Where it was measured
-    (calibrate.py), edge: by dtype, a side of a product at which half its time is lost, elements;
-    hop: s of a message. Else they are those of all GPUs (cost.py).
+    host_gbs: 10^9 byte/s to its host's memory, one direction (see BUSES).
+    edge, hop: only of a measured GPU (calibrate.py); others use the constants of cost.py. edge: by
+    dtype, the side of a product, in elements, at which half its time is lost. hop: seconds of a
+    message.
     """
 
     name: str
@@ -50,12 +51,12 @@ class GPU:
     hop: float | None = None
 
     def peak(self, dtype):
-        """FLOP/s that a product in `dtype` can reach: 16-bit where the GPU lacks the dtype."""
+        """Return the FLOP/s that a product in `dtype` can reach; bf16's if the GPU lacks it."""
         known = dtype if dtype in self.tflops else "bf16"
         return 1e12 * self.tflops[known] * self.achievable[known]
 
 
-# V100 has no timed maximum in that table: it is given A100's share.
+# The table has no measured maximum of V100: we use A100's share.
 V100 = GPU(
     name="V100-32GB",
     generation="volta",
@@ -111,7 +112,7 @@ B200 = GPU(
 
 
 def held_at(gpu, watts, **others):
-    """The GPU under a power limit: dynamic power grows with the cube of the clock."""
+    """Return the GPU under a power limit: dynamic power grows with the cube of the clock."""
     share = (watts / gpu.watts) ** (1 / 3)
     tflops = {dtype: share * peak for dtype, peak in gpu.tflops.items()}
     return replace(gpu, tflops=tflops, watts=watts, **others)
@@ -138,7 +139,7 @@ GPUS = {
         replace(B200, name="GB200", memory_gib=184.0, memory_gbs=8000, host_gbs=225, watts=1200),
     )
 }
-# 10^9 bit/s of one adapter, and the share of them that data gets.
+# 10^9 bit/s of one adapter, and the source.
 ADAPTERS = {
     "InfiniBand EDR": (100, "IBTA roadmap"),
     "InfiniBand HDR": (200, "IBTA roadmap"),
@@ -151,7 +152,7 @@ ADAPTERS = {
     "EFA v2, a node of 8 H100": (3200, "stas00/ml-engineering network/README.md"),
     "EFA v4, one GPU": (400, "stas00/ml-engineering network/README.md"),
 }
-# 10^9 byte/s in one direction.
+# 10^9 byte/s in one direction, and the source.
 BUSES = {
     "PCIe 3 x16": (15.8, "PCI-SIG"),
     "PCIe 4 x16": (31.5, "stas00/ml-engineering network/README.md"),
@@ -166,9 +167,10 @@ OTHER_WORDS = re.compile(r"sxm\d?|hbm\d?e?|nvidia|tensor|core|gpu|")
 
 
 def find_gpu(name):
-    """The GPU of that name. "H100" alone is its most usual kind; "A100-64GB" has that memory.
+    """Return the GPU of that name; a GPU object is returned as it is.
 
-    A GPU is itself. Raises ValueError that names the nearest.
+    "H100" alone is the most usual kind of H100; "A100-64GB" is an A100 with that memory. For an
+    unknown name, raises ValueError with the nearest known names.
     """
     if isinstance(name, GPU):
         return name

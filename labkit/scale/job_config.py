@@ -1,22 +1,22 @@
-"""A training job from a row of a table: model, GPUs, axes, with defaults for missing columns.
+"""Read a training job from a row of a table: model, GPUs, axes, with defaults for missing columns.
 
-    row["layers"], row["hidden"], row["ffn"] ...    -> Shape    what fits row["params"]
+    row["layers"], row["hidden"], row["ffn"] ...    -> Shape    the one that fits row["params"]
     row["gpu"], row["inter_gbps"] ...               -> GPU      with its usual network by default
     row["dp"], row["tp"], row["micro_batch"] ...    -> Job      dp x tp x pp x cp x replicas = GPUs
 
-ep, the number of ranks over which the experts of a layer are spread, lies inside dp.
+ep is the number of ranks that share the experts of a layer; it divides dp.
 
 Defaults of the model: heads of width 128, kv_heads = heads, ffn = 4 hidden, a vocabulary of 51,200,
-an untied output layer if the network is gated. Without layers and hidden: a network that is 128
-times as wide as it is deep. If params is far more than a dense network has: as many experts as
-explain it, two for each token. architecture="encoder" is BERT's kind, with the head for masked
-words, through which all words go.
+an untied output layer if the network is gated. Without layers and hidden, the network is 128 times
+as wide as it is deep. If params is far more than a dense network has, the number of experts is the
+one that explains it, with top_k 2. architecture="encoder" means BERT with the head for masked
+words, which processes all words.
 
-Defaults of the job: 2,048 tokens, 8 GPUs a node, every axis 1 and dp what is left, micro_batch 1 or
-what the global batch implies, grad_accum what the global batch leaves, no ZeRO (3 if the framework
-is FSDP or torchtitan), no recomputation, bf16, not compiled; a pipeline runs 1F1B; collectives are
-flat rings. Columns are those of the published table. An impossible value is a ValueError that names
-the column.
+Defaults of the job: 2,048 tokens, 8 GPUs a node, tp = pp = cp = 1, dp all remaining GPUs,
+micro_batch 1 or the value that global_batch and grad_accum imply, grad_accum the value that
+global_batch implies, no ZeRO (3 if the framework is FSDP or torchtitan), no recomputation, bf16,
+not compiled. A pipeline runs 1F1B; collectives are flat rings. The columns are those of the
+published table. An impossible value raises ValueError, which names the column.
 """
 
 import csv
@@ -36,7 +36,7 @@ VOCAB, HEAD_WIDTH, ASPECT = 51200, 128, 128
 POSITIONS = 512  # of an encoder that is trained on shorter sequences: BERT's
 NOT_PLANNED = (
     "{} cannot be planned, a decoder or an encoder can: cost.py has no term for other layers, such "
-    "as convolutions (of a ResNet images.py has parameters, FLOPs and activations)"
+    "as convolutions (resnet_shapes.py has parameters, FLOPs and activations of ResNets)"
 )
 RECOMPUTED = {
     "half": ("half", "layer"),
@@ -50,10 +50,11 @@ SCHEDULES = {"1f1b": "1F1B", "zero_bubble": "zero bubble (ZB-H1)"}
 
 @dataclass(frozen=True)
 class Job:
-    """A training step to be predicted. Axes count ranks; dp shards where zero > 0; ep is in it.
+    """A training step to predict.
 
-    schedule: of a pipeline, a key of SCHEDULES: 1F1B is interleaved where vpp > 1. collectives: a
-    key of ALGORITHMS, for all messages.
+    dp, tp, pp, cp, ep, replicas: numbers of ranks; ep divides dp. dp also shards if zero > 0.
+    schedule: a key of SCHEDULES, for pipelines; 1F1B is interleaved if vpp > 1. collectives: a key
+    of ALGORITHMS, for all messages.
     """
 
     shape: Shape
@@ -92,9 +93,10 @@ class Job:
         return sequences * self.context
 
     def held_alike(self, parameters, experts):
-        """(parameters, ranks of dp that hold the same, ranks from one to the next) of one rank.
+        """Return (parameters, ranks of dp with identical ones, stride between ranks) of one rank.
 
-        parameters: of one replica, `experts` of them in experts, of which a rank has its share.
+        One tuple for dense parameters, and with ep > 1 another for the rank's share of the experts.
+        parameters: of one replica, of which `experts` are in experts.
         """
         if self.ep == 1:
             return ((parameters, self.dp, self.tp),)
@@ -103,10 +105,11 @@ class Job:
 
     @cached_property
     def stages(self):
-        """What each stage has, [pp]: (layers, output layers, blocks of any kind).
+        """The contents of each stage, [pp]: (layers, output layers, blocks of any kind).
 
-        Equally many layers, the output layer on the last. nanotron weighs it: a stage takes blocks
-        until it has its share of the products; casting the logits and the loss are blocks, too.
+        Stages have the same number of layers, and the last one has the output layer. nanotron
+        balances FLOPs: a stage takes blocks until it has its share of them. There, casting the
+        logits and the loss are blocks, too.
         """
         layers, pp = self.shape.layers, self.pp
         if self.framework != "nanotron":
@@ -125,7 +128,7 @@ class Job:
 
     @property
     def dtype(self):
-        """What products are computed in."""
+        """The dtype of matrix products."""
         for name in ("fp8", "fp32", "tf32"):
             if name in self.precision:
                 return name.replace("tf32", "fp32")
@@ -133,9 +136,9 @@ class Job:
 
 
 def job_of(row):
-    """The Job of a row (a mapping of column to text or number; unknown columns are ignored).
+    """Return the Job of a row (a mapping of column to text or number; unknown columns are ignored).
 
-    Raises ValueError, one line that names the column, where a figure is impossible.
+    Raises ValueError, one line that names the column, if a figure is impossible.
     """
     context = whole(row, "seq_len", CONTEXT)
     shape = shape_of(row, context)
@@ -176,7 +179,7 @@ def job_of(row):
     network = number(row, "inter_gbps", gpu.network_gbps, least=0)
     if text(row, "inter_gbps") and not 1 <= network <= 30000:
         raise ValueError(
-            f"inter_gbps={network:g}: Gbit/s of a node are meant, 10 to 6400 being usual; "
+            f"inter_gbps={network:g} must be the Gbit/s of a node, usually 10 to 6400; "
             "is it in Mbit/s or Gbyte/s?"
         )
     return Job(
@@ -204,10 +207,10 @@ def job_of(row):
 
 
 def row_of(name):
-    """The row of models.csv, or what is written out as layers=32,hidden=4096,..."""
+    """Return the row of models.csv, or the columns of a text like layers=32,hidden=4096,..."""
     if "=" in name:
-        told = [part.partition("=") for part in name.split(",")]
-        return {column.strip(): value for column, _, value in told}
+        columns = [part.partition("=") for part in name.split(",")]
+        return {column.strip(): value for column, _, value in columns}
     if name.lower().startswith("resnet"):
         raise ValueError(NOT_PLANNED.format(name))
     with MODELS.open(newline="", encoding="utf-8") as file:
@@ -219,12 +222,12 @@ def row_of(name):
 
 
 def text(row, name):
-    """What the row says in that column, "" where it says nothing."""
+    """Return the row's text in that column, "" if it is missing."""
     return str(row.get(name) if row.get(name) is not None else "").strip()
 
 
 def number(row, name, default=None, least=1):
-    """A number of the row, or the default where it has none."""
+    """Return a number of the row, or the default if it is missing."""
     said = text(row, name)
     if not said:
         return default
@@ -245,7 +248,7 @@ def whole(row, name, default=None, least=1):
 
 
 def recomputed(said):
-    """What is computed again in the backward: "none", "half", "selective" or "full"."""
+    """Return the kind of recomputation in the backward: "none", "half", "selective" or "full"."""
     for kind, words in RECOMPUTED.items():
         if said.lower() in words or any(word and word in said.lower() for word in words):
             return kind
@@ -253,7 +256,7 @@ def recomputed(said):
 
 
 def shape_of(row, context):
-    """The Shape of a row: what its parameter count fits best, where the row leaves it open."""
+    """Return the Shape of a row; missing columns are chosen to fit its parameter count best."""
     parameters = number(row, "params")
     layers, hidden = whole(row, "layers"), whole(row, "hidden")
     if not (parameters or (layers and hidden)):
@@ -291,10 +294,10 @@ def shape_of(row, context):
 
 
 def is_encoder(row):
-    """ValueError for an encoder that has experts."""
+    """Return whether the row is an encoder. Raises ValueError for an encoder with experts."""
     said = text(row, "architecture").lower()
     if said == "encoder" and (whole(row, "experts") or 1) > 1:
-        raise ValueError("experts must be left out of an encoder: its layers have one network each")
+        raise ValueError("experts must not be given for an encoder: its layers have one network")
     return said == "encoder"
 
 

@@ -1,18 +1,18 @@
-"""The peak memory of a GPU by kind: states, activations, logits, gathered parameters, runtime.
+"""Predict a GPU's peak memory by kind: states, activations, logits, gathered parameters, runtime.
 
     GiB |  runtime     workspaces and buffers of messages
-        |  logits      tokens x vocabulary / tp, where the output layer is
+        |  logits      tokens x vocabulary / tp, on the stage with the output layer
         |  activations layers of the stage x micro-batches in flight, or inputs only (recomputed)
-        |  gathered    FSDP: two layers' parameters and the embeddings, whole
+        |  gathered    FSDP: the unsharded parameters of two layers and the embeddings
         |  states      parameters, gradients, master copy, two moments: 16 to 20 bytes a parameter
         +----------------------------------------------------------------------------------------
 
-Stage i of a pipeline holds min(pp - i, micro-batches) micro-batches (1F1B), with v stages a rank up
-to (pp - 1)/v more. With zero bubble (ZB-H1) it holds i more, whose weights' gradients are delayed:
-pp in all, as 1F1B's first stage. For those i, and for the one in its backward, recomputation saves
-nothing. The first stage also has the embeddings, and one of the last the logits; the result is that
-of the stage that holds most. ZeRO divides by dp: optimizer states (1), gradients (2), parameters
-(3). Offloaded states are in host memory.
+Stage i of a pipeline stores min(pp - i, micro-batches) micro-batches (1F1B), with v stages a rank
+up to (pp - 1)/v more. With zero bubble (ZB-H1) it stores i more, whose weight gradients are
+delayed: pp in all, as the first stage of 1F1B. For those i, and for the one in its backward,
+recomputation saves nothing. The first stage also has the embeddings, and the last the logits. The
+result is the peak of the stage that needs most. ZeRO shards over dp: optimizer states (1),
+gradients (2), parameters (3). Offloaded states are in host memory.
 Rajbhandari et al., ZeRO, SC 2020, section 3; Korthikanti et al., Reducing Activation
 Recomputation, MLSys 2023, section 4; Narayanan et al., SC 2021, section 2.2 (1F1B, interleaved);
 Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, section 2.1 (ZB-H1).
@@ -36,7 +36,8 @@ FUSED_LOSS = 4  # bytes a logit: gradients are written over the logits (llm-foun
 class Peak:
     """GiB of the fullest GPU by kind, and of the fullest node's host.
 
-    runs: no stage is empty; memory: what the GPU has.
+    memory: GiB of the GPU. limit: the share of it at which a job runs out of memory. runs: False if
+    a stage is empty.
     """
 
     states: float
@@ -55,23 +56,23 @@ class Peak:
 
     @property
     def fits(self):
-        """Whether the job runs. A caching allocator asks for more than it needs: limit > 1."""
+        """Whether the job runs. limit > 1, as a caching allocator can release unused memory."""
         return self.total <= self.limit * self.memory and self.runs
 
     @property
     def shown(self):
-        """What the GPU reports: at most its memory, if the job fits."""
+        """GiB that the GPU reports: at most its memory if the job fits."""
         return min(self.total, self.memory) if self.fits else self.total
 
     @property
     def largest(self):
-        """The largest kind."""
+        """The name of the largest kind."""
         return max(("states", "gathered", "activations", "logits"), key=lambda k: getattr(self, k))
 
 
 def predict_memory(job, c):
-    """The Peak of a Job: of the stage that holds most."""
-    first, last = {}, {}  # of stages that have the same: one of the two holds most
+    """Predict the Peak of a Job: that of the stage that needs most."""
+    first, last = {}, {}  # among stages with the same contents, one of these two needs most
     for stage, has in enumerate(job.stages):
         first.setdefault(has, stage)
         last[has] = stage
@@ -82,7 +83,7 @@ def predict_memory(job, c):
 
 
 def stage_peak(job, c, stage, has):
-    """The Peak of a stage. has: as Job.stages says."""
+    """Return the Peak of a stage. has: one of Job.stages."""
     layers, head, _ = has
     embedding = stage == 0
     ahead = job.pp - stage
@@ -122,12 +123,12 @@ def stage_peak(job, c, stage, has):
 
 
 def shared_by(job, ranks):
-    """Ranks that share the optimizer's states, of `ranks` along dp that hold the same."""
+    """Return over how many ranks ZeRO shards optimizer states, of `ranks` along dp."""
     return ranks * (job.cp if job.zero == 3 else 1) if job.zero else 1
 
 
 def state_bytes(job, c, ranks):
-    """Bytes a parameter of the stage: what ZeRO divides, divided by `ranks` of dp."""
+    """Return bytes per parameter of the stage, after ZeRO has sharded over `ranks` of dp."""
     if job.zero == 3:
         return (8 if "pure" in job.precision else 16) / shared_by(job, ranks)
     if job.framework != "nanotron":  # 16-bit parameters and gradients; fp32 master and moments
@@ -139,7 +140,7 @@ def state_bytes(job, c, ranks):
 
 
 def kept(job, c):
-    """Bytes per token that a layer keeps until its backward."""
+    """Return the bytes per token that a layer keeps until its backward."""
     split = job.tp if sequence_split(job) else (job.tp + 1) / 2
     inputs = 2 * job.shape.hidden / (job.tp if sequence_split(job) else 1)
     copies = c["saved"] if job.framework == "nanotron" else 1.0
@@ -148,7 +149,7 @@ def kept(job, c):
         # inputs of split layers stay gathered, unless the GPU waits for its host and frees them
         waiting = crosses(job) and host_seconds(job, c) > device_seconds(job, c)
         everything += 0 if waiting else 2 * 2 * job.shape.hidden
-    if job.precision == "fp16":  # older than fused attention: scores, and what dropout left of them
+    if job.precision == "fp16":  # older than fused attention: scores before and after dropout
         everything += 5 * job.shape.heads * job.context / job.tp
     share = {"none": 1.0, "full": 0.0, "half": 0.5, "selective": 0.5}[job.recompute]
     return share * everything + (1 - share) * inputs

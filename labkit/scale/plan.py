@@ -1,19 +1,20 @@
-"""How to lay a model out on a cluster: the fastest way, the cheapest, the fewest GPUs that fit it.
+"""Plan the layout of a model on a cluster: the fastest, the cheapest, and the fewest GPUs that fit.
 
     python -m labkit.scale.plan --model gpt3-175b --gpus 1024 --gpu a100-80gb --tokens 300e9
     python -m labkit.scale.plan --model gpt3-175b --cluster ours.yaml --tokens 300e9
 
-    search.py   what divides  ->  cost.py    ->  seconds of a step  -> fastest      days, GPU-hours,
-                              ->  memory.py  ->  GiB, it fits       -> cheapest     money, energy
-                                                                    -> smallest
+    search.py   all layouts  ->  cost.py          ->  step time   -> fastest      days, GPU-hours,
+                             ->  memory_model.py  ->  GiB, fits?  -> cheapest     money, energy
+                                                                  -> smallest
 
     days = tokens / (tokens a second)     money = GPUs x hours x price     energy = GPUs x h x watts
 
-Cheapest counts GPU-hours, on whole nodes that divide the cluster, or the fewest that fit. With the
-fastest come: its bucket of gradients (bucket.py); who was second with other axes, and which part of
-its step is longer; who would be faster and does not fit, and which memory is too large; whether
-another wins with any one constant at either end of its spread. All of it is predicted: beside it
-stands how far off predictions of published rows were that no fit has seen.
+The cheapest plan needs the fewest GPU-hours, on complete nodes that divide the cluster or on the
+fewest GPUs that fit. For the fastest plan, the command also prints: the size of its gradient
+buckets (bucket_size_model.py); the runner-up with other axes, and which part of its step is longer;
+a faster plan that does not fit, and which kind of memory is too large; with --sensitivity, whether
+another plan wins if one constant is at either end of its spread. All figures are predicted; the
+command also prints the median error of the predictions on held-out published rows.
 """
 
 import argparse
@@ -33,15 +34,16 @@ from labkit.scale.job_config import row_of, whole
 from labkit.scale.search import Found, Space, most, search, smallest, space_of
 from labkit.scale.validate_args import AXES, GIVEN, divisors
 
-REACH = 64  # times the cluster: how far a larger one is looked for that would do
+REACH = 64  # if nothing fits, search for a cluster up to this many times as large
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What was found. fastest, cheapest, smallest: Found (its job, step, peak).
+    """The result of plan(). fastest, cheapest, smallest: Found (its job, step, peak).
 
-    runner_up: the next with other axes; larger: needs least memory of those that would be faster
-    and do not fit; both may be None. contenders: all that fit on as many GPUs, fastest first.
+    runner_up: the next fastest with other axes. larger: of the faster jobs that do not fit, the one
+    with the least memory. Both may be None. contenders: all jobs that fit on the same number of
+    GPUs, fastest first.
     """
 
     cluster: Cluster
@@ -55,31 +57,31 @@ class Plan:
 
     @property
     def bucket(self):
-        """The Bucket of the fastest's gradients, or None where they are in none."""
+        """The gradient Bucket of the fastest plan, or None if its gradients are not in buckets."""
         return choose_bucket(self.fastest.job, constants.values())
 
 
 def plan(model, cluster, *, global_batch=None, seq_len=None, precision="bf16", framework="",
          schedule="1f1b", spare=0.1, uneven=False, **given):  # fmt: skip
-    """The Plan of a model on a Cluster.
+    """Return the Plan of a model on a Cluster.
 
     model: a name of models.csv, its columns as "layers=32,hidden=4096,...", or a mapping of them.
-    global_batch: sequences of a step. spare: the share of memory to leave free, by default twice
-    the median error of the prediction. uneven: stages of a pipeline may differ by a layer.
-    precision: bf16, fp8, fp16, tf32 or fp32, or "free": fp8 where the GPU has it, else bf16.
-    schedule: of a pipeline, 1f1b (interleaved, too), zero_bubble (ZB-H1), which few stacks have, or
-    "free": the faster.
-    given: axes and settings that are not free: dp, tp, pp, cp, ep, vpp, replicas, zero,
-    micro_batch, recompute. Raises ValueError, one line, for bad input and where nothing fits.
+    global_batch: sequences per step. spare: the share of memory to leave free, by default twice
+    the median error of the prediction. uneven: whether stages of a pipeline may differ by a layer.
+    precision: bf16, fp8, fp16, tf32 or fp32, or "free": fp8 if the GPU has it, else bf16.
+    schedule: of a pipeline, 1f1b (plain or interleaved), zero_bubble (ZB-H1), which few stacks
+    support, or "free": the faster of the two.
+    given: axes and settings that are fixed: dp, tp, pp, cp, ep, vpp, replicas, zero, micro_batch,
+    recompute. Raises ValueError, one line, for invalid input, or if nothing fits.
     """
     row = dict(row_of(model) if isinstance(model, str) else model)
-    told = {"global_batch": global_batch, "seq_len": seq_len}
-    row |= {name: value for name, value in told.items() if value is not None}
+    sizes = {"global_batch": global_batch, "seq_len": seq_len}
+    row |= {name: value for name, value in sizes.items() if value is not None}
     batch = whole(row, "global_batch")
     if batch is None:
         raise ValueError("global_batch is missing: how many sequences has a step?")
-    told = {"spare": spare, "uneven": uneven, "precision": precision, "framework": framework}
-    space = space_of(row, cluster, global_batch=batch, schedule=schedule, **told, **given)
+    settings = {"spare": spare, "uneven": uneven, "precision": precision, "framework": framework}
+    space = space_of(row, cluster, global_batch=batch, schedule=schedule, **settings, **given)
     c = constants.values()
     n = most(space, cluster.gpus)
     fit, refused = search(space, n, c)
@@ -106,7 +108,7 @@ def by_size(refused):
 
 
 def nowhere(space, n, refused, c, limit):
-    """Why nothing fits, what is missing, and what is the nearest that fits: a line."""
+    """Say in a line that nothing fits, how much memory is missing, and which cluster would fit."""
     peak, nearest = by_size(refused)[0]
     gpu = nearest.gpu
     usable = (1 - space.spare) * gpu.memory_gib
@@ -120,10 +122,10 @@ def nowhere(space, n, refused, c, limit):
 
 
 def bill(found, tokens, price=None, watts=None):
-    """{days, gpu_hours, kwh, money} of training on so many tokens.
+    """Return {days, gpu_hours, kwh, money} of training on `tokens` tokens.
 
     price: of a GPU-hour, in any currency; None: money is None. watts: of a GPU with its share of
-    the node and of cooling; None: what the GPU alone draws at most.
+    the node and of cooling; None: the maximum power of the GPU alone.
     """
     for name, value in (("tokens", tokens), ("price", price), ("watts", watts)):
         if value is not None and not (isfinite(value) and value > 0):
@@ -157,7 +159,7 @@ def show(name, plan, tokens, price, watts):
             f"{cost['gpu_hours']:>12,.0f}{cost['kwh'] / 1000:>9,.0f}{money}  {words(found.job)}"
         )
     if job.n_gpus < plan.cluster.gpus:
-        print(f"on no more than {job.n_gpus} of the GPUs is there a layout that divides all")
+        print(f"only {job.n_gpus} of the GPUs are used: no layout divides evenly over more")
     kinds = ", ".join(f"{kind} {getattr(plan.fastest.peak, kind):.1f}" for kind in KINDS)
     print(f"\nof {gpu.memory_gib:g} GiB: {kinds}, {plan.space.spare:.0%} spared")
     off = "; ".join(f"{e:.1%} of {what} by {why}" for (what, why), e in errors_kept_out().items())
@@ -174,7 +176,7 @@ def show(name, plan, tokens, price, watts):
 
 
 def show_sensitivity(plan):
-    """Print what each constant moves: the time of the fastest, or which one that is."""
+    """Print how each constant changes the fastest plan's step time, or which plan is fastest."""
     print("\nconstant          from        to  its step  fastest then")
     for moved in sensitivity(plan):
         same = moved.same.seconds / plan.fastest.seconds - 1
@@ -193,13 +195,13 @@ def main():
     )
     add = parser.add_argument
     add("--model", required=True, help="of models.csv, or layers=32,hidden=4096,...")
-    add("--cluster", metavar="FILE", help="YAML, see cluster.py; figures told here replace its")
+    add("--cluster", metavar="FILE", help="YAML, see cluster.py; options replace its figures")
     add("--tokens", required=True, type=float)
     add("--price", type=float, help="of a GPU-hour")
-    add("--watts", type=float, help="of a GPU, all that serves it included")
+    add("--watts", type=float, help="of a GPU with its share of the node and of cooling")
     add("--confirm", dest="confirmed", action="store_true", default=argparse.SUPPRESS,
-        help="figures that look wrong are meant")  # fmt: skip
-    add("--sensitivity", action="store_true", help="what each constant moves")
+        help="unusual figures are correct")  # fmt: skip
+    add("--sensitivity", action="store_true", help="print the effect of each constant on the plan")
     cluster = {"gpu": str, "gpus": int, "gpus-per-node": int, "network-gbps": float}
     cluster |= {"node-gbs": float, "memory-gib": float, "host-gib": float, "collectives": str}
     job = {"global-batch": int, "seq-len": int, "precision": str, "framework": str, "schedule": str}
@@ -213,10 +215,10 @@ def main():
     asked = vars(parser.parse_args())
     model, price, watts = (asked.pop(name) for name in ("model", "price", "watts"))
     tokens, also, file = (asked.pop(name) for name in ("tokens", "sensitivity", "cluster"))
-    told = {field.name: asked.pop(field.name, None) for field in fields(Cluster)}
-    told = {name: figure for name, figure in told.items() if figure is not None}
+    figures = {field.name: asked.pop(field.name, None) for field in fields(Cluster)}
+    figures = {name: figure for name, figure in figures.items() if figure is not None}
     try:
-        cluster = Cluster.from_yaml(file, **told) if file else Cluster.from_dict(told)
+        cluster = Cluster.from_yaml(file, **figures) if file else Cluster.from_dict(figures)
         found = plan(model, cluster, **asked)
         show(model, found, tokens, price, watts)
     except ValueError as error:

@@ -1,17 +1,17 @@
-"""Rows of training jobs in, the same rows with their predicted speed and memory out.
+"""Predict the speed and memory of training jobs: rows of a CSV file in, rows with predictions out.
 
     python -m labkit.scale.predict ROWS.csv -o OUT.csv
 
-    model, GPUs, axes, batch  ->  cost.py    ->  pred_tok_s_gpu   tokens per second and GPU
-                              ->  memory.py  ->  pred_mem_gib     GiB that the fullest GPU shows
-                                             ->  pred_fits        True, or False: it does not run
-                                             ->  pred_refused     why: a cell is impossible
+    model, GPUs, axes, batch  ->  cost.py          ->  pred_tok_s_gpu  tokens per second and GPU
+                              ->  memory_model.py  ->  pred_mem_gib    GiB of the fullest GPU
+                                                   ->  pred_fits       whether the job runs
+                                                   ->  pred_refused    the error of an invalid cell
 
 The columns are those of published/training_steps.csv. Results in the rows (tok_s_gpu, mem_gib,
 status) and unknown columns are ignored; a missing column has the default of
-labkit/scale/job_config.py. A row with an impossible cell is written without a prediction, with the
-reason, which names the column; the others are predicted. The speed of a job that does not
-fit is that of a larger GPU. How far off it is: `python -m labkit.scale.fit`.
+labkit/scale/job_config.py. A row with an invalid cell is written without a prediction, with an
+error that names the column; all other rows are predicted. The speed of a job that does not fit
+assumes a GPU with more memory. `python -m labkit.scale.fit` prints the prediction errors.
 """
 
 import argparse
@@ -28,7 +28,7 @@ REFUSED = "pred_refused"
 
 
 def predict(row, c):
-    """What is predicted of a row, by column: text as it is written."""
+    """Return the predictions of a row: {column: text}."""
     job = job_of(row)
     peak = predict_memory(job, c)
     speed = predict_step(job, c).tokens_per_second
@@ -36,7 +36,7 @@ def predict(row, c):
 
 
 def read(path):
-    """(columns, rows) of a CSV file. Raises ValueError where it is not one."""
+    """Return (columns, rows) of a CSV file. Raises ValueError if it is not a CSV file."""
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file)
@@ -55,9 +55,9 @@ def read(path):
 
 
 def predict_file(source, target):
-    """Write the rows of `source` to `target`, with PREDICTED and REFUSED: [(line, why)] refused.
+    """Write the rows of `source` with predictions to `target`; return [(line, error)] of bad rows.
 
-    Raises ValueError, one line, where the file itself cannot be read or written.
+    Raises ValueError, one line, if the file itself cannot be read or written.
     """
     columns, rows = read(source)
     c, refused = values(), []

@@ -1,20 +1,20 @@
-"""A ResNet's shape: its parameters, FLOPs and activation bytes, block by block.
+"""The shape of a ResNet: its parameters, FLOPs and activation bytes, block by block.
 
     image --- stem ---- blocks ---- blocks ---- blocks ---- blocks ---- mean, linear --- classes
              w, S/4     w, S/4     2w, S/8     4w, S/16    8w, S/32
 
     basic         conv 3x3 - norm - relu - conv 3x3 - norm ------------------------- + - relu
     bottleneck    conv 1x1 - norm - relu - conv 3x3 - norm - relu - conv 1x1 - norm - + - relu
-    shortcut      the input, or where the shape changes conv 1x1 - norm
+    shortcut      the input; conv 1x1 - norm if the shape changes
 
-    of a convolution of k x k from c to d channels, s x s pixels out:
-    parameters    k^2 c d + 2 d                    the norm's two included, no bias
+    a convolution of k x k from c to d channels, with s x s output pixels:
+    parameters    k^2 c d + 2 d                    with the norm's two, no bias
     FLOPs         2 k^2 c d s^2 an image           backward twice that; the stem's without dx
-    kept          d s^2 by the norm, and d s^2 by the relu, which the next convolution keeps, too
+    kept          d s^2 by the norm, and d s^2 by the relu (shared with the next convolution)
 
-Weights shrink with s as activations grow: of ResNet-50 most activations lie in the first stages and
-most weights in the last. A bottleneck's stride is in its 3x3 convolution, as in torchvision; in the
-paper it is in the first 1x1, which has fewer FLOPs (3.8 and not 4.1 billion products).
+In ResNet-50 most activations are in the first stages and most weights in the last. A bottleneck's
+stride is in its 3x3 convolution, as in torchvision; in the paper it is in the first 1x1, which
+needs fewer FLOPs (3.8 instead of 4.1 billion multiply-adds).
 He, Zhang, Ren, Sun, Deep Residual Learning for Image Recognition, CVPR 2016, table 1 and sections
 4.1 and 4.2.
 """
@@ -30,12 +30,12 @@ DEPTHS = {
     101: ((3, 4, 23, 3), True),
     152: ((3, 8, 36, 3), True),
 }
-CHANNELS, INDEX = 3, 8  # of an image; bytes that remember which pixel a pool took
+CHANNELS, INDEX = 3, 8  # of an image; bytes of the index that max pooling keeps for each output
 
 
 @dataclass(frozen=True)
 class Convolution:
-    """A convolution without bias and the norm behind it. side: pixels of its output, one way."""
+    """A convolution without bias and the norm after it. side: width of its output in pixels."""
 
     inputs: int
     outputs: int
@@ -52,18 +52,21 @@ class Convolution:
 
     @property
     def elements(self):
-        """Of the output of one image."""
+        """Elements of the output for one image."""
         return self.outputs * self.side**2
 
     @property
     def flops(self):
-        """Forward, of one image."""
+        """Forward FLOPs of one image."""
         return 2 * self.weights * self.side**2
 
 
 @dataclass(frozen=True)
 class Block:
-    """The stem or a block: convolutions, whether one is the shortcut's, elements pooled."""
+    """The stem or a block.
+
+    projected: whether the last convolution is in the shortcut. pooled: elements after max pooling.
+    """
 
     convolutions: tuple
     projected: bool = False
@@ -75,14 +78,14 @@ class Block:
 
     @property
     def flops(self):
-        """Forward, of one image."""
+        """Forward FLOPs of one image."""
         return sum(convolution.flops for convolution in self.convolutions)
 
     def saved_bytes(self, width=2):
-        """Bytes an image that are kept for the backward, elements being `width` bytes.
+        """Return the bytes per image kept for the backward, with elements of `width` bytes.
 
-        Each norm keeps its input, each relu its output; a pool its output, for who comes next, and
-        where its maxima were. What the block gets is the block's before it.
+        Each norm keeps its input and each relu its output. A pool keeps the indices of its maxima;
+        its output is kept by the next convolution. The previous block counts the block's input.
         """
         outputs = [convolution.elements for convolution in self.convolutions]
         rectified = sum(outputs[:-1] if self.projected else outputs)
@@ -91,11 +94,12 @@ class Block:
 
 @dataclass(frozen=True)
 class ResNetShape:
-    """The numbers of a ResNet's configuration, by default ResNet-50's for images of 224 pixels.
+    """The numbers of a ResNet's configuration, by default ResNet-50 with images of 224 pixels.
 
-    blocks: of each stage. width: channels of the first stage; each has twice those of the last.
-    side: pixels of an image, one way. small: a 3x3 stem that keeps the size, as for CIFAR, in place
-    of a 7x7 and a pool that leave a quarter of the side. Raises ValueError for other numbers.
+    blocks: of each stage. width: channels of the first stage; each next stage has twice as many.
+    side: width of an image in pixels. small: a 3x3 stem that keeps the size, as for CIFAR, instead
+    of a 7x7 convolution and a pool that reduce the side to a quarter. Raises ValueError for numbers
+    that are not positive integers.
     """
 
     blocks: tuple = (3, 4, 6, 3)
@@ -115,7 +119,7 @@ class ResNetShape:
 
     @classmethod
     def of_depth(cls, depth, **others):
-        """ResNet-18, 34, 50, 101 or 152. Raises ValueError for another depth."""
+        """Return ResNet-18, 34, 50, 101 or 152. Raises ValueError for another depth."""
         if depth not in DEPTHS:
             raise ValueError(f"depth must be one of {', '.join(map(str, DEPTHS))}, got {depth}")
         blocks, bottleneck = DEPTHS[depth]
@@ -138,7 +142,7 @@ class ResNetShape:
         return found
 
     def block(self, inputs, width, side, halves):
-        """A Block that gets `inputs` channels of side x side pixels."""
+        """Return a Block whose input has `inputs` channels of side x side pixels."""
         after = halved(side) if halves else side
         outputs = 4 * width if self.bottleneck else width
         convolutions = (
@@ -156,7 +160,7 @@ class ResNetShape:
 
     @property
     def features(self):
-        """Channels that the linear layer at the end gets."""
+        """Input channels of the linear layer at the end."""
         return self.layers[-1].convolutions[-1].outputs
 
     @property
@@ -165,16 +169,16 @@ class ResNetShape:
 
     @property
     def forward_flops(self):
-        """Of one image: convolutions and the linear layer."""
+        """Forward FLOPs of one image: convolutions and the linear layer."""
         return sum(block.flops for block in self.layers) + 2 * self.features * self.classes
 
     @property
     def step_flops(self):
-        """Forward and backward of one image, whose own gradient nobody wants."""
+        """FLOPs of forward and backward of one image, without the gradient of the image itself."""
         return 3 * self.forward_flops - self.layers[0].flops
 
     def saved_bytes(self, width=2):
-        """Bytes an image that the whole network keeps, the image and the features included."""
+        """Return the bytes per image that the network keeps, with the image and the features."""
         ends = width * (CHANNELS * self.side**2 + self.features)
         return sum(block.saved_bytes(width) for block in self.layers) + ends
 

@@ -1,25 +1,26 @@
-"""Every way to lay a job out on n GPUs, and those that fit: what a plan is chosen from.
+"""Search all layouts of a job on n GPUs and return those that fit.
 
-    layout   tp x pp x cp x dp [x replicas] = n     ep inside dp, ZeRO 0 to 3
-    batch    thin stages a rank, micro-batch        grad_accum is what the global batch leaves
-    spared   nothing, half or all of a layer recomputed; states of the optimizer in host memory
-    dtype    bf16 or fp8 of products, where precision="free"
+    layout   tp x pp x cp x dp [x replicas] = n     ep divides dp, ZeRO 0 to 3
+    batch    virtual stages a rank, micro-batch     grad_accum follows from the global batch
+    saved    none, half or all of a layer recomputed; optimizer states in host memory
+    dtype    bf16 or fp8 products, if precision="free"
 
-tp stays in a node and divides the heads, their keys and values, and the network; pp divides the
-layers (or leaves stages that differ by one, if they may); cp leaves 1,024 tokens a rank or more;
-dp divides the global batch, ep dp and the experts; several stages a rank want micro-batches by pp.
-Hybrid sharding has a replica in each node. A pipeline runs 1F1B, interleaved where a rank has
-several stages, or where schedule says so zero bubble (ZB-H1), which has one stage a rank and wants
-as many micro-batches as stages or more. What is tried is left as early as physics allows:
+tp stays in a node and divides heads, kv_heads and ffn. pp divides the layers, unless uneven stages
+are allowed. cp leaves at least 1,024 tokens a rank. dp divides the global batch; ep divides dp and
+the experts. Several stages a rank need a number of micro-batches that pp divides. Hybrid sharding
+has a replica in each node. A pipeline runs 1F1B, interleaved if a rank has several stages. If
+`schedule` allows it, zero bubble (ZB-H1) is tried, too: it has one stage a rank and needs at least
+as many micro-batches as stages. The search is pruned without losing the best layout:
 
-    ZeRO-1 never takes longer than ZeRO-0, nor more memory     with rings only the first is tried
-    who recomputes more takes longer and less memory           the first that fits is the fastest
+    ZeRO-1 never needs more time or memory than ZeRO-0         with rings, ZeRO-0 is not tried
+    more recomputation takes more time and less memory         the first that fits is the fastest
     a larger micro-batch takes more memory                     none is tried after one too large
-    fp8 never takes longer than bf16, nor more memory          of the two only it, if the GPU has it
+    fp8 never needs more time or memory than bf16              bf16 is not tried if the GPU has fp8
 
-The model of time is cost.py, that of memory memory.py. Neither has a term for the casts to fp8,
-which look free, nor for the size of a bucket: bucket.py chooses it for what wins. Rules of thumb:
-Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters, SC 2021, section 3.
+cost.py predicts the time and memory_model.py the memory. Neither models the time of casts to fp8 or
+the bucket size; bucket_size_model.py chooses the latter for the fastest layout. The rules of thumb
+are from Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters, SC 2021,
+section 3.
 """
 
 from dataclasses import dataclass, replace
@@ -32,7 +33,7 @@ from labkit.scale.memory_model import GIB, predict_memory, state_bytes
 from labkit.scale.validate_args import PRECISIONS, check_given, divisors, schedules_of
 
 LEAST_TOKENS = 1024
-TRIED = ("none", "selective", "full")  # "half" saves what "selective" does and takes longer
+TRIED = ("none", "selective", "full")  # "half" saves as much as "selective" and takes longer
 MODEL = (
     "architecture", "params", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "tied",
     "experts", "top_k",
@@ -41,7 +42,7 @@ MODEL = (
 
 @dataclass(frozen=True)
 class Found:
-    """A job, its predicted Step and Peak."""
+    """A job with its predicted Step and Peak."""
 
     job: Job
     step: object
@@ -58,10 +59,11 @@ class Found:
 
 @dataclass(frozen=True)
 class Space:
-    """What may be chosen from. job: on one GPU; given: axes and settings that are not free.
+    """The search space. job: on one GPU; given: axes and settings that are fixed.
 
-    spare: the share of memory that stays free. uneven: stages may differ by a layer. host_gib: of
-    a node, for the states of the optimizer; None: they stay. schedules: those of a pipeline.
+    spare: the share of memory that stays free. uneven: whether stages may differ by a layer.
+    host_gib: host memory of a node for offloaded optimizer states; None: no offload. schedules: the
+    pipeline schedules to try.
     """
 
     job: Job
@@ -73,11 +75,11 @@ class Space:
     schedules: tuple = ("1f1b",)
 
     def free(self, name, choices):
-        """Those of the choices that what is given leaves."""
+        """Return the choices of `name` that agree with `given`."""
         return [choice for choice in choices if self.given.get(name, choice) == choice]
 
     def layouts(self, n):
-        """Jobs on n GPUs that differ in their axes and in what ZeRO shards."""
+        """Yield jobs on n GPUs with all combinations of axes and ZeRO stages."""
         shape, node = self.job.shape, min(n, self.job.gpus_per_node)
         for tp in self.free("tp", divisors(gcd(node, shape.heads, shape.kv_heads, shape.ffn))):
             for pp in self.free("pp", divisors(n // tp) if n % tp == 0 else ()):
@@ -91,7 +93,7 @@ class Space:
                     yield from self.sharded(replace(self.job, **axes), data)
 
     def sharded(self, job, data):
-        """The same with `data` ranks that see other data: who shards what, who has which expert."""
+        """Yield variants of a job with `data` data-parallel ranks: ZeRO stage, replicas and ep."""
         in_node = max(1, job.gpus_per_node // job.tp // job.cp)
         whole = (0,) if job.collectives in SUM_AT_ONCE else ()
         tried = (*whole, 1, 2, 3) if data > 1 else (0, 3) if job.cp > 1 else (0,)
@@ -105,7 +107,7 @@ class Space:
                     yield replace(job, zero=zero, dp=dp, replicas=data // dp, ep=ep)
 
     def batches(self, layout):
-        """For each schedule and number of thin stages: jobs by growing micro-batch."""
+        """Yield, for each schedule and vpp, the jobs in order of increasing micro-batch."""
         each = self.global_batch // layout.dp // layout.replicas
         layers, pp = layout.shape.layers, layout.pp
         thin = divisors(layers // pp) if pp > 1 and layers % pp == 0 else [1]
@@ -121,22 +123,22 @@ class Space:
             )
 
     def fits(self, peak):
-        """Does a Peak leave what is to be spared?"""
+        """Return whether a Peak leaves the spare share of memory free."""
         room = 1 - self.spare
         host = peak.host <= room * (self.host_gib or 0)
         return peak.runs and host and peak.total <= room * peak.memory
 
     def least(self):
-        """GPUs without which not even parameters, gradients and states fit, all of them sharded."""
+        """Return the fewest GPUs on which fully sharded parameters, gradients and states fit."""
         job = replace(self.job, zero=3, offload=bool(self.host_gib))
         needed = job.shape.parameters * (state_bytes(job, {}, 1) - away(job)) / GIB
         return max(1, -int(-needed // ((1 - self.spare) * job.gpu.memory_gib)))
 
 
 def search(space, n, c, within=float("inf")):
-    """(a list of Found that fit n GPUs and take less than `within` seconds, refused).
+    """Return (a list of Found that fit n GPUs and take less than `within` seconds, refused).
 
-    refused: (Peak, Job) of what does not fit, as far as it was met on the way to what does.
+    refused: (Peak, Job) of the jobs tried that do not fit.
     """
     fit, refused = [], []
     for layout in space.layouts(n):
@@ -145,7 +147,7 @@ def search(space, n, c, within=float("inf")):
                 found = first_to_fit(space, job, c, within, refused)
                 fit += [found] if found else []
                 again = found is None or (found and found.job.recompute != job.recompute)
-                if space.host_gib and again:  # who moves states may recompute less
+                if space.host_gib and again:  # with offload, less recomputation may be needed
                     other = replace(job, offload=True)
                     found = first_to_fit(space, other, c, within, refused)
                     fit += [found] if found else []
@@ -155,10 +157,10 @@ def search(space, n, c, within=float("inf")):
 
 
 def first_to_fit(space, job, c, within, refused):
-    """The Found that recomputes least; False if it takes too long, None if none fits."""
+    """Return the Found that recomputes least; False if it takes too long, None if none fits."""
     kinds = (space.given["recompute"],) if "recompute" in space.given else TRIED
     if within < float("inf") and predict_step(job, c).seconds >= within:
-        return False  # nothing recomputed: the others take longer
+        return False  # too slow even without recomputation
     for kind in kinds:
         tried = job if job.recompute == kind else replace(job, recompute=kind)
         peak = predict_memory(tried, c)
@@ -170,14 +172,14 @@ def first_to_fit(space, job, c, within, refused):
 
 
 def runs(job, micro_batches):
-    """Does a pipeline's schedule go with so many micro-batches?"""
+    """Return whether a pipeline's schedule supports this number of micro-batches."""
     if job.schedule == "zero_bubble":
         return micro_batches >= job.pp
     return job.vpp == 1 or micro_batches % job.pp == 0
 
 
 def most(space, limit):
-    """The most GPUs, whole nodes and `limit` at most, that some layout uses up."""
+    """Return the most GPUs, complete nodes and at most `limit`, for which a layout exists."""
     node = space.job.gpus_per_node
     whole = range(limit - limit % node, 0, -node)
     for n in (limit, *whole, *divisors(min(node, limit))[::-1]):
@@ -186,13 +188,13 @@ def most(space, limit):
     given = ", ".join(f"{name}={value}" for name, value in space.given.items()) or "nothing"
     raise ValueError(
         f"no layout of {limit} GPUs or fewer has {given} given: dp times micro_batch must divide "
-        f"global_batch={space.global_batch}, cp leave {LEAST_TOKENS} of {space.job.context} tokens "
-        "at least, and vpp wants micro-batches by pp"
+        f"global_batch={space.global_batch}, cp must leave {LEAST_TOKENS} of {space.job.context} "
+        "tokens at least, and with vpp, pp must divide the number of micro-batches"
     )
 
 
 def smallest(space, limit, c):
-    """The fastest Found on the fewest GPUs, `limit` at most, that fit the model; or None."""
+    """Return the fastest Found on the fewest GPUs that fit the model, at most `limit`; or None."""
     node, least = space.job.gpus_per_node, space.least()
     for n in (*divisors(node)[:-1], *range(node, limit + 1, node)):
         if least <= n <= limit:
@@ -204,7 +206,10 @@ def smallest(space, limit, c):
 
 def space_of(row, cluster, *, global_batch, spare, uneven, precision, framework,
              schedule="1f1b", **given):  # fmt: skip
-    """The Space of a model (a row of job.py's columns) on a Cluster. ValueError for bad input."""
+    """Return the Space of a model (a row for job_config.py) on a Cluster.
+
+    Raises ValueError for invalid input.
+    """
     architecture = text(row, "architecture").lower()
     if architecture not in ("", "decoder", "encoder"):
         raise ValueError(NOT_PLANNED.format(architecture))
@@ -219,7 +224,7 @@ def space_of(row, cluster, *, global_batch, spare, uneven, precision, framework,
     job = replace(job_of(kept), gpu=cluster.device, gpus_per_node=cluster.gpus_per_node)
     job = replace(job, network_gbps=job.gpu.network_gbps, collectives=cluster.collectives)
     if not isfinite(spare) or not 0 <= spare < 1:
-        raise ValueError(f"spare must be a share of memory, from 0 up to 1, got {spare}")
+        raise ValueError(f"spare must be a share of memory, from 0 to less than 1, got {spare}")
     check_given(given, job.shape, cluster, uneven)
     if "recompute" in given:
         given["recompute"] = recomputed(given["recompute"])

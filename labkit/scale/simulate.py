@@ -1,14 +1,14 @@
-"""Simulate a step: take a dry run, and give its messages the time that they would take.
+"""Simulate a step: take a dry run and add the predicted time of its messages.
 
     dry run     compute  |= block 1 =|= block 0 =|w           messages take no time: what lies
-                                     ^leave      ^waited for  between them is compute
+                                     ^launched   ^waited for  between them is compute
     simulated   compute  |= block 1 =|= block 0 =|. waits .|
                 network              |===== all_reduce ====|
 
-A message begins when it is launched and its channel is free. A rank that waits for it is late by
-the rest of its time, as is everything after that. One rank stands for all ranks that do the
-same, with one event for each message, whatever the number of ranks. The ranks of a pipeline differ:
-for those, labkit.pipeline.schedule_validation.play plays the schedule.
+A message begins when it is launched and its channel is free. A rank that waits for it, and all that
+the rank does later, is delayed by the rest of the message's time. One simulated rank represents all
+ranks that do the same, with one event for each message. The ranks of a pipeline differ: for those,
+labkit.pipeline.schedule_validation.play simulates the schedule.
 
     alpha-beta   all_reduce of P bytes by n ranks, ring: 2 (n-1) alpha + 2 (n-1)/n P beta
 
@@ -23,7 +23,10 @@ from labkit.ring_cost import hops
 
 
 def alpha_beta(alpha, beta):
-    """Return a cost for simulate(). alpha: seconds a message; beta: seconds a byte; one channel."""
+    """Return a cost function for simulate(), with one channel.
+
+    alpha: seconds per message; beta: seconds per byte.
+    """
 
     def cost(event):
         latency = hops(event.op, event.group_size) * alpha
@@ -33,10 +36,10 @@ def alpha_beta(alpha, beta):
 
 
 class Simulated(NamedTuple):
-    """seconds: of the step. exposed: the seconds of it that a rank waits for messages.
+    """A simulated step.
 
-    rows: dicts with lane, name, start_ms, end_ms since the step began, with the lanes of measured
-    timelines.
+    seconds: of the step. exposed: seconds in which the rank waits for messages. rows: dicts with
+    lane, name, start_ms, end_ms since the step began, with the lanes of measured timelines.
     """
 
     seconds: float
@@ -45,10 +48,10 @@ class Simulated(NamedTuple):
 
 
 def simulate(events, start, end, cost):
-    """Simulate one rank's step; returns a Simulated.
+    """Simulate one rank's step; return a Simulated.
 
-    events: of a dry run, from `start` to `end`, seconds of time.perf_counter(). cost: function
-    event -> (its channel, seconds); messages of one channel are sent one after the other.
+    events: of a dry run, from `start` to `end`, in seconds of time.perf_counter(). cost: function
+    event -> (channel, seconds); messages of one channel are sent one after the other.
     """
     late, free, arrives, rows, worked = 0.0, {}, {}, [], start
     for moment, number, launched in marks(events, start, end):
@@ -69,7 +72,7 @@ def simulate(events, start, end, cost):
 
 
 def marks(events, start, end):
-    """(moment, number of the event, whether it is launched or waited for), in order."""
+    """Return (moment, index of the event, whether it is launched or waited for), in order."""
     found = []
     for number, event in enumerate(events):
         if start <= event.start <= end:

@@ -1,10 +1,10 @@
 """Check the arguments of the planner before the search.
 
-    axes        as many ranks as GPUs; tp divides heads, kv_heads, ffn and the GPUs of a node,
-                pp the layers, ep the experts
+    axes        the number of ranks equals that of GPUs; tp divides heads, kv_heads, ffn and the
+                GPUs of a node; pp divides the layers, ep the experts
     schedule    zero bubble has one stage a rank
 
-An impossible value is a ValueError of one line, with the value and with values that are possible.
+An impossible value raises ValueError: one line with the value and with possible values.
 """
 
 from math import isfinite, prod
@@ -17,26 +17,26 @@ GIVEN = {*AXES, "ep", "vpp", "zero", "micro_batch", "recompute"}
 
 
 def check_given(given, shape, cluster, uneven):
-    """Raise ValueError for axes that are impossible."""
+    """Raise ValueError for impossible axes."""
     for name, value in given.items():
         if name not in GIVEN:
-            raise ValueError(f"{name!r} cannot be given: what can is {', '.join(sorted(GIVEN))}")
+            raise ValueError(f"unknown setting {name!r}: known are {', '.join(sorted(GIVEN))}")
         if name != "recompute" and (
             not isfinite(value) or value != int(value) or value < (name != "zero")
         ):
             raise ValueError(f"{name} must be a whole number of at least 1, got {value}")
     if given.get("zero", 0) > 3:
         raise ValueError(f"zero must be 0, 1, 2 or 3, got {given['zero']}")
-    told = {name: given[name] for name in AXES if name in given}
-    ranks = prod(told.values())
-    whole = set(AXES[:4]) <= told.keys()
+    sizes = {name: given[name] for name in AXES if name in given}
+    ranks = prod(sizes.values())
+    whole = set(AXES[:4]) <= sizes.keys()
     gpus, node = cluster.gpus, cluster.gpus_per_node
     if gpus % ranks or (whole and gpus != ranks):
-        product = " x ".join(f"{name} {size}" for name, size in told.items())
+        product = " x ".join(f"{name} {size}" for name, size in sizes.items())
         raise ValueError(f"{product} = {ranks} ranks, but there are {gpus} GPUs: leave an axis out")
     tp, pp, thin = (given.get(name, 1) for name in ("tp", "pp", "vpp"))
-    sizes = {name: getattr(shape, name) for name in ("heads", "kv_heads", "ffn")}
-    for name, size in (sizes | {"gpus_per_node": node}).items():
+    divided = {name: getattr(shape, name) for name in ("heads", "kv_heads", "ffn")}
+    for name, size in (divided | {"gpus_per_node": node}).items():
         if size % tp:
             raise ValueError(f"tp={tp} does not divide {name}={size}")
     if shape.experts % given.get("ep", 1):
@@ -45,17 +45,17 @@ def check_given(given, shape, cluster, uneven):
         stages = f"pp={pp}" if thin == 1 else f"pp x vpp = {pp} x {thin}"
         usual = ", ".join(map(str, divisors(shape.layers)))
         raise ValueError(
-            f"{stages} does not divide layers={shape.layers}: take one of {usual}, or uneven stages"
+            f"{stages} does not divide layers={shape.layers}: use one of {usual}, or uneven stages"
         )
 
 
 def schedules_of(schedule, given):
-    """The schedules to try. ValueError for an unknown one, or one that `given` excludes."""
+    """Return the schedules to try. Raises ValueError if unknown or ruled out by `given`."""
     if schedule not in ("free", *SCHEDULES):
         known = ", ".join(SCHEDULES)
         raise ValueError(f"schedule must be free or one of {known}, got {schedule!r}")
     if schedule == "zero_bubble" and given.get("vpp", 1) > 1:
-        raise ValueError(f"schedule=zero_bubble wants vpp=1, got {given['vpp']}: take 1f1b")
+        raise ValueError(f"schedule=zero_bubble needs vpp=1, got {given['vpp']}: use 1f1b")
     return tuple(SCHEDULES) if schedule == "free" else (schedule,)
 
 

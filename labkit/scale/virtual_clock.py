@@ -1,11 +1,11 @@
-"""A clock that only emulated compute moves: the host's own time in a dry run does not count.
+"""A virtual clock that only emulated compute advances: host time in a dry run does not count.
 
     this machine    |forward .. Python .. forward|   .. hooks .. |backward .. Python ..|
-    this clock      |forward|forward|backward|backward|     messages leave at their moments
+    this clock      |forward|forward|backward|backward|     messages are stamped with its time
 
-A block sleeps for as long as a GPU would compute. On this clock a sleep returns at once and takes
-exactly its time. So a dry run's step is the same on every machine, and simulate() adds only the
-messages.
+An emulated block sleeps for the time that a GPU would compute. With this clock, a sleep returns at
+once and advances the clock by exactly its time. So a dry run's step is the same on every machine,
+and simulate() adds only the messages.
 """
 
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ from labkit import comm
 
 
 class Clock:
-    """now: seconds since it was made. For comm.record(clock=...)."""
+    """A clock for comm.record(clock=...). now: seconds since it was created."""
 
     def __init__(self):
         self.now = 0.0
@@ -27,14 +27,14 @@ class Clock:
         setattr(thing, name, self.now)
 
     def resolve(self):
-        """Nothing is left open."""
+        """Do nothing: stamps are final at once."""
 
 
 @contextmanager
 def only_sleep(module):
-    """Inside, `module.sleep`, as labkit.models.emulated has one, moves the Clock that this gives.
+    """Yield a Clock that `module.sleep` advances instead of sleeping (see labkit.models.emulated).
 
-    Every message that is recorded inside is stamped with it.
+    The messages recorded inside the block are stamped with this clock.
     """
     clock = Clock()
     with comm.record(clock=clock), patch.object(module, "sleep", clock.sleep):

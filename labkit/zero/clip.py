@@ -1,11 +1,11 @@
-"""Clipping by the global norm, where every rank has the gradients of its shards only.
+"""Clip by the global norm if every rank has only the gradients of its shards.
 
     rank 0   |g0|^2 -\
                       all_reduce -> |g| = sqrt(|g0|^2 + |g1|^2) -> each scales by max_norm / |g|
     rank 1   |g1|^2 -/  8 bytes
 
-Clipping each shard by its own norm instead clips n shards to a norm of sqrt(n) x max_norm, each in
-another proportion.
+If each shard were clipped by its own norm, the n shards together would have a norm of up to
+sqrt(n) x max_norm, and their proportions would change.
 Pascanu et al., On the difficulty of training recurrent neural networks, ICML 2013, section 3.2.
 """
 
@@ -18,13 +18,13 @@ from labkit.amp.master_weights import holder
 
 @torch.no_grad()
 def clip_grad_norm_(copies, max_norm, norm_type=2.0, group=None, device="cpu"):
-    """Clip the norm of all gradients over the group to max_norm; returns the norm before, float64.
+    """Clip the norm of all gradients over the group to max_norm; return the norm before, float64.
 
-    copies: {parameter: how many ranks of the group hold the same of it}, 1 for a shard: whatever is
-    there several times counts once. Collective. As torch.nn.utils.clip_grad_norm_ on the averaged
-    gradients in one process. Gradients that MasterWeights has moved to fp32 are clipped there.
-    norm_type: positive, or inf. ValueError for another: PyTorch's norms of type 0 and -inf are of
-    whole tensors, which no rank has.
+    copies: {parameter: number of ranks of the group with the same values}, 1 for a shard;
+    replicated values count once. Collective. The result is that of torch.nn.utils.clip_grad_norm_
+    on the averaged gradients in one process. Gradients that MasterWeights has moved to fp32 are
+    clipped there. norm_type: positive, or inf. Raises ValueError for others: PyTorch's norms of
+    type 0 and -inf need full tensors, which no rank has.
     """
     if not norm_type > 0:
         raise ValueError(f"norm_type={norm_type} of shards is not known: it must be positive")

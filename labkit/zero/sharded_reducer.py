@@ -1,7 +1,7 @@
 """Reduce-scatter of gradients: backward sends full buckets, each rank keeps the mean of its shard.
 
     parameters     w1   b1   w2   b2           on all ranks views of the buckets' `values`
-    bucket 0              [b2 | w2 .. ]        its gradients, full: leaves while w1's is computed
+    bucket 0              [b2 | w2 .. ]        its gradients, full: sent while w1's is computed
                    rank 0 [b2 | w2]            reduce_scatter: the mean, of this part on this rank,
                    rank 1      [ w2 ]          of that part on the other
     pieces         for the optimizer: one tensor per parameter with elements in this rank's shard
@@ -82,12 +82,12 @@ class ShardedBucket(Bucket):
         return self.layout.shard(self.values, self.rank)
 
     def release(self):
-        """Forget the gradients that are held whole."""
+        """Drop the full gradients."""
         self._flat = self._views = None
         self.averaged = False
 
     def clear(self, set_to_none):
-        """Forget the averages, of the pieces and of what is held whole."""
+        """Drop the averaged gradients, those of the pieces and the full ones."""
         for p in (*self.members, *self.pieces):
             if p is not None and p.grad is not None:
                 p.grad = None if set_to_none else p.grad.detach().zero_()
@@ -121,7 +121,7 @@ class ShardedBucket(Bucket):
 
     @torch.no_grad()
     def reopen(self):
-        """A gradient will be added to an average: make that this rank's term of the next sum."""
+        """Prepare an averaged gradient for additions: make it this rank's term of the next sum."""
         if self.averaged:
             self.averaged = False
             mine = self.layout.shard(self._flat, self.rank)
@@ -136,7 +136,7 @@ class ShardedBucket(Bucket):
         return torch.empty(self.layout.shard_numel, dtype=self.dtype, device=self.device)
 
     def deliver(self, mean):
-        """mean, [shard_numel]: the pieces' gradients become it, or, freed before, are added to."""
+        """Set the pieces' gradients to mean, [shard_numel]; with keep=False, add it to them."""
         for piece, part in zip(self.pieces, self.layout.pieces(mean, self.rank), strict=True):
             if piece is not None and (self.keep or piece.grad is None):
                 piece.grad = part.data  # for is_averaged, unscaling or clipping it changes nothing
@@ -145,7 +145,7 @@ class ShardedBucket(Bucket):
         if self.keep:
             self.averaged, self._version = True, self._flat._version
         else:
-            self._flat.untyped_storage().resize_(0)  # now, and not when the backend lets go of it
+            self._flat.untyped_storage().resize_(0)  # now, not when the backend releases it
             self.release()
 
     def is_averaged(self, slot):
@@ -185,7 +185,7 @@ class Scatterer(Reducer):
         return ShardedBucket(members, index, is_last, names, self.group, self.keep_whole)
 
     def keep(self, index, slot):
-        """no_sync(): p.grad, whole and of this rank alone, waits for the backward that averages."""
+        """In no_sync(), keep this rank's full p.grad until a backward averages it."""
         if self.keep_whole:
             super().keep(index, slot)
 
@@ -196,7 +196,7 @@ class Scatterer(Reducer):
             target = bucket.target()
             work = comm.reduce_scatter(target, bucket.buffer(), group=self.group, async_op=True)
             self._pending[-1] = (work, target)
-        if bucket.index():  # two at a time are under way: the memory of those before is wanted
+        if bucket.index():  # at most two at a time are sent: the memory of earlier ones is needed
             self._wait(self.buckets[bucket.index() - 1], self._pending[-2])
             self._pending[-2] = None
 

@@ -1,14 +1,14 @@
-"""Consolidating: an optimizer's states of shards become those of whole parameters, and back.
+"""Consolidate sharded optimizer states into those of full parameters, and shard them again.
 
     rank 0   exp_avg of its pieces [####    ]                      by parameter, on every rank:
     rank 1                         [    ####] --- all_gather --->  {0: {"exp_avg": [[..]]}, 1: ..}
                                               <---- slice -------  of a dict from any world size
 
-A state that has an element per element of the parameter is gathered; one that has none (a count of
-steps) is the same wherever it is, and is told by a rank that has it. Who has what is told first, as
-text: a rank may hold no piece.
+States with the shape of the parameter are gathered. Scalar states (a count of steps) are identical
+on all ranks that have them, and are taken from one of these. First the ranks exchange, as JSON,
+which states they have, because a rank may have no piece of a parameter.
 
-Sent per rank: (n-1)/n x state bytes. Held: the whole states, once. Loading sends nothing. The
+Sent per rank: (n-1)/n x state bytes. Held: the full states, once. Loading sends nothing. The
 format is that of torch.optim.Optimizer.state_dict. Rajbhandari et al., ZeRO, SC 2020, section 5.1.
 """
 
@@ -21,10 +21,10 @@ from labkit.replicas import gather_bytes
 
 
 def gather_state(optimizer, whole_groups, pieces, buckets, group=None):
-    """The state_dict of the unsharded optimizer, whole, on every rank. Collective.
+    """Return the state_dict of the unsharded optimizer on every rank. Collective.
 
-    optimizer: that of this rank's pieces. whole_groups: its groups, of whole parameters. pieces:
-    {parameter: piece}. buckets: list of ShardedBucket.
+    optimizer: that of this rank's pieces. whole_groups: its groups with the full parameters.
+    pieces: {parameter: piece}. buckets: list of ShardedBucket.
     """
     numbers = {p: i for i, p in enumerate(p for whole in whole_groups for p in whole["params"])}
     held = _held(optimizer)
@@ -48,7 +48,7 @@ def gather_state(optimizer, whole_groups, pieces, buckets, group=None):
 
 
 def _held(optimizer):
-    """{piece: its states}. state_dict() waits for what an offloading optimizer has under way."""
+    """Return {piece: its states}. state_dict() waits for an offloading optimizer's transfers."""
     order = (piece for group in optimizer.param_groups for piece in group["params"])
     state = optimizer.state_dict()["state"]
     return {piece: state[i] for i, piece in enumerate(order) if i in state}
@@ -79,7 +79,7 @@ def _value(entry):
 
 
 def _gather(held, bucket, key, dtype, group):
-    """State `key` of all parameters of a bucket, whole; zeros where a parameter has none."""
+    """Gather state `key` of all parameters of a bucket; zeros for parameters without it."""
     shard = torch.zeros(bucket.layout.shard_numel, dtype=dtype, device=bucket.device)
     for piece, part in zip(bucket.pieces, bucket.layout.pieces(shard, bucket.rank), strict=True):
         if piece is not None and key in held.get(piece, {}):
@@ -95,7 +95,7 @@ def options_of(group):
 
 
 def _number(groups, whole_groups, numbers):
-    """The options that groups have now, with the parameters' numbers."""
+    """Return the current options of the groups, with the parameters' numbers."""
     numbered = []
     for group, whole in zip(groups, whole_groups, strict=True):
         names = {"param_names": list(whole["param_names"])} if "param_names" in whole else {}
@@ -106,9 +106,9 @@ def _number(groups, whole_groups, numbers):
 
 
 def slice_state(state_dict, whole_groups, pieces, buckets):
-    """Of a whole state_dict, this rank's part: fit for load_state_dict of the pieces' optimizer.
+    """Return this rank's part of a full state_dict, for load_state_dict of the pieces' optimizer.
 
-    Raises ValueError where its groups or shapes are not those of these parameters.
+    Raises ValueError if its groups or shapes are not those of these parameters.
     """
     saved = state_dict["param_groups"]
     counts = [[len(group["params"]) for group in groups] for groups in (saved, whole_groups)]
@@ -123,7 +123,7 @@ def slice_state(state_dict, whole_groups, pieces, buckets):
         for i, p in zip(group["params"], whole["params"], strict=True):
             entries = state_dict["state"].get(i, {})
             if p in places:
-                # also of what other ranks will take
+                # also if other ranks take this state
                 _check_shapes(entries, p, places[p][0].names[places[p][1]])
             if p in pieces:
                 held.append(i)

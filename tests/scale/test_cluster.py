@@ -38,7 +38,7 @@ def test_the_file_of_the_docstring_is_one(tmp_path):
 def test_what_is_told_beside_a_file_replaces_its_figures_but_not_its_gpu(tmp_path):
     path = written(tmp_path, MEANT + "network_gbps: 800\n")
     assert Cluster.from_yaml(path, gpus=8, host_gib=100) == Cluster("A100-80GB", 8, network_gbps=800, host_gib=100)
-    with pytest.raises(ValueError, match="its figures are of its gpu, A100-80GB, not of H100: tell the GPU"):
+    with pytest.raises(ValueError, match="its figures are of its gpu, A100-80GB, not of H100: name the GPU"):
         Cluster.from_yaml(path, gpu="H100")
     assert Cluster.from_yaml(written(tmp_path, "gpus: 8"), gpu="H100") == Cluster("H100", 8)
     with pytest.raises(ValueError, match=r"ours.yaml with gpus=8: unknown key 'node': did you mean 'node_gbs'\?"):

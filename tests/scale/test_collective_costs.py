@@ -98,5 +98,5 @@ def test_jobs_pay_for_the_algorithm_they_have(algorithm):
 def test_what_cannot_be_is_refused_by_name():
     with pytest.raises(ValueError, match="collectives must be one of flat, hierarchical, tree, in_switch, got 'star'"):
         job_of(MODEL | {"collectives": "star"})
-    with pytest.raises(ValueError, match="in_switch wants switches that add up, which nodes of A100-80GB do not have"):
+    with pytest.raises(ValueError, match="in_switch needs switches that reduce, which nodes of A100-80GB do not have"):
         job_of(MODEL | {"gpu": "A100", "collectives": "in_switch"})

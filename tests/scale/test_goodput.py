@@ -201,8 +201,8 @@ FINE = {"gpus": 8, "per_gpu_hour": 1e-5, "save": 1.0, "restart": 1.0}
         (lambda: Fleet(**FINE, write=inf), "write must be a number of at least 0, got inf"),
         (lambda: survive(Fleet(**FINE), 0, DAY), "interval must be a number greater than 0, got 0"),
         (lambda: survive(Fleet(**FINE), 60, float("nan")), "seconds must be a number greater than 0, got nan"),
-        (lambda: survive(Fleet(**FINE, write=90), 60, DAY), "a save is written for 90 s, and the next cannot begin"),
-        (lambda: expected(Fleet(**FINE, write=90), 60), "interval must be at least that, got 60"),
+        (lambda: survive(Fleet(**FINE, write=90), 60, DAY), "at least the 90 s that it takes to write a save"),
+        (lambda: expected(Fleet(**FINE, write=90), 60), "that it takes to write a save, got 60"),
         (
             lambda: survive(Fleet(10**5, 8760, 1, 1), 60, 365 * DAY),
             "7.7e+12 failures in 365 days: is the rate per hour",

@@ -129,7 +129,7 @@ def test_a_gated_network_keeps_the_bytes_that_are_counted():
         ({"hidden": float("nan")}, "hidden must be at least 1, got nan"),
         ({"heads": 7}, "heads must divide hidden"),
         ({"kv_heads": 3}, "kv_heads must divide heads"),
-        ({"top_k": 2}, "2 of 1 experts"),
+        ({"top_k": 2}, "top_k=2 must be at most experts=1"),
     ],
 )
 def test_an_impossible_shape_is_refused(wrong, said):
