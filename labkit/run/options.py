@@ -66,6 +66,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser():
+    """Return the parser of the command line, with four groups of options."""
     parser = Parser(
         prog="labkit.train",
         description="Train a model on ranks of this machine; under torchrun, on torchrun's ranks.",
@@ -73,67 +74,78 @@ def parser():
         "2 invalid arguments; 1 failed.",
         allow_abbrev=False,
     )
-    run = parser.add_argument_group("ranks")
-    run.add_argument(
+    add_ranks(parser.add_argument_group("ranks"))
+    add_training(parser.add_argument_group("training"))
+    add_checkpoints(parser.add_argument_group("checkpoints"))
+    add_logs_and_limits(parser.add_argument_group("logs and limits"))
+    return parser
+
+
+def add_ranks(group):
+    group.add_argument(
         "--nproc", type=positive, default=2, metavar="RANKS", help="number of ranks (2)"
     )
-    run.add_argument(
+    group.add_argument(
         "--max-restarts", type=natural, default=0, metavar="TIMES",
         help="attempts after a failure, from the latest checkpoint (0)",
     )  # fmt: skip
-    what = parser.add_argument_group("training")
-    what.add_argument("--config", metavar="FILE", help="YAML with fields of an Experiment")
+
+
+def add_training(group):
+    """Add an option for each field of an Experiment, and those of the training itself."""
+    group.add_argument("--config", metavar="FILE", help="YAML with fields of an Experiment")
     for field in dataclasses.fields(Experiment):
         words = f"{HELP[field.name]} ({field.default})"
         option = f"--{field.name.replace('_', '-')}"
         choices = CHOICES.get(field.name) if field.name != "model" else None
-        what.add_argument(option, type=field.type, choices=choices, help=words, metavar=None)
-    what.add_argument(
+        group.add_argument(option, type=field.type, choices=choices, help=words, metavar=None)
+    group.add_argument(
         "--auto-batch-size", action="store_true",
         help="the largest predicted to fit --memory-mb; on resume, the checkpoint's",
     )  # fmt: skip
-    what.add_argument("--clip", type=float, metavar="NORM", help="maximum norm of the gradients")
-    saved = parser.add_argument_group("checkpoints")
-    saved.add_argument("--checkpoint-dir", metavar="URL", help="a folder or s3://... (none)")
-    saved.add_argument(
+    group.add_argument("--clip", type=float, metavar="NORM", help="maximum norm of the gradients")
+
+
+def add_checkpoints(group):
+    group.add_argument("--checkpoint-dir", metavar="URL", help="a folder or s3://... (none)")
+    group.add_argument(
         "--checkpoint-every",
         type=positive,
         default=100,
         metavar="STEPS",
         help="steps between checkpoints (100)",
     )
-    saved.add_argument(
+    group.add_argument(
         "--resume", type=resume, default="auto", metavar="auto|never|must|STEP",
         help="auto: from the latest checkpoint, if any; must: fail without one (auto)",
     )  # fmt: skip
-    saved.add_argument(
+    group.add_argument(
         "--override", nargs="+", default=[], metavar="NAME=VALUE",
         help="replace a value of the checkpoint: lr, momentum, weight_decay, clip",
     )  # fmt: skip
-    saved.add_argument(
+    group.add_argument(
         "--keep",
         type=positive,
         default=3,
         metavar="HOW_MANY",
         help="latest checkpoints to keep (3)",
     )
-    saved.add_argument(
+    group.add_argument(
         "--best", choices=("loss", "evaluation"),
         help="also keep the checkpoint with the lowest loss: the batch's, or the held-out data's",
     )  # fmt: skip
-    control = parser.add_argument_group("logs and limits")
-    control.add_argument(
-        "--evaluate-every", type=positive, metavar="STEPS", help="on held-out data"
-    )
-    control.add_argument("--log-file", "--log", metavar="FILE", help="JSON lines, one per step")
-    control.add_argument("--metrics", nargs="+", default=[], metavar="WHERE", help=KNOWN)
-    control.add_argument("--stop-file", metavar="FILE", help="stop when this file exists")
-    control.add_argument("--stop-after", type=float, metavar="SECONDS", help="stop after this time")
-    control.add_argument(
+
+
+def add_logs_and_limits(group):
+    group.add_argument("--evaluate-every", type=positive, metavar="STEPS", help="on held-out data")
+    group.add_argument("--log-file", "--log", metavar="FILE", help="JSON lines, one per step")
+    group.add_argument("--metrics", nargs="+", default=[], metavar="WHERE", help=KNOWN)
+    group.add_argument("--stop-file", metavar="FILE", help="stop when this file exists")
+    group.add_argument("--stop-after", type=float, metavar="SECONDS", help="stop after this time")
+    group.add_argument(
         "--timeout", type=float, default=600.0, metavar="SECONDS",
         help="kill a rank that others wait for this long; must exceed a step (600)",
     )  # fmt: skip
-    return parser
 
 
 def read(arguments):

@@ -60,9 +60,7 @@ LONGEST = 3600  # seconds that a collective waits for a rank that saves or evalu
 def train(context, experiment, options, log, sinks, preemption, watchdog):
     """Train until the last step or until stopped; return a sentence about how it ended."""
     with watchdog.patience("setting up"):
-        url = options.checkpoint_dir
-        best = options.best and (min, options.best)
-        checkpoints = Checkpoints(url, options.keep, best) if url else None
+        checkpoints = open_checkpoints(options)
         if options.auto_batch_size:
             experiment = with_batch(experiment, checkpoints, options.resume, context)
         peak = peak_for(context, experiment) if options.metrics else nan  # before the seed is set
@@ -70,17 +68,8 @@ def train(context, experiment, options, log, sinks, preemption, watchdog):
         trainer = participant.trainer
         trainer.clip = options.clip
         run = Run(experiment, options.clip, overrides(options.override))
-        random = RandomState(context.device, participant.mesh)
-        state = {"run": run, "batches": participant.batches, "random": random}
-        for name in ("model", "optimizer", "schedule", "scaler", "compressor"):
-            if getattr(trainer, name) is not None:
-                state[name] = getattr(trainer, name)
-        chosen = run.chosen(trainer)
-        came_from = resume(checkpoints, state, options.resume)
-        if came_from is not None:
-            run.override(trainer, chosen)
-            for name, value in run.changed.items() if context.rank == 0 else ():
-                print(f"--override: {name} was {run.was[name]}, is now {value}", flush=True)
+        state = saved_state(run, participant)
+        came_from = resume_with_overrides(run, participant, checkpoints, state, options.resume)
         held_out = models.data.load(experiment.data, experiment.model, split="test")
     if context.rank == 0:
         print(first_line(participant, options, came_from), flush=True)
@@ -113,13 +102,49 @@ def train(context, experiment, options, log, sinks, preemption, watchdog):
     if context.rank == 0 and OUTCOME in os.environ:
         Path(os.environ[OUTCOME]).write_text("done" if run.step == experiment.steps else "stopped")
     if run.step < experiment.steps:
-        why = preemption.reason or "another rank received a signal"
-        if not checkpoints:
-            return f"stopped after step {run.step} ({why}); nothing was saved: use --checkpoint-dir"
-        return f"stopped after step {run.step} ({why}); run the same command to resume"
+        return stopped(run, preemption, checkpoints)
     digest = weights_sha256(trainer.model)
     log.write(**run.log_fields(), **pace.now(run.step), weights_sha256=digest)
     return f"done: {run.step} steps, loss {run.loss:.4f}, weights {digest[:16]}"
+
+
+def open_checkpoints(options):
+    """Return the Checkpoints in --checkpoint-dir, or None without it."""
+    if not options.checkpoint_dir:
+        return None
+    best = options.best and (min, options.best)
+    return Checkpoints(options.checkpoint_dir, options.keep, best)
+
+
+def saved_state(run, participant):
+    """Return {name: object} of everything that a checkpoint saves and loads."""
+    trainer = participant.trainer
+    random = RandomState(participant.device, participant.mesh)
+    state = {"run": run, "batches": participant.batches, "random": random}
+    for name in ("model", "optimizer", "schedule", "scaler", "compressor"):
+        if getattr(trainer, name) is not None:
+            state[name] = getattr(trainer, name)
+    return state
+
+
+def resume_with_overrides(run, participant, checkpoints, state, mode):
+    """Resume as `resume` does, and set the values of --override again; return the same."""
+    trainer = participant.trainer
+    chosen = run.chosen(trainer)
+    came_from = resume(checkpoints, state, mode)
+    if came_from is not None:
+        run.override(trainer, chosen)
+        for name, value in run.changed.items() if participant.context.rank == 0 else ():
+            print(f"--override: {name} was {run.was[name]}, is now {value}", flush=True)
+    return came_from
+
+
+def stopped(run, preemption, checkpoints):
+    """Return a sentence about a run that stopped before its last step."""
+    why = preemption.reason or "another rank received a signal"
+    if not checkpoints:
+        return f"stopped after step {run.step} ({why}); nothing was saved: use --checkpoint-dir"
+    return f"stopped after step {run.step} ({why}); run the same command to resume"
 
 
 def with_batch(experiment, checkpoints, mode, context):

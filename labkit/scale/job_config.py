@@ -147,56 +147,22 @@ def job_of(row):
     gpu = find_gpu(row["gpu"])
     collectives = text(row, "collectives") or "flat"
     check_algorithm(collectives, gpu)
-    axes = {name: whole(row, name, 1) for name in ("tp", "pp", "cp")}
-    inner = axes["tp"] * axes["pp"] * axes["cp"]
-    dp = whole(row, "dp")
-    n_gpus = whole(row, "n_gpus", (dp or 1) * inner)
-    dp = dp or max(1, n_gpus // inner)
-    sharded = any(word in text(row, "framework").lower() for word in ("fsdp", "torchtitan"))
-    zero = whole(row, "zero", 3 if sharded else 0, least=0)
-    if zero > 3:
-        raise ValueError(f"zero must be 0, 1, 2 or 3, got {zero}")
-    if n_gpus % (dp * inner) or (dp * inner != n_gpus and not zero):
-        raise ValueError(
-            f"dp x tp x pp x cp = {dp} x {axes['tp']} x {axes['pp']} x {axes['cp']} = "
-            f"{dp * inner} ranks, but n_gpus is {n_gpus}"
-        )
-    replicas = n_gpus // (dp * inner)
-    for name, count in (("heads", shape.heads), ("ffn", shape.ffn)):
-        if count % axes["tp"]:
-            raise ValueError(f"tp={axes['tp']} does not divide {name}={count}")
+    layout = layout_of(row)
+    check_divides("tp", layout["tp"], {"heads": shape.heads, "ffn": shape.ffn})
     ep = whole(row, "ep", 1)
-    for name, count in (("dp", dp), ("experts", shape.experts)):
-        if count % ep:
-            raise ValueError(f"ep={ep} does not divide {name}={count}")
-    ranks, total = dp * replicas, number(row, "global_batch")
-    micro = whole(row, "micro_batch")
-    accumulated = whole(row, "grad_accum")
-    if not micro:
-        micro = max(1, round(total / ranks / (accumulated or 1))) if total else 1
-    if not accumulated:
-        accumulated = max(1, round(total / ranks / micro)) if total else 1
-    network = number(row, "inter_gbps", gpu.network_gbps, least=0)
-    if text(row, "inter_gbps") and not 1 <= network <= 30000:
-        raise ValueError(
-            f"inter_gbps={network:g} must be the Gbit/s of a node, usually 10 to 6400; "
-            "is it in Mbit/s or Gbyte/s?"
-        )
+    check_divides("ep", ep, {"dp": layout["dp"], "experts": shape.experts})
+    micro_batch, grad_accum = batches_of(row, layout["dp"] * layout["replicas"])
     return Job(
         shape=shape,
         gpu=gpu,
-        n_gpus=n_gpus,
-        gpus_per_node=min(n_gpus, whole(row, "gpus_per_node", NODE)),
-        network_gbps=network,
+        network_gbps=network_of(row, gpu),
+        gpus_per_node=min(layout["n_gpus"], whole(row, "gpus_per_node", NODE)),
         context=context,
-        dp=dp,
-        **axes,
+        **layout,
         ep=ep,
         vpp=whole(row, "vpp", 1),
-        replicas=replicas,
-        zero=zero,
-        micro_batch=micro,
-        grad_accum=accumulated,
+        micro_batch=micro_batch,
+        grad_accum=grad_accum,
         recompute=recomputed(text(row, "recompute")),
         offload=text(row, "offload").lower() == "true",
         precision=text(row, "precision").lower() or "bf16",
@@ -204,6 +170,62 @@ def job_of(row):
         framework=text(row, "framework"),
         collectives=collectives,
     )
+
+
+def layout_of(row):
+    """Return {field of Job: number}: GPUs, the axes except ep, replicas and the stage of ZeRO."""
+    axes = {name: whole(row, name, 1) for name in ("tp", "pp", "cp")}
+    inner = axes["tp"] * axes["pp"] * axes["cp"]
+    dp = whole(row, "dp")
+    n_gpus = whole(row, "n_gpus", (dp or 1) * inner)
+    dp = dp or max(1, n_gpus // inner)
+    ranks = dp * inner
+    zero = zero_of(row)
+    if n_gpus % ranks or (ranks != n_gpus and not zero):
+        raise ValueError(
+            f"dp x tp x pp x cp = {dp} x {axes['tp']} x {axes['pp']} x {axes['cp']} = "
+            f"{ranks} ranks, but n_gpus is {n_gpus}"
+        )
+    return axes | {"n_gpus": n_gpus, "dp": dp, "replicas": n_gpus // ranks, "zero": zero}
+
+
+def zero_of(row):
+    """Return the stage of ZeRO: without one, 3 for a framework that shards the parameters."""
+    sharded = any(word in text(row, "framework").lower() for word in ("fsdp", "torchtitan"))
+    zero = whole(row, "zero", 3 if sharded else 0, least=0)
+    if zero > 3:
+        raise ValueError(f"zero must be 0, 1, 2 or 3, got {zero}")
+    return zero
+
+
+def check_divides(axis, ranks, counts):
+    """Raise ValueError if the ranks of an axis do not divide all of {name: count}."""
+    for name, count in counts.items():
+        if count % ranks:
+            raise ValueError(f"{axis}={ranks} does not divide {name}={count}")
+
+
+def batches_of(row, ranks):
+    """Return (micro_batch, grad_accum); the global batch determines those that the row lacks."""
+    total = number(row, "global_batch")
+    micro = whole(row, "micro_batch")
+    accumulated = whole(row, "grad_accum")
+    if not micro:
+        micro = max(1, round(total / ranks / (accumulated or 1))) if total else 1
+    if not accumulated:
+        accumulated = max(1, round(total / ranks / micro)) if total else 1
+    return micro, accumulated
+
+
+def network_of(row, gpu):
+    """Return the Gbit/s of a node: those of the row, else those that are usual for the GPU."""
+    network = number(row, "inter_gbps", gpu.network_gbps, least=0)
+    if text(row, "inter_gbps") and not 1 <= network <= 30000:
+        raise ValueError(
+            f"inter_gbps={network:g} must be the Gbit/s of a node, usually 10 to 6400; "
+            "is it in Mbit/s or Gbyte/s?"
+        )
+    return network
 
 
 def row_of(name):

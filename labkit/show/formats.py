@@ -105,39 +105,53 @@ def reach(gradients, name="fp16", scale=1.0, title=None):
     gradients: array of real ones, or its powers(). Raises ValueError where all are zero.
     """
     counts = gradients if isinstance(gradients, dict) else powers(gradients)
-    shift = math.log2(scale)
     one = FORMATS[name]
     with style.look():
         layout = {"sharex": True, "gridspec_kw": {"height_ratios": [1.5, 1]}}
-        figure, (axes, below) = style.new_figure(9.5, 5.2, rows=2, **layout)
-        total = sum(counts.values())
-        for fate_name, members in by_fate(counts, one, scale).items():
-            heights = [100 * counts[power] / total for power in members]
-            middles = [power + shift + 0.5 for power in members]
-            label = f"{WORDS[fate_name]}: {sum(heights):.3g} %"
-            axes.bar(middles, heights, 0.9, color=FATES[fate_name], label=label)
-        axes.set_ylabel("share of the gradients (%)")
-        axes.legend(loc="upper left", handlelength=0.9)
-        axes.grid(axis="y")
-        for row, (key, other) in enumerate(FORMATS.items()):
-            draw_reach(below, row, other, key == name)
-        below.set_yticks(range(len(FORMATS)), list(FORMATS))
-        below.set_ylim(len(FORMATS) - 0.5, -0.6)
-        below.tick_params(axis="y", length=0)
-        below.set_xlim(-50, 20)
-        ticks = range(-48, 20, 8)
-        below.set_xticks(ticks, [f"$2^{{{tick}}}$" for tick in ticks])
-        below.set_xlabel("size: gradient x loss scale (dark: normal numbers, pale: subnormal ones)")
-        ends = ((one.smallest / 2, "zero  ", "right"), (one.largest, "  overflow", "left"))
-        for edge, words, side in ends:
-            at = math.log2(edge)
-            for part in (axes, below):
-                part.axvline(at, color=style.INK, linewidth=1, linestyle=(0, (4, 3)))
-            look = {"va": "bottom", "ha": side, "size": 9, "color": style.FAINT}
-            place = {"xycoords": ("data", "axes fraction"), "annotation_clip": True}
-            axes.annotate(words, (at, 1), **place, **look)
+        figure, (above, below) = style.new_figure(9.5, 5.2, rows=2, **layout)
+        draw_gradients(above, counts, one, scale)
+        draw_formats(below, name)
+        mark_end(above, below, one.smallest / 2, "zero  ", "right")
+        mark_end(above, below, one.largest, "  overflow", "left")
         style.entitle(figure, title or f"Gradients x {scale:g} in {name}")
     return figure
+
+
+def draw_gradients(axes, counts, one, scale):
+    """Bars of powers(): the share of the gradients in each power of two, coloured by their fate."""
+    shift = math.log2(scale)
+    total = sum(counts.values())
+    for fate_name, members in by_fate(counts, one, scale).items():
+        heights = [100 * counts[power] / total for power in members]
+        middles = [power + shift + 0.5 for power in members]
+        label = f"{WORDS[fate_name]}: {sum(heights):.3g} %"
+        axes.bar(middles, heights, 0.9, color=FATES[fate_name], label=label)
+    axes.set_ylabel("share of the gradients (%)")
+    axes.legend(loc="upper left", handlelength=0.9)
+    axes.grid(axis="y")
+
+
+def draw_formats(axes, name):
+    """A row for each format from its smallest number to its largest; that of `name` in blue."""
+    for row, (key, one) in enumerate(FORMATS.items()):
+        draw_reach(axes, row, one, key == name)
+    axes.set_yticks(range(len(FORMATS)), list(FORMATS))
+    axes.set_ylim(len(FORMATS) - 0.5, -0.6)
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlim(-50, 20)
+    ticks = range(-48, 20, 8)
+    axes.set_xticks(ticks, [f"$2^{{{tick}}}$" for tick in ticks])
+    axes.set_xlabel("size: gradient x loss scale (dark: normal numbers, pale: subnormal ones)")
+
+
+def mark_end(above, below, size, words, side):
+    """A line across both axes where a format ends, with words on one side of it."""
+    at = math.log2(size)
+    for axes in (above, below):
+        axes.axvline(at, color=style.INK, linewidth=1, linestyle=(0, (4, 3)))
+    look = {"va": "bottom", "ha": side, "size": 9, "color": style.FAINT}
+    place = {"xycoords": ("data", "axes fraction"), "annotation_clip": True}
+    above.annotate(words, (at, 1), **place, **look)
 
 
 def draw_reach(axes, row, one, chosen):

@@ -62,22 +62,13 @@ def draw(frame, state):
     with style.look():
         figure, axes = style.new_figure(8.0, 4.4)
         for (part, mode), rows in points.groupby(["unit", "mode"], sort=False):
-            xs = rows["held_bytes"] / divisor
-            ys = rows["step_ms"]
             ours = (part, mode) == (state.unit, state.mode)
-            look = {
-                "marker": MARKERS.get(mode, "D"),
-                "markersize": 6.5,
-                "linewidth": 0.8 + ours,
-                "zorder": 2 + ours,
-            }
-            axes.plot(xs, ys, color=colours[part] if ours else style.lighter(colours[part]), **look)
-            # points one above the other: move their words apart
-            gap = 0.06 * points["step_ms"].max() if xs.nunique() < len(xs) else 0
-            heights = style.spread_apart(list(ys), gap)
-            for x, y, ahead in zip(xs, heights, rows["prefetch"], strict=True) if ours else ():
-                offset, va = ((11, 0), "center") if gap else ((11, 5), "bottom")
-                style.beside(axes, f"{ahead} ahead", (x, y), offset, va=va, size=9, zorder=6)
+            colour = colours[part] if ours else style.lighter(colours[part])
+            look = {"marker": marker(mode), "linewidth": 0.8 + ours, "zorder": 2 + ours}
+            held = rows["held_bytes"] / divisor
+            axes.plot(held, rows["step_ms"], color=colour, markersize=6.5, **look)
+            if ours:
+                name_points(axes, held, rows, 0.06 * points["step_ms"].max())
         ring = {"facecolors": "none", "edgecolors": style.RED, "linewidths": 2.2, "zorder": 5}
         axes.scatter(mine["held_bytes"] / divisor, mine["step_ms"], s=230, **ring)
         axes.set_xlim(0, points["held_bytes"].max() / divisor * 1.08)
@@ -85,19 +76,33 @@ def draw(frame, state):
         axes.set_xlabel(f"parameters held at most, shards included ({unit})")
         axes.set_ylabel("step time (ms)")
         axes.grid(axis="both")
-        handles = [
-            Line2D([], [], color=colour, linewidth=3, label=f"units of {part}")
-            for part, colour in colours.items()
-        ]
-        modes = dict.fromkeys(points["mode"])
-        handles += [
-            Line2D([], [], color=style.INK, marker=MARKERS.get(m, "D"), linewidth=0, label=m)
-            for m in modes
-        ]
-        names = [handle.get_label() for handle in handles]
-        style.legend_below(figure, handles, names, handlelength=1.2)
+        draw_legend(figure, colours, dict.fromkeys(points["mode"]))
         style.entitle(figure, f"{words_of(state)[0].upper()}{words_of(state)[1:]}")
     return figure
+
+
+def marker(mode):
+    return MARKERS.get(mode, "D")
+
+
+def name_points(axes, held, rows, gap):
+    """Write each point's prefetch beside it; at least a gap apart if points share a place in x."""
+    crowded = held.nunique() < len(held)
+    heights = style.spread_apart(list(rows["step_ms"]), gap if crowded else 0)
+    offset, va = ((11, 0), "center") if crowded else ((11, 5), "bottom")
+    for x, y, ahead in zip(held, heights, rows["prefetch"], strict=True):
+        style.beside(axes, f"{ahead} ahead", (x, y), offset, va=va, size=9, zorder=6)
+
+
+def draw_legend(figure, colours, modes):
+    """Explain the colours of the units and the markers of the modes."""
+    shown = {
+        f"units of {unit}": Line2D([], [], color=colour, linewidth=3)
+        for unit, colour in colours.items()
+    }
+    look = {"color": style.INK, "linewidth": 0}
+    shown |= {mode: Line2D([], [], marker=marker(mode), **look) for mode in modes}
+    style.legend_below(figure, shown.values(), shown, handlelength=1.2)
 
 
 def takeaway(frame, state):

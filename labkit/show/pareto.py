@@ -29,31 +29,19 @@ def pareto(frame, x, y, by="form", title=None):
     if frame.empty:
         raise ValueError("nothing was measured, so there is nothing to draw")
     names = list(dict.fromkeys(frame[by]))
-    grouped = frame.groupby(by)[[x, y]]
-    middle, low, high = (grouped.quantile(q).loc[names] for q in (0.5, 0.25, 0.75))
     factors, units = zip(*(scale(frame, column) for column in (x, y)), strict=True)
-    middle, low, high = (
-        [[row[x] / factors[0], row[y] / factors[1]] for _, row in f.iterrows()]
-        for f in (middle, low, high)
-    )
+    scaled = frame[[x, y]].div(list(factors)).groupby(frame[by])
+    low, middle, high = (scaled.quantile(q).loc[names].values.tolist() for q in (0.25, 0.5, 0.75))
     best = front(middle)
+    steps = sorted(middle[number] for number in best)
     colours = style.palette(names)
     with style.look():
         figure, axes = style.new_figure(8.0, 4.4)
-        steps = sorted(middle[number] for number in best)
-        axes.step(
-            *zip(*steps, strict=True), where="post", color=style.FAINT, linewidth=1.2, zorder=1
-        )
+        look = {"where": "post", "color": style.FAINT, "linewidth": 1.2, "zorder": 1}
+        axes.step(*zip(*steps, strict=True), **look)
         for number, name in enumerate(names):
-            (at, height) = middle[number]
-            (left, under) = low[number]
-            (right, over) = high[number]
-            axes.plot([left, right], [height, height], color=colours[name], linewidth=1.2, zorder=2)
-            axes.plot([at, at], [under, over], color=colours[name], linewidth=1.2, zorder=2)
-            fill = colours[name] if number in best else style.GROUND
-            axes.plot(
-                at, height, "o", markersize=9, color=colours[name], markerfacecolor=fill, zorder=3
-            )
+            filled = number in best
+            draw_point(axes, low[number], middle[number], high[number], colours[name], filled)
         axes.set_ylim(0, 1.12 * max(height for _, height in high))
         axes.margins(x=0.12)
         axes.set_xlabel(style.axis_label(x, units[0]))
@@ -62,14 +50,34 @@ def pareto(frame, x, y, by="form", title=None):
         style.entitle(figure, title)
         style.note_above(axes, "filled: nothing else is both faster and smaller")
         figure.draw_without_rendering()
-        treads = [((x, y), (end, y)) for (x, y), (end, _) in pairwise(steps)]
-        risers = [((x, y), (x, under)) for (_, y), (x, under) in pairwise(steps)]
-        spreads = [
-            ((left, y), (right, y))
-            for (left, _), (_, y), (right, _) in zip(low, middle, high, strict=True)
-        ]
-        write_names(axes, dict(zip(names, middle, strict=True)), [*treads, *risers, *spreads])
+        lines = staircase(steps) + level_lines(low, middle, high)
+        write_names(axes, dict(zip(names, middle, strict=True)), lines)
     return figure
+
+
+def draw_point(axes, low, middle, high, colour, filled):
+    """A point at its medians, filled or hollow, with lines between its quartiles in x and in y."""
+    x, y = middle
+    look = {"color": colour, "linewidth": 1.2, "zorder": 2}
+    axes.plot([low[0], high[0]], [y, y], **look)
+    axes.plot([x, x], [low[1], high[1]], **look)
+    fill = colour if filled else style.GROUND
+    axes.plot(x, y, "o", markersize=9, color=colour, markerfacecolor=fill, zorder=3)
+
+
+def staircase(steps):
+    """[((x, y), (x, y))]: the lines of the staircase that joins the front's points."""
+    lines = []
+    for (x, y), (right, under) in pairwise(steps):
+        lines.append(((x, y), (right, y)))
+        lines.append(((right, y), (right, under)))
+    return lines
+
+
+def level_lines(low, middle, high):
+    """[((x, y), (x, y))]: the lines between the quartiles in x."""
+    points = zip(low, middle, high, strict=True)
+    return [((left, y), (right, y)) for (left, _), (_, y), (right, _) in points]
 
 
 def scale(frame, column):
