@@ -16,8 +16,8 @@ In this order:
     pipeline                    split the layers; micro-batches pass through the stages
     experts                     send each token to k of E networks
 
-These files import torch, Python's standard library and labkit.comm, through which every message
-goes. `group` is a process group, None for all ranks; ranks count within it. A function changes its
+These files import torch, Python's standard library and labkit.comm, which sends every message.
+`group` is a process group, None for all ranks; ranks count within it. A function changes its
 tensors in place if PyTorch's collective of the same kind does. All ranks start with equal weights.
 
 Tests compare these functions with one process and with the drop-in classes. They are not fast, and

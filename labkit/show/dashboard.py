@@ -205,7 +205,7 @@ def to_measure(table, state):
     ValueError unless one model and one link are chosen.
     """
     if ANY in (state.model, state.link):
-        raise ValueError("choose one model and one link: cells are measured beside their base")
+        raise ValueError("choose one model and one link: cells are compared with their base")
     world = table[table["link"] == state.link].iloc[0]
     ticked = table[table["what"].isin(state.whats)].drop_duplicates("what")
     changes = {"model": state.model}

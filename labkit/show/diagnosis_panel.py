@@ -1,4 +1,4 @@
-"""Runs side by side: where each rank's time goes, before and after a change.
+"""Runs side by side: how each rank spends its time, before and after a change.
 
 sheet      A  rank 0 |==|===|=====|      a panel for each run: its ranks, the parts of their steps
 treated    cause   before |==|===|=====|       after |==|===|v|     v: what was predicted

@@ -86,7 +86,7 @@ def inner(frame):
 
 
 def place(frame, ranks):
-    """{index: (y, row)} by rank and lane; a span goes to the first row of its lane that is free."""
+    """Return {index: (y, row)} by rank and lane; a span is in the first free row of its lane."""
     rows = {}
     row = 0
     y = 0.0
@@ -178,7 +178,7 @@ def fit(text, axes):
 
 
 def write_exposed(axes, mine, bare, heights):
-    """The sum of what is exposed, beside the network lane."""
+    """Write the exposed ms next to the network lane."""
     network = [heights[i] for i in mine.index[mine["lane"] == "network"]]
     if network:
         total = length(bare)

@@ -89,7 +89,7 @@ def front(points):
 
 
 def write_names(axes, points, lines):
-    """Each name beside its point, covering no point or name, and no line if there is such a spot.
+    """Write each name next to its point, covering no point or name, and no line if possible.
 
     points: name -> (x, y). lines: [((x, y), (x, y))], along one axis each. All in the data's units.
     """

@@ -1,7 +1,7 @@
 """Show a figure in a notebook with its alt text, or save it into figures/.
 
     present(figure, caption, provenance, alt)       image + alt text, caption, provenance beneath it
-    save_table(frame, "overlap")                    a table beside it: overlap.csv
+    save_table(frame, "overlap")                    a table next to it: overlap.csv
     save(figure, "overlap", data, parameters, ...)  figures/overlap.svg   (`lab figures` only), the
                                                                           same bytes for same data
                                                     figures/overlap.json  what it was drawn from
@@ -125,7 +125,7 @@ def as_html(words, *figures):
 
 
 def save_table(frame, name):
-    """Write NAME.csv beside the figures that save() writes; without that folder, nothing."""
+    """Write NAME.csv into the folder of the figures that save() writes; without it, do nothing."""
     if folder := os.environ.get(FOLDER):
         Path(folder).mkdir(parents=True, exist_ok=True)
         frame.to_csv(Path(folder, f"{name}.csv"), index=False, float_format="%.6g")

@@ -75,7 +75,7 @@ def ratios(times, pairs):
 
 
 def raced(records, pairs):
-    """ratios() of the rows of turns.time_and_count(), and the messages of one step of both."""
+    """Return ratios() of the rows of time_and_count(), with the messages of one step of both."""
     messages = records.groupby("variant")["messages"].first()
     table = ratios(columns(records), pairs)
     table["messages"] = [f"{messages[one]:.0f} / {messages[other]:.0f}" for one, other in pairs]

@@ -190,7 +190,7 @@ def spread(crowd, speed, width):
 
 
 def draw_points(axes, rows, colour, beside):
-    """The medians that were measured, with their quartiles. beside: from side_by_side()."""
+    """Draw the measured medians with their quartiles. beside: from side_by_side()."""
     for (method, speed), times in rows.dropna(subset=["step_ms"]).groupby(["method", "link_mbit"])[
         "step_ms"
     ]:

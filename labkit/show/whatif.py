@@ -143,7 +143,7 @@ class WhatIf:
         return self.found.get((world, changes)) or row_of(self.table, self.model, world, changes)
 
     def changed(self, change=None):
-        """Predict for the controls, and show what was measured beside it."""
+        """Predict for the controls, and show the prediction next to the measured values."""
         _, changes = self.asked()
         said = predict(self.table, self.model, self.world.value, changes)
         own = self.measured(changes)
@@ -175,7 +175,7 @@ class WhatIf:
             self.message.value = "measured"
         except KeyboardInterrupt:
             self.message.value = "stopped: no rank is left"
-        except Exception as error:  # shown beside the button
+        except Exception as error:  # shown next to the button
             first = (str(error).strip() or "no message").splitlines()[0]
             self.message.value = f"<b>{type(error).__name__}</b>: {html.escape(first)}"
         self.thread = None
