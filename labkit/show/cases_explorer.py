@@ -101,7 +101,7 @@ def moved(job, gpu):
 
 
 def both(course, state):
-    """{label: Found}: the job on the GPU it ran on, and on that of the controls."""
+    """Return {label: Found}: the job on the GPU it ran on, and on that of the controls."""
     case = course.cases[state.case]
     c = constants.values()
     found = {}
@@ -111,7 +111,7 @@ def both(course, state):
 
 
 def rows(course, state):
-    """DataFrame gpu, part, step_seconds, seed: the parts of a step, predicted."""
+    """Return a DataFrame with gpu, part, step_seconds, seed: the parts of a step, predicted."""
     found = []
     for gpu, one in both(course, state).items():
         told = dict.fromkeys(KINDS.values(), 0.0)

@@ -40,7 +40,7 @@ def shown(folder):
 
 
 def origin(rows):
-    """The provenance of the rows, for a caption."""
+    """Return the provenance of the rows, for a caption."""
     about = rows.iloc[0]
     gpus = "no GPU" if about["gpus"] == "none" else about["gpus"]
     words = f"measured on {about['cores']} cores, {gpus}, torch {about['torch']}"

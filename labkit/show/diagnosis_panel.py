@@ -82,7 +82,7 @@ def treated(frame, title=None):
 
 
 def numbers(frame):
-    """DataFrame, a row a run: numbers that the pictures do not show."""
+    """Return a DataFrame with a row a run: numbers that the pictures do not show."""
     found = []
     for run, rows in frame.groupby("run", sort=False):
         links = rows[[name for name in rows if str(name).startswith("to_")]].stack()

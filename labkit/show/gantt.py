@@ -42,7 +42,7 @@ def timeline(frame, title=None):
 
 
 def canvas(width, height, end, top, bottom):
-    """(figure, axes) of bands: time from 0 to end, rows from top down to bottom."""
+    """Return (figure, axes) of bands: time from 0 to end, rows from top down to bottom."""
     figure, axes = style.new_figure(width, height)
     axes.set_xlim(0, end * 1.005)
     axes.set_ylim(bottom, top)
@@ -68,7 +68,7 @@ def head(axes, y, end, name, words):
 
 
 def from_zero(frame):
-    """The frame with its first span at 0 ms."""
+    """Return the frame with its first span at 0 ms."""
     origin = frame["start_ms"].min()
     return frame.assign(start_ms=frame["start_ms"] - origin, end_ms=frame["end_ms"] - origin)
 
@@ -189,7 +189,7 @@ def write_exposed(axes, mine, bare, heights):
 
 
 def lanes_of(frame, ranks, heights):
-    """{y: name} of the lanes of all ranks."""
+    """Return {y: name} of the lanes of all ranks."""
     rows = {}
     for rank in ranks:
         mine = frame[frame["rank"] == rank]

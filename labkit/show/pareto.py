@@ -74,7 +74,7 @@ def pareto(frame, x, y, by="form", title=None):
 
 
 def scale(frame, column):
-    """(divisor, unit) for an axis."""
+    """Return (divisor, unit) for an axis."""
     unit = style.unit_of(column)
     return style.byte_scale(frame[column].max()) if unit == "bytes" else (1, unit)
 

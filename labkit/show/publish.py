@@ -70,7 +70,7 @@ def laid_out(figure):
 
 
 def png(figure, dpi=200, compress_level=6):
-    """The figure as PNG bytes."""
+    """Return the figure as PNG bytes."""
     held = io.BytesIO()
     with style.look(), laid_out(figure):
         packed = {"pil_kwargs": {"compress_level": compress_level}}
@@ -79,7 +79,7 @@ def png(figure, dpi=200, compress_level=6):
 
 
 def in_fewer_colours(figure):
-    """The figure as PNG bytes of 256 colours: a third of the size, no visible difference."""
+    """Return the figure as PNG bytes of 256 colours: a third of the size, no visible difference."""
     held = io.BytesIO()
     picture = Image.open(io.BytesIO(png(figure, compress_level=0))).convert("RGB")
     picture.quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(held, "png")

@@ -38,7 +38,7 @@ def readable(frame):
 
 
 def comparison(frame, metrics, by="strategy"):
-    """One row per `by`, one column per metric: "median (lower–upper quartile)" in its unit.
+    """Return one row per `by`, one column per metric: "median (lower–upper quartile)" in its unit.
 
     frame: rows of compare(); metrics that have no value for a strategy are left blank there.
     """
