@@ -30,9 +30,9 @@ def future_from(returned):
 
 def check_annotations(hook):
     """Raise ValueError, as PyTorch does, for a hook annotated with other types than it handles."""
-    annotations = getattr(hook, "__annotations__", {})
+    told = getattr(hook, "__annotations__", {})
     for name, right in (("bucket", (dist.GradBucket, Bucket)), ("return", (torch.futures.Future,))):
-        found = annotations.get(name)
+        found = told.get(name)
         if isinstance(found, type) and not issubclass(found, right):
             raise ValueError(
                 f"comm hook: {name} is annotated {found.__name__}, and must be {right[0].__name__}"
@@ -64,8 +64,8 @@ class HookFailures:
         try:
             return future_from(hook(state, bucket))
         except Exception as error:
-            text = f"the comm hook of rank {dist.get_rank()} raised {type(error).__name__}: {error}"
-            default_store().set(self._key(self._count(1)), f"{self.step} {text}")
+            told = f"the comm hook of rank {dist.get_rank()} raised {type(error).__name__}: {error}"
+            default_store().set(self._key(self._count(1)), f"{self.step} {told}")
             raise
 
     def told(self):

@@ -41,7 +41,7 @@ def through_stages(model, metric, input, target):
         return metric(output[: len(target)], target).double() if len(target) else none
 
     pipeline.evaluate(full, targets, of_rows)
-    total = torch.zeros((), dtype=torch.float64, device=input.device)
-    total += sum(pipeline.losses)  # empty except on ranks with the last stage
-    comm.all_reduce(total, group=model.mesh.group("pp"))
-    return total
+    told = torch.zeros((), dtype=torch.float64, device=input.device)
+    told += sum(pipeline.losses)  # empty except on ranks with the last stage
+    comm.all_reduce(told, group=model.mesh.group("pp"))
+    return told

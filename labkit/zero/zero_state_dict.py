@@ -29,13 +29,13 @@ def gather_state(optimizer, whole_groups, pieces, buckets, group=None):
     numbers = {p: i for i, p in enumerate(p for whole in whole_groups for p in whole["params"])}
     held = _held(optimizer)
     mine = {numbers[p]: _describe(piece, held.get(piece, {})) for p, piece in pieces.items()}
-    found = {}
+    told = {}
     for text in gather_bytes(json.dumps(mine).encode(), group, buckets[0].device):
-        found |= {int(i): entries for i, entries in json.loads(text).items() if entries}
-    state = {i: {key: _value(entry) for key, entry in found[i].items()} for i in sorted(found)}
+        told |= {int(i): entries for i, entries in json.loads(text).items() if entries}
+    state = {i: {key: _value(entry) for key, entry in told[i].items()} for i in sorted(told)}
     for bucket in buckets:
         slots = [
-            (slot, found.get(numbers[p], {}), numbers[p]) for slot, p in enumerate(bucket.members)
+            (slot, told.get(numbers[p], {}), numbers[p]) for slot, p in enumerate(bucket.members)
         ]
         for key, dtype in sorted(
             {(key, e[1]) for _, entries, _ in slots for key, e in entries.items() if e[0] == "each"}
