@@ -1,4 +1,4 @@
-"""Collectives with a log: every message of the lab goes through here, and `record()` lists them.
+"""Collectives with a log: every message of the lab is sent from here, and `record()` lists them.
 
     comm.all_reduce --> torch.distributed.all_reduce     with record() as log:  also an Event in log
 
@@ -128,7 +128,10 @@ def broadcast(tensor, src=0, group=None, async_op=False):
 def all_to_all(
     output, input, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False
 ):
-    """Part i of input goes to rank i; j of output is from j. Split sizes: rows (dim 0) or equal."""
+    """Send part i of input to rank i; part j of output is from rank j.
+
+    Split sizes: rows (dim 0); None: equal parts.
+    """
 
     def launch():
         split = output, input, output_split_sizes, input_split_sizes, group

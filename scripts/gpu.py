@@ -60,7 +60,7 @@ class Check:
     name: str
     command: list
     limit: float  # seconds
-    packages: tuple = ()  # that it imports, beside torch's and labkit's
+    packages: tuple = ()  # that it imports, in addition to torch's and labkit's
 
     def missing(self):
         return [name for name in self.packages if find_spec(name) is None]
@@ -130,8 +130,8 @@ def run(check, limit, log, line):
         finally:
             late = child.poll() is None
             end(child)
-    told = log.read_text(errors="replace").replace(f"{log.parent}{os.sep}", "")
-    words = [text for text in told.splitlines() if text.strip()]
+    text = log.read_text(errors="replace").replace(f"{log.parent}{os.sep}", "")
+    words = [line for line in text.splitlines() if line.strip()]
     result = "too slow" if late else "failed" if child.returncode else "ok"
     seconds = round(time.monotonic() - started, 1)
     return {"check": check.name, "result": result, "seconds": seconds, "last_line": words[-1] if words else ""}

@@ -27,7 +27,7 @@ class Job:
 
 
 def read(file):
-    """{parameter: values} of a YAML file."""
+    """Return {parameter: values} of a YAML file."""
     try:
         grid = yaml.safe_load(Path(file).read_text())
     except OSError as error:

@@ -35,7 +35,7 @@ SLOWEST = 10
 
 
 def run(command, log, line, environment=None):
-    """Run the command and return its exit code; its output goes to `log`, its progress (`[ 34%]`) to the line."""
+    """Run the command and return its exit code. Write its output to `log`; show its progress (`[ 34%]`)."""
     with log.open("w") as file:
         child = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT

@@ -1,4 +1,4 @@
-"""Mutants: small wrong versions of the code, made one at a time; each must be caught by a test that is named beside it.
+"""Mutants: small wrong versions of the code, made one at a time; each must be caught by a test named with it.
 
     python tests/mutants.py                         all of tests/mutants.yaml
     python tests/mutants.py 'zero-*' clip-local     those of these names; patterns are allowed
@@ -7,7 +7,7 @@
                                                     2  one file changed: pytest -x of its tests, in new processes
                                                     3  the file as it was, and the next mutant
 
-The working tree is only read. The sandbox goes whatever happens, with what the tests have left in it. This process
+The working tree is only read. The sandbox is always removed, with all files of the tests. This process
 imports torch once and nothing of labkit; each pytest is a fork of it, so a mutant costs a second or two. On the CPU:
 forks cannot share CUDA.
 Exit code 1 where a mutant survives or cannot be applied, or where tests fail without one.

@@ -28,9 +28,10 @@ PREFIXES = ("", "model.", "module.", "model.module.")
 
 @dataclass
 class Source:
-    """model: its tensors. optimizer: or None. about: a description. beside: other names.
+    """A checkpoint to convert: tensors of the model, optimizer or None, and a description.
 
-    A schedule, a sampler and random states are listed in `beside` and are not converted.
+    beside: names of other contents, such as a schedule, a sampler and random states, which are not
+    converted.
     """
 
     model: Any

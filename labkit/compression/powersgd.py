@@ -201,7 +201,7 @@ class Exchange:
         self.corrected = corrected
         self.owes = corrected is not gradient  # False: no residual, the average overwrites it
         self.matrices = []
-        self.whole = []  # tensors sent in full: (what to send, where its average goes)
+        self.whole = []  # tensors sent in full: (tensor to send, tensor for its average)
         self.message = self.work = None
         self.future = torch.futures.Future(devices=[gradient.device] if gradient.is_cuda else None)
 

@@ -16,8 +16,8 @@ In this order:
     pipeline                    split the layers; micro-batches pass through the stages
     experts                     compute each token by k of E networks
 
-These files import torch, Python's standard library and labkit.comm, through which every message
-goes (and fsdp a function of zero). comm.exchange sends to one rank while it receives from another.
+These files import torch, Python's standard library and labkit.comm, which sends every message
+(fsdp also imports zero). comm.exchange sends to one rank while it receives from another.
 `group` is a process group, None for all ranks; ranks count within it. A function changes its
 tensors in place if PyTorch's collective of the same kind does. All ranks start with equal weights.
 

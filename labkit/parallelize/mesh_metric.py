@@ -42,6 +42,6 @@ def through_stages(model, metric, input, target):
 
     pipeline.evaluate(full, targets, of_rows)
     told = torch.zeros((), dtype=torch.float64, device=input.device)
-    told += sum(pipeline.losses)  # none but where a last stage is
+    told += sum(pipeline.losses)  # empty except on ranks with the last stage
     comm.all_reduce(told, group=model.mesh.group("pp"))
     return told

@@ -3,7 +3,7 @@
     Mesh({"pp": 2, "dp": 2, "tp": 2})        axis   cuts       its groups send, a rank and step
 
     pp 0   dp 0   [ tp 0 | tp 1 ]            pp     layers     activations, at a boundary of stages
-           dp 1   [ tp 0 | tp 1 ]            dp     samples    gradients, while backward goes on
+           dp 1   [ tp 0 | tp 1 ]            dp     samples    gradients, during backward
     pp 1   dp 0   [ tp 0 | tp 1 ]            cp     tokens     keys and values, in every block
            dp 1   [ tp 0 | tp 1 ]            ep     experts    tokens, to and from, 4 a block
                                              tp     matrices   activations, 4 a block, waited for

@@ -20,7 +20,7 @@ F = B = W = 1:
      as published       (p-2) / (3 M + p-2)           the same; there F&B is one action
 
 dual_pipe has the model twice, as two chains: stages p to 2p-1 are copies of stages 0 to p-1, and a
-micro-batch goes through one of the chains. routes() finds out which from its actions.
+micro-batch passes through one of the chains. routes() finds out which from its actions.
 
 Huang et al., GPipe, NeurIPS 2019; Narayanan et al., PipeDream, SOSP 2019, Memory-Efficient
 Pipeline-Parallel DNN Training, ICML 2021 (1F1B with a flush), and Efficient Large-Scale Language
@@ -120,7 +120,7 @@ def v_shaped(stages, micro_batches, ranks=None):
     micro-batches Ws wait as long as the memory allows, and r until the end.
 
     For F = B = W = 1 a step takes 6 M + p - 1 units for M >= p micro-batches. For M < p ranks idle
-    while the first micro-batch goes there and back: 4 p + 3 M - 1, or one less if 2 M <= p.
+    while the first micro-batch passes forward and back: 4 p + 3 M - 1, or one less if 2 M <= p.
     """
     p = stages // 2
     if stages % 2 or ranks not in (None, p):
@@ -218,7 +218,7 @@ def spelled(text, stage, p, half):
 
 
 def routes(schedule):
-    """Return {micro-batch: range of the stages that it goes through}, all of one length."""
+    """Return {micro-batch: range of the stages that it passes through}, all of one length."""
     met = {}
     for action in (action for program in schedule for action in program):
         met.setdefault(action.micro_batch, set()).add(action.stage)

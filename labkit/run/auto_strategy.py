@@ -1,4 +1,4 @@
-"""strategy="auto": the strategy that is predicted to be fastest, of those that fit into memory.
+"""strategy="auto": the strategy with the shortest predicted step, of those that fit into memory.
 
     memory   each candidate's dry run (labkit.memory): on a mesh by every rank, and the fullest
              must fit
@@ -8,10 +8,10 @@
     +----------------+--------+-----+--------------------+->    one interval keep the order of
     fastest       x 1.07   x 1.15                               labkit.memory: cheap to expensive
 
-The width of an interval is the planner's error: the median over published rows whose sources are in
-no fit. A CUDA device is looked up in labkit.scale.hardware; one that is not there counts as an
-A100-PCIe, and a CPU as CPU_RANK. Nothing is timed, so a job that is started again chooses the same.
-Only GPTs with real arithmetic have a predicted time: cost.py has no term for other layers, nor for
+The width of an interval is the planner's error: the median over published rows whose sources are
+held out of the fit. A CUDA device is looked up in labkit.scale.hardware; an unknown one counts as
+an A100-PCIe, and a CPU as CPU_RANK. Nothing is timed, so a restarted job chooses the same strategy.
+Only GPTs with real arithmetic have a predicted time: cost.py does not model other layers or
 emulated compute. Other models keep the order of labkit.memory.
 
 `participant` is that of labkit.run.experiment_runner, `e` an Experiment, and a rung one of
@@ -61,7 +61,7 @@ CPU_RANK = GPU(
 
 
 def choose_strategy(participant, module, optimizer):
-    """The Experiment with the strategy that is chosen; rank 0 prints why. Collective.
+    """Return the Experiment with the chosen strategy; rank 0 prints why. Collective.
 
     optimizer: function parameters -> Optimizer. Raises MemoryError on every rank if nothing fits.
     """
@@ -80,7 +80,7 @@ def choose_strategy(participant, module, optimizer):
 
 
 def choose_without_mesh(participant, module, optimizer, memory_bytes):
-    """A Choice for data parallelism alone."""
+    """Return a Choice for data parallelism alone."""
     e, begin = participant.experiment, participant.batches.state_dict()
     input, target = participant.next_batch()
     participant.batches.load_state_dict(begin)  # training gets this batch, too
@@ -92,14 +92,14 @@ def choose_without_mesh(participant, module, optimizer, memory_bytes):
 
 
 def choose_on_mesh(participant, memory_bytes):
-    """A Choice along dp, where the other axes are given."""
+    """Return a Choice along dp; the other axes are given."""
     rungs = [(strategy, False) for strategy in strategies_of(participant.experiment)]
     rungs = order(participant, rungs)
     return first_that_fits(rungs, lambda rung: fullest(participant, rung[0]), memory_bytes)
 
 
 def fullest(participant, strategy):
-    """The Estimate of the rank that would hold most under a strategy. Collective."""
+    """Return the Estimate of the rank that needs most memory under a strategy. Collective."""
     own = json.dumps(asdict(participant.estimate_with(strategy))).encode()
     everyone = gather_bytes(own, device=participant.device)
     estimates = [Estimate(**json.loads(one)) for one in everyone]
@@ -107,7 +107,7 @@ def fullest(participant, strategy):
 
 
 def order(participant, rungs):
-    """The rungs, those predicted to be fastest first; rank 0 prints why. Collective."""
+    """Return the rungs, the fastest by prediction first; rank 0 prints why. Collective."""
     e, ranks, device = participant.experiment, participant.world_size, participant.device
     if not has_terms_for(e):
         return rungs
@@ -123,14 +123,14 @@ def order(participant, rungs):
 
 
 def in_order(rungs, seconds):
-    """The rungs by their seconds; those that differ by less than the error keep their order."""
+    """Sort the rungs by seconds; rungs that differ by less than the error keep their order."""
     step, fastest = log(1 + error()), min(seconds)
     interval = {r: int(log(s / fastest) / step) for r, s in zip(rungs, seconds, strict=True)}
     return sorted(rungs, key=interval.get)
 
 
 def error():
-    """Median error of the planner's time."""
+    """Return the median error of the planner's time."""
     return errors_kept_out()["time", "source"]
 
 
@@ -140,16 +140,16 @@ def has_terms_for(e):
 
 
 def step_seconds(e, ranks, ranks_of_node, device, rung):
-    """Predicted seconds of a step of Experiment e under a rung."""
+    """Return the predicted seconds of a step of Experiment e under a rung."""
     step, c = job(e, ranks, ranks_of_node, device, *rung), constants.values()
     return predict_step(step, c | {"data_exposed": exposed_share(step, c)}).seconds
 
 
 def exposed_share(job, c):
-    """The share of the gradients' messages that a rank waits for.
+    """Return the share of the gradients' messages that a rank waits for.
 
-    data_exposed is of stacks that send gradients after backward. The lab's classes send them in
-    backward, as those of FSDP do (see c["exposed"]); ZeRO gathers parameters after it.
+    data_exposed applies to stacks that send gradients after backward. The lab's classes send them
+    during backward, as FSDP does (see c["exposed"]); ZeRO gathers parameters after it.
     """
     messages = gradient_seconds(job, c | {"data_exposed": 1.0})
     if not messages:
@@ -161,7 +161,7 @@ def exposed_share(job, c):
 
 
 def job(e, ranks, ranks_of_node, device, strategy, recomputed):
-    """The labkit.scale Job of a step."""
+    """Return the labkit.scale Job of a step."""
     gpt, dp = gpt_sizes(e), ranks // prod(e.axes.values())
     model = {"hidden": gpt["width"], "ffn": 4 * gpt["width"], "seq_len": gpt["context"]}
     model |= {name: gpt[name] for name in ("layers", "heads", "vocab", "tied")}
@@ -186,7 +186,7 @@ def job(e, ranks, ranks_of_node, device, strategy, recomputed):
 
 
 def machine(device):
-    """The GPU that a device is, with links at half their speed.
+    """Return the GPU (labkit.scale.hardware) of a device, with links at half their speed.
 
     The lab sends gradients in 32 bits an element, and cost.py counts 16.
     """

@@ -159,7 +159,7 @@ class Participant:
         return counted | {"flops": self.flops, "peak_bytes": memory.peak_total} | peaks
 
     def estimate_with(self, strategy):
-        """The Estimate of this rank's step, if it had another strategy."""
+        """Return the Estimate of this rank's step, if it had another strategy."""
         experiment = self.experiment.replace(strategy=strategy)
         return estimate_rank(experiment, self.world_size, self.context.rank, self.device.type)
 

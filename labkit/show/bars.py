@@ -163,7 +163,7 @@ def fit(axes, written, divisor):
 
 
 def measured_against_predicted(frame, title=None):
-    """Figure: measured / predicted of every row on one axis, values beside it; at 1 they agree.
+    """Figure: measured / predicted of every row on one axis, with the values; at 1 they agree.
 
     frame: quantity, unit, predicted, measured; optionally low, high (quartiles in the row's unit).
     """

@@ -1,4 +1,4 @@
-"""Published jobs beside their predictions, and an explorer of the same job on another GPU.
+"""Published jobs with their predictions, and an explorer of the same job on another GPU.
 
     GPT-3 175B              <>o    110; 107          o predicted    <> published: the least and
     Llama 3 405B      o  <--->     135; 152 to 165   the most that the reported figure can mean
@@ -67,7 +67,7 @@ def beside(frame, title=None):
         axes.set_xticks([], minor=True)
         axes.set_ylim(len(frame) - 0.5, -0.7)
         axes.set_yticks(range(len(frame)), frame["case"])
-        axes.set_xlabel("speed / most published (log); beside: tokens/s of a GPU, both")
+        axes.set_xlabel("speed / most published (log); at the right: tokens/s of a GPU, both")
         axes.grid(axis="x")
         marks = [
             Line2D([], [], **dot, label="predicted"),
@@ -101,7 +101,7 @@ def moved(job, gpu):
 
 
 def both(course, state):
-    """{label: Found}: the job on the GPU it ran on, and on that of the controls."""
+    """Return {label: Found}: the job on the GPU it ran on, and on that of the controls."""
     case = course.cases[state.case]
     c = constants.values()
     found = {}
@@ -111,7 +111,7 @@ def both(course, state):
 
 
 def rows(course, state):
-    """DataFrame gpu, part, step_seconds, seed: the parts of a step, predicted."""
+    """Return a DataFrame with gpu, part, step_seconds, seed: the parts of a step, predicted."""
     found = []
     for gpu, one in both(course, state).items():
         told = dict.fromkeys(KINDS.values(), 0.0)

@@ -30,7 +30,7 @@ class State:
 
 
 def rows(predict, state):
-    """DataFrame strategy, what ("copied", "written"), per_rank_bytes."""
+    """Return a DataFrame with strategy, what ("copied", "written"), per_rank_bytes."""
     found = []
     for one in state.strategies:
         sizes = predict(one, state.world_size, state.parameters)

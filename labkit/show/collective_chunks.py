@@ -100,7 +100,7 @@ def by_rank(frame, column):
 
 
 def different(table, other):
-    """(rank, chunk) of the boxes in which two tables differ."""
+    """Return (rank, chunk) of the boxes in which two tables differ."""
     return [
         (rank, chunk)
         for rank, held in enumerate(table)

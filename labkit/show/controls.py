@@ -24,12 +24,12 @@ def menu(description, options, value):
 
 
 def speeds(mbit, value):
-    """A menu of link speeds, Mbit/s."""
+    """Return a menu of link speeds, Mbit/s."""
     return menu("link speed", [(f"{speed:,g} Mbit/s", speed) for speed in mbit], value)
 
 
 def boxes(names):
-    """{name: a ticked box}."""
+    """Return {name: a ticked box}."""
     return {
         one: ipywidgets.Checkbox(
             value=True, description=style.name(one), indent=False, layout={"width": "auto"}
@@ -39,12 +39,12 @@ def boxes(names):
 
 
 def ticked(boxes):
-    """The names of the boxes that are ticked."""
+    """Return the names of the boxes that are ticked."""
     return tuple(one for one, box in boxes.items() if box.value)
 
 
 def row(controls):
-    """Side by side, as many as fit."""
+    """Return a box with the widgets side by side, as many as fit."""
     return ipywidgets.Box(
         list(controls), layout={"display": "flex", "flex_flow": "row wrap", "grid_gap": "4px 18px"}
     )

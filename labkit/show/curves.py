@@ -79,7 +79,7 @@ def make_log(axes):
 
 
 def line_widths(groups, thin=1.6, step=1.5):
-    """Widths of lines that may lie on one another: the first is the broadest."""
+    """Return widths of lines that may cover each other: the first is the broadest."""
     return np.linspace(thin + step * (len(groups) - 1), thin, len(groups))
 
 

@@ -94,7 +94,7 @@ def first_state(table, model, ranks, **more):
 
 
 def chosen(table, state):
-    """The rows that the filters let through, in the order that the state asks for."""
+    """Return the rows that the filters let through, in the order that the state asks for."""
     for name, column in FILTERS.items():
         wanted = getattr(state, name)
         if wanted != ANY and not (state.picture == "scaling" and name == "ranks"):
@@ -114,7 +114,7 @@ def draw(table, curves, state, most=BARS):
 
 
 def named(rows):
-    """The rows with labels that differ."""
+    """Return the rows with labels that differ."""
     words = rows["label"]
     for column in ("model", "world"):
         if rows[column].nunique() > 1:
@@ -123,7 +123,7 @@ def named(rows):
 
 
 def words_of(table, state, most=BARS):
-    """One sentence on what the state shows, for alt text."""
+    """Return one sentence on what the state shows, for alt text."""
     rows = chosen(table, state)
     column = SORTED[state.sort]
     if state.picture == "scaling" and (lines := scaled(rows)):
@@ -140,7 +140,7 @@ def words_of(table, state, most=BARS):
 
 
 def as_table(words):
-    """The texts as an HTML table."""
+    """Return the texts as an HTML table."""
     look = "style='text-align:right;padding:0 .6em;white-space:nowrap'"
     head = "".join(f"<th {look} scope='col'>{html.escape(name)}</th>" for name in words)
     lines = (
@@ -175,7 +175,7 @@ class Cells:
         self.words = in_words(self.table)
 
     def picture(self, state):
-        """The board's picture and table as HTML; ValueError if no row is left."""
+        """Return the board's picture and table as HTML; ValueError if no row is left."""
         need_one(state.whats, "strategy")
         rows = chosen(self.table, state)
         measured = set(rows["what"])
@@ -205,7 +205,7 @@ def to_measure(table, state):
     ValueError unless one model and one link are chosen.
     """
     if ANY in (state.model, state.link):
-        raise ValueError("choose one model and one link: cells are measured beside their base")
+        raise ValueError("choose one model and one link: cells are compared with their base")
     world = table[table["link"] == state.link].iloc[0]
     ticked = table[table["what"].isin(state.whats)].drop_duplicates("what")
     changes = {"model": state.model}
@@ -219,7 +219,7 @@ def to_measure(table, state):
 
 
 def cell_of(fields, world):
-    """The Cell of an experiment's fields in a world, both rows of the table."""
+    """Return the Cell of an experiment's fields in a world, both rows of the table."""
     own = {name: plain(fields[name]) for name in FIELDS}
     place = {name: plain(world[name]) for name in WORLD}
     if place["link_mbit"] == inf:  # nothing was slowed
@@ -228,12 +228,12 @@ def cell_of(fields, world):
 
 
 def plain(value):
-    """A number of numpy as Python's own, which is what an experiment takes."""
+    """Return a number of numpy as Python's own, which is what an experiment takes."""
     return value.item() if hasattr(value, "item") else value
 
 
 def board(rows, state=None, measure=None, **offers):
-    """The dashboard over a sweep's rows, as an Explorer that is not displayed yet.
+    """Return the dashboard over a sweep's rows, as an Explorer that is not displayed yet.
 
     measure: function [Cell] -> rows as sweep.as_rows() has them. It adds a box for each `what`, and
     a button that measures those that are ticked on the chosen model, link and bucket size.

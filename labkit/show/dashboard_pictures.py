@@ -33,7 +33,7 @@ PHASES = {"forward_ms": "forward", "backward_ms": "backward", "optimizer_ms": "o
 
 
 def frame(labels, rest):
-    """(figure, axes) with room for the labels at the left; rest: inches above and below."""
+    """Return (figure, axes) with room for the labels at the left; rest: inches above and below."""
     height = ROW * len(labels) + rest
     figure = Figure(figsize=(WIDTH, height))
     FigureCanvasAgg(figure)
@@ -43,7 +43,7 @@ def frame(labels, rest):
 
 
 def bars(rows, curves, most, column, low=None, high=None, at=None):
-    """A bar a cell; low, high: columns of its whiskers; at: a line across, at this value."""
+    """Draw a bar a cell; low, high: columns of its whiskers; at: a line across, at this value."""
     rows = rows.head(most)
     unit = style.unit_of(column)
     top = rows[high or column].max() or 1

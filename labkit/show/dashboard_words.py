@@ -40,7 +40,7 @@ def shown(folder):
 
 
 def origin(rows):
-    """The provenance of the rows, for a caption."""
+    """Return the provenance of the rows, for a caption."""
     about = rows.iloc[0]
     gpus = "no GPU" if about["gpus"] == "none" else about["gpus"]
     words = f"measured on {about['cores']} cores, {gpus}, torch {about['torch']}"
@@ -111,7 +111,7 @@ def in_words(table):
 def legend(table):
     """The columns of in_words() explained, for a caption."""
     kinds = " · ".join(style.name(kind) for kind in KINDS if f"peak_{kind}_bytes" in table)
-    ratio = "ratio: step time beside the base's, in paired rounds; interval of 95 % from "
+    ratio = "ratio: step time / that of the base, in paired rounds; interval of 95 % from "
     ratio += f"{FEWEST} rounds on, else the smallest and the largest"
     return f"step: median and quartiles of the rounds; {ratio}; of it: {kinds}"
 
@@ -129,7 +129,7 @@ def beyond_noise(rows):
     lists = {word: rows["label"][[said == word for said in says]] for word in ("faster", "slower")}
     parts = [f"{word}: {', '.join(names) or 'none'}" for word, names in lists.items()]
     left = says.count("cannot tell")
-    words = f"Beside the base. {'; '.join(parts)}; within noise: {left} more."
+    words = f"Compared with the base. {'; '.join(parts)}; within noise: {left} more."
     pairs = rows["pairs"][rows["pairs"] >= FEWEST]
     missed = f"{by_chance(pairs):.1f} of these {len(pairs)} intervals miss the truth by chance"
     return f"{words} On average {missed}." if len(pairs) > 1 else words

@@ -1,4 +1,4 @@
-"""Runs side by side: where each rank's time goes, before and after a change.
+"""Runs side by side: how each rank spends its time, before and after a change.
 
 sheet      A  rank 0 |==|===|=====|      a panel for each run: its ranks, the parts of their steps
 treated    cause   before |==|===|=====|       after |==|===|v|     v: what was predicted
@@ -82,7 +82,7 @@ def treated(frame, title=None):
 
 
 def numbers(frame):
-    """DataFrame, a row a run: numbers that the pictures do not show."""
+    """Return a DataFrame with a row a run: numbers that the pictures do not show."""
     found = []
     for run, rows in frame.groupby("run", sort=False):
         links = rows[[name for name in rows if str(name).startswith("to_")]].stack()

@@ -56,7 +56,7 @@ class State:
 
 
 def rows(costs, step, state):
-    """DataFrame scaling, ranks, efficiency: predicted, for RANKS."""
+    """Return a DataFrame with scaling, ranks and predicted efficiency, for RANKS."""
     sizes = tuple(size * state.gradients for size in step.sizes)
     own = step._replace(asleep_ms=step.asleep_ms * state.compute, sizes=sizes)
     alone = scaling.step_ms(costs, own, 1)

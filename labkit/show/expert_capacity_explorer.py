@@ -28,7 +28,7 @@ class State:
 
 
 def dropped(load, capacity):
-    """Share of the rows [steps, experts] beyond the capacity, [steps]."""
+    """Return the share of the rows [steps, experts] beyond the capacity, [steps]."""
     return np.clip(load - capacity, 0, None).sum(1) / load.shape[1]
 
 
@@ -52,7 +52,7 @@ def draw(frame, state):
 
 
 def takeaway(frame, state):
-    """One sentence: what the chosen run would have dropped in all."""
+    """Return one sentence: what the chosen run would have dropped in all."""
     lost = dropped(shares(frame)[state.run], state.capacity).mean()
     return (
         f"A capacity of {state.capacity:g} even shares would have dropped {100 * lost:.1f} % of "
@@ -61,7 +61,7 @@ def takeaway(frame, state):
 
 
 def small(frame, capacities):
-    """DataFrame of texts: a row per run, the share dropped at each capacity."""
+    """Return a DataFrame of texts: a row per run, the share dropped at each capacity."""
     runs = shares(frame)
     columns = {
         f"capacity {one:g}": [f"{100 * dropped(load, one).mean():.1f} %" for load in runs.values()]

@@ -45,7 +45,7 @@ class State:
 
 
 def number(value):
-    """A number as people read it, to four digits."""
+    """Return a number as people read it, to four digits."""
     return f"{value:.4g}".replace("inf", "infinity").replace("nan", "not a number")
 
 
@@ -176,7 +176,7 @@ def powers(values):
 
 
 def by_fate(counts, one, scale):
-    """{fate: [powers]}: by the middle of each power of two; empty fates are left out."""
+    """Return {fate: [powers]}: by the middle of each power of two; empty fates are left out."""
     found = {}
     for power in sorted(counts):
         shares = fate([1.5 * 2.0**power], one.name, scale)
@@ -201,7 +201,7 @@ def facts():
 
 
 def takeaway(counts, state):
-    """One sentence on the gradients' fate."""
+    """Return one sentence on the gradients' fate."""
     found = by_fate(counts, FORMATS[state.format], state.scale)
     total = sum(counts.values())
     zero, over = (sum(map(counts.get, found.get(key, []))) for key in ("zero", "overflow"))
@@ -215,7 +215,7 @@ def takeaway(counts, state):
 
 
 def picture(counts, state):
-    """The widget's images as HTML: the value's bits, and the reach of the format."""
+    """Return the widget's images as HTML: the value's bits, and the reach of the format."""
     words = f"The bits of {number(state.value)} in each of the formats."
     bits = as_html(words, bit_layout(state.value))
     return bits + as_html(takeaway(counts, state), reach(counts, state.format, state.scale))

@@ -34,7 +34,7 @@ class State:
 
 
 def chosen(frame, state):
-    """The rows of this choice, one per step."""
+    """Return the rows of this choice, one per step."""
     which = (
         (frame["unit"] == state.unit)
         & (frame["mode"] == state.mode)
@@ -44,7 +44,7 @@ def chosen(frame, state):
 
 
 def medians(frame):
-    """One row per choice, in the frame's order: medians of the numbers over its steps."""
+    """Return one row per choice, in the frame's order: medians of the numbers over its steps."""
     return frame.groupby(list(COLUMNS[:3]), sort=False)[list(COLUMNS[3:])].median().reset_index()
 
 
@@ -106,7 +106,7 @@ def draw_legend(figure, colours, modes):
 
 
 def takeaway(frame, state):
-    """One sentence: what this choice holds and takes, and how many hold less."""
+    """Return one sentence: what this choice holds and takes, and how many hold less."""
     points = medians(frame)
     mine = medians(chosen(frame, state)).iloc[0]
     held, step, bare = (style.quantity(mine[c], style.unit_of(c)) for c in COLUMNS[3:])

@@ -42,7 +42,7 @@ def timeline(frame, title=None):
 
 
 def canvas(width, height, end, top, bottom):
-    """(figure, axes) of bands: time from 0 to end, rows from top down to bottom."""
+    """Return (figure, axes) of bands: time from 0 to end, rows from top down to bottom."""
     figure, axes = style.new_figure(width, height)
     axes.set_xlim(0, end * 1.005)
     axes.set_ylim(bottom, top)
@@ -74,7 +74,7 @@ def head(axes, y, end, name, words):
 
 
 def from_zero(frame):
-    """The frame with its first span at 0 ms."""
+    """Return the frame with its first span at 0 ms."""
     origin = frame["start_ms"].min()
     return frame.assign(start_ms=frame["start_ms"] - origin, end_ms=frame["end_ms"] - origin)
 
@@ -92,7 +92,7 @@ def inner(frame):
 
 
 def place(frame, ranks):
-    """{index: (y, row)} by rank and lane; a span goes to the first row of its lane that is free."""
+    """Return {index: (y, row)} by rank and lane; a span is in the first free row of its lane."""
     rows = {}
     row = 0
     y = 0.0
@@ -184,7 +184,7 @@ def fit(text, axes):
 
 
 def write_exposed(axes, mine, bare, heights):
-    """The sum of what is exposed, beside the network lane."""
+    """Write the exposed ms next to the network lane."""
     network = [heights[i] for i in mine.index[mine["lane"] == "network"]]
     if network:
         total = length(bare)
@@ -195,7 +195,7 @@ def write_exposed(axes, mine, bare, heights):
 
 
 def lanes_of(frame, ranks, heights):
-    """{y: name} of the lanes of all ranks."""
+    """Return {y: name} of the lanes of all ranks."""
     rows = {}
     for rank in ranks:
         mine = frame[frame["rank"] == rank]

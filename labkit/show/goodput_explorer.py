@@ -48,7 +48,7 @@ class State:
 
 
 def runs(job, state):
-    """{GPUs: a Survived of the first seed}."""
+    """Return {GPUs: a Survived of the first seed}."""
     found = {}
     for gpus in job.sizes:
         waits, write = (COPY * state.save, state.save) if state.background else (state.save, 0.0)
@@ -60,7 +60,7 @@ def runs(job, state):
 
 
 def rows(job, state):
-    """DataFrame gpus, kind, lost (% of the days), seed."""
+    """Return a DataFrame with gpus, kind, lost (% of the days), seed."""
     found = []
     for gpus, run in runs(job, state).items():
         for kind, words in NAMES.items():
@@ -85,7 +85,7 @@ def draw(job, state):
 
 
 def takeaway(job, state):
-    """The loss at the smallest and the largest size, and its largest part."""
+    """Return the loss at the smallest and the largest size, and its largest part."""
     words = []
     for gpus, run in list(runs(job, state).items())[:: max(1, len(job.sizes) - 1)]:
         most = max(NAMES, key=run.seconds.get)

@@ -46,7 +46,7 @@ class State:
 
 
 def initial(frame, compressor=None):
-    """The first state: the last step of the first form, or of the first of that compressor.
+    """Return the first state: the last step of the first form, or of the first of that compressor.
 
     With feedback if there is one. Raises ValueError for a frame without rows or one of COLUMNS.
     """
@@ -73,13 +73,13 @@ def words_of(state):
 
 
 def steps_of(frame, state):
-    """The rows of the chosen form, by step."""
+    """Return the rows of the chosen form, by step."""
     which = (frame["compressor"] == state.compressor) & (frame["knob"] == state.knob)
     return frame[which & (frame["feedback"] == state.feedback)].sort_values("step")
 
 
 def row_of(frame, state):
-    """The chosen row. Raises ValueError if none was recorded."""
+    """Return the chosen row. Raises ValueError if none was recorded."""
     rows = steps_of(frame, state)
     rows = rows[rows["step"] == state.step]
     if rows.empty:
@@ -172,12 +172,12 @@ def takeaway(frame, state):
 
 
 def times_less(row):
-    """How many times less is sent, as text; "" if nothing is sent."""
+    """Return how many times less is sent, as text; "" if nothing is sent."""
     return f"{row['plain_bytes'] / row['sent_bytes']:.3g}" if row["sent_bytes"] else ""
 
 
 def small(frame):
-    """DataFrame of texts: a row per form, at its last step."""
+    """Return a DataFrame of texts: a row per form, at its last step."""
     rows = []
     for (compressor, knob, feedback), mine in frame.groupby(list(FORM), sort=False):
         last = mine.sort_values("step").iloc[-1]
@@ -198,7 +198,7 @@ def picture(frame, state):
 
 
 def read(state, form, feedback, step):
-    """The state that the controls say; form: (compressor, knob)."""
+    """Return the state that the controls show; form: (compressor, knob)."""
     return State(*form, feedback, step)
 
 

@@ -59,7 +59,7 @@ class Panel:
         with tempfile.TemporaryDirectory() as self.pids:
             try:
                 words = self.begin(self, self.pids)
-            except Exception as error:  # shown beside the buttons
+            except Exception as error:  # shown next to the buttons
                 words = f"{type(error).__name__}: {str(error).splitlines()[0]}"
         self.enable(running=False)
         self.say(f"done. {words}")

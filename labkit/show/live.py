@@ -43,7 +43,7 @@ NAMES = {"data_ms": "data", "exposed_comm_ms": "waits for messages"}
 
 
 def parts_of(rows):
-    """The parts of each row's step, in ms: backward without the waiting that lies in it."""
+    """Return the parts of each row's step, in ms: backward without the waiting that lies in it."""
     parts = rows.reindex(columns=PARTS).astype(float).fillna(0.0)
     inside = parts["exposed_comm_ms"].clip(upper=parts["backward_ms"])
     return parts.assign(backward_ms=parts["backward_ms"] - inside)
@@ -130,7 +130,7 @@ def legend(figure, more=None, loc="outside lower left"):
 
 
 def takeaway(rows, run=None):
-    """One sentence: the step reached, the time of a step, and how much of it is waiting."""
+    """Return one sentence: the step reached, the time of a step, and how much of it is waiting."""
     latest = rows[rows["step"] > rows["step"].max() - LATEST]
     ms = latest["step_ms"].median()
     waits = latest["exposed_comm_ms"].median()
@@ -141,7 +141,7 @@ def takeaway(rows, run=None):
 
 
 def as_svg(figure, words):
-    """The figure as inline SVG with its alt text.
+    """Return the figure as inline SVG with its alt text.
 
     A PNG would flicker, because the page decodes it first.
     """
@@ -189,7 +189,7 @@ class Live:
             print(f"labkit: live view: {type(error).__name__}: {error}", file=sys.stderr)
 
     def newest(self):
-        """(rows of the newest run, its name or None)."""
+        """Return (rows of the newest run, its name or None)."""
         rows = pd.DataFrame(row for row in self.rows[-MOST:] if "step_ms" in row)
         if self.by not in rows or rows.empty:
             return rows, None

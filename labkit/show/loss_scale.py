@@ -1,8 +1,8 @@
 """The loss scale over a training: steps up, halvings, and the steps that were skipped.
 
 2^18      ___x
-2^17  ___|   |____x            x: a gradient overflowed, the step is skipped, the scale goes down
-2^16         :    |_______     one line per run or rank; where they agree they lie on one another
+2^17  ___|   |____x            x: a gradient overflowed, the step is skipped, the scale is halved
+2^16         :    |_______     one line per run or rank; equal lines cover each other
 """
 
 from labkit.show import style

@@ -1,4 +1,4 @@
-"""What a rank holds, and beside it what it sends: a row per stage, two scales.
+"""The memory of a rank and the bytes that it sends: a row per stage, two scales.
 
           held per rank                        sent per rank and step
 DDP       [ P ][ G ][    S    ]  16 MiB        [======]     2 x

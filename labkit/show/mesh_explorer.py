@@ -49,7 +49,7 @@ def coordinates(axes):
 
 
 def lines(axes, axis):
-    """The groups along an axis, as lists of ranks."""
+    """Return the groups along an axis, as lists of ranks."""
     found = {}
     for rank, at in enumerate(coordinates(axes)):
         rest = tuple(place for one, place in at.items() if one != axis)
@@ -58,7 +58,7 @@ def lines(axes, axis):
 
 
 def crossing(axes, local):
-    """{axis: how many of its groups have ranks on several nodes}; local: ranks of a node."""
+    """Return {axis: how many of its groups have ranks on several nodes}; local: ranks of a node."""
     return {
         axis: sum(line[0] // local != line[-1] // local for line in lines(axes, axis))
         for axis in axes
@@ -164,14 +164,14 @@ def headline(state):
 
 
 def order(state):
-    """One sentence: the axis that lies across the nodes, if any."""
+    """Return one sentence: the axis that lies across the nodes, if any."""
     if state.axes[state.first] == 1:
         return f"{state.first} has one rank: it cannot lie across the nodes."
     return f"The first axis, {state.first}, lies across the nodes."
 
 
 def takeaway(model, state, local):
-    """The number of groups, their ranks, and how many groups cross the nodes."""
+    """Return the number of groups, their ranks, and how many groups cross the nodes."""
     groups = lines(state.axes, state.axis)
     passing = crossing(state.axes, local)[state.axis]
     if len(groups[0]) == 1:
@@ -181,7 +181,7 @@ def takeaway(model, state, local):
 
 
 def small(state, local):
-    """DataFrame of texts: a row an axis, its groups, and how many cross the nodes."""
+    """Return a DataFrame of texts: a row an axis, its groups, and how many cross the nodes."""
     axes = {axis: size for axis, size in state.axes.items() if size > 1}
     rows = [
         {
@@ -196,7 +196,7 @@ def small(state, local):
 
 
 def read(state, first, axis, **sizes):
-    """The state that the controls say: dp gets the ranks that are left. ValueError if none fit."""
+    """The state that the controls show: dp gets the ranks that are left. ValueError if none fit."""
     ranks = prod(dict(state.sizes).values())
     taken = prod(sizes.values())
     if ranks % taken:

@@ -25,7 +25,7 @@ def source(*objects):
 
 
 def as_source(heading, code):
-    """The forms in which a source is displayed: MIME type -> text."""
+    """Return the forms in which a source is displayed: MIME type -> text."""
     return {
         "text/markdown": f"**`{heading}`**\n\n````python\n{code}````\n",
         "text/plain": f"{heading}\n\n{code}",

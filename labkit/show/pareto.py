@@ -81,7 +81,7 @@ def level_lines(low, middle, high):
 
 
 def scale(frame, column):
-    """(divisor, unit) for an axis."""
+    """Return (divisor, unit) for an axis."""
     unit = style.unit_of(column)
     return style.byte_scale(frame[column].max()) if unit == "bytes" else (1, unit)
 
@@ -96,7 +96,7 @@ def front(points):
 
 
 def write_names(axes, points, lines):
-    """Each name beside its point, covering no point or name, and no line if there is such a spot.
+    """Write each name next to its point, covering no point or name, and no line if possible.
 
     points: name -> (x, y). lines: [((x, y), (x, y))], along one axis each. All in the data's units.
     """

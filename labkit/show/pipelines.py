@@ -44,7 +44,7 @@ def played(schedule, forward_ms=1.0, input_ms=None, weights_ms=None, message_ms=
 
 
 def actions(frame):
-    """The actions of a frame, from 0 ms on."""
+    """Return the actions of a frame, from 0 ms on."""
     return from_zero(frame[frame["lane"] == "compute"].dropna(subset=["kind"]))
 
 

@@ -38,7 +38,7 @@ class State:
     micro_batches: int
 
     def written(self):
-        """The schedule: for each rank a list of actions."""
+        """Return the schedule: for each rank a list of actions."""
         write = getattr(pipeline, self.schedule)
         stages = STAGES_OF_A_RANK[self.schedule] * self.ranks
         return write(stages, self.micro_batches, self.ranks)
@@ -72,7 +72,7 @@ def show_compared(frame, caption):
 
 
 def takeaway(state, measured):
-    """One sentence. measured: {State: bubble} of what was run."""
+    """Return one sentence. measured: {State: bubble} of what was run."""
     predicted = bubble(played(state.written()))
     words = f"{style.name(state.schedule)}, {state.ranks} ranks, {state.micro_batches} "
     words += f"micro-batches: a bubble of {predicted:.1%} predicted"
@@ -80,7 +80,7 @@ def takeaway(state, measured):
 
 
 def picture(state, measured, unit_ms):
-    """The widget's image as HTML with alt text. ValueError if there is no such schedule."""
+    """Return the widget's image as HTML with alt text. ValueError if there is no such schedule."""
     frame = played(state.written(), unit_ms)
     return as_html(takeaway(state, measured), pipelines({style.name(state.schedule): frame}))
 

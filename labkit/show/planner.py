@@ -79,7 +79,7 @@ def planned(model, batch, gpu, gpus, precision, spare):
 
 
 def answer(job, state):
-    """(Found or None, (Peak, Job) of the smallest that was refused or None)."""
+    """Return (Found or None, (Peak, Job) of the smallest that was refused or None)."""
     batch = job.batches[state.model]
     return planned(state.model, batch, state.gpu, state.gpus, state.precision, job.spare)
 
@@ -144,7 +144,7 @@ def draw(job, state):
 
 
 def takeaway(job, state):
-    """The fastest layout with its memory and time; or the memory that is missing."""
+    """Return the fastest layout with its memory and time; or the memory that is missing."""
     found, refused = answer(job, state)
     if found is None:
         peak, least = refused
@@ -163,7 +163,7 @@ def takeaway(job, state):
 
 
 def picture(job, state):
-    """The same as `draw`, as HTML, which is faster than matplotlib."""
+    """Return the same as `draw`, as HTML, which is faster than matplotlib."""
     found, refused = answer(job, state)
     peak = found.peak if found else refused[0]
     held = {kind: getattr(peak, kind) for kind in KINDS}

@@ -8,7 +8,7 @@ residency                   when each unit of FSDP is unsharded          unit_re
 grouped_bars                medians with quartiles, a value on each bar  bars.py
 memory_bars                 memory by kind, stacked                      bars.py
 measured_against_predicted  ratios around 1                              bars.py
-memory_and_traffic          bytes held, and beside them bytes sent       memory_and_traffic.py
+memory_and_traffic          bytes held, and next to them bytes sent      memory_and_traffic.py
 stacked_bars                parts of a total, a thin bar a repetition    stacked_bars.py
 loss_curves, sweep          lines named at their ends                    curves.py
 memory_over_time            the memory of one rank, change by change     curves.py
@@ -23,7 +23,7 @@ carried, catching_up        a gradient through a compressor              gradien
 bit_layout, reach           a value's bits, gradients in six formats     formats.py
 pareto                      two costs, and the Pareto front              pareto.py
 switched                    without and with an option, arrows between   with_and_without.py
-against_published           predictions beside published figures         predictions.py
+against_published           predictions compared with published figures  predictions.py
 time_and_money              days and GPU-hours by the number of GPUs     predictions.py
 before_after, step_by_step, chunks, and the ranks summed in them         collective_chunks.py
 side_by_side

@@ -1,4 +1,4 @@
-"""Predictions in pictures: beside what others have published, and time beside money.
+"""Pictures of predictions: compared with published figures, and time over money.
 
 published |         . /     on the line: predicted as published; the band: 20 % to either side
           |      ./.

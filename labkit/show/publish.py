@@ -1,7 +1,7 @@
 """Show a figure in a notebook with its alt text, or save it into figures/.
 
     present(figure, caption, provenance, alt)       image + alt text, caption, provenance beneath it
-    save_table(frame, "overlap")                    a table beside it: overlap.csv
+    save_table(frame, "overlap")                    a table next to it: overlap.csv
     save(figure, "overlap", data, parameters, ...)  figures/overlap.svg   (`lab figures` only), the
                                                                           same bytes for same data
                                                     figures/overlap.json  what it was drawn from
@@ -70,7 +70,7 @@ def laid_out(figure):
 
 
 def png(figure, dpi=200, compress_level=6):
-    """The figure as PNG bytes."""
+    """Return the figure as PNG bytes."""
     held = io.BytesIO()
     with style.look(), laid_out(figure):
         packed = {"pil_kwargs": {"compress_level": compress_level}}
@@ -79,7 +79,7 @@ def png(figure, dpi=200, compress_level=6):
 
 
 def in_fewer_colours(figure):
-    """The figure as PNG bytes of 256 colours: a third of the size, no visible difference."""
+    """Return the figure as PNG bytes of 256 colours: a third of the size, no visible difference."""
     held = io.BytesIO()
     picture = Image.open(io.BytesIO(png(figure, compress_level=0))).convert("RGB")
     picture.quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(held, "png")
@@ -125,7 +125,7 @@ def as_html(words, *figures):
 
 
 def save_table(frame, name):
-    """Write NAME.csv beside the figures that save() writes; without that folder, nothing."""
+    """Write NAME.csv into the folder of the figures that save() writes; without it, do nothing."""
     if folder := os.environ.get(FOLDER):
         Path(folder).mkdir(parents=True, exist_ok=True)
         frame.to_csv(Path(folder, f"{name}.csv"), index=False, float_format="%.6g")

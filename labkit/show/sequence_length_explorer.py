@@ -54,7 +54,7 @@ def memory_by_length(frame, title=None, capacity=None):
 
 
 def rows(predict, state):
-    """DataFrame: form, tokens, bytes. ValueError without a form."""
+    """Return a DataFrame: form, tokens, bytes. ValueError without a form."""
     need_one(state.forms, "form")
     chosen = dict(state.chosen)
     return pd.DataFrame(
@@ -73,7 +73,7 @@ def draw(predict, state):
 
 
 def takeaway(predict, state):
-    """One sentence: the longest of the lengths that fits, of each form."""
+    """Return one sentence: the longest of the lengths that fits, of each form."""
     frame = rows(predict, state)
     longest = []
     for form, of_form in frame.groupby("form", sort=False):
@@ -85,7 +85,7 @@ def takeaway(predict, state):
 
 
 def small(predict, state):
-    """DataFrame of texts: a row a length, its bytes by form."""
+    """Return a DataFrame of texts: a row a length, its bytes by form."""
     wide = rows(predict, state).pivot(index="tokens", columns="form", values="bytes")
     texts = wide[list(state.forms)].map(lambda size: style.quantity(size, "bytes"))
     texts.insert(0, "tokens", [f"{tokens:,}" for tokens in wide.index])
@@ -93,7 +93,7 @@ def small(predict, state):
 
 
 def read(state, forms, **chosen):
-    """The state that the controls say."""
+    """Return the state that the controls show."""
     return replace(state, forms=forms, chosen=tuple(chosen.items()))
 
 

@@ -20,7 +20,7 @@ def stacked_bars(frame, value, category, part, repetition, title=None, unit=None
     """Figure: a thin bar per category and repetition, cut into its parts: the spread is seen.
 
     frame: one row per (category, repetition, part), `value` in seconds, bytes, ...; unit: by
-    default what the column's name ends in. Beside each category stands the median of its totals;
+    default what the column's name ends in. Next to each category is the median of its totals;
     parts keep their order of appearance.
     """
     unit = style.unit_of(value) if unit is None else unit

@@ -163,13 +163,13 @@ def name(key):
 
 
 def axis_label(column, unit=None):
-    """The words and the unit of a column, as an axis says them: "step time (ms)"."""
+    """Return the words and the unit of a column, as an axis says them: "step time (ms)"."""
     unit = unit_of(column) if unit is None else unit
     return f"{name(column)} ({unit})" if unit else name(column)
 
 
 def palette(keys):
-    """{key: colour}: its own for what has one, else the next colour that no other uses."""
+    """Return {key: colour}: its own for what has one, else the next colour that no other uses."""
     keys = list(dict.fromkeys(keys))
     taken = {COLOURS[key] for key in keys if key in COLOURS}
     free = [colour for colour in CYCLE if colour not in taken] or list(CYCLE)
@@ -201,13 +201,13 @@ def lighter(colour, amount=0.55):
 
 
 def unit_of(column):
-    """The unit that a column's name ends in: "ms", "s", "bytes", "samples/s", else ""."""
+    """Return the unit that a column's name ends in: "ms", "s", "bytes", "samples/s", else ""."""
     ends = {"_per_s": f"{column.split('_')[0]}/s", "_ms": "ms", "_bytes": "bytes", "_seconds": "s"}
     return next((unit for end, unit in ends.items() if column.endswith(end)), "")
 
 
 def byte_scale(largest):
-    """(divisor, unit) in which `largest` bytes are between 1 and 1024."""
+    """Return (divisor, unit) in which `largest` bytes are between 1 and 1024."""
     power = 0
     while largest >= 1024 ** (power + 1) and power < len(BINARY) - 1:
         power += 1

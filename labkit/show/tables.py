@@ -38,7 +38,7 @@ def readable(frame):
 
 
 def comparison(frame, metrics, by="strategy"):
-    """One row per `by`, one column per metric: "median (lower–upper quartile)" in its unit.
+    """Return one row per `by`, one column per metric: "median (lower–upper quartile)" in its unit.
 
     frame: rows of compare(); metrics that have no value for a strategy are left blank there.
     """
@@ -75,7 +75,7 @@ def ratios(times, pairs):
 
 
 def raced(records, pairs):
-    """ratios() of the rows of turns.time_and_count(), and the messages of one step of both."""
+    """Return ratios() of the rows of time_and_count(), with the messages of one step of both."""
     messages = records.groupby("variant")["messages"].first()
     table = ratios(columns(records), pairs)
     table["messages"] = [f"{messages[one]:.0f} / {messages[other]:.0f}" for one, other in pairs]

@@ -46,7 +46,7 @@ def reached(frame, target):
 
 
 def shades(frame):
-    """{run: colour}: its family's; several runs of one from pale to dark as they appear."""
+    """Return {run: colour}: its family's; several runs of one from pale to dark as they appear."""
     families = frame.groupby("family", sort=False)["run"].unique()
     base = style.palette(families.index)
     found = dict.fromkeys(frame["run"])
@@ -94,7 +94,7 @@ def race(frame, target, title=None):
 
 
 def start_of(frame, price):
-    """The start of the axis: 0, or for bytes (logarithmic) less than the smallest."""
+    """Return the start of the axis: 0, or for bytes (logarithmic) less than the smallest."""
     if price == "seconds":
         return 0.0
     sent = frame.loc[frame[price] > 0, price]

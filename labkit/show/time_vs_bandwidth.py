@@ -82,14 +82,14 @@ def crossovers(frame, baseline):
 
 
 def crossing(a, b):
-    """The link speed at which both take equally long; None if one is always faster."""
+    """Return the link speed at which both take equally long; None if one is always faster."""
     return next(
         (speed for speed in (crossover(a, b), crossover(b, a)) if 0 < speed < math.inf), None
     )
 
 
 def wins(a, b):
-    """The link speeds at which b is faster than a, in words, to two digits."""
+    """Return the link speeds at which b is faster than a, in words, to two digits."""
     at = crossing(a, b)
     if at is None:
         return "at every speed" if crossover(a, b) else "at no speed"
@@ -181,7 +181,7 @@ def side_by_side(axes, frame, speeds):
 
 
 def spread(crowd, speed, width):
-    """{(method, speed): place}: side by side around the speed, as broad as a point each."""
+    """Return {(method, speed): place}: side by side around the speed, as broad as a point each."""
     middle = (len(crowd) - 1) / 2
     return {
         (method, speed): speed * math.exp(DOT * width * (place - middle))
@@ -190,7 +190,7 @@ def spread(crowd, speed, width):
 
 
 def draw_points(axes, rows, colour, beside):
-    """The medians that were measured, with their quartiles. beside: from side_by_side()."""
+    """Draw the measured medians with their quartiles. beside: from side_by_side()."""
     for (method, speed), times in rows.dropna(subset=["step_ms"]).groupby(["method", "link_mbit"])[
         "step_ms"
     ]:

@@ -15,7 +15,7 @@ from labkit.show import style
 from labkit.show.gantt import box, canvas, finish, from_zero, inner
 from labkit.show.schedules import draw_heading, draw_work, in_turn, write_end
 
-LANE = "whole"  # the lane of the spans in which a unit is whole
+LANE = "whole"  # the lane of the spans in which a unit is unsharded
 THIN = 0.5  # height of a unit's row, in rows
 # of a band's name, and below the band
 HEAD = 0.9
@@ -27,7 +27,7 @@ def residency(frames, title=None):
 
     frames: {name: Timeline.frame() of one rank and one step} with the lanes compute, network
         ("gather NAME", "reduce NAME") and whole: a span named after a unit for each time that it is
-        whole, payload_bytes: its size.
+        unsharded, payload_bytes: its size.
     Units are in the order of their first span. Raises ValueError for a frame without them.
     """
     if not frames or any(LANE not in set(frame["lane"]) for frame in frames.values()):
@@ -53,7 +53,7 @@ def residency(frames, title=None):
 
 
 def units_of(frame):
-    """Names of the units, in the order in which they are first whole."""
+    """Return the names of the units, in the order in which they are first unsharded."""
     return list(dict.fromkeys(frame[frame["lane"] == LANE].sort_values("start_ms")["name"]))
 
 
@@ -71,7 +71,7 @@ def draw_lanes(axes, name, frame, top, ticks):
 
 
 def draw_units(axes, frame, top, ticks):
-    """A thin row per unit, and the most that is whole at once."""
+    """Draw a thin row per unit, and the most bytes that are unsharded at once."""
     spans = frame[frame["lane"] == LANE]
     colour = style.COLOURS["parameters"]
     rows = {unit: top + THIN * (place - 0.3) for place, unit in enumerate(units_of(frame))}
@@ -87,7 +87,7 @@ def draw_units(axes, frame, top, ticks):
 
 
 def most_whole(spans):
-    """(units, bytes) at the moment when most bytes are whole."""
+    """Return (units, bytes) at the moment when most bytes are unsharded."""
     moments = [spans[(spans["start_ms"] <= t) & (t < spans["end_ms"])] for t in spans["start_ms"]]
     return max(
         ((len(now), now["payload_bytes"].sum()) for now in moments), key=lambda found: found[1]

@@ -36,7 +36,7 @@ ASKED |= {"sent_bytes": "sent per rank and step", "peak_bytes": "peak memory per
 
 
 def side_by_side(said, measured=None):
-    """DataFrame of texts: predicted, measured and error of each quantity."""
+    """Return a DataFrame of texts: predicted, measured and error of each quantity."""
     rows = []
     for name, words in ASKED.items():
         own = measured[name] if measured else None
@@ -56,7 +56,7 @@ def error(predicted, measured):
 
 
 def errors(table):
-    """DataFrame of texts: each measured combination that the prediction does not use."""
+    """Return a DataFrame of texts: each measured combination that the prediction does not use."""
     found = held_against(table)
     rows = []
     name = interval_name(*found.get("pairs", [0]))
@@ -131,19 +131,19 @@ class WhatIf:
         self.changed()
 
     def asked(self):
-        """(base, changes) that the controls say."""
+        """Return (base, changes) that the controls show."""
         base = base_in(self.table, self.model, self.world.value)
         values = {name: menu.value for name, menu in self.fields.items()}
         names = [name for name in FIELDS if name in values and values[name] != base[name]]
         return base, tuple((name, values[name]) for name in names)
 
     def measured(self, changes):
-        """The row of the cell, if it was measured, in the sweep or by the button."""
+        """Return the row of the cell, if it was measured, in the sweep or by the button."""
         world = self.world.value
         return self.found.get((world, changes)) or row_of(self.table, self.model, world, changes)
 
     def changed(self, change=None):
-        """Predict for the controls, and show what was measured beside it."""
+        """Predict for the controls, and show the prediction next to the measured values."""
         _, changes = self.asked()
         said = predict(self.table, self.model, self.world.value, changes)
         own = self.measured(changes)
@@ -175,7 +175,7 @@ class WhatIf:
             self.message.value = "measured"
         except KeyboardInterrupt:
             self.message.value = "stopped: no rank is left"
-        except Exception as error:  # shown beside the button
+        except Exception as error:  # shown next to the button
             first = (str(error).strip() or "no message").splitlines()[0]
             self.message.value = f"<b>{type(error).__name__}</b>: {html.escape(first)}"
         self.thread = None
@@ -197,6 +197,6 @@ def words(value):
 
 
 def row_of(table, model, world, changes):
-    """The cell's row of summary(), a dict; None if it was not measured."""
+    """Return the cell's row of summary(), a dict; None if it was not measured."""
     mine = table[(table["model"] == model) & (table["world"] == world)]
     return next((row for row in mine.to_dict("records") if row["changes"] == changes), None)

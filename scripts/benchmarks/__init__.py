@@ -6,7 +6,7 @@ all_reduce.py      labkit's rings and halving-doubling against gloo's all-reduce
 launching.py       from a notebook cell to the first finished all-reduce, warm against a bare torchrun
 overlap.py         a step with emulated compute against the lower bound from compute and network
 compression.py     labkit's comm hooks against PyTorch's, and the selection of the largest elements
-network.py         all-reduce between two nodes on a shaped link: bytes on the wire, use of the link
+network.py         all-reduce between two nodes on a shaped link: bytes on the link, use of the link
 slow_link.py       over a slow link: a training step, top-k against no compression; gathers against their bytes' time
 attention.py       tiled attention against full scores and PyTorch's kernel; the waiting time of a ring
 tensor_parallel.py GPT blocks sharded over ranks: labkit's parallelize_module, and PyTorch's on DTensor

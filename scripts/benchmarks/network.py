@@ -11,7 +11,7 @@ CASES = (  # ranks of a node, bytes of a frame, MiB of the tensor: 25 is a bucke
     (2, 1500, 8),
     (2, 9000, 25),
 )
-HEADERS = {9000: 1.03, 1500: 1.08}  # largest ratio of bytes on the wire to those of the formula
+HEADERS = {9000: 1.03, 1500: 1.08}  # largest ratio of bytes on the link to those of the formula
 LINK_USE = 0.9  # smallest use of the link, counting only the bytes of the formula
 CLAIMED = ("flat", "hierarchical")  # with leaders, one step waits for the other: no claim
 

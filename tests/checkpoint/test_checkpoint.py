@@ -1,4 +1,4 @@
-"""Checkpoints: what goes on after one is, bit for bit, what would have been; and what is damaged is found."""
+"""Checkpoints: a resumed run is bitwise equal to an uninterrupted one, and damaged files are found."""
 
 import json
 import os
@@ -126,7 +126,7 @@ def test_the_idea_takes_the_latest_that_is_whole(ranks, tmp_path):
     ranks(2, idea, folder=str(tmp_path))
 
 
-# ---- it goes on as it would have
+# ---- a resumed run equals an uninterrupted one
 
 
 def resumes(rank, world_size, folder, settings):

@@ -455,7 +455,7 @@ def saves_wrapped(rank, world_size, folder, kind):
 
 @pytest.mark.parametrize("kind", WRAPPED)
 def test_a_sharded_part_is_found_wherever_it_is(ranks, tmp_path, kind):
-    """It goes on, and one process has in the files the whole of what one process would have trained."""
+    """The run continues, and one process reads from the files the full model that one process would have trained."""
     ranks(WRAPPED[kind][0], saves_wrapped, folder=str(tmp_path), kind=kind)
     torch.manual_seed(0)
     alone = Pair().double()

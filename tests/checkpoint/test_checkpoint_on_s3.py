@@ -24,7 +24,7 @@ fsspec = pytest.importorskip("fsspec")
 pytest.importorskip("s3fs", reason="S3 needs s3fs: pip install -r requirements.txt")
 pytest.importorskip("moto", reason="S3 is tested with moto: pip install -r requirements.txt")
 
-RENEW, LEASE = 0.2, 5.0  # seconds; a holder or a server may stand still for some of these
+RENEW, LEASE = 0.2, 5.0  # seconds; a holder or a server may freeze for some of these
 
 
 @pytest.fixture(scope="module")

@@ -320,7 +320,7 @@ def test_there_and_back_no_state_has_changed(tmp_path):
 
 
 def number(seed):
-    """A model of a number beside a matrix; its parameters hold the seed."""
+    """A model with a scalar and a matrix; its parameters equal the seed."""
     model = nn.Linear(3, 3)
     model.number = nn.Parameter(torch.tensor(0.0))
     for p in model.parameters():
@@ -898,7 +898,7 @@ def other_models(rank, world_size, source):
     assert torch.equal(model.state_dict()["weight"], before)
     with pytest.raises(CheckpointError, match=r"it does not contain '0\.weight'.*the model does not contain 'weight'"):
         load_weights(nn.Sequential(nn.Linear(3, 3)), source)
-    # One rank alone cannot read it: all are told, and none waits.
+    # Only one rank cannot read it: all ranks raise, and none waits.
     with pytest.raises(CheckpointError, match=r"was not loaded: rank 1: unknown format"):
         load_weights(nn.Linear(3, 3), source if rank == 0 else f"{source}-not-here")
 

@@ -376,7 +376,7 @@ def test_messages_under_way_at_once_do_not_mix(ranks, n, body):
 
 
 def as_futures(rank, n):
-    """A future tells what wait() does; who asks twice, or waits as well, is told the same."""
+    """A future returns the result of wait(), also if it is read twice or after wait()."""
     for name, output, call in at_once():
         work = call()
         if name == "reduce_scatter":
@@ -398,7 +398,7 @@ def test_futures_of_our_own_forms(ranks, n, body):
 
 
 def left_alone(rank, n, asked):
-    """The last rank leaves: the others are told by their connection to it, not by the group's limit."""
+    """The last rank exits: the others notice by their connection to it, before the group's timeout."""
     for form in range(4 if n == 2 else 3):
         group = dist.new_group()
         _, _, call = at_once(group)[form]

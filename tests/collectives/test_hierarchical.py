@@ -76,7 +76,7 @@ def sent(rank, world_size, nodes, form, numel):
     x = torch.ones(numel)
     with comm.record() as log:
         FORMS[form](x, inside, across)
-    between = sum(e.sent_bytes for e in log if e.op == "all_reduce")  # which is all that goes across
+    between = sum(e.sent_bytes for e in log if e.op == "all_reduce")  # the only bytes sent between nodes
     return node, between, [e.op for e in log]
 
 
@@ -95,7 +95,7 @@ def test_each_node_sends_what_its_ranks_would_as_one(ranks, nodes, local):
 
 
 def test_segments_follow_each_other(ranks):
-    """All are under way before the first is waited for; what does not divide goes first, and is small."""
+    """All are launched before the first wait; the remainder that does not divide is sent first, and is small."""
     numel = 2 * hierarchical.SEGMENT_BYTES // 4 + 4
     for rank, (*_, ops) in enumerate(ranks(6, sent, nodes=2, form="hierarchical", numel=numel)):
         sums = ["reduce_scatter", "all_reduce"]

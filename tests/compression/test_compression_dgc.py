@@ -80,7 +80,7 @@ def resumed(rank, world_size):
     twin = copy.deepcopy(module)
     rest = range(3, 6)
     one = train(module, compressor.hook, torch.optim.SGD(module.parameters(), lr=0.1), rank, rest)
-    # The first compressor goes on with `module`'s parameters, the second finds the twin's by their names.
+    # The first compressor continues with `module`'s parameters, the second finds the twin's by their names.
     two = train(twin, again.hook, torch.optim.SGD(twin.parameters(), lr=0.1), rank, rest)
     return torch.equal(one, two)
 

@@ -34,7 +34,7 @@ def test_ties_zeros_and_nan():
     assert len(top_indices(torch.ones(n), k)) == k  # nothing exceeds the threshold: falls back
     sparse = torch.zeros(n)
     sparse[torch.arange(0, n, 400)] = 1.0
-    assert set(top_indices(sparse, k).tolist()) == set(range(0, n, 400))  # nothing to tell of the others
+    assert set(top_indices(sparse, k).tolist()) == set(range(0, n, 400))  # the others need no index
     layered = noise(n)
     layered[: n // 100] = 100.0  # one row of an embedding: exactly as many as asked
     assert set(top_indices(layered, k).tolist()) == set(range(2000))

@@ -1,4 +1,4 @@
-"""Several ranks, several steps, in float64, beside what the papers write, played in one process."""
+"""Several ranks and steps in float64, compared with the papers' algorithms in one process."""
 
 import pytest
 import torch
@@ -126,7 +126,7 @@ def test_one_bit_adam_is_its_papers_algorithm_with_a_compressor_that_loses(ranks
         assert gap(told, wanted) < CLOSE, f"rank {rank}"
 
 
-SHAPES = [(12, 10), (7,), (8, 3, 2)]  # matrices of 12 x 10 and 8 x 6; a vector, which goes whole
+SHAPES = [(12, 10), (7,), (8, 3, 2)]  # matrices of 12 x 10 and 8 x 6; a vector, which is sent in full
 
 
 def start():
@@ -226,7 +226,7 @@ def test_power_sgd_is_pytorchs_from_the_same_start(ranks):
 
 
 def under_a_schedule(rank, world_size, scaled):
-    """Top-k with feedback beside Karimireddy et al., algorithm 2: errors of lr x gradient."""
+    """Top-k with feedback compared with Karimireddy et al., algorithm 2: errors of lr x gradient."""
     rates, n = [1.0, 1.0, 0.5, 0.5, 0.1, 0.1, 0.2, 0.2], 50
     compressor, members = TopK(0.1), parameters(n)
     ours, wanted, told = torch.zeros(n).double(), torch.zeros(n).double(), []

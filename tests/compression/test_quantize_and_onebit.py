@@ -1,4 +1,4 @@
-"""One bit and quantisation: codes, bytes on the wire, being right on average, memory."""
+"""One bit and quantisation: codes, bytes sent, unbiasedness, memory."""
 
 from functools import partial
 

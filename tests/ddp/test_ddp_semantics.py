@@ -189,7 +189,7 @@ def test_an_unused_parameter_is_named_and_the_next_step_works(ranks, settings):
 
 
 def unused_on_one_rank(rank, world_size):
-    """Only rank 1 leaves a branch out: it is told, and the others are not left waiting."""
+    """Only rank 1 leaves a branch out: it raises, and the other ranks do not wait for ever."""
     wrapped = DDP(Branches())
     out = wrapped(data(rank), range(4) if rank != 1 else [0, 2, 3]).sum()
     if rank == 1:
@@ -572,7 +572,7 @@ def test_a_sparse_gradient_is_named(ranks):
 
 
 class Fails(nn.Module):
-    """A network whose forward or backward raises when told to."""
+    """A network whose forward or backward raises on request."""
 
     def __init__(self):
         super().__init__()

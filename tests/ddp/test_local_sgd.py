@@ -1,4 +1,4 @@
-"""Local SGD and DiLoCo: held against the same rounds played in one process, and against PyTorch's."""
+"""Local SGD and DiLoCo: compared with the same rounds in one process, and with PyTorch's."""
 
 import copy
 from functools import partial

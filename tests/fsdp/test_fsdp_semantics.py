@@ -120,7 +120,7 @@ def one_backward(rank, world_size, build, loss, settings, unit=Cell):
     oracle = build()
     oracle.load_state_dict(state)
     expected = mean_of_ranks(oracle, loss, world_size)
-    for _ in range(3):  # the second goes by the recorded order
+    for _ in range(3):  # the second uses the recorded order
         model.zero_grad()
         loss(model, rank).backward()
         assert_same(whole_gradients(model), expected)
@@ -435,7 +435,7 @@ def test_loss_scaling_sees_every_shard(ranks):
 
 
 class Adapted(nn.Module):
-    """A frozen matrix, and a trained detour beside it: its gradients are in before the frozen matrix is needed."""
+    """A frozen matrix and a trained branch in parallel: its gradients arrive before the frozen matrix is needed."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What goes in and comes out whole: construction, names, state dicts, resharding, dtypes, the meta device."""
+"""Full parameters in and out: construction, names, state dicts, resharding, dtypes, the meta device."""
 
 import copy
 from unittest import mock
@@ -383,7 +383,7 @@ def from_meta(rank, world_size):
     block = sum(p.nbytes for p in real.blocks[0].parameters())
     with MemoryTracker() as memory:
         model = FSDP(module, Block)
-    # A unit's values and the flat copy of them, beside the shards: never the whole model.
+    # A unit's values and their flat copy, in addition to the shards: never the full model.
     assert memory.peak_total <= (whole + block) / world_size + 2 * block + 1024
     assert memory.peak_total < 0.9 * whole
     assert model.module.head.weight is model.module.token_embedding.weight

@@ -188,7 +188,7 @@ class Notebook:
             self.screenshot(f"{stem}-{number}.png")
 
 
-# What was open goes, and nobody is asked whether to save it.
+# Open documents are closed without a question whether to save them.
 OPEN = """
 async (path) => {
   for (const open of [...jupyterapp.shell.widgets('main')]) open.dispose();

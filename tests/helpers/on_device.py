@@ -67,7 +67,7 @@ def group_of_one(device, folder):
 
 
 def on_the_same_gpu(rank, world_size, body, arguments):
-    """A body for a rank of tests/pool.py, whose gloo then carries CUDA tensors. What it tells comes back on the CPU."""
+    """A body for a rank of tests/pool.py, whose gloo then sends CUDA tensors. Its result is returned on the CPU."""
     torch.cuda.set_device(0)
     with Elsewhere("cuda"):
         told = body(rank, world_size, **arguments)

@@ -40,7 +40,7 @@ from labkit.local_sgd import DiLoCo, LocalSGD
 from labkit.mesh import Mesh
 
 IDEAS_FOLDER = Path(ideas.__file__).parent
-ELSEWHERE = {  # compared with its oracle beside the class: "file.name" -> test
+ELSEWHERE = {  # compared with its oracle in the tests of the class: "file.name" -> test
     "attention_and_context.tiled_attention": "test_attention.test_the_idea_is_attention_too",
     "attention_and_context.attention_and_log_sum": "test_context_parallel.test_the_idea_is_attention_too",
     "attention_and_context.merge": "test_context_parallel.test_the_idea_is_attention_too",

@@ -61,7 +61,7 @@ class Work:
         self.device, self.ends = device, ends
 
     def wait(self):
-        """As NCCL's: the host goes on, the current stream stands still."""
+        """As NCCL's: the host continues, the current stream waits."""
         self.device.current[0] = max(self.device.current[0], self.ends)
 
     def get_future(self):
@@ -108,7 +108,7 @@ def test_a_moment_is_unknown_until_it_is_resolved():
     assert thing.end - thing.start == pytest.approx(0.030)
     seen = device.synchronised
     clock.resolve()
-    assert device.synchronised == seen  # nothing to tell, nothing to wait for
+    assert device.synchronised == seen  # nothing to report, nothing to wait for
 
 
 def test_the_clock_of_a_device():
@@ -218,7 +218,7 @@ class Trainer:
 
 
 def rows_of_compare(device, clock, strategy):
-    """Two steps of the Trainer above, as compare takes and tells them."""
+    """Two steps of the Trainer above, as compare measures and reports them."""
     participant = object.__new__(Participant)
     participant.experiment, participant.device = Experiment(strategy=strategy), torch.device("cuda")
     participant.timeline, participant.done, participant.compressor = Timeline(clock=clock), 0, None

@@ -63,7 +63,7 @@ def test_six_n_of_all_parameters_is_off_by_what_is_derived(size):
     # Positions, and in a layer 9 h of biases and 4 h of norms, 2 h in the last one: parameters that no product has.
     idle = width * context + layers * 13 * width + 2 * width
     assert 6 * every - per_token == 6 * idle - 12 * layers * width * context
-    # 12 L h s beside 72 L h^2: a share of s / 6 h at most, and what is idle is less than that.
+    # 12 L h s compared with 72 L h^2: a share of s / 6 h at most, and the idle part is less than that.
     assert abs(6 * every / per_token - 1) <= context / (6 * width)
 
 

@@ -1,4 +1,4 @@
-"""Variants in turns: all ranks take the same ones at the same time, and rank 0 tells. No time is tested."""
+"""Interleaved variants: all ranks run the same one at the same time, and rank 0 reports. No time is tested."""
 
 import pandas
 import torch

@@ -73,7 +73,7 @@ def test_model_created_inside():
 
 
 def test_activations_of_a_chain():
-    """Linear keeps its input and ReLU its output: of x -> 16 -> relu -> 4 only the middle is new, beside the output."""
+    """Linear keeps its input and ReLU its output: of x -> 16 -> relu -> 4 only middle and output are new."""
     model, batch = small_mlp(), 32
     x = torch.ones(batch, 8)  # made outside: not ours
     with MemoryTracker(model) as memory:

@@ -1,4 +1,4 @@
-"""What a run tells while it trains: read back by the readers it is told for, and never in training's way."""
+"""The reports of a run while it trains: its readers can read them, and they never block training."""
 
 import json
 import re
@@ -84,7 +84,7 @@ def until(true, seconds=30):
 
 
 class Telling(comm_log.HostClock):
-    """Rank 0 says in the store, by the key, when something of the kind `next` begins: then it stands still."""
+    """Rank 0 says in the store, by the key, when something of the kind `next` begins: then it freezes."""
 
     def __init__(self, rank, key):
         self.rank, self.key, self.next = rank, key, ()
@@ -96,7 +96,7 @@ class Telling(comm_log.HostClock):
             _get_default_store().set(self.key, "")
 
     def come_late(self):
-        """Rank 1 waits until rank 0 stands still, and 200 ms more."""
+        """Rank 1 waits until rank 0 is frozen, and 200 ms more."""
         if self.rank == 1:
             _get_default_store().wait([self.key])
             time.sleep(0.2)
@@ -177,7 +177,7 @@ def test_on_a_device_times_are_those_of_the_device(monkeypatch):
 
 
 def late_to_the_wish(rank, world_size, strategy, key):
-    """Rank 1 comes late to what the ranks tell each other after the optimizer's step."""
+    """Rank 1 comes late to the collective after the optimizer's step."""
     context = SimpleNamespace(rank=rank, world_size=world_size, device=torch.device("cpu"))
     participant = Participant(context, Experiment(strategy=strategy, model="mlp"))
     clock = participant.timeline.clock = Telling(rank, key)

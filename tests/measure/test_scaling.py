@@ -100,7 +100,7 @@ def test_no_message_costs_less_than_nothing(measured, costs):
 
 
 def test_what_backward_hides_is_taken_off():
-    # Full at 10, 20, 30 of 30 ms; each takes 8: the last leaves at 30 and is all that sticks out.
+    # Full at 10, 20, 30 of 30 ms; each takes 8: the last is sent at 30 and is all that is exposed.
     assert scaling.exposed_ms([8, 8, 8], [10, 20, 30], 30) == 8
     # Each takes 15: they queue. 10 to 25, 25 to 40, 40 to 55.
     assert scaling.exposed_ms([15, 15, 15], [10, 20, 30], 30) == 25
@@ -118,9 +118,9 @@ STEP = scaling.Step(90.0, samples_ms=3.0, optimizer_ms=2.0, blocks=3, sizes=(1_0
 
 def test_a_step_is_sleep_and_work_and_what_sticks_out():
     assert scaling.step_ms(COSTS, STEP, 1) == 95.0
-    # backward: 60 of the 90. The buckets are full at 20 and 60 ms and take 2.5 and 6.5: the last one sticks out.
+    # backward: 60 of the 90. The buckets are full at 20 and 60 ms and take 2.5 and 6.5: the last one is exposed.
     assert scaling.step_ms(COSTS, STEP, 2) == pytest.approx(95 + 6.5)
-    # 8 ranks on 2 cores: all work 4 times as long. The last bucket, (3.5 + 10.5) x 4, sticks out.
+    # 8 ranks on 2 cores: all work 4 times as long. The last bucket, (3.5 + 10.5) x 4, is exposed.
     assert scaling.step_ms(COSTS, STEP, 8, cores=2) == pytest.approx(90 + 20 + 56)
     assert scaling.step_ms(COSTS, STEP, 8) == pytest.approx(95 + 14)
 

@@ -131,7 +131,7 @@ def test_events_of_comm_become_network_spans(ranks):
 
 
 def step_on_a_mesh(rank, world_size):
-    """A step of data beside tensor parallelism, and two messages more: (axis, operation) of each."""
+    """A step with data and tensor parallelism, and two messages more: (axis, operation) of each."""
     mesh, timeline = Mesh({"dp": 2, "tp": 2}), Timeline(rank)
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))

@@ -1,4 +1,4 @@
-"""A rehearsal sends what real ranks send, message for message, and needs neither them nor their memory."""
+"""A dry run sends the same messages as real ranks, and needs neither these ranks nor their memory."""
 
 import gc
 import resource

@@ -179,7 +179,7 @@ def test_what_is_unknown_is_told_with_what_is_known(wrong, words):
 @pytest.mark.parametrize("name", models.SIZES)
 @pytest.mark.parametrize(("keep", "precision"), [(None, "fp32"), ("matmul", "fp32"), (None, "bf16")])
 def test_recomputation_and_autocast(name, keep, precision):
-    """Told to the estimate, or done to the module: the same bytes, and those of the real step."""
+    """As an argument of the estimate or applied to the module: the same bytes, and those of the real step."""
     model, loss, unit = models.build(name), models.loss(name), models.unit(name)
     input, target = batch(name, 16)
     options = {"target": target, "precision": precision, "unit": unit}
@@ -299,7 +299,7 @@ def test_what_cannot_fit_says_by_how_much_and_what_would():
 
 @pytest.mark.gpu
 def test_on_cuda():
-    """States to the byte, activations within 2 %: kernels are those of the GPU, for the rehearsal too."""
+    """States to the byte, activations within 2 %: kernels are those of the GPU, in the dry run, too."""
     model, loss = models.build("gpt", "small").cuda(), models.loss("gpt")
     input, target = (t.cuda() for t in batch("gpt", 16))
     predicted = estimate(model, input, loss, target=target)

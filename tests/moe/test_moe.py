@@ -118,7 +118,7 @@ def test_an_expert_without_tokens_has_gradients_of_zero():
     moe = alone(top_k=1)
     with torch.no_grad():
         moe.router.weight.zero_()
-    moe.bias[1] = 1.0  # every token goes to one expert
+    moe.bias[1] = 1.0  # every token is routed to one expert
     moe(batch(0, 1)[0]).sum().backward()
     assert moe.load.tolist() == [0, TOKENS, 0, 0]
     assert all(p.grad is not None for p in moe.experts.parameters())
@@ -186,7 +186,7 @@ def test_a_score_that_is_no_number_ends_the_step_on_all_ranks(ranks, axes):
 
 
 def counted(rank, world_size):
-    """Of a mesh whose ep groups are not neighbours: output and loads beside one process."""
+    """A mesh whose ep groups are not neighbours: output and loads compared with one process."""
     mesh, oracle, moe = Mesh({"ep": 2, "dp": 2}), Model().moe, Model().moe
     moe.spread(mesh.group("ep"), dist.group.WORLD)
     x = batch(0, world_size)

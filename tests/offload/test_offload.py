@@ -203,7 +203,7 @@ def test_activations_leave_memory_and_only_the_layer_at_work_comes_back(tmp_path
     away_held, away_most = measured(offload)
     assert away_held < held / 20  # the loss, integers for the embeddings
     assert away_most < most / 2
-    assert held - away_held <= offload.nbytes  # each saved view goes by itself, so a storage may go twice
+    assert held - away_held <= offload.nbytes  # views are offloaded separately: maybe one storage twice
 
 
 def test_its_room_is_used_again_step_after_step(tmp_path):
@@ -217,7 +217,7 @@ def test_its_room_is_used_again_step_after_step(tmp_path):
     free = sum(region.nbytes for regions in offload._free.values() for region in regions)
     assert free == offload.nbytes
     with offload:
-        model(torch.zeros(4, 16, dtype=torch.int64))  # no backward: the graph goes, and its room is free
+        model(torch.zeros(4, 16, dtype=torch.int64))  # no backward: the graph is freed, and its buffer, too
     assert sum(region.nbytes for regions in offload._free.values() for region in regions) == offload.nbytes
 
 
@@ -298,7 +298,7 @@ def test_shards_of_states_in_a_file(ranks, kind, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-# ---- what goes wrong
+# ---- errors
 
 
 @pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="no file system in memory")

@@ -1,4 +1,4 @@
-"""A mesh goes on from what a mesh has saved, the same, another or one process; and is evaluated as one process is."""
+"""A mesh resumes from a checkpoint of any mesh or of one process; its evaluation equals one process's."""
 
 from pathlib import Path
 

@@ -413,7 +413,7 @@ def swapped(lists, rank, i, j):
 
 
 def own_chain(lists):
-    """Micro-batch 1 goes through a stage of its own, and no other."""
+    """Micro-batch 1 passes through a stage of its own, and no other."""
     for program in lists:
         program[:] = [action for action in program if action.micro_batch == 0]
     lists[0] += [Action("F", 2, 1), Action("B", 2, 1)]
@@ -761,7 +761,7 @@ class Pair(nn.Module):
 
 
 def refused(rank, world_size):
-    """What a stage that makes two tensors, further inputs and none of the micro-batches are told."""
+    """Errors for a stage that returns two tensors, for further inputs and for no micro-batches."""
     x, told = torch.zeros(4, WIDTH, dtype=F64), []
     for use in (
         lambda: Pipeline({0: Pair()}, None, gpipe, 2, F.mse_loss).step(x, x),

@@ -356,7 +356,7 @@ def test_memory_is_no_more_than_with_pytorchs():
 @pytest.mark.parametrize("form", FORMS)
 def test_after_backward_nothing_is_left(form):
     gc.collect()
-    gc.disable()  # no cycles: what is not needed goes at once, and not some time
+    gc.disable()  # no cycles: unneeded tensors are freed at once, not at some later time
     try:
         assert held_after_forward(FORMS[form])[2] == 0
     finally:
@@ -425,7 +425,7 @@ def test_keeping_products_holds_them_and_nothing_else():
     assert held(keep=lambda operator: operator in only) - held() == 4 * rows * 4 * WIDTH
 
 
-# ---- what goes wrong
+# ---- errors
 
 
 def test_another_function_the_second_time_is_told():

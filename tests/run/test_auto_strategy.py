@@ -1,4 +1,4 @@
-"""The planner asked by strategy="auto": the job it is told, the order it gives, what ranks then take."""
+"""The planner with strategy="auto": the job that it is given, the order it returns, and the choice of the ranks."""
 
 import io
 from dataclasses import replace
@@ -76,7 +76,7 @@ def test_gradients_are_hidden_by_backward_as_far_as_they_leave_in_it(strategy):
 
 
 def settled(rank, world_size, fields, seconds):
-    """The strategy that is taken. seconds: {strategy: what each rank is told of it}, or None: the planner's."""
+    """The chosen strategy. seconds: {strategy: its seconds, given to each rank}, or None: the planner's."""
     context = Context(rank, world_size, 0, 0, CPU, EventFile(io.StringIO()))
     with pytest.MonkeyPatch.context() as patch:
         if seconds:

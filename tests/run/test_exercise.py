@@ -80,4 +80,4 @@ def test_the_checker_of_1f1b_refuses(case):
     exec(right.replace(*NO_1F1B[case]), cells)
     with pytest.raises((AssertionError, ValueError)) as told:
         cells["is_one_f_one_b"](cells["program_of"])
-    assert "needs a process group" not in str(told.value)  # that is what a right answer is told without any
+    assert "needs a process group" not in str(told.value)  # the message for a right answer without a process group

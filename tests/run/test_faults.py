@@ -1,4 +1,4 @@
-"""Whatever goes wrong, on whichever rank: started again, a run ends as the one that nothing happened to.
+"""After any failure, on any rank: a restarted run ends with the result of an uninterrupted one.
 
 python tests/run/test_faults.py 20      all of it, so many times, with other seeds
 """
@@ -35,7 +35,7 @@ from labkit.run.client import agent
 from labkit.run.context import Context
 
 STEPS, BATCH = 8, 360  # four steps make an epoch of the 1,797 digits
-TIMEOUT = 10  # seconds that a collective waits for a rank that stands still
+TIMEOUT = 10  # seconds that a collective waits for a frozen rank
 FIELDS = ["--batch-size", BATCH, "--steps", STEPS, "--optimizer", "adamw", "--lr", "0.01", "--precision", "fp64"]
 OPTIONS = {"timeout": 200, "quiet": True}
 HANGS = {"collective_timeout": TIMEOUT}
@@ -284,7 +284,7 @@ def test_a_node_that_is_cut_off_is_there_again_in_the_next_attempt(tmp_path):
     same(history(run), unbroken(2))
 
 
-# ---- told to stop
+# ---- asked to stop
 
 
 SIGNALS = {

@@ -1,4 +1,4 @@
-"""The launcher on real ranks: what comes back, and how each way of failing is told."""
+"""The launcher on real ranks: its results, and the message of each kind of failure."""
 
 import contextlib
 import io

@@ -63,7 +63,7 @@ def test_two_nodes_give_the_same_run_as_one():
     assert [log.name for log in run.logs] == [f"rank-{rank}.log" for rank in range(4)]
     if run.network["how"] == "loopback":
         pytest.skip(f"only the ranks, not the link: {run.network['notes'][0]}")
-    # Each of four ranks sends 2 (n-1)/n of 1 MiB; of a node's two, the ring's one goes to the other node.
+    # Each of four ranks sends 2 (n-1)/n of 1 MiB; of a node's two ranks, one sends to the other node.
     assert run.wire["counted_bytes"].tolist() == [2 * 1.5 * 2**20] * 2
     assert (run.wire["sent_bytes"] > 1.5 * 2**20).all() and (run.wire["received_bytes"] > 1.5 * 2**20).all()
 
@@ -114,7 +114,7 @@ def test_the_wire_carries_what_the_formula_says_and_headers(namespaces, mtu, mos
 
 @pytest.mark.slow
 def test_what_comm_derives_for_a_collective_is_what_leaves_the_nodes(namespaces):
-    """One rank a node, 2, 3 and 4 of them: the ring's formula beside the interfaces' counters, summed over ranks."""
+    """One rank a node, 2, 3 and 4 of them: the ring's formula and the interfaces' counters, summed over ranks."""
     source = """
 import time
 from functools import partial
@@ -211,7 +211,7 @@ def test_a_link_cut_in_the_middle_of_backward_ends_the_step_within_the_limit(nam
     assert str(error).startswith("the link of node 1 is cut")
     assert "gave up waiting at `work.wait()` (collective" in str(
         error
-    )  # in the courier's thread, and backward tells it
+    )  # in the courier's thread, and backward raises it
     assert error.run.records["step"].max() == 0 and len(error.run.wire) == 2
     assert time.monotonic() - started < 80
 

@@ -1,4 +1,4 @@
-"""An encoder's shape is held against PyTorch's own layers, the lab's budget and BERT's known counts."""
+"""An encoder's shape is compared with PyTorch's own layers, the memory planner and BERT's known counts."""
 
 from dataclasses import replace
 

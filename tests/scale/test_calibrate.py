@@ -1,4 +1,4 @@
-"""This machine as a GPU: clocks that tell known rates are fitted back, and what it says can be asked of the planner."""
+"""This machine as a GPU: the fit recovers the rates of a simulated clock, and the planner accepts the result."""
 
 from math import isfinite, isnan
 
@@ -25,7 +25,7 @@ SMALL = {"layers": 4, "hidden": 256, "heads": 4, "vocab": 1000, "seq_len": 1024}
 
 @pytest.fixture
 def rows(monkeypatch):
-    """What two ranks tell whose clock knows the rates above: a second slower in one round of three."""
+    """The rows of two ranks whose clock follows the rates above, with one slow round of three."""
 
     def seconds_of(work, device):
         with FlopCounterMode(display=False) as counter:

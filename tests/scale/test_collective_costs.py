@@ -62,7 +62,7 @@ RINGS = {450: {4: 363.3, 5: 364.4, 6: 365.1, 7: 365.7, 8: 365.6}, 900: {4: 673.8
 
 @pytest.mark.parametrize(("algorithm", "published"), [("in_switch", NVLS), ("flat", RINGS)])
 def test_a_node_is_as_fast_as_published(algorithm, published):
-    """H200 (450 GB/s) and B200 (900): within a tenth, by one share of the wire for both."""
+    """H200 (450 GB/s) and B200 (900): within a tenth, with the same share of the link bandwidth for both."""
     for wire, rows in published.items():
         for n, bus in rows.items():
             group = Group(n, n, 1, 1e9 * wire, 1.0, 3.4e-6, 14e-6)

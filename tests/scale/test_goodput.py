@@ -68,7 +68,7 @@ def test_ranks_are_folded_by_kind():
 
 
 def walked(gap, detection, restart, interval, save, write):
-    """Where one gap goes, second after second, as the run would tell it: (useful, saves, lost)."""
+    """Simulate one gap between failures second by second: (useful, saves, lost)."""
     now, kept, safe, saves = detection + restart, 0.0, detection + restart, []
     while now < gap:
         now += interval + save

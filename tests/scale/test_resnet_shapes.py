@@ -1,4 +1,4 @@
-"""A ResNet's shape is held against the lab's ResNet and one built here, the lab's budget, and the known counts."""
+"""A ResNet's shape is compared with the lab's ResNet, one built here, the memory planner and the known counts."""
 
 import pytest
 import torch

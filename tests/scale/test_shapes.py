@@ -1,4 +1,4 @@
-"""Shapes are held against real modules, GPUs against their names."""
+"""Shapes are compared with real modules, GPUs with their names."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""A simulated step: by hand where one can add it up, and from a rehearsal of emulated compute."""
+"""A simulated step: compared with sums by hand, and from a dry run of emulated compute."""
 
 import pytest
 import torch

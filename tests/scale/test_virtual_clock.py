@@ -1,4 +1,4 @@
-"""On the clock of a rehearsal only emulated compute takes time, and all ranks of all sizes agree."""
+"""On the clock of a dry run only emulated compute takes time, and all ranks of all world sizes agree."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""`lab gpu` goes on after a failure and past a limit, and says of each check what became of it. On the CPU."""
+"""`lab gpu` continues after a failure and past a limit, and reports the result of each check. On the CPU."""
 
 import json
 import subprocess

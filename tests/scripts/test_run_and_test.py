@@ -326,7 +326,7 @@ def test_figures_redraws_readmes_table_from_what_it_measured(tree):
         marks + "<!-- labkit, written by ./scripts/lab figures -->\n<!-- end of labkit -->\n"
     )
     done = finished(tree, "figures")
-    assert done.returncode == 1  # 01_b failed: it is told, and not in the table
+    assert done.returncode == 1  # 01_b failed: it is reported, and not in the table
     assert re.search(r"01_b +[\d.]+ +cell 2: AssertionError", done.stdout)
     readme = (tree / "README.md").read_text()
     assert re.fullmatch(
@@ -346,7 +346,7 @@ def test_figures_redraws_readmes_table_from_what_it_measured(tree):
     assert "00_a" not in listed.stdout and "Stale: stored results of older code" in listed.stdout
     bad.cells[-1].source = "print('mended')"
     nbformat.write(bad, tree / "notebooks" / "01_b.ipynb")
-    done = finished(tree, "figures", "--stale")  # goes on with what is not there yet
+    done = finished(tree, "figures", "--stale")  # continues with the missing ones
     assert done.returncode == 0 and "1 of 1  01_b, about" in done.stdout and "00_a" not in done.stdout
     assert batch.read(tree / "notebooks" / "01_b.ipynb").cells[-1].outputs[0].text == "mended\n"
     assert "nothing is stale" in finished(tree, "figures", "--stale").stdout

@@ -19,7 +19,7 @@ from repository import ROOT
 
 WEB = ROOT / "scripts" / "web.py"
 COURSE = sorted(path for path in (ROOT / "notebooks").rglob("*.ipynb") if ".ipynb_checkpoints" not in path.parts)
-pytestmark = pytest.mark.timeout(900)  # also beside others on a busy machine
+pytestmark = pytest.mark.timeout(900)  # also with other tests on a busy machine
 
 
 @pytest.fixture(scope="module")

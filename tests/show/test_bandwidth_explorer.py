@@ -104,7 +104,7 @@ def test_lines_are_predicted_points_are_measured_and_rings_mark_where_they_cross
         points = [one for one in axes.lines if one.get_marker() == "o" and one.get_color() == colours[method]]
         places, times = zip(*(one.get_xydata()[0] for one in points), strict=True)
         assert list(times) == [predicted(*cost, mbit) for mbit in SPEEDS]
-        assert places == pytest.approx(SPEEDS, rel=0.1)  # fp16 and top 1 % beside each other at 1,000 Mbit/s
+        assert places == pytest.approx(SPEEDS, rel=0.1)  # fp16 and top 1 % next to each other at 1,000 Mbit/s
         whiskers = [one for one in axes.containers if one.lines[0].get_color() == colours[method]]
         (low, high) = whiskers[0].lines[2][0].get_segments()[0][:, 1]
         assert (low, high) == pytest.approx((predicted(*cost, 50) - 0.5, predicted(*cost, 50) + 1))

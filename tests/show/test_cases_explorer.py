@@ -1,4 +1,4 @@
-"""Published jobs beside their predictions; a job on another GPU: in words, in a picture, under the controls."""
+"""Published jobs and their predictions; a job on another GPU: in words, in a picture, with the controls."""
 
 import pandas as pd
 import pytest

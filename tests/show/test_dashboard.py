@@ -118,7 +118,7 @@ def test_what_is_told_is_more_than_noise():
     noise = pd.DataFrame(rows_of("n", 10.0, seed=1))
     table, _ = dashboard.opened(pd.concat([grid_rows(), noise]))
     told = dashboard_words.beyond_noise(table)
-    words = "Beside the base. faster: precision bf16; slower: 2 micro-batches; within noise: 1 more. "
+    words = "Compared with the base. faster: precision bf16; slower: 2 micro-batches; within noise: 1 more. "
     by_chance = "On average 0.1 of these 3 intervals miss the truth by chance."
     assert told == words + by_chance
     few, _ = dashboard.opened(grid_rows().query("round < 5"))

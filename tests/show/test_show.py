@@ -324,7 +324,7 @@ def test_a_ratio_is_clear_of_one_and_of_the_noise():
     assert set(tables.ratios(few, pairs)["the first is"]) == {"cannot tell", ""}
     assert tables.ratios(few, pairs)["range"].iloc[0] == "smallest 0.70, largest 0.90"
     quiet = tables.ratios(times | {"again": plain}, pairs)
-    assert quiet["the first is"].iloc[2] == "faster"  # the same interval, beside no noise at all
+    assert quiet["the first is"].iloc[2] == "faster"  # the same interval, without any noise
 
 
 def test_a_race_tells_messages_beside_times():

@@ -1,4 +1,4 @@
-"""Units while they are whole: watched on real ranks, drawn, and turned in the hand."""
+"""Units while they are unsharded: recorded on real ranks, drawn, and in an explorer."""
 
 from functools import partial
 

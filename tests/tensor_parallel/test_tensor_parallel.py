@@ -369,7 +369,7 @@ def test_beside_data_parallel(ranks):
 
 
 def moved_states(rank, world_size):
-    """A whole state comes and goes; a copy trains as the first does; a shape that is wrong is told."""
+    """A full state dict loads and saves; a copy trains like the original; a wrong shape is reported."""
     state = gpt(5).state_dict()
     model = parallelize_module(gpt(rank), None, gpt_plan(tensor_parallel))
     load_full_state_dict(model, state)
@@ -394,7 +394,7 @@ LAYOUTS = [(ColwiseParallel, "output_layouts"), (RowwiseParallel, "input_layouts
 
 
 def by_layout(rank, world_size, style, given):
-    """Output and gradients of a layer whose other side is in shards of some dim, beside those of the whole layer."""
+    """Output and gradients of a layer whose other side is sharded along some dim: those of the full layer."""
     torch.manual_seed(0)
     whole, x = nn.Linear(4, 6, dtype=F64), torch.randn(2, 6, 4, dtype=F64)
     apart = []

@@ -27,7 +27,7 @@ from labkit.run.client import AgentError, agent
 STEPS, LIMIT = 120, 240
 IMPATIENT, PATIENT = 3, 50  # seconds to wait for a rank: for one that may be gone, and where all are to come
 FIELDS = ["--batch-size", 12, "--steps", STEPS, "--optimizer", "adamw", "--lr", "0.01", "--clip", "0.5"]
-ALIKE = {  # on two ranks again, it goes on bit for bit
+ALIKE = {  # on two ranks again, it resumes bit for bit
     "ddp": ["--precision", "fp16"],
     "powersgd": ["--comm-hook", "powersgd"],
     "zero1": ["--strategy", "zero1", "--precision", "bf16"],

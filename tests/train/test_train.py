@@ -78,7 +78,7 @@ def test_stopped_and_killed_it_ends_where_the_unbroken_run_ends(tmp_path, fields
     broken, places = tmp_path / "broken.jsonl", tmp_path / "checkpoints"
     slow = ("--block-ms", "150")  # so slow that whoever looks late still finds it at work
     options = (*fields, *slow, "--log", broken, "--checkpoint-dir", places, "--checkpoint-every", "2")
-    # Told to stop: one rank gets the signal, both leave after the same step, with 0.
+    # Asked to stop: one rank gets the signal, both exit after the same step, with 0.
     process = start(2, *options)
     wait_for(broken, 3, process)
     os.kill(children(process)[1], signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""The watchdog: whoever stands still is named and ended, within the timeout and a little, and nobody else is."""
+"""The watchdog: it names and kills a frozen rank soon after the timeout, and no other rank."""
 
 import os
 import re
@@ -57,7 +57,7 @@ def test_one_who_says_why_it_takes_long_is_waited_for_but_has_to_tell():
 
 def test_only_news_counts_and_a_reader_that_slept_accuses_nobody():
     seen = Seen(told(beat=1, begun=1), heard=0.0, moved=0.0)
-    seen.hear(told(beat=2, begun=1), now=500.0)  # it was told long ago, and is read now
+    seen.hear(told(beat=2, begun=1), now=500.0)  # it was written long ago, and is read now
     assert (seen.heard, seen.moved) == (500.0, 0.0)
     seen.hear(told(beat=2, begun=1), now=501.0)
     assert seen.heard == 500.0
@@ -131,7 +131,7 @@ def test_who_stands_still_is_named_and_the_others_leave(fault, rank, words):
     }
     assert words in logs and "all_reduce of 8 bytes" in logs
     assert error.cause.rank == rank, str(error)  # and launch does not blame those who left
-    assert TIMEOUT - 1 < seconds < 30  # it may have told last before rank 0 printed; launch's own limit is 60
+    assert TIMEOUT - 1 < seconds < 30  # its last entry may be from before rank 0 printed; launch's own limit is 60
 
 
 @pytest.mark.slow

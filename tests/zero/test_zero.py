@@ -86,7 +86,7 @@ def test_ranks_train_what_one_process_trains(ranks, world_size, name, dtype, kin
             assert gap(told[form], oracle) <= TOLERANCE[dtype], f"rank {rank}, {form}"
             assert gap(told[form], told["torch"]) <= TOLERANCE[dtype], f"rank {rank}, {form}"
             if world_size <= 2:
-                # a + b == b + a, and the update of an element is the same whatever lies beside it.
+                # a + b == b + a, and the update of an element does not depend on its neighbours.
                 assert gap(told[form], told["ours"]) == 0.0, f"rank {rank}, {form}"
 
 
@@ -205,7 +205,7 @@ def test_held_to_the_byte_states_fall_as_one_over_n_and_gradients_with_them(rank
 
 
 def in_flight(rank, world_size):
-    """The most bytes of whole gradients that ZeRO-2 holds at once while backward goes."""
+    """The most bytes of full gradients that ZeRO-2 stores at once during backward."""
     model = torch.nn.Sequential(*[torch.nn.Linear(64, 64, bias=False) for _ in range(12)])
     optimizer = ZeRO2(model.parameters(), torch.optim.SGD, lr=0.1, bucket_cap_mb=0)
     alive = []
