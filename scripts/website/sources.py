@@ -117,7 +117,7 @@ def entries(paths, folder):
 def first_page(course, links):
     text = links.lead((ROOT / "README.md").read_text(), ROOT / "README.md")
     contents = f"```{{toctree}}\n:hidden:\n:caption: The course\n\n{entries(course, ROOT)}"
-    more = "```{toctree}\n:hidden:\n:caption: Beside it\n\nSolutions <notebooks/solutions/index>\napi/labkit\n```\n"
+    more = "```{toctree}\n:hidden:\n:caption: Reference\n\nSolutions <notebooks/solutions/index>\napi/labkit\n```\n"
     return "\n".join([text, contents, more])
 
 
