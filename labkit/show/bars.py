@@ -134,7 +134,7 @@ def memory_bars(frame, title=None, label="strategy", up_to=0):
         axes.set_xlabel(f"memory per rank at its peak ({unit})")
         style.legend_below(figure, *axes.get_legend_handles_labels())
         finish(figure, axes, title)
-        figure.draw_without_rendering()
+        figure.get_layout_engine().execute(figure)  # places the axes, without drawing
         fit(axes, written, divisor)
     return figure
 

@@ -119,7 +119,8 @@ def as_html(words, *figures):
     """Figures and their sentence as HTML, for a widget."""
     words = html.escape(words, quote=True)
     look = f'style="max-width:100%;width:760px" alt="{words}"'
-    images = [base64.b64encode(png(figure, dpi=130)).decode() for figure in figures]
+    pngs = [png(figure, dpi=130, compress_level=1) for figure in figures]  # fast, as it is not kept
+    images = [base64.b64encode(one).decode() for one in pngs]
     shown = "".join(f'<img {look} src="data:image/png;base64,{image}">' for image in images)
     return f"{shown}<p>{words}</p>"
 
