@@ -61,9 +61,6 @@ def all_reduce(tensor, op=ReduceOp.SUM, group=None, async_op=False):
     """Every rank's tensor becomes the sum (or op) of all of them, in place."""
 
     def launch():
-        if gloo_workarounds.adds_slowly(tensor, op, group):
-            work = gloo_workarounds.all_reduce(tensor, tensor, group)
-            return work if async_op else _finish(work)
         return dist.all_reduce(tensor, op, group, async_op)
 
     return metered("all_reduce", group, tensor, async_op, launch)
@@ -71,16 +68,8 @@ def all_reduce(tensor, op=ReduceOp.SUM, group=None, async_op=False):
 
 def summed(tensor, group=None):
     """The sum of all ranks' tensors, a new one and contiguous: an all_reduce out of place."""
-    if gloo_workarounds.sums_sooner(tensor, group):
-        total = torch.empty_like(tensor)
-
-        def launch():
-            _finish(gloo_workarounds.all_reduce(total, tensor, group))
-
-        metered("all_reduce", group, tensor, False, launch)
-    else:
-        total = tensor.clone(memory_format=torch.contiguous_format)
-        all_reduce(total, group=group)
+    total = tensor.clone(memory_format=torch.contiguous_format)
+    all_reduce(total, group=group)
     return total
 
 

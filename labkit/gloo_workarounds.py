@@ -6,9 +6,6 @@
     all_to_all       both directions at once                 the directions may alternate
     reduce_scatter   all_to_all, then n-1 additions          sends a complete all_reduce
                      in the order of the ranks
-    all_reduce       16 bits, two ranks: each rank sends     takes twice as long: it adds 16-bit
-                     all its values, both add                numbers one at a time
-    summed           the same for few values of any dtype    sends half, adds, sends half
 
 A sender in gloo waits for the receiver's request, and a rank's requests wait behind its own sends.
 So all receives are posted before any send, and both directions of a link are used at once. On
@@ -27,7 +24,6 @@ import torch.distributed as dist
 
 FAKE_GLOO = "labkit_fake_gloo"  # ranks of labkit.memory.dry_run: nothing is sent
 TAG = 1 << 30  # far from the tags that users choose
-FEW = 4 << 20  # bytes, on loopback: of more, gloo's own all_reduce takes no longer
 
 _thread = local()
 
@@ -38,11 +34,10 @@ def continues():
 
 
 class All:
-    """Several Works as one. When they are waited for, parts, if any, are added up into output."""
+    """Several Works as one."""
 
-    def __init__(self, works, output=None, parts=None, buffer=None):
+    def __init__(self, works, output=None):
         self.works, self.output, self.future = works, output, None
-        self.parts, self.buffer = parts, buffer  # the memory of what arrives, given back then
 
     def wait(self, *timeout):
         if self.future is not None:
@@ -55,17 +50,9 @@ class All:
         while self.works:
             self.works[0].wait(*timeout)
             del self.works[0]  # waited for again, gloo would expect one more message
-        self._add()
-
-    def _add(self):
-        if self.parts is not None:
-            add_up(self.parts, self.output)
-            self.parts = None
-            if self.buffer is not self.output:
-                self.buffer.untyped_storage().resize_(0)  # now, not when gloo's thread lets go
 
     def is_completed(self):
-        return not self.works and self.parts is None
+        return not self.works
 
     def get_future(self):
         """Of [output]. Messages have no future in gloo: a thread waits for them."""
@@ -80,7 +67,6 @@ class All:
 
     def _told(self, arrived):
         arrived.value()  # raises what has gone wrong on the way
-        self._add()
         self.works = []
         return [self.output]
 
@@ -94,6 +80,22 @@ class All:
 
 
 class Sum(All):
+    """Several Works whose parts, when all have arrived, are added up into output."""
+
+    def __init__(self, works, output, parts):
+        super().__init__(works, output)
+        self.parts = parts
+
+    def _complete(self, *timeout):
+        super()._complete(*timeout)
+        if self.parts is not None:
+            add_up(self.parts, self.output)
+            self.parts.untyped_storage().resize_(0)  # now, not when gloo's thread lets go
+            self.parts = None
+
+    def is_completed(self):
+        return super().is_completed() and self.parts is None
+
     def get_future(self):
         raise RuntimeError("a reduce_scatter on gloo is complete only when wait() returns")
 
@@ -135,35 +137,7 @@ def reduce_scatter(output, input, group=None):
         works = [dist.all_to_all_single(parts, outgoing, group=group, async_op=True)]
     else:
         works = _exchange(outgoing, parts, group)
-    return Sum(works, output.view(-1), parts, parts)
-
-
-def adds_slowly(tensor, op, group=None):
-    """Return whether all_reduce below is faster than gloo's."""
-    return (
-        tensor.element_size() == 2
-        and tensor.is_floating_point()
-        and tensor.is_contiguous()
-        and op == dist.ReduceOp.SUM
-        and serves(tensor, group)
-        and dist.get_world_size(group) == 2
-    )
-
-
-def sums_sooner(tensor, group=None):
-    """Return whether comm.summed should use all_reduce below."""
-    few = tensor.nbytes <= FEW and tensor.is_contiguous()
-    return few and on_loopback() and serves(tensor, group) and dist.get_world_size(group) == 2
-
-
-def all_reduce(output, input, group=None):
-    """As comm.all_reduce of a sum with async_op, between two ranks: returns the Work.
-
-    output: input itself, or another tensor like it, which is also the receive buffer.
-    """
-    arrived = torch.empty_like(input) if output is input else output
-    parts = [input, arrived] if dist.get_rank(group) == 0 else [arrived, input]
-    return All(_share(input, parts, group), output, parts, arrived)
+    return Sum(works, output.view(-1), parts)
 
 
 def all_gather(output, input, group=None):
