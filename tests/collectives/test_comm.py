@@ -396,7 +396,7 @@ def test_futures_of_our_own_forms(ranks, n, body):
 
 def left_alone(rank, n, asked):
     """The last rank exits: the others notice by their connection to it, before the group's timeout."""
-    for form in range(4 if n == 2 else 3):
+    for form in range(3):
         group = dist.new_group()
         _, _, call = at_once(group)[form]
         work = call() if rank < n - 1 else None
