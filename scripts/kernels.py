@@ -176,7 +176,7 @@ def start(connection, others):
 
 
 def become(request, files):
-    from labkit.run import agent, client, worker
+    from labkit.run import client, warm_agent, worker
 
     os.setsid()
     worker.die_with_parent()
@@ -189,7 +189,7 @@ def become(request, files):
     os.chdir(request["cwd"])
     kind, *arguments = request["what"]
     if kind == "agent":
-        agent.serve()
+        warm_agent.serve()
         return
     client.COMMAND = stand_in("agent")
     from ipykernel.kernelapp import IPKernelApp

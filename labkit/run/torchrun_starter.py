@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import elastic_launch
 
-from labkit.run import agent, node_agents, training
+from labkit.run import node_agents, training, warm_agent
 from labkit.run.context import Log
 from labkit.run.options import FAILED, STOPPED, WRONG
 
@@ -51,8 +51,8 @@ def attempt(arguments, nproc, folder, number):
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     os.environ[training.OUTCOME] = str(folder / "outcome")
     try:
-        with agent.gpus_hidden():
-            config = agent.elastic_config(place, nproc, "labkit-train", folder / "elastic")
+        with warm_agent.gpus_hidden():
+            config = warm_agent.elastic_config(place, nproc, "labkit-train", folder / "elastic")
         elastic_launch(config, training.main)(arguments, f"file://{folder}/store", number)
     except ChildFailedError as error:
         codes = {failure.exitcode for failure in error.failures.values()}

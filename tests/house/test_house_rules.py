@@ -1,6 +1,7 @@
 """The rules of the house that a test can hold: names of files, where a file lies, words that are gone."""
 
 import ast
+import importlib.util
 import re
 from collections import Counter
 from pathlib import Path
@@ -159,3 +160,22 @@ def test_private_names_of_torch_are_in_one_file(path):
 
 def test_a_private_name_is_found():
     assert private_touches("x = torch._C._current_graph_task_id()") and not private_touches("x = 'torch._dynamo'")
+
+
+def test_every_name_that_a_file_imports_from_labkit_exists():
+    """Also inside functions, which a test may never call."""
+    missing = []
+    for folder in ("labkit", "scripts", "tests"):
+        for path in sorted((REPOSITORY / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("labkit"):
+                    names = [one.name for one in node.names if not is_there(node.module, one.name)]
+                    missing += [f"{path.relative_to(REPOSITORY)}: {node.module}.{name}" for name in names]
+    assert missing == []
+
+
+def is_there(module, name):
+    """Whether `from module import name` works: an attribute, or a module of that name."""
+    if hasattr(importlib.import_module(module), name):
+        return True
+    return importlib.util.find_spec(f"{module}.{name}") is not None
