@@ -9,7 +9,7 @@
 
 Sent per rank, of P bytes on n ranks:  ring and halving-doubling  2 (n-1)/n P, the least possible
                                        tree  up to 3 P    naive  (n-1) P on rank 0, P on the others
-Steps:  ring 2 (n-1) of a chunk    naive 2 (n-1)    halving-doubling 2 log2(n)    tree 4 log2(n)
+Steps:  ring 2 (n-1) of P/n each    naive 2 (n-1)    halving-doubling 2 log2(n)    tree 4 log2(n)
 Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, JPDC 2009;
 Thakur, Rabenseifner and Gropp, Optimization of Collective Communication Operations in MPICH, 2005.
 """

@@ -74,7 +74,7 @@ def save_shards(folder, step, tensors, group=None):
 def load_shards(folder, group=None):
     """Load the latest valid checkpoint: (step, {name: tensor}), or None if there is none.
 
-    All ranks must agree on the step: it is skipped if the file of any of them is damaged.
+    All ranks skip a step if the file of any is damaged. ValueError: another number of ranks.
     """
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     for manifest in sorted(Path(folder).glob("step-*/manifest.json"), reverse=True):

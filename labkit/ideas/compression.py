@@ -13,8 +13,8 @@
     random-k               k values                             added: all ranks know the indices
     PowerSGD, rank r       r (rows + columns) x 4 bytes         added, twice
 
-All take a flat gradient, except PowerSGD and 1-bit Adam. Karimireddy et al., Error Feedback Fixes
-SignSGD, ICML 2019, algorithm 2; each function names its own paper.
+All but PowerSGD need flat tensors; 16 and 8 bits have no error feedback. Karimireddy et al., Error
+Feedback Fixes SignSGD, ICML 2019, algorithm 2; each function names its own paper.
 """
 
 import torch
@@ -92,7 +92,7 @@ def random_k_mean(gradient, residual, indices, group=None):
 def dgc_mean(gradient, velocity, residual, k, momentum=0.9, group=None):
     """Top-k of the momentum, not of the gradient. Lin et al., Deep Gradient Compression, ICLR 2018.
 
-    Sent elements lose their momentum, so that it does not count twice (section 3.2).
+    Sent elements lose their momentum, which would be stale (section 3.3).
     """
     velocity.mul_(momentum).add_(gradient)
     average = top_k_mean(velocity, residual, k, group)

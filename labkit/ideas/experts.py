@@ -4,7 +4,7 @@
     output = 0.7 x expert3(token) + 0.3 x expert0(token)
 
 E times the parameters of one network for the work of k. labkit.moe.MoE places experts on several
-ranks, with two all_to_all a layer. Shazeer et al., Outrageously Large Neural Networks: The
+ranks, by two all_to_all each way. Shazeer et al., Outrageously Large Neural Networks: The
 Sparsely-Gated Mixture-of-Experts Layer, ICLR 2017, section 2.
 """
 

@@ -1,10 +1,10 @@
-"""FSDP (ZeRO-3): a rank holds 1/n of every parameter, and gathers a unit only while it runs.
+"""FSDP (ZeRO-3): a rank holds 1/n of every parameter, and a full unit only while it runs.
 
     forward    [gather 0][unit 0][free 0]  [gather 1][unit 1][free 1]  ...
     backward   ...  [gather 1][unit 1][reduce_scatter 1][free 1]  [gather 0][unit 0][...]
 
 Sent per rank and step, on n ranks: 3 (n-1)/n x parameter bytes, 1.5 times as much as DDP.
-Held: 1/n of parameters, gradients and optimizer states, and one full unit while it runs.
+Held: 1/n of parameters, gradients and optimizer states; in full a running unit and one gradient.
 Rajbhandari et al., ZeRO, SC 2020, section 5.3; Zhao et al., PyTorch FSDP, VLDB 2023, section 3.
 """
 

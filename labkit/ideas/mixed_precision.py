@@ -39,7 +39,7 @@ class CastInputs(TorchFunctionMode):
 
 
 def scaled_steps(losses, optimizer, scale=2.0**16, growth_interval=2000, group=None):
-    """Step for each loss of a generator, with a backward() that averages (DDP); yield the scale."""
+    """Step for each loss; backward() must average over ranks (DDP). Yield the next step's scale."""
     good_steps = 0
     for loss in losses:
         optimizer.zero_grad()
@@ -47,7 +47,7 @@ def scaled_steps(losses, optimizer, scale=2.0**16, growth_interval=2000, group=N
         gradients = [p.grad for one in optimizer.param_groups for p in one["params"]]
         overflow = torch.stack([~gradient.isfinite().all() for gradient in gradients]).any().float()
         comm.all_reduce(overflow, op=dist.ReduceOp.MAX, group=group)
-        if overflow:  # on one rank is enough: otherwise the ranks' weights would differ
+        if overflow:  # on any rank: of sharded gradients the others do not see it
             scale, good_steps = scale / 2, 0
         else:
             for gradient in gradients:

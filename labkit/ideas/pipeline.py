@@ -33,8 +33,8 @@ def one_f_one_b(rank, ranks, micro_batches):
 def run_actions(actions, stage, inputs, targets, loss, group=None):
     """Run this rank's stage in the order of its actions; return the losses (on the last rank).
 
-    inputs, targets: a tensor for each micro-batch. The first rank reads inputs, the last targets;
-    the others need tensors of the shape that arrives. Parameters' gradients add up.
+    inputs, targets: a tensor for each micro-batch. Rank 0 reads inputs, the last rank targets; on
+    other ranks, inputs only give the shape that arrives. Parameters' gradients add up.
     """
     rank, last = dist.get_rank(group), dist.get_world_size(group) - 1
     saved, losses, sending = {}, [], []

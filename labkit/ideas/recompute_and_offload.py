@@ -39,7 +39,7 @@ class Recompute(torch.autograd.Function):
 
 
 def offload_activations(home="cpu"):
-    """Move saved activations to `home`: `with offload_activations("cpu"): loss = model(x)`."""
+    """Move all saved tensors to `home`: `with offload_activations(): loss = model(x)`."""
 
     def pack(tensor):
         return tensor.device, tensor.to(home)

@@ -88,7 +88,7 @@ def tensor_parallel_mlp(x, A, a, B, b, group=None):
 def sequence_parallel_mlp(x, norm, A, a, B, group=None):
     """Apply both layers, a norm and a residual to this rank's tokens. x: [T/n, C] -> [T/n, C].
 
-    Sum the gradients of the norm over the ranks: it gets a part of the tokens. B has no bias.
+    Sum the gradients of the norm over the ranks: each saw its own tokens. B has no bias.
     """
     hidden = F.gelu(F.linear(GatherTokens.apply(norm(x), group), A, a))
     return x + ScatterTokens.apply(F.linear(hidden, B), group)

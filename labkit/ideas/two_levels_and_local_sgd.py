@@ -8,9 +8,9 @@
     DiLoCo      H steps alone, then treat the averaged movement as a gradient of an outer optimizer
 
 Sent over the slow links per node and step, of m nodes and n ranks: 2 (m-1)/m x gradient bytes, by
-one ring of all ranks 2 (n-1)/n, by local SGD 1/H of that. Goyal et al., Accurate, Large Minibatch
-SGD, 2017, section 4; Stich, Local SGD Converges Fast and Communicates Little, ICLR 2019; Douillard
-et al., DiLoCo, 2023, algorithm 1.
+one ring of all ranks 2 (n-1)/n, by local SGD 1/H of the ring's. Goyal et al., Accurate, Large
+Minibatch SGD, 2017, section 4; Stich, Local SGD Converges Fast and Communicates Little, ICLR 2019;
+Douillard et al., DiLoCo, 2023, algorithm 1.
 """
 
 import torch

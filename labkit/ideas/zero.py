@@ -5,8 +5,8 @@
     ZeRO-1       [########]   [########]   [##......|##......]
     ZeRO-2       [########]   [##......]   [##......|##......]
 
-    backward   reduce_scatter: each rank gets the sum of its part's gradients (ZeRO-1: in step)
-    step       update this part, then all_gather the parameters
+    backward   ZeRO-2: reduce_scatter each gradient once computed, keep the own part, free the rest
+    step       ZeRO-1: reduce_scatter here. Both: update the own part, all_gather the parameters
 
 Sent per rank and step, on n ranks: (n-1)/n x (gradient + parameter bytes), as much as DDP.
 Rajbhandari et al., ZeRO, SC 2020, sections 5 and 7.

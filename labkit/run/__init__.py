@@ -2,7 +2,7 @@
 
 launch.py              the entry point: target + parameters -> Run
 job.py                 validates the target and its parameters, and writes them as JSON
-warm_agent.py           the process that forks ranks through torchelastic
+warm_agent.py          the process that forks ranks through torchelastic
 client.py              starts it, and sends it jobs
 __main__.py            starts the agent, and ends with the notebook while torch is imported
 network_namespaces.py  nodes as network namespaces, joined by links of a chosen speed
@@ -18,6 +18,10 @@ experiment_mesh.py     the model of an Experiment, and the mesh that shards it
 experiment_runner.py   one experiment on one rank, with its measurements; memory estimates
 compare.py             many experiments in one process group
 sweep.py, summary.py   a grid of experiments, and the table of its results
+training.py            the loop of labkit.train on one rank
+torchrun_starter.py    starts its ranks, and restarts them after a failure
+options.py, choices.py its command line, and the values that an Experiment allows
+exercise.py            checks a reader's function on real ranks
 auto_strategy.py       strategy="auto": of those that fit, the one predicted to be the fastest
 """
 
