@@ -91,10 +91,11 @@ class Stored:
 
     def about_gpu(self):
         """Return a line for each stale record of `lab gpu`. Renewing one needs a GPU."""
-        today = gpu.code_of_checks(self.root, self.code)
         way = "to renew it, run ./scripts/lab gpu on a machine with a GPU and copy its gpu.json there"
+        files = sorted(self.figures.glob(GPU))
+        today = gpu.code_of_checks(self.root, self.code) if files else {}
         lines = []
-        for file in sorted(self.figures.glob(GPU)):
+        for file in files:
             record = compared(f"figures/{file.name}", "gpu", json.loads(file.read_text()).get("code"), today)
             if record.bare or record.changed:
                 lines.append(f"{record.name} is stale: {record.why()}; {way}")
