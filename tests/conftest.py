@@ -18,6 +18,15 @@ torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.fixture(autouse=True)
+def handlers():
+    """Signal handlers stay as they were: a rank's own, left by train.main, let a later Ctrl-C end the test process."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.fixture(scope="session")
 def pools():
     held = {}

@@ -150,17 +150,6 @@ def test_a_run_goes_on_on_another_mesh(tmp_path):
     assert found == pytest.approx([line["loss"] for line in lines(whole)], abs=1e-9) and len(found) == 4
 
 
-@pytest.fixture
-def handlers():
-    """Signal handlers as they were: train.main sets a rank's, and a later Ctrl-C would end the test process."""
-    numbers = signal.SIGTERM, signal.SIGINT
-    before = [signal.getsignal(number) for number in numbers]
-    yield
-    for number, handler in zip(numbers, before, strict=True):
-        signal.signal(number, handler)
-
-
-@pytest.mark.usefixtures("handlers")
 def test_restarts_that_would_hang_are_refused(monkeypatch):
     position = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "GROUP_RANK": 0, "LOCAL_WORLD_SIZE": 1}
     agent = {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_MAX_RESTARTS": 2}
@@ -205,7 +194,6 @@ def test_told_to_stop_again_and_again_it_leaves_with_0(tmp_path):
         (["--log", f"{__file__}/log.jsonl"], "File exists"),
     ],
 )
-@pytest.mark.usefixtures("handlers")
 def test_bad_input_is_one_line(monkeypatch, capsys, arguments, words):
     for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "GROUP_RANK": 0}.items():
         monkeypatch.setenv(name, str(value))
