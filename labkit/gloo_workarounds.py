@@ -109,7 +109,7 @@ def add_up(parts, output):
 
 
 def serves(tensor, group=None):
-    """Return whether the functions below can be used: not in a dry run, whose tensors lack data."""
+    """Return whether the functions below serve: CPU tensors on gloo, meta tensors in a dry run."""
     backend = dist.get_backend(group)
     return (backend == "gloo" and tensor.is_cpu) or (backend == FAKE_GLOO and tensor.is_meta)
 
