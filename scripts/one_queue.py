@@ -16,7 +16,7 @@ from xdist.scheduler.loadscope import LoadScopeScheduling
 
 TOGETHER = (".ipynb", "test_browser.py", "test_lab_command.py", "test_web.py")
 COLOURS = r"\x1b\[[\d;]*m"  # in a traceback of a notebook
-FEW = 3  # cases of one function that `--quick` runs
+FEW = 2  # cases of one function that `--quick` runs
 NOTEBOOK_LIMIT = 900  # seconds for one cell or job, also on a busy machine
 
 

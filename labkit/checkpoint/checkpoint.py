@@ -5,14 +5,15 @@
     rank 1   train | copy |  train ...                        |       |        rank-1.safetensors
                           \\ hash, write, fsync, rename --------|       |        manifest.json  last
 
-Training waits only while a rank copies its state to host memory; a thread with its own process
-group writes the files. Replicated tensors are written once: each replica writes a part. The
-manifest maps element ranges of every full tensor to files, and holds each file's SHA-256. So any
-number of ranks, strategy or mesh reads the ranges it needs, and a flipped bit is found before
-loading. Column shards are not contiguous: a mesh gathers such matrices first, one at a time.
+Training waits only while a rank copies what it will write to host memory; a thread with its own
+process group writes the files. Replicated tensors are copied and written once: each replica takes a
+part, if their hashes agree. The manifest maps element ranges of every full tensor to files, and
+holds each file's hash. So any number of ranks, strategy or mesh reads the ranges it needs, and a
+flipped bit is found before loading. Column shards are not contiguous: a mesh gathers such matrices
+first, one at a time.
 
-Written: model and optimizer once, 1/n of it per rank. Extra memory: this rank's copy. Sent: names
-and hashes. Rajbhandari et al., ZeRO, SC 2020, section 5.1 (each rank writes its part); Mohan et
+Written: model and optimizer once, 1/n of it per rank. Extra memory: the same bytes. Sent: names and
+hashes. Rajbhandari et al., ZeRO, SC 2020, section 5.1 (each rank writes its part); Mohan et
 al., CheckFreq: Frequent, Fine-Grained DNN Checkpointing, FAST 2021, section 4 (copy, then write
 during training); Pillai et al., All File Systems Are Not Created Equal, OSDI 2014 (write, fsync,
 rename, fsync).
@@ -107,13 +108,13 @@ class Checkpoints:
             metrics = {name: float(value) for name, value in metrics.items()}
             parts = holders(state)
         for name, holder in parts.items():
-            with self._one_for_all(
-                step
-            ):  # one agreement per entry: the next take() may be collective
+            with self._one_for_all(step):  # agreed per entry: the next take() may be collective
                 pieces, plain[name] = holder.take()
-                for key, piece in pieces.items():
+            own = share_out(pieces, self.rank, self.n, self.together.tell)
+            with self._one_for_all(step):
+                for key, (piece, ranks) in own.items():
                     copy = self._copy(f"{name}:{key}", piece.values)
-                    held[f"{name}:{key}"] = piece._replace(values=copy)
+                    held[f"{name}:{key}"] = piece._replace(values=copy), ranks
         self._under_way = self._thread.submit(self._write, step, held, plain, metrics)
 
     @contextmanager
@@ -144,25 +145,21 @@ class Checkpoints:
     def _write(self, step, held, plain, metrics):
         """Write this rank's file; when all ranks have finished, the manifest.
 
-        Runs in the thread.
+        Runs in the thread. held: {key: (Piece, ranks that hold this version, or None)}.
         """
         folder = folder_of(step)
         name = f"rank-{self.rank}.safetensors"
         facts = None
         failed = f"step {step} was not saved"
+        tensors = {f"{key}@{piece.start}": piece.values for key, (piece, _) in held.items()}
         with self.together.agreed(failed):
-            listed = metadata.files(self.store, folder)
-        if (
-            name in listed
-        ):  # saved before: the old file stays valid until the new manifest is written
-            name = f"again-{name}"
-        to_write = share_out(held, self.rank, self.n, self.together.tell)
-        tensors = {f"{key}@{piece.start}": piece.values for key, (piece, _) in to_write.items()}
-        with self.together.agreed(failed):
+            # Saved before: the old file stays valid until the new manifest is written.
+            if name in metadata.files(self.store, folder):
+                name = f"again-{name}"
             write = partial(tensor_file.write, tensors=tensors)
-            size, digest = self.store.write(f"{folder}/{name}", write)
-            file = {"name": name, "bytes": size, "sha256": digest}
-            facts = metadata.facts(file, to_write, plain)
+            size, digest = self.store.write(f"{folder}/{name}", write, durable=False)
+            file = {"name": name, "bytes": size, tensor_file.HASH: digest}
+            facts = metadata.facts(file, held, plain)
         facts_of_ranks = self.together.tell(facts)
         with self.together.agreed(failed):
             if self.rank == 0:

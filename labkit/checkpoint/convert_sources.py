@@ -6,7 +6,7 @@
     runs/gpt/step-*     .text: values without tensors      Saved, of a valid step
 
 The format is detected from the files that are present; names are returned unchanged. Read:
-headers and indices; of labkit's checkpoints everything once, to verify their SHA-256, which the
+headers and indices; of labkit's checkpoints everything once, to verify their hashes, which the
 other formats do not have.
 """
 

@@ -6,14 +6,14 @@
     local   rank 0  [w .............]        the same elements with different values: each rank
     SGD     rank 1  [w'.............]        writes its version
 
-Ranks exchange the ranges they hold, and the hashes of ranges that several ranks hold.
+Ranks exchange the ranges they hold, and the hashes of ranges that several ranks hold. So each rank
+copies only the part that it writes.
 """
 
-import hashlib
-
-from labkit.checkpoint.tensor_file import as_bytes
+from labkit.checkpoint.tensor_file import HASH, HASHES, as_bytes
 
 SMALLEST = 4096  # elements; smaller tensors are written by one rank
+CHUNK = 2**22  # elements that are copied from a GPU at a time
 
 
 def share_out(held, rank, n, tell):
@@ -25,7 +25,7 @@ def share_out(held, rank, n, tell):
     spans_of = tell(spans)
     holding = {key: [r for r in range(n) if spans_of[r].get(key) == spans[key]] for key in spans}
     hashes = {
-        key: hashlib.sha256(as_bytes(held[key].values)).hexdigest()
+        key: hash_of_values(held[key].values)
         for key, ranks in holding.items()
         if len(ranks) > 1
     }
@@ -41,3 +41,11 @@ def share_out(held, rank, n, tell):
             version = replicas if len(replicas) < len(holding[key]) else None
             to_write[key] = piece._replace(values=part, start=piece.start + index * size), version
     return to_write
+
+
+def hash_of_values(values):
+    """Return the hash of a tensor's bytes. values: [k], on any device."""
+    digest = HASHES[HASH]()
+    for part in values.split(CHUNK):
+        digest.update(as_bytes(part.cpu()))
+    return digest.hexdigest()

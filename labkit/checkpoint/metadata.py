@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint: which elements of each tensor are in which file, and the SHA-256.
+"""The manifest of a checkpoint: which elements of each tensor are in which file, and its hash.
 
     {"step": 30, "world_size": 2, "metrics": {"loss": 1.9},
-     "files": [{"name": "rank-0.safetensors", "bytes": 4096, "sha256": ...}, ...],
+     "files": [{"name": "rank-0.safetensors", "bytes": 4096, "xxh3_128": ...}, ...],
      "plain": {"optimizer": values that are not tensors, by rank where ranks differ}, ...},
      "index": {"model:w1": F32, [4, 6], elements 0-12 in rank 0's, 12-24 in rank 1's}, ...}}
 
@@ -17,7 +17,9 @@ from math import prod
 
 from labkit.checkpoint import tensor_file
 
-NAME, FORMAT = "manifest.json", 1
+NAME = "manifest.json"
+FORMAT = 2
+OLDER = (1,)  # always has the SHA-256 of each file
 LONGEST = 2**30  # bytes; a longer file is not a manifest
 
 
@@ -71,6 +73,7 @@ def check(manifest):
         if type(name) is not str or name in ("", ".", "..", NAME) or {"/", "\\"} & set(name):
             raise ValueError(f"{name!r} is not the name of a file in its folder")
         room[name] = whole_number(file["bytes"])
+        hash_kind(file)
     for key, entry in manifest["index"].items():
         numel = prod(map(whole_number, entry["shape"]))
         width = tensor_file.DTYPES[entry["dtype"]].itemsize
@@ -98,6 +101,14 @@ def check_tiles(key, parts, rank, numel):
         raise ValueError(f"{key!r} has {numel} elements, but its parts have {end}")
 
 
+def hash_kind(file):
+    """Return which of HASHES a file's entry has. ValueError if it has none."""
+    kinds = [kind for kind in tensor_file.HASHES if kind in file]
+    if not kinds:
+        raise ValueError(f"{file['name']!r} has none of the hashes {', '.join(tensor_file.HASHES)}")
+    return kinds[0]
+
+
 def whole_number(value):
     if type(value) is not int or value < 0:
         raise ValueError(f"{value!r} must be an integer >= 0")
@@ -123,7 +134,7 @@ def read(store, folder):
         return None, "its manifest is damaged"
     try:
         manifest = json.loads(text)
-        if manifest["format"] != FORMAT:
+        if manifest["format"] not in (FORMAT, *OLDER):
             return None, f"its format is {manifest['format']}, but this version reads {FORMAT}"
         check(manifest)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as reason:
@@ -148,15 +159,16 @@ def files(store, folder):
 def damage(store, folder, file):
     """Return why a file differs from the manifest, or ""."""
     name = file["name"]
+    kind = hash_kind(file)
     try:
         size = store.size(f"{folder}/{name}")
         if size == file["bytes"]:
             with store.open(f"{folder}/{name}") as opened:
-                digest, size = tensor_file.hash_of(opened, size + 1)
+                digest, size = tensor_file.hash_of(opened, size + 1, kind)
     except FileNotFoundError:
         return f"{name} is missing"
     except Exception as reason:  # fsspec file systems raise any type
         return f"cannot read {name}: {reason}"
     if size != file["bytes"]:
         return f"{name} has {size} bytes instead of {file['bytes']}"
-    return "" if digest == file["sha256"] else f"{name} is damaged: its SHA-256 differs"
+    return "" if digest == file[kind] else f"{name} is damaged: its hash differs"

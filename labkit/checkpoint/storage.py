@@ -58,10 +58,14 @@ class Store:
             lease.take()
             self._lock = lease
 
-    def write(self, name, fill):
-        """Write a file atomically: fill(file) writes its content. Returns the result of fill."""
+    def write(self, name, fill, durable=True):
+        """Write a file atomically: fill(file) writes its content. Returns the result of fill.
+
+        durable=False: a power cut may remove the file's name again, until the next durable write
+        into the same folder.
+        """
         if self.local:
-            return self._write_here(Path(self.path(name)), fill)
+            return self._write_here(Path(self.path(name)), fill, durable)
         if self.s3:
             return self._write_object(self.path(name), fill)
         final = self.path(name)
@@ -71,7 +75,7 @@ class Store:
         self.fs.mv(f"{final}.part", final)
         return result
 
-    def _write_here(self, final, fill):
+    def _write_here(self, final, fill, durable):
         final.parent.mkdir(exist_ok=True)
         no_link(final.parent)
         part = final.with_name(f"{final.name}.part")
@@ -83,7 +87,7 @@ class Store:
             part.replace(final)
         finally:
             part.unlink(missing_ok=True)
-        for directory in (final.parent, final.parent.parent):
+        for directory in (final.parent, final.parent.parent) if durable else ():
             sync(directory)
         return result
 

@@ -104,7 +104,7 @@ def flip(path, chance):
 def fill_up(store, room):
     """Let the store (labkit.checkpoint.storage) accept only `room` bytes of a file from now on."""
     write = store.write
-    store.write = lambda name, fill: write(name, lambda file: fill(Full(file, room)))
+    store.write = lambda name, fill, **how: write(name, lambda file: fill(Full(file, room)), **how)
 
 
 class Full:

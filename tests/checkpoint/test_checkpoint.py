@@ -1,5 +1,6 @@
 """Checkpoints: a resumed run is bitwise equal to an uninterrupted one, and damaged files are found."""
 
+import hashlib
 import json
 import os
 import random
@@ -293,6 +294,7 @@ def plain_run(rank, world_size, folder, save):
     return losses[-9:]
 
 
+@pytest.mark.slow
 def test_the_loss_goes_on_with_another_number_of_ranks(ranks, tmp_path):
     """Over the end of an epoch: the same samples in each step, so the same mean."""
     expected = ranks(4, plain_run, folder=str(tmp_path), save=True)[0]
@@ -517,7 +519,7 @@ def test_a_thousand_flips_and_truncations_are_all_found(tmp_path, capsys):
     [
         (lambda f: (f / "rank-0.safetensors").unlink(), "rank-0.safetensors is missing"),
         (lambda f: (f / "manifest.json").unlink(), "it has no manifest: saving was interrupted"),
-        (lambda f: shutil.copy(f.parent / "step-000000001" / "rank-0.safetensors", f), "its SHA-256 differs"),
+        (lambda f: shutil.copy(f.parent / "step-000000001" / "rank-0.safetensors", f), "its hash differs"),
         (lambda f: flip(f / "manifest.json", 4000), "its manifest is damaged"),
     ],
 )
@@ -534,8 +536,73 @@ def test_another_format_is_passed_over(tmp_path, capsys):
     found, _ = metadata.read(checkpoints.store, "step-000000002")
     metadata.write(checkpoints.store, "step-000000002", found | {"format": 9})
     assert checkpoints.load({"model": model}) == 1
-    assert "its format is 9, but this version reads 1" in capsys.readouterr().out
+    assert "its format is 9, but this version reads 2" in capsys.readouterr().out
     checkpoints.close()
+
+
+def test_a_checkpoint_of_an_older_version_is_checked_and_loaded(tmp_path, capsys):
+    model, checkpoints = one(tmp_path)
+    place = tmp_path / "step-000000002"
+    found, _ = metadata.read(checkpoints.store, "step-000000002")
+    file = found["files"][0]
+    del file["xxh3_128"]
+    file["sha256"] = hashlib.sha256((place / file["name"]).read_bytes()).hexdigest()
+    metadata.write(checkpoints.store, "step-000000002", found | {"format": 1})
+    assert checkpoints.load({"model": model}) == 2 and model.weight[0, 0] == 2
+    flip(place / file["name"], -1)
+    assert checkpoints.load({"model": model}) == 1
+    assert "is damaged: its hash differs" in capsys.readouterr().out
+    checkpoints.close()
+
+
+WITHOUT_XXHASH = """
+import sys
+sys.modules["xxhash"] = None
+import torch
+from labkit.checkpoint import Checkpoints, metadata
+model = torch.nn.Linear(3, 3)
+checkpoints = Checkpoints(sys.argv[1])
+checkpoints.save(1, {"model": model})
+checkpoints.wait()
+assert "sha256" in metadata.read(checkpoints.store, "step-000000001")[0]["files"][0]
+assert checkpoints.load({"model": model}) == 1
+"""
+
+
+def test_without_xxhash_files_have_their_sha256(tmp_path):
+    subprocess.run([sys.executable, "-c", WITHOUT_XXHASH, str(tmp_path)], check=True, timeout=120)
+    other = Checkpoints(tmp_path)  # which has xxhash, and loads it, too
+    assert other.load({"model": nn.Linear(3, 3)}) == 1
+    other.close()
+
+
+# ---- host memory
+
+
+def staged(rank, world_size, folder, differs):
+    model = nn.Linear(100, 1000)
+    with torch.no_grad():
+        model.weight.fill_(1 + rank * differs)
+        model.bias.fill_(3)
+    checkpoints = Checkpoints(folder)
+    checkpoints.save(1, {"model": model})
+    checkpoints.wait()
+    held = sum(copy.nbytes for copy in checkpoints._host.values())
+    model.weight.detach().fill_(0)
+    assert checkpoints.load({"model": model}) == 1
+    assert torch.equal(model.weight, torch.full_like(model.weight, 1 + rank * differs))
+    checkpoints.close()
+    return held
+
+
+def test_a_rank_copies_only_what_it_writes(ranks, tmp_path):
+    weights_of_each, biases = 4 * 100_000 // 2, 4 * 1000  # one rank writes a small tensor
+    assert ranks(2, staged, folder=str(tmp_path), differs=0) == [weights_of_each + biases, weights_of_each]
+
+
+def test_a_rank_with_other_values_writes_all_of_them(ranks, tmp_path):
+    held = ranks(3, staged, folder=str(tmp_path), differs=1)
+    assert held == [4 * 100_000 + 4 * 1000, 4 * 100_000, 4 * 100_000]
 
 
 # ---- faults

@@ -145,6 +145,7 @@ def whole(rank, world_size, folder, kind, save):
     return {name.removeprefix("module."): value for name, value in values.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("saving", "by", "loading", "into"),
     [(2, "torch_fsdp", 4, "fsdp"), (4, "torch_fsdp", 1, "ddp_bucketed"), (3, "zero1", 4, "torch_fsdp"),
@@ -453,6 +454,7 @@ def saves_wrapped(rank, world_size, folder, kind):
     checkpoints.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", WRAPPED)
 def test_a_sharded_part_is_found_wherever_it_is(ranks, tmp_path, kind):
     """The run continues, and one process reads from the files the full model that one process would have trained."""
@@ -742,5 +744,6 @@ def test_close_may_come_after_the_end_of_all_groups(tmp_path):
         pool.close()
 
 
+@pytest.mark.slow
 def test_close_leaves_neither_files_nor_threads(ranks, tmp_path):
     ranks(2, open_and_close, folder=str(tmp_path))

@@ -164,6 +164,7 @@ def test_no_bucket_is_said_and_none_comes_to_be(bucket):
     assert not fresh("exists", "mistyped")
 
 
+@pytest.mark.slow
 def test_no_credentials(bucket, monkeypatch, tmp_path):
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
@@ -242,6 +243,7 @@ def test_refused_for_a_moment_it_tries_again(bucket, faults):
     checkpoints.close()
 
 
+@pytest.mark.slow
 def test_refused_on_reading(bucket, faults, capsys):
     checkpoints = Checkpoints(f"{bucket}/run")
     for step in (1, 2):
@@ -402,6 +404,7 @@ def test_a_lock_that_was_removed_by_hand_is_put_again(bucket):
     assert not fresh("exists", f"{bucket}/run/lock")
 
 
+@pytest.mark.slow
 def test_of_many_that_come_at_once_one_gets_it(bucket):
     fs = Store(bucket).fs
     got = []

@@ -162,6 +162,7 @@ def test_a_private_name_is_found():
     assert private_touches("x = torch._C._current_graph_task_id()") and not private_touches("x = 'torch._dynamo'")
 
 
+@pytest.mark.slow
 def test_every_name_that_a_file_imports_from_labkit_exists():
     """Also inside functions, which a test may never call."""
     missing = []

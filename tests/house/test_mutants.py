@@ -13,6 +13,7 @@ def test_there_are_not_too_many_and_each_has_its_name():
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_mutant_has_one_place_compiles_and_names_tests(mutant):
     file, wrong = mutant.applied()
@@ -43,6 +44,7 @@ def test_what_is_not_there_once_is_an_error(source, times):
         mutant.replaced(source, ast.parse(source))
 
 
+@pytest.mark.slow
 def test_a_function_or_test_that_is_not_there_once_is_an_error():
     mutant = Mutant("lost", "no_such_function", old="x = 1", new="x = 2", tests="test_of_nothing")
     with pytest.raises(ValueError, match="lost: 0 functions are called 'no_such_function', not one"):

@@ -117,6 +117,7 @@ def measured():
         pool.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", LIMITS)
 def test_a_readers_path_is_short(measured, step):
     assert measured[step], "nothing was entered: the profiler saw no call"

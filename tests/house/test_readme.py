@@ -41,6 +41,7 @@ def test_every_recorded_picture_is_saved_by_a_notebook():
     assert set(PICTURES) == {name for path in batch.course() for name in stored.saved_figures(batch.read(path))}
 
 
+@pytest.mark.slow
 def test_no_stored_record_is_older_than_the_code_that_it_measures():
     there = stored.Stored()
     for words in there.about_gpu():

@@ -435,6 +435,7 @@ def names_in(tree):
     return {n.id for n in nodes if isinstance(n, ast.Name)} | {n.attr for n in nodes if isinstance(n, ast.Attribute)}
 
 
+@pytest.mark.slow
 def test_every_idea_has_its_oracle():
     found = all_ideas()
     assert len(found) > 40 and set(ELSEWHERE) | PATIENT <= set(found)

@@ -44,6 +44,7 @@ ERRORS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("real", "error"), [*((60, e) for e in ERRORS), *((n, MemoryError()) for n in (1, 90, 97, 4096))]
 )

@@ -106,6 +106,7 @@ def test_every_message_is_that_of_real_ranks(ranks, world_size):
                 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"shard": "grad_op"}, {"root": "replicate", "prefetch": 2}], ids=str)
 def test_fsdps_modes_too(ranks, options):
     for rank, found in enumerate(ranks(2, real, forms=["fsdp"], sizes=SMALL, options=options)):

@@ -65,6 +65,7 @@ def test_the_largest_batch_fits_and_one_more_does_not(ranks, case):
     assert size > 4 and peaks[size] <= room < peaks[more]
 
 
+@pytest.mark.slow
 def test_all_of_the_data_at_most_and_one_sample_a_rank_at_least():
     everything = len(models.data.load("auto", "mlp"))
     assert largest_batch(Experiment(), 2, 0, 2**40) == everything - everything % 2

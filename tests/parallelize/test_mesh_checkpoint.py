@@ -120,6 +120,7 @@ def test_the_same_mesh_goes_on_bit_for_bit_and_another_from_the_same_bits(ranks,
         assert losses[job] == pytest.approx(losses[one], abs=1e-12)
 
 
+@pytest.mark.slow
 def test_what_is_written_is_the_whole_once(ranks, tmp_path):
     ranks(4, goes_on, folder=str(tmp_path), one="fsdp 2 x tp 2", others=())
     size = sum(path.stat().st_size for path in Path(tmp_path, "saved").glob("*/*.safetensors"))
@@ -289,5 +290,6 @@ def in_parts(rank, world_size):
     return (found[0] - found[1]).abs().max().item()
 
 
+@pytest.mark.slow
 def test_accumulation_on_a_mesh_changes_nothing(ranks):
     assert BATCH % 4 == 0 and max(ranks(4, in_parts)) < 1e-12

@@ -665,6 +665,7 @@ def dies(context):
     pipeline.step(torch.zeros(12, 4), torch.zeros(12, 4))
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_in_the_middle_ends_all():
     with pytest.raises(LaunchError) as told:
         launch(dies, nproc=3, device="cpu", quiet=True, timeout=120)

@@ -495,6 +495,7 @@ def test_another_order_is_named_even_without_our_collectives():
     assert "at different lines: rank 0 at `dist.all_reduce(x)`; rank 1 at `dist.broadcast(x, 0)`" in text
 
 
+@pytest.mark.slow
 def test_the_wall_clock_limit_ends_the_run():
     text = failure("import time; time.sleep(60)", timeout=2)
     assert text.startswith("stopped after 2 s, the limit of this launch")

@@ -324,6 +324,7 @@ def test_a_missing_tool_is_named_with_what_to_install(monkeypatch, tmp_path, the
     )
 
 
+@pytest.mark.slow
 def test_ranks_without_nodes_cannot_touch_a_link():
     for action in ("cut", "heal"):
         with pytest.raises(LaunchError, match="this rank has no link of its own"):

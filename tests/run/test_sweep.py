@@ -193,6 +193,7 @@ def test_a_cell_that_fails_is_told_and_what_was_measured_stays(tmp_path):
     assert not list(tmp_path.glob("*.part"))
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_no_half_file(tmp_path, monkeypatch):
     def full(self, file, **options):
         file.write(b"cell,half")

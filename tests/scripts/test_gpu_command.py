@@ -14,6 +14,7 @@ def check(code):
     return gpu.Check("one", [sys.executable, "-c", code], 60)
 
 
+@pytest.mark.slow
 def test_what_becomes_of_a_check(tmp_path):
     told = []
     path = tmp_path / "fine"
@@ -23,6 +24,7 @@ def test_what_becomes_of_a_check(tmp_path):
     assert [one["last_line"] for one in told][:2] == ["fine", "ZeroDivisionError: division by zero"]
 
 
+@pytest.mark.slow
 def test_a_check_whose_package_is_missing_is_not_run_and_the_package_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu, "checks", lambda device, folder: [gpu.Check("tests", [], 60, ("sys", "no_such_package"))])
     assert gpu.gpu(["--device", "cpu", "--out", str(tmp_path)]) == 1
@@ -30,6 +32,7 @@ def test_a_check_whose_package_is_missing_is_not_run_and_the_package_is_named(tm
     assert record["checks"] == [{"check": "tests", "result": "not run: needs no_such_package"}]
 
 
+@pytest.mark.slow
 def test_a_failed_test_is_named_with_its_message(tmp_path):
     case = tmp_path / "test_it.py"
     case.write_text("def test_good(): pass\ndef test_bad():\n    raise ValueError('too much')\n")

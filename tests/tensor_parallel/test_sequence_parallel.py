@@ -48,6 +48,7 @@ def test_it_trains_as_one_process(ranks, world_size, tied):
         assert furthest(found, losses) < 1e-12 and furthest(state, weights) < 1e-12, f"rank {rank}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_it_trains_as_dtensor(ranks, world_size):
     for rank, (losses, weights) in enumerate(ranks(world_size, by_pytorch, sequence=True)):

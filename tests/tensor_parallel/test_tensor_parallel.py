@@ -79,6 +79,7 @@ def in_padded_words(rank, world_size, vocab, tied, sequence, whole_logits):
     return losses, state, masked.all((0, 1)).tolist(), exact and furthest(full_state_dict(model), state) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "vocab", "own"), [(2, 13, [7, 6]), (4, 5, [2, 2, 1, 0])])
 def test_words_that_the_ranks_cannot_share_are_padded(ranks, world_size, vocab, own):
     for tied, sequence, whole_logits in ((True, False, False), (False, True, False), (True, False, True)):
@@ -91,6 +92,7 @@ def test_words_that_the_ranks_cannot_share_are_padded(ranks, world_size, vocab, 
             assert masked == ([False] * vocab if whole_logits else [False] * many + [True] * (own[0] - many)) and exact
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_it_trains_as_dtensor(ranks, world_size):
     for rank, (losses, weights) in enumerate(ranks(world_size, by_pytorch)):
