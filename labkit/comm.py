@@ -3,16 +3,16 @@
     comm.all_reduce --> torch.distributed.all_reduce     with record() as log:  also an Event in log
 
 Each function is torch.distributed's of the same name (reduce_scatter and all_gather: the
-single-tensor forms; summed: all_reduce, out of place), but src and dst count *within the group*.
-comm_log.py says what an Event contains.
+single-tensor variants; summed: an all_reduce out of place), but src and dst count *within the
+group*. With async_op=True it returns a Work. comm_log.py describes an Event.
 
 Bytes that a rank sends: labkit/ring_cost.py has the formula of each operation. "counted": send,
-recv, exchange and barrier, as we send those messages ourselves. "derived": the others.
+recv, exchange and barrier, because labkit sends those messages itself. "derived": the others.
 
 "derived" is the formula rounded down to whole bytes, not a measurement: the backend may choose
-another algorithm. On gloo the sum over the ranks is what leaves real nodes; only a reduce_scatter
-of anything other than a sum sends a whole all_reduce. Notebook 01 and the tests of the namespaces
-compare both with the counters of the nodes' interfaces.
+another algorithm. On gloo the sum over the ranks equals the bytes that leave real nodes, except
+that a reduce_scatter with an op other than SUM sends a complete all_reduce. Notebook 01 and the
+tests of the namespaces compare both with the counters of the nodes' interfaces.
 """
 
 import torch
@@ -47,18 +47,18 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 def device(group=None):
-    """Return the device for small tensors that are sent: this rank's GPU on NCCL, else the CPU."""
+    """Return the device for small tensors to send: this rank's GPU on NCCL, else the CPU."""
     if "nccl" in str(dist.get_backend(group)):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
 def _finish(work):
-    work.wait()  # and return None, as torch's operations do that are not asynchronous
+    work.wait()  # and return None, like torch's synchronous operations
 
 
 def all_reduce(tensor, op=ReduceOp.SUM, group=None, async_op=False):
-    """Every rank's tensor becomes the sum (or op) of all of them, in place."""
+    """Replace every rank's tensor with the sum (or op) of all of them, in place."""
 
     def launch():
         return dist.all_reduce(tensor, op, group, async_op)
@@ -67,17 +67,17 @@ def all_reduce(tensor, op=ReduceOp.SUM, group=None, async_op=False):
 
 
 def summed(tensor, group=None):
-    """The sum of all ranks' tensors, a new one and contiguous: an all_reduce out of place."""
+    """Return the sum of all ranks' tensors, a new contiguous tensor: an all_reduce out of place."""
     total = tensor.clone(memory_format=torch.contiguous_format)
     all_reduce(total, group=group)
     return total
 
 
 def reduce_scatter(output, input, op=ReduceOp.SUM, group=None, async_op=False):
-    """output becomes this rank's n-th part of the sum of all inputs.
+    """Set output to this rank's part of the sum (or op) of all inputs; rank r has the r-th part.
 
     input: n times the elements of output, contiguous. On gloo a sum is an all_to_all and n-1
-    additions, in the order of the ranks: gloo's own sends a whole all_reduce.
+    additions in the order of the ranks, because gloo's own sends a complete all_reduce.
     """
 
     def launch():
@@ -90,10 +90,10 @@ def reduce_scatter(output, input, op=ReduceOp.SUM, group=None, async_op=False):
 
 
 def all_gather(output, input, group=None, async_op=False):
-    """output becomes the inputs of all ranks, one after the other.
+    """Set output to the inputs of all ranks, in the order of the ranks.
 
-    output: n times the elements of input, contiguous. On gloo all send to all, both ways at once,
-    or it is n broadcasts: gloo's own copies everything twice more.
+    output: n times the elements of input, contiguous. On gloo each rank sends its input to every
+    other rank, on loopback by n broadcasts, because gloo's own copies everything twice more.
     """
 
     def launch():
@@ -106,7 +106,7 @@ def all_gather(output, input, group=None, async_op=False):
 
 
 def broadcast(tensor, src=0, group=None, async_op=False):
-    """Every rank's tensor becomes that of src (a rank within the group)."""
+    """Set every rank's tensor to that of src (a rank within the group), in place."""
 
     def launch():
         return dist.broadcast(tensor, group=group, async_op=async_op, group_src=src)
@@ -117,9 +117,9 @@ def broadcast(tensor, src=0, group=None, async_op=False):
 def all_to_all(
     output, input, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False
 ):
-    """Send part i of input to rank i; part j of output is from rank j.
+    """Send part i of input to rank i, and fill part j of output with what rank j sends.
 
-    Split sizes: rows (dim 0); None: equal parts.
+    output_split_sizes, input_split_sizes: rows (dim 0) per rank; None: equal parts.
     """
 
     def launch():
@@ -130,7 +130,7 @@ def all_to_all(
         return dist.all_to_all_single(*split, async_op)
 
     def sent(n, payload):
-        """Return the payload without the part that the rank keeps."""
+        """Return the bytes of the payload without the part that the rank keeps."""
         if not input_split_sizes:
             return payload - payload // n
         kept = input_split_sizes[dist.get_rank(group)]
@@ -152,7 +152,7 @@ def send(tensor, dst, group=None, async_op=False):
 
 
 def recv(tensor, src, group=None, async_op=False):
-    """Fill a contiguous tensor with what src (a rank within the group) sends."""
+    """Fill a contiguous tensor with the one that src (a rank within the group) sends."""
 
     def launch():
         return (dist.irecv if async_op else dist.recv)(tensor, group=group, group_src=src)
@@ -166,8 +166,8 @@ def recv(tensor, src, group=None, async_op=False):
 def exchange(outgoing, dst, incoming, src, group=None, async_op=False):
     """Send outgoing to dst while src fills incoming (ranks within the group): MPI's sendrecv.
 
-    Safe in a circle. Both tensors contiguous; a rank that sends must find the other receiving as
-    many elements. payload: outgoing.
+    Ranks that exchange in a circle do not deadlock. Both tensors are contiguous, and dst's incoming
+    has as many elements as this rank's outgoing. The payload in the log is outgoing.
     """
 
     def launch():
@@ -188,7 +188,7 @@ def exchange(outgoing, dst, incoming, src, group=None, async_op=False):
 
 
 def barrier(group=None):
-    """Return once every rank of the group has called."""
+    """Wait until every rank of the group has called barrier()."""
 
     def launch():
         return dist.barrier(group)

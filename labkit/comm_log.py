@@ -27,10 +27,11 @@ class HostClock:
     """Stamps moments in `time.perf_counter()` seconds: one clock for all processes of a machine."""
 
     def stamp(self, thing, name):
+        """Set thing.name to the time now."""
         setattr(thing, name, perf_counter())
 
     def resolve(self):
-        """Fill in what was stamped; only the clock of a device (labkit.measure.clock) has to."""
+        """Do nothing: only a device's clock (labkit.measure.clock) sets its stamps later."""
 
 
 class NoClock(HostClock):
@@ -45,6 +46,8 @@ HOST, UNKNOWN = HostClock(), NoClock()
 
 @dataclass(slots=True)
 class Pause:
+    """One wait() for an operation, in seconds of the record's clock."""
+
     start: float = nan
     end: float = nan
 
@@ -57,10 +60,10 @@ class Event:
         end is None while it is in flight, or if it failed. An async operation without a future
         (gloo's send, recv, exchange and reduce_scatter) is known to be complete only when `wait()`
         returns, so its end is that moment.
-    pauses: the `wait()`s of an async operation; None: the caller waited all along.
-    group: torch's name of it; Mesh.axis_of knows which axis that is.
-    pairs: of a message: (from, to), in ranks within the group. An exchange is two messages.
-    On CUDA all are NaN unless the record has a clock of the device, until that is resolved.
+    pauses: the `wait()`s of an async operation; None: the caller waited from start to end.
+    group: its name in torch; Mesh.axis_of returns the axis of that name.
+    pairs: ((from, to), ...) of a message, as ranks within the group. An exchange has two.
+    On CUDA all times are NaN: always without a clock of the device, with one until its resolve().
     """
 
     op: str
@@ -76,7 +79,7 @@ class Event:
 
     @property
     def waited(self):
-        """Seconds the caller was blocked, or on CUDA its stream."""
+        """Seconds for which the caller was blocked, or on CUDA its stream."""
         if self.pauses is None:
             return 0.0 if self.end is None else self.end - self.start
         return sum(pause.end - pause.start for pause in self.pauses)
@@ -84,14 +87,14 @@ class Event:
 
 @contextmanager
 def record(log=None, timed=True, clock=None):
-    """`with record() as log:` appends an Event to log for every operation that starts inside.
+    """`with record() as log:` appends an Event to log for every operation that starts in the block.
 
-    Of any thread. Records nest; each sees all events.
-    log: a list is made, or give anything with `append`. Where append returns a function, that is
-        called with "awaited" when a thread begins to wait for the operation, and with "completed".
-        It is not called for operations on CUDA, of which the host knows neither.
-    timed=False: asynchronous operations have no end, and cost less: only that they start counts.
-    clock: a labkit.measure.clock for CUDA; None: that of the record around this one, or the host's.
+    It records operations of all threads. Records nest, and each gets all events.
+    log: an object with `append`; None: a new list. If append returns a function, that is called
+        with "awaited" when a thread begins to wait for the operation, and with "completed". It is
+        not called for operations on CUDA, whose progress the host does not know.
+    timed=False: do not time the end of asynchronous operations, which costs less.
+    clock: a labkit.measure.clock for CUDA; None: that of the enclosing record, or the host's.
     """
     log = [] if log is None else log
     entry = (log, timed, clock)
@@ -104,7 +107,7 @@ def record(log=None, timed=True, clock=None):
 
 
 class MeteredWork:
-    """torch's Work for an async operation, while a record is open; fills in its Event."""
+    """Wraps torch's Work of an async operation while a record is open, and completes its Event."""
 
     __slots__ = ("clock", "event", "notes", "work")
 
@@ -116,7 +119,7 @@ class MeteredWork:
                 future = work.get_future()
             except RuntimeError:  # gloo's reduce_scatter has none
                 return
-            # on CUDA it runs in a stream that follows the operation
+            # on CUDA the callback runs in a stream that follows the operation
             future.add_done_callback(self._complete)
 
     def _complete(self, _=None):
@@ -154,15 +157,16 @@ class MeteredWork:
 
 
 def tell(notes, state):
+    """Call the functions that the logs' append() returned."""
     for note in notes:
         note(state)
 
 
 def metered(op, group, tensor, async_op, launch, pairs=None, sent=None):
-    """Run launch(), logged as op, and return what it returns; a MeteredWork if async_op.
+    """Call launch() and log it as op. Return its result, or a MeteredWork if async_op.
 
-    tensor: the payload, or None. pairs(rank within the group): as in Event. sent(group size,
-    payload bytes): the bytes that this rank sends, where the ring's formula does not hold.
+    tensor: the payload, or None. pairs: function (rank within the group) -> Event.pairs. sent:
+    function (group size, payload bytes) -> bytes that this rank sends; None: the ring's formula.
     """
     if not _logs:
         return launch()

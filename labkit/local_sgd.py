@@ -35,12 +35,14 @@ from labkit.zero.zero import refuse_copies
 class LocalSGD:
     """Wraps an inner optimizer and averages its parameters over the group every `every` steps.
 
-    inner: any torch optimizer, over the parameters of a model without DDP; a learning-rate schedule
-        takes it. Its states stay per rank, and so do buffers such as BatchNorm's statistics.
+    inner: any torch optimizer, over the parameters of a model without DDP. Learning-rate schedulers
+        take this inner optimizer. Its states stay per rank, and so do buffers such as BatchNorm's
+        statistics.
     start: average after each step until that step. outer: function of tensors -> optimizer
         (DiLoCo). hook: a comm hook such as a compressor's, applied to the movements.
-    Collective: parameters become rank 0's. Raises ValueError if every < 1, and on every rank if
-    ranks differ.
+    bucket_cap_mb: MiB per message.
+    Collective: parameters are set to rank 0's. Raises ValueError if every < 1, and on every rank if
+    settings or parameters differ between ranks.
     """
 
     def __init__(
@@ -80,7 +82,7 @@ class LocalSGD:
 
     @property
     def state(self):
-        """{parameter: its states}: the inner optimizer's, the anchor and the outer optimizer's."""
+        """{parameter: its states}: the inner optimizer's, the anchor, and the outer optimizer's."""
         kept = {p: dict(state) for p, state in self.inner.state.items()}
         for p, anchor in self.anchors.items():
             kept.setdefault(p, {}).update(anchor=anchor, outer=self.outer.state.get(anchor, {}))
@@ -97,7 +99,7 @@ class LocalSGD:
         self.inner.zero_grad(set_to_none)
 
     def step(self, closure=None):
-        """Take a step of the inner optimizer; average if it is due."""
+        """Take a step of the inner optimizer, then average if due. Returns the closure's loss."""
         loss = self.inner.step(closure)
         self.steps += 1
         self._since += 1
@@ -107,7 +109,7 @@ class LocalSGD:
 
     @torch.no_grad()
     def average(self):
-        """Average now. Collective. Call it after the last step, unless that ends a round.
+        """Average now. Collective. Call it after the last step, unless that step has averaged.
 
         Raises RuntimeError if parameters were added to the inner optimizer or unfrozen after
         construction.
@@ -151,9 +153,10 @@ class LocalSGD:
         return self.__dict__ | {"group": None}
 
     def state_dict(self):
-        """Return this rank's state: inner states differ, and between averages so do parameters.
+        """Return this rank's state, without the parameters and without the hook's state.
 
-        It does not include the hook's state: a compressor has its own state_dict.
+        Save it on every rank: inner states differ between ranks, and between averages so do the
+        parameters. A compressor has its own state_dict.
         """
         state = {"inner": self.inner.state_dict(), "steps": self.steps, "since": self._since}
         if self.anchors:
@@ -173,7 +176,10 @@ class LocalSGD:
 
 
 class DiLoCo(LocalSGD):
-    """LocalSGD with an outer optimizer: SGD with Nesterov momentum. Paper: AdamW, every=500."""
+    """LocalSGD with an outer optimizer: SGD with Nesterov momentum.
+
+    The paper's inner optimizer is AdamW, with every=500.
+    """
 
     def __init__(self, inner, every=100, outer_lr=0.7, outer_momentum=0.9, **settings):
         outer = partial(
@@ -183,7 +189,7 @@ class DiLoCo(LocalSGD):
 
 
 def mean(group, bucket):
-    """Average a bucket. The comm hook without compression."""
+    """Return a future-like Mean of a bucket over the group. The comm hook without compression."""
     work = comm.all_reduce(bucket.buffer(), group=group, async_op=True)
     return Mean(work, bucket.buffer(), dist.get_world_size(group))
 

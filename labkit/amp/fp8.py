@@ -52,7 +52,7 @@ class Product(torch.autograd.Function):
 class fp8(TorchFunctionMode):
     """`with fp8(): loss = ...`: run the products of linear layers in fp8, and nothing else.
 
-    scaled=False: no scales. For forward and loss; backward then runs as recorded.
+    scaled=False: no scales. For forward and loss; backward runs the operations recorded there.
     """
 
     def __init__(self, scaled=True):

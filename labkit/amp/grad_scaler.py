@@ -36,13 +36,14 @@ class GradScaler:
         scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()
         scaler.unscale_(optimizer); clip_grad_norm_(...)    to clip: between backward and step
 
-    device: of the scale, "cuda" or "cpu". min_scale: lower limit of the scale.
+    device: of the check for inf that ranks exchange, "cuda" or "cpu". min_scale: the lower limit.
     hysteresis: the number of overflows since the last growth after which the scale decreases.
     process_group: the ranks that agree; default: all ranks, if any. All of them must call unscale_
         (or step) in the same order; a rank that trains alone passes a group of one. Some ranks may
         hold no gradients (empty shards).
-    Raises RuntimeError for calls in the wrong order, scales that differ between ranks, and a scale
-    of 0; ValueError for fp16 gradients (use MasterWeights) and for invalid arguments.
+    Raises RuntimeError without a CUDA device for device="cuda", for calls in the wrong order, if no
+    rank has a gradient, if scales differ between ranks, and for a scale of 0; ValueError for fp16
+    gradients (use MasterWeights) and for invalid arguments.
     """
 
     skipped = False  # whether the last step() skipped the optimizer's step
@@ -103,7 +104,7 @@ class GradScaler:
         self._verdicts, self._stepped = {}, set()  # by id(optimizer), since the last update()
 
     def _on(self, device):
-        """Return (scale, 1 / scale) as tensors on device. fp16 x fp32 scalar tensor gives fp32."""
+        """Return (scale, 1 / scale) as fp32 tensors of 0 dimensions on the device."""
         if device not in self._tensors:
             inverse = 1 / self._scale  # in fp64, rounded once
             self._tensors[device] = tuple(
@@ -114,7 +115,10 @@ class GradScaler:
     # ---- one iteration, in this order
 
     def scale(self, outputs):
-        """Multiply outputs (a tensor or an iterable of them) by the scale; fp16 scalars in fp32."""
+        """Multiply outputs, a tensor or an iterable of them, by the scale.
+
+        An fp16 scalar becomes fp32. Raises ValueError for other types.
+        """
         if not self._enabled:
             return outputs
         if isinstance(outputs, torch.Tensor):
@@ -130,8 +134,9 @@ class GradScaler:
     def unscale_(self, optimizer):
         """Divide the optimizer's gradients by the scale in place; check all ranks' for inf or NaN.
 
-        Call it once per optimizer and update(), when gradients are complete. Collective. No device
-        sync. If disabled, it only waits for gradients (Horovod) and moves them (MasterWeights).
+        Call it once per optimizer and update(), when gradients are complete. Collective. Does not
+        synchronize the device. If disabled, it only waits for gradients (Horovod) and moves them
+        (MasterWeights).
         """
         if hasattr(optimizer, "take_gradients"):
             optimizer.take_gradients()
@@ -212,7 +217,7 @@ class GradScaler:
         return None if self.skipped else optimizer.step(*args, **kwargs)
 
     def update(self, new_scale=None):
-        """Adapt the scale to the checks since the last update(), or set it to new_scale."""
+        """Adapt the scale to the checks since the last update(), or set it to new_scale (float)."""
         if not self._enabled:
             return
         self._expect(self._used, "update() was called before scale(loss): scale the loss first")
@@ -281,7 +286,7 @@ class GradScaler:
         self._growth_interval = new_interval
 
     def state_dict(self):
-        """Return torch.amp.GradScaler's keys, which it can load, and the overflows.
+        """Return a state that torch.amp.GradScaler can load, with the number of overflows added.
 
         Empty if disabled.
         """
@@ -297,9 +302,9 @@ class GradScaler:
         }
 
     def load_state_dict(self, state_dict):
-        """Load a state of this class or torch's.
+        """Load a state of this class or of torch.amp.GradScaler; do nothing if disabled.
 
-        Raises RuntimeError if it is empty (disabled scaler).
+        Raises RuntimeError if the state is empty: it was saved by a disabled scaler.
         """
         if not self._enabled:
             return

@@ -8,8 +8,8 @@
 Without them small steps are lost: bf16 has 8 significant bits, so w + d == w once |d| < |w| / 512.
 Autocast needs none of this: there the parameters are the masters.
 
-Held per rank: 2 P (model) + 4 P (masters) + the optimizer's states in fp32, P parameters; gradients
-2 P, then 4 P. Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.1.
+Bytes per rank for P parameters: 2 P (model) + 4 P (masters) + the optimizer's states in fp32;
+gradients 2 P, then 4 P. Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.1.
 """
 
 import weakref
@@ -23,11 +23,12 @@ MASTERS = WeakTensorKeyDictionary()  # parameter -> weak reference to its master
 
 
 class MasterWeights(NotPickled, torch.optim.Optimizer):
-    """optimizer_class(fp32 copies of params, **defaults); the params are rounded copies of those.
+    """An optimizer that updates fp32 copies of 16-bit parameters, the masters.
 
-    params: parameters of any floating dtype, or groups of them. param_groups hold the masters:
-    schedulers, clipping and labkit's GradScaler work on those. fp32 parameters are their own
-    masters.
+    params: parameters of any floating dtype, or groups of them. Each step sets 16-bit parameters to
+        their rounded masters; other parameters are their own masters.
+    optimizer_class(masters, **defaults): the optimizer to use. param_groups hold the masters:
+        schedulers, clipping and labkit's GradScaler work on those.
     """
 
     def __init__(self, params, optimizer_class, **defaults):
@@ -49,7 +50,7 @@ class MasterWeights(NotPickled, torch.optim.Optimizer):
         MASTERS.update((p, weakref.ref(master)) for p, master in self.pairs())
 
     def add_param_group(self, param_group):
-        """As torch's; 16-bit parameters get masters."""
+        """Add a parameter group, as torch.optim.Optimizer does; 16-bit parameters get masters."""
         if self.param_groups is not self.optimizer.param_groups:  # while torch's class constructs
             return super().add_param_group(param_group)
         params = param_group["params"]
@@ -63,15 +64,15 @@ class MasterWeights(NotPickled, torch.optim.Optimizer):
         self._note_masters()
 
     def pairs(self):
-        """(parameter, its master), where they are two."""
+        """Return [(parameter, its master)] of the parameters that are not their own masters."""
         return [(p, m) for p, m in zip(self._models, self._masters, strict=True) if p is not m]
 
     @torch.no_grad()
     def take_gradients(self):
-        """Move the 16-bit parameters' gradients to the masters, in fp32, and replace those there.
+        """Move the gradients of 16-bit parameters to the masters, in fp32, replacing theirs.
 
-        step() and GradScaler.unscale_() begin with it; call it before you look at or clip the
-        masters' gradients. Where there is nothing to move it changes nothing.
+        step() and GradScaler.unscale_() call it first. Call it before you read or clip the masters'
+        gradients. If no 16-bit parameter has a gradient, it does nothing.
         """
         pairs = self.pairs()
         if any(p.grad is not None for p, _ in pairs):  # else moved already, perhaps unscaled
@@ -79,10 +80,11 @@ class MasterWeights(NotPickled, torch.optim.Optimizer):
                 master.grad, p.grad = None if p.grad is None else p.grad.float(), None
 
     def clip_grad_norm_(self, max_norm, norm_type=2.0):
-        """Clip the norm of the masters' gradients to max_norm; returns the norm before, scalar.
+        """Clip the norm of the masters' gradients to max_norm; return the norm before, a scalar.
 
-        For a model that is whole on this rank. Of shards, the model's clip_grad_norm_ knows the
-        norm of all ranks, and finds the gradients that have been moved to the masters.
+        Only for a model that is complete on this rank. Raises RuntimeError for FSDP's shards: call
+        the model's clip_grad_norm_, which computes the norm over all ranks and uses the masters'
+        gradients.
         """
         if any(hasattr(p, "is_piece") for p in self._models):
             raise RuntimeError(
@@ -94,7 +96,10 @@ class MasterWeights(NotPickled, torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        """One step of the masters; then each parameter becomes its master, rounded to nearest."""
+        """Step the masters, then set each parameter to its master, rounded to nearest.
+
+        Raises RuntimeError for a closure.
+        """
         if closure is not None:
             raise RuntimeError(
                 "MasterWeights.step takes no closure: "
@@ -112,7 +117,7 @@ class MasterWeights(NotPickled, torch.optim.Optimizer):
                 p.grad = None if set_to_none else p.grad.zero_()
 
     def state_dict(self):
-        """The optimizer's, and "masters": without them a run would resume from rounded weights."""
+        """Return the optimizer's state and "masters": the model's own weights are rounded."""
         return {
             **self.optimizer.state_dict(),
             "masters": [master.detach() for master in self._masters],
@@ -120,7 +125,10 @@ class MasterWeights(NotPickled, torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict):
-        """Also sets the parameters. Raises ValueError where masters are missing or do not fit."""
+        """Load a state_dict() and set the parameters.
+
+        Raises ValueError if the masters are missing or their shapes differ.
+        """
         masters = state_dict.get("masters")
         if masters is None or [m.shape for m in masters] != [m.shape for m in self._masters]:
             raise ValueError(
@@ -137,13 +145,13 @@ class MasterWeights(NotPickled, torch.optim.Optimizer):
 
 
 def holder(p):
-    """The tensor with the gradient of parameter p: its master if MasterWeights has moved it."""
+    """Return the tensor that has p's gradient: its master if MasterWeights has moved it, else p."""
     master = MASTERS[p]() if p.grad is None and p in MASTERS else None
     return p if master is None else master
 
 
 def master_of(p):
-    """An fp32 copy of a 16-bit parameter; another parameter is its own master."""
+    """Return an fp32 copy of a 16-bit parameter; any other parameter is its own master."""
     if p.dtype not in (torch.float16, torch.bfloat16):
         return p
     return torch.nn.Parameter(p.detach().float(), requires_grad=p.requires_grad)

@@ -15,9 +15,10 @@ from labkit.torch_private import unscale_and_find_inf
 
 @torch.no_grad()
 def gradients_of(optimizer):
-    """Return {device: {dtype: [gradients]}} of an optimizer: values of sparse, shards of DTensors.
+    """Return {device: {dtype: [gradients]}} of an optimizer.
 
-    Raises ValueError for fp16 gradients: divided by the scale in fp16, they would underflow.
+    Of a sparse gradient its values, of a DTensor this rank's shard. Raises ValueError for fp16
+    gradients: divided by the scale in fp16, they would underflow.
     """
     found = defaultdict(lambda: defaultdict(list))
     for group in optimizer.param_groups:
@@ -40,10 +41,10 @@ def gradients_of(optimizer):
 
 @torch.no_grad()
 def unscale_and_check(gradients, inverse_scale, found_inf):
-    """Multiply each gradient by inverse_scale; set found_inf to 1 for an inf or NaN. One pass.
+    """Multiply each gradient by inverse_scale in place; set found_inf to 1 for an inf or NaN.
 
-    gradients: of one device and dtype. inverse_scale, found_inf: fp32 scalar tensors on that
-    device.
+    gradients: a list of tensors of one device and dtype. inverse_scale, found_inf: fp32 tensors of
+    one element on that device. One pass over memory.
     """
     if gradients[0].dtype is torch.bfloat16 and gradients[0].is_cuda:
         one_by_one(gradients, inverse_scale, found_inf)  # torch has no fused kernel for these
@@ -52,7 +53,7 @@ def unscale_and_check(gradients, inverse_scale, found_inf):
 
 
 def one_by_one(gradients, inverse_scale, found_inf):
-    """Do the same in two passes for each gradient, in fp32 and rounded once."""
+    """Do the same for one gradient after the other, in fp32 and rounded once."""
     for gradient in gradients:
         gradient.copy_(gradient.float() * inverse_scale)
         found_inf.copy_(torch.maximum(found_inf, (~gradient.isfinite()).any().float()))

@@ -1,7 +1,7 @@
 """Gradient compression: comm hooks for labkit's or PyTorch's DDP that send fewer bytes.
 
-    feedback.py     error feedback, the base of all: add what was not sent to the next step; uses
-        residual.py     what was not sent yet, by parameter
+    feedback.py     error feedback, the base of all: add unsent values to the next gradient; uses
+        residual.py     the unsent values of each parameter
         packing.py      several dtypes as the bytes of one message
     topk.py         the largest elements, with their indices; uses
         select.py       finds them without sorting
@@ -59,7 +59,7 @@ __all__ = [
 
 
 def build(name):
-    """Return the compressor of that name. Raises ValueError for an unknown name."""
+    """Return a new compressor. name: a key of COMPRESSORS, otherwise raises ValueError."""
     if name not in COMPRESSORS:
         raise ValueError(f"unknown compressor {name!r}: choose one of {', '.join(COMPRESSORS)}")
     return COMPRESSORS[name]()

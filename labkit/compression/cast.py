@@ -20,9 +20,11 @@ from labkit.compression.feedback import Compressor, is_finite
 
 
 class Cast(Compressor):
-    """Average in dtype: torch.float16 or torch.bfloat16, otherwise ValueError.
+    """Average gradients in 16 bits.
 
-    Values beyond the range of float16 arrive as inf; feedback clamps them and keeps the rest.
+    dtype: torch.float16 or torch.bfloat16, otherwise raises ValueError.
+    feedback: keep the rounding errors. Values beyond the range of float16 arrive as inf; with
+        feedback they are clamped, and the rest is kept.
     """
 
     collective = "mean"

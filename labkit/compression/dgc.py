@@ -25,9 +25,12 @@ from labkit.compression.topk import TopK
 
 
 class DGC(TopK):
-    """ratio: after the warm-up. warmup: steps of each of its stages; 0: no warm-up.
+    """Top-k of accumulated momentum.
 
+    ratio: share of the elements that is sent after the warm-up, in (0, 1].
+    momentum: in [0, 1). warmup: steps of each stage of the warm-up; 0: no warm-up.
     masking: reset the velocity of sent elements. Without masking, ratio=1 is SGD with momentum.
+    per: as in TopK. Raises ValueError for another ratio, momentum or per.
     """
 
     def __init__(self, ratio=0.001, momentum=0.9, warmup=0, masking=True, per="bucket"):

@@ -1,4 +1,4 @@
-"""Error feedback: what was not sent is kept and added to the next gradient.
+"""Error feedback: keep the values that were not sent, and add them to the next gradient.
 
     corrected = gradient + residual              what should be sent
     message   = compress(corrected)              what is sent: few bytes
@@ -8,18 +8,19 @@
 sent + residual == gradient + previous residual: nothing is lost, only delayed. The sum of all
 messages differs from the sum of all gradients by one residual (and by the rounding of sums in 16
 bits, which is not kept). Without feedback the same small gradients would be dropped in each step,
-and some compressors never converge. With single elements and with signs, the optimizer's momentum
-multiplies late values that arrive at once: use little momentum, or see dgc.py. PowerSGD's paper
-trains with momentum.
+and some compressors never converge. With top-k, random-k and signs, delayed values arrive all at
+once, and the optimizer's momentum multiplies them: use little momentum, or see dgc.py. PowerSGD's
+paper trains with momentum.
 
-Karimireddy and Stich accumulate lr x gradient, this class gradients: the same while lr is constant.
-When lr changes, the residual is applied here with the new lr, there with the old one, which
-scale_residuals(old lr / new lr) reproduces (Zheng et al., Communication-Efficient Distributed
-Blockwise Momentum SGD with Error-Feedback, NeurIPS 2019, algorithm 1).
+Karimireddy et al. and Stich et al. accumulate lr x gradient, this class accumulates gradients,
+which is the same while lr is constant. After a change of lr, this class applies the residual with
+the new lr, the papers with the old one. scale_residuals(old lr / new lr) reproduces the papers
+(Zheng et al., Communication-Efficient Distributed Blockwise Momentum SGD with Error-Feedback,
+NeurIPS 2019, algorithm 1).
 
-Held: one residual, as large as the gradients. gradient + residual is computed in its memory, the
-average in the bucket's. Each bucket sends one message, in the order of the buckets, so all ranks
-call the same collectives.
+Held: one residual, as large as the gradients. The residual's memory also holds gradient + residual,
+and the bucket's memory the average. Each bucket sends one message, in the order of the buckets, so
+all ranks call the same collectives.
 Seide et al., 1-Bit Stochastic Gradient Descent and its Application to Data-Parallel Distributed
 Training of Speech DNNs, Interspeech 2014; Karimireddy et al., Error Feedback Fixes SignSGD and
 other Gradient Compression Schemes, ICML 2019, algorithm 2; Stich et al., Sparsified SGD with
@@ -47,7 +48,8 @@ class Compressor:
 
         model.register_comm_hook(None, TopK(0.01).hook)          instead of None: a process group
 
-    One compressor serves one model. `seconds`: host time spent on compressing and decompressing.
+    One compressor serves one model. feedback: whether to keep unsent values. settings: shown by
+    repr() and compared between ranks. `seconds`: host time of compressing and decompressing.
     A gradient with an inf or NaN causes a warning and NaN in the averages of all ranks, so that a
     loss scaler detects it; this rank keeps its residual. Values sent by other ranks or buckets in
     that step are lost, like all gradients of a skipped step.
@@ -106,6 +108,7 @@ class Compressor:
 
     @contextmanager
     def clock(self):
+        """Add the host time of the block to `seconds`."""
         started = perf_counter()
         yield
         spent = perf_counter() - started
@@ -124,9 +127,11 @@ class Compressor:
         return self.accumulate(self.residuals.of(bucket), gradient, bucket)
 
     def accumulate(self, residual, gradient, bucket):
+        """Add the gradient to the residual in place, and return it: the values to send."""
         return residual.add_(gradient)
 
     def report(self, bucket):
+        """Warn about inf or NaN in a bucket."""
         warnings.warn(
             f"{self}: inf or NaN in the gradients of bucket {bucket.index()}", stacklevel=3
         )
@@ -170,15 +175,15 @@ class Compressor:
 def is_finite(tensor):
     """Return whether no element is inf or NaN.
 
-    Both survive a sum, but a finite sum may overflow.
+    An inf or NaN survives a sum, so one sum checks all elements, unless it overflows.
     """
     return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
 
 
 def start_mean(message, group):
-    """Start an all_reduce to the mean. Returns the Work.
+    """Start averaging the message over the ranks, in place. Returns the Work.
 
-    Divides first: 16-bit sums could overflow.
+    Divides before the all_reduce, because a 16-bit sum could overflow.
     """
     return comm.all_reduce(message.mul_(1 / dist.get_world_size(group)), group=group, async_op=True)
 

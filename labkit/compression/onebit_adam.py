@@ -25,14 +25,14 @@ from labkit.replicas import check_agreement
 
 
 class OneBitAdam(torch.optim.Optimizer):
-    """An optimizer and its comm hook:
+    """1-bit Adam: an optimizer and its comm hook for DDP.
 
         optimizer = OneBitAdam(model.parameters(), lr=1e-3, warmup=100)
         model.register_comm_hook(None, optimizer.hook)
 
     warmup: steps of plain Adam, until v is stable. If v of an element is still tiny, its sign is
         divided by almost nothing and training diverges: use more steps or a larger eps.
-    compressor: of the momentum; default OneBit().
+    compressor: of the momentum; default OneBit(). Raises ValueError for a warmup below 1.
 
     After the warm-up p.grad holds the new momentum instead of a gradient: do not clip it, and use
     no loss scale (labkit's GradScaler and a Trainer that clips raise RuntimeError). If warmup or
@@ -57,7 +57,10 @@ class OneBitAdam(torch.optim.Optimizer):
         return self.steps >= self.warmup
 
     def hook(self, group, bucket):
-        """Average gradients, or after the warm-up this rank's momentum. A comm hook of DDP."""
+        """Average the gradients, or after the warm-up the ranks' momentum. A comm hook of DDP.
+
+        Returns a Future of the bucket's average, [elements].
+        """
         if not self._agreed:
             check_agreement(
                 [f"1-bit Adam, warmup={self.warmup}, step {self.steps}"],
@@ -125,5 +128,6 @@ class OneBitAdam(torch.optim.Optimizer):
 
 
 def first(buffer, travelled):
-    travelled.value()  # raises an error of the collective
+    """Return the buffer after its collective; raise the collective's error."""
+    travelled.value()
     return buffer

@@ -15,7 +15,10 @@ def pack(*tensors):
 
 
 def unpack(message, *kinds):
-    """Return the packed tensors, flat. kinds: (dtype, elements) of each. Views if aligned."""
+    """Return the packed tensors, flat. kinds: (dtype, elements) of each.
+
+    A tensor is a view of the message if it is aligned to its dtype, else a copy.
+    """
     parts = message.split([dtype.itemsize * numel for dtype, numel in kinds])
     return [as_dtype(part, dtype) for part, (dtype, _) in zip(parts, kinds, strict=True)]
 

@@ -10,14 +10,14 @@
 
     bucket      0    1       2       3 (last)    Q of a bucket needs its P, which is still being
     messages    P0   P1 Q0   P2 Q1   P3 Q2 Q3    sent: Q follows the P of the next bucket. The
-                                                 order depends on the buckets only, on all ranks
+                                                 order is the same on all ranks
 
 Sent per rank and step: 2 (n-1)/n x 4 rank (rows + cols) bytes a matrix, for any n; vectors and
 small matrices are sent in full, together with P. Held: one residual, and Q. Both messages are means
 over the ranks, linear in M: nothing is gathered.
-P and Q are stored column by column, which makes M Q and P' M faster on a CPU. Each matrix is added
-to and multiplied, later multiplied and subtracted from, so that the second operation finds it in
-the cache.
+P and Q are stored column by column, which makes M Q and P' M faster on a CPU. The two operations
+before each message are done matrix by matrix, so that the second one finds the matrix in the cache:
+add the gradient, multiply by Q; multiply by P, subtract P Q'.
 Vogels, Karimireddy and Jaggi, PowerSGD: Practical Low-Rank Gradient Compression, NeurIPS 2019,
 algorithms 1 and 2.
 """
@@ -34,8 +34,8 @@ from labkit.compression.residual import names
 class PowerSGD(Compressor):
     """Approximate each matrix by one of rank `rank`; a convolution's is [out, in x height x width].
 
-    warm_start: begin with the last step's Q; otherwise with random numbers.
-    min_saving: tensors that would shrink less than this factor are sent in full; 0: none is.
+    warm_start: begin with the last step's Q; otherwise with random numbers from `seed`.
+    min_saving: matrices that would shrink less than this factor are sent in full; 0: none.
     Raises ValueError for a rank below 1, and in the first step for a rank that exceeds the smaller
     side of every matrix.
     """
@@ -56,9 +56,10 @@ class PowerSGD(Compressor):
         self._waiting = None  # the Exchange whose P is being sent
 
     def hook(self, group, bucket):
-        """Return a Future of the average over group (None: all).
+        """Return a Future of the bucket's average over the group (None: all ranks).
 
-        It completes in the last bucket's hook.
+        Do not wait for it before the next bucket's hook, which sends this bucket's Q; the last
+        bucket sends its own.
         """
         before, self._waiting = self._waiting if bucket.index() else None, None
         future = done(bucket.buffer())
@@ -145,7 +146,7 @@ class PowerSGD(Compressor):
                 return x.future.set_result(x.gradient)
             message = torch.cat([q.view(-1) for q in own])
         work = start_mean(message, x.group)
-        x.group = None  # _multiply must not be the last to release the group: it runs in its thread
+        x.group = None  # _multiply runs in a thread of the group and must not be the last owner
         for m, q in zip(x.matrices, message.split([q.numel() for q in own]), strict=True):
             m.q = q.view(-1, len(m.q)).t()
             self._q[m.parameter] = self._q[m.parameter][0], m.q
@@ -183,7 +184,7 @@ class PowerSGD(Compressor):
 
 @dataclass
 class Matrix:
-    """A tensor of a bucket as a matrix [rows, cols]: what to send, and its average."""
+    """A parameter's part of a bucket as a matrix [rows, cols]: to send, and for its average."""
 
     parameter: torch.Tensor
     corrected: torch.Tensor

@@ -1,4 +1,4 @@
-"""Quantisation: send each element as a small integer, with unbiased rounding.
+"""Quantization: send each element as a small integer, with unbiased rounding.
 
     chunk     .30 -.05  .11 -.70   scale: the largest magnitude, .70; 4 bits: -7 ... 7 steps of .10
     in steps  3.0 -0.5  1.1 -7.0   1.1 becomes 1 with probability 0.9, 2 with 0.1

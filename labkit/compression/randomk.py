@@ -23,8 +23,9 @@ from labkit.compression.topk import check_ratio, count
 
 
 class RandomK(Compressor):
-    """Send a share `ratio`, in (0, 1], of each bucket's elements, at least one.
+    """Send a random share of each bucket's elements, at least one.
 
+    ratio: the share, in (0, 1], otherwise raises ValueError. feedback: keep unsent values.
     seed: must be the same on all ranks.
     """
 
@@ -58,6 +59,6 @@ class RandomK(Compressor):
         return edges[:-1] + (drawn * edges.diff()).long()
 
     def edges(self, numel, device):
-        """Return where k parts of almost equal size begin, and the end: int64 [k + 1]."""
+        """Return the boundaries of k parts of almost equal size: int64 [k + 1], 0 to numel."""
         k = count(self.ratio, numel)
         return torch.arange(k + 1, device=device) * numel // k

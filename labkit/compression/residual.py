@@ -1,4 +1,4 @@
-"""Residuals: what a compressor has not sent yet, one flat tensor per bucket.
+"""Residuals: the values that a compressor has not sent yet, one flat tensor per bucket.
 
     buckets of step 1   [ w3 | b3 ]  [ w2 | w1 ]   residuals have the layout of the gradients
     buckets of step 2   [ b3 | w3 | w2 ]  [ w1 ]   PyTorch's DDP rebuilds its buckets after its
@@ -19,12 +19,15 @@ class Residuals:
 
     def __init__(self):
         self._flats = {}  # (dtype, device, ids of a bucket's parameters) -> flat tensor
-        self._parts = {}  # parameter -> its part of one of them
+        self._parts = {}  # parameter -> its part of a flat tensor
         self._names = {}  # parameter -> the key under which it is saved
-        self._loaded = None  # or residuals loaded for parameters that were in no bucket yet
+        self._loaded = None  # or name -> a loaded residual whose parameter was in no bucket yet
 
     def of(self, bucket):
-        """Return the residual, [elements], of a bucket of either DDP. Change it in place."""
+        """Return the residual, [elements], of a bucket of either DDP. Change it in place.
+
+        Raises KeyError or ValueError if a loaded state does not match the bucket's parameters.
+        """
         gradient, parameters = bucket.buffer(), bucket.parameters()
         dtype = wide(gradient.dtype)
         key = (dtype, gradient.device, *map(id, parameters))
@@ -78,9 +81,9 @@ class Residuals:
         )
 
     def load_state_dict(self, state):
-        """Load a state_dict() at any time.
+        """Load a state_dict(), at any time.
 
-        A mismatch raises KeyError or ValueError by the next step.
+        A mismatch raises KeyError or ValueError here or in the next step.
         """
         self._loaded = dict(state) or None
         for p, part in self._parts.items():
@@ -88,7 +91,7 @@ class Residuals:
 
 
 def wide(dtype):
-    """Return the dtype of the residuals of gradients of a dtype: at least float32."""
+    """Return the dtype of residuals for gradients of this dtype: at least float32."""
     return torch.promote_types(dtype, torch.float32)
 
 

@@ -20,10 +20,10 @@ CACHED = 1 << 16  # elements of a piece
 
 
 def top_indices(values, k):
-    """Return the indices, int64 [k] in any order, of the k largest magnitudes of values [n].
+    """Return the indices of the k largest magnitudes of values [n]: int64 [k], in any order.
 
-    0 < k <= n. For a large tensor: at least 95 % of k, and no omitted element is larger than a
-    returned one. Elements that are exactly zero may be omitted.
+    0 < k <= n. A large tensor may return fewer indices, but at least 95 % of k, and no omitted
+    element is larger than a returned one. Elements that are exactly zero may be omitted.
     """
     n = values.numel()
     if k == n:

@@ -20,12 +20,12 @@ from labkit.compression.select import top_indices
 
 
 class TopK(Compressor):
-    """Send the largest elements, a share `ratio` of each bucket, at least one.
+    """Send the largest elements of each bucket.
 
-    ratio: in (0, 1].
+    ratio: the share that is sent, in (0, 1]; at least one element.
     per: "bucket", or "tensor": the same share of each tensor, so that no tensor is starved.
-    feedback: keep unsent values; otherwise they are lost. Raises ValueError for another ratio or
-    per.
+    feedback: keep unsent values; otherwise they are lost.
+    Raises ValueError for another ratio or per.
     """
 
     def __init__(self, ratio=0.01, per="bucket", feedback=True, **settings):
@@ -73,7 +73,7 @@ def check_ratio(ratio):
 
 
 def count(ratio, numel):
-    """Return how many of numel elements are sent."""
+    """Return the number of elements to send of numel: at least 1."""
     return max(1, round(ratio * numel))
 
 

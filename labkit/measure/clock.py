@@ -4,7 +4,7 @@
     stream           |== kernel ==|...... idle .......|== kernel ==|
                      ^            ^ wait() begins     ^ and ends   ^         until then each is NaN
 
-By the host's clock, wait() on CUDA takes only the time to enqueue it. Synchronising at each moment
+By the host's clock, wait() on CUDA takes only the time to enqueue it. Synchronizing at each moment
 would change the program: nothing would overlap. An event costs almost nothing.
 Resolution: about half a microsecond (cudaEventElapsedTime).
 """

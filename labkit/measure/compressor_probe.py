@@ -26,7 +26,7 @@ from labkit import comm
 class Watched:
     """A comm hook of labkit.ddp around a compressor, for a model whose gradients fill one bucket.
 
-    (PyTorch's DDP rebuilds its bucket after step 1, so sums over steps would mix elements.)
+    Not for PyTorch's DDP: it rebuilds its bucket after step 1, so sums over steps mix elements.
 
     rows: one dict a step, ready for record():
         step                            0, 1, 2, ...
@@ -38,7 +38,7 @@ class Watched:
         sum_error                       the same for the sums over all steps so far
         waiting                         |residual| / |gradient|
         first                           index of the window's first element, constant over steps
-        gradient, arrived, residual     lists of at most `window` neighbouring elements, where the
+        gradient, arrived, residual     lists of at most `window` neighboring elements, where the
                                         first gradient was largest
     With momentum, "gradient" is the accumulated momentum, which is what should arrive.
     """
@@ -70,7 +70,10 @@ class Watched:
         return future
 
     def uncompressed(self, group, bucket):
-        """Return (the uncompressed average, float64 [elements]; bytes that a rank sends for it)."""
+        """Return (the uncompressed average, float64 [elements]; bytes that a rank sends for it).
+
+        With momentum: the accumulated average.
+        """
         with comm.record() as log:
             gradient = mean(bucket.buffer(), group)
         self._gradient = (
@@ -119,6 +122,9 @@ def relative(difference, whole):
 
 
 def largest_window(vector, width):
-    """Return the first index of the window of `width` elements with the largest sum of squares."""
+    """Return the start of the window of `width` elements with the largest sum of squares.
+
+    Windows begin at multiples of width. 0 for a shorter vector.
+    """
     whole = vector[: vector.numel() // width * width].view(-1, width)
     return int(whole.square().sum(1).argmax()) * width if len(whole) else 0

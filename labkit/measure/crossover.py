@@ -51,12 +51,11 @@ def crossover(a, b):
 
 
 def fit(link_mbit, step_ms):
-    """Fit a Cost to measured steps. The crossover of two fits is a measured one.
+    """Fit a Cost to measured steps. crossover() of two fits is then a measured crossover.
 
-    link_mbit, step_ms: one value per measurement. Least squares over 1 / link_mbit of the
-    *relative* errors, because noise is proportional to the time; with absolute errors the slow
-    links would determine busy_ms alone. Raises ValueError for fewer than two link speeds, or a
-    value that is not above 0.
+    link_mbit, step_ms: one value per measurement. Minimizes the squares of the *relative* errors,
+    because noise is proportional to the time; with absolute errors the slow links would determine
+    busy_ms alone. Raises ValueError for fewer than two link speeds, or a value that is not above 0.
     """
     mbit = np.asarray(link_mbit, dtype=float)
     measured = np.asarray(step_ms, dtype=float)

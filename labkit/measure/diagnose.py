@@ -53,7 +53,7 @@ class Finding:
 
 @reads("step_ms", "data_ms")
 def starved_input(rows):
-    """Detect data that is fetched while nothing is computed, and could be fetched before."""
+    """Detect data that is fetched while nothing is computed, and could be fetched earlier."""
     step = step_ms(rows)
     data = by_rank(rows, "data_ms")
     longest = data.max()
@@ -68,7 +68,10 @@ def starved_input(rows):
 
 
 def diagnose(records, rules=None):
-    """Return Findings, largest gain first; [] for a healthy run. records: DataFrame or dicts."""
+    """Return Findings, the largest speed-up first; [] for a healthy run.
+
+    records: the table above, as a DataFrame or a list of dicts. rules: default RULES.
+    """
     rows = pd.DataFrame(records)
     if "step" in rows:  # a resumed run takes some steps again: the later row counts
         rows = rows.drop_duplicates(["step", "rank"], keep="last")
@@ -77,7 +80,8 @@ def diagnose(records, rules=None):
 
 
 def is_worth(finding):
-    return finding is not None and not finding.gain > 1 - WORTH  # also if the gain is unknown
+    """Return whether a Finding costs more than WORTH of a step, or its cost is unknown."""
+    return finding is not None and not finding.gain > 1 - WORTH  # True for NaN
 
 
 # ---- ranks
@@ -176,7 +180,7 @@ def tiny_buckets(rows):
 
 @reads(*MESSAGES)
 def communication_bound(rows):
-    """Detect ranks that wait for bytes, without a single slow link."""
+    """Detect ranks that wait for bytes although no single link is slow."""
     step = step_ms(rows)
     exposed, _, _, transfer = message_costs(rows)
     if is_worth(slow_link(rows)):
@@ -192,7 +196,7 @@ def communication_bound(rows):
 
 @reads("step_ms", "memory_stalls")
 def memory_pressure(rows):
-    """Detect memory that must be fetched back: pages from the disk, blocks from the GPU."""
+    """Detect steps that wait for memory: pages read from disk, allocation retries on the GPU."""
     steps = rows.groupby("step")[["step_ms", "memory_stalls"]].max()
     held_up = steps["memory_stalls"] > 0
     clean = steps.loc[~held_up, "step_ms"].median() if (~held_up).sum() >= FEWEST else nan
@@ -248,7 +252,10 @@ def hang(rows):
 
 
 def operation(row, number, rows):
-    """Return the name of an operation; only the latest one's op and bytes are known."""
+    """Return the name of operation `number` of a row; only the latest one's op and bytes are known.
+
+    rows: {rank: [progress.Row as dict]}.
+    """
     name = f"collective {number:.0f}"
     if row["message"]:
         name = "message {:.0f} from rank {} to rank {}".format(number, *row["ranks"])
@@ -259,7 +266,7 @@ def operation(row, number, rows):
 
 
 def awaited(rows):
-    """Return a sentence about the ranks that wait in operations that another has not reached."""
+    """Return a sentence about ranks that wait in an operation that another rank has not reached."""
     waiting = {}
     for wait in progress.waits(rows):
         if wait.missing:

@@ -29,16 +29,20 @@ def reads(*columns):
 
 
 def step_ms(rows):
-    """Return the median step; each step is as long as for the slowest rank."""
+    """Return the median duration of a step in ms; the slowest rank determines each step's."""
     return rows.groupby("step")["step_ms"].max().median()
 
 
 def by_rank(rows, column):
+    """Return the median of a column for each rank."""
     return rows.groupby("rank")[column].median()
 
 
 def least(rows, column):
-    """Return the median over steps of the smallest rank: the last to arrive waits for no other."""
+    """Return the median over steps of the smallest value of a rank.
+
+    For waiting times: the last rank to arrive waits for no other.
+    """
     return rows.groupby("step")[column].min().median()
 
 
@@ -49,14 +53,14 @@ def own_ms(rows):
 
 
 def useful(rows):
-    """Return the part of the steps that were not skipped; a step is skipped if the scale falls."""
+    """Return the fraction of steps that were not skipped; a fall of the loss scale is a skip."""
     if "loss_scale" not in rows or rows["loss_scale"].isna().all():
         return 1.0
     return 1 - (rows.groupby("step")["loss_scale"].first().diff().dropna() < 0).mean()
 
 
 def useful_step_ms(rows):
-    """Return the median step divided by the useful part: the time per step that is not skipped."""
+    """Return the median step in ms divided by the useful fraction: the time per useful step."""
     return step_ms(rows) / useful(rows)
 
 
@@ -83,7 +87,10 @@ def message_costs(rows):
 
 
 def last_collectives(folder):
-    """Return how far each rank was in each group, from a run's folder: progress.Row, and rank."""
+    """Return how far each rank was in each group, from a run's folder.
+
+    A list of dicts with "rank" and the fields of progress.Row, sorted by rank.
+    """
     rows = []
     for path in Path(folder).glob("rank-*.box"):
         rank = int(path.stem.removeprefix("rank-"))

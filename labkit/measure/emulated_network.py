@@ -6,8 +6,7 @@
 
 The messages are real, with their real bytes and order; only the time is a sleep. So a laptop shows
 the effect of a slow network, together with emulated compute (models/emulated.py). Numbers measured
-with it are labelled "emulated". run/network_namespaces.py has links that are really slow, without
-sleeps.
+with it are labelled "emulated". The links of run/network_namespaces.py are slow without sleeps.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -26,10 +25,11 @@ PAIRWISE = ("send", "exchange")
 
 @contextmanager
 def emulated_network(latency_ms, mbit, slow_rank=None, slower=1.0):
-    """Delay the messages of labkit.comm inside, by the bytes that a rank sends.
+    """Delay each message of labkit.comm in the block, by latency + bytes that a rank sends / rate.
 
+    latency_ms: of a message. mbit: speed of the links in Mbit/s, 10^6 bits a second.
     slow_rank: the link of this rank has 1 / `slower` of the speed. Every collective runs at the
-    speed of the slowest link, messages between two ranks at that of the sender's.
+        speed of the slowest link, a message between two ranks at that of the sender's link.
     """
     lane = ThreadPoolExecutor(1)
     real = comm.metered

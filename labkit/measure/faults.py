@@ -35,7 +35,11 @@ class Injected(RuntimeError):
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault. seconds: for stall and slow. room: bytes, for disk full. attempt: None for all."""
+    """A fault at one rank and step. kind: one of KINDS, otherwise raises ValueError.
+
+    seconds: for stall and slow. room: free bytes, for disk full. seed: chooses bit, element and
+    file. attempt: of launch(..., restarts=k), 0 for the first; None: in every attempt.
+    """
 
     kind: str
     rank: int
@@ -50,12 +54,16 @@ class Fault:
             raise ValueError(f"unknown fault {self.kind!r}: choose from {', '.join(KINDS)}")
 
     def is_due(self, context, step):
+        """Return whether the fault occurs on the context's rank and attempt in this step."""
         late = step >= self.step if self.kind == "slow" else step == self.step
         return late and context.rank == self.rank and self.attempt in (None, context.attempt)
 
 
 def draw(kinds, ranks, steps, seed, **options):
-    """Return one Fault of each kind, at a random rank and step of this seed."""
+    """Return one Fault of each kind, at a random rank and a random step of 1, ..., steps.
+
+    options: further fields of each Fault.
+    """
     chance = random.Random(seed)
     return [
         Fault(kind, chance.randrange(ranks), 1 + chance.randrange(steps), seed=seed, **options)
@@ -64,7 +72,12 @@ def draw(kinds, ranks, steps, seed, **options):
 
 
 def inject(plan, context, step, tensors=(), files=(), store=None, cut=None):
-    """Trigger the faults of the plan that are due on this rank in this step."""
+    """Trigger the faults of the plan that are due on this rank in this step.
+
+    plan: list of Fault. context: has rank and attempt. tensors: for nan. files: paths, for flip and
+    cut short. store: one of labkit.checkpoint.storage, for disk full. cut: function without
+    arguments, for link down. Raises Injected for the kind "raise".
+    """
     for fault in plan:
         if not fault.is_due(context, step):
             continue
@@ -92,7 +105,7 @@ def inject(plan, context, step, tensors=(), files=(), store=None, cut=None):
 
 
 def flip(path, chance):
-    """Flip one bit in place, unnoticed by programs and file systems."""
+    """Flip one random bit of a file in place. chance: a random.Random."""
     with open(path, "r+b") as file:
         at = chance.randrange(Path(path).stat().st_size)
         file.seek(at)
@@ -102,7 +115,10 @@ def flip(path, chance):
 
 
 def fill_up(store, room):
-    """Let the store (labkit.checkpoint.storage) accept only `room` bytes of a file from now on."""
+    """Let the store (labkit.checkpoint.storage) accept only `room` bytes of a file from now on.
+
+    A larger file raises OSError(ENOSPC).
+    """
     write = store.write
     store.write = lambda name, fill, **how: write(name, lambda file: fill(Full(file, room)), **how)
 

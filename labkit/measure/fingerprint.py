@@ -7,7 +7,7 @@
 The sources are parsed, not run. Imports lead from the names in a cell to the functions, classes and
 constants of labkit that it can reach, these to others, and so on:
 
-    cell: Trainer(...) -> trainer.Trainer -> comm.all_reduce -> meter.Event       used: digested
+    cell: Trainer(...) -> trainer.Trainer -> comm.all_reduce -> comm_log.Event    used: digested
                           trainer.STRATEGIES                                      not used: not
 
 A digest covers only the used parts of a file: their syntax trees without docstrings. So changing a
@@ -33,7 +33,10 @@ EXTENSION = "import labkit\nlabkit.load_ipython_extension\n"  # what %load_ext l
 
 
 def changed(recorded, today):
-    """Return the names of files that differ between two fingerprints, sorted. recorded: or None."""
+    """Return the names of files that differ between two fingerprints, sorted.
+
+    recorded: a fingerprint, or None for an empty one.
+    """
     recorded = recorded or {}
     return sorted(
         name for name in recorded.keys() | today.keys() if recorded.get(name) != today.get(name)
@@ -41,6 +44,7 @@ def changed(recorded, today):
 
 
 def digest(parts):
+    """Return the first DIGITS hexadecimal digits of a SHA-256 of repr(parts)."""
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:DIGITS]
 
 
@@ -61,7 +65,7 @@ def canonical(node):
 
 
 def joined(values):
-    """Merge neighbouring texts of an f-string, which Python versions split differently."""
+    """Merge neighboring texts of an f-string, which Python versions split differently."""
     parts = []
     for value in values:
         if parts and isinstance(value, ast.Constant) and isinstance(parts[-1], ast.Constant):
@@ -122,7 +126,7 @@ def base(node):
 
 
 def bound(statement):
-    """Return the names that a statement of a module defines or changes."""
+    """Return the names that a statement of a module defines or changes, as a list."""
     if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return [statement.name]
     if isinstance(statement, ast.If) and "__name__" in names_in(statement.test):
@@ -216,7 +220,7 @@ class Code:
         return dict(sorted(digests.items()))
 
     def of_cells(self, sources):
-        """Return the fingerprint of a notebook's code cells; "cells" is that of their own code."""
+        """Return the fingerprint of a notebook's code cells; "cells" is the digest of the cells."""
         magics = [line for source in sources for line in MAGIC.findall(source)]
         code = [MAGIC.sub("", source) for source in sources]
         extension = [EXTENSION] if any("labkit" in line for line in magics) else []

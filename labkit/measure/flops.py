@@ -32,12 +32,12 @@ LONG = 0.02  # seconds that a product must take, so that its launch time is negl
 
 
 def step_flops(module, input, target, loss):
-    """Return FLOPs of matrix products and convolutions in one forward and backward, by PyTorch.
+    """Return the FLOPs of matrix products and convolutions in one forward and backward.
 
-    All tensors may be on the meta device, where nothing is computed. Attention counts as its
-    products, because the counter has no formula for the fused CPU kernel and counts scores twice
-    for the GPU's. As in the papers, scores that a causal mask hides count; norms and the optimizer
-    do not.
+    Counted by PyTorch's FlopCounterMode. All tensors may be on the meta device, where nothing is
+    computed. Attention counts as its products, because the counter has no formula for the fused CPU
+    kernel and counts scores twice for the GPU's. As in the papers, scores that a causal mask hides
+    count; norms and the optimizer do not.
     """
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         loss(module(input), target).backward()
@@ -47,7 +47,8 @@ def step_flops(module, input, target, loss):
 def token_flops(weights, layers, width, context):
     """Return FLOPs of a transformer per token, forward and backward: 6 N + 12 L h s.
 
-    weights: N, the weights that a token is multiplied with, including the output layer.
+    weights: N, the number of weights that a token is multiplied with, including the output layer.
+    layers: L. width: h. context: s, the length of the sequence in tokens.
     """
     return 6 * weights + 12 * layers * width * context
 
@@ -55,8 +56,8 @@ def token_flops(weights, layers, width, context):
 def peak_flops(device, dtype, working=True, repetitions=5):
     """Return the FLOP/s of all ranks together in matrix products. Collective.
 
-    The best of several repetitions. working=False: this rank waits. For a 16-bit dtype: that of
-    fp32 if it is higher, as on a processor without 16-bit arithmetic.
+    The best of several repetitions. working=False: this rank waits. For a 16-bit dtype, the result
+    of fp32 if it is higher, as on a processor without 16-bit arithmetic.
     """
     dtypes = {dtype, torch.float32} if dtype.itemsize == 2 else {dtype}
     in_order = sorted(dtypes, key=str)  # the same order on all ranks
@@ -64,10 +65,10 @@ def peak_flops(device, dtype, working=True, repetitions=5):
 
 
 def measured_peak(device, dtype, working, repetitions):
-    """Measure from the start of the first rank to the end of the last.
+    """Return FLOP/s of one dtype, from the start of the first rank to the end of the last.
 
     If ranks share cores, one may start only after another has ended. The first rank to leave the
-    barrier sees all of them start, and leaves the next barrier when all have ended.
+    barrier starts before all others, and leaves the next barrier when all have ended.
     """
     size = 256
     best = 0.0
@@ -92,7 +93,7 @@ def measured_peak(device, dtype, working, repetitions):
 
 
 def synchronize(device):
-    """Wait for the device; on CUDA, a product has only been enqueued when the call returns."""
+    """Wait for the device: on CUDA, a call returns when its product is only enqueued."""
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -24,10 +24,11 @@ from labkit.measure.stats import FEWEST
 
 @dataclass(frozen=True, slots=True)
 class NoiseScale:
-    """signal: |G|^2. noise: tr(Sigma). scale: B_simple in samples; low, high: its 95 % interval.
+    """The gradient noise scale with its interval.
 
-    If the signal is not distinguishable from zero, scale or high is infinite: the batches were too
-    small or too few. For fewer than FEWEST pairs the interval is 0 to infinity.
+    signal: |G|^2. noise: tr(Sigma). scale: B_simple in samples. low, high: its 95 % interval; for
+    fewer than FEWEST pairs 0 and infinity. If the signal is not distinguishable from zero, scale or
+    high is infinite: the batches were too small or too few.
     """
 
     signal: float
@@ -37,7 +38,7 @@ class NoiseScale:
     high: float
 
     def signal_share(self, batch):
-        """Return the part of E|G_B|^2 that is signal: |G|^2 / (|G|^2 + tr(Sigma) / batch)."""
+        """Return the signal's part of E|G_B|^2: |G|^2 / (|G|^2 + tr(Sigma) / batch)."""
         return 1 / (1 + self.scale / batch)
 
 
@@ -74,7 +75,7 @@ def noise_scale(small, big, small_batch, big_batch):
 
 
 def fieller(above, below):
-    """Return a 95 % interval, at least 0, of mean(above) / mean(below); the values are paired.
+    """Return (low, high), a 95 % interval, at least 0, of mean(above) / mean(below), paired.
 
     All x with |mean(above - x below)| <= t standard errors: a x^2 - 2 b x + c <= 0.
     """

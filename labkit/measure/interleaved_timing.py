@@ -20,9 +20,10 @@ WARMUP = 2  # repetitions that are discarded
 
 
 def timed(variants, *, repetitions, steps=STEPS, warmup=WARMUP):
-    """Yield {variant, repetition, ms}, ms per step. Collective if there are ranks.
+    """Yield {variant, repetition, ms}, ms per step. Collective if there is a process group.
 
-    variants: name -> function. If its last step returns a dict, the row includes it.
+    variants: name -> function without arguments. If its last step returns a dict, the row includes
+    it. repetitions: timed ones, after `warmup` that are discarded.
     """
     for number, name in shuffled_rounds(variants, repetitions + warmup):
         meet()
@@ -37,14 +38,15 @@ def timed(variants, *, repetitions, steps=STEPS, warmup=WARMUP):
 
 
 def meet():
+    """Wait for all ranks, if there is a process group."""
     if dist.is_available() and dist.is_initialized():
         dist.barrier()
 
 
 def time_variants(context, variants, *, repetitions, beside=None, **settings):
-    """Record rank 0's rows of timed(), and move the progress bar. Call on every rank.
+    """Record rank 0's rows of timed(), and move the progress bar. Call it on every rank.
 
-    beside: name -> dict of further fields of a variant; fields of its own dict take precedence.
+    beside: name -> dict of further fields of a variant; the fields of timed() take precedence.
     """
     for row in timed(variants, repetitions=repetitions, **settings):
         if context.rank == 0:
@@ -64,6 +66,6 @@ def time_and_count(context, variants, **settings):
 
 
 def columns(records, value="ms"):
-    """Return {variant: values in the order of the repetitions}."""
+    """Return {variant: values in the order of the repetitions}. records: a DataFrame of rows."""
     ordered = records.sort_values("repetition")
     return {name: rows[value].tolist() for name, rows in ordered.groupby("variant")}

@@ -19,9 +19,9 @@ from labkit import comm
 
 
 def link_times(size=1 << 16, device="cpu"):
-    """Return {"to_1_ms": 3.2, ...} of this rank, for `size` bytes to each other rank. Collective.
+    """Return {"to_1_ms": 3.2, ...}: ms to send `size` bytes to each other rank. Collective.
 
-    Each is the shorter of two measurements.
+    Each time includes the answer of one byte, and is the shorter of two measurements.
     """
     rank = dist.get_rank()
     n = dist.get_world_size()

@@ -1,4 +1,4 @@
-"""The machine card: the machine that a number was measured on, by class and without its name."""
+"""The machine card: the class of the machine that a number was measured on, without its name."""
 
 import importlib.metadata
 import os
@@ -44,14 +44,17 @@ def backends():
 
 
 def free_bytes(device, ranks):
-    """Return the free bytes of one of `ranks` ranks: of its GPU, or its share of the host."""
+    """Return the free bytes of one of `ranks` ranks: of its GPU, or its share of host memory."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return psutil.virtual_memory().available // ranks
 
 
 def card():
-    """Return a dict of JSON values: cpu, cores, memory_gib, gpus, software, backends."""
+    """Return a dict of JSON values: cpu, cores, memory_gib, gpus, os, versions, backends, packages.
+
+    The keys of the versions are python, torch and cuda.
+    """
     gpus = []
     if torch.cuda.is_available():
         for properties in map(torch.cuda.get_device_properties, range(torch.cuda.device_count())):
@@ -73,7 +76,7 @@ def card():
 
 
 def describe(values=None):
-    """Return the card as short lines of text."""
+    """Return a card as short lines of text. values: a card(); None: this machine's."""
     values = values or card()
     names = [gpu["name"] for gpu in values["gpus"]]
     gpus = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)) or "none"
@@ -89,14 +92,14 @@ def describe(values=None):
 
 
 def host_class(values=None):
-    """Return one phrase for a caption: "2 cores, no GPU, torch 2.13.0"."""
+    """Return a card as one phrase for a caption: "2 cores, no GPU, torch 2.13.0"."""
     values = values or card()
     gpus = f"{len(values['gpus'])} x {values['gpus'][0]['name']}" if values["gpus"] else "no GPU"
     return f"{values['cores']} cores, {gpus}, torch {values['torch']}"
 
 
 def commit():
-    """Return the commit of labkit's repository, with "+" if files differ; None outside git."""
+    """Return the commit of labkit's repository; "+" if tracked files differ; None outside git."""
     try:
         head = subprocess.run(
             ["git", "-C", ROOT, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True

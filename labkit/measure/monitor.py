@@ -39,12 +39,12 @@ READING = 1.0  # seconds between two readings of the host
 
 
 def waited_ms(events):
-    """Return the exposed communication: how long this rank waited inside wait()."""
+    """Return the exposed communication in ms: how long messages blocked this rank."""
     return 1e3 * sum(event.waited for event in events)
 
 
 def of_messages(events):
-    """Return the number of messages, the time with any in flight, and the shortest; {} if none."""
+    """Return a row's messages, network_ms and shortest_message_ms; {} if no event has ended."""
     times = [(event.start, event.end) for event in events if event.end is not None]
     if not times:
         return {}
@@ -56,7 +56,7 @@ def of_messages(events):
 
 
 def memory_stalls(device):
-    """Return how often this process has waited for memory: page faults, and GPU retries."""
+    """Return how often this process waited for memory: major page faults and GPU retries."""
     faults = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
     if device is None or torch.device(device).type != "cuda":
         return faults
@@ -64,7 +64,7 @@ def memory_stalls(device):
 
 
 def plain(row):
-    """Return the row with Python's numbers and text. Raises ValueError for other values."""
+    """Return the row with Python numbers and text as values. Raises ValueError for other values."""
     return {name: plain_value(name, value) for name, value in row.items()}
 
 
@@ -90,8 +90,8 @@ class Monitor:
                     row["loss"] = trainer.train_step(input, target).item()
 
     samples, tokens, flops: per step, of all ranks. peak: FLOP/s of all ranks, for the MFU.
-    exposed: function (comm's events of the step) -> ms. The row is complete after the step.
-    dropped: {sink: number of rows that it did not get}.
+    exposed: function (comm's events of the step) -> ms. device: of the model, None: the host.
+    The row is complete after the step. dropped: {sink: number of rows that it did not get}.
     """
 
     def __init__(
@@ -110,7 +110,10 @@ class Monitor:
 
     @contextmanager
     def step(self, step):
-        """Time a block as this step; the block may add fields. No row if the block raises."""
+        """Time a block as this step, on a cleared timeline. Yields the row, to add fields to.
+
+        If the block raises, no row is written.
+        """
         row = {"step": step, "rank": self.timeline.rank}
         self.timeline.spans.clear()
         stalls = memory_stalls(self.device)

@@ -1,15 +1,15 @@
-"""Residency: when each FSDP unit is gathered, and which message belongs to which unit.
+"""Residency: the times when each FSDP unit is gathered, and the unit of each message.
 
     gather()                        free()
        |--- span "blocks.0" in the lane "whole" ---|   payload_bytes: memory of the gathered unit
 
-A FlatParam's memory exists from the beginning of its gather until it is freed, when its size is 0.
+A FlatParam's memory exists from the beginning of its gather until it is freed; then its size is 0.
 So the size before and after each of its methods shows its state.
 """
 
 
 def watch_units(model, timeline, names=None):
-    """Add a span to `timeline` each time a unit of an FSDP model is gathered, from now on.
+    """From now on, add a span to the timeline each time a unit of an FSDP model is gathered.
 
     names: one name per unit, by default "root" and the units' own names.
     Returns labels, a growing list for timeline.add_comm(events, labels): "gather NAME" or

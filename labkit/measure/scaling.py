@@ -62,7 +62,7 @@ def turns(n, cores):
 
 
 def fit(n, measured, cores=inf):
-    """Fit Costs to all-reduces of n ranks: [(bytes, ms)], of at least two sizes."""
+    """Fit Costs to all-reduces of n ranks. measured: [(bytes, ms)], of at least two sizes."""
     messages, share = np.multiply(turns(n, cores), ring(n))
     parts = [(messages / ms, share * size / ms) for size, ms in measured]
     return Costs(*nonnegative(parts, "all-reduces"))
@@ -88,7 +88,10 @@ def nonnegative(parts, what):
 
 
 def all_reduce_ms(costs, n, size, cores=inf, mbit=inf):
-    """Return ms of one all-reduce of `size` bytes. mbit: of each rank's link; the slower counts."""
+    """Return ms of one all-reduce of `size` bytes. mbit: speed of each rank's link, in Mbit/s.
+
+    A byte takes beta_ms or its time on the link, whichever is longer.
+    """
     messages, share = ring(n)
     shared = turns(n, cores)
     byte_ms = max(shared * costs.beta_ms, 8 / (1000 * mbit))
@@ -96,7 +99,10 @@ def all_reduce_ms(costs, n, size, cores=inf, mbit=inf):
 
 
 def exposed_ms(message_ms, ready_ms, backward_ms):
-    """Return the exposed ms: a message is sent when it is ready and the previous one arrived."""
+    """Return the exposed ms: a message is sent when it is ready and the previous one has arrived.
+
+    message_ms, ready_ms: of each message. ready_ms and backward_ms count from backward's beginning.
+    """
     arrived = 0.0
     for ms, ready in zip(message_ms, ready_ms, strict=True):
         arrived = max(arrived, ready) + ms
@@ -123,7 +129,7 @@ class Step(NamedTuple):
     sizes: tuple
 
     def shared(self, n):
-        """Return the step of one of n ranks that share its batch; the optimizer's work stays."""
+        """Return the step of one of n ranks that share the batch; the optimizer's work stays."""
         return self._replace(asleep_ms=self.asleep_ms / n, samples_ms=self.samples_ms / n)
 
 

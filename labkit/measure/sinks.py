@@ -55,9 +55,9 @@ def open_sinks(places, rank=0):
 
 
 class JsonLines:
-    """Appends a line per row to metrics-rank0.jsonl. Infinities and NaN become null.
+    """Appends a line per row to metrics-rank0.jsonl in a folder. Infinities and NaN become null.
 
-    Steps that a resumed run repeats have two lines; the later one counts.
+    A step that a resumed run repeats has two lines; the later one counts.
     """
 
     def __init__(self, folder, rank=0):
@@ -78,7 +78,7 @@ class JsonLines:
 
 
 class Records:
-    """run.records of a launch, which a notebook can read during the run. record: context.record."""
+    """Appends to run.records of a launch, which a notebook can read. record: context.record."""
 
     def __init__(self, record):
         self.record = record

@@ -57,7 +57,7 @@ def interval_name(*pairs):
 
 
 def by_chance(pairs):
-    """Return the expected number of intervals that miss by chance. pairs: of each interval."""
+    """Return the expected number of intervals that miss by chance. pairs: n of each interval."""
     return sum(miss(int(n))[1] for n in pairs)
 
 
@@ -153,7 +153,7 @@ def summary(values, warmup=0):
 
 
 def paired_ratio(a, b):
-    """Return the Ratio of a to b, whose i-th values are from one repetition.
+    """Return the Ratio of a to b; their i-th values are from the same repetition.
 
     Raises ValueError for unequal lengths, no values, and values that are not finite or positive.
     """

@@ -3,8 +3,8 @@
     clock      |== lap ==|           |== lap ==|           |== lap ==|
     off it                evaluate ?            evaluate ?            evaluate: reached
 
-The cost of a method is not its time per step but its time to a loss. Ranks evaluate at the same
-moments and end together: the worst loss of all ranks counts. Its message is not timed or counted.
+The cost of a method is not its time per step but its time to a loss. Ranks evaluate after the same
+steps and end together: the worst loss of all ranks counts. Evaluation is neither timed nor counted.
 Coleman et al., DAWNBench: An End-to-End Deep Learning Benchmark and Competition, 2017 (time to
 accuracy).
 """
@@ -22,7 +22,7 @@ def laps(trainer, batches, test, target, lap=1):
     """Yield a dict before training and after each lap, until loss <= target. Collective.
 
     trainer: its train_step, model and loss are used.
-    batches: (input, target) of each step, as many on every rank; training ends with them.
+    batches: (input, target) of each step, as many on every rank; an incomplete lap is left out.
     test: (input, target) for evaluation. lap: steps between two evaluations.
     The dict: step, seconds (on the clock so far), loss (the worst rank's), messages and sent_bytes
     (of this rank, so far).

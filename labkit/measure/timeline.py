@@ -76,9 +76,10 @@ class Timeline:
             self.end(span)
 
     def add_comm(self, events, names=None, mesh=None):
-        """Add comm.record()'s events as network spans. names: a label each, by default the op.
+        """Add comm.record()'s events as network spans. names: one per event, by default the op.
 
-        mesh: the mesh whose groups they used; spans then have `axis` (Mesh.axis_of).
+        mesh: the mesh whose groups they used; spans then have `axis` (Mesh.axis_of). Raises
+        ValueError for an event in flight or without times, and another number of names.
         """
         names = [event.op for event in events] if names is None else list(names)
         if len(names) != len(events):
@@ -145,7 +146,7 @@ class Timeline:
 
     @classmethod
     def merge(cls, timelines):
-        """Merge timelines into one, with spans in order of start."""
+        """Return one timeline with the spans of all, in order of start."""
         merged = cls()
         timelines = list(timelines)
         for timeline in timelines:
@@ -174,7 +175,7 @@ class Timeline:
 
     @classmethod
     def from_rows(cls, rows):
-        """Make a timeline from rows(), also from those of several ranks in one list."""
+        """Return a timeline of rows(), also of those of several ranks in one list."""
         timeline = cls()
         for row in rows:
             info = dict(row)
@@ -184,7 +185,10 @@ class Timeline:
 
     @classmethod
     def from_records(cls, records):
-        """Make a timeline of all ranks from records with record(spans=timeline.rows())."""
+        """Return the timeline of all ranks of a launch that call record(spans=timeline.rows()).
+
+        records: the launch's DataFrame. Raises ValueError if it has no spans.
+        """
         if "spans" not in records:
             raise ValueError(
                 "these records have no spans: each rank must call record(spans=timeline.rows())"
@@ -194,7 +198,10 @@ class Timeline:
         )
 
     def frame(self):
-        """Return a row per span: rank, lane, name, start_ms, end_ms, duration_ms, info."""
+        """Return a DataFrame: per span rank, lane, name, start_ms, end_ms, duration_ms, and info.
+
+        Times count from the start of the first span.
+        """
         import pandas  # imported here, so that training ranks do not wait for it
 
         self.clock.resolve()

@@ -9,8 +9,8 @@
     rank 1      .|F0|..|B0|...                              step: from the first span to the last
 
 A span of `backward()` includes the time at its end in which backward waits for the last bucket.
-The event log has the waiting time of each operation; it is taken off the compute lane and counts as
-exposed. In a pipeline, waiting for messages and the time that sending takes are part of the bubble.
+The event log has the waiting time of each operation; it is subtracted from the compute lane and
+counts as exposed. A pipeline's bubble includes the time of waiting for messages and of sending.
 
 Intervals are lists of (start, end) in ms. Li et al., PyTorch Distributed: Experiences on
 Accelerating Data Parallel Training, VLDB 2020, section 5 (figure 6).
@@ -138,10 +138,10 @@ def row(lane, name, begin, end, origin):
 
 @contextmanager
 def watch_pipeline(pipeline, timeline):
-    """Inside, record each action of a labkit.pipeline.Pipeline on this rank as a span.
+    """In the block, record each action of a labkit.pipeline.Pipeline on this rank as a span.
 
     The span has the action's name in the schedule ("0F3"), and kind, stage, micro_batch and held:
-    the number of micro-batches of a stage whose activations the rank holds after it.
+    the number of (stage, micro-batch) pairs whose activations the rank holds after it.
     """
     real = pipeline.compute
 

@@ -32,8 +32,8 @@ OPERATORS = {
 class TrafficCounter(TorchDispatchMode):
     """A context manager that counts messages (operations), payload_bytes and sent_bytes.
 
-    world_size: of the groups that communicate. Raises ValueError for an unknown collective. Not
-    seen: messages that a future's callback sends on a backend's thread, as in PyTorch's
+    world_size: of the groups that communicate. Raises ValueError for an unknown collective. It does
+    not see messages that a future's callback sends on a backend's thread, as in PyTorch's
     powerSGD_hook.
     """
 

@@ -21,7 +21,7 @@ from labkit import comm
 
 @dataclass(frozen=True)
 class BatchSize:
-    """The result of find_batch_size.
+    """The result of find_batch_size, in samples per rank.
 
     size: the largest that fits. predicted: the largest by prediction. tried: ((size, fitted), ...).
     """
@@ -156,7 +156,7 @@ def out_of_memory(error):
 
 
 def agreed(value, group):
-    """Return the smallest value of all ranks. Collective."""
+    """Return the smallest value of all ranks, an int. Collective if there is a process group."""
     if not dist.is_initialized():
         return int(value)
     smallest = torch.tensor(int(value), device=comm.device(group))

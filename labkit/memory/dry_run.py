@@ -5,13 +5,13 @@
     result: every message in its order, with its group and bytes; the peak of memory by kind
 
 Nothing is computed and nothing is sent, so one process on a laptop can be any rank of any number.
-The real classes run, so the counts are those of the code and not of a formula. A dry run takes the
-time of Python in a step, and the memory of messages that hold no numbers of the model (hashes,
-names). The memory of a step is counted in the same way, see memory_estimate.py.
+The real classes run, so the counts are those of the code and not of a formula. A dry run costs the
+Python time of a step, and memory only for messages without data of the model (hashes, names).
+memory_estimate.py counts the memory of a step in the same way.
 
-Not counted: time; what depends on values (which expert gets a token, a loss that overflows); work
-space inside kernels; what a backend holds for itself. Attention is the kernel of the CPU. Pipeline
-stages find the shapes of their messages in their first step, with a forward of all stages.
+Not counted: time; effects of values (the expert that gets a token, a loss that overflows); work
+space inside kernels; memory of a backend. Attention is the kernel of the CPU. Pipeline stages find
+the shapes of their messages in their first step, with a forward of all stages.
 """
 
 import weakref
@@ -32,19 +32,19 @@ from labkit.gloo_workarounds import FAKE_GLOO
 from labkit.memory.memory_tracker import MemoryTracker, storages_of
 from labkit.torch_private import another_world, register_fake_backends
 
-FAKE = "labkit_fake"  # under the name FAKE_GLOO, comm and FSDP hold the buffers that gloo needs
+FAKE = "labkit_fake"  # with FAKE_GLOO, comm and FSDP also allocate the buffers that gloo needs
 ATTENTION = F.scaled_dot_product_attention
 OPTIONS = ("attn_mask", "dropout_p", "is_causal")  # of ATTENTION, after query, key and value
 
 
 @contextmanager
 def fake_ranks(rank, ranks, device="cuda"):
-    """Inside, this process is rank `rank` of `ranks` ranks that do not exist. Yields a FakeDevice.
+    """Make this process rank `rank` of `ranks` fake ranks in the block. Yields a FakeDevice.
 
     device: "cuda" or "cpu", the type of device that the meta device stands for. On "cpu", messages
-    take the memory that they take on gloo.
-    A process that is a rank already keeps its own groups, and has them back afterwards.
-    Raises ValueError if rank is not one of ranks.
+        take the memory that they take on gloo.
+    If the process is a rank already, its own groups are hidden in the block and restored after it.
+    Raises ValueError unless 0 <= rank < ranks.
     """
     if not 0 <= rank < ranks:
         raise ValueError(f"rank {rank} is not one of {ranks}: take 0 to {ranks - 1}")
@@ -56,7 +56,7 @@ def fake_ranks(rank, ranks, device="cuda"):
 
 @contextmanager
 def no_data(device="cuda"):
-    """Inside, the meta device stands for `device`, "cuda" or "cpu". Yields a FakeDevice."""
+    """In the block, the meta device stands for `device`, "cuda" or "cpu". Yields a FakeDevice."""
     fake = FakeDevice(device)
     host = fake.host if device != "cpu" else SameMemory
     with (
@@ -68,10 +68,10 @@ def no_data(device="cuda"):
 
 
 class FakeDevice(TorchFunctionMode):
-    """The meta device, computing as `type` does, with a host beside it if that is "cuda".
+    """The meta device in place of `type`, "cuda" or "cpu"; for "cuda" with separate host memory.
 
-    Attention is the fused kernel of the CPU, where PyTorch may use one: the meta device's keeps the
-    weights. What FSDP copies to the host is a tensor without data that belongs to the host.
+    Attention is the fused kernel of the CPU if PyTorch may use one, because the meta device's own
+    keeps the attention weights. FSDP's copies to the host are tensors without data in a Host.
     """
 
     def __init__(self, type):
@@ -79,14 +79,18 @@ class FakeDevice(TorchFunctionMode):
         self.type, self.host = type, Host()
 
     def tracker(self, module=None, optimizer=None):
-        """A MemoryTracker of the tensors on this device."""
+        """Return a MemoryTracker of the tensors on this device."""
         return DeviceTracker(self.host, module, optimizer)
 
     def autocast(self, dtype):
+        """Return an autocast to dtype by the rules of `type`."""
         return FakeAutocast(self.type, dtype)
 
     def attention(self, *args, **kwargs):
-        """PyTorch's; also inside a function such as multi_head_attention_forward, without modes."""
+        """Call scaled_dot_product_attention in this mode.
+
+        Enters the mode again in functions such as multi_head_attention_forward, which disable it.
+        """
         active = self in _get_current_function_mode_stack()
         with nullcontext() if active else self:
             return ATTENTION(*args, **kwargs)
@@ -111,9 +115,11 @@ class Host:
 
     @property
     def nbytes(self):
+        """Bytes of all storages that are alive."""
         return sum(size for _, size in self._storages.values())
 
     def add(self, storage):
+        """Count a storage as host memory until it is freed."""
         address = storage._cdata
         reference = weakref.ref(storage, lambda _: self._storages.pop(address, None))
         self._storages[address] = reference, storage.nbytes()
@@ -122,22 +128,22 @@ class Host:
         return storage._cdata in self._storages
 
     def copy(self, tensor):
-        """A tensor of the host like this one."""
+        """Return a host tensor of this tensor's shape and dtype."""
         seed = torch.empty(0, device="meta")
         self.add(seed.untyped_storage())
         copy = seed.new_empty(
             tensor.shape, dtype=tensor.dtype
-        )  # so that a tracker sees whose it is
+        )  # made from a host tensor, so that a DeviceTracker attributes it to the host
         self.add(copy.untyped_storage())
         return copy
 
     def copy_back(self, tensor, device):
-        """A tensor of the device like this one of the host."""
+        """Return a tensor on the device of this host tensor's shape and dtype."""
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
 
 
 class SameMemory:
-    """The host of a CPU, which is the device itself."""
+    """The Host for a CPU, whose memory is the device's own: nothing is copied."""
 
     @staticmethod
     def copy(tensor):
@@ -151,7 +157,7 @@ class SameMemory:
 class DeviceTracker(MemoryTracker):
     """A MemoryTracker of the meta device that leaves out the host's storages.
 
-    An operator whose tensors are all on the host makes tensors on the host.
+    An operator whose inputs are all on the host creates tensors on the host.
     """
 
     def __init__(self, host, module=None, optimizer=None):
@@ -182,10 +188,10 @@ class FakeAutocast(autocast):
 
 @dataclass(frozen=True)
 class DryRun:
-    """What one rank does.
+    """The messages and memory of one rank.
 
-    events: [labkit.comm.Event], in order, without times. peak: {kind: bytes} at the moment when
-    most is alive. result: what the job returned.
+    events: [labkit.comm.Event], in order; their times mean nothing. peak: {kind: bytes} at the
+    moment of the largest total. result: the job's return value.
     """
 
     events: list
@@ -194,11 +200,11 @@ class DryRun:
 
     @property
     def sent_bytes(self):
-        """Bytes that this rank sends in all."""
+        """Total bytes that this rank sends."""
         return sum(event.sent_bytes for event in self.events)
 
     def totals(self):
-        """{(operation, size of its group): (messages, bytes sent)}."""
+        """Return {(operation, group size): (number of messages, bytes sent)}."""
         found = {}
         for event in self.events:
             key = event.op, event.group_size
@@ -208,11 +214,11 @@ class DryRun:
 
 
 def dry_run(job, ranks, rank=0, **arguments):
-    """Call job(device="meta", **arguments) as rank `rank` of `ranks`; returns a DryRun.
+    """Call job(device="meta", **arguments) as rank `rank` of `ranks`. Return a DryRun.
 
-    job: builds a model on the device, wraps it and steps, as it would under torchrun. It finds its
-        rank by torch.distributed.
-    Raises ValueError if rank is not one of ranks.
+    job: a function that builds a model on the device, wraps it and trains steps, as under torchrun.
+        It gets its rank from torch.distributed.
+    Raises ValueError unless 0 <= rank < ranks.
     """
     with ExitStack() as stack:
         fake = stack.enter_context(fake_ranks(rank, ranks))

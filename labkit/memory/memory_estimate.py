@@ -1,4 +1,4 @@
-"""The memory of one training step, before anything is run: a dry run of it, tracked by kind.
+"""Predict the memory of one training step: a dry run, tracked by kind.
 
     module --tensors without data--> DDP, ZeRO or FSDP --> step 1, step 2    on fake ranks
                                                            states   tracked: bytes by kind at every
@@ -6,11 +6,11 @@
 
     single, ddp  [ P ][ G ][ S ]    P bytes of parameters, G = P of gradients, S of optimizer states
     zero1        [ P ][ G ][S/n]    (Adam in fp32: S = 2 P, so 16 bytes a parameter in all);
-    zero2        [ P ][G/n][S/n]    + two buckets of gradients while they travel
-    fsdp         [P/n][G/n][S/n]    + the units that are gathered just now
+    zero2        [ P ][G/n][S/n]    + two buckets of gradients in flight
+    fsdp         [P/n][G/n][S/n]    + the units that are gathered at that moment
 
-Bytes and kinds are those of labkit.memory.MemoryTracker in a real step. Time: that of Python in two
-steps, whatever the size of the model.
+Bytes and kinds are those of MemoryTracker (memory_tracker.py) in a real step. It takes the Python
+time of two steps, for a model of any size.
 Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020,
 sections 3 and 5.
 """
@@ -66,13 +66,13 @@ PRECISIONS = {
 
 @dataclass(frozen=True)
 class Estimate:
-    """What one rank holds during a step that is not the first, so that optimizer states are there.
+    """The memory of one rank in a step after the first, so that optimizer states exist.
 
-    samples: [(position, bytes by kind)] before the step and after every change, as
-        MemoryTracker.samples has them, with the position for the time.
+    samples: [(position, bytes by kind)] before the step and after every change, as in
+        MemoryTracker.samples, with the position instead of the time.
     held: bytes by kind after the step, and so between steps.
-    moment: where the peak is: "forward", "backward" or "optimizer".
-    host: bytes in host memory. rank: whose memory this is.
+    moment: the phase of the peak: "forward", "backward" or "optimizer".
+    host: bytes in host memory. rank: the rank whose memory this is.
     """
 
     strategy: str
@@ -109,20 +109,22 @@ def estimate(
     bucket_cap_mb=25,
     prefetch=1,
 ):
-    """The Estimate of one training step of `module` on one rank's batch.
+    """Return the Estimate of one training step of `module` on one rank's batch.
 
-    Nothing is computed, and the module is afterwards as it was.
+    Computes nothing, and leaves the module unchanged.
     input: a tensor or a tuple of them, one rank's batch. target: as `loss` takes it, a tensor or a
         tuple of them. loss: function (output, target), or (output) without a target, -> scalar;
         None: the sum of the output. Module, input and target may be on the meta device.
     strategy: a key of STRATEGIES. optimizer: "adamw", "sgd" (with momentum), or a function
         parameters -> Optimizer. precision: a key of PRECISIONS; bf16 and fp16: autocast.
-    unit: what FSDP gathers together: a class, a tuple of them, a function module -> bool, or None.
+    unit: the modules that FSDP gathers as one: a class, a tuple of them, a function module -> bool,
+        or None.
     recompute: labkit.recompute.checkpoint, or another function (function, *args) that runs a unit
-        and computes it again in backward; None: what the module does itself.
-    device: what to predict for, a torch.device or its name; None: where the module is.
-    rank, world_size: which rank, of how many. bucket_cap_mb, prefetch: as DDP, ZeRO and FSDP have.
-    Raises ValueError, with what is known, for another strategy, optimizer or precision.
+        and computes it again in backward; None: only what the module recomputes itself.
+    device: the device to predict for, a torch.device or its name; None: the module's.
+    rank, world_size: the rank, and the number of ranks. bucket_cap_mb, prefetch: as in DDP, ZeRO
+        and FSDP.
+    Raises ValueError for an unknown strategy, optimizer or precision.
     """
     wrap = known("strategy", strategy, STRATEGIES)
     make = known("optimizer", optimizer, OPTIMIZERS) if isinstance(optimizer, str) else optimizer
@@ -150,25 +152,29 @@ def estimate(
 
 
 def known(what, name, table):
+    """Return table[name]. Raises ValueError, which lists the known names, for an unknown one."""
     if name not in table:
         raise ValueError(f"unknown {what} {name!r}: known are {', '.join(table)}")
     return table[name]
 
 
 def device_of(module, device=None):
-    """The device to predict for: `device`, or where the module is; the CPU for the meta device."""
+    """Return the device to predict for: `device`, else the module's; the CPU if that is meta."""
     own = next((p.device for p in module.parameters() if not p.is_meta), "cpu")
     return torch.device(device or own)
 
 
 def empty(tensor, dtype):
-    """A tensor like this one on the meta device; in dtype, if it is one of floating point."""
+    """Return a tensor like this one on the meta device; a floating-point one in dtype."""
     dtype = dtype if tensor.is_floating_point() else tensor.dtype
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="meta")
 
 
 def shard(zero, make, model, cap_mb):
-    """The ZeRO optimizer of a function parameters -> Optimizer, perhaps a partial of a class."""
+    """Return the ZeRO optimizer for `make`, a function parameters -> Optimizer.
+
+    If make is a partial of a class, its keywords become arguments of the ZeRO optimizer.
+    """
     options = {}
     if isinstance(make, partial):
         make, options = make.func, make.keywords
@@ -177,9 +183,9 @@ def shard(zero, make, model, cap_mb):
 
 @contextmanager
 def without_data(module, dtype):
-    """Inside, the module's tensors are on the meta device, of floating point in dtype.
+    """Replace the module's tensors with meta tensors in the block, floating-point ones in dtype.
 
-    Afterwards the module is what it was: its tensors, hooks, forwards and attributes.
+    After the block the module has its own tensors, hooks, forwards and attributes again.
     """
     before = []
     for part in module.modules():
@@ -235,15 +241,15 @@ class Step:
 
 
 def total(output):
-    """A scalar that depends on every floating-point tensor in the output."""
+    """Return the sum of all floating-point tensors in the output, a scalar."""
     tensors = (t for t in tree_leaves(output) if isinstance(t, torch.Tensor))
     return sum(t.sum() for t in tensors if t.is_floating_point())
 
 
 def estimate_of(tracker, optimizer, began, strategy, world_size, rank=0, fake=None):
-    """The Estimate of a step that a tracker has seen.
+    """Return the Estimate of a step that a tracker has recorded.
 
-    began: [(name of a phase, when it began in seconds of time.perf_counter())], in order.
+    began: [(name of a phase, its beginning in seconds of time.perf_counter())], in order.
     fake: the FakeDevice of a dry run; None: a real step.
     """
     counts = step_counts(optimizer) if fake else 0
@@ -266,6 +272,6 @@ def estimate_of(tracker, optimizer, began, strategy, world_size, rank=0, fake=No
 
 
 def step_counts(optimizer):
-    """Bytes of the states that are on the CPU whatever the device: Adam's counts of steps."""
+    """Return the bytes of the states that are on the CPU for any device: Adam's step counts."""
     states = tree_leaves(list(optimizer.state.values()))
     return sum(t.nbytes for t in states if isinstance(t, torch.Tensor) and t.is_cpu)

@@ -1,4 +1,4 @@
-"""Which strategy fits into a rank's memory, and what would fit if none does.
+"""Choose the first strategy that fits into a rank's memory; if none does, say what would fit.
 
     DDP 9 GiB | ZeRO-1 6 GiB | ZeRO-2 5 GiB | FSDP 3 GiB | FSDP + offload | ... recomputed
     cheap, in messages and time                                       expensive    first that fits
@@ -24,9 +24,9 @@ from labkit.memory.memory_estimate import Estimate, device_of, estimate
 class Choice:
     """A strategy that fits.
 
-    strategy: as labkit.trainer.parallelize takes it. offload: FSDP's. recompute: whether units are
-    recomputed. estimate: its Estimate. reasons: one sentence for each candidate that was tried,
-    with the chosen one last; str() joins them.
+    strategy: a name for labkit.trainer.parallelize. offload: whether FSDP offloads. recompute:
+    whether units are recomputed. estimate: its Estimate. reasons: one sentence for each candidate
+    that was tried, with the chosen one last; str() joins them.
     """
 
     strategy: str
@@ -40,7 +40,7 @@ class Choice:
 
 
 # From cheap to expensive: (strategy, whether units are recomputed). ZeRO sends as much as DDP,
-# FSDP half as many again. Offload moves shards and states between host and device in every step.
+# FSDP 1.5 times as much. Offload moves shards and states between host and device in every step.
 # Recomputation runs every forward twice.
 ALONE = (("single", False), ("fsdp_offload", False), ("single", True), ("fsdp_offload", True))
 LADDER = (
@@ -65,10 +65,10 @@ WORDS = {
 
 
 class Search:
-    """The estimates that choose() needs, each made once.
+    """The candidates of choose() and a cache of their estimates.
 
     step: arguments of estimate() that are the same for all: module, input, loss, target ...
-    recompute: as in estimate(), for the candidates that recompute, or None.
+    recompute: as in estimate(), for the candidates that recompute; None: there are none.
     """
 
     def __init__(self, step, world_size, recompute):
@@ -76,7 +76,10 @@ class Search:
         self.found = {}
 
     def rungs(self):
-        """The candidates. On a CPU a rank's memory is the host's, so offload moves nothing."""
+        """Return the candidates, [(strategy, recomputed)], from cheap to expensive.
+
+        Without offload on a CPU, whose memory is the host's.
+        """
         on_cpu = device_of(self.step["module"], self.step.get("device")).type == "cpu"
         rungs = []
         for strategy, recomputed in ALONE if self.world_size == 1 else LADDER:
@@ -86,7 +89,7 @@ class Search:
         return rungs
 
     def estimate(self, rung, world_size=None, batch=None):
-        """The Estimate of rank 0 under a rung; batch: the first so many samples, None: all."""
+        """Return the Estimate of rank 0 for a candidate. batch: number of samples; None: all."""
         key = rung, world_size or self.world_size, batch
         if key not in self.found:
             (strategy, recomputed), ranks, _ = key
@@ -115,9 +118,9 @@ def choose(
 
     memory_bytes: of one rank. Candidates on one rank: one process, offload, recomputation, both. On
     several: DDP, ZeRO-1, ZeRO-2, FSDP, FSDP with offload, with recomputation, with both.
-    input, target: one rank's batch. recompute: as in estimate(); None leaves it out.
-    host_bytes: a rank's host memory, for offload. order: function that sorts the candidates, a
-    list of (strategy, recomputed). options: precision, unit, device.
+    input, target: one rank's batch. recompute: as in estimate(); None: no candidate recomputes.
+    host_bytes: a rank's host memory, for offload; None: no limit. order: function that sorts the
+    candidates, a list of (strategy, recomputed). options: precision, unit, device.
     Raises MemoryError if nothing fits; the message says by how much, and what would fit.
     """
     step = {"module": module, "input": input, "loss": loss, "target": target}
@@ -165,7 +168,10 @@ def first_that_fits(rungs, estimate, memory_bytes, host_bytes=None, ways=lambda 
 
 
 def ways_out(search, memory_bytes, rung):
-    """List what would fit: more ranks, a smaller batch. Both are found by bisection."""
+    """Return phrases for what would fit: more ranks (up to 1024), a smaller batch.
+
+    Both are found by bisection.
+    """
     ways, sharded = [], ("fsdp", rung[1])
     ranks = first_true(
         lambda n: search.estimate(sharded, n).peak_total <= memory_bytes,
@@ -184,6 +190,7 @@ def ways_out(search, memory_bytes, rung):
 
 
 def words_of(rung):
+    """Return the name of a candidate (strategy, recomputed) for messages."""
     strategy, recomputed = rung
     return (
         WORDS[strategy]

@@ -48,7 +48,7 @@ class Storage:
 
 
 class MemoryTracker(TorchDispatchMode):
-    """A context manager that counts live tensor bytes by kind; every entry starts anew.
+    """A context manager that counts live tensor bytes by kind. Entering it again starts from zero.
 
         with MemoryTracker(model, optimizer) as memory:
             loss(model(x), y).backward()
@@ -126,7 +126,7 @@ class MemoryTracker(TorchDispatchMode):
 
     @property
     def current(self):
-        """Live bytes by kind, now (inside) or at exit."""
+        """Live bytes by kind: now in the block, at its end after it."""
         self._scan()
         return self._totals(len(self._log))
 
@@ -232,7 +232,7 @@ class MemoryTracker(TorchDispatchMode):
         self._scan()  # FSDP sets the gradients of its shards without accumulation
 
     def _watch_storage_resize(self):
-        """Wrap storage.resize_, with which FSDP frees and refills parameters; it is no operator."""
+        """Wrap storage.resize_, no operator, with which FSDP frees and refills parameters."""
         original = torch.UntypedStorage.resize_
 
         def resize_(storage, size):

@@ -8,8 +8,8 @@ Parameters grow with E, work per token only with k. An expert that the router pr
 more, and is then preferred more. So the load is balanced: by a loss that is lowest for an even
 load, or by a bias that is used in the choice of experts but not in their weights.
 
-Sent per rank: in forward, twice the rows of its k x tokens of `width` that leave the rank; the same
-in backward; before them 2E + 1 counts. Held: E/n experts, and the received rows.
+Sent per rank: the rows that leave it (of k x tokens rows of `width` numbers), twice in forward and
+twice in backward; before them 2E + 1 counts. Held: E/n experts, and the received rows.
 Shazeer et al., Outrageously Large Neural Networks, ICLR 2017, section 2; Lepikhin et al., GShard,
 ICLR 2021, section 2.2 (capacity, all-to-all); Fedus et al., Switch Transformers, JMLR 2022, section
 2.2 (the loss); Wang et al., Auxiliary-Loss-Free Load Balancing, 2024, section 3 (the bias).
@@ -38,8 +38,8 @@ class MoE(nn.Module):
     capacity: an expert accepts at most capacity x (tokens x top_k / experts) of a rank's rows, the
         first ones; further rows are dropped and add nothing. None: no limit.
     balance: "loss": after forward, add .balance_loss x 0.01 or so to the loss; "bias": call
-        rebalance() after each optimizer step; None. A reentrant checkpoint of torch around forward
-        removes the gradient of the loss.
+        rebalance() after each optimizer step; None: neither. A reentrant checkpoint of torch around
+        forward removes the gradient of the loss.
     shared: number of experts that process every token. shared_expert_gate: multiply their sum by a
         sigmoid of the token, as in Qwen2-MoE. routing: how scores choose and weight experts.
     router_z_loss_coef: if not 0, .z_loss is this times the mean of logsumexp(scores)^2, to be added
@@ -47,12 +47,13 @@ class MoE(nn.Module):
     padding_mask: bool [...], True for padding. Padding is not routed, counts in no loss, load or
         capacity, and has an output of 0. Both losses divide by the mean number of tokens of a rank,
         so that their mean over the ranks equals that of one process with all tokens.
-    .load, [experts] int64: rows per expert in the last forward, over the group's ranks; .dropped:
-        those of them beyond its capacity.
+    .load, .dropped: [experts] int64: rows per expert in the last forward, over all ranks that have
+        different tokens, and how many of them exceeded the capacity.
     Gradients of experts are those of the mean of the ranks' losses, as DDP computes them for other
     parameters: set module._ddp_params_and_buffers_to_ignore = names_of_experts(module). In a mesh,
-    build the full module and call spread(). Raises ValueError if experts is not divisible by the
-    ranks, if top_k exceeds experts, and on all ranks if a score is NaN or infinite.
+    build the full module and call spread(). Raises ValueError for invalid arguments and if experts
+    is not divisible by the ranks; in forward, on all ranks, for an invalid mask and if a score is
+    NaN or infinite.
     """
 
     def __init__(
@@ -117,7 +118,10 @@ class MoE(nn.Module):
         return copied
 
     def own_experts(self, group, counted=None):
-        """Set the groups, and return the range of expert numbers of this rank."""
+        """Set the groups, as in spread(), and return the range of this rank's expert numbers.
+
+        Raises ValueError if the number of experts is not divisible by the group's ranks.
+        """
         E = len(self.bias)
         self.group = group
         self.counted = counted or group
@@ -128,21 +132,22 @@ class MoE(nn.Module):
         self.tellers = dist.get_process_group_ranks(self.counted) if self.counted else [0]
         alone = [dist.get_rank()] if self.counted else [0]
         near = dist.get_process_group_ranks(group) if group else alone
-        self.near = [self.tellers.index(rank) for rank in near]  # the group's, among the tellers
+        self.near = [self.tellers.index(rank) for rank in near]  # positions of the group's ranks
         return range(self.rank * E // self.n, (self.rank + 1) * E // self.n)
 
     def spread(self, group, counted=None):
         """Keep this rank's part of a full set of experts. Sends nothing.
 
-        counted: all ranks that have different tokens, over which load and losses are counted.
-        None: those of the group. group: None if each of these ranks has all experts.
+        group: the ranks that the experts are sharded over; None if each rank has all of them.
+        counted: all ranks that have different tokens, over which load and losses are counted; None:
+        the group.
         """
         own = self.own_experts(group, counted)
         for number in [number for number in self.experts if int(number) not in own]:
             del self.experts[number]
 
     def names_elsewhere(self):
-        """Return the names, in the full state dict, of the experts of other ranks."""
+        """Return the names of other ranks' expert tensors in the full state dict."""
         expert = next(iter(self.experts.values()))
         others = [i for i in range(len(self.bias)) if str(i) not in self.experts]
         return [f"experts.{i}.{name}" for i in others for name in expert.state_dict()]
@@ -156,7 +161,10 @@ class MoE(nn.Module):
         return output.new_zeros(x.shape).index_put((tokens,), output)
 
     def mix(self, rows, fits=True):
-        """Route rows [tokens, width]. fits: False on a rank with an invalid mask."""
+        """Route rows through their experts; return the weighted sums. Both: [tokens, width].
+
+        fits: False on a rank with an invalid mask.
+        """
         scores = self.scores(rows)
         likely, weights, chosen = self.routing.choose(scores, self.bias, self.top_k)
         order, taken = self.taken(chosen, len(self.bias))
@@ -179,11 +187,14 @@ class MoE(nn.Module):
         return scores.to(torch.promote_types(scores.dtype, torch.float32))
 
     def route(self, rows):
-        """Return (probabilities of the experts, [tokens, E]; weights and numbers of the chosen)."""
+        """Return Routing.choose() for rows [tokens, width]: probabilities, weights, numbers."""
         return self.routing.choose(self.scores(rows), self.bias, self.top_k)
 
     def taken(self, chosen, E):
-        """Return (indices into chosen.flatten() of accepted rows, by expert; rows per expert)."""
+        """Return (indices of accepted rows in chosen.flatten(), sorted by expert; rows per expert).
+
+        chosen: [tokens, top_k] expert numbers. Rows beyond the capacity are not accepted.
+        """
         of = chosen.flatten()
         order = of.argsort(stable=True)
         counts = of.bincount(minlength=E)
@@ -195,7 +206,11 @@ class MoE(nn.Module):
         return order[within < most], counts.clamp(max=most)
 
     def tell(self, chosen, taken, likely, fits):
-        """All-gather the rows that each rank has for each expert, and set the load of all ranks."""
+        """All-gather the number of rows of each rank for each expert; set load and dropped.
+
+        Returns the numbers of the group's ranks, [ranks, experts]. Raises ValueError on all ranks
+        if a rank has an invalid mask, or scores that are NaN or infinite.
+        """
         E = len(self.bias)
         invalid = (~likely.isfinite()).sum() if fits else taken.new_tensor(-1)
         counts = torch.cat([taken, chosen.flatten().bincount(minlength=E), invalid[None]])
@@ -211,7 +226,7 @@ class MoE(nn.Module):
         return counts[self.near, :E]
 
     def set_losses(self, scores, likely):
-        """Set the balance loss and the z-loss, whose mean over ranks is that of all tokens."""
+        """Set the balance loss and the z-loss; their mean over the ranks is that of all tokens."""
         load = self.load.to(likely.dtype)  # division of integers would use fp32
         rows = load.sum().clamp(min=1)
         tokens = rows / (self.top_k * len(self.tellers))  # of a rank, on average
@@ -229,7 +244,10 @@ class MoE(nn.Module):
         return gathered.view(len(self.tellers), -1)
 
     def by_experts(self, rows, counts):
-        """Send each row through its expert, on whichever rank, and return them in order."""
+        """Compute each row by its expert, on any rank of the group; return the results in order.
+
+        rows: sorted by expert. counts: rows per rank of the group and expert.
+        """
         own = len(self.experts)
         received = counts[:, self.rank * own : (self.rank + 1) * own]  # [ranks, own experts]
         outgoing = counts[self.rank].view(self.n, own).sum(1).tolist()
@@ -251,7 +269,7 @@ class MoE(nn.Module):
 
     @torch.no_grad()
     def rebalance(self, rate=1e-3):
-        """Change the bias after a step, so that experts with a low load are chosen more often."""
+        """Change the bias by +-rate, so that experts with a low load are chosen more often."""
         if self.load is not None:
             above = self.load * len(self.load) - self.load.sum()  # fp32 is exact to 2^24 rows only
             self.bias -= rate * torch.sign(above)
@@ -263,7 +281,7 @@ def mixtures(module):
 
 
 def names_of_experts(module):
-    """Return the names of parameters that are on one rank only, which DDP must not average."""
+    """Return the names of the experts' parameters and buffers, which DDP must not average."""
     return [
         f"{name}.experts.{own}".lstrip(".")
         for name, mixture in mixtures(module)
@@ -272,10 +290,10 @@ def names_of_experts(module):
 
 
 def balanced(loss, module, weight=0.01):
-    """Return a loss (output, target) -> scalar that adds the balance_loss x weight, and z_loss.
+    """Return a loss (output, target) -> scalar that adds balance_loss x weight, and z_loss.
 
-    These are of the last forward, and are left out under torch.no_grad(). Raises ValueError if the
-    router would get no gradient from them although it requires one.
+    It adds those of the module's last forward, and nothing under torch.no_grad(). It raises
+    ValueError if the router requires a gradient but would get none from them.
     """
     parts = [part for _, part in mixtures(module)]
 

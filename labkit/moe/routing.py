@@ -20,7 +20,7 @@ class Routing:
     score: "softmax" over the experts, or "sigmoid" of each.
     norm_topk_prob: divide the k weights by their sum. Not for k = 1, whose weight would be 1.
     routed_scaling_factor: multiplies the weights.
-    n_group, topk_group: choose only among the best topk_group of n_group groups of neighbouring
+    n_group, topk_group: choose only among the best topk_group of n_group groups of neighboring
         experts. A group's score is the sum of its two best experts ("sigmoid": DeepSeek-V3) or
         its best one ("softmax": DeepSeek-V2).
     Mixtral, Qwen3-MoE: Routing(). Qwen2-MoE, OLMoE: norm_topk_prob=False. DeepSeek-V3: "sigmoid",
@@ -41,7 +41,10 @@ class Routing:
             raise ValueError(f"topk_group={self.topk_group} must be 1 to n_group={self.n_group}")
 
     def check(self, experts, top_k):
-        """Raise ValueError if n_group does not divide experts, or groups have fewer than top_k."""
+        """Raise ValueError if n_group does not divide experts, or top_k is not 1 to the maximum.
+
+        The maximum is the number of experts in topk_group groups.
+        """
         if experts % self.n_group:
             raise ValueError(f"experts={experts} must be divisible by n_group={self.n_group}")
         if not 1 <= top_k <= self.topk_group * experts // self.n_group:
@@ -51,9 +54,10 @@ class Routing:
             )
 
     def choose(self, scores, bias, top_k):
-        """Return (probabilities of the experts, [tokens, E]; weights and numbers of the chosen).
+        """Choose experts. Return (probabilities, weights, numbers of the chosen experts).
 
-        scores: [tokens, E]. bias: [E], used in the choice but not in the weights.
+        scores: [tokens, E]. bias: [E], used in the choice but not in the weights. probabilities:
+        [tokens, E], with sum 1. weights and numbers (int64): [tokens, top_k].
         """
         # In logarithms, which stay finite where all sigmoids underflow to 0.
         logs = scores.log_softmax(-1) if self.score == "softmax" else F.logsigmoid(scores)

@@ -3,9 +3,10 @@
     device   parameters  gradients  activations of the current layer     cost: each byte crosses
     host     optimizer states   activations of the other layers          the bus twice
 
-Optimizer states are needed in step() only: the device holds one chunk instead of all (Adam in fp32:
-8 bytes a parameter). Activations are needed in backward in reverse order: each is back in time if
-a layer computes longer than it copies. Recomputation copies nothing, but computes twice.
+Optimizer states are needed in step() only: the device holds two chunks instead of all (Adam in
+fp32: 8 bytes a parameter), the one that is computed and the next. Activations are needed in
+backward in reverse order: each is back in time if a layer computes longer than it copies.
+Recomputation copies nothing, but computes twice.
 Ren et al., ZeRO-Offload: Democratizing Billion-Scale Model Training, USENIX ATC 2021, section 4;
 Rajbhandari et al., ZeRO-Infinity, SC 2021, section 5 (activations and disks).
 """
@@ -24,14 +25,15 @@ ALIGNED = 64  # bytes: alignment of a tensor in a flat region
 
 
 class Offloaded(NotPickled, torch.optim.Optimizer):
-    """A torch.optim optimizer with its states off the device. It must update parameters separately.
+    """A torch.optim optimizer with its states off the device.
 
+    optimizer: its update of a parameter must not depend on other parameters.
     to: "cpu" for host memory (parameters on the CPU need no copies), or a folder for a file.
-    chunk_mb: MiB of states on the device at once; at least one parameter's. The buffers are
-    allocated here: OSError if there is no space. 0-d states (`step`) stay on the device.
-    param_groups, state and state_dict() are the optimizer's own, for schedulers, scalers and
-    checkpoints. ValueError if its states cannot be predicted. With ZeRO, offload the inner one:
-    ZeRO1(params, InFile) with
+    chunk_mb: MiB of states in a chunk, at least one parameter's; the device holds two chunks.
+    0-d states (`step`) are not moved. param_groups, state and state_dict() are the optimizer's own,
+    for schedulers, scalers and checkpoints. The buffers are allocated in the constructor, which
+    raises OSError if there is no space, and ValueError if the states cannot be predicted. With
+    ZeRO, offload the inner one: ZeRO1(params, InFile) with
         class InFile(Offloaded):
             def __init__(self, params, **defaults):
                 super().__init__(torch.optim.AdamW(params, **defaults), to=folder)
@@ -92,7 +94,10 @@ class Offloaded(NotPickled, torch.optim.Optimizer):
         ]
 
     def step(self, closure=None):
-        """Step chunk by chunk: while one is computed, the states of the next are copied."""
+        """Step chunk by chunk: while one is computed, the states of the next are copied.
+
+        Returns the closure's loss.
+        """
         if not self._places:
             return self.optimizer.step(closure)
         loss = None
@@ -143,10 +148,7 @@ class Offloaded(NotPickled, torch.optim.Optimizer):
         self._make_room(self.param_groups[-1:])
 
     def state_dict(self):
-        """Return the optimizer's state_dict.
-
-        Its tensors are the ones off the device, not copies.
-        """
+        """Return the optimizer's state_dict. Its tensors are those off the device, not copies."""
         for lane in self._lanes.values():
             lane.finish()
         return self.optimizer.state_dict()
@@ -160,7 +162,8 @@ class offload_activations:
     """`with offload: loss = model(x)`: keep tensors saved for backward off the device.
 
     to: "cpu" for host memory (tensors on the CPU stay), or a folder, for mapped files there.
-    Parameters and tensors below min_bytes stay. Use one object for all steps: it reuses buffers.
+    Parameters and tensors of less than min_bytes bytes stay. Use one object for all steps: it
+    reuses buffers. nbytes: bytes of all buffers, used and free.
     """
 
     def __init__(self, to="cpu", min_bytes=2**16):
@@ -223,7 +226,7 @@ class Away:
             self.coming = self.lane.bring(self.host)
 
     def bring(self):
-        """Return the tensor on its device; if copies overlap with compute, start the previous."""
+        """Return the tensor on its device; on CUDA, start to copy the previous one back, too."""
         self.start()
         coming, self.coming = self.coming, None
         previous = self.previous() if self.previous is not None else None

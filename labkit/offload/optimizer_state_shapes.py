@@ -13,7 +13,10 @@ import torch
 
 
 def expected_states(optimizer, parameters):
-    """Return {parameter: {name: tensor}} of its states: existing ones, or meta tensors."""
+    """Return {parameter: {name: tensor}} of the states: existing ones, or meta tensors.
+
+    Raises ValueError if the optimizer's step fails before it has created the states.
+    """
     known = {p: optimizer.state[p] for p in parameters if p in optimizer.state}
     new = [p for p in parameters if p not in known and p.requires_grad]
     twins = {id(p): torch.empty_like(p, device="meta").requires_grad_() for p in new}

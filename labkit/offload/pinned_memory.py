@@ -18,10 +18,10 @@ import torch
 
 
 def room(nbytes, to, device):
-    """Allocate nbytes off `device`, flat uint8: in host memory or a file.
+    """Allocate a flat uint8 tensor of nbytes off `device`: in host memory or a file.
 
-    to: "cpu", or a folder for the file. Raises OSError if the folder cannot be written to or the
-    disk is full; no file remains.
+    to: "cpu" for host memory, pinned if device is CUDA; or a folder for the file. Raises OSError if
+    the folder cannot be written to or the disk is full; no file remains.
     """
     if to == "cpu" or nbytes == 0:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")

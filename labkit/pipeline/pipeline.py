@@ -123,8 +123,9 @@ class Pipeline:
 
         input is read on the rank of the first stage, target on that of the last. Gradients are
         accumulated. scale: multiplies the loss in backward only. weights: of the micro-batches in
-        the mean, numbers whose mean is 1; None: equal weights. Two chains have two ends: both are
-        given the full batch, and return their parts of its mean loss.
+        the mean, a list of numbers whose mean is 1; None: equal weights. Two chains (dual_pipe)
+        have two ends: both are given the full batch, and return their parts of its mean loss.
+        Raises RuntimeError if gradients are off, ValueError for a missing or unsuitable batch.
         """
         if not torch.is_grad_enabled():
             raise RuntimeError("step() needs gradients, which are off: use evaluate()")
@@ -136,9 +137,10 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, input=None, target=None, loss=None):
-        """Run forward only. The batch may have another size every time.
+        """Run forward of a batch; return the mean loss on the last stage, else None.
 
-        target: a tensor, or a list with one per micro-batch. loss: another loss than for training.
+        The batch may have another size every time. target: a tensor, or a list with one per
+        micro-batch. loss: another loss than for training.
         """
         self.metric = loss or self.loss
         self.weights = [1.0] * self.micro_batches
@@ -146,7 +148,7 @@ class Pipeline:
         return self.run(program, self.forward_mail(), input, target)
 
     def run(self, program, mail, input, target):
-        """Run each action of this rank's list; post the receive of the next action before it."""
+        """Run each action of this rank's list, and post the receive of the next one before it."""
         self.inputs = self.cut(input, self.first, "input")
         self.targets = self.cut(target, self.last, "target")
         if len(self.weights) != self.micro_batches:

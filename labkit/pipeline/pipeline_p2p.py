@@ -93,7 +93,7 @@ class Mail:
             self.asked[src] += 1
 
     def take(self, action):
-        """Return the tensor that another action made for this one, or None."""
+        """Wait for the tensor that another action made for this one and return it, or None."""
         if action in self.here:
             return self.here.pop(action)
         if action not in self.source:
@@ -105,7 +105,7 @@ class Mail:
         return buffer
 
     def send(self, tensor, action):
-        """Send the result of an action to the one that needs it."""
+        """Start sending the result of an action to the one that needs it, if there is one."""
         target = made_for(action, self.routes[action.micro_batch])
         if target is None:
             return
@@ -120,7 +120,11 @@ class Mail:
         self.leaving = [pair for pair in self.leaving if not pair[0].is_completed()]
 
     def header_for(self, tensor, action, target):
-        """Return [header] for the first message of its kind, else []."""
+        """Return [header] for the first forward message to a stage, else [].
+
+        Raises ValueError if a later message has another shape or dtype, or if the header cannot
+        describe the tensor.
+        """
         looks = tuple(tensor.shape), tensor.dtype
         is_new = target[:2] not in self.sent_looks
         before = self.sent_looks.setdefault(target[:2], looks)

@@ -7,6 +7,7 @@
 
 A schedule is data: for each rank a list of Action(kind, stage, micro_batch), written "0F3": stage,
 kind, micro-batch. A B without a separate W does both parts; one stage may have both kinds of B.
+The functions raise ValueError for numbers that do not suit the schedule.
 For p ranks, M micro-batches, v stages a rank; the bubble is the idle fraction of a rank's step for
 F = B = W = 1:
 
@@ -79,7 +80,10 @@ def one_f_one_b(stages, micro_batches, ranks=None):
 
 
 def interleaved(stages, micro_batches, ranks=None):
-    """Return 1F1B with several thin stages a rank: the pipeline fills in 1/v of the time."""
+    """Return 1F1B with v thin stages a rank: the pipeline fills in 1/v of the time.
+
+    Stage s is on rank s % ranks. micro_batches must be a multiple of ranks.
+    """
     p = ranks or stages
     if micro_batches % p:
         raise ValueError(
@@ -115,9 +119,9 @@ def v_shaped(stages, micro_batches, ranks=None):
 
     F and B are of stage r, f and b of the other stage. With enough micro-batches to fill all ranks
     (2 p - 1), a rank runs F until the first f arrives, f and F until the first b arrives, f and b
-    until the first B arrives, and then one of each. With fewer micro-batches the later ones are
-    left out. Each W follows its B, except that 2 r of them wait until the end. With fewer
-    micro-batches Ws wait as long as the memory allows, and r until the end.
+    until the first B arrives, and then one of each. Each W follows its B, except that 2 r of them
+    wait until the end. With fewer micro-batches, the later ones are left out, and Ws wait as long
+    as the memory allows, r of them until the end.
 
     For F = B = W = 1 a step takes 6 M + p - 1 units for M >= p micro-batches. For M < p ranks idle
     while the first micro-batch passes forward and back: 4 p + 3 M - 1, or one less if 2 M <= p.
@@ -142,9 +146,10 @@ def v_shaped(stages, micro_batches, ranks=None):
 
 
 def with_weights(program, room, wait):
-    """Add a W for each B, oldest first: at once if `room` is held, while Fs are left.
+    """Add a W for each B, oldest first.
 
-    After the last F, Ws are added when more than `wait` are delayed. Held, as in most_held: F to W.
+    While Fs are left, a W is added if at least `room` micro-batches are held; after the last F, if
+    more than `wait` Ws are delayed. A micro-batch is held from F to W, as in most_held().
     """
     split = []
     put_off = deque()
@@ -238,7 +243,7 @@ def needs(action, route):
 
 
 def in_turn(forward, backward, ahead):
-    """Return `ahead` forwards, then backwards and forwards in alternation, then the rest."""
+    """Return `ahead` forwards, then backwards and forwards alternately, then the rest."""
     program = forward[:ahead]
     for number, action in enumerate(backward):
         program += [action, *forward[ahead + number : ahead + number + 1]]

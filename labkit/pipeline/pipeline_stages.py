@@ -1,4 +1,4 @@
-"""The stages of one rank by name: which parts of the full model they have, and what is tied.
+"""The stages of one rank: the names of their tensors in the full model, and tied parameters.
 
     rank 0   stage 0: embedding ...                     a name in two stages is one parameter:
     rank 3   stage 3: ... head (the embedding again)    equal at first, gradients added
@@ -27,10 +27,11 @@ def by_stage(stage, name):
 class Stages:
     """The stages of this rank. modules: {stage: nn.Module}; on the meta device, of all ranks.
 
-    names: (stage, name there) -> name in the full model.
+    names: (stage, name in the stage) -> name in the full model; None: "stage.name".
     length: number of stages of the model; later stages are copies of the first, the second, ...
-    schedule: a text that must be identical on all ranks. Collective. Raises ValueError, on all
-    ranks, for stages on other ranks than in the schedule, and names that mean different tensors.
+    owner: {stage: rank}. schedule: a text that must be identical on all ranks. Collective. Raises
+    ValueError, on all ranks, for stages on other ranks than in the schedule, and for one name with
+    different shapes, dtypes or requires_grad.
     """
 
     def __init__(self, modules, names, length, owner, group, schedule, device):
@@ -126,10 +127,10 @@ class Stages:
 
     @contextmanager
     def separate_tied_gradients(self):
-        """Make the gradient of each copy of a tied parameter separately, around a step's backward.
+        """Collect the gradient of each copy of a tied parameter separately, during a step.
 
-        At the end the sum over all copies is added to the gradient that each copy had. After an
-        exception nothing is added.
+        Then add the sum over all copies to the gradient that each copy had. After an exception
+        nothing is added. Collective.
         """
         before = {p: p.grad for copies in self.tied.values() for p in copies}
         for p in before:
@@ -174,7 +175,10 @@ class Stages:
 
     @torch.no_grad()
     def load(self, state_dict, strict=True):
-        """Load this rank's part of a full state dict, or of state_dict()."""
+        """Load this rank's part of a full state dict, or of state_dict().
+
+        Raises RuntimeError for a tensor of another shape and, if strict, for a missing one.
+        """
         missing = [name for name in self.tensors if name not in state_dict]
         wrong = [
             f"{name!r} has shape {list(state_dict[name].shape)}, expected {list(copies[0].shape)}"
@@ -215,7 +219,10 @@ def parts_of(batch, count, name):
 
 
 def union(state, group, device):
-    """Return the tensors of all ranks' dicts, on every rank's CPU; the first rank's of a name."""
+    """Return the tensors of all ranks' dicts, on every rank's CPU. Collective.
+
+    If several ranks have a name, the first rank's tensor.
+    """
     looks = {name: (list(t.shape), str(t.dtype)) for name, t in state.items()}
     texts = gather_bytes(json.dumps(looks).encode(), group, device)
     whole = {}

@@ -38,8 +38,9 @@ class Played(NamedTuple):
 def check(schedule, ranks, micro_batches):
     """Return {stage: rank}. Raises ValueError for a schedule that cannot run.
 
-    Errors: an action that is missing or duplicated, a stage on two ranks, an action before another
-    that it needs, and ranks that wait for each other in a cycle.
+    schedule: for each rank a list of Action. Errors: an action that is missing or duplicated, a
+    stage on two ranks, an action before another that it needs, and ranks that wait for each other
+    in a cycle.
     """
     if not isinstance(micro_batches, int) or micro_batches < 1:
         raise ValueError(f"micro_batches={micro_batches!r} must be an integer of at least 1")
@@ -83,10 +84,10 @@ def owners(schedule):
 
 
 def play(schedule, cost=None, message=0.0):
-    """Simulate when each action begins and ends: a Played. Raises ValueError for a cycle.
+    """Simulate when each action begins and ends. Return a Played. Raises ValueError for a cycle.
 
-    cost: {"F", "B", "W": time of one}, or a function action -> time; a B without W costs both.
-    message: time from the end on one rank to the beginning on another.
+    cost: {kind: time} of "F", "B" and "W", where a B without W costs both; or a function action ->
+    time; None: 1 each. message: time from the end on one rank to the beginning on another.
     """
     cost = UNITS if cost is None else cost
     owner = owners(schedule)

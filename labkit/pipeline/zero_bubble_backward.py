@@ -29,7 +29,7 @@ class Later(NamedTuple):
 
 
 def backward_of_input(output, x, gradient):
-    """Return (gradient of x or None, Later). x: a leaf; gradient: of output, None for 1."""
+    """Run B. Return (gradient of x or None, Later). x: a leaf. gradient: of output; None: 1."""
     if output.grad_fn is None:
         return gradient if output is x else None, Later(output, gradient, [], [])
     if x is None or not x.requires_grad:
@@ -52,7 +52,7 @@ def backward_of_input(output, x, gradient):
 
 
 def backward_of_weights(later):
-    """Add the gradients of the weights to their .grad."""
+    """Run W: add the gradients of the weights to their .grad. later: from backward_of_input()."""
     if later.rest:
         more = bool(later.joints)
         torch.autograd.backward(later.output, later.gradient, more, inputs=later.rest)

@@ -5,12 +5,12 @@
                      [block 1 again] its backward                        x0, its activations freed
 
 Held, for L blocks with inputs of c bytes and activations of a bytes: L c + a instead of L a.
-Time: one more forward in addition to a forward and a backward of about two: at most 4/3. It is
-less, as the second run ends with the last tensor needed. Sent: nothing. keep="matmul" also holds
-the results of matrix products.
-How: in forward, autograd passes each tensor that it would save and gets an empty placeholder. The
-first placeholder that backward reads runs the function again, which fills all of them. The graph
-stays an ordinary one: every gradient arrives once, and DDP and FSDP need no change.
+Time: one more forward, at most 4/3 of a step, as backward takes about two forwards. It is less,
+because the second run ends with the last tensor needed. Sent: nothing. keep="matmul" also holds the
+results of matrix products.
+How: in forward, each tensor that autograd would save is replaced by an empty placeholder. The first
+placeholder that backward reads runs the function again, which fills all of them. The graph stays an
+ordinary one: every gradient arrives once, and DDP and FSDP need no change.
 Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016, section 4.1; Korthikanti et al.,
 Reducing Activation Recomputation in Large Transformer Models, MLSys 2023, section 5 (what to keep).
 """
@@ -32,13 +32,14 @@ from labkit.recompute.selective_checkpoint import Keep, Reuse, choose_policy
 def checkpoint(function, *args, use_reentrant=False, preserve_rng_state=True, keep=None, **kwargs):
     """Call function(*args, **kwargs) without keeping its activations; backward recomputes them.
 
-    Protocol of torch.utils.checkpoint.checkpoint with use_reentrant=False; True is a ValueError.
+    Interface of torch.utils.checkpoint.checkpoint, but use_reentrant=True raises ValueError.
     Arguments and results may be anything; tensors nested in the arguments are inputs and are kept.
     preserve_rng_state=False: do not save the random state; dropout then gives wrong gradients.
     keep: "matmul" holds the results of matrix products, convolutions and attention; or a function
         operator (of torch.ops.aten) -> bool that selects the results to hold.
     function must do the same both times; its side effects (BatchNorm's statistics) happen twice.
-    Raises RuntimeError in backward if other tensors are saved, or an input was changed.
+    Raises RuntimeError in forward if a held result was changed in place; in backward if the second
+    run saves other tensors, or an input was changed in place. Raises ValueError for another keep.
     """
     if use_reentrant:
         raise ValueError(
@@ -113,7 +114,10 @@ class Call:
         return place.take()
 
     def run_again(self):
-        """Fill all places that are still referenced, and stop after the last of them."""
+        """Run the function again to fill all places still referenced; stop after the last of them.
+
+        Raises RuntimeError if the function saves fewer or other tensors than in forward.
+        """
         places = [reference() for reference in self.places]
         last = max(number for number, place in enumerate(places) if place is not None)
         numbers = itertools.count()
@@ -150,7 +154,7 @@ class Call:
 class Enough(BaseException):
     """Ends the second run when all tensors are filled.
 
-    Not an Exception, so that nobody catches it.
+    Not an Exception, so that `except Exception` in the function does not catch it.
     """
 
 
@@ -173,7 +177,10 @@ class Place:
         self.tensor, self.version = tensor, tensor._version
 
     def take(self):
-        """Return the tensor and clear the place: a second backward runs the function again."""
+        """Return the tensor and clear the place: a second backward runs the function again.
+
+        Raises RuntimeError if the function changed the tensor in place after it was saved.
+        """
         tensor, self.tensor = self.tensor, None
         if tensor._version != self.version:
             raise RuntimeError(
@@ -184,6 +191,7 @@ class Place:
 
 
 def appearance(tensor):
+    """Return (shape, dtype, device)."""
     return tuple(tensor.shape), tensor.dtype, tensor.device
 
 
@@ -192,12 +200,15 @@ def as_it_is(tensor):
 
 
 def is_parameter(tensor):
-    """Return whether this is a parameter or a view of one such as weight.t(): held anyway."""
+    """Return whether this is a parameter, or a view of one such as weight.t(): in memory anyway."""
     return isinstance(tensor if tensor._base is None else tensor._base, torch.nn.Parameter)
 
 
 class Held:
-    """Values whose tensors autograd holds: it detects changes, and outer checkpoints apply."""
+    """Nested values whose tensors are saved by autograd, through the hooks of outer checkpoints.
+
+    get() returns the values. It raises RuntimeError if a tensor was changed in place.
+    """
 
     def __init__(self, values):
         self.leaves, self.structure = tree_flatten(values)

@@ -16,7 +16,7 @@ AUTOCAST_DEVICES = ("cpu", "cuda")
 
 
 class Surroundings:
-    """Saves the state when constructed. `with surroundings.again():` restores it for the block.
+    """Saves the state when constructed. `with surroundings.again():` restores it in the block.
 
     tensors: the function's inputs; the random states of their CUDA devices and of the current
     device are saved. random=False does not save them: dropout then draws other masks the second
@@ -39,6 +39,7 @@ class Surroundings:
 
     @contextmanager
     def again(self):
+        """Restore the saved state in the block, and the current state after it."""
         with ExitStack() as undo:
             if self.random is not None:
                 undo.callback(set_random_state, self.random_state())
@@ -80,9 +81,9 @@ def set_autocast(settings):
 
 
 def leave_autocast():
-    """Leave a nesting level.
+    """Leave a nesting level of autocast.
 
-    At the outermost, drop cached casts, as weights change in the next step.
+    After the outermost one, drop cached casts, because weights change in the next step.
     """
     if torch.autocast_decrement_nesting() == 0:
         torch.clear_autocast_cache()

@@ -26,7 +26,7 @@ PRODUCTS = {
 
 
 def choose_policy(keep):
-    """Return the function operator -> bool for `keep`, or None.
+    """Return the function operator -> bool for keep="matmul" or a function; None for None.
 
     Raises ValueError for other values.
     """
@@ -38,7 +38,7 @@ def choose_policy(keep):
 
 
 class Keep(TorchDispatchMode):
-    """The mode of the first run. finish() returns [(operator, result, random state afterwards)]."""
+    """The mode of the first run: holds the results of the operators that the policy selects."""
 
     def __init__(self, policy, surroundings):
         super().__init__()
@@ -55,7 +55,10 @@ class Keep(TorchDispatchMode):
         return result
 
     def finish(self):
-        """Return the held results. Raises RuntimeError if one was changed in place."""
+        """Return [(operator, result, random state afterwards, or None if it draws no numbers)].
+
+        Raises RuntimeError if a result was changed in place.
+        """
         kept, self.kept = self.kept, []
         return [
             (operator, tree_map_only(torch.Tensor, unchanged(operator), r), state)
@@ -64,7 +67,7 @@ class Keep(TorchDispatchMode):
 
 
 def unchanged(operator):
-    """Return a function that detaches a tensor, or raises an error if it was written to."""
+    """Return a function that detaches a tensor, or raises RuntimeError if it was written to."""
 
     def check(tensor):
         if tensor._version:
@@ -78,7 +81,10 @@ def unchanged(operator):
 
 
 class Reuse(TorchDispatchMode):
-    """The mode of the second run: returns held results instead of running their operators."""
+    """The mode of the second run: returns held results instead of running their operators.
+
+    kept: from Keep.finish(). Raises RuntimeError if the operators differ from the first run's.
+    """
 
     def __init__(self, policy, kept):
         super().__init__()
