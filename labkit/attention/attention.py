@@ -45,7 +45,7 @@ def flash_attention(
     True for padding). Padding is hidden, not skipped. A query that sees no key has an output of 0
     and adds 0 to every gradient.
     Not supported: windows on both sides of the query, masks per query, packed sequences (varlen).
-    Raises ValueError for shapes, dtypes and windows that do not fit.
+    Raises ValueError for invalid shapes, dtypes, masks, windows, tiles and dropout_p.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     by_head = by_key_head(query, key, value)

@@ -7,16 +7,15 @@
             rank 1   own keys  | keys of rank 0 |      rank 0 has   [T/n tokens] -> [T][  ]
             network  [ to the next rank ]              rank 1       [T/n tokens]    [  ][T]
 
-Ring: keys and values go round, and each rank adds what its queries see of them. A tile is computed
-while the next keys are on their way. All-to-all: each rank gets all tokens of some heads, and
+Ring: keys and values travel around the ring. Each rank computes its queries' tiles with the keys
+that it has, while the next keys arrive. All-to-all: each rank gets all tokens of some heads, and
 attention is unchanged. Both use the tokens of `places`.
 
 Sent per rank, for K bytes of its keys and values: forward (n-1) K and backward (2n-1) K in the
 ring; all-to-all (n-1)/n of query, keys, values and output, twice. Held for backward: 1/n of one
 process; in the ring also keys and gradients in flight. Liu, Zaharia and Abbeel, Ring Attention,
-ICLR 2024,
-section 3; Brandon et al., Striped Attention, 2023 (balance); Jacobs et al., DeepSpeed Ulysses,
-2023, section 3.
+ICLR 2024, section 3; Brandon et al., Striped Attention, 2023 (balance); Jacobs et al., DeepSpeed
+Ulysses, 2023, section 3.
 """
 
 from contextlib import nullcontext
@@ -76,15 +75,16 @@ def ring_attention(
     window=None,
     key_mask=None,
 ):
-    """Compute attention of this rank's queries over all keys, which go round. Collective.
+    """Compute attention of this rank's queries over keys that travel around the ring. Collective.
 
     query: [B, H, T/n, d]; key, value: [B, G, T/n, d], at places(T); returns query's shape. If the
     tile divides T/2n, dropout draws what flash_attention draws for the full sequence; its seed is
     rank 0's.
     window, key_mask: as in flash_attention. The key_mask is this rank's, [B, T/n] at places(T), on
     all ranks or on none; one all-gather sends B T bytes. Chunks outside the window are not
-    computed, but all keys still go round: in zig-zag order the chunk before is on the rank before
-    or after. Not supported: Striped Attention's order, a ring inside an all-to-all.
+    computed, but all keys still travel around the ring, because in zig-zag order the chunk before
+    is on the rank before or after. Not supported: Striped Attention's order, a ring inside an
+    all-to-all.
     Raises ValueError if shapes do not fit, or a rank has an odd number of tokens.
     """
     if not query.shape[-2:] == key.shape[-2:] == value.shape[-2:]:
@@ -142,7 +142,7 @@ class RingAttention(torch.autograd.Function):
 
 
 class Ring:
-    """A ring in which each rank sends tensors to the next one, n times, until they are back."""
+    """A ring in which each rank sends tensors to the next one: keys n - 1 times, gradients n."""
 
     def __init__(self, length, tiles, group):
         self.rank = dist.get_rank(group)

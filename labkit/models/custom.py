@@ -22,7 +22,7 @@ class Task:
     model: called without arguments, returns a module with random weights. train, held_out:
     map-style datasets of (input, target), tensors. loss: (output, target) -> scalar, the mean over
     targets. unit: the repeated part of the model, a class or a function module -> bool; FSDP
-    gathers a unit at once, --recompute recomputes it. None: the model is one unit.
+    gathers one unit at a time, --recompute recomputes units. None: the model is one unit.
     """
 
     model: Callable

@@ -108,6 +108,8 @@ class Meet(torch.autograd.Function):
 
 
 class Sleep(torch.autograd.Function):
+    """An identity that sleeps in forward and backward, and makes the parameters' gradients."""
+
     @staticmethod
     def forward(ctx, x, seconds, *parameters):
         ctx.save_for_backward(*parameters)

@@ -13,7 +13,7 @@ from labkit import comm
 
 
 def score(model, metric, input, target):
-    """The metric over a batch: a scalar, float64 where it was sent.
+    """Return the metric of a batch, a scalar; float64 if it was summed over ranks.
 
     model: a labkit.parallelize.Composed. metric: (output, target) -> a sum. Collective, over the
     ranks that have this batch.
@@ -28,7 +28,10 @@ def score(model, metric, input, target):
 
 
 def through_stages(model, metric, input, target):
-    """Pad the batch to equal micro-batches; the added rows do not count."""
+    """Return the metric of a batch that passes through a pipeline: a scalar, float64. Collective.
+
+    The batch is padded to equal micro-batches; the added rows do not count.
+    """
     pipeline = model.pipeline
     size = -(-len(input) // pipeline.micro_batches)
     missing = size * pipeline.micro_batches - len(input)

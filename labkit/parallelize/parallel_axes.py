@@ -19,7 +19,10 @@ def attending(module):
 
 
 def refuse(module, size, plan, wrap, stage, stages):
-    """ValueError for what cannot be combined. size: {axis: ranks along it}, of all AXES."""
+    """Raise ValueError for axes and settings that cannot be combined.
+
+    size: {axis: ranks along it}, of all AXES. The others are arguments of Composed.
+    """
     for axis in size:
         if axis not in AXES:
             raise ValueError(f"the axes of a composed job are {', '.join(AXES)}, not {axis!r}")
@@ -69,7 +72,10 @@ def refuse_settings(ranks, module):
 
 
 def refuse_experts(ranks, mixtures, wrap):
-    """wrap: the class or function that will average, or None."""
+    """Raise ValueError if the experts cannot be divided over the ranks.
+
+    wrap: the class or function that averages gradients, or None.
+    """
     if not mixtures:
         raise ValueError(f"ep={ranks}: no part of this module has experts, to be spread")
     for part in mixtures:

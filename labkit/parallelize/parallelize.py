@@ -6,7 +6,7 @@
            dp 1   [ tp 0 | tp 1 ]            dp     samples    gradients, during backward
     pp 1   dp 0   [ tp 0 | tp 1 ]            cp     tokens     keys and values, in every block
            dp 1   [ tp 0 | tp 1 ]            ep     experts    tokens, to and from, 4 a block
-                                             tp     matrices   activations, 4 a block, waited for
+                                             tp     matrices   activations, 4 a block, exposed
 
 Ranks of the last axis are neighbours: use it for the traffic that is largest and hardest to hide.
 Held: 1/(pp tp) of the parameters, with FSDP 1/(pp dp cp tp), of experts 1/ep; of activations
@@ -66,20 +66,20 @@ def compose(module, mesh, plan, wrap=DDP):
 
 
 def averaging_group(mesh):
-    """The ranks that have other samples or tokens for the same layers; None if there are none."""
+    """Return the group of ranks with other samples or tokens for the same layers, or None."""
     axes = [axis for axis in ("dp", "cp", "ep") if axis in mesh.axes]
     return mesh.group(*axes) if axes else None
 
 
 def first_names(module):
-    """{name: the first name of the same tensor}, of all that a state dict has."""
+    """Return {name: the first name of the same tensor} for all names of the state dict."""
     first = {}
     tensors = module.state_dict(keep_vars=True)
     return {name: first.setdefault(tensor, name) for name, tensor in tensors.items()}
 
 
 def share_values(module, device):
-    """Give all ranks the values of rank 0. Returns whether they are still to be made instead."""
+    """Broadcast the values of rank 0. Return True if they are on meta and must be made instead."""
     values = [*module.parameters(), *module.buffers()]
     if device.type != "meta" and any(tensor.is_meta for tensor in values):
         return True
@@ -88,9 +88,10 @@ def share_values(module, device):
 
 
 def apply_ep(module, mesh, replicas):
-    """Spread the experts of each MoE along ep. Returns the names of what other ranks do not have.
+    """Spread the experts of each MoE along ep; return the names of this rank's experts.
 
-    First, for the module is then smaller. replicas: the ranks over which the load is counted.
+    This is the first step, because the module is smaller afterwards. replicas: the group over which
+    the load is counted.
     """
     spread = mesh.axes.get("ep", 1) > 1
     for _, part in mixtures(module):
@@ -106,11 +107,11 @@ def apply_cp(module, mesh, attend):
 
 
 def cut_stages(module, mesh, stage, program, micro_batches, device):
-    """Cut the blocks into stages: ({number: stage}, those of this rank among them).
+    """Cut the blocks into stages; return ({number: stage} for the Pipeline, those of this rank).
 
-    Before tensor parallelism, so that a rank splits, and makes values for, its own layers alone.
-    The first is this rank's stages too, but on the meta device, where no other rank describes its
-    outputs, the stages of all ranks.
+    This is done before tensor parallelism, so that a rank shards and initialises only its own
+    layers. Both results are this rank's stages, except on the meta device: there no other rank
+    describes its outputs, so the Pipeline needs the stages of all ranks.
     """
     owner = check(program, mesh.axes["pp"], micro_batches)
     stages_a_pipeline = len(routes(program)[0])
@@ -124,7 +125,7 @@ def cut_stages(module, mesh, stage, program, micro_batches, device):
 
 
 def apply_tp(parts, mesh, plan):
-    """Split the layers that the plan names along tp; a stage has some of them."""
+    """Shard the layers of the plan along tp. A stage uses the patterns that match its layers."""
     if mesh.axes.get("tp", 1) > 1:
         for part in parts:
             here = {pattern: style for pattern, style in plan.items() if met(part, pattern)}
@@ -132,17 +133,17 @@ def apply_tp(parts, mesh, plan):
 
 
 def apply_pp(built, mesh, program, micro_batches, loss, names):
-    """Join the stages of all ranks of pp to a Pipeline. names: see first_names."""
+    """Return the Pipeline of the stages of all ranks of pp. names: see first_names."""
     return Pipeline(
         built, mesh.group("pp"), program, micro_batches, loss, lambda number, name: names[name]
     )
 
 
 def apply_dp(module, mesh, apart, names, wrap):
-    """Average gradients along dp, cp and ep: the wrappers, the outermost last; none without ranks.
+    """Average gradients along dp, cp and ep; return the wrappers, the outermost last, or [].
 
-    Last, around everything: it sees the parameters that are left. apart: names of the experts. They
-    differ along ep, so a second wrapper averages them, along dp and cp alone.
+    This is the last step: the wrappers see the parameters that remain on this rank. apart: names of
+    the experts. They differ along ep, so a second wrapper averages them along dp and cp only.
     """
     replicas = averaging_group(mesh)
     if replicas is None:
@@ -233,7 +234,7 @@ class Composed(Wrapper):
     # ---- one step
 
     def own_tokens(self, batch):
-        """[B, T, ...] -> of these samples the tokens of this rank, [B, T / cp, ...]."""
+        """Return this rank's tokens of a batch: [B, T, ...] -> [B, T / cp, ...]."""
         if self.size["cp"] == 1:
             return batch
         return batch[:, places(batch.shape[1], self.mesh.group("cp")).to(batch.device)]
@@ -275,9 +276,9 @@ class Composed(Wrapper):
             yield
 
     def clip_grad_norm_(self, max_norm, norm_type=2.0):
-        """Clip the norm of all gradients to max_norm, each counted once; returns it, as before.
+        """Clip the norm of all gradients to max_norm; return the norm before clipping, float64.
 
-        Collective, over all ranks of the mesh.
+        Each gradient counts once. Collective, over all ranks of the mesh.
         """
         copies = {p: self.copies(name, p) for name, p in self.named_parameters()}
         device = next(iter(copies)).device
@@ -348,7 +349,10 @@ class Composed(Wrapper):
         return {name: state[first] for name, first in self.names.items()}
 
     def load_full_state_dict(self, state_dict):
-        """Load this rank's part of a full state dict, of any mesh."""
+        """Load this rank's part of a full state dict, of any mesh.
+
+        Raises RuntimeError for a missing or unexpected name.
+        """
         for what, wrong in (
             ("missing", [name for name in self.names if name not in state_dict]),
             ("unexpected", [name for name in state_dict if name not in self.names]),

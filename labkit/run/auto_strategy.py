@@ -14,7 +14,7 @@ an A100-PCIe, and a CPU as CPU_RANK. Nothing is timed, so a restarted job choose
 Only GPTs with real arithmetic have a predicted time: cost.py does not model other layers or
 emulated compute. Other models keep the order of labkit.memory.
 
-`participant` is that of labkit.run.experiment_runner, `e` an Experiment, and a rung one of
+`participant` is a Participant of labkit.run.experiment_runner, `e` an Experiment, and a rung one of
 labkit.memory: (strategy, whether units are recomputed).
 """
 
@@ -135,7 +135,7 @@ def error():
 
 
 def has_terms_for(e):
-    """Whether labkit.scale.cost can predict the time of an Experiment."""
+    """Return whether labkit.scale.cost can predict the time of an Experiment."""
     return e.model == "gpt" and e.compute == "real"
 
 

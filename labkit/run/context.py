@@ -55,7 +55,7 @@ def plain(value):
 
 @dataclass
 class Context:
-    """What the target receives: which rank this is, and how it reports.
+    """The first argument of a target: which rank this is, and how it reports.
 
     node: index of the machine in the job. local_rank: index of the rank on its node. attempt: how
     often these ranks were started before.

@@ -60,10 +60,11 @@ class Experiment:
         0: one plain network. The loss includes 0.01 x the load-balancing loss of each micro-batch,
         counted over all ranks.
     strategy="auto": the fastest by labkit.run.auto_strategy among those of labkit.memory that fit
-        memory_mb MiB a rank (0: the free memory); with axes, the one with the largest peak that
-        fits. Not with experts. See also labkit.run.experiment_runner.estimate.
+        memory_mb MiB a rank (0: the free memory); with axes, on the rank with the largest peak. Not
+        with experts. See also labkit.run.experiment_runner.estimate.
     compute="emulated": each unit sleeps instead of computing: block_ms milliseconds forward and
-        twice that backward for the whole batch. A rank sleeps for its share of the batch.
+        twice that backward for the whole batch. A rank sleeps for its share of the batch. With axes
+        or experts, a unit sleeps and then computes.
     """
 
     model: str = "mlp"
@@ -156,9 +157,9 @@ class Experiment:
         return {axis: size for axis, size in sizes.items() if size > 1 or axis == kept}
 
     def smallest_batch(self, nproc):
-        """Return the smallest batch: one sample per rank and micro-batch.
+        """Return the smallest batch: one sample per micro-batch and rank along dp and ep.
 
-        Raises ValueError without a mesh.
+        Raises ValueError if nproc ranks do not form the mesh.
         """
         inner = prod(self.axes.values())
         if nproc % inner:

@@ -249,7 +249,8 @@ def estimate(experiment, ranks):
         max(estimate(Experiment(model="gpt", tensor=2), 4), key=lambda rank: rank.peak_total)
 
     Predicted in this process by a dry run of each rank, for ranks on GPUs if this machine has one,
-    else on the CPU. Raises ValueError for experts, whose memory depends on the routing.
+    else on the CPU. Raises ValueError for a batch or a mesh that does not fit the ranks, and for
+    experts, whose memory depends on the routing.
     """
     experiment.check_ranks(ranks)
     if experiment.experts:

@@ -108,7 +108,10 @@ class Run:
 
     @property
     def network(self):
-        """Return how: "root", "rootless" or "loopback"; notes: what is missing. {} for one node."""
+        """Return {"how": "root", "rootless" or "loopback", "notes": [what is missing], ...}.
+
+        wire, after a run with namespaces: the bytes of each link. {} for one node.
+        """
         file = self.folder / "nodes.json"
         return json.loads(file.read_text()) if file.exists() else {}
 
@@ -202,8 +205,9 @@ def launch(
     device: "cpu" (gloo), "cuda" (NCCL, one GPU a rank) or "auto" (cuda if there are enough GPUs).
     threads: CPU threads of each rank. cold: use a plain `torchrun`. quiet: print nothing.
     bar: an object that shows the progress, with the methods of console.Bar.
-    Raises LaunchError for a failing rank (of the last attempt), ValueError for invalid arguments,
-    SyntaxError for a cell that does not compile, and KeyboardInterrupt.
+    Raises LaunchError for a failing rank (of the last attempt), AgentError if the warm agent does
+    not start or dies, ValueError for invalid arguments, SyntaxError for a cell that does not
+    compile, and KeyboardInterrupt.
     """
     if not isinstance(nproc, int) or nproc < 1:
         raise ValueError(f"nproc={nproc!r}: must be a whole number of at least 1")

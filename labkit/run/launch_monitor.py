@@ -43,7 +43,10 @@ class Outcome:
 
 
 def watch(run, command, timeout, quiet, bar):
-    """Show the ranks' output until the job ends. command: of a plain torchrun, or None."""
+    """Show the ranks' output until the job ends; return its Outcome.
+
+    command: of a plain torchrun, or None.
+    """
     client = agent()
     console = Console(run.logs, quiet)
     tails = [Tail(run.folder / f"rank-{rank}.jsonl") for rank in range(run.world_size)]

@@ -206,7 +206,7 @@ def run(tool, *arguments):
 def address(node):
     """Return a node's address.
 
-    It has three last digits, as torch's rendezvous sorts addresses as text.
+    Its last number has three digits, because torch's rendezvous sorts addresses as text.
     """
     return f"10.77.0.{100 + node}"
 

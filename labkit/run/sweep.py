@@ -223,7 +223,7 @@ def write(folder, group, run, code):
 
 
 def as_rows(cells, run):
-    """The rows of one compare() as results() has them. cells: {label: Cell} of its experiments."""
+    """Return the rows of one compare() as in results(). cells: {label: Cell} of its experiments."""
     card = machine.card()
     about = {name: card[name] for name in ("cpu", "cores", "torch", "python")}
     about["gpus"] = ", ".join(gpu["name"] for gpu in card["gpus"]) or "none"

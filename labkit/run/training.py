@@ -197,7 +197,8 @@ def save(checkpoints, step, state, rank, metrics):
 def resume(checkpoints, state, mode):
     """Load the latest checkpoint: "auto", if there is one; "must"; that of a step; or "never".
 
-    Returns its step, or None if the run begins.
+    Returns its step, or None if the run begins. Raises CheckpointError if the wanted checkpoint
+    does not exist, and with "never" if there is one.
     """
     if checkpoints is None:
         if mode in ("auto", "never"):

@@ -27,7 +27,7 @@ KINDS = ("states", "gathered", "activations", "logits", "runtime")
 
 
 def words(job):
-    """Describe a job's layout in a few words."""
+    """Return a job's layout in a few words."""
     sizes = " x ".join(f"{a} {getattr(job, a)}" for a in AXES if getattr(job, a) > 1) or "one GPU"
     inner = "".join(f", {a} {getattr(job, a)}" for a in ("ep", "vpp") if getattr(job, a) > 1)
     inner += f", {SCHEDULES[job.schedule]}" if job.schedule != "1f1b" else ""
@@ -37,7 +37,7 @@ def words(job):
 
 
 def why_slower(other, best):
-    """Say in a line which parts of the other's step are longer."""
+    """Return a line that says which parts of the other's step are longer."""
     mine, theirs = best.step.parts, other.step.parts
     longer = sorted(mine, key=lambda part: mine[part] - theirs[part])[:2]
     reasons = ", ".join(f"{p} {theirs[p] - mine[p]:+.3g} s" for p in longer if theirs[p] > mine[p])
@@ -45,7 +45,7 @@ def why_slower(other, best):
 
 
 def why_larger(other, best, spare):
-    """Say in a line which kind of the other's memory is too large."""
+    """Return a line that says which kind of the other's memory is too large."""
     kind = max(KINDS, key=lambda k: getattr(other.peak, k) - getattr(best.peak, k))
     usable, more = (1 - spare) * other.peak.memory, getattr(other.peak, kind)
     return (
@@ -98,7 +98,10 @@ def moved(plan, constant, value):
 
 
 def ranked_again(plan, c, ratio):
-    """Return the fastest of the jobs that fit."""
+    """Return the fastest of the plan's contenders with constants c, as a Found.
+
+    ratio: the new value of the changed constant / its old value.
+    """
     best, least = None, min(ratio, 1 / ratio)
     for found in plan.contenders:
         if best and found.seconds * least > best.seconds:

@@ -108,7 +108,7 @@ def by_size(refused):
 
 
 def nowhere(space, n, refused, c, limit):
-    """Say in a line that nothing fits, how much memory is missing, and which cluster would fit."""
+    """Return a line: nothing fits, how much memory is missing, and which cluster would fit."""
     peak, nearest = by_size(refused)[0]
     gpu = nearest.gpu
     usable = (1 - space.spare) * gpu.memory_gib

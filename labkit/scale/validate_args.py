@@ -1,7 +1,8 @@
 """Check the arguments of the planner before the search.
 
-    axes        the number of ranks equals that of GPUs; tp divides heads, kv_heads, ffn and the
-                GPUs of a node; pp divides the layers, ep the experts
+    axes        their ranks divide the GPUs, and are as many if dp, tp, pp and cp are given; tp
+                divides heads, kv_heads, ffn and the GPUs of a node; pp divides the layers, ep the
+                experts
     schedule    zero bubble has one stage a rank
 
 An impossible value raises ValueError: one line with the value and with possible values.
@@ -17,7 +18,7 @@ GIVEN = {*AXES, "ep", "vpp", "zero", "micro_batch", "recompute"}
 
 
 def check_given(given, shape, cluster, uneven):
-    """Raise ValueError for impossible axes."""
+    """Raise ValueError for impossible axes and settings."""
     for name, value in given.items():
         if name not in GIVEN:
             raise ValueError(f"unknown setting {name!r}: known are {', '.join(sorted(GIVEN))}")

@@ -26,7 +26,7 @@ from labkit.show.time_vs_bandwidth import costs, fits, reach, step_over_link, wi
 
 @dataclass(frozen=True)
 class State:
-    """What the controls say. baseline: the method that the others are compared with."""
+    """The values of the controls. baseline: the method that the others are compared with."""
 
     methods: tuple
     link_mbit: float
@@ -34,13 +34,13 @@ class State:
 
 
 def initial(frame, baseline=None):
-    """The first state: all methods, at the slowest link, against the first in the lab's order."""
+    """Return the first State: all methods, the slowest link, baseline or the lab's first method."""
     methods = tuple(costs(frame))
     return State(methods, float(frame["link_mbit"].min()), baseline or methods[0])
 
 
 def at_speed(frame, state):
-    """DataFrame method, busy_ms, wire_ms, step_ms: predicted for the state's methods and speed."""
+    """Return a DataFrame with method, busy_ms, step_ms, wire_ms: predicted for this speed."""
     rows = [
         (one, cost.busy_ms, predicted(*cost, state.link_mbit))
         for one, cost in costs(frame).items()
@@ -55,13 +55,16 @@ def headline(state):
 
 
 def draw(frame, state):
-    """Figure: methods' step times over link speed, the chosen speed marked. ValueError for none."""
+    """Return a Figure of step times over link speed, with the chosen speed marked.
+
+    Raises ValueError if no method is chosen.
+    """
     need_one(state.methods, "method")
     return step_over_link(frame, state.baseline, headline(state), state.methods, state.link_mbit)
 
 
 def bars(frame, state):
-    """Figure: the predicted steps at the chosen speed: work dark, bytes on the link pale."""
+    """Return a Figure of the predicted steps at this speed: work dark, bytes on the link pale."""
     rows = at_speed(frame, state)
     colours = style.palette(costs(frame))
     with style.look():
@@ -81,7 +84,7 @@ def bars(frame, state):
 
 
 def takeaway(frame, state):
-    """The fastest method at this speed, its gain, and the speeds where others beat the baseline."""
+    """Return the fastest method, its gain, and where others beat the baseline, as text."""
     rows = at_speed(frame, state)
     found = costs(frame)
     best = rows.loc[rows["step_ms"].idxmin()]
@@ -105,7 +108,7 @@ def takeaway(frame, state):
 
 
 def small(frame, baseline):
-    """DataFrame of texts: per method its work, its bytes, and where it beats the baseline."""
+    """Return a DataFrame of texts: per method work, bytes, and where it beats the baseline."""
     found = costs(frame)
     fitted = fits(frame)
     rows = []
@@ -120,7 +123,7 @@ def small(frame, baseline):
 
 
 def offered(frame, baseline):
-    """Link speeds for the menu, Mbit/s: 1, 2, 5, ... across the picture, and those measured."""
+    """Return the menu's link speeds, Mbit/s: 1, 2, 5, ... within the picture, and the measured."""
     low, high = reach(frame, baseline)
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     steps = [digit * 10.0**power for power in decades for digit in (1, 2, 5)]

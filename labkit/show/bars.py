@@ -11,10 +11,11 @@ THICK = 0.72
 
 
 def grouped_bars(frame, value, category="strategy", group=None, title=None, unit=None):
-    """Figure: a bar per category (and, in it, per group) to the median of `value`, with quartiles.
+    """Return a Figure with a bar per category and group: the median of `value`, with quartiles.
 
     frame: long form, several rows (rounds, ranks) per bar; unit: by default the column's.
-    Categories and groups keep their order of appearance; every bar says its own value.
+    Categories and groups keep their order of appearance; every bar shows its value. Raises
+    ValueError if there is no value.
     """
     unit = style.unit_of(value) if unit is None else unit
     categories = list(dict.fromkeys(frame[category]))
@@ -47,9 +48,9 @@ def grouped_bars(frame, value, category="strategy", group=None, title=None, unit
 
 
 def draw_bars(axes, bars, unit):
-    """Bars with whiskers, the value at a whisker's end. The axis' unit is in axes.value_unit.
+    """Draw bars with whiskers and their values; set axes.value_unit to the unit of the axis.
 
-    bars: (y, label, Summary or None, colour) of each; None: not measured.
+    bars: [(y, label, Summary or None, colour)]; None: not measured.
     """
     largest = max((s.high for _, _, s, _ in bars if s is not None), default=0)
     divisor, axes.value_unit = style.byte_scale(largest) if unit == "bytes" else (1, unit)
@@ -71,9 +72,9 @@ def draw_bars(axes, bars, unit):
 
 
 def stack(axes, places, parts, thick=THICK, draw=Axes.barh, **look):
-    """Bars cut into parts, one after the other; returns where they end.
+    """Draw bars cut into parts, one after the other; return where they end, [bars].
 
-    parts: {key: (sizes, colour)}; the key's name is the label of its pieces.
+    parts: {key: (sizes [bars], colour)}; the key's name is the label of its pieces.
     """
     left = np.zeros(len(places))
     for key, (sizes, colour) in parts.items():
@@ -84,7 +85,7 @@ def stack(axes, places, parts, thick=THICK, draw=Axes.barh, **look):
 
 
 def kinds_of(frame):
-    """{kind of memory: (bytes, its colour)} of those that hold any; ValueError if none does."""
+    """Return {kind: (bytes [rows], colour)} of the kinds in use. ValueError if there is none."""
     kinds = [kind for kind in KINDS if kind in frame and frame[kind].max() > 0]
     if not kinds:
         raise ValueError(f"no bytes to draw: none of the columns {', '.join(KINDS)} holds any")
@@ -92,7 +93,7 @@ def kinds_of(frame):
 
 
 def label_groups(axes, bars):
-    """The group's name inside its bar, at the left; after the value where the bar is too short."""
+    """Write the group's name into its bar, or after the value if the bar is too short."""
     axes.figure.draw_without_rendering()
     for (y, words, _, colour), bar in zip(bars, axes.patches, strict=True):
         text = style.beside(axes, words, (0, y), size=9, color=style.text_on(colour))
@@ -109,11 +110,12 @@ def finish(figure, axes, title):
 
 
 def memory_bars(frame, title=None, label="strategy", up_to=0):
-    """Figure: one stacked bar per `label`, by kind.
+    """Return a Figure with one stacked bar per `label`: memory by kind.
 
-    frame: bytes in columns named after KINDS, or peak_KIND_bytes (compare()); of rows the largest.
-    A segment says its size where there is room (without the unit, the axis'), a bar its sum; unused
-    kinds are left out. up_to: bytes that the axis shows at least.
+    frame: bytes in columns named after KINDS, or peak_KIND_bytes as from compare(). If a label has
+    several rows, the largest value of each kind counts. A segment shows its size if it fits, else
+    the number alone (in the axis' unit) if that fits; a bar shows its sum. Unused kinds are left
+    out. up_to: the least range of the axis, in bytes.
     """
     frame = frame.rename(columns={f"peak_{kind}_bytes": kind for kind in KINDS})
     kinds = list(kinds_of(frame))
@@ -140,7 +142,7 @@ def memory_bars(frame, title=None, label="strategy", up_to=0):
 
 
 def write_sizes(axes, frame, divisor):
-    """[(text, bytes)]: each piece's size in its middle. frame: a row a bar, a column a kind."""
+    """Write each piece's size in its middle; return [(text, bytes)]. frame: [bars, kinds]."""
     written = []
     for kind in frame:
         ends = frame.loc[:, :kind].sum(axis=1)
@@ -163,7 +165,7 @@ def fit(axes, written, divisor):
 
 
 def measured_against_predicted(frame, title=None):
-    """Figure: measured / predicted of every row on one axis, with the values; at 1 they agree.
+    """Return a Figure with measured / predicted of every row on one axis, and both values.
 
     frame: quantity, unit, predicted, measured; optionally low, high (quartiles in the row's unit).
     """
@@ -196,7 +198,7 @@ def measured_against_predicted(frame, title=None):
 
 
 def beside(axes, y, ratio, values, **look):
-    """Two columns of text at the right of the axes."""
+    """Write two columns of text at the right of the axes."""
     for words, offset in ((ratio, 10), (values, 54)):
         place = {"xycoords": ("axes fraction", "data"), "annotation_clip": False}
         style.beside(axes, words, (1, y), (offset, 0), **place, **look)

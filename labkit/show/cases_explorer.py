@@ -5,7 +5,7 @@
 
     explorer: which job, on which GPU: the parts of its step, a trillion tokens in days and money
 
-What is drawn is a pure function of (course, state); nothing is launched, a prediction takes a few
+The picture is a pure function of (course, state). Nothing is launched; a prediction takes a few
 milliseconds.
 """
 
@@ -38,9 +38,9 @@ TRILLION = 1e12  # tokens
 
 
 def beside(frame, title=None):
-    """Figure: a line per case, log scale; 1 is the most that its published speed can mean.
+    """Return a Figure with a line per case, log scale; 1: the most its published speed can mean.
 
-    frame: case, predicted, least, most: tokens per second and GPU.
+    frame: case, predicted, least, most: tokens per second and GPU. Raises ValueError without rows.
     """
     if frame.empty:
         raise ValueError("there is no case, so there is nothing to draw")
@@ -80,7 +80,7 @@ def beside(frame, title=None):
 
 @dataclass(frozen=True)
 class State:
-    """What the controls say: a case's name, a GPU's name."""
+    """The values of the controls: a case's name, a GPU's name."""
 
     case: str
     gpu: str
@@ -88,20 +88,20 @@ class State:
 
 @dataclass(frozen=True)
 class Course:
-    """cases: {name: Case}. prices: {GPU: money for an hour of it}, assumed."""
+    """The data of the explorer. cases: {name: Case}. prices: {GPU: assumed price of a GPU-hour}."""
 
     cases: dict
     prices: dict
 
 
 def moved(job, gpu):
-    """The job with the same layout on another GPU, and the network that is usual for that."""
+    """Return the job with the same layout on another GPU, with that GPU's usual network."""
     other = find_gpu(gpu)
     return replace(job, gpu=other, network_gbps=other.network_gbps)
 
 
 def both(course, state):
-    """Return {label: Found}: the job on the GPU it ran on, and on that of the controls."""
+    """Return {GPU: Found}: the job on the GPU it ran on, and on that of the controls."""
     case = course.cases[state.case]
     c = constants.values()
     found = {}
@@ -132,7 +132,7 @@ def draw(course, state):
 
 
 def takeaway(course, state):
-    """A trillion tokens on that GPU: days, GPU-hours, money; and what it needs of its memory."""
+    """Return the days, GPU-hours, money and memory of a trillion tokens on that GPU, as text."""
     found = list(both(course, state).values())
     own = found[0]
     other = found[-1]

@@ -3,7 +3,7 @@
     ranks v   parameters v                  controls: they predict and save nothing
     [x] DDP [x] ZeRO-1 [x] FSDP             copied to host memory, written to the disk
 
-What is drawn is a pure function of (predict, state):
+The picture is a pure function of (predict, state):
 predict(strategy, world_size, parameters) -> (bytes that a rank copies, bytes that it writes).
 """
 
@@ -22,7 +22,7 @@ PARAMETERS = (10**6, 10**8, 10**9, 7 * 10**9, 70 * 10**9)
 
 @dataclass(frozen=True)
 class State:
-    """What the controls say."""
+    """The values of the controls."""
 
     strategies: tuple
     world_size: int
@@ -50,14 +50,14 @@ def headline(state):
 
 
 def draw(predict, state):
-    """Figure: two bars for each strategy. ValueError without a strategy."""
+    """Return a Figure with two bars for each strategy. ValueError without a strategy."""
     need_one(state.strategies, "strategy")
     shown = rows(predict, state)
     return grouped_bars(shown, "per_rank_bytes", group="what", title=headline(state))
 
 
 def takeaway(predict, state):
-    """One sentence: the bytes that training waits for, by strategy, and the bytes written."""
+    """Return the bytes that training waits for, by strategy, and the bytes written, as text."""
     frame = rows(predict, state)
     sizes = {what: mine.set_index("strategy") for what, mine in frame.groupby("what")}
     words = [
@@ -69,7 +69,10 @@ def takeaway(predict, state):
 
 
 def explorer(predict, strategies, world_size, parameters):
-    """Show copied and written bytes: figure, takeaway, table, then the controls. An Explorer."""
+    """Show copied and written bytes: figure, takeaway, table, controls. Returns Explorer.
+
+    predict: see above. strategies, world_size, parameters: the first choice.
+    """
     state = State(tuple(strategies), world_size, parameters)
     small = rows(predict, state).pivot(index="strategy", columns="what", values="per_rank_bytes")
     small = small.loc[list(strategies)].map(lambda size: style.quantity(size, "bytes"))

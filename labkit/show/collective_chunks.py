@@ -34,9 +34,10 @@ EMPTY, ZERO = "#e8ebee", "#b3bac1"
 
 
 def before_after(frame, columns=2, title=None):
-    """Figure: per operation what the ranks held before it and after it.
+    """Return a Figure: per operation, the chunks of all ranks before it and after it.
 
     frame: a row per operation and rank: operation, rank, before, after (lists of numbers as above).
+    Raises ValueError without rows.
     """
     panels = [
         (operation, [list(rows["before"]), list(rows["after"])])
@@ -46,10 +47,11 @@ def before_after(frame, columns=2, title=None):
 
 
 def step_by_step(frame, phases, title=None):
-    """Figure: what ranks hold after every step, a row a phase; changed chunks are framed.
+    """Return a Figure: the chunks of all ranks after every step; changed chunks are framed.
 
     frame: a row per step and rank, with columns step, rank, holds; step 0 is the start.
-    phases: the name of each phase; all have the same number of steps.
+    phases: the name of each phase, a row of the figure; all have the same number of steps. Raises
+    ValueError without rows.
     """
     states = [list(rows["holds"]) for _, rows in by_rank(frame, "step")]
     length = (len(states) - 1) // len(phases)
@@ -70,9 +72,10 @@ def step_by_step(frame, phases, title=None):
 
 
 def side_by_side(frame, title=None):
-    """Figure: what ranks hold at each algorithm's end; boxes that differ from the first's are red.
+    """Return a Figure: the chunks of all ranks after each algorithm; wrong chunks have a red frame.
 
-    frame: a row per algorithm and rank, with columns algorithm, rank, holds; the first is right.
+    frame: a row per algorithm and rank, with columns algorithm, rank, holds; the first algorithm is
+    the reference. Raises ValueError without rows.
     """
     ends = {algorithm: list(rows["holds"]) for algorithm, rows in by_rank(frame, "algorithm")}
     right = next(iter(ends.values()))
@@ -90,7 +93,7 @@ def side_by_side(frame, title=None):
 
 
 def by_rank(frame, column):
-    """[(value of column, its rows in the order of the ranks)], values in order of appearance."""
+    """Return [(value of column, its rows sorted by rank)], values in order of appearance."""
     if frame.empty:
         raise ValueError("nothing was recorded, so there is nothing to draw")
     return [
@@ -110,9 +113,10 @@ def different(table, other):
 
 
 def draw(panels, columns, title, framed=None, names=None):
-    """Figure of panels (heading, [table, ...]). framed: colour of (panel, table, rank, chunk).
+    """Return a Figure of panels (heading, [table, ...]), `columns` in a row.
 
-    names: words over a line that begins at this panel and ends with its row.
+    framed: {(panel, table, rank, chunk): colour of its frame}. names: {panel: words over a line
+    that begins at this panel and ends with its row}.
     """
     framed = framed or {}
     names = names or {}
@@ -181,7 +185,7 @@ def draw_table(axes, left, top, table, named, framed):
 
 
 def draw_box(axes, x, y, digits, frame):
-    """One chunk: a strip for each rank's digit, coloured where it is not 0."""
+    """Draw one chunk: a strip for each rank's digit, coloured where it is not 0."""
     look = {"boxstyle": "round,pad=0,rounding_size=0.14", "linewidth": 0}
     ground = axes.add_patch(FancyBboxPatch((x, y), WIDE, HIGH, facecolor=EMPTY, **look))
     strip = WIDE / len(digits)

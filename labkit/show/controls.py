@@ -13,7 +13,7 @@ WHOLE = {"description_width": "initial"}  # a description is never cut off
 
 
 def menu(description, options, value):
-    """A dropdown, disabled if there is only one option. options: values, or (text, value) pairs."""
+    """Return a dropdown, disabled if it has one option. options: values, or (text, value) pairs."""
     return ipywidgets.Dropdown(
         options=options,
         value=value,
@@ -51,12 +51,12 @@ def row(controls):
 
 
 def observe(changed, controls):
-    """Call changed whenever one of them gets another value."""
+    """Call changed whenever one of the controls gets another value."""
     for control in controls:
         control.observe(changed, names="value")
 
 
 def show(panel):
-    """Display the controls; without a kernel (GitHub) one line of text instead."""
+    """Display the panel; without a kernel (GitHub), one line of text."""
     words = {"text/plain": "Controls: run this notebook in JupyterLab."}
     display(panel._repr_mimebundle_() | words, raw=True)

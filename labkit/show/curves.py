@@ -8,10 +8,10 @@ from labkit.show import style
 
 
 def loss_curves(frame, x="step", y="loss", by="strategy", title=None, log_y=False, nested=True):
-    """Figure: y over x, a line per `by`; where rows share an x (ranks, seeds) median, quartiles.
+    """Return a Figure of y over x, a line per `by`: medians of the rows that share an x, quartiles.
 
-    nested: runs that agree lie on one another, so the first is drawn broad and each later one
-    narrower. log_y: a logarithmic axis, for losses orders of magnitude apart: a run diverges.
+    nested: equal runs cover each other, so the first is drawn broad and each later one narrower.
+    log_y: a logarithmic axis, for losses of different orders of magnitude (a run that diverges).
     """
     groups = list(dict.fromkeys(frame[by]))
     colours = style.palette(groups)
@@ -37,10 +37,10 @@ def loss_curves(frame, x="step", y="loss", by="strategy", title=None, log_y=Fals
 
 def sweep(frame, x, y, by="strategy", title=None, x_unit=None, y_unit=None, predicted=None,
           log_y=False, dashed="predicted"):  # fmt: skip
-    """Figure: y over x, logarithmic (sizes, world sizes), a line per `by`, quartiles shaded.
+    """Return a Figure of y over x (logarithmic), a line per `by`, quartiles shaded.
 
-    predicted: column with the formula's value, drawn dashed; dashed: what it is. Units: by the
-    columns' names.
+    predicted: column with the formula's value, drawn dashed; dashed: its name. x_unit, y_unit: by
+    default those of the columns' names.
     """
     x_unit = style.unit_of(x) if x_unit is None else x_unit
     y_unit = style.unit_of(y) if y_unit is None else y_unit
@@ -84,7 +84,7 @@ def line_widths(groups, thin=1.6, step=1.5):
 
 
 def draw_line(axes, rows, x, y, colour, factor=1, **look):
-    """Draw the median over x and its quartiles; returns both coordinates of the line."""
+    """Draw the median over x and its quartiles; return both coordinates of the line."""
     grouped = rows.dropna(subset=[y]).groupby(x)[y]
     middle, low, high = (grouped.quantile(q) / factor for q in (0.5, 0.25, 0.75))
     if (high > low).any():
@@ -106,7 +106,7 @@ def draw_runs(axes, frame, x, y, by, colours, widths=None, words=style.name, fac
 
 
 def label_sizes(axes, sizes, unit):
-    """Ticks at the measured sizes, thinned to nine at most, in KiB and MiB where they are bytes."""
+    """Put ticks at the measured sizes, nine at most; bytes in KiB and MiB."""
     every = -(-len(sizes) // 9)
     axes.set_xticks(sizes[::every], [style.quantity(size, unit) for size in sizes[::every]])
     axes.set_xticks([], minor=True)
@@ -146,7 +146,7 @@ def close(figure, axes, ends, title, note=None):
 
 
 def mark_peak(axes, samples, divisor, **look):
-    """Mark the largest sum of all kinds with a dot and its value; samples as memory_over_time's."""
+    """Mark the largest sum of all kinds with a dot and its value; samples: MemoryTracker's."""
     totals = [sum(sizes.values()) for _, sizes in samples]
     peak = max(totals)
     moment = totals.index(peak) + 1
@@ -159,11 +159,11 @@ def mark_peak(axes, samples, divisor, **look):
 
 
 def memory_over_time(samples, title=None, phases=None, predicted=None):
-    """Figure: MemoryTracker.samples as areas by kind, with the peak marked.
+    """Return a Figure of MemoryTracker.samples as areas by kind, with the peak marked.
 
-    The axis counts allocations and releases, not seconds: each is equally wide, and the picture is
-    the same everywhere. phases: {"forward": its first change, ...}, in order. predicted: samples of
-    an estimate, drawn as a line over them.
+    The axis counts allocations and releases, not seconds, so every machine gives the same picture.
+    phases: {"forward": its first change, ...}, in order. predicted: samples of an estimate, drawn
+    as a line over them. Raises ValueError without samples.
     """
     if not samples:
         raise ValueError("no samples to draw")
@@ -202,7 +202,7 @@ def memory_over_time(samples, title=None, phases=None, predicted=None):
 
 
 def draw_phases(axes, phases, end):
-    """A thin line where each phase begins, and its name at the top of its part."""
+    """Draw a thin line where each phase begins, and its name at the top of its part."""
     starts = [*phases.values(), end]
     for name, start, stop in zip(phases, starts[:-1], starts[1:], strict=True):
         axes.axvline(start, color=style.FAINT, linewidth=0.9, linestyle=(0, (3, 3)))

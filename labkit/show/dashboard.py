@@ -7,8 +7,8 @@
     [ picture of the first cells, in this order ]
     | what | on | step time | ratio to the base | ... |                  the same cells, as a table
 
-A row a cell is made once, when the board opens and after a measurement; a control picks rows of
-that table. What is drawn is a pure function of (table, curves, state).
+The table has a row per cell and is made when the board opens and after a measurement; a control
+selects rows. The picture is a pure function of (table, curves, state).
 """
 
 import base64
@@ -58,7 +58,7 @@ NOTHING = "Nothing was measured that these controls let through."
 
 @dataclass(frozen=True)
 class State:
-    """What the controls say: a value of each filter's column, or ANY; sort and picture by name.
+    """The values of the controls: one of each filter's column, or ANY; sort and picture by name.
 
     buckets: MiB. whats: names of the column `what`, or ANY.
     """
@@ -76,7 +76,7 @@ class State:
 
 
 def opened(rows):
-    """(table, curves) of a sweep's rows: a row a cell with its label, what and link in words."""
+    """Return (table, curves) of a sweep's rows: a row per cell with label, what and link."""
     table = summary(rows)
     cells = table.to_dict("records")
     table["label"] = [label(cell) for cell in cells]
@@ -86,7 +86,7 @@ def opened(rows):
 
 
 def first_state(table, model, ranks, **more):
-    """The state of a model on so many ranks of this machine, or any state if none was measured."""
+    """Return the State of a model on `ranks` ranks of this machine, unfiltered if not measured."""
     there = table[(table["model"] == model) & (table["ranks"] == ranks) & (table["nodes"] == 1)]
     if there.empty:
         return State(**more)
@@ -106,7 +106,7 @@ def chosen(table, state):
 
 
 def draw(table, curves, state, most=BARS):
-    """Figure of the state's picture; ValueError if no row passes the filters."""
+    """Return the Figure of the state's picture. ValueError if no row passes the filters."""
     rows = chosen(table, state)
     if rows.empty:
         raise ValueError(NOTHING)
@@ -114,7 +114,7 @@ def draw(table, curves, state, most=BARS):
 
 
 def named(rows):
-    """Return the rows with labels that differ."""
+    """Return the rows, with model and world in the labels if they differ; short: the old labels."""
     words = rows["label"]
     for column in ("model", "world"):
         if rows[column].nunique() > 1:
@@ -152,7 +152,7 @@ def as_table(words):
 
 
 def as_image(figure, words):
-    """The figure as HTML with text for the browser to set, which takes a quarter of the time."""
+    """Return the figure as HTML; the browser draws its text, which takes a quarter of the time."""
     held = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "labkit"}):
         figure.savefig(held, format="svg", metadata={"Date": None})
@@ -163,7 +163,7 @@ def as_image(figure, words):
 
 
 class Cells:
-    """The cells of a board, of its sweep and of its button. .rows: as of sweep.results()."""
+    """The measured cells of a board, from its sweep and its button. .rows: as sweep.results()."""
 
     def __init__(self, rows):
         self.open(rows)
@@ -193,16 +193,17 @@ class Cells:
         return shown
 
     def measure(self, launch, state):
-        """Add the rows of launch(cells to measure); returns what to say."""
+        """Add the rows of launch(cells to measure); return a message."""
         rows = launch(to_measure(self.table, state))
         self.open(pd.concat([self.rows, rows], ignore_index=True))
         return f"measured: {len(rows)} rows added"
 
 
 def to_measure(table, state):
-    """[Cell]: the base of the state's model and link, then each ticked one with its bucket size.
+    """Return [Cell]: the base of the state's model and link, then each ticked cell.
 
-    ValueError unless one model and one link are chosen.
+    Ticked cells get the chosen bucket size. Raises ValueError unless one model and one link are
+    chosen.
     """
     if ANY in (state.model, state.link):
         raise ValueError("choose one model and one link: cells are compared with their base")
@@ -228,16 +229,16 @@ def cell_of(fields, world):
 
 
 def plain(value):
-    """Return a number of numpy as Python's own, which is what an experiment takes."""
+    """Return a NumPy scalar as a Python number, the type that Experiment accepts."""
     return value.item() if hasattr(value, "item") else value
 
 
 def board(rows, state=None, measure=None, **offers):
     """Return the dashboard over a sweep's rows, as an Explorer that is not displayed yet.
 
-    measure: function [Cell] -> rows as sweep.as_rows() has them. It adds a box for each `what`, and
-    a button that measures those that are ticked on the chosen model, link and bucket size.
-    offers: {filter: values} that can be chosen, and measured, besides those of the rows.
+    measure: function [Cell] -> rows as from sweep.as_rows(). It adds a box for each `what`, and a
+    button that measures the ticked ones with the chosen model, link and bucket size.
+    offers: {filter: values} that can be chosen and measured in addition to those of the rows.
     """
     cells = Cells(rows)
     state = state or State()

@@ -4,8 +4,8 @@
     label  ===|===|=|    8 ms
     loss   \\__                           lines: loss over time or bytes; throughput over ranks
 
-Each is a function (rows, curves, most) -> Figure of summary()'s rows in the order to be drawn, of
-which the first `most` are.
+Each is a function (rows, curves, most) -> Figure. rows: of summary(), in the order to be drawn. A
+picture has at most `most` bars, or LINES lines.
 """
 
 from functools import partial
@@ -43,7 +43,7 @@ def frame(labels, rest):
 
 
 def bars(rows, curves, most, column, low=None, high=None, at=None):
-    """Draw a bar a cell; low, high: columns of its whiskers; at: a line across, at this value."""
+    """Return a Figure with a bar per cell; low, high: columns of whiskers; at: a value to mark."""
     rows = rows.head(most)
     unit = style.unit_of(column)
     top = rows[high or column].max() or 1
@@ -64,7 +64,10 @@ def bars(rows, curves, most, column, low=None, high=None, at=None):
 
 
 def stacked(rows, curves, most, parts, total, words):
-    """A bar a cell, cut into parts: {column: key of its colour}; what they leave is `other`."""
+    """Return a Figure with a bar per cell, cut into parts; the rest of `total` is "other".
+
+    parts: {column: key of its colour}.
+    """
     rows = rows.head(most)
     unit = style.unit_of(total)
     divisor, shown = style.byte_scale(rows[total].max()) if unit == "bytes" else (1, unit)
@@ -90,7 +93,7 @@ def said(value, unit):
 
 
 def add_bars(axes, places, sizes, thick, left=0.0, **look):
-    """barh() with all bars as one artist: barh() makes each of them one, with limits to find."""
+    """Draw horizontal bars as one artist, which is faster than barh() with one artist per bar."""
     left = np.broadcast_to(left, len(sizes))
     lows = np.asarray(places) - thick / 2
     xs = np.stack([left, left, left + sizes, left + sizes], axis=1)
@@ -99,7 +102,7 @@ def add_bars(axes, places, sizes, thick, left=0.0, **look):
 
 
 def write_ends(axes, ends, words):
-    """Write values at the ends of bars; returns a remark if a bar far longer than most is cut."""
+    """Write values at the ends of bars; return a remark if a bar far longer than most is cut."""
     limit = min(max(ends), CUT * np.median(ends)) if np.median(ends) else max(ends)
     edge = axes.get_yaxis_transform()  # a bar that is cut has its value beyond the picture's edge
     for place, (end, text) in enumerate(zip(ends, words, strict=True)):
@@ -121,7 +124,7 @@ def finish(axes, labels, words):
 
 
 def losses(rows, curves, most, x, words):
-    """Loss over seconds, or over the bytes that a rank has sent."""
+    """Return a Figure of the loss over seconds, or over the bytes that a rank has sent."""
     rows = rows.head(LINES)
     mine = curves[curves["cell"].isin(rows["cell"])]
     divisor, unit = style.byte_scale(mine[x].max()) if x == "sent_bytes" else (1, "s")
@@ -144,14 +147,14 @@ def losses(rows, curves, most, x, words):
 
 
 def scaled(rows):
-    """The rows of one machine that differ in the number of ranks alone, a frame for each line."""
+    """Return [frame], one per line: rows of one machine that differ only in the number of ranks."""
     rows = rows[rows["nodes"] == 1].sort_values("ranks")
     names = rows["model"] + rows["strategy"] + rows["changes"].map(str)
     return [group for _, group in rows.groupby(names, sort=False) if len(group) > 1]
 
 
 def scaling(rows, curves, most):
-    """Throughput over ranks of one machine, a line for what was measured on several numbers."""
+    """Return a Figure of throughput over the ranks of one machine, with the lines of scaled()."""
     lines = scaled(rows)
     with style.look():
         figure, axes = frame(["0,000"], 3.6)

@@ -1,7 +1,7 @@
 """The dashboard in words: names of cells, the table to read, captions, and results beyond noise.
 
-DDP, bucketed                 a base is called after its strategy
-bf16 + 2 micro-batches        another cell after what it changes in its base
+DDP, bucketed                 a base has the name of its strategy
+bf16 + 2 micro-batches        another cell is named after its changes to the base
 """
 
 from math import inf
@@ -27,7 +27,7 @@ CHANGES = {
 
 
 def rows_of(own, stored):
-    """(rows, where from in words): of the sweep in the folder own, or else of the stored one."""
+    """Return (rows, their origin as text) of the sweep in folder own, else of the stored one."""
     try:
         return results(own), f"your own sweep, in {shown(own)}"
     except ValueError as error:
@@ -56,13 +56,13 @@ def origin(rows):
 
 
 def label(row):
-    """What a cell changes in its base, in words; a base is called after its strategy."""
+    """Return a cell's changes to its base, in words; for a base, the name of its strategy."""
     words = [change(name, value) for name, value in row["changes"]]
     return " + ".join(words) or style.name(row["strategy"])
 
 
 def what(row):
-    """A cell in words whatever its base, model and bucket size: "DDP, bucketed + hook fp16"."""
+    """Return a cell in words, without its model and bucket size: "DDP, bucketed + hook fp16"."""
     words = [style.name(row["strategy"])]
     for name in ("accumulation", "recompute", "precision", "comm_hook", "every"):
         if row[name] != USUAL[name]:
@@ -85,7 +85,7 @@ def link_of(row):
 
 
 def in_words(table):
-    """DataFrame of texts, a row a cell: what people read. The memory's kinds are in MiB."""
+    """Return a DataFrame of texts, a row per cell. The kinds of memory are in MiB."""
     many = table["model"].nunique() > 1
     kinds = [kind for kind in KINDS if f"peak_{kind}_bytes" in table]
     ratio = f"ratio ({interval_name(*table['pairs'])})"
@@ -109,7 +109,7 @@ def in_words(table):
 
 
 def legend(table):
-    """The columns of in_words() explained, for a caption."""
+    """Return an explanation of in_words()'s columns, for a caption."""
     kinds = " · ".join(style.name(kind) for kind in KINDS if f"peak_{kind}_bytes" in table)
     ratio = "ratio: step time / that of the base, in paired rounds; interval of 95 % from "
     ratio += f"{FEWEST} rounds on, else the smallest and the largest"
@@ -117,9 +117,9 @@ def legend(table):
 
 
 def beyond_noise(rows):
-    """Name the cells that are faster or slower than their base, beyond noise and chance.
+    """Return a text that names the cells faster or slower than their base, beyond noise.
 
-    Noise: the base repeated with another seed; the widest of several.
+    Noise is measured by the base with another seed; the widest band of several counts.
     """
     noise = rows[[bool(c) and all(name == "seed" for name, _ in c) for c in rows["changes"]]]
     bands = [ratio_of(row).noise_band() for row in noise.to_dict("records") if row["pairs"]]

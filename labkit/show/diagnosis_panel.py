@@ -15,7 +15,7 @@ SKIPPED = style.PURPLE
 
 
 def sheet(frame, title=None):
-    """Figure: for each "run" of the frame the parts by rank, and each rank's own time by step."""
+    """Return a Figure: for each "run" of the frame the parts by rank, and own_ms() by step."""
     runs = list(dict.fromkeys(frame["run"]))
     with style.look():
         height = 0.8 + 1.9 * len(runs)
@@ -38,15 +38,19 @@ def sheet(frame, title=None):
 
 
 def parts(rows):
-    """{part: ms of a step, mean of the ranks} of a run, and what its skipped steps cost each."""
+    """Return {part: ms of a step} of a run: means over the ranks, medians over the steps.
+
+    "skipped": the time of the skipped steps, per useful step.
+    """
     found = parts_of(rows).groupby(rows["step"]).mean().median()
     return dict(found) | {"skipped": step_ms(rows) * (1 / useful(rows) - 1)}
 
 
 def treated(frame, title=None):
-    """Figure: a pair of bars for each cause, before and after the change, with the prediction.
+    """Return a Figure with two bars per cause, before and after the change, and the prediction.
 
-    frame: rows of runs with "cause", "changed" (bool) and "gain", as diagnose has predicted it.
+    frame: rows of runs with "cause", "changed" (bool) and "gain", the ratio of times per useful
+    step that diagnose predicted.
     """
     causes = list(dict.fromkeys(frame["cause"]))
     ticks = []
@@ -82,7 +86,7 @@ def treated(frame, title=None):
 
 
 def numbers(frame):
-    """Return a DataFrame with a row a run: numbers that the pictures do not show."""
+    """Return a DataFrame of texts with a row per run: numbers that the pictures do not show."""
     found = []
     for run, rows in frame.groupby("run", sort=False):
         links = rows[[name for name in rows if str(name).startswith("to_")]].stack()

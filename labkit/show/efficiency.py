@@ -7,8 +7,8 @@
 
     explorer: compute, gradients, link and cores are controls; nothing is launched
 
-What is drawn is a pure function of (costs, step, state); costs and step are those that
-labkit/measure/scaling.py fits and predicts with.
+The picture is a pure function of (costs, step, state); costs and step are those of
+labkit/measure/scaling.py.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ ENOUGH = 0.8
 
 
 def efficiency(frame, title=None, predicted=None):
-    """Figure: efficiency over ranks, a line a kind of scaling, quartiles shaded, the ideal line.
+    """Return a Figure of efficiency over ranks: a line per kind of scaling, and the ideal line.
 
     predicted: column of the formula's value, drawn dashed.
     """
@@ -43,9 +43,9 @@ def efficiency(frame, title=None, predicted=None):
 
 @dataclass(frozen=True)
 class State:
-    """What the controls say. compute, gradients: times those of the step that was measured.
+    """The values of the controls. compute, gradients: factors on those of the measured step.
 
-    link_mbit: of each rank's link, inf for none. cores: that all ranks share, inf for enough.
+    link_mbit: speed of each rank's link; inf: no link. cores: shared by all ranks; inf: one each.
     """
 
     kinds: tuple = ("weak", "strong")
@@ -81,7 +81,7 @@ def draw(costs, step, state):
 
 
 def takeaway(costs, step, state):
-    """Up to how many ranks each kind of scaling keeps ENOUGH of its efficiency."""
+    """Return as text up to how many ranks each kind of scaling keeps an efficiency of ENOUGH."""
     words = []
     for kind, mine in rows(costs, step, state).groupby("scaling", sort=False):
         good = mine["efficiency"] >= ENOUGH
@@ -93,8 +93,8 @@ def takeaway(costs, step, state):
 def explorer(costs, step, cores, provenance):
     """Show efficiencies up to 1,024 ranks: figure, takeaway, table, controls. Returns Explorer.
 
-    costs, step: of scaling.fit() and the step measured. cores: of this machine. provenance: begins
-    with "predicted".
+    costs: from scaling.fit(). step: the measured scaling.Step. cores: of this machine. provenance:
+    begins with "predicted".
     """
     state = State()
     small = rows(costs, step, state).pivot(index="ranks", columns="scaling", values="efficiency")

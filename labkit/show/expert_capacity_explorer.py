@@ -21,19 +21,19 @@ CAPACITIES = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0, 4.0)
 
 @dataclass(frozen=True)
 class State:
-    """What the controls say. capacity: of an expert, in even shares."""
+    """The values of the controls. capacity: of an expert, in even shares."""
 
     run: str
     capacity: float
 
 
 def dropped(load, capacity):
-    """Return the share of the rows [steps, experts] beyond the capacity, [steps]."""
+    """Return the share of the rows beyond the capacity, [steps]. load: [steps, experts]."""
     return np.clip(load - capacity, 0, None).sum(1) / load.shape[1]
 
 
 def draw(frame, state):
-    """Figure: the share of dropped rows over the steps, the chosen run above the others."""
+    """Return a Figure of the share of dropped rows over the steps, the chosen run in front."""
     with style.look():
         figure, axes = style.new_figure(8.0, 3.4)
         for run, load in shares(frame).items():
@@ -52,7 +52,7 @@ def draw(frame, state):
 
 
 def takeaway(frame, state):
-    """Return one sentence: what the chosen run would have dropped in all."""
+    """Return one sentence: the share of rows that the chosen run would have dropped."""
     lost = dropped(shares(frame)[state.run], state.capacity).mean()
     return (
         f"A capacity of {state.capacity:g} even shares would have dropped {100 * lost:.1f} % of "

@@ -6,19 +6,19 @@
               expert 1  ..::::::::::::
                         step ->
 
-A frame has a row per run and step; its column `load` holds the list of the experts' rows. 1 is
-balance; as much as there are experts: all rows to one.
+A frame has a row per run and step; its column `load` is the list of the experts' numbers of rows.
+A value of 1 is balance; with n experts, n means that one of them got all rows.
 """
 
 import numpy as np
 
 from labkit.show import style
 
-COLOURS = "cividis"  # as bright in grey, and distinct for colour-blind readers
+COLOURS = "cividis"  # also reads in grey, and for colour-blind readers
 
 
 def shares(frame):
-    """{run: [steps, experts]}: each expert's rows over an even share. ValueError without rows."""
+    """Return {run: [steps, experts]}: rows over an even share. ValueError without rows."""
     if frame.empty:
         raise ValueError("no load was recorded, so there is nothing to draw")
     loads = {run: np.array(rows["load"].tolist()) for run, rows in frame.groupby("run", sort=False)}
@@ -26,7 +26,7 @@ def shares(frame):
 
 
 def load_map(frame, title=None):
-    """Figure: a panel per run, experts over steps, coloured by their load over an even share."""
+    """Return a Figure with a panel per run: experts over steps, coloured by their load."""
     runs = shares(frame)
     top = max(load.max() for load in runs.values())
     with style.look():

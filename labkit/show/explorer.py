@@ -6,7 +6,7 @@
     ( Run it )                              only with run=: the one control that launches ranks
     [ image ] its sentence                  a pure function of the state
 
-What differs between explorers is a function: figures, a takeaway, how controls become a state.
+Explorers differ only in functions: figures, a takeaway, and how controls become a state.
 """
 
 import html
@@ -20,16 +20,16 @@ from labkit.show.publish import as_html, present
 
 
 class Explorer:
-    """Controls and what they choose. `.panel` is the widget, `.image` its picture.
+    """Controls and a picture of their state. `.panel` is the widget, `.image` its picture.
 
     state: the first choice, a frozen dataclass; `.state` is the one that is shown.
     rows: rows of controls, each {name: widget, or a dict of controls.boxes()}.
     picture: function state -> HTML. Its ValueError is shown as text.
-    hint: what `.image` says until a control changes.
+    hint: the text of `.image` until a control changes.
     read: function (state, **value by control name) -> state; boxes give the tuple of the ticked
         names. By default each control is a field of the state.
-    run: function state -> what to say, called by a button; words: the button's name. An error is
-        one line beside the button, `.message`.
+    run: function state -> message, called by a button; words: the button's label. The message, or
+        the first line of an error, is shown beside the button (`.message`).
     """
 
     def __init__(self, state, rows, picture, hint, read=replace, run=None, words=None):
@@ -62,7 +62,7 @@ class Explorer:
             self.image.value = f"<p>{html.escape(str(error))}</p>"
 
     def clicked(self, button=None):
-        """Run the state that the controls say, then draw it."""
+        """Run the state of the controls, then draw it."""
         self.button.disabled = True
         self.message.value = "running …"
         with self.output:  # what a launch prints; in a kernel it also keeps exceptions
@@ -72,13 +72,13 @@ class Explorer:
         self.changed()
 
     def show(self):
-        """Display the controls; returns the Explorer."""
+        """Display the controls; return the Explorer."""
         controls.show(self.panel)
         return self
 
 
 def widgets_of(row):
-    """The widgets of a row of controls, in order."""
+    """Return the widgets of a row of controls, in order."""
     found = []
     for control in row.values():
         found += control.values() if isinstance(control, dict) else [control]
@@ -86,12 +86,12 @@ def widgets_of(row):
 
 
 def value_of(control):
-    """A widget's value; of boxes the names that are ticked."""
+    """Return a widget's value; of boxes the names that are ticked."""
     return controls.ticked(control) if isinstance(control, dict) else control.value
 
 
 def outcome(run, *arguments):
-    """What run() says, or the first line of its error, as HTML."""
+    """Return the message of run(), or the first line of its error, as HTML."""
     try:
         return run(*arguments)
     except (Exception, KeyboardInterrupt) as error:

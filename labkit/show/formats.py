@@ -37,7 +37,7 @@ WORDS = {
 
 @dataclass(frozen=True)
 class State:
-    """What the controls say. scale: the loss scale, which multiplies the gradients."""
+    """The values of the controls. scale: the loss scale, which multiplies the gradients."""
 
     value: float = 0.1
     scale: float = 1.0
@@ -58,7 +58,7 @@ def error_words(value, stored):
 
 
 def bit_layout(value, title=None):
-    """Figure: the value in each format, a box a bit; right: the number stored, relative error."""
+    """Return a Figure of the value's bits in each format, the number stored, and its error."""
     with style.look():
         figure, axes = style.new_figure(9.5, 0.95 + 0.42 * len(FORMATS))
         heading = {"va": "center", "size": 9, "color": style.FAINT}
@@ -90,7 +90,7 @@ def bit_layout(value, title=None):
 
 
 def draw_bit(axes, place, row, digit, colour):
-    """A box; a dark one is a one, so that the pattern is seen without reading."""
+    """Draw one bit: dark for 1, pale for 0, so that the pattern is visible at a glance."""
     one = digit == "1"
     look = {"facecolor": colour if one else style.lighter(colour, 0.75), "linewidth": 0}
     axes.add_patch(Rectangle((place, row - 0.36), 0.92, 0.72, **look))
@@ -99,10 +99,10 @@ def draw_bit(axes, place, row, digit, colour):
 
 
 def reach(gradients, name="fp16", scale=1.0, title=None):
-    """Figure: how large the gradients are, and how far each format reaches. All times scale.
+    """Return a Figure: the sizes of the gradients x scale, and the range of each format.
 
     Above, the gradients per power of two, coloured by their fate in format `name`.
-    gradients: array of real ones, or its powers(). Raises ValueError where all are zero.
+    gradients: an array, or its powers(). Raises ValueError if none is finite and nonzero.
     """
     counts = gradients if isinstance(gradients, dict) else powers(gradients)
     one = FORMATS[name]
@@ -118,7 +118,7 @@ def reach(gradients, name="fp16", scale=1.0, title=None):
 
 
 def draw_gradients(axes, counts, one, scale):
-    """Bars of powers(): the share of the gradients in each power of two, coloured by their fate."""
+    """Draw the share of the gradients in each power of two, coloured by their fate."""
     shift = math.log2(scale)
     total = sum(counts.values())
     for fate_name, members in by_fate(counts, one, scale).items():
@@ -132,7 +132,7 @@ def draw_gradients(axes, counts, one, scale):
 
 
 def draw_formats(axes, name):
-    """A row for each format from its smallest number to its largest; that of `name` in blue."""
+    """Draw a row per format from its smallest number to its largest; that of `name` is blue."""
     for row, (key, one) in enumerate(FORMATS.items()):
         draw_reach(axes, row, one, key == name)
     axes.set_yticks(range(len(FORMATS)), list(FORMATS))
@@ -145,7 +145,7 @@ def draw_formats(axes, name):
 
 
 def mark_end(above, below, size, words, side):
-    """A line across both axes where a format ends, with words on one side of it."""
+    """Draw a line across both axes where a format ends, with words on one side of it."""
     at = math.log2(size)
     for axes in (above, below):
         axes.axvline(at, color=style.INK, linewidth=1, linestyle=(0, (4, 3)))
@@ -155,7 +155,7 @@ def mark_end(above, below, size, words, side):
 
 
 def draw_reach(axes, row, one, chosen):
-    """One format: from its smallest number to its largest, as far as the axis shows."""
+    """Draw one format from its smallest number to its largest, as far as the axis shows."""
     ends = [math.log2(x) for x in (one.smallest, one.smallest_normal, one.largest)]
     low, middle, high = (max(-50, end) for end in ends)
     colour = style.BLUE if chosen else style.GREY
@@ -166,7 +166,10 @@ def draw_reach(axes, row, one, chosen):
 
 
 def powers(values):
-    """{power: how many values lie between 2^power and 2^(power + 1)}, finite and not zero."""
+    """Return {power: number of values with a size from 2^power to below 2^(power + 1)}.
+
+    Zeros and non-finite values do not count. Raises ValueError if there is no other.
+    """
     values = np.abs(np.asarray(values, dtype=np.float64).ravel())
     found = np.frexp(values[(values > 0) & np.isfinite(values)])[1] - 1
     if not found.size:
@@ -185,7 +188,7 @@ def by_fate(counts, one, scale):
 
 
 def facts():
-    """DataFrame: bits, largest, smallest normal, smallest number and epsilon of each format."""
+    """Return a DataFrame: bits, largest, smallest normal, smallest and epsilon of each format."""
     return pd.DataFrame(
         {
             "format": one.name,

@@ -6,7 +6,7 @@
           |           o   o
           +------------------- parameters held
 
-What is drawn is a pure function of (frame, state).
+The picture is a pure function of (frame, state).
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ MARKERS = {"full": "o", "grad_op": "s"}
 
 @dataclass(frozen=True)
 class State:
-    """What the controls say: a value of each of the frame's first three columns."""
+    """The values of the controls: one of each of the first three COLUMNS."""
 
     unit: str
     mode: str
@@ -54,7 +54,7 @@ def words_of(state):
 
 
 def draw(frame, state):
-    """Figure: step time over parameters held at most, a point per choice, a ring on the chosen."""
+    """Return a Figure of step time over the most parameter bytes held; the choice has a ring."""
     points = medians(frame)
     mine = medians(chosen(frame, state)).iloc[0]
     colours = style.palette(dict.fromkeys(points["unit"]))
@@ -106,7 +106,7 @@ def draw_legend(figure, colours, modes):
 
 
 def takeaway(frame, state):
-    """Return one sentence: what this choice holds and takes, and how many hold less."""
+    """Return one sentence: this choice's memory and step time, and how many choices hold less."""
     points = medians(frame)
     mine = medians(chosen(frame, state)).iloc[0]
     held, step, bare = (style.quantity(mine[c], style.unit_of(c)) for c in COLUMNS[3:])
@@ -119,7 +119,7 @@ def takeaway(frame, state):
 
 
 def bands(frame, state):
-    """[Figure]: the choice's step of median length, unit by unit; [] for a frame without spans."""
+    """Return [Figure] of the choice's step of median length, unit by unit; [] without spans."""
     rows = chosen(frame, state).sort_values("step_ms")
     if "spans" not in rows:
         return []
@@ -128,7 +128,7 @@ def bands(frame, state):
 
 
 def small(frame):
-    """DataFrame of texts: a row per unit and mode, memory and step time for each prefetch."""
+    """Return a DataFrame of texts: a row per unit and mode, memory and step time by prefetch."""
     points = medians(frame)
     rows = []
     for (unit, mode), mine in points.groupby(["unit", "mode"], sort=False):

@@ -15,9 +15,10 @@ SHORT = {"optimizer": "opt", "forward": "fwd", "backward": "bwd"}
 
 
 def timeline(frame, title=None):
-    """Figure of a Timeline.frame(): bars named where it fits, exposed time hatched and summed.
+    """Return a Figure of a Timeline.frame(): named bars, exposed time hatched and summed.
 
-    Spans that overlap within a lane get a row each; those with unit=True their own, paler.
+    Spans that overlap within a lane get a row each; spans with unit=True get separate, paler rows.
+    Raises ValueError without spans.
     """
     if frame.empty:
         raise ValueError("an empty timeline cannot be drawn")
@@ -67,7 +68,7 @@ def legend(figure, handles):
 
 
 def head(axes, y, end, name, words):
-    """The head of a band: its name at the left, a result at the right."""
+    """Write the head of a band: its name at the left, a result at the right."""
     look = {"va": "center_baseline", "size": 10}
     axes.text(0, y, name, weight="bold", ha="left", **look)
     axes.text(end, y, words, ha="right", **look)
@@ -80,12 +81,12 @@ def from_zero(frame):
 
 
 def box(axes, y, start, end, height=BAR, **look):
-    """One bar of a row, from start to end in ms."""
+    """Draw one bar of a row, from start to end in ms."""
     axes.barh(y, end - start, height, left=start, **look)
 
 
 def inner(frame):
-    """Whether each span is a unit's, within forward or backward."""
+    """Return a bool per span: whether it is a unit's, within forward or backward."""
     if "unit" not in frame:
         return frame["rank"] < 0
     return frame["unit"].fillna(False).astype(bool)
@@ -128,7 +129,7 @@ def colour_of(span):
 
 
 def draw_span(axes, span, y, bare):
-    """One bar: plain at work; hatched if exposed (network) or waiting for the network (compute)."""
+    """Draw one bar, hatched while exposed (network) or waiting (compute); return its texts."""
     colour = colour_of(span)
     whole = [(span["start_ms"], span["end_ms"])]
     free = subtract(whole, bare)
@@ -158,7 +159,7 @@ def size(piece):
 
 
 def write(axes, words, piece, y, face):
-    """A name in the middle of a piece of bar; a rim in the bar's colour keeps the hatch away."""
+    """Write a name in the middle of a piece of bar, with a rim over the hatch; return the text."""
     rim = [patheffects.withStroke(linewidth=2.5, foreground=face)]
     place = {
         "ha": "center",

@@ -6,7 +6,7 @@
 
     explorer: whose failure rate, a save, in the background or not, a restart, how often
 
-What is drawn is a pure function of (job, state); nothing is launched, a run takes milliseconds.
+The picture is a pure function of (job, state). Nothing is launched; a run takes milliseconds.
 """
 
 from dataclasses import dataclass
@@ -23,12 +23,15 @@ NAMES = {"saves": "saves", "lost": "computed again", "detection": "detection", "
 SAVES = (3, 10, 30, 120)  # s
 RESTARTS = (30, 120, 300, 600, 1800)  # s
 SHARES = (0.25, 0.5, 1, 2, 4)  # of Young's interval
-COPY = 0.1  # of a save: what training waits for where the rest is written in the background
+COPY = 0.1  # share of a save that training waits for if the rest is written in the background
 
 
 @dataclass(frozen=True)
 class Job:
-    """sizes: numbers of GPUs. rates: {whose: failures of a GPU in an hour}. detection: seconds."""
+    """The data of the explorer. sizes: numbers of GPUs. rates: {source: failures per GPU-hour}.
+
+    days: length of a run. detection: seconds.
+    """
 
     sizes: tuple
     rates: dict
@@ -38,7 +41,7 @@ class Job:
 
 @dataclass(frozen=True)
 class State:
-    """What the controls say. save, restart: seconds. share: of Young's interval."""
+    """The values of the controls. save, restart: seconds. share: of Young's interval."""
 
     rate: str
     save: float = 30
@@ -48,7 +51,7 @@ class State:
 
 
 def runs(job, state):
-    """Return {GPUs: a Survived of the first seed}."""
+    """Return {number of GPUs: goodput.Survived} of one simulated run each."""
     found = {}
     for gpus in job.sizes:
         waits, write = (COPY * state.save, state.save) if state.background else (state.save, 0.0)

@@ -4,13 +4,13 @@
     carried        a window of the gradient in one step, by element; beneath: waiting or missing
     catching_up    the error of a step, and of the sums over all: with feedback the second falls
 
-What is drawn is a pure function of (frame, state). The frame has one row per form and step: a row
-of labkit.measure.compressor_probe.Watched, and two columns that say which form:
+The picture is a pure function of (frame, state). The frame has one row per variant and step: a row
+of labkit.measure.compressor_probe.Watched, and two columns that name the variant:
 
     compressor   a key of labkit.compression.COMPRESSORS
     knob         text, "ratio 0.1", "rank 2", ..., or "" for the registry's own setting
 
-One launch records it, a Watched for each compressor and feedback (True, False) to be compared.
+One launch records all rows, with a Watched for each compressor and feedback (True, False).
 """
 
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ FAMILIES = {"topk": "top-k", "randomk": "random-k", "dgc": "DGC", "powersgd": "P
 
 @dataclass(frozen=True)
 class State:
-    """What the controls say: a value of each of the frame's first four columns."""
+    """The values of the controls: one of each of the first four COLUMNS."""
 
     compressor: str
     knob: str
@@ -46,9 +46,10 @@ class State:
 
 
 def initial(frame, compressor=None):
-    """Return the first state: the last step of the first form, or of the first of that compressor.
+    """Return the first State: the last step of the first variant, or of that compressor's first.
 
-    With feedback if there is one. Raises ValueError for a frame without rows or one of COLUMNS.
+    Variants with feedback come first. Raises ValueError for a frame without rows or without one of
+    COLUMNS.
     """
     missing = [column for column in COLUMNS if column not in frame]
     if missing or frame.empty:
@@ -73,7 +74,7 @@ def words_of(state):
 
 
 def steps_of(frame, state):
-    """Return the rows of the chosen form, by step."""
+    """Return the rows of the chosen variant, sorted by step."""
     which = (frame["compressor"] == state.compressor) & (frame["knob"] == state.knob)
     return frame[which & (frame["feedback"] == state.feedback)].sort_values("step")
 
@@ -88,7 +89,10 @@ def row_of(frame, state):
 
 
 def carried(frame, state):
-    """Figure: a window of the gradient and what arrived; below, what waits or else is missing."""
+    """Return a Figure: a window of the gradient, what arrived, and below what waits or is missing.
+
+    Raises ValueError if the choice was not recorded.
+    """
     row = row_of(frame, state)
     colour = style.palette(frame["compressor"])[state.compressor]
     gradient, arrived, residual = (np.array(row[name], dtype=float) for name in VECTORS)
@@ -124,7 +128,7 @@ def carried(frame, state):
 
 
 def catching_up(frame, state):
-    """Figure: over the steps, how far a step is from its gradient, and the sums from each other."""
+    """Return a Figure of the errors over the steps: of each step alone, and of the sums so far."""
     colour = style.palette(frame["compressor"])[state.compressor]
     ends = []
     with style.look():
@@ -159,7 +163,7 @@ def percent(share):
 
 
 def takeaway(frame, state):
-    """What a step sends, how far it misses the gradient, how far the sums differ, what waits."""
+    """Return a step's bytes, its error, the error of the sums, and the size of the residual."""
     row = row_of(frame, state)
     sent, plain = (style.quantity(row[column], "bytes") for column in ("sent_bytes", "plain_bytes"))
     words = f"{words_of(state)}: a rank sends {sent} a step in place of {plain}"
@@ -177,7 +181,7 @@ def times_less(row):
 
 
 def small(frame):
-    """Return a DataFrame of texts: a row per form, at its last step."""
+    """Return a DataFrame of texts: a row per variant, at its last step."""
     rows = []
     for (compressor, knob, feedback), mine in frame.groupby(list(FORM), sort=False):
         last = mine.sort_values("step").iloc[-1]
@@ -191,7 +195,7 @@ def small(frame):
 
 
 def picture(frame, state):
-    """The widget's images as HTML with alt text; a sentence if that form was not recorded."""
+    """Return the widget's images as HTML with alt text; a sentence if nothing was recorded."""
     if steps_of(frame, state).empty:
         return f"<p>Not recorded: {words_of(state)}.</p>"
     return as_html(takeaway(frame, state), carried(frame, state), catching_up(frame, state))
@@ -205,7 +209,7 @@ def read(state, form, feedback, step):
 def explorer(frame, provenance, compressor=None):
     """Show recorded compressors: figures, takeaway, table, then the controls. Returns Explorer.
 
-    frame: see above. provenance: as in present(). compressor: which is shown first.
+    frame: see above. provenance: as in present(). compressor: the one to show first.
     """
     state = initial(frame, compressor)
     words = takeaway(frame, state)

@@ -6,7 +6,7 @@
 
 The run is in a thread, so that the kernel can handle clicks. begin(bar, pids) launches it and
 returns a sentence about the result. Each rank writes its process id into the folder pids, in a file
-named after its number. bar: launch's.
+named after its number. bar: the argument of launch.
 """
 
 import html
@@ -69,13 +69,13 @@ class Panel:
         self.say(f"attempt {self.attempt}: step {step} of {total}")
 
     def record(self, row):
-        """What the ranks note is drawn when they are done."""
+        """Do nothing: the records are drawn after the run."""
 
     def close(self):
         self.attempt += 1
 
     def kill(self, rank):
-        """SIGKILL for the process that the rank has now, if it has one."""
+        """Send SIGKILL to the current process of the rank, if there is one."""
         try:
             os.kill(int(Path(self.pids, str(rank)).read_text()), signal.SIGKILL)
         except (FileNotFoundError, ProcessLookupError):
@@ -91,7 +91,7 @@ def button(words, icon, pressed):
 
 
 def buttons(begin, world_size):
-    """Show them; returns the Panel."""
+    """Show the panel for world_size ranks and return it. begin: see above."""
     shown = Panel(begin, world_size)
     controls.show(shown.panel)
     return shown

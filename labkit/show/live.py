@@ -6,10 +6,10 @@
     loss            parts of a step       time by rank          the newest run only, where
     throughput      exposed, by rank      memory, by rank       records name a "run"
 
-The picture is one widget whose content is replaced at once, so nothing flickers. Drawing takes at
-most a QUARTER of a core and REDRAWS a second; training never waits for it. At the end a static
-picture stays.
-What is drawn is a pure function of the rows, so that it can be tested without a browser.
+The picture is one widget whose content is replaced at once, so nothing flickers. It is drawn at
+most REDRAWS times a second, in at most a QUARTER of a core; training never waits for it. At the end
+a static picture stays.
+The picture is a pure function of the rows, so it can be tested without a browser.
 """
 
 import html
@@ -43,14 +43,17 @@ NAMES = {"data_ms": "data", "exposed_comm_ms": "waits for messages"}
 
 
 def parts_of(rows):
-    """Return the parts of each row's step, in ms: backward without the waiting that lies in it."""
+    """Return each row's parts of a step in ms, a column for each of PARTS.
+
+    Backward does not include the waiting for messages inside it.
+    """
     parts = rows.reindex(columns=PARTS).astype(float).fillna(0.0)
     inside = parts["exposed_comm_ms"].clip(upper=parts["backward_ms"])
     return parts.assign(backward_ms=parts["backward_ms"] - inside)
 
 
 def draw(rows, title=None):
-    """Figure of the rows of one run: DataFrame with rank, step and what Monitor writes."""
+    """Return a Figure of one run. rows: DataFrame with rank, step and the columns of Monitor."""
     rows = rows.join(parts_of(rows).add_prefix("part_")).sort_values(["step", "rank"])
     with style.look():
         figure = Figure(figsize=(10.0, 4.9))
@@ -69,7 +72,7 @@ def draw(rows, title=None):
 
 
 def over_steps(axes, rows, column, words, divisor=1, each=False):
-    """A line over the steps: the ranks' mean, or one for each rank, its number at the end."""
+    """Draw a line over the steps: the ranks' mean, or (each) one per rank, numbered at its end."""
     axes.set_title(words, size=9.5, loc="left")
     axes.set_xlabel("step", size=9)
     axes.tick_params(labelsize=8.5)
@@ -99,7 +102,7 @@ def over_steps(axes, rows, column, words, divisor=1, each=False):
 
 
 def stacked(axes, rows):
-    """The parts of a step over the steps, mean of the ranks."""
+    """Draw the parts of a step over the steps, means over the ranks."""
     axes.set_title("parts of a step (ms), mean of the ranks", size=9.5, loc="left")
     table = rows.groupby("step")[[f"part_{part}" for part in PARTS]].mean()
     axes.stackplot(table.index, table.T, colors=COLOURS.values(), step="mid", linewidth=0)
@@ -110,7 +113,7 @@ def stacked(axes, rows):
 
 
 def by_rank(axes, rows):
-    """The parts of a step of each rank, medians of its latest steps."""
+    """Draw the parts of a step of each rank, medians of its latest steps."""
     axes.set_title(f"by rank (ms), median of {LATEST} steps", size=9.5, loc="left")
     columns = [f"part_{part}" for part in PARTS]
     table = rows.groupby("rank").tail(LATEST).groupby("rank")[columns].median()
@@ -122,7 +125,7 @@ def by_rank(axes, rows):
 
 
 def legend(figure, more=None, loc="outside lower left"):
-    """The parts by colour, and {name: colour} more."""
+    """Draw a legend of the parts' colours, and of {name: colour} more."""
     colours = COLOURS | (more or {})
     names = [NAMES.get(part, style.name(part)) for part in colours]
     handles = [Patch(color=colour) for colour in colours.values()]
@@ -154,8 +157,9 @@ def as_svg(figure, words):
 
 
 class Live:
-    """What launch(bar=...) takes: it shows the records as they come. keep: the static picture.
+    """A bar for launch(bar=...) that draws the ranks' records as they arrive.
 
+    provenance: of the static picture, as in present(); keep: whether it stays at the end.
     by: the column that names the runs of a launch; the newest is shown.
     """
 
@@ -170,7 +174,7 @@ class Live:
         self.image = ipywidgets.HTML()
 
     def update(self, step, total):
-        """A bar's: the rows say how far it is."""
+        """Do nothing: the records contain the step."""
 
     def record(self, row):
         self.rows.append(row)
@@ -208,7 +212,7 @@ class Live:
 
     def close(self):
         """Replace the view by a static picture of its last state."""
-        if self.handle is not None:  # in a plain Python there is no view to take away
+        if self.handle is not None:  # in plain Python there is no view to remove
             self.handle.update({"text/plain": ""}, raw=True)
         self.image.close()
         if self.keep and self.broken is None:

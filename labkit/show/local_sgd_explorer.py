@@ -6,8 +6,8 @@
     seconds = busy + 8 x bytes / link       losses over steps and bytes do not change with the link
 
 The picture is a pure function of (frame, target, state). The frame is that of
-labkit/show/time_to_loss_curves.py and a column busy_ms: the compute time of the run so far, ms, as
-on a link that costs nothing.
+labkit/show/time_to_loss_curves.py, with a column busy_ms: the time of the run so far, in ms, on a
+link that costs no time.
 """
 
 from dataclasses import dataclass
@@ -25,14 +25,14 @@ SPEEDS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 10_000, 100_000)
 
 @dataclass(frozen=True)
 class State:
-    """What the controls say. link_mbit: 10^6 bits a second."""
+    """The values of the controls. link_mbit: 10^6 bits a second."""
 
     runs: tuple
     link_mbit: float
 
 
 def on_link(frame, state):
-    """The chosen runs' rows, seconds predicted for the chosen link. ValueError without a run."""
+    """Return the chosen runs' rows, seconds predicted for the link. ValueError without a run."""
     need_one(state.runs, "run")
     chosen = frame[frame["run"].isin(state.runs)]
     return chosen.assign(
@@ -49,7 +49,7 @@ def draw(frame, target, state):
 
 
 def takeaway(frame, target, state):
-    """One sentence: the first run to reach the loss, and its gain over the first chosen run."""
+    """Return one sentence: the first run to reach the loss, and its gain over the first chosen."""
     ends = reached(on_link(frame, state), target)
     there = ends.dropna(subset=["seconds"])
     if there.empty:
@@ -64,7 +64,7 @@ def takeaway(frame, target, state):
 
 
 def small(frame, target, speeds):
-    """DataFrame of texts: a row per run, its seconds to the target at each link speed (Mbit/s)."""
+    """Return a DataFrame of texts: a row per run, seconds to the target by link speed (Mbit/s)."""
     columns = {}
     for speed in speeds:
         ends = reached(on_link(frame, State(tuple(frame["run"]), speed)), target)

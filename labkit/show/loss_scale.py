@@ -10,9 +10,10 @@ from labkit.show.curves import close, line_widths
 
 
 def loss_scales(frame, by="run", title=None):
-    """Figure: the scale of every step on a logarithmic axis, a line per `by`, skipped steps marked.
+    """Return a Figure of the loss scale over steps, a line per `by`; skipped steps are marked.
 
-    frame: step, scale (that the step was taken with), skipped (bool), `by`. Equal lines are nested.
+    frame: step, scale (used in that step), skipped (bool), `by`. Equal lines are nested. Raises
+    ValueError without rows.
     """
     if frame.empty:
         raise ValueError("no steps to draw")

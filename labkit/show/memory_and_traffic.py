@@ -11,9 +11,10 @@ from labkit.show.bars import THICK, finish, kinds_of, stack
 
 
 def memory_and_traffic(frame, title=None, label="strategy"):
-    """Figure: a row per `label`: left its bytes held, stacked by kind, right its bytes sent.
+    """Return a Figure with a row per `label`: left the bytes held by kind, right the bytes sent.
 
-    frame: columns named after KINDS (bytes held; all-zero ones are left out) and sent_bytes.
+    frame: columns named after KINDS (bytes held; all-zero ones are left out) and sent_bytes. Raises
+    ValueError if one of the two is missing.
     """
     if "sent_bytes" not in frame:
         raise ValueError(f"no traffic to draw: a column sent_bytes, not {', '.join(frame)}")
@@ -42,7 +43,7 @@ def memory_and_traffic(frame, title=None, label="strategy"):
 
 
 def write_values(axes, values, divisor):
-    """Each bar's value behind its end."""
+    """Write each bar's value behind its end."""
     for y, value in enumerate(values):
         style.beside(axes, style.quantity(value, "bytes"), (value / divisor, y), weight="bold")
     axes.set_xlim(0, (values.max() / divisor or 1) * 1.3)

@@ -3,7 +3,7 @@
     ranks v   precision v   batch v           controls: they estimate and launch nothing
     [x] DDP [x] ZeRO-1 [x] ZeRO-2 [x] FSDP    stages side by side; a line where a rank's memory ends
 
-What is drawn is a pure function of (predict, state):
+The picture is a pure function of (predict, state):
 predict(stage, world_size, precision, batch) -> bytes by kind.
 """
 
@@ -23,7 +23,7 @@ STAGES = ("ddp_bucketed", "zero1", "zero2", "fsdp")
 
 @dataclass(frozen=True)
 class State:
-    """The controls. batch: samples of one rank. capacity: a rank's bytes, None for no line."""
+    """The values of the controls. batch: samples per rank. capacity: bytes of a rank, or None."""
 
     stages: tuple
     world_size: int
@@ -33,7 +33,7 @@ class State:
 
 
 def predictor(module, batch_of, loss=None, unit=None, device=None, **options):
-    """predict(stage, world_size, precision, batch) -> bytes by kind at the peak.
+    """Return a function (stage, world_size, precision, batch) -> bytes by kind at the peak.
 
     batch_of: function batch size -> (input, target), which may be on the meta device.
     unit, device, options: those of labkit.memory.estimate.
@@ -49,7 +49,7 @@ def predictor(module, batch_of, loss=None, unit=None, device=None, **options):
 
 
 def rows(predict, state):
-    """DataFrame: a row per stage with its bytes by kind and their sum, `total`."""
+    """Return a DataFrame with a row per stage: its bytes by kind and their sum, `total`."""
     found = [
         {"stage": one, **predict(one, state.world_size, state.precision, state.batch)}
         for one in state.stages
@@ -65,7 +65,10 @@ def headline(state):
 
 
 def draw(predict, state):
-    """Figure: a stacked bar per stage, a line at the capacity. ValueError without a stage."""
+    """Return a Figure with a stacked bar per stage and a line at the capacity.
+
+    Raises ValueError without a stage.
+    """
     need_one(state.stages, "stage")
     shown = rows(predict, state)[["stage", *KINDS]]
     capacity = state.capacity or 0
@@ -89,7 +92,7 @@ def draw(predict, state):
 
 
 def takeaway(predict, state):
-    """One sentence: the most, the least, and the first stage that fits."""
+    """Return as text the most and the least bytes, and the first stage that fits."""
     frame = rows(predict, state)
     most = frame.loc[frame["total"].idxmax()]
     least = frame.loc[frame["total"].idxmin()]
@@ -123,10 +126,10 @@ def explorer(
 ):
     """Show memory by kind and stage: figure, takeaway, table, then the controls. Returns Explorer.
 
-    predict: of predictor(), or any function (stage, world_size, precision, batch) -> bytes by kind;
-    its answers are cached.
+    predict: from predictor(), or any function (stage, world_size, precision, batch) -> bytes by
+    kind; its results are cached.
     The controls offer world_sizes, precisions and batches, to which the first choice is added.
-    capacity: bytes that a rank has.
+    capacity: bytes of a rank.
     """
     predict = functools.cache(predict)
     state = State(tuple(stages), world_size, precision, batch, capacity)
@@ -149,7 +152,7 @@ def explorer(
 
 
 def small(frame):
-    """DataFrame of texts: a row a stage, its bytes by kind."""
+    """Return a DataFrame of texts: a row per stage, its bytes by kind."""
     texts = pd.DataFrame({"stage": [style.name(one) for one in frame["stage"]]})
     for kind in (*[k for k in KINDS if frame[k].max() > 0], "total"):
         texts[style.name(kind)] = [style.quantity(value, "bytes") for value in frame[kind]]

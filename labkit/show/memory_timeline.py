@@ -20,7 +20,7 @@ FINEST = 0.004  # a change by a smaller part of the peak is not drawn
 
 
 def saw(runs, title=None):
-    """Figure: a panel per run, MemoryTracker.samples as areas by kind, the peak marked and written.
+    """Return a Figure with a panel per run: MemoryTracker.samples by kind, the peak marked.
 
     runs: {name: samples}. Each panel counts its own allocations and releases from left to right, as
     memory_over_time() does; all share the axis of bytes. ValueError if a run has no samples.
@@ -58,9 +58,9 @@ def saw(runs, title=None):
 
 
 def thinned(samples):
-    """[(number of the change, bytes by kind)]: samples that differ visibly from the one before.
+    """Return [(number of the change, bytes by kind)]: samples that differ visibly from the last.
 
-    All of them would make a picture of megabytes. The peak is always among them.
+    All samples would make a picture of megabytes. The peak is always included.
     """
     table = np.array([[sizes[kind] for kind in KINDS] for _, sizes in samples], float)
     totals = table.sum(axis=1)

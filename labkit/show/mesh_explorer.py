@@ -6,8 +6,8 @@
 
     pp v  cp v  tp v  across the nodes v  axis v        controls: they count, and launch nothing
 
-What is drawn is a pure function of (model, state). model: {"samples", "tokens", "layers"} -> how
-many there are in all; matrices are complete or sharded.
+The picture is a pure function of (model, state). model: {"samples", "tokens", "layers": total
+number}; matrices are complete or sharded.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,10 @@ ROW = 2.1  # from one row of boxes to the next
 
 @dataclass(frozen=True)
 class State:
-    """What the controls say. sizes: {axis: ranks along it}; first: the axis across the nodes."""
+    """The values of the controls. sizes: ((axis, ranks along it), ...), for all of CUTS.
+
+    first: the axis across the nodes. axis: the one whose groups are drawn.
+    """
 
     sizes: tuple
     first: str
@@ -38,13 +41,13 @@ class State:
 
     @property
     def axes(self):
-        """{axis: size} in the order of the mesh."""
+        """Return {axis: size} in the order of the mesh."""
         sizes = dict(self.sizes)
         return {self.first: sizes[self.first]} | sizes
 
 
 def coordinates(axes):
-    """For each rank {axis: its place}: the last axis varies fastest."""
+    """Return [{axis: coordinate}], one per rank; the last axis varies fastest."""
     return [dict(zip(axes, at, strict=True)) for at in product(*map(range, axes.values()))]
 
 
@@ -66,9 +69,10 @@ def crossing(axes, local):
 
 
 def holdings(axes, model):
-    """For each rank {"samples": (first, last), ..., "matrices": (which part, of how many)}.
+    """Return for each rank {"samples": (first, last), ..., "matrices": (part, number of parts)}.
 
-    Of tokens a rank has two chunks, see labkit.attention.context_parallel: of each (first, last).
+    With cp > 1 a rank has two chunks of tokens (labkit.attention.context_parallel), each as (first,
+    last).
     """
     found = []
     for at in coordinates(axes):
@@ -90,7 +94,7 @@ def holdings(axes, model):
 
 
 def words(what, held, model):
-    """One line of a box."""
+    """Return one line of a box."""
     if what == "matrices":
         return "complete matrices" if held[1] == 1 else f"part {held[0]} of {held[1]} of matrices"
     if isinstance(held[0], tuple):
@@ -102,7 +106,7 @@ def words(what, held, model):
 
 
 def draw(model, state, local):
-    """Figure: the ranks on their nodes, joined along one axis."""
+    """Return a Figure of the ranks on nodes, joined along one axis. local: ranks of a node."""
     axes = state.axes
     ranks = prod(dict(state.sizes).values())
     across = min(local, 4)  # boxes in a row
@@ -141,7 +145,7 @@ def draw(model, state, local):
 
 
 def join(plot, one, other, colour):
-    """A line between two boxes; an arc if others may be in between."""
+    """Draw a line between two boxes; an arc if others may be in between."""
     (x, y) = one
     (u, v) = other
     begin = (x + WIDE / 2, y)
@@ -196,7 +200,7 @@ def small(state, local):
 
 
 def read(state, first, axis, **sizes):
-    """The state that the controls show: dp gets the ranks that are left. ValueError if none fit."""
+    """Return the State of the controls: dp gets the remaining ranks. ValueError if none fits."""
     ranks = prod(dict(state.sizes).values())
     taken = prod(sizes.values())
     if ranks % taken:

@@ -1,6 +1,6 @@
 """What a notebook shows besides pictures: labkit's source, verdicts, the machine, predictions.
 
-Sources and tables go out as Markdown with a plain-text form: JupyterLab, GitHub, nbconvert and VS
+Sources and tables are displayed as Markdown and plain text: JupyterLab, GitHub, nbconvert and VS
 Code each colour them in the reader's own theme, light or dark.
 """
 
@@ -25,7 +25,7 @@ def source(*objects):
 
 
 def as_source(heading, code):
-    """Return the forms in which a source is displayed: MIME type -> text."""
+    """Return {MIME type: text} of a source, for display()."""
     return {
         "text/markdown": f"**`{heading}`**\n\n````python\n{code}````\n",
         "text/plain": f"{heading}\n\n{code}",
@@ -33,7 +33,7 @@ def as_source(heading, code):
 
 
 def place_and_code(one):
-    """("labkit/mesh.py:40-72", its source). Relative to the repository; outside it, a bare name."""
+    """Return ("labkit/mesh.py:40-72", source). Outside the repository, the path is a bare name."""
     one = inspect.unwrap(one) if callable(one) else one
     one = one.fget if isinstance(one, property) else one
     lines, first = inspect.getsourcelines(one)
@@ -46,11 +46,11 @@ def place_and_code(one):
 
 
 def verdict(claims):
-    """Print one exact line a claim, aligned; raise AssertionError naming those that do not hold.
+    """Print one line per claim; raise AssertionError that names the claims that do not hold.
 
     claims: {"weights equal one process": True, "bytes sent per rank": 4096}. True and False are
-    checked, whole numbers are shown. A float or a time raises TypeError, because it differs from
-    run to run and the output is compared.
+    checked, whole numbers are shown. Any other value raises TypeError: a float differs from run to
+    run, and the output is compared. Raises ValueError without claims.
     """
     if not claims:
         raise ValueError("a verdict needs at least one claim")
@@ -76,7 +76,7 @@ def outcome(claim, value):
 
 
 def machine_card():
-    """Show what this notebook's numbers were measured on."""
+    """Show the machine on which this notebook's numbers are measured."""
     text = machine.describe()
     display(
         {"text/markdown": f"**This machine**\n\n```text\n{text}\n```", "text/plain": text}, raw=True
@@ -84,12 +84,12 @@ def machine_card():
 
 
 def prediction(frame, provenance):
-    """Show a tables.predicted_measured() frame in words, with where its numbers come from."""
+    """Show a tables.predicted_measured() frame as text, with the origin of its numbers."""
     table(tables.readable(frame).reset_index(), provenance)
 
 
 def table(frame, caption):
-    """Show a DataFrame as a Markdown table (first column left, others right), caption beneath.
+    """Show a DataFrame as a Markdown table (first column left, others right), caption below.
 
     Cells and caption are shown as text: they may come from an untrusted file.
     """
@@ -111,6 +111,6 @@ def table(frame, caption):
 
 
 def as_text(words):
-    """Markdown that shows the words as they are, on one line."""
+    """Return Markdown that shows the words as they are, on one line."""
     line = " ".join(str(words).split())
     return re.sub(r"[\\`*_\[\]<>&|~$]", r"\\\g<0>", line)

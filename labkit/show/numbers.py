@@ -39,7 +39,7 @@ class Format:
 
     @property
     def smallest_normal(self):
-        """Below it, fraction bits are lost one by one."""
+        """The smallest normal number; below it, fraction bits are lost one by one."""
         return 2.0 ** (1 - self.bias)
 
     @property
@@ -49,13 +49,14 @@ class Format:
 
     @property
     def epsilon(self):
-        """From 1 to the next number."""
+        """The distance from 1 to the next number."""
         return 2.0**-self.fraction_bits
 
     def round(self, values):
-        """The nearest numbers of this format, ties to even; beyond the largest: infinity, else NaN.
+        """Round values to the nearest numbers of this format, ties to even.
 
-        values: array of float64 (or what becomes one) -> array of float64 of the same shape.
+        Values beyond the largest number become infinity, or NaN if the format has no infinity.
+        values: array-like -> array of float64 of the same shape.
         """
         values = np.asarray(values, dtype=np.float64)
         _, power = np.frexp(values)  # |value| = 0.5 to 1 times 2^power
@@ -66,13 +67,13 @@ class Format:
         return np.where(beyond, np.copysign(np.inf, values) if self.infinity else np.nan, rounded)
 
     def bits(self, value):
-        """(sign, exponent, fraction) of a value, rounded to this format, as strings of 0 and 1."""
+        """Return (sign, exponent, fraction) of a value rounded to this format, as texts of 0, 1."""
         stored = float(self.round(value))
         sign = "1" if np.signbit(value) else "0"
         e = self.exponent_bits
         f = self.fraction_bits
         if not np.isfinite(stored):
-            # infinity: all exponent bits, no fraction bit; NaN: some, e4m3's all.
+            # infinity: all exponent bits, no fraction bit; NaN: some fraction bits, in e4m3 all
             fraction = "0" * f if np.isinf(stored) else "1" * f
             return sign, "1" * e, fraction
         size = abs(stored)
@@ -100,9 +101,10 @@ FORMATS = {
 
 
 def fate(values, name, scale=1.0):
-    """Shares of nonzero values x scale: {"zero", "subnormal", "normal", "overflow"} in a format.
+    """Return the shares of values x scale that a format stores as each kind.
 
-    values: array; zero and non-finite ones are left out. Raises ValueError if none is left.
+    The keys are "zero", "subnormal", "normal" and "overflow". name: of FORMATS. values: array; zero
+    and non-finite ones do not count. Raises ValueError if there is no other.
     """
     values = np.asarray(values, dtype=np.float64)
     values = np.abs(values[np.isfinite(values) & (values != 0)])

@@ -19,7 +19,7 @@ BROADEST = 9.0  # points, of the first loss curve
 
 
 def overview(frame, title=None, panels=PANELS):
-    """Figure of compare()'s records: a panel per metric, a bar per strategy; below, the losses."""
+    """Return a Figure of compare()'s records: bars by strategy for each metric, and the losses."""
     frame = style.in_order(frame, "strategy")
     strategies = list(dict.fromkeys(frame["strategy"]))
     colours = style.palette(strategies)

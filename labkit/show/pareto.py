@@ -6,7 +6,7 @@ from matplotlib.transforms import Bbox
 
 from labkit.show import style
 
-# Places for a name: offset from its point in typographic points, and the text's side there.
+# Places for a name: offset from its point in typographic points, and the text's alignment.
 SPOTS = (
     *(((9, 8), "left"), ((-9, 8), "right"), ((9, -9), "left"), ((-9, -9), "right")),
     *(
@@ -20,11 +20,11 @@ SPOTS = (
 
 
 def pareto(frame, x, y, by="form", title=None):
-    """Figure: a point per `by` at the medians of x and y, quartiles as lines; lower left is better.
+    """Return a Figure with a point per `by` at the medians of x and y; lower left is better.
 
-    The front, points than which no other is lower in x and at most as high in y, is filled and
-    joined by a staircase: any point on or above it can be had. Units: by the columns' names, bytes
-    in the unit that suits the largest.
+    Lines show the quartiles. The points of the Pareto front (see front) are filled and joined by a
+    staircase. Units: by the columns' names, bytes in the unit that suits the largest. Raises
+    ValueError without rows.
     """
     if frame.empty:
         raise ValueError("nothing was measured, so there is nothing to draw")
@@ -56,7 +56,7 @@ def pareto(frame, x, y, by="form", title=None):
 
 
 def draw_point(axes, low, middle, high, colour, filled):
-    """A point at its medians, filled or hollow, with lines between its quartiles in x and in y."""
+    """Draw a point at its medians, filled or hollow, with lines between its quartiles."""
     x, y = middle
     look = {"color": colour, "linewidth": 1.2, "zorder": 2}
     axes.plot([low[0], high[0]], [y, y], **look)
@@ -66,7 +66,7 @@ def draw_point(axes, low, middle, high, colour, filled):
 
 
 def staircase(steps):
-    """[((x, y), (x, y))]: the lines of the staircase that joins the front's points."""
+    """Return [((x, y), (x, y))]: the lines of the staircase that joins the front's points."""
     lines = []
     for (x, y), (right, under) in pairwise(steps):
         lines.append(((x, y), (right, y)))
@@ -75,7 +75,7 @@ def staircase(steps):
 
 
 def level_lines(low, middle, high):
-    """[((x, y), (x, y))]: the lines between the quartiles in x."""
+    """Return [((x, y), (x, y))]: the lines between the quartiles in x."""
     points = zip(low, middle, high, strict=True)
     return [((left, y), (right, y)) for (left, _), (_, y), (right, _) in points]
 
@@ -87,7 +87,7 @@ def scale(frame, column):
 
 
 def front(points):
-    """Numbers of the (x, y) points that no other beats: at most as large in both, less in one."""
+    """Return indices of the (x, y) that no other beats, by at most as much in both, less in one."""
     return [
         number
         for number, (x, y) in enumerate(points)

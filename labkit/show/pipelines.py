@@ -1,11 +1,11 @@
 """Pipelines drawn: a band per schedule, a row per rank, a box per action with its micro-batch.
 
-    GPipe                                                       bubble: 27.3 %
-    rank 0  [0][1][2][3]            [ 0  ][ 1  ][ 2  ][ 3  ]        330 ms
+    GPipe                                                       bubble 20.0% of 330 ms
+    rank 0  [0][1][2][3]            [ 0  ][ 1  ][ 2  ][ 3  ]
     rank 1     [0][1][2][3]   [ 0  ][ 1  ][ 2  ][ 3  ]              blue F, orange B, purple W;
                                                                     pale: a later stage of the rank
 A frame has rank, kind, stage, micro_batch, start_ms, end_ms, duration_ms, lane: a Timeline.frame()
-of watch_pipeline, or the played() of a schedule.
+of watch_pipeline, or from played().
 """
 
 import pandas as pd
@@ -28,11 +28,12 @@ BAND = 1.1  # between two schedules, in rows
 
 
 def played(schedule, forward_ms=1.0, input_ms=None, weights_ms=None, message_ms=0.0):
-    """The frame of a schedule as it would run: one F, B and W of these lengths, B as long as F.
+    """Return the frame of a simulated schedule. input_ms, weights_ms: by default forward_ms.
 
-    Times are those of all stages of a rank together; each stage takes an equal share.
+    The times of an F, a B and a W are those of all stages of a rank together; each stage takes an
+    equal share. message_ms: time from the end on one rank to the beginning on another.
     """
-    share = len(routes(schedule)[0]) / len(schedule)  # stages of the model, a rank
+    share = len(routes(schedule)[0]) / len(schedule)  # stages of the model per rank
     lengths = (forward_ms, input_ms or forward_ms, weights_ms or forward_ms)
     cost = dict(zip("FBW", (length / share for length in lengths), strict=True))
     times, owner = play(schedule, cost, message_ms)
@@ -49,7 +50,10 @@ def actions(frame):
 
 
 def pipelines(frames, title=None):
-    """Figure: frames: {name: frame of one step}. ValueError if there is nothing to draw."""
+    """Return a Figure with a band per schedule. frames: {name: frame of one step}.
+
+    Raises ValueError without frames, or for an empty one.
+    """
     if not frames or any(frame.empty for frame in frames.values()):
         raise ValueError("a pipeline without actions cannot be drawn")
     frames = {name: actions(frame) for name, frame in frames.items()}
@@ -73,7 +77,7 @@ def pipelines(frames, title=None):
 
 
 def draw_band(axes, name, frame, top, ticks, end):
-    """One schedule: its name and bubble above its ranks."""
+    """Draw one schedule: its name and bubble above its ranks."""
     length = frame["end_ms"].max()
     words = f"bubble {bubble(frame):.1%} of {style.quantity(length, 'ms')}"
     head(axes, top + 0.35, end, name, words)

@@ -4,7 +4,7 @@
     [ figure ]   bubble 15.8 % predicted, 16.9 % measured
     [ Run it ]                                    the only control that launches
 
-What is drawn is a pure function of (state, measured rows).
+The picture is a pure function of (state, measured rows).
 """
 
 from dataclasses import dataclass
@@ -33,6 +33,8 @@ STAGES_OF_A_RANK = {
 
 @dataclass(frozen=True)
 class State:
+    """The values of the controls. schedule: a function of labkit.pipeline.pipeline."""
+
     schedule: str
     ranks: int
     micro_batches: int
@@ -45,16 +47,17 @@ class State:
 
 
 def compared(frames, states, unit_ms):
-    """DataFrame, a row a schedule: predicted and measured bubble, ratio, activations held.
+    """Return a DataFrame, a row per schedule: predicted and measured bubble, ratio, held.
 
-    frames: {name: Timeline.frame() of one step}; states: {name: State}.
+    frames: {name: Timeline.frame() of one step}; states: {name: State}. unit_ms: a rank's forward
+    of a micro-batch. held: the most micro-batches whose activations each rank holds, as text.
     """
     rows = []
     for name, frame in frames.items():
         schedule = states[name].written()
         predicted = bubble(played(schedule, unit_ms))
         measured = bubble(frame)
-        share = len(routes(schedule)[0]) / len(schedule)  # stages of the model, a rank
+        share = len(routes(schedule)[0]) / len(schedule)  # stages of the model per rank
         held = ", ".join(f"{count / share:g}" for count in most_held(schedule))
         rows.append((name, predicted, measured, measured / predicted, held))
     columns = ["schedule", "predicted_bubble", "measured_bubble", "ratio", "held"]
@@ -62,7 +65,7 @@ def compared(frames, states, unit_ms):
 
 
 def show_compared(frame, caption):
-    """compared() as a table in words."""
+    """Show a frame of compared() as a table of texts."""
     words = frame.assign(
         predicted_bubble=frame["predicted_bubble"].map("{:.1%}".format),
         measured_bubble=frame["measured_bubble"].map("{:.1%}".format),
@@ -72,7 +75,7 @@ def show_compared(frame, caption):
 
 
 def takeaway(state, measured):
-    """Return one sentence. measured: {State: bubble} of what was run."""
+    """Return one sentence on the bubble. measured: {State: bubble} of the steps that ran."""
     predicted = bubble(played(state.written()))
     words = f"{style.name(state.schedule)}, {state.ranks} ranks, {state.micro_batches} "
     words += f"micro-batches: a bubble of {predicted:.1%} predicted"
@@ -86,10 +89,10 @@ def picture(state, measured, unit_ms):
 
 
 def explorer(state, measured, unit_ms, launch):
-    """Show the controls; returns the Explorer.
+    """Show the controls; return the Explorer.
 
-    measured: {State: bubble} of the steps that ran. launch: function State -> Timeline.frame() of
-    one step on ranks, called by the button.
+    measured: {State: bubble} of the steps that ran. unit_ms: as in compared(). launch: function
+    State -> Timeline.frame() of one step on ranks, called by the button.
     """
     measured = dict(measured)
 

@@ -26,13 +26,16 @@ from labkit.show.explorer import Explorer
 from labkit.show.publish import present
 
 MICRO_BATCHES = 3
-LEAST = 0.01  # of a step: a part that is less is left out of the picture
+LEAST = 0.01  # a part smaller than this share of a bar is not drawn
 COLOURS = dict(zip(KINDS, style.CYCLE, strict=False))
 
 
 @dataclass(frozen=True)
 class Job:
-    """batches: {model: sequences of a step}. tokens: of the run. spare: share of memory left."""
+    """The data of the explorer. batches: {model: sequences per step}. gpus: their names.
+
+    sizes: numbers of GPUs. tokens: of the run. spare: share of memory to leave free.
+    """
 
     batches: dict
     gpus: tuple
@@ -44,7 +47,7 @@ class Job:
 
 @dataclass(frozen=True)
 class State:
-    """What the controls say."""
+    """The values of the controls."""
 
     model: str
     gpu: str
@@ -53,7 +56,10 @@ class State:
 
 
 def narrowed(space, n, c):
-    """(the fastest Found of few layouts on n GPUs or None, the smallest (Peak, Job) refused)."""
+    """Return (the fastest Found of few layouts on n GPUs or None, the smallest refused or None).
+
+    refused: (Peak, Job) of a job that does not fit.
+    """
     best = None
     refused = []
     for layout in space.layouts(n):
@@ -72,20 +78,20 @@ def narrowed(space, n, c):
 
 @lru_cache
 def planned(model, batch, gpu, gpus, precision, spare):
-    """What `narrowed` finds of a model by name on so many GPUs."""
+    """Return narrowed() of a named model on `gpus` GPUs."""
     space = space_of(row_of(model), Cluster(gpu, gpus), global_batch=batch, spare=spare,
                      uneven=False, precision=precision, framework="", cp=1, replicas=1)  # fmt: skip
     return narrowed(space, gpus, constants.values())
 
 
 def answer(job, state):
-    """Return (Found or None, (Peak, Job) of the smallest that was refused or None)."""
+    """Return narrowed() of the state: (Found or None, (Peak, Job) or None)."""
     batch = job.batches[state.model]
     return planned(state.model, batch, state.gpu, state.gpus, state.precision, job.spare)
 
 
 def memory(peaks, spare, title=None):
-    """Figure: a bar of GiB by kind for each {name: Peak}; what a GPU has, and what may be used."""
+    """Return a Figure: GiB by kind for each {name: Peak}, a GPU's memory and its usable part."""
     with style.look():
         figure, axes = style.new_figure(8.0, 1.9 + 0.42 * len(peaks))
         draw_memory(axes, peaks, spare)
@@ -104,7 +110,7 @@ def draw_memory(axes, peaks, spare):
 
 
 def draw_stacks(axes, stacks, colours):
-    """Bars of {name: {part: size}} one under the other, a colour a part, totals at their ends."""
+    """Draw bars of {name: {part: size}}, totals at their ends. colours: {part: colour}."""
     parts = {}
     for part, colour in colours.items():
         sizes = [of_stack.get(part, 0.0) for of_stack in stacks.values()]
@@ -127,7 +133,7 @@ def headline(state):
 
 
 def draw(job, state):
-    """Figure: memory by kind, and the parts of a step; if none fits, the smallest that does not."""
+    """Return a Figure: memory by kind and the parts of a step; if none fits, the least memory."""
     found, refused = answer(job, state)
     peak = found.peak if found else refused[0]
     with style.look():
@@ -144,7 +150,7 @@ def draw(job, state):
 
 
 def takeaway(job, state):
-    """Return the fastest layout with its memory and time; or the memory that is missing."""
+    """Return as text the fastest layout with its memory and time; or the memory that is missing."""
     found, refused = answer(job, state)
     if found is None:
         peak, least = refused
@@ -175,7 +181,7 @@ def picture(job, state):
 
 
 def bar(sizes, colours, unit, whole, limit=None):
-    """One bar of parts as HTML, named beneath. limit: where a red line is drawn."""
+    """Return one bar of parts as HTML, named beneath. limit: where a red line is drawn."""
     shown = {part: size for part, size in sizes.items() if size > LEAST * sum(sizes.values())}
     pieces = "".join(
         f'<div style="width:{100 * size / whole:.2f}%;background:{colours[part]}"></div>'
@@ -193,7 +199,10 @@ def bar(sizes, colours, unit, whole, limit=None):
 
 
 def explorer(job, state, provenance):
-    """Show a plan: figure, takeaway, controls. Returns Explorer. provenance: of "predicted"."""
+    """Show a plan: figure, takeaway, controls. Returns Explorer.
+
+    provenance: begins with "predicted".
+    """
     words = takeaway(job, state)
     present(draw(job, state), words, provenance, words)
     counts = [(f"{size:,}", size) for size in job.sizes]

@@ -16,7 +16,7 @@ saw                         the same of several runs, on one scale       memory_
 efficiency                  efficiency over ranks, and the ideal line    efficiency.py
 memory_by_length            bytes over sequence length                   sequence_length_explorer.py
 broken                      losses of resumed runs, their difference     resumed_runs.py
-race                        when a loss is reached, and for what bytes   time_to_loss_curves.py
+race                        seconds and bytes to reach a loss            time_to_loss_curves.py
 loss_scales                 the loss scale over time, and skipped steps  loss_scale.py
 step_over_link              step time over link speed, and crossovers    time_vs_bandwidth.py
 carried, catching_up        a gradient through a compressor              gradients.py

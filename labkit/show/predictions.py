@@ -16,9 +16,10 @@ SHAPES = "osD^vP"
 
 
 def against_published(frame, title=None):
-    """Figure: a point a row, both axes logarithmic, a colour and a shape for each group.
+    """Return a Figure with a point per row, log-log, and a colour and a shape for each group.
 
-    frame: `group` (six at most), `predicted` and `published`, in tokens per second and GPU.
+    frame: `group` (six at most), `predicted` and `published`, in tokens per second and GPU. Raises
+    ValueError for more groups.
     """
     if frame["group"].nunique() > len(SHAPES):
         raise ValueError(f"{len(SHAPES)} groups at most can be drawn; merge some of them")
@@ -44,9 +45,10 @@ def against_published(frame, title=None):
 
 
 def time_and_money(frame, error, title=None):
-    """Figure: days against GPU-hours, a point a number of GPUs; hollow: another is better in both.
+    """Return a Figure of GPU-hours over days, a point per number of GPUs; the front is filled.
 
-    frame: `gpus`, `days`, `gpu_hours`. error: of a prediction, a share; drawn as upright lines.
+    frame: `gpus`, `days`, `gpu_hours`. error: relative error of a prediction, drawn as vertical
+    lines.
     """
     rows = frame.sort_values("days")
     points = list(zip(rows["days"], rows["gpu_hours"] / 1000, strict=True))

@@ -39,7 +39,7 @@ PROVENANCE = (
 
 
 def check(alt, provenance):
-    """Raise ValueError without words, or without an origin of PROVENANCE (its first word)."""
+    """Raise ValueError if alt is empty or provenance does not begin with a word of PROVENANCE."""
     if not alt.strip():
         raise ValueError("a figure needs alt text: give one sentence that describes it")
     if provenance.split(" ")[0].strip(",;:") not in PROVENANCE:
@@ -90,6 +90,7 @@ def present(figure, caption, provenance, alt):
     """Display a figure in a notebook: the picture, then a caption that ends in the provenance.
 
     provenance: "measured on 2 cores, no GPU, torch 2.13.0"; its first word is one of PROVENANCE.
+    alt: one sentence that describes the picture. Raises ValueError as check() does.
     """
     check(alt, provenance)
     image = in_fewer_colours(figure)
@@ -116,7 +117,7 @@ def present(figure, caption, provenance, alt):
 
 
 def as_html(words, *figures):
-    """Figures and their sentence as HTML, for a widget."""
+    """Return figures and their sentence as HTML, for a widget."""
     words = html.escape(words, quote=True)
     look = f'style="max-width:100%;width:760px" alt="{words}"'
     pngs = [png(figure, dpi=130, compress_level=1) for figure in figures]  # fast, as it is not kept
@@ -126,20 +127,20 @@ def as_html(words, *figures):
 
 
 def save_table(frame, name):
-    """Write NAME.csv into the folder of the figures that save() writes; without it, do nothing."""
+    """Write NAME.csv into the folder that LABKIT_FIGURES names; without it, do nothing."""
     if folder := os.environ.get(FOLDER):
         Path(folder).mkdir(parents=True, exist_ok=True)
         frame.to_csv(Path(folder, f"{name}.csv"), index=False, float_format="%.6g")
 
 
 def save(figure, name, data, parameters, provenance, alt, folder=None):
-    """Write folder/NAME.svg and folder/NAME.json; returns the path of the SVG.
+    """Write folder/NAME.svg and folder/NAME.json; return the path of the SVG.
 
     folder: by default the one that the environment variable LABKIT_FIGURES names. Without one
-        nothing is written and None is returned: reading through a notebook leaves the committed
-        figures as they are.
+        nothing is written and None is returned, so that running a notebook does not change the
+        committed figures.
 
-    data: DataFrame, or anything JSON holds: what the picture shows. parameters: of the run.
+    data: DataFrame, or anything JSON supports: what the picture shows. parameters: of the run.
     The JSON adds provenance, alt text, the class of machine (never its name), versions, commit and
     the SHA-256 of the SVG that was drawn from it.
     """

@@ -13,13 +13,14 @@ from matplotlib.ticker import MaxNLocator, NullLocator
 from labkit.show import style
 from labkit.show.curves import draw_runs, line_widths
 
-LEAST = 1e-8  # below it the axis is no longer logarithmic, so that 0 has a place
+LEAST = 1e-8  # below it the axis is linear, so that it contains 0
 
 
 def differences(frame):
-    """The frame with `off`: how far a loss is from the first run's in that step, as a part of it.
+    """Return the frame with `off`: the relative difference from the first run's loss in that step.
 
-    frame: run, step, loss; of the first run a row a step, of others one each time it was taken.
+    frame: run, step, loss; of the first run one row per step, of others one each time that a step
+    was taken. Raises ValueError without rows.
     """
     if frame.empty:
         raise ValueError("no losses to draw")
@@ -29,10 +30,10 @@ def differences(frame):
 
 
 def broken(frame, marks=(), rounding=None, title=None):
-    """Figure: losses of all runs on each other; below, the difference of all others to the first.
+    """Return a Figure of the losses of all runs; below, the differences from the first run.
 
-    frame: as in differences. marks: (step, words, "left" or "right": the side of the line that they
-    stand on). rounding: what a difference may be, drawn across.
+    frame: as in differences. marks: [(step, words, "left" or "right" of its line)]. rounding: the
+    relative difference that rounding alone may cause, drawn across.
     """
     frame = differences(frame)
     runs = list(dict.fromkeys(frame["run"]))
@@ -82,7 +83,7 @@ def finish(above, below, most, rounding):
 
 
 def mark(above, below, at, words, side):
-    """A line across both axes, its words over them."""
+    """Draw a line across both axes, with its words above them."""
     for axes in (above, below):
         axes.axvline(at, color=style.FAINT, linewidth=0.9, linestyle=(0, (3, 3)), zorder=1)
     look = {"ha": "right" if side == "left" else "left", "va": "bottom", "color": style.FAINT}

@@ -11,7 +11,7 @@ from labkit.show import style
 
 
 def turns(frame, title=None):
-    """Figure: a grid per `order`, a cell per `rank` and `turn` with its `tiles`, all on one scale.
+    """Return a Figure: a grid per `order`, a cell per `rank` and `turn` with its `tiles`.
 
     Below a grid: the sum over rounds of the busiest rank's tiles.
     """

@@ -16,17 +16,17 @@ from labkit.show import style
 from labkit.show.gantt import BAR, canvas, draw_span, finish, from_zero, inner
 
 BAND = 3.55  # height of one schedule, in rows
-NAMED = 20  # at most as many messages carry their names
+NAMED = 20  # messages are named if a band has at most this many
 FINEST = 2000  # an exposed moment shorter than this part of the width is counted, but not drawn
 
 
 def schedules(frames, title=None, floor_ms=None, floor_words="without messages"):
-    """Figure: a band per schedule, compute above network; exposed time is hatched and summed.
+    """Return a Figure: a band per schedule, compute above network, exposed time hatched and summed.
 
     frames: {name: Timeline.frame() of one rank and one step}. floor_ms: a time to mark, that of a
-    step which sends nothing. Spans with unit=True become seams within forward and backward.
+    step without messages. Spans with unit=True become seams within forward and backward.
     Messages that are in flight together are drawn one after the other, each from the end of the one
-    before: a message that waits its turn moves no bytes.
+    before, because a queued message moves no bytes. Raises ValueError without spans.
     """
     if not frames or any(frame.empty for frame in frames.values()):
         raise ValueError("an empty timeline cannot be drawn")
@@ -49,7 +49,7 @@ def schedules(frames, title=None, floor_ms=None, floor_words="without messages")
 
 
 def draw_band(axes, name, frame, top):
-    """One schedule; returns the texts in its bars, which may have to be shortened to fit."""
+    """Draw one schedule; return the texts in its bars, which may have to be shortened to fit."""
     network = frame["lane"] == "network"
     rows = {
         top + 1: frame[~inner(frame) & ~network],
@@ -61,9 +61,9 @@ def draw_band(axes, name, frame, top):
 
 
 def draw_work(axes, frame, rows, exposed_at, named=True):
-    """The rows {y: spans} of one step, compute first, with its length and what is exposed.
+    """Draw the rows {y: spans} of one step, compute first; return the texts in its bars.
 
-    exposed_at: y of the sum of exposed time. named: whether messages carry their names.
+    exposed_at: y of the sum of exposed time. named: whether messages are named.
     """
     bare = exposed(frame, frame["rank"].iloc[0])
     seen = [piece for piece in bare if length([piece]) > axes.get_xlim()[1] / FINEST]
@@ -93,13 +93,13 @@ def draw_work(axes, frame, rows, exposed_at, named=True):
 
 
 def write_end(axes, x, y, words, **look):
-    """Words to the right of what ends at x; a rim keeps lines away."""
+    """Write words to the right of a bar that ends at x, with a rim over lines behind them."""
     look |= {"path_effects": [patheffects.withStroke(linewidth=3, foreground=style.GROUND)]}
     style.beside(axes, words, (x, y), (7, 0), weight="bold", annotation_clip=False, **look)
 
 
 def draw_heading(axes, name, top, count):
-    """The name of a band, and how many messages it has."""
+    """Write the name of a band, and its number of messages."""
     look = {"va": "center_baseline", "ha": "left"}
     heading = axes.annotate(name, (0, top), weight="bold", size=10.5, **look)
     words = f"   {count} message{'' if count == 1 else 's'}"
@@ -107,7 +107,7 @@ def draw_heading(axes, name, top, count):
 
 
 def in_turn(messages):
-    """The same messages, each cut to begin when all earlier ones have ended, without empty ones.
+    """Return the messages, each cut to begin when all earlier ones have ended; none is empty.
 
     `waited` stays: a rank waits for a queued message no longer than it is drawn.
     """

@@ -3,7 +3,8 @@
     heads v   ranks v   ...                   controls: they predict anew and launch nothing
     [x] all scores at once [x] tiles          lines side by side; a dashed one at a GPU's memory
 
-What is drawn is a pure function of (predict, state): predict(form, tokens, **chosen) -> bytes.
+The picture is a pure function of (predict, state): predict(form, tokens, **chosen) -> bytes. form:
+the name of a variant.
 """
 
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ CAPACITY = 80 * 2**30  # bytes of a large GPU
 
 @dataclass(frozen=True)
 class State:
-    """What the controls say. chosen: (name, value) pairs, such as ("heads", 8)."""
+    """The values of the controls. chosen: (name, value) pairs, such as ("heads", 8)."""
 
     forms: tuple
     tokens: tuple
@@ -29,7 +30,7 @@ class State:
 
 
 def memory_by_length(frame, title=None, capacity=None):
-    """Figure: `bytes` over `tokens`, a line a `form`, both axes logarithmic. capacity: bytes."""
+    """Return a Figure of `bytes` over `tokens`, log-log, a line per `form`. capacity: bytes."""
     forms = list(dict.fromkeys(frame["form"]))
     colours = style.palette(forms)
     with style.look():
@@ -73,7 +74,7 @@ def draw(predict, state):
 
 
 def takeaway(predict, state):
-    """Return one sentence: the longest of the lengths that fits, of each form."""
+    """Return one sentence: the longest of the lengths that fits, for each form."""
     frame = rows(predict, state)
     longest = []
     for form, of_form in frame.groupby("form", sort=False):
@@ -85,7 +86,7 @@ def takeaway(predict, state):
 
 
 def small(predict, state):
-    """Return a DataFrame of texts: a row a length, its bytes by form."""
+    """Return a DataFrame of texts: a row per length, its bytes by form."""
     wide = rows(predict, state).pivot(index="tokens", columns="form", values="bytes")
     texts = wide[list(state.forms)].map(lambda size: style.quantity(size, "bytes"))
     texts.insert(0, "tokens", [f"{tokens:,}" for tokens in wide.index])
@@ -100,7 +101,7 @@ def read(state, forms, **chosen):
 def explorer(predict, forms, tokens, choices, provenance="predicted"):
     """Show memory over length: figure, takeaway, table, controls. Returns Explorer.
 
-    choices: name -> values that its menu offers; the figure shows the first of each.
+    predict: see above. choices: {name: values of its menu}; the figure shows the first of each.
     """
     state = State(tuple(forms), tuple(tokens), tuple((name, choices[name][0]) for name in choices))
     above = {name: controls.menu(name, values, values[0]) for name, values in choices.items()}

@@ -21,10 +21,11 @@ BOX = 0.82  # of one row's height
 
 
 def held_against(steps, title=None):
-    """Figure: steps: {name: frame}, a band each; ValueError if a frame lacks one of the two.
+    """Return a Figure with a band per step. steps: {name: frame}.
 
     A frame has source ("simulated" or "measured"), row (its name), lane (of COLOURS), start_ms,
-    end_ms. Rows of one name lie under one another, the simulated one above.
+    end_ms. Of rows with the same name, the simulated one is above. Raises ValueError if a frame
+    lacks one of the two sources.
     """
     for name, frame in steps.items():
         missing = set(SOURCES) - set(frame["source"])
@@ -48,7 +49,7 @@ def held_against(steps, title=None):
 
 
 def draw_step(axes, name, frame, top, ticks, end):
-    """One band: its name and both lengths above its rows. Returns the top of the next one."""
+    """Draw one band: its name and both lengths above its rows. Return the top of the next one."""
     lengths = frame.groupby("source")["end_ms"].max()
     words = ", ".join(f"{s} {style.quantity(lengths[s], 'ms')}" for s in SOURCES)
     head(axes, top, end, name, words)

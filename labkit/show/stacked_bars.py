@@ -17,11 +17,11 @@ GAP = 0.7  # between two categories, in repetitions
 
 
 def stacked_bars(frame, value, category, part, repetition, title=None, unit=None):
-    """Figure: a thin bar per category and repetition, cut into its parts: the spread is seen.
+    """Return a Figure with a thin bar per category and repetition, cut into its parts.
 
     frame: one row per (category, repetition, part), `value` in seconds, bytes, ...; unit: by
-    default what the column's name ends in. Next to each category is the median of its totals;
-    parts keep their order of appearance.
+    default that of the column's name. Next to each category is the median of its totals; parts
+    keep their order of appearance.
     """
     unit = style.unit_of(value) if unit is None else unit
     parts = list(dict.fromkeys(frame[part]))

@@ -18,7 +18,7 @@ STYLE_FILE = Path(__file__).with_name("labkit.mplstyle")
 BLUE, ORANGE, RED, GREY, PURPLE, BROWN, DEEP_ORANGE, OLIVE, SLATE, PALE_BLUE = [
     "#3f90da",
     "#ffa90e",
-    "#bd1f01",  # red, kept for what to look at
+    "#bd1f01",  # red: only for what needs attention
     "#94a4a2",
     "#832db6",
     "#a96b59",
@@ -30,7 +30,7 @@ BLUE, ORANGE, RED, GREY, PURPLE, BROWN, DEEP_ORANGE, OLIVE, SLATE, PALE_BLUE = [
 CYCLE = (BLUE, ORANGE, PURPLE, GREY, BROWN, PALE_BLUE, OLIVE, SLATE, DEEP_ORANGE)
 INK, FAINT, GROUND = "#24292f", "#57606a", "#fafaf7"
 
-# What has a name here keeps its colour in every picture; the rest takes those left, in order.
+# These keys have the same colour in every picture; others get the unused colours, in order.
 COLOURS = {
     "single": GREY,
     "reference": GREY,
@@ -143,7 +143,7 @@ def use():
 
 @contextmanager
 def look():
-    """The lab's look inside a block only, whatever the notebook has set."""
+    """Use the lab's look inside the block only, whatever the notebook has set."""
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
         matplotlib_style.use(STYLE_FILE)
@@ -151,25 +151,28 @@ def look():
 
 
 def new_figure(width=8.0, height=4.2, rows=1, columns=1, **layout):
-    """(figure, axes) outside pyplot's list, with a canvas that measures text. Sizes in inches."""
+    """Return (figure, axes), not listed by pyplot; the canvas measures text. Sizes in inches."""
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure, figure.subplots(rows, columns, **layout)
 
 
 def name(key):
-    """The words for a key: "ddp_bucketed" -> "DDP, bucketed", "all_reduce_ms" -> "all reduce"."""
+    """Return the words for a key.
+
+    "ddp_bucketed" -> "DDP, bucketed", "all_reduce_ms" -> "all reduce".
+    """
     return NAMES.get(key) or re.sub("(_ms|_bytes|_seconds|_per_s)$", "", str(key)).replace("_", " ")
 
 
 def axis_label(column, unit=None):
-    """Return the words and the unit of a column, as an axis says them: "step time (ms)"."""
+    """Return the words and the unit of a column, for an axis: "step time (ms)"."""
     unit = unit_of(column) if unit is None else unit
     return f"{name(column)} ({unit})" if unit else name(column)
 
 
 def palette(keys):
-    """Return {key: colour}: its own for what has one, else the next colour that no other uses."""
+    """Return {key: colour}: from COLOURS, else the next colour of CYCLE that no other key uses."""
     keys = list(dict.fromkeys(keys))
     taken = {COLOURS[key] for key in keys if key in COLOURS}
     free = [colour for colour in CYCLE if colour not in taken] or list(CYCLE)
@@ -179,7 +182,7 @@ def palette(keys):
 
 
 def in_order(frame, column):
-    """The frame's rows sorted by `column` in COLOURS' order; what has no colour comes last."""
+    """Return the frame's rows sorted by `column` in COLOURS' order; other values come last."""
     places = {key: place for place, key in enumerate(COLOURS)}
     return frame.sort_values(
         column, key=lambda keys: keys.map(places).fillna(len(places)), kind="stable"
@@ -187,7 +190,7 @@ def in_order(frame, column):
 
 
 def text_on(colour):
-    """Dark or white ink, whichever contrasts better on `colour` (WCAG relative luminance)."""
+    """Return dark or white ink, whichever contrasts better on colour (WCAG relative luminance)."""
     rgb = colors.to_rgb(colour)
     red, green, blue = (c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in rgb)
     luminance = 0.2126 * red + 0.7152 * green + 0.0722 * blue
@@ -195,7 +198,7 @@ def text_on(colour):
 
 
 def lighter(colour, amount=0.55):
-    """`colour` mixed with the ground."""
+    """Return `colour` mixed with the ground, (r, g, b). amount: 0: the colour, 1: the ground."""
     pairs = zip(colors.to_rgb(colour), colors.to_rgb(GROUND), strict=True)
     return tuple(c + (ground - c) * amount for c, ground in pairs)
 
@@ -215,7 +218,10 @@ def byte_scale(largest):
 
 
 def quantity(value, unit=""):
-    """A value as text, 3 digits: (26214400, "bytes") -> "25 MiB", (12.345, "ms") -> "12.3 ms"."""
+    """Return a value as text with 3 digits.
+
+    (26214400, "bytes") -> "25 MiB", (12.345, "ms") -> "12.3 ms".
+    """
     if unit == "bytes":
         divisor, unit = byte_scale(abs(value))
         value = value / divisor
@@ -224,7 +230,7 @@ def quantity(value, unit=""):
 
 
 def name_rows(axes, places, names, **look):
-    """Names at the left of rows, without ticks and without a line of the axis."""
+    """Write names at the left of rows, without ticks and without a line of the axis."""
     axes.set_yticks(places, names, **look)
     hide_axis_of_rows(axes)
 
@@ -236,7 +242,7 @@ def hide_axis_of_rows(axes):
 
 
 def legend_below(figure, handles, names, **look):
-    """A legend in one line below the axes; each name once."""
+    """Draw a legend in one line below the axes; each name once."""
     shown = dict(zip(names, handles, strict=True))
     look = {"handlelength": 0.9, "columnspacing": 1.3, "handletextpad": 0.5} | look
     look = {"loc": "outside lower left", "ncols": len(shown)} | look
@@ -244,13 +250,13 @@ def legend_below(figure, handles, names, **look):
 
 
 def note_above(axes, words):
-    """A remark at the upper left, above the axes."""
+    """Write a remark at the upper left, above the axes."""
     look = {"xycoords": "axes fraction", "va": "bottom", "size": 9, "color": FAINT}
     axes.annotate(words, (0, 1), **look)
 
 
 def plain_digits(axis):
-    """Numbers without powers of ten at the major ticks of a logarithmic axis."""
+    """Label the major ticks of a logarithmic axis without powers of ten."""
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
@@ -260,18 +266,18 @@ def entitle(figure, title):
 
 
 def beside(axes, words, point, offset=(6, 0), **look):
-    """Write words at an offset, in points of the page, from a point of the data; the text."""
+    """Write words at an offset (typographic points) from a point of the data; return the text."""
     look = {"va": "center_baseline", "size": 9.5} | look
     return axes.annotate(words, point, xytext=offset, textcoords="offset points", **look)
 
 
 def ratio_text(ratio):
-    """Measured by predicted, to three digits behind the point; exactly one reads "= 1"."""
+    """Return measured / predicted as text with three decimals; exactly 1 is "= 1"."""
     return "= 1" if ratio == 1 else f"{ratio:.3f}"
 
 
 def spread_apart(positions, gap):
-    """Positions moved as little as needed to be at least `gap` apart, in order; for labels."""
+    """Return positions for labels, moved as little as needed to be at least `gap` apart."""
     order = sorted(range(len(positions)), key=positions.__getitem__)
     blocks = []  # [sum of wanted starts, members]: neighbours that touch move as one
     for index in order:

@@ -8,11 +8,11 @@ from labkit.show import style
 
 
 def predicted_measured(rows):
-    """DataFrame quantity, unit, predicted, measured, ratio, from dicts or tuples of the first four.
+    """Return a DataFrame with quantity, unit, predicted, measured, ratio, and other keys of rows.
 
     rows: [{"quantity": "sent per step", "unit": "bytes", "predicted": 4096, "measured": 4096}, ...]
-    or [("sent per step", "bytes", 4096, 4096), ...]. ratio = measured / predicted; a prediction of
-    0 has none (NaN).
+    or [("sent per step", "bytes", 4096, 4096), ...]. ratio = measured / predicted, NaN if the
+    prediction is 0. Raises ValueError if one of the four is missing.
     """
     names = ["quantity", "unit", "predicted", "measured"]
     frame = pd.DataFrame(
@@ -28,7 +28,7 @@ def predicted_measured(rows):
 
 
 def readable(frame):
-    """A predicted_measured() frame in words: values with their unit, the ratio to three digits."""
+    """Return a predicted_measured() frame as texts: values with their unit, ratios to 3 digits."""
     words = pd.DataFrame({"quantity": frame["quantity"]})
     for which in ("predicted", "measured"):
         values = zip(frame[which], frame["unit"], strict=True)
@@ -57,10 +57,10 @@ def comparison(frame, metrics, by="strategy"):
 
 
 def ratios(times, pairs):
-    """One row a pair (one, other): the ratio of their times, in words, and what the first is.
+    """Return a DataFrame of texts: the ratio of times of each pair (one, other), and a verdict.
 
-    times: name -> its times, one for each round. The last pair is the noise, the same code twice: a
-    first one is called faster or slower only outside the band of that (stats.Ratio.verdict).
+    times: {name: times, one for each round}. The last pair is the noise, the same code twice: the
+    first of a pair is faster or slower only outside that band (stats.Ratio.verdict).
     """
     found = [paired_ratio(times[one], times[other]) for one, other in pairs]
     same = found[-1]
@@ -75,7 +75,7 @@ def ratios(times, pairs):
 
 
 def raced(records, pairs):
-    """Return ratios() of the rows of time_and_count(), with the messages of one step of both."""
+    """Return ratios() of time_and_count()'s rows, with the messages per step of both variants."""
     messages = records.groupby("variant")["messages"].first()
     table = ratios(columns(records), pairs)
     table["messages"] = [f"{messages[one]:.0f} / {messages[other]:.0f}" for one, other in pairs]
@@ -83,7 +83,7 @@ def raced(records, pairs):
 
 
 def cell(spread, unit):
-    """ "11.7 ms (11.6–11.9)"; quartiles in another unit keep it (900 KiB, 1.1 MiB)."""
+    """Return "11.7 ms (11.6–11.9)"; quartiles in another unit keep it (900 KiB, 1.1 MiB)."""
     median, *edges = (
         style.quantity(value, unit) for value in (spread.median, spread.low, spread.high)
     )

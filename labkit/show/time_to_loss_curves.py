@@ -24,10 +24,10 @@ PRICES = {"seconds": "seconds of training", "sent_bytes": "bytes that a rank has
 
 
 def reached(frame, target):
-    """DataFrame, a row per run in order of appearance: its first with loss <= target; else NaN.
+    """Return a DataFrame with a row per run: its first row with loss <= target, or NaN.
 
-    Besides the frame's columns: lowest, the run's lowest loss. Raises ValueError for a frame
-    without COLUMNS or rows.
+    Runs keep their order of appearance. Additional column: lowest, the run's lowest loss. Raises
+    ValueError for a frame without COLUMNS or rows.
     """
     missing = [column for column in COLUMNS if column not in frame]
     if missing or frame.empty:
@@ -46,7 +46,7 @@ def reached(frame, target):
 
 
 def shades(frame):
-    """Return {run: colour}: its family's; several runs of one from pale to dark as they appear."""
+    """Return {run: colour}: its family's; several runs of a family from pale to dark, in order."""
     families = frame.groupby("family", sort=False)["run"].unique()
     base = style.palette(families.index)
     found = dict.fromkeys(frame["run"])
@@ -59,7 +59,7 @@ def shades(frame):
 
 
 def race(frame, target, title=None):
-    """Figure: at what seconds and bytes each run reached the target, and its loss over both."""
+    """Return a Figure: seconds and bytes until each run reached the target, its loss over both."""
     ends = reached(frame, target)
     colours = shades(frame)
     with style.look():
@@ -94,7 +94,7 @@ def race(frame, target, title=None):
 
 
 def start_of(frame, price):
-    """Return the start of the axis: 0, or for bytes (logarithmic) less than the smallest."""
+    """Return the start of the axis: 0, or for bytes (logarithmic) half of the smallest."""
     if price == "seconds":
         return 0.0
     sent = frame.loc[frame[price] > 0, price]
@@ -121,7 +121,7 @@ def draw_losses(axes, frame, target, price, factor, colours):
 
 
 def draw_ends(axes, ends, price, factor, left, colours):
-    """A line to the point where a run reached the target, and the value; or words if it did not."""
+    """Draw a line to the point where a run reached the target, and the value, or "not reached"."""
     for place, row in enumerate(ends.to_dict("records")):
         at = left
         words = "not reached"
@@ -137,7 +137,7 @@ def draw_ends(axes, ends, price, factor, left, colours):
 
 
 def ends_of(frame, ends, price, axes):
-    """[(run, number, whether it reached the target, x, y)]: last points of the axes' curves."""
+    """Return [(run, number, whether it reached the target, x, y)]: last points of the curves."""
     factor = style.byte_scale(frame[price].max())[0] if price == "sent_bytes" else 1
     found = []
     for number, row in enumerate(ends.to_dict("records"), start=1):
@@ -181,12 +181,12 @@ def finish(grid, ends, target):
     below.set_yscale("log")
     low, high = below.get_ylim()
     low = min(low, target / 1.7)
-    # room for numbers beneath the curves
+    # space for the numbers below the curves
     below.set_ylim(bottom=low * (low / high) ** 0.14)
     style.plain_digits(below.yaxis)
     below.yaxis.set_minor_formatter(NullFormatter())
     below.set_ylabel("loss")
-    # Left of the axis and of its numbers: on the right of it, some curve may end anywhere.
+    # Left of the axis and its numbers, because a curve may end anywhere right of it.
     look = {"ha": "right", "va": "center", "size": 9, "color": style.RED}
     look["xycoords"] = ("axes fraction", "data")
     style.beside(below, f"target: {target:g}", (0, target), (-26, 0), **look)

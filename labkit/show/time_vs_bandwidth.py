@@ -43,7 +43,7 @@ def check(frame):
 
 
 def costs(frame):
-    """{method: Cost}, medians over a method's rows, in the lab's order; the first: the baseline."""
+    """Return {method: Cost}: medians of its rows, in COLOURS' order; the first is the baseline."""
     check(frame)
     grouped = (
         style.in_order(frame, "method")
@@ -57,7 +57,7 @@ def costs(frame):
 
 
 def fits(frame):
-    """{method: Cost} of the methods measured at two link speeds or more, by crossover.fit."""
+    """Return {method: Cost} of the methods measured at two link speeds or more (crossover.fit)."""
     measured = style.in_order(frame, "method").dropna(subset=["step_ms"])
     several = measured[measured.groupby("method")["link_mbit"].transform("nunique") > 1]
     return {
@@ -67,9 +67,10 @@ def fits(frame):
 
 
 def crossovers(frame, baseline):
-    """DataFrame method, predicted_mbit, measured_mbit: below which speed another method is faster.
+    """Return a DataFrame with method, predicted_mbit, measured_mbit: below it, method is faster.
 
-    measured: of two fits, NaN where one is missing. inf: at every speed. 0.0: at no lower speed.
+    measured_mbit: of two fits, NaN if one is missing. inf: faster than the baseline at every speed.
+    0.0: a slower link never makes it faster.
     """
     found = costs(frame)
     fitted = fits(frame)
@@ -99,7 +100,7 @@ def wins(a, b):
 
 
 def reach(frame, baseline):
-    """(lowest, highest) link speed drawn: what was measured and, where near, the crossovers."""
+    """Return (lowest, highest) link speed to draw: measured ones, and crossovers near them."""
     found = costs(frame)
     low = frame["link_mbit"].min()
     high = frame["link_mbit"].max()
@@ -109,9 +110,9 @@ def reach(frame, baseline):
 
 
 def step_over_link(frame, baseline=None, title=None, methods=None, at=None):
-    """Figure: step time over link speed, log-log; each line's end says where it beats the baseline.
+    """Return a Figure of step time over link speed, log-log; line ends say where a method wins.
 
-    frame: see above. baseline: a method, by default the first of the lab's order. methods: those to
+    frame: see above. baseline: a method, by default the first in COLOURS' order. methods: those to
     draw, by default all. at: a link speed to mark, Mbit/s. Points are medians with quartiles, side
     by side if they are nearly equal. Raises ValueError for a frame without rows or columns.
     """
@@ -157,10 +158,7 @@ def step_over_link(frame, baseline=None, title=None, methods=None, at=None):
 
 
 def side_by_side(axes, frame, speeds):
-    """{(method, link speed): its point's place on the axis}: equal points stand side by side.
-
-    Only points that would cover one another are moved, and by little.
-    """
+    """Return {(method, link speed): x of its point}; points that would cover others are moved."""
     medians = (
         frame.dropna(subset=["step_ms"])
         .groupby(["link_mbit", "method"], sort=False)["step_ms"]
@@ -205,7 +203,7 @@ def draw_points(axes, rows, colour, beside):
 
 
 def draw_ring(axes, a, b, speeds, colour):
-    """Rings where the lines of a and b cross, thin lines down to the speed; returns those drawn."""
+    """Draw a ring where the lines of a and b cross, and a line down to the speed; return [ring]."""
     at = crossing(a, b)
     if at is None or not speeds[0] <= at <= speeds[-1]:
         return []
@@ -217,7 +215,7 @@ def draw_ring(axes, a, b, speeds, colour):
 
 
 def label_decades(axis):
-    """Powers of ten in plain digits, and as many numbers between them as the axis is short."""
+    """Label powers of ten in plain digits, with more numbers between them on a shorter axis."""
     low, high = axis.get_view_interval()
     between = (1,) if high / low > 2000 else (1, 2, 5) if high / low > 12 else (1, 1.5, 2, 3, 5, 7)
     axis.set_major_locator(LogLocator(subs=between))

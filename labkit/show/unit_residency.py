@@ -23,12 +23,12 @@ GAP = 0.6
 
 
 def residency(frames, title=None):
-    """Figure: a band per schedule: compute, gathers, reductions (schedules()), a thin row per unit.
+    """Return a Figure: per schedule compute, gathers, reductions, and a thin row per unit.
 
     frames: {name: Timeline.frame() of one rank and one step} with the lanes compute, network
         ("gather NAME", "reduce NAME") and whole: a span named after a unit for each time that it is
         unsharded, payload_bytes: its size.
-    Units are in the order of their first span. Raises ValueError for a frame without them.
+    Units are in the order of their first span. Raises ValueError for a frame without such spans.
     """
     if not frames or any(LANE not in set(frame["lane"]) for frame in frames.values()):
         raise ValueError(
@@ -58,7 +58,7 @@ def units_of(frame):
 
 
 def draw_lanes(axes, name, frame, top, ticks):
-    """The band's name, and rows compute, gather, reduce; returns texts that may need shortening."""
+    """Draw the rows compute, gather, reduce; return texts that may have to be shortened."""
     work = frame[frame["lane"].isin(LANES)]
     network = work["lane"] == "network"
     row = top + HEAD

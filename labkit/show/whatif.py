@@ -56,7 +56,7 @@ def error(predicted, measured):
 
 
 def errors(table):
-    """Return a DataFrame of texts: each measured combination that the prediction does not use."""
+    """Return a DataFrame of texts: the error of each prediction, by summary.held_against()."""
     found = held_against(table)
     rows = []
     name = interval_name(*found.get("pairs", [0]))
@@ -74,7 +74,7 @@ def errors(table):
 
 
 class Progress:
-    """A sweep's bar as a widget; it moves from the thread that measures."""
+    """The progress bar of a sweep as a widget; the measuring thread moves it."""
 
     def __init__(self):
         self.widget = ipywidgets.IntProgress(value=0, max=1, layout={"width": "180px"})
@@ -84,7 +84,7 @@ class Progress:
         self.widget.value = step
 
     def record(self, row):
-        """The board draws all rows at the end."""
+        """Do nothing: the board draws all rows at the end."""
 
     def close(self):
         pass
@@ -93,7 +93,7 @@ class Progress:
 class WhatIf:
     """The controls of one model. `.panel` is the widget; `.thread` measures while it is alive.
 
-    sweep: function (list of grids, bar) -> rows of sweep.results(): called by the button.
+    sweep: function (list of grids, bar) -> rows of sweep.results(), called by the button.
     """
 
     def __init__(self, table, model, sweep):
@@ -191,12 +191,12 @@ class WhatIf:
 
 
 def words(value):
-    if value == "none":  # style's name for it is a compressor's
+    if value == "none":  # style.name gives "no compression"
         return "none"
     return style.name(value) if isinstance(value, str) else f"{value:g}"
 
 
 def row_of(table, model, world, changes):
-    """Return the cell's row of summary(), a dict; None if it was not measured."""
+    """Return the cell's row of summary() as a dict, or None if it was not measured."""
     mine = table[(table["model"] == model) & (table["world"] == world)]
     return next((row for row in mine.to_dict("records") if row["changes"] == changes), None)

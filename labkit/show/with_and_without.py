@@ -14,12 +14,12 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from labkit.show import style
 from labkit.show.pareto import write_names
 
-HEADROOM = 1.35  # of the highest value that is finite: there stands what is not
+HEADROOM = 1.35  # times the highest finite value: the place of diverged runs
 FAR = 1.03  # ratio of two heights from which on an arrow between them can be seen
 
 
 def switched(frame, x, y, by, switch, reference=None, title=None):
-    """Figure: y over x, log-log, a point per row; an arrow from `by` without the switch to with it.
+    """Return a Figure of y over x, log-log, a point per row; arrows lead from switch off to on.
 
     frame: one row per `by` and switch, which is bool. reference: a `by` whose y is drawn across.
     Where y is NaN (the training diverged) a triangle stands at the top. Units: by the columns'
@@ -81,7 +81,7 @@ def switched(frame, x, y, by, switch, reference=None, title=None):
 
 
 def label(axes, x_unit):
-    """Plain digits: x in steps of four where it counts bytes, y in ones, twos and fives."""
+    """Label with plain digits: x in steps of four if it counts bytes, y in ones, twos and fives."""
     axes.xaxis.set_major_locator(LogLocator(base=4 if x_unit == "bytes" else 10))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: style.quantity(value, x_unit)))
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))

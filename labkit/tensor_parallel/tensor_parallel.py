@@ -81,8 +81,8 @@ def parallelize_module(module, group, parallelize_plan):
     RuntimeError if ranks drew the same slices.
     Clip with this package's clip_grad_norm_: torch.nn.utils.clip_grad_norm_ would take the norm of
     this rank's slices for the model's, and each rank would clip differently.
-    Raises ValueError, before anything is changed, for a pattern that matches no module, and for
-    sizes that the ranks do not divide.
+    Raises, before anything is changed, ValueError for a pattern that matches no module and for
+    sizes that the ranks do not divide, and TypeError for another object than a style.
     """
     if hasattr(group, "get_group"):  # a DeviceMesh
         group = group.get_group()
@@ -111,7 +111,7 @@ def parallelize_module(module, group, parallelize_plan):
 
 
 def clip_grad_norm_(module, max_norm, norm_type=2.0):
-    """Clip the norm of all gradients of a sharded module to max_norm; return the norm, float64.
+    """Clip the norm of a sharded module's gradients to max_norm; return the norm before, float64.
 
     Collective. Equal to torch.nn.utils.clip_grad_norm_ on the full module in one process: slices of
     all ranks count, and replicated gradients count once.
@@ -188,7 +188,8 @@ class RowwiseParallel(LayerStyle):
     """Shard columns of PyTorch's weight, or the vocabulary of an embedding; outputs are summed.
 
     The vocabulary need not be divisible by the ranks: the last ranks are padded with zeros.
-    input_layouts: Shard(-1), or Replicate(), of which the own part is used; tokens are replicated.
+    input_layouts: Shard(-1), or Replicate(), of which each rank uses its part; tokens are
+    replicated.
     output_layouts: Replicate(), or Shard(dim): each rank gets its part of the sum.
     """
 

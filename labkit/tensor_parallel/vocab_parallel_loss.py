@@ -33,9 +33,11 @@ def vocabulary_parallel_cross_entropy(
     logits: [..., V/n] float, -inf for the padding of the last ranks; target: [...] int64, indices
     in the full vocabulary; both in any shape, target identical on all ranks. Returns, on all ranks,
     a scalar; with reduction="none" losses like target. Logits of 16 bits have losses of 32, as
-    under PyTorch's autocast. RuntimeError for a second derivative.
+    under PyTorch's autocast.
     weight: [V] of the full vocabulary without padding, identical on all ranks. label_smoothing: in
     [0, 1]; without a weight, indices whose logits are -inf for all tokens are padding.
+    Raises ValueError for an invalid reduction, label_smoothing or weight, and RuntimeError for a
+    second derivative.
     """
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction={reduction!r} must be 'mean', 'sum' or 'none'")
