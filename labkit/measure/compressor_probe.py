@@ -111,7 +111,7 @@ class Watched:
 
 def mean(tensor, group):
     """Return the mean over the ranks as a new float64 tensor."""
-    total = tensor.detach().double()
+    total = tensor.detach().to(torch.float64, copy=True)
     comm.all_reduce(total, group=group)
     return total / dist.get_world_size(group)
 

@@ -18,7 +18,7 @@ effect of one slow part); PyTorch's Flight Recorder (which rank waits at which c
 
 from dataclasses import dataclass
 from itertools import combinations
-from math import ceil, nan
+from math import ceil, isnan, nan
 
 import pandas as pd
 
@@ -68,7 +68,7 @@ def starved_input(rows):
 
 
 def diagnose(records, rules=None):
-    """Return Findings, the largest speed-up first; [] for a healthy run.
+    """Return Findings, the largest speed-up first, unknown ones last; [] for a healthy run.
 
     records: the table above, as a DataFrame or a list of dicts. rules: default RULES.
     """
@@ -76,7 +76,7 @@ def diagnose(records, rules=None):
     if "step" in rows:  # a resumed run takes some steps again: the later row counts
         rows = rows.drop_duplicates(["step", "rank"], keep="last")
     findings = [rule(rows) for rule in (RULES if rules is None else rules)]
-    return sorted(filter(is_worth, findings), key=lambda finding: finding.gain)
+    return sorted(filter(is_worth, findings), key=lambda finding: (isnan(finding.gain), finding.gain))
 
 
 def is_worth(finding):

@@ -195,10 +195,6 @@ def appearance(tensor):
     return tuple(tensor.shape), tensor.dtype, tensor.device
 
 
-def as_it_is(tensor):
-    return tensor
-
-
 def is_parameter(tensor):
     """Return whether this is a parameter, or a view of one such as weight.t(): in memory anyway."""
     return isinstance(tensor if tensor._base is None else tensor._base, torch.nn.Parameter)

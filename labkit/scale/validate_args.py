@@ -25,7 +25,8 @@ def check_given(given, shape, cluster, uneven):
         if name != "recompute" and (
             not isfinite(value) or value != int(value) or value < (name != "zero")
         ):
-            raise ValueError(f"{name} must be a whole number of at least 1, got {value}")
+            least = 0 if name == "zero" else 1
+            raise ValueError(f"{name} must be a whole number of at least {least}, got {value}")
     if given.get("zero", 0) > 3:
         raise ValueError(f"zero must be 0, 1, 2 or 3, got {given['zero']}")
     sizes = {name: given[name] for name in AXES if name in given}

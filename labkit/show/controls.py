@@ -4,6 +4,8 @@ There is no slider: ipywidgets' slider gives a screen reader neither a name nor 
 gives both; the space bar opens it.
 """
 
+import html
+
 import ipywidgets
 from IPython.display import display
 
@@ -41,6 +43,16 @@ def boxes(names):
 def ticked(boxes):
     """Return the names of the boxes that are ticked."""
     return tuple(one for one, box in boxes.items() if box.value)
+
+
+def failure(error):
+    """Return the type of an error and the first line of its message, as HTML."""
+    return f"<b>{type(error).__name__}</b>: {html.escape(first_line(error))}"
+
+
+def first_line(error):
+    """Return the first line of an error's message."""
+    return (str(error).strip() or "no message").splitlines()[0]
 
 
 def row(controls):

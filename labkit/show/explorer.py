@@ -95,8 +95,7 @@ def outcome(run, *arguments):
     try:
         return run(*arguments)
     except (Exception, KeyboardInterrupt) as error:
-        first_line = (str(error).strip() or "no message").splitlines()[0]
-        return f"<b>{type(error).__name__}</b>: {html.escape(first_line)}"
+        return controls.failure(error)
 
 
 def need_one(names, what):

@@ -60,7 +60,7 @@ class Panel:
             try:
                 words = self.begin(self, self.pids)
             except Exception as error:  # shown next to the buttons
-                words = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+                words = f"{type(error).__name__}: {controls.first_line(error)}"
         self.enable(running=False)
         self.say(f"done. {words}")
 

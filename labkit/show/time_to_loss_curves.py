@@ -89,7 +89,7 @@ def race(frame, target, title=None):
         style.entitle(figure, title)
         figure.draw_without_rendering()
         for axes, price in zip(grid[1], PRICES, strict=True):
-            write_numbers(axes, ends_of(frame, ends, price, axes), colours)
+            write_numbers(axes, ends_of(frame, ends, price), colours)
     return figure
 
 
@@ -136,7 +136,7 @@ def draw_ends(axes, ends, price, factor, left, colours):
     axes.tick_params(axis="x", labelbottom=False)
 
 
-def ends_of(frame, ends, price, axes):
+def ends_of(frame, ends, price):
     """Return [(run, number, whether it reached the target, x, y)]: last points of the curves."""
     factor = style.byte_scale(frame[price].max())[0] if price == "sent_bytes" else 1
     found = []

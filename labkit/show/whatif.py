@@ -10,7 +10,6 @@ launch ends its ranks.
 """
 
 import ctypes
-import html
 import threading
 
 import ipywidgets
@@ -66,9 +65,9 @@ def errors(table):
         line["predicted ratio"] = f"{row['predicted_ratio']:.2f}"
         line[f"measured ratio ({name})"] = ratio_of(row).in_words()
         line["error"] = f"{100 * row['error']:+.0f} %"
-        for name in ("sent_bytes", "peak_bytes"):
-            words = f"error, {ASKED[name].split(' per')[0]}"
-            line[words] = error(row[f"predicted_{name}"], row[f"measured_{name}"])
+        for column in ("sent_bytes", "peak_bytes"):
+            words = f"error, {ASKED[column].split(' per')[0]}"
+            line[words] = error(row[f"predicted_{column}"], row[f"measured_{column}"])
         rows.append(line)
     return pd.DataFrame(rows)
 
@@ -176,8 +175,7 @@ class WhatIf:
         except KeyboardInterrupt:
             self.message.value = "stopped: no rank is left"
         except Exception as error:  # shown next to the button
-            first = (str(error).strip() or "no message").splitlines()[0]
-            self.message.value = f"<b>{type(error).__name__}</b>: {html.escape(first)}"
+            self.message.value = controls.failure(error)
         self.thread = None
         self.stop_button.disabled = True
         self.progress.update(0, 1)

@@ -3,7 +3,7 @@
 import mmap
 import os
 import random
-from math import isnan
+from math import isnan, nan
 from time import sleep
 from types import SimpleNamespace
 
@@ -140,6 +140,12 @@ def test_a_rule_of_ones_own():
 
     assert [found.name for found in diagnose(table(0), rules=[*RULES, mine])] == ["too many ranks"]
     assert diagnose(table(0), rules=[lambda rows: Finding("", "", "", 1 - WORTH + 0.01)]) == []
+
+
+def test_an_unknown_gain_comes_last():
+    gains = {"a": nan, "b": 0.5, "c": nan, "d": 0.2}
+    rules = [lambda rows, name=name, gain=gain: Finding(name, "", "", gain) for name, gain in gains.items()]
+    assert [found.name for found in diagnose(table(0), rules=rules)] == ["d", "b", "a", "c"]
 
 
 def test_who_waits_for_whom():

@@ -185,6 +185,7 @@ def test_what_is_given_stays():
         ({"cp": 4}, "cp must leave 1024 of 2048 tokens at least"),
         ({"tp": -2}, "tp must be a whole number of at least 1, got -2"),
         ({"zero": 4}, "zero must be 0, 1, 2 or 3, got 4"),
+        ({"zero": -1}, "zero must be a whole number of at least 0, got -1"),
         ({"ep": 2}, "ep=2 does not divide experts=1"),
         ({"recompute": "sometimes"}, "recompute must be none"),
         ({"model": "ResNet-50"}, "ResNet-50 cannot be planned, a decoder or an encoder can: cost.py has no term for"),

@@ -345,6 +345,13 @@ def test_a_prediction_stands_beside_what_was_measured():
     assert whatif.errors(summary.summary(grid_rows(both=8.0)))["error"].tolist() == ["+25 %"]
 
 
+def test_all_rows_of_the_errors_have_the_same_columns(monkeypatch):
+    found = summary.held_against(summary.summary(grid_rows(both=8.0)))
+    monkeypatch.setattr(whatif, "held_against", lambda table: pd.concat([found, found]))
+    twice = whatif.errors(None)
+    assert len(twice) == 2 and twice.iloc[0].equals(twice.iloc[1])
+
+
 def asked(folder, **turns):
     """A what-if over a sweep that was measured here, set to a combination that was not."""
     tiny = {"model": "mlp", "size": "tiny", "batch_size": 8, "nproc": 2}

@@ -27,17 +27,17 @@ STEPS = 6
 ELEMENTS = 24 * 40 + 40 + 40 * 4 + 4
 
 
-def train(rank, hook, **settings):
+def train(rank, hook, dtype=torch.float32, **settings):
     """The weights after a few steps, each rank on data of its own."""
     torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 4))
+    module = nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 4)).to(dtype)
     model = DDP(copy.deepcopy(module), **settings)
     model.register_comm_hook(None, hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(rank)
     for _ in range(STEPS):
         optimizer.zero_grad()
-        model(torch.randn(8, 24, generator=generator)).square().mean().backward()
+        model(torch.randn(8, 24, generator=generator).to(dtype)).square().mean().backward()
         optimizer.step()
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
@@ -70,6 +70,16 @@ def test_arrived_and_residual_are_gradient_and_what_had_waited(ranks, name):
         assert row["error"] == pytest.approx(float((arrived - gradient).norm() / gradient.norm()), rel=1e-3, abs=1e-5)
         assert row["waiting"] == pytest.approx(float(residual.norm() / gradient.norm()), rel=1e-3, abs=1e-5)
         assert (row["step"], row["elements"], row["first"]) == (rows.index(row), ELEMENTS, 0)
+
+
+def watch_fp64(rank, world_size):
+    watched = Watched(TopK(0.1), ELEMENTS)
+    weights = train(rank, watched.hook, torch.float64)
+    return torch.equal(weights, train(rank, TopK(0.1).hook, torch.float64))
+
+
+def test_watching_fp64_gradients_does_not_change_them(ranks):
+    assert ranks(2, watch_fp64) == [True, True]
 
 
 @pytest.mark.parametrize("name", ["topk", "topk_forgetful"])

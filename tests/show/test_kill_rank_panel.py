@@ -63,12 +63,13 @@ def test_a_rank_that_is_not_there_yet_is_not_killed():
     assert panel.kills == [] and panel.message.value == "<p>done. ended</p>"
 
 
-def test_a_failure_is_told_in_words():
+@pytest.mark.parametrize(("message", "words"), [("no <rank>\nis left", "no &lt;rank&gt;"), ("", "no message")])
+def test_a_failure_is_told_in_words(message, words):
     def begin(bar, pids):
-        raise RuntimeError("no <rank>\nis left")
+        raise RuntimeError(message)
 
     panel = Panel(begin, 1)
     panel.start.click()
     panel.thread.join(100)
-    assert panel.message.value == "<p>done. RuntimeError: no &lt;rank&gt;</p>"
+    assert panel.message.value == f"<p>done. RuntimeError: {words}</p>"
     assert not panel.start.disabled
