@@ -176,7 +176,7 @@ def _gather_equal(payload, size, group, device):
     own = torch.frombuffer(bytearray(payload.ljust(size, b"\0")), dtype=torch.uint8).to(device)
     gathered = torch.empty(world_size * size, dtype=torch.uint8, device=device)
     comm.all_gather(gathered, own, group)
-    return [bytes(part.tolist()) for part in gathered.cpu().split(size)]
+    return [part.numpy().tobytes() for part in gathered.cpu().split(size)]
 
 
 class Packed:

@@ -20,13 +20,12 @@ rename, fsync).
 """
 
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 
 import torch
 
-from labkit.checkpoint import metadata, tensor_file
-from labkit.checkpoint.dedup import share_out
+from labkit.checkpoint import dedup, metadata, tensor_file
 from labkit.checkpoint.reader import Reader
 from labkit.checkpoint.retention import (
     folder_of,
@@ -104,29 +103,43 @@ class Checkpoints:
         self.wait()
         plain = {}
         held = {}
+        own = {}
         with self._one_for_all(step):
             metrics = {name: float(value) for name, value in metrics.items()}
             parts = holders(state)
         for name, holder in parts.items():
-            with self._one_for_all(step):  # agreed per entry: the next take() may be collective
+            with self._one_for_all(step) as exchange:  # first: the next take() may be collective
+                self._copy(own, held)
                 pieces, plain[name] = holder.take()
-            own = share_out(pieces, self.rank, self.n, self.together.tell)
-            with self._one_for_all(step):
-                for key, (piece, ranks) in own.items():
-                    copy = self._copy(f"{name}:{key}", piece.values)
-                    held[f"{name}:{key}"] = piece._replace(values=copy), ranks
+                pieces = {f"{name}:{key}": piece for key, piece in pieces.items()}
+                exchange["own"] = dedup.facts(pieces)
+            facts = exchange["all"]
+            if several := dedup.replicated_parts(facts):
+                with self._one_for_all(step) as exchange:
+                    exchange["own"] = dedup.facts(pieces, several)
+                facts = exchange["all"]
+            own = dedup.share_out(pieces, self.rank, facts)
+            del pieces  # freed as soon as they are copied
+        with self._one_for_all(step):
+            self._copy(own, held)
         self._under_way = self._thread.submit(self._write, step, held, plain, metrics)
 
     @contextmanager
     def _one_for_all(self, step):
-        """Raise an exception unchanged on this rank, and as CheckpointError on the other ranks."""
+        """Raise an exception unchanged on this rank, and as CheckpointError on the other ranks.
+
+        Yields a dict: the block sets "own", and afterwards "all" has those of all ranks.
+        """
+        exchange = {"own": None}
         try:
-            yield
+            yield exchange
         except Exception as error:
-            with suppress(CheckpointError):
-                self.together.agree(f"step {step} was not saved: rank {self.rank}: {error}")
+            self.together.tell([f"step {step} was not saved: rank {self.rank}: {error}", None])
             raise
-        self.together.agree("")
+        told = self.together.tell(["", exchange["own"]])
+        if messages := [message for message, _ in told if message]:
+            raise CheckpointError(messages[0])
+        exchange["all"] = [own for _, own in told]
 
     def wait(self):
         """Wait until the last save is written. Raises CheckpointError if it has failed."""
@@ -134,13 +147,16 @@ class Checkpoints:
         if under_way is not None:
             under_way.result()
 
-    def _copy(self, key, values):
-        """Copy values into a host buffer that is reused by the next save."""
-        kept = self._host.get(key)
-        if kept is None or kept.shape != values.shape or kept.dtype != values.dtype:
-            kept = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
-            self._host[key] = kept
-        return kept.copy_(values)
+    def _copy(self, own, held):
+        """Move `own` to `held`, with the values in host buffers that the next save uses again."""
+        while own:
+            key, (piece, ranks) = own.popitem()
+            values = piece.values
+            kept = self._host.get(key)
+            if kept is None or kept.shape != values.shape or kept.dtype != values.dtype:
+                kept = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
+                self._host[key] = kept
+            held[key] = piece._replace(values=kept.copy_(values)), ranks
 
     def _write(self, step, held, plain, metrics):
         """Write this rank's file; when all ranks have finished, the manifest.

@@ -10,35 +10,54 @@ Ranks exchange the ranges they hold, and the hashes of ranges that several ranks
 copies only the part that it writes.
 """
 
+from math import prod
+
 from labkit.checkpoint.tensor_file import HASH, HASHES, as_bytes
 
 SMALLEST = 4096  # elements; smaller tensors are written by one rank
 CHUNK = 2**22  # elements that are copied from a GPU at a time
 
 
-def share_out(held, rank, n, tell):
+def facts(pieces, parts=()):
+    """Return {key: [start, stop, hash]} of this rank's pieces, {key: Piece}.
+
+    The hash is None for parts of tensors, except for the keys in `parts`: usually one rank has it.
+    """
+    found = {}
+    for key, (values, start, shape) in pieces.items():
+        hashed = key in parts or values.numel() == prod(shape)
+        found[key] = [start, start + values.numel(), hash_of_values(values) if hashed else None]
+    return found
+
+
+def replicated_parts(facts_of_ranks):
+    """Return the keys of parts without a hash that several ranks hold, as in hybrid sharding."""
+    seen = set()
+    found = set()
+    for facts in facts_of_ranks:
+        parts = {(key, start, stop) for key, (start, stop, hashed) in facts.items() if not hashed}
+        found |= {key for key, _, _ in parts & seen}
+        seen |= parts
+    return found
+
+
+def share_out(pieces, rank, facts_of_ranks):
     """Return {key: (Piece to write, ranks that hold this version, or None if all ranks agree)}.
 
-    held: {key: Piece} of this rank. tell: gathers a value from all n ranks, as a list.
+    pieces: {key: Piece} of this rank. facts_of_ranks: the results of facts(), by rank.
     """
-    spans = {key: [piece.start, piece.values.numel()] for key, piece in held.items()}
-    spans_of = tell(spans)
-    holding = {key: [r for r in range(n) if spans_of[r].get(key) == spans[key]] for key in spans}
-    hashes = {
-        key: hash_of_values(held[key].values)
-        for key, ranks in holding.items()
-        if len(ranks) > 1
-    }
-    hashes = tell(hashes)
+    own = facts_of_ranks[rank]
     to_write = {}
-    for key, piece in held.items():
-        replicas = [r for r in holding[key] if hashes[r].get(key) == hashes[rank].get(key)]
+    for key, piece in pieces.items():
+        of_ranks = [facts.get(key) for facts in facts_of_ranks]
+        holding = [r for r, one in enumerate(of_ranks) if one and one[:2] == own[key][:2]]
+        replicas = [r for r in holding if of_ranks[r] == own[key]]
         numel = piece.values.numel()
         index = replicas.index(rank)
         size = max(-(-numel // len(replicas)), SMALLEST)
         part = piece.values[index * size : (index + 1) * size]
         if part.numel() or (numel == 0 and index == 0):
-            version = replicas if len(replicas) < len(holding[key]) else None
+            version = replicas if len(replicas) < len(holding) else None
             to_write[key] = piece._replace(values=part, start=piece.start + index * size), version
     return to_write
 
@@ -46,6 +65,6 @@ def share_out(held, rank, n, tell):
 def hash_of_values(values):
     """Return the hash of a tensor's bytes. values: [k], on any device."""
     digest = HASHES[HASH]()
-    for part in values.split(CHUNK):
+    for part in values.split(CHUNK) if values.is_cuda else (values,):
         digest.update(as_bytes(part.cpu()))
     return digest.hexdigest()

@@ -76,7 +76,12 @@ def diagnose(records, rules=None):
     if "step" in rows:  # a resumed run takes some steps again: the later row counts
         rows = rows.drop_duplicates(["step", "rank"], keep="last")
     findings = [rule(rows) for rule in (RULES if rules is None else rules)]
-    return sorted(filter(is_worth, findings), key=lambda finding: (isnan(finding.gain), finding.gain))
+    return sorted(filter(is_worth, findings), key=gain_then_unknown)
+
+
+def gain_then_unknown(finding):
+    """Sort key: the smallest gain first, NaN last."""
+    return isnan(finding.gain), finding.gain
 
 
 def is_worth(finding):
