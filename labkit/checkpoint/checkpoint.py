@@ -149,8 +149,8 @@ class Checkpoints:
 
     def _copy(self, own, held):
         """Move `own` to `held`, with the values in host buffers that the next save uses again."""
-        while own:
-            key, (piece, ranks) = own.popitem()
+        for key in list(own):
+            piece, ranks = own.pop(key)
             values = piece.values
             kept = self._host.get(key)
             if kept is None or kept.shape != values.shape or kept.dtype != values.dtype:

@@ -29,25 +29,26 @@ from labkit.zero.zero_state_dict import options_of
 def holders(state):
     """Return {name: an object that takes and gives its state}. state: {name: has state_dict()}."""
     plain = {key: unwrapped(thing) for key, thing in state.items()}
-    places, everyone = {}, list
+    places, everyone, of_modules = {}, list, {}
     for key, thing in plain.items():
         if isinstance(thing, nn.Module):
-            cut = places_in(thing)
+            of_modules[key] = ModuleHolder(thing)
+            cut = of_modules[key].cut
             places |= places_of(thing, key, cut)
             if None in cut.values():  # other ranks have different names
                 everyone = partial(of_all_ranks, device=next(thing.parameters()).device)
-    return {key: holder(thing, places, everyone) for key, thing in plain.items()}
+    return {
+        key: of_modules.get(key) or holder(thing, places, everyone) for key, thing in plain.items()
+    }
 
 
 def holder(thing, places, everyone=list):
-    """Return the holder for one object.
+    """Return the holder for one object that is not a module.
 
     places: {parameter: Place} of the modules in the state. everyone: see OptimizerHolder.
     """
     if isinstance(thing, OtherStates):
         return thing
-    if isinstance(thing, nn.Module):
-        return ModuleHolder(thing)
     if isinstance(thing, ZeRO1) and thing.has_ranges():
         optimizer, groups, cut = thing.parts()
         wholes = named(groups, places)

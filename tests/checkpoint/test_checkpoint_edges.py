@@ -688,10 +688,10 @@ def test_a_step_that_is_saved_again_is_never_missing(tmp_path, monkeypatch, mome
     save(1.0)
     write = checkpoints.store.write
 
-    def fails(name, fill):
+    def fails(name, fill, **how):
         if name.endswith(moment):
             raise OSError("killed here")
-        return write(name, fill)
+        return write(name, fill, **how)
 
     monkeypatch.setattr(checkpoints.store, "write", fails)
     with pytest.raises(CheckpointError, match="killed here"):
