@@ -37,7 +37,7 @@ BELOW = {
 }
 FROM_SCRATCH = {"floor", "ideas", *FAMILIES}
 # What a checkpoint must reach, and nobody learns from rebuilding: storage behind a URL, numpy's random state.
-LIBRARIES = {"checkpoint": ("fsspec", "numpy")}
+LIBRARIES = {"checkpoint": ("fsspec", "numpy", "xxhash")}
 # torch's own answers to what the algorithms build: they are oracles, for the trainer and the tests to compare with.
 ORACLES = (
     "torch.nn.parallel",
