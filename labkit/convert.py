@@ -219,7 +219,7 @@ def main(arguments=None):
     options = parser.parse_args(arguments)
     try:
         print(convert(options.source, options.target, options.step, options.to))
-    except (ValueError, TypeError, OSError, CheckpointError) as error:
+    except (ValueError, TypeError, OSError, ImportError, CheckpointError) as error:
         sys.exit(f"labkit.convert: {options.source}: {error}")
 
 

@@ -138,7 +138,7 @@ def import_all():
 
     for name in ("ipykernel.kernelapp", "ipykernel.ipkernel", "ipywidgets", "matplotlib.pyplot", "pandas", "psutil"):
         importlib.import_module(name)
-    for name in ("matplotlib_inline.backend_inline", "sklearn.datasets", "torch._dynamo", "labkit.run.warm_agent"):
+    for name in ("matplotlib_inline.backend_inline", "torch._dynamo", "labkit.run.warm_agent"):
         importlib.import_module(name)
     import labkit
 

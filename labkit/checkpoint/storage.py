@@ -7,13 +7,15 @@
 fsync protects against power cuts; rename hides partial files. One run at a time may lock the
 directory: locally with flock, on S3 with a lease (storage_lock.py), which needs a server with
 conditional writes. S3 credentials and endpoint come from the environment: AWS_ACCESS_KEY_ID,
-AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL. Extra memory on S3: 50 MB of a file.
+AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL. Extra memory on S3: 50 MB of a file. S3 needs s3fs.
 """
 
 import fcntl
 import os
 import re
+import sys
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 import fsspec
@@ -34,6 +36,9 @@ class Store:
     def __init__(self, url):
         self.url, self._lock = str(url), None
         self.s3 = self.url.startswith(("s3://", "s3a://"))
+        if self.s3 and find_spec("s3fs") is None:
+            install = f"{sys.executable} -m pip install s3fs=={fsspec.__version__}"
+            raise ModuleNotFoundError(f"s3fs is not installed: {install}")
         # A new connection with today's environment, and no cached listings.
         fresh = {"skip_instance_cache": True, "use_listings_cache": False} if self.s3 else {}
         self.fs, self.root = fsspec.core.url_to_fs(self.url, **fresh)

@@ -18,6 +18,7 @@ Exposition format: prometheus.io/docs/instrumenting/exposition_formats.
 import errno
 import json
 import re
+import sys
 from math import isfinite
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -48,7 +49,10 @@ def open_sinks(places, rank=0):
         try:
             sinks.append(SINKS[name](rest, rank))
         except ModuleNotFoundError as error:
-            raise ValueError(f"--metrics {place}: {error.name} is not installed") from None
+            install = f"{sys.executable} -m pip install {error.name}"
+            raise ValueError(
+                f"--metrics {place}: {error.name} is not installed: {install}"
+            ) from None
         except (OSError, ValueError) as error:
             raise ValueError(f"--metrics {place}: {error}") from None
     return sinks

@@ -1,6 +1,6 @@
 """Real data by name, in the format of a model: map-style datasets of (input, target).
 
-    digits        handwritten digits, from scikit-learn          always available   -> mlp, resnet
+    digits        handwritten digits, digits.csv.gz              always available   -> mlp, resnet
     stdlib_text   Python's own library as bytes, from Python     always available   -> gpt
     cifar10       colour photographs, the official archive       on request         -> resnet
 

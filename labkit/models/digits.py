@@ -1,15 +1,15 @@
-"""Handwritten digits: 1797 real images of 8x8 pixels from scikit-learn, without a download.
+"""Handwritten digits: 1797 real images of 8x8 pixels, without a download.
 
     "flat"  [64]            for an MLP
     "image" [1, 8, 8]       unchanged
     "rgb"   [3, 32, 32]     resized, the grey in all three channels: for a CIFAR model
 
 Held per process: 0.1 MB, or 1.8 MB as "rgb" (one channel is stored, the others are views of it).
+digits.csv.gz is a copy of scikit-learn's file: its packages would take 200 MB in every .venv.
 Alpaydin and Kaynak, Optical Recognition of Handwritten Digits,
-UCI Machine Learning Repository, 1998.
+UCI Machine Learning Repository, 1998, license CC BY 4.0.
 """
 
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -18,6 +18,7 @@ from torch.nn.functional import interpolate
 from labkit.models.images import Images
 from labkit.models.names import known
 
+FILE = Path(__file__).with_name("digits.csv.gz")
 SPLITS = {"train": slice(0, 1500), "test": slice(1500, None)}  # in the order of the file
 
 
@@ -25,7 +26,7 @@ def digits(image="flat", split="train"):
     """Return the digits as `Images`: the first 1500 to train, the last 297 (split="test") to test.
 
     image: "flat" -> [64], "image" -> [1, 8, 8], "rgb" -> [3, 32, 32]; float32, -1 to 1.
-    Labels int64. ValueError for another image or split, ModuleNotFoundError without scikit-learn.
+    Labels int64. ValueError for another image or split.
     """
     share = known("split", split, SPLITS)
     known("image", image, ("flat", "image", "rgb"))
@@ -48,13 +49,6 @@ def read_digits():
     """Return all digits: pixels [1797, 64] uint8 from 0 to 255, labels [1797] int64."""
     import numpy
 
-    # Reads the file directly: importing sklearn takes every rank a second of processor time.
-    package = find_spec("sklearn")
-    if package is None:
-        raise ModuleNotFoundError(
-            "the digits are part of scikit-learn, which is not installed: pip install scikit-learn"
-        )
-    path = Path(package.submodule_search_locations[0]) / "datasets" / "data" / "digits.csv.gz"
     # [1797, 65], pixels 0 to 16
-    table = torch.from_numpy(numpy.loadtxt(path, delimiter=",", dtype=numpy.int64))
+    table = torch.from_numpy(numpy.loadtxt(FILE, delimiter=",", dtype=numpy.int64))
     return (table[:, :64] * 255 // 16).to(torch.uint8), table[:, 64].contiguous()

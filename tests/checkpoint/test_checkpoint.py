@@ -9,10 +9,10 @@ import signal
 import subprocess
 import sys
 import time
-from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pytest
 import safetensors.torch
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from labkit import compression
+from labkit import compression, convert
 from labkit.checkpoint import CheckpointError, Checkpoints, metadata, state_json, tensor_file
 from labkit.checkpoint.convert_sources import opened
 from labkit.checkpoint.rng_state import RandomState
@@ -372,10 +372,20 @@ def test_a_directory_that_cannot_be_written(tmp_path, where):
         Checkpoints(tmp_path / where)
 
 
-@pytest.mark.parametrize("url", ["unknown://runs", "s3://runs" if not find_spec("s3fs") else "unknown://runs"])
-def test_a_url_that_nothing_here_understands(url):
-    with pytest.raises(CheckpointError, match=f"cannot write to {url}"):
-        Checkpoints(url)
+def test_a_url_that_nothing_here_understands():
+    with pytest.raises(CheckpointError, match="cannot write to unknown://runs"):
+        Checkpoints("unknown://runs")
+
+
+def test_s3_without_s3fs_names_the_command_that_installs_it(monkeypatch, tmp_path):
+    monkeypatch.setattr("labkit.checkpoint.storage.find_spec", lambda name: None)
+    line = f"s3fs is not installed: {sys.executable} -m pip install s3fs=={fsspec.__version__}"
+    with pytest.raises(CheckpointError) as refused:
+        Checkpoints("s3://runs")
+    assert str(refused.value) == f"cannot write to s3://runs: {line}"
+    with pytest.raises(SystemExit) as ended:
+        convert.main(["s3://runs", str(tmp_path / "one.safetensors")])
+    assert str(ended.value) == f"labkit.convert: s3://runs: {line}"
 
 
 def test_what_is_neither_tensor_nor_number_is_named(tmp_path):
@@ -696,8 +706,6 @@ def test_killed_at_any_moment_the_latest_is_whole(tmp_path):
 
 
 def test_a_directory_behind_a_url():
-    import fsspec
-
     model = nn.Linear(5, 5)
     checkpoints = Checkpoints("memory://runs/one", keep=1)
     for step in (1, 2):

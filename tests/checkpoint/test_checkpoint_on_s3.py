@@ -21,8 +21,8 @@ from labkit.run import launch
 from labkit.run.options import WRONG
 
 fsspec = pytest.importorskip("fsspec")
-pytest.importorskip("s3fs", reason="S3 needs s3fs: pip install -r requirements.txt")
-pytest.importorskip("moto", reason="S3 is tested with moto: pip install -r requirements.txt")
+pytest.importorskip("s3fs", reason="S3 needs s3fs: pip install -r tests/requirements.txt")
+pytest.importorskip("moto", reason="S3 is tested with moto: pip install -r tests/requirements.txt")
 
 RENEW, LEASE = 0.2, 5.0  # seconds; a holder or a server may freeze for some of these
 

@@ -391,7 +391,9 @@ def test_what_cannot_be_opened_is_one_line(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").touch()
     taken = Prometheus()
     port = taken.server.server_port
-    monkeypatch.setitem(sys.modules, "wandb", None)
+    for name in ("tensorboard", "wandb"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
     for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "GROUP_RANK": 0}.items():
         monkeypatch.setenv(name, str(value))
     expected = {
@@ -402,7 +404,8 @@ def test_what_cannot_be_opened_is_one_line(tmp_path, monkeypatch, capsys):
         "prometheus:9100": "9100 is not a host: use prometheus:127.0.0.1:9100",
         "prometheus:127.0.0.1:http": "Port could not be cast",
         "prometheus:no.such.host.invalid": "[Errno",
-        "wandb:runs": "wandb is not installed",
+        f"tensorboard:{tmp_path}": f"tensorboard is not installed: {sys.executable} -m pip install tensorboard",
+        "wandb:runs": f"wandb is not installed: {sys.executable} -m pip install wandb",
     }
     for place, words in expected.items():
         with pytest.raises(SystemExit) as ended:

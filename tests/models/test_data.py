@@ -47,12 +47,6 @@ def test_rgb_digits_hold_one_channel():
     assert data.digits("rgb").pixels.untyped_storage().nbytes() == 1797 * 32 * 32
 
 
-def test_digits_without_scikit_learn(monkeypatch):
-    monkeypatch.setattr("labkit.models.digits.find_spec", lambda name: None)
-    with pytest.raises(ModuleNotFoundError, match="pip install scikit-learn"):
-        data.digits()
-
-
 # Text
 
 

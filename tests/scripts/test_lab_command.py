@@ -1,8 +1,11 @@
 """scripts/lab as a person meets it: first use, later uses, and everything that can be wrong, each told in one line."""
 
 import ast
+import hashlib
 import importlib.machinery
+import importlib.metadata
 import importlib.util
+import itertools
 import os
 import re
 import shutil
@@ -11,6 +14,7 @@ import socket
 import subprocess
 import sys
 import zipfile
+from pathlib import Path
 
 import pytest
 from repository import ROOT
@@ -20,7 +24,8 @@ RUN_IT = "; import runpy, sys; sys.argv[:] = ['lab', 'run']; runpy.run_path({!r}
 FAKE_PYTHON = "import sys; sys.version_info = (3, 9, 1)" + RUN_IT
 SMALL_DISK = "import shutil; shutil.disk_usage = lambda path: type('Usage', (), {{'free': {}}})"
 LIMIT = 240  # seconds for one command, also on a machine that many others use
-VERSION = "from importlib.metadata import version; print(version('torch'))"
+VERSION = "from importlib.metadata import version; print(version({!r}))"
+MAIN, TESTS, WEBSITE = "requirements.txt", "tests/requirements.txt", "scripts/website/requirements.txt"
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +42,10 @@ def new_tree(root):
     (root / "scripts").mkdir()
     shutil.copy(ROOT / "scripts" / "lab", root / "scripts")
     (root / "scripts" / "run.py").write_text(STUB)
-    (root / "requirements.txt").write_text("")
-    (root / "scripts" / "requirements.lock").write_text("")
+    for file, lock in load_lab().LOCKS.items():
+        (root / file).parent.mkdir(exist_ok=True)
+        (root / file).write_text("")
+        (root / lock).write_text("")
     return root
 
 
@@ -49,9 +56,9 @@ def environment(port=None, **pip):
     return {**kept, **index, "PIP_CONFIG_FILE": os.devnull, "PIP_RETRIES": "1", **pip}
 
 
-def lab(root, *arguments, **pip):
+def lab(root, *arguments, port=None, **pip):
     command = [sys.executable, str(root / "scripts" / "lab"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, env=environment(**pip))
+    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, env=environment(port, **pip))
 
 
 def closed_port():
@@ -134,8 +141,8 @@ def lab_with_free(root, free, **pip):
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(**pip))
 
 
-def wheel(folder, name, version, requires=""):
-    """An empty wheel, as pip takes it."""
+def wheel(folder, name, version, requires="", holds=""):
+    """The path of a wheel, as pip takes it, with one empty file at most."""
     folder.mkdir(exist_ok=True)
     info = f"{name}-{version}.dist-info"
     needs = f"Requires-Dist: {requires}\n" if requires else ""
@@ -143,10 +150,13 @@ def wheel(folder, name, version, requires=""):
         f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needs}",
         f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     }
+    files |= {holds: ""} if holds else {}
     record = "".join(f"{path},,\n" for path in [*files, f"{info}/RECORD"])
-    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as archive:
-        for path, text in {**files, f"{info}/RECORD": record}.items():
-            archive.writestr(path, text)
+    path = folder / f"{name}-{version}-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        for inner, text in {**files, f"{info}/RECORD": record}.items():
+            archive.writestr(inner, text)
+    return path
 
 
 @pytest.fixture
@@ -158,7 +168,7 @@ def torch_of(tree):
 
     def need(version):
         (tree / "requirements.txt").write_text(f"torch=={version}\n")
-        (tree / "scripts" / "figures.py").write_text(VERSION)
+        (tree / "scripts" / "figures.py").write_text(VERSION.format("torch"))
         wheel(tree / "cuda", "torch", version, requires=f"nvidia-cudnn-cu13=={version}")
         wheel(tree / "cuda", "nvidia_cudnn_cu13", version)
         wheel(tree / "cpu", "torch", f"{version}+cpu")
@@ -235,19 +245,79 @@ def test_progress_is_read_from_pip():
     assert detail.endswith(" of 3 packages")
 
 
-def test_the_lock_has_every_requirement_and_a_hash_for_everything():
-    """Made anew whenever requirements.txt changes."""
-    entries = (ROOT / "scripts" / "requirements.lock").read_text().replace("\\\n", " ").splitlines()
-    locked = {}
-    for entry in entries:
+def test_packages_of_earlier_setups_are_not_progress(monkeypatch):
+    lab_command = load_lab()
+    monkeypatch.setattr(lab_command, "installed", lambda: 112)
+    text = "Collecting a\nInstalling collected packages: a, b, c"
+    assert lab_command.phase_of(text, before=110) == ("installing", "2 of 3 packages")
+
+
+# Locks: each is made anew whenever its requirement file changes
+
+
+def entries(lock):
+    """{package: {version: hashes}} of a lock."""
+    found = {}
+    for entry in (ROOT / lock).read_text().replace("\\\n", " ").splitlines():
         if not entry.startswith("#"):
             name, _, rest = entry.partition("==")
-            assert re.search(r"--hash=sha256:[0-9a-f]{64}", rest), entry
-            locked.setdefault(re.sub(r"\[.*\]", "", name), []).append(rest.split()[0])
-    for line in (ROOT / "requirements.txt").read_text().splitlines():
-        name, exact, rest = line.partition("==")
-        if exact and name != "torch":
-            assert locked[re.sub(r"\[.*\]", "", name).replace("_", "-").lower()] == [rest.split(";")[0]], line
+            hashes = set(re.findall(r"--hash=sha256:[0-9a-f]{64}", rest))
+            found.setdefault(plain(name), {})[rest.split()[0]] = hashes
+    return found
+
+
+def plain(name):
+    return re.sub(r"[-_.]+", "-", name.partition("[")[0].strip().lower())
+
+
+def direct(file):
+    """{package: version} of a requirement file, without torch, whose build pip's settings choose."""
+    pins = [line.partition("==") for line in (ROOT / file).read_text().splitlines() if not line.startswith(("#", "-e"))]
+    return {plain(name): version.split(";")[0] for name, _, version in pins if name != "torch"}
+
+
+LOCKS = load_lab().LOCKS
+
+
+@pytest.mark.parametrize("file", LOCKS)
+def test_the_lock_has_every_requirement_and_a_hash_for_everything(file):
+    locked = entries(LOCKS[file])
+    assert [name for name, versions in locked.items() if not all(versions.values())] == []
+    pins = direct(file)
+    assert {name: [*locked.get(name, ())] for name in pins} == {name: [version] for name, version in pins.items()}
+
+
+@pytest.mark.parametrize(("one", "other"), [*itertools.combinations(LOCKS.values(), 2)])
+def test_locks_agree(one, other):
+    """They go into the same .venv."""
+    ours, theirs = entries(one), entries(other)
+    shared = ours.keys() & theirs.keys()
+    assert shared
+    assert {name: ours[name] for name in shared} == {name: theirs[name] for name in shared}
+
+
+OPTIONAL = {"wandb"}  # a person who wants it installs it
+
+
+def imported(files):
+    """The packages that Python files import, without those of the lab and of Python itself."""
+    nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))]
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and not node.level}
+    scripts = {path.stem for path in (ROOT / "scripts").iterdir()}
+    found = {name.partition(".")[0] for name in names} - sys.stdlib_module_names - scripts - {"labkit"}
+    packages = importlib.metadata.packages_distributions()
+    return {plain(package) for name in found for package in packages.get(name, [name])} - OPTIONAL
+
+
+def test_every_package_that_is_imported_is_in_the_lock_of_those_who_import_it():
+    """Without the tests' packages all commands but `test` and `site` must run."""
+    website = [ROOT / "scripts" / "web.py", *(ROOT / "scripts" / "website").glob("*.py")]
+    main = {*(ROOT / "labkit").rglob("*.py"), *(ROOT / "scripts").rglob("*.py")} - {*website}
+    locked = entries(LOCKS[MAIN]).keys() | {"torch"}
+    assert imported(main) - locked == set()
+    assert imported(website) - locked - entries(LOCKS[WEBSITE]).keys() == set()
+    assert imported([ROOT / "tests" / "scripts" / "test_web.py"])  # a package is found at all
 
 
 @pytest.mark.slow
@@ -296,6 +366,105 @@ def test_changed_requirements_keep_the_venv(tree):
     assert changed.stdout == "ran []\n"
     assert "setting up" in changed.stderr
     assert kept.exists()
+
+
+# Extras: what only some commands need
+
+
+def test_which_command_needs_which_extra():
+    needed = load_lab().needed
+    assert needed("run") == needed("open") == (MAIN,)
+    assert needed("site") == (MAIN, WEBSITE)
+    assert set(needed("test")) == set(LOCKS)
+
+
+def pin(root, file, version, **more):
+    """Let a requirement file and its lock need a wheel; returns pip's settings that lead to it. more: of wheel()."""
+    name = f"needed_by_{Path(file).parent.name or 'all'}"
+    path = wheel(root / "extra", name, version, **more)
+    (root / file).write_text(f"{name}=={version}\n")
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    (root / LOCKS[file]).write_text(f"{name}=={version} --hash=sha256:{digest}\n")
+    return {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(root / "extra")}
+
+
+@pytest.fixture
+def extras(tree):
+    """`tree`, set up for `run`; `lab test` prints the version of the tests' package."""
+    assert lab(tree, "run").returncode == 0
+    (tree / "scripts" / "test.py").write_text(VERSION.format("needed_by_tests"))
+    (tree / ".venv" / "kept").write_text("")
+    yield tree
+    for file, lock in LOCKS.items():
+        (tree / file).write_text("")
+        (tree / lock).write_text("")
+
+
+def kept(root):
+    """Whether .venv is the one that the test began with."""
+    return (root / ".venv" / "kept").exists()
+
+
+@pytest.mark.slow
+def test_an_extra_is_added_on_the_first_use_of_its_command(extras):
+    settings = pin(extras, TESTS, "0.1")
+    assert lab(extras, "run").stderr == ""
+    first = lab(extras, "test", **settings)
+    assert first.stdout == "0.1\n", first.stderr
+    assert f"setting up .venv: adding {TESTS}" in first.stderr
+    assert lab(extras, "test").stderr == lab(extras, "run").stderr == ""
+    assert kept(extras)
+
+
+@pytest.mark.slow
+def test_a_changed_extra_updates_the_same_venv(extras):
+    lab(extras, "test", **pin(extras, TESTS, "0.2"))
+    settings = pin(extras, TESTS, "0.3")
+    assert lab(extras, "run").stderr == ""
+    assert lab(extras, "test", **settings).stdout == "0.3\n"
+    assert kept(extras)
+
+
+@pytest.mark.slow
+def test_changed_requirements_keep_the_extras_up_to_date(extras):
+    """Their packages may need the new versions of shared ones."""
+    lab(extras, "test", **pin(extras, TESTS, "0.4"))
+    settings = pin(extras, TESTS, "0.5")
+    (extras / MAIN).write_text("# a comment more\n")
+    changed = lab(extras, "run", **settings)
+    assert f"adding {MAIN}, {TESTS}" in changed.stderr
+    later = lab(extras, "test")
+    assert (later.stdout, later.stderr) == ("0.5\n", "")
+    assert kept(extras)
+
+
+@pytest.mark.slow
+def test_an_extra_that_cannot_be_had_leaves_the_rest_as_it_was(extras):
+    settings = pin(extras, TESTS, "0.6")
+    assert_one_line(lab(extras, "test", port=closed_port()), "cannot reach the package index")
+    assert lab(extras, "run").stderr == ""
+    assert lab(extras, "test", **settings).stdout == "0.6\n"
+    assert kept(extras)
+
+
+@pytest.mark.slow
+def test_after_an_extra_that_was_half_installed_the_venv_is_made_anew(extras):
+    settings = pin(extras, TESTS, "0.7", holds="../outside")
+    assert_one_line(lab(extras, "test", **settings), "outside the target directory")
+    again = lab(extras, "run")
+    assert "creating it" in again.stderr
+    assert not kept(extras)
+
+
+@pytest.mark.slow
+def test_in_a_clean_checkout_one_command_installs_everything(tmp_path):
+    root = new_tree(tmp_path)
+    for file in LOCKS:
+        settings = pin(root, file, "1")
+    names = ("needed_by_all", "needed_by_tests", "needed_by_website")
+    (root / "scripts" / "test.py").write_text("; ".join(VERSION.format(name) for name in names))
+    assert lab(root, "test", **settings).stdout == "1\n1\n1\n"
+    assert lab(root, "run").stderr == ""
 
 
 @pytest.mark.slow
