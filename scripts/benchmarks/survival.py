@@ -7,6 +7,7 @@ same state, and with a plain copy: each rank writes as many bytes as its file ha
 
 import copy
 import os
+import shutil
 import tempfile
 import time
 from pathlib import Path
@@ -148,6 +149,9 @@ def saves(context, strategy, repetitions):
             variants["theirs"] = theirs
         rows = {}
         for number, name in shuffled_rounds(variants, repetitions + 1):
+            if context.rank == 0:
+                shutil.rmtree(folder / "theirs", ignore_errors=True)
+                os.sync()  # what another variant has left to write would be waited for by fsync
             meet()
             took = variants[name](number + 1)
             rows.setdefault(number, {}).update(took if isinstance(took, dict) else {name: took})
