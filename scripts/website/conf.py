@@ -64,15 +64,15 @@ def is_borrowed(app, what, name, one, skip, options):
 
 
 def same_list(lists, app, name, template, context, doctree):
-    """Cache Furo's list of pages, which depends only on the depth for pages that the list does not name."""
+    """Cache Furo's list of pages: for pages that it does not name, its links depend on the depth and the first folder."""
     if name.startswith("_modules/") or "orphan" in app.env.metadata.get(name, ()):
         draw = context["toctree"]
-        depth = name.count("/")
+        place = name.count("/"), name.partition("/")[0]
 
         def drawn(**options):
-            if depth not in lists:
-                lists[depth] = draw(**options)
-            return lists[depth]
+            if place not in lists:
+                lists[place] = draw(**options)
+            return lists[place]
 
         context["toctree"] = drawn
 
