@@ -64,7 +64,7 @@ def is_borrowed(app, what, name, one, skip, options):
 
 
 def same_list(lists, app, name, template, context, doctree):
-    """Cache Furo's list of pages: for pages that it does not name, its links depend on the depth and the first folder."""
+    """Cache the list of pages of Furo: for pages that it does not name, links depend on depth and first folder only."""
     if name.startswith("_modules/") or "orphan" in app.env.metadata.get(name, ()):
         draw = context["toctree"]
         place = name.count("/"), name.partition("/")[0]
