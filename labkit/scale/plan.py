@@ -30,7 +30,7 @@ from labkit.scale.cluster import Cluster
 from labkit.scale.cost import predict_step
 from labkit.scale.explain import KINDS, sensitivity, why_larger, why_slower, words
 from labkit.scale.fit import errors_kept_out
-from labkit.scale.job_config import row_of, whole
+from labkit.scale.model_row import row_of, whole
 from labkit.scale.search import Found, Space, most, search, smallest, space_of
 from labkit.scale.validate_args import AXES, GIVEN, divisors
 

@@ -28,16 +28,13 @@ from math import gcd, isfinite
 
 from labkit.scale.collectives import SUM_AT_ONCE
 from labkit.scale.cost import away, predict_step
-from labkit.scale.job_config import NOT_PLANNED, Job, job_of, recomputed, text
+from labkit.scale.job_config import Job, job_of, recomputed
 from labkit.scale.memory_model import GIB, predict_memory, state_bytes
+from labkit.scale.model_row import ARCHITECTURES, MODEL, NOT_PLANNED, text
 from labkit.scale.validate_args import PRECISIONS, check_given, divisors, schedules_of
 
 LEAST_TOKENS = 1024
 TRIED = ("none", "selective", "full")  # "half" saves as much as "selective" and takes longer
-MODEL = (
-    "architecture", "params", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "tied",
-    "experts", "top_k",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -211,7 +208,7 @@ def space_of(row, cluster, *, global_batch, spare, uneven, precision, framework,
     Raises ValueError for invalid input.
     """
     architecture = text(row, "architecture").lower()
-    if architecture not in ("", "decoder", "encoder"):
+    if architecture not in ARCHITECTURES:
         raise ValueError(NOT_PLANNED.format(architecture))
     kept = {name: row.get(name) for name in (*MODEL, "seq_len")}
     if precision == "free":

@@ -132,7 +132,8 @@ class Shape:
         """Return the mean over the layers of a figure of those with experts and of dense ones."""
         if not self.dense_layers:
             return sparse
-        return ((self.layers - self.dense_layers) * sparse + self.dense_layers * dense) / self.layers
+        total = (self.layers - self.dense_layers) * sparse + self.dense_layers * dense
+        return total / self.layers
 
     @cached_property
     def network_weights(self):

@@ -28,8 +28,9 @@ from labkit.scale.cost import (
 )
 from labkit.scale.explain import moved, sensitivity, why_larger, why_slower, words
 from labkit.scale.hardware import GPUS
-from labkit.scale.job_config import job_of, row_of
+from labkit.scale.job_config import job_of
 from labkit.scale.memory_model import kept, predict_memory, stage_peak
+from labkit.scale.model_row import row_of
 from labkit.scale.plan import bill, main, plan
 from labkit.scale.search import search
 from labkit.scale.shapes import Shape
@@ -159,7 +160,7 @@ def test_what_is_given_stays():
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"model": "gpt3-157b"}, "unknown model 'gpt3-157b': the nearest known are gpt3-175b"),
+        ({"model": "gpt3-157b"}, "unknown model 'gpt3-157b'; did you mean gpt3-175b"),
         ({"model": {}}, "no model: give layers and hidden, or params"),
         ({"model": SMALL | {"hidden": "nan"}}, "hidden must be a number of at least 1, got nan"),
         ({"gpu": "A1000"}, "unknown GPU 'A1000': the nearest known are A100"),
