@@ -8,12 +8,14 @@
     memory_gib: 39.4      # GiB of a GPU
     host_gib: 512         # GiB of a node's host, for optimizer states
     collectives: flat     # the algorithm of collectives: see collectives.py
-    confirmed: true       # unusual figures are correct: a node of this cluster has 200 Gbit/s
+    confirmed: true       # unusual figures are correct: these A100 have half of their 80 GB
 
-    200 Gbit/s given, 1,600 usual:  1/8  ->  bytes instead of bits?  ValueError before any planning
+    40,000 GiB given, 40 usual:  1,000 times  ->  MiB for GiB?  ValueError before any planning
 
 A figure that is 8, 125, 1,000 or 8,000 times the usual one, or that fraction of it, most often has
-a wrong unit: bits for bytes, mega for giga, or both.
+a wrong unit: bits for bytes, mega for giga, or both. Networks differ more than that: any from 1
+Gbit/s a node to 1,600 a GPU is accepted. gpu may also be a YAML file of a GPU, or a mapping of its
+figures (hardware.py).
 """
 
 from dataclasses import MISSING, dataclass, fields, replace
@@ -27,6 +29,7 @@ from labkit.scale.collectives import check_algorithm
 from labkit.scale.hardware import GPU, find_gpu
 
 WRONG_UNITS = (8, 1000, 125, 8000)  # bits for bytes, mega for giga, and both
+FASTEST = 1600  # Gbit/s of a GPU: twice the fastest adapter of hardware.py
 UNITS = {"network_gbps": "Gbit/s", "node_gbs": "GB/s", "memory_gib": "GiB"}
 
 
@@ -34,9 +37,10 @@ UNITS = {"network_gbps": "Gbit/s", "node_gbs": "GB/s", "memory_gib": "GiB"}
 class Cluster:
     """GPUs of one kind in equal nodes; figures that are not given are the usual ones of that GPU.
 
-    gpu: a name, or a GPU. network_gbps: 10^9 bit/s of a node, all adapters together. node_gbs: 10^9
-    byte/s of a GPU to its node, one direction. memory_gib: GiB of a GPU. host_gib: GiB of a node's
-    host, for optimizer states; None: they stay on the GPUs. confirmed: unusual figures are correct.
+    gpu: a name, or a GPU. gpus_per_node: by default that of the GPU. network_gbps: 10^9 bit/s of a
+    node, all adapters together; by default it grows with gpus_per_node. node_gbs: 10^9 byte/s of a
+    GPU to its node, one direction. memory_gib: GiB of a GPU. host_gib: GiB of a node's host, for
+    optimizer states; None: they stay on the GPUs. confirmed: unusual figures are correct.
     collectives: an algorithm of collectives.py.
     Raises ValueError, one line, for an unknown GPU, an impossible figure, and one that looks like a
     wrong unit, unless it is confirmed.
@@ -44,7 +48,7 @@ class Cluster:
 
     gpu: str | GPU
     gpus: int
-    gpus_per_node: int = 8
+    gpus_per_node: int | None = None
     network_gbps: float | None = None
     node_gbs: float | None = None
     memory_gib: float | None = None
@@ -55,12 +59,14 @@ class Cluster:
     def __post_init__(self):
         if type(self.confirmed) is not bool:
             raise ValueError(f"confirmed must be true or false, got {self.confirmed!r}")
+        usual = find_gpu(self.gpu)
+        if self.gpus_per_node is None:
+            object.__setattr__(self, "gpus_per_node", usual.gpus_per_node)
         for name in ("gpus", "gpus_per_node"):
             count = number(name, said := getattr(self, name))
             if not isfinite(count) or count < 1 or count != int(count):
                 raise ValueError(f"{name} must be a whole number of at least 1, got {said}")
             object.__setattr__(self, name, int(count))
-        usual = find_gpu(self.gpu)
         check_algorithm(self.collectives, usual)
         for name in (*UNITS, "host_gib"):
             if (said := getattr(self, name)) is None:
@@ -69,8 +75,10 @@ class Cluster:
             if not (isfinite(told) and told > 0):
                 raise ValueError(f"{name} must be a positive number, got {said}")
             object.__setattr__(self, name, told)
-            if name in UNITS and not self.confirmed:
-                ask_for_the_unit(name, told, usual)
+            if self.confirmed or name not in UNITS:
+                continue
+            if name != "network_gbps" or not 1 <= told <= FASTEST * self.gpus_per_node:
+                ask_for_the_unit(name, told, self.usual)
 
     @classmethod
     def from_dict(cls, told):
@@ -118,9 +126,17 @@ class Cluster:
             raise ValueError(f"{path}{replaced}: {error}") from None
 
     @property
+    def usual(self):
+        """The GPU with the usual figures of such nodes."""
+        gpu = find_gpu(self.gpu)
+        if gpu.generation == "measured":  # its network is that of the node
+            return gpu
+        return replace(gpu, network_gbps=gpu.network_gbps * self.gpus_per_node / 8)
+
+    @property
     def device(self):
         """The GPU with this cluster's figures."""
-        usual = find_gpu(self.gpu)
+        usual = self.usual
         return replace(usual, **{n: getattr(self, n) or getattr(usual, n) for n in UNITS})
 
 

@@ -30,9 +30,9 @@ from labkit.scale.cluster import Cluster
 from labkit.scale.cost import predict_step
 from labkit.scale.explain import KINDS, sensitivity, why_larger, why_slower, words
 from labkit.scale.fit import errors_kept_out
-from labkit.scale.model_row import row_of, whole
+from labkit.scale.model_row import check_columns, row_of, whole
 from labkit.scale.search import Found, Space, most, search, smallest, space_of
-from labkit.scale.validate_args import AXES, GIVEN, divisors
+from labkit.scale.validate_args import AXES, GIVEN, check_precision, divisors
 
 REACH = 64  # if nothing fits, search for a cluster up to this many times as large
 
@@ -75,11 +75,13 @@ def plan(model, cluster, *, global_batch=None, seq_len=None, precision="bf16", f
     recompute. Raises ValueError, one line, for invalid input, or if nothing fits.
     """
     row = dict(row_of(model) if isinstance(model, str) else model)
+    check_columns(row)
     sizes = {"global_batch": global_batch, "seq_len": seq_len}
     row |= {name: value for name, value in sizes.items() if value is not None}
     batch = whole(row, "global_batch")
     if batch is None:
         raise ValueError("global_batch is missing: how many sequences has a step?")
+    precision = check_precision(precision, cluster.device)
     settings = {"spare": spare, "uneven": uneven, "precision": precision, "framework": framework}
     space = space_of(row, cluster, global_batch=batch, schedule=schedule, **settings, **given)
     c = constants.values()

@@ -206,7 +206,9 @@ class Shape:
 
     def keys_met(self, context):
         """Return the number of keys that a token attends to, the mean over tokens and layers."""
-        width = min(self.window or context, context)
+        if not self.window:
+            return context / 2
+        width = min(self.window, context)
         windowed = width - width**2 / (2 * context)  # the first tokens have fewer before them
         return context / 2 + (windowed - context / 2) * self.windowed_layers / self.layers
 
