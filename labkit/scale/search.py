@@ -201,7 +201,7 @@ def smallest(space, limit, c):
     return None
 
 
-def space_of(row, cluster, *, global_batch, spare, uneven, precision, framework,
+def space_of(row, cluster, *, global_batch, spare, uneven, precision, framework="", stack="",
              schedule="1f1b", **given):  # fmt: skip
     """Return the Space of a model (a row for job_config.py) on a Cluster.
 
@@ -218,6 +218,7 @@ def space_of(row, cluster, *, global_batch, spare, uneven, precision, framework,
             f"precision must be free or one of {', '.join(PRECISIONS)}, got {precision!r}"
         )
     kept |= {"gpu": cluster.gpu, "n_gpus": 1, "precision": precision, "framework": framework}
+    kept |= {"stack": stack}
     job = replace(job_of(kept), gpu=cluster.device, gpus_per_node=cluster.gpus_per_node)
     job = replace(job, network_gbps=job.gpu.network_gbps, collectives=cluster.collectives)
     if not isfinite(spare) or not 0 <= spare < 1:
