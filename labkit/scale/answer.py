@@ -222,7 +222,7 @@ def best_of_stacks(asked, stacks, given):
         except ValueError as error:
             errors.append(error)
     if not found:
-        raise errors[0]
+        raise min(errors, key=lambda error: getattr(error, "least", 0.0))
     return found
 
 

@@ -27,8 +27,8 @@ MODELS = Path(__file__).with_name("models.csv")
 VOCAB, HEAD_WIDTH, ASPECT = 51200, 128, 128
 POSITIONS = 512  # of an encoder that is trained on shorter sequences: BERT's
 NOT_PLANNED = (
-    "{} cannot be planned, a decoder or an encoder can: cost.py has no term for other layers, such "
-    "as convolutions (resnet_shapes.py has parameters, FLOPs and activations of ResNets)"
+    "{} cannot be planned, a decoder, an encoder or a ViT can: cost.py has no term for other "
+    "layers, such as convolutions (resnet_shapes.py has parameters, FLOPs and activations of ResNets)"
 )
 PARTS = ("head_dim", "window", "windowed_layers", "shared_ffn", "dense_layers", "dense_ffn")
 MODEL = (
@@ -40,7 +40,7 @@ MODEL = (
 KNOWN = ("model", *MODEL, "seq_len", "global_batch", "source")
 ARCHITECTURES = ("", "decoder", "encoder", "vit")
 FLAGS = {"true": (True,), "false": (False,), "": ()}
-WAYS = "give a name of --list-models, a config.json, or layers=32,hidden=4096,..."
+WAYS = "Give a name of --list-models, a config.json, or layers=32,hidden=4096,..."
 
 
 def row_of(name):
@@ -53,9 +53,11 @@ def row_of(name):
     if name.lower().startswith("resnet"):
         raise ValueError(NOT_PLANNED.format(name))
     rows = models()
-    if name.lower() not in rows:
-        raise ValueError(f"unknown model {name!r}{nearest(name.lower(), rows)}; {WAYS}")
-    return rows[name.lower()]
+    wanted = name.lower().rpartition("/")[2]  # also Qwen/Qwen2.5-7B
+    if wanted not in rows:
+        near = nearest(wanted, rows) or ";"
+        raise ValueError(f"unknown model {name!r}{near} {WAYS}")
+    return rows[wanted]
 
 
 def row_of_text(said):
@@ -196,9 +198,9 @@ def vit_of(row):
     """Return the ViT of a row."""
     sizes = {name: whole(row, name) for name in ("layers", "hidden", "heads", "ffn")}
     sizes |= {name: whole(row, name) for name in ("image", "patch", "channels", "classes")}
+    sizes["kv_heads"] = sizes["heads"]
     found = ViT(**{name: size for name, size in sizes.items() if size is not None})
-    positions = tokens_of_image(found.image, found.patch)
-    return replace(found, kv_heads=found.heads, positions=positions)
+    return replace(found, positions=tokens_of_image(found.image, found.patch))
 
 
 def is_encoder(row):

@@ -62,6 +62,14 @@ class Question:
         return replace(self, cluster=replace(self.cluster, network_gbps=network, confirmed=True))
 
 
+class NothingFits(ValueError):
+    """Raised if no layout fits. least: GiB of the smallest."""
+
+    def __init__(self, message, least):
+        super().__init__(message)
+        self.least = least
+
+
 @dataclass(frozen=True)
 class Solved:
     """A Question with the Found that fit, fastest first, and the (Peak, Job) that do not."""
@@ -102,7 +110,8 @@ def solve(question):
     if not fit and not refused:
         most(space, 0)  # raises ValueError: no layout
     if not fit:
-        raise ValueError(nowhere(space, n, refused, c, REACH * n))
+        missing = min(peak.total for peak, _ in refused)
+        raise NothingFits(nowhere(space, n, refused, c, REACH * n), missing)
     return Solved(question, sorted(fit, key=lambda found: found.seconds), refused)
 
 
@@ -120,10 +129,10 @@ def with_batch(question, given):
         most(question.space, n)  # raises ValueError: no layout
     if given:
         near = " or ".join(map(str, nearest(batch, parts)))
-        fewer = next(m for m in range(n - 1, 0, -1) if divides(question, m))
+        fewer = next((m for m in range(n - 1, 0, -1) if divides(question, m)), None)
         raise ValueError(
             f"batch={batch}: no layout of {n} GPUs with {question.stack} divides it; use a batch "
-            f"of {near}, or {fewer} GPUs"
+            f"of {near}" + (f", or {fewer} GPUs" if fewer else "")
         )
     near = nearest(batch, {n} if n <= batch else parts)
     return replace(question, batch=min(near, key=lambda other: abs(other - batch)))

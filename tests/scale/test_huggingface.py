@@ -136,5 +136,5 @@ def test_columns_are_known_and_given_once():
     ):
         with pytest.raises(ValueError, match=line):
             row_of(said)
-    with pytest.raises(ValueError, match="unknown model 'zzz'; give a name"):
+    with pytest.raises(ValueError, match="unknown model 'zzz'; Give a name"):
         row_of("zzz")
