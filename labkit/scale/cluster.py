@@ -7,7 +7,7 @@
     node_gbs: 300         # 10^9 byte/s of a GPU to its node, in one direction
     memory_gib: 39.4      # GiB of a GPU
     host_gib: 512         # GiB of a node's host, for optimizer states
-    collectives: flat     # the algorithm of collectives: see collectives.py
+    collectives: auto     # the algorithm of collectives: see collectives.py
     confirmed: true       # unusual figures are correct: these A100 have half of their 80 GB
 
     40,000 GiB given, 40 usual:  1,000 times  ->  MiB for GiB?  ValueError before any planning
@@ -54,7 +54,7 @@ class Cluster:
     memory_gib: float | None = None
     host_gib: float | None = None
     confirmed: bool = False
-    collectives: str = "flat"
+    collectives: str = "auto"
 
     def __post_init__(self):
         if type(self.confirmed) is not bool:

@@ -28,7 +28,8 @@ VOCAB, HEAD_WIDTH, ASPECT = 51200, 128, 128
 POSITIONS = 512  # of an encoder that is trained on shorter sequences: BERT's
 NOT_PLANNED = (
     "{} cannot be planned, a decoder, an encoder or a ViT can: cost.py has no term for other "
-    "layers, such as convolutions (resnet_shapes.py has parameters, FLOPs and activations of ResNets)"
+    "layers, such as convolutions (resnet_shapes.py has parameters, FLOPs and activations of "
+    "ResNets)"
 )
 PARTS = ("head_dim", "window", "windowed_layers", "shared_ffn", "dense_layers", "dense_ffn")
 MODEL = (
