@@ -18,7 +18,7 @@ from labkit.scale.answer_text import sentences
 from labkit.scale.bert_shapes import Encoder
 from labkit.scale.cluster import Cluster
 from labkit.scale.failures import Fleet, daly, expected, published
-from labkit.scale.fit import errors_kept_out
+from labkit.scale.intervals import interval
 from labkit.scale.launch_options import launch_options
 from labkit.scale.plan import bill
 from labkit.scale.quantities import amount, days_until
@@ -95,7 +95,7 @@ class Answer:
         """Return the figures of a Found, all predicted: {name: number or text}."""
         job, cost = found.job, bill(found, self.tokens, self.price)
         speed, share = found.step.tokens_per_second, useful_share(found.job.n_gpus)
-        low, high = speed_range(found)
+        low, high, _, _ = interval(job)
         tflops = speed * model_flops(job.shape, job.context) / 1e12
         axes = ("dp", "tp", "pp", "cp", "ep", "vpp", "replicas", "zero", "micro_batch")
         return {
@@ -282,9 +282,3 @@ def model_flops(shape, context):
     """
     masked = 0 if isinstance(shape, Encoder) else shape.layers * shape.attention_flops(context)
     return 3 * (shape.forward_flops(context) + masked)
-
-
-def speed_range(found):
-    """Return the (low, high) tokens/s of a GPU, from the error on published rows kept out."""
-    speed, off = found.step.tokens_per_second, errors_kept_out()[("time", "source")]
-    return speed * (1 - off), speed * (1 + off)

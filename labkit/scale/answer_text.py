@@ -5,6 +5,7 @@
 """
 
 from labkit.scale.explain import KINDS
+from labkit.scale.intervals import interval
 from labkit.scale.job_config import SCHEDULES
 
 RECOMPUTE = {
@@ -14,9 +15,6 @@ RECOMPUTE = {
     "full": "full recomputation",
 }
 SHARDED = {0: "DDP", 1: "ZeRO-1", 2: "ZeRO-2", 3: "FSDP"}
-CRAWLED = (
-    "of 17 published jobs predicted above 0.9 of memory, 14 ran at less than 2/3 of their speed"
-)
 
 
 def layout(job):
@@ -64,7 +62,7 @@ def sentences(answer):
     lines += [change(answer, one) for one in answer.changes]
     lines += [stack(answer, name, one) for name, one in answer.others.items()]
     lines += [due(answer)] if answer.deadline else []
-    return [*lines, *warnings(answer), *answer.notes]
+    return [*lines, known(answer), *answer.notes]
 
 
 def heading(answer):
@@ -154,11 +152,11 @@ def due(answer):
     return f"The deadline is in {answer.deadline:g} days: this plan {on_time}; {enough}."
 
 
-def warnings(answer):
-    found = []
-    if answer.best.peak.total > 0.9 * answer.best.peak.memory:
-        found.append(f"Above 0.9 of memory: {CRAWLED}.")
-    return found
+def known(answer):
+    """Return the sentence about the interval, and what to mind."""
+    _, _, rows, warning = interval(answer.best.job)
+    said = f"The range of tokens/s holds 8 of 10 of {rows}."
+    return f"{said} Mind: {warning}." if warning else said
 
 
 def capital(text):
