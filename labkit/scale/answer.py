@@ -13,6 +13,7 @@
 
 import json
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from labkit.scale.answer_text import sentences
 from labkit.scale.bert_shapes import Encoder
@@ -41,6 +42,7 @@ from labkit.scale.vit_shapes import ViT
 
 STACKS_TRIED = ("megatron", "torchtitan", "torch-fsdp")
 SHOWN = 3
+LIKE = 10  # of the fastest layouts, tried first when one thing changes
 SAVE, RESTART = 30.0, 600.0  # seconds: a save blocks the run, a restart after a failure; assumed
 FLEET = "Llama 3 405B"  # the row of published/interruptions.csv that has the failure rate
 
@@ -81,7 +83,7 @@ class Answer:
         """The fastest layout, a Found."""
         return self.solved.best
 
-    @property
+    @cached_property
     def ranked(self):
         """Up to three Found with different axes, fastest first."""
         return self.solved.distinct(SHOWN)
@@ -89,7 +91,7 @@ class Answer:
     @property
     def too_large(self):
         """The smallest of the faster layouts that do not fit, a Found, or None."""
-        return self.solved.too_large()
+        return self.solved.too_large
 
     def figures(self, found):
         """Return the figures of a Found, all predicted: {name: number or text}."""
@@ -194,7 +196,7 @@ def answer(model, gpus=None, gpu=None, network=None, *, cluster=None, tokens=1e1
     return Answer(
         name=name,
         solved=first,
-        changes=changes_of(question, first.best) if changes else [],
+        changes=changes_of(first) if changes else [],
         others={one.question.stack: one.best for one in others},
         notes=notes,
         tokens=tokens,
@@ -226,8 +228,9 @@ def best_of_stacks(asked, stacks, given):
     return found
 
 
-def changes_of(question, best):
+def changes_of(solved):
     """Return the Changes: another network, batch and length, one at a time."""
+    question, best = solved.question, solved.best
     n, batch, length = question.cluster.gpus, question.batch, question.length
     asked = {}
     if n > best.job.gpus_per_node:
@@ -243,12 +246,13 @@ def changes_of(question, best):
             sequences = max(1, batch * length // other)
             longer = replace(question, length=other, batch=sequences)
             asked[f"{other:,} tokens a sequence, {sequences:,} a step"] = longer
-    return [changed(what, other) for what, other in asked.items()]
+    like = [found.job for found in solved.distinct(LIKE)]
+    return [changed(what, other, like) for what, other in asked.items()]
 
 
-def changed(what, question):
+def changed(what, question, like):
     try:
-        return Change(what, solve(question).best)
+        return Change(what, solve(question, like).best)
     except ValueError as error:
         return Change(what, None, str(error))
 

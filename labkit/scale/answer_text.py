@@ -30,7 +30,7 @@ def layout(job):
         parts.append(f"experts over {job.ep}")
     parts.append(data(job))
     batch = f"micro-batch {job.micro_batch}"
-    batch += f" x {job.grad_accum}" if job.grad_accum > 1 else ""
+    batch += f" ({job.grad_accum} a step)" if job.grad_accum > 1 else ""
     offload = ", optimizer states in host memory" if job.offload else ""
     return (
         f"{', '.join(part for part in parts if part)}, {batch}, {RECOMPUTE[job.recompute]}{offload}"

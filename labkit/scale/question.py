@@ -4,8 +4,8 @@
     Question    row, cluster, batch, length, stack  ->  solve: all layouts that fit, fastest first
     with_batch  a batch that no layout divides      ->  the nearest that one does
 
-A batch that is given must be divided by a layout of all GPUs; one that is only usual is rounded to
-a multiple of the GPUs.
+A batch that is given must be divided by a layout of all GPUs. One that is only usual is rounded to
+a multiple of the GPUs if it is near, or else if no layout divides it.
 """
 
 import sys
@@ -16,12 +16,14 @@ from labkit.scale import constants
 from labkit.scale.cluster import Cluster
 from labkit.scale.cost import predict_step
 from labkit.scale.huggingface import config_text, is_config, row_of_config
+from labkit.scale.memory_model import predict_memory
 from labkit.scale.model_row import check_columns, row_of, whole
 from labkit.scale.plan import REACH, by_size, nowhere
 from labkit.scale.search import Found, most, search, space_of
 
 STEP_TOKENS = 2**22  # 4M tokens a step: Touvron et al., LLaMA, 2023, table 2
 LENGTH = 8192
+NEAR = 0.03  # of a usual batch: it is rounded by at most half of that
 
 
 @dataclass(frozen=True)
@@ -93,8 +95,9 @@ class Solved:
                 break
         return list(found.values())
 
+    @cached_property
     def too_large(self):
-        """Return the smallest of the faster jobs that do not fit, as a Found, or None."""
+        """The smallest of the faster jobs that do not fit, as a Found, or None."""
         c = constants.values()
         for peak, job in by_size(self.refused):
             step = predict_step(job, c)
@@ -103,16 +106,36 @@ class Solved:
         return None
 
 
-def solve(question):
-    """Return the Solved of a Question. Raises ValueError if nothing fits."""
+def solve(question, like=()):
+    """Return the Solved of a Question. Raises ValueError if nothing fits.
+
+    like: jobs of a similar question. If one of them also fits here, only faster ones are searched.
+    """
     space, n, c = question.space, question.cluster.gpus, constants.values()
-    fit, refused = search(space, n, c)
+    known = [found for job in like if (found := moved(question, job, c))]
+    within = min((found.seconds for found in known), default=float("inf"))
+    fit, refused = search(space, n, c, within)
+    fit += known
     if not fit and not refused:
         most(space, 0)  # raises ValueError: no layout
     if not fit:
         missing = min(peak.total for peak, _ in refused)
         raise NothingFits(nowhere(space, n, refused, c, REACH * n), missing)
     return Solved(question, sorted(fit, key=lambda found: found.seconds), refused)
+
+
+def moved(question, job, c):
+    """Return the Found of a job of another question in this one, or None if it does not fit."""
+    part = job.dp * job.replicas * job.micro_batch
+    network = question.space.job.network_gbps
+    job = replace(
+        job, network_gbps=network, context=question.length, grad_accum=question.batch // part
+    )
+    interleaved = job.vpp > 1 and job.grad_accum % job.pp
+    if question.batch % part or interleaved or question.length % job.cp:
+        return None
+    peak = predict_memory(job, c)
+    return Found(job, predict_step(job, c), peak) if question.space.fits(peak) else None
 
 
 def with_batch(question, given):
@@ -123,7 +146,7 @@ def with_batch(question, given):
     """
     n, batch = question.cluster.gpus, question.batch
     parts = batch_parts(question)
-    if any(batch % part == 0 for part in parts) and (given or batch % n == 0 or n > batch):
+    if any(batch % part == 0 for part in parts) and (given or batch % n == 0 or n > NEAR * batch):
         return question
     if not parts:
         most(question.space, n)  # raises ValueError: no layout
