@@ -43,6 +43,7 @@ class Parser(argparse.ArgumentParser):
 def parser():
     found = Parser(
         prog="./scripts/lab plan",
+        usage="./scripts/lab plan MODEL [options]",
         description="Plan the training of a model: the three fastest layouts that fit, predicted.",
         epilog=f"examples:\n{EXAMPLES}",
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -52,7 +52,7 @@ def price(said):
         value = 0
     if not (isfinite(value) and value > 0):
         raise ValueError(
-            f"price must be the positive cost of a GPU-hour, such as 2.50, got {said!r}"
+            f"price must be the cost of a GPU-hour, such as 2.50, got {said!r}"
         )
     return value
 
