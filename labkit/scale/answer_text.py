@@ -7,6 +7,7 @@
 from labkit.scale.explain import KINDS
 from labkit.scale.intervals import interval
 from labkit.scale.job_config import SCHEDULES
+from labkit.scale.vit_shapes import ViT
 
 RECOMPUTE = {
     "none": "no recomputation",
@@ -73,8 +74,9 @@ def heading(answer):
     gpus = question.cluster.gpus
     nodes = f"{job.gpus_per_node} a node, {question.network:g} Gbit/s a GPU"
     where = f"{gpus:,} x {job.gpu.name}" + (f", {nodes}" if gpus > job.gpus_per_node else "")
+    samples = "images" if isinstance(job.shape, ViT) else "sequences"
     return (
-        f"{answer.name}, {size}, on {where}: {question.batch:,} sequences of {job.context:,} "
+        f"{answer.name}, {size}, on {where}: {question.batch:,} {samples} of {job.context:,} "
         f"tokens a step, {job.precision}, {job.stack.name}. All figures are predicted."
     )
 
@@ -102,7 +104,8 @@ def memory(told):
 
 def time(answer, told):
     """Return the days, GPU-hours and money of the run."""
-    said = f"{told['days']:,.3g} days for {short(answer.tokens)} tokens with failures and saves"
+    days = f"{told['days']:,.0f}" if told["days"] >= 100 else f"{told['days']:.3g}"
+    said = f"{days} days for {short(answer.tokens)} tokens with failures and saves"
     said += f", {told['gpu_hours']:,.0f} GPU-hours"
     return said + (f", {told['cost']:,.0f} in money" if told["cost"] else "")
 

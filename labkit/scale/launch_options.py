@@ -10,6 +10,7 @@ nanotron      nanotron/config/parallelism_config.py
 import json
 
 from labkit.scale.bert_shapes import Encoder
+from labkit.scale.vit_shapes import ViT
 
 
 def launch_options(job):
@@ -107,6 +108,7 @@ def megatron(job):
         **megatron_model(job.shape),
     }
     script = "pretrain_bert.py" if isinstance(job.shape, Encoder) else "pretrain_gpt.py"
+    script = "pretrain_vision_classify.py" if isinstance(job.shape, ViT) else script
     return [torchrun(job, script), *options(pairs)]
 
 

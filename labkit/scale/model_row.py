@@ -14,6 +14,7 @@ the column.
 """
 
 import csv
+import re
 from dataclasses import replace
 from difflib import get_close_matches
 from math import isfinite, log
@@ -41,6 +42,13 @@ MODEL = (
 KNOWN = ("model", *MODEL, "seq_len", "global_batch", "source")
 ARCHITECTURES = ("", "decoder", "encoder", "vit")
 FLAGS = {"true": (True,), "false": (False,), "": ()}
+HUB_NAMES = {  # how names on huggingface.co differ from those of models.csv
+    r"^(meta-)?llama-3(\.1)?-": "llama3-",
+    r"^llama-3\.2-": "llama3.2-",
+    r"^llama-2-": "llama2-",
+    r"^gemma-2-": "gemma2-",
+    r"-(hf|v0\.\d)$": "",
+}
 WAYS = "Give a name of --list-models, a config.json, or layers=32,hidden=4096,..."
 
 
@@ -54,7 +62,9 @@ def row_of(name):
     if name.lower().startswith("resnet"):
         raise ValueError(NOT_PLANNED.format(name))
     rows = models()
-    wanted = name.lower().rpartition("/")[2]  # also Qwen/Qwen2.5-7B
+    wanted = name.lower().rpartition("/")[2]
+    for pattern, ours in HUB_NAMES.items():
+        wanted = re.sub(pattern, ours, wanted)
     if wanted not in rows:
         near = nearest(wanted, rows) or ";"
         raise ValueError(f"unknown model {name!r}{near} {WAYS}")

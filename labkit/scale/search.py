@@ -193,7 +193,7 @@ def most(space, limit):
     """Return the most GPUs, complete nodes and at most `limit`, for which a layout exists."""
     node = space.job.gpus_per_node
     whole = range(limit - limit % node, 0, -node)
-    for n in (limit, *whole, *divisors(min(node, limit))[::-1]):
+    for n in (limit, *whole, *range(min(node, limit), 0, -1)):
         if any(True for layout in space.layouts(n) for jobs in space.batches(layout) for _ in jobs):
             return n
     given = ", ".join(f"{name}={value}" for name, value in space.given.items()) or "nothing"

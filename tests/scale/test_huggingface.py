@@ -127,6 +127,22 @@ def test_half_a_file_and_a_list_are_named(tmp_path):
     assert is_config("a/config.json") and is_config(whole) and not is_config("llama3-8b")
 
 
+def test_names_of_the_hub_are_those_of_the_table():
+    for said, name in (("meta-llama/Llama-3.1-8B", "llama3-8b"), ("meta-llama/Llama-2-7b-hf", "llama2-7b"),
+                       ("Qwen/Qwen2.5-7B", "qwen2.5-7b"), ("mistralai/Mistral-7B-v0.1", "mistral-7b")):  # fmt: skip
+        assert row_of(said)["model"] == name
+
+
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [("llama2-7b", 6_738_415_616), ("qwen3-235b-a22b", 235_093_634_560), ("deepseek-v3", 671_026_404_352),
+     ("gemma2-9b", 9_241_705_984), ("qwen2.5-7b", 7_615_616_512), ("vit-l16", 304_326_632)],
+)  # fmt: skip
+def test_named_models_have_their_published_sizes(name, published):
+    row = row_of(name)
+    assert shape_of(row, 2048).parameters == published
+
+
 def test_columns_are_known_and_given_once():
     for said, line in (
         ("layers=2,head=4", "unknown column 'head' of a model; did you mean heads"),
