@@ -28,7 +28,7 @@ from labkit.scale.question import (
     Question,
     Solved,
     model_of,
-    nearest,
+    nearest_batches,
     sizes_of,
     solve,
     usual_batch,
@@ -238,7 +238,7 @@ def changes_of(solved):
             gbps = factor * question.network
             asked[f"a network of {gbps:g} Gbit/s a GPU"] = question.with_network(gbps)
     batches = {2 * batch, *([batch // 2] if batch % 2 == 0 else [])}
-    batches |= set(nearest(batch, {n})) if batch % n and n < batch else set()
+    batches |= set(nearest_batches(batch, {n})) if batch % n and n < batch else set()
     for other in sorted(batches - {batch}):
         asked[f"a batch of {other:,}"] = replace(question, batch=other)
     if not isinstance(best.job.shape, ViT):

@@ -151,13 +151,13 @@ def with_batch(question, given):
     if not parts:
         most(question.space, n)  # raises ValueError: no layout
     if given:
-        near = " or ".join(map(str, nearest(batch, parts)))
+        near = " or ".join(map(str, nearest_batches(batch, parts)))
         fewer = next((m for m in range(n - 1, 0, -1) if divides(question, m)), None)
         raise ValueError(
             f"batch={batch}: no layout of {n} GPUs with {question.stack} divides it; use a batch "
             f"of {near}" + (f", or {fewer} GPUs" if fewer else "")
         )
-    near = nearest(batch, {n} if n <= batch else parts)
+    near = nearest_batches(batch, {n} if n <= batch else parts)
     return replace(question, batch=min(near, key=lambda other: abs(other - batch)))
 
 
@@ -173,7 +173,7 @@ def divides(question, n):
     return any(question.batch % part == 0 for part in batch_parts(question, n))
 
 
-def nearest(batch, parts):
+def nearest_batches(batch, parts):
     """Return the nearest smaller and larger batches that one of the parts divides."""
     below = max(batch // part * part for part in parts)
     above = min(-(-batch // part) * part for part in parts)

@@ -61,6 +61,13 @@ def test_a_change_is_planned_as_if_it_were_asked(found):
     assert changes[f"a batch of {2 * found.question.batch:,}"].seconds == double.best.seconds
 
 
+def test_a_layout_that_is_known_hides_no_faster_one(found):
+    other = found.question.with_network(100)
+    full = solve(other)
+    second = next(one for one in full.fit if one.seconds > full.best.seconds)
+    assert solve(other, like=[second.job]).best.seconds == full.best.seconds
+
+
 def test_flops_of_a_token_are_six_a_weight_and_all_of_attention():
     shape = shape_of(row_of("llama3-8b"), 8192)
     weights = shape.parameters - shape.embedding_parameters  # the input embedding is no product
