@@ -18,11 +18,11 @@ from labkit.scale.answer_text import billions
 from labkit.scale.cluster import Cluster
 from labkit.scale.hardware import GPUS
 from labkit.scale.model_row import models, shape_of, whole
-from labkit.scale.quantities import amount, network, price
 from labkit.scale.stacks import STACKS
 
 EXAMPLES = __doc__.partition("\n\n")[2].rstrip()
 WIDTH = 100
+USUAL = {"gpu": "h100", "gpus": 8}
 AXES = {
     "dp": "ranks of data parallelism",
     "tp": "ranks of tensor parallelism",
@@ -103,12 +103,12 @@ def answer_to(asked):
     return answer(
         asked.model,
         cluster=cluster_of(asked),
-        tokens=amount(asked.tokens),
-        batch=count(asked.batch, "batch"),
-        length=count(asked.length, "length"),
+        tokens=asked.tokens,
+        batch=asked.batch,
+        length=asked.length,
         precision=asked.precision,
         stack=asked.stack,
-        price=None if asked.price is None else price(asked.price),
+        price=asked.price,
         deadline=asked.deadline,
         spare=number(asked.spare, "spare"),
         stdin=sys.stdin,
@@ -118,23 +118,11 @@ def answer_to(asked):
 
 def cluster_of(asked):
     """Return the Cluster of a file, or of the options."""
-    told = {"gpu": asked.gpu, "gpus": asked.gpus, "gpus_per_node": asked.gpus_per_node}
-    if asked.cluster:
-        if asked.network is not None or any(figure is not None for figure in told.values()):
-            raise ValueError("--cluster has the GPUs and the network: give them there or as options")
-        return Cluster.from_yaml(asked.cluster)
+    told = {name: getattr(asked, name) for name in ("gpu", "gpus", "gpus_per_node", "network")}
     told = {name: figure for name, figure in told.items() if figure is not None}
-    plain = Cluster.from_dict({"gpu": "h100", "gpus": 8} | told)
-    if asked.network is None:
-        return plain
-    return Cluster.from_dict(
-        {
-            "gpu": plain.gpu,
-            "gpus": plain.gpus,
-            "gpus_per_node": plain.gpus_per_node,
-            "network_gbps": network(asked.network) * plain.gpus_per_node,
-        }
-    )
+    if asked.cluster and told:
+        raise ValueError("--cluster has the GPUs and the network: give them there or as options")
+    return Cluster.from_yaml(asked.cluster) if asked.cluster else Cluster.from_dict(USUAL | told)
 
 
 def count(said, name, least=1):

@@ -21,8 +21,10 @@ from labkit.scale.cluster import Cluster
 from labkit.scale.failures import Fleet, daly, expected, published
 from labkit.scale.intervals import interval
 from labkit.scale.launch_options import launch_options
+from labkit.scale.model_row import whole
 from labkit.scale.plan import bill
 from labkit.scale.quantities import amount, days_until
+from labkit.scale.quantities import price as price_of
 from labkit.scale.question import (
     LENGTH,
     Question,
@@ -110,6 +112,7 @@ class Answer:
             "tokens_per_second_per_gpu": speed,
             "low": low,
             "high": high,
+            "tokens_per_day": 86400 * share * speed * job.n_gpus,
             "tflops_per_gpu": tflops,
             "mfu": tflops / job.gpu.tflops.get(job.dtype, job.gpu.tflops["bf16"]),
             "memory_gib": found.peak.total,
@@ -179,9 +182,13 @@ def answer(model, gpus=None, gpu=None, network=None, *, cluster=None, tokens=1e1
     of all GPUs divides the batch that is given.
     """
     name, row = model_of(model, stdin)
-    cluster = cluster or cluster_of(gpus, gpu, network, gpus_per_node)
+    cluster = cluster or Cluster.from_dict(
+        {"gpu": gpu, "gpus": gpus, "gpus_per_node": gpus_per_node, "network": network}
+    )
     precision = check_precision(precision or usual_precision(cluster.device), cluster.device)
     tokens, days = amount(tokens), None if deadline is None else days_until(deadline)
+    sizes = {"batch": batch, "length": length}
+    batch, length = whole(sizes, "batch"), whole(sizes, "length")
     usual, published_length = sizes_of(row)
     length = length or published_length or LENGTH
     said = batch or usual or usual_batch(cluster.gpus, length)
@@ -200,19 +207,10 @@ def answer(model, gpus=None, gpu=None, network=None, *, cluster=None, tokens=1e1
         others={one.question.stack: one.best for one in others},
         notes=notes,
         tokens=tokens,
-        price=price,
+        price=None if price is None else price_of(price),
         deadline=days,
         enough=None if days is None else fewest(question, tokens, days),
     )
-
-
-def cluster_of(gpus, gpu, network, gpus_per_node):
-    """Return the Cluster. network: Gbit/s of each GPU, or None."""
-    told = {"gpu": gpu, "gpus": gpus, "gpus_per_node": gpus_per_node}
-    plain = Cluster.from_dict(told)
-    if network is None:
-        return plain
-    return replace(plain, network_gbps=network * plain.gpus_per_node)
 
 
 def best_of_stacks(asked, stacks, given):

@@ -3,7 +3,7 @@
     gpu: A100-80GB        # of hardware.py; gpu and gpus are required
     gpus: 64
     gpus_per_node: 4      # from here on, defaults are the usual figures of that GPU
-    network_gbps: 200     # 10^9 bit/s of a node, all adapters together
+    network: 50           # 10^9 bit/s of each GPU; or network_gbps: 200, of a node, all adapters
     node_gbs: 300         # 10^9 byte/s of a GPU to its node, in one direction
     memory_gib: 39.4      # GiB of a GPU
     host_gib: 512         # GiB of a node's host, for optimizer states
@@ -27,6 +27,7 @@ import yaml
 
 from labkit.scale.collectives import check_algorithm
 from labkit.scale.hardware import GPU, find_gpu
+from labkit.scale.quantities import network as gbps_of
 
 WRONG_UNITS = (8, 1000, 125, 8000)  # bits for bytes, mega for giga, and both
 FASTEST = 1600  # Gbit/s of a GPU: twice the fastest adapter of hardware.py
@@ -84,11 +85,12 @@ class Cluster:
     def from_dict(cls, told):
         """Return the cluster of {field: figure}; None means not given.
 
-        Raises ValueError for an unknown field.
+        `network`, the Gbit/s of each GPU, may replace network_gbps. Raises ValueError for an
+        unknown field.
         """
         names = [field.name for field in fields(cls)]
         for name in told:
-            if name not in names:
+            if name not in (*names, "network"):
                 near = get_close_matches(str(name), names, n=1)
                 hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(names)}"
                 raise ValueError(f"unknown key {name!r}: {hint}")
@@ -97,7 +99,13 @@ class Cluster:
             if field.default is MISSING and told.get(field.name, "") == "":
                 such = {"gpu": "name one, such as H100-80GB", "gpus": "how many are there?"}
                 raise ValueError(f"{field.name} is missing: {such[field.name]}")
-        return cls(**told)
+        network = told.pop("network", None)
+        found = cls(**told)
+        if network is None:
+            return found
+        if "network_gbps" in told:
+            raise ValueError("network, of a GPU, and network_gbps, of a node, are both given")
+        return replace(found, network_gbps=gbps_of(network) * found.gpus_per_node)
 
     @classmethod
     def from_yaml(cls, path, **instead):

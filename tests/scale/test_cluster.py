@@ -88,6 +88,11 @@ def test_any_usual_network_is_taken_and_grows_with_the_node():
         for gbps in (10, 25, 100, 200, 400, 3200):
             assert Cluster(gpu, 16, network_gbps=gbps).device.network_gbps == gbps
     assert Cluster("A100", 16, gpus_per_node=4).device.network_gbps == 800
+    assert Cluster.from_dict({"gpu": "A100", "gpus": 16, "network": "50 Gbit/s"}).network_gbps == 400
+    with pytest.raises(ValueError, match="got bytes: 50GB/s; write --network 400"):
+        Cluster.from_dict({"gpu": "A100", "gpus": 16, "network": "50GB/s"})
+    with pytest.raises(ValueError, match="are both given"):
+        Cluster.from_dict({"gpu": "A100", "gpus": 16, "network": 50, "network_gbps": 400})
     assert (Cluster("GB200", 144).gpus_per_node, Cluster("GB200", 144).device.network_gbps) == (72, 72 * 400)
 
 
