@@ -23,7 +23,6 @@ from labkit.scale.collectives import ALGORITHMS, NETWORK_SHARE, NODE_SHARE, Grou
 
 OLD_INSTRUCTIONS = 0.62
 REPEATED = {"none": 0, "full": 1, "half": 0.5, "selective": 0.25}  # of a forward
-STOPS_EARLY = ("PyTorch", "torchtitan")  # torch.utils.checkpoint, use_reentrant=False: early stop
 OPTIMIZER_BYTES = 30  # fp32 gradient, master and two moments, read; all but the first written; bf16
 
 
@@ -122,10 +121,9 @@ def device_parts(job, c):
     shape, tokens = job.shape, job.tokens
     generation, rate = of_job(job, job.dtype, c)
     products = product_seconds(job, c)
-    fused = job.precision != "fp16"  # jobs in fp16 are older than fused attention
     attention = 0.0
     moved = shape.moved_bytes() * (1 if job.compiled else c["traffic"])
-    if fused:
+    if job.stack.flash:
         peak = 1e12 * job.gpu.tflops["bf16"] * c["attention"]
         peak *= OLD_INSTRUCTIONS if generation == "hopper" else 1
         attention = shape.attention_flops(job.context) / job.tp * tokens / peak
@@ -137,7 +135,7 @@ def device_parts(job, c):
     forward = products + attention + moving
     backward = 2 * products + 2.5 * attention + 2 * moving
     spared = 0.0
-    if job.framework.startswith(STOPS_EARLY):  # the last product's output is not needed again
+    if job.stack.stops_early:  # the last product's output is not needed again
         spared = products * shape.top_k * shape.hidden * shape.ffn / shape.layer_products
     parts = {
         "layers": forward + backward,
@@ -165,7 +163,7 @@ def crosses(job):
 
 def host_seconds(job, c):
     """Return the host's seconds to launch a layer; 0 except for eager stacks that split layers."""
-    if job.framework != "nanotron":
+    if not job.stack.balances:
         return 0.0
     more = c["contention"] * job.tp if crosses(job) and job.tp > 1 else 0.0
     return 1e-3 * (c["host"] * (1 if job.tp > 1 else 0.5) + more)
@@ -180,8 +178,8 @@ def head_seconds(job, c):
 
 
 def sequence_split(job):
-    """Return whether sequence parallelism is used along tp. The stacks of 2020 (fp16) lack it."""
-    return job.precision != "fp16"
+    """Return whether sequence parallelism is used along tp."""
+    return job.stack.sequence
 
 
 def group(job, size, stride, c):
@@ -254,7 +252,7 @@ def gradient_seconds(job, c):
 
 def summed_gradients(job):
     """Return (bytes, ranks, stride between ranks) of each part of a rank's gradients."""
-    width = 4 if job.framework == "nanotron" else 2
+    width = job.stack.gradient_bytes
     alike = job.held_alike(job.shape.parameters, job.shape.layers * job.shape.expert_weights)
     return [(width * p / job.tp / job.pp, ranks * job.cp, stride) for p, ranks, stride in alike]
 

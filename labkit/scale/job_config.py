@@ -30,6 +30,7 @@ from labkit.scale.bert_shapes import Encoder
 from labkit.scale.collectives import check_algorithm
 from labkit.scale.hardware import GPU, find_gpu
 from labkit.scale.shapes import Shape
+from labkit.scale.stacks import DEFAULT, Stack, stack_of_row
 
 MODELS = Path(__file__).with_name("models.csv")
 VOCAB, HEAD_WIDTH, ASPECT = 51200, 128, 128
@@ -77,7 +78,7 @@ class Job:
     offload: bool
     precision: str
     compiled: bool
-    framework: str
+    stack: Stack = DEFAULT
     schedule: str = "1f1b"
     collectives: str = "flat"
 
@@ -112,7 +113,7 @@ class Job:
         logits and the loss are blocks, too.
         """
         layers, pp = self.shape.layers, self.pp
-        if self.framework != "nanotron":
+        if not self.stack.balances:
             counts = [layers // pp + (stage < layers % pp) for stage in range(pp)]
             return [(n, int(i == pp - 1), n) for i, n in enumerate(counts)]
         costs = [self.shape.layer_products] * layers + [self.shape.embedding_parameters, 0, 0]
@@ -167,7 +168,7 @@ def job_of(row):
         offload=text(row, "offload").lower() == "true",
         precision=text(row, "precision").lower() or "bf16",
         compiled=text(row, "compile").lower() == "true",
-        framework=text(row, "framework"),
+        stack=stack_of_row(text(row, "stack"), text(row, "framework"), text(row, "precision")),
         collectives=collectives,
     )
 
