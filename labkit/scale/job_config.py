@@ -15,7 +15,7 @@ words, which processes all words.
 Defaults of the job: 2,048 tokens, 8 GPUs a node, tp = pp = cp = 1, dp all remaining GPUs,
 micro_batch 1 or the value that global_batch and grad_accum imply, grad_accum the value that
 global_batch implies, no ZeRO (3 if the framework is FSDP or torchtitan), no recomputation, bf16,
-not compiled. A pipeline runs 1F1B; collectives are flat rings. The columns are those of the
+not compiled. A pipeline runs 1F1B; collectives are NCCL's fastest. The columns are those of the
 published table. An impossible value raises ValueError, which names the column.
 """
 
@@ -80,7 +80,7 @@ class Job:
     compiled: bool
     stack: Stack = DEFAULT
     schedule: str = "1f1b"
-    collectives: str = "flat"
+    collectives: str = "auto"
 
     @property
     def tokens(self):
@@ -128,6 +128,16 @@ class Job:
         return [tuple(one) for one in found]
 
     @property
+    def fused(self):
+        """Whether the stack has fused kernels for the GPU: those for Hopper and later."""
+        return self.stack.fused and self.gpu.generation not in ("volta", "ampere")
+
+    @property
+    def flash(self):
+        """Whether attention stores no scores; FlashAttention does not run on Volta."""
+        return self.stack.flash and self.gpu.generation != "volta"
+
+    @property
     def dtype(self):
         """The dtype of matrix products."""
         for name in ("fp8", "fp32", "tf32"):
@@ -146,7 +156,7 @@ def job_of(row):
     if not text(row, "gpu"):
         raise ValueError("gpu is missing: name one, such as H100-80GB")
     gpu = find_gpu(row["gpu"])
-    collectives = text(row, "collectives") or "flat"
+    collectives = text(row, "collectives") or "auto"
     check_algorithm(collectives, gpu)
     layout = layout_of(row)
     check_divides("tp", layout["tp"], {"heads": shape.heads, "ffn": shape.ffn})

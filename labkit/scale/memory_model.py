@@ -20,13 +20,9 @@ Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, section 2.1 (ZB-H1).
 
 from dataclasses import dataclass, replace
 
-from labkit.scale.cost import (
-    away,
-    crosses,
-    device_seconds,
-    host_seconds,
-    sequence_split,
-)
+from labkit.scale.cost import away, device_seconds, host_seconds
+from labkit.scale.messages import crosses
+from labkit.scale.recompute import kept_share, of_attention
 
 GIB = 2**30
 
@@ -102,7 +98,7 @@ def stage_peak(job, c, stage, has):
     states = sum(own * state_bytes(job, c, ranks) for own, ranks, _ in alike) / job.tp
     waiting = sum(own * away(job) / shared_by(job, ranks) for own, ranks, _ in alike) / job.tp
     gathered = 0.0
-    if job.zero == 3:
+    if job.zero == 3 and not (job.pp > 1 and not job.stack.reshards):
         root = ends * shape.embedding_parameters / job.tp
         own = sum(h for h, *_ in job.held_alike(shape.layer_parameters, shape.expert_weights))
         gathered = 2 * (2 * own / job.tp + root)
@@ -130,6 +126,8 @@ def shared_by(job, ranks):
 def state_bytes(job, c, ranks):
     """Return bytes per parameter of the stage, after ZeRO has sharded over `ranks` of dp."""
     whole, divided = job.stack.states[job.zero]
+    if job.zero == 3 and job.pp > 1 and not job.stack.reshards:
+        whole += 2 + job.stack.gradient_bytes  # both unsharded from micro-batch to micro-batch
     if job.stack.balances and job.zero == 0:
         whole += 2 * (ranks > 1)  # DDP's buckets
     elif job.stack.balances:
@@ -141,15 +139,17 @@ def state_bytes(job, c, ranks):
 
 def kept(job, c):
     """Return the bytes per token that a layer keeps until its backward."""
-    split = job.tp if sequence_split(job) else (job.tp + 1) / 2
-    inputs = 2 * job.shape.hidden / (job.tp if sequence_split(job) else 1)
+    split = job.tp if job.stack.sequence else (job.tp + 1) / 2
+    inputs = 2 * job.shape.hidden / (job.tp if job.stack.sequence else 1)
     copies = c["saved"] if job.stack.balances else 1.0
     everything = copies * job.shape.saved_bytes() / split
+    if job.shape.experts > 1:  # tokens in the order of their experts
+        everything += 2 * job.shape.hidden * job.shape.top_k / split
     if job.stack.balances and job.tp > 1:
         # inputs of split layers stay gathered, unless the GPU waits for its host and frees them
         waiting = crosses(job) and host_seconds(job, c) > device_seconds(job, c)
         everything += 0 if waiting else 2 * 2 * job.shape.hidden
-    if not job.stack.flash:  # scores before and after dropout
+    if not job.flash and not of_attention(job):  # scores before and after dropout
         everything += 5 * job.shape.heads * job.context / job.tp
-    share = {"none": 1.0, "full": 0.0, "half": 0.5, "selective": 0.5}[job.recompute]
+    share = kept_share(job)
     return share * everything + (1 - share) * inputs

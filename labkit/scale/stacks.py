@@ -37,9 +37,10 @@ class Stack:
     frameworks: how the `framework` column of published rows starts. axes: those that may be larger
     than 1. zero: the ZeRO stages. states: {zero: (bytes a parameter on each rank, bytes divided
     over the ranks)}. gradient_bytes: of a gradient in a message. cp_shards: whether cp shards what
-    ZeRO shards. reshards: whether ZeRO-3 gathers for each micro-batch of a pipeline again.
+    ZeRO shards. reshards: whether ZeRO-3 gathers for each micro-batch of a pipeline again. fp8_gathers: in fp8, if products are.
     selective: "attention" (its core) or "op". fused: kernels of norms, gates, attention and tensor
-    parallelism that overlap. hides_hand_overs: of interleaved pipelines. flash: no stored attention
+    parallelism that overlap. bucket_mib: of a message of gradients; None: one message for each tensor.
+    hides_gradients: the ZeRO stages whose gradients are sent during the backward. hides_hand_overs: of interleaved pipelines. flash: no stored attention
     scores. sequence: sequence parallelism along tp. stops_early: recomputation ends at the last
     tensor needed. balances: stages by FLOPs, not layers; launches each layer from Python.
     logit_bytes: kept for each logit; None: the constant logits_held. schedules: of pipelines.
@@ -53,8 +54,11 @@ class Stack:
     gradient_bytes: int = 4
     cp_shards: bool = True
     reshards: bool = True
+    fp8_gathers: bool = False
     selective: str = "op"
     fused: bool = False
+    bucket_mib: float | None = 25
+    hides_gradients: tuple = ()
     hides_hand_overs: bool = False
     flash: bool = True
     sequence: bool = True
@@ -86,21 +90,22 @@ STACKS = {
     stack.name: stack
     for stack in (
         Stack("torch-fsdp", ("pytorch", "fsdp"), ("replicas",), (0, 1, 2, 3), FSDP_STATES,
-              stops_early=True),
+              hides_gradients=(0, 2), stops_early=True),
         Stack("llm-foundry", ("pytorch fsdp1", "llm-foundry", "composer"), ("replicas",), (2, 3),
-              FSDP_STATES, gradient_bytes=2, stops_early=True, logit_bytes=4),
+              FSDP_STATES, gradient_bytes=2, hides_gradients=(2,), stops_early=True, logit_bytes=4),
         Stack("torchtitan", ("torchtitan",), (*MODEL_AXES, "replicas"), (0, 2, 3), FSDP_STATES,
-              reshards=False, stops_early=True, schedules=("1f1b", "zero_bubble")),
+              hides_gradients=(0, 2), reshards=False, fp8_gathers=True, stops_early=True, schedules=("1f1b", "zero_bubble")),
         Stack("megatron", ("megatron", "nemo", ""), MODEL_AXES, (0, 1), MIXED,
-              selective="attention", fused=True, hides_hand_overs=True),
+              selective="attention", fused=True, bucket_mib=150, hides_gradients=(0, 1), hides_hand_overs=True),
         Stack("megatron-2020", ("megatron-lm 2020",), ("tp", "pp", "vpp"), (0,), HALF,
               gradient_bytes=2, cp_shards=False, selective="attention", flash=False,
               sequence=False),
         Stack("deepspeed", ("deepspeed",), ("tp", "pp", "ep"), (0, 1, 2, 3),
               {0: (16, 0), 1: (4, 12), 2: (4, 16), 3: (0, 18)}, gradient_bytes=2,
-              cp_shards=False, selective="attention", sequence=False),
-        Stack("nanotron", ("nanotron",), ("tp", "pp"), (0, 1), MIXED, cp_shards=False,
-              balances=True),
+              bucket_mib=950, hides_gradients=(1, 2), cp_shards=False, selective="attention",
+              sequence=False),
+        Stack("nanotron", ("nanotron",), ("tp", "pp"), (0, 1), MIXED, bucket_mib=None,
+              hides_gradients=(0,), cp_shards=False, balances=True),
     )
 }  # fmt: skip
 DEFAULT = STACKS["megatron"]
