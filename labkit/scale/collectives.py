@@ -35,11 +35,15 @@ NODE_SHARE = 0.79  # in a node's rings: A100 0.78, H200 0.81, B200 0.76
 SWITCH_SHARE = 0.64  # with reductions in the node's switch (NVLS): H200 0.68, B200 0.60
 NETWORK_SHARE = 0.73  # of the adapters between nodes: 36.5 of 50 GB/s, 4 nodes of B200
 ADDED_UP = ("hopper", "blackwell")  # generations whose NVSwitches reduce: from NVLink 4 on
-# Seconds of one step inside a node and between nodes, and the share of the bandwidth that remains:
-# NCCL's own table, NVIDIA/nccl at 5067397c, src/graph/tuning.cc. LL sends a flag with each 4 bytes,
-# LL128 8 bytes of flags in 128; Simple synchronizes once for a chunk.
-RINGS = {"Simple": (3.4e-6, 14e-6, 1.0), "LL128": (1.9e-6, 4e-6, 0.92), "LL": (6e-7, 2.7e-6, 0.5)}
-TREES = {"Simple": (4e-6, 14e-6, 1.0), "LL128": (1.25e-6, 8.5e-6, 0.92), "LL": (6e-7, 5e-6, 0.5)}
+# Seconds of one step inside a node and between nodes: NCCL's own table, NVIDIA/nccl at 5067397c,
+# src/graph/tuning.cc. Simple synchronizes once for a chunk; LL128 sends 8 bytes of flags in 128, LL
+# a flag with each 4 bytes.
+RINGS = {"Simple": (3.4e-6, 14e-6), "LL128": (1.9e-6, 4e-6), "LL": (6e-7, 2.7e-6)}
+TREES = {"Simple": (4e-6, 14e-6), "LL128": (1.25e-6, 8.5e-6), "LL": (6e-7, 5e-6)}
+NODE_HOP, NETWORK_HOP = RINGS["Simple"]
+# Shares of the bandwidth in a node and between nodes that a protocol reaches: the same file, LL by
+# its limits for H100 (141 and 35 GB/s of 450 and 292).
+KEPT = {"Simple": (1.0, 1.0), "LL128": (0.92, 0.92), "LL": (0.31, 0.12)}
 SWITCH_HOP = 12.5e-6  # to a node's switch, or from it: half of the latency of NVLS
 
 
@@ -116,8 +120,8 @@ def groups(algorithm, ranks, members, nodes, inside, between, hop):
     if algorithm == "in_switch":
         protocols = {"Simple": RINGS["Simple"]}
     return tuple(
-        Group(ranks, members, nodes, inside * kept, between * kept, near, far)
-        for near, far, kept in protocols.values()
+        Group(ranks, members, nodes, inside * KEPT[name][0], between * KEPT[name][1], *hops)
+        for name, hops in protocols.items()
     )
 
 
@@ -129,19 +133,23 @@ def collective_seconds(algorithm, op, size, reduces, *links):
     names = (algorithm,)
     if algorithm == AUTO:
         one_node = links[2] == 1
-        names = ("flat", "tree")[: 1 + (op == "all_reduce")] + ("in_switch",) * (reduces and one_node)
-    return min(ALGORITHMS[name](op, group, size) for name in names for group in groups(name, *links))
+        names = ("flat", "tree") if op == "all_reduce" else ("flat",)
+        names += ("in_switch",) if reduces and one_node else ()
+    ways = ((ALGORITHMS[name], group) for name in names for group in groups(name, *links))
+    return min(took(op, group, size) for took, group in ways)
 
 
-def all_to_all(size, ranks, members, nodes, node, adapter, hop):
+def all_to_all(size, ranks, members, nodes, node, adapter, hop, crossing=1.0):
     """Return the seconds in which each rank sends `size` bytes, an equal share to every rank.
 
     Each GPU sends over its own adapter and, at the same time, inside its node. node, adapter:
-    achieved byte/s of one rank. hop: measured seconds of a message; None: NCCL's.
+    achieved byte/s of one rank. hop: measured seconds of a message; None: NCCL's. crossing: the
+    share of the bytes for other nodes that is sent to them; the rest is copied there.
     """
-    near, far, _ = RINGS["LL128"] if hop is None else (hop, hop, 1)
-    inside = (members - 1) / ranks * size / node
-    across = (ranks - members) / ranks * size / adapter
+    near, far = RINGS["LL128"] if hop is None else (hop, hop)
+    copied = members if crossing < 1 else ranks  # of them, members - 1 parts move inside the node
+    inside = (members - 1) / copied * size / node
+    across = crossing * (ranks - members) / ranks * size / adapter
     return (far if nodes > 1 else near) + max(inside, across)
 
 

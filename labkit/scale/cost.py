@@ -23,6 +23,7 @@ from math import ceil
 from labkit.scale.messages import (
     beside,
     crosses,
+    expert_seconds,
     gradient_seconds,
     hand_over_seconds,
     tensor_passes,
@@ -34,6 +35,8 @@ from labkit.scale.recompute import of_attention, repeated
 OLD_INSTRUCTIONS = 0.62
 CAST = 4  # bytes an input of a product in fp8: read in bf16, written, and written transposed
 LAUNCHED = 6  # products of an expert: two in the forward, four in the backward
+ROUTED = 60  # kernels of routing, sorting and counting a layer's tokens, forward and backward
+PERMUTED = 8  # bytes a routed element: in bf16 read and written, to its expert and back
 OPTIMIZER_BYTES = 30  # fp32 gradient, master and two moments, read; all but the first written; bf16
 
 
@@ -129,7 +132,8 @@ def device_seconds(job, c):
 
 def device_parts(job, c):
     """Return device_seconds by part: {part: seconds}."""
-    products, attention, moving = product_seconds(job, c), *other_seconds(job, c)
+    products = product_seconds(job, c)
+    attention, moving, scores = other_seconds(job, c)
     forward = products + attention + moving
     launches = expert_launches(job, c)
     parts = {
@@ -139,19 +143,30 @@ def device_parts(job, c):
         "gathering parameters": 0.0,
     }
     if of_attention(job):
-        parts["recomputation"] = attention
+        parts["recomputation"] = attention + scores
+    experts = expert_seconds(job, c)
+    if job.stack.hides_experts:  # beside the layers of another micro-batch
+        experts = beside(parts["layers"], experts, c["exposed"])
+    parts["messages of layers"] += experts
     if job.zero == 3:
-        parts["gathering parameters"] = beside(sum(parts.values()), unit_seconds(job, c), c["exposed"])
+        busy = sum(parts.values())
+        parts["gathering parameters"] = beside(busy, unit_seconds(job, c), c["exposed"])
     return parts
 
 
 def other_seconds(job, c):
-    """Return the seconds of a layer's forward in (attention's core, norms, sums and gates)."""
+    """Return the seconds of a layer's forward in attention's products, memory traffic, and scores.
+
+    The last are part of the memory traffic: scores that attention stores if it is not fused.
+    """
     shape, tokens = job.shape, job.tokens
     flops = shape.attention_flops(job.context) / job.tp * tokens
     traffic = "traffic_fused" if job.fused else "traffic"
+    scores = 0 if job.flash else 12 * shape.heads * job.context
     moved = shape.moved_bytes() * (1 if job.compiled else c[traffic])
-    if job.dtype == "fp8":
+    if shape.experts > 1:
+        moved += PERMUTED * shape.hidden * shape.top_k
+    if job.dtype == "fp8" and "fp8" in job.gpu.tflops:
         moved += CAST * (3 * shape.hidden + shape.ffn * shape.top_k)
     peak = 1e12 * job.gpu.tflops["bf16"]
     if job.fused:
@@ -161,9 +176,10 @@ def other_seconds(job, c):
         attention = flops / (peak * c["attention"])
     else:
         attention = 2 * flops / of_job(job, job.dtype, c)
-        moved += 12 * shape.heads * job.context  # scores: written, masked, softmax, dropout, read
+        moved += scores  # written, masked, softmax, dropout, read
     split = job.tp if job.stack.sequence else (job.tp + 1) / 2
-    return attention, moved * tokens / split / (1e9 * job.gpu.memory_gbs)
+    each = tokens / split / (1e9 * job.gpu.memory_gbs)
+    return attention, moved * each, scores * each
 
 
 def spared_seconds(job, products):
@@ -177,10 +193,10 @@ def spared_seconds(job, products):
 
 
 def expert_launches(job, c):
-    """Return the seconds to launch the products of a rank's experts, forward and backward."""
+    """Return the seconds to launch a layer's routing and the products of a rank's experts."""
     if job.shape.experts == 1:
         return 0.0
-    return 1e-6 * c["launch"] * LAUNCHED * job.shape.experts / job.ep
+    return 1e-6 * c["launch"] * (ROUTED + LAUNCHED * job.shape.experts / job.ep)
 
 
 def generation(job):

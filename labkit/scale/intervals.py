@@ -5,9 +5,9 @@
     interval            predicted x the ratios that hold 8 of 10 of them
 
 A class with fewer than 8 rows takes those of a wider class: of any size, then of any length, then
-of any stack of the same kernels, of Hopper for Blackwell, then all; the interval names what it is from. The interval of the
-share 0.8 of n ratios leaves out floor(0.1 (n + 1)) - 1 at each end: order statistics, so that a
-further row of the class lies in it with a probability of at least 0.8 (from 9 rows on).
+of any stack with the same kernels, of Hopper for Blackwell, then all. The interval says which.
+It leaves out floor(0.1 (n + 1)) - 1 of n ratios at each end: order statistics, so that a further
+row of the class lies in it with a probability of at least 0.8 (from 9 rows on).
 Vovk et al., Algorithmic Learning in a Random World, 2005 (conformal prediction).
 """
 
@@ -34,7 +34,7 @@ def class_of(job):
 
 def wider(name):
     """Yield the classes of a job from the narrowest to all rows: tuples with None for any."""
-    stack, generation, size, length = name
+    stack, generation, _, length = name
     yield name
     yield stack, generation, None, length
     yield stack, generation, None, None

@@ -130,7 +130,7 @@ class Job:
     @property
     def fused(self):
         """Whether the stack has fused kernels for the GPU: those for Hopper and later."""
-        return self.stack.fused and self.gpu.generation not in ("volta", "ampere")
+        return self.stack.fused and self.gpu.generation in ("hopper", "blackwell")
 
     @property
     def flash(self):
@@ -202,7 +202,8 @@ def layout_of(row):
 
 def zero_of(row):
     """Return the stage of ZeRO: without one, 3 for a framework that shards the parameters."""
-    sharded = any(word in text(row, "framework").lower() for word in ("fsdp", "torchtitan"))
+    named = (text(row, "stack") or text(row, "framework")).lower()
+    sharded = any(word in named for word in ("fsdp", "torchtitan", "llm-foundry"))
     zero = whole(row, "zero", 3 if sharded else 0, least=0)
     if zero > 3:
         raise ValueError(f"zero must be 0, 1, 2 or 3, got {zero}")

@@ -143,6 +143,8 @@ def kept(job, c):
     inputs = 2 * job.shape.hidden / (job.tp if job.stack.sequence else 1)
     copies = c["saved"] if job.stack.balances else 1.0
     everything = copies * job.shape.saved_bytes() / split
+    if job.stack.fused and job.shape.gated:  # SiLU's output is computed again in the backward
+        everything -= 2 * job.shape.ffn * job.shape.top_k / split
     if job.shape.experts > 1:  # tokens in the order of their experts
         everything += 2 * job.shape.hidden * job.shape.top_k / split
     if job.stack.balances and job.tp > 1:

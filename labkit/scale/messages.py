@@ -24,6 +24,7 @@ from labkit.scale.recompute import repeated
 
 TENSORS = 6  # of a layer: two norms, queries with keys and values, output, two of the network
 
+
 def links(job, size, stride, c):
     """Return (ranks, members of a node, nodes, byte/s inside, between, hop) of a process group.
 
@@ -62,7 +63,7 @@ def tensor_passes(job):
 
 
 def tensor_seconds(job, c):
-    """Return seconds of a layer's messages: over tp, keys and values over cp, tokens over ep."""
+    """Return seconds of a layer's messages over tp, and of keys and values over cp."""
     whole = 2 * job.tokens * job.shape.hidden
     # without sequence parallelism an all-reduce replaces each reduce-scatter and all-gather
     op, a_pass = ("all_gather", 1) if job.stack.sequence else ("all_reduce", 1 / 2)
@@ -70,7 +71,7 @@ def tensor_seconds(job, c):
     hidden = "_fused" if job.fused else ""
     keys = 2 * 2 * job.tokens * job.cp * job.shape.key_width / job.tp
     ring = (3 + repeated(job)) * gather_seconds(job, job.cp, job.tp, keys, c)
-    return c[f"tensor_exposed{hidden}"] * split + ring + expert_seconds(job, c)
+    return c[f"tensor_exposed{hidden}"] * split + ring
 
 
 def expert_seconds(job, c):
@@ -82,7 +83,10 @@ def expert_seconds(job, c):
     ranks, members, nodes, *_, hop = links(job, job.ep, job.tp * job.cp, c)
     adapter = 1e9 / 8 * job.network_gbps / job.gpus_per_node * NETWORK_SHARE
     node = 1e9 * job.gpu.node_gbs * NODE_SHARE
-    once = all_to_all(sent, ranks, members, nodes, node, adapter, hop)
+    crossing = 1.0
+    if job.stack.once_a_node:  # a token goes once to each node that has one of its experts
+        crossing = nodes * (1 - (1 - 1 / nodes) ** job.shape.top_k) / job.shape.top_k
+    once = all_to_all(sent, ranks, members, nodes, node, adapter, hop, crossing)
     return 2 * (2 + repeated(job)) * once
 
 

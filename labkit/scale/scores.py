@@ -1,8 +1,8 @@
 """The errors that a user cares for, on published rows.
 
     chosen over best    in each cell of model x GPUs x length x batch with at least 3 running
-                        layouts: the published speed of the layout that is predicted to be the
-                        fastest, over the best published speed
+                        layouts: the published speed of the layout that the planner recommends,
+                        over the best published speed
     tokens/s            median error by number of GPUs, for long sequences, fused kernels, A100
     memory              median error of each stack; out-of-memory jobs found, false alarms
     intervals           share of the rows kept out of the fit that lie in interval()
@@ -13,6 +13,7 @@
 from collections import defaultdict
 from statistics import median
 
+from labkit.scale.cost import predict_step
 from labkit.scale.intervals import CRAWL, LONG, interval
 from labkit.scale.memory_model import predict_memory
 from labkit.scale.published_rows import (
@@ -24,6 +25,7 @@ from labkit.scale.published_rows import (
     speed,
     with_figure,
 )
+from labkit.scale.search import Found, recommended
 
 LEAST_LAYOUTS = 3
 
@@ -33,27 +35,24 @@ def cells(rows):
     found = defaultdict(list)
     columns = ("source", "model", "gpu", "n_gpus", "seq_len", "global_batch", "precision")
     for row in with_figure(rows, "tok_s_gpu"):
-        if row["status"] != "crashed_or_oom":
+        of_batch = float(row["global_batch"] or 0) * row["job"].context == row["job"].step_tokens
+        if row["status"] != "crashed_or_oom" and of_batch:
             found[tuple(row[column] for column in columns)].append(row)
     return {cell: ran for cell, ran in found.items() if len(ran) >= LEAST_LAYOUTS}
 
 
-def spares(job, c):
-    """Return whether a job leaves a tenth of the memory free."""
-    return predict_memory(job, c).total <= CRAWL * job.gpu.memory_gib
-
-
 def chosen_over_best(rows, c):
-    """Return {cell: published speed of the predicted fastest layout / the best published}.
+    """Return {cell: published speed of the layout to choose / the best published speed}.
 
     Layouts that fill more than 0.9 of the memory are not chosen, as plan() leaves a tenth free.
     """
     found = {}
     for cell, ran in cells(rows).items():
-        fitting = [row for row in ran if spares(row["job"], c)] or ran
-        chosen = max(fitting, key=lambda row: speed(row["job"], c))
-        best = max(float(row["tok_s_gpu"]) for row in ran)
-        found[cell] = float(chosen["tok_s_gpu"]) / best
+        speeds = {id(row["job"]): float(row["tok_s_gpu"]) for row in ran}
+        jobs = [row["job"] for row in ran]
+        fit = [Found(job, predict_step(job, c), predict_memory(job, c)) for job in jobs]
+        fit = [one for one in fit if one.peak.total <= CRAWL * one.peak.memory] or fit
+        found[cell] = speeds[id(recommended(fit).job)] / max(speeds.values())
     return found
 
 

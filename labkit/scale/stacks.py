@@ -17,7 +17,9 @@ megatron        Megatron-LM in bf16 accumulates and reduces gradients in fp32 un
                 (arguments.py); the distributed optimizer shards over dp x cp, 6 + 12 / ranks bytes
                 (docs/dist_optimizer.md); "selective" recomputes the core of attention; its FSDP,
                 still marked experimental, is not planned: ZeRO-0 or 1. Kernels are fused
-                (Transformer Engine); an interleaved schedule hides its hand-overs.
+                (Transformer Engine); an interleaved schedule hides its hand-overs. Tokens go
+                to experts by DeepEP (moe-token-dispatcher-type flex), beside other micro-batches
+                (overlap-moe-expert-parallel-comm), as its README of experts recommends.
 megatron-2020   Megatron-LM before FlashAttention and sequence parallelism, fp16: gradients in fp16.
 deepspeed       its own estimators (docs/code-docs/source/memory.rst): ZeRO-2 4 + 16 / n, ZeRO-3
                 18 / n bytes; its pipeline does not run with ZeRO-2 or 3; Megatron's tp without
@@ -32,40 +34,30 @@ from difflib import get_close_matches
 
 @dataclass(frozen=True)
 class Stack:
-    """A training stack.
-
-    frameworks: how the `framework` column of published rows starts. axes: those that may be larger
-    than 1. zero: the ZeRO stages. states: {zero: (bytes a parameter on each rank, bytes divided
-    over the ranks)}. gradient_bytes: of a gradient in a message. cp_shards: whether cp shards what
-    ZeRO shards. reshards: whether ZeRO-3 gathers for each micro-batch of a pipeline again. fp8_gathers: in fp8, if products are.
-    selective: "attention" (its core) or "op". fused: kernels of norms, gates, attention and tensor
-    parallelism that overlap. bucket_mib: of a message of gradients; None: one message for each tensor.
-    hides_gradients: the ZeRO stages whose gradients are sent during the backward. hides_hand_overs: of interleaved pipelines. flash: no stored attention
-    scores. sequence: sequence parallelism along tp. stops_early: recomputation ends at the last
-    tensor needed. balances: stages by FLOPs, not layers; launches each layer from Python.
-    logit_bytes: kept for each logit; None: the constant logits_held. schedules: of pipelines.
-    """
+    """A training stack. Defaults are those of most stacks."""
 
     name: str
-    frameworks: tuple
-    axes: tuple
-    zero: tuple
-    states: dict = field(hash=False)
-    gradient_bytes: int = 4
-    cp_shards: bool = True
-    reshards: bool = True
-    fp8_gathers: bool = False
-    selective: str = "op"
-    fused: bool = False
-    bucket_mib: float | None = 25
-    hides_gradients: tuple = ()
-    hides_hand_overs: bool = False
-    flash: bool = True
-    sequence: bool = True
-    stops_early: bool = False
-    balances: bool = False
-    logit_bytes: int | None = None
-    schedules: tuple = ("1f1b",)
+    frameworks: tuple  # how the `framework` of a published row starts
+    axes: tuple  # those that may be larger than 1, beside dp
+    zero: tuple  # the stages of ZeRO
+    states: dict = field(hash=False)  # {zero: (bytes a parameter on each rank, bytes divided)}
+    schedules: tuple = ("1f1b",)  # of pipelines
+    gradient_bytes: int = 4  # of a gradient in a message
+    bucket_mib: float | None = 25  # of a message of gradients; None: one for each tensor
+    hides_gradients: tuple = ()  # the ZeRO stages that send gradients during the backward
+    hides_hand_overs: bool = False  # of interleaved pipelines
+    hides_experts: bool = False  # all-to-all beside the layers of another micro-batch
+    once_a_node: bool = False  # a token goes once to each node that has one of its experts
+    cp_shards: bool = True  # cp shards what ZeRO shards
+    reshards: bool = True  # under a pipeline, ZeRO-3 gathers for every micro-batch
+    fp8_gathers: bool = False  # ZeRO-3 gathers in fp8 if products are in fp8
+    fused: bool = False  # kernels of norms, gates, attention; tensor-parallel messages overlap
+    flash: bool = True  # attention stores no scores
+    sequence: bool = True  # sequence parallelism along tp
+    selective: str = "op"  # what it recomputes: every "op" but some, or the core of "attention"
+    stops_early: bool = False  # recomputation ends at the last tensor that is needed
+    balances: bool = False  # stages by FLOPs, not layers; each layer is launched from Python
+    logit_bytes: int | None = None  # kept for each logit; None: the constant logits_held
 
     def refuses(self, job):
         """Return "" if the stack runs the job's layout, else a line that says why not."""
@@ -82,33 +74,101 @@ class Stack:
         return ""
 
 
-FSDP_STATES = {0: (16, 0), 1: (8, 8), 2: (2, 16), 3: (0, 16)}
-MIXED = {0: (18, 0), 1: (6, 12), 2: (2, 16), 3: (0, 18)}
-HALF = {0: (16, 0), 1: (4, 12), 2: (2, 14), 3: (0, 16)}  # fp16 gradients
+MIXED = {0: (18, 0), 1: (6, 12), 2: (2, 16), 3: (0, 18)}  # bf16, fp32 gradients and states
+HALF = {0: (16, 0), 1: (4, 12), 2: (2, 14), 3: (0, 16)}  # fp16 with fp16 gradients
+DEEPSPEED = {0: (16, 0), 1: (4, 12), 2: (4, 16), 3: (0, 18)}
+FULL = {0: (16, 0), 1: (8, 8), 2: (2, 16), 3: (0, 16)}  # fp32 parameters, cast when gathered
 MODEL_AXES = ("tp", "pp", "cp", "ep", "vpp")
+
+TORCH_FSDP = Stack(
+    name="torch-fsdp",
+    frameworks=("pytorch", "fsdp"),
+    axes=("replicas",),
+    zero=(0, 1, 2, 3),
+    states=FULL,
+    hides_gradients=(0, 2),
+    stops_early=True,
+)
+LLM_FOUNDRY = Stack(
+    name="llm-foundry",
+    frameworks=("pytorch fsdp1", "llm-foundry", "composer"),
+    axes=("replicas",),
+    zero=(2, 3),
+    states=FULL,
+    gradient_bytes=2,
+    hides_gradients=(2,),
+    stops_early=True,
+    logit_bytes=4,
+)
+TORCHTITAN = Stack(
+    name="torchtitan",
+    frameworks=("torchtitan",),
+    axes=(*MODEL_AXES, "replicas"),
+    zero=(0, 2, 3),
+    states=FULL,
+    schedules=("1f1b", "zero_bubble"),
+    hides_gradients=(0, 2),
+    reshards=False,
+    fp8_gathers=True,
+    stops_early=True,
+)
+MEGATRON = Stack(
+    name="megatron",
+    frameworks=("megatron", "nemo", ""),
+    axes=MODEL_AXES,
+    zero=(0, 1),
+    states=MIXED,
+    bucket_mib=150,
+    hides_gradients=(0, 1),
+    hides_hand_overs=True,
+    hides_experts=True,
+    once_a_node=True,
+    fused=True,
+    selective="attention",
+)
+MEGATRON_2020 = Stack(
+    name="megatron-2020",
+    frameworks=("megatron-lm 2020",),
+    axes=("tp", "pp", "vpp"),
+    zero=(0,),
+    states=HALF,
+    gradient_bytes=2,
+    cp_shards=False,
+    flash=False,
+    sequence=False,
+    selective="attention",
+)
+DEEP_SPEED = Stack(
+    name="deepspeed",
+    frameworks=("deepspeed",),
+    axes=("tp", "pp", "ep"),
+    zero=(0, 1, 2, 3),
+    states=DEEPSPEED,
+    gradient_bytes=2,
+    bucket_mib=950,
+    hides_gradients=(1, 2),
+    cp_shards=False,
+    sequence=False,
+    selective="attention",
+)
+NANOTRON = Stack(
+    name="nanotron",
+    frameworks=("nanotron",),
+    axes=("tp", "pp"),
+    zero=(0, 1),
+    states=MIXED,
+    bucket_mib=None,
+    hides_gradients=(0,),
+    cp_shards=False,
+    balances=True,
+)
 STACKS = {
     stack.name: stack
     for stack in (
-        Stack("torch-fsdp", ("pytorch", "fsdp"), ("replicas",), (0, 1, 2, 3), FSDP_STATES,
-              hides_gradients=(0, 2), stops_early=True),
-        Stack("llm-foundry", ("pytorch fsdp1", "llm-foundry", "composer"), ("replicas",), (2, 3),
-              FSDP_STATES, gradient_bytes=2, hides_gradients=(2,), stops_early=True, logit_bytes=4),
-        Stack("torchtitan", ("torchtitan",), (*MODEL_AXES, "replicas"), (0, 2, 3), FSDP_STATES,
-              hides_gradients=(0, 2), reshards=False, fp8_gathers=True, stops_early=True, schedules=("1f1b", "zero_bubble")),
-        Stack("megatron", ("megatron", "nemo", ""), MODEL_AXES, (0, 1), MIXED,
-              selective="attention", fused=True, bucket_mib=150, hides_gradients=(0, 1), hides_hand_overs=True),
-        Stack("megatron-2020", ("megatron-lm 2020",), ("tp", "pp", "vpp"), (0,), HALF,
-              gradient_bytes=2, cp_shards=False, selective="attention", flash=False,
-              sequence=False),
-        Stack("deepspeed", ("deepspeed",), ("tp", "pp", "ep"), (0, 1, 2, 3),
-              {0: (16, 0), 1: (4, 12), 2: (4, 16), 3: (0, 18)}, gradient_bytes=2,
-              bucket_mib=950, hides_gradients=(1, 2), cp_shards=False, selective="attention",
-              sequence=False),
-        Stack("nanotron", ("nanotron",), ("tp", "pp"), (0, 1), MIXED, bucket_mib=None,
-              hides_gradients=(0,), cp_shards=False, balances=True),
+        TORCH_FSDP, LLM_FOUNDRY, TORCHTITAN, MEGATRON, MEGATRON_2020, DEEP_SPEED, NANOTRON,
     )
 }  # fmt: skip
-DEFAULT = STACKS["megatron"]
+DEFAULT = MEGATRON
 
 
 def find_stack(name):
@@ -134,4 +194,4 @@ def stack_of_row(stack, framework, precision):
     fitting = [(len(start), one) for one in STACKS.values() for start in one.frameworks
                if written.startswith(start)]  # fmt: skip
     found = max(fitting, key=lambda pair: pair[0])[1]
-    return STACKS["megatron-2020"] if found is DEFAULT and "fp16" in precision else found
+    return MEGATRON_2020 if found is DEFAULT and "fp16" in precision else found

