@@ -67,7 +67,7 @@ def test_dense_models_of_short_sequences_are_near_and_the_others_are_as_far_off_
     least, most = found["Llama 3 405B, 131,072 tokens"]
     assert least < 1 < most
     assert 0.8 < found["DeepSeek-V3, 2,048 GPUs"][0] < 1.0
-    for gpus, least in ((384, 1.3), (768, 2.0), (1536, 3.3)):
+    for gpus, least in ((384, 1.3), (768, 2.0), (1536, 3.0)):
         assert least < found[f"GPT-3 175B, {gpus:,} GPUs, ZeRO-3"][0] < least + 0.15
 
 
