@@ -14,7 +14,7 @@
     collectives.py        the time of a message, by algorithm: rings, levels, trees, switches
     stacks.py             the training stacks: what each keeps, sends, hides and can run
     messages.py           the time of a job's messages, and how much of it the stack hides
-    recompute.py          what recomputation repeats and keeps, by stack
+    recomputation.py      what recomputation repeats and keeps, by stack
     cost.py               the time of a step, part by part: tokens per second
     memory_model.py       the peak memory of a GPU by kind, and the largest kind
     constants.py          the fitted constants: a table with the meaning, unit and spread of each

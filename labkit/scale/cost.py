@@ -30,7 +30,7 @@ from labkit.scale.messages import (
     tensor_seconds,
     unit_seconds,
 )
-from labkit.scale.recompute import of_attention, repeated
+from labkit.scale.recomputation import of_attention, repeated
 
 OLD_INSTRUCTIONS = 0.62
 CAST = 4  # bytes an input of a product in fp8: read in bf16, written, and written transposed

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 
 from labkit.scale.cost import away, device_seconds, host_seconds
 from labkit.scale.messages import crosses
-from labkit.scale.recompute import kept_share, of_attention
+from labkit.scale.recomputation import kept_share, of_attention
 
 GIB = 2**30
 

@@ -20,7 +20,7 @@ from labkit.scale.collectives import (
     all_to_all,
     collective_seconds,
 )
-from labkit.scale.recompute import repeated
+from labkit.scale.recomputation import repeated
 
 TENSORS = 6  # of a layer: two norms, queries with keys and values, output, two of the network
 
