@@ -1,13 +1,15 @@
 """Preemption: when one rank is asked to stop, all ranks stop after the same step, save and exit.
 
-    rank 0   step 41 | step 42         | save | exit with 0
-    rank 1   step 41 | SIGTERM step 42 | save | exit with 0
+    rank 0   step 41 | step 42                                | save | exit with 0
+    rank 1   step 41 | step 42: forward | SIGTERM   backward  | step 43 ...
 
-    step 42's message   [ loss | signalled? ]  --- all_reduce --->  [ sum of losses | how many ]
+    step 42   forward | [ loss | signalled? ]  --- all_reduce --->  backward | [ sum | how many ]
 
 A signal reaches ranks at different times, or only one rank. If each rank stopped on its own, the
-others would wait for its gradients forever. So the flag is appended to a message that is sent
-anyway, 8 bytes longer, and all ranks read the same answer after the same step.
+others would wait for its gradients forever. So the flag is appended to the message of the loss, 8
+bytes longer, and all ranks read the same answer after the same step. The message is sent before the
+backward, with which it overlaps: at the end of a step, a rank would wait in it for the slowest one.
+A signal that arrives later is heard one step later.
 
 Slurm and Kubernetes send SIGTERM, and SIGKILL some seconds later.
 """
@@ -23,20 +25,42 @@ import torch.distributed as dist
 from labkit import comm
 
 
-def mean_and_wish(loss, told, group=None):
-    """Return (mean loss of the ranks, whether any rank must stop), from one all-reduce."""
-    message = torch.stack([loss.detach().double(), torch.tensor(float(told), device=loss.device)])
-    comm.all_reduce(message, group=group)
-    mean = message[0] / dist.get_world_size(group)
-    return mean, bool(message[1])
+class Agreement:
+    """The mean loss of the ranks, and whether any of them must stop, from one all-reduce a step.
+
+        trainer.on_loss = Agreement(told).send
+
+    told: function -> whether this rank was asked to stop. group: the ranks; None: all.
+    """
+
+    def __init__(self, told, group=None):
+        self.told = told
+        self.group = group
+        self._message = None
+        self._work = None
+
+    def send(self, loss):
+        """Start the all-reduce of this rank's loss, a scalar tensor. Collective."""
+        told = torch.tensor(float(self.told()), device=loss.device)
+        self._message = torch.stack([loss.detach().double(), told])
+        self._work = comm.all_reduce(self._message, group=self.group, async_op=True)
+
+    def read(self):
+        """Wait for what was sent; return (mean loss, a scalar of float64, whether to stop)."""
+        self._work.wait()
+        total, wishes = self._message
+        return total / dist.get_world_size(self.group), bool(wishes)
 
 
 class Preemption:
     """Records a request to stop this rank: SIGTERM or SIGINT, an existing file, or a time limit.
 
         with Preemption(file="stop", seconds=3600) as preemption:
+            agreement = Agreement(lambda: preemption.told)
+            trainer.on_loss = agreement.send
             for step in ...:
-                loss, stop = mean_and_wish(train_step(...), preemption.told)
+                trainer.train_step(...)
+                loss, stop = agreement.read()
 
     Within the block, signals have no other effect; afterwards the previous handlers are restored.
     Signals are received in the main thread only. seconds: measured by a monotonic clock.

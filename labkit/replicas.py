@@ -1,6 +1,6 @@
 """Checks that all ranks hold the same model with the same values, or says where they differ.
 
-    rank 0   w  b  running_mean      1. all_gather a hash of names, shapes, dtypes (32 bytes)
+    rank 0   w  b  running_mean      1. all_gather a hash of names, shapes, dtypes (40 bytes)
     rank 1   w' b' running_mean'     2. broadcast, many tensors as the bytes of one message:
 
              [ w ........ | b .. | running_mean .. ]  --->  all ranks        for any dtypes
@@ -146,10 +146,10 @@ def check_agreement(lines, group=None, device="cpu"):
     lines: list of str, not empty. The message shows the first different line of both ranks.
     """
     text = "\n".join(lines).encode()
-    hashes = _gather_equal(hashlib.sha256(text).digest(), 32, group, device)
-    if all(other == hashes[0] for other in hashes):
+    everyone = gather_bytes(text, group, device)
+    if all(other == text for other in everyone):
         return
-    texts = [text.decode().split("\n") for text in gather_bytes(text, group, device)]
+    texts = [other.decode().split("\n") for other in everyone]
     for rank, theirs in enumerate(texts):
         for first, other in zip_longest(texts[0], theirs, fillvalue="nothing"):
             if first != other:
@@ -159,13 +159,16 @@ def check_agreement(lines, group=None, device="cpu"):
 
 
 def gather_bytes(payload, group=None, device="cpu"):
-    """Gather the payloads, bytes of any length, of all ranks. Collective."""
-    sizes = [
-        int.from_bytes(size, "big")
-        for size in _gather_equal(len(payload).to_bytes(8, "big"), 8, group, device)
-    ]
-    if not any(sizes):
-        return [b"" for _ in sizes]
+    """Gather the payloads, bytes of any length, of all ranks. Collective.
+
+    Sent per rank: 40 bytes, the payload's length and its SHA-256. Only if ranks differ in them, the
+    payloads follow.
+    """
+    own = len(payload).to_bytes(8, "big") + hashlib.sha256(payload).digest()
+    heads = _gather_equal(own, len(own), group, device)
+    if all(head == own for head in heads):
+        return [payload for _ in heads]
+    sizes = [int.from_bytes(head[:8], "big") for head in heads]
     everyone = _gather_equal(payload, max(sizes), group, device)
     return [theirs[:size] for theirs, size in zip(everyone, sizes, strict=True)]
 

@@ -215,6 +215,8 @@ class Trainer:
     span: a context manager factory, called with "forward", "backward" and "optimizer", to measure.
     autocast: a context manager factory, around the forward. scaler: a GradScaler, for fp16.
     compressor: whose residuals are to follow the scaler's loss scale.
+    on_loss: function (loss), called when this rank's mean loss of the step is known: before the
+        last backward, with which a message can overlap, or after the step of a pipeline.
     hooks: functions (trainer, loss), called after each step, in this order.
     clip: the largest norm of all gradients; gradient_norm: what it was before in the last step.
     count: function target -> what the mean of the loss divides by, a scalar tensor, for a loss of
@@ -230,6 +232,7 @@ class Trainer:
     autocast: Callable = nullcontext
     scaler: GradScaler = field(default_factory=partial(GradScaler, enabled=False))
     compressor: object = None
+    on_loss: Callable | None = None
     hooks: Sequence[Callable] = ()
     clip: float | None = None
     count: Callable | None = None
@@ -248,6 +251,7 @@ class Trainer:
         self.optimizer.zero_grad()
         if getattr(self.model, "pipeline", None):  # forwards and backwards are one list
             total = self.step_pipeline(input, target)
+            self.tell(total)
         else:
             total = self.accumulate(input, target)
         with self.span("optimizer"):
@@ -280,10 +284,16 @@ class Trainer:
                     else:
                         loss = loss / parts
                         own = loss.detach()
+                total = total + own
+                if i == parts - 1:
+                    self.tell(total)
                 with self.span("backward"):
                     self.scaler.scale(loss).backward()
-            total = total + own
         return total
+
+    def tell(self, loss):
+        if self.on_loss is not None:
+            self.on_loss(loss)
 
     def step_pipeline(self, input, target):
         """The same where forwards and backwards are the actions of a pipeline."""

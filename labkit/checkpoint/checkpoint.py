@@ -112,7 +112,7 @@ class Checkpoints:
                 self._copy(own, held)
                 pieces, plain[name] = holder.take()
                 pieces = {f"{name}:{key}": piece for key, piece in pieces.items()}
-                exchange["own"] = dedup.facts(pieces)
+                exchange["own"] = dedup.facts(pieces, alone=self.n == 1)
             facts = exchange["all"]
             if several := dedup.replicated_parts(facts):
                 with self._one_for_all(step) as exchange:

@@ -18,14 +18,15 @@ SMALLEST = 4096  # elements; smaller tensors are written by one rank
 CHUNK = 2**22  # elements that are copied from a GPU at a time
 
 
-def facts(pieces, parts=()):
+def facts(pieces, parts=(), alone=False):
     """Return {key: [start, stop, hash]} of this rank's pieces, {key: Piece}.
 
     The hash is None for parts of tensors, except for the keys in `parts`: usually one rank has it.
+    alone: whether there is only one rank, so that nothing needs a hash.
     """
     found = {}
     for key, (values, start, shape) in pieces.items():
-        hashed = key in parts or values.numel() == prod(shape)
+        hashed = not alone and (key in parts or values.numel() == prod(shape))
         found[key] = [start, start + values.numel(), hash_of_values(values) if hashed else None]
     return found
 

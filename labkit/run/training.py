@@ -36,7 +36,7 @@ from labkit.checkpoint.tensor_file import as_bytes
 from labkit.collective_errors import Together
 from labkit.measure.machine import free_bytes
 from labkit.measure.sinks import open_sinks
-from labkit.preempt import Preemption, mean_and_wish
+from labkit.preempt import Agreement, Preemption
 from labkit.run.compare import peak_for
 from labkit.run.context import Context, EventFile, Log
 from labkit.run.experiment import Experiment
@@ -67,6 +67,8 @@ def train(context, experiment, options, log, sinks, preemption, watchdog):
         participant = Participant(context, experiment)
         trainer = participant.trainer
         trainer.clip = options.clip
+        agreement = Agreement(lambda: preemption.told)
+        trainer.on_loss = agreement.send
         run = Run(experiment, options.clip, overrides(options.override))
         state = saved_state(run, participant)
         came_from = resume_with_overrides(run, participant, checkpoints, state, options.resume)
@@ -78,7 +80,7 @@ def train(context, experiment, options, log, sinks, preemption, watchdog):
     with participant.monitor(sinks, peak) as monitor:
         stop = False
         while run.step < experiment.steps and not stop:
-            run.loss, run.norm, stop = step(monitor, run.step + 1, participant, preemption)
+            run.loss, run.norm, stop = step(monitor, run.step + 1, participant, agreement)
             run.step += 1
             last = run.step == experiment.steps
             fields = run.log_fields() | pace.after(run.step)
@@ -163,7 +165,7 @@ def with_batch(experiment, checkpoints, mode, context):
     return experiment
 
 
-def step(monitor, number, participant, preemption):
+def step(monitor, number, participant, agreement):
     """Take one step; return (mean loss of the ranks, gradient norm, whether any rank must stop)."""
     trainer = participant.trainer
     norm = None
@@ -173,7 +175,8 @@ def step(monitor, number, participant, preemption):
             row["loss_scale"] = trainer.scaler.get_scale()
         with participant.timeline.span("data"):
             batch = participant.next_batch()
-        loss, stop = mean_and_wish(trainer.train_step(*batch), preemption.told)
+        trainer.train_step(*batch)
+        loss, stop = agreement.read()
         row["loss"] = loss.item()
         if trainer.gradient_norm is not None:
             row["gradient_norm"] = norm = trainer.gradient_norm.item()

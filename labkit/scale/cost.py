@@ -26,6 +26,7 @@ from labkit.scale.messages import (
     expert_seconds,
     gradient_seconds,
     hand_over_seconds,
+    ring_seconds,
     tensor_passes,
     tensor_seconds,
     unit_seconds,
@@ -144,10 +145,12 @@ def device_parts(job, c):
     }
     if of_attention(job):
         parts["recomputation"] = attention + scores
-    experts = expert_seconds(job, c)
+    ring, experts = ring_seconds(job, c), expert_seconds(job, c)
+    if job.stack.fused:  # a chunk of keys travels beside the attention to the one before
+        ring = beside(3.5 * attention, ring, c["exposed"])
     if job.stack.hides_experts:  # beside the layers of another micro-batch
         experts = beside(parts["layers"], experts, c["exposed"])
-    parts["messages of layers"] += experts
+    parts["messages of layers"] += ring + experts
     if job.zero == 3:
         busy = sum(parts.values())
         parts["gathering parameters"] = beside(busy, unit_seconds(job, c), c["exposed"])

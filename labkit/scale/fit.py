@@ -34,6 +34,7 @@ from labkit.scale.published_rows import (
     speed,
     with_figure,
 )
+from labkit.scale.scores import show_scores
 
 SCORES = Path(__file__).with_name("published") / "scores.json"
 SET_BY_HAND = ("fits", "given")  # columns of constants that the fit does not change
@@ -193,8 +194,6 @@ def main():
     parser.add_argument("--scores", action="store_true", help="print the scores of scores.py")
     asked, rows = parser.parse_args(), published()
     if asked.scores:
-        from labkit.scale.scores import show_scores
-
         return show_scores(constants.values())
     if asked.write:
         table, left_out = refit(rows)

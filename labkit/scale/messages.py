@@ -63,15 +63,19 @@ def tensor_passes(job):
 
 
 def tensor_seconds(job, c):
-    """Return seconds of a layer's messages over tp, and of keys and values over cp."""
+    """Return seconds of a layer's messages over tp."""
     whole = 2 * job.tokens * job.shape.hidden
     # without sequence parallelism an all-reduce replaces each reduce-scatter and all-gather
     op, a_pass = ("all_gather", 1) if job.stack.sequence else ("all_reduce", 1 / 2)
     split = a_pass * tensor_passes(job) * gather_seconds(job, job.tp, 1, whole, c, op)
     hidden = "_fused" if job.fused else ""
+    return c[f"tensor_exposed{hidden}"] * split
+
+
+def ring_seconds(job, c):
+    """Return the seconds of a layer's keys and values over cp, in all passes."""
     keys = 2 * 2 * job.tokens * job.cp * job.shape.key_width / job.tp
-    ring = (3 + repeated(job)) * gather_seconds(job, job.cp, job.tp, keys, c)
-    return c[f"tensor_exposed{hidden}"] * split + ring
+    return (3 + repeated(job)) * gather_seconds(job, job.cp, job.tp, keys, c)
 
 
 def expert_seconds(job, c):

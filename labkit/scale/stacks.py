@@ -51,7 +51,7 @@ class Stack:
     cp_shards: bool = True  # cp shards what ZeRO shards
     reshards: bool = True  # under a pipeline, ZeRO-3 gathers for every micro-batch
     fp8_gathers: bool = False  # ZeRO-3 gathers in fp8 if products are in fp8
-    fused: bool = False  # kernels of norms, gates, attention; tensor-parallel messages overlap
+    fused: bool = False  # kernels of norms, gates, attention; messages of tp and cp overlap
     flash: bool = True  # attention stores no scores
     sequence: bool = True  # sequence parallelism along tp
     selective: str = "op"  # what it recomputes: every "op" but some, or the core of "attention"

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from labkit.tensor_parallel.placements import Partial, Replicate, Shard, Shared
+from labkit.tensor_parallel.grouped_sums import with_sums
+from labkit.tensor_parallel.placements import Partial, Replicate, Shard
 from labkit.tensor_parallel.tp_state_dict import whole_parameters
 from labkit.torch_private import assert_async
 
@@ -83,14 +84,17 @@ class RowLinear(SplitLayer, nn.Linear):
 
     cuts, shared = {"weight": 1}, "in_features"
 
+    def parameters_with_parts(self):
+        """Return {"bias": bias} if each rank sees only a part of the tokens, else {}."""
+        parts = isinstance(self.target, Shard) and self.bias is not None
+        return {"bias": self.bias} if parts else {}
+
     def forward(self, x):
         summand = F.linear(self.axis.move(x, self.source, Shard(-1)), self.weight)
         y = self.redistribute(summand, Partial())
         if self.bias is None:
             return y
-        # with a sequence-sharded output, each rank sees a part of the bias's gradient
-        parts = isinstance(self.target, Shard)
-        bias = self.axis.move(self.bias, Replicate(), Shared()) if parts else self.bias
+        bias = with_sums(self).get("bias", self.bias)
         return y + bias.to(y.dtype)  # as a linear layer does under autocast
 
 

@@ -63,7 +63,8 @@ class Axis:
     """The ranks over which a module is sharded: their group, and the common state of its layers.
 
     rng: the random state of each rank. prepared: {running module: [(an input, the same tensor as
-    Shared)]}, for inputs that several layers use.
+    Shared)]}, for inputs that several layers use. grouped: {layer of a running block:
+    [(a parameter, its output of grouped_sums)]}.
     """
 
     def __init__(self, group=None):
@@ -72,6 +73,7 @@ class Axis:
         self.size = dist.get_world_size(group)
         self.rng = RngTracker(self.rank, self.size)
         self.prepared = {}
+        self.grouped = {}
 
     def __deepcopy__(self, memo):
         return self  # a copy of a module is sharded over the same ranks

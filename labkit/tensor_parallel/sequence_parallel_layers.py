@@ -8,7 +8,7 @@ Parameters are replicated; each rank computes a part of their gradients.
 
 from torch import nn
 
-from labkit.tensor_parallel.placements import Replicate, Shared
+from labkit.tensor_parallel.grouped_sums import with_sums
 from labkit.tensor_parallel.tp_plan import Style
 
 
@@ -40,13 +40,14 @@ class SequenceParallel(Style):
 class OnShards:
     """A module on shards of its input, with replicated parameters. axis: an Axis."""
 
+    def parameters_with_parts(self):
+        return {name: p for name, p in self._parameters.items() if p is not None}
+
     def forward(self, x):
         if self.training:
             self.axis.rng.per_rank(x.device)
         whole = dict(self._parameters)
-        for name, parameter in whole.items():
-            if parameter is not None:
-                self._parameters[name] = self.axis.move(parameter, Replicate(), Shared())
+        self._parameters.update(with_sums(self))
         try:
             return super().forward(x)
         finally:

@@ -16,6 +16,7 @@ Shoeybi et al., Megatron-LM, 2019, section 3; Narayanan et al., SC 2021 (why ins
 from torch import nn
 
 from labkit.replicas import check_ranks
+from labkit.tensor_parallel.grouped_sums import group_sums
 from labkit.tensor_parallel.parallel_linear import (
     ColumnEmbedding,
     ColumnLinear,
@@ -103,6 +104,7 @@ def parallelize_module(module, group, parallelize_plan):
     unborn = any(p.is_meta for p in module.parameters())
     for _, part, style in chosen:
         style.apply(part, axis)
+    group_sums(module, {name: part for name, part, _ in chosen}, axis)
     for part in run:
         if unborn:
             part.register_forward_pre_hook(InitialValues(axis))

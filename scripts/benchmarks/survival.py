@@ -42,7 +42,7 @@ def steps(context, model, repetitions):
     from labkit.measure.monitor import Monitor
     from labkit.measure.sinks import open_sinks
     from labkit.measure.timeline import Timeline
-    from labkit.preempt import Preemption, mean_and_wish
+    from labkit.preempt import Agreement, Preemption
     from labkit.trainer import Trainer
 
     torch.manual_seed(0)
@@ -59,11 +59,14 @@ def steps(context, model, repetitions):
         trainers = [Trainer(*made(), loss, span=timeline.span) for timeline in timelines]
         monitors = [Monitor(timeline, open_sinks([f"jsonl:{folder}"], context.rank)) for timeline in timelines]
         preemption = Preemption()
+        agreement = Agreement(lambda: preemption.told)
+        trainers[0].on_loss = agreement.send
         plain = Trainer(*made(), loss)
 
         def watched():
             with monitors[0].step(1) as row:
-                mean, _ = mean_and_wish(trainers[0].train_step(input, target), preemption.told)
+                trainers[0].train_step(input, target)
+                mean, _ = agreement.read()
                 row["loss"] = mean.item()
 
         def only_watched():

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from labkit import comm, comm_log
+from labkit.replicas import gather_bytes
 
 
 def over_a_cable(body, rank, n, **arguments):
@@ -472,3 +473,21 @@ def sums_out_of_place(rank, n):
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_a_sum_out_of_place_is_torchs_own(ranks, n):
     ranks(n, sums_out_of_place)
+
+
+def payloads(rank, n):
+    """Bytes of any length; what is equal on all ranks is not sent."""
+    everywhere = b"x" * 1000
+    own = b"y" * 7 * rank
+    with comm.record() as log:
+        assert gather_bytes(everywhere) == [everywhere] * n
+        assert gather_bytes(b"") == [b""] * n
+    assert [event.payload_bytes for event in log] == [40 * n] * 2  # a length and a SHA-256
+    assert gather_bytes(own) == [b"y" * 7 * r for r in range(n)]
+    same_length = bytes([rank] * 9)
+    assert gather_bytes(same_length) == [bytes([r] * 9) for r in range(n)]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_payloads_are_sent_only_where_they_differ(ranks, n):
+    ranks(n, payloads)

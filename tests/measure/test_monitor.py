@@ -26,7 +26,7 @@ from labkit.measure import monitor as watching
 from labkit.measure.monitor import Monitor, Readings
 from labkit.measure.sinks import KNOWN, JsonLines, Prometheus, TensorBoard, open_sinks
 from labkit.measure.timeline import Timeline
-from labkit.preempt import mean_and_wish
+from labkit.preempt import Agreement
 from labkit.run.experiment import Experiment
 from labkit.run.experiment_runner import Participant
 from labkit.run.options import WRONG
@@ -187,7 +187,9 @@ def late_to_the_wish(rank, world_size, strategy, key):
             loss = participant.trainer.train_step(*participant.next_batch())
             clock.next = comm_log.Event
             clock.come_late()
-            mean_and_wish(loss, False)
+            agreement = Agreement(lambda: False)
+            agreement.send(loss)
+            agreement.read()
     return row
 
 

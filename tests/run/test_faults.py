@@ -14,7 +14,7 @@ import threading
 import time
 from collections import Counter
 from dataclasses import asdict
-from functools import cache
+from functools import cache, partial
 
 import psutil
 import pytest
@@ -28,7 +28,7 @@ from labkit.checkpoint import Checkpoints
 from labkit.checkpoint.storage import Store
 from labkit.fsdp import FSDP
 from labkit.measure.faults import Fault, Injected, draw, fill_up, inject
-from labkit.preempt import mean_and_wish
+from labkit.preempt import Agreement
 from labkit.run import LaunchError, launch, network_namespaces
 from labkit.run import training as train
 from labkit.run.client import agent
@@ -453,10 +453,11 @@ def test_a_full_disk_on_one_rank_is_told_by_all(ranks, tmp_path):
 
 
 def nan_loss(rank, world_size):
-    loss, stop = mean_and_wish(torch.tensor(float("nan") if rank else 1.0), False)
-    assert loss.isnan() and stop is False
-    loss, stop = mean_and_wish(torch.tensor(float("nan") if rank else 1.0), rank == 0)
-    assert loss.isnan() and stop is True
+    for wish in (False, True):
+        agreement = Agreement(partial(bool, wish and rank == 0))
+        agreement.send(torch.tensor(float("nan") if rank else 1.0))
+        loss, stop = agreement.read()
+        assert loss.isnan() and stop is wish
 
 
 def test_a_loss_that_is_nan_on_one_rank_is_so_on_all_and_is_no_wish_to_stop(ranks):

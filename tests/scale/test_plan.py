@@ -33,6 +33,7 @@ from labkit.scale.messages import (
     gather_seconds,
     gradient_seconds,
     hand_over,
+    ring_seconds,
     tensor_seconds,
     unit_seconds,
 )
@@ -254,7 +255,8 @@ def step_by_hand(job):
     moved = C["traffic"] * shape.moved_bytes() + PERMUTED * shape.hidden * shape.top_k
     moving = moved * job.tokens / job.tp / (1e9 * gpu.memory_gbs)
     layer = (3 + again) * (products + moving) + (3.5 + again) * attention + tensor_seconds(job, C)
-    layer += expert_launches(job, C) + expert_seconds(job, C) - again * spared_seconds(job, products)
+    layer += ring_seconds(job, C) + expert_launches(job, C) + expert_seconds(job, C)
+    layer -= again * spared_seconds(job, products)
     if job.zero == 3:
         gathers = unit_seconds(job, C)
         layer = max(layer, gathers) + exposed * min(layer, gathers)

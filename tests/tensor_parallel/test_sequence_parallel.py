@@ -6,6 +6,7 @@ from itertools import combinations
 
 import pytest
 import torch
+import torch.distributed as dist
 from tensor_parallel_models import (
     CONTEXT,
     F64,
@@ -18,12 +19,14 @@ from tensor_parallel_models import (
     furthest,
     gpt,
     split,
+    whole_loss,
 )
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from labkit import comm
+from labkit.fsdp import FSDP
 from labkit.ideas.tensor_and_sequence import sequence_parallel_mlp
 from labkit.memory.memory_tracker import MemoryTracker
 from labkit.models.gpt import Block
@@ -96,7 +99,7 @@ def test_the_same_bytes_and_fewer_activations(ranks, world_size):
     size, layers = 2 * CONTEXT * WIDTH * 8, 2
     (whole, peak, _, bytes_whole), *_ = ranks(world_size, one_step, sequence=False, dropout=0.1)
     for rank, (held, most, sent, sent_bytes) in enumerate(ranks(world_size, one_step, sequence=True, dropout=0.1)):
-        small = {("all_reduce", WIDTH * 8): 6 * layers}  # norms and biases
+        small = {("all_reduce", 6 * WIDTH * 8): layers}  # two norms and two biases
         assert sent == small | {("all_gather", size): 4 * layers, ("reduce_scatter", size): 4 * layers}, f"rank {rank}"
         assert sent_bytes == bytes_whole + 6 * layers * 2 * (world_size - 1) * WIDTH * 8 // world_size, f"rank {rank}"
         # of the other ranks' tokens a rank has no more, a block: the inputs of both norms, with mean and deviation,
@@ -155,6 +158,43 @@ def run_again(rank, world_size, form):
 def test_blocks_run_again_after_other_forwards(ranks, form):
     (one, drawn), (other, also) = ranks(2, run_again, form=form)
     assert one and other and drawn == also
+
+
+def in_units(rank, world_size, classes):
+    """The gradients, with and without FSDP around modules of these classes, whose parameters come and go."""
+    own = [dist.new_group([r]) for r in range(world_size)][rank]
+    found = []
+    for wrapped in (False, True):
+        model = parallelize_module(gpt(0, tied=False), None, gpt_plan(tensor_parallel, sequence=True, whole_logits=True))
+        if wrapped:
+            model = FSDP(model, lambda part: isinstance(part, classes), process_group=own)
+        for tokens, targets in batches(2, VOCAB):
+            whole_loss(model(tokens), targets).backward()
+        found.append({name.removeprefix("module."): p.grad for name, p in model.named_parameters()})
+    plain, units = found
+    return max((plain[name].reshape(-1) - units[name].reshape(-1)).abs().max().item() for name in plain)
+
+
+@pytest.mark.parametrize("classes", [(Block,), (nn.Linear, nn.LayerNorm), (nn.LayerNorm,)])
+def test_fsdp_around_blocks_or_single_layers_has_the_same_gradients(ranks, classes):
+    assert max(ranks(2, in_units, classes=classes)) < 1e-12
+
+
+def norms(blocks, x):
+    """The gradients of norms: one is frozen in part, one has run without its block."""
+    blocks[0].network_norm.bias.requires_grad_(False)
+    (blocks[0](x).square().sum() + blocks[1].attention_norm(x).square().sum()).backward()
+    return {name: p.grad for name, p in blocks.named_parameters() if "norm" in name and p.grad is not None}
+
+
+def norms_on_shards(rank, world_size):
+    x = torch.randn(2, CONTEXT, WIDTH, dtype=F64, generator=torch.Generator().manual_seed(3))
+    blocks = parallelize_module(gpt(0).blocks, None, of_blocks(gpt_plan(tensor_parallel, sequence=True)))
+    return furthest(norms(blocks, x.chunk(world_size, 1)[rank]), norms(gpt(0).blocks, x))
+
+
+def test_frozen_parameters_and_layers_without_their_block(ranks):
+    assert max(ranks(3, norms_on_shards)) < 1e-11
 
 
 def wrong(rank, world_size, case):

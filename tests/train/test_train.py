@@ -25,7 +25,7 @@ from labkit.hierarchical import FORMS
 from labkit.learning_rate import LR_RULES
 from labkit.mesh import Mesh
 from labkit.parallelize import Composed
-from labkit.preempt import Preemption, mean_and_wish
+from labkit.preempt import Agreement, Preemption
 from labkit.run import choices
 from labkit.run import training as train
 from labkit.run.context import Context
@@ -482,9 +482,14 @@ def test_choosing_a_strategy_costs_no_samples(ranks):
 def wish(rank, world_size):
     loss = torch.tensor(0.1 + rank)
     before = [torch.tensor(0.1 + r).double().item() for r in range(world_size)]
-    mean, stop = mean_and_wish(loss, False)
+    wishes = []
+    agreement = Agreement(lambda: rank in wishes)
+    agreement.send(loss)
+    wishes.append(1)  # heard one step later
+    mean, stop = agreement.read()
     assert mean.item() == sum(before) / world_size and stop is False
-    assert mean_and_wish(loss, rank == 1)[1] is True
+    agreement.send(loss)
+    assert agreement.read()[1] is True
     dist.barrier()
 
 
