@@ -9,6 +9,8 @@ asked world needs one measured cell, its base: that gives the link's seconds per
 was measured in the asked world brings its own wait; any other brings bytes and messages.
 """
 
+from math import isnan, nan
+
 import pandas as pd
 
 from labkit.memory.memory_tracker import KINDS
@@ -17,6 +19,7 @@ from labkit.run.summary import FIELDS, WORLD, base_in
 from labkit.run.sweep import Cell
 
 PEAKS = [f"peak_{kind}_bytes" for kind in KINDS]
+AXES = {"tensor", "context", "pipeline", "expert"}
 SHARDED = PEAKS[:3]  # by ZeRO and FSDP: parameters, gradients, optimizer states
 
 
@@ -33,7 +36,7 @@ def predict(table, model, world, changes, without=None):
     check(base, changes)
     rows = table[table["model"] == model].to_dict("records")
     quiet = quiet_base(rows, base)
-    parts = parts_of([row for row in rows if row["cell"] != without], base, quiet, changes)
+    parts = parts_of([row for row in rows if row["cell"] != without], base, changes)
     bases = {row["cell"]: row for row in rows if row["cell"] == row["base"]}
     pairs = [(row, bases[row["base"]]) for row in parts]
     found = {"compute_ms": compute(quiet) + sum(compute(row) - compute(own) for row, own in pairs)}
@@ -76,20 +79,26 @@ def quiet_base(rows, base):
     return min(same, key=lambda row: (row["nodes"], -row["link_mbit"], row["link_ms"]))
 
 
-def parts_of(rows, base, quiet, changes):
+def parts_of(rows, base, changes):
     """Return measured rows whose changes together are `changes`.
 
     Rows of the asked world come first, then those with most of the changes; of these, first those
-    with as many ranks. One rank sends nothing, so it comes last.
+    with as many ranks, over the fastest link. One rank sends nothing, so it comes last. Axes of a
+    mesh leave other ranks for dp in a world of another size, which says nothing about this one.
     """
 
     def order(row):
-        elsewhere, other = [row["world"] != one["world"] for one in (base, quiet)]
-        return elsewhere, -len(row["changes"]), other, row["ranks"] == 1
+        speed = row["nodes"], -row["link_mbit"]
+        others = row["ranks"] != base["ranks"], row["ranks"] == 1
+        return row["world"] != base["world"], -len(row["changes"]), *others, *speed
+
+    def fits(row):
+        axes = dict(row["changes"]).keys() & AXES
+        return row["changes"] and (not axes or row["ranks"] == base["ranks"])
 
     left = dict(changes)
     parts = []
-    for row in sorted((row for row in rows if row["changes"]), key=order):
+    for row in sorted(filter(fits, rows), key=order):
         if dict(row["changes"]).items() <= left.items():
             parts.append(row)
             left = {name: value for name, value in left.items() if name not in dict(row["changes"])}
@@ -101,7 +110,7 @@ def parts_of(rows, base, quiet, changes):
 
 def wait(base, quiet, pairs):
     """Return the milliseconds that the step waits for messages."""
-    own = base["step_ms"] - compute(quiet)
+    own = max(base["step_ms"] - compute(quiet), 0)
     delay = 2 * (base["ranks"] - 1) * base["link_ms"]  # of one message around the ring
     per_byte = max(own - base["messages"] * delay, 0) / (base["sent_bytes"] or 1)
     factor = 1.0
@@ -110,11 +119,18 @@ def wait(base, quiet, pairs):
         if row["world"] == base["world"]:
             factor *= over(row["step_ms"] - compute(row), own) if sends(row) != sends(first) else 1
             continue
-        costs = [one["sent_bytes"] * per_byte + one["messages"] * delay for one in (row, first)]
-        factor *= over(*costs)
+        sizes = link_bytes(row, first)
+        counts = row["messages"], first["messages"]
+        factor *= over(*(s * per_byte + c * delay for s, c in zip(sizes, counts, strict=True)))
         if row["world"] == quiet["world"]:  # no link is faster than none
             least = max(least, row["exposed_comm_ms"])
     return max(own * factor, least)
+
+
+def link_bytes(row, base):
+    """Return the bytes that the row and its base send over their link; of a rank if not counted."""
+    counted = [one.get("node_sent_bytes", nan) for one in (row, base)]
+    return [row["sent_bytes"], base["sent_bytes"]] if isnan(sum(counted)) else counted
 
 
 def sends(row):
@@ -154,6 +170,8 @@ def scores(table):
     """
     found = []
     for row in table[table["cell"] != table["base"]].to_dict("records"):
+        if dict(row["changes"]).keys() <= {"seed"}:  # the base once more
+            continue
         asked = (table, row["model"], row["world"], row["changes"])
         try:
             said = predict(*asked, without=row["cell"])

@@ -20,7 +20,7 @@ from labkit.run.sweep import WORLD
 FIELDS = [field.name for field in fields(Experiment)]
 TIMES = ["step_ms", "forward_ms", "backward_ms", "optimizer_ms", "exposed_comm_ms"]
 RATES = ["samples_per_s", "mfu"]
-COUNTED = ["sent_bytes", "messages", "peak_bytes"]
+COUNTED = ["sent_bytes", "node_sent_bytes", "messages", "peak_bytes"]
 
 
 def summary(rows):
@@ -30,10 +30,12 @@ def summary(rows):
     ((field, value), ...) that differ from the base. Medians over rounds of the means over ranks and
     steps: step_ms (quartiles step_low, step_high) and the other TIMES and RATES. ratio of step
     times, paired by round, with its interval ratio_low, ratio_high; pairs (ratio_of makes a
-    stats.Ratio of these). Bytes of the rank with the most. loss: of the last step, mean over ranks.
+    stats.Ratio of these). Bytes and messages of the rank with the most; node_sent_bytes of the
+    node. loss: of the last step, mean over ranks.
     """
     rows = rows.assign(link_mbit=slowed(rows))
     by_cell = rows.groupby("cell", sort=False)
+    counted = [name for name in COUNTED if name in rows]  # without links, no bytes of a node
     kinds = [name for name in rows if name.startswith("peak_") and name.endswith("_bytes")]
     turns = rows.groupby(["launch", "cell", "round"], sort=False)[TIMES + RATES].mean()
     of_cells = turns.groupby("cell", sort=False)
@@ -41,7 +43,7 @@ def summary(rows):
     steps = of_cells["step_ms"]
     table["step_low"] = steps.quantile(0.25)
     table["step_high"] = steps.quantile(0.75)
-    table = table.join(by_cell[list(dict.fromkeys([*COUNTED, *kinds]))].max())
+    table = table.join(by_cell[list(dict.fromkeys([*counted, *kinds]))].max())
     losses = rows.groupby(["cell", "step"], sort=True)["loss"].mean()
     table["loss"] = losses.groupby("cell").last()
     table["ranks"] = table["nproc"] * table["nodes"]

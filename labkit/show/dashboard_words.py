@@ -42,13 +42,16 @@ CHANGES = {
     "every": ", every {} steps",
     "experts": ", {} experts",
     "expert": " on {} ranks",
+    "sequence_parallel": ", sequence parallel",
+    "attention": ", {} attention",
     "bucket_cap_mb": ", buckets of {:g} MiB",
     "batch_size": ", batch {}",
     "seed": ", again (noise)",
 }
 VERDICTS = {"cannot tell": "in noise"}
+SPLIT = ("experts", "expert", "sequence_parallel", "attention")
 TOPICS = ("strategies", "send less", "save memory and time", "split the model", "combinations")
-KNOWN = ("accumulation", "recompute", "precision", "comm_hook", "every", *AXES, "experts", "expert")
+KNOWN = ("accumulation", "recompute", "precision", "comm_hook", "every", *AXES, *SPLIT)
 
 
 def rows_of(own, stored):
@@ -110,10 +113,10 @@ def links_of(table, model, ranks):
 def topic(row):
     """Return the topic of a row: pictures compare the rows of one, at most twelve."""
     fields = {name for name in KNOWN if row[name] != USUAL[name]}
-    if fields & {*AXES, "experts", "expert"}:
+    if fields & {*AXES, "experts", "expert", "sequence_parallel"}:
         return "split the model"
     sends = row["strategy"] in ("local_sgd", "diloco") or "comm_hook" in fields
-    spends = fields & {"accumulation", "recompute", "precision"}
+    spends = fields & {"accumulation", "recompute", "precision", "attention"}
     other = row["strategy"] != USUAL["strategy"]
     if len(spends) + (sends or other) > 1:
         return "combinations"
