@@ -60,7 +60,10 @@ def rows_of(own, stored):
         return results(own), f"your own sweep, in {shown(own)}"
     except ValueError as error:
         why = str(error).replace(f"{ROOT}/", "")
-        return results(stored), f"the sweep that ships with the course ({why})"
+        rows = results(stored)
+        about = rows.iloc[0]
+        when = f"measured on {about['measured_at'][:10]} at commit {about['commit'][:12]}"
+        return rows, f"the sweep that ships with the course, {when} ({why})"
 
 
 def shown(folder):
