@@ -15,9 +15,10 @@ NAMED = 3  # winners in a sentence
 
 
 def conclusions(table, model, ranks):
-    """Return sentences on one model and number of ranks: each link, this machine, memory.
+    """Return at most four texts on one model and number of ranks.
 
-    table: of dashboard.opened().
+    They are on the slowest link, on the other links, on this machine and on memory. table: of
+    dashboard.opened().
     """
     rows = table[(table["model"] == model) & (table["ranks"] == ranks)]
     here = rows[rows["link"] == HERE]
@@ -26,7 +27,7 @@ def conclusions(table, model, ranks):
     if len(says) > 2:
         says = [says[0], " ".join(says[1:])]
     if len(here) > 1:
-        says += [of_machine(here), of_noise(here), of_memory(here)]
+        says += [f"{of_machine(here)} {of_noise(here)}", of_memory(here)]
     return says
 
 
@@ -122,7 +123,7 @@ def of_noise(rows):
     low, high = noise_band(rows)
     tested = rows[~rows["verdict"].isin(["base", "noise"])]
     within = int((tested["verdict"] == "cannot tell").sum())
-    words = f"On this machine, {within} of {len(tested)} techniques are within noise"
+    words = f"{within} of {len(tested)} techniques are within noise"
     if high > 1:
         words += f" ({low:.2f} to {high:.2f}, from {base_name(rows)} timed twice)"
     pairs = tested["pairs"][tested["pairs"] >= FEWEST]

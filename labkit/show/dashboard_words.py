@@ -3,7 +3,7 @@
 DDP                          a base has the name of its strategy
 DDP + top 1 %                a strategy and how it compresses
 FSDP, 2 micro-batches        a strategy and what else is changed
-tensor parallel on 2 ranks   ranks along other axes than dp
+tensor parallel, 2 ranks     ranks along other axes than dp
 """
 
 from math import inf
@@ -29,11 +29,7 @@ RECOMPUTED = {
     "alternate": "half recomputed",
     "matmul": "all but products recomputed",
 }
-AXES = {
-    "tensor": "tensor parallel on {} ranks",
-    "context": "ring attention on {} ranks",
-    "pipeline": "pipeline of {} stages",
-}
+AXES = {"tensor": "tensor parallel", "context": "ring attention", "pipeline": "pipeline"}
 CHANGES = {
     "precision": " in {}",
     "comm_hook": " + {}",
@@ -42,7 +38,6 @@ CHANGES = {
     "every": ", every {} steps",
     "experts": ", {} experts",
     "expert": " on {} ranks",
-    "sequence_parallel": ", sequence parallel",
     "attention": ", {} attention",
     "bucket_cap_mb": ", buckets of {:g} MiB",
     "batch_size": ", batch {}",
@@ -99,12 +94,20 @@ def what(row):
 def name_of(row, changes):
     """Return the name of a row with these {field: value} besides its strategy."""
     words = STRATEGIES.get(row["strategy"], style.name(row["strategy"]))
-    if axes := [AXES[name].format(row[name]) for name in AXES if row[name] > 1]:
-        words = " x ".join(axes)
+    if axes := [name for name in AXES if row[name] > 1]:
+        words = axes_in_words(row, axes)
     for name, value in sorted(changes.items(), key=place_of):
-        if name != "strategy" and name not in AXES:
+        if name not in ("strategy", "sequence_parallel", *AXES):
             words += change(name, value)
     return words
+
+
+def axes_in_words(row, axes):
+    """Return "tensor parallel, 2 ranks", or "tensor x context, 2 x 2 ranks" for several axes."""
+    words = AXES[axes[0]] if len(axes) == 1 else " x ".join(axes)
+    if row["sequence_parallel"] == "on":
+        words = words.replace("tensor", "tensor + sequence", 1)
+    return f"{words}, {' x '.join(str(row[name]) for name in axes)} ranks"
 
 
 def links_of(table, model, ranks):
