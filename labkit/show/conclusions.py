@@ -178,7 +178,9 @@ def of_ratios(rows):
     if len(slower):
         last = slower.iloc[-1]
         words.append(f"{last['label']} takes {last['ratio']:.2g} times as long as {base}")
-    return "; ".join(words) or f"Nothing differs from {base} beyond noise"
+    said = "; ".join(words) or f"nothing differs from {base} beyond noise"
+    links = set(rows["link"])
+    return f"Over {links.pop()}, {said}" if len(links) == 1 and links != {HERE} else said
 
 
 def of_column(rows, column, words):

@@ -68,7 +68,8 @@ def bars(rows, curves, most, title, column, low=None, high=None):
         if low:
             axes.hlines(range(len(rows)), rows[low] / divisor, ends, color=style.INK, linewidth=1.2)
         cut = write_ends(axes, ends, [said(value, unit) for value in rows[column]])
-        finish(axes, rows["label"], style.axis_label(column, shown) + cut)
+        grey = "; grey: the base" if (rows["cell"] == rows["base"]).any() else ""
+        finish(axes, rows["label"], style.axis_label(column, shown) + grey + cut)
     return figure
 
 
