@@ -2,7 +2,7 @@
 
     model v  strategy v  precision v  compression v  ranks v  link v     filters
     sort by v  picture v                                                 one picture at a time
-    [x] single  [x] DDP, naive  [x] DDP, bucketed                        with boxes: what to compare
+    [x] single  [x] DDP, naive  [x] DDP                                  with boxes: what to compare
     (Measure this choice)                                                with measure=: runs ranks
     [ picture of the first cells, in this order ]
     | what | on | step time | ratio to the base | ... |                  the same cells, as a table
