@@ -335,12 +335,14 @@ def displayed_pictures(notebook):
 
 
 def tables(executed):
-    """Return the tables of the cells tagged `table`, as text; without such a cell, the notebook's last table."""
+    """Return the tables of the cells tagged `table` as text, then what these cells print; else the last table."""
     cells = code_cells(read(executed))
     tagged = [cell for cell in cells if "table" in cell.metadata.get("tags", [])]
-    shown = [output.get("data", {}) for cell in tagged or cells for output in cell.outputs]
+    outputs = [output for cell in tagged or cells for output in cell.outputs]
+    shown = [output.get("data", {}) for output in outputs]
     texts = [data["text/plain"] for data in shown if is_table(data)]
-    return texts if tagged else texts[-1:]
+    printed = [output.text.rstrip() for output in outputs if output.output_type == "stream"]
+    return texts + printed if tagged else texts[-1:]
 
 
 def is_table(data):

@@ -58,7 +58,7 @@ def run_one(job, timeout):
 
 
 def report(outcome):
-    """Print the notebook's table and the paths of its pages."""
+    """Print the notebook's table and sentences, then the paths of what it leaves; its page is last."""
     executed = outcome.folder / f"{outcome.name}.ipynb"
     if outcome.error:
         say(f"{outcome.name} failed after {outcome.seconds:.0f} s: {outcome.error}")
@@ -67,7 +67,9 @@ def report(outcome):
             say(f"\n{text}")
     say()
     tables = sorted(outcome.folder.glob("figures/*.csv"))
-    for path in [executed, executed.with_suffix(".html"), *tables, *outcome.figures]:
+    if outcome.figures:
+        say(f"  {len(outcome.figures)} pictures in {outcome.figures[0].parent.relative_to(ROOT)}")
+    for path in [*tables, executed, executed.with_suffix(".html")]:
         if path.exists():
             say(f"  {path.relative_to(ROOT)}")
 

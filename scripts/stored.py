@@ -27,6 +27,7 @@ from labkit.show import notebook as show
 KEY = "labkit_code"  # in a notebook's metadata; "code" in a figure's JSON and in a sweep's file
 HEADING = re.compile(r"(labkit/[\w/]+\.py)(:\d+(?:-\d+)?)?")
 COMMAND = "./scripts/lab figures --stale"
+GRIDS = ("dashboard.yaml", "dashboard_more.yaml")  # of the sweep that ships
 GPU = "gpu_*.json"  # made by `lab gpu`, which needs a GPU
 SHOWN = 3  # names of changed files in a line
 
@@ -75,16 +76,26 @@ class Stored:
         today = self.of_sweep()
         for path in sorted(self.sweep.glob("*.csv")):
             yield compared(f"notebooks/{path.parent.name}/{path.name}", "sweep", sweep.code_of(path), today)
+        if missing := self.not_measured():
+            yield Record(f"notebooks/{self.sweep.name}", "sweep", [f"{GRIDS[-1]} ({missing} cells not measured)"])
 
     def of_notebook(self, path, notebook=None):
         """Return today's fingerprint of a notebook: its cells, the code of labkit that they use, and its data files."""
         cells = batch.code_cells(notebook or batch.read(path))
         code = self.code.of_cells([cell.source for cell in cells])
-        data = [*path.parent.glob(f"{path.stem}.yaml"), *sorted(path.with_suffix("").glob("*.csv"))]
+        data = [*sorted(path.parent.glob(f"{path.stem}*.yaml")), *sorted(path.with_suffix("").glob("*.csv"))]
         if data:
             content = hashlib.sha256(b"".join(file.read_bytes() for file in data))
-            code[f"notebooks/{path.stem}.yaml, {path.stem}/*.csv"] = content.hexdigest()[: fingerprint.DIGITS]
+            code[f"notebooks/{path.stem}*.yaml, {path.stem}/*.csv"] = content.hexdigest()[: fingerprint.DIGITS]
         return code
+
+    def not_measured(self):
+        """Return how many cells of the grids the stored sweep lacks."""
+        grids = [self.notebooks / name for name in GRIDS if (self.notebooks / name).exists()]
+        if not grids or not self.sweep.exists():
+            return 0
+        possible, _ = sweep.cells([one for path in grids for one in sweep.as_list(sweep.read_grid(path))])
+        return len({cell.key for cell in possible} - set(sweep.read(self.sweep).get("cell", ())))
 
     def of_sweep(self):
         return self.code.fingerprint([sweep.MEASURED])

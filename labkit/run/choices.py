@@ -24,5 +24,7 @@ CHOICES = {
     "precision": ("fp32", "fp64", "bf16", "fp16"),
     "recompute": ("none", "every", "alternate", "matmul"),
     "comm_hook": ("none", *BY_NODES, *COMPRESSORS),
+    "attention": ("torch", "flash"),
+    "sequence_parallel": ("off", "on"),
     "compute": ("real", "emulated"),
 }

@@ -56,6 +56,10 @@ class Experiment:
     pipeline, context, tensor, expert: number of ranks along these axes of a mesh (GPT only). The
         remaining ranks are along dp and use the strategy. accumulation is the number of a
         pipeline's micro-batches.
+    sequence_parallel: "on": between the layers that tensor shards, each rank has a part of the
+        tokens.
+    attention: PyTorch's scaled_dot_product_attention, or labkit.attention.flash_attention (GPT
+        only; with context > 1 it is ring attention instead).
     experts: number of expert networks in each block of the GPT; each token goes to two of them.
         0: one plain network. The loss includes 0.01 x the load-balancing loss of each micro-batch,
         counted over all ranks.
@@ -92,6 +96,8 @@ class Experiment:
     tensor: int = 1
     expert: int = 1
     experts: int = 0
+    sequence_parallel: str = "off"
+    attention: str = "torch"
     memory_mb: float = 0.0
     bucket_cap_mb: float = 25.0
     compute: str = "real"
@@ -140,7 +146,8 @@ class Experiment:
                 f"Experiment(comm_hook={self.comm_hook!r}): needs one of the strategies {known}, "
                 f"not {self.strategy}"
             )
-        if self.experts or self.expert > 1 or self.axes:
+        changed = (self.attention, self.sequence_parallel) != ("torch", "off")
+        if self.experts or self.expert > 1 or self.axes or changed:
             # imports torch, which a wrong name must not wait for
             from labkit.run import experiment_mesh
 

@@ -13,11 +13,13 @@ from functools import partial
 from math import prod
 
 from labkit import models
+from labkit.attention import flash_attention
 from labkit.mesh import Mesh
 from labkit.models import plans
 from labkit.models.gpt import Network, Stage
 from labkit.moe import MoE, balanced
 from labkit.parallelize import Composed
+from labkit.parallelize.parallel_axes import attending
 from labkit.pipeline import gpipe, one_f_one_b
 from labkit.run.choices import MESHED
 from labkit.tensor_parallel import tensor_parallel
@@ -29,13 +31,15 @@ def model_of(e):
 
     Its initial weights depend on the seed, not on the number of ranks.
     """
-    if not e.experts:
-        return models.build(e.model, e.size)
 
     def mixture(width, dropout):
         return MoE(width, e.experts, expert=partial(Network, width, dropout))
 
-    return models.build(e.model, e.size, network=mixture)
+    module = models.build(e.model, e.size, **({"network": mixture} if e.experts else {}))
+    if e.attention == "flash":
+        for part in attending(module):
+            part.attend = flash_attention
+    return module
 
 
 def loss_of(e, module):
@@ -51,7 +55,8 @@ def mesh_of(e, world_size):
 
 def compose(module, mesh, e, wrapping):
     """Shard the GPT of an Experiment over its mesh. wrapping: arguments of trainer.parallelize."""
-    plan = plans.gpt(tensor_parallel, whole_logits=True, experts=e.experts > 0)
+    options = {"sequence": e.sequence_parallel == "on", "experts": e.experts > 0}
+    plan = plans.gpt(tensor_parallel, whole_logits=True, **options)
     if e.pipeline == 1:
         return Composed(
             module, mesh, plan, lambda m, process_group: parallelize(m, *wrapping, process_group)
@@ -68,11 +73,25 @@ def strategies_of(e):
 
 def check(e):
     """Raise ValueError for experts or axes that are invalid or do not fit other fields."""
+    check_attention(e)
     if e.experts or e.expert > 1:
         check_experts(e)
     if e.axes:
         check_axes(e)
         check_shares(e)
+
+
+def check_attention(e):
+    if e.attention != "torch" and (e.model != "gpt" or e.context > 1):
+        raise ValueError(
+            f"Experiment(attention={e.attention!r}): needs the model gpt and context=1, "
+            f"not model={e.model!r} and context={e.context}"
+        )
+    if e.sequence_parallel == "on" and (e.tensor == 1 or e.experts or e.context > 1):
+        raise ValueError(
+            "Experiment(sequence_parallel='on'): needs tensor of at least 2, without context and "
+            f"experts; got tensor={e.tensor}, context={e.context}, experts={e.experts}"
+        )
 
 
 def check_axes(e):

@@ -43,6 +43,8 @@ HELP = {
     "tensor": "ranks that share each matrix (gpt)",
     "expert": "ranks that share the experts (gpt)",
     "experts": "expert networks in each block, two for each token; 0: one plain network (gpt)",
+    "sequence_parallel": "on: with --tensor, ranks share the tokens between its layers (gpt)",
+    "attention": "flash: labkit's, tile by tile, instead of PyTorch's (gpt)",
     "memory_mb": "MiB of a rank for --strategy auto and --auto-batch-size; 0: the free memory",
     "bucket_cap_mb": "MiB of a bucket of gradients, for DDP and ZeRO",
     "compute": "emulated: units sleep for --block-ms instead of computing",

@@ -1,17 +1,15 @@
-"""Summarise a sweep: a row per cell, compared with its base, and predictions from those ratios.
+"""Summarise a sweep: a row per cell, compared with its base.
 
     base               step 40 ms
     bf16               ratio 1.5      measured, interleaved with the base
     recomputed         ratio 1.25     measured, interleaved with the base
-    bf16 + recomputed  40 ms x 1.5 x 1.25 = 75 ms: predicted as if the changes were independent;
-                                      the error shows how much they interact
 
 The base of a cell is the first cell of its launch: the first cell of its world and model in the
 grid.
 """
 
 from dataclasses import fields
-from math import inf, nan, prod
+from math import inf, nan
 
 import pandas as pd
 
@@ -22,8 +20,7 @@ from labkit.run.sweep import WORLD
 FIELDS = [field.name for field in fields(Experiment)]
 TIMES = ["step_ms", "forward_ms", "backward_ms", "optimizer_ms", "exposed_comm_ms"]
 RATES = ["samples_per_s", "mfu"]
-QUANTITIES = ("step_ms", "sent_bytes", "peak_bytes")  # the quantities to predict
-COUNTED = ["sent_bytes", "peak_bytes"]
+COUNTED = ["sent_bytes", "node_sent_bytes", "messages", "peak_bytes"]
 
 
 def summary(rows):
@@ -33,10 +30,12 @@ def summary(rows):
     ((field, value), ...) that differ from the base. Medians over rounds of the means over ranks and
     steps: step_ms (quartiles step_low, step_high) and the other TIMES and RATES. ratio of step
     times, paired by round, with its interval ratio_low, ratio_high; pairs (ratio_of makes a
-    stats.Ratio of these). Bytes of the rank with the most. loss: of the last step, mean over ranks.
+    stats.Ratio of these). Bytes and messages of the rank with the most; node_sent_bytes of the
+    node. loss: of the last step, mean over ranks.
     """
     rows = rows.assign(link_mbit=slowed(rows))
     by_cell = rows.groupby("cell", sort=False)
+    counted = [name for name in COUNTED if name in rows]  # without links, no bytes of a node
     kinds = [name for name in rows if name.startswith("peak_") and name.endswith("_bytes")]
     turns = rows.groupby(["launch", "cell", "round"], sort=False)[TIMES + RATES].mean()
     of_cells = turns.groupby("cell", sort=False)
@@ -44,7 +43,7 @@ def summary(rows):
     steps = of_cells["step_ms"]
     table["step_low"] = steps.quantile(0.25)
     table["step_high"] = steps.quantile(0.75)
-    table = table.join(by_cell[list(dict.fromkeys([*COUNTED, *kinds]))].max())
+    table = table.join(by_cell[list(dict.fromkeys([*counted, *kinds]))].max())
     losses = rows.groupby(["cell", "step"], sort=True)["loss"].mean()
     table["loss"] = losses.groupby("cell").last()
     table["ranks"] = table["nproc"] * table["nodes"]
@@ -70,9 +69,14 @@ def world_of(row):
     """Return where a cell ran, as text: "2 ranks", "2 nodes of 1, 100 Mbit/s"."""
     if row["nodes"] == 1:
         return f"{row['nproc']} rank{'s' * (row['nproc'] > 1)}"
-    link = "loopback" if row["link_mbit"] == inf else f"{row['link_mbit']:g} Mbit/s"
+    link = "loopback" if row["link_mbit"] == inf else speed(row["link_mbit"])
     delay = f" and {row['link_ms']:g} ms" if row["link_ms"] else ""
     return f"{row['nodes']} nodes of {row['nproc']}, {link}{delay}"
+
+
+def speed(mbit):
+    """Return a link's speed as text: "100 Mbit/s", "10 Gbit/s"."""
+    return f"{mbit / 1e3:g} Gbit/s" if mbit >= 1e3 else f"{mbit:g} Mbit/s"
 
 
 def ratios(steps, first):
@@ -116,16 +120,6 @@ def curves(rows):
     return steps[["cell", "step", "loss"]].assign(seconds=seconds, sent_bytes=sent)
 
 
-def singles(table, model):
-    """Return {(field, value): row} of changes measured alone, in the model's largest world."""
-    rows = table[table["model"] == model]
-    if rows.empty:
-        return {}
-    where = rows["world"].value_counts().index[0]
-    single_changes = rows[(rows["world"] == where) & (rows["changes"].map(len) == 1)]
-    return {row["changes"][0]: row for row in single_changes.to_dict("records")}
-
-
 def base_in(table, model, world):
     """Return the base of a model in a world, a dict. Raises ValueError if none was measured."""
     rows = table[(table["model"] == model) & (table["world"] == world)]
@@ -133,53 +127,3 @@ def base_in(table, model, world):
     if rows.empty:
         raise ValueError(f"no base of {model} was measured on {world}")
     return rows.iloc[0].to_dict()
-
-
-def predict(table, model, world, changes):
-    """Return {quantity: value} of QUANTITIES and ratio: the base times each change's ratio.
-
-    The ratios are those of singles(). Raises ValueError for a change that was not measured alone,
-    and for a world without a base.
-    """
-    base = base_in(table, model, world)
-    known = singles(table, model)
-    for field, value in changes:
-        if (field, value) not in known:
-            raise ValueError(f"{field}={value} was not measured alone for {model}")
-    changed = [known[change] for change in changes]
-    predicted = {"ratio": prod(row["ratio"] for row in changed)}
-    predicted["step_ms"] = base["step_ms"] * predicted["ratio"]
-    own = table.set_index("cell")
-    for name in COUNTED:
-        factors = [over(row[name], own.loc[row["base"], name]) for row in changed]
-        predicted[name] = base[name] * prod(factors)
-    return predicted
-
-
-def over(measured, base):
-    """Return a change's factor; 1 if the base has none of the quantity (one rank sends nothing)."""
-    return measured / base if base else 1.0
-
-
-def held_against(table):
-    """Compare predict() with each measured cell that it did not use; return a DataFrame.
-
-    Those are cells with two changes or more, and cells with one change in another world. error:
-    predicted / measured - 1, of the ratio to the base.
-    """
-    rows = []
-    for row in table.to_dict("records"):
-        single = singles(table, row["model"]).get(row["changes"][0]) if row["changes"] else None
-        known = len(row["changes"]) == 1 and single is not None and single["cell"] == row["cell"]
-        if not row["changes"] or known:
-            continue
-        try:
-            predicted = predict(table, row["model"], row["world"], row["changes"])
-        except ValueError:
-            continue
-        about = {name: row[name] for name in ("cell", "model", "world", "changes")}
-        about |= {f"predicted_{name}": value for name, value in predicted.items()}
-        about |= {name: row[name] for name in ("ratio", "ratio_low", "ratio_high", "pairs")}
-        about |= {f"measured_{name}": row[name] for name in predicted}
-        rows.append(about | {"error": predicted["ratio"] / row["ratio"] - 1})
-    return pd.DataFrame(rows)

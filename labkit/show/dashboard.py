@@ -2,7 +2,7 @@
 
     model v  strategy v  precision v  compression v  ranks v  link v     filters
     sort by v  picture v                                                 one picture at a time
-    [x] single  [x] DDP, naive  [x] DDP, bucketed                        with boxes: what to compare
+    [x] single  [x] DDP, naive  [x] DDP                                  with boxes: what to compare
     (Measure this choice)                                                with measure=: runs ranks
     [ picture of the first cells, in this order ]
     | what | on | step time | ratio to the base | ... |                  the same cells, as a table
@@ -16,23 +16,25 @@ import html
 import io
 from dataclasses import dataclass, replace
 from functools import partial
-from math import inf
 
 import matplotlib
 import pandas as pd
 
+from labkit.run.cost_model import plain, world_fields
 from labkit.run.experiment import Experiment
 from labkit.run.summary import FIELDS, base_in, curves, summary
-from labkit.run.sweep import WORLD, Cell
+from labkit.run.sweep import Cell
 from labkit.show import controls, style
+from labkit.show.conclusions import title_of, verdicts
 from labkit.show.dashboard_pictures import BARS, LINES, PICTURES, scaled
-from labkit.show.dashboard_words import in_words, label, link_of, what
+from labkit.show.dashboard_words import in_words, label, link_of, topic, what
 from labkit.show.explorer import Explorer, need_one
 from labkit.show.notebook import table as show_table
 from labkit.show.publish import present
 
 ANY = "any"
 FILTERS = {
+    "topic": "topic",
     "model": "model",
     "strategy": "strategy",
     "precision": "precision",
@@ -63,6 +65,7 @@ class State:
     buckets: MiB. whats: names of the column `what`, or ANY.
     """
 
+    topic: object = ANY
     model: object = ANY
     strategy: object = ANY
     precision: object = ANY
@@ -76,12 +79,14 @@ class State:
 
 
 def opened(rows):
-    """Return (table, curves) of a sweep's rows: a row per cell with label, what and link."""
+    """Return (table, curves) of a sweep's rows: summary() with names, topic, link and verdict."""
     table = summary(rows)
     cells = table.to_dict("records")
     table["label"] = [label(cell) for cell in cells]
     table["what"] = [what(cell) for cell in cells]
+    table["topic"] = [topic(cell) for cell in cells]
     table["link"] = [link_of(cell) for cell in cells]
+    table["verdict"] = verdicts(table)
     return table, curves(rows)
 
 
@@ -98,7 +103,10 @@ def chosen(table, state):
     for name, column in FILTERS.items():
         wanted = getattr(state, name)
         if wanted != ANY and not (state.picture == "scaling" and name == "ranks"):
-            table = table[table[column] == wanted]
+            kept = table[column] == wanted
+            if name == "topic":  # with what its rows are compared with
+                kept |= table["cell"] == table["base"]
+            table = table[kept]
     if state.whats != ANY:
         table = table[table["what"].isin(state.whats)]
     column = SORTED[state.sort]
@@ -110,7 +118,9 @@ def draw(table, curves, state, most=BARS):
     rows = chosen(table, state)
     if rows.empty:
         raise ValueError(NOTHING)
-    return PICTURES[state.picture](named(rows), curves, most)
+    rows = named(rows)
+    title = title_of(state.picture, rows.head(most), curves, scaled(rows))
+    return PICTURES[state.picture](rows, curves, most, title)
 
 
 def named(rows):
@@ -122,9 +132,10 @@ def named(rows):
     return rows.assign(label=words, short=rows["label"])
 
 
-def words_of(table, state, most=BARS):
-    """Return one sentence on what the state shows, for alt text."""
+def words_of(table, curves, state, most=BARS):
+    """Return the message of the state's picture and what it shows, for alt text."""
     rows = chosen(table, state)
+    title = title_of(state.picture, named(rows).head(most), curves, scaled(named(rows)))
     column = SORTED[state.sort]
     if state.picture == "scaling" and (lines := scaled(rows)):
         rows = rows[rows["cell"].isin(pd.concat(lines)["cell"])]
@@ -136,7 +147,7 @@ def words_of(table, state, most=BARS):
     drawn = LINES if state.picture.startswith("loss") else most
     if drawn < len(rows) and state.picture != "scaling":
         said += f"; the first {drawn} are drawn"
-    return f"{said}."
+    return f"{title}. {said}."
 
 
 def as_table(words):
@@ -184,7 +195,7 @@ class Cells:
         if rows.empty:
             raise ValueError(f"{NOTHING} {note}".strip())
         figure = draw(self.table, self.curves, state)
-        shown = as_image(figure, words_of(self.table, state))
+        shown = as_image(figure, words_of(self.table, self.curves, state))
         shown += as_table(self.words.loc[rows.index])
         if len(rows) > LISTED:
             shown += f"<p>The first {LISTED} of {len(rows)}.</p>"
@@ -222,15 +233,7 @@ def to_measure(table, state):
 def cell_of(fields, world):
     """Return the Cell of an experiment's fields in a world, both rows of the table."""
     own = {name: plain(fields[name]) for name in FIELDS}
-    place = {name: plain(world[name]) for name in WORLD}
-    if place["link_mbit"] == inf:  # nothing was slowed
-        place["link_mbit"] = None
-    return Cell(Experiment.from_dict(own), **place)
-
-
-def plain(value):
-    """Return a NumPy scalar as a Python number, the type that Experiment accepts."""
-    return value.item() if hasattr(value, "item") else value
+    return Cell(Experiment.from_dict(own), **world_fields(world))
 
 
 def board(rows, state=None, measure=None, **offers):
@@ -267,7 +270,7 @@ def board(rows, state=None, measure=None, **offers):
 def explorer(rows, state, provenance, measure, **offers):
     """Show the first state's picture and table, then the board. Returns the Explorer."""
     table, lines = opened(rows)
-    words = words_of(table, state)
+    words = words_of(table, lines, state)
     present(draw(table, lines, state), words, provenance, words)
     found = chosen(table, state)
     show_table(in_words(table).loc[found.index], provenance)

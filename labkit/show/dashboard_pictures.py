@@ -1,13 +1,14 @@
 """Pictures of the dashboard, drawn fast: few artists, and a layout by arithmetic.
 
-    label  ====|=====|==|   12 ms         bars: a cell a row, whole or cut into parts
+    label  ====|=====|==|   12 ms         bars: a row per cell, or parts of it
     label  ===|===|=|    8 ms
     loss   \\__                           lines: loss over time or bytes; throughput over ranks
 
-Each is a function (rows, curves, most) -> Figure. rows: of summary(), in the order to be drawn. A
-picture has at most `most` bars, or LINES lines.
+Each is a function (rows, curves, most, title) -> Figure. rows: of summary(), in the order to be
+drawn. A picture has at most `most` bars, or LINES lines.
 """
 
+import textwrap
 from functools import partial
 
 import numpy as np
@@ -16,6 +17,7 @@ from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
+from labkit.measure.stats import interval_name
 from labkit.memory.memory_tracker import KINDS
 from labkit.show import style
 from labkit.show.bars import stack
@@ -24,26 +26,35 @@ from labkit.show.curves import draw_runs
 # how many can be distinguished, and drawn in 200 ms
 BARS = 12
 LINES = 6
+TICKS = (0.05, 0.1, 0.2, 0.5, 0.8, 1, 1.25, 2, 5, 10, 20)  # of ratios
 CUT = 3  # medians: a bar that is longer is cut, so that the others can be read
 # inches: of a figure, a bar's row, a letter of a label
 WIDTH = 8.6
 ROW = 0.25
 LETTER = 0.074
+LINE = 0.22  # of a title
+TITLE = 84  # letters in a line of a title
 PHASES = {"forward_ms": "forward", "backward_ms": "backward", "optimizer_ms": "optimizer"}
 
 
-def frame(labels, rest):
-    """Return (figure, axes) with room for the labels at the left; rest: inches above and below."""
-    height = ROW * len(labels) + rest
+def frame(labels, rest, title):
+    """Return (figure, axes) with room for the labels at the left, and the title above.
+
+    rest: inches above and below the bars, without the title.
+    """
+    lines = textwrap.wrap(title, TITLE)
+    top = 0.2 + LINE * len(lines)
+    height = ROW * len(labels) + rest + top
     figure = Figure(figsize=(WIDTH, height))
     FigureCanvasAgg(figure)
     left = (LETTER * max(map(len, labels)) + 0.3) / WIDTH
-    figure.subplots_adjust(left, 0.5 / height, 0.9, 1 - 0.35 / height)
+    figure.subplots_adjust(left, 0.55 / height, 0.9, 1 - (top + 0.05) / height)
+    style.entitle(figure, "\n".join(lines))
     return figure, figure.subplots()
 
 
-def bars(rows, curves, most, column, low=None, high=None, at=None):
-    """Return a Figure with a bar per cell; low, high: columns of whiskers; at: a value to mark."""
+def bars(rows, curves, most, title, column, low=None, high=None):
+    """Return a Figure with a bar per cell. low, high: columns of whiskers."""
     rows = rows.head(most)
     unit = style.unit_of(column)
     top = rows[high or column].max() or 1
@@ -51,19 +62,43 @@ def bars(rows, curves, most, column, low=None, high=None, at=None):
     colours = [style.GREY if own else style.BLUE for own in rows["cell"] == rows["base"]]
     values = rows[column].fillna(0) / divisor
     with style.look():
-        figure, axes = frame(rows["label"], 0.85)
+        figure, axes = frame(rows["label"], 0.6, title)
         add_bars(axes, range(len(rows)), values.to_numpy(), 0.74, color=colours)
         ends = rows[high] / divisor if high else values
         if low:
             axes.hlines(range(len(rows)), rows[low] / divisor, ends, color=style.INK, linewidth=1.2)
         cut = write_ends(axes, ends, [said(value, unit) for value in rows[column]])
-        if at is not None:
-            axes.axvline(at, color=style.FAINT, linewidth=1)
-        finish(axes, rows["label"], style.axis_label(column, shown) + cut)
+        grey = "; grey: the base" if (rows["cell"] == rows["base"]).any() else ""
+        finish(axes, rows["label"], style.axis_label(column, shown) + grey + cut)
     return figure
 
 
-def stacked(rows, curves, most, parts, total, words):
+def ratios(rows, curves, most, title):
+    """Return a Figure of step times over the base's, on a logarithmic axis: bars begin at 1."""
+    others = rows[rows["cell"] != rows["base"]]
+    rows = (rows if others.empty else others).head(most)
+    with style.look():
+        figure, axes = frame(["", *rows["label"]], 0.6, title)
+        axes.set_xscale("log")
+        colours = [style.BLUE if ratio < 1 else style.ORANGE for ratio in rows["ratio"]]
+        places = range(len(rows))
+        add_bars(axes, places, rows["ratio"].to_numpy() - 1, 0.74, left=1.0, color=colours)
+        axes.hlines(places, rows["ratio_low"], rows["ratio_high"], color=style.INK, linewidth=1.2)
+        axes.axvline(1, color=style.FAINT, linewidth=1)
+        limits = min(0.8, 0.9 * rows["ratio_low"].min()), max(1.25, 1.1 * rows["ratio_high"].max())
+        axes.set_xlim(limits)
+        at_edge = axes.get_yaxis_transform()
+        for place, ratio in enumerate(rows["ratio"]):
+            axes.text(1.01, place, f"{ratio:.2f}", va="center", size=9, transform=at_edge)
+        lines = f"lines: {interval_name(*rows['pairs'])}"
+        finish(axes, rows["label"], f"step time / that of the base (blue: faster; {lines})")
+        ticks = [tick for tick in TICKS if limits[0] <= tick <= limits[1]]
+        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axes.xaxis.set_minor_locator(NullLocator())
+    return figure
+
+
+def stacked(rows, curves, most, title, parts, total, words):
     """Return a Figure with a bar per cell, cut into parts; the rest of `total` is "other".
 
     parts: {column: key of its colour}.
@@ -74,8 +109,8 @@ def stacked(rows, curves, most, parts, total, words):
     sizes = {key: rows[column] / divisor for column, key in parts.items() if column in rows}
     rest = (rows[total] / divisor - sum(sizes.values())).clip(lower=0)
     with style.look():
-        figure, axes = frame(rows["label"], 1.15)
-        figure.subplots_adjust(bottom=0.8 / figure.get_figheight())
+        figure, axes = frame(rows["label"], 0.9, title)
+        figure.subplots_adjust(bottom=0.85 / figure.get_figheight())
         colours = style.COLOURS | {"other": style.lighter(style.GREY)}
         sizes["other"] = rest
         least = 0.005 * rows[total].max() / divisor
@@ -103,13 +138,16 @@ def add_bars(axes, places, sizes, thick, left=0.0, **look):
 
 def write_ends(axes, ends, words):
     """Write values at the ends of bars; return a remark if a bar far longer than most is cut."""
-    limit = min(max(ends), CUT * np.median(ends)) if np.median(ends) else max(ends)
+    usual = CUT * np.median(ends)
+    limit = usual if usual and max(ends) > 1.5 * usual else max(ends)
     edge = axes.get_yaxis_transform()  # a bar that is cut has its value beyond the picture's edge
     for place, (end, text) in enumerate(zip(ends, words, strict=True)):
         at, of = ((1, place), edge) if end > limit else ((end, place), "data")
         axes.annotate(text, at, (4, 0), of, "offset points", va="center", size=9)
+        if end > limit:
+            axes.text(0.97, place, "//", ha="right", va="center", transform=edge, weight="bold")
     axes.set_xlim(0, (limit or 1) * 1.02)
-    return "; what is far longer is cut" if limit < max(ends) else ""
+    return "; //: a longer bar, cut" if limit < max(ends) else ""
 
 
 def finish(axes, labels, words):
@@ -123,13 +161,13 @@ def finish(axes, labels, words):
     axes.grid(axis="x")
 
 
-def losses(rows, curves, most, x, words):
+def losses(rows, curves, most, title, x, words):
     """Return a Figure of the loss over seconds, or over the bytes that a rank has sent."""
     rows = rows.head(LINES)
     mine = curves[curves["cell"].isin(rows["cell"])]
     divisor, unit = style.byte_scale(mine[x].max()) if x == "sent_bytes" else (1, "s")
     with style.look():
-        figure, axes = frame(["0.000"], 3.6)
+        figure, axes = frame(["0.000"], 3.4, title)
         colours = dict(zip(rows["cell"], style.CYCLE, strict=False))
         labels = dict(zip(rows["cell"], rows["label"], strict=True))
         look = {"words": labels.get, "factor": divisor, "marker": "o", "markersize": 3}
@@ -153,11 +191,11 @@ def scaled(rows):
     return [group for _, group in rows.groupby(names, sort=False) if len(group) > 1]
 
 
-def scaling(rows, curves, most):
+def scaling(rows, curves, most, title):
     """Return a Figure of throughput over the ranks of one machine, with the lines of scaled()."""
     lines = scaled(rows)
     with style.look():
-        figure, axes = frame(["0,000"], 3.6)
+        figure, axes = frame(["0,000"], 3.4, title)
         for place, group in enumerate(lines[:LINES]):
             first = group.iloc[0]
             words = f"{style.name(first['model'])}, {first['short']}"
@@ -182,7 +220,7 @@ MEMORY = {f"peak_{kind}_bytes": kind for kind in KINDS}
 PICTURES = {
     "step time by phase": partial(stacked, parts=PHASES, total="step_ms", words="step time"),
     "step time and its spread": partial(bars, column="step_ms", low="step_low", high="step_high"),
-    "ratio to the base": partial(bars, column="ratio", low="ratio_low", high="ratio_high", at=1),
+    "ratio to the base": ratios,
     "exposed communication": partial(bars, column="exposed_comm_ms"),
     "sent bytes": partial(bars, column="sent_bytes"),
     "memory by kind": partial(stacked, parts=MEMORY, total="peak_bytes", words="peak memory"),

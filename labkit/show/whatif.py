@@ -1,4 +1,4 @@
-"""What if: predict a combination from its single changes, measure it, and show the error.
+"""What if: predict a combination from other cells, measure it, and show the error.
 
     model v  on v  strategy v  precision v  recompute v  compression v     the combination
     | step time | predicted 75 ms | measured 71 ms | error +6 % |
@@ -10,38 +10,38 @@ launch ends its ranks.
 """
 
 import ctypes
+import html
 import threading
 
 import ipywidgets
 import pandas as pd
 
 from labkit.measure.stats import interval_name
-from labkit.run.summary import (
-    FIELDS,
-    WORLD,
-    base_in,
-    held_against,
-    predict,
-    ratio_of,
-    singles,
-    summary,
-)
+from labkit.run.cost_model import PEAKS, check, plain, predict, scores, world_fields
+from labkit.run.summary import FIELDS, base_in, ratio_of, summary
 from labkit.show import controls, style
-from labkit.show.dashboard import as_table, plain
-from labkit.show.dashboard_words import change
+from labkit.show.dashboard import as_table
+from labkit.show.dashboard_words import label
 
-ASKED = {"ratio": "step time / base", "step_ms": "step time"}
+ASKED = {"ratio": "step time / base", "step_ms": "step time", "wait_ms": "of it, waiting"}
 ASKED |= {"sent_bytes": "sent per rank and step", "peak_bytes": "peak memory per rank"}
+KINDS = {name: f"of it, {style.name(name[len('peak_') : -len('_bytes')])}" for name in PEAKS}
 
 
 def side_by_side(said, measured=None):
-    """Return a DataFrame of texts: predicted, measured and error of each quantity."""
+    """Return a DataFrame of texts: predicted, measured and error of each quantity.
+
+    said: of predict(), {} if no other cell predicts this one. measured: a row of summary().
+    """
     rows = []
-    for name, words in ASKED.items():
-        own = measured[name] if measured else None
-        row = {"quantity": words, "predicted": in_unit(said[name], name)}
-        row["measured"] = "not yet" if own is None else in_unit(own, name)
-        row["error"] = "" if own is None else error(said[name], own)
+    own = measured | {"wait_ms": measured["exposed_comm_ms"]} if measured else {}
+    for name, words in (ASKED | KINDS).items():
+        if name in KINDS and not (said or own).get(name):
+            continue
+        row = {"quantity": words}
+        row["predicted"] = in_unit(said[name], name) if said else "by no other cell"
+        row["measured"] = in_unit(own[name], name) if own else "not yet"
+        row["error"] = error(said[name], own[name]) if said and own else ""
         rows.append(row)
     return pd.DataFrame(rows)
 
@@ -55,21 +55,34 @@ def error(predicted, measured):
 
 
 def errors(table):
-    """Return a DataFrame of texts: the error of each prediction, by summary.held_against()."""
-    found = held_against(table)
+    """Return a DataFrame of texts: the error of each prediction of cost_model.scores()."""
+    found = scores(table)
     rows = []
     name = interval_name(*found.get("pairs", [0]))
     for row in found.to_dict("records"):
-        what = " + ".join(change(name, value) for name, value in row["changes"])
-        line = {"what": what, "model": style.name(row["model"]), "on": row["world"]}
+        line = {"what": label(row), "model": style.name(row["model"]), "on": row["world"]}
         line["predicted ratio"] = f"{row['predicted_ratio']:.2f}"
         line[f"measured ratio ({name})"] = ratio_of(row).in_words()
         line["error"] = f"{100 * row['error']:+.0f} %"
         for column in ("sent_bytes", "peak_bytes"):
             words = f"error, {ASKED[column].split(' per')[0]}"
-            line[words] = error(row[f"predicted_{column}"], row[f"measured_{column}"])
+            line[words] = error(row[f"predicted_{column}"], row[column])
         rows.append(line)
     return pd.DataFrame(rows)
+
+
+def in_a_sentence(table):
+    """Return a sentence on the errors of the predictions; empty if no cell can be predicted."""
+    found = scores(table)
+    if found.empty:
+        return ""
+    off = 100 * found["error"].abs()
+    worst = found.loc[off.idxmax()]
+    return (
+        f"What if: {len(found)} cells predicted from the other cells; the median error of the step "
+        f"time is {off.median():.0f} %, the worst {off.max():.0f} % "
+        f"({label(worst)}, {worst['world']})."
+    )
 
 
 class Progress:
@@ -103,16 +116,11 @@ class WhatIf:
         self.found = {}
         bases = table[(table["model"] == model) & (table["cell"] == table["base"])]
         self.world = controls.menu("on", list(bases["world"]), bases["world"].iloc[0])
-        base = bases.iloc[0]
-        changed = {}
-        for field, value in singles(table, model):
-            changed.setdefault(field, [base[field]]).append(value)
         self.fields = {
             field: controls.menu(
                 style.name(field), [(words(value), value) for value in values], values[0]
             )
-            for field, values in changed.items()
-            if field != "seed"
+            for field, values in offered(table, model).items()
         }
         self.answer = ipywidgets.HTML()
         self.message = ipywidgets.HTML()
@@ -144,23 +152,34 @@ class WhatIf:
     def changed(self, change=None):
         """Predict for the controls, and show the prediction next to the measured values."""
         _, changes = self.asked()
-        said = predict(self.table, self.model, self.world.value, changes)
         own = self.measured(changes)
-        self.answer.value = as_table(side_by_side(said, own))
-        self.button.disabled = own is not None or self.running()
+        cell = own["cell"] if own else None
+        words = ""
+        said = {}
+        try:
+            said = predict(self.table, self.model, self.world.value, changes, without=cell)
+        except ValueError as error:  # a measured cell is shown, even if no other cell predicts it
+            words = f"<p>{html.escape(str(error))}</p>"
+        self.answer.value = as_table(side_by_side(said, own)) if said or own else words
+        self.button.disabled = own is not None or self.running() or not self.runs(changes)
+
+    def runs(self, changes):
+        """Return whether the combination is one that Experiment accepts."""
+        try:
+            check(base_in(self.table, self.model, self.world.value), changes)
+        except ValueError:
+            return False
+        return True
 
     def running(self):
         return self.thread is not None and self.thread.is_alive()
 
     def start(self, button=None):
         base, changes = self.asked()
-        fields = {name: base[name] for name in (*FIELDS, *WORLD)}
-        if base["nodes"] == 1:
-            fields["link_mbit"] = None
+        fields = {name: plain(base[name]) for name in FIELDS} | world_fields(base)
         self.message.value = "measuring, interleaved with its base …"
         self.button.disabled = True
         self.stop_button.disabled = False
-        fields = {name: plain(value) for name, value in fields.items()}
         grids = [fields, fields | dict(changes)]
         asked = (grids, self.world.value, changes)
         self.thread = threading.Thread(target=self.work, args=asked, daemon=True)
@@ -186,6 +205,16 @@ class WhatIf:
             self.message.value = "stopping …"
             raised = ctypes.py_object(KeyboardInterrupt)
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.thread.ident), raised)
+
+
+def offered(table, model):
+    """Return {field: values}, the base's first, of all changes that were measured for the model."""
+    rows = table[table["model"] == model]
+    base = rows[rows["cell"] == rows["base"]].iloc[0]
+    changed = {}
+    for field, value in dict.fromkeys(change for changes in rows["changes"] for change in changes):
+        changed.setdefault(field, [base[field]]).append(value)
+    return {field: values for field, values in changed.items() if field != "seed"}
 
 
 def words(value):

@@ -363,3 +363,32 @@ def test_whatever_a_sweep_runs_is_in_its_fingerprint():
 def spread(statement):
     above = [one.lineno for one in getattr(statement, "decorator_list", [])]
     return min([statement.lineno, *above]), statement.end_lineno
+
+
+# The sweep that ships with the dashboard
+
+STRATEGIES = ("amp", "compression", "ddp", "fsdp", "recompute", "zero")
+FILES = ("comm", "gloo_workarounds", "hierarchical", "local_sgd", "mesh")
+EVERY = [*(f"labkit/{name}/" for name in STRATEGIES), *(f"labkit/{name}.py" for name in FILES)]
+AXES = {"tensor": "tensor_parallel", "pipeline": "pipeline", "context": "attention", "experts": "moe"}
+
+
+def test_the_shipped_sweep_measured_todays_messages_and_strategies():
+    there = stored.Stored()
+    today = there.of_sweep()
+    assert all(any(name.startswith(one) for name in today) for one in EVERY)
+    rows = sweep.read(there.sweep)
+    used = [f"labkit/{folder}/" for axis, folder in AXES.items() if (rows[axis] != sweep.USUAL[axis]).any()]
+    for path in there.sweep.glob("*.csv"):
+        recorded = sweep.code_of(path)
+        changed = [name for name in fingerprint.changed(recorded, today) if name in recorded]
+        newer = [name for name in changed if name.startswith((*EVERY, *used))]
+        assert not newer, f"{path.name} is older than {', '.join(newer)}: run {stored.COMMAND}"
+    assert (rows["commit"].str.len() >= 12).all()
+
+
+def test_a_sweep_that_lacks_cells_of_its_grids_is_stale(small):
+    (small / "notebooks" / "dashboard.yaml").write_text("- {model: [mlp], strategy: [ddp_bucketed, zero1]}\n")
+    (small / "notebooks" / "dashboard").mkdir()
+    (record,) = stored.Stored(small).stale()
+    assert (record.job, record.changed) == ("sweep", ["dashboard_more.yaml (2 cells not measured)"])

@@ -190,6 +190,8 @@ def test_axes_train_what_one_process_trains():
     base = Experiment(model="gpt", batch_size=16, precision="fp64")
     axes = {
         "dp 2 x tp 2": {"tensor": 2},
+        "dp 2 x tp 2, sequence parallel": {"tensor": 2, "sequence_parallel": "on"},
+        "flash attention": {"attention": "flash"},
         "fsdp 2 x tp 2": {"tensor": 2, "strategy": "fsdp"},
         "cp 2 x tp 2": {"tensor": 2, "context": 2},
         "dp 2 x pp 2": {"pipeline": 2, "strategy": "ddp_naive", "accumulation": 4},
@@ -213,6 +215,8 @@ def test_axes_train_what_one_process_trains():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
+        ({"attention": "flash", "context": 2}, "needs the model gpt and context=1"),
+        ({"sequence_parallel": "on"}, "needs tensor of at least 2"),
         ({"model": "mlp", "tensor": 2}, "only the model gpt can be sharded, not mlp"),
         ({"tensor": 2, "strategy": "zero1"}, "needs one of the strategies ddp_naive, ddp_overlapped"),
         ({"pipeline": 2, "strategy": "fsdp"}, "needs one of the strategies ddp_naive, not fsdp"),

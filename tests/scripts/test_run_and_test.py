@@ -144,9 +144,9 @@ def test_run_leaves_the_notebook_a_page_and_figures_and_prints_the_table(tree):
     assert "not the last table" not in done.stdout
     (folder,) = (tree / "runs").glob("*-dashboard")
     listed = [line.strip() for line in done.stdout.splitlines() if line.startswith("  runs/")]
-    assert [str(folder.relative_to(tree) / name) for name in ("dashboard.ipynb", "dashboard.html")] == listed[:2]
-    assert listed[2].endswith("figures/dashboard-1.png")
-    assert (tree / listed[2]).read_bytes().startswith(b"\x89PNG")
+    assert [str(folder.relative_to(tree) / name) for name in ("dashboard.ipynb", "dashboard.html")] == listed
+    assert done.stdout.endswith("dashboard.html\n")  # the page's address is the last line
+    assert (folder / "figures" / "dashboard-1.png").read_bytes().startswith(b"\x89PNG")
     executed = nbformat.read(folder / "dashboard.ipynb", 4)
     assert [cell.source for cell in executed.cells if "injected-parameters" in cell.metadata.get("tags", [])] == [
         "# Parameters\nmeasure = True\nworld_size = 3\n"
