@@ -181,6 +181,7 @@ def job(e, ranks, ranks_of_node, device, strategy, recomputed):
             "recompute": "full" if recomputed else RECOMPUTED[e.recompute],
             "offload": strategy.endswith("_offload"),
             "precision": SAME_SPEED.get(e.precision, e.precision),
+            "stack": "torch-fsdp",
         }
     )
 

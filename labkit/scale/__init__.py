@@ -12,10 +12,16 @@
     resnet_shapes.py      the same for ResNets: convolutions, block by block
     job_config.py         a training job from a row of a table, with defaults for missing columns
     collectives.py        the time of a message, by algorithm: rings, levels, trees, switches
+    stacks.py             the training stacks: what each keeps, sends, hides and can run
+    messages.py           the time of a job's messages, and how much of it the stack hides
+    recomputation.py      what recomputation repeats and keeps, by stack
     cost.py               the time of a step, part by part: tokens per second
     memory_model.py       the peak memory of a GPU by kind, and the largest kind
     constants.py          the fitted constants: a table with the meaning, unit and spread of each
+    published_rows.py     which published rows are in the fit, kept out of it, or left out
     fit.py                the fit on published rows, and its error on held-out rows
+    scores.py             chosen over best, errors by group: python -m labkit.scale.fit --scores
+    intervals.py          the interval of a predicted speed, from rows kept out of the fit
     predict.py            the command: rows in, rows with predictions out
 
     models.csv            named models, and the sources of their figures

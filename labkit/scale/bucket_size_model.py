@@ -18,7 +18,7 @@ core/distributed/distributed_data_parallel.py (bucket_size).
 from dataclasses import dataclass
 from math import ceil
 
-from labkit.scale.cost import gather_seconds, summed_gradients
+from labkit.scale.messages import gather_seconds, summed_gradients
 
 MIB = 2**20
 USUAL = 25  # MiB: PyTorch's
@@ -67,8 +67,9 @@ def bucket_of(job, mb, c):
     count, starts, last = 0, 0.0, 0.0
     op = "reduce_scatter" if job.zero else "all_reduce"
     passes = job.grad_accum if job.zero == 2 else 1
-    for total, ranks, stride in summed_gradients(job):
+    for parameters, ranks, stride in summed_gradients(job):
         if ranks > 1:
+            total = job.stack.gradient_bytes * parameters
             n = ceil(total / (mb * MIB))
             alpha = gather_seconds(job, ranks, stride, 0, c, op)
             count += n

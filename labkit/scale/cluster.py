@@ -7,7 +7,7 @@
     node_gbs: 300         # 10^9 byte/s of a GPU to its node, in one direction
     memory_gib: 39.4      # GiB of a GPU
     host_gib: 512         # GiB of a node's host, for optimizer states
-    collectives: flat     # the algorithm of collectives: see collectives.py
+    collectives: auto     # the algorithm of collectives: see collectives.py
     confirmed: true       # unusual figures are correct: a node of this cluster has 200 Gbit/s
 
     200 Gbit/s given, 1,600 usual:  1/8  ->  bytes instead of bits?  ValueError before any planning
@@ -50,7 +50,7 @@ class Cluster:
     memory_gib: float | None = None
     host_gib: float | None = None
     confirmed: bool = False
-    collectives: str = "flat"
+    collectives: str = "auto"
 
     def __post_init__(self):
         if type(self.confirmed) is not bool:

@@ -5,8 +5,10 @@
 low and high are the spread: the smallest and largest value when the fit is repeated without one
 source, one model size or one number of GPUs at a time. guess: the start of every search, and the
 value if no row determines the constant. column: the published figure that it is fitted to. No
-constant belongs to one row or one model. host, contention and straggle apply to stacks that launch
-each layer from Python (nanotron). Written by `python -m labkit.scale.fit --write`.
+constant belongs to one row or one model. host, waits, contention, straggle, metadata and once apply
+to stacks that launch each layer from Python (nanotron); those in _fused to stacks with fused
+kernels, on Hopper and later. The column "given" is set by hand, "fits" from the jobs that crashed.
+Written by `python -m labkit.scale.fit --write`.
 """
 
 import csv

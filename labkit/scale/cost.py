@@ -2,9 +2,10 @@
 
     layer       products / (peak x efficiency by size)  +  bytes moved / bandwidth
                 or the host's time to launch the layer, if that is longer
-    messages    alpha-beta for each level of the network: collectives.py
+    messages    alpha-beta for each level of the network: messages.py, collectives.py
     pipeline    sum of the stages / v + (micro-batches - 1/v) x the slowest stage (1F1B)
                 ZB-H1: minus the gradients of the weights, W, twice, of each stage but the slowest
+    hand-overs  of each micro-batch, and while the pipeline fills and drains
     step        pipeline + exposed gradient messages + the optimizer, which with offload also moves
                 its states over the bus and back
 
@@ -17,13 +18,26 @@ Dissecting the NVIDIA Hopper Architecture, 2024 (the older instructions reach 0.
 """
 
 from dataclasses import dataclass
-from math import ceil, log2
+from math import ceil
 
-from labkit.scale.collectives import ALGORITHMS, NETWORK_SHARE, NODE_SHARE, Group, hop_seconds
+from labkit.scale.messages import (
+    beside,
+    crosses,
+    expert_seconds,
+    gradient_seconds,
+    hand_over_seconds,
+    ring_seconds,
+    tensor_passes,
+    tensor_seconds,
+    unit_seconds,
+)
+from labkit.scale.recomputation import of_attention, repeated
 
 OLD_INSTRUCTIONS = 0.62
-REPEATED = {"none": 0, "full": 1, "half": 0.5, "selective": 0.25}  # of a forward
-STOPS_EARLY = ("PyTorch", "torchtitan")  # torch.utils.checkpoint, use_reentrant=False: early stop
+CAST = 4  # bytes an input of a product in fp8: read in bf16, written, and written transposed
+LAUNCHED = 6  # products of an expert: two in the forward, four in the backward
+ROUTED = 60  # kernels of routing, sorting and counting a layer's tokens, forward and backward
+PERMUTED = 8  # bytes a routed element: in bf16 read and written, to its expert and back
 OPTIMIZER_BYTES = 30  # fp32 gradient, master and two moments, read; all but the first written; bf16
 
 
@@ -52,10 +66,10 @@ def predict_step(job, c):
         bubble -= 2 * (sum(filled) - filled[slowest])
     parts = {name: job.grad_accum * layers * seconds for name, seconds in by_part.items()}
     parts["output layer"] = job.grad_accum * heads * head
-    parts["hand-overs"] = job.grad_accum * 2 * job.vpp * hand_over(job)
+    parts["hand-overs"] = hand_over_seconds(job, c)
     parts["bubble"] = bubble
-    parts["gradients"] = gradient_seconds(job, c)
-    parts["optimizer"] = optimizer_seconds(job)
+    parts["gradients"] = gradient_seconds(job, c, layers * layer)
+    parts["optimizer"] = optimizer_seconds(job) + 1e-3 * c["once"] * job.stack.balances
     return Step(parts, job.step_tokens / job.n_gpus / sum(parts.values()))
 
 
@@ -80,7 +94,7 @@ def layer_seconds(job, c):
 def layer_parts(job, c):
     """Return layer_seconds by part: {part: seconds}."""
     parts = device_parts(job, c)
-    parts["layers"] += max(0.0, host_seconds(job, c) - sum(parts.values()))  # the GPU waits
+    parts["layers"] += beside(sum(parts.values()), host_seconds(job, c), c["waits"])
     nodes = ceil(job.tp / job.gpus_per_node)
     parts["messages of layers"] += tensor_passes(job) * (nodes - 1) * 1e-3 * c["straggle"]
     return parts
@@ -92,7 +106,7 @@ def product_seconds(job, c):
     In the backward, the gradients of the inputs take as long, and so do those of the weights.
     """
     shape, tokens = job.shape, job.tokens
-    _, rate = of_job(job, job.dtype, c)
+    rate = of_job(job, job.dtype, c)
     edge = job.gpu.edge.get(job.dtype, c["edge"])
     products = 0.0
     met = tokens * shape.top_k / shape.experts * job.ep  # tokens of one expert
@@ -108,7 +122,7 @@ def product_seconds(job, c):
 def weights_seconds(job, has, c):
     """Return a stage's seconds of weight gradients for one micro-batch. has: one of Job.stages."""
     layers, heads, _ = has
-    head = 2 * job.shape.head_weights / job.tp * job.tokens / of_job(job, "bf16", c)[1]
+    head = 2 * job.shape.head_weights / job.tp * job.tokens / of_job(job, "bf16", c)
     return layers * product_seconds(job, c) + heads * head
 
 
@@ -119,53 +133,89 @@ def device_seconds(job, c):
 
 def device_parts(job, c):
     """Return device_seconds by part: {part: seconds}."""
-    shape, tokens = job.shape, job.tokens
-    generation, rate = of_job(job, job.dtype, c)
     products = product_seconds(job, c)
-    fused = job.precision != "fp16"  # jobs in fp16 are older than fused attention
-    attention = 0.0
-    moved = shape.moved_bytes() * (1 if job.compiled else c["traffic"])
-    if fused:
-        peak = 1e12 * job.gpu.tflops["bf16"] * c["attention"]
-        peak *= OLD_INSTRUCTIONS if generation == "hopper" else 1
-        attention = shape.attention_flops(job.context) / job.tp * tokens / peak
-    else:
-        products += 2 * shape.attention_flops(job.context) / job.tp * tokens / rate
-        moved += 12 * shape.heads * job.context  # scores: written, masked, softmax, dropout, read
-    split = job.tp if sequence_split(job) else (job.tp + 1) / 2
-    moving = moved * tokens / split / (1e9 * job.gpu.memory_gbs)
+    attention, moving, scores = other_seconds(job, c)
     forward = products + attention + moving
-    backward = 2 * products + 2.5 * attention + 2 * moving
-    spared = 0.0
-    if job.framework.startswith(STOPS_EARLY):  # the last product's output is not needed again
-        spared = products * shape.top_k * shape.hidden * shape.ffn / shape.layer_products
+    launches = expert_launches(job, c)
     parts = {
-        "layers": forward + backward,
+        "layers": 3 * products + 3.5 * attention + 3 * moving + launches,
         "messages of layers": tensor_seconds(job, c),
-        "recomputation": REPEATED[job.recompute] * (forward - spared),
+        "recomputation": repeated(job) * (forward - spared_seconds(job, products)),
         "gathering parameters": 0.0,
     }
+    if of_attention(job):
+        parts["recomputation"] = attention + scores
+    ring, experts = ring_seconds(job, c), expert_seconds(job, c)
+    if job.stack.fused:  # a chunk of keys travels beside the attention to the one before
+        ring = beside(3.5 * attention, ring, c["exposed"])
+    if job.stack.hides_experts:  # beside the layers of another micro-batch
+        experts = beside(parts["layers"], experts, c["exposed"])
+    parts["messages of layers"] += ring + experts
     if job.zero == 3:
-        busy, gathers = sum(parts.values()), unit_seconds(job, c)
-        overlapped = max(busy, gathers) + c["exposed"] * min(busy, gathers)
-        parts["gathering parameters"] = overlapped - busy
+        busy = sum(parts.values())
+        parts["gathering parameters"] = beside(busy, unit_seconds(job, c), c["exposed"])
     return parts
 
 
+def other_seconds(job, c):
+    """Return the seconds of a layer's forward in attention's products, memory traffic, and scores.
+
+    The last are part of the memory traffic: scores that attention stores if it is not fused.
+    """
+    shape, tokens = job.shape, job.tokens
+    flops = shape.attention_flops(job.context) / job.tp * tokens
+    traffic = "traffic_fused" if job.fused else "traffic"
+    scores = 0 if job.flash else 12 * shape.heads * job.context
+    moved = shape.moved_bytes() * (1 if job.compiled else c[traffic])
+    if shape.experts > 1:
+        moved += PERMUTED * shape.hidden * shape.top_k
+    if job.dtype == "fp8" and "fp8" in job.gpu.tflops:
+        moved += CAST * (3 * shape.hidden + shape.ffn * shape.top_k)
+    peak = 1e12 * job.gpu.tflops["bf16"]
+    if job.fused:
+        attention = flops / (peak * c["attention_fused"])
+    elif job.flash:
+        peak *= OLD_INSTRUCTIONS if generation(job) == "hopper" else 1
+        attention = flops / (peak * c["attention"])
+    else:
+        attention = 2 * flops / of_job(job, job.dtype, c)
+        moved += scores  # written, masked, softmax, dropout, read
+    split = job.tp if job.stack.sequence else (job.tp + 1) / 2
+    each = tokens / split / (1e9 * job.gpu.memory_gbs)
+    return attention, moved * each, scores * each
+
+
+def spared_seconds(job, products):
+    """Return the seconds of a forward that its recomputation does not need.
+
+    The output of the last product is not needed again.
+    """
+    if not job.stack.stops_early:
+        return 0.0
+    return products * job.shape.top_k * job.shape.hidden * job.shape.ffn / job.shape.layer_products
+
+
+def expert_launches(job, c):
+    """Return the seconds to launch a layer's routing and the products of a rank's experts."""
+    if job.shape.experts == 1:
+        return 0.0
+    return 1e-6 * c["launch"] * (ROUTED + LAUNCHED * job.shape.experts / job.ep)
+
+
+def generation(job):
+    """Return the GPU's generation in the names of constants: that of Hopper for later ones."""
+    return job.gpu.generation.replace("blackwell", "hopper")
+
+
 def of_job(job, dtype, c):
-    """Return (generation, FLOP/s of large products); generations without a fit get the peak."""
-    generation = job.gpu.generation.replace("blackwell", "hopper")
-    return generation, job.gpu.peak(dtype) * c.get(f"matmul_{generation}", 1.0)
-
-
-def crosses(job):
-    """Return whether the pipeline's messages leave the node."""
-    return job.pp > 1 and job.n_gpus > job.gpus_per_node
+    """Return the FLOP/s of large products; generations without a fit get the peak."""
+    name = "matmul_fused" if job.fused else f"matmul_{generation(job)}"
+    return job.gpu.peak(dtype) * c.get(name, 1.0)
 
 
 def host_seconds(job, c):
     """Return the host's seconds to launch a layer; 0 except for eager stacks that split layers."""
-    if job.framework != "nanotron":
+    if not job.stack.balances:
         return 0.0
     more = c["contention"] * job.tp if crosses(job) and job.tp > 1 else 0.0
     return 1e-3 * (c["host"] * (1 if job.tp > 1 else 0.5) + more)
@@ -173,98 +223,7 @@ def host_seconds(job, c):
 
 def head_seconds(job, c):
     """Return the seconds of forward and backward of the output layer and the loss."""
-    _, rate = of_job(job, "bf16", c)
+    rate = of_job(job, "bf16", c)
     flops = 6 * job.shape.head_weights / job.tp * job.tokens
     moved = c["logits"] * job.shape.vocab / job.tp * job.tokens
     return flops / rate + moved / (1e9 * job.gpu.memory_gbs)
-
-
-def sequence_split(job):
-    """Return whether sequence parallelism is used along tp. The stacks of 2020 (fp16) lack it."""
-    return job.precision != "fp16"
-
-
-def group(job, size, stride, c):
-    """Return the Group of `size` ranks, `stride` apart; its bandwidth falls as its nodes double."""
-    members = max(1, min(size, job.gpus_per_node // stride))
-    nodes = ceil(size / members)
-    share = min(1.0, members / job.gpus_per_node)
-    network = 1e9 / 8 * job.network_gbps * share * NETWORK_SHARE
-    network /= 1 + c["crowding"] * log2(nodes)
-    return Group(size, members, nodes, 1e9 * job.gpu.node_gbs, network, *hop_seconds(job.gpu))
-
-
-def gather_seconds(job, size, stride, total, c, op="all_gather"):
-    """Return seconds of an all-gather, reduce-scatter or all-reduce of `total` bytes in a group."""
-    if size == 1:
-        return 0.0
-    return ALGORITHMS[job.collectives](op, group(job, size, stride, c), total)
-
-
-def tensor_passes(job):
-    """Count a layer's all-gathers and reduce-scatters over tp, for its 4 all-reduces and more."""
-    if job.tp == 1:
-        return 0
-    return 8 + 4 * REPEATED[job.recompute] + 2 * sequence_split(job)
-
-
-def tensor_seconds(job, c):
-    """Return seconds of a layer's messages: over tp, keys and values over cp, tokens over ep."""
-    whole = 2 * job.tokens * job.shape.hidden
-    # without sequence parallelism an all-reduce replaces each reduce-scatter and all-gather
-    op, a_pass = ("all_gather", 1) if sequence_split(job) else ("all_reduce", 1 / 2)
-    split = a_pass * tensor_passes(job) * gather_seconds(job, job.tp, 1, whole, c, op)
-    keys = 2 * 2 * job.tokens * job.cp * job.shape.key_width / job.tp
-    ring = (3 + REPEATED[job.recompute]) * gather_seconds(job, job.cp, job.tp, keys, c)
-    sent = whole * job.shape.top_k / (job.tp if sequence_split(job) else 1)
-    there_and_back = 2 * (2 + REPEATED[job.recompute])
-    experts = there_and_back * gather_seconds(job, job.ep, job.tp * job.cp, sent, c)
-    return c["tensor_exposed"] * split + ring + experts
-
-
-def unit_seconds(job, c):
-    """Return the seconds of FSDP's messages for a layer and micro-batch.
-
-    These are two all-gathers and a reduce-scatter.
-    """
-    alike = job.held_alike(job.shape.layer_parameters, job.shape.expert_weights)
-    return 3 * sum(
-        gather_seconds(job, ranks * job.cp, stride, 2 * parameters / job.tp, c)
-        for parameters, ranks, stride in alike
-    )
-
-
-def gradient_seconds(job, c):
-    """Return the exposed seconds of the gradients' messages over dp in a step.
-
-    ZeRO-2 keeps no complete gradients, so it reduces those of every micro-batch. FSDP's messages
-    are part of its layers (unit_seconds); several replicas of it also all-reduce their shards.
-    """
-    once = 0.0
-    for total, size, stride in summed_gradients(job):
-        if job.zero == 3:
-            once += gather_seconds(job, job.replicas, size * stride, total / size, c, "all_reduce")
-        elif job.zero == 0:
-            once += gather_seconds(job, size * job.replicas, stride, total, c, "all_reduce")
-        else:
-            times = 1 + (job.grad_accum if job.zero == 2 else 1)
-            once += times * gather_seconds(job, size * job.replicas, stride, total, c)
-    return c["data_exposed"] * once
-
-
-def summed_gradients(job):
-    """Return (bytes, ranks, stride between ranks) of each part of a rank's gradients."""
-    width = 4 if job.framework == "nanotron" else 2
-    alike = job.held_alike(job.shape.parameters, job.shape.layers * job.shape.expert_weights)
-    return [(width * p / job.tp / job.pp, ranks * job.cp, stride) for p, ranks, stride in alike]
-
-
-def hand_over(job):
-    """Return the seconds to send a micro-batch's activations from one stage to the next."""
-    if job.pp == 1:
-        return 0.0
-    inside = job.n_gpus <= job.gpus_per_node
-    share = job.network_gbps / 8 / job.gpus_per_node * NETWORK_SHARE
-    bandwidth = 1e9 * (job.gpu.node_gbs * NODE_SHARE if inside else share)
-    total = 2 * job.tokens * job.shape.hidden / (job.tp if sequence_split(job) else 1)
-    return hop_seconds(job.gpu)[0 if inside else 1] + total / bandwidth

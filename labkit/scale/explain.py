@@ -89,7 +89,7 @@ def moved(plan, constant, value):
     c = constants.values() | {constant.name: value}
     same = again(plan.fastest, c)
     # nanotron's memory depends on whether the GPU waits for its host, and so on constants of time
-    if constant.column == "tok_s_gpu" and plan.space.job.framework != "nanotron":
+    if constant.column == "tok_s_gpu" and not plan.space.job.stack.balances:
         return Moved(constant, value, same, ranked_again(plan, c, value / constant.value))
     now = (again(found, c) for found in plan.contenders)
     still = next((found for found in now if plan.space.fits(found.peak)), None)

@@ -1,15 +1,10 @@
 """Fit the constants, and report the prediction error on held-out rows.
 
     python -m labkit.scale.fit           the errors, and those of the null models
+    python -m labkit.scale.fit --scores  the errors that a user cares for: scores.py
     python -m labkit.scale.fit --write   fit again; writes constants.csv and scores.json
 
-    published rows ---- in the fit:  nanotron, llm-foundry, Megatron on V100
-                  \\
-                   +--- held out:    by source: torchtitan, Megatron-LM's own of 2020, OneFlow,
-                                     DeepSpeed
-                                     by size, from the fit of time: models of more than 4 billion
-                                     parameters and sequences of 32,768 tokens or more
-                                     by size, from the fit of memory: jobs of more than 16 GPUs
+published_rows.py says which rows are in the fit, kept out of it, and left out.
 
 The fit minimizes the mean of d^2 / (1 + d^2), d = log(predicted / published) / width, with width
 0.3 and then 0.1, so outliers (slow allocators, retries) have little weight. A constant that no row
@@ -20,53 +15,31 @@ Null models: for time a constant MFU; for memory 16 to 18 bytes a parameter and 
 """
 
 import argparse
-import csv
 import json
-from collections import Counter
 from dataclasses import replace
 from math import log
 from pathlib import Path
 from statistics import mean, median
 
 from labkit.scale import constants
-from labkit.scale.cost import predict_step
-from labkit.scale.job_config import job_of
-from labkit.scale.memory_model import GIB, predict_memory
+from labkit.scale.memory_model import GIB
+from labkit.scale.published_rows import (
+    GROUPS,
+    errors,
+    gib,
+    kept_out,
+    leave_out,
+    published,
+    runs,
+    speed,
+    with_figure,
+)
+from labkit.scale.scores import show_scores
 
-ROWS = Path(__file__).with_name("published") / "training_steps.csv"
 SCORES = Path(__file__).with_name("published") / "scores.json"
-OTHER_SOURCES = ("torchtitan", "Megatron-LM-2020", "DLPerf-GPT-OneFlow", "DLPerf-DeepSpeed")
+SET_BY_HAND = ("fits", "given")  # columns of constants that the fit does not change
 WIDTHS = (0.3, 0.1)
-DOUBT = 3e-4  # the penalty for a constant that differs from its guess by a factor of e
-GROUPS = {"in the fit": "", "kept out by size": "size", "kept out by source": "source"}
-
-
-def published():
-    """Return the published rows: a list of dicts of text, each with its "job"."""
-    with ROWS.open(newline="", encoding="utf-8") as file:
-        return [row | {"job": job_of(row)} for row in csv.DictReader(file)]
-
-
-def kept_out(row, column):
-    """Return why a row is not in the fit of a column: "source", "size", or "" if it is in."""
-    if row["source"].startswith(OTHER_SOURCES):
-        return "source"
-    if column == "mem_gib":
-        return "size" if row["job"].n_gpus > 16 else ""
-    larger = row["job"].shape.parameters > 4e9 or row["job"].context >= 32768
-    return "size" if larger else ""
-
-
-def speed(job, c):
-    return predict_step(job, c).tokens_per_second
-
-
-def gib(job, c):
-    return predict_memory(job, c).shown
-
-
-def runs(job, c):
-    return predict_memory(job, c).fits
+DOUBT = 2e-2
 
 
 def loss(rows, column, predict, c, width=WIDTHS[-1]):
@@ -108,11 +81,6 @@ def along(c, factors):
     return c | {name: c[name] * factor for name, factor in factors.items()}
 
 
-def errors(rows, column, predict, c):
-    """Return |predicted / published - 1| of the rows that have the column."""
-    return [abs(predict(r["job"], c) / float(r[column]) - 1) for r in rows if r[column]]
-
-
 def null_speed(job, c):
     """Return tokens per second for a constant MFU."""
     flops = 3 * job.shape.forward_flops(job.context)
@@ -139,12 +107,14 @@ def out_of_memory(rows, fits, c):
 
 def scores(rows, c):
     """Return median errors by group of rows, ours and the null models': a dict for JSON."""
-    fitted = [row for row in rows if row["tok_s_gpu"] and not kept_out(row, "tok_s_gpu")]
+    fitted = [row for row in with_figure(rows, "tok_s_gpu") if not kept_out(row, "tok_s_gpu")]
     mfu = median(float(r["tok_s_gpu"]) / null_speed(r["job"], {"mfu": 1.0}) for r in fitted)
     found = {"tok_s_gpu": {}, "mem_gib": {}, "fits": {}}
     for column, ours, null in (("tok_s_gpu", speed, null_speed), ("mem_gib", gib, null_gib)):
         for name, why in GROUPS.items():
-            group = [row for row in rows if row[column] and kept_out(row, column) == why]
+            group = [row for row in with_figure(rows, column) if kept_out(row, column) == why]
+            if not group:
+                continue
             for part in ("all", *sorted({row["source"] for row in group})):
                 these = [row for row in group if part in ("all", row["source"])]
                 error = median(errors(these, column, ours, c))
@@ -152,7 +122,9 @@ def scores(rows, c):
                 line = {"rows": len(these), "error": round(error, 4), "null": round(other, 4)}
                 found[column][f"{name}: {part}"] = line
     for name, why in GROUPS.items():
-        group = [row for row in rows if kept_out(row, "mem_gib") == why]
+        group = [row for row in rows if row["status"] and kept_out(row, "mem_gib") == why]
+        if not group:
+            continue
         for by, fits in (("", runs), (", null", null_fits)):
             share, alarms = out_of_memory(group, fits, c)
             if share is not None:
@@ -173,20 +145,12 @@ def errors_kept_out():
 
 def fit(rows, start):
     """Fit the constants, from their guesses, to the rows in the fit; return {name: value}."""
-    c = {k.name: k.value if k.column == "fits" else k.guess for k in start}
+    c = {k.name: k.value if k.column in SET_BY_HAND else k.guess for k in start}
     for column, predict in (("tok_s_gpu", speed), ("mem_gib", gib)):
         names = [k.name for k in start if k.column == column]
-        these = [row for row in rows if row[column] and not kept_out(row, column)]
+        these = [row for row in with_figure(rows, column) if not kept_out(row, column)]
         c = search(these, column, predict, c, names)
     return c
-
-
-def leave_out(rows):
-    """Yield (name, function row -> bool) for each large source, model and number of GPUs."""
-    for column in ("source", "model", "n_gpus"):
-        for value, count in Counter(row[column] for row in rows).items():
-            if count > len(rows) / 10:
-                yield f"{column} {value}", lambda row, c=column, v=value: row[c] == v
 
 
 def refit(rows):
@@ -200,13 +164,13 @@ def refit(rows):
             spread[constant].append(c[constant])
         left = [row for row in rows if of_it(row)]
         found[name] = {
-            column: round(median(errors(left, column, predict, c)), 4)
+            column: round(median(errors(with_figure(left, column), column, predict, c)), 4)
             for column, predict in (("tok_s_gpu", speed), ("mem_gib", gib))
-            if any(row[column] for row in left)
+            if with_figure(left, column)
         }
     table = [
         k
-        if k.column == "fits"
+        if k.column in SET_BY_HAND
         else replace(k, value=best[k.name], low=min(spread[k.name]), high=max(spread[k.name]))
         for k in start
     ]
@@ -227,8 +191,11 @@ def main():
         prog="python -m labkit.scale.fit", description=__doc__.splitlines()[0]
     )
     parser.add_argument("--write", action="store_true", help="fit again and store the result")
-    rows = published()
-    if parser.parse_args().write:
+    parser.add_argument("--scores", action="store_true", help="print the scores of scores.py")
+    asked, rows = parser.parse_args(), published()
+    if asked.scores:
+        return show_scores(constants.values())
+    if asked.write:
         table, left_out = refit(rows)
         constants.write(table)
         found = scores(rows, constants.values())

@@ -15,7 +15,7 @@ words, which processes all words.
 Defaults of the job: 2,048 tokens, 8 GPUs a node, tp = pp = cp = 1, dp all remaining GPUs,
 micro_batch 1 or the value that global_batch and grad_accum imply, grad_accum the value that
 global_batch implies, no ZeRO (3 if the framework is FSDP or torchtitan), no recomputation, bf16,
-not compiled. A pipeline runs 1F1B; collectives are flat rings. The columns are those of the
+not compiled. A pipeline runs 1F1B; collectives are NCCL's fastest. The columns are those of the
 published table. An impossible value raises ValueError, which names the column.
 """
 
@@ -30,6 +30,7 @@ from labkit.scale.bert_shapes import Encoder
 from labkit.scale.collectives import check_algorithm
 from labkit.scale.hardware import GPU, find_gpu
 from labkit.scale.shapes import Shape
+from labkit.scale.stacks import DEFAULT, Stack, stack_of_row
 
 MODELS = Path(__file__).with_name("models.csv")
 VOCAB, HEAD_WIDTH, ASPECT = 51200, 128, 128
@@ -77,9 +78,9 @@ class Job:
     offload: bool
     precision: str
     compiled: bool
-    framework: str
+    stack: Stack = DEFAULT
     schedule: str = "1f1b"
-    collectives: str = "flat"
+    collectives: str = "auto"
 
     @property
     def tokens(self):
@@ -112,7 +113,7 @@ class Job:
         logits and the loss are blocks, too.
         """
         layers, pp = self.shape.layers, self.pp
-        if self.framework != "nanotron":
+        if not self.stack.balances:
             counts = [layers // pp + (stage < layers % pp) for stage in range(pp)]
             return [(n, int(i == pp - 1), n) for i, n in enumerate(counts)]
         costs = [self.shape.layer_products] * layers + [self.shape.embedding_parameters, 0, 0]
@@ -125,6 +126,16 @@ class Job:
             if done * pp >= total * (stage + 1) and stage < pp - 1:
                 stage += 1
         return [tuple(one) for one in found]
+
+    @property
+    def fused(self):
+        """Whether the stack has fused kernels for the GPU: those for Hopper and later."""
+        return self.stack.fused and self.gpu.generation in ("hopper", "blackwell")
+
+    @property
+    def flash(self):
+        """Whether attention stores no scores; FlashAttention does not run on Volta."""
+        return self.stack.flash and self.gpu.generation != "volta"
 
     @property
     def dtype(self):
@@ -145,7 +156,7 @@ def job_of(row):
     if not text(row, "gpu"):
         raise ValueError("gpu is missing: name one, such as H100-80GB")
     gpu = find_gpu(row["gpu"])
-    collectives = text(row, "collectives") or "flat"
+    collectives = text(row, "collectives") or "auto"
     check_algorithm(collectives, gpu)
     layout = layout_of(row)
     check_divides("tp", layout["tp"], {"heads": shape.heads, "ffn": shape.ffn})
@@ -167,7 +178,7 @@ def job_of(row):
         offload=text(row, "offload").lower() == "true",
         precision=text(row, "precision").lower() or "bf16",
         compiled=text(row, "compile").lower() == "true",
-        framework=text(row, "framework"),
+        stack=stack_of_row(text(row, "stack"), text(row, "framework"), text(row, "precision")),
         collectives=collectives,
     )
 
@@ -191,7 +202,8 @@ def layout_of(row):
 
 def zero_of(row):
     """Return the stage of ZeRO: without one, 3 for a framework that shards the parameters."""
-    sharded = any(word in text(row, "framework").lower() for word in ("fsdp", "torchtitan"))
+    named = (text(row, "stack") or text(row, "framework")).lower()
+    sharded = any(word in named for word in ("fsdp", "torchtitan", "llm-foundry"))
     zero = whole(row, "zero", 3 if sharded else 0, least=0)
     if zero > 3:
         raise ValueError(f"zero must be 0, 1, 2 or 3, got {zero}")

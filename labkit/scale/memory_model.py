@@ -20,16 +20,11 @@ Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, section 2.1 (ZB-H1).
 
 from dataclasses import dataclass, replace
 
-from labkit.scale.cost import (
-    away,
-    crosses,
-    device_seconds,
-    host_seconds,
-    sequence_split,
-)
+from labkit.scale.cost import away, device_seconds, host_seconds
+from labkit.scale.messages import crosses
+from labkit.scale.recomputation import kept_share, of_attention
 
 GIB = 2**30
-FUSED_LOSS = 4  # bytes a logit: gradients are written over the logits (llm-foundry)
 
 
 @dataclass(frozen=True)
@@ -103,11 +98,11 @@ def stage_peak(job, c, stage, has):
     states = sum(own * state_bytes(job, c, ranks) for own, ranks, _ in alike) / job.tp
     waiting = sum(own * away(job) / shared_by(job, ranks) for own, ranks, _ in alike) / job.tp
     gathered = 0.0
-    if job.zero == 3:
+    if job.zero == 3 and not (job.pp > 1 and not job.stack.reshards):
         root = ends * shape.embedding_parameters / job.tp
         own = sum(h for h, *_ in job.held_alike(shape.layer_parameters, shape.expert_weights))
         gathered = 2 * (2 * own / job.tp + root)
-    each = FUSED_LOSS if job.framework.startswith("PyTorch FSDP1") else c["logits_held"]
+    each = job.stack.logit_bytes or c["logits_held"]
     logits = head * each * shape.vocab / job.tp * tokens
     return Peak(
         states=(states - waiting) / GIB,
@@ -124,32 +119,39 @@ def stage_peak(job, c, stage, has):
 
 def shared_by(job, ranks):
     """Return over how many ranks ZeRO shards optimizer states, of `ranks` along dp."""
-    return ranks * (job.cp if job.zero == 3 else 1) if job.zero else 1
+    over_cp = job.zero == 3 or job.stack.cp_shards
+    return ranks * (job.cp if over_cp else 1) if job.zero else 1
 
 
 def state_bytes(job, c, ranks):
     """Return bytes per parameter of the stage, after ZeRO has sharded over `ranks` of dp."""
-    if job.zero == 3:
-        return (8 if "pure" in job.precision else 16) / shared_by(job, ranks)
-    if job.framework != "nanotron":  # 16-bit parameters and gradients; fp32 master and moments
-        whole, divided = (4, 12) if job.zero < 2 else (2, 14)
-        return whole + divided / shared_by(job, ranks)
-    if job.zero == 0:
-        return 18 + 2 * (ranks > 1)  # DDP's buckets
-    return c["whole"] + (18 - c["whole"]) / ranks
+    whole, divided = job.stack.states[job.zero]
+    if job.zero == 3 and job.pp > 1 and not job.stack.reshards:
+        whole += 2 + job.stack.gradient_bytes  # both unsharded from micro-batch to micro-batch
+    if job.stack.balances and job.zero == 0:
+        whole += 2 * (ranks > 1)  # DDP's buckets
+    elif job.stack.balances:
+        whole, divided = c["whole"], whole + divided - c["whole"]
+    if "pure" in job.precision:  # bf16 parameters, gradients and moments
+        whole, divided = whole * 8 / (whole + divided), divided * 8 / (whole + divided)
+    return whole + divided / shared_by(job, ranks)
 
 
 def kept(job, c):
     """Return the bytes per token that a layer keeps until its backward."""
-    split = job.tp if sequence_split(job) else (job.tp + 1) / 2
-    inputs = 2 * job.shape.hidden / (job.tp if sequence_split(job) else 1)
-    copies = c["saved"] if job.framework == "nanotron" else 1.0
+    split = job.tp if job.stack.sequence else (job.tp + 1) / 2
+    inputs = 2 * job.shape.hidden / (job.tp if job.stack.sequence else 1)
+    copies = c["saved"] if job.stack.balances else 1.0
     everything = copies * job.shape.saved_bytes() / split
-    if job.framework == "nanotron" and job.tp > 1:
+    if job.stack.fused and job.shape.gated:  # SiLU's output is computed again in the backward
+        everything -= 2 * job.shape.ffn * job.shape.top_k / split
+    if job.shape.experts > 1:  # tokens in the order of their experts
+        everything += 2 * job.shape.hidden * job.shape.top_k / split
+    if job.stack.balances and job.tp > 1:
         # inputs of split layers stay gathered, unless the GPU waits for its host and frees them
         waiting = crosses(job) and host_seconds(job, c) > device_seconds(job, c)
         everything += 0 if waiting else 2 * 2 * job.shape.hidden
-    if job.precision == "fp16":  # older than fused attention: scores before and after dropout
+    if not job.flash and not of_attention(job):  # scores before and after dropout
         everything += 5 * job.shape.heads * job.context / job.tp
-    share = {"none": 1.0, "full": 0.0, "half": 0.5, "selective": 0.5}[job.recompute]
+    share = kept_share(job)
     return share * everything + (1 - share) * inputs

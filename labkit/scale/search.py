@@ -12,27 +12,27 @@ has a replica in each node. A pipeline runs 1F1B, interleaved if a rank has seve
 `schedule` allows it, zero bubble (ZB-H1) is tried, too: it has one stage a rank and needs at least
 as many micro-batches as stages. The search is pruned without losing the best layout:
 
-    ZeRO-1 never needs more time or memory than ZeRO-0         with rings, ZeRO-0 is not tried
+    a layout that the stack does not run                        is not tried: stacks.py
     more recomputation takes more time and less memory         the first that fits is the fastest
     a larger micro-batch takes more memory                     none is tried after one too large
-    fp8 never needs more time or memory than bf16              bf16 is not tried if the GPU has fp8
+    fp8 never needs more memory than bf16, nor more time       bf16 is not tried if the GPU has fp8
+    unless its casts take longer than its products save
 
-cost.py predicts the time and memory_model.py the memory. Neither models the time of casts to fp8 or
-the bucket size; bucket_size_model.py chooses the latter for the fastest layout. The rules of thumb
-are from Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters, SC 2021,
-section 3.
+cost.py predicts the time and memory_model.py the memory. Neither models the bucket size;
+bucket_size_model.py chooses it for the fastest layout. The rules of thumb are from Narayanan et
+al., Efficient Large-Scale Language Model Training on GPU Clusters, SC 2021, section 3.
 """
 
 from dataclasses import dataclass, replace
 from math import gcd, isfinite
 
-from labkit.scale.collectives import SUM_AT_ONCE
 from labkit.scale.cost import away, predict_step
 from labkit.scale.job_config import NOT_PLANNED, Job, job_of, recomputed, text
 from labkit.scale.memory_model import GIB, predict_memory, state_bytes
 from labkit.scale.validate_args import PRECISIONS, check_given, divisors, schedules_of
 
 LEAST_TOKENS = 1024
+NEAR = 0.05  # the median error of speeds kept out of the fit
 TRIED = ("none", "selective", "full")  # "half" saves as much as "selective" and takes longer
 MODEL = (
     "architecture", "params", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "tied",
@@ -95,8 +95,7 @@ class Space:
     def sharded(self, job, data):
         """Yield variants of a job with `data` data-parallel ranks: ZeRO stage, replicas and ep."""
         in_node = max(1, job.gpus_per_node // job.tp // job.cp)
-        whole = (0,) if job.collectives in SUM_AT_ONCE else ()
-        tried = (*whole, 1, 2, 3) if data > 1 else (0, 3) if job.cp > 1 else (0,)
+        tried = (0, 1, 2, 3) if data * job.cp > 1 else (0,)
         ways = [(zero, data) for zero in (self.given.get("zero", z) for z in tried)]
         if data % in_node == 0 and 1 < in_node < data:
             ways.append((3, in_node))
@@ -104,14 +103,18 @@ class Space:
             fits = self.free("zero", [zero]) and self.free("dp", [dp])
             if fits and self.free("replicas", [data // dp]):
                 for ep in self.free("ep", divisors(gcd(dp, job.shape.experts))):
-                    yield replace(job, zero=zero, dp=dp, replicas=data // dp, ep=ep)
+                    found = replace(job, zero=zero, dp=dp, replicas=data // dp, ep=ep)
+                    if not job.stack.refuses(found):
+                        yield found
 
     def batches(self, layout):
         """Yield, for each schedule and vpp, the jobs in order of increasing micro-batch."""
         each = self.global_batch // layout.dp // layout.replicas
         layers, pp = layout.shape.layers, layout.pp
-        thin = divisors(layers // pp) if pp > 1 and layers % pp == 0 else [1]
-        tried = self.schedules if pp > 1 else ("1f1b",)
+        several = pp > 1 and layers % pp == 0 and "vpp" in layout.stack.axes
+        thin = divisors(layers // pp) if several else [1]
+        known = [schedule for schedule in self.schedules if schedule in layout.stack.schedules]
+        tried = known if pp > 1 else ("1f1b",)
         ways = [("1f1b", vpp) for vpp in self.free("vpp", thin)]
         ways += [("zero_bubble", vpp) for vpp in self.free("vpp", [1])]
         for schedule, vpp in (way for way in ways if way[0] in tried):
@@ -154,6 +157,17 @@ def search(space, n, c, within=float("inf")):
                 if found is None:
                     break
     return fit, refused
+
+
+def recommended(fit):
+    """Return the Found to choose: of those nearly as fast as the fastest, that with least stages.
+
+    A difference below NEAR is less than the prediction's error, and of the published steps up to
+    256 GPUs the cluster's own trouble slowed 4 % without a pipeline, but 14 to 27 % with one.
+    """
+    fastest = min(found.seconds for found in fit)
+    near = [found for found in fit if found.seconds <= (1 + NEAR) * fastest]
+    return min(near, key=lambda found: (found.job.pp, found.seconds))
 
 
 def first_to_fit(space, job, c, within, refused):
@@ -204,8 +218,8 @@ def smallest(space, limit, c):
     return None
 
 
-def space_of(row, cluster, *, global_batch, spare, uneven, precision, framework,
-             schedule="1f1b", **given):  # fmt: skip
+def space_of(row, cluster, *, global_batch, spare, uneven, precision, framework="",
+             stack="", schedule="1f1b", **given):  # fmt: skip
     """Return the Space of a model (a row for job_config.py) on a Cluster.
 
     Raises ValueError for invalid input.
@@ -220,7 +234,8 @@ def space_of(row, cluster, *, global_batch, spare, uneven, precision, framework,
         raise ValueError(
             f"precision must be free or one of {', '.join(PRECISIONS)}, got {precision!r}"
         )
-    kept |= {"gpu": cluster.gpu, "n_gpus": 1, "precision": precision, "framework": framework}
+    kept |= {"gpu": cluster.gpu, "n_gpus": 1, "precision": precision}
+    kept |= {"framework": framework, "stack": stack}
     job = replace(job_of(kept), gpu=cluster.device, gpus_per_node=cluster.gpus_per_node)
     job = replace(job, network_gbps=job.gpu.network_gbps, collectives=cluster.collectives)
     if not isfinite(spare) or not 0 <= spare < 1:
@@ -229,4 +244,7 @@ def space_of(row, cluster, *, global_batch, spare, uneven, precision, framework,
     if "recompute" in given:
         given["recompute"] = recomputed(given["recompute"])
     schedules = schedules_of(schedule, given)
+    if schedule != "free" and schedule not in job.stack.schedules:
+        known = ", ".join(job.stack.schedules)
+        raise ValueError(f"{job.stack.name} does not run schedule={schedule}: use {known}")
     return Space(job, global_batch, given, spare, uneven, cluster.host_gib, schedules)

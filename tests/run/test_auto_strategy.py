@@ -41,7 +41,7 @@ def test_the_job_is_what_the_experiment_is():
 
 def test_what_is_alike_keeps_its_order():
     assert auto_strategy.error() == pytest.approx(0.071, abs=0.02)
-    assert auto_strategy.in_order("abcd", [1.0, 0.97, 0.5, 0.52]) == ["c", "d", "b", "a"]
+    assert auto_strategy.in_order("abcd", [1.2, 0.97, 0.5, 0.52]) == ["c", "d", "b", "a"]
     assert auto_strategy.in_order("ab", [1.06, 1.0]) == ["a", "b"]
 
 

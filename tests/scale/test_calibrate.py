@@ -10,11 +10,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from labkit.scale import calibrate
 from labkit.scale.cluster import Cluster
-from labkit.scale.collectives import NETWORK_SHARE, NODE_SHARE, flat
+from labkit.scale.collectives import NETWORK_SHARE, NODE_SHARE, flat, groups
 from labkit.scale.constants import values
-from labkit.scale.cost import device_seconds, group
+from labkit.scale.cost import device_seconds
 from labkit.scale.hardware import find_gpu
 from labkit.scale.job_config import job_of
+from labkit.scale.messages import links
 from labkit.scale.plan import plan
 from labkit.scale.search import space_of
 
@@ -60,7 +61,7 @@ def test_what_was_measured_is_what_the_cost_model_gets(rows):
     assert isnan(here.watts) and here.memory_gib > 0 and find_gpu(here) is here
     row = SMALL | {"gpu": here, "precision": "fp32", "n_gpus": 2, "dp": 2}
     for per_node in (1, 2):  # a message over either link takes what it took
-        pair = group(job_of(row | {"gpus_per_node": per_node}), 2, 1, {"crowding": 0.0})
+        (pair,) = groups("flat", *links(job_of(row | {"gpus_per_node": per_node}), 2, 1, {"crowding": 0.0}))
         alpha = flat("all_gather", pair, 0)
         assert (1 / pair.slower, alpha) == approx((BETA, ALPHA))
     assert here.node_gbs * NODE_SHARE == approx(here.network_gbps / 8 * NETWORK_SHARE)

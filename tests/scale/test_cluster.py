@@ -32,7 +32,7 @@ def test_a_file_is_the_cluster_in_python(tmp_path):
 def test_the_file_of_the_docstring_is_one(tmp_path):
     shown = cluster.__doc__.partition("\n\n")[2].partition("\n\n")[0]
     found = Cluster.from_yaml(written(tmp_path, shown))
-    assert found == Cluster("A100-80GB", 64, 4, 200, 300, 39.4, 512, True, "flat")
+    assert found == Cluster("A100-80GB", 64, 4, 200, 300, 39.4, 512, True, "auto")
 
 
 def test_what_is_told_beside_a_file_replaces_its_figures_but_not_its_gpu(tmp_path):

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 from pytest import approx
 
-from labkit.scale.collectives import ALGORITHMS, NODE_SHARE, SWITCH_HOP, Group
+from labkit.scale.collectives import ALGORITHMS, NODE_SHARE, SWITCH_HOP, Group, all_to_all, collective_seconds
 from labkit.scale.constants import values
-from labkit.scale.cost import gradient_seconds, tensor_seconds
 from labkit.scale.job_config import job_of
+from labkit.scale.messages import gradient_seconds, tensor_seconds
 
 S = 1 << 30  # bytes
 # 4 nodes of 8: hops of powers of ten apart, so that a sum of them can be read
@@ -83,20 +83,40 @@ MODEL = {"layers": 8, "hidden": 1024, "heads": 8, "ffn": 4096, "vocab": 8192, "g
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_jobs_pay_for_the_algorithm_they_have(algorithm):
     c = values() | {"crowding": 0.0, "data_exposed": 1.0, "tensor_exposed": 1.0}
-    job = job_of(MODEL | {"n_gpus": 64, "collectives": algorithm})
-    group = Group(64, 8, 8, 450e9, 3200e9 / 8 * 0.73, 3.4e-6, 14e-6)
+    job = job_of(MODEL | {"n_gpus": 64, "collectives": algorithm, "stack": "megatron-2020"})
+    job = replace(job, gpu=replace(job.gpu, hop=5e-6), stack=replace(job.stack, bucket_mib=1e6))
+    group = Group(64, 8, 8, 450e9, 3200e9 / 8 * 0.73, 5e-6, 5e-6)
     took = ALGORITHMS[algorithm]
     size = 2 * job.shape.parameters
     assert gradient_seconds(job, c) == approx(took("all_reduce", group, size))
     sharded = gradient_seconds(replace(job, zero=1), c)
     assert sharded == approx(took("reduce_scatter", group, size) + took("all_gather", group, size))
-    split = replace(job, dp=8, tp=8, precision="fp16")  # 2 all-reduces forward, 2 backward
-    node = Group(8, 8, 1, 450e9, 1.0, 3.4e-6, 14e-6)
+    split = replace(job, dp=8, tp=8)  # 2 all-reduces forward, 2 backward
+    node = Group(8, 8, 1, 450e9, 1.0, 5e-6, 5e-6)
     assert tensor_seconds(split, c) == approx(4 * took("all_reduce", node, 2 * split.tokens * 1024))
 
 
+def test_the_fastest_protocol_is_taken():
+    """Of 1,024 ranks: LL's hops for a byte, LL128's for 100 MiB, Simple's bytes for a large message."""
+    links = (1024, 8, 128, 450e9, 292e9, None)
+    hops = {size: collective_seconds("flat", "all_gather", size, False, *links) for size in (0, 100 << 20, 1 << 36)}
+    byte = 1023 / 1024 / (450e9 * NODE_SHARE), 1023 / 1024 / 292e9
+    assert hops[0] == approx(895 * 0.6e-6 + 128 * 2.7e-6)
+    assert hops[100 << 20] == approx(895 * 1.9e-6 + 128 * 4e-6 + max(byte) * (100 << 20) / 0.92)
+    assert hops[1 << 36] == approx(895 * 3.4e-6 + 128 * 14e-6 + max(byte) * (1 << 36))
+    auto = collective_seconds("auto", "all_reduce", 25 << 20, True, *links)
+    assert auto == min(collective_seconds(one, "all_reduce", 25 << 20, True, *links) for one in ("flat", "tree"))
+
+
+def test_tokens_go_to_their_experts_over_each_gpus_own_adapter():
+    """64 ranks, 8 a node: 56 of 64 parts leave the node over one adapter, 7 stay in it."""
+    size = 1e9
+    assert all_to_all(size, 64, 8, 8, 300e9, 36.5e9, None) == approx(size * 56 / 64 / 36.5e9 + 4e-6)
+    assert all_to_all(size, 8, 8, 1, 300e9, 36.5e9, None) == approx(size * 7 / 8 / 300e9 + 1.9e-6)
+
+
 def test_what_cannot_be_is_refused_by_name():
-    with pytest.raises(ValueError, match="collectives must be one of flat, hierarchical, tree, in_switch, got 'star'"):
+    with pytest.raises(ValueError, match="must be one of auto, flat, hierarchical, tree, in_switch, got 'star'"):
         job_of(MODEL | {"collectives": "star"})
     with pytest.raises(ValueError, match="in_switch needs switches that reduce, which nodes of A100-80GB do not have"):
         job_of(MODEL | {"gpu": "A100", "collectives": "in_switch"})

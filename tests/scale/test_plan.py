@@ -14,31 +14,45 @@ from labkit.scale.bert_shapes import BERT_LARGE
 from labkit.scale.bucket_size_model import MIB, USUAL, bucket_of, choose_bucket
 from labkit.scale.cluster import Cluster
 from labkit.scale.cost import (
-    gather_seconds,
-    gradient_seconds,
-    hand_over,
+    PERMUTED,
+    expert_launches,
     head_seconds,
     layer_seconds,
     optimizer_seconds,
     predict_step,
     product_seconds,
-    tensor_seconds,
-    unit_seconds,
+    spared_seconds,
     weights_seconds,
 )
 from labkit.scale.explain import moved, sensitivity, why_larger, why_slower, words
 from labkit.scale.hardware import GPUS
 from labkit.scale.job_config import job_of, row_of
 from labkit.scale.memory_model import kept, predict_memory, stage_peak
-from labkit.scale.plan import bill, main, plan
+from labkit.scale.messages import (
+    expert_seconds,
+    gather_seconds,
+    gradient_seconds,
+    hand_over,
+    ring_seconds,
+    tensor_seconds,
+    unit_seconds,
+)
+from labkit.scale.plan import bill, main
+from labkit.scale.plan import plan as plan_of
 from labkit.scale.search import search
 from labkit.scale.shapes import Shape
+from labkit.scale.stacks import STACKS
 
 C = constants.values()
 SMALL = {"layers": 8, "hidden": 1024, "heads": 8, "kv_heads": 4, "ffn": 4096, "vocab": 8192, "seq_len": 2048}
 EXPERTS = SMALL | {"experts": 4, "top_k": 2}
 BATCH = 16
 TIGHT = {"memory_gib": 1.2, "network_gbps": 30.0}
+
+
+def plan(*model_and_cluster, **asked):
+    """plan() with the stack that runs every axis, unless another is asked for."""
+    return plan_of(*model_and_cluster, **{"framework": "torchtitan"} | asked)
 
 
 def cluster(gpus=8, gpu="A100-80GB", **changes):
@@ -55,7 +69,7 @@ def every_job(model, where, n, schedules=("1f1b",)):
         if BATCH % ranks:
             continue
         axes = {"tp": tp, "pp": pp, "cp": cp, "dp": dp, "gpu": where.gpu, "n_gpus": n, "gpus_per_node": node}
-        plain = job_of(model | axes | {"zero": 3})
+        plain = job_of(model | axes | {"zero": 3, "framework": "torchtitan"})
         told = {"network_gbps": where.device.network_gbps, "collectives": where.collectives}
         plain = replace(plain, gpu=where.device, **told)
         kinds, homes = ("none", "half", "selective", "full"), (False, True) if where.host_gib else (False,)
@@ -70,6 +84,8 @@ def every_job(model, where, n, schedules=("1f1b",)):
                 continue
             told = {"zero": zero, "vpp": vpp, "ep": ep, "micro_batch": micro, "grad_accum": accumulated}
             job = replace(plain, **told, recompute=kind, offload=home, schedule=schedule)
+            if job.stack.refuses(job):
+                continue
             peak = predict_memory(job, C)
             if peak.total <= 0.9 * where.device.memory_gib and peak.host <= 0.9 * (where.host_gib or 0):
                 yield predict_step(job, C).seconds, job
@@ -79,7 +95,7 @@ def every_job(model, where, n, schedules=("1f1b",)):
     ("model", "figures", "schedules"),
     [
         (SMALL, {}, ["1f1b"]),
-        (SMALL, {"memory_gib": 0.9, "network_gbps": 30.0}, ["1f1b"]),
+        (SMALL, {"memory_gib": 1.0, "network_gbps": 30.0}, ["1f1b"]),
         (SMALL, {"memory_gib": 1.6, "network_gbps": 30.0}, ["1f1b"]),
         (EXPERTS, {"memory_gib": 1.6, "network_gbps": 30.0}, ["1f1b"]),
         (SMALL, {"memory_gib": 0.9, "network_gbps": 30.0, "host_gib": 1.5}, ["1f1b"]),
@@ -104,9 +120,9 @@ def test_a_precision_that_is_free_is_the_best_of_all(gpu, chosen):
     where = cluster(gpu=gpu, **TIGHT)
     told = {dtype: plan(SMALL, where, global_batch=BATCH, precision=dtype) for dtype in ("free", "bf16", "fp8")}
     free, best = told["free"], min(found.fastest.seconds for found in told.values())
-    assert (free.fastest.seconds, free.fastest.job.precision) == (best, chosen)
+    assert free.fastest.job.precision == chosen
+    assert free.fastest.seconds == pytest.approx(best, rel=1e-3)  # casts take a little of a small product
     if chosen == "fp8":
-        assert free.fastest.seconds < told["bf16"].fastest.seconds
         assert free.cheapest.gpu_seconds < told["bf16"].cheapest.gpu_seconds
 
 
@@ -138,7 +154,7 @@ def test_all_that_is_named_fits():
 
 
 def test_more_memory_never_slows_the_fastest_nor_does_a_faster_network():
-    larger = [plan(SMALL, cluster(memory_gib=gib), global_batch=BATCH).fastest.seconds for gib in (0.9, 1.2, 1.6, 79.1)]
+    larger = [plan(SMALL, cluster(memory_gib=gib), global_batch=BATCH).fastest.seconds for gib in (1.0, 1.2, 1.6, 79.1)]
     assert larger == sorted(larger, reverse=True) and larger[0] > larger[-1]
     slower = [
         plan(SMALL, cluster(memory_gib=1.2, network_gbps=gbps), global_batch=BATCH).fastest.seconds
@@ -225,14 +241,17 @@ def test_the_bill():
 
 
 def step_by_hand(job):
-    """The seconds of a step in bf16, term by term: neither Step.parts nor a sum of them."""
+    """The seconds of a torchtitan step in bf16, term by term: neither Step.parts nor a sum of them."""
     shape, gpu, exposed = job.shape, job.gpu, C["exposed"]
     again = {"none": 0, "selective": 1 / 4, "half": 1 / 2, "full": 1}[job.recompute]
     products = product_seconds(job, C)
     flops = shape.attention_flops(job.context) * job.tokens / job.tp
     attention = flops / (1e12 * gpu.tflops["bf16"] * C["attention"])
-    moving = C["traffic"] * shape.moved_bytes() * job.tokens / job.tp / (1e9 * gpu.memory_gbs)
+    moved = C["traffic"] * shape.moved_bytes() + PERMUTED * shape.hidden * shape.top_k
+    moving = moved * job.tokens / job.tp / (1e9 * gpu.memory_gbs)
     layer = (3 + again) * (products + moving) + (3.5 + again) * attention + tensor_seconds(job, C)
+    layer += ring_seconds(job, C) + expert_launches(job, C) + expert_seconds(job, C)
+    layer -= again * spared_seconds(job, products)
     if job.zero == 3:
         gathers = unit_seconds(job, C)
         layer = max(layer, gathers) + exposed * min(layer, gathers)
@@ -241,8 +260,10 @@ def step_by_hand(job):
     if job.schedule == "zero_bubble":
         later = [weights_seconds(job, has, C) for has in job.stages]
         bubble -= 2 * (sum(later) - later[work.index(max(work))])
-    steady = job.grad_accum * (max(work) + 2 * job.vpp * hand_over(job))
-    return steady + bubble + gradient_seconds(job, C) + optimizer_seconds(job)
+    hand_overs = 2 * hand_over(job) * (job.grad_accum * job.vpp + job.pp - 1)
+    layers = job.stages[work.index(max(work))][0]
+    gradients = gradient_seconds(job, C, layers * layer)
+    return job.grad_accum * max(work) + hand_overs + bubble + gradients + optimizer_seconds(job)
 
 
 def test_the_parts_of_a_step_add_up_and_say_who_lost_by_what():
@@ -255,7 +276,7 @@ def test_the_parts_of_a_step_add_up_and_say_who_lost_by_what():
     told = why_slower(replace(found.fastest, job=slow, step=predict_step(slow, C)), found.fastest)
     assert "bubble +" in told and "% of a step" in told
     assert found.larger.seconds < found.fastest.seconds and not found.space.fits(found.larger.peak)
-    assert "GiB of 1.4: states 0.7, not 0.6" in why_larger(found.larger, found.fastest, 0.1)
+    assert "GiB of 1.4: activations 0.4, not 0.2" in why_larger(found.larger, found.fastest, 0.1)
 
 
 @pytest.mark.parametrize(
@@ -361,9 +382,13 @@ def test_experts_shared_out_hold_less_and_send_their_tokens():
     whole, shared = job_of(row), job_of(row | {"ep": 4})
     one = 8 * shared.shape.expert_weights  # of all layers
     saved = predict_memory(whole, C).states - predict_memory(shared, C).states
-    assert saved * 2**30 == pytest.approx(one * (4 + 12 / 8) - one / 4 * (4 + 12 / 2))
+    assert saved * 2**30 == pytest.approx(one * (6 + 12 / 8) - one / 4 * (6 + 12 / 2))
     sent = 2 * shared.tokens * 1024 * 2  # 16 bits, each token to two
-    assert tensor_seconds(shared, C) == pytest.approx(4 * gather_seconds(shared, 4, 1, sent, C))
+    in_node = sent * 3 / 4 / (300e9 * 0.79)  # a quarter stays
+    plain = replace(shared, stack=STACKS["torchtitan"])  # sends a token to each of its experts
+    assert expert_seconds(plain, C) == pytest.approx(4 * in_node, rel=0.05)
+    far = replace(plain, gpus_per_node=2)  # half of the tokens leave the node over the GPU's own adapter
+    assert expert_seconds(far, C) == pytest.approx(4 * sent / 2 / (1600e9 / 8 / 2 * 0.73), rel=0.05)
     assert gradient_seconds(shared, C) < gradient_seconds(whole, C)
     with pytest.raises(ValueError, match="ep=3 does not divide dp=8"):
         job_of(row | {"ep": 3})
@@ -385,19 +410,21 @@ def test_states_offloaded_take_the_bus_and_the_hosts_memory():
 
 
 def test_zero_2_scatters_every_micro_batch_and_replicas_add_up_their_shards():
-    row = SMALL | {"gpu": "A100", "n_gpus": 16, "gpus_per_node": 4, "grad_accum": 5}
+    row = SMALL | {"gpu": "A100", "n_gpus": 16, "gpus_per_node": 4, "grad_accum": 5, "stack": "deepspeed"}
     one, two = (gradient_seconds(job_of(row | {"zero": zero}), C) for zero in (1, 2))
     assert two == pytest.approx(3 * one)  # 5 scatters and a gather, not one of each
     assert gradient_seconds(job_of(row | {"zero": 3}), C) == 0
     hybrid = job_of(row | {"zero": 3, "dp": 4})
     shards = 2 * hybrid.shape.parameters / 4
-    assert gradient_seconds(hybrid, C) == pytest.approx(2 * C["data_exposed"] * gather_seconds(hybrid, 4, 4, shards, C))
+    assert gradient_seconds(hybrid, C) == pytest.approx(
+        C["data_exposed"] * gather_seconds(hybrid, 4, 4, shards, C, "all_reduce")
+    )
 
 
 def test_a_bucket_pays_few_starts_and_a_short_last_one():
     job = job_of(SMALL | {"gpu": "A100", "n_gpus": 64, "zero": 1, "layers": 64})
     best = choose_bucket(job, C)
-    total, alpha = 2 * job.shape.parameters, gather_seconds(job, 64, 1, 0, C)
+    total, alpha = 4 * job.shape.parameters, gather_seconds(job, 64, 1, 0, C)
     for mb in (1, 7, USUAL, best.mb, 100, 1000, 10**6):
         bucket = bucket_of(job, mb, C)
         assert bucket.count == max(1, -(-total // (mb * MIB)))
@@ -436,7 +463,7 @@ def test_bert_is_planned_as_what_it_is():
     fits = replace(bert, zero=0, dp=1)
     assert job_of(row | {"architecture": "BertModel"}).shape == job_of(row | {"architecture": ""}).shape != bert.shape
     states = predict_memory(fits, C).states * 2**30
-    assert states == pytest.approx(16 * bert.shape.parameters, rel=1e-9)
+    assert states == pytest.approx(18 * bert.shape.parameters, rel=1e-9)
     plain = replace(
         bert, shape=Shape(24, 1024, 16, 16, 4096, 30522, gated=False, tied=True, positions=512, biases=True)
     )
@@ -464,7 +491,8 @@ def test_an_encoder_says_that_none_was_published(monkeypatch, capsys):
 def test_the_command(monkeypatch, capsys):
     told = ",".join(f"{name}={value}" for name, value in SMALL.items())
     command = f"plan --model {told} --gpus 8 --gpu a100-80gb --tokens 1e9 --global-batch 16 --price 2 --sensitivity"
-    monkeypatch.setattr(sys, "argv", command.split())
+    fsdp = [*command.split(), "--framework", "torchtitan", "--zero", "3"]
+    monkeypatch.setattr(sys, "argv", fsdp)
     main()
     said = capsys.readouterr().out
     for word in ("fastest", "cheapest", "smallest", "GPU-hours", "money", "runner-up", "kept out of the fit", "edge"):

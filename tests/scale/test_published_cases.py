@@ -60,20 +60,22 @@ def test_dense_models_of_short_sequences_are_near_and_the_others_are_as_far_off_
     """Fitted on none of these: the notebook's words hold as long as this does."""
     found = cases.ratios(read, constants.values())
     for name in ("GPT-3 175B, 384 GPUs", "GPT-3 175B, 768 GPUs", "GPT-3 175B, 1,536 GPUs"):
-        assert 0.95 < found[name][0] < 1.05
+        assert 0.95 < found[name][0] < 1.07
     assert 1.0 < found["LLaMA 65B, 2,048 GPUs"][0] < 1.15
-    assert found["Llama 3 405B, 16,384 GPUs"][1] < 0.95
-    assert found["Llama 3 405B, 131,072 tokens"][1] < 0.9
-    assert found["Mixtral 8x7B, 64 GPUs"][1] < 0.9
-    for gpus, least in ((384, 1.3), (768, 2.0), (1536, 3.3)):
+    for name in ("Llama 3 405B, 8,192 GPUs", "Llama 3 405B, 16,384 GPUs", "Mixtral 8x7B, 64 GPUs"):
+        assert found[name][0] < 1.05 and found[name][1] > 0.98
+    least, most = found["Llama 3 405B, 131,072 tokens"]
+    assert least < 1 < most
+    assert 0.8 < found["DeepSeek-V3, 2,048 GPUs"][0] < 1.0
+    for gpus, least in ((384, 1.3), (768, 2.0), (1536, 3.0)):
         assert least < found[f"GPT-3 175B, {gpus:,} GPUs, ZeRO-3"][0] < least + 0.15
 
 
 def test_what_the_notebook_says_of_the_fit():
     rows = [row for row in fit.published() if row["tok_s_gpu"] and not fit.kept_out(row, "tok_s_gpu")]
     jobs = [row["job"] for row in rows]
-    assert max(job.n_gpus for job in jobs) == 64
-    assert round(max(job.shape.parameters for job in jobs) / 1e9, 1) == 3.8
+    assert max(job.n_gpus for job in jobs) == 128
+    assert round(max(job.shape.parameters for job in jobs if job.dtype != "fp8") / 1e9, 1) == 3.8
     assert {job.shape.experts for job in jobs} == {1}
-    assert round(max(job.shape.parameters for job in jobs if job.dtype == "fp8") / 1e9, 1) == 2.7
+    assert round(max(job.shape.parameters for job in jobs if job.dtype == "fp8") / 1e9) == 175
     assert not {"blackwell"} & {job.gpu.generation for job in jobs}

@@ -41,8 +41,8 @@ def test_parts_add_up_to_the_steps():
 
 def test_words_say_time_money_and_memory():
     words = cases_explorer.takeaway(course(), cases_explorer.State(OTHER, "A100-80GB"))
-    assert words.startswith(f"{OTHER}, its layout on A100-80GB: 0.45 times the speed on H100-80GB. A trillion tokens")
-    assert "at an assumed 2 an hour" in words and "does not fit, as predicted, in 79." in words
+    assert words.startswith(f"{OTHER}, its layout on A100-80GB: 0.38 times the speed on H100-80GB. A trillion tokens")
+    assert "at an assumed 2 an hour" in words and "GiB fits in 79." in words
 
 
 def test_the_gpu_that_it_ran_on_is_one_bar():
@@ -57,4 +57,4 @@ def test_the_controls_draw_anew():
     shown.controls["case"].value = OTHER
     shown.controls["gpu"].value = "B200-180GB"
     assert shown.state == cases_explorer.State(OTHER, "B200-180GB")
-    assert f"{OTHER}, its layout on B200-180GB: 1.94 times" in shown.image.value
+    assert f"{OTHER}, its layout on B200-180GB: 1.77 times" in shown.image.value
