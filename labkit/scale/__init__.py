@@ -2,14 +2,18 @@
 
     virtual_clock.py      a clock that only emulated compute moves: the same step on every machine
     simulate.py           a dry run's step with the time of its messages added
+    failures.py           failure rates, the best interval between saves, the useful share
     goodput.py            jitter, stragglers, failures: the useful share of a run, seeded
 
-    hardware.py           GPUs and links as data, with a source for each figure
+    hardware.py           GPUs and links as data, with a source for each figure: gpus.csv
     cluster.py            a number of GPUs in equal nodes, from Python or a file; checks units
     calibrate.py          this machine as one more GPU: measures matmuls, memory and links
     shapes.py             parameters, FLOPs and activation bytes, from a model's configuration
     bert_shapes.py        the same for BERT: no causal mask, other input and output layers
     resnet_shapes.py      the same for ResNets: convolutions, block by block
+    vit_shapes.py         the same for vision transformers
+    model_row.py          a model from a row of a table, or from layers=32,hidden=4096,...
+    huggingface.py        a model from a config.json of Hugging Face
     job_config.py         a training job from a row of a table, with defaults for missing columns
     collectives.py        the time of a message, by algorithm: rings, levels, trees, switches
     stacks.py             the training stacks: what each keeps, sends, hides and can run
@@ -28,7 +32,12 @@
     validate_args.py      checks the arguments of the planner
     search.py             every layout of a model on n GPUs, and those that fit
     bucket_size_model.py  the best bucket size: start-up costs against the last bucket
-    plan.py               the command: the fastest, cheapest, smallest; time, money, energy
+    question.py           a model on a cluster, with a batch that its GPUs can divide
+    answer.py             the answer of ./scripts/lab plan and of the dashboard: three layouts
+    answer_text.py        the answer in sentences
+    launch_options.py     the options that run a layout on its stack
+    quantities.py         reads 1T tokens, 400 Gbit/s, a price, a deadline
+    plan.py               the table: the fastest, cheapest, smallest; time, money, energy
     explain.py            why another plan lost; which constants the plan depends on
     cases.py              published jobs: predicted and reported in the same unit
 

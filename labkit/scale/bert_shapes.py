@@ -75,9 +75,9 @@ class Encoder(Shape):
         ends = matrices * self.embedding_parameters + self.input_parameters + self.head_parameters
         return self.layers * self.layer_parameters + ends
 
-    def attention_flops(self, context):
-        """Forward FLOPs of attention per token and layer, without a mask."""
-        return 4 * context * self.hidden
+    def keys_met(self, context):
+        """Return the number of keys that a token attends to: all, as there is no mask."""
+        return context
 
     def forward_flops(self, context):
         """Forward FLOPs per token of the whole model; the pooler uses one token a sequence."""

@@ -27,7 +27,7 @@ from labkit.scale.plan import plan, row_of
 
 CASES = Path(__file__).with_name("published") / "cases.csv"
 RUNS = Path(__file__).with_name("published") / "runs.csv"
-MASKED = {"none": 0, "causal": 2, "full": 4}  # FLOPs of a forward / (context x hidden)
+MASKED = {"none": 0, "causal": 2, "full": 4}  # FLOPs of a forward / (context x width of attention)
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,8 @@ def token_flops(shape, context, attention="none", recomputed=False):
 
     attention: a key of MASKED. recomputed: whether a second forward of all layers is counted.
     """
-    forward = 2 * shape.layer_products + MASKED[attention] * context * shape.hidden
+    width = (shape.query_width + shape.value_width) / 2
+    forward = 2 * shape.layer_products + MASKED[attention] * context * width
     return (3 + recomputed) * shape.layers * forward + 6 * shape.embedding_parameters
 
 

@@ -3,17 +3,19 @@
     gpu: A100-80GB        # of hardware.py; gpu and gpus are required
     gpus: 64
     gpus_per_node: 4      # from here on, defaults are the usual figures of that GPU
-    network_gbps: 200     # 10^9 bit/s of a node, all adapters together
+    network: 50           # 10^9 bit/s of each GPU; or network_gbps: 200, of a node, all adapters
     node_gbs: 300         # 10^9 byte/s of a GPU to its node, in one direction
     memory_gib: 39.4      # GiB of a GPU
     host_gib: 512         # GiB of a node's host, for optimizer states
     collectives: auto     # the algorithm of collectives: see collectives.py
-    confirmed: true       # unusual figures are correct: a node of this cluster has 200 Gbit/s
+    confirmed: true       # unusual figures are correct: these A100 have half of their 80 GB
 
-    200 Gbit/s given, 1,600 usual:  1/8  ->  bytes instead of bits?  ValueError before any planning
+    40,000 GiB given, 40 usual:  1,000 times  ->  MiB for GiB?  ValueError before any planning
 
 A figure that is 8, 125, 1,000 or 8,000 times the usual one, or that fraction of it, most often has
-a wrong unit: bits for bytes, mega for giga, or both.
+a wrong unit: bits for bytes, mega for giga, or both. Networks differ more than that: any from 1
+Gbit/s a node to 1,600 a GPU is accepted. gpu may also be a YAML file of a GPU, or a mapping of its
+figures (hardware.py).
 """
 
 from dataclasses import MISSING, dataclass, fields, replace
@@ -25,8 +27,10 @@ import yaml
 
 from labkit.scale.collectives import check_algorithm
 from labkit.scale.hardware import GPU, find_gpu
+from labkit.scale.quantities import network as gbps_of
 
 WRONG_UNITS = (8, 1000, 125, 8000)  # bits for bytes, mega for giga, and both
+FASTEST = 1600  # Gbit/s of a GPU: twice the fastest adapter of hardware.py
 UNITS = {"network_gbps": "Gbit/s", "node_gbs": "GB/s", "memory_gib": "GiB"}
 
 
@@ -34,9 +38,10 @@ UNITS = {"network_gbps": "Gbit/s", "node_gbs": "GB/s", "memory_gib": "GiB"}
 class Cluster:
     """GPUs of one kind in equal nodes; figures that are not given are the usual ones of that GPU.
 
-    gpu: a name, or a GPU. network_gbps: 10^9 bit/s of a node, all adapters together. node_gbs: 10^9
-    byte/s of a GPU to its node, one direction. memory_gib: GiB of a GPU. host_gib: GiB of a node's
-    host, for optimizer states; None: they stay on the GPUs. confirmed: unusual figures are correct.
+    gpu: a name, or a GPU. gpus_per_node: by default that of the GPU. network_gbps: 10^9 bit/s of a
+    node, all adapters together; by default it grows with gpus_per_node. node_gbs: 10^9 byte/s of a
+    GPU to its node, one direction. memory_gib: GiB of a GPU. host_gib: GiB of a node's host, for
+    optimizer states; None: they stay on the GPUs. confirmed: unusual figures are correct.
     collectives: an algorithm of collectives.py.
     Raises ValueError, one line, for an unknown GPU, an impossible figure, and one that looks like a
     wrong unit, unless it is confirmed.
@@ -44,7 +49,7 @@ class Cluster:
 
     gpu: str | GPU
     gpus: int
-    gpus_per_node: int = 8
+    gpus_per_node: int | None = None
     network_gbps: float | None = None
     node_gbs: float | None = None
     memory_gib: float | None = None
@@ -55,12 +60,14 @@ class Cluster:
     def __post_init__(self):
         if type(self.confirmed) is not bool:
             raise ValueError(f"confirmed must be true or false, got {self.confirmed!r}")
+        usual = find_gpu(self.gpu)
+        if self.gpus_per_node is None:
+            object.__setattr__(self, "gpus_per_node", usual.gpus_per_node)
         for name in ("gpus", "gpus_per_node"):
             count = number(name, said := getattr(self, name))
             if not isfinite(count) or count < 1 or count != int(count):
                 raise ValueError(f"{name} must be a whole number of at least 1, got {said}")
             object.__setattr__(self, name, int(count))
-        usual = find_gpu(self.gpu)
         check_algorithm(self.collectives, usual)
         for name in (*UNITS, "host_gib"):
             if (said := getattr(self, name)) is None:
@@ -69,18 +76,21 @@ class Cluster:
             if not (isfinite(told) and told > 0):
                 raise ValueError(f"{name} must be a positive number, got {said}")
             object.__setattr__(self, name, told)
-            if name in UNITS and not self.confirmed:
-                ask_for_the_unit(name, told, usual)
+            if self.confirmed or name not in UNITS:
+                continue
+            if name != "network_gbps" or not 1 <= told <= FASTEST * self.gpus_per_node:
+                ask_for_the_unit(name, told, self.usual)
 
     @classmethod
     def from_dict(cls, told):
         """Return the cluster of {field: figure}; None means not given.
 
-        Raises ValueError for an unknown field.
+        `network`, the Gbit/s of each GPU, may replace network_gbps. Raises ValueError for an
+        unknown field.
         """
         names = [field.name for field in fields(cls)]
         for name in told:
-            if name not in names:
+            if name not in (*names, "network"):
                 near = get_close_matches(str(name), names, n=1)
                 hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(names)}"
                 raise ValueError(f"unknown key {name!r}: {hint}")
@@ -89,7 +99,13 @@ class Cluster:
             if field.default is MISSING and told.get(field.name, "") == "":
                 such = {"gpu": "name one, such as H100-80GB", "gpus": "how many are there?"}
                 raise ValueError(f"{field.name} is missing: {such[field.name]}")
-        return cls(**told)
+        network = told.pop("network", None)
+        found = cls(**told)
+        if network is None:
+            return found
+        if "network_gbps" in told:
+            raise ValueError("network, of a GPU, and network_gbps, of a node, are both given")
+        return replace(found, network_gbps=gbps_of(network) * found.gpus_per_node)
 
     @classmethod
     def from_yaml(cls, path, **instead):
@@ -118,9 +134,17 @@ class Cluster:
             raise ValueError(f"{path}{replaced}: {error}") from None
 
     @property
+    def usual(self):
+        """The GPU with the usual figures of such nodes."""
+        gpu = find_gpu(self.gpu)
+        if gpu.generation == "measured":  # its network is that of the node
+            return gpu
+        return replace(gpu, network_gbps=gpu.network_gbps * self.gpus_per_node / 8)
+
+    @property
     def device(self):
         """The GPU with this cluster's figures."""
-        usual = find_gpu(self.gpu)
+        usual = self.usual
         return replace(usual, **{n: getattr(self, n) or getattr(usual, n) for n in UNITS})
 
 

@@ -17,17 +17,28 @@ Order Estimate of the Optimum Checkpoint Interval for Restart Dumps, FGCS 2006;
 David and Nagaraja, Order Statistics, 2003, section 2.1.
 """
 
-import csv
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import exp, expm1, inf, isfinite, isinf, sqrt
-from pathlib import Path
+from math import inf
 from typing import NamedTuple
 
 import torch
 
-TABLE = Path(__file__).with_name("published") / "interruptions.csv"
-HOUR, DAY = 3600.0, 86400.0
+from labkit.scale.failures import (
+    DAY,
+    HOUR,
+    TABLE,
+    Fleet,
+    checked,
+    count,
+    daly,
+    expected,
+    number,
+    published,
+    young,
+)
+
+__all__ = ["DAY", "HOUR", "TABLE", "Fleet", "daly", "expected", "published", "young"]
 MOST = 10**7  # failures in a run; more are a sign of a rate in a wrong unit
 
 
@@ -103,34 +114,6 @@ def step_seconds(kinds, steps, seed=0):
     return longest
 
 
-@dataclass(frozen=True)
-class Fleet:
-    """GPUs that train one model, with their failure rate and the costs of failures and saves.
-
-    per_gpu_hour: failures of a GPU with its share of node and network; one failure stops all GPUs.
-    detection, restart, save, write: seconds. Training waits during save; write follows in the
-    background. Raises ValueError for 0 GPUs and for figures that are negative or not finite.
-    """
-
-    gpus: int
-    per_gpu_hour: float
-    save: float
-    restart: float
-    detection: float = 0.0
-    write: float = 0.0
-
-    def __post_init__(self):
-        count("gpus", self.gpus)
-        for name in ("per_gpu_hour", "save", "restart", "detection", "write"):
-            number(name, getattr(self, name))
-
-    @property
-    def between(self):
-        """Mean seconds between failures; inf if there are none."""
-        rate = self.gpus * self.per_gpu_hour / HOUR
-        return 1 / rate if rate else inf
-
-
 class Survived(NamedTuple):
     """The result of survive(). seconds: {category: seconds}, also `useful`. failures: count."""
 
@@ -169,54 +152,3 @@ def survive(fleet, interval, seconds, seed=0):
     last["saves"] += last["lost"] - worked
     last["lost"] = torch.zeros(1)
     return Survived({kind: float(found[kind].sum() + last[kind].sum()) for kind in found}, failures)
-
-
-def expected(fleet, interval):
-    """Return the goodput of an endless run (Daly 2006; a background write adds to the restart)."""
-    checked(fleet, interval)
-    cycle, M = interval + fleet.save, fleet.between
-    if isinf(M):
-        return interval / cycle
-    down = fleet.detection + fleet.restart + fleet.write
-    return interval / M * exp(-down / M) / expm1(cycle / M) if cycle / M < 700 else 0.0
-
-
-def young(save, between):
-    """Return the best interval, where saves and lost work cost the same. Both in the same unit."""
-    return sqrt(2 * save * between)
-
-
-def daly(save, between):
-    """Return the best interval to higher order, for an M that is not much longer than d."""
-    x = save / (2 * between)
-    return young(save, between) * (1 + sqrt(x) / 3 + x / 9) - save if x < 1 else between
-
-
-def published():
-    """Return published interruptions: dicts with `per_gpu_hour` and their source."""
-    with TABLE.open(newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-    for row in rows:
-        row |= {name: float(row[name]) for name in ("gpus", "days", "interruptions")}
-        row["per_gpu_hour"] = row["interruptions"] / (row["gpus"] * row["days"] * 24)
-    return rows
-
-
-def checked(fleet, interval):
-    number("interval", interval, above=True)
-    if interval < fleet.write:
-        raise ValueError(
-            f"interval must be at least the {fleet.write:g} s that it takes to write a save, "
-            f"got {interval:g}"
-        )
-
-
-def number(name, value, above=False):
-    if not isfinite(value) or value < 0 or (above and value == 0):
-        bound = "greater than" if above else "of at least"
-        raise ValueError(f"{name} must be a number {bound} 0, got {value}")
-
-
-def count(name, value):
-    if not isfinite(value) or value < 1 or value != int(value):
-        raise ValueError(f"{name} must be a whole number of at least 1, got {value}")

@@ -1,16 +1,10 @@
 """Read a training job from a row of a table: model, GPUs, axes, with defaults for missing columns.
 
-    row["layers"], row["hidden"], row["ffn"] ...    -> Shape    the one that fits row["params"]
+    row["layers"], row["hidden"], row["ffn"] ...    -> Shape    model_row.py
     row["gpu"], row["inter_gbps"] ...               -> GPU      with its usual network by default
     row["dp"], row["tp"], row["micro_batch"] ...    -> Job      dp x tp x pp x cp x replicas = GPUs
 
 ep is the number of ranks that share the experts of a layer; it divides dp.
-
-Defaults of the model: heads of width 128, kv_heads = heads, ffn = 4 hidden, a vocabulary of 51,200,
-an untied output layer if the network is gated. Without layers and hidden, the network is 128 times
-as wide as it is deep. If params is far more than a dense network has, the number of experts is the
-one that explains it, with top_k 2. architecture="encoder" means BERT with the head for masked
-words, which processes all words.
 
 Defaults of the job: 2,048 tokens, 8 GPUs a node, tp = pp = cp = 1, dp all remaining GPUs,
 micro_batch 1 or the value that global_batch and grad_accum imply, grad_accum the value that
@@ -19,26 +13,16 @@ not compiled. A pipeline runs 1F1B; collectives are NCCL's fastest. The columns 
 published table. An impossible value raises ValueError, which names the column.
 """
 
-import csv
-from dataclasses import dataclass, replace
-from difflib import get_close_matches
+from dataclasses import dataclass
 from functools import cached_property
-from math import isfinite, log
-from pathlib import Path
 
-from labkit.scale.bert_shapes import Encoder
 from labkit.scale.collectives import check_algorithm
 from labkit.scale.hardware import GPU, find_gpu
+from labkit.scale.model_row import number, shape_of, text, whole
 from labkit.scale.shapes import Shape
 from labkit.scale.stacks import DEFAULT, Stack, stack_of_row
+from labkit.scale.vit_shapes import ViT
 
-MODELS = Path(__file__).with_name("models.csv")
-VOCAB, HEAD_WIDTH, ASPECT = 51200, 128, 128
-POSITIONS = 512  # of an encoder that is trained on shorter sequences: BERT's
-NOT_PLANNED = (
-    "{} cannot be planned, a decoder or an encoder can: cost.py has no term for other layers, such "
-    "as convolutions (resnet_shapes.py has parameters, FLOPs and activations of ResNets)"
-)
 RECOMPUTED = {
     "half": ("half", "layer"),
     "selective": ("selective", "attention", "op"),
@@ -153,6 +137,8 @@ def job_of(row):
     """
     context = whole(row, "seq_len", CONTEXT)
     shape = shape_of(row, context)
+    if isinstance(shape, ViT):
+        context = shape.positions
     if not text(row, "gpu"):
         raise ValueError("gpu is missing: name one, such as H100-80GB")
     gpu = find_gpu(row["gpu"])
@@ -240,101 +226,9 @@ def network_of(row, gpu):
     return network
 
 
-def row_of(name):
-    """Return the row of models.csv, or the columns of a text like layers=32,hidden=4096,..."""
-    if "=" in name:
-        columns = [part.partition("=") for part in name.split(",")]
-        return {column.strip(): value for column, _, value in columns}
-    if name.lower().startswith("resnet"):
-        raise ValueError(NOT_PLANNED.format(name))
-    with MODELS.open(newline="", encoding="utf-8") as file:
-        rows = {row["model"]: row for row in csv.DictReader(file)}
-    if name.lower() not in rows:
-        near = ", ".join(get_close_matches(name.lower(), rows, n=3, cutoff=0.0))
-        raise ValueError(f"unknown model {name!r}: the nearest known are {near}")
-    return rows[name.lower()]
-
-
-def text(row, name):
-    """Return the row's text in that column, "" if it is missing."""
-    return str(row.get(name) if row.get(name) is not None else "").strip()
-
-
-def number(row, name, default=None, least=1):
-    """Return a number of the row, or the default if it is missing."""
-    said = text(row, name)
-    if not said:
-        return default
-    try:
-        value = float(said)
-    except ValueError:
-        raise ValueError(f"{name} must be a number, got {said!r}") from None
-    if not isfinite(value) or value < least:
-        raise ValueError(f"{name} must be a number of at least {least}, got {said}")
-    return value
-
-
-def whole(row, name, default=None, least=1):
-    value = number(row, name, default, least)
-    if value is not None and value != int(value):
-        raise ValueError(f"{name} must be a whole number, got {value:g}")
-    return None if value is None else int(value)
-
-
 def recomputed(said):
     """Return the kind of recomputation in the backward: "none", "half", "selective" or "full"."""
     for kind, words in RECOMPUTED.items():
         if said.lower() in words or any(word and word in said.lower() for word in words):
             return kind
     raise ValueError(f"recompute must be none, selective-op, selective-layer or full, got {said!r}")
-
-
-def shape_of(row, context):
-    """Return the Shape of a row; missing columns are chosen to fit its parameter count best."""
-    parameters = number(row, "params")
-    layers, hidden = whole(row, "layers"), whole(row, "hidden")
-    if not (parameters or (layers and hidden)):
-        raise ValueError("no model: give layers and hidden, or params")
-    if not layers:
-        layers = round(parameters / 12 / hidden**2) if hidden else 0
-        layers = max(1, layers or round((parameters / 12 / ASPECT**2) ** (1 / 3)))
-    if not hidden:
-        hidden = max(1, round((parameters / 12 / layers) ** 0.5 / HEAD_WIDTH)) * HEAD_WIDTH
-    heads = whole(row, "heads") or next(
-        h for h in range(max(1, hidden // HEAD_WIDTH), 0, -1) if hidden % h == 0
-    )
-    ffn, encoder = whole(row, "ffn"), is_encoder(row)
-    given = {"layers": layers, "hidden": hidden, "heads": heads}
-    given |= {"kv_heads": whole(row, "kv_heads") or heads, "vocab": whole(row, "vocab", VOCAB)}
-    if encoder:
-        ends = {"positions": max(context, POSITIONS), "masked_words": True}
-        return Encoder(**given, ffn=ffn or 4 * hidden, **ends)
-    tied = {"true": (True,), "false": (False,)}.get(text(row, "tied").lower(), (True, False))
-    gated = (False, True) if ffn and parameters else (bool(ffn) and ffn != 4 * hidden,)
-    kinds = [
-        Shape(**given, ffn=ffn or 4 * hidden, gated=g, tied=t, positions=0 if g else context)
-        for g in gated
-        for t in tied
-    ]
-    experts = whole(row, "experts")
-    if parameters:
-        if not experts and parameters > 1.7 * max(kind.parameters for kind in kinds):
-            dense, one = kinds[-1].parameters, layers * kinds[-1].network_weights
-            experts = 1 + round((parameters - dense) / one)
-        many = [with_experts(kind, row, experts or 1) for kind in kinds]
-        return min(many, key=lambda shape: abs(log(shape.parameters / parameters)))
-    usual = [kind for kind in kinds if kind.tied != kind.gated] or kinds
-    return with_experts(usual[0], row, experts or 1)
-
-
-def is_encoder(row):
-    """Return whether the row is an encoder. Raises ValueError for an encoder with experts."""
-    said = text(row, "architecture").lower()
-    if said == "encoder" and (whole(row, "experts") or 1) > 1:
-        raise ValueError("experts must not be given for an encoder: its layers have one network")
-    return said == "encoder"
-
-
-def with_experts(shape, row, experts):
-    top_k = whole(row, "top_k", min(2, experts))
-    return replace(shape, experts=experts, top_k=top_k)

@@ -30,9 +30,10 @@ from labkit.scale.cluster import Cluster
 from labkit.scale.cost import predict_step
 from labkit.scale.explain import KINDS, sensitivity, why_larger, why_slower, words
 from labkit.scale.fit import errors_kept_out
-from labkit.scale.job_config import row_of, whole
+from labkit.scale.model_row import check_columns, row_of, whole
+from labkit.scale.quantities import amount
 from labkit.scale.search import Found, Space, most, search, smallest, space_of
-from labkit.scale.validate_args import AXES, GIVEN, divisors
+from labkit.scale.validate_args import AXES, GIVEN, check_precision, divisors
 
 REACH = 64  # if nothing fits, search for a cluster up to this many times as large
 
@@ -75,11 +76,13 @@ def plan(model, cluster, *, global_batch=None, seq_len=None, precision="bf16", f
     recompute. Raises ValueError, one line, for invalid input, or if nothing fits.
     """
     row = dict(row_of(model) if isinstance(model, str) else model)
+    check_columns(row)
     sizes = {"global_batch": global_batch, "seq_len": seq_len}
     row |= {name: value for name, value in sizes.items() if value is not None}
     batch = whole(row, "global_batch")
     if batch is None:
         raise ValueError("global_batch is missing: how many sequences has a step?")
+    precision = check_precision(precision, cluster.device)
     settings = {"spare": spare, "uneven": uneven, "precision": precision, "framework": framework}
     space = space_of(row, cluster, global_batch=batch, schedule=schedule, **settings, **given)
     c = constants.values()
@@ -149,17 +152,21 @@ def show(name, plan, tokens, price, watts):
         f"{job.network_gbps:g} Gbit/s, {job.collectives} collectives; all predicted\n"
     )
     money = "" if price is None else f"{'money':>12}"
-    print(f"{'':9}{'GPUs':>6}{'step s':>9}{'tok/s/GPU':>10}{'GiB':>7}{'days':>9}{'GPU-hours':>12}"
+    print(f"{'':9}{'GPUs':>6}{'step s':>9}{'tok/s/GPU':>10}{'GiB':>7}{'days':>11}{'GPU-hours':>13}"
           f"{'MWh':>9}{money}  layout")  # fmt: skip
     for (title, found), cost in zip(chosen.items(), bills, strict=True):
         money = "" if price is None else f"{cost['money']:>12,.0f}"
         print(
             f"{title:9}{found.job.n_gpus:>6}{found.seconds:>9.4g}"
-            f"{found.step.tokens_per_second:>10.4g}{found.peak.total:>7.1f}{cost['days']:>9.4g}"
-            f"{cost['gpu_hours']:>12,.0f}{cost['kwh'] / 1000:>9,.0f}{money}  {words(found.job)}"
+            f"{found.step.tokens_per_second:>10.4g}{found.peak.total:>7.1f}{cost['days']:>11,.1f}"
+            f"{cost['gpu_hours']:>13,.0f}{cost['kwh'] / 1000:>9,.1f}{money}  {words(found.job)}"
         )
     if job.n_gpus < plan.cluster.gpus:
-        print(f"only {job.n_gpus} of the GPUs are used: no layout divides evenly over more")
+        above = -(-plan.space.global_batch // plan.cluster.gpus) * plan.cluster.gpus
+        print(
+            f"only {job.n_gpus} of the GPUs are used: no layout divides evenly over more; a batch "
+            f"of {above} uses all {plan.cluster.gpus}"
+        )
     kinds = ", ".join(f"{kind} {getattr(plan.fastest.peak, kind):.1f}" for kind in KINDS)
     print(f"\nof {gpu.memory_gib:g} GiB: {kinds}, {plan.space.spare:.0%} spared")
     off = "; ".join(f"{e:.1%} of {what} by {why}" for (what, why), e in errors_kept_out().items())
@@ -196,7 +203,7 @@ def main():
     add = parser.add_argument
     add("--model", required=True, help="of models.csv, or layers=32,hidden=4096,...")
     add("--cluster", metavar="FILE", help="YAML, see cluster.py; options replace its figures")
-    add("--tokens", required=True, type=float)
+    add("--tokens", default="1T", help="of the whole run, such as 300B or 15.6e12 (default: 1T)")
     add("--price", type=float, help="of a GPU-hour")
     add("--watts", type=float, help="of a GPU with its share of the node and of cooling")
     add("--confirm", dest="confirmed", action="store_true", default=argparse.SUPPRESS,
@@ -218,6 +225,7 @@ def main():
     figures = {field.name: asked.pop(field.name, None) for field in fields(Cluster)}
     figures = {name: figure for name, figure in figures.items() if figure is not None}
     try:
+        tokens = amount(tokens)
         cluster = Cluster.from_yaml(file, **figures) if file else Cluster.from_dict(figures)
         found = plan(model, cluster, **asked)
         show(model, found, tokens, price, watts)

@@ -27,17 +27,14 @@ from dataclasses import dataclass, replace
 from math import gcd, isfinite
 
 from labkit.scale.cost import away, predict_step
-from labkit.scale.job_config import NOT_PLANNED, Job, job_of, recomputed, text
+from labkit.scale.job_config import Job, job_of, recomputed
 from labkit.scale.memory_model import GIB, predict_memory, state_bytes
+from labkit.scale.model_row import ARCHITECTURES, MODEL, NOT_PLANNED, text
 from labkit.scale.validate_args import PRECISIONS, check_given, divisors, schedules_of
 
 LEAST_TOKENS = 1024
 NEAR = 0.05  # the median error of speeds kept out of the fit
 TRIED = ("none", "selective", "full")  # "half" saves as much as "selective" and takes longer
-MODEL = (
-    "architecture", "params", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "tied",
-    "experts", "top_k",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -196,7 +193,7 @@ def most(space, limit):
     """Return the most GPUs, complete nodes and at most `limit`, for which a layout exists."""
     node = space.job.gpus_per_node
     whole = range(limit - limit % node, 0, -node)
-    for n in (limit, *whole, *divisors(min(node, limit))[::-1]):
+    for n in (limit, *whole, *range(min(node, limit), 0, -1)):
         if any(True for layout in space.layouts(n) for jobs in space.batches(layout) for _ in jobs):
             return n
     given = ", ".join(f"{name}={value}" for name, value in space.given.items()) or "nothing"
@@ -225,7 +222,7 @@ def space_of(row, cluster, *, global_batch, spare, uneven, precision, framework=
     Raises ValueError for invalid input.
     """
     architecture = text(row, "architecture").lower()
-    if architecture not in ("", "decoder", "encoder"):
+    if architecture not in ARCHITECTURES:
         raise ValueError(NOT_PLANNED.format(architecture))
     kept = {name: row.get(name) for name in (*MODEL, "seq_len")}
     if precision == "free":

@@ -10,9 +10,9 @@ An impossible value raises ValueError: one line with the value and with possible
 
 from math import isfinite, prod
 
+from labkit.scale.hardware import PRECISIONS, with_precision
 from labkit.scale.job_config import SCHEDULES
 
-PRECISIONS = ("bf16", "fp8", "fp16", "tf32", "fp32")
 AXES = ("dp", "tp", "pp", "cp", "replicas")
 GIVEN = {*AXES, "ep", "vpp", "zero", "micro_batch", "recompute"}
 
@@ -33,9 +33,13 @@ def check_given(given, shape, cluster, uneven):
     ranks = prod(sizes.values())
     whole = set(AXES[:4]) <= sizes.keys()
     gpus, node = cluster.gpus, cluster.gpus_per_node
+    for name, size in sizes.items():
+        if gpus % size:
+            raise ValueError(f"{name}={size} does not divide the {gpus} GPUs")
     if gpus % ranks or (whole and gpus != ranks):
         product = " x ".join(f"{name} {size}" for name, size in sizes.items())
-        raise ValueError(f"{product} = {ranks} ranks, but there are {gpus} GPUs: leave an axis out")
+        way = "the product must be as many" if whole else f"it must divide {gpus}"
+        raise ValueError(f"{product} = {ranks} ranks, but there are {gpus} GPUs: {way}")
     tp, pp, thin = (given.get(name, 1) for name in ("tp", "pp", "vpp"))
     divided = {name: getattr(shape, name) for name in ("heads", "kv_heads", "ffn")}
     for name, size in (divided | {"gpus_per_node": node}).items():
@@ -49,6 +53,25 @@ def check_given(given, shape, cluster, uneven):
         raise ValueError(
             f"{stages} does not divide layers={shape.layers}: use one of {usual}, or uneven stages"
         )
+
+
+def check_precision(precision, gpu):
+    """Return the precision; "free" means fp8 if the GPU has it, else bf16, else fp16.
+
+    Raises ValueError, one line, for an unknown precision and for one that the GPU does not have.
+    """
+    if precision == "free":
+        return next(name for name in ("fp8", "bf16", "fp16", "fp32") if gpu.has(name))
+    if not any(name in precision.lower() for name in PRECISIONS):
+        raise ValueError(
+            f"precision must be free or one of {', '.join(PRECISIONS)}, got {precision!r}"
+        )
+    if not gpu.has(precision):
+        raise ValueError(
+            f"{gpu.name} does not have {precision}: use {' or '.join(gpu.precisions)}, or a GPU "
+            f"that has it: {', '.join(with_precision(precision))}"
+        )
+    return precision
 
 
 def schedules_of(schedule, given):

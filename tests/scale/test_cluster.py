@@ -53,7 +53,7 @@ def test_what_is_told_beside_a_file_replaces_its_figures_but_not_its_gpu(tmp_pat
         ("gpus: 8", "gpu is missing: name one, such as H100-80GB"),
         ("gpu: ''\ngpus: 8", "gpu is missing"),
         ("gpu: A100-80GB", "gpus is missing: how many are there?"),
-        ("gpu: A1000\ngpus: 8", "unknown GPU 'A1000': the nearest known are A100"),
+        ("gpu: A1000\ngpus: 8", "unknown GPU 'A1000'; did you mean A10"),
         ("gpu: [A100]\ngpus: 8", "unknown GPU ['A100']"),
         ("gpu: A100\ngpus: 0", "gpus must be a whole number of at least 1, got 0"),
         ("gpu: A100\ngpus: 2.5", "gpus must be a whole number of at least 1, got 2.5"),
@@ -65,7 +65,7 @@ def test_what_is_told_beside_a_file_replaces_its_figures_but_not_its_gpu(tmp_pat
         (MEANT + "network_gbps: 200 Gbit/s", "network_gbps must be a number, got '200 Gbit/s'"),
         (MEANT + "network_gbps: -100", "network_gbps must be a positive number, got -100"),
         (MEANT + "host_gib: .inf", "host_gib must be a positive number, got inf"),
-        (MEANT + "network_gbps: 200", "network_gbps=200 is about 1/8 of what A100-80GB usually has, 1600 Gbit/s"),
+        (MEANT + "network_gbps: 0.2", "network_gbps=0.2 is about 1/8000 of what A100-80GB usually has, 1600 Gbit/s"),
         (MEANT + "memory_gib: 80000", "memory_gib=80000 is about 1000 times what A100-80GB usually has, 79.1 GiB"),
         (MEANT + "confirmed: 'no'", "confirmed must be true or false, got 'no'"),
         (MEANT + "when: 2024-01-01", "unknown key 'when'"),
@@ -81,6 +81,39 @@ def test_bad_input_is_one_line_that_names_the_file(tmp_path, text, said):
     with pytest.raises(ValueError) as error:
         Cluster.from_yaml(path)
     assert str(error.value).startswith(f"{path}: {said}") and "\n" not in str(error.value)
+
+
+def test_any_usual_network_is_taken_and_grows_with_the_node():
+    for gpu in ("A100", "H100"):
+        for gbps in (10, 25, 100, 200, 400, 3200):
+            assert Cluster(gpu, 16, network_gbps=gbps).device.network_gbps == gbps
+    assert Cluster("A100", 16, gpus_per_node=4).device.network_gbps == 800
+    assert Cluster.from_dict({"gpu": "A100", "gpus": 16, "network": "50 Gbit/s"}).network_gbps == 400
+    with pytest.raises(ValueError, match="got bytes: 50GB/s; write --network 400"):
+        Cluster.from_dict({"gpu": "A100", "gpus": 16, "network": "50GB/s"})
+    with pytest.raises(ValueError, match="are both given"):
+        Cluster.from_dict({"gpu": "A100", "gpus": 16, "network": 50, "network_gbps": 400})
+    assert (Cluster("GB200", 144).gpus_per_node, Cluster("GB200", 144).device.network_gbps) == (72, 72 * 400)
+
+
+def test_a_gpu_is_described_in_a_file_or_in_the_cluster(tmp_path):
+    path = tmp_path / "gpu.yaml"
+    path.write_text("name: L4\nlike: L40S\ntflops_16bit: 121\nmemory_gib: 22\nmemory_gbs: 300\nwatts: 72\n")
+    gpu = Cluster(str(path), 8).device
+    assert (gpu.name, gpu.tflops["bf16"], gpu.memory_gib, gpu.generation) == ("L4", 121, 22, "ada")
+    both = Cluster.from_yaml(written(tmp_path, "gpus: 8\ngpu: {like: A100, memory_gib: 20}")).device
+    assert (both.memory_gib, both.memory_gbs, both.has("fp8")) == (20, 2039, False)
+    for text, said in (
+        ("like: L40S\nmemory: 22", "unknown column 'memory' of a GPU; did you mean memory_gib"),
+        ("like: L40S\nmemory_gib: -1", "memory_gib of the GPU must be a positive number, got -1"),
+        ("name: L4\nmemory_gib: 2", "generation of the GPU is missing; like: H100-80GB fills"),
+        ("like: L40S\nprecisions: bf16 fp4", "precisions must be of bf16 fp8 fp16 tf32 fp32, got 'fp4'"),
+        ("- 1", "a GPU is a mapping"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ValueError) as error:
+            Cluster(str(path), 8)
+        assert str(error.value).startswith(f"{path}: {said}") and "\n" not in str(error.value)
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path):

@@ -51,7 +51,7 @@ def test_results_are_not_read_and_predictions_are_replaced(tmp_path):
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"gpu": "H1000"}, "unknown GPU 'H1000': the nearest known are"),
+        ({"gpu": "H1000"}, "unknown GPU 'H1000'; did you mean H100"),
         ({"gpu": ""}, "gpu is missing"),
         ({"n_gpus": "0"}, "n_gpus must be a number of at least 1, got 0"),
         ({"dp": "8", "zero": "0"}, "dp x tp x pp x cp = 8 x 2 x 2 x 1 = 32 ranks, but n_gpus is 64"),

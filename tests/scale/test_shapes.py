@@ -139,15 +139,26 @@ def test_an_impossible_shape_is_refused(wrong, said):
 
 def test_a_gpu_goes_by_many_names():
     assert find_gpu("NVIDIA H100 SXM5 80GB HBM3").name == find_gpu("h100").name == "H100-80GB"
+    for name in ("rtx4090", "RTX 4090", "NVIDIA GeForce RTX 4090"):
+        assert find_gpu(name).name == "RTX-4090"
+    assert find_gpu("a100-40").memory_gbs == 1555 and find_gpu("GB200 NVL72").gpus_per_node == 72
     assert find_gpu("A100-64GB").memory_gib == pytest.approx(63.3, abs=0.1)
     assert find_gpu("H100-96GB-500W").peak("bf16") < find_gpu("H100-80GB").peak("bf16")
-    with pytest.raises(ValueError, match=r"nearest known are .*H100"):
+    with pytest.raises(ValueError, match="did you mean H100-80GB"):
         find_gpu("H1000")
+
+
+def test_a_gpu_has_the_precisions_of_its_datasheet():
+    lacks = {"fp8": ("V100", "T4", "A10", "A100", "A800"), "bf16": ("V100", "T4")}
+    for precision, gpus in lacks.items():
+        assert not any(find_gpu(gpu).has(precision) for gpu in gpus)
+    assert all(find_gpu(gpu).has("amp_fp8") for gpu in ("L40S", "RTX-4090", "H100", "B300", "MI300X", "MI355X"))
+    assert find_gpu("H20").watts == 400 and find_gpu("H20").memory_gbs == 4000
 
 
 def test_every_gpu_has_a_source_and_sane_units():
     for gpu in GPUS.values():
         assert gpu.source
         assert 50 < gpu.tflops["bf16"] < 5000 and 10 < gpu.memory_gib < 300
-        assert 500 < gpu.memory_gbs < 10000 and 30 <= gpu.node_gbs < 2000
+        assert 250 < gpu.memory_gbs < 10000 and 15 <= gpu.node_gbs < 2000
         assert all(0 < share < 1 for share in gpu.achievable.values())
