@@ -77,6 +77,40 @@ WRONG = {
             "shares of a peak differ in FLOPs",
         ),
     },
+    ("10_memory", "gpus_needed", "is_enough"): {
+        "activations are divided, too": (
+            "return -(-(16 * parameters + activations + 4 * largest_unit) // capacity)",
+            "needs its activations and the gathered units in full",
+        ),
+        "no gathered units": (
+            """
+            room = capacity - activations
+            return -(-16 * parameters // room) if room > 0 else None
+            """,
+            "two gathered units are missing",
+        ),
+        "rounded down": (
+            """
+            room = capacity - activations - 4 * largest_unit
+            return 16 * parameters // room if room > 0 else None
+            """,
+            "round up",
+        ),
+        "negative room": (
+            "return -(-16 * parameters // (capacity - activations - 4 * largest_unit))",
+            "return None",
+        ),
+        "8 bytes a parameter": (
+            "return -(-8 * parameters // (capacity - activations - 4 * largest_unit))",
+            "16 bytes a parameter",
+        ),
+    },
+    ("10_memory", "kept_by_network", "is_kept"): {
+        "x twice": ("return 4 * tokens * (2 * h + 4 * f)", "counts once"),
+        "one factor of the product": ("return 4 * tokens * (h + 3 * f)", "both its factors"),
+        "numbers, not bytes": ("return tokens * (h + 4 * f)", "4 bytes"),
+        "GELU's network": ("return 4 * tokens * (h + 2 * f)", "each operator"),
+    },
     ("11_mixed_precision", "any_rank_overflows", "is_agreed"): {
         "the sum is looked at": (
             """
