@@ -24,6 +24,21 @@ return work.get_future().then(lambda future: {})
 """
 # (notebook, solution, checker): {what is wrong with an answer: (its body, a part of what is printed)}
 WRONG = {
+    ("00_start_here", "of_the_last_rank", "everybody_knows"): {
+        "the largest": (
+            "dist.all_reduce(value, dist.ReduceOp.MAX)\nreturn value",
+            "rank 0 returned [0.0, 1.0, 2.0, 3.0]",
+        ),
+        "the sum": ("comm.all_reduce(value)\nreturn value", "rank 0 returned [-10.0, -8.0, -6.0, -4.0]"),
+        "nothing": ("comm.all_reduce(value)", "which is no tensor"),
+    },
+    ("00_start_here", "plan_13b", "is_planned"): {
+        "the forward only": ("return 51, 16 * 13 / 51", "2 N FLOPs per token are the forward"),
+        "at the peak": ("return 61, 16 * 13 / 61", "divide by the MFU"),
+        "rounded down": ("return 152, 16 * 13 / 152", "round up"),
+        "not sharded": ("return 153, 208", "divide the model states by the GPUs"),
+        "parameters and gradients only": ("return 153, 4 * 13 / 153", "add up all five values"),
+    },
     ("01_collectives", "broadcast", "is_tree"): {
         "a chain behind rank 3": (
             """
