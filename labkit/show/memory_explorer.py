@@ -1,10 +1,11 @@
 """Explorer of memory by kind: stage, world size, precision and batch.
 
-    ranks v   precision v   batch v           controls: they estimate and launch nothing
+    model v   ranks v   precision v   batch v   GPU v     controls: they launch nothing
     [x] DDP [x] ZeRO-1 [x] ZeRO-2 [x] FSDP    stages side by side; a line where a rank's memory ends
 
 The picture is a pure function of (predict, state):
-predict(stage, world_size, precision, batch) -> bytes by kind.
+predict(stage, world_size, precision, batch) -> bytes by kind. With several models there is one
+such function for each.
 """
 
 import functools
@@ -23,13 +24,17 @@ STAGES = ("ddp_bucketed", "zero1", "zero2", "fsdp")
 
 @dataclass(frozen=True)
 class State:
-    """The values of the controls. batch: samples per rank. capacity: bytes of a rank, or None."""
+    """The values of the controls. batch: samples per rank. capacity: bytes of a rank, or None.
+
+    model: a key of `predict` if that is a dict, else None.
+    """
 
     stages: tuple
     world_size: int
     precision: str
     batch: int
     capacity: int | None = None
+    model: str | None = None
 
 
 def predictor(module, batch_of, loss=None, unit=None, device=None, **options):
@@ -50,6 +55,7 @@ def predictor(module, batch_of, loss=None, unit=None, device=None, **options):
 
 def rows(predict, state):
     """Return a DataFrame with a row per stage: its bytes by kind and their sum, `total`."""
+    predict = predict if state.model is None else predict[state.model]
     found = [
         {"stage": one, **predict(one, state.world_size, state.precision, state.batch)}
         for one in state.stages
@@ -61,7 +67,8 @@ def rows(predict, state):
 def headline(state):
     ranks = "1 rank" if state.world_size == 1 else f"{state.world_size} ranks"
     samples = "1 sample" if state.batch == 1 else f"{state.batch} samples"
-    return f"{ranks}, {state.precision}, {samples} each"
+    model = "" if state.model is None else f"{state.model}, "
+    return f"{model}{ranks}, {state.precision}, {samples} each"
 
 
 def draw(predict, state):
@@ -70,21 +77,21 @@ def draw(predict, state):
     Raises ValueError without a stage.
     """
     need_one(state.stages, "stage")
-    shown = rows(predict, state)[["stage", *KINDS]]
+    shown = rows(predict, state)
     capacity = state.capacity or 0
-    figure = memory_bars(shown, title=headline(state), label="stage", up_to=capacity)
+    columns = shown[["stage", *KINDS]]
+    figure = memory_bars(columns, title=headline(state), label="stage", up_to=capacity)
     if state.capacity is not None:
         axes = figure.axes[0]
-        longest = max(
-            sum(predict(s, state.world_size, state.precision, state.batch).values())
-            for s in state.stages
-        )
-        at = state.capacity / style.byte_scale(longest)[0]
+        at = state.capacity / style.byte_scale(shown["total"].max())[0]
         axes.axvline(at, color=style.RED, linewidth=1.6, zorder=2)  # over the bars, under the words
+        line = axes.transData.transform((at, 0))[0]
         for words in axes.texts:
             words.set_zorder(5)
-            if words.get_weight() == "bold":
-                words.set_bbox({"facecolor": style.GROUND, "edgecolor": "none", "pad": 1.5})
+            box = words.get_window_extent()
+            if words.get_weight() == "bold" and box.x0 - 4 < line < box.x1 + 4:
+                right, up = words.xyann  # move a sum behind the line that would cross it
+                words.xyann = (right + (line - box.x0) * 72 / figure.dpi + 6, up)
         words = f"a rank has {style.quantity(state.capacity, 'bytes')}"
         place = {"xytext": (4, 3), "textcoords": "offset points", "color": style.RED, "size": 9}
         axes.annotate(words, (at, axes.get_ylim()[1]), annotation_clip=False, **place)
@@ -123,22 +130,33 @@ def explorer(
     world_sizes=(1, 2, 4, 8, 16, 64),
     precisions=tuple(PRECISIONS),
     batches=(1, 2, 4, 8, 16, 32, 64),
+    model=None,
+    capacities=None,
 ):
     """Show memory by kind and stage: figure, takeaway, table, then the controls. Returns Explorer.
 
     predict: from predictor(), or any function (stage, world_size, precision, batch) -> bytes by
-    kind; its results are cached.
+    kind; or {name of a model: such a function}, of which `model` is the first choice. Results are
+    cached.
     The controls offer world_sizes, precisions and batches, to which the first choice is added.
-    capacity: bytes of a rank.
+    capacity: bytes of a rank. capacities: {text: bytes} of a menu; None: no menu.
     """
-    predict = functools.cache(predict)
-    state = State(tuple(stages), world_size, precision, batch, capacity)
+    if model is None:
+        predict = functools.cache(predict)
+    else:
+        predict = {name: functools.cache(function) for name, function in predict.items()}
+    state = State(tuple(stages), world_size, precision, batch, capacity, model)
     precisions = list(dict.fromkeys([*precisions, precision]))
     above = {
         "world_size": controls.menu("ranks", sorted({*world_sizes, world_size}), world_size),
         "precision": controls.menu("precision", precisions, precision),
         "batch": controls.menu("samples a rank", sorted({*batches, batch}), batch),
     }
+    if model is not None:
+        above = {"model": controls.menu("model", list(predict), model), **above}
+    if capacities is not None:
+        offered = list(capacities.items())
+        above["capacity"] = controls.menu("memory of a GPU", offered, capacity)
     return explore(
         state,
         [above, {"stages": controls.boxes(state.stages)}],

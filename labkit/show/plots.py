@@ -28,6 +28,7 @@ time_and_money              days and GPU-hours by the number of GPUs     predict
 before_after, step_by_step, chunks, and the ranks summed in them         collective_chunks.py
 side_by_side
 load_map                    experts over steps, coloured by their load   expert_load.py
+parallelism_map             how each axis divides the batch and model    parallelism_map.py
 turns                       work of each rank in each round of a ring    ring_load.py
 present, save               into the notebook, into figures/             publish.py
 """
@@ -43,6 +44,7 @@ from labkit.show.gradients import carried, catching_up
 from labkit.show.loss_scale import loss_scales
 from labkit.show.memory_and_traffic import memory_and_traffic
 from labkit.show.memory_timeline import saw
+from labkit.show.parallelism_map import parallelism_map
 from labkit.show.pareto import pareto
 from labkit.show.pipelines import pipelines
 from labkit.show.predictions import against_published, time_and_money
@@ -76,6 +78,7 @@ __all__ = [
     "memory_bars",
     "memory_by_length",
     "memory_over_time",
+    "parallelism_map",
     "pareto",
     "pipelines",
     "present",

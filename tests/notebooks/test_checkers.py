@@ -24,6 +24,21 @@ return work.get_future().then(lambda future: {})
 """
 # (notebook, solution, checker): {what is wrong with an answer: (its body, a part of what is printed)}
 WRONG = {
+    ("00_start_here", "of_the_last_rank", "everybody_knows"): {
+        "the largest": (
+            "dist.all_reduce(value, dist.ReduceOp.MAX)\nreturn value",
+            "rank 0 returned [0.0, 1.0, 2.0, 3.0]",
+        ),
+        "the sum": ("comm.all_reduce(value)\nreturn value", "rank 0 returned [-10.0, -8.0, -6.0, -4.0]"),
+        "nothing": ("comm.all_reduce(value)", "which is no tensor"),
+    },
+    ("00_start_here", "plan_13b", "is_planned"): {
+        "the forward only": ("return 51, 16 * 13 / 51", "2 N FLOPs per token are the forward"),
+        "at the peak": ("return 61, 16 * 13 / 61", "divide by the MFU"),
+        "rounded down": ("return 152, 16 * 13 / 152", "round up"),
+        "not sharded": ("return 153, 208", "divide the model states by the GPUs"),
+        "parameters and gradients only": ("return 153, 4 * 13 / 153", "add up all five values"),
+    },
     ("01_collectives", "broadcast", "is_tree"): {
         "a chain behind rank 3": (
             """
@@ -76,6 +91,40 @@ WRONG = {
             """return {"GH": "base", "HG": "FLOPs", "AB": "base", "CD": "batch"}""",
             "shares of a peak differ in FLOPs",
         ),
+    },
+    ("10_memory", "gpus_needed", "is_enough"): {
+        "activations are divided, too": (
+            "return -(-(16 * parameters + activations + 4 * largest_unit) // capacity)",
+            "needs its activations and the gathered units in full",
+        ),
+        "no gathered units": (
+            """
+            room = capacity - activations
+            return -(-16 * parameters // room) if room > 0 else None
+            """,
+            "two gathered units are missing",
+        ),
+        "rounded down": (
+            """
+            room = capacity - activations - 4 * largest_unit
+            return 16 * parameters // room if room > 0 else None
+            """,
+            "round up",
+        ),
+        "negative room": (
+            "return -(-16 * parameters // (capacity - activations - 4 * largest_unit))",
+            "return None",
+        ),
+        "8 bytes a parameter": (
+            "return -(-8 * parameters // (capacity - activations - 4 * largest_unit))",
+            "16 bytes a parameter",
+        ),
+    },
+    ("10_memory", "kept_by_network", "is_kept"): {
+        "x twice": ("return 4 * tokens * (2 * h + 4 * f)", "counts once"),
+        "one factor of the product": ("return 4 * tokens * (h + 3 * f)", "both its factors"),
+        "numbers, not bytes": ("return tokens * (h + 4 * f)", "4 bytes"),
+        "GELU's network": ("return 4 * tokens * (h + 2 * f)", "each operator"),
     },
     ("11_mixed_precision", "any_rank_overflows", "is_agreed"): {
         "the sum is looked at": (

@@ -88,3 +88,16 @@ def test_a_predictor_is_the_estimate():
 def test_the_first_choice_is_among_the_offers():
     shown = memory_explorer.explorer(predict, world_size=3, batch=5, world_sizes=(1, 2), batches=(8,))
     assert list(shown.controls["world_size"].options) == [1, 2, 3] and list(shown.controls["batch"].options) == [5, 8]
+
+
+def test_menus_of_models_and_of_capacities():
+    doubled = {"small": predict, "large": lambda *choice: {kind: 2 * size for kind, size in predict(*choice).items()}}
+    sizes = {"24 MiB": 24 * MIB, "80 MiB": 80 * MIB}
+    shown = memory_explorer.explorer(doubled, model="small", capacity=24 * MIB, capacities=sizes)
+    assert memory_explorer.takeaway(doubled, shown.state).startswith("small, 4 ranks")
+    shown.controls["model"].value = "large"
+    assert shown.state == state(capacity=24 * MIB, model="large")
+    assert memory_explorer.rows(doubled, shown.state)["total"].tolist() == [80 * MIB, 56 * MIB, 44 * MIB, 32 * MIB]
+    assert "None of them fits into 24 MiB." in shown.image.value
+    shown.controls["capacity"].value = 80 * MIB
+    assert "The first to fit into 80 MiB is DDP, bucketed." in shown.image.value

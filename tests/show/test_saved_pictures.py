@@ -14,6 +14,7 @@ import test_dashboard
 import test_gradients
 import test_memory_and_traffic
 import test_memory_explorer as budgets
+import test_parallelism_map
 import test_pareto
 import test_scaling
 import test_show
@@ -93,6 +94,7 @@ def pictures():
         "switched": test_with_and_without.figure,
         "efficiency": test_scaling.picture,
         "budgets": lambda: memory_explorer.draw(budgets.predict, budgets.state(capacity=64 << 20)),
+        "parallelism map": lambda: plots.parallelism_map(test_parallelism_map.axes(), "A title"),
         "cases": lambda: cases_explorer.beside(test_cases_explorer.frame(), "A title"),
         "saves": lambda: checkpoint_cost_explorer.draw(saves.predict, saves.state(world_size=1024)),
         "dashboard": lambda: test_dashboard.figure("ratio to the base"),

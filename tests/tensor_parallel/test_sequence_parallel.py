@@ -165,7 +165,8 @@ def in_units(rank, world_size, classes):
     own = [dist.new_group([r]) for r in range(world_size)][rank]
     found = []
     for wrapped in (False, True):
-        model = parallelize_module(gpt(0, tied=False), None, gpt_plan(tensor_parallel, sequence=True, whole_logits=True))
+        plan = gpt_plan(tensor_parallel, sequence=True, whole_logits=True)
+        model = parallelize_module(gpt(0, tied=False), None, plan)
         if wrapped:
             model = FSDP(model, lambda part: isinstance(part, classes), process_group=own)
         for tokens, targets in batches(2, VOCAB):
