@@ -51,9 +51,7 @@ def price(said):
     except ValueError:
         value = 0
     if not (isfinite(value) and value > 0):
-        raise ValueError(
-            f"price must be the cost of a GPU-hour, such as 2.50, got {said!r}"
-        )
+        raise ValueError(f"price must be the cost of a GPU-hour, such as 2.50, got {said!r}")
     return value
 
 

@@ -1,13 +1,13 @@
 """The errors that a user cares for, on published rows.
 
-    chosen over best    in each cell of model x GPUs x length x batch with at least 3 running
-                        layouts: the published speed of the layout that the planner recommends,
-                        over the best published speed
-    tokens/s            median error by number of GPUs, for long sequences, fused kernels, A100
-    memory              median error of each stack; out-of-memory jobs found, false alarms
-    intervals           share of the rows kept out of the fit that lie in interval()
+chosen over best    in each cell of model x GPUs x length x batch with at least 3 running
+                    layouts: the published speed of the layout that the planner recommends,
+                    over the best published speed
+tokens/s            median error by number of GPUs, for long sequences, fused kernels, A100
+memory              median error of each stack; out-of-memory jobs found, false alarms
+intervals           share of the rows kept out of the fit that lie in interval()
 
-    python -m labkit.scale.fit --scores
+python -m labkit.scale.fit --scores
 """
 
 from collections import defaultdict
