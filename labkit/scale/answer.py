@@ -4,7 +4,7 @@
     found = answer("llama3-8b", 64, "h100", network=400)
     found.sentences()         found.rows()          found.to_json()
 
-    model, GPUs, network  ->  search.py for each stack  ->  the three fastest layouts that fit
+    model, GPUs, network  ->  search.py for each stack  ->  three layouts that fit, the best first
                           ->  again, with one thing changed: network, batch, length, stack
                           ->  launch_options.py: the options that run the layout
 
@@ -51,7 +51,7 @@ FLEET = "Llama 3 405B"  # the row of published/interruptions.csv that has the fa
 
 @dataclass(frozen=True)
 class Change:
-    """The fastest layout if one thing were different. found: None if nothing fits, with the why."""
+    """The best layout if one thing were different. found: None if nothing fits, with the why."""
 
     what: str
     found: Found | None
@@ -82,12 +82,12 @@ class Answer:
 
     @property
     def best(self):
-        """The fastest layout, a Found."""
+        """The recommended layout, a Found: of those nearly as fast, that with fewest stages."""
         return self.solved.best
 
     @cached_property
     def ranked(self):
-        """Up to three Found with different axes, fastest first."""
+        """Up to three Found with different axes, the best first."""
         return self.solved.distinct(SHOWN)
 
     @property

@@ -111,10 +111,12 @@ def time(answer, told):
 
 
 def loses(answer, found):
-    """Return by how much a layout is slower than the fastest, and the part of a step that is."""
+    """Return by how much a layout is slower than the first, and the part of a step that is."""
     mine, theirs = answer.best.step.parts, found.step.parts
     part = max(mine, key=lambda name: theirs[name] - mine[name])
     slower = found.seconds / answer.best.seconds - 1
+    if slower < 0:
+        return f"takes {-slower:.1%} less time, within the error, but has more pipeline stages"
     return f"loses {slower:.1%} of a step, most to {part} ({theirs[part] - mine[part]:+.2g} s)"
 
 
@@ -158,7 +160,7 @@ def due(answer):
 def known(answer):
     """Return the sentence about the interval, and what to mind."""
     _, _, rows, warning = interval(answer.best.job)
-    said = f"The range of tokens/s holds 8 of 10 of {rows}."
+    said = f"The range of tokens/s is from {rows}; 8 of 10 of them lie in theirs."
     return f"{said} Mind: {warning}." if warning else said
 
 

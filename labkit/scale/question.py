@@ -1,7 +1,7 @@
 """A question to the planner: a model on a cluster, with a batch that its GPUs can divide.
 
     model_of    a name, a config.json, columns      ->  row of model_row.py
-    Question    row, cluster, batch, length, stack  ->  solve: all layouts that fit, fastest first
+    Question    row, cluster, batch, length, stack  ->  solve: all layouts that fit, the best first
     with_batch  a batch that no layout divides      ->  the nearest that one does
 
 A batch that is given must be divided by a layout of all GPUs. One that is only usual is rounded to
@@ -19,7 +19,7 @@ from labkit.scale.huggingface import config_text, is_config, row_of_config
 from labkit.scale.memory_model import predict_memory
 from labkit.scale.model_row import check_columns, row_of, whole
 from labkit.scale.plan import REACH, by_size, nowhere
-from labkit.scale.search import Found, most, search, space_of
+from labkit.scale.search import Found, most, recommended, search, space_of
 
 STEP_TOKENS = 2**22  # 4M tokens a step: Touvron et al., LLaMA, 2023, table 2
 LENGTH = 8192
@@ -74,7 +74,10 @@ class NothingFits(ValueError):
 
 @dataclass(frozen=True)
 class Solved:
-    """A Question with the Found that fit, fastest first, and the (Peak, Job) that do not."""
+    """A Question with the Found that fit, and the (Peak, Job) that do not.
+
+    fit: the recommended one (search.recommended), then the others, fastest first.
+    """
 
     question: Question
     fit: list
@@ -85,7 +88,7 @@ class Solved:
         return self.fit[0]
 
     def distinct(self, count):
-        """Return the fastest `count` Found that differ in an axis or in ZeRO's stage."""
+        """Return the first `count` Found that differ in an axis or in ZeRO's stage."""
         found = {}
         for one in self.fit:
             job = one.job
@@ -121,7 +124,9 @@ def solve(question, like=()):
     if not fit:
         missing = min(peak.total for peak, _ in refused)
         raise NothingFits(nowhere(space, n, refused, c, REACH * n), missing)
-    return Solved(question, sorted(fit, key=lambda found: found.seconds), refused)
+    best = recommended(fit)
+    fit = sorted(fit, key=lambda found: (found is not best, found.seconds))
+    return Solved(question, fit, refused)
 
 
 def moved(question, job, c):
