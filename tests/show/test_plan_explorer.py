@@ -1,0 +1,26 @@
+"""The planner in the dashboard: a control plans nothing, the button gives the sentences of answer()."""
+
+import html
+import time
+
+from labkit.scale.answer import answer
+from labkit.show import plan_explorer
+
+
+def test_the_button_answers_as_the_planner_and_a_control_at_once():
+    shown = plan_explorer.explorer()
+    started = time.perf_counter()
+    shown.controls["gpus"].value = 8
+    shown.controls["gpu"].value = "rtx-4090"
+    assert time.perf_counter() - started < 0.2 and shown.image.value == f"<p>{plan_explorer.HINT}</p>"
+    shown.button.click()
+    said = answer("llama3-8b", gpus=8, gpu="rtx-4090", network=400).sentences()
+    assert shown.message.value == "predicted"
+    assert shown.image.value == "".join(f"<p>{html.escape(words)}</p>" for words in said)
+
+
+def test_what_fits_nowhere_is_a_line_beside_the_button():
+    shown = plan_explorer.explorer()
+    shown.controls["model"].value, shown.controls["gpus"].value = "llama3-405b", 1
+    shown.button.click()
+    assert "nothing fits on 1 x H100" in shown.message.value
