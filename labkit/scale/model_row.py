@@ -47,6 +47,7 @@ HUB_NAMES = {  # how names on huggingface.co differ from those of models.csv
     r"^llama-3\.2-": "llama3.2-",
     r"^llama-2-": "llama2-",
     r"^gemma-2-": "gemma2-",
+    r"^gpt2-xl$": "gpt2-1.5b",
     r"-(hf|v0\.\d)$": "",
 }
 WAYS = "Give a name of --list-models, a config.json, or layers=32,hidden=4096,..."

@@ -150,8 +150,11 @@ def draw(job, state):
 
 
 def takeaway(job, state):
-    """Return as text the fastest layout with its memory and time; or the memory that is missing."""
-    found, refused = answer(job, state)
+    """Return as text the fastest layout with its memory and time; or why there is none."""
+    try:
+        found, refused = answer(job, state)
+    except ValueError as error:  # the GPU does not have the precision
+        return f"{headline(state)}: {error}."
     if found is None:
         peak, least = refused
         usable = (1 - job.spare) * peak.memory
@@ -170,7 +173,10 @@ def takeaway(job, state):
 
 def picture(job, state):
     """Return the same as `draw`, as HTML, which is faster than matplotlib."""
-    found, refused = answer(job, state)
+    try:
+        found, refused = answer(job, state)
+    except ValueError:
+        return f"<p>{html.escape(takeaway(job, state))}</p>"
     peak = found.peak if found else refused[0]
     held = {kind: getattr(peak, kind) for kind in KINDS}
     bars = [bar(held, COLOURS, "GiB", max(peak.memory, peak.total), (1 - job.spare) * peak.memory)]

@@ -51,6 +51,12 @@ def test_the_controls_draw_anew():
     assert "gpt3-6.7b on 8 x H100-80GB, fp8" in shown.image.value
 
 
+def test_a_precision_that_the_gpu_lacks_is_refused_in_words():
+    state = planner.State("gpt3-6.7b", "A100-80GB", 64, "fp8")
+    assert "A100-80GB does not have fp8: use" in planner.takeaway(JOB, state)
+    assert planner.picture(JOB, state).startswith("<p>gpt3-6.7b on 64 x A100-80GB, fp8: A100-80GB does not have fp8")
+
+
 def test_predictions_beside_what_is_published():
     rows = [{"group": f"source {i % 3}", "predicted": 1000 + i, "published": 1100 - i} for i in range(9)]
     figure = predictions.against_published(pd.DataFrame(rows))
