@@ -20,6 +20,7 @@ from labkit.scale.cluster import Cluster
 from labkit.scale.explain import KINDS, words
 from labkit.scale.plan import bill, row_of
 from labkit.scale.search import first_to_fit, space_of
+from labkit.scale.validate_args import check_precision
 from labkit.show import controls, style
 from labkit.show.bars import stack
 from labkit.show.explorer import Explorer
@@ -78,8 +79,10 @@ def narrowed(space, n, c):
 
 @lru_cache
 def planned(model, batch, gpu, gpus, precision, spare):
-    """Return narrowed() of a named model on `gpus` GPUs."""
-    space = space_of(row_of(model), Cluster(gpu, gpus), global_batch=batch, spare=spare,
+    """Return narrowed() of a named model on `gpus` GPUs. ValueError if they lack the precision."""
+    cluster = Cluster(gpu, gpus)
+    check_precision(precision, cluster.device)
+    space = space_of(row_of(model), cluster, global_batch=batch, spare=spare,
                      uneven=False, precision=precision, framework="", cp=1, replicas=1)  # fmt: skip
     return narrowed(space, gpus, constants.values())
 
