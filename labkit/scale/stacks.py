@@ -86,7 +86,7 @@ TORCH_FSDP = Stack(
     axes=("replicas",),
     zero=(0, 1, 2, 3),
     states=FULL,
-    hides_gradients=(0, 2),
+    hides_gradients=(0, 1, 2),
     stops_early=True,
 )
 LLM_FOUNDRY = Stack(
