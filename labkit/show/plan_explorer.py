@@ -44,7 +44,8 @@ class Plans:
     def picture(self, state):
         """Return the sentences of a state as HTML; ValueError if it was not planned."""
         if state not in self.known:
-            raise ValueError(HINT)
+            where = f"{state.gpus:,} x {state.gpu}, {state.network} Gbit/s a GPU"
+            raise ValueError(f"{state.model} on {where}: press Answer.")
         return "".join(f"<p>{html.escape(words)}</p>" for words in self.known[state])
 
 
