@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = ROOT / "notebooks"
 SOLUTIONS = """# Solutions
 
-Answers to every question of the notebooks, and every exercise, solved and run. Try it yourself first: you remember best
+Every exercise of the notebooks, solved and run. Try it yourself first: you remember best
 what you guessed wrong.
 
 ```{toctree}
