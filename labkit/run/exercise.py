@@ -26,17 +26,28 @@ def check(solution, checker, nproc=2, **options):
     try:
         launch(program, nproc=nproc, **options)
     except LaunchError as error:
-        headline = str(error).splitlines()[0]
-        stub = error.cause is not None and error.cause.error.get("type") == "NotImplementedError"
-        print(
-            f"{solution.__name__}: " + ("not solved yet" if stub else f"not right yet: {headline}")
-        )
+        cause = {} if error.cause is None else error.cause.error
+        stub = cause.get("type") == "NotImplementedError"
+        mistake = words(str(error).splitlines()[0], cause, sources[0])
+        print(f"{solution.__name__}: {'not solved yet' if stub else f'not right yet: {mistake}'}")
         return False
     nodes = options.get("nodes", 1)
     print(
         f"{solution.__name__}: solved, on {f'{nodes} nodes of ' if nodes > 1 else ''}{nproc} ranks"
     )
     return True
+
+
+def words(headline, cause, answer):
+    """Return what is wrong: the checker's words, or the headline; and the line of the answer.
+
+    headline: of the LaunchError. cause: the error of the rank that failed first, or {}. answer: the
+    source of the reader's function; its line is named where the error was raised in it.
+    """
+    if cause.get("type") == "AssertionError" and cause["message"]:
+        return cause["message"]
+    line = cause.get("line")
+    return f"{headline}, at `{line}`" if line and line in answer else headline
 
 
 def is_stub(source):

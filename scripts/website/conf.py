@@ -15,6 +15,7 @@ from website.sources import modules
 project = html_title = "Distributed Training Lab"
 language = "en"
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.viewcode"]
+viewcode_follow_imported_members = False  # a default of another module is no place of its source
 highlight_language = "none"  # of docstrings
 smartquotes = False  # they would turn the two dashes of --nproc into one
 
