@@ -1,9 +1,9 @@
 """`lab figures [NAME...] [--stale [--list]]`: run the course, and store its outputs and measurements.
 
 A notebook saves its pictures through labkit.show.plots.save, which writes NAME.svg and NAME.json (the data, host,
-versions, commit and parameters). After a run without error these go to figures/, the outputs into the notebook, and
-its seconds into figures/course.json, which fills README's table of the course. README's table of labkit has the first
-docstring lines of its files. Notebooks and figures carry a fingerprint of the code that ran.
+versions, commit and parameters). After a run without error these go to figures/, the outputs into the notebook, and its
+seconds into figures/course.json, which fills README's table of the course and its pictures. README's table of labkit
+has the first docstring lines of its files. Notebooks and figures carry a fingerprint of the code that ran.
 
 Results of older code are stale. --stale renews only those, one after the other: notebooks, and the sweep that ships
 with the dashboard. After Ctrl-C, the same command continues with what is still stale. If only the text of a displayed
@@ -30,6 +30,10 @@ COURSE = FIGURES / "course.json"
 SWEEP = ROOT / "runs" / "sweep-that-ships"  # the new sweep, until it is complete
 SWEEP_SECONDS = 360.0
 MARKS = ("<!-- the course, written by ./scripts/lab figures -->\n", "<!-- end of the course -->")
+LARGE_MARKS = ("<!-- pictures, written by ./scripts/lab figures -->\n", "<!-- end of pictures -->")
+# notebooks whose main picture README shows; the site has a page of all
+LARGE = ("02_data_parallel", "10_memory", "21_compression", "30_checkpoint_and_resume", "42_pipeline", "44_mesh")
+LARGE += ("50_thousand_gpus", "51_planner")
 TREE_MARKS = ("<!-- labkit, written by ./scripts/lab figures -->\n", "<!-- end of labkit -->")
 ROOMS = ("models", "run", "measure", "show", "scale")  # folders without algorithms
 
@@ -42,19 +46,28 @@ def question(notebook):
     return bold.group(1) if bold else title
 
 
-def picture(figure):
-    """Return the HTML of a saved figure in README's table, with its alt text."""
+def picture(figure, notebook):
+    """Return the HTML of a saved figure in README, with its alt text and a link to its notebook."""
     words = html.escape(json.loads((FIGURES / f"{figure}.json").read_text())["alt"])
-    return f'<img src="figures/{figure}.svg" alt="{words}" width="220">'
+    return f'<a href="notebooks/{notebook}.ipynb"><img src="figures/{figure}.svg" alt="{words}" width="800"></a>'
+
+
+def gallery(course):
+    """Return README's large pictures, each with its notebook and question. course: {name: facts of course.json}."""
+    lines = []
+    for name in LARGE:
+        facts = course[name]
+        lines += [f"**[{name}](notebooks/{name}.ipynb)**: {facts['question']}", ""]
+        lines += [picture(facts["figures"][0], name), ""]
+    return "\n".join(lines)
 
 
 def course_table(course):
-    """Return README's table: notebook, question, time, picture. course: {name: facts of course.json}."""
-    lines = ["| notebook | question | time | picture |", "| :-- | :-- | --: | :-- |"]
+    """Return README's table: notebook, question, time. course: {name: facts of course.json}."""
+    lines = ["| notebook | question | time |", "| :-- | :-- | --: |"]
     for name, facts in sorted(course.items()):
-        pictures = [picture(figure) for figure in facts["figures"][:1]]
         link = f"[{name}](notebooks/{name}.ipynb)"
-        lines.append(f"| {link} | {facts['question']} | {facts['seconds']:.0f} s | {''.join(pictures)} |")
+        lines.append(f"| {link} | {facts['question']} | {facts['seconds']:.0f} s |")
     hosts = sorted({facts["host"] for facts in course.values()})
     return "\n".join(
         [*lines, "", f"Times of a complete run with the default parameters, measured on {'; '.join(hosts)}.", ""]
@@ -94,6 +107,7 @@ def write_course(measured):
     FIGURES.mkdir(exist_ok=True)
     COURSE.write_text(json.dumps(course, indent=1) + "\n")
     write_between(MARKS, course_table(course))
+    write_between(LARGE_MARKS, gallery(course))
 
 
 def renew(stored, path, folder, timeout, values=None):

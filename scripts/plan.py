@@ -72,6 +72,9 @@ def parser():
     add("--recompute", metavar="KIND", help="none, selective or full (default: the fastest that fits)")
     for name, what in AXES.items():
         add(f"--{name.replace('_', '-')}", metavar="N", help=f"{what} (default: the fastest)")
+    add(
+        "--lora", metavar="RANK", help="train LoRA adapters of this rank; the model is frozen (default: all is trained)"
+    )
     add("--json", action="store_true", help="print the answer as JSON")
     add("--list-models", action="store_true", help="list the named models")
     add("--list-gpus", action="store_true", help="list the GPUs, with the source of their figures")
@@ -111,6 +114,7 @@ def answer_to(asked):
         price=asked.price,
         deadline=asked.deadline,
         spare=number(asked.spare, "spare"),
+        lora=count(asked.lora, "lora"),
         stdin=sys.stdin,
         **given,
     )

@@ -21,6 +21,7 @@ from labkit.scale.cluster import Cluster
 from labkit.scale.failures import Fleet, daly, expected, published
 from labkit.scale.intervals import interval
 from labkit.scale.launch_options import launch_options
+from labkit.scale.messages import all_trained
 from labkit.scale.model_row import whole
 from labkit.scale.plan import bill
 from labkit.scale.quantities import amount, days_until
@@ -100,7 +101,7 @@ class Answer:
         job, cost = found.job, bill(found, self.tokens, self.price)
         speed, share = found.step.tokens_per_second, useful_share(found.job.n_gpus)
         low, high, _, _ = interval(job)
-        tflops = speed * model_flops(job.shape, job.context) / 1e12
+        tflops = speed * model_flops(job) / 1e12
         axes = ("dp", "tp", "pp", "cp", "ep", "vpp", "replicas", "zero", "micro_batch")
         return {
             "stack": job.stack.name,
@@ -148,6 +149,7 @@ class Answer:
             "kind": "predicted",
             "model": self.name,
             "parameters": job.shape.parameters,
+            "trained_parameters": round(all_trained(job)[0]),
             "gpu": job.gpu.name,
             "gpus": question.cluster.gpus,
             "network_gbps_per_gpu": question.network,
@@ -168,7 +170,7 @@ class Answer:
 
 def answer(model, gpus=None, gpu=None, network=None, *, cluster=None, tokens=1e12, batch=None,
            length=None, precision=None, stack=None, price=None, deadline=None, spare=0.1,
-           gpus_per_node=None, changes=True, stdin=None, **given):  # fmt: skip
+           gpus_per_node=None, lora=None, changes=True, stdin=None, **given):  # fmt: skip
     """Return the Answer for a model on GPUs of one kind.
 
     model: a name of models.csv, a config.json (a path, its text, or "-" for stdin), the columns of
@@ -177,11 +179,13 @@ def answer(model, gpus=None, gpu=None, network=None, *, cluster=None, tokens=1e1
     a step, by default the published ones or 4M tokens. length: tokens of a sequence. precision: by
     default bf16, or fp16 if the GPU lacks it. stack: of stacks.py; by default the fastest of
     STACKS_TRIED. price: of a GPU-hour. deadline: days, or a date. spare: the share of memory that
-    stays free. changes: whether to plan again with other figures. given: fixed axes and settings,
-    as in plan.py. Raises ValueError, one line, for invalid input, if nothing fits, and if no layout
-    of all GPUs divides the batch that is given.
+    stays free. lora: the rank of adapters on all matrices; the model itself is frozen. changes:
+    whether to plan again with other figures. given: fixed axes and settings, as in plan.py. Raises
+    ValueError, one line, for invalid input, if nothing fits, and if no layout of all GPUs divides
+    the batch that is given.
     """
     name, row = model_of(model, stdin)
+    row = row | {"lora": lora} if lora is not None else row
     cluster = cluster or Cluster.from_dict(
         {"gpu": gpu, "gpus": gpus, "gpus_per_node": gpus_per_node, "network": network}
     )
@@ -277,10 +281,14 @@ def useful_share(gpus):
     return expected(fleet, daly(fleet.save, fleet.between))
 
 
-def model_flops(shape, context):
+def model_flops(job):
     """Return the FLOPs of a token, forward and backward, without recomputation.
 
-    Attention is counted without the mask's saving: Chowdhery et al., PaLM, 2022, appendix B.
+    Attention is counted without the mask's saving: Chowdhery et al., PaLM, 2022, appendix B. With
+    LoRA, weights have no gradient, and adapters are left out.
     """
-    masked = 0 if isinstance(shape, Encoder) else shape.layers * shape.attention_flops(context)
-    return 3 * (shape.forward_flops(context) + masked)
+    shape, context = job.shape, job.context
+    scores = shape.layers * shape.attention_flops(context)
+    masked = 0 if isinstance(shape, Encoder) else scores
+    spared = shape.forward_flops(context) - scores if job.lora else 0
+    return 3 * (shape.forward_flops(context) + masked) - spared

@@ -7,6 +7,7 @@
 from labkit.scale.explain import KINDS
 from labkit.scale.intervals import interval
 from labkit.scale.job_config import SCHEDULES
+from labkit.scale.messages import all_trained
 from labkit.scale.vit_shapes import ViT
 
 RECOMPUTE = {
@@ -71,6 +72,10 @@ def heading(answer):
     active = job.shape.active_parameters
     size = f"{billions(job.shape.parameters)} parameters"
     size += f" ({billions(active)} of them met by a token)" if job.shape.experts > 1 else ""
+    if job.lora:
+        size += (
+            f", frozen, with {billions(all_trained(job)[0])} in LoRA adapters of rank {job.lora}"
+        )
     gpus = question.cluster.gpus
     nodes = f"{job.gpus_per_node} a node, {question.network:g} Gbit/s a GPU"
     where = f"{gpus:,} x {job.gpu.name}" + (f", {nodes}" if gpus > job.gpus_per_node else "")

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from labkit.scale.messages import (
+    all_trained,
     beside,
     crosses,
     expert_seconds,
@@ -75,7 +76,7 @@ def predict_step(job, c):
 
 def optimizer_seconds(job):
     """Return the seconds of one rank's optimizer step: memory traffic, and the bus with offload."""
-    alike = job.held_alike(job.shape.parameters, job.shape.layers * job.shape.expert_weights)
+    alike = job.held_alike(*all_trained(job))
     held = sum(parameters / (ranks if job.zero else 1) for parameters, ranks, _ in alike)
     traffic = OPTIMIZER_BYTES / job.gpu.memory_gbs + 2 * away(job) / job.gpu.host_gbs
     return held / job.tp / job.pp * traffic / 1e9
@@ -121,6 +122,8 @@ def product_seconds(job, c):
 
 def weights_seconds(job, has, c):
     """Return a stage's seconds of weight gradients for one micro-batch. has: one of Job.stages."""
+    if job.lora:  # those of the adapters are too short to fill a bubble
+        return 0.0
     layers, heads, _ = has
     head = 2 * job.shape.head_weights / job.tp * job.tokens / of_job(job, "bf16", c)
     return layers * product_seconds(job, c) + heads * head
@@ -136,9 +139,10 @@ def device_parts(job, c):
     products = product_seconds(job, c)
     attention, moving, scores = other_seconds(job, c)
     forward = products + attention + moving
-    launches = expert_launches(job, c)
+    launches = expert_launches(job, c) + adapter_seconds(job, c)
+    passes = 2 if job.lora else 3  # a frozen weight has no gradient
     parts = {
-        "layers": 3 * products + 3.5 * attention + 3 * moving + launches,
+        "layers": passes * products + 3.5 * attention + 3 * moving + launches,
         "messages of layers": tensor_seconds(job, c),
         "recomputation": repeated(job) * (forward - spared_seconds(job, products)),
         "gathering parameters": 0.0,
@@ -195,6 +199,19 @@ def spared_seconds(job, products):
     return products * job.shape.top_k * job.shape.hidden * job.shape.ffn / job.shape.layer_products
 
 
+def adapter_seconds(job, c):
+    """Return the seconds of a layer's LoRA adapters, forward and backward; 0 without LoRA.
+
+    Their products are as narrow as the rank, so that most of a tile is empty.
+    """
+    if not job.lora:
+        return 0.0
+    parameters, experts = job.shape.adapters(job.lora)
+    met = parameters - experts * (1 - job.shape.top_k / job.shape.experts)
+    edges = 1 + job.gpu.edge.get("bf16", c["edge"]) / job.lora
+    return 6 * met / job.tp * job.tokens * edges / of_job(job, "bf16", c)
+
+
 def expert_launches(job, c):
     """Return the seconds to launch a layer's routing and the products of a rank's experts."""
     if job.shape.experts == 1:
@@ -224,6 +241,6 @@ def host_seconds(job, c):
 def head_seconds(job, c):
     """Return the seconds of forward and backward of the output layer and the loss."""
     rate = of_job(job, "bf16", c)
-    flops = 6 * job.shape.head_weights / job.tp * job.tokens
+    flops = (4 if job.lora else 6) * job.shape.head_weights / job.tp * job.tokens
     moved = c["logits"] * job.shape.vocab / job.tp * job.tokens
     return flops / rate + moved / (1e9 * job.gpu.memory_gbs)

@@ -39,7 +39,8 @@ class Job:
 
     dp, tp, pp, cp, ep, replicas: numbers of ranks; ep divides dp. dp also shards if zero > 0.
     schedule: a key of SCHEDULES, for pipelines; 1F1B is interleaved if vpp > 1. collectives: a key
-    of ALGORITHMS, for all messages.
+    of ALGORITHMS, for all messages. lora: the rank of adapters, the only trained parameters; 0: all
+    parameters are trained.
     """
 
     shape: Shape
@@ -65,6 +66,7 @@ class Job:
     stack: Stack = DEFAULT
     schedule: str = "1f1b"
     collectives: str = "auto"
+    lora: int = 0
 
     @property
     def tokens(self):
@@ -87,6 +89,16 @@ class Job:
             return ((parameters, self.dp, self.tp),)
         own = (experts / self.ep, self.dp // self.ep, self.tp * self.ep)
         return ((parameters - experts, self.dp, self.tp), own)
+
+    def trained(self, parameters, experts, layers):
+        """Return what is trained of parameters, `experts` of them in experts, in `layers` layers.
+
+        (parameters, of which in experts): with LoRA those of the adapters, else all.
+        """
+        if not self.lora:
+            return parameters, experts
+        found, own = self.shape.adapters(self.lora)
+        return layers * found, layers * own
 
     @cached_property
     def stages(self):
@@ -166,6 +178,7 @@ def job_of(row):
         compiled=text(row, "compile").lower() == "true",
         stack=stack_of_row(text(row, "stack"), text(row, "framework"), text(row, "precision")),
         collectives=collectives,
+        lora=whole(row, "lora", 0, least=0),
     )
 
 

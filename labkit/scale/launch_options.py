@@ -15,7 +15,16 @@ from labkit.scale.vit_shapes import ViT
 
 def launch_options(job):
     """Return the lines that run the job on its stack: a list of text."""
-    return BY_STACK.get(job.stack.name, plain)(job)
+    lines = BY_STACK.get(job.stack.name, plain)(job)
+    return [*lines, adapters(job)] if job.lora else lines
+
+
+def adapters(job):
+    """Return the line that adds a job's LoRA adapters to the model."""
+    if job.stack.name == "megatron":
+        return f"# Megatron Bridge, of the recipe: peft = LoRA(dim={job.lora})"
+    config = f'LoraConfig(r={job.lora}, target_modules="all-linear")'
+    return f"# Hugging Face's PEFT: model = get_peft_model(model, {config})"
 
 
 def torchrun(job, script):

@@ -12,7 +12,8 @@ up to (pp - 1)/v more. With zero bubble (ZB-H1) it stores i more, whose weight g
 delayed: pp in all, as the first stage of 1F1B. For those i, and for the one in its backward,
 recomputation saves nothing. The first stage also has the embeddings, and the last the logits. The
 result is the peak of the stage that needs most. ZeRO shards over dp: optimizer states (1),
-gradients (2), parameters (3). Offloaded states are in host memory.
+gradients (2), parameters (3). Offloaded states are in host memory. With LoRA only adapters have
+gradients and states; activations stay, because an adapter needs the input of its layer.
 Rajbhandari et al., ZeRO, SC 2020, section 3; Korthikanti et al., Reducing Activation
 Recomputation, MLSys 2023, section 4; Narayanan et al., SC 2021, section 2.2 (1F1B, interleaved);
 Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, section 2.1 (ZB-H1).
@@ -94,7 +95,8 @@ def stage_peak(job, c, stage, has):
     ends = embedding + head - (shape.tied and embedding and head)
     parameters = layers * shape.layer_parameters + ends * shape.embedding_parameters
     parameters += embedding * shape.input_parameters + head * shape.head_parameters
-    alike = job.held_alike(parameters, layers * shape.expert_weights)
+    experts = layers * shape.expert_weights
+    alike = job.held_alike(*job.trained(parameters, experts, layers))
     states = sum(own * state_bytes(job, c, ranks) for own, ranks, _ in alike) / job.tp
     waiting = sum(own * away(job) / shared_by(job, ranks) for own, ranks, _ in alike) / job.tp
     gathered = 0.0
@@ -105,7 +107,7 @@ def stage_peak(job, c, stage, has):
     each = job.stack.logit_bytes or c["logits_held"]
     logits = head * each * shape.vocab / job.tp * tokens
     return Peak(
-        states=(states - waiting) / GIB,
+        states=(states - waiting + frozen_bytes(job, parameters, experts)) / GIB,
         gathered=gathered / GIB,
         activations=layers * held * tokens / GIB,
         logits=logits / GIB,
@@ -114,6 +116,20 @@ def stage_peak(job, c, stage, has):
         memory=job.gpu.memory_gib,
         limit=c["limit"],
         runs=all(blocks for _, _, blocks in job.stages),
+    )
+
+
+def frozen_bytes(job, parameters, experts):
+    """Return the bytes of a rank's frozen parameters, in 16 bits: with LoRA all but the adapters.
+
+    FSDP shards them, other stages of ZeRO do not. parameters: of a replica's stage, of which
+    `experts` are in experts.
+    """
+    if not job.lora:
+        return 0.0
+    alike = job.held_alike(parameters, experts)
+    return (
+        sum(2 * own / (shared_by(job, n) if job.zero == 3 else 1) for own, n, _ in alike) / job.tp
     )
 
 

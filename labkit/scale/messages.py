@@ -100,14 +100,15 @@ def unit_seconds(job, c):
     These are two all-gathers and a reduce-scatter. A stack that does not reshard under a pipeline
     gathers and reduces once a step.
     """
-    alike = job.held_alike(job.shape.layer_parameters, job.shape.expert_weights)
+    parts = job.shape.layer_parameters, job.shape.expert_weights
+    alike, trained = job.held_alike(*parts), job.held_alike(*job.trained(*parts, layers=1))
     once = job.pp > 1 and not job.stack.reshards
     total = 0.0
-    for parameters, ranks, stride in alike:
+    for (parameters, ranks, stride), (changed, *_) in zip(alike, trained, strict=True):
         size, mine = ranks * job.cp, parameters / job.tp
         width = 1 if job.dtype == "fp8" and job.stack.fp8_gathers else 2
         gather = gather_seconds(job, size, stride, width * mine, c)
-        reduce = gather_seconds(job, size, stride, job.stack.gradient_bytes * mine, c)
+        reduce = gather_seconds(job, size, stride, job.stack.gradient_bytes * changed / job.tp, c)
         total += (gather + reduce) / job.grad_accum if once else 2 * gather + reduce
     return total
 
@@ -150,8 +151,14 @@ def messages_of(job, size):
 
 def summed_gradients(job):
     """Return (parameters, ranks, stride between ranks) of each part of a rank's gradients."""
-    alike = job.held_alike(job.shape.parameters, job.shape.layers * job.shape.expert_weights)
+    alike = job.held_alike(*all_trained(job))
     return [(p / job.tp / job.pp, ranks * job.cp, stride) for p, ranks, stride in alike]
+
+
+def all_trained(job):
+    """Return (parameters, of which in experts) that are trained in the whole model."""
+    shape = job.shape
+    return job.trained(shape.parameters, shape.layers * shape.expert_weights, shape.layers)
 
 
 def crosses(job):

@@ -28,7 +28,8 @@ from math import gcd, isfinite
 
 from labkit.scale.cost import away, predict_step
 from labkit.scale.job_config import Job, job_of, recomputed
-from labkit.scale.memory_model import GIB, predict_memory, state_bytes
+from labkit.scale.memory_model import GIB, frozen_bytes, predict_memory, state_bytes
+from labkit.scale.messages import all_trained
 from labkit.scale.model_row import ARCHITECTURES, MODEL, NOT_PLANNED, text
 from labkit.scale.validate_args import PRECISIONS, check_given, divisors, schedules_of
 
@@ -131,7 +132,9 @@ class Space:
     def least(self):
         """Return the fewest GPUs on which fully sharded parameters, gradients and states fit."""
         job = replace(self.job, zero=3, offload=bool(self.host_gib))
-        needed = job.shape.parameters * (state_bytes(job, {}, 1) - away(job)) / GIB
+        trained, _ = all_trained(job)
+        needed = trained * (state_bytes(job, {}, 1) - away(job))
+        needed = (needed + frozen_bytes(job, job.shape.parameters, 0)) / GIB
         return max(1, -int(-needed // ((1 - self.spare) * job.gpu.memory_gib)))
 
 
@@ -224,7 +227,7 @@ def space_of(row, cluster, *, global_batch, spare, uneven, precision, framework=
     architecture = text(row, "architecture").lower()
     if architecture not in ARCHITECTURES:
         raise ValueError(NOT_PLANNED.format(architecture))
-    kept = {name: row.get(name) for name in (*MODEL, "seq_len")}
+    kept = {name: row.get(name) for name in (*MODEL, "lora", "seq_len")}
     if precision == "free":
         precision = "fp8" if "fp8" in cluster.device.tflops else "bf16"
     if not any(dtype in precision.lower() for dtype in PRECISIONS):
@@ -233,7 +236,10 @@ def space_of(row, cluster, *, global_batch, spare, uneven, precision, framework=
         )
     kept |= {"gpu": cluster.gpu, "n_gpus": 1, "precision": precision}
     kept |= {"framework": framework, "stack": stack}
-    job = replace(job_of(kept), gpu=cluster.device, gpus_per_node=cluster.gpus_per_node)
+    job = job_of(kept)
+    if job.lora and not job.stack.lora:
+        raise ValueError(job.stack.refuses(job))
+    job = replace(job, gpu=cluster.device, gpus_per_node=cluster.gpus_per_node)
     job = replace(job, network_gbps=job.gpu.network_gbps, collectives=cluster.collectives)
     if not isfinite(spare) or not 0 <= spare < 1:
         raise ValueError(f"spare must be a share of memory, from 0 to less than 1, got {spare}")

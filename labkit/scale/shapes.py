@@ -43,6 +43,14 @@ class Latent:
         wide = self.keys * heads * (self.plain + self.value)
         return asked + narrow + wide + heads * self.value * hidden
 
+    def sides(self, hidden, heads):
+        """Return the sum of both sides of the matrices of a layer's attention."""
+        query = heads * (self.plain + self.rotated)
+        asked = hidden + 2 * self.queries + query if self.queries else hidden + query
+        narrow = hidden + self.keys + self.rotated
+        wide = self.keys + heads * (self.plain + self.value)
+        return asked + narrow + wide + heads * self.value + hidden
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -203,6 +211,22 @@ class Shape:
         """The parameters that one token meets: all but the experts it is not routed to."""
         idle = self.mean((self.experts - self.top_k) * self.network_weights, 0)
         return self.parameters - round(self.layers * idle)
+
+    def adapters(self, rank):
+        """Return (parameters, of which in experts) of a layer's LoRA adapters: on all matrices.
+
+        A matrix h x f gets A, h x rank, and B, rank x f. The output layer and the router get none.
+        Hu et al., LoRA, ICLR 2022, section 4.1.
+        """
+        sides = 4 * self.hidden + 2 * self.query_width + 2 * self.key_width  # q, k, v, output
+        if self.latent:
+            sides = self.latent.sides(self.hidden, self.heads)
+        network = self.matrices * (self.hidden + self.ffn)
+        experts = self.mean(self.experts * network if self.experts > 1 else 0, 0)
+        dense = self.matrices * (self.hidden + (self.dense_ffn or self.ffn))
+        shared = self.matrices * (self.hidden + self.shared_ffn) if self.shared_ffn else 0
+        dense = self.mean(shared if self.experts > 1 else dense, dense)
+        return rank * (sides + dense + experts), rank * experts
 
     def keys_met(self, context):
         """Return the number of keys that a token attends to, the mean over tokens and layers."""

@@ -57,6 +57,7 @@ class Stack:
     selective: str = "op"  # what it recomputes: every "op" but some, or the core of "attention"
     stops_early: bool = False  # recomputation ends at the last tensor that is needed
     balances: bool = False  # stages by FLOPs, not layers; each layer is launched from Python
+    lora: bool = False  # trains adapters of a frozen model
     logit_bytes: int | None = None  # kept for each logit; None: the constant logits_held
 
     def refuses(self, job):
@@ -69,6 +70,9 @@ class Stack:
             return f"{self.name} does not run ZeRO-{job.zero}: use one of {known}"
         if job.pp > 1 and job.schedule not in self.schedules:
             return f"{self.name} does not run the schedule {job.schedule}"
+        if job.lora and not self.lora:
+            known = ", ".join(stack.name for stack in STACKS.values() if stack.lora)
+            return f"{self.name} does not run lora: use {known}"
         if self.name == "deepspeed" and job.pp > 1 and job.zero > 1:
             return f"deepspeed's pipeline does not run with ZeRO-{job.zero}: use zero=0 or 1"
         return ""
@@ -88,6 +92,7 @@ TORCH_FSDP = Stack(
     states=FULL,
     hides_gradients=(0, 1, 2),
     stops_early=True,
+    lora=True,  # of Hugging Face's PEFT
 )
 LLM_FOUNDRY = Stack(
     name="llm-foundry",
@@ -125,6 +130,7 @@ MEGATRON = Stack(
     once_a_node=True,
     fused=True,
     selective="attention",
+    lora=True,  # of Megatron Bridge
 )
 MEGATRON_2020 = Stack(
     name="megatron-2020",
@@ -150,6 +156,7 @@ DEEP_SPEED = Stack(
     cp_shards=False,
     sequence=False,
     selective="attention",
+    lora=True,  # of Hugging Face's PEFT
 )
 NANOTRON = Stack(
     name="nanotron",

@@ -1,6 +1,7 @@
 """Write the folder that Sphinx reads: notebooks with stored outputs, README as first page, a page per module.
 
 index.md                  README, and the order of everything
+pictures.md               every picture that a notebook saves
 notebooks/                the course; solutions/ below it
 api/labkit.ddp.rst        a page per module, in the order of labkit/__init__.py
 files/...                 other files of the repository that are linked
@@ -11,6 +12,7 @@ import ast
 import base64
 import functools
 import html
+import json
 import re
 import shutil
 from pathlib import Path
@@ -43,6 +45,7 @@ def write(folder):
     for path in (*course, *solutions):
         put(folder / path.relative_to(ROOT), nbformat.writes(for_site(read(path), path, folder, links)))
     put(folder / "notebooks" / "solutions" / "index.md", SOLUTIONS + entries(solutions, NOTEBOOKS / "solutions"))
+    put(folder / "pictures.md", pictures_page(links))
     put(folder / "index.md", first_page(course, links))
     for name in modules():
         put(folder / "api" / f"{name}.rst", module_page(name))
@@ -117,8 +120,21 @@ def entries(paths, folder):
 def first_page(course, links):
     text = links.lead((ROOT / "README.md").read_text(), ROOT / "README.md")
     contents = f"```{{toctree}}\n:hidden:\n:caption: The course\n\n{entries(course, ROOT)}"
-    more = "```{toctree}\n:hidden:\n:caption: Reference\n\nSolutions <notebooks/solutions/index>\napi/labkit\n```\n"
+    pages = "Solutions <notebooks/solutions/index>\nPictures <pictures>\napi/labkit"
+    more = f"```{{toctree}}\n:hidden:\n:caption: Reference\n\n{pages}\n```\n"
     return "\n".join([text, contents, more])
+
+
+def pictures_page(links):
+    """Return a page of every picture that a notebook saves, with its notebook and question."""
+    course = json.loads((ROOT / "figures" / "course.json").read_text())
+    lines = ["# Pictures", "", "Each picture is drawn by the notebook above it, from what that run measured.", ""]
+    for name, facts in course.items():
+        lines += [f"## [{name}](notebooks/{name}.ipynb)", "", facts["question"], ""]
+        for figure in facts["figures"]:
+            words = html.escape(json.loads((ROOT / "figures" / f"{figure}.json").read_text())["alt"], quote=True)
+            lines += [f'<img src="figures/{figure}.svg" alt="{words}">', ""]
+    return links.lead("\n".join(lines), ROOT / "README.md")
 
 
 # Modules

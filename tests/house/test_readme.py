@@ -21,6 +21,8 @@ def test_the_table_is_the_recorded_one():
     written = README.split(figures.MARKS[0])[1].split(figures.MARKS[1])[0]
     assert written == figures.course_table(course)
     assert set(course) == {path.stem for path in batch.course()}
+    shown = README.split(figures.LARGE_MARKS[0])[1].split(figures.LARGE_MARKS[1])[0]
+    assert shown == figures.gallery(course)
     assert len({facts["host"] for facts in course.values()}) == 1  # of one machine, or times do not compare
 
 

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from datetime import date
 
 import pytest
@@ -12,9 +13,10 @@ from labkit.scale.answer import answer, model_flops, useful_share
 from labkit.scale.cluster import Cluster
 from labkit.scale.cost import predict_step
 from labkit.scale.intervals import interval
+from labkit.scale.job_config import job_of
 from labkit.scale.launch_options import launch_options
 from labkit.scale.memory_model import predict_memory
-from labkit.scale.model_row import row_of, shape_of
+from labkit.scale.model_row import row_of
 from labkit.scale.quantities import amount, days_until, network
 from labkit.scale.question import Question, solve, usual_batch, with_batch
 from labkit.scale.search import search
@@ -69,9 +71,12 @@ def test_a_layout_that_is_known_hides_no_faster_one(found):
 
 
 def test_flops_of_a_token_are_six_a_weight_and_all_of_attention():
-    shape = shape_of(row_of("llama3-8b"), 8192)
+    job = job_of(row_of("llama3-8b") | {"gpu": "H100", "seq_len": 8192})
+    shape = job.shape
     weights = shape.parameters - shape.embedding_parameters  # the input embedding is no product
-    assert model_flops(shape, 8192) == pytest.approx(6 * weights + 12 * 32 * 8192 * 4096, rel=1e-4)
+    frozen = model_flops(replace(job, lora=16))
+    assert frozen == pytest.approx(4 * weights + 12 * 32 * 8192 * 4096, rel=1e-4)
+    assert model_flops(job) == pytest.approx(6 * weights + 12 * 32 * 8192 * 4096, rel=1e-4)
 
 
 def test_sentences_and_json_say_the_same(found):
@@ -201,3 +206,14 @@ def test_fp16_is_the_default_where_bf16_is_missing():
 def test_planning_needs_no_torch():
     code = "import sys, labkit.scale.answer, labkit.scale.plan; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_lora_is_asked_of_stacks_that_run_it():
+    found = answer("llama3-70b", 8, "h100", lora=16, changes=False)
+    assert "frozen, with 207.1 million in LoRA adapters of rank 16" in found.sentences()[0]
+    assert json.loads(found.to_json())["trained_parameters"] == 207_093_760
+    assert "LoRA(dim=16)" in found.options()[-1]
+    with pytest.raises(ValueError, match="nothing fits"):
+        answer("llama3-70b", 8, "h100", changes=False)
+    with pytest.raises(ValueError, match="torchtitan does not run lora: use torch-fsdp, megatron, deepspeed"):
+        answer("llama3-8b", 8, "h100", lora=16, stack="torchtitan")

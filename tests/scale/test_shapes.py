@@ -12,6 +12,7 @@ from labkit.measure.flops import step_flops
 from labkit.memory import estimate
 from labkit.models.gpt import GPT, Block
 from labkit.scale.hardware import GPUS, find_gpu
+from labkit.scale.model_row import row_of, shape_of
 from labkit.scale.shapes import Shape
 
 CONTEXT = 32
@@ -162,3 +163,15 @@ def test_every_gpu_has_a_source_and_sane_units():
         assert 50 < gpu.tflops["bf16"] < 5000 and 10 < gpu.memory_gib < 300
         assert 250 < gpu.memory_gbs < 10000 and 15 <= gpu.node_gbs < 2000
         assert all(0 < share < 1 for share in gpu.achievable.values())
+
+
+def test_adapters_are_on_every_matrix_of_a_layer():
+    sides = sum(sum(part.weight.shape) for part in Layer(LLAMA_SHAPE).modules() if isinstance(part, nn.Linear))
+    assert LLAMA_SHAPE.adapters(8) == (8 * sides, 0)
+
+
+@pytest.mark.parametrize(("name", "published"), [("llama3-8b", 41_943_040), ("llama3-70b", 207_093_760)])
+def test_adapters_have_the_parameters_that_peft_prints(name, published):
+    """With LoraConfig(r=16) on the seven matrices of a layer, print_trainable_parameters says so."""
+    shape = shape_of(row_of(name), 8192)
+    assert shape.layers * shape.adapters(16)[0] == published
