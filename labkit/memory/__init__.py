@@ -1,4 +1,9 @@
-"""Memory of a training step, predicted before anything runs; and which strategy fits."""
+"""Memory of a training step, predicted before anything runs; and which strategy fits.
+
+This is the memory of labkit's own program: eager PyTorch, with the dtypes of the module that is
+given. labkit.scale predicts that of a training stack in 16 bits (Megatron-LM, torchtitan), whose
+kernels keep fewer activations. Their figures for the same model differ for that reason.
+"""
 
 from labkit.memory.batch_size import BatchSize, find_batch_size, last_true
 from labkit.memory.memory_estimate import PRECISIONS, Estimate, estimate

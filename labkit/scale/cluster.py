@@ -21,12 +21,9 @@ figures (hardware.py).
 from dataclasses import MISSING, dataclass, fields, replace
 from difflib import get_close_matches
 from math import isfinite, log
-from pathlib import Path
-
-import yaml
 
 from labkit.scale.collectives import check_algorithm
-from labkit.scale.hardware import GPU, find_gpu
+from labkit.scale.hardware import GPU, find_gpu, mapping_of_file
 from labkit.scale.quantities import network as gbps_of
 
 WRONG_UNITS = (8, 1000, 125, 8000)  # bits for bytes, mega for giga, and both
@@ -114,14 +111,7 @@ class Cluster:
         instead: figures that replace those of the file. The GPU cannot be replaced, because the
         file's other figures belong to it. Raises ValueError, one line that begins with the path.
         """
-        try:
-            told = yaml.safe_load(Path(path).read_bytes())
-        except OSError as error:
-            raise ValueError(f"{path}: {error.strerror}") from None
-        except yaml.YAMLError as error:
-            raise ValueError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
-        if not isinstance(told, dict):
-            raise ValueError(f"{path}: a cluster is a mapping of fields to figures, as gpus: 64")
+        told = mapping_of_file(path, "a cluster is a mapping of fields to figures, as gpus: 64")
         if told.get("gpu") and "gpu" in instead:
             raise ValueError(
                 f"{path}: its figures are of its gpu, {told['gpu']}, not of {instead['gpu']}: "

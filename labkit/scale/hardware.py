@@ -220,8 +220,11 @@ def described(told):
     return gpu_of({name: figure for name, figure in filled.items() if name != "like"})
 
 
-def gpu_of_file(path):
-    """Return the GPU of a YAML file. Raises ValueError, one line that begins with the path."""
+def mapping_of_file(path, what):
+    """Return the mapping of a YAML file. Raises ValueError, one line that begins with the path.
+
+    what: what it must be, such as "a GPU is a mapping of columns to figures".
+    """
     try:
         told = yaml.safe_load(Path(path).read_bytes())
     except OSError as error:
@@ -229,7 +232,13 @@ def gpu_of_file(path):
     except yaml.YAMLError as error:
         raise ValueError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(told, dict):
-        raise ValueError(f"{path}: a GPU is a mapping of columns to figures, as memory_gib: 80")
+        raise ValueError(f"{path}: {what}")
+    return told
+
+
+def gpu_of_file(path):
+    """Return the GPU of a YAML file. Raises ValueError, one line that begins with the path."""
+    told = mapping_of_file(path, "a GPU is a mapping of columns to figures, as memory_gib: 80")
     try:
         return described(told)
     except ValueError as error:

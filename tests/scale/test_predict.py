@@ -7,12 +7,16 @@ import sys
 from statistics import median
 
 import pytest
+import torch
 
+from labkit import models
+from labkit.memory import estimate
 from labkit.scale import constants, fit
 from labkit.scale.cost import predict_step
 from labkit.scale.job_config import job_of
 from labkit.scale.memory_model import GIB, predict_memory, state_bytes
 from labkit.scale.messages import gather_seconds
+from labkit.scale.model_row import row_of
 from labkit.scale.predict import PREDICTED, REFUSED, predict_file
 
 LLAMA = {"model": "7B", "layers": "32", "hidden": "4096", "heads": "32", "ffn": "11008", "vocab": "32000"}
@@ -229,3 +233,14 @@ def test_frozen_parameters_are_sharded_by_fsdp_alone():
     states = [predict_memory(job_of(row | {"zero": zero}), C).states * GIB for zero in (0, 2, 3)]
     frozen = 2 * job_of(row).shape.parameters
     assert states[0] > states[1] > frozen > 7 * states[2] > 7 * frozen / 8
+
+
+def test_states_are_those_that_a_dry_run_counts():
+    """Of the same 16 bytes a parameter: activations differ, as eager autocast keeps copies in fp32."""
+    with torch.device("meta"):
+        model = models.build("gpt", vocab=50257, context=1024, layers=48, heads=25, width=1600)
+        tokens = torch.empty(1, 1024, dtype=torch.int64)
+    counted = estimate(model, tokens, models.loss("gpt"), target=tokens).peak
+    row = row_of("gpt2-1.5b") | {"gpu": "A100-80GB", "n_gpus": 1, "stack": "torch-fsdp", "zero": 0}
+    states = sum(counted[kind] for kind in ("parameters", "gradients", "optimizer_states"))
+    assert predict_memory(job_of(row), C).states * GIB == pytest.approx(states, rel=0.001)
