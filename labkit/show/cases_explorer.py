@@ -67,7 +67,9 @@ def beside(frame, title=None):
         axes.set_xticks([], minor=True)
         axes.set_ylim(len(frame) - 0.5, -0.7)
         axes.set_yticks(range(len(frame)), frame["case"])
-        axes.set_xlabel("speed / most published (log); at the right: tokens/s of a GPU, both")
+        axes.set_xlabel("speed / published speed (log)")
+        both = "predicted; published, tokens/s of a GPU"
+        style.beside(axes, both, (1, -0.6), (5, 0), xycoords=("axes fraction", "data"))
         axes.grid(axis="x")
         marks = [
             Line2D([], [], **dot, label="predicted"),
