@@ -113,17 +113,21 @@ def draw_memory(axes, peaks, spare):
 
 
 def draw_stacks(axes, stacks, colours):
-    """Draw bars of {name: {part: size}}, totals at their ends. colours: {part: colour}."""
-    parts = {}
+    """Draw bars of {name: {part: size}}, totals at the right. colours: {part: colour}."""
+    parts, small = {}, [0.0] * len(stacks)
     for part, colour in colours.items():
         sizes = [of_stack.get(part, 0.0) for of_stack in stacks.values()]
         if max(sizes) > LEAST * max(sum(of_stack.values()) for of_stack in stacks.values()):
             parts[part] = (sizes, colour)
+        else:
+            small = [both + size for both, size in zip(small, sizes, strict=True)]
+    if any(small):
+        parts["other"] = (small, style.FAINT)
     stack(axes, range(len(stacks)), parts, 0.62)
     for row, sizes in enumerate(stacks.values()):
         end = sum(sizes.values())
-        look = {"size": 10, "weight": "bold", "bbox": {"fc": style.GROUND, "ec": "none", "pad": 1}}
-        style.beside(axes, f"{end:,.3g}", (end, row), **look)
+        right = {"xycoords": ("axes fraction", "data"), "size": 10, "weight": "bold"}
+        style.beside(axes, f"{end:,.3g}", (1, row), (4, 0), **right)
     axes.set_yticks(range(len(stacks)), list(stacks))
     axes.set_ylim(len(stacks) - 0.5, -0.5)
     axes.tick_params(axis="y", length=0)
