@@ -12,7 +12,7 @@ import torch
 from labkit import models
 from labkit.memory import estimate
 from labkit.scale import constants, fit
-from labkit.scale.cost import predict_step
+from labkit.scale.cost import head_seconds, predict_step
 from labkit.scale.job_config import job_of
 from labkit.scale.memory_model import GIB, predict_memory, state_bytes
 from labkit.scale.messages import gather_seconds
@@ -216,6 +216,7 @@ def test_lora_has_states_of_its_adapters_alone():
     assert states[1] == pytest.approx(2, rel=0.1)
     faster = predict_step(whole, C).seconds / predict_step(frozen, C).seconds
     assert 1.2 < faster < 1.45
+    assert head_seconds(frozen, C) < 0.9 * head_seconds(whole, C)  # of a frozen output layer
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
