@@ -26,7 +26,7 @@ import sys
 import threading
 import time
 import traceback
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -191,7 +191,8 @@ class Watchdog:
         say(f"rank {self.rank} exits at {here()}")
         time.sleep(2 * PAUSE)  # torchrun ends all ranks once one has exited: let them print first
         if rank not in (None, self.rank) and told["node"] == self.told["node"]:
-            os.kill(told["pid"], signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it has ended meanwhile
+                os.kill(told["pid"], signal.SIGKILL)
         os._exit(1 if rank == self.rank else LEFT)
 
 

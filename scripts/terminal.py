@@ -1,6 +1,7 @@
 """Output of the commands: one-line errors, aligned tables, and a line that is redrawn during a run."""
 
 import errno
+import os
 import shutil
 import signal
 import sys
@@ -25,6 +26,9 @@ def main(command, arguments):
     except UserError as error:
         print(f"lab: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # the reader of the output has gone, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except OSError as error:
         if error.errno not in OUTSIDE:
             raise

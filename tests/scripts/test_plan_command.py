@@ -56,3 +56,12 @@ def test_help_and_lists():
     said = plan("--help").stdout
     assert said.count("(default:") >= 20 and said.count("./scripts/lab plan ") >= 3 and "Gbit/s" in said
     assert "mixtral-8x7b" in plan("--list-models").stdout and "MI355X" in plan("--list-gpus").stdout
+
+
+def test_a_reader_that_leaves_is_no_error():
+    """As `lab plan --list-models | head -1`."""
+    command = [sys.executable, str(ROOT / "scripts" / "plan.py"), "--list-models"]
+    with subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as job:
+        job.stdout.close()
+        told = job.stderr.read()
+    assert (job.returncode, told) == (141, "")
