@@ -4,6 +4,7 @@ import ast
 
 import batch
 import pytest
+from IPython.core.inputtransformer2 import TransformerManager
 
 COURSE = [path for path in batch.course() if path.stem != batch.MAIN_JOB]
 LONGEST = 27  # lines of a code cell that is not folded
@@ -43,6 +44,7 @@ def test_what_is_long_is_folded(path):
 
 @pytest.mark.parametrize("path", COURSE, ids=names)
 def test_it_has_two_exercises(path):
-    trees = [ast.parse(cell.source) for cell in code(path) if not cell.source.startswith("%")]
+    plain = TransformerManager().transform_cell  # without magics
+    trees = [ast.parse(plain(cell.source)) for cell in code(path)]
     calls = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
     assert sum(ast.unparse(call.func) == "check" and len(call.args) == 2 for call in calls) >= 2
