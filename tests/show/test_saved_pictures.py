@@ -8,7 +8,6 @@ import pandas as pd
 import pytest
 import test_bandwidth_explorer
 import test_cases_explorer
-import test_checkpoint_cost_explorer as saves
 import test_collective_chunks as chunks
 import test_dashboard
 import test_gradients
@@ -30,7 +29,6 @@ from labkit.measure.timeline import Timeline
 from labkit.show import (
     bandwidth_explorer,
     cases_explorer,
-    checkpoint_cost_explorer,
     formats,
     fsdp_explorer,
     gradients,
@@ -96,7 +94,6 @@ def pictures():
         "budgets": lambda: memory_explorer.draw(budgets.predict, budgets.state(capacity=64 << 20)),
         "parallelism map": lambda: plots.parallelism_map(test_parallelism_map.axes(), "A title"),
         "cases": lambda: cases_explorer.beside(test_cases_explorer.frame(), "A title"),
-        "saves": lambda: checkpoint_cost_explorer.draw(saves.predict, saves.state(world_size=1024)),
         "dashboard": lambda: test_dashboard.figure("ratio to the base"),
         "dashboard in parts": lambda: test_dashboard.figure("memory by kind"),
         "carried": lambda: gradients.carried(recorded, state),
