@@ -46,10 +46,10 @@ def question(notebook):
     return bold.group(1) if bold else title
 
 
-def picture(figure, notebook):
-    """Return the HTML of a saved figure in README, with its alt text and a link to its notebook."""
+def picture(figure):
+    """Return the HTML of a saved figure in README, with its alt text."""
     words = html.escape(json.loads((FIGURES / f"{figure}.json").read_text())["alt"])
-    return f'<a href="notebooks/{notebook}.ipynb"><img src="figures/{figure}.svg" alt="{words}" width="800"></a>'
+    return f'<img src="figures/{figure}.svg" alt="{words}" width="800">'
 
 
 def gallery(course):
@@ -58,7 +58,7 @@ def gallery(course):
     for name in LARGE:
         facts = course[name]
         lines += [f"**[{name}](notebooks/{name}.ipynb)**: {facts['question']}", ""]
-        lines += [picture(facts["figures"][0], name), ""]
+        lines += [picture(facts["figures"][0]), ""]
     return "\n".join(lines)
 
 
