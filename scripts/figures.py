@@ -54,12 +54,12 @@ def picture(figure):
 
 def gallery(course):
     """Return README's large pictures, each with its notebook and question. course: {name: facts of course.json}."""
-    lines = []
+    lines = [""]
     for name in LARGE:
         facts = course[name]
         lines += [f"**[{name}](notebooks/{name}.ipynb)**: {facts['question']}", ""]
         lines += [picture(facts["figures"][0]), ""]
-    return "\n".join(lines)
+    return "\n".join([*lines, ""])
 
 
 def course_table(course):
