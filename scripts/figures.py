@@ -55,7 +55,7 @@ def picture(figure):
 def gallery(course):
     """Return README's large pictures, each with its notebook and question. course: {name: facts of course.json}."""
     lines = [""]
-    for name in LARGE:
+    for name in (name for name in LARGE if name in course):
         facts = course[name]
         lines += [f"**[{name}](notebooks/{name}.ipynb)**: {facts['question']}", ""]
         lines += [picture(facts["figures"][0]), ""]

@@ -313,9 +313,9 @@ def test_lab_test_runs_notebooks_under_nbval_and_as_jobs_on_another_number_of_ra
 def test_figures_redraws_readmes_table_from_what_it_measured(tree):
     save = "from labkit.show import plots\nplots.save(figure, \"bars\", {'a': 1}, {}, 'measured here', 'one bar')"
     draw = "import matplotlib.pyplot as plt\nfigure = plt.figure()"
-    notebook(tree / "notebooks" / "00_a.ipynb", "n = 1", draw, save)
+    notebook(tree / "notebooks" / "02_data_parallel.ipynb", "n = 1", draw, save)
     notebook(tree / "notebooks" / "01_b.ipynb", "n = 1", "assert n > 1")
-    for name, opening in (("00_a", "# Start\n\n**Who is\nthere?** More."), ("01_b", "# 01 · What fails?")):
+    for name, opening in (("02_data_parallel", "# Start\n\n**Who is\nthere?** More."), ("01_b", "# 01 · What fails?")):
         path = tree / "notebooks" / f"{name}.ipynb"
         book = nbformat.read(path, 4)
         book.cells[0].source = opening
@@ -323,30 +323,31 @@ def test_figures_redraws_readmes_table_from_what_it_measured(tree):
     marks = "before\n<!-- the course, written by ./scripts/lab figures -->\nearlier rows\n"
     marks += "<!-- end of the course -->\nafter\n"
     (tree / "README.md").write_text(
-        marks + "<!-- labkit, written by ./scripts/lab figures -->\n<!-- end of labkit -->\n"
+        marks
+        + "<!-- pictures, written by ./scripts/lab figures -->\n<!-- end of pictures -->\n"
+        + "<!-- labkit, written by ./scripts/lab figures -->\n<!-- end of labkit -->\n"
     )
     done = finished(tree, "figures")
     assert done.returncode == 1  # 01_b failed: it is reported, and not in the table
     assert re.search(r"01_b +[\d.]+ +cell 2: AssertionError", done.stdout)
     readme = (tree / "README.md").read_text()
-    assert re.fullmatch(
-        r"before\n<!--.*<!-- end of the course -->\nafter\n<!--.*<!-- end of labkit -->\n", readme, re.DOTALL
-    )
+    whole = r"before\n<!--.*<!-- end of the course -->\nafter\n<!--.*<!-- end of pictures -->\n<!--.*<!-- end of labkit"
+    assert re.fullmatch(whole + r" -->\n", readme, re.DOTALL)
     assert "earlier rows" not in readme
-    row = r"\| \[00_a\]\(notebooks/00_a\.ipynb\) \| Who is there\? \| \d+ s \| "
-    assert re.search(row + '<img src="figures/bars.svg" alt="one bar"', readme)
+    row = r"\| \[02_data_parallel\]\(notebooks/02_data_parallel\.ipynb\) \| Who is there\? \| \d+ s \|\n"
+    assert re.search(row, readme) and '\n\n<img src="figures/bars.svg" alt="one bar" width="800">\n\n' in readme
     assert "01_b" not in readme
     assert {path.name for path in (tree / "figures").iterdir()} == {"bars.svg", "bars.json", "course.json"}
-    good, bad = (batch.read(tree / "notebooks" / f"{name}.ipynb") for name in ("00_a", "01_b"))
+    good, bad = (batch.read(tree / "notebooks" / f"{name}.ipynb") for name in ("02_data_parallel", "01_b"))
     assert good.cells[-1].execution_count == 3 and bad.cells[-1].execution_count is None
     assert good.metadata["labkit_code"] == json.loads((tree / "figures" / "bars.json").read_text())["code"]
 
     listed = finished(tree, "figures", "--stale", "--list")
     assert re.search(r"^notebooks/01_b\.ipynb +has no fingerprint", listed.stdout, re.MULTILINE)
-    assert "00_a" not in listed.stdout and "Stale: stored results of older code" in listed.stdout
+    assert "02_data_parallel" not in listed.stdout and "Stale: stored results of older code" in listed.stdout
     bad.cells[-1].source = "print('mended')"
     nbformat.write(bad, tree / "notebooks" / "01_b.ipynb")
     done = finished(tree, "figures", "--stale")  # continues with the missing ones
-    assert done.returncode == 0 and "1 of 1  01_b, about" in done.stdout and "00_a" not in done.stdout
+    assert done.returncode == 0 and "1 of 1  01_b, about" in done.stdout and "02_data_parallel" not in done.stdout
     assert batch.read(tree / "notebooks" / "01_b.ipynb").cells[-1].outputs[0].text == "mended\n"
     assert "nothing is stale" in finished(tree, "figures", "--stale").stdout
