@@ -89,7 +89,7 @@ def run(repetitions):
     ]
     yield rows, values
     comparisons = [
-        Comparison("PowerSGD: ours / powerSGD_hook", "power ours", "power torch", at_most=0.75),
+        Comparison("PowerSGD: ours / powerSGD_hook", "power ours", "power torch", at_most=0.70),
         Comparison("fp16: ours / fp16_compress_hook", "fp16 ours", "fp16 torch", at_most=0.97),
         Comparison("no communication / powerSGD_hook", "floor", "power torch"),
         Comparison("no communication / fp16_compress_hook", "floor", "fp16 torch"),
