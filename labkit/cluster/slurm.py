@@ -23,7 +23,21 @@ INTERFACE = re.compile(r"[\w.-]{1,15}", re.ASCII)  # Linux allows 15 characters
 TIMES = re.compile(
     r"(?:(\d+)-(\d+)(?::(\d+))?(?::(\d+))?|(\d+)|(\d+):(\d+)|(\d+):(\d+):(\d+))")
 DAY, HOUR, MINUTE = 86_400, 3_600, 60
-PORTS = 10_000  # the rendezvous uses one of 20000 ... 29999, below the ports of outgoing connections
+PORTS = 10_000  # of the rendezvous: 20000 ... 29999, below those of outgoing connections
+# What the batch script does after it has started srun.
+ENDING = (
+    "step=$!",
+    "# SIGTERM ends `wait`, so it is repeated until srun has ended.",
+    'while kill -0 "$step" 2>/dev/null; do wait "$step"; status=$?; done',
+    'outcome=$(cat "$LABKIT_OUTCOME" 2>/dev/null)',
+    'rm -f "$LABKIT_OUTCOME"',
+    "",
+    'if [ "$outcome" = done ]; then exit 0; fi',
+    "# For Slurm, a job that has saved is complete: only the script can requeue it. A job that was",
+    "# asked to stop before it had begun to train has nothing to save.",
+    'if [ "$outcome" = stopped ] || [ "$asked" ]; then scontrol requeue "$SLURM_JOB_ID"; fi',
+    'exit "${status:-1}"',
+)
 
 
 @dataclass(frozen=True)
@@ -65,7 +79,7 @@ def script(
     nodes: their number, or (fewest, most): after a node has failed, the job goes on with the rest.
     gpus: of each node, one for each rank. 0: `ranks` CPU ranks on each node, which use gloo.
     time: the limit of one attempt, in a format of sbatch: "90" (minutes), "1:30:00", "2-12".
-    checkpoints: a folder that all nodes share, or s3://...; None: runs/NAME, where sbatch was called.
+    checkpoints: a folder that all nodes share, or s3://...; None: runs/NAME, where sbatch runs.
     save_seconds: time to save before Slurm ends the job; measure a save, and take twice as long.
     interface: as in Slurm. options: further options of labkit.train, a list of strings.
     """
@@ -83,19 +97,13 @@ def script(
         )
     for count in range(fewest, most + 1):
         experiment.check_ranks(count * (gpus or ranks))
-    training = ["-m", "--", "labkit.train", *experiment.arguments()]
-    training += ["--checkpoint-dir", checkpoints or f"runs/{name}"]
+    training = [*experiment.arguments(), "--checkpoint-dir", checkpoints or f"runs/{name}"]
     training += ["--checkpoint-every", str(checkpoint_every), *options]
+    limits = ["--shutdown-timeout", str(save_seconds)]
     lines = [
         "#!/bin/bash",
         *header(name, str(most) if fewest == most else f"{fewest}-{most}", gpus, time, partition),
-        f"#SBATCH --output={name}-%j.out",
-        "# A requeued job continues the same file.",
-        "#SBATCH --open-mode=append",
-        "# Preempted, or on a node that failed, the job returns to the queue.",
-        "#SBATCH --requeue",
-        f"# All ranks save when {save_seconds} s are left.",
-        f"#SBATCH --signal=TERM@{save_seconds}",
+        *returning(name, save_seconds),
         "",
         "# Slurm also signals this script, which must outlive the ranks that save.",
         "asked=",
@@ -107,24 +115,27 @@ def script(
         f'export LABKIT_OUTCOME="$PWD/{name}-$SLURM_JOB_ID.outcome"',
         'rm -f "$LABKIT_OUTCOME"',
         "",
-        "# In the background, because a trap waits for a foreground command. A torchrun whose ranks",
-        "# were stopped exits with 1, and must not end the others.",
-        "# No binding: a step of one task may be bound to one core, which all its ranks would share.",
+        "# In the background: a trap waits for a foreground command. A torchrun whose ranks were",
+        "# stopped exits with 1, and must not end the others.",
+        "# No binding: one task may get one core, which all its ranks would share.",
         "srun --kill-on-bad-exit=0 --cpu-bind=none torchrun \\",
-        *torchrun(gpus or ranks, ["--shutdown-timeout", str(save_seconds)], training, " &"),
-        "step=$!",
-        "# SIGTERM ends `wait`, so it is repeated until srun has ended.",
-        'while kill -0 "$step" 2>/dev/null; do wait "$step"; status=$?; done',
-        'outcome=$(cat "$LABKIT_OUTCOME" 2>/dev/null)',
-        'rm -f "$LABKIT_OUTCOME"',
-        "",
-        'if [ "$outcome" = done ]; then exit 0; fi',
-        "# For Slurm, a job that has saved is complete: only the script can return it to the queue. A",
-        "# job that was asked to stop before it had begun to train has nothing to save.",
-        'if [ "$outcome" = stopped ] || [ "$asked" ]; then scontrol requeue "$SLURM_JOB_ID"; fi',
-        'exit "${status:-1}"',
+        *torchrun(gpus or ranks, limits, ["-m", "--", "labkit.train", *training], " &"),
+        *ENDING,
     ]
     return "\n".join(lines) + "\n"
+
+
+def returning(name, save_seconds):
+    """Return the #SBATCH lines of a job that may be stopped and come back."""
+    return [
+        f"#SBATCH --output={name}-%j.out",
+        "# A requeued job continues the same file.",
+        "#SBATCH --open-mode=append",
+        "# Preempted, or on a node that failed, the job returns to the queue.",
+        "#SBATCH --requeue",
+        f"# All ranks save when {save_seconds} s are left.",
+        f"#SBATCH --signal=TERM@{save_seconds}",
+    ]
 
 
 def launch_script(slurm, job, cwd, nodes, nproc, gpus, limit, python):

@@ -1,8 +1,8 @@
 """A real Slurm on one machine: slurmctld, munged and a slurmd for each node, in namespaces.
 
-    with cluster(nodes=2) as slurm:                      sbatch, squeue ... are on the PATH meanwhile
-        slurm.run(["sbatch", "job.sbatch"])              as on the login node
-        launch("record(x=rank)", on="slurm", nodes=2)    labkit.run finds sbatch on the PATH
+    with cluster(nodes=2) as slurm:                    sbatch, squeue ... are on the PATH meanwhile
+        slurm.run(["sbatch", "job.sbatch"])            as on the login node
+        launch("record(x=rank)", on="slurm", nodes=2)  labkit.run finds sbatch on the PATH
         slurm.kill_node(1)
 
     login node: slurmctld, munged        switch        node0: slurmd -> srun's tasks
@@ -13,9 +13,9 @@ Each node has its own network, host name and mounts; all share the processor and
 GPUs are stand-ins, which Slurm counts and assigns; nothing can compute on them. Partitions: "lab",
 whose jobs are preempted (SIGTERM, then 20 s, then requeued) by those of "urgent".
 
-Nothing is left behind: all processes live in a namespace of process numbers whose first process
+Nothing is left behind. All processes live in a namespace of process numbers, whose first process
 ends when this object is closed or its owner dies, and the kernel then kills the others. No file
-outside a private folder is changed: /etc/hosts is another file only inside. Needs root, and Debian's
+outside a private folder is changed: /etc/hosts differs only inside. Needs root and Debian's
 slurm-wlm and munge. slurm.conf(5), gres.conf(5), topology.conf(5), pid_namespaces(7), munged(8).
 """
 
@@ -41,7 +41,8 @@ CLONE_NEWNS, CLONE_NEWUTS = 0x20000, 0x4000000
 LOGIN, ADDRESS = "login", "10.77.0.1"
 DAEMONS = ("slurmctld", "slurmd", "munged")
 COMMANDS = ("sbatch", "srun", "salloc", "squeue", "scancel", "scontrol", "sinfo")
-ISOLATE = ["unshare", "--mount", "--uts", "--ipc", "--pid", "--fork", "--mount-proc", "--kill-child"]
+ISOLATE = ["unshare", "--fork", "--kill-child", "--mount-proc"]
+ISOLATE += ["--mount", "--uts", "--ipc", "--pid"]
 ENTER = ["--net", "--mount", "--uts", "--ipc", "--pid"]
 START_LIMIT = 20.0  # seconds for all nodes to be idle
 END_LIMIT = 10.0  # seconds for all processes to be gone
@@ -318,6 +319,7 @@ def serve(plan):
             slurmds[node] = start_slurmd(net, node, folder)
         wait_until_idle(plan["nodes"], folder)
         answer(slurmds=list(slurmds.values()))
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # orphans of the whole cluster end up here
         for line in sys.stdin:
             what, node = json.loads(line)
             if what == "kill":
@@ -326,7 +328,6 @@ def serve(plan):
             else:
                 slurmds[node] = start_slurmd(net, node, folder)
                 answer(slurmd=slurmds[node])
-            reap()
     except (Refused, OSError) as error:
         print(f"no Slurm in namespaces: {error}", flush=True)
     finally:
@@ -390,6 +391,8 @@ def start_slurmd(net, node, folder):
 def become(command, log):
     """Replace this process, a fork, by a daemon without the owner's pipes."""
     try:
+        for number in (signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ):  # as Python found them
+            signal.signal(number, signal.SIG_DFL)
         os.setsid()
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         nothing = os.open(os.devnull, os.O_RDONLY)
@@ -408,7 +411,6 @@ def wait_until_idle(count, folder):
         found = subprocess.run([*ask, "--format=%N"], capture_output=True, text=True)
         if len(found.stdout.split()) == count:
             return
-        reap()
         time.sleep(POLL)
     logs = [path.read_text(errors="replace").splitlines() for path in (folder / "log").iterdir()]
     errors = [line for lines in logs for line in lines if "error" in line or "fatal" in line]
@@ -417,32 +419,23 @@ def wait_until_idle(count, folder):
 
 def kill_inside(namespace):
     """Kill all processes of a network namespace, given by its file descriptor."""
-    inside = os.fstat(namespace).st_ino
     deadline = time.monotonic() + END_LIMIT
-    while found := [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if network_of(pid) == inside]:
+    while (found := processes_in(namespace)) and time.monotonic() < deadline:
         for pid in found:
-            os.kill(pid, signal.SIGKILL)
-        reap()
-        if time.monotonic() > deadline:
-            return
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         time.sleep(POLL)
 
 
-def network_of(pid):
-    """Return the number of a process's network namespace; None for an ended process."""
-    try:
-        return os.stat(f"/proc/{pid}/ns/net").st_ino
-    except OSError:
-        return None
-
-
-def reap():
-    """Reap ended children, which include the orphans of the whole cluster."""
-    try:
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
-    except ChildProcessError:
-        pass
+def processes_in(namespace):
+    """Return the process ids in a network namespace, given by its file descriptor."""
+    inside = os.fstat(namespace).st_ino
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError):  # it has ended
+            if os.stat(f"/proc/{name}/ns/net").st_ino == inside:
+                found.append(int(name))
+    return found
 
 
 if __name__ == "__main__":

@@ -210,16 +210,16 @@ def launch(
     timeout, collective_timeout: seconds for the run, and for a collective to wait for its peers.
     restarts: how often a failed run is started again, each time with the full timeout. The target
         reads context.attempt (in a cell: attempt), 0 at first, and resumes if it can.
-    on: None for this machine; "slurm" for nodes of a Slurm cluster, on whose login node this runs; or
+    on: None for this machine; "slurm" for nodes of the Slurm cluster whose login node this is; or
         a labkit.cluster.slurm.Slurm, for example with the folder that all nodes share (else it is
         the working directory). The timeout begins when the job leaves the queue. An interrupt and
         the timeout cancel the job. "auto" is "cpu" there.
     device: "cpu" (gloo), "cuda" (NCCL, one GPU a rank) or "auto" (cuda if there are enough GPUs).
     threads: CPU threads of each rank. cold: use a plain `torchrun`. quiet: print nothing.
     bar: an object that shows the progress, with the methods of console.Bar.
-    Raises LaunchError for a failing rank (of the last attempt), AgentError if the warm agent does not
-    start or dies, or Slurm does not start the job, ValueError for invalid arguments, SyntaxError for a
-    cell that does not compile, and KeyboardInterrupt.
+    Raises LaunchError for a failing rank (of the last attempt), AgentError if the warm agent does
+    not start or dies, or Slurm does not start the job, ValueError for invalid arguments,
+    SyntaxError for a cell that does not compile, and KeyboardInterrupt.
     """
     if not isinstance(nproc, int) or nproc < 1:
         raise ValueError(f"nproc={nproc!r}: must be a whole number of at least 1")

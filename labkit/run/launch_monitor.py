@@ -31,8 +31,8 @@ OTHERS_REPORT = 0.8  # seconds that the other ranks get to report after one has 
 class Outcome:
     """Result of an attempt. exits: {pid: exit code} of ranks that ended before any stop.
 
-    stopped: ranks that are stopped by SIGSTOP. broken: a sentence about an end that no rank reports:
-    one printed too much, or Slurm ended the job.
+    stopped: ranks that are stopped by SIGSTOP. broken: a sentence about an end that no rank
+    reports: one printed too much, or Slurm ended the job.
     """
 
     status: int
@@ -45,8 +45,8 @@ class Outcome:
 def watch(run, command, timeout, quiet, bar, client=None):
     """Show the ranks' output until the job ends; return its Outcome.
 
-    command: of a plain torchrun, or None. client: of the job; None: the warm agent. The timeout begins
-    when the job leaves the queue, if there is one.
+    command: of a plain torchrun, or None. client: of the job; None: the warm agent. The timeout
+    begins when the job leaves the queue, if there is one.
     """
     client = client or agent()
     console = Console(run.logs, quiet)

@@ -109,7 +109,8 @@ class SlurmClient:
 
     def look(self):
         """Return (state, reason, nodes) of the job, as squeue reports them; None if unknown."""
-        done = run("squeue", "--noheader", "--states=all", f"--name={self.folder.name}", "--format=%T|%r|%N")
+        which = ["--states=all", f"--name={self.folder.name}"]
+        done = run("squeue", "--noheader", *which, "--format=%T|%r|%N")
         lines = done.stdout.strip().splitlines()
         return tuple(lines[0].split("|")) if lines else None
 

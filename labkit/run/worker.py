@@ -174,8 +174,8 @@ def redirect_output(path):
 def join_group(job, init_method, context):
     """Join one process group of all ranks: NCCL (one GPU a rank), or gloo.
 
-    gloo uses GLOO_SOCKET_IFNAME. Without it: the loopback, or on several nodes that do not share one
-    (env://), the interface of the host name.
+    gloo uses GLOO_SOCKET_IFNAME. Without it: the loopback, or on several machines (env://) the
+    interface of the host name.
     """
     one_node = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
     if job["device"] == "cuda":

@@ -4,6 +4,7 @@ PYTHONPATH=.:tests/helpers python tests/cluster/test_slurm_training.py 10 7     
 """
 
 import random
+import re
 import sys
 import tempfile
 import time
@@ -107,6 +108,28 @@ def test_preempted_and_requeued_it_ends_as_the_unbroken_run(slurm, two_ranks, tm
     assert "stopped after step" in output.read_text() and "resumes after step" in output.read_text()
     assert steady(tmp_path / "log.jsonl") == two_ranks(SLOW)
     assert is_left(tmp_path) == []
+
+
+def test_after_a_node_has_died_it_ends_on_the_other_one(slurm, tmp_path):
+    """As an elastic run: two ranks up to the last save, then one."""
+    job = submit(slurm, text_for(SLOW, tmp_path, nodes=(1, 2)), tmp_path)
+    wait_for(lambda: logged(tmp_path) >= 20, "step 20")
+    slurm.kill_node(1)
+    try:
+        # As slurmctld does by itself when node1 has not answered for SlurmdTimeout.
+        slurm.run(["scontrol", "update", "NodeName=node1", "State=DOWN", "Reason=killed"])
+        assert wait_until_over(slurm, job, tmp_path) == "COMPLETED"
+    finally:
+        slurm.start_node(1)
+        slurm.run(["scontrol", "update", "NodeName=node1", "State=RESUME"], check=False)
+    (output,) = tmp_path.glob("*.out")
+    assert "fsdp, dp 2, gloo" in output.read_text() and "fsdp, dp 1, gloo" in output.read_text()
+    (saved,) = map(int, re.findall(r"resumes after step (\d+)", output.read_text()))
+    for nproc, steps in ((2, saved), (1, SLOW.steps)):
+        arguments = SLOW.replace(steps=steps, block_ms=0).arguments()
+        arguments += ["--checkpoint-dir", str(tmp_path / "warm"), "--log-file", str(tmp_path / "warm.jsonl")]
+        launch("labkit.run.training:launched", nproc=nproc, arguments=arguments, quiet=True)
+    assert saved % 7 == 0 and steady(tmp_path / "log.jsonl")[-1] == steady(tmp_path / "warm.jsonl")[-1]
 
 
 def test_a_cancelled_job_stays_cancelled(slurm, tmp_path):
