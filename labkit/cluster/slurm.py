@@ -20,8 +20,7 @@ from dataclasses import dataclass
 
 NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}", re.ASCII)
 INTERFACE = re.compile(r"[\w.-]{1,15}", re.ASCII)  # Linux allows 15 characters
-TIMES = re.compile(
-    r"(?:(\d+)-(\d+)(?::(\d+))?(?::(\d+))?|(\d+)|(\d+):(\d+)|(\d+):(\d+):(\d+))")
+TIMES = re.compile(r"(?:(\d+)-(\d+)(?::(\d+))?(?::(\d+))?|(\d+)|(\d+):(\d+)|(\d+):(\d+):(\d+))")
 DAY, HOUR, MINUTE = 86_400, 3_600, 60
 PORTS = 10_000  # of the rendezvous: 20000 ... 29999, below those of outgoing connections
 # What the batch script does after it has started srun.
