@@ -33,8 +33,11 @@ ENDING = (
     "",
     'if [ "$outcome" = done ]; then exit 0; fi',
     "# For Slurm, a job that has saved is complete: only the script can requeue it. A job that was",
-    "# asked to stop before it had begun to train has nothing to save.",
-    'if [ "$outcome" = stopped ] || [ "$asked" ]; then scontrol requeue "$SLURM_JOB_ID"; fi',
+    "# asked to stop before it had begun to train has nothing to save. A cancelled job ends.",
+    'state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)',
+    'if [ "$outcome" = stopped ] || [ "$asked" ] && [ "$state" = RUNNING ]; then',
+    '    scontrol requeue "$SLURM_JOB_ID"',
+    "fi",
     'exit "${status:-1}"',
 )
 
