@@ -57,7 +57,7 @@ class Slurm:
     interface: str | None = None
 
     def __post_init__(self):
-        check_place(self.partition, self.interface)
+        check_names(self.partition, self.interface)
 
 
 def script(
@@ -92,7 +92,7 @@ def script(
     check_whole("save_seconds", save_seconds, 1)
     name = name or re.sub(r"[^\w.-]", "-", f"{experiment.model}-{experiment.strategy}")
     check_name("name", name)
-    check_place(partition, interface)
+    check_names(partition, interface)
     if seconds(time) <= save_seconds:
         raise ValueError(
             f"time={time!r} leaves no time to train: must exceed save_seconds={save_seconds}"
@@ -260,7 +260,7 @@ def check_name(what, name):
         )
 
 
-def check_place(partition, interface):
+def check_names(partition, interface):
     """Raise ValueError for a partition or interface that is no name."""
     if partition is not None:
         check_name("partition", partition)
