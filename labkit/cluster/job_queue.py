@@ -21,6 +21,7 @@ Backfilling, IEEE TPDS 2001. All results are simulated.
 import heapq
 from collections import defaultdict
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import inf, isfinite
 from typing import NamedTuple
 
@@ -95,35 +96,51 @@ class Reservation:
 
 @dataclass
 class Outcome:
-    """The result of run_queue(). runs: all Runs, in the order of their starts. until: seconds.
+    """The result of run_queue(). runs: all Runs, in the order of their starts.
 
-    held, useful: shares of the GPU-seconds until then. capacity: [(second, GPUs from then on)].
+    held, useful: shares of the GPU-seconds between `since` and `until`, in seconds. capacity:
+    [(second, GPUs from then on)]. promised: {number of a gang: latest start of its reservation}.
     """
 
     runs: list
+    since: float
     until: float
     capacity: list
-    promised: dict = field(default_factory=dict)  # gang -> the latest start of its reservation
+    promised: dict = field(default_factory=dict)
 
     @property
     def available(self):
-        """GPU-seconds of the cluster until `until`."""
+        """GPU-seconds of the cluster between `since` and `until`."""
         ends = [moment for moment, _ in self.capacity[1:]] + [inf]
         parts = zip(self.capacity, ends, strict=True)
-        return sum(gpus * max(0.0, min(end, self.until) - at) for (at, gpus), end in parts)
+        return sum(gpus * self.between(start, end) for (start, gpus), end in parts)
 
     @property
     def held(self):
-        return sum(run.gang.gpus * self.within(run) for run in self.runs) / self.available
+        spans = (run.gang.gpus * self.between(run.start, run.end) for run in self.runs)
+        return sum(spans) / self.available
 
     @property
     def useful(self):
-        shares = ((run, self.within(run) / (run.end - run.start)) for run in self.runs if run.work)
-        return sum(run.gang.gpus * run.work * part for run, part in shares) / self.available
+        worked = [run for run in self.runs if run.work]
+        shares = (self.between(run.start, run.end) / (run.end - run.start) for run in worked)
+        pairs = zip(worked, shares, strict=True)
+        return sum(run.gang.gpus * run.work * share for run, share in pairs) / self.available
 
-    def within(self, run):
-        """Return the seconds of a run before `until`."""
-        return max(0.0, min(run.end, self.until) - run.start)
+    @property
+    def waiting(self):
+        """The share of the time in which at least one gang waits for its first start."""
+        changes = [(run.gang.arrival, 1) for run in first_runs(self.runs)]
+        changes += [(run.start, -1) for run in first_runs(self.runs)]
+        total, count, before = 0.0, 0, 0.0
+        for moment, change in sorted(changes):
+            total += self.between(before, moment) * (count > 0)
+            count, before = count + change, moment
+        return total / (self.until - self.since)
+
+    def between(self, start, end):
+        """Return the seconds of a span that lie between `since` and `until`."""
+        return max(0.0, min(end, self.until) - max(start, self.since))
 
     @property
     def finished(self):
@@ -139,10 +156,15 @@ class Outcome:
     @property
     def waits(self):
         """Seconds from arrival to the first start: {number of a gang: seconds}."""
-        found = {}
-        for run in self.runs:
-            found.setdefault(run.gang.number, run.start - run.gang.arrival)
-        return found
+        return {run.gang.number: run.start - run.gang.arrival for run in first_runs(self.runs)}
+
+
+def first_runs(runs):
+    """Return the first run of each gang."""
+    found = {}
+    for run in runs:
+        found.setdefault(run.gang.number, run)
+    return list(found.values())
 
 
 class Waiting:
@@ -170,9 +192,10 @@ class Waiting:
             return None
         return min(bucket[0] for bucket in self.buckets.values())[1]
 
-    def firsts(self):
-        """Return the first gang of each bucket, by rank."""
-        return [gang for _, gang in sorted(bucket[0] for bucket in self.buckets.values())]
+    def firsts(self, most):
+        """Return the first gang of each bucket of at most that many GPUs, by rank."""
+        firsts = (bucket[0] for (gpus, _), bucket in self.buckets.items() if gpus <= most)
+        return [gang for _, gang in sorted(firsts)]
 
 
 def rank(gang):
@@ -203,7 +226,7 @@ class Simulation:
                 self.down.add(node)
                 self.inventory.set_free(node, 0)
         self.ordered = self.nodes
-        self.outcome = Outcome([], 0.0, [(0.0, self.nodes * topology.gpus_per_node)])
+        self.outcome = Outcome([], 0.0, 0.0, [(0.0, self.nodes * topology.gpus_per_node)])
         self.now = 0.0
 
     def at(self, time, function, argument):
@@ -328,8 +351,8 @@ class Simulation:
 
     def next_to_fill(self, head):
         """Return (gang, placement) of the first gang that may start beside the reservation."""
-        now, beside = {head.gpus: None}, {}
-        for gang in self.waiting.firsts():
+        now, beside, unreserved = {head.gpus: None}, {}, None
+        for gang in self.waiting.firsts(self.inventory.total):
             if gang.gpus not in now:
                 now[gang.gpus] = self.place(self.inventory, gang.gpus)
             if (placement := now[gang.gpus]) is None:
@@ -337,7 +360,8 @@ class Simulation:
             if self.ends_in_time(gang, placement):
                 return gang, placement
             if gang.gpus not in beside:
-                beside[gang.gpus] = self.place(self.unreserved(), gang.gpus)
+                unreserved = unreserved or self.unreserved()
+                beside[gang.gpus] = self.place(unreserved, gang.gpus)
             if beside[gang.gpus] is not None:
                 return gang, beside[gang.gpus]
         return None
@@ -401,6 +425,7 @@ def run_queue(
     growth=None,
     save_every=1800.0,
     restart=120.0,
+    since=0.0,
     until=None,
 ):
     """Simulate the queue until all gangs are done; return an Outcome.
@@ -409,9 +434,9 @@ def run_queue(
     factor of the run time, such as placement.Slowdown(topology). backfill: with a reservation for
     the head. preempt: gangs of higher priority stop others. failures: a list of Failure. growth: a
     Growth, or None. save_every: seconds of work between checkpoints, which a failure goes back to.
-    restart: seconds that a gang loses when it starts again. until: seconds over which shares are
-    taken; None: until the last arrival. Raises ValueError, one line, for gangs out of order, a gang
-    that is larger than the cluster, and one that the policy never places.
+    restart: seconds that a gang loses when it starts again. since, until: seconds between which the
+    shares are taken; None: the last arrival. Raises ValueError, one line, for gangs out of order, a
+    gang that is larger than the cluster, and one that the policy never places.
     """
     check(topology, gangs, place, failures, growth)
     if not (save_every > 0 and restart >= 0):
@@ -434,13 +459,13 @@ def run_queue(
             )
         state.advance()
     last = gangs[-1].arrival if gangs else 0.0
-    state.outcome.until = last if until is None else until
+    state.outcome.since, state.outcome.until = since, last if until is None else until
     return state.outcome
 
 
 def check(topology, gangs, place, failures, growth):
     """Raise ValueError for gangs and failures that cannot be simulated."""
-    for before, after in zip(gangs, gangs[1:], strict=False):
+    for before, after in pairwise(gangs):
         if after.arrival < before.arrival:
             raise ValueError(
                 f"gang {after.number} arrives at {after.arrival:g} s, before gang {before.number} "

@@ -1,16 +1,16 @@
 """Choose the nodes of a gang, and predict how much slower a job runs that spans nodes and leaves.
 
-            spine                        a leaf switch: `leaf` nodes; its uplinks have 1 / oversubscription
-          /       \\                      of the bandwidth of its nodes
-      leaf 0      leaf 1                 a node: `gpus_per_node` GPUs on fast links, and adapters, which
-      /    \\      /    \\                 its GPUs share equally
-    node 0 .. node 7   node 8 ..         a placement: {node: GPUs}
+             spine                      a leaf switch joins `leaf` nodes; its uplinks have
+           /       \\                    1 / oversubscription of the bandwidth of its nodes
+       leaf 0      leaf 1               a node has `gpus_per_node` GPUs on fast links, and
+       /    \\      /    \\               adapters, which its GPUs share equally
+    node 0 .. node 7  node 8 ..         a placement: {node: GPUs}
 
-    policy                 a gang of 4 on nodes with 2, 8, 4, 8 free GPUs
-    round_robin            {0: 1, 1: 1, 2: 1, 3: 1}   one GPU of each node in turn
-    first_fit              {0: 2, 1: 2}               whatever is free, in the order of the nodes
-    single_node_first      {1: 4}                     the first node that holds all of it
-    best_fit_by_leaf       {2: 4}                     the node, else the leaf, with the least to spare
+    policy               a gang of 4 on nodes with 2, 8, 4, 8 free GPUs
+    round_robin          {0: 1, 1: 1, 2: 1, 3: 1}   one GPU of each node in turn
+    first_fit            {0: 2, 1: 2}               all that is free, in the order of the nodes
+    single_node_first    {1: 4}                     the first node that holds all of it
+    best_fit_by_leaf     {2: 4}                     the node or leaf with the least to spare
 
 A policy is a function (inventory, gpus) -> a placement, or None to wait. It changes nothing. A gang
 gets all of its GPUs at once or none: Ousterhout, Scheduling Techniques for Concurrent Systems,
@@ -19,7 +19,7 @@ each node. Coffman, Garey, Johnson, Approximation Algorithms for Bin Packing, 19
 Jeon et al., Analysis of Large-Scale Multi-Tenant GPU Clusters, ATC 2019 (locality and waiting).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil, log2
 
@@ -29,7 +29,7 @@ from labkit.scale.cost import predict_step
 from labkit.scale.hardware import find_gpu
 from labkit.scale.job_config import job_of
 from labkit.scale.messages import all_trained, beside, messages_of
-from labkit.scale.model_row import row_of
+from labkit.scale.model_row import row_of, whole
 
 BACKWARD = 2 / 3  # of a step's computing: DDP sends gradients meanwhile
 
@@ -113,7 +113,8 @@ class Inventory:
         for node, count in placement.items():
             if not 0 < count <= self.free[node]:
                 raise ValueError(
-                    f"a placement takes {count} GPUs of node {node}, which has {self.free[node]} free"
+                    f"a placement takes {count} GPUs of node {node}, which has "
+                    f"{self.free[node]} free"
                 )
         for node, count in placement.items():
             self.set_free(node, self.free[node] - count)
@@ -240,21 +241,27 @@ class Slowdown:
 
     slowdown(placement) >= 1. The best: the fewest nodes, equal parts, the fewest leaves, and no
     other job. A step computes, all-reduces its gradients once, and hides part of that behind the
-    backward, as torch's DDP does; labkit.scale predicts both. Assumed: all jobs of more than one
-    GPU train this model; a job gets the share of a node's adapters that it has of its GPUs, whether
-    the other GPUs send or not; a leaf's uplinks are shared in the same way; the slowest part of the
-    ring sets its speed. Not included: delays by messages of other jobs.
+    last backward, as torch's DDP does; labkit.scale predicts both. Assumed: all jobs train this
+    model with the same global batch; a job gets the share of a node's adapters that it has of its
+    GPUs, whether the other GPUs send or not; a leaf's uplinks are shared in the same way; the
+    slowest part of the ring sets its speed.
 
-    model: a name of `./scripts/lab plan --list-models`. micro_batch: sequences of a GPU and step.
+    model: a name of `./scripts/lab plan --list-models`. batch: sequences of a step of the whole
+    job, at least one a GPU; None: the published one of the model. micro_batch: the most sequences
+    of a GPU at a time. Raises ValueError for an unknown model, and one without a published batch.
     """
 
-    def __init__(self, topology, model="bert-large", micro_batch=8, seq_len=512):
-        self.topology = topology
+    def __init__(self, topology, model="bert-large", batch=None, micro_batch=8):
+        self.topology, self.micro_batch = topology, micro_batch
         self.constants = constants.values()
-        row = {"model": model, "gpu": topology.gpu, "micro_batch": micro_batch, "n_gpus": 1}
-        row |= {"seq_len": seq_len, "gpus_per_node": 1, "stack": "torch-fsdp", "zero": 0, "dp": 1}
-        self.job = job_of(row_of(model) | row | {"grad_accum": 1, "precision": precision_of(topology)})
-        self.compute = predict_step(self.job, self.constants).seconds
+        row = row_of(model)
+        self.batch = batch or whole(row, "global_batch")
+        if not self.batch:
+            raise ValueError(f"{model} has no published batch: pass batch, in sequences")
+        bf16 = find_gpu(topology.gpu).has("bf16")
+        alone = {"gpu": topology.gpu, "n_gpus": 1, "gpus_per_node": 1, "dp": 1, "zero": 0}
+        alone |= {"stack": "torch-fsdp", "precision": "bf16" if bf16 else "fp16"}
+        self.job = job_of(row | alone | {"micro_batch": 1, "grad_accum": 1})
         parameters, _ = all_trained(self.job)
         self.gradient_bytes = self.job.stack.gradient_bytes * parameters
         self.found = {}
@@ -274,16 +281,24 @@ class Slowdown:
 
     def step_seconds(self, gpus, nodes, members, leaves):
         """Return the seconds of a step. members: GPUs of the job on the node with the fewest."""
+        sequences = max(1, round(self.batch / gpus))
+        micro = min(self.micro_batch, sequences)
+        job = replace(self.job, micro_batch=micro, grad_accum=ceil(sequences / micro))
+        compute = predict_step(job, self.constants).seconds
         if gpus == 1:
-            return self.compute
+            return compute
+        hidden = BACKWARD * compute / job.grad_accum
+        messages = self.message_seconds(gpus, nodes, members, leaves)
+        return compute + beside(hidden, messages, self.constants["exposed"])
+
+    def message_seconds(self, gpus, nodes, members, leaves):
+        """Return the seconds of the all-reduces of a step's gradients."""
         count = messages_of(self.job, self.gradient_bytes)
         links = gpus, members, nodes, 1e9 * self.job.gpu.node_gbs
         links += self.bandwidth(nodes, members, leaves), self.job.gpu.hop
         size = self.gradient_bytes / count
         reduces = self.job.gpu.generation in ADDED_UP
-        messages = count * collective_seconds("auto", "all_reduce", size, reduces, *links)
-        hidden = BACKWARD * self.compute
-        return self.compute + beside(hidden, messages, self.constants["exposed"])
+        return count * collective_seconds("auto", "all_reduce", size, reduces, *links)
 
     def bandwidth(self, nodes, members, leaves):
         """Return the byte/s between nodes that the members of a node achieve together."""
@@ -293,8 +308,3 @@ class Slowdown:
         crowding = 1 + self.constants["crowding"] * log2(nodes)
         uplinks = topology.oversubscription if leaves > 1 else 1
         return 1e9 / 8 * gbps * share * NETWORK_SHARE / crowding / uplinks
-
-
-def precision_of(topology):
-    """Return the precision that jobs use: bf16, or fp16 on GPUs without it."""
-    return "bf16" if find_gpu(topology.gpu).has("bf16") else "fp16"

@@ -1,6 +1,7 @@
 """The queue of a cluster: small cases by hand, 200 random traces, published shapes, and real Slurm as the oracle."""
 
 import random
+from itertools import pairwise
 from statistics import mean
 
 import pytest
@@ -92,7 +93,7 @@ def test_a_share_of_a_run_counts_until_the_end_of_the_window():
 def test_each_policy_places_a_gang_beside_another(policy, nodes):
     """6 GPUs of node 0 are held. A gang of 4 lands on 4, 2 or 1 node."""
     topology = Topology(4)
-    first, second = run_queue(topology, gangs((0, 6, 9), (1, 4, 9)), policy).runs
+    _first, second = run_queue(topology, gangs((0, 6, 9), (1, 4, 9)), policy).runs
     assert len(second.placement) == nodes
     assert sum(second.placement.values()) == 4
 
@@ -201,7 +202,7 @@ def test_random_traces(block):
             mine = [run for run in outcome.runs if run.gang is gang]
             assert sum(run.work for run in mine) == approx(gang.seconds, abs=1e-9)
             assert [run.ended for run in mine].count("done") == 1
-            assert all(a.end <= b.start for a, b in zip(mine, mine[1:], strict=False))  # never twice at once
+            assert all(a.end <= b.start for a, b in pairwise(mine))  # never twice at once
         if outcome.until > 0:
             assert outcome.useful <= outcome.held * (1 + 1e-9) and outcome.held <= 1 + 1e-9
         if "failures" not in options and len({gang.priority for gang in rows}) == 1:
@@ -236,19 +237,26 @@ def test_a_gang_never_waits_while_it_could_be_placed_first_in_first_out():
 
 @pytest.fixture(scope="module")
 def helios():
-    """{way: Outcomes of three seeds}: 512 V100 in 64 nodes, as much work as they can do at best."""
+    """{way: Outcomes of three seeds}: 512 V100 in 64 nodes; arrivals bring 1.5 times what they can do at best.
+
+    The cluster starts empty, so shares are those of the second half of the arrivals, when somebody always waits.
+    """
     topology = Topology(64, oversubscription=2)
     slowdown = Slowdown(topology)
     found = {"round robin": [], "best fit and backfill": []}
     for seed in range(3):
-        rows = trace("Helios", jobs=4000, gpus=512, load=1.0, seed=seed)
-        found["round robin"].append(run_queue(topology, rows, round_robin, slowdown))
-        found["best fit and backfill"].append(run_queue(topology, rows, best_fit_by_leaf, slowdown, backfill=True))
+        rows = trace("Helios", jobs=6000, gpus=512, load=1.5, seed=seed)
+        half = rows[-1].arrival / 2
+        found["round robin"].append(run_queue(topology, rows, round_robin, slowdown, since=half))
+        found["best fit and backfill"].append(
+            run_queue(topology, rows, best_fit_by_leaf, slowdown, backfill=True, since=half)
+        )
     return found
 
 
 @pytest.mark.slow
 def test_on_helios_shapes_round_robin_wastes_half_and_best_fit_with_backfill_does_not(helios):
+    assert all(outcome.waiting > 0.99 for outcomes in helios.values() for outcome in outcomes)  # saturated
     assert all(outcome.useful <= 0.45 for outcome in helios["round robin"])
     assert all(outcome.useful >= 0.78 for outcome in helios["best fit and backfill"])
     for slow, fast in zip(*helios.values(), strict=True):
@@ -317,6 +325,14 @@ def test_a_policy_that_stops_placing():
 def test_options_that_cannot_be(options, words):
     with pytest.raises(ValueError, match=words):
         run_queue(TWO, gangs((0, 1, 1)), first_fit, **options)
+
+
+def test_shares_are_those_of_the_window():
+    """16 GPUs: 8 are held until 10, all until 20, and one gang waits from 5 to 20."""
+    rows = gangs((0, 8, 10), (5, 16, 10), (6, 8, 5))
+    outcome = run_queue(TWO, rows, first_fit, since=5, until=25)
+    assert outcome.held == approx((8 * 5 + 16 * 10 + 8 * 5) / (16 * 20))
+    assert outcome.waiting == approx(15 / 20)
 
 
 def test_an_empty_trace():

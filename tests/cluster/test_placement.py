@@ -1,6 +1,7 @@
 """Which nodes a gang gets, policy by policy and by hand; what a placement costs; traces with the published shares."""
 
 import random
+from itertools import pairwise
 
 import pytest
 from pytest import approx
@@ -20,6 +21,7 @@ from labkit.scale.collectives import NETWORK_SHARE
 from labkit.scale.constants import values
 
 SMALL = Topology(4, leaf=2)
+TWO_LEAVES = Topology(16)
 
 
 def free(*counts, topology=SMALL):
@@ -50,7 +52,7 @@ def test_the_example_in_the_file():
         (best_fit_by_leaf, (4, 4, 4, 4), 8, None),  # waits for a node instead of two
         (best_fit_by_leaf, (8, 8, 8, 0), 16, {0: 8, 1: 8}),  # one leaf
         (best_fit_by_leaf, (8, 0, 8, 0), 16, {0: 8, 2: 8}),  # two, if no leaf has it
-        (best_fit_by_leaf, (8, 4, 8, 4), 16, None),  # waits for two nodes instead of three
+        (best_fit_by_leaf, (8, 4, 4, 4), 16, None),  # waits for two nodes instead of three
         (best_fit_by_leaf, (7, 7, 8, 8), 14, {0: 7, 1: 7}),  # the leaf with the least to spare
         (best_fit_by_leaf, (8, 8, 8, 8), 32, {0: 8, 1: 8, 2: 8, 3: 8}),  # more than a leaf
     ],
@@ -138,14 +140,27 @@ def test_the_bandwidth_of_a_placement_by_hand():
 
 
 def test_a_step_by_hand():
-    """Two GPUs on two nodes: 335 M gradients of 4 bytes at an eighth of an adapter, a third of the backward hidden."""
-    slowdown = Slowdown(Topology(16))
-    c = values()
+    """Two GPUs on two nodes: 336 M gradients of 4 bytes at an eighth of an adapter, beside the last backward."""
+    slowdown, c = Slowdown(Topology(16)), values()
     assert slowdown.gradient_bytes == approx(4 * 336e6, rel=0.01)
     wire = slowdown.gradient_bytes / (12.5e9 / 8 * NETWORK_SHARE / (1 + c["crowding"]))  # 2 (n-1)/n = 1
-    hidden = 2 / 3 * slowdown.compute
-    step = slowdown.compute + max(hidden, wire) + c["exposed"] * min(hidden, wire) - hidden
-    assert slowdown.step_seconds(2, 2, 1, 1) == approx(step, rel=0.02)  # and some latency
+    assert slowdown.message_seconds(2, 2, 1, 1) == approx(wire, rel=0.02)  # and some latency
+    once, twice = (Slowdown(Topology(16), batch=8 * n).step_seconds(1, 1, 1, 1) for n in (1, 2))
+    micro, optimizer = twice - once, 2 * once - twice
+    compute = 16 * micro + optimizer  # 256 sequences: 128 a GPU, in 16 micro-batches of 8
+    hidden = 2 / 3 * compute / 16
+    step = compute + max(hidden, wire) + c["exposed"] * min(hidden, wire) - hidden
+    assert slowdown.step_seconds(2, 2, 1, 1) == approx(step, rel=0.02)
+
+
+def test_a_batch_is_the_published_one_or_given():
+    assert Slowdown(TWO_LEAVES).batch == 256
+    assert Slowdown(TWO_LEAVES, batch=64).batch == 64
+    # More GPUs than sequences: each has one.
+    small = Slowdown(TWO_LEAVES, batch=1)
+    assert small.step_seconds(8, 1, 8, 1) > small.step_seconds(1, 1, 1, 1)
+    with pytest.raises(ValueError, match="layers=2,hidden=256 has no published batch: pass batch, in sequences"):
+        Slowdown(TWO_LEAVES, "layers=2,hidden=256")
 
 
 def test_fewer_nodes_and_leaves_are_never_slower():
@@ -182,7 +197,7 @@ def test_a_trace_is_in_order_seeded_and_as_loaded_as_it_was_asked(cluster):
     gangs = trace(cluster, jobs=2000, gpus=64, load=0.5, seed=3)
     assert gangs == trace(cluster, jobs=2000, gpus=64, load=0.5, seed=3)
     assert gangs != trace(cluster, jobs=2000, gpus=64, load=0.5, seed=4)
-    assert all(a.arrival <= b.arrival for a, b in zip(gangs, gangs[1:], strict=False))
+    assert all(a.arrival <= b.arrival for a, b in pairwise(gangs))
     assert max(gang.gpus for gang in gangs) <= 32
     assert all(gang.seconds <= gang.limit for gang in gangs)
     work = sum(gang.gpus * gang.seconds for gang in gangs)

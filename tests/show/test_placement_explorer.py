@@ -1,5 +1,7 @@
 """Placements and queues in pictures: each box is a held GPU, each share is the simulation's."""
 
+from itertools import pairwise
+
 import pandas as pd
 import pytest
 from pytest import approx
@@ -32,7 +34,7 @@ def test_boxes_hold_every_gpu_once():
             assert held.pop(number) == gang.gpus
         for spans in held.values():
             spans.sort()
-            assert all(a[1] <= b[0] for a, b in zip(spans, spans[1:], strict=False))
+            assert all(a[1] <= b[0] for a, b in pairwise(spans))
 
 
 def test_the_parts_over_time_add_up_to_the_shares():
