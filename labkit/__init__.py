@@ -9,13 +9,14 @@
     run/        from a notebook cell to ranks        measure/   time, memory, traffic, faults
     models/     plain torch, unaware of ranks        show/      pictures, tables, widgets
     scale/      GPUs that are not here: simulated, predicted, planned
+    cluster/    where one machine ends: Slurm, Kubernetes, placement of jobs
 
 A folder holds what only it uses, the class in the file of the same name: labkit/ddp/ddp.py has DDP,
 and `from labkit.ddp import DDP` finds it. README's table has a line for each file and folder.
 
 Imports go downward only (tests/house/test_import_rule.py has the order):
 
-    show -> run -> {trainer, measure, models}     {show, run} -> scale -> measure -> comm
+    show -> run -> {trainer, measure, models}     {show, run} -> cluster -> scale -> measure -> comm
     trainer -> {parallelize, ..., fsdp, zero, ddp} -> {ideas, mesh, comm} -> torch    ideas -> comm
 """
 

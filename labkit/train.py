@@ -12,8 +12,10 @@ cluster starts the ranks, use torchrun:
     torchrun --nnodes 2 --nproc-per-node 8 ... -m -- labkit.train --model gpt ...
 
 Exit codes: 0 done; 85 stopped and saved, the same command resumes; 2 invalid arguments, before any
-rank has trained; 1 a rank failed, after --max-restarts attempts. Under torchrun, stopped ranks also
-exit with 0, because torchrun treats every other code as a failure.
+rank has trained; 1 a rank failed, after --max-restarts attempts. torchrun has no such codes:
+stopped ranks exit with 0, and torchrun itself with 1. With torchrun, the environment variable
+LABKIT_OUTCOME names a file, where the first rank of each node writes "done" or "stopped". The files
+of labkit.cluster use it.
 
 The loop is in labkit/run/training.py.
 """

@@ -6,7 +6,7 @@
 
 The messages are real, with their real bytes and order; only the time is a sleep. So a laptop shows
 the effect of a slow network, together with emulated compute (models/emulated.py). Numbers measured
-with it are labelled "emulated". The links of run/network_namespaces.py are slow without sleeps.
+with it are labelled "emulated". The links of cluster/network_namespaces.py are slow without sleeps.
 """
 
 from concurrent.futures import ThreadPoolExecutor

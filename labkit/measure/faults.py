@@ -9,7 +9,7 @@
     nan                  sets one element of inject's tensors, such as gradients or an input
     flip, cut short      flips one bit of one of inject's files; truncates one to half its length
     disk full            inject's store accepts `room` more bytes of a file, and raises ENOSPC
-    link down            calls inject's cut(), such as labkit.run.network_namespaces.cut
+    link down            calls inject's cut(), such as labkit.cluster.network_namespaces.cut
 
 A fault occurs in one attempt only (launch(..., restarts=k)), because restarted ranks repeat the
 step. The seed chooses bit, element and file, so a fault is reproducible.

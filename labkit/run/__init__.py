@@ -5,8 +5,8 @@ job.py                 validates the target and its parameters, and writes them 
 warm_agent.py          the process that forks ranks through torchelastic
 client.py              starts it, and sends it jobs
 __main__.py            starts the agent, and ends with the notebook while torch is imported
-network_namespaces.py  nodes as network namespaces, joined by links of a chosen speed
 node_agents.py         one torchrun agent per node
+slurm_client.py        one job of a Slurm cluster: launch(..., on="slurm")
 worker.py              one rank: join the group, run the target, report
 context.py             what a target receives, and how it reports
 launch_monitor.py      watches one launch until it ends

@@ -22,8 +22,12 @@ class AgentError(RuntimeError):
 class AgentClient:
     """Owner of the agent process.
 
-    The agent exits when this object's pipe closes, for any reason.
+    The agent exits when this object's pipe closes, for any reason. here: the ranks are processes of
+    this machine. why: as in slurm_client.py; the agent reports all ends of a job.
     """
+
+    here = True
+    why = None
 
     def __init__(self):
         self.log = tempfile.TemporaryFile()

@@ -16,12 +16,12 @@ from math import nan
 import torch
 import torch.distributed as dist
 
+from labkit.cluster.network_namespaces import FOLDER, counters
 from labkit.measure.flops import mfu, peak_flops
 from labkit.measure.stats import shuffled_rounds
 from labkit.run.experiment import Experiment
 from labkit.run.experiment_runner import Participant
 from labkit.run.launch import launch
-from labkit.run.network_namespaces import FOLDER, counters
 from labkit.trainer import LOW
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, **LOW}  # of the matrix products

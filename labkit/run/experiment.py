@@ -209,6 +209,18 @@ class Experiment:
                 raise ValueError(f"{source}: unknown key {key!r}: {hint}")
         return cls(**fields)
 
+    def arguments(self):
+        """Return the options of labkit.train for this experiment, as a list of strings.
+
+        model, strategy and optimizer are always among them, because they change other defaults.
+        """
+        words = []
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value != field.default or field.name in ("model", "strategy", "optimizer"):
+                words += [f"--{field.name.replace('_', '-')}", str(value)]
+        return words
+
     def to_yaml(self, path):
         Path(path).write_text(yaml.safe_dump(self.to_dict(), sort_keys=False))
 

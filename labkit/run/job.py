@@ -15,7 +15,7 @@ import textwrap
 from dataclasses import asdict
 from pathlib import Path
 
-from labkit.run import network_namespaces as network
+from labkit.cluster import network_namespaces as network
 
 
 def describe_nodes(nodes, mbit, ms, mtu):

@@ -3,6 +3,7 @@
     run = launch("labkit.run.experiment:train", nproc=2, steps=20)     a function, or its name
     run = launch("x = torch.ones(1); dist.all_reduce(x); record(x=x)") the source of a cell
     run = launch("train.py", nproc=4, steps=20)                        a script, as from torchrun
+    run = launch(train, on="slurm", nodes=2, nproc=8)                  on nodes of a cluster
 
     run.records    one row per record(...) call     run.logs      one file per rank
     run.command    the same from a shell            run.seconds   wall-clock, to the last rank's end
@@ -27,7 +28,7 @@ from collections import deque
 from contextlib import suppress
 from pathlib import Path
 
-from labkit.run import network_namespaces as network
+from labkit.cluster import network_namespaces as network
 from labkit.run.client import AgentError
 from labkit.run.console import Bar
 from labkit.run.job import choose_device, describe_nodes, describe_target
@@ -76,7 +77,11 @@ class Run:
         self.world_size = nproc * self.nodes
         self.parameters = job["parameters"]
         self.device = job["device"]
-        self.holder = tempfile.TemporaryDirectory(prefix="labkit-", ignore_cleanup_errors=True)
+        self.holder = tempfile.TemporaryDirectory(
+            prefix="labkit-",
+            dir=job.get("on", {}).get("folder"),
+            ignore_cleanup_errors=True,
+        )
         # Python swallows an interrupt in a finalizer, so the next launch removes the files instead.
         weakref.finalize(self, unused.append, self.holder).atexit = False
         self.folder = Path(self.holder.name)
@@ -137,6 +142,8 @@ class Run:
 
     @property
     def command(self):
+        if "on" in self.job:
+            return shlex.join(["sbatch", str(self.folder / "job.sbatch")])
         torchrun = shlex.join(["torchrun", *self.torchrun_arguments(PRIVATE, by_name=True)])
         torchrun = torchrun.replace(shlex.quote(PRIVATE), f'"{PRIVATE}"')
         if self.job[
@@ -184,6 +191,7 @@ def launch(
     timeout=600.0,
     collective_timeout=60.0,
     restarts=0,
+    on=None,
     device="auto",
     threads=1,
     cold=False,
@@ -198,26 +206,37 @@ def launch(
         source of a cell, or the path of a .py script.
     nodes: more than one are network namespaces of this machine, joined by links of link_mbit (10^6
         bits a second each way; None: no limit), link_ms of delay each way and frames of link_mtu
-        bytes (labkit.run.network_namespaces). CPU only.
+        bytes (labkit.cluster.network_namespaces). CPU only.
     timeout, collective_timeout: seconds for the run, and for a collective to wait for its peers.
     restarts: how often a failed run is started again, each time with the full timeout. The target
         reads context.attempt (in a cell: attempt), 0 at first, and resumes if it can.
+    on: None for this machine; "slurm" for nodes of the Slurm cluster whose login node this is; or
+        a labkit.cluster.slurm.Slurm, for example with the folder that all nodes share (else it is
+        the working directory). The timeout begins when the job leaves the queue. An interrupt and
+        the timeout cancel the job. "auto" is "cpu" there.
     device: "cpu" (gloo), "cuda" (NCCL, one GPU a rank) or "auto" (cuda if there are enough GPUs).
     threads: CPU threads of each rank. cold: use a plain `torchrun`. quiet: print nothing.
     bar: an object that shows the progress, with the methods of console.Bar.
     Raises LaunchError for a failing rank (of the last attempt), AgentError if the warm agent does
-    not start or dies, ValueError for invalid arguments, SyntaxError for a cell that does not
-    compile, and KeyboardInterrupt.
+    not start or dies, or Slurm does not start the job, ValueError for invalid arguments,
+    SyntaxError for a cell that does not compile, and KeyboardInterrupt.
     """
     if not isinstance(nproc, int) or nproc < 1:
         raise ValueError(f"nproc={nproc!r}: must be a whole number of at least 1")
     if type(restarts) is not int or restarts < 0:
         raise ValueError(f"restarts={restarts!r}: must be a whole number of at least 0")
-    job = describe_target(target, parameters) | describe_nodes(nodes, link_mbit, link_ms, link_mtu)
-    device = choose_device(device if nodes == 1 or device != "auto" else "cpu", nproc)
-    if device == "cuda" and nodes > 1:
-        raise ValueError('nodes=2 or more run on the CPU of one machine: use device="cpu"')
-    job |= {"device": device, "threads": threads, "collective_timeout": collective_timeout}
+    job = describe_target(target, parameters)
+    if on is None:
+        job |= describe_nodes(nodes, link_mbit, link_ms, link_mtu)
+        device = choose_device(device if nodes == 1 or device != "auto" else "cpu", nproc)
+        if device == "cuda" and nodes > 1:
+            raise ValueError('nodes=2 or more run on the CPU of one machine: use device="cpu"')
+        job |= {"device": device}
+    else:
+        from labkit.run import slurm_client  # other launches do not pay for it
+
+        job |= slurm_client.describe(on, nodes, device, (link_mbit, link_ms, link_mtu))
+    job |= {"threads": threads, "collective_timeout": collective_timeout}
     job |= {"cwd": os.getcwd(), "sys_path": [path or os.getcwd() for path in sys.path]}
     job |= {"restarts": restarts}
     earlier = []
@@ -247,11 +266,16 @@ def remove_unused():
 
 def attempt(run, timeout, cold, quiet, bar):
     """Start the ranks once and wait for them. Raises LaunchError; AgentError if the agent died."""
+    client = None
+    if "on" in run.job:
+        from labkit.run.slurm_client import SlurmClient
+
+        client = SlurmClient(run, timeout, quiet)
     meeting = str(run.folder / "rendezvous")
     plain = [sys.executable, "-m", "torch.distributed.run", *run.torchrun_arguments(meeting)]
     with one_at_a_time:
         start = time.monotonic()
-        outcome = watch(run, plain if cold else None, timeout, quiet, bar)
+        outcome = watch(run, plain if cold else None, timeout, quiet, bar, client)
         run.seconds = time.monotonic() - start
     ends = read_ends(run.folder, run.world_size, run.events, outcome.exits, outcome.stopped)
     if outcome.status == 0 and all(end.state == "finished" for end in ends):
@@ -260,7 +284,7 @@ def attempt(run, timeout, cold, quiet, bar):
         if end.error:
             with suppress(OSError), open(run.logs[end.rank], "a") as log:  # the disk may be full
                 log.write(end.error["traceback"])
-    broken = outcome.flood or network.broken(run.folder) or launcher_died(outcome.status)
+    broken = outcome.broken or network.broken(run.folder) or launcher_died(outcome.status)
     cause, message = explain(ends, outcome.timed_out, broken)
     if all(end.state == "absent" for end in ends) or message.startswith("the launcher failed"):
         log = run.folder / "job.log"

@@ -31,33 +31,33 @@ OTHERS_REPORT = 0.8  # seconds that the other ranks get to report after one has 
 class Outcome:
     """Result of an attempt. exits: {pid: exit code} of ranks that ended before any stop.
 
-    stopped: ranks that are stopped by SIGSTOP. flood: a sentence about a rank that printed too
-    much.
+    stopped: ranks that are stopped by SIGSTOP. broken: a sentence about an end that no rank
+    reports: one printed too much, or Slurm ended the job.
     """
 
     status: int
     exits: dict | None
     stopped: list
     timed_out: float | None = None
-    flood: str | None = None
+    broken: str | None = None
 
 
-def watch(run, command, timeout, quiet, bar):
+def watch(run, command, timeout, quiet, bar, client=None):
     """Show the ranks' output until the job ends; return its Outcome.
 
-    command: of a plain torchrun, or None.
+    command: of a plain torchrun, or None. client: of the job; None: the warm agent. The timeout
+    begins when the job leaves the queue, if there is one.
     """
-    client = agent()
+    client = client or agent()
     console = Console(run.logs, quiet)
     tails = [Tail(run.folder / f"rank-{rank}.jsonl") for rank in range(run.world_size)]
     patience = run.job["collective_timeout"]
-    start = time.monotonic()
     notes_shown = quiet
     failed_at = done_at = frozen_at = status = None
     stopped = []
-    looked_at = start
     try:
         client.start(run.job_path, run.nproc, command)
+        start = looked_at = time.monotonic()
         while status is None:
             status = client.poll(POLL)
             # before the events: a rank writes its last event before it exits
@@ -75,22 +75,25 @@ def watch(run, command, timeout, quiet, bar):
                 done_at = now
             if now - looked_at > LOOK:
                 looked_at = now
-                stopped = stopped_ranks(run.events)
-                still = stopped or is_stopped_early(run.events, client.process.pid)
+                stopped = stopped_ranks(run.events) if client.here else []
+                still = stopped or (
+                    client.here and is_stopped_early(run.events, client.process.pid)
+                )
                 frozen_at = (frozen_at or now) if still else None
                 if flood := flooded(run.logs):
                     client.stop()
-                    return Outcome(1, exits, stopped, flood=flood)
+                    return Outcome(1, exits, stopped, broken=flood)
             if status is None and done_at is not None and now - done_at > EXIT_LIMIT:
                 client.stop()
                 return Outcome(0, exits, [])
             late = failed_at is not None and now - failed_at > OTHERS_REPORT
             frozen = frozen_at is not None and now - frozen_at > patience
             if status is None and (late or frozen or now - start > timeout):
-                stopped = stopped_ranks(run.events)
+                stopped = stopped_ranks(run.events) if client.here else []
                 client.stop()
                 return Outcome(1, exits, stopped, None if late or frozen else timeout)
-        return Outcome(status, read_exits(run.folder), stopped if status else [])
+        stopped = stopped if status else []
+        return Outcome(status, read_exits(run.folder), stopped, broken=client.why)
     except KeyboardInterrupt:
         client.stop()
         print(f"[launch] interrupted: all {run.world_size} ranks have ended")

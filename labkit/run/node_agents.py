@@ -15,7 +15,8 @@ import time
 import traceback
 from dataclasses import dataclass
 
-from labkit.run import network_namespaces, worker
+from labkit.cluster import network_namespaces
+from labkit.run import worker
 
 OTHERS_END = 3.0  # seconds that the other nodes get to end by themselves after one has failed
 POLL = 0.02

@@ -73,7 +73,7 @@ def parser():
         prog="labkit.train",
         description="Train a model on ranks of this machine; under torchrun, on torchrun's ranks.",
         epilog="Exit codes: 0 done; 85 stopped and saved, the same command resumes; "
-        "2 invalid arguments; 1 failed.",
+        "2 invalid arguments; 1 failed. Under torchrun: the file LABKIT_OUTCOME, done or stopped.",
         allow_abbrev=False,
     )
     add_ranks(parser.add_argument_group("ranks"))

@@ -52,7 +52,7 @@ SAME = (
     "reference_batch", "lr_rule", "linear_until", "warmup_steps", "schedule", "precision", "seed",
     "clip",
 )  # fmt: skip
-OUTCOME = "LABKIT_OUTCOME"  # environment variable: the file where rank 0 writes how the run ended
+OUTCOME = "LABKIT_OUTCOME"  # environment variable: the file that says how the run ended
 RECENT = 20  # number of recent steps that determine the pace
 LONGEST = 3600  # seconds that a collective waits for a rank that saves or evaluates
 
@@ -101,7 +101,7 @@ def train(context, experiment, options, log, sinks, preemption, watchdog):
     if checkpoints:
         with watchdog.patience("saving"):
             checkpoints.close()
-    if context.rank == 0 and OUTCOME in os.environ:
+    if context.local_rank == 0 and OUTCOME in os.environ:
         Path(os.environ[OUTCOME]).write_text("done" if run.step == experiment.steps else "stopped")
     if run.step < experiment.steps:
         return stopped(run, preemption, checkpoints)

@@ -38,7 +38,7 @@ SIDES = {
 COPIED = {"cpu": 1 << 26, "cuda": 1 << 30}  # bytes: far more than a cache holds
 LONG = 0.1  # seconds: longer products are not measured
 # Bytes. Short messages determine alpha, long ones beta. Sizes between may fit the buffer of a slow
-# link (run/network_namespaces.py: a token bucket of two frames), which accepts them at once.
+# link (cluster/network_namespaces.py: a token bucket of two frames), which accepts them at once.
 MESSAGES = (1 << 8, 1 << 10, 1 << 18, 1 << 19)
 
 

@@ -100,7 +100,7 @@ OLD = (
     *("show/held_against", "show/switched", "show/saw", "show/stacks", "show/stages", "show/broken", "show/killing"),
     *("show/talking", "show/choices", "show/arrangement", "show/budgets", "show/fleets", "show/saves", "show/links"),
     *("show/lengths", "show/experts", "show/contents", "show/turns", "show/loads", "show/crossings", "show/race"),
-    *("show/scales", "show/widgets"),
+    *("show/scales", "show/widgets", "run/network_namespaces"),
 )
 
 

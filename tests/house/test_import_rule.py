@@ -1,6 +1,6 @@
 """The import rule of labkit/__init__.py, read from the sources: imports go downward only.
 
-show -> run -> {trainer, measure, models}     {show, run} -> scale -> measure -> comm
+show -> run -> {trainer, measure, models}     {show, run} -> cluster -> scale -> measure -> comm
 trainer -> FAMILIES, each -> those before it -> {ideas, mesh, comm, ...} -> torch     ideas -> comm
 """
 
@@ -32,8 +32,9 @@ BELOW = {
     "models": {"models"},
     "measure": {"floor", "measure"},
     "scale": {"floor", "measure", "scale"},
-    "run": {*ALL, "measure", "models", "scale", "run"},
-    "show": {*ALL, "measure", "models", "run", "scale", "show"},
+    "cluster": {"floor", "measure", "scale", "cluster"},
+    "run": {*ALL, "measure", "models", "scale", "cluster", "run"},
+    "show": {*ALL, "measure", "models", "run", "scale", "cluster", "show"},
 }
 FROM_SCRATCH = {"floor", "ideas", *FAMILIES}
 # What a checkpoint must reach, and nobody learns from rebuilding: storage behind a URL, numpy's random state.
@@ -166,6 +167,9 @@ BAD = {
     "measure imports run": ("labkit.measure.stats", "from labkit.run import launch"),
     "measure imports an algorithm": ("labkit.measure.timeline", "from labkit.ddp import DDP"),
     "run imports show": ("labkit.run.magic", "from labkit.show import plots"),
+    "a cluster imports run": ("labkit.cluster.slurm", "from labkit.run.experiment import Experiment"),
+    "a cluster imports the trainer": ("labkit.cluster.queue", "import labkit.trainer"),
+    "a prediction knows of clusters": ("labkit.scale.search", "from labkit.cluster import placement"),
     "the trainer imports a model": ("labkit.trainer", "from labkit.models import build"),
     "a model knows of ranks": ("labkit.models.gpt", "import torch.distributed as dist"),
     "an algorithm knows of larger machines": ("labkit.memory", "from labkit.scale import memory_model"),
@@ -183,6 +187,8 @@ GOOD = {
     ),
     "files of one algorithm": ("labkit.compression.topk", "from .residual import Residual"),
     "skipping a layer": ("labkit.run.compare", "from labkit import comm"),
+    "run starts jobs on a cluster": ("labkit.run.launch", "from labkit.cluster import network_namespaces"),
+    "placement asks the planner": ("labkit.cluster.placement", "from labkit.scale.collectives import ring"),
     "the trainer holds the oracles": ("labkit.trainer", "from torch.nn.parallel import DistributedDataParallel"),
     "the magic, when asked": ("labkit", "def load(shell):\n    from labkit.run import magic"),
     "a name that only begins alike": ("labkit.ddp", "from torch.distributed import tensorial"),

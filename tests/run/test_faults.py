@@ -26,10 +26,11 @@ from torch import nn
 from labkit import models
 from labkit.checkpoint import Checkpoints
 from labkit.checkpoint.storage import Store
+from labkit.cluster import network_namespaces
 from labkit.fsdp import FSDP
 from labkit.measure.faults import Fault, Injected, draw, fill_up, inject
 from labkit.preempt import Agreement
-from labkit.run import LaunchError, launch, network_namespaces
+from labkit.run import LaunchError, launch
 from labkit.run import training as train
 from labkit.run.client import agent
 from labkit.run.context import Context

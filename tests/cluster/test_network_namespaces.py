@@ -11,11 +11,12 @@ import time
 import psutil
 import pytest
 
-from labkit.run import LaunchError, launch, magic, network_namespaces
+from labkit.cluster import network_namespaces
+from labkit.cluster.network_namespaces import Link
+from labkit.run import LaunchError, launch, magic
 from labkit.run.client import agent
 from labkit.run.compare import compare
 from labkit.run.experiment import Experiment
-from labkit.run.network_namespaces import Link
 
 QUICK = {"collective_timeout": 20, "timeout": 100, "quiet": True}
 
@@ -102,7 +103,7 @@ def test_the_cold_path_is_a_plain_torchrun_on_each_node(namespaces):
 @pytest.mark.parametrize(("mtu", "most"), [(9000, 1.05), (1500, 1.15)])
 def test_the_wire_carries_what_the_formula_says_and_headers(namespaces, mtu, most):
     source = (
-        "import time\nfrom labkit.run.network_namespaces import counters\nx = torch.ones(1 << 20)\n"
+        "import time\nfrom labkit.cluster.network_namespaces import counters\nx = torch.ones(1 << 20)\n"
         "comm.all_reduce(x)\ncomm.barrier()\nbefore = counters()[0]\n"
         "for _ in range(2):\n    comm.all_reduce(x)\ncomm.barrier()\ntime.sleep(0.3)\n"
         "record(ratio=(counters()[0] - before) / (2 * x.nbytes))"
@@ -118,7 +119,7 @@ def test_what_comm_derives_for_a_collective_is_what_leaves_the_nodes(namespaces)
     source = """
 import time
 from functools import partial
-from labkit.run.network_namespaces import counters
+from labkit.cluster.network_namespaces import counters
 
 for n in (2, 3, 4):
     group = dist.new_group(list(range(n)))
@@ -173,7 +174,7 @@ def test_an_error_on_the_other_node_is_told_by_its_rank(namespaces):
 @pytest.mark.slow
 def test_a_link_that_heals_carries_on(namespaces):
     source = (
-        "import threading, time\nfrom labkit.run.network_namespaces import cut, heal\n"
+        "import threading, time\nfrom labkit.cluster.network_namespaces import cut, heal\n"
         "x = torch.full((1 << 16,), rank + 1.0)\ncomm.barrier()\n"
         "if rank == 1:\n    time.sleep(0.3)\n    cut()\n    threading.Timer(0.5, heal).start()\n"
         "comm.all_reduce(x)\nrecord(sum=x[0].item())"
@@ -184,7 +185,7 @@ def test_a_link_that_heals_carries_on(namespaces):
 @pytest.mark.slow
 def test_a_cut_link_is_named_with_who_waits_where(namespaces):
     source = (
-        "import time\nfrom labkit.run.network_namespaces import cut\ncomm.barrier()\ntime.sleep(0.3)\n"
+        "import time\nfrom labkit.cluster.network_namespaces import cut\ncomm.barrier()\ntime.sleep(0.3)\n"
         "if rank == 1:\n    cut()\ncomm.all_reduce(torch.ones(1 << 16))"
     )
     error = failure(source, nproc=1, collective_timeout=6)
@@ -197,7 +198,7 @@ def test_a_cut_link_is_named_with_who_waits_where(namespaces):
 def test_a_link_cut_in_the_middle_of_backward_ends_the_step_within_the_limit(namespaces):
     source = (
         "from labkit.ddp import DDP\nfrom labkit.hierarchical import Hierarchical\nfrom labkit.mesh import Mesh\n"
-        "from labkit.run.network_namespaces import cut\n"
+        "from labkit.cluster.network_namespaces import cut\n"
         "mesh = Mesh({'node': 2, 'local': 2})\n"
         "layers = [torch.nn.Linear(64, 64) for _ in range(4)]\n"
         "model = DDP(torch.nn.Sequential(*layers), bucket_cap_mb=0)\n"
@@ -219,7 +220,7 @@ def test_a_link_cut_in_the_middle_of_backward_ends_the_step_within_the_limit(nam
 @pytest.mark.slow
 def test_ranks_that_are_done_are_done_though_the_link_is_cut(namespaces):
     source = (
-        "import time\nfrom labkit.run.network_namespaces import cut\ncomm.barrier()\ntime.sleep(0.3)\n"
+        "import time\nfrom labkit.cluster.network_namespaces import cut\ncomm.barrier()\ntime.sleep(0.3)\n"
         "if rank == 1:\n    cut()\nrecord(x=1)"
     )
     run = launch(source, nodes=2, nproc=1, **QUICK)
@@ -328,7 +329,7 @@ def test_a_missing_tool_is_named_with_what_to_install(monkeypatch, tmp_path, the
 def test_ranks_without_nodes_cannot_touch_a_link():
     for action in ("cut", "heal"):
         with pytest.raises(LaunchError, match="this rank has no link of its own"):
-            launch(f"from labkit.run.network_namespaces import {action}\n{action}()", nproc=1, **QUICK)
+            launch(f"from labkit.cluster.network_namespaces import {action}\n{action}()", nproc=1, **QUICK)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,270 @@
+"""sbatch files: an Experiment on the nodes of a Slurm cluster, until it is done.
+
+    Path("gpt.sbatch").write_text(script(Experiment(model="gpt", strategy="fsdp"), nodes=2, gpus=8))
+    sbatch gpt.sbatch
+
+    sbatch -> batch script, on the first node -> srun -> node 0: torchrun -> ranks 0 ... 7
+                                                      -> node 1: torchrun -> ranks 8 ... 15
+
+    preempted, or the time is nearly up   SIGTERM: all ranks save after the same step and end
+    stopped before the last step          the script requeues its job, which resumes
+    a node fails                          Slurm requeues the job, which resumes from the last save
+
+The options are those of sbatch(1) and srun(1) of Slurm 22.05 and newer, and of PyTorch's torchrun.
+launch(..., on=Slurm(...)) of labkit.run submits the file of launch_script.
+"""
+
+import re
+import shlex
+from dataclasses import dataclass
+
+NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}", re.ASCII)
+INTERFACE = re.compile(r"[\w.-]{1,15}", re.ASCII)  # Linux allows 15 characters
+TIMES = re.compile(r"(?:(\d+)-(\d+)(?::(\d+))?(?::(\d+))?|(\d+)|(\d+):(\d+)|(\d+):(\d+):(\d+))")
+DAY, HOUR, MINUTE = 86_400, 3_600, 60
+PORTS = 10_000  # of the rendezvous: 20000 ... 29999, below those of outgoing connections
+# What the batch script does after it has started srun.
+ENDING = (
+    "step=$!",
+    "# SIGTERM ends `wait`, so it is repeated until srun has ended.",
+    'while kill -0 "$step" 2>/dev/null; do wait "$step"; status=$?; done',
+    'outcome=$(cat "$LABKIT_OUTCOME" 2>/dev/null)',
+    'rm -f "$LABKIT_OUTCOME"',
+    "",
+    'if [ "$outcome" = done ]; then exit 0; fi',
+    "# For Slurm, a job that has saved is complete: only the script can requeue it. A job that was",
+    "# asked to stop before it had begun to train has nothing to save.",
+    'if [ "$outcome" = stopped ] || [ "$asked" ]; then scontrol requeue "$SLURM_JOB_ID"; fi',
+    'exit "${status:-1}"',
+)
+
+
+@dataclass(frozen=True)
+class Slurm:
+    """Where launch(..., on=Slurm(...)) runs. Raises ValueError.
+
+    folder: where the run's folder is made, on a file system that all nodes share; None: the working
+    directory. partition: None for the cluster's default. interface: the network of the ranks, such
+    as "ib0"; None: the one of the nodes' host names. Other options of sbatch: its environment
+    variables, such as SBATCH_ACCOUNT.
+    """
+
+    folder: str | None = None
+    partition: str | None = None
+    interface: str | None = None
+
+    def __post_init__(self):
+        check_place(self.partition, self.interface)
+
+
+def script(
+    experiment,
+    *,
+    nodes=1,
+    gpus=0,
+    ranks=1,
+    time="1:00:00",
+    name=None,
+    partition=None,
+    checkpoints=None,
+    checkpoint_every=100,
+    save_seconds=60,
+    interface=None,
+    options=(),
+):
+    """Return the text of an sbatch file that trains the experiment. Raises ValueError.
+
+    experiment: a labkit.run.experiment.Experiment.
+    nodes: their number, or (fewest, most): after a node has failed, the job goes on with the rest.
+    gpus: of each node, one for each rank. 0: `ranks` CPU ranks on each node, which use gloo.
+    time: the limit of one attempt, in a format of sbatch: "90" (minutes), "1:30:00", "2-12".
+    checkpoints: a folder that all nodes share, or s3://...; None: runs/NAME, where sbatch runs.
+    save_seconds: time to save before Slurm ends the job; measure a save, and take twice as long.
+    interface: as in Slurm. options: further options of labkit.train, a list of strings.
+    """
+    fewest, most = node_range(nodes)
+    check_whole("gpus", gpus, 0)
+    check_whole("ranks", ranks, 1)
+    check_whole("checkpoint_every", checkpoint_every, 1)
+    check_whole("save_seconds", save_seconds, 1)
+    name = name or re.sub(r"[^\w.-]", "-", f"{experiment.model}-{experiment.strategy}")
+    check_name("name", name)
+    check_place(partition, interface)
+    if seconds(time) <= save_seconds:
+        raise ValueError(
+            f"time={time!r} leaves no time to train: must exceed save_seconds={save_seconds}"
+        )
+    for count in range(fewest, most + 1):
+        experiment.check_ranks(count * (gpus or ranks))
+    training = [*experiment.arguments(), "--checkpoint-dir", checkpoints or f"runs/{name}"]
+    training += ["--checkpoint-every", str(checkpoint_every), *options]
+    limits = ["--shutdown-timeout", str(save_seconds)]
+    lines = [
+        "#!/bin/bash",
+        *header(name, str(most) if fewest == most else f"{fewest}-{most}", gpus, time, partition),
+        *returning(name, save_seconds),
+        "",
+        "# Slurm also signals this script, which must outlive the ranks that save.",
+        "asked=",
+        "trap 'asked=yes' TERM",
+        "",
+        *surroundings(interface),
+        "",
+        "# The ranks write how training ended: done, or stopped and saved.",
+        f'export LABKIT_OUTCOME="$PWD/{name}-$SLURM_JOB_ID.outcome"',
+        'rm -f "$LABKIT_OUTCOME"',
+        "",
+        "# In the background: a trap waits for a foreground command. A torchrun whose ranks were",
+        "# stopped exits with 1, and must not end the others.",
+        "# No binding: one task may get one core, which all its ranks would share.",
+        "srun --kill-on-bad-exit=0 --cpu-bind=none torchrun \\",
+        *torchrun(gpus or ranks, limits, ["-m", "--", "labkit.train", *training], " &"),
+        *ENDING,
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def returning(name, save_seconds):
+    """Return the #SBATCH lines of a job that may be stopped and come back."""
+    return [
+        f"#SBATCH --output={name}-%j.out",
+        "# A requeued job continues the same file.",
+        "#SBATCH --open-mode=append",
+        "# Preempted, or on a node that failed, the job returns to the queue.",
+        "#SBATCH --requeue",
+        f"# All ranks save when {save_seconds} s are left.",
+        f"#SBATCH --signal=TERM@{save_seconds}",
+    ]
+
+
+def launch_script(slurm, job, cwd, nodes, nproc, gpus, limit, python):
+    """Return the sbatch file of a launch: the workers of a job.json, whose folder gets the results.
+
+    job: path of job.json, a Path; cwd: the working directory of the ranks; all nodes must see both.
+    gpus: of each node. limit: seconds. python: the interpreter. The folder gets `refused`, with a
+    line for each node that cannot read them or lacks the interface, and `status`, torchrun's.
+    """
+    # launch ends the job earlier; this is for a launch that has died
+    minutes = int(min(limit, 365 * DAY) // MINUTE) + 2
+    look = 'for path; do test -r "$path" || { echo "$(hostname) cannot read $path"; exit 1; }; done'
+    if slurm.interface:
+        look += f"; ip link show dev {slurm.interface} >/dev/null 2>&1 || "
+        look += f'{{ echo "$(hostname) has no network interface {slurm.interface}"; exit 1; }}'
+    lines = [
+        "#!/bin/bash",
+        *header(job.parent.name, str(nodes), gpus, str(minutes), slurm.partition),
+        "#SBATCH --no-requeue",
+        "",
+        shlex.join(["cd", str(job.parent)]),
+        f"srun {shlex.join(['sh', '-c', look, 'sh', str(job), cwd])} >refused || exit 1",
+        "",
+        *surroundings(slurm.interface),
+        "",
+        f"srun --cpu-bind=none {shlex.join([python, '-m', 'torch.distributed.run'])} \\",
+        *torchrun(nproc, [], ["-m", "labkit.run.worker", str(job)], ""),
+        "echo $? >status",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def header(name, nodes, gpus, time, partition):
+    """Return the #SBATCH lines that both files need."""
+    return [
+        f"#SBATCH --job-name={name}",
+        *([f"#SBATCH --partition={partition}"] if partition else []),
+        f"#SBATCH --nodes={nodes}",
+        "# One torchrun a node, which starts the ranks of its node.",
+        "#SBATCH --ntasks-per-node=1",
+        *([f"#SBATCH --gpus-per-node={gpus}"] if gpus else []),
+        "# Whole nodes: other jobs would slow down a rank, and all ranks wait for the slowest.",
+        "#SBATCH --exclusive",
+        f"#SBATCH --time={time}",
+    ]
+
+
+def surroundings(interface):
+    """Return the lines that set the environment of the ranks, and where they meet."""
+    lines = ["# One thread a rank: sums keep their order, and ranks do not compete for cores."]
+    lines += ["export OMP_NUM_THREADS=1"]
+    if interface:
+        lines += [
+            f"if ! ip link show dev {interface} >/dev/null 2>&1; then",
+            f'    echo "$(hostname) has no network interface {interface}" >&2',
+            "    exit 1",
+            "fi",
+            f"export GLOO_SOCKET_IFNAME={interface} NCCL_SOCKET_IFNAME={interface}",
+        ]
+    return [
+        *lines,
+        "# The first node is the meeting point.",
+        'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+        "# Each job has a port of its own: another job may run on the same node.",
+        f"port=$((20000 + SLURM_JOB_ID % {PORTS}))",
+    ]
+
+
+def torchrun(ranks, more, words, end):
+    """Return the lines of torchrun's arguments, then of what it runs."""
+    return [
+        f'    --nnodes "$SLURM_NNODES" --nproc-per-node {ranks} \\',
+        '    --rdzv-backend c10d --rdzv-endpoint "$head:$port" \\',
+        '    --rdzv-id "$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" \\',
+        *([f"    {shlex.join(more)} \\"] if more else []),
+        f"    {shlex.join(map(str, words))}{end}",
+    ]
+
+
+def seconds(time):
+    """Return the seconds of a time limit in sbatch's formats. Raises ValueError for other text."""
+    found = TIMES.fullmatch(time) if isinstance(time, str) else None
+    if not found:
+        raise ValueError(
+            f"time={time!r}: must be minutes, hours:minutes:seconds or days-hours, "
+            'such as "90", "1:30:00" or "2-12"'
+        )
+    groups = [int(group) if group else 0 for group in found.groups()]
+    days, hours, minutes, rest, alone, *others = groups
+    short_minutes, short_seconds, long_hours, long_minutes, long_seconds = others
+    return (
+        days * DAY
+        + (hours + long_hours) * HOUR
+        + (minutes + alone + short_minutes + long_minutes) * MINUTE
+        + (rest + short_seconds + long_seconds)
+    )
+
+
+def node_range(nodes):
+    """Return (fewest, most) of a number or a pair. Raises ValueError."""
+    pair = nodes if isinstance(nodes, (tuple, list)) else (nodes, nodes)
+    if len(pair) != 2 or any(type(count) is not int for count in pair):
+        raise ValueError(f"nodes={nodes!r}: must be a whole number, or (fewest, most)")
+    fewest, most = pair
+    if not 1 <= fewest <= most:
+        raise ValueError(f"nodes={nodes!r}: must be at least 1, and the fewest first")
+    return fewest, most
+
+
+def check_whole(what, value, least):
+    if type(value) is not int or value < least:
+        raise ValueError(f"{what}={value!r}: must be a whole number of at least {least}")
+
+
+def check_name(what, name):
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise ValueError(
+            f"{what}={name!r}: must be 1 to 64 letters, digits, '.', '_' and '-', "
+            "and begin with a letter or digit"
+        )
+
+
+def check_place(partition, interface):
+    """Raise ValueError for a partition or interface that is no name."""
+    if partition is not None:
+        check_name("partition", partition)
+    if interface is not None and not (
+        isinstance(interface, str) and INTERFACE.fullmatch(interface)
+    ):
+        raise ValueError(
+            f"interface={interface!r}: must be the name of a network interface, such as ib0; "
+            "`ip link` on a node lists them"
+        )

@@ -1,0 +1,73 @@
+"""Jobs on a real Slurm in namespaces: submit, wait, preempt, and what the log of a training says."""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from repository import ROOT
+
+from labkit.cluster.slurm_namespaces import Refused, cluster, missing
+
+OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY")
+
+
+def start_or_skip(**options):
+    """A Cluster; where none can be, the test is skipped, with the reason."""
+    if reason := missing():
+        pytest.skip(f"no real Slurm: {reason}")
+    try:
+        return cluster(**options)
+    except Refused as reason:
+        pytest.skip(f"no real Slurm: {reason}")
+
+
+def environment():
+    """What a person's shell has on the login node: torchrun on the PATH, and labkit."""
+    folders = [str(Path(sys.executable).parent), os.environ["PATH"]]
+    return {"PATH": os.pathsep.join(folders), "PYTHONPATH": str(ROOT)}
+
+
+def submit(slurm, text, folder, *options):
+    """The number of the job of an sbatch file, submitted from a folder."""
+    (folder / "job.sbatch").write_text(text)
+    command = ["sbatch", "--parsable", *options, "job.sbatch"]
+    return slurm.run(command, cwd=folder, env=environment()).stdout.strip()
+
+
+def state(slurm, job):
+    """PENDING, RUNNING ... as squeue says."""
+    return slurm.run(["squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T"]).stdout.strip()
+
+
+def wait_for(holds, what, seconds=120):
+    """Wait until holds() is true; what: of the message, a text or a function that gives one."""
+    deadline = time.monotonic() + seconds
+    while not (found := holds()):
+        if time.monotonic() > deadline:
+            raise AssertionError(f"waited {seconds} s in vain for {what() if callable(what) else what}")
+        time.sleep(0.1)
+    return found
+
+
+def wait_until_over(slurm, job, folder, seconds=200):
+    """Wait for the end of a job, whose pauses in the queue are cut short; return its state."""
+
+    def over():
+        now = state(slurm, job)
+        if now == "PENDING":  # Slurm keeps a requeued job back for two minutes
+            slurm.run(["scontrol", "update", f"JobId={job}", "StartTime=now"], check=False)
+        return now if now in OVER else None
+
+    def told():
+        outputs = "\n".join(path.read_text() for path in folder.glob("*.out"))
+        return f"the end of job {job}, which is {state(slurm, job)}:\n{outputs[-4000:]}"
+
+    return wait_for(over, told, seconds)
+
+
+def preempt(slurm):
+    """Submit a job of the partition `urgent` to all nodes; it lasts a second."""
+    nodes = f"--nodes={len(slurm.names)}"
+    slurm.run(["sbatch", "--partition=urgent", nodes, "--exclusive", "--output=/dev/null", "--wrap=sleep 1"])
