@@ -1,0 +1,149 @@
+"""`lab config FILE --to KIND`: write an experiment as a file for a cluster, or check such files. Nothing is submitted.
+
+    ./scripts/lab config gpt.yaml --to slurm --nodes 2 --gpus 8 --time 12:00:00 > gpt.sbatch
+    ./scripts/lab config gpt.yaml --to statefulset --nodes 2 --gpus 8 --image registry.example/lab:1.0 | kubectl apply -f -
+    ./scripts/lab config manifests.yaml --check
+
+FILE has fields of an Experiment, as for `labkit.train --config`; with --check it has Kubernetes objects.
+"""
+
+import argparse
+import inspect
+import json
+import sys
+from pathlib import Path
+
+import yaml
+from terminal import UserError, main, say
+
+from labkit.cluster import kubernetes
+from labkit.run.experiment import Experiment
+from labkit.run.options import fitting, natural
+from labkit.run.options import positive as whole
+
+EXAMPLES = __doc__.partition("\n\n")[2].partition("\n\nFILE")[0]
+TARGETS = ("slurm", "statefulset", "trainjob", "pytorchjob")
+PODS = ("image", "cpus", "memory", "shm", "storage", "storage_class")
+FITS = {"slurm": ("nodes", "gpus", "name", "save_seconds", "checkpoint_every", "time", "partition")}
+FITS |= dict.fromkeys(TARGETS[1:], ("nodes", "gpus", "name", "save_seconds", "checkpoint_every", *PODS))
+EVERY = tuple(dict.fromkeys(name for names in FITS.values() for name in names))
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise UserError(f"config: {message} (see ./scripts/lab config --help)")
+
+
+def parser():
+    found = Parser(
+        prog="./scripts/lab config",
+        usage="./scripts/lab config FILE (--to KIND [options] | --check)",
+        description="Write an experiment as a file for a cluster, or check Kubernetes manifests. Nothing is submitted.",
+        epilog=f"examples:\n{EXAMPLES}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    default = {
+        name: parameter.default
+        for name, parameter in inspect.signature(kubernetes.pod_spec).parameters.items()
+        if parameter.kind is parameter.KEYWORD_ONLY
+    }
+    add = found.add_argument
+    add("file", metavar="FILE", help='YAML or JSON; "-": standard input')
+    add("--to", choices=TARGETS, metavar="KIND", help=f"one of {', '.join(TARGETS)}")
+    add("--check", action="store_true", help="print a line for each mistake in Kubernetes manifests; exit code 1 if any")
+    add("--nodes", type=whole, metavar="N", help="nodes, or pods (default: 1)")
+    add("--gpus", type=natural, metavar="N", help="GPUs of each node, one for each rank (default: 1)")
+    add("--name", help="name of the job (default: model and strategy)")
+    add("--save-seconds", type=whole, metavar="S", help="measured time of a save (default: of slurm 60, else 30)")
+    add("--checkpoint-every", type=whole, metavar="STEPS", help="steps between checkpoints (default: 100)")
+    add("--time", help="slurm: limit of one attempt, such as 90 (minutes) or 1:30:00 (default: 1:00:00)")
+    add("--partition", help="slurm: where to run (default: the cluster's)")
+    add("--image", help=f"container image with torchrun and labkit (default: {default['image']})")
+    add("--cpus", type=whole, metavar="N", help="CPU cores of a pod (default: 4 for each GPU)")
+    add("--memory", help=f"memory of a pod (default: {default['memory']})")
+    add("--shm", help=f"size of /dev/shm, which counts as memory (default: {default['shm']})")
+    add("--storage", help=f"size of the volume with the checkpoints (default: {default['storage']})")
+    add("--storage-class", metavar="CLASS", help="its storage class (default: the cluster's)")
+    return found
+
+
+def run(arguments):
+    asked = parser().parse_args(arguments)
+    given = {name: getattr(asked, name) for name in EVERY if getattr(asked, name) is not None}
+    if asked.check == (asked.to is not None):
+        raise UserError(f"config: give --to KIND, one of {', '.join(TARGETS)}, or --check")
+    if asked.check and given:
+        raise UserError(f"config: {flag(next(iter(given)))} needs --to KIND: --check changes nothing")
+    try:
+        return check(asked.file) if asked.check else write(asked.file, asked.to, given)
+    except (ValueError, TypeError) as error:
+        raise UserError(f"config: {' '.join(str(error).split())}") from None
+
+
+def write(file, target, given):
+    """Print the file of an experiment for a target; given: {option: value}."""
+    for name in given:
+        if name not in FITS[target]:
+            fitting_targets = [other for other in TARGETS if name in FITS[other]]
+            raise ValueError(f"{flag(name)} does not fit --to {target}: it is for {', '.join(fitting_targets)}")
+    documents = read(file)
+    if len(documents) != 1 or not isinstance(documents[0], dict):
+        raise ValueError(f"{shown(file)}: must have the fields of one experiment, such as model: gpt")
+    experiment = Experiment.from_dict(fitting(documents[0]) | documents[0], source=shown(file))
+    if target == "slurm":
+        from labkit.cluster import slurm
+
+        sys.stdout.write(slurm.script(experiment, **{"nodes": 1, "gpus": 1} | given))
+        return 0
+    objects = getattr(kubernetes, target)(experiment, **given)
+    wrong = kubernetes.check(objects)
+    if wrong:  # a quantity that none is, a volume larger than the memory
+        raise ValueError(wrong[0])
+    plain = json.loads(json.dumps(objects))  # without YAML's aliases for equal parts
+    sys.stdout.write(yaml.safe_dump_all(plain, sort_keys=False, explicit_start=True))
+    return 0
+
+
+def check(file):
+    """Print a line for each mistake; return 1 if there are any."""
+    objects = read(file)
+    if not objects:
+        raise ValueError(f"{shown(file)}: has no Kubernetes objects")
+    # `kubectl get -o yaml` wraps objects in a List
+    lists = [one["items"] if isinstance(one, dict) and one.get("kind") == "List" else [one] for one in objects]
+    objects = [one for some in lists for one in some or ()]
+    try:
+        wrong = kubernetes.check(objects)
+    except ValueError as error:
+        raise ValueError(f"{shown(file)}: {error}") from None
+    for line in wrong:
+        say(line)
+    if not wrong:
+        say(f"{len(objects)} objects, no mistakes found")
+    return 1 if wrong else 0
+
+
+def read(file):
+    """Return the documents of a YAML or JSON file, without empty ones."""
+    try:
+        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+        return [document for document in yaml.safe_load_all(text) if document is not None]
+    except yaml.YAMLError as error:
+        raise ValueError(f"{shown(file)} is not YAML: {error}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{shown(file)} is not text: it must be YAML or JSON") from None
+    except OSError as error:
+        raise ValueError(f"cannot read {file}: {error.strerror}") from None
+
+
+def shown(file):
+    return "standard input" if file == "-" else file
+
+
+def flag(name):
+    return f"--{name.replace('_', '-')}"
+
+
+if __name__ == "__main__":
+    sys.exit(main(run, sys.argv[1:]))
