@@ -75,6 +75,11 @@ def parser():
     add(
         "--lora", metavar="RANK", help="train LoRA adapters of this rank; the model is frozen (default: all is trained)"
     )
+    add(
+        "--train",
+        metavar="WHAT",
+        help="all, head (the output layer) or last:N (also N layers); the rest is frozen (default: all)",
+    )
     add("--json", action="store_true", help="print the answer as JSON")
     add("--list-models", action="store_true", help="list the named models")
     add("--list-gpus", action="store_true", help="list the GPUs, with the source of their figures")
@@ -115,6 +120,7 @@ def answer_to(asked):
         deadline=asked.deadline,
         spare=number(asked.spare, "spare"),
         lora=count(asked.lora, "lora"),
+        train=asked.train,
         stdin=sys.stdin,
         **given,
     )

@@ -170,7 +170,8 @@ class Answer:
 
 def answer(model, gpus=None, gpu=None, network=None, *, cluster=None, tokens=1e12, batch=None,
            length=None, precision=None, stack=None, price=None, deadline=None, spare=0.1,
-           gpus_per_node=None, lora=None, changes=True, stdin=None, **given):  # fmt: skip
+           gpus_per_node=None, lora=None, train=None, changes=True, stdin=None,
+           **given):  # fmt: skip
     """Return the Answer for a model on GPUs of one kind.
 
     model: a name of models.csv, a config.json (a path, its text, or "-" for stdin), the columns of
@@ -179,13 +180,15 @@ def answer(model, gpus=None, gpu=None, network=None, *, cluster=None, tokens=1e1
     a step, by default the published ones or 4M tokens. length: tokens of a sequence. precision: by
     default bf16, or fp16 if the GPU lacks it. stack: of stacks.py; by default the fastest of
     STACKS_TRIED. price: of a GPU-hour. deadline: days, or a date. spare: the share of memory that
-    stays free. lora: the rank of adapters on all matrices; the model itself is frozen. changes:
-    whether to plan again with other figures. given: fixed axes and settings, as in plan.py. Raises
-    ValueError, one line, for invalid input, if nothing fits, and if no layout of all GPUs divides
-    the batch that is given.
+    stays free. lora: the rank of adapters on all matrices; the model itself is frozen. train:
+    "all", "head" (only the output layer) or "last:4" (also 4 layers); the rest is frozen.
+    changes: whether to plan again with other figures. given: fixed axes and settings, as in
+    plan.py. Raises ValueError, one line, for invalid input, if nothing fits, and if no layout of
+    all GPUs divides the batch that is given.
     """
     name, row = model_of(model, stdin)
-    row = row | {"lora": lora} if lora is not None else row
+    part = {"lora": lora, "train": train}
+    row |= {column: value for column, value in part.items() if value is not None}
     cluster = cluster or Cluster.from_dict(
         {"gpu": gpu, "gpus": gpus, "gpus_per_node": gpus_per_node, "network": network}
     )
@@ -285,10 +288,15 @@ def model_flops(job):
     """Return the FLOPs of a token, forward and backward, without recomputation.
 
     Attention is counted without the mask's saving: Chowdhery et al., PaLM, 2022, appendix B. With
-    LoRA, weights have no gradient, and adapters are left out.
+    LoRA, weights have no gradient, and adapters are left out. Frozen layers before all that are
+    trained have no backward.
     """
     shape, context = job.shape, job.context
     scores = shape.layers * shape.attention_flops(context)
-    masked = 0 if isinstance(shape, Encoder) else scores
+    forward = shape.forward_flops(context) + (0 if isinstance(shape, Encoder) else scores)
+    if job.last is not None:
+        head = 2 * shape.head_weights
+        back = 2 * (forward - head) * job.last / shape.layers
+        return forward + back + (job.head_passes - 1) * head
     spared = shape.forward_flops(context) - scores if job.lora else 0
-    return 3 * (shape.forward_flops(context) + masked) - spared
+    return 3 * forward - spared

@@ -72,10 +72,8 @@ def heading(answer):
     active = job.shape.active_parameters
     size = f"{billions(job.shape.parameters)} parameters"
     size += f" ({billions(active)} of them met by a token)" if job.shape.experts > 1 else ""
-    if job.lora:
-        size += (
-            f", frozen, with {billions(all_trained(job)[0])} in LoRA adapters of rank {job.lora}"
-        )
+    if job.part:
+        size += f", frozen, with {billions(all_trained(job)[0])} {part(job)}"
     gpus = question.cluster.gpus
     nodes = f"{job.gpus_per_node} a node, {question.network:g} Gbit/s a GPU"
     where = f"{gpus:,} x {job.gpu.name}" + (f", {nodes}" if gpus > job.gpus_per_node else "")
@@ -84,6 +82,15 @@ def heading(answer):
         f"{answer.name}, {size}, on {where}: {question.batch:,} {samples} of {job.context:,} "
         f"tokens a step, {job.precision}, {job.stack.name}. All figures are predicted."
     )
+
+
+def part(job):
+    """Return the phrase of the part of a model that is trained."""
+    if job.lora:
+        return f"in LoRA adapters of rank {job.lora}"
+    layers = "the last layer" if job.last == 1 else f"the last {job.last} layers"
+    parts = [layers] * (job.last > 0) + ["the output layer"] * (job.shape.own_head > 0)
+    return f"trained in {' and '.join(parts)}"
 
 
 def ranked(answer, rank):

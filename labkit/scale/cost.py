@@ -6,6 +6,7 @@
     pipeline    sum of the stages / v + (micro-batches - 1/v) x the slowest stage (1F1B)
                 ZB-H1: minus the gradients of the weights, W, twice, of each stage but the slowest
     hand-overs  of each micro-batch, and while the pipeline fills and drains
+    frozen      a layer before all that are trained costs its forward, and keeps nothing
     step        pipeline + exposed gradient messages + the optimizer, which with offload also moves
                 its states over the bus and back
 
@@ -17,7 +18,7 @@ ICLR 2024, section 2 (ZB-H1); Dao, FlashAttention-2, 2023 (a backward of 2.5 for
 Dissecting the NVIDIA Hopper Architecture, 2024 (the older instructions reach 0.62 of H100's peak).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 from labkit.scale.messages import (
@@ -30,6 +31,7 @@ from labkit.scale.messages import (
     ring_seconds,
     tensor_passes,
     tensor_seconds,
+    unit_messages,
     unit_seconds,
 )
 from labkit.scale.recomputation import of_attention, repeated
@@ -56,7 +58,7 @@ class Step:
 
 def predict_step(job, c):
     """Predict the Step of a Job. c: constants, name to value."""
-    by_part, head = layer_parts(job, c), head_seconds(job, c)
+    by_part, head = mean_parts(job, c), head_seconds(job, c)
     layer = sum(by_part.values())
     work = [layers * layer + heads * head for layers, heads, _ in job.stages]
     slowest = work.index(max(work))
@@ -69,7 +71,8 @@ def predict_step(job, c):
     parts["output layer"] = job.grad_accum * heads * head
     parts["hand-overs"] = hand_over_seconds(job, c)
     parts["bubble"] = bubble
-    parts["gradients"] = gradient_seconds(job, c, layers * layer)
+    busy = layers * layer if job.last is None else job.last * layer_seconds(job, c)
+    parts["gradients"] = gradient_seconds(job, c, busy)
     parts["optimizer"] = optimizer_seconds(job) + 1e-3 * c["once"] * job.stack.balances
     return Step(parts, job.step_tokens / job.n_gpus / sum(parts.values()))
 
@@ -90,6 +93,41 @@ def away(job):
 def layer_seconds(job, c):
     """Return the seconds of forward and backward of one layer, for one micro-batch on one rank."""
     return sum(layer_parts(job, c).values())
+
+
+def mean_parts(job, c):
+    """Return the seconds of a layer by part, the mean over those that are frozen and the others."""
+    whole = layer_parts(job, c)
+    if job.last is None:
+        return whole
+    frozen, share = frozen_parts(job, c), job.last / job.shape.layers
+    return {name: share * whole[name] + (1 - share) * frozen[name] for name in whole}
+
+
+def frozen_parts(job, c):
+    """Return layer_parts of a frozen layer before all that are trained: its forward alone.
+
+    Its messages are those that recomputation of the whole layer would add.
+    """
+    once, again = (replace(job, recompute=kind) for kind in ("none", "full"))
+    tensor, ring, experts = (
+        seconds(again, c) - seconds(once, c)
+        for seconds in (tensor_seconds, ring_seconds, expert_seconds)
+    )
+    attention, moving, _ = other_seconds(job, c)
+    layers = product_seconds(job, c) + attention + moving + expert_launches(job, c) / 3
+    if job.stack.fused:
+        ring = beside(attention, ring, c["exposed"])
+    if job.stack.hides_experts:
+        experts = beside(layers, experts, c["exposed"])
+    messages = tensor + ring + experts
+    gathered = unit_messages(job, c)[0] if job.zero == 3 else 0.0
+    return {
+        "layers": layers,
+        "messages of layers": messages,
+        "recomputation": 0.0,
+        "gathering parameters": beside(layers + messages, gathered, c["exposed"]),
+    }
 
 
 def layer_parts(job, c):
@@ -241,6 +279,6 @@ def host_seconds(job, c):
 def head_seconds(job, c):
     """Return the seconds of forward and backward of the output layer and the loss."""
     rate = of_job(job, "bf16", c)
-    flops = (4 if job.lora else 6) * job.shape.head_weights / job.tp * job.tokens
+    flops = 2 * job.head_passes * job.shape.head_weights / job.tp * job.tokens
     moved = c["logits"] * job.shape.vocab / job.tp * job.tokens
     return flops / rate + moved / (1e9 * job.gpu.memory_gbs)

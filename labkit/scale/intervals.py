@@ -84,6 +84,8 @@ def interval(job, c=None, without=None):
         warnings.append(f"fewer than {LEAST_ROWS} published rows of {', '.join(name)}")
     if job.shape.experts > 1:
         warnings.append("no published row has experts")
+    if job.part:
+        warnings.append("no published row trains a part of the model")
     if predict_memory(job, c).total > CRAWL * job.gpu.memory_gib:
         warnings.append(CRAWLED)
     return predicted * ratios[cut], predicted * ratios[-1 - cut], rows, "; ".join(warnings)

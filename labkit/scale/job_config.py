@@ -13,6 +13,7 @@ not compiled. A pipeline runs 1F1B; collectives are NCCL's fastest. The columns 
 published table. An impossible value raises ValueError, which names the column.
 """
 
+import re
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -39,8 +40,9 @@ class Job:
 
     dp, tp, pp, cp, ep, replicas: numbers of ranks; ep divides dp. dp also shards if zero > 0.
     schedule: a key of SCHEDULES, for pipelines; 1F1B is interleaved if vpp > 1. collectives: a key
-    of ALGORITHMS, for all messages. lora: the rank of adapters, the only trained parameters; 0: all
-    parameters are trained.
+    of ALGORITHMS, for all messages. lora: the rank of adapters, which alone are trained; 0: none.
+    last: the number of last layers that are trained, with the output layer unless it is the
+    embedding, while all others are frozen; None: no layer is frozen.
     """
 
     shape: Shape
@@ -67,6 +69,14 @@ class Job:
     schedule: str = "1f1b"
     collectives: str = "auto"
     lora: int = 0
+    last: int | None = None
+
+    @property
+    def part(self):
+        """What is trained of the model: "lora", "train" for the last layers, "" for all of it."""
+        if self.lora:
+            return "lora"
+        return "" if self.last is None else "train"
 
     @property
     def tokens(self):
@@ -93,12 +103,32 @@ class Job:
     def trained(self, parameters, experts, layers):
         """Return what is trained of parameters, `experts` of them in experts, in `layers` layers.
 
-        (parameters, of which in experts): with LoRA those of the adapters, else all.
+        (parameters, of which in experts): with LoRA those of the adapters, with `last` those of the
+        last layers and of the output layer, else all.
         """
-        if not self.lora:
+        if not self.part:
             return parameters, experts
-        found, own = self.shape.adapters(self.lora)
-        return layers * found, layers * own
+        found, own = self.trained_in_layer
+        if self.lora:
+            return layers * found, layers * own
+        return self.last * found + self.shape.own_head, self.last * own
+
+    @property
+    def trained_in_layer(self):
+        """What is trained of a layer that is not frozen: (parameters, of which in experts)."""
+        if self.lora:
+            return self.shape.adapters(self.lora)
+        return self.shape.layer_parameters, self.shape.expert_weights
+
+    @property
+    def head_passes(self):
+        """Products with the matrix of the output layer: 3, or fewer in a part of a model.
+
+        The gradient of its input is needed if a layer is trained, that of the matrix if that is.
+        """
+        if not self.part:
+            return 3
+        return 1 + (self.last != 0) + (not self.lora and not self.shape.tied)
 
     @cached_property
     def stages(self):
@@ -179,7 +209,31 @@ def job_of(row):
         stack=stack_of_row(text(row, "stack"), text(row, "framework"), text(row, "precision")),
         collectives=collectives,
         lora=whole(row, "lora", 0, least=0),
+        last=last_of(row, shape, layout["pp"]),
     )
+
+
+def last_of(row, shape, pp):
+    """Return how many of the last layers a row trains: head is 0, last:4 is 4, all is None."""
+    said = text(row, "train").lower()
+    if said in ("", "all"):
+        return None
+    found = re.fullmatch(r"head|last:([1-9]\d*)", said)
+    last = int(found[1] or 0) if found else -1
+    if not 0 <= last <= shape.layers:
+        raise ValueError(
+            f"train must be all, head or last:N with N from 1 to {shape.layers}, got {said!r}"
+        )
+    if last == 0 and not shape.own_head:
+        raise ValueError(
+            "train=head trains nothing: the output layer is the embedding (tied), which is frozen; "
+            "use train=last:1 or lora"
+        )
+    if whole(row, "lora", 0, least=0):
+        raise ValueError("lora and train cannot be combined: use one of them")
+    if pp > 1:
+        raise ValueError(f"pp={pp} does not run with train: use pp=1")
+    return last
 
 
 def layout_of(row):

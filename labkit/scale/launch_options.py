@@ -16,7 +16,17 @@ from labkit.scale.vit_shapes import ViT
 def launch_options(job):
     """Return the lines that run the job on its stack: a list of text."""
     lines = BY_STACK.get(job.stack.name, plain)(job)
-    return [*lines, adapters(job)] if job.lora else lines
+    return [*lines, PARTS[job.part](job)] if job.part else lines
+
+
+def last_layers(job):
+    """Return the line that freezes all but the last layers of a model."""
+    parts = [f"model.layers[-{job.last}:]"] * (job.last > 0)
+    parts += ["model.output"] * (job.shape.own_head > 0)
+    return (
+        "# before it is wrapped: model.requires_grad_(False), then requires_grad_(True) on "
+        f"{' and '.join(parts)}"
+    )
 
 
 def adapters(job):
@@ -25,6 +35,9 @@ def adapters(job):
         return f"# Megatron Bridge, of the recipe: peft = LoRA(dim={job.lora})"
     config = f'LoraConfig(r={job.lora}, target_modules="all-linear")'
     return f"# Hugging Face's PEFT: model = get_peft_model(model, {config})"
+
+
+PARTS = {"lora": adapters, "train": last_layers}
 
 
 def torchrun(job, script):

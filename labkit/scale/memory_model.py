@@ -13,7 +13,9 @@ delayed: pp in all, as the first stage of 1F1B. For those i, and for the one in 
 recomputation saves nothing. The first stage also has the embeddings, and the last the logits. The
 result is the peak of the stage that needs most. ZeRO shards over dp: optimizer states (1),
 gradients (2), parameters (3). Offloaded states are in host memory. With LoRA only adapters have
-gradients and states; activations stay, because an adapter needs the input of its layer.
+gradients and states; activations stay, because an adapter needs the input of its layer. If only the
+last layers are trained, those before them keep no activations. Without sequence parallelism, the
+inputs of norms and of the products behind them are complete on each rank of tp.
 Rajbhandari et al., ZeRO, SC 2020, section 3; Korthikanti et al., Reducing Activation
 Recomputation, MLSys 2023, section 4; Narayanan et al., SC 2021, section 2.2 (1F1B, interleaved);
 Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, section 2.1 (ZB-H1).
@@ -26,6 +28,7 @@ from labkit.scale.messages import crosses
 from labkit.scale.recomputation import kept_share, of_attention
 
 GIB = 2**30
+INPUTS = 4  # of a layer: of two norms and of the products behind them
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,9 @@ def stage_peak(job, c, stage, has):
         later = min(stage + 1, job.grad_accum)  # one of them is in its backward
         held = min(ahead - 1, job.grad_accum - later) * kept(job, c)
         held += later * kept(replace(job, recompute="none"), c)
+    activations = layers * held
+    if job.last is not None:  # at least the forward of one layer
+        activations = max(job.last * held, kept(replace(job, recompute="none"), c))
     shape, tokens = job.shape, job.tokens
     ends = embedding + head - (shape.tied and embedding and head)
     parameters = layers * shape.layer_parameters + ends * shape.embedding_parameters
@@ -98,18 +104,20 @@ def stage_peak(job, c, stage, has):
     experts = layers * shape.expert_weights
     alike = job.held_alike(*job.trained(parameters, experts, layers))
     states = sum(own * state_bytes(job, c, ranks) for own, ranks, _ in alike) / job.tp
-    waiting = sum(own * away(job) / shared_by(job, ranks) for own, ranks, _ in alike) / job.tp
+    waiting = sum(own * host_bytes(job) / shared_by(job, ranks) for own, ranks, _ in alike) / job.tp
     gathered = 0.0
     if job.zero == 3 and not (job.pp > 1 and not job.stack.reshards):
         root = ends * shape.embedding_parameters / job.tp
         own = sum(h for h, *_ in job.held_alike(shape.layer_parameters, shape.expert_weights))
-        gathered = 2 * (2 * own / job.tp + root)
+        gathered = 2 * own / job.tp + root
+        if job.stack.live:
+            gathered = min(gathered, max(job.stack.live, shape.embedding_parameters / job.tp))
     each = job.stack.logit_bytes or c["logits_held"]
     logits = head * each * shape.vocab / job.tp * tokens
     return Peak(
-        states=(states - waiting + frozen_bytes(job, parameters, experts)) / GIB,
-        gathered=gathered / GIB,
-        activations=layers * held * tokens / GIB,
+        states=(states - waiting + frozen_bytes(job, parameters, experts, layers)) / GIB,
+        gathered=2 * gathered / GIB,
+        activations=activations * tokens / GIB,
         logits=logits / GIB,
         runtime=c["runtime"],
         host=waiting * job.gpus_per_node / GIB,
@@ -119,14 +127,17 @@ def stage_peak(job, c, stage, has):
     )
 
 
-def frozen_bytes(job, parameters, experts):
+def frozen_bytes(job, parameters, experts, layers):
     """Return the bytes of a rank's frozen parameters, in 16 bits: with LoRA all but the adapters.
 
-    FSDP shards them, other stages of ZeRO do not. parameters: of a replica's stage, of which
-    `experts` are in experts.
+    FSDP shards them, other stages of ZeRO do not. parameters: of a replica's stage of `layers`
+    layers, of which `experts` are in experts.
     """
-    if not job.lora:
+    if not job.part:
         return 0.0
+    if not job.lora:
+        trained, own = job.trained(parameters, experts, layers)
+        parameters, experts = parameters - trained, experts - own
     alike = job.held_alike(parameters, experts)
     return (
         sum(2 * own / (shared_by(job, n) if job.zero == 3 else 1) for own, n, _ in alike) / job.tp
@@ -148,21 +159,31 @@ def state_bytes(job, c, ranks):
         whole += 2 * (ranks > 1)  # DDP's buckets
     elif job.stack.balances:
         whole, divided = c["whole"], whole + divided - c["whole"]
+    if job.offload and job.stack.offloads_gradients:  # no 16-bit gradients stay on the GPU
+        whole, divided = (0, 18) if job.zero == 3 else (2, 16)
     if "pure" in job.precision:  # bf16 parameters, gradients and moments
         whole, divided = whole * 8 / (whole + divided), divided * 8 / (whole + divided)
     return whole + divided / shared_by(job, ranks)
 
 
+def host_bytes(job):
+    """Return the bytes per parameter in host memory, the sum of the ranks that share it."""
+    gradients = 4 if job.offload and job.stack.offloads_gradients else 0
+    return away(job) + (0 if "pure" in job.precision else gradients)
+
+
 def kept(job, c):
     """Return the bytes per token that a layer keeps until its backward."""
-    split = job.tp if job.stack.sequence else (job.tp + 1) / 2
-    inputs = 2 * job.shape.hidden / (job.tp if job.stack.sequence else 1)
+    sequence = job.tp if job.stack.sequence else 1
+    inputs = 2 * job.shape.hidden / sequence
     copies = c["saved"] if job.stack.balances else 1.0
-    everything = copies * job.shape.saved_bytes() / split
+    outside = INPUTS * 2 * job.shape.hidden  # of the products that tp divides
+    inside = job.shape.saved_bytes() - outside
+    everything = copies * (outside / sequence + inside / job.tp)
     if job.stack.fused and job.shape.gated:  # SiLU's output is computed again in the backward
-        everything -= 2 * job.shape.ffn * job.shape.top_k / split
+        everything -= 2 * job.shape.ffn * job.shape.top_k / job.tp
     if job.shape.experts > 1:  # tokens in the order of their experts
-        everything += 2 * job.shape.hidden * job.shape.top_k / split
+        everything += inputs * job.shape.top_k
     if job.stack.balances and job.tp > 1:
         # inputs of split layers stay gathered, unless the GPU waits for its host and frees them
         waiting = crosses(job) and host_seconds(job, c) > device_seconds(job, c)

@@ -100,17 +100,23 @@ def unit_seconds(job, c):
     These are two all-gathers and a reduce-scatter. A stack that does not reshard under a pipeline
     gathers and reduces once a step.
     """
-    parts = job.shape.layer_parameters, job.shape.expert_weights
-    alike, trained = job.held_alike(*parts), job.held_alike(*job.trained(*parts, layers=1))
-    once = job.pp > 1 and not job.stack.reshards
-    total = 0.0
+    gather, reduce = unit_messages(job, c)
+    if job.pp > 1 and not job.stack.reshards:
+        return (gather + reduce) / job.grad_accum
+    return 2 * gather + reduce
+
+
+def unit_messages(job, c):
+    """Return the seconds of FSDP's (all-gather, reduce-scatter) of a layer that is not frozen."""
+    alike = job.held_alike(job.shape.layer_parameters, job.shape.expert_weights)
+    trained = job.held_alike(*job.trained_in_layer)
+    width = 1 if job.dtype == "fp8" and job.stack.fp8_gathers else 2
+    gather = reduce = 0.0
     for (parameters, ranks, stride), (changed, *_) in zip(alike, trained, strict=True):
-        size, mine = ranks * job.cp, parameters / job.tp
-        width = 1 if job.dtype == "fp8" and job.stack.fp8_gathers else 2
-        gather = gather_seconds(job, size, stride, width * mine, c)
-        reduce = gather_seconds(job, size, stride, job.stack.gradient_bytes * changed / job.tp, c)
-        total += (gather + reduce) / job.grad_accum if once else 2 * gather + reduce
-    return total
+        size, sent = ranks * job.cp, job.stack.gradient_bytes * changed / job.tp
+        gather += gather_seconds(job, size, stride, width * parameters / job.tp, c)
+        reduce += gather_seconds(job, size, stride, sent, c)
+    return gather, reduce
 
 
 def gradient_seconds(job, c, busy=0.0):

@@ -9,9 +9,9 @@ output layer if the network is gated. Without layers and hidden, the network is 
 it is deep. If params is far more than a dense network has, the number of experts is the one that
 explains it, with top_k 2. architecture="encoder" means BERT with the head for masked words, which
 processes all words; "vit" a vision transformer. latent_...: the widths of latent attention
-(shapes.py); lora: the rank of adapters, the only trained parameters; other columns are fields of
-Shape. An impossible value raises ValueError, which names
-the column.
+(shapes.py); lora: the rank of adapters, the only trained parameters; train: head or last:N, the
+layers that are trained (job_config.py); other columns are fields of Shape. An impossible value
+raises ValueError, which names the column.
 """
 
 import csv
@@ -40,7 +40,7 @@ MODEL = (
     "latent_queries", "latent_keys", "latent_plain", "latent_rotated", "latent_value",
     "image", "patch", "channels", "classes",
 )  # fmt: skip
-KNOWN = ("model", *MODEL, "lora", "seq_len", "global_batch", "source")
+KNOWN = ("model", *MODEL, "lora", "train", "seq_len", "global_batch", "source")
 ARCHITECTURES = ("", "decoder", "encoder", "vit")
 FLAGS = {"true": (True,), "false": (False,), "": ()}
 HUB_NAMES = {  # how names on huggingface.co differ from those of models.csv

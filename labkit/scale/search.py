@@ -26,9 +26,15 @@ al., Efficient Large-Scale Language Model Training on GPU Clusters, SC 2021, sec
 from dataclasses import dataclass, replace
 from math import gcd, isfinite
 
-from labkit.scale.cost import away, predict_step
+from labkit.scale.cost import predict_step
 from labkit.scale.job_config import Job, job_of, recomputed
-from labkit.scale.memory_model import GIB, frozen_bytes, predict_memory, state_bytes
+from labkit.scale.memory_model import (
+    GIB,
+    frozen_bytes,
+    host_bytes,
+    predict_memory,
+    state_bytes,
+)
 from labkit.scale.messages import all_trained
 from labkit.scale.model_row import ARCHITECTURES, MODEL, NOT_PLANNED, text
 from labkit.scale.validate_args import PRECISIONS, check_given, divisors, schedules_of
@@ -133,8 +139,8 @@ class Space:
         """Return the fewest GPUs on which fully sharded parameters, gradients and states fit."""
         job = replace(self.job, zero=3, offload=bool(self.host_gib))
         trained, _ = all_trained(job)
-        needed = trained * (state_bytes(job, {}, 1) - away(job))
-        needed = (needed + frozen_bytes(job, job.shape.parameters, 0)) / GIB
+        needed = trained * (state_bytes(job, {}, 1) - host_bytes(job))
+        needed = (needed + frozen_bytes(job, job.shape.parameters, 0, job.shape.layers)) / GIB
         return max(1, -int(-needed // ((1 - self.spare) * job.gpu.memory_gib)))
 
 
@@ -152,8 +158,9 @@ def search(space, n, c, within=float("inf")):
                 again = found is None or (found and found.job.recompute != job.recompute)
                 if space.host_gib and again:  # with offload, less recomputation may be needed
                     other = replace(job, offload=True)
-                    found = first_to_fit(space, other, c, within, refused)
-                    fit += [found] if found else []
+                    if not other.stack.refuses(other):
+                        found = first_to_fit(space, other, c, within, refused)
+                        fit += [found] if found else []
                 if found is None:
                     break
     return fit, refused
@@ -227,7 +234,7 @@ def space_of(row, cluster, *, global_batch, spare, uneven, precision, framework=
     architecture = text(row, "architecture").lower()
     if architecture not in ARCHITECTURES:
         raise ValueError(NOT_PLANNED.format(architecture))
-    kept = {name: row.get(name) for name in (*MODEL, "lora", "seq_len")}
+    kept = {name: row.get(name) for name in (*MODEL, "lora", "train", "seq_len")}
     if precision == "free":
         precision = "fp8" if "fp8" in cluster.device.tflops else "bf16"
     if not any(dtype in precision.lower() for dtype in PRECISIONS):
@@ -237,8 +244,8 @@ def space_of(row, cluster, *, global_batch, spare, uneven, precision, framework=
     kept |= {"gpu": cluster.gpu, "n_gpus": 1, "precision": precision}
     kept |= {"framework": framework, "stack": stack}
     job = job_of(kept)
-    if job.lora and not job.stack.lora:
-        raise ValueError(job.stack.refuses(job))
+    if refused := job.stack.refuses_part(job):
+        raise ValueError(refused)
     job = replace(job, gpu=cluster.device, gpus_per_node=cluster.gpus_per_node)
     job = replace(job, network_gbps=job.gpu.network_gbps, collectives=cluster.collectives)
     if not isfinite(spare) or not 0 <= spare < 1:

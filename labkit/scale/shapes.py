@@ -196,6 +196,11 @@ class Shape:
         return 0
 
     @cached_property
+    def own_head(self):
+        """Parameters of the head alone: without the output matrix if it is the embedding."""
+        return self.head_parameters + (0 if self.tied else self.embedding_parameters)
+
+    @cached_property
     def head_weights(self):
         """Weights that one token is multiplied with in the head."""
         return self.embedding_parameters

@@ -21,9 +21,10 @@ megatron        Megatron-LM in bf16 accumulates and reduces gradients in fp32 un
                 to experts by DeepEP (moe-token-dispatcher-type flex), beside other micro-batches
                 (overlap-moe-expert-parallel-comm), as its README of experts recommends.
 megatron-2020   Megatron-LM before FlashAttention and sequence parallelism, fp16: gradients in fp16.
-deepspeed       its own estimators (docs/code-docs/source/memory.rst): ZeRO-2 4 + 16 / n, ZeRO-3
-                18 / n bytes; its pipeline does not run with ZeRO-2 or 3; Megatron's tp without
-                sequence parallelism.
+deepspeed       its own estimators (runtime/zero/stage_1_and_2.py, stage3.py): ZeRO-2 2 + 18 / n,
+                ZeRO-3 18 / n bytes, with offload 2 and 2 / n: gradients leave as they are reduced;
+                its pipeline does not run with ZeRO-2 or 3; Megatron's tp without sequence
+                parallelism.
 nanotron        eager PyTorch; gradients are accumulated in fp32; a stage takes blocks until it has
                 its share of the FLOPs.
 """
@@ -57,7 +58,9 @@ class Stack:
     selective: str = "op"  # what it recomputes: every "op" but some, or the core of "attention"
     stops_early: bool = False  # recomputation ends at the last tensor that is needed
     balances: bool = False  # stages by FLOPs, not layers; each layer is launched from Python
-    lora: bool = False  # trains adapters of a frozen model
+    parts: tuple = ()  # what it trains of a frozen model: "lora", "train" (Job.part)
+    offloads_gradients: bool = False  # to host memory, with the optimizer states
+    live: float | None = None  # parameters that ZeRO-3 keeps gathered at most, or one embedding
     logit_bytes: int | None = None  # kept for each logit; None: the constant logits_held
 
     def refuses(self, job):
@@ -70,17 +73,27 @@ class Stack:
             return f"{self.name} does not run ZeRO-{job.zero}: use one of {known}"
         if job.pp > 1 and job.schedule not in self.schedules:
             return f"{self.name} does not run the schedule {job.schedule}"
-        if job.lora and not self.lora:
-            known = ", ".join(stack.name for stack in STACKS.values() if stack.lora)
-            return f"{self.name} does not run lora: use {known}"
+        if refused := self.refuses_part(job):
+            return refused
         if self.name == "deepspeed" and job.pp > 1 and job.zero > 1:
             return f"deepspeed's pipeline does not run with ZeRO-{job.zero}: use zero=0 or 1"
+        if self.name == "deepspeed" and job.offload and not job.zero:
+            return "deepspeed does not offload with ZeRO-0: use zero=1, 2 or 3"
+        return ""
+
+    def refuses_part(self, job):
+        """Return "" if the stack trains the job's part of a model, else a line."""
+        if job.part and job.part not in self.parts:
+            known = ", ".join(stack.name for stack in STACKS.values() if job.part in stack.parts)
+            return f"{self.name} does not run {job.part}: use {known}"
+        if job.part == "train" and job.pp > 1:
+            return f"pp={job.pp} does not run with train: a frozen stage has no backward; use pp=1"
         return ""
 
 
 MIXED = {0: (18, 0), 1: (6, 12), 2: (2, 16), 3: (0, 18)}  # bf16, fp32 gradients and states
 HALF = {0: (16, 0), 1: (4, 12), 2: (2, 14), 3: (0, 16)}  # fp16 with fp16 gradients
-DEEPSPEED = {0: (16, 0), 1: (4, 12), 2: (4, 16), 3: (0, 18)}
+DEEPSPEED = {0: (16, 0), 1: (4, 12), 2: (2, 18), 3: (0, 18)}
 FULL = {0: (16, 0), 1: (8, 8), 2: (2, 16), 3: (0, 16)}  # fp32 parameters, cast when gathered
 MODEL_AXES = ("tp", "pp", "cp", "ep", "vpp")
 
@@ -92,7 +105,7 @@ TORCH_FSDP = Stack(
     states=FULL,
     hides_gradients=(0, 1, 2),
     stops_early=True,
-    lora=True,  # of Hugging Face's PEFT
+    parts=("lora", "train"),  # adapters of Hugging Face's PEFT
 )
 LLM_FOUNDRY = Stack(
     name="llm-foundry",
@@ -130,7 +143,7 @@ MEGATRON = Stack(
     once_a_node=True,
     fused=True,
     selective="attention",
-    lora=True,  # of Megatron Bridge
+    parts=("lora",),  # of Megatron Bridge
 )
 MEGATRON_2020 = Stack(
     name="megatron-2020",
@@ -156,7 +169,9 @@ DEEP_SPEED = Stack(
     cp_shards=False,
     sequence=False,
     selective="attention",
-    lora=True,  # of Hugging Face's PEFT
+    offloads_gradients=True,
+    live=1e9,  # stage3_max_live_parameters
+    parts=("lora", "train"),  # adapters of Hugging Face's PEFT
 )
 NANOTRON = Stack(
     name="nanotron",

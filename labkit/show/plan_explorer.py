@@ -1,6 +1,6 @@
 """Explorer of the planner: a model, a number of GPUs, their kind and their network, and the answer.
 
-model v  GPUs v  GPU v  network v
+model v  trained v  GPUs v  GPU v  network v
 ( Answer )                         plans in up to four seconds; a control alone plans nothing
 1. FSDP over 64 GPUs, ...          the sentences of labkit.scale.answer, all predicted
 """
@@ -16,14 +16,25 @@ from labkit.show.explorer import Explorer
 
 COUNTS = (1, 8, 16, 64, 128, 256, 512, 1024, 4096, 16384)
 NETWORKS = (25, 50, 100, 200, 400, 800)  # Gbit/s of a GPU
+TRAINED = {  # the options of the command: --lora, --train
+    "all parameters": {},
+    "LoRA adapters of rank 8": {"lora": 8},
+    "LoRA adapters of rank 16": {"lora": 16},
+    "LoRA adapters of rank 64": {"lora": 64},
+    "the output layer": {"train": "head"},
+    "the last 2 layers": {"train": "last:2"},
+    "the last 4 layers": {"train": "last:4"},
+    "the last 8 layers": {"train": "last:8"},
+}
 HINT = "Choose, then press Answer."
 
 
 @dataclass(frozen=True)
 class State:
-    """The values of the controls. network: Gbit/s of each GPU."""
+    """The values of the controls. trained: a key of TRAINED. network: Gbit/s of each GPU."""
 
     model: str = "llama3-8b"
+    trained: str = "all parameters"
     gpus: int = 64
     gpu: str = "h100-80gb"
     network: int = 400
@@ -37,7 +48,8 @@ class Plans:
 
     def plan(self, state):
         """Ask the planner; return a message for the button. Raises ValueError as answer() does."""
-        told = answer(state.model, gpus=state.gpus, gpu=state.gpu, network=state.network)
+        where = {"gpus": state.gpus, "gpu": state.gpu, "network": state.network}
+        told = answer(state.model, **where, **TRAINED[state.trained])
         self.known[state] = told.sentences()
         return "predicted"
 
@@ -45,7 +57,8 @@ class Plans:
         """Return the sentences of a state as HTML; ValueError if it was not planned."""
         if state not in self.known:
             where = f"{state.gpus:,} x {state.gpu}, {state.network} Gbit/s a GPU"
-            raise ValueError(f"{state.model} on {where}: press Answer.")
+            part = f", {state.trained}" if TRAINED[state.trained] else ""
+            raise ValueError(f"{state.model}{part} on {where}: press Answer.")
         return "".join(f"<p>{html.escape(words)}</p>" for words in self.known[state])
 
 
@@ -55,6 +68,7 @@ def explorer():
     networks = [(f"{speed} Gbit/s a GPU", speed) for speed in NETWORKS]
     menus = {
         "model": controls.menu("model", list(models()), state.model),
+        "trained": controls.menu("trained", list(TRAINED), state.trained),
         "gpus": controls.menu("GPUs", [(f"{n:,}", n) for n in COUNTS], state.gpus),
         "gpu": controls.menu("GPU", list(GPUS), state.gpu),
         "network": controls.menu("network", networks, state.network),

@@ -11,7 +11,9 @@ from torch.nn import functional as F
 from labkit.measure.flops import step_flops
 from labkit.memory import estimate
 from labkit.models.gpt import GPT, Block
+from labkit.scale.answer import model_flops
 from labkit.scale.hardware import GPUS, find_gpu
+from labkit.scale.job_config import job_of
 from labkit.scale.model_row import row_of, shape_of
 from labkit.scale.shapes import Shape
 
@@ -84,6 +86,18 @@ def test_parameters_and_flops_are_those_of_the_module(shape):
     counted = step_flops(module, tokens, tokens, lambda y, t: F.cross_entropy(y.flatten(0, 1), t.flatten()))
     masked = shape.layers * shape.attention_flops(CONTEXT)  # the counter does not know what a mask hides
     assert counted == 3 * tokens.numel() * (shape.forward_flops(CONTEXT) + masked)
+
+
+@pytest.mark.parametrize("last", [0, 1, 3])
+def test_flops_of_the_last_layers_are_those_of_a_module_that_is_frozen(last):
+    module = real(replace(LLAMA_SHAPE, layers=3)).requires_grad_(False)
+    for part in (*module.layers[3 - last :], module.head):
+        part.requires_grad_(True)
+    tokens = torch.zeros(2, CONTEXT, dtype=torch.int64, device="meta")
+    counted = step_flops(module, tokens, tokens, lambda y, t: F.cross_entropy(y.flatten(0, 1), t.flatten()))
+    row = {"layers": 3, "hidden": 64, "heads": 8, "kv_heads": 2, "ffn": 160, "vocab": 96, "gated": "true"}
+    row |= {"gpu": "H100", "seq_len": CONTEXT, "train": f"last:{last}" if last else "head"}
+    assert counted == tokens.numel() * model_flops(job_of(row))
 
 
 def test_experts_are_held_and_met():

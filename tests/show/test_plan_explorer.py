@@ -3,6 +3,8 @@
 import html
 import time
 
+import pytest
+
 from labkit.scale.answer import answer
 from labkit.show import plan_explorer
 
@@ -18,6 +20,20 @@ def test_the_button_answers_as_the_planner_and_a_control_at_once():
     said = answer("llama3-8b", gpus=8, gpu="rtx-4090", network=400).sentences()
     assert shown.message.value == "predicted"
     assert shown.image.value == "".join(f"<p>{html.escape(words)}</p>" for words in said)
+
+
+@pytest.mark.parametrize(
+    ("trained", "option"), [("LoRA adapters of rank 16", {"lora": 16}), ("the last 2 layers", {"train": "last:2"})]
+)
+def test_a_part_of_the_model_is_trained_as_the_command_says(trained, option):
+    shown = plan_explorer.explorer()
+    shown.controls["model"].value, shown.controls["gpus"].value = "llama3.2-1b", 1
+    shown.controls["trained"].value = trained
+    assert shown.image.value == f"<p>llama3.2-1b, {trained} on 1 x h100-80gb, 400 Gbit/s a GPU: press Answer.</p>"
+    shown.button.click()
+    said = answer("llama3.2-1b", gpus=1, gpu="h100-80gb", network=400, **option).sentences()
+    assert shown.image.value == "".join(f"<p>{html.escape(words)}</p>" for words in said)
+    assert "frozen, with" in said[0]
 
 
 def test_what_fits_nowhere_is_a_line_beside_the_button():
