@@ -116,12 +116,12 @@ def rows(course, state):
     """Return a DataFrame with gpu, part, step_seconds, seed: the parts of a step, predicted."""
     found = []
     for gpu, one in both(course, state).items():
-        told = dict.fromkeys(KINDS.values(), 0.0)
+        seconds_of = dict.fromkeys(KINDS.values(), 0.0)
         for part, seconds in one.step.parts.items():
-            told[KINDS[part]] += seconds
+            seconds_of[KINDS[part]] += seconds
         found += [
             {"gpu": gpu, "part": kind, "step_seconds": seconds, "seed": 0}
-            for kind, seconds in told.items()
+            for kind, seconds in seconds_of.items()
         ]
     return pd.DataFrame(found)
 

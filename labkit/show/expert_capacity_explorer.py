@@ -1,6 +1,6 @@
-"""Explorer of expert capacity: the share of recorded rows that a capacity would drop.
+"""Explorer of the capacity factor: the share of recorded rows that a capacity would drop.
 
-    run v   capacity v                        controls: they re-plot saved rows and launch nothing
+    run v   capacity factor v                 controls: they re-plot saved rows and launch nothing
 
 The frame is labkit/show/expert_load.py's. The capacity cuts the load summed over all ranks: a rank
 whose own rows are less even drops more.
@@ -13,10 +13,11 @@ import numpy as np
 import pandas as pd
 
 from labkit.show import controls, style
+from labkit.show.curves import close
 from labkit.show.expert_load import shares
 from labkit.show.explorer import explore
 
-CAPACITIES = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0, 4.0)
+CAPACITIES = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0)  # and the number of experts
 
 
 @dataclass(frozen=True)
@@ -36,18 +37,19 @@ def draw(frame, state):
     """Return a Figure of the share of dropped rows over the steps, the chosen run in front."""
     with style.look():
         figure, axes = style.new_figure(8.0, 3.4)
+        ends = []
         for run, load in shares(frame).items():
             chosen = run == state.run
-            look = {"color": style.BLUE if chosen else style.GREY, "zorder": 3 if chosen else 2}
+            colour = style.BLUE if chosen else style.GREY
             lost = 100 * dropped(load, state.capacity)
-            axes.plot(lost, linewidth=2.2 if chosen else 1.2, **look)
-            if chosen:
-                last = (len(lost) - 1, lost[-1])
-                style.beside(axes, run, last, (6, 0), color=style.BLUE, weight="bold")
+            width = 2.2 if chosen else 1.2
+            axes.plot(lost, color=colour, linewidth=width, zorder=3 if chosen else 2)
+            ends.append((len(lost) - 1, lost[-1], run, colour))
         axes.set_xlabel("step")
         axes.set_ylabel("rows beyond the capacity (%)")
         axes.set_ylim(bottom=0)
-        style.entitle(figure, f"With a capacity of {state.capacity:g} even shares")
+        axes.margins(x=0.01)
+        close(figure, axes, ends, f"With a capacity factor of {state.capacity:g}")
     return figure
 
 
@@ -55,8 +57,8 @@ def takeaway(frame, state):
     """Return one sentence: the share of rows that the chosen run would have dropped."""
     lost = dropped(shares(frame)[state.run], state.capacity).mean()
     return (
-        f"A capacity of {state.capacity:g} even shares would have dropped {100 * lost:.1f} % of "
-        f"the rows of the run {state.run}."
+        f"A capacity factor of {state.capacity:g} would have dropped {100 * lost:.1f} % of the "
+        f"rows of the run {state.run}."
     )
 
 
@@ -70,13 +72,19 @@ def small(frame, capacities):
     return pd.DataFrame({"run": list(runs), **columns})
 
 
+def offered(frame, capacity):
+    """Return the capacities of the menu, in order: the last one, all rows, drops none."""
+    experts = max(load.shape[1] for load in shares(frame).values())
+    return sorted({one for one in CAPACITIES if one < experts} | {capacity, float(experts)})
+
+
 def explorer(frame, run, provenance, capacity=1.0, capacities=(1.0, 1.25, 2.0)):
     """Show what a capacity would drop: figure, takeaway, table, controls. Returns the Explorer."""
     names = list(dict.fromkeys(frame["run"]))
-    options = [(f"{one:g} even shares", one) for one in sorted({*CAPACITIES, capacity})]
+    options = [(f"{one:g}", one) for one in offered(frame, capacity)]
     row = {
         "run": controls.menu("run", names, run),
-        "capacity": controls.menu("capacity", options, capacity),
+        "capacity": controls.menu("capacity factor", options, capacity),
     }
     return explore(
         State(run, capacity),
@@ -86,5 +94,5 @@ def explorer(frame, run, provenance, capacity=1.0, capacities=(1.0, 1.25, 2.0)):
         provenance,
         small(frame, capacities),
         "rows dropped",
-        "Choose a capacity: what it drops is drawn here, from the saved rows.",
+        "Choose a capacity factor: what it drops is drawn here, from the saved rows.",
     )

@@ -1,7 +1,7 @@
 """Explorer of compressors: the gradient, what arrives, the residual, and how sums catch up.
 
     compressor v   feedback v   step v        controls: they re-plot what was recorded, send nothing
-    carried        a window of the gradient in one step, by element; beneath: waiting or missing
+    transmitted    a window of the gradient in one step, by element; beneath: waiting or missing
     catching_up    the error of a step, and of the sums over all: with feedback the second falls
 
 The picture is a pure function of (frame, state). The frame has one row per variant and step: a row
@@ -88,7 +88,7 @@ def row_of(frame, state):
     return rows.iloc[0]
 
 
-def carried(frame, state):
+def transmitted(frame, state):
     """Return a Figure: a window of the gradient, what arrived, and below what waits or is missing.
 
     Raises ValueError if the choice was not recorded.
@@ -198,7 +198,7 @@ def picture(frame, state):
     """Return the widget's images as HTML with alt text; a sentence if nothing was recorded."""
     if steps_of(frame, state).empty:
         return f"<p>Not recorded: {words_of(state)}.</p>"
-    return as_html(takeaway(frame, state), carried(frame, state), catching_up(frame, state))
+    return as_html(takeaway(frame, state), transmitted(frame, state), catching_up(frame, state))
 
 
 def read(state, form, feedback, step):
@@ -213,7 +213,7 @@ def explorer(frame, provenance, compressor=None):
     """
     state = initial(frame, compressor)
     words = takeaway(frame, state)
-    present(carried(frame, state), words, provenance, words)
+    present(transmitted(frame, state), words, provenance, words)
     caption = "How far what arrived is from the gradients: "
     caption += "each step alone, and the sums over all steps so far"
     present(catching_up(frame, state), caption, provenance, caption)

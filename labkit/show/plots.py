@@ -3,7 +3,7 @@
 timeline                    two lanes a rank, compute and network        gantt.py
 schedules                   one step in several orders, a band each      schedules.py
 pipelines                   a box per action, a row per rank             pipelines.py
-held_against                a step simulated, and the same step measured simulated_vs_measured.py
+simulated_vs_measured       a step simulated, and the same step measured simulated_vs_measured.py
 residency                   when each unit of FSDP is unsharded          unit_residency.py
 grouped_bars                medians with quartiles, a value on each bar  bars.py
 memory_bars                 memory by kind, stacked                      bars.py
@@ -19,7 +19,7 @@ broken                      losses of resumed runs, their difference     resumed
 race                        seconds and bytes to reach a loss            time_to_loss_curves.py
 loss_scales                 the loss scale over time, and skipped steps  loss_scale.py
 step_over_link              step time over link speed, and crossovers    time_vs_bandwidth.py
-carried, catching_up        a gradient through a compressor              gradients.py
+catching_up, transmitted    a gradient through a compressor              gradients.py
 bit_layout, reach           a value's bits, gradients in six formats     formats.py
 pareto                      two costs, and the Pareto front              pareto.py
 switched                    without and with an option, arrows between   with_and_without.py
@@ -29,7 +29,7 @@ before_after, step_by_step, chunks, and the ranks summed in them         collect
 side_by_side
 load_map                    experts over steps, coloured by their load   expert_load.py
 parallelism_map             how each axis divides the batch and model    parallelism_map.py
-turns                       work of each rank in each round of a ring    ring_load.py
+ring_load                   work of each rank in each round of a ring    ring_load.py
 present, save               into the notebook, into figures/             publish.py
 """
 
@@ -40,7 +40,7 @@ from labkit.show.efficiency import efficiency
 from labkit.show.expert_load import load_map
 from labkit.show.formats import bit_layout, reach
 from labkit.show.gantt import timeline
-from labkit.show.gradients import carried, catching_up
+from labkit.show.gradients import catching_up, transmitted
 from labkit.show.loss_scale import loss_scales
 from labkit.show.memory_and_traffic import memory_and_traffic
 from labkit.show.memory_timeline import saw
@@ -50,10 +50,10 @@ from labkit.show.pipelines import pipelines
 from labkit.show.predictions import against_published, time_and_money
 from labkit.show.publish import present, save
 from labkit.show.resumed_runs import broken
-from labkit.show.ring_load import turns
+from labkit.show.ring_load import ring_load
 from labkit.show.schedules import schedules
 from labkit.show.sequence_length_explorer import memory_by_length
-from labkit.show.simulated_vs_measured import held_against
+from labkit.show.simulated_vs_measured import simulated_vs_measured
 from labkit.show.stacked_bars import stacked_bars
 from labkit.show.time_to_loss_curves import race
 from labkit.show.time_vs_bandwidth import step_over_link
@@ -65,11 +65,9 @@ __all__ = [
     "before_after",
     "bit_layout",
     "broken",
-    "carried",
     "catching_up",
     "efficiency",
     "grouped_bars",
-    "held_against",
     "load_map",
     "loss_curves",
     "loss_scales",
@@ -85,10 +83,12 @@ __all__ = [
     "race",
     "reach",
     "residency",
+    "ring_load",
     "save",
     "saw",
     "schedules",
     "side_by_side",
+    "simulated_vs_measured",
     "stacked_bars",
     "step_by_step",
     "step_over_link",
@@ -96,5 +96,5 @@ __all__ = [
     "switched",
     "time_and_money",
     "timeline",
-    "turns",
+    "transmitted",
 ]

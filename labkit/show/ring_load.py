@@ -2,16 +2,16 @@
 
 in order                      in zig-zag
          rank 0   1             rank 0   1
-turn 1       10  10           turn 1   9   9         the darker, the more tiles;
-turn 2        0  16           turn 2   8   8         framed: the rank that others wait for
+round 1      10  10           round 1  9   9         the darker, the more tiles;
+round 2       0  16           round 2  8   8         framed: the rank that others wait for
 busiest: 26 tiles             busiest: 17 tiles
 """
 
 from labkit.show import style
 
 
-def turns(frame, title=None):
-    """Return a Figure: a grid per `order`, a cell per `rank` and `turn` with its `tiles`.
+def ring_load(frame, title=None):
+    """Return a Figure: a grid per `order`, a cell per `rank` and `round` with its `tiles`.
 
     Below a grid: the sum over rounds of the busiest rank's tiles.
     """
@@ -19,26 +19,26 @@ def turns(frame, title=None):
     most = max(frame["tiles"].max(), 1)
     with style.look():
         ranks = frame["rank"].nunique()
-        count = frame["turn"].nunique()
+        count = frame["round"].nunique()
         height = 1.7 + 0.45 * count
         figure, grids = style.new_figure(8.0, height, columns=len(orders), squeeze=False)
         for order, axes in zip(orders, grids[0], strict=True):
             tiles = frame[frame["order"] == order].pivot(
-                index="turn", columns="rank", values="tiles"
+                index="round", columns="rank", values="tiles"
             )
-            for row, (_, of_turn) in enumerate(tiles.iterrows()):
-                for column, number in enumerate(of_turn):
-                    held_up = number == of_turn.max() > of_turn.min()
+            for row, (_, of_round) in enumerate(tiles.iterrows()):
+                for column, number in enumerate(of_round):
+                    held_up = number == of_round.max() > of_round.min()
                     draw_cell(axes, column, row, number, most, held_up)
             axes.set_xlim(-0.55, ranks - 0.45)
             axes.set_ylim(count - 0.45, -0.55)
             axes.set_xticks(range(ranks), [f"rank {rank}" for rank in tiles.columns])
-            axes.set_yticks(range(count), [f"turn {turn + 1}" for turn in tiles.index])
+            axes.set_yticks(range(count), [f"round {number + 1}" for number in tiles.index])
             axes.tick_params(length=0)
             for side in axes.spines.values():
                 side.set_visible(False)
             axes.set_title(order, loc="left", size=10.5, weight="bold")
-            axes.set_xlabel(f"busiest, over all turns: {tiles.max(axis=1).sum():,} tiles")
+            axes.set_xlabel(f"busiest, over all rounds: {tiles.max(axis=1).sum():,} tiles")
         style.entitle(figure, title)
     return figure
 

@@ -20,7 +20,7 @@ SOURCES = ("simulated", "measured")
 BOX = 0.82  # of one row's height
 
 
-def held_against(steps, title=None):
+def simulated_vs_measured(steps, title=None):
     """Return a Figure with a band per step. steps: {name: frame}.
 
     A frame has source ("simulated" or "measured"), row (its name), lane (of COLOURS), start_ms,

@@ -19,7 +19,7 @@ def test_the_map_shows_loads_over_an_even_share():
     alone, even = (axes.images[0] for axes in figure.axes[:2])
     assert np.array_equal(alone.get_array(), shares(FRAME)["none"].T) and alone.get_array().max() == 4
     assert (even.get_array() == 1).all()
-    assert alone.get_clim() == even.get_clim() == (0, 4)
+    assert alone.get_clim() == even.get_clim() == (0, 2) and alone.norm(1.0) == 0.5  # an even share: the middle
     assert [axes.get_title(loc="left") for axes in figure.axes[:2]] == ["none", "bias"]
     assert png(figure, dpi=50)
 
@@ -42,3 +42,12 @@ def test_the_controls_draw_anew(capsys):
     shown.controls["run"].value = "bias"
     shown.controls["capacity"].value = 0.5
     assert "would have dropped 50.0 % of the rows of the run bias" in shown.image.value
+
+
+def test_every_run_is_named_and_the_largest_capacity_drops_nothing():
+    state = expert_capacity_explorer.State("none", 1.0)
+    axes = expert_capacity_explorer.draw(FRAME, state).axes[0]
+    assert [text.get_text() for text in axes.texts] == ["none", "bias"]
+    offered = expert_capacity_explorer.offered(FRAME, 1.0)
+    assert offered == [0.5, 0.75, 1, 1.25, 1.5, 2, 3, 4]
+    assert not expert_capacity_explorer.dropped(shares(FRAME)["none"], offered[-1]).any()

@@ -169,7 +169,7 @@ def heights(axes):
 
 
 def test_the_picture_of_a_step():
-    figure = plots.carried(recorded(), STATE)
+    figure = plots.transmitted(recorded(), STATE)
     above, below = figure.axes
     assert heights(above) == [[2.0, -2.5, 1.5], [1.0, -2.0, 0.5]]  # to be sent: arrived + residual; the gradient
     assert above.lines[0].get_ydata().tolist() == [0.0, -2.5, 0.0] and above.lines[0].get_xdata()[0] == 16
@@ -179,7 +179,7 @@ def test_the_picture_of_a_step():
     assert publish.png(figure, dpi=50)
     words = [text.get_text() for text in figure.legends[0].get_texts()]
     assert words == ["gradient", "that + what had waited", "arrived"]
-    figure = gradients.carried(recorded().assign(momentum=0.9), gradients.State("topk", "ratio 0.1", False, 0))
+    figure = gradients.transmitted(recorded().assign(momentum=0.9), gradients.State("topk", "ratio 0.1", False, 0))
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["gradient, with momentum", "arrived"]
     above, below = figure.axes
     assert heights(above) == [[1.0, -2.0, 0.5]]
@@ -205,7 +205,7 @@ def test_drawing_is_pure():
     gradients.picture(frame, STATE)
     pd.testing.assert_frame_equal(frame, before)
     with pytest.raises(ValueError, match=r"nothing recorded for top-k, ratio 0\.1, with feedback, step 7"):
-        gradients.carried(frame, gradients.State("topk", "ratio 0.1", True, 7))
+        gradients.transmitted(frame, gradients.State("topk", "ratio 0.1", True, 7))
 
 
 def test_the_takeaway():

@@ -96,7 +96,7 @@ def pictures():
         "cases": lambda: cases_explorer.beside(test_cases_explorer.frame(), "A title"),
         "dashboard": lambda: test_dashboard.figure("ratio to the base"),
         "dashboard in parts": lambda: test_dashboard.figure("memory by kind"),
-        "carried": lambda: gradients.carried(recorded, state),
+        "transmitted": lambda: gradients.transmitted(recorded, state),
         "catching up": lambda: gradients.catching_up(recorded, state),
         "bits": lambda: formats.bit_layout(0.1),
         "reach": lambda: formats.reach(np.logspace(-12, 1, 500), "fp16"),

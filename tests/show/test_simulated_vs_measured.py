@@ -56,7 +56,9 @@ def frame(*sources):
 
 
 def test_each_row_says_which_of_the_two_it_is():
-    figure = plots.held_against({"DDP": frame("simulated", "measured"), "FSDP": frame("measured", "simulated")})
+    figure = plots.simulated_vs_measured(
+        {"DDP": frame("simulated", "measured"), "FSDP": frame("measured", "simulated")}
+    )
     axes = figure.axes[0]
     names = [label.get_text() for label in axes.get_yticklabels()]
     assert names == ["rank 0, simulated", "rank 0, measured"] * 2
@@ -70,4 +72,4 @@ def test_each_row_says_which_of_the_two_it_is():
 
 def test_one_of_the_two_alone_is_refused():
     with pytest.raises(ValueError, match="DDP: no row is measured"):
-        plots.held_against({"DDP": frame("simulated")})
+        plots.simulated_vs_measured({"DDP": frame("simulated")})
