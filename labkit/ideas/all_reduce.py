@@ -2,10 +2,10 @@
 
     ring, 4 ranks, each tensor cut into the chunks a b c d     ' partly summed, A B C D summed
 
-    rank 0   a  b  c  d      n-1 steps: pass a chunk on,      a  B  c' d'     n-1 steps: pass the
-    rank 1   a  b  c  d      add what arrives to your own     ...             sums around once more
-    rank 2   a  b  c  d      -> each rank has one sum         ...             -> all have all sums
-    rank 3   a  b  c  d
+    rank 0   a  b  c  d      n-1 steps: pass a chunk on,      A  b' c' d      n-1 steps: pass the
+    rank 1   a  b  c  d      add what arrives to your own     a  B  c' d'     sums around once more
+    rank 2   a  b  c  d      -> rank r has the sum of         ...             -> all have all sums
+    rank 3   a  b  c  d      chunk r
 
 Sent per rank, of P bytes on n ranks:  ring and halving-doubling  2 (n-1)/n P, the least possible
                                        tree  up to 3 P    naive  (n-1) P on rank 0, P on the others
@@ -42,24 +42,24 @@ def ring(tensor, group=None):
 
 
 def ring_reduce_scatter(tensor, group=None):
-    """Run the first half of the ring: afterwards this rank has the sum of chunk rank+1."""
+    """Run the first half of the ring: afterwards rank r has the sum of chunk r."""
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     chunks = tensor.view(-1).tensor_split(n)
     for step in range(n - 1):
-        outgoing = chunks[(rank - step) % n]  # first this rank's own, then the one just added to
-        adding = chunks[(rank - step - 1) % n]
+        outgoing = chunks[(rank - step - 1) % n]  # after the first step: the one just added to
+        adding = chunks[(rank - step - 2) % n]
         arrived = torch.empty_like(adding)
         comm.exchange(outgoing, (rank + 1) % n, arrived, (rank - 1) % n, group)
         adding += arrived
 
 
 def ring_all_gather(tensor, group=None):
-    """Run the second half: each rank starts with the sum of chunk rank+1 and passes sums on."""
+    """Run the second half: rank r starts with the sum of chunk r, and passes sums on."""
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     chunks = tensor.view(-1).tensor_split(n)
     for step in range(n - 1):
-        outgoing = chunks[(rank - step + 1) % n]
-        incoming = chunks[(rank - step) % n]
+        outgoing = chunks[(rank - step) % n]
+        incoming = chunks[(rank - step - 1) % n]
         comm.exchange(outgoing, (rank + 1) % n, incoming, (rank - 1) % n, group)
 
 

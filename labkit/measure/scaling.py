@@ -15,7 +15,7 @@ Thakur, Rabenseifner, Gropp, Optimization of Collective Communication Operations
 section 3.1 (alpha, beta); Gustafson, Reevaluating Amdahl's Law, CACM 1988 (strong and weak).
 """
 
-from math import inf
+from math import ceil, inf, log2
 from typing import NamedTuple
 
 import numpy as np
@@ -56,6 +56,11 @@ def ring(n):
     return hops("all_reduce", n), share("all_reduce", n)
 
 
+def tree(n):
+    """Return the same of NCCL's double binary tree, each half of which sums half of the tensor."""
+    return 2 * ceil(log2(n)), 2.0 if n > 1 else 0.0
+
+
 def turns(n, cores):
     """Return the factor by which work takes longer when n ranks share `cores` cores."""
     return max(1.0, n / cores)
@@ -87,12 +92,12 @@ def nonnegative(parts, what):
     return costs.tolist()
 
 
-def all_reduce_ms(costs, n, size, cores=inf, mbit=inf):
+def all_reduce_ms(costs, n, size, cores=inf, mbit=inf, algorithm=ring):
     """Return ms of one all-reduce of `size` bytes. mbit: speed of each rank's link, in Mbit/s.
 
-    A byte takes beta_ms or its time on the link, whichever is longer.
+    A byte takes beta_ms or its time on the link, whichever is longer. algorithm: ring or tree.
     """
-    messages, share = ring(n)
+    messages, share = algorithm(n)
     shared = turns(n, cores)
     byte_ms = max(shared * costs.beta_ms, 8 / (1000 * mbit))
     return messages * shared * costs.alpha_ms + share * size * byte_ms
@@ -133,10 +138,10 @@ class Step(NamedTuple):
         return self._replace(asleep_ms=self.asleep_ms / n, samples_ms=self.samples_ms / n)
 
 
-def step_ms(costs, step, n, cores=inf, mbit=inf):
+def step_ms(costs, step, n, cores=inf, mbit=inf, algorithm=ring):
     """Return ms of a step of n ranks that average their gradients in buckets during backward."""
     backward_ms = 2 / 3 * step.asleep_ms
-    message_ms = [all_reduce_ms(costs, n, size, cores, mbit) for size in step.sizes]
+    message_ms = [all_reduce_ms(costs, n, size, cores, mbit, algorithm) for size in step.sizes]
     exposed = exposed_ms(message_ms, full_at(step.sizes, step.blocks, backward_ms), backward_ms)
     work_ms = step.samples_ms + step.optimizer_ms
     return step.asleep_ms + turns(n, cores) * work_ms + exposed

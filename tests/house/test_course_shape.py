@@ -7,7 +7,7 @@ import pytest
 from IPython.core.inputtransformer2 import TransformerManager
 
 COURSE = [path for path in batch.course() if path.stem != batch.MAIN_JOB]
-LONGEST = 27  # lines of a code cell that is not folded
+LONGEST = 20  # lines of a code cell that is not folded
 FIRST_PICTURE = 10  # the last place of the first picture, counted from 0
 
 

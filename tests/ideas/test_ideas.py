@@ -386,9 +386,9 @@ def reduced(rank, world_size, name, shape):
         SUMS[name](tensor)
         return tensor
     all_reduce.ring_reduce_scatter(tensor)
-    own = tensor.view(-1).tensor_split(world_size)[(rank + 1) % world_size].clone()
+    own = tensor.view(-1).tensor_split(world_size)[rank].clone()
     all_reduce.ring_all_gather(tensor)
-    assert torch.equal(own, tensor.view(-1).tensor_split(world_size)[(rank + 1) % world_size])
+    assert torch.equal(own, tensor.view(-1).tensor_split(world_size)[rank])
     return tensor
 
 

@@ -53,6 +53,10 @@ def test_a_ring_sends_nearly_twice_the_tensor_in_messages_that_wait_for_each_oth
     assert [scaling.ring(n) for n in (1, 2, 4, 8)] == [(0, 0.0), (2, 1.0), (6, 1.5), (14, 1.75)]
 
 
+def test_a_double_tree_has_few_messages_and_sends_the_tensor_twice():
+    assert [scaling.tree(n) for n in (1, 2, 8, 12, 1024)] == [(0, 0.0), (2, 2.0), (6, 2.0), (8, 2.0), (20, 2.0)]
+
+
 COSTS = Costs(alpha_ms=0.25, beta_ms=2e-6)
 
 
@@ -61,6 +65,7 @@ def test_an_all_reduce_is_messages_and_bytes():
     assert scaling.all_reduce_ms(COSTS, 1, size) == 0.0
     assert scaling.all_reduce_ms(COSTS, 2, size) == pytest.approx(2 * 0.25 + 8)
     assert scaling.all_reduce_ms(COSTS, 8, size) == pytest.approx(14 * 0.25 + 14)
+    assert scaling.all_reduce_ms(COSTS, 8, size, algorithm=scaling.tree) == pytest.approx(6 * 0.25 + 16)
 
 
 def test_ranks_without_a_core_each_take_turns():
@@ -123,6 +128,8 @@ def test_a_step_is_sleep_and_work_and_what_sticks_out():
     # 8 ranks on 2 cores: all work 4 times as long. The last bucket, (3.5 + 10.5) x 4, is exposed.
     assert scaling.step_ms(COSTS, STEP, 8, cores=2) == pytest.approx(90 + 20 + 56)
     assert scaling.step_ms(COSTS, STEP, 8) == pytest.approx(95 + 14)
+    # A tree: 1 MB takes 1.5 + 4 ms, 3 MB 1.5 + 12. The last bucket is exposed.
+    assert scaling.step_ms(COSTS, STEP, 8, algorithm=scaling.tree) == pytest.approx(95 + 13.5)
 
 
 def test_ranks_that_share_a_batch_share_all_but_the_optimizer():
@@ -185,6 +192,14 @@ def test_what_the_controls_ask_is_what_is_predicted():
     assert found["strong", 8] == pytest.approx(185 / 8 / scaling.step_ms(COSTS, own.shared(8), 8, 4, 1000))
 
 
+def test_alpha_and_algorithm_are_those_of_the_controls():
+    state = efficiency.State(alpha_us=500, algorithm="double tree")
+    found = efficiency.rows(COSTS, STEP, state).set_index(["scaling", "ranks"])["efficiency"]
+    # A tree of 8: 1 MB takes 6 x 0.5 + 4 ms, 3 MB 3 + 12. The last bucket is exposed.
+    assert found["weak", 8] == pytest.approx(95 / (95 + 15))
+    assert efficiency.headline(state).endswith("a core for each rank, alpha 500 us, double tree")
+
+
 def test_the_takeaway_says_how_far_it_goes():
     free = Costs(0.0, 0.0)
     words = efficiency.takeaway(free, STEP, efficiency.State())
@@ -204,13 +219,15 @@ def test_controls_redraw_and_launch_nothing():
         (shown.controls["gradients"], 2),
         (shown.controls["link_mbit"], 100),
         (shown.controls["cores"], 2),
+        (shown.controls["alpha_us"], 50),
+        (shown.controls["algorithm"], "double tree"),
         (shown.controls["kinds"]["weak"], False),
     )
     for control, value in moves:
         control.value = value
         assert shown.image.value not in seen and 'alt="Compute x 4' in shown.image.value
         seen.add(shown.image.value)
-    assert shown.state == efficiency.State(("strong",), 4, 2, 100, 2)
+    assert shown.state == efficiency.State(("strong",), 4, 2, 100, 2, 50, "double tree")
     shown.controls["kinds"]["strong"].value = False
     assert shown.image.value == "<p>Tick at least one kind of scaling.</p>"
 
