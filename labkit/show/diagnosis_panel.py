@@ -94,6 +94,5 @@ def numbers(frame):
         row["shortest message"] = style.quantity(rows["shortest_message_ms"].min(), "ms")
         row["links: usual, slowest"] = f"{links.median():.1f}, {links.max():.1f} ms"
         row["steps skipped"] = f"{1 - useful(rows):.0%}"
-        row["memory stalls"] = f"{rows['memory_stalls'].sum():.0f}"
         found.append(row)
     return pd.DataFrame(found)

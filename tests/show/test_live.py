@@ -114,7 +114,9 @@ def test_a_launch_tells_its_view(shown):
 def test_runs_side_by_side():
     frame = pd.DataFrame([*rows_of("A"), *rows_of("B", loss_scale=8.0)])
     assert len(diagnosis_panel.sheet(frame).axes) == 4
-    assert diagnosis_panel.numbers(frame)["links: usual, slowest"].tolist() == ["2.0, 2.0 ms"] * 2
+    numbers = diagnosis_panel.numbers(frame)
+    assert numbers["links: usual, slowest"].tolist() == ["2.0, 2.0 ms"] * 2
+    assert "memory stalls" not in numbers  # no cause of 32 shows in them, and a page fault misleads
     before, after = (pd.DataFrame(rows_of(step_ms=ms)).assign(changed=ms < 50) for ms in (50.0, 25.0))
     both = pd.concat([before, after]).assign(cause="tiny buckets", gain=0.5)
     (axes,) = diagnosis_panel.treated(both).axes
