@@ -23,6 +23,11 @@ INTERFACE = re.compile(r"[\w.-]{1,15}", re.ASCII)  # Linux allows 15 characters
 TIMES = re.compile(r"(?:(\d+)-(\d+)(?::(\d+))?(?::(\d+))?|(\d+)|(\d+):(\d+)|(\d+):(\d+):(\d+))")
 DAY, HOUR, MINUTE = 86_400, 3_600, 60
 PORTS = 10_000  # of the rendezvous: 20000 ... 29999, below those of outgoing connections
+FIXED = (
+    "# One torchrun a node, which starts the ranks of its node.",
+    "#SBATCH --ntasks-per-node=1",
+)
+RANGE = ("# As many as are free. With a number of tasks, Slurm would give the fewest.",)
 # What the batch script does after it has started srun.
 ENDING = (
     "step=$!",
@@ -102,6 +107,7 @@ def script(
     training = [*experiment.arguments(), "--checkpoint-dir", checkpoints or f"runs/{name}"]
     training += ["--checkpoint-every", str(checkpoint_every), *options]
     limits = ["--shutdown-timeout", str(save_seconds)]
+    tasks = "" if fewest == most else ' --ntasks="$SLURM_NNODES" --ntasks-per-node=1'
     lines = [
         "#!/bin/bash",
         *header(name, str(most) if fewest == most else f"{fewest}-{most}", gpus, time, partition),
@@ -120,7 +126,7 @@ def script(
         "# In the background: a trap waits for a foreground command. A torchrun whose ranks were",
         "# stopped exits with 1, and must not end the others.",
         "# No binding: one task may get one core, which all its ranks would share.",
-        "srun --kill-on-bad-exit=0 --cpu-bind=none torchrun \\",
+        f"srun --kill-on-bad-exit=0 --cpu-bind=none{tasks} torchrun \\",
         *torchrun(gpus or ranks, limits, ["-m", "--", "labkit.train", *training], " &"),
         *ENDING,
     ]
@@ -176,8 +182,7 @@ def header(name, nodes, gpus, time, partition):
         f"#SBATCH --job-name={name}",
         *([f"#SBATCH --partition={partition}"] if partition else []),
         f"#SBATCH --nodes={nodes}",
-        "# One torchrun a node, which starts the ranks of its node.",
-        "#SBATCH --ntasks-per-node=1",
+        *(RANGE if "-" in nodes else FIXED),
         *([f"#SBATCH --gpus-per-node={gpus}"] if gpus else []),
         "# Whole nodes: other jobs would slow down a rank, and all ranks wait for the slowest.",
         "#SBATCH --exclusive",

@@ -22,7 +22,7 @@ from labkit.run.experiment import Experiment
 pytestmark = pytest.mark.slow
 
 SLOW = Experiment(  # long enough to be preempted, with little to compute
-    strategy="fsdp", optimizer="adamw", lr=0.01, batch_size=12, steps=60, compute="emulated", block_ms=30
+    strategy="fsdp", optimizer="adamw", lr=0.01, batch_size=12, steps=40, compute="emulated", block_ms=20
 )
 
 
@@ -114,7 +114,7 @@ def test_after_a_node_has_died_it_ends_on_the_other_one(slurm, tmp_path):
     """As an elastic run: two ranks up to the last save, then one."""
     wait_for(lambda: not slurm.run(["squeue", "--noheader"]).stdout, "an empty cluster")
     job = submit(slurm, text_for(SLOW, tmp_path, nodes=(1, 2)), tmp_path)
-    wait_for(lambda: logged(tmp_path) >= 20, "step 20")
+    wait_for(lambda: logged(tmp_path) >= 16, "step 16")
     slurm.kill_node(1)
     try:
         # As slurmctld does by itself when node1 has not answered for SlurmdTimeout.
