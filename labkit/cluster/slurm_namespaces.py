@@ -25,6 +25,7 @@ import shlex
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -214,8 +215,8 @@ def write_configuration(folder, names, cpus, gpus, leaf):
     (folder / "munge.key").write_bytes(os.urandom(1024))
     (folder / "munge.key").chmod(0o400)
     for gpu in range(gpus):
-        (folder / "gpus" / str(gpu)).touch()
-    stand_ins = f"{folder}/gpus/[0-{gpus - 1}]" if gpus > 1 else f"{folder}/gpus/0"
+        make_stand_in(folder / "gpus" / f"gpu{gpu}")
+    stand_ins = f"{folder}/gpus/gpu[0-{gpus - 1}]"
     write(folder / "gres.conf", [f"Name=gpu File={stand_ins}"] if gpus else [])
     write(folder / "topology.conf", switches(len(names), leaf))
     node = f"CPUs={cpus} RealMemory={MEMORY_MB}" + (f" Gres=gpu:{gpus}" if gpus else "")
@@ -227,6 +228,14 @@ def write_configuration(folder, names, cpus, gpus, leaf):
     ):
         lines += [f"PartitionName={partition} Nodes=ALL MaxTime=INFINITE State=UP {words}"]
     write(folder / "slurm.conf", lines)
+
+
+def make_stand_in(path):
+    """Make a device that Slurm assigns: another /dev/null. A file would get no number."""
+    try:
+        os.mknod(path, stat.S_IFCHR | 0o600, os.stat(os.devnull).st_rdev)
+    except PermissionError:  # root without the right to make devices
+        path.touch()
 
 
 def settings(folder):
@@ -247,12 +256,13 @@ def settings(folder):
         "SlurmdLogFile": f"{folder}/log/slurmd.%n.log",
         "SlurmdParameters": "config_overrides",  # believe CPUs and RealMemory of the nodes' lines
         "ProctrackType": "proctrack/linuxproc",
-        "TaskPlugin": "task/none",
+        "TaskPlugin": "task/affinity",
         "MpiDefault": "none",
         "GresTypes": "gpu",
         "SelectType": "select/cons_tres",
         "SelectTypeParameters": "CR_Core",
         "TopologyPlugin": "topology/tree",
+        "EnforcePartLimits": "ALL",  # refuse what no node has, at once
         "SchedulerType": "sched/backfill",
         "SchedulerParameters": "sched_interval=1,bf_interval=1,batch_sched_delay=0,"
         "sched_min_interval=0",

@@ -142,10 +142,10 @@ class SlurmClient:
             return None
         if status.exists():  # it ended between the two looks
             return None
-        self.explain(*found)
+        self.conclude(*found)
         return 1
 
-    def explain(self, state, reason, nodes):
+    def conclude(self, state, reason, nodes):
         """Say why the job ended without a status. Raises SlurmError if no rank had begun."""
         refused = self.folder / "refused"
         words = refused.read_text().strip() if refused.exists() else ""

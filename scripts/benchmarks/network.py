@@ -21,9 +21,9 @@ def times(context, mib, repetitions):
     import torch
 
     from labkit import comm
+    from labkit.cluster.network_namespaces import counters
     from labkit.hierarchical import by_leaders, hierarchical
     from labkit.mesh import Mesh
-    from labkit.cluster.network_namespaces import counters
 
     mesh = Mesh({"node": 2, "local": context.world_size // 2})
     inside = mesh.group("local")

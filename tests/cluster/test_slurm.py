@@ -25,7 +25,7 @@ EXPERIMENTS = {
     "torch": Experiment(strategy="torch_ddp", batch_size=48, bucket_cap_mb=0.5),
     "tensor": GPT.replace(tensor=2, sequence_parallel="on"),
     "pipeline": GPT.replace(pipeline=2, strategy="ddp_naive", accumulation=4),
-    "experts": GPT.replace(experts=4, expert=2),
+    "experts": GPT.replace(experts=4, expert=2, strategy="ddp_bucketed"),
     "emulated": Experiment(compute="emulated", block_ms=2.5, batch_size=48, seed=7),
 }
 
