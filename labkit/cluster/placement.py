@@ -217,15 +217,23 @@ def best_fit_by_leaf(inventory, gpus):
                     return found
     if needed == 1:
         return None
-    nodes = []  # leaf by leaf, those with most free nodes first
-    for leaf in sorted(order, key=lambda leaf: -empty_nodes(inventory, leaf)):
-        nodes += numbers(topology.leaves[leaf] & inventory.buckets[-1])
-    return fill(inventory, nodes, gpus)
+    return fill(inventory, empty_nodes(inventory, needed), gpus)
 
 
-def empty_nodes(inventory, leaf):
-    """Return the number of nodes of a leaf whose GPUs are all free."""
-    return (inventory.topology.leaves[leaf] & inventory.buckets[-1]).bit_count()
+def empty_nodes(inventory, needed):
+    """Return up to `needed` nodes whose GPUs are all free, on the fewest leaves.
+
+    The largest leaves come first; the rest goes to the leaf that has the least to spare.
+    """
+    found = []
+    left = [leaf & inventory.buckets[-1] for leaf in inventory.topology.leaves]
+    while left and len(found) < needed:
+        rest = needed - len(found)
+        holds = [leaf for leaf in left if leaf.bit_count() >= rest]
+        leaf = min(holds, key=int.bit_count) if holds else max(left, key=int.bit_count)
+        left.remove(leaf)
+        found += list(numbers(leaf))[:rest]
+    return found
 
 
 POLICIES = {

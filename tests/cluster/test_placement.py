@@ -72,8 +72,8 @@ def test_round_robin_goes_on_where_it_ended():
 def test_a_gang_of_several_leaves_gets_the_fewest():
     topology = Topology(9, leaf=3)
     inventory = free(8, 0, 0, 8, 8, 8, 8, 8, 0, topology=topology)
-    placement = best_fit_by_leaf(inventory, 5 * 8)
-    assert topology.leaves_of(placement) == {1, 2}
+    assert topology.leaves_of(best_fit_by_leaf(inventory, 5 * 8)) == {1, 2}
+    assert best_fit_by_leaf(inventory, 4 * 8) == {3: 8, 4: 8, 5: 8, 0: 8}  # leaf 0 has the least to spare
 
 
 @pytest.mark.parametrize("name", POLICIES)
