@@ -33,8 +33,11 @@ ENDING = (
     "",
     'if [ "$outcome" = done ]; then exit 0; fi',
     "# For Slurm, a job that has saved is complete: only the script can requeue it. A job that was",
-    "# asked to stop before it had begun to train has nothing to save.",
-    'if [ "$outcome" = stopped ] || [ "$asked" ]; then scontrol requeue "$SLURM_JOB_ID"; fi',
+    "# asked to stop before it had begun to train has nothing to save. A cancelled job ends.",
+    'state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)',
+    'if [ "$outcome" = stopped ] || [ "$asked" ] && [ "$state" = RUNNING ]; then',
+    '    scontrol requeue "$SLURM_JOB_ID"',
+    "fi",
     'exit "${status:-1}"',
 )
 
@@ -54,7 +57,7 @@ class Slurm:
     interface: str | None = None
 
     def __post_init__(self):
-        check_place(self.partition, self.interface)
+        check_names(self.partition, self.interface)
 
 
 def script(
@@ -89,7 +92,7 @@ def script(
     check_whole("save_seconds", save_seconds, 1)
     name = name or re.sub(r"[^\w.-]", "-", f"{experiment.model}-{experiment.strategy}")
     check_name("name", name)
-    check_place(partition, interface)
+    check_names(partition, interface)
     if seconds(time) <= save_seconds:
         raise ValueError(
             f"time={time!r} leaves no time to train: must exceed save_seconds={save_seconds}"
@@ -257,7 +260,7 @@ def check_name(what, name):
         )
 
 
-def check_place(partition, interface):
+def check_names(partition, interface):
     """Raise ValueError for a partition or interface that is no name."""
     if partition is not None:
         check_name("partition", partition)

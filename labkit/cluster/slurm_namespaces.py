@@ -231,7 +231,7 @@ def write_configuration(folder, names, cpus, gpus, leaf):
 
 
 def make_stand_in(path):
-    """Make a device for Slurm to assign: another /dev/null. A file is counted, but gets no number."""
+    """Make a device that Slurm assigns: another /dev/null. A file would get no number."""
     try:
         os.mknod(path, stat.S_IFCHR | 0o600, os.stat(os.devnull).st_rdev)
     except PermissionError:  # root without the right to make devices
@@ -256,12 +256,13 @@ def settings(folder):
         "SlurmdLogFile": f"{folder}/log/slurmd.%n.log",
         "SlurmdParameters": "config_overrides",  # believe CPUs and RealMemory of the nodes' lines
         "ProctrackType": "proctrack/linuxproc",
-        "TaskPlugin": "task/none",
+        "TaskPlugin": "task/affinity",
         "MpiDefault": "none",
         "GresTypes": "gpu",
         "SelectType": "select/cons_tres",
         "SelectTypeParameters": "CR_Core",
         "TopologyPlugin": "topology/tree",
+        "EnforcePartLimits": "ALL",  # refuse what no node has, at once
         "SchedulerType": "sched/backfill",
         "SchedulerParameters": "sched_interval=1,bf_interval=1,batch_sched_delay=0,"
         "sched_min_interval=0",

@@ -26,6 +26,7 @@ import time
 import weakref
 from collections import deque
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 
 from labkit.cluster import network_namespaces as network
@@ -233,9 +234,7 @@ def launch(
             raise ValueError('nodes=2 or more run on the CPU of one machine: use device="cpu"')
         job |= {"device": device}
     else:
-        from labkit.run import slurm_client  # other launches do not pay for it
-
-        job |= slurm_client.describe(on, nodes, device, (link_mbit, link_ms, link_mtu))
+        job |= slurm_client().describe(on, nodes, device, (link_mbit, link_ms, link_mtu))
     job |= {"threads": threads, "collective_timeout": collective_timeout}
     job |= {"cwd": os.getcwd(), "sys_path": [path or os.getcwd() for path in sys.path]}
     job |= {"restarts": restarts}
@@ -255,6 +254,15 @@ def launch(
             print(f"[launch] {run.failure}: restart {len(earlier)} of {restarts}", flush=True)
 
 
+def slurm_client():
+    """Return labkit.run.slurm_client.
+
+    By name, and only when it is used: no other launch depends on it, nor do the stored numbers of
+    other launches (measure/fingerprint.py).
+    """
+    return import_module(".slurm_client", __package__)
+
+
 def remove_unused():
     """Remove the folders of garbage-collected Runs before a new one is made, to free disk space."""
     with one_at_a_time:
@@ -268,9 +276,7 @@ def attempt(run, timeout, cold, quiet, bar):
     """Start the ranks once and wait for them. Raises LaunchError; AgentError if the agent died."""
     client = None
     if "on" in run.job:
-        from labkit.run.slurm_client import SlurmClient
-
-        client = SlurmClient(run, timeout, quiet)
+        client = slurm_client().SlurmClient(run, timeout, quiet)
     meeting = str(run.folder / "rendezvous")
     plain = [sys.executable, "-m", "torch.distributed.run", *run.torchrun_arguments(meeting)]
     with one_at_a_time:

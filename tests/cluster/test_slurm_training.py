@@ -112,6 +112,7 @@ def test_preempted_and_requeued_it_ends_as_the_unbroken_run(slurm, two_ranks, tm
 
 def test_after_a_node_has_died_it_ends_on_the_other_one(slurm, tmp_path):
     """As an elastic run: two ranks up to the last save, then one."""
+    wait_for(lambda: not slurm.run(["squeue", "--noheader"]).stdout, "an empty cluster")
     job = submit(slurm, text_for(SLOW, tmp_path, nodes=(1, 2)), tmp_path)
     wait_for(lambda: logged(tmp_path) >= 20, "step 20")
     slurm.kill_node(1)
