@@ -1,7 +1,7 @@
 """`lab config FILE --to KIND`: write an experiment as a file for a cluster, or check such files. Nothing is submitted.
 
     ./scripts/lab config gpt.yaml --to slurm --nodes 2 --gpus 8 --time 12:00:00 > gpt.sbatch
-    ./scripts/lab config gpt.yaml --to statefulset --nodes 2 --gpus 8 --image registry.example/lab:1.0 | kubectl apply -f -
+    ./scripts/lab config gpt.yaml --to statefulset --nodes 2 --gpus 8 | kubectl apply -f -
     ./scripts/lab config manifests.yaml --check
 
 FILE has fields of an Experiment, as for `labkit.train --config`; with --check it has Kubernetes objects.
@@ -51,7 +51,9 @@ def parser():
     add = found.add_argument
     add("file", metavar="FILE", help='YAML or JSON; "-": standard input')
     add("--to", choices=TARGETS, metavar="KIND", help=f"one of {', '.join(TARGETS)}")
-    add("--check", action="store_true", help="print a line for each mistake in Kubernetes manifests; exit code 1 if any")
+    add(
+        "--check", action="store_true", help="print a line for each mistake in Kubernetes manifests; exit code 1 if any"
+    )
     add("--nodes", type=whole, metavar="N", help="nodes, or pods (default: 1)")
     add("--gpus", type=natural, metavar="N", help="GPUs of each node, one for each rank (default: 1)")
     add("--name", help="name of the job (default: model and strategy)")
@@ -77,7 +79,7 @@ def run(arguments):
         raise UserError(f"config: {flag(next(iter(given)))} needs --to KIND: --check changes nothing")
     try:
         return check(asked.file) if asked.check else write(asked.file, asked.to, given)
-    except (ValueError, TypeError) as error:
+    except ValueError as error:
         raise UserError(f"config: {' '.join(str(error).split())}") from None
 
 
@@ -90,7 +92,10 @@ def write(file, target, given):
     documents = read(file)
     if len(documents) != 1 or not isinstance(documents[0], dict):
         raise ValueError(f"{shown(file)}: must have the fields of one experiment, such as model: gpt")
-    experiment = Experiment.from_dict(fitting(documents[0]) | documents[0], source=shown(file))
+    try:
+        experiment = Experiment.from_dict(fitting(documents[0]) | documents[0], source=shown(file))
+    except TypeError as error:  # a value of another type
+        raise ValueError(error) from None
     if target == "slurm":
         from labkit.cluster import slurm
 
@@ -108,11 +113,11 @@ def write(file, target, given):
 def check(file):
     """Print a line for each mistake; return 1 if there are any."""
     objects = read(file)
+    # `kubectl get -o yaml` wraps objects in a List
+    lists = [one.get("items") if isinstance(one, dict) and one.get("kind") == "List" else [one] for one in objects]
+    objects = [one for items in lists for one in items or ()]
     if not objects:
         raise ValueError(f"{shown(file)}: has no Kubernetes objects")
-    # `kubectl get -o yaml` wraps objects in a List
-    lists = [one["items"] if isinstance(one, dict) and one.get("kind") == "List" else [one] for one in objects]
-    objects = [one for some in lists for one in some or ()]
     try:
         wrong = kubernetes.check(objects)
     except ValueError as error:

@@ -3,7 +3,7 @@
     experiment = Experiment(model="gpt", strategy="fsdp", batch_size=256)
     objects = statefulset(experiment, nodes=2, gpus=8, image="registry.example/lab:1.0")
     check(objects)                                   [], or a line for each mistake
-    ./scripts/lab config gpt.yaml --to statefulset --nodes 2 --gpus 8 --image ... | kubectl apply -f -
+    ./scripts/lab config gpt.yaml --to statefulset --nodes 2 --gpus 8 | kubectl apply -f -
 
     statefulset   Service (headless), StatefulSet                   no operator needed
     trainjob      TrainingRuntime, TrainJob                         Kubeflow Trainer, version 2
@@ -22,7 +22,7 @@ Standards: no root, no capabilities, a root file system that nobody can write.
 import re
 from math import ceil
 
-from labkit.cluster.kubernetes_rules import DNS_LABEL, check, whole_gpus
+from labkit.cluster.kubernetes_rules import DNS_LABEL, check
 
 __all__ = ["check", "pytorchjob", "statefulset", "trainjob"]
 
@@ -134,8 +134,9 @@ def pytorchjob(experiment, *, nodes=1, gpus=1, name=None, **pods):
         for kind, count in replicas.items()
         if count
     }
+    job = {"runPolicy": {"cleanPodPolicy": "Running"}, "pytorchReplicaSpecs": specs}
     return [
-        an_object("kubeflow.org/v1", "PyTorchJob", name, {"pytorchReplicaSpecs": specs}),
+        an_object("kubeflow.org/v1", "PyTorchJob", name, job),
         claim(name, nodes, pods),
     ]
 
@@ -177,7 +178,7 @@ def pod_spec(
     folder = f"{FOLDER}/{name}"
     training = [*experiment.arguments(), "--checkpoint-dir", folder]
     training += ["--checkpoint-every", str(checkpoint_every), "--log-file", f"{folder}/log.jsonl"]
-    resources = {"cpu": str(cpus or 4 * gpus), "memory": memory, "nvidia.com/gpu": gpus}
+    resources = {"cpu": str(cpus or 4 * gpus), "memory": memory, "nvidia.com/gpu": str(gpus)}
     return {
         "automountServiceAccountToken": False,
         "terminationGracePeriodSeconds": grace,
@@ -248,7 +249,7 @@ def checked(experiment, nodes, gpus, name):
     """Return the name of the objects. Raises ValueError for arguments that cannot be."""
     if type(nodes) is not int or nodes < 1:
         raise ValueError(f"nodes={nodes!r}: must be a whole number of at least 1")
-    if not whole_gpus(gpus):
+    if type(gpus) is not int or gpus < 1:
         raise ValueError(f"gpus={gpus!r}: must be a whole number of at least 1, for each pod")
     experiment.check_ranks(nodes * gpus)
     name = name or re.sub(r"[^a-z0-9]+", "-", f"{experiment.model}-{experiment.strategy}".lower())

@@ -10,7 +10,7 @@ from kubeflow.training.api_client import ApiClient
 from kubeflow.training.models import KubeflowOrgV1PyTorchJob
 from kubeflow_trainer_api import models as trainer
 
-from labkit.cluster import kubernetes, kubernetes_rules
+from labkit.cluster import kubernetes, kubernetes_objects, kubernetes_rules
 from labkit.cluster.kubernetes import check, pytorchjob, statefulset, trainjob
 from labkit.run.experiment import Experiment
 from labkit.run.options import read
@@ -35,7 +35,7 @@ def by_kind(objects):
 def pods_in(objects):
     """Each pod of the objects, as a Pod."""
     for one in objects:
-        for pods in kubernetes_rules.pods_of(one):
+        for pods in kubernetes_objects.pods_of(one):
             if "containers" in pods.spec:
                 yield {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, "spec": pods.spec}
 
@@ -258,7 +258,7 @@ PLANTED = {
     ),
     "$(X) that nobody sets": (
         lambda o: box(o)["args"].append("--seed=$(SEED)"),
-        [f"StatefulSet/gpt {BOX}.args[16]"],
+        [f"StatefulSet/gpt {BOX}.args[15]"],
     ),
     "a rank that is a name": (
         lambda o: box(o)["env"][2]["valueFrom"]["fieldRef"].update(fieldPath="metadata.name"),
@@ -300,8 +300,11 @@ PLANTED = {
         ["StatefulSet/gpt spec.podManagementPolicy"],
     ),
     "a Service whose name is no label": (
-        lambda o: by_kind(o)["Service"]["metadata"].update(name="1gpt") or spec(o).update(serviceName="1gpt")
-        or set_variable(box(o), "PET_MASTER_ADDR", "gpt-0.1gpt"),
+        lambda o: (
+            by_kind(o)["Service"]["metadata"].update(name="1gpt")
+            or spec(o).update(serviceName="1gpt")
+            or set_variable(box(o), "PET_MASTER_ADDR", "gpt-0.1gpt")
+        ),
         ["Service/1gpt metadata.name"],
     ),
     "a name with a newline": (
@@ -309,8 +312,10 @@ PLANTED = {
         ["PersistentVolumeClaim/my job metadata.name"],
     ),
     "a name that leaves no room": (
-        lambda o: by_kind(o)["StatefulSet"]["metadata"].update(name="g" * 53)
-        or set_variable(box(o), "PET_MASTER_ADDR", f"{'g' * 53}-0.gpt"),
+        lambda o: (
+            by_kind(o)["StatefulSet"]["metadata"].update(name="g" * 53)
+            or set_variable(box(o), "PET_MASTER_ADDR", f"{'g' * 53}-0.gpt")
+        ),
         [f"StatefulSet/{'g' * 53} metadata.name"],
     ),
     "a claim of one node": (
@@ -496,7 +501,10 @@ PLANTED_KUBEFLOW = {
 }
 PLANTED_TRAINJOB = {
     "more ranks than GPUs": (lambda o: spec(o, "TrainJob")["trainer"].update(numProcPerNode=8), ["spec.trainer"]),
-    "${X} that no shell reads": (lambda o: spec(o, "TrainJob")["trainer"]["args"].append("${X}"), ["spec.trainer.args[16]"]),
+    "${X} that no shell reads": (
+        lambda o: spec(o, "TrainJob")["trainer"]["args"].append("${X}"),
+        ["spec.trainer.args[15]"],
+    ),
     "typed-in nodes": (
         lambda o: spec(o, "TrainJob")["trainer"]["args"].insert(0, "--nnodes=2"),
         ["spec.trainer"],
@@ -520,7 +528,9 @@ def test_a_planted_mistake_in_a_trainjob(case):
     assert [line.partition(": ")[0] for line in check(objects)] == [f"TrainJob/gpt {path}" for path in paths]
 
 
-@pytest.mark.parametrize("rule", [*kubernetes_rules.OBJECT_RULES, *kubernetes_rules.POD_RULES], ids=lambda r: r.__name__)
+@pytest.mark.parametrize(
+    "rule", [*kubernetes_rules.OBJECT_RULES, *kubernetes_rules.POD_RULES], ids=lambda r: r.__name__
+)
 def test_without_a_rule_a_planted_mistake_stays_hidden(monkeypatch, rule):
     """Each rule is needed, so each has a case that can fail."""
     for name in ("OBJECT_RULES", "POD_RULES"):

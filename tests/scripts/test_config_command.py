@@ -1,0 +1,110 @@
+"""./scripts/lab config as a person types it: an experiment in, a file for a cluster out, or one line with exit code 2."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import yaml
+from repository import ROOT
+
+from labkit.cluster.kubernetes import pytorchjob, statefulset, trainjob
+from labkit.run.experiment import Experiment
+
+FIELDS = {"model": "gpt", "strategy": "fsdp", "optimizer": "sgd", "batch_size": 64}
+GPT = Experiment(**FIELDS)
+TARGETS = {"statefulset": statefulset, "trainjob": trainjob, "pytorchjob": pytorchjob}
+
+
+def config(*arguments, stdin=""):
+    command = [sys.executable, str(ROOT / "scripts" / "config.py"), *arguments]
+    where = {"cwd": ROOT, "env": os.environ | {"PYTHONPATH": str(ROOT)}}
+    return subprocess.run(command, capture_output=True, text=True, input=stdin, timeout=120, **where)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_yaml_is_the_objects_in_their_order(target):
+    said = config("-", "--to", target, "--nodes", "2", "--gpus", "4", "--shm", "4Gi", stdin=yaml.safe_dump(FIELDS))
+    assert (said.returncode, said.stderr) == (0, "")
+    objects = list(yaml.safe_load_all(said.stdout))
+    assert objects == json.loads(json.dumps(TARGETS[target](GPT, nodes=2, gpus=4, shm="4Gi")))
+    assert "&id" not in said.stdout and [next(iter(one)) for one in objects] == ["apiVersion"] * len(objects)
+
+
+def test_what_it_writes_it_finds_right_and_a_mistake_by_its_path(tmp_path):
+    (tmp_path / "gpt.json").write_text(json.dumps(FIELDS))
+    text = config(str(tmp_path / "gpt.json"), "--to", "statefulset").stdout
+    checked = config("-", "--check", stdin=text)
+    assert (checked.returncode, checked.stdout) == (0, "3 objects, no mistakes found\n")
+    wrong = config("-", "--check", stdin=text.replace("restartPolicy: Always", "restartPolicy: OnFailure"))
+    assert wrong.returncode == 1 and wrong.stdout.count("\n") == 1
+    assert wrong.stdout.startswith("StatefulSet/gpt-fsdp spec.template.spec.restartPolicy: must be Always")
+    as_list = yaml.safe_dump({"kind": "List", "apiVersion": "v1", "items": list(yaml.safe_load_all(text))})
+    assert config("-", "--check", stdin=as_list).stdout == "3 objects, no mistakes found\n"
+
+
+def test_the_defaults_are_those_of_training_from_the_same_file():
+    """labkit.train --config: a GPT without an optimizer gets AdamW."""
+    said = config("-", "--to", "pytorchjob", stdin="model: gpt\n").stdout
+    assert "- --optimizer\n            - adamw" in said
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("labkit.cluster.slurm"), reason="labkit.cluster.slurm is not there")
+def test_slurm_gets_the_text_of_its_script():
+    from labkit.cluster import slurm
+
+    said = config("-", "--to", "slurm", "--nodes", "2", "--gpus", "8", "--time", "90", stdin=yaml.safe_dump(FIELDS))
+    assert (said.returncode, said.stdout) == (0, slurm.script(GPT, nodes=2, gpus=8, time="90"))
+
+
+TO = ("-", "--to", "statefulset")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stdin", "line"),
+    [
+        (("-",), "", "give --to KIND, one of slurm, statefulset, trainjob, pytorchjob, or --check"),
+        (("-", "--to", "docker"), "", "invalid choice: 'docker'"),
+        (("-", "--check", "--gpus", "2"), "", "--gpus needs --to KIND"),
+        ((*TO, "--time", "90"), "", "--time does not fit --to statefulset: it is for slurm"),
+        (("-", "--to", "slurm", "--image", "a"), "", "--image does not fit --to slurm: it is for statefulset"),
+        (("/nowhere.yaml", "--check"), "", "cannot read /nowhere.yaml: No such file or directory"),
+        (TO, "a: [", "standard input is not YAML: "),
+        (TO, "", "must have the fields of one experiment"),
+        (TO, "- 1\n- 2", "must have the fields of one experiment"),
+        (TO, "modle: gpt", "standard input: unknown key 'modle': did you mean 'model'?"),
+        (TO, "steps: many", "Experiment(steps='many'): must be of type int"),
+        (TO, "model: gtp", "Experiment(model='gtp'): choose from"),
+        ((*TO, "--gpus", "0"), "model: gpt", "gpus=0: must be a whole number of at least 1"),
+        ((*TO, "--nodes", "0"), "model: gpt", "'0' must be a whole number of at least 1"),
+        ((*TO, "--nodes", "3"), "model: gpt", "batch_size=64 must be a multiple of 3"),
+        ((*TO, "--name", "my\njob"), "model: gpt", r"name='my\njob': must be 1 to 52"),
+        ((*TO, "--memory", "64 GB"), "model: gpt", "resources.limits.memory: must be a quantity such as 64Gi"),
+        ((*TO, "--shm", "65Gi"), "model: gpt", "/dev/shm is larger than the memory limit"),
+        (("-", "--check"), "", "standard input: has no Kubernetes objects"),
+        (("-", "--check"), "a: [", "standard input is not YAML: "),
+        (("-", "--check"), "!!python/object/apply:os.system [ls]", "standard input is not YAML: could not determine"),
+        (("-", "--check"), "model: gpt", "standard input: object 1 is not a Kubernetes object: it has no kind"),
+        (("-", "--check"), "hello", "standard input: object 1 is not a Kubernetes object"),
+        (("-", "--check"), "kind: List", "standard input: has no Kubernetes objects"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(arguments, stdin, line):
+    said = config(*arguments, stdin=stdin)
+    assert (said.returncode, said.stdout) == (2, "")
+    assert said.stderr.startswith("lab: config: ") and line in said.stderr and said.stderr.count("\n") == 1
+
+
+def test_a_file_that_is_no_text(tmp_path):
+    (tmp_path / "a").write_bytes(b"\xff\xfe\x00")
+    assert (
+        config(str(tmp_path / "a"), "--check").stderr
+        == f"lab: config: {tmp_path}/a is not text: it must be YAML or JSON\n"
+    )
+
+
+def test_help_names_each_option_with_its_default():
+    said = config("--help").stdout
+    assert said.count("(default") >= 12 and said.count("./scripts/lab config ") >= 3
