@@ -149,9 +149,12 @@ def product_seconds(job, c):
     edge = job.gpu.edge.get(job.dtype, c["edge"])
     products = 0.0
     met = tokens * shape.top_k / shape.experts * job.ep  # tokens of one expert
+    wide = shape.ffn / job.tp
+    if job.whole_experts:
+        met, wide = met / job.tp, shape.ffn
     for weights, side, rows in (
         (shape.attention_weights, shape.hidden / job.tp, tokens),
-        (shape.layer_products - shape.attention_weights, shape.ffn / job.tp, met),
+        (shape.layer_products - shape.attention_weights, wide, met),
     ):
         edges = 1 + edge * (1 / shape.hidden + 1 / side + 1 / rows)
         products += 2 * weights / job.tp * tokens * edges / rate

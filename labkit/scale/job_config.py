@@ -4,7 +4,8 @@
     row["gpu"], row["inter_gbps"] ...               -> GPU      with its usual network by default
     row["dp"], row["tp"], row["micro_batch"] ...    -> Job      dp x tp x pp x cp x replicas = GPUs
 
-ep is the number of ranks that share the experts of a layer; it divides dp.
+ep is the number of ranks that share the experts of a layer. If it divides dp, each expert is also
+divided over tp. If it is larger than dp, it spans tp and cp and divides dp x tp: experts are whole.
 
 Defaults of the job: 2,048 tokens, 8 GPUs a node, tp = pp = cp = 1, dp all remaining GPUs,
 micro_batch 1 or the value that global_batch and grad_accum imply, grad_accum the value that
@@ -38,7 +39,7 @@ SCHEDULES = {"1f1b": "1F1B", "zero_bubble": "zero bubble (ZB-H1)"}
 class Job:
     """A training step to predict.
 
-    dp, tp, pp, cp, ep, replicas: numbers of ranks; ep divides dp. dp also shards if zero > 0.
+    dp, tp, pp, cp, ep, replicas: numbers of ranks; see above for ep. dp also shards if zero > 0.
     schedule: a key of SCHEDULES, for pipelines; 1F1B is interleaved if vpp > 1. collectives: a key
     of ALGORITHMS, for all messages. lora: the rank of adapters, which alone are trained; 0: none.
     last: the number of last layers that are trained, with the output layer unless it is the
@@ -98,7 +99,14 @@ class Job:
         if self.ep == 1:
             return ((parameters, self.dp, self.tp),)
         own = (experts / self.ep, self.dp // self.ep, self.tp * self.ep)
+        if self.whole_experts:  # not divided over tp: callers divide by it
+            own = (experts * self.tp / self.ep, self.dp * self.tp // self.ep, self.ep)
         return ((parameters - experts, self.dp, self.tp), own)
+
+    @property
+    def whole_experts(self):
+        """Whether ep spans tp, so that no expert is divided."""
+        return self.ep > self.dp
 
     def trained(self, parameters, experts, layers):
         """Return what is trained of parameters, `experts` of them in experts, in `layers` layers.
@@ -189,7 +197,9 @@ def job_of(row):
     layout = layout_of(row)
     check_divides("tp", layout["tp"], {"heads": shape.heads, "ffn": shape.ffn})
     ep = whole(row, "ep", 1)
-    check_divides("ep", ep, {"dp": layout["dp"], "experts": shape.experts})
+    if not spans_tp(ep, *(layout[name] for name in ("tp", "cp", "dp"))):
+        check_divides("ep", ep, {"dp": layout["dp"]})
+    check_divides("ep", ep, {"experts": shape.experts})
     micro_batch, grad_accum = batches_of(row, layout["dp"] * layout["replicas"])
     return Job(
         shape=shape,
@@ -234,6 +244,11 @@ def last_of(row, shape, pp):
     if pp > 1:
         raise ValueError(f"pp={pp} does not run with train: use pp=1")
     return last
+
+
+def spans_tp(ep, tp, cp, dp):
+    """Return whether ep ranks are complete groups of tp x cp, and more than dp."""
+    return ep > dp and ep % (tp * cp) == 0 and dp * tp % ep == 0
 
 
 def layout_of(row):

@@ -23,10 +23,7 @@ def last_layers(job):
     """Return the line that freezes all but the last layers of a model."""
     parts = [f"model.layers[-{job.last}:]"] * (job.last > 0)
     parts += ["model.output"] * (job.shape.own_head > 0)
-    return (
-        "# before it is wrapped: model.requires_grad_(False), then requires_grad_(True) on "
-        f"{' and '.join(parts)}"
-    )
+    return f"# before wrapping: requires_grad_(False) on all of the model but {', '.join(parts)}"
 
 
 def adapters(job):
@@ -52,6 +49,13 @@ def plain(job):
 
 def global_batch(job):
     return job.micro_batch * job.grad_accum * job.dp * job.replicas
+
+
+def expert_tp(job):
+    """Return over how many ranks an expert is divided; None without tp or experts."""
+    if job.tp == 1 or job.shape.experts == 1:
+        return None
+    return 1 if job.whole_experts else job.tp
 
 
 def options(pairs):
@@ -94,6 +98,7 @@ def torchtitan(job):
         "parallelism.tensor_parallel_degree": job.tp,
         "parallelism.context_parallel_degree": job.cp,
         "parallelism.expert_parallel_degree": job.ep,
+        "parallelism.expert_tensor_parallel_degree": expert_tp(job),
         "parallelism.pipeline_parallel_degree": job.pp,
         "training.local_batch_size": job.micro_batch,
         "training.global_batch_size": global_batch(job),
@@ -116,6 +121,7 @@ def megatron(job):
         "pipeline-model-parallel-size": job.pp,
         "context-parallel-size": job.cp,
         "expert-model-parallel-size": job.ep if job.shape.experts > 1 else None,
+        "expert-tensor-parallel-size": expert_tp(job),
         **pipeline_options(job),
         "use-distributed-optimizer": job.zero == 1,
         "overlap-grad-reduce": job.dp > 1,

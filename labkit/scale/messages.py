@@ -56,10 +56,16 @@ def beside(busy, other, exposed):
 
 
 def tensor_passes(job):
-    """Count a layer's all-gathers and reduce-scatters over tp, for its 4 all-reduces and more."""
+    """Count a layer's all-gathers and reduce-scatters over tp, for its 4 all-reduces and more.
+
+    Half of them are around the network; whole experts without shared ones need none of these.
+    """
     if job.tp == 1:
         return 0
-    return 8 + 4 * repeated(job) + 2 * job.stack.sequence
+    shape, halves = job.shape, 1.0
+    if job.whole_experts and not shape.shared_ffn:
+        halves -= (1 - shape.dense_layers / shape.layers) / 2
+    return halves * (8 + 4 * repeated(job) + 2 * job.stack.sequence)
 
 
 def tensor_seconds(job, c):
@@ -84,7 +90,8 @@ def expert_seconds(job, c):
         return 0.0
     sent = 2 * job.tokens * job.shape.hidden * job.shape.top_k
     sent /= job.tp if job.stack.sequence else 1
-    ranks, members, nodes, *_, hop = links(job, job.ep, job.tp * job.cp, c)
+    stride = 1 if job.whole_experts else job.tp * job.cp
+    ranks, members, nodes, *_, hop = links(job, job.ep, stride, c)
     adapter = 1e9 / 8 * job.network_gbps / job.gpus_per_node * NETWORK_SHARE
     node = 1e9 * job.gpu.node_gbs * NODE_SHARE
     crossing = 1.0

@@ -1,16 +1,17 @@
 """Search all layouts of a job on n GPUs and return those that fit.
 
-    layout   tp x pp x cp x dp [x replicas] = n     ep divides dp, ZeRO 0 to 3
+    layout   tp x pp x cp x dp [x replicas] = n     ep of dp or of dp x tp, ZeRO 0 to 3
     batch    virtual stages a rank, micro-batch     grad_accum follows from the global batch
     saved    none, half or all of a layer recomputed; optimizer states in host memory
     dtype    bf16 or fp8 products, if precision="free"
 
 tp stays in a node and divides heads, kv_heads and ffn. pp divides the layers, unless uneven stages
-are allowed. cp leaves at least 1,024 tokens a rank. dp divides the global batch; ep divides dp and
-the experts. Several stages a rank need a number of micro-batches that pp divides. Hybrid sharding
-has a replica in each node. A pipeline runs 1F1B, interleaved if a rank has several stages. If
-`schedule` allows it, zero bubble (ZB-H1) is tried, too: it has one stage a rank and needs at least
-as many micro-batches as stages. The search is pruned without losing the best layout:
+are allowed. cp leaves at least 1,024 tokens a rank. dp divides the global batch; ep divides the
+experts and dp, or spans tp and divides dp x tp. Several stages a rank need a number of
+micro-batches that pp divides. Hybrid sharding has a replica in each node. A pipeline runs 1F1B,
+interleaved if a rank has several stages. If `schedule` allows it, zero bubble (ZB-H1) is tried,
+too: it has one stage a rank and needs at least as many micro-batches as stages. The search is
+pruned without losing the best layout:
 
     a layout that the stack does not run                        is not tried: stacks.py
     more recomputation takes more time and less memory         the first that fits is the fastest
@@ -27,7 +28,7 @@ from dataclasses import dataclass, replace
 from math import gcd, isfinite
 
 from labkit.scale.cost import predict_step
-from labkit.scale.job_config import Job, job_of, recomputed
+from labkit.scale.job_config import Job, job_of, recomputed, spans_tp
 from labkit.scale.memory_model import (
     GIB,
     frozen_bytes,
@@ -106,10 +107,18 @@ class Space:
         for zero, dp in dict.fromkeys(ways):
             fits = self.free("zero", [zero]) and self.free("dp", [dp])
             if fits and self.free("replicas", [data // dp]):
-                for ep in self.free("ep", divisors(gcd(dp, job.shape.experts))):
+                for ep in self.free("ep", self.expert_ranks(job, dp)):
                     found = replace(job, zero=zero, dp=dp, replicas=data // dp, ep=ep)
                     if not job.stack.refuses(found):
                         yield found
+
+    def expert_ranks(self, job, dp):
+        """Return the numbers of ranks that can share the experts."""
+        experts, wide = job.shape.experts, job.tp * dp
+        found = divisors(gcd(dp, experts))
+        if job.tp > 1 and job.stack.sequence:
+            found += [ep for ep in divisors(gcd(wide, experts)) if spans_tp(ep, job.tp, job.cp, dp)]
+        return found
 
     def batches(self, layout):
         """Yield, for each schedule and vpp, the jobs in order of increasing micro-batch."""

@@ -75,6 +75,8 @@ class Stack:
             return f"{self.name} does not run the schedule {job.schedule}"
         if refused := self.refuses_part(job):
             return refused
+        if job.whole_experts and not self.sequence:
+            return f"{self.name} does not run ep={job.ep} larger than dp={job.dp}: use ep={job.dp}"
         if self.name == "deepspeed" and job.pp > 1 and job.zero > 1:
             return f"deepspeed's pipeline does not run with ZeRO-{job.zero}: use zero=0 or 1"
         if self.name == "deepspeed" and job.offload and not job.zero:

@@ -122,7 +122,7 @@ def test_the_answer_says_what_is_trained_and_how(stack):
     assert json.loads(found.to_json())["trained_parameters"] == trained
     parts = "the last 2 layers" + (" and the output layer" if shape.own_head else "")
     assert f"frozen, with {trained / 1e6:.4g} million trained in {parts}" in found.sentences()[0]
-    assert "requires_grad_(True) on model.layers[-2:]" in launch_options(found.best.job)[-1]
+    assert "requires_grad_(False) on all of the model but model.layers[-2:]" in launch_options(found.best.job)[-1]
     assert found.best.job.pp == 1 and "no published row trains a part of the model" in found.sentences()[-1]
 
 

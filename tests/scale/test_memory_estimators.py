@@ -1,6 +1,6 @@
 """Megatron-LM's and DeepSpeed's own estimators of memory agree with the planner, job by job.
 
-memory_estimates.csv has the bytes that their functions returned, with the commit:
+memory_estimates.csv has the bytes that their functions returned, with the commit: Megatron Core 0.20, DeepSpeed 0.19.6.
 
     Megatron-LM   megatron/training/theoretical_memory_usage.py: compute_weight_and_optimizer_memory (states),
                   compute_activation_memory (activations), compute_activation_memory_without_sp (without sp)

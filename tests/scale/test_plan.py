@@ -26,7 +26,8 @@ from labkit.scale.cost import (
 )
 from labkit.scale.explain import moved, sensitivity, why_larger, why_slower, words
 from labkit.scale.hardware import GPUS
-from labkit.scale.job_config import job_of
+from labkit.scale.job_config import job_of, spans_tp
+from labkit.scale.launch_options import launch_options
 from labkit.scale.memory_model import kept, predict_memory, stage_peak
 from labkit.scale.messages import (
     expert_seconds,
@@ -79,7 +80,8 @@ def every_job(model, where, n, schedules=("1f1b",)):
         ):
             accumulated = BATCH // ranks // micro
             thin = vpp > 1 and (pp == 1 or 8 % (pp * vpp) or accumulated % pp)
-            if not accumulated or thin or dp % ep or model.get("experts", 1) % ep or (copies > 1 and zero < 3):
+            spread = dp % ep and not spans_tp(ep, tp, cp, dp)
+            if not accumulated or thin or spread or model.get("experts", 1) % ep or (copies > 1 and zero < 3):
                 continue
             if schedule == "zero_bubble" and (pp == 1 or vpp > 1 or accumulated < pp):
                 continue
@@ -397,6 +399,27 @@ def test_experts_shared_out_hold_less_and_send_their_tokens():
     assert gradient_seconds(shared, C) < gradient_seconds(whole, C)
     with pytest.raises(ValueError, match="ep=3 does not divide dp=8"):
         job_of(row | {"ep": 3})
+
+
+def test_whole_experts_are_spread_over_dp_and_tp():
+    """ep = 8 on dp x tp = 2 x 4: a rank has one whole expert, which it shares with no other, and no part of others."""
+    row = EXPERTS | {"experts": 8, "gpu": "H100", "n_gpus": 8, "tp": 4, "dp": 2, "zero": 1, "stack": "torchtitan"}
+    halved, spread = job_of(row | {"ep": 2}), job_of(row | {"ep": 8})
+    one = 8 * spread.shape.expert_weights / 8  # of all layers, as 4 of 8 experts divided over 4
+    assert halved.held_alike(0, 8 * one)[1] == (4 * one, 1, 8)  # callers divide by tp
+    assert spread.held_alike(0, 8 * one)[1] == (4 * one, 1, 8)
+    assert predict_memory(halved, C).states == predict_memory(spread, C).states
+    # a token's messages around its experts are those of ep alone, and its products are wider
+    assert 2 * tensor_seconds(spread, C) == pytest.approx(tensor_seconds(halved, C))
+    assert product_seconds(spread, C) < product_seconds(halved, C)
+    sent = 2 * spread.tokens / 4 * 1024 * 2 * 7 / 8 / (450e9 * 0.79) + 1.9e-6
+    assert expert_seconds(spread, C) == pytest.approx(4 * sent)
+    assert "expert_tensor_parallel_degree 1" in " ".join(launch_options(spread))
+    assert "expert_tensor_parallel_degree 4" in " ".join(launch_options(halved))
+    alone = replace(spread, stack=STACKS["deepspeed"])
+    assert alone.stack.refuses(alone) == "deepspeed does not run ep=8 larger than dp=2: use ep=2"
+    with pytest.raises(ValueError, match="ep=4 does not divide dp=2"):
+        job_of(row | {"ep": 4, "tp": 8, "n_gpus": 16})
 
 
 def test_states_offloaded_take_the_bus_and_the_hosts_memory():
