@@ -110,6 +110,15 @@ def test_preempted_and_requeued_it_ends_as_the_unbroken_run(slurm, two_ranks, tm
     assert is_left(tmp_path) == []
 
 
+def test_preempted_before_it_trains_it_returns_to_the_queue(slurm, tmp_path):
+    job = submit(slurm, text_for(SLOW, tmp_path), tmp_path)
+    wait_for(lambda: state(slurm, job) == "RUNNING" and len(slurm.processes()) >= 5, "its torchruns")
+    preempt(slurm)
+    wait_for(lambda: state(slurm, job) in ("PENDING", "REQUEUED"), lambda: f"{job} to be requeued: {state(slurm, job)}")
+    slurm.run(["scancel", job])
+    assert not (tmp_path / "log.jsonl").exists()
+
+
 def test_after_a_node_has_died_it_ends_on_the_other_one(slurm, tmp_path):
     """As an elastic run: two ranks up to the last save, then one."""
     wait_for(lambda: not slurm.run(["squeue", "--noheader"]).stdout, "an empty cluster")
