@@ -105,7 +105,7 @@ def test_two_pods_of_the_stateful_set_train_to_the_same_weights(tmp_path):
     for number in range(2):
         (tmp_path / f"pod-{number}.yaml").write_text(yaml.safe_dump(pod_of(sets, number, checkpoints)))
     before = mounted()
-    done = subprocess.run(podman_pods.inside(tmp_path), capture_output=True, text=True, timeout=100)
+    done = subprocess.run(podman_pods.inside(tmp_path), capture_output=True, text=True, timeout=200)
     logs = {path.name: path.read_text()[-3000:] for path in sorted(tmp_path.glob("pod-*.log"))}
     assert done.returncode == 0, (done.stderr, logs)
     assert mounted() == before
