@@ -35,7 +35,7 @@ LARGE_MARKS = ("<!-- pictures, written by ./scripts/lab figures -->\n", "<!-- en
 LARGE = ("02_data_parallel", "10_memory", "21_compression", "30_checkpoint_and_resume", "42_pipeline", "44_mesh")
 LARGE += ("50_thousand_gpus", "51_planner")
 TREE_MARKS = ("<!-- labkit, written by ./scripts/lab figures -->\n", "<!-- end of labkit -->")
-ROOMS = ("models", "run", "measure", "show", "scale")  # folders without algorithms
+ROOMS = ("models", "run", "measure", "show", "scale", "cluster")  # folders without algorithms
 
 
 def question(notebook):
