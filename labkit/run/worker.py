@@ -174,13 +174,18 @@ def redirect_output(path):
 
 
 def join_group(job, init_method, context):
-    """Join one process group of all ranks: NCCL (one GPU a rank), or gloo on loopback sockets."""
+    """Join one process group of all ranks: NCCL (one GPU a rank), or gloo.
+
+    gloo uses GLOO_SOCKET_IFNAME. Without it: the loopback, or on several machines (env://) the
+    interface of the host name.
+    """
+    one_node = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
     if job["device"] == "cuda":
         context.device = torch.device("cuda", context.local_rank)
         torch.cuda.set_device(context.device)
-        if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"] and sys.platform == "linux":
+        if one_node and sys.platform == "linux":
             os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # as for gloo: enough on one node
-    else:
+    elif one_node or init_method != "env://":
         loopback = "lo" if sys.platform == "linux" else "lo0"
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     # also with a GPU: offloaded optimizers compute on the CPU

@@ -85,7 +85,7 @@ def pod_of(sets, number, checkpoints):
         spec["volumes"].append({"name": f"host{index}", "hostPath": {"path": str(folder)}})
         container["volumeMounts"].append({"name": f"host{index}", "mountPath": str(folder), "readOnly": True})
     path = f"{Path(sys.prefix) / 'bin'}:/usr/bin:/bin"
-    own = {"PATH": path, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "eth0"}
+    own = {"PATH": path, "PYTHONPATH": str(ROOT)}
     container["env"] += [{"name": name, "value": value} for name, value in own.items()]
     metadata = {"name": name, "labels": labels}
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
