@@ -35,8 +35,11 @@ def missing():
     lacking = [tool for tool in ("podman", "runc", "unshare", "mount", "ip") if not shutil.which(tool)]
     if lacking:
         return f"no {', '.join(lacking)} here, to run pods"
-    refused = subprocess.run([*podman_pods.NAMESPACES, "true"], capture_output=True, text=True).stderr.strip()
-    return f"no namespaces here, for pods: {refused}" if refused else None
+    # ip reads commands, for a bridge and a link on it as podman makes them
+    probe, commands = [*podman_pods.NAMESPACES, "ip", "-batch", "-"], "link add pods type bridge\n"
+    commands += "link add one link pods type macvlan mode bridge\n"
+    refused = subprocess.run(probe, capture_output=True, text=True, input=commands).stderr.strip()
+    return f"no networks here, for pods: {refused}" if refused else None
 
 
 MISSING = missing()
@@ -85,7 +88,7 @@ def pod_of(sets, number, checkpoints):
         spec["volumes"].append({"name": f"host{index}", "hostPath": {"path": str(folder)}})
         container["volumeMounts"].append({"name": f"host{index}", "mountPath": str(folder), "readOnly": True})
     path = f"{Path(sys.prefix) / 'bin'}:/usr/bin:/bin"
-    own = {"PATH": path, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "eth0"}
+    own = {"PATH": path, "PYTHONPATH": str(ROOT)}
     container["env"] += [{"name": name, "value": value} for name, value in own.items()]
     metadata = {"name": name, "labels": labels}
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
@@ -105,7 +108,10 @@ def test_two_pods_of_the_stateful_set_train_to_the_same_weights(tmp_path):
     for number in range(2):
         (tmp_path / f"pod-{number}.yaml").write_text(yaml.safe_dump(pod_of(sets, number, checkpoints)))
     before = mounted()
-    done = subprocess.run(podman_pods.inside(tmp_path), capture_output=True, text=True, timeout=200)
+    try:
+        done = subprocess.run(podman_pods.inside(tmp_path), capture_output=True, text=True, timeout=200)
+    finally:
+        podman_pods.remove_cgroups()
     logs = {path.name: path.read_text()[-3000:] for path in sorted(tmp_path.glob("pod-*.log"))}
     assert done.returncode == 0, (done.stderr, logs)
     assert mounted() == before

@@ -4,6 +4,7 @@ FOLDER has root.tar, the files of the image localhost/host-python, and pod-N.yam
 process and its children have a network, mounts and process ids of their own: see `inside`.
 """
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -57,6 +58,14 @@ def main(folder):
         pod.with_suffix(".log").write_text(podman("logs", name, both=True))
     podman("pod", "rm", "--all", "--force", "--time", "0")
     return max(codes)
+
+
+def remove_cgroups():
+    """Remove podman's empty cgroups: they belong to no namespace. The kernel keeps those that have a process."""
+    for parent in [*Path("/sys/fs/cgroup").glob("libpod_parent"), *Path("/sys/fs/cgroup").glob("*/libpod_parent")]:
+        for folder in sorted((parent, *(path for path in parent.rglob("*") if path.is_dir())), reverse=True):
+            with contextlib.suppress(OSError):
+                folder.rmdir()
 
 
 class Podman:
