@@ -23,6 +23,11 @@ INTERFACE = re.compile(r"[\w.-]{1,15}", re.ASCII)  # Linux allows 15 characters
 TIMES = re.compile(r"(?:(\d+)-(\d+)(?::(\d+))?(?::(\d+))?|(\d+)|(\d+):(\d+)|(\d+):(\d+):(\d+))")
 DAY, HOUR, MINUTE = 86_400, 3_600, 60
 PORTS = 10_000  # of the rendezvous: 20000 ... 29999, below those of outgoing connections
+FIXED = (
+    "# One torchrun a node, which starts the ranks of its node.",
+    "#SBATCH --ntasks-per-node=1",
+)
+RANGE = ("# As many as are free. With a number of tasks, Slurm would give the fewest.",)
 # What the batch script does after it has started srun.
 ENDING = (
     "step=$!",
@@ -33,10 +38,10 @@ ENDING = (
     "",
     'if [ "$outcome" = done ]; then exit 0; fi',
     "# For Slurm, a job that has saved is complete: only the script can requeue it. A job that was",
-    "# asked to stop before it had begun to train has nothing to save. A cancelled job ends.",
-    'state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)',
-    'if [ "$outcome" = stopped ] || [ "$asked" ] && [ "$state" = RUNNING ]; then',
-    '    scontrol requeue "$SLURM_JOB_ID"',
+    "# preempted before it had begun to train has nothing to save. A cancelled job ends.",
+    'job=$(scontrol --oneliner show job "$SLURM_JOB_ID")',
+    'if [ "$outcome" = stopped ] || [[ "$job" =~ PreemptTime=[0-9] ]]; then',
+    '    [[ "$job" =~ JobState=RUNNING ]] && scontrol requeue "$SLURM_JOB_ID"',
     "fi",
     'exit "${status:-1}"',
 )
@@ -102,14 +107,14 @@ def script(
     training = [*experiment.arguments(), "--checkpoint-dir", checkpoints or f"runs/{name}"]
     training += ["--checkpoint-every", str(checkpoint_every), *options]
     limits = ["--shutdown-timeout", str(save_seconds)]
+    tasks = "" if fewest == most else ' --ntasks="$SLURM_NNODES" --ntasks-per-node=1'
     lines = [
         "#!/bin/bash",
         *header(name, str(most) if fewest == most else f"{fewest}-{most}", gpus, time, partition),
         *returning(name, save_seconds),
         "",
         "# Slurm also signals this script, which must outlive the ranks that save.",
-        "asked=",
-        "trap 'asked=yes' TERM",
+        "trap : TERM",
         "",
         *surroundings(interface),
         "",
@@ -120,7 +125,7 @@ def script(
         "# In the background: a trap waits for a foreground command. A torchrun whose ranks were",
         "# stopped exits with 1, and must not end the others.",
         "# No binding: one task may get one core, which all its ranks would share.",
-        "srun --kill-on-bad-exit=0 --cpu-bind=none torchrun \\",
+        f"srun --kill-on-bad-exit=0 --cpu-bind=none{tasks} torchrun \\",
         *torchrun(gpus or ranks, limits, ["-m", "--", "labkit.train", *training], " &"),
         *ENDING,
     ]
@@ -176,8 +181,7 @@ def header(name, nodes, gpus, time, partition):
         f"#SBATCH --job-name={name}",
         *([f"#SBATCH --partition={partition}"] if partition else []),
         f"#SBATCH --nodes={nodes}",
-        "# One torchrun a node, which starts the ranks of its node.",
-        "#SBATCH --ntasks-per-node=1",
+        *(RANGE if "-" in nodes else FIXED),
         *([f"#SBATCH --gpus-per-node={gpus}"] if gpus else []),
         "# Whole nodes: other jobs would slow down a rank, and all ranks wait for the slowest.",
         "#SBATCH --exclusive",

@@ -82,7 +82,11 @@ def test_the_options_of_sbatch():
     assert (options.checkpoint_dir, options.checkpoint_every) == ("runs/gpt-fsdp", 25)
     on_cpus = script(GPT, nodes=(2, 3), ranks=4, name="a")
     assert "gpus" not in on_cpus and "partition" not in on_cpus and "IFNAME" not in on_cpus
-    assert options_in(on_cpus)["nodes"] == "2-3" and "--nproc-per-node 4" in on_cpus
+    assert (
+        options_in(on_cpus)["nodes"] == "2-3"
+        and "ntasks-per-node" not in options_in(on_cpus)
+        and "--nproc-per-node 4" in on_cpus
+    )
     assert "export GLOO_SOCKET_IFNAME=ib0 NCCL_SOCKET_IFNAME=ib0" in script(GPT, interface="ib0")
 
 

@@ -22,7 +22,7 @@ from labkit.run.experiment import Experiment
 pytestmark = pytest.mark.slow
 
 SLOW = Experiment(  # long enough to be preempted, with little to compute
-    strategy="fsdp", optimizer="adamw", lr=0.01, batch_size=12, steps=60, compute="emulated", block_ms=30
+    strategy="fsdp", optimizer="adamw", lr=0.01, batch_size=12, steps=40, compute="emulated", block_ms=20
 )
 
 
@@ -110,11 +110,20 @@ def test_preempted_and_requeued_it_ends_as_the_unbroken_run(slurm, two_ranks, tm
     assert is_left(tmp_path) == []
 
 
+def test_preempted_before_it_trains_it_returns_to_the_queue(slurm, tmp_path):
+    job = submit(slurm, text_for(SLOW, tmp_path), tmp_path)
+    wait_for(lambda: state(slurm, job) == "RUNNING" and len(slurm.processes()) >= 5, "its torchruns")
+    preempt(slurm)
+    wait_for(lambda: state(slurm, job) in ("PENDING", "REQUEUED"), lambda: f"{job} to be requeued: {state(slurm, job)}")
+    slurm.run(["scancel", job])
+    assert not (tmp_path / "log.jsonl").exists()
+
+
 def test_after_a_node_has_died_it_ends_on_the_other_one(slurm, tmp_path):
     """As an elastic run: two ranks up to the last save, then one."""
     wait_for(lambda: not slurm.run(["squeue", "--noheader"]).stdout, "an empty cluster")
     job = submit(slurm, text_for(SLOW, tmp_path, nodes=(1, 2)), tmp_path)
-    wait_for(lambda: logged(tmp_path) >= 20, "step 20")
+    wait_for(lambda: logged(tmp_path) >= 16, "step 16")
     slurm.kill_node(1)
     try:
         # As slurmctld does by itself when node1 has not answered for SlurmdTimeout.
