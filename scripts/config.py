@@ -65,7 +65,7 @@ def parser():
     add("--cpus", type=whole, metavar="N", help="CPU cores of a pod (default: 4 for each GPU)")
     add("--memory", help=f"memory of a pod (default: {default['memory']})")
     add("--shm", help=f"size of /dev/shm, which counts as memory (default: {default['shm']})")
-    add("--storage", help=f"size of the volume with the checkpoints (default: {default['storage']})")
+    add("--storage", help=f"size of the volume with the checkpoints (default: {kubernetes.STORAGE})")
     add("--storage-class", metavar="CLASS", help="its storage class (default: the cluster's)")
     return found
 

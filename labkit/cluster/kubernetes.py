@@ -29,6 +29,7 @@ __all__ = ["check", "pytorchjob", "statefulset", "trainjob"]
 PORT = 29500  # each pod has a network of its own
 USER = 10001  # of scripts/Dockerfile
 FOLDER = "/checkpoints"
+STORAGE = "100Gi"
 STEP = 60  # seconds for the step that SIGTERM interrupts, and for the ranks to agree
 LEFT = 10  # seconds between torchrun's SIGKILL to the ranks, and Kubernetes' to torchrun
 LONGEST_NAME = 52  # a StatefulSet's pods carry its name and a hash in a label of at most 63
@@ -36,11 +37,14 @@ POD_INDEX = "metadata.labels['apps.kubernetes.io/pod-index']"  # Kubernetes 1.28
 STEP_LABEL = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
 
 
-def statefulset(experiment, *, nodes=1, gpus=1, name=None, **pods):
+def statefulset(
+    experiment, *, nodes=1, gpus=1, name=None, storage=STORAGE, storage_class=None, **pods
+):
     """Return [Service, StatefulSet, PersistentVolumeClaim], dicts. Raises ValueError.
 
     experiment: a labkit.run.experiment.Experiment. nodes: number of pods. gpus: of each pod, one
-    for each rank. name: of all objects; None: from the experiment. pods: the options of pod_spec.
+    for each rank. name: of all objects; None: from the experiment. storage, storage_class: of the
+    claim; the class must allow ReadWriteMany for nodes > 1. pods: the options of pod_spec.
 
     A StatefulSet never completes. After the last step its pods start again, print the result and
     end, until `kubectl scale statefulset NAME --replicas 0` frees the GPUs.
@@ -73,11 +77,13 @@ def statefulset(experiment, *, nodes=1, gpus=1, name=None, **pods):
     return [
         an_object("v1", "Service", name, service, labels),
         an_object("apps/v1", "StatefulSet", name, sets, labels),
-        claim(name, nodes, pods),
+        claim(name, nodes, storage, storage_class),
     ]
 
 
-def trainjob(experiment, *, nodes=1, gpus=1, name=None, **pods):
+def trainjob(
+    experiment, *, nodes=1, gpus=1, name=None, storage=STORAGE, storage_class=None, **pods
+):
     """Return [TrainingRuntime, TrainJob, PersistentVolumeClaim] as for statefulset().
 
     For Kubeflow Trainer 2, which sets torchrun's PET_ variables. Where a pod fails or is evicted,
@@ -108,11 +114,13 @@ def trainjob(experiment, *, nodes=1, gpus=1, name=None, **pods):
     return [
         an_object(version, "TrainingRuntime", name, runtime),
         an_object(version, "TrainJob", name, {"runtimeRef": reference, "trainer": trainer}),
-        claim(name, nodes, pods),
+        claim(name, nodes, storage, storage_class),
     ]
 
 
-def pytorchjob(experiment, *, nodes=1, gpus=1, name=None, **pods):
+def pytorchjob(
+    experiment, *, nodes=1, gpus=1, name=None, storage=STORAGE, storage_class=None, **pods
+):
     """Return [PyTorchJob, PersistentVolumeClaim] as for statefulset().
 
     For the Training Operator of Kubeflow 1. It sets RANK, which is the node's, and where the master
@@ -137,7 +145,7 @@ def pytorchjob(experiment, *, nodes=1, gpus=1, name=None, **pods):
     job = {"runPolicy": {"cleanPodPolicy": "Running"}, "pytorchReplicaSpecs": specs}
     return [
         an_object("kubeflow.org/v1", "PyTorchJob", name, job),
-        claim(name, nodes, pods),
+        claim(name, nodes, storage, storage_class),
     ]
 
 
@@ -153,8 +161,6 @@ def pod_spec(
     shm="8Gi",
     save_seconds=30,
     checkpoint_every=100,
-    storage="100Gi",
-    storage_class=None,
     environment=(),
     meeting=(),
     container="trainer",
@@ -164,10 +170,9 @@ def pod_spec(
     image: of scripts/Dockerfile, or any that has torchrun on its PATH and labkit.
     cpus: CPU cores; None: 4 for each GPU. memory, shm: Kubernetes quantities. shm is the size of
     /dev/shm, through which NCCL and data loaders exchange messages; what is in it counts as memory.
-    save_seconds: of one save, as measured: the time from `saving` to the next step. The default is
-    the time that Kubernetes gives a pod that names none. The pod gets twice that, and a minute for
-    the step that was interrupted.
-    storage, storage_class: of the claim; the class must allow ReadWriteMany for nodes > 1.
+    save_seconds: of one save, as measured on the storage of the claim. The default is what
+    Kubernetes gives a pod that names no grace period. The pod gets twice save_seconds, because
+    storage is slower when all jobs save at once, and a minute for the step that is interrupted.
     environment, meeting, container: variables, options of torchrun, name of the container.
     """
     if not isinstance(image, str) or not re.fullmatch(r"[\w.:/@-]+", image, re.ASCII):
@@ -223,15 +228,15 @@ def pod_spec(
     }
 
 
-def claim(name, nodes, pods):
-    """Return the PersistentVolumeClaim of the checkpoints; pods: the options of pod_spec."""
+def claim(name, nodes, storage, storage_class):
+    """Return the PersistentVolumeClaim of the checkpoints."""
     spec = {
         # ReadWriteOnce is one node's: pods elsewhere would wait for the volume forever.
         "accessModes": ["ReadWriteMany" if nodes > 1 else "ReadWriteOnce"],
-        "resources": {"requests": {"storage": pods.get("storage", "100Gi")}},
+        "resources": {"requests": {"storage": storage}},
     }
-    if pods.get("storage_class"):
-        spec["storageClassName"] = pods["storage_class"]
+    if storage_class:
+        spec["storageClassName"] = storage_class
     return an_object("v1", "PersistentVolumeClaim", name, spec)
 
 

@@ -56,7 +56,8 @@ def check(objects):
     for place, one in enumerate(objects, 1):
         if not isinstance(one, dict) or not isinstance(one.get("kind"), str):
             raise ValueError(f"object {place} is not a Kubernetes object: it has no kind")
-        if "apiVersion" not in one or not at(one, "metadata", "name"):
+        named = isinstance(one.get("metadata"), dict) and one["metadata"].get("name")
+        if "apiVersion" not in one or not named:
             missing = "metadata.name" if "apiVersion" in one else "apiVersion"
             raise ValueError(f"object {place}, a {one['kind']}, has no {missing}")
     objects = [without_nulls(one) for one in objects]

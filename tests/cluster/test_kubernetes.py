@@ -657,6 +657,7 @@ def test_what_is_right_is_not_reported(case):
         ([3], "object 1 is not a Kubernetes object: it has no kind"),
         ([{"kind": "Pod"}], "object 1, a Pod, has no apiVersion"),
         ([{"kind": "Pod", "apiVersion": "v1"}], "object 1, a Pod, has no metadata.name"),
+        ([{"kind": "Pod", "apiVersion": "v1", "metadata": "gpt"}], "object 1, a Pod, has no metadata.name"),
     ],
 )
 def test_what_is_no_object_is_refused(objects, line):
@@ -685,6 +686,11 @@ def test_any_part_may_be_missing_or_of_another_type(target):
                     node = node[key]
                 node[last] = value
                 assert all(isinstance(line, str) for line in check(objects))
+
+
+def test_the_claim_has_the_size_and_class_that_are_given():
+    spec = by_kind(made(storage="1Ti", storage_class="nfs"))["PersistentVolumeClaim"]["spec"]
+    assert spec["resources"]["requests"] == {"storage": "1Ti"} and spec["storageClassName"] == "nfs"
 
 
 def test_names_of_the_api():

@@ -1,4 +1,4 @@
-"""./scripts/lab config as a person types it: an experiment in, a file for a cluster out, or one line with exit code 2."""
+"""./scripts/lab config as a person types it: an experiment in, a file for a cluster out, or one line, exit code 2."""
 
 import importlib.util
 import json

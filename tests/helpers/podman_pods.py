@@ -1,0 +1,82 @@
+"""Run pods with podman to their end, in namespaces that take everything with them: python podman_pods.py FOLDER.
+
+FOLDER has root.tar, the files of the image localhost/host-python, and pod-N.yaml for each pod; it gets pod-N.log. The
+process and its children have a network, mounts and process ids of their own: see `inside`.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+NETWORK = "10.89.77"
+MEMORY = "/run"  # a tmpfs of these namespaces: images and containers are gone with them
+NAMESPACES = ["unshare", "--net", "--mount", "--pid", "--mount-proc", "--fork", "--kill-child"]
+CONFIG = """
+[engine]
+cgroup_manager = "cgroupfs"
+events_logger = "none"
+runtime = "runc"
+[containers]
+default_ulimits = ["nofile=1024:1024", "nproc=4096:4096"]
+log_driver = "k8s-file"
+[network]
+network_backend = "netavark"
+"""
+
+
+def address(number):
+    return f"{NETWORK}.{10 + number}"
+
+
+def inside(folder):
+    """Return the command that runs the pods of a folder, in namespaces of its own."""
+    return [*NAMESPACES, sys.executable, __file__, str(folder)]
+
+
+def main(folder):
+    """Run each pod; return 0 if all containers did."""
+    subprocess.run(["mount", "-t", "tmpfs", "tmpfs", MEMORY], check=True)
+    (folder / "containers.conf").write_text(CONFIG)
+    podman = Podman(folder)
+    podman("import", str(folder / "root.tar"), "localhost/host-python:latest")
+    # A macvlan has no firewall rules, but podman's netavark always asks for iptables' version first.
+    for name in ("iptables", "ip6tables"):
+        (folder / name).write_text(f"#!/bin/sh\necho '{name} v1.8.9 (nf_tables)'\n")
+        (folder / name).chmod(0o755)
+    subprocess.run(["ip", "link", "add", "pods", "type", "bridge"], check=True)
+    subprocess.run(["ip", "link", "set", "pods", "up"], check=True)
+    subnet = ["--subnet", f"{NETWORK}.0/24", "--disable-dns"]
+    podman("network", "create", "--driver", "macvlan", "--opt", "parent=pods", *subnet, "pods")
+    pods = sorted(folder.glob("pod-*.yaml"))
+    for number, pod in enumerate(pods):
+        podman("kube", "play", "--network", "pods", "--ip", address(number), str(pod))
+    names = [one["Names"][0] for one in json.loads(podman("ps", "--all", "--format", "json")) if not one["IsInfra"]]
+    codes = [int(podman("wait", name)) for name in sorted(names)]
+    for name, pod in zip(sorted(names), pods, strict=True):
+        pod.with_suffix(".log").write_text(podman("logs", name, both=True))
+    podman("pod", "rm", "--all", "--force", "--time", "0")
+    return max(codes)
+
+
+class Podman:
+    def __init__(self, folder):
+        places = {"root": "storage", "runroot": "run", "tmpdir": "tmp", "network-config-dir": "networks"}
+        self.command = ["podman", "--storage-driver", "vfs"]
+        self.command += [word for name, place in places.items() for word in (f"--{name}", f"{MEMORY}/{place}")]
+        self.environment = {
+            "PATH": f"{folder}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+            "HOME": str(folder),
+        }
+        self.environment["CONTAINERS_CONF"] = str(folder / "containers.conf")
+
+    def __call__(self, *words, both=False):
+        """Run a command of podman and return its output; RuntimeError with its message if it fails."""
+        done = subprocess.run([*self.command, *words], capture_output=True, text=True, env=self.environment)
+        if done.returncode:
+            raise RuntimeError(f"podman {' '.join(words[:2])}: {done.stderr.strip()}")
+        return done.stdout + (done.stderr if both else "")
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))
