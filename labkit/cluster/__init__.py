@@ -3,7 +3,9 @@
 slurm.py               an Experiment as an sbatch file
 slurm_namespaces.py    a real Slurm of several nodes on this machine
 network_namespaces.py  nodes as network namespaces, joined by links of a chosen speed
-kubernetes.py          an Experiment as Kubernetes objects, and a check of such objects
+kubernetes.py          an Experiment as Kubernetes objects
+kubernetes_rules.py    a line for each mistake in such objects
+kubernetes_objects.py  reads them: pods, containers, quantities
 placement.py           which nodes a job gets: an inventory, and policies
 job_queue.py           jobs that wait for nodes: gangs, backfill, preemption, failures
 job_trace.py           gangs with the sizes and run times of published clusters
