@@ -32,7 +32,7 @@ MAIN_VALUES = {"measure": "true"}
 RANKS = "world_size"  # the parameter that --nproc sets
 # Upper limits of a notebook's repetitions (for a list: of its length): enough to see that it works, without changing
 # what it measures.
-FEW = {"repeats": 1, "rounds": 1, "steps_per_round": 1, "turns": 2, "repetitions": 1, "seeds": 1, "timed_steps": 2}
+FEW = {"repeats": 1, "rounds": 1, "steps_per_round": 1, "repetitions": 1, "seeds": 1, "timed_steps": 2}
 FEW |= {"steps": 30, "epochs": 4, "most_steps": 32, "block_ms": 2.0, "sizes_kib": 3, "links": 1, "compared": 2}
 FEW |= {"ahead": 1, "pairs": 25, "more_seeds": 1, "links_mbit": 1}
 # These also change what is counted, so nbval, which compares counts, does not use them.
