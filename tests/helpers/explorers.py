@@ -125,7 +125,7 @@ def changes(statement, others):
         return set()
     found = set()
     for node in ast.walk(statement):
-        if isinstance(node, ast.Subscript | ast.Attribute) and isinstance(node.ctx, ast.Store):
+        if isinstance(node, ast.Subscript | ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
             found.add(root(node))
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and root(node.value.func) not in others:
             found |= {root(node.value.func), *map(root, node.value.args)}
