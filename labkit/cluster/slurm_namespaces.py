@@ -384,9 +384,13 @@ def start(command, log):
 
 
 def start_slurmd(net, node, folder):
-    """Start slurmd in a node's namespaces; return its process id."""
+    """Start slurmd in a node's namespaces; return its process id when it is in them."""
+    reading, writing = os.pipe()  # closed when the fork becomes slurmd, or dies
     pid = os.fork()
     if pid:
+        os.close(writing)
+        os.read(reading, 1)
+        os.close(reading)
         return pid
     try:
         net.enter(node)
