@@ -1,10 +1,14 @@
-"""`lab config FILE --to KIND`: write an experiment as a file for a cluster, or check such files. Nothing is submitted.
+"""`lab config FILE --to KIND`: write an experiment as a file for a cluster or another framework, or check such files.
+Nothing is submitted.
 
     ./scripts/lab config gpt.yaml --to slurm --nodes 2 --gpus 8 --time 12:00:00 > gpt.sbatch
     ./scripts/lab config gpt.yaml --to statefulset --nodes 2 --gpus 8 | kubectl apply -f -
+    ./scripts/lab config ds_config.json --to experiment --gpus 8
+    ./scripts/lab config gpt.yaml --to deepspeed --gpus 8
     ./scripts/lab config manifests.yaml --check
 
-FILE has fields of an Experiment, as for `labkit.train --config`; with --check it has Kubernetes objects.
+FILE has fields of an Experiment, as for `labkit.train --config`, or is DeepSpeed's JSON; with --check it has
+Kubernetes objects.
 """
 
 import argparse
@@ -14,18 +18,21 @@ import sys
 from pathlib import Path
 
 import yaml
-from terminal import UserError, main, say
+from terminal import UserError, main, say, table
 
 from labkit.cluster import kubernetes
+from labkit.run import frameworks
 from labkit.run.experiment import Experiment
 from labkit.run.options import fitting, natural
 from labkit.run.options import positive as whole
 
 EXAMPLES = __doc__.partition("\n\n")[2].partition("\n\nFILE")[0]
-TARGETS = ("slurm", "statefulset", "trainjob", "pytorchjob")
+CLUSTER = ("slurm", "statefulset", "trainjob", "pytorchjob")
+TARGETS = (*CLUSTER, "experiment", *frameworks.FRAMEWORKS)
 PODS = ("image", "cpus", "memory", "shm", "storage", "storage_class")
 FITS = {"slurm": ("nodes", "gpus", "name", "save_seconds", "checkpoint_every", "time", "partition")}
-FITS |= dict.fromkeys(TARGETS[1:], ("nodes", "gpus", "name", "save_seconds", "checkpoint_every", *PODS))
+FITS |= dict.fromkeys(CLUSTER[1:], ("nodes", "gpus", "name", "save_seconds", "checkpoint_every", *PODS))
+FITS |= dict.fromkeys(TARGETS[len(CLUSTER) :], ("nodes", "gpus"))
 EVERY = tuple(dict.fromkeys(name for names in FITS.values() for name in names))
 
 
@@ -38,7 +45,8 @@ def parser():
     found = Parser(
         prog="./scripts/lab config",
         usage="./scripts/lab config FILE (--to KIND [options] | --check)",
-        description="Write an experiment as a file for a cluster, or check Kubernetes manifests. Nothing is submitted.",
+        description="Write an experiment as a file for a cluster or another framework, or check Kubernetes manifests. "
+        "Nothing is submitted.",
         epilog=f"examples:\n{EXAMPLES}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -92,10 +100,20 @@ def write(file, target, given):
     documents = read(file)
     if len(documents) != 1 or not isinstance(documents[0], dict):
         raise ValueError(f"{shown(file)}: must have the fields of one experiment, such as model: gpt")
-    try:
-        experiment = Experiment.from_dict(fitting(documents[0]) | documents[0], source=shown(file))
-    except TypeError as error:  # a value of another type
-        raise ValueError(error) from None
+    ranks = given.get("nodes", 1) * max(1, given.get("gpus", 1))
+    experiment, origin = experiment_of(documents[0], ranks, shown(file))
+    if target in frameworks.FRAMEWORKS:
+        translated = frameworks.write(experiment, target, ranks)
+        explain(translated)
+        sys.stdout.write(json.dumps(translated.config, indent=2) + "\n")
+        return 0
+    if origin is not None:
+        explain(origin)
+    if target == "experiment":
+        default = Experiment().to_dict()
+        changed = {name: value for name, value in experiment.to_dict().items() if value != default[name]}
+        sys.stdout.write(yaml.safe_dump(changed, sort_keys=False))
+        return 0
     if target == "slurm":
         from labkit.cluster import slurm
 
@@ -108,6 +126,23 @@ def write(file, target, given):
     plain = json.loads(json.dumps(objects))  # without YAML's aliases for equal parts
     sys.stdout.write(yaml.safe_dump_all(plain, sort_keys=False, explicit_start=True))
     return 0
+
+
+def experiment_of(document, ranks, source):
+    """Return (Experiment, its Translation or None) of an Experiment's fields or a framework's configuration."""
+    framework = frameworks.framework_of(document)
+    if framework is not None:
+        found = frameworks.read(document, framework, ranks)
+        return found.experiment, found
+    try:
+        return Experiment.from_dict(fitting(document) | document, source=source), None
+    except TypeError as error:  # a value of another type
+        raise ValueError(error) from None
+
+
+def explain(translation):
+    """Print what each field means here, on stderr."""
+    print(table(translation.lines, ("field", "value", "from", "here", "note")), file=sys.stderr)
 
 
 def check(file):
@@ -133,13 +168,28 @@ def read(file):
     """Return the documents of a YAML or JSON file, without empty ones."""
     try:
         text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+        if text.lstrip().startswith("{"):  # in YAML, 1e-3 is a text
+            return [json.loads(text, object_pairs_hook=without_doubles)]
         return [document for document in yaml.safe_load_all(text) if document is not None]
+    except json.JSONDecodeError as error:
+        comment = "//" in text or "/*" in text
+        hint = ": JSON has no comments" if comment else ""
+        raise ValueError(f"{shown(file)} is not JSON: {error}{hint}") from None
     except yaml.YAMLError as error:
         raise ValueError(f"{shown(file)} is not YAML: {error}") from None
     except UnicodeDecodeError:
         raise ValueError(f"{shown(file)} is not text: it must be YAML or JSON") from None
     except OSError as error:
         raise ValueError(f"cannot read {file}: {error.strerror}") from None
+
+
+def without_doubles(pairs):
+    """Return the dict of a JSON object; raise ValueError if a key is there twice."""
+    names = [name for name, _ in pairs]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"the key {name} is there twice")
+    return dict(pairs)
 
 
 def shown(file):

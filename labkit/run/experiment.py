@@ -36,6 +36,7 @@ SMALLEST = {
     "lr": 0,
     "momentum": 0,
     "weight_decay": 0,
+    "clip": 0,
     "seed": 0,
 }
 
@@ -47,6 +48,7 @@ class Experiment:
     model: a name of labkit.models, or "package.module:function" that returns a labkit.models.Task.
     batch_size: of all ranks together. lr is the rate for reference_batch; lr_rule scales it to
     batch_size.
+    clip: largest norm of all gradients together; 0: no clipping.
     schedule: of the learning rate after warmup_steps; cosine falls to 0 at the last step.
     bucket_cap_mb: MiB, for DDP and ZeRO. precision: of weights and arithmetic; bf16 and fp16:
         autocast with fp32 weights; fp16 also uses a loss scale.
@@ -81,6 +83,7 @@ class Experiment:
     lr: float = 0.05
     momentum: float = 0.9
     weight_decay: float = 0.0
+    clip: float = 0.0
     reference_batch: int = 64
     lr_rule: str = "none"
     linear_until: int = 8192

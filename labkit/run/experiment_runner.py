@@ -124,7 +124,7 @@ class Participant:
             low = {"autocast": partial(self.fake.autocast, LOW[e.precision])}
         self.trainer = Trainer(
             self.model, optimizer, loss, e.accumulation, schedule,
-            self.timeline.span, compressor=self.compressor, **low,
+            self.timeline.span, compressor=self.compressor, clip=e.clip or None, **low,
         )  # fmt: skip
         self.last_gradient = 0.0
         for parameter in self.model.parameters():

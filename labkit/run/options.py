@@ -28,6 +28,7 @@ HELP = {
     "lr": "learning rate for a batch of --reference-batch",
     "momentum": "of SGD",
     "weight_decay": "of the optimizer",
+    "clip": "maximum norm of the gradients; 0: no clipping",
     "reference_batch": "batch size for which --lr is meant",
     "lr_rule": "how the rate grows with the batch",
     "linear_until": "batch size from which linear_sqrt grows with the square root",
@@ -105,7 +106,6 @@ def add_training(group):
         "--auto-batch-size", action="store_true",
         help="the largest predicted to fit --memory-mb; on resume, the checkpoint's",
     )  # fmt: skip
-    group.add_argument("--clip", type=float, metavar="NORM", help="maximum norm of the gradients")
 
 
 def add_checkpoints(group):
@@ -157,7 +157,6 @@ def read(arguments):
     fields = from_file(options.config) if options.config else {}
     fields |= {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     changed = overrides(options.override)
-    options.clip = changed.pop("clip", options.clip)
     source = options.config or "the command line"
     experiment = Experiment.from_dict(fitting(fields) | fields | changed, source=source)
     if options.auto_batch_size and "batch_size" in fields:

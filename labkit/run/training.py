@@ -66,10 +66,9 @@ def train(context, experiment, options, log, sinks, preemption, watchdog):
         peak = peak_for(context, experiment) if options.metrics else nan  # before the seed is set
         participant = Participant(context, experiment)
         trainer = participant.trainer
-        trainer.clip = options.clip
         agreement = Agreement(lambda: preemption.told)
         trainer.on_loss = agreement.send
-        run = Run(experiment, options.clip, overrides(options.override))
+        run = Run(experiment, overrides(options.override))
         state = saved_state(run, participant)
         came_from = resume_with_overrides(run, participant, checkpoints, state, options.resume)
         held_out = models.data.load(experiment.data, experiment.model, split="test")
@@ -151,7 +150,7 @@ def stopped(run, preemption, checkpoints):
 
 def with_batch(experiment, checkpoints, mode, context):
     """Return the experiment with its checkpoint's batch size, else with the ranks' smallest."""
-    begun = Run(experiment, None, dict.fromkeys((*SAME, "steps")))  # accepts any checkpoint
+    begun = Run(experiment, dict.fromkeys((*SAME, "steps")))  # accepts any checkpoint
     if checkpoints and mode != "never":
         checkpoints.load({"run": begun}, mode if isinstance(mode, int) else None)
     smallest = torch.tensor(experiment.batch_size, device=context.device)
@@ -284,8 +283,8 @@ class Run:
     changed: {name: value} that may differ from the checkpoint, by --override.
     """
 
-    def __init__(self, experiment, clip, changed):
-        self.now = experiment.to_dict() | {"clip": clip}
+    def __init__(self, experiment, changed):
+        self.now = experiment.to_dict()
         self.changed = changed
         self.was = {}
         self.step = 0
@@ -304,9 +303,11 @@ class Run:
         return {"step": self.step, "loss": self.loss} | norm
 
     def problems(self, state):
+        saved = dict(state["fields"])
+        saved["clip"] = saved["clip"] or 0.0  # it was None in older checkpoints
         return [
             f"{name} was {was!r}, is now {self.now[name]!r}"
-            for name, was in state["fields"].items()
+            for name, was in saved.items()
             if was != self.now[name] and name in (*SAME, "steps") and name not in self.changed
         ]
 

@@ -390,8 +390,8 @@ def test_values_that_go_with_those_that_were_given():
     assert (usual.optimizer, usual.warmup_steps) == ("adamw", 10)
     for other in (["--lr", "0.1"], ["--override", "lr=0.1"]):
         assert read(["--model", "gpt", *other])[0] == usual.replace(lr=0.1)
-    plain, options = read(["--model", "gpt", "--optimizer", "sgd", "--override", "clip=2"])
-    assert (plain.lr, plain.weight_decay, options.clip) == (Experiment().lr, 0.0, 2.0)
+    plain, _ = read(["--model", "gpt", "--optimizer", "sgd", "--override", "clip=2"])
+    assert (plain.lr, plain.weight_decay, plain.clip) == (Experiment().lr, 0.0, 2.0)
     assert read([])[0] == Experiment()
 
 

@@ -1,0 +1,193 @@
+"""DeepSpeed's JSON: from its values to fields of an Experiment, and back.
+
+    stage 0, 1, 2, 3          ddp_bucketed, zero1, zero2, fsdp; with both offloads, fsdp_offload
+    a step's batch            train_batch_size = micro-batch per GPU x accumulation x ranks
+    torch_autocast            precision: fp32 weights, products in 16 bits
+    bf16, fp16                near: weights in 16 bits and fp32 copies of them in the optimizer
+
+Adam is AdamW unless adam_w_mode is false. Rajbhandari et al., ZeRO, SC 2020, has the stages.
+"""
+
+NAME = "DeepSpeed"
+STRATEGIES = {0: "ddp_bucketed", 1: "zero1", 2: "zero2", 3: "fsdp"}
+OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "sgd": "sgd"}
+SCHEDULES = {None: "constant", "WarmupLR": "constant", "WarmupCosineLR": "cosine"}
+HALVES = {"float16": "fp16", "bfloat16": "bf16"}
+MIB = 2**20 / 4  # elements of fp32 in a MiB
+# What an Experiment may have if it is written; other fields must have their defaults.
+# The first line of names is not in the file: the program has them.
+WRITES = dict.fromkeys(("model", "size", "data", "seed", "steps", "recompute", "attention"), any)
+WRITES |= dict.fromkeys(("batch_size", "accumulation", "lr", "weight_decay", "momentum"), any)
+WRITES |= dict.fromkeys(("clip", "warmup_steps", "bucket_cap_mb"), any)
+WRITES |= {
+    "strategy": (*STRATEGIES.values(), "fsdp_offload"),
+    "optimizer": ("sgd", "adamw"),
+    "schedule": ("constant", "cosine"),
+    "precision": ("fp32", "bf16", "fp16"),
+}
+
+
+def to_experiment(values, written, ranks):
+    """Return {field of Experiment: value}.
+
+    values: {field: value}, defaults included. written: the names of those that the file has.
+    Raises ValueError.
+    """
+    batch, accumulation = batch_of(values, ranks)
+    found = {"batch_size": batch, "accumulation": accumulation}
+    found |= {"strategy": strategy_of(values), "precision": precision_of(values)}
+    found["bucket_cap_mb"] = values["zero_optimization.reduce_bucket_size"] / MIB
+    found["clip"] = float(values["gradient_clipping"])
+    if "optimizer.type" in written:
+        found |= optimizer_of(values, written)
+    return found | schedule_of(values, found.get("lr"))
+
+
+def batch_of(values, ranks):
+    """Return (batch of all ranks, accumulation); DeepSpeed needs two of three sizes, or one."""
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    batch, micro, accumulation = (values[name] for name in names)
+    for name, value in zip(names, (batch, micro, accumulation), strict=True):
+        if value is not None and (type(value) is not int or value < 1):
+            raise ValueError(f"{name}={value!r}: must be a whole number of at least 1")
+    if batch is None and micro is None:
+        raise ValueError(f"{names[0]} or {names[1]} must be there: DeepSpeed has no default")
+    if batch is None:
+        accumulation = accumulation or 1
+        batch = micro * accumulation * ranks
+    if accumulation is None:
+        accumulation = batch // (micro * ranks) if micro else 1
+    if micro is None and batch % (accumulation * ranks):
+        raise ValueError(
+            f"train_batch_size={batch} must be a multiple of {accumulation * ranks}: "
+            f"gradient_accumulation_steps={accumulation} x {ranks} ranks"
+        )
+    if micro is not None and batch != micro * accumulation * ranks:
+        raise ValueError(
+            f"train_batch_size={batch} must be the product of micro-batch {micro}, "
+            f"gradient_accumulation_steps={accumulation} and {ranks} ranks"
+        )
+    return batch, accumulation
+
+
+def strategy_of(values):
+    stage = values["zero_optimization.stage"]
+    if stage not in STRATEGIES:
+        raise ValueError(f"zero_optimization.stage={stage!r}: must be 0, 1, 2 or 3")
+    devices = {}
+    for part in ("offload_param", "offload_optimizer"):
+        name = f"zero_optimization.{part}.device"
+        devices[part] = values[name]
+        if values[name] not in ("none", "cpu"):
+            known = "nvme is not in this lab" if values[name] == "nvme" else "must be none or cpu"
+            raise ValueError(f"{name}={values[name]!r}: {known}")
+    if set(devices.values()) == {"none"}:
+        return STRATEGIES[stage]
+    if stage == 3 and set(devices.values()) == {"cpu"}:
+        return "fsdp_offload"
+    raise ValueError(
+        f"zero_optimization: stage {stage} with {devices}: this lab offloads parameters and "
+        "optimizer together, in stage 3"
+    )
+
+
+def precision_of(values):
+    """Return the precision; raise ValueError if the file turns on two."""
+    dtype = str(values["torch_autocast.dtype"]).removeprefix("torch.")
+    turned_on = [name for name in ("bf16", "fp16", "torch_autocast") if values[f"{name}.enabled"]]
+    if len(turned_on) > 1:
+        raise ValueError(f"{' and '.join(turned_on)} are both enabled: use one of them")
+    if not turned_on:
+        return "fp32"
+    if turned_on != ["torch_autocast"]:
+        return turned_on[0]
+    if dtype not in HALVES:
+        raise ValueError(f"torch_autocast.dtype={dtype!r}: must be {' or '.join(HALVES)}")
+    return HALVES[dtype]
+
+
+def optimizer_of(values, written):
+    """Return {field: value} of the section `optimizer`."""
+    kind = str(values["optimizer.type"]).lower()
+    if kind not in OPTIMIZERS:
+        known = "Adam, AdamW, SGD"
+        raise ValueError(f"optimizer.type={values['optimizer.type']!r}: this lab has {known}")
+    if kind == "adam" and values["optimizer.params.adam_w_mode"] is False:
+        raise ValueError(
+            "optimizer.params.adam_w_mode=false: this lab has AdamW, not Adam with L2 decay"
+        )
+    found = {"optimizer": OPTIMIZERS[kind], "lr": float(values["optimizer.params.lr"])}
+    decay = values["optimizer.params.weight_decay"]
+    by_torch = values["optimizer.params.torch_adam"] and kind != "sgd"
+    if by_torch and "optimizer.params.weight_decay" not in written:
+        decay = 0.01  # torch.optim.AdamW's default
+    found["weight_decay"] = float(decay)
+    if kind == "sgd":
+        found["momentum"] = float(values["optimizer.params.momentum"])
+    return found
+
+
+def schedule_of(values, lr):
+    """Return {field: value} of the section `scheduler`. lr: of the optimizer, or None."""
+    kind = values["scheduler.type"]
+    if kind not in SCHEDULES:
+        known = ", ".join(name for name in SCHEDULES if name)
+        raise ValueError(f"scheduler.type={kind!r}: this lab has {known}")
+    if kind is None:
+        return {}
+    if values["scheduler.params.warmup_type"] != "linear":
+        raise ValueError(
+            "scheduler.params.warmup_type is log, also where it is not written: this lab warms up "
+            'linearly; write "linear"'
+        )
+    found = {
+        "schedule": SCHEDULES[kind],
+        "warmup_steps": values["scheduler.params.warmup_num_steps"],
+    }
+    if kind == "WarmupCosineLR":
+        if values["scheduler.params.cos_min_ratio"] != 0:
+            raise ValueError(
+                "scheduler.params.cos_min_ratio is 0.0001 where it is not written: here the rate "
+                "falls to 0; write 0"
+            )
+        total = values["scheduler.params.total_num_steps"]
+        if total is None:
+            raise ValueError("scheduler.params.total_num_steps must be there for WarmupCosineLR")
+        return found | {"steps": total}
+    return found | {"lr": float(values["scheduler.params.warmup_max_lr"])}
+
+
+def from_experiment(e, ranks):
+    """Return the JSON's mapping, with every field that decides the result."""
+    stage = {name: stage for stage, name in STRATEGIES.items()}.get(e.strategy, 3)
+    zero = {"stage": stage, "reduce_bucket_size": round(e.bucket_cap_mb * MIB)}
+    if e.strategy == "fsdp_offload":
+        zero |= {part: {"device": "cpu"} for part in ("offload_param", "offload_optimizer")}
+    params = {"lr": e.lr, "weight_decay": e.weight_decay}
+    if e.optimizer == "adamw":
+        named = {"type": "AdamW", "params": params | {"torch_adam": True}}
+    else:
+        named = {"type": "SGD", "params": params | {"momentum": e.momentum}}
+    config = {
+        "train_batch_size": e.batch_size,
+        "gradient_accumulation_steps": e.accumulation,
+        "gradient_clipping": e.clip,
+        "optimizer": named,
+        "zero_optimization": zero,
+    }
+    if e.precision != "fp32":
+        dtypes = {name: dtype for dtype, name in HALVES.items()}
+        config["torch_autocast"] = {"enabled": True, "dtype": dtypes[e.precision]}
+    if e.warmup_steps or e.schedule == "cosine":
+        config["scheduler"] = scheduler_of(e)
+    return config
+
+
+def scheduler_of(e):
+    """Return the section `scheduler`. WarmupLR has the lab's rates; the cosine is a step ahead."""
+    warm = {"warmup_num_steps": e.warmup_steps, "warmup_type": "linear"}
+    if e.schedule == "cosine":
+        params = {"total_num_steps": e.steps, "cos_min_ratio": 0, "warmup_min_ratio": 0}
+        return {"type": "WarmupCosineLR", "params": params | warm}
+    params = {"warmup_min_lr": e.lr / (e.warmup_steps + 1), "warmup_max_lr": e.lr}
+    return {"type": "WarmupLR", "params": params | warm}

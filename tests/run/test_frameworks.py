@@ -1,0 +1,147 @@
+"""Configurations of other frameworks: there and back, the defaults that are not written, and what is refused."""
+
+import random
+
+import pytest
+
+from labkit.learning_rate import schedule_factor
+from labkit.run import deepspeed_fields, frameworks
+from labkit.run.choices import CHOICES
+from labkit.run.experiment import Experiment
+
+USUAL = {"train_batch_size": 64}
+OFFLOAD = {"device": "cpu"}
+PROGRAM = ("model", "size", "data", "seed", "steps", "recompute", "attention")
+
+
+def read(config, ranks=2):
+    return frameworks.read(config, "deepspeed", ranks).experiment
+
+
+def some(seed):
+    """An experiment of random fields that is valid on 4 ranks."""
+    pick = random.Random(seed)
+    fields = {"batch_size": 16 * pick.randint(1, 9), "accumulation": pick.choice((1, 2, 4))}
+    fields |= {name: pick.choice(CHOICES[name]) for name in ("strategy", "optimizer", "precision", "schedule", "size")}
+    fields |= {"lr": pick.uniform(1e-4, 1), "weight_decay": pick.choice((0.0, 0.1)), "clip": pick.choice((0.0, 0.5))}
+    fields |= {"steps": pick.randint(20, 90), "warmup_steps": pick.choice((0, 10)), "seed": pick.randint(0, 9)}
+    fields |= {"bucket_cap_mb": pick.choice((1.0, 25.0)), "momentum": pick.choice((0.0, 0.9))}
+    rare = {"lr_rule": "sqrt", "reference_batch": 32, "every": 4, "comm_hook": "fp16", "experts": 4, "tensor": 2}
+    for name, value in rare.items():
+        if pick.random() < 0.08:
+            fields[name] = value
+    try:
+        return Experiment(model="gpt", **fields)
+    except ValueError:
+        return some(seed + 10_000)
+
+
+@pytest.mark.parametrize("first", range(0, 500, 100))
+def test_an_experiment_comes_back_or_is_refused_by_its_field(first):
+    came_back = refused = 0
+    for seed in range(first, first + 100):
+        experiment = some(seed)
+        try:
+            config = frameworks.write(experiment, "deepspeed", 4).config
+        except ValueError as error:
+            refused += 1
+            assert "DeepSpeed" in str(error) and str(error).startswith("Experiment(")
+            continue
+        kept = Experiment(**{name: getattr(experiment, name) for name in PROGRAM})
+        back = frameworks.read(config, "deepspeed", 4, base=kept).experiment
+        if experiment.optimizer == "adamw":  # which has no momentum
+            back = back.replace(momentum=experiment.momentum)
+        assert back == experiment
+        came_back += 1
+    assert came_back > 10 and refused > 10
+
+
+@pytest.mark.parametrize(
+    ("config", "fields"),
+    [
+        ({"optimizer": {"type": "Adam"}}, {"optimizer": "adamw", "lr": 1e-3, "weight_decay": 0.0}),
+        ({"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}, {"weight_decay": 0.01}),
+        ({"optimizer": {"type": "SGD", "params": {"lr": 1}}}, {"optimizer": "sgd", "lr": 1.0, "momentum": 0.0}),
+        ({"zero_optimization": {"stage": 1, "reduce_bucket_size": 5e8}}, {"strategy": "zero1"}),
+        ({"zero_optimization": {"stage": 2}}, {"strategy": "zero2"}),
+        ({"zero_optimization": {"stage": 3}}, {"strategy": "fsdp"}),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": OFFLOAD, "offload_optimizer": OFFLOAD}},
+            {"strategy": "fsdp_offload"},
+        ),
+        ({"torch_autocast": {"enabled": True, "dtype": "torch.float16"}}, {"precision": "fp16"}),
+        ({"bf16": {"enabled": True}}, {"precision": "bf16"}),
+        ({"gradient_clipping": 2}, {"clip": 2.0}),
+        ({"train_micro_batch_size_per_gpu": 8}, {"accumulation": 4}),
+        ({"autotuning": {"enabled": False, "fast": True}, "wandb": {"enabled": True}}, {}),
+    ],
+    ids=str,
+)
+def test_what_a_field_means_here(config, fields):
+    experiment = read(USUAL | config)
+    assert {name: getattr(experiment, name) for name in fields} == fields
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"gradient_cliping": 1.0}, "DeepSpeed has no field gradient_cliping; did you mean gradient_clipping?"),
+        ({"zero_optimisation": {"stage": 2}}, "zero_optimisation.stage; did you mean zero_optimization.stage?"),
+        ({"zero_optimization": {"stag": 2}}, "did you mean zero_optimization.stage?"),
+        ({"zero_optimization": {"stage": "3"}}, 'zero_optimization.stage="3": must be a whole number'),
+        ({"zero_optimization": {"stage": 4}}, "must be 0, 1, 2 or 3"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "disk"}}}, "must be none or cpu"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "nvme is not in this lab"),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": OFFLOAD}}, "offloads parameters and"),
+        ({"zero_optimization": True}, "zero_optimization=true: must be a section, with stage in it"),
+        ({"train_batch_size": "auto"}, "Hugging Face's Trainer replaces it"),
+        ({"train_batch_size": 65}, "must be a multiple of 2"),
+        ({"train_micro_batch_size_per_gpu": 10, "gradient_accumulation_steps": 3}, "must be the product"),
+        ({"train_batch_size": 0}, "at least 1"),
+        ({"train_batch_size": None}, "DeepSpeed has no default"),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "bf16 and fp16 are both enabled"),
+        ({"fp16": True}, "fp16=true: must be a section, with enabled in it"),
+        ({"autotuning": {"enabled": True}}, "this lab has no autotuning"),
+        ({"tensor_parallel": {"autotp_size": 2}}, "AutoTP; here: Experiment(tensor=)"),
+        ({"compression_training": {"weight_quantization": {}}}, "pruning and quantization"),
+        ({"expert_parallel": {"enabled": True}}, "Experiment(expert=, experts=)"),
+        ({"optimizer": {"type": "Lion"}}, "this lab has Adam, AdamW, SGD"),
+        ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, "not Adam with L2 decay"),
+        ({"optimizer": {"type": "Adam", "params": {"betas": [0.8, 0.99]}}}, "optimizer.params.betas=[0.8, 0.99]: here"),
+        ({"optimizer": {"type": "Adam", "params": {"lr": "1e-3"}}}, "must be a number"),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 9}}}, "warmup_type is log"),
+        ({"scheduler": {"type": "OneCycle"}}, "this lab has WarmupLR, WarmupCosineLR"),
+    ],
+    ids=str,
+)
+def test_what_it_refuses_and_why(config, words):
+    with pytest.raises(ValueError) as said:
+        read(USUAL | config)
+    assert words in str(said.value) and "\n" not in str(said.value)
+
+
+def test_a_default_that_is_not_written_stands_in_the_table():
+    lines = frameworks.read(USUAL | {"optimizer": {"type": "Adam"}}, "deepspeed", 2).lines
+    assert ("gradient_clipping", "0.0", "default", "clip", "0: no clipping") in lines
+    assert [line[:3] for line in lines if line[0] == "optimizer.params.lr"] == [
+        ("optimizer.params.lr", "0.001", "default")
+    ]
+
+
+def test_warm_up_has_the_rates_of_warmup_lr():
+    """WarmupLR with warmup_type linear: min + (max - min) x step / steps, then max."""
+    experiment = Experiment(lr=0.3, warmup_steps=7)
+    params = frameworks.write(experiment, "deepspeed", 2).config["scheduler"]["params"]
+    low, high, steps = params["warmup_min_lr"], params["warmup_max_lr"], params["warmup_num_steps"]
+    for step in range(12):
+        there = low + (high - low) * min(1.0, step / steps)
+        assert there == pytest.approx(0.3 * schedule_factor(7, None, step), rel=1e-12)
+
+
+def test_every_row_of_the_table_is_of_a_known_kind():
+    known = frameworks.fields("deepspeed")
+    assert {field.kind for field in known.values()} <= {"mapped", "near", *frameworks.WORDS}
+    mapped = {field.here for field in known.values() if field.kind == "mapped"}
+    own = set(Experiment().to_dict())
+    assert {name for name in mapped if " " not in name} <= own
+    assert set(deepspeed_fields.WRITES) <= own
