@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 import tempfile
+import traceback
 from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -53,7 +54,7 @@ def attempt(arguments, nproc, folder, number):
     try:
         with warm_agent.gpus_hidden():
             config = warm_agent.elastic_config(place, nproc, "labkit-train", folder / "elastic")
-        elastic_launch(config, training.main)(arguments, f"file://{folder}/store", number)
+        elastic_launch(config, rank_main)(arguments, f"file://{folder}/store", number)
     except ChildFailedError as error:
         codes = {failure.exitcode for failure in error.failures.values()}
         rank, first = error.get_first_failure()
@@ -63,3 +64,14 @@ def attempt(arguments, nproc, folder, number):
         if not (folder / "outcome").exists():
             return 128 + error.sigval, ""
     return (STOPPED if (folder / "outcome").read_text() == "stopped" else 0), ""
+
+
+def rank_main(arguments, meeting, number):
+    """Train on a rank. Print the traceback of an error, which torchelastic would only log."""
+    try:
+        return training.main(arguments, meeting, number)
+    except Exception:
+        lines = traceback.format_exc().splitlines()
+        rank = os.environ["RANK"]
+        print(*(f"[rank {rank}] {line}" for line in lines), sep="\n", file=sys.stderr, flush=True)
+        raise

@@ -349,6 +349,17 @@ def test_a_model_that_does_not_import_starts_no_training(tmp_path):
     assert done.stderr == "labkit.train: model absent:task: ModuleNotFoundError: No module named 'absent'\n"
 
 
+@pytest.mark.slow
+def test_an_error_in_a_model_of_ones_own_is_shown_with_its_line(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        MINE.replace("return x + self", "raise TypeError('planted')\n        return x + self")
+    )
+    done = command("--model", "mine:task", *FIELDS[:2], "--steps", 2, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "] TypeError: planted" in done.stderr and "mine.py" in done.stderr
+    assert done.stderr.splitlines()[-1].endswith("failed; 0 restarts left")
+
+
 def test_help_waits_for_no_torch():
     program = "import sys, runpy; sys.argv = ['labkit.train', '--help']\n"
     program += "try: runpy.run_module('labkit.train', run_name='__main__')\n"
