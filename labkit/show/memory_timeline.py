@@ -19,7 +19,7 @@ COLUMNS = 2
 FINEST = 0.004  # a change by a smaller part of the peak is not drawn
 
 
-def saw(runs, title=None):
+def memory_timelines(runs, title=None):
     """Return a Figure with a panel per run: MemoryTracker.samples by kind, the peak marked.
 
     runs: {name: samples}. Each panel counts its own allocations and releases from left to right, as

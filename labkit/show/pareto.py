@@ -19,7 +19,7 @@ SPOTS = (
 )
 
 
-def pareto(frame, x, y, by="form", title=None):
+def pareto(frame, x, y, by="variant", title=None):
     """Return a Figure with a point per `by` at the medians of x and y; lower left is better.
 
     Lines show the quartiles. The points of the Pareto front (see front) are filled and joined by a

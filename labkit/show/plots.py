@@ -12,7 +12,7 @@ memory_and_traffic          bytes held, and next to them bytes sent      memory_
 stacked_bars                parts of a total, a thin bar a repetition    stacked_bars.py
 loss_curves, sweep          lines named at their ends                    curves.py
 memory_over_time            the memory of one rank, change by change     curves.py
-saw                         the same of several runs, on one scale       memory_timeline.py
+memory_timelines            the same of several runs, on one scale       memory_timeline.py
 efficiency                  efficiency over ranks, and the ideal line    efficiency.py
 memory_by_length            bytes over sequence length                   sequence_length_explorer.py
 broken                      losses of resumed runs, their difference     resumed_runs.py
@@ -43,7 +43,7 @@ from labkit.show.gantt import timeline
 from labkit.show.gradients import catching_up, transmitted
 from labkit.show.loss_scale import loss_scales
 from labkit.show.memory_and_traffic import memory_and_traffic
-from labkit.show.memory_timeline import saw
+from labkit.show.memory_timeline import memory_timelines
 from labkit.show.parallelism_map import parallelism_map
 from labkit.show.pareto import pareto
 from labkit.show.pipelines import pipelines
@@ -76,6 +76,7 @@ __all__ = [
     "memory_bars",
     "memory_by_length",
     "memory_over_time",
+    "memory_timelines",
     "parallelism_map",
     "pareto",
     "pipelines",
@@ -85,7 +86,6 @@ __all__ = [
     "residency",
     "ring_load",
     "save",
-    "saw",
     "schedules",
     "side_by_side",
     "simulated_vs_measured",

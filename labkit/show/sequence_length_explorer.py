@@ -3,8 +3,8 @@
     heads v   ranks v   ...                   controls: they predict anew and launch nothing
     [x] all scores at once [x] tiles          lines side by side; a dashed one at a GPU's memory
 
-The picture is a pure function of (predict, state): predict(form, tokens, **chosen) -> bytes. form:
-the name of a variant.
+The picture is a pure function of (predict, state): predict(variant, tokens, **chosen) -> bytes.
+variant: a name.
 """
 
 from dataclasses import dataclass, replace
@@ -24,22 +24,22 @@ CAPACITY = 80 * 2**30  # bytes of a large GPU
 class State:
     """The values of the controls. chosen: (name, value) pairs, such as ("heads", 8)."""
 
-    forms: tuple
+    variants: tuple
     tokens: tuple
     chosen: tuple
 
 
 def memory_by_length(frame, title=None, capacity=None):
-    """Return a Figure of `bytes` over `tokens`, log-log, a line per `form`. capacity: bytes."""
-    forms = list(dict.fromkeys(frame["form"]))
-    colours = style.palette(forms)
+    """Return a Figure of `bytes` over `tokens`, log-log, a line per `variant`. capacity: bytes."""
+    variants = list(dict.fromkeys(frame["variant"]))
+    colours = style.palette(variants)
     with style.look():
         figure, axes = style.new_figure(8.0, 4.2)
         ends = []
-        for form in forms:
-            rows = frame[frame["form"] == form]
-            xs, ys = draw_line(axes, rows, "tokens", "bytes", colours[form], marker="o")
-            ends.append((xs[-1], ys[-1], style.name(form), colours[form]))
+        for variant in variants:
+            rows = frame[frame["variant"] == variant]
+            xs, ys = draw_line(axes, rows, "tokens", "bytes", colours[variant], marker="o")
+            ends.append((xs[-1], ys[-1], style.name(variant), colours[variant]))
         axes.set_xscale("log", base=2)
         label_sizes(axes, sorted(frame["tokens"].unique()), "")
         axes.set_yscale("log", base=2)
@@ -55,12 +55,12 @@ def memory_by_length(frame, title=None, capacity=None):
 
 
 def rows(predict, state):
-    """Return a DataFrame: form, tokens, bytes. ValueError without a form."""
-    need_one(state.forms, "form")
+    """Return a DataFrame: variant, tokens, bytes. ValueError without a variant."""
+    need_one(state.variants, "variant")
     chosen = dict(state.chosen)
     return pd.DataFrame(
-        {"form": form, "tokens": tokens, "bytes": predict(form, tokens, **chosen)}
-        for form in state.forms
+        {"variant": variant, "tokens": tokens, "bytes": predict(variant, tokens, **chosen)}
+        for variant in state.variants
         for tokens in state.tokens
     )
 
@@ -74,40 +74,42 @@ def draw(predict, state):
 
 
 def takeaway(predict, state):
-    """Return one sentence: the longest of the lengths that fits, for each form."""
+    """Return one sentence: the longest of the lengths that fits, for each variant."""
     frame = rows(predict, state)
     longest = []
-    for form, of_form in frame.groupby("form", sort=False):
-        fits = of_form[of_form["bytes"] <= CAPACITY]["tokens"]
+    for variant, of_variant in frame.groupby("variant", sort=False):
+        fits = of_variant[of_variant["bytes"] <= CAPACITY]["tokens"]
         words = f"{fits.max():,} tokens" if len(fits) else "none of these lengths"
-        longest.append(f"{words} for {style.name(form)}")
+        longest.append(f"{words} for {style.name(variant)}")
     room = style.quantity(CAPACITY, "bytes")
     return f"{headline(state)}: the longest that fits into {room} is {', '.join(longest)}."
 
 
 def small(predict, state):
-    """Return a DataFrame of texts: a row per length, its bytes by form."""
-    wide = rows(predict, state).pivot(index="tokens", columns="form", values="bytes")
-    texts = wide[list(state.forms)].map(lambda size: style.quantity(size, "bytes"))
+    """Return a DataFrame of texts: a row per length, its bytes by variant."""
+    wide = rows(predict, state).pivot(index="tokens", columns="variant", values="bytes")
+    texts = wide[list(state.variants)].map(lambda size: style.quantity(size, "bytes"))
     texts.insert(0, "tokens", [f"{tokens:,}" for tokens in wide.index])
     return texts
 
 
-def read(state, forms, **chosen):
+def read(state, variants, **chosen):
     """Return the state that the controls show."""
-    return replace(state, forms=forms, chosen=tuple(chosen.items()))
+    return replace(state, variants=variants, chosen=tuple(chosen.items()))
 
 
-def explorer(predict, forms, tokens, choices, provenance="predicted"):
+def explorer(predict, variants, tokens, choices, provenance="predicted"):
     """Show memory over length: figure, takeaway, table, controls. Returns Explorer.
 
     predict: see above. choices: {name: values of its menu}; the figure shows the first of each.
     """
-    state = State(tuple(forms), tuple(tokens), tuple((name, choices[name][0]) for name in choices))
+    state = State(
+        tuple(variants), tuple(tokens), tuple((name, choices[name][0]) for name in choices)
+    )
     above = {name: controls.menu(name, values, values[0]) for name, values in choices.items()}
     return explore(
         state,
-        [above, {"forms": controls.boxes(state.forms)}],
+        [above, {"variants": controls.boxes(state.variants)}],
         partial(draw, predict),
         partial(takeaway, predict),
         provenance,

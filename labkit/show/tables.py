@@ -74,7 +74,7 @@ def ratios(times, pairs):
     return pd.DataFrame(rows)
 
 
-def raced(records, pairs):
+def ratios_and_messages(records, pairs):
     """Return ratios() of time_and_count()'s rows, with the messages per step of both variants."""
     messages = records.groupby("variant")["messages"].first()
     table = ratios(columns(records), pairs)

@@ -6,7 +6,7 @@ one unit ahead   13 messages
   reduce                               [2][1][0][root]
   root     [==================================]
   0             [====]                  [=======]
-  1                [====]            [=====]                          at most 3 whole: 4.1 MiB
+  1                [====]            [=====]                          at most 3 complete: 4.1 MiB
   2                   [=======================]
 """
 
@@ -81,7 +81,7 @@ def draw_units(axes, frame, top, ticks):
         box(axes, row, span["start_ms"], span["end_ms"], THIN * 0.72, **look)
     ticks |= {y: unit for unit, y in rows.items()}
     count, size = most_whole(spans)
-    words = f"at most {count} whole:\n{style.quantity(size, 'bytes')}"
+    words = f"at most {count} complete:\n{style.quantity(size, 'bytes')}"
     middle = sum(rows.values()) / len(rows)
     write_end(axes, spans["end_ms"].max(), middle, words, va="center", color=colour)
 

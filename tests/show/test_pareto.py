@@ -11,8 +11,8 @@ MEASURED = {"keep": (100, 64), "recompute": (130, 20), "both": (140, 20), "half"
 
 def measured():
     return pd.DataFrame(
-        {"form": form, "step_ms": ms + late, "peak_bytes": mib << 20}
-        for form, (ms, mib) in MEASURED.items()
+        {"variant": variant, "step_ms": ms + late, "peak_bytes": mib << 20}
+        for variant, (ms, mib) in MEASURED.items()
         for late in (-1, 0, 1)
     )
 

@@ -36,7 +36,7 @@ from labkit.show import (
     overview,
     plots,
 )
-from labkit.show.memory_timeline import saw
+from labkit.show.memory_timeline import memory_timelines
 from labkit.show.unit_residency import residency
 
 TOUCHING = 1.0  # points that two boxes may share: a box has room for letters that its text does not have
@@ -81,7 +81,7 @@ def pictures():
             launches(), "wall_clock_seconds", "launch", "phase", "repetition", "A title"
         ),
         "stages": lambda: plots.memory_and_traffic(test_memory_and_traffic.rows(), "A title"),
-        "saw": lambda: saw(samples, "A title"),
+        "memory timelines": lambda: memory_timelines(samples, "A title"),
         "residency": lambda: residency(bands, "A title"),
         "choices": lambda: fsdp_explorer.draw(test_unit_residency.sweep(), test_unit_residency.FIRST),
         "pareto": lambda: plots.pareto(test_pareto.measured(), "step_ms", "peak_bytes", title="A title"),

@@ -8,8 +8,8 @@ SIZES = {"square": lambda T, heads: 4 * heads * T**2, "line": lambda T, heads: 4
 STATE = sequence_length_explorer.State(("square", "line"), (2**10, 2**17, 2**20), (("heads", 2),))
 
 
-def predict(form, tokens, heads):
-    return SIZES[form](tokens, heads)
+def predict(variant, tokens, heads):
+    return SIZES[variant](tokens, heads)
 
 
 def test_the_longest_that_fits():
@@ -19,7 +19,7 @@ def test_the_longest_that_fits():
     assert sequence_length_explorer.small(predict, STATE)["square"].tolist() == ["8 MiB", "128 GiB", "8 TiB"]
 
 
-def test_a_line_for_each_form_and_one_for_the_room():
+def test_a_line_for_each_variant_and_one_for_the_capacity():
     axes = sequence_length_explorer.draw(predict, STATE).axes[0]
     assert len(axes.lines) == 3
     assert list(axes.lines[0].get_ydata()) == [predict("square", T, 2) for T in STATE.tokens]
@@ -30,8 +30,8 @@ def test_the_controls_draw_anew():
     shown = sequence_length_explorer.explorer(predict, SIZES, STATE.tokens, {"heads": [2, 16]})
     shown.controls["heads"].value = 16
     assert shown.state.chosen == (("heads", 16),) and 'alt="heads 16: ' in shown.image.value
-    for box in shown.controls["forms"].values():
+    for box in shown.controls["variants"].values():
         box.value = False
-    assert "Tick at least one form" in shown.image.value
-    with pytest.raises(ValueError, match="Tick at least one form"):
+    assert "Tick at least one variant" in shown.image.value
+    with pytest.raises(ValueError, match="Tick at least one variant"):
         sequence_length_explorer.rows(predict, shown.state)

@@ -327,10 +327,10 @@ def test_a_ratio_is_clear_of_one_and_of_the_noise():
     assert quiet["the first is"].iloc[2] == "faster"  # the same interval, without any noise
 
 
-def test_a_race_tells_messages_beside_times():
+def test_ratios_of_times_stand_beside_messages():
     rows = [(name, i, ms, sent) for name, ms, sent in (("a", 2.0, 12), ("b", 1.0, 3)) for i in range(4)]
     records = pd.DataFrame(rows, columns=["variant", "repetition", "ms", "messages"])
-    table = tables.raced(records, [("a", "b"), ("b", "b")])
+    table = tables.ratios_and_messages(records, [("a", "b"), ("b", "b")])
     assert list(table["messages"]) == ["12 / 3", "3 / 3"]
     assert list(table["ratio"]) == ["2.00", "1.00"]
 

@@ -12,7 +12,7 @@ from labkit.measure.residency import watch_units
 from labkit.measure.timeline import Timeline
 from labkit.memory.memory_tracker import KINDS
 from labkit.show import explorer, fsdp_explorer, publish, style
-from labkit.show.memory_timeline import saw, thinned
+from labkit.show.memory_timeline import memory_timelines, thinned
 from labkit.show.unit_residency import most_whole, residency, units_of
 
 UNITS = ("root", "blocks.0", "blocks.1")
@@ -78,7 +78,7 @@ def test_a_row_per_unit_and_what_is_whole_at_most():
     assert units_of(frames["none"]) == ["root", "0", "1"]
     figure = residency(frames)
     shown = words(figure)
-    assert "at most 2 whole:\n110 B" in shown and "at most 3 whole:\n210 B" in shown
+    assert "at most 2 complete:\n110 B" in shown and "at most 3 complete:\n210 B" in shown
     assert shown.count("gather") == shown.count("root") == 2 and "exposed 5 ms" in shown
 
 
@@ -94,7 +94,7 @@ def samples(*totals):
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 def test_the_saws_share_one_scale(count):
-    figure = saw({f"run_{i}": samples(1, 5 + i, 2) for i in range(count)}, "title")
+    figure = memory_timelines({f"run_{i}": samples(1, 5 + i, 2) for i in range(count)}, "title")
     shown = [axes for axes in figure.axes if axes.get_visible()]
     assert [axes.get_title(loc="left") for axes in shown] == [f"run_{i}" for i in range(count)]
     assert len({axes.get_ylim() for axes in shown}) == 1
@@ -109,7 +109,7 @@ def test_what_the_eye_cannot_tell_apart_is_left_out():
 
 def test_a_run_without_samples_is_refused():
     with pytest.raises(ValueError, match="no samples to draw"):
-        saw({"a": samples(1, 2), "b": []})
+        memory_timelines({"a": samples(1, 2), "b": []})
 
 
 def sweep(spans=True):
