@@ -8,7 +8,7 @@
     stall, slow          sleep once; sleep in every step from this one on
     nan                  sets one element of inject's tensors, such as gradients or an input
     flip, cut short      flips one bit of one of inject's files; truncates one to half its length
-    disk full            inject's store accepts `room` more bytes of a file, and raises ENOSPC
+    disk full            inject's store accepts `free_bytes` more of a file, and raises ENOSPC
     link down            calls inject's cut(), such as labkit.cluster.network_namespaces.cut
 
 A fault occurs in one attempt only (launch(..., restarts=k)), because restarted ranks repeat the
@@ -37,7 +37,7 @@ class Injected(RuntimeError):
 class Fault:
     """A fault at one rank and step. kind: one of KINDS, otherwise raises ValueError.
 
-    seconds: for stall and slow. room: free bytes, for disk full. seed: chooses bit, element and
+    seconds: for stall and slow. free_bytes: for disk full. seed: chooses bit, element and
     file. attempt: of launch(..., restarts=k), 0 for the first; None: in every attempt.
     """
 
@@ -45,7 +45,7 @@ class Fault:
     rank: int
     step: int
     seconds: float = 3600.0
-    room: int = 0
+    free_bytes: int = 0
     seed: int = 0
     attempt: int | None = 0
 
@@ -99,7 +99,7 @@ def inject(plan, context, step, tensors=(), files=(), store=None, cut=None):
             path = chance.choice(sorted(files))
             os.truncate(path, Path(path).stat().st_size // 2)
         elif fault.kind == "disk full":
-            fill_up(store, fault.room)
+            fill_up(store, fault.free_bytes)
         else:
             cut()
 
@@ -114,25 +114,27 @@ def flip(path, chance):
         file.write(bytes([byte]))
 
 
-def fill_up(store, room):
-    """Let the store (labkit.checkpoint.storage) accept only `room` bytes of a file from now on.
+def fill_up(store, free_bytes):
+    """Let the store (labkit.checkpoint.storage) accept only `free_bytes` of a file from now on.
 
     A larger file raises OSError(ENOSPC).
     """
     write = store.write
-    store.write = lambda name, fill, **how: write(name, lambda file: fill(Full(file, room)), **how)
+    store.write = lambda name, fill, **how: write(
+        name, lambda file: fill(Full(file, free_bytes)), **how
+    )
 
 
 class Full:
-    """A file on a disk with `room` free bytes."""
+    """A file on a disk with `free_bytes` left."""
 
-    def __init__(self, file, room):
+    def __init__(self, file, free_bytes):
         self.file = file
-        self.room = room
+        self.free_bytes = free_bytes
 
     def write(self, data):
-        self.room -= memoryview(data).nbytes
-        if self.room < 0:
+        self.free_bytes -= memoryview(data).nbytes
+        if self.free_bytes < 0:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return self.file.write(data)
 

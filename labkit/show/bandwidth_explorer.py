@@ -95,16 +95,16 @@ def takeaway(frame, state):
     )
     words += style.quantity(best["step_ms"], "ms")
     if best["method"] != state.baseline:
-        words += f", {base / best['step_ms']:.3g} times less than {style.name(state.baseline)}"
+        words += f", {base / best['step_ms']:.3g} times as fast as {style.name(state.baseline)}"
         words += f" ({style.quantity(base, 'ms')})"
     others = [
         f"{style.name(one)} {wins(found[state.baseline], found[one])}"
         for one in rows["method"]
         if one != state.baseline
     ]
-    return words + (
-        f". Faster than {style.name(state.baseline)}: {'; '.join(others)}." if others else "."
-    )
+    if not others:
+        return words + "."
+    return f"{words}. Predicted faster than {style.name(state.baseline)}: {'; '.join(others)}."
 
 
 def small(frame, baseline):

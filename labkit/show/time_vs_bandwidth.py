@@ -1,7 +1,7 @@
 """Step time over link speed: lines predicted, points measured, rings at crossovers.
 
     step  |o                      both axes are logarithmic; a line's end says where it is faster
-    time  | *o                    than the baseline: "top 1 %: below 2,500 Mbit/s"
+    time  | *o                    than the baseline: "top 1 %: predicted below 2,500 Mbit/s"
           |   (o)  *  *  *
           |         o  o  o
           +----------------- link speed
@@ -134,7 +134,7 @@ def step_over_link(frame, baseline=None, title=None, methods=None, at=None):
             axes.plot(speeds, times, color=colour, linewidth=2.6 if method == baseline else 1.8)
             draw_points(axes, frame[frame["method"] == method], colour, beside)
             if method != baseline:
-                words += f": {wins(found[baseline], cost)}"
+                words += f": predicted {wins(found[baseline], cost)}"
                 rings += draw_ring(axes, found[baseline], cost, speeds, colour)
             ends.append((speeds[-1], times[-1], words, colour))
         if at is not None:
@@ -152,7 +152,7 @@ def step_over_link(frame, baseline=None, title=None, methods=None, at=None):
         note = (
             f"line: predicted    point: measured{f'    ring: as fast as {base}' if rings else ''}"
         )
-        note += f"    at the end: predicted faster than {base}" if len(shown) > 1 else ""
+        note += f"    at the end: faster than {base}" if len(shown) > 1 else ""
         close(figure, axes, ends, title, note)
     return figure
 

@@ -429,7 +429,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, capsys, kind):
 def test_a_full_disk_takes_what_there_is_room_for(tmp_path):
     store = Store(tmp_path)
     store.write("one/a", lambda file: file.write(bytes(2000)))
-    inject([Fault("disk full", 0, 1, room=1000)], at(), 1, store=store)
+    inject([Fault("disk full", 0, 1, free_bytes=1000)], at(), 1, store=store)
     store.write("one/b", lambda file: file.write(bytes(1000)))
     with pytest.raises(OSError, match="No space left"):
         store.write("one/c", lambda file: [file.write(bytes(600)) for _ in range(2)])

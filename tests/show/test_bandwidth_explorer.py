@@ -113,9 +113,9 @@ def test_lines_are_predicted_points_are_measured_and_rings_mark_where_they_cross
     words = {text.get_text() for text in axes.texts}
     assert words > {
         "no compression",
-        "top 1 %: below 3,000 Mbit/s",
-        "fp16: at every speed",
-        "hierarchical: above 1,000 Mbit/s",
+        "top 1 %: predicted below 3,000 Mbit/s",
+        "fp16: predicted at every speed",
+        "hierarchical: predicted above 1,000 Mbit/s",
     }
 
 
@@ -139,7 +139,7 @@ def test_far_crossovers_are_told_but_do_not_stretch_the_picture():
     axes, _, _ = lines_of(plots.step_over_link(frame))
     assert axes.get_xlim()[1] == pytest.approx(1500)  # 1,000 was measured
     assert not any("ring: " in text.get_text() for text in axes.texts)
-    assert "top 1 %: below 30,000,000 Mbit/s" in {text.get_text() for text in axes.texts}
+    assert "top 1 %: predicted below 30,000,000 Mbit/s" in {text.get_text() for text in axes.texts}
 
 
 def test_where_nothing_was_measured_lines_are_drawn_alone():
@@ -177,15 +177,15 @@ def test_bars_split_a_step_into_work_and_bytes():
         (
             ("none", "topk"),
             100.0,
-            "A link of 100 Mbit/s: a step of top 1 %, the fastest, is predicted to take 130 ms, 3.23 times less than "
-            "no compression (420 ms). Faster than no compression: top 1 % below 3,000 Mbit/s.",
+            "A link of 100 Mbit/s: a step of top 1 %, the fastest, is predicted to take 130 ms, 3.23 times as fast as "
+            "no compression (420 ms). Predicted faster than no compression: top 1 % below 3,000 Mbit/s.",
         ),
         (("none",), 100.0, "A link of 100 Mbit/s: a step of no compression, the fastest, is predicted to take 420 ms."),
         (
             ("topk", "hierarchical"),
             10_000.0,
-            "A link of 10,000 Mbit/s: a step of hierarchical, the fastest, is predicted to take 15 ms, 1.6 times less "
-            "than no compression (24 ms). Faster than no compression: hierarchical above 1,000 Mbit/s; "
+            "A link of 10,000 Mbit/s: a step of hierarchical, the fastest, is predicted to take 15 ms, 1.6 times as "
+            "fast as no compression (24 ms). Predicted faster than no compression: hierarchical above 1,000 Mbit/s; "
             "top 1 % below 3,000 Mbit/s.",
         ),
     ],
