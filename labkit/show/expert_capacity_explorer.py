@@ -1,4 +1,4 @@
-"""Explorer of the capacity factor: the share of recorded rows that a capacity would drop.
+"""Explorer of the capacity factor: the share of recorded rows beyond a capacity.
 
     run v   capacity factor v                 controls: they re-plot saved rows and launch nothing
 
@@ -34,7 +34,7 @@ def dropped(load, capacity):
 
 
 def draw(frame, state):
-    """Return a Figure of the share of dropped rows over the steps, the chosen run in front."""
+    """Return a Figure of the share of rows beyond the capacity, the chosen run in front."""
     with style.look():
         figure, axes = style.new_figure(8.0, 3.4)
         ends = []
@@ -49,21 +49,21 @@ def draw(frame, state):
         axes.set_ylabel("rows beyond the capacity (%)")
         axes.set_ylim(bottom=0)
         axes.margins(x=0.01)
-        close(figure, axes, ends, f"With a capacity factor of {state.capacity:g}")
+        close(figure, axes, ends, takeaway(frame, state).rstrip("."))
     return figure
 
 
 def takeaway(frame, state):
-    """Return one sentence: the share of rows that the chosen run would have dropped."""
+    """Return one sentence: the share of the rows of the chosen run beyond the capacity."""
     lost = dropped(shares(frame)[state.run], state.capacity).mean()
     return (
-        f"A capacity factor of {state.capacity:g} would have dropped {100 * lost:.1f} % of the "
-        f"rows of the run {state.run}."
+        f"Run {state.run}: {100 * lost:.1f} % of the recorded rows are beyond a capacity factor of "
+        f"{state.capacity:g}."
     )
 
 
 def small(frame, capacities):
-    """Return a DataFrame of texts: a row per run, the share dropped at each capacity."""
+    """Return a DataFrame of texts: a row per run, the share beyond each capacity."""
     runs = shares(frame)
     columns = {
         f"capacity {one:g}": [f"{100 * dropped(load, one).mean():.1f} %" for load in runs.values()]
@@ -79,7 +79,7 @@ def offered(frame, capacity):
 
 
 def explorer(frame, run, provenance, capacity=1.0, capacities=(1.0, 1.25, 2.0)):
-    """Show what a capacity would drop: figure, takeaway, table, controls. Returns the Explorer."""
+    """Show the rows beyond a capacity: figure, takeaway, table, controls. Returns the Explorer."""
     names = list(dict.fromkeys(frame["run"]))
     options = [(f"{one:g}", one) for one in offered(frame, capacity)]
     row = {
@@ -93,6 +93,6 @@ def explorer(frame, run, provenance, capacity=1.0, capacities=(1.0, 1.25, 2.0)):
         partial(takeaway, frame),
         provenance,
         small(frame, capacities),
-        "rows dropped",
-        "Choose a capacity factor: what it drops is drawn here, from the saved rows.",
+        "rows beyond the capacity",
+        "Choose a capacity factor: the rows beyond it are drawn here, from the saved loads.",
     )

@@ -58,7 +58,7 @@ def broken(frame, marks=(), rounding=None, title=None):
 
 def finish(above, below, most, rounding):
     above.set_ylabel("loss")
-    below.set_ylabel("differs by, of the loss")
+    below.set_ylabel("relative difference")
     below.set_xlabel("step")
     below.xaxis.set_major_locator(MaxNLocator(integer=True))
     below.set_yscale("symlog", linthresh=LEAST, linscale=0.6)

@@ -1,4 +1,4 @@
-"""Explorer of sequence lengths: memory by variant, and the longest sequence that fits.
+"""Explorer of sequence lengths: memory by variant, and the longest of the lengths that fits.
 
     heads v   ranks v   ...                   controls: they predict anew and launch nothing
     [x] all scores at once [x] tiles          lines side by side; a dashed one at a GPU's memory
@@ -81,8 +81,9 @@ def takeaway(predict, state):
         fits = of_variant[of_variant["bytes"] <= CAPACITY]["tokens"]
         words = f"{fits.max():,} tokens" if len(fits) else "none of these lengths"
         longest.append(f"{words} for {style.name(variant)}")
-    room = style.quantity(CAPACITY, "bytes")
-    return f"{headline(state)}: the longest that fits into {room} is {', '.join(longest)}."
+    limit = style.quantity(CAPACITY, "bytes")
+    longest_of = f"the longest of these lengths that fits into {limit}"
+    return f"{headline(state)}: {longest_of} is {', '.join(longest)}."
 
 
 def small(predict, state):

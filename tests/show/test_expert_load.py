@@ -41,7 +41,7 @@ def test_the_controls_draw_anew(capsys):
     shown = expert_capacity_explorer.explorer(FRAME, "none", "predicted from counted loads")
     shown.controls["run"].value = "bias"
     shown.controls["capacity"].value = 0.5
-    assert "would have dropped 50.0 % of the rows of the run bias" in shown.image.value
+    assert "Run bias: 50.0 % of the recorded rows are beyond a capacity factor of 0.5." in shown.image.value
 
 
 def test_every_run_is_named_and_the_largest_capacity_drops_nothing():

@@ -14,7 +14,8 @@ def predict(variant, tokens, heads):
 
 def test_the_longest_that_fits():
     assert sequence_length_explorer.takeaway(predict, STATE) == (
-        "heads 2: the longest that fits into 80 GiB is 1,024 tokens for square, 1,048,576 tokens for line."
+        "heads 2: the longest of these lengths that fits into 80 GiB is "
+        "1,024 tokens for square, 1,048,576 tokens for line."
     )
     assert sequence_length_explorer.small(predict, STATE)["square"].tolist() == ["8 MiB", "128 GiB", "8 TiB"]
 
