@@ -204,7 +204,7 @@ def test_conclusions_name_who_is_faster_than_noise_and_by_how_much():
     assert far.startswith("Over a link of 100 Mbit/s, DDP + top 1 % is 5.0 times as fast as DDP; ")
     assert far.endswith("on this machine DDP + top 1 % is within noise.")
     assert machine.startswith(
-        "On this machine, DDP in bf16 is 2.00 times as fast as DDP. The longest steps: DDP, 2 micro-batches x 2. "
+        "On this machine, DDP in bf16 is 2.00 times as fast as DDP. The longest steps: DDP, 2 micro-batches (2 times). "
         "2 of 4 techniques are within noise; chance alone"
     )
     assert memory.startswith("DDP, 2 micro-batches needs least memory: 501 B a rank, 50 % of DDP")
