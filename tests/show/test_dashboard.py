@@ -302,7 +302,9 @@ def test_sorting_orders_the_table_and_nothing_left_is_one_line():
         dashboard.draw(board.cells.table, board.cells.curves, board.state)
 
 
-@pytest.mark.parametrize(("base", "drawn"), [("c2", "c0 c1 c2 c3 c4 c5"), ("c7", "c0 c1 c2 c3 c4 c7"), ("x", "c0 c1 c2 c3 c4 c5")])
+@pytest.mark.parametrize(
+    ("base", "drawn"), [("c2", "c0 c1 c2 c3 c4 c5"), ("c7", "c0 c1 c2 c3 c4 c7"), ("x", "c0 c1 c2 c3 c4 c5")]
+)
 def test_the_base_is_among_the_lines_of_a_loss_picture(base, drawn):
     rows = pd.DataFrame({"cell": [f"c{n}" for n in range(9)], "base": base})
     assert list(dashboard_pictures.with_base(rows)["cell"]) == drawn.split()
