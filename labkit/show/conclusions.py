@@ -114,7 +114,7 @@ def of_machine(rows):
     if slower.empty:
         return f"{words}."
     worst = slower.head(NAMED).to_dict("records")
-    costs = ", ".join(f"{row['label']} x {row['ratio']:.2g}" for row in worst)
+    costs = "; ".join(f"{row['label']} ({row['ratio']:.2g} times)" for row in worst)
     return f"{words}. The longest steps: {costs}."
 
 

@@ -26,7 +26,7 @@ from labkit.run.summary import FIELDS, base_in, curves, summary
 from labkit.run.sweep import Cell
 from labkit.show import controls, style
 from labkit.show.conclusions import title_of, verdicts
-from labkit.show.dashboard_pictures import BARS, LINES, PICTURES, scaled
+from labkit.show.dashboard_pictures import BARS, PICTURES, scaled, with_base
 from labkit.show.dashboard_words import in_words, label, link_of, topic, what
 from labkit.show.explorer import Explorer, need_one
 from labkit.show.notebook import table as show_table
@@ -144,9 +144,11 @@ def words_of(table, curves, state, most=BARS):
     first, last = (f"{words} {size}" for words, size in zip(ends["label"], sizes, strict=True))
     said = f"{state.picture[0].upper()}{state.picture[1:]}, {len(rows)} of {len(table)} cells, "
     said += f"by {state.sort}: {first}" + (f" to {last}" if len(rows) > 1 else "")
-    drawn = LINES if state.picture.startswith("loss") else most
-    if drawn < len(rows) and state.picture != "scaling":
-        said += f"; the first {drawn} are drawn"
+    lines = with_base(rows) if state.picture.startswith("loss") else rows.head(most)
+    if len(lines) < len(rows) and state.picture != "scaling":
+        more = lines["cell"].iloc[-1] != rows["cell"].iloc[len(lines) - 1]
+        first = f"{len(lines) - more}" + " and the base" * more
+        said += f"; the first {first} are drawn"
     return f"{title}. {said}."
 
 

@@ -12,6 +12,7 @@ import textwrap
 from functools import partial
 
 import numpy as np
+import pandas as pd
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
@@ -161,9 +162,18 @@ def finish(axes, labels, words):
     axes.grid(axis="x")
 
 
+def with_base(rows):
+    """Return the first LINES rows; the base replaces the last if it is a later row."""
+    base = rows[rows["cell"] == rows["base"]]
+    first = rows.head(LINES)
+    if base.empty or first["cell"].isin(base["cell"]).any():
+        return first
+    return pd.concat([first.iloc[:-1], base.head(1)])
+
+
 def losses(rows, curves, most, title, x, words):
     """Return a Figure of the loss over seconds, or over the bytes that a rank has sent."""
-    rows = rows.head(LINES)
+    rows = with_base(rows)
     mine = curves[curves["cell"].isin(rows["cell"])]
     divisor, unit = style.byte_scale(mine[x].max()) if x == "sent_bytes" else (1, "s")
     with style.look():

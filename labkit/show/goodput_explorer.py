@@ -80,20 +80,28 @@ def headline(state):
     return f"Rate of {state.rate}, {save}, {restart}{often}"
 
 
+def ends(job, state):
+    """Return [(number of GPUs, Survived)] of the smallest and the largest size."""
+    return list(runs(job, state).items())[:: max(1, len(job.sizes) - 1)]
+
+
 def draw(job, state):
-    title = "What a run loses, by its number of GPUs: simulated"
+    losses = (f"{1 - run.goodput:.1%} on {gpus:,} GPUs" for gpus, run in ends(job, state))
+    title = f"A simulated run loses {', '.join(losses)}"
     figure = stacked_bars(rows(job, state), "lost", "gpus", "kind", "seed", title, unit="%")
     figure.axes[0].set_xlabel(f"lost, of {job.days:g} days (%)")
     return figure
 
 
 def takeaway(job, state):
-    """Return the loss at the smallest and the largest size, and its largest part."""
+    """Return the loss of one run at the smallest and the largest size, and its largest part."""
     words = []
-    for gpus, run in list(runs(job, state).items())[:: max(1, len(job.sizes) - 1)]:
+    for gpus, run in ends(job, state):
         most = max(NAMES, key=run.seconds.get)
-        words.append(f"with {gpus:,} GPUs {1 - run.goodput:.0%} is lost, most to {NAMES[most]}")
-    return f"{headline(state)}: {', '.join(words)}."
+        part = run.seconds[most] / sum(run.seconds.values())
+        largest = f"largest part: {NAMES[most]}, {part:.1%}"
+        words.append(f"with {gpus:,} GPUs {1 - run.goodput:.1%} is lost ({largest})")
+    return f"{headline(state)}, one run each: {', '.join(words)}."
 
 
 def explorer(job, state, provenance):

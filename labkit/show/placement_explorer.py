@@ -27,7 +27,7 @@ from labkit.show.explorer import explore
 BAND, GAP = 1.6, 0.35  # between two bands and between two nodes, in GPUs
 SLOWED = 1.02  # from this factor on, a run is drawn as slowed
 BINS = 160  # moments of a picture over time
-LOADS = (0.5, 0.7, 0.9, 1.0, 1.2)
+LOADS = (0.5, 0.7, 0.9, 1.0, 1.2, 1.5)
 LEAVES = (2, 4, 8, 16)
 USEFUL, WASTED, FREE = "useful", "held, not useful", "free"
 
@@ -49,7 +49,8 @@ def gantt(outcomes, topology, title=None, until=None):
             top = number * band + BAND
             look = {"va": "center_baseline", "size": 10}
             axes.text(0, top - 0.8, name, weight="bold", **look)
-            words = f"held {outcome.held:.0%}, useful {outcome.useful:.0%}"
+            words = f"{outcome.since / 60:.0f} to {outcome.until / 60:.0f} min: "
+            words += f"held {outcome.held:.0%}, useful {outcome.useful:.0%}"
             axes.text(end / 60, top - 0.8, words, ha="right", **look)
             for node in range(topology.nodes):
                 places.append(top + node * node_height + topology.gpus_per_node / 2)

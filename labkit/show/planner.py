@@ -27,6 +27,7 @@ from labkit.show.explorer import Explorer
 from labkit.show.publish import present
 
 MICRO_BATCHES = 3
+FEW = "the fastest of few layouts"
 LEAST = 0.01  # a part smaller than this share of a bar is not drawn
 COLOURS = dict(zip(KINDS, style.CYCLE, strict=False))
 
@@ -152,7 +153,7 @@ def draw(job, state):
             draw_stacks(axes[1], {"step": spent}, style.palette(spent))
             axes[1].set_xlim(0, 1.12 * found.seconds)
             axes[1].set_xlabel("seconds of a step (s)")
-        style.entitle(figure, f"{headline(state)}: predicted")
+        style.entitle(figure, f"{headline(state)}, predicted: {FEW if found else 'too large'}")
     return figure
 
 
@@ -167,14 +168,15 @@ def takeaway(job, state):
         usable = (1 - job.spare) * peak.memory
         more = f"{peak.largest} alone {getattr(peak, peak.largest):.1f}"
         return (
-            f"{headline(state)}: nothing fits; the least is {peak.total:.1f} GiB a GPU ({more}) of "
-            f"the {usable:.1f} to be used: {words(least)}."
+            f"{headline(state)}: none of the few layouts tried fits; the least is "
+            f"{peak.total:.1f} GiB a GPU ({more}) of the {usable:.1f} to be used: {words(least)}."
         )
     cost = bill(found, job.tokens)
     return (
-        f"{headline(state)}: {words(found.job)}; {style.quantity(found.seconds, 's')} a step, "
-        f"{found.peak.total:.1f} GiB a GPU, {cost['days']:,.3g} days and "
-        f"{cost['gpu_hours']:,.0f} GPU-hours for {job.tokens:.3g} tokens."
+        f"{headline(state)}, {FEW}: {words(found.job)}; "
+        f"{style.quantity(found.seconds, 's')} a step, {found.peak.total:.1f} GiB a GPU, "
+        f"{cost['days']:,.3g} days and {cost['gpu_hours']:,.0f} GPU-hours for "
+        f"{job.tokens:.3g} tokens."
     )
 
 

@@ -17,7 +17,7 @@ from labkit.measure.machine import ROOT
 from labkit.run import cost_model, summary, sweep
 from labkit.run.compare import compare
 from labkit.run.experiment import Experiment
-from labkit.show import conclusions, dashboard, dashboard_words, whatif
+from labkit.show import conclusions, dashboard, dashboard_pictures, dashboard_words, whatif
 
 KINDS = ("parameters", "gradients", "optimizer_states", "buffers", "communication", "activations")
 CARD = {"cpu": "x", "cores": 2, "torch": "2", "python": "3", "gpus": "none", "device": "cpu", "format": 1}
@@ -204,7 +204,7 @@ def test_conclusions_name_who_is_faster_than_noise_and_by_how_much():
     assert far.startswith("Over a link of 100 Mbit/s, DDP + top 1 % is 5.0 times as fast as DDP; ")
     assert far.endswith("on this machine DDP + top 1 % is within noise.")
     assert machine.startswith(
-        "On this machine, DDP in bf16 is 2.00 times as fast as DDP. The longest steps: DDP, 2 micro-batches x 2. "
+        "On this machine, DDP in bf16 is 2.00 times as fast as DDP. The longest steps: DDP, 2 micro-batches (2 times). "
         "2 of 4 techniques are within noise; chance alone"
     )
     assert memory.startswith("DDP, 2 micro-batches needs least memory: 501 B a rank, 50 % of DDP")
@@ -300,6 +300,14 @@ def test_sorting_orders_the_table_and_nothing_left_is_one_line():
     assert board.image.value == "<p>Nothing was measured that these controls let through.</p>"
     with pytest.raises(ValueError, match="Nothing was measured"):
         dashboard.draw(board.cells.table, board.cells.curves, board.state)
+
+
+@pytest.mark.parametrize(
+    ("base", "drawn"), [("c2", "c0 c1 c2 c3 c4 c5"), ("c7", "c0 c1 c2 c3 c4 c7"), ("x", "c0 c1 c2 c3 c4 c5")]
+)
+def test_the_base_is_among_the_lines_of_a_loss_picture(base, drawn):
+    rows = pd.DataFrame({"cell": [f"c{n}" for n in range(9)], "base": base})
+    assert list(dashboard_pictures.with_base(rows)["cell"]) == drawn.split()
 
 
 def test_a_grid_of_500_cells_is_listed_and_drawn_in_part():

@@ -28,9 +28,13 @@ def test_a_save_in_the_background_loses_less_and_never_begins_before_the_last_is
 
 def test_words_and_picture():
     words = goodput_explorer.takeaway(JOB, STATE)
-    assert words.startswith("Rate of ours, a save of 30 s, restarts of 600 s: with 8 GPUs 0% is lost, most to")
-    assert "with 16,384 GPUs 12% is lost, most to restart." in words
-    assert publish.png(goodput_explorer.draw(JOB, STATE), dpi=50)
+    assert words.startswith("Rate of ours, a save of 30 s, restarts of 600 s, one run each: with 8 GPUs 0.")
+    run = goodput_explorer.runs(JOB, STATE)[16384]
+    part = 100 * run.seconds["restart"] / (54 * goodput.DAY)
+    assert f"with 16,384 GPUs {1 - run.goodput:.1%} is lost (largest part: restart, {part:.1f}%)." in words
+    figure = goodput_explorer.draw(JOB, STATE)
+    assert figure.get_suptitle().endswith(f"on 8 GPUs, {1 - run.goodput:.1%} on 16,384 GPUs")
+    assert publish.png(figure, dpi=50)
 
 
 def test_the_controls_draw_anew():

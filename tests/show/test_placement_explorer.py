@@ -47,13 +47,21 @@ def test_the_parts_over_time_add_up_to_the_shares():
 
 
 def test_pictures():
-    assert publish.png(placement_explorer.gantt(outcomes(), SMALL, "title"), dpi=50)
+    figure = placement_explorer.gantt(outcomes(), SMALL, "title")
+    assert publish.png(figure, dpi=50)
     frame = pd.DataFrame({"way": ["a", "b"], "seed": 0, "held": [0.9, 0.8], "useful": [0.3, 0.7], "hours": [40, 3]})
     assert publish.png(placement_explorer.held_and_useful(frame, "title"), dpi=50)
     with pytest.raises(ValueError, match="nothing to draw"):
         placement_explorer.gantt({}, SMALL)
     with pytest.raises(ValueError, match="nothing to draw"):
         placement_explorer.held_and_useful(frame[:0])
+
+
+def test_shares_name_the_minutes_that_they_count():
+    one = run_queue(SMALL, GANGS, first_fit, len, until=600)
+    figure = placement_explorer.gantt({"first fit": one}, SMALL)
+    written = [text.get_text() for text in figure.axes[0].texts]
+    assert f"0 to 10 min: held {one.held:.0%}, useful {one.useful:.0%}" in written
 
 
 def test_words_say_what_the_simulation_found():

@@ -30,15 +30,17 @@ def test_more_spared_is_never_faster():
 def test_words_and_picture():
     found, _ = planner.answer(JOB, STATE)
     said = planner.takeaway(JOB, STATE)
-    assert said.startswith(f"gpt3-6.7b on 64 x A100-80GB, bf16: {words(found.job)};")
+    assert said.startswith(f"gpt3-6.7b on 64 x A100-80GB, bf16, the fastest of few layouts: {words(found.job)};")
     assert f"{found.peak.total:.1f} GiB a GPU" in said and "GPU-hours for 3e+11 tokens." in said
-    assert len(planner.draw(JOB, STATE).axes) == 2
-    assert publish.png(planner.draw(JOB, STATE), dpi=50)
+    figure = planner.draw(JOB, STATE)
+    assert len(figure.axes) == 2
+    assert figure.get_suptitle() == "gpt3-6.7b on 64 x A100-80GB, bf16, predicted: the fastest of few layouts"
+    assert publish.png(figure, dpi=50)
 
 
 def test_what_does_not_fit_is_said_and_drawn():
     state = planner.State("llama3-405b", "A100-80GB", 8)
-    assert "nothing fits; the least is" in planner.takeaway(JOB, state)
+    assert "none of the few layouts tried fits; the least is" in planner.takeaway(JOB, state)
     assert "GiB a GPU (states alone" in planner.takeaway(JOB, state)
     assert len(planner.draw(JOB, state).axes) == 1
 
