@@ -80,6 +80,11 @@ def parser():
         metavar="WHAT",
         help="all, head (the output layer) or last:N (also N layers); the rest is frozen (default: all)",
     )
+    add(
+        "--documents",
+        metavar="N",
+        help="pack documents of N tokens, or of the lengths in a file, into a sequence (default: one a sequence)",
+    )
     add("--json", action="store_true", help="print the answer as JSON")
     add("--list-models", action="store_true", help="list the named models")
     add("--list-gpus", action="store_true", help="list the GPUs, with the source of their figures")
@@ -121,6 +126,7 @@ def answer_to(asked):
         spare=number(asked.spare, "spare"),
         lora=count(asked.lora, "lora"),
         train=asked.train,
+        documents=asked.documents,
         stdin=sys.stdin,
         **given,
     )

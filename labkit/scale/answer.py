@@ -15,9 +15,11 @@ import json
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from labkit.scale import constants
 from labkit.scale.answer_text import sentences
 from labkit.scale.bert_shapes import Encoder
 from labkit.scale.cluster import Cluster
+from labkit.scale.cost import predict_step
 from labkit.scale.failures import Fleet, daly, expected, published
 from labkit.scale.intervals import interval
 from labkit.scale.launch_options import launch_options
@@ -96,6 +98,24 @@ class Answer:
         """The smallest of the faster layouts that do not fit, a Found, or None."""
         return self.solved.too_large
 
+    @cached_property
+    def packing(self):
+        """What packing saves in the fastest layout, {name: number}, or None without documents.
+
+        padded_tokens_per_second_per_gpu: of documents, without padding, if each had a sequence.
+        """
+        job = self.best.job
+        if not job.documents:
+            return None
+        alone = predict_step(replace(job, documents=None), constants.values())
+        wasted = job.documents.wasted(job.context)
+        return {
+            "document_tokens": job.documents.mean,
+            "attention_reach": job.documents.reach,
+            "padding": wasted,
+            "padded_tokens_per_second_per_gpu": (1 - wasted) * alone.tokens_per_second,
+        }
+
     def figures(self, found):
         """Return the figures of a Found, all predicted: {name: number or text}."""
         job, cost = found.job, bill(found, self.tokens, self.price)
@@ -155,6 +175,7 @@ class Answer:
             "network_gbps_per_gpu": question.network,
             "batch": question.batch,
             "length": job.context,
+            "packing": self.packing,
             "tokens": self.tokens,
             "layouts": self.rows(),
             "too_large": self.too_large and self.figures(self.too_large),
@@ -170,8 +191,8 @@ class Answer:
 
 def answer(model, gpus=None, gpu=None, network=None, *, cluster=None, tokens=1e12, batch=None,
            length=None, precision=None, stack=None, price=None, deadline=None, spare=0.1,
-           gpus_per_node=None, lora=None, train=None, changes=True, stdin=None,
-           **given):  # fmt: skip
+           gpus_per_node=None, lora=None, train=None, documents=None, changes=True,
+           stdin=None, **given):  # fmt: skip
     """Return the Answer for a model on GPUs of one kind.
 
     model: a name of models.csv, a config.json (a path, its text, or "-" for stdin), the columns of
@@ -182,12 +203,14 @@ def answer(model, gpus=None, gpu=None, network=None, *, cluster=None, tokens=1e1
     STACKS_TRIED. price: of a GPU-hour. deadline: days, or a date. spare: the share of memory that
     stays free. lora: the rank of adapters on all matrices; the model itself is frozen. train:
     "all", "head" (only the output layer) or "last:4" (also 4 layers); the rest is frozen.
+    documents: tokens of the documents that are packed into a sequence, a number or a file of their
+    lengths (documents.py); by default a sequence is one document.
     changes: whether to plan again with other figures. given: fixed axes and settings, as in
     plan.py. Raises ValueError, one line, for invalid input, if nothing fits, and if no layout of
     all GPUs divides the batch that is given.
     """
     name, row = model_of(model, stdin)
-    part = {"lora": lora, "train": train}
+    part = {"lora": lora, "train": train, "documents": documents}
     row |= {column: value for column, value in part.items() if value is not None}
     cluster = cluster or Cluster.from_dict(
         {"gpu": gpu, "gpus": gpus, "gpus_per_node": gpus_per_node, "network": network}
@@ -287,11 +310,11 @@ def useful_share(gpus):
 def model_flops(job):
     """Return the FLOPs of a token, forward and backward, without recomputation.
 
-    Attention is counted without the mask's saving: Chowdhery et al., PaLM, 2022, appendix B. With
-    LoRA, weights have no gradient, and adapters are left out. Frozen layers before all that are
-    trained have no backward.
+    Attention is counted without the mask's saving: Chowdhery et al., PaLM, 2022, appendix B; of
+    packed documents only inside each. With LoRA, weights have no gradient, and adapters are left
+    out. Frozen layers before all that are trained have no backward.
     """
-    shape, context = job.shape, job.context
+    shape, context = job.shape, job.reach
     scores = shape.layers * shape.attention_flops(context)
     forward = shape.forward_flops(context) + (0 if isinstance(shape, Encoder) else scores)
     if job.last is not None:

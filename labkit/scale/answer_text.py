@@ -60,6 +60,7 @@ def sentences(answer):
     """Return the sentences of an Answer."""
     lines = [heading(answer)]
     lines += [ranked(answer, rank) for rank in range(len(answer.ranked))]
+    lines += [packed(answer)] if answer.packing else []
     lines += [large(answer)] if answer.too_large else []
     lines += [change(answer, one) for one in answer.changes]
     lines += [stack(answer, name, one) for name, one in answer.others.items()]
@@ -130,6 +131,20 @@ def loses(answer, found):
     if slower < 0:
         return f"takes {-slower:.1%} less time, within the error, but has more pipeline stages"
     return f"loses {slower:.1%} of a step, most to {part} ({theirs[part] - mine[part]:+.2g} s)"
+
+
+def packed(answer):
+    """Return the sentence about packed documents, and what padding would cost instead."""
+    told, base = answer.packing, answer.best.step.tokens_per_second
+    job, padded = answer.best.job, told["padded_tokens_per_second_per_gpu"]
+    share = job.shape.attention_flops(job.reach) / job.shape.attention_flops(job.context)
+    return (
+        f"Packed: {job.context / told['document_tokens']:.3g} documents of "
+        f"{told['document_tokens']:,.0f} tokens a sequence; attention inside each takes "
+        f"{share:.2g} of its FLOPs. One document a sequence, padded, would waste "
+        f"{told['padding']:.0%} of the tokens: {padded:,.0f} useful tokens/s a GPU "
+        f"({padded / base - 1:+.0%})."
+    )
 
 
 def large(answer):

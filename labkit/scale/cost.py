@@ -208,7 +208,7 @@ def other_seconds(job, c):
     The last are part of the memory traffic: scores that attention stores if it is not fused.
     """
     shape, tokens = job.shape, job.tokens
-    flops = shape.attention_flops(job.context) / job.tp * tokens
+    flops = shape.attention_flops(job.reach) / job.tp * tokens
     traffic = "traffic_fused" if job.fused else "traffic"
     scores = 0 if job.flash else 12 * shape.heads * job.context
     moved = shape.moved_bytes() * (1 if job.compiled else c[traffic])

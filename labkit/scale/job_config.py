@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from labkit.scale.collectives import check_algorithm
+from labkit.scale.documents import Documents, documents_of
 from labkit.scale.hardware import GPU, find_gpu
 from labkit.scale.model_row import number, shape_of, text, whole
 from labkit.scale.shapes import Shape
@@ -43,7 +44,8 @@ class Job:
     schedule: a key of SCHEDULES, for pipelines; 1F1B is interleaved if vpp > 1. collectives: a key
     of ALGORITHMS, for all messages. lora: the rank of adapters, which alone are trained; 0: none.
     last: the number of last layers that are trained, with the output layer unless it is the
-    embedding, while all others are frozen; None: no layer is frozen.
+    embedding, while all others are frozen; None: no layer is frozen. documents: packed into the
+    sequences; None: a sequence is one document.
     """
 
     shape: Shape
@@ -71,6 +73,7 @@ class Job:
     collectives: str = "auto"
     lora: int = 0
     last: int | None = None
+    documents: Documents | None = None
 
     @property
     def part(self):
@@ -83,6 +86,11 @@ class Job:
     def tokens(self):
         """Tokens of one micro-batch on one rank."""
         return self.micro_batch * self.context / self.cp
+
+    @property
+    def reach(self):
+        """Tokens among which a token attends: its sequence, or the document of a mean token."""
+        return self.documents.reach if self.documents else self.context
 
     @property
     def step_tokens(self):
@@ -201,7 +209,7 @@ def job_of(row):
         check_divides("ep", ep, {"dp": layout["dp"]})
     check_divides("ep", ep, {"experts": shape.experts})
     micro_batch, grad_accum = batches_of(row, layout["dp"] * layout["replicas"])
-    return Job(
+    job = Job(
         shape=shape,
         gpu=gpu,
         network_gbps=network_of(row, gpu),
@@ -220,7 +228,22 @@ def job_of(row):
         collectives=collectives,
         lora=whole(row, "lora", 0, least=0),
         last=last_of(row, shape, layout["pp"]),
+        documents=documents_of(text(row, "documents"), context),
     )
+    if job.documents:
+        check_packing(job)
+    return job
+
+
+def check_packing(job):
+    """Raise ValueError if the attention of a job cannot be kept inside documents."""
+    if isinstance(job.shape, ViT):
+        raise ValueError("documents are of text, but a vision transformer has images: leave it out")
+    if not job.flash:
+        raise ValueError(
+            f"documents needs FlashAttention, which {job.stack.name} on {job.gpu.name} does not "
+            "have: leave it out, or use another stack or GPU"
+        )
 
 
 def last_of(row, shape, pp):

@@ -10,8 +10,9 @@ it is deep. If params is far more than a dense network has, the number of expert
 explains it, with top_k 2. architecture="encoder" means BERT with the head for masked words, which
 processes all words; "vit" a vision transformer. latent_...: the widths of latent attention
 (shapes.py); lora: the rank of adapters, the only trained parameters; train: head or last:N, the
-layers that are trained (job_config.py); other columns are fields of Shape. An impossible value
-raises ValueError, which names the column.
+layers that are trained (job_config.py); documents: tokens of the documents that are packed into a
+sequence (documents.py); other columns are fields of Shape. An impossible value raises ValueError,
+which names the column.
 """
 
 import csv
@@ -40,7 +41,8 @@ MODEL = (
     "latent_queries", "latent_keys", "latent_plain", "latent_rotated", "latent_value",
     "image", "patch", "channels", "classes",
 )  # fmt: skip
-KNOWN = ("model", *MODEL, "lora", "train", "seq_len", "global_batch", "source")
+ASKED = ("lora", "train", "documents")  # of the training, not of the model
+KNOWN = ("model", *MODEL, *ASKED, "seq_len", "global_batch", "source")
 ARCHITECTURES = ("", "decoder", "encoder", "vit")
 FLAGS = {"true": (True,), "false": (False,), "": ()}
 HUB_NAMES = {  # how names on huggingface.co differ from those of models.csv

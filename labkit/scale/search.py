@@ -37,7 +37,7 @@ from labkit.scale.memory_model import (
     state_bytes,
 )
 from labkit.scale.messages import all_trained
-from labkit.scale.model_row import ARCHITECTURES, MODEL, NOT_PLANNED, text
+from labkit.scale.model_row import ARCHITECTURES, ASKED, MODEL, NOT_PLANNED, text
 from labkit.scale.validate_args import PRECISIONS, check_given, divisors, schedules_of
 
 LEAST_TOKENS = 1024
@@ -243,7 +243,7 @@ def space_of(row, cluster, *, global_batch, spare, uneven, precision, framework=
     architecture = text(row, "architecture").lower()
     if architecture not in ARCHITECTURES:
         raise ValueError(NOT_PLANNED.format(architecture))
-    kept = {name: row.get(name) for name in (*MODEL, "lora", "train", "seq_len")}
+    kept = {name: row.get(name) for name in (*MODEL, *ASKED, "seq_len")}
     if precision == "free":
         precision = "fp8" if "fp8" in cluster.device.tflops else "bf16"
     if not any(dtype in precision.lower() for dtype in PRECISIONS):
