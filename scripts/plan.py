@@ -78,7 +78,7 @@ def parser():
     add(
         "--train",
         metavar="WHAT",
-        help="all, head (the output layer) or last:N (also N layers); the rest is frozen (default: all)",
+        help="all, decoder (all but an image encoder), head (the output layer), last:N (N layers more) (default: all)",
     )
     add(
         "--documents",

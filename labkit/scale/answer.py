@@ -202,7 +202,8 @@ def answer(model, gpus=None, gpu=None, network=None, *, cluster=None, tokens=1e1
     default bf16, or fp16 if the GPU lacks it. stack: of stacks.py; by default the fastest of
     STACKS_TRIED. price: of a GPU-hour. deadline: days, or a date. spare: the share of memory that
     stays free. lora: the rank of adapters on all matrices; the model itself is frozen. train:
-    "all", "head" (only the output layer) or "last:4" (also 4 layers); the rest is frozen.
+    "all", "decoder" (all but an image encoder), "head" (only the output layer) or "last:4" (also 4
+    layers); the rest is frozen.
     documents: tokens of the documents that are packed into a sequence, a number or a file of their
     lengths (documents.py); by default a sequence is one document.
     changes: whether to plan again with other figures. given: fixed axes and settings, as in
@@ -317,9 +318,19 @@ def model_flops(job):
     shape, context = job.shape, job.reach
     scores = shape.layers * shape.attention_flops(context)
     forward = shape.forward_flops(context) + (0 if isinstance(shape, Encoder) else scores)
+    images = image_flops(job)
     if job.last is not None:
         head = 2 * shape.head_weights
         back = 2 * (forward - head) * job.last / shape.layers
-        return forward + back + (job.head_passes - 1) * head
+        return forward + back + (job.head_passes - 1) * head + images
     spared = shape.forward_flops(context) - scores if job.lora else 0
-    return 3 * forward - spared
+    return 3 * forward - spared + images
+
+
+def image_flops(job):
+    """Return the FLOPs of a job's images, forward and backward, divided over all its tokens."""
+    encoder = job.shape.vision
+    if not encoder:
+        return 0.0
+    each = (1 if job.part else 3) * encoder.image_flops() + 6 * encoder.tokens * encoder.projector
+    return job.shape.images * each / job.context

@@ -73,7 +73,11 @@ def heading(answer):
     active = job.shape.active_parameters
     size = f"{billions(job.shape.parameters)} parameters"
     size += f" ({billions(active)} of them met by a token)" if job.shape.experts > 1 else ""
-    if job.part:
+    if job.shape.vision:
+        size += f" ({billions(job.shape.vision.parameters)} of them in the image encoder)"
+    if job.part == "decoder":
+        size += f", of which {billions(all_trained(job)[0])}, all but the encoder, are trained"
+    elif job.part:
         size += f", frozen, with {billions(all_trained(job)[0])} {part(job)}"
     gpus = question.cluster.gpus
     nodes = f"{job.gpus_per_node} a node, {question.network:g} Gbit/s a GPU"
@@ -81,8 +85,17 @@ def heading(answer):
     samples = "images" if isinstance(job.shape, ViT) else "sequences"
     return (
         f"{answer.name}, {size}, on {where}: {question.batch:,} {samples} of {job.context:,} "
-        f"tokens a step, {job.precision}, {job.stack.name}. All figures are predicted."
+        f"tokens a step{images(job.shape)}, {job.precision}, {job.stack.name}. "
+        "All figures are predicted."
     )
+
+
+def images(shape):
+    """Return the phrase of a sequence's images."""
+    if not shape.vision:
+        return ""
+    count = "an image" if shape.images == 1 else f"{shape.images} images"
+    return f", each with {count} of {shape.vision.tokens} tokens"
 
 
 def part(job):

@@ -13,9 +13,8 @@ A causal token attends to half of its document, as without packing to half of it
 document longer than a sequence is cut into pieces. Sequences are taken as full, all ranks as
 equally busy, and kernels as efficient on short documents as on long ones. That is too optimistic:
 NeMo 24.07 on packed SQuAD is 1.02 times as fast as in pretraining; with documents of 200 tokens,
-the prediction is 1.14.
-Krell et al., Efficient Sequence Packing without Cross-contamination, 2021, section 2;
-Dao, FlashAttention, NeurIPS 2022 (its variant for sequences of different lengths).
+the prediction is 1.14. Krell et al., Efficient Sequence Packing without Cross-contamination, 2021,
+section 2; Dao, FlashAttention, NeurIPS 2022 (its variant for sequences of different lengths).
 """
 
 from dataclasses import dataclass

@@ -86,6 +86,8 @@ def interval(job, c=None, without=None):
         warnings.append("no published row has experts")
     if job.part:
         warnings.append("no published row trains a part of the model")
+    if job.shape.vision:
+        warnings.append("no published row has an image encoder")
     if job.documents:
         warnings.append("no published row says how long its packed documents are")
     if predict_memory(job, c).total > CRAWL * job.gpu.memory_gib:

@@ -45,7 +45,8 @@ class Job:
     of ALGORITHMS, for all messages. lora: the rank of adapters, which alone are trained; 0: none.
     last: the number of last layers that are trained, with the output layer unless it is the
     embedding, while all others are frozen; None: no layer is frozen. documents: packed into the
-    sequences; None: a sequence is one document.
+    sequences; None: a sequence is one document. only_decoder: the image encoder is frozen, all else
+    is trained.
     """
 
     shape: Shape
@@ -74,13 +75,19 @@ class Job:
     lora: int = 0
     last: int | None = None
     documents: Documents | None = None
+    only_decoder: bool = False
 
     @property
     def part(self):
-        """What is trained of the model: "lora", "train" for the last layers, "" for all of it."""
+        """What is trained of the model: "lora", "train" for the last layers, "" for all of it.
+
+        "decoder" if only the image encoder is frozen, as it is in all but the last.
+        """
         if self.lora:
             return "lora"
-        return "" if self.last is None else "train"
+        if self.last is not None:
+            return "train"
+        return "decoder" if self.only_decoder else ""
 
     @property
     def tokens(self):
@@ -120,10 +127,12 @@ class Job:
         """Return what is trained of parameters, `experts` of them in experts, in `layers` layers.
 
         (parameters, of which in experts): with LoRA those of the adapters, with `last` those of the
-        last layers and of the output layer, else all.
+        last layers and of the output layer, else all. An image encoder is part of `parameters`.
         """
         if not self.part:
             return parameters, experts
+        if self.part == "decoder":
+            return parameters - self.shape.vision.parameters, experts
         found, own = self.trained_in_layer
         if self.lora:
             return layers * found, layers * own
@@ -142,7 +151,7 @@ class Job:
 
         The gradient of its input is needed if a layer is trained, that of the matrix if that is.
         """
-        if not self.part:
+        if self.part in ("", "decoder"):
             return 3
         return 1 + (self.last != 0) + (not self.lora and not self.shape.tied)
 
@@ -229,6 +238,7 @@ def job_of(row):
         lora=whole(row, "lora", 0, least=0),
         last=last_of(row, shape, layout["pp"]),
         documents=documents_of(text(row, "documents"), context),
+        only_decoder=text(row, "train").lower() == "decoder",
     )
     if job.documents:
         check_packing(job)
@@ -249,7 +259,11 @@ def check_packing(job):
 def last_of(row, shape, pp):
     """Return how many of the last layers a row trains: head is 0, last:4 is 4, all is None."""
     said = text(row, "train").lower()
-    if said in ("", "all"):
+    if said == "decoder" and not shape.vision:
+        raise ValueError("train=decoder freezes an image encoder, but the model has none: use all")
+    if said not in ("", "all") and whole(row, "lora", 0, least=0):
+        raise ValueError("lora and train cannot be combined: use one of them")
+    if said in ("", "all", "decoder"):
         return None
     found = re.fullmatch(r"head|last:([1-9]\d*)", said)
     last = int(found[1] or 0) if found else -1
@@ -262,8 +276,6 @@ def last_of(row, shape, pp):
             "train=head trains nothing: the output layer is the embedding (tied), which is frozen; "
             "use train=last:1 or lora"
         )
-    if whole(row, "lora", 0, least=0):
-        raise ValueError("lora and train cannot be combined: use one of them")
     if pp > 1:
         raise ValueError(f"pp={pp} does not run with train: use pp=1")
     return last

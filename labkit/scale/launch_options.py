@@ -31,11 +31,17 @@ def adapters(job):
     """Return the line that adds a job's LoRA adapters to the model."""
     if job.stack.name == "megatron":
         return f"# Megatron Bridge, of the recipe: peft = LoRA(dim={job.lora})"
-    config = f'LoraConfig(r={job.lora}, target_modules="all-linear")'
+    but = ', exclude_modules=".*vision_tower.*"' if job.shape.vision else ""
+    config = f'LoraConfig(r={job.lora}, target_modules="all-linear"{but})'
     return f"# Hugging Face's PEFT: model = get_peft_model(model, {config})"
 
 
-PARTS = {"lora": adapters, "train": last_layers}
+def decoder(job):
+    """Return the line that freezes an image encoder."""
+    return "# before wrapping: model.vision_tower.requires_grad_(False)"
+
+
+PARTS = {"lora": adapters, "train": last_layers, "decoder": decoder}
 
 
 def packs(line):

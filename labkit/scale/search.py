@@ -86,7 +86,7 @@ class Space:
     def layouts(self, n):
         """Yield jobs on n GPUs with all combinations of axes and ZeRO stages."""
         shape, node = self.job.shape, min(n, self.job.gpus_per_node)
-        for tp in self.free("tp", divisors(gcd(node, shape.heads, shape.kv_heads, shape.ffn))):
+        for tp in self.free("tp", divisors(gcd(node, *shape.divided_by_tp.values()))):
             for pp in self.free("pp", divisors(n // tp) if n % tp == 0 else ()):
                 if pp > shape.layers or not (self.uneven or shape.layers % pp == 0):
                     continue
@@ -253,7 +253,9 @@ def space_of(row, cluster, *, global_batch, spare, uneven, precision, framework=
     kept |= {"gpu": cluster.gpu, "n_gpus": 1, "precision": precision}
     kept |= {"framework": framework, "stack": stack}
     job = job_of(kept)
-    if refused := job.stack.refuses_part(job):
+    if refused := job.stack.refuses_part(
+        replace(job, **{n: given.get(n, 1) for n in ("pp", "cp")})
+    ):
         raise ValueError(refused)
     job = replace(job, gpu=cluster.device, gpus_per_node=cluster.gpus_per_node)
     job = replace(job, network_gbps=job.gpu.network_gbps, collectives=cluster.collectives)
