@@ -23,7 +23,7 @@ from labkit.scale.cost import predict_step
 from labkit.scale.failures import Fleet, daly, expected, published
 from labkit.scale.intervals import interval
 from labkit.scale.launch_options import launch_options
-from labkit.scale.messages import all_trained
+from labkit.scale.messages import all_trained, uplinks
 from labkit.scale.model_row import whole
 from labkit.scale.plan import bill
 from labkit.scale.quantities import amount, days_until
@@ -266,6 +266,9 @@ def changes_of(solved):
         for factor in (0.5, 2):
             gbps = factor * question.network
             asked[f"a network of {gbps:g} Gbit/s a GPU"] = question.with_network(gbps)
+    if uplinks(best.job, n) > 1:
+        full = replace(question.cluster, oversubscription=1.0)
+        asked["a network without oversubscription"] = replace(question, cluster=full)
     batches = {2 * batch, *([batch // 2] if batch % 2 == 0 else [])}
     batches |= set(nearest_batches(batch, {n})) if batch % n and n < batch else set()
     for other in sorted(batches - {batch}):

@@ -7,7 +7,7 @@
 from labkit.scale.explain import KINDS
 from labkit.scale.intervals import interval
 from labkit.scale.job_config import SCHEDULES
-from labkit.scale.messages import all_trained
+from labkit.scale.messages import all_trained, uplinks
 from labkit.scale.vit_shapes import ViT
 
 RECOMPUTE = {
@@ -81,7 +81,9 @@ def heading(answer):
         size += f", frozen, with {billions(all_trained(job)[0])} {part(job)}"
     gpus = question.cluster.gpus
     nodes = f"{job.gpus_per_node} a node, {question.network:g} Gbit/s a GPU"
+    leaves = uplinks(job, gpus)
     where = f"{gpus:,} x {job.gpu.name}" + (f", {nodes}" if gpus > job.gpus_per_node else "")
+    where += f", {job.leaf} nodes a leaf switch, oversubscribed {leaves:g}:1" if leaves > 1 else ""
     samples = "images" if isinstance(job.shape, ViT) else "sequences"
     return (
         f"{answer.name}, {size}, on {where}: {question.batch:,} {samples} of {job.context:,} "

@@ -46,7 +46,7 @@ class Job:
     last: the number of last layers that are trained, with the output layer unless it is the
     embedding, while all others are frozen; None: no layer is frozen. documents: packed into the
     sequences; None: a sequence is one document. only_decoder: the image encoder is frozen, all else
-    is trained.
+    is trained. leaf: nodes below a leaf switch; None: all. oversubscription: of its uplinks.
     """
 
     shape: Shape
@@ -76,6 +76,8 @@ class Job:
     last: int | None = None
     documents: Documents | None = None
     only_decoder: bool = False
+    leaf: int | None = None
+    oversubscription: float = 1.0
 
     @property
     def part(self):
@@ -237,6 +239,8 @@ def job_of(row):
         collectives=collectives,
         lora=whole(row, "lora", 0, least=0),
         last=last_of(row, shape, layout["pp"]),
+        leaf=whole(row, "leaf"),
+        oversubscription=number(row, "oversubscription", 1.0),
         documents=documents_of(text(row, "documents"), context),
         only_decoder=text(row, "train").lower() == "decoder",
     )

@@ -136,6 +136,7 @@ def moved(question, job, c):
     job = replace(
         job,
         network_gbps=asked.network_gbps,
+        oversubscription=asked.oversubscription,
         context=question.length,
         documents=asked.documents,
         grad_accum=question.batch // part,

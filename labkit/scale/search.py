@@ -259,6 +259,7 @@ def space_of(row, cluster, *, global_batch, spare, uneven, precision, framework=
         raise ValueError(refused)
     job = replace(job, gpu=cluster.device, gpus_per_node=cluster.gpus_per_node)
     job = replace(job, network_gbps=job.gpu.network_gbps, collectives=cluster.collectives)
+    job = replace(job, leaf=cluster.leaf, oversubscription=cluster.oversubscription)
     if not isfinite(spare) or not 0 <= spare < 1:
         raise ValueError(f"spare must be a share of memory, from 0 to less than 1, got {spare}")
     check_given(given, job.shape, cluster, uneven)

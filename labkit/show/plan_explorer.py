@@ -21,6 +21,7 @@ TRAINED = {  # the options of the command: --lora, --train
     "LoRA adapters of rank 8": {"lora": 8},
     "LoRA adapters of rank 16": {"lora": 16},
     "LoRA adapters of rank 64": {"lora": 64},
+    "all but the image encoder": {"train": "decoder"},
     "the output layer": {"train": "head"},
     "the last 2 layers": {"train": "last:2"},
     "the last 4 layers": {"train": "last:4"},

@@ -22,6 +22,18 @@ def test_the_button_answers_as_the_planner_and_a_control_at_once():
     assert shown.image.value == "".join(f"<p>{html.escape(words)}</p>" for words in said)
 
 
+def test_an_image_encoder_is_frozen_as_the_command_says():
+    shown = plan_explorer.explorer()
+    shown.controls["model"].value, shown.controls["gpus"].value = "llava-1.5-7b", 8
+    shown.controls["trained"].value = "all but the image encoder"
+    shown.button.click()
+    said = answer("llava-1.5-7b", gpus=8, gpu="h100-80gb", network=400, train="decoder").sentences()
+    assert shown.image.value == "".join(f"<p>{html.escape(words)}</p>" for words in said)
+    shown.controls["model"].value = "llama3-8b"
+    shown.button.click()
+    assert "the model has none: use all" in shown.message.value
+
+
 @pytest.mark.parametrize(
     ("trained", "option"), [("LoRA adapters of rank 16", {"lora": 16}), ("the last 2 layers", {"train": "last:2"})]
 )
