@@ -78,7 +78,12 @@ def parser():
     add(
         "--train",
         metavar="WHAT",
-        help="all, head (the output layer) or last:N (also N layers); the rest is frozen (default: all)",
+        help="all, decoder (all but an image encoder), head (the output layer), last:N (N layers more) (default: all)",
+    )
+    add(
+        "--documents",
+        metavar="N",
+        help="pack documents of N tokens, or of the lengths in a file, into a sequence (default: one a sequence)",
     )
     add("--json", action="store_true", help="print the answer as JSON")
     add("--list-models", action="store_true", help="list the named models")
@@ -121,6 +126,7 @@ def answer_to(asked):
         spare=number(asked.spare, "spare"),
         lora=count(asked.lora, "lora"),
         train=asked.train,
+        documents=asked.documents,
         stdin=sys.stdin,
         **given,
     )

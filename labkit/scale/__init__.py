@@ -12,6 +12,7 @@
     bert_shapes.py        the same for BERT: no causal mask, other input and output layers
     resnet_shapes.py      the same for ResNets: convolutions, block by block
     vit_shapes.py         the same for vision transformers
+    documents.py          documents packed into sequences: attention's reach, padding's waste
     model_row.py          a model from a row of a table, or from layers=32,hidden=4096,...
     huggingface.py        a model from a config.json of Hugging Face
     job_config.py         a training job from a row of a table, with defaults for missing columns

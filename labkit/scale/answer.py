@@ -15,13 +15,15 @@ import json
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from labkit.scale import constants
 from labkit.scale.answer_text import sentences
 from labkit.scale.bert_shapes import Encoder
 from labkit.scale.cluster import Cluster
+from labkit.scale.cost import predict_step
 from labkit.scale.failures import Fleet, daly, expected, published
 from labkit.scale.intervals import interval
 from labkit.scale.launch_options import launch_options
-from labkit.scale.messages import all_trained
+from labkit.scale.messages import all_trained, uplinks
 from labkit.scale.model_row import whole
 from labkit.scale.plan import bill
 from labkit.scale.quantities import amount, days_until
@@ -96,6 +98,24 @@ class Answer:
         """The smallest of the faster layouts that do not fit, a Found, or None."""
         return self.solved.too_large
 
+    @cached_property
+    def packing(self):
+        """What packing saves in the fastest layout, {name: number}, or None without documents.
+
+        padded_tokens_per_second_per_gpu: of documents, without padding, if each had a sequence.
+        """
+        job = self.best.job
+        if not job.documents:
+            return None
+        alone = predict_step(replace(job, documents=None), constants.values())
+        wasted = job.documents.wasted(job.context)
+        return {
+            "document_tokens": job.documents.mean,
+            "attention_reach": job.documents.reach,
+            "padding": wasted,
+            "padded_tokens_per_second_per_gpu": (1 - wasted) * alone.tokens_per_second,
+        }
+
     def figures(self, found):
         """Return the figures of a Found, all predicted: {name: number or text}."""
         job, cost = found.job, bill(found, self.tokens, self.price)
@@ -155,6 +175,7 @@ class Answer:
             "network_gbps_per_gpu": question.network,
             "batch": question.batch,
             "length": job.context,
+            "packing": self.packing,
             "tokens": self.tokens,
             "layouts": self.rows(),
             "too_large": self.too_large and self.figures(self.too_large),
@@ -170,8 +191,8 @@ class Answer:
 
 def answer(model, gpus=None, gpu=None, network=None, *, cluster=None, tokens=1e12, batch=None,
            length=None, precision=None, stack=None, price=None, deadline=None, spare=0.1,
-           gpus_per_node=None, lora=None, train=None, changes=True, stdin=None,
-           **given):  # fmt: skip
+           gpus_per_node=None, lora=None, train=None, documents=None, changes=True,
+           stdin=None, **given):  # fmt: skip
     """Return the Answer for a model on GPUs of one kind.
 
     model: a name of models.csv, a config.json (a path, its text, or "-" for stdin), the columns of
@@ -181,13 +202,16 @@ def answer(model, gpus=None, gpu=None, network=None, *, cluster=None, tokens=1e1
     default bf16, or fp16 if the GPU lacks it. stack: of stacks.py; by default the fastest of
     STACKS_TRIED. price: of a GPU-hour. deadline: days, or a date. spare: the share of memory that
     stays free. lora: the rank of adapters on all matrices; the model itself is frozen. train:
-    "all", "head" (only the output layer) or "last:4" (also 4 layers); the rest is frozen.
+    "all", "decoder" (all but an image encoder), "head" (only the output layer) or "last:4" (also 4
+    layers); the rest is frozen.
+    documents: tokens of the documents that are packed into a sequence, a number or a file of their
+    lengths (documents.py); by default a sequence is one document.
     changes: whether to plan again with other figures. given: fixed axes and settings, as in
     plan.py. Raises ValueError, one line, for invalid input, if nothing fits, and if no layout of
     all GPUs divides the batch that is given.
     """
     name, row = model_of(model, stdin)
-    part = {"lora": lora, "train": train}
+    part = {"lora": lora, "train": train, "documents": documents}
     row |= {column: value for column, value in part.items() if value is not None}
     cluster = cluster or Cluster.from_dict(
         {"gpu": gpu, "gpus": gpus, "gpus_per_node": gpus_per_node, "network": network}
@@ -242,6 +266,9 @@ def changes_of(solved):
         for factor in (0.5, 2):
             gbps = factor * question.network
             asked[f"a network of {gbps:g} Gbit/s a GPU"] = question.with_network(gbps)
+    if uplinks(best.job, n) > 1:
+        full = replace(question.cluster, oversubscription=1.0)
+        asked["a network without oversubscription"] = replace(question, cluster=full)
     batches = {2 * batch, *([batch // 2] if batch % 2 == 0 else [])}
     batches |= set(nearest_batches(batch, {n})) if batch % n and n < batch else set()
     for other in sorted(batches - {batch}):
@@ -287,16 +314,26 @@ def useful_share(gpus):
 def model_flops(job):
     """Return the FLOPs of a token, forward and backward, without recomputation.
 
-    Attention is counted without the mask's saving: Chowdhery et al., PaLM, 2022, appendix B. With
-    LoRA, weights have no gradient, and adapters are left out. Frozen layers before all that are
-    trained have no backward.
+    Attention is counted without the mask's saving: Chowdhery et al., PaLM, 2022, appendix B; of
+    packed documents only inside each. With LoRA, weights have no gradient, and adapters are left
+    out. Frozen layers before all that are trained have no backward.
     """
-    shape, context = job.shape, job.context
+    shape, context = job.shape, job.reach
     scores = shape.layers * shape.attention_flops(context)
     forward = shape.forward_flops(context) + (0 if isinstance(shape, Encoder) else scores)
+    images = image_flops(job)
     if job.last is not None:
         head = 2 * shape.head_weights
         back = 2 * (forward - head) * job.last / shape.layers
-        return forward + back + (job.head_passes - 1) * head
+        return forward + back + (job.head_passes - 1) * head + images
     spared = shape.forward_flops(context) - scores if job.lora else 0
-    return 3 * forward - spared
+    return 3 * forward - spared + images
+
+
+def image_flops(job):
+    """Return the FLOPs of a job's images, forward and backward, divided over all its tokens."""
+    encoder = job.shape.vision
+    if not encoder:
+        return 0.0
+    each = (1 if job.part else 3) * encoder.image_flops() + 6 * encoder.tokens * encoder.projector
+    return job.shape.images * each / job.context

@@ -7,7 +7,7 @@
 from labkit.scale.explain import KINDS
 from labkit.scale.intervals import interval
 from labkit.scale.job_config import SCHEDULES
-from labkit.scale.messages import all_trained
+from labkit.scale.messages import all_trained, uplinks
 from labkit.scale.vit_shapes import ViT
 
 RECOMPUTE = {
@@ -60,6 +60,7 @@ def sentences(answer):
     """Return the sentences of an Answer."""
     lines = [heading(answer)]
     lines += [ranked(answer, rank) for rank in range(len(answer.ranked))]
+    lines += [packed(answer)] if answer.packing else []
     lines += [large(answer)] if answer.too_large else []
     lines += [change(answer, one) for one in answer.changes]
     lines += [stack(answer, name, one) for name, one in answer.others.items()]
@@ -72,16 +73,31 @@ def heading(answer):
     active = job.shape.active_parameters
     size = f"{billions(job.shape.parameters)} parameters"
     size += f" ({billions(active)} of them met by a token)" if job.shape.experts > 1 else ""
-    if job.part:
+    if job.shape.vision:
+        size += f" ({billions(job.shape.vision.parameters)} of them in the image encoder)"
+    if job.part == "decoder":
+        size += f", of which {billions(all_trained(job)[0])}, all but the encoder, are trained"
+    elif job.part:
         size += f", frozen, with {billions(all_trained(job)[0])} {part(job)}"
     gpus = question.cluster.gpus
     nodes = f"{job.gpus_per_node} a node, {question.network:g} Gbit/s a GPU"
+    leaves = uplinks(job, gpus)
     where = f"{gpus:,} x {job.gpu.name}" + (f", {nodes}" if gpus > job.gpus_per_node else "")
+    where += f", {job.leaf} nodes a leaf switch, oversubscribed {leaves:g}:1" if leaves > 1 else ""
     samples = "images" if isinstance(job.shape, ViT) else "sequences"
     return (
         f"{answer.name}, {size}, on {where}: {question.batch:,} {samples} of {job.context:,} "
-        f"tokens a step, {job.precision}, {job.stack.name}. All figures are predicted."
+        f"tokens a step{images(job.shape)}, {job.precision}, {job.stack.name}. "
+        "All figures are predicted."
     )
+
+
+def images(shape):
+    """Return the phrase of a sequence's images."""
+    if not shape.vision:
+        return ""
+    count = "an image" if shape.images == 1 else f"{shape.images} images"
+    return f", each with {count} of {shape.vision.tokens} tokens"
 
 
 def part(job):
@@ -130,6 +146,20 @@ def loses(answer, found):
     if slower < 0:
         return f"takes {-slower:.1%} less time, within the error, but has more pipeline stages"
     return f"loses {slower:.1%} of a step, most to {part} ({theirs[part] - mine[part]:+.2g} s)"
+
+
+def packed(answer):
+    """Return the sentence about packed documents, and what padding would cost instead."""
+    told, base = answer.packing, answer.best.step.tokens_per_second
+    job, padded = answer.best.job, told["padded_tokens_per_second_per_gpu"]
+    share = job.shape.attention_flops(job.reach) / job.shape.attention_flops(job.context)
+    return (
+        f"Packed: {job.context / told['document_tokens']:.3g} documents of "
+        f"{told['document_tokens']:,.0f} tokens a sequence; attention inside each takes "
+        f"{share:.2g} of its FLOPs. One document a sequence, padded, would waste "
+        f"{told['padding']:.0%} of the tokens: {padded:,.0f} useful tokens/s a GPU "
+        f"({padded / base - 1:+.0%})."
+    )
 
 
 def large(answer):

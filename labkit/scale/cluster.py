@@ -7,6 +7,8 @@
     node_gbs: 300         # 10^9 byte/s of a GPU to its node, in one direction
     memory_gib: 39.4      # GiB of a GPU
     host_gib: 512         # GiB of a node's host, for optimizer states
+    leaf: 16              # nodes below a leaf switch; without it, all of them
+    oversubscription: 2   # bandwidth of a leaf's nodes over that of its uplinks; needs leaf
     collectives: auto     # the algorithm of collectives: see collectives.py
     confirmed: true       # unusual figures are correct: these A100 have half of their 80 GB
 
@@ -38,8 +40,9 @@ class Cluster:
     gpu: a name, or a GPU. gpus_per_node: by default that of the GPU. network_gbps: 10^9 bit/s of a
     node, all adapters together; by default it grows with gpus_per_node. node_gbs: 10^9 byte/s of a
     GPU to its node, one direction. memory_gib: GiB of a GPU. host_gib: GiB of a node's host, for
-    optimizer states; None: they stay on the GPUs. confirmed: unusual figures are correct.
-    collectives: an algorithm of collectives.py.
+    optimizer states; None: they stay on the GPUs. leaf: nodes below a leaf switch; None: all.
+    oversubscription: of the leaf switches' uplinks, at least 1. confirmed: unusual figures are
+    correct. collectives: an algorithm of collectives.py.
     Raises ValueError, one line, for an unknown GPU, an impossible figure, and one that looks like a
     wrong unit, unless it is confirmed.
     """
@@ -53,6 +56,8 @@ class Cluster:
     host_gib: float | None = None
     confirmed: bool = False
     collectives: str = "auto"
+    leaf: int | None = None
+    oversubscription: float = 1.0
 
     def __post_init__(self):
         if type(self.confirmed) is not bool:
@@ -60,7 +65,8 @@ class Cluster:
         usual = find_gpu(self.gpu)
         if self.gpus_per_node is None:
             object.__setattr__(self, "gpus_per_node", usual.gpus_per_node)
-        for name in ("gpus", "gpus_per_node"):
+        self.check_leaves()
+        for name in ("gpus", "gpus_per_node", *(["leaf"] if self.leaf is not None else [])):
             count = number(name, said := getattr(self, name))
             if not isfinite(count) or count < 1 or count != int(count):
                 raise ValueError(f"{name} must be a whole number of at least 1, got {said}")
@@ -77,6 +83,20 @@ class Cluster:
                 continue
             if name != "network_gbps" or not 1 <= told <= FASTEST * self.gpus_per_node:
                 ask_for_the_unit(name, told, self.usual)
+
+    def check_leaves(self):
+        """Raise ValueError for an impossible oversubscription, and for one without leaf."""
+        factor = number("oversubscription", said := self.oversubscription)
+        if not 1 <= factor <= 60:  # YAML reads 2:1 as 121
+            raise ValueError(
+                "oversubscription must be a number from 1 (full bandwidth) to 60, such as 2 for "
+                f"2:1, got {said}"
+            )
+        if factor > 1 and self.leaf is None:
+            raise ValueError(
+                f"oversubscription={factor:g} needs leaf, the nodes below a leaf switch, such as 16"
+            )
+        object.__setattr__(self, "oversubscription", factor)
 
     @classmethod
     def from_dict(cls, told):

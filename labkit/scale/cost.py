@@ -7,6 +7,7 @@
                 ZB-H1: minus the gradients of the weights, W, twice, of each stage but the slowest
     hand-overs  of each micro-batch, and while the pipeline fills and drains
     frozen      a layer before all that are trained costs its forward, and keeps nothing
+    images      the layers of an image encoder, before those of the decoder
     step        pipeline + exposed gradient messages + the optimizer, which with offload also moves
                 its states over the bus and back
 
@@ -61,6 +62,8 @@ def predict_step(job, c):
     by_part, head = mean_parts(job, c), head_seconds(job, c)
     layer = sum(by_part.values())
     work = [layers * layer + heads * head for layers, heads, _ in job.stages]
+    images = image_seconds(job, c)
+    work[0] += images
     slowest = work.index(max(work))
     layers, heads, _ = job.stages[slowest]
     bubble = (sum(work) - work[slowest]) / job.vpp
@@ -69,12 +72,38 @@ def predict_step(job, c):
         bubble -= 2 * (sum(filled) - filled[slowest])
     parts = {name: job.grad_accum * layers * seconds for name, seconds in by_part.items()}
     parts["output layer"] = job.grad_accum * heads * head
+    if images:  # on one stage: stacks.py
+        parts["image encoder"] = job.grad_accum * images
     parts["hand-overs"] = hand_over_seconds(job, c)
     parts["bubble"] = bubble
     busy = layers * layer if job.last is None else job.last * layer_seconds(job, c)
     parts["gradients"] = gradient_seconds(job, c, busy)
     parts["optimizer"] = optimizer_seconds(job) + 1e-3 * c["once"] * job.stack.balances
     return Step(parts, job.step_tokens / job.n_gpus / sum(parts.values()))
+
+
+def image_job(job):
+    """Return the job of a job's image encoder alone, with its images as sequences."""
+    encoder = job.shape.vision
+    alone = {"shape": encoder, "context": encoder.positions, "documents": None}
+    alone |= {"lora": 0, "last": None, "only_decoder": False}
+    return replace(job, micro_batch=job.micro_batch * job.shape.images, **alone)
+
+
+def image_seconds(job, c):
+    """Return the seconds of the image encoder and its projector for one micro-batch.
+
+    A frozen encoder has only its forward; 0 without an encoder.
+    """
+    if not job.shape.vision:
+        return 0.0
+    alone = image_job(job)
+    layer = frozen_parts(alone, c) if job.part else layer_parts(alone, c)
+    passes = 1 if job.part else 3
+    tokens = alone.micro_batch * alone.shape.tokens
+    patches = passes * alone.tokens * alone.shape.patch_weights
+    flops = 2 * (patches + 3 * tokens * alone.shape.projector) / job.tp
+    return alone.shape.layers * sum(layer.values()) + flops / of_job(job, job.dtype, c)
 
 
 def optimizer_seconds(job):
@@ -208,7 +237,7 @@ def other_seconds(job, c):
     The last are part of the memory traffic: scores that attention stores if it is not fused.
     """
     shape, tokens = job.shape, job.tokens
-    flops = shape.attention_flops(job.context) / job.tp * tokens
+    flops = shape.attention_flops(job.reach) / job.tp * tokens
     traffic = "traffic_fused" if job.fused else "traffic"
     scores = 0 if job.flash else 12 * shape.heads * job.context
     moved = shape.moved_bytes() * (1 if job.compiled else c[traffic])

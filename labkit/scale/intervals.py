@@ -86,6 +86,10 @@ def interval(job, c=None, without=None):
         warnings.append("no published row has experts")
     if job.part:
         warnings.append("no published row trains a part of the model")
+    if job.shape.vision:
+        warnings.append("no published row has an image encoder")
+    if job.documents:
+        warnings.append("no published row says how long its packed documents are")
     if predict_memory(job, c).total > CRAWL * job.gpu.memory_gib:
         warnings.append(CRAWLED)
     return predicted * ratios[cut], predicted * ratios[-1 - cut], rows, "; ".join(warnings)

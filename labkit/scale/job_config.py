@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from labkit.scale.collectives import check_algorithm
+from labkit.scale.documents import Documents, documents_of
 from labkit.scale.hardware import GPU, find_gpu
 from labkit.scale.model_row import number, shape_of, text, whole
 from labkit.scale.shapes import Shape
@@ -43,7 +44,9 @@ class Job:
     schedule: a key of SCHEDULES, for pipelines; 1F1B is interleaved if vpp > 1. collectives: a key
     of ALGORITHMS, for all messages. lora: the rank of adapters, which alone are trained; 0: none.
     last: the number of last layers that are trained, with the output layer unless it is the
-    embedding, while all others are frozen; None: no layer is frozen.
+    embedding, while all others are frozen; None: no layer is frozen. documents: packed into the
+    sequences; None: a sequence is one document. only_decoder: the image encoder is frozen, all else
+    is trained. leaf: nodes below a leaf switch; None: all. oversubscription: of its uplinks.
     """
 
     shape: Shape
@@ -71,18 +74,32 @@ class Job:
     collectives: str = "auto"
     lora: int = 0
     last: int | None = None
+    documents: Documents | None = None
+    only_decoder: bool = False
+    leaf: int | None = None
+    oversubscription: float = 1.0
 
     @property
     def part(self):
-        """What is trained of the model: "lora", "train" for the last layers, "" for all of it."""
+        """What is trained of the model: "lora", "train" for the last layers, "" for all of it.
+
+        "decoder" if only the image encoder is frozen, as it is in all but the last.
+        """
         if self.lora:
             return "lora"
-        return "" if self.last is None else "train"
+        if self.last is not None:
+            return "train"
+        return "decoder" if self.only_decoder else ""
 
     @property
     def tokens(self):
         """Tokens of one micro-batch on one rank."""
         return self.micro_batch * self.context / self.cp
+
+    @property
+    def reach(self):
+        """Tokens among which a token attends: its sequence, or the document of a mean token."""
+        return self.documents.reach if self.documents else self.context
 
     @property
     def step_tokens(self):
@@ -112,10 +129,12 @@ class Job:
         """Return what is trained of parameters, `experts` of them in experts, in `layers` layers.
 
         (parameters, of which in experts): with LoRA those of the adapters, with `last` those of the
-        last layers and of the output layer, else all.
+        last layers and of the output layer, else all. An image encoder is part of `parameters`.
         """
         if not self.part:
             return parameters, experts
+        if self.part == "decoder":
+            return parameters - self.shape.vision.parameters, experts
         found, own = self.trained_in_layer
         if self.lora:
             return layers * found, layers * own
@@ -134,7 +153,7 @@ class Job:
 
         The gradient of its input is needed if a layer is trained, that of the matrix if that is.
         """
-        if not self.part:
+        if self.part in ("", "decoder"):
             return 3
         return 1 + (self.last != 0) + (not self.lora and not self.shape.tied)
 
@@ -201,7 +220,7 @@ def job_of(row):
         check_divides("ep", ep, {"dp": layout["dp"]})
     check_divides("ep", ep, {"experts": shape.experts})
     micro_batch, grad_accum = batches_of(row, layout["dp"] * layout["replicas"])
-    return Job(
+    job = Job(
         shape=shape,
         gpu=gpu,
         network_gbps=network_of(row, gpu),
@@ -220,13 +239,35 @@ def job_of(row):
         collectives=collectives,
         lora=whole(row, "lora", 0, least=0),
         last=last_of(row, shape, layout["pp"]),
+        leaf=whole(row, "leaf"),
+        oversubscription=number(row, "oversubscription", 1.0),
+        documents=documents_of(text(row, "documents"), context),
+        only_decoder=text(row, "train").lower() == "decoder",
     )
+    if job.documents:
+        check_packing(job)
+    return job
+
+
+def check_packing(job):
+    """Raise ValueError if the attention of a job cannot be kept inside documents."""
+    if isinstance(job.shape, ViT):
+        raise ValueError("documents are of text, but a vision transformer has images: leave it out")
+    if not job.flash:
+        raise ValueError(
+            f"documents needs FlashAttention, which {job.stack.name} on {job.gpu.name} does not "
+            "have: leave it out, or use another stack or GPU"
+        )
 
 
 def last_of(row, shape, pp):
     """Return how many of the last layers a row trains: head is 0, last:4 is 4, all is None."""
     said = text(row, "train").lower()
-    if said in ("", "all"):
+    if said == "decoder" and not shape.vision:
+        raise ValueError("train=decoder freezes an image encoder, but the model has none: use all")
+    if said not in ("", "all") and whole(row, "lora", 0, least=0):
+        raise ValueError("lora and train cannot be combined: use one of them")
+    if said in ("", "all", "decoder"):
         return None
     found = re.fullmatch(r"head|last:([1-9]\d*)", said)
     last = int(found[1] or 0) if found else -1
@@ -239,8 +280,6 @@ def last_of(row, shape, pp):
             "train=head trains nothing: the output layer is the embedding (tied), which is frozen; "
             "use train=last:1 or lora"
         )
-    if whole(row, "lora", 0, least=0):
-        raise ValueError("lora and train cannot be combined: use one of them")
     if pp > 1:
         raise ValueError(f"pp={pp} does not run with train: use pp=1")
     return last

@@ -16,7 +16,8 @@ from labkit.scale.vit_shapes import ViT
 def launch_options(job):
     """Return the lines that run the job on its stack: a list of text."""
     lines = BY_STACK.get(job.stack.name, plain)(job)
-    return [*lines, PARTS[job.part](job)] if job.part else lines
+    lines += [PARTS[job.part](job)] if job.part else []
+    return [*lines, PACKING.get(job.stack.name, PADDING_FREE)(job)] if job.documents else lines
 
 
 def last_layers(job):
@@ -30,11 +31,30 @@ def adapters(job):
     """Return the line that adds a job's LoRA adapters to the model."""
     if job.stack.name == "megatron":
         return f"# Megatron Bridge, of the recipe: peft = LoRA(dim={job.lora})"
-    config = f'LoraConfig(r={job.lora}, target_modules="all-linear")'
+    but = ', exclude_modules=".*vision_tower.*"' if job.shape.vision else ""
+    config = f'LoraConfig(r={job.lora}, target_modules="all-linear"{but})'
     return f"# Hugging Face's PEFT: model = get_peft_model(model, {config})"
 
 
-PARTS = {"lora": adapters, "train": last_layers}
+def decoder(job):
+    """Return the line that freezes an image encoder."""
+    return "# before wrapping: model.vision_tower.requires_grad_(False)"
+
+
+PARTS = {"lora": adapters, "train": last_layers, "decoder": decoder}
+
+
+def packs(line):
+    """Return the function of a job that returns its line about packed documents."""
+    return lambda job: f"# packed documents: {line.format(job.context)}"
+
+
+PADDING_FREE = packs('DataCollatorWithFlattening() and attn_implementation="flash_attention_2"')
+PACKING = {  # PADDING_FREE is of Hugging Face's transformers
+    "megatron": packs("Megatron Bridge's PackedSequenceSpecs(packed_sequence_size={})"),
+    "torchtitan": packs('FlexAttention and attn_mask_type="block_causal" of the model'),
+    "nanotron": packs("_use_doc_masking: true of the model"),
+}
 
 
 def torchrun(job, script):

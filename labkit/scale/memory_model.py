@@ -14,8 +14,9 @@ recomputation saves nothing. The first stage also has the embeddings, and the la
 result is the peak of the stage that needs most. ZeRO shards over dp: optimizer states (1),
 gradients (2), parameters (3). Offloaded states are in host memory. With LoRA only adapters have
 gradients and states; activations stay, because an adapter needs the input of its layer. If only the
-last layers are trained, those before them keep no activations. Without sequence parallelism, the
-inputs of norms and of the products behind them are complete on each rank of tp.
+last layers are trained, those before them keep no activations. An image encoder that is trained
+keeps those of its layers, a frozen one those of a layer in its forward. Without sequence
+parallelism, the inputs of norms and of the products behind them are complete on each rank of tp.
 Rajbhandari et al., ZeRO, SC 2020, section 3; Korthikanti et al., Reducing Activation
 Recomputation, MLSys 2023, section 4; Narayanan et al., SC 2021, section 2.2 (1F1B, interleaved);
 Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, section 2.1 (ZB-H1).
@@ -23,7 +24,7 @@ Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, section 2.1 (ZB-H1).
 
 from dataclasses import dataclass, replace
 
-from labkit.scale.cost import away, device_seconds, host_seconds
+from labkit.scale.cost import away, device_seconds, host_seconds, image_job
 from labkit.scale.messages import crosses
 from labkit.scale.recomputation import kept_share, of_attention
 
@@ -98,6 +99,7 @@ def stage_peak(job, c, stage, has):
     if job.last is not None:  # at least the forward of one layer
         activations = max(job.last * held, kept(replace(job, recompute="none"), c))
     shape, tokens = job.shape, job.tokens
+    activations = with_images(job, c, activations * tokens)
     ends = embedding + head - (shape.tied and embedding and head)
     parameters = layers * shape.layer_parameters + ends * shape.embedding_parameters
     parameters += embedding * shape.input_parameters + head * shape.head_parameters
@@ -117,7 +119,7 @@ def stage_peak(job, c, stage, has):
     return Peak(
         states=(states - waiting + frozen_bytes(job, parameters, experts, layers)) / GIB,
         gathered=2 * gathered / GIB,
-        activations=activations * tokens / GIB,
+        activations=activations / GIB,
         logits=logits / GIB,
         runtime=c["runtime"],
         host=waiting * job.gpus_per_node / GIB,
@@ -125,6 +127,19 @@ def stage_peak(job, c, stage, has):
         limit=c["limit"],
         runs=all(blocks for _, _, blocks in job.stages),
     )
+
+
+def with_images(job, c, activations):
+    """Return the bytes of activations of a decoder, with those of its image encoder if it has one.
+
+    A frozen encoder frees its own before the decoder begins.
+    """
+    if not job.shape.vision:
+        return activations
+    alone = image_job(job)
+    if job.part:
+        return max(activations, alone.tokens * kept(replace(alone, recompute="none"), c))
+    return activations + alone.shape.layers * alone.tokens * kept(alone, c)
 
 
 def frozen_bytes(job, parameters, experts, layers):

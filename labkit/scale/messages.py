@@ -6,6 +6,9 @@
     dp     gradients, in the buckets of the stack; FSDP's parameters, layer by layer
     pp     activations to the next stage
 
+A group that spans more nodes than a leaf switch has the bandwidth of its adapters, divided by the
+oversubscription of the uplinks. This assumes ranks in no order of leaves, so that most bytes cross
+the uplinks. A ring in the order of leaves crosses each uplink once, and is faster.
 What runs beside other work costs the longer of both, plus the share `exposed` of the shorter.
 Narayanan et al., SC 2021, section 3; Rajbhandari et al., DeepSpeed-MoE, ICML 2022 (all-to-all).
 """
@@ -35,8 +38,14 @@ def links(job, size, stride, c):
     nodes = ceil(size / members)
     share = min(1.0, members / job.gpus_per_node)
     network = 1e9 / 8 * job.network_gbps * share * NETWORK_SHARE
-    network /= 1 + c["crowding"] * log2(nodes)
+    network /= (1 + c["crowding"] * log2(nodes)) * uplinks(job, size * stride)
     return size, members, nodes, 1e9 * job.gpu.node_gbs, network, job.gpu.hop
+
+
+def uplinks(job, gpus):
+    """Return by how much the bandwidth between nodes is divided in a group over `gpus` GPUs."""
+    nodes = ceil(gpus / job.gpus_per_node)
+    return 1.0 if job.leaf is None or nodes <= job.leaf else job.oversubscription
 
 
 def gather_seconds(job, size, stride, total, c, op="all_gather"):
@@ -93,6 +102,7 @@ def expert_seconds(job, c):
     stride = 1 if job.whole_experts else job.tp * job.cp
     ranks, members, nodes, *_, hop = links(job, job.ep, stride, c)
     adapter = 1e9 / 8 * job.network_gbps / job.gpus_per_node * NETWORK_SHARE
+    adapter /= uplinks(job, job.ep * stride)
     node = 1e9 * job.gpu.node_gbs * NODE_SHARE
     crossing = 1.0
     if job.stack.once_a_node:  # a token goes once to each node that has one of its experts
@@ -184,7 +194,7 @@ def hand_over(job):
     if job.pp == 1:
         return 0.0
     inside = not crosses(job)
-    share = job.network_gbps / 8 / job.gpus_per_node * NETWORK_SHARE
+    share = job.network_gbps / 8 / job.gpus_per_node * NETWORK_SHARE / uplinks(job, job.n_gpus)
     bandwidth = 1e9 * (job.gpu.node_gbs * NODE_SHARE if inside else share)
     total = 2 * job.tokens * job.shape.hidden / (job.tp if job.stack.sequence else 1)
     hop = RINGS["Simple"][0 if inside else 1] if job.gpu.hop is None else job.gpu.hop

@@ -10,8 +10,10 @@ it is deep. If params is far more than a dense network has, the number of expert
 explains it, with top_k 2. architecture="encoder" means BERT with the head for masked words, which
 processes all words; "vit" a vision transformer. latent_...: the widths of latent attention
 (shapes.py); lora: the rank of adapters, the only trained parameters; train: head or last:N, the
-layers that are trained (job_config.py); other columns are fields of Shape. An impossible value
-raises ValueError, which names the column.
+layers that are trained (job_config.py); documents: tokens of the documents that are packed into a
+sequence (documents.py); vision: clip or siglip, an image encoder before the decoder, with its sizes
+in vision_...; projector: parameters between the two; images: of each sequence. Other columns are
+fields of Shape. An impossible value raises ValueError, which names the column.
 """
 
 import csv
@@ -23,7 +25,7 @@ from pathlib import Path
 
 from labkit.scale.bert_shapes import Encoder
 from labkit.scale.shapes import Latent, Shape
-from labkit.scale.vit_shapes import ViT, tokens_of_image
+from labkit.scale.vit_shapes import ImageEncoder, ViT, tokens_of_image
 
 MODELS = Path(__file__).with_name("models.csv")
 VOCAB, HEAD_WIDTH, ASPECT = 51200, 128, 128
@@ -39,8 +41,11 @@ MODEL = (
     "gated", "experts", "top_k", *PARTS, "positions", "norms", "biases", "qkv_biases", "qk_norms",
     "latent_queries", "latent_keys", "latent_plain", "latent_rotated", "latent_value",
     "image", "patch", "channels", "classes",
+    "vision", "vision_layers", "vision_hidden", "vision_heads", "vision_ffn", "vision_image",
+    "vision_patch", "vision_tokens", "projector", "images",
 )  # fmt: skip
-KNOWN = ("model", *MODEL, "lora", "train", "seq_len", "global_batch", "source")
+ASKED = ("lora", "train", "documents")  # of the training, not of the model
+KNOWN = ("model", *MODEL, *ASKED, "seq_len", "global_batch", "source")
 ARCHITECTURES = ("", "decoder", "encoder", "vit")
 FLAGS = {"true": (True,), "false": (False,), "": ()}
 HUB_NAMES = {  # how names on huggingface.co differ from those of models.csv
@@ -155,7 +160,7 @@ def shape_of(row, context):
     if encoder:
         ends = {"positions": max(context, POSITIONS), "masked_words": True}
         return Encoder(**given, ffn=ffn or 4 * hidden, **ends)
-    given |= parts_of(row)
+    given |= parts_of(row) | images_of(row, context)
     tied = flags(row, "tied") or (True, False)
     gated = (False, True) if ffn and parameters else (bool(ffn) and ffn != 4 * hidden,)
     gated = flags(row, "gated") or gated
@@ -205,6 +210,38 @@ def parts_of(row):
             value=whole(row, "latent_value", HEAD_WIDTH),
         )
     return found
+
+
+def images_of(row, context):
+    """Return {field of Shape: value} of a row with an image encoder, and {} without one.
+
+    Raises ValueError if the images are longer than the sequence.
+    """
+    kind = text(row, "vision").lower()
+    if not kind:
+        return {}
+    if kind not in ("clip", "siglip"):
+        raise ValueError(f"vision must be clip or siglip, got {kind!r}")
+    names = ("layers", "hidden", "heads", "ffn", "image", "patch")
+    sizes = {name: whole(row, f"vision_{name}") for name in names}
+    if missing := [name for name, size in sizes.items() if size is None]:
+        raise ValueError(f"vision_{missing[0]} is missing: a model with images needs it")
+    patches = tokens_of_image(sizes["image"], sizes["patch"]) - 1
+    tokens, images = whole(row, "vision_tokens", patches), whole(row, "images", 1)
+    if images * tokens > context:
+        raise ValueError(
+            f"images={images} of {tokens} tokens are longer than a sequence of {context}: use "
+            f"a length of at least {images * tokens}, or fewer images"
+        )
+    encoder = ImageEncoder(
+        **sizes,
+        kv_heads=sizes["heads"],
+        class_token=kind == "clip",
+        positions=patches + (kind == "clip"),
+        tokens=tokens,
+        projector=whole(row, "projector", 0, least=0),
+    )
+    return {"vision": encoder, "images": images}
 
 
 def vit_of(row):

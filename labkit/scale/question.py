@@ -132,9 +132,14 @@ def solve(question, like=()):
 def moved(question, job, c):
     """Return the Found of a job of another question in this one, or None if it does not fit."""
     part = job.dp * job.replicas * job.micro_batch
-    network = question.space.job.network_gbps
+    asked = question.space.job
     job = replace(
-        job, network_gbps=network, context=question.length, grad_accum=question.batch // part
+        job,
+        network_gbps=asked.network_gbps,
+        oversubscription=asked.oversubscription,
+        context=question.length,
+        documents=asked.documents,
+        grad_accum=question.batch // part,
     )
     interleaved = job.vpp > 1 and job.grad_accum % job.pp
     if question.batch % part or interleaved or question.length % job.cp:

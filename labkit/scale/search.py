@@ -37,7 +37,7 @@ from labkit.scale.memory_model import (
     state_bytes,
 )
 from labkit.scale.messages import all_trained
-from labkit.scale.model_row import ARCHITECTURES, MODEL, NOT_PLANNED, text
+from labkit.scale.model_row import ARCHITECTURES, ASKED, MODEL, NOT_PLANNED, text
 from labkit.scale.validate_args import PRECISIONS, check_given, divisors, schedules_of
 
 LEAST_TOKENS = 1024
@@ -86,7 +86,7 @@ class Space:
     def layouts(self, n):
         """Yield jobs on n GPUs with all combinations of axes and ZeRO stages."""
         shape, node = self.job.shape, min(n, self.job.gpus_per_node)
-        for tp in self.free("tp", divisors(gcd(node, shape.heads, shape.kv_heads, shape.ffn))):
+        for tp in self.free("tp", divisors(gcd(node, *shape.divided_by_tp.values()))):
             for pp in self.free("pp", divisors(n // tp) if n % tp == 0 else ()):
                 if pp > shape.layers or not (self.uneven or shape.layers % pp == 0):
                     continue
@@ -243,7 +243,7 @@ def space_of(row, cluster, *, global_batch, spare, uneven, precision, framework=
     architecture = text(row, "architecture").lower()
     if architecture not in ARCHITECTURES:
         raise ValueError(NOT_PLANNED.format(architecture))
-    kept = {name: row.get(name) for name in (*MODEL, "lora", "train", "seq_len")}
+    kept = {name: row.get(name) for name in (*MODEL, *ASKED, "seq_len")}
     if precision == "free":
         precision = "fp8" if "fp8" in cluster.device.tflops else "bf16"
     if not any(dtype in precision.lower() for dtype in PRECISIONS):
@@ -253,10 +253,13 @@ def space_of(row, cluster, *, global_batch, spare, uneven, precision, framework=
     kept |= {"gpu": cluster.gpu, "n_gpus": 1, "precision": precision}
     kept |= {"framework": framework, "stack": stack}
     job = job_of(kept)
-    if refused := job.stack.refuses_part(job):
+    if refused := job.stack.refuses_part(
+        replace(job, **{n: given.get(n, 1) for n in ("pp", "cp")})
+    ):
         raise ValueError(refused)
     job = replace(job, gpu=cluster.device, gpus_per_node=cluster.gpus_per_node)
     job = replace(job, network_gbps=job.gpu.network_gbps, collectives=cluster.collectives)
+    job = replace(job, leaf=cluster.leaf, oversubscription=cluster.oversubscription)
     if not isfinite(spare) or not 0 <= spare < 1:
         raise ValueError(f"spare must be a share of memory, from 0 to less than 1, got {spare}")
     check_given(given, job.shape, cluster, uneven)

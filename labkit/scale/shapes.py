@@ -63,7 +63,8 @@ class Shape:
     heads. window: keys that a token attends to, in windowed_layers of the layers. latent: a Latent,
     or None. shared_ffn: width of all shared experts together. dense_layers: the layers that have
     one network, of width dense_ffn, instead of experts. norms: of a layer. qkv_biases: only there.
-    qk_norms: norms of each head's query and key.
+    qk_norms: norms of each head's query and key. vision: an ImageEncoder of vit_shapes.py, or None;
+    images: that pass through it, of each sequence.
     Raises ValueError if a number is not positive or the heads do not divide.
     """
 
@@ -89,6 +90,8 @@ class Shape:
     norms: int = 2
     qkv_biases: bool = False
     qk_norms: bool = False
+    vision: object = None
+    images: int = 1
 
     def __post_init__(self):
         for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "experts", "top_k"):
@@ -187,8 +190,21 @@ class Shape:
 
     @cached_property
     def input_parameters(self):
-        """Parameters of the input layers without the word embedding."""
-        return self.positions * self.hidden
+        """Parameters of the input layers without the word embedding, with those of an encoder."""
+        return self.positions * self.hidden + self.vision_parameters
+
+    @cached_property
+    def vision_parameters(self):
+        """Parameters of the image encoder and its projector; 0 without one."""
+        return self.vision.parameters + self.vision.projector if self.vision else 0
+
+    @cached_property
+    def divided_by_tp(self):
+        """{name: count} of what the ranks of tp must divide."""
+        names = ("heads", "kv_heads", "ffn")
+        found = {name: getattr(self, name) for name in names}
+        encoder = self.vision.divided_by_tp if self.vision else {}
+        return found | {f"vision_{name}": count for name, count in encoder.items()}
 
     @cached_property
     def head_parameters(self):

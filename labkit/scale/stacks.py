@@ -58,7 +58,7 @@ class Stack:
     selective: str = "op"  # what it recomputes: every "op" but some, or the core of "attention"
     stops_early: bool = False  # recomputation ends at the last tensor that is needed
     balances: bool = False  # stages by FLOPs, not layers; each layer is launched from Python
-    parts: tuple = ()  # what it trains of a frozen model: "lora", "train" (Job.part)
+    parts: tuple = ()  # what it trains of a frozen model (Job.part); "decoder": has encoders, too
     offloads_gradients: bool = False  # to host memory, with the optimizer states
     live: float | None = None  # parameters that ZeRO-3 keeps gathered at most, or one embedding
     logit_bytes: int | None = None  # kept for each logit; None: the constant logits_held
@@ -85,6 +85,11 @@ class Stack:
 
     def refuses_part(self, job):
         """Return "" if the stack trains the job's part of a model, else a line."""
+        if job.shape.vision and "decoder" not in self.parts:
+            known = ", ".join(one.name for one in STACKS.values() if "decoder" in one.parts)
+            return f"{self.name} is not planned with an image encoder: use {known}"
+        if job.shape.vision and max(job.pp, job.cp) > 1:
+            return f"pp={job.pp} and cp={job.cp} are not planned with an image encoder: use 1"
         if job.part and job.part not in self.parts:
             known = ", ".join(stack.name for stack in STACKS.values() if job.part in stack.parts)
             return f"{self.name} does not run {job.part}: use {known}"
@@ -107,7 +112,7 @@ TORCH_FSDP = Stack(
     states=FULL,
     hides_gradients=(0, 1, 2),
     stops_early=True,
-    parts=("lora", "train"),  # adapters of Hugging Face's PEFT
+    parts=("lora", "train", "decoder"),  # adapters of Hugging Face's PEFT
 )
 LLM_FOUNDRY = Stack(
     name="llm-foundry",
@@ -173,7 +178,7 @@ DEEP_SPEED = Stack(
     selective="attention",
     offloads_gradients=True,
     live=1e9,  # stage3_max_live_parameters
-    parts=("lora", "train"),  # adapters of Hugging Face's PEFT
+    parts=("lora", "train", "decoder"),  # adapters of Hugging Face's PEFT
 )
 NANOTRON = Stack(
     name="nanotron",

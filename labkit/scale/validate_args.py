@@ -41,8 +41,7 @@ def check_given(given, shape, cluster, uneven):
         way = "the product must be as many" if whole else f"it must divide {gpus}"
         raise ValueError(f"{product} = {ranks} ranks, but there are {gpus} GPUs: {way}")
     tp, pp, thin = (given.get(name, 1) for name in ("tp", "pp", "vpp"))
-    divided = {name: getattr(shape, name) for name in ("heads", "kv_heads", "ffn")}
-    for name, size in (divided | {"gpus_per_node": node}).items():
+    for name, size in (shape.divided_by_tp | {"gpus_per_node": node}).items():
         if size % tp:
             raise ValueError(f"tp={tp} does not divide {name}={size}")
     if shape.experts % given.get("ep", 1):

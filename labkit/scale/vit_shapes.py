@@ -6,8 +6,10 @@
     tokens of an image    (side / p)^2 + 1
     parameters            12 h^2 a layer + (3 p^2 + tokens + classes) h: ViT-B/16 has 86,567,656
 
-Only the class token passes through the head, so its products are divided over all tokens.
-Dosovitskiy et al., An Image is Worth 16x16 Words, ICLR 2021, section 3.1 and table 1.
+Only the class token passes through the head, so its products are divided over all tokens. Before a
+decoder (LLaVA, Gemma 3) a ViT has no head: its tokens pass through a projector into the decoder.
+Dosovitskiy et al., An Image is Worth 16x16 Words, ICLR 2021, section 3.1 and table 1; Radford et
+al., CLIP, 2021, section 2.4; Zhai et al., SigLIP, 2023; Liu et al., LLaVA-1.5, 2023, section 3.
 """
 
 from dataclasses import dataclass
@@ -56,6 +58,34 @@ class ViT(Encoder):
     def head_weights(self):
         """Weights per token of the patches and of the head, which only the class token meets."""
         return self.patch_weights + self.classes * self.hidden / self.positions
+
+
+@dataclass(frozen=True)
+class ImageEncoder(ViT):
+    """A ViT before a decoder. class_token: True for CLIP, which also has a norm behind the patches.
+
+    SigLIP has neither, but a bias in the patches. tokens: of an image in the decoder's sequence.
+    projector: its parameters, all of them in matrices that each of these tokens meets.
+    """
+
+    classes: int = 0
+    class_token: bool = True
+    tokens: int = 196
+    projector: int = 0
+
+    @cached_property
+    def embedding_parameters(self):
+        """Parameters of the class token."""
+        return self.class_token * self.hidden
+
+    @cached_property
+    def input_parameters(self):
+        """Parameters of patches, positions, and CLIP's norm or SigLIP's bias."""
+        return self.patch_weights + (1 + self.class_token + self.positions) * self.hidden
+
+    def image_flops(self):
+        """Forward FLOPs of an image, without the projector."""
+        return self.positions * self.forward_flops(self.positions)
 
 
 def tokens_of_image(image, patch):

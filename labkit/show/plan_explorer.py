@@ -1,6 +1,6 @@
 """Explorer of the planner: a model, a number of GPUs, their kind and their network, and the answer.
 
-model v  trained v  GPUs v  GPU v  network v
+model v  trained v  documents v  GPUs v  GPU v  network v
 ( Answer )                         plans in up to four seconds; a control alone plans nothing
 1. FSDP over 64 GPUs, ...          the sentences of labkit.scale.answer, all predicted
 """
@@ -21,20 +21,26 @@ TRAINED = {  # the options of the command: --lora, --train
     "LoRA adapters of rank 8": {"lora": 8},
     "LoRA adapters of rank 16": {"lora": 16},
     "LoRA adapters of rank 64": {"lora": 64},
+    "all but the image encoder": {"train": "decoder"},
     "the output layer": {"train": "head"},
     "the last 2 layers": {"train": "last:2"},
     "the last 4 layers": {"train": "last:4"},
     "the last 8 layers": {"train": "last:8"},
 }
+DOCUMENTS = (None, 256, 512, 1024, 2048, 4096)  # tokens, packed; None: one a sequence: --documents
 HINT = "Choose, then press Answer."
 
 
 @dataclass(frozen=True)
 class State:
-    """The values of the controls. trained: a key of TRAINED. network: Gbit/s of each GPU."""
+    """The values of the controls.
+
+    trained: a key of TRAINED. documents: one of DOCUMENTS. network: Gbit/s of each GPU.
+    """
 
     model: str = "llama3-8b"
     trained: str = "all parameters"
+    documents: int | None = None
     gpus: int = 64
     gpu: str = "h100-80gb"
     network: int = 400
@@ -49,7 +55,8 @@ class Plans:
     def plan(self, state):
         """Ask the planner; return a message for the button. Raises ValueError as answer() does."""
         where = {"gpus": state.gpus, "gpu": state.gpu, "network": state.network}
-        told = answer(state.model, **where, **TRAINED[state.trained])
+        part = TRAINED[state.trained] | {"documents": state.documents}
+        told = answer(state.model, **where, **part)
         self.known[state] = told.sentences()
         return "predicted"
 
@@ -58,6 +65,7 @@ class Plans:
         if state not in self.known:
             where = f"{state.gpus:,} x {state.gpu}, {state.network} Gbit/s a GPU"
             part = f", {state.trained}" if TRAINED[state.trained] else ""
+            part += f", documents of {state.documents:,} tokens" if state.documents else ""
             raise ValueError(f"{state.model}{part} on {where}: press Answer.")
         return "".join(f"<p>{html.escape(words)}</p>" for words in self.known[state])
 
@@ -65,10 +73,12 @@ class Plans:
 def explorer():
     """Return the explorer of the planner, as an Explorer that is not displayed yet."""
     state = State()
+    packed = [(f"{n:,} tokens, packed" if n else "one a sequence", n) for n in DOCUMENTS]
     networks = [(f"{speed} Gbit/s a GPU", speed) for speed in NETWORKS]
     menus = {
         "model": controls.menu("model", list(models()), state.model),
         "trained": controls.menu("trained", list(TRAINED), state.trained),
+        "documents": controls.menu("documents", packed, state.documents),
         "gpus": controls.menu("GPUs", [(f"{n:,}", n) for n in COUNTS], state.gpus),
         "gpu": controls.menu("GPU", list(GPUS), state.gpu),
         "network": controls.menu("network", networks, state.network),

@@ -63,6 +63,18 @@ def test_a_change_is_planned_as_if_it_were_asked(found):
     assert changes[f"a batch of {2 * found.question.batch:,}"].seconds == double.best.seconds
 
 
+def test_oversubscribed_leaves_are_said_and_compared_with_full_bandwidth():
+    where = Cluster("a100", 64, leaf=4, oversubscription=4)
+    found = answer(SMALL, cluster=where, stack="torch-fsdp")
+    full = answer(SMALL, cluster=replace(where, oversubscription=1), stack="torch-fsdp", changes=False)
+    assert "4 nodes a leaf switch, oversubscribed 4:1" in found.sentences()[0]
+    assert "oversubscribed" not in full.sentences()[0]
+    changes = {one.what: one.found for one in found.changes}
+    assert changes["a network without oversubscription"].seconds == full.best.seconds <= found.best.seconds
+    one_leaf = answer(SMALL, cluster=replace(where, gpus=32), stack="torch-fsdp", changes=False)
+    assert "oversubscribed" not in one_leaf.sentences()[0]
+
+
 def test_a_layout_that_is_known_hides_no_faster_one(found):
     other = found.question.with_network(100)
     full = solve(other)

@@ -21,6 +21,7 @@ def written(tmp_path, text):
 def test_a_file_is_the_cluster_in_python(tmp_path):
     figures = {"gpu": "H100-80GB", "gpus": 32, "gpus_per_node": 4, "network_gbps": 1600.0}
     figures |= {"node_gbs": 400.0, "memory_gib": 78.0, "host_gib": 900.0, "confirmed": False, "collectives": "tree"}
+    figures |= {"leaf": 16, "oversubscription": 2.0}
     assert figures.keys() == {field.name for field in dataclasses.fields(Cluster)}
     path = written(tmp_path, "".join(f"{name}: {figure}\n" for name, figure in figures.items()))
     assert Cluster.from_yaml(path) == Cluster.from_dict(figures) == Cluster(**figures)
@@ -32,7 +33,7 @@ def test_a_file_is_the_cluster_in_python(tmp_path):
 def test_the_file_of_the_docstring_is_one(tmp_path):
     shown = cluster.__doc__.partition("\n\n")[2].partition("\n\n")[0]
     found = Cluster.from_yaml(written(tmp_path, shown))
-    assert found == Cluster("A100-80GB", 64, 4, 200, 300, 39.4, 512, True, "auto")
+    assert found == Cluster("A100-80GB", 64, 4, 200, 300, 39.4, 512, True, "auto", 16, 2)
 
 
 def test_what_is_told_beside_a_file_replaces_its_figures_but_not_its_gpu(tmp_path):
@@ -64,6 +65,10 @@ def test_what_is_told_beside_a_file_replaces_its_figures_but_not_its_gpu(tmp_pat
         (MEANT + "gpus_per_node: -8", "gpus_per_node must be a whole number of at least 1, got -8"),
         (MEANT + "network_gbps: 200 Gbit/s", "network_gbps must be a number, got '200 Gbit/s'"),
         (MEANT + "network_gbps: -100", "network_gbps must be a positive number, got -100"),
+        (MEANT + "oversubscription: 0.5\nleaf: 4", "oversubscription must be a number from 1 (full bandwidth) to 60"),
+        (MEANT + "oversubscription: 2:1\nleaf: 4", "oversubscription must be a number from 1 (full bandwidth) to 60"),
+        (MEANT + "oversubscription: 4", "oversubscription=4 needs leaf, the nodes below a leaf switch, such as 16"),
+        (MEANT + "leaf: 0", "leaf must be a whole number of at least 1, got 0"),
         (MEANT + "host_gib: .inf", "host_gib must be a positive number, got inf"),
         (MEANT + "network_gbps: 0.2", "network_gbps=0.2 is about 1/8000 of what A100-80GB usually has, 1600 Gbit/s"),
         (MEANT + "memory_gib: 80000", "memory_gib=80000 is about 1000 times what A100-80GB usually has, 79.1 GiB"),

@@ -8,7 +8,7 @@ from pytest import approx
 from labkit.scale.collectives import ALGORITHMS, NODE_SHARE, SWITCH_HOP, Group, all_to_all, collective_seconds
 from labkit.scale.constants import values
 from labkit.scale.job_config import job_of
-from labkit.scale.messages import gradient_seconds, tensor_seconds
+from labkit.scale.messages import expert_seconds, gather_seconds, gradient_seconds, hand_over, tensor_seconds
 
 S = 1 << 30  # bytes
 # 4 nodes of 8: hops of powers of ten apart, so that a sum of them can be read
@@ -94,6 +94,34 @@ def test_jobs_pay_for_the_algorithm_they_have(algorithm):
     split = replace(job, dp=8, tp=8)  # 2 all-reduces forward, 2 backward
     node = Group(8, 8, 1, 450e9, 1.0, 5e-6, 5e-6)
     assert tensor_seconds(split, c) == approx(4 * took("all_reduce", node, 2 * split.tokens * 1024))
+
+
+LEAVES = MODEL | {"leaf": 4, "oversubscription": 4, "stack": "torchtitan"}
+
+
+def test_only_groups_that_span_more_than_a_leaf_pay_for_its_uplinks():
+    """4 nodes of 8 a leaf, 4:1. Without hops, the bytes between leaves take 4 times as long, and no others do."""
+    c = values() | {"crowding": 0.0}
+    size, links = 1e15, (450e9, 3200e9 / 8 * 0.73)
+    for gpus, slower in ((8, 1), (32, 1), (64, 4)):
+        job = job_of(LEAVES | {"n_gpus": gpus})
+        inside, between = links[0] * NODE_SHARE, links[1] / slower
+        expected = (gpus - 1) / gpus * size / (inside if gpus == 8 else min(inside, between))
+        assert gather_seconds(job, gpus, 1, size, c) == approx(expected, rel=1e-6)
+    strided = job_of(LEAVES | {"n_gpus": 64, "tp": 8})  # 8 ranks, one in each node: an eighth of a node's adapters
+    assert gather_seconds(strided, 8, 8, size, c) == approx(7 / 8 * size / (links[1] / 8 / 4), rel=1e-6)
+
+
+def test_all_to_all_and_hand_overs_pay_for_the_uplinks():
+    many = {"experts": 64, "top_k": 2, "ep": 64, "n_gpus": 64, "micro_batch": 64, "zero": 0}
+    slow, fast = (job_of(LEAVES | many | {"oversubscription": factor}) for factor in (4, 1))
+    hop = 4e-6 * 4  # of both ways, forward and backward
+    c = values()
+    assert expert_seconds(slow, c) - hop == approx(4 * (expert_seconds(fast, c) - hop), rel=1e-3)
+    slow, fast = (job_of(LEAVES | {"n_gpus": 64, "pp": 8, "oversubscription": factor}) for factor in (4, 1))
+    assert hand_over(slow) - 14e-6 == approx(4 * (hand_over(fast) - 14e-6))
+    inside = [hand_over(job_of(LEAVES | {"n_gpus": 32, "pp": 4, "oversubscription": factor})) for factor in (4, 1)]
+    assert inside[0] == inside[1]
 
 
 def test_the_fastest_protocol_is_taken():

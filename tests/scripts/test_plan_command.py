@@ -43,6 +43,7 @@ def test_json_is_the_same_answer_from_a_config_on_stdin():
         (("llama3-8b", "--price", "cheap"), "price must be the cost of a GPU-hour, such as 2.50, got 'cheap'"),
         (("llama3-8b", "--gpu", "v100", "--precision", "bf16"), "V100-32GB does not have bf16"),
         (("llama3-8b", "--train", "tail"), "train must be all, head or last:N with N from 1 to 32, got 'tail'"),
+        (("llama3-8b", "--documents", "none.txt"), "or a file of such numbers, got 'none.txt': No such file"),
         (("llama3-8b", "--frobnicate"), "unrecognized arguments: --frobnicate"),
         ((SMALL, "--cluster", "a.yaml", "--gpus", "8"), "--cluster has the GPUs and the network"),
     ],
