@@ -19,6 +19,9 @@ import shlex
 from dataclasses import dataclass
 
 NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}", re.ASCII)
+# Partitions may be a list. Sites put project and GPU into an account: abc@v100.
+OF_SLURM = re.compile(r"[A-Za-z0-9][\w.,:@+-]{0,127}", re.ASCII)
+LISTS = {"partition": "sinfo", "account": "sacctmgr show associations user=$USER"}
 INTERFACE = re.compile(r"[\w.-]{1,15}", re.ASCII)  # Linux allows 15 characters
 TIMES = re.compile(r"(?:(\d+)-(\d+)(?::(\d+))?(?::(\d+))?|(\d+)|(\d+):(\d+)|(\d+):(\d+):(\d+))")
 DAY, HOUR, MINUTE = 86_400, 3_600, 60
@@ -74,10 +77,12 @@ def script(
     time="1:00:00",
     name=None,
     partition=None,
+    account=None,
     checkpoints=None,
     checkpoint_every=100,
     save_seconds=60,
     interface=None,
+    path=None,
     options=(),
 ):
     """Return the text of an sbatch file that trains the experiment. Raises ValueError.
@@ -88,7 +93,9 @@ def script(
     time: the limit of one attempt, in a format of sbatch: "90" (minutes), "1:30:00", "2-12".
     checkpoints: a folder that all nodes share, or s3://...; None: runs/NAME, where sbatch runs.
     save_seconds: time to save before Slurm ends the job; measure a save, and take twice as long.
-    interface: as in Slurm. options: further options of labkit.train, a list of strings.
+    account: whom Slurm charges; None: your default one. interface: as in Slurm.
+    path: the folder of torchrun, which all nodes see; None: found on the PATH of `sbatch`.
+    options: further options of labkit.train, a list of strings.
     """
     fewest, most = node_range(nodes)
     check_whole("gpus", gpus, 0)
@@ -97,7 +104,7 @@ def script(
     check_whole("save_seconds", save_seconds, 1)
     name = name or re.sub(r"[^\w.-]", "-", f"{experiment.model}-{experiment.strategy}")
     check_name("name", name)
-    check_names(partition, interface)
+    check_names(partition, interface, account)
     if seconds(time) <= save_seconds:
         raise ValueError(
             f"time={time!r} leaves no time to train: must exceed save_seconds={save_seconds}"
@@ -108,14 +115,16 @@ def script(
     training += ["--checkpoint-every", str(checkpoint_every), *options]
     limits = ["--shutdown-timeout", str(save_seconds)]
     tasks = "" if fewest == most else ' --ntasks="$SLURM_NNODES" --ntasks-per-node=1'
+    count = str(most) if fewest == most else f"{fewest}-{most}"
     lines = [
         "#!/bin/bash",
-        *header(name, str(most) if fewest == most else f"{fewest}-{most}", gpus, time, partition),
+        *header(name, count, gpus, time, partition, account),
         *returning(name, save_seconds),
         "",
         "# Slurm also signals this script, which must outlive the ranks that save.",
         "trap : TERM",
         "",
+        *tools(path),
         *surroundings(interface),
         "",
         "# The ranks write how training ended: done, or stopped and saved.",
@@ -175,17 +184,29 @@ def launch_script(slurm, job, cwd, nodes, nproc, gpus, limit, python):
     return "\n".join(lines) + "\n"
 
 
-def header(name, nodes, gpus, time, partition):
+def header(name, nodes, gpus, time, partition, account=None):
     """Return the #SBATCH lines that both files need."""
     return [
         f"#SBATCH --job-name={name}",
         *([f"#SBATCH --partition={partition}"] if partition else []),
+        *([f"#SBATCH --account={account}"] if account else []),
         f"#SBATCH --nodes={nodes}",
         *(RANGE if "-" in nodes else FIXED),
         *([f"#SBATCH --gpus-per-node={gpus}"] if gpus else []),
         "# Whole nodes: other jobs would slow down a rank, and all ranks wait for the slowest.",
         "#SBATCH --exclusive",
         f"#SBATCH --time={time}",
+    ]
+
+
+def tools(path):
+    """Return the lines that find torchrun, or end the job with one line."""
+    return [
+        *([f"export PATH={shlex.quote(path)}:$PATH"] if path else []),
+        "if ! command -v torchrun >/dev/null; then",
+        '    echo "$(hostname) cannot find torchrun: activate .venv, then sbatch" >&2',
+        "    exit 1",
+        "fi",
     ]
 
 
@@ -264,10 +285,14 @@ def check_name(what, name):
         )
 
 
-def check_names(partition, interface):
-    """Raise ValueError for a partition or interface that is no name."""
-    if partition is not None:
-        check_name("partition", partition)
+def check_names(partition, interface, account=None):
+    """Raise ValueError for a partition, interface or account that is no name."""
+    for what, name in (("partition", partition), ("account", account)):
+        if name is not None and not (isinstance(name, str) and OF_SLURM.fullmatch(name)):
+            raise ValueError(
+                f"{what}={name!r}: must be a name that Slurm knows; "
+                f"`{LISTS[what]}` lists them"
+            )
     if interface is not None and not (
         isinstance(interface, str) and INTERFACE.fullmatch(interface)
     ):
