@@ -70,7 +70,7 @@ def statefulset(experiment, folder):
     if reason := pods.missing():
         raise Refused(reason)
     size = {"nodes": 2, "gpus": 1, "cpus": 1, "memory": "2Gi", "shm": "64Mi"}
-    pods.train(kubernetes.statefulset(experiment, name="gpt", **size), folder)
+    pods.run(kubernetes.statefulset(experiment, name="gpt", **size), folder)
     (folder / "checkpoints" / "gpt" / "log.jsonl").rename(folder / "log.jsonl")
 
 

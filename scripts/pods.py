@@ -1,6 +1,6 @@
 """Run the pods of a StatefulSet on this machine, in real containers, until their training ends.
 
-    train(statefulset(experiment, nodes=2, name="gpt"), folder)    folder/checkpoints/gpt, folder/pod-0.log ...
+    run(statefulset(experiment, nodes=2, name="gpt"), folder)    folder/checkpoints/gpt, folder/pod-0.log ...
 
 Kubernetes itself is not here: podman kube play reads the pods (podman_pods.py). This file does what the StatefulSet's
 controller, the headless Service and a cluster's storage do: a name and a label for each pod, a line in /etc/hosts, and
@@ -23,7 +23,7 @@ from labkit.cluster.kubernetes import USER
 ROOT = Path(__file__).resolve().parent.parent
 LINKS = {"bin": "usr/bin", "sbin": "usr/sbin", "lib": "usr/lib", "lib64": "usr/lib64"}
 PEOPLE = f"root:x:0:0::/:/bin/sh\nlearner:x:{USER}:{USER}::/tmp:/bin/sh\n"
-LIMIT = 200  # seconds for all pods
+LIMIT = 400  # seconds for all pods
 
 
 def missing():
@@ -40,18 +40,22 @@ def missing():
     return f"no networks here, for pods: {refused}" if refused else None
 
 
-def train(objects, folder):
-    """Run all pods of a StatefulSet to their end; folder: an empty one. Raises RuntimeError with the pods' last words.
+def run(objects, folder, changes=None, variables=()):
+    """Run pods of a StatefulSet named gpt; folder: an empty one. Raises RuntimeError with the pods' last words.
 
-    objects: of labkit.cluster.kubernetes.statefulset.
+    objects: of labkit.cluster.kubernetes.statefulset. changes: which pods start and end (podman_pods.py); None: all do.
+    variables: {name: value} of the environment, in addition.
     """
     (sets,) = [one for one in objects if one["kind"] == "StatefulSet"]
     checkpoints = folder / "checkpoints"
     checkpoints.mkdir()
     os.chown(checkpoints, USER, USER)  # as fsGroup does
     write_root(folder / "root.tar")
-    for number in range(sets["spec"]["replicas"]):
-        (folder / f"pod-{number}.yaml").write_text(json.dumps(pod_of(sets, number, checkpoints)))
+    numbers = range(sets["spec"]["replicas"])
+    for number in numbers:
+        pod = pod_of(sets, number, checkpoints, dict(variables))
+        (folder / f"pod-{number}.yaml").write_text(json.dumps(pod))
+    (folder / "changes.json").write_text(json.dumps(changes or [["start", number, None] for number in numbers]))
     try:
         done = subprocess.run(podman_pods.inside(folder), capture_output=True, text=True, timeout=LIMIT)
     finally:
@@ -86,7 +90,7 @@ def host_folders():
     return sorted(folder for folder in found if not any(other in folder.parents for other in found))
 
 
-def pod_of(sets, number, checkpoints):
+def pod_of(sets, number, checkpoints, variables):
     """Return pod `number` as the controller would make it, on this machine."""
     service, template = sets["metadata"]["name"], sets["spec"]["template"]
     name = f"{service}-{number}"
@@ -106,7 +110,7 @@ def pod_of(sets, number, checkpoints):
         spec["volumes"].append({"name": f"host{index}", "hostPath": {"path": str(folder)}})
         container["volumeMounts"].append({"name": f"host{index}", "mountPath": str(folder), "readOnly": True})
     path = f"{Path(sys.prefix) / 'bin'}:/usr/bin:/bin"
-    own = {"PATH": path, "PYTHONPATH": str(ROOT)}
+    own = {"PATH": path, "PYTHONPATH": str(ROOT)} | variables
     container["env"] += [{"name": name, "value": value} for name, value in own.items()]
     metadata = {"name": name, "labels": labels}
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}

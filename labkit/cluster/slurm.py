@@ -290,8 +290,7 @@ def check_names(partition, interface, account=None):
     for what, name in (("partition", partition), ("account", account)):
         if name is not None and not (isinstance(name, str) and OF_SLURM.fullmatch(name)):
             raise ValueError(
-                f"{what}={name!r}: must be a name that Slurm knows; "
-                f"`{LISTS[what]}` lists them"
+                f"{what}={name!r}: must be a name that Slurm knows; `{LISTS[what]}` lists them"
             )
     if interface is not None and not (
         isinstance(interface, str) and INTERFACE.fullmatch(interface)

@@ -6,10 +6,10 @@ The pods are in test_pods.py.
 import json
 import re
 
+import equal
 import pytest
 from train_command import steady
 
-import equal
 from labkit.cluster.network_namespaces import Refused
 
 SMALL = equal.MODEL.replace(model="mlp", strategy="ddp_bucketed")

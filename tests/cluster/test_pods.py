@@ -19,7 +19,7 @@ MISSING = pods.missing()
 def test_two_pods_of_the_stateful_set_train_to_the_same_weights(tmp_path):
     before = mounted()
     options = {"memory": "2Gi", "shm": "64Mi", "cpus": 1}
-    pods.train(statefulset(SMALL, nodes=2, gpus=1, name="gpt", **options), tmp_path)
+    pods.run(statefulset(SMALL, nodes=2, gpus=1, name="gpt", **options), tmp_path)
     assert mounted() == before
     path = tmp_path / "checkpoints" / "gpt" / "log.jsonl"
     rows = train_command.steady(path)
