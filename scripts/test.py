@@ -1,6 +1,6 @@
 """`lab test [quick | STEP...]`: run everything that CI runs, and print a summary of failures and times.
 
-`image`, which runs only when it is named, builds scripts/Dockerfile with docker or podman and runs a notebook in it.
+`image`, which runs only when it is named, builds scripts/Dockerfile with podman or docker and runs a notebook in it.
 `quick` is for use after a change: ruff and the fast cases of every test file, no notebook. The full output is under
 runs/TIME-test/. Cases that a machine cannot run are listed with the reason.
 """
@@ -93,9 +93,9 @@ def lint(folder):
 
 def image(folder, options):
     """Build the Dockerfile, with further options of `build`, and run a notebook as a user without rights or network."""
-    tool = next(filter(shutil.which, ("docker", "podman")), None)
+    tool = next(filter(shutil.which, ("podman", "docker")), None)
     if tool is None:
-        return [case(IMAGE, "build", "skipped", why="there is neither docker nor podman on this machine")]
+        return [case(IMAGE, "build", "skipped", why="there is neither podman nor docker on this machine")]
     build = [tool, "build", "--file", DOCKERFILE, *options]
     commands = {"build": [*build, "--tag", TAG, "."]}
     if tool == "podman":  # before 4.4, it does not take ${BASE} for a stage

@@ -285,7 +285,7 @@ def test_lab_test_image_builds_and_runs_a_notebook_when_it_is_named(tree, monkey
     monkeypatch.setenv("PATH", str(place))
     without = finished(tree, "test", "image")
     assert without.returncode == 1
-    assert "NOT TESTED: build: there is neither docker nor podman on this machine" in without.stdout
+    assert "NOT TESTED: build: there is neither podman nor docker on this machine" in without.stdout
     fake = f'#!/bin/sh\necho "$@" >>{calls}\n[ "$1" = "$REFUSED" ] && echo no space && exit 3\nexit 0\n'
     (place / tool).write_text(fake)
     (place / tool).chmod(0o755)
