@@ -83,7 +83,7 @@ def test_the_options_of_sbatch():
     _, options = read(training_in(text))
     assert (options.checkpoint_dir, options.checkpoint_every) == ("runs/gpt-fsdp", 25)
     on_cpus = script(GPT, nodes=(2, 3), ranks=4, name="a")
-    assert not any(word in on_cpus for word in ("gpus", "partition", "account", "IFNAME"))
+    assert not any(word in on_cpus for word in ("gpus", "--account", "SBATCH --partition", "IFNAME"))
     assert (
         options_in(on_cpus)["nodes"] == "2-3"
         and "ntasks-per-node" not in options_in(on_cpus)
@@ -122,9 +122,9 @@ def test_a_time_limit_in_sbatchs_formats(text, expected):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"nodes": 0}, "nodes=0: must be at least 1"),
-        ({"nodes": 2.0}, "nodes=2.0: must be a whole number, or (fewest, most)"),
-        ({"nodes": (2, 1)}, "nodes=(2, 1): must be at least 1, and the fewest first"),
+        ({"nodes": 0}, "nodes=0: must be a whole number of at least 1"),
+        ({"nodes": 2.0}, "nodes=2.0: must be a whole number of at least 1, or a pair (fewest, most)"),
+        ({"nodes": (2, 1)}, "nodes=(2, 1): must be a whole number of at least 1, or a pair (fewest, most)"),
         ({"nodes": True}, "nodes=True: must be a whole number"),
         ({"gpus": -1}, "gpus=-1: must be a whole number of at least 0"),
         ({"ranks": 0}, "ranks=0: must be a whole number of at least 1"),
@@ -135,6 +135,7 @@ def test_a_time_limit_in_sbatchs_formats(text, expected):
         ({"time": "0"}, "time='0' leaves no time to train: must exceed save_seconds=60"),
         ({"time": "1", "save_seconds": 60}, "time='1' leaves no time to train"),
         ({"save_seconds": 0}, "save_seconds=0: must be a whole number of at least 1"),
+        ({"grow_seconds": 0}, "grow_seconds=0: must be a whole number of at least 1"),
         ({"name": "two\nlines"}, r"name='two\nlines': must be 1 to 64 letters"),
         ({"name": "a b"}, "name='a b': must be 1 to 64 letters"),
         ({"partition": "a;b"}, "partition='a;b': must be a name that Slurm knows; `sinfo` lists them"),
