@@ -30,8 +30,9 @@ EXAMPLES = __doc__.partition("\n\n")[2].partition("\n\nFILE")[0]
 CLUSTER = ("slurm", "statefulset", "trainjob", "pytorchjob")
 TARGETS = (*CLUSTER, "experiment", *frameworks.FRAMEWORKS)
 PODS = ("image", "cpus", "memory", "shm", "storage", "storage_class")
-FITS = {"slurm": ("nodes", "gpus", "name", "save_seconds", "checkpoint_every", "time", "partition")}
-FITS |= dict.fromkeys(CLUSTER[1:], ("nodes", "gpus", "name", "save_seconds", "checkpoint_every", *PODS))
+ALL = ("nodes", "gpus", "name", "save_seconds", "checkpoint_every")
+FITS = {"slurm": (*ALL, "time", "partition", "account", "checkpoints", "interface")}
+FITS |= dict.fromkeys(CLUSTER[1:], (*ALL, *PODS))
 FITS |= dict.fromkeys(TARGETS[len(CLUSTER) :], ("nodes", "gpus"))
 EVERY = tuple(dict.fromkeys(name for names in FITS.values() for name in names))
 
@@ -69,6 +70,9 @@ def parser():
     add("--checkpoint-every", type=whole, metavar="STEPS", help="steps between checkpoints (default: 100)")
     add("--time", help="slurm: limit of one attempt, such as 90 (minutes) or 1:30:00 (default: 1:00:00)")
     add("--partition", help="slurm: where to run (default: the cluster's)")
+    add("--account", help="slurm: whom Slurm charges (default: your own default account)")
+    add("--checkpoints", metavar="FOLDER", help="slurm: shared by all nodes, or s3://... (default: runs/NAME)")
+    add("--interface", help="slurm: network of the ranks, such as ib0 (default: of the host names)")
     add("--image", help=f"container image with torchrun and labkit (default: {default['image']})")
     add("--cpus", type=whole, metavar="N", help="CPU cores of a pod (default: 4 for each GPU)")
     add("--memory", help=f"memory of a pod (default: {default['memory']})")
@@ -117,7 +121,8 @@ def write(file, target, given):
     if target == "slurm":
         from labkit.cluster import slurm
 
-        sys.stdout.write(slurm.script(experiment, **{"nodes": 1, "gpus": 1} | given))
+        here = str(Path(sys.prefix, "bin"))
+        sys.stdout.write(slurm.script(experiment, path=here, **{"nodes": 1, "gpus": 1} | given))
         return 0
     objects = getattr(kubernetes, target)(experiment, **given)
     wrong = kubernetes.check(objects)

@@ -1,5 +1,6 @@
 """`lab test [quick | STEP...]`: run everything that CI runs, and print a summary of failures and times.
 
+`image`, which runs only when it is named, builds scripts/Dockerfile with podman or docker and runs a notebook in it.
 `quick` is for use after a change: ruff and the fast cases of every test file, no notebook. The full output is under
 runs/TIME-test/. Cases that a machine cannot run are listed with the reason.
 """
@@ -9,6 +10,8 @@ import contextlib
 import json
 import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -26,7 +29,10 @@ from labkit.measure import machine
 
 KINDS = ("tests", "nbval", "papermill", "browser")
 STEPS = ("ruff", *KINDS)
+IMAGE = "image"  # a step that takes minutes and a network: only when it is named
 DOCKERFILE = "scripts/Dockerfile"
+TAG = "lab-test"
+NOTEBOOK = "15_attention"  # runs in the container
 SPARE = 1  # workers more than cores, because cases also wait for sleeps, links and other ranks
 CELL_LIMIT = 600  # seconds for one cell under nbval, also on a busy machine
 STEP_LIMIT = 4500  # seconds for all cases, so that CI never hangs
@@ -85,6 +91,31 @@ def lint(folder):
     return finish(line, cases)
 
 
+def image(folder, options):
+    """Build the Dockerfile, with further options of `build`, and run a notebook as a user without rights or network."""
+    tool = next(filter(shutil.which, ("podman", "docker")), None)
+    if tool is None:
+        return [case(IMAGE, "build", "skipped", why="there is neither podman nor docker on this machine")]
+    build = [tool, "build", "--file", DOCKERFILE, *options]
+    commands = {"build": [*build, "--tag", TAG, "."]}
+    if tool == "podman":  # before 4.4, it does not take ${BASE} for a stage
+        first = [*build, "--target", "cpu", "--tag", f"{TAG}-base", "."]
+        second = [*build, "--build-arg", f"BASE={TAG}-base", "--tag", TAG, "."]
+        commands = {"build the base": first, "build": second}
+    commands["run"] = [tool, "run", "--rm", "--network", "none", "--cap-drop", "ALL", TAG, "run", NOTEBOOK]
+    cases = []
+    line = Line(f"{tool}, {DOCKERFILE}")
+    for name, command in commands.items():
+        log = folder / f"image-{len(cases)}.log"
+        start = line.seconds
+        failed = run(command, log, line)
+        cases.append(case(IMAGE, name, "failed" if failed else "passed", line.seconds - start))
+        if failed:
+            say(f"\n{tail(log)}")
+            break
+    return finish(line, cases)
+
+
 def case(kind, name, outcome, seconds=0.0, why=""):
     return {"kind": kind, "name": name, "outcome": outcome, "seconds": seconds, "why": why}
 
@@ -139,7 +170,7 @@ def finish(line, cases):
 
 def summary(cases, seconds, cores):
     rows = []
-    for kind in STEPS:
+    for kind in (*STEPS, IMAGE):
         ours = [case for case in cases if case["kind"] == kind]
         outcomes = Counter(case["outcome"] for case in ours)
         spent = sum(case["seconds"] for case in ours)
@@ -172,13 +203,14 @@ def time_of_cores(before, after):
 
 def run_all(arguments):
     parser = argparse.ArgumentParser(prog="lab test", description=__doc__)
-    parser.add_argument("steps", nargs="*", metavar="STEP", help=f"quick, or of {', '.join(STEPS)} (all)")
+    parser.add_argument("steps", nargs="*", metavar="STEP", help=f"quick, {IMAGE}, or of {', '.join(STEPS)} (all)")
     usual = machine.usable_cores() + SPARE
     parser.add_argument("--workers", type=int, default=usual, help=f"cases to run in parallel ({usual})")
+    parser.add_argument("--build", default="", metavar="OPTIONS", help="image: of `build`, such as '--network host'")
     options = parser.parse_args(arguments)
-    unknown = [step for step in options.steps if step not in (*STEPS, "quick")]
+    unknown = [step for step in options.steps if step not in (*STEPS, IMAGE, "quick")]
     if unknown:
-        parser.error(f"unknown step {unknown[0]!r}; choose from quick, {', '.join(STEPS)}")
+        parser.error(f"unknown step {unknown[0]!r}; choose from quick, {IMAGE}, {', '.join(STEPS)}")
     quick = "quick" in options.steps
     steps = ["ruff", "tests"] if quick else options.steps or STEPS
     started = time.monotonic()
@@ -189,6 +221,8 @@ def run_all(arguments):
     kinds = [kind for kind in KINDS if kind in steps]
     if kinds:
         cases += queue(folder, kinds, quick, options.workers)
+    if IMAGE in steps:
+        cases += image(folder, shlex.split(options.build))
     return summary(cases, time.monotonic() - started, time_of_cores(before, psutil.cpu_times()))
 
 

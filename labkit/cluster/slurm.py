@@ -9,6 +9,7 @@
     preempted, or the time is nearly up   SIGTERM: all ranks save after the same step and end
     stopped before the last step          the script requeues its job, which resumes
     a node fails                          Slurm requeues the job, which resumes from the last save
+    nodes=(1, 2), and a node comes back   the ranks save, and the requeued job gets both
 
 The options are those of sbatch(1) and srun(1) of Slurm 22.05 and newer, and of PyTorch's torchrun.
 launch(..., on=Slurm(...)) of labkit.run submits the file of launch_script.
@@ -19,6 +20,9 @@ import shlex
 from dataclasses import dataclass
 
 NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}", re.ASCII)
+# Partitions may be a list. Sites put project and GPU into an account: abc@v100.
+OF_SLURM = re.compile(r"[A-Za-z0-9][\w.,:@+-]{0,127}", re.ASCII)
+LISTS = {"partition": "sinfo", "account": "sacctmgr show associations user=$USER"}
 INTERFACE = re.compile(r"[\w.-]{1,15}", re.ASCII)  # Linux allows 15 characters
 TIMES = re.compile(r"(?:(\d+)-(\d+)(?::(\d+))?(?::(\d+))?|(\d+)|(\d+):(\d+)|(\d+):(\d+):(\d+))")
 DAY, HOUR, MINUTE = 86_400, 3_600, 60
@@ -30,7 +34,6 @@ FIXED = (
 RANGE = ("# As many as are free. With a number of tasks, Slurm would give the fewest.",)
 # What the batch script does after it has started srun.
 ENDING = (
-    "step=$!",
     "# SIGTERM ends `wait`, so it is repeated until srun has ended.",
     'while kill -0 "$step" 2>/dev/null; do wait "$step"; status=$?; done',
     'outcome=$(cat "$LABKIT_OUTCOME" 2>/dev/null)',
@@ -74,30 +77,39 @@ def script(
     time="1:00:00",
     name=None,
     partition=None,
+    account=None,
     checkpoints=None,
     checkpoint_every=100,
     save_seconds=60,
+    grow_seconds=600,
     interface=None,
+    path=None,
     options=(),
 ):
     """Return the text of an sbatch file that trains the experiment. Raises ValueError.
 
     experiment: a labkit.run.experiment.Experiment.
-    nodes: their number, or (fewest, most): after a node has failed, the job goes on with the rest.
+    nodes: their number, or (fewest, most): the job uses as many as are free, goes on with the rest
+    after a node has failed, and takes a node that comes back.
     gpus: of each node, one for each rank. 0: `ranks` CPU ranks on each node, which use gloo.
     time: the limit of one attempt, in a format of sbatch: "90" (minutes), "1:30:00", "2-12".
     checkpoints: a folder that all nodes share, or s3://...; None: runs/NAME, where sbatch runs.
     save_seconds: time to save before Slurm ends the job; measure a save, and take twice as long.
-    interface: as in Slurm. options: further options of labkit.train, a list of strings.
+    grow_seconds: how often a job with fewer than the most nodes looks for a free one. To get it,
+    all ranks save and the job returns to the queue, where others may overtake it.
+    account: whom Slurm charges; None: your default one. interface: as in Slurm.
+    path: the folder of torchrun, which all nodes see; None: found on the PATH of `sbatch`.
+    options: further options of labkit.train, a list of strings.
     """
     fewest, most = node_range(nodes)
     check_whole("gpus", gpus, 0)
     check_whole("ranks", ranks, 1)
     check_whole("checkpoint_every", checkpoint_every, 1)
     check_whole("save_seconds", save_seconds, 1)
+    check_whole("grow_seconds", grow_seconds, 1)
     name = name or re.sub(r"[^\w.-]", "-", f"{experiment.model}-{experiment.strategy}")
     check_name("name", name)
-    check_names(partition, interface)
+    check_names(partition, interface, account)
     if seconds(time) <= save_seconds:
         raise ValueError(
             f"time={time!r} leaves no time to train: must exceed save_seconds={save_seconds}"
@@ -108,14 +120,16 @@ def script(
     training += ["--checkpoint-every", str(checkpoint_every), *options]
     limits = ["--shutdown-timeout", str(save_seconds)]
     tasks = "" if fewest == most else ' --ntasks="$SLURM_NNODES" --ntasks-per-node=1'
+    count = str(most) if fewest == most else f"{fewest}-{most}"
     lines = [
         "#!/bin/bash",
-        *header(name, str(most) if fewest == most else f"{fewest}-{most}", gpus, time, partition),
+        *header(name, count, gpus, time, partition, account),
         *returning(name, save_seconds),
         "",
         "# Slurm also signals this script, which must outlive the ranks that save.",
         "trap : TERM",
         "",
+        *tools(path),
         *surroundings(interface),
         "",
         "# The ranks write how training ended: done, or stopped and saved.",
@@ -127,9 +141,30 @@ def script(
         "# No binding: one task may get one core, which all its ranks would share.",
         f"srun --kill-on-bad-exit=0 --cpu-bind=none{tasks} torchrun \\",
         *torchrun(gpus or ranks, limits, ["-m", "--", "labkit.train", *training], " &"),
+        "step=$!",
+        *(growing(most, grow_seconds) if fewest < most else []),
         *ENDING,
     ]
     return "\n".join(lines) + "\n"
+
+
+def growing(most, seconds):
+    """Return the lines that look for a free node and then let all ranks save and end."""
+    return [
+        "",
+        "# A running job gets no more nodes. If one is free, all ranks save and it is requeued.",
+        f'while [ "$SLURM_NNODES" -lt {most} ] && sleep {seconds}; do',
+        "    # idle~: switched off to save power. drained and idle* can take no job.",
+        '    if sinfo --noheader --partition="$SLURM_JOB_PARTITION" --format=%T |',
+        r"        grep -qx 'idle~\?'; then",
+        "        # Also for ranks that have not begun to train; those that finish write done.",
+        '        echo stopped >"$LABKIT_OUTCOME"',
+        '        scancel --signal=TERM "$SLURM_JOB_ID"',
+        "        break",
+        "    fi",
+        "done &",
+        "",
+    ]
 
 
 def returning(name, save_seconds):
@@ -175,17 +210,29 @@ def launch_script(slurm, job, cwd, nodes, nproc, gpus, limit, python):
     return "\n".join(lines) + "\n"
 
 
-def header(name, nodes, gpus, time, partition):
+def header(name, nodes, gpus, time, partition, account=None):
     """Return the #SBATCH lines that both files need."""
     return [
         f"#SBATCH --job-name={name}",
         *([f"#SBATCH --partition={partition}"] if partition else []),
+        *([f"#SBATCH --account={account}"] if account else []),
         f"#SBATCH --nodes={nodes}",
         *(RANGE if "-" in nodes else FIXED),
         *([f"#SBATCH --gpus-per-node={gpus}"] if gpus else []),
         "# Whole nodes: other jobs would slow down a rank, and all ranks wait for the slowest.",
         "#SBATCH --exclusive",
         f"#SBATCH --time={time}",
+    ]
+
+
+def tools(path):
+    """Return the lines that find torchrun, or end the job with one line."""
+    return [
+        *([f"export PATH={shlex.quote(path)}:$PATH"] if path else []),
+        "if ! command -v torchrun >/dev/null; then",
+        '    echo "$(hostname) cannot find torchrun: activate .venv, then sbatch" >&2',
+        "    exit 1",
+        "fi",
     ]
 
 
@@ -243,12 +290,12 @@ def seconds(time):
 def node_range(nodes):
     """Return (fewest, most) of a number or a pair. Raises ValueError."""
     pair = nodes if isinstance(nodes, (tuple, list)) else (nodes, nodes)
-    if len(pair) != 2 or any(type(count) is not int for count in pair):
-        raise ValueError(f"nodes={nodes!r}: must be a whole number, or (fewest, most)")
-    fewest, most = pair
-    if not 1 <= fewest <= most:
-        raise ValueError(f"nodes={nodes!r}: must be at least 1, and the fewest first")
-    return fewest, most
+    whole = len(pair) == 2 and all(type(count) is int for count in pair)
+    if not whole or not 1 <= pair[0] <= pair[1]:
+        raise ValueError(
+            f"nodes={nodes!r}: must be a whole number of at least 1, or a pair (fewest, most)"
+        )
+    return tuple(pair)
 
 
 def check_whole(what, value, least):
@@ -264,10 +311,13 @@ def check_name(what, name):
         )
 
 
-def check_names(partition, interface):
-    """Raise ValueError for a partition or interface that is no name."""
-    if partition is not None:
-        check_name("partition", partition)
+def check_names(partition, interface, account=None):
+    """Raise ValueError for a partition, interface or account that is no name."""
+    for what, name in (("partition", partition), ("account", account)):
+        if name is not None and not (isinstance(name, str) and OF_SLURM.fullmatch(name)):
+            raise ValueError(
+                f"{what}={name!r}: must be a name that Slurm knows; `{LISTS[what]}` lists them"
+            )
     if interface is not None and not (
         isinstance(interface, str) and INTERFACE.fullmatch(interface)
     ):

@@ -62,10 +62,12 @@ def test_bash_can_parse_it(name, tmp_path):
 
 
 def test_the_options_of_sbatch():
-    text = script(GPT, nodes=2, gpus=8, time="2-12", partition="a100", checkpoint_every=25, save_seconds=120)
+    where = {"partition": "a100", "account": "abc@v100"}
+    text = script(GPT, nodes=2, gpus=8, time="2-12", checkpoint_every=25, save_seconds=120, **where)
     assert options_in(text) == {
         "job-name": "gpt-fsdp",
         "partition": "a100",
+        "account": "abc@v100",
         "nodes": "2",
         "ntasks-per-node": "1",
         "gpus-per-node": "8",
@@ -81,13 +83,27 @@ def test_the_options_of_sbatch():
     _, options = read(training_in(text))
     assert (options.checkpoint_dir, options.checkpoint_every) == ("runs/gpt-fsdp", 25)
     on_cpus = script(GPT, nodes=(2, 3), ranks=4, name="a")
-    assert "gpus" not in on_cpus and "partition" not in on_cpus and "IFNAME" not in on_cpus
+    assert not any(word in on_cpus for word in ("gpus", "--account", "SBATCH --partition", "IFNAME"))
     assert (
         options_in(on_cpus)["nodes"] == "2-3"
         and "ntasks-per-node" not in options_in(on_cpus)
         and "--nproc-per-node 4" in on_cpus
     )
     assert "export GLOO_SOCKET_IFNAME=ib0 NCCL_SOCKET_IFNAME=ib0" in script(GPT, interface="ib0")
+
+
+def test_torchrun_is_that_of_the_path_or_its_lack_is_one_line(tmp_path):
+    tools = tmp_path / "my tools"
+    tools.mkdir()
+    for name, text in {"torchrun": "", "scontrol": "", "srun": "command -v torchrun"}.items():
+        (tools / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tools / name).chmod(0o755)
+    usual = {"cwd": tmp_path, "env": {"PATH": "/usr/bin:/bin"}, "capture_output": True, "text": True}
+    found = subprocess.run(["bash"], input=script(GPT, path=str(tools)), **usual)
+    assert found.stdout == f"{tools}/torchrun\n", found.stderr
+    lost = subprocess.run(["bash"], input=script(GPT), **usual)
+    assert lost.returncode == 1 and lost.stderr.count("\n") == 1
+    assert lost.stderr.endswith(" cannot find torchrun: activate .venv, then sbatch\n")
 
 
 def test_a_model_from_a_module_has_a_name_for_slurm():
@@ -106,9 +122,9 @@ def test_a_time_limit_in_sbatchs_formats(text, expected):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"nodes": 0}, "nodes=0: must be at least 1"),
-        ({"nodes": 2.0}, "nodes=2.0: must be a whole number, or (fewest, most)"),
-        ({"nodes": (2, 1)}, "nodes=(2, 1): must be at least 1, and the fewest first"),
+        ({"nodes": 0}, "nodes=0: must be a whole number of at least 1"),
+        ({"nodes": 2.0}, "nodes=2.0: must be a whole number of at least 1, or a pair (fewest, most)"),
+        ({"nodes": (2, 1)}, "nodes=(2, 1): must be a whole number of at least 1, or a pair (fewest, most)"),
         ({"nodes": True}, "nodes=True: must be a whole number"),
         ({"gpus": -1}, "gpus=-1: must be a whole number of at least 0"),
         ({"ranks": 0}, "ranks=0: must be a whole number of at least 1"),
@@ -119,9 +135,11 @@ def test_a_time_limit_in_sbatchs_formats(text, expected):
         ({"time": "0"}, "time='0' leaves no time to train: must exceed save_seconds=60"),
         ({"time": "1", "save_seconds": 60}, "time='1' leaves no time to train"),
         ({"save_seconds": 0}, "save_seconds=0: must be a whole number of at least 1"),
+        ({"grow_seconds": 0}, "grow_seconds=0: must be a whole number of at least 1"),
         ({"name": "two\nlines"}, r"name='two\nlines': must be 1 to 64 letters"),
         ({"name": "a b"}, "name='a b': must be 1 to 64 letters"),
-        ({"partition": "a;b"}, "partition='a;b': must be 1 to 64 letters"),
+        ({"partition": "a;b"}, "partition='a;b': must be a name that Slurm knows; `sinfo` lists them"),
+        ({"account": "two\nlines"}, r"account='two\nlines': must be a name that Slurm knows"),
         ({"interface": "ib0; reboot"}, "interface='ib0; reboot': must be the name of a network interface"),
         ({"interface": "a-name-that-is-too-long"}, "must be the name of a network interface"),
     ],

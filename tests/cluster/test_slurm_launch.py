@@ -7,11 +7,9 @@ import time
 
 import pytest
 from slurm_jobs import start_or_skip, wait_for
-from train_command import steady
 
 from labkit.cluster.slurm import Slurm
 from labkit.run import LaunchError, launch
-from labkit.run.experiment import Experiment
 from labkit.run.slurm_client import SlurmError
 
 pytestmark = pytest.mark.slow
@@ -45,29 +43,21 @@ def refused(target="pass", **options):
     return str(caught.value)
 
 
-def test_the_same_training_ends_with_the_same_weights(slurm, tmp_path, capsys):
-    experiment = Experiment(strategy="ddp_bucketed", optimizer="adamw", lr=0.01, batch_size=12, steps=12)
-    for name, options in {"warm": {"nproc": 2}, "slurm": {"nproc": 1, "nodes": 2, "on": "slurm"}}.items():
-        arguments = [*experiment.arguments(), "--log-file", str(tmp_path / name)]
-        run = launch("labkit.run.training:launched", arguments=arguments, **options, **QUICK)
-    assert steady(tmp_path / "slurm") == steady(tmp_path / "warm") and "weights_sha256" in steady(tmp_path / "warm")[-1]
-    assert (run.nodes, run.nproc, run.world_size, run.device) == (2, 1, 2, "cpu")
-    told = capsys.readouterr().out
-    assert told.count("[rank 0] done: 12 steps") == 2
-    assert run.command == f"sbatch {run.folder}/job.sbatch"
-    assert run.folder.parent == tmp_path
-
-
-def test_records_progress_and_an_error_of_the_other_node(slurm):
+def test_records_lines_progress_and_an_error_of_the_other_node(slurm, tmp_path, capsys):
     source = (
         "import socket\nx = torch.full((4,), rank + 1.0)\ncomm.all_reduce(x)\n"
-        "record(sum=x[0].item(), node=node, host=socket.gethostname())\nprogress(1, 2)\n"
+        "record(sum=x[0].item(), node=node, host=socket.gethostname(), threads=torch.get_num_threads())\n"
+        "print('added up')\nprogress(1, 2)\n"
         "comm.barrier()\nif rank == 1:\n    raise ValueError('no')\ncomm.all_reduce(x)"
     )
     with pytest.raises(LaunchError) as caught:
-        launch(source, on="slurm", nodes=2, nproc=1, quiet=True, **QUICK)
+        launch(source, on="slurm", nodes=2, nproc=1, **QUICK)
     assert str(caught.value).startswith("rank 1 raised ValueError: no")
     run = caught.value.run
+    assert (run.nodes, run.nproc, run.world_size, run.device) == (2, 1, 2, "cpu")
+    assert run.command == f"sbatch {run.folder}/job.sbatch" and run.folder.parent == tmp_path
+    assert "[rank 0] added up" in capsys.readouterr().out
+    assert run.records["threads"].tolist() == [1, 1]  # more would add up in another order
     assert run.records[["rank", "sum", "node", "host"]].values.tolist() == [[0, 3.0, 0, "node0"], [1, 3.0, 1, "node1"]]
     assert [event["step"] for event in run.events[0] if event["kind"] == "progress"] == [1]
 

@@ -10,6 +10,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import marked_samples
 import pytest
 from slurm_jobs import environment, preempt, start_or_skip, state, submit, wait_for, wait_until_over
 from test_slurm import EXPERIMENTS
@@ -24,6 +25,10 @@ pytestmark = pytest.mark.slow
 SLOW = Experiment(  # long enough to be preempted, with little to compute
     strategy="fsdp", optimizer="adamw", lr=0.01, batch_size=12, steps=40, compute="emulated", block_ms=20
 )
+MARKED = Experiment(
+    model="marked_samples:task", strategy="fsdp", precision="fp64", lr=0.01, batch_size=marked_samples.BATCH, steps=60
+)
+TRAINS = re.compile(r"dp (\d+), gloo")
 
 
 @pytest.fixture(scope="module")
@@ -83,23 +88,33 @@ def preempted(slurm, folder, moment):
     return ended, int(told.split("Restarts=")[1].split()[0])
 
 
+def wait_for_nodes(slurm, job, folder, count):
+    """Wait until the requeued job trains on so many nodes, and has logged some steps there."""
+    (output,) = folder.glob("*.out")
+    attempts = len(TRAINS.findall(output.read_text()))
+
+    def trains():
+        if state(slurm, job) == "PENDING" and idle_nodes(slurm) >= count:
+            slurm.run(["scontrol", "update", f"JobId={job}", "StartTime=now"], check=False)
+        return len(TRAINS.findall(output.read_text())) > attempts
+
+    wait_for(trains, lambda: f"{count} nodes:\n{output.read_text()[-4000:]}")
+    enough = logged(folder) + 3
+    wait_for(lambda: logged(folder) >= enough, "three steps")
+
+
+def idle_nodes(slurm):
+    """The number of nodes that can take a job now."""
+    idle = ["sinfo", "--noheader", "--Node", "--partition=lab", "--format=%T"]
+    return slurm.run(idle).stdout.split().count("idle")
+
+
 def test_slurm_accepts_the_files_of_all_experiments(slurm, tmp_path):
     for name, experiment in EXPERIMENTS.items():
-        for options in ({"ranks": 2}, {"gpus": 2}):
+        for options in ({"ranks": 2}, {"gpus": 2, "account": "abc@v100", "partition": "lab,urgent"}):
             (tmp_path / "job.sbatch").write_text(script(experiment, nodes=2, **options))
             done = slurm.run(["sbatch", "--test-only", "job.sbatch"], cwd=tmp_path, check=False)
             assert done.returncode == 0 and "to start at" in done.stderr, (name, options, done.stderr)
-
-
-def test_the_job_of_two_nodes_ends_with_the_weights_of_two_warm_ranks(slurm, two_ranks, tmp_path):
-    experiment = SLOW.replace(strategy="ddp_bucketed", steps=12, block_ms=0)
-    job = submit(slurm, text_for(experiment, tmp_path), tmp_path)
-    assert wait_until_over(slurm, job, tmp_path) == "COMPLETED"
-    (output,) = tmp_path.glob("mlp-ddp_bucketed-*.out")
-    assert "ddp_bucketed, dp 2, gloo" in output.read_text()
-    assert "weights_sha256" in two_ranks(experiment)[-1]
-    assert steady(tmp_path / "log.jsonl") == two_ranks(experiment)
-    assert is_left(tmp_path) == []
 
 
 def test_preempted_and_requeued_it_ends_as_the_unbroken_run(slurm, two_ranks, tmp_path):
@@ -119,27 +134,29 @@ def test_preempted_before_it_trains_it_returns_to_the_queue(slurm, tmp_path):
     assert not (tmp_path / "log.jsonl").exists()
 
 
-def test_after_a_node_has_died_it_ends_on_the_other_one(slurm, tmp_path):
-    """As an elastic run: two ranks up to the last save, then one."""
+def test_nodes_come_and_go_and_each_sample_is_used_once_an_epoch(slurm, tmp_path):
+    """1, 2, 1 nodes: one comes back, and one dies, which Slurm finds out by itself. As one process."""
     wait_for(lambda: not slurm.run(["squeue", "--noheader"]).stdout, "an empty cluster")
-    job = submit(slurm, text_for(SLOW, tmp_path, nodes=(1, 2)), tmp_path)
-    wait_for(lambda: logged(tmp_path) >= 16, "step 16")
-    slurm.kill_node(1)
+    slurm.run(["scontrol", "update", "NodeName=node1", "State=DRAIN", "Reason=away"])
+    text = text_for(MARKED, tmp_path, nodes=(1, 2), grow_seconds=1)
+    job = submit(slurm, text, tmp_path, **{marked_samples.DELAY: "0.1"})
     try:
-        # As slurmctld does by itself when node1 has not answered for SlurmdTimeout.
-        slurm.run(["scontrol", "update", "NodeName=node1", "State=DOWN", "Reason=killed"])
+        wait_for(lambda: logged(tmp_path) >= 3, "step 3")
+        slurm.run(["scontrol", "update", "NodeName=node1", "State=RESUME"])
+        wait_for_nodes(slurm, job, tmp_path, 2)
+        slurm.kill_node(1)
+        wait_for_nodes(slurm, job, tmp_path, 1)
         assert wait_until_over(slurm, job, tmp_path) == "COMPLETED"
     finally:
         slurm.start_node(1)
         slurm.run(["scontrol", "update", "NodeName=node1", "State=RESUME"], check=False)
     (output,) = tmp_path.glob("*.out")
-    assert "fsdp, dp 2, gloo" in output.read_text() and "fsdp, dp 1, gloo" in output.read_text()
-    (saved,) = map(int, re.findall(r"resumes after step (\d+)", output.read_text()))
-    for nproc, steps in ((2, saved), (1, SLOW.steps)):
-        arguments = SLOW.replace(steps=steps, block_ms=0).arguments()
-        arguments += ["--checkpoint-dir", str(tmp_path / "warm"), "--log-file", str(tmp_path / "warm.jsonl")]
-        launch("labkit.run.training:launched", nproc=nproc, arguments=arguments, quiet=True)
-    assert saved % 7 == 0 and steady(tmp_path / "log.jsonl")[-1] == steady(tmp_path / "warm.jsonl")[-1]
+    assert TRAINS.findall(output.read_text()) == ["1", "2", "1"], output.read_text()
+    rows = steady(tmp_path / "log.jsonl")
+    marked_samples.check_each_sample_once_an_epoch(rows)
+    alone = [*MARKED.arguments(), "--log-file", str(tmp_path / "alone.jsonl")]
+    launch("labkit.run.training:launched", nproc=1, arguments=alone, quiet=True)
+    marked_samples.check_equal(rows, steady(tmp_path / "alone.jsonl"))
 
 
 def test_a_cancelled_job_stays_cancelled(slurm, tmp_path):

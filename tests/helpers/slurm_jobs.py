@@ -26,14 +26,14 @@ def start_or_skip(**options):
 def environment():
     """What a person's shell has on the login node: torchrun on the PATH, and labkit."""
     folders = [str(Path(sys.executable).parent), os.environ["PATH"]]
-    return {"PATH": os.pathsep.join(folders), "PYTHONPATH": str(ROOT)}
+    return {"PATH": os.pathsep.join(folders), "PYTHONPATH": f"{ROOT}:{ROOT}/tests/helpers"}
 
 
-def submit(slurm, text, folder, *options):
-    """The number of the job of an sbatch file, submitted from a folder."""
+def submit(slurm, text, folder, *options, **variables):
+    """The number of the job of an sbatch file, submitted from a folder. variables: of its environment."""
     (folder / "job.sbatch").write_text(text)
     command = ["sbatch", "--parsable", *options, "job.sbatch"]
-    return slurm.run(command, cwd=folder, env=environment()).stdout.strip()
+    return slurm.run(command, cwd=folder, env=environment() | variables).stdout.strip()
 
 
 def state(slurm, job):

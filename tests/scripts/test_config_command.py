@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -55,8 +56,12 @@ def test_the_defaults_are_those_of_training_from_the_same_file():
 def test_slurm_gets_the_text_of_its_script():
     from labkit.cluster import slurm
 
-    said = config("-", "--to", "slurm", "--nodes", "2", "--gpus", "8", "--time", "90", stdin=yaml.safe_dump(FIELDS))
-    assert (said.returncode, said.stdout) == (0, slurm.script(GPT, nodes=2, gpus=8, time="90"))
+    given = {"nodes": 2, "gpus": 8, "time": "90"}
+    given |= {"account": "abc@v100", "interface": "ib0", "checkpoints": "/scratch/me"}
+    words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    said = config("-", "--to", "slurm", *words, stdin=yaml.safe_dump(FIELDS))
+    here = str(Path(sys.executable).parent)
+    assert (said.returncode, said.stdout) == (0, slurm.script(GPT, path=here, **given))
 
 
 TO = ("-", "--to", "statefulset")
@@ -69,6 +74,7 @@ TO = ("-", "--to", "statefulset")
         (("-", "--to", "docker"), "", "invalid choice: 'docker'"),
         (("-", "--check", "--gpus", "2"), "", "--gpus needs --to KIND"),
         ((*TO, "--time", "90"), "", "--time does not fit --to statefulset: it is for slurm"),
+        ((*TO, "--account", "a"), "", "--account does not fit --to statefulset: it is for slurm"),
         (("-", "--to", "slurm", "--image", "a"), "", "--image does not fit --to slurm: it is for statefulset"),
         (("/nowhere.yaml", "--check"), "", "cannot read /nowhere.yaml: No such file or directory"),
         (TO, "a: [", "standard input is not YAML: "),

@@ -278,6 +278,29 @@ def test_lab_test_without_any_test_is_a_failure(tree):
     assert done.stdout.splitlines()[-1] == "0 passed, 0 failed"
 
 
+@pytest.mark.parametrize(("tool", "builds"), [("docker", 1), ("podman", 2)])
+def test_lab_test_image_builds_and_runs_a_notebook_when_it_is_named(tree, monkeypatch, tool, builds):
+    place, calls = tree / "bin", tree / "calls"
+    place.mkdir()
+    monkeypatch.setenv("PATH", str(place))
+    without = finished(tree, "test", "image")
+    assert without.returncode == 1
+    assert "NOT TESTED: build: there is neither podman nor docker on this machine" in without.stdout
+    fake = f'#!/bin/sh\necho "$@" >>{calls}\n[ "$1" = "$REFUSED" ] && echo no space && exit 3\nexit 0\n'
+    (place / tool).write_text(fake)
+    (place / tool).chmod(0o755)
+    done = finished(tree, "test", "image", "--build", "--network host")
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, f"{builds + 1} passed, 0 failed")
+    *build, run = calls.read_text().splitlines()
+    assert len(build) == builds
+    assert all(line.startswith("build --file scripts/Dockerfile --network host ") for line in build)
+    assert run == "run --rm --network none --cap-drop ALL lab-test run 15_attention"
+    monkeypatch.setenv("REFUSED", "build")
+    refused = finished(tree, "test", "image")
+    assert (refused.returncode, refused.stdout.splitlines()[-1]) == (1, "0 passed, 1 failed")
+    assert "no space" in refused.stdout
+
+
 @pytest.fixture
 def scratch():
     """A folder with a short name: in tmp_path, that of the nursery's socket would be too long."""
