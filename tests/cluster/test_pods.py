@@ -1,4 +1,4 @@
-"""Pods made from the StatefulSet's own template, in real containers: they train to the same weights as warm ranks.
+"""Pods made from the StatefulSet's own template, in real containers: they train as warm ranks do.
 
 Kubernetes itself is not here. podman kube play reads the pods; the test does what the StatefulSet's controller, the
 headless Service and a cluster's storage do: a name and a label for each pod, a line in /etc/hosts, and a folder.
@@ -7,12 +7,14 @@ headless Service and a cluster's storage do: a name and a label for each pod, a 
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
 from pathlib import Path
 
+import marked_samples
 import podman_pods
 import pytest
 import train_command
@@ -24,6 +26,9 @@ from labkit.run import launch
 from labkit.run.experiment import Experiment
 
 SMALL = Experiment(model="mlp", strategy="fsdp", batch_size=12, steps=6, optimizer="adamw", lr=0.01)
+MARKED = Experiment(
+    model="marked_samples:task", strategy="fsdp", precision="fp64", lr=0.01, batch_size=marked_samples.BATCH, steps=160
+)
 LINKS = {"bin": "usr/bin", "sbin": "usr/sbin", "lib": "usr/lib", "lib64": "usr/lib64"}
 PEOPLE = "root:x:0:0::/:/bin/sh\nlearner:x:10001:10001::/tmp:/bin/sh\n"
 
@@ -76,9 +81,11 @@ def pod_of(sets, number, checkpoints):
     labels = template["metadata"]["labels"] | {"apps.kubernetes.io/pod-index": str(number)}
     spec = json.loads(json.dumps(template["spec"]))
     spec["restartPolicy"] = "Never"  # a StatefulSet would start it again after the last step
-    spec["hostAliases"] = [{"ip": podman_pods.address(number), "hostnames": [name]}]
+    domain = "gpt.default.svc.cluster.local"
+    spec["hostAliases"] = [{"ip": podman_pods.address(number), "hostnames": [f"{name}.{domain}", name]}]
     for other in range(sets["spec"]["replicas"]):
-        spec["hostAliases"].append({"ip": podman_pods.address(other), "hostnames": [f"gpt-{other}.gpt"]})
+        names = [f"gpt-{other}.{domain}", f"gpt-{other}.gpt"]
+        spec["hostAliases"].append({"ip": podman_pods.address(other), "hostnames": names})
     spec["volumes"][0] = {"name": "checkpoints", "hostPath": {"path": str(checkpoints)}}
     (container,) = spec["containers"]
     container["image"] = "localhost/host-python:latest"
@@ -88,41 +95,66 @@ def pod_of(sets, number, checkpoints):
         spec["volumes"].append({"name": f"host{index}", "hostPath": {"path": str(folder)}})
         container["volumeMounts"].append({"name": f"host{index}", "mountPath": str(folder), "readOnly": True})
     path = f"{Path(sys.prefix) / 'bin'}:/usr/bin:/bin"
-    own = {"PATH": path, "PYTHONPATH": str(ROOT)}
+    own = {"PATH": path, "PYTHONPATH": f"{ROOT}:{ROOT}/tests/helpers"}
+    own["PET_RDZV_CONF"] = "last_call_timeout=2,keep_alive_interval=1"  # seconds; used by a range of pods
+    own[marked_samples.DELAY] = "0.1"
     container["env"] += [{"name": name, "value": value} for name, value in own.items()]
     metadata = {"name": name, "labels": labels}
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
 
 
+def run_pods(folder, experiment, nodes, changes, **options):
+    """Make the changes (podman_pods.py) to pods of the experiment; return (their checkpoints, {pod: its log})."""
+    checkpoints = folder / "checkpoints"
+    checkpoints.mkdir()
+    os.chown(checkpoints, 10001, 10001)  # as fsGroup does
+    write_root(folder / "root.tar")
+    options |= {"memory": "2Gi", "shm": "64Mi", "cpus": 1}
+    objects = statefulset(experiment, nodes=nodes, gpus=1, name="gpt", **options)
+    (sets,) = [one for one in objects if one["kind"] == "StatefulSet"]
+    for number in range(sets["spec"]["replicas"]):
+        (folder / f"pod-{number}.yaml").write_text(yaml.safe_dump(pod_of(sets, number, checkpoints)))
+    (folder / "changes.json").write_text(json.dumps(changes))
+    before = mounted()
+    try:
+        done = subprocess.run(podman_pods.inside(folder), capture_output=True, text=True, timeout=600)
+    finally:
+        podman_pods.remove_cgroups()
+    logs = {path.stem: path.read_text() for path in sorted(folder.glob("pod-*.log"))}
+    assert done.returncode == 0, (done.stderr, {name: text[-3000:] for name, text in logs.items()})
+    assert mounted() == before
+    return checkpoints / "gpt", logs
+
+
+def warm(folder, experiment, nproc):
+    """The rows of the log of an unbroken run on warm ranks."""
+    log = folder / "warm.jsonl"
+    arguments = [*experiment.arguments(), "--log-file", str(log)]
+    launch("labkit.run.training:launched", nproc=nproc, arguments=arguments, quiet=True)
+    return train_command.steady(log)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(MISSING is not None, reason=f"pods of the StatefulSet do not run: {MISSING}")
 def test_two_pods_of_the_stateful_set_train_to_the_same_weights(tmp_path):
-    checkpoints = tmp_path / "checkpoints"
-    checkpoints.mkdir()
-    os.chown(checkpoints, 10001, 10001)  # as fsGroup does
-    write_root(tmp_path / "root.tar")
-    options = {"memory": "2Gi", "shm": "64Mi", "cpus": 1}
-    (sets,) = [
-        one for one in statefulset(SMALL, nodes=2, gpus=1, name="gpt", **options) if one["kind"] == "StatefulSet"
-    ]
-    for number in range(2):
-        (tmp_path / f"pod-{number}.yaml").write_text(yaml.safe_dump(pod_of(sets, number, checkpoints)))
-    before = mounted()
-    try:
-        done = subprocess.run(podman_pods.inside(tmp_path), capture_output=True, text=True, timeout=200)
-    finally:
-        podman_pods.remove_cgroups()
-    logs = {path.name: path.read_text()[-3000:] for path in sorted(tmp_path.glob("pod-*.log"))}
-    assert done.returncode == 0, (done.stderr, logs)
-    assert mounted() == before
-    rows = train_command.steady(checkpoints / "gpt" / "log.jsonl")
-
-    log = tmp_path / "warm.jsonl"
-    launch("labkit.run.training:launched", nproc=2, arguments=[*SMALL.arguments(), "--log-file", str(log)], quiet=True)
-    assert len(rows) == SMALL.steps and rows == train_command.steady(log)
+    saved, logs = run_pods(tmp_path, SMALL, 2, [["start", 0, None], ["start", 1, None]])
+    rows = train_command.steady(saved / "log.jsonl")
+    assert len(rows) == SMALL.steps and rows == warm(tmp_path, SMALL, 2)
     assert rows[-1]["weights_sha256"]
-    assert (checkpoints / "gpt" / "log.jsonl").stat().st_uid == 10001
-    assert "dp 2, gloo" in logs["pod-0.log"]
+    assert (saved / "log.jsonl").stat().st_uid == 10001
+    assert "dp 2, gloo" in logs["pod-0"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(MISSING is not None, reason=f"pods that come and go do not run: {MISSING}")
+def test_pods_come_and_go_and_each_sample_is_used_once_an_epoch(tmp_path):
+    """1, 2, 3 pods, one is lost without a word, one is deleted as by kubectl scale: as one process."""
+    changes = [["start", 0, 1], ["start", 1, 2], ["start", 2, 3], ["kill", 2, 2], ["stop", 1, 1]]
+    saved, logs = run_pods(tmp_path, MARKED, (1, 3), changes, checkpoint_every=5)
+    assert re.findall(r"dp (\d), gloo", logs["pod-0"]) == ["1", "2", "3", "2", "1"], logs["pod-0"]
+    rows = train_command.steady(saved / "log.jsonl")
+    marked_samples.check_each_sample_once_an_epoch(rows)
+    marked_samples.check_equal(rows, warm(tmp_path, MARKED, 1))
 
 
 def mounted():
