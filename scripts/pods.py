@@ -97,9 +97,10 @@ def pod_of(sets, number, checkpoints, variables):
     labels = template["metadata"]["labels"] | {"apps.kubernetes.io/pod-index": str(number)}
     spec = json.loads(json.dumps(template["spec"]))
     spec["restartPolicy"] = "Never"  # a StatefulSet would start it again after the last step
-    spec["hostAliases"] = [{"ip": podman_pods.address(number), "hostnames": [name]}]
+    domain = f"{service}.default.svc.cluster.local"
+    spec["hostAliases"] = [{"ip": podman_pods.address(number), "hostnames": [f"{name}.{domain}", name]}]
     for other in range(sets["spec"]["replicas"]):
-        names = [f"{service}-{other}.{service}"]
+        names = [f"{service}-{other}.{domain}", f"{service}-{other}.{service}"]
         spec["hostAliases"].append({"ip": podman_pods.address(other), "hostnames": names})
     spec["volumes"][0] = {"name": "checkpoints", "hostPath": {"path": str(checkpoints)}}
     (container,) = spec["containers"]
