@@ -13,9 +13,10 @@ cluster starts the ranks, use torchrun:
 
 Exit codes: 0 done; 85 stopped and saved, the same command resumes; 2 invalid arguments, before any
 rank has trained; 1 a rank failed, after --max-restarts attempts. torchrun has no such codes:
-stopped ranks exit with 0, and torchrun itself with 1. With torchrun, the environment variable
-LABKIT_OUTCOME names a file, where the first rank of each node writes "done" or "stopped". The files
-of labkit.cluster use it.
+stopped ranks exit with 0, and torchrun itself with 1. Ranks that another node has stopped exit with
+85, so torchrun --max-restarts starts them again, without that node if --nnodes allows it. With
+torchrun, the environment variable LABKIT_OUTCOME names a file, where the first rank of each node
+writes "done" or "stopped". The files of labkit.cluster use it.
 
 The loop is in labkit/run/training.py.
 """

@@ -1,17 +1,22 @@
 """Run pods with podman to their end, in namespaces that take everything with them: python podman_pods.py FOLDER.
 
-FOLDER has root.tar, the files of the image localhost/host-python, and pod-N.yaml for each pod; it gets pod-N.log. The
-process and its children have a network, mounts and process ids of their own: see `inside`.
+FOLDER has root.tar, the files of the image localhost/host-python, pod-N.yaml for each pod, and changes.json, a list of
+[what, N, ranks]: start, stop (SIGTERM) or kill pod N, then wait until pod 0 trains with so many ranks. It gets
+pod-N.log. The process and its children have a network, mounts and process ids of their own: see `inside`.
 """
 
 import contextlib
 import json
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 NETWORK = "10.89.77"
 MEMORY = "/run"  # a tmpfs of these namespaces: images and containers are gone with them
+SETTLED = 200  # seconds until the pods train again
+SOME = 3  # steps
 NAMESPACES = ["unshare", "--net", "--mount", "--pid", "--mount-proc", "--fork", "--kill-child"]
 CONFIG = """
 [engine]
@@ -36,7 +41,7 @@ def inside(folder):
 
 
 def main(folder):
-    """Run each pod; return 0 if all containers did."""
+    """Make the changes, and wait for the pods that are left; return 0 if all of these did."""
     subprocess.run(["mount", "-t", "tmpfs", "tmpfs", MEMORY], check=True)
     (folder / "containers.conf").write_text(CONFIG)
     podman = Podman(folder)
@@ -49,15 +54,49 @@ def main(folder):
     subprocess.run(["ip", "link", "set", "pods", "up"], check=True)
     subnet = ["--subnet", f"{NETWORK}.0/24", "--disable-dns"]
     podman("network", "create", "--driver", "macvlan", "--opt", "parent=pods", *subnet, "pods")
-    pods = sorted(folder.glob("pod-*.yaml"))
-    for number, pod in enumerate(pods):
-        podman("kube", "play", "--network", "pods", "--ip", address(number), str(pod))
-    names = [one["Names"][0] for one in json.loads(podman("ps", "--all", "--format", "json")) if not one["IsInfra"]]
-    codes = [int(podman("wait", name)) for name in sorted(names)]
-    for name, pod in zip(sorted(names), pods, strict=True):
-        pod.with_suffix(".log").write_text(podman("logs", name, both=True))
+    left = []
+    for what, number, ranks in json.loads((folder / "changes.json").read_text()):
+        if what == "start":
+            left.append(number)
+            play = ["kube", "play", "--network", "pods", "--ip", address(number)]
+            podman(*play, str(folder / f"pod-{number}.yaml"))
+        else:
+            left.remove(number)
+            podman(*{"stop": ("stop", "--time", "60"), "kill": ("kill",)}[what], container(number))
+        if ranks:
+            wait_for_ranks(podman, ranks, folder)
+    codes = [int(podman("wait", container(number))) for number in left]
+    for pod in folder.glob("pod-*.yaml"):
+        number = int(pod.stem.removeprefix("pod-"))
+        pod.with_suffix(".log").write_text(podman("logs", container(number), both=True))
     podman("pod", "rm", "--all", "--force", "--time", "0")
     return max(codes)
+
+
+def container(number):
+    return f"gpt-{number}-trainer"
+
+
+def wait_for_ranks(podman, ranks, folder):
+    """Wait until the last training that pod 0 has begun is one of so many ranks, and has logged some steps."""
+    deadline = time.monotonic() + SETTLED
+    while [str(ranks)] != re.findall(r"dp (\d+)", podman("logs", container(0)))[-1:]:
+        wait(deadline, f"{ranks} ranks", podman)
+    enough = rows_in(folder) + SOME
+    while rows_in(folder) < enough:
+        wait(deadline, f"{SOME} steps of {ranks} ranks", podman)
+
+
+def rows_in(folder):
+    """The number of rows in the log of the training."""
+    return sum(path.read_text().count("\n") for path in folder.glob("checkpoints/*/log.jsonl"))
+
+
+def wait(deadline, what, podman):
+    if time.monotonic() > deadline:
+        said = podman("logs", container(0), both=True)
+        raise TimeoutError(f"waited {SETTLED} s in vain for {what}: {said[-4000:]}")
+    time.sleep(0.3)
 
 
 def remove_cgroups():

@@ -23,6 +23,7 @@ import re
 from math import ceil
 
 from labkit.cluster.kubernetes_rules import DNS_LABEL, check
+from labkit.cluster.slurm import node_range
 
 __all__ = ["check", "pytorchjob", "statefulset", "trainjob"]
 
@@ -32,6 +33,7 @@ FOLDER = "/checkpoints"
 STORAGE = "100Gi"
 STEP = 60  # seconds for the step that SIGTERM interrupts, and for the ranks to agree
 LEFT = 10  # seconds between torchrun's SIGKILL to the ranks, and Kubernetes' to torchrun
+CHANGES = 1000  # of the number of pods, before torchrun ends and its container starts again
 LONGEST_NAME = 52  # a StatefulSet's pods carry its name and a hash in a label of at most 63
 POD_INDEX = "metadata.labels['apps.kubernetes.io/pod-index']"  # Kubernetes 1.28 and newer
 STEP_LABEL = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
@@ -42,23 +44,25 @@ def statefulset(
 ):
     """Return [Service, StatefulSet, PersistentVolumeClaim], dicts. Raises ValueError.
 
-    experiment: a labkit.run.experiment.Experiment. nodes: number of pods. gpus: of each pod, one
-    for each rank. name: of all objects; None: from the experiment. storage, storage_class: of the
-    claim; the class must allow ReadWriteMany for nodes > 1. pods: the options of pod_spec.
+    experiment: a labkit.run.experiment.Experiment. nodes: number of pods, or (fewest, most). gpus:
+    of each pod, one for each rank. name: of all objects; None: from the experiment. storage,
+    storage_class: of the claim; the class must allow ReadWriteMany for more than one pod. pods: the
+    options of pod_spec.
+
+    With (fewest, most), `kubectl scale statefulset NAME --replicas N` adds and removes pods while
+    they train: all ranks save, meet again, and resume. Pod 0 hosts the meeting point; when it ends,
+    the others start again.
 
     A StatefulSet never completes. After the last step its pods start again, print the result and
     end, until `kubectl scale statefulset NAME --replicas 0` frees the GPUs.
     """
-    name = checked(experiment, nodes, gpus, name)
+    fewest, most = node_range(nodes)
+    name = checked(experiment, most, gpus, name)
+    for count in range(fewest, most):
+        experiment.check_ranks(count * gpus)
     labels = {"app.kubernetes.io/name": name}
-    environment = [
-        variable("PET_NNODES", nodes),
-        variable("PET_NPROC_PER_NODE", gpus),
-        {"name": "PET_NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": POD_INDEX}}},
-        variable("PET_MASTER_ADDR", f"{name}-0.{name}"),
-        variable("PET_MASTER_PORT", PORT),
-    ]
-    spec = pod_spec(experiment, nodes, gpus, name, environment=environment, **pods)
+    environment = [variable("PET_NPROC_PER_NODE", gpus), *meeting_point(name, fewest, most)]
+    spec = pod_spec(experiment, most, gpus, name, environment=environment, **pods)
     service = {
         # Ranks look up pod 0 before it is ready.
         "clusterIP": "None",
@@ -68,7 +72,7 @@ def statefulset(
     }
     sets = {
         "serviceName": name,
-        "replicas": nodes,
+        "replicas": most,
         # All pods start at once: pod 0 waits for the others.
         "podManagementPolicy": "Parallel",
         "selector": {"matchLabels": labels},
@@ -77,7 +81,29 @@ def statefulset(
     return [
         an_object("v1", "Service", name, service, labels),
         an_object("apps/v1", "StatefulSet", name, sets, labels),
-        claim(name, nodes, storage, storage_class),
+        claim(name, most, storage, storage_class),
+    ]
+
+
+def meeting_point(name, fewest, most):
+    """Return torchrun's variables: how many pods of a StatefulSet train, and where they meet."""
+    first = f"{name}-0.{name}"
+    if fewest == most:
+        return [
+            variable("PET_NNODES", most),
+            {"name": "PET_NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": POD_INDEX}}},
+            variable("PET_MASTER_ADDR", first),
+            variable("PET_MASTER_PORT", PORT),
+        ]
+    return [
+        variable("PET_NNODES", f"{fewest}:{most}"),
+        variable("PET_RDZV_BACKEND", "c10d"),
+        variable("PET_RDZV_ENDPOINT", f"{first}:{PORT}"),
+        variable("PET_RDZV_ID", name),
+        # A pod that comes or goes restarts the ranks of the others.
+        variable("PET_MAX_RESTARTS", CHANGES),
+        # With one store for all attempts, gloo waits for the ranks of the first attempt.
+        variable("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", 1),
     ]
 
 

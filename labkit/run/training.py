@@ -42,7 +42,7 @@ from labkit.run.context import Context, EventFile, Log
 from labkit.run.experiment import Experiment
 from labkit.run.experiment_mesh import model_of
 from labkit.run.experiment_runner import Participant, largest_batch
-from labkit.run.options import WRONG, check_ranks, overrides, read
+from labkit.run.options import STOPPED, WRONG, check_ranks, overrides, read
 from labkit.run.worker import die_with_parent, join_group, position
 from labkit.watchdog import Watchdog
 
@@ -58,7 +58,7 @@ LONGEST = 3600  # seconds that a collective waits for a rank that saves or evalu
 
 
 def train(context, experiment, options, log, sinks, preemption, watchdog):
-    """Train until the last step or until stopped; return a sentence about how it ended."""
+    """Train until the last step or until stopped; return (is it done, a sentence about the end)."""
     with watchdog.patience("setting up"):
         checkpoints = open_checkpoints(options)
         if options.auto_batch_size:
@@ -104,10 +104,10 @@ def train(context, experiment, options, log, sinks, preemption, watchdog):
     if context.local_rank == 0 and OUTCOME in os.environ:
         Path(os.environ[OUTCOME]).write_text("done" if run.step == experiment.steps else "stopped")
     if run.step < experiment.steps:
-        return stopped(run, preemption, checkpoints)
+        return False, stopped(run, preemption, checkpoints)
     digest = weights_sha256(trainer.model)
     log.write(**run.log_fields(), **pace.now(run.step), weights_sha256=digest)
-    return f"done: {run.step} steps, loss {run.loss:.4f}, weights {digest[:16]}"
+    return True, f"done: {run.step} steps, loss {run.loss:.4f}, weights {digest[:16]}"
 
 
 def open_checkpoints(options):
@@ -381,15 +381,25 @@ def check(experiment, options, nproc):
 
 
 def work(context, experiment, options, log, sinks):
-    """Train on ranks that have joined their group. Raises CheckpointError on all of them."""
+    """Train on ranks that have joined their group; return the exit code.
+
+    Raises CheckpointError on all of them.
+    """
     for sink in sinks if context.rank == 0 else ():
         print(f"metrics: {sink}", flush=True)
     preemption = Preemption(options.stop_file, options.stop_after)
     with preemption, Watchdog(options.timeout) as watchdog:
-        words = train(context, experiment, options, log, sinks, preemption, watchdog)
+        done, words = train(context, experiment, options, log, sinks, preemption, watchdog)
         if context.rank == 0:
             print(words, flush=True)
         comm.barrier()
+        # With 0, the torchrun of a node that may go on would take the training for done.
+        elsewhere = not done and not preemption.told and is_one_of_several_nodes()
+        return STOPPED if elsewhere else 0
+
+
+def is_one_of_several_nodes():
+    return os.environ["LOCAL_WORLD_SIZE"] != os.environ["WORLD_SIZE"]
 
 
 def launched(context, arguments):
@@ -426,13 +436,13 @@ def main(arguments, meeting="env://", attempt=None):
         if asked[1].auto_batch_size:
             why = "" if isinstance(fitting, Experiment) else str(fitting)
             Together(CheckpointError).agree(why)
-        work(context, fitting, *asked[1:])
+        code = work(context, fitting, *asked[1:])
         dist.destroy_process_group()
     except CheckpointError as error:
         leave(error, context.rank == 0)
-    for number in (signal.SIGTERM, signal.SIGINT):  # exit with 0, also if another signal arrives
+    for number in (signal.SIGTERM, signal.SIGINT):  # exit so, also if another signal arrives
         signal.signal(number, signal.SIG_IGN)
-    return 0
+    return code
 
 
 def predicted(context, experiment, options, device):

@@ -98,6 +98,21 @@ def test_the_rules_find_nothing_in_our_own(target, nodes):
     assert check(made(target, nodes=nodes)) == []
 
 
+def test_a_range_of_pods_meets_at_pod_0_and_counts_nobody():
+    objects = made(nodes=(1, 2))
+    assert check(objects) == []
+    for pod in pods_in(objects):
+        kubernetes_validate.validate(pod, VERSIONS[-1], strict=True)
+    said = {one["name"]: one.get("value") for one in box(objects)["env"]}
+    assert spec(objects)["replicas"] == 2 and said["PET_NNODES"] == "1:2" and "PET_NODE_RANK" not in said
+    assert said["PET_RDZV_ENDPOINT"] == "gpt-0.gpt:29500" and int(said["PET_MAX_RESTARTS"]) > 100
+    assert said["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"  # gloo hangs after a restart without it
+    with pytest.raises(ValueError, match="batch_size=64 must be a multiple of 12"):
+        made(nodes=(2, 4))  # 3 pods of 4 ranks
+    spec(objects)["replicas"] = 3
+    assert len(check(objects)) == 1
+
+
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_command_is_the_experiment(target):
     for pod in pods_in(made(target)):
