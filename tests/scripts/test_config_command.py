@@ -70,7 +70,11 @@ TO = ("-", "--to", "statefulset")
 @pytest.mark.parametrize(
     ("arguments", "stdin", "line"),
     [
-        (("-",), "", "give --to KIND, one of slurm, statefulset, trainjob, pytorchjob, or --check"),
+        (
+            ("-",),
+            "",
+            "give --to KIND, one of slurm, statefulset, trainjob, pytorchjob, experiment, deepspeed, or --check",
+        ),
         (("-", "--to", "docker"), "", "invalid choice: 'docker'"),
         (("-", "--check", "--gpus", "2"), "", "--gpus needs --to KIND"),
         ((*TO, "--time", "90"), "", "--time does not fit --to statefulset: it is for slurm"),
@@ -114,3 +118,20 @@ def test_a_file_that_is_no_text(tmp_path):
 def test_help_names_each_option_with_its_default():
     said = config("--help").stdout
     assert said.count("(default") >= 12 and said.count("./scripts/lab config ") >= 3
+
+
+def test_deepspeeds_json_and_an_experiment_are_each_others_file():
+    """1e-3 is a number of JSON, and a text of YAML."""
+    theirs = '{"train_batch_size": 64, "optimizer": {"type": "Adam", "params": {"lr": 1e-3}}, "gradient_clipping": 0}'
+    said = config("-", "--to", "experiment", "--gpus", "2", stdin=theirs)
+    assert said.returncode == 0 and "zero_optimization.stage" not in said.stderr
+    assert "optimizer.params.weight_decay  0.0" in said.stderr
+    fields = yaml.safe_load(said.stdout)
+    assert fields == {"optimizer": "adamw", "lr": 0.001, "bucket_cap_mb": 500_000_000 * 4 / 2**20}
+    back = json.loads(config("-", "--to", "deepspeed", "--gpus", "2", stdin=said.stdout).stdout)
+    assert (back["train_batch_size"], back["gradient_clipping"]) == (64, 0.0)
+    script = config("-", "--to", "slurm", "--gpus", "2", stdin=theirs)
+    assert "--optimizer adamw" in script.stdout and "gradient_clipping" in script.stderr
+    for wrong, words in {'{"a": 1, "a": 2}': "a is there twice", '{"a": 1, // b': "JSON has no comments"}.items():
+        refused = config("-", "--to", "experiment", stdin=wrong)
+        assert refused.returncode == 2 and words in refused.stderr and refused.stderr.count("\n") == 1
