@@ -107,30 +107,43 @@ def write(file, target, given):
     ranks = given.get("nodes", 1) * max(1, given.get("gpus", 1))
     experiment, origin = experiment_of(documents[0], ranks, shown(file))
     if target in frameworks.FRAMEWORKS:
-        translated = frameworks.write(experiment, target, ranks)
-        explain(translated)
-        sys.stdout.write(json.dumps(translated.config, indent=2) + "\n")
-        return 0
+        origin = frameworks.write(experiment, target, ranks)
     if origin is not None:
         explain(origin)
-    if target == "experiment":
-        default = Experiment().to_dict()
-        changed = {name: value for name, value in experiment.to_dict().items() if value != default[name]}
-        sys.stdout.write(yaml.safe_dump(changed, sort_keys=False))
-        return 0
-    if target == "slurm":
-        from labkit.cluster import slurm
+    if target in frameworks.FRAMEWORKS:
+        text = json.dumps(origin.config, indent=2) + "\n"
+    elif target == "experiment":
+        text = as_yaml(experiment)
+    elif target == "slurm":
+        text = as_script(experiment, given)
+    else:
+        text = as_objects(experiment, target, given)
+    sys.stdout.write(text)
+    return 0
 
-        here = str(Path(sys.prefix, "bin"))
-        sys.stdout.write(slurm.script(experiment, path=here, **{"nodes": 1, "gpus": 1} | given))
-        return 0
+
+def as_yaml(experiment):
+    """Return the fields of an experiment that differ from the defaults."""
+    default = Experiment().to_dict()
+    changed = {name: value for name, value in experiment.to_dict().items() if value != default[name]}
+    return yaml.safe_dump(changed, sort_keys=False)
+
+
+def as_script(experiment, given):
+    """Return a Slurm script that uses this Python's folder."""
+    from labkit.cluster import slurm
+
+    return slurm.script(experiment, path=str(Path(sys.prefix, "bin")), **{"nodes": 1, "gpus": 1} | given)
+
+
+def as_objects(experiment, target, given):
+    """Return Kubernetes objects as YAML. Raises ValueError for what they cannot have."""
     objects = getattr(kubernetes, target)(experiment, **given)
     wrong = kubernetes.check(objects)
     if wrong:  # a quantity that none is, a volume larger than the memory
         raise ValueError(wrong[0])
     plain = json.loads(json.dumps(objects))  # without YAML's aliases for equal parts
-    sys.stdout.write(yaml.safe_dump_all(plain, sort_keys=False, explicit_start=True))
-    return 0
+    return yaml.safe_dump_all(plain, sort_keys=False, explicit_start=True)
 
 
 def experiment_of(document, ranks, source):
