@@ -34,9 +34,9 @@ RANKS = "world_size"  # the parameter that --nproc sets
 # what it measures.
 FEW = {"repeats": 1, "rounds": 1, "steps_per_round": 1, "repetitions": 1, "seeds": 1, "timed_steps": 2}
 FEW |= {"steps": 30, "epochs": 4, "most_steps": 32, "block_ms": 2.0, "sizes_kib": 3, "links": 1, "compared": 2}
-FEW |= {"ahead": 1, "pairs": 25, "more_seeds": 1, "links_mbit": 1, "train_steps": 60}
+FEW |= {"ahead": 1, "pairs": 25, "more_seeds": 1, "links_mbit": 1}
 # These also change what is counted, so nbval, which compares counts, does not use them.
-SMALL = {"size": "tiny", "length": 512, "lengths": 2, "tensor_mib": 1}
+SMALL = {"size": "tiny", "length": 512, "lengths": 2, "tensor_mib": 1, "train_steps": 60}
 GRACE = 5.0  # seconds for an interrupted kernel to end its ranks
 
 

@@ -97,7 +97,7 @@ def read(config, framework, ranks, base=None):
     Experiment cannot express.
     """
     known = fields(framework)
-    written = flat(config)
+    written = flattened(config)
     for name, value in written.items():
         check_written(name, value, written, framework)
     values = {name: field.default for name, field in known.items()} | written
@@ -125,16 +125,16 @@ def write(experiment, framework, ranks):
                 f"{field.name}={' or '.join(map(repr, allowed))}"
             )
     config = there.from_experiment(experiment, ranks)
-    return Translation(experiment, config, lines(flat(config), framework))
+    return Translation(experiment, config, lines(flattened(config), framework))
 
 
-def flat(config, above=""):
+def flattened(config, above=""):
     """Return {"section.field": value} of nested mappings; an empty section stays."""
     found = {}
     for key, value in config.items():
         name = f"{above}{key}"
         nested = isinstance(value, dict) and value
-        found |= flat(value, f"{name}.") if nested else {name: value}
+        found |= flattened(value, f"{name}.") if nested else {name: value}
     return found
 
 

@@ -27,7 +27,7 @@ TRAINED = {  # the options of the command: --lora, --train
     "the last 4 layers": {"train": "last:4"},
     "the last 8 layers": {"train": "last:8"},
 }
-DOCUMENTS = (None, 256, 512, 1024, 2048, 4096)  # tokens, packed; None: one a sequence: --documents
+DOCUMENTS = (0, 256, 512, 1024, 2048, 4096)  # tokens, packed: --documents; 0: one a sequence
 HINT = "Choose, then press Answer."
 
 
@@ -40,7 +40,7 @@ class State:
 
     model: str = "llama3-8b"
     trained: str = "all parameters"
-    documents: int | None = None
+    documents: int = 0
     gpus: int = 64
     gpu: str = "h100-80gb"
     network: int = 400
@@ -55,7 +55,7 @@ class Plans:
     def plan(self, state):
         """Ask the planner; return a message for the button. Raises ValueError as answer() does."""
         where = {"gpus": state.gpus, "gpu": state.gpu, "network": state.network}
-        part = TRAINED[state.trained] | {"documents": state.documents}
+        part = TRAINED[state.trained] | {"documents": state.documents or None}
         told = answer(state.model, **where, **part)
         self.known[state] = told.sentences()
         return "predicted"
