@@ -42,7 +42,7 @@ def test_adamws_counters_lie_on_the_host(device, states):
 @pytest.mark.parametrize(("device", "off", "holds"), [("cpu", 0, 1), ("cpu", 1, 0), ("cuda", 40, 1), ("cuda", 200, 0)])
 def test_what_is_held_is_exact_on_a_cpu_and_near_on_a_gpu(device, off, holds):
     names = {"numbers": ["kept"], "predicted": {"kept": 100_000}, "measured": {"kept": 100_000 + off}}
-    source = cell("14_recompute_and_offload", "measured[form] / predicted[form]")
+    source = cell("14_recompute_and_offload", "measured[variant] / predicted[variant]")
     claims = verdict(source, here=torch.device(device), **names)
     assert list(claims.values()) == [bool(holds)]
     assert ("within 0.1 %" in next(iter(claims))) == (device == "cuda")
