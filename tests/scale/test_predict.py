@@ -11,7 +11,7 @@ import torch
 
 from labkit import models
 from labkit.memory import estimate
-from labkit.scale import constants, fit
+from labkit.scale import collectives, constants, fit
 from labkit.scale.cost import head_seconds, predict_step
 from labkit.scale.job_config import job_of
 from labkit.scale.memory_model import GIB, predict_memory, state_bytes
@@ -123,6 +123,8 @@ def test_a_ring_costs_what_its_formula_says():
     bandwidth = 1e9 * job.gpu.node_gbs * 0.79
     large = gather_seconds(job, 8, 1, 8e9, C)
     assert large == pytest.approx(7 / 8 * 8e9 / bandwidth, rel=2e-3)
+    ring = collectives.Group(8, 1, 8, inside=1e12, between=1e9, node_hop=0.0, network_hop=0.0)
+    assert collectives.flat("all_gather", ring, 8e9) == pytest.approx(7.0, rel=1e-9)
     assert gather_seconds(job, 1, 1, 8e9, C) == 0
     assert gather_seconds(job, 64, 1, 8e9, C) > large
     # every node's adapters carry the rings of its 8 GPUs, when a ring has one of them
