@@ -246,7 +246,8 @@ def settings(folder):
         "SlurmUser": "root",
         "SlurmdUser": "root",
         "AuthType": "auth/munge",
-        "AuthInfo": f"socket={folder}/run/munge.sock",
+        # A requeued job waits until its credentials have expired: 120 s if this is not written.
+        "AuthInfo": f"socket={folder}/run/munge.sock,cred_expire=15",
         "CredType": "cred/munge",
         "StateSaveLocation": f"{folder}/state",
         "SlurmdSpoolDir": f"{folder}/spool.%n",

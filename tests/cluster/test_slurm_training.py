@@ -3,6 +3,7 @@
 PYTHONPATH=.:tests/helpers python tests/cluster/test_slurm_training.py 10 7     preempt ten times; 7: the seed
 """
 
+import itertools
 import random
 import re
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import marked_samples
 import pytest
-from slurm_jobs import environment, preempt, start_or_skip, state, submit, wait_for, wait_until_over
+from slurm_jobs import environment, preempt, start_or_skip, state, submit, told, wait_for, wait_until_over
 from test_slurm import EXPERIMENTS
 from train_command import steady
 
@@ -84,8 +85,8 @@ def preempted(slurm, folder, moment):
     preempt(slurm)
     wait_for(lambda: state(slurm, job) in ("PENDING", "REQUEUED"), lambda: f"{job} to be requeued: {state(slurm, job)}")
     ended = wait_until_over(slurm, job, folder)
-    told = slurm.run(["scontrol", "show", "job", job]).stdout
-    return ended, int(told.split("Restarts=")[1].split()[0])
+    shown = slurm.run(["scontrol", "show", "job", job]).stdout
+    return ended, int(shown.split("Restarts=")[1].split()[0])
 
 
 def wait_for_nodes(slurm, job, folder, count):
@@ -94,19 +95,11 @@ def wait_for_nodes(slurm, job, folder, count):
     attempts = len(TRAINS.findall(output.read_text()))
 
     def trains():
-        if state(slurm, job) == "PENDING" and idle_nodes(slurm) >= count:
-            slurm.run(["scontrol", "update", f"JobId={job}", "StartTime=now"], check=False)
-        return len(TRAINS.findall(output.read_text())) > attempts
+        return str(count) in TRAINS.findall(output.read_text())[attempts:]
 
-    wait_for(trains, lambda: f"{count} nodes:\n{output.read_text()[-4000:]}")
+    wait_for(trains, lambda: f"{count} nodes:\n{told(slurm, job, folder)}")
     enough = logged(folder) + 3
     wait_for(lambda: logged(folder) >= enough, "three steps")
-
-
-def idle_nodes(slurm):
-    """The number of nodes that can take a job now."""
-    idle = ["sinfo", "--noheader", "--Node", "--partition=lab", "--format=%T"]
-    return slurm.run(idle).stdout.split().count("idle")
 
 
 def test_slurm_accepts_the_files_of_all_experiments(slurm, tmp_path):
@@ -151,7 +144,9 @@ def test_nodes_come_and_go_and_each_sample_is_used_once_an_epoch(slurm, tmp_path
         slurm.start_node(1)
         slurm.run(["scontrol", "update", "NodeName=node1", "State=RESUME"], check=False)
     (output,) = tmp_path.glob("*.out")
-    assert TRAINS.findall(output.read_text()) == ["1", "2", "1"], output.read_text()
+    # A job may start before its second node is free, and then grows once more.
+    numbers = [number for number, _ in itertools.groupby(TRAINS.findall(output.read_text()))]
+    assert numbers == ["1", "2", "1"], output.read_text()
     rows = steady(tmp_path / "log.jsonl")
     marked_samples.check_each_sample_once_an_epoch(rows)
     alone = [*MARKED.arguments(), "--log-file", str(tmp_path / "alone.jsonl")]

@@ -52,19 +52,22 @@ def wait_for(holds, what, seconds=120):
 
 
 def wait_until_over(slurm, job, folder, seconds=200):
-    """Wait for the end of a job, whose pauses in the queue are cut short; return its state."""
+    """Wait for the end of a job; return its state."""
 
     def over():
         now = state(slurm, job)
-        if now == "PENDING":  # Slurm keeps a requeued job back for two minutes
-            slurm.run(["scontrol", "update", f"JobId={job}", "StartTime=now"], check=False)
         return now if now in OVER else None
 
-    def told():
-        outputs = "\n".join(path.read_text() for path in folder.glob("*.out"))
-        return f"the end of job {job}, which is {state(slurm, job)}:\n{outputs[-4000:]}"
+    return wait_for(over, lambda: f"the end of job {job}:\n{told(slurm, job, folder)}", seconds)
 
-    return wait_for(over, told, seconds)
+
+def told(slurm, job, folder):
+    """What the job printed, and what Slurm says about it, for the message of a failure."""
+    outputs = [path.read_text()[-2000:] for path in folder.glob("*.out")]
+    commands = (["scontrol", "show", "job", job], ["sinfo", "--Node", "--long"])
+    says = [slurm.run(command, check=False).stdout for command in commands]
+    log = (slurm.folder / "log" / "slurmctld.log").read_text()
+    return "\n".join([*outputs, *says, log[-2000:]])
 
 
 def preempt(slurm):
