@@ -1,7 +1,8 @@
 """The checkers of the notebooks' exercises: right answers pass, and the wrong ones beside the solutions do not.
 
 notebooks/solutions/NOTEBOOK.yaml has, for each exercise, wrong answers, each named by its mistake, with words that the
-checker must say, and right answers that are not the solution's.
+checker must say, and right answers that are not the solution's. In the bug museum the reader's function is a wrong
+program that runs; it is listed as the first wrong answer.
 """
 
 import ast
@@ -16,6 +17,7 @@ from labkit.measure.machine import ROOT
 from labkit.run.exercise import check
 
 NOTEBOOKS = ROOT / "notebooks"
+MUSEUM = "90_bug_museum"
 RANKS = {"01_collectives": 8, "20_slow_networks": 6}
 LISTED = {path.stem: yaml.safe_load(path.read_text()) for path in sorted((NOTEBOOKS / "solutions").glob("*.yaml"))}
 
@@ -60,12 +62,20 @@ def source_of(notebook, name):
     raise ValueError(f"{notebook} has no function {name}")
 
 
+def with_body(stub, body):
+    """The source of a function with another body, below its docstring."""
+    function = ast.parse(stub).body[0]
+    first = function.body[0]
+    kept = first.end_lineno if ast.get_docstring(function) is not None else first.lineno - 1
+    return "\n".join([*stub.splitlines()[:kept], textwrap.indent(textwrap.dedent(body), "    ")])
+
+
 def answered(tmp_path, notebook, solution, checker, body):
     """What check() returns for an answer with this body; None: the answer of the solutions."""
     stub = source_of(notebook, solution)
     answer = source_of(f"solutions/{notebook}", solution)
     if body is not None:
-        answer = stub.replace("    raise NotImplementedError", textwrap.indent(textwrap.dedent(body), "    "))
+        answer = with_body(stub, body)
     path = tmp_path / f"{notebook}.py"
     path.write_text(f"{answer}\n\n\n{source_of(notebook, checker)}\n")
     found = importlib.util.spec_from_file_location(f"answer_{tmp_path.name}", path)
@@ -103,6 +113,14 @@ def test_a_wrong_answer_is_refused(case, name, tmp_path, capsys):
 @pytest.mark.parametrize(("case", "name"), cases("right"), ids=str)
 def test_another_right_answer_passes(case, name, tmp_path):
     assert answered(tmp_path, *case, listed(case, "right", name)["answer"])
+
+
+@pytest.mark.parametrize("case", [case for case in EXERCISES if case[0] == MUSEUM], ids=lambda case: case[1])
+def test_an_exhibit_is_its_own_first_wrong_answer(case):
+    notebook, solution, _ = case
+    stub = source_of(notebook, solution)
+    first = next(iter(LISTED[notebook][solution]["wrong"].values()))["answer"]
+    assert ast.dump(ast.parse(with_body(stub, first))) == ast.dump(ast.parse(stub))
 
 
 @pytest.mark.parametrize("case", EXERCISES, ids=lambda case: case[1])
