@@ -20,7 +20,7 @@ Time for P bytes, with alpha seconds per message and beta seconds per byte, and 
     ring              2 (n-1) alpha + 2 (n-1)/n P beta     2 (n-1)/n P, the minimum
     halving-doubling  2 log2(n) alpha + 2 (n-1)/n P beta   the same; n no power of two: up to P more
     tree              about 2 log2(n) alpha + 4 P beta     P (leaf), 2 P (root), 3 P (in between)
-    naive             2 (n-1) alpha + 2 (n-1) P beta       (n-1) P (rank 0), P (the others)
+    naive             2 alpha + 2 (n-1) P beta             (n-1) P (rank 0), P (the others)
 
 So for many ranks and few bytes use few steps; for many bytes minimize the bytes.
 Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, JPDC 2009
