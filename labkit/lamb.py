@@ -79,13 +79,12 @@ class LAMB(torch.optim.Optimizer):
             return None
         state = self.state[p]
         if not state:
-            state.update(step=0, m=torch.zeros_like(p), v=torch.zeros_like(p))
+            # A tensor, as in torch: checkpoints of shards hold tensors.
+            state.update(step=torch.zeros(()), m=torch.zeros_like(p), v=torch.zeros_like(p))
         state["step"] += 1
-        b1, b2 = group["betas"]
+        step = int(state["step"])
         average(state["m"], state["v"], p.grad, group["betas"])
-        root = (state["v"] / (1 - b2 ** state["step"])).sqrt_().add_(group["eps"])
-        m = state["m"] / (1 - b1 ** state["step"])
-        return m.div_(root).add_(p, alpha=group["weight_decay"])
+        return update_of(p, state["m"], root_of(state["v"], step, group), step, group)
 
     def __getstate__(self):
         added = {"sharded": self.sharded, "process_group": self.process_group}  # torch's omits them
@@ -96,6 +95,17 @@ def average(m, v, gradient, betas):
     """Update Adam's averages of the gradient and of its square, in place."""
     m.lerp_(gradient, 1 - betas[0])
     v.mul_(betas[1]).addcmul_(gradient, gradient, value=1 - betas[1])
+
+
+def root_of(v, step, group):
+    """Return sqrt(v) + eps, with bias correction for this number of steps."""
+    return (v / (1 - group["betas"][1] ** step)).sqrt_().add_(group["eps"])
+
+
+def update_of(p, m, root, step, group):
+    """Return u = m / root + weight_decay p, with bias correction of m for this number of steps."""
+    mean = m / (1 - group["betas"][0] ** step)
+    return mean.div_(root).add_(p, alpha=group["weight_decay"])
 
 
 def norms_of(parameters, updates):
