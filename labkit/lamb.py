@@ -29,10 +29,10 @@ class LAMB(torch.optim.Optimizer):
     """LAMB for full parameters, or for shards of them.
 
     ratio_bounds: smallest and largest trust ratio. DeepSpeed's LAMB has (0.01, 10).
-    sharded: parameters that labkit's FSDP or tensor parallelism has marked as shards step with the
-        norms of their full tensors. step() is then collective, and all ranks need the same order
-        of parameters. Without it, shards raise ValueError. ZeRO1 and ZeRO2 have no place for LAMB:
-        they take elementwise optimizers only.
+    sharded: parameters are shards, of FSDP or tensor parallelism, and step with the norms of their
+        full tensors. Replicated ones may be among them. step() is then collective, and all ranks
+        need the same order of parameters. Without it, shards raise ValueError. ZeRO1 and ZeRO2
+        have no place for LAMB: they take elementwise optimizers only.
     process_group: the ranks that have the shards of one tensor; for FSDP `model.sharding.group`.
 
     A tensor whose weights or whose update are zero has a ratio of 1, so that it can leave zero.
@@ -64,8 +64,7 @@ class LAMB(torch.optim.Optimizer):
         updates = [self._update(p, group) for p, group in owners]
         norms = norms_of([p for p, _ in owners], updates)
         if self.sharded:
-            shards = [hasattr(p, "is_shard") for p, _ in owners]
-            norms = norms_of_shards(norms, shards, self.process_group)
+            norms = added_up(norms, self.process_group)
         for (p, group), update, pair in zip(owners, updates, norms, strict=True):
             if update is not None:
                 ratio = trust_ratio(*pair, group["ratio_bounds"])
@@ -118,15 +117,14 @@ def norms_of(parameters, updates):
     return norms
 
 
-def norms_of_shards(norms, are_shards, group=None):
-    """Return the norms of full tensors, float64 [parameters, 2]. Collective.
+def added_up(norms, group=None):
+    """Return norms of full tensors from those of each rank's shards, [parameters, 2]. Collective.
 
-    norms: of what this rank has. are_shards: for each parameter, whether that is a shard.
+    A tensor that n ranks have in full gets sqrt(n) times its norms, which have the same ratio.
     """
-    rows = torch.tensor(are_shards, device=norms.device)
-    squares = norms[rows].square().to(comm.device(group))
+    squares = norms.square().to(comm.device(group))
     comm.all_reduce(squares, group=group)
-    return norms.masked_scatter(rows.view(-1, 1), squares.sqrt().to(norms.device))
+    return squares.sqrt()
 
 
 def norm(tensor):

@@ -19,7 +19,7 @@ from labkit.lamb import LAMB
 
 CLOSE = 1e-12
 STEPS, WARMUP, RANKS, CHUNK = 9, 4, 3, 16
-SIZES = (48, 32)  # multiples of a chunk; the second has gradients of a tenth of the size
+SIZES = (40, 24)  # the third chunk has elements of both; the second tensor's gradients are a tenth as large
 F64 = torch.float64
 
 
@@ -54,38 +54,39 @@ def in_one_process(world_size, compress, lr, betas, eps, weight_decay, bounds, b
     """
     b1, b2 = betas
     x, told, seen = starts(), [], []
-    m, v, fresh, average, factor = ([0.0 * one for one in x] for _ in range(5))
-    error = [[0.0 * one for one in x] for _ in range(world_size)]
-    average, factor, scale = [0.0, 0.0], [1.0, 1.0], [1.0, 1.0]
+    m, v, fresh = ([0.0 * one for one in x] for _ in range(3))
+    error = [torch.zeros(sum(SIZES), dtype=F64) for _ in range(world_size)]
+    average, factor = [0.0, 0.0], [1.0, 1.0]
     for t in range(1, STEPS + 1):
-        own = [[gradient(i, t - 1, k) for i in range(2)] for k in range(world_size)]
-        if t == WARMUP + 1:
-            fresh = [one.clone() for one in v]
-            scale = [(rms(m[0]) + rms(m[1])) / 2 / rms(one) for one in m]
-        for i in range(2):
-            before, x_old = m[i], x[i]
-            if t <= WARMUP:
-                g = sum(own[k][i] for k in range(world_size)) / world_size
-                m[i], v[i] = b1 * m[i] + (1 - b1) * g, b2 * v[i] + (1 - b2) * g**2
-            else:
-                sent = []
-                for k in range(world_size):
-                    wanted = scale[i] * (b1 * before + (1 - b1) * own[k][i]) + error[k][i]
-                    sent.append(compress(wanted))
-                    error[k][i] = wanted - sent[k]
-                m[i] = sum(sent) / world_size / scale[i]
-                fresh[i] = b2 * fresh[i] + (1 - b2) * ((m[i] - b1 * before) / (1 - b1)) ** 2
+        own = [[gradient(i, t - 1, k) for i in (0, 1)] for k in range(world_size)]
+        before = list(m)
+        if t <= WARMUP:
+            means = [sum(own[k][i] for k in range(world_size)) / world_size for i in (0, 1)]
+            m = [b1 * m[i] + (1 - b1) * means[i] for i in (0, 1)]
+            v = [b2 * v[i] + (1 - b2) * means[i] ** 2 for i in (0, 1)]
+        else:
+            if t == WARMUP + 1:
+                fresh, scale = list(v), [(rms(m[0]) + rms(m[1])) / 2 / rms(one) for one in m]
+            total = 0.0
+            for k in range(world_size):
+                local = torch.cat([scale[i] * (b1 * m[i] + (1 - b1) * own[k][i]) for i in (0, 1)]) + error[k]
+                sent = compress(local)
+                error[k] = local - sent
+                total = total + sent / world_size
+            m = [part / scale[i] for i, part in enumerate(total.split(SIZES))]
+        for i in (0, 1):
             root = (v[i] / (1 - b2 ** min(t, WARMUP))).sqrt() + eps
-            u = m[i] / (1 - b1**t) / root + weight_decay * x_old
+            u = m[i] / (1 - b1**t) / root + weight_decay * x[i]
             if t <= WARMUP:
-                ratio = min(max(float(x_old.norm() / u.norm()), bounds[0]), bounds[1])
+                ratio = min(max(float(x[i].norm() / u.norm()), bounds[0]), bounds[1])
                 average[i] = beta * average[i] + (1 - beta) * ratio
             else:
+                fresh[i] = b2 * fresh[i] + (1 - b2) * ((m[i] - b1 * before[i]) / (1 - b1)) ** 2
                 found = float((root / ((fresh[i] / (1 - b2**t)).sqrt() + eps)).max())
                 found = min(max(found, factors[0]), factors[1])
                 factor[i] = min(max(found, factor[i] * (1 - change)), factor[i] * (1 + change))
                 ratio = average[i] * factor[i]
-            x[i] = x_old - lr * ratio * u
+            x[i] = x[i] - lr * ratio * u
         told.append(torch.cat(x))
         seen.append(list(factor))
     return told, seen
