@@ -83,7 +83,8 @@ class LAMB(torch.optim.Optimizer):
         state["step"] += 1
         step = int(state["step"])
         average(state["m"], state["v"], p.grad, group["betas"])
-        return update_of(p, state["m"], root_of(state["v"], step, group), step, group)
+        direction = direction_of(state["m"], root_of(state["v"], step, group), step, group)
+        return direction.add_(p, alpha=group["weight_decay"])
 
     def __getstate__(self):
         added = {"sharded": self.sharded, "process_group": self.process_group}  # torch's omits them
@@ -101,10 +102,9 @@ def root_of(v, step, group):
     return (v / (1 - group["betas"][1] ** step)).sqrt_().add_(group["eps"])
 
 
-def update_of(p, m, root, step, group):
-    """Return u = m / root + weight_decay p, with bias correction of m for this number of steps."""
-    mean = m / (1 - group["betas"][0] ** step)
-    return mean.div_(root).add_(p, alpha=group["weight_decay"])
+def direction_of(m, root, step, group):
+    """Return m / root, with bias correction of m for this number of steps."""
+    return (m / (1 - group["betas"][0] ** step)).div_(root)
 
 
 def norms_of(parameters, updates):

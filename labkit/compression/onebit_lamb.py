@@ -16,7 +16,8 @@ momentum is scaled to the mean size of all tensors, and back afterwards.
 Sent per rank and step: in the warm-up as plain averaging, then as OneBit. Held: m, v, residual, and
 after the warm-up fresh v.
 Li et al., 1-bit LAMB: Communication Efficient Large-Scale Large-Batch Training with LAMB's
-Convergence Speed, 2021, algorithm 1. As in LAMB's paper, m and v have bias correction here.
+Convergence Speed, 2021, algorithm 1. As in LAMB's paper, m and v have bias correction here;
+DeepSpeed 0.16's OnebitLamb has none. As there, the factor is 1 for weight decay's share of |u|.
 """
 
 from functools import partial
@@ -24,7 +25,7 @@ from functools import partial
 import torch
 
 from labkit.compression.onebit_optimizer import OneBitOptimizer
-from labkit.lamb import average, norm, root_of, trust_ratio, update_of
+from labkit.lamb import average, direction_of, norm, root_of, trust_ratio
 
 
 class OneBitLamb(OneBitOptimizer):
@@ -97,7 +98,8 @@ class OneBitLamb(OneBitOptimizer):
             state.update(m=torch.zeros_like(p), v=torch.zeros_like(p), ratio=0.0, factor=1.0)
         average(state["m"], state["v"], p.grad, group["betas"])
         root = root_of(state["v"], self.steps + 1, group)
-        update = update_of(p, state["m"], root, self.steps + 1, group)
+        update = direction_of(state["m"], root, self.steps + 1, group)
+        update.add_(p, alpha=group["weight_decay"])
         norms = norm(p), norm(update)
         ratio = trust_ratio(*norms, group["ratio_bounds"])
         if min(norms) > 0:  # otherwise the ratio is 1, whatever the tensor
@@ -111,9 +113,15 @@ class OneBitLamb(OneBitOptimizer):
         state["fresh"].mul_(b2).addcmul_(gradient, gradient, value=1 - b2)
         root = root_of(state["v"], self.warmup, group)
         fresh = root_of(state["fresh"], self.steps + 1, group)
-        state["factor"] = limited(float((root / fresh).max()), state["factor"], group)
+        factor = float((root / fresh).max())
         root.masked_fill_(state["v"] == 0, torch.inf)  # as in 1-bit Adam: the sign is noise there
-        update = update_of(p, state["m"], root, self.steps + 1, group)
+        update = direction_of(state["m"], root, self.steps + 1, group)
+        if group["weight_decay"]:  # the decay does not depend on v
+            size = norm(update)
+            update.add_(p, alpha=group["weight_decay"])
+            share = min(1.0, float(size / norm(update)))
+            factor = factor * share + 1 - share
+        state["factor"] = limited(factor, state["factor"], group)
         p.sub_(update.mul_(group["lr"] * state["ratio"] * state["factor"]))
 
 

@@ -76,13 +76,15 @@ def in_one_process(world_size, compress, lr, betas, eps, weight_decay, bounds, b
             m = [part / scale[i] for i, part in enumerate(total.split(SIZES))]
         for i in (0, 1):
             root = (v[i] / (1 - b2 ** min(t, WARMUP))).sqrt() + eps
-            u = m[i] / (1 - b1**t) / root + weight_decay * x[i]
+            r = m[i] / (1 - b1**t) / root
+            u = r + weight_decay * x[i]
             if t <= WARMUP:
                 ratio = min(max(float(x[i].norm() / u.norm()), bounds[0]), bounds[1])
                 average[i] = beta * average[i] + (1 - beta) * ratio
             else:
                 fresh[i] = b2 * fresh[i] + (1 - b2) * ((m[i] - b1 * before[i]) / (1 - b1)) ** 2
-                found = float((root / ((fresh[i] / (1 - b2**t)).sqrt() + eps)).max())
+                share = min(1.0, float(r.norm() / u.norm()))  # of the update, that is not decay
+                found = share * float((root / ((fresh[i] / (1 - b2**t)).sqrt() + eps)).max()) + 1 - share
                 found = min(max(found, factors[0]), factors[1])
                 factor[i] = min(max(found, factor[i] * (1 - change)), factor[i] * (1 + change))
                 ratio = average[i] * factor[i]

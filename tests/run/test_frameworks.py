@@ -63,8 +63,8 @@ def test_an_experiment_comes_back_or_is_refused_by_its_field(first):
         ({"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}, {"weight_decay": 0.01}),
         ({"optimizer": {"type": "SGD", "params": {"lr": 1}}}, {"optimizer": "sgd", "lr": 1.0, "momentum": 0.0}),
         (
-            {"zero_optimization": {"stage": 1, "reduce_bucket_size": 2**20}},
-            {"strategy": "zero1", "bucket_cap_mb": 4.0},  # elements of 4 bytes
+            {"zero_optimization": {"stage": 1, "reduce_bucket_size": 2.0**20}},
+            {"strategy": "zero1", "bucket_cap_mb": 4.0},  # elements of 4 bytes, written as 1048576.0
         ),
         ({"zero_optimization": {"stage": 2}}, {"strategy": "zero2"}),
         ({"zero_optimization": {"stage": 3}}, {"strategy": "fsdp"}),
