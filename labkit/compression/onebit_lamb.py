@@ -16,7 +16,7 @@ momentum is scaled to the mean size of all tensors, and back afterwards.
 Sent per rank and step: in the warm-up as plain averaging, then as OneBit. Held: m, v, residual, and
 after the warm-up fresh v.
 Li et al., 1-bit LAMB: Communication Efficient Large-Scale Large-Batch Training with LAMB's
-Convergence Speed, 2021, algorithm 1. As in LAMB's paper, m and v have bias correction here;
+Convergence Speed, 2021, arXiv:2104.06069. As in LAMB's paper, m and v have bias correction here;
 DeepSpeed 0.16's OnebitLamb has none. As there, the factor is 1 for weight decay's share of |u|.
 """
 

@@ -12,7 +12,7 @@ Early gradients of long sequences vary most, and attention over short ones costs
 depends on the step alone, so all ranks have the same length without a message.
 Sent: nothing. A step uses the first `length` of the T tokens of each sequence, and drops the rest.
 Li et al., The Stability-Efficiency Dilemma: Investigating Sequence Length Warmup for Training GPT
-Models, NeurIPS 2022, section 4; the lengths are those of DeepSpeed's CurriculumScheduler.
+Models, NeurIPS 2022; the lengths are those of DeepSpeed's CurriculumScheduler.
 """
 
 from math import floor

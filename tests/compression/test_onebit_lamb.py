@@ -48,7 +48,7 @@ def rms(values):
 
 
 def in_one_process(world_size, compress, lr, betas, eps, weight_decay, bounds, beta, factors, change):
-    """Li et al., algorithm 1 without the server's second compression: [weights] by step, [factors] by step.
+    """Li et al., without the server's second compression: [weights] by step, [factors] by step.
 
     bounds, beta: of the trust ratio and its average; factors, change: bounds of the factor, and its change in a step.
     """

@@ -17,6 +17,7 @@ from labkit.mesh import Mesh
 from labkit.models.plans import gpt as gpt_plan
 from labkit.tensor_parallel import VocabularyParallelCrossEntropy, full_state_dict, parallelize_module, tensor_parallel
 from labkit.zero import ZeRO1
+from labkit.zero.flat_shards import Layout
 
 CLOSE = 1e-12
 SHAPES = [(6, 4), (5,), (3, 2, 2)]
@@ -143,6 +144,32 @@ def test_ranks_with_shards_train_what_one_process_trains(ranks, form, world_size
     oracle_models.fit(model, LAMB(model.parameters(), **SETTINGS), name, torch.float64, world_size)
     for rank, found in enumerate(ranks(world_size, on_shards, form=form, name=name)):
         assert gap(found, state(model)) <= CLOSE, f"rank {rank}"
+
+
+def on_flat_shards(rank, world_size):
+    members = parameters()
+    layout = Layout([p.shape for p in members], world_size)
+
+    def pieces(tensors):
+        flat = layout.flatten(tensors, torch.zeros(layout.padded, dtype=torch.float64))
+        return layout.pieces(layout.shard(flat, rank), rank)
+
+    own = [nn.Parameter(piece) for piece in pieces(members)]
+    optimizer = LAMB(own, **OPTIONS, sharded=True)
+    for step in range(6):
+        gradients = [gradient(p.shape, step, number) for number, p in enumerate(members)]
+        for p, piece in zip(own, pieces(gradients), strict=True):
+            p.grad = piece
+        optimizer.step()
+    return [p.detach().clone() for p in own]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_pieces_of_a_flat_buffer_some_of_them_empty_are_the_papers_algorithm(ranks, world_size):
+    found = ranks(world_size, on_flat_shards)
+    whole = [torch.cat(pieces).view(shape) for pieces, shape in zip(zip(*found, strict=True), SHAPES, strict=True)]
+    assert gap(whole, algorithm_2([p.detach() for p in parameters()], 6, **OPTIONS)) < CLOSE
+    assert not all(piece.numel() for pieces in found for piece in pieces)
 
 
 def split(rank, world_size):
