@@ -4,7 +4,7 @@
     messages    comm  comm_log  mesh  allreduce/  hierarchical  replicas
     ddp/  zero/  fsdp/  amp/  recompute/  offload/  memory/  compression/  local_sgd  horovod
     tensor_parallel/  attention/  pipeline/  moe/  parallelize/
-    sampler  learning_rate  checkpoint/  preempt  watchdog  trainer  train  convert
+    sampler  learning_rate  lamb  checkpoint/  preempt  watchdog  trainer  train  convert
 
     run/        from a notebook cell to ranks        measure/   time, memory, traffic, faults
     models/     plain torch, unaware of ranks        show/      pictures, tables, widgets

@@ -13,6 +13,8 @@
         chunks.py       one scale for every chunk of elements
     onebit.py       signs
     onebit_adam.py  Adam that sends its momentum as signs
+    onebit_lamb.py  LAMB that does; both use
+        onebit_optimizer.py  the warm-up, the hook and the state
 
     model.register_comm_hook(None, TopK(0.01).hook)
 
@@ -27,6 +29,7 @@ from labkit.compression.cast import Cast
 from labkit.compression.dgc import DGC
 from labkit.compression.onebit import OneBit
 from labkit.compression.onebit_adam import OneBitAdam
+from labkit.compression.onebit_lamb import OneBitLamb
 from labkit.compression.powersgd import PowerSGD
 from labkit.compression.quantize import Quantize
 from labkit.compression.randomk import RandomK
@@ -50,6 +53,7 @@ __all__ = [
     "Cast",
     "OneBit",
     "OneBitAdam",
+    "OneBitLamb",
     "PowerSGD",
     "Quantize",
     "RandomK",

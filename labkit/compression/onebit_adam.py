@@ -1,30 +1,20 @@
 """1-bit Adam: after a warm-up the variance is frozen, and momentum is sent with one bit an element.
 
     warm-up   m = mean of gradients ...  v = mean of squares ...  plain averaging, plain Adam
-    then      own = b1 m + (1 - b1) own gradient                  each rank, from the same m
-              m   = mean of one bit of (own + residual)           what is sent
-              p  -= lr  m / (sqrt(v) + eps)                       v is constant, as it is stable now
-
-Adam divides by the root of the squares, so an error in a gradient enters twice and does not cancel:
-error feedback fails. With constant v the step is linear in the message, and delayed values arrive
-unchanged.
+    then      m   = mean of one bit of the ranks' momentum        see onebit_optimizer.py
+              p  -= lr  m / (sqrt(v) + eps)                       v is constant
 
 Sent per rank and step: in the warm-up as plain averaging, then as OneBit. Held: m, v, residual.
 Tang et al., 1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed,
-ICML 2021, algorithm 1 (here messages are gathered, not scattered and compressed again). OneBit's
-magnitude is the mean |x| of a chunk, DeepSpeed's the 2-norm / sqrt(elements) of a full tensor.
+ICML 2021, algorithm 1.
 """
-
-from functools import partial
 
 import torch
 
-from labkit.compression.feedback import start_mean
-from labkit.compression.onebit import OneBit
-from labkit.replicas import check_agreement
+from labkit.compression.onebit_optimizer import OneBitOptimizer
 
 
-class OneBitAdam(torch.optim.Optimizer):
+class OneBitAdam(OneBitOptimizer):
     """1-bit Adam: an optimizer and its comm hook for DDP.
 
         optimizer = OneBitAdam(model.parameters(), lr=1e-3, warmup=100)
@@ -34,66 +24,13 @@ class OneBitAdam(torch.optim.Optimizer):
         divided by almost nothing and training diverges: use more steps or a larger eps.
     compressor: of the momentum; default OneBit(). Raises ValueError for a warmup below 1.
 
-    After the warm-up p.grad holds the new momentum instead of a gradient: do not clip it, and use
-    no loss scale (labkit's GradScaler and a Trainer that clips raise RuntimeError). If warmup or
-    steps differ between ranks, the next backward raises ValueError on all of them. state_dict()
-    includes this rank's residual.
+    See OneBitOptimizer for clipping, loss scales and states.
     """
 
+    title = "1-bit Adam"
+
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, warmup=100, compressor=None):
-        if type(warmup) is not int or warmup < 1:
-            raise ValueError(
-                f"warmup={warmup} must be at least 1: without plain Adam steps v would be zero"
-            )
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})
-        self.warmup = warmup
-        self.steps = 0
-        self.compressor = compressor or OneBit()
-        self._agreed = False
-
-    @property
-    def frozen(self):
-        """Whether the variance is frozen and momentum is sent."""
-        return self.steps >= self.warmup
-
-    def hook(self, group, bucket):
-        """Average the gradients, or after the warm-up the ranks' momentum. A comm hook of DDP.
-
-        Returns a Future of the bucket's average, [elements].
-        """
-        if not self._agreed:
-            check_agreement(
-                [f"1-bit Adam, warmup={self.warmup}, step {self.steps}"],
-                group,
-                bucket.buffer().device,
-            )
-            self._agreed = True
-        if not self.frozen:
-            future = start_mean(bucket.buffer(), group).get_future()
-            return future.then(partial(first, bucket.buffer()))
-        b1 = {p: group["betas"][0] for group in self.param_groups for p in group["params"]}
-        for p, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            gradient.mul_(1 - b1[p])
-            if self.state[p]:  # empty before the first gradient
-                gradient.add_(self.state[p]["m"], alpha=b1[p])
-        return self.compressor.hook(group, bucket)
-
-    def take_gradients(self):
-        """Refuse loss scaling and clipping: called by GradScaler.unscale_() and Trainer."""
-        raise RuntimeError(
-            "OneBitAdam supports neither a loss scale nor clipping: after its warm-up .grad holds "
-            "the momentum"
-        )
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        loss = None if closure is None else torch.enable_grad()(closure)()
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    self._update(p, self.state[p], group)
-        self.steps += 1
-        return loss
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps}, warmup, compressor)
 
     def _update(self, p, state, group):
         (b1, b2), eps = group["betas"], group["eps"]
@@ -110,24 +47,3 @@ class OneBitAdam(torch.optim.Optimizer):
         if self.frozen:  # without any gradient so far the sign is noise, which 1/eps would amplify
             denominator.masked_fill_(v == 0, torch.inf)
         p.addcdiv_(m, denominator, value=-group["lr"] / (1 - b1**steps))
-
-    def __getstate__(self):
-        added = {"warmup": self.warmup, "steps": self.steps, "compressor": self.compressor}
-        return super().__getstate__() | added | {"_agreed": False}  # torch's omits these
-
-    def state_dict(self):
-        return super().state_dict() | {
-            "steps": self.steps,
-            "compressor": self.compressor.state_dict(),
-        }
-
-    def load_state_dict(self, state_dict):
-        self.steps, self._agreed = state_dict["steps"], False
-        self.compressor.load_state_dict(state_dict["compressor"])
-        super().load_state_dict({name: state_dict[name] for name in ("state", "param_groups")})
-
-
-def first(buffer, travelled):
-    """Return the buffer after its collective; raise the collective's error."""
-    travelled.value()
-    return buffer

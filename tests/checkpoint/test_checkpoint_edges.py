@@ -23,9 +23,10 @@ from labkit.checkpoint import CheckpointError, Checkpoints, metadata
 from labkit.checkpoint.convert_sources import opened
 from labkit.checkpoint.rng_state import RandomState
 from labkit.checkpoint.sharded_parts import unwrapped
-from labkit.compression import OneBitAdam
+from labkit.compression import OneBitAdam, OneBitLamb
 from labkit.ddp import DDP
 from labkit.fsdp import FSDP
+from labkit.lamb import LAMB
 from labkit.local_sgd import DiLoCo, LocalSGD
 from labkit.mesh import Mesh
 from labkit.moe import MoE
@@ -84,9 +85,12 @@ def build(kind, world_size, seed=0):
     if kind == "masters":
         model = DDP(Net().bfloat16())
         return model, MasterWeights(model.parameters(), adamw, lr=0.01)
-    if kind == "onebit":
+    if kind == "lamb":
+        model = FSDP(Net(), unit=nn.Linear)
+        return model, LAMB(model.parameters(), lr=0.01, sharded=True)
+    if kind in ("onebit", "onebit_lamb"):
         model = DDP(Net())
-        optimizer = OneBitAdam(model.parameters(), lr=0.001, warmup=2)
+        optimizer = (OneBitAdam if kind == "onebit" else OneBitLamb)(model.parameters(), lr=0.001, warmup=2)
         model.register_comm_hook(None, optimizer.hook)
         return model, optimizer
     model = Net()
@@ -120,6 +124,7 @@ def resumes(rank, world_size, folder, kind, before):
 
 
 KINDS = ("torch_fsdp", "odd_ddp", "odd_fsdp", "odd_zero", "hybrid", "replicate", "groups", "masters", "onebit")
+KINDS += ("onebit_lamb", "lamb")
 KINDS += ("channels_last zero1", "channels_last zero2", "channels_last fsdp")
 KINDS += ("tensor_lr ddp_bucketed", "tensor_lr fsdp", "tensor_lr zero1")
 
@@ -151,7 +156,7 @@ def whole(rank, world_size, folder, kind, save):
     [(2, "torch_fsdp", 4, "fsdp"), (4, "torch_fsdp", 1, "ddp_bucketed"), (3, "zero1", 4, "torch_fsdp"),
      (4, "torch_fsdp", 2, "torch_fsdp"), (4, "hybrid", 2, "torch_fsdp"), (2, "odd_ddp", 3, "odd_fsdp"),
      (3, "odd_fsdp", 2, "odd_zero"), (2, "masters", 3, "masters"), (2, "channels_last zero1", 3, "channels_last zero1"),
-     (2, "tensor_lr fsdp", 3, "zero1"), (2, "zero1", 3, "tensor_lr ddp_bucketed")],
+     (2, "tensor_lr fsdp", 3, "zero1"), (2, "zero1", 3, "tensor_lr ddp_bucketed"), (2, "lamb", 3, "lamb")],
 )  # fmt: skip
 def test_odd_ones_on_other_ranks(ranks, tmp_path, saving, by, loading, into):
     old = ranks(saving, whole, folder=str(tmp_path), kind=by, save=True)[0]

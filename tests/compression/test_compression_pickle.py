@@ -15,7 +15,8 @@ import torch.distributed as dist
 from tensors import mlp
 from torch import nn
 
-from labkit.compression import COMPRESSORS, Cast, OneBit, OneBitAdam, RandomK, TopK, feedback
+from labkit.compression import COMPRESSORS, Cast, OneBit, OneBitAdam, OneBitLamb, RandomK, TopK, feedback
+from labkit.compression.onebit_optimizer import OneBitOptimizer
 from labkit.ddp import DDP
 from labkit.ddp.bucket import Bucket
 from labkit.local_sgd import DiLoCo, LocalSGD
@@ -97,13 +98,15 @@ def test_a_saved_compressor_holds_residuals_and_no_parameters(ranks):
 
 
 def hook_of(optimizer):
-    """1-bit Adam is used with DDP, the others without."""
-    return optimizer.hook if isinstance(optimizer, OneBitAdam) else None
+    """The 1-bit optimizers are used with DDP, the others without."""
+    return optimizer.hook if isinstance(optimizer, OneBitOptimizer) else None
 
 
 MAKE_OPTIMIZER = {
     "onebit_adam warming up": partial(OneBitAdam, lr=0.01, warmup=5),
     "onebit_adam": partial(OneBitAdam, lr=0.01, warmup=2),
+    "onebit_lamb warming up": partial(OneBitLamb, lr=0.01, warmup=5),
+    "onebit_lamb": partial(OneBitLamb, lr=0.01, warmup=2),
     "local_sgd": lambda p: LocalSGD(torch.optim.SGD(p, lr=0.1, momentum=0.9), every=3),
     "local_sgd compressed": lambda p: LocalSGD(torch.optim.AdamW(p), every=3, hook=TopK(0.1).hook),
     "diloco": lambda p: DiLoCo(torch.optim.AdamW(p, lr=0.01), every=3),

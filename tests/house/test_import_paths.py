@@ -22,6 +22,7 @@ PATHS = {
     "labkit.local_sgd": ("LocalSGD", "DiLoCo"),
     "labkit.sampler": ("DistributedSampler", "Batches", "evaluate"),
     "labkit.horovod": ("DistributedOptimizer",),
+    "labkit.lamb": ("LAMB",),
     "labkit.attention": ("flash_attention",),
     "labkit.attention.context_parallel": ("ring_attention", "ulysses_attention"),
     "labkit.memory": ("estimate", "choose", "find_batch_size"),

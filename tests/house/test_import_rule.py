@@ -18,7 +18,7 @@ FLOOR = ("comm", "comm_log", "gloo_workarounds", "progress", "mesh", "replicas",
 FLOOR += ("pickle_support", "open_without_links", "ring_cost", "torch_private")
 # Each may import those before it.
 FAMILIES = (
-    *("allreduce", "hierarchical", "ddp", "amp", "zero", "fsdp", "local_sgd", "horovod", "compression"),
+    *("allreduce", "hierarchical", "ddp", "amp", "zero", "fsdp", "local_sgd", "horovod", "lamb", "compression"),
     *("recompute", "offload", "memory", "tensor_parallel", "attention", "moe", "pipeline"),
     *("sampler", "learning_rate", "preempt", "watchdog", "checkpoint", "parallelize"),
 )

@@ -62,7 +62,10 @@ def test_an_experiment_comes_back_or_is_refused_by_its_field(first):
         ({"optimizer": {"type": "Adam"}}, {"optimizer": "adamw", "lr": 1e-3, "weight_decay": 0.0}),
         ({"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}, {"weight_decay": 0.01}),
         ({"optimizer": {"type": "SGD", "params": {"lr": 1}}}, {"optimizer": "sgd", "lr": 1.0, "momentum": 0.0}),
-        ({"zero_optimization": {"stage": 1, "reduce_bucket_size": 5e8}}, {"strategy": "zero1"}),
+        (
+            {"zero_optimization": {"stage": 1, "reduce_bucket_size": 2.0**20}},
+            {"strategy": "zero1", "bucket_cap_mb": 4.0},  # elements of 4 bytes, written as 1048576.0
+        ),
         ({"zero_optimization": {"stage": 2}}, {"strategy": "zero2"}),
         ({"zero_optimization": {"stage": 3}}, {"strategy": "fsdp"}),
         (
@@ -73,6 +76,10 @@ def test_an_experiment_comes_back_or_is_refused_by_its_field(first):
         ({"bf16": {"enabled": True}}, {"precision": "bf16"}),
         ({"gradient_clipping": 2}, {"clip": 2.0}),
         ({"train_micro_batch_size_per_gpu": 8}, {"accumulation": 4}),
+        (
+            {"train_batch_size": None, "train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 3},
+            {"batch_size": 48, "accumulation": 3},  # on 2 ranks
+        ),
         ({"autotuning": {"enabled": False, "fast": True}, "wandb": {"enabled": True}}, {}),
     ],
     ids=str,
@@ -93,6 +100,10 @@ def test_what_a_field_means_here(config, fields):
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "disk"}}}, "must be none or cpu"),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "nvme is not in this lab"),
         ({"zero_optimization": {"stage": 2, "offload_optimizer": OFFLOAD}}, "offloads parameters and"),
+        (
+            {"zero_optimization": {"stage": 3, "offload_optimizer": OFFLOAD}},
+            "offloads parameters and optimizer together",
+        ),
         ({"zero_optimization": True}, "zero_optimization=true: must be a section, with stage in it"),
         ({"train_batch_size": "auto"}, "Hugging Face's Trainer replaces it"),
         ({"train_batch_size": 65}, "must be a multiple of 2"),
