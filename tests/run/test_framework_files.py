@@ -174,6 +174,7 @@ def test_what_a_field_of_torchtitan_means_here(text, fields):
         ("--micro-batch-size 4", "lr-decay-style is linear, also where it is not written"),
         ("--micro-batch-size 0 --lr-decay-style constant", "micro-batch-size=0: must be a whole number of at least 1"),
         ("--micro-batch-size $MICRO", "--micro-batch-size $MICRO: write the value of the shell variable"),
+        ("torchrun pretrain_gpt.py ${ARGS[@]}", "write out the arguments that a shell variable has"),
         (PLAIN + "--global-batch-size 24", "global-batch-size=24 must be a multiple of 16: micro-batch-size=4 x 4"),
         (PLAIN + "--tensor-model-parallel-size 3", "4 ranks must be a multiple of 3: tensor-model-parallel-size=3"),
         (PLAIN + "--num-experts 4", "moe-aux-loss-coeff=0.0: with num-experts it is 0.01 here"),
