@@ -63,7 +63,7 @@ def to_experiment(values, written, ranks):
     found["seed"] = values["seed"]
     found["clip"] = number("clip-grad", values["clip-grad"])
     if values["ddp-bucket-size"]:
-        found["bucket_cap_mb"] = values["ddp-bucket-size"] / ELEMENTS
+        found["bucket_cap_mb"] = whole("ddp-bucket-size", values["ddp-bucket-size"]) / ELEMENTS
     return found | optimizer_of(values) | schedule_of(values, written)
 
 
