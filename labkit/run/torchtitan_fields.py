@@ -105,7 +105,7 @@ def optimizer_of(values, written):
     if list(values["optimizer.betas"]) != [0.9, 0.999]:
         where = "" if "optimizer.betas" in written else ", also where they are not written"
         raise ValueError(
-            f"optimizer.betas are {values['optimizer.betas']}{where}: here they are [0.9, 0.999]"
+            f"optimizer.betas are {values['optimizer.betas']}{where}: write betas=(0.9, 0.999)"
         )
     found = {"optimizer": chosen("optimizer.name", values["optimizer.name"], {"AdamW": "adamw"})}
     found["lr"] = number("optimizer.lr", values["optimizer.lr"])
@@ -224,7 +224,7 @@ def parse(text):
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     found = [node for node in calls if ast.unparse(node.func) == "Trainer.Config"]
     if len(found) != 1:
-        raise ValueError(f"has {len(found)} calls of Trainer.Config: there must be one")
+        raise ValueError(f"has {len(found)} calls of Trainer.Config: keep one in the file")
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute):
             raise ValueError(f"has {ast.unparse(node)}: write it into Trainer.Config(...)")
