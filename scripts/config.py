@@ -4,11 +4,13 @@ Nothing is submitted.
     ./scripts/lab config gpt.yaml --to slurm --nodes 2 --gpus 8 --time 12:00:00 > gpt.sbatch
     ./scripts/lab config gpt.yaml --to statefulset --nodes 2 --gpus 8 | kubectl apply -f -
     ./scripts/lab config ds_config.json --to experiment --gpus 8
-    ./scripts/lab config gpt.yaml --to deepspeed --gpus 8
+    ./scripts/lab config default_config.yaml --to megatron
+    ./scripts/lab config gpt.yaml --to torchtitan --gpus 8
     ./scripts/lab config manifests.yaml --check
 
-FILE has fields of an Experiment, as for `labkit.train --config`, or is DeepSpeed's JSON; with --check it has
-Kubernetes objects.
+FILE has fields of an Experiment, as for `labkit.train --config`; or it is DeepSpeed's JSON, Accelerate's YAML,
+Megatron-LM's arguments or torchtitan's Python; with --check it has Kubernetes objects. What the fields mean is printed
+on stderr.
 """
 
 import argparse
@@ -21,7 +23,7 @@ import yaml
 from terminal import UserError, main, say, table
 
 from labkit.cluster import kubernetes
-from labkit.run import frameworks
+from labkit.run import framework_files, frameworks
 from labkit.run.experiment import Experiment
 from labkit.run.options import fitting, natural
 from labkit.run.options import positive as whole
@@ -58,7 +60,7 @@ def parser():
         if parameter.kind is parameter.KEYWORD_ONLY
     }
     add = found.add_argument
-    add("file", metavar="FILE", help='YAML or JSON; "-": standard input')
+    add("file", metavar="FILE", help='YAML, JSON, arguments or Python; "-": standard input')
     add("--to", choices=TARGETS, metavar="KIND", help=f"one of {', '.join(TARGETS)}")
     add(
         "--check", action="store_true", help="print a line for each mistake in Kubernetes manifests; exit code 1 if any"
@@ -101,17 +103,22 @@ def write(file, target, given):
         if name not in FITS[target]:
             fitting_targets = [other for other in TARGETS if name in FITS[other]]
             raise ValueError(f"{flag(name)} does not fit --to {target}: it is for {', '.join(fitting_targets)}")
-    documents = read(file)
-    if len(documents) != 1 or not isinstance(documents[0], dict):
-        raise ValueError(f"{shown(file)}: must have the fields of one experiment, such as model: gpt")
+    try:
+        framework, config = framework_files.parse(text_of(file))
+    except ValueError as error:
+        raise ValueError(f"{shown(file)} {error}") from None
     ranks = given.get("nodes", 1) * max(1, given.get("gpus", 1))
-    experiment, origin = experiment_of(documents[0], ranks, shown(file))
-    if target in frameworks.FRAMEWORKS:
-        origin = frameworks.write(experiment, target, ranks)
+    if framework is not None and not given:
+        ranks = frameworks.ranks_of(config, framework) or ranks
+    experiment, origin = experiment_of(framework, config, ranks, shown(file), base_for(target))
+    there = frameworks.FRAMEWORKS.get(target)
+    written = there and frameworks.write(experiment, target, ranks)
     if origin is not None:
-        explain(origin)
-    if target in frameworks.FRAMEWORKS:
-        text = json.dumps(origin.config, indent=2) + "\n"
+        title = frameworks.FRAMEWORKS[framework].NAME
+        explain(origin, f"{title}'s fields; what the program has, such as the model, is the lab's default")
+    if written:
+        explain(written, f"written for {there.NAME}")
+        text = framework_files.as_text(written.config, target)
     elif target == "experiment":
         text = as_yaml(experiment)
     elif target == "slurm":
@@ -146,20 +153,30 @@ def as_objects(experiment, target, given):
     return yaml.safe_dump_all(plain, sort_keys=False, explicit_start=True)
 
 
-def experiment_of(document, ranks, source):
-    """Return (Experiment, its Translation or None) of an Experiment's fields or a framework's configuration."""
-    framework = frameworks.framework_of(document)
+def base_for(target):
+    """Return an experiment for what a file leaves to the program: of a GPT if the target has no other model."""
+    there = frameworks.FRAMEWORKS.get(target)
+    fields = {"model": "gpt"} if there and there.WRITES["model"] == ("gpt",) else {}
+    return Experiment.from_dict(fitting(fields) | fields)
+
+
+def experiment_of(framework, config, ranks, source, base):
+    """Return (Experiment, its Translation or None) of an Experiment's fields or a framework's configuration.
+
+    base: an experiment with what the framework's configuration does not have.
+    """
     if framework is not None:
-        found = frameworks.read(document, framework, ranks)
+        found = frameworks.read(config, framework, ranks, base)
         return found.experiment, found
     try:
-        return Experiment.from_dict(fitting(document) | document, source=source), None
+        return Experiment.from_dict(fitting(config) | config, source=source), None
     except TypeError as error:  # a value of another type
         raise ValueError(error) from None
 
 
-def explain(translation):
+def explain(translation, title):
     """Print what each field means here, on stderr."""
+    print(f"{title}:", file=sys.stderr)
     print(table(translation.lines, ("field", "value", "from", "here", "note")), file=sys.stderr)
 
 
@@ -184,30 +201,24 @@ def check(file):
 
 def read(file):
     """Return the documents of a YAML or JSON file, without empty ones."""
+    text = text_of(file)
     try:
-        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
         if text.lstrip().startswith("{"):  # in YAML, 1e-3 is a text
-            return [json.loads(text, object_pairs_hook=without_doubles)]
+            return [framework_files.from_json(text)]
         return [document for document in yaml.safe_load_all(text) if document is not None]
-    except json.JSONDecodeError as error:
-        comment = "//" in text or "/*" in text
-        hint = ": JSON has no comments" if comment else ""
-        raise ValueError(f"{shown(file)} is not JSON: {error}{hint}") from None
     except yaml.YAMLError as error:
         raise ValueError(f"{shown(file)} is not YAML: {error}") from None
+    except ValueError as error:
+        raise ValueError(f"{shown(file)} {error}") from None
+
+
+def text_of(file):
+    try:
+        return sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise ValueError(f"{shown(file)} is not text: it must be YAML or JSON") from None
     except OSError as error:
         raise ValueError(f"cannot read {file}: {error.strerror}") from None
-
-
-def without_doubles(pairs):
-    """Return the dict of a JSON object; raise ValueError if a key is there twice."""
-    names = [name for name, _ in pairs]
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(f"the key {name} is there twice")
-    return dict(pairs)
 
 
 def shown(file):
