@@ -21,7 +21,7 @@ import yaml
 from terminal import UserError, main, say, table
 
 from labkit.cluster import kubernetes
-from labkit.run import frameworks
+from labkit.run import framework_files, frameworks
 from labkit.run.experiment import Experiment
 from labkit.run.options import fitting, natural
 from labkit.run.options import positive as whole
@@ -101,17 +101,20 @@ def write(file, target, given):
         if name not in FITS[target]:
             fitting_targets = [other for other in TARGETS if name in FITS[other]]
             raise ValueError(f"{flag(name)} does not fit --to {target}: it is for {', '.join(fitting_targets)}")
-    documents = read(file)
-    if len(documents) != 1 or not isinstance(documents[0], dict):
-        raise ValueError(f"{shown(file)}: must have the fields of one experiment, such as model: gpt")
+    try:
+        framework, config = framework_files.parse(text_of(file))
+    except ValueError as error:
+        raise ValueError(f"{shown(file)} {error}") from None
     ranks = given.get("nodes", 1) * max(1, given.get("gpus", 1))
-    experiment, origin = experiment_of(documents[0], ranks, shown(file))
+    if framework is not None and not given:
+        ranks = frameworks.ranks_of(config, framework) or ranks
+    experiment, origin = experiment_of(framework, config, ranks, shown(file))
     if target in frameworks.FRAMEWORKS:
         origin = frameworks.write(experiment, target, ranks)
     if origin is not None:
         explain(origin)
     if target in frameworks.FRAMEWORKS:
-        text = json.dumps(origin.config, indent=2) + "\n"
+        text = framework_files.as_text(origin.config, target)
     elif target == "experiment":
         text = as_yaml(experiment)
     elif target == "slurm":
@@ -146,14 +149,13 @@ def as_objects(experiment, target, given):
     return yaml.safe_dump_all(plain, sort_keys=False, explicit_start=True)
 
 
-def experiment_of(document, ranks, source):
+def experiment_of(framework, config, ranks, source):
     """Return (Experiment, its Translation or None) of an Experiment's fields or a framework's configuration."""
-    framework = frameworks.framework_of(document)
     if framework is not None:
-        found = frameworks.read(document, framework, ranks)
+        found = frameworks.read(config, framework, ranks)
         return found.experiment, found
     try:
-        return Experiment.from_dict(fitting(document) | document, source=source), None
+        return Experiment.from_dict(fitting(config) | config, source=source), None
     except TypeError as error:  # a value of another type
         raise ValueError(error) from None
 
@@ -184,30 +186,24 @@ def check(file):
 
 def read(file):
     """Return the documents of a YAML or JSON file, without empty ones."""
+    text = text_of(file)
     try:
-        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
         if text.lstrip().startswith("{"):  # in YAML, 1e-3 is a text
-            return [json.loads(text, object_pairs_hook=without_doubles)]
+            return [framework_files.from_json(text)]
         return [document for document in yaml.safe_load_all(text) if document is not None]
-    except json.JSONDecodeError as error:
-        comment = "//" in text or "/*" in text
-        hint = ": JSON has no comments" if comment else ""
-        raise ValueError(f"{shown(file)} is not JSON: {error}{hint}") from None
     except yaml.YAMLError as error:
         raise ValueError(f"{shown(file)} is not YAML: {error}") from None
+    except ValueError as error:
+        raise ValueError(f"{shown(file)} {error}") from None
+
+
+def text_of(file):
+    try:
+        return sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise ValueError(f"{shown(file)} is not text: it must be YAML or JSON") from None
     except OSError as error:
         raise ValueError(f"cannot read {file}: {error.strerror}") from None
-
-
-def without_doubles(pairs):
-    """Return the dict of a JSON object; raise ValueError if a key is there twice."""
-    names = [name for name, _ in pairs]
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(f"the key {name} is there twice")
-    return dict(pairs)
 
 
 def shown(file):

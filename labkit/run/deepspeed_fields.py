@@ -8,7 +8,11 @@
 Adam is AdamW unless adam_w_mode is false. Rajbhandari et al., ZeRO, SC 2020, has the stages.
 """
 
+import json
+
 NAME = "DeepSpeed"
+FORM = "JSON"
+AUTO = "Hugging Face's Trainer replaces it before DeepSpeed reads the file"
 STRATEGIES = {0: "ddp_bucketed", 1: "zero1", 2: "zero2", 3: "fsdp"}
 OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "sgd": "sgd"}
 SCHEDULES = {None: "constant", "WarmupLR": "constant", "WarmupCosineLR": "cosine"}
@@ -71,23 +75,29 @@ def batch_of(values, ranks):
 
 
 def strategy_of(values):
-    stage = values["zero_optimization.stage"]
+    zero = "zero_optimization"
+    device = {part: values[f"{zero}.offload_{part}.device"] for part in ("param", "optimizer")}
+    return zero_strategy(values[f"{zero}.stage"], device, f"{zero}.stage")
+
+
+def zero_strategy(stage, devices, name):
+    """Return the strategy of a ZeRO stage. devices: {"param", "optimizer": where it is kept}.
+
+    name: of the field of the stage, for messages.
+    """
     if stage not in STRATEGIES:
-        raise ValueError(f"zero_optimization.stage={stage!r}: must be 0, 1, 2 or 3")
-    devices = {}
-    for part in ("offload_param", "offload_optimizer"):
-        name = f"zero_optimization.{part}.device"
-        devices[part] = values[name]
-        if values[name] not in ("none", "cpu"):
-            known = "nvme is not in this lab" if values[name] == "nvme" else "must be none or cpu"
-            raise ValueError(f"{name}={values[name]!r}: {known}")
+        raise ValueError(f"{name}={stage!r}: must be 0, 1, 2 or 3")
+    for part, device in devices.items():
+        if device not in ("none", "cpu"):
+            known = "nvme is not in this lab" if device == "nvme" else "must be none or cpu"
+            raise ValueError(f"{name}: offload_{part} to device {device!r}: {known}")
     if set(devices.values()) == {"none"}:
         return STRATEGIES[stage]
     if stage == 3 and set(devices.values()) == {"cpu"}:
         return "fsdp_offload"
     raise ValueError(
-        f"zero_optimization: stage {stage} with {devices}: this lab offloads parameters and "
-        "optimizer together, in stage 3"
+        f"{name}={stage} with offload to {devices}: this lab offloads parameters and optimizer "
+        "together, in stage 3"
     )
 
 
@@ -191,3 +201,8 @@ def scheduler_of(e):
         return {"type": "WarmupCosineLR", "params": params | warm}
     params = {"warmup_min_lr": e.lr / (e.warmup_steps + 1), "warmup_max_lr": e.lr}
     return {"type": "WarmupLR", "params": params | warm}
+
+
+def text(config):
+    """Return the JSON."""
+    return json.dumps(config, indent=2) + "\n"

@@ -27,11 +27,24 @@ from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 
-from labkit.run import deepspeed_fields
+from labkit.run import (
+    accelerate_fields,
+    deepspeed_fields,
+    horovod_fields,
+    megatron_fields,
+    torchtitan_fields,
+)
 from labkit.run.experiment import Experiment
+from labkit.run.framework_values import refuse
 
 TABLE = Path(__file__).with_name("frameworks.csv")
-FRAMEWORKS = {"deepspeed": deepspeed_fields}
+FRAMEWORKS = {
+    "deepspeed": deepspeed_fields,
+    "accelerate": accelerate_fields,
+    "torchtitan": torchtitan_fields,
+    "megatron": megatron_fields,
+    "horovod": horovod_fields,
+}
 WORDS = {
     "speed": "time or memory only",
     "program": "part of the program",
@@ -79,13 +92,25 @@ def fields(framework):
 
 
 def framework_of(config):
-    """Return the framework whose top-level keys a mapping has, or None: fields of an Experiment."""
+    """Return the framework that has most of a mapping's top-level keys.
+
+    None: no framework has one that an Experiment lacks.
+    """
     own = {field.name for field in dataclasses.fields(Experiment)}
-    for framework in FRAMEWORKS:
-        sections = {name.partition(".")[0] for name in fields(framework)} - own
-        if sections & set(config):
-            return framework
-    return None
+    shared = {framework: len(sections(framework) & set(config) - own) for framework in FRAMEWORKS}
+    best = max(shared, key=shared.get)
+    return best if shared[best] else None
+
+
+def sections(framework):
+    """Return the top-level keys of a framework's configuration."""
+    return {name.partition(".")[0] for name in fields(framework)}
+
+
+def ranks_of(config, framework):
+    """Return the number of ranks that a configuration has, or None."""
+    count = getattr(FRAMEWORKS[framework], "ranks_of", None)
+    return count and count(config)
 
 
 def read(config, framework, ranks, base=None):
@@ -96,12 +121,16 @@ def read(config, framework, ranks, base=None):
     Raises ValueError, which names the field, for an unknown field and for a value that an
     Experiment cannot express.
     """
+    there = FRAMEWORKS[framework]
+    if not hasattr(there, "to_experiment"):
+        raise ValueError(f"{there.NAME} has no file of its own to read: its calls are Python")
+    check_count(ranks)
     known = fields(framework)
     written = flattened(config)
     for name, value in written.items():
         check_written(name, value, written, framework)
     values = {name: field.default for name, field in known.items()} | written
-    chosen = FRAMEWORKS[framework].to_experiment(values, set(written), ranks)
+    chosen = there.to_experiment(values, set(written), ranks)
     experiment = dataclasses.replace(base or Experiment(), **chosen)
     experiment.check_ranks(ranks)
     return Translation(experiment, config, lines(written, framework))
@@ -113,6 +142,7 @@ def write(experiment, framework, ranks):
     Raises ValueError, which names the field of Experiment and the framework, for a value that the
     framework cannot express.
     """
+    check_count(ranks)
     experiment.check_ranks(ranks)
     there = FRAMEWORKS[framework]
     default = Experiment()
@@ -120,12 +150,14 @@ def write(experiment, framework, ranks):
         value = getattr(experiment, field.name)
         allowed = there.WRITES.get(field.name, (getattr(default, field.name),))
         if allowed is not any and value not in allowed:
-            raise ValueError(
-                f"Experiment({field.name}={value!r}): {there.NAME} has no such field; it needs "
-                f"{field.name}={' or '.join(map(repr, allowed))}"
-            )
+            refuse(field.name, value, there.NAME, " or ".join(map(repr, allowed)))
     config = there.from_experiment(experiment, ranks)
     return Translation(experiment, config, lines(flattened(config), framework))
+
+
+def check_count(ranks):
+    if ranks < 1:
+        raise ValueError(f"ranks={ranks}: must be at least 1")
 
 
 def flattened(config, above=""):
@@ -141,7 +173,8 @@ def flattened(config, above=""):
 def check_written(name, value, written, framework):
     """Raise ValueError if a written field is unknown, has a wrong type, or is not in this lab."""
     known = fields(framework)
-    title = FRAMEWORKS[framework].NAME
+    there = FRAMEWORKS[framework]
+    title = there.NAME
     field = known.get(name) or known.get(name.partition(".")[0])
     inner = field is not None and field.name != name
     parts = [other.removeprefix(f"{name}.") for other in known if other.startswith(f"{name}.")]
@@ -150,13 +183,9 @@ def check_written(name, value, written, framework):
     if parts:
         return
     if field is None or (inner and field.kind not in ("refused", "program")):
-        hint = nearest(name, known)
-        raise ValueError(f"{title} has no field {name}; {hint}")
-    if value == "auto":
-        raise ValueError(
-            f'{name}="auto": Hugging Face\'s Trainer replaces it before {title} reads the file; '
-            "write the value"
-        )
+        raise ValueError(f"{title} has no field {name}; {hint_for(name, framework)}")
+    if value == "auto" and there.AUTO:
+        raise ValueError(f'{name}="auto": {there.AUTO}; write the value')
     if inner:
         is_off = written.get(f"{field.name}.enabled", True) is False
         if field.kind == "refused" and not is_off:
@@ -179,7 +208,16 @@ def check_type(name, value, default):
     whole = isinstance(value, float) and value.is_integer()
     converts = type(value) is int if kind is float else kind is int and whole
     if type(value) is not kind and not converts and kind is not object:
-        raise ValueError(f"{name}={json.dumps(value)}: must be {words}")
+        hint = "; YAML reads an unquoted no as false" if kind is str and value is False else ""
+        raise ValueError(f"{name}={json.dumps(value)}: must be {words}{hint}")
+
+
+def hint_for(name, framework):
+    """Return what to do about an unknown field: take the framework that has it, or another name."""
+    owners = [other for other in FRAMEWORKS if name in fields(other)]
+    if owners:
+        return f"{FRAMEWORKS[owners[0]].NAME} has it: read the file as {owners[0]}"
+    return nearest(name, fields(framework))
 
 
 def nearest(name, known):

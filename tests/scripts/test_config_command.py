@@ -73,7 +73,7 @@ TO = ("-", "--to", "statefulset")
         (
             ("-",),
             "",
-            "give --to KIND, one of slurm, statefulset, trainjob, pytorchjob, experiment, deepspeed, or --check",
+            "give --to KIND, one of slurm, statefulset, trainjob, pytorchjob, experiment, deepspeed, ",
         ),
         (("-", "--to", "docker"), "", "invalid choice: 'docker'"),
         (("-", "--check", "--gpus", "2"), "", "--gpus needs --to KIND"),

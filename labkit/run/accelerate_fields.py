@@ -1,0 +1,190 @@
+"""Accelerate's default_config.yaml: from its values to fields of an Experiment, and back.
+
+    distributed_type    NO single, MULTI_GPU ddp_bucketed, FSDP fsdp, DEEPSPEED zero1 or zero2
+    parallelism_config  tensor and context, with FSDP of version 2
+    mixed_precision     autocast; with FSDP and DeepSpeed near: they hold or gather 16-bit weights
+
+The program has the batch size, the optimizer and its learning rate, so that an Experiment keeps
+its own. Source: Accelerate 1.15, commands/config/config_args.py, commands/launch.py,
+utils/launch.py and utils/dataclasses.py.
+"""
+
+import yaml
+
+from labkit.run.deepspeed_fields import zero_strategy
+from labkit.run.framework_values import chosen, data_ranks, number, refuse, whole
+
+NAME = "Accelerate"
+FORM = "YAML"
+AUTO = "Accelerate replaces it by a value of the program"
+PRECISIONS = {"no": "fp32", "fp16": "fp16", "bf16": "bf16"}
+SHARDED = {"FULL_SHARD": "fsdp", "SHARD_GRAD_OP": "fsdp_grad_op", "NO_SHARD": "ddp_bucketed"}
+NUMBERED = {1: "FULL_SHARD", 2: "SHARD_GRAD_OP", 3: "NO_SHARD"}  # torch's ShardingStrategy
+STAGES = {"zero1": 1, "zero2": 2}
+DDP_TYPES = ("MULTI_GPU", "MULTI_CPU")
+AXES = {"tensor": "parallelism_config_tp_size", "context": "parallelism_config_cp_size"}
+FSDP = "fsdp_config.fsdp_"
+ZERO = "deepspeed_config."
+SIZES = "parallelism_config.parallelism_config_"
+# The program has these.
+WRITES = dict.fromkeys(("model", "size", "data", "seed", "steps", "attention", "batch_size"), any)
+WRITES |= dict.fromkeys(("accumulation", "optimizer", "lr", "momentum", "weight_decay"), any)
+WRITES |= dict.fromkeys(("reference_batch", "lr_rule", "linear_until", "warmup_steps"), any)
+WRITES |= dict.fromkeys(("schedule", "bucket_cap_mb"), any)
+# The file has these, with FSDP or DeepSpeed.
+WRITES |= dict.fromkeys(("clip", "recompute", "tensor", "context"), any)
+WRITES |= {
+    "strategy": ("single", "ddp_bucketed", "zero1", "zero2", *SHARDED.values(), "fsdp_offload"),
+    "precision": tuple(PRECISIONS.values()),
+}
+
+
+def ranks_of(config):
+    """Return num_processes, or None."""
+    count = config.get("num_processes")
+    return None if count in (None, -1) else whole("num_processes", count)
+
+
+def to_experiment(values, written, ranks):
+    """Return {field of Experiment: value}; arguments as in deepspeed_fields. Raises ValueError."""
+    count = ranks_of(values)
+    if count not in (None, ranks):
+        raise ValueError(f"num_processes={count}: the run has {ranks} ranks; make them equal")
+    precision = values["mixed_precision"] or "no"
+    found = {"precision": chosen("mixed_precision", precision, PRECISIONS)}
+    kind = values["distributed_type"]
+    if kind is False:
+        raise ValueError("distributed_type=false: YAML reads an unquoted NO as false; write 'NO'")
+    if any(name.startswith(SIZES) for name in written) and kind != "FSDP":
+        raise ValueError(f"parallelism_config with distributed_type={kind!r}: it needs FSDP")
+    if kind in DDP_TYPES:
+        return found | {"strategy": "ddp_bucketed"}
+    if kind == "FSDP":
+        return found | fsdp_of(values, ranks)
+    if kind == "DEEPSPEED":
+        return found | deepspeed_of(values, written)
+    if kind != "NO":
+        known = "NO, MULTI_GPU, MULTI_CPU, FSDP, DEEPSPEED"
+        hint = "; read Megatron's own arguments" if kind == "MEGATRON_LM" else ""
+        raise ValueError(f"distributed_type={kind!r}: this lab has {known}{hint}")
+    if ranks > 1:
+        raise ValueError(f"distributed_type='NO': is for one process, not {ranks}")
+    return found | {"strategy": "single"}
+
+
+def fsdp_of(values, ranks):
+    """Return {field: value} of fsdp_config and parallelism_config."""
+    strategy = sharding_of(values)
+    if values[f"{FSDP}offload_params"]:
+        if strategy != "fsdp":
+            raise ValueError(f"{FSDP}offload_params: this lab offloads with FULL_SHARD only")
+        strategy = "fsdp_offload"
+    units = "every" if values[f"{FSDP}activation_checkpointing"] else "none"
+    return {"strategy": strategy, "recompute": units} | axes_of(values, ranks)
+
+
+def sharding_of(values):
+    """Return the strategy. Version 1 never reads fsdp_reshard_after_forward, version 2 only it."""
+    version = chosen(f"{FSDP}version", values[f"{FSDP}version"], {1: 1, 2: 2})
+    after = values[f"{FSDP}reshard_after_forward"]
+    if version == 2:
+        if type(after) is not bool:
+            raise ValueError(
+                f"{FSDP}reshard_after_forward={after!r}: must be true or false in version 2"
+            )
+        return "fsdp" if after else "fsdp_grad_op"
+    sharding = values[f"{FSDP}sharding_strategy"]
+    sharding = NUMBERED.get(sharding, sharding)
+    if isinstance(after, str) and after.upper() != sharding:
+        raise ValueError(
+            f"{FSDP}reshard_after_forward={after!r}: FSDP of version 1 does not read it and uses "
+            f"{FSDP}sharding_strategy={sharding}; make them equal"
+        )
+    return chosen(f"{FSDP}sharding_strategy", sharding, SHARDED)
+
+
+def axes_of(values, ranks):
+    """Return {field: value} of parallelism_config, whose sizes must multiply to the ranks."""
+    sizes = {f"{SIZES}{name}_size": values[f"{SIZES}{name}_size"] for name in ("tp", "cp")}
+    tensor, context = sizes.values()
+    sharded = data_ranks(ranks, sizes)
+    if tensor == context == 1:
+        return {}
+    if values[f"{FSDP}version"] == 1:
+        raise ValueError("parallelism_config: needs fsdp_config.fsdp_version=2")
+    if values[f"{SIZES}dp_shard_size"] != sharded:
+        raise ValueError(
+            f"{SIZES}dp_shard_size={values[f'{SIZES}dp_shard_size']}: must be {sharded}, "
+            f"{ranks} ranks / tp_size {tensor} / cp_size {context}"
+        )
+    return {"model": "gpt", "tensor": tensor, "context": context}
+
+
+def deepspeed_of(values, written):
+    """Return {field: value} of deepspeed_config."""
+    device = {part: values[f"{ZERO}offload_{part}_device"] for part in ("param", "optimizer")}
+    found = {"strategy": zero_strategy(values[f"{ZERO}zero_stage"], device, f"{ZERO}zero_stage")}
+    clip = number(f"{ZERO}gradient_clipping", values[f"{ZERO}gradient_clipping"])
+    if clip == 0:
+        raise ValueError(
+            f"{ZERO}gradient_clipping=0: Accelerate leaves a 0 out, and DeepSpeed then clips to "
+            "1.0; write 1.0"
+        )
+    found["clip"] = clip
+    name = f"{ZERO}gradient_accumulation_steps"
+    return found | ({"accumulation": whole(name, values[name])} if name in written else {})
+
+
+def from_experiment(e, ranks):
+    """Return the YAML's mapping, with every field that decides the result."""
+    if e.strategy == "single" and ranks > 1:
+        refuse("strategy", e.strategy, f"{NAME} on {ranks} ranks", "'ddp_bucketed' or 'fsdp'")
+    precision = {there: name for name, there in PRECISIONS.items()}[e.precision]
+    config = {"compute_environment": "LOCAL_MACHINE", "mixed_precision": precision}
+    config["num_processes"] = ranks
+    if e.strategy.startswith("fsdp"):
+        return config | {"distributed_type": "FSDP"} | fsdp_config(e, ranks)
+    for name in AXES:
+        if getattr(e, name) > 1:
+            refuse(name, getattr(e, name), f"{NAME} with {e.strategy}", "strategy='fsdp'")
+    if e.strategy in STAGES:
+        return config | {"distributed_type": "DEEPSPEED", "deepspeed_config": zero_config(e)}
+    kind = "NO" if e.strategy == "single" else "MULTI_GPU"
+    return config | {"distributed_type": kind}
+
+
+def fsdp_config(e, ranks):
+    """Return the sections of FSDP; it can run every unit again in backward, or none."""
+    if e.recompute not in ("none", "every"):
+        refuse("recompute", e.recompute, f"{NAME} with FSDP", "'none' or 'every'")
+    section = {
+        "fsdp_version": 2,
+        "fsdp_reshard_after_forward": e.strategy != "fsdp_grad_op",
+        "fsdp_offload_params": e.strategy == "fsdp_offload",
+        "fsdp_activation_checkpointing": e.recompute == "every",
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+    }
+    sizes = {there: getattr(e, name) for name, there in AXES.items() if getattr(e, name) > 1}
+    if not sizes:
+        return {"fsdp_config": section}
+    sharded = ranks // e.tensor // e.context
+    sizes = {"parallelism_config_dp_shard_size": sharded} | sizes
+    return {"fsdp_config": section, "parallelism_config": sizes}
+
+
+def zero_config(e):
+    """Return the section of DeepSpeed, which always clips."""
+    if e.clip == 0:
+        refuse("clip", e.clip, f"{NAME} with DeepSpeed", "a clip above 0, as a 0 becomes 1.0")
+    return {
+        "zero_stage": STAGES[e.strategy],
+        "gradient_accumulation_steps": e.accumulation,
+        "gradient_clipping": e.clip,
+        "offload_optimizer_device": "none",
+        "offload_param_device": "none",
+    }
+
+
+def text(config):
+    """Return the YAML."""
+    return yaml.safe_dump(config, sort_keys=False)

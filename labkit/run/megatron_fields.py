@@ -1,0 +1,273 @@
+"""Megatron-LM's arguments: from their values to fields of an Experiment, and back.
+
+    tensor, pipeline, context, expert     the axes, in ranks; experts
+    --use-distributed-optimizer           zero1
+    --use-megatron-fsdp                   by --data-parallel-sharding-strategy: zero1, zero2, fsdp
+    --use-torch-fsdp2                     fsdp or fsdp_grad_op
+    a step's batch                        --global-batch-size, over all ranks and micro-batches
+    --bf16, --fp16                        near: 16-bit weights, fp32 copies in the optimizer
+
+The sizes of the model are of the program; `write` adds those of the lab's GPT. Source:
+Megatron-LM core_v0.16.1, megatron/training/arguments.py and training.py (names and defaults),
+core/optimizer_param_scheduler.py (learning rate).
+"""
+
+import json
+import shlex
+
+from labkit.run.framework_values import accumulation_of, chosen, data_ranks, number, refuse, whole
+
+NAME = "Megatron-LM"
+FORM = "arguments"
+AUTO = ""
+AXES = {
+    "tensor": "tensor-model-parallel-size",
+    "pipeline": "pipeline-model-parallel-size",
+    "context": "context-parallel-size",
+}
+OPTIMIZERS = {"adam": "adamw", "sgd": "sgd"}
+STYLES = {"constant": "constant", "cosine": "cosine"}
+SHARDED = {"no_shard": "ddp_bucketed", "optim": "zero1", "optim_grads": "zero2"}
+SHARDED |= {"optim_grads_params": "fsdp"}
+ELEMENTS = 2**20 / 4  # fp32 elements of a MiB
+BATCH = ("global-batch-size", "micro-batch-size")
+# A GPT of the lab; `any`: the file or the program has it.
+WRITES = dict.fromkeys(("size", "data", "seed", "steps", "attention", "batch_size"), any)
+WRITES |= dict.fromkeys(("accumulation", "lr", "momentum", "weight_decay", "clip"), any)
+WRITES |= dict.fromkeys(("warmup_steps", "bucket_cap_mb", *AXES, "expert", "experts"), any)
+WRITES |= {
+    "model": ("gpt",),
+    "strategy": ("ddp_bucketed", "ddp_naive", "zero1", "zero2", "fsdp"),
+    "optimizer": ("adamw", "sgd"),
+    "schedule": ("constant", "cosine"),
+    "precision": ("fp32", "bf16", "fp16"),
+    "recompute": ("none", "every"),
+    "sequence_parallel": ("off", "on"),
+}
+
+
+def to_experiment(values, written, ranks):
+    """Return {field of Experiment: value}; arguments as in deepspeed_fields. Raises ValueError."""
+    found = {"model": "gpt"} | axes_of(values)
+    sizes = {there: found[name] for name, there in AXES.items()}
+    copies = data_ranks(ranks, sizes)
+    if copies % found["expert"]:
+        raise ValueError(
+            f"expert-model-parallel-size={found['expert']}: must divide the {copies} "
+            "data-parallel ranks"
+        )
+    found |= batch_of(values, copies)
+    found["strategy"] = strategy_of(values, found)
+    found["precision"] = precision_of(values)
+    found["recompute"] = recompute_of(values, found)
+    found["seed"] = values["seed"]
+    found["clip"] = number("clip-grad", values["clip-grad"])
+    if values["ddp-bucket-size"]:
+        found["bucket_cap_mb"] = values["ddp-bucket-size"] / ELEMENTS
+    return found | optimizer_of(values) | schedule_of(values, written)
+
+
+def axes_of(values):
+    """Return {field: value} of the axes and the experts."""
+    found = {name: whole(there, values[there]) for name, there in AXES.items()}
+    found["expert"] = whole("expert-model-parallel-size", values["expert-model-parallel-size"])
+    # with a context axis, the lab's sequences are sharded already
+    shares = values["sequence-parallel"] and found["tensor"] > 1 and found["context"] == 1
+    found["experts"] = values["num-experts"] or 0
+    if found["experts"]:
+        shares = False
+        usual = {"moe-aux-loss-coeff": 0.01, "moe-router-load-balancing-type": "aux_loss"}
+        for name, value in usual.items():
+            if values[name] != value:
+                raise ValueError(f"{name}={values[name]!r}: with num-experts it is {value} here")
+    return found | {"sequence_parallel": "on" if shares else "off"}
+
+
+def batch_of(values, copies):
+    """Return {field: value} of the batch of all ranks and its micro-batches."""
+    micro = values[BATCH[1]]
+    if micro is None:
+        raise ValueError(f"{BATCH[1]} must be there: Megatron-LM has no default")
+    total = values[BATCH[0]]
+    total = whole(BATCH[1], micro) * copies if total is None else total
+    return {"batch_size": total, "accumulation": accumulation_of(BATCH, total, micro, copies)}
+
+
+def strategy_of(values, found):
+    """Return the strategy along the data-parallel axis. found: with the sizes of the others."""
+    sharding = chosen(
+        "data-parallel-sharding-strategy", values["data-parallel-sharding-strategy"], SHARDED
+    )
+    if values["use-torch-fsdp2"]:
+        return "fsdp_grad_op" if values["torch-fsdp2-no-reshard-after-forward"] else "fsdp"
+    if values["use-megatron-fsdp"]:
+        strategy = sharding
+    else:
+        strategy = "zero1" if values["use-distributed-optimizer"] else "ddp_bucketed"
+    along = [there for name, there in AXES.items() if found[name] > 1]
+    along += ["num-experts"] if found["experts"] else []
+    if strategy.startswith("zero") and along:
+        name = "use-megatron-fsdp" if values["use-megatron-fsdp"] else "use-distributed-optimizer"
+        raise ValueError(
+            f"{name} with {along[0]}: this lab's {strategy} has no other axes; without it, the "
+            "results are the same and need more memory"
+        )
+    return "ddp_naive" if found["pipeline"] > 1 and strategy == "ddp_bucketed" else strategy
+
+
+def precision_of(values):
+    if values["bf16"] and values["fp16"]:
+        raise ValueError("bf16 and fp16 are both there: use one of them")
+    return "bf16" if values["bf16"] else "fp16" if values["fp16"] else "fp32"
+
+
+def recompute_of(values, found):
+    """Return which units run again; with other axes the lab runs none again."""
+    kind = "selective" if values["recompute-activations"] else values["recompute-granularity"]
+    if kind is None or found["experts"] or any(found[name] > 1 for name in AXES):
+        return "none"
+    if kind == "selective":
+        raise ValueError(
+            "recompute-granularity='selective' runs the core of attention again: this lab has "
+            "full, and selective without recompute-activations is off"
+        )
+    chosen("recompute-granularity", kind, {"full": "every"})
+    method = values["recompute-method"], values["recompute-num-layers"]
+    if method != ("uniform", 1):
+        raise ValueError(
+            f"recompute-method={method[0]!r} with recompute-num-layers={method[1]!r}: this lab "
+            "has uniform with 1"
+        )
+    return "every"
+
+
+def optimizer_of(values):
+    found = {"optimizer": chosen("optimizer", values["optimizer"], OPTIMIZERS)}
+    found["weight_decay"] = number("weight-decay", values["weight-decay"])
+    if found["optimizer"] == "sgd":
+        found["momentum"] = number("sgd-momentum", values["sgd-momentum"])
+    return found
+
+
+def schedule_of(values, written):
+    """Return {field: value} of steps and learning rate."""
+    found = {}
+    if values["train-iters"] is not None:
+        found["steps"] = whole("train-iters", values["train-iters"])
+    if "lr" in written:
+        found["lr"] = number("lr", values["lr"])
+    style = values["lr-decay-style"]
+    if style not in STYLES:
+        where = "" if "lr-decay-style" in written else ", also where it is not written"
+        raise ValueError(f"lr-decay-style is {style}{where}: this lab has constant and cosine")
+    if values["lr-decay-iters"] not in (None, values["train-iters"]):
+        raise ValueError(
+            f"lr-decay-iters={values['lr-decay-iters']}: here it is train-iters; remove it"
+        )
+    return found | {"schedule": STYLES[style], "warmup_steps": values["lr-warmup-iters"]}
+
+
+def from_experiment(e, ranks):
+    """Return {argument: value}, with every argument that decides the result; true: a flag."""
+    copies = ranks // e.tensor // e.pipeline // e.context
+    if e.strategy == "ddp_naive" and e.pipeline == 1:
+        refuse("strategy", e.strategy, f"{NAME} without a pipeline", "'ddp_bucketed'")
+    found = model_arguments(e) | {there: getattr(e, name) for name, there in AXES.items()}
+    found |= {"micro-batch-size": e.batch_size // e.accumulation // copies}
+    found |= {"global-batch-size": e.batch_size, "train-iters": e.steps, "seed": e.seed}
+    found |= strategy_arguments(e) | {"ddp-bucket-size": round(e.bucket_cap_mb * ELEMENTS)}
+    if e.sequence_parallel == "on":
+        found["sequence-parallel"] = True
+    if e.precision != "fp32":
+        found[e.precision] = True
+    if e.recompute == "every":
+        found |= {"recompute-granularity": "full", "recompute-method": "uniform"}
+        found["recompute-num-layers"] = 1
+    return found | optimizer_arguments(e)
+
+
+def model_arguments(e):
+    """Return the arguments of the lab's GPT: its sizes, and its experts."""
+    from labkit.run.experiment_mesh import gpt_sizes  # imports torch
+
+    gpt = gpt_sizes(e)
+    found = {"num-layers": gpt["layers"], "hidden-size": gpt["width"]}
+    found |= {"num-attention-heads": gpt["heads"], "seq-length": gpt["context"]}
+    found |= {"max-position-embeddings": gpt["context"], "vocab-size": gpt["vocab"]}
+    found |= {"hidden-dropout": 0.0, "attention-dropout": 0.0}
+    if e.experts:
+        found |= {"num-experts": e.experts, "expert-model-parallel-size": e.expert}
+        found |= {"moe-router-topk": 2, "moe-aux-loss-coeff": 0.01}
+        found |= {"moe-router-load-balancing-type": "aux_loss"}
+    return found
+
+
+def strategy_arguments(e):
+    if e.strategy == "zero1":
+        return {"use-distributed-optimizer": True}
+    if e.strategy not in ("zero2", "fsdp"):
+        return {}
+    kept = {strategy: there for there, strategy in SHARDED.items()}
+    found = {"use-megatron-fsdp": True, "use-distributed-optimizer": True}
+    found["data-parallel-sharding-strategy"] = kept[e.strategy]
+    return found | {"ckpt-format": "fsdp_dtensor"}  # the only one that it accepts
+
+
+def optimizer_arguments(e):
+    """Return the arguments of optimizer and learning rate; the warm-up has the lab's rates."""
+    name = {ours: there for there, ours in OPTIMIZERS.items()}[e.optimizer]
+    found = {"optimizer": name, "lr": e.lr, "weight-decay": e.weight_decay}
+    if e.optimizer == "sgd":
+        found["sgd-momentum"] = e.momentum
+    found |= {"clip-grad": e.clip, "lr-decay-style": e.schedule, "min-lr": 0.0}
+    if e.warmup_steps:
+        found |= {"lr-warmup-iters": e.warmup_steps}
+        found |= {"lr-warmup-init": e.lr / (e.warmup_steps + 1)}
+    return found
+
+
+def text(config):
+    """Return the arguments as text, one on a line."""
+    return "".join(
+        f"--{name}{'' if value is True else f' {value}'}\n" for name, value in config.items()
+    )
+
+
+def parse(text):
+    """Return {argument: value} of a shell line, or of arguments only; nothing is run.
+
+    Words before the first argument of the script, such as torchrun's, are left out. A list is
+    several words; a value that is a number becomes one. Raises ValueError.
+    """
+    words = shlex.split(text.replace("\\\n", " "), comments=True)
+    scripts = [place for place, word in enumerate(words) if word.endswith(".py")]
+    words = words[scripts[0] + 1 :] if scripts else words
+    found, name = {}, None
+    for word in words:
+        if word.startswith("--"):
+            name, has_value, value = word[2:].partition("=")
+            if name in found:
+                raise ValueError(f"--{name} is there twice")
+            found[name] = [value] if has_value else []
+        elif name is None:
+            raise ValueError(f"{word!r}: must be an argument, such as --micro-batch-size 2")
+        else:
+            found[name].append(word)
+    return {name: value_of(name, words) for name, words in found.items()}
+
+
+def value_of(name, words):
+    """Return true for a flag, a value, or a list of values."""
+    if any("$" in word for word in words):
+        raise ValueError(f"--{name} {' '.join(words)}: write the value of the shell variable")
+    values = [plain(word) for word in words]
+    return values if len(values) > 1 else values[0] if values else True
+
+
+def plain(word):
+    """Return a number if a word is one, else the word."""
+    try:
+        value = json.loads(word)
+    except json.JSONDecodeError:
+        return word
+    return value if type(value) in (int, float) else word

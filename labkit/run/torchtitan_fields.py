@@ -1,0 +1,277 @@
+"""torchtitan's Trainer.Config, in Python: from its values to fields of an Experiment, and back.
+
+    parallelism    replicate ddp_bucketed, shard fsdp; tensor, pipeline, context
+    training       a step's batch, clipping, offload; mixed_precision_param is bf16 by default
+    optimizer      default_adamw: AdamW, whose second beta is 0.95 by default
+
+A file is a function that returns Trainer.Config(...). `parse` reads its literal values from the
+syntax tree; nothing is run. Source: torchtitan 0.3.0, config/configs.py, trainer.py and
+components/optimizer. Up to 0.2 its files were TOML.
+"""
+
+import ast
+
+from labkit.run.framework_values import accumulation_of, chosen, data_ranks, number, refuse, whole
+
+NAME = "torchtitan"
+FORM = "Python"
+AUTO = ""
+DEGREES = {"tensor": "parallelism.tensor_parallel_degree"}
+DEGREES |= {"pipeline": "parallelism.pipeline_parallel_degree"}
+DEGREES |= {"context": "parallelism.context_parallel_degree"}
+REPLICAS = "parallelism.data_parallel_replicate_degree"
+SHARDS = "parallelism.data_parallel_shard_degree"
+AFTER = "parallelism.fsdp_reshard_after_forward"
+MICRO = "parallelism.pipeline_parallel_microbatch_size"
+BATCH = ("training.global_batch_size", "training.local_batch_size")
+PRECISIONS = {"float32": "fp32", "bfloat16": "bf16"}
+UNITS = {"none": "none", "full": "every", "selective": "matmul"}
+CLASSES = {"none": None, "full": "FullAC", "selective": "SelectiveAC"}
+# The first line of names is of the program, or does not change the result.
+WRITES = dict.fromkeys(("size", "data", "momentum", "attention", "bucket_cap_mb"), any)
+WRITES |= dict.fromkeys(("batch_size", "accumulation", "lr", "weight_decay", "clip"), any)
+WRITES |= dict.fromkeys(("warmup_steps", "steps", "seed", *DEGREES), any)
+WRITES |= {
+    "model": ("gpt",),
+    "strategy": ("ddp_bucketed", "ddp_naive", "fsdp", "fsdp_grad_op", "fsdp_offload"),
+    "optimizer": ("adamw",),
+    "schedule": ("constant", "cosine"),
+    "precision": tuple(PRECISIONS.values()),
+    "recompute": tuple(UNITS.values()),
+    "sequence_parallel": ("off", "on"),
+}
+
+
+def to_experiment(values, written, ranks):
+    """Return {field of Experiment: value}; arguments as in deepspeed_fields. Raises ValueError."""
+    found = {"model": "gpt"}
+    found |= {name: whole(there, values[there]) for name, there in DEGREES.items()}
+    copies = data_ranks(ranks, {there: found[name] for name, there in DEGREES.items()})
+    found["strategy"] = strategy_of(values, copies, found["pipeline"])
+    found |= batch_of(values, copies, found["pipeline"])
+    shares = values["parallelism.enable_sequence_parallel"] and found["tensor"] > 1
+    # with a context axis, the lab's sequences are sharded already
+    found["sequence_parallel"] = "on" if shares and found["context"] == 1 else "off"
+    mode = values["activation_checkpoint.mode"]
+    units = chosen("activation_checkpoint.mode", mode, UNITS)
+    found["recompute"] = "none" if any(found[name] > 1 for name in DEGREES) else units
+    name = "training.mixed_precision_param"
+    found["precision"] = chosen(name, values[name], PRECISIONS)
+    found["clip"] = number("training.max_norm", values["training.max_norm"])
+    found["steps"] = whole("training.steps", values["training.steps"])
+    if values["debug.seed"] is not None:
+        found["seed"] = values["debug.seed"]
+    return found | optimizer_of(values, written) | schedule_of(values)
+
+
+def strategy_of(values, copies, pipeline):
+    """Return the strategy along the data-parallel axis of `copies` ranks."""
+    replicas, shards = whole(REPLICAS, values[REPLICAS]), values[SHARDS]
+    shards = copies // replicas if shards == -1 else whole(SHARDS, shards)
+    if replicas * shards != copies:
+        raise ValueError(
+            f"{REPLICAS}={replicas} x {SHARDS}={shards}: must be the {copies} data-parallel ranks"
+        )
+    after = chosen(AFTER, values[AFTER], {"default": pipeline == 1, "always": True, "never": False})
+    offload = values["training.enable_cpu_offload"]
+    if replicas == copies and (copies > 1 or values[SHARDS] == 1):
+        if offload:
+            raise ValueError("training.enable_cpu_offload: this lab offloads with FSDP only")
+        return "ddp_naive" if pipeline > 1 else "ddp_bucketed"
+    if replicas > 1:
+        raise ValueError(f"{REPLICAS}={replicas} with {SHARDS}={shards}: HSDP is not in this lab")
+    if offload:
+        return "fsdp_offload"
+    return "fsdp" if after else "fsdp_grad_op"
+
+
+def batch_of(values, copies, pipeline):
+    """Return {field: value}; a pipeline divides its local batch into micro-batches once more."""
+    total, local = values[BATCH[0]], whole(BATCH[1], values[BATCH[1]])
+    total = local * copies if total == -1 else total
+    times = accumulation_of(BATCH, total, local, copies)
+    if pipeline > 1:
+        micro = whole(MICRO, values[MICRO])
+        if local % micro:
+            raise ValueError(f"{BATCH[1]}={local}: must be a multiple of {MICRO}={micro}")
+        times *= local // micro
+    return {"batch_size": total, "accumulation": times}
+
+
+def optimizer_of(values, written):
+    """Return {field: value} of the section `optimizer`; nothing if it is absent."""
+    if not any(name.startswith("optimizer.") for name in written):
+        return {}
+    if list(values["optimizer.betas"]) != [0.9, 0.999]:
+        where = "" if "optimizer.betas" in written else ", also where they are not written"
+        raise ValueError(
+            f"optimizer.betas are {values['optimizer.betas']}{where}: here they are [0.9, 0.999]"
+        )
+    found = {"optimizer": chosen("optimizer.name", values["optimizer.name"], {"AdamW": "adamw"})}
+    found["lr"] = number("optimizer.lr", values["optimizer.lr"])
+    decay = number("optimizer.weight_decay", values["optimizer.weight_decay"])
+    return found | {"weight_decay": decay}
+
+
+def schedule_of(values):
+    """Return {field: value} of the learning rate.
+
+    torchtitan's last step of the warm-up has the full rate, the lab's first step after it has.
+    """
+    warm = values["lr_scheduler.warmup_steps"]
+    found = {"warmup_steps": max(0, warm - 1)}
+    ratio, kind = values["lr_scheduler.decay_ratio"], values["lr_scheduler.decay_type"]
+    if ratio == 0:
+        return found | {"schedule": "constant"}
+    if ratio is not None:
+        raise ValueError(f"lr_scheduler.decay_ratio={ratio}: this lab has 0, and None with cosine")
+    if kind != "cosine":
+        raise ValueError(
+            f"lr_scheduler.decay_type is {kind}, which is the default: this lab has cosine, and "
+            "decay_ratio=0.0 for a constant rate"
+        )
+    return found | {"schedule": "cosine"}
+
+
+def from_experiment(e, ranks):
+    """Return {section: {field: value}}, with every field that decides the result."""
+    if e.strategy == "ddp_naive" and e.pipeline == 1:
+        refuse("strategy", e.strategy, f"{NAME} without a pipeline", "'ddp_bucketed'")
+    copies = ranks // e.tensor // e.pipeline // e.context
+    local = e.batch_size // copies
+    pipelined = e.pipeline > 1
+    training = {
+        "local_batch_size": local if pipelined else local // e.accumulation,
+        "global_batch_size": e.batch_size,
+        "max_norm": e.clip,
+        "steps": e.steps,
+        "enable_cpu_offload": e.strategy == "fsdp_offload",
+        "mixed_precision_param": {ours: name for name, ours in PRECISIONS.items()}[e.precision],
+    }
+    if pipelined:
+        training["disable_cuda_graphs"] = True  # torchtitan requires it
+    return {
+        "training": training,
+        "parallelism": parallelism(e, copies, local),
+        "optimizer": {"lr": e.lr, "betas": [0.9, 0.999], "weight_decay": e.weight_decay},
+        "lr_scheduler": scheduler(e),
+        "activation_checkpoint": {"mode": {o: name for name, o in UNITS.items()}[e.recompute]},
+        "debug": {"seed": e.seed},
+    }
+
+
+def parallelism(e, copies, local):
+    shards = e.strategy.startswith("fsdp")
+    found = {
+        "data_parallel_replicate_degree": 1 if shards else copies,
+        "data_parallel_shard_degree": -1 if shards else 1,
+        "fsdp_reshard_after_forward": "never" if e.strategy == "fsdp_grad_op" else "always",
+    }
+    found |= {there.partition(".")[2]: getattr(e, name) for name, there in DEGREES.items()}
+    found["enable_sequence_parallel"] = e.sequence_parallel == "on"
+    if e.pipeline > 1:
+        found["pipeline_parallel_microbatch_size"] = local // e.accumulation
+    return found
+
+
+def scheduler(e):
+    found = {"warmup_steps": e.warmup_steps + 1 if e.warmup_steps else 0}
+    if e.schedule == "constant":
+        return found | {"decay_ratio": 0.0}
+    return found | {"decay_type": "cosine", "min_lr_factor": 0.0}
+
+
+HEAD = '''\
+"""Run it: torchrun ... -m torchtitan.train --module FILE --config config (torchtitan 0.3)."""
+
+from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
+from torchtitan.config import DebugConfig, ParallelismConfig, TrainingConfig
+{policy}from torchtitan.models.llama3 import model_registry
+from torchtitan.trainer import Trainer
+
+
+def config():
+    return Trainer.Config(
+        model_spec=model_registry("debugmodel"),  # yours; add dataloader, loss and hf_assets_path
+'''
+CALLS = {"training": "TrainingConfig", "parallelism": "ParallelismConfig", "debug": "DebugConfig"}
+CALLS |= {"optimizer": "default_adamw", "lr_scheduler": "LRSchedulersContainer.Config"}
+
+
+def text(config):
+    """Return a Python file whose function config returns the Trainer.Config."""
+    policy = CLASSES[config["activation_checkpoint"]["mode"]]
+    line = f"from torchtitan.distributed.activation_checkpoint import {policy}\n"
+    lines = [HEAD.format(policy=line if policy else "")]
+    for section, call in CALLS.items():
+        lines.append(f"        {section}={call}(\n")
+        for name, value in config[section].items():
+            lines.append(f"            {name}={tuple(value) if name == 'betas' else value!r},\n")
+        lines.append("        ),\n")
+    named = f"{policy}.Config()" if policy else None
+    return "".join([*lines, f"        activation_checkpoint={named},\n    )\n"])
+
+
+def parse(text):
+    """Return {section: {field: value}} of a Python file that has one Trainer.Config(...).
+
+    Nothing is run: values must be literals, except in sections of the program. Raises ValueError.
+    """
+    try:
+        tree = ast.parse(text)
+    except SyntaxError as error:
+        raise ValueError(f"is not Python: {error.msg}, line {error.lineno}") from None
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    found = [node for node in calls if ast.unparse(node.func) == "Trainer.Config"]
+    if len(found) != 1:
+        raise ValueError(
+            f"has {len(found)} calls of Trainer.Config: torchtitan's file needs one here"
+        )
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute):
+            raise ValueError(f"has {ast.unparse(node)}: write it into Trainer.Config(...)")
+    return {name: section_of(name, node) for name, node in keywords(found[0]).items()}
+
+
+def keywords(call):
+    """Return {name: syntax tree of its value} of a call."""
+    if call.args or any(one.arg is None for one in call.keywords):
+        raise ValueError(f"{ast.unparse(call)}: must have names and values only")
+    return {one.arg: one.value for one in call.keywords}
+
+
+def section_of(name, node):
+    """Return a section's {field: value}; of one that belongs to the program, its source."""
+    if name == "activation_checkpoint":
+        policy = ast.unparse(node).removesuffix(".Config()")
+        known = {str(policy): mode for mode, policy in CLASSES.items()}
+        return {"mode": chosen("activation_checkpoint", policy, known)}
+    if not isinstance(node, ast.Call):
+        return ast.unparse(node)
+    call = ast.unparse(node.func)
+    if call == "OptimizersContainer.Config":
+        return group_of(node)
+    if call not in (*CALLS.values(), "CompileConfig", "CommConfig"):
+        return ast.unparse(node)
+    found = {field: literal(f"{name}.{field}", value) for field, value in keywords(node).items()}
+    return {"name": "AdamW"} | found if call == "default_adamw" else found
+
+
+def group_of(node):
+    """Return the section `optimizer` of an OptimizersContainer with one group of parameters."""
+    groups = keywords(node).get("param_groups")
+    if not isinstance(groups, ast.List) or len(groups.elts) != 1:
+        raise ValueError("optimizer.param_groups: this lab has one group of parameters")
+    group = keywords(groups.elts[0])
+    options = literal("optimizer.optimizer_kwargs", group["optimizer_kwargs"])
+    # a group has torch.optim's defaults, not those of default_adamw
+    options = {"betas": [0.9, 0.999], "weight_decay": 0.01, "lr": 1e-3} | options
+    return {"name": literal("optimizer.optimizer_name", group["optimizer_name"])} | options
+
+
+def literal(name, node):
+    try:
+        value = ast.literal_eval(node)
+    except ValueError:
+        raise ValueError(f"{name}={ast.unparse(node)}: must be a literal value") from None
+    return list(value) if isinstance(value, tuple) else value
