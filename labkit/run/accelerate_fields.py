@@ -88,14 +88,15 @@ def sharding_of(values):
     version = chosen(f"{FSDP}version", values[f"{FSDP}version"], {1: 1, 2: 2})
     after = values[f"{FSDP}reshard_after_forward"]
     if version == 2:
+        after = True if after is None else after
         if type(after) is not bool:
             raise ValueError(
                 f"{FSDP}reshard_after_forward={after!r}: must be true or false in version 2"
             )
         return "fsdp" if after else "fsdp_grad_op"
-    sharding = values[f"{FSDP}sharding_strategy"]
+    sharding = values[f"{FSDP}sharding_strategy"] or "FULL_SHARD"
     sharding = NUMBERED.get(sharding, sharding)
-    if isinstance(after, str) and after.upper() != sharding:
+    if after is not None and after != sharding:
         raise ValueError(
             f"{FSDP}reshard_after_forward={after!r}: FSDP of version 1 does not read it and uses "
             f"{FSDP}sharding_strategy={sharding}; make them equal"

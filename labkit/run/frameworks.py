@@ -15,8 +15,9 @@ one of these kinds:
     fixed     here it has one value, which is in the column `here`; others are refused
     refused   is not in this lab: refused where the file turns it on
 
-Sources of fields and defaults: DeepSpeed 0.19, deepspeed/runtime/config.py, constants.py and
-zero/config.py, and https://www.deepspeed.ai/docs/config-json.
+A module X_fields has the functions of a framework, and the source of its fields and defaults. Those
+of DeepSpeed: 0.19, deepspeed/runtime/config.py, constants.py and zero/config.py, and
+https://www.deepspeed.ai/docs/config-json. labkit.run.framework_files has the files themselves.
 """
 
 import csv
@@ -234,13 +235,16 @@ def lines(written, framework):
     known = fields(framework)
     found = []
     for name, value in written.items():
-        field = known.get(name) or known[name.partition(".")[0]]
+        field = known.get(name) or known.get(name.partition(".")[0])
+        if field is None:  # an empty section
+            continue
         found.append((name, json.dumps(value), "written", field.says(), field.note))
     for name, field in known.items():
         section = name.partition(".")[0]
         if name in written or field.kind not in ("mapped", "near") or field.default is None:
             continue
-        if section == name or any(other.startswith(f"{section}.") for other in written):
+        has_section = any(other.partition(".")[0] == section for other in written)
+        if section == name or has_section:
             value = json.dumps(field.default)
             found.append((name, value, "default", field.says(), field.note))
     return found

@@ -224,9 +224,7 @@ def parse(text):
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     found = [node for node in calls if ast.unparse(node.func) == "Trainer.Config"]
     if len(found) != 1:
-        raise ValueError(
-            f"has {len(found)} calls of Trainer.Config: torchtitan's file needs one here"
-        )
+        raise ValueError(f"has {len(found)} calls of Trainer.Config: there must be one")
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute):
             raise ValueError(f"has {ast.unparse(node)}: write it into Trainer.Config(...)")

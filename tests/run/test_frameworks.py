@@ -1,17 +1,25 @@
 """Configurations of other frameworks: there and back, the defaults that are not written, and what is refused."""
 
+import json
 import random
 
 import pytest
 
 from labkit.learning_rate import schedule_factor
-from labkit.run import deepspeed_fields, frameworks
+from labkit.run import framework_files, frameworks
 from labkit.run.choices import CHOICES
 from labkit.run.experiment import Experiment
 
 USUAL = {"train_batch_size": 64}
 OFFLOAD = {"device": "cpu"}
-PROGRAM = ("model", "size", "data", "seed", "steps", "recompute", "attention")
+RATES = ("lr", "momentum", "weight_decay", "clip", "warmup_steps", "schedule")
+PROGRAM = {  # what a framework's file does not have
+    "deepspeed": ("model", "size", "data", "seed", "steps", "recompute", "attention"),
+    "torchtitan": ("size", "data", "attention", "bucket_cap_mb"),
+    "megatron": ("size", "data", "attention"),
+}
+PROGRAM["accelerate"] = (*PROGRAM["deepspeed"], *RATES, "batch_size", "accumulation", "optimizer", "bucket_cap_mb")
+PROGRAM["accelerate"] += ("lr_rule", "reference_batch")
 
 
 def read(config, ranks=2):
@@ -21,39 +29,55 @@ def read(config, ranks=2):
 def some(seed):
     """An experiment of random fields that is valid on 4 ranks."""
     pick = random.Random(seed)
+    usual = ("ddp_bucketed", "ddp_naive", "zero1", "fsdp", *CHOICES["strategy"])
     fields = {"batch_size": 16 * pick.randint(1, 9), "accumulation": pick.choice((1, 2, 4))}
-    fields |= {name: pick.choice(CHOICES[name]) for name in ("strategy", "optimizer", "precision", "schedule", "size")}
+    fields |= {name: pick.choice(CHOICES[name]) for name in ("optimizer", "precision", "schedule", "size")}
+    fields |= {"strategy": pick.choice(usual), "recompute": pick.choice(("none", "none", *CHOICES["recompute"]))}
     fields |= {"lr": pick.uniform(1e-4, 1), "weight_decay": pick.choice((0.0, 0.1)), "clip": pick.choice((0.0, 0.5))}
     fields |= {"steps": pick.randint(20, 90), "warmup_steps": pick.choice((0, 10)), "seed": pick.randint(0, 9)}
     fields |= {"bucket_cap_mb": pick.choice((1.0, 25.0)), "momentum": pick.choice((0.0, 0.9))}
     rare = {"lr_rule": "sqrt", "reference_batch": 32, "every": 4, "comm_hook": "fp16", "experts": 4, "tensor": 2}
+    rare |= {"pipeline": 2, "context": 2, "sequence_parallel": "on", "attention": "flash", "expert": 2}
     for name, value in rare.items():
         if pick.random() < 0.08:
             fields[name] = value
     try:
-        return Experiment(model="gpt", **fields)
+        found = Experiment(model="gpt", **fields)
+        found.check_ranks(4)
+        return found
     except ValueError:
         return some(seed + 10_000)
 
 
-@pytest.mark.parametrize("first", range(0, 500, 100))
-def test_an_experiment_comes_back_or_is_refused_by_its_field(first):
+def kept_by_program(experiment, framework):
+    """The fields that the framework's file does not have."""
+    names = set(PROGRAM[framework])
+    if framework == "accelerate" and experiment.strategy.startswith("zero"):
+        names -= {"accumulation", "clip"}
+    if framework == "accelerate" and experiment.strategy.startswith("fsdp"):
+        names -= {"recompute"}
+    names |= {"momentum"} if experiment.optimizer == "adamw" else set()  # which has none
+    return Experiment(model="gpt", **{name: getattr(experiment, name) for name in names - {"model"}})
+
+
+@pytest.mark.parametrize("framework", PROGRAM)
+def test_an_experiment_comes_back_or_is_refused_by_its_field(framework):
     came_back = refused = 0
-    for seed in range(first, first + 100):
+    for seed in range(500):
         experiment = some(seed)
         try:
-            config = frameworks.write(experiment, "deepspeed", 4).config
+            config = frameworks.write(experiment, framework, 4).config
         except ValueError as error:
             refused += 1
-            assert "DeepSpeed" in str(error) and str(error).startswith("Experiment(")
+            assert frameworks.FRAMEWORKS[framework].NAME in str(error) and str(error).startswith("Experiment(")
             continue
-        kept = Experiment(**{name: getattr(experiment, name) for name in PROGRAM})
-        back = frameworks.read(config, "deepspeed", 4, base=kept).experiment
-        if experiment.optimizer == "adamw":  # which has no momentum
-            back = back.replace(momentum=experiment.momentum)
-        assert back == experiment
+        base = kept_by_program(experiment, framework)
+        found, parsed = framework_files.parse(framework_files.as_text(config, framework))
+        assert found == framework
+        for again in (config, parsed):
+            assert frameworks.read(again, framework, 4, base=base).experiment == experiment
         came_back += 1
-    assert came_back > 10 and refused > 10
+    assert came_back > 20 and refused > 50
 
 
 @pytest.mark.parametrize(
@@ -139,10 +163,15 @@ def test_warm_up_has_the_rates_of_warmup_lr():
         assert there == pytest.approx(0.3 * schedule_factor(7, None, step), rel=1e-12)
 
 
-def test_every_row_of_the_table_is_of_a_known_kind():
-    known = frameworks.fields("deepspeed")
+@pytest.mark.parametrize("framework", frameworks.FRAMEWORKS)
+def test_every_row_of_the_table_is_of_a_known_kind(framework):
+    known = frameworks.fields(framework)
     assert {field.kind for field in known.values()} <= {"mapped", "near", *frameworks.WORDS}
     mapped = {field.here for field in known.values() if field.kind == "mapped"}
     own = set(Experiment().to_dict())
-    assert {name for name in mapped if " " not in name} <= own
-    assert set(deepspeed_fields.WRITES) <= own
+    assert {name for name in mapped if " " not in name} <= own | {"ranks"}
+    assert set(frameworks.FRAMEWORKS[framework].WRITES) <= own
+    fixed = [json.loads(field.here) for field in known.values() if field.kind == "fixed"]
+    assert all(isinstance(value, str | int | float | bool | list) for value in fixed)
+    notes = [field.name for field in known.values() if field.kind == "refused" and not field.note]
+    assert not notes
