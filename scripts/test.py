@@ -20,6 +20,7 @@ from collections import Counter
 from pathlib import Path
 
 import batch
+import framework_packages
 import kernels
 import psutil
 from batch import NOTEBOOKS, ROOT
@@ -89,6 +90,16 @@ def lint(folder):
             say(f"\n{tail(log)}")
         cases.append(case("ruff", name, "failed" if failed else "passed", line.seconds - start))
     return finish(line, cases)
+
+
+def frameworks(folder):
+    """Install the frameworks that tests compare with into .frameworks, unless they are there."""
+    line = Line("pip, .frameworks")
+    log = folder / "frameworks.log"
+    failed = framework_packages.install(lambda command, environment: run(command, log, line, environment))
+    if failed:
+        say(f"\n{tail(log)}")
+    return finish(line, [case("tests", "pip install, .frameworks", "failed" if failed else "passed", line.seconds)])
 
 
 def image(folder, options):
@@ -219,6 +230,8 @@ def run_all(arguments):
     say(f"logs: {folder.relative_to(ROOT)}")
     cases = lint(folder) if "ruff" in steps else []
     kinds = [kind for kind in KINDS if kind in steps]
+    if "tests" in kinds and not quick:
+        cases += frameworks(folder)
     if kinds:
         cases += queue(folder, kinds, quick, options.workers)
     if IMAGE in steps:

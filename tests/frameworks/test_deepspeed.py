@@ -1,8 +1,4 @@
-"""DeepSpeed's ZeRO, run from the JSON that the lab writes: the same weights as the lab's, to the last bit.
-
-DeepSpeed is not among the tests' packages. LABKIT_FRAMEWORKS names a folder that has it:
-    pip install --target FOLDER --no-deps deepspeed einops hjson msgpack ninja py-cpuinfo
-"""
+"""DeepSpeed's ZeRO, run from the JSON that the lab writes: the same weights as the lab's, to the last bit."""
 
 import json
 import os
@@ -11,17 +7,14 @@ import sys
 
 import pytest
 import torch
+from installed_frameworks import FOLDER, MISSING
 from torch.nn import functional as F
 
 from labkit.run import frameworks, launch
 from labkit.run.experiment import Experiment
 from labkit.run.experiment_runner import Participant
 
-FOLDER = os.environ.get("LABKIT_FRAMEWORKS")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(FOLDER is None, reason="LABKIT_FRAMEWORKS names no folder with DeepSpeed"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(FOLDER is None, reason=MISSING)]
 STEPS = 13
 STRATEGIES = ("ddp_bucketed", "zero1", "zero2", "fsdp")
 
