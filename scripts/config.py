@@ -4,11 +4,13 @@ Nothing is submitted.
     ./scripts/lab config gpt.yaml --to slurm --nodes 2 --gpus 8 --time 12:00:00 > gpt.sbatch
     ./scripts/lab config gpt.yaml --to statefulset --nodes 2 --gpus 8 | kubectl apply -f -
     ./scripts/lab config ds_config.json --to experiment --gpus 8
-    ./scripts/lab config gpt.yaml --to deepspeed --gpus 8
+    ./scripts/lab config default_config.yaml --to megatron
+    ./scripts/lab config gpt.yaml --to torchtitan --gpus 8
     ./scripts/lab config manifests.yaml --check
 
-FILE has fields of an Experiment, as for `labkit.train --config`, or is DeepSpeed's JSON; with --check it has
-Kubernetes objects.
+FILE has fields of an Experiment, as for `labkit.train --config`; or it is DeepSpeed's JSON, Accelerate's YAML,
+Megatron-LM's arguments or torchtitan's Python; with --check it has Kubernetes objects. What the fields mean is printed
+on stderr.
 """
 
 import argparse
@@ -58,7 +60,7 @@ def parser():
         if parameter.kind is parameter.KEYWORD_ONLY
     }
     add = found.add_argument
-    add("file", metavar="FILE", help='YAML or JSON; "-": standard input')
+    add("file", metavar="FILE", help='YAML, JSON, arguments or Python; "-": standard input')
     add("--to", choices=TARGETS, metavar="KIND", help=f"one of {', '.join(TARGETS)}")
     add(
         "--check", action="store_true", help="print a line for each mistake in Kubernetes manifests; exit code 1 if any"
@@ -108,13 +110,15 @@ def write(file, target, given):
     ranks = given.get("nodes", 1) * max(1, given.get("gpus", 1))
     if framework is not None and not given:
         ranks = frameworks.ranks_of(config, framework) or ranks
-    experiment, origin = experiment_of(framework, config, ranks, shown(file))
-    if target in frameworks.FRAMEWORKS:
-        origin = frameworks.write(experiment, target, ranks)
+    experiment, origin = experiment_of(framework, config, ranks, shown(file), base_for(target))
+    there = frameworks.FRAMEWORKS.get(target)
+    written = there and frameworks.write(experiment, target, ranks)
     if origin is not None:
-        explain(origin)
-    if target in frameworks.FRAMEWORKS:
-        text = framework_files.as_text(origin.config, target)
+        title = frameworks.FRAMEWORKS[framework].NAME
+        explain(origin, f"{title}'s fields; what the program has, such as the model, is the lab's default")
+    if written:
+        explain(written, f"written for {there.NAME}")
+        text = framework_files.as_text(written.config, target)
     elif target == "experiment":
         text = as_yaml(experiment)
     elif target == "slurm":
@@ -149,10 +153,20 @@ def as_objects(experiment, target, given):
     return yaml.safe_dump_all(plain, sort_keys=False, explicit_start=True)
 
 
-def experiment_of(framework, config, ranks, source):
-    """Return (Experiment, its Translation or None) of an Experiment's fields or a framework's configuration."""
+def base_for(target):
+    """Return an experiment for what a file leaves to the program: of a GPT if the target has no other model."""
+    there = frameworks.FRAMEWORKS.get(target)
+    fields = {"model": "gpt"} if there and there.WRITES["model"] == ("gpt",) else {}
+    return Experiment.from_dict(fitting(fields) | fields)
+
+
+def experiment_of(framework, config, ranks, source, base):
+    """Return (Experiment, its Translation or None) of an Experiment's fields or a framework's configuration.
+
+    base: an experiment with what the framework's configuration does not have.
+    """
     if framework is not None:
-        found = frameworks.read(config, framework, ranks)
+        found = frameworks.read(config, framework, ranks, base)
         return found.experiment, found
     try:
         return Experiment.from_dict(fitting(config) | config, source=source), None
@@ -160,8 +174,9 @@ def experiment_of(framework, config, ranks, source):
         raise ValueError(error) from None
 
 
-def explain(translation):
+def explain(translation, title):
     """Print what each field means here, on stderr."""
+    print(f"{title}:", file=sys.stderr)
     print(table(translation.lines, ("field", "value", "from", "here", "note")), file=sys.stderr)
 
 

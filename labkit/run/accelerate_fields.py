@@ -49,7 +49,7 @@ def to_experiment(values, written, ranks):
     """Return {field of Experiment: value}; arguments as in deepspeed_fields. Raises ValueError."""
     count = ranks_of(values)
     if count not in (None, ranks):
-        raise ValueError(f"num_processes={count}: the run has {ranks} ranks; make them equal")
+        raise ValueError(f"num_processes={count}: must be the number of ranks of the run, {ranks}")
     precision = values["mixed_precision"] or "no"
     found = {"precision": chosen("mixed_precision", precision, PRECISIONS)}
     kind = values["distributed_type"]

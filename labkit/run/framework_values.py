@@ -3,7 +3,7 @@
 
 def refuse(name, value, title, needed):
     """Raise ValueError: a framework cannot express a field of an Experiment."""
-    raise ValueError(f"Experiment({name}={value!r}): {title} has no such field; it needs {needed}")
+    raise ValueError(f"Experiment({name}={value!r}): {title} cannot express it; it needs {needed}")
 
 
 def whole(name, value):

@@ -218,7 +218,7 @@ def hint_for(name, framework):
     owners = [other for other in FRAMEWORKS if name in fields(other)]
     if owners:
         return f"{FRAMEWORKS[owners[0]].NAME} has it: read the file as {owners[0]}"
-    return nearest(name, fields(framework))
+    return nearest(name, [*fields(framework), *sections(framework)])
 
 
 def nearest(name, known):

@@ -135,3 +135,39 @@ def test_deepspeeds_json_and_an_experiment_are_each_others_file():
     for wrong, words in {'{"a": 1, "a": 2}': "a is there twice", '{"a": 1, // b': "JSON has no comments"}.items():
         refused = config("-", "--to", "experiment", stdin=wrong)
         assert refused.returncode == 2 and words in refused.stderr and refused.stderr.count("\n") == 1
+
+
+FSDP = "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}\nmixed_precision: bf16\nnum_processes: 4\n"
+
+
+def test_a_file_of_one_framework_becomes_that_of_another():
+    """The ranks are those of the file; what a file leaves to the program is the lab's GPT."""
+    arguments = config("-", "--to", "megatron", stdin=FSDP)
+    assert arguments.returncode == 0 and "\n--micro-batch-size 16\n" in arguments.stdout
+    assert "distributed_type" in arguments.stderr and "data-parallel-sharding-strategy" in arguments.stderr
+    python = config("-", "--to", "torchtitan", "--gpus", "4", stdin=arguments.stdout)
+    assert python.returncode == 0 and "mixed_precision_param='bfloat16'" in python.stdout
+    back = config("-", "--to", "accelerate", "--gpus", "4", stdin=python.stdout)
+    assert yaml.safe_load(FSDP).items() <= (yaml.safe_load(back.stdout) | {"fsdp_config": {"fsdp_version": 2}}).items()
+    assert config("-", "--to", "horovod", stdin="model: gpt").stdout.startswith("# horovodrun -np 1")
+
+
+@pytest.mark.parametrize(
+    ("target", "stdin", "line"),
+    [
+        ("horovod", FSDP, "Experiment(strategy='fsdp'): Horovod cannot express it; it needs 'ddp_bucketed'"),
+        ("megatron", "model: mlp", "Experiment(model='mlp'): Megatron-LM cannot express it; it needs 'gpt'"),
+        ("experiment", "train_batch_size: 8", "standard input is YAML with DeepSpeed's fields: DeepSpeed reads JSON"),
+        ("experiment", "[training]\nsteps = 3\n", "standard input is TOML: torchtitan read it up to 0.2"),
+        (
+            "experiment",
+            "--micro-batch-sise 2",
+            "no field micro-batch-sise; did you mean micro-batch-size?",
+        ),
+        ("experiment", FSDP.replace("4", "0"), "num_processes=0: must be a whole number of at least 1"),
+    ],
+)
+def test_a_refusal_is_one_line_and_no_table(target, stdin, line):
+    said = config("-", "--to", target, stdin=stdin)
+    assert (said.returncode, said.stdout) == (2, "")
+    assert line in said.stderr and said.stderr.count("\n") == 1
