@@ -25,6 +25,9 @@ def stamp():
 
 
 def is_ready():
+    """Return whether the folder has what the lock says; a checkout without the lock needs no folder."""
+    if not LOCK.exists():
+        return True
     written = FOLDER / "lab-stamp"
     return written.exists() and written.read_text() == stamp()
 
@@ -36,9 +39,7 @@ def command(folder):
 
 
 def install(run):
-    """Install unless that is done already; return pip's exit code. run(command, environment) -> exit code."""
-    if is_ready():
-        return 0
+    """Install; return pip's exit code. run(command, environment) -> exit code."""
     new = FOLDER.with_name(".frameworks-new")
     shutil.rmtree(new, ignore_errors=True)
     code = run(*command(new))
@@ -50,4 +51,4 @@ def install(run):
 
 
 if __name__ == "__main__":
-    sys.exit(install(lambda words, environment: subprocess.run(words, env=environment).returncode))
+    sys.exit(0 if is_ready() else install(lambda words, added: subprocess.run(words, env=added).returncode))

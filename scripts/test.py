@@ -94,6 +94,8 @@ def lint(folder):
 
 def frameworks(folder):
     """Install the frameworks that tests compare with into .frameworks, unless they are there."""
+    if framework_packages.is_ready():
+        return []
     line = Line("pip, .frameworks")
     log = folder / "frameworks.log"
     failed = framework_packages.install(lambda command, environment: run(command, log, line, environment))

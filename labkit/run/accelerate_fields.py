@@ -95,7 +95,7 @@ def sharding_of(values):
             )
         return "fsdp" if after else "fsdp_grad_op"
     sharding = values[f"{FSDP}sharding_strategy"] or "FULL_SHARD"
-    sharding = NUMBERED.get(sharding, sharding)
+    sharding = NUMBERED.get(sharding, sharding) if type(sharding) is int else sharding
     if after is not None and after != sharding:
         raise ValueError(
             f"{FSDP}reshard_after_forward={after!r}: FSDP of version 1 does not read it and uses "

@@ -140,7 +140,7 @@ def optimizer_of(values, written):
 def schedule_of(values, lr):
     """Return {field: value} of the section `scheduler`. lr: of the optimizer, or None."""
     kind = values["scheduler.type"]
-    if kind not in SCHEDULES:
+    if not isinstance(kind, str | None) or kind not in SCHEDULES:
         known = ", ".join(name for name in SCHEDULES if name)
         raise ValueError(f"scheduler.type={kind!r}: this lab has {known}")
     if kind is None:

@@ -6,10 +6,10 @@ def refuse(name, value, title, needed):
     raise ValueError(f"Experiment({name}={value!r}): {title} cannot express it; it needs {needed}")
 
 
-def whole(name, value):
-    """Return a whole number of at least 1; raise ValueError for another value."""
-    if type(value) is not int or value < 1:
-        raise ValueError(f"{name}={value!r}: must be a whole number of at least 1")
+def whole(name, value, least=1):
+    """Return a whole number of at least `least`; raise ValueError for another value."""
+    if type(value) is not int or value < least:
+        raise ValueError(f"{name}={value!r}: must be a whole number of at least {least}")
     return value
 
 

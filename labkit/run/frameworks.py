@@ -196,6 +196,10 @@ def check_written(name, value, written, framework):
         raise ValueError(f"{name}={json.dumps(value)}: here it is {field.here} ({field.note})")
     if field.kind == "refused" and value not in (field.default, None, False, {}):
         raise ValueError(f"{name}={json.dumps(value)}: not in this lab ({field.note})")
+    if value is None and field.default is not None and field.kind in ("mapped", "near"):
+        raise ValueError(
+            f"{name}=null: remove it, or write a value; the default is {field.default!r}"
+        )
     check_type(name, value, field.default)
 
 

@@ -63,7 +63,7 @@ def to_experiment(values, written, ranks):
     found["seed"] = values["seed"]
     found["clip"] = number("clip-grad", values["clip-grad"])
     if values["ddp-bucket-size"]:
-        found["bucket_cap_mb"] = values["ddp-bucket-size"] / ELEMENTS
+        found["bucket_cap_mb"] = whole("ddp-bucket-size", values["ddp-bucket-size"]) / ELEMENTS
     return found | optimizer_of(values) | schedule_of(values, written)
 
 
@@ -128,8 +128,7 @@ def recompute_of(values, found):
         return "none"
     if kind == "selective":
         raise ValueError(
-            "recompute-granularity='selective' runs the core of attention again: this lab has "
-            "full, and selective without recompute-activations is off"
+            "recompute-granularity='selective' runs the core of attention again: this lab has full"
         )
     chosen("recompute-granularity", kind, {"full": "every"})
     method = values["recompute-method"], values["recompute-num-layers"]
@@ -250,7 +249,8 @@ def parse(text):
                 raise ValueError(f"--{name} is there twice")
             found[name] = [value] if has_value else []
         elif name is None:
-            raise ValueError(f"{word!r}: must be an argument, such as --micro-batch-size 2")
+            hint = "; write out the arguments that a shell variable has" if "$" in word else ""
+            raise ValueError(f"{word!r}: must be an argument, such as --lr 1e-3{hint}")
         else:
             found[name].append(word)
     return {name: value_of(name, words) for name, words in found.items()}

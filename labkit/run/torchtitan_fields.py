@@ -60,7 +60,7 @@ def to_experiment(values, written, ranks):
     found["clip"] = number("training.max_norm", values["training.max_norm"])
     found["steps"] = whole("training.steps", values["training.steps"])
     if values["debug.seed"] is not None:
-        found["seed"] = values["debug.seed"]
+        found["seed"] = whole("debug.seed", values["debug.seed"], least=0)
     return found | optimizer_of(values, written) | schedule_of(values)
 
 

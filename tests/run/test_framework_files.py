@@ -1,5 +1,6 @@
 """Files of Accelerate, torchtitan and Megatron-LM: what their fields mean, their defaults, and what is refused."""
 
+import random
 from math import cos, pi
 
 import pytest
@@ -174,6 +175,7 @@ def test_what_a_field_of_torchtitan_means_here(text, fields):
         ("--micro-batch-size 4", "lr-decay-style is linear, also where it is not written"),
         ("--micro-batch-size 0 --lr-decay-style constant", "micro-batch-size=0: must be a whole number of at least 1"),
         ("--micro-batch-size $MICRO", "--micro-batch-size $MICRO: write the value of the shell variable"),
+        ("torchrun --nproc-per-node 4 pretrain_gpt.py ${ARGS[@]}", "write out the arguments that a shell variable has"),
         (PLAIN + "--global-batch-size 24", "global-batch-size=24 must be a multiple of 16: micro-batch-size=4 x 4"),
         (PLAIN + "--tensor-model-parallel-size 3", "4 ranks must be a multiple of 3: tensor-model-parallel-size=3"),
         (PLAIN + "--num-experts 4", "moe-aux-loss-coeff=0.0: with num-experts it is 0.01 here"),
@@ -218,6 +220,34 @@ def test_what_they_refuse_and_why(text, words):
     with pytest.raises(ValueError) as said:
         read(text)
     assert words in str(said.value) and "\n" not in str(said.value)
+
+
+ODD = (None, True, False, -1, 0, 3, 1.5, "x", "", [], [1], {}, {"a": 1}, float("nan"), 10**30)
+STARTS = [
+    ("deepspeed", '{"train_batch_size": 64, "optimizer": {"type": "SGD"}}'),
+    ("accelerate", FSDP2 % ""),
+    ("accelerate", ZERO % ""),
+    ("megatron", PLAIN),
+    ("torchtitan", python(f"optimizer=default_adamw({ADAM})")),
+]
+
+
+@pytest.mark.parametrize(("framework", "text"), STARTS, ids=str)
+def test_any_value_of_any_field_is_taken_or_refused_in_one_line(framework, text):
+    pick = random.Random(0)
+    for name in frameworks.fields(framework):
+        for value in pick.sample(ODD, 5):
+            config = framework_files.parse(text)[1]
+            *above, last = name.split(".")
+            section = config
+            for part in above:
+                section[part] = section.get(part) or {}
+                section = section[part]
+            section[last] = value
+            try:
+                frameworks.read(config, framework, 4)
+            except ValueError as error:
+                assert "\n" not in str(error)
 
 
 def test_a_file_of_another_framework_is_refused_by_its_name():
