@@ -57,7 +57,7 @@ class SyntheticRun:
     def rows(self):
         """Return a list of dicts, one per step and rank, with the columns of Monitor.
 
-        Also: tokens (this rank's in this step), held_bytes (tensors alive at the step's end).
+        Also: tokens (this rank's in this step), held_bytes (tensors that are alive).
         """
         chance = random.Random(self.seed)
         odd = set(chance.sample(range(WARM_UP, self.steps), self.odd_steps))
@@ -98,7 +98,7 @@ class SyntheticRun:
         row["shortest_message_ms"] = first if self.messages > 1 else network + waits
 
     def held_bytes(self, step, rank):
-        """Return the bytes of the tensors that are alive at a step's end."""
+        """Return the bytes of a rank's tensors that are alive in a step."""
         held = self.held * min(1.0, 0.4 + 0.6 * step / WARM_UP)
         held += self.wave * (step % WAVE) / (WAVE - 1)
         return round(held + self.leak * step * (rank == self.leak_rank))
