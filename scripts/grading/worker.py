@@ -1,0 +1,133 @@
+"""Runs in the sandbox: reads requests from stdin, a JSON line each, and answers each with one on stdout.
+
+{"limits": {...}}                                       first: the limits of this process and of all that it starts
+{"cells": [...], "name": ..., "checker": ..., ...}      one answer on one number of ranks -> its cases
+"""
+
+import json
+import os
+import resource
+import sys
+import time
+
+from grading import answers, cases
+
+LONGEST = 1_000  # characters of a message or a line
+MOST = 12  # failed cases that are reported
+EMPTY = {"passed": 0, "tried": 0, "failed": [], "rank": 0}  # of an answer that did not run
+
+
+def main():
+    channel = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what labkit prints does not belong among the answers
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "limits" in request:
+            limit(request["limits"])
+            continue
+        try:
+            result = graded(request)
+        except Exception as error:  # of this file or labkit: the row says so, and the next request is read
+            result = {"finished": False, "error": f"{type(error).__name__}: {error}"}
+        channel.write(json.dumps(EMPTY | shortened(result)) + "\n")
+
+
+def limit(limits):
+    """Set resource limits, {"AS": bytes, "NPROC": number ...}.
+
+    The soft limit only for FSIZE: the checker of a checkpoint raises and lowers it, to stop a write half way.
+    """
+    for name, value in limits.items():
+        number = getattr(resource, f"RLIMIT_{name}")
+        hard = resource.getrlimit(number)[1] if name == "FSIZE" else value
+        resource.setrlimit(number, (value, hard))
+
+
+def shortened(result):
+    short = {name: result[name][:LONGEST] for name in ("error", "line") if name in result}
+    return result | short | {"failed": [why[:LONGEST] for why in result.get("failed", [])[:MOST]]}
+
+
+def graded(request):
+    """Return a run's result: finished, passed, tried, by_rank (cases tried), failed, error, line, source, seconds."""
+    from labkit.run.exercise import is_stub
+
+    start = time.monotonic()
+    try:
+        pieces = answers.pieces(request["cells"], request["name"])
+    except answers.Unreadable as error:
+        return {"finished": False, "never_runs": True, "error": str(error), "line": error.line}
+    source = "\n\n".join(piece.text for piece in pieces)
+    answer = next(piece for piece in reversed(pieces) if f"def {request['name']}(" in piece.text)
+    if is_stub(answer.text):
+        result = {"finished": False, "never_runs": True, "error": "not solved yet"}
+    else:
+        result = launched(request, *cases.program(pieces, request["name"], request["checker"], request["source"]))
+    begin = f"{answers.where(answer.cell, answer.line)}: {answer.text.strip().splitlines()[0]}"
+    seconds = round(time.monotonic() - start, 2)
+    return {"line": begin} | result | {"answer": source[: 20 * LONGEST], "seconds": seconds}
+
+
+def launched(request, text, places):
+    """Run the program on request["ranks"] ranks, and return its cases."""
+    from labkit.run.launch import LaunchError, launch
+
+    failure = None
+    try:
+        run = launch(text, nproc=request["ranks"], quiet=True, device="cpu", **request["options"])
+    except LaunchError as error:
+        run, failure = error.run, error
+    except SyntaxError as error:  # such as `return` outside a function: it parses, and does not compile
+        return {"finished": False, "never_runs": True, "error": f"SyntaxError: {error.msg}"}
+    rows = run.rows()
+    ranks = [[row for row in rows if row["rank"] == rank] for rank in range(request["ranks"])]
+    finished = failure is None and all(any("end" in row for row in of) for of in ranks)
+    tried = [[row for row in of if "case" in row] for of in ranks]
+    if finished:
+        return counted(tried, tried) | {"finished": True}
+    stopped = first_stopped(tried, failure)
+    return counted(tried, [tried[stopped]]) | {"finished": False, "rank": stopped} | described(failure, places)
+
+
+def counted(tried, counting):
+    """Return the cases: tried by each rank; passed and tried by the ranks that count; the words of failed ones."""
+    rows = [row for of in counting for row in of]
+    steps = range(max(map(len, counting)))
+    failed = [row for step in steps for row in at(tried, step) if not row["case"]]
+    counts = {"passed": sum(row["case"] for row in rows), "tried": len(rows), "by_rank": [len(of) for of in tried]}
+    return counts | {"failed": list(dict.fromkeys(row["why"] for row in failed))}
+
+
+def at(tried, step):
+    return [of[step] for of in tried if step < len(of)]
+
+
+def first_stopped(tried, failure):
+    """Return the rank whose cases count after a failure: that of the cause, else the one that got least far.
+
+    How far the other ranks got is a matter of milliseconds, and two gradings must give the same points.
+    """
+    cause = getattr(failure, "cause", None)
+    if cause is not None and cause.state == "raised":
+        return cause.rank
+    return min(range(len(tried)), key=lambda rank: len(tried[rank]))
+
+
+def described(failure, places):
+    """Return {"error", "line"} of a failed run: the line is the learner's, if the error was raised there."""
+    if failure is None:
+        return {"error": "the answer ended the process before the checker was done"}
+    cause = failure.cause.error if failure.cause is not None else {}
+    text = str(failure).splitlines()[0]
+    if cause.get("type") == "AssertionError" and cause["message"]:
+        text = cause["message"]
+    number = cause.get("lineno") or 0
+    for first, count, piece in places:
+        if first <= number < first + count:
+            line = answers.where(piece.cell, piece.line + number - first)
+            return {"error": text, "line": f"{line}: {cause['line']}"}
+    return {"error": text}
+
+
+if __name__ == "__main__":
+    main()
