@@ -9,11 +9,11 @@ and the folders above it, say whose it is:
 
     submissions/alice/13_fsdp.ipynb      submissions/bob/13_fsdp.py      submissions/carol_13_fsdp (1).ipynb
 
-Only the functions that the exercises ask for are taken from it, and the imports, constants, functions and classes at the
-top level that they use. Its other statements are not run. A .py file may have cells that begin with `# %%`.
+Only the functions that the exercises ask for are taken from it, and the imports, constants, functions and classes of
+its top level that they use. Its other statements are not run. A .py file may have cells that begin with `# %%`.
 
-Each answer runs on 2, 3 and 4 ranks, or on as many as its checker asks for. The assertions of the checker are cases; the
-points are the share that passed. Every submission has a sandbox without a network and without files but Python and
+Each answer runs on 2, 3 and 4 ranks, or on as many as its checker asks for. The assertions of the checker are cases;
+the points are the share that passed. Every submission has a sandbox without a network and without files but Python and
 labkit; it limits time, memory, processes and output. Without bubblewrap only these limits hold.
 
 grades.html shows each answer's source: look at it. The sandbox protects the machine and the other grades, but an answer
@@ -57,9 +57,7 @@ def grade(words):
     if not given.folder.is_dir():
         raise UserError(f"no folder {given.folder}")
     out = (given.out or ROOT / "runs" / f"grades-{given.folder.resolve().name}").resolve()
-    found = [
-        one for one in submissions.find(given.folder) if not (given.folder / one.file).resolve().is_relative_to(out)
-    ]
+    found = submissions.find(given.folder, out)
     if not found:
         raise UserError(f"no files in {given.folder}")
     reason = sandbox.refusal()

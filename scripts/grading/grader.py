@@ -133,7 +133,10 @@ def grade(submission, stopping):
 
 
 def graded(submission, exercise, box, stopping):
-    """Return {ranks: result}. An answer that hangs or ends its sandbox is not tried on more ranks."""
+    """Return {ranks: result}. An answer that hangs or ends its sandbox is not tried on more ranks.
+
+    One that did not come to its end may have filled the disk or left a process: the next gets another sandbox.
+    """
     request = {"cells": submission.cells, "name": exercise.name, "checker": exercise.checker}
     request |= {"source": cases.as_cases(exercise.source)}
     request |= {"options": {"timeout": SECONDS, "collective_timeout": COLLECTIVE}}
@@ -143,6 +146,8 @@ def graded(submission, exercise, box, stopping):
         hung = not result["finished"] and result.get("seconds", 0) >= COLLECTIVE
         if hung or result.get("ended") or result.get("never_runs"):
             break
+    if not all(result["finished"] or result.get("never_runs") for result in results.values()):
+        box.close()
     return results
 
 

@@ -24,10 +24,10 @@ class Submission:
     problem: str = ""
 
 
-def find(folder):
-    """Return the Submissions in a folder and its subfolders, sorted; hidden files and folders are left out."""
+def find(folder, out):
+    """Return the Submissions in a folder and its subfolders, sorted. Hidden files and the folder `out` are left out."""
     paths = sorted(path for path in folder.rglob("*") if path.is_symlink() or path.is_file())
-    files = [(path, path.relative_to(folder)) for path in paths]
+    files = [(path, path.relative_to(folder)) for path in paths if out not in path.absolute().parents]
     return [read(path, str(file)) for path, file in files if not any(part.startswith(".") for part in file.parts)]
 
 

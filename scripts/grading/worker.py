@@ -11,8 +11,12 @@ import sys
 import time
 
 from grading import answers, cases
+from labkit.run.exercise import is_stub
+from labkit.run.launch import LaunchError, launch
+from labkit.run.report import ECHO, TIMEOUT
 
 LONGEST = 1_000  # characters of a message or a line
+HINTS = {"[Errno 27]": " (an answer may print or write 67 MB)", "[Errno 28]": " (an answer may write 268 MB)"}
 MOST = 12  # failed cases that are reported
 EMPTY = {"passed": 0, "tried": 0, "failed": [], "rank": 0}  # of an answer that did not run
 
@@ -50,8 +54,6 @@ def shortened(result):
 
 def graded(request):
     """Return a run's result: finished, passed, tried, by_rank (cases tried), failed, error, line, source, seconds."""
-    from labkit.run.exercise import is_stub
-
     start = time.monotonic()
     try:
         pieces = answers.pieces(request["cells"], request["name"])
@@ -70,8 +72,6 @@ def graded(request):
 
 def launched(request, text, places):
     """Run the program on request["ranks"] ranks, and return its cases."""
-    from labkit.run.launch import LaunchError, launch
-
     failure = None
     try:
         run = launch(text, nproc=request["ranks"], quiet=True, device="cpu", **request["options"])
@@ -103,29 +103,40 @@ def at(tried, step):
 
 
 def first_stopped(tried, failure):
-    """Return the rank whose cases count after a failure: that of the cause, else the one that got least far.
+    """Return the rank whose cases count after a failure: the first that raised, else the one that got least far.
 
-    How far the other ranks got is a matter of milliseconds, and two gradings must give the same points.
+    The first by its number, and not by time, which is a matter of milliseconds: two gradings must give the same points.
     """
-    cause = getattr(failure, "cause", None)
-    if cause is not None and cause.state == "raised":
-        return cause.rank
-    return min(range(len(tried)), key=lambda rank: len(tried[rank]))
+    raised = errors(failure)
+    return min(raised) if raised else min(range(len(tried)), key=lambda rank: len(tried[rank]))
+
+
+def errors(failure):
+    """Return {rank: its error event} of the ranks that raised an error of their own, not because of another rank."""
+    last = {} if failure is None else {rank: of[-1] for rank, of in enumerate(failure.run.events) if of}
+    found = {rank: event for rank, event in last.items() if event["kind"] == "error"}
+    own = {rank: event for rank, event in found.items() if not (ECHO.search(event["message"]) or is_late(event))}
+    return own if getattr(failure, "cause", None) is not None else {}
+
+
+def is_late(event):
+    return bool(TIMEOUT.search(event["message"]))
 
 
 def described(failure, places):
     """Return {"error", "line"} of a failed run: the line is the learner's, if the error was raised there."""
     if failure is None:
         return {"error": "the answer ended the process before the checker was done"}
-    cause = failure.cause.error if failure.cause is not None else {}
-    text = str(failure).splitlines()[0]
-    if cause.get("type") == "AssertionError" and cause["message"]:
-        text = cause["message"]
-    number = cause.get("lineno") or 0
+    raised = errors(failure)
+    if not raised:
+        return {"error": str(failure).splitlines()[0]}
+    event = raised[min(raised)]
+    text = event["message"] if event["type"] == "AssertionError" else f"{event['type']}: {event['message']}"
+    text += "".join(hint for sign, hint in HINTS.items() if sign in text)
+    number = event["lineno"] or 0
     for first, count, piece in places:
         if first <= number < first + count:
-            line = answers.where(piece.cell, piece.line + number - first)
-            return {"error": text, "line": f"{line}: {cause['line']}"}
+            return {"error": text, "line": f"{answers.where(piece.cell, piece.line + number - first)}: {event['line']}"}
     return {"error": text}
 
 
