@@ -110,7 +110,7 @@ class Sandbox:
             given = environment(path, self.folder.name)
             pipes |= {"cwd": self.folder.name, "env": given, "start_new_session": True}
             self.process = subprocess.Popen(command, **pipes)
-            limits["NPROC"] += sum(process.num_threads() for process in own_processes())
+            limits["NPROC"] += own_threads()
         self.send({"limits": limits})
 
     def send(self, request):
@@ -191,8 +191,10 @@ def kill(process):
         return
 
 
-def own_processes():
-    return [process for process in psutil.process_iter(["uids"]) if process.info["uids"].real == os.getuid()]
+def own_threads():
+    """Return the number of threads of this user, which RLIMIT_NPROC counts."""
+    known = [process.info for process in psutil.process_iter(["uids", "num_threads"])]
+    return sum(one["num_threads"] or 0 for one in known if one["uids"] and one["uids"].real == os.getuid())
 
 
 def own_bytes(process):
