@@ -23,12 +23,13 @@ The folder of --out keeps results: the same command grades only what is new or c
 """
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
 from grading import grader, report, sandbox, submissions
 from terminal import Line, UserError, main, say
+
+from labkit.measure.machine import usable_cores
 
 ROOT = Path(__file__).resolve().parent.parent
 MOST_JOBS = 8  # by default; a sandbox may use 4 GB
@@ -40,8 +41,8 @@ def parser():
     )
     found.add_argument("folder", type=Path, metavar="FOLDER", help="the submissions")
     found.add_argument("--out", type=Path, metavar="FOLDER", help="for the results (runs/grades-NAME)")
-    cores = min(len(os.sched_getaffinity(0)), MOST_JOBS)
-    found.add_argument("--jobs", type=positive, default=cores, metavar="N", help=f"submissions in parallel ({cores})")
+    usual = min(usable_cores(), MOST_JOBS)
+    found.add_argument("--jobs", type=positive, default=usual, metavar="N", help=f"submissions in parallel ({usual})")
     return found
 
 

@@ -3,11 +3,14 @@
 import csv
 import html
 import io
+import re
 from itertools import groupby
 
 COLUMNS = ("file", "notebook", "exercise", "points", "message", "line", "seconds")
 # A spreadsheet would compute a cell that begins with one of these.
 FORMULA = ("=", "+", "-", "@", "\t", "\r")
+FIRST = "first mistake"  # a column of wide screens
+LONGEST = 110  # characters of that column
 STYLE = """
 :root { color-scheme: light dark; font: 100%/1.5 system-ui, sans-serif; --right: #0072b2; --partly: #d55e00; }
 body { margin: 0 auto; max-width: 72rem; padding: 1rem; overflow-wrap: anywhere; }
@@ -17,7 +20,7 @@ h3 { font-size: 1rem; margin: 0; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; }
 th, td { border-bottom: 1px solid #8886; padding: .3rem .75rem .3rem 0; text-align: left; vertical-align: top; }
-thead th { font-weight: 600; }
+thead th { font-weight: 600; overflow-wrap: normal; }
 tbody th { font-weight: normal; min-width: 7rem; }
 td { white-space: nowrap; font-variant-numeric: tabular-nums; }
 td.words { white-space: normal; }
@@ -35,7 +38,8 @@ code, pre { font: .85rem/1.45 ui-monospace, monospace; }
 pre { background: #8882; border-radius: .3rem; overflow-x: auto; padding: .6rem; white-space: pre; }
 summary { cursor: pointer; }
 @media (prefers-color-scheme: dark) { :root { --right: #1f77b4; --partly: #e69f00; } }
-@media (max-width: 600px) { th, td { padding-right: .5rem; } body { padding: .75rem; } }
+@media (max-width: 900px) { .first { display: none; } }
+@media (max-width: 600px) { th, td { padding-right: .5rem; } body { padding: .75rem; } .grade { min-width: 3.6rem; } }
 """
 PAGE = """<!DOCTYPE html>
 <html lang="en">
@@ -103,14 +107,26 @@ def section(notebook, rows):
     for file, mine in files.items():
         mean = sum(row.points for row in mine) / len(mine)
         cells = "".join(f"<td>{grade(row.points, places[row.file, row.exercise])}</td>" for row in mine)
-        lines.append(f"<tr><th>{html.escape(file)}</th>{cells}<td>{percent(mean)}</td></tr>")
+        first = next((row.message for row in mine if row.message), "")
+        words = f'<td class="words first">{html.escape(shortened(first))}</td>'
+        lines.append(f"<tr><th>{breakable(file)}</th>{cells}<td>{percent(mean)}</td>{words}</tr>")
         answers += [article(row, places[row.file, row.exercise]) for row in mine]
-    table = as_table(["file", *names, "mean"], lines)
+    table = as_table(["file", *names, "mean", FIRST], lines)
     return "\n".join([f"<h2>{html.escape(notebook)}</h2>", table, frequent(rows, names), *answers])
 
 
+def breakable(name):
+    """Return a name as HTML that may break after each of its parts."""
+    return re.sub(r"(?<=[/_.-])", "<wbr>", html.escape(name))
+
+
+def shortened(text):
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]} ..."
+
+
 def as_table(header, lines):
-    head = "".join(f"<th>{html.escape(word)}</th>" for word in header)
+    kind = {FIRST: ' class="first"'}
+    head = "".join(f"<th{kind.get(word, '')}>{breakable(word)}</th>" for word in header)
     body = "\n".join(lines)
     return (
         f'<div class="scroll" tabindex="0"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table></div>'
@@ -140,7 +156,7 @@ def percent(points):
 
 def article(row, place):
     """Return what is known of one answer: its grade, message, failed cases of each run, and source."""
-    head = f"<h3>{html.escape(row.exercise)} <small>{html.escape(row.file)}</small></h3>{grade(row.points)}"
+    head = f"<h3>{html.escape(row.exercise)} <small>{breakable(row.file)}</small></h3>{grade(row.points)}"
     parts = [f'<article id="{html.escape(place)}"><div class="head">{head}</div>']
     if row.message:
         parts.append(f"<p>{html.escape(row.message)}</p>")

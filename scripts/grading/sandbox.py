@@ -102,6 +102,8 @@ class Sandbox:
         command = [sys.executable, "-m", "grading.worker"]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         limits = dict(LIMITS)
+        if sys.platform != "linux":  # macOS refuses this limit; the watch counts memory
+            limits.pop("AS")
         if refusal() is None:
             self.process = bubblewrap(command, **pipes)
         else:
@@ -203,4 +205,4 @@ def own_bytes(process):
         memory = process.memory_info()
     except psutil.NoSuchProcess:
         return 0
-    return memory.rss - memory.shared
+    return memory.rss - getattr(memory, "shared", 0)  # macOS does not say what is shared
