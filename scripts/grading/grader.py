@@ -15,6 +15,7 @@ import json
 import os
 import re
 import threading
+import time
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
@@ -24,6 +25,7 @@ from grading.sandbox import ROOT, Ended, Sandbox
 SECONDS = 20  # wall-clock limit of a run
 COLLECTIVE = 10  # seconds that a collective waits for other ranks
 START = 40  # seconds that a sandbox may take to start
+NOTHING = {"finished": False, "passed": 0, "tried": 0, "failed": [], "rank": 0, "seconds": 0.0}
 ADDRESS = re.compile(r"\b0x[0-9a-f]{6,}")
 
 
@@ -98,13 +100,15 @@ class Box:
         self.sandbox = None
 
     def ask(self, request, stopping):
+        start = time.monotonic()
         if self.sandbox is None:
             self.sandbox = Sandbox()
         try:
             return valid(self.sandbox.ask(request, SECONDS + START, stopping))
         except Ended as error:
             self.close()
-            return {"finished": False, "ended": True, "error": str(error), "passed": 0, "tried": 0, "failed": []}
+            seconds = round(time.monotonic() - start, 2)
+            return NOTHING | {"ended": True, "error": str(error), "seconds": seconds}
 
     def close(self):
         if self.sandbox is not None:
@@ -114,12 +118,14 @@ class Box:
 
 def valid(result):
     """Return a result of worker.py. Raises Ended if it has other types: a learner's code may have written it."""
-    types = {"finished": bool, "never_runs": bool, "error": str, "line": str, "answer": str, "seconds": (int, float)}
-    types |= {"passed": int, "tried": int, "rank": int, "failed": list, "by_rank": list}
-    fits = isinstance(result, dict) and all(isinstance(one, types.get(name, ())) for name, one in result.items())
-    fits = fits and isinstance(result.get("finished"), bool) and all(isinstance(why, str) for why in result["failed"])
-    if not fits or not 0 <= result["passed"] <= result["tried"]:
+    types = {"finished": bool, "error": str, "line": str, "answer": str, "seconds": (int, float), "by_rank": list}
+    types |= {"passed": int, "tried": int, "rank": int, "failed": list}
+    known = result if isinstance(result, dict) and NOTHING.keys() <= result.keys() else {"": None}
+    fits = all(isinstance(value, types.get(name, ())) for name, value in known.items())
+    if not fits or not all(isinstance(why, str) for why in result["failed"]):
         raise Ended("the sandbox wrote something else than results to the grader")
+    if not 0 <= result["passed"] <= result["tried"]:
+        raise Ended("the sandbox wrote impossible results to the grader")
     return result
 
 
@@ -137,16 +143,19 @@ def graded(submission, exercise, box, stopping):
 
     One that did not come to its end may have filled the disk or left a process: the next gets another sandbox.
     """
-    request = {"cells": submission.cells, "name": exercise.name, "checker": exercise.checker}
-    request |= {"source": cases.as_cases(exercise.source)}
+    request = {"cells": submission.cells, "name": exercise.name}
+    known = box.ask(request, stopping)
+    if not known["finished"]:
+        return {exercise.ranks[0]: known}
+    request |= {"checker": exercise.checker, "source": cases.as_cases(exercise.source)}
     request |= {"options": {"timeout": SECONDS, "collective_timeout": COLLECTIVE}}
     results = {}
     for ranks in exercise.ranks:
-        result = results[ranks] = box.ask(request | {"ranks": ranks}, stopping)
-        hung = not result["finished"] and result.get("seconds", 0) >= COLLECTIVE
-        if hung or result.get("ended") or result.get("never_runs"):
+        result = box.ask(request | {"ranks": ranks}, stopping)
+        results[ranks] = {"line": known.get("line", ""), "answer": known.get("answer", "")} | result
+        if not result["finished"] and (result.get("ended") or result["seconds"] >= COLLECTIVE):
             break
-    if not all(result["finished"] or result.get("never_runs") for result in results.values()):
+    if not all(result["finished"] for result in results.values()):
         box.close()
     return results
 
@@ -189,8 +198,8 @@ def row(submission, exercise, runs, reference):
     wrong = [run for run in runs.values() if not is_right(run)]
     first = wrong[0] if wrong else {"line": ""}
     message = (first.get("failed", []) or [first.get("error", "")])[0]
-    seconds = sum(run.get("seconds", 0.0) for run in runs.values())
-    answer = next((run["answer"] for run in runs.values() if "answer" in run), "")
+    seconds = sum(run["seconds"] for run in runs.values())
+    answer = next(iter(runs.values())).get("answer", "")
     points = int(1000 * points) / 1000 if wrong else 1.0  # rounded down: 1 is for right answers only
     given = (submission.file, submission.notebook, exercise.name, points, clean(message), clean(first.get("line", "")))
     return Row(*given, round(seconds, 1), runs, clean(answer))

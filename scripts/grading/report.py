@@ -33,13 +33,13 @@ article { border: 1px solid #8886; border-radius: .5rem; margin: .75rem 0; paddi
 article:target { outline: .15rem solid var(--right); }
 article p { margin: .3rem 0; }
 .head { align-items: baseline; display: flex; flex-wrap: wrap; gap: .25rem .75rem; justify-content: space-between; }
-small { font-size: .85rem; opacity: .85; }
+small { font-size: .85rem; font-weight: normal; opacity: .85; }
 code, pre { font: .85rem/1.45 ui-monospace, monospace; }
 pre { background: #8882; border-radius: .3rem; overflow-x: auto; padding: .6rem; white-space: pre; }
 summary { cursor: pointer; }
 @media (prefers-color-scheme: dark) { :root { --right: #1f77b4; --partly: #e69f00; } }
 @media (max-width: 900px) { .first { display: none; } }
-@media (max-width: 600px) { th, td { padding-right: .5rem; } body { padding: .75rem; } .grade { min-width: 3.6rem; } }
+@media (max-width: 600px) { th, td { padding-right: .4rem; } body { padding: .75rem; } tbody th { min-width: 5rem; } }
 """
 PAGE = """<!DOCTYPE html>
 <html lang="en">
@@ -162,7 +162,8 @@ def article(row, place):
         parts.append(f"<p>{html.escape(row.message)}</p>")
     if row.line:
         parts.append(f"<p><code>{html.escape(row.line)}</code></p>")
-    parts.append(f"<p><small>{'; '.join(map(words_of, *zip(*sorted(row.runs.items()), strict=True)))}</small></p>")
+    ran = [words_of(ranks, run) for ranks, run in sorted(row.runs.items()) if "by_rank" in run or "ended" in run]
+    parts.append(f"<p><small>{'; '.join(ran) or 'not run'}</small></p>")
     others = [why for run in row.runs.values() for why in run["failed"] if why != row.message]
     if others:
         lines = "".join(f"<li>{html.escape(why)}</li>" for why in dict.fromkeys(others))

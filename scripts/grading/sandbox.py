@@ -38,6 +38,7 @@ PROCESSES = 100  # of a sandbox; ranks, their launcher and its agent are 3 to 10
 DISK = {"/tmp": 2**28, "/dev/shm": 2**26}  # bytes
 LOOK = 0.1  # seconds between two looks of the watch
 LONGEST = 10**6  # bytes of an answer
+PIPE = 2**12  # bytes that a pipe takes at once, or not at all
 
 
 class Ended(Exception):
@@ -99,8 +100,9 @@ class Sandbox:
         self.memory = memory
         self.folder = None
         self.buffer = b""
+        self.looked = 0.0
         command = [sys.executable, "-m", "grading.worker"]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "bufsize": 0}
         limits = dict(LIMITS)
         if sys.platform != "linux":  # macOS refuses this limit; the watch counts memory
             limits.pop("AS")
@@ -113,35 +115,22 @@ class Sandbox:
             pipes |= {"cwd": self.folder.name, "env": given, "start_new_session": True}
             self.process = subprocess.Popen(command, **pipes)
             limits["NPROC"] += own_threads()
-        self.send({"limits": limits})
-
-    def send(self, request):
-        try:
-            self.process.stdin.write(json.dumps(request).encode() + b"\n")
-            self.process.stdin.flush()
-        except BrokenPipeError:
-            raise Ended(self.words_of_end()) from None
+        os.set_blocking(self.process.stdin.fileno(), False)
+        self.first = {"limits": limits}
 
     def ask(self, request, seconds, stopping):
         """Return the answer. Raises Ended; KeyboardInterrupt when the Event `stopping` is set."""
-        self.send(request)
-        deadline = time.monotonic() + seconds
-        looked = 0.0
+        end = time.monotonic() + seconds
+        if self.first:
+            self.send(self.first, end, stopping)
+            self.first = None
+        self.send(request, end, stopping)
         while b"\n" not in self.buffer:
-            if stopping.is_set():
-                raise KeyboardInterrupt
-            if select([self.process.stdout], [], [], LOOK)[0]:
+            if self.wait([self.process.stdout], [], end, stopping):
                 received = os.read(self.process.stdout.fileno(), 1 << 16)
                 if not received:
                     raise Ended(self.words_of_end())
                 self.buffer += received
-            now = time.monotonic()
-            if now - looked > LOOK:
-                looked = now
-                if reason := self.excess():
-                    raise Ended(reason)
-            if now > deadline:
-                raise Ended(f"stopped after {seconds:.0f} s")
             if len(self.buffer) > LONGEST:
                 raise Ended("the sandbox wrote too much to the grader")
         line, _, self.buffer = self.buffer.partition(b"\n")
@@ -149,6 +138,30 @@ class Sandbox:
             return json.loads(line)
         except (ValueError, RecursionError):
             raise Ended("the sandbox wrote something else than results to the grader") from None
+
+    def send(self, request, end, stopping):
+        """Write a request, without waiting for a process that does not read: a learner's code may have stopped it."""
+        left = json.dumps(request).encode() + b"\n"
+        while left:
+            try:
+                if self.wait([], [self.process.stdin], end, stopping):
+                    left = left[os.write(self.process.stdin.fileno(), left[:PIPE]) :]
+            except BrokenPipeError:
+                raise Ended(self.words_of_end()) from None
+
+    def wait(self, readable, writable, end, stopping):
+        """Return whether a pipe is ready within LOOK seconds. Raises Ended if the sandbox uses too much."""
+        if stopping.is_set():
+            raise KeyboardInterrupt
+        ready = any(select(readable, writable, [], LOOK))
+        now = time.monotonic()
+        if now - self.looked > LOOK:
+            self.looked = now
+            if reason := self.excess():
+                raise Ended(reason)
+        if now > end:
+            raise Ended("stopped at the time limit: it does not answer")
+        return ready
 
     def excess(self):
         """Return a sentence if the sandbox uses too much, or None."""

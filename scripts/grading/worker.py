@@ -1,7 +1,8 @@
-"""Runs in the sandbox: reads requests from stdin, a JSON line each, and answers each with one on stdout.
+"""Runs in the sandbox: reads requests from stdin, a JSON line each, and answers each but the first with one on stdout.
 
-{"limits": {...}}                                       first: the limits of this process and of all that it starts
-{"cells": [...], "name": ..., "checker": ..., ...}      one answer on one number of ranks -> its cases
+{"limits": {...}}                                   the limits of this process and of all that it starts
+{"cells": [...], "name": ...}                       the source of an answer, or why there is none
+{"cells": ..., "name": ..., "ranks": 2, ...}        that answer on two ranks: its cases
 """
 
 import json
@@ -29,11 +30,13 @@ def main():
         if "limits" in request:
             limit(request["limits"])
             continue
+        start = time.monotonic()
         try:
-            result = graded(request)
+            result = launched(request) if "ranks" in request else source(request)
         except Exception as error:  # of this file or labkit: the row says so, and the next request is read
             result = {"finished": False, "error": f"{type(error).__name__}: {error}"}
-        channel.write(json.dumps(EMPTY | shortened(result)) + "\n")
+        result = EMPTY | shortened(result) | {"seconds": round(time.monotonic() - start, 2)}
+        channel.write(json.dumps(result) + "\n")
 
 
 def limit(limits):
@@ -52,33 +55,29 @@ def shortened(result):
     return result | short | {"failed": [why[:LONGEST] for why in result.get("failed", [])[:MOST]]}
 
 
-def graded(request):
-    """Return a run's result: finished, passed, tried, by_rank (cases tried), failed, error, line, source, seconds."""
-    start = time.monotonic()
+def source(request):
+    """Return {"finished", "answer": source, "line": where it begins}; with "error" if there is nothing to run."""
     try:
         pieces = answers.pieces(request["cells"], request["name"])
     except answers.Unreadable as error:
-        return {"finished": False, "never_runs": True, "error": str(error), "line": error.line}
-    source = "\n\n".join(piece.text for piece in pieces)
+        return {"finished": False, "error": str(error), "line": error.line}
     answer = next(piece for piece in reversed(pieces) if f"def {request['name']}(" in piece.text)
-    if is_stub(answer.text):
-        result = {"finished": False, "never_runs": True, "error": "not solved yet"}
-    else:
-        result = launched(request, *cases.program(pieces, request["name"], request["checker"], request["source"]))
     begin = f"{answers.where(answer.cell, answer.line)}: {answer.text.strip().splitlines()[0]}"
-    seconds = round(time.monotonic() - start, 2)
-    return {"line": begin} | result | {"answer": source[: 20 * LONGEST], "seconds": seconds}
+    found = {"line": begin, "answer": "\n\n".join(piece.text for piece in pieces)[: 20 * LONGEST]}
+    return found | ({"finished": False, "error": "not solved yet"} if is_stub(answer.text) else {"finished": True})
 
 
-def launched(request, text, places):
-    """Run the program on request["ranks"] ranks, and return its cases."""
+def launched(request):
+    """Return the result of one run: finished, passed, tried, by_rank (cases tried), failed; rank, error and line."""
+    pieces = answers.pieces(request["cells"], request["name"])
+    text, places = cases.program(pieces, request["name"], request["checker"], request["source"])
     failure = None
     try:
         run = launch(text, nproc=request["ranks"], quiet=True, device="cpu", **request["options"])
     except LaunchError as error:
         run, failure = error.run, error
     except SyntaxError as error:  # such as `return` outside a function: it parses, and does not compile
-        return {"finished": False, "never_runs": True, "error": f"SyntaxError: {error.msg}"}
+        return {"finished": False, "error": f"SyntaxError: {error.msg}"}
     rows = run.rows()
     ranks = [[row for row in rows if row["rank"] == rank] for rank in range(request["ranks"])]
     finished = failure is None and all(any("end" in row for row in of) for of in ranks)
