@@ -67,7 +67,7 @@ def grade(words):
     store = grader.Store(out / "results")
     references = grade_new(found, store, given.jobs)
     rows = [row for one in found for row in rows_of(one, store, references)]
-    about = [summary(found, rows), *([f"Graded without a sandbox: {reason}."] if reason else [])]
+    about = [in_short(found, rows), *([f"Graded without a sandbox: {reason}."] if reason else [])]
     about += [f"Unsure: {words}." for words in unsure(references, store)]
     write(out, f"Grades of {given.folder.resolve().name}", about, rows)
     for line in about:
@@ -80,8 +80,9 @@ def grade_new(found, store, jobs):
     """Grade what the store lacks, first the course's own answers; return {notebook: Submission of those}."""
     gradable = [one for one in found if not one.problem]
     references = {stem: submissions.solution(stem) for stem in sorted({one.notebook for one in gradable})}
-    every = {store.path(one): one for one in [*references.values(), *gradable]}
-    waiting = [one for path, one in every.items() if not path.exists()]
+    right = [one for one in references.values() if not one.problem]
+    every = {store.path(one): one for one in [*right, *gradable]}
+    waiting = [one for one in every.values() if store.get(one) is None]
     line = Line("grade")
     try:
         grader.run_all(waiting, store, jobs, lambda done, total: line.show(progress(done, total, line.seconds)))
@@ -99,18 +100,18 @@ def progress(done, total, seconds):
 def rows_of(submission, store, references):
     if submission.problem:
         return grader.rows(submission, {}, {})
-    return grader.rows(submission, store.get(submission), store.get(references[submission.notebook]))
+    return grader.rows(submission, store.get(submission), store.get(references[submission.notebook]) or {})
 
 
 def unsure(references, store):
     """Yield a sentence for each answer of the course that is not right here, as on a machine that is too busy."""
     for submission in references.values():
         for row in rows_of(submission, store, references):
-            if row.points < 1:
-                yield f"the course's own answer of {row.exercise} gets {row.points:.0%} on this machine: {row.message}"
+            if row.points != 1:
+                yield f"the course's own answer {row.exercise} does not get all points on this machine: {row.message}"
 
 
-def summary(found, rows):
+def in_short(found, rows):
     graded = [row for row in rows if row.points is not None]
     unread = sum(bool(one.problem) for one in found)
     right = sum(row.points == 1 for row in graded)

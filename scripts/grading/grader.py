@@ -34,7 +34,7 @@ class Row:
     """The grade of one exercise of a submission, or why there is none.
 
     points: from 0 to 1; None if the file could not be read. message: the first misconception, in the checker's words;
-    line: of the submission; runs: {ranks: result of worker.py, with "share"}; answer: source.
+    line: of the submission; runs: {ranks: result of worker.py}; answer: source.
     """
 
     file: str
@@ -193,11 +193,11 @@ def rows(submission, results, reference):
 
 
 def row(submission, exercise, runs, reference):
-    runs = {ranks: run | {"share": share(run, reference.get(ranks, {}))} for ranks, run in runs.items()}
-    points = sum(run["share"] for run in runs.values()) / len(exercise.ranks)
+    runs = {ranks: run | {"failed": list(map(clean, run["failed"]))} for ranks, run in runs.items()}
+    points = sum(share(run, reference.get(ranks, {})) for ranks, run in runs.items()) / len(exercise.ranks)
     wrong = [run for run in runs.values() if not is_right(run)]
     first = wrong[0] if wrong else {"line": ""}
-    message = (first.get("failed", []) or [first.get("error", "")])[0]
+    message = (first.get("failed") or [first.get("error", "")])[0]
     seconds = sum(run["seconds"] for run in runs.values())
     answer = next(iter(runs.values())).get("answer", "")
     points = int(1000 * points) / 1000 if wrong else 1.0  # rounded down: 1 is for right answers only

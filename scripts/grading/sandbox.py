@@ -180,8 +180,10 @@ class Sandbox:
             return []
 
     def words_of_end(self):
-        code = self.process.wait()
-        return f"the sandbox ended (exit code {code})"
+        try:
+            return f"the sandbox ended (exit code {self.process.wait(timeout=2)})"
+        except subprocess.TimeoutExpired:  # something in it has closed the pipes
+            return "the sandbox closed its connection to the grader"
 
     def close(self):
         """Kill all processes, wait until they are gone, and remove the files."""

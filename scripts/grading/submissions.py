@@ -2,7 +2,6 @@
 
 import hashlib
 from dataclasses import dataclass
-from pathlib import Path
 
 from grading import exercises
 
@@ -46,9 +45,9 @@ def read(path, file):
         return Submission(file, notebook, problem="neither .ipynb nor .py")
     if notebook is None:
         return Submission(file, problem="no notebook of the course is in its name, such as 13_fsdp.ipynb")
-    if path.stat().st_size > LARGEST:
-        return Submission(file, notebook, problem=f"larger than {LARGEST // 10**6} MB")
     try:
+        if path.stat().st_size > LARGEST:
+            return Submission(file, notebook, problem=f"larger than {LARGEST // 10**6} MB")
         content = path.read_bytes()
         cells = tuple(cells_of(content.decode("utf-8-sig"), path.suffix))
     except (OSError, ValueError) as error:
@@ -67,4 +66,4 @@ def cells_of(text, suffix):
 def solution(notebook):
     """Return the Submission of the course's own answers."""
     path = exercises.NOTEBOOKS / "solutions" / f"{notebook}.ipynb"
-    return read(Path(path), f"solutions/{path.name}")
+    return read(path, f"solutions/{path.name}")
