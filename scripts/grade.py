@@ -12,7 +12,7 @@ and the folders above it, say whose it is:
 Only the functions that the exercises ask for are taken from it, and the imports, constants, functions and classes of
 its top level that they use. Its other statements are not run. A .py file may have cells that begin with `# %%`.
 
-Each answer runs on 2, 3 and 4 ranks, or on as many as its checker asks for. The assertions of the checker are cases;
+Each answer runs on 2, 3 and 4 ranks, or on those that its checker allows. The assertions of the checker are cases;
 the points are the share that passed. Every submission has a sandbox without a network and without files but Python and
 labkit; it limits time, memory, processes and output. Without bubblewrap only these limits hold.
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
-RANKS = (2, 3, 4)  # the numbers of ranks of an answer, where its checker takes any
+SIZES = range(2, 9)  # values of world_size that are tried
 NOT_ON = {"balance_loss": {3}}  # numbers of ranks that a checker does not take: it divides 4 experts
 
 
@@ -27,10 +27,13 @@ class Exercise:
 
     @property
     def ranks(self):
-        """Return the numbers of ranks to grade on: 2, 3 and 4, as far as check()'s nproc depends on world_size."""
+        """Return the numbers of ranks to grade on: 2, 3 and 4, or the first three that check()'s nproc allows.
+
+        One number if nproc does not depend on world_size.
+        """
         nproc, nodes = (self.options.get(name, default) for name, default in (("nproc", "2"), ("nodes", "1")))
-        numbers = {int(value(nproc, ranks)) * int(value(nodes, ranks)) for ranks in RANKS}
-        return sorted(numbers - NOT_ON.get(self.name, set()))
+        numbers = {int(value(nproc, size)) * int(value(nodes, size)) for size in SIZES}
+        return [number for number in sorted(numbers)[:3] if number not in NOT_ON.get(self.name, ())]
 
 
 def value(expression, world_size):

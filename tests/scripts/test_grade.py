@@ -68,7 +68,7 @@ def of(found, name, exercise="double"):
     ("options", "ranks"),
     [
         ({"nproc": "world_size"}, [2, 3, 4]),
-        ({"nproc": "max(4, world_size)"}, [4]),
+        ({"nproc": "max(4, world_size)"}, [4, 5, 6]),
         ({"nproc": "1"}, [1]),
         ({"nodes": "2", "nproc": "3"}, [6]),
         ({}, [2]),
