@@ -4,6 +4,7 @@ import contextlib
 import csv
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -381,6 +382,14 @@ def test_a_folder_without_submissions_is_an_error_of_one_line(words, tmp_path, m
     monkeypatch.chdir(tmp_path)
     with pytest.raises(grade.UserError, match=r"no folder missing|no files in \."):
         grade.grade(words)
+
+
+def test_bubblewrap_is_used_where_it_works():
+    """Otherwise a mistake in its arguments would only skip tests."""
+    plain = ["bwrap", "--ro-bind", "/", "/", "--unshare-all", "--unshare-user", "--disable-userns", "true"]
+    if not shutil.which("bwrap") or subprocess.run(plain, stderr=subprocess.DEVNULL).returncode:
+        pytest.skip("bubblewrap does not work here")
+    assert sandbox.refusal() is None
 
 
 def test_a_sandbox_sees_folders_of_a_list_and_never_the_root():
