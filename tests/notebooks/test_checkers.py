@@ -5,13 +5,12 @@ checker must say, and right answers that are not the solution's. In the bug muse
 program that runs; it is listed as the first wrong answer.
 """
 
-import ast
 import importlib.util
 import textwrap
 
-import nbformat
 import pytest
 import yaml
+from grading import exercises
 
 from labkit.measure.machine import ROOT
 from labkit.run.exercise import check
@@ -22,24 +21,11 @@ RANKS = {"01_collectives": 8, "20_slow_networks": 6}
 LISTED = {path.stem: yaml.safe_load(path.read_text()) for path in sorted((NOTEBOOKS / "solutions").glob("*.yaml"))}
 
 
-def exercises():
-    """[(notebook, solution, checker)] of every check(solution, checker, ...) in the course."""
-    found = []
-    for path in sorted(NOTEBOOKS.glob("[0-9][0-9]_*.ipynb")):
-        for cell in nbformat.read(path, 4).cells:
-            if cell.cell_type == "code" and "check(" in cell.source and not cell.source.startswith("%"):
-                calls = [node for node in ast.walk(ast.parse(cell.source)) if isinstance(node, ast.Call)]
-                named = [call.args for call in calls if ast.unparse(call.func) == "check" and len(call.args) == 2]
-                found += [(path.stem, *(ast.unparse(arg) for arg in args)) for args in named]
-    return [(name, solution, checker) for name, solution, checker in found if defines(name, solution)]
-
-
-def defines(notebook, name):
-    cells = nbformat.read(NOTEBOOKS / f"{notebook}.ipynb", 4).cells
-    return any(f"def {name}(" in cell.source for cell in cells if cell.cell_type == "code")
-
-
-EXERCISES = exercises()
+EXERCISES = [
+    (path.stem, exercise.name, exercise.checker)
+    for path in exercises.notebooks()
+    for exercise in exercises.in_notebook(path)
+]
 
 
 def cases(kind):
@@ -54,12 +40,7 @@ def listed(case, kind, name):
 
 def source_of(notebook, name):
     """The source of the function of this name in a notebook's cells."""
-    for cell in nbformat.read(NOTEBOOKS / f"{notebook}.ipynb", 4).cells:
-        if cell.cell_type == "code" and f"def {name}(" in cell.source:
-            for node in ast.parse(cell.source).body:
-                if isinstance(node, ast.FunctionDef) and node.name == name:
-                    return ast.get_source_segment(cell.source, node)
-    raise ValueError(f"{notebook} has no function {name}")
+    return exercises.functions(exercises.read(NOTEBOOKS / f"{notebook}.ipynb"))[name]
 
 
 def with_body(stub, body):

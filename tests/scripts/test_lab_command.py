@@ -101,7 +101,7 @@ def test_exit_code_is_the_commands(tree):
 
 @pytest.mark.slow
 def test_unknown_command(tree):
-    assert_one_line(lab(tree, "rum"), "'rum'", "run, plan, config, equal, test, site, bench, figures", code=2)
+    assert_one_line(lab(tree, "rum"), "'rum'", "run, plan, config, equal, grade, test, site, bench, figures", code=2)
 
 
 def test_help_needs_no_setup(tmp_path):

@@ -1,0 +1,114 @@
+"""Read an answer from a submission: the function, and the imports, constants, functions and classes that it uses.
+
+    pieces(cells, "set_up")     [Piece("import math", cell 2, line 1), Piece("def set_up(module): ...", cell 9, line 4)]
+
+No other statement of a submission is run. This file reads what learners wrote, so it runs in the sandbox only: deeply
+nested code can crash Python's parser. Standard library only.
+"""
+
+import ast
+import difflib
+from dataclasses import dataclass
+
+from grading.exercises import plain
+
+# names that each rank provides; a submission's own value, such as world_size = 2, would be wrong on 3 ranks
+GIVEN = ("torch", "dist", "comm", "rank", "world_size", "local_rank", "node", "device", "attempt", "record", "progress")
+DEFINITIONS = (ast.FunctionDef, ast.ClassDef)
+
+
+class Unreadable(Exception):
+    """Raised if a submission has no such answer; the message is one line. line: of the submission, or ""."""
+
+    def __init__(self, message, line=""):
+        super().__init__(message)
+        self.line = line
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Source of one statement. cell, line: where it begins, counted from 1."""
+
+    text: str
+    cell: int
+    line: int
+
+
+def statements(cells):
+    """Return ([(statement, source, cell number)], [(cell number, source, SyntaxError)])."""
+    found, broken = [], []
+    for number, cell in enumerate(map(plain, cells), start=1):
+        try:
+            found += [(node, cell, number) for node in ast.parse(cell).body]
+        except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+            broken.append((number, cell, error))
+    return found, broken
+
+
+def names_defined(node):
+    """Return the names that a statement defines, if an answer may use it: a definition, import or constant."""
+    if isinstance(node, DEFINITIONS):
+        return [node.name]
+    if isinstance(node, ast.Import):
+        return [alias.asname or alias.name.partition(".")[0] for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        return [alias.asname or alias.name for alias in node.names]
+    if isinstance(node, (ast.Assign, ast.AnnAssign)) and is_constant(node.value):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        return [target.id for target in targets if isinstance(target, ast.Name)]
+    return []
+
+
+def is_constant(value):
+    try:
+        ast.literal_eval(value)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return False
+    return True
+
+
+def pieces(cells, name):
+    """Return the Pieces of the answer `name`, in the order of the submission. Raises Unreadable.
+
+    If a name is defined several times, the last definition counts, as in a notebook that is run from top to bottom.
+    """
+    found, broken = statements(cells)
+    defined = {}
+    for place, (node, _, _) in enumerate(found):
+        defined |= {one: place for one in names_defined(node) if one not in GIVEN}
+    if name not in defined or not isinstance(found[defined[name]][0], ast.FunctionDef):
+        raise missing(name, found, broken)
+    wanted, waiting = set(), [defined[name]]
+    while waiting:
+        place = waiting.pop()
+        if place not in wanted:
+            wanted.add(place)
+            used = {node.id for node in ast.walk(found[place][0]) if isinstance(node, ast.Name)}
+            waiting += [defined[one] for one in used if one in defined]
+    return [piece(*found[place]) for place in sorted(wanted)]
+
+
+def piece(node, cell, number):
+    """Return the Piece of a statement; a function's decorators belong to it."""
+    decorators = getattr(node, "decorator_list", [])
+    if decorators:
+        first = decorators[0].lineno
+        return Piece("\n".join(cell.split("\n")[first - 1 : node.end_lineno]), number, first)
+    return Piece(ast.get_source_segment(cell, node), number, node.lineno)
+
+
+def missing(name, found, broken):
+    """Return the Unreadable of a function that is not there: a syntax error in its cell, or another name."""
+    for number, cell, error in broken:
+        if f"def {name}" in cell:
+            line = getattr(error, "lineno", None) or 0
+            text = cell.split("\n")[line - 1].strip() if line else ""
+            return Unreadable(f"syntax error in {where(number, line)}: {getattr(error, 'msg', error)}", text)
+    known = [node.name for node, _, _ in found if isinstance(node, ast.FunctionDef)]
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"; is {near[0]}() meant?" if near else ""
+    return Unreadable(f"no function {name}() at the top level of the submission{hint}")
+
+
+def where(cell, line):
+    return f"cell {cell}, line {line}"

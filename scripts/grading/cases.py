@@ -1,0 +1,71 @@
+"""Turn a checker's assertions into cases: all are tried, and each counts.
+
+    assert test, message              if test: _passed()
+                                      else: _failed(message)
+
+    if test:                          if test:
+        words = ...                       try: ... the same body
+        raise AssertionError(words)       except AssertionError as error: _failed(error)
+                                      else: _passed()
+
+The statements stay where they are, so a message is computed only for a failed case. Each rank records its cases as they
+come: an exception after a failed case loses only the later ones.
+"""
+
+import ast
+
+PRELUDE = """
+def _passed(record=record):
+    record(case=True)
+def _failed(why, record=record):
+    record(case=False, why=str(why))
+"""
+END = "record(end=True)"
+
+
+class Cases(ast.NodeTransformer):
+    """Replace assertions by cases."""
+
+    def visit_Assert(self, node):
+        why = node.msg or ast.Constant(ast.unparse(node.test))
+        return ast.If(node.test, [call("_passed")], [call("_failed", why)])
+
+    def visit_If(self, node):
+        if node.orelse or not raises_assertion(node.body[-1]):
+            return self.generic_visit(node)
+        failed = ast.ExceptHandler(name("AssertionError"), "_error", [call("_failed", name("_error"))])
+        return ast.If(node.test, [ast.Try(node.body, [failed], [], [])], [call("_passed")])
+
+
+def raises_assertion(node):
+    """Return whether a statement is `raise AssertionError(...)`."""
+    error = node.exc if isinstance(node, ast.Raise) else None
+    return isinstance(error, ast.Call) and ast.unparse(error.func) == "AssertionError"
+
+
+def name(text):
+    return ast.Name(text, ast.Load())
+
+
+def call(function, *arguments):
+    return ast.Expr(ast.Call(name(function), [*arguments], []))
+
+
+def as_cases(checker):
+    """Return the source of a checker whose assertions are cases. checker: source of a function."""
+    tree = Cases().visit(ast.parse(checker))
+    return ast.unparse(ast.fix_missing_locations(tree))
+
+
+def program(pieces, answer, checker, source):
+    """Return (source for the ranks, [(first line, number of lines, Piece)]).
+
+    answer, checker: names of the functions. source: of the checker, from as_cases(). The checker comes after the
+    answer, so a function of the same name in the submission does not replace it.
+    """
+    lines, places = PRELUDE.split("\n"), []
+    for piece in pieces:
+        text = piece.text.split("\n")
+        places.append((len(lines) + 1, len(text), piece))
+        lines += text
+    return "\n".join([*lines, source, f"{checker}({answer})", END, ""]), places

@@ -1,0 +1,69 @@
+"""Find the submissions in a folder, and the notebook of the course that each belongs to."""
+
+import hashlib
+from dataclasses import dataclass
+
+from grading import exercises
+
+LARGEST = 20 * 10**6  # bytes of a submission
+CELL = "# %%"  # begins a cell in a .py file
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A file. file: its path below the folder. notebook: its stem, or None; problem: why it cannot be graded, or "".
+
+    cells: sources of its code cells. sha256: of its bytes.
+    """
+
+    file: str
+    notebook: str | None = None
+    cells: tuple = ()
+    sha256: str = ""
+    problem: str = ""
+
+
+def find(folder, out):
+    """Return the Submissions in a folder and its subfolders, sorted. Hidden files and the folder `out` are left out."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_symlink() or path.is_file())
+    files = [(path, path.relative_to(folder)) for path in paths if out not in path.absolute().parents]
+    return [read(path, str(file)) for path, file in files if not any(part.startswith(".") for part in file.parts)]
+
+
+def notebook_of(name, stems):
+    """Return the stem that a file's name contains ("alice_13_fsdp (1).py" contains "13_fsdp"), or None."""
+    named = [stem for stem in stems if stem in name]
+    return max(named, key=len, default=None)
+
+
+def read(path, file):
+    stems = [one.stem for one in exercises.notebooks()]
+    notebook = notebook_of(path.name, stems)
+    if path.is_symlink():
+        return Submission(file, notebook, problem="a link, which is not followed: submit the file itself")
+    if path.suffix not in (".ipynb", ".py"):
+        return Submission(file, notebook, problem="neither .ipynb nor .py")
+    if notebook is None:
+        return Submission(file, problem="no notebook of the course is in its name, such as 13_fsdp.ipynb")
+    try:
+        if path.stat().st_size > LARGEST:
+            return Submission(file, notebook, problem=f"larger than {LARGEST // 10**6} MB")
+        content = path.read_bytes()
+        cells = tuple(cells_of(content.decode("utf-8-sig"), path.suffix))
+    except (OSError, ValueError) as error:
+        return Submission(file, notebook, problem=str(error))
+    return Submission(file, notebook, cells, hashlib.sha256(content).hexdigest())
+
+
+def cells_of(text, suffix):
+    """Return the sources of the code cells. Raises ValueError. A .py file may have cells that begin with `# %%`."""
+    if suffix == ".ipynb":
+        return exercises.code_cells(text)
+    first, *others = text.split(f"\n{CELL}")
+    return [first, *(CELL + other for other in others)]
+
+
+def solution(notebook):
+    """Return the Submission of the course's own answers."""
+    path = exercises.NOTEBOOKS / "solutions" / f"{notebook}.ipynb"
+    return read(path, f"solutions/{path.name}")
