@@ -5,6 +5,7 @@ checker must say, and right answers that are not the solution's. In the bug muse
 program that runs; it is listed as the first wrong answer.
 """
 
+import ast
 import importlib.util
 import textwrap
 
