@@ -1,26 +1,17 @@
-"""DeepSpeed's CurriculumScheduler and ours: the same length at each of more than 10,000 steps.
-
-DeepSpeed is not among the tests' packages. LABKIT_FRAMEWORKS names a folder that has it, see test_deepspeed.py.
-"""
+"""DeepSpeed's CurriculumScheduler and ours: the same length at each of more than 10,000 steps."""
 
 import itertools
 import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from installed_frameworks import FOLDER, MISSING
 
 from labkit.models.curriculum import length_of
 
-FOLDER = Path(os.environ.get("LABKIT_FRAMEWORKS", "."))
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        not Path(FOLDER, "deepspeed").is_dir(), reason="LABKIT_FRAMEWORKS names no folder with DeepSpeed"
-    ),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(FOLDER is None, reason=MISSING)]
 # In a process of its own: importing DeepSpeed takes seconds, and changes torch.
 PROGRAM = """
 import json, sys

@@ -1,11 +1,6 @@
-"""timm's LAMB and ours: the same weights to rounding, for both of its implementations.
-
-timm is not among the tests' packages. LABKIT_FRAMEWORKS names a folder that has it:
-    pip install --target FOLDER --no-deps timm
-"""
+"""timm's LAMB and ours: the same weights to rounding, for both of its implementations."""
 
 import importlib
-import os
 import sys
 import types
 from pathlib import Path
@@ -13,18 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 from hook_training import train
+from installed_frameworks import FOLDER, MISSING
 from tensors import mlp
 
 from labkit.lamb import LAMB
 
-FOLDER = Path(os.environ.get("LABKIT_FRAMEWORKS", "."), "timm")
-pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason="LABKIT_FRAMEWORKS names no folder with timm")
+pytestmark = pytest.mark.skipif(FOLDER is None, reason=MISSING)
 
 
 @pytest.fixture
 def timms(monkeypatch):
     """timm's class, without the rest of timm, which needs torchvision."""
-    for name, folder in (("timm", FOLDER), ("timm.optim", FOLDER / "optim")):
+    timm = Path(FOLDER, "timm")
+    for name, folder in (("timm", timm), ("timm.optim", timm / "optim")):
         package = types.ModuleType(name)
         package.__path__ = [str(folder)]
         monkeypatch.setitem(sys.modules, name, package)
