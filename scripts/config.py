@@ -103,13 +103,15 @@ def write(file, target, given):
         if name not in FITS[target]:
             fitting_targets = [other for other in TARGETS if name in FITS[other]]
             raise ValueError(f"{flag(name)} does not fit --to {target}: it is for {', '.join(fitting_targets)}")
+    text = text_of(file)
     try:
-        framework, config = framework_files.parse(text_of(file))
+        framework, config = framework_files.parse(text)
     except ValueError as error:
         raise ValueError(f"{shown(file)} {error}") from None
     ranks = given.get("nodes", 1) * max(1, given.get("gpus", 1))
     if framework is not None and not given:
         ranks = frameworks.ranks_of(config, framework) or ranks
+        given = {"gpus": ranks} if target in CLUSTER else {}
     experiment, origin = experiment_of(framework, config, ranks, shown(file), base_for(target))
     there = frameworks.FRAMEWORKS.get(target)
     written = there and frameworks.write(experiment, target, ranks)

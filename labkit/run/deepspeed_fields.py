@@ -10,6 +10,8 @@ Adam is AdamW unless adam_w_mode is false. Rajbhandari et al., ZeRO, SC 2020, ha
 
 import json
 
+from labkit.run.framework_values import number, refuse, whole
+
 NAME = "DeepSpeed"
 FORM = "JSON"
 AUTO = "Hugging Face's Trainer replaces it before DeepSpeed reads the file"
@@ -150,10 +152,8 @@ def schedule_of(values, lr):
             "scheduler.params.warmup_type is log, also where it is not written: this lab warms up "
             'linearly; write "linear"'
         )
-    found = {
-        "schedule": SCHEDULES[kind],
-        "warmup_steps": values["scheduler.params.warmup_num_steps"],
-    }
+    name = "scheduler.params.warmup_num_steps"
+    found = {"schedule": SCHEDULES[kind], "warmup_steps": whole(name, values[name])}
     if kind == "WarmupCosineLR":
         if values["scheduler.params.cos_min_ratio"] != 0:
             raise ValueError(
@@ -163,8 +163,9 @@ def schedule_of(values, lr):
         total = values["scheduler.params.total_num_steps"]
         if total is None:
             raise ValueError("scheduler.params.total_num_steps must be there for WarmupCosineLR")
-        return found | {"steps": total}
-    return found | {"lr": float(values["scheduler.params.warmup_max_lr"])}
+        return found | {"steps": whole("scheduler.params.total_num_steps", total)}
+    rate = values["scheduler.params.warmup_max_lr"]  # None: the optimizer's rate
+    return found if rate is None else found | {"lr": number("scheduler.params.warmup_max_lr", rate)}
 
 
 def from_experiment(e, ranks):
@@ -189,6 +190,9 @@ def from_experiment(e, ranks):
         dtypes = {name: dtype for dtype, name in HALVES.items()}
         config["torch_autocast"] = {"enabled": True, "dtype": dtypes[e.precision]}
     if e.warmup_steps or e.schedule == "cosine":
+        if e.warmup_steps < 2:  # DeepSpeed refuses 0, and takes 2 for 1
+            other = "at least 2" if e.schedule == "cosine" else "0 or at least 2"
+            refuse("warmup_steps", e.warmup_steps, NAME, other)
         config["scheduler"] = scheduler_of(e)
     return config
 

@@ -226,9 +226,20 @@ def parse(text):
     if len(found) != 1:
         raise ValueError(f"has {len(found)} calls of Trainer.Config: keep one in the file")
     for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute):
+        if changes_later(node):
             raise ValueError(f"has {ast.unparse(node)}: write it into Trainer.Config(...)")
     return {name: section_of(name, node) for name, node in keywords(found[0]).items()}
+
+
+def changes_later(node):
+    """Return whether a statement or call may change a configuration that was made before."""
+    if isinstance(node, ast.Call):
+        return ast.unparse(node.func).rpartition(".")[2] in ("setattr", "replace")
+    if not isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign):
+        return False
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+    parts = [part for target in targets for part in ast.walk(target)]
+    return any(isinstance(part, ast.Attribute) for part in parts)
 
 
 def keywords(call):

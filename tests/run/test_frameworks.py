@@ -22,6 +22,15 @@ PROGRAM["accelerate"] = (*PROGRAM["deepspeed"], *RATES, "batch_size", "accumulat
 PROGRAM["accelerate"] += ("lr_rule", "reference_batch")
 
 
+def warm_up(**params):
+    return {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 9, "warmup_type": "linear"} | params}}
+
+
+def cosine(**params):
+    known = {"warmup_num_steps": 9, "warmup_type": "linear", "cos_min_ratio": 0, "warmup_min_ratio": 0}
+    return {"scheduler": {"type": "WarmupCosineLR", "params": known | params}}
+
+
 def read(config, ranks=2):
     return frameworks.read(config, "deepspeed", ranks).experiment
 
@@ -146,6 +155,9 @@ def test_what_a_field_means_here(config, fields):
         ({"optimizer": {"type": "Adam", "params": {"lr": "1e-3"}}}, "must be a number"),
         ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 9}}}, "warmup_type is log"),
         ({"scheduler": {"type": "OneCycle"}}, "this lab has WarmupLR, WarmupCosineLR"),
+        (warm_up(warmup_num_steps="9"), "scheduler.params.warmup_num_steps="),
+        (warm_up(warmup_num_steps=1e2), "scheduler.params.warmup_num_steps=100.0: must be a whole number"),
+        (cosine(total_num_steps="1000"), "scheduler.params.total_num_steps='1000': must be a whole number"),
     ],
     ids=str,
 )
@@ -162,6 +174,18 @@ def test_a_default_that_is_not_written_stands_in_the_table():
     assert [line[:3] for line in lines if line[0] == "optimizer.params.lr"] == [
         ("optimizer.params.lr", "0.001", "default")
     ]
+
+
+def test_without_a_rate_of_its_own_the_warm_up_ends_at_the_optimizers():
+    optimizer = {"type": "AdamW", "params": {"lr": 2e-5}}
+    assert read(USUAL | {"optimizer": optimizer} | warm_up()).lr == 2e-5
+    assert read(USUAL | {"optimizer": optimizer} | warm_up(warmup_max_lr=0.5)).lr == 0.5
+
+
+@pytest.mark.parametrize(("schedule", "warm"), [("cosine", 0), ("cosine", 1), ("constant", 1)])
+def test_a_warm_up_that_deepspeed_changes_is_refused(schedule, warm):
+    with pytest.raises(ValueError, match=r"warmup_steps=.*DeepSpeed cannot express it"):
+        frameworks.write(Experiment(schedule=schedule, warmup_steps=warm), "deepspeed", 2)
 
 
 def test_warm_up_has_the_rates_of_warmup_lr():
