@@ -78,6 +78,9 @@ def pieces(cells, name):
         defined |= {one: place for one in names_defined(node) if one not in GIVEN}
     if name not in defined or not isinstance(found[defined[name]][0], ast.FunctionDef):
         raise missing(name, found, broken)
+    later = [one for one in broken if one[0] > found[defined[name]][2] and f"def {name}(" in one[1]]
+    if later:
+        raise missing(name, [], later)
     wanted, waiting = set(), [defined[name]]
     while waiting:
         place = waiting.pop()

@@ -7,10 +7,13 @@ Standard library only: a sandbox reads submissions with the same functions.
 
 import ast
 import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
 NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
+PYTHON_CELLS = ("%%time", "%%capture")  # magics that run their cell as Python
+IPYTHON = re.compile(r"[%!?]|[\w.]+\?{1,2}$|\w+ *= *[%!]")  # %pwd, !ls, ?merge, merge?, here = %pwd
 SIZES = range(2, 9)  # values of world_size that are tried
 NOT_ON = {"balance_loss": {3}}  # numbers of ranks that a checker does not take: it divides 4 experts
 
@@ -57,10 +60,10 @@ def read(path):
 
 
 def plain(cell):
-    """Return a cell with its magics and shell lines blanked, or "" for a cell of a magic; line numbers stay."""
-    if cell.startswith("%%"):
+    """Return a cell with IPython's lines blanked, or "" for a cell that is no Python; line numbers stay."""
+    if cell.startswith("%%") and cell.split()[0] not in PYTHON_CELLS:
         return ""
-    return "\n".join("" if line.startswith(("%", "!")) else line for line in cell.split("\n"))
+    return "\n".join("" if IPYTHON.match(line) else line for line in cell.split("\n"))
 
 
 def parsed(cell):

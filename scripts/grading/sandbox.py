@@ -57,7 +57,8 @@ def arguments(python=sys.executable):
     words += ["--ro-bind", sys.prefix, sys.prefix] if sys.prefix != sys.base_prefix else []
     words += ["--ro-bind", str(ROOT / "labkit"), f"{HOME}/labkit"]
     words += ["--ro-bind", str(ROOT / "scripts" / "grading"), f"{HOME}/grading"]
-    words += ["--proc", "/proc", "--dev", "/dev"]
+    # To the kernel, root in a sandbox is root: it could write /proc/sys.
+    words += ["--proc", "/proc", "--ro-bind", "/proc/sys", "/proc/sys", "--dev", "/dev"]
     words += [word for place, size in DISK.items() for word in ("--size", str(size), "--tmpfs", place)]
     words += ["--remount-ro", "/dev", "--unshare-all", "--unshare-user", "--disable-userns"]
     words += ["--uid", "65534", "--gid", "65534", "--hostname", "sandbox", "--new-session", "--die-with-parent"]

@@ -42,11 +42,15 @@ def total(mine):
 SOLUTION = f"def double(number):\n    return 2 * number\n\n{TOTAL}"
 
 # name: (body of double(), words of the message; a tuple: one of them)
+# On a busy machine, memory that grows may reach the time limit first.
 HOSTILE = {
     "loop": ("while True:\n    pass", "stopped after"),
     "forks": ("import os\nwhile True:\n    os.fork()", ("more than", "OSError", "BlockingIOError")),
     "memory": ("return torch.ones(10 * 2**28)", "can't allocate memory"),
-    "creeping": ("kept = []\nwhile True:\n    kept.append(torch.ones(2**24))", ("more than", "can't allocate")),
+    "creeping": (
+        "kept = []\nwhile True:\n    kept.append(torch.ones(2**24))",
+        ("more than", "can't allocate", "stopped after", "time limit"),
+    ),
     "exits": ("import os\nos._exit(0)", "left early with exit code 0"),
     "leaves": ("import sys\nsys.exit(0)", "ended the process"),
     "segfault": ("import ctypes\nctypes.string_at(0)", "SIGSEGV"),

@@ -108,9 +108,9 @@ def test_an_error_behind_a_failed_case_keeps_the_earlier_ones():
 def test_an_answer_brings_what_it_uses_and_nothing_else():
     first = "import math, torch\nimport os as system\nworld_size = 2\nLIMIT = {'a': 1}\nprint('is not run')\n"
     second = "def helper(x):\n    return math.ceil(x) + LIMIT['a'] + world_size\n\ndef unused():\n    pass\n"
-    third = "!ls\n%time 1\n@torch.no_grad()\ndef f(x):\n    return helper(x)\n"
+    third = "%%time\n!ls\n%time 1\nhelper?\nhere = %pwd\n@torch.no_grad()\ndef f(x):\n    return helper(x)\n"
     found = answers.pieces([first, second, "def f(x):\n    return 1\n", third, "%%torchrun\nnot python"], "f")
-    assert [(piece.cell, piece.line) for piece in found] == [(1, 1), (1, 4), (2, 1), (4, 3)]
+    assert [(piece.cell, piece.line) for piece in found] == [(1, 1), (1, 4), (2, 1), (4, 6)]
     assert found[-1].text.startswith("@torch.no_grad()\ndef f")
     assert "is not run" not in "".join(piece.text for piece in found)
 
@@ -126,6 +126,7 @@ def test_an_answer_brings_what_it_uses_and_nothing_else():
         (["double = 3"], "no function double()", ""),
         (["x = 1", "def double(x):\n    return (x"], "syntax error in cell 2, line 2", "return (x"),
         (["def double(x): return " + "(" * 5000], "syntax error in cell 1", None),
+        (["def double(x):\n    return 2", "def double(x):\n    return (x"], "syntax error in cell 2", "return (x"),
     ],
 )
 def test_an_answer_that_is_not_there_is_an_error_of_one_line(cells, words, line):
@@ -247,6 +248,9 @@ for path in {paths!r}:
 for path in {files!r}:
     if os.path.exists(path):
         reached.append("read " + path)
+for path in ("/proc/sys/kernel/core_pattern", "/proc/sys/vm/drop_caches", "/proc/sysrq-trigger"):
+    if os.access(path, os.W_OK):
+        reached.append("may write " + path)
 for host in ("127.0.0.1", "192.0.2.1"):
     try:
         socket.create_connection((host, {port}), timeout=2).close()
