@@ -14,6 +14,7 @@ on stderr.
 """
 
 import argparse
+import dataclasses
 import inspect
 import json
 import sys
@@ -23,8 +24,9 @@ import yaml
 from terminal import UserError, main, say, table
 
 from labkit.cluster import kubernetes
-from labkit.run import framework_files, frameworks
+from labkit.run import framework_files, framework_lines, frameworks
 from labkit.run.experiment import Experiment
+from labkit.run.framework_values import Refused, as_number, reasons_of
 from labkit.run.options import fitting, natural
 from labkit.run.options import positive as whole
 
@@ -36,6 +38,13 @@ ALL = ("nodes", "gpus", "name", "save_seconds", "checkpoint_every")
 FITS = {"slurm": (*ALL, "time", "partition", "account", "checkpoints", "interface")}
 FITS |= dict.fromkeys(CLUSTER[1:], (*ALL, *PODS))
 FITS |= dict.fromkeys(TARGETS[len(CLUSTER) :], ("nodes", "gpus"))
+NUMBERS = [field.name for field in dataclasses.fields(Experiment) if field.type in (int, float)]
+OF_PROGRAM = ("model", "size", "data", "batch_size", "optimizer", "lr", "weight_decay", "clip", "schedule")
+OF_PROGRAM += ("warmup_steps", "steps", "seed")
+EACH_MACHINE = (
+    "on each machine: accelerate launch --config_file FILE --machine_rank N --main_process_ip HOST "
+    "--main_process_port PORT train.py"
+)
 EVERY = tuple(dict.fromkeys(name for names in FITS.values() for name in names))
 
 
@@ -65,6 +74,7 @@ def parser():
     add(
         "--check", action="store_true", help="print a line for each mistake in Kubernetes manifests; exit code 1 if any"
     )
+    add("--all", action="store_true", help="print every row of the tables, also of fields that change nothing")
     add("--nodes", type=whole, metavar="N", help="nodes, or pods (default: 1)")
     add("--gpus", type=natural, metavar="N", help="GPUs of each node, one for each rank (default: 1)")
     add("--name", help="name of the job (default: model and strategy)")
@@ -92,13 +102,14 @@ def run(arguments):
     if asked.check and given:
         raise UserError(f"config: {flag(next(iter(given)))} needs --to KIND: --check changes nothing")
     try:
-        return check(asked.file) if asked.check else write(asked.file, asked.to, given)
+        return check(asked.file) if asked.check else write(asked.file, asked.to, given, asked.all)
     except ValueError as error:
-        raise UserError(f"config: {' '.join(str(error).split())}") from None
+        lines = [f"config: {' '.join(reason.split())}" for reason in reasons_of(error)]
+        raise UserError("\nlab: ".join(lines)) from None
 
 
-def write(file, target, given):
-    """Print the file of an experiment for a target; given: {option: value}."""
+def write(file, target, given, every_row=False):
+    """Print the file of an experiment for a target; given: {option: value}. every_row: of the tables, on stderr."""
     for name in given:
         if name not in FITS[target]:
             fitting_targets = [other for other in TARGETS if name in FITS[other]]
@@ -106,20 +117,26 @@ def write(file, target, given):
     text = text_of(file)
     try:
         framework, config = framework_files.parse(text)
+        ranks, nodes = size_of(framework, config, given)
+        framework, config = framework_files.with_file_behind(framework, config, Path(file).parent)
+    except Refused:
+        raise
     except ValueError as error:
         raise ValueError(f"{shown(file)} {error}") from None
-    ranks = given.get("nodes", 1) * max(1, given.get("gpus", 1))
-    if framework is not None and not given:
-        ranks = frameworks.ranks_of(config, framework) or ranks
-        given = {"gpus": ranks} if target in CLUSTER else {}
+    if target in CLUSTER and framework is not None:
+        given = {"nodes": nodes, "gpus": ranks // nodes} | given
     experiment, origin = experiment_of(framework, config, ranks, shown(file), base_for(target))
     there = frameworks.FRAMEWORKS.get(target)
-    written = there and frameworks.write(experiment, target, ranks)
+    has = frozenset(config) if origin is None else origin.given
+    written = there and frameworks.write(experiment, target, ranks, nodes, has)
     if origin is not None:
-        title = frameworks.FRAMEWORKS[framework].NAME
-        explain(origin, f"{title}'s fields; what the program has, such as the model, is the lab's default")
+        explain(origin, framework, f"{frameworks.FRAMEWORKS[framework].NAME}'s fields", every_row)
+        if not written:
+            warn_of_program(experiment, has)
     if written:
-        explain(written, f"written for {there.NAME}")
+        explain(written, target, f"written for {there.NAME}", every_row)
+        if nodes > 1 and target == "accelerate":
+            print(EACH_MACHINE, file=sys.stderr)
         text = framework_files.as_text(written.config, target)
     elif target == "experiment":
         text = as_yaml(experiment)
@@ -170,16 +187,47 @@ def experiment_of(framework, config, ranks, source, base):
     if framework is not None:
         found = frameworks.read(config, framework, ranks, base)
         return found.experiment, found
+    texts = {name: as_number(value) for name, value in config.items() if name in NUMBERS and as_number(value)}
+    if texts:
+        raise Refused(f"{source}: {name}: {config[name]} is text in YAML: write {texts[name]}" for name in texts)
     try:
         return Experiment.from_dict(fitting(config) | config, source=source), None
     except TypeError as error:  # a value of another type
         raise ValueError(error) from None
 
 
-def explain(translation, title):
-    """Print what each field means here, on stderr."""
+def size_of(framework, config, given):
+    """Return (ranks, nodes) of the command line; without them, those of a framework's configuration."""
+    nodes = given.get("nodes", 1)
+    ranks = nodes * max(1, given.get("gpus", 1))
+    if framework is None or {"nodes", "gpus"} & set(given):
+        return ranks, nodes
+    ranks = frameworks.ranks_of(config, framework) or ranks
+    nodes = frameworks.nodes_of(config, framework)
+    if ranks % nodes:
+        raise ValueError(f"has {ranks} ranks, which must be a multiple of its {nodes} nodes")
+    return ranks, nodes
+
+
+def explain(found, framework, title, every_row):
+    """Print what a translation's fields mean here, on stderr."""
+    rows = found.lines if every_row else frameworks.short(found, framework)
     print(f"{title}:", file=sys.stderr)
-    print(table(translation.lines, ("field", "value", "from", "here", "note")), file=sys.stderr)
+    print(table(rows, ("field", "value", "from", "here", "note")), file=sys.stderr)
+    left_out = len(found.lines) - len(rows)
+    if left_out:
+        print(f"{left_out} more rows change nothing here; --all prints them", file=sys.stderr)
+    ours = sum(row[2] == framework_lines.OURS for row in rows)
+    if ours:
+        print(f"the lab's defaults: {ours} of these; replace them by what your program has", file=sys.stderr)
+
+
+def warn_of_program(experiment, given):
+    """Print which values an experiment has from the lab because the file leaves them to the program, on stderr."""
+    names = [name for name in OF_PROGRAM if name not in given]
+    values = ", ".join(f"{name}={getattr(experiment, name)!r}" for name in names)
+    if values:
+        print(f"not in the file, so the lab's defaults: {values}", file=sys.stderr)
 
 
 def check(file):

@@ -12,7 +12,7 @@ utils/launch.py and utils/dataclasses.py.
 import yaml
 
 from labkit.run.deepspeed_fields import zero_strategy
-from labkit.run.framework_values import chosen, data_ranks, number, refuse, whole
+from labkit.run.framework_values import Parts, Refused, chosen, data_ranks, number, refuse, whole
 
 NAME = "Accelerate"
 FORM = "YAML"
@@ -26,6 +26,10 @@ AXES = {"tensor": "parallelism_config_tp_size", "context": "parallelism_config_c
 FSDP = "fsdp_config.fsdp_"
 ZERO = "deepspeed_config."
 SIZES = "parallelism_config.parallelism_config_"
+# deepspeed_config_file has these instead
+IN_FILE = ("zero_stage", "gradient_accumulation_steps", "gradient_clipping")
+IN_FILE += ("offload_optimizer_device", "offload_param_device", "zero3_save_16bit_model")
+IN_FILE += ("offload_optimizer_nvme_path", "offload_param_nvme_path")
 # The program has these.
 WRITES = dict.fromkeys(("model", "size", "data", "seed", "steps", "attention", "batch_size"), any)
 WRITES |= dict.fromkeys(("accumulation", "optimizer", "lr", "momentum", "weight_decay"), any)
@@ -40,47 +44,109 @@ WRITES |= {
 
 
 def ranks_of(config):
-    """Return num_processes, or None."""
+    """Return num_processes, which is of all machines together, or None."""
     count = config.get("num_processes")
     return None if count in (None, -1) else whole("num_processes", count)
 
 
+def nodes_of(config):
+    """Return num_machines."""
+    return whole("num_machines", config.get("num_machines", 1))
+
+
+def file_behind(config):
+    """Return the path of the DeepSpeed file that a configuration names, or None.
+
+    Raises Refused if the configuration has a field that belongs into that file.
+    """
+    section = config.get("deepspeed_config")
+    file = section.get("deepspeed_config_file") if isinstance(section, dict) else None
+    if file is None:
+        return None
+    if not isinstance(file, str):
+        raise ValueError(f"{ZERO}deepspeed_config_file={file!r}: must be the path of a file")
+    own = {f"{ZERO}{name}" for name in section if name in IN_FILE}
+    own |= {"mixed_precision"} & set(config)
+    if own:
+        raise Refused(f"{name}: remove it, the value of {file} holds" for name in sorted(own))
+    return file
+
+
 def to_experiment(values, written, ranks):
     """Return {field of Experiment: value}; arguments as in deepspeed_fields. Raises ValueError."""
+    parts = Parts()
+    parts.add(check_machines, values, ranks)
+    parts.add(precision_of, values)
+    parts.add(strategy_of, values, written, ranks)
+    return parts.result()
+
+
+def check_machines(values, ranks):
+    """Raise ValueError if processes or machines do not fit the run. Returns no field."""
     count = ranks_of(values)
     if count not in (None, ranks):
-        raise ValueError(f"num_processes={count}: must be the number of ranks of the run, {ranks}")
+        raise ValueError(
+            f"num_processes={count}: must be the number of ranks of the run, {ranks}, "
+            "on all machines together"
+        )
+    machines = nodes_of(values)
+    if ranks % machines:
+        raise ValueError(f"num_machines={machines}: must divide the {ranks} processes")
+    if whole("machine_rank", values["machine_rank"], least=0) >= machines:
+        raise ValueError(
+            f"machine_rank={values['machine_rank']}: must be less than num_machines={machines}"
+        )
+    return {}
+
+
+def precision_of(values):
     precision = values["mixed_precision"] or "no"
-    found = {"precision": chosen("mixed_precision", precision, PRECISIONS)}
+    return {"precision": chosen("mixed_precision", precision, PRECISIONS)}
+
+
+def strategy_of(values, written, ranks):
+    """Return {field: value} of distributed_type and of the section that belongs to it."""
     kind = values["distributed_type"]
     if kind is False:
         raise ValueError("distributed_type=false: YAML reads an unquoted NO as false; write 'NO'")
     if any(name.startswith(SIZES) for name in written) and kind != "FSDP":
         raise ValueError(f"parallelism_config with distributed_type={kind!r}: it needs FSDP")
     if kind in DDP_TYPES:
-        return found | {"strategy": "ddp_bucketed"}
+        return {"strategy": "ddp_bucketed"}
     if kind == "FSDP":
-        return found | fsdp_of(values, ranks)
+        return fsdp_of(values, ranks)
     if kind == "DEEPSPEED":
-        return found | deepspeed_of(values, written)
+        return deepspeed_of(values, written)
     if kind != "NO":
         known = "NO, MULTI_GPU, MULTI_CPU, FSDP, DEEPSPEED"
         hint = "; read Megatron's own arguments" if kind == "MEGATRON_LM" else ""
         raise ValueError(f"distributed_type={kind!r}: this lab has {known}{hint}")
     if ranks > 1:
         raise ValueError(f"distributed_type='NO': is for one process, not {ranks}")
-    return found | {"strategy": "single"}
+    return {"strategy": "single"}
 
 
 def fsdp_of(values, ranks):
     """Return {field: value} of fsdp_config and parallelism_config."""
+    parts = Parts()
+    parts.add(offload_of, values)
+    parts.add(recompute_of, values)
+    parts.add(axes_of, values, ranks)
+    return parts.result()
+
+
+def offload_of(values):
+    """Return {"strategy": value}, which says where FSDP keeps its shards."""
     strategy = sharding_of(values)
-    if values[f"{FSDP}offload_params"]:
-        if strategy != "fsdp":
-            raise ValueError(f"{FSDP}offload_params: this lab offloads with FULL_SHARD only")
-        strategy = "fsdp_offload"
-    units = "every" if values[f"{FSDP}activation_checkpointing"] else "none"
-    return {"strategy": strategy, "recompute": units} | axes_of(values, ranks)
+    if not values[f"{FSDP}offload_params"]:
+        return {"strategy": strategy}
+    if strategy != "fsdp":
+        raise ValueError(f"{FSDP}offload_params: this lab offloads with FULL_SHARD only")
+    return {"strategy": "fsdp_offload"}
+
+
+def recompute_of(values):
+    return {"recompute": "every" if values[f"{FSDP}activation_checkpointing"] else "none"}
 
 
 def sharding_of(values):
@@ -123,17 +189,32 @@ def axes_of(values, ranks):
 
 def deepspeed_of(values, written):
     """Return {field: value} of deepspeed_config."""
+    parts = Parts()
+    parts.add(stage_of, values)
+    parts.add(clip_of, values)
+    parts.add(accumulation_of, values, written)
+    return parts.result()
+
+
+def stage_of(values):
     device = {part: values[f"{ZERO}offload_{part}_device"] for part in ("param", "optimizer")}
-    found = {"strategy": zero_strategy(values[f"{ZERO}zero_stage"], device, f"{ZERO}zero_stage")}
+    name = f"{ZERO}zero_stage"
+    return {"strategy": zero_strategy(values[name], device, name)}
+
+
+def clip_of(values):
     clip = number(f"{ZERO}gradient_clipping", values[f"{ZERO}gradient_clipping"])
     if clip == 0:
         raise ValueError(
             f"{ZERO}gradient_clipping=0: Accelerate leaves a 0 out, and DeepSpeed then clips to "
             "1.0; write 1.0"
         )
-    found["clip"] = clip
+    return {"clip": clip}
+
+
+def accumulation_of(values, written):
     name = f"{ZERO}gradient_accumulation_steps"
-    return found | ({"accumulation": whole(name, values[name])} if name in written else {})
+    return {"accumulation": whole(name, values[name])} if name in written else {}
 
 
 def from_experiment(e, ranks):
@@ -152,6 +233,18 @@ def from_experiment(e, ranks):
         return config | {"distributed_type": "DEEPSPEED", "deepspeed_config": zero_config(e)}
     kind = "NO" if e.strategy == "single" else "MULTI_GPU"
     return config | {"distributed_type": kind}
+
+
+def on_nodes(config, nodes):
+    """Return a configuration of `nodes` machines, each of which starts its own processes.
+
+    The launch command has what differs: --machine_rank, --main_process_ip, --main_process_port.
+    """
+    found = config | {"num_machines": nodes}
+    if "deepspeed_config" in config:  # other launchers reach the machines by SSH
+        section = {"deepspeed_multinode_launcher": "standard"}
+        found["deepspeed_config"] = config["deepspeed_config"] | section
+    return found
 
 
 def fsdp_config(e, ranks):

@@ -10,7 +10,7 @@ Adam is AdamW unless adam_w_mode is false. Rajbhandari et al., ZeRO, SC 2020, ha
 
 import json
 
-from labkit.run.framework_values import number, refuse, whole
+from labkit.run.framework_values import Parts, number, refuse, whole
 
 NAME = "DeepSpeed"
 FORM = "JSON"
@@ -39,18 +39,20 @@ def to_experiment(values, written, ranks):
     values: {field: value}, defaults included. written: the names of those that the file has.
     Raises ValueError.
     """
-    batch, accumulation = batch_of(values, ranks)
-    found = {"batch_size": batch, "accumulation": accumulation}
-    found |= {"strategy": strategy_of(values), "precision": precision_of(values)}
-    found["bucket_cap_mb"] = values["zero_optimization.reduce_bucket_size"] / MIB
-    found["clip"] = float(values["gradient_clipping"])
+    parts = Parts()
+    parts.add(batch_of, values, ranks)
+    parts.add(strategy_of, values)
+    parts.add(precision_of, values)
+    parts.add(bucket_of, values)
+    parts.add(clip_of, values)
     if "optimizer.type" in written:
-        found |= optimizer_of(values, written)
-    return found | schedule_of(values, found.get("lr"))
+        parts.add(optimizer_of, values, written)
+    parts.add(schedule_of, values)
+    return parts.result()
 
 
 def batch_of(values, ranks):
-    """Return (batch of all ranks, accumulation); DeepSpeed needs two of three sizes, or one."""
+    """Return {field: value} of a step's batch; DeepSpeed needs two of three sizes, or one."""
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     batch, micro, accumulation = (values[name] for name in names)
     for name, value in zip(names, (batch, micro, accumulation), strict=True):
@@ -73,13 +75,21 @@ def batch_of(values, ranks):
             f"train_batch_size={batch} must be the product of micro-batch {micro}, "
             f"gradient_accumulation_steps={accumulation} and {ranks} ranks"
         )
-    return batch, accumulation
+    return {"batch_size": batch, "accumulation": accumulation}
+
+
+def bucket_of(values):
+    return {"bucket_cap_mb": values["zero_optimization.reduce_bucket_size"] / MIB}
+
+
+def clip_of(values):
+    return {"clip": float(values["gradient_clipping"])}
 
 
 def strategy_of(values):
     zero = "zero_optimization"
     device = {part: values[f"{zero}.offload_{part}.device"] for part in ("param", "optimizer")}
-    return zero_strategy(values[f"{zero}.stage"], device, f"{zero}.stage")
+    return {"strategy": zero_strategy(values[f"{zero}.stage"], device, f"{zero}.stage")}
 
 
 def zero_strategy(stage, devices, name):
@@ -104,18 +114,18 @@ def zero_strategy(stage, devices, name):
 
 
 def precision_of(values):
-    """Return the precision; raise ValueError if the file turns on two."""
+    """Return {"precision": value}; raise ValueError if the file turns on two."""
     dtype = str(values["torch_autocast.dtype"]).removeprefix("torch.")
     turned_on = [name for name in ("bf16", "fp16", "torch_autocast") if values[f"{name}.enabled"]]
     if len(turned_on) > 1:
         raise ValueError(f"{' and '.join(turned_on)} are both enabled: use one of them")
     if not turned_on:
-        return "fp32"
+        return {"precision": "fp32"}
     if turned_on != ["torch_autocast"]:
-        return turned_on[0]
+        return {"precision": turned_on[0]}
     if dtype not in HALVES:
         raise ValueError(f"torch_autocast.dtype={dtype!r}: must be {' or '.join(HALVES)}")
-    return HALVES[dtype]
+    return {"precision": HALVES[dtype]}
 
 
 def optimizer_of(values, written):
@@ -139,33 +149,48 @@ def optimizer_of(values, written):
     return found
 
 
-def schedule_of(values, lr):
-    """Return {field: value} of the section `scheduler`. lr: of the optimizer, or None."""
+def schedule_of(values):
+    """Return {field: value} of the section `scheduler`."""
     kind = values["scheduler.type"]
     if not isinstance(kind, str | None) or kind not in SCHEDULES:
         known = ", ".join(name for name in SCHEDULES if name)
         raise ValueError(f"scheduler.type={kind!r}: this lab has {known}")
     if kind is None:
         return {}
+    parts = Parts({"schedule": SCHEDULES[kind]})
+    parts.add(warm_up_of, values)
+    parts.add(cosine_of if kind == "WarmupCosineLR" else rate_of, values)
+    return parts.result()
+
+
+def warm_up_of(values):
+    """Return {"warmup_steps": value} of a linear warm-up."""
     if values["scheduler.params.warmup_type"] != "linear":
         raise ValueError(
             "scheduler.params.warmup_type is log, also where it is not written: this lab warms up "
             'linearly; write "linear"'
         )
     name = "scheduler.params.warmup_num_steps"
-    found = {"schedule": SCHEDULES[kind], "warmup_steps": whole(name, values[name])}
-    if kind == "WarmupCosineLR":
-        if values["scheduler.params.cos_min_ratio"] != 0:
-            raise ValueError(
-                "scheduler.params.cos_min_ratio is 0.0001 where it is not written: here the rate "
-                "falls to 0; write 0"
-            )
-        total = values["scheduler.params.total_num_steps"]
-        if total is None:
-            raise ValueError("scheduler.params.total_num_steps must be there for WarmupCosineLR")
-        return found | {"steps": whole("scheduler.params.total_num_steps", total)}
-    rate = values["scheduler.params.warmup_max_lr"]  # None: the optimizer's rate
-    return found if rate is None else found | {"lr": number("scheduler.params.warmup_max_lr", rate)}
+    return {"warmup_steps": whole(name, values[name])}
+
+
+def cosine_of(values):
+    """Return {"steps": value} of WarmupCosineLR."""
+    if values["scheduler.params.cos_min_ratio"] != 0:
+        raise ValueError(
+            "scheduler.params.cos_min_ratio is 0.0001 where it is not written: here the rate "
+            "falls to 0; write 0"
+        )
+    total = values["scheduler.params.total_num_steps"]
+    if total is None:
+        raise ValueError("scheduler.params.total_num_steps must be there for WarmupCosineLR")
+    return {"steps": whole("scheduler.params.total_num_steps", total)}
+
+
+def rate_of(values):
+    """Return {"lr": value} of WarmupLR; nothing if it is the optimizer's rate."""
+    rate = values["scheduler.params.warmup_max_lr"]
+    return {} if rate is None else {"lr": number("scheduler.params.warmup_max_lr", rate)}
 
 
 def from_experiment(e, ranks):

@@ -2,17 +2,21 @@
 
 {...}                                DeepSpeed's JSON
 distributed_type: FSDP               Accelerate's YAML
---micro-batch-size 2 ...             Megatron-LM's arguments, also behind torchrun and a script
+--micro-batch-size 2 ...             Megatron-LM's arguments, also a shell script that has them
 return Trainer.Config(...)           torchtitan's Python, which is parsed and never run
+[training]                           torchtitan's TOML, up to 0.2
 """
 
 import json
 import re
+from pathlib import Path
 
 import yaml
 
-from labkit.run import megatron_fields, torchtitan_fields
-from labkit.run.frameworks import FRAMEWORKS, framework_of
+from labkit.run import accelerate_fields, megatron_shell, torchtitan_files
+from labkit.run.framework_lines import NAMES
+from labkit.run.framework_values import Refused
+from labkit.run.frameworks import FRAMEWORKS, flattened, framework_of, sections, wrong_fields
 
 OPTION = re.compile(r"(^|\s)--[a-z][a-z0-9-]+", re.MULTILINE)
 TABLE = re.compile(r"^\[[\w.]+\]\s*(#.*)?$", re.MULTILINE)
@@ -28,19 +32,49 @@ def parse(text):
         config = from_json(text)
         return framework_of(config), config
     if "Trainer.Config" in text:
-        return "torchtitan", torchtitan_fields.parse(text)
+        return "torchtitan", torchtitan_files.parse(text)
     if TABLE.search(text):
-        raise ValueError("is TOML: torchtitan read it up to 0.2; this lab reads the Python of 0.3")
+        return "torchtitan", torchtitan_files.from_toml(text)
     config = from_yaml(text)
     if not isinstance(config, dict) and OPTION.search(text):
-        return "megatron", megatron_fields.parse(text)
+        return "megatron", megatron_shell.parse(text)
     if not isinstance(config, dict):
         raise ValueError("must have the fields of one experiment, such as model: gpt")
     framework = framework_of(config)
+    foreign = [name for name in config if name not in sections(framework) | NAMES]
+    if framework and 2 * len(foreign) > len(config):
+        few = ", ".join(foreign[:5])
+        raise ValueError(
+            f"has fields of another program: {few}; convert the file for DeepSpeed or Accelerate "
+            "that belongs to it"
+        )
     if framework not in (None, "accelerate"):
         title, form = FRAMEWORKS[framework].NAME, FRAMEWORKS[framework].FORM
         raise ValueError(f"is YAML with {title}'s fields: {title} reads {form}")
     return framework, config
+
+
+def with_file_behind(framework, config, folder):
+    """Return (framework, config) of the DeepSpeed file that Accelerate's configuration names.
+
+    Without such a file, the arguments are returned. folder: Path that the file's path starts at.
+    Raises ValueError, also for a mistake in the rest of Accelerate's configuration.
+    """
+    name = accelerate_fields.file_behind(config) if framework == "accelerate" else None
+    if name is None:
+        return framework, config
+    wrong = wrong_fields(flattened(config), framework)
+    if wrong:
+        raise Refused(wrong.values())
+    file = Path(folder, name)
+    try:
+        return "deepspeed", from_json(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(
+            f"names {file} as deepspeed_config_file, which cannot be read: {error.strerror}"
+        ) from None
+    except ValueError as error:
+        raise ValueError(f"names {file} as deepspeed_config_file, which {error}") from None
 
 
 def from_json(text):

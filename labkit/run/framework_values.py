@@ -1,5 +1,86 @@
 """Checks that the configurations of several frameworks share; see labkit.run.frameworks."""
 
+import json
+import re
+
+NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", re.IGNORECASE)
+
+
+class Refused(ValueError):
+    """Everything that cannot be expressed in a configuration. reasons: one line for each."""
+
+    def __init__(self, reasons):
+        self.reasons = list(dict.fromkeys(reasons))
+        super().__init__("\n".join(self.reasons))
+
+
+def reasons_of(error):
+    """Return the messages of a ValueError, as a list."""
+    return error.reasons if isinstance(error, Refused) else [str(error)]
+
+
+class Parts:
+    """Fields of an Experiment from the parts of a configuration; all errors are raised together.
+
+    parts = Parts()
+    parts.add(batch_of, values, ranks)      a function that returns {field: value}, or raises
+    parts.result()                          {field: value} of all parts
+    """
+
+    def __init__(self, fields=()):
+        self.fields = dict(fields)
+        self.reasons = []
+        self.missing = None
+
+    def add(self, part, *arguments):
+        """Call a part. It is left out if it needs a value that another part did not find."""
+        try:
+            self.fields |= part(*arguments)
+        except ValueError as error:
+            self.reasons += reasons_of(error)
+        except KeyError as error:
+            self.missing = error
+
+    def result(self):
+        """Return {field: value}. Raises Refused, or KeyError for a value that nobody has."""
+        if self.reasons:
+            raise Refused(self.reasons)
+        if self.missing:
+            raise self.missing
+        return self.fields
+
+
+def as_number(text):
+    """Return how YAML writes the number that a text is: "3e-4" is 3.0e-4. None: it is none."""
+    if not isinstance(text, str) or not NUMBER.fullmatch(text):
+        return None
+    mantissa, _, exponent = text.lower().partition("e")
+    mantissa = mantissa if "." in mantissa else f"{mantissa}.0"
+    if not exponent:
+        return text
+    return f"{mantissa}e{exponent if exponent[0] in '+-' else f'+{exponent}'}"
+
+
+def hint_of_text(value):
+    """Return what to write for a number that is a text, or nothing."""
+    written = as_number(value)
+    return f"; {value} is text, also without quotes in YAML: write {written}" if written else ""
+
+
+def check_type(name, value, default):
+    """Raise ValueError if a value is not of the type of the field's default."""
+    if default is None or value is None:
+        return
+    kinds = {bool: (bool, "true or false"), int: (int, "a whole number")}
+    kinds |= {float: (float, "a number"), str: (str, "a text"), list: (list, "a list")}
+    kind, words = kinds.get(type(default), (object, ""))
+    whole = isinstance(value, float) and value.is_integer()
+    converts = type(value) is int if kind is float else kind is int and whole
+    if type(value) is not kind and not converts and kind is not object:
+        hint = "; YAML reads an unquoted no as false" if kind is str and value is False else ""
+        hint = hint_of_text(value) if kind in (int, float) else hint
+        raise ValueError(f"{name}={json.dumps(value)}: must be {words}{hint}")
+
 
 def refuse(name, value, title, needed):
     """Raise ValueError: a framework cannot express a field of an Experiment."""
@@ -16,7 +97,7 @@ def whole(name, value, least=1):
 def number(name, value):
     """Return a number as float; raise ValueError for another value."""
     if type(value) not in (int, float):
-        raise ValueError(f"{name}={value!r}: must be a number")
+        raise ValueError(f"{name}={value!r}: must be a number{hint_of_text(value)}")
     return float(value)
 
 

@@ -31,12 +31,13 @@ from pathlib import Path
 from labkit.run import (
     accelerate_fields,
     deepspeed_fields,
+    framework_lines,
     horovod_fields,
     megatron_fields,
     torchtitan_fields,
 )
 from labkit.run.experiment import Experiment
-from labkit.run.framework_values import refuse
+from labkit.run.framework_values import Refused, check_type, reasons_of, refuse
 
 TABLE = Path(__file__).with_name("frameworks.csv")
 FRAMEWORKS = {
@@ -75,11 +76,13 @@ class Translation:
     """experiment, config: the same training in both forms.
 
     lines: [(field, value as JSON, "written" or "default", what it is here, note)], for a table.
+    given: names of the experiment's fields that the file has.
     """
 
     experiment: Experiment
     config: dict
     lines: list
+    given: frozenset
 
 
 @cache
@@ -105,7 +108,12 @@ def framework_of(config):
 
 def sections(framework):
     """Return the top-level keys of a framework's configuration."""
-    return {name.partition(".")[0] for name in fields(framework)}
+    return {section(name) for name in fields(framework)}
+
+
+def section(name):
+    """Return the first part of a field's name."""
+    return name.partition(".")[0]
 
 
 def ranks_of(config, framework):
@@ -114,12 +122,18 @@ def ranks_of(config, framework):
     return count and count(config)
 
 
+def nodes_of(config, framework):
+    """Return the number of nodes that a configuration has, or 1."""
+    count = getattr(FRAMEWORKS[framework], "nodes_of", None)
+    return count(config) if count else 1
+
+
 def read(config, framework, ranks, base=None):
     """Translate a configuration into an Experiment; return a Translation.
 
     ranks: number of ranks of the run, which batch sizes are divided by. base: an Experiment with
     what a configuration does not have, such as the model (default: Experiment()).
-    Raises ValueError, which names the field, for an unknown field and for a value that an
+    Raises Refused, a ValueError with a reason for each unknown field and for each value that an
     Experiment cannot express.
     """
     there = FRAMEWORKS[framework]
@@ -128,32 +142,75 @@ def read(config, framework, ranks, base=None):
     check_count(ranks)
     known = fields(framework)
     written = flattened(config)
-    for name, value in written.items():
-        check_written(name, value, written, framework)
+    wrong = wrong_fields(written, framework)
     values = {name: field.default for name, field in known.items()} | written
-    chosen = there.to_experiment(values, set(written), ranks)
+    meant = {*wrong, *(nearest(name, framework) for name in wrong)}
+    values = {name: value for name, value in values.items() if not meant & {name, section(name)}}
+    reasons = list(wrong.values())
+    try:
+        chosen = there.to_experiment(values, set(written), ranks)
+    except ValueError as error:
+        reasons += reasons_of(error)
+    except KeyError:
+        if not wrong:  # else it is the value of a wrong field, which is named once
+            raise
+    if reasons:
+        raise Refused(reasons)
     experiment = dataclasses.replace(base or Experiment(), **chosen)
     experiment.check_ranks(ranks)
-    return Translation(experiment, config, lines(written, framework))
+    table = framework_lines.lines(written, known)
+    return Translation(experiment, config, table, frozenset(chosen))
 
 
-def write(experiment, framework, ranks):
+def wrong_fields(written, framework):
+    """Return {name: what is wrong} of the written fields that are refused by themselves."""
+    found = {}
+    for name, value in written.items():
+        try:
+            check_written(name, value, written, framework)
+        except ValueError as error:
+            found[name] = str(error)
+    return found
+
+
+def write(experiment, framework, ranks, nodes=1, given=None):
     """Translate an Experiment into a framework's configuration; return a Translation.
 
-    Raises ValueError, which names the field of Experiment and the framework, for a value that the
-    framework cannot express.
+    ranks: of all nodes. given: names of the fields that a file has; in the table, the others are
+    marked as the lab's defaults (default: none is marked).
+    Raises Refused, a ValueError with a reason for each field of the Experiment that the framework
+    cannot express.
     """
     check_count(ranks)
     experiment.check_ranks(ranks)
     there = FRAMEWORKS[framework]
-    default = Experiment()
+    reasons = []
     for field in dataclasses.fields(Experiment):
-        value = getattr(experiment, field.name)
-        allowed = there.WRITES.get(field.name, (getattr(default, field.name),))
-        if allowed is not any and value not in allowed:
-            refuse(field.name, value, there.NAME, " or ".join(map(repr, allowed)))
+        try:
+            check_expressible(experiment, field, there)
+        except ValueError as error:
+            reasons.append(str(error))
+    if reasons:
+        raise Refused(reasons)
     config = there.from_experiment(experiment, ranks)
-    return Translation(experiment, config, lines(flattened(config), framework))
+    if nodes > 1 and hasattr(there, "on_nodes"):
+        config = there.on_nodes(config, nodes)
+    table = framework_lines.lines(flattened(config), fields(framework), given)
+    names = framework_lines.NAMES if given is None else given
+    return Translation(experiment, config, table, frozenset(names))
+
+
+def check_expressible(experiment, field, there):
+    """Raise ValueError if a framework cannot have the experiment's value of a field."""
+    value = getattr(experiment, field.name)
+    allowed = there.WRITES.get(field.name, (field.default,))
+    if allowed is not any and value not in allowed:
+        refuse(field.name, value, there.NAME, " or ".join(map(repr, allowed)))
+
+
+def short(found, framework):
+    """Return the lines of a Translation without fields that change nothing here."""
+    return framework_lines.short(found.lines, fields(framework), found.experiment)
 
 
 def check_count(ranks):
@@ -176,7 +233,7 @@ def check_written(name, value, written, framework):
     known = fields(framework)
     there = FRAMEWORKS[framework]
     title = there.NAME
-    field = known.get(name) or known.get(name.partition(".")[0])
+    field = framework_lines.row_of(name, known)
     inner = field is not None and field.name != name
     parts = [other.removeprefix(f"{name}.") for other in known if other.startswith(f"{name}.")]
     if parts and value != {}:
@@ -185,7 +242,13 @@ def check_written(name, value, written, framework):
         return
     if field is None or (inner and field.kind not in ("refused", "program")):
         raise ValueError(f"{title} has no field {name}; {hint_for(name, framework)}")
+    if field.kind == "program":
+        return
+    if "$" in str(value) and there.FORM == "arguments":
+        raise ValueError(f"--{name} {value}: write the value of the shell variable")
     if value == "auto" and there.AUTO:
+        if field.kind == "speed":
+            return
         raise ValueError(f'{name}="auto": {there.AUTO}; write the value')
     if inner:
         is_off = written.get(f"{field.name}.enabled", True) is False
@@ -193,7 +256,8 @@ def check_written(name, value, written, framework):
             raise ValueError(f"{name}: this lab has no {field.name} ({field.note}); remove it")
         return
     if field.kind == "fixed" and value != json.loads(field.here):
-        raise ValueError(f"{name}={json.dumps(value)}: here it is {field.here} ({field.note})")
+        note = f" ({field.note})" if field.note else ""
+        raise ValueError(f"{name}={json.dumps(value)}: here it is {field.here}{note}")
     if field.kind == "refused" and value not in (field.default, None, False, {}):
         raise ValueError(f"{name}={json.dumps(value)}: not in this lab ({field.note})")
     if value is None and field.default is not None and field.kind in ("mapped", "near"):
@@ -203,52 +267,22 @@ def check_written(name, value, written, framework):
     check_type(name, value, field.default)
 
 
-def check_type(name, value, default):
-    """Raise ValueError if a value is not of the type of the field's default."""
-    if default is None or value is None:
-        return
-    kinds = {bool: (bool, "true or false"), int: (int, "a whole number")}
-    kinds |= {float: (float, "a number"), str: (str, "a text"), list: (list, "a list")}
-    kind, words = kinds.get(type(default), (object, ""))
-    whole = isinstance(value, float) and value.is_integer()
-    converts = type(value) is int if kind is float else kind is int and whole
-    if type(value) is not kind and not converts and kind is not object:
-        hint = "; YAML reads an unquoted no as false" if kind is str and value is False else ""
-        raise ValueError(f"{name}={json.dumps(value)}: must be {words}{hint}")
-
-
 def hint_for(name, framework):
     """Return what to do about an unknown field: take the framework that has it, or another name."""
     owners = [other for other in FRAMEWORKS if name in fields(other)]
     if owners:
         return f"{FRAMEWORKS[owners[0]].NAME} has it: read the file as {owners[0]}"
-    return nearest(name, [*fields(framework), *sections(framework)])
+    near = nearest(name, framework)
+    return f"did you mean {near}?" if near else "remove it"
 
 
-def nearest(name, known):
-    """Return "did you mean ...?" of the nearest field of the same section, or of its last part."""
+def nearest(name, framework):
+    """Return the nearest field of the same section, or of its last part; a known name itself."""
+    if name in fields(framework):
+        return name
+    known = [*fields(framework), *sections(framework)]
     near = get_close_matches(name, known, 1, 0.75)
     if not near:
         last = name.rpartition(".")[2]
         near = [other for other in known if other.rpartition(".")[2] == last]
-    return f"did you mean {near[0]}?" if near else "remove it"
-
-
-def lines(written, framework):
-    """Return the lines of a Translation: written fields first, then defaults that matter here."""
-    known = fields(framework)
-    found = []
-    for name, value in written.items():
-        field = known.get(name) or known.get(name.partition(".")[0])
-        if field is None:  # an empty section
-            continue
-        found.append((name, json.dumps(value), "written", field.says(), field.note))
-    for name, field in known.items():
-        section = name.partition(".")[0]
-        if name in written or field.kind not in ("mapped", "near") or field.default is None:
-            continue
-        has_section = any(other.partition(".")[0] == section for other in written)
-        if section == name or has_section:
-            value = json.dumps(field.default)
-            found.append((name, value, "default", field.says(), field.note))
-    return found
+    return near[0] if near else None

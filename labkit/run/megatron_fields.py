@@ -7,15 +7,21 @@
     a step's batch                        --global-batch-size, over all ranks and micro-batches
     --bf16, --fp16                        near: 16-bit weights, fp32 copies in the optimizer
 
-The sizes of the model are of the program; `write` adds those of the lab's GPT. Source:
+The sizes of the model are of the program; `write` adds those of the lab's GPT. The files are read
+by labkit.run.megatron_shell. Source:
 Megatron-LM core_v0.16.1, megatron/training/arguments.py and training.py (names and defaults),
 core/optimizer_param_scheduler.py (learning rate).
 """
 
-import json
-import shlex
-
-from labkit.run.framework_values import accumulation_of, chosen, data_ranks, number, refuse, whole
+from labkit.run.framework_values import (
+    Parts,
+    accumulation_of,
+    chosen,
+    data_ranks,
+    number,
+    refuse,
+    whole,
+)
 
 NAME = "Megatron-LM"
 FORM = "arguments"
@@ -48,23 +54,16 @@ WRITES |= {
 
 def to_experiment(values, written, ranks):
     """Return {field of Experiment: value}; arguments as in deepspeed_fields. Raises ValueError."""
-    found = {"model": "gpt"} | axes_of(values)
-    sizes = {there: found[name] for name, there in AXES.items()}
-    copies = data_ranks(ranks, sizes)
-    if copies % found["expert"]:
-        raise ValueError(
-            f"expert-model-parallel-size={found['expert']}: must divide the {copies} "
-            "data-parallel ranks"
-        )
-    found |= batch_of(values, copies)
-    found["strategy"] = strategy_of(values, found)
-    found["precision"] = precision_of(values)
-    found["recompute"] = recompute_of(values, found)
-    found["seed"] = values["seed"]
-    found["clip"] = number("clip-grad", values["clip-grad"])
-    if values["ddp-bucket-size"]:
-        found["bucket_cap_mb"] = whole("ddp-bucket-size", values["ddp-bucket-size"]) / ELEMENTS
-    return found | optimizer_of(values) | schedule_of(values, written)
+    parts = Parts({"model": "gpt"})
+    parts.add(axes_of, values)
+    parts.add(batch_of, values, parts.fields, ranks)
+    parts.add(strategy_of, values, parts.fields)
+    parts.add(precision_of, values)
+    parts.add(recompute_of, values, parts.fields)
+    parts.add(rest_of, values)
+    parts.add(optimizer_of, values)
+    parts.add(schedule_of, values, written)
+    return parts.result()
 
 
 def axes_of(values):
@@ -83,8 +82,21 @@ def axes_of(values):
     return found | {"sequence_parallel": "on" if shares else "off"}
 
 
-def batch_of(values, copies):
-    """Return {field: value} of the batch of all ranks and its micro-batches."""
+def rest_of(values):
+    """Return {field: value} of seed, clipping and buckets."""
+    found = {"seed": values["seed"], "clip": number("clip-grad", values["clip-grad"])}
+    size = values["ddp-bucket-size"]
+    return found | ({"bucket_cap_mb": whole("ddp-bucket-size", size) / ELEMENTS} if size else {})
+
+
+def batch_of(values, found, ranks):
+    """Return {field: value} of the batch of all ranks and its micro-batches. found: the axes."""
+    copies = data_ranks(ranks, {there: found[name] for name, there in AXES.items()})
+    if copies % found["expert"]:
+        raise ValueError(
+            f"expert-model-parallel-size={found['expert']}: must divide the {copies} "
+            "data-parallel ranks"
+        )
     micro = values[BATCH[1]]
     if micro is None:
         raise ValueError(f"{BATCH[1]} must be there: Megatron-LM has no default")
@@ -94,12 +106,13 @@ def batch_of(values, copies):
 
 
 def strategy_of(values, found):
-    """Return the strategy along the data-parallel axis. found: with the sizes of the others."""
+    """Return {"strategy": value} of the data-parallel axis. found: the sizes of the others."""
     sharding = chosen(
         "data-parallel-sharding-strategy", values["data-parallel-sharding-strategy"], SHARDED
     )
     if values["use-torch-fsdp2"]:
-        return "fsdp_grad_op" if values["torch-fsdp2-no-reshard-after-forward"] else "fsdp"
+        after = not values["torch-fsdp2-no-reshard-after-forward"]
+        return {"strategy": "fsdp" if after else "fsdp_grad_op"}
     if values["use-megatron-fsdp"]:
         strategy = sharding
     else:
@@ -112,20 +125,22 @@ def strategy_of(values, found):
             f"{name} with {along[0]}: this lab's {strategy} has no other axes; without it, the "
             "results are the same and need more memory"
         )
-    return "ddp_naive" if found["pipeline"] > 1 and strategy == "ddp_bucketed" else strategy
+    if found["pipeline"] > 1 and strategy == "ddp_bucketed":
+        strategy = "ddp_naive"
+    return {"strategy": strategy}
 
 
 def precision_of(values):
     if values["bf16"] and values["fp16"]:
         raise ValueError("bf16 and fp16 are both there: use one of them")
-    return "bf16" if values["bf16"] else "fp16" if values["fp16"] else "fp32"
+    return {"precision": "bf16" if values["bf16"] else "fp16" if values["fp16"] else "fp32"}
 
 
 def recompute_of(values, found):
-    """Return which units run again; with other axes the lab runs none again."""
+    """Return {"recompute": the units that run again}; with other axes the lab runs none again."""
     kind = "selective" if values["recompute-activations"] else values["recompute-granularity"]
     if kind is None or found["experts"] or any(found[name] > 1 for name in AXES):
-        return "none"
+        return {"recompute": "none"}
     if kind == "selective":
         raise ValueError(
             "recompute-granularity='selective' runs the core of attention again: this lab has full"
@@ -137,7 +152,7 @@ def recompute_of(values, found):
             f"recompute-method={method[0]!r} with recompute-num-layers={method[1]!r}: this lab "
             "has uniform with 1"
         )
-    return "every"
+    return {"recompute": "every"}
 
 
 def optimizer_of(values):
@@ -230,44 +245,3 @@ def text(config):
     return "".join(
         f"--{name}{'' if value is True else f' {value}'}\n" for name, value in config.items()
     )
-
-
-def parse(text):
-    """Return {argument: value} of a shell line, or of arguments only; nothing is run.
-
-    Words before the first argument of the script, such as torchrun's, are left out. A list is
-    several words; a value that is a number becomes one. Raises ValueError.
-    """
-    words = shlex.split(text.replace("\\\n", " "), comments=True)
-    scripts = [place for place, word in enumerate(words) if word.endswith(".py")]
-    words = words[scripts[0] + 1 :] if scripts else words
-    found, name = {}, None
-    for word in words:
-        if word.startswith("--"):
-            name, has_value, value = word[2:].partition("=")
-            if name in found:
-                raise ValueError(f"--{name} is there twice")
-            found[name] = [value] if has_value else []
-        elif name is None:
-            hint = "; write out the arguments that a shell variable has" if "$" in word else ""
-            raise ValueError(f"{word!r}: must be an argument, such as --lr 1e-3{hint}")
-        else:
-            found[name].append(word)
-    return {name: value_of(name, words) for name, words in found.items()}
-
-
-def value_of(name, words):
-    """Return true for a flag, a value, or a list of values."""
-    if any("$" in word for word in words):
-        raise ValueError(f"--{name} {' '.join(words)}: write the value of the shell variable")
-    values = [plain(word) for word in words]
-    return values if len(values) > 1 else values[0] if values else True
-
-
-def plain(word):
-    """Return a number if a word is one, else the word."""
-    try:
-        value = json.loads(word)
-    except json.JSONDecodeError:
-        return word
-    return value if type(value) in (int, float) else word

@@ -4,14 +4,19 @@
     training       a step's batch, clipping, offload; mixed_precision_param is bf16 by default
     optimizer      default_adamw: AdamW, whose second beta is 0.95 by default
 
-A file is a function that returns Trainer.Config(...). `parse` reads its literal values from the
-syntax tree; nothing is run. Source: torchtitan 0.3.0, config/configs.py, trainer.py and
-components/optimizer. Up to 0.2 its files were TOML.
+A file is a function that returns Trainer.Config(...); labkit.run.torchtitan_files reads it. Source:
+torchtitan 0.3.0, config/configs.py, trainer.py and components/optimizer.
 """
 
-import ast
-
-from labkit.run.framework_values import accumulation_of, chosen, data_ranks, number, refuse, whole
+from labkit.run.framework_values import (
+    Parts,
+    accumulation_of,
+    chosen,
+    data_ranks,
+    number,
+    refuse,
+    whole,
+)
 
 NAME = "torchtitan"
 FORM = "Python"
@@ -44,28 +49,58 @@ WRITES |= {
 
 def to_experiment(values, written, ranks):
     """Return {field of Experiment: value}; arguments as in deepspeed_fields. Raises ValueError."""
-    found = {"model": "gpt"}
-    found |= {name: whole(there, values[there]) for name, there in DEGREES.items()}
+    parts = Parts({"model": "gpt"})
+    parts.add(degrees_of, values)
+    parts.add(layout_of, values, parts.fields, ranks)
+    parts.add(recompute_of, values, parts.fields)
+    parts.add(precision_of, values)
+    parts.add(training_of, values)
+    parts.add(seed_of, values)
+    parts.add(optimizer_of, values, written)
+    parts.add(schedule_of, values)
+    return parts.result()
+
+
+def degrees_of(values):
+    """Return {axis: ranks along it} of the axes beside data parallelism."""
+    return {name: whole(there, values[there]) for name, there in DEGREES.items()}
+
+
+def layout_of(values, found, ranks):
+    """Return {field: value} of data parallelism and of a step's batch. found: with the axes."""
     copies = data_ranks(ranks, {there: found[name] for name, there in DEGREES.items()})
-    found["strategy"] = strategy_of(values, copies, found["pipeline"])
-    found |= batch_of(values, copies, found["pipeline"])
     shares = values["parallelism.enable_sequence_parallel"] and found["tensor"] > 1
     # with a context axis, the lab's sequences are sharded already
-    found["sequence_parallel"] = "on" if shares and found["context"] == 1 else "off"
-    mode = values["activation_checkpoint.mode"]
-    units = chosen("activation_checkpoint.mode", mode, UNITS)
-    found["recompute"] = "none" if any(found[name] > 1 for name in DEGREES) else units
+    parts = Parts({"sequence_parallel": "on" if shares and found["context"] == 1 else "off"})
+    parts.add(strategy_of, values, copies, found["pipeline"])
+    parts.add(batch_of, values, copies, found["pipeline"])
+    return parts.result()
+
+
+def recompute_of(values, found):
+    """Return {"recompute": value}; with other axes the lab runs nothing again."""
+    name = "activation_checkpoint.mode"
+    units = chosen(name, values[name], UNITS)
+    return {"recompute": "none" if any(found[axis] > 1 for axis in DEGREES) else units}
+
+
+def precision_of(values):
     name = "training.mixed_precision_param"
-    found["precision"] = chosen(name, values[name], PRECISIONS)
-    found["clip"] = number("training.max_norm", values["training.max_norm"])
-    found["steps"] = whole("training.steps", values["training.steps"])
-    if values["debug.seed"] is not None:
-        found["seed"] = whole("debug.seed", values["debug.seed"], least=0)
-    return found | optimizer_of(values, written) | schedule_of(values)
+    return {"precision": chosen(name, values[name], PRECISIONS)}
+
+
+def training_of(values):
+    clip = number("training.max_norm", values["training.max_norm"])
+    return {"clip": clip, "steps": whole("training.steps", values["training.steps"])}
+
+
+def seed_of(values):
+    seed = values["debug.seed"]
+    return {} if seed is None else {"seed": whole("debug.seed", seed, least=0)}
 
 
 def strategy_of(values, copies, pipeline):
-    """Return the strategy along the data-parallel axis of `copies` ranks."""
+    """Return {"strategy": value} along the data-parallel axis of `copies` ranks."""
     replicas, shards = whole(REPLICAS, values[REPLICAS]), values[SHARDS]
     shards = copies // replicas if shards == -1 else whole(SHARDS, shards)
     if replicas * shards != copies:
@@ -77,12 +112,12 @@ def strategy_of(values, copies, pipeline):
     if replicas == copies and (copies > 1 or values[SHARDS] == 1):
         if offload:
             raise ValueError("training.enable_cpu_offload: this lab offloads with FSDP only")
-        return "ddp_naive" if pipeline > 1 else "ddp_bucketed"
+        return {"strategy": "ddp_naive" if pipeline > 1 else "ddp_bucketed"}
     if replicas > 1:
         raise ValueError(f"{REPLICAS}={replicas} with {SHARDS}={shards}: HSDP is not in this lab")
     if offload:
-        return "fsdp_offload"
-    return "fsdp" if after else "fsdp_grad_op"
+        return {"strategy": "fsdp_offload"}
+    return {"strategy": "fsdp" if after else "fsdp_grad_op"}
 
 
 def batch_of(values, copies, pipeline):
@@ -105,7 +140,8 @@ def optimizer_of(values, written):
     if list(values["optimizer.betas"]) != [0.9, 0.999]:
         where = "" if "optimizer.betas" in written else ", also where they are not written"
         raise ValueError(
-            f"optimizer.betas are {values['optimizer.betas']}{where}: write betas=(0.9, 0.999)"
+            f"optimizer.betas are {values['optimizer.betas']}{where}: write betas=(0.9, 0.999), "
+            "in TOML beta2 = 0.999"
         )
     found = {"optimizer": chosen("optimizer.name", values["optimizer.name"], {"AdamW": "adamw"})}
     found["lr"] = number("optimizer.lr", values["optimizer.lr"])
@@ -210,77 +246,3 @@ def text(config):
         lines.append("        ),\n")
     named = f"{policy}.Config()" if policy else None
     return "".join([*lines, f"        activation_checkpoint={named},\n    )\n"])
-
-
-def parse(text):
-    """Return {section: {field: value}} of a Python file that has one Trainer.Config(...).
-
-    Nothing is run: values must be literals, except in sections of the program. Raises ValueError.
-    """
-    try:
-        tree = ast.parse(text)
-    except SyntaxError as error:
-        raise ValueError(f"is not Python: {error.msg}, line {error.lineno}") from None
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    found = [node for node in calls if ast.unparse(node.func) == "Trainer.Config"]
-    if len(found) != 1:
-        raise ValueError(f"has {len(found)} calls of Trainer.Config: keep one in the file")
-    for node in ast.walk(tree):
-        if changes_later(node):
-            raise ValueError(f"has {ast.unparse(node)}: write it into Trainer.Config(...)")
-    return {name: section_of(name, node) for name, node in keywords(found[0]).items()}
-
-
-def changes_later(node):
-    """Return whether a statement or call may change a configuration that was made before."""
-    if isinstance(node, ast.Call):
-        return ast.unparse(node.func).rpartition(".")[2] in ("setattr", "replace")
-    if not isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign):
-        return False
-    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-    parts = [part for target in targets for part in ast.walk(target)]
-    return any(isinstance(part, ast.Attribute) for part in parts)
-
-
-def keywords(call):
-    """Return {name: syntax tree of its value} of a call."""
-    if call.args or any(one.arg is None for one in call.keywords):
-        raise ValueError(f"{ast.unparse(call)}: must have names and values only")
-    return {one.arg: one.value for one in call.keywords}
-
-
-def section_of(name, node):
-    """Return a section's {field: value}; of one that belongs to the program, its source."""
-    if name == "activation_checkpoint":
-        policy = ast.unparse(node).removesuffix(".Config()")
-        known = {str(policy): mode for mode, policy in CLASSES.items()}
-        return {"mode": chosen("activation_checkpoint", policy, known)}
-    if not isinstance(node, ast.Call):
-        return ast.unparse(node)
-    call = ast.unparse(node.func)
-    if call == "OptimizersContainer.Config":
-        return group_of(node)
-    if call not in (*CALLS.values(), "CompileConfig", "CommConfig"):
-        return ast.unparse(node)
-    found = {field: literal(f"{name}.{field}", value) for field, value in keywords(node).items()}
-    return {"name": "AdamW"} | found if call == "default_adamw" else found
-
-
-def group_of(node):
-    """Return the section `optimizer` of an OptimizersContainer with one group of parameters."""
-    groups = keywords(node).get("param_groups")
-    if not isinstance(groups, ast.List) or len(groups.elts) != 1:
-        raise ValueError("optimizer.param_groups: this lab has one group of parameters")
-    group = keywords(groups.elts[0])
-    options = literal("optimizer.optimizer_kwargs", group["optimizer_kwargs"])
-    # a group has torch.optim's defaults, not those of default_adamw
-    options = {"betas": [0.9, 0.999], "weight_decay": 0.01, "lr": 1e-3} | options
-    return {"name": literal("optimizer.optimizer_name", group["optimizer_name"])} | options
-
-
-def literal(name, node):
-    try:
-        value = ast.literal_eval(node)
-    except ValueError:
-        raise ValueError(f"{name}={ast.unparse(node)}: must be a literal value") from None
-    return list(value) if isinstance(value, tuple) else value

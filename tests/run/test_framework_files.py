@@ -8,6 +8,7 @@ import pytest
 from labkit.learning_rate import schedule_factor
 from labkit.run import framework_files, frameworks
 from labkit.run.experiment import Experiment
+from labkit.run.framework_values import reasons_of
 
 FSDP1 = "distributed_type: FSDP\nfsdp_config: {%s}\n"
 FSDP2 = "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, %s}\n"
@@ -165,7 +166,6 @@ def test_what_a_field_of_torchtitan_means_here(text, fields):
         (ZERO % 'zero_stage: "3"', 'zero_stage="3": must be a whole number'),
         (ZERO % "gradient_clipping: 0", "Accelerate leaves a 0 out, and DeepSpeed then clips to 1.0"),
         (ZERO % "gradient_accumulation_steps: auto", "Accelerate replaces it by a value of the program; write"),
-        (ZERO % "deepspeed_config_file: ds.json", "the training is in that file"),
         (
             PLAIN + "--tensor-model-paralel-size 2",
             "Megatron-LM has no field tensor-model-paralel-size; did",
@@ -174,7 +174,10 @@ def test_what_a_field_of_torchtitan_means_here(text, fields):
         ("--lr-decay-style constant", "micro-batch-size must be there: Megatron-LM has no default"),
         ("--micro-batch-size 4", "lr-decay-style is linear, also where it is not written"),
         ("--micro-batch-size 0 --lr-decay-style constant", "micro-batch-size=0: must be a whole number of at least 1"),
-        ("--micro-batch-size $MICRO", "--micro-batch-size $MICRO: write the value of the shell variable"),
+        (
+            "--micro-batch-size $MICRO --lr-decay-style constant",
+            "--micro-batch-size $MICRO: write the value",
+        ),
         ("torchrun --nproc-per-node 4 pretrain_gpt.py ${ARGS[@]}", "write out the arguments that a shell variable has"),
         (PLAIN + "--global-batch-size 24", "global-batch-size=24 must be a multiple of 16: micro-batch-size=4 x 4"),
         (PLAIN + "--tensor-model-parallel-size 3", "4 ranks must be a multiple of 3: tensor-model-parallel-size=3"),
@@ -218,7 +221,6 @@ def test_what_a_field_of_torchtitan_means_here(text, fields):
         ("c = replace(Trainer.Config(), seed=3)", "write it into Trainer.Config(...)"),
         ("def config(): return Trainer.Config(", "is not Python: '(' was never closed, line 1"),
         ("x: Trainer.Config = llama3()", "has 0 calls of Trainer.Config: keep one in the file"),
-        ("[training]\nsteps = 3\n", "is TOML: torchtitan read it up to 0.2"),
         ("zero_optimization:\n  stage: 2\n", "is YAML with DeepSpeed's fields: DeepSpeed reads JSON"),
         ("- 1\n- 2", "must have the fields of one experiment"),
     ],
@@ -255,7 +257,7 @@ def test_any_value_of_any_field_is_taken_or_refused_in_one_line(framework, text)
             try:
                 frameworks.read(config, framework, 4)
             except ValueError as error:
-                assert "\n" not in str(error)
+                assert not [reason for reason in reasons_of(error) if "\n" in reason]
 
 
 def test_a_file_of_another_framework_is_refused_by_its_name():

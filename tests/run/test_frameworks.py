@@ -204,7 +204,7 @@ def test_every_row_of_the_table_is_of_a_known_kind(framework):
     assert {field.kind for field in known.values()} <= {"mapped", "near", *frameworks.WORDS}
     mapped = {field.here for field in known.values() if field.kind == "mapped"}
     own = set(Experiment().to_dict())
-    assert {name for name in mapped if " " not in name} <= own | {"ranks"}
+    assert {name for name in mapped if " " not in name} <= own | {"ranks", "nodes"}
     assert set(frameworks.FRAMEWORKS[framework].WRITES) <= own
     fixed = [json.loads(field.here) for field in known.values() if field.kind == "fixed"]
     assert all(isinstance(value, str | int | float | bool | list) for value in fixed)

@@ -123,9 +123,13 @@ def test_help_names_each_option_with_its_default():
 def test_deepspeeds_json_and_an_experiment_are_each_others_file():
     """1e-3 is a number of JSON, and a text of YAML."""
     theirs = '{"train_batch_size": 64, "optimizer": {"type": "Adam", "params": {"lr": 1e-3}}, "gradient_clipping": 0}'
-    said = config("-", "--to", "experiment", "--gpus", "2", stdin=theirs)
+    said = config("-", "--to", "experiment", "--gpus", "2", "--all", stdin=theirs)
     assert said.returncode == 0 and "zero_optimization.stage" not in said.stderr
     assert "optimizer.params.weight_decay  0.0" in said.stderr
+    short = config("-", "--to", "experiment", "--gpus", "2", stdin=theirs)
+    assert short.stdout == said.stdout and "optimizer.params.weight_decay" not in short.stderr
+    assert "more rows change nothing here; --all prints them\n" in short.stderr
+    assert "not in the file, so the lab's defaults: model='mlp', size='tiny', data='auto', schedule=" in short.stderr
     fields = yaml.safe_load(said.stdout)
     assert fields == {"optimizer": "adamw", "lr": 0.001, "bucket_cap_mb": 500_000_000 * 4 / 2**20}
     back = json.loads(config("-", "--to", "deepspeed", "--gpus", "2", stdin=said.stdout).stdout)
@@ -155,13 +159,18 @@ def test_a_file_of_one_framework_becomes_that_of_another():
 @pytest.mark.parametrize(
     ("target", "stdin", "line"),
     [
-        ("horovod", FSDP, "Experiment(strategy='fsdp'): Horovod cannot express it; it needs 'ddp_bucketed'"),
+        (
+            "horovod",
+            FSDP.replace("bf16", "'no'"),
+            "Experiment(strategy='fsdp'): Horovod cannot express it; it needs 'ddp_bucketed'",
+        ),
         ("megatron", "model: mlp", "Experiment(model='mlp'): Megatron-LM cannot express it; it needs 'gpt'"),
         ("experiment", "train_batch_size: 8", "standard input is YAML with DeepSpeed's fields: DeepSpeed reads JSON"),
-        ("experiment", "[training]\nsteps = 3\n", "standard input is TOML: torchtitan read it up to 0.2"),
+        ("experiment", "[project]\nname = 3\n", "standard input is TOML without a section of torchtitan"),
+        ("experiment", "lr: 3e-4", "standard input: lr: 3e-4 is text in YAML: write 3.0e-4"),
         (
             "experiment",
-            "--micro-batch-sise 2",
+            "--micro-batch-sise 2 --lr-decay-style constant",
             "no field micro-batch-sise; did you mean micro-batch-size?",
         ),
         ("experiment", FSDP.replace("4", "0"), "num_processes=0: must be a whole number of at least 1"),
@@ -171,3 +180,32 @@ def test_a_refusal_is_one_line_and_no_table(target, stdin, line):
     said = config("-", "--to", target, stdin=stdin)
     assert (said.returncode, said.stdout) == (2, "")
     assert line in said.stderr and said.stderr.count("\n") == 1
+
+
+def test_each_refusal_has_its_line():
+    said = config("-", "--to", "experiment", stdin='{"train_batch_size": "auto", "bf16": {"enabled": "auto"}}')
+    lines = said.stderr.splitlines()
+    assert (said.returncode, said.stdout, len(lines)) == (2, "", 2)
+    assert [line.partition("=")[0] for line in lines] == [
+        "lab: config: train_batch_size",
+        "lab: config: bf16.enabled",
+    ]
+
+
+def test_machines_of_accelerate_are_nodes_of_the_cluster(tmp_path):
+    """Also behind a file of DeepSpeed, whose batch is of all ranks."""
+    written = config("-", "--to", "accelerate", "--nodes", "2", "--gpus", "4", stdin="model: gpt\nstrategy: fsdp\n")
+    found = yaml.safe_load(written.stdout)
+    assert (found["num_machines"], found["num_processes"]) == (2, 8)
+    assert "--machine_rank N --main_process_ip HOST" in written.stderr
+    (tmp_path / "zero.json").write_text('{"train_batch_size": 64, "gradient_clipping": 1.0}')
+    theirs = {"distributed_type": "DEEPSPEED", "num_processes": 8, "num_machines": 2}
+    theirs["deepspeed_config"] = {"deepspeed_config_file": "zero.json"}
+    (tmp_path / "accelerate.yaml").write_text(yaml.safe_dump(theirs))
+    said = config(str(tmp_path / "accelerate.yaml"), "--to", "pytorchjob")
+    assert said.returncode == 0 and "gradient_clipping" in said.stderr
+    assert list(yaml.safe_load_all(said.stdout)) == json.loads(
+        json.dumps(pytorchjob(Experiment(clip=1.0, bucket_cap_mb=500_000_000 * 4 / 2**20), nodes=2, gpus=4))
+    )
+    back = config(str(tmp_path / "accelerate.yaml"), "--to", "deepspeed")
+    assert "optimizer.params.lr                   0.05       not in the file: the lab's default" in back.stderr

@@ -1,0 +1,188 @@
+"""What a person reads of a translation: all refusals at once, short tables, and marks on the lab's own defaults."""
+
+import json
+
+import pytest
+
+from labkit.run import framework_files, frameworks
+from labkit.run.experiment import Experiment
+from labkit.run.framework_lines import OURS
+from labkit.run.framework_values import Refused, as_number
+
+FSDP = "distributed_type: FSDP\nnum_processes: 4\nfsdp_config: {fsdp_version: 2}\n"
+PLAIN = "--micro-batch-size 4 --lr-decay-style constant "
+
+
+def read(text, ranks=4):
+    framework, config = framework_files.parse(text)
+    return frameworks.read(config, framework, ranks)
+
+
+def reasons(text):
+    with pytest.raises(Refused) as said:
+        read(text)
+    return said.value.reasons
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            json.dumps(
+                {
+                    "train_batch_size": 6,
+                    "zero_optimization": {"stage": 4},
+                    "optimizer": {"type": "Lion", "params": {"betas": [0.9, 0.99]}},
+                    "scheduler": {"type": "WarmupCosineLR"},
+                    "bf16": {"enabled": True},
+                    "fp16": {"enabled": True},
+                }
+            ),
+            (
+                "optimizer.params.betas=[0.9, 0.99]: here",
+                "train_batch_size=6 must be a multiple of 4",
+                "stage=4: must be 0, 1, 2 or 3",
+                "bf16 and fp16 are both enabled",
+                "optimizer.type='Lion'",
+                "warmup_type is log",
+                "cos_min_ratio is 0.0001",
+            ),
+        ),
+        (
+            FSDP + "mixed_precision: fp8\nmachine_rank: 1\nparallelism_config: {parallelism_config_tp_size: 3}\n"
+            "dynamo_backend: INDUCTOR\nfp16: true\n",
+            (
+                'dynamo_backend="INDUCTOR"',
+                "fp16=true: not in this lab",
+                "machine_rank=1: must be less than num_machines=1",
+                "mixed_precision='fp8'",
+                "4 ranks must be a multiple of 3",
+            ),
+        ),
+        (
+            "--micro-batch-size 3 --global-batch-size 16 --bf16 --fp16 --adam-beta2 0.95 --optimizer muon",
+            (
+                "adam-beta2=0.95: here it is 0.999",
+                "global-batch-size=16 must be a multiple of 12",
+                "bf16 and fp16 are both there",
+                "optimizer='muon'",
+                "lr-decay-style is linear",
+            ),
+        ),
+        (
+            "Trainer.Config(training=TrainingConfig(dtype='bfloat16', steps=0, global_batch_size=20), "
+            "optimizer=default_adamw())",
+            (
+                'training.dtype="bfloat16"',
+                "global_batch_size=20 must be a multiple of 32",
+                "training.steps=0",
+                "optimizer.betas are [0.9, 0.95]",
+                "lr_scheduler.decay_type is linear",
+            ),
+        ),
+    ],
+    ids=("deepspeed", "accelerate", "megatron", "torchtitan"),
+)
+def test_a_file_is_refused_for_all_its_reasons_at_once(text, words):
+    found = reasons(text)
+    assert len(found) == len(words)
+    for reason, part in zip(found, words, strict=True):
+        assert part in reason and "\n" not in reason
+
+
+def test_one_wrong_value_has_one_reason():
+    """Parts that need it, or the field that a misspelt one means, are left out."""
+    assert len(reasons('{"train_batch_size": "auto", "gradient_accumulation_steps": 3}')) == 1
+    assert len(reasons('{"train_batch_size": 64, "zero_optimisation": {"stage": 3}}')) == 1
+    assert len(reasons(PLAIN + "--tensor-model-parallel-size 3")) == 1
+    assert len(reasons("distributed_typ: FSDP\nmixed_precision: bf16\n")) == 1
+
+
+def test_an_experiment_is_refused_for_all_its_fields_at_once():
+    experiment = Experiment(model="gpt", strategy="zero1", optimizer="adamw", tensor=1, comm_hook="none", seed=3)
+    experiment = experiment.replace(lr_rule="sqrt", every=4, precision="fp16")
+    with pytest.raises(Refused) as said:
+        frameworks.write(experiment, "torchtitan", 4)
+    named = [reason.partition("(")[2].partition("=")[0] for reason in said.value.reasons]
+    assert named == ["strategy", "lr_rule", "precision", "every"]
+
+
+def test_auto_is_taken_where_it_changes_time_only():
+    usual = {"train_batch_size": 64, "zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": "auto"}}
+    assert read(json.dumps(usual)).experiment.strategy == "fsdp"
+    usual["zero_optimization"]["reduce_bucket_size"] = "auto"
+    assert reasons(json.dumps(usual))[0].startswith('zero_optimization.reduce_bucket_size="auto": Hugging Face')
+
+
+def test_what_the_file_leaves_to_the_program_is_marked_as_the_labs():
+    found = read(FSDP + "mixed_precision: bf16\n")
+    assert {"strategy", "precision", "recompute"} == found.given
+    written = frameworks.write(found.experiment, "deepspeed", 4, given=found.given)
+    source = {line[0]: line[2] for line in written.lines}
+    for name in ("train_batch_size", "gradient_clipping", "optimizer.type", "optimizer.params.lr"):
+        assert source[name] == OURS
+    for name in ("zero_optimization.stage", "torch_autocast.dtype"):
+        assert source[name] == "written"
+    everything = frameworks.write(found.experiment, "deepspeed", 4).lines
+    assert OURS not in {line[2] for line in everything}
+
+
+def test_a_value_of_two_fields_is_the_labs_if_one_of_them_is():
+    """A micro-batch of the file's accumulation and of the lab's batch; and the sizes of the model."""
+    given = frozenset({"model", "accumulation", "strategy"})
+    experiment = Experiment(model="gpt", optimizer="adamw", accumulation=2)
+    lines = frameworks.write(experiment, "megatron", 2, given=given).lines
+    ours = {line[0] for line in lines if line[2] == OURS}
+    assert {"micro-batch-size", "global-batch-size", "num-layers", "seq-length", "lr"} <= ours
+    assert "tensor-model-parallel-size" in ours
+    lines = frameworks.write(experiment, "megatron", 2, given=given | {"batch_size", "size"}).lines
+    assert not {"micro-batch-size", "num-layers"} & {line[0] for line in lines if line[2] == OURS}
+
+
+def test_the_short_table_has_what_changes_the_training():
+    found = read(PLAIN + "--save checkpoints --bf16 --overlap-grad-reduce --adam-beta2 0.999")
+    names = [line[0] for line in frameworks.short(found, "megatron")]
+    assert names[:4] == ["micro-batch-size", "lr-decay-style", "bf16", "overlap-grad-reduce"]
+    defaults = {"clip-grad", "seed", "weight-decay", "hidden-dropout", "attention-dropout", "optimizer"}
+    assert set(names[4:]) == defaults
+    left_out = {line[0] for line in found.lines} - set(names)
+    assert {"save", "adam-beta2", "fp16", "sgd-momentum", "initial-loss-scale", "use-torch-fsdp2"} <= left_out
+
+
+def test_defaults_of_the_loss_scale_matter_with_fp16_only():
+    found = read('{"train_batch_size": 64, "fp16": {"enabled": true}}')
+    assert "fp16.initial_scale_power" in [line[0] for line in frameworks.short(found, "deepspeed")]
+    found = read('{"train_batch_size": 64, "fp16": {"enabled": false}}')
+    assert "fp16.initial_scale_power" not in [line[0] for line in frameworks.short(found, "deepspeed")]
+
+
+@pytest.mark.parametrize(
+    ("text", "written"),
+    [
+        ("3e-4", "3.0e-4"),
+        ("1E6", "1.0e+6"),
+        ("2.5e8", "2.5e+8"),
+        ("-1e-3", "-1.0e-3"),
+        ("0.1", "0.1"),
+        ("fast", None),
+        ("e5", None),
+        (0.1, None),
+    ],
+)
+def test_how_yaml_writes_a_number_that_is_text(text, written):
+    yaml = pytest.importorskip("yaml")
+    assert as_number(text) == written
+    if written:
+        assert yaml.safe_load(written) == float(text)
+
+
+def test_a_number_that_yaml_reads_as_text_is_named():
+    for field, value in (("fsdp_min_num_params", "1e8"), ("fsdp_version", "2e0")):
+        (reason,) = reasons(f"distributed_type: FSDP\nfsdp_config: {{{field}: {value}}}\n")
+        assert f"{value} is text, also without quotes in YAML: write {as_number(value)}" in reason
+
+
+def test_fields_of_another_program_are_named_as_such():
+    text = "base_model: a\ndatasets: []\nsequence_len: 3\ngradient_accumulation_steps: 4\noptimizer: adamw_8bit\n"
+    with pytest.raises(ValueError, match="has fields of another program: base_model, datasets, sequence_len; convert"):
+        framework_files.parse(text)
