@@ -9,8 +9,8 @@ Nothing is submitted.
     ./scripts/lab config manifests.yaml --check
 
 FILE has fields of an Experiment, as for `labkit.train --config`; or it is DeepSpeed's JSON, Accelerate's YAML,
-Megatron-LM's arguments or torchtitan's Python; with --check it has Kubernetes objects. What the fields mean is printed
-on stderr.
+Megatron-LM's arguments or shell script, torchtitan's Python or, up to 0.2, TOML; with --check it has Kubernetes objects.
+What the fields mean is printed on stderr.
 """
 
 import argparse
@@ -130,7 +130,8 @@ def write(file, target, given, every_row=False):
     has = frozenset(config) if origin is None else origin.given
     written = there and frameworks.write(experiment, target, ranks, nodes, has)
     if origin is not None:
-        explain(origin, framework, f"{frameworks.FRAMEWORKS[framework].NAME}'s fields", every_row)
+        title = f"{frameworks.FRAMEWORKS[framework].NAME}'s fields, on {ranks} rank{'s' * (ranks > 1)}"
+        explain(origin, framework, title, every_row)
         if not written:
             warn_of_program(experiment, has)
     if written:
@@ -149,9 +150,11 @@ def write(file, target, given, every_row=False):
 
 
 def as_yaml(experiment):
-    """Return the fields of an experiment that differ from the defaults."""
+    """Return the fields of an experiment that differ from the defaults, which depend on the model."""
+    fields = experiment.to_dict()
     default = Experiment().to_dict()
-    changed = {name: value for name, value in experiment.to_dict().items() if value != default[name]}
+    changed = {name: value for name, value in fields.items() if value != default[name]}
+    changed |= {name: fields[name] for name in fitting(changed)}
     return yaml.safe_dump(changed, sort_keys=False)
 
 

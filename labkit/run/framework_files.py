@@ -41,17 +41,22 @@ def parse(text):
     if not isinstance(config, dict):
         raise ValueError("must have the fields of one experiment, such as model: gpt")
     framework = framework_of(config)
-    foreign = [name for name in config if name not in sections(framework) | NAMES]
-    if framework and 2 * len(foreign) > len(config):
-        few = ", ".join(foreign[:5])
-        raise ValueError(
-            f"has fields of another program: {few}; convert the file for DeepSpeed or Accelerate "
-            "that belongs to it"
-        )
+    check_own(config, framework)
     if framework not in (None, "accelerate"):
         title, form = FRAMEWORKS[framework].NAME, FRAMEWORKS[framework].FORM
         raise ValueError(f"is YAML with {title}'s fields: {title} reads {form}")
     return framework, config
+
+
+def check_own(config, framework):
+    """Raise ValueError if most fields are neither the framework's nor an Experiment's."""
+    known = NAMES | (sections(framework) if framework else set())
+    foreign = [str(name) for name in config if name not in known]
+    if len(foreign) > 1 and 2 * len(foreign) > len(config):
+        raise ValueError(
+            f"has fields of another program: {', '.join(foreign[:5])}; convert the file for "
+            "DeepSpeed or Accelerate that belongs to it"
+        )
 
 
 def with_file_behind(framework, config, folder):

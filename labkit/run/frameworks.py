@@ -257,9 +257,11 @@ def check_written(name, value, written, framework):
         return
     if field.kind == "fixed" and value != json.loads(field.here):
         note = f" ({field.note})" if field.note else ""
-        raise ValueError(f"{name}={json.dumps(value)}: here it is {field.here}{note}")
+        raise ValueError(
+            f"{name}={json.dumps(value)}: here it is {field.here}{note}; write {field.here}"
+        )
     if field.kind == "refused" and value not in (field.default, None, False, {}):
-        raise ValueError(f"{name}={json.dumps(value)}: not in this lab ({field.note})")
+        raise ValueError(f"{name}={json.dumps(value)}: not in this lab ({field.note}); remove it")
     if value is None and field.default is not None and field.kind in ("mapped", "near"):
         raise ValueError(
             f"{name}=null: remove it, or write a value; the default is {field.default!r}"

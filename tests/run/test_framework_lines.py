@@ -50,9 +50,9 @@ def reasons(text):
         ),
         (
             FSDP + "mixed_precision: fp8\nmachine_rank: 1\nparallelism_config: {parallelism_config_tp_size: 3}\n"
-            "dynamo_backend: INDUCTOR\nfp16: true\n",
+            "dynamo_config: {}\nfp8_config: {backend: TE}\nfp16: true\n",
             (
-                'dynamo_backend="INDUCTOR"',
+                "this lab has no fp8_config (fp8); remove it",
                 "fp16=true: not in this lab",
                 "machine_rank=1: must be less than num_machines=1",
                 "mixed_precision='fp8'",
@@ -183,6 +183,8 @@ def test_a_number_that_yaml_reads_as_text_is_named():
 
 
 def test_fields_of_another_program_are_named_as_such():
+    with pytest.raises(ValueError, match="has fields of another program: learning_rate, per_device_train_batch_size"):
+        framework_files.parse("learning_rate: 3e-4\nper_device_train_batch_size: 4\n")
     text = "base_model: a\ndatasets: []\nsequence_len: 3\ngradient_accumulation_steps: 4\noptimizer: adamw_8bit\n"
     with pytest.raises(ValueError, match="has fields of another program: base_model, datasets, sequence_len; convert"):
         framework_files.parse(text)

@@ -13,6 +13,7 @@ from repository import ROOT
 
 from labkit.cluster.kubernetes import pytorchjob, statefulset, trainjob
 from labkit.run.experiment import Experiment
+from labkit.run.options import fitting
 
 FIELDS = {"model": "gpt", "strategy": "fsdp", "optimizer": "sgd", "batch_size": 64}
 GPT = Experiment(**FIELDS)
@@ -180,6 +181,15 @@ def test_a_refusal_is_one_line_and_no_table(target, stdin, line):
     said = config("-", "--to", target, stdin=stdin)
     assert (said.returncode, said.stdout) == (2, "")
     assert line in said.stderr and said.stderr.count("\n") == 1
+
+
+def test_an_experiment_keeps_its_optimizer_where_the_models_default_is_another():
+    """labkit.train gives a GPT without an optimizer AdamW."""
+    theirs = "--micro-batch-size 4 --optimizer sgd --lr 0.05 --lr-decay-style constant --weight-decay 0"
+    fields = yaml.safe_load(config("-", "--to", "experiment", stdin=theirs).stdout)
+    assert fields["optimizer"] == "sgd"
+    again = Experiment.from_dict(fitting(fields) | fields)
+    assert (again.optimizer, again.lr, again.weight_decay) == ("sgd", 0.05, 0.0)
 
 
 def test_each_refusal_has_its_line():
