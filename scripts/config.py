@@ -9,8 +9,8 @@ Nothing is submitted.
     ./scripts/lab config manifests.yaml --check
 
 FILE has fields of an Experiment, as for `labkit.train --config`; or it is DeepSpeed's JSON, Accelerate's YAML,
-Megatron-LM's arguments or shell script, torchtitan's Python or, up to 0.2, TOML; with --check it has Kubernetes objects.
-What the fields mean is printed on stderr.
+Megatron-LM's arguments or shell script, torchtitan's Python or, up to 0.2, TOML; with --check it has Kubernetes
+objects. What the fields mean is printed on stderr.
 """
 
 import argparse
