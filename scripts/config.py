@@ -99,8 +99,8 @@ def run(arguments):
     given = {name: getattr(asked, name) for name in EVERY if getattr(asked, name) is not None}
     if asked.check == (asked.to is not None):
         raise UserError(f"config: give --to KIND, one of {', '.join(TARGETS)}, or --check")
-    if asked.check and given:
-        raise UserError(f"config: {flag(next(iter(given)))} needs --to KIND: --check changes nothing")
+    if asked.check and (given or asked.all):
+        raise UserError(f"config: {flag(next(iter(given), 'all'))} needs --to KIND: --check changes nothing")
     try:
         return check(asked.file) if asked.check else write(asked.file, asked.to, given, asked.all)
     except ValueError as error:

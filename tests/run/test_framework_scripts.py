@@ -1,6 +1,8 @@
 """Files that people have: Megatron-LM's shell scripts, torchtitan's TOML, Accelerate with a file of DeepSpeed."""
 
 import json
+import shutil
+import subprocess
 
 import pytest
 
@@ -29,7 +31,7 @@ MODEL="
 torchrun ${DISTRIBUTED[@]} pretrain_gpt.py \\
     "${TRAINING[@]}" \\
     $MODEL \\
-    --save $OUT --split 949,50,1 2>&1 | tee log.txt
+    --save $OUT --split 949,50,1 2>&1 | tee /dev/null
 """
 ARGUMENTS = {"micro-batch-size": 4, "lr": 6e-5, "weight-decay": 0.1, "lr-decay-style": "cosine", "num-layers": 24}
 ARGUMENTS |= {"bf16": True, "save": "$1", "split": "949,50,1"}
@@ -39,6 +41,16 @@ def test_arguments_of_a_shell_script_are_found_in_its_variables():
     assert framework_files.parse(SCRIPT) == ("megatron", ARGUMENTS)
     found = frameworks.read(ARGUMENTS, "megatron", 8).experiment
     assert (found.batch_size, found.lr, found.precision) == (32, 6e-5, "bf16")
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
+def test_a_script_has_the_words_that_bash_gives_it():
+    """With a torchrun that prints its arguments, and $1 as the script's first one."""
+    script = "torchrun() { printf '%s\\n' \"$@\"; }\n" + SCRIPT
+    command = ["bash", "-c", script, "script", "$1"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.split("\n")[:-1]
+    assert printed[:2] == ["--nproc_per_node", "8"]
+    assert printed[3:] == megatron_shell.words_of(SCRIPT)
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,7 @@ TO = ("-", "--to", "statefulset")
         ),
         (("-", "--to", "docker"), "", "invalid choice: 'docker'"),
         (("-", "--check", "--gpus", "2"), "", "--gpus needs --to KIND"),
+        (("-", "--check", "--all"), "", "--all needs --to KIND"),
         ((*TO, "--time", "90"), "", "--time does not fit --to statefulset: it is for slurm"),
         ((*TO, "--account", "a"), "", "--account does not fit --to statefulset: it is for slurm"),
         (("-", "--to", "slurm", "--image", "a"), "", "--image does not fit --to slurm: it is for statefulset"),
