@@ -51,14 +51,15 @@ class Parts:
 
 
 def as_number(text):
-    """Return how YAML writes the number that a text is: "3e-4" is 3.0e-4. None: it is none."""
+    """Return how YAML writes a number that it reads as text: "3e-4" is 3.0e-4. None: it is none."""
     if not isinstance(text, str) or not NUMBER.fullmatch(text):
         return None
     mantissa, _, exponent = text.lower().partition("e")
+    if not exponent:  # quotes make it a text
+        return None
     mantissa = mantissa if "." in mantissa else f"{mantissa}.0"
-    if not exponent:
-        return text
-    return f"{mantissa}e{exponent if exponent[0] in '+-' else f'+{exponent}'}"
+    written = f"{mantissa}e{exponent if exponent[0] in '+-' else f'+{exponent}'}"
+    return None if written == text else written
 
 
 def hint_of_text(value):
