@@ -1,87 +1,105 @@
-"""DeepSpeed's ZeRO, run from the JSON that the lab writes: the same weights as the lab's, to the last bit."""
+"""Engines of DeepSpeed (from the JSON that the lab writes), PyTorch and Accelerate: the lab's weights, to the bit."""
 
 import json
 import os
 import subprocess
 import sys
+from functools import partial
 
+import engines
 import pytest
 import torch
+from engines import STRATEGIES, Job
 from installed_frameworks import FOLDER, MISSING
-from torch.nn import functional as F
 
 from labkit.run import frameworks, launch
-from labkit.run.experiment import Experiment
-from labkit.run.experiment_runner import Participant
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(FOLDER is None, reason=MISSING)]
-STEPS = 13
-STRATEGIES = ("ddp_bucketed", "zero1", "zero2", "fsdp")
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+PLAIN = {
+    "torch DDP": engines.torch_ddp,
+    "torch ZeroRedundancyOptimizer": engines.torch_zero,
+    "torch fully_shard": engines.torch_fsdp,
+    "Accelerate": engines.accelerates_ddp,
+    "lab zero2, states in a file": engines.labs_offload,
+}
+PAIRS = {"lab": engines.labs, "DeepSpeed": engines.deepspeeds}
 
 
-def batches(participant):
-    """A step's micro-batches of this rank, as the lab takes them."""
-    for _ in range(STEPS):
-        inputs, targets = next(participant.batches)
-        parts = participant.trainer.accumulation
-        yield list(zip(inputs.chunk(parts), targets.chunk(parts), strict=True))
+def gap(weights, others):
+    """The largest difference of parameters; NaN for a NaN. others may have more."""
+    assert len(weights) >= 2
+    return torch.stack([(value - others[name]).abs().max() for name, value in weights.items()]).max().item()
 
 
-def deepspeeds(config, model, steps):
-    """The parameters after DeepSpeed's steps."""
-    import deepspeed
-
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-    for parts in steps:
-        for inputs, targets in parts:
-            engine.backward(F.cross_entropy(engine(inputs), targets))
-            engine.step()
-    parameters = list(engine.module.parameters())
-    with deepspeed.zero.GatheredParameters(parameters, enabled=config["zero_optimization"]["stage"] == 3):
-        return {name: p.detach().clone() for name, p in engine.module.named_parameters()}
-
-
-def both(context, folder, fields):
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    sys.path.insert(0, folder)
-    import deepspeed
-
-    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
-    experiment = Experiment(**fields)
-    config = frameworks.write(experiment, "deepspeed", context.world_size).config
-    single = Participant(context, experiment.replace(strategy="ddp_naive"))
-    model = single.model.module
-    steps = list(batches(Participant(context, experiment)))
-    theirs = deepspeeds(config, model, steps)
-    ours = Participant(context, experiment)
-    for parts in steps:
-        ours.trainer.train_step(*(torch.cat(column) for column in zip(*parts, strict=True)))
-    whole = getattr(ours.model, "full_state_dict", ours.model.state_dict)()
-    whole = {name.removeprefix("module."): value for name, value in whole.items()}
-    gaps = {name: (value - whole[name]).abs().max().item() for name, value in theirs.items()}
-    context.record(gaps=json.dumps(gaps))
+def with_one_process(job):
+    """Yield (engine, gap to one process that adds up the gradients of the ranks' halves)."""
+    halves = engines.one_process(job(), parts=2)
+    yield "no training", gap(engines.weights_of(job().model()), halves)
+    for name, engine in PLAIN.items():
+        yield name, gap(engine(job()), halves)
+    for name, engine in PAIRS.items():
+        for strategy in (*STRATEGIES, "fsdp_offload"):
+            yield f"{name} {strategy}", gap(engine(job(strategy=strategy)), halves)
+    for strategy in STRATEGIES[1:]:
+        yield f"DeepSpeed {strategy}, offload", gap(engines.deepspeeds(job(strategy=strategy), **OFFLOAD), halves)
 
 
-def gaps_of(**changes):
-    """[the largest gap of the weights] of both ranks, after the steps."""
-    fields = {"optimizer": "adamw", "lr": 1e-2, "weight_decay": 0.01, "batch_size": 32}
-    records = launch("test_deepspeed:both", folder=FOLDER, fields=fields | changes, quiet=True).records
-    gaps = [json.loads(text) for text in records["gaps"]]
-    assert len(gaps) == 2 and all(len(of_rank) == 6 for of_rank in gaps)
-    return [max(of_rank.values()) for of_rank in gaps]
+def with_each_other(job, **changes):
+    """Yield (strategy, gap of DeepSpeed to the lab)."""
+    for strategy in STRATEGIES:
+        ours, theirs = (engine(job(strategy=strategy, **changes)) for engine in PAIRS.values())
+        yield strategy, gap(theirs, ours)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_zero_trains_the_same_weights_to_the_bit(strategy):
-    assert gaps_of(strategy=strategy) == [0.0, 0.0]
+def pipelines():
+    """Yield (engine, gap to one process that adds up the gradients of four micro-batches)."""
+    job = Job(0, 1, accumulation=4)  # both ranks have the complete batch
+    parts = engines.one_process(job, parts=4)
+    yield "lab", gap(engines.labs_pipeline(job), parts)
+    yield "DeepSpeed", gap(engines.deepspeeds_pipeline(job), parts)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_accumulation_and_clipping_add_up_in_another_order(strategy):
+def train_all(context, folder):
+    engines.start_deepspeed(folder)
+    job = partial(Job, context.rank, context.world_size)
+    cases = {
+        "engines": with_one_process(job),
+        "accumulation": with_each_other(job, accumulation=2),
+        "clip": with_each_other(job, clip=0.5),
+        "pipeline": pipelines(),
+    }
+    for case, rows in cases.items():
+        for engine, found in rows:
+            context.record(case=case, engine=engine, gap=found)
+
+
+@pytest.fixture(scope="module")
+def gaps():
+    """{case: {engine: [gap on each rank]}}, from one launch."""
+    records = launch("test_deepspeed:train_all", folder=FOLDER, device="cpu", quiet=True).records
+    return {case: rows.groupby("engine")["gap"].apply(list).to_dict() for case, rows in records.groupby("case")}
+
+
+def test_engines_train_the_weights_of_one_process_to_the_bit(gaps):
+    """Ten and more: also with offload, and from weights that training has changed."""
+    found = gaps["engines"]
+    assert min(found.pop("no training")) > 0.01
+    assert len(found) == 18
+    assert {name: of_ranks for name, of_ranks in found.items() if of_ranks != [0.0, 0.0]} == {}
+
+
+def test_pipelines_of_two_stages_train_the_weights_of_one_process_to_the_bit(gaps):
+    assert gaps["pipeline"] == {"lab": [0.0, 0.0], "DeepSpeed": [0.0, 0.0]}
+
+
+def test_accumulation_and_clipping_add_up_in_another_order(gaps):
     """DeepSpeed's stages 2 and 3 average each micro-batch; the lab adds micro-batches first."""
-    gaps = gaps_of(strategy=strategy, accumulation=2)
-    assert max(gaps) == 0.0 if strategy in ("ddp_bucketed", "zero1") else 0.0 < max(gaps) < 1e-5
-    assert max(gaps_of(strategy=strategy, clip=0.5)) < 1e-5
+    for strategy in STRATEGIES:
+        found = gaps["accumulation"][strategy]
+        exact = strategy in ("ddp_bucketed", "zero1")
+        assert found == [0.0, 0.0] if exact else 0.0 < max(found) < 1e-5, strategy
+        assert max(gaps["clip"][strategy]) < 1e-5, strategy
 
 
 def test_every_field_of_deepspeeds_zero_config_has_a_row_with_its_default():

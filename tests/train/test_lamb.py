@@ -16,7 +16,7 @@ from labkit.lamb import LAMB
 from labkit.mesh import Mesh
 from labkit.models.plans import gpt as gpt_plan
 from labkit.tensor_parallel import VocabularyParallelCrossEntropy, full_state_dict, parallelize_module, tensor_parallel
-from labkit.zero import ZeRO1
+from labkit.zero import ZeRO1, ZeRO2
 from labkit.zero.flat_shards import Layout
 
 CLOSE = 1e-12
@@ -211,8 +211,10 @@ def without_a_group(rank, world_size):
     optimizer = LAMB(model.parameters())
     with pytest.raises(ValueError, match="LAMB is not elementwise"):
         train_once(model, optimizer)
-    with pytest.raises(ValueError, match="LAMB is not elementwise"):
-        ZeRO1(mlp(24, 40, 4).parameters(), LAMB)
+    for zero in (ZeRO1, ZeRO2):
+        for options in ({}, {"sharded": True}):
+            with pytest.raises(ValueError, match=r"LAMB is not elementwise: .* depends on others, .*; use SGD"):
+                zero(mlp(24, 40, 4).parameters(), LAMB, **options)
 
 
 def train_once(model, optimizer):
