@@ -136,7 +136,7 @@ def pictures_page(links):
         lines += [f"## [{name}](notebooks/{name}.ipynb)", "", facts["question"], ""]
         for figure in facts["figures"]:
             words = html.escape(json.loads((ROOT / "figures" / f"{figure}.json").read_text())["alt"], quote=True)
-            lines += [f'<img src="figures/{figure}.svg" alt="{words}">', ""]
+            lines += [f'<img src="figures/{figure}.svg" alt="{words}" width="816">', ""]
     return links.lead("\n".join(lines), ROOT / "README.md")
 
 
