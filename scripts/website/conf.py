@@ -66,14 +66,14 @@ def is_borrowed(app, what, name, one, skip, options):
 
 
 def breakable(app, name, template, context, doctree):
-    """Let long names of code in tables break after a dot or an underscore, and not after the dashes of an option."""
+    """Let long names in tables break after a dot or an underscore, and not after the dashes of an option."""
 
-    def code(span):
-        parts = re.sub(r"([_./=(,])(?=\w)", r"\1<wbr>", span[0])
-        return re.sub(r"--\w+", r'<span class="option">\g<0></span>', parts)
+    def text(found):
+        parts = re.sub(r"([_./=(,])(?=\w)", r"\1<wbr>", found[2])
+        return found[1] + re.sub(r"--\w+", r'<span class="option">\g<0></span>', parts)
 
     def cell(found):
-        return re.sub(r'(?<=<span class="pre">)[^<]+', code, found[0])
+        return re.sub(r'(<span class="(?:pre|std std-doc)">)([^<]+)', text, found[0])
 
     if "body" in context:
         context["body"] = re.sub(r"<td\b.*?</td>", cell, context["body"], flags=re.DOTALL)
