@@ -1,6 +1,7 @@
 """Sphinx's settings for the site: myst-nb for notebooks, autodoc for modules, the furo theme."""
 
 import importlib
+import re
 from functools import partial
 
 from docutils.nodes import SkipNode
@@ -64,6 +65,20 @@ def is_borrowed(app, what, name, one, skip, options):
     return True if what == "class" and "." not in getattr(one, "__qualname__", ".") else None
 
 
+def breakable(app, name, template, context, doctree):
+    """Let long names in tables break after a dot or an underscore, and not after the dashes of an option."""
+
+    def text(found):
+        parts = re.sub(r"([_./=(,])(?=\w)", r"\1<wbr>", found[2])
+        return found[1] + re.sub(r"--\w+", r'<span class="option">\g<0></span>', parts)
+
+    def cell(found):
+        return re.sub(r'(<span class="(?:pre|std std-doc)">)([^<]+)', text, found[0])
+
+    if "body" in context:
+        context["body"] = re.sub(r"<td\b.*?</td>", cell, context["body"], flags=re.DOTALL)
+
+
 def same_list(lists, app, name, template, context, doctree):
     """Cache the list of pages of Furo: for pages that it does not name, links depend on depth and first folder only."""
     if name.startswith("_modules/") or "orphan" in app.env.metadata.get(name, ()):
@@ -83,6 +98,7 @@ def setup(app):
     app.add_lexer("cell", Cell)
     app.connect("autodoc-process-docstring", show_docstring)
     app.connect("autodoc-skip-member", is_borrowed)
+    app.connect("html-page-context", breakable)
     app.connect("html-page-context", partial(same_list, {}), priority=499)  # before Furo's
     for name in modules():
         importlib.import_module(name)  # once, before Sphinx forks its workers

@@ -25,6 +25,7 @@ from website.links import Links
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = ROOT / "notebooks"
+COLUMNS = re.compile(r"\S {2,}(?=\S).* {2,}\S")  # in a printed line: at least three columns, which must not wrap
 SOLUTIONS = """# Solutions
 
 Every exercise of the notebooks, solved and run. Try it yourself first: you remember best
@@ -76,6 +77,8 @@ def for_site(notebook, path, folder, links):
             continue
         if cell.metadata.get("jupyter", {}).get("source_hidden"):
             cell.metadata.tags = [*cell.metadata.get("tags", []), "hide-input"]
+        if any(COLUMNS.search(output.get("text", "")) for output in cell.outputs):
+            cell.metadata.tags = [*cell.metadata.get("tags", []), "columns"]
         for place, output in enumerate(cell.outputs):
             data = output.get("data", {})
             if WIDGET in data:
@@ -133,7 +136,7 @@ def pictures_page(links):
         lines += [f"## [{name}](notebooks/{name}.ipynb)", "", facts["question"], ""]
         for figure in facts["figures"]:
             words = html.escape(json.loads((ROOT / "figures" / f"{figure}.json").read_text())["alt"], quote=True)
-            lines += [f'<img src="figures/{figure}.svg" alt="{words}">', ""]
+            lines += [f'<img src="figures/{figure}.svg" alt="{words}" width="816">', ""]
     return links.lead("\n".join(lines), ROOT / "README.md")
 
 

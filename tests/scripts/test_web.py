@@ -281,6 +281,26 @@ def test_a_notebook_keeps_words_folds_and_controls(tmp_path, leading):
     assert [one.read_bytes() for one in (tmp_path / "pictures").iterdir()] == [b"a picture"]
 
 
+def test_printed_columns_do_not_wrap(tmp_path, leading):
+    from nbformat.v4 import new_code_cell, new_notebook, new_output
+    from website import sources
+
+    printed = ["gathers  4  yes\n", "all weights equal one process  yes\n"]
+    cells = [new_code_cell("f()", outputs=[new_output("stream", text=text)]) for text in printed]
+    made = sources.for_site(new_notebook(cells=cells), ROOT / "notebooks" / "dashboard.ipynb", tmp_path, leading)
+    assert ["columns" in cell.metadata.get("tags", []) for cell in made.cells] == [True, False]
+
+
+def test_names_in_a_table_break_and_options_keep_their_dashes():
+    from website import conf
+
+    code = '<code><span class="pre">--micro-batch_size</span></code>'
+    context = {"body": f"{code}<td>{code}</td>"}
+    conf.breakable(None, None, None, context, None)
+    broken = '<span class="option">--micro</span>-batch_<wbr>size'
+    assert context["body"] == f"{code}<td>{code.replace('--micro-batch_size', broken)}</td>"
+
+
 def test_progress_is_a_bar_of_the_whole():
     import web
 
