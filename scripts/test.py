@@ -148,6 +148,7 @@ def queue(folder, kinds, quick, workers):
     notebooks = {*KINDS[1:]} & {*kinds}
     with place as scratch, kernels.nursery() if notebooks else contextlib.nullcontext() as kernel:
         added = {"PYTHONPATH": with_scripts(), "LABKIT_JOBS": str(folder), "TMPDIR": scratch}
+        added["PYTHONDONTWRITEBYTECODE"] = ""  # hundreds of processes start: each would compile labkit anew
         if kernel:
             command += ["--nbval-lax", f"--nbval-kernel-name={kernel}", f"--nbval-cell-timeout={CELL_LIMIT}"]
         code = run([*command, *paths], log, line, os.environ | added)

@@ -32,8 +32,7 @@ def pools():
     held = {}
     yield held
     for pool in held.values():
-        if pool.alive:
-            pool.close()
+        pool.close()
 
 
 @pytest.fixture
@@ -43,7 +42,10 @@ def ranks(pools):
 
     def run(world_size, body, /, **arguments):
         pool = pools.get(world_size)
-        if pool is None or not pool.alive:
+        if pool is not None and not pool.alive:
+            pool.close()
+            pool = None
+        if pool is None:
             pool = pools[world_size] = Pool(world_size, [path for path in sys.path if path])
         return pool.run(body, **arguments)
 

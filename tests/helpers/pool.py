@@ -3,13 +3,19 @@
 A pool of n processes holds one gloo process group of n ranks on loopback. `pool.run(body, **arguments)` calls the
 module-level function `body(rank, world_size, **arguments)` on every rank and returns the results by rank. A failure
 ends the pool (its group may be in any state); the next test gets a new one, forked from a server with torch loaded.
+
+Between two bodies the ranks are stopped: in each of them a thread of gloo's would wake up 100 times a second. The guard
+lets them continue when the test process is gone, so that they see the end of the pipe.
 """
 
+import contextlib
 import datetime
 import gc
 import multiprocessing
 import os
 import pickle
+import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -20,6 +26,16 @@ TIMEOUT = 150.0  # seconds a body may take, also on a machine with fifty others 
 # Imported once for all ranks. torch.optim puts torch._dynamo off, which takes two seconds.
 PRELOAD = ["torch._dynamo", "torch.distributed.optim", "torch.distributed.pipelining", "labkit.trainer", "pytest"]
 GRACE = 1.0  # seconds the other ranks get to report once one has failed
+# Its arguments are the ranks; standard input ends with the test process, however that ends.
+GUARD = """
+import os, signal, sys
+sys.stdin.read()
+for pid in sys.argv[1:]:
+    try:
+        os.kill(int(pid), signal.SIGCONT)
+    except ProcessLookupError:
+        pass
+"""
 
 
 def serve(connection, rank, world_size, store_path, paths):
@@ -77,8 +93,11 @@ class Pool:
             theirs.close()
             self.connections.append(ours)
             self.processes.append(process)
+        guard = [sys.executable, "-S", "-E", "-c", GUARD, *(str(process.pid) for process in self.processes)]
+        self.guard = subprocess.Popen(guard, stdin=subprocess.PIPE, start_new_session=True)
 
     def run(self, body, /, **arguments):
+        self.send(signal.SIGCONT)
         for connection in self.connections:
             connection.send((body, arguments))
         replies, failed = {}, []
@@ -102,7 +121,13 @@ class Pool:
             missing = sorted(set(range(len(self.connections))) - set(replies))
             told = "\n".join(f"--- rank {rank}\n{replies[rank][1]}" for rank in failed)
             raise AssertionError(f"ranks failed, in this order: {failed}; no answer from {missing}\n{told}")
+        self.send(signal.SIGSTOP)
         return [replies[rank][1] for rank in range(len(self.connections))]
+
+    def send(self, number):
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, number)
 
     @property
     def alive(self):
@@ -113,6 +138,7 @@ class Pool:
             process.kill()
         for process in self.processes:
             process.join()
+        self.guard.communicate()
         for connection in self.connections:
             connection.close()
         self.folder.cleanup()

@@ -47,6 +47,34 @@ def measure(cells):
 state = dashboard.State(model="gpt", link="this machine")
 board = dashboard.board(rows, state, measure).show()
 """
+LIVE = """
+from labkit.run import launch
+from labkit.show import live
+program = '''
+import itertools, os, time
+for step in itertools.takewhile(lambda _: not os.path.exists({go!r}), itertools.count()):
+    time.sleep(0.1)
+    waits = {{"exposed_comm_ms": 20.0 + step, "step_ms": 100.0}}
+    parts = {{"data_ms": 5.0, "forward_ms": 20.0, "backward_ms": 60.0, "optimizer_ms": 5.0}}
+    record(step=step, loss=1 / (1 + step), samples_per_s=80.0, rss_bytes=3e8 + 1e6 * step, **waits, **parts)
+'''
+launch(program, nproc=2, device="cpu", bar=live.Live("emulated"));
+"""
+# In each frame of the page: is the picture there, whole? Only what changes is noted.
+WATCH = """
+() => {
+  const seen = window.seen = {frames: 0, states: [], pictures: []};
+  const look = () => {
+    const image = document.querySelector('.jp-OutputArea-output .widget-html svg');
+    const there = image !== null && image.getBoundingClientRect().height > 0;
+    seen.frames += there;
+    if (seen.states.at(-1) !== there) seen.states.push(there);
+    if (there && !seen.pictures.includes(image.ariaLabel)) seen.pictures.push(image.ariaLabel);
+    requestAnimationFrame(look);
+  };
+  look();
+}
+"""
 ENDS = ["finished", "stopped", "restarted", "shut down", "tab closed"]
 MAIN_JOB = batch.NOTEBOOKS / f"{batch.MAIN_JOB}.ipynb"
 
@@ -60,6 +88,7 @@ def folder(tmp_path_factory):
     write(folder / "hang.ipynb", HANG.format(folder=str(folder / "pids")), "print('alive after the stop')")
     for end in ENDS:
         write(folder / f"{end}.ipynb", BUTTON.format(folder=str(folder)))
+    write(folder / "live.ipynb", LIVE.format(go=str(folder / "seen")))
     (folder / "stored").mkdir()
     nbformat.write(batch.read(MAIN_JOB), folder / "stored" / MAIN_JOB.name)
     return folder
@@ -194,3 +223,24 @@ def test_the_page_of_a_notebook_is_accessible(jupyter, picture, tmp_path, scheme
     found = violations(page)
     page.close()
     assert found == []
+
+
+def test_the_live_view_does_not_flicker(lab, picture, folder):
+    """While ranks run it is redrawn in place, and in no frame is it gone. The last here, as it goes on looking."""
+    page = lab("live.ipynb")
+    page.page.evaluate(WATCH)
+    page.run_all()
+    page.panel.locator(".widget-html svg").wait_for(timeout=PATIENCE)
+    page.page.wait_for_function("() => window.seen.pictures.length >= 3 && window.seen.frames > 20", timeout=PATIENCE)
+    seen = page.page.evaluate("() => window.seen")  # a change of the theme draws the whole page anew
+    print(seen["frames"], "frames,", len(seen["pictures"]), "pictures")
+    assert seen["states"] == [False, True]
+    for theme in ("Dark", "Light"):
+        page.set_theme(theme)
+        picture(page.screenshot, f"live-{theme.lower()}.png")
+        assert page.violations() == []
+    (folder / "seen").touch()
+    page.wait_idle()
+    page.panel.locator(".jp-RenderedImage img").wait_for(timeout=PATIENCE)
+    assert page.panel.locator(".widget-html svg").count() == 0
+    page.shut_down()

@@ -6,6 +6,7 @@ program that runs; it is listed as the first wrong answer.
 """
 
 import ast
+import functools
 import importlib.util
 import textwrap
 
@@ -39,9 +40,15 @@ def listed(case, kind, name):
     return LISTED[case[0]][case[1]][kind][name]
 
 
+@functools.cache
+def functions(notebook):
+    """{name: source} of the functions of a notebook's cells."""
+    return exercises.functions(exercises.read(NOTEBOOKS / f"{notebook}.ipynb"))
+
+
 def source_of(notebook, name):
     """The source of the function of this name in a notebook's cells."""
-    return exercises.functions(exercises.read(NOTEBOOKS / f"{notebook}.ipynb"))[name]
+    return functions(notebook)[name]
 
 
 def with_body(stub, body):

@@ -60,8 +60,7 @@ def test_it_is_dark_where_the_system_is(page):
 @pytest.mark.parametrize("path", COURSE, ids=lambda path: path.stem)
 def test_every_formula_of_the_course_can_be_drawn(path):
     notebook = nbformat.read(path, as_version=4)
-    for cell in notebook.cells:
-        cell.outputs = []
+    notebook.cells = [cell for cell in notebook.cells if cell.cell_type == "markdown"]  # code has none
     page = as_page(notebook)
     assert not any(word in page for word in ("\\frac", "\\leftarrow", "\\cdot", "\\text{"))
 

@@ -245,15 +245,17 @@ def small_suite(tree, text):
 
 
 @pytest.mark.slow
-def test_lab_test_sums_up_and_closes_with_the_counts(tree):
+def test_lab_test_sums_up_and_closes_with_the_counts(tree, monkeypatch):
     cases = (
         "import pytest, time\ndef test_a(): time.sleep(3)\n"
         "def test_b(): assert 1 + 1 == 3\n"
         "def test_c(): pytest.skip('no CUDA device')\n"
         "@pytest.mark.slow\ndef test_d(): pass\n"
         "@pytest.mark.parametrize('n', [1, 2, 3, 4])\ndef test_e(n): pass\n"
+        "def test_f(): import sys; assert not sys.dont_write_bytecode\n"
     )
     small_suite(tree, cases)
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")  # each process of a run would compile what it imports
     done = finished(tree, "test", "tests", "browser", "--workers", "1")
     lines = done.stdout.splitlines()
     assert done.returncode == 1
@@ -262,12 +264,12 @@ def test_lab_test_sums_up_and_closes_with_the_counts(tree):
     slowest = lines.index("the 10 slowest cases:") + 1
     assert re.fullmatch(r"\d+\.\d s  tests/test_it.py::test_a", lines[slowest])
     assert re.fullmatch(r"\d+ s in all; the cores were idle \d+ % of it, and \d+ % in the kernel", lines[-2])
-    assert lines[-1] == "6 passed, 1 failed"
+    assert lines[-1] == "7 passed, 1 failed"
     quick = finished(tree, "test", "quick", "--workers", "1")
     assert "ruff" in quick.stdout
     # The first two cases of a function that is not slow; what lints; test_b fails as before.
     lints = 2 + Path(sys.prefix, "bin", "hadolint").exists()
-    assert quick.stdout.splitlines()[-1] == f"{3 + lints} passed, 1 failed"
+    assert quick.stdout.splitlines()[-1] == f"{4 + lints} passed, 1 failed"
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import threading
 import time
 
 import batch
+import explorers
 import nbformat
 import numpy as np
 import pandas as pd
@@ -542,7 +543,9 @@ def test_run_as_a_batch_it_measures_and_leaves_pictures_and_a_csv(tmp_path):
     )
     values = {"measure": True, "model": "mlp", "rounds": 1, "steps_per_round": 1, "device": "cpu"}
     values |= {"grid": str(grid), "folder": str(tmp_path / "own")}
-    outcome = batch.execute(batch.find("dashboard"), tmp_path / "out", values, timeout=250, progress=False)
+    kernel = explorers.kernel()
+    notebook = batch.find("dashboard")
+    outcome = batch.execute(notebook, tmp_path / "out", values, timeout=250, progress=False, kernel=kernel)
     assert not outcome.error, outcome.error
     table = pd.read_csv(tmp_path / "out" / "figures" / "dashboard.csv")
     assert (
