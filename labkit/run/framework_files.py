@@ -19,6 +19,15 @@ from labkit.run.framework_values import Refused
 from labkit.run.frameworks import FRAMEWORKS, flattened, framework_of, sections, wrong_fields
 
 OPTION = re.compile(r"(^|\s)--[a-z][a-z0-9-]+", re.MULTILINE)
+BEFORE = r"\s*(?://[^\n]*\n|/\*.*?\*/|\w+\s*=(?=\s*\{))"  # what people have before the {
+OBJECT = re.compile(rf"(?:{BEFORE})*\s*\{{", re.DOTALL)
+HINTS = {  # a form that JSON does not have, and what to write
+    r"//|/\*": "JSON has no comments",
+    r"\A\s*\w+\s*=": "leave out what stands before the {",
+    r",\s*[}\]]": "JSON has no comma before } or ]",
+    r"'": 'JSON has text in double quotes: "fp16"',
+    r"\b(True|False|None)\b": "JSON writes true, false and null",
+}
 TABLE = re.compile(r"^\[[\w.]+\]\s*(#.*)?$", re.MULTILINE)
 
 
@@ -28,7 +37,9 @@ def parse(text):
     Raises ValueError for text that is none of these forms, or has a framework's fields in a form
     that the framework does not read.
     """
-    if text.lstrip().startswith("{"):
+    if not text.strip():
+        raise ValueError("is empty")
+    if OBJECT.match(text):
         config = from_json(text)
         return framework_of(config), config
     if "Trainer.Config" in text:
@@ -87,9 +98,8 @@ def from_json(text):
     try:
         return json.loads(text, object_pairs_hook=without_doubles)
     except json.JSONDecodeError as error:
-        comment = "//" in text or "/*" in text
-        hint = ": JSON has no comments" if comment else ""
-        raise ValueError(f"is not JSON: {error}{hint}") from None
+        hints = [hint for form, hint in HINTS.items() if re.search(form, text)]
+        raise ValueError("; ".join([f"is not JSON: {error}", *hints])) from None
 
 
 def without_doubles(pairs):

@@ -138,11 +138,21 @@ def test_deepspeeds_json_and_an_experiment_are_each_others_file():
     assert (back["train_batch_size"], back["gradient_clipping"]) == (64, 0.0)
     script = config("-", "--to", "slurm", "--gpus", "2", stdin=theirs)
     assert "--optimizer adamw" in script.stdout and "gradient_clipping" in script.stderr
-    for wrong, words in {'{"a": 1, "a": 2}': "a is there twice", '{"a": 1, // b': "JSON has no comments"}.items():
+    for wrong, words in NOT_JSON.items():
         refused = config("-", "--to", "experiment", stdin=wrong)
         assert refused.returncode == 2 and words in refused.stderr and refused.stderr.count("\n") == 1
 
 
+NOT_JSON = {
+    '{"a": 1, "a": 2}': "a is there twice",
+    '{"a": 1, // b': "JSON has no comments",
+    '// a comment\n{"a": 1}': "JSON has no comments",
+    'ds_config = {"a": 1}': "leave out what stands before the {",
+    '{"a": 1,}': "JSON has no comma before }",
+    "{'a': 1}": "JSON has text in double quotes",
+    '{"a": True}': "JSON writes true, false and null",
+    " \n": "is empty",
+}
 FSDP = "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}\nmixed_precision: bf16\nnum_processes: 4\n"
 
 
