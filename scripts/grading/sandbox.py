@@ -51,15 +51,16 @@ def arguments(python=sys.executable):
     The repository is covered by an empty folder in case Python's own folder contains it.
     """
     bound = [*SYSTEM, sys.base_prefix]
-    words = [word for place in bound if os.path.exists(place) for word in ("--ro-bind", place, place)]
+    words = ["--proc", "/proc", "--dev", "/dev"]
+    words += [word for place, size in DISK.items() for word in ("--size", str(size), "--tmpfs", place)]
+    words += [word for place in bound if os.path.exists(place) for word in ("--ro-bind", place, place)]
     inside = any(ROOT.is_relative_to(place) for place in bound)
     words += ["--tmpfs", str(ROOT)] if inside else []
     words += ["--ro-bind", sys.prefix, sys.prefix] if sys.prefix != sys.base_prefix else []
     words += ["--ro-bind", str(ROOT / "labkit"), f"{HOME}/labkit"]
     words += ["--ro-bind", str(ROOT / "scripts" / "grading"), f"{HOME}/grading"]
     # To the kernel, root in a sandbox is root: it could write /proc/sys.
-    words += ["--proc", "/proc", "--ro-bind", "/proc/sys", "/proc/sys", "--dev", "/dev"]
-    words += [word for place, size in DISK.items() for word in ("--size", str(size), "--tmpfs", place)]
+    words += ["--ro-bind", "/proc/sys", "/proc/sys"]
     words += ["--remount-ro", "/dev", "--unshare-all", "--unshare-user", "--disable-userns"]
     words += ["--uid", "65534", "--gid", "65534", "--hostname", "sandbox", "--new-session", "--die-with-parent"]
     words += ["--chdir", "/tmp", "--clearenv"]
