@@ -33,6 +33,7 @@ from labkit.measure.machine import usable_cores
 
 ROOT = Path(__file__).resolve().parent.parent
 MOST_JOBS = 8  # by default; a sandbox may use 4 GB
+WAITING = 1  # jobs more than cores: an answer that hangs, or waits for its ranks to end, uses no core
 
 
 def parser():
@@ -41,7 +42,7 @@ def parser():
     )
     found.add_argument("folder", type=Path, metavar="FOLDER", help="the submissions")
     found.add_argument("--out", type=Path, metavar="FOLDER", help="for the results (runs/grades-NAME)")
-    usual = min(usable_cores(), MOST_JOBS)
+    usual = min(usable_cores() + WAITING, MOST_JOBS)
     found.add_argument("--jobs", type=positive, default=usual, metavar="N", help=f"submissions in parallel ({usual})")
     return found
 

@@ -14,11 +14,22 @@ come: an exception after a failed case loses only the later ones.
 
 import ast
 
+CPU_SECONDS = 8  # of a rank; a loop without an end is stopped at its line
+SLOW = f"it computes for more than {CPU_SECONDS} s: does a loop not end?"
 PRELUDE = """
 def _passed(record=record):
     record(case=True)
 def _failed(why, record=record):
     record(case=False, why=str(why))
+"""
+LIMIT = f"""
+def _stop(*_):
+    raise RuntimeError("{SLOW}")
+def _limit():
+    import resource, signal
+    signal.signal(signal.SIGXCPU, _stop)
+    resource.setrlimit(resource.RLIMIT_CPU, ({CPU_SECONDS}, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+_limit()
 """
 END = "record(end=True)"
 
@@ -63,7 +74,7 @@ def program(pieces, answer, checker, source):
     answer, checker: names of the functions. source: of the checker, from as_cases(). The checker comes after the
     answer, so a function of the same name in the submission does not replace it.
     """
-    lines, places = PRELUDE.split("\n"), []
+    lines, places = [*PRELUDE.split("\n"), *LIMIT.split("\n")], []
     for piece in pieces:
         text = piece.text.split("\n")
         places.append((len(lines) + 1, len(text), piece))

@@ -153,11 +153,16 @@ def graded(submission, exercise, box, stopping):
     for ranks in exercise.ranks:
         result = box.ask(request | {"ranks": ranks}, stopping)
         results[ranks] = {"line": known.get("line", ""), "answer": known.get("answer", "")} | result
-        if not result["finished"] and (result.get("ended") or result["seconds"] >= COLLECTIVE):
+        if not result["finished"] and hangs(result):
             break
     if not all(result["finished"] for result in results.values()):
         box.close()
     return results
+
+
+def hangs(result):
+    """Return whether an unfinished run would cost as much time on other numbers of ranks."""
+    return result.get("ended") or result["seconds"] >= COLLECTIVE or cases.SLOW in result.get("error", "")
 
 
 def run_all(waiting, store, jobs, show):

@@ -13,6 +13,7 @@ network is a loopback of its own. Without bubblewrap, only the limits hold.
 The watch is the parent. Killing the sandbox's first process ends all others in its namespace.
 """
 
+import contextlib
 import functools
 import json
 import os
@@ -190,6 +191,10 @@ class Sandbox:
     def close(self):
         """Kill all processes, wait until they are gone, and remove the files."""
         below = self.processes()
+        if below and not self.folder:
+            kill(below[0])  # the first process of the namespace; bubblewrap waits for it, and ends
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(timeout=10)
         self.process.kill()
         deadline = time.monotonic() + 10
         while below and time.monotonic() < deadline:
