@@ -9,7 +9,7 @@ and the folders above it, say whose it is:
 
     submissions/alice/13_fsdp.ipynb      submissions/bob/13_fsdp.py      submissions/carol_13_fsdp (1).ipynb
 
-Only the functions that the exercises ask for are taken from it, and the imports, literal constants, functions and
+Only the functions that the exercises ask for are taken from it, and the imports, constants, functions and
 classes of its top level that they use. Its other statements are not run. A .py file may have cells: `# %%` begins one.
 
 Each answer runs on 2, 3 and 4 ranks, or on those that its checker allows. The assertions of the checker are cases;

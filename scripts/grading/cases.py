@@ -14,21 +14,20 @@ come: an exception after a failed case loses only the later ones.
 
 import ast
 
-CPU_SECONDS = 8  # of a rank; a loop without an end is stopped at its line
-SLOW = f"it computes for more than {CPU_SECONDS} s: does a loop not end?"
+SLOW = "does a loop not end?"
 PRELUDE = """
 def _passed(record=record):
     record(case=True)
 def _failed(why, record=record):
     record(case=False, why=str(why))
 """
-LIMIT = f"""
+LIMIT = """
 def _stop(*_):
-    raise RuntimeError("{SLOW}")
+    raise RuntimeError("it computes for more than {seconds} s: {question}")
 def _limit():
     import resource, signal
     signal.signal(signal.SIGXCPU, _stop)
-    resource.setrlimit(resource.RLIMIT_CPU, ({CPU_SECONDS}, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+    resource.setrlimit(resource.RLIMIT_CPU, ({seconds}, resource.getrlimit(resource.RLIMIT_CPU)[1]))
 _limit()
 """
 END = "record(end=True)"
@@ -68,13 +67,14 @@ def as_cases(checker):
     return ast.unparse(ast.fix_missing_locations(tree))
 
 
-def program(pieces, answer, checker, source):
+def program(pieces, answer, checker, source, seconds):
     """Return (source for the ranks, [(first line, number of lines, Piece)]).
 
-    answer, checker: names of the functions. source: of the checker, from as_cases(). The checker comes after the
-    answer, so a function of the same name in the submission does not replace it.
+    answer, checker: names of the functions. source: of the checker, from as_cases(). seconds: of CPU time that a rank
+    may use; then the line that it runs raises an error. The checker comes after the answer, so a function of the same
+    name in the submission does not replace it.
     """
-    lines, places = [*PRELUDE.split("\n"), *LIMIT.split("\n")], []
+    lines, places = f"{PRELUDE}{LIMIT.format(seconds=seconds, question=SLOW)}".split("\n"), []
     for piece in pieces:
         text = piece.text.split("\n")
         places.append((len(lines) + 1, len(text), piece))

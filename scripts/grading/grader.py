@@ -23,6 +23,7 @@ from grading import cases, exercises
 from grading.sandbox import ROOT, Ended, Sandbox
 
 SECONDS = 20  # wall-clock limit of a run
+CPU_SECONDS = 8  # of the CPU that a rank may use
 COLLECTIVE = 10  # seconds that a collective waits for other ranks
 START = 40  # seconds that a sandbox may take to start
 NOTHING = {"finished": False, "passed": 0, "tried": 0, "failed": [], "rank": 0, "seconds": 0.0}
@@ -148,6 +149,7 @@ def graded(submission, exercise, box, stopping):
     if not known["finished"]:
         return {exercise.ranks[0]: known}
     request |= {"checker": exercise.checker, "source": cases.as_cases(exercise.source)}
+    request["cpu_seconds"] = CPU_SECONDS
     request |= {"options": {"timeout": SECONDS, "collective_timeout": COLLECTIVE}}
     results = {}
     for ranks in exercise.ranks:

@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import math
 import os
 import re
 import shutil
@@ -17,6 +18,7 @@ from pathlib import Path
 import grade
 import psutil
 import pytest
+import torch
 import yaml
 from grading import answers, cases, exercises, grader, report, sandbox, submissions
 from hostile_answers import CHECKERS, HOSTILE, NOTEBOOK, SOLUTION, STUBS, answer, course, notebook
@@ -33,6 +35,7 @@ def small_course(folder):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exercises, "NOTEBOOKS", folder / "notebooks")
         patch.setattr(grader, "SECONDS", 8)
+        patch.setattr(grader, "CPU_SECONDS", 2)
         patch.setattr(grader, "COLLECTIVE", 6)
         yield
 
@@ -45,7 +48,7 @@ def small(tmp_path_factory):
 
 def graded(folder, out, *options):
     """{(file, exercise): row of the CSV} of `lab grade`."""
-    assert grade.grade([str(folder), "--out", str(out), "--jobs", "2", *options]) == 0
+    assert grade.grade([str(folder), "--out", str(out), "--jobs", "3", *options]) == 0
     with open(out / "grades.csv", newline="") as file:
         return {(row["file"], row["exercise"]): row for row in csv.DictReader(file)}
 
@@ -115,6 +118,41 @@ def test_an_answer_brings_what_it_uses_and_nothing_else():
     assert "is not run" not in "".join(piece.text for piece in found)
 
 
+CONSTANTS = """
+import math
+INF = float("inf")
+EPS = 2 ** -10
+TYPE: object = torch.bfloat16
+n = 4
+SIZE = math.tau * n
+n = 8
+squares = [one * one for one in range(world_size)]
+scale = lambda x: helper(x) / n
+def helper(x):
+    return x + EPS
+"""
+RESULTS = """
+losses = []
+count = 0
+run = launch("x = 1")
+last = losses[-1]
+best = max(losses)
+ratio = 1 / count
+kept = unknown
+"""
+
+
+def test_an_answer_brings_values_that_are_computed_but_no_results():
+    answer = "def f(x, run, last, best, ratio, kept):\n    return scale(x), INF, TYPE, SIZE, squares\n"
+    found = answers.pieces([CONSTANTS, RESULTS, answer], "f")
+    namespace = {"torch": torch, "world_size": 3}
+    exec("\n".join(piece.text for piece in found), namespace)
+    want = ((2 + 2**-10) / 8, math.inf, torch.bfloat16, 4 * math.tau, [0, 1, 4])
+    assert namespace["f"](2, 0, 0, 0, 0, 0) == want
+    local = answer.replace("return", "run = last = best = ratio = kept = 0\n    return")
+    assert answers.pieces([CONSTANTS, RESULTS, local], "f")[:-1] == found[:-1]
+
+
 @pytest.mark.parametrize(
     ("cells", "words", "line"),
     [
@@ -147,6 +185,35 @@ def test_a_file_belongs_to_the_notebook_that_its_name_contains(tmp_path):
     assert all(problem for _, problem in found.values())
     assert sorted(found) == ["13_fsdp.txt", "c/12_zero.ipynb", "d_12_zero.py", "e_12_zero.py", "essay.py"]
     assert "nested too deeply" in found["c/12_zero.ipynb"][1] and "a link" in found["d_12_zero.py"][1]
+
+
+def test_what_cannot_be_read_has_a_line_that_says_why(tmp_path, monkeypatch):
+    os.mkfifo(tmp_path / "a_12_zero.py")
+    (tmp_path / "b_12_zero.py").write_bytes("# \u00fc".encode("latin-1"))
+    (tmp_path / "c_12_zero.ipynb").write_text("\n")
+    (tmp_path / "d").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "d")
+    monkeypatch.chdir(tmp_path)  # the path of a socket is short
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind("s")
+        known = os.scandir
+
+        def closed(path):
+            if Path(path).name == "d":
+                raise PermissionError(13, "Permission denied", str(path))
+            return known(path)
+
+        monkeypatch.setattr(os, "scandir", closed)  # root may read every folder
+        found = {one.file: one.problem for one in submissions.find(tmp_path, tmp_path / "out")}
+    pipe = "neither a file nor a folder, but a pipe, a socket or a device"
+    assert found.pop("link").startswith("a link")
+    assert found == {
+        "a_12_zero.py": pipe,
+        "b_12_zero.py": "is not UTF-8: save it with the encoding UTF-8",
+        "c_12_zero.ipynb": "the file is empty",
+        "d": "a folder that cannot be read: Permission denied",
+        "s": pipe,
+    }
 
 
 # Points and pages
@@ -203,7 +270,8 @@ def hostile(tmp_path_factory):
     fills = answer("return 2 * number", total=f"def total(mine):\n{textwrap.indent(bodies['fills'], '    ')}\n")
     submit(folder, early=fills)
     before = children()
-    with small_course(tmp_path_factory.mktemp("course")):
+    with small_course(tmp_path_factory.mktemp("course")), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exercises, "SIZES", [2])  # one number of ranks: each harm is tried once
         found = graded(folder, folder / "out")
     assert children() == before
     return found
@@ -272,7 +340,8 @@ def test_an_answer_reaches_no_file_and_no_network(small, tmp_path):
         server.setblocking(False)
         with pytest.raises(BlockingIOError):
             server.accept()
-    assert of(found, "eve")["message"] == "RuntimeError: reached: []"
+    own = [f"wrote {ROOT}"] if ROOT.is_relative_to("/tmp") else []  # an empty folder of the sandbox's own /tmp
+    assert of(found, "eve")["message"] == f"RuntimeError: reached: {own}"
     assert [place for place in places if Path(place, "lab-grade-was-here").exists()] == []
 
 
