@@ -9,12 +9,14 @@ and the folders above it, say whose it is:
 
     submissions/alice/13_fsdp.ipynb      submissions/bob/13_fsdp.py      submissions/carol_13_fsdp (1).ipynb
 
-Only the functions that the exercises ask for are taken from it, and the imports, constants, functions and
-classes of its top level that they use. Its other statements are not run. A .py file may have cells: `# %%` begins one.
+Only the functions that the exercises ask for are taken from it, and the imports, functions, classes and constants of
+its top level that they use. A constant may be computed, as `float("inf")` or `2 * SIZE`. Its other statements
+are not run. A .py file may have cells: `# %%` begins one.
 
-Each answer runs on 2, 3 and 4 ranks, or on those that its checker allows. The assertions of the checker are cases;
-the points are the share that passed. Every submission has a sandbox without a network and without files but Python and
-labkit; it limits time, memory, processes and output. Without bubblewrap only these limits hold.
+Each answer runs on 2, 3 and 4 ranks, or on those that its checker allows. The assertions of the checker are cases,
+but for a passed test of a type or None; the points are the share that passed. Every submission has a sandbox without a
+network and without files but Python and labkit; it limits time, memory, processes and output. Without bubblewrap only
+these limits hold.
 
 grades.html shows each answer's source: look at it. The sandbox protects the machine and the other grades, but an answer
 that rewrites the checker can give itself full marks.

@@ -8,6 +8,8 @@
         raise AssertionError(words)       except AssertionError as error: _failed(error)
                                       else: _passed()
 
+A test of a type or of None is a case only where it fails: otherwise `return 0` would have points for being a number.
+
 The statements stay where they are, so a message is computed only for a failed case. Each rank records its cases as they
 come: an exception after a failed case loses only the later ones.
 """
@@ -38,13 +40,29 @@ class Cases(ast.NodeTransformer):
 
     def visit_Assert(self, node):
         why = node.msg or ast.Constant(ast.unparse(node.test))
-        return ast.If(node.test, [call("_passed")], [call("_failed", why)])
+        return ast.If(node.test, [passed(node.test)], [call("_failed", why)])
 
     def visit_If(self, node):
         if node.orelse or not raises_assertion(node.body[-1]):
             return self.generic_visit(node)
         failed = ast.ExceptHandler(name("AssertionError"), "_error", [call("_failed", name("_error"))])
-        return ast.If(node.test, [ast.Try(node.body, [failed], [], [])], [call("_passed")])
+        return ast.If(node.test, [ast.Try(node.body, [failed], [], [])], [passed(node.test)])
+
+
+def passed(test):
+    """Return the statement for a test that passed: nothing, if it is of a type only."""
+    return ast.Pass() if is_of_type(test) else call("_passed")
+
+
+def is_of_type(test):
+    """Return whether a test asks only for types or None: what passes it may be any value."""
+    if isinstance(test, ast.BoolOp):
+        return all(map(is_of_type, test.values))
+    if isinstance(test, ast.UnaryOp):
+        return is_of_type(test.operand)
+    if isinstance(test, ast.Compare):
+        return all(isinstance(one, (ast.Is, ast.IsNot)) for one in test.ops)
+    return isinstance(test, ast.Call) and ast.unparse(test.func) in ("isinstance", "callable", "hasattr")
 
 
 def raises_assertion(node):

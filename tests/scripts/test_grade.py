@@ -1,5 +1,6 @@
 """`lab grade`: cases, points and pages; and answers that harm whoever runs them cost only their own row."""
 
+import ast
 import contextlib
 import csv
 import math
@@ -96,16 +97,32 @@ def run_cases(double):
 
 def test_every_assertion_is_a_case_and_is_tried():
     rows, error = run_cases(lambda number: 2 * number)
-    assert error is None and rows == [{"case": True}] * 9 + [{"end": True}]
+    assert error is None and rows == [{"case": True}] * 6 + [{"end": True}]
     rows, error = run_cases(lambda number: 1 + number)
-    assert [row["case"] for row in rows[:-1]] == [True, True, True, True, False, True, True, False, False]
-    assert rows[4]["why"] == "double(2) is 3, not 4." and rows[8]["why"] == "3: one more"
+    assert [row["case"] for row in rows[:-1]] == [True, True, False, True, False, False]
+    assert rows[2]["why"] == "double(2) is 3, not 4." and rows[5]["why"] == "3: one more"
 
 
 def test_an_error_behind_a_failed_case_keeps_the_earlier_ones():
     rows, error = run_cases({1: 2}.get)
     assert isinstance(error, TypeError)  # None / 2, which the assertion before it guards
-    assert [row["case"] for row in rows] == [True, True, True, False]
+    assert [row["case"] for row in rows] == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("test", "is_of_type"),
+    [
+        ("found is not None", True),
+        ("not isinstance(found, int) or (found is None and callable(found))", True),
+        ("isinstance(found, int) and found > 1", False),
+        ("found == None", False),
+        ("found", False),
+    ],
+)
+def test_a_type_alone_is_worth_nothing(test, is_of_type):
+    assert cases.is_of_type(ast.parse(test, mode="eval").body) == is_of_type
+    source = cases.as_cases(f"def checker(answer):\n    found = answer()\n    assert {test}\n")
+    assert ("_passed()" in source, "_failed(" in source) == (not is_of_type, True)
 
 
 def test_an_answer_brings_what_it_uses_and_nothing_else():
@@ -354,8 +371,8 @@ def test_a_second_call_grades_only_what_is_new_and_says_the_same(small, tmp_path
     (folder / f"fay_{NOTEBOOK}.ipynb").write_text("{")
     first = graded(folder, tmp_path / "out")
     assert of(first, "ann")["points"] == "1.000"
-    assert (of(first, "bob")["points"], of(first, "bob")["message"]) == ("0.666", "double(2) is 3, not 4.")
-    assert of(first, "cem")["points"] == "0.333"  # 3 of 9 cases: those of 1
+    assert (of(first, "bob")["points"], of(first, "bob")["message"]) == ("0.500", "double(2) is 3, not 4.")
+    assert of(first, "cem")["points"] == "0.333"  # 2 of 6 cases: those of 1
     assert of(first, "cem")["line"] == "cell 1, line 3: raise ValueError(object())"
     assert "syntax error" in of(first, "dan")["message"] or "no function" in of(first, "dan")["message"]
     assert first[f"fay_{NOTEBOOK}.ipynb", ""]["points"] == ""
