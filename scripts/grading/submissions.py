@@ -54,30 +54,34 @@ def notebook_of(name, stems):
 
 
 def read(path, file):
-    stems = [one.stem for one in exercises.notebooks()]
-    notebook = notebook_of(path.name, stems)
-    if path.is_symlink():
-        return Submission(file, notebook, problem="a link, which is not followed: submit the file itself")
-    if not path.is_file():
-        return Submission(file, notebook, problem="neither a file nor a folder, but a pipe, a socket or a device")
-    if path.suffix not in (".ipynb", ".py"):
-        return Submission(file, notebook, problem="neither .ipynb nor .py")
-    if notebook is None:
-        return Submission(file, problem="no notebook of the course is in its name, such as 13_fsdp.ipynb")
+    notebook = notebook_of(path.name, [one.stem for one in exercises.notebooks()])
     try:
-        if path.stat().st_size > LARGEST:
-            return Submission(file, notebook, problem=f"larger than {LARGEST // 10**6} MB")
+        if reason := unfit(path, notebook):
+            return Submission(file, notebook, problem=reason)
         content = path.read_bytes()
         if not content.strip():
             return Submission(file, notebook, problem="the file is empty")
         cells = tuple(cells_of(content.decode("utf-8-sig"), path.suffix))
-    except UnicodeDecodeError:
-        return Submission(file, notebook, problem="is not UTF-8: save it with the encoding UTF-8")
     except OSError as error:
         return Submission(file, notebook, problem=f"cannot be read: {error.strerror}")
+    except UnicodeDecodeError:
+        return Submission(file, notebook, problem="is not UTF-8: save it with the encoding UTF-8")
     except ValueError as error:
         return Submission(file, notebook, problem=str(error))
     return Submission(file, notebook, cells, hashlib.sha256(content).hexdigest())
+
+
+def unfit(path, notebook):
+    """Return why a file is not to be read, or "". Raises OSError."""
+    if path.is_symlink():
+        return "a link, which is not followed: submit the file itself"
+    if not path.is_file():
+        return "neither a file nor a folder, but a pipe, a socket or a device"
+    if path.suffix not in (".ipynb", ".py"):
+        return "neither .ipynb nor .py"
+    if notebook is None:
+        return "no notebook of the course is in its name, such as 13_fsdp.ipynb"
+    return f"larger than {LARGEST // 10**6} MB" if path.stat().st_size > LARGEST else ""
 
 
 def cells_of(text, suffix):
