@@ -99,8 +99,7 @@ def refusal():
 class Sandbox:
     """A worker.py in a sandbox. ask() sends it a request, and returns its answer. close() ends all its processes."""
 
-    def __init__(self, memory=MEMORY):
-        self.memory = memory
+    def __init__(self):
         self.folder = None
         self.buffer = b""
         self.looked = 0.0
@@ -172,8 +171,8 @@ class Sandbox:
         if len(below) > PROCESSES:
             return f"more than {PROCESSES} processes: stopped"
         used = sum(map(own_bytes, below))
-        if used > self.memory:
-            return f"more than {self.memory / GB:g} GB of memory: stopped"
+        if used > MEMORY:
+            return f"more than {MEMORY / GB:g} GB of memory: stopped"
         return None
 
     def processes(self):

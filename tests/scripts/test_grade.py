@@ -31,9 +31,11 @@ WRONG = ("12_zero", "52_case_studies")  # notebooks whose wrong answers are grad
 
 @contextlib.contextmanager
 def small_course(folder):
-    """Put the small course in place of the real one, with shorter limits."""
+    """Put the small course in place of the real one, with lower limits and on one number of ranks."""
     course(folder / "notebooks")
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exercises, "SIZES", [2])
+        patch.setattr(sandbox, "MEMORY", 2 * sandbox.GB)
         patch.setattr(exercises, "NOTEBOOKS", folder / "notebooks")
         patch.setattr(grader, "SECONDS", 8)
         patch.setattr(grader, "CPU_SECONDS", 2)
@@ -287,8 +289,7 @@ def hostile(tmp_path_factory):
     fills = answer("return 2 * number", total=f"def total(mine):\n{textwrap.indent(bodies['fills'], '    ')}\n")
     submit(folder, early=fills)
     before = children()
-    with small_course(tmp_path_factory.mktemp("course")), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exercises, "SIZES", [2])  # one number of ranks: each harm is tried once
+    with small_course(tmp_path_factory.mktemp("course")):
         found = graded(folder, folder / "out")
     assert children() == before
     return found
