@@ -9,12 +9,14 @@ and the folders above it, say whose it is:
 
     submissions/alice/13_fsdp.ipynb      submissions/bob/13_fsdp.py      submissions/carol_13_fsdp (1).ipynb
 
-Only the functions that the exercises ask for are taken from it, and the imports, literal constants, functions and
-classes of its top level that they use. Its other statements are not run. A .py file may have cells: `# %%` begins one.
+Only the functions that the exercises ask for are taken from it, and the imports, functions, classes and constants of
+its top level that they use. A constant may be computed, as `float("inf")` or `2 * SIZE`. Its other statements
+are not run. A .py file may have cells: `# %%` begins one.
 
-Each answer runs on 2, 3 and 4 ranks, or on those that its checker allows. The assertions of the checker are cases;
-the points are the share that passed. Every submission has a sandbox without a network and without files but Python and
-labkit; it limits time, memory, processes and output. Without bubblewrap only these limits hold.
+Each answer runs on 2, 3 and 4 ranks, or on those that its checker allows. The assertions of the checker are cases,
+but for a passed test of a type or None; the points are the share that passed. Every submission has a sandbox without a
+network and without files but Python and labkit; it limits time, memory, processes and output. Without bubblewrap only
+these limits hold.
 
 grades.html shows each answer's source: look at it. The sandbox protects the machine and the other grades, but an answer
 that rewrites the checker can give itself full marks.
@@ -33,6 +35,7 @@ from labkit.measure.machine import usable_cores
 
 ROOT = Path(__file__).resolve().parent.parent
 MOST_JOBS = 8  # by default; a sandbox may use 4 GB
+WAITING = 1  # jobs more than cores: an answer that hangs, or waits for its ranks to end, uses no core
 
 
 def parser():
@@ -41,7 +44,7 @@ def parser():
     )
     found.add_argument("folder", type=Path, metavar="FOLDER", help="the submissions")
     found.add_argument("--out", type=Path, metavar="FOLDER", help="for the results (runs/grades-NAME)")
-    usual = min(usable_cores(), MOST_JOBS)
+    usual = min(usable_cores() + WAITING, MOST_JOBS)
     found.add_argument("--jobs", type=positive, default=usual, metavar="N", help=f"submissions in parallel ({usual})")
     return found
 

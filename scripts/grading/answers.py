@@ -15,6 +15,7 @@ from grading.exercises import plain
 # names that each rank provides; a submission's own value, such as world_size = 2, would be wrong on 3 ranks
 GIVEN = ("torch", "dist", "comm", "rank", "world_size", "local_rank", "node", "device", "attempt", "record", "progress")
 DEFINITIONS = (ast.FunctionDef, ast.ClassDef)
+SIMPLE = ("abs", "bool", "complex", "float", "frozenset", "int", "len", "list", "range", "round", "set", "sum", "tuple")
 
 
 class Unreadable(Exception):
@@ -45,37 +46,68 @@ def statements(cells):
     return found, broken
 
 
-def names_defined(node):
-    """Return the names that a statement defines, if an answer may use it: a definition, import or constant."""
+def names_defined(node, known):
+    """Return the names that a statement defines, if an answer may use it: a definition, import or constant.
+
+    known: names that are defined before it.
+    """
     if isinstance(node, DEFINITIONS):
         return [node.name]
     if isinstance(node, ast.Import):
         return [alias.asname or alias.name.partition(".")[0] for alias in node.names]
     if isinstance(node, ast.ImportFrom):
         return [alias.asname or alias.name for alias in node.names]
-    if isinstance(node, (ast.Assign, ast.AnnAssign)) and is_constant(node.value):
+    if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value and is_constant(node.value, known):
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         return [target.id for target in targets if isinstance(target, ast.Name)]
     return []
 
 
-def is_constant(value):
-    try:
-        ast.literal_eval(value)
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-        return False
-    return True
+def is_constant(value, known):
+    """Return whether a value needs only literals, known names and SIMPLE functions, as `float("inf")` and `2 * SIZE`.
+
+    A result, such as `loss = losses[-1]` of a plot, could end an answer that only has a `loss` of its own.
+    """
+    nodes = list(at_once(value))
+    own = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    names = {node.id for node in nodes if isinstance(node, ast.Name)} - own
+    return names <= {*known, *GIVEN, *SIMPLE} and not any(map(may_fail, nodes))
+
+
+def may_fail(node):
+    """Return whether an operation may fail for a value that other statements have changed: a[-1], total / count."""
+    if isinstance(node, ast.Call):
+        return not isinstance(node.func, ast.Name) or node.func.id not in SIMPLE
+    if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Div, ast.FloorDiv, ast.Mod)):
+        return not isinstance(node.right, ast.Constant)
+    return isinstance(node, (ast.Subscript, ast.Await, ast.Yield, ast.YieldFrom))
+
+
+def names_used(node):
+    return {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
+
+
+def at_once(node):
+    """Yield the nodes of an expression that are evaluated with it: not the body of a lambda."""
+    waiting = [node]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        waiting += [node.args] if isinstance(node, ast.Lambda) else ast.iter_child_nodes(node)
 
 
 def pieces(cells, name):
     """Return the Pieces of the answer `name`, in the order of the submission. Raises Unreadable.
 
-    If a name is defined several times, the last definition counts, as in a notebook that is run from top to bottom.
+    If a name is defined several times, the last definition counts, as in a notebook that is run from top to bottom;
+    for a constant, also the one before it.
     """
     found, broken = statements(cells)
-    defined = {}
+    defined, before = {}, []
     for place, (node, _, _) in enumerate(found):
-        defined |= {one: place for one in names_defined(node) if one not in GIVEN}
+        early = names_used(node) if isinstance(node, (ast.Assign, ast.AnnAssign)) else ()
+        before.append([defined[one] for one in early if one in defined])
+        defined |= {one: place for one in names_defined(node, defined) if one not in GIVEN}
     if name not in defined or not isinstance(found[defined[name]][0], ast.FunctionDef):
         raise missing(name, found, broken)
     later = [one for one in broken if one[0] > found[defined[name]][2] and f"def {name}(" in one[1]]
@@ -86,8 +118,7 @@ def pieces(cells, name):
         place = waiting.pop()
         if place not in wanted:
             wanted.add(place)
-            used = {node.id for node in ast.walk(found[place][0]) if isinstance(node, ast.Name)}
-            waiting += [defined[one] for one in used if one in defined]
+            waiting += [defined[one] for one in names_used(found[place][0]) if one in defined] + before[place]
     return [piece(*found[place]) for place in sorted(wanted)]
 
 

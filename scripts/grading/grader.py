@@ -23,6 +23,7 @@ from grading import cases, exercises
 from grading.sandbox import ROOT, Ended, Sandbox
 
 SECONDS = 20  # wall-clock limit of a run
+CPU_SECONDS = 8  # of the CPU that a rank may use
 COLLECTIVE = 10  # seconds that a collective waits for other ranks
 START = 40  # seconds that a sandbox may take to start
 NOTHING = {"finished": False, "passed": 0, "tried": 0, "failed": [], "rank": 0, "seconds": 0.0}
@@ -148,16 +149,22 @@ def graded(submission, exercise, box, stopping):
     if not known["finished"]:
         return {exercise.ranks[0]: known}
     request |= {"checker": exercise.checker, "source": cases.as_cases(exercise.source)}
+    request["cpu_seconds"] = CPU_SECONDS
     request |= {"options": {"timeout": SECONDS, "collective_timeout": COLLECTIVE}}
     results = {}
     for ranks in exercise.ranks:
         result = box.ask(request | {"ranks": ranks}, stopping)
         results[ranks] = {"line": known.get("line", ""), "answer": known.get("answer", "")} | result
-        if not result["finished"] and (result.get("ended") or result["seconds"] >= COLLECTIVE):
+        if not result["finished"] and hangs(result):
             break
     if not all(result["finished"] for result in results.values()):
         box.close()
     return results
+
+
+def hangs(result):
+    """Return whether an unfinished run would cost as much time on other numbers of ranks."""
+    return result.get("ended") or result["seconds"] >= COLLECTIVE or cases.SLOW in result.get("error", "")
 
 
 def run_all(waiting, store, jobs, show):

@@ -13,6 +13,7 @@ network is a loopback of its own. Without bubblewrap, only the limits hold.
 The watch is the parent. Killing the sandbox's first process ends all others in its namespace.
 """
 
+import contextlib
 import functools
 import json
 import os
@@ -51,15 +52,16 @@ def arguments(python=sys.executable):
     The repository is covered by an empty folder in case Python's own folder contains it.
     """
     bound = [*SYSTEM, sys.base_prefix]
-    words = [word for place in bound if os.path.exists(place) for word in ("--ro-bind", place, place)]
+    words = ["--proc", "/proc", "--dev", "/dev"]
+    words += [word for place, size in DISK.items() for word in ("--size", str(size), "--tmpfs", place)]
+    words += [word for place in bound if os.path.exists(place) for word in ("--ro-bind", place, place)]
     inside = any(ROOT.is_relative_to(place) for place in bound)
     words += ["--tmpfs", str(ROOT)] if inside else []
     words += ["--ro-bind", sys.prefix, sys.prefix] if sys.prefix != sys.base_prefix else []
     words += ["--ro-bind", str(ROOT / "labkit"), f"{HOME}/labkit"]
     words += ["--ro-bind", str(ROOT / "scripts" / "grading"), f"{HOME}/grading"]
     # To the kernel, root in a sandbox is root: it could write /proc/sys.
-    words += ["--proc", "/proc", "--ro-bind", "/proc/sys", "/proc/sys", "--dev", "/dev"]
-    words += [word for place, size in DISK.items() for word in ("--size", str(size), "--tmpfs", place)]
+    words += ["--ro-bind", "/proc/sys", "/proc/sys"]
     words += ["--remount-ro", "/dev", "--unshare-all", "--unshare-user", "--disable-userns"]
     words += ["--uid", "65534", "--gid", "65534", "--hostname", "sandbox", "--new-session", "--die-with-parent"]
     words += ["--chdir", "/tmp", "--clearenv"]
@@ -97,8 +99,7 @@ def refusal():
 class Sandbox:
     """A worker.py in a sandbox. ask() sends it a request, and returns its answer. close() ends all its processes."""
 
-    def __init__(self, memory=MEMORY):
-        self.memory = memory
+    def __init__(self):
         self.folder = None
         self.buffer = b""
         self.looked = 0.0
@@ -170,8 +171,8 @@ class Sandbox:
         if len(below) > PROCESSES:
             return f"more than {PROCESSES} processes: stopped"
         used = sum(map(own_bytes, below))
-        if used > self.memory:
-            return f"more than {self.memory / GB:g} GB of memory: stopped"
+        if used > MEMORY:
+            return f"more than {MEMORY / GB:g} GB of memory: stopped"
         return None
 
     def processes(self):
@@ -189,6 +190,10 @@ class Sandbox:
     def close(self):
         """Kill all processes, wait until they are gone, and remove the files."""
         below = self.processes()
+        if below and not self.folder:
+            kill(below[0])  # the first process of the namespace; bubblewrap waits for it, and ends
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(timeout=10)
         self.process.kill()
         deadline = time.monotonic() + 10
         while below and time.monotonic() < deadline:

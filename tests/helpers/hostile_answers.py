@@ -44,7 +44,7 @@ SOLUTION = f"def double(number):\n    return 2 * number\n\n{TOTAL}"
 # name: (body of double(), words of the message; a tuple: one of them)
 # On a busy machine, memory that grows may reach the time limit first.
 HOSTILE = {
-    "loop": ("while True:\n    pass", "stopped after"),
+    "loop": ("while True:\n    pass", ("does a loop not end?", "stopped after")),
     "forks": ("import os\nwhile True:\n    os.fork()", ("more than", "OSError", "BlockingIOError")),
     "memory": ("return torch.ones(10 * 2**28)", "can't allocate memory"),
     "creeping": (

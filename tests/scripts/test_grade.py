@@ -1,7 +1,9 @@
 """`lab grade`: cases, points and pages; and answers that harm whoever runs them cost only their own row."""
 
+import ast
 import contextlib
 import csv
+import math
 import os
 import re
 import shutil
@@ -17,6 +19,7 @@ from pathlib import Path
 import grade
 import psutil
 import pytest
+import torch
 import yaml
 from grading import answers, cases, exercises, grader, report, sandbox, submissions
 from hostile_answers import CHECKERS, HOSTILE, NOTEBOOK, SOLUTION, STUBS, answer, course, notebook
@@ -28,11 +31,14 @@ WRONG = ("12_zero", "52_case_studies")  # notebooks whose wrong answers are grad
 
 @contextlib.contextmanager
 def small_course(folder):
-    """Put the small course in place of the real one, with shorter limits."""
+    """Put the small course in place of the real one, with lower limits and on one number of ranks."""
     course(folder / "notebooks")
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exercises, "SIZES", [2])
+        patch.setattr(sandbox, "MEMORY", 2 * sandbox.GB)
         patch.setattr(exercises, "NOTEBOOKS", folder / "notebooks")
         patch.setattr(grader, "SECONDS", 8)
+        patch.setattr(grader, "CPU_SECONDS", 2)
         patch.setattr(grader, "COLLECTIVE", 6)
         yield
 
@@ -45,7 +51,7 @@ def small(tmp_path_factory):
 
 def graded(folder, out, *options):
     """{(file, exercise): row of the CSV} of `lab grade`."""
-    assert grade.grade([str(folder), "--out", str(out), "--jobs", "2", *options]) == 0
+    assert grade.grade([str(folder), "--out", str(out), "--jobs", "3", *options]) == 0
     with open(out / "grades.csv", newline="") as file:
         return {(row["file"], row["exercise"]): row for row in csv.DictReader(file)}
 
@@ -93,16 +99,32 @@ def run_cases(double):
 
 def test_every_assertion_is_a_case_and_is_tried():
     rows, error = run_cases(lambda number: 2 * number)
-    assert error is None and rows == [{"case": True}] * 9 + [{"end": True}]
+    assert error is None and rows == [{"case": True}] * 6 + [{"end": True}]
     rows, error = run_cases(lambda number: 1 + number)
-    assert [row["case"] for row in rows[:-1]] == [True, True, True, True, False, True, True, False, False]
-    assert rows[4]["why"] == "double(2) is 3, not 4." and rows[8]["why"] == "3: one more"
+    assert [row["case"] for row in rows[:-1]] == [True, True, False, True, False, False]
+    assert rows[2]["why"] == "double(2) is 3, not 4." and rows[5]["why"] == "3: one more"
 
 
 def test_an_error_behind_a_failed_case_keeps_the_earlier_ones():
     rows, error = run_cases({1: 2}.get)
     assert isinstance(error, TypeError)  # None / 2, which the assertion before it guards
-    assert [row["case"] for row in rows] == [True, True, True, False]
+    assert [row["case"] for row in rows] == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("test", "is_of_type"),
+    [
+        ("found is not None", True),
+        ("not isinstance(found, int) or (found is None and callable(found))", True),
+        ("isinstance(found, int) and found > 1", False),
+        ("found == None", False),
+        ("found", False),
+    ],
+)
+def test_a_type_alone_is_worth_nothing(test, is_of_type):
+    assert cases.is_of_type(ast.parse(test, mode="eval").body) == is_of_type
+    source = cases.as_cases(f"def checker(answer):\n    found = answer()\n    assert {test}\n")
+    assert ("_passed()" in source, "_failed(" in source) == (not is_of_type, True)
 
 
 def test_an_answer_brings_what_it_uses_and_nothing_else():
@@ -113,6 +135,41 @@ def test_an_answer_brings_what_it_uses_and_nothing_else():
     assert [(piece.cell, piece.line) for piece in found] == [(1, 1), (1, 4), (2, 1), (4, 6)]
     assert found[-1].text.startswith("@torch.no_grad()\ndef f")
     assert "is not run" not in "".join(piece.text for piece in found)
+
+
+CONSTANTS = """
+import math
+INF = float("inf")
+EPS = 2 ** -10
+TYPE: object = torch.bfloat16
+n = 4
+SIZE = math.tau * n
+n = 8
+squares = [one * one for one in range(world_size)]
+scale = lambda x: helper(x) / n
+def helper(x):
+    return x + EPS
+"""
+RESULTS = """
+losses = []
+count = 0
+run = launch("x = 1")
+last = losses[-1]
+best = max(losses)
+ratio = 1 / count
+kept = unknown
+"""
+
+
+def test_an_answer_brings_values_that_are_computed_but_no_results():
+    answer = "def f(x, run, last, best, ratio, kept):\n    return scale(x), INF, TYPE, SIZE, squares\n"
+    found = answers.pieces([CONSTANTS, RESULTS, answer], "f")
+    namespace = {"torch": torch, "world_size": 3}
+    exec("\n".join(piece.text for piece in found), namespace)
+    want = ((2 + 2**-10) / 8, math.inf, torch.bfloat16, 4 * math.tau, [0, 1, 4])
+    assert namespace["f"](2, 0, 0, 0, 0, 0) == want
+    local = answer.replace("return", "run = last = best = ratio = kept = 0\n    return")
+    assert answers.pieces([CONSTANTS, RESULTS, local], "f")[:-1] == found[:-1]
 
 
 @pytest.mark.parametrize(
@@ -147,6 +204,35 @@ def test_a_file_belongs_to_the_notebook_that_its_name_contains(tmp_path):
     assert all(problem for _, problem in found.values())
     assert sorted(found) == ["13_fsdp.txt", "c/12_zero.ipynb", "d_12_zero.py", "e_12_zero.py", "essay.py"]
     assert "nested too deeply" in found["c/12_zero.ipynb"][1] and "a link" in found["d_12_zero.py"][1]
+
+
+def test_what_cannot_be_read_has_a_line_that_says_why(tmp_path, monkeypatch):
+    os.mkfifo(tmp_path / "a_12_zero.py")
+    (tmp_path / "b_12_zero.py").write_bytes("# \u00fc".encode("latin-1"))
+    (tmp_path / "c_12_zero.ipynb").write_text("\n")
+    (tmp_path / "d").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "d")
+    monkeypatch.chdir(tmp_path)  # the path of a socket is short
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind("s")
+        known = os.scandir
+
+        def closed(path):
+            if Path(path).name == "d":
+                raise PermissionError(13, "Permission denied", str(path))
+            return known(path)
+
+        monkeypatch.setattr(os, "scandir", closed)  # root may read every folder
+        found = {one.file: one.problem for one in submissions.find(tmp_path, tmp_path / "out")}
+    pipe = "neither a file nor a folder, but a pipe, a socket or a device"
+    assert found.pop("link").startswith("a link")
+    assert found == {
+        "a_12_zero.py": pipe,
+        "b_12_zero.py": "is not UTF-8: save it with the encoding UTF-8",
+        "c_12_zero.ipynb": "the file is empty",
+        "d": "a folder that cannot be read: Permission denied",
+        "s": pipe,
+    }
 
 
 # Points and pages
@@ -272,7 +358,8 @@ def test_an_answer_reaches_no_file_and_no_network(small, tmp_path):
         server.setblocking(False)
         with pytest.raises(BlockingIOError):
             server.accept()
-    assert of(found, "eve")["message"] == "RuntimeError: reached: []"
+    own = [f"wrote {ROOT}"] if ROOT.is_relative_to("/tmp") else []  # an empty folder of the sandbox's own /tmp
+    assert of(found, "eve")["message"] == f"RuntimeError: reached: {own}"
     assert [place for place in places if Path(place, "lab-grade-was-here").exists()] == []
 
 
@@ -285,8 +372,8 @@ def test_a_second_call_grades_only_what_is_new_and_says_the_same(small, tmp_path
     (folder / f"fay_{NOTEBOOK}.ipynb").write_text("{")
     first = graded(folder, tmp_path / "out")
     assert of(first, "ann")["points"] == "1.000"
-    assert (of(first, "bob")["points"], of(first, "bob")["message"]) == ("0.666", "double(2) is 3, not 4.")
-    assert of(first, "cem")["points"] == "0.333"  # 3 of 9 cases: those of 1
+    assert (of(first, "bob")["points"], of(first, "bob")["message"]) == ("0.500", "double(2) is 3, not 4.")
+    assert of(first, "cem")["points"] == "0.333"  # 2 of 6 cases: those of 1
     assert of(first, "cem")["line"] == "cell 1, line 3: raise ValueError(object())"
     assert "syntax error" in of(first, "dan")["message"] or "no function" in of(first, "dan")["message"]
     assert first[f"fay_{NOTEBOOK}.ipynb", ""]["points"] == ""
