@@ -84,7 +84,7 @@ TO = ("-", "--to", "statefulset")
         (("-", "--to", "slurm", "--image", "a"), "", "--image does not fit --to slurm: it is for statefulset"),
         (("/nowhere.yaml", "--check"), "", "cannot read /nowhere.yaml: No such file or directory"),
         (TO, "a: [", "standard input is not YAML: "),
-        (TO, "", "must have the fields of one experiment"),
+        (TO, "", "standard input is empty"),
         (TO, "- 1\n- 2", "must have the fields of one experiment"),
         (TO, "modle: gpt", "standard input: unknown key 'modle': did you mean 'model'?"),
         (TO, "steps: many", "Experiment(steps='many'): must be of type int"),
