@@ -127,7 +127,9 @@ def rows(course, state):
 
 
 def draw(course, state):
-    title = f"A step of {state.case}: predicted"
+    found = list(both(course, state).values())
+    faster = found[0].seconds / found[-1].seconds
+    title = f"{state.case}: {faster:.2f} times as fast on {found[-1].job.gpu.name}"
     figure = stacked_bars(rows(course, state), "step_seconds", "gpu", "part", "seed", title)
     figure.axes[0].set_xlabel("a step (s)")
     return figure
