@@ -138,7 +138,9 @@ class Pool:
             process.kill()
         for process in self.processes:
             process.join()
-        self.guard.communicate()
+        self.guard.kill()  # not waited for: a child of a test may hold the other end of its standard input
+        self.guard.stdin.close()
+        self.guard.wait()
         for connection in self.connections:
             connection.close()
         self.folder.cleanup()
