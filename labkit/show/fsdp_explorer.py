@@ -77,7 +77,8 @@ def draw(frame, state):
         axes.set_ylabel("step time (ms)")
         axes.grid(axis="both")
         draw_legend(figure, colours, dict.fromkeys(points["mode"]))
-        style.entitle(figure, f"{words_of(state)[0].upper()}{words_of(state)[1:]}")
+        step, held = (style.quantity(mine[c], style.unit_of(c)) for c in ("step_ms", "held_bytes"))
+        style.entitle(figure, f"{words_of(state)}: {step} a step, at most {held} held")
     return figure
 
 

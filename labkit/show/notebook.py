@@ -15,6 +15,8 @@ from labkit.measure import machine
 from labkit.measure.machine import ROOT
 from labkit.show import style, tables
 
+NUMBER = re.compile(r"[-–—+−±<>≤≥~≈$(]*(\.?\d|$)")  # the start of a quantity, or an empty cell
+
 
 def source(*objects):
     """Show the source of functions, classes, methods, modules, headed "labkit/ddp/ddp.py:40-72"."""
@@ -89,7 +91,7 @@ def prediction(frame, provenance):
 
 
 def table(frame, caption):
-    """Show a DataFrame as a Markdown table (first column left, others right), caption below.
+    """Show a DataFrame as a Markdown table (words left, numbers right), caption below.
 
     Cells and caption are shown as text: they may come from an untrusted file.
     """
@@ -97,7 +99,7 @@ def table(frame, caption):
         [style.name(name) for name in frame.columns],
         *([str(value) for value in row] for row in frame.to_numpy()),
     ]
-    rules = [":--", *["--:"] * (len(frame.columns) - 1)]
+    rules = [":--", *(rule(column) for _, column in list(frame.items())[1:])]
     escaped = [[as_text(cell) for cell in row] for row in cells]
     lines = ["| " + " | ".join(row) + " |" for row in (escaped[0], rules, *escaped[1:])]
     plain = frame.to_string(index=False)
@@ -108,6 +110,12 @@ def table(frame, caption):
         },
         raw=True,
     )
+
+
+def rule(column):
+    """Return the Markdown rule of a column: left if most of its cells are words, else right."""
+    words = [isinstance(value, str) and not NUMBER.match(value) for value in column]
+    return ":--" if 2 * sum(words) > len(words) else "--:"
 
 
 def as_text(words):

@@ -106,14 +106,14 @@ def memory(peaks, spare, title=None):
 def draw_memory(axes, peaks, spare):
     has = next(iter(peaks.values())).memory
     stacks = {name: {kind: getattr(peak, kind) for kind in KINDS} for name, peak in peaks.items()}
-    draw_stacks(axes, stacks, COLOURS)
+    draw_stacks(axes, stacks, COLOURS, "GiB")
     axes.axvline(has, color=style.RED, linewidth=1.6)
     axes.axvline((1 - spare) * has, color=style.RED, linewidth=1.2, linestyle="--")
     axes.set_xlim(0, 1.12 * max(has, *(peak.total for peak in peaks.values())))
-    axes.set_xlabel(f"GiB of a GPU; red: its {has:g} GiB, dashed: {1 - spare:.0%} of them")
+    axes.set_xlabel(f"memory of a GPU (GiB); red: its {has:g}, dashed: {1 - spare:.0%} of it")
 
 
-def draw_stacks(axes, stacks, colours):
+def draw_stacks(axes, stacks, colours, unit):
     """Draw bars of {name: {part: size}}, totals at the right. colours: {part: colour}."""
     parts, small = {}, [0.0] * len(stacks)
     for part, colour in colours.items():
@@ -128,7 +128,7 @@ def draw_stacks(axes, stacks, colours):
     for row, sizes in enumerate(stacks.values()):
         end = sum(sizes.values())
         right = {"xycoords": ("axes fraction", "data"), "size": 10, "weight": "bold"}
-        style.beside(axes, f"{end:,.3g}", (1, row), (4, 0), **right)
+        style.beside(axes, f"{end:,.3g} {unit}", (1, row), (4, 0), **right)
     axes.set_yticks(range(len(stacks)), list(stacks))
     axes.set_ylim(len(stacks) - 0.5, -0.5)
     axes.tick_params(axis="y", length=0)
@@ -150,9 +150,9 @@ def draw(job, state):
         draw_memory(above, {"memory": peak}, job.spare)
         if found:
             spent = found.step.parts
-            draw_stacks(axes[1], {"step": spent}, style.palette(spent))
+            draw_stacks(axes[1], {"step": spent}, style.palette(spent), "s")
             axes[1].set_xlim(0, 1.12 * found.seconds)
-            axes[1].set_xlabel("seconds of a step (s)")
+            axes[1].set_xlabel("time of a step (s)")
         style.entitle(figure, f"{headline(state)}, predicted: {FEW if found else 'too large'}")
     return figure
 

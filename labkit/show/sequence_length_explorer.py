@@ -69,21 +69,30 @@ def headline(state):
     return ", ".join(f"{name} {value}" for name, value in state.chosen)
 
 
+def longest(frame):
+    """Return {variant: the longest of its lengths that fits, or None}."""
+    fits = frame[frame["bytes"] <= CAPACITY].groupby("variant")["tokens"].max()
+    return {variant: fits.get(variant) for variant in dict.fromkeys(frame["variant"])}
+
+
 def draw(predict, state):
-    return memory_by_length(rows(predict, state), headline(state), CAPACITY)
+    frame = rows(predict, state)
+    fits = {variant: tokens for variant, tokens in longest(frame).items() if tokens}
+    most = max(fits.values(), default=0)
+    names = [style.name(variant) for variant, tokens in fits.items() if tokens == most]
+    message = f"up to {most:,} tokens fit with {' and '.join(names)}" if fits else "nothing fits"
+    return memory_by_length(frame, f"{headline(state)}: {message}", CAPACITY)
 
 
 def takeaway(predict, state):
     """Return one sentence: the longest of the lengths that fits, for each variant."""
-    frame = rows(predict, state)
-    longest = []
-    for variant, of_variant in frame.groupby("variant", sort=False):
-        fits = of_variant[of_variant["bytes"] <= CAPACITY]["tokens"]
-        words = f"{fits.max():,} tokens" if len(fits) else "none of these lengths"
-        longest.append(f"{words} for {style.name(variant)}")
+    found = []
+    for variant, tokens in longest(rows(predict, state)).items():
+        words = f"{tokens:,} tokens" if tokens else "none of these lengths"
+        found.append(f"{words} for {style.name(variant)}")
     limit = style.quantity(CAPACITY, "bytes")
     longest_of = f"the longest of these lengths that fits into {limit}"
-    return f"{headline(state)}: {longest_of} is {', '.join(longest)}."
+    return f"{headline(state)}: {longest_of} is {', '.join(found)}."
 
 
 def small(predict, state):

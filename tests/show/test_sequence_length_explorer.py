@@ -24,7 +24,16 @@ def test_a_line_for_each_variant_and_one_for_the_capacity():
     axes = sequence_length_explorer.draw(predict, STATE).axes[0]
     assert len(axes.lines) == 3
     assert list(axes.lines[0].get_ydata()) == [predict("square", T, 2) for T in STATE.tokens]
+    assert axes.figure.get_suptitle() == "heads 2: up to 1,048,576 tokens fit with line"
     assert publish.png(axes.figure, dpi=50)
+
+
+def test_the_title_names_all_that_reach_as_far_and_says_if_none_fits(monkeypatch):
+    same = sequence_length_explorer.State(("square", "line"), (2**10,), (("heads", 2),))
+    title = sequence_length_explorer.draw(predict, same).get_suptitle()
+    assert title == "heads 2: up to 1,024 tokens fit with square and line"
+    monkeypatch.setattr(sequence_length_explorer, "CAPACITY", 1)
+    assert sequence_length_explorer.draw(predict, same).get_suptitle() == "heads 2: nothing fits"
 
 
 def test_the_controls_draw_anew():

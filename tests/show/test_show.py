@@ -307,6 +307,18 @@ def test_predictions(shown):
         tables.predicted_measured([{"quantity": "sent", "unit": "bytes", "predicted": 1}])
 
 
+def test_a_table_has_its_words_left_and_its_numbers_right(shown):
+    rows = {
+        "run": ["a", "b", "c"],
+        "count": [1, 2, float("nan")],
+        "time": ["1.5 ms", "-2 ms", "none"],
+        "blank": ["", "-", "≤ 3"],
+        "verdict": ["slower", "cannot tell", "–"],
+    }
+    notebook.table(pd.DataFrame(rows), "measured")
+    assert shown[0][0]["text/markdown"].splitlines()[1] == "| :-- | --: | --: | --: | :-- |"
+
+
 def test_a_ratio_is_clear_of_one_and_of_the_noise():
     plain = [10.0] * 9
     times = {"plain": plain, "fast": [7.0, 8.0, 9.0] * 3, "slow": [11.0, 12.0, 13.0] * 3, "near": [9.0, 9.8, 9.9] * 3}
