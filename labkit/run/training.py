@@ -304,7 +304,7 @@ class Run:
 
     def problems(self, state):
         saved = dict(state["fields"])
-        saved["clip"] = saved["clip"] or 0.0  # it was None in older checkpoints
+        saved["clip"] = saved.get("clip") or 0.0  # older checkpoints had None or no clip
         return [
             f"{name} was {was!r}, is now {self.now[name]!r}"
             for name, was in saved.items()

@@ -476,6 +476,17 @@ def test_a_run_goes_on_from_a_step_with_another_rate_on_purpose(tmp_path):
     assert code == 1 and "has no complete checkpoint of step 77" in error
 
 
+@pytest.mark.parametrize("old", [{}, {"clip": None}])
+def test_a_checkpoint_from_before_clipping_was_a_field_loads(old):
+    experiment = Experiment()
+    now = train.Run(experiment, {})
+    state = now.state_dict()
+    state["fields"] = {name: was for name, was in state["fields"].items() if name != "clip"} | old
+    assert now.problems(state) == []
+    clips = train.Run(Experiment(clip=0.5), {})
+    assert clips.problems(state) == ["clip was 0.0, is now 0.5"]
+
+
 def first_batch(rank, world_size, strategy):
     experiment = Experiment(strategy=strategy, batch_size=4 * world_size)
     participant = Participant(Context(rank, world_size, rank, 0, torch.device("cpu"), None), experiment)
