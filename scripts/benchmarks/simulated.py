@@ -43,7 +43,7 @@ BLOCKS = 6
 WIDTH = 256
 SIZES = (2**16, 2**19)  # elements of the messages that are timed alone
 # limits of the error
-MEDIAN = 0.05
+MEDIAN = 0.03
 WORST = 0.15
 
 
