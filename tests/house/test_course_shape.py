@@ -1,6 +1,7 @@
 """Every notebook of the course by one plan: how it begins, where its picture is, how long its cells are."""
 
 import ast
+import re
 
 import batch
 import pytest
@@ -9,6 +10,8 @@ from IPython.core.inputtransformer2 import TransformerManager
 COURSE = [path for path in batch.course() if path.stem != batch.MAIN_JOB]
 LONGEST = 20  # lines of a code cell that is not folded
 FIRST_PICTURE = 10  # the last place of the first picture, counted from 0
+WORDS = 1800
+CELLS = 40
 
 
 def names(path):
@@ -48,3 +51,11 @@ def test_it_has_two_exercises(path):
     trees = [ast.parse(plain(cell.source)) for cell in code(path)]
     calls = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
     assert sum(ast.unparse(call.func) == "check" and len(call.args) == 2 for call in calls) >= 2
+
+
+@pytest.mark.parametrize("path", batch.course(), ids=names)
+def test_it_is_not_longer_than_an_evening(path):
+    cells = batch.read(path).cells
+    text = " ".join(cell.source for cell in cells if cell.cell_type == "markdown")
+    words = [word for word in re.sub("<[^>]+>", "", text).split() if re.search(r"\w", word)]
+    assert len(words) <= WORDS and len(cells) <= CELLS
