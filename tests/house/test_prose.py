@@ -63,7 +63,7 @@ def test_there_are_calculations():
         ("sends 2 × 63/64 × 14 = 27.6 GB", True),
         ("sends 2 × 63/64 × 14 = 28.6 GB", False),
         ("16 bytes × 70 billion = 1,120 GB", True),
-        ("16 bytes × 7 billion = 1,120 GB", False),
+        ("16 bytes × 70 billion = 1,220 GB", False),
         ("so √(2 · 30 · 11,135) = 817 s", True),
         ("lost: 30/817 + 817/22,270 = 7 %", True),
         ("lost: 30/817 + 817/22,270 = 8 %", False),
