@@ -19,7 +19,7 @@ CALCULATION = re.compile(
 
 def text_of(path):
     cells = [cell.source for cell in batch.read(path).cells if cell.cell_type == "markdown"]
-    text = re.sub(r"<sup>", "^", "\n".join(cells))
+    text = "\n".join(cells).replace("<sup>", "^")
     text = re.sub(r"<[^>]+>|\]\([^)]*\)|`[^`]*`", "", text)
     return html.unescape(text).replace("\n", " ")
 
