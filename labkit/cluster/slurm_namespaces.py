@@ -171,11 +171,13 @@ class Cluster:
 
     def processes(self):
         """Return the processes of all nodes' jobs: those below a slurmstepd."""
-        below = psutil.Process(self.process.pid).children(recursive=True)
+        below = names(psutil.Process(self.process.pid).children(recursive=True))
+        jobs = []
+        for step in [process for process, name in below.items() if name == "slurmstepd"]:
+            with suppress(psutil.NoSuchProcess):
+                jobs += step.children(recursive=True)
         daemons = (*DAEMONS, "slurmstepd")
-        steps = [process for process in below if process.name() == "slurmstepd"]
-        jobs = [child for step in steps for child in step.children(recursive=True)]
-        return [process for process in jobs if process.name() not in daemons]
+        return [process for process, name in names(jobs).items() if name not in daemons]
 
     def close(self):
         """Kill all processes of the cluster and remove its folder. Does nothing the second time."""
@@ -440,6 +442,15 @@ def kill_inside(namespace):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(POLL)
+
+
+def names(processes):
+    """Return {process: its name}, without those that have ended."""
+    found = {}
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            found[process] = process.name()
+    return found
 
 
 def processes_in(namespace):
