@@ -63,6 +63,15 @@ def test_a_killed_node_is_down_and_can_be_started_again(real):
         assert answer == "node1\n"
 
 
+def test_a_process_that_ends_meanwhile_is_left_out():
+    child = subprocess.Popen(["sleep", "600"])
+    process = psutil.Process(child.pid)
+    assert slurm_namespaces.names([process]) == {process: "sleep"}
+    child.kill()
+    child.wait()
+    assert slurm_namespaces.names([process]) == {}
+
+
 @pytest.mark.parametrize("how", ["interrupt", "kill"])
 def test_nothing_is_left(real, how):
     owner = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True, cwd=ROOT)
