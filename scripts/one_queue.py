@@ -14,7 +14,8 @@ import nbformat
 import pytest
 from xdist.scheduler.loadscope import LoadScopeScheduling
 
-TOGETHER = (".ipynb", "test_browser.py", "test_lab_command.py", "test_web.py")
+TOGETHER = (".ipynb", "test_browser.py", "test_lab_command.py", "test_web.py", "test_checkpoint_on_s3.py")
+TOGETHER += ("test_grade.py", "test_sweep.py", "test_slurm_launch.py", "test_slurm_training.py")
 COLOURS = r"\x1b\[[\d;]*m"  # in a traceback of a notebook
 FEW = 2  # cases of one function that `--quick` runs
 NOTEBOOK_LIMIT = 900  # seconds for one cell or job, also on a busy machine
@@ -42,7 +43,7 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 class Queue(LoadScopeScheduling):
-    """A scheduler of single cases; cases that share a kernel, a server or a .venv stay together, largest first."""
+    """A scheduler of single cases; those that share a kernel, a server, a cluster or a .venv stay together."""
 
     def _split_scope(self, nodeid):
         file = nodeid.partition("::")[0]

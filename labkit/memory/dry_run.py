@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_leaves
 
-from labkit import comm
+from labkit import comm, gloo_workarounds
 from labkit.amp.autocast_lists import TABLES
 from labkit.amp.autocast_mode import autocast
 from labkit.fsdp import flat_param
@@ -50,8 +50,17 @@ def fake_ranks(rank, ranks, device="cuda"):
         raise ValueError(f"rank {rank} is not one of {ranks}: take 0 to {ranks - 1}")
     register_fake_backends(FAKE, FAKE_GLOO)
     backend = FAKE_GLOO if device == "cpu" else FAKE
-    with another_world(backend, rank, ranks), no_data(device) as fake:
+    with (
+        another_world(backend, rank, ranks),
+        patch.multiple(gloo_workarounds, _exchange=nothing_to_send, _share=nothing_to_send),
+        no_data(device) as fake,
+    ):
         yield fake
+
+
+def nothing_to_send(outgoing, incoming, group):
+    """As _exchange and _share of gloo_workarounds, without a message: fake ranks fill no part."""
+    return []
 
 
 @contextmanager

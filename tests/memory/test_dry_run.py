@@ -25,6 +25,7 @@ SMALL = {"vocab": 64, "context": 16, "layers": 2, "heads": 2, "width": 32}
 LARGE = {"vocab": 50304, "context": 2048, "layers": 24, "heads": 16, "width": 2048}  # 1.3 billion
 OF_EQUAL_PEAK = ["ddp", "zero1", "fsdp", "masters"]  # the others' peak is where attention is: see the docstring
 FORMS = [*OF_EQUAL_PEAK, "zero2"]
+OPS = ("all_gather", "reduce_scatter")
 MESHES = {"tp": ("tp",), "dp, tp": ("dp", "tp"), "cp, tp": ("cp", "tp")}
 
 
@@ -124,6 +125,19 @@ def test_one_rank_of_a_thousand():
     assert messages == 2 * 3  # two steps of two blocks and the root
     padded = sum(e.payload_bytes for e in found.events if e.op == "reduce_scatter")
     assert sent == padded // n * (n - 1) and padded >= 2 * 4 * P
+
+
+@pytest.mark.parametrize("interface", ["lo", "eth0"])
+def test_on_gloo_too_a_message_takes_as_long_for_any_number_of_ranks(monkeypatch, interface):
+    """Real ranks send to each other rank apart, or all ranks broadcast."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
+    for name in ("isend", "irecv", "broadcast"):
+        monkeypatch.setattr(dist, name, lambda *_, **__: pytest.fail("one message for each rank"))
+    part, whole = (torch.empty(n, device="meta") for n in (8, 8 * 1024))
+    with fake_ranks(5, 1024, "cpu"), comm.record() as events:
+        comm.all_gather(whole, part)
+        comm.reduce_scatter(part, whole)
+    assert [(event.op, event.sent_bytes) for event in events] == [(op, 4 * 8 * 1023) for op in OPS]
 
 
 @pytest.mark.slow
