@@ -21,6 +21,26 @@ from labkit.replicas import check_ranks
 MODES = ("full", "grad_op", "hybrid")
 
 
+def check_arguments(module, root, prefetch, persistence_threshold):
+    """Raise ValueError for arguments of FSDP that are wrong or contradict."""
+    if getattr(module, "_ddp_params_and_buffers_to_ignore", None):
+        raise ValueError("FSDP does not support _ddp_params_and_buffers_to_ignore: use DDP")
+    if root not in ("shard", "replicate"):
+        raise ValueError(f'root must be "shard" or "replicate", not {root!r}')
+    if type(prefetch) is not int or prefetch < 0:
+        raise ValueError(f"prefetch must be a number of units, 0 or more, not {prefetch!r}")
+    if type(persistence_threshold) is not int or persistence_threshold < 0:
+        raise ValueError(
+            f"persistence_threshold must be a number of elements, 0 or more, "
+            f"not {persistence_threshold!r}"
+        )
+    if persistence_threshold and root == "replicate":
+        raise ValueError(
+            f'persistence_threshold={persistence_threshold} needs root="shard": '
+            "the root gathers the small parameters"
+        )
+
+
 @dataclass(frozen=True)
 class Sharding:
     """The settings that all flat parameters of a model share.
