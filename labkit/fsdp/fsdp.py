@@ -51,7 +51,10 @@ class FSDP(NoSync, NotPickled, Wrapper):
         process_group.
     param_dtype: gather, compute and reduce in this dtype; the shards keep theirs, as masters.
     reduce_dtype: sum gradients in this dtype.
-    offload: keep shards and their gradients in host memory. prefetch: units gathered ahead.
+    offload: True: keep shards and their gradients in host memory. A folder: in unnamed mapped files
+        there, of which the system caches pages in free memory (DeepSpeed's device "nvme"). The
+        gradients then are at the same addresses in every step. For the optimizer's states:
+        labkit.offload.Offloaded(optimizer, to=folder). prefetch: units gathered ahead.
     persistence_threshold: parameters of at most this many elements are gathered with the root, all
         in one message, and stay until backward ends. Their gradients and optimizer states stay
         sharded. DeepSpeed's stage3_param_persistence_threshold keeps them between steps, too.
@@ -70,7 +73,8 @@ class FSDP(NoSync, NotPickled, Wrapper):
         for name, p in model.named_parameters(): average[name].lerp_(p.detach(), 1 - decay)
     Swap them in to evaluate or save: model.load_state_dict(model.state_dict() | average).
     Raises ValueError, on every rank, if the model differs between ranks, if no module matches
-    `unit`, or if units share a parameter.
+    `unit`, or if units share a parameter; OSError on a rank whose folder cannot be written to or is
+    full, with ValueError on the others.
     """
 
     instead = "full_state_dict() (collective, whole) or state_dict() (this rank's shards)"

@@ -10,6 +10,7 @@ shards of gradients are sent across: 2 (r-1)/r x bytes / s per rank, for r repli
 Zhao et al., PyTorch FSDP, VLDB 2023, section 3.2.2.
 """
 
+import os
 from dataclasses import dataclass
 
 import torch
@@ -47,7 +48,8 @@ class Sharding:
 
     everyone: the group of all ranks that train. group: ranks whose shards form the full parameters.
     across: ranks with the same shard, or None. device: of full parameters, and of shards unless
-    offload: these are in host memory. param_dtype: of full parameters; None: that of the shards.
+    offload: True: these are in host memory; a folder: in files there. param_dtype: of full
+    parameters; None: that of the shards.
     reduce_dtype: of gradients that are sent; None: param_dtype.
     """
 
@@ -57,7 +59,12 @@ class Sharding:
     device: torch.device
     param_dtype: torch.dtype | None
     reduce_dtype: torch.dtype | None
-    offload: bool
+    offload: bool | str | os.PathLike
+
+    @property
+    def folder(self):
+        """The folder for files of shards and gradients, or None."""
+        return None if isinstance(self.offload, bool) else self.offload
 
     @classmethod
     def choose(cls, module, mode, mesh, process_group, param_dtype, reduce_dtype, offload):

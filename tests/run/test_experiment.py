@@ -215,6 +215,7 @@ def test_axes_train_what_one_process_trains():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
+        ({"nvme_path": "/tmp"}, "needs strategy='fsdp_nvme', not 'ddp_bucketed'"),
         ({"attention": "flash", "context": 2}, "needs the model gpt and context=1"),
         ({"sequence_parallel": "on"}, "needs tensor of at least 2"),
         ({"model": "mlp", "tensor": 2}, "only the model gpt can be sharded, not mlp"),
