@@ -2,6 +2,7 @@
 
 import copy
 from functools import partial
+from tempfile import gettempdir
 
 import oracle_models
 import pytest
@@ -355,7 +356,7 @@ def test_on_gpus_with_offload(ranks):
 
 def gpu_body(context):
     rank, world_size = context.rank, context.world_size
-    for offload in (False, True):
+    for offload in (False, True, gettempdir()):
         wrapped = FSDP(build("gpt", torch.float64, seed=rank), models.unit("gpt"), offload=offload)
         optimizer, loss = torch.optim.SGD(wrapped.parameters(), lr=0.05, momentum=0.9), models.loss("gpt")
         for step in range(STEPS):

@@ -193,6 +193,7 @@ def test_axes_train_what_one_process_trains():
         "dp 2 x tp 2, sequence parallel": {"tensor": 2, "sequence_parallel": "on"},
         "flash attention": {"attention": "flash"},
         "fsdp 2 x tp 2": {"tensor": 2, "strategy": "fsdp"},
+        "fsdp in files 2 x tp 2": {"tensor": 2, "strategy": "fsdp_nvme"},
         "cp 2 x tp 2": {"tensor": 2, "context": 2},
         "dp 2 x pp 2": {"pipeline": 2, "strategy": "ddp_naive", "accumulation": 4},
         "one process": {"strategy": "single"},
