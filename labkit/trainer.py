@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from tempfile import gettempdir
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,7 @@ from labkit.fully_shard_messages import MeteredGather, MeteredScatter
 from labkit.hierarchical import FORMS, Hierarchical
 from labkit.local_sgd import DiLoCo, LocalSGD
 from labkit.mesh import Mesh
+from labkit.offload import Offloaded
 from labkit.recompute import checkpoint_every
 from labkit.sampler import all_of, count_targets, evaluate
 from labkit.tensor_parallel import tensor_parallel
@@ -44,15 +46,26 @@ from labkit.zero import ZeRO1, ZeRO2
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def parallelize(module, strategy, unit=torch.nn.Linear, bucket_cap_mb=25, hook=None, group=None):
+def parallelize(
+    module,
+    strategy,
+    unit=torch.nn.Linear,
+    bucket_cap_mb=25,
+    hook=None,
+    group=None,
+    nvme_path="",
+):
     """The module, wrapped so that the ranks of a group (None: all) train it together.
 
     unit: a class, or a function module -> bool: what FSDP gathers together. hook: carries the
-    gradients of a strategy of HOOKED, see comm_hook. Raises ValueError for an unknown strategy.
+    gradients of a strategy of HOOKED, see comm_hook. nvme_path: the folder of fsdp_nvme, "" for
+    the system's temporary one.
+    Raises ValueError for an unknown strategy.
     """
     if strategy not in STRATEGIES:
         raise ValueError(f"unknown strategy {strategy!r}: known are {', '.join(STRATEGIES)}")
-    model = STRATEGIES[strategy](module, unit, bucket_cap_mb, group)
+    path = {"nvme_path": nvme_path} if strategy == "fsdp_nvme" else {}
+    model = STRATEGIES[strategy](module, unit, bucket_cap_mb, group, **path)
     if hook is not None:
         model.register_comm_hook(None, hook.hook)
     return model
@@ -86,6 +99,11 @@ def torch_fsdp(module, unit, cap_mb, group):
     return module
 
 
+def fsdp_nvme(module, unit, cap_mb, group, nvme_path=""):
+    """FSDP with its shards in files; make_optimizer puts the optimizer's states into files, too."""
+    return FSDP(module, unit, offload=nvme_path or gettempdir(), process_group=group)
+
+
 def units(module, unit):
     """The submodules that are gathered together; unit: a class, or a function module -> bool."""
     matches = as_policy(unit)
@@ -102,6 +120,7 @@ STRATEGIES = {
     "fsdp": lambda m, unit, cap_mb, group: FSDP(m, unit, process_group=group),
     "fsdp_grad_op": lambda m, unit, cap, group: FSDP(m, unit, shard="grad_op", process_group=group),
     "fsdp_offload": lambda m, unit, cap, group: FSDP(m, unit, offload=True, process_group=group),
+    "fsdp_nvme": fsdp_nvme,
     "local_sgd": whole,
     "diloco": whole,
     "torch_ddp": torch_ddp,
@@ -122,15 +141,26 @@ def comm_hook(name):
     return Hierarchical(mesh.group("local"), mesh.group("node"), name)
 
 
-def make_optimizer(model, strategy, optimizer_class, bucket_cap_mb=25, every=1, **options):
+def make_optimizer(
+    model,
+    strategy,
+    optimizer_class,
+    bucket_cap_mb=25,
+    every=1,
+    nvme_path="",
+    **options,
+):
     """The optimizer for a model that `parallelize` has returned for the same strategy.
 
-    every: steps between averages, of local SGD and DiLoCo. options: those of optimizer_class.
+    every: steps between averages, of local SGD and DiLoCo. nvme_path: as in `parallelize`.
+    options: those of optimizer_class.
     """
     sharded = {"zero1": ZeRO1, "zero2": ZeRO2}.get(strategy)
     if sharded:
         return sharded(model.parameters(), optimizer_class, bucket_cap_mb=bucket_cap_mb, **options)
     optimizer = optimizer_class(model.parameters(), **options)
+    if strategy == "fsdp_nvme":
+        return Offloaded(optimizer, to=nvme_path or gettempdir())
     seldom = {"local_sgd": LocalSGD, "diloco": DiLoCo}.get(strategy)
     return seldom(optimizer, every, bucket_cap_mb=bucket_cap_mb) if seldom else optimizer
 

@@ -10,9 +10,11 @@ The full parameters are the same leaf tensors in every step; only their memory i
 freed. So autograd can save them for backward as usual, and finds the values there again when the
 unit has been gathered a second time.
 
-Sent per rank: (n-1)/n x bytes, for each gather and for each reduction. Held: 1/n at rest.
+Sent per rank: (n-1)/n x bytes, for each gather and for each reduction. Held: 1/n at rest. With a
+folder for offload, the shard and its gradient are in an unnamed mapped file there: a gather on the
+CPU sends from it, and an optimizer on the CPU computes in it.
 Zhao et al., PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel, VLDB 2023, sections
-3.2 and 4.2.
+3.2 and 4.2; Rajbhandari et al., ZeRO-Infinity, SC 2021, section 5.1 (shards on NVMe).
 """
 
 import torch
@@ -20,7 +22,9 @@ import torch.distributed as dist
 from torch import nn
 
 from labkit import comm
+from labkit.collective_errors import raised_on_all
 from labkit.gloo_workarounds import FAKE_GLOO
+from labkit.offload.pinned_memory import room
 from labkit.zero.flat_shards import Layout, mark_shard
 
 
@@ -71,7 +75,11 @@ class FlatParam:
     def _hold(self, shard):
         """Keep this shard, and create the full parameters without memory."""
         sharding = self.sharding
-        if sharding.offload:
+        self._grads = [None] * len(self.pieces)  # memory for the pieces' gradients, in a file
+        if sharding.folder:
+            shard, gradient = self._map(shard)
+            self._grads = self.layout.pieces(gradient, self.rank)
+        elif sharding.offload:
             shard = to_host(shard)
         self.shard = shard
         views = self.layout.pieces(shard, self.rank)
@@ -92,6 +100,14 @@ class FlatParam:
         # .data has its own version: refilling it is no in-place change of saved tensors.
         self._filled, self._memory = self.flat.data, self.flat.untyped_storage()
         self._memory.resize_(0)
+
+    def _map(self, shard):
+        """Return the shard in a file, and a gradient's place in the same file. Collective."""
+        sharding = self.sharding
+        with raised_on_all(sharding.everyone, sharding.device):
+            file = room(2 * shard.nbytes, sharding.folder, sharding.device)
+        both = file.view(shard.dtype)
+        return both[: shard.numel()].copy_(shard), both[shard.numel() :]
 
     def put(self, parameters):
         """Set these as the modules' parameters, one for each parameter."""
@@ -252,12 +268,12 @@ class FlatParam:
     def _add(self, gradient):
         if self.sharding.offload:
             gradient = to_host(gradient)
-        # all but the padding
-        for piece, g in zip(self.pieces, gradient.split(self._sizes), strict=False):
-            if piece.grad is None:
-                piece.grad = g
-            else:
+        *parts, _ = gradient.split(self._sizes)  # without the padding
+        for piece, g, mapped in zip(self.pieces, parts, self._grads, strict=True):
+            if piece.grad is not None:
                 piece.grad += g
+            else:
+                piece.grad = g if mapped is None else mapped.copy_(g)
 
     def forget(self):
         """Drop all gradients that are not yet delivered."""

@@ -13,7 +13,8 @@
 Sent per rank and step: 3 (n-1)/n x parameter bytes, 1.5 times as much as DDP ("grad_op": as DDP).
 Held per rank: (parameters + gradients + optimizer states) / n, and in full: the root, the running
 unit and `prefetch` more. Rajbhandari et al., ZeRO, SC 2020, section 5.3; Zhao et al., PyTorch FSDP,
-VLDB 2023, section 3.
+VLDB 2023, section 3; Rajbhandari et al., ZeRO-Infinity, SC 2021; DeepSpeed's documentation, page
+config-json (the persistence threshold).
 """
 
 from dataclasses import replace
@@ -28,8 +29,8 @@ from labkit.ddp.wrapper import Wrapper
 from labkit.fsdp.exec_order import CallOrder, Trace
 from labkit.fsdp.flat_param import FlatParam
 from labkit.fsdp.fsdp_state_dict import full_state_dict, load_full_state_dict, load_shards, places
-from labkit.fsdp.fsdp_unit import UnitGradients
-from labkit.fsdp.sharding_strategy import Sharding, compute_device, in_dtype
+from labkit.fsdp.fsdp_unit import UnitGradients, kinds
+from labkit.fsdp.sharding_strategy import Sharding, check_arguments, compute_device, in_dtype
 from labkit.fsdp.wrap_policy import materialise, read_elsewhere, split_units
 from labkit.pickle_support import NotPickled
 from labkit.replicas import Replicas, broadcast_tensors, check_memory
@@ -50,7 +51,14 @@ class FSDP(NoSync, NotPickled, Wrapper):
         process_group.
     param_dtype: gather, compute and reduce in this dtype; the shards keep theirs, as masters.
     reduce_dtype: sum gradients in this dtype.
-    offload: keep shards and their gradients in host memory. prefetch: units gathered ahead.
+    offload: True: keep shards and their gradients in host memory. A folder: in unnamed mapped files
+        there, of which the system caches pages in free memory (DeepSpeed's device "nvme"). The
+        gradients then are at the same addresses in every step. For the optimizer's states:
+        labkit.offload.Offloaded(optimizer, to=folder). prefetch: units gathered ahead.
+    persistence_threshold: parameters of at most this many elements are gathered with the root, all
+        in one message, and stay until backward ends. Their gradients and optimizer states stay
+        sharded. DeepSpeed's stage3_param_persistence_threshold keeps them between steps, too.
+        If their unit does not run, they count as zero. It needs root="shard".
 
     parameters() are this rank's shards, 1-D, possibly empty, under the module's own names:
     construct the optimizer from them, after FSDP. Values are those of rank 0; modules on the meta
@@ -65,7 +73,8 @@ class FSDP(NoSync, NotPickled, Wrapper):
         for name, p in model.named_parameters(): average[name].lerp_(p.detach(), 1 - decay)
     Swap them in to evaluate or save: model.load_state_dict(model.state_dict() | average).
     Raises ValueError, on every rank, if the model differs between ranks, if no module matches
-    `unit`, or if units share a parameter.
+    `unit`, or if units share a parameter; OSError on a rank whose folder cannot be written to or is
+    full, with ValueError on the others.
     """
 
     instead = "full_state_dict() (collective, whole) or state_dict() (this rank's shards)"
@@ -82,15 +91,11 @@ class FSDP(NoSync, NotPickled, Wrapper):
         reduce_dtype=None,
         offload=False,
         prefetch=1,
+        persistence_threshold=0,
         process_group=None,
     ):
         super().__init__(module)
-        if getattr(module, "_ddp_params_and_buffers_to_ignore", None):
-            raise ValueError("FSDP does not support _ddp_params_and_buffers_to_ignore: use DDP")
-        if root not in ("shard", "replicate"):
-            raise ValueError(f'root must be "shard" or "replicate", not {root!r}')
-        if type(prefetch) is not int or prefetch < 0:
-            raise ValueError(f"prefetch must be a number of units, 0 or more, not {prefetch!r}")
+        check_arguments(module, root, prefetch, persistence_threshold)
         self.sharding = sharding = Sharding.choose(
             module, shard, mesh, process_group, param_dtype, reduce_dtype, offload
         )
@@ -98,19 +103,23 @@ class FSDP(NoSync, NotPickled, Wrapper):
         self.units = split_units(module, unit, keep=shard == "grad_op")
         settings = (
             f"{root=}, {shard=}, {param_dtype=}, {reduce_dtype=}, {prefetch=}, "
-            f"{len(self.units)} units"
+            f"{persistence_threshold=}, {len(self.units)} units"
         )
         Replicas(module, sharding.everyone).check(settings, sharding.device)
         check_memory(module.named_parameters(), "FSDP")
+        small = {}
         for u in self.units:
             materialise(u, sharding.device)
             if root == "shard" or u is not self.units[0]:
-                u.flats = [FlatParam(names, places, sharding) for names, places in u.kinds()]
+                large, kept = u.split(persistence_threshold)
+                u.flats = [FlatParam(*kind, sharding) for kind in large]
+                small |= kept
             u.module.register_forward_pre_hook(
                 partial(self._before_forward, u), prepend=True, with_kwargs=True
             )
             u.module.register_forward_hook(partial(self._after_forward, u))
             u.watch_modules()
+        self.units[0].flats += [FlatParam(*kind, sharding) for kind in kinds(small)]
         self.flats = [flat for u in self.units for flat in u.flats]
         self.replicated = list(self.units[0].own_parameters()) if root == "replicate" else []
         whole = [*self.replicated, *module.buffers()]
@@ -153,7 +162,7 @@ class FSDP(NoSync, NotPickled, Wrapper):
                 following.gather()
         unit.use()
         unit.note_forward()
-        if unit.flats and self.sharding.param_dtype is not None:
+        if unit.sharded and self.sharding.param_dtype is not None:
             args, kwargs = in_dtype((args, kwargs), self.sharding.param_dtype)
         if again or not torch.is_grad_enabled():
             done = partial(self._after_backward, unit)

@@ -50,6 +50,7 @@ class Unit:
         self.name, self.module, self.keep = name, module, keep
         self.modules = {}
         self.flats = []  # FlatParams: usually one; else one for each dtype, trainable and frozen
+        self.sharded = False  # whether it has sharded parameters, in its flats or in the root's
         self.backwards_due = 0  # forwards whose backward has not come yet
         self.owes = False  # other ranks wait for its gradients: send them, or zeros
         self._versions = None  # of the pieces, when they were gathered for the forward
@@ -153,17 +154,28 @@ class Unit:
                     )
         return found
 
-    def kinds(self):
-        """Return [(names, places)] of its parameters, one for each dtype, trainable or frozen."""
-        kinds = {}
-        for p, places in self.own_parameters().items():
-            names, all_places = kinds.setdefault((p.dtype, p.requires_grad), ([], []))
-            names.append(places[0][0])
-            all_places.append([(module, attribute) for _, module, attribute in places])
-        return list(kinds.values())
+    def split(self, threshold):
+        """Return (kinds of parameters of more elements, {parameter: places} of the others)."""
+        own = self.own_parameters()
+        small = {p: places for p, places in own.items() if 0 < p.numel() <= threshold}
+        self.sharded = bool(own)
+        return kinds({p: places for p, places in own.items() if p not in small}), small
 
     def __str__(self):
         return repr(self.name) if self.name else "the root"
+
+
+def kinds(parameters):
+    """Return [(names, places)], one for each dtype, trainable or frozen.
+
+    parameters: {parameter: [(name, module, attribute)]}.
+    """
+    found = {}
+    for p, places in parameters.items():
+        names, all_places = found.setdefault((p.dtype, p.requires_grad), ([], []))
+        names.append(places[0][0])
+        all_places.append([(module, attribute) for _, module, attribute in places])
+    return list(found.values())
 
 
 class UnitGradients:

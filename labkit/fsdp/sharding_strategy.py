@@ -10,6 +10,7 @@ shards of gradients are sent across: 2 (r-1)/r x bytes / s per rank, for r repli
 Zhao et al., PyTorch FSDP, VLDB 2023, section 3.2.2.
 """
 
+import os
 from dataclasses import dataclass
 
 import torch
@@ -21,13 +22,34 @@ from labkit.replicas import check_ranks
 MODES = ("full", "grad_op", "hybrid")
 
 
+def check_arguments(module, root, prefetch, persistence_threshold):
+    """Raise ValueError for arguments of FSDP that are wrong or contradict."""
+    if getattr(module, "_ddp_params_and_buffers_to_ignore", None):
+        raise ValueError("FSDP does not support _ddp_params_and_buffers_to_ignore: use DDP")
+    if root not in ("shard", "replicate"):
+        raise ValueError(f'root must be "shard" or "replicate", not {root!r}')
+    if type(prefetch) is not int or prefetch < 0:
+        raise ValueError(f"prefetch must be a number of units, 0 or more, not {prefetch!r}")
+    if type(persistence_threshold) is not int or persistence_threshold < 0:
+        raise ValueError(
+            f"persistence_threshold must be a number of elements, 0 or more, "
+            f"not {persistence_threshold!r}"
+        )
+    if persistence_threshold and root == "replicate":
+        raise ValueError(
+            f'persistence_threshold={persistence_threshold} needs root="shard": '
+            "the root gathers the small parameters"
+        )
+
+
 @dataclass(frozen=True)
 class Sharding:
     """The settings that all flat parameters of a model share.
 
     everyone: the group of all ranks that train. group: ranks whose shards form the full parameters.
     across: ranks with the same shard, or None. device: of full parameters, and of shards unless
-    offload: these are in host memory. param_dtype: of full parameters; None: that of the shards.
+    offload: True: these are in host memory; a folder: in files there. param_dtype: of full
+    parameters; None: that of the shards.
     reduce_dtype: of gradients that are sent; None: param_dtype.
     """
 
@@ -37,7 +59,12 @@ class Sharding:
     device: torch.device
     param_dtype: torch.dtype | None
     reduce_dtype: torch.dtype | None
-    offload: bool
+    offload: bool | str | os.PathLike
+
+    @property
+    def folder(self):
+        """The folder for files of shards and gradients, or None."""
+        return None if isinstance(self.offload, bool) else self.offload
 
     @classmethod
     def choose(cls, module, mode, mesh, process_group, param_dtype, reduce_dtype, offload):

@@ -30,6 +30,7 @@ from labkit.amp.autocast_mode import autocast
 from labkit.fsdp import flat_param
 from labkit.gloo_workarounds import FAKE_GLOO
 from labkit.memory.memory_tracker import MemoryTracker, storages_of
+from labkit.offload import offload
 from labkit.torch_private import another_world, register_fake_backends
 
 FAKE = "labkit_fake"  # with FAKE_GLOO, comm and FSDP also allocate the buffers that gloo needs
@@ -69,7 +70,8 @@ def no_data(device="cuda"):
     fake = FakeDevice(device)
     host = fake.host if device != "cpu" else SameMemory
     with (
-        patch.multiple(flat_param, to_host=host.copy, to_device=host.copy_back),
+        patch.multiple(flat_param, to_host=host.copy, to_device=host.copy_back, room=fake.room),
+        patch.object(offload, "room", fake.room),
         patch.object(F, "scaled_dot_product_attention", fake.attention),
         fake,
     ):
@@ -80,16 +82,23 @@ class FakeDevice(TorchFunctionMode):
     """The meta device in place of `type`, "cuda" or "cpu"; for "cuda" with separate host memory.
 
     Attention is the fused kernel of the CPU if PyTorch may use one, because the meta device's own
-    keeps the attention weights. FSDP's copies to the host are tensors without data in a Host.
+    keeps the attention weights. FSDP's copies to the host are tensors without data in a Host, and
+    so are files of offloaded tensors.
     """
 
     def __init__(self, type):
         super().__init__()
-        self.type, self.host = type, Host()
+        self.type, self.host, self.files = type, Host(), Host()
 
     def tracker(self, module=None, optimizer=None):
         """Return a MemoryTracker of the tensors on this device."""
-        return DeviceTracker(self.host, module, optimizer)
+        return DeviceTracker(self, module, optimizer)
+
+    def room(self, nbytes, to, device):
+        """Return a flat uint8 tensor that stands for a file; see pinned_memory.room."""
+        flat = torch.empty(nbytes, dtype=torch.uint8, device="meta")
+        self.files.add(flat.untyped_storage())
+        return flat
 
     def autocast(self, dtype):
         """Return an autocast to dtype by the rules of `type`."""
@@ -164,27 +173,32 @@ class SameMemory:
 
 
 class DeviceTracker(MemoryTracker):
-    """A MemoryTracker of the meta device that leaves out the host's storages.
+    """A MemoryTracker of the meta device that leaves out the storages of the host and of files.
 
-    An operator whose inputs are all on the host creates tensors on the host.
+    An operator whose inputs are all there creates tensors on the host.
     """
 
-    def __init__(self, host, module=None, optimizer=None):
+    def __init__(self, fake, module=None, optimizer=None):
         super().__init__(module, optimizer, "meta")
-        self.host = host
+        self.host, self.files = fake.host, fake.files
+        self._same_memory = fake.type == "cpu"
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        if self.host.nbytes:
+        if not self._same_memory and self.host.nbytes + self.files.nbytes:
             given = list(storages_of(tree_leaves((args, kwargs))))
-            if given and all(map(self.host.owns, given)):
+            if given and all(map(self._is_away, given)):
                 result = operator(*args, **(kwargs or {}))
                 for storage in storages_of(tree_leaves(result)):
-                    self.host.add(storage)
+                    if not self.files.owns(storage):
+                        self.host.add(storage)
                 return result
         return super().__torch_dispatch__(operator, types, args, kwargs)
 
+    def _is_away(self, storage):
+        return self.host.owns(storage) or self.files.owns(storage)
+
     def _count(self, storage):
-        return None if self.host.owns(storage) else super()._count(storage)
+        return None if self._is_away(storage) else super()._count(storage)
 
 
 class FakeAutocast(autocast):

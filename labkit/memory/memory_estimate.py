@@ -18,6 +18,7 @@ sections 3 and 5.
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from tempfile import gettempdir
 from time import perf_counter
 
 import torch
@@ -27,6 +28,7 @@ from labkit.ddp import DDP
 from labkit.fsdp import FSDP
 from labkit.fsdp.wrap_policy import split_units
 from labkit.memory.dry_run import fake_ranks, no_data
+from labkit.offload import Offloaded
 from labkit.zero import ZeRO1, ZeRO2
 
 
@@ -49,6 +51,7 @@ STRATEGIES = {
     "fsdp": sharded,
     "fsdp_grad_op": partial(sharded, shard="grad_op"),
     "fsdp_offload": partial(sharded, offload=True),
+    "fsdp_nvme": partial(sharded, offload=gettempdir()),  # no file is made in a dry run
 }
 ZERO = {"zero1": ZeRO1, "zero2": ZeRO2}
 OPTIMIZERS = {
@@ -141,6 +144,8 @@ def estimate(
         model = wrap(module, unit, bucket_cap_mb, prefetch)
         zero = ZERO.get(strategy)
         made = shard(zero, make, model, bucket_cap_mb) if zero else make(list(model.parameters()))
+        if strategy == "fsdp_nvme":
+            made = Offloaded(made, to=gettempdir())
         step = Step(model, loss, made, partial(fake.autocast, low) if low else nullcontext)
         data = tree_map_only(torch.Tensor, partial(empty, dtype=dtype), (input, target))
         tracker = fake.tracker(module, made)

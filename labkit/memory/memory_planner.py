@@ -61,6 +61,7 @@ WORDS = {
     "zero2": "ZeRO-2",
     "fsdp": "FSDP",
     "fsdp_offload": "FSDP with offload",
+    "fsdp_nvme": "FSDP in files",
 }
 
 

@@ -151,7 +151,7 @@ class MemoryTracker(TorchDispatchMode):
         """[(seconds since entry, bytes by kind)], at entry and after every change."""
         self._scan()
         totals = dict.fromkeys(KINDS, 0)
-        samples = []
+        samples = [] if self._held_before else [(0.0, dict(totals))]
         for position, (moment, storage, change) in enumerate(self._log, start=1):
             totals[storage.kind] += change
             if position >= self._held_before:

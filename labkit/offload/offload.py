@@ -88,7 +88,8 @@ class Offloaded(NotPickled, torch.optim.Optimizer):
         return [
             (p, name, self._lanes[p.device].bring(host))
             for p in parameters
-            if p.device.type != "cpu"  # the CPU computes on host memory and files directly
+            # The CPU computes on host memory and files directly; meta tensors have no data.
+            if p.device.type not in ("cpu", "meta")
             for name, host in self._places.get(p, {}).items()
             if name in self.state.get(p, {})
         ]

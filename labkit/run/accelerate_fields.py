@@ -11,7 +11,7 @@ utils/launch.py and utils/dataclasses.py.
 
 import yaml
 
-from labkit.run.deepspeed_fields import zero_strategy
+from labkit.run.deepspeed_fields import nvme_path_of, zero_strategy
 from labkit.run.framework_values import Parts, Refused, chosen, data_ranks, number, refuse, whole
 
 NAME = "Accelerate"
@@ -197,9 +197,12 @@ def deepspeed_of(values, written):
 
 
 def stage_of(values):
-    device = {part: values[f"{ZERO}offload_{part}_device"] for part in ("param", "optimizer")}
-    name = f"{ZERO}zero_stage"
-    return {"strategy": zero_strategy(values[name], device, name)}
+    names = {part: f"{ZERO}offload_{part}" for part in ("param", "optimizer")}
+    devices = {part: values[f"{name}_device"] for part, name in names.items()}
+    paths = {f"{name}_nvme_path": values[f"{name}_nvme_path"] for name in names.values()}
+    stage = f"{ZERO}zero_stage"
+    strategy = zero_strategy(values[stage], devices, stage)
+    return {"strategy": strategy} | nvme_path_of(strategy, paths)
 
 
 def clip_of(values):

@@ -5,7 +5,7 @@ tables are the names here.
 """
 
 DDP = ("ddp_naive", "ddp_overlapped", "ddp_bucketed")
-FSDP = ("fsdp", "fsdp_grad_op", "fsdp_offload")
+FSDP = ("fsdp", "fsdp_grad_op", "fsdp_offload", "fsdp_nvme")
 TORCH = ("torch_ddp", "torch_fsdp")
 HOOKED = (*DDP, "torch_ddp")  # strategies that accept a comm hook
 MESHED = (*DDP, *FSDP)  # strategies that can be combined with other axes of a mesh

@@ -1,6 +1,7 @@
 """DeepSpeed's JSON: from its values to fields of an Experiment, and back.
 
-    stage 0, 1, 2, 3          ddp_bucketed, zero1, zero2, fsdp; with both offloads, fsdp_offload
+    stage 0, 1, 2, 3          ddp_bucketed, zero1, zero2, fsdp
+    both offloads in stage 3   to cpu: fsdp_offload; to nvme: fsdp_nvme, in the folder nvme_path
     a step's batch            train_batch_size = micro-batch per GPU x accumulation x ranks
     torch_autocast            precision: fp32 weights, products in 16 bits
     bf16, fp16                near: weights in 16 bits and fp32 copies of them in the optimizer
@@ -15,6 +16,7 @@ from labkit.run.framework_values import Parts, number, refuse, whole
 NAME = "DeepSpeed"
 FORM = "JSON"
 AUTO = "Hugging Face's Trainer replaces it before DeepSpeed reads the file"
+OFFLOADED = {"cpu": "fsdp_offload", "nvme": "fsdp_nvme"}  # device of both, in stage 3
 STRATEGIES = {0: "ddp_bucketed", 1: "zero1", 2: "zero2", 3: "fsdp"}
 OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "sgd": "sgd"}
 SCHEDULES = {None: "constant", "WarmupLR": "constant", "WarmupCosineLR": "cosine"}
@@ -24,9 +26,9 @@ MIB = 2**20 / 4  # elements of fp32 in a MiB
 # The first line of names is not in the file: the program has them.
 WRITES = dict.fromkeys(("model", "size", "data", "seed", "steps", "recompute", "attention"), any)
 WRITES |= dict.fromkeys(("batch_size", "accumulation", "lr", "weight_decay", "momentum"), any)
-WRITES |= dict.fromkeys(("clip", "warmup_steps", "bucket_cap_mb"), any)
+WRITES |= dict.fromkeys(("clip", "warmup_steps", "bucket_cap_mb", "nvme_path"), any)
 WRITES |= {
-    "strategy": (*STRATEGIES.values(), "fsdp_offload"),
+    "strategy": (*STRATEGIES.values(), *OFFLOADED.values()),
     "optimizer": ("sgd", "adamw"),
     "schedule": ("constant", "cosine"),
     "precision": ("fp32", "bf16", "fp16"),
@@ -88,8 +90,12 @@ def clip_of(values):
 
 def strategy_of(values):
     zero = "zero_optimization"
-    device = {part: values[f"{zero}.offload_{part}.device"] for part in ("param", "optimizer")}
-    return {"strategy": zero_strategy(values[f"{zero}.stage"], device, f"{zero}.stage")}
+    stage = f"{zero}.stage"
+    names = {part: f"{zero}.offload_{part}" for part in ("param", "optimizer")}
+    devices = {part: values[f"{name}.device"] for part, name in names.items()}
+    paths = {f"{name}.nvme_path": values[f"{name}.nvme_path"] for name in names.values()}
+    strategy = zero_strategy(values[stage], devices, stage)
+    return {"strategy": strategy} | nvme_path_of(strategy, paths)
 
 
 def zero_strategy(stage, devices, name):
@@ -100,17 +106,31 @@ def zero_strategy(stage, devices, name):
     if stage not in STRATEGIES:
         raise ValueError(f"{name}={stage!r}: must be 0, 1, 2 or 3")
     for part, device in devices.items():
-        if device not in ("none", "cpu"):
-            known = "nvme is not in this lab" if device == "nvme" else "must be none or cpu"
-            raise ValueError(f"{name}: offload_{part} to device {device!r}: {known}")
+        if device not in ("none", *OFFLOADED):
+            raise ValueError(
+                f"{name}: offload_{part} to device {device!r}: must be none, cpu or nvme"
+            )
     if set(devices.values()) == {"none"}:
         return STRATEGIES[stage]
-    if stage == 3 and set(devices.values()) == {"cpu"}:
-        return "fsdp_offload"
+    if stage == 3 and devices["param"] == devices["optimizer"]:
+        return OFFLOADED[devices["param"]]
     raise ValueError(
         f"{name}={stage} with offload to {devices}: this lab offloads parameters and optimizer "
         "together, in stage 3"
     )
+
+
+def nvme_path_of(strategy, paths):
+    """Return {"nvme_path": value} of fsdp_nvme, else {}. paths: {field: value} of both parts."""
+    if strategy != "fsdp_nvme":
+        return {}
+    for name, path in paths.items():
+        if not isinstance(path, str) or not path:
+            raise ValueError(f"{name}={path!r}: must be a folder for device nvme")
+    if len(set(paths.values())) > 1:
+        words = ", ".join(f"{name}={path!r}" for name, path in paths.items())
+        raise ValueError(f"{words}: must be equal, this lab has one folder for both")
+    return {"nvme_path": path}
 
 
 def precision_of(values):
@@ -197,8 +217,7 @@ def from_experiment(e, ranks):
     """Return the JSON's mapping, with every field that decides the result."""
     stage = {name: stage for stage, name in STRATEGIES.items()}.get(e.strategy, 3)
     zero = {"stage": stage, "reduce_bucket_size": round(e.bucket_cap_mb * MIB)}
-    if e.strategy == "fsdp_offload":
-        zero |= {part: {"device": "cpu"} for part in ("offload_param", "offload_optimizer")}
+    zero |= offload_sections(e)
     params = {"lr": e.lr, "weight_decay": e.weight_decay}
     if e.optimizer == "adamw":
         named = {"type": "AdamW", "params": params | {"torch_adam": True}}
@@ -220,6 +239,19 @@ def from_experiment(e, ranks):
             refuse("warmup_steps", e.warmup_steps, NAME, other)
         config["scheduler"] = scheduler_of(e)
     return config
+
+
+def offload_sections(e):
+    """Return the sections of both offloads, which need a folder with device nvme."""
+    device = {strategy: device for device, strategy in OFFLOADED.items()}.get(e.strategy)
+    if device is None:
+        return {}
+    section = {"device": device}
+    if device == "nvme":
+        if not e.nvme_path:
+            refuse("nvme_path", e.nvme_path, NAME, "the folder of the files")
+        section["nvme_path"] = e.nvme_path
+    return {part: dict(section) for part in ("offload_param", "offload_optimizer")}
 
 
 def scheduler_of(e):

@@ -52,6 +52,7 @@ class Experiment:
     schedule: of the learning rate after warmup_steps; cosine falls to 0 at the last step.
     bucket_cap_mb: MiB, for DDP and ZeRO. precision: of weights and arithmetic; bf16 and fp16:
         autocast with fp32 weights; fp16 also uses a loss scale.
+    nvme_path: folder of the strategy fsdp_nvme; "": the system's folder for temporary files.
     recompute: which units of the model (labkit.models.unit) run again in backward.
     comm_hook: how DDP sends its gradients: a hierarchical all-reduce or a compressor.
     every: number of steps between two averages of local SGD and DiLoCo.
@@ -103,6 +104,7 @@ class Experiment:
     attention: str = "torch"
     memory_mb: float = 0.0
     bucket_cap_mb: float = 25.0
+    nvme_path: str = ""
     compute: str = "real"
     block_ms: float = 0.0
     seed: int = 0
@@ -137,6 +139,11 @@ class Experiment:
             fitting = ", ".join(FITTING[self.model])
             raise ValueError(
                 f"Experiment(data={self.data!r}): the model {self.model} takes data={fitting}"
+            )
+        if self.nvme_path and self.strategy != "fsdp_nvme":
+            raise ValueError(
+                f"Experiment(nvme_path={self.nvme_path!r}): needs strategy='fsdp_nvme', "
+                f"not {self.strategy!r}"
             )
         if self.schedule == "cosine" and self.warmup_steps >= self.steps:
             raise ValueError(

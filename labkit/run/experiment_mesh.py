@@ -58,9 +58,11 @@ def compose(module, mesh, e, wrapping):
     options = {"sequence": e.sequence_parallel == "on", "experts": e.experts > 0}
     plan = plans.gpt(tensor_parallel, whole_logits=True, **options)
     if e.pipeline == 1:
-        return Composed(
-            module, mesh, plan, lambda m, process_group: parallelize(m, *wrapping, process_group)
-        )
+
+        def wrap(module, process_group):
+            return parallelize(module, *wrapping, process_group, e.nvme_path)
+
+        return Composed(module, mesh, plan, wrap)
     schedule = one_f_one_b if e.accumulation >= e.pipeline else gpipe
     stages = {"stage": Stage, "schedule": schedule, "micro_batches": e.accumulation}
     return Composed(module, mesh, plan, loss=models.loss(e.model), **stages)

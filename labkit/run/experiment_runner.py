@@ -111,11 +111,12 @@ class Participant:
         self.compressor = hook if e.comm_hook in COMPRESSORS else None
         wrapping = e.strategy, models.unit(e.model), e.bucket_cap_mb, hook
         self.model = (
-            compose(module, self.mesh, e, wrapping) if e.axes else parallelize(module, *wrapping)
+            compose(module, self.mesh, e, wrapping)
+            if e.axes
+            else parallelize(module, *wrapping, nvme_path=e.nvme_path)
         )
-        optimizer = make_optimizer(
-            self.model, e.strategy, optimizer_class, e.bucket_cap_mb, e.every, **options
-        )
+        how = e.bucket_cap_mb, e.every, e.nvme_path
+        optimizer = make_optimizer(self.model, e.strategy, optimizer_class, *how, **options)
         plain = getattr(optimizer, "inner", optimizer)
         falling = e.steps - e.warmup_steps if e.schedule == "cosine" else None
         schedule = warmup(plain, e.warmup_steps, falling) if e.warmup_steps or falling else None

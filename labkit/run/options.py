@@ -48,6 +48,7 @@ HELP = {
     "attention": "flash: labkit's, tile by tile, instead of PyTorch's (gpt)",
     "memory_mb": "MiB of a rank for --strategy auto and --auto-batch-size; 0: the free memory",
     "bucket_cap_mb": "MiB of a bucket of gradients, for DDP and ZeRO",
+    "nvme_path": "folder for the files of fsdp_nvme; empty: the system's temporary one",
     "compute": "emulated: units sleep for --block-ms instead of computing",
     "block_ms": "milliseconds that a unit sleeps forward; backward takes twice that",
     "seed": "of weights, data order and dropout",

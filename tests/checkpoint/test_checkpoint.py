@@ -149,7 +149,7 @@ def resumes(rank, world_size, folder, settings):
 
 SETTINGS = [
     *({"strategy": s} for s in ("ddp_naive", "ddp_overlapped", "ddp_bucketed", "torch_ddp", "zero1", "zero2")),
-    *({"strategy": s} for s in ("fsdp", "fsdp_grad_op", "fsdp_offload", "local_sgd", "diloco")),
+    *({"strategy": s} for s in ("fsdp", "fsdp_grad_op", "fsdp_offload", "fsdp_nvme", "local_sgd", "diloco")),
     *({"strategy": s, "precision": "fp16"} for s in ("ddp_bucketed", "zero1", "zero2", "fsdp", "local_sgd")),
     *({"strategy": s, "optimizer": "SGD"} for s in ("ddp_bucketed", "zero2", "fsdp")),
     *({"strategy": "ddp_bucketed", "hook": h} for h in ("topk", "powersgd", "onebit", "randomk", "quantize8", "dgc")),

@@ -41,6 +41,7 @@ def with_one_process(job):
     for name, engine in PAIRS.items():
         for strategy in (*STRATEGIES, "fsdp_offload"):
             yield f"{name} {strategy}", gap(engine(job(strategy=strategy)), halves)
+    yield "lab fsdp_nvme", gap(engines.labs(job(strategy="fsdp_nvme")), halves)
     for strategy in STRATEGIES[1:]:
         yield f"DeepSpeed {strategy}, offload", gap(engines.deepspeeds(job(strategy=strategy), **OFFLOAD), halves)
 
@@ -85,7 +86,7 @@ def test_engines_train_the_weights_of_one_process_to_the_bit(gaps):
     """Ten and more: also with offload, and from weights that training has changed."""
     found = gaps["engines"]
     assert min(found.pop("no training")) > 0.01
-    assert len(found) == 18
+    assert len(found) == 19
     assert {name: of_ranks for name, of_ranks in found.items() if of_ranks != [0.0, 0.0]} == {}
 
 

@@ -2,6 +2,7 @@
 
 import copy
 from functools import partial
+from tempfile import gettempdir
 
 import oracle_models
 import pytest
@@ -21,6 +22,7 @@ FORMS = {
     "no prefetch": {"prefetch": 0},
     "prefetch 3": {"prefetch": 3},
     "grad_op": {"shard": "grad_op"},
+    "small ones persist": {"persistence_threshold": 33},
     "replicate": {"root": "replicate"},
     "offload": {"offload": True},
 }
@@ -175,6 +177,47 @@ def test_one_gather_per_unit_and_pass_one_reduction_per_unit_and_nothing_else(ra
     assert told["sent"] == (world_size - 1) * passes // world_size
 
 
+def recorded_twice(rank, world_size, threshold):
+    """Messages without and with a threshold, and the bytes that are full between forward and backward."""
+    found = {
+        "without": recorded(rank, world_size, {}),
+        "with": recorded(rank, world_size, {"persistence_threshold": threshold}),
+    }
+    model = FSDP(
+        models.build("gpt", "tiny", vocab=31, context=16, layers=4), models.unit("gpt"), persistence_threshold=threshold
+    )
+    full = lambda: [sum(flat.flat.untyped_storage().nbytes() for flat in unit.flats) for unit in model.units]  # noqa: E731
+    loss = model(torch.zeros(1, 8, dtype=torch.int64)).sum()
+    found["between"] = full()
+    loss.backward()
+    found["after"] = full()
+    found["small"] = [flat.layout.padded * 4 for flat in model.units[0].flats]
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_parameters_below_the_threshold_are_gathered_once_with_the_root(ranks, world_size):
+    threshold = 128  # all biases and norms, but no matrix
+    parts = dict(models.build("gpt", "tiny", vocab=31, context=16, layers=4).named_parameters())
+    of_blocks = {name: p for name, p in parts.items() if name.startswith("blocks")}
+    small = sum(p.nbytes for p in parts.values() if p.numel() <= threshold)
+    moved = sum(p.nbytes for p in of_blocks.values() if p.numel() <= threshold)
+    for rank, told in enumerate(ranks(world_size, recorded_twice, threshold=threshold)):
+        before, now, (own, kept) = told["without"], told["with"], told["small"]
+        assert 0 <= kept - small < 4 * world_size, f"rank {rank}"
+        root, *blocks = now["bytes"]
+        assert root == own + kept and now["same"], f"rank {rank}"
+        assert now["forward"] == [("all_gather", size) for size in (own, kept, *blocks)], f"rank {rank}"
+        again = [size for op, size in now["backward"] if op == "all_gather"]
+        reduced = [size for op, size in now["backward"] if op == "reduce_scatter"]
+        assert again == blocks and reduced == [*reversed(blocks), own, kept], f"rank {rank}"
+        assert now["sent"] == (world_size - 1) * (2 * root + 3 * sum(blocks)) // world_size, f"rank {rank}"
+        # One pass less of what the blocks gave away; the sizes differ by padding.
+        saved = (world_size - 1) * moved / world_size
+        assert before["sent"] - now["sent"] == pytest.approx(saved, abs=3 * 4 * world_size * 6), f"rank {rank}"
+        assert told["between"] == [root, 0, 0, 0, 0] and told["after"] == [0] * 5, f"rank {rank}"
+
+
 def replicated_messages(rank, world_size):
     model = FSDP(build("gpt", torch.float32, rank), models.unit("gpt"), root="replicate")
     inputs, targets = (t.split(SHARD)[rank] for t in batch("gpt", torch.float32, 0, world_size))
@@ -313,7 +356,7 @@ def test_on_gpus_with_offload(ranks):
 
 def gpu_body(context):
     rank, world_size = context.rank, context.world_size
-    for offload in (False, True):
+    for offload in (False, True, gettempdir()):
         wrapped = FSDP(build("gpt", torch.float64, seed=rank), models.unit("gpt"), offload=offload)
         optimizer, loss = torch.optim.SGD(wrapped.parameters(), lr=0.05, momentum=0.9), models.loss("gpt")
         for step in range(STEPS):

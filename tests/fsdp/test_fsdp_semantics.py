@@ -132,6 +132,8 @@ MODES = [
     pytest.param({"prefetch": 0}, id="no-prefetch"),
     pytest.param({"root": "replicate", "prefetch": 9}, id="replicate"),
     pytest.param({"shard": "grad_op"}, id="grad_op"),
+    pytest.param({"persistence_threshold": 5}, id="small-ones-persist"),
+    pytest.param({"persistence_threshold": 99}, id="all-persist"),
 ]
 
 

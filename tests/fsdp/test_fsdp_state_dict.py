@@ -105,7 +105,10 @@ def load(rank, world_size, saved, by, settings):
     train(model, rank, steps=1)
 
 
-@pytest.mark.parametrize("settings", [{}, {"root": "replicate"}], ids=["shard", "replicate"])
+RESHARDED = {"shard": {}, "replicate": {"root": "replicate"}, "small ones persist": {"persistence_threshold": 99}}
+
+
+@pytest.mark.parametrize("settings", RESHARDED.values(), ids=RESHARDED)
 @pytest.mark.parametrize("by", ["", "module.", "shards"])
 @pytest.mark.parametrize(("saving", "loading"), [(2, 3), (3, 2), (2, 1), (1, 3)])
 def test_resharding(ranks, saving, loading, by, settings):
@@ -243,6 +246,8 @@ def bad_arguments(rank, world_size):
     assert error(ValueError, shard="zero3") == "shard is 'full', 'grad_op', 'hybrid', not 'zero3'"
     assert 'root must be "shard" or "replicate"' in error(ValueError, root="keep")
     assert "prefetch must be a number of units" in error(ValueError, prefetch=-1)
+    assert "persistence_threshold must be a number" in error(ValueError, persistence_threshold=1e5)
+    assert 'needs root="shard"' in error(ValueError, persistence_threshold=9, root="replicate")
     assert "needs a mesh of two axes" in error(ValueError, shard="hybrid")
     assert "param_dtype is a floating-point dtype" in error(ValueError, param_dtype=torch.int8)
     mesh = Mesh({"a": world_size, "b": 1})
@@ -270,7 +275,7 @@ def test_arguments_that_do_not_fit(ranks):
 def low_precision(rank, world_size, settings):
     """Ours and fully_shard in bf16 with fp32 masters: the same arithmetic, to a few of bf16's steps."""
     oracle = gpt()
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=settings.get("reduce_dtype"))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=settings["reduce_dtype"])
     for block in oracle.blocks:
         fully_shard(block, mp_policy=policy)
     fully_shard(oracle, mp_policy=policy)
@@ -293,7 +298,7 @@ def low_precision(rank, world_size, settings):
     gathered = sum(event.payload_bytes for event in log if event.op == "all_gather")
     reduced = sum(event.payload_bytes for event in log if event.op == "reduce_scatter")
     assert gathered == 2 * low - root
-    assert reduced == low * (2 if settings.get("reduce_dtype") == torch.float32 else 1)
+    assert reduced == low * (2 if settings["reduce_dtype"] == torch.float32 else 1)
 
 
 def whole_gradients(model):
@@ -308,10 +313,11 @@ def whole_gradients(model):
     return found
 
 
+@pytest.mark.parametrize("threshold", [0, 99, 10**6])
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float32], ids=str)
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_low_precision_with_full_precision_masters(ranks, world_size, reduce_dtype):
-    ranks(world_size, low_precision, settings={"reduce_dtype": reduce_dtype})
+def test_low_precision_with_full_precision_masters(ranks, world_size, reduce_dtype, threshold):
+    ranks(world_size, low_precision, settings={"reduce_dtype": reduce_dtype, "persistence_threshold": threshold})
 
 
 def low_beside_replicated(rank, world_size):
@@ -375,14 +381,14 @@ def test_a_model_that_moves_to_another_dtype_takes_its_shards_along(ranks):
 # ---- the meta device
 
 
-def from_meta(rank, world_size):
+def from_meta(rank, world_size, threshold):
     with torch.device("meta"):
         module = models.build("gpt", "tiny", layers=6, **TINY)
     real = models.build("gpt", "tiny", layers=6, **TINY)
     whole = sum(p.nbytes for p in real.parameters())
     block = sum(p.nbytes for p in real.blocks[0].parameters())
     with MemoryTracker() as memory:
-        model = FSDP(module, Block)
+        model = FSDP(module, Block, persistence_threshold=threshold)
     # A unit's values and their flat copy, in addition to the shards: never the full model.
     assert memory.peak_total <= (whole + block) / world_size + 2 * block + 1024
     assert memory.peak_total < 0.9 * whole
@@ -396,8 +402,9 @@ def from_meta(rank, world_size):
     return state
 
 
-def test_a_model_on_the_meta_device_is_built_unit_by_unit(ranks):
-    results = ranks(2, from_meta)
+@pytest.mark.parametrize("threshold", [0, 32])
+def test_a_model_on_the_meta_device_is_built_unit_by_unit(ranks, threshold):
+    results = ranks(2, from_meta, threshold=threshold)
     assert same(*results)
 
 

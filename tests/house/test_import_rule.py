@@ -18,8 +18,20 @@ FLOOR = ("comm", "comm_log", "gloo_workarounds", "progress", "mesh", "replicas",
 FLOOR += ("pickle_support", "open_without_links", "ring_cost", "torch_private")
 # Each may import those before it.
 FAMILIES = (
-    *("allreduce", "hierarchical", "ddp", "amp", "zero", "fsdp", "local_sgd", "horovod", "lamb", "compression"),
-    *("recompute", "offload", "memory", "tensor_parallel", "attention", "moe", "pipeline"),
+    *(
+        "allreduce",
+        "hierarchical",
+        "ddp",
+        "amp",
+        "zero",
+        "offload",
+        "fsdp",
+        "local_sgd",
+        "horovod",
+        "lamb",
+        "compression",
+    ),
+    *("recompute", "memory", "tensor_parallel", "attention", "moe", "pipeline"),
     *("sampler", "learning_rate", "preempt", "watchdog", "checkpoint", "parallelize"),
 )
 ALL = {"floor", "ideas", *FAMILIES, "fully_shard_messages", "trainer"}

@@ -16,6 +16,7 @@ MESHES = {
     "cp": (2, {"context": 2}),
     "dp x tp": (4, {"tensor": 2}),
     "pp": (2, {"pipeline": 2, "accumulation": 2, "strategy": "ddp_naive"}),
+    "FSDP in files": (2, {"strategy": "fsdp_nvme"}),
     "tp, bf16": (2, {"tensor": 2, "precision": "bf16"}),
 }
 

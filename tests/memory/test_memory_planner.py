@@ -5,6 +5,7 @@ import time
 from contextlib import nullcontext
 from functools import partial
 from itertools import groupby
+from tempfile import gettempdir
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from labkit.ddp import DDP
 from labkit.fsdp import FSDP
 from labkit.memory import choose, estimate
 from labkit.memory.memory_tracker import MemoryTracker
+from labkit.offload import Offloaded
 from labkit.recompute import checkpoint, checkpoint_every
 from labkit.zero import ZeRO1, ZeRO2
 
@@ -82,6 +84,9 @@ def wrapped(strategy, model, name, cap, make):
         return model, zero(model.parameters(), torch.optim.SGD if lr else torch.optim.AdamW, bucket_cap_mb=cap, **lr)
     if strategy == "ddp_bucketed":
         model = DDP(model, bucket_cap_mb=cap)
+    elif strategy == "fsdp_nvme":
+        model = FSDP(model, models.unit(name), offload=gettempdir())
+        return model, Offloaded(make(model.parameters()), to=gettempdir())
     else:
         model = FSDP(model, models.unit(name), shard="full" if strategy == "fsdp" else "grad_op")
     return model, make(model.parameters())
@@ -114,6 +119,7 @@ def course(samples):
     ("strategy", "cap", "world_size", "optimizer"),
     [
         *((strategy, 25, 2, "adamw") for strategy in ("ddp_bucketed", "zero1", "zero2", "fsdp", "fsdp_grad_op")),
+        ("fsdp_nvme", 25, 2, "adamw"),
         ("ddp_bucketed", 0.05, 2, "sgd"),
         # 3 ranks divide nothing here: padding and empty pieces are in the numbers.
         *((strategy, 0.05, 3, "sgd") for strategy in ("zero1", "zero2", "fsdp")),

@@ -193,6 +193,7 @@ def test_axes_train_what_one_process_trains():
         "dp 2 x tp 2, sequence parallel": {"tensor": 2, "sequence_parallel": "on"},
         "flash attention": {"attention": "flash"},
         "fsdp 2 x tp 2": {"tensor": 2, "strategy": "fsdp"},
+        "fsdp in files 2 x tp 2": {"tensor": 2, "strategy": "fsdp_nvme"},
         "cp 2 x tp 2": {"tensor": 2, "context": 2},
         "dp 2 x pp 2": {"pipeline": 2, "strategy": "ddp_naive", "accumulation": 4},
         "one process": {"strategy": "single"},
@@ -215,6 +216,7 @@ def test_axes_train_what_one_process_trains():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
+        ({"nvme_path": "/tmp"}, "needs strategy='fsdp_nvme', not 'ddp_bucketed'"),
         ({"attention": "flash", "context": 2}, "needs the model gpt and context=1"),
         ({"sequence_parallel": "on"}, "needs tensor of at least 2"),
         ({"model": "mlp", "tensor": 2}, "only the model gpt can be sharded, not mlp"),

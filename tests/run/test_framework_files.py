@@ -54,6 +54,11 @@ def read(text, ranks=4):
             ZERO % "zero_stage: 3, offload_param_device: cpu, offload_optimizer_device: cpu",
             {"strategy": "fsdp_offload"},
         ),
+        (
+            ZERO % "zero_stage: 3, offload_param_device: nvme, offload_optimizer_device: nvme, "
+            "offload_param_nvme_path: /nvme, offload_optimizer_nvme_path: /nvme",
+            {"strategy": "fsdp_nvme", "nvme_path": "/nvme"},
+        ),
     ],
     ids=str,
 )

@@ -12,6 +12,7 @@ from labkit.run.experiment import Experiment
 
 USUAL = {"train_batch_size": 64}
 OFFLOAD = {"device": "cpu"}
+NVME = {"device": "nvme", "nvme_path": "/nvme"}
 RATES = ("lr", "momentum", "weight_decay", "clip", "warmup_steps", "schedule")
 PROGRAM = {  # what a framework's file does not have
     "deepspeed": ("model", "size", "data", "seed", "steps", "recompute", "attention"),
@@ -51,6 +52,8 @@ def some(seed):
         if pick.random() < 0.08:
             fields[name] = value
     try:
+        if fields["strategy"] == "fsdp_nvme":
+            fields["nvme_path"] = pick.choice(("", "/nvme"))
         found = Experiment(model="gpt", **fields)
         found.check_ranks(4)
         return found
@@ -105,6 +108,10 @@ def test_an_experiment_comes_back_or_is_refused_by_its_field(framework):
             {"zero_optimization": {"stage": 3, "offload_param": OFFLOAD, "offload_optimizer": OFFLOAD}},
             {"strategy": "fsdp_offload"},
         ),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": NVME, "offload_optimizer": NVME}},
+            {"strategy": "fsdp_nvme", "nvme_path": "/nvme"},
+        ),
         ({"torch_autocast": {"enabled": True, "dtype": "torch.float16"}}, {"precision": "fp16"}),
         ({"bf16": {"enabled": True}}, {"precision": "bf16"}),
         ({"gradient_clipping": 2}, {"clip": 2.0}),
@@ -130,8 +137,17 @@ def test_what_a_field_means_here(config, fields):
         ({"zero_optimization": {"stag": 2}}, "did you mean zero_optimization.stage?"),
         ({"zero_optimization": {"stage": "3"}}, 'zero_optimization.stage="3": must be a whole number'),
         ({"zero_optimization": {"stage": 4}}, "must be 0, 1, 2 or 3"),
-        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "disk"}}}, "must be none or cpu"),
-        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "nvme is not in this lab"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "disk"}}}, "must be none, cpu or nvme"),
+        ({"zero_optimization": {"stage": 3, "offload_param": NVME}}, "offloads parameters and optimizer together"),
+        ({"zero_optimization": {"stage": 2, "offload_param": NVME, "offload_optimizer": NVME}}, "together, in stage 3"),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}, "offload_optimizer": NVME}},
+            "offload_param.nvme_path=None: must be a folder",
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": NVME | {"nvme_path": "/b"}, "offload_optimizer": NVME}},
+            "must be equal",
+        ),
         ({"zero_optimization": {"stage": 2, "offload_optimizer": OFFLOAD}}, "offloads parameters and"),
         (
             {"zero_optimization": {"stage": 3, "offload_optimizer": OFFLOAD}},
