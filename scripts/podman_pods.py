@@ -95,7 +95,7 @@ def rows_in(folder):
 def wait(deadline, what, podman):
     if time.monotonic() > deadline:
         said = podman("logs", container(0), both=True)
-        raise TimeoutError(f"waited {SETTLED} s in vain for {what}: {said[-4000:]}")
+        raise TimeoutError(f"waited {SETTLED} s without success for {what}: {said[-4000:]}")
     time.sleep(0.3)
 
 

@@ -9,13 +9,15 @@
 
 Ring: keys and values travel around the ring. Each rank computes its queries' tiles with the keys
 that it has, while the next keys arrive. All-to-all: each rank gets all tokens of some heads, and
-attention is unchanged. Both use the tokens of `places`.
+attention is unchanged. All-gather: each rank gets all keys and values first, and computes its own
+queries. All three use the tokens of `places`.
 
 Sent per rank, for K bytes of its keys and values: forward (n-1) K and backward (2n-1) K in the
-ring; all-to-all (n-1)/n of query, keys, values and output, twice. Held for backward: 1/n of one
-process; in the ring also keys and gradients in flight. Liu, Zaharia and Abbeel, Ring Attention,
-ICLR 2024, section 3; Brandon et al., Striped Attention, 2023 (balance); Jacobs et al., DeepSpeed
-Ulysses, 2023, section 3.
+ring; all-gather (n-1) K in each; all-to-all (n-1)/n of query, keys, values and output, twice. Held
+for backward: 1/n of one process; in the ring also keys and gradients in flight; all-gather: all
+keys and values. Liu, Zaharia and Abbeel, Ring Attention, ICLR 2024, section 3; Brandon et al.,
+Striped Attention, 2023 (balance); Jacobs et al., DeepSpeed Ulysses, 2023, section 3; Grattafiori
+et al., The Llama 3 Herd of Models, 2024, section 3.3.2 (all-gather).
 """
 
 from contextlib import nullcontext
@@ -27,6 +29,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from labkit import comm
+from labkit.attention.attention import FlashAttention
 from labkit.attention.tiles import TILE, Tiles, by_key_head, checked_key_mask
 from labkit.ideas.attention_and_context import merge
 from labkit.tensor_parallel.rng_tracker import per_rank_draws
@@ -51,6 +54,12 @@ def chunks_of_rank(length, group=None, rank=None):
     return [slice(i * size, (i + 1) * size) for i in zig_zag(rank, n)]
 
 
+def order_of_ranks(length, group=None):
+    """Return the positions of all tokens, [length]: those of rank 0, then those of rank 1 ..."""
+    shares = [chunks_of_rank(length, group, rank) for rank in range(dist.get_world_size(group))]
+    return torch.cat([torch.arange(length)[chunk] for share in shares for chunk in share])
+
+
 def zig_zag(rank, n):
     """Return which two of 2n chunks a rank has; every rank has the same amount of work."""
     return rank, 2 * n - 1 - rank
@@ -61,6 +70,19 @@ def gather_key_masks(key_mask, group=None):
     masks = key_mask.new_empty((dist.get_world_size(group), *key_mask.shape), dtype=torch.uint8)
     comm.all_gather(masks, key_mask.to(torch.uint8), group)
     return masks.bool()
+
+
+def check_shapes(query, key, value):
+    if not query.shape[-2:] == key.shape[-2:] == value.shape[-2:]:
+        shapes = ", ".join(str(list(x.shape)) for x in (query, key, value))
+        raise ValueError(f"query, key and value must have the same length and width: {shapes}")
+
+
+def shared_seed(group=None):
+    """Draw a seed for dropout on each rank; return rank 0's. Collective."""
+    drawn = torch.randint(2**31, (1,)).to(comm.device(group))
+    comm.broadcast(drawn, 0, group)
+    return drawn.item()
 
 
 def ring_attention(
@@ -87,17 +109,11 @@ def ring_attention(
     all-to-all.
     Raises ValueError if shapes do not fit, or a rank has an odd number of tokens.
     """
-    if not query.shape[-2:] == key.shape[-2:] == value.shape[-2:]:
-        shapes = ", ".join(str(list(x.shape)) for x in (query, key, value))
-        raise ValueError(f"query, key and value must have the same length and width: {shapes}")
+    check_shapes(query, key, value)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     by_head = by_key_head(query, key, value)
     mask = checked_key_mask(key_mask, key)
-    seed = 0
-    if dropout_p:
-        drawn = torch.randint(2**31, (1,)).to(comm.device(group))
-        comm.broadcast(drawn, 0, group)
-        seed = drawn.item()
+    seed = shared_seed(group) if dropout_p else 0
     tiles = Tiles(is_causal, scale, tile, dropout_p, seed, window=window, key_mask=mask)
     return RingAttention.apply(*by_head, tiles, group).flatten(-4, -3)
 
@@ -228,8 +244,7 @@ def ulysses_attention(
         if heads % n:
             raise ValueError(f"{heads} heads must be divisible by {n} ranks")
     length = n * query.shape[-2]
-    shares = [chunks_of_rank(length, group, rank) for rank in range(n)]
-    order = torch.cat([torch.arange(length)[chunk] for share in shares for chunk in share])
+    order = order_of_ranks(length, group)
     by_head = [Exchange.apply(x, -3, -2, group) for x in (query, key, value)]
     in_order = [x[..., order.argsort(), :] for x in by_head]  # [B, H/n, T, d]
     if masked:
@@ -257,3 +272,59 @@ class Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         return Exchange.apply(gradient, ctx.join, ctx.cut, ctx.group), None, None, None
+
+
+def all_gather_attention(
+    query,
+    key,
+    value,
+    group=None,
+    dropout_p=0.0,
+    is_causal=False,
+    scale=None,
+    tile=TILE,
+    window=None,
+    key_mask=None,
+):
+    """Compute attention of this rank's queries over all keys, which are gathered first. Collective.
+
+    query: [B, H, T/n, d]; key, value: [B, G, T/n, d], at places(T); returns query's shape.
+    dropout_p, window, key_mask: as in ring_attention. Keys and values of all ranks are held until
+    backward, which reduce-scatters their gradients. No message is hidden.
+    Raises ValueError if shapes do not fit, or a rank has an odd number of tokens.
+    """
+    check_shapes(query, key, value)
+    length = dist.get_world_size(group) * query.shape[-2]
+    chunks = chunks_of_rank(length, group)
+    in_order = order_of_ranks(length, group).argsort()
+    mask = checked_key_mask(key_mask, key)
+    if mask is not None:
+        mask = torch.cat(tuple(gather_key_masks(mask, group)), -1)[..., in_order]  # [B, T]
+    parts = Gather.apply(torch.stack([key, value]), group)
+    keys, values = torch.cat(tuple(parts), -2)[..., in_order, :]  # [B, G, T, d] each
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    seed = shared_seed(group) if dropout_p else 0
+    tiles = Tiles(is_causal, scale, tile, dropout_p, seed, window=window, key_mask=mask)
+    outputs = []
+    for chunk, queries in zip(chunks, query.chunk(2, -2), strict=True):
+        of_chunk = replace(tiles, first_query=chunk.start)
+        output = FlashAttention.apply(*by_key_head(queries, keys, values), of_chunk)
+        outputs.append(output.flatten(-4, -3))
+    return torch.cat(outputs, -2)
+
+
+class Gather(torch.autograd.Function):
+    """All-gather: [...] -> [n, ...]. Backward sums the gradients of a rank's part on that rank."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        parts = x.new_empty((dist.get_world_size(group), *x.shape))
+        comm.all_gather(parts, x, group=group)
+        return parts
+
+    @staticmethod
+    def backward(ctx, gradient):
+        own = torch.empty_like(gradient[0])
+        comm.reduce_scatter(own, gradient.contiguous(), group=ctx.group)
+        return own, None

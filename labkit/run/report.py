@@ -133,10 +133,10 @@ def explain(ends, timed_out=None, broken=None):
         )
     elif stopped and (waiting or by_state.get("died")):
         cause = first_late(stopped, ends)
-        headline = f"rank {cause.rank} hangs: the others waited for it in vain"
+        headline = f"rank {cause.rank} hangs: the others were still waiting for it"
     elif waiting:
         cause = None
-        headline = "the ranks waited for each other in vain" + different_lines(waiting)
+        headline = "the ranks were waiting for each other" + different_lines(waiting)
     elif absent := by_state.get("absent"):
         cause = absent[0]
         headline = f"rank {absent[0].rank} never started"

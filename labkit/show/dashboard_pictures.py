@@ -187,7 +187,7 @@ def losses(rows, curves, most, title, x, words):
             axes.xaxis.set_major_formatter("{x:g}")
             axes.xaxis.set_minor_locator(NullLocator())
         axes.set_xlabel(f"{words} ({unit})")
-        axes.set_ylabel("loss (training)")
+        axes.set_ylabel(style.axis_label("training_loss"))
         axes.grid(axis="y")
         figure.subplots_adjust(right=0.64)
         axes.legend(fontsize=9, loc="upper left", bbox_to_anchor=(1.01, 1))

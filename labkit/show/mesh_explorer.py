@@ -191,12 +191,12 @@ def small(state, local):
         {
             "axis": axis,
             "cuts": CUTS[axis],
-            "groups": "; ".join(" ".join(map(str, line)) for line in lines(axes, axis)),
+            "groups of ranks": "; ".join(" ".join(map(str, line)) for line in lines(axes, axis)),
             "across the nodes": passing,
         }
         for axis, passing in crossing(axes, local).items()
     ]
-    return pd.DataFrame(rows, columns=["axis", "cuts", "groups", "across the nodes"])
+    return pd.DataFrame(rows, columns=["axis", "cuts", "groups of ranks", "across the nodes"])
 
 
 def read(state, first, axis, **sizes):
@@ -226,7 +226,7 @@ def explorer(axes, model, local, axis="tp"):
         partial(takeaway, model, local=local),
         "counted",
         small(state, local),
-        "groups of the mesh",
+        "ranks that communicate along an axis; groups with ranks on several nodes",
         "Change a control: the mesh is drawn here.",
         read=read,
     )

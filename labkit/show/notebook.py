@@ -15,7 +15,8 @@ from labkit.measure import machine
 from labkit.measure.machine import ROOT
 from labkit.show import style, tables
 
-NUMBER = re.compile(r"[-–—+−±<>≤≥~≈$(]*(\.?\d|$)")  # the start of a quantity, or an empty cell
+# The start of a quantity or of a list of them, an empty cell, or why there is no quantity.
+NUMBER = re.compile(r"[-–—+−±<>≤≥~≈=$(\[ ]*(\.?\d|$|no: )")
 
 
 def source(*objects):

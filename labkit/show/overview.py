@@ -56,7 +56,7 @@ def draw_losses(axes, frame, colours):
     widths = np.linspace(BROADEST, 1.2, len(colours))
     draw_runs(axes, means, "step", "loss", "strategy", colours, widths)
     axes.set_xlabel("step")
-    axes.set_ylabel("loss")
+    axes.set_ylabel(style.axis_label("loss"))
     axes.grid(axis="y")
     axes.set_title("training loss (colours as above)", loc="left", size=9.5, weight="normal")
     axes.margins(x=0.01)

@@ -48,7 +48,7 @@ def pareto(frame, x, y, by="variant", title=None):
         axes.set_ylabel(style.axis_label(y, units[1]))
         axes.grid(axis="y")
         style.entitle(figure, title)
-        style.note_above(axes, "filled: nothing else is both faster and smaller")
+        style.note_above(axes, "filled points: nothing else is both faster and smaller")
         figure.draw_without_rendering()
         lines = staircase(steps) + level_lines(low, middle, high)
         write_names(axes, dict(zip(names, middle, strict=True)), lines)

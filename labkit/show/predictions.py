@@ -74,7 +74,7 @@ def time_and_money(frame, error, title=None):
         axes.set_xlabel("days (log)")
         axes.set_ylabel("GPU-hours (thousands)")
         axes.grid(axis="y")
-        words = f"numbers of GPUs; filled: none is faster and cheaper; lines: ± {error:.1%}"
+        words = f"numbers of GPUs; filled points: none is faster and cheaper; lines: ± {error:.1%}"
         style.note_above(axes, words)
         style.entitle(figure, title)
     return figure

@@ -57,7 +57,7 @@ def broken(frame, marks=(), rounding=None, title=None):
 
 
 def finish(above, below, most, rounding):
-    above.set_ylabel("loss")
+    above.set_ylabel(style.axis_label("loss"))
     below.set_ylabel("relative difference")
     below.set_xlabel("step")
     below.xaxis.set_major_locator(MaxNLocator(integer=True))

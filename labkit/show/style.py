@@ -168,7 +168,12 @@ def name(key):
 
 
 def axis_label(column, unit=None):
-    """Return the words and the unit of a column, for an axis: "step time (ms)"."""
+    """Return the words and the unit of a column, for an axis: "step time (ms)".
+
+    Every loss of the lab is a mean cross-entropy with natural logarithms, so its unit is the nat.
+    """
+    if column.endswith("loss"):
+        unit = "cross-entropy, nats"
     unit = unit_of(column) if unit is None else unit
     return f"{name(column)} ({unit})" if unit else name(column)
 

@@ -185,7 +185,7 @@ def finish(grid, ends, target):
     below.set_ylim(bottom=low * (low / high) ** 0.14)
     style.plain_digits(below.yaxis)
     below.yaxis.set_minor_formatter(NullFormatter())
-    below.set_ylabel("loss")
+    below.set_ylabel("loss (nats)", loc="top")  # above the words of the target
     # Left of the axis and its numbers, because a curve may end anywhere right of it.
     look = {"ha": "right", "va": "center", "size": 9, "color": style.RED}
     look["xycoords"] = ("axes fraction", "data")

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from labkit import comm, models
 from labkit.attention import flash_attention
-from labkit.attention.context_parallel import places, ring_attention, ulysses_attention
+from labkit.attention.context_parallel import all_gather_attention, places, ring_attention, ulysses_attention
 from labkit.attention.tiles import Tiles
 from labkit.ddp import DDP
 from labkit.ideas.attention_and_context import ring_attention_forward
@@ -21,6 +21,7 @@ from labkit.recompute import checkpoint
 F64 = torch.float64
 FORMS = {
     "ring": partial(ring_attention, tile=3),
+    "all-gather": partial(all_gather_attention, tile=3),
     "all-to-all": ulysses_attention,
     "all-to-all, tiles": partial(ulysses_attention, attend=flash_attention, tile=3),
 }
@@ -69,7 +70,7 @@ def padded(length, padding):
 
 def masked(rank, world_size, form, length, window, padding, is_causal=True):
     """How far this rank's part of output and gradients is; whether rows that see no key are zeros."""
-    *tensors, weights = whole(length, 4, key_heads=4 if "all" in form else 2)
+    *tensors, weights = whole(length, 4, key_heads=4 if "all-to-all" in form else 2)
     held, mask = places(length), padded(length, padding)
     options = {"is_causal": is_causal, "window": window}
     mine = share(tensors, held)
@@ -84,7 +85,7 @@ def masked(rank, world_size, form, length, window, padding, is_causal=True):
 
 
 @pytest.mark.parametrize("padding", PADDING)
-@pytest.mark.parametrize("form", ["ring", "all-to-all, tiles"])
+@pytest.mark.parametrize("form", ["ring", "all-gather", "all-to-all, tiles"])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_windows_and_padding_are_masks_of_one_process(ranks, world_size, form, padding):
     given = {"form": form, "length": 8 * world_size, "padding": padding}
@@ -104,9 +105,10 @@ def test_it_is_the_attention_of_one_process(ranks, world_size, form, is_causal):
     assert max(told) < 1e-13
 
 
-def test_the_ring_has_a_scale_and_shared_key_heads(ranks):
+@pytest.mark.parametrize("form", ["ring", "all-gather"])
+def test_there_is_a_scale_and_key_heads_are_shared(ranks, form):
     options = {"heads": 6, "key_heads": 2, "is_causal": True, "scale": 0.3}
-    assert max(ranks(2, trained, form="ring", length=16, **options)) < 1e-13
+    assert max(ranks(2, trained, form=form, length=16, **options)) < 1e-13
 
 
 def in_low_precision(rank, world_size):
@@ -126,11 +128,12 @@ def test_low_precision_is_rounded_once_at_the_end(ranks):
         assert equal > 0.99 and same, f"rank {rank}"
 
 
+@pytest.mark.parametrize("form", ["ring", "all-gather"])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_the_ring_drops_what_one_process_drops(ranks, world_size, is_causal):
+def test_it_drops_what_one_process_drops(ranks, world_size, is_causal, form):
     options = {"heads": 2, "is_causal": is_causal, "dropout_p": 0.3, "tile": 2}
-    assert max(ranks(world_size, trained, form="ring", length=8 * world_size, **options)) < 1e-13
+    assert max(ranks(world_size, trained, form=form, length=8 * world_size, **options)) < 1e-13
 
 
 def masks(rank, world_size, attend, seed):
@@ -181,7 +184,9 @@ def sent(rank, world_size, form):
 
 def test_bytes_are_the_formulas(ranks):
     for n in (2, 3):
-        for form, times in (("ring", 2 * ((n - 1) + (2 * n - 1))), ("all-to-all", 2 * 4 * (n - 1) / n)):
+        formulas = {"ring": 2 * ((n - 1) + (2 * n - 1)), "all-gather": 2 * 2 * (n - 1)}
+        formulas["all-to-all"] = 2 * 4 * (n - 1) / n
+        for form, times in formulas.items():
             for rank, (found, size) in enumerate(ranks(n, sent, form=form)):
                 assert found == times * size, f"rank {rank}, {n}"
 
@@ -195,7 +200,7 @@ def sent_with(rank, world_size, form, options, masked):
     return sum(event.sent_bytes for event in events)
 
 
-@pytest.mark.parametrize("form", ["ring", "all-to-all, tiles"])
+@pytest.mark.parametrize("form", ["ring", "all-gather", "all-to-all, tiles"])
 def test_a_window_sends_as_much_and_a_mask_a_byte_a_token(ranks, form):
     plain = ranks(2, sent_with, form=form, options={"is_causal": True}, masked=False)
     options = {"is_causal": True, "window": 2}
@@ -226,6 +231,23 @@ def test_keys_outside_the_window_are_not_computed(ranks):
     made = ranks(3, work, window=5)
     assert sum(made) == 24 * 5 - 4 * 5 // 2  # the first four tokens see fewer than five
     assert made[1:] == [8 * 5] * 2
+
+
+def kept(rank, world_size, form, own=8):
+    """Bytes kept for backward, without the inputs; bytes of this rank's keys and values, and of one output."""
+    mine = share(whole(own * world_size, 2)[:3], places(own * world_size))
+    with MemoryTracker() as tracker:
+        output = FORMS[form](*mine, is_causal=True)
+        held = sum(tracker.current.values())
+    return held, mine[1].nbytes + mine[2].nbytes, output.nbytes + output[..., :1].nbytes
+
+
+def test_the_all_gather_keeps_all_keys_and_the_ring_its_own(ranks):
+    for n in (2, 3):
+        for rank, (held, pair, output) in enumerate(ranks(n, kept, form="all-gather")):
+            assert held >= n * pair + output, f"rank {rank}, {n}"
+        for rank, (held, _, output) in enumerate(ranks(n, kept, form="ring")):
+            assert held == output, f"rank {rank}, {n}"
 
 
 def memory(rank, world_size, own):
@@ -292,8 +314,10 @@ def wrong(rank, world_size, case):
             ring_attention(zeros, zeros, zeros, key_mask=torch.ones(1, 8, dtype=torch.bool))
         elif case == "odd":
             ring_attention(*[zeros[..., :3, :]] * 3)
+        elif case == "odd, all-gather":
+            all_gather_attention(*[zeros[..., :3, :]] * 3)
         else:
-            ring_attention(zeros, zeros[..., :2, :], zeros)
+            FORMS[case](zeros, zeros[..., :2, :], zeros)
     except ValueError as error:
         return str(error)
 
@@ -304,10 +328,15 @@ def wrong(rank, world_size, case):
         ("length", "length=5 must be divisible by 4: two chunks for each of 2 ranks"),
         ("heads", "3 heads must be divisible by 2 ranks"),
         ("odd", "length=3 of a rank must be even, as it has two chunks"),
+        ("odd, all-gather", "length=6 must be divisible by 4: two chunks for each of 2 ranks"),
         ("window", "SDPA supports no window and no key_mask: pass attend=flash_attention"),
         ("mask", "key_mask has shape [1, 8], expected [1, 4]"),
         (
-            "shape",
+            "ring",
+            "query, key and value must have the same length and width: [1, 3, 4, 2], [1, 3, 2, 2], [1, 3, 4, 2]",
+        ),
+        (
+            "all-gather",
             "query, key and value must have the same length and width: [1, 3, 4, 2], [1, 3, 2, 2], [1, 3, 4, 2]",
         ),
     ],

@@ -46,7 +46,7 @@ def wait_for(holds, what, seconds=120):
     deadline = time.monotonic() + seconds
     while not (found := holds()):
         if time.monotonic() > deadline:
-            raise AssertionError(f"waited {seconds} s in vain for {what() if callable(what) else what}")
+            raise AssertionError(f"waited {seconds} s without success for {what() if callable(what) else what}")
         time.sleep(0.1)
     return found
 

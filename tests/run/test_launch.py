@@ -433,7 +433,7 @@ def test_who_left_because_of_another_is_not_the_cause_where_that_one_was_not_see
     ends = [RankEnd(rank, "died", {}, [], "", os.EX_TEMPFAIL) for rank in range(3)]
     ends[1] = RankEnd(1, "stopped", {}, [], "", None)
     cause, text = explain(ends)
-    assert cause.rank == 1 and text.startswith("rank 1 hangs: the others waited for it in vain")
+    assert cause.rank == 1 and text.startswith("rank 1 hangs: the others were still waiting for it")
 
 
 LATE = """

@@ -34,6 +34,8 @@ def test_groups_that_span_two_nodes_of_four(axes, crossing):
 def test_groups_along_an_axis():
     assert mesh_explorer.lines({"tp": 2, "dp": 4}, "tp") == [[0, 4], [1, 5], [2, 6], [3, 7]]
     assert mesh_explorer.lines({"tp": 2, "dp": 4}, "dp") == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    table = mesh_explorer.small(state("tp", tp=2, dp=4), 4)
+    assert dict(zip(table["axis"], table["groups of ranks"], strict=True))["tp"] == "0 4; 1 5; 2 6; 3 7"
 
 
 def test_what_a_rank_holds():

@@ -12,6 +12,7 @@ def test_a_panel_per_metric_in_a_fixed_order_and_a_loss_curve_per_strategy():
     ]
     figure = overview(pd.DataFrame(rows), "title")
     losses, *panels = figure.axes
+    assert losses.get_ylabel() == "loss (cross-entropy, nats)"
     assert len(panels) == len(PANELS)
     assert [label.get_text() for label in panels[0].get_yticklabels()] == [
         style.name(strategy) for strategy in ("single", "ddp_naive", "torch_ddp")

@@ -33,7 +33,11 @@ def test_words_and_picture():
     assert said.startswith(f"gpt3-6.7b on 64 x A100-80GB, bf16, the fastest of few layouts: {words(found.job)};")
     assert f"{found.peak.total:.1f} GiB a GPU" in said and "GPU-hours for 3e+11 tokens." in said
     figure = planner.draw(JOB, STATE)
-    assert len(figure.axes) == 2
+    held, spent = figure.axes
+    assert held.get_xlabel().startswith("memory of a GPU (GiB); red: its ")
+    assert f"{found.peak.total:,.3g} GiB" in [text.get_text() for text in held.texts]
+    assert spent.get_xlabel() == "time of a step (s)"
+    assert f"{found.seconds:,.3g} s" in [text.get_text() for text in spent.texts]
     assert figure.get_suptitle() == "gpt3-6.7b on 64 x A100-80GB, bf16, predicted: the fastest of few layouts"
     assert publish.png(figure, dpi=50)
 

@@ -26,6 +26,7 @@ def test_every_time_that_a_step_was_taken_is_held_against_the_first_run():
 def test_losses_above_differences_below_with_0_on_the_axis():
     figure = plots.broken(frame(), MARKS, rounding=2**-8, title="Broken")
     above, below = figure.axes
+    assert above.get_ylabel() == "loss (cross-entropy, nats)"
     drawn = {line.get_label(): line for line in above.lines}
     assert list(drawn["fewer ranks"].get_ydata()) == [3.0, 2.002, 1.01]
     assert drawn["never broken"].get_linewidth() > drawn["fewer ranks"].get_linewidth()

@@ -204,6 +204,7 @@ def test_units_and_names_from_columns():
         "samples/s",
         "",
     ]
+    assert style.axis_label("training_loss") == "training loss (cross-entropy, nats)"
     assert style.axis_label("all_reduce_ms") == "all reduce (ms)" and style.name("torch_ddp") == "PyTorch DDP"
 
 
@@ -314,9 +315,12 @@ def test_a_table_has_its_words_left_and_its_numbers_right(shown):
         "time": ["1.5 ms", "-2 ms", "none"],
         "blank": ["", "-", "≤ 3"],
         "verdict": ["slower", "cannot tell", "–"],
+        "ratio": ["= 1", "= 1", "not exact"],
+        "lengths": ["[3, 4]", [5, 6], "[ 7]"],
+        "fields": [7, "no: strategy", "no: precision"],
     }
     notebook.table(pd.DataFrame(rows), "measured")
-    assert shown[0][0]["text/markdown"].splitlines()[1] == "| :-- | --: | --: | --: | :-- |"
+    assert shown[0][0]["text/markdown"].splitlines()[1] == "| :-- | --: | --: | --: | :-- | --: | --: | --: |"
 
 
 def test_a_ratio_is_clear_of_one_and_of_the_noise():

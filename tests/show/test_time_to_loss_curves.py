@@ -58,6 +58,7 @@ def test_a_family_goes_from_pale_to_its_own_colour():
 def test_the_ends_stand_above_the_curves_on_the_same_axis():
     figure = plots.race(measured(), TARGET, "Who is first")
     seconds, size, losses, over_bytes = figure.axes
+    assert losses.get_ylabel() == "loss (nats)"
     assert words(seconds) == ["4 s", "2 s", "1 s", "not reached"]
     assert words(size) == ["16 MiB", "4 MiB", "1 MiB", "not reached"]
     assert seconds.get_xlim() == losses.get_xlim() and size.get_xlim() == over_bytes.get_xlim()

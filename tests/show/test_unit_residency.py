@@ -140,6 +140,8 @@ def test_the_ring_is_at_the_choice():
     frame = sweep()
     before = frame.copy(deep=True)
     figure = fsdp_explorer.draw(frame, FIRST)
+    assert figure.get_suptitle() == "units of a block, full, 1 ahead: 41 ms a step, at most 2 KiB held"
+    assert figure.axes[0].get_xlabel() == "parameters held at most, shards included (KiB)"
     rings = figure.axes[0].collections
     assert [tuple(ring.get_offsets()[0]) for ring in rings] == [(2.0, 41.0)]
     assert {"0 ahead", "1 ahead"} == {text.get_text() for text in figure.axes[0].texts}

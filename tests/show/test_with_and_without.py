@@ -38,6 +38,7 @@ def test_with_it_is_filled_and_without_it_is_hollow():
     assert points[8192.0, 0.1] == style.COLOURS["none"]
     assert {text.get_text() for text in axes.texts} >= {"no compression", "fp16", "top 1 %", "random 1 %"}
     assert axes.get_xscale() == axes.get_yscale() == "log"
+    assert axes.get_ylabel() == "loss (cross-entropy, nats)"
     assert png(axes.figure, dpi=50)
 
 
