@@ -163,6 +163,11 @@ def _share(mine, parts, group):
     return works
 
 
+def peers(rank, n):
+    """Return the other ranks, the next one first."""
+    return [(rank + k) % n for k in range(1, n)]
+
+
 def _exchange(outgoing, incoming, group):
     """Send outgoing[r] to rank r and receive incoming[r] from it; copy this rank's own part.
 
@@ -172,7 +177,7 @@ def _exchange(outgoing, incoming, group):
     rank, n, works = dist.get_rank(group), dist.get_world_size(group), []
     if incoming[rank].data_ptr() != outgoing[rank].data_ptr():
         incoming[rank].copy_(outgoing[rank])
-    others = [(rank + k) % n for k in range(1, n)]
+    others = peers(rank, n)
     try:
         for r in others:
             if incoming[r].numel():

@@ -53,15 +53,15 @@ def fake_ranks(rank, ranks, device="cuda"):
     backend = FAKE_GLOO if device == "cpu" else FAKE
     with (
         another_world(backend, rank, ranks),
-        patch.multiple(gloo_workarounds, _exchange=nothing_to_send, _share=nothing_to_send),
+        patch.multiple(gloo_workarounds, peers=one_peer, on_loopback=lambda: False),
         no_data(device) as fake,
     ):
         yield fake
 
 
-def nothing_to_send(outgoing, incoming, group):
-    """As _exchange and _share of gloo_workarounds, without a message: fake ranks fill no part."""
-    return []
+def one_peer(rank, n):
+    """Return the next rank, in place of all others: a dry run sends each message once."""
+    return [(rank + 1) % n][: n - 1]
 
 
 @contextmanager

@@ -41,6 +41,7 @@ MEASURED = "from labkit.run.compare import compare; compare"  # the entry point 
 TOGETHER = 8
 WORLD = {"nproc": 2, "nodes": 1, "link_mbit": None, "link_ms": 0.0}
 USUAL = Experiment().to_dict() | WORLD
+TEXTS = [name for name, usual in USUAL.items() if usual == ""]  # an empty text is empty in a file
 ALIKE = ("cpu", "cores", "gpus", "torch")  # columns that must be equal for rows to be comparable
 
 
@@ -269,7 +270,10 @@ def read(folder):
         if "format" not in frame or not frame["format"].eq(FORMAT).all():
             raise ValueError(f"{path}: not of this version's sweep (format {FORMAT}): move it away")
         new = {name: usual for name, usual in USUAL.items() if name not in frame}
-        frames.append(frame.assign(**new))
+        frame = frame.assign(**new)
+        for name in TEXTS:
+            frame[name] = frame[name].astype(object).fillna("")
+        frames.append(frame)
     return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
 
 

@@ -128,6 +128,7 @@ def test_every_cell_has_its_rows(measured):
         assert set(own["rank"]) == set(range(cell.nproc)) and (own["step_ms"] > 0).all()
     assert rows["launch"].nunique() == 2 == len(list(folder.glob("*.csv")))  # one a world
     assert {"cpu", "cores", "torch", "python", "commit", "measured_at", "peak_bytes", "mfu"} <= set(rows)
+    assert set(rows["nvme_path"]) == {""}  # as it was, and not what pandas makes of an empty cell
 
 
 @pytest.mark.slow
