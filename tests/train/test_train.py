@@ -186,7 +186,7 @@ def test_told_to_stop_again_and_again_it_leaves_with_0(tmp_path):
             ["--model", "gpt", "--tensor", "2", "--strategy", "zero1"],
             "Experiment(tp 2): needs one of the strategies ddp_naive, ",
         ),
-        (["--model", "gpt", "--tensor", "4"], "the 2 heads of a GPT of size tiny must be divisible by tensor"),
+        (["--model", "gpt", "--tensor", "4"], "the 2 heads of this GPT must be divisible by tensor"),
         (
             ["--model", "gpt", "--context", "2", "--pipeline", "2", "--strategy", "ddp_naive"],
             "supports no context axis",
@@ -247,7 +247,7 @@ def test_what_cannot_be_is_one_line_and_starts_nothing(words, told):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--tensor", "4"], "the 2 heads of a GPT of size tiny must be divisible by tensor"),
+        (["--tensor", "4"], "the 2 heads of this GPT must be divisible by tensor"),
         (["--tensor", "2", "--nproc", "1"], "nproc=1 must be a multiple of 2"),
         (["--log-file", f"{__file__}/log.jsonl"], "File exists"),
         (["--checkpoint-dir", f"{__file__}/places"], "Not a directory"),
