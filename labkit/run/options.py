@@ -193,7 +193,8 @@ def from_file(path):
 def fitting(fields):
     """Return defaults that suit the given fields."""
     axes = [name for name in ("pipeline", "context", "tensor", "expert") if fields.get(name, 1) > 1]
-    chosen = {"model": "gpt"} if axes or fields.get("experts") else {}
+    shortens = fields.get("curriculum", "none") != "none"
+    chosen = {"model": "gpt"} if axes or fields.get("experts") or shortens else {}
     if fields.get("pipeline", 1) > 1:
         chosen["strategy"] = "ddp_naive"  # the only one that a pipeline supports
     if (chosen | fields).get("model") == "gpt" and "optimizer" not in fields:

@@ -238,6 +238,9 @@ def first_line(participant, options, came_from):
     with torch.random.fork_rng([]):
         count = sum(parameter.numel() for parameter in model_of(e).parameters())
     name = f"{e.model} {e.size}" if e.model in models.SIZES else e.model
+    name += "".join(
+        f", {field} {getattr(e, field)}" for field in ("depth", "width") if getattr(e, field)
+    )
     mesh = participant.mesh.axes if participant.mesh else {"dp": participant.world_size}
     axes = " x ".join(f"{axis} {size}" for axis, size in mesh.items())
     backend = dist.get_backend()
