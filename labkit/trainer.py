@@ -79,7 +79,7 @@ def whole(module, unit, cap_mb, group):
 
 def horovod(module, unit, cap_mb, group):
     """The model with the weights of rank 0; the optimizer averages gradients during backward."""
-    broadcast_parameters(module.state_dict(keep_vars=True), process_group=group)
+    broadcast_parameters(module.state_dict(), process_group=group)
     return module
 
 

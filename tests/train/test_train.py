@@ -221,7 +221,7 @@ def test_options_come_before_the_file(tmp_path):
         (["--modle", "gpt"], "labkit.train: unrecognized arguments: --modle gpt; did you mean --model?"),
         (["--strategy", "fsdb"], "argument --strategy: invalid choice: 'fsdb' (choose from "),
         (["--model", "gtp"], "Experiment(model='gtp'): choose from mlp, resnet, gpt"),
-        (["--model", "mine:task", "--size", "small"], "a custom model has its own data and size"),
+        (["--model", "mine:task", "--size", "small"], "a custom model has its own data, size, depth"),
         (["--best", "accuracy"], "argument --best: invalid choice: 'accuracy' (choose from "),
         (["--steps", "many"], "argument --steps: invalid int value: 'many'"),
         (["--nproc", "0"], "argument --nproc: '0' must be a whole number of at least 1"),
@@ -571,7 +571,7 @@ def small_batches():
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-@pytest.mark.parametrize("strategy", ["ddp_bucketed", "zero1", "zero2", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp_bucketed", "horovod", "zero1", "zero2", "fsdp"])
 def test_clipping_is_of_the_unscaled_norm_of_all_ranks(ranks, strategy, precision):
     net = small_net()
     optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
