@@ -34,6 +34,7 @@ from labkit.fsdp import FSDP
 from labkit.fsdp.wrap_policy import as_policy
 from labkit.fully_shard_messages import MeteredGather, MeteredScatter
 from labkit.hierarchical import FORMS, Hierarchical
+from labkit.horovod import Compression, DistributedOptimizer, broadcast_parameters
 from labkit.local_sgd import DiLoCo, LocalSGD
 from labkit.mesh import Mesh
 from labkit.offload import Offloaded
@@ -76,6 +77,12 @@ def whole(module, unit, cap_mb, group):
     return module
 
 
+def horovod(module, unit, cap_mb, group):
+    """The model with the weights of rank 0; the optimizer averages gradients during backward."""
+    broadcast_parameters(module.state_dict(), process_group=group)
+    return module
+
+
 def our_ddp(module, group, cap_mb, overlap=True):
     return DDP(module, process_group=group, bucket_cap_mb=cap_mb, overlap=overlap)
 
@@ -115,6 +122,7 @@ STRATEGIES = {
     "ddp_naive": lambda m, unit, cap_mb, group: our_ddp(m, group, 0, overlap=False),
     "ddp_overlapped": lambda m, unit, cap_mb, group: our_ddp(m, group, 0),
     "ddp_bucketed": lambda m, unit, cap_mb, group: our_ddp(m, group, cap_mb),
+    "horovod": horovod,
     "zero1": whole,
     "zero2": whole,
     "fsdp": lambda m, unit, cap_mb, group: FSDP(m, unit, process_group=group),
@@ -148,17 +156,23 @@ def make_optimizer(
     bucket_cap_mb=25,
     every=1,
     nvme_path="",
+    accumulation=1,
+    hook="none",
     **options,
 ):
     """The optimizer for a model that `parallelize` has returned for the same strategy.
 
     every: steps between averages, of local SGD and DiLoCo. nvme_path: as in `parallelize`.
+    accumulation, hook: of horovod: the Trainer's accumulation, and the name of a Compression.
     options: those of optimizer_class.
     """
     sharded = {"zero1": ZeRO1, "zero2": ZeRO2}.get(strategy)
     if sharded:
         return sharded(model.parameters(), optimizer_class, bucket_cap_mb=bucket_cap_mb, **options)
     optimizer = optimizer_class(model.parameters(), **options)
+    if strategy == "horovod":
+        how = getattr(Compression, hook), accumulation, None, bucket_cap_mb
+        return DistributedOptimizer(optimizer, model.named_parameters(), *how)
     if strategy == "fsdp_nvme":
         return Offloaded(optimizer, to=nvme_path or gettempdir())
     seldom = {"local_sgd": LocalSGD, "diloco": DiLoCo}.get(strategy)

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from labkit.ddp import DDP
 from labkit.fsdp import FSDP
 from labkit.fsdp.wrap_policy import split_units
+from labkit.horovod import DistributedOptimizer
 from labkit.memory.dry_run import fake_ranks, no_data
 from labkit.offload import Offloaded
 from labkit.zero import ZeRO1, ZeRO2
@@ -46,6 +47,7 @@ STRATEGIES = {
     "ddp_naive": lambda m, unit, cap_mb, prefetch: DDP(m, bucket_cap_mb=0, overlap=False),
     "ddp_overlapped": lambda m, unit, cap_mb, prefetch: DDP(m, bucket_cap_mb=0),
     "ddp_bucketed": lambda m, unit, cap_mb, prefetch: DDP(m, bucket_cap_mb=cap_mb),
+    "horovod": whole,
     "zero1": whole,
     "zero2": whole,
     "fsdp": sharded,
@@ -144,6 +146,9 @@ def estimate(
         model = wrap(module, unit, bucket_cap_mb, prefetch)
         zero = ZERO.get(strategy)
         made = shard(zero, make, model, bucket_cap_mb) if zero else make(list(model.parameters()))
+        if strategy == "horovod":
+            named = model.named_parameters()
+            made = DistributedOptimizer(made, named, bucket_cap_mb=bucket_cap_mb)
         if strategy == "fsdp_nvme":
             made = Offloaded(made, to=gettempdir())
         step = Step(model, loss, made, partial(fake.autocast, low) if low else nullcontext)

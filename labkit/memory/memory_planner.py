@@ -57,6 +57,7 @@ WORDS = {
     "single": "one process",
     "ddp_naive": "DDP after backward",
     "ddp_bucketed": "DDP",
+    "horovod": "Horovod",
     "zero1": "ZeRO-1",
     "zero2": "ZeRO-2",
     "fsdp": "FSDP",

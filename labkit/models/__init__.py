@@ -22,28 +22,12 @@ from labkit.models.gpt import GPT, Block
 from labkit.models.mlp import MLP, is_hidden
 from labkit.models.names import known
 from labkit.models.resnet import ResNet, is_plain_block
+from labkit.models.sizes import SIZES, arguments_of
 
 __all__ = ["SIZES", "Task", "build", "cross_entropy", "data", "emulate", "loss", "unit"]
 
 NONE_IGNORED = torch.iinfo(torch.int64).min
 CLASSES = {"mlp": MLP, "resnet": ResNet, "gpt": GPT}
-SIZES = {
-    "mlp": {
-        "tiny": {"sizes": (64, 256, 256, 10)},
-        "small": {"sizes": (64, 576, 576, 576, 576, 10)},
-        "medium": {"sizes": (64, 1536, 1536, 1536, 1536, 1536, 10)},
-    },
-    "resnet": {
-        "tiny": {"depth": 8, "width": 4},
-        "small": {"depth": 20, "width": 32},
-        "medium": {"depth": 20, "width": 96},
-    },
-    "gpt": {
-        "tiny": {"layers": 2, "heads": 2, "width": 32},
-        "small": {"layers": 4, "heads": 4, "width": 128},
-        "medium": {"layers": 6, "heads": 6, "width": 384},
-    },
-}
 # the repeated part that keeps the shape of its input
 UNITS = {"mlp": is_hidden, "resnet": is_plain_block, "gpt": Block}
 
@@ -57,8 +41,7 @@ def build(name, size="tiny", **overrides):
     """
     if is_own(name):
         return task(name).model(**overrides)
-    sizes = known("model", name, SIZES)
-    arguments = {**known("size", size, sizes), **overrides}
+    arguments = {**arguments_of(name, size), **overrides}
     accepted = inspect.signature(CLASSES[name]).parameters
     for argument in arguments:
         known(f"argument of {CLASSES[name].__name__}", argument, accepted)

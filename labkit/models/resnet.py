@@ -25,6 +25,12 @@ def normalisation(kind, channels):
     return nn.BatchNorm2d(channels) if kind == "batch" else nn.GroupNorm(GROUPS, channels)
 
 
+def check_depth(depth):
+    """Raise ValueError for a depth that three equal stages cannot have."""
+    if depth < 8 or (depth - 2) % 6:
+        raise ValueError(f"depth={depth} must be 6n + 2 (8, 14, 20, 26, ...)")
+
+
 class BasicBlock(nn.Module):
     """Two 3x3 convolutions, a shortcut: [B, inputs, H, W] -> [B, outputs, H/stride, W/stride]."""
 
@@ -55,8 +61,7 @@ class ResNet(nn.Module):
 
     def __init__(self, depth=8, width=16, classes=10, norm="batch"):
         super().__init__()
-        if depth < 8 or (depth - 2) % 6:
-            raise ValueError(f"depth={depth} must be 6n + 2 (8, 14, 20, 26, ...)")
+        check_depth(depth)
         if norm == "group" and width % GROUPS:
             raise ValueError(f'width={width} must be divisible by {GROUPS} with norm="group"')
         self.stem = nn.Conv2d(3, width, 3, padding=1, bias=False)

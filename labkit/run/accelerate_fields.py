@@ -30,11 +30,12 @@ SIZES = "parallelism_config.parallelism_config_"
 IN_FILE = ("zero_stage", "gradient_accumulation_steps", "gradient_clipping")
 IN_FILE += ("offload_optimizer_device", "offload_param_device", "zero3_save_16bit_model")
 IN_FILE += ("offload_optimizer_nvme_path", "offload_param_nvme_path")
+CURRICULUM = ("curriculum", "curriculum_from", "curriculum_steps")
 # The program has these.
 WRITES = dict.fromkeys(("model", "size", "data", "seed", "steps", "attention", "batch_size"), any)
 WRITES |= dict.fromkeys(("accumulation", "optimizer", "lr", "momentum", "weight_decay"), any)
 WRITES |= dict.fromkeys(("reference_batch", "lr_rule", "linear_until", "warmup_steps"), any)
-WRITES |= dict.fromkeys(("schedule", "bucket_cap_mb"), any)
+WRITES |= dict.fromkeys(("schedule", "bucket_cap_mb", "depth", "width", *CURRICULUM), any)
 # The file has these, with FSDP or DeepSpeed.
 WRITES |= dict.fromkeys(("clip", "recompute", "tensor", "context"), any)
 WRITES |= {

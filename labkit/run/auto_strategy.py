@@ -82,7 +82,7 @@ def choose_strategy(participant, module, optimizer):
 def choose_without_mesh(participant, module, optimizer, memory_bytes):
     """Return a Choice for data parallelism alone."""
     e, begin = participant.experiment, participant.batches.state_dict()
-    input, target = participant.next_batch()
+    input, target = participant.complete_batch()
     participant.batches.load_state_dict(begin)  # training gets this batch, too
     memory = memory_bytes - input.nbytes - target.nbytes
     options = {"precision": e.precision, "unit": models.unit(e.model), "recompute": checkpoint}

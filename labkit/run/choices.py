@@ -7,7 +7,9 @@ tables are the names here.
 DDP = ("ddp_naive", "ddp_overlapped", "ddp_bucketed")
 FSDP = ("fsdp", "fsdp_grad_op", "fsdp_offload", "fsdp_nvme")
 TORCH = ("torch_ddp", "torch_fsdp")
-HOOKED = (*DDP, "torch_ddp")  # strategies that accept a comm hook
+SELDOM = ("local_sgd", "diloco")
+HOOKED = (*DDP, "torch_ddp")  # strategies that accept any comm hook
+HOROVOD = ("none", "fp16")  # comm hooks of the strategy horovod: its Compression
 MESHED = (*DDP, *FSDP)  # strategies that can be combined with other axes of a mesh
 BY_NODES = ("hierarchical", "leaders")
 COMPRESSORS = ("fp16", "bf16", "quantize8", "quantize4", "onebit")
@@ -17,10 +19,11 @@ CHOICES = {
     "model": tuple(FITTING),
     "size": ("tiny", "small", "medium"),
     "data": ("auto", "digits", "stdlib_text", "cifar10"),
-    "strategy": ("single", *DDP, "zero1", "zero2", *FSDP, "local_sgd", "diloco", *TORCH, "auto"),
+    "strategy": ("single", *DDP, "horovod", "zero1", "zero2", *FSDP, *SELDOM, *TORCH, "auto"),
     "optimizer": ("sgd", "adamw"),
     "lr_rule": ("none", "linear", "sqrt", "linear_sqrt"),
     "schedule": ("constant", "cosine"),
+    "curriculum": ("none", "fixed_linear", "fixed_root"),
     "precision": ("fp32", "fp64", "bf16", "fp16"),
     "recompute": ("none", "every", "alternate", "matmul"),
     "comm_hook": ("none", *BY_NODES, *COMPRESSORS),

@@ -42,9 +42,19 @@ def compare(experiments, nproc=2, rounds=10, steps_per_round=3, **options):
         )
     for experiment in experiments.values():
         experiment.check_ranks(nproc * options.get("nodes", 1))
+        check_constant(experiment)
     fields = {label: experiment.to_dict() for label, experiment in experiments.items()}
     turns = {"experiments": fields, "rounds": rounds, "steps_per_round": steps_per_round}
     return launch("labkit.run.compare:take_turns", nproc=nproc, **options, **turns)
+
+
+def check_constant(experiment):
+    """Raise ValueError for a curriculum, whose steps cannot be compared with each other."""
+    if experiment.curriculum != "none":
+        raise ValueError(
+            f"Experiment(curriculum={experiment.curriculum!r}): compare and sweep need steps of "
+            "equal length; use curriculum='none', or labkit.train"
+        )
 
 
 def train(context, **fields):

@@ -11,7 +11,8 @@ Adam is AdamW unless adam_w_mode is false. Rajbhandari et al., ZeRO, SC 2020, ha
 
 import json
 
-from labkit.run.framework_values import Parts, number, refuse, whole
+from labkit.run.experiment import Experiment
+from labkit.run.framework_values import Parts, chosen, number, refuse, whole
 
 NAME = "DeepSpeed"
 FORM = "JSON"
@@ -20,12 +21,16 @@ OFFLOADED = {"cpu": "fsdp_offload", "nvme": "fsdp_nvme"}  # device of both, in s
 STRATEGIES = {0: "ddp_bucketed", 1: "zero1", 2: "zero2", 3: "fsdp"}
 OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "sgd": "sgd"}
 SCHEDULES = {None: "constant", "WarmupLR": "constant", "WarmupCosineLR": "cosine"}
+GROWING = {name: name for name in ("fixed_linear", "fixed_root")}
+CURRICULUM = {"curriculum_from": "curriculum_learning.min_difficulty"}
+CURRICULUM |= {"curriculum_steps": "curriculum_learning.schedule_config.total_curriculum_step"}
 HALVES = {"float16": "fp16", "bfloat16": "bf16"}
 MIB = 2**20 / 4  # elements of fp32 in a MiB
 # What an Experiment may have if it is written; other fields must have their defaults.
 # The first line of names is not in the file: the program has them.
 WRITES = dict.fromkeys(("model", "size", "data", "seed", "steps", "recompute", "attention"), any)
 WRITES |= dict.fromkeys(("batch_size", "accumulation", "lr", "weight_decay", "momentum"), any)
+WRITES |= dict.fromkeys(("depth", "width"), any)
 WRITES |= dict.fromkeys(("clip", "warmup_steps", "bucket_cap_mb", "nvme_path"), any)
 WRITES |= {
     "strategy": (*STRATEGIES.values(), *OFFLOADED.values()),
@@ -50,6 +55,7 @@ def to_experiment(values, written, ranks):
     if "optimizer.type" in written:
         parts.add(optimizer_of, values, written)
     parts.add(schedule_of, values)
+    parts.add(curriculum_of, values)
     return parts.result()
 
 
@@ -211,6 +217,42 @@ def rate_of(values):
     """Return {"lr": value} of WarmupLR; nothing if it is the optimizer's rate."""
     rate = values["scheduler.params.warmup_max_lr"]
     return {} if rate is None else {"lr": number("scheduler.params.warmup_max_lr", rate)}
+
+
+def curriculum_of(values):
+    """Return {field: value} of the section `curriculum_learning`, which older releases have."""
+    section = "curriculum_learning."
+    if values[f"{section}enabled"] is not True:
+        return {}
+    kind = chosen(f"{section}schedule_type", values[f"{section}schedule_type"], GROWING)
+    inner = f"{section}schedule_config."
+    fixed = {f"{section}curriculum_type": "seqlen", f"{inner}difficulty_step": 8}
+    fixed |= {f"{section}max_difficulty": longest()}
+    fixed |= {f"{inner}root_degree": 2} if kind == "fixed_root" else {}
+    parts = Parts({"model": "gpt", "curriculum": kind})
+    for name, value in fixed.items():
+        parts.add(check_fixed, name, values[name], value)
+    for ours, name in CURRICULUM.items():
+        parts.add(whole_of, ours, name, values)
+    return parts.result()
+
+
+def whole_of(ours, name, values):
+    return {ours: whole(name, values[name])}
+
+
+def longest():
+    """Return the tokens of the lab's sequences."""
+    from labkit.run.experiment_mesh import gpt_sizes  # imports torch
+
+    return gpt_sizes(Experiment(model="gpt"))["context"]
+
+
+def check_fixed(name, value, here):
+    """Raise ValueError for another value than the lab's. Returns no field."""
+    if value != here:
+        raise ValueError(f"{name}={json.dumps(value)}: here it is {json.dumps(here)}")
+    return {}
 
 
 def from_experiment(e, ranks):

@@ -15,15 +15,19 @@ from pathlib import Path
 
 import yaml
 
-from labkit.run.choices import CHOICES, FITTING, HOOKED
+from labkit.run.choices import CHOICES, FITTING, HOOKED, HOROVOD
 
 SMALLEST = {
+    "depth": 0,
+    "width": 0,
     "batch_size": 1,
     "reference_batch": 1,
     "accumulation": 1,
     "steps": 1,
     "linear_until": 1,
     "warmup_steps": 0,
+    "curriculum_from": 0,
+    "curriculum_steps": 0,
     "bucket_cap_mb": 0,
     "block_ms": 0,
     "every": 1,
@@ -46,15 +50,20 @@ class Experiment:
     """One training run. Raises ValueError for an invalid value, TypeError for a wrong type.
 
     model: a name of labkit.models, or "package.module:function" that returns a labkit.models.Task.
+    depth, width: of the model, as in labkit.models.sizes; 0: those of its size.
     batch_size: of all ranks together. lr is the rate for reference_batch; lr_rule scales it to
     batch_size.
     clip: largest norm of all gradients together; 0: no clipping.
     schedule: of the learning rate after warmup_steps; cosine falls to 0 at the last step.
+    curriculum: the schedule of the length of sequences (labkit.models.curriculum): in multiples of
+        8 from curriculum_from tokens to complete sequences, in curriculum_steps steps; fixed_root
+        grows with the square root. GPT only. Held-out sequences are complete.
     bucket_cap_mb: MiB, for DDP and ZeRO. precision: of weights and arithmetic; bf16 and fp16:
         autocast with fp32 weights; fp16 also uses a loss scale.
     nvme_path: folder of the strategy fsdp_nvme; "": the system's folder for temporary files.
     recompute: which units of the model (labkit.models.unit) run again in backward.
-    comm_hook: how DDP sends its gradients: a hierarchical all-reduce or a compressor.
+    comm_hook: how DDP sends its gradients: a hierarchical all-reduce or a compressor. Horovod has
+        fp16 only, its Compression.fp16.
     every: number of steps between two averages of local SGD and DiLoCo.
     pipeline, context, tensor, expert: number of ranks along these axes of a mesh (GPT only). The
         remaining ranks are along dp and use the strategy. accumulation is the number of a
@@ -76,6 +85,8 @@ class Experiment:
 
     model: str = "mlp"
     size: str = "tiny"
+    depth: int = 0
+    width: int = 0
     data: str = "auto"
     strategy: str = "ddp_bucketed"
     batch_size: int = 64
@@ -90,6 +101,9 @@ class Experiment:
     linear_until: int = 8192
     warmup_steps: int = 0
     schedule: str = "constant"
+    curriculum: str = "none"
+    curriculum_from: int = 0
+    curriculum_steps: int = 0
     steps: int = 20
     precision: str = "fp32"
     recompute: str = "none"
@@ -130,10 +144,11 @@ class Experiment:
                     f"Experiment({name}={getattr(self, name)!r}): "
                     f"must be at least {smallest} and finite"
                 )
-        if custom and (self.data, self.size) != ("auto", "tiny"):
+        own = self.data, self.size, self.depth, self.width
+        if custom and own != ("auto", "tiny", 0, 0):
             raise ValueError(
-                f"Experiment(model={self.model!r}): a custom model has its own data and size; "
-                "leave both at their defaults"
+                f"Experiment(model={self.model!r}): a custom model has its own data, size, depth "
+                "and width; leave them at their defaults"
             )
         if self.data not in ("auto", *FITTING.get(self.model, ())):
             fitting = ", ".join(FITTING[self.model])
@@ -150,14 +165,20 @@ class Experiment:
                 f"Experiment(warmup_steps={self.warmup_steps}): "
                 f"must be less than steps={self.steps} with schedule='cosine'"
             )
-        if self.comm_hook != "none" and self.strategy not in HOOKED:
+        if self.strategy == "horovod" and self.comm_hook not in HOROVOD:
+            raise ValueError(
+                f"Experiment(comm_hook={self.comm_hook!r}): horovod takes {' or '.join(HOROVOD)}"
+            )
+        if self.comm_hook != "none" and self.strategy not in (*HOOKED, "horovod"):
             known = ", ".join(HOOKED)
             raise ValueError(
                 f"Experiment(comm_hook={self.comm_hook!r}): needs one of the strategies {known}, "
                 f"not {self.strategy}"
             )
         changed = (self.attention, self.sequence_parallel) != ("torch", "off")
-        if self.experts or self.expert > 1 or self.axes or changed:
+        sized = self.depth or self.width
+        short = self.curriculum != "none" or self.curriculum_from or self.curriculum_steps
+        if self.experts or self.expert > 1 or self.axes or changed or sized or short:
             # imports torch, which a wrong name must not wait for
             from labkit.run import experiment_mesh
 

@@ -1,4 +1,4 @@
-"""The model of an Experiment: its experts, and how a mesh of ranks shards it.
+"""The model of an Experiment: its size and experts, and how a mesh of ranks shards it.
 
     Experiment(experts=4)           model_of   the complete model, identical on all ranks
                                     loss_of    with the load-balancing loss of the experts
@@ -15,8 +15,9 @@ from math import prod
 from labkit import models
 from labkit.attention import flash_attention
 from labkit.mesh import Mesh
-from labkit.models import plans
+from labkit.models import curriculum, plans
 from labkit.models.gpt import Network, Stage
+from labkit.models.sizes import arguments_of
 from labkit.moe import MoE, balanced
 from labkit.parallelize import Composed
 from labkit.parallelize.parallel_axes import attending
@@ -35,11 +36,19 @@ def model_of(e):
     def mixture(width, dropout):
         return MoE(width, e.experts, expert=partial(Network, width, dropout))
 
-    module = models.build(e.model, e.size, **({"network": mixture} if e.experts else {}))
+    network = {"network": mixture} if e.experts else {}
+    module = models.build(e.model, e.size, **sizes_of(e), **network)
     if e.attention == "flash":
         for part in attending(module):
             part.attend = flash_attention
     return module
+
+
+def sizes_of(e):
+    """Return {argument of the model's class: its value}; {} for a custom model."""
+    if e.model not in models.SIZES:
+        return {}
+    return arguments_of(e.model, e.size, e.depth, e.width)
 
 
 def loss_of(e, module):
@@ -74,13 +83,46 @@ def strategies_of(e):
 
 
 def check(e):
-    """Raise ValueError for experts or axes that are invalid or do not fit other fields."""
+    """Raise ValueError for fields of the model and the mesh that do not fit together."""
+    check_size(e)
+    check_curriculum(e)
     check_attention(e)
     if e.experts or e.expert > 1:
         check_experts(e)
     if e.axes:
         check_axes(e)
         check_shares(e)
+
+
+def check_size(e):
+    given = f"Experiment(model={e.model!r}, size={e.size!r}, depth={e.depth}, width={e.width})"
+    try:
+        sizes_of(e)
+    except ValueError as error:
+        raise ValueError(f"{given}: {error}") from None
+    if e.model == "mlp" and e.depth == 1 and e.compute == "emulated":
+        raise ValueError(f"{given}: compute='emulated' needs a depth of at least 2")
+
+
+def check_curriculum(e):
+    given = f"Experiment(curriculum={e.curriculum!r})"
+    ends = {"curriculum_from": e.curriculum_from, "curriculum_steps": e.curriculum_steps}
+    if e.curriculum == "none":
+        for name, value in ends.items():
+            if value:
+                raise ValueError(f"Experiment({name}={value}): needs curriculum, which is 'none'")
+        return
+    usual = {"compute": "real", "context": 1, "pipeline": 1, "sequence_parallel": "off"}
+    for name, value in ({"model": "gpt"} | usual).items():
+        if getattr(e, name) != value:
+            raise ValueError(f"{given}: needs {name}={value!r}, not {getattr(e, name)!r}")
+    longest = gpt_sizes(e)["context"]
+    if not 1 <= e.curriculum_from <= longest:
+        raise ValueError(
+            f"{given}: curriculum_from={e.curriculum_from} must be from 1 to {longest} tokens"
+        )
+    if not e.curriculum_steps:
+        raise ValueError(f"{given}: curriculum_steps=0 must be at least 1")
 
 
 def check_attention(e):
@@ -139,9 +181,16 @@ def check_experts(e):
 def gpt_sizes(e):
     """Return {argument of the GPT: its value} for an Experiment."""
     defaults = inspect.signature(models.CLASSES["gpt"]).parameters
-    return {name: parameter.default for name, parameter in defaults.items()} | models.SIZES["gpt"][
-        e.size
-    ]
+    return {name: parameter.default for name, parameter in defaults.items()} | sizes_of(e)
+
+
+def length_of(e, step):
+    """Return the tokens of each sequence in a step, counted from 1, of a GPT."""
+    longest = gpt_sizes(e)["context"]
+    if e.curriculum == "none":
+        return longest
+    schedule, _ = curriculum.SCHEDULES[e.curriculum]
+    return schedule(step, e.curriculum_from, longest, e.curriculum_steps)
 
 
 def check_shares(e):
@@ -157,5 +206,5 @@ def check_shares(e):
         if count % getattr(e, axis):
             raise ValueError(
                 f"Experiment({axis}={getattr(e, axis)}): "
-                f"the {count} {name} of a GPT of size {e.size} must be divisible by {axis}"
+                f"the {count} {name} of this GPT must be divisible by {axis}"
             )

@@ -28,9 +28,10 @@ from labkit.memory import last_true
 from labkit.memory.dry_run import fake_ranks
 from labkit.memory.memory_estimate import estimate_of
 from labkit.memory.memory_tracker import MemoryTracker
+from labkit.models.curriculum import shorten
 from labkit.run.auto_strategy import choose_strategy
 from labkit.run.context import Context, EventFile
-from labkit.run.experiment_mesh import compose, loss_of, mesh_of, model_of
+from labkit.run.experiment_mesh import compose, length_of, loss_of, mesh_of, model_of, sizes_of
 from labkit.sampler import Batches
 from labkit.trainer import (
     LOW,
@@ -50,7 +51,9 @@ OPTIMIZERS = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
 class Participant:
     """One rank of an experiment. With strategy "single", takes_part is False on all ranks but 0.
 
-    done: number of steps so far.
+    done: number of steps so far, on which a curriculum depends.
+    length: tokens of each sequence of the latest batch, with a curriculum; else None.
+    flops: of all ranks in a step with such a batch, or NaN.
     fake: a FakeDevice of labkit.memory.dry_run, for a context on the meta device.
     """
 
@@ -81,11 +84,19 @@ class Participant:
         self.batches = Batches(dataset, self.share, self.replicas, rank, experiment.seed)
         self.build()
         e = experiment
-        self.flops = nan
         arithmetic = e.compute == "real" and self.device.type != "meta"
         # The FLOPs of experts depend on the routing; a custom model may need real tensors.
-        if arithmetic and not e.experts and e.model in models.SIZES:
-            self.flops = self.replicas * share_flops(e.model, e.size, e.data, self.share)
+        self.counts_flops = arithmetic and not e.experts and e.model in models.SIZES
+        self.length = None
+        self.flops = self.flops_of()
+
+    def flops_of(self, length=None):
+        """Return the FLOPs of a step of all ranks; length: of its sequences (None: complete)."""
+        if not self.counts_flops:
+            return nan
+        e = self.experiment
+        sizes = tuple(sizes_of(e).items())
+        return self.replicas * share_flops(e.model, sizes, e.data, self.share, length)
 
     def build(self):
         e = self.experiment
@@ -107,7 +118,7 @@ class Participant:
             how = {"arithmetic": bool(e.axes or e.experts)}
             models.emulate(module, models.unit(e.model), forward_ms=e.block_ms * part, **how)
         loss = loss_of(e, module)
-        hook = comm_hook(e.comm_hook)
+        hook = comm_hook(e.comm_hook) if e.strategy != "horovod" else None
         self.compressor = hook if e.comm_hook in COMPRESSORS else None
         wrapping = e.strategy, models.unit(e.model), e.bucket_cap_mb, hook
         self.model = (
@@ -115,7 +126,7 @@ class Participant:
             if e.axes
             else parallelize(module, *wrapping, nvme_path=e.nvme_path)
         )
-        how = e.bucket_cap_mb, e.every, e.nvme_path
+        how = e.bucket_cap_mb, e.every, e.nvme_path, e.accumulation, e.comm_hook
         optimizer = make_optimizer(self.model, e.strategy, optimizer_class, *how, **options)
         plain = getattr(optimizer, "inner", optimizer)
         falling = e.steps - e.warmup_steps if e.schedule == "cosine" else None
@@ -165,6 +176,15 @@ class Participant:
         return estimate_rank(experiment, self.world_size, self.context.rank, self.device.type)
 
     def next_batch(self):
+        """Return this rank's (input, target); with a curriculum, of the next step's length."""
+        input, target = self.complete_batch()
+        if self.experiment.curriculum == "none" or self.fake is not None:
+            return input, target  # a dry run is for the longest sequences, which need most memory
+        self.length = length_of(self.experiment, self.done + 1)
+        self.flops = self.flops_of(self.length)
+        return shorten((input, target), self.length)
+
+    def complete_batch(self):
         input, target = next(self.batches)
         input, target = input.to(self.device), target.to(self.device)
         if self.experiment.context > 1:
@@ -236,11 +256,15 @@ class Participant:
 
 
 @cache
-def share_flops(model, size, data, samples):
-    """Return the FLOPs of the model for this many samples of the data, on meta tensors."""
-    input, target = default_collate([models.data.load(data, model)[0]] * samples)
+def share_flops(model, sizes, data, samples, length=None):
+    """Return the FLOPs of the model for this many samples of the data, on meta tensors.
+
+    sizes: ((argument of the model's class, value), ...). length: tokens of each sequence.
+    """
+    batch = default_collate([models.data.load(data, model)[0]] * samples)
+    input, target = batch if length is None else shorten(batch, length)
     with torch.device("meta"):
-        module = models.build(model, size)
+        module = models.build(model, **dict(sizes))
     return step_flops(module, input.to("meta"), target.to("meta"), models.loss(model))
 
 
@@ -251,7 +275,7 @@ def estimate(experiment, ranks):
 
     Predicted in this process by a dry run of each rank, for ranks on GPUs if this machine has one,
     else on the CPU. Raises ValueError for a batch or a mesh that does not fit the ranks, and for
-    experts, whose memory depends on the routing.
+    experts, whose memory depends on the routing. With a curriculum: of the longest sequences.
     """
     experiment.check_ranks(ranks)
     if experiment.experts:

@@ -1,6 +1,6 @@
 """Horovod's calls: the lines of a program that an Experiment becomes. They are written, not read.
 
-    strategy    ddp_bucketed: DistributedOptimizer averages gradients in fused messages
+    strategy    horovod, or ddp_bucketed, which trains the same weights
     precision   fp32; comm_hook fp16 is Compression.fp16
 
 The program has the rest. Source: Horovod 0.28, horovod/torch/optimizer.py, and
@@ -11,10 +11,12 @@ NAME = "Horovod"
 FORM = "Python"
 AUTO = ""
 WRITES = dict.fromkeys(("model", "size", "data", "seed", "steps", "recompute", "attention"), any)
+WRITES |= dict.fromkeys(("depth", "width", "curriculum"), any)
+WRITES |= dict.fromkeys(("curriculum_from", "curriculum_steps"), any)
 WRITES |= dict.fromkeys(("batch_size", "accumulation", "optimizer", "lr", "momentum"), any)
 WRITES |= dict.fromkeys(("weight_decay", "clip", "warmup_steps", "schedule"), any)
 WRITES |= dict.fromkeys(("reference_batch", "lr_rule", "linear_until", "bucket_cap_mb"), any)
-WRITES |= {"strategy": ("ddp_bucketed",), "comm_hook": ("none", "fp16")}
+WRITES |= {"strategy": ("ddp_bucketed", "horovod"), "comm_hook": ("none", "fp16")}
 MIB = 2**20
 LINES = """\
 # horovodrun -np {ranks} python train.py, with HOROVOD_FUSION_THRESHOLD={threshold}

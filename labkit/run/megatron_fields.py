@@ -7,12 +7,14 @@
     a step's batch                        --global-batch-size, over all ranks and micro-batches
     --bf16, --fp16                        near: 16-bit weights, fp32 copies in the optimizer
 
-The sizes of the model are of the program; `write` adds those of the lab's GPT. The files are read
-by labkit.run.megatron_shell. Source:
+The sizes of the model are of the program, unless they are those of a GPT of the lab, as `write`
+writes them: then they are size, depth and width. The files are read by labkit.run.megatron_shell.
+Source:
 Megatron-LM core_v0.16.1, megatron/training/arguments.py and training.py (names and defaults),
 core/optimizer_param_scheduler.py (learning rate).
 """
 
+from labkit.run.experiment import Experiment
 from labkit.run.framework_values import (
     Parts,
     accumulation_of,
@@ -36,10 +38,16 @@ STYLES = {"constant": "constant", "cosine": "cosine"}
 SHARDED = {"no_shard": "ddp_bucketed", "optim": "zero1", "optim_grads": "zero2"}
 SHARDED |= {"optim_grads_params": "fsdp"}
 ELEMENTS = 2**20 / 4  # fp32 elements of a MiB
+# Arguments of layers that the lab's GPT does not have.
+OTHER_LAYERS = {"ffn-hidden-size", "kv-channels", "group-query-attention", "normalization"}
+OTHER_LAYERS |= {"position-embedding-type", "use-rotary-position-embeddings", "swiglu"}
+OTHER_LAYERS |= {"no-position-embedding", "squared-relu", "quick-geglu", "disable-bias-linear"}
+OTHER_LAYERS |= {"untie-embeddings-and-output-weights", "multi-latent-attention", "spec"}
 BATCH = ("global-batch-size", "micro-batch-size")
 # A GPT of the lab; `any`: the file or the program has it.
 WRITES = dict.fromkeys(("size", "data", "seed", "steps", "attention", "batch_size"), any)
 WRITES |= dict.fromkeys(("accumulation", "lr", "momentum", "weight_decay", "clip"), any)
+WRITES |= dict.fromkeys(("depth", "width"), any)
 WRITES |= dict.fromkeys(("warmup_steps", "bucket_cap_mb", *AXES, "expert", "experts"), any)
 WRITES |= {
     "model": ("gpt",),
@@ -55,6 +63,7 @@ WRITES |= {
 def to_experiment(values, written, ranks):
     """Return {field of Experiment: value}; arguments as in deepspeed_fields. Raises ValueError."""
     parts = Parts({"model": "gpt"})
+    parts.add(model_of, values, written)
     parts.add(axes_of, values)
     parts.add(batch_of, values, parts.fields, ranks)
     parts.add(strategy_of, values, parts.fields)
@@ -64,6 +73,26 @@ def to_experiment(values, written, ranks):
     parts.add(optimizer_of, values)
     parts.add(schedule_of, values, written)
     return parts.result()
+
+
+def model_of(values, written):
+    """Return {field: value} of the sizes if the model is a GPT of the lab, else {}."""
+    from labkit.models.sizes import SIZES  # imports torch
+
+    numbers = [values[name] for name in ("num-layers", "hidden-size", "num-attention-heads")]
+    if OTHER_LAYERS & written or any(type(number) is not int for number in numbers):
+        return {}
+    layers, width, heads = numbers
+    for size, usual in SIZES["gpt"].items():
+        if width * usual["heads"] != usual["width"] * heads:  # heads of another width
+            continue
+        found = {"size": size, "depth": layers, "width": width}
+        found["depth"] *= layers != usual["layers"]
+        found["width"] *= width != usual["width"]
+        shape = shape_arguments(Experiment(model="gpt", **found))
+        if all(values[name] == value for name, value in shape.items()):
+            return found
+    return {}
 
 
 def axes_of(values):
@@ -200,15 +229,19 @@ def from_experiment(e, ranks):
     return found | optimizer_arguments(e)
 
 
-def model_arguments(e):
-    """Return the arguments of the lab's GPT: its sizes, and its experts."""
+def shape_arguments(e):
+    """Return the arguments of the sizes of the lab's GPT."""
     from labkit.run.experiment_mesh import gpt_sizes  # imports torch
 
     gpt = gpt_sizes(e)
     found = {"num-layers": gpt["layers"], "hidden-size": gpt["width"]}
     found |= {"num-attention-heads": gpt["heads"], "seq-length": gpt["context"]}
-    found |= {"max-position-embeddings": gpt["context"], "vocab-size": gpt["vocab"]}
-    found |= {"hidden-dropout": 0.0, "attention-dropout": 0.0}
+    return found | {"max-position-embeddings": gpt["context"], "vocab-size": gpt["vocab"]}
+
+
+def model_arguments(e):
+    """Return the arguments of the lab's GPT: its sizes, and its experts."""
+    found = shape_arguments(e) | {"hidden-dropout": 0.0, "attention-dropout": 0.0}
     if e.experts:
         found |= {"num-experts": e.experts, "expert-model-parallel-size": e.expert}
         found |= {"moe-router-topk": 2, "moe-aux-loss-coeff": 0.01}

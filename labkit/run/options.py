@@ -20,6 +20,8 @@ HELP = {
     "model": "mlp or resnet, which classify images; gpt, which predicts the next byte; or "
     "package.module:function, which returns a labkit.models.Task",
     "size": "of the model: about 0.1, 1 and 10 million parameters",
+    "depth": "of the model: layers or hidden layers, of resnet 6n + 2; 0: that of --size",
+    "width": "of the model: of a token, a hidden layer or the first stage; 0: that of --size",
     "data": "auto: the first data set that fits the model",
     "strategy": "how the ranks train together; auto: the fastest that fits",
     "batch_size": "samples per step, over all ranks",
@@ -34,6 +36,9 @@ HELP = {
     "linear_until": "batch size from which linear_sqrt grows with the square root",
     "warmup_steps": "steps in which the rate rises from 0",
     "schedule": "of the rate after the warm-up; cosine: to 0 at the last step",
+    "curriculum": "schedule of the length of sequences, which grows to that of the model (gpt)",
+    "curriculum_from": "tokens of a sequence in the first steps of --curriculum",
+    "curriculum_steps": "steps until --curriculum has complete sequences",
     "steps": "total number of steps",
     "precision": "bf16 and fp16: autocast with fp32 weights; fp16 also with a loss scale",
     "recompute": "units of the model that run again in backward",
@@ -188,7 +193,8 @@ def from_file(path):
 def fitting(fields):
     """Return defaults that suit the given fields."""
     axes = [name for name in ("pipeline", "context", "tensor", "expert") if fields.get(name, 1) > 1]
-    chosen = {"model": "gpt"} if axes or fields.get("experts") else {}
+    shortens = fields.get("curriculum", "none") != "none"
+    chosen = {"model": "gpt"} if axes or fields.get("experts") or shortens else {}
     if fields.get("pipeline", 1) > 1:
         chosen["strategy"] = "ddp_naive"  # the only one that a pipeline supports
     if (chosen | fields).get("model") == "gpt" and "optimizer" not in fields:

@@ -31,7 +31,7 @@ import yaml
 
 from labkit.measure import fingerprint, machine
 from labkit.open_without_links import lock_file, new_file
-from labkit.run.compare import compare
+from labkit.run.compare import check_constant, compare
 from labkit.run.console import Bar
 from labkit.run.experiment import Experiment
 from labkit.run.job import describe_nodes
@@ -60,6 +60,7 @@ class Cell:
             raise ValueError(f"nproc={self.nproc!r}: must be a whole number of at least 1")
         describe_nodes(self.nodes, self.link_mbit, self.link_ms, 9000)
         self.experiment.check_ranks(self.nproc * self.nodes)
+        check_constant(self.experiment)
 
     @property
     def world(self):

@@ -32,8 +32,9 @@ BATCH = ("training.global_batch_size", "training.local_batch_size")
 PRECISIONS = {"float32": "fp32", "bfloat16": "bf16"}
 UNITS = {"none": "none", "full": "every", "selective": "matmul"}
 CLASSES = {"none": None, "full": "FullAC", "selective": "SelectiveAC"}
-# The first line of names is of the program, or does not change the result.
+# The first two lines of names are of the program, or do not change the result.
 WRITES = dict.fromkeys(("size", "data", "momentum", "attention", "bucket_cap_mb"), any)
+WRITES |= dict.fromkeys(("depth", "width"), any)
 WRITES |= dict.fromkeys(("batch_size", "accumulation", "lr", "weight_decay", "clip"), any)
 WRITES |= dict.fromkeys(("warmup_steps", "steps", "seed", *DEGREES), any)
 WRITES |= {

@@ -48,10 +48,12 @@ from labkit.watchdog import Watchdog
 
 # The fields that identify a run. The number of ranks, the mesh and the micro-batches may change.
 SAME = (
-    "model", "size", "data", "batch_size", "optimizer", "lr", "momentum", "weight_decay",
-    "reference_batch", "lr_rule", "linear_until", "warmup_steps", "schedule", "precision", "seed",
-    "clip",
+    "model", "size", "depth", "width", "data", "batch_size", "optimizer", "lr", "momentum",
+    "weight_decay", "reference_batch", "lr_rule", "linear_until", "warmup_steps", "schedule",
+    "precision", "seed", "clip", "curriculum", "curriculum_from", "curriculum_steps",
 )  # fmt: skip
+# Older checkpoints lack these, whose values were the defaults.
+NEWER = ("depth", "width", "curriculum", "curriculum_from", "curriculum_steps")
 OUTCOME = "LABKIT_OUTCOME"  # environment variable: the file that says how the run ended
 RECENT = 20  # number of recent steps that determine the pace
 LONGEST = 3600  # seconds that a collective waits for a rank that saves or evaluates
@@ -79,6 +81,7 @@ def train(context, experiment, options, log, sinks, preemption, watchdog):
     with participant.monitor(sinks, peak) as monitor:
         stop = False
         while run.step < experiment.steps and not stop:
+            participant.done = run.step
             run.loss, run.norm, stop = step(monitor, run.step + 1, participant, agreement)
             run.step += 1
             last = run.step == experiment.steps
@@ -174,6 +177,9 @@ def step(monitor, number, participant, agreement):
             row["loss_scale"] = trainer.scaler.get_scale()
         with participant.timeline.span("data"):
             batch = participant.next_batch()
+        if participant.length is not None:
+            monitor.tokens = participant.experiment.batch_size * participant.length
+            monitor.flops = participant.flops
         trainer.train_step(*batch)
         loss, stop = agreement.read()
         row["loss"] = loss.item()
@@ -232,6 +238,9 @@ def first_line(participant, options, came_from):
     with torch.random.fork_rng([]):
         count = sum(parameter.numel() for parameter in model_of(e).parameters())
     name = f"{e.model} {e.size}" if e.model in models.SIZES else e.model
+    name += "".join(
+        f", {field} {getattr(e, field)}" for field in ("depth", "width") if getattr(e, field)
+    )
     mesh = participant.mesh.axes if participant.mesh else {"dp": participant.world_size}
     axes = " x ".join(f"{axis} {size}" for axis, size in mesh.items())
     backend = dist.get_backend()
@@ -247,17 +256,19 @@ class Pace:
     """The speed of training, from the last few steps."""
 
     def __init__(self, participant):
-        e = participant.experiment
+        self.participant = participant
         target = participant.batches.dataset[0][1]
-        tokens = target.numel() if isinstance(target, torch.Tensor) else 1
-        self.unit = "tokens" if tokens > 1 else "samples"
-        self.of_a_step = e.batch_size * tokens
-        self.steps = e.steps
+        self.tokens = target.numel() if isinstance(target, torch.Tensor) else 1
+        self.unit = "tokens" if self.tokens > 1 else "samples"
+        self.steps = participant.experiment.steps
         self.times = deque([time.monotonic()], RECENT)
+        self.counts = deque(maxlen=RECENT - 1)  # tokens or samples between two times
 
     def after(self, step):
         """Record the end of a step; return its speed and the time left."""
         self.times.append(time.monotonic())
+        each = self.participant.length or self.tokens
+        self.counts.append(self.participant.experiment.batch_size * each)
         return self.now(step)
 
     def now(self, step):
@@ -265,7 +276,7 @@ class Pace:
         seconds = (self.times[-1] - self.times[0]) / max(len(self.times) - 1, 1)
         if not seconds:
             return {}
-        pace = self.of_a_step / seconds
+        pace = sum(self.counts) / len(self.counts) / seconds
         left = (self.steps - step) * seconds
         return {f"{self.unit}_per_s": round(pace, 1), "eta_s": round(left, 1)}
 
@@ -285,6 +296,7 @@ class Run:
 
     def __init__(self, experiment, changed):
         self.now = experiment.to_dict()
+        self.usual = Experiment().to_dict()
         self.changed = changed
         self.was = {}
         self.step = 0
@@ -303,7 +315,7 @@ class Run:
         return {"step": self.step, "loss": self.loss} | norm
 
     def problems(self, state):
-        saved = dict(state["fields"])
+        saved = {name: self.usual[name] for name in NEWER} | state["fields"]
         saved["clip"] = saved.get("clip") or 0.0  # older checkpoints had None or no clip
         return [
             f"{name} was {was!r}, is now {self.now[name]!r}"

@@ -150,6 +150,7 @@ def resumes(rank, world_size, folder, settings):
 SETTINGS = [
     *({"strategy": s} for s in ("ddp_naive", "ddp_overlapped", "ddp_bucketed", "torch_ddp", "zero1", "zero2")),
     *({"strategy": s} for s in ("fsdp", "fsdp_grad_op", "fsdp_offload", "fsdp_nvme", "local_sgd", "diloco")),
+    *({"strategy": "horovod"} | more for more in ({}, {"precision": "fp16"}, {"optimizer": "SGD"})),
     *({"strategy": s, "precision": "fp16"} for s in ("ddp_bucketed", "zero1", "zero2", "fsdp", "local_sgd")),
     *({"strategy": s, "optimizer": "SGD"} for s in ("ddp_bucketed", "zero2", "fsdp")),
     *({"strategy": "ddp_bucketed", "hook": h} for h in ("topk", "powersgd", "onebit", "randomk", "quantize8", "dgc")),
@@ -252,7 +253,7 @@ def read(rank, world_size, folder, strategy):
 WAYS = [
     (4, "fsdp", 2, "fsdp"), (4, "fsdp", 3, "zero1"), (2, "zero2", 4, "fsdp"), (1, "ddp_bucketed", 4, "fsdp"),
     (4, "zero1", 3, "ddp_bucketed"), (2, "ddp_bucketed", 3, "torch_ddp"), (3, "torch_ddp", 2, "zero2"),
-    (2, "fsdp_grad_op", 1, "ddp_bucketed"),
+    (2, "fsdp_grad_op", 1, "ddp_bucketed"), (2, "horovod", 3, "fsdp"), (3, "zero1", 2, "horovod"),
 ]  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from labkit import models
 from labkit.amp import autocast
 from labkit.ddp import DDP
 from labkit.fsdp import FSDP
+from labkit.horovod import DistributedOptimizer
 from labkit.memory import choose, estimate
 from labkit.memory.memory_tracker import MemoryTracker
 from labkit.offload import Offloaded
@@ -82,6 +83,8 @@ def wrapped(strategy, model, name, cap, make):
         zero = ZeRO1 if strategy == "zero1" else ZeRO2
         lr = {"lr": 0.1, "momentum": 0.9} if make is OPTIMIZERS["sgd"] else {}
         return model, zero(model.parameters(), torch.optim.SGD if lr else torch.optim.AdamW, bucket_cap_mb=cap, **lr)
+    if strategy == "horovod":
+        return model, DistributedOptimizer(make(model.parameters()), model.named_parameters(), bucket_cap_mb=cap)
     if strategy == "ddp_bucketed":
         model = DDP(model, bucket_cap_mb=cap)
     elif strategy == "fsdp_nvme":
@@ -120,6 +123,8 @@ def course(samples):
     [
         *((strategy, 25, 2, "adamw") for strategy in ("ddp_bucketed", "zero1", "zero2", "fsdp", "fsdp_grad_op")),
         ("fsdp_nvme", 25, 2, "adamw"),
+        ("horovod", 25, 2, "adamw"),
+        ("horovod", 0.05, 2, "sgd"),
         ("ddp_bucketed", 0.05, 2, "sgd"),
         # 3 ranks divide nothing here: padding and empty pieces are in the numbers.
         *((strategy, 0.05, 3, "sgd") for strategy in ("zero1", "zero2", "fsdp")),

@@ -15,12 +15,12 @@ OFFLOAD = {"device": "cpu"}
 NVME = {"device": "nvme", "nvme_path": "/nvme"}
 RATES = ("lr", "momentum", "weight_decay", "clip", "warmup_steps", "schedule")
 PROGRAM = {  # what a framework's file does not have
-    "deepspeed": ("model", "size", "data", "seed", "steps", "recompute", "attention"),
-    "torchtitan": ("size", "data", "attention", "bucket_cap_mb"),
-    "megatron": ("size", "data", "attention"),
+    "deepspeed": ("model", "size", "depth", "width", "data", "seed", "steps", "recompute", "attention"),
+    "torchtitan": ("size", "depth", "width", "data", "attention", "bucket_cap_mb"),
+    "megatron": ("data", "attention"),
 }
 PROGRAM["accelerate"] = (*PROGRAM["deepspeed"], *RATES, "batch_size", "accumulation", "optimizer", "bucket_cap_mb")
-PROGRAM["accelerate"] += ("lr_rule", "reference_batch")
+PROGRAM["accelerate"] += ("lr_rule", "reference_batch", "curriculum", "curriculum_from", "curriculum_steps")
 
 
 def warm_up(**params):
@@ -48,6 +48,9 @@ def some(seed):
     fields |= {"bucket_cap_mb": pick.choice((1.0, 25.0)), "momentum": pick.choice((0.0, 0.9))}
     rare = {"lr_rule": "sqrt", "reference_batch": 32, "every": 4, "comm_hook": "fp16", "experts": 4, "tensor": 2}
     rare |= {"pipeline": 2, "context": 2, "sequence_parallel": "on", "attention": "flash", "expert": 2}
+    rare |= {"depth": 8, "width": 192}
+    if pick.random() < 0.08:
+        fields |= {"curriculum": "fixed_root", "curriculum_from": 8, "curriculum_steps": 10}
     for name, value in rare.items():
         if pick.random() < 0.08:
             fields[name] = value

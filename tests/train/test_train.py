@@ -186,7 +186,7 @@ def test_told_to_stop_again_and_again_it_leaves_with_0(tmp_path):
             ["--model", "gpt", "--tensor", "2", "--strategy", "zero1"],
             "Experiment(tp 2): needs one of the strategies ddp_naive, ",
         ),
-        (["--model", "gpt", "--tensor", "4"], "the 2 heads of a GPT of size tiny must be divisible by tensor"),
+        (["--model", "gpt", "--tensor", "4"], "the 2 heads of this GPT must be divisible by tensor"),
         (
             ["--model", "gpt", "--context", "2", "--pipeline", "2", "--strategy", "ddp_naive"],
             "supports no context axis",
@@ -221,7 +221,7 @@ def test_options_come_before_the_file(tmp_path):
         (["--modle", "gpt"], "labkit.train: unrecognized arguments: --modle gpt; did you mean --model?"),
         (["--strategy", "fsdb"], "argument --strategy: invalid choice: 'fsdb' (choose from "),
         (["--model", "gtp"], "Experiment(model='gtp'): choose from mlp, resnet, gpt"),
-        (["--model", "mine:task", "--size", "small"], "a custom model has its own data and size"),
+        (["--model", "mine:task", "--size", "small"], "a custom model has its own data, size, depth"),
         (["--best", "accuracy"], "argument --best: invalid choice: 'accuracy' (choose from "),
         (["--steps", "many"], "argument --steps: invalid int value: 'many'"),
         (["--nproc", "0"], "argument --nproc: '0' must be a whole number of at least 1"),
@@ -247,7 +247,7 @@ def test_what_cannot_be_is_one_line_and_starts_nothing(words, told):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--tensor", "4"], "the 2 heads of a GPT of size tiny must be divisible by tensor"),
+        (["--tensor", "4"], "the 2 heads of this GPT must be divisible by tensor"),
         (["--tensor", "2", "--nproc", "1"], "nproc=1 must be a multiple of 2"),
         (["--log-file", f"{__file__}/log.jsonl"], "File exists"),
         (["--checkpoint-dir", f"{__file__}/places"], "Not a directory"),
@@ -571,7 +571,7 @@ def small_batches():
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-@pytest.mark.parametrize("strategy", ["ddp_bucketed", "zero1", "zero2", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp_bucketed", "horovod", "zero1", "zero2", "fsdp"])
 def test_clipping_is_of_the_unscaled_norm_of_all_ranks(ranks, strategy, precision):
     net = small_net()
     optimizer = torch.optim.SGD(net.parameters(), lr=1.0)

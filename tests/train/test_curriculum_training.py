@@ -1,0 +1,254 @@
+"""A curriculum in training: the lengths of its batches, one process as the oracle, and a resumed run."""
+
+import io
+
+import pytest
+import torch
+from installed_frameworks import FOLDER, MISSING
+from test_curriculum_of_deepspeed import deepspeeds_lengths
+from torch.utils.data import default_collate
+from train_command import lines, run
+
+from labkit import models
+from labkit.measure.flops import step_flops
+from labkit.models.curriculum import length_of
+from labkit.run import frameworks, launch
+from labkit.run import training as train
+from labkit.run.compare import compare
+from labkit.run.context import Context, EventFile
+from labkit.run.experiment import Experiment
+from labkit.run.experiment_runner import Participant, estimate
+from labkit.run.options import read
+from labkit.run.sweep import Cell
+
+STEPS = 14
+LINEAR = Experiment(model="gpt", batch_size=8, curriculum="fixed_linear", curriculum_from=8, curriculum_steps=10)
+ROOT = LINEAR.replace(curriculum="fixed_root", curriculum_from=5, curriculum_steps=7)
+OPTIONS = ("--curriculum", "fixed_linear", "--curriculum-from", "8", "--curriculum-steps", "9")
+
+
+def deepspeeds(e):
+    """The same curriculum in DeepSpeed's fields."""
+    inner = {"total_curriculum_step": e.curriculum_steps, "difficulty_step": 8}
+    inner |= {"root_degree": 2} if e.curriculum == "fixed_root" else {}
+    ends = {"min_difficulty": e.curriculum_from, "max_difficulty": 64}
+    return ends | {"schedule_type": e.curriculum, "schedule_config": inner}
+
+
+def shapes(rank, world_size, fields):
+    """[(shape of the input, whether its rows begin the complete ones, FLOPs)] of each step."""
+    context = Context(rank, world_size, rank, 0, torch.device("cpu"), EventFile(io.StringIO()))
+    trained = Participant(context, Experiment.from_dict(fields))
+    complete = Participant(context, Experiment.from_dict(fields | {"curriculum": "none", **UNUSED}))
+    found = []
+    for _ in range(STEPS):
+        input, target = trained.next_batch()
+        whole = complete.next_batch()
+        begins = all(torch.equal(part, of[:, : part.shape[1]]) for part, of in zip((input, target), whole, strict=True))
+        assert input.shape == target.shape and begins
+        found.append((tuple(input.shape), trained.flops))
+        trained.done += 1
+    return found
+
+
+UNUSED = {"curriculum_from": 0, "curriculum_steps": 0}
+
+
+def of_length(samples, length):
+    """The FLOPs of a step of the tiny GPT."""
+    input, target = default_collate([models.data.load("auto", "gpt")[0]] * samples)
+    with torch.device("meta"):
+        module = models.build("gpt")
+    return step_flops(module, input[:, :length].to("meta"), target[:, :length].to("meta"), models.loss("gpt"))
+
+
+@pytest.mark.parametrize("experiment", [LINEAR, ROOT], ids=lambda e: e.curriculum)
+def test_batches_have_the_lengths_of_the_schedule_and_their_flops(ranks, experiment):
+    wanted = [length_of(step, deepspeeds(experiment)) for step in range(1, STEPS + 1)]
+    assert wanted[0] < wanted[-1] == 64 and len(set(wanted)) > 3
+    for found in ranks(2, shapes, fields=experiment.to_dict()):
+        assert [shape for shape, _ in found] == [(4, length) for length in wanted]
+        assert [flops for _, flops in found] == [2 * of_length(4, length) for length in wanted]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(FOLDER is None, reason=MISSING)
+def test_they_are_those_of_deepspeeds_scheduler(ranks):
+    for experiment in (LINEAR, ROOT):
+        found = ranks(2, shapes, fields=experiment.to_dict())[0]
+        theirs = deepspeeds_lengths([(deepspeeds(experiment), STEPS)])[0]
+        assert [[shape[1] for shape, _ in found]] * 2 == theirs
+
+
+def losses(experiment):
+    usual = Experiment().to_dict()
+    fields = {name: value for name, value in experiment.to_dict().items() if value != usual[name]}
+    records = launch("labkit.run.compare:train", quiet=True, **fields).records
+    return records.groupby("step")["loss"].mean().tolist()
+
+
+@pytest.mark.slow
+def test_two_ranks_train_what_one_process_trains():
+    base = LINEAR.replace(precision="fp64", steps=STEPS)
+    wanted = losses(base.replace(strategy="single"))
+    others = [{"strategy": "fsdp"}, {"accumulation": 2}, {"tensor": 2}, {"attention": "flash"}, {"strategy": "zero2"}]
+    assert len(wanted) == STEPS
+    for changes in others:
+        assert losses(base.replace(**changes)) == pytest.approx(wanted, abs=1e-12), changes
+    complete = base.replace(curriculum="none", **UNUSED)
+    assert abs(losses(complete)[0] - wanted[0]) > 1e-4
+
+
+@pytest.mark.slow
+def test_a_stopped_run_goes_on_with_the_lengths_of_the_unbroken_one(tmp_path):
+    whole, broken, places = tmp_path / "whole.jsonl", tmp_path / "broken.jsonl", tmp_path / "places"
+    code, out, error = run(2, *OPTIONS, "--log", whole, "--model", "gpt")
+    assert code == 0, error
+    options = (*OPTIONS, "--model", "gpt", "--log", broken, "--checkpoint-dir", places, "--checkpoint-every", 1)
+    for _ in range(3):
+        code, _, error = run(2, *options, "--stop-after", "0")
+        assert code == 0, error
+    code, out, error = run(2, *options)
+    assert code == 0 and "resumes after step 3" in out, error
+    same = ("step", "loss", "gradient_norm", "weights_sha256")
+    kept = [[{name: line.get(name) for name in same} for line in lines(log)] for log in (broken, whole)]
+    assert kept[0] == kept[1] and kept[0][-1]["weights_sha256"]
+    code, _, error = run(2, "--model", "gpt", *OPTIONS[:-1], "8", "--checkpoint-dir", places)
+    assert code == 1 and "run: curriculum_steps was 9, is now 8" in error
+
+
+def test_an_older_checkpoint_is_of_a_run_without_a_curriculum():
+    state = train.Run(Experiment(model="gpt", batch_size=8), {}).state_dict()
+    state["fields"] = {name: was for name, was in state["fields"].items() if name not in train.NEWER}
+    problems = train.Run(LINEAR, {}).problems(state)
+    assert problems == [
+        "curriculum was 'none', is now 'fixed_linear'",
+        "curriculum_from was 0, is now 8",
+        "curriculum_steps was 0, is now 10",
+    ]
+
+
+def paced(rank, world_size):
+    """The tokens of each step by labkit.train's pace, on a clock of one second a step."""
+    context = Context(rank, world_size, rank, 0, torch.device("cpu"), EventFile(io.StringIO()))
+    trained = Participant(context, LINEAR)
+    now, clock = iter(range(1000)), train.time.monotonic
+    train.time.monotonic = lambda: float(next(now))
+    try:
+        pace, found = train.Pace(trained), []
+        for step in range(1, STEPS + 1):
+            trained.done = step - 1
+            trained.next_batch()
+            found.append(pace.after(step)["tokens_per_s"])
+        return found
+    finally:
+        train.time.monotonic = clock
+
+
+def test_the_pace_counts_the_tokens_that_are_trained(ranks):
+    """The mean over the steps so far, of 8 sequences each."""
+    each = [8 * length_of(step, deepspeeds(LINEAR)) for step in range(1, STEPS + 1)]
+    wanted = [round(sum(each[:step]) / step, 1) for step in range(1, STEPS + 1)]
+    assert ranks(1, paced) == [wanted]
+
+
+@pytest.mark.slow
+def test_metrics_count_the_tokens_that_are_trained(tmp_path):
+    code, _, error = run(2, *OPTIONS, "--model", "gpt", "--metrics", f"jsonl:{tmp_path}")
+    assert code == 0, error
+    rows = lines(tmp_path / "metrics-rank0.jsonl")
+    assert len(rows) == 12
+    for row in rows:
+        length = length_of(row["step"], deepspeeds(LINEAR.replace(curriculum_steps=9)))
+        assert row["tokens_per_s"] == pytest.approx(row["samples_per_s"] * length)
+
+
+def test_memory_is_predicted_for_complete_sequences():
+    complete = LINEAR.replace(curriculum="none", **UNUSED)
+    assert [one.peak for one in estimate(LINEAR, 2)] == [one.peak for one in estimate(complete, 2)]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"model": "mlp"}, "needs model='gpt', not 'mlp'"),
+        ({"compute": "emulated"}, "needs compute='real', not 'emulated'"),
+        ({"context": 2}, "needs context=1, not 2"),
+        ({"pipeline": 2, "strategy": "ddp_naive"}, "needs pipeline=1, not 2"),
+        ({"tensor": 2, "sequence_parallel": "on"}, "needs sequence_parallel='off', not 'on'"),
+        ({"curriculum_from": 0}, "curriculum_from=0 must be from 1 to 64 tokens"),
+        ({"curriculum_from": 65}, "curriculum_from=65 must be from 1 to 64 tokens"),
+        ({"curriculum_steps": 0}, "curriculum_steps=0 must be at least 1"),
+        ({"curriculum": "none"}, r"Experiment\(curriculum_from=8\): needs curriculum, which is 'none'"),
+        (
+            {"curriculum": "fixed_discrete"},
+            r"curriculum='fixed_discrete'\): choose from none, fixed_linear, fixed_root",
+        ),
+    ],
+    ids=str,
+)
+def test_a_curriculum_that_cannot_be_is_one_line(fields, words):
+    with pytest.raises(ValueError, match=words) as said:
+        LINEAR.replace(**fields)
+    assert "\n" not in str(said.value)
+
+
+def test_comparisons_need_steps_of_one_length():
+    with pytest.raises(ValueError, match="compare and sweep need steps of equal length"):
+        compare([LINEAR])
+    with pytest.raises(ValueError, match="curriculum='fixed_linear'"):
+        Cell(LINEAR)
+
+
+def test_the_option_alone_chooses_the_model():
+    assert read([*OPTIONS])[0].model == "gpt"
+
+
+def deepspeeds_file(e=LINEAR, **changes):
+    section = {"enabled": True, "curriculum_type": "seqlen"} | deepspeeds(e) | changes
+    return {"train_batch_size": 8, "curriculum_learning": section}
+
+
+@pytest.mark.parametrize("experiment", [LINEAR, ROOT], ids=lambda e: e.curriculum)
+def test_deepspeeds_section_is_read(experiment):
+    found = frameworks.read(deepspeeds_file(experiment), "deepspeed", 2).experiment
+    names = ("model", "curriculum", "curriculum_from", "curriculum_steps")
+    assert [getattr(found, name) for name in names] == [getattr(experiment, name) for name in names]
+
+
+def test_a_section_that_is_off_changes_nothing():
+    plain = frameworks.read({"train_batch_size": 8}, "deepspeed", 2).experiment
+    off = deepspeeds_file(enabled=False, schedule_type="fixed_discrete", max_difficulty=1024)
+    assert frameworks.read(off, "deepspeed", 2).experiment == plain
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"max_difficulty": 1024}, "curriculum_learning.max_difficulty=1024: here it is 64"),
+        ({"curriculum_type": "vocab"}, 'curriculum_learning.curriculum_type="vocab": here it is "seqlen"'),
+        ({"schedule_type": "custom"}, "schedule_type='custom': this lab has fixed_linear, fixed_root"),
+        ({"min_difficulty": None}, "curriculum_learning.min_difficulty=None: must be a whole number"),
+        ({"schedule_config": {"difficulty_step": 8}}, "schedule_config.total_curriculum_step=None: must be"),
+        (
+            {"schedule_config": {"difficulty_step": 16, "total_curriculum_step": 10}},
+            "curriculum_learning.schedule_config.difficulty_step=16: here it is 8",
+        ),
+        (
+            {"schedule_type": "fixed_discrete", "schedule_config": {"difficulty": [8, 64], "max_step": [5]}},
+            "schedule_type='fixed_discrete': this lab has",
+        ),
+        ({"enable": True}, "did you mean curriculum_learning.enabled?"),
+    ],
+    ids=str,
+)
+def test_what_of_the_section_is_refused(changes, words):
+    with pytest.raises(ValueError) as said:
+        frameworks.read(deepspeeds_file(**changes), "deepspeed", 2)
+    assert words in str(said.value) and "\n" not in str(said.value)
+
+
+@pytest.mark.parametrize("framework", ["deepspeed", "torchtitan", "megatron"])
+def test_frameworks_without_such_a_section_refuse_to_write_it(framework):
+    with pytest.raises(ValueError, match=r"Experiment\(curriculum='fixed_linear'\): .* cannot express it"):
+        frameworks.write(LINEAR.replace(optimizer="adamw"), framework, 2)
