@@ -11,7 +11,7 @@ then nothing else may read or change them. GradScaler, labkit's or PyTorch's, wa
 does reading param_groups. To clip, call synchronize(), then step() within skip_synchronize().
 Sent per rank and step: 2 (n-1)/n x gradient bytes, half of that with Compression.fp16.
 Sergeev and Del Balso, Horovod: fast and easy distributed deep learning in TensorFlow, 2018,
-section 4.
+section 4. Experiment(strategy="horovod") trains with it.
 """
 
 import json
@@ -139,6 +139,12 @@ class _Distributed(NotPickled):
         self._synchronized, self._should_synchronize = False, True
         self._taken = False  # averaged by take_gradients()
         self._watched = {p for _, p in named}
+
+    def set_backward_passes_per_step(self, passes):
+        """Sum this number of backward passes before one all-reduce, from the next step on."""
+        compression, _, group, cap = self._settings
+        self._settings = compression, passes, group, cap
+        self.backward_passes_per_step = passes
 
     @property
     def process_group(self):

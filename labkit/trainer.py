@@ -156,23 +156,21 @@ def make_optimizer(
     bucket_cap_mb=25,
     every=1,
     nvme_path="",
-    accumulation=1,
     hook="none",
     **options,
 ):
     """The optimizer for a model that `parallelize` has returned for the same strategy.
 
     every: steps between averages, of local SGD and DiLoCo. nvme_path: as in `parallelize`.
-    accumulation, hook: of horovod: the Trainer's accumulation, and the name of a Compression.
-    options: those of optimizer_class.
+    hook: of horovod, the name of a Compression. options: those of optimizer_class.
     """
     sharded = {"zero1": ZeRO1, "zero2": ZeRO2}.get(strategy)
     if sharded:
         return sharded(model.parameters(), optimizer_class, bucket_cap_mb=bucket_cap_mb, **options)
     optimizer = optimizer_class(model.parameters(), **options)
     if strategy == "horovod":
-        how = getattr(Compression, hook), accumulation, None, bucket_cap_mb
-        return DistributedOptimizer(optimizer, model.named_parameters(), *how)
+        how = {"compression": getattr(Compression, hook), "bucket_cap_mb": bucket_cap_mb}
+        return DistributedOptimizer(optimizer, model.named_parameters(), **how)
     if strategy == "fsdp_nvme":
         return Offloaded(optimizer, to=nvme_path or gettempdir())
     seldom = {"local_sgd": LocalSGD, "diloco": DiLoCo}.get(strategy)
@@ -289,6 +287,8 @@ class Trainer:
                 f"accumulation={self.accumulation}: a pipeline accumulates over its micro-batches, "
                 f"and has {pipeline.micro_batches} of them"
             )
+        if hasattr(self.optimizer, "set_backward_passes_per_step"):  # Horovod's counts them
+            self.optimizer.set_backward_passes_per_step(self.accumulation)
 
     def train_step(self, input, target):
         """One optimizer step on this rank's batch; returns its mean loss, detached, a scalar."""

@@ -5,6 +5,7 @@
     a step's batch            train_batch_size = micro-batch per GPU x accumulation x ranks
     torch_autocast            precision: fp32 weights, products in 16 bits
     bf16, fp16                near: weights in 16 bits and fp32 copies of them in the optimizer
+    curriculum_learning       curriculum; read only, as DeepSpeed 0.19.8 has removed the section
 
 Adam is AdamW unless adam_w_mode is false. Rajbhandari et al., ZeRO, SC 2020, has the stages.
 """

@@ -126,7 +126,7 @@ class Participant:
             if e.axes
             else parallelize(module, *wrapping, nvme_path=e.nvme_path)
         )
-        how = e.bucket_cap_mb, e.every, e.nvme_path, e.accumulation, e.comm_hook
+        how = e.bucket_cap_mb, e.every, e.nvme_path, e.comm_hook
         optimizer = make_optimizer(self.model, e.strategy, optimizer_class, *how, **options)
         plain = getattr(optimizer, "inner", optimizer)
         falling = e.steps - e.warmup_steps if e.schedule == "cosine" else None

@@ -207,22 +207,27 @@ def test_a_scaler_waits_for_the_averages(ranks, clip, settings):
     ranks(2, with_scalers, clip=clip, settings=settings)
 
 
-def by_trainers(rank, world_size):
-    """The clip waits for the averages without a scaler, too."""
+def by_trainers(rank, world_size, accumulation):
+    """The clip waits for the averages without a scaler, too; and averages for all micro-batches."""
     model, twin = build(), DDP(build())
+    optimizer, how = DistributedOptimizer(sgd(model), model.named_parameters()), {"clip": 0.1}
+    how["accumulation"] = accumulation
     trainers = [
-        Trainer(model, DistributedOptimizer(sgd(model), model.named_parameters()), nn.functional.mse_loss, clip=0.1),
-        Trainer(twin, sgd(twin), nn.functional.mse_loss, clip=0.1),
+        Trainer(model, optimizer, nn.functional.mse_loss, **how),
+        Trainer(twin, sgd(twin), nn.functional.mse_loss, **how),
     ]
     for step in range(3):
         for trainer in trainers:
             trainer.train_step(data(rank, step), data(rank, step + 10))
     assert gap(weights(model), weights(twin)) == 0.0
     assert trainers[0].gradient_norm == trainers[1].gradient_norm > 0.1
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    assert optimizer.backward_passes_per_step == accumulation
 
 
-def test_a_trainer_clips_the_averages(ranks):
-    ranks(2, by_trainers)
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_a_trainer_clips_the_averages(ranks, accumulation):
+    ranks(2, by_trainers, accumulation=accumulation)
 
 
 def added(rank, world_size):

@@ -175,7 +175,7 @@ def test_tied_and_frozen_parameters():
     [
         (
             {"strategy": "zero9"},
-            "unknown strategy 'zero9': known are single, ddp_naive, ddp_overlapped, ddp_bucketed, zero1",
+            "unknown strategy 'zero9': known are single, ddp_naive, ddp_overlapped, ddp_bucketed, horovod, zero1",
         ),
         ({"optimizer": "adagrad"}, "unknown optimizer 'adagrad': known are sgd, adamw"),
         ({"precision": "fp8"}, "unknown precision 'fp8': known are"),

@@ -174,7 +174,7 @@ def test_a_file_of_one_framework_becomes_that_of_another():
         (
             "horovod",
             FSDP.replace("bf16", "'no'"),
-            "Experiment(strategy='fsdp'): Horovod cannot express it; it needs 'ddp_bucketed'",
+            "Experiment(strategy='fsdp'): Horovod cannot express it; it needs 'ddp_bucketed' or 'horovod'",
         ),
         ("megatron", "model: mlp", "Experiment(model='mlp'): Megatron-LM cannot express it; it needs 'gpt'"),
         ("experiment", "train_batch_size: 8", "standard input is YAML with DeepSpeed's fields: DeepSpeed reads JSON"),

@@ -183,9 +183,8 @@ def test_the_shipped_sweep_is_predicted_within_its_bounds():
     question = whatif.WhatIf(table, "gpt", None)
     question.world.value = "2 nodes of 1, 100 Mbit/s"
     question.fields["accumulation"].value = 2
-    started = time.perf_counter()
     question.fields["comm_hook"].value = "topk"
-    assert time.perf_counter() - started < 0.1 and "not yet" in question.answer.value
+    assert "not yet" in question.answer.value
 
 
 # Conclusions

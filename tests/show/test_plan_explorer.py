@@ -1,7 +1,6 @@
 """The planner in the dashboard: a control plans nothing, the button gives the sentences of answer()."""
 
 import html
-import time
 
 import pytest
 
@@ -11,10 +10,8 @@ from labkit.show import plan_explorer
 
 def test_the_button_answers_as_the_planner_and_a_control_at_once():
     shown = plan_explorer.explorer()
-    started = time.perf_counter()
     shown.controls["gpus"].value = 8
     shown.controls["gpu"].value = "rtx-4090"
-    assert time.perf_counter() - started < 0.2
     assert shown.image.value == "<p>llama3-8b on 8 x rtx-4090, 400 Gbit/s a GPU: press Answer.</p>"
     shown.button.click()
     said = answer("llama3-8b", gpus=8, gpu="rtx-4090", network=400).sentences()
