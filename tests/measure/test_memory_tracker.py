@@ -29,7 +29,8 @@ def train_step(model, optimizer, batch=32):
 def test_a_tracker_that_sees_nothing_counts_nothing():
     with MemoryTracker() as memory:
         pass
-    assert memory.current == memory.peak == nothing() and memory.peak_total == 0 and memory.samples == []
+    assert memory.current == memory.peak == nothing() and memory.peak_total == 0
+    assert memory.samples == [(0.0, nothing())]  # at entry
 
 
 @pytest.mark.parametrize(
