@@ -1,7 +1,7 @@
 """One training step for every strategy of the lab: forward, backward, clipping, optimizer, rate.
 
     model      = parallelize(model, strategy)                      who holds and who sends what
-    optimizer  = make_optimizer(model, strategy, AdamW, lr=3e-4)   ZeRO and local SGD wrap it
+    optimizer  = make_optimizer(model, strategy, AdamW, lr=3e-4)   ZeRO, Horovod, local SGD wrap it
     trainer    = Trainer(model, optimizer, loss)
     train_step = zero_grad, for each micro-batch forward and backward, then clip, step, schedule
 

@@ -1,9 +1,11 @@
 """Sizes of the models by name, and models of another depth or width.
 
-model     depth                   width
-mlp       hidden layers           of a hidden layer
-resnet    6n + 2: 8, 14, 20 ...   of the first stage
-gpt       layers                  of a token; heads stay as wide as those of the size
+              depth                   width
+    mlp       hidden layers           of a hidden layer
+    resnet    6n + 2: 8, 14, 20 ...   of the first stage
+    gpt       layers                  of a token
+
+A GPT of another width has heads as wide as those of its size: 16, 32 and 64 channels.
 """
 
 from labkit.models.names import known

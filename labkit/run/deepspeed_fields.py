@@ -12,6 +12,7 @@ Adam is AdamW unless adam_w_mode is false. Rajbhandari et al., ZeRO, SC 2020, ha
 
 import json
 
+from labkit.run.choices import CHOICES
 from labkit.run.experiment import Experiment
 from labkit.run.framework_values import Parts, chosen, number, refuse, whole
 
@@ -22,16 +23,16 @@ OFFLOADED = {"cpu": "fsdp_offload", "nvme": "fsdp_nvme"}  # device of both, in s
 STRATEGIES = {0: "ddp_bucketed", 1: "zero1", 2: "zero2", 3: "fsdp"}
 OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "sgd": "sgd"}
 SCHEDULES = {None: "constant", "WarmupLR": "constant", "WarmupCosineLR": "cosine"}
-GROWING = {name: name for name in ("fixed_linear", "fixed_root")}
+GROWING = {name: name for name in CHOICES["curriculum"] if name != "none"}
 CURRICULUM = {"curriculum_from": "curriculum_learning.min_difficulty"}
 CURRICULUM |= {"curriculum_steps": "curriculum_learning.schedule_config.total_curriculum_step"}
 HALVES = {"float16": "fp16", "bfloat16": "bf16"}
 MIB = 2**20 / 4  # elements of fp32 in a MiB
 # What an Experiment may have if it is written; other fields must have their defaults.
-# The first line of names is not in the file: the program has them.
+# The first two lines of names are not in the file: the program has them.
 WRITES = dict.fromkeys(("model", "size", "data", "seed", "steps", "recompute", "attention"), any)
-WRITES |= dict.fromkeys(("batch_size", "accumulation", "lr", "weight_decay", "momentum"), any)
 WRITES |= dict.fromkeys(("depth", "width"), any)
+WRITES |= dict.fromkeys(("batch_size", "accumulation", "lr", "weight_decay", "momentum"), any)
 WRITES |= dict.fromkeys(("clip", "warmup_steps", "bucket_cap_mb", "nvme_path"), any)
 WRITES |= {
     "strategy": (*STRATEGIES.values(), *OFFLOADED.values()),
@@ -252,7 +253,8 @@ def longest():
 def check_fixed(name, value, here):
     """Raise ValueError for another value than the lab's. Returns no field."""
     if value != here:
-        raise ValueError(f"{name}={json.dumps(value)}: here it is {json.dumps(here)}")
+        here = json.dumps(here)
+        raise ValueError(f"{name}={json.dumps(value)}: here it is {here}; write {here}")
     return {}
 
 

@@ -117,6 +117,16 @@ def test_torchtitans_adamw_has_the_defaults_of_its_rows():
         assert (list(default) if name == "betas" else default) == rows[f"optimizer.{name}"].default
 
 
+REMOVED = "_REMOVED_TOP_LEVEL_CONFIG_KEYS"
+
+
+def test_deepspeed_refuses_the_section_that_the_lab_reads_and_does_not_write():
+    tree = ast.parse(Path(FOLDER, "deepspeed/runtime/config.py").read_text())
+    made = [node for node in tree.body if isinstance(node, ast.Assign)]
+    (removed,) = (node.value for node in made if ast.unparse(node.targets[0]) == REMOVED)
+    assert "curriculum_learning" in {key.value for key in removed.keys}
+
+
 def asked(code, *arguments):
     """What a program prints, as JSON, with the frameworks on its path."""
     environment = os.environ | {"PYTHONPATH": FOLDER, "PYTHONWARNINGS": "ignore"}

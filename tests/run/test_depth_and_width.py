@@ -75,9 +75,21 @@ def test_its_ranks_train_what_one_process_trains():
     runs = {"one": {"strategy": "single"}, "fsdp": {"strategy": "fsdp"}, "tp": {"tensor": 4}}
     runs["pp"] = {"pipeline": 4, "strategy": "ddp_naive", "accumulation": 4}
     runs = {name: base.replace(**changes) for name, changes in runs.items()}
-    records = compare(runs, nproc=4, rounds=1, steps_per_round=3, quiet=True).records
+    assert apart(runs, nproc=4) < 1e-12
+
+
+@pytest.mark.slow
+def test_a_network_without_a_layer_that_keeps_its_width_is_one_unit():
+    base = Experiment(depth=1, width=96, batch_size=12, precision="fp64")
+    runs = {"one": base.replace(strategy="single"), "fsdp": base.replace(strategy="fsdp")}
+    assert apart(runs | {"zero2": base.replace(strategy="zero2")}, nproc=2) < 1e-12
+
+
+def apart(runs, nproc):
+    """How far the losses of the runs are from those of the one process."""
+    records = compare(runs, nproc=nproc, rounds=1, steps_per_round=3, quiet=True).records
     losses = records.groupby(["label", "step"])["loss"].mean().unstack("label")
-    assert losses.sub(losses["one"], axis=0).abs().max().max() < 1e-12
+    return losses.sub(losses["one"], axis=0).abs().max().max()
 
 
 @pytest.mark.parametrize(
@@ -89,6 +101,7 @@ def test_its_ranks_train_what_one_process_trains():
         ({"model": "mine:task", "depth": 3}, "a custom model has its own data, size, depth and width"),
         ({"model": "mine:task", "width": 3}, "leave them at their defaults"),
         ({"depth": 1, "compute": "emulated"}, "compute='emulated' needs a depth of at least 2"),
+        ({"depth": 1, "recompute": "every"}, "recompute='every' needs a depth of at least 2"),
         ({"depth": -1}, r"Experiment\(depth=-1\): must be at least 0"),
         ({"model": "gpt", "depth": 3, "pipeline": 2, "strategy": "ddp_naive"}, "the 3 layers of this GPT must be"),
         ({"model": "gpt", "width": 48, "tensor": 2}, "the 3 heads of this GPT must be divisible by tensor"),

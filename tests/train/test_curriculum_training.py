@@ -92,9 +92,13 @@ def test_two_ranks_train_what_one_process_trains():
     base = LINEAR.replace(precision="fp64", steps=STEPS)
     wanted = losses(base.replace(strategy="single"))
     others = [{"strategy": "fsdp"}, {"accumulation": 2}, {"tensor": 2}, {"attention": "flash"}, {"strategy": "zero2"}]
+    others.append({"strategy": "auto"})
     assert len(wanted) == STEPS
     for changes in others:
         assert losses(base.replace(**changes)) == pytest.approx(wanted, abs=1e-12), changes
+    mixed = base.replace(experts=4)
+    wanted_of_experts = losses(mixed.replace(strategy="single"))
+    assert losses(mixed.replace(expert=2)) == pytest.approx(wanted_of_experts, abs=1e-12)
     complete = base.replace(curriculum="none", **UNUSED)
     assert abs(losses(complete)[0] - wanted[0]) > 1e-4
 

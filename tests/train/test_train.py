@@ -22,8 +22,10 @@ from labkit.compression import COMPRESSORS
 from labkit.ddp import DDP
 from labkit.fsdp import FSDP
 from labkit.hierarchical import FORMS
+from labkit.horovod import Compression
 from labkit.learning_rate import LR_RULES
 from labkit.mesh import Mesh
+from labkit.models.curriculum import SCHEDULES
 from labkit.parallelize import Composed
 from labkit.preempt import Agreement, Preemption
 from labkit.run import choices
@@ -388,6 +390,8 @@ def test_choices_are_the_keys_of_the_tables_that_know_them():
     assert choices.CHOICES["comm_hook"] == ("none", *FORMS, *COMPRESSORS)
     assert choices.CHOICES["lr_rule"] == tuple(LR_RULES)
     assert choices.CHOICES["optimizer"] == tuple(OPTIMIZERS)
+    assert {*choices.CHOICES["curriculum"], "fixed_discrete"} == {"none", *SCHEDULES}
+    assert set(choices.HOROVOD) == {name for name in vars(Compression) if not name.startswith("_")}
     assert set(choices.CHOICES["data"]) == {"auto", *models.data.DATASETS}
     assert {model: tuple(data) for model, data in models.data.FITTING.items()} == choices.FITTING
     assert choices.CHOICES["model"] == tuple(models.SIZES)
