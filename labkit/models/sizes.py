@@ -41,6 +41,8 @@ def arguments_of(model, size="tiny", depth=0, width=0):
 
 
 def resize_mlp(usual, depth, width):
+    if depth == 1:
+        raise ValueError("depth=1 must be at least 2: a unit is a layer that keeps its width")
     pixels, *hidden, classes = usual["sizes"]
     layers = [width or hidden[0]] * (depth or len(hidden))
     return {"sizes": (pixels, *layers, classes)}

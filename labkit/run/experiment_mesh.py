@@ -100,10 +100,6 @@ def check_size(e):
         sizes_of(e)
     except ValueError as error:
         raise ValueError(f"{given}: {error}") from None
-    for name, usual in (("compute", "real"), ("recompute", "none")):
-        value = getattr(e, name)
-        if e.model == "mlp" and e.depth == 1 and value != usual:  # which need a unit
-            raise ValueError(f"{given}: {name}={value!r} needs a depth of at least 2")
 
 
 def check_curriculum(e):
