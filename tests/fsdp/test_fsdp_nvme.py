@@ -119,38 +119,38 @@ def test_state_dicts_go_from_files_to_memory_and_back(ranks, tmp_path):
 # ---- what is held
 
 
-def anonymous():
-    """Bytes of this process's resident memory that no file backs."""
-    text = Path("/proc/self/smaps_rollup").read_text()
-    return int(re.search(r"^Anonymous:\s+(\d+) kB", text, re.MULTILINE).group(1)) * 1024
+def anonymous(tensor):
+    """Bytes of the mapping that holds a tensor that no file backs, as Linux counts them."""
+    for mapping in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text()):
+        first, last = (int(end, 16) for end in mapping.split(maxsplit=1)[0].split("-"))
+        if first <= tensor.data_ptr() < last:
+            return int(re.search(r"^Anonymous:\s+(\d+) kB", mapping, re.MULTILINE).group(1)) * 1024
+    raise LookupError(f"no mapping holds {tensor.data_ptr():#x}")
 
 
 def wide():
     return nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(8)))
 
 
-def held(rank, world_size, folder):
-    found = {}
-    for offload in (True, folder):
-        before = anonymous()
-        model = FSDP(wide(), nn.Linear, offload=offload)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        model(torch.ones(1, 1024)).sum().backward()
-        optimizer.step()
-        rest = sum(flat.shard.nbytes for flat in model.flats)
-        found[offload is True] = anonymous() - before
-        with MemoryTracker(model) as tracker:
-            pass
-        assert tracker.peak_total == (2 * rest if offload is True else 0), f"rank {rank}"
-        del model, optimizer
-    return rest, found[True], found[False]
+def held(rank, world_size, folder, in_files):
+    model = FSDP(wide(), nn.Linear, offload=folder if in_files else True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(1, 1024)).sum().backward()
+    optimizer.step()
+    size = sum(flat.shard.nbytes for flat in model.flats)
+    assert size == 16 * MIB, f"rank {rank}"
+    with MemoryTracker(model) as tracker:
+        pass
+    assert tracker.peak_total == (0 if in_files else 2 * size), f"rank {rank}"
+    for p in model.parameters():
+        assert (anonymous(p) == 0) is in_files, f"rank {rank}"
+        assert (anonymous(p.grad) == 0) is in_files, f"rank {rank}"
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/smaps_rollup"), reason="needs Linux")
-def test_shards_and_gradients_are_not_in_anonymous_memory(ranks, tmp_path):
-    for rank, (rest, in_memory, in_files) in enumerate(ranks(2, held, folder=str(tmp_path))):
-        assert rest == 16 * MIB, f"rank {rank}"
-        assert in_memory - in_files > 1.8 * rest, f"rank {rank}"
+@pytest.mark.skipif(not os.path.exists("/proc/self/smaps"), reason="needs Linux")
+@pytest.mark.parametrize("in_files", [True, False])
+def test_shards_and_gradients_are_not_in_anonymous_memory(ranks, tmp_path, in_files):
+    ranks(2, held, folder=str(tmp_path), in_files=in_files)
 
 
 def killed(folder):

@@ -51,7 +51,10 @@ ONE_RANK = {
     test_fsdp_semantics.test_clipping_sees_the_global_norm: [({}, norm) for norm in (1.0, 2.0, float("inf"))],
     test_fsdp_state_dict.test_names_stay_and_every_element_is_held_once: [(1,)],
     test_fsdp_state_dict.test_resharding: [(1, 1, "", {})],
-    test_fsdp_state_dict.test_low_precision_with_full_precision_masters: [(1, torch.float32)],
+    test_fsdp_state_dict.test_low_precision_with_full_precision_masters: [
+        (1, torch.float32, 0),
+        (1, torch.float32, 99),
+    ],
     test_local_sgd.test_local_sgd_is_that_of_one_process: [(inner, 1, 2, 0, 25) for inner in test_local_sgd.INNER],
     test_local_sgd.test_diloco_is_that_of_one_process: [(1,)],
     test_horovod.test_it_trains_what_ddp_trains: [(1, 1, False, False, {}), (1, 2, True, False, {})],
