@@ -141,7 +141,8 @@ class Stored:
             if len(same) == 1:
                 name, first, last = same[0]
                 heading = f"{file}:{first}" + (f"-{last}" if last > first else "") if name else file
-                output.data.update(show.as_source(heading, texts[same[0]]))
+                folded = "<details>" in output.data["text/markdown"]
+                output.data.update(show.as_source(heading, texts[same[0]], folded))
         if nbformat.writes(notebook) != before:
             nbformat.write(notebook, path)
 

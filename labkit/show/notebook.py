@@ -19,20 +19,23 @@ from labkit.show import style, tables
 NUMBER = re.compile(r"[-–—+−±<>≤≥~≈=$(\[ ]*(\.?\d|$|no: )")
 
 
-def source(*objects):
-    """Show the source of functions, classes, methods, modules, headed "labkit/ddp/ddp.py:40-72"."""
+def source(*objects, folded=False):
+    """Show the source of functions, classes, methods, modules, headed "labkit/ddp/ddp.py:40-72".
+
+    folded: under each heading, the reader unfolds its source.
+    """
     if not objects:
         raise ValueError("source() needs at least one function, class or module")
     for one in objects:
-        display(as_source(*place_and_code(one)), raw=True)
+        display(as_source(*place_and_code(one), folded), raw=True)
 
 
-def as_source(heading, code):
+def as_source(heading, code, folded=False):
     """Return {MIME type: text} of a source, for display()."""
-    return {
-        "text/markdown": f"**`{heading}`**\n\n````python\n{code}````\n",
-        "text/plain": f"{heading}\n\n{code}",
-    }
+    block = f"````python\n{code}````\n"
+    if folded:
+        block = f"<details><summary>source</summary>\n\n{block}\n</details>\n"
+    return {"text/markdown": f"**`{heading}`**\n\n{block}", "text/plain": f"{heading}\n\n{code}"}
 
 
 def place_and_code(one):

@@ -234,7 +234,7 @@ def showing(small):
     (place,) = [place for place in texts if place[0] == "DDP.average"]
     whole = stored.Stored(small).texts("labkit/comm.py")["", 0, 0]
     shown = [stored.show.as_source(f"labkit/ddp.py:{place[1]}-{place[2]}", texts[place])]
-    shown += [stored.show.as_source("labkit/comm.py", whole)]
+    shown += [stored.show.as_source("labkit/comm.py", whole, folded=True)]
     cell = notebook.cells[1]
     cell.source += "\nshow.source(DDP.average, comm)"
     cell.outputs = [nbformat.v4.new_output("display_data", data) for data in shown]
@@ -251,6 +251,7 @@ def test_a_text_that_was_shown_and_has_changed_makes_it_stale_until_it_is_shown_
     assert stale(small) == {"01": ["labkit/ddp.py (as shown)"]}
     stored.Stored(small).renew_source(showing)
     assert stale(small) == {}
+    assert ["<details>" in one.data["text/markdown"] for one in batch.read(showing).cells[1].outputs] == [False, True]
     plain = batch.read(showing).cells[1].outputs[0].data["text/plain"]
     assert plain.startswith("labkit/ddp.py:6-8\n\ndef average(self, p):\n") and "Average." in plain
 

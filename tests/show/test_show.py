@@ -272,6 +272,15 @@ def test_source_shows_the_code_and_its_place(shown):
     assert all(str(Path.home()) not in bundle["text/plain"] for bundle, _ in shown[:2])
 
 
+def test_source_may_be_folded_under_its_heading(shown):
+    notebook.source(tables.cell)
+    notebook.source(tables.cell, folded=True)
+    (whole, folded) = (bundle for bundle, _ in shown)
+    heading, _, block = whole["text/markdown"].partition("\n\n")
+    assert folded["text/markdown"] == f"{heading}\n\n<details><summary>source</summary>\n\n{block}\n</details>\n"
+    assert folded["text/plain"] == whole["text/plain"]
+
+
 def test_a_verdict_is_exact_lines(capsys):
     notebook.verdict({"weights equal one process": np.bool_(True), "bytes sent": 4096, "calls": np.int64(7)})
     assert capsys.readouterr().out == (
