@@ -116,7 +116,8 @@ def write(file, target, given, every_row=False):
     try:
         framework, config = framework_files.parse(text)
         ranks, nodes = size_of(framework, config, given)
-        framework, config = framework_files.with_file_behind(framework, config, Path(file).parent)
+        outer = config
+        framework, config = framework_files.with_file_behind(framework, outer, Path(file).parent)
     except Refused:
         raise
     except ValueError as error:
@@ -129,6 +130,8 @@ def write(file, target, given, every_row=False):
     written = there and frameworks.write(experiment, target, ranks, nodes, has)
     if origin is not None:
         title = f"{frameworks.FRAMEWORKS[framework].NAME}'s fields, on {ranks} rank{'s' * (ranks > 1)}"
+        if config is not outer:
+            print(f"{shown(file)} names a file of DeepSpeed: only its processes and machines are used", file=sys.stderr)
         explain(origin, framework, title, every_row)
         warn_of_changes(origin, framework, written.config if target == framework else {})
         if not written:
