@@ -14,7 +14,6 @@ objects. What the fields mean is printed on stderr.
 """
 
 import argparse
-import dataclasses
 import inspect
 import json
 import sys
@@ -26,8 +25,8 @@ from terminal import UserError, main, say, table
 from labkit.cluster import kubernetes
 from labkit.run import framework_files, framework_lines, frameworks
 from labkit.run.experiment import Experiment
-from labkit.run.framework_values import Refused, as_number, reasons_of
-from labkit.run.options import fitting, natural
+from labkit.run.framework_values import Refused, reasons_of
+from labkit.run.options import check_fields, fitting, natural
 from labkit.run.options import positive as whole
 
 EXAMPLES = __doc__.partition("\n\n")[2].partition("\n\nFILE")[0]
@@ -38,7 +37,6 @@ ALL = ("nodes", "gpus", "name", "save_seconds", "checkpoint_every")
 FITS = {"slurm": (*ALL, "time", "partition", "account", "checkpoints", "interface")}
 FITS |= dict.fromkeys(CLUSTER[1:], (*ALL, *PODS))
 FITS |= dict.fromkeys(TARGETS[len(CLUSTER) :], ("nodes", "gpus"))
-NUMBERS = [field.name for field in dataclasses.fields(Experiment) if field.type in (int, float)]
 OF_PROGRAM = ("model", "size", "data", "batch_size", "optimizer", "lr", "weight_decay", "clip", "schedule")
 OF_PROGRAM += ("warmup_steps", "steps", "seed")
 EACH_MACHINE = (
@@ -118,7 +116,8 @@ def write(file, target, given, every_row=False):
     try:
         framework, config = framework_files.parse(text)
         ranks, nodes = size_of(framework, config, given)
-        framework, config = framework_files.with_file_behind(framework, config, Path(file).parent)
+        outer = config
+        framework, config = framework_files.with_file_behind(framework, outer, Path(file).parent)
     except Refused:
         raise
     except ValueError as error:
@@ -131,7 +130,10 @@ def write(file, target, given, every_row=False):
     written = there and frameworks.write(experiment, target, ranks, nodes, has)
     if origin is not None:
         title = f"{frameworks.FRAMEWORKS[framework].NAME}'s fields, on {ranks} rank{'s' * (ranks > 1)}"
+        if config is not outer:
+            print(f"{shown(file)} names a file of DeepSpeed: only its processes and machines are used", file=sys.stderr)
         explain(origin, framework, title, every_row)
+        warn_of_changes(origin, framework, written.config if target == framework else {})
         if not written:
             warn_of_program(experiment, has)
     if written:
@@ -190,9 +192,7 @@ def experiment_of(framework, config, ranks, source, base):
     if framework is not None:
         found = frameworks.read(config, framework, ranks, base)
         return found.experiment, found
-    texts = {name: as_number(value) for name, value in config.items() if name in NUMBERS and as_number(value)}
-    if texts:
-        raise Refused(f"{source}: {name}: {config[name]} is text in YAML: write {texts[name]}" for name in texts)
+    check_fields(config, source)
     try:
         return Experiment.from_dict(fitting(config) | config, source=source), None
     except TypeError as error:  # a value of another type
@@ -223,6 +223,20 @@ def explain(found, framework, title, every_row):
     ours = sum(row[2] == framework_lines.OURS for row in rows)
     if ours:
         print(f"the lab's defaults: {ours} of these; replace them by what your program has", file=sys.stderr)
+
+
+def warn_of_changes(origin, framework, config):
+    """Print which fields of a file the new one has not, or with another value, on stderr.
+
+    config: the new one if it is of the same framework, else {}.
+    """
+    known, new = frameworks.fields(framework), frameworks.flattened(config)
+    rows, of_program = framework_lines.changes(origin.lines, known, new)
+    if rows:
+        print("changed, or not carried over:", file=sys.stderr)
+        print(table(rows, ("field", "value", "now", "note")), file=sys.stderr)
+    if of_program:
+        print(f"part of the program, so not carried over: {', '.join(of_program)}", file=sys.stderr)
 
 
 def warn_of_program(experiment, given):

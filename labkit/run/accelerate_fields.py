@@ -11,7 +11,7 @@ utils/launch.py and utils/dataclasses.py.
 
 import yaml
 
-from labkit.run.deepspeed_fields import nvme_path_of, zero_strategy
+from labkit.run.deepspeed_zero import nvme_path_of, zero_strategy
 from labkit.run.framework_values import Parts, Refused, chosen, data_ranks, number, refuse, whole
 
 NAME = "Accelerate"
@@ -21,7 +21,9 @@ PRECISIONS = {"no": "fp32", "fp16": "fp16", "bf16": "bf16"}
 SHARDED = {"FULL_SHARD": "fsdp", "SHARD_GRAD_OP": "fsdp_grad_op", "NO_SHARD": "ddp_bucketed"}
 NUMBERED = {1: "FULL_SHARD", 2: "SHARD_GRAD_OP", 3: "NO_SHARD"}  # torch's ShardingStrategy
 STAGES = {"zero1": 1, "zero2": 2}
+FSDP_STRATEGIES = ("fsdp", "fsdp_grad_op", "fsdp_offload")
 DDP_TYPES = ("MULTI_GPU", "MULTI_CPU")
+KINDS = ("NO", *DDP_TYPES, "FSDP", "DEEPSPEED")
 AXES = {"tensor": "parallelism_config_tp_size", "context": "parallelism_config_cp_size"}
 FSDP = "fsdp_config.fsdp_"
 ZERO = "deepspeed_config."
@@ -31,7 +33,7 @@ IN_FILE = ("zero_stage", "gradient_accumulation_steps", "gradient_clipping")
 IN_FILE += ("offload_optimizer_device", "offload_param_device", "zero3_save_16bit_model")
 IN_FILE += ("offload_optimizer_nvme_path", "offload_param_nvme_path")
 CURRICULUM = ("curriculum", "curriculum_from", "curriculum_steps")
-# The program has these.
+# The program has these, which the table says of each that is not its default.
 WRITES = dict.fromkeys(("model", "size", "data", "seed", "steps", "attention", "batch_size"), any)
 WRITES |= dict.fromkeys(("accumulation", "optimizer", "lr", "momentum", "weight_decay"), any)
 WRITES |= dict.fromkeys(("reference_batch", "lr_rule", "linear_until", "warmup_steps"), any)
@@ -39,7 +41,7 @@ WRITES |= dict.fromkeys(("schedule", "bucket_cap_mb", "depth", "width", *CURRICU
 # The file has these, with FSDP or DeepSpeed.
 WRITES |= dict.fromkeys(("clip", "recompute", "tensor", "context"), any)
 WRITES |= {
-    "strategy": ("single", "ddp_bucketed", "zero1", "zero2", *SHARDED.values(), "fsdp_offload"),
+    "strategy": ("single", "ddp_bucketed", *STAGES, *FSDP_STRATEGIES),
     "precision": tuple(PRECISIONS.values()),
 }
 
@@ -119,9 +121,9 @@ def strategy_of(values, written, ranks):
     if kind == "DEEPSPEED":
         return deepspeed_of(values, written)
     if kind != "NO":
-        known = "NO, MULTI_GPU, MULTI_CPU, FSDP, DEEPSPEED"
-        hint = "; read Megatron's own arguments" if kind == "MEGATRON_LM" else ""
-        raise ValueError(f"distributed_type={kind!r}: this lab has {known}{hint}")
+        if kind == "MEGATRON_LM":
+            raise ValueError(f"distributed_type={kind!r}: read Megatron's own arguments")
+        chosen("distributed_type", kind, dict.fromkeys(KINDS))
     if ranks > 1:
         raise ValueError(f"distributed_type='NO': is for one process, not {ranks}")
     return {"strategy": "single"}
@@ -142,7 +144,10 @@ def offload_of(values):
     if not values[f"{FSDP}offload_params"]:
         return {"strategy": strategy}
     if strategy != "fsdp":
-        raise ValueError(f"{FSDP}offload_params: this lab offloads with FULL_SHARD only")
+        raise ValueError(
+            f"{FSDP}offload_params with {strategy}: this lab offloads the shards of fsdp only; "
+            "remove it, or write FULL_SHARD, in version 2 fsdp_reshard_after_forward: true"
+        )
     return {"strategy": "fsdp_offload"}
 
 
@@ -198,11 +203,11 @@ def deepspeed_of(values, written):
 
 
 def stage_of(values):
-    names = {part: f"{ZERO}offload_{part}" for part in ("param", "optimizer")}
-    devices = {part: values[f"{name}_device"] for part, name in names.items()}
-    paths = {f"{name}_nvme_path": values[f"{name}_nvme_path"] for name in names.values()}
+    parts = [f"{ZERO}offload_{part}" for part in ("param", "optimizer")]
+    devices = {f"{part}_device": values[f"{part}_device"] for part in parts}
+    paths = {f"{part}_nvme_path": values[f"{part}_nvme_path"] for part in parts}
     stage = f"{ZERO}zero_stage"
-    strategy = zero_strategy(values[stage], devices, stage)
+    strategy = zero_strategy(stage, values[stage], devices)
     return {"strategy": strategy} | nvme_path_of(strategy, paths)
 
 
@@ -228,7 +233,7 @@ def from_experiment(e, ranks):
     precision = {there: name for name, there in PRECISIONS.items()}[e.precision]
     config = {"compute_environment": "LOCAL_MACHINE", "mixed_precision": precision}
     config["num_processes"] = ranks
-    if e.strategy.startswith("fsdp"):
+    if e.strategy in FSDP_STRATEGIES:
         return config | {"distributed_type": "FSDP"} | fsdp_config(e, ranks)
     for name in AXES:
         if getattr(e, name) > 1:

@@ -1,35 +1,36 @@
 """DeepSpeed's JSON: from its values to fields of an Experiment, and back.
 
-    stage 0, 1, 2, 3          ddp_bucketed, zero1, zero2, fsdp
-    both offloads in stage 3   to cpu: fsdp_offload; to nvme: fsdp_nvme, in the folder nvme_path
+    stages and offload        labkit.run.deepspeed_zero
     a step's batch            train_batch_size = micro-batch per GPU x accumulation x ranks
     torch_autocast            precision: fp32 weights, products in 16 bits
     bf16, fp16                near: weights in 16 bits and fp32 copies of them in the optimizer
-    curriculum_learning       curriculum; read only, as DeepSpeed 0.19.8 has removed the section
+    curriculum_learning       labkit.run.deepspeed_curriculum
 
 Adam is AdamW unless adam_w_mode is false. Rajbhandari et al., ZeRO, SC 2020, has the stages.
 """
 
 import json
 
-from labkit.run.choices import CHOICES
-from labkit.run.experiment import Experiment
-from labkit.run.framework_values import Parts, chosen, number, refuse, whole
+from labkit.run.deepspeed_curriculum import curriculum_of
+from labkit.run.deepspeed_zero import (
+    OFFLOADED,
+    STRATEGIES,
+    nvme_path_of,
+    offload_sections,
+    zero_strategy,
+)
+from labkit.run.framework_values import Parts, number, refuse, whole
 
 NAME = "DeepSpeed"
 FORM = "JSON"
 AUTO = "Hugging Face's Trainer replaces it before DeepSpeed reads the file"
-OFFLOADED = {"cpu": "fsdp_offload", "nvme": "fsdp_nvme"}  # device of both, in stage 3
-STRATEGIES = {0: "ddp_bucketed", 1: "zero1", 2: "zero2", 3: "fsdp"}
 OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "sgd": "sgd"}
 SCHEDULES = {None: "constant", "WarmupLR": "constant", "WarmupCosineLR": "cosine"}
-GROWING = {name: name for name in CHOICES["curriculum"] if name != "none"}
-CURRICULUM = {"curriculum_from": "curriculum_learning.min_difficulty"}
-CURRICULUM |= {"curriculum_steps": "curriculum_learning.schedule_config.total_curriculum_step"}
 HALVES = {"float16": "fp16", "bfloat16": "bf16"}
 MIB = 2**20 / 4  # elements of fp32 in a MiB
 # What an Experiment may have if it is written; other fields must have their defaults.
-# The first two lines of names are not in the file: the program has them.
+# The first two lines of names are not in the file, and steps only with a cosine: the program has
+# them, which the table says of each that is not its default.
 WRITES = dict.fromkeys(("model", "size", "data", "seed", "steps", "recompute", "attention"), any)
 WRITES |= dict.fromkeys(("depth", "width"), any)
 WRITES |= dict.fromkeys(("batch_size", "accumulation", "lr", "weight_decay", "momentum"), any)
@@ -99,46 +100,11 @@ def clip_of(values):
 def strategy_of(values):
     zero = "zero_optimization"
     stage = f"{zero}.stage"
-    names = {part: f"{zero}.offload_{part}" for part in ("param", "optimizer")}
-    devices = {part: values[f"{name}.device"] for part, name in names.items()}
-    paths = {f"{name}.nvme_path": values[f"{name}.nvme_path"] for name in names.values()}
-    strategy = zero_strategy(values[stage], devices, stage)
+    parts = [f"{zero}.offload_{part}" for part in ("param", "optimizer")]
+    devices = {f"{part}.device": values[f"{part}.device"] for part in parts}
+    paths = {f"{part}.nvme_path": values[f"{part}.nvme_path"] for part in parts}
+    strategy = zero_strategy(stage, values[stage], devices)
     return {"strategy": strategy} | nvme_path_of(strategy, paths)
-
-
-def zero_strategy(stage, devices, name):
-    """Return the strategy of a ZeRO stage. devices: {"param", "optimizer": where it is kept}.
-
-    name: of the field of the stage, for messages.
-    """
-    if stage not in STRATEGIES:
-        raise ValueError(f"{name}={stage!r}: must be 0, 1, 2 or 3")
-    for part, device in devices.items():
-        if device not in ("none", *OFFLOADED):
-            raise ValueError(
-                f"{name}: offload_{part} to device {device!r}: must be none, cpu or nvme"
-            )
-    if set(devices.values()) == {"none"}:
-        return STRATEGIES[stage]
-    if stage == 3 and devices["param"] == devices["optimizer"]:
-        return OFFLOADED[devices["param"]]
-    raise ValueError(
-        f"{name}={stage} with offload to {devices}: this lab offloads parameters and optimizer "
-        "together, in stage 3"
-    )
-
-
-def nvme_path_of(strategy, paths):
-    """Return {"nvme_path": value} of fsdp_nvme, else {}. paths: {field: value} of both parts."""
-    if strategy != "fsdp_nvme":
-        return {}
-    for name, path in paths.items():
-        if not isinstance(path, str) or not path:
-            raise ValueError(f"{name}={path!r}: must be a folder for device nvme")
-    if len(set(paths.values())) > 1:
-        words = ", ".join(f"{name}={path!r}" for name, path in paths.items())
-        raise ValueError(f"{words}: must be equal, this lab has one folder for both")
-    return {"nvme_path": path}
 
 
 def precision_of(values):
@@ -221,48 +187,11 @@ def rate_of(values):
     return {} if rate is None else {"lr": number("scheduler.params.warmup_max_lr", rate)}
 
 
-def curriculum_of(values):
-    """Return {field: value} of the section `curriculum_learning`, which older releases have."""
-    section = "curriculum_learning."
-    if values[f"{section}enabled"] is not True:
-        return {}
-    kind = chosen(f"{section}schedule_type", values[f"{section}schedule_type"], GROWING)
-    inner = f"{section}schedule_config."
-    fixed = {f"{section}curriculum_type": "seqlen", f"{inner}difficulty_step": 8}
-    fixed |= {f"{section}max_difficulty": longest()}
-    fixed |= {f"{inner}root_degree": 2} if kind == "fixed_root" else {}
-    parts = Parts({"model": "gpt", "curriculum": kind})
-    for name, value in fixed.items():
-        parts.add(check_fixed, name, values[name], value)
-    for ours, name in CURRICULUM.items():
-        parts.add(whole_of, ours, name, values)
-    return parts.result()
-
-
-def whole_of(ours, name, values):
-    return {ours: whole(name, values[name])}
-
-
-def longest():
-    """Return the tokens of the lab's sequences."""
-    from labkit.run.experiment_mesh import gpt_sizes  # imports torch
-
-    return gpt_sizes(Experiment(model="gpt"))["context"]
-
-
-def check_fixed(name, value, here):
-    """Raise ValueError for another value than the lab's. Returns no field."""
-    if value != here:
-        here = json.dumps(here)
-        raise ValueError(f"{name}={json.dumps(value)}: here it is {here}; write {here}")
-    return {}
-
-
 def from_experiment(e, ranks):
     """Return the JSON's mapping, with every field that decides the result."""
     stage = {name: stage for stage, name in STRATEGIES.items()}.get(e.strategy, 3)
     zero = {"stage": stage, "reduce_bucket_size": round(e.bucket_cap_mb * MIB)}
-    zero |= offload_sections(e)
+    zero |= offload_sections(e, NAME)
     params = {"lr": e.lr, "weight_decay": e.weight_decay}
     if e.optimizer == "adamw":
         named = {"type": "AdamW", "params": params | {"torch_adam": True}}
@@ -284,19 +213,6 @@ def from_experiment(e, ranks):
             refuse("warmup_steps", e.warmup_steps, NAME, other)
         config["scheduler"] = scheduler_of(e)
     return config
-
-
-def offload_sections(e):
-    """Return the sections of both offloads, which need a folder with device nvme."""
-    device = {strategy: device for device, strategy in OFFLOADED.items()}.get(e.strategy)
-    if device is None:
-        return {}
-    section = {"device": device}
-    if device == "nvme":
-        if not e.nvme_path:
-            refuse("nvme_path", e.nvme_path, NAME, "the folder of the files")
-        section["nvme_path"] = e.nvme_path
-    return {part: dict(section) for part in ("offload_param", "offload_optimizer")}
 
 
 def scheduler_of(e):

@@ -16,7 +16,14 @@ import yaml
 from labkit.run import accelerate_fields, megatron_shell, torchtitan_files
 from labkit.run.framework_lines import NAMES
 from labkit.run.framework_values import Refused
-from labkit.run.frameworks import FRAMEWORKS, flattened, framework_of, sections, wrong_fields
+from labkit.run.frameworks import (
+    FRAMEWORKS,
+    flattened,
+    framework_of,
+    module_of,
+    sections,
+    wrong_fields,
+)
 
 OPTION = re.compile(r"(^|\s)--[a-z][a-z0-9-]+", re.MULTILINE)
 BEFORE = r"\s*(?://[^\n]*\n|/\*.*?\*/|\w+\s*=(?=\s*\{))"  # what people have before the {
@@ -123,4 +130,4 @@ def from_yaml(text):
 
 def as_text(config, framework):
     """Return the file of a framework's configuration, as `write` returns it."""
-    return FRAMEWORKS[framework].text(config)
+    return module_of(framework).text(config)

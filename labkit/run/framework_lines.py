@@ -1,7 +1,12 @@
 """Tables of a translation: what each field means here; see labkit.run.frameworks.
 
-lines    every written field, and every default that matters here
-short    without fields that are off, equal to the lab's defaults, or part of the program
+lines         every written field, and every default that matters here
+of_program    fields of an Experiment that the written configuration cannot hold
+short         without fields that are off, equal to the lab's defaults, or part of the program
+changes       fields of a file whose value is another one in the new form, or not there
+
+A line says where its value comes from: it is written, a default, the lab's default (OURS), or in
+no field of the configuration (IN_PROGRAM).
 """
 
 import dataclasses
@@ -12,13 +17,27 @@ from labkit.run.experiment import Experiment
 
 NAMES = frozenset(field.name for field in dataclasses.fields(Experiment))
 OURS = "not in the file: the lab's default"
+IN_PROGRAM = "in the program"
+LOST = "not carried over"
 OFF = (None, False, 0, "none", "no", "no_shard")
 TRANSLATED = ("mapped", "near")
 
 
+def flattened(config, above=""):
+    """Return {"section.field": value} of nested mappings; an empty section stays."""
+    found = {}
+    for key, value in config.items():
+        name = f"{above}{key}"
+        nested = isinstance(value, dict) and value
+        found |= flattened(value, f"{name}.") if nested else {name: value}
+    return found
+
+
 def row_of(name, known):
-    """Return the Field of a written name, or of its section; None if there is neither."""
-    return known.get(name) or known.get(name.partition(".")[0])
+    """Return the Field of a written name, or of the innermost section that has one, or None."""
+    while name not in known and "." in name:
+        name = name.rpartition(".")[0]
+    return known.get(name)
 
 
 def fields_of(field):
@@ -53,6 +72,58 @@ def lines(written, known, given=None):
     return found
 
 
+def of_program(experiment, config, known, there):
+    """Return lines of the experiment's values that a written configuration has no field for.
+
+    config: {field: value}. there: the module of the framework. Values that are an Experiment's
+    defaults, or that change nothing, have no line.
+    """
+    held = unused(experiment).union(*(fields_of(row_of(name, known)) for name in config))
+    if "size" in held:  # with layers and widths
+        held |= {"depth", "width"}
+    note = f"{there.NAME} has no field for it: the program must set it"
+    found = []
+    for field in dataclasses.fields(experiment):
+        value = getattr(experiment, field.name)
+        is_left = there.WRITES.get(field.name) is any and field.name not in held
+        if is_left and value != field.default:
+            found.append((field.name, json.dumps(value), IN_PROGRAM, field.name, note))
+    return found
+
+
+def unused(experiment):
+    """Return the names of fields that change nothing in this experiment."""
+    names = {"momentum"} if experiment.optimizer != "sgd" else set()
+    names |= {"reference_batch", "linear_until"} if experiment.lr_rule == "none" else set()
+    return names | ({"bucket_cap_mb"} if experiment.strategy.startswith("fsdp") else set())
+
+
+def changes(read_lines, known, new):
+    """Return ([(field, value, new value or LOST, note)], names of the lost fields of the program).
+
+    read_lines: lines of a file that was read. known: {name: Field} of its framework. new: {field:
+    value} of the form it becomes, {} if that is of another framework. A lost field that has its
+    default is left out, and so is one whose meaning an Experiment has.
+    """
+    rows, of_program = [], []
+    for name, value, source, _, note in read_lines:
+        field = row_of(name, known)
+        if name in new:
+            if new[name] != json.loads(value):
+                rows.append((name, value, json.dumps(new[name]), note))
+        elif source == "written" and field.kind == "program":
+            of_program.append(name)
+        elif source == "written" and is_lost(field, json.loads(value), new):
+            rows.append((name, value, LOST, note))
+    return rows, of_program
+
+
+def is_lost(field, value, new):
+    """Return whether a Field that the new form does not have changes time, memory or results."""
+    is_near = field.kind == "near" and (new or not fields_of(field))
+    return value != field.default and (field.kind == "speed" or is_near)
+
+
 def short(all_lines, known, experiment):
     """Return the lines of fields that are translated or change time, and defaults that matter.
 
@@ -61,7 +132,7 @@ def short(all_lines, known, experiment):
     found = []
     for line in all_lines:
         field = row_of(line[0], known)
-        if line[2] == OURS:
+        if line[2] in (OURS, IN_PROGRAM):
             found.append(line)
         elif line[2] == "default":
             found += [line] if matters(field, experiment) else []

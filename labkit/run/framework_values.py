@@ -83,6 +83,15 @@ def check_type(name, value, default):
         raise ValueError(f"{name}={json.dumps(value)}: must be {words}{hint}")
 
 
+def is_off(name, written):
+    """Return whether a section around a field has enabled=false. written: {field: value}."""
+    while "." in name:
+        name = name.rpartition(".")[0]
+        if written.get(f"{name}.enabled") is False:
+            return True
+    return False
+
+
 def refuse(name, value, title, needed):
     """Raise ValueError: a framework cannot express a field of an Experiment."""
     raise ValueError(f"Experiment({name}={value!r}): {title} cannot express it; it needs {needed}")
@@ -90,6 +99,8 @@ def refuse(name, value, title, needed):
 
 def whole(name, value, least=1):
     """Return a whole number of at least `least`; raise ValueError for another value."""
+    if value is None:
+        raise ValueError(f"{name} must be there: a whole number of at least {least}")
     if type(value) is not int or value < least:
         raise ValueError(f"{name}={value!r}: must be a whole number of at least {least}")
     return value
@@ -106,7 +117,8 @@ def chosen(name, value, choices):
     """Return choices[value]; raise ValueError, which names the keys, for another value."""
     if not isinstance(value, str | int) or value not in choices:
         known = ", ".join(str(key) for key in choices)
-        raise ValueError(f"{name}={value!r}: this lab has {known}")
+        what = f"{name} must be there" if value is None else f"{name}={value!r}"
+        raise ValueError(f"{what}: this lab has {known}")
     return choices[value]
 
 

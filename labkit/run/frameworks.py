@@ -37,7 +37,8 @@ from labkit.run import (
     torchtitan_fields,
 )
 from labkit.run.experiment import Experiment
-from labkit.run.framework_values import Refused, check_type, reasons_of, refuse
+from labkit.run.framework_lines import flattened
+from labkit.run.framework_values import Refused, check_type, is_off, reasons_of, refuse
 
 TABLE = Path(__file__).with_name("frameworks.csv")
 FRAMEWORKS = {
@@ -75,7 +76,8 @@ class Field:
 class Translation:
     """experiment, config: the same training in both forms.
 
-    lines: [(field, value as JSON, "written" or "default", what it is here, note)], for a table.
+    lines: [(field, value as JSON, where it comes from, what it is here, note)], for a table; see
+        labkit.run.framework_lines.
     given: names of the experiment's fields that the file has.
     """
 
@@ -116,15 +118,26 @@ def section(name):
     return name.partition(".")[0]
 
 
+def module_of(framework):
+    """Return the module of a framework; raise ValueError for a name that is none."""
+    if framework not in FRAMEWORKS:
+        known = ", ".join(FRAMEWORKS)
+        raise ValueError(
+            f"framework={framework!r}: must be one of {known}; framework_of() returns None for a "
+            "configuration that has no field of one"
+        )
+    return FRAMEWORKS[framework]
+
+
 def ranks_of(config, framework):
     """Return the number of ranks that a configuration has, or None."""
-    count = getattr(FRAMEWORKS[framework], "ranks_of", None)
+    count = getattr(module_of(framework), "ranks_of", None)
     return count and count(config)
 
 
 def nodes_of(config, framework):
     """Return the number of nodes that a configuration has, or 1."""
-    count = getattr(FRAMEWORKS[framework], "nodes_of", None)
+    count = getattr(module_of(framework), "nodes_of", None)
     return count(config) if count else 1
 
 
@@ -136,7 +149,7 @@ def read(config, framework, ranks, base=None):
     Raises Refused, a ValueError with a reason for each unknown field and for each value that an
     Experiment cannot express.
     """
-    there = FRAMEWORKS[framework]
+    there = module_of(framework)
     if not hasattr(there, "to_experiment"):
         raise ValueError(f"{there.NAME} has no file of its own to read: its calls are Python")
     check_count(ranks)
@@ -181,9 +194,9 @@ def write(experiment, framework, ranks, nodes=1, given=None):
     Raises Refused, a ValueError with a reason for each field of the Experiment that the framework
     cannot express.
     """
+    there = module_of(framework)
     check_count(ranks)
     experiment.check_ranks(ranks)
-    there = FRAMEWORKS[framework]
     reasons = []
     for field in dataclasses.fields(Experiment):
         try:
@@ -195,7 +208,9 @@ def write(experiment, framework, ranks, nodes=1, given=None):
     config = there.from_experiment(experiment, ranks)
     if nodes > 1 and hasattr(there, "on_nodes"):
         config = there.on_nodes(config, nodes)
-    table = framework_lines.lines(flattened(config), fields(framework), given)
+    known = fields(framework)
+    table = framework_lines.lines(flattened(config), known, given)
+    table += framework_lines.of_program(experiment, flattened(config), known, there)
     names = framework_lines.NAMES if given is None else given
     return Translation(experiment, config, table, frozenset(names))
 
@@ -204,8 +219,10 @@ def check_expressible(experiment, field, there):
     """Raise ValueError if a framework cannot have the experiment's value of a field."""
     value = getattr(experiment, field.name)
     allowed = there.WRITES.get(field.name, (field.default,))
-    if allowed is not any and value not in allowed:
-        refuse(field.name, value, there.NAME, " or ".join(map(repr, allowed)))
+    if allowed is any or value in allowed:
+        return
+    needed = " or ".join(repr(one) for one in allowed if one != "")
+    refuse(field.name, value, there.NAME, needed or f"an experiment without {field.name}")
 
 
 def short(found, framework):
@@ -216,16 +233,6 @@ def short(found, framework):
 def check_count(ranks):
     if ranks < 1:
         raise ValueError(f"ranks={ranks}: must be at least 1")
-
-
-def flattened(config, above=""):
-    """Return {"section.field": value} of nested mappings; an empty section stays."""
-    found = {}
-    for key, value in config.items():
-        name = f"{above}{key}"
-        nested = isinstance(value, dict) and value
-        found |= flattened(value, f"{name}.") if nested else {name: value}
-    return found
 
 
 def check_written(name, value, written, framework):
@@ -251,9 +258,8 @@ def check_written(name, value, written, framework):
             return
         raise ValueError(f'{name}="auto": {there.AUTO}; write the value')
     if inner:
-        is_off = written.get(f"{field.name}.enabled", True) is False
-        if field.kind == "refused" and not is_off:
-            raise ValueError(f"{name}: this lab has no {field.name} ({field.note}); remove it")
+        if field.kind == "refused" and not is_off(name, written):
+            raise ValueError(f"this lab has no {field.name} ({field.note}); remove it")
         return
     if field.kind == "fixed" and value != json.loads(field.here):
         note = f" ({field.note})" if field.note else ""

@@ -14,6 +14,7 @@ import yaml
 from labkit.measure.sinks import KNOWN
 from labkit.run.choices import CHOICES, TORCH
 from labkit.run.experiment import Experiment
+from labkit.run.framework_values import as_number
 
 STOPPED, WRONG, FAILED = 85, 2, 1  # exit codes
 HELP = {
@@ -184,10 +185,39 @@ def check_ranks(experiment, options, nproc):
 
 
 def from_file(path):
+    """Return the fields of a YAML file, {} of an empty one. Raises ValueError, OSError."""
     try:
-        return yaml.safe_load(Path(path).read_text())
+        fields = yaml.safe_load(Path(path).read_text())
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    fields = {} if fields is None else fields
+    check_fields(fields, path)
+    return fields
+
+
+def check_fields(fields, source):
+    """Raise ValueError if fields are no mapping, or have a number that YAML reads as text."""
+    if not isinstance(fields, dict):
+        raise ValueError(f"{source}: must have fields of an experiment, such as model: gpt")
+    types = {field.name: field.type for field in dataclasses.fields(Experiment)}
+    texts = {name: number_of(value, types.get(name)) for name, value in fields.items()}
+    wrong = [
+        f"{name}: {fields[name]} is text in YAML: write {number}"
+        for name, number in texts.items()
+        if number
+    ]
+    if wrong:
+        raise ValueError(f"{source}: {'; '.join(wrong)}")
+
+
+def number_of(value, kind):
+    """Return what to write for a number that YAML reads as text. None: it is no such text.
+
+    kind: type of the field.
+    """
+    number = as_number(value) if kind in (int, float) else None
+    is_whole = number is not None and kind is int and float(number).is_integer()
+    return f"{float(number):.0f}" if is_whole else number
 
 
 def fitting(fields):

@@ -117,6 +117,50 @@ def test_torchtitans_adamw_has_the_defaults_of_its_rows():
         assert (list(default) if name == "betas" else default) == rows[f"optimizer.{name}"].default
 
 
+ZERO = {
+    "": ("deepspeed/runtime/zero/config.py", "DeepSpeedZeroConfig"),
+    "offload_param.": ("deepspeed/runtime/zero/offload_config.py", "DeepSpeedZeroOffloadParamConfig"),
+    "offload_optimizer.": ("deepspeed/runtime/zero/offload_config.py", "DeepSpeedZeroOffloadOptimizerConfig"),
+}
+
+
+def default_and_name(text):
+    """(default, alias or None) of a field: of a literal, or of Field(pp_int(5e8), ge=0, alias="...")."""
+    call = ast.parse(str(text)).body[0].value if str(text).startswith("Field(") else None
+    if call is None:
+        return text, None
+    (alias,) = [one.value.value for one in call.keywords if one.arg == "alias"] or [None]
+    given = [*call.args, *(one.value for one in call.keywords if one.arg == "default")]
+    if not given:
+        return None, alias
+    value = given[0]
+    value = value.args[0] if isinstance(value, ast.Call) else value  # pp_int
+    return (sys.maxsize if ast.unparse(value) == "sys.maxsize" else ast.literal_eval(value)), alias
+
+
+@pytest.mark.parametrize("section", ZERO, ids=lambda name: name or "zero_optimization")
+def test_every_field_of_zero_has_a_row_with_its_default(section):
+    rows = frameworks.fields("deepspeed")
+    fields = dataclass_fields(*ZERO[section])
+    assert len(fields) > 5
+    for field, text in fields.items():
+        default, alias = default_and_name(text)
+        name = f"zero_optimization.{section}{alias or field}"
+        if default is None and any(other.startswith(f"{name}.") for other in rows):
+            continue  # a section of its own
+        assert rows[name].default == default or rows[name].kind == "refused", name
+
+
+def test_every_field_of_deepspeeds_aio_has_a_row_with_its_default():
+    tree = ast.parse(Path(FOLDER, "deepspeed/runtime/swap_tensor/constants.py").read_text())
+    made = {node.targets[0].id: node.value.value for node in tree.body if isinstance(node, ast.Assign)}
+    theirs = {made[name.removesuffix("_DEFAULT")]: value for name, value in made.items() if name.endswith("_DEFAULT")}
+    rows = {name: field for name, field in frameworks.fields("deepspeed").items() if name.startswith("aio.")}
+    assert {f"aio.{name}": value for name, value in theirs.items()} == {
+        name: field.default for name, field in rows.items() if name != "aio.thread_count"
+    }
+
+
 REMOVED = "_REMOVED_TOP_LEVEL_CONFIG_KEYS"
 
 
@@ -220,13 +264,20 @@ def test_accelerates_launcher_understands_what_the_lab_writes(tmp_path):
     (tmp_path / "old.yaml").write_text(framework_files.as_text(old, "accelerate"))
     zero = {"distributed_type": "DEEPSPEED", "num_processes": 4, "deepspeed_config": {"gradient_clipping": 0}}
     (tmp_path / "zero.yaml").write_text(framework_files.as_text(zero, "accelerate"))
-    files = (*experiments, "old.yaml", "zero.yaml")
-    ddp, fsdp, grad_op, zero1, old, zero = asked(LAUNCHED, *(tmp_path / name for name in files))
+    devices = {"zero_stage": 3} | dict.fromkeys(("offload_param_device", "offload_optimizer_device"), "nvme")
+    devices |= dict.fromkeys(("offload_param_nvme_path", "offload_optimizer_nvme_path"), "/nvme")
+    disk = {"distributed_type": "DEEPSPEED", "num_processes": 4, "deepspeed_config": devices}
+    (tmp_path / "disk.yaml").write_text(framework_files.as_text(disk, "accelerate"))
+    files = (*experiments, "old.yaml", "zero.yaml", "disk.yaml")
+    ddp, fsdp, grad_op, zero1, old, zero, disk = asked(LAUNCHED, *(tmp_path / name for name in files))
     assert (ddp["processes"], ddp["precision"]) == (4, "bf16")
     assert (fsdp["version"], fsdp["reshard"], fsdp["recompute"]) == (2, True, True)
     assert (grad_op["reshard"], grad_op["tensor"]) == (False, 2)
     assert (zero1["zero_optimization"]["stage"], zero1["gradient_clipping"]) == (1, 0.5)
     assert zero1["gradient_accumulation_steps"] == 4
+    # why the lab does not write offload to NVMe: the launcher loses the folder
+    for part in ("offload_param", "offload_optimizer"):
+        assert disk["zero_optimization"][part] == {"device": "nvme", "nvme_path": "none"}
     # why the lab refuses these two: version 1 shards fully, and a 0 is left out
     assert old["sharding"] == "FULL_SHARD"
     assert "gradient_clipping" not in zero and zero["zero_optimization"]["stage"] == 2

@@ -148,7 +148,7 @@ def test_what_a_field_of_torchtitan_means_here(text, fields):
             "distributed_typ: FSDP\nmixed_precision: bf16",
             "no field distributed_typ; did you mean distributed_type?",
         ),
-        ("mixed_precision: bf16", "distributed_type=None: this lab has NO, MULTI_GPU"),
+        ("mixed_precision: bf16", "distributed_type must be there: this lab has NO, MULTI_GPU, MULTI_CPU, FSDP"),
         ("distributed_type: NO", "YAML reads an unquoted NO as false; write 'NO'"),
         ("distributed_type: MULTI_GPU\nmixed_precision: no", "YAML reads an unquoted no as false"),
         ("distributed_type: MULTI_GPU\nmixed_precision: fp8", "mixed_precision='fp8': this lab has no, fp16, bf16"),

@@ -145,7 +145,7 @@ def test_what_a_field_means_here(config, fields):
         ({"zero_optimization": {"stage": 2, "offload_param": NVME, "offload_optimizer": NVME}}, "together, in stage 3"),
         (
             {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}, "offload_optimizer": NVME}},
-            "offload_param.nvme_path=None: must be a folder",
+            "offload_param.nvme_path must be there with device nvme: write a folder",
         ),
         (
             {"zero_optimization": {"stage": 3, "offload_param": NVME | {"nvme_path": "/b"}, "offload_optimizer": NVME}},

@@ -228,5 +228,6 @@ def test_machines_of_accelerate_are_nodes_of_the_cluster(tmp_path):
     assert list(yaml.safe_load_all(said.stdout)) == json.loads(
         json.dumps(pytorchjob(Experiment(clip=1.0, bucket_cap_mb=500_000_000 * 4 / 2**20), nodes=2, gpus=4))
     )
+    assert "accelerate.yaml names a file of DeepSpeed: only its processes and machines are used" in said.stderr
     back = config(str(tmp_path / "accelerate.yaml"), "--to", "deepspeed")
     assert "optimizer.params.lr                   0.05       not in the file: the lab's default" in back.stderr
