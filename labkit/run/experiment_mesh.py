@@ -151,9 +151,14 @@ def check_axes(e):
             raise ValueError(
                 f"Experiment({fields}): cannot be combined with {name}={getattr(e, name)!r}"
             )
-    if e.pipeline > 1 and (e.context > 1 or e.precision in LOW):
+    if e.pipeline > 1 and e.context > 1:
         raise ValueError(
-            f"Experiment({fields}): a pipeline supports no context axis, and only fp32 and fp64"
+            f"Experiment({fields}): a pipeline supports no context axis; use context=1"
+        )
+    if e.pipeline > 1 and e.precision in LOW:
+        raise ValueError(
+            f"Experiment({fields}): a pipeline does not support precision={e.precision!r}; "
+            "use fp32 or fp64"
         )
 
 

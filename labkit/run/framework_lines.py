@@ -1,7 +1,8 @@
 """Tables of a translation: what each field means here; see labkit.run.frameworks.
 
 lines    every written field, and every default that matters here
-short    without fields that are off, equal to the lab's defaults, or part of the program
+short    without fields that are off, equal to the lab's defaults, or part of the program; with
+         those that the lab replaces
 """
 
 import dataclasses
@@ -11,7 +12,8 @@ import re
 from labkit.run.experiment import Experiment
 
 NAMES = frozenset(field.name for field in dataclasses.fields(Experiment))
-OURS = "not in the file: the lab's default"
+OURS = "the lab's default for"  # a model
+REPLACED = "replaced"
 OFF = (None, False, 0, "none", "no", "no_shard")
 TRANSLATED = ("mapped", "near")
 
@@ -28,11 +30,12 @@ def fields_of(field):
     return NAMES & set(re.findall(r"[\w-]+", field.here))
 
 
-def lines(written, known, given=None):
+def lines(written, known, model, given=None, replaced=()):
     """Return [(field, value as JSON, where it comes from, what it is here, note)].
 
-    Written fields come first, then defaults that matter here. known: {name: Field}. given: names
-    of the Experiment's fields that a file has; other written fields are marked as the lab's.
+    Written fields come first, then defaults that matter here. known: {name: Field}. model: of the
+    Experiment. given: names of the Experiment's fields that a file has; other written fields are
+    marked as the lab's. replaced: {written field: what the Experiment has in place of its value}.
     """
     found = []
     for name, value in written.items():
@@ -40,8 +43,10 @@ def lines(written, known, given=None):
         if field is None:  # an empty section
             continue
         is_ours = given is not None and fields_of(field) - given
-        source = OURS if is_ours else "written"
-        found.append((name, json.dumps(value), source, field.says(), field.note))
+        source, here = f"{OURS} {model}" if is_ours else "written", field.says()
+        if name in replaced:
+            source, here = REPLACED, replaced[name]
+        found.append((name, json.dumps(value), source, here, field.note))
     for name, field in known.items():
         section = name.partition(".")[0]
         if name in written or field.kind not in TRANSLATED or field.default is None:
@@ -61,7 +66,7 @@ def short(all_lines, known, experiment):
     found = []
     for line in all_lines:
         field = row_of(line[0], known)
-        if line[2] == OURS:
+        if line[2] == REPLACED or line[2].startswith(OURS):
             found.append(line)
         elif line[2] == "default":
             found += [line] if matters(field, experiment) else []

@@ -158,7 +158,8 @@ def read(config, framework, ranks, base=None):
         raise Refused(reasons)
     experiment = dataclasses.replace(base or Experiment(), **chosen)
     experiment.check_ranks(ranks)
-    table = framework_lines.lines(written, known)
+    replaced = there.replaced(written, experiment) if hasattr(there, "replaced") else {}
+    table = framework_lines.lines(written, known, experiment.model, replaced=replaced)
     return Translation(experiment, config, table, frozenset(chosen))
 
 
@@ -195,7 +196,7 @@ def write(experiment, framework, ranks, nodes=1, given=None):
     config = there.from_experiment(experiment, ranks)
     if nodes > 1 and hasattr(there, "on_nodes"):
         config = there.on_nodes(config, nodes)
-    table = framework_lines.lines(flattened(config), fields(framework), given)
+    table = framework_lines.lines(flattened(config), fields(framework), experiment.model, given)
     names = framework_lines.NAMES if given is None else given
     return Translation(experiment, config, table, frozenset(names))
 

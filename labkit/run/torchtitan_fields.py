@@ -62,6 +62,17 @@ def to_experiment(values, written, ranks):
     return parts.result()
 
 
+def replaced(written, e):
+    """Return {field: what the Experiment has in place of its value} of the model."""
+    from labkit.run.experiment_mesh import gpt_sizes  # imports torch
+
+    tokens = gpt_sizes(e)["context"]
+    found = {"model_spec": "the lab's GPT"} if "model_spec" in written else {}
+    if written.get("training.seq_len", tokens) != tokens:
+        found["training.seq_len"] = f"the lab's GPT has {tokens}"
+    return found
+
+
 def degrees_of(values):
     """Return {axis: ranks along it} of the axes beside data parallelism."""
     return {name: whole(there, values[there]) for name, there in DEGREES.items()}
