@@ -135,6 +135,7 @@ def write(file, target, given, every_row=False):
         explain(origin, framework, title, every_row)
         if not written:
             warn_of_program(experiment, has)
+    warn_of_curriculum(experiment)
     if written:
         explain(written, target, f"written for {there.NAME}", every_row)
         if nodes > 1 and target == "accelerate":
@@ -238,6 +239,16 @@ def warn_of_program(experiment, given):
     values = ", ".join(f"{name}={getattr(experiment, name)!r}" for name in names)
     if values:
         print(f"not in the file, so the lab's defaults for {experiment.model}: {values}", file=sys.stderr)
+
+
+def warn_of_curriculum(experiment):
+    """Print that the run ends before its curriculum does, on stderr."""
+    if experiment.curriculum == "none":
+        return
+    from labkit.run.experiment_mesh import unfinished_curriculum  # imports torch
+
+    if words := unfinished_curriculum(experiment):
+        print(words, file=sys.stderr)
 
 
 def check(file):
