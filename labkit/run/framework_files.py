@@ -29,10 +29,10 @@ HINTS = {  # a form that JSON does not have, and what to write
     r"\b(True|False|None)\b": "JSON writes true, false and null",
 }
 COMMAND = r"^\s*(?:\w+=\S+\s+)*"  # before its name, variables may be set
+HOROVOD = rf"{COMMAND}horovodrun\b|\bHOROVOD_\w+=|^\s*(?:import|from) horovod|\bhvd\.\w"
 LAUNCHERS = {  # lines that start a program, and what to give instead
-    rf"{COMMAND}horovodrun\s|\bHOROVOD_\w+=|^\s*(?:import|from) horovod": "belongs to Horovod: its "
-    "settings are calls in the training script, which the lab writes and does not read; give an "
-    "experiment with strategy: horovod",
+    HOROVOD: "belongs to Horovod: its settings are calls in the training script, which the lab "
+    "writes and does not read; give an experiment with strategy: horovod",
     rf"{COMMAND}accelerate launch\s": "starts Accelerate: give the file of its --config_file",
     r"\s--deepspeed(_config)?[ =]\S+\.json": "starts DeepSpeed: give its JSON file",
     r"\s-m torchtitan\.train\s": "starts torchtitan: give the Python file of its --module",
@@ -63,7 +63,7 @@ def parse(text):
         raise ValueError("must have the fields of one experiment, such as model: gpt")
     framework = framework_of(config)
     check_own(config, framework)
-    if framework not in (None, "accelerate"):
+    if framework not in (None, "accelerate", "horovod"):  # Horovod has no file at all
         title, form = FRAMEWORKS[framework].NAME, FRAMEWORKS[framework].FORM
         raise ValueError(f"is YAML with {title}'s fields: {title} reads {form}")
     return framework, config

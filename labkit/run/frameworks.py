@@ -138,7 +138,10 @@ def read(config, framework, ranks, base=None):
     """
     there = FRAMEWORKS[framework]
     if not hasattr(there, "to_experiment"):
-        raise ValueError(f"{there.NAME} has no file of its own to read: its calls are Python")
+        raise ValueError(
+            f"{there.NAME} has no file of its own to read: its calls are Python; give an "
+            f"experiment with strategy: {framework}"
+        )
     check_count(ranks)
     known = fields(framework)
     written = flattened(config)

@@ -230,7 +230,8 @@ def schedule_of(values, written):
         raise ValueError(
             f"lr-decay-iters={values['lr-decay-iters']}: here it is train-iters; remove it"
         )
-    return found | {"schedule": STYLES[style], "warmup_steps": values["lr-warmup-iters"]}
+    warm = whole("lr-warmup-iters", values["lr-warmup-iters"], least=0)
+    return found | {"schedule": STYLES[style], "warmup_steps": warm}
 
 
 def from_experiment(e, ranks):

@@ -76,7 +76,7 @@ def reasons(text):
                 'training.dtype="bfloat16"',
                 "global_batch_size=20 must be a multiple of 32",
                 "training.steps=0",
-                "optimizer.betas are [0.9, 0.95]",
+                "optimizer.betas is [0.9, 0.95]",
                 "lr_scheduler.decay_type is linear",
             ),
         ),

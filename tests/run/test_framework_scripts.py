@@ -76,6 +76,7 @@ def test_a_variable_that_the_script_does_not_set_is_refused_where_it_matters(lin
         ("#!/bin/bash\nA=1 horovodrun -np 4 \\\n  python train.py --lr 3", "give an experiment with strategy: horovod"),
         ("mpirun -np 4 -x HOROVOD_CYCLE_TIME=1 python train.py --lr 3", "belongs to Horovod"),
         ("import horovod.torch as hvd\nhvd.init()", "belongs to Horovod"),
+        ("optimizer = hvd.DistributedOptimizer(optimizer)", "belongs to Horovod"),
         ("accelerate launch --config_file a.yaml train.py --lr 3", "starts Accelerate: give the file of its --config"),
         ("deepspeed train.py --deepspeed zero.json", "starts DeepSpeed: give its JSON file"),
         ("deepspeed train.py --deepspeed --deepspeed_config=zero.json", "starts DeepSpeed: give its JSON file"),
@@ -134,7 +135,7 @@ def test_toml_of_torchtitan_is_the_python_of_today():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (("beta2 = 0.999\n", ""), "also where they are not written: write betas=(0.9, 0.999), in TOML beta2 = 0.999"),
+        (("beta2 = 0.999\n", ""), "also where it is not written: write betas=(0.9, 0.999), in TOML beta2 = 0.999"),
         (("beta2 = 0.999\n", "beta2 = 0.98\n"), "optimizer.betas=[0.9, 0.98]: here it is [0.9, 0.999]"),
         (("[optimizer]\n", ""), "torchtitan has no field model_spec"),
         (('[lr_scheduler]\ndecay_type = "cosine"\n', ""), "lr_scheduler.decay_type is linear"),
@@ -142,6 +143,11 @@ def test_toml_of_torchtitan_is_the_python_of_today():
         (("[model]\n", '[model]\nconverters = ["float8"]\n'), "this lab has no float8"),
         (("seed = 5", "sed = 5"), "no field training.sed; did you mean training.steps?"),
         (("seed = 5", "seed = "), "is not TOML: Invalid value"),
+        (("# torchtitan\n", "steps = 3\n"), "has steps in no section: write it into one, such as [training]"),
+        (
+            ('selective_ac_option = "op"\n', 'selective_ac_option = "op"\nmod = "full"\n'),
+            "activation_checkpoint.mod; did",
+        ),
     ],
 )
 def test_what_toml_cannot_have(change, words):

@@ -98,3 +98,73 @@ def test_megatron_needs_a_seed_of_at_least_1():
         assert "it is written as 1" in note
     with pytest.raises(ValueError, match="seed=0: must be a whole number of at least 1"):
         read(PLAIN + "--seed 0")
+
+
+RATE = "lr_scheduler=LRSchedulersContainer.Config(%s)"
+TRAINING = "training=TrainingConfig(%s)"
+PARALLEL = "parallelism=ParallelismConfig(%s)"
+GROUP = "optimizer=OptimizersContainer.Config(param_groups=[%s])"
+BAD = [
+    (TRAINING % "max_norm=-1.0", "training.max_norm=-1.0: must be at least 0 and finite"),
+    (TRAINING % "max_norm=1e999", "training.max_norm=inf: must be at least 0 and finite"),
+    ("optimizer=default_adamw(lr=-1.0, betas=(0.9, 0.999))", "optimizer.lr=-1.0: must be at least 0 and finite"),
+    ("training=TrainingConfig", "training=TrainingConfig: must be TrainingConfig(...) with names and values"),
+    ("training={'steps': 3}", "training={'steps': 3}: must be TrainingConfig(...) with names and values"),
+    ("comm=3", "comm=3: must be CommConfig(...) with names and values"),
+    ("optimizer=make()", "optimizer=make(): must be default_adamw(...) with names and values"),
+    (GROUP % "3", "optimizer.param_groups=[3]: must be a ParamGroupConfig(...) with optimizer_name"),
+    (GROUP % "ParamGroupConfig(pattern='.*')", "must be a ParamGroupConfig(...) with optimizer_name"),
+    (
+        GROUP % "ParamGroupConfig(optimizer_name='AdamW', optimizer_kwargs=3)",
+        "optimizer.optimizer_kwargs=3: must be a dict, such as {'lr': 1e-3}",
+    ),
+    (RATE % "decay_ratio=0.0, warmup_steps=-1", "lr_scheduler.warmup_steps=-1: must be a whole number of at least 0"),
+    (RATE % "decay_ratio='0.0'", "lr_scheduler.decay_ratio='0.0': this lab has 0"),
+    (RATE % "decay_type='sqrt'", "lr_scheduler.decay_type is sqrt: this lab has cosine, and decay_ratio=0.0"),
+    (
+        PARALLEL % "pipeline_parallel_degree=2",
+        "parallelism.data_parallel_shard_degree=-1 with parallelism.pipeline_parallel_degree=2: this lab's pipeline "
+        "has no FSDP; write parallelism.data_parallel_replicate_degree=2 and parallelism.data_parallel_shard_degree=1\n"
+        "training.mixed_precision_param is bfloat16, also where it is not written: with a pipeline, this lab "
+        "has float32",
+    ),
+]
+
+
+@pytest.mark.parametrize(("section", "line"), BAD)
+def test_a_bad_section_of_torchtitan_is_named_with_the_way_out(section, line):
+    rate = "" if section.startswith("lr_scheduler") else RATE % "decay_ratio=0.0"
+    with pytest.raises(ValueError) as said:
+        read(f"Trainer.Config({section}, {rate})")
+    assert line in str(said.value)
+
+
+def test_sections_of_torchtitan_behind_a_modules_name_and_groups_without_options():
+    found = read(f"Trainer.Config(training=config.TrainingConfig(steps=3), {RATE % 'decay_ratio=0.0'})")
+    assert found.experiment.steps == 3
+    group = "optim.ParamGroupConfig(pattern='.*', optimizer_name='AdamW')"
+    found = read(f"Trainer.Config({GROUP % group}, {RATE % 'decay_ratio=0.0'})").experiment
+    assert (found.optimizer, found.lr, found.weight_decay) == ("adamw", 1e-3, 0.01)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ("--clip-grad -1.0", "clip-grad=-1.0: must be at least 0 and finite"),
+        ("--lr -1e-3", "lr=-0.001: must be at least 0 and finite"),
+        ("--weight-decay -0.1", "weight-decay=-0.1: must be at least 0 and finite"),
+        ("--lr-warmup-iters -1", "lr-warmup-iters=-1: must be a whole number of at least 0"),
+        ("--adam-beta2 0.95", "adam-beta2=0.95: here it is 0.999; write 0.999"),
+        ("--min-lr 1e-5", "min-lr=1e-05: here it is 0.0 (here the rate falls to 0); write 0.0"),
+    ],
+)
+def test_a_bad_value_of_megatron_is_named_with_the_way_out(arguments, line):
+    with pytest.raises(ValueError) as said:
+        read(PLAIN + arguments)
+    assert str(said.value) == line
+
+
+@pytest.mark.parametrize("text", ["np: 2\n", '{"np": 2, "HOROVOD_FUSION_THRESHOLD": 3}'])
+def test_fields_of_horovod_are_not_a_file(text):
+    with pytest.raises(ValueError, match="its calls are Python; give an experiment with strategy: horovod"):
+        read(text)
