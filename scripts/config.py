@@ -39,6 +39,7 @@ FITS |= dict.fromkeys(CLUSTER[1:], (*ALL, *PODS))
 FITS |= dict.fromkeys(TARGETS[len(CLUSTER) :], ("nodes", "gpus"))
 OF_PROGRAM = ("model", "size", "data", "batch_size", "optimizer", "lr", "weight_decay", "clip", "schedule")
 OF_PROGRAM += ("warmup_steps", "steps", "seed")
+OWN_MODEL = "an experiment has the lab's own GPT, and its size, depth and width"
 EACH_MACHINE = (
     "on each machine: accelerate launch --config_file FILE --machine_rank N --main_process_ip HOST "
     "--main_process_port PORT train.py"
@@ -124,7 +125,7 @@ def write(file, target, given, every_row=False):
         raise ValueError(f"{shown(file)} {error}") from None
     if target in CLUSTER and framework is not None:
         given = {"nodes": nodes, "gpus": ranks // nodes} | given
-    experiment, origin = experiment_of(framework, config, ranks, shown(file), base_for(target))
+    experiment, origin = experiment_of(framework, config, ranks, shown(file), base_for(target, framework))
     there = frameworks.FRAMEWORKS.get(target)
     has = frozenset(config) if origin is None else origin.given
     written = there and frameworks.write(experiment, target, ranks, nodes, has)
@@ -136,6 +137,7 @@ def write(file, target, given, every_row=False):
         warn_of_changes(origin, framework, written.config if target == framework else {})
         if not written:
             warn_of_program(experiment, has)
+    warn_of_curriculum(experiment)
     if written:
         explain(written, target, f"written for {there.NAME}", every_row)
         if nodes > 1 and target == "accelerate":
@@ -177,10 +179,13 @@ def as_objects(experiment, target, given):
     return yaml.safe_dump_all(plain, sort_keys=False, explicit_start=True)
 
 
-def base_for(target):
-    """Return an experiment for what a file leaves to the program: of a GPT if the target has no other model."""
-    there = frameworks.FRAMEWORKS.get(target)
-    fields = {"model": "gpt"} if there and there.WRITES["model"] == ("gpt",) else {}
+def base_for(*names):
+    """Return an experiment for what a file leaves to the program: of a GPT if a framework has no other model.
+
+    names: of the file's framework and of the target; other names are left out.
+    """
+    known = [frameworks.FRAMEWORKS[name] for name in names if name in frameworks.FRAMEWORKS]
+    fields = {"model": "gpt"} if any(there.WRITES["model"] == ("gpt",) for there in known) else {}
     return Experiment.from_dict(fitting(fields) | fields)
 
 
@@ -220,7 +225,10 @@ def explain(found, framework, title, every_row):
     left_out = len(found.lines) - len(rows)
     if left_out:
         print(f"{left_out} more rows change nothing here; --all prints them", file=sys.stderr)
-    ours = sum(row[2] == framework_lines.OURS for row in rows)
+    replaced = sum(row[2] == framework_lines.REPLACED for row in rows)
+    if replaced:
+        print(f"replaced: {replaced} of these; {OWN_MODEL}", file=sys.stderr)
+    ours = sum(row[2].startswith(framework_lines.OURS) for row in rows)
     if ours:
         print(f"the lab's defaults: {ours} of these; replace them by what your program has", file=sys.stderr)
 
@@ -244,7 +252,17 @@ def warn_of_program(experiment, given):
     names = [name for name in OF_PROGRAM if name not in given]
     values = ", ".join(f"{name}={getattr(experiment, name)!r}" for name in names)
     if values:
-        print(f"not in the file, so the lab's defaults: {values}", file=sys.stderr)
+        print(f"not in the file, so the lab's defaults for {experiment.model}: {values}", file=sys.stderr)
+
+
+def warn_of_curriculum(experiment):
+    """Print that the run ends before its curriculum does, on stderr."""
+    if experiment.curriculum == "none":
+        return
+    from labkit.run.experiment_mesh import unfinished_curriculum  # imports torch
+
+    if words := unfinished_curriculum(experiment):
+        print(words, file=sys.stderr)
 
 
 def check(file):

@@ -9,7 +9,7 @@
 """
 
 import inspect
-from functools import partial
+from functools import cache, partial
 from math import prod
 
 from labkit import models
@@ -151,9 +151,14 @@ def check_axes(e):
             raise ValueError(
                 f"Experiment({fields}): cannot be combined with {name}={getattr(e, name)!r}"
             )
-    if e.pipeline > 1 and (e.context > 1 or e.precision in LOW):
+    if e.pipeline > 1 and e.context > 1:
         raise ValueError(
-            f"Experiment({fields}): a pipeline supports no context axis, and only fp32 and fp64"
+            f"Experiment({fields}): a pipeline supports no context axis; use context=1"
+        )
+    if e.pipeline > 1 and e.precision in LOW:
+        raise ValueError(
+            f"Experiment({fields}): a pipeline does not support precision={e.precision!r}; "
+            "use fp32 or fp64"
         )
 
 
@@ -178,8 +183,13 @@ def check_experts(e):
 
 def gpt_sizes(e):
     """Return {argument of the GPT: its value} for an Experiment."""
-    defaults = inspect.signature(models.CLASSES["gpt"]).parameters
-    return {name: parameter.default for name, parameter in defaults.items()} | sizes_of(e)
+    return gpt_defaults() | sizes_of(e)
+
+
+@cache
+def gpt_defaults():
+    parameters = inspect.signature(models.CLASSES["gpt"]).parameters
+    return {name: parameter.default for name, parameter in parameters.items()}
 
 
 def length_of(e, step):
@@ -189,6 +199,19 @@ def length_of(e, step):
         return longest
     schedule, _ = curriculum.SCHEDULES[e.curriculum]
     return schedule(step, e.curriculum_from, longest, e.curriculum_steps)
+
+
+def unfinished_curriculum(e):
+    """Return a line that says that the run ends before its curriculum does, else ""."""
+    if e.curriculum == "none":
+        return ""
+    last, longest = length_of(e, e.steps), gpt_sizes(e)["context"]
+    if last == longest:
+        return ""
+    return (
+        f"the curriculum ends at step {e.curriculum_steps}, the run at step {e.steps}: "
+        f"its last sequences have {last} of {longest} tokens"
+    )
 
 
 def check_shares(e):

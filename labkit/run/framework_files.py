@@ -35,6 +35,15 @@ HINTS = {  # a form that JSON does not have, and what to write
     r"'": 'JSON has text in double quotes: "fp16"',
     r"\b(True|False|None)\b": "JSON writes true, false and null",
 }
+COMMAND = r"^\s*(?:\w+=\S+\s+)*"  # before its name, variables may be set
+HOROVOD = rf"{COMMAND}horovodrun\b|\bHOROVOD_\w+=|^\s*(?:import|from) horovod|\bhvd\.\w"
+LAUNCHERS = {  # lines that start a program, and what to give instead
+    HOROVOD: "belongs to Horovod: its settings are calls in the training script, which the lab "
+    "writes and does not read; give an experiment with strategy: horovod",
+    rf"{COMMAND}accelerate launch\s": "starts Accelerate: give the file of its --config_file",
+    r"\s--deepspeed(_config)?[ =]\S+\.json": "starts DeepSpeed: give its JSON file",
+    r"\s-m torchtitan\.train\s": "starts torchtitan: give the Python file of its --module",
+}
 TABLE = re.compile(r"^\[[\w.]+\]\s*(#.*)?$", re.MULTILINE)
 
 
@@ -53,6 +62,7 @@ def parse(text):
         return "torchtitan", torchtitan_files.parse(text)
     if TABLE.search(text):
         return "torchtitan", torchtitan_files.from_toml(text)
+    check_launcher(text)
     config = from_yaml(text)
     if not isinstance(config, dict) and OPTION.search(text):
         return "megatron", megatron_shell.parse(text)
@@ -60,10 +70,17 @@ def parse(text):
         raise ValueError("must have the fields of one experiment, such as model: gpt")
     framework = framework_of(config)
     check_own(config, framework)
-    if framework not in (None, "accelerate"):
+    if framework not in (None, "accelerate", "horovod"):  # Horovod has no file at all
         title, form = FRAMEWORKS[framework].NAME, FRAMEWORKS[framework].FORM
         raise ValueError(f"is YAML with {title}'s fields: {title} reads {form}")
     return framework, config
+
+
+def check_launcher(text):
+    """Raise ValueError if a text starts a program whose settings are elsewhere."""
+    for pattern, words in LAUNCHERS.items():
+        if re.search(pattern, text, re.MULTILINE):
+            raise ValueError(words)
 
 
 def check_own(config, framework):

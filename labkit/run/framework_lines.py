@@ -2,11 +2,12 @@
 
 lines         every written field, and every default that matters here
 of_program    fields of an Experiment that the written configuration cannot hold
-short         without fields that are off, equal to the lab's defaults, or part of the program
+short         without fields that are off, equal to the lab's defaults, or part of the program;
+              with those that the lab replaces
 changes       fields of a file whose value is another one in the new form, or not there
 
-A line says where its value comes from: it is written, a default, the lab's default (OURS), or in
-no field of the configuration (IN_PROGRAM).
+A line says where its value comes from: it is written, a default, the lab's default for the model
+(OURS), in no field of the configuration (IN_PROGRAM), or not what the Experiment has (REPLACED).
 """
 
 import dataclasses
@@ -16,9 +17,10 @@ import re
 from labkit.run.experiment import Experiment
 
 NAMES = frozenset(field.name for field in dataclasses.fields(Experiment))
-OURS = "not in the file: the lab's default"
+OURS = "the lab's default for"  # a model
 IN_PROGRAM = "in the program"
 LOST = "not carried over"
+REPLACED = "replaced"
 OFF = (None, False, 0, "none", "no", "no_shard")
 TRANSLATED = ("mapped", "near")
 
@@ -47,11 +49,12 @@ def fields_of(field):
     return NAMES & set(re.findall(r"[\w-]+", field.here))
 
 
-def lines(written, known, given=None):
+def lines(written, known, model, given=None, replaced=()):
     """Return [(field, value as JSON, where it comes from, what it is here, note)].
 
-    Written fields come first, then defaults that matter here. known: {name: Field}. given: names
-    of the Experiment's fields that a file has; other written fields are marked as the lab's.
+    Written fields come first, then defaults that matter here. known: {name: Field}. model: of the
+    Experiment. given: names of the Experiment's fields that a file has; other written fields are
+    marked as the lab's. replaced: {written field: what the Experiment has in place of its value}.
     """
     found = []
     for name, value in written.items():
@@ -59,8 +62,10 @@ def lines(written, known, given=None):
         if field is None:  # an empty section
             continue
         is_ours = given is not None and fields_of(field) - given
-        source = OURS if is_ours else "written"
-        found.append((name, json.dumps(value), source, field.says(), field.note))
+        source, here = f"{OURS} {model}" if is_ours else "written", field.says()
+        if name in replaced:
+            source, here = REPLACED, replaced[name]
+        found.append((name, json.dumps(value), source, here, field.note))
     for name, field in known.items():
         section = name.partition(".")[0]
         if name in written or field.kind not in TRANSLATED or field.default is None:
@@ -132,7 +137,7 @@ def short(all_lines, known, experiment):
     found = []
     for line in all_lines:
         field = row_of(line[0], known)
-        if line[2] in (OURS, IN_PROGRAM):
+        if line[2] in (IN_PROGRAM, REPLACED) or line[2].startswith(OURS):
             found.append(line)
         elif line[2] == "default":
             found += [line] if matters(field, experiment) else []

@@ -107,9 +107,11 @@ def whole(name, value, least=1):
 
 
 def number(name, value):
-    """Return a number as float; raise ValueError for another value."""
+    """Return a number as float; raise ValueError if it is none, negative or not finite."""
     if type(value) not in (int, float):
         raise ValueError(f"{name}={value!r}: must be a number{hint_of_text(value)}")
+    if not 0 <= value < float("inf"):
+        raise ValueError(f"{name}={value!r}: must be at least 0 and finite")
     return float(value)
 
 

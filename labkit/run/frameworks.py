@@ -151,7 +151,10 @@ def read(config, framework, ranks, base=None):
     """
     there = module_of(framework)
     if not hasattr(there, "to_experiment"):
-        raise ValueError(f"{there.NAME} has no file of its own to read: its calls are Python")
+        raise ValueError(
+            f"{there.NAME} has no file of its own to read: its calls are Python; give an "
+            f"experiment with strategy: {framework}"
+        )
     check_count(ranks)
     known = fields(framework)
     written = flattened(config)
@@ -171,7 +174,8 @@ def read(config, framework, ranks, base=None):
         raise Refused(reasons)
     experiment = dataclasses.replace(base or Experiment(), **chosen)
     experiment.check_ranks(ranks)
-    table = framework_lines.lines(written, known)
+    replaced = there.replaced(written, experiment) if hasattr(there, "replaced") else {}
+    table = framework_lines.lines(written, known, experiment.model, replaced=replaced)
     return Translation(experiment, config, table, frozenset(chosen))
 
 
@@ -209,7 +213,7 @@ def write(experiment, framework, ranks, nodes=1, given=None):
     if nodes > 1 and hasattr(there, "on_nodes"):
         config = there.on_nodes(config, nodes)
     known = fields(framework)
-    table = framework_lines.lines(flattened(config), known, given)
+    table = framework_lines.lines(flattened(config), known, experiment.model, given)
     table += framework_lines.of_program(experiment, flattened(config), known, there)
     names = framework_lines.NAMES if given is None else given
     return Translation(experiment, config, table, frozenset(names))

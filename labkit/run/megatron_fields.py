@@ -7,11 +7,11 @@
     a step's batch                        --global-batch-size, over all ranks and micro-batches
     --bf16, --fp16                        near: 16-bit weights, fp32 copies in the optimizer
 
-The sizes of the model are of the program, unless they are those of a GPT of the lab, as `write`
-writes them: then they are size, depth and width. The files are read by labkit.run.megatron_shell.
-Source:
+If all sizes of the model are those of a GPT of the lab, as `write` writes them, they are size,
+depth and width. Otherwise the lab has its own GPT, and `replaced` names each argument that differs.
+The files are read by labkit.run.megatron_shell. Source:
 Megatron-LM core_v0.16.1, megatron/training/arguments.py and training.py (names and defaults),
-core/optimizer_param_scheduler.py (learning rate).
+initialize.py (seed), core/optimizer_param_scheduler.py (learning rate).
 """
 
 from labkit.run.experiment import Experiment
@@ -38,11 +38,17 @@ STYLES = {"constant": "constant", "cosine": "cosine"}
 SHARDED = {"no_shard": "ddp_bucketed", "optim": "zero1", "optim_grads": "zero2"}
 SHARDED |= {"optim_grads_params": "fsdp"}
 ELEMENTS = 2**20 / 4  # fp32 elements of a MiB
-# Arguments of layers that the lab's GPT does not have.
-OTHER_LAYERS = {"ffn-hidden-size", "kv-channels", "group-query-attention", "normalization"}
-OTHER_LAYERS |= {"position-embedding-type", "use-rotary-position-embeddings", "swiglu"}
-OTHER_LAYERS |= {"no-position-embedding", "squared-relu", "quick-geglu", "disable-bias-linear"}
-OTHER_LAYERS |= {"untie-embeddings-and-output-weights", "multi-latent-attention", "spec"}
+# Arguments of layers, with what the lab's GPT has: Megatron's defaults.
+FLAGS = ("group-query-attention", "use-rotary-position-embeddings", "no-position-embedding")
+FLAGS += ("swiglu", "squared-relu", "quick-geglu", "openai-gelu", "disable-bias-linear")
+FLAGS += ("untie-embeddings-and-output-weights", "multi-latent-attention", "qk-layernorm")
+FLAGS += ("qk-l2-norm", "apply-layernorm-1p", "apply-residual-connection-post-layernorm")
+FLAGS += ("fp32-residual-connection", "attention-output-gate")
+LAYERS = dict.fromkeys(FLAGS, False)
+LAYERS |= dict.fromkeys(("window-size", "experimental-attention-variant", "spec"))
+LAYERS |= {"position-embedding-type": "learned_absolute", "normalization": "LayerNorm"}
+LAYERS |= {"softmax-type": "vanilla", "norm-epsilon": 1e-5, "init-method-std": 0.02}
+LAYERS |= {"moe-layer-freq": 1, "moe-router-score-function": "softmax"}
 BATCH = ("global-batch-size", "micro-batch-size")
 # A GPT of the lab; `any`: the file or the program has it.
 WRITES = dict.fromkeys(("size", "data", "seed", "steps", "attention", "batch_size"), any)
@@ -63,7 +69,7 @@ WRITES |= {
 def to_experiment(values, written, ranks):
     """Return {field of Experiment: value}; arguments as in deepspeed_fields. Raises ValueError."""
     parts = Parts({"model": "gpt"})
-    parts.add(model_of, values, written)
+    parts.add(model_of, values)
     parts.add(axes_of, values)
     parts.add(batch_of, values, parts.fields, ranks)
     parts.add(strategy_of, values, parts.fields)
@@ -75,12 +81,12 @@ def to_experiment(values, written, ranks):
     return parts.result()
 
 
-def model_of(values, written):
+def model_of(values):
     """Return {field: value} of the sizes if the model is a GPT of the lab, else {}."""
     from labkit.models.sizes import SIZES  # imports torch
 
     numbers = [values[name] for name in ("num-layers", "hidden-size", "num-attention-heads")]
-    if OTHER_LAYERS & written or any(type(number) is not int for number in numbers):
+    if any(type(number) is not int for number in numbers):
         return {}
     layers, width, heads = numbers
     for size, usual in SIZES["gpt"].items():
@@ -89,10 +95,24 @@ def model_of(values, written):
         found = {"size": size, "depth": layers, "width": width}
         found["depth"] *= layers != usual["layers"]
         found["width"] *= width != usual["width"]
-        shape = shape_arguments(Experiment(model="gpt", **found))
-        if all(values[name] == value for name, value in shape.items()):
+        gpt = Experiment(model="gpt", **found)
+        is_complete = all(values[name] is not None for name in shape_arguments(gpt))
+        if is_complete and not replaced(values, gpt):
             return found
     return {}
+
+
+def replaced(values, e):
+    """Return {argument: what the lab's GPT has in place of its value}."""
+    shape = shape_arguments(e)
+    width = shape["hidden-size"]
+    ours = shape | LAYERS | {"kv-channels": width // shape["num-attention-heads"]}
+    ours |= dict.fromkeys(("ffn-hidden-size", "moe-ffn-hidden-size"), 4 * width)
+    differ = [name for name, value in ours.items() if values.get(name) not in (None, value)]
+    return {
+        name: f"the lab's GPT has {ours[name]}" if ours[name] else "not in the lab's GPT"
+        for name in differ
+    }
 
 
 def axes_of(values):
@@ -113,7 +133,10 @@ def axes_of(values):
 
 def rest_of(values):
     """Return {field: value} of seed, clipping and buckets."""
-    found = {"seed": values["seed"], "clip": number("clip-grad", values["clip-grad"])}
+    found = {
+        "seed": whole("seed", values["seed"]),
+        "clip": number("clip-grad", values["clip-grad"]),
+    }
     size = values["ddp-bucket-size"]
     return found | ({"bucket_cap_mb": whole("ddp-bucket-size", size) / ELEMENTS} if size else {})
 
@@ -207,7 +230,8 @@ def schedule_of(values, written):
         raise ValueError(
             f"lr-decay-iters={values['lr-decay-iters']}: here it is train-iters; remove it"
         )
-    return found | {"schedule": STYLES[style], "warmup_steps": values["lr-warmup-iters"]}
+    warm = whole("lr-warmup-iters", values["lr-warmup-iters"], least=0)
+    return found | {"schedule": STYLES[style], "warmup_steps": warm}
 
 
 def from_experiment(e, ranks):
@@ -217,7 +241,8 @@ def from_experiment(e, ranks):
         refuse("strategy", e.strategy, f"{NAME} without a pipeline", "'ddp_bucketed'")
     found = model_arguments(e) | {there: getattr(e, name) for name, there in AXES.items()}
     found |= {"micro-batch-size": e.batch_size // e.accumulation // copies}
-    found |= {"global-batch-size": e.batch_size, "train-iters": e.steps, "seed": e.seed}
+    found |= {"global-batch-size": e.batch_size, "train-iters": e.steps}
+    found |= {"seed": max(1, e.seed)}  # it refuses 0
     found |= strategy_arguments(e) | {"ddp-bucket-size": round(e.bucket_cap_mb * ELEMENTS)}
     if e.sequence_parallel == "on":
         found["sequence-parallel"] = True

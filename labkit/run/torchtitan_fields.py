@@ -54,12 +54,23 @@ def to_experiment(values, written, ranks):
     parts.add(degrees_of, values)
     parts.add(layout_of, values, parts.fields, ranks)
     parts.add(recompute_of, values, parts.fields)
-    parts.add(precision_of, values)
+    parts.add(precision_of, values, written, parts.fields)
     parts.add(training_of, values)
     parts.add(seed_of, values)
     parts.add(optimizer_of, values, written)
-    parts.add(schedule_of, values)
+    parts.add(schedule_of, values, written)
     return parts.result()
+
+
+def replaced(written, e):
+    """Return {field: what the Experiment has in place of its value} of the model."""
+    from labkit.run.experiment_mesh import gpt_sizes  # imports torch
+
+    tokens = gpt_sizes(e)["context"]
+    found = {"model_spec": "the lab's GPT"} if "model_spec" in written else {}
+    if written.get("training.seq_len", tokens) != tokens:
+        found["training.seq_len"] = f"the lab's GPT has {tokens}"
+    return found
 
 
 def degrees_of(values):
@@ -85,9 +96,21 @@ def recompute_of(values, found):
     return {"recompute": "none" if any(found[axis] > 1 for axis in DEGREES) else units}
 
 
-def precision_of(values):
+def precision_of(values, written, found):
+    """Return {"precision": value}. found: with the axes."""
     name = "training.mixed_precision_param"
-    return {"precision": chosen(name, values[name], PRECISIONS)}
+    precision = chosen(name, values[name], PRECISIONS)
+    if precision != "fp32" and found["pipeline"] > 1:
+        raise ValueError(
+            f"{name} is {values[name]}{not_written(name, written)}: with a pipeline, this lab has "
+            "float32"
+        )
+    return {"precision": precision}
+
+
+def not_written(name, written):
+    """Return words for an error about a default."""
+    return "" if name in written else ", also where it is not written"
 
 
 def training_of(values):
@@ -116,6 +139,11 @@ def strategy_of(values, copies, pipeline):
         return {"strategy": "ddp_naive" if pipeline > 1 else "ddp_bucketed"}
     if replicas > 1:
         raise ValueError(f"{REPLICAS}={replicas} with {SHARDS}={shards}: HSDP is not in this lab")
+    if pipeline > 1:
+        raise ValueError(
+            f"{SHARDS}={values[SHARDS]} with {DEGREES['pipeline']}={pipeline}: this lab's pipeline "
+            f"has no FSDP; write {REPLICAS}={copies} and {SHARDS}=1"
+        )
     if offload:
         return {"strategy": "fsdp_offload"}
     return {"strategy": "fsdp" if after else "fsdp_grad_op"}
@@ -139,9 +167,9 @@ def optimizer_of(values, written):
     if not any(name.startswith("optimizer.") for name in written):
         return {}
     if list(values["optimizer.betas"]) != [0.9, 0.999]:
-        where = "" if "optimizer.betas" in written else ", also where they are not written"
         raise ValueError(
-            f"optimizer.betas are {values['optimizer.betas']}{where}: write betas=(0.9, 0.999), "
+            f"optimizer.betas is {values['optimizer.betas']}"
+            f"{not_written('optimizer.betas', written)}: write betas=(0.9, 0.999), "
             "in TOML beta2 = 0.999"
         )
     found = {"optimizer": chosen("optimizer.name", values["optimizer.name"], {"AdamW": "adamw"})}
@@ -150,22 +178,24 @@ def optimizer_of(values, written):
     return found | {"weight_decay": decay}
 
 
-def schedule_of(values):
+def schedule_of(values, written):
     """Return {field: value} of the learning rate.
 
     torchtitan's last step of the warm-up has the full rate, the lab's first step after it has.
     """
-    warm = values["lr_scheduler.warmup_steps"]
+    warm = whole("lr_scheduler.warmup_steps", values["lr_scheduler.warmup_steps"], least=0)
     found = {"warmup_steps": max(0, warm - 1)}
     ratio, kind = values["lr_scheduler.decay_ratio"], values["lr_scheduler.decay_type"]
     if ratio == 0:
         return found | {"schedule": "constant"}
     if ratio is not None:
-        raise ValueError(f"lr_scheduler.decay_ratio={ratio}: this lab has 0, and None with cosine")
+        raise ValueError(
+            f"lr_scheduler.decay_ratio={ratio!r}: this lab has 0, and None with cosine"
+        )
     if kind != "cosine":
         raise ValueError(
-            f"lr_scheduler.decay_type is {kind}, which is the default: this lab has cosine, and "
-            "decay_ratio=0.0 for a constant rate"
+            f"lr_scheduler.decay_type is {kind}{not_written('lr_scheduler.decay_type', written)}: "
+            "this lab has cosine, and decay_ratio=0.0 for a constant rate"
         )
     return found | {"schedule": "cosine"}
 

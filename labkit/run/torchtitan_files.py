@@ -12,6 +12,11 @@ from labkit.run.framework_values import chosen
 from labkit.run.torchtitan_fields import CALLS, CLASSES
 
 USUAL = ("training", "parallelism", "optimizer", "lr_scheduler")
+SECTIONS = CALLS | {"compile": "CompileConfig", "comm": "CommConfig"}
+GROUPS = "OptimizersContainer.Config"
+# Of activation_checkpoint in 0.2, beside mode and its option: for other modes, or of no result.
+OF_POLICY = ("memory_budget", "visualize_memory_budget_pareto", "preserve_rng_state", "early_stop")
+OF_POLICY += ("determinism_check", "per_op_sac_force_recompute_mm_shapes_by_fqns", "debug")
 RENAMED = {"job": "dump_folder", "model": "model_spec", "profiling": "profiler"}
 RENAMED |= {"validation": "validator"}
 UNUSED = ("float8", "mx", "quantize", "memory_estimation")  # without a converter, or of no run
@@ -37,6 +42,9 @@ def from_toml(text):
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"is not TOML: {error}") from None
     sections = {name: found for name, found in config.items() if isinstance(found, dict)}
+    outside = [name for name in config if name not in sections]
+    if outside:
+        raise ValueError(f"has {outside[0]} in no section: write it into one, such as [training]")
     if not set(sections) & set(USUAL):
         raise ValueError("is TOML without a section of torchtitan, such as [training]")
     if sections.get("model", {}).get("converters"):
@@ -55,7 +63,10 @@ def from_toml(text):
 
 
 def policy_of(section):
-    """Return {"mode": value} of the section activation_checkpoint of torchtitan 0.2."""
+    """Return {"mode": value} of the section activation_checkpoint of torchtitan 0.2.
+
+    Unknown fields stay, and are refused with the others.
+    """
     mode = section.get("mode", "selective")
     option = section.get("selective_ac_option", "2")
     if mode == "selective" and option != "op":
@@ -63,7 +74,9 @@ def policy_of(section):
             f"has activation_checkpoint.selective_ac_option={option!r}, which is 2 where it is not "
             'written: this lab has mode = "none" or "full", or the option "op"'
         )
-    return {"mode": mode}
+    known = ("mode", "selective_ac_option", *OF_POLICY)
+    unknown = {name: value for name, value in section.items() if name not in known}
+    return unknown | {"mode": mode}
 
 
 def parse(text):
@@ -109,15 +122,22 @@ def section_of(name, node):
         policy = ast.unparse(node).removesuffix(".Config()")
         known = {str(policy): mode for mode, policy in CLASSES.items()}
         return {"mode": chosen("activation_checkpoint", policy, known)}
-    if not isinstance(node, ast.Call):
+    if name not in SECTIONS:  # of the program
         return ast.unparse(node)
-    call = ast.unparse(node.func)
-    if call == "OptimizersContainer.Config":
+    call = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+    if name == "optimizer" and is_named(call, GROUPS):
         return group_of(node)
-    if call not in (*CALLS.values(), "CompileConfig", "CommConfig"):
-        return ast.unparse(node)
+    if not is_named(call, SECTIONS[name]):
+        raise ValueError(
+            f"{name}={ast.unparse(node)}: must be {SECTIONS[name]}(...) with names and values"
+        )
     found = {field: literal(f"{name}.{field}", value) for field, value in keywords(node).items()}
-    return {"name": "AdamW"} | found if call == "default_adamw" else found
+    return {"name": "AdamW"} | found if name == "optimizer" else found
+
+
+def is_named(call, name):
+    """Return whether a call is of this name, also behind a module's."""
+    return f".{call}".endswith(f".{name}")
 
 
 def group_of(node):
@@ -125,11 +145,23 @@ def group_of(node):
     groups = keywords(node).get("param_groups")
     if not isinstance(groups, ast.List) or len(groups.elts) != 1:
         raise ValueError("optimizer.param_groups: this lab has one group of parameters")
-    group = keywords(groups.elts[0])
-    options = literal("optimizer.optimizer_kwargs", group["optimizer_kwargs"])
+    group = groups.elts[0]
+    found = keywords(group) if isinstance(group, ast.Call) else {}
+    if "optimizer_name" not in found:
+        raise ValueError(
+            f"optimizer.param_groups=[{ast.unparse(group)}]: must be a ParamGroupConfig(...) with "
+            "optimizer_name"
+        )
+    options = {}
+    if "optimizer_kwargs" in found:
+        options = literal("optimizer.optimizer_kwargs", found["optimizer_kwargs"])
+    if not isinstance(options, dict):
+        raise ValueError(
+            f"optimizer.optimizer_kwargs={options!r}: must be a dict, such as {{'lr': 1e-3}}"
+        )
     # a group has torch.optim's defaults, not those of default_adamw
     options = {"betas": [0.9, 0.999], "weight_decay": 0.01, "lr": 1e-3} | options
-    return {"name": literal("optimizer.optimizer_name", group["optimizer_name"])} | options
+    return {"name": literal("optimizer.optimizer_name", found["optimizer_name"])} | options
 
 
 def literal(name, node):

@@ -40,7 +40,7 @@ from labkit.preempt import Agreement, Preemption
 from labkit.run.compare import peak_for
 from labkit.run.context import Context, EventFile, Log
 from labkit.run.experiment import Experiment
-from labkit.run.experiment_mesh import model_of
+from labkit.run.experiment_mesh import length_of, model_of, unfinished_curriculum
 from labkit.run.experiment_runner import Participant, largest_batch
 from labkit.run.options import STOPPED, WRONG, check_ranks, overrides, read
 from labkit.run.worker import die_with_parent, join_group, position
@@ -77,7 +77,7 @@ def train(context, experiment, options, log, sinks, preemption, watchdog):
     if context.rank == 0:
         print(first_line(participant, options, came_from), flush=True)
     bar = tqdm(initial=run.step, total=experiment.steps, unit="step", disable=context.rank != 0)
-    pace = Pace(participant)
+    pace = Pace(participant, run.step)
     with participant.monitor(sinks, peak) as monitor:
         stop = False
         while run.step < experiment.steps and not stop:
@@ -108,7 +108,7 @@ def train(context, experiment, options, log, sinks, preemption, watchdog):
     if run.step < experiment.steps:
         return False, stopped(run, preemption, checkpoints)
     digest = weights_sha256(trainer.model)
-    log.write(**run.log_fields(), **pace.now(run.step), weights_sha256=digest)
+    log.write(**run.log_fields(), **pace.now(), weights_sha256=digest)
     return True, f"done: {run.step} steps, loss {run.loss:.4f}, weights {digest[:16]}"
 
 
@@ -245,40 +245,46 @@ def first_line(participant, options, came_from):
     axes = " x ".join(f"{axis} {size}" for axis, size in mesh.items())
     backend = dist.get_backend()
     start = "from the beginning" if came_from is None else f"resumes after step {came_from}"
+    early = unfinished_curriculum(e)
     return (
         f"{name}: {count:,} parameters; {e.strategy}, {axes}, {backend}; "
         f"batch {e.batch_size} = {participant.replicas} x {participant.share}; "
-        f"{e.steps} steps; {start}"
+        f"{e.steps} steps; {start}{'; ' * bool(early)}{early}"
     )
 
 
 class Pace:
-    """The speed of training, from the last few steps."""
+    """The speed of training, from the last few steps. step: the last one that is done."""
 
-    def __init__(self, participant):
-        self.participant = participant
+    def __init__(self, participant, step):
+        self.experiment = participant.experiment
         target = participant.batches.dataset[0][1]
         self.tokens = target.numel() if isinstance(target, torch.Tensor) else 1
         self.unit = "tokens" if self.tokens > 1 else "samples"
-        self.steps = participant.experiment.steps
+        steps = range(step + 1, self.experiment.steps + 1)
+        self.left = sum(self.count(later) for later in steps)
         self.times = deque([time.monotonic()], RECENT)
         self.counts = deque(maxlen=RECENT - 1)  # tokens or samples between two times
+
+    def count(self, step):
+        """Return the tokens or samples of a step of all ranks."""
+        e = self.experiment
+        return e.batch_size * (self.tokens if e.curriculum == "none" else length_of(e, step))
 
     def after(self, step):
         """Record the end of a step; return its speed and the time left."""
         self.times.append(time.monotonic())
-        each = self.participant.length or self.tokens
-        self.counts.append(self.participant.experiment.batch_size * each)
-        return self.now(step)
+        self.counts.append(self.count(step))
+        self.left -= self.counts[-1]
+        return self.now()
 
-    def now(self, step):
-        """Return the speed and the time left; {} before the first step."""
-        seconds = (self.times[-1] - self.times[0]) / max(len(self.times) - 1, 1)
+    def now(self):
+        """Return the speed, and the time that the steps left take with it; {} before a step."""
+        seconds = self.times[-1] - self.times[0]
         if not seconds:
             return {}
-        pace = sum(self.counts) / len(self.counts) / seconds
-        left = (self.steps - step) * seconds
-        return {f"{self.unit}_per_s": round(pace, 1), "eta_s": round(left, 1)}
+        pace = sum(self.counts) / seconds
+        return {f"{self.unit}_per_s": round(pace, 1), "eta_s": round(self.left / pace, 1)}
 
     def words(self, fields):
         names = {"loss": "loss {:.4f}", "gradient_norm": "norm {:.3g}"}

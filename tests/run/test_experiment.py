@@ -223,7 +223,11 @@ def test_axes_train_what_one_process_trains():
         ({"tensor": 2, "strategy": "zero1"}, "needs one of the strategies ddp_naive, ddp_overlapped"),
         ({"pipeline": 2, "strategy": "fsdp"}, "needs one of the strategies ddp_naive, not fsdp"),
         ({"tensor": 2, "comm_hook": "topk"}, "cannot be combined with comm_hook='topk'"),
-        ({"pipeline": 2, "strategy": "ddp_naive", "context": 2}, "a pipeline supports no context axis"),
+        ({"pipeline": 2, "strategy": "ddp_naive", "context": 2}, "a pipeline supports no context axis; use context=1"),
+        (
+            {"pipeline": 2, "strategy": "ddp_naive", "precision": "bf16"},
+            r"\(pp 2\): a pipeline does not support precision='bf16'; use fp32 or fp64",
+        ),
         ({"model": "mlp", "experts": 4}, "only the model gpt can have experts, not mlp"),
         ({"experts": 4, "expert": 3}, "experts must be at least 2 and divisible by expert"),
         ({"expert": 2}, "experts must be at least 2"),

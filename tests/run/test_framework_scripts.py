@@ -69,6 +69,37 @@ def test_a_variable_that_the_script_does_not_set_is_refused_where_it_matters(lin
     assert words in str(said.value) and "\n" not in str(said.value)
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("horovodrun -np 4 python train.py", "belongs to Horovod: its settings are calls in the training script"),
+        ("#!/bin/bash\nA=1 horovodrun -np 4 \\\n  python train.py --lr 3", "give an experiment with strategy: horovod"),
+        ("mpirun -np 4 -x HOROVOD_CYCLE_TIME=1 python train.py --lr 3", "belongs to Horovod"),
+        ("import horovod.torch as hvd\nhvd.init()", "belongs to Horovod"),
+        ("optimizer = hvd.DistributedOptimizer(optimizer)", "belongs to Horovod"),
+        ("accelerate launch --config_file a.yaml train.py --lr 3", "starts Accelerate: give the file of its --config"),
+        ("deepspeed train.py --deepspeed zero.json", "starts DeepSpeed: give its JSON file"),
+        ("deepspeed train.py --deepspeed --deepspeed_config=zero.json", "starts DeepSpeed: give its JSON file"),
+        ("torchrun -m torchtitan.train --module mine --config small", "give the Python file of its --module"),
+    ],
+)
+def test_a_command_of_another_framework_is_not_taken_for_megatrons(text, words):
+    with pytest.raises(ValueError) as said:
+        framework_files.parse(text)
+    assert words in str(said.value) and "\n" not in str(said.value)
+
+
+def test_the_lines_that_the_lab_writes_for_horovod_are_known_as_horovods():
+    written = frameworks.write(frameworks.Experiment(clip=1.0), "horovod", 2).config
+    with pytest.raises(ValueError, match="belongs to Horovod"):
+        framework_files.parse(framework_files.as_text(written, "horovod"))
+
+
+def test_megatrons_arguments_are_read_behind_deepspeeds_launcher():
+    text = "deepspeed --num_gpus 4 pretrain_gpt.py --micro-batch-size 4 --lr-decay-style constant"
+    assert framework_files.parse(text) == ("megatron", {"micro-batch-size": 4, "lr-decay-style": "constant"})
+
+
 TOML = """\
 # torchtitan
 [job]
@@ -104,7 +135,7 @@ def test_toml_of_torchtitan_is_the_python_of_today():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (("beta2 = 0.999\n", ""), "also where they are not written: write betas=(0.9, 0.999), in TOML beta2 = 0.999"),
+        (("beta2 = 0.999\n", ""), "also where it is not written: write betas=(0.9, 0.999), in TOML beta2 = 0.999"),
         (("beta2 = 0.999\n", "beta2 = 0.98\n"), "optimizer.betas=[0.9, 0.98]: here it is [0.9, 0.999]"),
         (("[optimizer]\n", ""), "torchtitan has no field model_spec"),
         (('[lr_scheduler]\ndecay_type = "cosine"\n', ""), "lr_scheduler.decay_type is linear"),
@@ -112,6 +143,11 @@ def test_toml_of_torchtitan_is_the_python_of_today():
         (("[model]\n", '[model]\nconverters = ["float8"]\n'), "this lab has no float8"),
         (("seed = 5", "sed = 5"), "no field training.sed; did you mean training.steps?"),
         (("seed = 5", "seed = "), "is not TOML: Invalid value"),
+        (("# torchtitan\n", "steps = 3\n"), "has steps in no section: write it into one, such as [training]"),
+        (
+            ('selective_ac_option = "op"\n', 'selective_ac_option = "op"\nmod = "full"\n'),
+            "activation_checkpoint.mod; did",
+        ),
     ],
 )
 def test_what_toml_cannot_have(change, words):

@@ -131,7 +131,10 @@ def test_deepspeeds_json_and_an_experiment_are_each_others_file():
     short = config("-", "--to", "experiment", "--gpus", "2", stdin=theirs)
     assert short.stdout == said.stdout and "optimizer.params.weight_decay" not in short.stderr
     assert "more rows change nothing here; --all prints them\n" in short.stderr
-    assert "not in the file, so the lab's defaults: model='mlp', size='tiny', data='auto', schedule=" in short.stderr
+    assert (
+        "not in the file, so the lab's defaults for mlp: model='mlp', size='tiny', data='auto', schedule="
+        in short.stderr
+    )
     fields = yaml.safe_load(said.stdout)
     assert fields == {"optimizer": "adamw", "lr": 0.001, "bucket_cap_mb": 500_000_000 * 4 / 2**20}
     back = json.loads(config("-", "--to", "deepspeed", "--gpus", "2", stdin=said.stdout).stdout)
@@ -166,6 +169,36 @@ def test_a_file_of_one_framework_becomes_that_of_another():
     back = config("-", "--to", "accelerate", "--gpus", "4", stdin=python.stdout)
     assert yaml.safe_load(FSDP).items() <= (yaml.safe_load(back.stdout) | {"fsdp_config": {"fsdp_version": 2}}).items()
     assert config("-", "--to", "horovod", stdin="model: gpt").stdout.startswith("# horovodrun -np 1")
+
+
+def test_a_rate_that_the_file_has_not_is_the_default_of_the_model():
+    """Which a file of Megatron-LM or torchtitan has, whatever the target; that of Accelerate has none."""
+    theirs = "--micro-batch-size 4 --lr-decay-style constant"
+    assert yaml.safe_load(config("-", "--to", "experiment", stdin=theirs).stdout)["lr"] == 0.003
+    for target, stdin, line in (
+        ("deepspeed", theirs, "optimizer.params.lr 0.003 the lab's default for gpt lr"),
+        ("megatron", FSDP, "\nlr 0.003 the lab's default for gpt lr"),
+        ("deepspeed", FSDP, "optimizer.params.lr 0.05 the lab's default for mlp lr"),
+    ):
+        rows = config("-", "--to", target, stdin=stdin).stderr.splitlines()
+        assert line in "\n".join(" ".join(row.split()) for row in rows)
+
+
+def test_a_model_that_is_not_the_labs_is_said():
+    theirs = "--micro-batch-size 4 --lr-decay-style constant --seq-length 256"
+    for target in ("megatron", "experiment"):
+        said = config("-", "--to", target, stdin=theirs)
+        assert said.returncode == 0 and "seq-length         256         replaced  the lab's GPT has 64" in said.stderr
+        assert "replaced: 1 of these; an experiment has the lab's own GPT, and its size, depth and width" in said.stderr
+
+
+def test_a_curriculum_that_the_run_does_not_finish_is_said():
+    theirs = {"model": "gpt", "curriculum": "fixed_linear", "curriculum_from": 8, "curriculum_steps": 15000}
+    said = config("-", "--to", "experiment", stdin=yaml.safe_dump(theirs))
+    words = "the curriculum ends at step 15000, the run at step 20: its last sequences have 8 of 64 tokens\n"
+    assert (said.returncode, said.stderr) == (0, words)
+    said = config("-", "--to", "experiment", stdin=yaml.safe_dump(theirs | {"curriculum_steps": 20}))
+    assert (said.returncode, said.stderr) == (0, "")
 
 
 @pytest.mark.parametrize(
@@ -230,4 +263,4 @@ def test_machines_of_accelerate_are_nodes_of_the_cluster(tmp_path):
     )
     assert "accelerate.yaml names a file of DeepSpeed: only its processes and machines are used" in said.stderr
     back = config(str(tmp_path / "accelerate.yaml"), "--to", "deepspeed")
-    assert "optimizer.params.lr                   0.05       not in the file: the lab's default" in back.stderr
+    assert "optimizer.params.lr                   0.05       the lab's default for mlp" in back.stderr

@@ -1,6 +1,7 @@
 """A curriculum in training: the lengths of its batches, one process as the oracle, and a resumed run."""
 
 import io
+from itertools import accumulate
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from labkit.run import training as train
 from labkit.run.compare import compare
 from labkit.run.context import Context, EventFile
 from labkit.run.experiment import Experiment
+from labkit.run.experiment_mesh import unfinished_curriculum
 from labkit.run.experiment_runner import Participant, estimate
 from labkit.run.options import read
 from labkit.run.sweep import Cell
@@ -113,10 +115,12 @@ def test_a_stopped_run_goes_on_with_the_lengths_of_the_unbroken_one(tmp_path):
         code, _, error = run(2, *options, "--stop-after", "0")
         assert code == 0, error
     code, out, error = run(2, *options)
-    assert code == 0 and "resumes after step 3" in out, error
+    assert code == 0 and "resumes after step 3\n" in out, error
     same = ("step", "loss", "gradient_norm", "weights_sha256")
     kept = [[{name: line.get(name) for name in same} for line in lines(log)] for log in (broken, whole)]
     assert kept[0] == kept[1] and kept[0][-1]["weights_sha256"]
+    code, out, error = run(2, "--model", "gpt", *OPTIONS[:-1], "99")
+    assert code == 0 and "from the beginning; the curriculum ends at step 99, the run at step 12: " in out, error
     code, _, error = run(2, "--model", "gpt", *OPTIONS[:-1], "8", "--checkpoint-dir", places)
     assert code == 1 and "run: curriculum_steps was 9, is now 8" in error
 
@@ -132,19 +136,15 @@ def test_an_older_checkpoint_is_of_a_run_without_a_curriculum():
     ]
 
 
-def paced(rank, world_size):
-    """The tokens of each step by labkit.train's pace, on a clock of one second a step."""
+def paced(rank, world_size, seconds, start=0):
+    """[what labkit.train's pace says after each step]. seconds: of each step, on a clock of the test."""
     context = Context(rank, world_size, rank, 0, torch.device("cpu"), EventFile(io.StringIO()))
-    trained = Participant(context, LINEAR)
-    now, clock = iter(range(1000)), train.time.monotonic
-    train.time.monotonic = lambda: float(next(now))
+    trained = Participant(context, LINEAR.replace(steps=STEPS))
+    now, clock = iter(accumulate(seconds, initial=0.0)), train.time.monotonic
+    train.time.monotonic = lambda: next(now)
     try:
-        pace, found = train.Pace(trained), []
-        for step in range(1, STEPS + 1):
-            trained.done = step - 1
-            trained.next_batch()
-            found.append(pace.after(step)["tokens_per_s"])
-        return found
+        pace = train.Pace(trained, start)
+        return [pace.after(step) for step in range(start + 1, STEPS + 1)]
     finally:
         train.time.monotonic = clock
 
@@ -153,7 +153,29 @@ def test_the_pace_counts_the_tokens_that_are_trained(ranks):
     """The mean over the steps so far, of 8 sequences each."""
     each = [8 * length_of(step, deepspeeds(LINEAR)) for step in range(1, STEPS + 1)]
     wanted = [round(sum(each[:step]) / step, 1) for step in range(1, STEPS + 1)]
-    assert ranks(1, paced) == [wanted]
+    (found,) = ranks(1, paced, seconds=[1.0] * STEPS)
+    assert [fields["tokens_per_s"] for fields in found] == wanted
+
+
+@pytest.mark.parametrize("start", [0, 4])
+def test_the_time_left_is_that_of_the_tokens_left(ranks, start):
+    """Each token takes 0.5 s here, so the estimate is exact from the first step, also of a resumed run."""
+    seconds = [0.5 * length_of(step, deepspeeds(LINEAR)) for step in range(start + 1, STEPS + 1)]
+    (found,) = ranks(1, paced, seconds=seconds, start=start)
+    assert [fields["eta_s"] for fields in found] == [sum(seconds[done:]) for done in range(1, len(seconds) + 1)]
+    assert found[0]["eta_s"] > 4 * (STEPS - start - 1)  # more than the shortest steps would take
+
+
+def test_a_curriculum_that_does_not_end_is_said():
+    assert unfinished_curriculum(LINEAR.replace(steps=10)) == ""
+    assert unfinished_curriculum(Experiment(model="gpt")) == ""
+    for experiment in (LINEAR, ROOT):
+        long = experiment.replace(curriculum_steps=1000)
+        last = length_of(long.steps, deepspeeds(long))
+        assert unfinished_curriculum(long) == (
+            f"the curriculum ends at step 1000, the run at step 20: its last sequences have {last} of 64 tokens"
+        )
+    assert unfinished_curriculum(LINEAR.replace(steps=9)).endswith("have 56 of 64 tokens")
 
 
 @pytest.mark.slow
