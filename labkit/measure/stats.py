@@ -95,6 +95,11 @@ class Ratio:
         widest = max(self.high, 1 / self.low)
         return 1 / widest, widest
 
+    def band_in_words(self):
+        """Return "0.84 to 1.19", the noise_band(), for the sentence with a verdict against it."""
+        low, high = self.noise_band()
+        return f"{low:.2f} to {high:.2f}"
+
     def verdict(self, band=(1.0, 1.0)):
         """Return "faster", "slower" or "cannot tell", for the first of two times.
 

@@ -1,6 +1,6 @@
 """Conclusions of a sweep in sentences, and a title for each picture that says its message.
 
-Over a link of 100 Mbit/s, DDP + top 1 % is 8.2 times as fast as DDP; ... is within noise.
+Over a link of 100 Mbit/s, DDP + top 1 % is 8.2 times as fast as DDP; ... is within noise (...).
 
 A row is faster or slower if its interval lies outside the noise band of its base: the interval of
 the row that repeats the base, from 1 / m to m.
@@ -95,7 +95,10 @@ def as_measured(row):
         return f"{times(row)} as fast"
     if row["verdict"] == "slower":
         return f"slower (step x {row['ratio']:.2f})"
-    return "within noise"
+    ratio = ratio_of(row)
+    if ratio.n < FEWEST:
+        return f"without a verdict, from {ratio.n} rounds"
+    return f"within noise (step x {row['ratio']:.2f}, {ratio.interval()})"
 
 
 def base_name(rows):
@@ -122,11 +125,14 @@ def of_noise(rows):
     """Return how large noise is, and how many rows cannot be distinguished from the base."""
     low, high = noise_band(rows)
     tested = rows[~rows["verdict"].isin(["base", "noise"])]
-    within = int((tested["verdict"] == "cannot tell").sum())
+    enough = tested["pairs"] >= FEWEST
+    within = int((enough & (tested["verdict"] == "cannot tell")).sum())
     words = f"{within} of {len(tested)} techniques are within noise"
     if high > 1:
         words += f" ({low:.2f} to {high:.2f}, from {base_name(rows)} timed twice)"
-    pairs = tested["pairs"][tested["pairs"] >= FEWEST]
+    if not enough.all():
+        words += f"; {int((~enough).sum())} have too few rounds for a verdict"
+    pairs = tested["pairs"][enough]
     if len(pairs) > 1:
         words += f"; chance alone puts about {by_chance(pairs):.1f} of {len(pairs)} outside"
     return f"{words}."

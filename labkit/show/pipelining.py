@@ -71,7 +71,8 @@ def show_compared(frame, caption):
         measured_bubble=frame["measured_bubble"].map("{:.1%}".format),
         ratio=frame["ratio"].map("{:.2f}".format),
     )
-    table(words.rename(columns={"held": "held at most, rank by rank"}), caption)
+    titles = {"ratio": "measured / predicted", "held": "held at most, rank by rank"}
+    table(words.rename(columns=titles), caption)
 
 
 def takeaway(state, measured):

@@ -60,14 +60,16 @@ def ratios(times, pairs):
     """Return a DataFrame of texts: the ratio of times of each pair (one, other), and a verdict.
 
     times: {name: times, one for each round}. The last pair is the noise, the same code twice: the
-    first of a pair is faster or slower only outside that band (stats.Ratio.verdict).
+    first of a pair is faster or slower only outside its band (stats.Ratio.verdict), which the last
+    row shows.
     """
     found = [paired_ratio(times[one], times[other]) for one, other in pairs]
     same = found[-1]
     interval = interval_name(*(ratio.n for ratio in found))
     rows = []
     for (one, other), ratio in zip(pairs, found, strict=True):
-        says = "" if ratio is same else ratio.verdict(same.noise_band())
+        says = ratio.verdict(same.noise_band())
+        says = f"noise: {same.band_in_words()}" if ratio is same else says
         row = {"times compared": f"{style.name(one)} / {style.name(other)}"}
         row |= {"ratio": f"{ratio.median:.2f}", interval: ratio.interval(), "pairs": ratio.n}
         rows.append(row | {"the first is": says})

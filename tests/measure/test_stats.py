@@ -88,6 +88,7 @@ def test_a_verdict_does_not_depend_on_which_copy_is_called_the_first():
     apart, twin = Ratio(1.12, 1.01, 1.37, 40), Ratio(0.92, 0.84, 0.96, 40)
     assert twin.noise_band() == pytest.approx((0.84, 1 / 0.84)) and apart.verdict() == "slower"
     assert apart.verdict(twin.noise_band()) == "cannot tell"
+    assert twin.band_in_words() == "0.84 to 1.19" and apart.band_in_words() == "0.73 to 1.37"
     for first, second, word in ((1.3 * c, c, "slower"), (c, 1.3 * c, "faster")):
         assert paired_ratio(first, second).verdict((0.9, 1 / 0.9)) == word
 

@@ -202,7 +202,7 @@ def test_conclusions_name_who_is_faster_than_noise_and_by_how_much():
     rows += rows_of("h", 10.0, comm_hook="topk")
     far, machine, memory = concluded(pd.concat([grid_rows(), pd.DataFrame(rows)]))
     assert far.startswith("Over a link of 100 Mbit/s, DDP + top 1 % is 5.0 times as fast as DDP; ")
-    assert far.endswith("on this machine DDP + top 1 % is within noise.")
+    assert far.endswith("on this machine DDP + top 1 % is within noise (step x 1.00, 1.00 to 1.00).")
     assert machine.startswith(
         "On this machine, DDP in bf16 is 2.00 times as fast as DDP. The longest steps: DDP, 2 micro-batches (2 times). "
         "2 of 4 techniques are within noise; chance alone"
@@ -210,6 +210,7 @@ def test_conclusions_name_who_is_faster_than_noise_and_by_how_much():
     assert memory.startswith("DDP, 2 micro-batches needs least memory: 501 B a rank, 50 % of DDP")
     few = concluded(grid_rows().query("round < 5"))
     assert few[0].startswith("On this machine, nothing is faster than DDP beyond noise.")
+    assert "0 of 3 techniques are within noise; 3 have too few rounds for a verdict" in few[0]
 
 
 def test_the_noise_is_the_same_whichever_copy_is_the_base():
