@@ -6,15 +6,14 @@
     --use-torch-fsdp2                     fsdp or fsdp_grad_op
     a step's batch                        --global-batch-size, over all ranks and micro-batches
     --bf16, --fp16                        near: 16-bit weights, fp32 copies in the optimizer
+    layers, hidden size and heads         size, depth and width, with heads of 16, 32 or 64 channels
 
-If all sizes of the model are those of a GPT of the lab, as `write` writes them, they are size,
-depth and width. Otherwise the lab has its own GPT, and `replaced` names each argument that differs.
-The files are read by labkit.run.megatron_shell. Source:
+The lab has its own GPT: `replaced` names each argument of the model that it cannot have. The files
+are read by labkit.run.megatron_shell. Source:
 Megatron-LM core_v0.16.1, megatron/training/arguments.py and training.py (names and defaults),
 initialize.py (seed), core/optimizer_param_scheduler.py (learning rate).
 """
 
-from labkit.run.experiment import Experiment
 from labkit.run.framework_values import (
     Parts,
     accumulation_of,
@@ -28,6 +27,8 @@ from labkit.run.framework_values import (
 NAME = "Megatron-LM"
 FORM = "arguments"
 AUTO = ""
+SIZED = ("num-layers", "hidden-size", "num-attention-heads")
+SIZED += ("seq-length", "max-position-embeddings", "vocab-size")
 AXES = {
     "tensor": "tensor-model-parallel-size",
     "pipeline": "pipeline-model-parallel-size",
@@ -82,23 +83,19 @@ def to_experiment(values, written, ranks):
 
 
 def model_of(values):
-    """Return {field: value} of the sizes if the model is a GPT of the lab, else {}."""
+    """Return {field: value} of the sizes, or {} if the lab's GPT has no such heads or layers."""
     from labkit.models.sizes import SIZES  # imports torch
 
-    numbers = [values[name] for name in ("num-layers", "hidden-size", "num-attention-heads")]
-    if any(type(number) is not int for number in numbers):
+    for name in SIZED:
+        if values[name] is not None and "$" not in str(values[name]):
+            whole(name, values[name])
+    layers, width, heads = (values[name] for name in SIZED[:3])
+    if any(type(number) is not int for number in (layers, width, heads)):
         return {}
-    layers, width, heads = numbers
     for size, usual in SIZES["gpt"].items():
-        if width * usual["heads"] != usual["width"] * heads:  # heads of another width
-            continue
-        found = {"size": size, "depth": layers, "width": width}
-        found["depth"] *= layers != usual["layers"]
-        found["width"] *= width != usual["width"]
-        gpt = Experiment(model="gpt", **found)
-        is_complete = all(values[name] is not None for name in shape_arguments(gpt))
-        if is_complete and not replaced(values, gpt):
-            return found
+        if width * usual["heads"] == usual["width"] * heads:  # heads of one width
+            found = {"size": size, "depth": layers * (layers != usual["layers"])}
+            return found | {"width": width * (width != usual["width"])}
     return {}
 
 

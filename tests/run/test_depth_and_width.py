@@ -123,14 +123,14 @@ def test_another_depth_is_another_run_and_older_checkpoints_load():
         ({"num-layers": 6}, {"size": "medium", "depth": 0, "width": 768}),
         ({"hidden-size": 192}, {"size": "tiny", "depth": 12, "width": 192}),
         ({"hidden-size": 1536}, {}),  # heads of 128 channels
-        ({"seq-length": 1024, "max-position-embeddings": 1024}, {}),
-        ({"vocab-size": 50257}, {}),
-        ({"swiglu": True}, {}),
+        ({"seq-length": 1024, "max-position-embeddings": 1024}, {"size": "medium", "depth": 12, "width": 768}),
+        ({"vocab-size": None, "swiglu": True}, {"size": "medium", "depth": 12, "width": 768}),
+        ({"num-layers": None}, {}),
         ({"num-layers": "$LAYERS"}, {}),
     ],
     ids=str,
 )
-def test_megatrons_sizes_hold_if_its_model_is_a_gpt_of_the_lab(changes, fields):
+def test_megatrons_sizes_hold_if_the_lab_has_such_heads(changes, fields):
     base = Experiment(size="small")
     found = frameworks.read(MEGATRON | SHAPE | changes, "megatron", 2, base=base).experiment
     wanted = {"size": "small", "depth": 0, "width": 0} | fields

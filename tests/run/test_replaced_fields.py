@@ -29,14 +29,10 @@ def replaced(found):
         (("--vocab-size 256", "--vocab-size 50304"), {"vocab-size": ("50304", "the lab's GPT has 256")}),
         (("--vocab-size 256", ""), {}),  # of the tokenizer
         (
-            ("--num-attention-heads 16", "--num-attention-heads 8"),
-            {"num-attention-heads": ("8", "the lab's GPT has 2")},
-        ),
-        (
             ("--num-layers", "--ffn-hidden-size 2816 --num-layers"),
-            {"ffn-hidden-size": ("2816", "the lab's GPT has 128")},
+            {"ffn-hidden-size": ("2816", "the lab's GPT has 4096")},
         ),
-        (("--num-layers", "--kv-channels 128 --num-layers"), {"kv-channels": ("128", "the lab's GPT has 16")}),
+        (("--num-layers", "--kv-channels 128 --num-layers"), {"kv-channels": ("128", "the lab's GPT has 64")}),
         (("--num-layers", "--swiglu --num-layers"), {"swiglu": ("true", "not in the lab's GPT")}),
         (
             ("--num-layers", "--normalization RMSNorm --num-layers"),
@@ -49,11 +45,30 @@ def replaced(found):
 def test_a_model_that_the_lab_does_not_have_is_replaced_line_by_line(change, lines):
     assert change[0] in SIZES
     found = read(PLAIN + SIZES.replace(*change))
+    assert (found.experiment.size, found.experiment.depth, found.experiment.width) == LARGE
+    assert replaced(found) == lines
+    assert {line[0] for line in frameworks.short(found, "megatron")} >= set(lines)
+
+
+def test_layers_with_heads_that_the_lab_does_not_have_are_replaced():
+    found = read(PLAIN + SIZES.replace("--num-attention-heads 16", "--num-attention-heads 8"))
     assert (found.experiment.size, found.experiment.depth, found.experiment.width) == ("tiny", 0, 0)
-    sizes = {"num-layers": ("24", "the lab's GPT has 2"), "hidden-size": ("1024", "the lab's GPT has 32")}
-    sizes["num-attention-heads"] = ("16", "the lab's GPT has 2")
-    assert replaced(found) == sizes | lines
-    assert {line[0] for line in frameworks.short(found, "megatron")} >= set(sizes | lines)
+    assert replaced(found) == {
+        "num-layers": ("24", "the lab's GPT has 2"),
+        "hidden-size": ("1024", "the lab's GPT has 32"),
+        "num-attention-heads": ("8", "the lab's GPT has 2"),
+    }
+    written = frameworks.write(found.experiment, "megatron", 4, given=found.given).lines
+    marks = {line[0]: line[2] for line in written}
+    assert marks["num-layers"] == marks["seq-length"] == "the lab's default for gpt"
+
+
+def test_a_layout_of_the_files_own_layers_and_heads_holds():
+    """The tiny GPT has 2 layers and 2 heads: too few for these axes."""
+    text = PLAIN + SIZES.replace("--seq-length 64", "--seq-length 1024")
+    found = read(text + "--tensor-model-parallel-size 4").experiment
+    assert (found.tensor, found.depth) == (4, 24)
+    assert read(text + "--pipeline-model-parallel-size 4").experiment.pipeline == 4
 
 
 @pytest.mark.parametrize(
@@ -150,6 +165,10 @@ def test_sections_of_torchtitan_behind_a_modules_name_and_groups_without_options
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
+        ("--num-layers 0", "num-layers=0: must be a whole number of at least 1"),
+        ("--num-layers", "num-layers=True: must be a whole number of at least 1"),
+        ("--seq-length long", "seq-length='long': must be a whole number of at least 1"),
+        ("--vocab-size 2.5", "vocab-size=2.5: must be a whole number of at least 1"),
         ("--clip-grad -1.0", "clip-grad=-1.0: must be at least 0 and finite"),
         ("--lr -1e-3", "lr=-0.001: must be at least 0 and finite"),
         ("--weight-decay -0.1", "weight-decay=-0.1: must be at least 0 and finite"),
