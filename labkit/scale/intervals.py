@@ -81,7 +81,8 @@ def interval(job, c=None, without=None):
     rows = f"{len(ratios)} published rows kept out of the fit: {known}"
     warnings = []
     if broad != name:
-        warnings.append(f"fewer than {LEAST_ROWS} published rows of {', '.join(name)}")
+        few = f"fewer than {LEAST_ROWS} published rows are like this job ({', '.join(name)})"
+        warnings.append(f"{few}, so rows of a wider class are used")
     if job.shape.experts > 1:
         warnings.append("no published row has experts")
     if job.part:

@@ -41,7 +41,7 @@ CHANGES = {
     "attention": ", {} attention",
     "bucket_cap_mb": ", buckets of {:g} MiB",
     "batch_size": ", batch {}",
-    "seed": ", again (noise)",
+    "seed": ", again with seed {} (noise)",
 }
 VERDICTS = {"cannot tell": "in noise"}
 SPLIT = ("experts", "expert", "sequence_parallel", "attention")

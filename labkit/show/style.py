@@ -38,7 +38,7 @@ COLOURS = {
     "ddp_overlapped": BROWN,
     "ddp_bucketed": BLUE,
     "ddp_accumulation": "#1b4f8a",
-    "horovod": "#3f90da",
+    "horovod": "#dd33bb",
     "zero1": PALE_BLUE,
     "zero2": OLIVE,
     "fsdp": DEEP_ORANGE,

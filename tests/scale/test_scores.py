@@ -69,7 +69,8 @@ def test_an_interval_says_what_it_is_from_and_warns():
     assert low < speed(job_of(row), C) * 1.1 and low < high
     assert "published rows kept out of the fit: nanotron, hopper, up to 32 GPUs" in rows and warning == ""
     *_, warning = interval(job_of(row | {"gpu": "B200", "stack": "megatron"}))
-    assert warning.startswith("fewer than 8 published rows of megatron, blackwell")
+    assert warning.startswith("fewer than 8 published rows are like this job (megatron, blackwell")
+    assert warning.endswith("so rows of a wider class are used")
     full = job_of(row | {"micro_batch": 4, "tp": 1})
     assert CRAWLED in interval(full)[3]
 

@@ -143,6 +143,8 @@ def test_rows_have_the_names_that_people_use():
         row = sweep.USUAL | {"model": "gpt"} | fields
         assert dashboard_words.what(row) == name
         assert dashboard_words.label(row | {"changes": tuple(fields.items())}) == name
+    noise = sweep.USUAL | {"model": "gpt", "seed": 1, "changes": (("seed", 1),)}
+    assert dashboard_words.label(noise) == "DDP, again with seed 1 (noise)"
 
 
 def test_a_change_that_was_measured_over_the_link_has_that_wait():

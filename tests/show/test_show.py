@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from labkit import trainer
 from labkit.measure import machine
 from labkit.measure.timeline import Span, Timeline
 from labkit.memory import memory_tracker
@@ -213,6 +214,12 @@ def test_colours_stay_with_their_thing_and_differ():
     assert one["ddp_naive"] == other["ddp_naive"] and len(set(one.values())) == 3
     for colour in style.CYCLE:
         assert style.text_on(colour) in ("white", style.INK)
+
+
+def test_strategies_of_one_picture_have_different_colours():
+    later = {"local_sgd", "diloco"}  # in pictures of their own
+    drawn = [*(set(trainer.STRATEGIES) - later), "ddp_accumulation", "fsdp_recompute"]
+    assert len(set(style.palette(drawn).values())) == len(drawn)
 
 
 def test_labels_are_spread_apart_and_keep_their_order():
