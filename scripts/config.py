@@ -224,7 +224,8 @@ def explain(found, framework, title, every_row):
     print(table(rows, ("field", "value", "from", "here", "note")), file=sys.stderr)
     left_out = len(found.lines) - len(rows)
     if left_out:
-        print(f"{left_out} more rows change nothing here; --all prints them", file=sys.stderr)
+        rest = "row changes" if left_out == 1 else "rows change"
+        print(f"{left_out} more {rest} nothing here; --all prints them", file=sys.stderr)
     replaced = sum(row[2] == framework_lines.REPLACED for row in rows)
     if replaced:
         print(f"replaced: {replaced} of these; {OWN_MODEL}", file=sys.stderr)

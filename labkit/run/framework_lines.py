@@ -77,11 +77,12 @@ def lines(written, known, model, given=None, replaced=()):
     return found
 
 
-def of_program(experiment, config, known, there):
+def of_program(experiment, config, known, there, given=()):
     """Return lines of the experiment's values that a written configuration has no field for.
 
-    config: {field: value}. there: the module of the framework. Values that are an Experiment's
-    defaults, or that change nothing, have no line.
+    config: {field: value}. there: the module of the framework. given: names of fields that a file
+    has. Other values that are an Experiment's defaults have no line, nor do those that change
+    nothing.
     """
     held = unused(experiment).union(*(fields_of(row_of(name, known)) for name in config))
     if "size" in held:  # with layers and widths
@@ -91,7 +92,8 @@ def of_program(experiment, config, known, there):
     for field in dataclasses.fields(experiment):
         value = getattr(experiment, field.name)
         is_left = there.WRITES.get(field.name) is any and field.name not in held
-        if is_left and value != field.default:
+        is_on = field.name in given and value not in (*OFF, "")
+        if is_left and (is_on or value != field.default):
             found.append((field.name, json.dumps(value), IN_PROGRAM, field.name, note))
     return found
 
@@ -117,7 +119,7 @@ def changes(read_lines, known, new):
             if new[name] != json.loads(value):
                 rows.append((name, value, json.dumps(new[name]), note))
         elif source == "written" and field.kind == "program":
-            of_program.append(name)
+            of_program += [] if fields_of(field) else [name]
         elif source == "written" and is_lost(field, json.loads(value), new):
             rows.append((name, value, LOST, note))
     return rows, of_program
@@ -125,8 +127,19 @@ def changes(read_lines, known, new):
 
 def is_lost(field, value, new):
     """Return whether a Field that the new form does not have changes time, memory or results."""
+    here = value_here(field)
+    if here is not None:
+        return value != here
     is_near = field.kind == "near" and (new or not fields_of(field))
     return value != field.default and (field.kind == "speed" or is_near)
+
+
+def value_here(field):
+    """Return the one value that a near Field has in this lab, or None."""
+    try:
+        return json.loads(field.here) if field.kind == "near" else None
+    except ValueError:  # names of an Experiment's fields
+        return None
 
 
 def short(all_lines, known, experiment):

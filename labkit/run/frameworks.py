@@ -100,9 +100,10 @@ def fields(framework):
 def framework_of(config):
     """Return the framework that has most of a mapping's top-level keys.
 
-    None: no framework has one that an Experiment lacks.
+    None: no framework has one that an Experiment lacks. An Experiment has no sections.
     """
-    own = {field.name for field in dataclasses.fields(Experiment)}
+    names = {field.name for field in dataclasses.fields(Experiment)}
+    own = {name for name in names if not isinstance(config.get(name), dict)}
     shared = {framework: len(sections(framework) & set(config) - own) for framework in FRAMEWORKS}
     best = max(shared, key=shared.get)
     return best if shared[best] else None
@@ -214,7 +215,7 @@ def write(experiment, framework, ranks, nodes=1, given=None):
         config = there.on_nodes(config, nodes)
     known = fields(framework)
     table = framework_lines.lines(flattened(config), known, experiment.model, given)
-    table += framework_lines.of_program(experiment, flattened(config), known, there)
+    table += framework_lines.of_program(experiment, flattened(config), known, there, given or ())
     names = framework_lines.NAMES if given is None else given
     return Translation(experiment, config, table, frozenset(names))
 
@@ -283,7 +284,8 @@ def hint_for(name, framework):
     """Return what to do about an unknown field: take the framework that has it, or another name."""
     owners = [other for other in FRAMEWORKS if name in fields(other)]
     if owners:
-        return f"{FRAMEWORKS[owners[0]].NAME} has it: read the file as {owners[0]}"
+        title = FRAMEWORKS[owners[0]].NAME
+        return f"{title} has it: remove it, or write the file for {title}"
     near = nearest(name, framework)
     return f"did you mean {near}?" if near else "remove it"
 

@@ -143,6 +143,10 @@ def is_named(call, name):
 def group_of(node):
     """Return the section `optimizer` of an OptimizersContainer with one group of parameters."""
     groups = keywords(node).get("param_groups")
+    if groups is None:
+        raise ValueError(
+            f"optimizer={ast.unparse(node)}: has no param_groups; write default_adamw(lr=...)"
+        )
     if not isinstance(groups, ast.List) or len(groups.elts) != 1:
         raise ValueError("optimizer.param_groups: this lab has one group of parameters")
     group = groups.elts[0]

@@ -79,6 +79,28 @@ def test_a_value_that_the_file_cannot_hold_is_in_the_table():
     assert "recompute" not in in_program(experiment.replace(strategy="fsdp"), "accelerate")
 
 
+def test_a_written_value_that_is_a_default_of_the_lab_is_in_it_too():
+    sgd = {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.0}}
+    found = frameworks.read({"train_batch_size": 64, "optimizer": sgd}, "deepspeed", 4)
+    lines = frameworks.write(found.experiment, "accelerate", 4, given=found.given).lines
+    named = {line[0]: line[1] for line in lines if line[2] == IN_PROGRAM}
+    assert {"batch_size": "64", "optimizer": '"sgd"', "lr": "0.05", "momentum": "0.9"}.items() <= named.items()
+    assert "weight_decay" not in named  # off
+
+
+def test_sizes_that_an_experiment_has_are_carried_over_and_another_dropout_is_not():
+    small = {"num-layers": 4, "hidden-size": 128, "num-attention-heads": 4, "micro-batch-size": 2}
+    small |= {"global-batch-size": 16, "train-iters": 9, "lr": 0.001, "lr-decay-style": "constant"}
+    for dropout, expected in ((0, {}), (0.1, {"hidden-dropout": LOST})):
+        rows, of_program = changed(small | {"hidden-dropout": dropout, "log-interval": 5}, "megatron", "deepspeed")
+        assert (rows, of_program) == (expected, ["log-interval"])
+
+
+def test_a_section_is_a_frameworks_field():
+    assert frameworks.framework_of({"optimizer": {"type": "AdamW"}}) == "deepspeed"
+    assert frameworks.framework_of({"optimizer": "adamw"}) is None
+
+
 def test_values_that_change_nothing_are_not_in_it():
     """The momentum of AdamW, the base of a rule that is not used, the buckets of FSDP."""
     experiment = Experiment(optimizer="adamw", momentum=0.5, reference_batch=32, strategy="fsdp", bucket_cap_mb=1.0)

@@ -194,7 +194,10 @@ def test_what_a_field_of_torchtitan_means_here(text, fields):
         (PLAIN + "--optimizer muon", "optimizer='muon': this lab has adam, sgd"),
         (PLAIN + "--fp8-format hybrid", "not in this lab (fp8)"),
         (PLAIN + "--grpo-group-size 8", "not in this lab (reinforcement learning)"),
-        (PLAIN + "--training.steps 8", "has no field training.steps; torchtitan has it: read the file as torchtitan"),
+        (
+            PLAIN + "--training.steps 8",
+            "no field training.steps; torchtitan has it: remove it, or write the file for torchtitan",
+        ),
         (
             PLAIN + "--use-distributed-optimizer --tensor-model-parallel-size 2",
             "use-distributed-optimizer with tensor-model-parallel-size: this lab's zero1 has no other axes",

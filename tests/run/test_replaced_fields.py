@@ -127,6 +127,10 @@ BAD = [
     ("training={'steps': 3}", "training={'steps': 3}: must be TrainingConfig(...) with names and values"),
     ("comm=3", "comm=3: must be CommConfig(...) with names and values"),
     ("optimizer=make()", "optimizer=make(): must be default_adamw(...) with names and values"),
+    (
+        "optimizer=OptimizersContainer.Config(lr=3e-4)",
+        "optimizer=OptimizersContainer.Config(lr=0.0003): has no param_groups; write default_adamw(lr=...)",
+    ),
     (GROUP % "3", "optimizer.param_groups=[3]: must be a ParamGroupConfig(...) with optimizer_name"),
     (GROUP % "ParamGroupConfig(pattern='.*')", "must be a ParamGroupConfig(...) with optimizer_name"),
     (
