@@ -10,6 +10,8 @@ import subprocess
 # Fenced blocks and links stay unchanged; other text in `single` ticks may be a name.
 SPAN = re.compile(r"(?P<kept>(?P<ticks>`{3,}).*?(?P=ticks)|\[[^\]]*\]\([^)]*\))|`(?P<span>[^`\n]+)`", re.DOTALL)
 LINK = re.compile(r"(?P<kept>(?P<ticks>`{3,}).*?(?P=ticks))|(?<!!)(?P<words>\[[^\]]*\])\((?P<to>[^)\s]+)\)", re.DOTALL)
+# In a folded answer, which is HTML, a link to another notebook of its folder.
+BESIDE = re.compile(r"(?P<kept>(?P<ticks>`{3,}).*?(?P=ticks))|(?P<start><a href=\"\w+)\.ipynb\"", re.DOTALL)
 
 
 class Links:
@@ -24,6 +26,7 @@ class Links:
     def lead(self, text, path):
         """Return the Markdown of the file `path` with links to pages of the site."""
         named = SPAN.sub(lambda found: found["kept"] or self.of_name(found["span"], path), text)
+        named = BESIDE.sub(lambda found: found["kept"] or f'{found["start"]}.html"', named)
         return LINK.sub(lambda found: found["kept"] or f"{found['words']}({self.of_link(found['to'], path)})", named)
 
     def of_name(self, span, path):

@@ -260,6 +260,13 @@ def test_names_of_notebooks_and_modules_become_links(leading):
         assert leading.lead(kept, place) == kept
 
 
+def test_links_in_a_folded_answer_lead_to_pages(leading):
+    place = ROOT / "notebooks" / "12_zero.ipynb"
+    assert leading.lead('(<a href="13_fsdp.ipynb">13</a>)', place) == '(<a href="13_fsdp.html">13</a>)'
+    for kept in ('<a href="https://a.org/b.ipynb">b</a>', '```\n<a href="13_fsdp.ipynb">\n```'):
+        assert leading.lead(kept, place) == kept
+
+
 def test_a_notebook_keeps_words_folds_and_controls(tmp_path, leading):
     from nbformat.v4 import new_code_cell, new_notebook, new_output
     from website import sources
