@@ -8,10 +8,11 @@ import re
 import subprocess
 
 # Fenced blocks and links stay unchanged; other text in `single` ticks may be a name.
-SPAN = re.compile(r"(?P<kept>(?P<ticks>`{3,}).*?(?P=ticks)|\[[^\]]*\]\([^)]*\))|`(?P<span>[^`\n]+)`", re.DOTALL)
-LINK = re.compile(r"(?P<kept>(?P<ticks>`{3,}).*?(?P=ticks))|(?<!!)(?P<words>\[[^\]]*\])\((?P<to>[^)\s]+)\)", re.DOTALL)
+FENCED = r"(?P<ticks>`{3,}).*?(?P=ticks)"
+SPAN = re.compile(rf"(?P<kept>{FENCED}|\[[^\]]*\]\([^)]*\))|`(?P<span>[^`\n]+)`", re.DOTALL)
+LINK = re.compile(rf"(?P<kept>{FENCED})|(?<!!)(?P<words>\[[^\]]*\])\((?P<to>[^)\s]+)\)", re.DOTALL)
 # In a folded answer, which is HTML, a link to another notebook of its folder.
-BESIDE = re.compile(r"(?P<kept>(?P<ticks>`{3,}).*?(?P=ticks))|(?P<start><a href=\"\w+)\.ipynb\"", re.DOTALL)
+BESIDE = re.compile(rf'(?P<kept>{FENCED})|(?P<start><a href="\w+)\.ipynb"', re.DOTALL)
 
 
 class Links:
