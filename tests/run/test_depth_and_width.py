@@ -1,16 +1,17 @@
 """Depth and width of an Experiment: the model, its estimates, its identity and Megatron's arguments."""
 
 import io
+from functools import partial
 
 import pytest
 import torch
+from losses_of import losses_of
 from torch.utils.data import default_collate
 
 from labkit import models
 from labkit.measure.flops import step_flops
 from labkit.run import auto_strategy, frameworks
 from labkit.run import training as train
-from labkit.run.compare import compare
 from labkit.run.context import Context, EventFile
 from labkit.run.experiment import Experiment
 from labkit.run.experiment_mesh import model_of
@@ -68,21 +69,13 @@ def test_auto_compares_jobs_of_that_model():
     assert (shape.layers, shape.hidden, shape.heads, shape.ffn) == (5, 64, 4, 256)
 
 
-@pytest.mark.slow
-def test_its_ranks_train_what_one_process_trains():
+def test_its_ranks_train_what_one_process_trains(ranks):
     """4 layers of 4 heads on 4 ranks, which the size's own 2 of 2 could not be divided into."""
     base = Experiment(model="gpt", depth=4, width=64, batch_size=16, precision="fp64")
-    runs = {"one": {"strategy": "single"}, "fsdp": {"strategy": "fsdp"}, "tp": {"tensor": 4}}
-    runs["pp"] = {"pipeline": 4, "strategy": "ddp_naive", "accumulation": 4}
-    runs = {name: base.replace(**changes) for name, changes in runs.items()}
-    assert apart(runs, nproc=4) < 1e-12
-
-
-def apart(runs, nproc):
-    """How far the losses of the runs are from those of the one process."""
-    records = compare(runs, nproc=nproc, rounds=1, steps_per_round=3, quiet=True).records
-    losses = records.groupby(["label", "step"])["loss"].mean().unstack("label")
-    return losses.sub(losses["one"], axis=0).abs().max().max()
+    mean = partial(losses_of, ranks=ranks, world_size=4, steps=3)
+    wanted = mean(base.replace(strategy="single"))
+    for changes in ({"strategy": "fsdp"}, {"tensor": 4}, {"pipeline": 4, "strategy": "ddp_naive", "accumulation": 4}):
+        assert mean(base.replace(**changes)) == pytest.approx(wanted, abs=1e-12), changes
 
 
 @pytest.mark.parametrize(

@@ -76,21 +76,19 @@ def test_all_ranks_begin_with_the_weights_of_rank_0(ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "fields", [{}, {"precision": "fp16", "accumulation": 2}, {"model": "gpt", "size": "tiny"}], ids=str
-)
+@pytest.mark.parametrize("fields", [{"precision": "fp16", "accumulation": 2}, {"model": "gpt"}], ids=str)
 def test_either_goes_on_from_a_checkpoint_of_the_other(tmp_path, fields):
-    """horovod, ddp_bucketed, horovod, ddp_bucketed: after each step the other one, and the log is that of one run."""
+    """horovod, ddp_bucketed, horovod: after each step the other one, and the log is that of one run."""
     words = [word for name, value in fields.items() for word in (f"--{name}", value)]
     whole, broken, places = tmp_path / "whole.jsonl", tmp_path / "broken.jsonl", tmp_path / "places"
-    code, _, error = run(2, *words, "--steps", 5, "--log", whole)
+    code, _, error = run(2, *words, "--steps", 4, "--log", whole)
     assert code == 0, error
-    options = (*words, "--steps", 5, "--log", broken, "--checkpoint-dir", places, "--checkpoint-every", 1)
-    for strategy in ("horovod", "ddp_bucketed", "horovod", "ddp_bucketed"):
+    options = (*words, "--steps", 4, "--log", broken, "--checkpoint-dir", places, "--checkpoint-every", 1)
+    for strategy in ("horovod", "ddp_bucketed"):
         code, _, error = run(2, *options, "--strategy", strategy, "--stop-after", "0")
         assert code == 0, error
     code, out, error = run(2, *options, "--strategy", "horovod")
-    assert code == 0 and "resumes after step 4" in out, error
+    assert code == 0 and "resumes after step 2" in out, error
     same = ("step", "loss", "gradient_norm", "weights_sha256")
     ours, theirs = ([{name: line.get(name) for name in same} for line in lines(log)] for log in (broken, whole))
     assert ours == theirs and ours[-1]["weights_sha256"]

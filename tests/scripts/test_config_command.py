@@ -1,13 +1,20 @@
 """./scripts/lab config as a person types it: an experiment in, a file for a cluster out, or one line, exit code 2."""
 
 import importlib.util
+import io
 import json
 import os
+import signal
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
+import config as command
 import pytest
+import terminal
 import yaml
 from repository import ROOT
 
@@ -21,9 +28,38 @@ TARGETS = {"statefulset": statefulset, "trainjob": trainjob, "pytorchjob": pytor
 
 
 def config(*arguments, stdin=""):
-    command = [sys.executable, str(ROOT / "scripts" / "config.py"), *arguments]
+    """The command in this process: its exit code and what it printed."""
+    out, error, handler = io.StringIO(), io.StringIO(), signal.getsignal(signal.SIGTERM)
+    try:
+        with mock.patch("sys.stdin", io.StringIO(stdin)), redirect_stdout(out), redirect_stderr(error):
+            code = terminal.main(command.run, arguments)
+    except SystemExit as ended:  # argparse, after --help
+        code = ended.code
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    return SimpleNamespace(returncode=code, stdout=out.getvalue(), stderr=error.getvalue())
+
+
+def in_a_process(*arguments, stdin=""):
+    line = [sys.executable, str(ROOT / "scripts" / "config.py"), *arguments]
     where = {"cwd": ROOT, "env": os.environ | {"PYTHONPATH": str(ROOT)}}
-    return subprocess.run(command, capture_output=True, text=True, input=stdin, timeout=120, **where)
+    return subprocess.run(line, capture_output=True, text=True, input=stdin, timeout=120, **where)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stdin", "code"),
+    [
+        (("-", "--to", "deepspeed", "--gpus", "2"), "model: gpt", 0),
+        (("-", "--to", "experiment"), '{"train_batch_size": "auto"}', 2),
+        (("-", "--check"), "apiVersion: v1\nkind: Pod\n", 2),
+        (("--help",), "", 0),
+    ],
+    ids=str,
+)
+def test_a_process_prints_the_same(arguments, stdin, code):
+    said, here = in_a_process(*arguments, stdin=stdin), config(*arguments, stdin=stdin)
+    assert (said.returncode, said.stdout, said.stderr) == (code, here.stdout, here.stderr)
+    assert said.stdout or said.stderr
 
 
 @pytest.mark.parametrize("target", TARGETS)
