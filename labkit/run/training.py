@@ -21,6 +21,7 @@ import os
 import signal
 import sys
 import time
+from bisect import bisect_right
 from collections import deque
 from math import nan
 from pathlib import Path
@@ -261,8 +262,7 @@ class Pace:
         target = participant.batches.dataset[0][1]
         self.tokens = target.numel() if isinstance(target, torch.Tensor) else 1
         self.unit = "tokens" if self.tokens > 1 else "samples"
-        steps = range(step + 1, self.experiment.steps + 1)
-        self.left = sum(self.count(later) for later in steps)
+        self.left = self.total(range(step + 1, self.experiment.steps + 1))
         self.times = deque([time.monotonic()], RECENT)
         self.counts = deque(maxlen=RECENT - 1)  # tokens or samples between two times
 
@@ -270,6 +270,16 @@ class Pace:
         """Return the tokens or samples of a step of all ranks."""
         e = self.experiment
         return e.batch_size * (self.tokens if e.curriculum == "none" else length_of(e, step))
+
+    def total(self, steps):
+        """Return the tokens or samples of a range of steps, one length of sequences at a time."""
+        found = 0
+        while steps:
+            count = self.count(steps[0])
+            alike = bisect_right(steps, count, key=self.count)  # a curriculum only grows
+            found += count * alike
+            steps = steps[alike:]
+        return found
 
     def after(self, step):
         """Record the end of a step; return its speed and the time left."""
