@@ -22,8 +22,8 @@ SHARDED = {"FULL_SHARD": "fsdp", "SHARD_GRAD_OP": "fsdp_grad_op", "NO_SHARD": "d
 NUMBERED = {1: "FULL_SHARD", 2: "SHARD_GRAD_OP", 3: "NO_SHARD"}  # torch's ShardingStrategy
 STAGES = {"zero1": 1, "zero2": 2}
 FSDP_STRATEGIES = ("fsdp", "fsdp_grad_op", "fsdp_offload")
-DDP_TYPES = ("MULTI_GPU", "MULTI_CPU")
-KINDS = ("NO", *DDP_TYPES, "FSDP", "DEEPSPEED")
+KINDS = {"NO": "single", "MULTI_GPU": "ddp_bucketed", "MULTI_CPU": "ddp_bucketed"}
+KINDS |= {"FSDP": None, "DEEPSPEED": None}  # their sections say it
 AXES = {"tensor": "parallelism_config_tp_size", "context": "parallelism_config_cp_size"}
 FSDP = "fsdp_config.fsdp_"
 ZERO = "deepspeed_config."
@@ -114,19 +114,16 @@ def strategy_of(values, written, ranks):
         raise ValueError("distributed_type=false: YAML reads an unquoted NO as false; write 'NO'")
     if any(name.startswith(SIZES) for name in written) and kind != "FSDP":
         raise ValueError(f"parallelism_config with distributed_type={kind!r}: it needs FSDP")
-    if kind in DDP_TYPES:
-        return {"strategy": "ddp_bucketed"}
+    if kind == "MEGATRON_LM":
+        raise ValueError(f"distributed_type={kind!r}: read Megatron's own arguments")
+    strategy = chosen("distributed_type", kind, KINDS)
     if kind == "FSDP":
         return fsdp_of(values, ranks)
     if kind == "DEEPSPEED":
         return deepspeed_of(values, written)
-    if kind != "NO":
-        if kind == "MEGATRON_LM":
-            raise ValueError(f"distributed_type={kind!r}: read Megatron's own arguments")
-        chosen("distributed_type", kind, dict.fromkeys(KINDS))
-    if ranks > 1:
+    if strategy == "single" and ranks > 1:
         raise ValueError(f"distributed_type='NO': is for one process, not {ranks}")
-    return {"strategy": "single"}
+    return {"strategy": strategy}
 
 
 def fsdp_of(values, ranks):
