@@ -17,6 +17,8 @@ import yaml
 
 from labkit.run.choices import CHOICES, FITTING, HOOKED, HOROVOD
 
+# Defaults of a GPT, which labkit.run.options sets; they hold with AdamW only.
+GPT = {"optimizer": "adamw", "lr": 3e-3, "weight_decay": 0.1, "warmup_steps": 10}
 SMALLEST = {
     "depth": 0,
     "width": 0,
@@ -243,12 +245,16 @@ class Experiment:
     def arguments(self):
         """Return the options of labkit.train for this experiment, as a list of strings.
 
-        model, strategy and optimizer are always among them, because they change other defaults.
+        model, strategy and optimizer are always among them, because they change other defaults. So
+        are the rates of AdamW for a GPT, whose defaults are changed.
         """
+        always = {"model", "strategy", "optimizer"}
+        if (self.model, self.optimizer) == ("gpt", GPT["optimizer"]):
+            always |= set(GPT)
         words = []
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if value != field.default or field.name in ("model", "strategy", "optimizer"):
+            if value != field.default or field.name in always:
                 words += [f"--{field.name.replace('_', '-')}", str(value)]
         return words
 

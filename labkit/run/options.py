@@ -13,7 +13,7 @@ import yaml
 
 from labkit.measure.sinks import KNOWN
 from labkit.run.choices import CHOICES, TORCH
-from labkit.run.experiment import Experiment
+from labkit.run.experiment import GPT, Experiment
 from labkit.run.framework_values import as_number
 
 STOPPED, WRONG, FAILED = 85, 2, 1  # exit codes
@@ -59,8 +59,6 @@ HELP = {
     "block_ms": "milliseconds that a unit sleeps forward; backward takes twice that",
     "seed": "of weights, data order and dropout",
 }
-# Defaults for a GPT.
-GPT = {"optimizer": "adamw", "lr": 3e-3, "weight_decay": 0.1, "warmup_steps": 10}
 
 
 class Parser(argparse.ArgumentParser):
@@ -105,7 +103,7 @@ def add_training(group):
     """Add an option for each field of an Experiment, and those of the training itself."""
     group.add_argument("--config", metavar="FILE", help="YAML with fields of an Experiment")
     for field in dataclasses.fields(Experiment):
-        words = f"{HELP[field.name]} ({field.default})"
+        words = f"{HELP[field.name]} ({default_of(field)})"
         option = f"--{field.name.replace('_', '-')}"
         choices = CHOICES.get(field.name) if field.name != "model" else None
         group.add_argument(option, type=field.type, choices=choices, help=words, metavar=None)
@@ -113,6 +111,14 @@ def add_training(group):
         "--auto-batch-size", action="store_true",
         help="the largest predicted to fit --memory-mb; on resume, the checkpoint's",
     )  # fmt: skip
+
+
+def default_of(field):
+    """Return the default of a field of an Experiment in words, also that of a GPT."""
+    if field.name not in GPT:
+        return field.default
+    model = "gpt" if field.name == "optimizer" else f"gpt with {GPT['optimizer']}"
+    return f"{field.default}; {model}: {GPT[field.name]}"
 
 
 def add_checkpoints(group):
@@ -221,13 +227,14 @@ def number_of(value, kind):
 
 
 def fitting(fields):
-    """Return defaults that suit the given fields."""
+    """Return defaults that suit the given fields: of a mesh, and of a GPT that AdamW trains."""
     axes = [name for name in ("pipeline", "context", "tensor", "expert") if fields.get(name, 1) > 1]
     shortens = fields.get("curriculum", "none") != "none"
     chosen = {"model": "gpt"} if axes or fields.get("experts") or shortens else {}
     if fields.get("pipeline", 1) > 1:
         chosen["strategy"] = "ddp_naive"  # the only one that a pipeline supports
-    if (chosen | fields).get("model") == "gpt" and "optimizer" not in fields:
+    adam = fields.get("optimizer", GPT["optimizer"]) == GPT["optimizer"]
+    if adam and (chosen | fields).get("model") == "gpt":
         chosen |= GPT
     return chosen
 

@@ -4,11 +4,15 @@ import json
 import random
 
 import pytest
+import yaml
+from config import as_yaml
 
 from labkit.learning_rate import schedule_factor
 from labkit.run import framework_files, frameworks
 from labkit.run.choices import CHOICES
 from labkit.run.experiment import Experiment
+from labkit.run.options import fitting
+from labkit.run.options import read as command_line
 
 USUAL = {"train_batch_size": 64}
 OFFLOAD = {"device": "cpu"}
@@ -93,6 +97,16 @@ def test_an_experiment_comes_back_or_is_refused_by_its_field(framework):
             assert frameworks.read(again, framework, 4, base=base).experiment == experiment
         came_back += 1
     assert came_back > 20 and refused > 50
+
+
+def test_an_experiment_comes_back_from_its_arguments_and_its_file():
+    """Also with the lab's rates in place of a GPT's, which are then written."""
+    for seed in range(500):
+        experiment = some(seed)
+        experiment = experiment if seed % 2 else experiment.replace(lr=0.05)
+        assert command_line(experiment.arguments())[0] == experiment
+        fields = yaml.safe_load(as_yaml(experiment))
+        assert Experiment.from_dict(fitting(fields) | fields) == experiment
 
 
 @pytest.mark.parametrize(
