@@ -154,12 +154,15 @@ def write(file, target, given, every_row=False):
 
 
 def as_yaml(experiment):
-    """Return the fields of an experiment that differ from the defaults, which depend on the model."""
+    """Return the fields of an experiment that differ from the defaults, which depend on the model.
+
+    If none does, its strategy.
+    """
     fields = experiment.to_dict()
     default = Experiment().to_dict()
     changed = {name: value for name, value in fields.items() if value != default[name]}
     changed |= {name: fields[name] for name in fitting(changed)}
-    return yaml.safe_dump(changed, sort_keys=False)
+    return yaml.safe_dump(changed or {"strategy": experiment.strategy}, sort_keys=False)
 
 
 def as_script(experiment, given):
@@ -239,7 +242,7 @@ def warn_of_changes(origin, framework, config):
 
     config: the new one if it is of the same framework, else {}.
     """
-    known, new = frameworks.fields(framework), frameworks.flattened(config)
+    known, new = frameworks.fields_for(origin.config, framework), frameworks.flattened(config)
     rows, of_program = framework_lines.changes(origin.lines, known, new)
     if rows:
         print("changed, or not carried over:", file=sys.stderr)

@@ -143,6 +143,18 @@ def optimizer_of(values, written):
     return found
 
 
+def unread(written):
+    """Return the names of the written fields that belong to a scheduler that is refused."""
+    if written.get("scheduler.type") in tuple(SCHEDULES):
+        return []
+    return [name for name in written if name.startswith("scheduler.params.")]
+
+
+def defaults_of(written):
+    """Return {field: default} of defaults that depend on other fields."""
+    return {"zero_optimization.overlap_comm": written.get("zero_optimization.stage") == 3}
+
+
 def schedule_of(values):
     """Return {field: value} of the section `scheduler`."""
     kind = values["scheduler.type"]

@@ -35,14 +35,21 @@ HINTS = {  # a form that JSON does not have, and what to write
     r"'": 'JSON has text in double quotes: "fp16"',
     r"\b(True|False|None)\b": "JSON writes true, false and null",
 }
-COMMAND = r"^\s*(?:\w+=\S+\s+)*"  # before its name, variables may be set
+COMMAND = r"^\s*(?:\w+=\S+\s+)*(?:srun\s+(?:-\S+\s+)*)?"  # what may stand before its name
 HOROVOD = rf"{COMMAND}horovodrun\b|\bHOROVOD_\w+=|^\s*(?:import|from) horovod|\bhvd\.\w"
+ANYTHING = r"[\s\S]*"
 LAUNCHERS = {  # lines that start a program, and what to give instead
     HOROVOD: "belongs to Horovod: its settings are calls in the training script, which the lab "
     "writes and does not read; give an experiment with strategy: horovod",
     rf"{COMMAND}accelerate launch\s": "starts Accelerate: give the file of its --config_file",
     r"\s--deepspeed(_config)?[ =]\S+\.json": "starts DeepSpeed: give its JSON file",
     r"\s-m torchtitan\.train\s": "starts torchtitan: give the Python file of its --module",
+    rf"\A(?!{ANYTHING}--micro-batch-size){ANYTHING}^#SBATCH\s": "is a Slurm script: give the "
+    "experiment or the framework's file that it starts",
+}
+MANIFEST = {
+    r'(?:^|[{,])\s*"?apiVersion"?\s*:': "is a Kubernetes manifest: give the experiment that its "
+    "pods train; --check looks for mistakes in it",
 }
 TABLE = re.compile(r"^\[[\w.]+\]\s*(#.*)?$", re.MULTILINE)
 
@@ -55,6 +62,7 @@ def parse(text):
     """
     if not text.strip():
         raise ValueError("is empty")
+    check_text(text, MANIFEST)
     if OBJECT.match(text):
         config = from_json(text)
         return framework_of(config), config
@@ -62,7 +70,7 @@ def parse(text):
         return "torchtitan", torchtitan_files.parse(text)
     if TABLE.search(text):
         return "torchtitan", torchtitan_files.from_toml(text)
-    check_launcher(text)
+    check_text(text, LAUNCHERS)
     config = from_yaml(text)
     if not isinstance(config, dict) and OPTION.search(text):
         return "megatron", megatron_shell.parse(text)
@@ -76,9 +84,9 @@ def parse(text):
     return framework, config
 
 
-def check_launcher(text):
-    """Raise ValueError if a text starts a program whose settings are elsewhere."""
-    for pattern, words in LAUNCHERS.items():
+def check_text(text, forms):
+    """Raise ValueError if a text has one of the forms. forms: {pattern: what to give instead}."""
+    for pattern, words in forms.items():
         if re.search(pattern, text, re.MULTILINE):
             raise ValueError(words)
 

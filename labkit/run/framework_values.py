@@ -14,6 +14,21 @@ class Refused(ValueError):
         super().__init__("\n".join(self.reasons))
 
 
+class Renamed(dict):
+    """A configuration with other names than its file's. names: {field: its name in the file}."""
+
+    def __init__(self, config, names):
+        super().__init__(config)
+        self.names = names
+
+
+def in_words_of(config, reason):
+    """Return a reason with the names of the configuration's file."""
+    for name, in_file in getattr(config, "names", {}).items():
+        reason = re.sub(rf"(?<![\w.]){re.escape(name)}(?!\w)", in_file, reason)
+    return reason
+
+
 def reasons_of(error):
     """Return the messages of a ValueError, as a list."""
     return error.reasons if isinstance(error, Refused) else [str(error)]

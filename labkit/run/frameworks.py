@@ -38,7 +38,14 @@ from labkit.run import (
 )
 from labkit.run.experiment import Experiment
 from labkit.run.framework_lines import flattened
-from labkit.run.framework_values import Refused, check_type, is_off, reasons_of, refuse
+from labkit.run.framework_values import (
+    Refused,
+    check_type,
+    in_words_of,
+    is_off,
+    reasons_of,
+    refuse,
+)
 
 TABLE = Path(__file__).with_name("frameworks.csv")
 FRAMEWORKS = {
@@ -95,6 +102,15 @@ def fields(framework):
     for row in rows:
         row["default"] = json.loads(row["default"]) if row["default"] else None
     return {row["name"]: Field(**row) for row in rows}
+
+
+def fields_for(config, framework):
+    """Return fields(), with the defaults that depend on the configuration's other values."""
+    there, known = module_of(framework), fields(framework)
+    if not hasattr(there, "defaults_of"):
+        return known
+    found = there.defaults_of(flattened(config))
+    return known | {name: dataclasses.replace(known[name], default=found[name]) for name in found}
 
 
 def framework_of(config):
@@ -172,7 +188,7 @@ def read(config, framework, ranks, base=None):
         if not wrong:  # else it is the value of a wrong field, which is named once
             raise
     if reasons:
-        raise Refused(reasons)
+        raise Refused(in_words_of(config, reason) for reason in reasons)
     experiment = dataclasses.replace(base or Experiment(), **chosen)
     experiment.check_ranks(ranks)
     replaced = there.replaced(written, experiment) if hasattr(there, "replaced") else {}
@@ -182,8 +198,12 @@ def read(config, framework, ranks, base=None):
 
 def wrong_fields(written, framework):
     """Return {name: what is wrong} of the written fields that are refused by themselves."""
+    there = FRAMEWORKS[framework]
+    left_out = there.unread(written) if hasattr(there, "unread") else ()
     found = {}
     for name, value in written.items():
+        if name in left_out:
+            continue
         try:
             check_written(name, value, written, framework)
         except ValueError as error:
@@ -221,7 +241,12 @@ def write(experiment, framework, ranks, nodes=1, given=None):
 
 
 def check_expressible(experiment, field, there):
-    """Raise ValueError if a framework cannot have the experiment's value of a field."""
+    """Raise ValueError if a framework cannot have the experiment's value of a field.
+
+    curriculum stands for the other fields of a curriculum, which need it.
+    """
+    if field.name.startswith("curriculum_"):
+        return
     value = getattr(experiment, field.name)
     allowed = there.WRITES.get(field.name, (field.default,))
     if allowed is any or value in allowed:

@@ -3,7 +3,8 @@
     GPT_ARGS=(--num-layers 24 --lr 1e-4)        an array; NAME="..." and NAME=value, too
     torchrun --nproc-per-node 8 pretrain_gpt.py ${GPT_ARGS[@]} --bf16 2>&1 | tee log
 
-A variable that a command or the caller sets, such as $1, stays in the value.
+A variable that a command or the caller sets, such as $1, stays in the value. "$@", all arguments of
+the caller, is left out.
 """
 
 import json
@@ -17,6 +18,7 @@ PLAIN = re.compile(
     r"""^\s*(?:export\s+)?(\w+)=("[^"]*"|'[^']*'|[^\s"'(`]*)(?=[\s;]|$)""", re.MULTILINE
 )
 VARIABLE = re.compile(r'"?\$\{(\w+)\[[@*]\]\}"?|\$\{(\w+)\}|\$(\w+)')
+CALLER = re.compile(r"\$([@*]|\{[@*](:[^}]*)?\})")  # its arguments
 END = re.compile(r"[|&;]+|\d?>.*")  # of the command
 DEEPEST = 10  # of variables in variables
 
@@ -73,7 +75,8 @@ def words_of(text):
     places = [place for place, word in enumerate(words) if word.endswith(".py")]
     words = words[places[0] + 1 :] if places else words
     ends = [place for place, word in enumerate(words) if END.fullmatch(word)]
-    return words[: ends[0]] if ends else words
+    words = words[: ends[0]] if ends else words
+    return [word for word in words if not CALLER.fullmatch(word)]
 
 
 def is_start(line):

@@ -2,13 +2,14 @@
 
 Python, since 0.3    a function that returns Trainer.Config(...): its literal values are read from
                      the syntax tree; nothing is run
-TOML, up to 0.2      sections and fields get the names of 0.3; source: config/job_config.py of 0.2
+TOML, up to 0.2      sections and fields get the names of 0.3, and refusals those of 0.2; source:
+                     config/job_config.py of 0.2
 """
 
 import ast
 import tomllib
 
-from labkit.run.framework_values import chosen
+from labkit.run.framework_values import Renamed, chosen
 from labkit.run.torchtitan_fields import CALLS, CLASSES
 
 USUAL = ("training", "parallelism", "optimizer", "lr_scheduler")
@@ -51,15 +52,18 @@ def from_toml(text):
         raise ValueError("has model.converters: this lab has no float8 and no other converter")
     found = {"optimizer": {"name": "AdamW"}}
     found["activation_checkpoint"] = policy_of(sections.pop("activation_checkpoint", {}))
+    names = {"optimizer.betas": "optimizer.[beta1, beta2]"}
     for section, values in sections.items():
         if section not in UNUSED:
             for name, value in values.items():
-                place, name = MOVED.get((section, name), (RENAMED.get(section, section), name))
-                found.setdefault(place, {})[name] = value
+                usual = RENAMED.get(section, section), name
+                place, field = MOVED.get((section, name), usual)
+                found.setdefault(place, {})[field] = value
+                names[f"{place}.{field}"] = f"{section}.{name}"
     rates = found["optimizer"]
     if "beta1" in rates or "beta2" in rates:
         rates["betas"] = [rates.pop("beta1", 0.9), rates.pop("beta2", 0.95)]
-    return found
+    return Renamed(found, names)
 
 
 def policy_of(section):

@@ -49,7 +49,8 @@ def changed(config, framework, target):
     found = frameworks.read(config, framework, 4)
     written = frameworks.write(found.experiment, target, 4)
     new = frameworks.flattened(written.config) if target == framework else {}
-    rows, of_program = framework_lines.changes(found.lines, frameworks.fields(framework), new)
+    known = frameworks.fields_for(config, framework)
+    rows, of_program = framework_lines.changes(found.lines, known, new)
     return {row[0]: row[2] for row in rows}, of_program
 
 
@@ -172,6 +173,22 @@ def test_memory_is_named_in_the_rows_that_set_it():
     assert [name for name in found if "memory:" not in rows[name].note] == []
 
 
+@pytest.mark.parametrize("target", ["deepspeed", "accelerate"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_deepspeeds_default_of_a_stage_is_no_change(target, stage, overlap):
+    """Stage 3 overlaps by default, the others do not."""
+    config = {"train_batch_size": 64, "zero_optimization": {"stage": stage, "overlap_comm": overlap}}
+    expected = {} if overlap == (stage == 3) else {"zero_optimization.overlap_comm": LOST}
+    assert changed(config, "deepspeed", target)[0] == expected
+
+
+def test_gradients_in_fp32_are_no_change():
+    for dtype, expected in (("fp32", {}), ("bf16", {"data_types.grad_accum_dtype": LOST})):
+        config = {"train_batch_size": 64, "data_types": {"grad_accum_dtype": dtype}}
+        assert changed(config, "deepspeed", "deepspeed")[0] == expected
+
+
 def run(*command, stdin=""):
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     given = {"capture_output": True, "text": True, "input": stdin, "timeout": 120}
@@ -205,3 +222,18 @@ def test_numbers_that_yaml_reads_as_text_are_one_line_in_training_too(tmp_path):
         file.write_text(text)
         said = run("-m", "labkit.train", "--config", str(file))
         assert (said.returncode, said.stderr) == (2, f"labkit.train: {words}\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "fields"),
+    [
+        ("distributed_type: MULTI_GPU\nnum_processes: 2\n", "strategy: ddp_bucketed\n"),
+        (
+            "model: gpt\noptimizer: adamw\n",
+            "model: gpt\noptimizer: adamw\nlr: 0.003\nweight_decay: 0.1\nwarmup_steps: 10\n",
+        ),
+    ],
+)
+def test_an_experiment_of_defaults_says_what_it_is(text, fields):
+    said = run("scripts/config.py", "-", "--to", "experiment", stdin=text)
+    assert (said.returncode, said.stdout) == (0, fields)

@@ -156,3 +156,55 @@ def test_a_name_of_no_framework_is_one_line(framework):
             call()
         assert str(said.value).startswith(f"framework={framework!r}: must be one of deepspeed, accelerate, ")
         assert "\n" not in str(said.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "params"),
+    [
+        ("OneCycle", {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-3, "cycle_first_step_size": 10, "decay_lr_rate": 0.1}),
+        ("LRRangeTest", {"lr_range_test_min_lr": 1e-4, "lr_range_test_staircase": True}),
+        ("WarmupDecayLR", {"total_num_steps": 9, "warmup_type": "log"}),
+    ],
+)
+def test_another_scheduler_is_refused_by_its_name(kind, params):
+    line = f"scheduler.type={kind!r}: this lab has WarmupLR, WarmupCosineLR"
+    assert refused({"scheduler": {"type": kind, "params": params}}) == [line]
+    (line,) = refused({"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "linear", "cycle_min_lr": 1e-4}}})
+    assert line.startswith("DeepSpeed has no field scheduler.params.cycle_min_lr; ")
+
+
+TOML = """[activation_checkpoint]
+mode = "none"
+[optimizer]
+beta2 = 0.999
+[lr_scheduler]
+decay_ratio = 0.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("section", "line"),
+    [
+        ("[training]\nseed = -1", "training.seed=-1: must be a whole number of at least 0"),
+        ("[training]\ncompile = 3", "training.compile=3: must be true or false"),
+        ("[compile]\nenabled = true", "torchtitan has no field compile.enabled; did you mean compile.enable?"),
+    ],
+    ids=str,
+)
+def test_a_toml_file_of_torchtitan_is_refused_in_its_own_names(section, line):
+    framework, config = framework_files.parse(f"{TOML}{section}\n")
+    assert refused(config, framework) == [line]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line"),
+    [
+        ("beta2 = 0.999", "beta1 = 0.9", "optimizer.[beta1, beta2]=[0.9, 0.95]: here it is [0.9, 0.999] "),
+        ("decay_ratio = 0.0", "decay_ratio = 0.0\nlr_min = 0.1", "lr_scheduler.lr_min=0.1: here it is 0 "),
+    ],
+    ids=str,
+)
+def test_a_moved_field_of_toml_has_the_name_of_the_file(old, new, line):
+    framework, config = framework_files.parse(TOML.replace(old, new))
+    (found,) = refused(config, framework)
+    assert found.startswith(line)

@@ -8,6 +8,8 @@ from labkit.run import framework_files, frameworks
 from labkit.run.experiment import Experiment
 from labkit.run.framework_lines import OURS
 from labkit.run.framework_values import Refused, as_number
+from labkit.run.options import fitting
+from labkit.run.options import read as command_line
 
 FSDP = "distributed_type: FSDP\nnum_processes: 4\nfsdp_config: {fsdp_version: 2}\n"
 PLAIN = "--micro-batch-size 4 --lr-decay-style constant "
@@ -190,3 +192,88 @@ def test_fields_of_another_program_are_named_as_such():
     text = "base_model: a\ndatasets: []\nsequence_len: 3\ngradient_accumulation_steps: 4\noptimizer: adamw_8bit\n"
     with pytest.raises(ValueError, match="has fields of another program: base_model, datasets, sequence_len; convert"):
         framework_files.parse(text)
+
+
+RATES = [(0.003, 0.1, 10), (0.05, 0.0, 0), (0.003, 0.0, 10), (0.05, 0.1, 10), (0.01, 0.2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("fields", "rates"),
+    [
+        ({"model": "gpt"}, (0.003, 0.1, 10)),
+        ({"model": "gpt", "optimizer": "adamw"}, (0.003, 0.1, 10)),
+        ({"tensor": 2, "optimizer": "adamw", "weight_decay": 0.0}, (0.003, 0.0, 10)),
+        ({"model": "gpt", "optimizer": "adamw", "lr": 0.05}, (0.05, 0.1, 10)),
+        ({"model": "gpt", "lr": 0.05, "warmup_steps": 0}, (0.05, 0.1, 0)),
+        ({"model": "gpt", "optimizer": "sgd"}, (0.05, 0.0, 0)),
+        ({"model": "mlp", "optimizer": "adamw"}, (0.05, 0.0, 0)),
+    ],
+    ids=str,
+)
+def test_a_default_of_a_gpt_holds_with_adamw_unless_it_is_written(fields, rates):
+    """Also where the optimizer is written; in a file and on the command line."""
+    words = [word for name, value in fields.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    found, _ = command_line(words)
+    assert (found.lr, found.weight_decay, found.warmup_steps) == rates
+    assert Experiment.from_dict(fitting(fields) | fields) == found
+
+
+@pytest.mark.parametrize("model", ["gpt", "mlp"])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("rates", RATES, ids=str)
+def test_the_arguments_of_an_experiment_are_the_experiment(model, optimizer, rates):
+    lr, decay, warm = rates
+    experiment = Experiment(model=model, optimizer=optimizer, lr=lr, weight_decay=decay, warmup_steps=warm)
+    assert command_line(experiment.arguments())[0] == experiment
+
+
+def test_help_has_the_defaults_of_a_gpt(capsys):
+    with pytest.raises(SystemExit):
+        command_line(["--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    for words in ("(sgd; gpt: adamw)", "(0.05; gpt with adamw: 0.003)", "(0.0; gpt with adamw: 0.1)"):
+        assert words in said
+    assert "(0; gpt with adamw: 10)" in said
+
+
+@pytest.mark.parametrize("target", ["deepspeed", "megatron", "torchtitan"])
+def test_a_curriculum_is_refused_in_one_line(target):
+    growing = {"curriculum": "fixed_linear", "curriculum_from": 8, "curriculum_steps": 9}
+    experiment = Experiment(model="gpt", optimizer="adamw", strategy="fsdp", **growing)
+    with pytest.raises(Refused) as said:
+        frameworks.write(experiment, target, 4)
+    (line,) = said.value.reasons
+    assert line.startswith("Experiment(curriculum='fixed_linear'): ") and line.endswith("it needs 'none'")
+
+
+PODS = "apiVersion: apps/v1\nkind: StatefulSet\nspec:\n  args: [--model, gpt]\n"
+SLURM = "#!/bin/bash\n#SBATCH --nodes=2\ntrap stop TERM\nsrun torchrun -m -- labkit.train --model gpt &\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (PODS, "is a Kubernetes manifest: give the experiment that its pods train; --check looks for mistakes in it"),
+        (f"---\n{PODS}---\n{PODS}", "is a Kubernetes manifest: "),
+        ('{"kind": "List", "apiVersion": "v1", "items": []}', "is a Kubernetes manifest: "),
+        (SLURM, "is a Slurm script: give the experiment or the framework's file that it starts"),
+        ("#!/bin/bash\n#SBATCH -N 2\nsrun accelerate launch --config_file a.yaml b.py\n", "give the file of its"),
+    ],
+    ids=("pod", "pods", "list", "slurm", "accelerate"),
+)
+def test_a_file_for_a_cluster_is_named(text, line):
+    with pytest.raises(ValueError) as said:
+        framework_files.parse(text)
+    assert line in str(said.value) and "\n" not in str(said.value)
+
+
+def test_a_slurm_script_with_megatrons_arguments_is_read():
+    text = f"#!/bin/bash\n#SBATCH --nodes=2\nsrun torchrun pretrain_gpt.py {PLAIN}\n"
+    assert read(text).experiment.batch_size == 16
+
+
+@pytest.mark.parametrize("caller", ['"$@"', "$*", '"${@}"', '"${@:2}"'])
+def test_arguments_of_the_caller_are_no_value(caller):
+    text = f'ARGS=({PLAIN} --lr 1e-3 {caller})\ntorchrun pretrain_gpt.py "${{ARGS[@]}}" {caller} --seed 7 {caller}\n'
+    experiment = read(text).experiment
+    assert (experiment.lr, experiment.seed) == (1e-3, 7)

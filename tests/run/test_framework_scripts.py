@@ -136,7 +136,7 @@ def test_toml_of_torchtitan_is_the_python_of_today():
     ("change", "words"),
     [
         (("beta2 = 0.999\n", ""), "also where it is not written: write betas=(0.9, 0.999), in TOML beta2 = 0.999"),
-        (("beta2 = 0.999\n", "beta2 = 0.98\n"), "optimizer.betas=[0.9, 0.98]: here it is [0.9, 0.999]"),
+        (("beta2 = 0.999\n", "beta2 = 0.98\n"), "optimizer.[beta1, beta2]=[0.9, 0.98]: here it is [0.9, 0.999]"),
         (("[optimizer]\n", ""), "torchtitan has no field model_spec"),
         (('[lr_scheduler]\ndecay_type = "cosine"\n', ""), "lr_scheduler.decay_type is linear"),
         (('selective_ac_option = "op"\n', ""), "has activation_checkpoint.selective_ac_option='2', which is 2 where"),
