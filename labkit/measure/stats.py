@@ -112,6 +112,11 @@ class Ratio:
             return "slower"
         return "cannot tell"
 
+    def verdict_in_words(self, band):
+        """Return "faster", "slower", "within noise", or "too few rounds to tell"."""
+        unclear = "within noise" if self.n >= FEWEST else "too few rounds to tell"
+        return self.verdict(band).replace("cannot tell", unclear)
+
     def interval(self, digits=2):
         """Return "0.84 to 0.96", or "smallest 0.84, largest 0.96" for a range."""
         low = f"{self.low:.{digits}f}"

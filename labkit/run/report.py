@@ -27,6 +27,7 @@ ECHO = re.compile(
 )
 # Exit codes of ranks that end because of another rank: stopped by torchrun or by labkit.watchdog.
 BECAUSE = (-signal.SIGTERM, os.EX_TEMPFAIL)
+MILLISECONDS = re.compile(r"(\d+) ?m(?:s|illiseconds)")  # in gloo's and NCCL's messages
 TIMEOUT = re.compile(r"tim(ed|ing) ?out|timeout", re.I)
 
 
@@ -216,9 +217,7 @@ def details(ends, cause):
         if end is cause:
             continue
         if end.state in ("echo", "timeout"):
-            yield (
-                f"    rank {end.rank} gave up waiting at `{end.error['line']}` ({end.waiting_in()})"
-            )
+            yield f"    {its_wait(end)}"
         elif end.state == "raised":
             yield f"    rank {end.rank} raised {end.error['type']}: {end.error['message']}"
         else:
@@ -231,6 +230,16 @@ def details(ends, cause):
             yield f"\nrank {end.rank} was here when it was stopped:\n{own_frames(end.stack)}"
     if cause is not None and cause.error:
         yield f"\n{cause.error['traceback']}"
+
+
+def its_wait(end):
+    """Return where a rank waited for others, in which collective, and how its wait ended."""
+    where = f"at `{end.error['line']}` ({end.waiting_in()})"
+    if end.state == "echo":
+        return f"rank {end.rank} waited {where} until another rank ended"
+    limit = MILLISECONDS.search(end.error["message"])
+    seconds = f"{int(limit[1]) / 1e3:.3g} s " if limit else ""
+    return f"rank {end.rank} waited {seconds}{where} and timed out"
 
 
 def own_frames(stack):

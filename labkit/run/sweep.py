@@ -179,9 +179,9 @@ def launches(possible, measured):
 
 def tell(possible, measured, refused, planned):
     done = sum(cell.key in measured for cell in possible)
-    print(f"{len(possible)} cells, {done} measured before, {len(planned)} launches to go")
+    print(f"cells: {len(possible)}, measured before: {done}, launches to go: {len(planned)}")
     for why in dict.fromkeys(why for _, why in refused):
-        print(f"  {sum(why == other for _, other in refused)} invalid cells: {why}")
+        print(f"  invalid cells: {sum(why == other for _, other in refused)}, {why}")
 
 
 class Part:

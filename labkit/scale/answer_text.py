@@ -164,12 +164,12 @@ def packed(answer):
 
 def large(answer):
     found, best = answer.too_large, answer.best
-    usable = (1 - answer.question.spare) * found.peak.memory
-    missing = found.peak.total - usable
+    needed = round(found.peak.total, 1)
+    usable = round((1 - answer.question.spare) * found.peak.memory, 1)
     kind = max(KINDS, key=lambda name: getattr(found.peak, name))
     return (
         f"Too large: {layout(found.job)} would take {1 - found.seconds / best.seconds:.1%} less "
-        f"time, but needs {found.peak.total:.1f} GiB, {missing:.1f} more than the {usable:.1f} to "
+        f"time, but needs {needed:.1f} GiB, {needed - usable:.1f} more than the {usable:.1f} to "
         f"be used; {getattr(found.peak, kind):.1f} are {kind}."
     )
 

@@ -114,12 +114,13 @@ def nowhere(space, n, refused, c, limit):
     """Return a line: nothing fits, how much memory is missing, and which cluster would fit."""
     peak, nearest = by_size(refused)[0]
     gpu = nearest.gpu
-    usable = (1 - space.spare) * gpu.memory_gib
+    needed = round(peak.total, 1)
+    usable = round((1 - space.spare) * gpu.memory_gib, 1)
     enough = smallest(space, limit, c)
     where = f"it fits on {enough.job.n_gpus} of them" if enough else "nor does it on more of them"
     return (
-        f"nothing fits on {n} x {gpu.name}: the least is {peak.total:.1f} GiB a GPU "
-        f"({peak.largest} {getattr(peak, peak.largest):.1f}), {peak.total - usable:.1f} GiB more "
+        f"nothing fits on {n} x {gpu.name}: the least is {needed:.1f} GiB a GPU "
+        f"({peak.largest} {getattr(peak, peak.largest):.1f}), {needed - usable:.1f} GiB more "
         f"than the {usable:.1f} GiB to be used; {where} ({words(nearest)} is the nearest)"
     )
 

@@ -69,7 +69,7 @@ def of_link(rows, here):
     slower = rows[rows["verdict"] == "slower"].sort_values("ratio")
     if len(slower):
         last = slower.iloc[-1]
-        words += f". {last['label']} takes {last['ratio']:.2g} times as long"
+        words += f". {style.capital(last['label'])} takes {last['ratio']:.2g} times as long"
     return f"{words}."
 
 
@@ -145,8 +145,8 @@ def of_memory(rows):
     size = style.quantity(least["peak_bytes"], "bytes")
     part = 100 * least["peak_bytes"] / own["peak_bytes"]
     return (
-        f"{least['label']} needs least memory: {size} a rank, {part:.0f} % of {own['label']}; its "
-        f"step takes {least['ratio']:.2f} times as long."
+        f"{style.capital(least['label'])} needs least memory: {size} a rank, {part:.0f} % of "
+        f"{own['label']}; its step takes {least['ratio']:.2f} times as long."
     )
 
 
@@ -172,7 +172,7 @@ def title_of(picture, rows, curves, scaled=()):
     else:
         spent = "seconds" if picture == "loss against time" else "sent_bytes"
         words = of_losses(rows, curves, spent)
-    return words[0].upper() + words[1:]
+    return style.capital(words)
 
 
 def of_ratios(rows):
@@ -216,7 +216,8 @@ def of_losses(rows, curves, column):
     for cell in dict.fromkeys([cheapest, *([base] if base in names else [])]):
         unit = "bytes" if column == "sent_bytes" else "s"
         spent = style.quantity(ends.loc[cell, column], unit)
-        parts.append(f"{names[cell]} reaches {ends.loc[cell, 'loss']:.2f} with {spent}")
+        spent += " sent" if unit == "bytes" else ""
+        parts.append(f"{names[cell]} reaches {ends.loc[cell, 'loss']:.2f} after {spent}")
     return f"The loss after the same steps: {'; '.join(parts)}"
 
 

@@ -212,6 +212,11 @@ def lighter(colour, amount=0.55):
     return tuple(c + (ground - c) * amount for c, ground in pairs)
 
 
+def capital(words):
+    """Return the words with a capital first letter, as the beginning of a sentence."""
+    return words[0].upper() + words[1:]
+
+
 def unit_of(column):
     """Return the unit that a column's name ends in: "ms", "s", "bytes", "samples/s", else ""."""
     ends = {"_per_s": f"{column.split('_')[0]}/s", "_ms": "ms", "_bytes": "bytes", "_seconds": "s"}

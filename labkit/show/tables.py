@@ -68,7 +68,7 @@ def ratios(times, pairs):
     interval = interval_name(*(ratio.n for ratio in found))
     rows = []
     for (one, other), ratio in zip(pairs, found, strict=True):
-        says = ratio.verdict(same.noise_band())
+        says = ratio.verdict_in_words(same.noise_band())
         says = f"noise: {same.band_in_words()}" if ratio is same else says
         row = {"times compared": f"{style.name(one)} / {style.name(other)}"}
         row |= {"ratio": f"{ratio.median:.2f}", interval: ratio.interval(), "pairs": ratio.n}

@@ -78,10 +78,12 @@ def in_a_sentence(table):
         return ""
     off = 100 * found["error"].abs()
     worst = found.loc[off.idxmax()]
+    where = label(worst)
+    world = f", {worst['world']}"
+    where += "" if where.endswith(world) else world
     return (
-        f"What if: {len(found)} cells predicted from the other cells; the median error of the step "
-        f"time is {off.median():.0f} %, the worst {off.max():.0f} % "
-        f"({label(worst)}, {worst['world']})."
+        f"What if: over {len(found)} of the cells, each predicted from others, the median error of "
+        f"the step time is {off.median():.0f} %, the worst {off.max():.0f} % ({where})."
     )
 
 

@@ -190,7 +190,7 @@ def test_a_cut_link_is_named_with_who_waits_where(namespaces):
     )
     error = failure(source, nproc=1, collective_timeout=6)
     assert str(error).startswith("the link of node 1 is cut")
-    assert "rank 0 gave up waiting at `comm.all_reduce(torch.ones(1 << 16))` (collective 2" in str(error)
+    assert "rank 0 waited 6 s at `comm.all_reduce(torch.ones(1 << 16))` (collective 2" in str(error)
     assert error.cause is None and len(error.run.wire) == 2
 
 
@@ -210,9 +210,7 @@ def test_a_link_cut_in_the_middle_of_backward_ends_the_step_within_the_limit(nam
     started = time.monotonic()
     error = failure(source, collective_timeout=6, timeout=100)
     assert str(error).startswith("the link of node 1 is cut")
-    assert "gave up waiting at `work.wait()` (collective" in str(
-        error
-    )  # in the courier's thread, and backward raises it
+    assert " at `work.wait()` (collective" in str(error)  # in the courier's thread, and backward raises it
     assert error.run.records["step"].max() == 0 and len(error.run.wire) == 2
     assert time.monotonic() - started < 80
 

@@ -24,7 +24,7 @@ from labkit.run import LaunchError, console, launch, launch_monitor
 from labkit.run import warm_agent as run_agent
 from labkit.run.client import AgentClient, agent
 from labkit.run.launch_monitor import has_left
-from labkit.run.report import RankEnd, explain, read_ends
+from labkit.run.report import RankEnd, explain, its_wait, read_ends
 from labkit.run.warm_agent import end_descendants, say
 
 QUICK = {"collective_timeout": 30, "timeout": 100, "quiet": True}
@@ -487,6 +487,21 @@ def test_a_rank_that_came_through_with_another_shape_is_not_said_to_have_left_ea
 
     cause, text = explain([end(0, "finished", 16), end(1, "echo", 28)])
     assert cause is None and text.startswith("ranks 0 and 1 called different collectives")
+
+
+@pytest.mark.parametrize(
+    "state, message, words",
+    [
+        ("timeout", "Timed out waiting 4000ms for recv operation", "rank 0 waited 4 s at {} and timed out"),
+        ("timeout", "ran for 4012 milliseconds before timing out.", "rank 0 waited 4.01 s at {} and timed out"),
+        ("timeout", "wait timeout", "rank 0 waited at {} and timed out"),
+        ("echo", "Connection closed by peer", "rank 0 waited at {} until another rank ended"),
+    ],
+)
+def test_a_wait_is_reported_with_its_length_its_place_and_its_end(state, message, words):
+    rows = [{"op": "all_reduce", "bytes": 16, "at": 1}]
+    end = RankEnd(0, state, {"line": "comm.all_reduce(x)", "message": message}, rows, "", None)
+    assert its_wait(end) == words.format("`comm.all_reduce(x)` (collective 1: all_reduce of 16 bytes)")
 
 
 @pytest.mark.slow

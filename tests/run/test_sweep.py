@@ -59,8 +59,8 @@ def test_what_cannot_be_is_left_out_and_told(capsys, tmp_path, no_launch):
     with pytest.raises(AssertionError, match="nothing was to be run"):
         sweep.sweep(grid, tmp_path, **FEW | {"quiet": False})
     told = capsys.readouterr().out
-    assert "3 cells, 0 measured before, 1 launches to go" in told
-    assert "3 invalid cells: batch_size=5 must be a multiple" in told
+    assert "cells: 3, measured before: 0, launches to go: 1" in told
+    assert "invalid cells: 3, batch_size=5 must be a multiple" in told
 
 
 def test_a_list_of_grids_is_their_union_each_cell_once():

@@ -5,10 +5,11 @@ import subprocess
 import sys
 from dataclasses import replace
 from datetime import date
+from types import SimpleNamespace
 
 import pytest
 
-from labkit.scale import constants
+from labkit.scale import answer_text, constants
 from labkit.scale.answer import answer, model_flops, useful_share
 from labkit.scale.cluster import Cluster
 from labkit.scale.cost import predict_step
@@ -53,6 +54,14 @@ def test_the_fastest_is_the_fastest_of_all(found):
     assert found.best.seconds == min(one.seconds for one in fit)
     large = found.too_large
     assert large.seconds < found.best.seconds and large.peak.total > 0.9 * 79.1
+
+
+def test_missing_memory_is_the_difference_of_the_sizes_beside_it(found):
+    job = found.best.job
+    peak = SimpleNamespace(total=90.94, memory=79.06, **dict.fromkeys(answer_text.KINDS, 1.0))
+    far = SimpleNamespace(job=job, seconds=1.0, peak=peak)
+    words = answer_text.large(SimpleNamespace(question=found.question, best=found.best, too_large=far))
+    assert "needs 90.9 GiB, 19.7 more than the 71.2 to be used" in words  # 90.94 - 71.154 = 19.786
 
 
 def test_a_change_is_planned_as_if_it_were_asked(found):

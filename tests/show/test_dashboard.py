@@ -215,6 +215,21 @@ def test_conclusions_name_who_is_faster_than_noise_and_by_how_much():
     assert "0 of 3 techniques are within noise; 3 have too few rounds for a verdict" in few[0]
 
 
+def test_a_sentence_begins_with_a_capital():
+    rows = rows_of("F", 50.0, "far", FAR) + rows_of("L", 100.0, "far", FAR, strategy="local_sgd")
+    rows += rows_of("l", 10.0, peak=100, strategy="local_sgd")
+    far, _, memory = concluded(pd.concat([grid_rows(), pd.DataFrame(rows)]))
+    assert far.endswith("beyond noise. Local SGD takes 2 times as long.")
+    assert memory.startswith("Local SGD needs least memory")
+
+
+def test_a_loss_is_reached_after_seconds_or_sent_bytes():
+    table, curves = dashboard.opened(grid_rows())
+    time, sent = (conclusions.title_of(f"loss against {x}", table, curves) for x in ("time", "bytes"))
+    assert time.endswith(": DDP in bf16 reaches 2.40 after 0.0750 s; DDP reaches 2.40 after 0.150 s")
+    assert sent.endswith(": DDP in bf16 reaches 2.40 after 594 B sent; DDP reaches 2.40 after 1.17 KiB sent")
+
+
 def test_the_noise_is_the_same_whichever_copy_is_the_base():
     slow = [rows_of("s", 11.5, bucket_cap_mb=1.0), rows_of("n", 12.0, seed=1), rows_of("n", 10 / 1.2, seed=1)]
     for noise in slow[1:]:  # the other copy is 1.2 times as slow, or as fast
@@ -470,6 +485,13 @@ def test_all_rows_of_the_errors_have_the_same_columns(monkeypatch):
     monkeypatch.setattr(whatif, "scores", lambda table: pd.concat([found, found]))
     twice = whatif.errors(None)
     assert len(twice) == 2 and twice.iloc[0].equals(twice.iloc[1])
+
+
+def test_the_worst_prediction_is_named_with_its_ranks_once(monkeypatch):
+    found = cost_model.scores(summary.summary(grid_rows(both=12.0))).assign(changes=[()])
+    for tensor, where in ((1, "DDP, 2 ranks"), (2, "tensor parallel, 2 ranks")):
+        monkeypatch.setattr(whatif, "scores", lambda table, n=tensor: found.assign(tensor=n))
+        assert whatif.in_a_sentence(None).endswith(f"the worst 25 % ({where}).")
 
 
 def asked(folder, **turns):

@@ -330,7 +330,7 @@ def test_a_table_has_its_words_left_and_its_numbers_right(shown):
         "count": [1, 2, float("nan")],
         "time": ["1.5 ms", "-2 ms", "none"],
         "blank": ["", "-", "≤ 3"],
-        "verdict": ["slower", "cannot tell", "–"],
+        "verdict": ["slower", "within noise", "–"],
         "ratio": ["= 1", "= 1", "not exact"],
         "lengths": ["[3, 4]", [5, 6], "[ 7]"],
         "fields": [7, "no: strategy", "no: precision"],
@@ -348,12 +348,12 @@ def test_a_ratio_is_clear_of_one_and_of_the_noise():
     table = tables.ratios(times, pairs)
     assert list(table["times compared"]) == [f"{name} / plain" for name, _ in pairs]
     assert list(table["ratio"]) == ["0.80", "1.20", "0.98", "1.03", "1.00"]
-    assert list(table["the first is"]) == ["faster", "slower", "cannot tell", "cannot tell", "noise: 0.95 to 1.05"]
+    assert list(table["the first is"]) == ["faster", "slower", "within noise", "within noise", "noise: 0.95 to 1.05"]
     assert table["95 %"].iloc[0] == "0.70 to 0.90"
     swapped = tables.ratios(times, [*pairs[:-1], ("plain", "again")])
     assert list(swapped["the first is"]) == list(table["the first is"])
     few = {name: values[:5] for name, values in times.items()}
-    assert set(tables.ratios(few, pairs)["the first is"][:-1]) == {"cannot tell"}
+    assert set(tables.ratios(few, pairs)["the first is"][:-1]) == {"too few rounds to tell"}
     assert tables.ratios(few, pairs)["range"].iloc[0] == "smallest 0.70, largest 0.90"
     quiet = tables.ratios(times | {"again": plain}, pairs)
     assert quiet["the first is"].iloc[2] == "faster"  # the same interval, without any noise
