@@ -21,7 +21,7 @@ from labkit.measure.crossover import predicted
 from labkit.show import controls, style
 from labkit.show.bars import stack
 from labkit.show.explorer import explore, need_one
-from labkit.show.time_vs_bandwidth import costs, fits, reach, step_over_link, wins
+from labkit.show.time_vs_bandwidth import costs, fits, reach, step_over_link, wins, wins_among
 
 
 @dataclass(frozen=True)
@@ -111,13 +111,16 @@ def small(frame, baseline):
     """Return a DataFrame of texts: per method work, bytes, and where it beats the baseline."""
     found = costs(frame)
     fitted = fits(frame)
+    links = frame.dropna(subset=["step_ms"])["link_mbit"]
     rows = []
     for method, cost in found.items():
         row = {"method": style.name(method), "work": style.quantity(cost.busy_ms, "ms")}
         row["on the link"] = style.quantity(cost.wire_bytes, "bytes")
-        for words, known in (("predicted", found), ("measured", fitted)):
-            there = method != baseline and baseline in known and method in known
-            row[f"faster, {words}"] = wins(known[baseline], known[method]) if there else ""
+        row |= {"faster, predicted": "", "faster, measured": ""}
+        if method != baseline:
+            row["faster, predicted"] = wins(found[baseline], cost)
+        if method != baseline and {baseline, method} <= fitted.keys():
+            row["faster, measured"] = wins_among(fitted[baseline], fitted[method], links)
         rows.append(row)
     return pd.DataFrame(rows)
 
@@ -146,7 +149,7 @@ def explorer(frame, provenance, baseline=None):
         partial(takeaway, frame),
         provenance,
         small(frame, state.baseline),
-        "work and bytes of a step, and where each is faster",
+        "a step's work and bytes, and where each is faster; measured: fits, without noise band",
         "Move the link speed: the picture for it is drawn here, from the saved rows.",
         more=lambda state: [bars(frame, state)],
     )

@@ -18,7 +18,6 @@ The frame has one row per measured step, with COLUMNS:
 import math
 
 import numpy as np
-import pandas as pd
 from matplotlib.ticker import FuncFormatter, LogLocator
 
 from labkit.measure.crossover import Cost, crossover, fit, predicted
@@ -66,22 +65,6 @@ def fits(frame):
     }
 
 
-def crossovers(frame, baseline):
-    """Return a DataFrame with method, predicted_mbit, measured_mbit: below it, method is faster.
-
-    measured_mbit: of two fits, NaN if one is missing. inf: faster than the baseline at every speed.
-    0.0: a slower link never makes it faster.
-    """
-    found = costs(frame)
-    fitted = fits(frame)
-    rows = []
-    for method in [one for one in found if one != baseline]:
-        both = baseline in fitted and method in fitted
-        measured = crossover(fitted[baseline], fitted[method]) if both else math.nan
-        rows.append((method, crossover(found[baseline], found[method]), measured))
-    return pd.DataFrame(rows, columns=["method", "predicted_mbit", "measured_mbit"])
-
-
 def crossing(a, b):
     """Return the link speed at which both take equally long; None if one is always faster."""
     return next(
@@ -97,6 +80,16 @@ def wins(a, b):
     return (
         f"{'below' if crossover(a, b) else 'above'} {style.quantity(float(f'{at:.2g}'), 'Mbit/s')}"
     )
+
+
+def wins_among(a, b, links):
+    """Return where b is faster than a, in words, and nothing of speeds outside these links."""
+    at = crossing(a, b)
+    if at is not None and min(links) <= at <= max(links):
+        return wins(a, b)
+    faster = predicted(*b, max(links)) < predicted(*a, max(links))
+    which = "each" if faster else "no"
+    return f"on {which} link up to {style.quantity(max(links), 'Mbit/s')}"
 
 
 def reach(frame, baseline):

@@ -72,14 +72,25 @@ def test_a_crossover_in_words_has_two_digits():
 
 
 def test_predicted_and_measured_crossovers_stand_side_by_side():
-    slower = rows_of()  # 10 ms more in the measured steps of topk than its formula says
+    slower = rows_of(speeds=(50, 200, 2000))  # 10 ms more in the measured steps of topk than its formula says
     slower.loc[slower["method"] == "topk", "step_ms"] += 10
-    frame = time_vs_bandwidth.crossovers(slower, "none").set_index("method")
-    assert list(frame.index) == ["hierarchical", "fp16", "quantize8", "topk"]
-    assert frame["predicted_mbit"].tolist() == [0.0, math.inf, 0.0, 3000.0]
-    assert frame.loc["topk", "measured_mbit"] == pytest.approx(1500, rel=0.1)
-    once = time_vs_bandwidth.crossovers(slower[(slower["method"] != "topk") | (slower["link_mbit"] == 50)], "none")
-    assert math.isnan(once.set_index("method").loc["topk", "measured_mbit"])
+    shown = bandwidth_explorer.small(slower, "none").set_index("method")
+    assert shown.loc["top 1 %", "faster, predicted"] == "below 3,000 Mbit/s"
+    assert shown.loc["top 1 %", "faster, measured"] == "below 1,500 Mbit/s"
+    assert shown.loc["no compression"].tolist()[2:] == ["", ""]
+    once = slower[(slower["method"] != "topk") | (slower["link_mbit"] == 50)]
+    assert bandwidth_explorer.small(once, "none").set_index("method").loc["top 1 %", "faster, measured"] == ""
+
+
+def test_nothing_is_called_measured_beyond_the_measured_links():
+    shown = bandwidth_explorer.small(rows_of(speeds=(50, 200, 900)), "none").set_index("method")
+    assert shown["faster, measured"].to_dict() == {
+        "no compression": "",
+        "hierarchical": "on no link up to 900 Mbit/s",  # predicted above 1,000
+        "fp16": "on each link up to 900 Mbit/s",  # predicted at every speed
+        "QSGD, 8 bits": "on no link up to 900 Mbit/s",
+        "top 1 %": "on each link up to 900 Mbit/s",  # predicted below 3,000
+    }
 
 
 def lines_of(figure):
