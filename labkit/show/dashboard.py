@@ -27,7 +27,7 @@ from labkit.run.sweep import Cell
 from labkit.show import controls, style
 from labkit.show.conclusions import title_of, verdicts
 from labkit.show.dashboard_pictures import BARS, PICTURES, scaled, with_base
-from labkit.show.dashboard_words import in_words, label, link_of, topic, what
+from labkit.show.dashboard_words import in_words, label, legend, link_of, topic, what
 from labkit.show.explorer import Explorer, need_one
 from labkit.show.notebook import table as show_table
 from labkit.show.publish import present
@@ -275,5 +275,5 @@ def explorer(rows, state, provenance, measure, **offers):
     words = words_of(table, lines, state)
     present(draw(table, lines, state), words, provenance, words)
     found = chosen(table, state)
-    show_table(in_words(table).loc[found.index], provenance)
+    show_table(in_words(table).loc[found.index], f"{provenance}; {legend(table)}")
     return board(rows, state, measure, **offers).show()

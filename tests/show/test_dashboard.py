@@ -434,7 +434,8 @@ def test_what_is_seen_without_a_kernel_comes_before_the_board(monkeypatch):
     monkeypatch.setattr(dashboard, "show_table", lambda _, caption: order.append(caption))
     monkeypatch.setattr(dashboard.controls, "show", lambda _: order.append("controls"))
     dashboard.explorer(grid_rows(), dashboard.State(), "measured", print)
-    assert order == ["figure", "measured", "controls"]
+    assert [order[0], order[2]] == ["figure", "controls"]
+    assert order[1].startswith("measured; step: median") and "of it: parameters · gradients" in order[1]
 
 
 def test_controls_that_cannot_be_drawn_say_where_they_are(monkeypatch):
