@@ -147,8 +147,8 @@ def takeaway(course, state):
     return (
         f"{state.case}, its layout on {other.job.gpu.name}: {faster:.2f} times the speed on "
         f"{own.job.gpu.name}. A trillion tokens take {cost['days']:,.1f} days, "
-        f"{cost['gpu_hours']:,.0f} GPU-hours, {cost['money']:,.0f} at an assumed {price:g} an "
-        f"hour. {other.peak.total:.0f} GiB {fits} in {other.peak.memory:.0f}."
+        f"{cost['gpu_hours']:,.0f} GPU-hours, which cost {cost['money']:,.0f} at an assumed "
+        f"{price:g} each. {other.peak.total:.0f} GiB {fits} in {other.peak.memory:.0f} GiB."
     )
 
 

@@ -42,7 +42,7 @@ def test_parts_add_up_to_the_steps():
 def test_words_say_time_money_and_memory():
     words = cases_explorer.takeaway(course(), cases_explorer.State(OTHER, "A100-80GB"))
     assert words.startswith(f"{OTHER}, its layout on A100-80GB: 0.38 times the speed on H100-80GB. A trillion tokens")
-    assert "at an assumed 2 an hour" in words and "GiB fits in 79." in words
+    assert "at an assumed 2 each." in words and "GiB fits in 79 GiB." in words
 
 
 def test_the_gpu_that_it_ran_on_is_one_bar():
