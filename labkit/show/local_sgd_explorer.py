@@ -44,17 +44,25 @@ def headline(state):
     return f"A link of {style.quantity(state.link_mbit, 'Mbit/s')}, predicted"
 
 
+def first_of(ends):
+    """Return the row of the run that is first at the target, or None. ends: as of reached()."""
+    there = ends.dropna(subset=["seconds"])
+    return None if there.empty else there.loc[there["seconds"].idxmin()]
+
+
 def draw(frame, target, state):
-    return race(on_link(frame, state), target, f"{headline(state)}: until the loss is {target:g}")
+    rows = on_link(frame, state)
+    best = first_of(reached(rows, target))
+    named = [] if best is None else [best["run"]]
+    return race(rows, target, f"{headline(state)}: until the loss is {target:g}", named)
 
 
 def takeaway(frame, target, state):
     """Return one sentence: the first run to reach the loss, and its gain over the first chosen."""
     ends = reached(on_link(frame, state), target)
-    there = ends.dropna(subset=["seconds"])
-    if there.empty:
+    best = first_of(ends)
+    if best is None:
         return f"{headline(state)}: none of them reaches a loss of {target:g}."
-    best = there.loc[there["seconds"].idxmin()]
     base = ends.iloc[0]
     words = f"{headline(state)}: {best['run']} is first at a loss of {target:g}, after "
     words += style.quantity(best["seconds"], "s")

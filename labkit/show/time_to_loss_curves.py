@@ -1,14 +1,17 @@
 """Time to a loss: when each run reached it, and below, on the same axis, its loss.
 
-    1 · DDP        ------------------o 4.3 s       ------------------o 50 MiB   a column per price:
-    2 · local SGD  ----o 0.9 s                     -----o 5 MiB                 seconds, bytes (log)
-    loss  |\\  \\__                                 |\\      \\
-          |.\\....\\__.... target                   |_\\......\\__.....
-          | 2     1                                |  2       1                curves end above 1, 2
-           seconds                                 bytes
+    DDP        ------------------o 4.3 s       ------------------o 50 MiB   a column per price:
+    local SGD  ----o 0.9 s                     -----o 5 MiB                 seconds, bytes (log)
+    loss  |\\  \\__                              |\\      \\
+          |.\\....\\__.... target                |_\\......\\__.....
+          | |     DDP                           |  |       DDP              curves end above names
+          | local SGD                           |  local SGD
+           seconds                               bytes
+
+The first run, which is the base, and the named runs are in colour; the others are grey.
 
 The frame has one row per evaluation, with COLUMNS: run, its name; family, whose colour it takes
-(several runs of one family go from pale to dark); seconds and sent_bytes so far; loss.
+(several named runs of one family go from pale to dark); seconds and sent_bytes so far; loss.
 """
 
 import math
@@ -20,6 +23,8 @@ from labkit.show import style
 from labkit.show.curves import draw_runs
 
 COLUMNS = ("run", "family", "seconds", "sent_bytes", "loss")
+OTHER = style.lighter(style.FAINT, 0.5)  # of runs that are neither the base nor named
+ROW = 14  # points from one name below the curves to the next
 PRICES = {"seconds": "seconds of training", "sent_bytes": "bytes that a rank has sent"}
 
 
@@ -58,10 +63,20 @@ def shades(frame):
     return found
 
 
-def race(frame, target, title=None):
-    """Return a Figure: seconds and bytes until each run reached the target, its loss over both."""
+def colours_of(frame, named):
+    """Return {run: colour}: ink for the first run, shades for named runs, OTHER for the rest."""
+    base = frame["run"].iloc[0]
+    chosen = frame[frame["run"].isin(named) & (frame["run"] != base)]
+    return dict.fromkeys(frame["run"].unique(), OTHER) | shades(chosen) | {base: style.INK}
+
+
+def race(frame, target, title=None, named=()):
+    """Return a Figure: seconds and bytes until each run reached the target, its loss over both.
+
+    named: runs that have a colour and a name at their curve, as the first run has.
+    """
     ends = reached(frame, target)
-    colours = shades(frame)
+    colours = colours_of(frame, named)
     with style.look():
         figure, grid = style.new_figure(
             11.0,
@@ -88,8 +103,9 @@ def race(frame, target, title=None):
         finish(grid, ends, target)
         style.entitle(figure, title)
         figure.draw_without_rendering()
+        make_room(grid[1, 0], sum(colour != OTHER for colour in colours.values()))
         for axes, price in zip(grid[1], PRICES, strict=True):
-            write_numbers(axes, ends_of(frame, ends, price), colours)
+            write_names(axes, ends_of(frame, ends, price), colours)
     return figure
 
 
@@ -112,11 +128,15 @@ def make_log(axes, left, right):
 def draw_losses(axes, frame, target, price, factor, colours):
     """Draw the loss of each run over a price, and a point where it reaches the target."""
     shown = frame[frame[price] > 0] if price == "sent_bytes" else frame
-    widths = [1.8] * len(colours)
-    draw_runs(axes, shown, price, "loss", "run", colours, widths, factor=factor)
     there = shown[shown["loss"] <= target].groupby("run").head(1)
-    point = {"marker": "o", "linestyle": "", "markersize": 7, "zorder": 4}
-    draw_runs(axes, there, price, "loss", "run", colours, factor=factor, **point)
+    grey = {run: colour for run, colour in colours.items() if colour == OTHER}
+    rest = {run: colour for run, colour in colours.items() if colour != OTHER}
+    for runs, width, size, zorder in ((grey, 1.2, 4, 2), (rest, 2.2, 7, 3)):
+        widths = [width] * len(runs)
+        look = {"factor": factor, "zorder": zorder}
+        draw_runs(axes, shown, price, "loss", "run", runs, widths, **look)
+        look |= {"marker": "o", "linestyle": "", "markersize": size}
+        draw_runs(axes, there, price, "loss", "run", runs, **look)
     axes.axhline(target, color=style.RED, linewidth=1.1, linestyle=(0, (4, 3)), zorder=1)
 
 
@@ -131,58 +151,71 @@ def draw_ends(axes, ends, price, factor, left, colours):
             words = style.quantity(row[price], "s" if price == "seconds" else "bytes")
             axes.plot([left, at], [place, place], color=colour, linewidth=3, solid_capstyle="butt")
             axes.plot(at, place, "o", color=colour, markersize=8, clip_on=False)
-        weight = {"weight": "bold"} if words != "not reached" else {"color": style.FAINT}
+        weight = {"color": style.FAINT} if colour == OTHER else {"weight": "bold"}
         style.beside(axes, words, (at, place), (9, 0), annotation_clip=False, **weight)
     axes.tick_params(axis="x", labelbottom=False)
 
 
 def ends_of(frame, ends, price):
-    """Return [(run, number, whether it reached the target, x, y)]: last points of the curves."""
+    """Return [(run, whether it reached the target, x, y)]: last points of the curves."""
     factor = style.byte_scale(frame[price].max())[0] if price == "sent_bytes" else 1
     found = []
-    for number, row in enumerate(ends.to_dict("records"), start=1):
+    for row in ends.to_dict("records"):
         there = not math.isnan(row[price])
-        mine = frame[frame["run"] == row["run"]]
-        last = row if there else mine.iloc[-1]
+        last = row if there else frame[frame["run"] == row["run"]].iloc[-1]
         if price == "seconds" or last[price] > 0:  # else it has no curve
-            found.append((row["run"], number, there, last[price] / factor, last["loss"]))
+            found.append((row["run"], there, last[price] / factor, last["loss"]))
     return found
 
 
-def write_numbers(axes, ends, colours):
-    """Write each curve's row number, at the bottom if the curve ends there, else at its end."""
+def make_room(axes, names):
+    """Extend the axis of losses (logarithmic) downwards, for `names` names below the curves."""
+    low, high = axes.get_ylim()
+    height = axes.bbox.height * 72 / axes.figure.dpi  # points
+    part = min(0.6, (ROW * names + 6) / height)
+    axes.set_ylim(bottom=high * (low / high) ** (1 / (1 - part)))
+
+
+def write_names(axes, ends, colours):
+    """Name the coloured curves, below those that reached the target; and all that did not."""
     pixel = axes.figure.dpi / 72
-    points = axes.transData.transform([(x, y) for *_, x, y in ends]) if ends else []
-    there = [place for place, end in enumerate(ends) if end[2]]
-    rest = [place for place, end in enumerate(ends) if not end[2]]
-    moved = {place: list(points[place]) for place in there + rest}
-    for place, x in zip(
-        there, style.spread_apart([points[i][0] for i in there], 15 * pixel), strict=True
-    ):
-        moved[place] = [x, axes.bbox.y0 + 8 * pixel]
-    for place, y in zip(
-        rest, style.spread_apart([points[i][1] for i in rest], 14 * pixel), strict=True
-    ):
-        moved[place] = [points[place][0] + 12 * pixel, y]
-    for place, (run, number, _, x, y) in enumerate(ends):
-        offset = [(a - b) / pixel for a, b in zip(moved[place], points[place], strict=True)]
-        leader = {"arrowstyle": "-", "linewidth": 0.9, "shrinkA": 0, "shrinkB": 3}
-        leader["color"] = colours[run]
-        look = {"ha": "center", "va": "center", "size": 9, "weight": "bold", "zorder": 5}
-        style.beside(axes, str(number), (x, y), offset, arrowprops=leader, **look)
+    places = {run: axes.transData.transform((x, y)) for run, _, x, y in ends}
+    rest = [run for run, there, *_ in ends if not there]
+    heights = style.spread_apart([places[run][1] for run in rest], ROW * pixel)
+    moved = dict(zip(rest, heights, strict=True))
+    left, right = axes.bbox.x0, axes.bbox.x1
+    below = [run for run, there, *_ in ends if there and colours[run] != OTHER]
+    # Curves that end near an edge have the lowest names: their lines cross no other name.
+    below.sort(key=lambda run: min(places[run][0] - left, right - places[run][0]))
+    moved |= {run: axes.bbox.y0 + (8 + ROW * row) * pixel for row, run in enumerate(below)}
+    for run, there, x, y in ends:
+        if run in moved:
+            leftwards = there and places[run][0] > left + 0.65 * (right - left)
+            offset = (
+                -4 if leftwards else 4 if there else 10,
+                (moved[run] - places[run][1]) / pixel,
+            )
+            write_name(axes, run, (x, y), offset, colours[run])
+
+
+def write_name(axes, run, end, offset, colour):
+    """Write the run's name at an offset (points) from its end, with a thin line to it."""
+    leftwards = offset[0] < 0
+    leader = {"arrowstyle": "-", "linewidth": 0.9, "color": colour, "shrinkA": 0, "shrinkB": 3}
+    leader["relpos"] = (float(leftwards), 0.5)
+    look = {"ha": "right" if leftwards else "left", "va": "center", "size": 9, "zorder": 5}
+    look["bbox"] = {"fc": style.GROUND, "ec": "none", "pad": 0.5}
+    look |= {"color": style.FAINT, "zorder": 2.5} if colour == OTHER else {"weight": "bold"}
+    style.beside(axes, style.name(run), end, offset, arrowprops=leader, **look)
 
 
 def finish(grid, ends, target):
     above, below = grid[:, 0]
-    names = [f"{number} · {style.name(run)}" for number, run in enumerate(ends["run"], start=1)]
-    above.set_yticks(range(len(ends)), names)
+    above.set_yticks(range(len(ends)), [style.name(run) for run in ends["run"]])
     above.invert_yaxis()
     above.set_ylim(len(ends) - 0.4, -0.6)
     below.set_yscale("log")
-    low, high = below.get_ylim()
-    low = min(low, target / 1.7)
-    # space for the numbers below the curves
-    below.set_ylim(bottom=low * (low / high) ** 0.14)
+    below.set_ylim(bottom=min(below.get_ylim()[0], target / 1.7))
     style.plain_digits(below.yaxis)
     below.yaxis.set_minor_formatter(NullFormatter())
     below.set_ylabel("loss (nats)", loc="top")  # above the words of the target

@@ -59,6 +59,9 @@ def compared():
     return test_show.compared().assign(exposed_comm_ms=3.0, peak_bytes=5 << 20)
 
 
+CROWD = [f"{run} again {turn}" for run in ("H = 4", "H = 16") for turn in (1, 2)]
+
+
 def crowded_race():
     """Each run three times, and all end near each other."""
     rows = test_time_to_loss_curves.measured()
@@ -87,8 +90,8 @@ def pictures():
         "pareto": lambda: plots.pareto(test_pareto.measured(), "step_ms", "peak_bytes", title="A title"),
         "links": lambda: plots.step_over_link(links_of(), "none", title="A title", at=200),
         "bars of a link": lambda: bandwidth_explorer.bars(links_of(), every),
-        "race": lambda: plots.race(race, test_time_to_loss_curves.TARGET, "A title"),
-        "crowded race": lambda: plots.race(crowded_race(), test_time_to_loss_curves.TARGET, "A title"),
+        "race": lambda: plots.race(race, test_time_to_loss_curves.TARGET, "A title", ["H = 4", "H = 16"]),
+        "crowded race": lambda: plots.race(crowded_race(), test_time_to_loss_curves.TARGET, "A title", CROWD),
         "switched": test_with_and_without.figure,
         "efficiency": test_scaling.picture,
         "budgets": lambda: memory_explorer.draw(budgets.predict, budgets.state(capacity=64 << 20)),

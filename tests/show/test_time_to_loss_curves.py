@@ -55,15 +55,34 @@ def test_a_family_goes_from_pale_to_its_own_colour():
     assert len(set(map(tuple, colours.values()))) == len(RUNS)
 
 
+def test_runs_that_are_neither_the_base_nor_named_are_grey():
+    colours = time_to_loss_curves.colours_of(measured(), ["H = 16"])
+    grey = time_to_loss_curves.OTHER
+    assert colours == {
+        "H = 4": grey,
+        "never": grey,
+        "H = 16": pytest.approx(style.lighter(style.COLOURS["local_sgd"], 0)),  # the family's only named run
+        "every step": style.INK,
+    }
+    figure = plots.race(measured(), TARGET, "Who is first", ["H = 16"])
+    over_seconds, over_bytes = figure.axes[2:]
+    assert words(over_seconds) == ["target: 0.05", "every step", "H = 16", "never"]
+    assert words(over_bytes) == ["every step", "H = 16"]  # without a message there is no curve over bytes
+    bottom, _ = over_seconds.get_ylim()
+    assert bottom < measured()["loss"].min() / 1.5  # below the curves there is room for the names
+    curves = [line for line in over_seconds.lines if len(line.get_xdata()) > 2]
+    assert [line.get_color() for line in curves] == [grey, grey, style.INK, colours["H = 16"]]
+
+
 def test_the_ends_stand_above_the_curves_on_the_same_axis():
-    figure = plots.race(measured(), TARGET, "Who is first")
+    figure = plots.race(measured(), TARGET, "Who is first", list(RUNS))
     seconds, size, losses, over_bytes = figure.axes
     assert losses.get_ylabel() == "loss (nats)"
     assert words(seconds) == ["4 s", "2 s", "1 s", "not reached"]
     assert words(size) == ["16 MiB", "4 MiB", "1 MiB", "not reached"]
     assert seconds.get_xlim() == losses.get_xlim() and size.get_xlim() == over_bytes.get_xlim()
     dots = [line.get_xdata()[0] for line in losses.lines if line.get_marker() == "o" and len(line.get_xdata())]
-    assert dots == [4.0, 2.0, 1.0]
+    assert sorted(dots) == [1.0, 2.0, 4.0]
     assert over_bytes.get_xscale() == "log" and over_bytes.get_xlabel().endswith("(MiB)")
     assert publish.png(figure, dpi=50)
 
@@ -88,6 +107,8 @@ def test_the_takeaway_names_the_first_and_what_it_wins():
     assert local_sgd_explorer.takeaway(measured(), TARGET, state(8, ("never",))).endswith(
         "none of them reaches a loss of 0.05."
     )
+    (over_seconds, _) = local_sgd_explorer.draw(measured(), TARGET, state(8)).axes[2:]
+    assert words(over_seconds)[1:3] == ["every step", "H = 16"]
     assert "sooner" not in local_sgd_explorer.takeaway(measured(), TARGET, state(8, ("H = 4",)))
 
 
