@@ -1,6 +1,7 @@
 """Runs side by side: how each rank spends its time, before and after a change.
 
-sheet      A  rank 0 |==|===|=====|      a panel for each run: its ranks, the parts of their steps
+sheet      A  rank 0 |==|===|=====|      a panel for each run: its ranks, the parts of their steps,
+                1 1 0 1                  and each rank's compute time by step, the slowest named
 treated    cause   before |==|===|=====|       after |==|===|v|     v: what was predicted
 """
 
@@ -12,6 +13,7 @@ from labkit.show.bars import stack
 from labkit.show.live import COLOURS, by_rank, legend, parts_of
 
 SKIPPED = style.PURPLE
+NUMBERS = 12  # at most, in a panel
 
 
 def sheet(frame, title=None):
@@ -24,17 +26,27 @@ def sheet(frame, title=None):
             rows = frame[frame["run"] == run]
             by_rank(left, rows.join(parts_of(rows).add_prefix("part_")))
             left.set_title(f"{run}: parts of a step, by rank (ms)", size=9.5, loc="left")
-            own = own_ms(rows)
-            right.set_title(f"{run}: computes, by rank and step (ms)", size=9.5, loc="left")
-            for colour, (_, line) in zip(style.CYCLE * len(own), own.items(), strict=False):
-                right.plot(line.index, line, color=colour, marker=".", linewidth=1.3)
-            right.set_ylim(0, own.max().max() * 1.1)
-            right.tick_params(labelsize=8.5)
-            right.grid(axis="y")
+            words = "computes (ms), a line per rank; number: slowest rank"
+            right.set_title(f"{run}: {words}", size=9.5, loc="left")
+            compute_times(right, own_ms(rows))
         axes[-1, 1].set_xlabel("step")
         legend(figure)
         style.entitle(figure, title)
     return figure
+
+
+def compute_times(axes, own):
+    """Draw a line per rank, all of one colour, and write the slowest rank's number above a step.
+
+    own: DataFrame of ms [steps, ranks]. The colours of the parts mean no rank.
+    """
+    axes.plot(own.index, own, color=style.FAINT, marker=".", markersize=4, linewidth=0.9)
+    for step, times in own.iloc[:: -(-len(own) // NUMBERS)].iterrows():
+        look = {"ha": "center", "size": 9, "weight": "bold"}
+        style.beside(axes, str(times.idxmax()), (step, times.max()), (0, 8), **look)
+    axes.set_ylim(0, own.max().max() * 1.25)
+    axes.tick_params(labelsize=8.5)
+    axes.grid(axis="y")
 
 
 def parts(rows):

@@ -124,6 +124,17 @@ def test_runs_side_by_side():
     assert words[1].endswith("25 predicted") and words[0] == "50 ms"
 
 
+def test_the_slowest_rank_of_a_step_is_a_number_and_no_rank_has_the_colour_of_a_part():
+    rows = pd.DataFrame(rows_of(steps=30))
+    rows.loc[(rows["rank"] == 2) & (rows["step"] <= 20), "step_ms"] += 7.0
+    rows.loc[(rows["rank"] == 1) & (rows["step"] > 20), "step_ms"] += 9.0
+    _, right = diagnosis_panel.sheet(rows).axes
+    numbers = [(text.get_text(), *text.xy) for text in right.texts]
+    assert numbers == [("2", step, 40.0) for step in range(1, 20, 3)] + [("1", step, 42.0) for step in (22, 25, 28)]
+    colours = {line.get_color() for line in right.lines}
+    assert len(right.lines) == 3 and len(colours) == 1 and colours.isdisjoint(live.COLOURS.values())
+
+
 def test_skipped_steps_are_a_part_of_a_useful_step():
     rows = pd.DataFrame(row | {"loss_scale": 2.0 ** (row["step"] % 2)} for row in rows_of(steps=5))
     assert diagnosis_panel.parts(rows)["skipped"] == pytest.approx(50.0)
