@@ -10,16 +10,30 @@ it, and its logit is -inf, so it gets no gradient, adds nothing to a norm, and s
 
 The paper multiplies x A: columns of A are rows of PyTorch's weight. A layer changes its class in
 place, so every reference to it sees the sharded layer. Its sizes remain those of the full layer.
+
+    backward of a column-parallel layer      compute   gradient of x | gradients of W and b | wait
+                                             network                 [ sum of x's gradients ]
+
+Only the last part of the sum is exposed, as in Megatron-LM's
+LinearWithGradAccumulationAndAsyncCommunication.
 """
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from labkit.tensor_parallel.grouped_sums import with_sums
-from labkit.tensor_parallel.placements import Partial, Replicate, Shard
+from labkit.tensor_parallel.placements import (
+    Partial,
+    Replicate,
+    Shard,
+    Shared,
+    moved,
+    start_backward_sum,
+)
 from labkit.tensor_parallel.tp_state_dict import whole_parameters
-from labkit.torch_private import assert_async
+from labkit.torch_private import assert_async, will_visit
 
 
 class SplitLayer:
@@ -50,13 +64,65 @@ class SplitLayer:
         return y
 
 
+class ColumnProduct(torch.autograd.Function):
+    """x W^T + b; in backward the sum of x's gradients travels while those of W and b are computed.
+
+    forward: (x in the layout source, the full x [..., in], W [out / n, in], b or None, source,
+    Axis) -> [tokens, out / n]. The full x, W and b have the dtype of the product. x keeps its own,
+    in which its gradients are summed. No second derivative. x and W are no leaves (will_visit).
+    """
+
+    @staticmethod
+    def forward(ctx, x, full, weight, bias, source, axis):
+        rows = full.reshape(-1, full.shape[-1])
+        of_x, _, of_weight, *_ = ctx.needs_input_grad
+        ctx.save_for_backward(rows if of_weight else None, weight if of_x else None)
+        ctx.sum = full.shape, x.dtype, source, axis
+        return F.linear(rows, weight, bias)  # not a view, which could not be changed in place
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        rows, weight = ctx.saved_tensors
+        shape, dtype, source, axis = ctx.sum
+        (x_node, _), _, (weight_node, _), *_ = ctx.next_functions
+        of_x = of_weight = of_bias = None
+        if weight is not None and will_visit(x_node):
+            summand = (gradient @ weight).view(shape).to(dtype)
+            of_x, work = start_backward_sum(summand, source, axis)
+        if rows is not None and will_visit(weight_node):
+            of_weight = gradient.t() @ rows
+        if ctx.needs_input_grad[3]:
+            of_bias = gradient.sum(0)
+        if of_x is not None:
+            work.wait()
+        return of_x, None, of_weight, of_bias, None, None
+
+
 class ColumnLinear(SplitLayer, nn.Linear):
-    """A linear layer with a part of the outputs. forward: [..., in] -> [..., out / n]."""
+    """A linear layer with a part of the outputs. forward: [..., in] -> [..., out / n].
+
+    Backward hides the sum of the input's gradients behind the weight's, unless the input was
+    prepared for several layers (PrepareModuleInput): their gradients are added first.
+    """
 
     cuts, shared = {"weight": 0, "bias": 0}, "out_features"
 
     def forward(self, x):
-        return self.redistribute(super().forward(self.axis.shared(x, self.source)), Shard(-1))
+        shared = self.axis.shared(x)
+        y = self.product(x) if shared is None else super().forward(shared)
+        return self.redistribute(y, Shard(-1))
+
+    def product(self, x):
+        source = self.source.among(x.dim()) if isinstance(self.source, Shard) else self.source
+        # the dtype of products, which autocast changes: torch's or the lab's
+        dtype = (x.new_empty(0, 1) @ self.weight.new_empty(1, 0)).dtype
+        with torch.no_grad():
+            full = moved(x, source, Shared(), self.axis).to(dtype)
+        weight = self.weight.to(dtype)
+        bias = None if self.bias is None else self.bias.to(dtype)
+        edges = x.view_as(x), full, weight.view_as(weight), bias
+        return ColumnProduct.apply(*edges, source, self.axis).view(*full.shape[:-1], len(weight))
 
 
 class PaddedColumnLinear(ColumnLinear):

@@ -78,12 +78,12 @@ class Axis:
     def __deepcopy__(self, memo):
         return self  # a copy of a module is sharded over the same ranks
 
-    def shared(self, x, layout):
-        """Return x for layers that each compute a part; a prepared tensor is sent only once."""
+    def shared(self, x):
+        """Return x as Shared if it was prepared, or if there is one rank; else None."""
         for replicated, shared in chain(*self.prepared.values()):
             if replicated is x:
                 return shared
-        return self.move(x, layout, Shared())
+        return x if self.size == 1 else None
 
     def prepare(self, x, layout):
         """Return (x as Replicate, x as Shared)."""
@@ -141,9 +141,8 @@ def moved(x, source, target, axis):
     if source == Partial() and target in whole:
         return comm.summed(x, axis.group)
     if source == Partial() and isinstance(target, Shard):
-        parts = torch.stack(cut(x, target.dim, axis.size))
-        own = torch.empty_like(parts[0])
-        comm.reduce_scatter(own, parts, group=axis.group)
+        own, work = start_sum(x, target.dim, axis)
+        work.wait()
         return own
     if isinstance(source, Shard) and target in whole:
         return gathered(x, source.dim, axis)
@@ -155,6 +154,23 @@ def moved(x, source, target, axis):
     if source in whole and isinstance(target, Shard):
         return cut(x, target.dim, axis.size)[axis.rank].contiguous()
     raise ValueError(f"cannot convert the layout {source} to {target}")
+
+
+def start_backward_sum(gradient, source, axis):
+    """Start to sum the gradients of a tensor that was moved from `source` to Shared.
+
+    Return (the sum in the layout of the source's gradient, its Work). Overwrites `gradient`.
+    """
+    if isinstance(source, Shard):
+        return start_sum(gradient, source.dim, axis)
+    return gradient, comm.all_reduce(gradient, group=axis.group, async_op=True)
+
+
+def start_sum(x, dim, axis):
+    """Start a reduce-scatter of x along dim. Return (this rank's part of the sum, the Work)."""
+    parts = torch.stack(cut(x, dim, axis.size))
+    own = torch.empty_like(parts[0])
+    return own, comm.reduce_scatter(own, parts, group=axis.group, async_op=True)
 
 
 def gathered(x, dim, axis):

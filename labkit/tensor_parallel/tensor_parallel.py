@@ -8,7 +8,8 @@
 
 Nothing is sent between the two layers: GeLU works on each number, attention on each head.
 A block has two such pairs: 4 all-reduces a step of (tokens x width) numbers. Each rank sends
-4 x 2 (n-1)/n x those bytes and computes nothing meanwhile, so this axis needs the fastest links.
+4 x 2 (n-1)/n x those bytes. Backward computes weight gradients while f's messages travel; nothing
+hides those of g, so this axis needs the fastest links.
 Held: 1/n of the matrices, their gradients and the activations between the layers.
 Shoeybi et al., Megatron-LM, 2019, section 3; Narayanan et al., SC 2021 (why inside a node).
 """
