@@ -123,8 +123,9 @@ def close(figure, axes, ends, title, note=None):
     pixels_per_point = figure.dpi / 72
     frame_top = axes.bbox.y1
     moved = style.spread_apart(heights, 15 * pixels_per_point)
-    lowest = axes.bbox.y0 + 6 * pixels_per_point
-    excess = max([frame_top, *moved]) - frame_top + min([lowest, *moved]) - lowest
+    excess = max(0.0, max(moved) - frame_top) + min(
+        0.0, min(moved) - axes.bbox.y0 - 6 * pixels_per_point
+    )
     right = axes.bbox.x1
     for (x, y, words, colour), height, wanted in zip(ends, heights, moved, strict=True):
         start = axes.transData.transform((x, y))[0]

@@ -47,7 +47,9 @@ def overview(frame, title=None, panels=PANELS):
             axes.grid(axis="x")
         ends = draw_losses(grid[1], mean_losses(frame), colours)
         grid[1].set_title(agreement(frame), loc="left", size=9.5, weight="normal")
-        close(figure, grid[1], ends, title)
+        style.entitle(figure, title)
+        if ends:  # a run that diverges may have none
+            close(figure, grid[1], ends, title=None)
     return figure
 
 
