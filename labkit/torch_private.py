@@ -3,7 +3,7 @@
     autograd engine    which backward runs, whether it visits a node, a callback at its end
     process groups     a group by its name, the default store, timeouts, a world of fake ranks
     torchelastic       the delay and the name lookup of its rendezvous
-    operators          foreach copies, assertions on the device, unscaling of gradients
+    operators          foreach copies, assertions on the device, unscaling, the modes that are on
 
 Tried with torch 2.13, the version in requirements.txt, which has no public name for any of them.
 """
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd import Variable
 from torch.distributed import distributed_c10d
+from torch.overrides import _get_current_function_mode_stack
 
 # ---- operators: each is one kernel on many tensors, or on a flag that the host does not read
 
@@ -26,6 +27,9 @@ assert_async = torch._assert_async  # (bool tensor, message): raises on the devi
 unscale_and_find_inf = (
     torch._amp_foreach_non_finite_check_and_unscale_
 )  # (gradients, flag, 1/scale)
+
+
+function_modes = _get_current_function_mode_stack  # () -> [TorchFunctionMode, outermost first]
 
 
 # ---- the autograd engine

@@ -19,6 +19,8 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from labkit.torch_private import function_modes
+
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
@@ -58,6 +60,11 @@ class fp8(TorchFunctionMode):
     def __init__(self, scaled=True):
         super().__init__()
         self.scaled = scaled
+
+    @classmethod
+    def is_on(cls):
+        """Return whether a `with fp8():` encloses the caller."""
+        return any(isinstance(mode, cls) for mode in function_modes())
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function is functional.linear:

@@ -23,6 +23,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from labkit.amp.fp8 import fp8
 from labkit.tensor_parallel.grouped_sums import with_sums
 from labkit.tensor_parallel.placements import (
     Partial,
@@ -103,13 +104,16 @@ class ColumnLinear(SplitLayer, nn.Linear):
     """A linear layer with a part of the outputs. forward: [..., in] -> [..., out / n].
 
     Backward hides the sum of the input's gradients behind the weight's, unless the input was
-    prepared for several layers (PrepareModuleInput): their gradients are added first.
+    prepared for several layers (PrepareModuleInput): their gradients are added first. Products in
+    fp8 have a backward of their own, which hides nothing.
     """
 
     cuts, shared = {"weight": 0, "bias": 0}, "out_features"
 
     def forward(self, x):
         shared = self.axis.shared(x)
+        if shared is None and fp8.is_on():
+            shared = self.axis.move(x, self.source, Shared())
         y = self.product(x) if shared is None else super().forward(shared)
         return self.redistribute(y, Shard(-1))
 

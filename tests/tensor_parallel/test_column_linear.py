@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from labkit import amp, comm
+from labkit.amp.fp8 import fp8
 from labkit.pipeline.zero_bubble_backward import backward_of_input, backward_of_weights
 from labkit.recompute import checkpoint
 from labkit.tensor_parallel import ColwiseParallel, Replicate, Shard, parallelize_module
@@ -69,6 +70,7 @@ CASES = {
     "autocast": {"around": partial(torch.autocast, "cpu", torch.bfloat16)},
     "labkit's autocast": {"around": partial(amp.autocast, "cpu", torch.bfloat16)},
     "autocast, sequence": {"around": partial(torch.autocast, "cpu", torch.bfloat16), "source": Shard(1)},
+    "fp8": {"around": fp8},
     "no_grad": {"around": torch.no_grad},
     "frozen weight": {"frozen": ("weight",)},
     "frozen bias": {"frozen": ("bias",)},
