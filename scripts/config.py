@@ -189,6 +189,10 @@ def base_for(*names):
     """
     known = [frameworks.FRAMEWORKS[name] for name in names if name in frameworks.FRAMEWORKS]
     fields = {"model": "gpt"} if any(there.WRITES["model"] == ("gpt",) for there in known) else {}
+    return default_of(fields)
+
+
+def default_of(fields):
     return Experiment.from_dict(fitting(fields) | fields)
 
 
@@ -199,6 +203,9 @@ def experiment_of(framework, config, ranks, source, base):
     """
     if framework is not None:
         found = frameworks.read(config, framework, ranks, base)
+        if found.experiment.model != base.model:  # an axis or a curriculum makes it a GPT
+            base = default_of({"model": found.experiment.model})
+            found = frameworks.read(config, framework, ranks, base)
         return found.experiment, found
     check_fields(config, source)
     try:

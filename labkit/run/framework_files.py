@@ -142,10 +142,18 @@ def without_doubles(pairs):
     return dict(pairs)
 
 
+class OnceOnly(yaml.SafeLoader):
+    """A loader that refuses a key which is there twice."""
+
+    def construct_mapping(self, node, deep=False):
+        without_doubles([(key.value, None) for key, _ in node.value])
+        return super().construct_mapping(node, deep)
+
+
 def from_yaml(text):
     """Return the one document of a YAML text; the text itself if it is not YAML but arguments."""
     try:
-        documents = [found for found in yaml.safe_load_all(text) if found is not None]
+        documents = [found for found in yaml.load_all(text, OnceOnly) if found is not None]
     except yaml.YAMLError as error:
         if OPTION.search(text):
             return text

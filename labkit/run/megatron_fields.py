@@ -67,6 +67,20 @@ WRITES |= {
 }
 
 
+def ranks_of(config):
+    """Return the ranks of torchrun's options in a script, or None."""
+    counts = getattr(config, "counts", {})
+    each = counts.get("nproc_per_node")
+    if each in (None, "auto", "cpu", "gpu"):
+        return None
+    return whole("nproc_per_node", each) * nodes_of(config)
+
+
+def nodes_of(config):
+    """Return the nodes of torchrun's options in a script, or 1."""
+    return whole("nnodes", getattr(config, "counts", {}).get("nnodes", 1))
+
+
 def to_experiment(values, written, ranks):
     """Return {field of Experiment: value}; arguments as in deepspeed_fields. Raises ValueError."""
     parts = Parts({"model": "gpt"})

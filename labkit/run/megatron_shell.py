@@ -3,24 +3,38 @@
     GPT_ARGS=(--num-layers 24 --lr 1e-4)        an array; NAME="..." and NAME=value, too
     torchrun --nproc-per-node 8 pretrain_gpt.py ${GPT_ARGS[@]} --bf16 2>&1 | tee log
 
-A variable that a command or the caller sets, such as $1, stays in the value. "$@", all arguments of
-the caller, is left out.
+Lines are read in their order, as a shell does. A variable that a command, the caller or a branch
+sets, such as $1, stays in the value. "$@", all arguments of the caller, is left out.
 """
 
 import json
 import re
 import shlex
+from itertools import pairwise
 
 from labkit.run.framework_values import NUMBER
 
-ARRAY = re.compile(r"^\s*(?:export\s+)?(\w+)=\(([^()]*)\)", re.MULTILINE)
-PLAIN = re.compile(
-    r"""^\s*(?:export\s+)?(\w+)=("[^"]*"|'[^']*'|[^\s"'(`]*)(?=[\s;]|$)""", re.MULTILINE
+SET = re.compile(  # name, + if it is appended to, an array or a plain value
+    r"""^\s*(?:export\s+)?(\w+)(\+?)=(?:\(([^()]*)\)|("[^"]*"|'[^']*'|[^\s"'(`]*)(?=[\s;]|$))""",
+    re.MULTILINE,
 )
+OPENS = re.compile(r"(?:^|[;&|]|\b(?:then|do|else))\s*(?:if|case|for|while|until)\b", re.MULTILINE)
+CLOSES = re.compile(r"(?:^|[;&|])\s*(?:fi|esac|done)\b", re.MULTILINE)
+LATER = re.compile(
+    r"(?:[;&|)]|\b(?:then|do|else))[ \t]*(?:export\s+)?(\w+)\+?="
+)  # not first in its line
 VARIABLE = re.compile(r'"?\$\{(\w+)\[[@*]\]\}"?|\$\{(\w+)\}|\$(\w+)')
 CALLER = re.compile(r"\$([@*]|\{[@*](:[^}]*)?\})")  # its arguments
 END = re.compile(r"[|&;]+|\d?>.*")  # of the command
-DEEPEST = 10  # of variables in variables
+COUNTS = {"nproc_per_node": "ranks of a node", "nnodes": "nodes"}  # options of torchrun
+
+
+class Script(dict):
+    """Arguments of a script. counts: {option of torchrun: its value}, of those in COUNTS."""
+
+    def __init__(self, arguments, counts):
+        super().__init__(arguments)
+        self.counts = counts
 
 
 def parse(text):
@@ -30,7 +44,8 @@ def parse(text):
     several words; a value that is a number becomes one. Raises ValueError.
     """
     found, name = {}, None
-    for word in words_of(text):
+    before, words = command_of(text)
+    for word in words:
         if word.startswith("--"):
             name, has_value, value = word[2:].partition("=")
             if name in found:
@@ -41,7 +56,16 @@ def parse(text):
             raise ValueError(f"{word!r}: must be an argument, such as --lr 1e-3{hint}")
         else:
             found[name].append(word)
-    return {name: value_of(words) for name, words in found.items()}
+    arguments = {name: value_of(words) for name, words in found.items()}
+    return Script(arguments, counts_of(before))
+
+
+def counts_of(words):
+    """Return {option in COUNTS: its value} of torchrun's words."""
+    words = [part for word in words for part in word.split("=", 1)]
+    pairs = pairwise(words)
+    options = {name.lstrip("-").replace("-", "_"): plain(value) for name, value in pairs}
+    return {name: options[name] for name in COUNTS if name in options}
 
 
 def value_of(words):
@@ -61,22 +85,31 @@ def plain(word):
 
 
 def words_of(text):
-    """Return the words behind the script's name, or all words if none ends with .py.
+    """Return the words behind the script's name, or all words if none ends with .py."""
+    return command_of(text)[1]
+
+
+def command_of(text):
+    """Return (the words up to the script's name, the words of `words_of`).
 
     Raises ValueError for a quote that is never closed.
     """
     text = text.replace("\\\n", " ")
     starts = [line for line in text.splitlines() if is_start(line)]
-    line = with_values(starts[-1], variables(text)) if starts else text
+    line = text
+    if starts:
+        known = variables(text[: text.rindex(starts[-1])])
+        line = with_values(starts[-1], known)
     try:
         words = shlex.split(line, comments=True)
     except ValueError as error:
         raise ValueError(f"is not a shell line: {error}") from None
     places = [place for place, word in enumerate(words) if word.endswith(".py")]
-    words = words[places[0] + 1 :] if places else words
+    first = places[0] + 1 if places else 0
+    before, words = words[:first], words[first:]
     ends = [place for place, word in enumerate(words) if END.fullmatch(word)]
     words = words[: ends[0]] if ends else words
-    return [word for word in words if not CALLER.fullmatch(word)]
+    return before, [word for word in words if not CALLER.fullmatch(word)]
 
 
 def is_start(line):
@@ -85,14 +118,30 @@ def is_start(line):
 
 
 def variables(text):
-    """Return {name: value} of the variables that a script sets itself."""
+    """Return {name: value} of the variables that a script sets itself, each in one way."""
     text = re.sub(r"(^|\s)#.*", r"\1", text)
-    found = {name: value.strip("\"'") for name, value in PLAIN.findall(text)}
-    return found | {name: " ".join(value.split()) for name, value in ARRAY.findall(text)}
+    found, unknown = {}, set()
+    for one in SET.finditer(text):
+        name, more, array, value = one.groups()
+        words = value.strip("\"'") if array is None else " ".join(array.split())
+        words = with_values(words, found)
+        if in_branch(text, one.start()) or (more and name in unknown):
+            unknown.add(name)
+            found.pop(name, None)
+            continue
+        unknown.discard(name)
+        joint = "" if array is None else " "
+        found[name] = found.get(name, "") + joint + words if more else words
+    sometimes = set(LATER.findall(text))
+    return {name: value for name, value in found.items() if name not in sometimes}
+
+
+def in_branch(text, place):
+    """Return whether a place of a script is inside of if, case or a loop."""
+    before = text[:place]
+    return len(OPENS.findall(before)) > len(CLOSES.findall(before))
 
 
 def with_values(line, known):
-    """Return a line with the values of known variables, also of variables within them."""
-    for _ in range(DEEPEST):
-        line = VARIABLE.sub(lambda found: known.get(found[found.lastindex], found[0]), line)
-    return line
+    """Return a line with the values of known variables."""
+    return VARIABLE.sub(lambda found: known.get(found[found.lastindex], found[0]), line)

@@ -89,6 +89,69 @@ def test_a_command_of_another_framework_is_not_taken_for_megatrons(text, words):
     assert words in str(said.value) and "\n" not in str(said.value)
 
 
+BASE = 'OPTS="--micro-batch-size 2 --lr $LR --lr-decay-style constant"'
+START = "torchrun pretrain_gpt.py $OPTS"
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ["LR=1", BASE, 'OPTS+=" --bf16"'],
+        ["LR=1", BASE, 'OPTS="$OPTS --bf16"'],
+        ["OPTS=(--micro-batch-size 2)", "OPTS+=(--bf16", "  --seed 4)"],
+        ["LR=1e-3", BASE, "LR=5e-3"],
+        ["LR=1e-3", "LR=2e-3", BASE],
+        ["if true; then", "  OTHER=1", "fi", "LR=3e-3", BASE],
+    ],
+    ids=str,
+)
+def test_variables_have_the_values_that_bash_gives_them(lines):
+    start = START.replace("$OPTS", '"${OPTS[@]}"') if "OPTS=(" in lines[0] else START
+    ours = megatron_shell.words_of("\n".join([*lines, start, "LR=9"]))
+    script = "\n".join(["torchrun() { printf '%s\\n' \"$@\"; }", *lines, start])
+    printed = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True, timeout=60).stdout
+    assert ours == printed.split()[1:]
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ([BASE, '[[ $1 == 1 ]] && OPTS="$OPTS --bf16"'], "'$OPTS': must be an argument"),
+        ([BASE, 'if [ $1 ]; then OPTS="$OPTS --bf16"; fi'], "'$OPTS': must be an argument"),
+        ([BASE, "case $P in", 'a) OPTS+=" --bf16";;', "esac"], "'$OPTS': must be an argument"),
+        (["case $S in", "big)", "  LR=1e-4", ";; *)", "  LR=1e-3", "esac", BASE], "--lr $LR: write the value"),
+        (["for LR in 1 2; do", "  LR=1e-4", "done", BASE], "--lr $LR: write the value"),
+    ],
+    ids=str,
+)
+def test_a_variable_that_a_branch_sets_is_refused_where_it_matters(lines, words):
+    with pytest.raises(ValueError) as said:
+        frameworks.read(megatron_shell.parse("\n".join([*lines, START])), "megatron", 4)
+    assert words in str(said.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks", "nodes"),
+    [
+        ("--nnodes 2 --nproc_per_node 8", 16, 2),
+        ("--nproc-per-node=4", 4, 1),
+        ("--nproc_per_node $EACH", 8, 1),
+        ("--nproc-per-node gpu", None, 1),
+        ("--standalone", None, 1),
+    ],
+)
+def test_the_ranks_of_torchruns_options_are_the_files(options, ranks, nodes):
+    config = megatron_shell.parse(f"EACH=8\ntorchrun {options} pretrain_gpt.py --micro-batch-size 2")
+    assert (frameworks.ranks_of(config, "megatron"), frameworks.nodes_of(config, "megatron")) == (ranks, nodes)
+    assert config == {"micro-batch-size": 2}
+
+
+def test_a_key_that_is_there_twice_is_refused_in_yaml_too():
+    with pytest.raises(ValueError, match="the key strategy is there twice"):
+        framework_files.parse("model: gpt\nstrategy: fsdp\nstrategy: zero1\n")
+
+
 def test_the_lines_that_the_lab_writes_for_horovod_are_known_as_horovods():
     written = frameworks.write(frameworks.Experiment(clip=1.0), "horovod", 2).config
     with pytest.raises(ValueError, match="belongs to Horovod"):

@@ -220,6 +220,20 @@ def test_a_rate_that_the_file_has_not_is_the_default_of_the_model():
         assert line in "\n".join(" ".join(row.split()) for row in rows)
 
 
+def test_a_file_that_makes_the_model_a_gpt_gets_the_defaults_of_a_gpt():
+    theirs = FSDP + "parallelism_config: {parallelism_config_tp_size: 2, parallelism_config_dp_shard_size: 2}\n"
+    said = config("-", "--to", "experiment", stdin=theirs)
+    fields = yaml.safe_load(said.stdout)
+    assert said.returncode == 0, said.stderr
+    assert {name: fields[name] for name in ("model", "tensor", "optimizer", "lr", "warmup_steps")} == {
+        "model": "gpt",
+        "tensor": 2,
+        "optimizer": "adamw",
+        "lr": 0.003,
+        "warmup_steps": 10,
+    }
+
+
 def test_a_model_that_is_not_the_labs_is_said():
     theirs = "--micro-batch-size 4 --lr-decay-style constant --seq-length 256"
     for target in ("megatron", "experiment"):
