@@ -76,7 +76,7 @@ def train(context, experiment, options, log, sinks, preemption, watchdog):
         came_from = resume_with_overrides(run, participant, checkpoints, state, options.resume)
         held_out = models.data.load(experiment.data, experiment.model, split="test")
     if context.rank == 0:
-        print(first_line(participant, options, came_from), flush=True)
+        print(first_line(participant, came_from), flush=True)
     bar = tqdm(initial=run.step, total=experiment.steps, unit="step", disable=context.rank != 0)
     pace = Pace(participant, run.step)
     with participant.monitor(sinks, peak) as monitor:
@@ -233,7 +233,7 @@ def resume(checkpoints, state, mode):
     return step
 
 
-def first_line(participant, options, came_from):
+def first_line(participant, came_from):
     """Return a line about the model, the ranks and the start of the run. Call on rank 0."""
     e = participant.experiment
     with torch.random.fork_rng([]):

@@ -151,9 +151,24 @@ def test_every_field_of_zero_has_a_row_with_its_default(section):
         assert rows[name].default == default or rows[name].kind == "refused", name
 
 
+def constants(file):
+    """{name: value} of a file's assignments of a literal or of a name before it."""
+    found = {}
+    for node in ast.parse(Path(FOLDER, file).read_text()).body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant | ast.Name):
+            value = node.value
+            found[node.targets[0].id] = found[value.id] if isinstance(value, ast.Name) else value.value
+    return found
+
+
+def test_clipping_and_the_mean_of_gradients_are_deepspeeds_defaults():
+    theirs, rows = constants("deepspeed/runtime/constants.py"), frameworks.fields("deepspeed")
+    for name in ("gradient_clipping", "gradient_allreduce_op"):
+        assert rows[name].default == theirs[f"{name.upper()}_DEFAULT"]
+
+
 def test_every_field_of_deepspeeds_aio_has_a_row_with_its_default():
-    tree = ast.parse(Path(FOLDER, "deepspeed/runtime/swap_tensor/constants.py").read_text())
-    made = {node.targets[0].id: node.value.value for node in tree.body if isinstance(node, ast.Assign)}
+    made = constants("deepspeed/runtime/swap_tensor/constants.py")
     theirs = {made[name.removesuffix("_DEFAULT")]: value for name, value in made.items() if name.endswith("_DEFAULT")}
     rows = {name: field for name, field in frameworks.fields("deepspeed").items() if name.startswith("aio.")}
     assert {f"aio.{name}": value for name, value in theirs.items()} == {
@@ -187,36 +202,15 @@ def test_every_field_of_accelerate_has_a_row():
     assert theirs <= rows and rows - theirs == {"fp16", "dynamo_backend"}  # of older releases
 
 
-DEFAULTS = """
-import json
-from accelerate.commands.launch import launch_command_parser
-groups = launch_command_parser()._action_groups
-titles = ("FSDP Arguments", "DeepSpeed Arguments", "ParallelismConfig Arguments")
-options = [action for group in groups if group.title in titles for action in group._group_actions]
-print(json.dumps({action.dest: action.default for action in options}))
-"""
-
-
-@pytest.mark.slow
-def test_options_of_accelerates_launcher_have_rows_with_their_defaults():
-    """The sections of its file are the launcher's options, also where a name is misspelt."""
-    rows = {name.rpartition(".")[2]: field for name, field in frameworks.fields("accelerate").items() if "." in name}
-    theirs = asked(DEFAULTS)
-    assert set(theirs) <= set(rows) and len(theirs) > 35
-    assert set(rows) - set(theirs) == {"fsdp_ignored_modules"}
-    words = {"true": True, "false": False, "1": 1}
-    for name, default in theirs.items():
-        ours = rows[name].default
-        if ours is not None and default is not None:
-            assert words.get(default, default) == ours, name
-
-
 LAUNCHED = """
 import json, os, sys
 from accelerate.commands import launch
 from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
-found = []
+groups = launch.launch_command_parser()._action_groups
+titles = ("FSDP Arguments", "DeepSpeed Arguments", "ParallelismConfig Arguments")
+options = [action for group in groups if group.title in titles for action in group._group_actions]
+found = [{action.dest: action.default for action in options}]
 usual = dict(os.environ)
 for file in sys.argv[1:]:
     os.environ.clear()
@@ -244,32 +238,52 @@ print(json.dumps(found, default=str))
 """
 
 
-@pytest.mark.slow
-def test_accelerates_launcher_understands_what_the_lab_writes(tmp_path):
-    """Its own loader, launcher and plugins, up to the start of the processes."""
+@pytest.fixture(scope="module")
+def accelerates(tmp_path_factory):
+    """[its launcher's options and defaults, what it understands of each file], from one process.
+
+    Its own loader, launcher and plugins, up to the start of the processes.
+    """
     usual = {"strategy": "fsdp", "model": "gpt"}
-    experiments = {
-        "ddp.yaml": Experiment(precision="bf16"),
-        "fsdp.yaml": Experiment(**usual, recompute="every"),
-        "grad_op.yaml": Experiment(**usual | {"strategy": "fsdp_grad_op"}, tensor=2),
-        "zero1.yaml": Experiment(strategy="zero1", clip=0.5, accumulation=4),
-    }
-    for name, experiment in experiments.items():
-        config = frameworks.write(experiment, "accelerate", 4).config
-        (tmp_path / name).write_text(framework_files.as_text(config, "accelerate"))
+    written = [
+        Experiment(precision="bf16"),
+        Experiment(**usual, recompute="every"),
+        Experiment(**usual | {"strategy": "fsdp_grad_op"}, tensor=2),
+        Experiment(strategy="zero1", clip=0.5, accumulation=4),
+    ]
     old = {"distributed_type": "FSDP", "num_processes": 4, "mixed_precision": "no"}
     # without these, version 1 wants a GPU
     old["fsdp_config"] = {"fsdp_sync_module_states": False, "fsdp_cpu_ram_efficient_loading": False}
     old["fsdp_config"]["fsdp_reshard_after_forward"] = "SHARD_GRAD_OP"
-    (tmp_path / "old.yaml").write_text(framework_files.as_text(old, "accelerate"))
     zero = {"distributed_type": "DEEPSPEED", "num_processes": 4, "deepspeed_config": {"gradient_clipping": 0}}
-    (tmp_path / "zero.yaml").write_text(framework_files.as_text(zero, "accelerate"))
     devices = {"zero_stage": 3} | dict.fromkeys(("offload_param_device", "offload_optimizer_device"), "nvme")
     devices |= dict.fromkeys(("offload_param_nvme_path", "offload_optimizer_nvme_path"), "/nvme")
     disk = {"distributed_type": "DEEPSPEED", "num_processes": 4, "deepspeed_config": devices}
-    (tmp_path / "disk.yaml").write_text(framework_files.as_text(disk, "accelerate"))
-    files = (*experiments, "old.yaml", "zero.yaml", "disk.yaml")
-    ddp, fsdp, grad_op, zero1, old, zero, disk = asked(LAUNCHED, *(tmp_path / name for name in files))
+    configs = [frameworks.write(experiment, "accelerate", 4).config for experiment in written]
+    folder, files = tmp_path_factory.mktemp("accelerate"), []
+    for number, config in enumerate((*configs, old, zero, disk)):
+        files.append(folder / f"{number}.yaml")
+        files[-1].write_text(framework_files.as_text(config, "accelerate"))
+    return asked(LAUNCHED, *files)
+
+
+@pytest.mark.slow
+def test_options_of_accelerates_launcher_have_rows_with_their_defaults(accelerates):
+    """The sections of its file are the launcher's options, also where a name is misspelt."""
+    rows = {name.rpartition(".")[2]: field for name, field in frameworks.fields("accelerate").items() if "." in name}
+    theirs = accelerates[0]
+    assert set(theirs) <= set(rows) and len(theirs) > 35
+    assert set(rows) - set(theirs) == {"fsdp_ignored_modules"}
+    words = {"true": True, "false": False, "1": 1}
+    for name, default in theirs.items():
+        ours = rows[name].default
+        if ours is not None and default is not None:
+            assert words.get(default, default) == ours, name
+
+
+@pytest.mark.slow
+def test_accelerates_launcher_understands_what_the_lab_writes(accelerates):
+    ddp, fsdp, grad_op, zero1, old, zero, disk = accelerates[1:]
     assert (ddp["processes"], ddp["precision"]) == (4, "bf16")
     assert (fsdp["version"], fsdp["reshard"], fsdp["recompute"]) == (2, True, True)
     assert (grad_op["reshard"], grad_op["tensor"]) == (False, 2)

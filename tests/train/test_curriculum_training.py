@@ -6,9 +6,7 @@ from itertools import accumulate
 
 import pytest
 import torch
-from installed_frameworks import FOLDER, MISSING
 from losses_of import losses_of
-from test_curriculum_of_deepspeed import deepspeeds_lengths
 from torch.utils.data import default_collate
 from train_command import lines, run
 
@@ -27,7 +25,7 @@ from labkit.run.sweep import Cell
 
 STEPS = 14
 LINEAR = Experiment(model="gpt", batch_size=8, curriculum="fixed_linear", curriculum_from=8, curriculum_steps=10)
-ROOT = LINEAR.replace(curriculum="fixed_root", curriculum_from=5, curriculum_steps=7)
+ROOT = LINEAR.replace(curriculum="fixed_root", curriculum_from=7, curriculum_steps=10)
 OPTIONS = ("--curriculum", "fixed_linear", "--curriculum-from", "8", "--curriculum-steps", "9")
 
 
@@ -76,22 +74,13 @@ def test_batches_have_the_lengths_of_the_schedule_and_their_flops(ranks, experim
         assert [flops for _, flops in found] == [2 * of_length(4, length) for length in wanted]
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(FOLDER is None, reason=MISSING)
-def test_they_are_those_of_deepspeeds_scheduler(ranks):
-    for experiment in (LINEAR, ROOT):
-        found = ranks(2, shapes, fields=experiment.to_dict())[0]
-        theirs = deepspeeds_lengths([(deepspeeds(experiment), STEPS)])[0]
-        assert [[shape[1] for shape, _ in found]] * 2 == theirs
-
-
 def test_two_ranks_train_what_one_process_trains(ranks):
-    mean = partial(losses_of, ranks=ranks, world_size=2, steps=STEPS)
-    base = LINEAR.replace(precision="fp64", steps=STEPS)
+    mean = partial(losses_of, ranks=ranks, world_size=2, steps=7)
+    base = LINEAR.replace(precision="fp64", steps=7, curriculum_steps=5)
     wanted = mean(base.replace(strategy="single"))
     others = [{"strategy": "fsdp"}, {"accumulation": 2}, {"tensor": 2}, {"attention": "flash"}, {"strategy": "zero2"}]
     others.append({"strategy": "auto"})
-    assert len(wanted) == STEPS
+    assert len(wanted) == 7
     for changes in others:
         assert mean(base.replace(**changes)) == pytest.approx(wanted, abs=1e-12), changes
     mixed = base.replace(experts=4)
@@ -103,22 +92,39 @@ def test_two_ranks_train_what_one_process_trains(ranks):
 
 @pytest.mark.slow
 def test_a_stopped_run_goes_on_with_the_lengths_of_the_unbroken_one(tmp_path):
+    """And the metrics of the unbroken one count the tokens that are trained."""
     whole, broken, places = tmp_path / "whole.jsonl", tmp_path / "broken.jsonl", tmp_path / "places"
-    code, out, error = run(2, *OPTIONS, "--log", whole, "--model", "gpt")
+    code, _, error = run(2, *OPTIONS, "--log", whole, "--model", "gpt", "--metrics", f"jsonl:{tmp_path}")
     assert code == 0, error
     options = (*OPTIONS, "--model", "gpt", "--log", broken, "--checkpoint-dir", places, "--checkpoint-every", 1)
-    for _ in range(2):
-        code, _, error = run(2, *options, "--stop-after", "0")
-        assert code == 0, error
+    code, _, error = run(2, *options, "--stop-after", "0")
+    assert code == 0, error
     code, out, error = run(2, *options)
-    assert code == 0 and "resumes after step 2\n" in out, error
+    assert code == 0 and "resumes after step 1\n" in out, error
     same = ("step", "loss", "gradient_norm", "weights_sha256")
     kept = [[{name: line.get(name) for name in same} for line in lines(log)] for log in (broken, whole)]
     assert kept[0] == kept[1] and kept[0][-1]["weights_sha256"]
-    code, out, error = run(2, "--model", "gpt", *OPTIONS[:-1], "99")
-    assert code == 0 and "from the beginning; the curriculum ends at step 99, the run at step 12: " in out, error
-    code, _, error = run(2, "--model", "gpt", *OPTIONS[:-1], "8", "--checkpoint-dir", places)
-    assert code == 1 and "run: curriculum_steps was 9, is now 8" in error
+    rows = lines(tmp_path / "metrics-rank0.jsonl")
+    assert len(rows) == 12
+    for row in rows:
+        length = length_of(row["step"], deepspeeds(LINEAR.replace(curriculum_steps=9)))
+        assert row["tokens_per_s"] == pytest.approx(row["samples_per_s"] * length)
+
+
+def test_a_resumed_run_has_the_same_curriculum():
+    state = train.Run(LINEAR, {}).state_dict()
+    assert train.Run(LINEAR.replace(curriculum_steps=8), {}).problems(state) == ["curriculum_steps was 10, is now 8"]
+
+
+def begun(rank, world_size):
+    """What a run says first."""
+    context = Context(rank, world_size, rank, 0, torch.device("cpu"), EventFile(io.StringIO()))
+    participant = Participant(context, LINEAR.replace(curriculum_steps=99))
+    return train.first_line(participant, None)
+
+
+def test_a_run_says_first_that_its_curriculum_does_not_end(ranks):
+    assert "from the beginning; the curriculum ends at step 99, the run at step 20: " in ranks(1, begun)[0]
 
 
 def test_an_older_checkpoint_is_of_a_run_without_a_curriculum():
@@ -172,17 +178,6 @@ def test_a_curriculum_that_does_not_end_is_said():
             f"the curriculum ends at step 1000, the run at step 20: its last sequences have {last} of 64 tokens"
         )
     assert unfinished_curriculum(LINEAR.replace(steps=9)).endswith("have 56 of 64 tokens")
-
-
-@pytest.mark.slow
-def test_metrics_count_the_tokens_that_are_trained(tmp_path):
-    code, _, error = run(2, *OPTIONS, "--model", "gpt", "--metrics", f"jsonl:{tmp_path}")
-    assert code == 0, error
-    rows = lines(tmp_path / "metrics-rank0.jsonl")
-    assert len(rows) == 12
-    for row in rows:
-        length = length_of(row["step"], deepspeeds(LINEAR.replace(curriculum_steps=9)))
-        assert row["tokens_per_s"] == pytest.approx(row["samples_per_s"] * length)
 
 
 def test_memory_is_predicted_for_complete_sequences():
