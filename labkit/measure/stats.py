@@ -117,6 +117,14 @@ class Ratio:
         unclear = "within noise" if self.n >= FEWEST else "too few rounds to tell"
         return self.verdict(band).replace("cannot tell", unclear)
 
+    def claim(self, band):
+        """Return verdict_in_words(band), but "no difference above 26 %" in place of "within noise".
+
+        That is the farther end of the interval, whichever of the two is first.
+        """
+        bound = f"no difference above {self.noise_band()[1] - 1:.0%}".replace("%", " %")
+        return self.verdict_in_words(band).replace("within noise", bound)
+
     def interval(self, digits=2):
         """Return "0.84 to 0.96", or "smallest 0.84, largest 0.96" for a range."""
         low = f"{self.low:.{digits}f}"

@@ -90,7 +90,7 @@ NAMES = {
     "ddp_overlapped": "DDP, overlapped",
     "ddp_bucketed": "DDP, bucketed",
     "ddp_bucketed (again)": "DDP, bucketed (again)",
-    "ddp_accumulation": "DDP, 2 micro-batches",
+    "ddp_accumulation": "DDP, 4 micro-batches",
     "horovod": "Horovod",
     "zero1": "ZeRO-1",
     "zero2": "ZeRO-2",

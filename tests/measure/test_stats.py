@@ -77,7 +77,7 @@ def test_few_pairs_are_never_called_95_per_cent():
     assert [interval_name(*pairs) for pairs in ((6, 40), (3, 5), (5, 6))] == ["95 %", "range", "95 % or range"]
     assert enough.at_most(0.9) and not few.at_most(0.9)
     assert (enough.verdict(), few.verdict()) == ("faster", "cannot tell")
-    assert few.verdict_in_words((1, 1)) == "too few rounds to tell"
+    assert few.verdict_in_words((1, 1)) == few.claim((1, 1)) == "too few rounds to tell"
 
 
 def test_a_verdict_does_not_depend_on_which_copy_is_called_the_first():
@@ -90,6 +90,8 @@ def test_a_verdict_does_not_depend_on_which_copy_is_called_the_first():
     assert twin.noise_band() == pytest.approx((0.84, 1 / 0.84)) and apart.verdict() == "slower"
     assert apart.verdict(twin.noise_band()) == "cannot tell"
     assert apart.verdict_in_words(twin.noise_band()) == "within noise"
+    assert apart.claim(twin.noise_band()) == "no difference above 37 %" and apart.claim((1, 1)) == "slower"
+    assert Ratio(0.92, 0.8, 1.1, 40).claim((0.9, 1.1)) == "no difference above 25 %"
     assert twin.band_in_words() == "0.84 to 1.19" and apart.band_in_words() == "0.73 to 1.37"
     for first, second, word in ((1.3 * c, c, "slower"), (c, 1.3 * c, "faster")):
         assert paired_ratio(first, second).verdict((0.9, 1 / 0.9)) == word
