@@ -6,6 +6,7 @@ check(average, is_average, nproc=2)                 prints "not solved yet", "so
 """
 
 import ast
+from inspect import ismodule
 
 from labkit.run.job import source_of
 from labkit.run.launch import LaunchError, launch
@@ -28,7 +29,7 @@ def check(solution, checker, nproc=2, **options):
     except LaunchError as error:
         cause = {} if error.cause is None else error.cause.error
         stub = cause.get("type") == "NotImplementedError"
-        mistake = words(str(error).splitlines()[0], cause, sources[0])
+        mistake = words(str(error).splitlines()[0], cause, solution, sources[0])
         print(f"{solution.__name__}: {'not solved yet' if stub else f'not right yet: {mistake}'}")
         return False
     nodes = options.get("nodes", 1)
@@ -38,7 +39,7 @@ def check(solution, checker, nproc=2, **options):
     return True
 
 
-def words(headline, cause, answer):
+def words(headline, cause, solution, answer):
     """Return what is wrong: the checker's words, or the headline; and the line of the answer.
 
     headline: of the LaunchError. cause: the error of the rank that failed first, or {}. answer: the
@@ -47,7 +48,23 @@ def words(headline, cause, answer):
     if cause.get("type") == "AssertionError" and cause["message"]:
         return cause["message"]
     line = cause.get("line")
-    return f"{headline}, at `{line}`" if line and line in answer else headline
+    if line and line in answer:
+        headline += f", at `{line}`"
+    return headline + cure(cause, solution.__globals__)
+
+
+def cure(cause, names):
+    """Return what to do if the ranks lack one of the notebook's names (a dict), or ""."""
+    name = cause.get("message", "").split("'")[1::2][:1]
+    if cause.get("type") != "NameError" or not name or name[0] not in names:
+        return ""
+    name = name[0]
+    value = names[name]
+    where = "inside the function: the ranks are other processes"
+    if not ismodule(value):
+        return f"; define or import {name} {where}"
+    module = value.__name__
+    return f"; write `import {module}{'' if module == name else f' as {name}'}` {where}"
 
 
 def is_stub(source):

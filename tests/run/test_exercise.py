@@ -1,3 +1,6 @@
+import math
+import os.path as paths
+
 import nbformat
 import pytest
 import torch
@@ -21,6 +24,18 @@ def averaged(tensor):
     return tensor / world_size  # noqa: F821
 
 
+def uses_alias(tensor):
+    return tensor + len(paths.sep)
+
+
+def uses_math(tensor):
+    return tensor * math.ceil(1)
+
+
+def uses_function(tensor):
+    return averaged(tensor)
+
+
 def is_average(solution):
     found = solution(torch.tensor([float(rank)])).item()  # noqa: F821
     assert found == (world_size - 1) / 2, f"rank {rank} has {found}"  # noqa: F821
@@ -35,6 +50,20 @@ def test_the_three_verdicts(capsys):
     assert told[0] == "average: not solved yet"
     assert told[1].startswith("summed: not right yet: rank ") and "has 1.0" in told[1]
     assert told[2] == "averaged: solved, on 3 ranks"
+
+
+@pytest.mark.slow
+def test_a_name_of_the_notebook_that_the_ranks_lack(capsys):
+    inside = "inside the function: the ranks are other processes"
+    cures = {
+        uses_math: "write `import math`",
+        uses_alias: "write `import posixpath as paths`",
+        uses_function: "define or import averaged",
+    }
+    for solution, words in cures.items():
+        assert not check(solution, is_average)
+        told = capsys.readouterr().out
+        assert "NameError" in told and told.endswith(f"; {words} {inside}\n")
 
 
 @pytest.mark.slow
