@@ -11,7 +11,7 @@ The interval of the median reaches from the k-th smallest to the k-th largest ra
 true median with probability 2 P(Binomial(n, 1/2) < k), for any distribution. k is the largest for
 which that is at most 5 %. Fewer than FEWEST pairs have no such k: then the interval is the smallest
 and the largest ratio, and is named "range". Compare a verdict ("faster", "slower") with an A/A row,
-the same code against itself: noise_band. Some of many intervals miss by chance: by_chance.
+the same code against itself: noise_band. A few of many intervals miss by chance.
 
 The sign test, from Conover, Practical Nonparametric Statistics, 3rd edition 1999, sections 3.2 and
 3.4; McNemar, Note on the sampling error of the difference between correlated proportions, 1947.
@@ -54,11 +54,6 @@ def interval_name(*pairs):
     """Return the kind of intervals of these numbers of pairs: "95 %", "range", or both."""
     names = {"95 %" if n >= FEWEST else "range" for n in pairs}
     return " or ".join(sorted(names))
-
-
-def by_chance(pairs):
-    """Return the expected number of intervals that miss by chance. pairs: n of each interval."""
-    return sum(miss(int(n))[1] for n in pairs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ A row is faster or slower if its interval lies outside the noise band of its bas
 the row that repeats the base, from 1 / m to m.
 """
 
-from labkit.measure.stats import FEWEST, by_chance
+from labkit.measure.stats import FEWEST
 from labkit.run.summary import ratio_of
 from labkit.show import style
 
@@ -132,9 +132,6 @@ def of_noise(rows):
         words += f" ({low:.2f} to {high:.2f}, from {base_name(rows)} timed twice)"
     if not enough.all():
         words += f"; {int((~enough).sum())} have too few rounds for a verdict"
-    pairs = tested["pairs"][enough]
-    if len(pairs) > 1:
-        words += f"; chance alone puts about {by_chance(pairs):.1f} of {len(pairs)} outside"
     return f"{words}."
 
 
@@ -162,7 +159,11 @@ TITLES = {
 
 
 def title_of(picture, rows, curves, scaled=()):
-    """Return the message of a picture in one sentence. rows: those drawn; scaled: its lines."""
+    """Return the message of a picture in one sentence. rows: those drawn; scaled: its lines.
+
+    A row that repeats its base is noise, and no message.
+    """
+    rows = rows[rows["verdict"] != "noise"]
     if picture == "ratio to the base":
         words = of_ratios(rows)
     elif picture == "scaling":

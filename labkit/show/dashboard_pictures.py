@@ -18,7 +18,7 @@ from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from labkit.measure.stats import interval_name
+from labkit.measure.stats import FEWEST, interval_name
 from labkit.memory.memory_tracker import KINDS
 from labkit.show import style
 from labkit.show.bars import stack
@@ -28,6 +28,7 @@ from labkit.show.curves import draw_runs
 BARS = 12
 LINES = 6
 TICKS = (0.05, 0.1, 0.2, 0.5, 0.8, 1, 1.25, 2, 5, 10, 20)  # of ratios
+VERDICTS = {"faster": style.BLUE, "slower": style.ORANGE}  # other bars of ratios are grey
 CUT = 3  # medians: a bar that is longer is cut, so that the others can be read
 # inches: of a figure, a bar's row, a letter of a label
 WIDTH = 8.6
@@ -81,7 +82,7 @@ def ratios(rows, curves, most, title):
     with style.look():
         figure, axes = frame(["", *rows["label"]], 0.6, title)
         axes.set_xscale("log")
-        colours = [style.BLUE if ratio < 1 else style.ORANGE for ratio in rows["ratio"]]
+        colours = [VERDICTS.get(verdict, style.GREY) for verdict in rows["verdict"]]
         places = range(len(rows))
         add_bars(axes, places, rows["ratio"].to_numpy() - 1, 0.74, left=1.0, color=colours)
         axes.hlines(places, rows["ratio_low"], rows["ratio_high"], color=style.INK, linewidth=1.2)
@@ -91,8 +92,10 @@ def ratios(rows, curves, most, title):
         at_edge = axes.get_yaxis_transform()
         for place, ratio in enumerate(rows["ratio"]):
             axes.text(1.01, place, f"{ratio:.2f}", va="center", size=9, transform=at_edge)
+        grey = "within noise" if rows["pairs"].min() >= FEWEST else "cannot tell"
+        words = f"blue: faster, orange: slower, grey: {grey}"
         lines = f"lines: {interval_name(*rows['pairs'])}"
-        finish(axes, rows["label"], f"step time / that of the base (blue: faster; {lines})")
+        finish(axes, rows["label"], f"step time / that of the base ({words}; {lines})")
         ticks = [tick for tick in TICKS if limits[0] <= tick <= limits[1]]
         axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         axes.xaxis.set_minor_locator(NullLocator())

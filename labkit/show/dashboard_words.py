@@ -81,6 +81,17 @@ def origin(rows):
     return words
 
 
+def caption(state):
+    """Return "Ratio to the base: strategies, GPT, 2 ranks, this machine", for a caption.
+
+    state: a dashboard.State; filters that let all rows through are not named.
+    """
+    ranks = "any" if state.picture == "scaling" else f"{state.ranks} ranks"
+    filters = [style.name(one) for one in (state.topic, state.model, ranks, state.link)]
+    words = ", ".join(one for one in filters if not one.startswith("any"))
+    return style.capital(state.picture) + (f": {words}" if words else "")
+
+
 def label(row):
     """Return a cell's name: its strategy, and what else its changes to the base are."""
     return name_of(row, dict(row["changes"]))

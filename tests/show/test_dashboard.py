@@ -12,13 +12,15 @@ import numpy as np
 import pandas as pd
 import psutil
 import pytest
+from matplotlib.collections import PolyCollection
+from matplotlib.colors import to_hex
 from stored import GRIDS
 
 from labkit.measure.machine import ROOT
 from labkit.run import cost_model, summary, sweep
 from labkit.run.compare import compare
 from labkit.run.experiment import Experiment
-from labkit.show import conclusions, dashboard, dashboard_pictures, dashboard_words, whatif
+from labkit.show import conclusions, dashboard, dashboard_pictures, dashboard_words, style, whatif
 
 KINDS = ("parameters", "gradients", "optimizer_states", "buffers", "communication", "activations")
 CARD = {"cpu": "x", "cores": 2, "torch": "2", "python": "3", "gpus": "none", "device": "cpu", "format": 1}
@@ -207,7 +209,7 @@ def test_conclusions_name_who_is_faster_than_noise_and_by_how_much():
     assert far.endswith("on this machine DDP + top 1 % is within noise (step x 1.00, 1.00 to 1.00).")
     assert machine.startswith(
         "On this machine, DDP in bf16 is 2.00 times as fast as DDP. The longest steps: DDP, 2 micro-batches (2 times). "
-        "2 of 4 techniques are within noise; chance alone"
+        "2 of 4 techniques are within noise."
     )
     assert memory.startswith("DDP, 2 micro-batches needs least memory: 501 B a rank, 50 % of DDP")
     few = concluded(grid_rows().query("round < 5"))
@@ -245,6 +247,31 @@ def test_the_terminals_table_of_the_shipped_sweep_fits_and_pictures_have_at_most
     for topic in dashboard_words.TOPICS:
         rows = dashboard.chosen(table, dashboard.replace(here, topic=topic))
         assert len(rows) <= dashboard.BARS and "DDP" in set(rows["label"])
+
+
+def test_a_caption_says_what_is_drawn():
+    state = dashboard.State(topic="strategies", model="gpt", ranks=2, link="this machine", picture="ratio to the base")
+    assert dashboard_words.caption(state) == "Ratio to the base: strategies, GPT, 2 ranks, this machine"
+    every = dashboard.State(model="gpt", picture="scaling", ranks=2)
+    assert dashboard_words.caption(every) == "Scaling: GPT"
+    assert dashboard_words.caption(dashboard.State()) == "Step time by phase"
+
+
+def test_bars_are_blue_or_orange_only_beyond_noise():
+    rows = [rows_of("n", 11.0, seed=1), rows_of("s", 10.5, bucket_cap_mb=1.0), rows_of("f", 9.5, strategy="zero1")]
+    table, curves = dashboard.opened(pd.concat([grid_rows(), *map(pd.DataFrame, rows)]))
+    figure = dashboard.draw(table, curves, dashboard.State(picture="ratio to the base", sort="ratio to the base"))
+    bars = next(one for one in figure.axes[0].collections if isinstance(one, PolyCollection))
+    names = [style.BLUE, style.GREY, style.GREY, style.GREY, style.GREY, style.ORANGE]
+    assert [to_hex(colour) for colour in bars.get_facecolor()] == [to_hex(name) for name in names]
+    assert "blue: faster, orange: slower, grey: within noise; lines: 95 %" in figure.axes[0].get_xlabel()
+
+
+def test_a_title_does_not_name_the_noise():
+    rows = rows_of("n", 2.0, seed=1, waits=0.1)
+    table, curves = dashboard.opened(pd.concat([grid_rows(), pd.DataFrame(rows)]))
+    for picture in dashboard.PICTURES:
+        assert "noise)" not in conclusions.title_of(picture, table, curves)
 
 
 def test_few_rounds_have_no_95_per_cent():
