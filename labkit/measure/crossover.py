@@ -18,10 +18,6 @@ Agarwal et al., On the Utility of Gradient Compression in Distributed Training S
 import math
 from typing import NamedTuple
 
-import numpy as np
-
-from labkit.measure.scaling import nonnegative
-
 
 class Cost(NamedTuple):
     """The cost of a step of one method, on any link."""
@@ -48,23 +44,3 @@ def crossover(a, b):
     if fewer_bytes > 0 and more_ms > 0:
         return 8 * fewer_bytes / (1000 * more_ms)
     return math.inf if fewer_bytes >= 0 and more_ms <= 0 and (fewer_bytes or more_ms) else 0.0
-
-
-def fit(link_mbit, step_ms):
-    """Fit a Cost to measured steps. crossover() of two fits is then a measured crossover.
-
-    link_mbit, step_ms: one value per measurement. Minimizes the squares of the *relative* errors,
-    because noise is proportional to the time; with absolute errors the slow links would determine
-    busy_ms alone. Raises ValueError for fewer than two link speeds, or a value that is not above 0.
-    """
-    mbit = np.asarray(link_mbit, dtype=float)
-    measured = np.asarray(step_ms, dtype=float)
-    positive = all((values > 0).all() and np.isfinite(values).all() for values in (mbit, measured))
-    if mbit.shape != measured.shape or not positive:
-        raise ValueError("link_mbit and step_ms must have equal lengths and values above 0")
-    if len(np.unique(mbit)) < 2:
-        raise ValueError(
-            "a fit needs step times on at least two link speeds, to separate work from bytes"
-        )
-    parts = np.stack([1 / measured, 8 / (1000 * mbit) / measured], axis=1)
-    return Cost(*nonnegative(parts, "step times"))

@@ -21,7 +21,7 @@ from labkit.measure.crossover import predicted
 from labkit.show import controls, style
 from labkit.show.bars import stack
 from labkit.show.explorer import explore, need_one
-from labkit.show.time_vs_bandwidth import costs, fits, reach, step_over_link, wins, wins_among
+from labkit.show.time_vs_bandwidth import costs, reach, step_over_link, wins
 
 
 @dataclass(frozen=True)
@@ -107,11 +107,12 @@ def takeaway(frame, state):
     return f"{words}. Predicted faster than {style.name(state.baseline)}: {'; '.join(others)}."
 
 
-def small(frame, baseline):
-    """Return a DataFrame of texts: per method work, bytes, and where it beats the baseline."""
+def small(frame, baseline, faster):
+    """Return a DataFrame of texts: per method work, bytes, and where it beats the baseline.
+
+    faster: of faster_links(), or None if nothing was measured.
+    """
     found = costs(frame)
-    fitted = fits(frame)
-    links = frame.dropna(subset=["step_ms"])["link_mbit"]
     rows = []
     for method, cost in found.items():
         row = {"method": style.name(method), "work": style.quantity(cost.busy_ms, "ms")}
@@ -119,8 +120,8 @@ def small(frame, baseline):
         row |= {"faster, predicted": "", "faster, measured": ""}
         if method != baseline:
             row["faster, predicted"] = wins(found[baseline], cost)
-        if method != baseline and {baseline, method} <= fitted.keys():
-            row["faster, measured"] = wins_among(fitted[baseline], fitted[method], links)
+        if method != baseline and faster is not None:
+            row["faster, measured"] = ", ".join(faster.get(method, ["on no link"]))
         rows.append(row)
     return pd.DataFrame(rows)
 
@@ -135,10 +136,11 @@ def offered(frame, baseline):
     )
 
 
-def explorer(frame, provenance, baseline=None):
+def explorer(frame, provenance, baseline=None, faster=None):
     """Show step times over link speeds: figure, takeaway, table, then controls. Returns Explorer.
 
-    frame: see above. provenance: as in present(). baseline: as in step_over_link().
+    frame: see above. provenance: as in present(). baseline: as in step_over_link(). faster: as in
+    small().
     """
     state = initial(frame, baseline)
     speed = controls.speeds(offered(frame, state.baseline), state.link_mbit)
@@ -148,8 +150,8 @@ def explorer(frame, provenance, baseline=None):
         partial(draw, frame),
         partial(takeaway, frame),
         provenance,
-        small(frame, state.baseline),
-        "a step's work and bytes, and where each is faster; measured: fits, without noise band",
+        small(frame, state.baseline, faster),
+        "a step's work and bytes, and where each is faster; measured: beyond the noise band",
         "Move the link speed: the picture for it is drawn here, from the saved rows.",
         more=lambda state: [bars(frame, state)],
     )

@@ -20,8 +20,8 @@ import math
 import numpy as np
 from matplotlib.ticker import FuncFormatter, LogLocator
 
-from labkit.measure.crossover import Cost, crossover, fit, predicted
-from labkit.measure.stats import summary
+from labkit.measure.crossover import Cost, crossover, predicted
+from labkit.measure.stats import paired_ratio, summary
 from labkit.show import style
 from labkit.show.curves import close
 
@@ -55,16 +55,6 @@ def costs(frame):
     }
 
 
-def fits(frame):
-    """Return {method: Cost} of the methods measured at two link speeds or more (crossover.fit)."""
-    measured = style.in_order(frame, "method").dropna(subset=["step_ms"])
-    several = measured[measured.groupby("method")["link_mbit"].transform("nunique") > 1]
-    return {
-        one: fit(rows["link_mbit"], rows["step_ms"])
-        for one, rows in several.groupby("method", sort=False)
-    }
-
-
 def crossing(a, b):
     """Return the link speed at which both take equally long; None if one is always faster."""
     return next(
@@ -82,14 +72,19 @@ def wins(a, b):
     )
 
 
-def wins_among(a, b, links):
-    """Return where b is faster than a, in words, and nothing of speeds outside these links."""
-    at = crossing(a, b)
-    if at is not None and min(links) <= at <= max(links):
-        return wins(a, b)
-    faster = predicted(*b, max(links)) < predicted(*a, max(links))
-    which = "each" if faster else "no"
-    return f"on {which} link up to {style.quantity(max(links), 'Mbit/s')}"
+def faster_links(times, baseline, again="again"):
+    """Return {method: ["100 Mbit/s", ...]}: links on which it is faster than the baseline.
+
+    times: {link in words: DataFrame}, a column of step times per method, a row per round. The
+    column `again`, a second run of the baseline, gives a link's noise band (stats.Ratio.verdict).
+    """
+    found = {}
+    for link, rows in times.items():
+        band = paired_ratio(rows[again], rows[baseline]).noise_band()
+        for method in rows.columns.drop([baseline, again]):
+            if paired_ratio(rows[method], rows[baseline]).verdict(band) == "faster":
+                found.setdefault(method, []).append(link)
+    return found
 
 
 def reach(frame, baseline):

@@ -71,26 +71,17 @@ def test_a_crossover_in_words_has_two_digits():
     assert time_vs_bandwidth.wins(Cost(20, 5_000_000), Cost(6020, 1_234_567)) == "below 5 Mbit/s"
 
 
-def test_predicted_and_measured_crossovers_stand_side_by_side():
-    slower = rows_of(speeds=(50, 200, 2000))  # 10 ms more in the measured steps of topk than its formula says
-    slower.loc[slower["method"] == "topk", "step_ms"] += 10
-    shown = bandwidth_explorer.small(slower, "none").set_index("method")
+def test_a_method_is_called_faster_only_beyond_the_noise_band():
+    base = pd.Series([100.0, 101, 102, 103, 104, 105])
+    near, far = (pd.DataFrame({"none": base, "again": noise * base, "topk": 0.8 * base}) for noise in (1.3, 1.1))
+    faster = time_vs_bandwidth.faster_links({"50 Mbit/s": far, "200 Mbit/s": near, "900 Mbit/s": far}, "none")
+    assert faster == {"topk": ["50 Mbit/s", "900 Mbit/s"]}
+    assert time_vs_bandwidth.faster_links({"50 Mbit/s": far[:5]}, "none") == {}  # too few rounds
+    shown = bandwidth_explorer.small(rows_of(), "none", faster).set_index("method")
     assert shown.loc["top 1 %", "faster, predicted"] == "below 3,000 Mbit/s"
-    assert shown.loc["top 1 %", "faster, measured"] == "below 1,500 Mbit/s"
+    assert shown.loc["top 1 %", "faster, measured"] == "50 Mbit/s, 900 Mbit/s"
+    assert shown.loc["fp16", "faster, measured"] == "on no link"
     assert shown.loc["no compression"].tolist()[2:] == ["", ""]
-    once = slower[(slower["method"] != "topk") | (slower["link_mbit"] == 50)]
-    assert bandwidth_explorer.small(once, "none").set_index("method").loc["top 1 %", "faster, measured"] == ""
-
-
-def test_nothing_is_called_measured_beyond_the_measured_links():
-    shown = bandwidth_explorer.small(rows_of(speeds=(50, 200, 900)), "none").set_index("method")
-    assert shown["faster, measured"].to_dict() == {
-        "no compression": "",
-        "hierarchical": "on no link up to 900 Mbit/s",  # predicted above 1,000
-        "fp16": "on each link up to 900 Mbit/s",  # predicted at every speed
-        "QSGD, 8 bits": "on no link up to 900 Mbit/s",
-        "top 1 %": "on each link up to 900 Mbit/s",  # predicted below 3,000
-    }
 
 
 def lines_of(figure):
@@ -158,7 +149,7 @@ def test_where_nothing_was_measured_lines_are_drawn_alone():
     axes, curves, _ = lines_of(figure)
     assert len(curves) == 5 and not axes.containers
     assert any("ring: as fast as" in text.get_text() for text in axes.texts)
-    shown = bandwidth_explorer.small(rows_of().assign(step_ms=math.nan), "none")
+    shown = bandwidth_explorer.small(rows_of().assign(step_ms=math.nan), "none", None)
     assert set(shown["faster, measured"]) == {""} and shown["faster, predicted"].tolist()[4] == "below 3,000 Mbit/s"
 
 
