@@ -73,6 +73,9 @@ class MoE(nn.Module):
         super().__init__()
         if not 1 <= top_k <= experts:
             raise ValueError(f"top_k={top_k} must be between 1 and experts={experts}")
+        if not callable(expert) or isinstance(expert, nn.Module):
+            kind = type(expert).__name__
+            raise ValueError(f"expert is of type {kind}: pass a function that makes one expert")
         routing.check(experts, top_k)
         if balance not in ("loss", "bias", None):
             raise ValueError(f"balance={balance!r} must be 'loss', 'bias' or None")

@@ -22,6 +22,7 @@ from labkit.show.unit_residency import residency
 
 COLUMNS = ("unit", "mode", "prefetch", "held_bytes", "step_ms", "exposed_ms")
 MARKERS = {"full": "o", "grad_op": "s"}
+MODES = {"full": "full sharding", "grad_op": "parameters kept"}
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,11 @@ def medians(frame):
 
 def words_of(state):
     ahead = "nothing ahead" if state.prefetch == 0 else f"{state.prefetch} ahead"
-    return f"units of {state.unit}, {state.mode}, {ahead}"
+    return f"units of {state.unit}, {mode_name(state.mode)}, {ahead}"
+
+
+def mode_name(mode):
+    return MODES.get(mode, mode)
 
 
 def draw(frame, state):
@@ -102,7 +107,7 @@ def draw_legend(figure, colours, modes):
         for unit, colour in colours.items()
     }
     look = {"color": style.INK, "linewidth": 0}
-    shown |= {mode: Line2D([], [], marker=marker(mode), **look) for mode in modes}
+    shown |= {mode_name(mode): Line2D([], [], marker=marker(mode), **look) for mode in modes}
     style.legend_below(figure, shown.values(), shown, handlelength=1.2)
 
 
@@ -133,7 +138,7 @@ def small(frame):
     points = medians(frame)
     rows = []
     for (unit, mode), mine in points.groupby(["unit", "mode"], sort=False):
-        row = {"unit": unit, "mode": mode}
+        row = {"unit": unit, "mode": mode_name(mode)}
         for column, short in (("held_bytes", "held"), ("step_ms", "step")):
             for _, point in mine.iterrows():
                 row[f"{short}, {point['prefetch']} ahead"] = style.quantity(
@@ -157,7 +162,8 @@ def explorer(frame, provenance, state=None):
     row = {}
     for column, words in zip(COLUMNS[:3], ("unit", "mode", "units ahead"), strict=True):
         values = list(dict.fromkeys(frame[column]))
-        row[column] = controls.menu(words, values, getattr(state, column))
+        options = [(MODES.get(value, value), value) for value in values]
+        row[column] = controls.menu(words, options, getattr(state, column))
     return explore(
         state,
         [row],

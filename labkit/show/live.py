@@ -16,7 +16,6 @@ import html
 import io
 import sys
 import time
-from itertools import cycle
 
 import ipywidgets
 import pandas as pd
@@ -84,12 +83,10 @@ def over_steps(axes, rows, column, words, divisor=1, each=False):
         return
     table = rows.pivot_table(index="step", columns="rank", values=column) / divisor
     lines = table if each else table.mean(axis=1).to_frame("mean")
-    colours = dict(zip(lines, cycle(style.CYCLE), strict=False))
-    for rank, line in lines.items():
+    look = {"color": style.INK, "linewidth": 1.2}  # the colours of the parts mean no rank
+    for _, line in lines.items():
         line = line.dropna()
-        axes.plot(
-            line.index, line, color=colours[rank], linewidth=1.5, marker="." * (len(line) < 30)
-        )
+        axes.plot(line.index, line, marker="." * (len(line) < 30), **look)
     if each:
         axes.set_ylim(0, (lines.max().max() or 1.0) * 1.3)
     axes.grid(axis="y")
@@ -97,8 +94,7 @@ def over_steps(axes, rows, column, words, divisor=1, each=False):
         last = lines.ffill().iloc[-1]
         places = style.spread_apart(list(last), 0.13 * (axes.get_ylim()[1] or 1.0))
         for rank, place in zip(lines, places, strict=True):
-            look = {"size": 8, "color": colours[rank], "weight": "bold"}
-            style.beside(axes, f"{rank}", (lines.index[-1], place), (5, 0), **look)
+            style.beside(axes, f"{rank}", (lines.index[-1], place), (5, 0), size=8, weight="bold")
 
 
 def stacked(axes, rows):

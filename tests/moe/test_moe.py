@@ -221,5 +221,8 @@ def test_experts_that_the_ranks_do_not_divide(ranks):
     assert ranks(3, cannot_share) == ["experts=4 must be divisible by 3 ranks"] * 3
     with pytest.raises(ValueError, match="top_k=5 must be between 1 and experts=4"):
         MoE(WIDTH, 4, top_k=5, expert=expert)
+    for wrong in (None, torch.nn.Linear(4, 4)):
+        with pytest.raises(ValueError, match="pass a function that makes one expert"):
+            MoE(4, 4, 2, wrong)
     with pytest.raises(ValueError, match="balance='none' must be 'loss', 'bias' or None"):
         MoE(WIDTH, 4, expert=expert, balance="none")

@@ -38,6 +38,12 @@ def test_the_picture_shows_each_panel_and_says_what_it_was_not_told():
     assert words == "run A: 3 ranks, step 6; a step takes 50.0 ms, and 12.0 ms of it a rank waits for messages."
 
 
+def test_lines_of_ranks_do_not_have_the_colours_of_the_parts():
+    figure = live.draw(pd.DataFrame(rows_of(ranks=5)))
+    lines = [line for axes in figure.axes for line in axes.lines]
+    assert len(lines) == 2 + 2 * 5 and not {line.get_color() for line in lines} & set(live.COLOURS.values())
+
+
 class Shown:
     """What stands where the view was shown."""
 

@@ -131,7 +131,7 @@ FIRST = fsdp_explorer.State("a block", "full", 1)
 def test_one_sentence_says_what_a_choice_costs():
     text = fsdp_explorer.takeaway(sweep(), FIRST)
     assert text == (
-        "units of a block, full, 1 ahead: at most 2 KiB of parameters on a rank, a step in 41 ms, "
+        "units of a block, full sharding, 1 ahead: at most 2 KiB of parameters on a rank, a step in 41 ms, "
         "of which 5 ms exposed; of the other 7 choices 1 hold less."
     )
 
@@ -140,7 +140,7 @@ def test_the_ring_is_at_the_choice():
     frame = sweep()
     before = frame.copy(deep=True)
     figure = fsdp_explorer.draw(frame, FIRST)
-    assert figure.get_suptitle() == "units of a block, full, 1 ahead: 41 ms a step, at most 2 KiB held"
+    assert figure.get_suptitle() == "units of a block, full sharding, 1 ahead: 41 ms a step, at most 2 KiB held"
     assert figure.axes[0].get_xlabel() == "parameters held at most, shards included (KiB)"
     rings = figure.axes[0].collections
     assert [tuple(ring.get_offsets()[0]) for ring in rings] == [(2.0, 41.0)]
@@ -178,5 +178,5 @@ def test_what_is_seen_without_a_kernel_comes_first(monkeypatch):
 def test_the_table_has_a_column_for_each_prefetch():
     table = fsdp_explorer.small(sweep())
     assert list(table) == ["unit", "mode", "held, 0 ahead", "held, 1 ahead", "step, 0 ahead", "step, 1 ahead"]
-    assert table.iloc[0].tolist() == ["a block", "full", "1 KiB", "2 KiB", "51 ms", "41 ms"]
+    assert table.iloc[0].tolist() == ["a block", "full sharding", "1 KiB", "2 KiB", "51 ms", "41 ms"]
     assert style.name("held, 0 ahead") == "held, 0 ahead"
