@@ -161,9 +161,10 @@ TITLES = {
 def title_of(picture, rows, curves, scaled=()):
     """Return the message of a picture in one sentence. rows: those drawn; scaled: its lines.
 
-    A row that repeats its base is noise, and no message.
+    A row that repeats its base is noise, and no message beside other rows.
     """
-    rows = rows[rows["verdict"] != "noise"]
+    real = rows["verdict"] != "noise"
+    rows = rows[real] if real.any() else rows
     if picture == "ratio to the base":
         words = of_ratios(rows)
     elif picture == "scaling":

@@ -272,6 +272,7 @@ def test_a_title_does_not_name_the_noise():
     table, curves = dashboard.opened(pd.concat([grid_rows(), pd.DataFrame(rows)]))
     for picture in dashboard.PICTURES:
         assert "noise)" not in conclusions.title_of(picture, table, curves)
+        assert conclusions.title_of(picture, table[table["verdict"] == "noise"], curves)
 
 
 def test_few_rounds_have_no_95_per_cent():
