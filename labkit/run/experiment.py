@@ -16,6 +16,7 @@ from pathlib import Path
 import yaml
 
 from labkit.run.choices import CHOICES, FITTING, HOOKED, HOROVOD
+from labkit.run.once_only import OnceOnly, without_doubles
 
 # Defaults of a GPT, which labkit.run.options sets; they hold with AdamW only.
 GPT = {"optimizer": "adamw", "lr": 3e-3, "weight_decay": 0.1, "warmup_steps": 10}
@@ -264,9 +265,11 @@ class Experiment:
     @classmethod
     def from_yaml(cls, path):
         try:
-            fields = yaml.safe_load(Path(path).read_text())
+            fields = yaml.load(Path(path).read_text(), OnceOnly)
         except yaml.YAMLError as error:
             raise ValueError(f"{path}: not YAML: {error}") from None
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
         return cls.from_dict(fields, source=str(path))
 
     def to_json(self, path):
@@ -275,7 +278,9 @@ class Experiment:
     @classmethod
     def from_json(cls, path):
         try:
-            fields = json.loads(Path(path).read_text())
+            fields = json.loads(Path(path).read_text(), object_pairs_hook=without_doubles)
         except json.JSONDecodeError as error:
             raise ValueError(f"{path}: not JSON: {error}") from None
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
         return cls.from_dict(fields, source=str(path))

@@ -24,7 +24,9 @@ from labkit.run.frameworks import (
     sections,
     wrong_fields,
 )
+from labkit.run.once_only import OnceOnly, without_doubles
 
+MARK = "\ufeff"  # a byte-order mark, which some editors write before the text
 OPTION = re.compile(r"(^|\s)--[a-z][a-z0-9-]+", re.MULTILINE)
 BEFORE = r"\s*(?://[^\n]*\n|/\*.*?\*/|\w+\s*=(?=\s*\{))"  # what people have before the {
 OBJECT = re.compile(rf"(?:{BEFORE})*\s*\{{", re.DOTALL)
@@ -116,7 +118,7 @@ def with_file_behind(framework, config, folder):
         raise Refused(wrong.values())
     file = Path(folder, name)
     try:
-        return "deepspeed", from_json(file.read_text(encoding="utf-8"))
+        return "deepspeed", from_json(file.read_text(encoding="utf-8").removeprefix(MARK))
     except OSError as error:
         raise ValueError(
             f"names {file} as deepspeed_config_file, which cannot be read: {error.strerror}"
@@ -132,22 +134,6 @@ def from_json(text):
     except json.JSONDecodeError as error:
         hints = [hint for form, hint in HINTS.items() if re.search(form, text)]
         raise ValueError("; ".join([f"is not JSON: {error}", *hints])) from None
-
-
-def without_doubles(pairs):
-    names = [name for name, _ in pairs]
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(f"the key {name} is there twice")
-    return dict(pairs)
-
-
-class OnceOnly(yaml.SafeLoader):
-    """A loader that refuses a key which is there twice."""
-
-    def construct_mapping(self, node, deep=False):
-        without_doubles([(key.value, None) for key, _ in node.value])
-        return super().construct_mapping(node, deep)
 
 
 def from_yaml(text):

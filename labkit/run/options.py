@@ -15,6 +15,7 @@ from labkit.measure.sinks import KNOWN
 from labkit.run.choices import CHOICES, TORCH
 from labkit.run.experiment import GPT, Experiment
 from labkit.run.framework_values import as_number
+from labkit.run.once_only import OnceOnly
 
 STOPPED, WRONG, FAILED = 85, 2, 1  # exit codes
 HELP = {
@@ -193,9 +194,11 @@ def check_ranks(experiment, options, nproc):
 def from_file(path):
     """Return the fields of a YAML file, {} of an empty one. Raises ValueError, OSError."""
     try:
-        fields = yaml.safe_load(Path(path).read_text())
+        fields = yaml.load(Path(path).read_text(), OnceOnly)
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
     fields = {} if fields is None else fields
     check_fields(fields, path)
     return fields
