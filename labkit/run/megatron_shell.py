@@ -4,7 +4,8 @@
     torchrun --nproc-per-node 8 pretrain_gpt.py ${GPT_ARGS[@]} --bf16 2>&1 | tee log
 
 Lines are read in their order, as a shell does. A variable that a command, the caller or a branch
-sets, such as $1, stays in the value. "$@", all arguments of the caller, is left out.
+sets, such as $1, stays in the value. "$@", all arguments of the caller, is left out. A default, as
+of ${NAME:-2} or ${1-2}, holds if no earlier line can set the variable.
 """
 
 import json
@@ -24,6 +25,7 @@ LATER = re.compile(
     r"(?:[;&|)]|\b(?:then|do|else))[ \t]*(?:export\s+)?(\w+)\+?="
 )  # not first in its line
 VARIABLE = re.compile(r'"?\$\{(\w+)\[[@*]\]\}"?|\$\{(\w+)\}|\$(\w+)')
+DEFAULT = re.compile(r"\$\{(\w+)(:?)-([^{}]*)\}")
 CALLER = re.compile(r"\$([@*]|\{[@*](:[^}]*)?\})")  # its arguments
 END = re.compile(r"[|&;]+|\d?>.*")  # of the command
 COUNTS = {"nproc_per_node": "ranks of a node", "nnodes": "nodes"}  # options of torchrun
@@ -96,10 +98,9 @@ def command_of(text):
     """
     text = text.replace("\\\n", " ")
     starts = [line for line in text.splitlines() if is_start(line)]
-    line = text
-    if starts:
-        known = variables(text[: text.rindex(starts[-1])])
-        line = with_values(starts[-1], known)
+    start = starts[-1] if starts else text
+    before = re.sub(r"(^|\s)#.*", r"\1", text[: text.rindex(start)])
+    line = with_values(start, variables(before), before)
     try:
         words = shlex.split(line, comments=True)
     except ValueError as error:
@@ -118,13 +119,12 @@ def is_start(line):
 
 
 def variables(text):
-    """Return {name: value} of the variables that a script sets itself, each in one way."""
-    text = re.sub(r"(^|\s)#.*", r"\1", text)
+    """Return {name: value} of the variables that lines without comments set, each in one way."""
     found, unknown = {}, set()
     for one in SET.finditer(text):
         name, more, array, value = one.groups()
         words = value.strip("\"'") if array is None else " ".join(array.split())
-        words = with_values(words, found)
+        words = with_values(words, found, text[: one.start()])
         if in_branch(text, one.start()) or (more and name in unknown):
             unknown.add(name)
             found.pop(name, None)
@@ -142,6 +142,26 @@ def in_branch(text, place):
     return len(OPENS.findall(before)) > len(CLOSES.findall(before))
 
 
-def with_values(line, known):
-    """Return a line with the values of known variables."""
-    return VARIABLE.sub(lambda found: known.get(found[found.lastindex], found[0]), line)
+def with_values(line, known, before):
+    """Return a line with the values of known variables, and with defaults of those not set before.
+
+    before: the lines of the script that come first.
+    """
+
+    def default(found):
+        name, colon, words = found.groups()
+        if name in known:
+            return words if colon and not known[name] else known[name]
+        return found[0] if may_set(name, before) else words
+
+    line = VARIABLE.sub(lambda found: known.get(found[found.lastindex], found[0]), line)
+    for _ in range(line.count("${")):  # a default may have one of its own
+        line = DEFAULT.sub(default, line)
+    return line
+
+
+def may_set(name, before):
+    """Return whether lines may set a variable, in any way."""
+    if name.isdigit():  # an argument of the caller
+        return re.search(r"\bshift\b|\bset\s+--", before) is not None
+    return re.search(rf"(?<![\w$\{{]){name}\b|^\s*(source|\.)\s", before, re.MULTILINE) is not None

@@ -57,6 +57,7 @@ def test_a_script_has_the_words_that_bash_gives_it():
     ("line", "words"),
     [
         ("pretrain_gpt.py --micro-batch-size $MICRO --lr-decay-style constant", "--micro-batch-size $MICRO: write the"),
+        ("--micro-batch-size ${MICRO:-0} --lr-decay-style constant", "micro-batch-size=0: must be a whole number"),
         ("A=$B\nB=$A\npretrain_gpt.py --lr-decay-style constant --seed $A --micro-batch-size 4", "--seed $"),
         ("N=$(nproc)\npretrain_gpt.py --lr-decay-style constant --micro-batch-size $N", "--micro-batch-size $N: write"),
         ("pretrain_gpt.py --lr '3", "is not a shell line: No closing quotation"),
@@ -103,6 +104,13 @@ START = "torchrun pretrain_gpt.py $OPTS"
         ["LR=1e-3", BASE, "LR=5e-3"],
         ["LR=1e-3", "LR=2e-3", BASE],
         ["if true; then", "  OTHER=1", "fi", "LR=3e-3", BASE],
+        ["# LR of all", "LR=${LR:-2}", BASE],
+        ["LR=${OTHER-2e-3}", BASE],
+        ["OTHER=3", "LR=${OTHER:-2}", BASE],
+        ["OTHER=", "LR=1${OTHER:-2}${OTHER-4}", BASE],
+        ['LR="${OTHER:-${MORE:-5}}"', BASE],
+        ["LR=${1:-2}", BASE, "SEED=${SEED:-}7", 'OPTS+=" --seed ${SEED} ${FLAG:-}"'],
+        ["OPTS=(--micro-batch-size ${MICRO:-2}", '  --seed "${SEED:-1}"4  # SEED', "  )"],
     ],
     ids=str,
 )
@@ -122,6 +130,11 @@ def test_variables_have_the_values_that_bash_gives_them(lines):
         ([BASE, "case $P in", 'a) OPTS+=" --bf16";;', "esac"], "'$OPTS': must be an argument"),
         (["case $S in", "big)", "  LR=1e-4", ";; *)", "  LR=1e-3", "esac", BASE], "--lr $LR: write the value"),
         (["for LR in 1 2; do", "  LR=1e-4", "done", BASE], "--lr $LR: write the value"),
+        (["for A in 1 2; do :; done", "LR=${A:-3}", BASE], "--lr ${A:-3}: write the value"),
+        (["A=$(nproc)", "LR=${A:-3}", BASE], "--lr ${A:-3}: write the value"),
+        (["[[ $1 ]] && A=2", "LR=${A-3}", BASE], "--lr ${A-3}: write the value"),
+        (["source settings.sh", "LR=${A:-3}", BASE], "--lr ${A:-3}: write the value"),
+        (["shift", "LR=${1:-3}", BASE], "--lr ${1:-3}: write the value"),
     ],
     ids=str,
 )
@@ -198,7 +211,7 @@ def test_toml_of_torchtitan_is_the_python_of_today():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (("beta2 = 0.999\n", ""), "also where it is not written: write betas=(0.9, 0.999), in TOML beta2 = 0.999"),
+        (("beta2 = 0.999\n", ""), "also where it is not written: write beta2 = 0.999"),
         (("beta2 = 0.999\n", "beta2 = 0.98\n"), "optimizer.[beta1, beta2]=[0.9, 0.98]: here it is [0.9, 0.999]"),
         (("[optimizer]\n", ""), "torchtitan has no field model_spec"),
         (('[lr_scheduler]\ndecay_type = "cosine"\n', ""), "lr_scheduler.decay_type is linear"),
@@ -217,7 +230,7 @@ def test_what_toml_cannot_have(change, words):
     assert change[0] in TOML
     text = TOML.replace(*change)
     if "model_spec" in words:  # lr and betas are then in another section: those of the optimizer are its defaults
-        words = "write betas=(0.9, 0.999)"
+        words = "write beta2 = 0.999"
     with pytest.raises(ValueError) as said:
         framework, config = framework_files.parse(text)
         frameworks.read(config, framework, 4)
